@@ -1,0 +1,190 @@
+"""Configuration of Toeplitz neural networks: every flag of the model, with its meaning and its limits.
+
+Flags follow "Toeplitz Neural Network for Sequence Modeling" (Qin et al., ICLR 2023: TNN), "SKI to go Faster"
+(Moreno et al., 2023: FD, SKI) and "State-Free Inference of State-Space Models: The Transfer Function Approach"
+(Parnichkun et al., ICML 2024: RTF).
+"""
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
+
+CHOICES = {
+    "tno_type": ("rpe", "fd", "ski", "rtf"),
+    "norm_type": ("simplermsnorm", "rmsnorm", "gatedrmsnorm", "scalenorm", "layernorm"),
+    "norm_position": ("pre", "post", "res_post"),
+    "initializer": ("torch", "normal"),
+    "fd_input": ("omega", "cos"),
+    "rtf_constraint": (None, "l1_montel"),
+    "rtf_initializer": ("zeros", "xavier", "montel"),
+    "hidden_act": tuple(ACT2FN),
+    "rpe_act": tuple(ACT2FN),
+    "fd_act": tuple(ACT2FN),
+}
+AT_LEAST_ONE = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "glu_dim",
+    "rpe_dim",
+    "max_position_embeddings",
+    "rtf_state_size",
+    "ski_filter_size",
+    "fd_resolution",
+)
+PROBABILITIES = ("hidden_dropout_prob", "classifier_dropout")
+
+
+@strict
+class TnnConfig(PreTrainedConfig):
+    """Configuration of a [`TnnModel`] and its heads. The defaults are the causal language model of the TNN paper.
+
+    Args:
+        vocab_size (`int`): Number of tokens in the vocabulary.
+        hidden_size (`int`): Width of the token representations, d.
+        num_hidden_layers (`int`): Number of blocks (one GTU and one GLU each).
+        causal (`bool`): Whether a position sees only itself and earlier ones. `TnnForCausalLM` needs `True`,
+            `TnnForMaskedLM` needs `False`, the other classes take both.
+        tno_type (`str`): Where the Toeplitz coefficients come from: `"rpe"` (an MLP of the lag, times a decay),
+            `"fd"` (an MLP of the frequency), `"ski"` (a short filter plus a low-rank interpolated kernel, not
+            causal) or `"rtf"` (a rational transfer function).
+        gtu_expansion (`float`): Width of the gated Toeplitz unit over `hidden_size`; e = int(gtu_expansion * d).
+        gtu_norm (`bool`): Whether the gated product is normalised before the output projection of the GTU.
+        glu_dim (`int`, *optional*): Inner width of the GLU; `hidden_size` unless set.
+        hidden_act (`str`): Activation of the GTU and of the gate of the GLU.
+        norm_type (`str`): Norm of the blocks, of the GTU (`gtu_norm`) and of the RPE: `"simplermsnorm"` (without
+            parameters), `"rmsnorm"`, `"gatedrmsnorm"`, `"scalenorm"` or `"layernorm"`.
+        norm_position (`str`): `"pre"`: x + f(norm(x)), with a final LayerNorm; `"post"`: norm(x + f(x));
+            `"res_post"`: x + norm(f(x)).
+        scale_embedding (`bool`): Whether embeddings are multiplied by sqrt(hidden_size).
+        embedding_norm (`bool`): Whether embeddings pass through a LayerNorm.
+        layer_norm_eps (`float`): Epsilon of every LayerNorm. The RMS norms keep the 1e-8 of the released code.
+        rpe_dim (`int`): Width of the relative position encoder (`"rpe"` and `"fd"`).
+        rpe_layers (`int`): Its hidden layers, without the input and the output projection. May be 0.
+        rpe_act (`str`): Its activation when `tno_type="rpe"`.
+        rpe_residual (`bool`): Whether its hidden layers have a residual connection.
+        decay (`float`, *optional*): Decay per lag of `"rpe"` coefficients, in (0, 1]; `None` for no decay.
+        learnable_decay (`bool`): Whether each channel learns a decay between `decay` and 1.
+        max_position_embeddings (`int`): Length the model is trained for. No input is too long; `"ski"` places its
+            inducing points and `"rtf"` takes its truncation length by this number.
+        fd_resolution (`int`, *optional*): Number of taps of an `"fd"` kernel on each side, a power of two; the
+            frequency grid has `fd_resolution + 1` points. At least twice `max_position_embeddings` unless set.
+        fd_input (`str`): Input of the frequency MLP: `"omega"` in [0, pi] as published, or `"cos"` of it, for
+            which the decay theorems of the paper hold.
+        fd_act (`str`): Activation of the frequency MLP.
+        ski_rank (`int`): Number of inducing points over `max_position_embeddings` positions, from 2.
+        ski_filter_size (`int`): Taps of the short filter of `"ski"`; an even number is raised by one.
+        ski_decay (`float`): lambda of the inverse time warp x(s) = sign(s) lambda^|s|, in (0, 1].
+        rtf_state_size (`int`): Order N of the rational function, below `max_position_embeddings`.
+        rtf_num_denominators (`int`, *optional*): Number of denominators shared by groups of consecutive
+            channels; a divisor of the GTU width, which is also the default (no sharing).
+        rtf_constraint (`str`, *optional*): `"l1_montel"` keeps all poles inside the unit circle.
+        rtf_initializer (`str`): `"zeros"`, `"xavier"` (uniform, 1/sqrt(N)) or `"montel"` (uniform, 1/N).
+        hidden_dropout_prob (`float`): Dropout after the embeddings, each GTU and each GLU.
+        classifier_dropout (`float`, *optional*): Dropout of the classification head; `hidden_dropout_prob` unless set.
+        initializer (`str`): `"torch"`: PyTorch's default for linear layers and N(0, 1/d) for embeddings (the
+            causal models of the papers); `"normal"`: N(0, initializer_range^2) and zero biases (as BERT).
+        initializer_range (`float`): Standard deviation for `initializer="normal"`.
+        use_cache (`bool`): Whether causal models return what they need to continue a sequence.
+        tie_word_embeddings (`bool`): Whether the language modelling heads share the input embeddings.
+
+    Raises:
+        ValueError: a field has a value outside its limits, or two fields contradict each other.
+    """
+
+    model_type = "tnn"
+    keys_to_ignore_at_inference = ["past_key_values"]
+
+    vocab_size: int = 50265
+    hidden_size: int = 512
+    num_hidden_layers: int = 7
+    causal: bool = True
+    tno_type: str = "rpe"
+    gtu_expansion: int | float = 3
+    gtu_norm: bool = False
+    glu_dim: int | None = None
+    hidden_act: str = "silu"
+    norm_type: str = "simplermsnorm"
+    norm_position: str = "pre"
+    scale_embedding: bool = True
+    embedding_norm: bool = False
+    layer_norm_eps: float = 1e-5
+    rpe_dim: int = 64
+    rpe_layers: int = 6
+    rpe_act: str = "relu"
+    rpe_residual: bool = False
+    decay: int | float | None = 0.99
+    learnable_decay: bool = False
+    max_position_embeddings: int = 512
+    fd_resolution: int | None = None
+    fd_input: str = "omega"
+    fd_act: str = "relu"
+    ski_rank: int = 32
+    ski_filter_size: int = 16
+    ski_decay: int | float = 0.99
+    rtf_state_size: int = 64
+    rtf_num_denominators: int | None = None
+    rtf_constraint: str | None = None
+    rtf_initializer: str = "zeros"
+    hidden_dropout_prob: int | float = 0.1
+    classifier_dropout: int | float | None = None
+    initializer: str = "torch"
+    initializer_range: float = 0.02
+    use_cache: bool = True
+    tie_word_embeddings: bool = True
+    bos_token_id: int | None = 0
+    pad_token_id: int | None = 1
+    eos_token_id: int | list[int] | None = 2
+
+    def __post_init__(self, **kwargs):
+        if self.glu_dim is None:
+            self.glu_dim = self.hidden_size
+        if self.fd_resolution is None:
+            self.fd_resolution = 1 << (2 * self.max_position_embeddings - 1).bit_length()
+        self._check_fields()
+        self._check_operator()
+        super().__post_init__(**kwargs)
+
+    @property
+    def gtu_dim(self) -> int:
+        """Width of the gated Toeplitz unit: the number of channels that have a Toeplitz matrix."""
+        return int(self.gtu_expansion * self.hidden_size)
+
+    def _check_fields(self):
+        # Not named validate_*: errors of such methods reach the user as a type that is no ValueError.
+        for name, allowed in CHOICES.items():
+            self._require(name, getattr(self, name) in allowed, f"one of {', '.join(map(repr, allowed))}")
+        for name in AT_LEAST_ONE:
+            self._require(name, getattr(self, name) >= 1, "at least 1")
+        for name in PROBABILITIES:
+            value = getattr(self, name)
+            self._require(name, value is None or 0 <= value < 1, "in [0, 1)")
+        self._require("rpe_layers", self.rpe_layers >= 0, "at least 0")
+        self._require("gtu_expansion", self.gtu_dim >= 1, "such that gtu_expansion * hidden_size is at least 1")
+        self._require("initializer_range", self.initializer_range > 0, "above 0")
+        self._require("layer_norm_eps", self.layer_norm_eps > 0, "above 0")
+        self._require("decay", self.decay is None or 0 < self.decay <= 1, "in (0, 1], or None for no decay")
+        if self.learnable_decay:
+            self._require("decay", self.decay is not None, "a number (the lower bound) when learnable_decay=True")
+        self._require("ski_decay", 0 < self.ski_decay <= 1, "in (0, 1]")
+        power_of_two = self.fd_resolution & (self.fd_resolution - 1) == 0
+        self._require("fd_resolution", power_of_two, "a power of two")
+
+    def _check_operator(self):
+        longest = self.max_position_embeddings
+        if self.tno_type == "ski":
+            self._require("causal", not self.causal, "False with tno_type='ski': its low-rank part sees the future")
+            self._require("ski_rank", 2 <= self.ski_rank <= longest, f"in [2, max_position_embeddings={longest}]")
+        if self.tno_type == "rtf":
+            allowed = f"below max_position_embeddings={longest}"
+            self._require("rtf_state_size", self.rtf_state_size < longest, allowed)
+            count = self.rtf_num_denominators
+            divides = count is None or (count >= 1 and self.gtu_dim % count == 0)
+            self._require("rtf_num_denominators", divides, f"a divisor of the GTU width {self.gtu_dim}")
+
+    def _require(self, name: str, holds: bool, allowed: str):
+        if not holds:
+            raise ValueError(f"{name}={getattr(self, name)!r} is not possible: it must be {allowed}.")
+
+
+__all__ = ["TnnConfig"]

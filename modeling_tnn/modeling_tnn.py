@@ -1,0 +1,424 @@
+"""Toeplitz neural networks: the blocks, the base model and its heads.
+
+    GTU:    y = W_o( u * TNO(v) ),  u = act(W_u x),  v = act(W_v x)                TNN paper, equation 9
+    GLU:    y = W_down( act(W_gate x) * W_up x )
+    block:  x = x + GTU(norm(x));  x = x + GLU(norm(x))                            (norm_position="pre")
+
+B batch, L length, d hidden size, D = gtu_dim channels of the Toeplitz operator. Padding: v is zeroed at masked
+positions after its projection and activation (both have a bias to add), so a Toeplitz product never sees them;
+since it depends on differences of positions alone, the outputs at real positions are those of the bare text.
+"""
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation import GenerationMixin
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    CausalLMOutputWithPast,
+    MaskedLMOutput,
+    SequenceClassifierOutputWithPast,
+)
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs, can_return_tuple
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from .configuration_tnn import TnnConfig
+from .inputs import check_attention_mask, check_input_ids, first_real_token, last_real_token, mean_of_real_tokens, roll
+from .norms import GatedRMSNorm, LayerNorm, ScaleRMSNorm, build_norm
+from .operators import build_tno
+from .tno import ToeplitzOperator
+
+
+class TnnGatedToeplitzUnit(nn.Module):
+    """The token mixer: a Toeplitz operator inside a gate."""
+
+    def __init__(self, config: TnnConfig, layer_idx: int):
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.u_proj = nn.Linear(config.hidden_size, config.gtu_dim)
+        self.v_proj = nn.Linear(config.hidden_size, config.gtu_dim)
+        self.o_proj = nn.Linear(config.gtu_dim, config.hidden_size)
+        self.act = ACT2FN[config.hidden_act]
+        self.tno = build_tno(config)
+        self.norm = build_norm(config.norm_type, config.gtu_dim) if config.gtu_norm else nn.Identity()
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+    ) -> torch.Tensor:
+        """`(B, L, d)` to `(B, L, d)`, for a mask `(B, L)` and the inputs of the operator seen so far."""
+        u = self.act(self.u_proj(hidden_states))  # (B, L, D)
+        v = self.act(self.v_proj(hidden_states))  # (B, L, D)
+        if attention_mask is not None:
+            v = v * attention_mask[..., None].to(v.dtype)
+        if past_key_values is not None:
+            v = self._append_to_history(v, past_key_values)  # (B, past + L, D)
+        mixed = self._mix(v, attention_mask)[:, -u.shape[1] :]  # (B, L, D)
+        return self.o_proj(self.norm(u * mixed))
+
+    def _append_to_history(self, v: torch.Tensor, past_key_values: Cache) -> torch.Tensor:
+        """The inputs of the operator from the first token on, kept as the keys of an attention cache."""
+        history = past_key_values.update(v[:, None], v[:, None, :, :0], self.layer_idx)[0][:, 0]
+        # A static cache returns its whole buffer, zeros beyond the tokens seen.
+        return history[:, : int(past_key_values.get_seq_length(self.layer_idx))]
+
+    def _mix(self, v: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+        if attention_mask is None or self.tno.shift_invariant:
+            return self.tno(v)
+        first = first_real_token(attention_mask)
+        return roll(self.tno(roll(v, -first)), first)
+
+
+class TnnGatedLinearUnit(nn.Module):
+    """The channel mixer."""
+
+    def __init__(self, config: TnnConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.glu_dim)
+        self.up_proj = nn.Linear(config.hidden_size, config.glu_dim)
+        self.down_proj = nn.Linear(config.glu_dim, config.hidden_size)
+        self.act = ACT2FN[config.hidden_act]
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """`(B, L, d)` to `(B, L, d)`."""
+        return self.down_proj(self.act(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
+
+
+def pre_norm(x, norm, sublayer):
+    return x + sublayer(norm(x))
+
+
+def post_norm(x, norm, sublayer):
+    return norm(x + sublayer(x))
+
+
+def res_post_norm(x, norm, sublayer):
+    return x + norm(sublayer(x))
+
+
+NORM_POSITIONS = {"pre": pre_norm, "post": post_norm, "res_post": res_post_norm}
+
+
+class TnnBlock(GradientCheckpointingLayer):
+    """One layer of the model."""
+
+    def __init__(self, config: TnnConfig, layer_idx: int):
+        super().__init__()
+        self.gtu_norm = build_norm(config.norm_type, config.hidden_size)
+        self.gtu = TnnGatedToeplitzUnit(config, layer_idx)
+        self.glu_norm = build_norm(config.norm_type, config.hidden_size)
+        self.glu = TnnGatedLinearUnit(config)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.add_residual = NORM_POSITIONS[config.norm_position]
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> torch.Tensor:
+        """`(B, L, d)` to `(B, L, d)`."""
+
+        def mix_tokens(x):
+            return self.dropout(self.gtu(x, attention_mask, past_key_values))
+
+        def mix_channels(x):
+            return self.dropout(self.glu(x))
+
+        hidden_states = self.add_residual(hidden_states, self.gtu_norm, mix_tokens)
+        return self.add_residual(hidden_states, self.glu_norm, mix_channels)
+
+
+class TnnPreTrainedModel(PreTrainedModel):
+    """What all TNN models share: configuration class, initialisation, abilities."""
+
+    config_class = TnnConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["TnnBlock"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _can_record_outputs = {"hidden_states": TnnBlock}
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module):
+        super()._init_weights(module)
+        if self.config.initializer == "torch" and isinstance(module, nn.Linear):
+            module.reset_parameters()
+        if self.config.initializer == "torch" and isinstance(module, nn.Embedding):
+            init.normal_(module.weight, std=self.config.hidden_size**-0.5)
+            if module.padding_idx is not None and not getattr(module.weight, "_is_hf_initialized", False):
+                init.zeros_(module.weight[module.padding_idx])
+        if isinstance(module, GatedRMSNorm):
+            init.ones_(module.gate)
+        if isinstance(module, ScaleRMSNorm):
+            init.ones_(module.weight)
+        if isinstance(module, ToeplitzOperator):
+            module.reset_parameters()
+
+
+class TnnModel(TnnPreTrainedModel):
+    """The stack of blocks between token ids and hidden states, causal or bidirectional by its configuration."""
+
+    def __init__(self, config: TnnConfig):
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        eps = config.layer_norm_eps
+        self.embed_norm = LayerNorm(config.hidden_size, eps=eps) if config.embedding_norm else nn.Identity()
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.layers = nn.ModuleList([TnnBlock(config, layer_idx) for layer_idx in range(config.num_hidden_layers)])
+        self.norm = LayerNorm(config.hidden_size, eps=eps) if config.norm_position == "pre" else nn.Identity()
+        self.embedding_scale = config.hidden_size**0.5 if config.scale_embedding else 1.0
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> BaseModelOutputWithPast:
+        """Hidden states of the last layer, `(B, L, d)`.
+
+        Args:
+            input_ids: `(B, L)` token ids.
+            attention_mask: `(B, past + L)`, 0 at padding, on any side; absent means that all tokens are real.
+            past_key_values: what a causal model returned for the tokens before these.
+            inputs_embeds: `(B, L, d)` instead of `input_ids`, before `scale_embedding`.
+            use_cache: whether to return `past_key_values` (causal models only).
+
+        Raises:
+            ValueError: both or none of `input_ids` and `inputs_embeds`, an empty sequence, ids outside the
+                vocabulary (looked for on CPU only: elsewhere the search would stall the device), or a mask of
+                another shape.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("Exactly one of input_ids and inputs_embeds must be given.")
+        if inputs_embeds is None:
+            check_input_ids(input_ids, self.config.vocab_size)
+            inputs_embeds = self.embed_tokens(input_ids)
+        if not self.config.causal:
+            past_key_values = None
+        elif use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        past_length = 0 if past_key_values is None else int(past_key_values.get_seq_length())
+        attention_mask = check_attention_mask(attention_mask, inputs_embeds, past_length)
+
+        hidden_states = self.dropout(self.embed_norm(inputs_embeds * self.embedding_scale))
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, attention_mask=attention_mask, past_key_values=past_key_values)
+        return BaseModelOutputWithPast(
+            last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values if use_cache else None
+        )
+
+
+class TnnForCausalLM(TnnPreTrainedModel, GenerationMixin):
+    """A causal TNN with a language modelling head, as in the WikiText-103 experiments of the TNN paper.
+
+    Raises:
+        ValueError: `config.causal` is `False`.
+    """
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: TnnConfig):
+        _check_direction(self, config, causal=True)
+        super().__init__(config)
+        self.model = TnnModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @staticmethod
+    def create_masks_for_generate(config, inputs_embeds, attention_mask, past_key_values=None, **kwargs):
+        """The padding mask as it is: a Toeplitz model has no attention pattern to prepare."""
+        return attention_mask
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> CausalLMOutputWithPast:
+        """Logits `(B, L, vocab_size)` of the next tokens.
+
+        Args:
+            labels: `(B, L)`, usually the `input_ids`; shifted inside; -100 is not counted.
+            logits_to_keep: how many of the last positions (0: all), or which positions, get logits.
+
+        The other arguments and the errors are those of [`TnnModel.forward`].
+        """
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, kept])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+        )
+
+
+class TnnPredictionHeadTransform(nn.Module):
+    """LayerNorm(gelu(W x)), before the vocabulary projection of the masked language model."""
+
+    def __init__(self, config: TnnConfig):
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.norm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """`(B, L, d)` to `(B, L, d)`."""
+        return self.norm(nn.functional.gelu(self.dense(hidden_states)))
+
+
+class TnnForMaskedLM(TnnPreTrainedModel):
+    """A bidirectional TNN with a masked language modelling head.
+
+    Raises:
+        ValueError: `config.causal` is `True`.
+    """
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: TnnConfig):
+        _check_direction(self, config, causal=False)
+        super().__init__(config)
+        self.model = TnnModel(config)
+        self.transform = TnnPredictionHeadTransform(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> MaskedLMOutput:
+        """Logits `(B, L, vocab_size)` of the tokens themselves.
+
+        Args:
+            labels: `(B, L)`, the tokens to predict; -100 is not counted.
+
+        The other arguments and the errors are those of [`TnnModel.forward`].
+        """
+        outputs = self.model(input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs)
+        logits = self.lm_head(self.transform(outputs.last_hidden_state))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return MaskedLMOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
+
+
+class TnnClassificationHead(nn.Module):
+    """Two linear layers with a tanh between them, each after dropout."""
+
+    def __init__(self, config: TnnConfig):
+        super().__init__()
+        rate = config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout
+        self.dropout = nn.Dropout(rate)
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.out_proj = nn.Linear(config.hidden_size, config.num_labels)
+
+    def forward(self, pooled: torch.Tensor) -> torch.Tensor:
+        """`(B, d)` to `(B, num_labels)`."""
+        return self.out_proj(self.dropout(torch.tanh(self.dense(self.dropout(pooled)))))
+
+
+class TnnForSequenceClassification(TnnPreTrainedModel):
+    """A TNN with a classification or regression head on the mean of its real tokens (bidirectional) or on the
+    last one of them (causal)."""
+
+    # The loss is a mean over sequences: Trainer must divide it by the accumulation steps itself.
+    accepts_loss_kwargs = False
+
+    def __init__(self, config: TnnConfig):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.model = TnnModel(config)
+        self.classifier = TnnClassificationHead(config)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> SequenceClassifierOutputWithPast:
+        """Logits `(B, num_labels)`.
+
+        Args:
+            labels: `(B,)` classes or values, or `(B, num_labels)` for several labels at once; the loss follows
+                `config.problem_type` as everywhere in transformers.
+
+        The other arguments and the errors are those of [`TnnModel.forward`].
+        """
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        pool = last_real_token if self.config.causal else mean_of_real_tokens
+        logits = self.classifier(pool(outputs.last_hidden_state, attention_mask))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
+        return SequenceClassifierOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+        )
+
+
+def _check_direction(model: PreTrainedModel, config: TnnConfig, causal: bool):
+    if config.causal != causal:
+        raise ValueError(f"causal={config.causal} is not possible: {type(model).__name__} needs causal={causal}.")
+
+
+__all__ = [
+    "TnnForCausalLM",
+    "TnnForMaskedLM",
+    "TnnForSequenceClassification",
+    "TnnModel",
+    "TnnPreTrainedModel",
+]

@@ -1,0 +1,20 @@
+"""The table of operators: the names of `TnnConfig.tno_type`."""
+
+from .tno import ToeplitzOperator
+from .tno_fd import FdOperator
+from .tno_rpe import RpeOperator
+from .tno_rtf import RtfOperator
+from .tno_ski import SkiOperator
+
+TNO_TYPES = {"rpe": RpeOperator, "fd": FdOperator, "ski": SkiOperator, "rtf": RtfOperator}
+
+
+def build_tno(config) -> ToeplitzOperator:
+    """The operator that `config.tno_type` names.
+
+    Raises:
+        ValueError: there is no such operator.
+    """
+    if config.tno_type not in TNO_TYPES:
+        raise ValueError(f"tno_type={config.tno_type!r} is not possible: it must be one of {', '.join(TNO_TYPES)}.")
+    return TNO_TYPES[config.tno_type](config)

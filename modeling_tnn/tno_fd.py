@@ -1,0 +1,63 @@
+"""Toeplitz coefficients from an MLP of the frequency ("SKI to go Faster", section 3.3: FD-TNO).
+
+Frequencies omega_m = pi m / R, m = 0 .. R, for R = `fd_resolution` taps on each side; transform length 2R.
+
+    bidirectional   t = irfft(re + i im),  re, im = MLP(omega); im is 0 at omega = 0 and pi, as for any real t
+    causal          r = irfft(MLP(omega)) is even in the lag; t_0 = r_0, t_k = 2 r_k for 0 < k < R, 0 beyond
+
+The causal window doubles positive lags and drops negative ones: what remains is the filter whose response has the
+MLP as its real part and the Hilbert transform of it as its imaginary part. The lag R belongs to both signs of a
+transform of length 2R and is dropped; no sequence up to R positions could reach it.
+
+The grid does not depend on the length of the input, so that a prefix has the same coefficients in any sequence
+(the released code takes the next power of two of each length, and earlier outputs change when a sequence grows).
+Lags of R and beyond are zero. D channels, L length. `fd_input="cos"` feeds cos(omega) to the MLP, which makes the
+response smooth where the spectrum repeats; without it theorem 2 of the paper (decay by smoothness) does not hold.
+"""
+
+import math
+
+import torch
+from torch.nn.functional import pad
+
+from .rpe import RelativePositionEncoder
+from .tno import ToeplitzOperator
+from .toeplitz import fit_lags, multiply_spectrum
+
+
+class FdOperator(ToeplitzOperator):
+    """The frequency-domain operator."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        num_outputs = self.channels if self.causal else 2 * self.channels
+        self.rpe = RelativePositionEncoder(
+            config.rpe_dim, num_outputs, config.rpe_layers, config.fd_act, config.norm_type, config.rpe_residual
+        )
+        self.resolution = config.fd_resolution
+        self.cos_input = config.fd_input == "cos"
+
+    def response(self) -> torch.Tensor:
+        """The frequency response `(D, R + 1)`: complex if bidirectional, else its real part alone."""
+        index = torch.arange(self.resolution + 1, device=self.rpe.device, dtype=self.rpe.dtype)
+        omega = index * (math.pi / self.resolution)  # (R+1,)
+        values = self.rpe(omega.cos() if self.cos_input else omega).t()  # (D, R+1) or (2D, R+1)
+        if self.causal:
+            return values
+        real, imaginary = values.chunk(2)  # (D, R+1) each
+        return torch.complex(real, pad(imaginary[:, 1:-1], (1, 1)))
+
+    def coefficients(self, length: int) -> torch.Tensor:
+        taps = torch.fft.irfft(self.response(), n=2 * self.resolution)  # (D, 2R), lags 0..R, -(R-1)..-1
+        positive = taps[:, : self.resolution]  # (D, R)
+        if self.causal:
+            kernel = torch.cat([positive[:, :1], 2 * positive[:, 1:]], dim=1)
+            return pad(kernel, (0, length - self.resolution))
+        negative = taps[:, self.resolution + 1 :]  # (D, R-1)
+        return fit_lags(torch.cat([negative, positive], dim=1), length)
+
+    def mix(self, v: torch.Tensor) -> torch.Tensor:
+        # Where the grid is the transform length that the product would take anyway, the response is used as it is.
+        if self.causal or not self.resolution < 2 * v.shape[1] <= 2 * self.resolution:
+            return super().mix(v)
+        return multiply_spectrum(v, self.response(), 2 * self.resolution)

@@ -1,0 +1,41 @@
+"""Toeplitz coefficients from an MLP of the lag, times an exponential decay (TNN paper, sections 3.2 to 3.4).
+
+    t_k = lambda^|k| RPE(k),    k = -(L-1) .. L-1   (causal: k = 0 .. L-1)
+
+D channels, L length. lambda is `decay` for all channels or, with `learnable_decay`, one number per channel:
+lambda_c = decay + (1 - decay) sigmoid(theta_c). The lag enters the MLP as it is, so nothing depends on L.
+"""
+
+import torch
+from torch import nn
+from transformers import initialization as init
+
+from .rpe import RelativePositionEncoder
+from .tno import ToeplitzOperator
+
+
+class RpeOperator(ToeplitzOperator):
+    """The operator of the TNN paper."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.rpe = RelativePositionEncoder(
+            config.rpe_dim, self.channels, config.rpe_layers, config.rpe_act, config.norm_type, config.rpe_residual
+        )
+        self.decay = config.decay
+        self.decay_logit = nn.Parameter(torch.empty(self.channels)) if config.learnable_decay else None
+
+    def reset_parameters(self):
+        if self.decay_logit is not None:
+            init.normal_(self.decay_logit)
+
+    def coefficients(self, length: int) -> torch.Tensor:
+        first = 0 if self.causal else 1 - length
+        lags = torch.arange(first, length, device=self.rpe.device, dtype=self.rpe.dtype)  # (M,)
+        values = self.rpe(lags).t()  # (D, M)
+        return values if self.decay is None else values * self._decay_rate(lags.dtype) ** lags.abs()  # (D, M)
+
+    def _decay_rate(self, dtype: torch.dtype) -> torch.Tensor | float:
+        if self.decay_logit is None:
+            return self.decay
+        return self.decay + (1 - self.decay) * torch.sigmoid(self.decay_logit.to(dtype))[:, None]  # (D, 1)

@@ -1,0 +1,106 @@
+"""Toeplitz coefficients as the impulse response of a rational transfer function (RTF paper, section 3).
+
+    t_0 = h_0,  t_k = [z^-k] b(z)/a(z)  for k > 0,    a(z) = 1 + a_1 z^-1 + .. + a_N z^-N
+
+D channels, L length, N order, T = `max_position_embeddings` the truncation length. The taps are computed by one
+transform on T points (T + 1 if T is odd), as in the released code, and in float64: near the unit circle float32
+loses all digits. Beyond that length the same filter goes on, octave by octave (see `rational.py`).
+
+Bidirectional: a second filter for negative lags, t_{-k} = its tap k - 1 (its h_0 is the tap of lag -1).
+
+`rtf_constraint="l1_montel"` divides each denominator by sum|a_i| + |s| + 1e-6 with a learned s: then sum|a_i| < 1
+and all poles lie inside the unit circle (RTF paper, section 3.4).
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from transformers import initialization as init
+
+from .rational import next_octave, rational_kernel, recurrence_numerator
+from .tno import ToeplitzOperator
+from .toeplitz import transform_dtype, widest_dtype
+
+
+def l1_montel(denominator: torch.Tensor, slack: torch.Tensor) -> torch.Tensor:
+    """Denominators `(Q, N)` scaled to an absolute sum below 1, with one slack for every A of the Q rows `(A,)`."""
+    slack = slack.repeat(len(denominator) // len(slack))[:, None]  # (Q, 1)
+    return denominator / (denominator.abs().sum(-1, keepdim=True) + slack.abs() + 1e-6)
+
+
+CONSTRAINTS = {None: lambda denominator, slack: denominator, "l1_montel": l1_montel}
+INITIAL_BOUNDS = {"zeros": lambda order: 0.0, "xavier": lambda order: order**-0.5, "montel": lambda order: 1 / order}
+
+
+class CompanionForm(NamedTuple):
+    """A causal kernel as a recurrence, per channel, in float64.
+
+    w_t = u_t - sum_i denominator_i w_{t-i},    y_t = direct u_t + sum_i numerator_i w_{t-i},    i = 1 .. N
+    """
+
+    denominator: torch.Tensor  # (D, N)
+    numerator: torch.Tensor  # (D, N)
+    direct: torch.Tensor  # (D,)
+
+
+class RtfOperator(ToeplitzOperator):
+    """The rational transfer function operator."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        sides, order = (1 if self.causal else 2), config.rtf_state_size
+        num_denominators = config.rtf_num_denominators or self.channels
+        self.constraint = config.rtf_constraint
+        self.initial_bound = INITIAL_BOUNDS[config.rtf_initializer](order)
+        self.size = config.max_position_embeddings + config.max_position_embeddings % 2
+        self.denominator = nn.Parameter(torch.empty(sides * num_denominators, order))
+        self.numerator = nn.Parameter(torch.empty(sides * self.channels, order))
+        self.direct = nn.Parameter(torch.empty(sides * self.channels))
+        self.slack = nn.Parameter(torch.empty(num_denominators)) if self.constraint == "l1_montel" else None
+
+    def reset_parameters(self):
+        init.uniform_(self.denominator, -self.initial_bound, self.initial_bound)
+        init.uniform_(self.numerator, -self.initial_bound, self.initial_bound)
+        init.ones_(self.direct)
+        if self.slack is not None:
+            init.uniform_(self.slack)
+
+    def coefficients(self, length: int) -> torch.Tensor:
+        kernel = self._kernel(length).to(transform_dtype(self.numerator.dtype))  # (D, L) or (2D, L)
+        if self.causal:
+            return kernel
+        positive, negative = kernel.chunk(2)  # (D, L) each
+        return torch.cat([negative[:, : length - 1].flip(1), positive], dim=1)  # (D, 2L-1)
+
+    def recurrence(self) -> CompanionForm:
+        """The recurrence whose impulse response is `coefficients`, exactly.
+
+        Raises:
+            ValueError: the operator is not causal.
+            torch.linalg.LinAlgError: a pole is a root of unity of the transform length.
+        """
+        if not self.causal:
+            raise ValueError("causal=False is not possible: only a causal operator has a recurrence.")
+        denominator, numerator = self._polynomials()
+        repeats = len(numerator) // len(denominator)
+        corrected = recurrence_numerator(denominator, numerator, self.size)
+        return CompanionForm(denominator.repeat_interleave(repeats, dim=0), corrected, self._kernel(1)[:, 0])
+
+    def _polynomials(self) -> tuple[torch.Tensor, torch.Tensor]:
+        dtype = widest_dtype(self.numerator.device)
+        slack = None if self.slack is None else self.slack.to(dtype)
+        return CONSTRAINTS[self.constraint](self.denominator.to(dtype), slack), self.numerator.to(dtype)
+
+    def _kernel(self, length: int) -> torch.Tensor:
+        denominator, numerator = self._polynomials()
+        size = self.size
+        taps = rational_kernel(denominator, numerator, size)  # (D, F)
+        first = taps[:, :1] + self.direct.to(taps.dtype)[:, None]  # (D, 1)
+        if length > size:
+            for _ in range(math.ceil(math.log2(length / size))):
+                numerator = next_octave(denominator, numerator, size)
+                size *= 2
+            taps = rational_kernel(denominator, numerator, size)
+        return torch.cat([first, taps[:, 1:length]], dim=1)  # (D, L)

@@ -1,0 +1,93 @@
+"""A sparse plus low-rank operator by structured kernel interpolation ("SKI to go Faster", sections 3.1 and 3.2).
+
+    T = S + W A W^T
+
+L length, D channels, R inducing points, P = `max_position_embeddings`. S is a band matrix, a short filter; A the
+Toeplitz matrix of the kernel at the inducing points, which lie h = (P - 1)/(R - 1) positions apart; W interpolates
+linearly between them, W_ik = max(0, 1 - |i/h - k|). Away from the band the kernel is a function of the inverse time
+warp x(s) = sign(s) lambda^|s| of the lag s (sign(0) = +1), piecewise linear on 2R + 1 equal steps over [-1, 1] with
+values betas, 0, alphas; it fades at long lags because x does.
+
+The grid belongs to the model, not to the input: a sequence of L <= P positions takes the first inducing points, a
+longer one gets more of them at the same distance (the papers scale the grid to each input; for L = P both agree).
+W A W^T is close to, but not exactly, a Toeplitz matrix; `dense` is the operator, `coefficients` what it approximates.
+"""
+
+import torch
+from torch import nn
+from torch.nn.functional import conv1d
+from transformers import initialization as init
+
+from .tno import ToeplitzOperator
+from .toeplitz import dense_toeplitz, fit_lags, toeplitz_matmul, transform_dtype
+
+
+def hat_weights(positions: torch.Tensor, num_points: int) -> torch.Tensor:
+    """Linear interpolation between the values at 0, 1, .., `num_points` - 1, as a matrix.
+
+    Args:
+        positions: `(M,)`, where to evaluate, in [0, num_points - 1].
+
+    Returns:
+        `(M, num_points)`.
+    """
+    points = torch.arange(num_points, device=positions.device, dtype=positions.dtype)
+    return (1 - (positions[:, None] - points).abs()).clamp(min=0)
+
+
+class SkiOperator(ToeplitzOperator):
+    """The sparse plus low-rank operator, bidirectional only. It is not shift-invariant."""
+
+    shift_invariant = False
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.rank, self.decay = config.ski_rank, config.ski_decay
+        self.longest = config.max_position_embeddings
+        self.reach = config.ski_filter_size // 2
+        self.filter = nn.Parameter(torch.empty(self.channels, 2 * self.reach + 1))
+        self.alphas = nn.Parameter(torch.empty(self.channels, self.rank))
+        self.betas = nn.Parameter(torch.empty(self.channels, self.rank))
+
+    def reset_parameters(self):
+        for parameter in (self.filter, self.alphas, self.betas):
+            init.normal_(parameter)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The precision it computes in."""
+        return transform_dtype(self.filter.dtype)
+
+    def warped_kernel(self, lags: torch.Tensor) -> torch.Tensor:
+        """The kernel without the short filter at `(M,)` lags, `(D, M)`."""
+        warped = torch.where(lags < 0, -1.0, 1.0) * self.decay ** lags.abs()  # (M,)
+        values = torch.cat([self.betas, torch.zeros_like(self.betas[:, :1]), self.alphas], dim=1)  # (D, 2R+1)
+        return values.to(lags.dtype) @ hat_weights((warped + 1) * self.rank, 2 * self.rank + 1).t()
+
+    def interpolation(self, length: int) -> torch.Tensor:
+        """W for a sequence of `length` positions, (L, number of inducing points)."""
+        steps = max(self.longest - 1, 1)
+        index = torch.arange(length, device=self.filter.device, dtype=self.dtype)
+        return hat_weights(index * (self.rank - 1) / steps, -(-(length - 1) * (self.rank - 1) // steps) + 1)
+
+    def inducing_coefficients(self, num_points: int) -> torch.Tensor:
+        """The coefficients of A, (D, 2 num_points - 1)."""
+        index = torch.arange(1 - num_points, num_points, device=self.filter.device, dtype=self.dtype)
+        return self.warped_kernel(index * ((self.longest - 1) / (self.rank - 1)))
+
+    def coefficients(self, length: int) -> torch.Tensor:
+        lags = torch.arange(1 - length, length, device=self.filter.device, dtype=self.dtype)  # (2L-1,)
+        return self.warped_kernel(lags) + fit_lags(self.filter.to(self.dtype).flip(1), length)
+
+    def mix(self, v: torch.Tensor) -> torch.Tensor:
+        x = v.to(torch.promote_types(v.dtype, self.dtype))  # (B, L, D)
+        weights = self.interpolation(x.shape[1]).to(x.dtype)  # (L, R)
+        induced = toeplitz_matmul(weights.t() @ x, self.inducing_coefficients(weights.shape[1]))  # (B, R, D)
+        taps = self.filter.to(x.dtype)[:, None]  # (D, 1, m)
+        near = conv1d(x.transpose(1, 2), taps, padding=self.reach, groups=self.channels)  # (B, D, L)
+        return (weights @ induced + near.transpose(1, 2)).to(v.dtype)
+
+    def dense(self, length: int) -> torch.Tensor:
+        weights = self.interpolation(length)
+        low_rank = weights @ dense_toeplitz(self.inducing_coefficients(weights.shape[1])) @ weights.t()
+        return low_rank + dense_toeplitz(fit_lags(self.filter.to(self.dtype).flip(1), length))
