@@ -1,0 +1,59 @@
+"""What all tests share: small configurations of every variant, and the table of parity errors at the end."""
+
+import pytest
+import torch
+
+from modeling_tnn import TnnConfig
+
+CAUSAL = ["rpe", "fd", "rtf"]
+BIDIRECTIONAL = ["rpe", "fd", "ski", "rtf"]
+VARIANTS = [(tno_type, True) for tno_type in CAUSAL] + [(tno_type, False) for tno_type in BIDIRECTIONAL]
+
+
+def tiny_config(tno_type="rpe", causal=True, **fields) -> TnnConfig:
+    """A model of two layers in which nothing is at its trivial value."""
+    defaults = {
+        "vocab_size": 99,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "gtu_expansion": 2,
+        "max_position_embeddings": 64,
+        "rpe_dim": 16,
+        "rpe_layers": 2,
+        "ski_rank": 9,
+        "ski_filter_size": 5,
+        "rtf_state_size": 8,
+        "rtf_num_denominators": 4,
+        "rtf_constraint": "l1_montel",
+        "rtf_initializer": "montel",
+    }
+    return TnnConfig(tno_type=tno_type, causal=causal, **defaults | fields)
+
+
+def seeded(build, *args, **kwargs):
+    """`build(*args, **kwargs)` in evaluation mode, with the same random weights every time."""
+    torch.manual_seed(0)
+    return build(*args, **kwargs).eval()
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor, scale: float = 0.0) -> float:
+    """Largest absolute difference over the largest absolute entry of `expected`, or over `scale`."""
+    assert actual.shape == expected.shape, f"{tuple(actual.shape)} instead of {tuple(expected.shape)}"
+    scale = scale or expected.abs().max().double().item() or 1.0
+    return (actual.double() - expected.double()).abs().max().item() / scale
+
+
+@pytest.fixture(params=VARIANTS, ids=lambda variant: f"{variant[0]}-{'causal' if variant[1] else 'bidirectional'}")
+def variant(request):
+    return request.param
+
+
+def pytest_terminal_summary(terminalreporter):
+    """The worst error against the released implementations, per family and precision."""
+    worst = {}
+    for report in terminalreporter.stats.get("passed", []):
+        for name, value in report.user_properties:
+            if name.startswith("parity "):
+                worst[name] = max(value, worst.get(name, 0.0))
+    for name in sorted(worst):
+        terminalreporter.write_line(f"{name}: {worst[name]:.1e}")
