@@ -1,6 +1,6 @@
 """Toeplitz neural networks: the blocks, the base model and its heads.
 
-    GTU:    y = W_o( u * TNO(v) ),  u = act(W_u x),  v = act(W_v x)                TNN paper, equation 9
+    GTU:    y = W_o( u * TNO(v) ),  u = act(W_u x),  v = act(W_v x)                TNN paper, "token mixer"
     GLU:    y = W_down( act(W_gate x) * W_up x )
     block:  x = x + GTU(norm(x));  x = x + GLU(norm(x))                            (norm_position="pre")
 

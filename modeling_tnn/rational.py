@@ -7,7 +7,7 @@ RTF paper, sections 3.1 to 3.3.
 
 Sampling (1) at the F-th roots of unity and transforming back yields F taps whose tails have wrapped around: tap k
 is the sum of the impulse response at k, k + F, k + 2F, ... Training fits those taps. The filter with exactly these
-taps and no wrapping has the same denominator, the numerator c (row vectors)
+taps and no wrapping has the same denominator, the numerator c (row vectors; RTF paper, equation 13)
 
     b = c (I - A^F),    A the companion matrix with first row -a and ones below the diagonal,                (2)
 

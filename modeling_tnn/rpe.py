@@ -4,8 +4,9 @@
     z = W_k act(norm(z)) + b_k  (+ z if residual),    k = 1 .. rpe_layers
     out = W_out act(norm(z)) + b_out
 
-(TNN paper, section 3.3, with the order of operations of the released code.) M positions, w = rpe_dim, D outputs.
-It runs in float32 at least: bfloat16 cannot tell integer lags above 256 apart.
+M positions, w = rpe_dim, D outputs. (TNN paper, "relative position encoder"; the order of norm, activation and
+linear map is that of the released code.) It runs in float32 at least: bfloat16 cannot tell integer lags above 256
+apart.
 """
 
 import torch

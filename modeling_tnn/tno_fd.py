@@ -1,4 +1,4 @@
-"""Toeplitz coefficients from an MLP of the frequency ("SKI to go Faster", section 3.3: FD-TNO).
+"""Toeplitz coefficients from an MLP of the frequency ("SKI to go Faster": FD-TNO).
 
 Frequencies omega_m = pi m / R, m = 0 .. R, for R = `fd_resolution` taps on each side; transform length 2R.
 
@@ -10,9 +10,9 @@ MLP as its real part and the Hilbert transform of it as its imaginary part. The 
 transform of length 2R and is dropped; no sequence up to R positions could reach it.
 
 The grid does not depend on the length of the input, so that a prefix has the same coefficients in any sequence
-(the released code takes the next power of two of each length, and earlier outputs change when a sequence grows).
+(the grid of the released code grows with the sequence, and earlier outputs change with it).
 Lags of R and beyond are zero. D channels, L length. `fd_input="cos"` feeds cos(omega) to the MLP, which makes the
-response smooth where the spectrum repeats; without it theorem 2 of the paper (decay by smoothness) does not hold.
+response smooth where the spectrum repeats, as the decay theorems of the paper suppose.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Toeplitz coefficients from an MLP of the lag, times an exponential decay (TNN paper, sections 3.2 to 3.4).
+"""Toeplitz coefficients from an MLP of the lag, times an exponential decay: the operator of the TNN paper.
 
     t_k = lambda^|k| RPE(k),    k = -(L-1) .. L-1   (causal: k = 0 .. L-1)
 

@@ -3,13 +3,13 @@
     t_0 = h_0,  t_k = [z^-k] b(z)/a(z)  for k > 0,    a(z) = 1 + a_1 z^-1 + .. + a_N z^-N
 
 D channels, L length, N order, T = `max_position_embeddings` the truncation length. The taps are computed by one
-transform on T points (T + 1 if T is odd), as in the released code, and in float64: near the unit circle float32
+transform on T points (T + 1 if T is odd), as in the released code, but in float64: near the unit circle float32
 loses all digits. Beyond that length the same filter goes on, octave by octave (see `rational.py`).
 
 Bidirectional: a second filter for negative lags, t_{-k} = its tap k - 1 (its h_0 is the tap of lag -1).
 
 `rtf_constraint="l1_montel"` divides each denominator by sum|a_i| + |s| + 1e-6 with a learned s: then sum|a_i| < 1
-and all poles lie inside the unit circle (RTF paper, section 3.4).
+and all poles lie inside the unit circle (RTF paper, section 3.4, with the scaling of its code).
 """
 
 import math

@@ -1,12 +1,12 @@
-"""A sparse plus low-rank operator by structured kernel interpolation ("SKI to go Faster", sections 3.1 and 3.2).
+"""A sparse plus low-rank operator by structured kernel interpolation ("SKI to go Faster": SKI-TNO).
 
     T = S + W A W^T
 
 L length, D channels, R inducing points, P = `max_position_embeddings`. S is a band matrix, a short filter; A the
 Toeplitz matrix of the kernel at the inducing points, which lie h = (P - 1)/(R - 1) positions apart; W interpolates
 linearly between them, W_ik = max(0, 1 - |i/h - k|). Away from the band the kernel is a function of the inverse time
-warp x(s) = sign(s) lambda^|s| of the lag s (sign(0) = +1), piecewise linear on 2R + 1 equal steps over [-1, 1] with
-values betas, 0, alphas; it fades at long lags because x does.
+warp x(s) = sign(s) lambda^|s| of the lag s (sign(0) = +1), piecewise linear between 2R + 1 equally spaced points of
+[-1, 1] with the values betas, 0, alphas; it fades at long lags because x does.
 
 The grid belongs to the model, not to the input: a sequence of L <= P positions takes the first inducing points, a
 longer one gets more of them at the same distance (the papers scale the grid to each input; for L = P both agree).

@@ -1,0 +1,136 @@
+"""Train a small TNN language model on real text, save it, load it back and let it continue a prompt.
+
+Example:
+    python scripts/demo.py --max_steps 300 --prompt "In the beginning"
+    python scripts/demo.py --dataset my_book.txt --tno_type rtf
+"""
+
+import json
+import logging
+import math
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from corpus import load_corpus, pack, train_tokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DataCollatorForLanguageModeling,
+    HfArgumentParser,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
+
+import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
+
+logger = logging.getLogger("demo")
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass
+class DemoArguments:
+    """What the demo trains on, with what, and for how long."""
+
+    config: str = field(
+        default=str(ROOT / "configuration" / "tnn-tiny"), metadata={"help": "Preset: a config folder."}
+    )
+    tno_type: str | None = field(default=None, metadata={"help": "Another operator than the preset's: rpe, fd, rtf."})
+    dataset: str | None = field(
+        default=None, metadata={"help": "A local text file or a Hub data set; the King James Bible unless given."}
+    )
+    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub data set."})
+    output_dir: str = field(default="outputs/demo", metadata={"help": "Where model, tokenizer and metrics go."})
+    max_steps: int = field(default=400, metadata={"help": "Optimizer steps."})
+    batch_size: int = field(default=16, metadata={"help": "Blocks in a step."})
+    learning_rate: float = field(default=4e-3, metadata={"help": "Peak of the cosine schedule."})
+    prompt: str = field(default="And God said unto", metadata={"help": "What the trained model continues."})
+    max_new_tokens: int = field(default=60, metadata={"help": "Length of the continuation."})
+    seed: int = field(default=0, metadata={"help": "Seed of initialisation, order of the data and sampling."})
+
+
+def build_trainer(args: DemoArguments) -> Trainer:
+    """Corpus, tokenizer, model and Trainer."""
+    overrides = {} if args.tno_type is None else {"tno_type": args.tno_type}
+    config = AutoConfig.from_pretrained(args.config, **overrides)
+    corpus = load_corpus(args.dataset, args.dataset_config)
+    tokenizer = train_tokenizer(corpus["train"], config.vocab_size, config.max_position_embeddings)
+    config.vocab_size = len(tokenizer)
+    blocks = {split: pack(texts, tokenizer, config.max_position_embeddings) for split, texts in corpus.items()}
+    model = AutoModelForCausalLM.from_config(config)
+    logger.info(
+        "%s parameters, operator %s; %d training and %d validation blocks of %d tokens",
+        f"{model.num_parameters():,}",
+        config.tno_type,
+        len(blocks["train"]),
+        len(blocks["validation"]),
+        config.max_position_embeddings,
+    )
+    training = TrainingArguments(
+        output_dir=args.output_dir,
+        max_steps=args.max_steps,
+        per_device_train_batch_size=args.batch_size,
+        per_device_eval_batch_size=args.batch_size,
+        learning_rate=args.learning_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=0.1,
+        weight_decay=0.1,
+        max_grad_norm=1.0,
+        logging_steps=50,
+        save_strategy="no",
+        seed=args.seed,
+    )
+    return Trainer(
+        model=model,
+        args=training,
+        train_dataset=blocks["train"],
+        eval_dataset=blocks["validation"],
+        processing_class=tokenizer,
+        data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
+    )
+
+
+def perplexity(trainer: Trainer) -> float:
+    return math.exp(trainer.evaluate()["eval_loss"])
+
+
+def continuation(folder: str, prompt: str, max_new_tokens: int, seed: int) -> str:
+    """Text that the saved model generates, loaded as any user would load it."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    set_seed(seed)
+    output = model.generate(
+        **tokenizer(prompt, return_tensors="pt"), max_new_tokens=max_new_tokens, do_sample=True, top_p=0.9
+    )
+    return tokenizer.decode(output[0], skip_special_tokens=True)
+
+
+def main():
+    args = HfArgumentParser(DemoArguments, description=__doc__).parse_args_into_dataclasses()[0]
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    set_seed(args.seed)
+    start = time.perf_counter()
+    trainer = build_trainer(args)
+    before = perplexity(trainer)
+    trainer.train()
+    after = perplexity(trainer)
+    trainer.save_model(args.output_dir)
+    text = continuation(args.output_dir, args.prompt, args.max_new_tokens, args.seed)
+    metrics = {
+        "perplexity_before": before,
+        "perplexity_after": after,
+        "seconds": time.perf_counter() - start,
+        "parameters": trainer.model.num_parameters(),
+        "torch_threads": torch.get_num_threads(),
+        "text": text,
+    }
+    (Path(args.output_dir) / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
+    logger.info("\nvalidation perplexity: %.1f before, %.1f after training; %.0f s", before, after, metrics["seconds"])
+    logger.info("saved in %s; loaded from there, the model continues:\n\n%s", args.output_dir, text)
+
+
+if __name__ == "__main__":
+    main()
