@@ -155,8 +155,6 @@ class TnnPreTrainedModel(PreTrainedModel):
             module.reset_parameters()
         if self.config.initializer == "torch" and isinstance(module, nn.Embedding):
             init.normal_(module.weight, std=self.config.hidden_size**-0.5)
-            if module.padding_idx is not None and not getattr(module.weight, "_is_hf_initialized", False):
-                init.zeros_(module.weight[module.padding_idx])
         if isinstance(module, GatedRMSNorm):
             init.ones_(module.gate)
         if isinstance(module, ScaleRMSNorm):
@@ -170,7 +168,8 @@ class TnnModel(TnnPreTrainedModel):
 
     def __init__(self, config: TnnConfig):
         super().__init__(config)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        # No padding_idx: behind a row of zeros the gradient of an RMS norm is 1e8 times too large.
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         eps = config.layer_norm_eps
         self.embed_norm = LayerNorm(config.hidden_size, eps=eps) if config.embedding_norm else nn.Identity()
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
@@ -272,6 +271,7 @@ class TnnForCausalLM(TnnPreTrainedModel, GenerationMixin):
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            return_dict=True,
             **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -333,7 +333,13 @@ class TnnForMaskedLM(TnnPreTrainedModel):
 
         The other arguments and the errors are those of [`TnnModel.forward`].
         """
-        outputs = self.model(input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs)
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            return_dict=True,
+            **kwargs,
+        )
         logits = self.lm_head(self.transform(outputs.last_hidden_state))
         loss = None
         if labels is not None:
@@ -395,6 +401,7 @@ class TnnForSequenceClassification(TnnPreTrainedModel):
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            return_dict=True,
             **kwargs,
         )
         pool = last_real_token if self.config.causal else mean_of_real_tokens

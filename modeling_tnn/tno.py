@@ -30,8 +30,12 @@ class ToeplitzOperator(nn.Module):
         self.causal = config.causal
         self.channels = config.gtu_dim
 
-    def coefficients(self, length: int) -> torch.Tensor:
+    def coefficients(self, length: int, device: torch.device | None = None) -> torch.Tensor:
         """The coefficients for a sequence of `length` positions, independent of the batch.
+
+        Args:
+            device: where to compute them if not where the parameters are, which an offloaded model only brings
+                there for the time they are used.
 
         Returns:
             causal: `(D, L)`, the lags 0 .. L-1; the first m of them are the same for every length >= m.
@@ -50,7 +54,7 @@ class ToeplitzOperator(nn.Module):
     def mix(self, v: torch.Tensor) -> torch.Tensor:
         """The product itself; overridden where a variant has a faster way than through its coefficients."""
         product = causal_toeplitz_matmul if self.causal else toeplitz_matmul
-        return product(v, self.coefficients(v.shape[1]))
+        return product(v, self.coefficients(v.shape[1], v.device))
 
     def dense(self, length: int) -> torch.Tensor:
         """The oracle of `forward`: its matrices, `(D, L, L)`, row i and column j as in the equation above."""

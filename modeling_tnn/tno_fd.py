@@ -37,9 +37,9 @@ class FdOperator(ToeplitzOperator):
         self.resolution = config.fd_resolution
         self.cos_input = config.fd_input == "cos"
 
-    def response(self) -> torch.Tensor:
+    def response(self, device: torch.device | None = None) -> torch.Tensor:
         """The frequency response `(D, R + 1)`: complex if bidirectional, else its real part alone."""
-        index = torch.arange(self.resolution + 1, device=self.rpe.device, dtype=self.rpe.dtype)
+        index = torch.arange(self.resolution + 1, device=device or self.rpe.device, dtype=self.rpe.dtype)
         omega = index * (math.pi / self.resolution)  # (R+1,)
         values = self.rpe(omega.cos() if self.cos_input else omega).t()  # (D, R+1) or (2D, R+1)
         if self.causal:
@@ -47,8 +47,8 @@ class FdOperator(ToeplitzOperator):
         real, imaginary = values.chunk(2)  # (D, R+1) each
         return torch.complex(real, pad(imaginary[:, 1:-1], (1, 1)))
 
-    def coefficients(self, length: int) -> torch.Tensor:
-        taps = torch.fft.irfft(self.response(), n=2 * self.resolution)  # (D, 2R), lags 0..R, -(R-1)..-1
+    def coefficients(self, length: int, device: torch.device | None = None) -> torch.Tensor:
+        taps = torch.fft.irfft(self.response(device), n=2 * self.resolution)  # (D, 2R), lags 0..R, -(R-1)..-1
         positive = taps[:, : self.resolution]  # (D, R)
         if self.causal:
             kernel = torch.cat([positive[:, :1], 2 * positive[:, 1:]], dim=1)
@@ -60,4 +60,4 @@ class FdOperator(ToeplitzOperator):
         # Where the grid is the transform length that the product would take anyway, the response is used as it is.
         if self.causal or not self.resolution < 2 * v.shape[1] <= 2 * self.resolution:
             return super().mix(v)
-        return multiply_spectrum(v, self.response(), 2 * self.resolution)
+        return multiply_spectrum(v, self.response(v.device), 2 * self.resolution)

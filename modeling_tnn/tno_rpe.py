@@ -29,9 +29,9 @@ class RpeOperator(ToeplitzOperator):
         if self.decay_logit is not None:
             init.normal_(self.decay_logit)
 
-    def coefficients(self, length: int) -> torch.Tensor:
+    def coefficients(self, length: int, device: torch.device | None = None) -> torch.Tensor:
         first = 0 if self.causal else 1 - length
-        lags = torch.arange(first, length, device=self.rpe.device, dtype=self.rpe.dtype)  # (M,)
+        lags = torch.arange(first, length, device=device or self.rpe.device, dtype=self.rpe.dtype)  # (M,)
         values = self.rpe(lags).t()  # (D, M)
         return values if self.decay is None else values * self._decay_rate(lags.dtype) ** lags.abs()  # (D, M)
 

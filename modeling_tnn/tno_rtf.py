@@ -67,7 +67,7 @@ class RtfOperator(ToeplitzOperator):
         if self.slack is not None:
             init.uniform_(self.slack)
 
-    def coefficients(self, length: int) -> torch.Tensor:
+    def coefficients(self, length: int, device: torch.device | None = None) -> torch.Tensor:
         kernel = self._kernel(length).to(transform_dtype(self.numerator.dtype))  # (D, L) or (2D, L)
         if self.causal:
             return kernel

@@ -75,7 +75,7 @@ class SkiOperator(ToeplitzOperator):
         index = torch.arange(1 - num_points, num_points, device=self.filter.device, dtype=self.dtype)
         return self.warped_kernel(index * ((self.longest - 1) / (self.rank - 1)))
 
-    def coefficients(self, length: int) -> torch.Tensor:
+    def coefficients(self, length: int, device: torch.device | None = None) -> torch.Tensor:
         lags = torch.arange(1 - length, length, device=self.filter.device, dtype=self.dtype)  # (2L-1,)
         return self.warped_kernel(lags) + fit_lags(self.filter.to(self.dtype).flip(1), length)
 

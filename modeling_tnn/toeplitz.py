@@ -24,10 +24,10 @@ def fft_length(minimum: int) -> int:
     """A transform length of at least `minimum` that is fast: a power of two, or 9/16, 5/8 or 3/4 of one.
 
     Transforms of other smooth lengths take longer per entry than they save, lengths with large prime factors
-    several times as long. Where `torch.export` traces with a symbolic length, the next even number.
+    several times as long. While a graph is traced, the next multiple of 64, so that one graph serves all lengths.
     """
-    if isinstance(minimum, torch.SymInt):
-        return minimum + minimum % 2
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return (minimum + 63) // 64 * 64
     power = 1 << (minimum - 1).bit_length()
     shorter = [power * sixteenths // 16 for sixteenths in (9, 10, 12)] if power >= 256 else []
     return next((length for length in shorter if length >= minimum), power)

@@ -44,7 +44,7 @@ class DemoArguments:
     )
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub data set."})
     output_dir: str = field(default="outputs/demo", metadata={"help": "Where model, tokenizer and metrics go."})
-    max_steps: int = field(default=400, metadata={"help": "Optimizer steps."})
+    max_steps: int = field(default=300, metadata={"help": "Optimizer steps."})
     batch_size: int = field(default=16, metadata={"help": "Blocks in a step."})
     learning_rate: float = field(default=4e-3, metadata={"help": "Peak of the cosine schedule."})
     prompt: str = field(default="And God said unto", metadata={"help": "What the trained model continues."})
@@ -81,6 +81,7 @@ def build_trainer(args: DemoArguments) -> Trainer:
         max_grad_norm=1.0,
         logging_steps=50,
         save_strategy="no",
+        dataloader_pin_memory=torch.cuda.is_available(),
         seed=args.seed,
     )
     return Trainer(

@@ -45,6 +45,27 @@ def test_outputs(head, tno_type, causal):
 
 
 @EVERY_HEAD
+def test_return_dict_of_the_configuration(head, tno_type, causal):
+    model = seeded(head, tiny_config(tno_type, causal))
+    expected = model(**batch()).logits
+    model.config.return_dict = False
+    assert torch.equal(model(**batch())[0], expected)
+
+
+@pytest.mark.parametrize("initializer", ["torch", "normal"])
+@pytest.mark.parametrize("norm_position", ["pre", "post"])
+def test_padding_tokens_in_the_loss_have_ordinary_gradients(initializer, norm_position):
+    """The last padding token on the left predicts the first real one."""
+    config = tiny_config(initializer=initializer, norm_position=norm_position, hidden_dropout_prob=0.0)
+    model = seeded(TnnForCausalLM, config)
+    input_ids = torch.cat([torch.full((2, 5), config.pad_token_id), batch(rows=2)["input_ids"]], dim=1)
+    mask = (torch.arange(24) >= 5).long().expand(2, -1)
+    labels = input_ids.masked_fill(mask == 0, -100)
+    model(input_ids, attention_mask=mask, labels=labels).loss.backward()
+    assert torch.nn.utils.get_total_norm(parameter.grad for parameter in model.parameters()) < 100
+
+
+@EVERY_HEAD
 def test_every_parameter_gets_a_gradient(head, tno_type, causal):
     model = seeded(head, tiny_config(tno_type, causal, norm_type="gatedrmsnorm", gtu_norm=True, learnable_decay=True))
     model.train()
@@ -182,7 +203,7 @@ def test_export(head, tno_type, causal):
     model = seeded(head, tiny_config(tno_type, causal, use_cache=False))
     inputs = batch()
     program = torch.export.export(model, (), inputs, strict=False)
-    torch.testing.assert_close(program.module()(**inputs).logits, model(**inputs).logits)
+    torch.testing.assert_close(program.module()(**inputs).logits, model(**inputs).logits, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("head, tno_type, causal", LANGUAGE_MODELS)
@@ -195,13 +216,24 @@ def test_export_with_dynamic_sizes(head, tno_type, causal):
 
 
 @pytest.mark.parametrize("head, tno_type, causal", LANGUAGE_MODELS)
+def test_compiled_graph_serves_all_lengths(head, tno_type, causal):
+    """More lengths than there may be graphs."""
+    torch.compiler.reset()
+    model = seeded(head, tiny_config(tno_type, causal, use_cache=False))
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+    for length in range(5, 57, 4):
+        inputs = {"input_ids": batch(length)["input_ids"]}
+        torch.testing.assert_close(compiled(**inputs).logits, model(**inputs).logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("head, tno_type, causal", LANGUAGE_MODELS)
 def test_compile(head, tno_type, causal):
     """The whole forward pass is one graph, with and without a mask."""
     model = seeded(head, tiny_config(tno_type, causal, use_cache=False))
     torch.compiler.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     for inputs in (batch(), {"input_ids": batch()["input_ids"]}):
-        torch.testing.assert_close(compiled(**inputs).logits, model(**inputs).logits)
+        torch.testing.assert_close(compiled(**inputs).logits, model(**inputs).logits, rtol=1e-4, atol=1e-5)
 
 
 def test_compile_with_inductor():
@@ -232,7 +264,6 @@ def test_initialisation(initializer):
     embeddings, linear = model.model.embed_tokens.weight, model.model.layers[0].gtu.u_proj
     expected = 32**-0.5 if initializer == "torch" else 0.05
     assert embeddings.std().item() == pytest.approx(expected, rel=0.02)
-    assert embeddings[config.pad_token_id].abs().max() == 0
     bound = 32**-0.5
     if initializer == "torch":
         assert bound * 0.95 < linear.weight.abs().max() <= bound and linear.bias.abs().max() > 0

@@ -122,6 +122,16 @@ def test_another_head_on_the_same_body(tno_type, causal, tmp_path):
     assert classifier.classifier.dense.weight.abs().max() > 0
 
 
+@pytest.mark.parametrize("tno_type, causal", VARIANTS)
+def test_offloaded_layers(tno_type, causal, tmp_path):
+    """A layer whose weights stay on disk and come to the device only while it runs."""
+    model = model_of(TnnModel, tno_type, causal)
+    model.save_pretrained(tmp_path / "model")
+    places = {"embed_tokens": "cpu", "layers.0": "cpu", "layers.1": "disk", "norm": "cpu"}
+    loaded = AutoModel.from_pretrained(tmp_path / "model", device_map=places, offload_folder=tmp_path / "offload")
+    assert torch.equal(loaded(INPUT_IDS)[0], model(INPUT_IDS)[0])
+
+
 def test_wrong_direction_names_the_field(tmp_path):
     model_of(TnnModel, "rpe", False).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="causal=False .* TnnForCausalLM needs causal=True"):
