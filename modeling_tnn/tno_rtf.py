@@ -4,7 +4,7 @@
 
 D channels, L length, N order, T = `max_position_embeddings` the truncation length. The taps are computed by one
 transform on T points (T + 1 if T is odd), as in the released code, but in float64: near the unit circle float32
-loses all digits. Beyond that length the same filter goes on, octave by octave (see `rational.py`).
+loses all digits. Beyond that length the same filter goes on (see `rational.py`).
 
 Bidirectional: a second filter for negative lags, t_{-k} = its tap k - 1 (its h_0 is the tap of lag -1).
 
@@ -12,14 +12,13 @@ Bidirectional: a second filter for negative lags, t_{-k} = its tap k - 1 (its h_
 and all poles lie inside the unit circle (RTF paper, section 3.4, with the scaling of its code).
 """
 
-import math
 from typing import NamedTuple
 
 import torch
 from torch import nn
 from transformers import initialization as init
 
-from .rational import next_octave, rational_kernel, recurrence_numerator
+from .rational import extend_kernel, per_filter, rational_kernel, recurrence_numerator
 from .tno import ToeplitzOperator
 from .toeplitz import transform_dtype, widest_dtype
 
@@ -79,28 +78,22 @@ class RtfOperator(ToeplitzOperator):
 
         Raises:
             ValueError: the operator is not causal.
-            torch.linalg.LinAlgError: a pole is a root of unity of the transform length.
         """
         if not self.causal:
             raise ValueError("causal=False is not possible: only a causal operator has a recurrence.")
-        denominator, numerator = self._polynomials()
-        repeats = len(numerator) // len(denominator)
-        corrected = recurrence_numerator(denominator, numerator, self.size)
-        return CompanionForm(denominator.repeat_interleave(repeats, dim=0), corrected, self._kernel(1)[:, 0])
+        denominator, taps = self._taps()
+        numerator = recurrence_numerator(denominator, taps)
+        return CompanionForm(per_filter(denominator, len(taps)), numerator, taps[:, 0])
 
-    def _polynomials(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _taps(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The constrained denominators `(Q, N)` and the taps of the transform `(D, F)`, h_0 included."""
         dtype = widest_dtype(self.numerator.device)
         slack = None if self.slack is None else self.slack.to(dtype)
-        return CONSTRAINTS[self.constraint](self.denominator.to(dtype), slack), self.numerator.to(dtype)
+        denominator = CONSTRAINTS[self.constraint](self.denominator.to(dtype), slack)
+        taps = rational_kernel(denominator, self.numerator.to(dtype), self.size)
+        first = taps[:, :1] + self.direct.to(dtype)[:, None]
+        return denominator, torch.cat([first, taps[:, 1:]], dim=1)
 
     def _kernel(self, length: int) -> torch.Tensor:
-        denominator, numerator = self._polynomials()
-        size = self.size
-        taps = rational_kernel(denominator, numerator, size)  # (D, F)
-        first = taps[:, :1] + self.direct.to(taps.dtype)[:, None]  # (D, 1)
-        if length > size:
-            for _ in range(math.ceil(math.log2(length / size))):
-                numerator = next_octave(denominator, numerator, size)
-                size *= 2
-            taps = rational_kernel(denominator, numerator, size)
-        return torch.cat([first, taps[:, 1:length]], dim=1)  # (D, L)
+        denominator, taps = self._taps()
+        return taps[:, :length] if length <= self.size else extend_kernel(denominator, taps, length)  # (D, L)
