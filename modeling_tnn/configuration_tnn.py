@@ -150,6 +150,14 @@ class TnnConfig(PreTrainedConfig):
         """Width of the gated Toeplitz unit: the number of channels that have a Toeplitz matrix."""
         return int(self.gtu_expansion * self.hidden_size)
 
+    @property
+    def layer_types(self) -> list[str]:
+        """The kind of cache layer that each layer takes, see `cache_tnn.py`."""
+        return ["tnn_state"] * self.num_hidden_layers
+
+    def validate_layer_type(self):
+        """Nothing to check: the layer types follow from the number of layers."""
+
     def _check_fields(self):
         # Not named validate_*: errors of such methods reach the user as a type that is no ValueError.
         for name, allowed in CHOICES.items():

@@ -28,6 +28,7 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from .cache_tnn import check_cache
 from .configuration_tnn import TnnConfig
 from .inputs import check_attention_mask, check_input_ids, first_real_token, last_real_token, mean_of_real_tokens, roll
 from .norms import GatedRMSNorm, LayerNorm, ScaleRMSNorm, build_norm
@@ -40,12 +41,11 @@ class TnnGatedToeplitzUnit(nn.Module):
 
     def __init__(self, config: TnnConfig, layer_idx: int):
         super().__init__()
-        self.layer_idx = layer_idx
         self.u_proj = nn.Linear(config.hidden_size, config.gtu_dim)
         self.v_proj = nn.Linear(config.hidden_size, config.gtu_dim)
         self.o_proj = nn.Linear(config.gtu_dim, config.hidden_size)
         self.act = ACT2FN[config.hidden_act]
-        self.tno = build_tno(config)
+        self.tno = build_tno(config, layer_idx)
         self.norm = build_norm(config.norm_type, config.gtu_dim) if config.gtu_norm else nn.Identity()
 
     def forward(
@@ -54,25 +54,17 @@ class TnnGatedToeplitzUnit(nn.Module):
         attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
     ) -> torch.Tensor:
-        """`(B, L, d)` to `(B, L, d)`, for a mask `(B, L)` and the inputs of the operator seen so far."""
+        """`(B, L, d)` to `(B, L, d)`, for a mask `(B, L)` and the state after earlier tokens."""
         u = self.act(self.u_proj(hidden_states))  # (B, L, D)
         v = self.act(self.v_proj(hidden_states))  # (B, L, D)
         if attention_mask is not None:
             v = v * attention_mask[..., None].to(v.dtype)
-        if past_key_values is not None:
-            v = self._append_to_history(v, past_key_values)  # (B, past + L, D)
-        mixed = self._mix(v, attention_mask)[:, -u.shape[1] :]  # (B, L, D)
+        mixed = self._mix(v, attention_mask, past_key_values)  # (B, L, D)
         return self.o_proj(self.norm(u * mixed))
 
-    def _append_to_history(self, v: torch.Tensor, past_key_values: Cache) -> torch.Tensor:
-        """The inputs of the operator from the first token on, kept as the keys of an attention cache."""
-        history = past_key_values.update(v[:, None], v[:, None, :, :0], self.layer_idx)[0][:, 0]
-        # A static cache returns its whole buffer, zeros beyond the tokens seen.
-        return history[:, : int(past_key_values.get_seq_length(self.layer_idx))]
-
-    def _mix(self, v: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+    def _mix(self, v: torch.Tensor, attention_mask: torch.Tensor | None, past_key_values: Cache | None):
         if attention_mask is None or self.tno.shift_invariant:
-            return self.tno(v)
+            return self.tno(v, past_key_values)
         first = first_real_token(attention_mask)
         return roll(self.tno(roll(v, -first)), first)
 
@@ -213,6 +205,8 @@ class TnnModel(TnnPreTrainedModel):
             past_key_values = None
         elif use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
+        elif past_key_values is not None:
+            check_cache(past_key_values)
         past_length = 0 if past_key_values is None else int(past_key_values.get_seq_length())
         attention_mask = check_attention_mask(attention_mask, inputs_embeds, past_length)
 

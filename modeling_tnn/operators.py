@@ -9,7 +9,7 @@ from .tno_ski import SkiOperator
 TNO_TYPES = {"rpe": RpeOperator, "fd": FdOperator, "ski": SkiOperator, "rtf": RtfOperator}
 
 
-def build_tno(config) -> ToeplitzOperator:
+def build_tno(config, layer_idx: int = 0) -> ToeplitzOperator:
     """The operator that `config.tno_type` names.
 
     Raises:
@@ -17,4 +17,4 @@ def build_tno(config) -> ToeplitzOperator:
     """
     if config.tno_type not in TNO_TYPES:
         raise ValueError(f"tno_type={config.tno_type!r} is not possible: it must be one of {', '.join(TNO_TYPES)}.")
-    return TNO_TYPES[config.tno_type](config)
+    return TNO_TYPES[config.tno_type](config, layer_idx)

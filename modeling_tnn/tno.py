@@ -8,25 +8,30 @@ B batch, L length, D channels. A variant says where the coefficients t come from
 
 import torch
 from torch import nn
+from transformers.cache_utils import Cache
 from transformers.utils.generic import maybe_autocast
 
+from .recurrence import FilterRecurrence, Recurrence
 from .toeplitz import causal_toeplitz_matmul, dense_toeplitz, toeplitz_matmul, two_sided
 
 
 class ToeplitzOperator(nn.Module):
-    """Base class of the operators. A variant defines `coefficients` and `reset_parameters`.
+    """Base class of the operators. A variant defines `coefficients`, and `num_taps` and `reset_parameters` if need be.
 
     Attributes:
         causal: whether t_k = 0 for k < 0.
         channels: D.
+        layer_idx: which layer of the model it is in.
         shift_invariant: whether `forward` commutes with a shift of the sequence; if not, sequences are aligned
             to their first real token before it.
     """
 
     shift_invariant = True
 
-    def __init__(self, config):
+    def __init__(self, config, layer_idx: int = 0):
         super().__init__()
+        self.layer_idx = layer_idx
+        self.stagger = layer_idx / config.num_hidden_layers
         self.causal = config.causal
         self.channels = config.gtu_dim
 
@@ -43,13 +48,33 @@ class ToeplitzOperator(nn.Module):
         """
         raise NotImplementedError
 
+    def recurrence(self) -> Recurrence:
+        """How to decode the operator token by token, with its parameters as they are now.
+
+        Raises:
+            ValueError: the operator is not causal.
+        """
+        if not self.causal:
+            raise ValueError("causal=False is not possible: only a causal operator has a recurrence.")
+        return FilterRecurrence(self, self.num_taps(), self.stagger)
+
+    def num_taps(self) -> int | None:
+        """How many taps a causal kernel has in the precision of its parameters; None without a bound."""
+        return None
+
     def reset_parameters(self):
         """Initialise the parameters that the operator itself owns (those of its submodules excluded)."""
 
-    def forward(self, v: torch.Tensor) -> torch.Tensor:
-        """`(B, L, D)` to `(B, L, D)`, in float32 at least inside, whatever autocast says."""
+    def forward(self, v: torch.Tensor, past_key_values: Cache | None = None) -> torch.Tensor:
+        """`(B, L, D)` to `(B, L, D)`, in float32 at least inside, whatever autocast says.
+
+        With a cache, `v` continues the sequences that the cache has seen.
+        """
         with maybe_autocast(device_type=v.device.type, enabled=False):
-            return self.mix(v)
+            if past_key_values is None:
+                return self.mix(v)
+            # In here, since the weights of an offloaded model are at hand only while their module runs.
+            return past_key_values.update(v, None, self.layer_idx, self)[0]
 
     def mix(self, v: torch.Tensor) -> torch.Tensor:
         """The product itself; overridden where a variant has a faster way than through its coefficients."""

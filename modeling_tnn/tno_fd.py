@@ -28,8 +28,8 @@ from .toeplitz import fit_lags, multiply_spectrum
 class FdOperator(ToeplitzOperator):
     """The frequency-domain operator."""
 
-    def __init__(self, config):
-        super().__init__(config)
+    def __init__(self, config, layer_idx: int = 0):
+        super().__init__(config, layer_idx)
         num_outputs = self.channels if self.causal else 2 * self.channels
         self.rpe = RelativePositionEncoder(
             config.rpe_dim, num_outputs, config.rpe_layers, config.fd_act, config.norm_type, config.rpe_residual
@@ -55,6 +55,9 @@ class FdOperator(ToeplitzOperator):
             return pad(kernel, (0, length - self.resolution))
         negative = taps[:, self.resolution + 1 :]  # (D, R-1)
         return fit_lags(torch.cat([negative, positive], dim=1), length)
+
+    def num_taps(self) -> int | None:
+        return self.resolution
 
     def mix(self, v: torch.Tensor) -> torch.Tensor:
         # Where the grid is the transform length that the product would take anyway, the response is used as it is.

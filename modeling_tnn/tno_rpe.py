@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
+from .recurrence import taps_above_resolution
 from .rpe import RelativePositionEncoder
 from .tno import ToeplitzOperator
 
@@ -17,8 +18,8 @@ from .tno import ToeplitzOperator
 class RpeOperator(ToeplitzOperator):
     """The operator of the TNN paper."""
 
-    def __init__(self, config):
-        super().__init__(config)
+    def __init__(self, config, layer_idx: int = 0):
+        super().__init__(config, layer_idx)
         self.rpe = RelativePositionEncoder(
             config.rpe_dim, self.channels, config.rpe_layers, config.rpe_act, config.norm_type, config.rpe_residual
         )
@@ -34,6 +35,14 @@ class RpeOperator(ToeplitzOperator):
         lags = torch.arange(first, length, device=device or self.rpe.device, dtype=self.rpe.dtype)  # (M,)
         values = self.rpe(lags).t()  # (D, M)
         return values if self.decay is None else values * self._decay_rate(lags.dtype) ** lags.abs()  # (D, M)
+
+    def num_taps(self) -> int | None:
+        if self.decay is None:
+            return None
+        slowest = self._decay_rate(self.rpe.dtype)
+        if self.decay_logit is not None:
+            slowest = slowest.max().item()
+        return taps_above_resolution(slowest, self.rpe.dtype)
 
     def _decay_rate(self, dtype: torch.dtype) -> torch.Tensor | float:
         if self.decay_logit is None:

@@ -12,13 +12,12 @@ Bidirectional: a second filter for negative lags, t_{-k} = its tap k - 1 (its h_
 and all poles lie inside the unit circle (RTF paper, section 3.4, with the scaling of its code).
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import nn
 from transformers import initialization as init
 
 from .rational import extend_kernel, per_filter, rational_kernel, recurrence_numerator
+from .recurrence_companion import CompanionForm, CompanionRecurrence
 from .tno import ToeplitzOperator
 from .toeplitz import transform_dtype, widest_dtype
 
@@ -33,22 +32,11 @@ CONSTRAINTS = {None: lambda denominator, slack: denominator, "l1_montel": l1_mon
 INITIAL_BOUNDS = {"zeros": lambda order: 0.0, "xavier": lambda order: order**-0.5, "montel": lambda order: 1 / order}
 
 
-class CompanionForm(NamedTuple):
-    """A causal kernel as a recurrence, per channel, in float64.
-
-    w_t = u_t - sum_i denominator_i w_{t-i},    y_t = direct u_t + sum_i numerator_i w_{t-i},    i = 1 .. N
-    """
-
-    denominator: torch.Tensor  # (D, N)
-    numerator: torch.Tensor  # (D, N)
-    direct: torch.Tensor  # (D,)
-
-
 class RtfOperator(ToeplitzOperator):
     """The rational transfer function operator."""
 
-    def __init__(self, config):
-        super().__init__(config)
+    def __init__(self, config, layer_idx: int = 0):
+        super().__init__(config, layer_idx)
         sides, order = (1 if self.causal else 2), config.rtf_state_size
         num_denominators = config.rtf_num_denominators or self.channels
         self.constraint = config.rtf_constraint
@@ -73,8 +61,11 @@ class RtfOperator(ToeplitzOperator):
         positive, negative = kernel.chunk(2)  # (D, L) each
         return torch.cat([negative[:, : length - 1].flip(1), positive], dim=1)  # (D, 2L-1)
 
-    def recurrence(self) -> CompanionForm:
-        """The recurrence whose impulse response is `coefficients`, exactly.
+    def recurrence(self) -> CompanionRecurrence:
+        return CompanionRecurrence(self, self.size)
+
+    def companion_form(self) -> CompanionForm:
+        """The recurrence whose impulse response is `coefficients`, exactly, in float64.
 
         Raises:
             ValueError: the operator is not causal.

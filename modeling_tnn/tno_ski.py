@@ -40,8 +40,8 @@ class SkiOperator(ToeplitzOperator):
 
     shift_invariant = False
 
-    def __init__(self, config):
-        super().__init__(config)
+    def __init__(self, config, layer_idx: int = 0):
+        super().__init__(config, layer_idx)
         self.rank, self.decay = config.ski_rank, config.ski_decay
         self.longest = config.max_position_embeddings
         self.reach = config.ski_filter_size // 2

@@ -5,7 +5,8 @@ import torch
 from parity import Case, named_cases
 
 from modeling_tnn import TnnConfig
-from modeling_tnn.tno_rtf import CONSTRAINTS, CompanionForm, RtfOperator
+from modeling_tnn.recurrence_companion import CompanionForm
+from modeling_tnn.tno_rtf import CONSTRAINTS, RtfOperator
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 
@@ -89,7 +90,7 @@ def test_exact_recurrence(name, tag, record_property):
     case = Case(name, tag)
     case.parameters_from(case.run["params_from"])
     operator = rtf_operator(case)
-    form = operator.recurrence()
+    form = operator.companion_form()
     case.check(form.denominator, case.output("a"), record_property)
     case.check(form.numerator, case.output("c"), record_property)
     case.check(form.direct, case.output("h0_effective"), record_property)
@@ -106,7 +107,7 @@ def test_kernel_goes_on_as_its_recurrence(name, tag):
     length = 6 * case.run["trunc_len"] + 1
     impulse = torch.zeros(1, length, operator.channels, dtype=torch.float64)
     impulse[:, 0] = 1
-    expected = step_through(operator.recurrence(), impulse)[0].t()
+    expected = step_through(operator.companion_form(), impulse)[0].t()
     torch.testing.assert_close(
         operator.coefficients(length), expected, rtol=0, atol=1e-9 * expected.abs().max().item()
     )

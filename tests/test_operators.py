@@ -158,7 +158,7 @@ def test_rtf_with_montel_constraint_is_stable():
     operator = random_operator("rtf", True)
     with torch.no_grad():
         operator.denominator.mul_(100)
-    form = operator.recurrence()
+    form = operator.companion_form()
     assert (form.denominator.abs().sum(-1) < 1).all()
     assert operator.coefficients(1000).isfinite().all()
 

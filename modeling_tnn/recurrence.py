@@ -1,0 +1,207 @@
+"""Decoding a causal Toeplitz operator token by token: the contract, and exact decoding of any kernel.
+
+    y_t = sum_{j=0}^{m-1} k_j v_{t-j}
+
+B batch, D channels, L length of a chunk, m taps, T tokens seen, H horizon (a block of tokens), b base tile.
+
+`FilterRecurrence` keeps the last m - 1 inputs. At the start of a block one transform computes what these add to all
+H outputs of the block (the future); within the block a token adds its own part by a dot product with the first taps,
+over the inputs since the last tile. A tile of U inputs (U the lowest set bit of the position in the block, from b on)
+is passed on to the next U outputs by a transform of length 2U (relaxed multiplication: van der Hoeven 2002; Oncescu
+et al., "Flash Inference", 2024; Agarwal et al., "FutureFill", 2024). With H = b there are no tiles: that is best for
+short kernels. Kernels that never end (no decay) take a long horizon: their cost per token is nearly constant, while
+their state grows. Layers start their blocks at different times, so that their transforms do not fall on one token.
+"""
+
+import math
+
+import torch
+from torch.nn.functional import pad
+
+from .register import ShiftRegister
+from .toeplitz import fft_length, transform_dtype
+
+# (horizon, base tile) for kernels up to this many taps, and for longer ones.
+SHORT_KERNEL = 4096
+SHORT_BLOCKS = (128, 128)
+LONG_BLOCKS = (2048, 64)
+# Channels are transformed in groups of about this many numbers, so that temporaries stay in the cache.
+GROUP = 2**18
+
+
+class Recurrence:
+    """What a `TnnCacheLayer` does with its state. One object serves all sequences of a layer.
+
+    Attributes:
+        operator: the causal operator that it decodes.
+    """
+
+    def __init__(self, operator):
+        self.operator = operator
+
+    def __deepcopy__(self, memo):
+        return self  # a copied cache shares it: it holds no state
+
+    def advance(self, state, v: torch.Tensor) -> torch.Tensor:
+        """Outputs `(B, L, D)` for the next inputs `v` `(B, L, D)`; changes `state`."""
+        if state.register is None:
+            # The state is detached, the outputs are not: training with a cache has its gradients.
+            outputs = self.operator.mix(v)
+            with torch.no_grad():
+                self.start(state, self.channel_major(v))
+            return outputs
+        with torch.no_grad():
+            x = self.channel_major(v)  # (B, D, L)
+            outputs = self.step(state, x) if x.shape[-1] == 1 else self.chunk(state, x)  # (B, D, L)
+            return outputs.transpose(1, 2).to(v.dtype)
+
+    def channel_major(self, v: torch.Tensor) -> torch.Tensor:
+        """`(B, L, D)` to `(B, D, L)` in the dtype of the state."""
+        return v.transpose(1, 2).to(transform_dtype(v.dtype))
+
+    def start(self, state, x: torch.Tensor):
+        """Make the state after the first inputs `(B, D, L)`."""
+        raise NotImplementedError
+
+    def step(self, state, x: torch.Tensor) -> torch.Tensor:
+        """One token, `(B, D, 1)` to `(B, D, 1)`."""
+        raise NotImplementedError
+
+    def chunk(self, state, x: torch.Tensor) -> torch.Tensor:
+        """Several tokens, `(B, D, L)` to `(B, D, L)`."""
+        raise NotImplementedError
+
+    def removable(self, state) -> int:
+        """How many of the newest tokens can be taken back."""
+        raise NotImplementedError
+
+    def take_back(self, state, count: int):
+        """Return to the state `count` tokens ago."""
+        raise NotImplementedError
+
+
+class FilterRecurrence(Recurrence):
+    """Exact decoding of a kernel by future fill; see above.
+
+    Args:
+        operator: has `coefficients(length)`.
+        taps: m; None if the kernel has no end.
+        stagger: share of the first block that is left out.
+    """
+
+    def __init__(self, operator, taps: int | None, stagger: float):
+        super().__init__(operator)
+        self.taps = taps
+        self.horizon, self.base = SHORT_BLOCKS if taps is not None and taps <= SHORT_KERNEL else LONG_BLOCKS
+        self.first_block = self.horizon - int(stagger * self.horizon)
+        self._kernel: torch.Tensor | None = None
+        self._head: torch.Tensor | None = None
+        self._spectra: dict[int, torch.Tensor] = {}
+
+    def start(self, state, x: torch.Tensor):
+        state.register = ShiftRegister(x, None if self.taps is None else self.taps - 1)
+        state.counters = {"block": self.first_block}
+
+    def step(self, state, x: torch.Tensor) -> torch.Tensor:
+        counters = state.counters
+        if "future" not in state.tensors:
+            self._fill(state, x)
+        position = counters["position"]
+        if position and position % self.base == 0:
+            self._pass_on_tile(state, position & -position)
+        state.register.append(x)
+        recent = state.register.last(position % self.base + 1)  # (B, D, n)
+        kernel = self._reversed_head(x)[:, -recent.shape[-1] :]  # (D, n)
+        y = state.tensors["future"][..., position] + torch.linalg.vecdot(recent, kernel)  # (B, D)
+        counters["position"] = position + 1
+        if counters["position"] == counters["block"]:
+            counters["block"] = self.horizon
+            del state.tensors["future"]
+        return y[..., None]
+
+    def chunk(self, state, x: torch.Tensor) -> torch.Tensor:
+        past = self._past(state)  # (B, D, P)
+        y = self._continue(torch.cat([past, x], dim=-1), past.shape[-1], x.shape[-1])  # (B, D, L)
+        state.register.append(x)
+        state.tensors.pop("future", None)
+        return y
+
+    def removable(self, state) -> int:
+        held, seen = state.register.end, state.length
+        return min(seen, held) if held >= seen else max(0, held - self.taps + 1)
+
+    def take_back(self, state, count: int):
+        state.register.drop(count)
+        position = state.counters.get("position", 0)
+        if "future" in state.tensors and self.base == self.horizon and count <= position:
+            state.counters["position"] = position - count  # the future depends on inputs before the block alone
+        else:
+            state.tensors.pop("future", None)
+
+    def kernel(self, length: int, like: torch.Tensor) -> torch.Tensor:
+        """The first `length` taps, `(D, length)`, zeros beyond m."""
+        needed = length if self.taps is None else min(length, self.taps)
+        if self._kernel is None or self._kernel.shape[1] < needed:
+            # Without a bound the text grows: twice as many taps each time.
+            size = self.taps or 1 << (needed - 1).bit_length()
+            self._kernel = self.operator.coefficients(size, like.device).to(like.dtype).contiguous()
+        return pad(self._kernel[:, :needed], (0, length - needed))
+
+    def _reversed_head(self, like: torch.Tensor) -> torch.Tensor:
+        if self._head is None:
+            self._head = self.kernel(self.base, like).flip(1).contiguous()  # (D, b)
+        return self._head
+
+    def _past(self, state) -> torch.Tensor:
+        return state.register.last(state.length if self.taps is None else self.taps - 1)
+
+    def _fill(self, state, like: torch.Tensor):
+        """The future of a new block from the inputs before it."""
+        past = self._past(state)
+        block = state.counters["block"]
+        future = past.new_zeros(*past.shape[:-1], self.horizon)
+        if past.shape[-1]:
+            missing = 0 if self.taps is None else self.taps - 1 - past.shape[-1]
+            padded = pad(past, (missing, 0))  # one transform length for all fills of a bounded kernel
+            keep = self.taps is not None
+            future[..., :block] = self._continue(padded, padded.shape[-1], self.horizon, keep)[..., :block]
+        state.tensors["future"] = future
+        state.counters["position"] = 0
+
+    def _pass_on_tile(self, state, tile: int):
+        position = state.counters["position"]
+        recent = state.register.last(tile)  # (B, D, U)
+        added = self._continue(recent, tile, tile, keep=True)  # (B, D, U)
+        until = min(position + tile, self.horizon)
+        state.tensors["future"][..., position:until] += added[..., : until - position]
+
+    def _continue(self, x: torch.Tensor, start: int, count: int, keep: bool = False) -> torch.Tensor:
+        """Outputs `start .. start + count - 1` of the kernel applied to `x` `(B, D, S)` and zeros after it.
+
+        Entries of the circular convolution before `start` are wrong, the others are not: the linear one ends at
+        S + start + count, so that with a transform of at least S + count what wraps around ends below `start`.
+        `keep` says that the same call comes again, and its spectrum is worth keeping.
+        """
+        size = fft_length(x.shape[-1] + count)
+        spectrum = self._spectra.get(start + count)  # (D, F/2+1)
+        if spectrum is None:
+            spectrum = torch.fft.rfft(self.kernel(start + count, x), n=size)
+        if keep:
+            self._spectra[start + count] = spectrum
+        group = max(1, GROUP // (size * x.shape[0]))
+        parts = []
+        for channels in range(0, x.shape[1], group):
+            chosen = slice(channels, channels + group)
+            product = torch.fft.rfft(x[:, chosen], n=size) * spectrum[chosen]
+            parts.append(torch.fft.irfft(product, n=size)[..., start : start + count])
+        return torch.cat(parts, dim=1)
+
+
+def taps_above_resolution(decay: float, dtype: torch.dtype) -> int | None:
+    """How many lags it takes a decaying kernel to fall below the resolution of `dtype`; None without decay.
+
+    The taps beyond m = ln(eps) / ln(decay) hold less than eps of the sum of all |taps| that the decay alone allows.
+    """
+    if decay >= 1:
+        return None
+    return max(1, math.ceil(math.log(torch.finfo(dtype).eps) / math.log(decay)))
