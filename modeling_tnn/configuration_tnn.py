@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
 CHOICES = {
-    "tno_type": ("rpe", "fd", "ski", "rtf"),
+    "tno_type": ("rpe", "fd", "ski", "rtf", "modal"),
     "norm_type": ("simplermsnorm", "rmsnorm", "gatedrmsnorm", "scalenorm", "layernorm"),
     "norm_position": ("pre", "post", "res_post"),
     "initializer": ("torch", "normal"),
@@ -31,6 +31,8 @@ AT_LEAST_ONE = (
     "rtf_state_size",
     "ski_filter_size",
     "fd_resolution",
+    "num_modes",
+    "modal_window",
 )
 PROBABILITIES = ("hidden_dropout_prob", "classifier_dropout")
 
@@ -47,7 +49,7 @@ class TnnConfig(PreTrainedConfig):
             `TnnForMaskedLM` needs `False`, the other classes take both.
         tno_type (`str`): Where the Toeplitz coefficients come from: `"rpe"` (an MLP of the lag, times a decay),
             `"fd"` (an MLP of the frequency), `"ski"` (a short filter plus a low-rank interpolated kernel, not
-            causal) or `"rtf"` (a rational transfer function).
+            causal), `"rtf"` (a rational transfer function) or `"modal"` (a recurrence that `to_recurrent` fitted).
         gtu_expansion (`float`): Width of the gated Toeplitz unit over `hidden_size`; e = int(gtu_expansion * d).
         gtu_norm (`bool`): Whether the gated product is normalised before the output projection of the GTU.
         glu_dim (`int`, *optional*): Inner width of the GLU; `hidden_size` unless set.
@@ -80,6 +82,9 @@ class TnnConfig(PreTrainedConfig):
             channels; a divisor of the GTU width, which is also the default (no sharing).
         rtf_constraint (`str`, *optional*): `"l1_montel"` keeps all poles inside the unit circle.
         rtf_initializer (`str`): `"zeros"`, `"xavier"` (uniform, 1/sqrt(N)) or `"montel"` (uniform, 1/N).
+        num_modes (`int`): Number of complex exponentials of a `"modal"` kernel, each of two states.
+        modal_window (`int`): Number of first taps that a `"modal"` kernel holds one by one.
+        converted_from (`str`, *optional*): The `tno_type` that a `"modal"` model was converted from.
         hidden_dropout_prob (`float`): Dropout after the embeddings, each GTU and each GLU.
         classifier_dropout (`float`, *optional*): Dropout of the classification head; `hidden_dropout_prob` unless set.
         initializer (`str`): `"torch"`: PyTorch's default for linear layers and N(0, 1/d) for embeddings (the
@@ -126,6 +131,9 @@ class TnnConfig(PreTrainedConfig):
     rtf_num_denominators: int | None = None
     rtf_constraint: str | None = None
     rtf_initializer: str = "zeros"
+    num_modes: int = 32
+    modal_window: int = 16
+    converted_from: str | None = None
     hidden_dropout_prob: int | float = 0.1
     classifier_dropout: int | float | None = None
     initializer: str = "torch"
@@ -183,6 +191,8 @@ class TnnConfig(PreTrainedConfig):
         if self.tno_type == "ski":
             self._require("causal", not self.causal, "False with tno_type='ski': its low-rank part sees the future")
             self._require("ski_rank", 2 <= self.ski_rank <= longest, f"in [2, max_position_embeddings={longest}]")
+        if self.tno_type == "modal":
+            self._require("causal", self.causal, "True with tno_type='modal'")
         if self.tno_type == "rtf":
             allowed = f"below max_position_embeddings={longest}"
             self._require("rtf_state_size", self.rtf_state_size < longest, allowed)

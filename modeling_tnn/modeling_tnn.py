@@ -30,6 +30,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .cache_tnn import check_cache
 from .configuration_tnn import TnnConfig
+from .conversion import LayerReport, convert
 from .inputs import check_attention_mask, check_input_ids, first_real_token, last_real_token, mean_of_real_tokens, roll
 from .norms import GatedRMSNorm, LayerNorm, ScaleRMSNorm, build_norm
 from .operators import build_tno
@@ -139,6 +140,8 @@ class TnnPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["TnnBlock"]
     _skip_keys_device_placement = ["past_key_values"]
     _can_record_outputs = {"hidden_states": TnnBlock}
+    # The poles of a modal kernel: in bfloat16 their angles lose the phase within a few lags.
+    _keep_in_fp32_modules_strict = ["log_rate", "angle"]
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
@@ -153,6 +156,28 @@ class TnnPreTrainedModel(PreTrainedModel):
             init.ones_(module.weight)
         if isinstance(module, ToeplitzOperator):
             module.reset_parameters()
+
+    def to_recurrent(
+        self, order: int = 64, window: int = 16, tolerance: float | None = None
+    ) -> tuple["TnnPreTrainedModel", list[LayerReport]]:
+        """A copy of a causal model whose kernels are recurrences of low order (`tno_type="modal"`).
+
+        Its state does not depend on the length of the text, nor does its cost per token. An RTF model is a
+        recurrence already: it is returned as it is.
+
+        Args:
+            order: real states per channel.
+            window: first taps of each kernel that are kept exactly.
+            tolerance: instead of `order`: each layer takes the smallest of 8, 16, 32, 64 and 128 whose kernel has a
+                relative l2 error within this number.
+
+        Returns:
+            The model, and what `conversion.LayerReport` says of each layer (nothing for RTF).
+
+        Raises:
+            ValueError: the model is bidirectional, or the tolerance cannot be met.
+        """
+        return convert(self, order, window, tolerance)
 
 
 class TnnModel(TnnPreTrainedModel):

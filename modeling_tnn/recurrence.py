@@ -92,11 +92,12 @@ class FilterRecurrence(Recurrence):
     def __init__(self, operator, taps: int | None, stagger: float):
         super().__init__(operator)
         self.taps = taps
-        self.horizon, self.base = SHORT_BLOCKS if taps is not None and taps <= SHORT_KERNEL else LONG_BLOCKS
+        self.short = taps is not None and taps <= SHORT_KERNEL
+        self.horizon, self.base = SHORT_BLOCKS if self.short else LONG_BLOCKS
         self.first_block = self.horizon - int(stagger * self.horizon)
         self._kernel: torch.Tensor | None = None
         self._head: torch.Tensor | None = None
-        self._spectra: dict[int, torch.Tensor] = {}
+        self._spectra: dict[tuple[int, int], torch.Tensor] = {}
 
     def start(self, state, x: torch.Tensor):
         state.register = ShiftRegister(x, None if self.taps is None else self.taps - 1)
@@ -142,8 +143,8 @@ class FilterRecurrence(Recurrence):
         """The first `length` taps, `(D, length)`, zeros beyond m."""
         needed = length if self.taps is None else min(length, self.taps)
         if self._kernel is None or self._kernel.shape[1] < needed:
-            # Without a bound the text grows: twice as many taps each time.
-            size = self.taps or 1 << (needed - 1).bit_length()
+            # The text grows: twice as many taps each time, until there are no more.
+            size = self.taps if self.short else 1 << (needed - 1).bit_length()
             self._kernel = self.operator.coefficients(size, like.device).to(like.dtype).contiguous()
         return pad(self._kernel[:, :needed], (0, length - needed))
 
@@ -161,10 +162,9 @@ class FilterRecurrence(Recurrence):
         block = state.counters["block"]
         future = past.new_zeros(*past.shape[:-1], self.horizon)
         if past.shape[-1]:
-            missing = 0 if self.taps is None else self.taps - 1 - past.shape[-1]
-            padded = pad(past, (missing, 0))  # one transform length for all fills of a bounded kernel
-            keep = self.taps is not None
-            future[..., :block] = self._continue(padded, padded.shape[-1], self.horizon, keep)[..., :block]
+            missing = self.taps - 1 - past.shape[-1] if self.short else 0
+            padded = pad(past, (missing, 0))  # one transform length for all fills of a short kernel
+            future[..., :block] = self._continue(padded, padded.shape[-1], self.horizon, self.short)[..., :block]
         state.tensors["future"] = future
         state.counters["position"] = 0
 
@@ -183,11 +183,11 @@ class FilterRecurrence(Recurrence):
         `keep` says that the same call comes again, and its spectrum is worth keeping.
         """
         size = fft_length(x.shape[-1] + count)
-        spectrum = self._spectra.get(start + count)  # (D, F/2+1)
+        spectrum = self._spectra.get((start + count, size))  # (D, F/2+1)
         if spectrum is None:
             spectrum = torch.fft.rfft(self.kernel(start + count, x), n=size)
         if keep:
-            self._spectra[start + count] = spectrum
+            self._spectra[start + count, size] = spectrum
         group = max(1, GROUP // (size * x.shape[0]))
         parts = []
         for channels in range(0, x.shape[1], group):

@@ -62,6 +62,10 @@ class ToeplitzOperator(nn.Module):
         """How many taps a causal kernel has in the precision of its parameters; None without a bound."""
         return None
 
+    def slowest_decay(self) -> float | None:
+        """The largest decay rate of all channels, for a kernel that has one."""
+        return None
+
     def reset_parameters(self):
         """Initialise the parameters that the operator itself owns (those of its submodules excluded)."""
 

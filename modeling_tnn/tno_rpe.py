@@ -37,12 +37,13 @@ class RpeOperator(ToeplitzOperator):
         return values if self.decay is None else values * self._decay_rate(lags.dtype) ** lags.abs()  # (D, M)
 
     def num_taps(self) -> int | None:
-        if self.decay is None:
-            return None
-        slowest = self._decay_rate(self.rpe.dtype)
-        if self.decay_logit is not None:
-            slowest = slowest.max().item()
-        return taps_above_resolution(slowest, self.rpe.dtype)
+        slowest = self.slowest_decay()
+        return None if slowest is None else taps_above_resolution(slowest, self.rpe.dtype)
+
+    def slowest_decay(self) -> float | None:
+        if self.decay_logit is None:
+            return self.decay
+        return self._decay_rate(self.rpe.dtype).max().item()
 
     def _decay_rate(self, dtype: torch.dtype) -> torch.Tensor | float:
         if self.decay_logit is None:

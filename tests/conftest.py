@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from modeling_tnn import TnnConfig
+from modeling_tnn import TnnConfig, TnnForCausalLM
 
-CAUSAL = ["rpe", "fd", "rtf"]
+CAUSAL = ["rpe", "fd", "rtf", "modal"]
 BIDIRECTIONAL = ["rpe", "fd", "ski", "rtf"]
 VARIANTS = [(tno_type, True) for tno_type in CAUSAL] + [(tno_type, False) for tno_type in BIDIRECTIONAL]
 
@@ -23,6 +23,8 @@ def tiny_config(tno_type="rpe", causal=True, **fields) -> TnnConfig:
         "ski_rank": 9,
         "ski_filter_size": 5,
         "rtf_state_size": 8,
+        "num_modes": 5,
+        "modal_window": 3,
         "rtf_num_denominators": 4,
         "rtf_constraint": "l1_montel",
         "rtf_initializer": "montel",
@@ -34,6 +36,17 @@ def seeded(build, *args, **kwargs):
     """`build(*args, **kwargs)` in evaluation mode, with the same random weights every time."""
     torch.manual_seed(0)
     return build(*args, **kwargs).eval()
+
+
+def lively_language_model(**fields) -> TnnForCausalLM:
+    """A float64 model whose next token depends on the text: untied and with a loud mixer, it does not repeat one."""
+    config = tiny_config(eos_token_id=None, tie_word_embeddings=False, **fields)
+    model = seeded(TnnForCausalLM, config).double()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.gtu.v_proj.weight.mul_(4)
+            layer.gtu.o_proj.weight.mul_(4)
+    return model
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor, scale: float = 0.0) -> float:

@@ -77,7 +77,8 @@ def test_derived_defaults():
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"tno_type": "dct"}, "tno_type='dct' .* one of 'rpe', 'fd', 'ski', 'rtf'"),
+        ({"tno_type": "dct"}, "tno_type='dct' .* one of 'rpe', 'fd', 'ski', 'rtf', 'modal'"),
+        ({"tno_type": "modal", "causal": False}, "causal=False .* True with tno_type='modal'"),
         ({"tno_type": "ski", "causal": True}, "causal=True .* False with tno_type='ski'"),
         ({"decay": 0}, r"decay=0 .* \(0, 1\]"),
         ({"decay": 1.5}, r"decay=1.5 .* \(0, 1\]"),

@@ -1,89 +1,88 @@
-"""Generation of the causal variants: every way to decode gives what the model without a cache gives."""
+"""Generation as users meet it: pipelines, streamers, inputs_embeds, lengths beyond the trained one."""
 
 import pytest
 import torch
-from conftest import CAUSAL, relative_error, seeded, tiny_config
-
-from modeling_tnn import TnnForCausalLM
+from conftest import CAUSAL, lively_language_model, relative_error
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, TextStreamer, pipeline
 
 EVERY_VARIANT = pytest.mark.parametrize("tno_type", CAUSAL)
 PROMPT = torch.arange(14).view(2, 7) * 5 + 3
 
 
-def language_model(tno_type):
-    return seeded(TnnForCausalLM, tiny_config(tno_type, True, eos_token_id=None))
+def language_model(tno_type, **fields):
+    return lively_language_model(tno_type=tno_type, **fields)
 
 
-def greedy_by_hand(model, input_ids, steps):
-    """The definition: the whole text through the model for every token, no cache."""
-    for _ in range(steps):
-        logits = model(input_ids, use_cache=False).logits
-        input_ids = torch.cat([input_ids, logits[:, -1:].argmax(-1)], dim=1)
-    return input_ids
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    """99 words, w0 to w98."""
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(99)}, unk_token="w3"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = {"bos_token": "w0", "pad_token": "w1", "eos_token": "w2", "unk_token": "w3"}
+    return PreTrainedTokenizerFast(tokenizer_object=words, padding_side="left", **special)
 
 
 @EVERY_VARIANT
-@pytest.mark.parametrize("use_cache", [True, False])
-def test_greedy(tno_type, use_cache):
+def test_pipeline(tno_type):
+    """Batched, with prompts of different lengths: the same texts as one by one."""
+    generator = pipeline("text-generation", model=language_model(tno_type), tokenizer=word_tokenizer())
+    prompts = ["w5 w6 w7 w8", "w9", "w10 w11 w12 w13 w14 w15 w16"]
+    options = {"max_new_tokens": 15, "do_sample": False}
+    batched = generator(prompts, batch_size=3, **options)
+    for prompt, result in zip(prompts, batched, strict=True):
+        alone = generator(prompt, **options)
+        assert result == alone
+        assert alone[0]["generated_text"].startswith(prompt)
+        assert alone[0]["generated_text"].count("w") > prompt.count("w") + 10
+
+
+def test_streamer(capsys):
+    model, tokenizer = language_model("rpe"), word_tokenizer()
+    inputs = tokenizer("w5 w6", return_tensors="pt")
+    output = model.generate(
+        input_ids=inputs["input_ids"], max_new_tokens=10, do_sample=False, streamer=TextStreamer(tokenizer)
+    )
+    assert capsys.readouterr().out.split() == tokenizer.decode(output[0]).split()
+
+
+@EVERY_VARIANT
+def test_inputs_embeds(tno_type):
     model = language_model(tno_type)
-    generated = model.generate(PROMPT, max_new_tokens=80, do_sample=False, use_cache=use_cache)
-    assert torch.equal(generated, greedy_by_hand(model, PROMPT, 80))
+    embeds = model.get_input_embeddings()(PROMPT)
+    from_embeds = model.generate(inputs_embeds=embeds, max_new_tokens=10, do_sample=False)
+    assert torch.equal(from_embeds, model.generate(PROMPT, max_new_tokens=10, do_sample=False)[:, 7:])
 
 
 @EVERY_VARIANT
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"num_beams": 3},
-        {"num_beams": 3, "do_sample": True},
-        {"do_sample": True, "top_p": 0.9, "temperature": 0.8},
-        {"prefill_chunk_size": 3},
-        {"cache_implementation": "static"},
-    ],
-    ids=lambda options: "-".join(options),
-)
-def test_other_ways_to_decode(tno_type, options):
+def test_beyond_the_trained_length(tno_type):
+    """64 positions are trained; a text of 400 decodes as the model without a cache does."""
     model = language_model(tno_type)
-    torch.manual_seed(5)
-    cached = model.generate(PROMPT, max_new_tokens=12, **{"do_sample": False} | options)
-    torch.manual_seed(5)
-    plain = {key: value for key, value in options.items() if key not in ("prefill_chunk_size", "cache_implementation")}
-    uncached = model.generate(PROMPT, max_new_tokens=12, use_cache=False, **{"do_sample": False} | plain)
-    assert torch.equal(cached, uncached)
+    text = model.generate(PROMPT, max_new_tokens=400, do_sample=False)
+    logits = model(text[:, :-1], use_cache=False).logits[:, 6:]
+    assert torch.equal(logits.argmax(-1), text[:, 7:])
 
 
 @EVERY_VARIANT
-def test_prompt_lookup(tno_type):
-    model = language_model(tno_type)
-    prompt = PROMPT[:1].repeat(1, 3)
-    looked_up = model.generate(prompt, max_new_tokens=20, do_sample=False, prompt_lookup_num_tokens=3)
-    assert torch.equal(looked_up, greedy_by_hand(model, prompt, 20))
-
-
-@EVERY_VARIANT
-def test_left_padded_batch(tno_type):
-    model = language_model(tno_type)
-    short = PROMPT[1:, :4]
-    batch = torch.cat([PROMPT[:1], torch.cat([torch.full((1, 3), 1), short], dim=1)])
-    mask = torch.ones_like(batch)
-    mask[1, :3] = 0
-    generated = model.generate(batch, attention_mask=mask, max_new_tokens=20, do_sample=False)
-    assert torch.equal(generated[:1], greedy_by_hand(model, PROMPT[:1], 20))
-    assert torch.equal(generated[1:, 3:], greedy_by_hand(model, short, 20))
-
-
-@EVERY_VARIANT
-def test_continuing_from_a_returned_cache(tno_type):
+def test_chunks_of_any_length(tno_type):
     model = language_model(tno_type)
     text = torch.arange(60).view(2, 30)
-    whole = model(text).logits
     cache, parts = None, []
     for chunk in text.split([1, 9, 1, 19], dim=1):
         outputs = model(chunk, past_key_values=cache, use_cache=True)
         cache = outputs.past_key_values
         parts.append(outputs.logits)
     assert cache.get_seq_length() == 30
-    assert relative_error(torch.cat(parts, dim=1), whole) < 5e-6
+    assert relative_error(torch.cat(parts, dim=1), model(text).logits) < 1e-12
+
+
+@EVERY_VARIANT
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(tno_type, dtype):
+    model = language_model(tno_type).to(dtype)
+    options = {"max_new_tokens": 30, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    output = model.generate(PROMPT, **options)
+    uncached = model(output.sequences[:, :-1], use_cache=False).logits[:, 6:]
+    assert relative_error(torch.stack(output.logits, dim=1), uncached) < 0.05
 
 
 def test_mask_must_cover_the_past():

@@ -3,9 +3,9 @@
 import pytest
 import scipy.signal
 import torch
-from conftest import CAUSAL, relative_error, seeded, tiny_config
+from conftest import BIDIRECTIONAL, CAUSAL, relative_error, seeded, tiny_config
 
-from modeling_tnn.operators import TNO_TYPES, build_tno
+from modeling_tnn.operators import build_tno
 from modeling_tnn.toeplitz import dense_toeplitz
 
 LENGTHS = [1, 2, 3, 17, 63, 64, 100, 257]
@@ -73,7 +73,7 @@ def test_prefix_consistency(tno_type, shorter, longer):
 
 
 def test_bidirectional_coefficients_do_not_depend_on_the_length():
-    for tno_type in TNO_TYPES:
+    for tno_type in BIDIRECTIONAL:
         operator = random_operator(tno_type, False)
         narrow, wide = operator.coefficients(20), operator.coefficients(50)
         assert relative_error(narrow, wide[:, 30:-30]) < 1e-12
@@ -171,5 +171,5 @@ def test_only_causal_operators_have_a_recurrence():
 def test_unknown_operator():
     config = tiny_config()
     config.tno_type = "dct"
-    with pytest.raises(ValueError, match="'dct'.*rpe, fd, ski, rtf"):
+    with pytest.raises(ValueError, match="'dct'.*rpe, fd, ski, rtf, modal"):
         build_tno(config)

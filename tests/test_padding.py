@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from conftest import BIDIRECTIONAL, CAUSAL, relative_error, seeded, tiny_config
+from conftest import BIDIRECTIONAL, CAUSAL, VARIANTS, relative_error, seeded, tiny_config
 
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification, TnnModel
 
 LENGTH = 23
 HEADS = [(TnnForCausalLM, t, True) for t in CAUSAL] + [(TnnForMaskedLM, t, False) for t in BIDIRECTIONAL]
-HEADS += [(cls, t, c) for cls in (TnnModel, TnnForSequenceClassification) for c in (True, False) for t in CAUSAL]
-HEADS += [(TnnModel, "ski", False), (TnnForSequenceClassification, "ski", False)]
+HEADS += [(cls, t, c) for cls in (TnnModel, TnnForSequenceClassification) for t, c in VARIANTS]
 
 
 def padded(text: torch.Tensor, left: int, right: int) -> dict[str, torch.Tensor]:

@@ -1,0 +1,206 @@
+"""From an RPE or FD kernel to a recurrence of low order: one set of poles per layer, residues per channel.
+
+    k_j ~ Re sum_q r_q lambda_q^(j-w)  for j >= w,    the first w taps exact
+
+D channels, m taps, w window, r order, c columns of the Hankel matrices. All channels of a layer are combinations of a
+few functions of the lag (the hidden features of the position encoder), so they share their poles.
+
+The poles come from a state-space realisation of the stacked Hankel matrices of all channels (Kung 1978; Juang and
+Pappa 1985): their right factor has the Gram matrix G_{jk} = sum_i sum_d k_{d,i+j} k_{d,i+k}, its leading r
+eigenvectors V span the observable space, and V shifted by one row is V times the transition matrix, whose eigenvalues
+are the poles. Residues follow by linear least squares. All in float64; poles are kept inside the unit circle.
+"""
+
+import copy
+from dataclasses import asdict, dataclass
+
+import torch
+
+ORDERS = (8, 16, 32, 64, 128)
+LARGEST_RADIUS = 1 - 1e-6
+SMALLEST_RADIUS = 1e-8
+# Taps that are fitted, and columns of the Hankel matrices.
+MOST_TAPS = 4096
+MOST_COLUMNS = 600
+
+
+@dataclass
+class LayerReport:
+    """How well the recurrence of a layer fits its kernel: errors relative to the norm of a channel's taps."""
+
+    layer: int
+    order: int
+    window: int
+    taps: int
+    l2_layer: float
+    l2_median: float
+    l2_worst: float
+    l1_median: float
+    l1_worst: float
+    tail_bound: float
+    largest_pole: float
+
+    def as_dict(self) -> dict:
+        return asdict(self)
+
+
+@dataclass
+class Fit:
+    """Poles `(Q,)` and residues `(D, Q)`, complex; the taps are Re(residues @ poles^n)."""
+
+    poles: torch.Tensor
+    residues: torch.Tensor
+
+    def taps(self, length: int) -> torch.Tensor:
+        """`(D, length)`."""
+        basis = powers(self.poles, length)  # (Q, length)
+        return self.residues.real @ basis.real - self.residues.imag @ basis.imag
+
+
+def powers(poles: torch.Tensor, length: int) -> torch.Tensor:
+    """poles^0 .. poles^(length-1), `(Q, length)`."""
+    return torch.exp(torch.log(poles)[:, None] * torch.arange(length, device=poles.device))
+
+
+def hankel_eigenvectors(taps: torch.Tensor, order: int) -> torch.Tensor:
+    """The leading eigenvectors V `(c, order)` of the Gram matrix G of `taps` `(D, m)`."""
+    length = taps.shape[1]
+    columns = min(length // 2, MOST_COLUMNS)
+    products = taps.t() @ taps  # (m, m): sum over channels of k_i k_j
+    for row in range(1, length):
+        products[row, 1:] += products[row - 1, :-1]  # sums along diagonals
+    rows = length - columns + 1
+    gram = products[rows - 1 :, rows - 1 :].clone()  # (c, c)
+    gram[1:, 1:] -= products[: columns - 1, : columns - 1]
+    return torch.linalg.eigh(gram).eigenvectors.flip(1)[:, :order]
+
+
+def fit_poles(vectors: torch.Tensor) -> torch.Tensor:
+    """Eigenvalues of the transition matrix of `vectors` `(c, r)`, one of each conjugate pair, `(Q,)`."""
+    transition = torch.linalg.lstsq(vectors[:-1], vectors[1:], driver="gelsd").solution  # (r, r)
+    poles = torch.linalg.eigvals(transition)
+    poles = poles[poles.imag >= 0]
+    return torch.polar(poles.abs().clamp(SMALLEST_RADIUS, LARGEST_RADIUS), poles.angle())
+
+
+def fit_residues(poles: torch.Tensor, taps: torch.Tensor) -> torch.Tensor:
+    """Least squares for the residues `(D, Q)` of `taps` `(D, m)`."""
+    basis = powers(poles, taps.shape[1])  # (Q, m)
+    rows = torch.cat([basis.real, -basis.imag])  # (2Q, m); the imaginary part of a real pole is 0
+    solution = torch.linalg.lstsq(rows.t(), taps.t(), driver="gelsd").solution.t()  # (D, 2Q)
+    return torch.complex(*solution.chunk(2, dim=1))
+
+
+def fit_kernel(taps: torch.Tensor, order: int) -> Fit:
+    """A recurrence of `order` states for `taps` `(D, m)`, float64 on the CPU."""
+    normalized = taps / taps.norm(dim=1, keepdim=True).clamp(min=torch.finfo(taps.dtype).tiny)
+    poles = fit_poles(hankel_eigenvectors(normalized, order))
+    return Fit(poles, fit_residues(poles, taps))
+
+
+def kernel_to_fit(operator) -> torch.Tensor:
+    """The taps `(D, m)` of a causal operator in float64 on the CPU, as many as matter."""
+    wide = copy.deepcopy(operator).double().cpu()
+    bound = operator.num_taps()
+    length = MOST_TAPS if bound is None else min(bound, MOST_TAPS)
+    with torch.no_grad():
+        return wide.coefficients(length)
+
+
+def report(layer: int, taps: torch.Tensor, fit: Fit, order: int, window: int, operator) -> LayerReport:
+    """Errors over the taps `(D, m)`, and a bound on what lies beyond them, relative to the l1 norm of the worst."""
+    error = fit.taps(taps.shape[1] - window) - taps[:, window:]  # (D, m - w)
+    l2 = error.norm(dim=1) / taps.norm(dim=1).clamp(min=1e-300)
+    scale = taps.abs().sum(dim=1).clamp(min=1e-300)
+    l1 = error.abs().sum(dim=1) / scale
+    radius = fit.poles.abs()
+    faded = radius ** (taps.shape[1] - window) / (1 - radius)  # (Q,)
+    tail = (fit.residues.abs() * faded).sum(dim=1) / scale + own_tail(operator, taps) / scale
+    return LayerReport(
+        layer=layer,
+        order=order,
+        window=window,
+        taps=taps.shape[1],
+        l2_layer=(error.norm() / taps.norm()).item(),
+        l2_median=l2.median().item(),
+        l2_worst=l2.max().item(),
+        l1_median=l1.median().item(),
+        l1_worst=l1.max().item(),
+        tail_bound=tail.max().item(),
+        largest_pole=radius.max().item(),
+    )
+
+
+def own_tail(operator, taps: torch.Tensor) -> float:
+    """A bound on the sum of |taps| of the kernel itself beyond those fitted; infinite without a decay."""
+    bound = operator.num_taps()
+    if bound is None:
+        return float("inf")
+    slowest = operator.slowest_decay()
+    if slowest is None:
+        return 0.0  # the kernel ends
+    length = taps.shape[1]
+    undecayed = taps / slowest ** torch.arange(length, dtype=taps.dtype)
+    return (undecayed.abs().max() * slowest**length / (1 - slowest)).item()
+
+
+def fit_layer(operator, order: int, window: int, tolerance: float | None) -> tuple[torch.Tensor, Fit, LayerReport]:
+    """The fit of one layer: of `order`, or of the smallest one whose `l2_layer` is within `tolerance`.
+
+    Raises:
+        ValueError: no order is.
+    """
+    taps = kernel_to_fit(operator)
+    best = None
+    for candidate in (order,) if tolerance is None else ORDERS:
+        fit = fit_kernel(taps[:, window:], candidate)
+        best = taps, fit, report(operator.layer_idx, taps, fit, candidate, window, operator)
+        if tolerance is not None and best[2].l2_layer <= tolerance:
+            return best
+    if tolerance is not None:
+        raise ValueError(
+            f"tolerance={tolerance} cannot be met: layer {operator.layer_idx} has a relative error of "
+            f"{best[2].l2_layer:.1e} at order {ORDERS[-1]}. Allow a larger tolerance or a larger window."
+        )
+    return best
+
+
+def fill_operator(target, taps: torch.Tensor, fit: Fit):
+    """Write a fit into a `ModalOperator`; modes that the layer does not need get residues of 0."""
+    count = len(fit.poles)
+    with torch.no_grad():
+        target.head.copy_(taps[:, : target.window])
+        target.residues.zero_()
+        target.residues[:, :count].copy_(torch.view_as_real(fit.residues))
+        target.log_rate.zero_()
+        target.angle.zero_()
+        target.log_rate[:count].copy_(torch.log(-torch.log(fit.poles.abs())))
+        target.angle[:count].copy_(fit.poles.angle())
+
+
+def convert(model, order: int = 64, window: int = 16, tolerance: float | None = None):
+    """See `TnnPreTrainedModel.to_recurrent`."""
+    config = model.config
+    if not config.causal:
+        raise ValueError("causal=False is not possible: only a causal model decodes token by token.")
+    if config.tno_type in ("rtf", "modal"):
+        return model, []
+    if order < 1 or window < 1:
+        raise ValueError(f"order={order} and window={window} must be at least 1.")
+    operators = [layer.gtu.tno for layer in model.base_model.layers]
+    fits = [fit_layer(operator, order, window, tolerance) for operator in operators]
+    converted_config = copy.deepcopy(config)
+    converted_config.tno_type = "modal"
+    converted_config.converted_from = config.tno_type
+    converted_config.modal_window = window
+    converted_config.num_modes = max(len(fit.poles) for _, fit, _ in fits)
+    converted = type(model)(converted_config).to(device=model.device, dtype=model.dtype)
+    kept = {name: value for name, value in model.state_dict().items() if ".gtu.tno." not in name}
+    converted.load_state_dict(kept, strict=False)
+    for layer, (taps, fit, _) in zip(converted.base_model.layers, fits, strict=True):
+        fill_operator(layer.gtu.tno, taps, fit)
+    converted.tie_weights()
+    converted.train(model.training)
+    if getattr(model, "generation_config", None) is not None:
+        converted.generation_config = copy.deepcopy(model.generation_config)
+    return converted, [layer_report for _, _, layer_report in fits]
