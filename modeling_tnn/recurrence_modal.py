@@ -5,7 +5,7 @@
 B batch, D channels, Q modes, w window, C tokens covered by the memory s, T tokens seen. At the start of a block the
 memory takes in the inputs that are old enough, by one product with powers of the poles; (1) gives what it adds to the
 outputs of the block; the younger inputs, which still lie in the register, add theirs through the first taps, as in
-`FilterRecurrence`. The memory stays w + 128 tokens behind, so that the newest tokens can be taken back.
+`FilterRecurrence`. The memory stays w + 64 tokens behind, so that the newest tokens can be taken back.
 """
 
 import torch
@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from .recurrence import FilterRecurrence
 from .register import CHUNK_SLACK, SLACK, ShiftRegister
 
-BLOCK = 64
+BLOCK = 32
 
 
 class ModalRecurrence(FilterRecurrence):
@@ -37,7 +37,7 @@ class ModalRecurrence(FilterRecurrence):
         state.tensors["memory"] = memory  # (B, D, Q)
         state.counters = {"block": self.first_block, "covered": 0}
         self._advance_memory(state, x, x.shape[-1] - self.operator.window - SLACK)
-        state.register = ShiftRegister(x, self.operator.window + SLACK + BLOCK)
+        state.register = ShiftRegister(x, self.operator.window + BLOCK)
 
     def chunk(self, state, x: torch.Tensor) -> torch.Tensor:
         past = self._past(state)  # (B, D, P)

@@ -7,9 +7,11 @@ and only when the buffer is full are those still needed moved to its front (or, 
 import torch
 
 # How many of the newest values can be taken back at any time, beyond what the reader needs.
-SLACK = 128
+SLACK = 64
 # How many after a chunk of several values, if it was that long.
 CHUNK_SLACK = 1024
+# Free places behind the values when the buffer is made; each refill of a long register moves much.
+ROOM, LONG_ROOM, LONG_REACH = 32, 128, 512
 
 
 class ShiftRegister:
@@ -41,6 +43,11 @@ class ShiftRegister:
         """Apply `choose`, a function of a tensor along its batch dimension."""
         self.buffer = choose(self.buffer)
 
+    def _room(self, count: int) -> int:
+        if self.reach is None:
+            return max(LONG_ROOM, count)  # doubling
+        return LONG_ROOM if self.reach > LONG_REACH else ROOM
+
     def _append(self, values: torch.Tensor, slack: int):
         new = values.shape[-1]
         if self.end + new > self.buffer.shape[-1]:
@@ -48,8 +55,7 @@ class ShiftRegister:
             kept = self.last(max(0, wanted - new))
             values = values[..., -wanted:] if wanted < new else values
             held, new = kept.shape[-1], values.shape[-1]
-            room = max(SLACK, held + new) if self.reach is None else SLACK
-            buffer = values.new_empty(*values.shape[:-1], held + new + room)
+            buffer = values.new_empty(*values.shape[:-1], held + new + self._room(held + new))
             buffer[..., :held] = kept
             self.buffer, self.end = buffer, held
         self.buffer[..., self.end : self.end + new] = values

@@ -44,13 +44,13 @@ def load_corpus(source: str | None = None, config_name: str | None = None) -> Da
     return DatasetDict({split: corpus[split].select_columns("text") for split in ("train", "validation")})
 
 
-def train_tokenizer(texts: Dataset, vocab_size: int, max_length: int) -> PreTrainedTokenizerFast:
+def train_tokenizer(texts: Dataset, vocab_size: int) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer with the special tokens of the released models, trained on a column `text`."""
     bpe = ByteLevelBPETokenizer()
     bpe.train_from_iterator(
         _batches(texts), vocab_size=vocab_size, special_tokens=list(SPECIAL_TOKENS.values()), show_progress=False
     )
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, model_max_length=max_length, **SPECIAL_TOKENS)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, **SPECIAL_TOKENS)
 
 
 def pack(texts: Dataset, tokenizer: PreTrainedTokenizerFast, block_size: int) -> Dataset:

@@ -57,7 +57,7 @@ def build_trainer(args: DemoArguments) -> Trainer:
     overrides = {} if args.tno_type is None else {"tno_type": args.tno_type}
     config = AutoConfig.from_pretrained(args.config, **overrides)
     corpus = load_corpus(args.dataset, args.dataset_config)
-    tokenizer = train_tokenizer(corpus["train"], config.vocab_size, config.max_position_embeddings)
+    tokenizer = train_tokenizer(corpus["train"], config.vocab_size)
     config.vocab_size = len(tokenizer)
     blocks = {split: pack(texts, tokenizer, config.max_position_embeddings) for split, texts in corpus.items()}
     model = AutoModelForCausalLM.from_config(config)

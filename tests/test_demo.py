@@ -71,7 +71,7 @@ def test_source_without_text(tmp_path):
 
 def test_blocks_hold_the_text(text_file):
     corpus = load_corpus(str(text_file))
-    tokenizer = train_tokenizer(corpus["train"], 400, 32)
+    tokenizer = train_tokenizer(corpus["train"], 400)
     blocks = pack(corpus["train"], tokenizer, 32)
     assert {len(block) for block in blocks["input_ids"]} == {32}
     joined = tokenizer.decode([token for block in blocks["input_ids"] for token in block])

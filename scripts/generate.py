@@ -1,0 +1,98 @@
+"""Continue prompts with a trained model, from a folder or the Hub, and say how fast it was.
+
+Every option of transformers' GenerationConfig can be given by its name. One prompt at a time streams to the terminal;
+--batch_size decodes several at once.
+
+Example:
+    python scripts/generate.py --model outputs/demo --prompt "In the beginning" --do_sample true --top_p 0.9
+    python scripts/generate.py --model outputs/demo --prompt_file prompts.txt --batch_size 8 --num_beams 4
+"""
+
+import argparse
+import difflib
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TextStreamer, set_seed
+
+import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
+
+
+def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, dict]:
+    """Our own options, and those of GenerationConfig."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="folder or Hub id")
+    parser.add_argument("--prompt", action="append", default=[], help="a text to continue; may be given several times")
+    parser.add_argument("--prompt_file", type=Path, help="a text file with a prompt on each line")
+    parser.add_argument("--batch_size", type=int, default=1, help="prompts decoded at once; 1 streams")
+    parser.add_argument("--dtype", default="auto", help="auto (as saved), float32, bfloat16, float16")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, ...")
+    parser.add_argument("--seed", type=int, default=0, help="seed of sampling")
+    parser.add_argument("--output_file", type=Path, help="write prompts, texts and speed to this JSON file")
+    parser.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
+    known, rest = parser.parse_known_args(arguments)
+    if known.prompt_file is not None:
+        known.prompt += [line for line in known.prompt_file.read_text().splitlines() if line.strip()]
+    if not known.prompt:
+        parser.error("give a --prompt or a --prompt_file")
+    return known, generation_options(parser, rest)
+
+
+def generation_options(parser: argparse.ArgumentParser, rest: list[str]) -> dict:
+    """`--name value` pairs that are fields of GenerationConfig; values are read as JSON where they are JSON."""
+    fields = GenerationConfig().to_dict()
+    options = {}
+    for name, value in zip(rest[::2], rest[1::2] + [None] * (len(rest) % 2), strict=True):
+        field = name.removeprefix("--")
+        if not name.startswith("--") or field not in fields or value is None:
+            close = difflib.get_close_matches(field, fields)
+            hint = f"; did you mean --{close[0]}?" if close else ""
+            parser.error(f"{name} {value or '(no value)'} is no option of this script or of GenerationConfig{hint}")
+        try:
+            options[field] = json.loads(value)
+        except json.JSONDecodeError:
+            options[field] = value
+    return options
+
+
+def continue_batch(model, tokenizer, prompts: list[str], options: dict, stream: bool) -> tuple[list[str], int]:
+    """The texts (all sequences of each prompt), and the number of new tokens."""
+    inputs = tokenizer(prompts, return_tensors="pt", padding=len(prompts) > 1, return_token_type_ids=False)
+    streamer = TextStreamer(tokenizer, skip_special_tokens=True) if stream else None
+    output = model.generate(**inputs.to(model.device), streamer=streamer, **options)
+    new = output[:, inputs["input_ids"].shape[1] :]
+    count = new.numel() if tokenizer.pad_token_id is None else int((new != tokenizer.pad_token_id).sum())
+    return tokenizer.batch_decode(output, skip_special_tokens=True), count
+
+
+def main():
+    args, options = parse_arguments(sys.argv[1:])
+    tokenizer = AutoTokenizer.from_pretrained(
+        args.model, padding_side="left", trust_remote_code=args.trust_remote_code
+    )
+    model = AutoModelForCausalLM.from_pretrained(
+        args.model, dtype=args.dtype, trust_remote_code=args.trust_remote_code
+    ).to(args.device)
+    options = {"max_new_tokens": 100} | options
+    stream = args.batch_size == 1 and options.get("num_beams", 1) == 1 and options.get("num_return_sequences", 1) == 1
+    set_seed(args.seed)
+    texts, tokens, start = [], 0, time.perf_counter()
+    for first in range(0, len(args.prompt), args.batch_size):
+        prompts = args.prompt[first : first + args.batch_size]
+        batch, count = continue_batch(model, tokenizer, prompts, options, stream)
+        texts, tokens = texts + batch, tokens + count
+        if not stream:
+            sys.stdout.write("\n\n".join(batch) + "\n\n")
+    seconds = time.perf_counter() - start
+    sys.stdout.write(f"\n{tokens} tokens in {seconds:.2f} s: {tokens / seconds:.1f} tokens per second\n")
+    if args.output_file is not None:
+        result = {"model": args.model, "prompts": args.prompt, "texts": texts, "options": options}
+        speed = {"new_tokens": tokens, "seconds": seconds, "tokens_per_second": tokens / seconds}
+        args.output_file.write_text(json.dumps(result | speed, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Convert a causal model to a recurrence of low order, save it, and measure what that changed on a text.
+
+Example:
+    python scripts/to_recurrent.py --model outputs/demo --output_dir outputs/demo-recurrent --dataset book.txt
+    python scripts/to_recurrent.py --model outputs/demo --output_dir outputs/demo-recurrent --tolerance 1e-4
+"""
+
+import argparse
+import json
+import math
+import sys
+import time
+from pathlib import Path
+
+import torch
+from corpus import load_corpus, pack
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
+
+COLUMNS = ("order", "taps", "l2_layer", "l2_median", "l2_worst", "l1_median", "l1_worst", "tail_bound", "largest_pole")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="folder or Hub id of a causal model")
+    parser.add_argument("--output_dir", type=Path, required=True, help="where the converted model goes")
+    parser.add_argument("--order", type=int, default=64, help="real states per channel")
+    parser.add_argument("--window", type=int, default=16, help="first taps that are kept exactly")
+    parser.add_argument("--tolerance", type=float, help="take the smallest order with this relative error instead")
+    parser.add_argument("--dataset", help="text file or Hub data set to measure on; the King James Bible unless given")
+    parser.add_argument("--dataset_config", help="configuration of a Hub data set")
+    parser.add_argument("--length", type=int, help="tokens in a row of text; 8 times the trained length unless given")
+    parser.add_argument("--rows", type=int, default=8, help="rows of text to measure on")
+    return parser.parse_args()
+
+
+def compare(model, converted, blocks: torch.Tensor) -> dict:
+    """Perplexity before and after, errors of the logits and agreement of the likeliest token on `(R, L)` ids."""
+    losses, worst, squares, agreeing, scale = [0.0, 0.0], 0.0, 0.0, 0, 0.0
+    with torch.no_grad():
+        for row in blocks[:, None]:
+            before, after = (m(row, use_cache=False).logits[0].float() for m in (model, converted))  # (L, V)
+            for index, logits in enumerate((before, after)):
+                losses[index] += cross_entropy(logits[:-1], row[0, 1:]).item() / len(blocks)
+            worst = max(worst, (after - before).abs().max().item())
+            squares += (after - before).square().mean().item() / len(blocks)
+            scale += before.std().item() / len(blocks)
+            agreeing += (before.argmax(-1) == after.argmax(-1)).sum().item()
+    before, after = (math.exp(loss) for loss in losses)
+    return {
+        "perplexity_before": before,
+        "perplexity_after": after,
+        "perplexity_change": after / before - 1,
+        "logit_error_max": worst,
+        "logit_error_rms": math.sqrt(squares),
+        "logit_std": scale,
+        "top1_agreement": agreeing / blocks.numel(),
+        "tokens": blocks.numel(),
+        "length": blocks.shape[1],
+    }
+
+
+def main():
+    args = parse_arguments()
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    model = AutoModelForCausalLM.from_pretrained(args.model).eval()
+    start = time.perf_counter()
+    converted, layers = model.to_recurrent(args.order, args.window, args.tolerance)
+    seconds = time.perf_counter() - start
+    length = args.length or 8 * model.config.max_position_embeddings
+    packed = pack(load_corpus(args.dataset, args.dataset_config)["validation"], tokenizer, length)["input_ids"][
+        : args.rows
+    ]
+    if not packed:
+        raise SystemExit(
+            f"The validation text has fewer than {length} tokens: give a longer one or a smaller --length."
+        )
+    result = {
+        "model": args.model,
+        "converted_from": model.config.tno_type,
+        "modes": converted.config.num_modes if layers else None,
+        "seconds": seconds,
+        "layers": [layer.as_dict() for layer in layers],
+        "comparison": compare(model, converted, torch.tensor(packed)),
+    }
+    converted.save_pretrained(args.output_dir)
+    tokenizer.save_pretrained(args.output_dir)
+    (args.output_dir / "conversion.json").write_text(json.dumps(result, indent=2) + "\n")
+    sys.stdout.write(summary(result) + f"\nsaved in {args.output_dir}\n")
+
+
+def summary(result: dict) -> str:
+    if not result["layers"]:
+        lines = [f"A model with tno_type='{result['converted_from']}' is a recurrence already: saved as it is."]
+    else:
+        lines = ["layer " + " ".join(f"{name:>12}" for name in COLUMNS)]
+        for layer in result["layers"]:
+            cells = (f"{layer[c]:>12.2e}" if isinstance(layer[c], float) else f"{layer[c]:>12}" for c in COLUMNS)
+            lines.append(f"{layer['layer']:>5} " + " ".join(cells))
+        lines.append(f"{result['seconds'] / len(result['layers']):.2f} s a layer")
+    measured = result["comparison"]
+    lines.append(
+        f"perplexity {measured['perplexity_before']:.3f} before, {measured['perplexity_after']:.3f} after "
+        f"({measured['perplexity_change']:+.1e}); logit error {measured['logit_error_max']:.1e} at most, "
+        f"{measured['logit_error_rms']:.1e} rms (std {measured['logit_std']:.1f}); "
+        f"top-1 agreement {measured['top1_agreement']:.3%} on {measured['tokens']} tokens in rows of "
+        f"{measured['length']}"
+    )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
