@@ -1,0 +1,114 @@
+"""The scripts around a trained model: generate, convert, benchmark."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import lively_language_model
+from tokenizers import ByteLevelBPETokenizer
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+ROOT = Path(__file__).parent.parent
+TEXT = "The quick brown fox jumps over the lazy dog.\n" * 300
+
+
+def run(script: str, *arguments, check: bool = True) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(ROOT / "scripts" / script), *map(str, arguments)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert not check or result.returncode == 0, result.stderr
+    return result
+
+
+def save_model(folder: Path, **fields) -> Path:
+    """An untrained model with a tokenizer of 99 tokens."""
+    bpe = ByteLevelBPETokenizer()
+    special = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    bpe.train_from_iterator([TEXT], vocab_size=260, special_tokens=list(special.values()))
+    PreTrainedTokenizerFast(tokenizer_object=bpe, **special).save_pretrained(folder)
+    lively_language_model(vocab_size=300, max_position_embeddings=32, **fields).float().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"), tno_type="rpe", decay=0.9)
+
+
+def test_generate(model_folder, tmp_path):
+    output = tmp_path / "result.json"
+    options = ["--model", model_folder, "--max_new_tokens", 9, "--do_sample", "true", "--top_p", 0.9]
+    options += ["--eos_token_id", "null", "--output_file", output]
+    streamed = run("generate.py", *options, "--prompt", "The quick", "--prompt", "A dog")
+    assert "The quick" in streamed.stdout and "tokens per second" in streamed.stdout
+    result = json.loads(output.read_text())
+    assert result["options"]["top_p"] == 0.9 and result["options"]["do_sample"] is True
+    assert [text[:5] for text in result["texts"]] == ["The q", "A dog"]
+    again = run("generate.py", *options, "--prompt", "The quick", "--prompt", "A dog")
+    assert json.loads(output.read_text())["texts"] == result["texts"], again.stdout
+
+
+def test_generate_from_a_file_in_batches(model_folder, tmp_path):
+    """Greedy, so that one by one and batched are the same."""
+    prompts, output = tmp_path / "prompts.txt", tmp_path / "result.json"
+    prompts.write_text("The quick\n\nA dog jumps over\nThe\n")
+    texts = []
+    for size in (1, 3):
+        run("generate.py", "--model", model_folder, "--prompt_file", prompts, "--batch_size", size,
+            "--max_new_tokens", 8, "--do_sample", "false", "--output_file", output)  # fmt: skip
+        texts.append(json.loads(output.read_text())["texts"])
+    assert texts[0] == texts[1] and len(texts[0]) == 3
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--prompt", "x", "--top_pp", "0.5"], "did you mean --top_p"),
+        (["--prompt", "x", "--top_p"], "no value"),
+        ([], "--prompt or a --prompt_file"),
+    ],
+)
+def test_generate_refuses(model_folder, arguments, message):
+    result = run("generate.py", "--model", model_folder, *arguments, check=False)
+    assert result.returncode == 2 and message in result.stderr
+
+
+@pytest.mark.parametrize("options", [["--order", 16], ["--tolerance", 1e-3]], ids=["order", "tolerance"])
+def test_to_recurrent(model_folder, tmp_path, options):
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT * 8)
+    output = tmp_path / "converted"
+    result = run("to_recurrent.py", "--model", model_folder, "--output_dir", output, "--dataset", text,
+                 "--rows", 2, *options)  # fmt: skip
+    report = json.loads((output / "conversion.json").read_text())
+    comparison = report["comparison"]
+    assert abs(comparison["perplexity_change"]) < 1e-3 and comparison["top1_agreement"] > 0.99
+    assert comparison["tokens"] == 2 * 8 * 32
+    assert [layer["layer"] for layer in report["layers"]] == [0, 1]
+    assert "top-1 agreement" in result.stdout
+    converted = AutoModelForCausalLM.from_pretrained(output)
+    assert converted.config.tno_type == "modal"
+    assert converted.generate(torch.tensor([[5, 6]]), max_new_tokens=3, eos_token_id=None).shape == (1, 5)
+
+
+def test_to_recurrent_leaves_rtf_as_it_is(tmp_path):
+    folder, text = save_model(tmp_path / "model", tno_type="rtf"), tmp_path / "text.txt"
+    text.write_text(TEXT * 8)
+    result = run("to_recurrent.py", "--model", folder, "--output_dir", tmp_path / "out", "--dataset", text)
+    assert "recurrence already" in result.stdout
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.tno_type == "rtf"
+
+
+def test_benchmark_of_generation(tmp_path):
+    output = tmp_path / "generation.json"
+    sizes = ["--hidden_size", 64, "--num_hidden_layers", 2, "--vocab_size", 100, "--repeats", 1]
+    result = run("benchmark.py", "generation", *sizes, "--contexts", 16, 300, "--json", output)
+    rows = json.loads(output.read_text())["rows"]
+    assert {row["model"] for row in rows} == {"rpe", "fd", "rtf", "modal", "rpe-no-decay", "gpt2", "mamba"}
+    assert all(row["ms_per_token"] > 0 and row["state_megabytes"] > 0 for row in rows)
+    states = {(row["model"], row["context"]): row["state_megabytes"] for row in rows}
+    assert states["gpt2", 300] > 2 * states["gpt2", 16]
+    assert states["rtf", 300] == states["rtf", 16]
+    assert all(f"| {row['model']} | {row['context']} |" in result.stdout for row in rows)
