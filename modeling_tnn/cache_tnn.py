@@ -7,7 +7,13 @@ B batch, D channels. A layer holds what the recurrence of its operator needs (se
     counters   integers that belong to them
     length     tokens seen
 
-all in float32 at least (float64 for RTF), whatever the dtype of the model. Gradients do not flow through them.
+    recurrence   register holds                   tensors                                    dtype
+    filter       m - 1 inputs of the operator     future (B, D, H)                           float32
+    companion    N values of the filtered input   -                                          float64
+    modal        w + 32 inputs of the operator    memory (B, D, Q), complex; future          float32
+
+and each register 64 values more, which `crop` can take back. A float64 model has float64 states; bfloat16 and float16
+models have those of the table. Gradients do not flow through them.
 """
 
 from collections.abc import Callable

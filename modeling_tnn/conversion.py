@@ -99,9 +99,14 @@ def fit_kernel(taps: torch.Tensor, order: int) -> Fit:
 
 
 def kernel_to_fit(operator) -> torch.Tensor:
-    """The taps `(D, m)` of a causal operator in float64 on the CPU, as many as matter."""
+    """The taps `(D, m)` of a causal operator in float64 on the CPU, as many as matter.
+
+    A kernel that ends without decaying is followed by as many zeros, or the fit would go on beyond its end.
+    """
     wide = copy.deepcopy(operator).double().cpu()
     bound = operator.num_taps()
+    if bound is not None and operator.slowest_decay() is None:
+        bound *= 2
     length = MOST_TAPS if bound is None else min(bound, MOST_TAPS)
     with torch.no_grad():
         return wide.coefficients(length)

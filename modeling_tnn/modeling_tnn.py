@@ -438,7 +438,11 @@ class TnnForSequenceClassification(TnnPreTrainedModel):
 
 def _check_direction(model: PreTrainedModel, config: TnnConfig, causal: bool):
     if config.causal != causal:
-        raise ValueError(f"causal={config.causal} is not possible: {type(model).__name__} needs causal={causal}.")
+        why = "it predicts from what comes before" if causal else "it predicts from both sides"
+        raise ValueError(
+            f"causal={config.causal} is not possible: {type(model).__name__} needs causal={causal}, since {why}. "
+            f"A model with causal={config.causal} is for {'TnnForMaskedLM' if causal else 'TnnForCausalLM'}."
+        )
 
 
 __all__ = [

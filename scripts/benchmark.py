@@ -13,20 +13,21 @@ from pathlib import Path
 
 import torch
 import transformers
-from benchmark_generation import MODELS, run_generation, table
+from benchmark_generation import DEFAULT_MODELS, MODELS, run_generation, table
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     suites = parser.add_subparsers(dest="suite", required=True)
     generation = suites.add_parser("generation", help="time per new token and state, by length of the context")
-    generation.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="what to compare")
+    generation.add_argument("--models", nargs="+", choices=MODELS, default=DEFAULT_MODELS, help="what to compare")
     generation.add_argument("--contexts", type=int, nargs="+", default=[512, 16384], help="tokens seen before")
     generation.add_argument("--hidden_size", type=int, default=512)
     generation.add_argument("--num_hidden_layers", type=int, default=6)
     generation.add_argument("--vocab_size", type=int, default=50265)
     generation.add_argument("--batch_size", type=int, default=1)
-    generation.add_argument("--repeats", type=int, default=3, help="whole blocks of 128 tokens; the median counts")
+    generation.add_argument("--block", type=int, default=128, help="tokens in a repeat, in turns of 32")
+    generation.add_argument("--repeats", type=int, default=3, help="the median counts")
     generation.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     generation.add_argument("--threads", type=int, default=1, help="on the CPU; with 1, CPU time is measured")
     generation.add_argument("--json", type=Path, help="where to write the figures")

@@ -1,8 +1,8 @@
 """The cost of a new token and the size of the state, by length of the context, for TNNs and their peers.
 
-All models have the same width, depth and vocabulary, and random weights. Each repeat decodes a whole block of 128
-tokens with every model at every context, in turns of 32, so that transforms which happen once a block are in it and a
-busy machine hits all alike.
+All models have the same width, depth and vocabulary, and random weights. Each repeat decodes a block of tokens with
+every model at every context, in turns of 32, so that a busy machine hits all alike. A block must be a multiple of the
+one that the recurrence works in, or its transforms are not all in it: 128, or 2048 for a kernel without decay.
 """
 
 import statistics
@@ -14,7 +14,7 @@ from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, MambaConfig,
 from modeling_tnn import TnnConfig, TnnForCausalLM
 from modeling_tnn.cache_tnn import memory_per_sequence
 
-BLOCK, TURN = 128, 32
+TURN = 32
 TNN_FIELDS = {
     "rpe": {"tno_type": "rpe", "decay": 0.99},
     "fd": {"tno_type": "fd", "rpe_layers": 3},
@@ -23,6 +23,7 @@ TNN_FIELDS = {
     "rpe-no-decay": {"tno_type": "rpe", "decay": 1.0},
 }
 MODELS = (*TNN_FIELDS, "gpt2", "mamba")
+DEFAULT_MODELS = ("rpe", "fd", "rtf", "modal", "gpt2", "mamba")
 # Its slow path in transformers takes a prompt token by token; its state has one size, so a short one will do.
 MAMBA_PROMPT = 64
 
@@ -95,7 +96,7 @@ def clock(args) -> float:
 
 def run_generation(args) -> list[dict]:
     """One row for each model and context: milliseconds per token (median of the repeats) and bytes of state."""
-    longest = max(args.contexts) + (args.repeats + 2) * BLOCK
+    longest = max(args.contexts) + (args.repeats + 1) * args.block
     models = {name: build(name, args, longest) for name in args.models}
     with torch.inference_mode():
         decoders = [
@@ -104,7 +105,7 @@ def run_generation(args) -> list[dict]:
             for context in args.contexts
         ]
         for decoder in decoders:
-            decoder.decode(BLOCK // 8)
+            decoder.decode(TURN // 2)
         for _ in range(args.repeats):
             measure_block(decoders, args)
     return [row(decoder, decoders, args) for decoder in decoders]
@@ -112,13 +113,13 @@ def run_generation(args) -> list[dict]:
 
 def measure_block(decoders: list[Decoder], args):
     spent = [0.0] * len(decoders)
-    for _ in range(BLOCK // TURN):
+    for _ in range(args.block // TURN):
         for index, decoder in enumerate(decoders):
             start = clock(args)
             decoder.decode(TURN)
             spent[index] += clock(args) - start
     for decoder, seconds in zip(decoders, spent, strict=True):
-        decoder.times.append(seconds / BLOCK)
+        decoder.times.append(seconds / (args.block // TURN * TURN))
 
 
 def row(decoder: Decoder, decoders: list[Decoder], args) -> dict:
