@@ -1,22 +1,14 @@
-"""Toeplitz neural networks: the blocks, the base model and its heads.
+"""Toeplitz neural networks: the base model and its heads, on the blocks of `blocks.py`.
 
-    GTU:    y = W_o( u * TNO(v) ),  u = act(W_u x),  v = act(W_v x)                TNN paper, "token mixer"
-    GLU:    y = W_down( act(W_gate x) * W_up x )
-    block:  x = x + GTU(norm(x));  x = x + GLU(norm(x))                            (norm_position="pre")
-
-B batch, L length, d hidden size, D = gtu_dim channels of the Toeplitz operator. Padding: v is zeroed at masked
-positions after its projection and activation (both have a bias to add), so a Toeplitz product never sees them;
-since it depends on differences of positions alone, the outputs at real positions are those of the bare text.
+B batch, L length, d hidden size. Names, outputs and losses are those of transformers.
 """
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
-from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
     CausalLMOutputWithPast,
@@ -28,107 +20,13 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from .blocks import TnnBlock
 from .cache_tnn import check_cache
 from .configuration_tnn import TnnConfig
 from .conversion import LayerReport, convert
-from .inputs import check_attention_mask, check_input_ids, first_real_token, last_real_token, mean_of_real_tokens, roll
-from .norms import GatedRMSNorm, LayerNorm, ScaleRMSNorm, build_norm
-from .operators import build_tno
+from .inputs import check_attention_mask, check_input_ids, last_real_token, mean_of_real_tokens
+from .norms import GatedRMSNorm, LayerNorm, ScaleRMSNorm
 from .tno import ToeplitzOperator
-
-
-class TnnGatedToeplitzUnit(nn.Module):
-    """The token mixer: a Toeplitz operator inside a gate."""
-
-    def __init__(self, config: TnnConfig, layer_idx: int):
-        super().__init__()
-        self.u_proj = nn.Linear(config.hidden_size, config.gtu_dim)
-        self.v_proj = nn.Linear(config.hidden_size, config.gtu_dim)
-        self.o_proj = nn.Linear(config.gtu_dim, config.hidden_size)
-        self.act = ACT2FN[config.hidden_act]
-        self.tno = build_tno(config, layer_idx)
-        self.norm = build_norm(config.norm_type, config.gtu_dim) if config.gtu_norm else nn.Identity()
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
-    ) -> torch.Tensor:
-        """`(B, L, d)` to `(B, L, d)`, for a mask `(B, L)` and the state after earlier tokens."""
-        u = self.act(self.u_proj(hidden_states))  # (B, L, D)
-        v = self.act(self.v_proj(hidden_states))  # (B, L, D)
-        if attention_mask is not None:
-            v = v * attention_mask[..., None].to(v.dtype)
-        mixed = self._mix(v, attention_mask, past_key_values)  # (B, L, D)
-        return self.o_proj(self.norm(u * mixed))
-
-    def _mix(self, v: torch.Tensor, attention_mask: torch.Tensor | None, past_key_values: Cache | None):
-        if attention_mask is None or self.tno.shift_invariant:
-            return self.tno(v, past_key_values)
-        first = first_real_token(attention_mask)
-        return roll(self.tno(roll(v, -first)), first)
-
-
-class TnnGatedLinearUnit(nn.Module):
-    """The channel mixer."""
-
-    def __init__(self, config: TnnConfig):
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.glu_dim)
-        self.up_proj = nn.Linear(config.hidden_size, config.glu_dim)
-        self.down_proj = nn.Linear(config.glu_dim, config.hidden_size)
-        self.act = ACT2FN[config.hidden_act]
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """`(B, L, d)` to `(B, L, d)`."""
-        return self.down_proj(self.act(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
-
-
-def pre_norm(x, norm, sublayer):
-    return x + sublayer(norm(x))
-
-
-def post_norm(x, norm, sublayer):
-    return norm(x + sublayer(x))
-
-
-def res_post_norm(x, norm, sublayer):
-    return x + norm(sublayer(x))
-
-
-NORM_POSITIONS = {"pre": pre_norm, "post": post_norm, "res_post": res_post_norm}
-
-
-class TnnBlock(GradientCheckpointingLayer):
-    """One layer of the model."""
-
-    def __init__(self, config: TnnConfig, layer_idx: int):
-        super().__init__()
-        self.gtu_norm = build_norm(config.norm_type, config.hidden_size)
-        self.gtu = TnnGatedToeplitzUnit(config, layer_idx)
-        self.glu_norm = build_norm(config.norm_type, config.hidden_size)
-        self.glu = TnnGatedLinearUnit(config)
-        self.dropout = nn.Dropout(config.hidden_dropout_prob)
-        self.add_residual = NORM_POSITIONS[config.norm_position]
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> torch.Tensor:
-        """`(B, L, d)` to `(B, L, d)`."""
-
-        def mix_tokens(x):
-            return self.dropout(self.gtu(x, attention_mask, past_key_values))
-
-        def mix_channels(x):
-            return self.dropout(self.glu(x))
-
-        hidden_states = self.add_residual(hidden_states, self.gtu_norm, mix_tokens)
-        return self.add_residual(hidden_states, self.glu_norm, mix_channels)
 
 
 class TnnPreTrainedModel(PreTrainedModel):

@@ -9,8 +9,8 @@ from conftest import seeded, tiny_config
 from transformers import AutoConfig
 
 from modeling_tnn import TnnConfig, TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification, TnnModel
+from modeling_tnn.blocks import NORM_POSITIONS
 from modeling_tnn.configuration_tnn import CHOICES
-from modeling_tnn.modeling_tnn import NORM_POSITIONS
 from modeling_tnn.norms import NORM_TYPES
 from modeling_tnn.operators import TNO_TYPES
 from modeling_tnn.tno_rtf import CONSTRAINTS, INITIAL_BOUNDS
