@@ -14,6 +14,7 @@ CHOICES = {
     "norm_type": ("simplermsnorm", "rmsnorm", "gatedrmsnorm", "scalenorm", "layernorm"),
     "norm_position": ("pre", "post", "res_post"),
     "initializer": ("torch", "normal"),
+    "product": ("chunked", "plain"),
     "fd_input": ("omega", "cos"),
     "rtf_constraint": (None, "l1_montel"),
     "rtf_initializer": ("zeros", "xavier", "montel"),
@@ -67,6 +68,8 @@ class TnnConfig(PreTrainedConfig):
         rpe_residual (`bool`): Whether its hidden layers have a residual connection.
         decay (`float`, *optional*): Decay per lag of `"rpe"` coefficients, in (0, 1]; `None` for no decay.
         learnable_decay (`bool`): Whether each channel learns a decay between `decay` and 1.
+        product (`str`): How Toeplitz products are computed: `"chunked"` (fast, one derivative) or `"plain"`
+            (PyTorch's own operations, derivatives of any order).
         max_position_embeddings (`int`): Length the model is trained for. No input is too long; `"ski"` places its
             inducing points and `"rtf"` takes its truncation length by this number.
         fd_resolution (`int`, *optional*): Number of taps of an `"fd"` kernel on each side, a power of two; the
@@ -120,6 +123,7 @@ class TnnConfig(PreTrainedConfig):
     rpe_residual: bool = False
     decay: int | float | None = 0.99
     learnable_decay: bool = False
+    product: str = "chunked"
     max_position_embeddings: int = 512
     fd_resolution: int | None = None
     fd_input: str = "omega"

@@ -33,6 +33,7 @@ class ToeplitzOperator(nn.Module):
         self.layer_idx = layer_idx
         self.stagger = layer_idx / config.num_hidden_layers
         self.causal = config.causal
+        self.product = config.product
         self.channels = config.gtu_dim
 
     def coefficients(self, length: int, device: torch.device | None = None) -> torch.Tensor:
@@ -82,8 +83,16 @@ class ToeplitzOperator(nn.Module):
 
     def mix(self, v: torch.Tensor) -> torch.Tensor:
         """The product itself; overridden where a variant has a faster way than through its coefficients."""
-        product = causal_toeplitz_matmul if self.causal else toeplitz_matmul
-        return product(v, self.coefficients(v.shape[1], v.device))
+        matmul = causal_toeplitz_matmul if self.causal else toeplitz_matmul
+        length, reach = v.shape[1], self.reach()
+        # A traced graph keeps all lags: it serves any length.
+        if reach is not None and not torch.compiler.is_compiling():
+            length = min(length, reach)
+        return matmul(v, self.coefficients(length, v.device), self.product)
+
+    def reach(self) -> int | None:
+        """The number of lags, on each side, beyond which coefficients need not be computed; None if all must be."""
+        return None
 
     def dense(self, length: int) -> torch.Tensor:
         """The oracle of `forward`: its matrices, `(D, L, L)`, row i and column j as in the equation above."""

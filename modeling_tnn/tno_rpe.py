@@ -40,6 +40,10 @@ class RpeOperator(ToeplitzOperator):
         slowest = self.slowest_decay()
         return None if slowest is None else taps_above_resolution(slowest, self.rpe.dtype)
 
+    def reach(self) -> int | None:
+        # A learned decay is not read here: that would stall an accelerator at every pass.
+        return None if self.decay_logit is not None else self.num_taps()
+
     def slowest_decay(self) -> float | None:
         if self.decay_logit is None:
             return self.decay

@@ -19,6 +19,8 @@ rotated by L - 1, so the same product stands L - 1 places further down: entries 
 import torch
 from torch.nn.functional import pad
 
+from .chunked import ChunkedConvolution
+
 
 def fft_length(minimum: int) -> int:
     """A transform length of at least `minimum` that is fast: a power of two, or 9/16, 5/8 or 3/4 of one.
@@ -43,12 +45,14 @@ def widest_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def toeplitz_matmul(v: torch.Tensor, coefficients: torch.Tensor) -> torch.Tensor:
+def toeplitz_matmul(v: torch.Tensor, coefficients: torch.Tensor, product: str = "chunked") -> torch.Tensor:
     """Equation (1) for a two-sided kernel.
 
     Args:
         v: `(B, L, D)`, real, any floating dtype.
-        coefficients: `(D, 2L - 1)`, the lags -(L-1) .. L-1 in this order.
+        coefficients: `(D, 2L - 1)`, the lags -(L-1) .. L-1 in this order. Or `(D, 2R - 1)` for another reach R:
+            missing lags (R < L) are zero, further ones (R > L) are not used.
+        product: `"chunked"` or `"plain"`, see `PRODUCTS`.
 
     Returns:
         `(B, L, D)` in the dtype of `v`; computed in float32, or float64 if `v` or `coefficients` are.
@@ -57,20 +61,22 @@ def toeplitz_matmul(v: torch.Tensor, coefficients: torch.Tensor) -> torch.Tensor
         ValueError: the shapes do not fit.
     """
     length, channels = _checked_shape(v)
-    if coefficients.shape != (channels, 2 * length - 1):
+    if coefficients.dim() != 2 or coefficients.shape[0] != channels or coefficients.shape[1] % 2 == 0:
         raise ValueError(
             f"coefficients must have shape (D, 2L-1) = {(channels, 2 * length - 1)} for v of shape "
-            f"{tuple(v.shape)}, not {tuple(coefficients.shape)}."
+            f"{tuple(v.shape)}, or another odd number of lags, not {tuple(coefficients.shape)}."
         )
-    return _convolve(v, coefficients, fft_length(2 * length - 1), first=length - 1)
+    reach = min(length, (coefficients.shape[1] + 1) // 2)
+    return _convolve(v, fit_lags(coefficients, reach), fft_length(length + reach - 1), reach - 1, product)
 
 
-def causal_toeplitz_matmul(v: torch.Tensor, kernel: torch.Tensor) -> torch.Tensor:
+def causal_toeplitz_matmul(v: torch.Tensor, kernel: torch.Tensor, product: str = "chunked") -> torch.Tensor:
     """Equation (1) for a causal kernel of any number of taps.
 
     Args:
         v: `(B, L, D)`, real, any floating dtype.
         kernel: `(D, K)`, the lags 0 .. K-1. Missing lags (K < L) are zero, further ones (K > L) are not used.
+        product: `"chunked"` or `"plain"`, see `PRODUCTS`.
 
     Returns:
         `(B, L, D)` in the dtype of `v`; computed in float32, or float64 if `v` or `kernel` are.
@@ -82,7 +88,7 @@ def causal_toeplitz_matmul(v: torch.Tensor, kernel: torch.Tensor) -> torch.Tenso
     if kernel.dim() != 2 or kernel.shape[0] != channels or kernel.shape[1] == 0:
         raise ValueError(f"kernel must have shape (D, K) with D={channels} and K >= 1, not {tuple(kernel.shape)}.")
     kernel = kernel[:, :length]
-    return _convolve(v, kernel, fft_length(length + kernel.shape[1] - 1), first=0)
+    return _convolve(v, kernel, fft_length(length + kernel.shape[1] - 1), 0, product)
 
 
 def dense_toeplitz(coefficients: torch.Tensor) -> torch.Tensor:
@@ -127,9 +133,22 @@ def multiply_spectrum(v: torch.Tensor, response: torch.Tensor, size: int, first:
     return y.transpose(1, 2).to(v.dtype)
 
 
-def _convolve(v: torch.Tensor, kernel: torch.Tensor, size: int, first: int) -> torch.Tensor:
-    kernel = kernel.to(transform_dtype(torch.promote_types(v.dtype, kernel.dtype)))
+def plain_convolution(v: torch.Tensor, kernel: torch.Tensor, size: int, first: int) -> torch.Tensor:
+    """Entries `first .. first + L - 1` of the convolution of `v` `(B, L, D)` with `kernel` `(D, K)`, by autograd."""
     return multiply_spectrum(v, torch.fft.rfft(kernel, n=size), size, first)  # (B, L, D)
+
+
+# Two ways to the same product: "plain" is differentiable by PyTorch as often as wanted, and is what is traced by
+# torch.compile and torch.export whatever the choice; "chunked" is faster and keeps less, but has one derivative.
+PRODUCTS = {"chunked": ChunkedConvolution.apply, "plain": plain_convolution}
+
+
+def _convolve(v: torch.Tensor, kernel: torch.Tensor, size: int, first: int, product: str) -> torch.Tensor:
+    if product not in PRODUCTS:
+        raise ValueError(f"product={product!r} is not possible: it must be one of {', '.join(PRODUCTS)}.")
+    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    kernel = kernel.to(transform_dtype(torch.promote_types(v.dtype, kernel.dtype)))
+    return PRODUCTS["plain" if traced else product](v, kernel, size, first)
 
 
 def _checked_shape(v: torch.Tensor) -> tuple[int, int]:

@@ -14,6 +14,7 @@ from modeling_tnn.configuration_tnn import CHOICES
 from modeling_tnn.norms import NORM_TYPES
 from modeling_tnn.operators import TNO_TYPES
 from modeling_tnn.tno_rtf import CONSTRAINTS, INITIAL_BOUNDS
+from modeling_tnn.toeplitz import PRODUCTS
 
 README = (Path(__file__).parent.parent / "configuration" / "README.md").read_text()
 PRESETS = sorted(path.parent for path in (Path(__file__).parent.parent / "configuration").glob("tnn-*/config.json"))
@@ -62,6 +63,7 @@ def test_names_are_those_of_the_tables():
         "tno_type": TNO_TYPES,
         "norm_type": NORM_TYPES,
         "norm_position": NORM_POSITIONS,
+        "product": PRODUCTS,
         "rtf_constraint": CONSTRAINTS,
         "rtf_initializer": INITIAL_BOUNDS,
     }

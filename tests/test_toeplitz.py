@@ -1,12 +1,14 @@
 """The fast Toeplitz products against dense matrices, values and gradients."""
 
+from functools import partial
+
 import pytest
 import scipy.linalg
 import torch
 from conftest import relative_error
 
-from modeling_tnn import causal_toeplitz_matmul, dense_toeplitz, toeplitz_matmul
-from modeling_tnn.toeplitz import fft_length, fit_lags, two_sided
+from modeling_tnn import causal_toeplitz_matmul, chunked, dense_toeplitz, toeplitz_matmul
+from modeling_tnn.toeplitz import PRODUCTS, fft_length, fit_lags, two_sided
 
 LENGTHS = [1, 2, 3, 17, 63, 64, 100, 257]
 
@@ -38,19 +40,66 @@ def test_dense_matrix_is_scipys(length):
         torch.testing.assert_close(matrix, torch.from_numpy(scipy.linalg.toeplitz(column, row)))
 
 
+@pytest.fixture(params=[2**18, 50], ids=["one chunk", "chunks of few channels"])
+def chunk(request, monkeypatch):
+    """So small that seven channels are more than one chunk, the last one shorter."""
+    monkeypatch.setattr(chunked, "CHUNK", request.param * 8 if request.param < 100 else request.param)
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
 @pytest.mark.parametrize("length", LENGTHS)
-def test_two_sided_product(length):
-    inputs = (random(2, length, 3), random(3, 2 * length - 1))
-    check_against_dense(toeplitz_matmul, dense_product, inputs)
+def test_two_sided_product(length, product, chunk):
+    inputs = (random(2, length, 7), random(7, 2 * length - 1))
+    check_against_dense(partial(toeplitz_matmul, product=product), dense_product, inputs)
 
 
+@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("reach", [1, 4, 100])
+def test_two_sided_product_of_another_reach(length, reach, product):
+    def dense(v, coefficients):
+        return dense_product(v, fit_lags(coefficients, length))
+
+    inputs = (random(2, length, 3), random(3, 2 * reach - 1))
+    check_against_dense(partial(toeplitz_matmul, product=product), dense, inputs)
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("taps", [1, 5, 64, 300])
-def test_causal_product_with_short_and_long_kernels(length, taps):
+def test_causal_product_with_short_and_long_kernels(length, taps, product, chunk):
     def dense(v, kernel):
         return dense_product(v, two_sided(fit_lags(two_sided(kernel), length)[:, length - 1 :]))
 
-    check_against_dense(causal_toeplitz_matmul, dense, (random(2, length, 3), random(3, taps)))
+    inputs = (random(2, length, 7), random(7, taps))
+    check_against_dense(partial(causal_toeplitz_matmul, product=product), dense, inputs)
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_gradient_of_one_input_alone(frozen):
+    """What is frozen costs no transform and gets no gradient."""
+    inputs = [random(2, 9, 3), random(3, 17)]
+    inputs[frozen].requires_grad_(False)
+    wanted = inputs[1 - frozen]
+    (chunked_gradient,) = torch.autograd.grad(toeplitz_matmul(*inputs).square().sum(), wanted)
+    (plain,) = torch.autograd.grad(toeplitz_matmul(*inputs, product="plain").square().sum(), wanted)
+    assert relative_error(chunked_gradient, plain) < 1e-13
+
+
+def test_second_derivatives():
+    v, kernel = random(1, 5, 2), random(2, 5)
+    assert torch.autograd.gradgradcheck(partial(causal_toeplitz_matmul, product="plain"), (v, kernel))
+    (gradient,) = torch.autograd.grad(causal_toeplitz_matmul(v, kernel).square().sum(), v, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+def test_chunked_product_keeps_its_inputs_alone():
+    saved = []
+    v, kernel = random(2, 100, 8, dtype=torch.bfloat16), random(8, 199, dtype=torch.float32)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.nbytes) or t, lambda t: t):
+        toeplitz_matmul(v, kernel)
+    assert sum(saved) == v.nbytes + kernel.nbytes
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
@@ -62,8 +111,11 @@ def test_lower_precision(dtype, tolerance):
 
 
 def test_gradcheck():
-    assert torch.autograd.gradcheck(toeplitz_matmul, (random(2, 7, 2), random(2, 13)))
-    assert torch.autograd.gradcheck(causal_toeplitz_matmul, (random(2, 7, 2), random(2, 4)))
+    for product in PRODUCTS:
+        two_sided_product = partial(toeplitz_matmul, product=product)
+        causal_product = partial(causal_toeplitz_matmul, product=product)
+        assert torch.autograd.gradcheck(two_sided_product, (random(2, 7, 2), random(2, 13)))
+        assert torch.autograd.gradcheck(causal_product, (random(2, 7, 2), random(2, 4)))
 
 
 def test_transform_lengths():
@@ -84,6 +136,7 @@ def test_transform_lengths():
         (lambda: causal_toeplitz_matmul(torch.ones(2, 5, 3), torch.ones(2, 5)), "D=3"),
         (lambda: causal_toeplitz_matmul(torch.ones(2, 0, 3), torch.ones(3, 5)), "L >= 1"),
         (lambda: dense_toeplitz(torch.ones(3, 4)), "(3, 4)"),
+        (lambda: toeplitz_matmul(torch.ones(2, 5, 3), torch.ones(3, 9), product="fast"), "chunked, plain"),
     ],
 )
 def test_wrong_shapes(call, message):
