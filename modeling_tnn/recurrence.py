@@ -25,7 +25,7 @@ from .toeplitz import fft_length, transform_dtype
 SHORT_KERNEL = 4096
 SHORT_BLOCKS = (128, 128)
 LONG_BLOCKS = (2048, 64)
-# Channels are transformed in groups of about this many numbers, so that temporaries stay in the cache.
+# On the CPU channels are transformed in groups of about this many numbers, so that temporaries stay in the cache.
 GROUP = 2**18
 
 
@@ -188,7 +188,7 @@ class FilterRecurrence(Recurrence):
             spectrum = torch.fft.rfft(self.kernel(start + count, x), n=size)
         if keep:
             self._spectra[start + count, size] = spectrum
-        group = max(1, GROUP // (size * x.shape[0]))
+        group = max(1, GROUP // (size * x.shape[0])) if x.device.type == "cpu" else x.shape[1]
         parts = []
         for channels in range(0, x.shape[1], group):
             chosen = slice(channels, channels + group)

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import lively_language_model
+from conftest import lively_language_model, tiny_config
 from tokenizers import ByteLevelBPETokenizer
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from modeling_tnn.operators import build_tno
 
 ROOT = Path(__file__).parent.parent
 TEXT = "The quick brown fox jumps over the lazy dog.\n" * 300
@@ -99,6 +101,29 @@ def test_to_recurrent_leaves_rtf_as_it_is(tmp_path):
     result = run("to_recurrent.py", "--model", folder, "--output_dir", tmp_path / "out", "--dataset", text)
     assert "recurrence already" in result.stdout
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.tno_type == "rtf"
+
+
+@pytest.mark.parametrize("suite", ["operators", "training"])
+def test_benchmark_of_training(tmp_path, suite):
+    output = tmp_path / "figures.json"
+    result = run("benchmark.py", suite, "--hidden_size", 64, "--lengths", 16, 100, "--tokens", 200, "--repeats", 1,
+                 "--json", output)  # fmt: skip
+    rows = json.loads(output.read_text())["rows"]
+    ways = ["released", "plain", "chunked"] + (["gpt2"] if suite == "training" else [])
+    assert [(row["length"], row["way"]) for row in rows] == [(length, way) for length in (16, 100) for way in ways]
+    assert all(row["milliseconds"] > 0 for row in rows)
+    assert all(row["released_over_this"] == 1 for row in rows if row["way"] == "released")
+    assert result.stdout.count("|") > 30
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_released_form_of_the_benchmark_is_the_same_product(causal):
+    sys.path.insert(0, str(ROOT / "scripts"))
+    from benchmark_training import released_product
+
+    operator = build_tno(tiny_config(causal=causal)).double()
+    v = torch.randn(2, 37, operator.channels, dtype=torch.float64)
+    torch.testing.assert_close(released_product(operator, v), operator(v))
 
 
 def test_benchmark_of_generation(tmp_path):
