@@ -95,10 +95,15 @@ def language_model(way: str, args, length: int) -> torch.nn.Module:
     sizes = {"vocab_size": args.vocab_size, "num_hidden_layers": args.num_hidden_layers}
     if way == "gpt2":
         heads = max(1, args.hidden_size // 64)
-        model = GPT2LMHeadModel(GPT2Config(n_embd=args.hidden_size, n_head=heads, n_positions=length, **sizes))
+        # No dropout anywhere: with it, attention would leave its fast path.
+        silent = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
+        config = GPT2Config(n_embd=args.hidden_size, n_head=heads, n_positions=length, **sizes, **silent)
+        model = GPT2LMHeadModel(config)
     else:
         product = "plain" if way == "released" else way
-        config = TnnConfig(hidden_size=args.hidden_size, decay=args.decay, product=product, **sizes)
+        config = TnnConfig(
+            hidden_size=args.hidden_size, decay=args.decay, product=product, hidden_dropout_prob=0.0, **sizes
+        )
         model = TnnForCausalLM(config)
     if way == "released":
         for layer in model.model.layers:
