@@ -6,9 +6,9 @@ one that the recurrence works in, or its transforms are not all in it: 128, or 2
 """
 
 import statistics
-import time
 
 import torch
+from benchmark_training import clock
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausalLM
 
 from modeling_tnn import TnnConfig, TnnForCausalLM
@@ -85,13 +85,6 @@ class Decoder:
         else:
             return memory_per_sequence(self.cache)
         return sum(s.numel() * s.element_size() // s.shape[0] for s in states)
-
-
-def clock(args) -> float:
-    """CPU time of this thread if it is the only one, else wall time after the device has finished."""
-    if args.device.startswith("cuda"):
-        torch.cuda.synchronize()
-    return time.thread_time() if args.threads == 1 and args.device == "cpu" else time.perf_counter()
 
 
 def run_generation(args) -> list[dict]:
