@@ -6,6 +6,7 @@ B batch, D channels. A layer holds what the recurrence of its operator needs (se
     tensors    further states by name, each (B, D, ...)
     counters   integers that belong to them
     length     tokens seen
+    prompt     the first inputs, (B, L, D), until the text is continued: a pass that is not costs no state
 
     recurrence   register holds                   tensors                                    dtype
     filter       m - 1 inputs of the operator     future (B, D, H)                           float32
@@ -39,7 +40,7 @@ class TnnCacheLayer(CacheLayerMixin):
 
     def reset(self):
         """Forget everything."""
-        self.recurrence = self.register = None
+        self.recurrence = self.register = self.prompt = None
         self.tensors: dict[str, torch.Tensor] = {}
         self.counters: dict[str, int] = {}
         self.length = 0
@@ -63,18 +64,28 @@ class TnnCacheLayer(CacheLayerMixin):
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states)
-            self.recurrence = operator.recurrence()
-        self._check(key_states, operator)
-        outputs = self.recurrence.advance(self, key_states)
+            self.recurrence, self.prompt = operator.recurrence(), key_states.detach()
+            outputs = operator.mix(key_states)  # the state is detached, these are not: training has its gradients
+        else:
+            self._check(key_states, operator)
+            outputs = self._continue(key_states)
         self.length += key_states.shape[1]
         return outputs, None
+
+    @torch.no_grad()
+    def _continue(self, v: torch.Tensor) -> torch.Tensor:
+        if self.prompt is not None:
+            self.recurrence.start(self, self.recurrence.channel_major(self.prompt))
+            self.prompt = None
+        return self.recurrence.advance(self, v)
 
     def _check(self, v: torch.Tensor, operator):
         if self.recurrence.operator is not operator:
             raise ValueError("past_key_values belongs to another model: start with an empty cache.")
-        if self.register is not None and self.register.buffer.shape[0] != v.shape[0]:
+        rows = len(self.register.buffer if self.prompt is None else self.prompt)
+        if rows != v.shape[0]:
             raise ValueError(
-                f"past_key_values holds {self.register.buffer.shape[0]} sequences, the input {v.shape[0]}: "
+                f"past_key_values holds {rows} sequences, the input {v.shape[0]}: "
                 "use batch_repeat_interleave or batch_select_indices on the cache, or an empty one."
             )
 
@@ -94,16 +105,24 @@ class TnnCacheLayer(CacheLayerMixin):
                 f"Cannot remove {count} tokens: the state can take back {removable} of {self.length}. "
                 "Run the text to keep through an empty cache instead."
             )
-        self.recurrence.take_back(self, count)
+        if count == self.length:
+            self.reset()
+            return
+        if self.prompt is None:
+            self.recurrence.take_back(self, count)
+        else:
+            self.prompt = self.prompt[:, :-count]
         self.length -= count
 
     def removable(self) -> int:
         """How many of the newest tokens `crop` can remove."""
-        return 0 if self.recurrence is None else self.recurrence.removable(self)
+        started = self.is_initialized and self.prompt is None
+        return self.recurrence.removable(self) if started else self.length
 
     def memory_per_sequence(self) -> int:
         """Bytes of state that one sequence takes."""
         held = [*self.tensors.values()] + ([] if self.register is None else [self.register.buffer])
+        held += [] if self.prompt is None else [self.prompt]
         return sum(tensor.numel() * tensor.element_size() // max(1, tensor.shape[0]) for tensor in held)
 
     def get_seq_length(self) -> int:
@@ -131,6 +150,8 @@ class TnnCacheLayer(CacheLayerMixin):
         self._select(lambda tensor: tensor.to(self.device, non_blocking=True))
 
     def _select(self, choose: Callable[[torch.Tensor], torch.Tensor]):
+        if self.prompt is not None:
+            self.prompt = choose(self.prompt)
         if self.register is not None:
             self.register.select(choose)
         self.tensors = {name: choose(tensor) for name, tensor in self.tensors.items()}

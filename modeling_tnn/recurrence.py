@@ -43,17 +43,10 @@ class Recurrence:
         return self  # a copied cache shares it: it holds no state
 
     def advance(self, state, v: torch.Tensor) -> torch.Tensor:
-        """Outputs `(B, L, D)` for the next inputs `v` `(B, L, D)`; changes `state`."""
-        if state.register is None:
-            # The state is detached, the outputs are not: training with a cache has its gradients.
-            outputs = self.operator.mix(v)
-            with torch.no_grad():
-                self.start(state, self.channel_major(v))
-            return outputs
-        with torch.no_grad():
-            x = self.channel_major(v)  # (B, D, L)
-            outputs = self.step(state, x) if x.shape[-1] == 1 else self.chunk(state, x)  # (B, D, L)
-            return outputs.transpose(1, 2).to(v.dtype)
+        """Outputs `(B, L, D)` for the next inputs `v` `(B, L, D)`; changes `state`, which `start` has made."""
+        x = self.channel_major(v)  # (B, D, L)
+        outputs = self.step(state, x) if x.shape[-1] == 1 else self.chunk(state, x)  # (B, D, L)
+        return outputs.transpose(1, 2).to(v.dtype)
 
     def channel_major(self, v: torch.Tensor) -> torch.Tensor:
         """`(B, L, D)` to `(B, D, L)` in the dtype of the state."""

@@ -170,7 +170,11 @@ def test_state_does_not_grow(kind):
 def test_memory_counts_all_layers():
     model = seeded(TnnForCausalLM, tiny_config())
     cache = model(torch.arange(20).view(2, 10)).past_key_values
+    inputs = [layer.prompt for layer in cache.layers]
+    assert memory_per_sequence(cache) == sum(prompt.numel() * prompt.element_size() // 2 for prompt in inputs)
+    cache = model(torch.arange(2).view(2, 1), past_key_values=cache).past_key_values
     buffers = [layer.register.buffer for layer in cache.layers]
+    buffers += [tensor for layer in cache.layers for tensor in layer.tensors.values()]
     assert memory_per_sequence(cache) == sum(buffer.numel() * buffer.element_size() // 2 for buffer in buffers)
 
 
@@ -208,6 +212,26 @@ def test_slightly_unstable_poles_within_the_trained_length():
     prompt = torch.arange(7)[None]
     cached = model.generate(prompt, max_new_tokens=100, do_sample=False)
     assert torch.equal(cached, model.generate(prompt, max_new_tokens=100, do_sample=False, use_cache=False))
+
+
+def test_unstable_poles_do_not_disturb_a_pass_that_is_not_continued():
+    """Training and evaluation have a cache by default, too."""
+    model, ids = unstable_model(1.5), torch.arange(14).view(2, 7)
+    model.train()(ids, labels=ids).loss.backward()
+    assert torch.equal(model.eval()(ids).logits, model(ids, use_cache=False).logits)
+
+
+@EVERY_KIND
+def test_crop_of_a_prompt(kind):
+    """Before the text is continued."""
+    operator = operator_of(kind)
+    v = random_input(40, operator)
+    layer = TnnCacheLayer()
+    advance(layer, v[:, :20], operator)
+    layer.crop(-5)
+    layer.reorder_cache(torch.tensor([1, 0]))
+    parts = [advance(layer, v.flip(0)[:, t : t + 1], operator) for t in range(15, 40)]
+    assert relative_error(torch.cat(parts, dim=1), operator(v).flip(0)[:, 15:]) < 1e-11
 
 
 def test_unstable_poles_are_named():
