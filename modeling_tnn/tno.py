@@ -55,9 +55,13 @@ class ToeplitzOperator(nn.Module):
         Raises:
             ValueError: the operator is not causal.
         """
+        self.require_causal()
+        return FilterRecurrence(self, self.num_taps(), self.stagger)
+
+    def require_causal(self):
+        """Raise the ValueError of an operator that cannot decode."""
         if not self.causal:
             raise ValueError("causal=False is not possible: only a causal operator has a recurrence.")
-        return FilterRecurrence(self, self.num_taps(), self.stagger)
 
     def num_taps(self) -> int | None:
         """How many taps a causal kernel has in the precision of its parameters; None without a bound."""

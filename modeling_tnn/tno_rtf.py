@@ -62,6 +62,7 @@ class RtfOperator(ToeplitzOperator):
         return torch.cat([negative[:, : length - 1].flip(1), positive], dim=1)  # (D, 2L-1)
 
     def recurrence(self) -> CompanionRecurrence:
+        self.require_causal()
         return CompanionRecurrence(self, self.size)
 
     def companion_form(self) -> CompanionForm:
@@ -70,8 +71,7 @@ class RtfOperator(ToeplitzOperator):
         Raises:
             ValueError: the operator is not causal.
         """
-        if not self.causal:
-            raise ValueError("causal=False is not possible: only a causal operator has a recurrence.")
+        self.require_causal()
         denominator, taps = self._taps()
         numerator = recurrence_numerator(denominator, taps)
         return CompanionForm(per_filter(denominator, len(taps)), numerator, taps[:, 0])
