@@ -33,8 +33,13 @@ class RpeOperator(ToeplitzOperator):
     def coefficients(self, length: int, device: torch.device | None = None) -> torch.Tensor:
         first = 0 if self.causal else 1 - length
         lags = torch.arange(first, length, device=device or self.rpe.device, dtype=self.rpe.dtype)  # (M,)
-        values = self.rpe(lags).t()  # (D, M)
-        return values if self.decay is None else values * self._decay_rate(lags.dtype) ** lags.abs()  # (D, M)
+        features = self.rpe.features(lags)  # (M, w)
+        if self.decay_logit is not None:
+            return (
+                self.rpe.emit(features, torch.ones_like(lags)) * self._decay_rate(lags.dtype) ** lags.abs()
+            )  # (D, M)
+        weights = torch.ones_like(lags) if self.decay is None else self.decay ** lags.abs()  # (M,)
+        return self.rpe.emit(features * weights[:, None], weights)  # (D, M)
 
     def num_taps(self) -> int | None:
         slowest = self.slowest_decay()

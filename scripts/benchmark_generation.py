@@ -8,7 +8,7 @@ one that the recurrence works in, or its transforms are not all in it: 128, or 2
 import statistics
 
 import torch
-from benchmark_training import clock
+from benchmark_measure import clock
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausalLM
 
 from modeling_tnn import TnnConfig, TnnForCausalLM
