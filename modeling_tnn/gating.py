@@ -46,7 +46,8 @@ ACTIVATED_PRODUCTS = {"chunked": ActivatedProduct.apply, "plain": plain_activate
 
 def activated_product(a: torch.Tensor, b: torch.Tensor, act: Activation, product: str) -> torch.Tensor:
     """act(a) * b for two tensors of one shape; `product` as in `toeplitz.PRODUCTS`."""
-    return ACTIVATED_PRODUCTS["plain" if is_traced() or has_parameters(act) else product](a, b, act)
+    plain = is_traced() or not torch.is_grad_enabled() or has_parameters(act)
+    return ACTIVATED_PRODUCTS["plain" if plain else product](a, b, act)
 
 
 class Gating(NamedTuple):
