@@ -6,10 +6,12 @@
 
 Repositories have commits on the branch `main`; large files go to a store of their own (LFS) before a commit names
 them, small ones are in the commit. A private repository does not exist for who has no token. Tests break things
-through `tamper` (what is served instead of a file) and `on_upload` (called before a large file is received).
+through `tamper` (what is served instead of a large file, by `USER/NAME/FILE`) and `on_upload` (called before a large
+file is received).
 """
 
 import base64
+import contextlib
 import hashlib
 import json
 import re
@@ -83,6 +85,8 @@ class HubServer:
         self.http.daemon_threads = True
         self.http.hub = self
         self.url = f"http://127.0.0.1:{self.http.server_port}"
+        # By another name: the client takes a redirection to the same host for a renamed repository.
+        self.storage_url = f"http://localhost:{self.http.server_port}"
 
     def __enter__(self) -> "HubServer":
         threading.Thread(target=self.http.serve_forever, daemon=True).start()
@@ -95,8 +99,16 @@ class HubServer:
     @property
     def environment(self) -> dict[str, str]:
         """What a client needs to find this server and to be known to it."""
-        return {"HF_ENDPOINT": self.url, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0",
-                "HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}  # fmt: skip
+        loopback = "127.0.0.1,localhost"
+        return {
+            "HF_ENDPOINT": self.url,
+            "HF_TOKEN": TOKEN,
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_OFFLINE": "0",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            "NO_PROXY": loopback,
+            "no_proxy": loopback,
+        }
 
     def files(self, repo_id: str) -> dict[str, bytes]:
         """What is published on `main`."""
@@ -114,7 +126,8 @@ class Handler(BaseHTTPRequestHandler):
         try:
             for method, pattern, action in ROUTES:
                 if method == self.command and (match := re.fullmatch(pattern, path)):
-                    return action(self, **match.groupdict())
+                    action(self, **{name: value for name, value in match.groupdict().items() if value is not None})
+                    return
             raise Refused(404, f"no route for {self.command} {path}")
         except Refused as error:
             headers = {"X-Error-Code": error.code, "X-Error-Message": str(error)}
@@ -151,7 +164,8 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header(name, str(value))
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(data)
+            with contextlib.suppress(BrokenPipeError):  # a client that was killed
+                self.wfile.write(data)
 
     def log_message(self, *arguments):
         """Quiet."""
@@ -284,10 +298,11 @@ def resolve(request: Handler, repo: str, revision: str, path: str):
         raise Refused(404, "Entry not found", "EntryNotFound")
     headers = {"X-Repo-Commit": oid, "ETag": f'"{file.etag}"'}
     if not file.large:
-        request.answer(request.hub.tamper.get(path, bytes)(file.content), headers=headers)
+        request.answer(file.content, headers=headers)
         return
     headers |= {"X-Linked-Etag": f'"{file.etag}"', "X-Linked-Size": len(file.content)}
-    request.answer(status=302, headers=headers | {"Location": f"{request.hub.url}/cdn/{file.sha256}/{path}"})
+    location = f"{request.hub.storage_url}/cdn/{file.sha256}/{repo}/{path}"
+    request.answer(status=302, headers=headers | {"Location": location})
 
 
 def download(request: Handler, oid: str, path: str):
