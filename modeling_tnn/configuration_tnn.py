@@ -5,9 +5,13 @@ Flags follow "Toeplitz Neural Network for Sequence Modeling" (Qin et al., ICLR 2
 (Parnichkun et al., ICML 2024: RTF).
 """
 
+import os
+
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
+
+from .remote_code import AUTO_MAP, save_code
 
 CHOICES = {
     "tno_type": ("rpe", "fd", "ski", "rtf", "modal"),
@@ -166,6 +170,17 @@ class TnnConfig(PreTrainedConfig):
     def layer_types(self) -> list[str]:
         """The kind of cache layer that each layer takes, see `cache_tnn.py`."""
         return ["tnn_state"] * self.num_hidden_layers
+
+    def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs):
+        """As in transformers; the folder also gets the code of the models, see `remote_code.py`.
+
+        Models save their configuration by this method, and so does Trainer with each checkpoint.
+        """
+        self.auto_map = dict(AUTO_MAP)
+        super().save_pretrained(save_directory)
+        save_code(save_directory)
+        if push_to_hub:
+            self.push_to_hub(kwargs.pop("repo_id", os.path.basename(os.path.normpath(save_directory))), **kwargs)
 
     def validate_layer_type(self):
         """Nothing to check: the layer types follow from the number of layers."""

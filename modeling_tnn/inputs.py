@@ -79,4 +79,5 @@ def last_real_token(hidden_states: torch.Tensor, attention_mask: torch.Tensor | 
         return hidden_states[:, -1]
     length = hidden_states.shape[1]
     from_end = attention_mask[:, -length:].ne(0).flip(1).int().argmax(dim=1)  # (B,)
-    return hidden_states[torch.arange(len(hidden_states), device=hidden_states.device), length - 1 - from_end]
+    rows = torch.arange(hidden_states.shape[0], device=hidden_states.device)  # not len(): export would fix it
+    return hidden_states[rows, length - 1 - from_end]

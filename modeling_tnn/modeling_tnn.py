@@ -38,6 +38,8 @@ class TnnPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["TnnBlock"]
     _skip_keys_device_placement = ["past_key_values"]
     _can_record_outputs = {"hidden_states": TnnBlock}
+    # What makes the kernels: not for float16, and not for quantizers, which go by this list. Patterns, from the start.
+    _keep_in_fp32_modules = [r".+\.gtu\.tno"]
     # The poles of a modal kernel: in bfloat16 their angles lose the phase within a few lags.
     _keep_in_fp32_modules_strict = ["log_rate", "angle"]
 

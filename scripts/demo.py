@@ -9,7 +9,7 @@ import json
 import logging
 import math
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -122,13 +122,16 @@ def main():
     text = continuation(args.output_dir, args.prompt, args.max_new_tokens, args.seed)
     metrics = {
         "perplexity_before": before,
-        "perplexity_after": after,
+        "perplexity": after,
+        "steps": args.max_steps,
+        "tokens": args.max_steps * args.batch_size * trainer.model.config.max_position_embeddings,
         "seconds": time.perf_counter() - start,
         "parameters": trainer.model.num_parameters(),
         "torch_threads": torch.get_num_threads(),
         "text": text,
     }
-    (Path(args.output_dir) / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
+    for name, values in {"metrics": metrics, "training_args": asdict(args)}.items():
+        (Path(args.output_dir) / f"{name}.json").write_text(json.dumps(values, indent=2) + "\n")
     logger.info("\nvalidation perplexity: %.1f before, %.1f after training; %.0f s", before, after, metrics["seconds"])
     logger.info("saved in %s; loaded from there, the model continues:\n\n%s", args.output_dir, text)
 

@@ -91,6 +91,7 @@ def main():
     if args.output_file is not None:
         result = {"model": args.model, "prompts": args.prompt, "texts": texts, "options": options}
         speed = {"new_tokens": tokens, "seconds": seconds, "tokens_per_second": tokens / seconds}
+        speed |= {"device": args.device, "torch_threads": torch.get_num_threads()}
         args.output_file.write_text(json.dumps(result | speed, indent=2) + "\n")
 
 

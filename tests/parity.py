@@ -1,4 +1,4 @@
-"""The golden vectors: outputs of the released implementations, and how their names map to ours.
+"""The golden vectors: outputs of the released implementations.
 
 `tests/golden` holds a part of the reference data (see its README); `TNN_GOLDEN=folder` takes another folder of the
 same form. Families and keys are explained there.
@@ -6,11 +6,11 @@ same form. Families and keys are explained there.
 
 import json
 import os
-import re
 from pathlib import Path
 
 import torch
 from conftest import relative_error
+from official_names import our_layout, our_name
 from safetensors.torch import load_file
 
 from modeling_tnn import TnnConfig
@@ -20,46 +20,6 @@ CASES = {case["name"]: case for case in json.loads((FOLDER / "index.json").read_
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5}
 # Gradients of language models and blocks are stored in float32, whatever they were computed in.
 STORED_TOLERANCE = 2e-7
-
-# Official name -> our name, applied in this order.
-RENAMED = [
-    (r"^(decoder|encoder\.sentence_encoder)\.layer_norm\.", "model.norm."),
-    (r"^encoder\.sentence_encoder\.layernorm_embedding\.", "model.embed_norm."),
-    (r"^(decoder|encoder\.sentence_encoder)\.", "model."),
-    (r"^model\.output_projection\.", "lm_head."),
-    (r"^encoder\.lm_head\.dense\.", "transform.dense."),
-    (r"^encoder\.lm_head\.layer_norm\.", "transform.norm."),
-    (r"^encoder\.lm_head\.bias", "lm_head.bias"),
-    (r"^classification_heads\.cls\.", "classifier."),
-    (r"(self_attn\.gtu|token_mixer)\.", "gtu."),
-    (r"feature_mixer\.", "glu."),
-    (r"self_attn_layer_norm\.", "gtu_norm."),
-    (r"final_layer_norm\.", "glu_norm."),
-    (r"\btoep\.", "tno."),
-    (r"\bo\.(weight|bias)$", r"o_proj.\1"),
-    (r"\bl1\.", "gate_proj."),
-    (r"\bl2\.", "up_proj."),
-    (r"\bl3\.", "down_proj."),
-    (r"\bpos_proj\.", "in_proj."),
-    (r"\b(layers\.\d+|out)\.0\.", r"\1.norm."),
-    (r"\b(layers\.\d+|out)\.2\.", r"\1.linear."),
-    (r"\bgamma$", "decay_logit"),
-    (r"\bconv_kernel$", "filter"),
-    (r"\b(scale|scala)$", "weight"),
-]
-
-
-def our_name(official: str) -> str:
-    for pattern, replacement in RENAMED:
-        official = re.sub(pattern, replacement, official)
-    return official
-
-
-def our_layout(official: str, value: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Heads are flattened, head-major; the two-headed FD operator has (head, real or imaginary, channel) rows."""
-    if official.endswith("gamma") or official.endswith(("alphas", "betas")):
-        return value.reshape(shape)
-    return value
 
 
 def named_cases(*families: str) -> list[tuple[str, str]]:
@@ -117,7 +77,7 @@ class Case:
                 name = our_name(official)
                 if key == official or name not in parameters:
                     continue
-                parameters[name].copy_(our_layout(official, value, parameters[name].shape))
+                parameters[name].copy_(our_layout(official, value))
                 unset.discard(name)
             for name in unset:
                 assert name.endswith("bias"), f"{self.name} has nothing for {name}"
@@ -152,7 +112,7 @@ class Case:
                 actual = parameters[our_name(official)].grad
             else:
                 continue
-            expected = merge_heads(our_layout(official, expected, actual.shape))
+            expected = merge_heads(our_layout(official, expected))
             tolerance = STORED_TOLERANCE if expected.dtype == torch.float32 else 0.0
             self.check(actual, expected, record, tolerance, largest if self.dtype == torch.float32 else 0.0)
 

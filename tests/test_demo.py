@@ -40,7 +40,9 @@ def test_demo(tno_type, text_file, tmp_path):
     run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     metrics = json.loads((output / "metrics.json").read_text())
-    assert metrics["perplexity_before"] > 100 > 3 > metrics["perplexity_after"]
+    assert metrics["perplexity_before"] > 100 > 3 > metrics["perplexity"]
+    assert metrics["tokens"] == 60 * 8 * 32
+    assert json.loads((output / "training_args.json").read_text())["tno_type"] == tno_type
     assert "Pack my box with five dozen jugs" in metrics["text"]
     assert metrics["text"] in run.stdout + run.stderr
     assert AutoModelForCausalLM.from_pretrained(output).config.tno_type == tno_type

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from official_names import heads_together
 from parity import Case, block_config, merge_heads, named_cases, operator_config
 from torch.nn import functional
 
@@ -115,21 +116,14 @@ def test_length_one(name, tag, dtype, record_property):
         case.check(operator.coefficients(1).t()[None], merge_heads(case.get("out64/t0")[None]), record_property)
 
 
-def fd_rows(hparams: dict) -> torch.Tensor:
-    """Our order of the output rows of a bidirectional FD encoder: first all real parts, then all imaginary ones."""
-    rows = torch.arange(2 * hparams["h"] * hparams["dim"])
-    return rows.view(hparams["h"], 2, hparams["dim"]).transpose(0, 1).flatten()
-
-
 @DTYPES
 @pytest.mark.parametrize("name, tag", named_cases("tno_fd"))
 def test_fd_operator(name, tag, dtype, record_property):
     case = Case(name, tag, dtype)
     config = operator_config(case, "fd", fd_resolution=case.run["fft_size"] // 2, fd_act=case.hparams["act"])
     if not case.hparams["causal"]:
-        rows = fd_rows(case.hparams)
         for key in [key for key in case.tensors if "rpe.out.2" in key]:
-            case.tensors[key] = case.tensors[key][rows]
+            case.tensors[key] = heads_together(case.tensors[key], case.hparams["h"])
     operator = case.load(FdOperator(config))
     compare(case, operator, operator, case.input("x"), record_property)
     check_fd_kernel(case, operator, record_property)

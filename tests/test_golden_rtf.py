@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from official_names import split_rational
 from parity import Case, named_cases
 
 from modeling_tnn import TnnConfig
@@ -12,7 +13,6 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["
 
 
 def rtf_operator(case: Case) -> RtfOperator:
-    """The released code keeps denominators and numerators in one tensor `ab`, denominators first."""
     hparams = case.hparams
     config = TnnConfig(
         tno_type="rtf",
@@ -25,14 +25,10 @@ def rtf_operator(case: Case) -> RtfOperator:
         max_position_embeddings=hparams["trunc_len"],
     )
     operator = RtfOperator(config)
-    rows = len(operator.denominator)
     for key in [key for key in case.tensors if key.endswith("param/ab")]:
-        both = case.tensors.pop(key)
-        case.tensors[key.replace("/ab", "/denominator")] = both[:rows]
-        case.tensors[key.replace("/ab", "/numerator")] = both[rows:]
-    for official, ours in (("h_0", "direct"), ("scalar", "slack")):
-        for key in [key for key in case.tensors if key.endswith(f"param/{official}")]:
-            case.tensors[key.replace(official, ours)] = case.tensors.pop(key)
+        denominator, numerator = split_rational(case.tensors.pop(key), len(operator.numerator))
+        case.tensors[key.replace("/ab", "/denominator")] = denominator
+        case.tensors[key.replace("/ab", "/numerator")] = numerator
     return case.load(operator)
 
 

@@ -1,0 +1,311 @@
+"""Convert a checkpoint of the released TNN, FD, SKI or RTF code to a folder that `from_pretrained` loads.
+
+Every tensor of the checkpoint ends up in the model or in the report with the reason why not; nothing of the model is
+left without a value. Files are `.safetensors`, or `.pt` as fairseq writes them, of which only tensors and plain
+options are read: a pickle that holds anything else is refused, since reading it would run its code.
+
+Example:
+    python scripts/convert_original.py checkpoint_best.pt outputs/converted --architecture tnn_v2_decay_99_pre
+    python scripts/convert_original.py model.safetensors outputs/converted --architecture roberta_tnn_v2_decay_99 \\
+        --hparams hparams.json
+"""
+
+import argparse
+import json
+import pickle
+import re
+import sys
+from pathlib import Path
+
+import torch
+from official_names import BOOKKEEPING, heads_together, our_layout, our_name, split_rational
+from official_options import ARCHITECTURES, HEADS, Architecture, check_supported, operator_of, sizes
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from modeling_tnn import TnnConfig
+
+# What the modules of a head are called here; the body is under `model.`, or on its own without a head.
+HEAD_MODULES = {
+    "base": (),
+    "causal-lm": ("lm_head.",),
+    "masked-lm": ("transform.", "lm_head."),
+    "sequence-classification": ("classifier.",),
+}
+ALL_HEADS = ("transform.", "lm_head.", "classifier.")
+EMBEDDING = "embed_tokens.weight"
+RATIONAL_PARTS = ("denominator", "numerator")
+LEFT_OUT = {
+    BOOKKEEPING: "a version number of fairseq",
+    r"tno\.decay_logit$": "a fixed decay is a field of the configuration",
+    r"^lm_head\.weight$": "tied to the input embedding",
+    "": "part of another head (--head)",
+}
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path, help=".safetensors, or .pt of fairseq")
+    parser.add_argument("output_dir", type=Path, help="where model and report go")
+    parser.add_argument("--architecture", required=True, choices=list(ARCHITECTURES), help="how it was built")
+    parser.add_argument("--hparams", type=Path, help="JSON of official options that differ from its defaults")
+    parser.add_argument("--head", choices=list(HEADS), help="another head than the one of the architecture")
+    parser.add_argument(
+        "--published_ski",
+        action="store_true",
+        help="accept that SKI interpolates as published, not as released, and give other outputs",
+    )
+    return parser.parse_args()
+
+
+def read_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], dict]:
+    """The tensors of a file and the options that it holds.
+
+    Raises:
+        ValueError: another kind of file, a pickle with other objects than tensors and options, or a damaged file.
+    """
+    if path.suffix == ".safetensors":
+        try:
+            return load_file(path), {}
+        except SafetensorError as error:
+            raise ValueError(f"{path} is no readable safetensors file: {error}") from error
+    if path.suffix not in (".pt", ".pth", ".bin"):
+        raise ValueError(f"{path} is not possible: it must be a .safetensors, .pt, .pth or .bin file.")
+    try:
+        # fairseq keeps its options in a Namespace: a bag of attributes, which runs nothing when it is read.
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    # A damaged file raises whatever its first bad byte leads to.
+    except (pickle.UnpicklingError, RuntimeError, EOFError, LookupError) as error:
+        raise ValueError(
+            f"{path} is refused: it is damaged or holds other objects than tensors and options, and reading those "
+            f"would run code. Whoever trusts it may save its tensors as .safetensors. {str(error)[:200]}"
+        ) from error
+    state = next((content[name] for name in ("model", "state_dict") if name in content), content)
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    return tensors, options_of(content)
+
+
+def options_of(content: dict) -> dict:
+    """The options in a fairseq checkpoint: `args`, or `cfg` with those of the task and of the model."""
+    cfg = content.get("cfg") or {}
+    found = {}
+    for part in (cfg.get("task"), cfg.get("model"), content.get("args")):
+        found |= vars(part) if isinstance(part, argparse.Namespace) else (part or {})
+    return found
+
+
+def rename(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Tensors under our names, the body without a prefix, and the official name of each.
+
+    Raises:
+        ValueError: two tensors have one name here.
+    """
+    renamed, official_names = {}, {}
+    for official, value in tensors.items():
+        if BOOKKEEPING.search(official):
+            continue
+        name = our_name(official).removeprefix("model.")
+        # A lone layer of tnn-pytorch has no prefix.
+        name = f"layers.0.{name}" if name.startswith(("gtu.", "glu.", "gtu_norm.", "glu_norm.")) else name
+        if name in renamed:
+            raise ValueError(f"{official_names[name]} and {official} cannot both be converted: both are {name} here.")
+        renamed[name], official_names[name] = our_layout(official, value), official
+    return renamed, official_names
+
+
+def take_decay(tensors: dict, options: dict) -> dict:
+    """The decay fields of the configuration; fixed decays, which are no parameters here, leave `tensors`.
+
+    Raises:
+        ValueError: fixed decays differ, from each other or from the option.
+    """
+    if options.get("use_multi_decay"):
+        return {"decay": options.get("gamma", 0.99), "learnable_decay": True}
+    stored = [tensors.pop(name).flatten() for name in list(tensors) if name.endswith("tno.decay_logit")]
+    if not stored:
+        return {"decay": None}
+    values = torch.cat(stored).unique().tolist()
+    # Half precision stores 0.99 as 0.9897.
+    if len(values) > 1 or abs(values[0] - options.get("gamma", values[0])) > 1e-3:
+        raise ValueError(f"gamma={options.get('gamma')} contradicts the checkpoint, which stores {values[:4]}.")
+    return {"ski_decay" if operator_of(options) == "ski" else "decay": values[0]}
+
+
+def take_tie(tensors: dict, options: dict) -> bool:
+    """Whether the output matrix is the input embedding; a copy of it leaves `tensors`.
+
+    Raises:
+        ValueError: the options say otherwise.
+    """
+    declared = options.get("share_decoder_input_output_embed")
+    if declared is None and "untie_weights_roberta" in options:
+        declared = not options["untie_weights_roberta"]
+    projection = tensors.get("lm_head.weight")
+    tied = projection is None or torch.equal(projection, tensors[EMBEDDING])
+    if declared is not None and declared != tied:
+        raise ValueError(
+            f"The options say that output and input embeddings are {'one matrix' if declared else 'two matrices'}, "
+            f"the checkpoint holds {'one' if tied else 'two'}."
+        )
+    if tied:
+        tensors.pop("lm_head.weight", None)
+    return tied
+
+
+def arrange_operators(tensors: dict, config: TnnConfig, num_heads: int):
+    """Bring parameters of RTF and FD operators into the form that they have here, in place."""
+    for name in [name for name in tensors if name.endswith("tno.ab")]:
+        stem = name.removesuffix("ab")
+        parts = split_rational(tensors.pop(name), len(tensors[f"{stem}direct"]))
+        tensors[f"{stem}denominator"], tensors[f"{stem}numerator"] = parts
+    if config.tno_type == "fd" and not config.causal:
+        for name in [name for name in tensors if ".tno.rpe.out.linear." in name]:
+            tensors[name] = heads_together(tensors[name], num_heads)
+
+
+def check_complete(tensors: dict, expected: dict, official_names: dict):
+    """Compare names and shapes with those of the model.
+
+    Raises:
+        ValueError: something is missing, left over or of another shape.
+    """
+    missing = sorted(expected.keys() - tensors.keys())
+    left_over = sorted(official_names.get(name, name) for name in tensors.keys() - expected.keys())
+    shapes = [
+        f"{official_names.get(name, name)} {tuple(tensors[name].shape)} instead of {tuple(expected[name].shape)}"
+        for name in sorted(expected.keys() & tensors.keys())
+        if tensors[name].shape != expected[name].shape
+    ]
+    problems = {"nothing for": missing, "left over": left_over, "of another shape": shapes}
+    if any(problems.values()):
+        lines = [f"{what} {', '.join(names[:8])}" for what, names in problems.items() if names]
+        raise ValueError(
+            f"The checkpoint does not fit the architecture and its options: {'; '.join(lines)}. "
+            "Options that change names and shapes are norm_type, use_norm, tno_type, the normalisation before or "
+            "after, and the head."
+        )
+
+
+def warnings_of(config: TnnConfig, published_ski: bool) -> list[str]:
+    """What the converted model computes differently, on purpose.
+
+    Raises:
+        ValueError: the difference is one that must be accepted.
+    """
+    if config.tno_type == "ski" and not published_ski:
+        raise ValueError(
+            "tno_type='skitno_inv_time' is refused: the released interpolation weights fade after two or three "
+            "tokens, those here are linear, as published, and the outputs would not be those the model was trained "
+            "for. --published_ski takes the parameters over nevertheless, to train them further."
+        )
+    if config.tno_type == "ski":
+        return ["SKI interpolates as published: outputs differ from those of the released code."]
+    if config.tno_type == "fd":
+        longest = config.fd_resolution
+        return [
+            f"The frequency grid of the released code grows with the input. Here it is that of inputs of "
+            f"{longest // 2 + 1} to {longest} tokens, with which outputs agree (option tokens_per_sample)."
+        ]
+    return []
+
+
+def name_in_model(name: str, head: str) -> str:
+    """Models with a head keep the body apart."""
+    return name if head == "base" or name.startswith(ALL_HEADS) else f"model.{name}"
+
+
+def destinations(tensors: dict, official_names: dict, converted: dict, head: str) -> dict[str, str]:
+    """What each official tensor became: its name in the model, or why it has none."""
+    names = {official: name for name, official in official_names.items()}
+    went = {}
+    for official in tensors:
+        name = names.get(official, official)
+        parts = [name.replace(".ab", f".{part}") for part in RATIONAL_PARTS] if name.endswith(".ab") else [name]
+        reason = next(why for pattern, why in LEFT_OUT.items() if re.search(pattern, name))
+        became = ", ".join(name_in_model(part, head) for part in parts if part in converted)
+        went[official] = became or f"left out: {reason}"
+    return went
+
+
+def build_config(tensors: dict, options: dict, built: Architecture) -> TnnConfig:
+    """The configuration that the weights, in our names, and the options say; fixed decays and ties leave `tensors`."""
+    found = sizes(tensors)
+    fields = built.fields(options, found) | take_decay(tensors, options)
+    fields |= {"tie_word_embeddings": take_tie(tensors, options)}
+    found.pop("gtu_dim")
+    if (classes := tensors.get("classifier.out_proj.weight")) is not None:
+        fields["num_labels"] = len(classes)
+    return TnnConfig(**found | fields)
+
+
+def convert(tensors: dict, options: dict, architecture: str, head: str | None = None, published_ski: bool = False):
+    """Build the model of a checkpoint.
+
+    Args:
+        tensors: the checkpoint, in official names.
+        options: official options that differ from the defaults of the architecture.
+        architecture: one of `ARCHITECTURES`.
+        head: one of `HEADS`, if not that of the architecture.
+        published_ski: accept that SKI interpolates differently.
+
+    Returns:
+        The model, and a report: what each official tensor became, and warnings.
+
+    Raises:
+        ValueError: the checkpoint does not fit, or has something that cannot be converted.
+    """
+    built = ARCHITECTURES[architecture]
+    head, options = head or built.head, built.options | options
+    if missing := [name for name in built.required if name not in options]:
+        raise ValueError(f"--hparams must give {', '.join(missing)} for the architecture {architecture}.")
+    check_supported(options)
+    ours, official_names = rename(tensors)
+    if EMBEDDING not in ours:
+        raise ValueError(f"The checkpoint has nothing for {EMBEDDING}: layers alone are not a model.")
+    kept = HEAD_MODULES[head]
+    ours = {name: value for name, value in ours.items() if name.startswith(kept) or not name.startswith(ALL_HEADS)}
+    config = build_config(ours, options, built)
+    warnings = warnings_of(config, published_ski)
+    arrange_operators(ours, config, options.get("num_heads") or options.get("encoder_attention_heads", 1))
+    model = load(head, config, ours, official_names)
+    report = {"architecture": architecture, "head": head, "options": options, "warnings": warnings}
+    return model, report | {"tensors": destinations(tensors, official_names, ours, head)}
+
+
+def load(head: str, config: TnnConfig, tensors: dict, official_names: dict):
+    """A model with `tensors` as they are, dtypes included."""
+    with torch.device("meta"):
+        model = HEADS[head](config)
+    expected = {name.removeprefix("model."): value for name, value in model.state_dict().items()}
+    if config.tie_word_embeddings:
+        expected.pop("lm_head.weight", None)
+    check_complete(tensors, expected, official_names)
+    weights = {name_in_model(name, head): value for name, value in tensors.items()}
+    model.load_state_dict(weights, strict=False, assign=True)  # not strict: a tied matrix is given once
+    model.tie_weights()
+    return model.eval()
+
+
+def main():
+    args = parse_arguments()
+    try:
+        tensors, options = read_checkpoint(args.checkpoint)
+        if args.hparams is not None:
+            options |= json.loads(args.hparams.read_text())
+        model, report = convert(tensors, options, args.architecture, args.head, args.published_ski)
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"error: {error}") from error
+    model.save_pretrained(args.output_dir)
+    (args.output_dir / "original.json").write_text(json.dumps(report, indent=2, default=str) + "\n")
+    for warning in report["warnings"]:
+        sys.stderr.write(f"warning: {warning}\n")
+    left_out = sum(became.startswith("left out") for became in report["tensors"].values())
+    sys.stdout.write(
+        f"{type(model).__name__} with {model.num_parameters():,} parameters from {len(tensors)} tensors; {left_out} "
+        f"left out, original.json says why; saved in {args.output_dir}\n"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,290 @@
+"""Render the card of a model out of what the scripts measured. No number in a card is typed by hand.
+
+`collect` gathers a folder of inputs: the configuration, facts of the model, the JSON files of the scripts, pictures.
+`render` turns such a folder into the text of the card, by `model_cards/TEMPLATE.md`; a part whose file is absent is
+left out. The same inputs give the same card.
+
+Example:
+    python scripts/model_card.py outputs/demo --repo_id user/tnn-demo --output_dir model_cards/tnn-demo
+"""
+
+import argparse
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from jinja2 import Environment, StrictUndefined
+from matplotlib.figure import Figure
+from transformers import PreTrainedModel
+
+import modeling_tnn
+from modeling_tnn.cache_tnn import memory_per_sequence
+from modeling_tnn.remote_code import AUTO_MAP
+
+ROOT = Path(__file__).resolve().parent.parent
+TEMPLATE = ROOT / "model_cards" / "TEMPLATE.md"
+# Names of inputs -> their files in the folder of a card.
+INPUTS = {
+    "card": "card.json",
+    "config": "config.json",
+    "model": "model.json",
+    "metrics": "metrics.json",
+    "arguments": "training_args.json",
+    "evaluation": "evaluation.json",
+    "conversion": "conversion.json",
+    "decoding": "decoding.json",
+    "kernels": "kernels.json",
+}
+PIPELINES = {
+    "TnnForCausalLM": "text-generation",
+    "TnnForMaskedLM": "fill-mask",
+    "TnnForSequenceClassification": "text-classification",
+    "TnnModel": "feature-extraction",
+}
+# What of the options of a training script makes its recipe.
+RECIPE = (
+    "objective", "tno_type", "block_size", "max_steps", "num_train_epochs", "batch_size",
+    "per_device_train_batch_size", "gradient_accumulation_steps", "mlm_probability", "learning_rate",
+    "lr_scheduler_type", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm",
+    "mixed_precision", "seed",
+)  # fmt: skip
+DATA_OPTIONS = ("dataset_name", "dataset_config_name", "task_name", "dataset", "train_file")
+# Names of measured figures -> what they are called, how they are written, and whether they are an evaluation.
+FIGURES = {
+    "perplexity_before": ("perplexity before training", "{:,.1f}", False),
+    "perplexity": ("perplexity", "{:,.2f}", True),
+    "best_perplexity": ("best perplexity", "{:,.2f}", False),
+    "accuracy": ("accuracy", "{:.4f}", True),
+    "f1": ("F1", "{:.4f}", True),
+    "matthews_correlation": ("Matthews correlation", "{:.4f}", True),
+    "pearson": ("Pearson correlation", "{:.4f}", True),
+    "spearmanr": ("Spearman correlation", "{:.4f}", True),
+    "steps": ("optimizer steps", "{:,}", False),
+    "tokens": ("tokens seen in training", "{:,}", False),
+    "train_seconds": ("seconds of training", "{:,.0f}", False),
+}
+CITATIONS = {
+    "rpe": """@inproceedings{qin2023toeplitz,
+  title={Toeplitz Neural Network for Sequence Modeling},
+  author={Qin, Zhen and Han, Xiaodong and Sun, Weixuan and He, Bowen and Li, Dong and Li, Dongxu and Dai, Yuchao and
+    Kong, Lingpeng and Zhong, Yiran},
+  booktitle={International Conference on Learning Representations},
+  year={2023}
+}""",
+    "ski": """@article{moreno2023ski,
+  title={{SKI} to go Faster: Accelerating Toeplitz Neural Networks via Asymmetric Kernels},
+  author={Moreno, Alexander and Mei, Jonathan and Walters, Luke},
+  journal={arXiv preprint arXiv:2305.09028},
+  year={2023}
+}""",
+    "rtf": """@inproceedings{parnichkun2024rtf,
+  title={State-Free Inference of State-Space Models: The Transfer Function Approach},
+  author={Parnichkun, Rom N. and Massaroli, Stefano and Moro, Alessandro and Smith, Jimmy T.H. and others},
+  booktitle={International Conference on Machine Learning},
+  year={2024}
+}""",
+}
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    parser.add_argument("--output_dir", type=Path, required=True, help="where the card and its inputs go")
+    return parser.parse_args()
+
+
+def add_arguments(parser: argparse.ArgumentParser):
+    """What a card needs besides the model; also for `push_to_hub.py`."""
+    parser.add_argument("folder", type=Path, help="saved model, with metrics.json of the script that trained it")
+    parser.add_argument("--repo_id", required=True, help="USER/NAME on the Hub")
+    parser.add_argument("--description", default="", help="a sentence or two for the top of the card")
+    parser.add_argument("--data", default="", help="what it was trained on; that of training_args.json unless given")
+    parser.add_argument("--license", default="apache-2.0", help="licence of the weights, by its name on the Hub")
+    parser.add_argument("--language", default="en", help="language of the texts")
+    parser.add_argument("--evaluation", type=Path, help="JSON of evaluate_lm.py: perplexity by length")
+    parser.add_argument("--decoding", type=Path, help="JSON of generate.py: speed")
+    parser.add_argument("--conversion", type=Path, help="JSON of to_recurrent.py; conversion.json of the folder else")
+    parser.add_argument("--kernels", type=Path, help="output folder of plot_kernels.py")
+
+
+def read_json(path: Path) -> dict:
+    """A JSON file.
+
+    Raises:
+        ValueError: it is absent or no JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} cannot be read as JSON: {error}") from error
+
+
+def write_json(path: Path, values: dict):
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def load(folder: Path) -> PreTrainedModel:
+    """The model in `folder`, by the class that it was saved with.
+
+    Raises:
+        ValueError: there is no complete model of this package.
+    """
+    config = read_json(folder / "config.json")
+    name = (config.get("architectures") or ["TnnModel"])[0]
+    if config.get("model_type") != "tnn" or name not in PIPELINES:
+        raise ValueError(f"{folder} holds a {config.get('model_type')} {name}, not a model of this package.")
+    model, info = getattr(modeling_tnn, name).from_pretrained(folder, output_loading_info=True)
+    if problems := {kind: sorted(names)[:5] for kind, names in info.items() if names}:
+        raise ValueError(f"The weights in {folder} are not those of a {name}: {problems}.")
+    return model.eval()
+
+
+def facts(model: PreTrainedModel) -> dict:
+    """What a card says of a model itself."""
+    name = type(model).__name__
+    autos = {reference.split(".")[1]: auto for auto, reference in AUTO_MAP.items()}
+    return {
+        "class": name,
+        "auto_class": autos[name],
+        "parameters": model.num_parameters(),
+        "channels": model.config.gtu_dim,
+        "state": decoding_state(model) if model.config.causal else [],
+        "version": modeling_tnn.__version__,
+    }
+
+
+@torch.no_grad()
+def decoding_state(model: PreTrainedModel) -> list[dict]:
+    """The size of the decoding state after texts of the trained length and of eight times as many tokens."""
+    length, rows = model.config.max_position_embeddings, []
+    for context in (length, 8 * length):
+        ids = torch.zeros(1, context, dtype=torch.long, device=model.device)
+        past = model.base_model(ids, use_cache=True).past_key_values
+        past = model.base_model(ids[:, :1], use_cache=True, past_key_values=past).past_key_values
+        rows.append({"context": context, "mebibytes": memory_per_sequence(past) / 2**20})
+    return rows
+
+
+def collect(args: argparse.Namespace, model: PreTrainedModel, target: Path):
+    """Write the inputs of a card to `target`.
+
+    Raises:
+        ValueError: a file that was named is absent or no JSON.
+    """
+    target.mkdir(parents=True, exist_ok=True)
+    card = {name: getattr(args, name) for name in ("repo_id", "description", "data", "license", "language")}
+    write_json(target / INPUTS["card"], card)
+    write_json(target / INPUTS["config"], model.config.to_diff_dict())
+    write_json(target / INPUTS["model"], facts(model))
+    named = {"evaluation": args.evaluation, "decoding": args.decoding, "conversion": args.conversion}
+    for name in ("metrics", "arguments", "conversion"):
+        if named.get(name) is None and (args.folder / INPUTS[name]).is_file():
+            named[name] = args.folder / INPUTS[name]
+    if args.kernels is not None:
+        named["kernels"] = args.kernels / "kernels.json"
+        shutil.copyfile(args.kernels / "overview.png", target / "kernels.png")
+    for name, path in named.items():
+        if path is not None:
+            write_json(target / INPUTS[name], read_json(path))
+    if args.evaluation is not None:
+        plot_lengths(read_json(args.evaluation)["rows"], model.config.max_position_embeddings, target)
+
+
+def plot_lengths(rows: list[dict], trained: int, target: Path):
+    """Draw perplexity over length, and where training ended."""
+    figure = Figure(figsize=(6, 3.5), layout="constrained")
+    axes = figure.subplots()
+    axes.plot([row["length"] for row in rows], [row["perplexity"] for row in rows], marker="o")
+    axes.axvline(trained, color="grey", linestyle=":", label="trained length")
+    axes.set(xscale="log", xlabel="tokens in a text", ylabel="perplexity")
+    axes.set_xticks([row["length"] for row in rows], [f"{row['length']:,}" for row in rows])
+    axes.minorticks_off()
+    axes.legend()
+    figure.savefig(target / "length_extrapolation.png", dpi=120, metadata={"Software": None})
+
+
+def data_name(inputs: dict) -> str:
+    """What the model was trained on, in words."""
+    if inputs["card"]["data"]:
+        return inputs["card"]["data"]
+    named = [name for option in DATA_OPTIONS if (name := (inputs["arguments"] or {}).get(option))]
+    return " ".join(Path(name).name if Path(name).suffix else name for name in named)
+
+
+def results(inputs: dict, data: str) -> list[dict]:
+    """The figures of a training script as rows of a table."""
+    metrics, validation = inputs["metrics"] or {}, f"validation part of {data}" if data else "validation text"
+    rows = []
+    for key, (name, written, evaluation) in FIGURES.items():
+        if isinstance(metrics.get(key), int | float):
+            where = validation if evaluation or "perplexity" in key else "training"
+            row = {"key": key, "name": name, "value": metrics[key], "text": written.format(metrics[key])}
+            rows.append(row | {"evaluation": evaluation, "on": where})
+    return rows
+
+
+def card_data(inputs: dict, rows: list[dict], data: str) -> ModelCardData:
+    """The metadata that the Hub reads."""
+    card, task = inputs["card"], PIPELINES[inputs["model"]["class"]]
+    hub_data = (inputs["arguments"] or {}).get("dataset_name")
+    measured_on = {"dataset_type": hub_data or "text", "dataset_name": data or "text", "dataset_split": "validation"}
+    evaluations = [
+        EvalResult(task, **measured_on, metric_type=row["key"], metric_name=row["name"], metric_value=row["value"])
+        for row in rows
+        if row["evaluation"]
+    ]
+    return ModelCardData(
+        language=card["language"],
+        license=card["license"],
+        library_name="transformers",
+        pipeline_tag=task,
+        tags=["tnn", "toeplitz", inputs["config"]["tno_type"], "custom_code"],
+        datasets=[hub_data] if hub_data else None,
+        model_name=short_name(inputs),
+        eval_results=evaluations or None,
+    )
+
+
+def short_name(inputs: dict) -> str:
+    return inputs["card"]["repo_id"].split("/")[-1]
+
+
+def citations(config: dict) -> list[str]:
+    """The TNN paper, and that of the operator if it is another one."""
+    papers = {"fd": "ski", "ski": "ski", "rtf": "rtf"}
+    operators = [config["tno_type"], config["converted_from"]]
+    return [CITATIONS["rpe"]] + [CITATIONS[papers[name]] for name in operators if name in papers]
+
+
+def render(folder: Path) -> str:
+    """The text of the card whose inputs are in `folder`."""
+    inputs = {name: read_json(folder / file) if (folder / file).is_file() else None for name, file in INPUTS.items()}
+    inputs["config"] = modeling_tnn.TnnConfig.from_dict(inputs["config"]).to_dict()
+    data = data_name(inputs)
+    rows = results(inputs, data)
+    arguments = inputs["arguments"] or {}
+    recipe = {name: arguments[name] for name in RECIPE if arguments.get(name) is not None}
+    derived = {"name": short_name(inputs), "data": data, "results": rows, "citations": citations(inputs["config"])}
+    template = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined).from_string(
+        TEMPLATE.read_text(encoding="utf-8")
+    )
+    text = template.render(card_data=card_data(inputs, rows, data), **inputs | derived | {"arguments": recipe})
+    return str(ModelCard(text)).strip() + "\n"
+
+
+def main():
+    args = parse_arguments()
+    try:
+        collect(args, load(args.folder), args.output_dir)
+        text = render(args.output_dir)
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from error
+    (args.output_dir / "README.md").write_text(text, encoding="utf-8")
+    sys.stdout.write(f"card of {args.repo_id} in {args.output_dir}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Parameter names and layouts of the released implementations, and what they are called here.
+
+    fairseq-evo    `decoder.` (causal language model) and `encoder.sentence_encoder.` (RoBERTa style)
+    ski-tnn        the same names; FD and SKI operators
+    tnn-pytorch    `token_mixer.` and `feature_mixer.` in each layer
+    RTF            `ab`, `h_0` and `scalar` of `rtf.py`, in place of the operator of our block
+
+e channels of the Toeplitz operator in h heads, R inducing points, A denominators of N coefficients.
+"""
+
+import re
+
+import torch
+
+# Official name -> our name, applied in this order.
+RENAMED = [
+    (r"^(decoder|encoder\.sentence_encoder)\.layer_norm\.", "model.norm."),
+    (r"^encoder\.sentence_encoder\.layernorm_embedding\.", "model.embed_norm."),
+    (r"^(decoder|encoder\.sentence_encoder)\.", "model."),
+    (r"^model\.output_projection\.", "lm_head."),
+    (r"^encoder\.lm_head\.dense\.", "transform.dense."),
+    (r"^encoder\.lm_head\.layer_norm\.", "transform.norm."),
+    (r"^encoder\.lm_head\.", "lm_head."),
+    (r"^classification_heads\.\w+\.", "classifier."),
+    (r"(self_attn_layer_norm|token_norm)\.", "gtu_norm."),
+    (r"(final_layer_norm|feature_norm)\.", "glu_norm."),
+    (r"(self_attn\.gtu|token_mixer)\.", "gtu."),
+    (r"feature_mixer\.", "glu."),
+    (r"\btoep\.", "tno."),
+    (r"\bo\.(weight|bias)$", r"o_proj.\1"),
+    (r"\bl1\.", "gate_proj."),
+    (r"\bl2\.", "up_proj."),
+    (r"\bl3\.", "down_proj."),
+    (r"\bpos_proj\.", "in_proj."),
+    (r"\b(layers\.\d+|out)\.0\.", r"\1.norm."),
+    (r"\b(layers\.\d+|out)\.2\.", r"\1.linear."),
+    (r"\bgamma$", "decay_logit"),
+    (r"\bconv_kernel$", "filter"),
+    (r"\bh_0$", "direct"),
+    (r"\bscalar$", "slack"),
+    (r"\b(scale|scala)$", "weight"),
+]
+# Buffers of fairseq that say how to read its own older files.
+BOOKKEEPING = re.compile(r"(^|\.)(version|_float_tensor)$")
+
+
+def our_name(official: str) -> str:
+    """The name of a parameter here; `ab` of RTF, which is two parameters here, keeps its name."""
+    for pattern, replacement in RENAMED:
+        official = re.sub(pattern, replacement, official)
+    return official
+
+
+def our_layout(official: str, value: torch.Tensor) -> torch.Tensor:
+    """A parameter in the shape it has here: heads and inducing points are not axes of their own.
+
+    `gamma`: (h, 1, e/h) to (e,); `alphas`, `betas`: (1, e, 1, R) to (e, R). Both are head-major as they are.
+    """
+    if official.endswith("gamma"):
+        return value.flatten()
+    if official.endswith(("alphas", "betas")):
+        return value.reshape(value.shape[1], value.shape[-1])
+    return value
+
+
+def split_rational(both: torch.Tensor, num_filters: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Denominators `(A, N)` and numerators `(num_filters, N)` out of the released `ab`, denominators first."""
+    return both[:-num_filters], both[-num_filters:]
+
+
+def heads_together(value: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """The last map of a bidirectional FD encoder: rows (head, real or imaginary, channel) to real rows first."""
+    return value.reshape(num_heads, 2, -1, *value.shape[1:]).transpose(0, 1).flatten(0, 2)
