@@ -16,6 +16,7 @@ from pathlib import Path
 
 import datasets
 import torch
+import transformers
 import yaml
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin
@@ -39,6 +40,7 @@ from transformers import (
 import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
 
 logger = logging.getLogger("pretrain")
+NOT_UPLOADED = ["checkpoint-*", "best/*", "tokenizer/*", ".*"]
 AUTO_MODELS = {"clm": AutoModelForCausalLM, "mlm": AutoModelForMaskedLM}
 
 
@@ -90,12 +92,13 @@ def build_config(args: PretrainArguments) -> PreTrainedConfig:
     Raises:
         ValueError: an override is no field, or a model of this objective cannot have such a configuration.
     """
-    fields, _ = PreTrainedConfig.get_config_dict(args.config)
-    known = AutoConfig.for_model(fields["model_type"]).to_dict()
+    known = AutoConfig.from_pretrained(args.config)
     overrides = config_overrides(args.config_overrides)
-    unknown = overrides.keys() - known.keys()
+    unknown = [name for name in overrides if not hasattr(known, name)]
     if unknown:
-        raise ValueError(f"config_overrides: a {fields['model_type']} config has no field {', '.join(unknown)}.")
+        raise ValueError(f"config_overrides: a {known.model_type} config has no field {', '.join(unknown)}.")
+    # From the file, not from `known`: fields that follow from others must follow from the new ones.
+    fields, _ = type(known).get_config_dict(args.config)
     if args.vocab_size is not None:
         overrides["vocab_size"] = args.vocab_size
     config = AutoConfig.for_model(**fields | overrides)
@@ -205,7 +208,8 @@ def build(args: PretrainArguments, accelerator: Accelerator) -> Pretraining:
 def finish(args: PretrainArguments, pretraining: Pretraining) -> dict:
     """Evaluate and save the last model; the figures of the run."""
     accelerator, state = pretraining.accelerator, pretraining.state
-    last = pretraining.record_evaluation()
+    evaluated = state.history and state.history[-1]["step"] == state.step
+    last = state.history[-1]["loss"] if evaluated else pretraining.record_evaluation()
     final = Path(args.output_dir) / "final"
     if accelerator.is_main_process:
         prepare(final)
@@ -222,6 +226,7 @@ def finish(args: PretrainArguments, pretraining: Pretraining) -> dict:
         "tokens": tokens,
         "tokens_per_second": tokens / state.train_seconds,
         "train_seconds": state.train_seconds,
+        "train_cpu_seconds": state.train_cpu_seconds,
         "parameters": accelerator.unwrap_model(pretraining.model).num_parameters(),
         "processes": accelerator.num_processes,
         "device": accelerator.device.type,
@@ -236,13 +241,21 @@ def finish(args: PretrainArguments, pretraining: Pretraining) -> dict:
     return metrics
 
 
+def configure_logging(accelerator: Accelerator):
+    """One line for what matters, from one process; accelerate names each file that it writes."""
+    logging.basicConfig(format="%(message)s")
+    logger.setLevel(logging.INFO if accelerator.is_main_process else logging.ERROR)
+    logging.getLogger("accelerate").setLevel(logging.ERROR)
+    transformers.utils.logging.disable_progress_bar()
+    if not accelerator.is_main_process:
+        datasets.disable_progress_bars()
+
+
 def main():
     (args,) = parse_arguments([PretrainArguments], __doc__)
     try:
         accelerator = build_accelerator(args)
-        logging.basicConfig(level=logging.INFO if accelerator.is_main_process else logging.ERROR, format="%(message)s")
-        if not accelerator.is_main_process:
-            datasets.disable_progress_bars()
+        configure_logging(accelerator)
         repository = None
         if args.push_to_hub and accelerator.is_main_process:
             name = args.hub_model_id or Path(args.output_dir).name
@@ -257,16 +270,12 @@ def main():
     metrics = finish(args, pretraining)
     accelerator.end_training()
     logger.info(
-        "validation perplexity: %.2f before, %.2f after %d steps, best %.2f at step %d; %.0f tokens per second; saved in %s",
+        "validation perplexity: %.2f before, %.2f after %d steps, best %.2f at step %d; %.0f tokens/s; saved in %s",
         metrics["perplexity_before"], metrics["perplexity"], metrics["steps"], metrics["best_perplexity"],
         metrics["best_step"], metrics["tokens_per_second"], args.output_dir,
     )  # fmt: skip
     if repository is not None:
-        upload_folder(
-            repo_id=repository,
-            folder_path=args.output_dir,
-            ignore_patterns=["checkpoint-*", "best/*", "tokenizer/*", ".*"],
-        )
+        upload_folder(repo_id=repository, folder_path=args.output_dir, ignore_patterns=NOT_UPLOADED)
         logger.info("uploaded to %s", repository)
     # A process group that outlives the model sometimes aborts at exit.
     del pretraining

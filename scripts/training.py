@@ -47,11 +47,12 @@ class TrainerState:
     best_step: int = 0
     loss_before: float | None = None
     train_seconds: float = 0.0
+    train_cpu_seconds: float = 0.0
     history: list[dict] = dataclasses.field(default_factory=list)
 
 
 def token_losses(logits: torch.Tensor, labels: torch.Tensor, causal: bool) -> torch.Tensor:
-    """Cross entropy in nats of logits `(B, L, V)` at labels `(B, L)`, `(B, L)` or `(B, L-1)`; 0 where they are -100."""
+    """Cross entropy in nats of logits `(B, L, V)` at labels `(B, L)`: `(B, L)` or `(B, L-1)`, 0 at labels of -100."""
     if causal:
         logits, labels = logits[:, :-1], labels[:, 1:]
     return cross_entropy(logits.float().transpose(1, 2), labels, reduction="none")
@@ -142,18 +143,18 @@ class Pretraining:
         progress = tqdm(
             total=args.max_steps, initial=state.step, desc="training", unit="step", disable=not self._is_main
         )
-        clock = time.perf_counter()
+        self._start_clock()
         while state.step < args.max_steps:
             loss = self.train_step([next(batches) for _ in range(args.gradient_accumulation_steps)])
             state.step += 1
             progress.update()
             if state.step % args.logging_steps == 0 or state.step == args.max_steps:
-                state.train_seconds, clock = self._elapsed(clock)
+                self._stop_clock()
                 self._log(progress, loss)
             if self._is_due(args.eval_steps) or self._is_due(args.checkpointing_steps):
-                state.train_seconds, clock = self._elapsed(clock)
+                self._stop_clock()
                 self._between_steps()
-                clock = time.perf_counter()
+                self._start_clock()
         progress.close()
 
     def train_step(self, batches: list[dict[str, torch.Tensor]]) -> float:
@@ -246,10 +247,15 @@ class Pretraining:
     def _is_due(self, every: int | None) -> bool:
         return every is not None and self.state.step % every == 0
 
-    def _elapsed(self, clock: float) -> tuple[float, float]:
-        """Seconds of training so far, and the time."""
-        now = time.perf_counter()
-        return self.state.train_seconds + now - clock, now
+    def _start_clock(self):
+        self._started = time.perf_counter(), time.process_time()
+
+    def _stop_clock(self):
+        """Count the seconds since the start, and go on from now."""
+        wall, cpu = self._started
+        self._start_clock()
+        self.state.train_seconds += self._started[0] - wall
+        self.state.train_cpu_seconds += self._started[1] - cpu
 
     def _between_steps(self):
         if self._is_due(self.args.eval_steps):
