@@ -44,9 +44,17 @@ def recipe_options(file: str) -> list[str]:
 
 
 def find_config(name: str) -> str:
-    """A preset of `configuration/` by its name, or what was given: a folder or a Hub id."""
-    preset = ROOT / "configuration" / name
-    return str(preset) if not Path(name).exists() and (preset / "config.json").is_file() else name
+    """A preset of `configuration/` by its name, or what was given: a folder or a Hub id.
+
+    Raises:
+        ValueError: a name that begins with "tnn-" is none of a preset.
+    """
+    presets = {path.parent.name: str(path.parent) for path in ROOT.glob("configuration/**/config.json")}
+    if Path(name).exists() or not (name in presets or name.startswith("tnn-")):
+        return name
+    if name not in presets:
+        raise ValueError(f"config={name!r} is not possible: the presets are {', '.join(sorted(presets))}.")
+    return presets[name]
 
 
 def _recipe_files(given: list[str]) -> list[str]:
