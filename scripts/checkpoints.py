@@ -4,6 +4,7 @@ A folder is written under a hidden name, flushed to disk and renamed. Readers se
 exists once everything in it does. What a killed process left under hidden names is removed by `clean`.
 """
 
+import json
 import os
 import re
 import shutil
@@ -90,6 +91,13 @@ def clean(output_dir: Path):
             old.rename(target)
     for path in output_dir.glob(f".*{PARTIAL}"):
         shutil.rmtree(path)
+
+
+def write_json(path: Path, values: dict | list):
+    """A JSON file, complete or absent."""
+    unfinished = partial(path)
+    unfinished.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    os.replace(unfinished, path)
 
 
 def _remove(folder: Path):

@@ -41,7 +41,7 @@ def load_corpus(
         ValueError: a file is missing or empty, or there is no such column.
         ModuleNotFoundError: the demo corpus is not installed.
     """
-    files = {"train": source} if source is not None and not Path(source).is_dir() and _looks_like_file(source) else {}
+    files = {"train": source} if source is not None and _looks_like_file(source) else {}
     files |= {} if validation_file is None else {"validation": validation_file}
     for file in files.values():
         check_file(file)
@@ -57,6 +57,16 @@ def load_corpus(
         halves = corpus["train"].train_test_split(test_size=VALIDATION_SHARE, shuffle=False)
         corpus = DatasetDict(train=halves["train"], validation=halves["test"])
     return DatasetDict({split: _texts(corpus[split], split, text_column) for split in ("train", "validation")})
+
+
+def load_texts(source: str, config_name: str | None = None, split: str = "test", text_column: str = "text") -> Dataset:
+    """A split of a data set, or all of a local file, with a column `text`.
+
+    Raises:
+        ValueError: there is no such column.
+    """
+    texts = _load_file(source) if _looks_like_file(source) else load_dataset(source, config_name, split=split)
+    return _texts(texts, split, text_column)
 
 
 def check_file(file: str):
@@ -97,6 +107,12 @@ def train_tokenizer(texts: Dataset, vocab_size: int, masked: bool = False) -> Pr
     return PreTrainedTokenizerFast(tokenizer_object=bpe, **names)
 
 
+def tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """The ids of each text and the line break behind it, without special tokens."""
+    lines = [text.rstrip("\n") + "\n" for text in texts]
+    return tokenizer(lines, add_special_tokens=False, verbose=False)["input_ids"] if lines else []
+
+
 def pack(texts: Dataset, tokenizer: PreTrainedTokenizerBase, block_size: int, enclose: bool = False) -> Dataset:
     """The texts, one after the other with a line break between them, as blocks `input_ids` of `block_size` tokens.
 
@@ -109,9 +125,7 @@ def pack(texts: Dataset, tokenizer: PreTrainedTokenizerBase, block_size: int, en
     size = block_size - len(before) - len(after)
 
     def to_blocks(batch: dict[str, list]) -> dict[str, list]:
-        lines = [text.rstrip("\n") + "\n" for text in batch["text"]]
-        ids = tokenizer(lines, add_special_tokens=False, verbose=False)["input_ids"] if lines else []
-        tokens = [token for line in ids for token in line]
+        tokens = [token for line in tokenize(batch["text"], tokenizer) for token in line]
         whole = len(tokens) // size * size
         return {"input_ids": [before + tokens[start : start + size] + after for start in range(0, whole, size)]}
 
@@ -127,7 +141,7 @@ def _enclosing_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], li
 
 
 def _looks_like_file(source: str) -> bool:
-    return Path(source).is_file() or Path(source).suffix in BUILDERS
+    return not Path(source).is_dir() and (Path(source).is_file() or Path(source).suffix in BUILDERS)
 
 
 def _load_file(file: str) -> Dataset:

@@ -21,12 +21,12 @@ import yaml
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin
 from blocks import BlockStream
-from checkpoints import checkpoints, find_checkpoint, move_files, partial, prepare, publish
+from checkpoints import checkpoints, find_checkpoint, move_files, partial, prepare, publish, write_json
 from corpus import check_file, load_corpus, pack, train_tokenizer
 from huggingface_hub import create_repo, upload_folder
 from pretrain_arguments import PretrainArguments
 from recipes import parse_arguments
-from training import DivergedError, Pretraining, perplexity, write_json
+from training import DivergedError, Pretraining, perplexity
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,

@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from blocks import BlockStream
-from checkpoints import checkpoints, clean, find_checkpoint, partial, prepare, prune, publish
+from checkpoints import checkpoints, clean, find_checkpoint, partial, prepare, prune, publish, write_json
 from pretrain_arguments import PretrainArguments
 from torch.nn.functional import cross_entropy
 from tqdm.auto import tqdm
@@ -309,7 +309,3 @@ class Pretraining:
 def perplexity(loss: float) -> float:
     """exp(loss); infinite where that overflows."""
     return math.exp(loss) if loss < 700 else math.inf
-
-
-def write_json(path: Path, values: dict):
-    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
