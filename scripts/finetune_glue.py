@@ -5,14 +5,14 @@
 Example:
     python scripts/finetune_glue.py --model_name_or_path outputs/masked --task_name sst2 --do_train --do_eval \\
         --learning_rate 1e-4 --num_train_epochs 3 --output_dir outputs/sst2
-    python scripts/finetune_glue.py --model_name_or_path outputs/masked --task_name all --sweep --output_dir outputs/glue
+    python scripts/finetune_glue.py --model_name_or_path outputs/masked --task_name all --sweep \\
+        --output_dir outputs/glue
     python scripts/finetune_glue.py --model_name_or_path outputs/masked --train_file train.csv \\
         --validation_file validation.csv --do_train --do_eval --output_dir outputs/mine
 """
 
 import dataclasses
 import itertools
-import json
 import logging
 import statistics
 import sys
@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from checkpoints import write_json
 from glue_data import TASKS, TaskData, load_files, load_task, tokenize_task
 from glue_metrics import load_metric, main_metric
 from recipes import parse_arguments
@@ -156,10 +157,8 @@ def write_predictions(trainer: Trainer, task: Task, split: str):
     columns = [name for name in rows.column_names if name != "label"]
     predictions = task.predictions(trainer.predict(rows.select_columns(columns)).predictions)
     names = task.data.label_names
-    lines = [
-        f"{index}\t{value:.3f}" if names is None else f"{index}\t{names[value]}"
-        for index, value in enumerate(predictions)
-    ]
+    shown = [f"{value:.3f}" if names is None else names[value] for value in predictions]
+    lines = [f"{index}\t{value}" for index, value in enumerate(shown)]
     file = Path(trainer.args.output_dir) / f"predict_results_{task.name}{split.removeprefix('test')}.txt"
     file.write_text("\n".join(["index\tprediction", *lines]) + "\n", encoding="utf-8")
 
@@ -187,6 +186,7 @@ def sweep(task: Task, training: TrainingArguments, folder: Path) -> list[dict]:
         options = {"learning_rate": rate, "seed": seed, "output_dir": str(place), "save_strategy": "no"}
         trainer, results = run(task, dataclasses.replace(training, **options, do_train=True, do_eval=True))
         runs.append({"learning_rate": rate, "seed": seed} | results)
+        write_json(place / "all_results.json", runs[-1])
         score = results[f"eval_{task.main_metric}"] * (-1 if lower_is_better else 1)
         if best is None or score > best:
             best = score
@@ -234,10 +234,6 @@ def table(summaries: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def write_json(path: Path, values):
-    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-
-
 def main():
     args, training = parse_arguments([GlueArguments, TrainingArguments], __doc__)
     logging.basicConfig(format="%(message)s")
@@ -245,13 +241,10 @@ def main():
     output_dir = Path(training.output_dir)
     summaries = []
     try:
-        names = args.task_name or [None]
-        data = [
-            load_files(args.train_file, args.validation_file, args.test_file)
-            if name is None
-            else load_task(name, args.dataset_path)
-            for name in names
-        ]
+        if args.task_name is None:
+            data = [load_files(args.train_file, args.validation_file, args.test_file)]
+        else:
+            data = [load_task(name, args.dataset_path) for name in args.task_name]
     except ValueError as error:
         sys.exit(f"error: {error}")
     for one in data:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from corpus import BUILDERS, check_file
-from datasets import ClassLabel, DatasetDict, load_dataset
+from datasets import ClassLabel, Dataset, DatasetDict, load_dataset
 from transformers import PreTrainedTokenizerBase
 
 # The columns that hold text.
@@ -79,12 +79,7 @@ def load_files(train: str, validation: str, test: str | None = None) -> TaskData
         check_file(file)
         if BUILDERS.get(Path(file).suffix, "text") == "text":
             raise ValueError(f"{file}: files must be .csv, .json, .jsonl or .parquet.")
-    splits = DatasetDict(
-        {
-            split: load_dataset(BUILDERS[Path(file).suffix], data_files=file, split="train")
-            for split, file in files.items()
-        }
-    )
+    splits = DatasetDict({split: _load_file(file) for split, file in files.items()})
     columns = [name for name in splits["train"].column_names if name not in ("label", "idx", "id")]
     data = TaskData(None, splits, tuple(columns[:2]), None)
     _check_columns(train, data)
@@ -92,7 +87,11 @@ def load_files(train: str, validation: str, test: str | None = None) -> TaskData
     if not isinstance(labels[0], float):
         names = sorted(set(labels))
         data.label_names = list(map(str, names))
-        data.splits = splits.map(lambda row: {"label": _index(names, row.get("label"))})
+        for split, rows in splits.items():
+            given = rows["label"] if "label" in rows.column_names else [None] * len(rows)
+            indices = [_index(names, label) for label in given]
+            kept = [name for name in rows.column_names if name != "label"]
+            data.splits[split] = rows.select_columns(kept).add_column("label", indices)
     return data
 
 
@@ -105,6 +104,13 @@ def tokenize_task(data: TaskData, tokenizer: PreTrainedTokenizerBase, max_length
         return tokenizer(*texts, truncation=True, max_length=length, padding="max_length" if pad else False)
 
     return data.splits.map(tokenize, batched=True, desc=f"tokenizing {data.name or 'files'}")
+
+
+def _load_file(file: str) -> Dataset:
+    try:
+        return load_dataset(BUILDERS[Path(file).suffix], data_files=file, split="train")
+    except ValueError as error:
+        raise ValueError(f"{file} has no rows that can be read: {error}") from error
 
 
 def _check_columns(source: str, data: TaskData):
