@@ -66,7 +66,7 @@ def test_report(folder, tmp_path, capsys):
     assert "length 100000 is left out, the text has 400 tokens" in captured.err
     assert "length 128 is left out, the model takes 64" in captured.err
     assert {(r["model"].endswith("tnn"), r["trained_length"]) for r in results} == {(True, 24), (False, 64)}
-    lines = [line + "\n" for line in (folder / "text.txt").read_text().split("\n")]
+    lines = [line + "\n" for line in (folder / "text.txt").read_text().splitlines()]
     tokenizer = evaluate_lm.AutoTokenizer.from_pretrained(folder / "tnn")
     bytes_per_token = len("".join(lines).encode()) / sum(map(len, tokenizer(lines)["input_ids"]))
     for result in results:
