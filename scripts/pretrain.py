@@ -97,6 +97,7 @@ def build_config(args: PretrainArguments) -> PreTrainedConfig:
     unknown = [name for name in overrides if not hasattr(known, name)]
     if unknown:
         raise ValueError(f"config_overrides: a {known.model_type} config has no field {', '.join(unknown)}.")
+    fit_length(args, known, overrides)
     # From the file, not from `known`: fields that follow from others must follow from the new ones.
     fields, _ = type(known).get_config_dict(args.config)
     if args.vocab_size is not None:
@@ -104,12 +105,24 @@ def build_config(args: PretrainArguments) -> PreTrainedConfig:
     config = AutoConfig.for_model(**fields | overrides)
     with torch.device("meta"):
         AUTO_MODELS[args.objective].from_config(config)
-    longest = getattr(config, "max_position_embeddings", None)
+    return config
+
+
+def fit_length(args: PretrainArguments, config: PreTrainedConfig, overrides: dict):
+    """Settle the block size: that of the arguments, else the length that the model is made for.
+
+    Raises:
+        ValueError: the model has no positions for such blocks.
+    """
+    field = "max_position_embeddings"
+    longest = overrides.get(field, getattr(config, field, None))
     if args.block_size is None:
         args.block_size = longest or 1024
-    if config.model_type != "tnn" and longest is not None and args.block_size > longest:
-        raise ValueError(f"block_size={args.block_size} is above max_position_embeddings={longest} of the config.")
-    return config
+    elif longest is not None and args.block_size > longest:
+        if config.model_type != "tnn":
+            raise ValueError(f"block_size={args.block_size} is above {field}={longest} of the config.")
+        # No input is too long for a TNN, but some operators place their taps or points by this number.
+        overrides[field] = args.block_size
 
 
 def config_overrides(text: str | None) -> dict:

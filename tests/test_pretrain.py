@@ -7,11 +7,22 @@ import pytest
 import torch
 from datasets import Dataset
 from training_scripts import ROOT, SENTENCES, assert_same_weights, run_script, weights, write_config, write_text
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer, GPT2Config, set_seed
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+    GPT2Config,
+    TrainingArguments,
+    set_seed,
+)
 
 from blocks import BlockStream  # isort: skip - on the path once training_scripts is imported
 from corpus import load_corpus, pack, train_tokenizer  # isort: skip
+from finetune_glue import GlueArguments  # isort: skip
+from pretrain import build_config  # isort: skip
 from pretrain_arguments import PretrainArguments  # isort: skip
+from recipes import parse_arguments  # isort: skip
 from training import build_optimizer, count_targets, token_losses  # isort: skip
 
 
@@ -257,6 +268,31 @@ def test_recipe_comes_before_options(text, tmp_path):
     run_script("pretrain", "--max_steps", 2, "--recipe", recipe, "--output_dir", tmp_path / "out")
     args = json.loads((tmp_path / "out" / "training_args.json").read_text())
     assert (args["max_steps"], args["learning_rate"], args["gradient_checkpointing"]) == (2, 1e-3, True)
+
+
+@pytest.mark.parametrize(
+    "recipe", sorted((ROOT / "configuration" / "recipes").glob("*.yaml")), ids=lambda path: path.stem
+)
+def test_recipes(recipe, monkeypatch):
+    """Every option is known, every configuration is a model of the objective."""
+    if recipe.stem.startswith("glue"):
+        monkeypatch.setattr("sys.argv", ["x", "--recipe", str(recipe), "--model_name_or_path", "x"])
+        args, training = parse_arguments([GlueArguments, TrainingArguments], "")
+        assert args.task_name and training.num_train_epochs > 0
+    else:
+        monkeypatch.setattr("sys.argv", ["x", "--recipe", str(recipe)])
+        (args,) = parse_arguments([PretrainArguments], "")
+        assert build_config(args).max_position_embeddings >= args.block_size
+
+
+def test_length_of_the_model_follows_the_blocks(tmp_path):
+    tnn = write_config(tmp_path / "tnn", tno_type="fd")
+    assert build_config(PretrainArguments(config=str(tnn), block_size=100)).fd_resolution == 256
+    args = PretrainArguments(config=str(tnn), config_overrides="max_position_embeddings=48")
+    assert build_config(args).max_position_embeddings == args.block_size == 48
+    GPT2Config(n_positions=64).save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(ValueError, match="block_size=100 is above max_position_embeddings=64"):
+        build_config(PretrainArguments(config=str(tmp_path / "gpt2"), block_size=100))
 
 
 def test_preset_by_name():
