@@ -121,8 +121,8 @@ def fit_length(args: PretrainArguments, config: PreTrainedConfig, overrides: dic
     elif longest is not None and args.block_size > longest:
         if config.model_type != "tnn":
             raise ValueError(f"block_size={args.block_size} is above {field}={longest} of the config.")
-        # No input is too long for a TNN, but some operators place their taps or points by this number.
-        overrides[field] = args.block_size
+        # No input is too long for a TNN, but operators place their points by this number, and FD its taps.
+        overrides |= {field: args.block_size, "fd_resolution": overrides.get("fd_resolution")}
 
 
 def config_overrides(text: str | None) -> dict:
