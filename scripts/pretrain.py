@@ -247,7 +247,6 @@ def finish(args: PretrainArguments, pretraining: Pretraining) -> dict:
         "evaluations": state.history,
     }
     if accelerator.is_main_process:
-        write_json(partial(final) / "training_args.json", dataclasses.asdict(args))
         write_json(partial(final) / "metrics.json", metrics)
         move_files(partial(final), Path(args.output_dir))
     accelerator.wait_for_everyone()

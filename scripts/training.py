@@ -217,12 +217,13 @@ class Pretraining:
             prune(self.output_dir, self.args.save_total_limit)
 
     def save_model(self, folder: Path):
-        """Weights, config and tokenizer, as `from_pretrained` reads them."""
+        """Weights, config and tokenizer, as `from_pretrained` reads them, and the arguments."""
         weights = self.accelerator.get_state_dict(self.model)
         if self._is_main:
             model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
             model.save_pretrained(folder, state_dict=weights)
             self.tokenizer.save_pretrained(folder)
+            write_json(folder / "training_args.json", dataclasses.asdict(self.args))
 
     @property
     def _is_main(self) -> bool:

@@ -3,7 +3,8 @@
 import pytest
 import torch
 from conftest import BIDIRECTIONAL, CAUSAL, relative_error, seeded, tiny_config
-from transformers import DataCollatorWithFlattening
+from datasets import Dataset
+from transformers import DataCollatorWithFlattening, DefaultDataCollator, Trainer, TrainingArguments
 
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification, TnnModel
 from modeling_tnn.documents import find_documents
@@ -125,6 +126,25 @@ def test_training_with_dropout_and_checkpointing():
     model.gradient_checkpointing_enable()
     model(**flattened()).loss.backward()
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("head, causal", [(TnnForCausalLM, True), (TnnForMaskedLM, False)])
+def test_trainer(head, causal, tmp_path):
+    """With the collator, and with rows that were packed before: Trainer must not drop their positions."""
+    packed = {name: values[0].tolist() for name, values in flattened().items()}
+    losses = []
+    for rows, collator in (
+        ([{"input_ids": text.tolist()} for text in texts()], DataCollatorWithFlattening()),
+        ([packed], DefaultDataCollator()),
+    ):
+        args = TrainingArguments(str(tmp_path), max_steps=1, per_device_train_batch_size=len(rows), report_to="none",
+                                 train_sampling_strategy="sequential", use_cpu=True, disable_tqdm=True)  # fmt: skip
+        model = seeded(head, tiny_config(causal=causal, hidden_dropout_prob=0.0))
+        trainer = Trainer(model, args, train_dataset=Dataset.from_list(rows), data_collator=collator)
+        losses.append(trainer.train().training_loss)
+    assert (
+        losses[0] == pytest.approx(losses[1]) == pytest.approx(seeded(head, model.config)(**flattened()).loss.item())
+    )
 
 
 def test_tuples():
