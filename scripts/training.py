@@ -191,12 +191,12 @@ class Pretraining:
         self.model.eval()
         losses = []
         for batch in self.validation:
-            nats = token_losses(self._logits(batch), batch["labels"], self.causal).double().sum(dim=1)  # (B,)
-            counts = count_targets(batch["labels"], self.causal).double()
+            nats = token_losses(self._logits(batch), batch["labels"], self.causal).sum(dim=1)  # (B,)
+            counts = count_targets(batch["labels"], self.causal).float()
             # Rows that stand twice, to even out the last batches of the processes, are dropped.
             losses.append(self.accelerator.gather_for_metrics(torch.stack([nats, counts], dim=1)))  # (B, 2)
         self.model.train(training)
-        nats, count = torch.cat(losses).sum(dim=0).tolist()
+        nats, count = torch.cat(losses).cpu().double().sum(dim=0).tolist()
         return nats / max(count, 1)
 
     def save_checkpoint(self):
