@@ -263,16 +263,21 @@ def configure_logging(accelerator: Accelerator):
         datasets.disable_progress_bars()
 
 
+def open_repository(args: PretrainArguments) -> str:
+    """Create or find the repository that the model goes to, so that what fails does so before the training."""
+    name = args.hub_model_id or Path(args.output_dir).resolve().name
+    return create_repo(name, private=args.hub_private_repo, exist_ok=True).repo_id
+
+
 def main():
     (args,) = parse_arguments([PretrainArguments], __doc__)
+    repository = None
     try:
         accelerator = build_accelerator(args)
         configure_logging(accelerator)
-        repository = None
-        if args.push_to_hub and accelerator.is_main_process:
-            name = args.hub_model_id or Path(args.output_dir).name
-            repository = create_repo(name, private=args.hub_private_repo, exist_ok=True).repo_id
         pretraining = build(args, accelerator)
+        if args.push_to_hub and accelerator.is_main_process:
+            repository = open_repository(args)
         if args.report_to != "none":
             settings = {name: value for name, value in dataclasses.asdict(args).items() if value is not None}
             accelerator.init_trackers("modeling-tnn", config=settings)

@@ -6,6 +6,8 @@ import re
 import pytest
 import torch
 from datasets import Dataset
+from huggingface_hub import RepoUrl
+from huggingface_hub.utils import filter_repo_objects
 from training_scripts import ROOT, SENTENCES, assert_same_weights, run_script, weights, write_config, write_text
 from transformers import (
     AutoConfig,
@@ -259,6 +261,28 @@ def test_another_run_is_not_resumed_or_overwritten(options, tmp_path):
         run_script("pretrain", *options, "--resume_from_checkpoint", "latest", "--seed", 1,
                    "--config_overrides", "rpe_dim=8")  # fmt: skip
     assert sorted(path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")) == before
+
+
+def test_push_to_hub(options, tmp_path, monkeypatch):
+    """The repository is there before training; what goes to it is the final model and its figures."""
+    calls, output = [], tmp_path / "out"
+
+    def create(name, private, exist_ok):
+        calls.append(("create", name, private, (output / "metrics.json").exists()))
+        return RepoUrl(f"https://huggingface.co/me/{name}")
+
+    def upload(repo_id, folder_path, ignore_patterns):
+        files = [str(path.relative_to(folder_path)) for path in output.rglob("*") if path.is_file()]
+        calls.append(("upload", repo_id, set(filter_repo_objects(files, ignore_patterns=ignore_patterns))))
+
+    monkeypatch.setattr("pretrain.create_repo", create)
+    monkeypatch.setattr("pretrain.upload_folder", upload)
+    run_script("pretrain", *options, "--checkpointing_steps", 4, "--push_to_hub", "--hub_private_repo")
+    created, uploaded = calls
+    assert created == ("create", "out", True, False)
+    assert uploaded[:2] == ("upload", "me/out")
+    assert uploaded[2] == {path.name for path in output.iterdir() if path.is_file()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "metrics.json"} < uploaded[2]
 
 
 def test_recipe_comes_before_options(text, tmp_path):
