@@ -39,7 +39,7 @@ def recipe_options(file: str) -> list[str]:
     options = []
     for name, value in recipe.items():
         values = value if isinstance(value, list) else [value]
-        options += [f"--{name}", *map(str, values)]
+        options += [] if value is None else [f"--{name}", *map(str, values)]
     return options
 
 
