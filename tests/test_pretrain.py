@@ -84,6 +84,15 @@ def test_accumulation_is_a_larger_batch(options, tmp_path):
     assert one["loss"] == pytest.approx(three["loss"], abs=1e-5)
 
 
+def test_bfloat16(options, tmp_path):
+    """Under autocast, with weights in single precision: close to what float32 gives."""
+    for name in ("no", "bf16"):
+        run_script("pretrain", *options, "--mixed_precision", name, "--output_dir", tmp_path / name)
+    exact, rounded = metrics_of(tmp_path / "no")["loss"], metrics_of(tmp_path / "bf16")["loss"]
+    assert exact != rounded and rounded == pytest.approx(exact, rel=0.02)
+    assert {tensor.dtype for tensor in weights(tmp_path / "bf16").values()} == {torch.float32}
+
+
 def test_loss_of_the_model(options):
     """The script's loss is that of transformers, for labels with and without a shift."""
     torch.manual_seed(0)
