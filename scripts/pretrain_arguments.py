@@ -40,7 +40,7 @@ class PretrainArguments:
     tokenizer_name: str | None = option(None, "Tokenizer: folder or Hub id; trained on the text unless given.")
     vocab_size: int | None = option(None, "Size of the vocabulary; that of the config unless given.")
     train_file: str | None = option(None, "Text, JSON, parquet or CSV file.")
-    validation_file: str | None = option(None, "The same; the last 5% of the training text unless given.")
+    validation_file: str | None = option(None, "The same; the end of the training text unless given.")
     dataset_name: str | None = option(None, "Hub data set or local folder, instead of files; else the demo corpus.")
     dataset_config_name: str | None = option(None, "Configuration of the data set.")
     text_column: str = option("text", "The column of the data that holds text.")

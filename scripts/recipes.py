@@ -3,6 +3,7 @@
 A recipe is a YAML file of options by name. `--recipe FILE` reads it; options of the command line go before it.
 """
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -12,9 +13,13 @@ from transformers import HfArgumentParser
 ROOT = Path(__file__).resolve().parent.parent
 
 
+class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Examples with their line breaks, options with their defaults."""
+
+
 def parse_arguments(dataclasses: list[type], description: str) -> tuple:
     """Instances of `dataclasses` from the command line; errors of their `__post_init__` end it with their message."""
-    parser = HfArgumentParser(dataclasses, description=description, allow_abbrev=False)
+    parser = HfArgumentParser(dataclasses, description=description, formatter_class=_Help, allow_abbrev=False)
     parser.add_argument("--recipe", action="append", default=[], metavar="FILE", help="YAML file of options by name.")
     given = sys.argv[1:]
     try:

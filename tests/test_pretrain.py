@@ -294,6 +294,14 @@ def test_push_to_hub(options, tmp_path, monkeypatch):
     assert {"config.json", "model.safetensors", "tokenizer.json", "metrics.json"} < uploaded[2]
 
 
+@pytest.mark.parametrize("script", ["pretrain", "finetune_glue", "evaluate_lm"])
+def test_help(script, capsys):
+    with pytest.raises(SystemExit) as error:
+        run_script(script, "--help")
+    shown = capsys.readouterr().out
+    assert error.value.code == 0 and f"\n    python scripts/{script}.py --" in shown and "--output_dir" in shown
+
+
 def test_recipe_comes_before_options(text, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f"# a comment\nconfig: {write_config(tmp_path / 'config')}\ntrain_file: {text}\n"
