@@ -86,14 +86,14 @@ class Task:
         self.tokenizer = AutoTokenizer.from_pretrained(
             args.model_name_or_path, trust_remote_code=args.trust_remote_code
         )
+        for names, limit in (
+            (["train"], args.max_train_samples),
+            (data.validation_splits, args.max_eval_samples),
+            (data.test_splits, args.max_predict_samples),
+        ):
+            for name in names if limit is not None else []:
+                data.splits[name] = data.splits[name].select(range(min(limit, len(data.splits[name]))))
         self.splits = tokenize_task(data, self.tokenizer, args.max_seq_length, args.pad_to_max_length)
-
-    def split(self, name: str, limit: int | None):
-        rows = self.splits[name]
-        return rows if limit is None else rows.select(range(min(limit, len(rows))))
-
-    def train_rows(self):
-        return self.split("train", self.args.max_train_samples)
 
     def build_model(self) -> PreTrainedModel:
         """With the weights of the pretrained model, or random ones, below a new head."""
@@ -119,20 +119,19 @@ class Task:
         """The main metric of always answering the most frequent class of the training data."""
         if self.data.label_names is None:
             return None
-        references = np.array(self.split(self.data.validation_splits[0], self.args.max_eval_samples)["label"])
-        answer = statistics.mode(self.train_rows()["label"])
+        references = np.array(self.splits[self.data.validation_splits[0]]["label"])
+        answer = statistics.mode(self.splits["train"]["label"])
         return self.metric(np.full_like(references, answer), references)[self.main_metric]
 
 
 def run(task: Task, training: TrainingArguments) -> tuple[Trainer, dict]:
     """Train, evaluate and predict as told; the Trainer and all figures."""
-    args = task.args
     set_seed(training.seed)
     trainer = Trainer(
         model=task.build_model(),
         args=training,
-        train_dataset=task.train_rows() if training.do_train else None,
-        eval_dataset=task.split(task.data.validation_splits[0], args.max_eval_samples),
+        train_dataset=task.splits["train"] if training.do_train else None,
+        eval_dataset=task.splits[task.data.validation_splits[0]],
         processing_class=task.tokenizer,
         compute_metrics=task.compute_metrics,
     )
@@ -141,7 +140,7 @@ def run(task: Task, training: TrainingArguments) -> tuple[Trainer, dict]:
         results |= trainer.train(resume_from_checkpoint=training.resume_from_checkpoint).metrics
     if training.do_eval:
         for split in task.data.validation_splits:
-            rows = task.split(split, args.max_eval_samples)
+            rows = task.splits[split]
             suffix = "_mm" if split.endswith("_mismatched") else ""
             figures = trainer.evaluate(rows)
             results |= {name + suffix: value for name, value in figures.items()} | {"eval_samples" + suffix: len(rows)}
@@ -153,7 +152,7 @@ def run(task: Task, training: TrainingArguments) -> tuple[Trainer, dict]:
 
 def write_predictions(trainer: Trainer, task: Task, split: str):
     """`predict_results_TASK.txt`, in the form of run_glue.py."""
-    rows = task.split(split, task.args.max_predict_samples)
+    rows = task.splits[split]
     columns = [name for name in rows.column_names if name != "label"]
     predictions = task.predictions(trainer.predict(rows.select_columns(columns)).predictions)
     names = task.data.label_names
