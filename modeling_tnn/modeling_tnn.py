@@ -24,6 +24,7 @@ from .blocks import TnnBlock
 from .cache_tnn import check_cache
 from .configuration_tnn import TnnConfig
 from .conversion import LayerReport, convert
+from .documents import check_one_document, find_documents, forward_documents
 from .inputs import check_attention_mask, check_input_ids, last_real_token, mean_of_real_tokens
 from .norms import GatedRMSNorm, LayerNorm, ScaleRMSNorm
 from .tno import ToeplitzOperator
@@ -96,8 +97,7 @@ class TnnModel(TnnPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    @merge_with_config_defaults
-    @capture_outputs
+    @can_return_tuple
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
@@ -105,6 +105,7 @@ class TnnModel(TnnPreTrainedModel):
         past_key_values: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
+        position_ids: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPast:
         """Hidden states of the last layer, `(B, L, d)`.
@@ -115,12 +116,39 @@ class TnnModel(TnnPreTrainedModel):
             past_key_values: what a causal model returned for the tokens before these.
             inputs_embeds: `(B, L, d)` instead of `input_ids`, before `scale_embedding`.
             use_cache: whether to return `past_key_values` (causal models only).
+            position_ids: `(B, L)`; where they start again within a row, another document begins, which neither sees
+                the ones before nor is seen by them. So do `seq_idx` and `cu_seq_lens_q`, see `documents.py`.
 
         Raises:
             ValueError: both or none of `input_ids` and `inputs_embeds`, an empty sequence, ids outside the
-                vocabulary (looked for on CPU only: elsewhere the search would stall the device), or a mask of
-                another shape.
+                vocabulary (looked for on CPU only: elsewhere the search would stall the device), a mask of another
+                shape, or several documents in a row together with a cache.
         """
+        tokens = inputs_embeds if input_ids is None else input_ids
+        offsets = kwargs.get("cu_seq_lens_q")
+        documents = find_documents(tokens, attention_mask, position_ids, kwargs.get("seq_idx"), offsets)
+        if documents is None:
+            kwargs |= {"inputs_embeds": inputs_embeds, "past_key_values": past_key_values, "use_cache": use_cache}
+            return self._forward(input_ids, attention_mask, return_dict=True, **kwargs)
+        if self.config.causal and (use_cache or past_key_values is not None):
+            raise ValueError(
+                "A row holds several documents (by its position_ids, seq_idx or cu_seq_lens_q), but a cache continues "
+                "one text: leave out past_key_values and use_cache, or pad instead of packing."
+            )
+        return forward_documents(self._forward, documents, input_ids, attention_mask, inputs_embeds, **kwargs)
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def _forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> BaseModelOutputWithPast:
+        """One text a row."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Exactly one of input_ids and inputs_embeds must be given.")
         if inputs_embeds is None:
@@ -174,6 +202,7 @@ class TnnForCausalLM(TnnPreTrainedModel, GenerationMixin):
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
+        position_ids: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
         """Logits `(B, L, vocab_size)` of the next tokens.
@@ -190,6 +219,7 @@ class TnnForCausalLM(TnnPreTrainedModel, GenerationMixin):
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            position_ids=position_ids,
             return_dict=True,
             **kwargs,
         )
@@ -243,6 +273,7 @@ class TnnForMaskedLM(TnnPreTrainedModel):
         attention_mask: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.LongTensor | None = None,
+        position_ids: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> MaskedLMOutput:
         """Logits `(B, L, vocab_size)` of the tokens themselves.
@@ -256,6 +287,7 @@ class TnnForMaskedLM(TnnPreTrainedModel):
             input_ids=input_ids,
             attention_mask=attention_mask,
             inputs_embeds=inputs_embeds,
+            position_ids=position_ids,
             return_dict=True,
             **kwargs,
         )
@@ -314,6 +346,7 @@ class TnnForSequenceClassification(TnnPreTrainedModel):
 
         The other arguments and the errors are those of [`TnnModel.forward`].
         """
+        check_one_document(input_ids if inputs_embeds is None else inputs_embeds, attention_mask, **kwargs)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
