@@ -26,6 +26,7 @@ from transformers import AutoModel
 from transformers.utils import logging
 
 import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
+from modeling_tnn.tno_grid import GridOperator
 
 STYLE = """body { font-family: sans-serif; max-width: 1400px; margin: 2em auto; padding: 0 1em; color: #222; }
 img { max-width: 100%; } table { border-collapse: collapse; margin: 1em 0; }
@@ -65,6 +66,14 @@ def read_kernel(operator, length: int, label: str) -> Kernel:
     return Kernel(label, taps, np.arange(first, length), None if poles is None else poles.cpu().numpy())
 
 
+def read_layer(operator, length: int, index: int) -> list[Kernel]:
+    """The kernel of a layer, or those along the rows and the columns of an image."""
+    if not isinstance(operator, GridOperator):
+        return [read_kernel(operator, length, f"layer {index}")]
+    axes = {"rows": operator.rows, "columns": operator.columns}
+    return [read_kernel(part, length, f"layer {index} {name}") for name, part in axes.items()]
+
+
 def write_page(path: Path, title: str, note: str, rows: list[dict], pictures: dict[str, list[Path]]):
     """The HTML page; `pictures` are the files of each section by its heading."""
     head = "".join(f"<th>{html.escape(name)}</th>" for name in ("layer", *COLUMNS.values()))
@@ -100,7 +109,7 @@ def save(figure: Figure, path: Path, dpi: int) -> Path:
 def describe(config, length: int) -> str:
     side = "causal" if config.causal else "bidirectional"
     text = f"tno_type={config.tno_type}, {side}, {config.num_hidden_layers} layers, {config.gtu_dim} channels each; "
-    text += f"kernels at {length} positions (trained at {config.max_position_embeddings}). "
+    text += f"kernels at {length} positions (trained at {config.axis_length}). "
     text += "The weight of a lag is the absolute value of its coefficient over the sum of those of its channel."
     if config.tno_type == "ski":
         text += " The low-rank part of ski is shown by the kernel that it interpolates."
@@ -111,8 +120,10 @@ def main():
     args = parse_arguments(sys.argv[1:])
     logging.set_verbosity_error()  # the heads of a checkpoint are not needed here
     model = AutoModel.from_pretrained(args.model)
-    length = args.length or model.config.max_position_embeddings
-    kernels = [read_kernel(layer.gtu.tno, length, f"layer {index}") for index, layer in enumerate(model.layers)]
+    length = args.length or model.config.axis_length
+    kernels = [
+        kernel for index, layer in enumerate(model.layers) for kernel in read_layer(layer.gtu.tno, length, index)
+    ]
     args.output_dir.mkdir(parents=True, exist_ok=True)
     title = f"What the layers of {Path(args.model).name} attend to"
     size = min(args.matrix_size, length)

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 import kernel_figures  # noqa: E402
 from kernel_statistics import Kernel, octave_shares, octaves, summary  # noqa: E402
-from plot_kernels import parse_arguments, read_kernel  # noqa: E402
+from plot_kernels import parse_arguments, read_kernel, read_layer  # noqa: E402
 
 
 def test_horizon_and_shares_of_known_kernels():
@@ -66,6 +66,13 @@ def test_bidirectional_kernel_is_read_with_its_lags():
     row = torch.from_numpy(kernel.taps[0])
     torch.testing.assert_close(operator.dense(5)[0, :, 0].detach(), row[kernel.lags >= 0])
     torch.testing.assert_close(operator.dense(5)[0, 0].detach(), row[kernel.lags <= 0].flip(0))
+
+
+def test_image_models_have_two_kernels_a_layer():
+    operator = seeded(build_tno, tiny_config(causal=False, num_axes=2))
+    rows, columns = read_layer(operator, 8, 3)
+    assert (rows.label, columns.label) == ("layer 3 rows", "layer 3 columns")
+    assert not np.array_equal(rows.taps, columns.taps)
 
 
 @pytest.mark.parametrize("tno_type, causal", [("modal", True), ("ski", False)])
