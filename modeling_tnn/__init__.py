@@ -9,6 +9,7 @@ from transformers import (
 )
 
 from .configuration_tnn import TnnConfig
+from .modeling_pairs import TnnForSequencePairClassification
 from .modeling_tnn import (
     TnnForCausalLM,
     TnnForMaskedLM,
@@ -31,6 +32,7 @@ __all__ = [
     "TnnForCausalLM",
     "TnnForMaskedLM",
     "TnnForSequenceClassification",
+    "TnnForSequencePairClassification",
     "TnnModel",
     "TnnPreTrainedModel",
     "causal_toeplitz_matmul",

@@ -292,18 +292,23 @@ class TnnForMaskedLM(TnnPreTrainedModel):
 
 
 class TnnClassificationHead(nn.Module):
-    """Two linear layers with a tanh between them, each after dropout."""
+    """Two linear layers with a tanh between them, each after dropout, for `num_features` inputs (d unless given)."""
 
-    def __init__(self, config: TnnConfig):
+    def __init__(self, config: TnnConfig, num_features: int | None = None):
         super().__init__()
         rate = config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout
         self.dropout = nn.Dropout(rate)
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.dense = nn.Linear(num_features or config.hidden_size, config.hidden_size)
         self.out_proj = nn.Linear(config.hidden_size, config.num_labels)
 
     def forward(self, pooled: torch.Tensor) -> torch.Tensor:
-        """`(B, d)` to `(B, num_labels)`."""
+        """`(B, num_features)` to `(B, num_labels)`."""
         return self.out_proj(self.dropout(torch.tanh(self.dense(self.dropout(pooled)))))
+
+
+def pool_tokens(config: TnnConfig, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+    """One vector for a sequence, `(B, L, d)` to `(B, d)`: its last real token (causal) or the mean of them."""
+    return (last_real_token if config.causal else mean_of_real_tokens)(hidden_states, attention_mask)
 
 
 class TnnForSequenceClassification(TnnPreTrainedModel):
@@ -348,8 +353,7 @@ class TnnForSequenceClassification(TnnPreTrainedModel):
             return_dict=True,
             **kwargs,
         )
-        pool = last_real_token if self.config.causal else mean_of_real_tokens
-        logits = self.classifier(pool(outputs.last_hidden_state, attention_mask))
+        logits = self.classifier(pool_tokens(self.config, outputs.last_hidden_state, attention_mask))
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
