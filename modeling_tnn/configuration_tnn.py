@@ -18,6 +18,7 @@ CHOICES = {
     "norm_position": ("pre", "post", "res_post"),
     "initializer": ("torch", "normal", "normal_gtu"),
     "num_axes": (1, 2),
+    "axis_combination": ("product", "sum"),
     "position_embedding": (None, "sinusoidal"),
     "product": ("chunked", "plain"),
     "fd_input": ("omega", "cos"),
@@ -39,6 +40,9 @@ AT_LEAST_ONE = (
     "fd_resolution",
     "num_modes",
     "modal_window",
+    "image_size",
+    "patch_size",
+    "num_channels",
 )
 PROBABILITIES = ("hidden_dropout_prob", "classifier_dropout")
 
@@ -71,6 +75,11 @@ class TnnConfig(PreTrainedConfig):
             from the first real token.
         num_axes (`int`): 1 for a sequence; 2 for the tokens of a square image in row-major order, mixed along its
             rows and its columns (not causal).
+        axis_combination (`str`): With two axes: `"product"`, twice the columns of the rows (the Long Range Arena
+            models), or `"sum"`, rows plus columns (the ImageNet models).
+        image_size (`int`): Side in pixels of the images that `TnnForImageClassification` is trained on.
+        patch_size (`int`): Side in pixels of its tokens, squares of the image.
+        num_channels (`int`): Numbers in a pixel, 3 for colours.
         layer_norm_eps (`float`): Epsilon of every LayerNorm. The RMS norms keep the 1e-8 of the released code.
         rpe_dim (`int`): Width of the relative position encoder (`"rpe"` and `"fd"`).
         rpe_layers (`int`): Its hidden layers, without the input and the output projection. May be 0.
@@ -132,6 +141,10 @@ class TnnConfig(PreTrainedConfig):
     embedding_norm: bool = False
     position_embedding: str | None = None
     num_axes: int = 1
+    axis_combination: str = "product"
+    image_size: int = 224
+    patch_size: int = 16
+    num_channels: int = 3
     layer_norm_eps: float = 1e-5
     rpe_dim: int = 64
     rpe_layers: int = 6

@@ -54,7 +54,7 @@ class TnnPreTrainedModel(PreTrainedModel):
         if self.config.initializer == "normal_gtu" and getattr(module, "is_gtu_projection", False):
             init.normal_(module.weight, std=self.config.initializer_range)
             init.normal_(module.bias, std=self.config.initializer_range)
-        elif self.config.initializer != "normal" and isinstance(module, nn.Linear):
+        elif self.config.initializer != "normal" and isinstance(module, (nn.Linear, nn.Conv2d)):
             module.reset_parameters()
         if self.config.initializer != "normal" and isinstance(module, nn.Embedding):
             init.normal_(module.weight, std=self.config.hidden_size**-0.5)

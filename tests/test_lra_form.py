@@ -9,7 +9,7 @@ from test_padding import padded
 from modeling_tnn import TnnForSequenceClassification, TnnModel
 from modeling_tnn.inputs import sinusoidal_embedding, token_positions
 from modeling_tnn.norms import BatchNorm
-from modeling_tnn.tno_grid import along_last_axis
+from modeling_tnn.tno_grid import COMBINATIONS
 
 LRA = {"norm_type": "batchnorm", "rpe_hidden_norm": False, "rpe_window": 10, "position_embedding": "sinusoidal"}
 
@@ -40,26 +40,35 @@ def test_taps_within_a_window():
     assert random_operator("rpe", True, rpe_window=7, decay=0.9, learnable_decay=True).reach() == 7
 
 
-def grid_operator(tno_type):
-    return random_operator(tno_type, False, num_axes=2, rtf_state_size=5, ski_rank=4)
+def grid_operator(tno_type, axis_combination="product"):
+    fields = {"num_axes": 2, "axis_combination": axis_combination, "rtf_state_size": 5, "ski_rank": 4}
+    return random_operator(tno_type, False, **fields)
 
 
-@pytest.mark.parametrize("tno_type", BIDIRECTIONAL)
-@pytest.mark.parametrize("side", [1, 2, 3, 8, 9])
-def test_image_mixer(tno_type, side):
-    """It is its dense matrix, values and gradients, and the sum of both orders of rows and columns."""
-    operator = grid_operator(tno_type)
-    v = random_input(2, side**2, operator.channels).requires_grad_()
-    fast, dense = operator(v), torch.einsum("dij,bjd->bid", operator.dense(side**2), v)
+def mix_as_released(operator, v, side):
+    """Each axis by a loop over the lines of the image, both orders of the product."""
     image = v.unflatten(1, (side, side))
 
     def rows(x):
-        return along_last_axis(operator.rows, x)
+        return torch.stack([operator.rows(x[:, line]) for line in range(side)], dim=1)
 
     def columns(x):
-        return along_last_axis(operator.columns, x.transpose(1, 2)).transpose(1, 2)
+        return torch.stack([operator.columns(x[:, :, line]) for line in range(side)], dim=2)
 
-    released = (columns(rows(image)) + rows(columns(image))).flatten(1, 2)
+    if operator.combine is COMBINATIONS["sum"]:
+        return (rows(image) + columns(image)).flatten(1, 2)
+    return (columns(rows(image)) + rows(columns(image))).flatten(1, 2)
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@pytest.mark.parametrize("tno_type", BIDIRECTIONAL)
+@pytest.mark.parametrize("side", [1, 2, 3, 8, 9])
+def test_image_mixer(tno_type, side, combination):
+    """It is its dense matrix and what the released code computes, values and gradients."""
+    operator = grid_operator(tno_type, combination)
+    v = random_input(2, side**2, operator.channels).requires_grad_()
+    fast, dense = operator(v), torch.einsum("dij,bjd->bid", operator.dense(side**2), v)
+    released = mix_as_released(operator, v, side)
     inputs = [v, *operator.parameters()]
     gradients = [torch.autograd.grad(y.square().sum(), inputs) for y in (fast, dense, released)]
     for y, gradient in zip((dense, released), gradients[1:], strict=True):
