@@ -98,7 +98,7 @@ class TnnBlock(GradientCheckpointingLayer):
         self.gtu_norm = build_norm(config.norm_type, config.hidden_size)
         self.gtu = TnnGatedToeplitzUnit(config, layer_idx)
         self.glu_norm = build_norm(config.norm_type, config.hidden_size)
-        self.glu = TnnGatedLinearUnit(config)
+        self.glu = TnnGatedLinearUnit(config) if config.use_glu else None
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
         self.add_residual = NORM_POSITIONS[config.norm_position]
 
@@ -119,4 +119,4 @@ class TnnBlock(GradientCheckpointingLayer):
 
         gtu_norm, glu_norm = (with_mask(norm, attention_mask) for norm in (self.gtu_norm, self.glu_norm))
         hidden_states = self.add_residual(hidden_states, gtu_norm, mix_tokens)
-        return self.add_residual(hidden_states, glu_norm, mix_channels)
+        return hidden_states if self.glu is None else self.add_residual(hidden_states, glu_norm, mix_channels)

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
 CHOICES = {
-    "tno_type": ("rpe", "fd", "ski", "rtf", "modal"),
+    "tno_type": ("rpe", "fd", "ski", "rtf", "modal", "free"),
     "norm_type": ("simplermsnorm", "rmsnorm", "gatedrmsnorm", "scalenorm", "layernorm", "batchnorm"),
     "rpe_norm_type": (None, "simplermsnorm", "rmsnorm", "gatedrmsnorm", "scalenorm", "layernorm"),
     "norm_position": ("pre", "post", "res_post"),
@@ -22,6 +22,7 @@ CHOICES = {
     "position_embedding": (None, "sinusoidal"),
     "product": ("chunked", "plain"),
     "fd_input": ("omega", "cos"),
+    "rpe_input": ("lag", "normalized", "sinusoidal"),
     "rtf_constraint": (None, "l1_montel"),
     "rtf_initializer": ("zeros", "xavier", "montel"),
     "hidden_act": tuple(ACT2FN),
@@ -59,9 +60,11 @@ class TnnConfig(PreTrainedConfig):
             `TnnForMaskedLM` needs `False`, the other classes take both.
         tno_type (`str`): Where the Toeplitz coefficients come from: `"rpe"` (an MLP of the lag, times a decay),
             `"fd"` (an MLP of the frequency), `"ski"` (a short filter plus a low-rank interpolated kernel, not
-            causal), `"rtf"` (a rational transfer function) or `"modal"` (a recurrence that `to_recurrent` fitted).
+            causal), `"rtf"` (a rational transfer function), `"modal"` (a recurrence that `to_recurrent` fitted) or
+            `"free"` (one parameter for each lag below `max_position_embeddings`, times the decay).
         gtu_expansion (`float`): Width of the gated Toeplitz unit over `hidden_size`; e = int(gtu_expansion * d).
         gtu_norm (`bool`): Whether the gated product is normalised before the output projection of the GTU.
+        use_glu (`bool`): Whether a block has a GLU; without, it is a GTU alone.
         glu_dim (`int`, *optional*): Inner width of the GLU; `hidden_size` unless set.
         hidden_act (`str`): Activation of the GTU and of the gate of the GLU.
         norm_type (`str`): Norm of the blocks, of the GTU (`gtu_norm`) and of the RPE: `"simplermsnorm"` (without
@@ -83,6 +86,8 @@ class TnnConfig(PreTrainedConfig):
         layer_norm_eps (`float`): Epsilon of every LayerNorm. The RMS norms keep the 1e-8 of the released code.
         rpe_dim (`int`): Width of the relative position encoder (`"rpe"` and `"fd"`).
         rpe_layers (`int`): Its hidden layers, without the input and the output projection. May be 0.
+        rpe_input (`str`): What it reads when `tno_type="rpe"`: the `"lag"`, the lag over `max_position_embeddings`
+            (`"normalized"`) or sines and cosines of the lag (`"sinusoidal"`).
         rpe_act (`str`): Its activation when `tno_type="rpe"`.
         rpe_residual (`bool`): Whether its hidden layers have a residual connection.
         rpe_norm_type (`str`, *optional*): Its norm; `norm_type` unless set (`"layernorm"` for a batch norm).
@@ -133,6 +138,7 @@ class TnnConfig(PreTrainedConfig):
     tno_type: str = "rpe"
     gtu_expansion: int | float = 3
     gtu_norm: bool = False
+    use_glu: bool = True
     glu_dim: int | None = None
     hidden_act: str = "silu"
     norm_type: str = "simplermsnorm"
@@ -148,6 +154,7 @@ class TnnConfig(PreTrainedConfig):
     layer_norm_eps: float = 1e-5
     rpe_dim: int = 64
     rpe_layers: int = 6
+    rpe_input: str = "lag"
     rpe_act: str = "relu"
     rpe_residual: bool = False
     rpe_norm_type: str | None = None

@@ -4,13 +4,21 @@ import copy
 
 from .tno import ToeplitzOperator
 from .tno_fd import FdOperator
+from .tno_free import FreeOperator
 from .tno_grid import GridOperator
 from .tno_modal import ModalOperator
 from .tno_rpe import RpeOperator
 from .tno_rtf import RtfOperator
 from .tno_ski import SkiOperator
 
-TNO_TYPES = {"rpe": RpeOperator, "fd": FdOperator, "ski": SkiOperator, "rtf": RtfOperator, "modal": ModalOperator}
+TNO_TYPES = {
+    "rpe": RpeOperator,
+    "fd": FdOperator,
+    "ski": SkiOperator,
+    "rtf": RtfOperator,
+    "modal": ModalOperator,
+    "free": FreeOperator,
+}
 
 
 def build_tno(config, layer_idx: int = 0) -> ToeplitzOperator:

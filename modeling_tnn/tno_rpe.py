@@ -14,6 +14,7 @@ from transformers import initialization as init
 
 from .recurrence import taps_above_resolution
 from .rpe import RelativePositionEncoder
+from .rpe_input import build_rpe_input
 from .tno import ToeplitzOperator
 from .toeplitz import fit_lags
 
@@ -32,6 +33,7 @@ class RpeOperator(ToeplitzOperator):
             config.rpe_residual,
             config.rpe_hidden_norm,
         )
+        self.rpe.in_proj = build_rpe_input(config)
         self.decay, self.window = config.decay, config.rpe_window
         self.decay_logit = nn.Parameter(torch.empty(self.channels)) if config.learnable_decay else None
 

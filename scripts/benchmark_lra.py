@@ -9,9 +9,9 @@ from functools import partial
 
 import torch
 from benchmark_training import measure
-from recipes import find_config
+from overrides import load_config
 from run_lra import transformer_like
-from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 OPERATORS = ("rpe", "fd", "ski", "rtf")
 WAYS = (*OPERATORS, "transformer")
@@ -21,10 +21,9 @@ PRESET = "tnn-text"
 def classifier(way: str, length: int, device: str) -> PreTrainedModel:
     """The preset with another operator, or a transformer like it, for sequences of `length` tokens."""
     torch.manual_seed(0)
-    fields, _ = AutoConfig.for_model("tnn").get_config_dict(find_config(PRESET))
     sizes = {"max_position_embeddings": length, "hidden_dropout_prob": 0.0}
     sizes |= {"rtf_num_denominators": 1, "rtf_state_size": 4}
-    config = AutoConfig.for_model(**fields | sizes | {"tno_type": "rpe" if way == "transformer" else way})
+    config = load_config(PRESET, sizes, {"tno_type": "rpe" if way == "transformer" else way})
     config = transformer_like(config) if way == "transformer" else config
     return AutoModelForSequenceClassification.from_config(config).train().to(device)
 

@@ -19,12 +19,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import yaml
 from datasets import Dataset, load_dataset
 from lra_tasks import TASKS, Task, encode_split, load_task
-from recipes import find_config, parse_arguments
+from overrides import load_config, parse_overrides
+from recipes import parse_arguments
 from transformers import (
-    AutoConfig,
     AutoModelForSequenceClassification,
     BertConfig,
     DataCollatorWithPadding,
@@ -75,18 +74,12 @@ def build_config(args: LraArguments, task: Task) -> TnnConfig:
     """The preset with what the task and the command line change.
 
     Raises:
-        ValueError: an override is no field of the configuration, or the model would be causal over an image.
+        ValueError: an override is no field of the configuration, or not possible.
     """
-    fields, _ = TnnConfig.get_config_dict(find_config(args.config))
-    pairs = (pair.partition("=") for pair in (args.config_overrides or "").split(",") if pair.strip())
-    overrides = {name.strip(): yaml.safe_load(value) for name, _, value in pairs}
-    unknown = [name for name in overrides if not hasattr(TnnConfig(), name)]
-    if unknown:
-        raise ValueError(f"--config_overrides: a TnnConfig has no field {', '.join(unknown)}.")
     sizes = {"vocab_size": task.vocab_size, "num_labels": task.num_labels}
     if args.max_length is not None:
         sizes["max_position_embeddings"] = args.max_length
-    return AutoConfig.for_model(**fields | sizes | overrides)
+    return load_config(args.config, sizes, parse_overrides(args.config_overrides))
 
 
 def transformer_like(config: TnnConfig) -> PreTrainedConfig:

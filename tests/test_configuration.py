@@ -20,6 +20,7 @@ from modeling_tnn.blocks import NORM_POSITIONS
 from modeling_tnn.configuration_tnn import CHOICES
 from modeling_tnn.norms import NORM_TYPES
 from modeling_tnn.operators import TNO_TYPES
+from modeling_tnn.rpe_input import RPE_INPUTS
 from modeling_tnn.tno_grid import COMBINATIONS
 from modeling_tnn.tno_rtf import CONSTRAINTS, INITIAL_BOUNDS
 from modeling_tnn.toeplitz import PRODUCTS
@@ -77,6 +78,7 @@ def test_names_are_those_of_the_tables():
         "product": PRODUCTS,
         "rtf_constraint": CONSTRAINTS,
         "axis_combination": COMBINATIONS,
+        "rpe_input": RPE_INPUTS,
         "rtf_initializer": INITIAL_BOUNDS,
     }
     for name, table in tables.items():
@@ -91,7 +93,7 @@ def test_derived_defaults():
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"tno_type": "dct"}, "tno_type='dct' .* one of 'rpe', 'fd', 'ski', 'rtf', 'modal'"),
+        ({"tno_type": "dct"}, "tno_type='dct' .* one of 'rpe', 'fd', 'ski', 'rtf', 'modal', 'free'"),
         ({"tno_type": "modal", "causal": False}, "causal=False .* True with tno_type='modal'"),
         ({"tno_type": "ski", "causal": True}, "causal=True .* False with tno_type='ski'"),
         ({"decay": 0}, r"decay=0 .* \(0, 1\]"),
@@ -105,6 +107,7 @@ def test_derived_defaults():
         ({"tno_type": "rtf", "rtf_num_denominators": 5}, "rtf_num_denominators=5 .* divisor of the GTU width 64"),
         ({"rtf_constraint": "l2"}, "rtf_constraint='l2' .* None, 'l1_montel'"),
         ({"fd_resolution": 100}, "fd_resolution=100 .* power of two"),
+        ({"rpe_input": "sin"}, "rpe_input='sin' .* 'lag', 'normalized', 'sinusoidal'"),
         ({"fd_input": "sin"}, "fd_input='sin' .* 'omega', 'cos'"),
         ({"norm_type": "groupnorm"}, "norm_type='groupnorm' .* 'simplermsnorm'"),
         ({"norm_type": "batchnorm", "gtu_norm": True}, "gtu_norm=True .* False with a batch norm"),
