@@ -24,15 +24,9 @@ from .blocks import TnnBlock
 from .cache_tnn import check_cache
 from .configuration_tnn import TnnConfig
 from .conversion import LayerReport, convert
-from .inputs import (
-    check_attention_mask,
-    check_input_ids,
-    last_real_token,
-    mean_of_real_tokens,
-    sinusoidal_embedding,
-    token_positions,
-)
+from .inputs import check_attention_mask, check_input_ids, last_real_token, mean_of_real_tokens
 from .norms import GatedRMSNorm, LayerNorm, ScaleRMSNorm, build_norm, with_mask
+from .positions import sinusoidal_embedding, token_positions
 from .tno import ToeplitzOperator
 
 

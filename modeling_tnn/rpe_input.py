@@ -11,7 +11,7 @@ that a longer text changes all coefficients; a fixed number keeps causal kernels
 import torch
 from torch import nn
 
-from .inputs import sinusoidal_embedding
+from .positions import sinusoidal_embedding
 from .rpe import CastingLinear
 
 

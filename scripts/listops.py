@@ -26,35 +26,39 @@ class TooLongError(Exception):
     """A tree has outgrown a sample."""
 
 
-def random_tree(rng: random.Random, tokens: list[str], depth: int = 1) -> int:
+def random_tree(rng: random.Random, tokens: list[str], longer: int = LONGER, depth: int = 1) -> int:
     """Append the tokens of a random node to `tokens` and return its value.
 
     Raises:
-        TooLongError: there are `LONGER` tokens or more.
+        TooLongError: there are `longer` tokens or more.
     """
     if depth >= MOST_DEPTH or rng.random() >= OPERATOR_PROBABILITY:
         tokens.append(str(rng.randrange(10)))
         return int(tokens[-1])
     name = rng.choice(tuple(OPERATORS))
     tokens.append(name)
-    values = [random_tree(rng, tokens, depth + 1) for _ in range(rng.randint(2, MOST_ARGUMENTS))]
+    values = [random_tree(rng, tokens, longer, depth + 1) for _ in range(rng.randint(2, MOST_ARGUMENTS))]
     tokens.append(END)
-    if len(tokens) >= LONGER:
+    if len(tokens) >= longer:
         raise TooLongError
     return OPERATORS[name](values)
 
 
-def samples(count: int, seed: int) -> Iterator[dict]:
-    """`count` different samples, each with `source` (tokens with spaces between), `target` and `length`."""
+def samples(count: int, seed: int, shorter: int = SHORTER, longer: int = LONGER) -> Iterator[dict]:
+    """`count` different samples, each with `source` (tokens with spaces between), `target` and `length`.
+
+    Args:
+        shorter, longer: the number of tokens lies between them.
+    """
     rng, seen = random.Random(seed), set()
     while len(seen) < count:
         tokens: list[str] = []
         try:
-            target = random_tree(rng, tokens)
+            target = random_tree(rng, tokens, longer)
         except TooLongError:
             continue
         source = " ".join(tokens)
-        if len(tokens) > SHORTER and source not in seen:
+        if len(tokens) > shorter and source not in seen:
             seen.add(source)
             yield {"source": source, "target": target, "length": len(tokens)}
 

@@ -29,15 +29,15 @@ class Task:
     """One task.
 
     Args:
-        load: the raw splits, from a data set (a Hub id or a folder; None for the usual place) and a number of rows
-            that generated ones have (None for the official ones).
+        load: the raw splits, from a data set (a Hub id or a folder; None for the usual place), a number of rows
+            that generated ones have (None for the official ones) and the tokens kept.
         encode: raw rows of a batch to `input_ids` (`input_ids` of pairs: two lists a row) and `labels`.
         max_length: tokens kept of a sequence.
         num_labels: number of classes.
         tokenizer: what makes the tokens of a text; None for pixels, whose values are the ids.
     """
 
-    load: Callable[[str | None, int | None], DatasetDict]
+    load: Callable[[str | None, int | None, int], DatasetDict]
     encode: Callable[[dict, "Task"], dict]
     max_length: int
     num_labels: int
@@ -61,18 +61,20 @@ def byte_tokenizer() -> ByT5Tokenizer:
     return ByT5Tokenizer(extra_ids=0)
 
 
-def load_listops(source: str | None, rows: int | None) -> DatasetDict:
+def load_listops(source: str | None, rows: int | None, max_length: int) -> DatasetDict:
+    """Samples of 500 to 2,000 tokens; generated ones of `max_length` / 4 to `max_length` if that is shorter."""
     if source is not None:
         return load_dataset(source, "listops")
-    return generate(listops.samples, LISTOPS_ROWS, rows)
+    lengths = {} if max_length >= listops.LONGER else {"shorter": max_length // 4, "longer": max_length}
+    return generate(listops.samples, LISTOPS_ROWS, rows, **lengths)
 
 
-def load_text(source: str | None, rows: int | None) -> DatasetDict:
+def load_text(source: str | None, rows: int | None, max_length: int) -> DatasetDict:
     data = load_dataset("stanfordnlp/imdb") if source is None else load_dataset(source, "imdb")
     return DatasetDict(train=data["train"], test=data["test"])
 
 
-def load_retrieval(source: str | None, rows: int | None) -> DatasetDict:
+def load_retrieval(source: str | None, rows: int | None, max_length: int) -> DatasetDict:
     """The files of the LRA release: `new_aan_pairs.{train,eval,test}.tsv`, or a data set with their columns."""
     if source is None:
         raise ValueError(
@@ -87,7 +89,7 @@ def load_retrieval(source: str | None, rows: int | None) -> DatasetDict:
     return load_dataset("csv", data_files=files, delimiter="\t", column_names=AAN_COLUMNS, quoting=3)
 
 
-def load_image(source: str | None, rows: int | None) -> DatasetDict:
+def load_image(source: str | None, rows: int | None, max_length: int) -> DatasetDict:
     """CIFAR-10 in grey: 1,024 pixels in row order."""
     if source is not None:
         return load_dataset(source, "cifar10_gray")
@@ -100,8 +102,8 @@ def load_image(source: str | None, rows: int | None) -> DatasetDict:
     return data.map(to_grey, batched=True, remove_columns=["img"])
 
 
-def load_pathfinder(side: int) -> Callable[[str | None, int | None], DatasetDict]:
-    def load(source: str | None, rows: int | None) -> DatasetDict:
+def load_pathfinder(side: int) -> Callable[[str | None, int | None, int], DatasetDict]:
+    def load(source: str | None, rows: int | None, max_length: int) -> DatasetDict:
         if source is not None:
             return load_dataset(source, f"pathfinder{side}")
         return generate(pathfinder.samples, PATHFINDER_ROWS, rows, side=side)
@@ -178,7 +180,7 @@ def load_task(
         if task.tokenizer is None:
             raise ValueError(f"--max_length {max_length}: a picture of {name} has {task.max_length} pixels.")
         task = Task(task.load, task.encode, max_length, task.num_labels, task.tokenizer)
-    raw = task.load(source, rows)
+    raw = task.load(source, rows, task.max_length)
     if rows is not None and rows < len(raw["train"]):
         raw["train"] = raw["train"].shuffle(seed=0).select(range(rows))
     return task, DatasetDict({split: encode_split(task, raw[split]) for split in raw} | _validation(task, raw))

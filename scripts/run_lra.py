@@ -50,7 +50,9 @@ class LraArguments:
     dataset_path: str | None = field(default=None, metadata={"help": "A folder or Hub id with the task's data."})
     train_rows: int | None = field(default=None, metadata={"help": "Use (or generate) fewer training rows."})
     eval_rows: int | None = field(default=None, metadata={"help": "Use fewer validation and test rows."})
-    max_length: int | None = field(default=None, metadata={"help": "Cut texts (leave out ListOps rows) here."})
+    max_length: int | None = field(
+        default=None, metadata={"help": "Cut texts, leave out or generate shorter ListOps."}
+    )
     extra_test: str | None = field(
         default=None, metadata={"help": "Another configuration of --dataset_path whose test split is evaluated too."}
     )

@@ -7,8 +7,8 @@ from test_operators import random_input, random_operator
 from test_padding import padded
 
 from modeling_tnn import TnnForSequenceClassification, TnnModel
-from modeling_tnn.inputs import sinusoidal_embedding, token_positions
 from modeling_tnn.norms import BatchNorm
+from modeling_tnn.positions import sinusoidal_embedding, token_positions
 from modeling_tnn.tno_grid import COMBINATIONS
 
 LRA = {"norm_type": "batchnorm", "rpe_hidden_norm": False, "rpe_window": 10, "position_embedding": "sinusoidal"}

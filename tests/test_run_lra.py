@@ -54,13 +54,14 @@ def test_generated_listops_keep_the_rules():
         depth = np.cumsum([(token in listops.OPERATORS) - (token == listops.END) for token in row["source"].split()])
         assert depth.max() <= 9
     assert {token for row in rows for token in row["source"].split()} == set(listops.TOKENS)
+    assert all(10 < row["length"] < 40 for row in listops.samples(20, seed=0, shorter=10, longer=40))
 
 
 def test_share_of_operators_in_listops():
     rng, operators, nodes = random.Random(0), 0, 0
     for _ in range(3000):
         tokens = []
-        listops.random_tree(rng, tokens, depth=8)
+        listops.random_tree(rng, tokens, depth=9)
         operators += sum(token in listops.OPERATORS for token in tokens[:1])
         nodes += 1
     assert operators / nodes == pytest.approx(0.25, abs=0.03)
