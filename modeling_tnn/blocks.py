@@ -21,7 +21,7 @@ from .configuration_tnn import TnnConfig
 from .gating import Gating, activated_product
 from .inputs import first_real_token, roll
 from .linear import ChannelMajorLinear
-from .norms import build_norm
+from .norms import build_norm, with_mask
 from .operators import build_tno
 
 
@@ -33,6 +33,8 @@ class TnnGatedToeplitzUnit(nn.Module):
         self.u_proj = ChannelMajorLinear(config.hidden_size, config.gtu_dim)
         self.v_proj = ChannelMajorLinear(config.hidden_size, config.gtu_dim)
         self.o_proj = nn.Linear(config.gtu_dim, config.hidden_size)
+        for projection in (self.u_proj, self.v_proj, self.o_proj):
+            projection.is_gtu_projection = True  # transformers initialises linear layers without their parent
         self.act = ACT2FN[config.hidden_act]
         self.tno = build_tno(config, layer_idx)
         self.norm = build_norm(config.norm_type, config.gtu_dim) if config.gtu_norm else nn.Identity()
@@ -96,7 +98,7 @@ class TnnBlock(GradientCheckpointingLayer):
         self.gtu_norm = build_norm(config.norm_type, config.hidden_size)
         self.gtu = TnnGatedToeplitzUnit(config, layer_idx)
         self.glu_norm = build_norm(config.norm_type, config.hidden_size)
-        self.glu = TnnGatedLinearUnit(config)
+        self.glu = TnnGatedLinearUnit(config) if config.use_glu else None
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
         self.add_residual = NORM_POSITIONS[config.norm_position]
 
@@ -115,5 +117,6 @@ class TnnBlock(GradientCheckpointingLayer):
         def mix_channels(x):
             return self.dropout(self.glu(x))
 
-        hidden_states = self.add_residual(hidden_states, self.gtu_norm, mix_tokens)
-        return self.add_residual(hidden_states, self.glu_norm, mix_channels)
+        gtu_norm, glu_norm = (with_mask(norm, attention_mask) for norm in (self.gtu_norm, self.glu_norm))
+        hidden_states = self.add_residual(hidden_states, gtu_norm, mix_tokens)
+        return hidden_states if self.glu is None else self.add_residual(hidden_states, glu_norm, mix_channels)

@@ -26,7 +26,8 @@ from .configuration_tnn import TnnConfig
 from .conversion import LayerReport, convert
 from .documents import check_one_document, find_documents, forward_documents
 from .inputs import check_attention_mask, check_input_ids, last_real_token, mean_of_real_tokens
-from .norms import GatedRMSNorm, LayerNorm, ScaleRMSNorm
+from .norms import GatedRMSNorm, LayerNorm, ScaleRMSNorm, build_norm, with_mask
+from .positions import sinusoidal_embedding, token_positions
 from .tno import ToeplitzOperator
 
 
@@ -47,9 +48,12 @@ class TnnPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
         super()._init_weights(module)
-        if self.config.initializer == "torch" and isinstance(module, nn.Linear):
+        if self.config.initializer == "normal_gtu" and getattr(module, "is_gtu_projection", False):
+            init.normal_(module.weight, std=self.config.initializer_range)
+            init.normal_(module.bias, std=self.config.initializer_range)
+        elif self.config.initializer != "normal" and isinstance(module, (nn.Linear, nn.Conv2d)):
             module.reset_parameters()
-        if self.config.initializer == "torch" and isinstance(module, nn.Embedding):
+        if self.config.initializer != "normal" and isinstance(module, nn.Embedding):
             init.normal_(module.weight, std=self.config.hidden_size**-0.5)
         if isinstance(module, GatedRMSNorm):
             init.ones_(module.gate)
@@ -81,6 +85,15 @@ class TnnPreTrainedModel(PreTrainedModel):
         return convert(self, order, window, tolerance)
 
 
+def build_final_norm(config: TnnConfig) -> nn.Module:
+    """The norm after the last block of a pre-norm model."""
+    if config.norm_position != "pre":
+        return nn.Identity()
+    if config.norm_type == "batchnorm":
+        return build_norm(config.norm_type, config.hidden_size)
+    return LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+
+
 class TnnModel(TnnPreTrainedModel):
     """The stack of blocks between token ids and hidden states, causal or bidirectional by its configuration."""
 
@@ -92,7 +105,7 @@ class TnnModel(TnnPreTrainedModel):
         self.embed_norm = LayerNorm(config.hidden_size, eps=eps) if config.embedding_norm else nn.Identity()
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
         self.layers = nn.ModuleList([TnnBlock(config, layer_idx) for layer_idx in range(config.num_hidden_layers)])
-        self.norm = LayerNorm(config.hidden_size, eps=eps) if config.norm_position == "pre" else nn.Identity()
+        self.norm = build_final_norm(config)
         self.embedding_scale = config.hidden_size**0.5 if config.scale_embedding else 1.0
         self.gradient_checkpointing = False
         self.post_init()
@@ -161,13 +174,21 @@ class TnnModel(TnnPreTrainedModel):
         elif past_key_values is not None:
             check_cache(past_key_values)
         past_length = 0 if past_key_values is None else int(past_key_values.get_seq_length())
+        whole_mask = attention_mask
         attention_mask = check_attention_mask(attention_mask, inputs_embeds, past_length)
 
-        hidden_states = self.dropout(self.embed_norm(inputs_embeds * self.embedding_scale))
+        hidden_states = inputs_embeds * self.embedding_scale
+        if self.config.position_embedding == "sinusoidal":
+            positions = token_positions(whole_mask, past_length, inputs_embeds)
+            hidden_states = hidden_states + sinusoidal_embedding(
+                positions, self.config.hidden_size, hidden_states.dtype
+            )
+        hidden_states = self.dropout(self.embed_norm(hidden_states))
         for layer in self.layers:
             hidden_states = layer(hidden_states, attention_mask=attention_mask, past_key_values=past_key_values)
         return BaseModelOutputWithPast(
-            last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values if use_cache else None
+            last_hidden_state=with_mask(self.norm, attention_mask)(hidden_states),
+            past_key_values=past_key_values if use_cache else None,
         )
 
 
@@ -299,18 +320,23 @@ class TnnForMaskedLM(TnnPreTrainedModel):
 
 
 class TnnClassificationHead(nn.Module):
-    """Two linear layers with a tanh between them, each after dropout."""
+    """Two linear layers with a tanh between them, each after dropout, for `num_features` inputs (d unless given)."""
 
-    def __init__(self, config: TnnConfig):
+    def __init__(self, config: TnnConfig, num_features: int | None = None):
         super().__init__()
         rate = config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout
         self.dropout = nn.Dropout(rate)
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.dense = nn.Linear(num_features or config.hidden_size, config.hidden_size)
         self.out_proj = nn.Linear(config.hidden_size, config.num_labels)
 
     def forward(self, pooled: torch.Tensor) -> torch.Tensor:
-        """`(B, d)` to `(B, num_labels)`."""
+        """`(B, num_features)` to `(B, num_labels)`."""
         return self.out_proj(self.dropout(torch.tanh(self.dense(self.dropout(pooled)))))
+
+
+def pool_tokens(config: TnnConfig, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+    """One vector for a sequence, `(B, L, d)` to `(B, d)`: its last real token (causal) or the mean of them."""
+    return (last_real_token if config.causal else mean_of_real_tokens)(hidden_states, attention_mask)
 
 
 class TnnForSequenceClassification(TnnPreTrainedModel):
@@ -356,8 +382,7 @@ class TnnForSequenceClassification(TnnPreTrainedModel):
             return_dict=True,
             **kwargs,
         )
-        pool = last_real_token if self.config.causal else mean_of_real_tokens
-        logits = self.classifier(pool(outputs.last_hidden_state, attention_mask))
+        logits = self.classifier(pool_tokens(self.config, outputs.last_hidden_state, attention_mask))
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)

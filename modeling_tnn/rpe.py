@@ -58,13 +58,26 @@ class RelativePositionEncoder(nn.Module):
         act: name of the activation.
         norm_type: name of the norm, see `norms.py`.
         residual: whether hidden layers have a residual connection.
+        hidden_norm: whether hidden layers have the norm, as the output layer has.
     """
 
-    def __init__(self, size: int, num_outputs: int, num_layers: int, act: str, norm_type: str, residual: bool):
+    def __init__(
+        self,
+        size: int,
+        num_outputs: int,
+        num_layers: int,
+        act: str,
+        norm_type: str,
+        residual: bool,
+        hidden_norm: bool = True,
+    ):
         super().__init__()
         self.residual = residual
         self.in_proj = CastingLinear(1, size)
         self.layers = nn.ModuleList([RelativePositionLayer(size, size, act, norm_type) for _ in range(num_layers)])
+        if not hidden_norm:
+            for layer in self.layers:
+                layer.norm = nn.Identity()
         self.out = RelativePositionLayer(size, num_outputs, act, norm_type, OutputLinear)
 
     @property

@@ -73,6 +73,10 @@ class ToeplitzOperator(nn.Module):
         """The largest decay rate of all channels, for a kernel that has one."""
         return None
 
+    def poles(self, most: int = 64) -> torch.Tensor | None:
+        """Poles of at most `most` kernels, complex `(most, N)`; None for a kernel that is not a recurrence."""
+        return None
+
     def reset_parameters(self):
         """Initialise the parameters that the operator itself owns (those of its submodules excluded)."""
 

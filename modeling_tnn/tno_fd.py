@@ -34,7 +34,13 @@ class FdOperator(ToeplitzOperator):
         super().__init__(config, layer_idx)
         num_outputs = self.channels if self.causal else 2 * self.channels
         self.rpe = RelativePositionEncoder(
-            config.rpe_dim, num_outputs, config.rpe_layers, config.fd_act, config.norm_type, config.rpe_residual
+            config.rpe_dim,
+            num_outputs,
+            config.rpe_layers,
+            config.fd_act,
+            config.encoder_norm_type,
+            config.rpe_residual,
+            config.rpe_hidden_norm,
         )
         self.resolution = config.fd_resolution
         self.cos_input = config.fd_input == "cos"

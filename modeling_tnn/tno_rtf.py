@@ -72,6 +72,13 @@ class RtfOperator(ToeplitzOperator):
         self.require_causal()
         return CompanionRecurrence(self, self.size)
 
+    def poles(self, most: int = 64) -> torch.Tensor:
+        denominator = self._taps()[0]  # (Q, N)
+        chosen = denominator[:: -(-len(denominator) // most)]  # (M, N)
+        companion = torch.diag_embed(torch.ones_like(chosen[:, 1:]), offset=-1)  # (M, N, N)
+        companion[:, 0] = -chosen
+        return torch.linalg.eigvals(companion)
+
     def companion_form(self) -> CompanionForm:
         """The recurrence whose impulse response is `coefficients`, exactly, in float64.
 
