@@ -139,7 +139,8 @@ class FilterRecurrence(Recurrence):
             # The text grows: twice as many taps each time, until there are no more.
             size = self.taps if self.short else 1 << (needed - 1).bit_length()
             self._kernel = self.operator.coefficients(size, like.device).to(like.dtype).contiguous()
-        return pad(self._kernel[:, :needed], (0, length - needed))
+        kernel = self._kernel[:, :needed]
+        return kernel if needed == length else pad(kernel, (0, length - needed))
 
     def _reversed_head(self, like: torch.Tensor) -> torch.Tensor:
         if self._head is None:
@@ -155,9 +156,9 @@ class FilterRecurrence(Recurrence):
         block = state.counters["block"]
         future = past.new_zeros(*past.shape[:-1], self.horizon)
         if past.shape[-1]:
-            missing = self.taps - 1 - past.shape[-1] if self.short else 0
-            padded = pad(past, (missing, 0))  # one transform length for all fills of a short kernel
-            future[..., :block] = self._continue(padded, padded.shape[-1], self.horizon, self.short)[..., :block]
+            if self.short:  # one transform length for all fills
+                past = pad(past, (self.taps - 1 - past.shape[-1], 0))
+            future[..., :block] = self._continue(past, past.shape[-1], self.horizon, self.short)[..., :block]
         state.tensors["future"] = future
         state.counters["position"] = 0
 
@@ -176,16 +177,16 @@ class FilterRecurrence(Recurrence):
         `keep` says that the same call comes again, and its spectrum is worth keeping.
         """
         size = fft_length(x.shape[-1] + count)
+        kernel = self.kernel(start + count, x)
         spectrum = self._spectra.get((start + count, size))  # (D, F/2+1)
-        if spectrum is None:
-            spectrum = torch.fft.rfft(self.kernel(start + count, x), n=size)
-        if keep:
-            self._spectra[start + count, size] = spectrum
+        if keep and spectrum is None:
+            spectrum = self._spectra[start + count, size] = torch.fft.rfft(kernel, n=size)
         group = max(1, GROUP // (size * x.shape[0])) if x.device.type == "cpu" else x.shape[1]
         parts = []
         for channels in range(0, x.shape[1], group):
             chosen = slice(channels, channels + group)
-            product = torch.fft.rfft(x[:, chosen], n=size) * spectrum[chosen]
+            product = torch.fft.rfft(x[:, chosen], n=size)  # (B, C, F/2+1)
+            product *= torch.fft.rfft(kernel[chosen], n=size) if spectrum is None else spectrum[chosen]
             parts.append(torch.fft.irfft(product, n=size)[..., start : start + count])
         return torch.cat(parts, dim=1)
 

@@ -59,6 +59,7 @@ class RelativePositionEncoder(nn.Module):
         norm_type: name of the norm, see `norms.py`.
         residual: whether hidden layers have a residual connection.
         hidden_norm: whether hidden layers have the norm, as the output layer has.
+        in_proj: the map `(M, 1)` to `(M, w)` of the positions, if it is not an ordinary one.
     """
 
     def __init__(
@@ -70,10 +71,11 @@ class RelativePositionEncoder(nn.Module):
         norm_type: str,
         residual: bool,
         hidden_norm: bool = True,
+        in_proj: nn.Linear | None = None,
     ):
         super().__init__()
         self.residual = residual
-        self.in_proj = CastingLinear(1, size)
+        self.in_proj = CastingLinear(1, size) if in_proj is None else in_proj
         self.layers = nn.ModuleList([RelativePositionLayer(size, size, act, norm_type) for _ in range(num_layers)])
         if not hidden_norm:
             for layer in self.layers:

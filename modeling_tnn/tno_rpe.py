@@ -32,8 +32,8 @@ class RpeOperator(ToeplitzOperator):
             config.encoder_norm_type,
             config.rpe_residual,
             config.rpe_hidden_norm,
+            build_rpe_input(config),
         )
-        self.rpe.in_proj = build_rpe_input(config)
         self.decay, self.window = config.decay, config.rpe_window
         self.decay_logit = nn.Parameter(torch.empty(self.channels)) if config.learnable_decay else None
 

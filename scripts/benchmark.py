@@ -7,6 +7,7 @@ Example:
     python scripts/benchmark.py training --ways "chunked" "chunked bf16"
     python scripts/benchmark.py memory
     python scripts/benchmark.py generation --contexts 512 4096 --models rpe modal gpt2
+    python scripts/benchmark.py decoding --contexts 512 16384
     python scripts/benchmark.py streaming --lengths 65536 262144
 """
 
@@ -15,7 +16,9 @@ import json
 import platform
 import sys
 from pathlib import Path
+from types import ModuleType
 
+import benchmark_decoding
 import benchmark_generation
 import benchmark_memory
 import benchmark_operators
@@ -28,6 +31,7 @@ SUITES = {
     "operators": (benchmark_operators.run_operators, benchmark_operators.table),
     "training": (benchmark_training.run_training, benchmark_training.table),
     "memory": (benchmark_memory.run_memory, benchmark_memory.table),
+    "decoding": (benchmark_decoding.run_decoding, benchmark_decoding.table),
     "generation": (benchmark_generation.run_generation, benchmark_generation.table),
     "streaming": (benchmark_streaming.run_streaming, benchmark_streaming.table),
 }
@@ -41,41 +45,40 @@ def parse_arguments() -> argparse.Namespace:
     memory = suites.add_parser("memory", help="what a training step keeps and takes, beside the same")
     generation = suites.add_parser("generation", help="time per new token and state, by length of the context")
     streaming = suites.add_parser("streaming", help="a long text in segments")
+    decoding = suites.add_parser("decoding", help="time per new token in one operator, beside dot products")
     for suite, module in (
         (operators, benchmark_operators),
         (training, benchmark_training),
         (memory, benchmark_memory),
     ):
-        suite.add_argument(
-            "--ways", nargs="+", choices=module.WAYS, default=module.DEFAULT_WAYS, help="what to compare"
-        )
+        add_ways(suite, module)
         suite.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 8192])
         suite.add_argument("--tokens", type=int, default=8192, help="in a batch")
         suite.add_argument("--decay", type=float, default=0.99)
     operators.add_argument("--bidirectional", action="store_true")
     operators.add_argument("--state_size", type=int, default=64, help="order of rtf")
     training.add_argument("--blocks_only", action="store_true", help="without embeddings, head and loss")
-    add_generation_arguments(generation)
-    streaming.add_argument(
-        "--ways", nargs="+", choices=benchmark_streaming.WAYS, default=benchmark_streaming.DEFAULT_WAYS
-    )
+    generation.add_argument("--models", nargs="+", choices=benchmark_generation.MODELS, help="what to compare")
+    generation.set_defaults(models=benchmark_generation.DEFAULT_MODELS)
+    generation.add_argument("--block", type=int, default=128, help="tokens in a repeat, in turns of 32")
+    add_ways(streaming, benchmark_streaming)
     streaming.add_argument("--lengths", type=int, nargs="+", default=[65536, 262144])
     streaming.add_argument("--segment", type=int, default=8192, help="tokens fed at once")
+    add_ways(decoding, benchmark_decoding)
+    for suite in (generation, decoding):
+        suite.add_argument("--contexts", type=int, nargs="+", default=[512, 16384], help="tokens seen before")
+        suite.add_argument("--batch_size", type=int, default=1)
     for suite, layers in ((training, 2), (memory, 2), (generation, 6), (streaming, 1)):
         suite.add_argument("--num_hidden_layers", type=int, default=layers)
     for suite, size in ((training, 1000), (memory, 1000), (generation, 50265)):
         suite.add_argument("--vocab_size", type=int, default=size)
-    for suite in (operators, training, memory, generation, streaming):
+    for suite in (operators, training, memory, generation, streaming, decoding):
         add_common_arguments(suite)
     return parser.parse_args()
 
 
-def add_generation_arguments(suite: argparse.ArgumentParser):
-    suite.add_argument("--models", nargs="+", choices=benchmark_generation.MODELS, help="what to compare")
-    suite.set_defaults(models=benchmark_generation.DEFAULT_MODELS)
-    suite.add_argument("--contexts", type=int, nargs="+", default=[512, 16384], help="tokens seen before")
-    suite.add_argument("--batch_size", type=int, default=1)
-    suite.add_argument("--block", type=int, default=128, help="tokens in a repeat, in turns of 32")
+def add_ways(suite: argparse.ArgumentParser, module: ModuleType):
+    suite.add_argument("--ways", nargs="+", choices=module.WAYS, default=module.DEFAULT_WAYS, help="what to compare")
 
 
 def add_common_arguments(suite: argparse.ArgumentParser):
