@@ -4,11 +4,14 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageClassification,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
 )
 
 from .configuration_tnn import TnnConfig
+from .modeling_image import TnnForImageClassification
+from .modeling_pairs import TnnForSequencePairClassification
 from .modeling_tnn import (
     TnnForCausalLM,
     TnnForMaskedLM,
@@ -24,13 +27,16 @@ AutoConfig.register(TnnConfig.model_type, TnnConfig, exist_ok=True)
 AutoModel.register(TnnConfig, TnnModel, exist_ok=True)
 AutoModelForCausalLM.register(TnnConfig, TnnForCausalLM, exist_ok=True)
 AutoModelForMaskedLM.register(TnnConfig, TnnForMaskedLM, exist_ok=True)
+AutoModelForImageClassification.register(TnnConfig, TnnForImageClassification, exist_ok=True)
 AutoModelForSequenceClassification.register(TnnConfig, TnnForSequenceClassification, exist_ok=True)
 
 __all__ = [
     "TnnConfig",
     "TnnForCausalLM",
+    "TnnForImageClassification",
     "TnnForMaskedLM",
     "TnnForSequenceClassification",
+    "TnnForSequencePairClassification",
     "TnnModel",
     "TnnPreTrainedModel",
     "causal_toeplitz_matmul",

@@ -18,8 +18,10 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
 
 from .configuration_tnn import TnnConfig
+from .gating import Gating, activated_product
 from .inputs import first_real_token, roll
-from .norms import build_norm
+from .linear import ChannelMajorLinear
+from .norms import build_norm, with_mask
 from .operators import build_tno
 
 
@@ -28,9 +30,11 @@ class TnnGatedToeplitzUnit(nn.Module):
 
     def __init__(self, config: TnnConfig, layer_idx: int):
         super().__init__()
-        self.u_proj = nn.Linear(config.hidden_size, config.gtu_dim)
-        self.v_proj = nn.Linear(config.hidden_size, config.gtu_dim)
+        self.u_proj = ChannelMajorLinear(config.hidden_size, config.gtu_dim)
+        self.v_proj = ChannelMajorLinear(config.hidden_size, config.gtu_dim)
         self.o_proj = nn.Linear(config.gtu_dim, config.hidden_size)
+        for projection in (self.u_proj, self.v_proj, self.o_proj):
+            projection.is_gtu_projection = True  # transformers initialises linear layers without their parent
         self.act = ACT2FN[config.hidden_act]
         self.tno = build_tno(config, layer_idx)
         self.norm = build_norm(config.norm_type, config.gtu_dim) if config.gtu_norm else nn.Identity()
@@ -42,18 +46,16 @@ class TnnGatedToeplitzUnit(nn.Module):
         past_key_values: Cache | None = None,
     ) -> torch.Tensor:
         """`(B, L, d)` to `(B, L, d)`, for a mask `(B, L)` and the state after earlier tokens."""
-        u = self.act(self.u_proj(hidden_states))  # (B, L, D)
-        v = self.act(self.v_proj(hidden_states))  # (B, L, D)
-        if attention_mask is not None:
-            v = v * attention_mask[..., None].to(v.dtype)
-        mixed = self._mix(v, attention_mask, past_key_values)  # (B, L, D)
-        return self.o_proj(self.norm(u * mixed))
+        u, v = self.u_proj(hidden_states), self.v_proj(hidden_states)  # (B, L, D) each
+        gated = self._mix(v, Gating(u, self.act, attention_mask), past_key_values)  # (B, L, D)
+        return self.o_proj(self.norm(gated))
 
-    def _mix(self, v: torch.Tensor, attention_mask: torch.Tensor | None, past_key_values: Cache | None):
-        if attention_mask is None or self.tno.shift_invariant:
-            return self.tno(v, past_key_values)
-        first = first_real_token(attention_mask)
-        return roll(self.tno(roll(v, -first)), first)
+    def _mix(self, v: torch.Tensor, gating: Gating, past_key_values: Cache | None) -> torch.Tensor:
+        if gating.mask is None or self.tno.shift_invariant:
+            return self.tno(v, past_key_values, gating)
+        first = first_real_token(gating.mask)
+        mixed = roll(self.tno(roll(gating.open(v), -first)), first)
+        return gating.close(mixed, self.tno.product)
 
 
 class TnnGatedLinearUnit(nn.Module):
@@ -65,10 +67,12 @@ class TnnGatedLinearUnit(nn.Module):
         self.up_proj = nn.Linear(config.hidden_size, config.glu_dim)
         self.down_proj = nn.Linear(config.glu_dim, config.hidden_size)
         self.act = ACT2FN[config.hidden_act]
+        self.product = config.product
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`(B, L, d)` to `(B, L, d)`."""
-        return self.down_proj(self.act(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
+        gate, up = self.gate_proj(hidden_states), self.up_proj(hidden_states)  # (B, L, glu_dim) each
+        return self.down_proj(activated_product(gate, up, self.act, self.product))
 
 
 def pre_norm(x, norm, sublayer):
@@ -94,7 +98,7 @@ class TnnBlock(GradientCheckpointingLayer):
         self.gtu_norm = build_norm(config.norm_type, config.hidden_size)
         self.gtu = TnnGatedToeplitzUnit(config, layer_idx)
         self.glu_norm = build_norm(config.norm_type, config.hidden_size)
-        self.glu = TnnGatedLinearUnit(config)
+        self.glu = TnnGatedLinearUnit(config) if config.use_glu else None
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
         self.add_residual = NORM_POSITIONS[config.norm_position]
 
@@ -113,5 +117,6 @@ class TnnBlock(GradientCheckpointingLayer):
         def mix_channels(x):
             return self.dropout(self.glu(x))
 
-        hidden_states = self.add_residual(hidden_states, self.gtu_norm, mix_tokens)
-        return self.add_residual(hidden_states, self.glu_norm, mix_channels)
+        gtu_norm, glu_norm = (with_mask(norm, attention_mask) for norm in (self.gtu_norm, self.glu_norm))
+        hidden_states = self.add_residual(hidden_states, gtu_norm, mix_tokens)
+        return hidden_states if self.glu is None else self.add_residual(hidden_states, glu_norm, mix_channels)

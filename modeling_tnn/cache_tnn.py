@@ -6,7 +6,7 @@ B batch, D channels. A layer holds what the recurrence of its operator needs (se
     tensors    further states by name, each (B, D, ...)
     counters   integers that belong to them
     length     tokens seen
-    prompt     the first inputs, (B, L, D), until the text is continued: a pass that is not costs no state
+    prompt     the first inputs, as they came, until the text is continued: a pass that is not costs no state
 
     recurrence   register holds                   tensors                                    dtype
     filter       m - 1 inputs of the operator     future (B, D, H)                           float32
@@ -18,11 +18,36 @@ models have those of the table. Gradients do not flow through them.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, Cache, CacheLayerMixin
 
+from .gating import Activation, Gating, activate
+
 LAYER_TYPE = "tnn_state"
+
+
+class Prompt(NamedTuple):
+    """What an operator was first called with, detached: the input of a later `Recurrence.start`.
+
+    Attributes:
+        v: `(B, L, D)`.
+        mask: `(B, L)` or None, see `gating.Gating`.
+        act: the activation that comes before the operator, or None.
+    """
+
+    v: torch.Tensor
+    mask: torch.Tensor | None = None
+    act: Activation | None = None
+
+    def inputs(self) -> torch.Tensor:
+        """The inputs of the operator, `(B, L, D)`."""
+        return self.v if self.act is None else activate(self.v, self.act, self.mask)
+
+    def select(self, choose: Callable[[torch.Tensor], torch.Tensor]) -> "Prompt":
+        """With `choose` applied to its tensors."""
+        return self._replace(v=choose(self.v), mask=None if self.mask is None else choose(self.mask))
 
 
 class TnnCacheLayer(CacheLayerMixin):
@@ -50,11 +75,12 @@ class TnnCacheLayer(CacheLayerMixin):
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
-    def update(self, key_states: torch.Tensor, value_states, operator):
+    def update(self, key_states: torch.Tensor, value_states, operator, gating: Gating | None = None):
         """The outputs of `operator` for `key_states` `(B, L, D)`, which continue the sequence seen so far.
 
         Args:
             value_states: not used; here because caches call it so.
+            gating: as for the operator itself.
 
         Returns:
             The outputs `(B, L, D)`, and None.
@@ -64,25 +90,28 @@ class TnnCacheLayer(CacheLayerMixin):
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states)
-            self.recurrence, self.prompt = operator.recurrence(), key_states.detach()
-            outputs = operator.mix(key_states)  # the state is detached, these are not: training has its gradients
+            self.recurrence = operator.recurrence()
+            self.prompt = Prompt(key_states.detach(), *(() if gating is None else (gating.mask, gating.act)))
+            # The state is detached, these are not: training has its gradients.
+            outputs = operator.mix(key_states, gating)
         else:
             self._check(key_states, operator)
-            outputs = self._continue(key_states)
+            outputs = self._continue(key_states if gating is None else gating.open(key_states))
+            outputs = outputs if gating is None else gating.close(outputs, operator.product)
         self.length += key_states.shape[1]
         return outputs, None
 
     @torch.no_grad()
     def _continue(self, v: torch.Tensor) -> torch.Tensor:
         if self.prompt is not None:
-            self.recurrence.start(self, self.recurrence.channel_major(self.prompt))
+            self.recurrence.start(self, self.recurrence.channel_major(self.prompt.inputs()))
             self.prompt = None
         return self.recurrence.advance(self, v)
 
     def _check(self, v: torch.Tensor, operator):
         if self.recurrence.operator is not operator:
             raise ValueError("past_key_values belongs to another model: start with an empty cache.")
-        rows = len(self.register.buffer if self.prompt is None else self.prompt)
+        rows = len(self.register.buffer if self.prompt is None else self.prompt.v)
         if rows != v.shape[0]:
             raise ValueError(
                 f"past_key_values holds {rows} sequences, the input {v.shape[0]}: "
@@ -111,7 +140,7 @@ class TnnCacheLayer(CacheLayerMixin):
         if self.prompt is None:
             self.recurrence.take_back(self, count)
         else:
-            self.prompt = self.prompt[:, :-count]
+            self.prompt = self.prompt.select(lambda tensor: tensor[:, :-count])
         self.length -= count
 
     def removable(self) -> int:
@@ -122,7 +151,7 @@ class TnnCacheLayer(CacheLayerMixin):
     def memory_per_sequence(self) -> int:
         """Bytes of state that one sequence takes."""
         held = [*self.tensors.values()] + ([] if self.register is None else [self.register.buffer])
-        held += [] if self.prompt is None else [self.prompt]
+        held += [] if self.prompt is None else [self.prompt.v]
         return sum(tensor.numel() * tensor.element_size() // max(1, tensor.shape[0]) for tensor in held)
 
     def get_seq_length(self) -> int:
@@ -151,7 +180,7 @@ class TnnCacheLayer(CacheLayerMixin):
 
     def _select(self, choose: Callable[[torch.Tensor], torch.Tensor]):
         if self.prompt is not None:
-            self.prompt = choose(self.prompt)
+            self.prompt = self.prompt.select(choose)
         if self.register is not None:
             self.register.select(choose)
         self.tensors = {name: choose(tensor) for name, tensor in self.tensors.items()}

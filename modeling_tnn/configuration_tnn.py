@@ -15,12 +15,17 @@ from transformers.activations import ACT2FN
 from .remote_code import AUTO_MAP, save_code
 
 CHOICES = {
-    "tno_type": ("rpe", "fd", "ski", "rtf", "modal"),
-    "norm_type": ("simplermsnorm", "rmsnorm", "gatedrmsnorm", "scalenorm", "layernorm"),
+    "tno_type": ("rpe", "fd", "ski", "rtf", "modal", "free"),
+    "norm_type": ("simplermsnorm", "rmsnorm", "gatedrmsnorm", "scalenorm", "layernorm", "batchnorm"),
+    "rpe_norm_type": (None, "simplermsnorm", "rmsnorm", "gatedrmsnorm", "scalenorm", "layernorm"),
     "norm_position": ("pre", "post", "res_post"),
-    "initializer": ("torch", "normal"),
+    "initializer": ("torch", "normal", "normal_gtu"),
+    "num_axes": (1, 2),
+    "axis_combination": ("product", "sum"),
+    "position_embedding": (None, "sinusoidal"),
     "product": ("chunked", "plain"),
     "fd_input": ("omega", "cos"),
+    "rpe_input": ("lag", "normalized", "sinusoidal"),
     "rtf_constraint": (None, "l1_montel"),
     "rtf_initializer": ("zeros", "xavier", "montel"),
     "hidden_act": tuple(ACT2FN),
@@ -39,6 +44,9 @@ AT_LEAST_ONE = (
     "fd_resolution",
     "num_modes",
     "modal_window",
+    "image_size",
+    "patch_size",
+    "num_channels",
 )
 # A configuration may come from anywhere: one that asks for more than any machine has is refused before it gets it.
 LARGEST_SIZE = 2**24
@@ -63,22 +71,39 @@ class TnnConfig(PreTrainedConfig):
             `TnnForMaskedLM` needs `False`, the other classes take both.
         tno_type (`str`): Where the Toeplitz coefficients come from: `"rpe"` (an MLP of the lag, times a decay),
             `"fd"` (an MLP of the frequency), `"ski"` (a short filter plus a low-rank interpolated kernel, not
-            causal), `"rtf"` (a rational transfer function) or `"modal"` (a recurrence that `to_recurrent` fitted).
+            causal), `"rtf"` (a rational transfer function), `"modal"` (a recurrence that `to_recurrent` fitted) or
+            `"free"` (one parameter for each lag below `max_position_embeddings`, times the decay).
         gtu_expansion (`float`): Width of the gated Toeplitz unit over `hidden_size`; e = int(gtu_expansion * d).
         gtu_norm (`bool`): Whether the gated product is normalised before the output projection of the GTU.
+        use_glu (`bool`): Whether a block has a GLU; without, it is a GTU alone.
         glu_dim (`int`, *optional*): Inner width of the GLU; `hidden_size` unless set.
         hidden_act (`str`): Activation of the GTU and of the gate of the GLU.
         norm_type (`str`): Norm of the blocks, of the GTU (`gtu_norm`) and of the RPE: `"simplermsnorm"` (without
-            parameters), `"rmsnorm"`, `"gatedrmsnorm"`, `"scalenorm"` or `"layernorm"`.
-        norm_position (`str`): `"pre"`: x + f(norm(x)), with a final LayerNorm; `"post"`: norm(x + f(x));
-            `"res_post"`: x + norm(f(x)).
+            parameters), `"rmsnorm"`, `"gatedrmsnorm"`, `"scalenorm"`, `"layernorm"` or `"batchnorm"` (over real
+            tokens; of the blocks alone).
+        norm_position (`str`): `"pre"`: x + f(norm(x)), with a final LayerNorm (or batch norm); `"post"`:
+            norm(x + f(x)); `"res_post"`: x + norm(f(x)).
         scale_embedding (`bool`): Whether embeddings are multiplied by sqrt(hidden_size).
         embedding_norm (`bool`): Whether embeddings pass through a LayerNorm.
+        position_embedding (`str`, *optional*): `"sinusoidal"` adds absolute positions to the embeddings, counted
+            from the first real token.
+        num_axes (`int`): 1 for a sequence; 2 for the tokens of a square image in row-major order, mixed along its
+            rows and its columns (not causal).
+        axis_combination (`str`): With two axes: `"product"`, twice the columns of the rows (the Long Range Arena
+            models), or `"sum"`, rows plus columns (the ImageNet models).
+        image_size (`int`): Side in pixels of the images that `TnnForImageClassification` is trained on.
+        patch_size (`int`): Side in pixels of its tokens, squares of the image.
+        num_channels (`int`): Numbers in a pixel, 3 for colours.
         layer_norm_eps (`float`): Epsilon of every LayerNorm. The RMS norms keep the 1e-8 of the released code.
         rpe_dim (`int`): Width of the relative position encoder (`"rpe"` and `"fd"`).
         rpe_layers (`int`): Its hidden layers, without the input and the output projection. May be 0.
+        rpe_input (`str`): What it reads when `tno_type="rpe"`: the `"lag"`, the lag over `max_position_embeddings`
+            (`"normalized"`) or sines and cosines of the lag (`"sinusoidal"`).
         rpe_act (`str`): Its activation when `tno_type="rpe"`.
         rpe_residual (`bool`): Whether its hidden layers have a residual connection.
+        rpe_norm_type (`str`, *optional*): Its norm; `norm_type` unless set (`"layernorm"` for a batch norm).
+        rpe_hidden_norm (`bool`): Whether its hidden layers have that norm, as its output layer has.
+        rpe_window (`int`, *optional*): The `"rpe"` coefficients at lags of this size and above are zero.
         decay (`float`, *optional*): Decay per lag of `"rpe"` coefficients, in (0, 1]; `None` for no decay.
         learnable_decay (`bool`): Whether each channel learns a decay between `decay` and 1.
         product (`str`): How Toeplitz products are computed: `"chunked"` (fast, one derivative) or `"plain"`
@@ -104,8 +129,9 @@ class TnnConfig(PreTrainedConfig):
         hidden_dropout_prob (`float`): Dropout after the embeddings, each GTU and each GLU.
         classifier_dropout (`float`, *optional*): Dropout of the classification head; `hidden_dropout_prob` unless set.
         initializer (`str`): `"torch"`: PyTorch's default for linear layers and N(0, 1/d) for embeddings (the
-            causal models of the papers); `"normal"`: N(0, initializer_range^2) and zero biases (as BERT).
-        initializer_range (`float`): Standard deviation for `initializer="normal"`.
+            causal models of the papers); `"normal"`: N(0, initializer_range^2) and zero biases (as BERT);
+            `"normal_gtu"`: as `"torch"`, but N(0, initializer_range^2) for weights and biases of the GTU.
+        initializer_range (`float`): Standard deviation for `"normal"` and `"normal_gtu"`.
         use_cache (`bool`): Whether causal models return what they need to continue a sequence.
         tie_word_embeddings (`bool`): Whether the language modelling heads share the input embeddings.
 
@@ -123,17 +149,28 @@ class TnnConfig(PreTrainedConfig):
     tno_type: str = "rpe"
     gtu_expansion: int | float = 3
     gtu_norm: bool = False
+    use_glu: bool = True
     glu_dim: int | None = None
     hidden_act: str = "silu"
     norm_type: str = "simplermsnorm"
     norm_position: str = "pre"
     scale_embedding: bool = True
     embedding_norm: bool = False
+    position_embedding: str | None = None
+    num_axes: int = 1
+    axis_combination: str = "product"
+    image_size: int = 224
+    patch_size: int = 16
+    num_channels: int = 3
     layer_norm_eps: float = 1e-5
     rpe_dim: int = 64
     rpe_layers: int = 6
+    rpe_input: str = "lag"
     rpe_act: str = "relu"
     rpe_residual: bool = False
+    rpe_norm_type: str | None = None
+    rpe_hidden_norm: bool = True
+    rpe_window: int | None = None
     decay: int | float | None = 0.99
     learnable_decay: bool = False
     product: str = "chunked"
@@ -165,7 +202,7 @@ class TnnConfig(PreTrainedConfig):
         if self.glu_dim is None:
             self.glu_dim = self.hidden_size
         if self.fd_resolution is None:
-            self.fd_resolution = 1 << (2 * self.max_position_embeddings - 1).bit_length()
+            self.fd_resolution = 1 << (2 * self.axis_length - 1).bit_length()
         self._check_fields()
         self._check_operator()
         # The base class makes a list of them.
@@ -177,6 +214,16 @@ class TnnConfig(PreTrainedConfig):
     def gtu_dim(self) -> int:
         """Width of the gated Toeplitz unit: the number of channels that have a Toeplitz matrix."""
         return int(self.gtu_expansion * self.hidden_size)
+
+    @property
+    def axis_length(self) -> int:
+        """Positions along one axis: of the sequence, or of a row or column of the image."""
+        return self.max_position_embeddings if self.num_axes == 1 else math.isqrt(self.max_position_embeddings)
+
+    @property
+    def encoder_norm_type(self) -> str:
+        """The norm of the relative position encoder."""
+        return self.rpe_norm_type or ("layernorm" if self.norm_type == "batchnorm" else self.norm_type)
 
     @property
     def layer_types(self) -> list[str]:
@@ -216,19 +263,26 @@ class TnnConfig(PreTrainedConfig):
         self._require("decay", self.decay is None or 0 < self.decay <= 1, "in (0, 1], or None for no decay")
         if self.learnable_decay:
             self._require("decay", self.decay is not None, "a number (the lower bound) when learnable_decay=True")
+        self._require("rpe_window", self.rpe_window is None or self.rpe_window >= 1, "at least 1")
+        self._require("gtu_norm", not (self.gtu_norm and self.norm_type == "batchnorm"), "False with a batch norm")
         self._require("ski_decay", 0 < self.ski_decay <= 1, "in (0, 1]")
         power_of_two = self.fd_resolution & (self.fd_resolution - 1) == 0
         self._require("fd_resolution", power_of_two, "a power of two")
 
     def _check_operator(self):
-        longest = self.max_position_embeddings
+        longest = self.axis_length
+        name = "max_position_embeddings" if self.num_axes == 1 else "the side of the image"
+        if self.num_axes == 2:
+            self._require("causal", not self.causal, "False with num_axes=2: an image has no order")
+            square = longest**2 == self.max_position_embeddings
+            self._require("max_position_embeddings", square, "a square with num_axes=2")
         if self.tno_type == "ski":
             self._require("causal", not self.causal, "False with tno_type='ski': its low-rank part sees the future")
-            self._require("ski_rank", 2 <= self.ski_rank <= longest, f"in [2, max_position_embeddings={longest}]")
+            self._require("ski_rank", 2 <= self.ski_rank <= longest, f"in [2, {name}={longest}]")
         if self.tno_type == "modal":
             self._require("causal", self.causal, "True with tno_type='modal'")
         if self.tno_type == "rtf":
-            allowed = f"below max_position_embeddings={longest}"
+            allowed = f"below {name}={longest}"
             self._require("rtf_state_size", self.rtf_state_size < longest, allowed)
             count = self.rtf_num_denominators
             divides = count is None or (count >= 1 and self.gtu_dim % count == 0)

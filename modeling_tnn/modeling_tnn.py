@@ -25,8 +25,10 @@ from .cache_tnn import check_cache
 from .checkpoint import check_before_loading
 from .configuration_tnn import TnnConfig
 from .conversion import LayerReport, convert
+from .documents import check_one_document, find_documents, forward_documents
 from .inputs import check_attention_mask, check_input_ids, last_real_token, mean_of_real_tokens
-from .norms import GatedRMSNorm, LayerNorm, ScaleRMSNorm
+from .norms import GatedRMSNorm, LayerNorm, ScaleRMSNorm, build_norm, with_mask
+from .positions import sinusoidal_embedding, token_positions
 from .tno import ToeplitzOperator
 
 
@@ -63,9 +65,12 @@ class TnnPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
         super()._init_weights(module)
-        if self.config.initializer == "torch" and isinstance(module, nn.Linear):
+        if self.config.initializer == "normal_gtu" and getattr(module, "is_gtu_projection", False):
+            init.normal_(module.weight, std=self.config.initializer_range)
+            init.normal_(module.bias, std=self.config.initializer_range)
+        elif self.config.initializer != "normal" and isinstance(module, (nn.Linear, nn.Conv2d)):
             module.reset_parameters()
-        if self.config.initializer == "torch" and isinstance(module, nn.Embedding):
+        if self.config.initializer != "normal" and isinstance(module, nn.Embedding):
             init.normal_(module.weight, std=self.config.hidden_size**-0.5)
         if isinstance(module, GatedRMSNorm):
             init.ones_(module.gate)
@@ -97,6 +102,15 @@ class TnnPreTrainedModel(PreTrainedModel):
         return convert(self, order, window, tolerance)
 
 
+def build_final_norm(config: TnnConfig) -> nn.Module:
+    """The norm after the last block of a pre-norm model."""
+    if config.norm_position != "pre":
+        return nn.Identity()
+    if config.norm_type == "batchnorm":
+        return build_norm(config.norm_type, config.hidden_size)
+    return LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+
+
 class TnnModel(TnnPreTrainedModel):
     """The stack of blocks between token ids and hidden states, causal or bidirectional by its configuration."""
 
@@ -108,13 +122,12 @@ class TnnModel(TnnPreTrainedModel):
         self.embed_norm = LayerNorm(config.hidden_size, eps=eps) if config.embedding_norm else nn.Identity()
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
         self.layers = nn.ModuleList([TnnBlock(config, layer_idx) for layer_idx in range(config.num_hidden_layers)])
-        self.norm = LayerNorm(config.hidden_size, eps=eps) if config.norm_position == "pre" else nn.Identity()
+        self.norm = build_final_norm(config)
         self.embedding_scale = config.hidden_size**0.5 if config.scale_embedding else 1.0
         self.gradient_checkpointing = False
         self.post_init()
 
-    @merge_with_config_defaults
-    @capture_outputs
+    @can_return_tuple
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
@@ -122,6 +135,7 @@ class TnnModel(TnnPreTrainedModel):
         past_key_values: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
+        position_ids: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPast:
         """Hidden states of the last layer, `(B, L, d)`.
@@ -132,12 +146,39 @@ class TnnModel(TnnPreTrainedModel):
             past_key_values: what a causal model returned for the tokens before these.
             inputs_embeds: `(B, L, d)` instead of `input_ids`, before `scale_embedding`.
             use_cache: whether to return `past_key_values` (causal models only).
+            position_ids: `(B, L)`; where they start again within a row, another document begins, which neither sees
+                the ones before nor is seen by them. So do `seq_idx` and `cu_seq_lens_q`, see `documents.py`.
 
         Raises:
             ValueError: both or none of `input_ids` and `inputs_embeds`, an empty sequence, ids outside the
-                vocabulary (looked for on CPU only: elsewhere the search would stall the device), or a mask of
-                another shape.
+                vocabulary (looked for on CPU only: elsewhere the search would stall the device), a mask of another
+                shape, or several documents in a row together with a cache.
         """
+        tokens = inputs_embeds if input_ids is None else input_ids
+        offsets = kwargs.get("cu_seq_lens_q")
+        documents = find_documents(tokens, attention_mask, position_ids, kwargs.get("seq_idx"), offsets)
+        if documents is None:
+            kwargs |= {"inputs_embeds": inputs_embeds, "past_key_values": past_key_values, "use_cache": use_cache}
+            return self._forward(input_ids, attention_mask, return_dict=True, **kwargs)
+        if self.config.causal and (use_cache or past_key_values is not None):
+            raise ValueError(
+                "A row holds several documents (by its position_ids, seq_idx or cu_seq_lens_q), but a cache continues "
+                "one text: leave out past_key_values and use_cache, or pad instead of packing."
+            )
+        return forward_documents(self._forward, documents, input_ids, attention_mask, inputs_embeds, **kwargs)
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def _forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> BaseModelOutputWithPast:
+        """One text a row."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Exactly one of input_ids and inputs_embeds must be given.")
         if inputs_embeds is None:
@@ -150,13 +191,21 @@ class TnnModel(TnnPreTrainedModel):
         elif past_key_values is not None:
             check_cache(past_key_values)
         past_length = 0 if past_key_values is None else int(past_key_values.get_seq_length())
+        whole_mask = attention_mask
         attention_mask = check_attention_mask(attention_mask, inputs_embeds, past_length)
 
-        hidden_states = self.dropout(self.embed_norm(inputs_embeds * self.embedding_scale))
+        hidden_states = inputs_embeds * self.embedding_scale
+        if self.config.position_embedding == "sinusoidal":
+            positions = token_positions(whole_mask, past_length, inputs_embeds)
+            hidden_states = hidden_states + sinusoidal_embedding(
+                positions, self.config.hidden_size, hidden_states.dtype
+            )
+        hidden_states = self.dropout(self.embed_norm(hidden_states))
         for layer in self.layers:
             hidden_states = layer(hidden_states, attention_mask=attention_mask, past_key_values=past_key_values)
         return BaseModelOutputWithPast(
-            last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values if use_cache else None
+            last_hidden_state=with_mask(self.norm, attention_mask)(hidden_states),
+            past_key_values=past_key_values if use_cache else None,
         )
 
 
@@ -191,6 +240,7 @@ class TnnForCausalLM(TnnPreTrainedModel, GenerationMixin):
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
+        position_ids: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
         """Logits `(B, L, vocab_size)` of the next tokens.
@@ -207,6 +257,7 @@ class TnnForCausalLM(TnnPreTrainedModel, GenerationMixin):
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            position_ids=position_ids,
             return_dict=True,
             **kwargs,
         )
@@ -260,6 +311,7 @@ class TnnForMaskedLM(TnnPreTrainedModel):
         attention_mask: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.LongTensor | None = None,
+        position_ids: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> MaskedLMOutput:
         """Logits `(B, L, vocab_size)` of the tokens themselves.
@@ -273,6 +325,7 @@ class TnnForMaskedLM(TnnPreTrainedModel):
             input_ids=input_ids,
             attention_mask=attention_mask,
             inputs_embeds=inputs_embeds,
+            position_ids=position_ids,
             return_dict=True,
             **kwargs,
         )
@@ -284,18 +337,23 @@ class TnnForMaskedLM(TnnPreTrainedModel):
 
 
 class TnnClassificationHead(nn.Module):
-    """Two linear layers with a tanh between them, each after dropout."""
+    """Two linear layers with a tanh between them, each after dropout, for `num_features` inputs (d unless given)."""
 
-    def __init__(self, config: TnnConfig):
+    def __init__(self, config: TnnConfig, num_features: int | None = None):
         super().__init__()
         rate = config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout
         self.dropout = nn.Dropout(rate)
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.dense = nn.Linear(num_features or config.hidden_size, config.hidden_size)
         self.out_proj = nn.Linear(config.hidden_size, config.num_labels)
 
     def forward(self, pooled: torch.Tensor) -> torch.Tensor:
-        """`(B, d)` to `(B, num_labels)`."""
+        """`(B, num_features)` to `(B, num_labels)`."""
         return self.out_proj(self.dropout(torch.tanh(self.dense(self.dropout(pooled)))))
+
+
+def pool_tokens(config: TnnConfig, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+    """One vector for a sequence, `(B, L, d)` to `(B, d)`: its last real token (causal) or the mean of them."""
+    return (last_real_token if config.causal else mean_of_real_tokens)(hidden_states, attention_mask)
 
 
 class TnnForSequenceClassification(TnnPreTrainedModel):
@@ -331,6 +389,7 @@ class TnnForSequenceClassification(TnnPreTrainedModel):
 
         The other arguments and the errors are those of [`TnnModel.forward`].
         """
+        check_one_document(input_ids if inputs_embeds is None else inputs_embeds, attention_mask, **kwargs)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -340,8 +399,7 @@ class TnnForSequenceClassification(TnnPreTrainedModel):
             return_dict=True,
             **kwargs,
         )
-        pool = last_real_token if self.config.causal else mean_of_real_tokens
-        logits = self.classifier(pool(outputs.last_hidden_state, attention_mask))
+        logits = self.classifier(pool_tokens(self.config, outputs.last_hidden_state, attention_mask))
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)

@@ -5,10 +5,14 @@
     gatedrmsnorm    weight * x / (rms(x) + eps) * sigmoid(gate * x)
     scalenorm       weight * x / sqrt(mean(x^2) + eps),                  weight a scalar
     layernorm       the ordinary affine LayerNorm
+    batchnorm       the ordinary affine BatchNorm over all real tokens of a batch
 
 eps is 1e-8 outside the root for the RMS norms, 1e-5 inside it for the other two. All compute in float32 at
 least, whatever the dtype of their input and of their parameters, and return the dtype of the input.
 """
+
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
@@ -80,12 +84,32 @@ class LayerNorm(nn.LayerNorm):
         return nn.functional.layer_norm(x.to(dtype), self.normalized_shape, weight, bias, self.eps).to(x.dtype)
 
 
+class BatchNorm(nn.BatchNorm1d):
+    """`torch.nn.BatchNorm1d` over the tokens of a batch; with a mask, padding has no part in its statistics."""
+
+    def forward(self, x: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+        """`(B, L, d)` to `(B, L, d)`, for a mask `(B, L)`; zero at padding while training."""
+        tokens = x.to(self.running_mean.dtype)
+        if attention_mask is None or not self.training:
+            return super().forward(tokens.flatten(0, -2)).view_as(x).to(x.dtype)
+        real = attention_mask.ne(0)
+        y = torch.zeros_like(tokens)
+        y[real] = super().forward(tokens[real])
+        return y.to(x.dtype)
+
+
+def with_mask(norm: nn.Module, attention_mask: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
+    """`norm` as a function of its input alone; only a batch norm has to know what is padding."""
+    return partial(norm, attention_mask=attention_mask) if isinstance(norm, BatchNorm) else norm
+
+
 NORM_TYPES = {
     "simplermsnorm": SimpleRMSNorm,
     "rmsnorm": AffineRMSNorm,
     "gatedrmsnorm": GatedRMSNorm,
     "scalenorm": ScaleRMSNorm,
     "layernorm": LayerNorm,
+    "batchnorm": BatchNorm,
 }
 
 

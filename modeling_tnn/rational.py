@@ -18,7 +18,9 @@ onto lag 0, its direct term is the tap k_0, not h_0. Beyond F the taps go on as
 """
 
 import torch
+from torch.autograd.function import once_differentiable
 
+from .chunked import CHUNK
 from .toeplitz import fft_length
 
 
@@ -34,8 +36,70 @@ def rational_kernel(denominator: torch.Tensor, numerator: torch.Tensor, size: in
         `(D, F)`.
     """
     below = torch.fft.rfft(monic(denominator), n=size)  # (Q, F/2+1)
-    above = torch.fft.rfft(torch.cat([torch.zeros_like(numerator[:, :1]), numerator], dim=1), n=size)  # (D, F/2+1)
+    above = torch.fft.rfft(delayed(numerator), n=size)  # (D, F/2+1)
     return torch.fft.irfft(above / per_filter(below, len(numerator)), n=size)
+
+
+class RationalTaps(torch.autograd.Function):
+    """The first L <= F taps of (1), h_0 included: `rational_kernel` a few filters at a time, keeping its inputs alone.
+
+    With A and B the transforms of denominator and numerator, k = irfft(B / A), and for a gradient g of the taps
+
+        gradient of b = irfft(rfft(g) conj(1 / A)),    gradient of a = -irfft(rfft(g) conj(B / A^2))
+
+    both at 1 .. N. So neither time nor memory depends on the order, but for the parameters. It computes in `work`,
+    and cannot be differentiated twice.
+    """
+
+    @staticmethod
+    def forward(ctx, denominator, numerator, direct, size: int, length: int, work: torch.dtype) -> torch.Tensor:
+        """`(Q, N)`, `(D, N)` and `(D,)` to `(D, L)` in the dtype of `numerator`, of float32 at least."""
+        ctx.save_for_backward(denominator, numerator)
+        ctx.size, ctx.work = size, work
+        taps = numerator.new_empty(len(numerator), length, dtype=torch.promote_types(numerator.dtype, torch.float32))
+        for chosen in filter_chunks(numerator, size):
+            below, above = spectra(denominator, numerator, chosen, size, work)  # (C, F/2+1) each
+            taps[chosen] = torch.fft.irfft(above.div_(below), n=size)[:, :length]
+        taps[:, 0] += direct
+        return taps
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient: torch.Tensor):
+        denominator, numerator = ctx.saved_tensors
+        order, group = numerator.shape[1], len(numerator) // len(denominator)
+        size, work = ctx.size, ctx.work
+        a_gradient, b_gradient = torch.zeros_like(denominator, dtype=work), torch.empty_like(numerator)
+        for chosen in filter_chunks(numerator, size):
+            below, above = spectra(denominator, numerator, chosen, size, work)  # (C, F/2+1) each
+            g = torch.fft.rfft(gradient[chosen].to(work), n=size).div_(below.conj())  # (C, F/2+1)
+            b_gradient[chosen] = torch.fft.irfft(g, n=size)[:, 1 : order + 1]
+            parts = torch.fft.irfft(g.mul_(above.div_(below).conj()), n=size)[:, 1 : order + 1]  # (C, N)
+            owner = torch.arange(chosen.start, chosen.stop, device=parts.device) // group
+            a_gradient.index_add_(0, owner, parts, alpha=-1)
+        return a_gradient.to(denominator.dtype), b_gradient, gradient[:, 0], None, None, None
+
+
+def filter_chunks(numerator: torch.Tensor, size: int) -> list[slice]:
+    """Slices of the filters `(D, N)`."""
+    filters = len(numerator)
+    step = max(1, CHUNK // size) if numerator.device.type == "cpu" else filters
+    return [slice(start, min(start + step, filters)) for start in range(0, filters, step)]
+
+
+def spectra(denominator: torch.Tensor, numerator: torch.Tensor, chosen: slice, size: int, work: torch.dtype):
+    """The transforms of denominator and numerator of some filters, `(C, F/2 + 1)` each."""
+    group = len(numerator) // len(denominator)
+    first = chosen.start // group
+    below = torch.fft.rfft(monic(denominator[first : (chosen.stop - 1) // group + 1].to(work)), n=size)
+    if group > 1:
+        below = below[torch.arange(chosen.start, chosen.stop, device=below.device) // group - first]
+    return below, torch.fft.rfft(delayed(numerator[chosen].to(work)), n=size)
+
+
+def delayed(numerator: torch.Tensor) -> torch.Tensor:
+    """0, b_1 .. b_N: `(D, N)` to `(D, N + 1)`."""
+    return torch.cat([torch.zeros_like(numerator[:, :1]), numerator], dim=1)
 
 
 def monic(denominator: torch.Tensor) -> torch.Tensor:

@@ -11,8 +11,10 @@ from torch import nn
 from transformers.cache_utils import Cache
 from transformers.utils.generic import maybe_autocast
 
+from .gating import Gating
 from .recurrence import FilterRecurrence, Recurrence
 from .toeplitz import causal_toeplitz_matmul, dense_toeplitz, toeplitz_matmul, two_sided
+from .tracing import is_traced
 
 
 class ToeplitzOperator(nn.Module):
@@ -71,28 +73,35 @@ class ToeplitzOperator(nn.Module):
         """The largest decay rate of all channels, for a kernel that has one."""
         return None
 
+    def poles(self, most: int = 64) -> torch.Tensor | None:
+        """Poles of at most `most` kernels, complex `(most, N)`; None for a kernel that is not a recurrence."""
+        return None
+
     def reset_parameters(self):
         """Initialise the parameters that the operator itself owns (those of its submodules excluded)."""
 
-    def forward(self, v: torch.Tensor, past_key_values: Cache | None = None) -> torch.Tensor:
+    def forward(
+        self, v: torch.Tensor, past_key_values: Cache | None = None, gating: Gating | None = None
+    ) -> torch.Tensor:
         """`(B, L, D)` to `(B, L, D)`, in float32 at least inside, whatever autocast says.
 
-        With a cache, `v` continues the sequences that the cache has seen.
+        With a cache, `v` continues the sequences that the cache has seen. With a gating, `v` is what comes before
+        its activation, and the result is gated.
         """
         with maybe_autocast(device_type=v.device.type, enabled=False):
             if past_key_values is None:
-                return self.mix(v)
+                return self.mix(v, gating)
             # In here, since the weights of an offloaded model are at hand only while their module runs.
-            return past_key_values.update(v, None, self.layer_idx, self)[0]
+            return past_key_values.update(v, None, self.layer_idx, self, gating)[0]
 
-    def mix(self, v: torch.Tensor) -> torch.Tensor:
+    def mix(self, v: torch.Tensor, gating: Gating | None = None) -> torch.Tensor:
         """The product itself; overridden where a variant has a faster way than through its coefficients."""
         matmul = causal_toeplitz_matmul if self.causal else toeplitz_matmul
         length, reach = v.shape[1], self.reach()
         # A traced graph keeps all lags: it serves any length.
-        if reach is not None and not torch.compiler.is_compiling():
+        if reach is not None and not is_traced():
             length = min(length, reach)
-        return matmul(v, self.coefficients(length, v.device), self.product)
+        return matmul(v, self.coefficients(length, v.device), self.product, gating)
 
     def reach(self) -> int | None:
         """The number of lags, on each side, beyond which coefficients need not be computed; None if all must be."""

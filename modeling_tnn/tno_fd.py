@@ -20,9 +20,11 @@ import math
 import torch
 from torch.nn.functional import pad
 
+from .chunked import complex_response
+from .gating import Gating
 from .rpe import RelativePositionEncoder
 from .tno import ToeplitzOperator
-from .toeplitz import fit_lags, multiply_spectrum
+from .toeplitz import filter_by_response, fit_lags
 
 
 class FdOperator(ToeplitzOperator):
@@ -32,35 +34,55 @@ class FdOperator(ToeplitzOperator):
         super().__init__(config, layer_idx)
         num_outputs = self.channels if self.causal else 2 * self.channels
         self.rpe = RelativePositionEncoder(
-            config.rpe_dim, num_outputs, config.rpe_layers, config.fd_act, config.norm_type, config.rpe_residual
+            config.rpe_dim,
+            num_outputs,
+            config.rpe_layers,
+            config.fd_act,
+            config.encoder_norm_type,
+            config.rpe_residual,
+            config.rpe_hidden_norm,
         )
         self.resolution = config.fd_resolution
         self.cos_input = config.fd_input == "cos"
 
+    def frequencies(self, device: torch.device | None = None) -> torch.Tensor:
+        """The input of the MLP, `(R + 1,)`."""
+        index = torch.arange(self.resolution + 1, device=device or self.rpe.device, dtype=self.rpe.dtype)
+        omega = index * (math.pi / self.resolution)
+        return omega.cos() if self.cos_input else omega
+
+    def response_parts(self, device: torch.device | None = None) -> torch.Tensor:
+        """Real and imaginary part of the frequency response, `(2, D, R + 1)`; if causal the real one, `(D, R + 1)`."""
+        omega = self.frequencies(device)
+        values = self.rpe.emit(self.rpe.features(omega), torch.ones_like(omega))  # (2D, R+1) or (D, R+1)
+        return values if self.causal else values.unflatten(0, (2, self.channels))
+
     def response(self, device: torch.device | None = None) -> torch.Tensor:
         """The frequency response `(D, R + 1)`: complex if bidirectional, else its real part alone."""
-        index = torch.arange(self.resolution + 1, device=device or self.rpe.device, dtype=self.rpe.dtype)
-        omega = index * (math.pi / self.resolution)  # (R+1,)
-        values = self.rpe(omega.cos() if self.cos_input else omega).t()  # (D, R+1) or (2D, R+1)
-        if self.causal:
-            return values
-        real, imaginary = values.chunk(2)  # (D, R+1) each
-        return torch.complex(real, pad(imaginary[:, 1:-1], (1, 1)))
+        parts = self.response_parts(device)
+        return parts if self.causal else complex_response(parts)
 
     def coefficients(self, length: int, device: torch.device | None = None) -> torch.Tensor:
-        taps = torch.fft.irfft(self.response(device), n=2 * self.resolution)  # (D, 2R), lags 0..R, -(R-1)..-1
-        positive = taps[:, : self.resolution]  # (D, R)
         if self.causal:
-            kernel = torch.cat([positive[:, :1], 2 * positive[:, 1:]], dim=1)
-            return pad(kernel, (0, length - self.resolution))
-        negative = taps[:, self.resolution + 1 :]  # (D, R-1)
+            return pad(self._causal_kernel(device), (0, length - self.resolution))
+        taps = torch.fft.irfft(self.response(device), n=2 * self.resolution)  # (D, 2R), lags 0..R, -(R-1)..-1
+        positive, negative = taps[:, : self.resolution], taps[:, self.resolution + 1 :]  # (D, R), (D, R-1)
         return fit_lags(torch.cat([negative, positive], dim=1), length)
+
+    def _causal_kernel(self, device: torch.device | None) -> torch.Tensor:
+        """All taps, `(D, R)`: transform and window act on the w features of the MLP, before its D outputs."""
+        features = self.rpe.features(self.frequencies(device)).t()  # (w, R+1)
+        taps = torch.fft.irfft(features, n=2 * self.resolution)[:, : self.resolution]  # (w, R)
+        taps = torch.cat([taps[:, :1], 2 * taps[:, 1:]], dim=1)
+        impulse = torch.zeros_like(taps[0])  # (R,), the transform of a constant
+        impulse[0] = 1
+        return self.rpe.emit(taps.t(), impulse)
 
     def num_taps(self) -> int | None:
         return self.resolution
 
-    def mix(self, v: torch.Tensor) -> torch.Tensor:
+    def mix(self, v: torch.Tensor, gating: Gating | None = None) -> torch.Tensor:
         # Where the grid is the transform length that the product would take anyway, the response is used as it is.
         if self.causal or not self.resolution < 2 * v.shape[1] <= 2 * self.resolution:
-            return super().mix(v)
-        return multiply_spectrum(v, self.response(v.device), 2 * self.resolution)
+            return super().mix(v, gating)
+        return filter_by_response(v, self.response_parts(v.device), self.product, gating)

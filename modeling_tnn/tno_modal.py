@@ -40,6 +40,9 @@ class ModalOperator(ToeplitzOperator):
         radius = torch.exp(-torch.exp(self.log_rate.to(dtype))[:, None] * exponents)  # (Q, M)
         return torch.polar(radius, self.angle.to(dtype)[:, None] * exponents)
 
+    def poles(self, most: int = 64) -> torch.Tensor:
+        return self.powers(torch.ones(1, device=self.angle.device)).t()  # (1, Q)
+
     def complex_residues(self) -> torch.Tensor:
         """r_q of each channel, `(D, Q)`."""
         return torch.view_as_complex(self.residues.to(widest_dtype(self.angle.device)).contiguous())

@@ -14,12 +14,14 @@ and all poles lie inside the unit circle (RTF paper, section 3.4, with the scali
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import initialization as init
 
-from .rational import extend_kernel, per_filter, rational_kernel, recurrence_numerator
+from .rational import RationalTaps, extend_kernel, per_filter, rational_kernel, recurrence_numerator
 from .recurrence_companion import CompanionForm, CompanionRecurrence
 from .tno import ToeplitzOperator
 from .toeplitz import transform_dtype, widest_dtype
+from .tracing import is_traced
 
 
 def l1_montel(denominator: torch.Tensor, slack: torch.Tensor) -> torch.Tensor:
@@ -55,7 +57,12 @@ class RtfOperator(ToeplitzOperator):
             init.uniform_(self.slack)
 
     def coefficients(self, length: int, device: torch.device | None = None) -> torch.Tensor:
-        kernel = self._kernel(length).to(transform_dtype(self.numerator.dtype))  # (D, L) or (2D, L)
+        if length <= self.size and self.product == "chunked" and not is_traced():
+            kernel = RationalTaps.apply(  # (D, L) or (2D, L)
+                self._constrained(), self.numerator, self.direct, self.size, length, widest_dtype(self.direct.device)
+            )
+        else:
+            kernel = self._kernel(length).to(transform_dtype(self.numerator.dtype))  # (D, L) or (2D, L)
         if self.causal:
             return kernel
         positive, negative = kernel.chunk(2)  # (D, L) each
@@ -64,6 +71,13 @@ class RtfOperator(ToeplitzOperator):
     def recurrence(self) -> CompanionRecurrence:
         self.require_causal()
         return CompanionRecurrence(self, self.size)
+
+    def poles(self, most: int = 64) -> torch.Tensor:
+        denominator = self._taps()[0]  # (Q, N)
+        chosen = denominator[:: -(-len(denominator) // most)]  # (M, N)
+        companion = torch.diag_embed(torch.ones_like(chosen[:, 1:]), offset=-1)  # (M, N, N)
+        companion[:, 0] = -chosen
+        return torch.linalg.eigvals(companion)
 
     def companion_form(self) -> CompanionForm:
         """The recurrence whose impulse response is `coefficients`, exactly, in float64.
@@ -76,11 +90,24 @@ class RtfOperator(ToeplitzOperator):
         numerator = recurrence_numerator(denominator, taps)
         return CompanionForm(per_filter(denominator, len(taps)), numerator, taps[:, 0])
 
+    def _constrained(self) -> torch.Tensor:
+        """The denominators `(Q, N)` as they are used; in float64 where a constraint scales them."""
+        if self.constraint is None:
+            return self.denominator
+        dtype = widest_dtype(self.denominator.device)
+        # Computed again in the backward pass: what it keeps would be larger than all the rest at high orders.
+        return checkpoint(
+            lambda a, s: CONSTRAINTS[self.constraint](a.to(dtype), s.to(dtype)),
+            self.denominator,
+            self.slack,
+            use_reentrant=False,
+            preserve_rng_state=False,
+        )
+
     def _taps(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The constrained denominators `(Q, N)` and the taps of the transform `(D, F)`, h_0 included."""
+        """The constrained denominators `(Q, N)` and the taps of the transform `(D, F)`, h_0 included, in float64."""
         dtype = widest_dtype(self.numerator.device)
-        slack = None if self.slack is None else self.slack.to(dtype)
-        denominator = CONSTRAINTS[self.constraint](self.denominator.to(dtype), slack)
+        denominator = self._constrained().to(dtype)
         taps = rational_kernel(denominator, self.numerator.to(dtype), self.size)
         first = taps[:, :1] + self.direct.to(dtype)[:, None]
         return denominator, torch.cat([first, taps[:, 1:]], dim=1)

@@ -15,24 +15,13 @@ W A W^T is close to, but not exactly, a Toeplitz matrix; `dense` is the operator
 
 import torch
 from torch import nn
-from torch.nn.functional import conv1d
 from transformers import initialization as init
 
+from .gating import Gating
+from .interpolation import Grid, Prolong, Restrict, hat_weights
 from .tno import ToeplitzOperator
 from .toeplitz import dense_toeplitz, fit_lags, toeplitz_matmul, transform_dtype
-
-
-def hat_weights(positions: torch.Tensor, num_points: int) -> torch.Tensor:
-    """Linear interpolation between the values at 0, 1, .., `num_points` - 1, as a matrix.
-
-    Args:
-        positions: `(M,)`, where to evaluate, in [0, num_points - 1].
-
-    Returns:
-        `(M, num_points)`.
-    """
-    points = torch.arange(num_points, device=positions.device, dtype=positions.dtype)
-    return (1 - (positions[:, None] - points).abs()).clamp(min=0)
+from .tracing import is_traced
 
 
 class SkiOperator(ToeplitzOperator):
@@ -64,11 +53,13 @@ class SkiOperator(ToeplitzOperator):
         values = torch.cat([self.betas, torch.zeros_like(self.betas[:, :1]), self.alphas], dim=1)  # (D, 2R+1)
         return values.to(lags.dtype) @ hat_weights((warped + 1) * self.rank, 2 * self.rank + 1).t()
 
+    def grid(self, length: int) -> Grid:
+        """The inducing points of a sequence of `length` positions."""
+        return Grid(length, self.rank - 1, max(self.longest - 1, 1))
+
     def interpolation(self, length: int) -> torch.Tensor:
-        """W for a sequence of `length` positions, (L, number of inducing points)."""
-        steps = max(self.longest - 1, 1)
-        index = torch.arange(length, device=self.filter.device, dtype=self.dtype)
-        return hat_weights(index * (self.rank - 1) / steps, -(-(length - 1) * (self.rank - 1) // steps) + 1)
+        """W for a sequence of `length` positions, (L, K)."""
+        return self.grid(length).matrix(self.filter.to(self.dtype))
 
     def inducing_coefficients(self, num_points: int) -> torch.Tensor:
         """The coefficients of A, (D, 2 num_points - 1)."""
@@ -79,13 +70,24 @@ class SkiOperator(ToeplitzOperator):
         lags = torch.arange(1 - length, length, device=self.filter.device, dtype=self.dtype)  # (2L-1,)
         return self.warped_kernel(lags) + fit_lags(self.filter.to(self.dtype).flip(1), length)
 
-    def mix(self, v: torch.Tensor) -> torch.Tensor:
-        x = v.to(torch.promote_types(v.dtype, self.dtype))  # (B, L, D)
-        weights = self.interpolation(x.shape[1]).to(x.dtype)  # (L, R)
-        induced = toeplitz_matmul(weights.t() @ x, self.inducing_coefficients(weights.shape[1]))  # (B, R, D)
-        taps = self.filter.to(x.dtype)[:, None]  # (D, 1, m)
-        near = conv1d(x.transpose(1, 2), taps, padding=self.reach, groups=self.channels)  # (B, D, L)
-        return (weights @ induced + near.transpose(1, 2)).to(v.dtype)
+    def mix(self, v: torch.Tensor, gating: Gating | None = None) -> torch.Tensor:
+        x = v if gating is None else gating.open(v)  # (B, L, D)
+        x = x.to(torch.promote_types(x.dtype, self.dtype)).permute(2, 0, 1)  # (D, B, L)
+        near = self._convolve(x, self.filter.to(x.dtype).flip(1))  # (D, B, L)
+        grid = self.grid(x.shape[2])
+        coefficients = self.inducing_coefficients(grid.num_points)
+        if is_traced() or self.product == "plain":
+            weights = grid.matrix(x)  # (L, K)
+            mixed = self._convolve(x @ weights, coefficients) @ weights.t() + near  # (D, B, L)
+        else:
+            points = Restrict.apply(x.reshape(-1, grid.length), grid).unflatten(0, x.shape[:2])  # (D, B, K)
+            points = self._convolve(points, coefficients).flatten(0, 1)
+            mixed = Prolong.apply(points, near.reshape(-1, grid.length), grid).unflatten(0, x.shape[:2])  # (D, B, L)
+        mixed = mixed.permute(1, 2, 0).to(v.dtype)  # (B, L, D)
+        return mixed if gating is None else gating.close(mixed, self.product)
+
+    def _convolve(self, x: torch.Tensor, coefficients: torch.Tensor) -> torch.Tensor:
+        return toeplitz_matmul(x.permute(1, 2, 0), coefficients, self.product).permute(2, 0, 1)
 
     def dense(self, length: int) -> torch.Tensor:
         weights = self.interpolation(length)

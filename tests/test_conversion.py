@@ -124,7 +124,8 @@ def test_saves_loads_and_generates(name, tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     prompt = torch.arange(7)[None] + 5
     options = {"max_new_tokens": 30, "do_sample": False}
-    assert torch.equal(loaded(prompt).logits, converted(prompt).logits)
+    # Not equal: the last bit of a product depends on how its matrix is aligned in memory.
+    assert relative_error(loaded(prompt).logits, converted(prompt).logits) < 1e-6
     assert torch.equal(loaded.generate(prompt, **options), converted.generate(prompt, **options))
 
 

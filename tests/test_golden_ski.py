@@ -4,6 +4,8 @@ The released interpolation matrix is not linear interpolation (see the README of
 the released matrix put in its place, everything else agrees, values and gradients.
 """
 
+from typing import NamedTuple
+
 import pytest
 import torch
 from conftest import relative_error
@@ -31,11 +33,22 @@ def released_interpolation(length: int, rank: int, decay: float) -> torch.Tensor
     return weights
 
 
-def use_released_interpolation(module: torch.nn.Module, monkeypatch):
-    def interpolation(self, length):
-        return released_interpolation(length, self.rank, self.decay).to(self.dtype)
+class ReleasedGrid(NamedTuple):
+    """The grid of an operator with all of the released matrix as its only block."""
 
-    monkeypatch.setattr(SkiOperator, "interpolation", interpolation)
+    length: int
+    num_points: int
+    decay: float
+
+    def blocks(self):
+        return [(slice(0, self.length), slice(0, self.num_points))]
+
+    def weights(self, positions, points, like):
+        return released_interpolation(self.length, self.num_points, self.decay).to(like)
+
+
+def use_released_interpolation(module: torch.nn.Module, monkeypatch):
+    monkeypatch.setattr(SkiOperator, "grid", lambda self, n: ReleasedGrid(n, self.rank, self.decay))
     return module
 
 

@@ -21,11 +21,17 @@ def test_example_runs(code, tmp_path):
         assert expected in run.stdout
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "configuration/README.md"])
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "configuration/README.md", "docs/training.md"])
 def test_links(document):
     path = ROOT / document
     for target in re.findall(r"\]\((?!http)([^)#]+)\)", path.read_text()):
         assert (path.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/training.md"])
+def test_files_in_commands_exist(document):
+    for file in re.findall(r"\b(?:scripts|configuration)/[\w./-]+\w", (ROOT / document).read_text()):
+        assert (ROOT / file).exists(), file
 
 
 def test_commands_are_targets_of_the_makefile():

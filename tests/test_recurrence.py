@@ -170,7 +170,7 @@ def test_state_does_not_grow(kind):
 def test_memory_counts_all_layers():
     model = seeded(TnnForCausalLM, tiny_config())
     cache = model(torch.arange(20).view(2, 10)).past_key_values
-    inputs = [layer.prompt for layer in cache.layers]
+    inputs = [layer.prompt.v for layer in cache.layers]
     assert memory_per_sequence(cache) == sum(prompt.numel() * prompt.element_size() // 2 for prompt in inputs)
     cache = model(torch.arange(2).view(2, 1), past_key_values=cache).past_key_values
     buffers = [layer.register.buffer for layer in cache.layers]

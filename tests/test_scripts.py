@@ -103,23 +103,47 @@ def test_to_recurrent_leaves_rtf_as_it_is(tmp_path):
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.tno_type == "rtf"
 
 
-@pytest.mark.parametrize("suite", ["operators", "training"])
-def test_benchmark_of_training(tmp_path, suite):
-    output = tmp_path / "figures.json"
-    result = run("benchmark.py", suite, "--hidden_size", 64, "--lengths", 16, 100, "--tokens", 200, "--repeats", 1,
-                 "--json", output)  # fmt: skip
+SMALL = ["--hidden_size", 64, "--repeats", 1]
+SHORT = ["--lengths", 16, 100, "--tokens", 200]
+
+
+@pytest.mark.parametrize(
+    "suite, options, ways, figures",
+    [
+        ("operators", ["--decay", 1], ["released", "rpe", "fd", "rtf"], ["milliseconds", "released_over_this"]),
+        ("operators", ["--bidirectional"], ["rpe", "rpe plain", "ski"], ["milliseconds", "rpe_over_this"]),
+        ("training", [], ["released", "chunked", "gpt2", "llama", "mamba", "matmul"], ["matmul_over_this"]),
+        ("training", ["--blocks_only"], ["chunked", "chunked bf16", "matmul"], ["tokens_per_second"]),
+        ("memory", ["--lengths", 100], ["released", "chunked"], ["saved_megabytes", "peak_megabytes"]),
+    ],
+)
+def test_benchmark_of_a_step(tmp_path, suite, options, ways, figures):
+    output, picture = tmp_path / "figures.json", tmp_path / "figures.png"
+    lengths = (100,) if "--lengths" in options else (16, 100)
+    result = run("benchmark.py", suite, *SMALL, *SHORT, *options, "--ways", *ways, "--json", output,
+                 "--plot", picture)  # fmt: skip
     rows = json.loads(output.read_text())["rows"]
-    ways = ["released", "plain", "chunked"] + (["gpt2"] if suite == "training" else [])
-    assert [(row["length"], row["way"]) for row in rows] == [(length, way) for length in (16, 100) for way in ways]
-    assert all(row["milliseconds"] > 0 for row in rows)
-    assert all(row["released_over_this"] == 1 for row in rows if row["way"] == "released")
-    assert result.stdout.count("|") > 30
+    assert [(row["length"], row["way"]) for row in rows] == [(length, way) for length in lengths for way in ways]
+    assert all(row[figure] >= 0 for row in rows for figure in figures)
+    if "released" in ways and suite != "memory":
+        assert all(row["released_over_this"] == 1 for row in rows if row["way"] == "released")
+    assert all(f"| {row['length']} | {row['way']} |" in result.stdout for row in rows)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_benchmark_of_streaming(tmp_path):
+    output = tmp_path / "figures.json"
+    run("benchmark.py", "streaming", *SMALL, "--lengths", 2048, 4096, "--segment", 256, "--ways", "rtf",
+        "--json", output)  # fmt: skip
+    rows = json.loads(output.read_text())["rows"]
+    assert [(row["way"], row["tokens"]) for row in rows] == [("rtf", 2048), ("rtf", 4096)]
+    assert all(row["microseconds_per_token"] > 0 for row in rows)
 
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_released_form_of_the_benchmark_is_the_same_product(causal):
     sys.path.insert(0, str(ROOT / "scripts"))
-    from benchmark_training import released_product
+    from benchmark_models import released_product
 
     operator = build_tno(tiny_config(causal=causal)).double()
     v = torch.randn(2, 37, operator.channels, dtype=torch.float64)

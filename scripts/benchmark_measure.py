@@ -1,0 +1,64 @@
+"""How the benchmarks measure: all ways in one process, in turns; ratios are medians of ratios of the same turn."""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+
+def clock(args) -> float:
+    """CPU time of this thread if it is the only one, else wall time after the device has finished."""
+    if args.device.startswith("cuda"):
+        torch.cuda.synchronize()
+    return time.thread_time() if args.threads == 1 and args.device == "cpu" else time.perf_counter()
+
+
+def measure(ways: dict[str, Callable[[], None]], args) -> dict[str, list[float]]:
+    """Seconds of each way in each of `args.repeats` turns, after one that does not count."""
+    times = {name: [] for name in ways}
+    for repeat in range(args.repeats + 1):
+        for name, run in ways.items():
+            start = clock(args)
+            run()
+            if repeat:
+                times[name].append(clock(args) - start)
+    return times
+
+
+def ratio(above: list[float], below: list[float]) -> float:
+    return statistics.median(a / b for a, b in zip(above, below, strict=True))
+
+
+def rows_of(times: dict[str, list[float]], tokens: int, bases: tuple[str, ...], **fields) -> list[dict]:
+    """One row for each way: milliseconds, tokens per second, and for each base how many times faster it is."""
+    return [
+        fields
+        | {"way": name, "milliseconds": 1000 * statistics.median(seconds)}
+        | {"tokens_per_second": tokens / statistics.median(seconds)}
+        | {f"{base}_over_this": ratio(times[base], seconds) for base in bases if base in times}
+        for name, seconds in times.items()
+    ]
+
+
+def peak_on_device(run: Callable[[], None], args) -> dict[str, float]:
+    """Peak memory that `run` takes on a GPU over what was there before; nothing on a CPU (the memory suite has it)."""
+    if not args.device.startswith("cuda"):
+        return {}
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return {"peak_megabytes": (torch.cuda.max_memory_allocated() - before) / 2**20}
+
+
+def markdown(rows: list[dict], formats: dict[str, str]) -> str:
+    """A table of the columns that `formats` names and any row has."""
+    columns = [name for name in formats if any(name in row for row in rows)]
+    lines = ["| " + " | ".join(name.replace("_", " ") for name in columns) + " |"]
+    lines.append("|" + "|".join("---" if formats[name] == "" else "---:" for name in columns) + "|")
+    for row in rows:
+        cells = ("" if row.get(name) is None else format(row[name], formats[name]) for name in columns)
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)

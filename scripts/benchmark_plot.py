@@ -1,0 +1,39 @@
+"""One picture for each suite: its figure by length, a line for each way."""
+
+from pathlib import Path
+
+import matplotlib
+from matplotlib import pyplot
+from matplotlib.ticker import ScalarFormatter
+
+matplotlib.use("Agg")
+
+# x, series, y and what the axes are called, for each suite.
+AXES = {
+    "operators": ("length", "way", "milliseconds", "sequence length", "forward and backward, ms"),
+    "training": ("length", "way", "tokens_per_second", "sequence length", "tokens per second in training"),
+    "memory": ("length", "way", "peak_megabytes", "sequence length", "peak of a training step, MiB"),
+    "generation": ("context", "model", "ms_per_token", "tokens seen before", "ms per new token"),
+    "streaming": ("tokens", "way", "microseconds_per_token", "tokens streamed", "µs per token"),
+}
+
+
+def plot(suite: str, rows: list[dict], path: Path):
+    """Write the picture of a suite's rows as PNG."""
+    x, series, y, x_label, y_label = AXES[suite]
+    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+    for name in dict.fromkeys(row[series] for row in rows):
+        points = sorted((row[x], row[y]) for row in rows if row[series] == name)
+        axes.plot(*zip(*points, strict=True), marker="o", label=name)
+    axes.set(xscale="log", yscale="linear" if suite == "streaming" else "log", xlabel=x_label, ylabel=y_label)
+    if suite == "streaming":
+        axes.set_ylim(bottom=0)
+    axes.set_xticks(sorted({row[x] for row in rows}))
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.minorticks_off()
+    axes.yaxis.set_major_formatter(ScalarFormatter())
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -1,0 +1,74 @@
+"""Training examples by number: an endless stream over blocks of tokens that depends on a seed alone.
+
+Example `i` of `N` blocks is block `p_e(i mod N)`, where `p_e` is the permutation of epoch `e = i // N`, and its masked
+tokens are drawn with a generator of their own. So a position in the data is one integer: a resumed run, or one with
+another number of processes, sees what the unbroken one saw.
+"""
+
+import zlib
+from functools import lru_cache
+
+import numpy as np
+import torch
+from datasets import Dataset as Blocks
+from torch.utils.data import DataLoader, Dataset
+from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase
+
+
+class BlockStream(Dataset):
+    """Examples `input_ids` and `labels`, `(L,)` each; labels are -100 where nothing is to be predicted."""
+
+    def __init__(
+        self,
+        blocks: Blocks,
+        tokenizer: PreTrainedTokenizerBase,
+        masked: bool,
+        mlm_probability: float = 0.15,
+        seed: int = 0,
+        shuffle: bool = True,
+    ):
+        self.blocks = blocks.with_format("torch")
+        self.seed, self.shuffle = seed, shuffle
+        self.masking = None
+        if masked:
+            self.masking = DataCollatorForLanguageModeling(tokenizer, mlm_probability=mlm_probability, seed=seed)
+        self.permutation = lru_cache(maxsize=2)(self._permutation)
+
+    def __len__(self) -> int:
+        """The number of blocks; the stream goes on beyond."""
+        return len(self.blocks)
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        epoch, place = divmod(number, len(self.blocks))
+        if self.shuffle:
+            place = int(self.permutation(epoch)[place])
+        ids = self.blocks[place]["input_ids"]
+        if self.masking is None:
+            return {"input_ids": ids, "labels": ids}
+        self.masking.generator = _generator(self.seed, 1, number)
+        masked = self.masking([{"input_ids": ids}])
+        return {"input_ids": masked["input_ids"][0], "labels": masked["labels"][0]}
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in an example."""
+        return len(self.blocks[0]["input_ids"])
+
+    def describe(self) -> dict:
+        """What tells one set of blocks from another: their number, and a checksum of some."""
+        places = sorted({0, len(self.blocks) // 2, len(self.blocks) - 1})
+        ids = self.blocks[places]["input_ids"].numpy().astype("<i8")
+        return {"blocks": len(self.blocks), "block_size": self.block_size, "checksum": zlib.crc32(ids.tobytes())}
+
+    def loader(self, batch_size: int, start: int, stop: int) -> DataLoader:
+        """Batches of the examples from `start` to `stop`. It draws nothing from the global generator."""
+        numbers = range(start, stop)
+        return DataLoader(self, batch_size, sampler=numbers, generator=_generator(self.seed, 2, start))
+
+    def _permutation(self, epoch: int) -> torch.Tensor:
+        return torch.randperm(len(self.blocks), generator=_generator(self.seed, 0, epoch))
+
+
+def _generator(*numbers: int) -> torch.Generator:
+    """One for these numbers, independent of those of any others."""
+    return torch.Generator().manual_seed(int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1))

@@ -1,0 +1,206 @@
+"""Perplexity and bits per byte of causal language models on a text, by the length of what they read at once.
+
+The text is cut into rows of each length, and every token of a row but its first is scored from what comes before it in
+the row. With --stride S rows begin every S tokens and only their last S tokens are scored (of the first row all): each
+score then has a context of nearly the whole length. Rows longer than --tokens_per_pass are read in parts with a cache,
+so that memory does not grow with the length (of models whose state does not).
+
+Example:
+    python scripts/evaluate_lm.py --model outputs/wikitext2 --dataset_name Salesforce/wikitext \\
+        --dataset_config_name wikitext-2-v1 --lengths 512 1024 2048 4096 14336 --output_dir outputs/lengths
+    python scripts/evaluate_lm.py --model outputs/a outputs/b --file book.txt --stride 256 --output_dir outputs/lengths
+"""
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import matplotlib
+import torch
+from corpus import check_file, load_texts, tokenize
+from matplotlib import pyplot
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, nargs="+", help="folders or Hub ids of causal language models")
+    parser.add_argument("--file", help="text, JSON, parquet or CSV file")
+    parser.add_argument("--dataset_name", help="Hub data set or local folder, instead of a file")
+    parser.add_argument("--dataset_config_name", help="configuration of the data set")
+    parser.add_argument("--split", default="test", help="of the data set")
+    parser.add_argument("--text_column", default="text", help="the column that holds text")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192, 14336])
+    parser.add_argument("--stride", type=int, help="also evaluate with a sliding context that moves by this much")
+    parser.add_argument("--max_tokens", type=int, help="read only the beginning of the text")
+    parser.add_argument("--tokens_per_pass", type=int, default=4096, help="tokens in a forward pass; bounds memory")
+    parser.add_argument("--dtype", default="auto", help="auto (as saved), float32, bfloat16, float16")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--output_dir", type=Path, required=True, help="for perplexity.json, .md and .png")
+    parser.add_argument("--trust_remote_code", action="store_true", help="run code that comes with a model")
+    args = parser.parse_args()
+    if (args.file is None) == (args.dataset_name is None):
+        parser.error("give either --file or --dataset_name")
+    if min(args.lengths) < 2 or args.tokens_per_pass < 1:
+        parser.error("--lengths must be at least 2, --tokens_per_pass at least 1")
+    if args.stride is not None and not 1 <= args.stride < min(args.lengths):
+        parser.error(f"--stride {args.stride} must be at least 1 and below the smallest of --lengths")
+    return args
+
+
+def row_starts(tokens: int, length: int, stride: int | None) -> range:
+    """Where rows of `length` begin in a text of `tokens` tokens."""
+    return range(0, tokens - length + 1, stride or length)
+
+
+def score_rows(model, rows: torch.Tensor, tokens_per_pass: int) -> torch.Tensor:
+    """Nats of each token of `rows` `(B, L)` but the first, from those before it, `(B, L-1)`."""
+    part = max(1, tokens_per_pass // len(rows))
+    cached = part < rows.shape[1]
+    nats, cache = [], None
+    for start in range(0, rows.shape[1], part):
+        output = model(rows[:, start : start + part], past_key_values=cache, use_cache=cached)
+        cache = output.past_key_values
+        targets = rows[:, start + 1 : start + part + 1]  # (B, P), one less in the last part
+        logits = output.logits[:, : targets.shape[1]].float()  # (B, P, V)
+        nats.append(cross_entropy(logits.transpose(1, 2), targets, reduction="none"))
+    return torch.cat(nats, dim=1)
+
+
+def batches(ids: torch.Tensor, length: int, stride: int | None, tokens_per_pass: int) -> Iterator[torch.Tensor]:
+    """Rows of ids `(T,)`, as many as fit into a pass, `(B, L)`."""
+    starts = row_starts(len(ids), length, stride)
+    size = max(1, tokens_per_pass // length)
+    for first in range(0, len(starts), size):
+        yield torch.stack([ids[start : start + length] for start in starts[first : first + size]])
+
+
+@torch.inference_mode()
+def evaluate(model, ids: torch.Tensor, length: int, stride: int | None, tokens_per_pass: int) -> dict:
+    """Mean loss in nats over the tokens that count, how many they are, and the seconds it took."""
+    start, total, count = time.perf_counter(), 0.0, 0
+    for index, rows in enumerate(batches(ids, length, stride, tokens_per_pass)):
+        nats = score_rows(model, rows.to(model.device), tokens_per_pass).double()  # (B, L-1)
+        if stride is not None:
+            kept = nats[:, -stride:]
+            # The first row has nothing before it that has been scored: all of it counts.
+            nats = torch.cat([nats[0], kept[1:].flatten()]) if index == 0 else kept
+        total, count = total + nats.sum().item(), count + nats.numel()
+    return {"loss": total / count, "tokens": count, "seconds": time.perf_counter() - start}
+
+
+def trained_length(folder: str, config) -> int | None:
+    """The block size that the pretraining script wrote beside the model, or what its config says."""
+    arguments = Path(folder) / "training_args.json"
+    if arguments.is_file():
+        return json.loads(arguments.read_text(encoding="utf-8")).get("block_size")
+    return getattr(config, "max_position_embeddings", None)
+
+
+def evaluate_model(name: str, texts, args: argparse.Namespace) -> list[dict]:
+    """One result for each length and way.
+
+    Raises:
+        ValueError: the text is shorter than the shortest length.
+    """
+    code = {"trust_remote_code": args.trust_remote_code}
+    tokenizer = AutoTokenizer.from_pretrained(name, **code)
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=args.dtype, **code).eval().to(args.device)
+    lines = tokenize(texts["text"], tokenizer)
+    ids = torch.tensor([token for line in lines for token in line])
+    bytes_per_token = sum(len(f"{text.rstrip(chr(10))}\n".encode()) for text in texts["text"]) / len(ids)
+    ids = ids[: args.max_tokens]
+    longest = None if model.config.model_type == "tnn" else getattr(model.config, "max_position_embeddings", None)
+    results = []
+    for length in args.lengths:
+        if length > len(ids) or (longest is not None and length > longest):
+            what = f"the text has {len(ids)} tokens" if length > len(ids) else f"the model takes {longest}"
+            sys.stderr.write(f"{name}: length {length} is left out, {what}.\n")
+            continue
+        for stride in [None] if args.stride is None else [None, args.stride]:
+            result = evaluate(model, ids, length, stride, args.tokens_per_pass)
+            figures = {
+                "perplexity": math.exp(min(result["loss"], 700)),
+                "bits_per_byte": result["loss"] / math.log(2) / bytes_per_token,
+            }
+            fields = {"model": name, "trained_length": trained_length(name, model.config), "length": length}
+            results.append(fields | {"stride": stride} | figures | result)
+    if not results:
+        raise ValueError(f"{name}: the text has {len(ids)} tokens, fewer than any of the lengths.")
+    return results
+
+
+def labels(results: list[dict]) -> list[tuple[str, int | None]]:
+    """The lines of the plot and columns of the table: model and stride."""
+    return list(dict.fromkeys((result["model"], result["stride"]) for result in results))
+
+
+def label_text(model: str, stride: int | None) -> str:
+    return Path(model).name + (f", stride {stride}" if stride else "")
+
+
+def table(results: list[dict]) -> str:
+    """Markdown: perplexity and bits per byte by length."""
+    columns = labels(results)
+    figures = {
+        (r["model"], r["stride"], r["length"]): f"{r['perplexity']:.2f} ({r['bits_per_byte']:.3f})" for r in results
+    }
+    lines = ["| length | " + " | ".join(label_text(*column) for column in columns) + " |"]
+    lines.append("|---:|" + "---:|" * len(columns))
+    for length in sorted({result["length"] for result in results}):
+        cells = [figures.get((*column, length), "") for column in columns]
+        lines.append(f"| {length} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def plot(results: list[dict], file: Path):
+    """Perplexity by length, and where training ended."""
+    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+    for model, stride in labels(results):
+        points = [(r["length"], r["perplexity"]) for r in results if (r["model"], r["stride"]) == (model, stride)]
+        axes.plot(*zip(*sorted(points), strict=True), marker="o", label=label_text(model, stride))
+    for length in {result["trained_length"] for result in results} - {None}:
+        axes.axvline(length, color="gray", linestyle="--", linewidth=1)
+        axes.annotate(f"trained at {length}", (length, 1), xycoords=("data", "axes fraction"), fontsize=8,
+                      xytext=(3, -3), textcoords="offset points", va="top", color="gray")  # fmt: skip
+    perplexities = [result["perplexity"] for result in results]
+    axes.set_xscale("log", base=2)
+    if max(perplexities) > 4 * min(perplexities):
+        axes.set_yscale("log")
+    lengths = sorted({result["length"] for result in results})
+    axes.set_xticks(lengths, [str(length) for length in lengths], rotation=45)
+    axes.set_xlabel("length of the text read at once, in tokens")
+    axes.set_ylabel("perplexity per token")
+    axes.legend()
+    figure.savefig(file, dpi=150)
+    pyplot.close(figure)
+
+
+def main():
+    args = parse_arguments()
+    matplotlib.use("Agg")
+    try:
+        if args.file is not None:
+            check_file(args.file)
+        texts = load_texts(args.file or args.dataset_name, args.dataset_config_name, args.split, args.text_column)
+        results = [result for name in args.model for result in evaluate_model(name, texts, args)]
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+    report = json.dumps({"settings": settings, "results": results}, indent=2)
+    (args.output_dir / "perplexity.json").write_text(report + "\n", encoding="utf-8")
+    (args.output_dir / "perplexity.md").write_text(table(results) + "\n", encoding="utf-8")
+    plot(results, args.output_dir / "perplexity.png")
+    sys.stdout.write(f"perplexity (bits per byte)\n\n{table(results)}\n\nsaved in {args.output_dir}\n")
+
+
+if __name__ == "__main__":
+    main()

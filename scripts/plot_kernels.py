@@ -1,0 +1,152 @@
+"""Draw what every layer of a trained model attends to: PNG files and one HTML page that needs nothing else.
+
+Works on any folder or Hub id of a TNN, also on one that `to_recurrent.py` converted. The page starts with an overview
+of all layers; then, for each layer, its Toeplitz matrices, its coefficients by lag on linear and logarithmic axes, its
+frequency response, its horizon (the distance within which 90% of the weight lies) and, if it is a recurrence, its
+poles. The numbers go to kernels.json.
+
+Example:
+    python scripts/plot_kernels.py --model outputs/demo --output_dir outputs/kernels
+    python scripts/plot_kernels.py --model outputs/demo-recurrent --output_dir outputs/kernels --length 1024
+"""
+
+import argparse
+import base64
+import html
+import json
+import sys
+from pathlib import Path
+
+import kernel_figures
+import numpy as np
+import torch
+from kernel_statistics import Kernel, summary
+from matplotlib.figure import Figure
+from transformers import AutoModel
+from transformers.utils import logging
+
+import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
+from modeling_tnn.tno_grid import GridOperator
+
+STYLE = """body { font-family: sans-serif; max-width: 1400px; margin: 2em auto; padding: 0 1em; color: #222; }
+img { max-width: 100%; } table { border-collapse: collapse; margin: 1em 0; }
+td, th { padding: 0.3em 0.8em; border-bottom: 1px solid #ccc; text-align: right; }
+td:first-child { text-align: left; }"""
+COLUMNS = {
+    "channels": "channels",
+    "horizon_median": "horizon, median",
+    "horizon_10_percent": "10th percentile",
+    "horizon_90_percent": "90th percentile",
+    "main_range": "most weight at",
+    "main_range_share": "its share",
+    "largest_pole": "largest pole",
+}
+
+
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="folder or Hub id of a TNN")
+    parser.add_argument("--output_dir", type=Path, required=True, help="where the pictures and the page go")
+    parser.add_argument("--length", type=int, help="positions to look at; the trained length unless given")
+    parser.add_argument("--matrix_size", type=int, default=64, help="rows and columns of the matrices that are drawn")
+    parser.add_argument("--dpi", type=int, default=100, help="resolution of the pictures")
+    args = parser.parse_args(arguments)
+    for name in ("length", "matrix_size", "dpi"):
+        if (value := getattr(args, name)) is not None and value < 2:
+            parser.error(f"--{name} {value}: it must be at least 2")
+    return args
+
+
+@torch.no_grad()
+def read_kernel(operator, length: int, label: str) -> Kernel:
+    """The coefficients of an operator for sequences of `length` positions."""
+    taps = operator.coefficients(length).double().cpu().numpy()  # (D, M)
+    first = 0 if operator.causal else 1 - length
+    poles = operator.poles()
+    return Kernel(label, taps, np.arange(first, length), None if poles is None else poles.cpu().numpy())
+
+
+def read_layer(operator, length: int, index: int) -> list[Kernel]:
+    """The kernel of a layer, or those along the rows and the columns of an image."""
+    if not isinstance(operator, GridOperator):
+        return [read_kernel(operator, length, f"layer {index}")]
+    axes = {"rows": operator.rows, "columns": operator.columns}
+    return [read_kernel(part, length, f"layer {index} {name}") for name, part in axes.items()]
+
+
+def write_page(path: Path, title: str, note: str, rows: list[dict], pictures: dict[str, list[Path]]):
+    """The HTML page; `pictures` are the files of each section by its heading."""
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in ("layer", *COLUMNS.values()))
+    body = "".join(f"<tr><td>{html.escape(row['label'])}</td>{cells(row)}</tr>" for row in rows)
+    sections = "".join(
+        f"<h2>{html.escape(heading)}</h2>" + "".join(embed(file) for file in files)
+        for heading, files in pictures.items()
+    )
+    path.write_text(
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
+        f"<style>{STYLE}</style></head><body><h1>{html.escape(title)}</h1><p>{html.escape(note)}</p>"
+        f"<table><tr>{head}</tr>{body}</table>{sections}</body></html>\n",
+        encoding="utf-8",
+    )
+
+
+def cells(row: dict) -> str:
+    texts = {"main_range_share": "{:.0%}", "largest_pole": "{:.4f}", "main_range": "{}"}
+    values = ("" if row[key] is None else texts.get(key, "{:.0f}").format(row[key]) for key in COLUMNS)
+    return "".join(f"<td>{html.escape(value)}</td>" for value in values)
+
+
+def embed(file: Path) -> str:
+    data = base64.b64encode(file.read_bytes()).decode()
+    return f'<img alt="{html.escape(file.stem)}" src="data:image/png;base64,{data}">'
+
+
+def save(figure: Figure, path: Path, dpi: int) -> Path:
+    figure.savefig(path, dpi=dpi)
+    return path
+
+
+def describe(config, length: int) -> str:
+    side = "causal" if config.causal else "bidirectional"
+    text = f"tno_type={config.tno_type}, {side}, {config.num_hidden_layers} layers, {config.gtu_dim} channels each; "
+    text += f"kernels at {length} positions (trained at {config.axis_length}). "
+    text += "The weight of a lag is the absolute value of its coefficient over the sum of those of its channel."
+    if config.tno_type == "ski":
+        text += " The low-rank part of ski is shown by the kernel that it interpolates."
+    return text
+
+
+def main():
+    args = parse_arguments(sys.argv[1:])
+    logging.set_verbosity_error()  # the heads of a checkpoint are not needed here
+    model = AutoModel.from_pretrained(args.model)
+    length = args.length or model.config.axis_length
+    kernels = [
+        kernel for index, layer in enumerate(model.layers) for kernel in read_layer(layer.gtu.tno, length, index)
+    ]
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    title = f"What the layers of {Path(args.model).name} attend to"
+    size = min(args.matrix_size, length)
+    pictures = {
+        "All layers": [save(kernel_figures.overview(kernels, title), args.output_dir / "overview.png", args.dpi)]
+    }
+    for kernel in kernels:
+        name = kernel.label.replace(" ", "-")
+        pictures[kernel.label.capitalize()] = [
+            save(kernel_figures.layer(kernel, size), args.output_dir / f"{name}.png", args.dpi),
+            save(kernel_figures.matrices(kernel, size), args.output_dir / f"{name}-matrices.png", args.dpi),
+        ]
+    rows = [summary(kernel) for kernel in kernels]
+    write_page(args.output_dir / "index.html", title, describe(model.config, length), rows, pictures)
+    figures = {"model": args.model, "tno_type": model.config.tno_type, "length": length, "layers": rows}
+    (args.output_dir / "kernels.json").write_text(json.dumps(figures, indent=2) + "\n")
+    for row in rows:
+        sys.stdout.write(
+            f"{row['label']}: horizon {row['horizon_median']:.0f} positions (median of {row['channels']} channels), "
+            f"most weight at {row['main_range']} ({row['main_range_share']:.0%})\n"
+        )
+    sys.stdout.write(f"{sum(map(len, pictures.values()))} pictures and index.html in {args.output_dir}\n")
+
+
+if __name__ == "__main__":
+    main()

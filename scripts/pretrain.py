@@ -1,0 +1,303 @@
+"""Pretrain a causal or masked language model, on one device or many, and save it with its tokenizer.
+
+Example:
+    python scripts/pretrain.py --config tnn-tiny --train_file book.txt --output_dir outputs/book --max_steps 500
+    python scripts/pretrain.py --recipe configuration/recipes/wikitext2-rpe.yaml --checkpointing_steps 100
+    python scripts/pretrain.py --recipe configuration/recipes/wikitext2-rpe.yaml --resume_from_checkpoint latest
+    accelerate launch --config_file configuration/accelerate/ddp.yaml scripts/pretrain.py --recipe RECIPE
+"""
+
+import dataclasses
+import gc
+import logging
+import os
+import sys
+from pathlib import Path
+
+import datasets
+import torch
+import transformers
+import yaml
+from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin
+from blocks import BlockStream
+from checkpoints import checkpoints, find_checkpoint, move_files, partial, prepare, publish, write_json
+from corpus import check_file, load_corpus, pack, train_tokenizer
+from huggingface_hub import create_repo, upload_folder
+from pretrain_arguments import PretrainArguments
+from recipes import parse_arguments
+from training import DivergedError, Pretraining, perplexity
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+    set_seed,
+)
+
+import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
+
+logger = logging.getLogger("pretrain")
+NOT_UPLOADED = ["checkpoint-*", "best/*", "tokenizer/*", ".*"]
+AUTO_MODELS = {"clm": AutoModelForCausalLM, "mlm": AutoModelForMaskedLM}
+
+
+def build_accelerator(args: PretrainArguments) -> Accelerator:
+    """Accelerate's engine, as `accelerate launch` or its configuration file set it up.
+
+    Raises:
+        ValueError: several processes were started that do not know of each other.
+    """
+    accelerator = Accelerator(
+        cpu=args.use_cpu or not torch.accelerator.is_available(),
+        mixed_precision=args.mixed_precision,
+        dynamo_backend="inductor" if args.torch_compile else None,
+        # All forward passes of a step are fetched at once, so the end of the data says nothing about the last one.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            num_steps=args.gradient_accumulation_steps, sync_with_dataloader=False
+        ),
+        log_with=None if args.report_to == "none" else args.report_to,
+        project_dir=args.output_dir,
+    )
+    started = int(os.environ.get("WORLD_SIZE", 1))
+    if started != accelerator.num_processes:
+        raise ValueError(f"{started} processes were started, but accelerate sees {accelerator.num_processes}.")
+    return accelerator
+
+
+def check_before_start(args: PretrainArguments):
+    """Refuse what would fail, or overwrite something, later.
+
+    Raises:
+        ValueError: a file is missing or empty, the checkpoint is, or the output folder holds another run.
+    """
+    for file in (args.train_file, args.validation_file):
+        if file is not None:
+            check_file(file)
+    output_dir = Path(args.output_dir)
+    if args.resume_from_checkpoint is not None:
+        find_checkpoint(output_dir, args.resume_from_checkpoint)
+    elif output_dir.is_dir() and checkpoints(output_dir):
+        raise ValueError(
+            f"output_dir={output_dir} holds checkpoints of a run: give --resume_from_checkpoint latest to go on with "
+            "it, or another folder."
+        )
+
+
+def build_config(args: PretrainArguments) -> PreTrainedConfig:
+    """The model's configuration with what the command line changes.
+
+    Raises:
+        ValueError: an override is no field, or a model of this objective cannot have such a configuration.
+    """
+    known = AutoConfig.from_pretrained(args.config)
+    overrides = config_overrides(args.config_overrides)
+    unknown = [name for name in overrides if not hasattr(known, name)]
+    if unknown:
+        raise ValueError(f"config_overrides: a {known.model_type} config has no field {', '.join(unknown)}.")
+    fit_length(args, known, overrides)
+    # From the file, not from `known`: fields that follow from others must follow from the new ones.
+    fields, _ = type(known).get_config_dict(args.config)
+    if args.vocab_size is not None:
+        overrides["vocab_size"] = args.vocab_size
+    config = AutoConfig.for_model(**fields | overrides)
+    with torch.device("meta"):
+        AUTO_MODELS[args.objective].from_config(config)
+    return config
+
+
+def fit_length(args: PretrainArguments, config: PreTrainedConfig, overrides: dict):
+    """Settle the block size: that of the arguments, else the length that the model is made for.
+
+    Raises:
+        ValueError: the model has no positions for such blocks.
+    """
+    field = "max_position_embeddings"
+    longest = overrides.get(field, getattr(config, field, None))
+    if args.block_size is None:
+        args.block_size = longest or 1024
+    elif longest is not None and args.block_size > longest:
+        if config.model_type != "tnn":
+            raise ValueError(f"block_size={args.block_size} is above {field}={longest} of the config.")
+        # No input is too long for a TNN, but operators place their points by this number, and FD its taps.
+        overrides |= {field: args.block_size, "fd_resolution": overrides.get("fd_resolution")}
+
+
+def config_overrides(text: str | None) -> dict:
+    """`name=value,name=value` as a dictionary; values are read as YAML."""
+    pairs = [pair.partition("=") for pair in (text or "").split(",") if pair.strip()]
+    return {name.strip(): yaml.safe_load(value) for name, _, value in pairs}
+
+
+def build_tokenizer(
+    args: PretrainArguments, accelerator: Accelerator, config: PreTrainedConfig, texts: datasets.Dataset
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of the checkpoint, the one named, or one trained on `texts`; `config` takes its special tokens.
+
+    Raises:
+        ValueError: it has more tokens than the model, or no mask token for a masked language model.
+    """
+    masked = args.objective == "mlm"
+    if args.resume_from_checkpoint is not None:
+        source = find_checkpoint(Path(args.output_dir), args.resume_from_checkpoint)
+    elif args.tokenizer_name is not None:
+        source = args.tokenizer_name
+    else:
+        source = Path(args.output_dir) / "tokenizer"
+        if accelerator.is_main_process:
+            prepare(source)
+            train_tokenizer(texts, config.vocab_size, masked).save_pretrained(partial(source))
+            publish(source)
+        accelerator.wait_for_everyone()
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    if args.tokenizer_name is None and args.vocab_size is None:
+        config.vocab_size = len(tokenizer)
+    if len(tokenizer) > config.vocab_size:
+        raise ValueError(
+            f"The tokenizer has {len(tokenizer)} tokens, the model vocab_size={config.vocab_size}: "
+            f"give --vocab_size {len(tokenizer)} or another tokenizer."
+        )
+    if masked and tokenizer.mask_token_id is None:
+        raise ValueError(f"The tokenizer {source} has no mask token, which --objective mlm needs.")
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(config, name, getattr(tokenizer, name))
+    return tokenizer
+
+
+def build_streams(
+    args: PretrainArguments, accelerator: Accelerator, corpus: datasets.DatasetDict, tokenizer: PreTrainedTokenizerBase
+) -> tuple[BlockStream, BlockStream]:
+    """Training and validation examples.
+
+    Raises:
+        ValueError: a split is shorter than one block.
+    """
+    masked = args.objective == "mlm"
+    streams = []
+    for split in ("train", "validation"):
+        with accelerator.main_process_first():
+            blocks = pack(corpus[split], tokenizer, args.block_size, enclose=masked)
+        if len(blocks) == 0:
+            raise ValueError(f"The {split} text is shorter than one block of {args.block_size} tokens.")
+        if split == "validation" and args.max_eval_blocks is not None:
+            blocks = blocks.select(range(min(args.max_eval_blocks, len(blocks))))
+        shuffle = split == "train"
+        streams.append(BlockStream(blocks, tokenizer, masked, args.mlm_probability, args.seed, shuffle))
+    return tuple(streams)
+
+
+def build(args: PretrainArguments, accelerator: Accelerator) -> Pretraining:
+    """Everything that a run needs, in the state of the checkpoint if there is one."""
+    check_before_start(args)
+    config = build_config(args)
+    corpus = load_corpus(
+        args.train_file or args.dataset_name, args.dataset_config_name, args.validation_file, args.text_column
+    )
+    tokenizer = build_tokenizer(args, accelerator, config, corpus["train"])
+    train, validation = build_streams(args, accelerator, corpus, tokenizer)
+    set_seed(args.seed)
+    model = AUTO_MODELS[args.objective].from_config(config)
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    logger.info(
+        "%s parameters; %d training and %d validation blocks of %d tokens; %d process%s, %s",
+        f"{model.num_parameters():,}",
+        len(train),
+        len(validation),
+        args.block_size,
+        accelerator.num_processes,
+        "" if accelerator.num_processes == 1 else "es",
+        accelerator.device.type,
+    )
+    pretraining = Pretraining(args, accelerator, model, tokenizer, train, validation)
+    if args.resume_from_checkpoint is not None:
+        pretraining.resume(args.resume_from_checkpoint)
+        logger.info("resumed at step %d", pretraining.state.step)
+    return pretraining
+
+
+def finish(args: PretrainArguments, pretraining: Pretraining) -> dict:
+    """Evaluate and save the last model; the figures of the run."""
+    accelerator, state = pretraining.accelerator, pretraining.state
+    evaluated = state.history and state.history[-1]["step"] == state.step
+    last = state.history[-1]["loss"] if evaluated else pretraining.record_evaluation()
+    final = Path(args.output_dir) / "final"
+    if accelerator.is_main_process:
+        prepare(final)
+    accelerator.wait_for_everyone()
+    pretraining.save_model(partial(final))
+    tokens = args.max_steps * pretraining.blocks_per_step * args.block_size
+    metrics = {
+        "perplexity_before": perplexity(state.loss_before),
+        "perplexity": perplexity(last),
+        "loss": last,
+        "best_perplexity": perplexity(state.best_loss),
+        "best_step": state.best_step,
+        "steps": state.step,
+        "tokens": tokens,
+        "tokens_per_second": tokens / state.train_seconds,
+        "train_seconds": state.train_seconds,
+        "train_cpu_seconds": state.train_cpu_seconds,
+        "parameters": accelerator.unwrap_model(pretraining.model).num_parameters(),
+        "processes": accelerator.num_processes,
+        "device": accelerator.device.type,
+        "torch_threads": torch.get_num_threads(),
+        "evaluations": state.history,
+    }
+    if accelerator.is_main_process:
+        write_json(partial(final) / "metrics.json", metrics)
+        move_files(partial(final), Path(args.output_dir))
+    accelerator.wait_for_everyone()
+    return metrics
+
+
+def configure_logging(accelerator: Accelerator):
+    """One line for what matters, from one process; accelerate names each file that it writes."""
+    logging.basicConfig(format="%(message)s")
+    logger.setLevel(logging.INFO if accelerator.is_main_process else logging.ERROR)
+    logging.getLogger("accelerate").setLevel(logging.ERROR)
+    transformers.utils.logging.disable_progress_bar()
+    if not accelerator.is_main_process:
+        datasets.disable_progress_bars()
+
+
+def open_repository(args: PretrainArguments) -> str:
+    """Create or find the repository that the model goes to, so that what fails does so before the training."""
+    name = args.hub_model_id or Path(args.output_dir).resolve().name
+    return create_repo(name, private=args.hub_private_repo, exist_ok=True).repo_id
+
+
+def main():
+    (args,) = parse_arguments([PretrainArguments], __doc__)
+    repository = None
+    try:
+        accelerator = build_accelerator(args)
+        configure_logging(accelerator)
+        pretraining = build(args, accelerator)
+        if args.push_to_hub and accelerator.is_main_process:
+            repository = open_repository(args)
+        if args.report_to != "none":
+            settings = {name: value for name, value in dataclasses.asdict(args).items() if value is not None}
+            accelerator.init_trackers("modeling-tnn", config=settings)
+        pretraining.run()
+    except (ValueError, DivergedError) as error:
+        sys.exit(f"error: {error}")
+    metrics = finish(args, pretraining)
+    accelerator.end_training()
+    logger.info(
+        "validation perplexity: %.2f before, %.2f after %d steps, best %.2f at step %d; %.0f tokens/s; saved in %s",
+        metrics["perplexity_before"], metrics["perplexity"], metrics["steps"], metrics["best_perplexity"],
+        metrics["best_step"], metrics["tokens_per_second"], args.output_dir,
+    )  # fmt: skip
+    if repository is not None:
+        upload_folder(repo_id=repository, folder_path=args.output_dir, ignore_patterns=NOT_UPLOADED)
+        logger.info("uploaded to %s", repository)
+    # A process group that outlives the model sometimes aborts at exit.
+    del pretraining
+    gc.collect()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""Train variants of a small language model by one recipe and compare their validation perplexity.
+
+A variant is `name` or `name:field=value,field=value`, the fields of the configuration that it changes. Causal models
+predict the next token, bidirectional ones (causal=false) masked tokens. configuration/recipes/ablations/ has one
+recipe for each table of ablations of the papers.
+
+Example:
+    python scripts/run_ablation.py --recipe configuration/recipes/ablations/rpe-input.yaml --output_dir outputs/input
+    python scripts/run_ablation.py --output_dir outputs/decay --variants "0.9:decay=0.9" "0.99:decay=0.99"
+"""
+
+import copy
+import json
+import logging
+import math
+import statistics
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from corpus import load_corpus, pack, train_tokenizer
+from datasets import Dataset
+from overrides import load_config, parse_overrides
+from recipes import parse_arguments
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    DataCollatorForLanguageModeling,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
+
+from modeling_tnn import TnnConfig
+
+logger = logging.getLogger("run_ablation")
+MASK_PROBABILITY = 0.15
+
+
+@dataclass
+class AblationArguments:
+    """The variants, and what they have in common."""
+
+    variants: list[str] = field(metadata={"help": "Each a name, a colon and the fields that it changes."})
+    config: str = field(default="tnn-tiny", metadata={"help": "Preset or folder that they start from."})
+    config_overrides: str | None = field(default=None, metadata={"help": "Fields that are the same in all of them."})
+    dataset: str | None = field(default=None, metadata={"help": "Text file or Hub data set; the King James Bible."})
+    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub data set."})
+    longer: list[int] = field(default_factory=list, metadata={"help": "Further lengths to evaluate at, in tokens."})
+    eval_tokens: int = field(default=65_536, metadata={"help": "Validation tokens at each length, at most."})
+    seeds: list[int] = field(default_factory=lambda: [0], metadata={"help": "One model of each variant for each."})
+
+    def __post_init__(self):
+        names = [variant.partition(":")[0] for variant in self.variants]
+        if len(set(names)) != len(names):
+            raise ValueError(f"--variants: {', '.join(names)} are not all different names.")
+        for variant in self.variants:
+            self.variant_config(variant)
+
+    def variant_config(self, variant: str) -> TnnConfig:
+        """The configuration of a variant.
+
+        Raises:
+            ValueError: it has an unknown field or an impossible value.
+        """
+        name, _, changes = variant.partition(":")
+        try:
+            return load_config(self.config, parse_overrides(self.config_overrides), parse_overrides(changes))
+        except ValueError as error:
+            raise ValueError(f"--variants {name}: {error}") from error
+
+
+def tokenizer_for(texts: Dataset, vocab_size: int) -> PreTrainedTokenizerFast:
+    """One tokenizer for all variants, with a mask for the bidirectional ones."""
+    tokenizer = train_tokenizer(texts, vocab_size - 1)
+    tokenizer.add_special_tokens({"mask_token": "<mask>"})
+    return tokenizer
+
+
+def perplexity(trainer: Trainer, blocks: Dataset) -> float:
+    """On blocks of any length. Masks are drawn alike for every variant."""
+    set_seed(0)
+    return math.exp(trainer.evaluate(blocks)["eval_loss"])
+
+
+def train(
+    args: AblationArguments, training: TrainingArguments, variant: str, seed: int, tokenizer, blocks: dict
+) -> dict:
+    """The perplexities of one variant, and what it took."""
+    config, training, name = args.variant_config(variant), copy.copy(training), variant.partition(":")[0]
+    config.vocab_size = len(tokenizer)
+    training.seed = seed
+    training.output_dir = str(Path(training.output_dir) / f"{name}-seed-{seed}")
+    set_seed(seed)
+    auto_class = AutoModelForCausalLM if config.causal else AutoModelForMaskedLM
+    collator = DataCollatorForLanguageModeling(tokenizer, mlm=not config.causal, mlm_probability=MASK_PROBABILITY)
+    trainer = Trainer(
+        model=auto_class.from_config(config), args=training, train_dataset=blocks["train"], data_collator=collator
+    )
+    result = trainer.train()
+    scores = {length: perplexity(trainer, rows) for length, rows in blocks.items() if length != "train"}
+    return {
+        "variant": name,
+        "changes": variant.partition(":")[2],
+        "seed": seed,
+        "perplexity": {str(length): score for length, score in scores.items()},
+        "parameters": trainer.model.num_parameters(),
+        "steps": trainer.state.global_step,
+        "train_seconds": result.metrics["train_runtime"],
+    }
+
+
+def table(rows: list[dict]) -> str:
+    """Markdown: the mean over the seeds, at each length."""
+    lengths = list(rows[0]["perplexity"])
+    heading = " | ".join(f"perplexity at {length}" for length in lengths)
+    lines = [f"| variant | {heading} | parameters | seeds |", "|---|" + "---:|" * (len(lengths) + 2)]
+    for name in dict.fromkeys(row["variant"] for row in rows):
+        own = [row for row in rows if row["variant"] == name]
+        means = (statistics.mean(row["perplexity"][length] for row in own) for length in lengths)
+        cells = " | ".join(f"{mean:.2f}" for mean in means)
+        lines.append(f"| {name} | {cells} | {own[0]['parameters']:,} | {len(own)} |")
+    return "\n".join(lines)
+
+
+def main():
+    args, training = parse_arguments([AblationArguments, TrainingArguments], __doc__)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    config, corpus = args.variant_config(args.variants[0]), load_corpus(args.dataset, args.dataset_config)
+    tokenizer = tokenizer_for(corpus["train"], config.vocab_size)
+    trained = config.max_position_embeddings
+    blocks = {"train": pack(corpus["train"], tokenizer, trained)}
+    for length in (trained, *args.longer):
+        rows = pack(corpus["validation"], tokenizer, length)
+        blocks[length] = rows.select(range(min(len(rows), max(1, args.eval_tokens // length))))
+    rows, output = [], Path(training.output_dir) / "results.json"
+    for variant in args.variants:
+        for seed in args.seeds:
+            rows.append(train(args, training, variant, seed, tokenizer, blocks))
+            settings = vars(args) | {"batch_size": training.train_batch_size, "torch_threads": torch.get_num_threads()}
+            output.parent.mkdir(parents=True, exist_ok=True)
+            output.write_text(json.dumps({"settings": settings, "rows": rows}, indent=2) + "\n")
+            logger.info("%s, seed %d: perplexity %s", rows[-1]["variant"], seed, rows[-1]["perplexity"])
+    sys.stdout.write(table(rows) + "\n")
+
+
+if __name__ == "__main__":
+    main()

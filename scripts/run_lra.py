@@ -1,0 +1,223 @@
+"""Train and evaluate a classifier on a task of the Long Range Arena with transformers' Trainer.
+
+The recipes have the sizes and settings of the papers; every option after them goes before theirs. Without
+--dataset_path, data come from the Hub (text, image) or are generated (listops, pathfinder, path-x); retrieval needs
+the files of the LRA release.
+
+Example:
+    python scripts/run_lra.py --recipe configuration/recipes/lra/tnn-listops.yaml --output_dir outputs/listops
+    python scripts/run_lra.py --recipe configuration/recipes/lra/small-image.yaml --output_dir outputs/image \\
+        --config_overrides tno_type=fd
+"""
+
+import json
+import logging
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from datasets import Dataset, load_dataset
+from lra_tasks import TASKS, Task, encode_split, load_task
+from overrides import load_config, parse_overrides
+from recipes import parse_arguments
+from transformers import (
+    AutoModelForSequenceClassification,
+    BertConfig,
+    DataCollatorWithPadding,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+    set_seed,
+)
+
+from modeling_tnn import TnnConfig, TnnForSequencePairClassification
+
+logger = logging.getLogger("run_lra")
+
+
+@dataclass
+class LraArguments:
+    """The task, its data and the model."""
+
+    task: str = field(metadata={"help": f"One of {', '.join(TASKS)}."})
+    config: str = field(metadata={"help": "A preset, such as tnn-listops, or the folder of a config."})
+    config_overrides: str | None = field(default=None, metadata={"help": "Fields of it: tno_type=fd,hidden_size=64."})
+    dataset_path: str | None = field(default=None, metadata={"help": "A folder or Hub id with the task's data."})
+    train_rows: int | None = field(default=None, metadata={"help": "Use (or generate) fewer training rows."})
+    eval_rows: int | None = field(default=None, metadata={"help": "Use fewer validation and test rows."})
+    max_length: int | None = field(
+        default=None, metadata={"help": "Cut texts, leave out or generate shorter ListOps."}
+    )
+    extra_test: str | None = field(
+        default=None, metadata={"help": "Another configuration of --dataset_path whose test split is evaluated too."}
+    )
+    transformer: bool = field(
+        default=False, metadata={"help": "Train a transformer (BERT) of the same width, depth and size instead."}
+    )
+    operator_learning_rate: float | None = field(
+        default=None, metadata={"help": "Learning rate of the Toeplitz operators, which then have no weight decay."}
+    )
+
+    def __post_init__(self):
+        if self.task not in TASKS:
+            raise ValueError(f"--task {self.task}: it must be one of {', '.join(TASKS)}.")
+        if self.transformer and self.task == "retrieval":
+            raise ValueError("--transformer: transformers has no BERT with a head for two sequences.")
+        if self.extra_test is not None and self.dataset_path is None:
+            raise ValueError("--extra_test: it needs a --dataset_path.")
+
+
+def build_config(args: LraArguments, task: Task) -> TnnConfig:
+    """The preset with what the task and the command line change.
+
+    Raises:
+        ValueError: an override is no field of the configuration, or not possible.
+    """
+    sizes = {"vocab_size": task.vocab_size, "num_labels": task.num_labels}
+    if args.max_length is not None:
+        sizes["max_position_embeddings"] = args.max_length
+    return load_config(args.config, sizes, parse_overrides(args.config_overrides))
+
+
+def transformer_like(config: TnnConfig) -> PreTrainedConfig:
+    """A BERT of the same width and depth, with as many parameters in a layer.
+
+    A TNN layer has 3 e d + 3 g d of them in its linear maps (e and g the widths of its units), a transformer layer
+    4 d^2 + 2 d f.
+    """
+    width = config.hidden_size
+    inner = max(width, (3 * (config.gtu_dim + config.glu_dim) - 4 * width) // 2)
+    return BertConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=width,
+        num_hidden_layers=config.num_hidden_layers,
+        num_attention_heads=max(1, width // 32),
+        intermediate_size=inner,
+        hidden_act="gelu",
+        hidden_dropout_prob=config.hidden_dropout_prob,
+        attention_probs_dropout_prob=0.0,
+        max_position_embeddings=config.max_position_embeddings,
+        num_labels=config.num_labels,
+        pad_token_id=0,
+    )
+
+
+def build_model(args: LraArguments, config: TnnConfig) -> PreTrainedModel:
+    if args.task == "retrieval":
+        return TnnForSequencePairClassification(config)
+    return AutoModelForSequenceClassification.from_config(transformer_like(config) if args.transformer else config)
+
+
+def collate_pairs(tokenizer):
+    """A collator of rows whose `input_ids` are two sequences."""
+
+    def collate(rows: list[dict]) -> dict[str, torch.Tensor]:
+        texts = [{"input_ids": ids} for row in rows for ids in row["input_ids"]]
+        batch = tokenizer.pad(texts, return_tensors="pt")
+        pairs = {key: batch[key].unflatten(0, (-1, 2)) for key in ("input_ids", "attention_mask")}
+        return pairs | {"labels": torch.tensor([row["labels"] for row in rows])}
+
+    return collate
+
+
+def build_collator(args: LraArguments, tokenizer):
+    if tokenizer is None:
+        return default_data_collator
+    return collate_pairs(tokenizer) if args.task == "retrieval" else DataCollatorWithPadding(tokenizer)
+
+
+def build_optimizer(model: PreTrainedModel, args: LraArguments, training: TrainingArguments):
+    """AdamW with groups of their own for the operators; None where Trainer's own will do."""
+    if args.operator_learning_rate is None:
+        return None
+    groups: dict[bool, list] = {True: [], False: []}
+    for name, parameter in model.named_parameters():
+        groups[".tno." in name].append(parameter)
+    return torch.optim.AdamW(
+        [
+            {"params": groups[False], "lr": training.learning_rate, "weight_decay": training.weight_decay},
+            {"params": groups[True], "lr": args.operator_learning_rate, "weight_decay": 0.0},
+        ],
+        betas=(training.adam_beta1, training.adam_beta2),
+        eps=training.adam_epsilon,
+    )
+
+
+def accuracy(prediction) -> dict[str, float]:
+    logits = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
+    return {"accuracy": float((np.argmax(logits, axis=-1) == prediction.label_ids).mean())}
+
+
+def limit(rows: Dataset, count: int | None) -> Dataset:
+    return rows if count is None or count >= len(rows) else rows.shuffle(seed=0).select(range(count))
+
+
+def describe(args: LraArguments, task: Task, config: TnnConfig, trainer: Trainer) -> dict:
+    """What was trained, on what."""
+    training = trainer.args
+    summary = next(entry for entry in reversed(trainer.state.log_history) if "train_runtime" in entry)
+    return {
+        "task": args.task,
+        "model": "transformer" if args.transformer else config.tno_type,
+        "config": args.config,
+        "config_overrides": args.config_overrides,
+        "parameters": trainer.model.num_parameters(),
+        "train_rows": len(trainer.train_dataset),
+        "max_length": task.max_length,
+        "steps": trainer.state.global_step,
+        "batch_size": training.train_batch_size * training.gradient_accumulation_steps,
+        "seed": training.seed,
+        "train_seconds": summary["train_runtime"],
+        "steps_per_second": summary["train_steps_per_second"],
+        "torch_threads": torch.get_num_threads(),
+        "device": str(training.device),
+    }
+
+
+def main():
+    args, training = parse_arguments([LraArguments, TrainingArguments], __doc__)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    set_seed(training.seed)
+    try:
+        task, data = load_task(args.task, args.dataset_path, args.train_rows, args.max_length)
+        config = build_config(args, task)
+        model = build_model(args, config)
+    except ValueError as error:
+        raise SystemExit(f"run_lra.py: {error}") from error
+    data = {split: rows if split == "train" else limit(rows, args.eval_rows) for split, rows in data.items()}
+    tokenizer = None if task.tokenizer is None else task.tokenizer()
+    trainer = Trainer(
+        model=model,
+        args=training,
+        train_dataset=data["train"],
+        eval_dataset=data["validation"],
+        processing_class=tokenizer,
+        data_collator=build_collator(args, tokenizer),
+        compute_metrics=accuracy,
+        optimizers=(build_optimizer(model, args, training), None),
+    )
+    trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+    tests = {"validation": data["validation"], "test": data["test"]}
+    if args.extra_test is not None:
+        extra = encode_split(task, load_dataset(args.dataset_path, args.extra_test, split="test"))
+        tests[args.extra_test] = limit(extra, args.eval_rows)
+    metrics = describe(args, task, config, trainer)
+    for name, rows in tests.items():
+        metrics[f"{name}_accuracy"] = trainer.evaluate(rows, metric_key_prefix=name)[f"{name}_accuracy"]
+        metrics[f"{name}_majority"] = max(Counter(rows["labels"]).values()) / len(rows)
+    trainer.save_model(training.output_dir)
+    (Path(training.output_dir) / "results.json").write_text(json.dumps(metrics, indent=2) + "\n")
+    for name in tests:
+        sys.stdout.write(
+            f"{args.task}, {metrics['model']}, {name}: accuracy {metrics[f'{name}_accuracy']:.2%} "
+            f"(largest class {metrics[f'{name}_majority']:.2%})\n"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""How much a causal RTF model remembers, by its state size: Copying and Delay of the RTF paper.
+
+One model is trained for every state size and seed, with transformers' Trainer. Copying: a language model of gated
+Toeplitz units; accuracy on the tokens to copy. Delay: a linear model of one operator; root mean square error relative
+to the signal. The recipes copying.yaml and delay.yaml have the sizes and settings of the paper, small-*.yaml some that
+a CPU does in minutes.
+
+Example:
+    python scripts/run_synthetic.py --recipe configuration/recipes/synthetic/small-copying.yaml --output_dir outputs/a
+    python scripts/run_synthetic.py --recipe configuration/recipes/synthetic/small-delay.yaml --output_dir outputs/b
+"""
+
+import copy
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from recipes import parse_arguments
+from synthetic_tasks import IGNORED, Copying, Delay
+from torch import nn
+from transformers import Trainer, TrainingArguments, set_seed
+
+from modeling_tnn import TnnConfig, TnnForCausalLM
+from modeling_tnn.operators import build_tno
+
+
+@dataclass
+class SyntheticArguments:
+    """The task and the models."""
+
+    task: str = field(metadata={"help": "copying or delay."})
+    state_sizes: list[int] = field(metadata={"help": "Orders of the rational function to compare."})
+    memory: int = field(default=1024, metadata={"help": "Tokens to copy, or steps of delay."})
+    num_tokens: int = field(default=64, metadata={"help": "Vocabulary of copying, the marker included."})
+    length: int = field(default=4000, metadata={"help": "Steps of a signal of delay."})
+    hidden_size: int = field(default=64, metadata={"help": "Width; of delay: the number of channels."})
+    num_hidden_layers: int = field(default=4, metadata={"help": "Layers of the model of copying."})
+    rtf_initializer: str = field(default="montel", metadata={"help": "zeros, xavier or montel."})
+    rtf_constraint: str | None = field(default=None, metadata={"help": "l1_montel keeps poles in the unit circle."})
+    seeds: list[int] = field(default_factory=lambda: [0], metadata={"help": "One model for each."})
+    train_rows: int = field(default=10_000, metadata={"help": "Rows of an epoch."})
+    eval_rows: int = field(default=1_000, metadata={"help": "Rows, others than for training, that are scored."})
+
+    def __post_init__(self):
+        if self.task not in TASKS:
+            raise ValueError(f"--task {self.task}: it must be one of {', '.join(TASKS)}.")
+        longest = 2 * self.memory + 1 if self.task == "copying" else self.length
+        if self.task == "delay" and self.memory >= self.length:
+            raise ValueError(f"--memory {self.memory}: the delay must be below --length {self.length}.")
+        if min(self.state_sizes) < 1 or max(self.state_sizes) >= longest:
+            raise ValueError(f"--state_sizes: each must be at least 1 and below the length, {longest}.")
+
+
+class DelayModel(nn.Module):
+    """Linear map, operator, linear map: nothing in it is nonlinear."""
+
+    def __init__(self, config: TnnConfig):
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(1, config.gtu_dim), nn.Linear(config.gtu_dim, 1)
+        self.tno = build_tno(config)
+        with torch.no_grad():
+            self.tno.reset_parameters()
+
+    def forward(self, signal: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        """`(B, L)` each; `logits` `(B, L)` is the answer."""
+        answer = self.decoder(self.tno(self.encoder(signal[..., None])))[..., 0]
+        return {"loss": nn.functional.mse_loss(answer, labels), "logits": answer}
+
+
+def model_config(args: SyntheticArguments, state_size: int) -> TnnConfig:
+    copying = args.task == "copying"
+    return TnnConfig(
+        tno_type="rtf",
+        vocab_size=args.num_tokens,
+        hidden_size=args.hidden_size,
+        num_hidden_layers=args.num_hidden_layers if copying else 1,
+        gtu_expansion=1,
+        max_position_embeddings=2 * args.memory + 1 if copying else args.length,
+        rtf_state_size=state_size,
+        rtf_num_denominators=1,
+        rtf_initializer=args.rtf_initializer,
+        rtf_constraint=args.rtf_constraint,
+        hidden_dropout_prob=0.0,
+    )
+
+
+def copying_accuracy(predictions, labels) -> dict[str, float]:
+    """`predictions` `(B, L)` are the likeliest tokens; a label belongs to the prediction one position before it."""
+    counted = labels[:, 1:] != IGNORED
+    return {"accuracy": float((predictions[:, :-1] == labels[:, 1:])[counted].mean())}
+
+
+def delay_error(predictions, labels) -> dict[str, float]:
+    """Relative to the power of the signals."""
+    return {"error": float((((predictions - labels) ** 2).mean() / (labels**2).mean()) ** 0.5)}
+
+
+@dataclass(frozen=True)
+class SyntheticTask:
+    """How a task is made and scored."""
+
+    rows: Callable
+    model: Callable
+    score: Callable
+    metric: str
+    preprocess: Callable | None = None
+
+
+def copying_rows(args: SyntheticArguments, rows: int, seed: int) -> Copying:
+    return Copying(rows, seed, args.memory, args.num_tokens)
+
+
+def delay_rows(args: SyntheticArguments, rows: int, seed: int) -> Delay:
+    return Delay(rows, seed, args.length, args.memory)
+
+
+TASKS = {
+    "copying": SyntheticTask(
+        copying_rows, TnnForCausalLM, copying_accuracy, "accuracy", lambda logits, labels: logits.argmax(-1)
+    ),
+    "delay": SyntheticTask(delay_rows, DelayModel, delay_error, "error"),
+}
+
+
+def train(args: SyntheticArguments, training: TrainingArguments, state_size: int, seed: int) -> dict:
+    """The score of one model on unseen rows, and what it took."""
+    task, training = TASKS[args.task], copy.copy(training)
+    training.seed = seed
+    training.output_dir = str(Path(training.output_dir) / f"state-{state_size}-seed-{seed}")
+    set_seed(seed)
+    trainer = Trainer(
+        model=task.model(model_config(args, state_size)),
+        args=training,
+        train_dataset=task.rows(args, args.train_rows, seed),
+        eval_dataset=task.rows(args, args.eval_rows, seed + 10**6),
+        compute_metrics=lambda prediction: task.score(prediction.predictions, prediction.label_ids),
+        preprocess_logits_for_metrics=task.preprocess,
+    )
+    result = trainer.train()
+    return {
+        "state_size": state_size,
+        "seed": seed,
+        task.metric: trainer.evaluate()[f"eval_{task.metric}"],
+        "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
+        "steps": trainer.state.global_step,
+        "train_loss": result.training_loss,
+        "train_seconds": result.metrics["train_runtime"],
+    }
+
+
+def table(rows: list[dict], metric: str) -> str:
+    """Markdown: the mean over the seeds for each state size, and its range."""
+    lines = [f"| state size | {metric}, mean | lowest | highest | seeds |", "|---:|---:|---:|---:|---:|"]
+    for size in sorted({row["state_size"] for row in rows}):
+        scores = [row[metric] for row in rows if row["state_size"] == size]
+        cells = f"{statistics.mean(scores):.4f} | {min(scores):.4f} | {max(scores):.4f} | {len(scores)}"
+        lines.append(f"| {size} | {cells} |")
+    return "\n".join(lines)
+
+
+def main():
+    args, training = parse_arguments([SyntheticArguments, TrainingArguments], __doc__)
+    rows, metric = [], TASKS[args.task].metric
+    output = Path(training.output_dir) / "results.json"
+    for size in args.state_sizes:
+        for seed in args.seeds:
+            rows.append(train(args, training, size, seed))
+            settings = vars(args) | {"batch_size": training.train_batch_size, "torch_threads": torch.get_num_threads()}
+            output.parent.mkdir(parents=True, exist_ok=True)
+            output.write_text(json.dumps({"settings": settings, "rows": rows}, indent=2) + "\n")
+            sys.stdout.write(f"state size {size}, seed {seed}: {metric} {rows[-1][metric]:.4f}\n")
+    sys.stdout.write(table(rows, metric) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,312 @@
+"""The training loop of `pretrain.py`, on Accelerate.
+
+An optimizer step averages the loss over the tokens to predict in the whole global batch: over all its forward passes
+and all processes. So the same examples give the same step however they are spread.
+"""
+
+import dataclasses
+import json
+import math
+import time
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from blocks import BlockStream
+from checkpoints import checkpoints, clean, find_checkpoint, partial, prepare, prune, publish, write_json
+from pretrain_arguments import PretrainArguments
+from torch.nn.functional import cross_entropy
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
+from transformers.trainer_pt_utils import get_parameter_names
+
+# A resumed run may differ in these and still be the same run.
+FREE_ARGUMENTS = {
+    "max_steps", "output_dir", "per_device_eval_batch_size", "eval_steps", "max_eval_blocks", "logging_steps",
+    "checkpointing_steps", "save_total_limit", "resume_from_checkpoint", "report_to", "push_to_hub", "hub_model_id",
+    "hub_private_repo",
+}  # fmt: skip
+# Of these the configuration and the blocks that they led to are compared.
+SOURCES = {
+    "config", "config_overrides", "tokenizer_name", "vocab_size", "train_file", "validation_file", "dataset_name",
+    "dataset_config_name", "text_column", "block_size",
+}  # fmt: skip
+
+
+class DivergedError(RuntimeError):
+    """The loss or its gradient is not a finite number."""
+
+
+@dataclasses.dataclass
+class TrainerState:
+    """How far a run has come, and what belongs to it."""
+
+    step: int = 0
+    best_loss: float | None = None
+    best_step: int = 0
+    loss_before: float | None = None
+    train_seconds: float = 0.0
+    train_cpu_seconds: float = 0.0
+    history: list[dict] = dataclasses.field(default_factory=list)
+
+
+def token_losses(logits: torch.Tensor, labels: torch.Tensor, causal: bool) -> torch.Tensor:
+    """Cross entropy in nats of logits `(B, L, V)` at labels `(B, L)`: `(B, L)` or `(B, L-1)`, 0 at labels of -100."""
+    if causal:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    return cross_entropy(logits.float().transpose(1, 2), labels, reduction="none")
+
+
+def count_targets(labels: torch.Tensor, causal: bool) -> torch.Tensor:
+    """How many tokens of each row of labels `(B, L)` are to be predicted, `(B,)`."""
+    return (labels[:, 1:] if causal else labels).ne(-100).sum(dim=1)
+
+
+def build_optimizer(model: PreTrainedModel, args: PretrainArguments) -> torch.optim.AdamW:
+    """AdamW whose weight decay leaves out biases, norms and whatever else is no matrix."""
+    decayed = get_parameter_names(model, [torch.nn.LayerNorm], [r"bias", r"norm"])
+    parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for n, p in parameters if n in decayed and p.ndim >= 2], "weight_decay": args.weight_decay},
+        {"params": [p for n, p in parameters if n not in decayed or p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        groups, lr=args.learning_rate, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon
+    )
+
+
+class Pretraining:
+    """One run: the state it is in, and the steps, evaluations and checkpoints that move it on."""
+
+    def __init__(
+        self,
+        args: PretrainArguments,
+        accelerator: Accelerator,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        train: BlockStream,
+        validation: BlockStream,
+    ):
+        self.args, self.accelerator, self.tokenizer = args, accelerator, tokenizer
+        self.output_dir = Path(args.output_dir)
+        self.causal = args.objective == "clm"
+        self.train_stream = train
+        self.state = TrainerState()
+        self.config = model.config
+        self.fingerprint = self._fingerprint()
+        validation_loader = validation.loader(args.per_device_eval_batch_size, 0, len(validation))
+        optimizer = build_optimizer(model, args)
+        self.scheduler = get_scheduler(args.lr_scheduler_type, optimizer, args.num_warmup_steps, args.max_steps)
+        self.model, self.optimizer, self.validation = accelerator.prepare(model, optimizer, validation_loader)
+        accelerator.register_for_checkpointing(self.scheduler)
+        # The weights are made: from here on each process has its own dropout.
+        set_seed(args.seed, device_specific=True)
+        if accelerator.is_main_process:
+            clean(self.output_dir)
+        accelerator.wait_for_everyone()
+
+    @property
+    def blocks_per_step(self) -> int:
+        """Of the global batch."""
+        args = self.args
+        return args.per_device_train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes
+
+    def resume(self, name: str):
+        """Go on from a checkpoint.
+
+        Raises:
+            ValueError: there is none, or it belongs to another run.
+        """
+        folder = find_checkpoint(self.output_dir, name)
+        saved = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
+        differing = {
+            key: (saved["fingerprint"].get(key), value)
+            for key, value in self.fingerprint.items()
+            if saved["fingerprint"].get(key) != value
+        }
+        if differing:
+            lines = [f"{key}: {was} there, {now} here" for key, (was, now) in differing.items()]
+            raise ValueError(f"{folder} is a checkpoint of another run.\n  " + "\n  ".join(lines))
+        self.accelerator.load_state(str(folder))
+        self.state = TrainerState(**saved["state"])
+
+    def run(self):
+        """Train until `max_steps`, with evaluations and checkpoints on the way."""
+        args, state = self.args, self.state
+        if state.loss_before is None:
+            state.loss_before = self.evaluate()
+        start, stop = (step * self.blocks_per_step for step in (state.step, args.max_steps))
+        loader = self.train_stream.loader(args.per_device_train_batch_size, start, stop)
+        batches = iter(self.accelerator.prepare(loader))
+        self.model.train()
+        progress = tqdm(
+            total=args.max_steps, initial=state.step, desc="training", unit="step", disable=not self._is_main
+        )
+        self._start_clock()
+        while state.step < args.max_steps:
+            loss = self.train_step([next(batches) for _ in range(args.gradient_accumulation_steps)])
+            state.step += 1
+            progress.update()
+            if state.step % args.logging_steps == 0 or state.step == args.max_steps:
+                self._stop_clock()
+                self._log(progress, loss)
+            if self._is_due(args.eval_steps) or self._is_due(args.checkpointing_steps):
+                self._stop_clock()
+                self._between_steps()
+                self._start_clock()
+        progress.close()
+
+    def train_step(self, batches: list[dict[str, torch.Tensor]]) -> float:
+        """One optimizer step; the mean loss of the global batch.
+
+        Raises:
+            DivergedError: the loss or the norm of the gradient is not finite. The weights are still those before.
+        """
+        accelerator, args = self.accelerator, self.args
+        count = sum(count_targets(batch["labels"], self.causal).sum() for batch in batches)
+        count = accelerator.reduce(count, reduction="sum").clamp(min=1)
+        # What accelerate divides by: the accumulation steps, and with several processes their number.
+        scale = args.gradient_accumulation_steps * accelerator.num_processes / count
+        total = torch.zeros((), device=accelerator.device)
+        for batch in batches:
+            with accelerator.accumulate(self.model):
+                loss = token_losses(self._logits(batch), batch["labels"], self.causal).sum()
+                accelerator.backward(loss * scale)
+                total += loss.detach()
+                if accelerator.sync_gradients:
+                    mean = (accelerator.reduce(total, reduction="sum") / count).item()
+                    norm = accelerator.clip_grad_norm_(self.model.parameters(), args.max_grad_norm or math.inf)
+                    self._check_finite(mean, norm)
+                self.optimizer.step()
+                if accelerator.sync_gradients and not accelerator.optimizer_step_was_skipped:
+                    self.scheduler.step()
+                self.optimizer.zero_grad()
+        return mean
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Mean loss per predicted token of the validation blocks, in nats."""
+        training = self.model.training
+        self.model.eval()
+        losses = []
+        for batch in self.validation:
+            nats = token_losses(self._logits(batch), batch["labels"], self.causal).sum(dim=1)  # (B,)
+            counts = count_targets(batch["labels"], self.causal).float()
+            # Rows that stand twice, to even out the last batches of the processes, are dropped.
+            losses.append(self.accelerator.gather_for_metrics(torch.stack([nats, counts], dim=1)))  # (B, 2)
+        self.model.train(training)
+        nats, count = torch.cat(losses).cpu().double().sum(dim=0).tolist()
+        return nats / max(count, 1)
+
+    def save_checkpoint(self):
+        """`checkpoint-STEP`, complete or absent."""
+        target = self.output_dir / f"checkpoint-{self.state.step}"
+        if self._is_main:
+            prepare(target)
+        self.accelerator.wait_for_everyone()
+        self.accelerator.save_state(str(partial(target)))
+        if self._is_main:
+            self.config.save_pretrained(partial(target))
+            self.tokenizer.save_pretrained(partial(target))
+            state = {"fingerprint": self.fingerprint, "state": dataclasses.asdict(self.state)}
+            write_json(partial(target) / "trainer_state.json", state)
+        self.accelerator.wait_for_everyone()
+        if self._is_main:
+            publish(target)
+            prune(self.output_dir, self.args.save_total_limit)
+
+    def save_model(self, folder: Path):
+        """Weights, config and tokenizer, as `from_pretrained` reads them, and the arguments."""
+        weights = self.accelerator.get_state_dict(self.model)
+        if self._is_main:
+            model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+            model.save_pretrained(folder, state_dict=weights)
+            self.tokenizer.save_pretrained(folder)
+            write_json(folder / "training_args.json", dataclasses.asdict(self.args))
+
+    @property
+    def _is_main(self) -> bool:
+        return self.accelerator.is_main_process
+
+    def _logits(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        options = {"use_cache": False} if self.causal else {}
+        return self.model(input_ids=batch["input_ids"], **options).logits
+
+    def _check_finite(self, loss: float, norm: torch.Tensor | float | None):
+        # A gradient scaler expects overflows now and then: it skips the step and lowers the scale.
+        gradient = 0.0 if norm is None or self.accelerator.scaler is not None else float(norm)
+        if math.isfinite(loss) and math.isfinite(gradient):
+            return
+        what = f"loss is {loss}" if not math.isfinite(loss) else f"norm of the gradient is {gradient}"
+        good = (checkpoints(self.output_dir) or ["none was written"])[-1]
+        raise DivergedError(
+            f"The {what} at step {self.state.step + 1}. Nothing of this step was kept; last good checkpoint: {good}. "
+            "A lower learning rate, more warmup or bf16 instead of fp16 may help."
+        )
+
+    def _is_due(self, every: int | None) -> bool:
+        return every is not None and self.state.step % every == 0
+
+    def _start_clock(self):
+        self._started = time.perf_counter(), time.process_time()
+
+    def _stop_clock(self):
+        """Count the seconds since the start, and go on from now."""
+        wall, cpu = self._started
+        self._start_clock()
+        self.state.train_seconds += self._started[0] - wall
+        self.state.train_cpu_seconds += self._started[1] - cpu
+
+    def _between_steps(self):
+        if self._is_due(self.args.eval_steps):
+            self.record_evaluation()
+        if self._is_due(self.args.checkpointing_steps):
+            self.save_checkpoint()
+
+    def record_evaluation(self) -> float:
+        """Evaluate, log it, and keep the model in `best/` if it is the best so far."""
+        state, loss = self.state, self.evaluate()
+        state.history.append({"step": state.step, "loss": loss, "perplexity": perplexity(loss)})
+        self.accelerator.log({"eval_loss": loss, "eval_perplexity": perplexity(loss)}, step=state.step)
+        if self._is_main:
+            tqdm.write(f"step {state.step}: validation loss {loss:.4f}, perplexity {perplexity(loss):.2f}")
+        if state.best_loss is None or loss < state.best_loss:
+            state.best_loss, state.best_step = loss, state.step
+            self._save_best()
+        return loss
+
+    def _save_best(self):
+        target = self.output_dir / "best"
+        if self._is_main:
+            prepare(target)
+        self.accelerator.wait_for_everyone()
+        self.save_model(partial(target))
+        self.accelerator.wait_for_everyone()
+        if self._is_main:
+            publish(target)
+
+    def _log(self, progress: tqdm, loss: float):
+        state = self.state
+        tokens = state.step * self.blocks_per_step * self.train_stream.block_size
+        values = {
+            "loss": loss,
+            "learning_rate": self.scheduler.get_last_lr()[0],
+            "tokens_per_second": tokens / state.train_seconds,
+        }
+        self.accelerator.log(values, step=state.step)
+        progress.set_postfix_str(
+            f"loss {loss:.3f}, lr {values['learning_rate']:.1e}, {values['tokens_per_second']:.0f} tokens/s"
+        )
+
+    def _fingerprint(self) -> dict:
+        """What a checkpoint must agree with: arguments, model and data."""
+        args = {k: v for k, v in dataclasses.asdict(self.args).items() if k not in FREE_ARGUMENTS | SOURCES}
+        model = {f"config.{k}": v for k, v in self.config.to_diff_dict().items() if k != "transformers_version"}
+        data = {"data": self.train_stream.describe(), "processes": self.accelerator.num_processes}
+        return json.loads(json.dumps(args | model | data))
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss); infinite where that overflows."""
+    return math.exp(loss) if loss < 700 else math.inf

@@ -1,0 +1,54 @@
+"""The benchmarks of state size and of long sequences."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
+import benchmark_lra  # noqa: E402
+import benchmark_state_size  # noqa: E402
+
+SETTINGS = {"batch_size": 1, "device": "cpu", "threads": 1, "repeats": 1}
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 17, 64])
+def test_scan_is_the_recurrence(length):
+    """Values and gradients, against a loop."""
+    torch.manual_seed(0)
+    rates = (0.9 * torch.rand(5, dtype=torch.complex128)).requires_grad_()
+    inputs = torch.randn(2, length, 5, dtype=torch.complex128, requires_grad=True)
+    states = [inputs[:, 0]]
+    for step in range(1, length):
+        states.append(rates * states[-1] + inputs[:, step])
+    expected, actual = torch.stack(states, dim=1), benchmark_state_size.scan(rates, inputs)
+    torch.testing.assert_close(actual, expected)
+    options = {"materialize_grads": True, "allow_unused": True}
+    gradients = [torch.autograd.grad(y.abs().square().sum(), (rates, inputs), **options) for y in (actual, expected)]
+    for first, second in zip(*gradients, strict=True):
+        torch.testing.assert_close(first, second)
+
+
+def test_state_size():
+    args = SimpleNamespace(state_sizes=[4, 8, 64], length=100, hidden_size=6, largest_scan=8, **SETTINGS)
+    rows = benchmark_state_size.run_state_size(args)
+    ways = [(row["way"], row["state_size"]) for row in rows]
+    assert ways == [("rtf", 4), ("rtf", 8), ("rtf", 64), ("scan", 4), ("scan", 8)]
+    kept = {key: row["saved_megabytes"] for key, row in zip(ways, rows, strict=True)}
+    assert kept["scan", 8] > 1.5 * kept["scan", 4]
+    assert rows[0]["over_smallest"] == rows[3]["over_smallest"] == 1
+    assert benchmark_state_size.table(rows).count("\n") == 6
+
+
+def test_long_range():
+    """The transformer has as many parameters as the TNN, but for its table of positions."""
+    settings = SETTINGS | {"batch_size": 2}
+    rows = benchmark_lra.run_long_range(SimpleNamespace(lengths=[64, 70], models=benchmark_lra.WAYS, **settings))
+    assert [(row["length"], row["way"]) for row in rows] == [(n, way) for n in (64, 70) for way in benchmark_lra.WAYS]
+    assert all(row["steps_per_second"] > 0 for row in rows)
+    parameters = {row["way"]: row["parameters"] for row in rows if row["length"] == 64}
+    assert parameters["transformer"] - 64 * 128 == pytest.approx(parameters["rpe"], rel=0.1)
+    lines = benchmark_lra.table(rows).splitlines()
+    assert lines[0] == "| model | 64 | 70 |" and [line.split()[1] for line in lines[2:]] == list(benchmark_lra.WAYS)

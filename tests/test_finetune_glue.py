@@ -1,0 +1,235 @@
+"""Fine-tuning on GLUE and on files: metrics, results, sweeps, and what it refuses."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
+from training_scripts import ROOT, run_script, write_config
+from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer
+
+import modeling_tnn
+
+from corpus import train_tokenizer  # isort: skip - on the path once training_scripts is imported
+from glue_data import TASKS, load_files, load_task  # isort: skip
+from glue_metrics import OWN_METRICS, load_metric, main_metric  # isort: skip
+
+SHARED = ROOT.parent / "shared" / "data" / "glue"
+WORDS = {"good": 1, "great": 1, "fine": 1, "bad": 0, "awful": 0, "dull": 0}
+
+
+def rows(count: int, seed: int = 0) -> dict[str, list]:
+    """Sentences that one word decides."""
+    choices = np.random.default_rng(seed).choice(list(WORDS), size=count)
+    return {"sentence": [f"It was a {word} film." for word in choices], "label": [WORDS[word] for word in choices]}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = train_tokenizer(Dataset.from_dict({"text": rows(100)["sentence"]}), 300, masked=True)
+    tokenizer.save_pretrained(folder)
+    config = modeling_tnn.TnnConfig.from_pretrained(write_config(folder, causal=False, vocab_size=len(tokenizer)))
+    AutoModelForMaskedLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def glue(tmp_path_factory) -> Path:
+    """A folder that `load_dataset(folder, task)` reads as the Hub's, with two tasks."""
+    folder = tmp_path_factory.mktemp("glue")
+    features = Features({"sentence": Value("string"), "label": ClassLabel(names=["negative", "positive"])})
+    pairs = rows(60) | {"sentence2": ["He said so."] * 60}
+    pairs["sentence1"] = pairs.pop("sentence")
+    pairs["label"] = [float(label * 4 + 0.5) for label in pairs["label"]]
+    for split, count in (("train", 160), ("validation", 60), ("test", 20)):
+        data = rows(count, seed=count)
+        if split == "test":
+            data["label"] = [-1] * count
+        (folder / "sst2").mkdir(exist_ok=True)
+        (folder / "stsb").mkdir(exist_ok=True)
+        Dataset.from_dict(data, features=features).to_parquet(folder / "sst2" / f"{split}-00000-of-00001.parquet")
+        Dataset.from_dict(pairs).to_parquet(folder / "stsb" / f"{split}-00000-of-00001.parquet")
+    (folder / "README.md").write_text(
+        "---\nconfigs:\n"
+        + "".join(
+            f"- config_name: {task}\n  data_files:\n"
+            + "".join(f"  - split: {s}\n    path: {task}/{s}-*\n" for s in ("train", "validation", "test"))
+            for task in ("sst2", "stsb")
+        )
+        + "---\n"
+    )
+    return folder
+
+
+def options(model, output, *more) -> list:
+    return ["--model_name_or_path", model, "--output_dir", output, "--do_train", "--do_eval", "--num_train_epochs", 4,
+            "--learning_rate", 0.01, "--per_device_train_batch_size", 16, "--report_to", "none", *more]  # fmt: skip
+
+
+def test_one_task(model, glue, tmp_path):
+    run_script(
+        "finetune_glue", *options(model, tmp_path, "--task_name", "sst2", "--dataset_path", glue, "--do_predict")
+    )
+    results = json.loads((tmp_path / "all_results.json").read_text())
+    assert results["eval_accuracy"] > 0.9 and results["eval_samples"] == 60 and results["train_loss"] > 0
+    trained = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    assert trained.config.id2label == {0: "negative", 1: "positive"}
+    assert AutoTokenizer.from_pretrained(tmp_path).mask_token == "<mask>"
+    predicted = (tmp_path / "predict_results_sst2.txt").read_text().splitlines()
+    expected = [("negative", "positive")[label] for label in rows(20, seed=20)["label"]]
+    agreeing = sum(line.split("\t")[1] == label for line, label in zip(predicted[1:], expected, strict=True))
+    assert predicted[0] == "index\tprediction" and agreeing > 17
+
+
+def test_sweep_keeps_the_best(model, glue, tmp_path):
+    more = ["--task_name", "sst2", "stsb", "--dataset_path", glue, "--num_train_epochs", 2, "--sweep"]
+    more += ["--sweep_learning_rates", "1e-2", "1e-6", "--sweep_seeds", "3", "4"]
+    run_script("finetune_glue", *options(model, tmp_path, *more))
+    sst2, stsb = json.loads((tmp_path / "results.json").read_text())
+    assert (sst2["metric"], stsb["metric"]) == ("accuracy", "spearmanr")
+    assert sst2["learning_rate"] == 0.01 and sst2["seeds"] == 2 and len(sst2["runs"]) == 4
+    scores = {(run["learning_rate"], run["seed"]): run["eval_accuracy"] for run in sst2["runs"]}
+    assert sst2["best"] == max(scores.values())
+    assert sst2["mean"] == pytest.approx((scores[0.01, 3] + scores[0.01, 4]) / 2)
+    kept = json.loads((tmp_path / "sst2" / "all_results.json").read_text())
+    assert kept["eval_accuracy"] == sst2["best"]
+    labels = rows(60, seed=60)["label"]
+    assert sst2["majority"] in (np.mean(labels), 1 - np.mean(labels)) and stsb["majority"] is None
+    report = (tmp_path / "results.md").read_text()
+    assert report.count("\n") == 5 and "| sst2 | accuracy |" in report and "| average |" in report
+    AutoModelForSequenceClassification.from_pretrained(tmp_path / "stsb")
+
+
+def test_random_weights(model, glue, tmp_path):
+    """Nothing is left of the pretrained weights; the same seed gives the same ones."""
+    tiny = [
+        "--task_name",
+        "sst2",
+        "--dataset_path",
+        glue,
+        "--from_scratch",
+        "--max_train_samples",
+        1,
+        "--max_steps",
+        1,
+    ]
+    for folder, seed in (("a", 1), ("b", 1), ("c", 2)):
+        run_script(
+            "finetune_glue", *options(model, tmp_path / folder, *tiny), "--learning_rate", 1e-12, "--seed", seed
+        )
+    a, b, c = (
+        AutoModelForSequenceClassification.from_pretrained(tmp_path / name).model.layers[0].gtu.u_proj.weight
+        for name in "abc"
+    )
+    trained = AutoModelForMaskedLM.from_pretrained(model).model.layers[0].gtu.u_proj.weight
+    assert (a - b).abs().max() < 1e-9 < 1e-3 < min((a - c).abs().max(), (a - trained).abs().max())
+
+
+@pytest.mark.parametrize("kind", ["csv", "json", "parquet"])
+def test_files(kind, model, tmp_path):
+    names = ["bad", "good"]
+    for split, count in (("train", 160), ("validation", 60)):
+        data = rows(count, seed=count)
+        data["label"] = [names[label] for label in data["label"]]
+        getattr(Dataset.from_dict(data), f"to_{kind}")(str(tmp_path / f"{split}.{kind}"))
+    files = ["--train_file", tmp_path / f"train.{kind}", "--validation_file", tmp_path / f"validation.{kind}"]
+    run_script("finetune_glue", *options(model, tmp_path / "out", *files))
+    assert json.loads((tmp_path / "out" / "all_results.json").read_text())["eval_accuracy"] > 0.9
+    assert AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").config.label2id == {
+        "bad": 0,
+        "good": 1,
+    }
+
+
+def test_values_in_files(tmp_path):
+    file = tmp_path / "values.csv"
+    file.write_text("a,b,label\nx,y,0.5\nz,w,1.5\n")
+    data = load_files(str(file), str(file))
+    assert data.label_names is None and data.text_columns == ("a", "b")
+    assert main_metric(None, regression=True) == "mse"
+    assert load_metric(None, regression=True)(np.array([1.0, 2.0]), np.array([0.0, 4.0])) == {"mse": 2.5}
+
+
+def test_metrics():
+    """By hand, from counts: 3 true positives, 1 false positive, 2 false negatives, 4 true negatives."""
+    predictions = np.array([1, 1, 1, 1, 0, 0, 0, 0, 0, 0])
+    references = np.array([1, 1, 1, 0, 1, 1, 0, 0, 0, 0])
+    assert load_metric("sst2")(predictions, references) == {"accuracy": pytest.approx(0.7)}
+    assert OWN_METRICS["mrpc"](predictions, references) == pytest.approx({"accuracy": 0.7, "f1": 6 / 9})
+    matthews = (3 * 4 - 1 * 2) / math.sqrt(4 * 5 * 5 * 6)
+    assert OWN_METRICS["cola"](predictions, references) == pytest.approx({"matthews_correlation": matthews})
+    values = OWN_METRICS["stsb"](np.array([1.0, 2.0, 4.0]), np.array([1.0, 3.0, 2.0]))
+    assert values == pytest.approx({"pearson": np.corrcoef([1, 2, 4], [1, 3, 2])[0, 1], "spearmanr": 0.5})
+
+
+def test_official_metrics_come_first(monkeypatch):
+    class Official:
+        def compute(self, predictions, references):
+            return {"accuracy": float(np.mean(predictions == references)), "from": "evaluate"}
+
+    monkeypatch.setattr("glue_metrics.evaluate.load", lambda name, task: Official())
+    result = load_metric("sst2")(np.array([1, 0]), np.array([1, 1]))
+    assert result == {"accuracy": 0.5, "from": "evaluate"}
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        (["--task_name", "sst3"], "task_name='sst3' is not possible: it must be all or one of cola, "),
+        ([], "give either --task_name, or both --train_file and --validation_file"),
+        (["--train_file", "a.csv"], "give either --task_name"),
+        (["--task_name", "sst2", "--train_file", "a.csv", "--validation_file", "b.csv"], "give either --task_name"),
+    ],
+)
+def test_refused_options(given, message, tmp_path, capsys):
+    with pytest.raises(SystemExit) as error:
+        run_script("finetune_glue", "--model_name_or_path", "x", "--output_dir", tmp_path, *given)
+    assert error.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (None, "there is no such file"),
+        ("", "is empty"),
+        ("sentence,label\n", "has no rows"),
+        ("sentence,class\nx,1\n", "but not label"),
+        ("text,label\nx,1\n", "but not sentence"),
+        ("sentence,label\nx,7\n", r"label=7 is not possible: the training file has \[0, 1\]"),
+    ],
+)
+def test_refused_files(content, message, model, tmp_path):
+    train, validation = tmp_path / "train.csv", tmp_path / "validation.csv"
+    train.write_text("sentence,label\nx,1\ny,0\n")
+    if content is not None:
+        validation.write_text(content)
+    files = ["--train_file", train, "--validation_file", validation]
+    with pytest.raises(SystemExit, match=message):
+        run_script("finetune_glue", *options(model, tmp_path / "out", *files))
+
+
+def test_a_task_with_other_columns(model, glue, tmp_path):
+    (tmp_path / "qnli").mkdir()
+    for split in ("train", "validation"):
+        Dataset.from_dict(rows(3)).to_parquet(tmp_path / "qnli" / f"{split}-00000-of-00001.parquet")
+    (tmp_path / "README.md").write_text(
+        "---\nconfigs:\n- config_name: qnli\n  data_files:\n  - split: train\n    path: qnli/train-*\n"
+        "  - split: validation\n    path: qnli/validation-*\n---\n"
+    )
+    with pytest.raises(SystemExit, match=r"qnli: the train split has the columns .*, but not question"):
+        run_script(
+            "finetune_glue", *options(model, tmp_path / "out", "--task_name", "qnli", "--dataset_path", tmp_path)
+        )
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="the real data are not here")
+@pytest.mark.parametrize("task", TASKS)
+def test_real_tasks(task):
+    data = load_task(task, str(SHARED))
+    assert set(data.text_columns) < set(data.splits["train"].column_names)
+    expected = {"mnli": 3, "stsb": 0}.get(task, 2)
+    assert len(data.label_names or []) == expected
+    assert isinstance(data.splits, DatasetDict) and data.validation_splits

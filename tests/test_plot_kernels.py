@@ -1,0 +1,103 @@
+"""The pictures of kernels: their numbers, and the script on a saved model."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import seeded, tiny_config
+
+from modeling_tnn import TnnForCausalLM, TnnForMaskedLM
+from modeling_tnn.operators import build_tno
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+import kernel_figures  # noqa: E402
+from kernel_statistics import Kernel, octave_shares, octaves, summary  # noqa: E402
+from plot_kernels import parse_arguments, read_kernel, read_layer  # noqa: E402
+
+
+def test_horizon_and_shares_of_known_kernels():
+    one_sided = Kernel("layer", np.array([[8.0, -1, 1, 0, 0], [0, 0, 0, 0, -3], [0, 0, 0, 0, 0]]), np.arange(5))
+    assert one_sided.horizons().tolist() == [1, 4, 4]
+    assert octave_shares(one_sided) == pytest.approx({"0": 0.8 / 3, "1": 0.1 / 3, "2–3": 0.1 / 3, "4": 1 / 3})
+    two_sided = Kernel("layer", np.array([[3.0, 0, 0, 6, 1]]), np.arange(-2, 3))
+    assert two_sided.horizons().tolist() == [2] and not two_sided.causal
+    assert octave_shares(two_sided) == pytest.approx(
+        {"2 ahead": 0.3, "1 ahead": 0, "0": 0, "1 back": 0.6, "2 back": 0.1}
+    )
+    assert octaves(0) == [(0, 0)] and octaves(5) == [(0, 0), (1, 1), (2, 3), (4, 5)]
+
+
+def test_response_is_that_of_the_transform():
+    taps = np.random.default_rng(0).normal(size=(3, 17))
+    expected = np.abs(np.fft.rfft(taps, n=64))
+    np.testing.assert_allclose(Kernel("layer", taps, np.arange(17)).response(33)[1], expected)
+    np.testing.assert_allclose(Kernel("layer", taps, np.arange(-8, 9)).response(33)[1], expected)
+
+
+def test_poles_are_the_roots_of_the_denominators():
+    operator = seeded(build_tno, tiny_config("rtf"))
+    operator.reset_parameters()
+    denominators = operator.companion_form().denominator.detach().numpy()  # (D, N)
+    expected = np.sort_complex(np.roots(np.concatenate([[1.0], denominators[0]])))
+    poles = operator.poles().detach().numpy()
+    np.testing.assert_allclose(np.sort_complex(poles[0]), expected, atol=1e-9)
+    assert operator.poles(most=3).shape == (2, 8) and build_tno(tiny_config()).poles() is None
+
+
+@pytest.mark.parametrize("taps", [np.zeros((2, 9)), np.eye(2, 9), np.ones((1, 9))], ids=["zeros", "one", "flat"])
+@pytest.mark.filterwarnings("error")
+def test_extreme_kernels_can_be_drawn(taps):
+    kernel = Kernel("layer 0", taps, np.arange(-4, 5))
+    for figure in (kernel_figures.layer(kernel, 4), kernel_figures.overview([kernel], "title")):
+        figure.canvas.draw()
+    assert summary(kernel)["largest_pole"] is None
+
+
+def test_bidirectional_kernel_is_read_with_its_lags():
+    operator = seeded(build_tno, tiny_config("rtf", causal=False)).double()
+    operator.reset_parameters()
+    kernel = read_kernel(operator, 5, "layer 0")
+    row = torch.from_numpy(kernel.taps[0])
+    torch.testing.assert_close(operator.dense(5)[0, :, 0].detach(), row[kernel.lags >= 0])
+    torch.testing.assert_close(operator.dense(5)[0, 0].detach(), row[kernel.lags <= 0].flip(0))
+
+
+def test_image_models_have_two_kernels_a_layer():
+    operator = seeded(build_tno, tiny_config(causal=False, num_axes=2))
+    rows, columns = read_layer(operator, 8, 3)
+    assert (rows.label, columns.label) == ("layer 3 rows", "layer 3 columns")
+    assert not np.array_equal(rows.taps, columns.taps)
+
+
+@pytest.mark.parametrize("tno_type, causal", [("modal", True), ("ski", False)])
+def test_script(tno_type, causal, tmp_path):
+    model = seeded(TnnForCausalLM if causal else TnnForMaskedLM, tiny_config(tno_type, causal, num_hidden_layers=1))
+    model.save_pretrained(tmp_path / "model")
+    output = tmp_path / "pictures"
+    command = [sys.executable, ROOT / "scripts" / "plot_kernels.py", "--model", tmp_path / "model", "--output_dir",
+               output, "--length", "33", "--dpi", "40"]  # fmt: skip
+    result = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    names = {"overview", "layer-0", "layer-0-matrices"}
+    assert {path.stem for path in output.glob("*.png")} == names
+    page = (output / "index.html").read_text()
+    assert set(re.findall(r'alt="(.*?)" src="data:image/png;base64,', page)) == names
+    assert "http" not in page
+    figures = json.loads((output / "kernels.json").read_text())
+    (layer,) = figures["layers"]
+    assert figures["length"] == 33 and layer["channels"] == 64
+    assert sum(layer["share_by_distance"].values()) == pytest.approx(1)
+    assert (layer["largest_pole"] is not None) == (tno_type == "modal")
+    assert f"horizon {layer['horizon_median']:.0f} positions" in result.stdout
+
+
+def test_script_refuses_a_length_of_one(capsys):
+    with pytest.raises(SystemExit):
+        parse_arguments(["--model", "x", "--output_dir", "y", "--length", "1"])
+    assert "--length 1: it must be at least 2" in capsys.readouterr().err
