@@ -48,6 +48,14 @@ AT_LEAST_ONE = (
     "patch_size",
     "num_channels",
 )
+# A configuration may come from anywhere: one that asks for more than any machine has is refused before it gets it.
+LARGEST_SIZE = 2**24
+AT_MOST = dict.fromkeys((*AT_LEAST_ONE, "ski_rank"), LARGEST_SIZE) | {
+    "num_hidden_layers": 2**10,
+    "rpe_layers": 2**7,
+    "fd_resolution": 2 * LARGEST_SIZE,
+}
+MOST_LABELS = 2**20
 PROBABILITIES = ("hidden_dropout_prob", "classifier_dropout")
 
 
@@ -197,6 +205,9 @@ class TnnConfig(PreTrainedConfig):
             self.fd_resolution = 1 << (2 * self.axis_length - 1).bit_length()
         self._check_fields()
         self._check_operator()
+        # The base class makes a list of them.
+        if (num_labels := kwargs.get("num_labels") or 0) > MOST_LABELS:
+            raise ValueError(f"num_labels={num_labels} is not possible: it must be at most {MOST_LABELS:,}.")
         super().__post_init__(**kwargs)
 
     @property
@@ -239,13 +250,16 @@ class TnnConfig(PreTrainedConfig):
             self._require(name, getattr(self, name) in allowed, f"one of {', '.join(map(repr, allowed))}")
         for name in AT_LEAST_ONE:
             self._require(name, getattr(self, name) >= 1, "at least 1")
+        for name, largest in AT_MOST.items():
+            self._require(name, getattr(self, name) <= largest, f"at most {largest:,}")
         for name in PROBABILITIES:
             value = getattr(self, name)
             self._require(name, value is None or 0 <= value < 1, "in [0, 1)")
         self._require("rpe_layers", self.rpe_layers >= 0, "at least 0")
-        self._require("gtu_expansion", self.gtu_dim >= 1, "such that gtu_expansion * hidden_size is at least 1")
-        self._require("initializer_range", self.initializer_range > 0, "above 0")
-        self._require("layer_norm_eps", self.layer_norm_eps > 0, "above 0")
+        allowed = f"such that gtu_expansion * hidden_size is at least 1 and at most {LARGEST_SIZE:,}"
+        self._require("gtu_expansion", 1 <= self.gtu_expansion * self.hidden_size <= LARGEST_SIZE, allowed)
+        self._require("initializer_range", 0 < self.initializer_range < math.inf, "above 0")
+        self._require("layer_norm_eps", 0 < self.layer_norm_eps < math.inf, "above 0")
         self._require("decay", self.decay is None or 0 < self.decay <= 1, "in (0, 1], or None for no decay")
         if self.learnable_decay:
             self._require("decay", self.decay is not None, "a number (the lower bound) when learnable_decay=True")

@@ -22,6 +22,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .blocks import TnnBlock
 from .cache_tnn import check_cache
+from .checkpoint import check_before_loading
 from .configuration_tnn import TnnConfig
 from .conversion import LayerReport, convert
 from .documents import check_one_document, find_documents, forward_documents
@@ -44,6 +45,22 @@ class TnnPreTrainedModel(PreTrainedModel):
     _keep_in_fp32_modules = [r".+\.gtu\.tno"]
     # The poles of a modal kernel: in bfloat16 their angles lose the phase within a few lags.
     _keep_in_fp32_modules_strict = ["log_rate", "angle"]
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, use_safetensors: bool = True, **kwargs):
+        """As in transformers, with two precautions against checkpoints from anywhere.
+
+        Weights are read from safetensors alone, unless `use_safetensors` is given: no pickle. Sizes that the
+        configuration declares are compared with those of the weights before anything is allocated.
+
+        Raises:
+            ValueError: the configuration does not fit the weights.
+        """
+        if use_safetensors:
+            check_before_loading(cls, pretrained_model_name_or_path, kwargs)
+        return super().from_pretrained(
+            pretrained_model_name_or_path, *model_args, use_safetensors=use_safetensors, **kwargs
+        )
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):

@@ -15,6 +15,7 @@ AUTO_MAP = {
     "AutoConfig": "configuration_tnn.TnnConfig",
     "AutoModel": "modeling_tnn.TnnModel",
     "AutoModelForCausalLM": "modeling_tnn.TnnForCausalLM",
+    "AutoModelForImageClassification": "modeling_image.TnnForImageClassification",
     "AutoModelForMaskedLM": "modeling_tnn.TnnForMaskedLM",
     "AutoModelForSequenceClassification": "modeling_tnn.TnnForSequenceClassification",
 }
@@ -23,6 +24,8 @@ AUTO_MAP = {
 def save_code(folder: str | os.PathLike):
     """Copy the code of the models to `folder`."""
     # In here, since the models import the configuration, which imports this file.
-    from .modeling_tnn import TnnPreTrainedModel
+    from .modeling_image import TnnForImageClassification
+    from .modeling_pairs import TnnForSequencePairClassification
 
-    custom_object_save(TnnPreTrainedModel, folder)
+    for head in (TnnForImageClassification, TnnForSequencePairClassification):  # with what they import: all files
+        custom_object_save(head, folder)

@@ -10,12 +10,21 @@ import pytest
 import torch
 from conftest import CAUSAL, VARIANTS, seeded, tiny_config
 from safetensors.torch import load_file
+from test_image import image_config
 from test_saving import AUTO, INPUT_IDS, model_of
 from transformers import AutoModelForCausalLM
 from transformers.dynamic_module_utils import get_class_from_dynamic_module, get_relative_import_files
 
 import modeling_tnn
-from modeling_tnn import TnnConfig, TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification, TnnModel
+from modeling_tnn import (
+    TnnConfig,
+    TnnForCausalLM,
+    TnnForImageClassification,
+    TnnForMaskedLM,
+    TnnForSequenceClassification,
+    TnnForSequencePairClassification,
+    TnnModel,
+)
 from modeling_tnn.remote_code import AUTO_MAP
 
 PACKAGE = Path(modeling_tnn.__file__).parent
@@ -94,22 +103,41 @@ def test_every_head_and_variant(tmp_path):
     assert all(torch.equal(twice[f"{folder}/again"], outputs[f"{folder}/changed"]) for folder in models)
 
 
-def test_converted_models(tmp_path):
-    """`to_recurrent` of a model loaded by remote code, saved and loaded the same way."""
-    seeded(TnnForCausalLM, tiny_config(decay=0.9)).save_pretrained(tmp_path / "model")
-    code = """
+OTHERS = """
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageClassification
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from safetensors.torch import save_file
 model = AutoModelForCausalLM.from_pretrained("model", trust_remote_code=True)
 converted, report = model.to_recurrent(order=8)
 converted.save_pretrained("converted")
 loaded = AutoModelForCausalLM.from_pretrained("converted", trust_remote_code=True)
 assert loaded.config.tno_type == "modal" and len(report) == 2
-ids = torch.arange(11)[None]
-assert torch.equal(loaded(ids).logits, converted(ids).logits)
+ids = torch.arange(22).view(2, 11) * 4
+image = AutoModelForImageClassification.from_pretrained("image", trust_remote_code=True)
+pair = get_class_from_dynamic_module("modeling_pairs.TnnForSequencePairClassification", "pair").from_pretrained("pair")
+outputs = {"loaded": loaded(ids), "converted": converted(ids), "image": image(torch.ones(2, 3, 24, 24)),
+           "pair": pair(torch.stack([ids, ids.flip(0)], dim=1))}
+save_file({name: output.logits.detach().contiguous() for name, output in outputs.items()}, "outputs")
 """
-    run_without_the_package(code, folder=tmp_path)
+
+
+def test_converted_models_images_and_pairs(tmp_path):
+    """`to_recurrent` of a model loaded by remote code; the heads that are in files of their own."""
+    models = {
+        "model": seeded(TnnForCausalLM, tiny_config(decay=0.9)),
+        "image": seeded(TnnForImageClassification, image_config()),
+        "pair": seeded(TnnForSequencePairClassification, tiny_config(causal=False)),
+    }
+    for name, model in models.items():
+        model.save_pretrained(tmp_path / name)
+    run_without_the_package(OTHERS, folder=tmp_path)
+    outputs = load_file(tmp_path / "outputs")
+    assert torch.equal(outputs["loaded"], outputs["converted"])
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "converted").config.converted_from == "rpe"
+    assert torch.equal(outputs["image"], models["image"](torch.ones(2, 3, 24, 24)).logits)
+    pairs = torch.stack([INPUT_IDS, INPUT_IDS.flip(0)], dim=1)
+    assert torch.equal(outputs["pair"], models["pair"](pairs).logits)
 
 
 @pytest.mark.parametrize("head", AUTO, ids=lambda head: head.__name__)
@@ -123,7 +151,7 @@ def test_a_folder_is_complete(head, tmp_path):
         assert all((folder / name).read_bytes() == (PACKAGE / name).read_bytes() for name in CODE)
         auto_map = json.loads((folder / "config.json").read_text())["auto_map"]
         assert auto_map == AUTO_MAP
-        assert set(auto_map) == {"AutoConfig"} | {auto.__name__ for auto in AUTO.values()}
+        assert set(auto_map) == {"AutoConfig", "AutoModelForImageClassification"} | {a.__name__ for a in AUTO.values()}
         for reference in auto_map.values():
             assert get_class_from_dynamic_module(reference, folder).__name__ == reference.split(".")[1]
 
