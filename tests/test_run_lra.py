@@ -118,9 +118,10 @@ def test_pairs_are_encoded_alone(causal, tmp_path):
     logits = model(**inputs).logits
     alone = model(inputs["input_ids"][1:, :, :12], inputs["attention_mask"][1:, :, :12]).logits
     assert logits.shape == (2, 3) and relative_error(alone, logits[1:]) < 1e-6
-    other = inputs["input_ids"].clone()
-    other[:, :, 0] = (other[:, :, 0] + 1) % 99
-    assert (model(other, inputs["attention_mask"]).logits - logits).abs().min() > 0
+    for side in (0, 1):
+        other = inputs["input_ids"].clone()
+        other[:, side, 0] = (other[:, side, 0] + 1) % 99
+        assert (model(other, inputs["attention_mask"]).logits - logits).abs().min() > 0
     padding = inputs["input_ids"].clone()
     padding[0, 0, 7:] = 5
     assert relative_error(model(padding, inputs["attention_mask"]).logits, logits) < 1e-6
