@@ -9,96 +9,56 @@ Example:
     python scripts/benchmark.py generation --contexts 512 4096 --models rpe modal gpt2
     python scripts/benchmark.py decoding --contexts 512 16384
     python scripts/benchmark.py streaming --lengths 65536 262144
+    python scripts/benchmark.py state_size
+    python scripts/benchmark.py long_range --models rpe transformer
 """
 
 import argparse
+import importlib
 import json
 import platform
 import sys
-from pathlib import Path
 from types import ModuleType
 
-import benchmark_decoding
-import benchmark_generation
-import benchmark_memory
-import benchmark_operators
-import benchmark_streaming
-import benchmark_training
 import torch
 import transformers
+from benchmark_arguments import add_common
 
+# Each is a module `benchmark_NAME` with `add_arguments`, `run` and `table`.
 SUITES = {
-    "operators": (benchmark_operators.run_operators, benchmark_operators.table),
-    "training": (benchmark_training.run_training, benchmark_training.table),
-    "memory": (benchmark_memory.run_memory, benchmark_memory.table),
-    "decoding": (benchmark_decoding.run_decoding, benchmark_decoding.table),
-    "generation": (benchmark_generation.run_generation, benchmark_generation.table),
-    "streaming": (benchmark_streaming.run_streaming, benchmark_streaming.table),
+    "operators": "forward and backward of one operator, beside the released form",
+    "training": "a training step, beside the released form and transformers' models",
+    "memory": "what a training step keeps and takes, beside the same",
+    "generation": "time per new token and state, by length of the context",
+    "decoding": "time per new token in one operator, beside dot products",
+    "streaming": "a long text in segments",
+    "state_size": "an RTF layer by its state size, beside an associative scan",
+    "long_range": "training steps per second of classifiers, by length",
 }
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(modules: dict[str, ModuleType]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     suites = parser.add_subparsers(dest="suite", required=True)
-    operators = suites.add_parser("operators", help="forward and backward of one operator, beside the released form")
-    training = suites.add_parser("training", help="a training step, beside the released form and transformers' models")
-    memory = suites.add_parser("memory", help="what a training step keeps and takes, beside the same")
-    generation = suites.add_parser("generation", help="time per new token and state, by length of the context")
-    streaming = suites.add_parser("streaming", help="a long text in segments")
-    decoding = suites.add_parser("decoding", help="time per new token in one operator, beside dot products")
-    for suite, module in (
-        (operators, benchmark_operators),
-        (training, benchmark_training),
-        (memory, benchmark_memory),
-    ):
-        add_ways(suite, module)
-        suite.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 8192])
-        suite.add_argument("--tokens", type=int, default=8192, help="in a batch")
-        suite.add_argument("--decay", type=float, default=0.99)
-    operators.add_argument("--bidirectional", action="store_true")
-    operators.add_argument("--state_size", type=int, default=64, help="order of rtf")
-    training.add_argument("--blocks_only", action="store_true", help="without embeddings, head and loss")
-    generation.add_argument("--models", nargs="+", choices=benchmark_generation.MODELS, help="what to compare")
-    generation.set_defaults(models=benchmark_generation.DEFAULT_MODELS)
-    generation.add_argument("--block", type=int, default=128, help="tokens in a repeat, in turns of 32")
-    add_ways(streaming, benchmark_streaming)
-    streaming.add_argument("--lengths", type=int, nargs="+", default=[65536, 262144])
-    streaming.add_argument("--segment", type=int, default=8192, help="tokens fed at once")
-    add_ways(decoding, benchmark_decoding)
-    for suite in (generation, decoding):
-        suite.add_argument("--contexts", type=int, nargs="+", default=[512, 16384], help="tokens seen before")
-        suite.add_argument("--batch_size", type=int, default=1)
-    for suite, layers in ((training, 2), (memory, 2), (generation, 6), (streaming, 1)):
-        suite.add_argument("--num_hidden_layers", type=int, default=layers)
-    for suite, size in ((training, 1000), (memory, 1000), (generation, 50265)):
-        suite.add_argument("--vocab_size", type=int, default=size)
-    for suite in (operators, training, memory, generation, streaming, decoding):
-        add_common_arguments(suite)
+    for name, module in modules.items():
+        suite = suites.add_parser(
+            name, help=SUITES[name], description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        add_common(suite)
+        module.add_arguments(suite)
     return parser.parse_args()
 
 
-def add_ways(suite: argparse.ArgumentParser, module: ModuleType):
-    suite.add_argument("--ways", nargs="+", choices=module.WAYS, default=module.DEFAULT_WAYS, help="what to compare")
-
-
-def add_common_arguments(suite: argparse.ArgumentParser):
-    suite.add_argument("--hidden_size", type=int, default=512)
-    suite.add_argument("--repeats", type=int, default=3, help="the median counts")
-    suite.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    suite.add_argument("--threads", type=int, default=1, help="on the CPU; with 1, CPU time is measured")
-    suite.add_argument("--json", type=Path, help="where to write the figures")
-    suite.add_argument("--plot", type=Path, help="where to write a picture (PNG)")
-
-
 def main():
-    args = parse_arguments()
+    # In here: processes that a suite starts need only the suite.
+    modules = {name: importlib.import_module(f"benchmark_{name}") for name in SUITES}
+    args = parse_arguments(modules)
     torch.set_num_threads(args.threads)
     settings = {name: value for name, value in vars(args).items() if name not in ("json", "plot")}
     machine = torch.cuda.get_device_name() if args.device.startswith("cuda") else platform.machine()
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "machine": machine}
-    run, table = SUITES[args.suite]
-    rows = run(args)
-    sys.stdout.write(table(rows) + "\n")
+    rows = modules[args.suite].run(args)
+    sys.stdout.write(modules[args.suite].table(rows) + "\n")
     if args.json is not None:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps({"settings": settings, "versions": versions, "rows": rows}, indent=2) + "\n")

@@ -4,7 +4,10 @@ Each repeat of a recurrence takes a whole block of its transforms. Dot products 
 `matmul` and `vecdot` are two ways to compute them, of which PyTorch makes one or the other faster.
 """
 
+import argparse
+
 import torch
+from benchmark_arguments import add_contexts, add_ways
 from benchmark_measure import clock, markdown, ratio
 
 from modeling_tnn import TnnConfig
@@ -58,8 +61,13 @@ class Dot:
             torch.matmul(self.inputs.transpose(0, 1), self.taps[..., None])  # (D, B, 1)
 
 
+def add_arguments(parser: argparse.ArgumentParser):
+    add_ways(parser, WAYS, DEFAULT_WAYS)
+    add_contexts(parser)
+
+
 @torch.inference_mode()
-def run_decoding(args) -> list[dict]:
+def run(args) -> list[dict]:
     """One row for each context and way: microseconds per token, median of the repeats."""
     times = {}
     for context in args.contexts:

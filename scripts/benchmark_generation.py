@@ -7,10 +7,12 @@ one that the recurrence works in, or its transforms are not all in it: 128, or 2
 `weights` is the floor of a TNN of that size: each of its matrices applied once to one token of every sequence.
 """
 
+import argparse
 import statistics
 import time
 
 import torch
+from benchmark_arguments import add_contexts, add_sizes
 from benchmark_measure import clock, markdown
 from benchmark_measure import ratio as measured_ratio
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausalLM
@@ -117,7 +119,14 @@ class Decoder:
         return sum(s.numel() * s.element_size() // s.shape[0] for s in states)
 
 
-def run_generation(args) -> list[dict]:
+def add_arguments(parser: argparse.ArgumentParser):
+    add_sizes(parser, num_hidden_layers=6, vocab_size=50265)
+    add_contexts(parser)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=DEFAULT_MODELS, help="what to compare")
+    parser.add_argument("--block", type=int, default=128, help="tokens in a repeat, in turns of 32")
+
+
+def run(args) -> list[dict]:
     """One row for each model and context: milliseconds per token (median of the repeats) and bytes of state."""
     longest = max(args.contexts) + (args.repeats + 1) * args.block
     models = {name: build(name, args, longest) for name in args.models}

@@ -5,12 +5,14 @@ peak    what the process takes over its size before the step, optimizer excluded
         way, so that nothing that others left is used again; on a GPU the allocator's peak
 """
 
+import argparse
 import multiprocessing
 import resource
 import sys
 from pathlib import Path
 
 import torch
+from benchmark_arguments import add_batches, add_sizes, add_ways
 from benchmark_measure import markdown, peak_on_device
 from benchmark_models import BUILDERS, build_model
 
@@ -69,7 +71,13 @@ def measure_way(way: str, args, length: int) -> dict:
     return {"length": length, "way": way, "saved_megabytes": saved_bytes(model, ids) / 2**20} | peak
 
 
-def run_memory(args) -> list[dict]:
+def add_arguments(parser: argparse.ArgumentParser):
+    add_ways(parser, WAYS, DEFAULT_WAYS)
+    add_batches(parser)
+    add_sizes(parser, num_hidden_layers=2, vocab_size=1000)
+
+
+def run(args) -> list[dict]:
     """One row for each length and way."""
     rows = []
     for length in args.lengths:
@@ -80,8 +88,8 @@ def run_memory(args) -> list[dict]:
         base = {row["way"]: row for row in found}
         for row in found:
             for figure, peer in (("saved", "released"), ("peak", "released"), ("peak", "gpt2")):
-                if peer in base:
-                    name = f"{figure}_megabytes"
+                name = f"{figure}_megabytes"
+                if peer in base and base[peer][name]:
                     row[f"over_{peer}_{figure}"] = row[name] / base[peer][name]
         rows += found
     return rows

@@ -3,9 +3,11 @@
 Every way gets its input as its model lays it out: the released form token by token, ours channel by channel.
 """
 
+import argparse
 from collections.abc import Callable
 
 import torch
+from benchmark_arguments import add_batches, add_ways
 from benchmark_measure import markdown, measure, peak_on_device, rows_of
 from benchmark_models import released_product
 
@@ -52,7 +54,14 @@ def passes(way: str, args, batch_size: int, length: int) -> Callable[[], None]:
     return lambda: run(operator, v).backward(gradient)
 
 
-def run_operators(args) -> list[dict]:
+def add_arguments(parser: argparse.ArgumentParser):
+    add_ways(parser, WAYS, DEFAULT_WAYS)
+    add_batches(parser)
+    parser.add_argument("--bidirectional", action="store_true")
+    parser.add_argument("--state_size", type=int, default=64, help="order of rtf")
+
+
+def run(args) -> list[dict]:
     """One row for each length and way, `tokens` tokens in all."""
     rows = []
     for length in args.lengths:

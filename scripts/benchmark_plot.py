@@ -15,6 +15,8 @@ AXES = {
     "memory": ("length", "way", "peak_megabytes", "sequence length", "peak of a training step, MiB"),
     "generation": ("context", "model", "ms_per_token", "tokens seen before", "ms per new token"),
     "decoding": ("context", "way", "microseconds_per_token", "tokens seen before", "µs per token in one operator"),
+    "state_size": ("state_size", "way", "milliseconds", "state size", "forward and backward, ms"),
+    "long_range": ("length", "way", "steps_per_second", "sequence length", "training steps per second"),
     "streaming": ("tokens", "way", "microseconds_per_token", "tokens streamed", "µs per token"),
 }
 

@@ -7,12 +7,13 @@ B batch, L length, D channels, N states. The first never forms a state; the seco
 repeat measures all sizes of both in turns.
 """
 
+import argparse
 import statistics
 from collections.abc import Callable
 from functools import partial
 
 import torch
-from benchmark_training import measure
+from benchmark_measure import measure
 from torch import nn
 
 from modeling_tnn import TnnConfig
@@ -89,7 +90,15 @@ def saved_bytes(run: Callable[[], torch.Tensor]) -> int:
     return sum(kept.values())
 
 
-def run_state_size(args) -> list[dict]:
+def add_arguments(parser: argparse.ArgumentParser):
+    parser.set_defaults(hidden_size=256)
+    parser.add_argument("--state_sizes", type=int, nargs="+", default=[4, 16, 64, 256, 1024, 2048])
+    parser.add_argument("--largest_scan", type=int, default=256, help="state size up to which the scan is measured")
+    parser.add_argument("--length", type=int, default=4096, help="of a sequence")
+    parser.add_argument("--batch_size", type=int, default=2)
+
+
+def run(args) -> list[dict]:
     """One row for each way and state size: milliseconds of forward and backward, MiB kept between them."""
     torch.manual_seed(0)
     v = torch.randn(args.batch_size, args.length, args.hidden_size, device=args.device, requires_grad=True)

@@ -4,10 +4,12 @@ Each length runs in a process of its own: memory is what that takes over its siz
 time the state is full.
 """
 
+import argparse
 import multiprocessing
 import statistics
 
 import torch
+from benchmark_arguments import add_ways
 from benchmark_measure import clock, markdown
 from benchmark_memory import forget_peak, resident_peak
 
@@ -56,7 +58,14 @@ def peak_bytes(args) -> int:
     return torch.cuda.max_memory_allocated() if args.device.startswith("cuda") else resident_peak()
 
 
-def run_streaming(args) -> list[dict]:
+def add_arguments(parser: argparse.ArgumentParser):
+    add_ways(parser, WAYS, DEFAULT_WAYS)
+    parser.add_argument("--num_hidden_layers", type=int, default=1)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[65536, 262144], help="tokens of the text")
+    parser.add_argument("--segment", type=int, default=8192, help="tokens fed at once")
+
+
+def run(args) -> list[dict]:
     """One row for each way and length of the text, medians of `repeats` processes."""
     found = {}
     for _ in range(args.repeats):

@@ -4,9 +4,11 @@
 model of that size. A way with `bf16` after its name runs under autocast in bfloat16.
 """
 
+import argparse
 from collections.abc import Callable
 
 import torch
+from benchmark_arguments import add_batches, add_sizes, add_ways
 from benchmark_measure import markdown, measure, peak_on_device, rows_of
 from benchmark_models import BUILDERS, build_model
 
@@ -59,7 +61,14 @@ def matmul_step(args, tokens: int, dtype: torch.dtype) -> Callable[[], None]:
     return run
 
 
-def run_training(args) -> list[dict]:
+def add_arguments(parser: argparse.ArgumentParser):
+    add_ways(parser, WAYS, DEFAULT_WAYS)
+    add_batches(parser)
+    add_sizes(parser, num_hidden_layers=2, vocab_size=1000)
+    parser.add_argument("--blocks_only", action="store_true", help="without embeddings, head and loss")
+
+
+def run(args) -> list[dict]:
     """One row for each length and way, `tokens` tokens in all."""
     rows = []
     for length in args.lengths:

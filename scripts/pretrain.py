@@ -2,8 +2,8 @@
 
 Example:
     python scripts/pretrain.py --config tnn-tiny --train_file book.txt --output_dir outputs/book --max_steps 500
-    python scripts/pretrain.py --recipe configuration/recipes/wikitext2-rpe.yaml --checkpointing_steps 100
-    python scripts/pretrain.py --recipe configuration/recipes/wikitext2-rpe.yaml --resume_from_checkpoint latest
+    python scripts/pretrain.py --recipe configuration/recipes/wikitext2.yaml --checkpointing_steps 100
+    python scripts/pretrain.py --recipe configuration/recipes/wikitext2.yaml --resume_from_checkpoint latest
     accelerate launch --config_file configuration/accelerate/ddp.yaml scripts/pretrain.py --recipe RECIPE
 """
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
-import benchmark_lra  # noqa: E402
+import benchmark_long_range  # noqa: E402
 import benchmark_state_size  # noqa: E402
 
 SETTINGS = {"batch_size": 1, "device": "cpu", "threads": 1, "repeats": 1}
@@ -33,7 +33,7 @@ def test_scan_is_the_recurrence(length):
 
 def test_state_size():
     args = SimpleNamespace(state_sizes=[4, 8, 64], length=100, hidden_size=6, largest_scan=8, **SETTINGS)
-    rows = benchmark_state_size.run_state_size(args)
+    rows = benchmark_state_size.run(args)
     ways = [(row["way"], row["state_size"]) for row in rows]
     assert ways == [("rtf", 4), ("rtf", 8), ("rtf", 64), ("scan", 4), ("scan", 8)]
     kept = {key: row["saved_megabytes"] for key, row in zip(ways, rows, strict=True)}
@@ -45,10 +45,14 @@ def test_state_size():
 def test_long_range():
     """The transformer has as many parameters as the TNN, but for its table of positions."""
     settings = SETTINGS | {"batch_size": 2}
-    rows = benchmark_lra.run_long_range(SimpleNamespace(lengths=[64, 70], models=benchmark_lra.WAYS, **settings))
-    assert [(row["length"], row["way"]) for row in rows] == [(n, way) for n in (64, 70) for way in benchmark_lra.WAYS]
+    rows = benchmark_long_range.run(SimpleNamespace(lengths=[64, 70], models=benchmark_long_range.WAYS, **settings))
+    assert [(row["length"], row["way"]) for row in rows] == [
+        (n, way) for n in (64, 70) for way in benchmark_long_range.WAYS
+    ]
     assert all(row["steps_per_second"] > 0 for row in rows)
     parameters = {row["way"]: row["parameters"] for row in rows if row["length"] == 64}
     assert parameters["transformer"] - 64 * 128 == pytest.approx(parameters["rpe"], rel=0.1)
-    lines = benchmark_lra.table(rows).splitlines()
-    assert lines[0] == "| model | 64 | 70 |" and [line.split()[1] for line in lines[2:]] == list(benchmark_lra.WAYS)
+    lines = benchmark_long_range.table(rows).splitlines()
+    assert lines[0] == "| model | 64 | 70 |" and [line.split()[1] for line in lines[2:]] == list(
+        benchmark_long_range.WAYS
+    )

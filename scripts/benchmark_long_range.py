@@ -4,11 +4,12 @@ All have the width and depth of the preset for byte-level text; the transformer 
 repeat measures all ways in turns.
 """
 
+import argparse
 import statistics
 from functools import partial
 
 import torch
-from benchmark_training import measure
+from benchmark_measure import measure
 from overrides import load_config
 from run_lra import transformer_like
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
@@ -32,7 +33,13 @@ def training_step(model: PreTrainedModel, ids: torch.Tensor, labels: torch.Tenso
     model(ids, labels=labels).loss.backward()
 
 
-def run_long_range(args) -> list[dict]:
+def add_arguments(parser: argparse.ArgumentParser):
+    parser.add_argument("--models", nargs="+", choices=WAYS, default=WAYS, help="what to compare")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 3072, 4096, 5120])
+    parser.add_argument("--batch_size", type=int, default=1)
+
+
+def run(args) -> list[dict]:
     """One row for each way and length: forward, loss and backward of `batch_size` sequences."""
     rows = []
     for length in args.lengths:
