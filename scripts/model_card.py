@@ -329,7 +329,8 @@ def render(folder: Path) -> str:
     data = data_name(inputs)
     rows = results(inputs, data)
     arguments = inputs["arguments"] or {}
-    recipe = {name: arguments[name] for name in RECIPE if arguments.get(name) is not None}
+    unused = {"mlm_probability"} if arguments.get("objective") == "clm" else set()
+    recipe = {name: arguments[name] for name in RECIPE if arguments.get(name) is not None and name not in unused}
     derived = {"name": short_name(inputs), "data": data, "results": rows, "citations": citations(inputs["config"])}
     template = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined).from_string(
         TEMPLATE.read_text(encoding="utf-8")
