@@ -38,6 +38,7 @@ INPUTS = {
     "decoding": "decoding.json",
     "kernels": "kernels.json",
 }
+CARD_OPTIONS = ("repo_id", "description", "data", "dataset_id", "license", "language")
 PIPELINES = {
     "TnnForCausalLM": "text-generation",
     "TnnForMaskedLM": "fill-mask",
@@ -51,7 +52,7 @@ RECIPE = (
     "lr_scheduler_type", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm",
     "mixed_precision", "seed",
 )  # fmt: skip
-DATA_OPTIONS = ("dataset_name", "dataset_config_name", "task_name", "dataset", "train_file")
+DATA_OPTIONS = ("dataset_name", "dataset_config_name", "task_name", "dataset", "dataset_config", "train_file")
 # Names of measured figures -> what they are called, how they are written, and whether they are an evaluation.
 FIGURES = {
     "perplexity_before": ("perplexity before training", "{:,.1f}", False),
@@ -102,6 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser):
     parser.add_argument("--repo_id", required=True, help="USER/NAME on the Hub")
     parser.add_argument("--description", default="", help="a sentence or two for the top of the card")
     parser.add_argument("--data", default="", help="what it was trained on; that of training_args.json unless given")
+    parser.add_argument("--dataset_id", default="", help="its name on the Hub; dataset_name of the same unless given")
     parser.add_argument("--license", default="apache-2.0", help="licence of the weights, by its name on the Hub")
     parser.add_argument("--language", default="en", help="language of the texts")
     parser.add_argument("--evaluation", type=Path, help="JSON of evaluate_lm.py: perplexity by length")
@@ -135,7 +137,7 @@ def load(folder: Path) -> PreTrainedModel:
     config = read_json(folder / "config.json")
     name = (config.get("architectures") or ["TnnModel"])[0]
     if config.get("model_type") != "tnn" or name not in PIPELINES:
-        raise ValueError(f"{folder} holds a {config.get('model_type')} {name}, not a model of this package.")
+        raise ValueError(f"{folder} holds a {config.get('model_type')} {name}, not a {' or '.join(PIPELINES)}.")
     model, info = getattr(modeling_tnn, name).from_pretrained(folder, output_loading_info=True)
     if problems := {kind: sorted(names)[:5] for kind, names in info.items() if names}:
         raise ValueError(f"The weights in {folder} are not those of a {name}: {problems}.")
@@ -169,28 +171,89 @@ def decoding_state(model: PreTrainedModel) -> list[dict]:
 
 
 def collect(args: argparse.Namespace, model: PreTrainedModel, target: Path):
-    """Write the inputs of a card to `target`.
+    """Write the inputs of a card to `target`: of the scripts' files what the card says, and no paths of this machine.
 
     Raises:
-        ValueError: a file that was named is absent or no JSON.
+        ValueError: a file that was named is absent, no JSON, or not what the script writes.
     """
     target.mkdir(parents=True, exist_ok=True)
-    card = {name: getattr(args, name) for name in ("repo_id", "description", "data", "license", "language")}
+    card = {
+        name: getattr(args, name) for name in ("repo_id", "description", "data", "dataset_id", "license", "language")
+    }
     write_json(target / INPUTS["card"], card)
-    write_json(target / INPUTS["config"], model.config.to_diff_dict())
+    config = {name: value for name, value in model.config.to_diff_dict().items() if name != "auto_map"}
+    write_json(target / INPUTS["config"], config)
     write_json(target / INPUTS["model"], facts(model))
-    named = {"evaluation": args.evaluation, "decoding": args.decoding, "conversion": args.conversion}
-    for name in ("metrics", "arguments", "conversion"):
-        if named.get(name) is None and (args.folder / INPUTS[name]).is_file():
-            named[name] = args.folder / INPUTS[name]
+    for name, path in sources(args).items():
+        try:
+            write_json(target / INPUTS[name], READERS[name](read_json(path)))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is not what a card reads as {name}: {error!r}.") from error
     if args.kernels is not None:
-        named["kernels"] = args.kernels / "kernels.json"
         shutil.copyfile(args.kernels / "overview.png", target / "kernels.png")
-    for name, path in named.items():
-        if path is not None:
-            write_json(target / INPUTS[name], read_json(path))
     if args.evaluation is not None:
-        plot_lengths(read_json(args.evaluation)["rows"], model.config.max_position_embeddings, target)
+        rows = read_json(target / INPUTS["evaluation"])["rows"]
+        plot_lengths(rows, model.config.max_position_embeddings, target)
+
+
+def sources(args: argparse.Namespace) -> dict[str, Path]:
+    """The files of results: those named, and those that the scripts leave in the folder of a model."""
+    named = {"evaluation": args.evaluation, "decoding": args.decoding, "conversion": args.conversion}
+    named["kernels"] = args.kernels and args.kernels / "kernels.json"
+    left = {"arguments": "training_args.json", "conversion": "conversion.json"}
+    left["metrics"] = next(
+        (file for file in ("metrics.json", "all_results.json") if (args.folder / file).is_file()), ""
+    )
+    for name, file in left.items():
+        if named.get(name) is None and file and (args.folder / file).is_file():
+            named[name] = args.folder / file
+    return {name: path for name, path in named.items() if path is not None}
+
+
+def read_metrics(report: dict) -> dict:
+    """Figures of a training script; Trainer's have the prefix `eval_`."""
+    plain = {name.removeprefix("eval_"): value for name, value in report.items()}
+    return {name: plain[name] for name in (*FIGURES, "text") if isinstance(plain.get(name), int | float | str)}
+
+
+def read_training_arguments(report: dict) -> dict:
+    """The recipe, and the name of the data without the folder it was in."""
+    recipe = {name: report[name] for name in RECIPE if report.get(name) is not None}
+    data = {name: report[name] for name in DATA_OPTIONS if report.get(name)}
+    local = {
+        name: Path(value).name for name, value in data.items() if Path(value).is_absolute() or Path(value).exists()
+    }
+    return recipe | data | local
+
+
+def read_evaluation(report: dict) -> dict:
+    """Perplexities by length of evaluate_lm.py, each row of text read at once."""
+    file, split = report["settings"]["file"], report["settings"]["split"]
+    whole = [row for row in report["results"] if row["stride"] is None]
+    rows = [{name: row[name] for name in ("length", "perplexity", "tokens")} for row in whole]
+    return {"of": f"the text {Path(file).name}" if file else f"the {split} part of the data", "rows": rows}
+
+
+def read_decoding(report: dict) -> dict:
+    return {name: report[name] for name in ("tokens_per_second", "new_tokens", "device", "torch_threads")}
+
+
+def read_conversion(report: dict) -> dict:
+    return {name: report[name] for name in ("converted_from", "comparison")}
+
+
+def read_kernels(report: dict) -> dict:
+    return {"layers": [{name: row[name] for name in ("label", "horizon_median")} for row in report["layers"]]}
+
+
+READERS = {
+    "metrics": read_metrics,
+    "arguments": read_training_arguments,
+    "evaluation": read_evaluation,
+    "decoding": read_decoding,
+    "conversion": read_conversion,
+    "kernels": read_kernels,
+}
 
 
 def plot_lengths(rows: list[dict], trained: int, target: Path):
@@ -210,8 +273,7 @@ def data_name(inputs: dict) -> str:
     """What the model was trained on, in words."""
     if inputs["card"]["data"]:
         return inputs["card"]["data"]
-    named = [name for option in DATA_OPTIONS if (name := (inputs["arguments"] or {}).get(option))]
-    return " ".join(Path(name).name if Path(name).suffix else name for name in named)
+    return " ".join((inputs["arguments"] or {}).get(option, "") for option in DATA_OPTIONS).strip()
 
 
 def results(inputs: dict, data: str) -> list[dict]:
@@ -229,7 +291,8 @@ def results(inputs: dict, data: str) -> list[dict]:
 def card_data(inputs: dict, rows: list[dict], data: str) -> ModelCardData:
     """The metadata that the Hub reads."""
     card, task = inputs["card"], PIPELINES[inputs["model"]["class"]]
-    hub_data = (inputs["arguments"] or {}).get("dataset_name")
+    named = inputs["card"]["dataset_id"] or (inputs["arguments"] or {}).get("dataset_name") or ""
+    hub_data = named if "/" in named else None
     measured_on = {"dataset_type": hub_data or "text", "dataset_name": data or "text", "dataset_split": "validation"}
     evaluations = [
         EvalResult(task, **measured_on, metric_type=row["key"], metric_name=row["name"], metric_value=row["value"])
@@ -266,7 +329,8 @@ def render(folder: Path) -> str:
     data = data_name(inputs)
     rows = results(inputs, data)
     arguments = inputs["arguments"] or {}
-    recipe = {name: arguments[name] for name in RECIPE if arguments.get(name) is not None}
+    unused = {"mlm_probability"} if arguments.get("objective") == "clm" else set()
+    recipe = {name: arguments[name] for name in RECIPE if arguments.get(name) is not None and name not in unused}
     derived = {"name": short_name(inputs), "data": data, "results": rows, "citations": citations(inputs["config"])}
     template = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined).from_string(
         TEMPLATE.read_text(encoding="utf-8")

@@ -25,6 +25,7 @@ from checkpoints import checkpoints, find_checkpoint, move_files, partial, prepa
 from corpus import check_file, load_corpus, pack, train_tokenizer
 from huggingface_hub import create_repo, upload_folder
 from pretrain_arguments import PretrainArguments
+from push_to_hub import publish_model
 from recipes import parse_arguments
 from training import DivergedError, Pretraining, perplexity
 from transformers import (
@@ -269,6 +270,15 @@ def open_repository(args: PretrainArguments) -> str:
     return create_repo(name, private=args.hub_private_repo, exist_ok=True).repo_id
 
 
+def upload(folder: str, repository: str, model_type: str):
+    """Publish the final model: with its code and a card, or as it is if it is a peer of another kind."""
+    if model_type == "tnn":
+        publish_model(folder, repository)
+    else:
+        upload_folder(repo_id=repository, folder_path=folder, ignore_patterns=NOT_UPLOADED)
+    logger.info("uploaded to %s", repository)
+
+
 def main():
     (args,) = parse_arguments([PretrainArguments], __doc__)
     repository = None
@@ -292,8 +302,7 @@ def main():
         metrics["best_step"], metrics["tokens_per_second"], args.output_dir,
     )  # fmt: skip
     if repository is not None:
-        upload_folder(repo_id=repository, folder_path=args.output_dir, ignore_patterns=NOT_UPLOADED)
-        logger.info("uploaded to %s", repository)
+        upload(args.output_dir, repository, accelerator.unwrap_model(pretraining.model).config.model_type)
     # A process group that outlives the model sometimes aborts at exit.
     del pretraining
     gc.collect()

@@ -24,13 +24,13 @@ KEPT = {".gitattributes", "LICENSE"}
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
 
 
-def parse_arguments() -> argparse.Namespace:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     model_card.add_arguments(parser)
     parser.add_argument("--private", action="store_true", help="make a new repository private")
     parser.add_argument("--max_shard_size", default="5GB", help="largest file of weights")
     parser.add_argument("--card_dir", type=Path, help="keep the card and its inputs here, too")
-    return parser.parse_args()
+    return parser
 
 
 def stage(args: argparse.Namespace, target: Path):
@@ -63,14 +63,26 @@ def publish(folder: Path, repo_id: str, private: bool) -> str:
     return str(url)
 
 
-def main():
-    args = parse_arguments()
+def publish_model(folder: str, repo_id: str) -> str:
+    """What this script does without options, for training scripts; the address of the repository.
+
+    Raises:
+        ValueError: the folder holds no complete model.
+    """
+    return run(build_parser().parse_args([folder, "--repo_id", repo_id]))
+
+
+def run(args: argparse.Namespace) -> str:
     with tempfile.TemporaryDirectory() as folder:
-        try:
-            stage(args, Path(folder))
-            url = publish(Path(folder), args.repo_id, args.private)
-        except (ValueError, HfHubHTTPError) as error:
-            raise SystemExit(f"error: {error}") from error
+        stage(args, Path(folder))
+        return publish(Path(folder), args.repo_id, args.private)
+
+
+def main():
+    try:
+        url = run(build_parser().parse_args())
+    except (ValueError, HfHubHTTPError) as error:
+        raise SystemExit(f"error: {error}") from error
     sys.stdout.write(f"published at {url}\n")
 
 

@@ -19,7 +19,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 ROOT = Path(__file__).parent.parent
 REPO = "user/tnn"
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
-EVALUATION = {"rows": [{"length": 32, "perplexity": 81.5}, {"length": 256, "perplexity": 79.25}]}
+LENGTHS = [(32, None, 81.5), (32, 16, 70.0), (256, None, 79.25)]
+EVALUATION = {
+    "settings": {"dataset_name": "user/novels", "split": "test", "file": None},
+    "results": [
+        {"length": n, "stride": s, "perplexity": p, "tokens": 4096, "model": "/home/me"} for n, s, p in LENGTHS
+    ],
+}
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +124,7 @@ def test_card_of_a_publication(hub, model_folder):
     assert card.data.datasets == ["user/novels"] and card.data.model_name == "tnn"
     (result,) = card.data.eval_results
     assert (result.metric_type, result.metric_value, result.dataset_name) == ("perplexity", 12.375, "user/novels")
-    for expected in ("| perplexity | 12.38 |", "| 256 | 79.25 |", "| learning_rate | 0.003 |", f'"{REPO}"'):
+    for expected in ("| perplexity | 12.38 |", "| 256 | 79.25 | 4,096 |", "| learning_rate | 0.003 |", f'"{REPO}"'):
         assert expected in card.text
     parameters = AutoModelForCausalLM.from_pretrained(model_folder).num_parameters()
     assert f"{parameters:,} parameters" in card.text
@@ -197,7 +203,8 @@ def test_errors_of_the_script(model_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(push_to_hub, "publish", None)
     for more, message in [
         ([tmp_path / "nothing"], "config.json cannot be read"),
-        ([tmp_path], "holds a bert TnnModel, not a model of this package"),
+        ([tmp_path], "holds a bert TnnModel, not a TnnForCausalLM"),
+        ([model_folder, "--evaluation", model_folder / "metrics.json"], "not what a card reads as evaluation"),
         ([model_folder, "--evaluation", tmp_path / "lengths.json"], "lengths.json cannot be read as JSON"),
     ]:
         monkeypatch.setattr(sys, "argv", [*arguments, *map(str, more)])

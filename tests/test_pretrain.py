@@ -7,7 +7,6 @@ import pytest
 import torch
 from datasets import Dataset
 from huggingface_hub import RepoUrl
-from huggingface_hub.utils import filter_repo_objects
 from training_scripts import ROOT, SENTENCES, assert_same_weights, run_script, weights, write_config, write_text
 from transformers import (
     AutoConfig,
@@ -22,7 +21,7 @@ from transformers import (
 from blocks import BlockStream  # isort: skip - on the path once training_scripts is imported
 from corpus import load_corpus, pack, train_tokenizer  # isort: skip
 from finetune_glue import GlueArguments  # isort: skip
-from pretrain import build_config  # isort: skip
+from pretrain import NOT_UPLOADED, build_config, upload  # isort: skip
 from pretrain_arguments import PretrainArguments  # isort: skip
 from recipes import parse_arguments  # isort: skip
 from training import build_optimizer, count_targets, token_losses  # isort: skip
@@ -273,25 +272,32 @@ def test_another_run_is_not_resumed_or_overwritten(options, tmp_path):
 
 
 def test_push_to_hub(options, tmp_path, monkeypatch):
-    """The repository is there before training; what goes to it is the final model and its figures."""
+    """The repository is there before training; the final model is staged with its code, figures and a card."""
     calls, output = [], tmp_path / "out"
 
     def create(name, private, exist_ok):
         calls.append(("create", name, private, (output / "metrics.json").exists()))
         return RepoUrl(f"https://huggingface.co/me/{name}")
 
-    def upload(repo_id, folder_path, ignore_patterns):
-        files = [str(path.relative_to(folder_path)) for path in output.rglob("*") if path.is_file()]
-        calls.append(("upload", repo_id, set(filter_repo_objects(files, ignore_patterns=ignore_patterns))))
+    def publish(folder, repo_id, private):
+        calls.append(("publish", repo_id, {path.name for path in folder.iterdir()}))
 
     monkeypatch.setattr("pretrain.create_repo", create)
-    monkeypatch.setattr("pretrain.upload_folder", upload)
+    monkeypatch.setattr("push_to_hub.publish", publish)
     run_script("pretrain", *options, "--checkpointing_steps", 4, "--push_to_hub", "--hub_private_repo")
-    created, uploaded = calls
+    created, published = calls
     assert created == ("create", "out", True, False)
-    assert uploaded[:2] == ("upload", "me/out")
-    assert uploaded[2] == {path.name for path in output.iterdir() if path.is_file()}
-    assert {"config.json", "model.safetensors", "tokenizer.json", "metrics.json"} < uploaded[2]
+    assert published[:2] == ("publish", "me/out")
+    assert {"config.json", "model.safetensors", "tokenizer.json", "metrics.json", "README.md"} < published[2]
+    assert "modeling_tnn.py" in published[2]
+
+
+def test_push_of_a_peer(tmp_path, monkeypatch):
+    """A model of another kind goes as it is: only what the run ends with."""
+    uploaded = []
+    monkeypatch.setattr("pretrain.upload_folder", lambda **arguments: uploaded.append(arguments))
+    upload("out", "me/out", "gpt2")
+    assert uploaded == [{"repo_id": "me/out", "folder_path": "out", "ignore_patterns": NOT_UPLOADED}]
 
 
 @pytest.mark.parametrize("script", ["pretrain", "finetune_glue", "evaluate_lm"])
