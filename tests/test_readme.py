@@ -21,7 +21,7 @@ def test_example_runs(code, tmp_path):
         assert expected in run.stdout
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "configuration/README.md"])
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "configuration/README.md", "docs/results.md"])
 def test_links(document):
     path = ROOT / document
     for target in re.findall(r"\]\((?!http)([^)#]+)\)", path.read_text()):
