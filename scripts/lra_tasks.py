@@ -127,23 +127,23 @@ def generate(samples: Callable, sizes: dict[str, int], rows: int | None, **optio
 def encode_listops(batch: dict, task: Task) -> dict:
     """A sample that is too long is left out: a part of it has no value."""
     ids = task.tokenizer()(batch["source"])["input_ids"]
-    kept = [
-        (tokens, target) for tokens, target in zip(ids, batch["target"], strict=True) if len(tokens) <= task.max_length
-    ]
-    return {"input_ids": [tokens for tokens, _ in kept], "labels": [target for _, target in kept]}
+    kept = [index for index, tokens in enumerate(ids) if len(tokens) <= task.max_length]
+    return {"input_ids": [ids[index] for index in kept], "labels": [batch["target"][index] for index in kept]}
 
 
 def encode_text(batch: dict, task: Task) -> dict:
-    ids = task.tokenizer()(batch["text"], truncation=True, max_length=task.max_length)["input_ids"]
-    return {"input_ids": ids, "labels": batch["label"]}
+    return {"input_ids": encode_bytes(batch["text"], task), "labels": batch["label"]}
 
 
 def encode_pair(batch: dict, task: Task) -> dict:
-    tokenizer = task.tokenizer()
-    both = (
-        tokenizer(batch[name], truncation=True, max_length=task.max_length)["input_ids"] for name in ("text1", "text2")
-    )
-    return {"input_ids": [list(pair) for pair in zip(*both, strict=True)], "labels": [int(x) for x in batch["label"]]}
+    pairs = zip(*(encode_bytes(batch[name], task) for name in ("text1", "text2")), strict=True)
+    return {"input_ids": [list(pair) for pair in pairs], "labels": [int(label) for label in batch["label"]]}
+
+
+def encode_bytes(texts: list[str], task: Task) -> list[list[int]]:
+    """The first tokens of each text; what cannot be among them is not looked at."""
+    beginnings = [text[: task.max_length] for text in texts]
+    return task.tokenizer()(beginnings, truncation=True, max_length=task.max_length)["input_ids"]
 
 
 def encode_pixels(batch: dict, task: Task) -> dict:
@@ -161,7 +161,7 @@ TASKS = {
 
 
 def load_task(
-    name: str, source: str | None, rows: int | None, max_length: int | None = None
+    name: str, source: str | None, rows: int | None = None, max_length: int | None = None, eval_rows: int | None = None
 ) -> tuple[Task, DatasetDict]:
     """A task and its encoded splits train, validation and test.
 
@@ -169,6 +169,7 @@ def load_task(
         source: a Hub id or a folder; None for the usual place, or for generated data.
         rows: at most so many in the train split (the others in proportion if they are generated).
         max_length: another one than the task's; pixels cannot be cut.
+        eval_rows: at most so many in the other splits.
 
     A data set without a validation split is validated on its test split, as in the Long Range Arena.
 
@@ -181,15 +182,18 @@ def load_task(
             raise ValueError(f"--max_length {max_length}: a picture of {name} has {task.max_length} pixels.")
         task = Task(task.load, task.encode, max_length, task.num_labels, task.tokenizer)
     raw = task.load(source, rows, task.max_length)
-    if rows is not None and rows < len(raw["train"]):
-        raw["train"] = raw["train"].shuffle(seed=0).select(range(rows))
-    return task, DatasetDict({split: encode_split(task, raw[split]) for split in raw} | _validation(task, raw))
+    encoded = DatasetDict()
+    for split, samples in raw.items():
+        encoded[split] = encode_split(task, limit(samples, rows if split == "train" else eval_rows))
+    encoded.setdefault("validation", encoded["test"])
+    return task, encoded
+
+
+def limit(rows: Dataset, count: int | None) -> Dataset:
+    """`count` rows, always the same; all of them if there are no more."""
+    return rows if count is None or count >= len(rows) else rows.shuffle(seed=0).select(range(count))
 
 
 def encode_split(task: Task, rows: Dataset) -> Dataset:
     """`input_ids` and `labels` of raw rows."""
     return rows.map(task.encode, batched=True, fn_kwargs={"task": task}, remove_columns=rows.column_names)
-
-
-def _validation(task: Task, raw: DatasetDict) -> dict[str, Dataset]:
-    return {} if "validation" in raw else {"validation": encode_split(task, raw["test"])}

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from datasets import Dataset, load_dataset
-from lra_tasks import TASKS, Task, encode_split, load_task
+from datasets import load_dataset
+from lra_tasks import TASKS, Task, encode_split, limit, load_task
 from overrides import load_config, parse_overrides
 from recipes import parse_arguments
 from transformers import (
@@ -153,10 +153,6 @@ def accuracy(prediction) -> dict[str, float]:
     return {"accuracy": float((np.argmax(logits, axis=-1) == prediction.label_ids).mean())}
 
 
-def limit(rows: Dataset, count: int | None) -> Dataset:
-    return rows if count is None or count >= len(rows) else rows.shuffle(seed=0).select(range(count))
-
-
 def describe(args: LraArguments, task: Task, config: TnnConfig, trainer: Trainer) -> dict:
     """What was trained, on what."""
     training = trainer.args
@@ -184,12 +180,11 @@ def main():
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     set_seed(training.seed)
     try:
-        task, data = load_task(args.task, args.dataset_path, args.train_rows, args.max_length)
+        task, data = load_task(args.task, args.dataset_path, args.train_rows, args.max_length, args.eval_rows)
         config = build_config(args, task)
         model = build_model(args, config)
     except ValueError as error:
         raise SystemExit(f"run_lra.py: {error}") from error
-    data = {split: rows if split == "train" else limit(rows, args.eval_rows) for split, rows in data.items()}
     tokenizer = None if task.tokenizer is None else task.tokenizer()
     trainer = Trainer(
         model=model,
@@ -204,8 +199,8 @@ def main():
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     tests = {"validation": data["validation"], "test": data["test"]}
     if args.extra_test is not None:
-        extra = encode_split(task, load_dataset(args.dataset_path, args.extra_test, split="test"))
-        tests[args.extra_test] = limit(extra, args.eval_rows)
+        extra = load_dataset(args.dataset_path, args.extra_test, split="test")
+        tests[args.extra_test] = encode_split(task, limit(extra, args.eval_rows))
     metrics = describe(args, task, config, trainer)
     for name, rows in tests.items():
         metrics[f"{name}_accuracy"] = trainer.evaluate(rows, metric_key_prefix=name)[f"{name}_accuracy"]

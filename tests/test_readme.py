@@ -21,7 +21,10 @@ def test_example_runs(code, tmp_path):
         assert expected in run.stdout
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "configuration/README.md", "docs/training.md"])
+DOCUMENTS = [path.relative_to(ROOT).as_posix() for path in (*ROOT.glob("*.md"), *ROOT.glob("*/*.md"))]
+
+
+@pytest.mark.parametrize("document", sorted(DOCUMENTS))
 def test_links(document):
     path = ROOT / document
     for target in re.findall(r"\]\((?!http)([^)#]+)\)", path.read_text()):
