@@ -21,7 +21,9 @@ def test_example_runs(code, tmp_path):
         assert expected in run.stdout
 
 
-DOCUMENTS = [path.relative_to(ROOT).as_posix() for path in (*ROOT.glob("*.md"), *ROOT.glob("*/*.md"))]
+FOLDERS = (".", "configuration", "docs", "model_cards")
+DOCUMENTS = {path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / folder).glob("*.md")}
+DOCUMENTS.discard("model_cards/TEMPLATE.md")  # its links are variables
 
 
 @pytest.mark.parametrize("document", sorted(DOCUMENTS))
