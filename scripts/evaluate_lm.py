@@ -179,7 +179,7 @@ def plot(results: list[dict], file: Path):
     axes.set_xticks(lengths, [str(length) for length in lengths], rotation=45)
     axes.set_xlabel("length of the text read at once, in tokens")
     axes.set_ylabel("perplexity per token")
-    axes.legend()
+    figure.legend(loc="outside right upper")
     figure.savefig(file, dpi=150)
     pyplot.close(figure)
 
