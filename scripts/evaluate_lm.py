@@ -21,6 +21,7 @@ from pathlib import Path
 
 import matplotlib
 import torch
+from checkpoints import write_json
 from corpus import check_file, load_texts, tokenize
 from matplotlib import pyplot
 from torch.nn.functional import cross_entropy
@@ -178,9 +179,18 @@ def plot(results: list[dict], file: Path):
     axes.set_xticks(lengths, [str(length) for length in lengths], rotation=45)
     axes.set_xlabel("length of the text read at once, in tokens")
     axes.set_ylabel("perplexity per token")
-    axes.legend()
+    figure.legend(loc="outside right upper")
     figure.savefig(file, dpi=150)
     pyplot.close(figure)
+
+
+def report(results: list[dict], args: argparse.Namespace):
+    """What there is so far, as JSON, Markdown and a plot."""
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+    write_json(args.output_dir / "perplexity.json", {"settings": settings, "results": results})
+    (args.output_dir / "perplexity.md").write_text(table(results) + "\n", encoding="utf-8")
+    plot(results, args.output_dir / "perplexity.png")
 
 
 def main():
@@ -190,15 +200,12 @@ def main():
         if args.file is not None:
             check_file(args.file)
         texts = load_texts(args.file or args.dataset_name, args.dataset_config_name, args.split, args.text_column)
-        results = [result for name in args.model for result in evaluate_model(name, texts, args)]
+        results = []
+        for name in args.model:
+            results += evaluate_model(name, texts, args)
+            report(results, args)
     except ValueError as error:
         sys.exit(f"error: {error}")
-    args.output_dir.mkdir(parents=True, exist_ok=True)
-    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
-    report = json.dumps({"settings": settings, "results": results}, indent=2)
-    (args.output_dir / "perplexity.json").write_text(report + "\n", encoding="utf-8")
-    (args.output_dir / "perplexity.md").write_text(table(results) + "\n", encoding="utf-8")
-    plot(results, args.output_dir / "perplexity.png")
     sys.stdout.write(f"perplexity (bits per byte)\n\n{table(results)}\n\nsaved in {args.output_dir}\n")
 
 
