@@ -191,7 +191,7 @@ def first(name: str) -> tuple[dict, dict, str]:
         ({"share_decoder_input_output_embed": False}, "two matrices, the checkpoint holds one"),
         ({"norm_type": "layernorm"}, "nothing for layers.0.glu_norm.bias"),
         ({"decoder_normalize_before": False}, "left over decoder.layer_norm.bias, decoder.layer_norm.weight"),
-        ({"norm_type": "batchnorm"}, "norm_type='batchnorm' is not possible"),
+        ({"norm_type": "groupnorm"}, "norm_type='groupnorm' is not possible"),
     ],
 )
 def test_options_that_do_not_fit(options, message):
