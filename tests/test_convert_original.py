@@ -294,6 +294,12 @@ def test_rtf_inside_our_block(name, tag, tmp_path):
     assert relative_error(kernel, expected) < TOLERANCE
 
 
+@pytest.mark.parametrize("architecture", ["tnn_v2_decay_99_pre", "rtf"])
+def test_embeddings_alone_are_not_a_model(architecture):
+    with pytest.raises(ValueError, match="holds no layers of a TNN"):
+        convert({"embed_tokens.weight": torch.zeros(5, 4)}, {"trunc_len": 16}, architecture)
+
+
 def test_rtf_needs_its_truncation_length():
     with pytest.raises(ValueError, match="--hparams must give trunc_len"):
         convert({}, {"d_model": 4}, "rtf")
