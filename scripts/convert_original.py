@@ -231,6 +231,8 @@ def destinations(tensors: dict, official_names: dict, converted: dict, head: str
 def build_config(tensors: dict, options: dict, built: Architecture) -> TnnConfig:
     """The configuration that the weights, in our names, and the options say; fixed decays and ties leave `tensors`."""
     found = sizes(tensors)
+    if "gtu_dim" not in found:
+        raise ValueError("The checkpoint has nothing for layers.0.gtu.u_proj.weight: it holds no layers of a TNN.")
     fields = built.fields(options, found) | take_decay(tensors, options)
     fields |= {"tie_word_embeddings": take_tie(tensors, options)}
     found.pop("gtu_dim")

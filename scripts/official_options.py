@@ -103,11 +103,10 @@ def check_sizes(stated: dict, found: dict):
             raise ValueError(f"{option}={value} contradicts the checkpoint, whose weights say {found[name]}.")
 
 
-def fairseq_fields(options: dict, found: dict, side: str) -> dict:
-    """Fields out of the options of fairseq-evo and ski-tnn; `side` is `decoder` or `encoder`."""
-    causal, width, ratio = side == "decoder", found["hidden_size"], options.get("expand_ratio", 3)
-    filter_size = options.get("nk")
-    stated = {
+def fairseq_sizes(options: dict, width: int, side: str) -> dict[str, tuple[str, int | None]]:
+    """The sizes that options of fairseq-evo and ski-tnn state, each with the name of its option."""
+    ratio, filter_size = options.get("expand_ratio", 3), options.get("nk")
+    return {
         "vocab_size": ("vocab_size", options.get("vocab_size")),
         "hidden_size": (f"{side}_embed_dim", options.get(f"{side}_embed_dim")),
         "num_hidden_layers": (f"{side}_layers", options.get(f"{side}_layers")),
@@ -118,7 +117,12 @@ def fairseq_fields(options: dict, found: dict, side: str) -> dict:
         "ski_rank": ("rank", options.get("rank")),
         "ski_filter_size": ("nk, made odd,", filter_size and filter_size + (filter_size + 1) % 2),
     }
-    check_sizes(stated, found)
+
+
+def fairseq_fields(options: dict, found: dict, side: str) -> dict:
+    """Fields out of the options of fairseq-evo and ski-tnn; `side` is `decoder` or `encoder`."""
+    causal = side == "decoder"
+    check_sizes(fairseq_sizes(options, found["hidden_size"], side), found)
     if side == "encoder" and options.get("activation_fn", "gelu") != "gelu":
         raise ValueError(f"activation_fn={options['activation_fn']!r} cannot be converted: the head here has 'gelu'.")
     length = next((options[name] for name in ("tokens_per_sample", "max_target_positions", "max_positions")
@@ -126,7 +130,7 @@ def fairseq_fields(options: dict, found: dict, side: str) -> dict:
     return {
         "causal": options.get("causal", causal),
         "tno_type": operator_of(options),
-        "gtu_expansion": ratio,
+        "gtu_expansion": options.get("expand_ratio", 3),
         "gtu_norm": options.get("use_norm", False),
         "hidden_act": options.get("act_fun", "silu"),
         "rpe_act": options.get("rpe_act", "relu"),

@@ -191,7 +191,7 @@ def first(name: str) -> tuple[dict, dict, str]:
         ({"share_decoder_input_output_embed": False}, "two matrices, the checkpoint holds one"),
         ({"norm_type": "layernorm"}, "nothing for layers.0.glu_norm.bias"),
         ({"decoder_normalize_before": False}, "left over decoder.layer_norm.bias, decoder.layer_norm.weight"),
-        ({"norm_type": "batchnorm"}, "norm_type='batchnorm' is not possible"),
+        ({"norm_type": "groupnorm"}, "norm_type='groupnorm' is not possible"),
     ],
 )
 def test_options_that_do_not_fit(options, message):
@@ -292,6 +292,12 @@ def test_rtf_inside_our_block(name, tag, tmp_path):
     if case.hparams["bidirectional"]:
         kernel, expected = kernel[:, length - 1 :], expected[:, :length]
     assert relative_error(kernel, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("architecture", ["tnn_v2_decay_99_pre", "rtf"])
+def test_embeddings_alone_are_not_a_model(architecture):
+    with pytest.raises(ValueError, match="holds no layers of a TNN"):
+        convert({"embed_tokens.weight": torch.zeros(5, 4)}, {"trunc_len": 16}, architecture)
 
 
 def test_rtf_needs_its_truncation_length():

@@ -73,7 +73,7 @@ LOAD = """
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 repo = sys.argv[1]
-tokenizer = AutoTokenizer.from_pretrained(repo)
+tokenizer = AutoTokenizer.from_pretrained(repo, trust_remote_code=True)
 model = AutoModelForCausalLM.from_pretrained(repo, trust_remote_code=True)
 inputs = tokenizer("The quick brown", return_tensors="pt")
 results["text"] = tokenizer.decode(model.generate(**inputs, max_new_tokens=9, do_sample=False)[0])
