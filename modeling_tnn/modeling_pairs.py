@@ -12,7 +12,8 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 
 from .configuration_tnn import TnnConfig
-from .modeling_tnn import TnnClassificationHead, TnnModel, TnnPreTrainedModel, pool_tokens
+from .heads import TnnClassificationHead, pool_tokens
+from .modeling_tnn import TnnModel, TnnPreTrainedModel
 
 
 class TnnForSequencePairClassification(TnnPreTrainedModel):

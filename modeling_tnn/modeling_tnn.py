@@ -26,7 +26,8 @@ from .checkpoint import check_before_loading
 from .configuration_tnn import TnnConfig
 from .conversion import LayerReport, convert
 from .documents import check_one_document, find_documents, forward_documents
-from .inputs import check_attention_mask, check_input_ids, last_real_token, mean_of_real_tokens
+from .heads import TnnClassificationHead, TnnPredictionHeadTransform, pool_tokens
+from .inputs import check_attention_mask, check_input_ids
 from .norms import GatedRMSNorm, LayerNorm, ScaleRMSNorm, build_norm, with_mask
 from .positions import sinusoidal_embedding, token_positions
 from .tno import ToeplitzOperator
@@ -274,19 +275,6 @@ class TnnForCausalLM(TnnPreTrainedModel, GenerationMixin):
         )
 
 
-class TnnPredictionHeadTransform(nn.Module):
-    """LayerNorm(gelu(W x)), before the vocabulary projection of the masked language model."""
-
-    def __init__(self, config: TnnConfig):
-        super().__init__()
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
-        self.norm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """`(B, L, d)` to `(B, L, d)`."""
-        return self.norm(nn.functional.gelu(self.dense(hidden_states)))
-
-
 class TnnForMaskedLM(TnnPreTrainedModel):
     """A bidirectional TNN with a masked language modelling head.
 
@@ -334,26 +322,6 @@ class TnnForMaskedLM(TnnPreTrainedModel):
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return MaskedLMOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
-
-
-class TnnClassificationHead(nn.Module):
-    """Two linear layers with a tanh between them, each after dropout, for `num_features` inputs (d unless given)."""
-
-    def __init__(self, config: TnnConfig, num_features: int | None = None):
-        super().__init__()
-        rate = config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout
-        self.dropout = nn.Dropout(rate)
-        self.dense = nn.Linear(num_features or config.hidden_size, config.hidden_size)
-        self.out_proj = nn.Linear(config.hidden_size, config.num_labels)
-
-    def forward(self, pooled: torch.Tensor) -> torch.Tensor:
-        """`(B, num_features)` to `(B, num_labels)`."""
-        return self.out_proj(self.dropout(torch.tanh(self.dense(self.dropout(pooled)))))
-
-
-def pool_tokens(config: TnnConfig, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
-    """One vector for a sequence, `(B, L, d)` to `(B, d)`: its last real token (causal) or the mean of them."""
-    return (last_real_token if config.causal else mean_of_real_tokens)(hidden_states, attention_mask)
 
 
 class TnnForSequenceClassification(TnnPreTrainedModel):
