@@ -144,8 +144,15 @@ def load(folder: Path) -> PreTrainedModel:
     return model.eval()
 
 
-def facts(model: PreTrainedModel) -> dict:
-    """What a card says of a model itself."""
+def trained_length(folder: Path, config: modeling_tnn.TnnConfig) -> int:
+    """Tokens of the sequences that the model in `folder` saw: as its training wrote, else what it is made for."""
+    arguments = folder / "training_args.json"
+    recipe = read_json(arguments) if arguments.is_file() else {}
+    return recipe.get("block_size") or config.max_position_embeddings
+
+
+def facts(model: PreTrainedModel, length: int) -> dict:
+    """What a card says of a model itself, which was trained on sequences of `length` tokens."""
     name = type(model).__name__
     autos = {reference.split(".")[1]: auto for auto, reference in AUTO_MAP.items()}
     return {
@@ -153,15 +160,16 @@ def facts(model: PreTrainedModel) -> dict:
         "auto_class": autos[name],
         "parameters": model.num_parameters(),
         "channels": model.config.gtu_dim,
-        "state": decoding_state(model) if model.config.causal else [],
+        "trained_length": length,
+        "state": decoding_state(model, length) if model.config.causal else [],
         "version": modeling_tnn.__version__,
     }
 
 
 @torch.no_grad()
-def decoding_state(model: PreTrainedModel) -> list[dict]:
+def decoding_state(model: PreTrainedModel, length: int) -> list[dict]:
     """The size of the decoding state after texts of the trained length and of eight times as many tokens."""
-    length, rows = model.config.max_position_embeddings, []
+    rows = []
     for context in (length, 8 * length):
         ids = torch.zeros(1, context, dtype=torch.long, device=model.device)
         past = model.base_model(ids, use_cache=True).past_key_values
@@ -183,7 +191,8 @@ def collect(args: argparse.Namespace, model: PreTrainedModel, target: Path):
     write_json(target / INPUTS["card"], card)
     config = {name: value for name, value in model.config.to_diff_dict().items() if name != "auto_map"}
     write_json(target / INPUTS["config"], config)
-    write_json(target / INPUTS["model"], facts(model))
+    length = trained_length(args.folder, model.config)
+    write_json(target / INPUTS["model"], facts(model, length))
     for name, path in sources(args).items():
         try:
             write_json(target / INPUTS[name], READERS[name](read_json(path)))
@@ -193,7 +202,7 @@ def collect(args: argparse.Namespace, model: PreTrainedModel, target: Path):
         shutil.copyfile(args.kernels / "overview.png", target / "kernels.png")
     if args.evaluation is not None:
         rows = read_json(target / INPUTS["evaluation"])["rows"]
-        plot_lengths(rows, model.config.max_position_embeddings, target)
+        plot_lengths(rows, length, target)
 
 
 def sources(args: argparse.Namespace) -> dict[str, Path]:
