@@ -3,8 +3,9 @@
     W_ik = max(0, 1 - |i / h - k|),        prolong: z W^T,    restrict: x W
 
 L positions i, K points k that lie h positions apart, M rows. A position has two points at most, so W is nearly empty:
-positions are taken in blocks of a few points' length, each one small dense product (measured at L = 2048, K = 65: a
-third of the time of the full one, in memory that does not grow with L K).
+positions are taken in blocks of a few points' length, each one small dense product, and memory does not grow with L K.
+The results of `restrict` are laid out point by point, for some rows at a time (measured at L = 2048, K = 64 and M = 6144:
+0.4 times the time of the full product; row by row, 1.2 times).
 """
 
 from collections.abc import Iterator
@@ -12,8 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-# Points in a block.
+# Points in a block, and rows at a time.
 BLOCK = 8
+ROWS = 512
 
 
 def hat_weights(positions: torch.Tensor, num_points: int) -> torch.Tensor:
@@ -73,10 +75,13 @@ class Restrict(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: torch.Tensor, grid: Grid) -> torch.Tensor:
         ctx.grid = grid
-        z = x.new_zeros(len(x), grid.num_points)
-        for positions, points in grid.blocks():
-            z[:, points].addmm_(x[:, positions], grid.weights(positions, points, x))
-        return z
+        z = x.new_zeros(grid.num_points, len(x))
+        blocks = [(*block, grid.weights(*block, x).t()) for block in grid.blocks()]
+        for start in range(0, len(x), ROWS):
+            rows = slice(start, start + ROWS)
+            for positions, points, weights in blocks:
+                z[points, rows].addmm_(weights, x[rows, positions].t())
+        return z.t()
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor):

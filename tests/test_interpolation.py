@@ -5,13 +5,16 @@ import torch
 from conftest import relative_error
 from test_toeplitz import random
 
+from modeling_tnn import interpolation
 from modeling_tnn.interpolation import Grid, Prolong, Restrict
 
 GRIDS = [Grid(1, 1, 1), Grid(2, 1, 1), Grid(63, 5, 62), Grid(64, 31, 63), Grid(300, 63, 511), Grid(700, 31, 511)]
 
 
+@pytest.mark.parametrize("rows", [2, 512])
 @pytest.mark.parametrize("grid", GRIDS)
-def test_products_are_those_of_the_matrix(grid):
+def test_products_are_those_of_the_matrix(grid, rows, monkeypatch):
+    monkeypatch.setattr(interpolation, "ROWS", rows)
     x, base = random(3, grid.length), random(3, grid.length)
     weights = grid.matrix(x)
     z = random(3, grid.num_points)
