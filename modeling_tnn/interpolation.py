@@ -4,7 +4,7 @@
 
 L positions i, K points k that lie h positions apart, M rows. A position has two points at most, so W is nearly empty:
 positions are taken in blocks of a few points' length, each one small dense product, and memory does not grow with L K.
-The results of `restrict` are laid out point by point, for some rows at a time (measured at L = 2048, K = 64 and M = 6144:
+The results of `restrict` are laid out point by point, for some rows at a time (measured at L = 2048, K = 64, M = 6144:
 0.4 times the time of the full product; row by row, 1.2 times).
 """
 

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import matplotlib
 from matplotlib import pyplot
-from matplotlib.ticker import ScalarFormatter
+from matplotlib.ticker import LogLocator, ScalarFormatter
 
 matplotlib.use("Agg")
 
 # x, series, y and what the axes are called, for each suite.
 AXES = {
-    "operators": ("length", "way", "milliseconds", "sequence length", "forward and backward, ms"),
+    "operators": ("length", "way", "tokens_per_second", "sequence length", "tokens per second, forward and backward"),
     "training": ("length", "way", "tokens_per_second", "sequence length", "tokens per second in training"),
     "memory": ("length", "way", "peak_megabytes", "sequence length", "peak of a training step, MiB"),
     "generation": ("context", "model", "ms_per_token", "tokens seen before", "ms per new token"),
@@ -31,6 +31,8 @@ def plot(suite: str, rows: list[dict], path: Path):
     axes.set(xscale="log", yscale="linear" if suite == "streaming" else "log", xlabel=x_label, ylabel=y_label)
     if suite == "streaming":
         axes.set_ylim(bottom=0)
+    else:
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.set_xticks(sorted({row[x] for row in rows}))
     axes.xaxis.set_major_formatter(ScalarFormatter())
     axes.minorticks_off()
