@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import run_ablation
 import torch
 from conftest import lively_language_model, relative_error, seeded, tiny_config
 from test_operators import random_input, random_operator
@@ -15,8 +16,6 @@ from modeling_tnn.operators import build_tno
 from modeling_tnn.rpe_input import RPE_INPUTS
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "scripts"))
-import run_ablation  # noqa: E402
 
 RECIPES = sorted((ROOT / "configuration" / "recipes" / "ablations").glob("*.yaml"))
 VARIANTS = [{"tno_type": "free"}, *({"rpe_input": name} for name in RPE_INPUTS)]

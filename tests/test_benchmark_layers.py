@@ -1,15 +1,11 @@
 """The benchmarks of state size and of long sequences."""
 
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
+import benchmark_long_range
+import benchmark_state_size
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
-import benchmark_long_range  # noqa: E402
-import benchmark_state_size  # noqa: E402
 
 SETTINGS = {"batch_size": 1, "device": "cpu", "threads": 1, "repeats": 1}
 

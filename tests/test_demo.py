@@ -6,14 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from corpus import load_corpus, pack, train_tokenizer
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from modeling_tnn import TnnConfig
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "scripts"))
-from corpus import load_corpus, pack, train_tokenizer  # noqa: E402
 
 SENTENCES = ["The quick brown fox jumps over the lazy dog.", "Pack my box with five dozen jugs of liquor.", ""]
 

@@ -1,19 +1,15 @@
 """The gradient fit of a rational function to a kernel, beside the direct one."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import lively_language_model, seeded, tiny_config
+from gradient_fit import convert_by_gradient, fit_operator
 from test_scripts import TEXT, run, save_model
 from transformers import AutoModelForCausalLM
 
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
-from gradient_fit import convert_by_gradient, fit_operator  # noqa: E402
 
 
 def test_recovers_a_rational_kernel():

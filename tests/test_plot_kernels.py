@@ -6,19 +6,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import kernel_figures
 import numpy as np
 import pytest
 import torch
 from conftest import seeded, tiny_config
+from kernel_statistics import Kernel, octave_shares, octaves, summary
+from plot_kernels import parse_arguments, read_kernel, read_layer
 
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM
 from modeling_tnn.operators import build_tno
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "scripts"))
-import kernel_figures  # noqa: E402
-from kernel_statistics import Kernel, octave_shares, octaves, summary  # noqa: E402
-from plot_kernels import parse_arguments, read_kernel, read_layer  # noqa: E402
 
 
 def test_horizon_and_shares_of_known_kernels():

@@ -5,21 +5,20 @@ import random
 import sys
 from pathlib import Path
 
+import listops
 import numpy as np
+import pathfinder
 import pytest
+import run_lra
 import torch
 from conftest import relative_error, seeded, tiny_config
 from datasets import Dataset
+from lra_tasks import TASKS, load_task
 from transformers import AutoConfig, AutoModelForSequenceClassification, pipeline
 
 from modeling_tnn import TnnConfig, TnnForSequencePairClassification
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "scripts"))
-import listops  # noqa: E402
-import pathfinder  # noqa: E402
-import run_lra  # noqa: E402
-from lra_tasks import TASKS, load_task  # noqa: E402
 
 PRESETS = sorted((ROOT / "configuration" / "lra").iterdir())
 RECIPES = sorted((ROOT / "configuration" / "recipes" / "lra").glob("*.yaml"))

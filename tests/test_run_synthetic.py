@@ -6,14 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import run_synthetic
 import torch
+from synthetic_tasks import BAND, Copying, Delay
+
+from modeling_tnn import TnnForCausalLM
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "scripts"))
-import run_synthetic  # noqa: E402
-from synthetic_tasks import BAND, Copying, Delay  # noqa: E402
-
-from modeling_tnn import TnnForCausalLM  # noqa: E402
 
 RECIPES = sorted((ROOT / "configuration" / "recipes" / "synthetic").glob("*.yaml"))
 

@@ -142,7 +142,6 @@ def test_benchmark_of_streaming(tmp_path):
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_released_form_of_the_benchmark_is_the_same_product(causal):
-    sys.path.insert(0, str(ROOT / "scripts"))
     from benchmark_models import released_product
 
     operator = build_tno(tiny_config(causal=causal)).double()
