@@ -19,6 +19,7 @@ from .modeling_tnn import (
     TnnModel,
     TnnPreTrainedModel,
 )
+from .stability import PoleCallback, find_unstable, project_poles
 from .toeplitz import causal_toeplitz_matmul, dense_toeplitz, toeplitz_matmul
 
 __version__ = "0.1.0"
@@ -31,6 +32,7 @@ AutoModelForImageClassification.register(TnnConfig, TnnForImageClassification, e
 AutoModelForSequenceClassification.register(TnnConfig, TnnForSequenceClassification, exist_ok=True)
 
 __all__ = [
+    "PoleCallback",
     "TnnConfig",
     "TnnForCausalLM",
     "TnnForImageClassification",
@@ -41,5 +43,7 @@ __all__ = [
     "TnnPreTrainedModel",
     "causal_toeplitz_matmul",
     "dense_toeplitz",
+    "find_unstable",
+    "project_poles",
     "toeplitz_matmul",
 ]

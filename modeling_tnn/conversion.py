@@ -22,6 +22,8 @@ SMALLEST_RADIUS = 1e-8
 # Taps that are fitted, and columns of the Hankel matrices.
 MOST_TAPS = 4096
 MOST_COLUMNS = 600
+# Taps behind the window that a fit of poles needs at least.
+LEAST_TAPS = 4
 
 
 @dataclass
@@ -98,8 +100,8 @@ def fit_kernel(taps: torch.Tensor, order: int) -> Fit:
     return Fit(poles, fit_residues(poles, taps))
 
 
-def kernel_to_fit(operator) -> torch.Tensor:
-    """The taps `(D, m)` of a causal operator in float64 on the CPU, as many as matter.
+def kernel_to_fit(operator, window: int) -> torch.Tensor:
+    """The taps `(D, m)` of a causal operator in float64 on the CPU, as many as matter, and some behind the window.
 
     A kernel that ends without decaying is followed by as many zeros, or the fit would go on beyond its end.
     """
@@ -109,7 +111,7 @@ def kernel_to_fit(operator) -> torch.Tensor:
         bound *= 2
     length = MOST_TAPS if bound is None else min(bound, MOST_TAPS)
     with torch.no_grad():
-        return wide.coefficients(length)
+        return wide.coefficients(max(length, window + LEAST_TAPS))
 
 
 def report(layer: int, taps: torch.Tensor, fit: Fit, order: int, window: int, operator) -> LayerReport:
@@ -155,7 +157,7 @@ def fit_layer(operator, order: int, window: int, tolerance: float | None) -> tup
     Raises:
         ValueError: no order is.
     """
-    taps = kernel_to_fit(operator)
+    taps = kernel_to_fit(operator, window)
     best = None
     for candidate in (order,) if tolerance is None else ORDERS:
         fit = fit_kernel(taps[:, window:], candidate)

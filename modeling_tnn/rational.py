@@ -102,6 +102,13 @@ def delayed(numerator: torch.Tensor) -> torch.Tensor:
     return torch.cat([torch.zeros_like(numerator[:, :1]), numerator], dim=1)
 
 
+def companion_matrix(denominator: torch.Tensor) -> torch.Tensor:
+    """Matrices `(Q, N, N)` whose eigenvalues are the roots of denominators `(Q, N)`."""
+    companion = torch.diag_embed(torch.ones_like(denominator[:, 1:]), offset=-1)
+    companion[:, 0] = -denominator
+    return companion
+
+
 def monic(denominator: torch.Tensor) -> torch.Tensor:
     """1, a_1 .. a_N: `(Q, N)` to `(Q, N + 1)`."""
     return torch.cat([torch.ones_like(denominator[:, :1]), denominator], dim=1)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from .rational import monic, reciprocal_series
+from .rational import companion_matrix, monic, reciprocal_series
 from .recurrence import Recurrence
 from .register import ShiftRegister
 from .toeplitz import causal_toeplitz_matmul, widest_dtype
@@ -108,9 +108,7 @@ class CompanionRecurrence(Recurrence):
             raise ValueError(self._explain(bad.nonzero()[0].item(), "on a text of this length"))
 
     def _explain(self, channel: int, where: str) -> str:
-        denominator = self.form.denominator[channel].cpu()
-        order = len(denominator)
-        companion = torch.cat([-denominator[None], torch.eye(order, dtype=denominator.dtype)[:-1]])  # (N, N)
+        companion = companion_matrix(self.form.denominator[channel : channel + 1].cpu())  # (1, N, N)
         radius = torch.linalg.eigvals(companion).abs().max().item()
         return (
             f"Layer {self.operator.layer_idx}, channel {channel}: a pole of radius {radius:.6f} makes the recurrence "

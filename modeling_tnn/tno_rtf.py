@@ -17,7 +17,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import initialization as init
 
-from .rational import RationalTaps, extend_kernel, per_filter, rational_kernel, recurrence_numerator
+from .rational import (
+    RationalTaps,
+    companion_matrix,
+    extend_kernel,
+    per_filter,
+    rational_kernel,
+    recurrence_numerator,
+)
 from .recurrence_companion import CompanionForm, CompanionRecurrence
 from .tno import ToeplitzOperator
 from .toeplitz import transform_dtype, widest_dtype
@@ -75,9 +82,7 @@ class RtfOperator(ToeplitzOperator):
     def poles(self, most: int = 64) -> torch.Tensor:
         denominator = self._taps()[0]  # (Q, N)
         chosen = denominator[:: -(-len(denominator) // most)]  # (M, N)
-        companion = torch.diag_embed(torch.ones_like(chosen[:, 1:]), offset=-1)  # (M, N, N)
-        companion[:, 0] = -chosen
-        return torch.linalg.eigvals(companion)
+        return torch.linalg.eigvals(companion_matrix(chosen))
 
     def companion_form(self) -> CompanionForm:
         """The recurrence whose impulse response is `coefficients`, exactly, in float64.

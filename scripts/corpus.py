@@ -82,11 +82,14 @@ def check_file(file: str):
         raise ValueError(f"{file} is empty.")
 
 
-def train_tokenizer(texts: Dataset, vocab_size: int, masked: bool = False) -> PreTrainedTokenizerFast:
+def train_tokenizer(
+    texts: Dataset, vocab_size: int, masked: bool = False, lowercase: bool = False
+) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer with the special tokens of the released models, trained on a column `text`.
 
     Args:
         masked: with a mask token, and `<s> text </s>` or `<s> text </s></s> other text </s>` when it is called.
+        lowercase: letters lose their case before anything else.
 
     Raises:
         ValueError: `vocab_size` does not hold the bytes and the special tokens.
@@ -97,7 +100,7 @@ def train_tokenizer(texts: Dataset, vocab_size: int, masked: bool = False) -> Pr
         raise ValueError(
             f"vocab_size={vocab_size} must be at least {256 + len(tokens)}: all bytes and special tokens."
         )
-    bpe = ByteLevelBPETokenizer()
+    bpe = ByteLevelBPETokenizer(lowercase=lowercase)
     bpe.train_from_iterator(_batches(texts), vocab_size=vocab_size, special_tokens=tokens, show_progress=False)
     if masked:
         start, end = names["cls_token"], names["sep_token"]

@@ -54,7 +54,7 @@ def fit_operator(
     original: ToeplitzOperator, config, order: int, window: int, steps: int, learning_rate: float
 ) -> tuple[ToeplitzOperator, dict]:
     """An RTF operator like `original`, and how well it fits beside the direct fit of the same order and window."""
-    taps = kernel_to_fit(original)
+    taps = kernel_to_fit(original, window)
     operator = build_tno(rtf_config(config, order, taps.shape[1]), original.layer_idx).double()
     start = time.perf_counter()
     error = fit_kernel(taps, operator, steps, learning_rate)

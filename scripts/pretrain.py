@@ -149,7 +149,7 @@ def build_tokenizer(
         source = Path(args.output_dir) / "tokenizer"
         if accelerator.is_main_process:
             prepare(source)
-            train_tokenizer(texts, config.vocab_size, masked).save_pretrained(partial(source))
+            train_tokenizer(texts, config.vocab_size, masked, args.do_lower_case).save_pretrained(partial(source))
             publish(source)
         accelerator.wait_for_everyone()
     tokenizer = AutoTokenizer.from_pretrained(source)

@@ -38,6 +38,7 @@ class PretrainArguments:
     )
     config_overrides: str | None = option(None, "Fields of the config: tno_type=fd,rpe_layers=3")
     tokenizer_name: str | None = option(None, "Tokenizer: folder or Hub id; trained on the text unless given.")
+    do_lower_case: bool = option(False, "A tokenizer trained on the text makes no difference between A and a.")
     vocab_size: int | None = option(None, "Size of the vocabulary; that of the config unless given.")
     train_file: str | None = option(None, "Text, JSON, parquet or CSV file.")
     validation_file: str | None = option(None, "The same; the end of the training text unless given.")
@@ -60,6 +61,9 @@ class PretrainArguments:
     adam_beta2: float = option(0.98, "Of AdamW.")
     adam_epsilon: float = option(1e-8, "Of AdamW.")
     max_grad_norm: float = option(1.0, "Gradients are clipped to this norm; 0 for no clipping.")
+    max_pole_radius: float | None = option(
+        None, "RTF without a constraint: keep poles inside this radius, below 1; else those outside 1 are named."
+    )
     seed: int = option(0, "Of the weights, the order of the data, masks and dropout.")
 
     eval_steps: int | None = option(None, "Evaluate every so many steps; before and after training in any case.")
@@ -84,6 +88,8 @@ class PretrainArguments:
         self._require_one_of("report_to", TRACKERS)
         self._require_one_of("lr_scheduler_type", [kind.value for kind in SchedulerType])
         self._require_one_of("mixed_precision", (None, "no", "bf16", "fp16"))
+        radius = self.max_pole_radius
+        self._require("max_pole_radius", radius is None or 0 < radius < 1, "in (0, 1)")
         for name in AT_LEAST_ONE:
             self._require(name, getattr(self, name) is None or getattr(self, name) >= 1, "at least 1")
         for name in AT_LEAST_ZERO:

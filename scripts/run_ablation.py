@@ -33,7 +33,7 @@ from transformers import (
     set_seed,
 )
 
-from modeling_tnn import TnnConfig
+from modeling_tnn import PoleCallback, TnnConfig
 
 logger = logging.getLogger("run_ablation")
 MASK_PROBABILITY = 0.15
@@ -97,7 +97,11 @@ def train(
     auto_class = AutoModelForCausalLM if config.causal else AutoModelForMaskedLM
     collator = DataCollatorForLanguageModeling(tokenizer, mlm=not config.causal, mlm_probability=MASK_PROBABILITY)
     trainer = Trainer(
-        model=auto_class.from_config(config), args=training, train_dataset=blocks["train"], data_collator=collator
+        model=auto_class.from_config(config),
+        args=training,
+        train_dataset=blocks["train"],
+        data_collator=collator,
+        callbacks=[PoleCallback()],
     )
     result = trainer.train()
     scores = {length: perplexity(trainer, rows) for length, rows in blocks.items() if length != "train"}

@@ -35,7 +35,7 @@ from transformers import (
     set_seed,
 )
 
-from modeling_tnn import TnnConfig, TnnForSequencePairClassification
+from modeling_tnn import PoleCallback, TnnConfig, TnnForSequencePairClassification
 
 logger = logging.getLogger("run_lra")
 
@@ -195,6 +195,7 @@ def main():
         data_collator=build_collator(args, tokenizer),
         compute_metrics=accuracy,
         optimizers=(build_optimizer(model, args, training), None),
+        callbacks=[PoleCallback()],
     )
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     tests = {"validation": data["validation"], "test": data["test"]}

@@ -24,7 +24,7 @@ from synthetic_tasks import IGNORED, Copying, Delay
 from torch import nn
 from transformers import Trainer, TrainingArguments, set_seed
 
-from modeling_tnn import TnnConfig, TnnForCausalLM
+from modeling_tnn import PoleCallback, TnnConfig, TnnForCausalLM
 from modeling_tnn.operators import build_tno
 
 
@@ -139,6 +139,7 @@ def train(args: SyntheticArguments, training: TrainingArguments, state_size: int
         eval_dataset=task.rows(args, args.eval_rows, seed + 10**6),
         compute_metrics=lambda prediction: task.score(prediction.predictions, prediction.label_ids),
         preprocess_logits_for_metrics=task.preprocess,
+        callbacks=[PoleCallback()],
     )
     result = trainer.train()
     return {

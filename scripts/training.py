@@ -21,6 +21,10 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
 
+from modeling_tnn import PoleCallback, find_unstable
+
+# A pole this close to the unit circle may make a kernel infinite where training samples it.
+LARGEST_SAFE_RADIUS = 1 - 1e-6
 # A resumed run may differ in these and still be the same run.
 FREE_ARGUMENTS = {
     "max_steps", "output_dir", "per_device_eval_batch_size", "eval_steps", "max_eval_blocks", "logging_steps",
@@ -94,6 +98,7 @@ class Pretraining:
         self.train_stream = train
         self.state = TrainerState()
         self.config = model.config
+        self.poles = PoleCallback(args.max_pole_radius, args.logging_steps)
         self.fingerprint = self._fingerprint()
         validation_loader = validation.loader(args.per_device_eval_batch_size, 0, len(validation))
         optimizer = build_optimizer(model, args)
@@ -133,12 +138,12 @@ class Pretraining:
 
     def run(self):
         """Train until `max_steps`, with evaluations and checkpoints on the way."""
-        args, state = self.args, self.state
+        args, accelerator, state = self.args, self.accelerator, self.state
         if state.loss_before is None:
             state.loss_before = self.evaluate()
         start, stop = (step * self.blocks_per_step for step in (state.step, args.max_steps))
         loader = self.train_stream.loader(args.per_device_train_batch_size, start, stop)
-        batches = iter(self.accelerator.prepare(loader))
+        batches = iter(accelerator.prepare(loader))
         self.model.train()
         progress = tqdm(
             total=args.max_steps, initial=state.step, desc="training", unit="step", disable=not self._is_main
@@ -147,6 +152,7 @@ class Pretraining:
         while state.step < args.max_steps:
             loss = self.train_step([next(batches) for _ in range(args.gradient_accumulation_steps)])
             state.step += 1
+            self.poles.look(accelerator.unwrap_model(self.model), state.step)
             progress.update()
             if state.step % args.logging_steps == 0 or state.step == args.max_steps:
                 self._stop_clock()
@@ -239,10 +245,12 @@ class Pretraining:
         if math.isfinite(loss) and math.isfinite(gradient):
             return
         what = f"loss is {loss}" if not math.isfinite(loss) else f"norm of the gradient is {gradient}"
+        unstable = find_unstable(self.accelerator.unwrap_model(self.model), LARGEST_SAFE_RADIUS)
+        poles = f" Poles on or outside the unit circle: {'; '.join(map(str, unstable))}." if unstable else ""
         good = (checkpoints(self.output_dir) or ["none was written"])[-1]
         raise DivergedError(
             f"The {what} at step {self.state.step + 1}. Nothing of this step was kept; last good checkpoint: {good}. "
-            "A lower learning rate, more warmup or bf16 instead of fp16 may help."
+            f"A lower learning rate, more warmup or bf16 instead of fp16 may help.{poles}"
         )
 
     def _is_due(self, every: int | None) -> bool:

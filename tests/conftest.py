@@ -2,8 +2,20 @@
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from modeling_tnn import TnnConfig, TnnForCausalLM
+
+# The examples are the same in every run, unless asked for more of them: --hypothesis-profile thorough.
+for profile, count in {"quick": 25, "thorough": 500}.items():
+    settings.register_profile(
+        profile,
+        max_examples=count,
+        deadline=None,
+        derandomize=profile == "quick",
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+    )
+settings.load_profile("quick")
 
 CAUSAL = ["rpe", "fd", "rtf", "modal"]
 BIDIRECTIONAL = ["rpe", "fd", "ski", "rtf"]

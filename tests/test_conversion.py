@@ -71,6 +71,16 @@ def test_error_falls_with_the_order(name):
     assert errors[-1] < 1e-5
 
 
+@pytest.mark.parametrize("taps, window", [(1, 16), (3, 3), (3, 16), (16, 16)])
+def test_kernels_that_end_within_the_window(taps, window):
+    """There is nothing to fit: the conversion is exact."""
+    model = lively_language_model(tno_type="rpe", rpe_window=taps)
+    converted, reports = model.to_recurrent(order=8, window=window)
+    for original, operator, report in zip(operators(model), operators(converted), reports, strict=True):
+        assert report.l2_layer < 1e-9
+        assert relative_error(operator.coefficients(60), original.coefficients(60)) < 1e-9
+
+
 def test_exponentials_are_found():
     """A kernel that is a recurrence of order 6: two real poles, two pairs."""
     poles = torch.tensor([0.9, -0.7, 0.95 * torch.e ** (0.3j), 0.8 * torch.e ** (2j)], dtype=torch.complex128)

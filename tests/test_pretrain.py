@@ -18,6 +18,8 @@ from transformers import (
     set_seed,
 )
 
+from modeling_tnn import find_unstable
+
 from blocks import BlockStream  # isort: skip - on the path once training_scripts is imported
 from corpus import load_corpus, pack, train_tokenizer  # isort: skip
 from finetune_glue import GlueArguments  # isort: skip
@@ -192,6 +194,22 @@ def test_enclosed_blocks(text):
     assert tokenizer.decode(pair) == "<s>fox</s></s>dog</s>"
 
 
+def test_lowercase(options, tmp_path):
+    run_script("pretrain", *options, "--max_steps", 1, "--do_lower_case")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer("The Fox")["input_ids"] == tokenizer("the fox")["input_ids"]
+    assert tokenizer.decode(tokenizer("The Fox")["input_ids"]) == "the fox"
+
+
+def test_poles_are_kept_inside(options, tmp_path):
+    """With rates that drive them out; without the option they are named, which is all that changes."""
+    options += ["--config_overrides", "tno_type=rtf,rtf_initializer=xavier", "--learning_rate", 0.3]
+    run_script("pretrain", *options, "--max_pole_radius", 0.9, "--output_dir", tmp_path / "inside")
+    run_script("pretrain", *options)
+    model, other = (AutoModelForCausalLM.from_pretrained(tmp_path / folder) for folder in ("inside", "out"))
+    assert find_unstable(other) and not find_unstable(model, 0.901)
+
+
 def test_stops_before_the_weights_diverge(options, tmp_path, capsys):
     """A rate that overflows: the last checkpoint is still finite, and named with the step."""
     with pytest.raises(SystemExit, match=r"is (nan|inf) at step \d+\. .* last good checkpoint: .*checkpoint-\d+"):
@@ -245,6 +263,7 @@ def test_refused(name, options, text, tmp_path):
     [
         (["--objective", "seq2seq"], "objective='seq2seq' is not possible: it must be one of clm, mlm"),
         (["--lr_scheduler_type", "cos"], "it must be one of linear, cosine"),
+        (["--max_pole_radius", "1"], r"max_pole_radius=1.0 is not possible: it must be in \(0, 1\)"),
         (["--max_steps", "0"], "max_steps=0 is not possible: it must be at least 1"),
         (["--report_to", "mlflow"], "one of none, tensorboard, wandb, trackio"),
         (["--dataset_name", "x", "--train_file", "y"], "dataset_name='x' is not possible: it must be absent"),

@@ -1,0 +1,149 @@
+"""Where the poles of rational kernels lie while they are trained, and how to bring them back.
+
+    a(z) = 1 + a_1 z^-1 + .. + a_N z^-N
+
+has all its roots inside the unit circle if and only if every reflection coefficient k_n of the step-down recursion
+(Schur 1917, Cohn 1922) is below 1 in magnitude:
+
+    k_n = a_n,    a_i <- (a_i - k_n a_{n-i}) / (1 - k_n^2),  i = 1 .. n-1,    for n = N .. 1                  (1)
+
+With a_i / r^i in the place of a_i it is the circle of radius r. Scaling a_i by s^i moves every pole to s times its
+radius, at the same angle: so a denominator is projected onto a circle. Q denominators, N order.
+
+An RTF kernel with a pole outside trains well, since training samples it at max_position_embeddings points alone (RTF
+paper, section 3.4); but it grows beyond that length, and its recurrence diverges.
+"""
+
+import logging
+from typing import NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel, TrainerCallback
+
+from .rational import companion_matrix
+from .tno_rtf import RtfOperator
+
+logger = logging.getLogger(__name__)
+
+
+class UnstableLayer(NamedTuple):
+    """A layer some of whose poles lie outside a circle.
+
+    Attributes:
+        layer: its index.
+        denominators: how many of its denominators have such poles.
+        index: the one with the outermost pole.
+        radius: that of the outermost pole.
+    """
+
+    layer: int
+    denominators: int
+    index: int
+    radius: float
+
+    def __str__(self) -> str:
+        return (
+            f"layer {self.layer}: {self.denominators} denominators with poles outside, the outermost of radius "
+            f"{self.radius:.6f} (denominator {self.index})"
+        )
+
+
+def inside(denominator: torch.Tensor, radius: float = 1.0) -> torch.Tensor:
+    """Whether all roots of denominators `(Q, N)` lie inside the circle of `radius`, `(Q,)`, by (1) in float64."""
+    order = denominator.shape[1]
+    powers = torch.arange(1, order + 1, device=denominator.device, dtype=torch.float64)
+    a = denominator.double() / radius**powers  # (Q, N)
+    stable = a.isfinite().all(dim=1)  # (Q,)
+    for n in range(order, 0, -1):
+        k = a[:, n - 1 : n]  # (Q, 1)
+        stable &= k[:, 0].abs() < 1
+        rest = a[:, : n - 1]
+        a = (rest - k * rest.flip(1)) / (1 - k.square())
+    return stable
+
+
+def outermost(denominator: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude of a root of each of `(Q, N)`, `(Q,)` in float64; infinite where one is not finite."""
+    finite = denominator.isfinite().all(dim=1)
+    matrices = companion_matrix(denominator.double().where(finite[:, None], 0.0))  # (Q, N, N)
+    radii = torch.linalg.eigvals(matrices).abs().amax(dim=1)
+    return radii.where(finite, torch.inf)
+
+
+def rational_operators(model: torch.nn.Module) -> list[RtfOperator]:
+    """The RTF operators of a model whose poles nothing constrains, unless their parameters are sharded."""
+    operators = [module for module in model.modules() if isinstance(module, RtfOperator) and module.constraint is None]
+    # FSDP's are DTensors, those of DeepSpeed ZeRO 3 are empty while they are not used.
+    return [one for one in operators if one.denominator.numel() > 0 and not isinstance(one.denominator, DTensor)]
+
+
+@torch.no_grad()
+def find_unstable(model: torch.nn.Module, radius: float = 1.0) -> list[UnstableLayer]:
+    """The layers of a model with poles on or outside the circle of `radius`."""
+    found = []
+    for operator in rational_operators(model):
+        outside = (~inside(operator.denominator, radius)).nonzero()[:, 0].cpu()  # (M,)
+        if len(outside):
+            radii = outermost(operator.denominator.cpu()[outside])
+            worst = int(radii.argmax())
+            found.append(UnstableLayer(operator.layer_idx, len(outside), int(outside[worst]), radii[worst].item()))
+    return found
+
+
+@torch.no_grad()
+def project_poles(model: torch.nn.Module, radius: float) -> list[UnstableLayer]:
+    """Move the poles outside the circle of `radius` onto it, in place; what `find_unstable` said before.
+
+    The denominator is scaled as a whole, and its numerator stays.
+
+    Raises:
+        ValueError: `radius` is not in (0, 1), or a coefficient is not finite.
+    """
+    if not 0 < radius < 1:
+        raise ValueError(f"radius={radius} is not possible: it must be in (0, 1).")
+    found = find_unstable(model, radius)
+    if any(layer.radius == float("inf") for layer in found):
+        raise ValueError(f"Denominators that are not finite cannot be projected: {'; '.join(map(str, found))}.")
+    for operator in rational_operators(model) if found else []:
+        outside = ~inside(operator.denominator, radius)  # (Q,)
+        rows = operator.denominator[outside].double().cpu()  # (M, N)
+        powers = torch.arange(1, rows.shape[1] + 1, dtype=torch.float64)
+        scale = (radius / outermost(rows)).clamp(max=1)[:, None] ** powers  # (M, N)
+        operator.denominator[outside] = (rows * scale).to(operator.denominator)
+    return found
+
+
+class PoleCallback(TrainerCallback):
+    """For `Trainer`: warns of poles outside the unit circle, and with `max_radius` keeps them inside that.
+
+    Args:
+        max_radius: after every step poles outside this radius, below 1, are moved onto it; None to warn alone.
+        every: steps between two looks.
+    """
+
+    def __init__(self, max_radius: float | None = None, every: int = 10):
+        self.max_radius, self.every = max_radius, every
+        self.warned: set[int] = set()
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        self.look(model, state.global_step)
+
+    def look(self, model: PreTrainedModel, step: int):
+        """Project or warn after `step`, for training loops without a Trainer."""
+        if self.max_radius is not None:
+            project_poles(model, self.max_radius)
+        elif step % self.every == 0:
+            self.warn(model, step)
+
+    def warn(self, model: PreTrainedModel, step: int):
+        """Log the layers with poles outside the unit circle, each once."""
+        for layer in find_unstable(model):
+            if layer.layer not in self.warned:
+                self.warned.add(layer.layer)
+                logger.warning(
+                    "Step %d, %s. Their kernels grow beyond the trained length, and generation from a cache may be "
+                    "refused: train with rtf_constraint='l1_montel', or with max_radius below 1.",
+                    step,
+                    layer,
+                )
