@@ -61,6 +61,11 @@ def lively_language_model(**fields) -> TnnForCausalLM:
     return model
 
 
+def checkpoint_activations(model, options: dict | None = None):
+    """By the name that the installed transformers has for it; 5.17 knows the old one only."""
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)(options)
+
+
 def relative_error(actual: torch.Tensor, expected: torch.Tensor, scale: float = 0.0) -> float:
     """Largest absolute difference over the largest absolute entry of `expected`, or over `scale`."""
     assert actual.shape == expected.shape, f"{tuple(actual.shape)} instead of {tuple(expected.shape)}"

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from conftest import BIDIRECTIONAL, relative_error, seeded, tiny_config
+from conftest import BIDIRECTIONAL, checkpoint_activations, relative_error, seeded, tiny_config
 from datasets import Dataset
 from PIL import Image
 from transformers import (
@@ -74,11 +74,20 @@ def test_gradient_checkpointing_changes_nothing():
     for checkpointing in (False, True):
         model = seeded(TnnForImageClassification, image_config()).train()
         if checkpointing:
-            model.gradient_checkpointing_enable()
+            checkpoint_activations(model)
         torch.manual_seed(1)
         model(torch.randn(2, 3, 24, 24), labels=torch.tensor([0, 2])).loss.backward()
         gradients.append(model.model.patch_embedding.projection.weight.grad)
     torch.testing.assert_close(*gradients)
+
+
+def test_input_embeddings_are_the_patches():
+    """What PEFT and checkpointing of frozen models ask for."""
+    model = TnnForImageClassification(image_config())
+    assert model.get_input_embeddings() is model.model.get_input_embeddings() is model.model.patch_embedding
+    model.requires_grad_(False)
+    model.enable_input_require_grads()
+    assert model(torch.randn(1, 3, 24, 24)).logits.requires_grad
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from conftest import BIDIRECTIONAL, CAUSAL, VARIANTS, relative_error, seeded, tiny_config
+from conftest import BIDIRECTIONAL, CAUSAL, VARIANTS, checkpoint_activations, relative_error, seeded, tiny_config
 
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification, TnnModel
 
@@ -82,8 +82,8 @@ def test_gradient_checkpointing(head, tno_type, causal, reentrant):
     model(**batch(), labels=labels_for(model)).loss.backward()
     expected = [parameter.grad for parameter in model.parameters()]
     model.zero_grad()
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    assert model.is_gradient_checkpointing
+    checkpoint_activations(model, {"use_reentrant": reentrant})
+    assert all(layer.gradient_checkpointing for layer in model.base_model.layers)
     model(**batch(), labels=labels_for(model)).loss.backward()
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         assert relative_error(parameter.grad, gradient) < 1e-5
@@ -269,6 +269,7 @@ def test_initialisation(initializer):
     expected = 32**-0.5 if initializer == "torch" else 0.05
     assert embeddings.std().item() == pytest.approx(expected, rel=0.02)
     bound = 32**-0.5
+    assert not model.lm_head.bias.any()
     if initializer == "torch":
         assert bound * 0.95 < linear.weight.abs().max() <= bound and linear.bias.abs().max() > 0
     else:
