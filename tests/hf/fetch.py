@@ -30,7 +30,7 @@ def download(requirement: str, folder: str) -> Path:
     archives = list(Path(folder).glob("transformers-*.tar.gz"))
     if done.returncode or not archives:
         sys.exit(
-            f"{done.stderr.strip()}\n\nThe tests of {requirement} are in its source archive, which pip could not fetch "
+            f"{done.stderr.strip()}\n\nThe tests of {requirement} are in its source archive, which pip did not get "
             "from the package index. `make test-hf` needs a network the first time; without one, unpack the archive "
             "yourself and name its tests: make test-hf TRANSFORMERS_TESTS=<folder>/tests"
         )
