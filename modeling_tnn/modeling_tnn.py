@@ -15,6 +15,7 @@ from transformers.modeling_outputs import (
     MaskedLMOutput,
     SequenceClassifierOutputWithPast,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
@@ -383,6 +384,9 @@ def _check_direction(model: PreTrainedModel, config: TnnConfig, causal: bool):
             f"A model with causal={config.causal} is for {'TnnForMaskedLM' if causal else 'TnnForCausalLM'}."
         )
 
+
+# By this list of names Trainer's label smoothing knows whose labels are to be shifted.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[TnnConfig.model_type] = TnnForCausalLM.__name__
 
 __all__ = [
     "TnnForCausalLM",

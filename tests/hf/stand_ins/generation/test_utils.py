@@ -53,8 +53,8 @@ class GenerationTesterMixin:
                     output = model.generate(
                         **inputs, max_new_tokens=NEW_TOKENS, **dict.fromkeys(asked, True), **options
                     )
-                    beams = "num_beams" in options
-                    self.assertIsInstance(output, GenerateBeamDecoderOnlyOutput if beams else GenerateDecoderOnlyOutput)
+                    kind = GenerateBeamDecoderOnlyOutput if "num_beams" in options else GenerateDecoderOnlyOutput
+                    self.assertIsInstance(output, kind)
                     self.check_steps(model, inputs["input_ids"], output, options)
 
     def check_steps(self, model, prompt, output, options):
@@ -115,7 +115,7 @@ class GenerationTesterMixin:
     def test_generation_config_is_saved(self):
         """With the model, and used when it is loaded."""
         for model, inputs in self.generative_models():
-            model.generation_config = GenerationConfig(max_new_tokens=2, do_sample=False, bos_token_id=0, pad_token_id=1)
+            model.generation_config = GenerationConfig(max_new_tokens=2, bos_token_id=0, pad_token_id=1)
             with tempfile.TemporaryDirectory() as folder:
                 model.save_pretrained(folder)
                 loaded = type(model).from_pretrained(folder)
