@@ -1,4 +1,4 @@
-"""What transformers' tests of Trainer check, in our words, over every class and variant: its source archive lacks them.
+"""What transformers' tests of Trainer check over every class and variant, in our words: its archive lacks them.
 
 Run by `make test-hf`: not part of the usual tests. Label smoothing is in `tests/test_modeling.py`, LoRA and the usual
 training of each class in `tests/test_ecosystem.py`.
@@ -22,15 +22,10 @@ IMAGE = {"num_axes": 2, "max_position_embeddings": 16, "image_size": 8, "patch_s
 ROWS, LENGTH, LABELS = 16, 12, 3
 CASES = [(TnnForCausalLM if causal else TnnForMaskedLM, {"tno_type": t, "causal": causal}) for t, causal in VARIANTS]
 CASES += [(TnnForSequenceClassification, {"tno_type": t, "causal": causal}) for t, causal in VARIANTS]
-CASES += [
-    (TnnForSequencePairClassification, {"causal": False}),
-    (TnnForImageClassification, {"causal": False} | IMAGE),
-]
-EVERY_CASE = pytest.mark.parametrize(
-    "head, fields",
-    CASES,
-    ids=lambda case: "-".join(map(str, case.values())) if isinstance(case, dict) else case.__name__,
-)
+CASES += [(TnnForSequencePairClassification, {"causal": False})]
+CASES += [(TnnForImageClassification, {"causal": False} | IMAGE)]
+NAMES = ["-".join([head.__name__, *map(str, fields.values())]) for head, fields in CASES]
+EVERY_CASE = pytest.mark.parametrize("head, fields", CASES, ids=NAMES)
 
 
 def build(head, fields):
@@ -56,25 +51,18 @@ def rows_for(model) -> list[dict]:
 
 
 def trainer_for(model, folder, **options) -> Trainer:
-    """Eight steps of plain gradient descent in the order of the rows, on the CPU, without files, unless asked otherwise."""
+    """Eight steps of plain gradient descent in the order of the rows, without files, unless asked otherwise."""
     defaults = {"max_steps": 8, "per_device_train_batch_size": 4, "learning_rate": 0.1, "optim": "sgd", "seed": 3}
-    defaults |= {
-        "max_grad_norm": 1.0,
-        "save_strategy": "no",
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "report_to": "none",
-    }
+    defaults |= {"save_strategy": "no", "use_cpu": True, "disable_tqdm": True, "report_to": "none"}
     arguments = TrainingArguments(folder, **defaults | {"train_sampling_strategy": "sequential"} | options)
     rows = rows_for(model)
     return Trainer(model, arguments, train_dataset=rows, eval_dataset=rows[:5])
 
 
-def assert_same_weights(one, other, tolerance=1e-6):
-    for (name, value), expected in zip(one.named_parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(
-            value, expected, rtol=0, atol=tolerance, msg=lambda message, name=name: f"{name}: {message}"
-        )
+def same_weights(one, other, tolerance=0.0) -> bool:
+    """Whether no weight differs by more."""
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return all((a - b).abs().max() <= tolerance for a, b in pairs)
 
 
 @EVERY_CASE
@@ -82,10 +70,8 @@ def test_accumulated_gradients_are_those_of_the_batch(head, fields, tmp_path):
     whole, parts = build(head, fields), build(head, fields)
     trainer_for(whole, tmp_path).train()
     trainer_for(parts, tmp_path, per_device_train_batch_size=1, gradient_accumulation_steps=4).train()
-    assert_same_weights(parts, whole, 1e-5)
-    assert any(
-        not torch.equal(a, b) for a, b in zip(whole.parameters(), build(head, fields).parameters(), strict=True)
-    )
+    assert same_weights(parts, whole, 1e-5)
+    assert not same_weights(whole, build(head, fields), 1e-3)
 
 
 @EVERY_CASE
@@ -94,7 +80,7 @@ def test_resumed_run_is_the_uninterrupted_one(head, fields, tmp_path):
     whole, resumed = build(head, fields), build(head, fields)
     trainer_for(whole, tmp_path, **options).train()
     trainer_for(resumed, tmp_path, **options).train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-    assert_same_weights(resumed, whole)
+    assert same_weights(resumed, whole, 1e-6)
 
 
 @EVERY_CASE
@@ -102,7 +88,7 @@ def test_checkpointed_activations_change_nothing(head, fields, tmp_path):
     usual, checkpointed = build(head, fields), build(head, fields)
     trainer_for(usual, tmp_path).train()
     trainer_for(checkpointed, tmp_path, activation_checkpointing=True).train()
-    assert_same_weights(checkpointed, usual)
+    assert same_weights(checkpointed, usual, 1e-6)
 
 
 @EVERY_CASE
@@ -140,5 +126,5 @@ def test_noisy_embeddings(head, fields, tmp_path):
     usual, noisy = build(head, fields), build(head, fields)
     trainer_for(usual, tmp_path).train()
     trainer_for(noisy, tmp_path, neftune_noise_alpha=5.0).train()
-    assert any(not torch.equal(a, b) for a, b in zip(usual.parameters(), noisy.parameters(), strict=True))
+    assert not same_weights(usual, noisy, 1e-5)
     assert not noisy.get_input_embeddings()._forward_hooks
