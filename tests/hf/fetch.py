@@ -1,12 +1,13 @@
 """The tests of the installed release of transformers, from its source archive on the package index.
 
 The wheel has no tests. The archive is fetched once, by pip, into `build/`, and never enters this repository. It holds
-the common tests; `stand_ins/` says what it lacks.
+the common tests; `stand_ins/` has what it lacks. `TRANSFORMERS_TESTS` names another folder: a checkout's has all.
 
 Example:
     python tests/hf/fetch.py  # prints the folder with the tests
 """
 
+import os
 import subprocess
 import sys
 import tarfile
@@ -51,5 +52,18 @@ def fetch() -> Path:
     return tests
 
 
+def find_tests() -> Path:
+    """The folder that `TRANSFORMERS_TESTS` names, or else that of the installed release.
+
+    Raises:
+        FileNotFoundError: there are no tests in it.
+    """
+    folder = os.environ.get("TRANSFORMERS_TESTS")
+    tests = Path(folder).absolute() if folder else fetch()
+    if not (tests / "test_modeling_common.py").is_file():
+        raise FileNotFoundError(f"TRANSFORMERS_TESTS={folder} is not possible: it has no test_modeling_common.py.")
+    return tests
+
+
 if __name__ == "__main__":
-    sys.stdout.write(f"{fetch()}\n")
+    sys.stdout.write(f"{find_tests()}\n")

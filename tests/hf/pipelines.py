@@ -37,7 +37,7 @@ with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, TRANSFORMER
     (Path(folder) / "reports" / "tiny_model_summary.json").write_text(json.dumps(SUMMARY))
     from tests import test_pipeline_mixin as mixin
 
-if not Path(harness.FOLDER, "pipelines").is_dir():
+if not (harness.FOLDER / "pipelines").is_dir():
     for task, name in {
         "feature-extraction": "FeatureExtractionCheck",
         "fill-mask": "FillMaskCheck",
