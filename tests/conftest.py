@@ -17,6 +17,9 @@ for profile, count in {"quick": 25, "thorough": 500}.items():
     )
 settings.load_profile("quick")
 
+# What `make test-hf` runs.
+collect_ignore = ["hf"]
+
 CAUSAL = ["rpe", "fd", "rtf", "modal"]
 BIDIRECTIONAL = ["rpe", "fd", "ski", "rtf"]
 VARIANTS = [(tno_type, True) for tno_type in CAUSAL] + [(tno_type, False) for tno_type in BIDIRECTIONAL]
