@@ -3,17 +3,31 @@
 PYTHON ?= python3
 VENV ?= .venv
 PIP_ARGS ?=
+CONSTRAINTS ?= .ci/constraints.txt
 DEMO_ARGS ?=
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --disable-pip-version-check -q -c .ci/constraints.txt $(PIP_ARGS)
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -q $(CONSTRAINTS:%=-c %) $(PIP_ARGS)
 
-.PHONY: demo test lint format clean
+.PHONY: demo test test-hf test-oldest test-newest lint format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python scripts/demo.py $(DEMO_ARGS)
 
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(TEST_ARGS)
+
+# The tests that transformers runs over its own models; the first run fetches them.
+test-hf: $(VENV)/.dev
+	$(BIN)/python tests/hf/fetch.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -c tests/hf/pytest.ini tests/hf $(TEST_ARGS)
+
+# The usual tests with the oldest releases that pyproject.toml allows, and with the newest there are.
+test-oldest:
+	$(MAKE) test VENV=$(VENV)-oldest CONSTRAINTS=.ci/oldest.txt
+
+test-newest:
+	rm -f $(VENV)-newest/.dev
+	$(MAKE) test VENV=$(VENV)-newest CONSTRAINTS= PIP_ARGS="--upgrade --upgrade-strategy eager $(PIP_ARGS)"
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -24,10 +38,10 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) outputs build dist
+	rm -rf $(VENV) $(VENV)-oldest $(VENV)-newest outputs build dist
 
 # A stamp is older than the files that say what is to be installed: install again.
-$(VENV)/.%: pyproject.toml .ci/constraints.txt
+$(VENV)/.%: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch
 	$(PIP) -e ".[$*]"

@@ -21,7 +21,7 @@ from .configuration_tnn import TnnConfig
 from .gating import Gating, activated_product
 from .inputs import first_real_token, roll
 from .linear import ChannelMajorLinear
-from .norms import build_norm, with_mask
+from .norms import LayerNorm, build_norm, with_mask
 from .operators import build_tno
 
 
@@ -120,3 +120,12 @@ class TnnBlock(GradientCheckpointingLayer):
         gtu_norm, glu_norm = (with_mask(norm, attention_mask) for norm in (self.gtu_norm, self.glu_norm))
         hidden_states = self.add_residual(hidden_states, gtu_norm, mix_tokens)
         return hidden_states if self.glu is None else self.add_residual(hidden_states, glu_norm, mix_channels)
+
+
+def build_final_norm(config: TnnConfig) -> nn.Module:
+    """The norm after the last block of a pre-norm model."""
+    if config.norm_position != "pre":
+        return nn.Identity()
+    if config.norm_type == "batchnorm":
+        return build_norm(config.norm_type, config.hidden_size)
+    return LayerNorm(config.hidden_size, eps=config.layer_norm_eps)

@@ -18,6 +18,10 @@ WHERE = ("cache_dir", "local_files_only", "token", "revision", "subfolder")
 OTHERWISE = ("state_dict", "gguf_file", "variant", "force_download", "ignore_mismatched_sizes")
 
 
+class CheckpointMismatchError(ValueError, RuntimeError):
+    """The configuration does not fit the weights. transformers reports other sizes as a RuntimeError."""
+
+
 def find_weights(source, where: dict) -> list[Path]:
     """The safetensors files of a folder or repository; none if they are called differently."""
 
@@ -49,7 +53,7 @@ def check_sizes(declared: dict[str, torch.Size], stored: dict[str, torch.Size], 
     fewer than those that are there.
 
     Raises:
-        ValueError: a parameter has another shape, or the model declares much more than there is.
+        CheckpointMismatchError: a parameter has another shape, or the model declares much more than there is.
     """
     stored = {name.removeprefix(prefix): shape for name, shape in stored.items()}
     declared = {name.removeprefix(prefix): shape for name, shape in declared.items()}
@@ -59,12 +63,15 @@ def check_sizes(declared: dict[str, torch.Size], stored: dict[str, torch.Size], 
         if name in stored and shape != stored[name]
     ]
     if wrong:
-        raise ValueError(f"The configuration does not fit the weights: {', '.join(wrong[:3])} ({len(wrong)} in all).")
+        raise CheckpointMismatchError(
+            f"The configuration does not fit the weights: {', '.join(wrong[:3])} ({len(wrong)} in all). "
+            "With ignore_mismatched_sizes=True they are initialised instead."
+        )
     # Quantised weights are stored in parts, under longer names.
     missing = {name: shape for name, shape in declared.items() if not any(known.startswith(name) for known in stored)}
     layers = {name: shape.numel() for name, shape in missing.items() if name.startswith("layers.")}
     if sum(layers.values()) > sum(shape.numel() for shape in stored.values()):
-        raise ValueError(
+        raise CheckpointMismatchError(
             f"The configuration declares more than the checkpoint holds: {len(layers)} parameters of layers are not "
             f"in it, such as {next(iter(layers))}."
         )
@@ -74,7 +81,7 @@ def check_before_loading(model_class: type[PreTrainedModel], source, options: di
     """What `from_pretrained` of `source` with `options` is about to load, see `check_sizes`.
 
     Raises:
-        ValueError: the configuration does not fit the weights.
+        CheckpointMismatchError: the configuration does not fit the weights.
     """
     where = {name: options[name] for name in WHERE if options.get(name)}
     if source is None or any(options.get(name) is not None and options[name] is not False for name in OTHERWISE):
@@ -83,7 +90,11 @@ def check_before_loading(model_class: type[PreTrainedModel], source, options: di
         return
     config = options.get("config")
     if not isinstance(config, PreTrainedConfig):
-        config = model_class.config_class.from_pretrained(config or source, **where)
+        # Fields of the configuration may be among the options.
+        fields = {name: value for name, value in options.items() if name not in ("config", *WHERE)}
+        config, _ = model_class.config_class.from_pretrained(
+            config or source, return_unused_kwargs=True, **where, **fields
+        )
     with torch.device("meta"):
         declared = model_class(config).state_dict()
     check_sizes({name: value.shape for name, value in declared.items()}, shapes_of(files))

@@ -49,6 +49,7 @@ class TnnImageModel(TnnPreTrainedModel):
 
     main_input_name = "pixel_values"
     input_modalities = ("image",)
+    _input_embed_layer = "patch_embedding"
 
     def __init__(self, config: TnnConfig):
         super().__init__(config)
@@ -77,6 +78,7 @@ class TnnForImageClassification(TnnPreTrainedModel):
 
     main_input_name = "pixel_values"
     input_modalities = ("image",)
+    _input_embed_layer = "patch_embedding"
     # The loss is a mean over images: Trainer must divide it by the accumulation steps itself.
     accepts_loss_kwargs = False
 

@@ -15,12 +15,13 @@ from transformers.modeling_outputs import (
     MaskedLMOutput,
     SequenceClassifierOutputWithPast,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from .blocks import TnnBlock
+from .blocks import TnnBlock, build_final_norm
 from .cache_tnn import check_cache
 from .checkpoint import check_before_loading
 from .configuration_tnn import TnnConfig
@@ -28,7 +29,7 @@ from .conversion import LayerReport, convert
 from .documents import check_one_document, find_documents, forward_documents
 from .heads import TnnClassificationHead, TnnPredictionHeadTransform, pool_tokens
 from .inputs import check_attention_mask, check_input_ids
-from .norms import GatedRMSNorm, LayerNorm, ScaleRMSNorm, build_norm, with_mask
+from .norms import GatedRMSNorm, LayerNorm, ScaleRMSNorm, with_mask
 from .positions import sinusoidal_embedding, token_positions
 from .tno import ToeplitzOperator
 
@@ -44,8 +45,11 @@ class TnnPreTrainedModel(PreTrainedModel):
     _can_record_outputs = {"hidden_states": TnnBlock}
     # What makes the kernels: not for float16, and not for quantizers, which go by this list. Patterns, from the start.
     _keep_in_fp32_modules = [r".+\.gtu\.tno"]
-    # The poles of a modal kernel: in bfloat16 their angles lose the phase within a few lags.
-    _keep_in_fp32_modules_strict = ["log_rate", "angle"]
+
+    def __init__(self, config: TnnConfig):
+        super().__init__(config)
+        # The poles of a modal kernel: in bfloat16 their angles lose the phase within a few lags.
+        self._keep_in_fp32_modules_strict = ["log_rate", "angle"] if config.tno_type == "modal" else []
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *model_args, use_safetensors: bool = True, **kwargs):
@@ -55,7 +59,7 @@ class TnnPreTrainedModel(PreTrainedModel):
         configuration declares are compared with those of the weights before anything is allocated.
 
         Raises:
-            ValueError: the configuration does not fit the weights.
+            CheckpointMismatchError: the configuration does not fit the weights.
         """
         if use_safetensors:
             check_before_loading(cls, pretrained_model_name_or_path, kwargs)
@@ -73,6 +77,8 @@ class TnnPreTrainedModel(PreTrainedModel):
             module.reset_parameters()
         if self.config.initializer != "normal" and isinstance(module, nn.Embedding):
             init.normal_(module.weight, std=self.config.hidden_size**-0.5)
+        if module is getattr(self, "lm_head", None) and module.bias is not None:
+            init.zeros_(module.bias)
         if isinstance(module, GatedRMSNorm):
             init.ones_(module.gate)
         if isinstance(module, ScaleRMSNorm):
@@ -101,15 +107,6 @@ class TnnPreTrainedModel(PreTrainedModel):
             ValueError: the model is bidirectional, or the tolerance cannot be met.
         """
         return convert(self, order, window, tolerance)
-
-
-def build_final_norm(config: TnnConfig) -> nn.Module:
-    """The norm after the last block of a pre-norm model."""
-    if config.norm_position != "pre":
-        return nn.Identity()
-    if config.norm_type == "batchnorm":
-        return build_norm(config.norm_type, config.hidden_size)
-    return LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
 
 class TnnModel(TnnPreTrainedModel):
@@ -387,6 +384,9 @@ def _check_direction(model: PreTrainedModel, config: TnnConfig, causal: bool):
             f"A model with causal={config.causal} is for {'TnnForMaskedLM' if causal else 'TnnForCausalLM'}."
         )
 
+
+# By this list of names Trainer's label smoothing knows whose labels are to be shifted.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[TnnConfig.model_type] = TnnForCausalLM.__name__
 
 __all__ = [
     "TnnForCausalLM",

@@ -201,7 +201,8 @@ def build(args: PretrainArguments, accelerator: Accelerator) -> Pretraining:
     set_seed(args.seed)
     model = AUTO_MODELS[args.objective].from_config(config)
     if args.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
+        # The name in transformers 5.17, which later releases warn of, beside theirs.
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     logger.info(
         "%s parameters; %d training and %d validation blocks of %d tokens; %d process%s, %s",
         f"{model.num_parameters():,}",

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import BIDIRECTIONAL, CAUSAL, relative_error, seeded, tiny_config
+from conftest import BIDIRECTIONAL, CAUSAL, checkpoint_activations, relative_error, seeded, tiny_config
 from datasets import Dataset
 from transformers import DataCollatorWithFlattening, DefaultDataCollator, Trainer, TrainingArguments
 
@@ -123,7 +123,7 @@ def test_padding_is_less_than_half():
 
 def test_training_with_dropout_and_checkpointing():
     model = seeded(TnnForCausalLM, tiny_config()).train()
-    model.gradient_checkpointing_enable()
+    checkpoint_activations(model)
     model(**flattened()).loss.backward()
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
 

@@ -5,7 +5,8 @@ import pickle
 
 import pytest
 import torch
-from conftest import BIDIRECTIONAL, CAUSAL, VARIANTS, relative_error, seeded, tiny_config
+from conftest import BIDIRECTIONAL, CAUSAL, VARIANTS, checkpoint_activations, relative_error, seeded, tiny_config
+from transformers import Trainer, TrainingArguments
 
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification, TnnModel
 
@@ -82,8 +83,8 @@ def test_gradient_checkpointing(head, tno_type, causal, reentrant):
     model(**batch(), labels=labels_for(model)).loss.backward()
     expected = [parameter.grad for parameter in model.parameters()]
     model.zero_grad()
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    assert model.is_gradient_checkpointing
+    checkpoint_activations(model, {"use_reentrant": reentrant})
+    assert all(layer.gradient_checkpointing for layer in model.base_model.layers)
     model(**batch(), labels=labels_for(model)).loss.backward()
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         assert relative_error(parameter.grad, gradient) < 1e-5
@@ -131,6 +132,18 @@ def test_number_of_items_normalises_the_loss():
     whole = model(**batch(), labels=labels).loss
     count = (labels[:, 1:] != -100).sum()
     assert model(**batch(), labels=labels, num_items_in_batch=2 * count).loss.item() == pytest.approx(whole.item() / 2)
+
+
+def test_label_smoothing_of_trainer(tmp_path):
+    """The loss of a causal model is that of the next tokens, smoothed or not; padding has no part in it."""
+    model = seeded(TnnForCausalLM, tiny_config())
+    trainer = Trainer(model, TrainingArguments(tmp_path, label_smoothing_factor=0.2, use_cpu=True, report_to="none"))
+    labels = labels_for(model)
+    loss = trainer.compute_loss(model, batch() | {"labels": labels.clone()})
+    scores = model(**batch()).logits[:, :-1].log_softmax(dim=-1)
+    real, targets = labels[:, 1:] != -100, labels[:, 1:].clamp(min=0)
+    likelihood = scores.gather(-1, targets[..., None])[..., 0][real].mean()
+    torch.testing.assert_close(loss, -0.8 * likelihood - 0.2 * scores[real].mean())
 
 
 @EVERY_HEAD
@@ -269,6 +282,7 @@ def test_initialisation(initializer):
     expected = 32**-0.5 if initializer == "torch" else 0.05
     assert embeddings.std().item() == pytest.approx(expected, rel=0.02)
     bound = 32**-0.5
+    assert not model.lm_head.bias.any()
     if initializer == "torch":
         assert bound * 0.95 < linear.weight.abs().max() <= bound and linear.bias.abs().max() > 0
     else:

@@ -40,5 +40,5 @@ def test_files_in_commands_exist(document):
 
 
 def test_commands_are_targets_of_the_makefile():
-    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
-    assert set(re.findall(r"make (\w+)", README)) <= targets
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    assert set(re.findall(r"\bmake ([\w-]+)", README)) <= targets

@@ -138,3 +138,20 @@ def test_wrong_direction_names_the_field(tmp_path):
     model_of(TnnModel, "rpe", False).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="causal=False .* TnnForCausalLM needs causal=True"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_other_sizes_are_the_error_of_transformers(tmp_path):
+    """A RuntimeError as in transformers and a ValueError as everywhere here, which names the way out."""
+    seeded(TnnForSequenceClassification, tiny_config(num_labels=2)).save_pretrained(tmp_path)
+    for error in (RuntimeError, ValueError):
+        with pytest.raises(error, match="ignore_mismatched_sizes=True"):
+            TnnForSequenceClassification.from_pretrained(tmp_path, num_labels=5)
+    model = TnnForSequenceClassification.from_pretrained(tmp_path, num_labels=5, ignore_mismatched_sizes=True)
+    assert model.classifier.out_proj.out_features == 5
+
+
+def test_modules_kept_in_float32_exist(variant):
+    """Names that no parameter has would be reported by transformers as typing errors."""
+    model = TnnModel(tiny_config(*variant))
+    names = ".".join(model.state_dict())
+    assert all(name in names for name in model._keep_in_fp32_modules_strict)
