@@ -79,6 +79,7 @@ def configs(draw, causal: bool | None = None, tno_types: tuple[str, ...] | None 
     tno_type = draw(st.sampled_from(tno_types or (CAUSAL if causal else BIDIRECTIONAL)))
     # A batch norm does not treat the rows of a batch apart while it trains; it has tests of its own.
     norm_type = draw(st.sampled_from([name for name in NORM_TYPES if name != "batchnorm"]))
+    hidden_act = draw(st.sampled_from(ACTIVATIONS))
     fields = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": draw(st.sampled_from((4, 8, 12))),
@@ -87,8 +88,9 @@ def configs(draw, causal: bool | None = None, tno_types: tuple[str, ...] | None 
         "num_hidden_layers": draw(st.integers(1, 3)),
         "max_position_embeddings": draw(st.integers(2, 80)),
         "use_glu": draw(st.booleans()),
-        "gtu_norm": draw(st.booleans()),
-        "hidden_act": draw(st.sampled_from(ACTIVATIONS)),
+        # ReLU makes gated products that are zero but for the rounding of a transform, and the norm 1e8 times as much.
+        "gtu_norm": hidden_act != "relu" and draw(st.booleans()),
+        "hidden_act": hidden_act,
         "norm_type": norm_type,
         "norm_position": draw(st.sampled_from(("pre", "post", "res_post"))),
         "scale_embedding": draw(st.booleans()),
