@@ -53,7 +53,7 @@ TAMPERED = [
     ("rpe_act", "/tmp/act.py", "one of 'gelu'"),
     ("norm_type", "/etc/passwd", "one of 'simplermsnorm'"),
     ("product", "file:///evil", "one of 'chunked'"),
-    ("dtype", "os.system", "no attribute"),
+    ("dtype", "os.system", "the name of a dtype"),
 ]
 
 
