@@ -1,0 +1,41 @@
+"""SIGTERM and SIGINT as a request: what runs is finished and saved before the process leaves.
+
+Schedulers send SIGTERM some time before SIGKILL; a process that leaves by it has the status 143 (128 + 15), one that
+leaves by Ctrl-C 130.
+"""
+
+import os
+import signal
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class StopRequested(Exception):
+    """Raised where everything is in a state that can be saved."""
+
+
+class StopRequest:
+    """Remembers the first signal while it is open as a context manager; `signal` is 0 before."""
+
+    def __init__(self):
+        self.signal = 0
+        self._previous = {}
+
+    def __enter__(self) -> "StopRequest":
+        self._previous = {number: signal.signal(number, self._remember) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *exception):
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    @property
+    def status(self) -> int:
+        """What the process leaves with; another process may have had the signal."""
+        return 128 + (self.signal or signal.SIGTERM)
+
+    def _remember(self, number, frame):
+        self.signal = self.signal or number
+        # A second Ctrl-C ends a process at once. Launchers of several pass on what the terminal sent already.
+        if number == signal.SIGINT and int(os.environ.get("WORLD_SIZE", 1)) == 1:
+            signal.signal(number, self._previous[number])
