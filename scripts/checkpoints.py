@@ -77,6 +77,13 @@ def verify_checksums(folder: Path):
             raise ValueError(f"{path} {what}. Resume from an earlier checkpoint, by its path.")
 
 
+def remove_incomplete(output_dir: Path):
+    """Remove checkpoints that Trainer had not finished writing."""
+    for folder in output_dir.glob("checkpoint-*"):
+        if CHECKPOINT.fullmatch(folder.name) and not is_complete(folder):
+            shutil.rmtree(folder)
+
+
 def prune(output_dir: Path, limit: int | None):
     """Remove the oldest checkpoints beyond `limit`; None for no limit."""
     for checkpoint in checkpoints(output_dir)[: -limit if limit else 0]:

@@ -6,6 +6,12 @@ leaves by Ctrl-C 130.
 
 import os
 import signal
+from pathlib import Path
+
+import torch
+from accelerate.utils import reduce
+from checkpoints import write_checksums
+from transformers import TrainerCallback
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -39,3 +45,27 @@ class StopRequest:
         # A second Ctrl-C ends a process at once. Launchers of several pass on what the terminal sent already.
         if number == signal.SIGINT and int(os.environ.get("WORLD_SIZE", 1)) == 1:
             signal.signal(number, self._previous[number])
+
+
+class StopCallback(TrainerCallback):
+    """Ends a Trainer's run with a checkpoint after the step in which one of its processes had a signal.
+
+    Trainer's own `enable_jit_checkpoint` saves before the optimizer's step, each process at a step of its own, and
+    afterwards the run looks as if it had come to its end.
+    """
+
+    def __init__(self, stop: StopRequest):
+        self.stop, self.stopped = stop, False
+
+    def on_step_end(self, args, state, control, **kwargs):
+        asked = torch.tensor(float(self.stop.signal != 0))
+        if args.world_size > 1:
+            asked = reduce(asked.to(args.device), reduction="sum")
+        self.stopped = asked.item() > 0
+        if self.stopped:
+            control.should_save = control.should_training_stop = True
+            control.should_evaluate = False
+
+    def on_save(self, args, state, control, **kwargs):
+        if state.is_world_process_zero:
+            write_checksums(Path(args.output_dir) / f"checkpoint-{state.global_step}")

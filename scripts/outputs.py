@@ -20,6 +20,8 @@ LOCK = ".lock"
 PARTIAL, OLD = ".partial", ".old"
 # Files on their way into a folder: all written, then those that they replace removed.
 NEW, READY, MOVING = ".new" + PARTIAL, ".new.ready", ".new.moving"
+# What torch.save raises is a RuntimeError without a number.
+TORCH_WRITER = ("inline_container", "PytorchStreamWriter", "cannot be opened", "Parent directory")
 CONFIG, WEIGHTS = "config.json", "model*.safetensors*"
 
 
@@ -81,6 +83,7 @@ def new_files(target: Path, accelerator: Accelerator | None = None) -> Iterator[
         _wait(accelerator)
         if _is_main(accelerator):
             _flush_all(folder)
+            _move_files(target)  # of a process that was killed before
             folder.rename(target / READY)
             _move_files(target)
 
@@ -126,7 +129,7 @@ def write_text(path: Path, text: str):
 
 
 @contextmanager
-def saving_errors(target: Path, unfinished: Path) -> Iterator[None]:
+def saving_errors(target: Path, unfinished: Path | None = None) -> Iterator[None]:
     """Make one error of all that libraries raise when a disk is full or gone, and remove what is unfinished.
 
     Raises:
@@ -134,11 +137,12 @@ def saving_errors(target: Path, unfinished: Path) -> Iterator[None]:
     """
     try:
         yield
-    except SavingError:
-        _remove(unfinished)
-        raise
     except (OSError, SafetensorError, RuntimeError) as error:
-        _remove(unfinished)
+        if unfinished is not None:
+            _remove(unfinished)
+        of_torch = any(text in str(error) for text in TORCH_WRITER)
+        if isinstance(error, SavingError) or (isinstance(error, RuntimeError) and not of_torch):
+            raise
         raise SavingError(
             f"{target} could not be saved: {error} ({_free_megabytes(target):,} MB are free there). "
             "What was saved before is as it was."

@@ -22,7 +22,7 @@ from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin
 from blocks import BlockStream
 from checkpoints import checkpoints, find_checkpoint
-from corpus import check_file, load_corpus, pack, train_tokenizer
+from corpus import check_file, check_vocabulary, load_corpus, pack, train_tokenizer
 from interruption import StopRequested
 from memory import MemoryExceededError
 from outputs import SavingError, claim, new_files, new_folder, write_json
@@ -44,7 +44,7 @@ from transformers import (
 import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
 
 logger = logging.getLogger("pretrain")
-RESUME = "; --resume_from_checkpoint latest goes on from the last checkpoint"
+RESUME = " --resume_from_checkpoint latest goes on from the last checkpoint."
 AUTO_MODELS = {"clm": AutoModelForCausalLM, "mlm": AutoModelForMaskedLM}
 
 
@@ -147,11 +147,10 @@ def build_tokenizer(
     tokenizer = AutoTokenizer.from_pretrained(source)
     if args.tokenizer_name is None and args.vocab_size is None:
         config.vocab_size = len(tokenizer)
-    if len(tokenizer) > config.vocab_size:
-        raise ValueError(
-            f"The tokenizer has {len(tokenizer)} tokens, the model vocab_size={config.vocab_size}: "
-            f"give --vocab_size {len(tokenizer)} or another tokenizer."
-        )
+    try:
+        check_vocabulary(tokenizer, config.vocab_size)
+    except ValueError as error:
+        raise ValueError(f"{error} Give --vocab_size {len(tokenizer)} or another tokenizer.") from error
     if masked and tokenizer.mask_token_id is None:
         raise ValueError(f"The tokenizer {source} has no mask token, which --objective mlm needs.")
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
@@ -280,7 +279,7 @@ def train(args: PretrainArguments, accelerator: Accelerator) -> tuple[Pretrainin
         except StopRequested:
             saved = pretraining.save_progress()
             accelerator.end_training()
-            logger.info("stopped by a signal at step %d%s", pretraining.state.step, RESUME if saved else "")
+            logger.info("stopped by a signal at step %d.%s", pretraining.state.step, RESUME if saved else "")
             sys.exit(pretraining.stop.status)
 
 
