@@ -15,7 +15,6 @@ Example:
 
 import argparse
 import importlib
-import json
 import platform
 import sys
 from types import ModuleType
@@ -23,6 +22,7 @@ from types import ModuleType
 import torch
 import transformers
 from benchmark_arguments import add_common
+from outputs import write_json
 
 # Each is a module `benchmark_NAME` with `add_arguments`, `run` and `table`.
 SUITES = {
@@ -61,7 +61,7 @@ def main():
     sys.stdout.write(modules[args.suite].table(rows) + "\n")
     if args.json is not None:
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({"settings": settings, "versions": versions, "rows": rows}, indent=2) + "\n")
+        write_json(args.json, {"settings": settings, "versions": versions, "rows": rows})
     if args.plot is not None:
         from benchmark_plot import plot  # matplotlib is needed for this alone
 

@@ -337,15 +337,14 @@ def main():
     with contextlib.ExitStack() as held:
         try:
             check_before_start(args, training)
-            if training.process_index == 0:
-                held.enter_context(claim(Path(training.output_dir)))
+            held.enter_context(claim(Path(training.output_dir), main=training.process_index == 0))
             summaries = run_all(args, training)
         except StopRequested as request:
             status, step = request.args
             resume = "" if args.sweep else " --resume_from_checkpoint latest goes on from there."
             logger.info("stopped by a signal; step %d is saved.%s", step, resume)
             sys.exit(status)
-        except (ValueError, MemoryExceededError, SavingError, PublishingError) as error:
+        except (OSError, ValueError, MemoryExceededError, SavingError, PublishingError) as error:
             sys.exit(f"error: {error}")
     logger.info("\n%s\n\nsaved in %s", table(summaries), training.output_dir)
 

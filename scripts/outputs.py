@@ -30,12 +30,17 @@ class SavingError(RuntimeError):
 
 
 @contextmanager
-def claim(folder: Path) -> Iterator[Path]:
+def claim(folder: Path, main: bool = True) -> Iterator[Path]:
     """`folder`, made if need be and cleaned, for this process alone until the block or the process ends.
+
+    Of the processes of one run, the main one has it for all.
 
     Raises:
         ValueError: it cannot be written to, or another process has it.
     """
+    if not main:
+        yield folder
+        return
     lock = FileLock(folder / LOCK)
     try:
         folder.mkdir(parents=True, exist_ok=True)

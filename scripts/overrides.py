@@ -17,7 +17,7 @@ def parse_overrides(text: str | None, known: PreTrainedConfig | None = None) -> 
     pairs = [pair.partition("=") for pair in (text or "").split(",") if pair.strip()]
     fields = {name.strip(): yaml.safe_load(value) for name, _, value in pairs}
     if unknown := [name for name in fields if not hasattr(known, name)]:
-        raise ValueError(f"config_overrides: a {known.model_type} config has no field {', '.join(unknown)}.")
+        raise ValueError(f"a {type(known).__name__} has no field {', '.join(unknown)}: see its docstring.")
     return fields
 
 

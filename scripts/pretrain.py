@@ -297,15 +297,14 @@ def main():
         try:
             accelerator = build_accelerator(args)
             configure_logging(accelerator)
-            if accelerator.is_main_process:
-                held.enter_context(claim(Path(args.output_dir)))
+            held.enter_context(claim(Path(args.output_dir), main=accelerator.is_main_process))
             accelerator.wait_for_everyone()
             pretraining, metrics, repository = train(args, accelerator)
             accelerator.end_training()
             report(metrics, args.output_dir)
             if repository is not None:
                 upload(args.output_dir, repository, pretraining.config.model_type)
-        except (MemoryExceededError, SavingError) as error:
+        except (OSError, MemoryExceededError, SavingError) as error:
             sys.exit(f"error: {error}{RESUME if checkpoints(Path(args.output_dir)) else ''}")
         except (ValueError, DivergedError, PublishingError) as error:
             sys.exit(f"error: {error}")

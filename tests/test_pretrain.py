@@ -220,7 +220,7 @@ REFUSED = {
     ),
     "wrong objective": (["--objective", "mlm"], "causal=True is not possible"),
     "wrong column": (["--text_column", "body"], "one of them must be 'body'"),
-    "unknown field": (["--config_overrides", "tno=fd"], "a tnn config has no field tno"),
+    "unknown field": (["--config_overrides", "tno=fd"], "a TnnConfig has no field tno"),
     "wrong field": (["--config_overrides", "tno_type=fdd"], "tno_type='fdd' is not possible"),
     "nothing to resume": (["--resume_from_checkpoint", "latest"], "holds no complete checkpoint"),
     "no checkpoint": (["--resume_from_checkpoint", "nowhere"], "no folder of a complete checkpoint"),
