@@ -4,10 +4,11 @@ PYTHON ?= python3
 VENV ?= .venv
 PIP_ARGS ?=
 DEMO_ARGS ?=
+AUDIT_ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q -c .ci/constraints.txt $(PIP_ARGS)
 
-.PHONY: demo test lint format clean
+.PHONY: demo test lint format audit clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python scripts/demo.py $(DEMO_ARGS)
@@ -22,6 +23,9 @@ lint: $(VENV)/.dev
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+audit: $(VENV)/.dev
+	$(BIN)/python scripts/audit.py $(AUDIT_ARGS)
 
 clean:
 	rm -rf $(VENV) outputs build dist

@@ -7,18 +7,21 @@ and all processes. So the same examples give the same step however they are spre
 import dataclasses
 import json
 import math
+import pickle
 import time
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import load, set_seed
+from accelerate.utils.constants import RNG_STATE_NAME
 from blocks import BlockStream
 from checkpoints import STATE, checkpoints, find_checkpoint, prune, verify_checksums, write_checksums
 from interruption import StopRequest, StopRequested
 from memory import MemoryExceededError, suggest_smaller
 from outputs import new_folder, write_json
 from pretrain_arguments import PretrainArguments
+from safetensors import SafetensorError
 from torch.nn.functional import cross_entropy
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
@@ -108,7 +111,6 @@ class Pretraining:
         optimizer = build_optimizer(model, args)
         self.scheduler = get_scheduler(args.lr_scheduler_type, optimizer, args.num_warmup_steps, args.max_steps)
         self.model, self.optimizer, self.validation = accelerator.prepare(model, optimizer, validation_loader)
-        accelerator.register_for_checkpointing(self.scheduler)
         # The weights are made: from here on each process has its own dropout.
         set_seed(args.seed, device_specific=True)
 
@@ -135,8 +137,15 @@ class Pretraining:
         if differing:
             lines = [f"{key}: {was} there, {now} here" for key, (was, now) in differing.items()]
             raise ValueError(f"{folder} is a checkpoint of another run.\n  " + "\n  ".join(lines))
-        self.accelerator.load_state(str(folder))
-        self.state = TrainerState(**saved["state"])
+        try:
+            self.accelerator.load_state(str(folder), load_kwargs={"weights_only": True})
+            # Accelerate would go on without random states that it cannot read.
+            load(folder / f"{RNG_STATE_NAME}_{self.accelerator.process_index}.pkl")
+            self.scheduler.load_state_dict(saved["scheduler"])
+            self.state = TrainerState(**saved["state"])
+        # A damaged file raises whatever its first bad byte leads to; objects that are no tensors are refused.
+        except (pickle.UnpicklingError, SafetensorError, RuntimeError, EOFError, LookupError, TypeError) as error:
+            raise ValueError(f"{folder} cannot be read: {str(error)[:300]}") from error
 
     def run(self):
         """Train until `max_steps`, with evaluations and checkpoints on the way.
@@ -256,8 +265,9 @@ class Pretraining:
             if self._is_main:
                 self.config.save_pretrained(folder)
                 self.tokenizer.save_pretrained(folder)
-                state = {"fingerprint": self.fingerprint, "state": dataclasses.asdict(self.state)}
-                write_json(folder / STATE, state)
+                # Not by accelerate's `register_for_checkpointing`, which reads it as a pickle of anything.
+                state = {"fingerprint": self.fingerprint, "scheduler": self.scheduler.state_dict()}
+                write_json(folder / STATE, state | {"state": dataclasses.asdict(self.state)})
             self.accelerator.wait_for_everyone()
             if self._is_main:
                 write_checksums(folder)
