@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 from corpus import check_vocabulary
-from outputs import SavingError, write_json
+from outputs import SavingError, check_writable, write_json
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TextStreamer, set_seed
 
 import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
@@ -40,6 +40,11 @@ def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, dict]:
         known.prompt += [line for line in known.prompt_file.read_text().splitlines() if line.strip()]
     if not known.prompt:
         parser.error("give a --prompt or a --prompt_file")
+    if known.output_file is not None:
+        try:
+            check_writable(known.output_file)
+        except ValueError as error:
+            parser.error(f"--output_file: {error}")
     return known, generation_options(parser, rest)
 
 

@@ -350,7 +350,7 @@ def main():
     try:
         collect(args, load(args.folder), args.output_dir)
         write_text(args.output_dir / "README.md", render(args.output_dir))
-    except (ValueError, SavingError) as error:
+    except (OSError, ValueError, SavingError) as error:
         raise SystemExit(f"error: {error}") from error
     sys.stdout.write(f"card of {args.repo_id} in {args.output_dir}\n")
 

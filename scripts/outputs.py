@@ -93,6 +93,20 @@ def new_files(target: Path, accelerator: Accelerator | None = None) -> Iterator[
             _move_files(target)
 
 
+def check_writable(file: Path):
+    """Refuse a file that could not be written, before time is spent on what goes into it.
+
+    Raises:
+        ValueError: its folder cannot be made or written to.
+    """
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial(file).touch()
+        partial(file).unlink()
+    except OSError as error:
+        raise ValueError(f"{file} cannot be written: {error.strerror or error}.") from error
+
+
 def partial(target: Path) -> Path:
     """Where to write what will be `target`."""
     return target.with_name(f".{target.name}{PARTIAL}")

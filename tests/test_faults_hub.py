@@ -5,6 +5,7 @@ import json
 import huggingface_hub
 import pytest
 from hub_server import TOKEN, HangUp, HubServer
+from test_finetune_glue import glue, model, options  # noqa: F401 - fixtures
 from test_hub import client
 from test_scripts import save_model
 from training_scripts import run_script, write_config, write_text
@@ -68,6 +69,20 @@ def test_repository_is_opened_before_the_training(tmp_path, monkeypatch):
         run_script("pretrain", "--config", config, "--train_file", text, "--output_dir", tmp_path / "out",
                    "--max_steps", 2, "--push_to_hub")  # fmt: skip
     assert not (tmp_path / "out" / "metrics.json").exists()
+
+
+def test_publication_of_a_finetuned_model(hub, model, glue, tmp_path):  # noqa: F811 - fixtures
+    """With its code and what was measured, and none of the pickles that Trainer writes."""
+    given = ["--task_name", "sst2", "--dataset_path", glue, "--max_steps", 2, "--push_to_hub"]
+    run_script("finetune_glue", *options(model, tmp_path / "out", *given, "--hub_model_id", "user/sentiment"))
+    files = hub.files("user/sentiment")
+    assert {"model.safetensors", "tokenizer.json", "modeling_tnn.py", "README.md"} < files.keys()
+    assert not any(name.endswith((".bin", ".pt")) for name in files)
+    card = files["README.md"].decode()
+    accuracy = json.loads((tmp_path / "out" / "all_results.json").read_text())["eval_accuracy"]
+    assert f"| accuracy | {accuracy:.4f} |" in card and "| learning_rate | 0.01 |" in card and "sst2" in card
+    with pytest.raises(SystemExit, match="publishes the last model, as the user of"):
+        run_script("finetune_glue", *options(model, tmp_path / "out", *given, "--hub_token", "hf_secret"))
 
 
 DOWNLOAD = """

@@ -13,9 +13,12 @@ import pytest
 import torch
 from conftest import seeded, tiny_config
 from safetensors.torch import save_file
+from test_faults_training import at_call
+from test_finetune_glue import glue, model  # noqa: F401 - fixtures
+from test_finetune_glue import options as glue_options
 from test_scripts import save_model
 from training_scripts import SCRIPTS, assert_same_weights, run_script, weights, write_config, write_text
-from transformers import AutoModelForCausalLM, TrainerControl, TrainerState, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainerControl, TrainerState, TrainingArguments
 
 from modeling_tnn import TnnForCausalLM
 
@@ -96,6 +99,21 @@ def test_full_disk_at_the_last_model(options, tmp_path, largest_file, monkeypatc
     assert_same_weights(out, out / "checkpoint-8")
 
 
+def test_full_disk_in_finetuning(model, glue, tmp_path, largest_file, monkeypatch):  # noqa: F811 - fixtures
+    """The half checkpoint of step 8 goes, that of step 4 stays and leads to the end of the unbroken run."""
+    given = ["--task_name", "sst2", "--dataset_path", glue, "--max_steps", 12, "--save_steps", 4]
+    run_script("finetune_glue", *glue_options(model, tmp_path / "whole", *given))
+    full = glue_options(model, tmp_path / "full", *given)
+    with monkeypatch.context() as patched:
+        at_call(patched, Trainer, "_save_optimizer_and_scheduler", 2, lambda: largest_file(50_000))
+        with pytest.raises(SystemExit, match="full could not be saved: .* What was saved before is as it was"):
+            run_script("finetune_glue", *full)
+    assert [path.name for path in (tmp_path / "full").glob("checkpoint-*")] == ["checkpoint-4"]
+    largest_file(resource.RLIM_INFINITY)
+    run_script("finetune_glue", *full, "--resume_from_checkpoint", "latest")
+    assert_same_weights(tmp_path / "whole", tmp_path / "full")
+
+
 def to_recurrent(folder: Path, output: Path) -> list:
     text = write_text(folder.parent / "text.txt")
     return ["to_recurrent", "--model", folder, "--output_dir", output, "--order", 4, "--dataset", text, "--length", 64,
@@ -165,6 +183,15 @@ def test_folder_that_cannot_be_written_to(script, place, tmp_path):
     given = [tmp_path / "file" if option == "FILE" else option for option in COMMANDS[script]]
     with pytest.raises(SystemExit, match="output_dir=.*out cannot be written to: (Not a directory|No such file)"):
         run_script(script, *given, "--output_dir", tmp_path / place)
+
+
+@pytest.mark.parametrize("command", [["generate", "--model", "nowhere", "--prompt", "a", "--output_file"],
+                                     ["benchmark", "operators", "--json"]], ids=lambda command: command[0])  # fmt: skip
+def test_file_that_cannot_be_written(command, tmp_path, capsys):
+    (tmp_path / "file").write_text("I am no folder.")
+    with pytest.raises(SystemExit) as left:
+        run_script(*command, tmp_path / "file" / "results.json")
+    assert "results.json cannot be written: " in str(left.value) + capsys.readouterr().err
 
 
 HOLD = "import sys, time; from pathlib import Path; sys.path.insert(0, sys.argv[1]); from outputs import claim\n"
