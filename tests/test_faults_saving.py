@@ -185,8 +185,10 @@ def test_folder_that_cannot_be_written_to(script, place, tmp_path):
         run_script(script, *given, "--output_dir", tmp_path / place)
 
 
-@pytest.mark.parametrize("command", [["generate", "--model", "nowhere", "--prompt", "a", "--output_file"],
-                                     ["benchmark", "operators", "--json"]], ids=lambda command: command[0])  # fmt: skip
+FILES = [["generate", "--model", "nowhere", "--prompt", "a", "--output_file"], ["benchmark", "operators", "--json"]]
+
+
+@pytest.mark.parametrize("command", FILES, ids=lambda command: command[0])
 def test_file_that_cannot_be_written(command, tmp_path, capsys):
     (tmp_path / "file").write_text("I am no folder.")
     with pytest.raises(SystemExit) as left:
