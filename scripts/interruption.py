@@ -9,6 +9,7 @@ import signal
 from pathlib import Path
 
 import torch
+from accelerate import PartialState
 from accelerate.utils import reduce
 from checkpoints import write_checksums
 from transformers import TrainerCallback
@@ -67,5 +68,6 @@ class StopCallback(TrainerCallback):
             control.should_evaluate = False
 
     def on_save(self, args, state, control, **kwargs):
+        PartialState().wait_for_everyone()  # each process writes its random states
         if state.is_world_process_zero:
             write_checksums(Path(args.output_dir) / f"checkpoint-{state.global_step}")

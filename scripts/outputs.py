@@ -157,14 +157,14 @@ def saving_errors(target: Path, unfinished: Path | None = None) -> Iterator[None
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
+        free = _free_megabytes(target)
         if unfinished is not None:
             _remove(unfinished)
         of_torch = any(text in str(error) for text in TORCH_WRITER)
         if isinstance(error, SavingError) or (isinstance(error, RuntimeError) and not of_torch):
             raise
         raise SavingError(
-            f"{target} could not be saved: {error} ({_free_megabytes(target):,} MB are free there). "
-            "What was saved before is as it was."
+            f"{target} could not be saved: {error} ({free:,} MB were free there). What was saved before is as it was."
         ) from error
 
 

@@ -66,7 +66,7 @@ def test_full_disk_in_pretraining(size, options, tmp_path, largest_file):
     before = tree(out)
     largest_file(size)
     with pytest.raises(
-        SystemExit, match=r"checkpoint-8 could not be saved: .* MB are free .*--resume_from_checkpoint"
+        SystemExit, match=r"checkpoint-8 could not be saved: .* MB were free .*--resume_from_checkpoint"
     ):
         run_script("pretrain", *options, "--resume_from_checkpoint", "latest")
     assert tree(out) == before
