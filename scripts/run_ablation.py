@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from corpus import load_corpus, pack, train_tokenizer
 from datasets import Dataset
-from outputs import SavingError, claim, write_json
+from outputs import SavingError, claim, saving_errors, write_json
 from overrides import load_config, parse_overrides
 from recipes import parse_arguments
 from transformers import (
@@ -99,7 +99,8 @@ def train(
     trainer = Trainer(
         model=auto_class.from_config(config), args=training, train_dataset=blocks["train"], data_collator=collator
     )
-    result = trainer.train()
+    with saving_errors(Path(training.output_dir)):
+        result = trainer.train()
     scores = {length: perplexity(trainer, rows) for length, rows in blocks.items() if length != "train"}
     return {
         "variant": name,

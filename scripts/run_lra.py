@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from datasets import load_dataset
 from lra_tasks import TASKS, Task, encode_split, limit, load_task
-from outputs import SavingError, claim, new_files, write_json
+from outputs import SavingError, claim, new_files, saving_errors, write_json
 from overrides import load_config, parse_overrides
 from recipes import parse_arguments
 from transformers import (
@@ -197,7 +197,8 @@ def run(args: LraArguments, training: TrainingArguments):
         compute_metrics=accuracy,
         optimizers=(build_optimizer(model, args, training), None),
     )
-    trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+    with saving_errors(Path(training.output_dir)):
+        trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     tests = {"validation": data["validation"], "test": data["test"]}
     if args.extra_test is not None:
         extra = load_dataset(args.dataset_path, args.extra_test, split="test")

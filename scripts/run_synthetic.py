@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from outputs import SavingError, claim, write_json
+from outputs import SavingError, claim, saving_errors, write_json
 from recipes import parse_arguments
 from synthetic_tasks import IGNORED, Copying, Delay
 from torch import nn
@@ -140,7 +140,8 @@ def train(args: SyntheticArguments, training: TrainingArguments, state_size: int
         compute_metrics=lambda prediction: task.score(prediction.predictions, prediction.label_ids),
         preprocess_logits_for_metrics=task.preprocess,
     )
-    result = trainer.train()
+    with saving_errors(Path(training.output_dir)):
+        result = trainer.train()
     return {
         "state_size": state_size,
         "seed": seed,
