@@ -5,16 +5,22 @@ VENV ?= .venv
 PIP_ARGS ?=
 CONSTRAINTS ?= .ci/constraints.txt
 DEMO_ARGS ?=
+AUDIT_ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q $(CONSTRAINTS:%=-c %) $(PIP_ARGS)
 
-.PHONY: demo test test-hf test-oldest test-newest lint format clean
+.PHONY: demo test test-slow test-hf test-oldest test-newest lint format audit clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python scripts/demo.py $(DEMO_ARGS)
 
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(TEST_ARGS)
+
+# What takes minutes: long sequences, and twenty times as many random configurations.
+test-slow: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow $(TEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --hypothesis-profile thorough tests/test_properties.py tests/test_stability.py
 
 # The tests that transformers runs over its own models; the first run fetches them.
 test-hf: $(VENV)/.dev
@@ -36,6 +42,9 @@ lint: $(VENV)/.dev
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+audit: $(VENV)/.dev
+	$(BIN)/python scripts/audit.py $(AUDIT_ARGS)
 
 clean:
 	rm -rf $(VENV) $(VENV)-oldest $(VENV)-newest outputs build dist

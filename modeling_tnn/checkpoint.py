@@ -1,14 +1,16 @@
-"""Whether a configuration fits the weights that it comes with, found out before anything is allocated.
+"""Whether weights are whole and fit the configuration they come with, found out before anything is allocated.
 
 A configuration from elsewhere may declare any size. transformers allocates what it declares and compares afterwards;
-here the headers of the safetensors files, which list names and shapes, are compared with the model on the meta device.
+here the headers of the safetensors files, which list names and shapes, are compared with the model on the meta device,
+and with the index of a checkpoint in several files. A file that is cut off or has a damaged header is refused. Values
+are not compared with anything: safetensors has no checksum of them.
 """
 
 import json
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
@@ -17,37 +19,80 @@ WHERE = ("cache_dir", "local_files_only", "token", "revision", "subfolder")
 # With these, the weights are somewhere else, or of other sizes on purpose.
 OTHERWISE = ("state_dict", "gguf_file", "variant", "force_download", "ignore_mismatched_sizes")
 
+# The rest is the body, which all models have in common.
+HEADS = ("lm_head.", "transform.", "classifier.")
+
 
 class CheckpointMismatchError(ValueError, RuntimeError):
     """The configuration does not fit the weights. transformers reports other sizes as a RuntimeError."""
 
 
-def find_weights(source, where: dict) -> list[Path]:
-    """The safetensors files of a folder or repository; none if they are called differently."""
+def find_weights(source, where: dict) -> dict[Path, list[str]]:
+    """The safetensors files of a folder or repository, none if they are called differently, and what the index says
+    is in each.
+
+    Raises:
+        ValueError: the index is none, or names a file that is missing.
+    """
 
     def find(name: str) -> Path | None:
         found = cached_file(source, name, _raise_exceptions_for_missing_entries=False, **where)
         return None if found is None else Path(found)
 
     if (single := find(SAFE_WEIGHTS_NAME)) is not None:
-        return [single]
+        return {single: []}
     if (index := find(SAFE_WEIGHTS_INDEX_NAME)) is None:
-        return []
-    names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    return [file for name in sorted(names) if (file := find(name)) is not None]
+        return {}
+    files = {}
+    for name, tensors in sorted(read_index(index).items()):
+        if (file := find(name)) is None:
+            raise ValueError(f"{index} names {name}, which is not there: the checkpoint is incomplete.")
+        files[file] = tensors
+    return files
 
 
-def shapes_of(files: list[Path]) -> dict[str, torch.Size]:
-    """Name and shape of every tensor in safetensors files, out of their headers."""
+def read_index(index: Path) -> dict[str, list[str]]:
+    """The tensors that each file of a checkpoint in several files holds.
+
+    Raises:
+        ValueError: it is no such index, or names something else than files beside it.
+    """
+    try:
+        placed = json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{index} is no index of safetensors files: {error!r}.") from error
+    files: dict[str, list[str]] = {}
+    for tensor, name in placed:
+        # Elsewhere on this machine nothing is read, whatever the index says.
+        beside = isinstance(name, str) and PurePosixPath(name.replace("\\", "/")).name == name
+        if not (beside and name.endswith(".safetensors")):
+            raise ValueError(f"{index} names {name!r} for {tensor}: it must be a safetensors file beside it.")
+        files.setdefault(name, []).append(tensor)
+    return files
+
+
+def shapes_of(files: dict[Path, list[str]]) -> dict[str, torch.Size]:
+    """Name and shape of every tensor in safetensors files, out of their headers.
+
+    Raises:
+        ValueError: a file is damaged, or holds other tensors than its index says.
+    """
     shapes = {}
-    for file in files:
-        with safe_open(file, framework="pt") as tensors:
-            shapes |= {name: torch.Size(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    for file, indexed in files.items():
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                found = {name: torch.Size(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{file} is damaged or no safetensors file: {error}.") from error
+        # Tied weights may be in a file and not in the index.
+        if missing := sorted(set(indexed) - found.keys()):
+            raise ValueError(f"{file} is not the file that its index describes: {missing[0]} is not in it.")
+        shapes |= found
     return shapes
 
 
-def check_sizes(declared: dict[str, torch.Size], stored: dict[str, torch.Size], prefix: str = "model."):
-    """Compare the shapes of a model with those of a checkpoint; the body may have a prefix in either.
+def check_sizes(declared: dict[str, torch.Size], stored: dict[str, torch.Size]):
+    """Compare the shapes of a model with those of a checkpoint.
 
     Heads that the checkpoint lacks are initialised, as always. A body may lack parameters only as far as they are
     fewer than those that are there.
@@ -55,8 +100,6 @@ def check_sizes(declared: dict[str, torch.Size], stored: dict[str, torch.Size], 
     Raises:
         CheckpointMismatchError: a parameter has another shape, or the model declares much more than there is.
     """
-    stored = {name.removeprefix(prefix): shape for name, shape in stored.items()}
-    declared = {name.removeprefix(prefix): shape for name, shape in declared.items()}
     wrong = [
         f"{name} {tuple(shape)} instead of {tuple(stored[name])}"
         for name, shape in declared.items()
@@ -77,10 +120,29 @@ def check_sizes(declared: dict[str, torch.Size], stored: dict[str, torch.Size], 
         )
 
 
-def check_before_loading(model_class: type[PreTrainedModel], source, options: dict):
-    """What `from_pretrained` of `source` with `options` is about to load, see `check_sizes`.
+def check_names(declared: dict[str, torch.Size], stored: dict[str, torch.Size]):
+    """Compare the names of a model with those of a checkpoint of plain tensors.
+
+    A model may have more than its checkpoint, which is initialised, or less, which is left out; with some missing and
+    others left over, names are damaged or it is another model, and random weights would pass for trained ones.
 
     Raises:
+        CheckpointMismatchError: names are missing, and others are left over that are of no head.
+    """
+    left_over = [name for name in stored if name not in declared and not name.startswith(HEADS)]
+    missing = [name for name in declared if name not in stored]
+    if missing and left_over:
+        raise CheckpointMismatchError(
+            f"The weights are damaged or of another model: {missing[0]} is not there, {left_over[0]} is not in the "
+            "model. ignore_mismatched_sizes=True takes what fits."
+        )
+
+
+def check_before_loading(model_class: type[PreTrainedModel], source, options: dict):
+    """What `from_pretrained` of `source` with `options` is about to load, see `check_sizes` and `check_names`.
+
+    Raises:
+        ValueError: a file is missing or damaged.
         CheckpointMismatchError: the configuration does not fit the weights.
     """
     where = {name: options[name] for name in WHERE if options.get(name)}
@@ -96,5 +158,13 @@ def check_before_loading(model_class: type[PreTrainedModel], source, options: di
             config or source, return_unused_kwargs=True, **where, **fields
         )
     with torch.device("meta"):
-        declared = model_class(config).state_dict()
-    check_sizes({name: value.shape for name, value in declared.items()}, shapes_of(files))
+        model = model_class(config)
+    # The body may have a prefix in either.
+    prefix = f"{model_class.base_model_prefix}."
+    declared = {name.removeprefix(prefix): value.shape for name, value in model.state_dict().items()}
+    stored = {name.removeprefix(prefix): shape for name, shape in shapes_of(files).items()}
+    check_sizes(declared, stored)
+    if config.tie_word_embeddings:
+        declared = {name: shape for name, shape in declared.items() if name not in (model._tied_weights_keys or {})}
+    if getattr(config, "quantization_config", None) is None:
+        check_names(declared, stored)

@@ -8,6 +8,7 @@ Flags follow "Toeplitz Neural Network for Sequence Modeling" (Qin et al., ICLR 2
 import math
 import os
 
+import torch
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
@@ -205,6 +206,10 @@ class TnnConfig(PreTrainedConfig):
             self.fd_resolution = 1 << (2 * self.axis_length - 1).bit_length()
         self._check_fields()
         self._check_operator()
+        # By its name the base class takes any attribute of torch.
+        name = str(self.dtype).removeprefix("torch.")
+        known = self.dtype is None or isinstance(getattr(torch, name, None), torch.dtype)
+        self._require("dtype", known, "the name of a dtype of torch, such as 'float32'")
         # The base class makes a list of them.
         if (num_labels := kwargs.get("num_labels") or 0) > MOST_LABELS:
             raise ValueError(f"num_labels={num_labels} is not possible: it must be at most {MOST_LABELS:,}.")

@@ -15,7 +15,6 @@ Example:
 
 import argparse
 import importlib
-import json
 import platform
 import sys
 from types import ModuleType
@@ -23,6 +22,7 @@ from types import ModuleType
 import torch
 import transformers
 from benchmark_arguments import add_common
+from outputs import check_writable, write_json
 
 # Each is a module `benchmark_NAME` with `add_arguments`, `run` and `table`.
 SUITES = {
@@ -53,6 +53,11 @@ def main():
     # In here: processes that a suite starts need only the suite.
     modules = {name: importlib.import_module(f"benchmark_{name}") for name in SUITES}
     args = parse_arguments(modules)
+    for file in filter(None, (args.json, args.plot)):
+        try:
+            check_writable(file)
+        except ValueError as error:
+            sys.exit(f"error: {error}")
     torch.set_num_threads(args.threads)
     settings = {name: value for name, value in vars(args).items() if name not in ("json", "plot")}
     machine = torch.cuda.get_device_name() if args.device.startswith("cuda") else platform.machine()
@@ -60,8 +65,7 @@ def main():
     rows = modules[args.suite].run(args)
     sys.stdout.write(modules[args.suite].table(rows) + "\n")
     if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({"settings": settings, "versions": versions, "rows": rows}, indent=2) + "\n")
+        write_json(args.json, {"settings": settings, "versions": versions, "rows": rows})
     if args.plot is not None:
         from benchmark_plot import plot  # matplotlib is needed for this alone
 

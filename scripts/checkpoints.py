@@ -1,23 +1,34 @@
-"""Folders that are complete or absent, whenever the process dies.
+"""Checkpoints of a run: which are complete, which is the newest, and whether their files are still what was written.
 
-A folder is written under a hidden name, flushed to disk and renamed. Readers see only whole ones: `checkpoint-STEP`
-exists once everything in it does. What a killed process left under hidden names is removed by `clean`.
+`checkpoint-STEP` exists once everything in it does, see `outputs.py`. `checksums.json` in it has the SHA-256 of each
+file: safetensors itself cannot tell that a value was changed on the disk.
 """
 
+import hashlib
 import json
-import os
 import re
 import shutil
 from pathlib import Path
 
+from outputs import partial, write_json
+
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
-PARTIAL, OLD = ".partial", ".old"
+CHECKSUMS, STATE = "checksums.json", "trainer_state.json"
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
-    """Complete checkpoints, the oldest first."""
-    found = [path for path in output_dir.glob("checkpoint-*") if path.is_dir() and CHECKPOINT.fullmatch(path.name)]
+    """Complete checkpoints, the oldest first. Trainer writes its state last."""
+    found = [path for path in output_dir.glob("checkpoint-*") if CHECKPOINT.fullmatch(path.name) and is_complete(path)]
     return sorted(found, key=step_of)
+
+
+def is_complete(checkpoint: Path) -> bool:
+    """Whether a folder is a checkpoint whose state can be read."""
+    try:
+        json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def step_of(checkpoint: Path) -> int:
@@ -36,80 +47,52 @@ def find_checkpoint(output_dir: Path, name: str) -> Path:
         if not found:
             raise ValueError(f"resume_from_checkpoint=latest: {output_dir} holds no complete checkpoint.")
         return found[-1]
-    path = Path(name)
-    if not (path / "trainer_state.json").is_file():
+    if not is_complete(Path(name)):
         raise ValueError(f"resume_from_checkpoint={name}: this is no folder of a complete checkpoint.")
-    return path
+    return Path(name)
 
 
-def partial(target: Path) -> Path:
-    """Where to write what will be `target`."""
-    return target.with_name(f".{target.name}{PARTIAL}")
+def write_checksums(folder: Path):
+    """The SHA-256 of each file of a folder, as `checksums.json` in it."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != CHECKSUMS]
+    write_json(folder / CHECKSUMS, {path.relative_to(folder).as_posix(): _sha256(path) for path in files})
 
 
-def publish(target: Path):
-    """Give the folder `partial(target)` its name, in place of one that may be there."""
-    written, old = partial(target), target.with_name(f".{target.name}{OLD}")
-    for path in written.rglob("*"):
-        _flush(path)
-    _flush(written)
-    if target.exists():
-        target.rename(old)
-    written.rename(target)
-    _flush(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
+def verify_checksums(folder: Path):
+    """Compare the files of a folder with its `checksums.json`; without one, all is well.
+
+    Raises:
+        ValueError: a file is missing or other than it was, or the checksums cannot be read.
+    """
+    if not (folder / CHECKSUMS).is_file():
+        return
+    try:
+        expected = dict(json.loads((folder / CHECKSUMS).read_text(encoding="utf-8")))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{folder / CHECKSUMS} is damaged: {error}.") from error
+    for name, checksum in expected.items():
+        path = folder / name
+        if not path.is_file() or _sha256(path) != checksum:
+            what = "is damaged: it is not what was written" if path.is_file() else "is missing"
+            raise ValueError(f"{path} {what}. Resume from an earlier checkpoint, by its path.")
 
 
-def prepare(target: Path):
-    """An empty folder `partial(target)`."""
-    shutil.rmtree(partial(target), ignore_errors=True)
-    partial(target).mkdir(parents=True)
-
-
-def move_files(source: Path, target: Path):
-    """The files of one folder into another, each complete or absent; `source` disappears."""
-    for path in sorted(source.iterdir()):
-        _flush(path)
-        os.replace(path, target / path.name)
-    source.rmdir()
-    _flush(target)
+def remove_incomplete(output_dir: Path):
+    """Remove checkpoints that Trainer had not finished writing."""
+    for folder in output_dir.glob("checkpoint-*"):
+        if CHECKPOINT.fullmatch(folder.name) and not is_complete(folder):
+            shutil.rmtree(folder)
 
 
 def prune(output_dir: Path, limit: int | None):
     """Remove the oldest checkpoints beyond `limit`; None for no limit."""
     for checkpoint in checkpoints(output_dir)[: -limit if limit else 0]:
-        _remove(checkpoint)
+        # Under its own name a half removed checkpoint would look complete.
+        hidden = partial(checkpoint)
+        checkpoint.rename(hidden)
+        shutil.rmtree(hidden)
 
 
-def clean(output_dir: Path):
-    """Remove what a killed process left, and put back a folder that it was about to replace."""
-    for old in output_dir.glob(f".*{OLD}"):
-        target = output_dir / old.name[1 : -len(OLD)]
-        if target.exists():
-            shutil.rmtree(old)
-        else:
-            old.rename(target)
-    for path in output_dir.glob(f".*{PARTIAL}"):
-        shutil.rmtree(path)
-
-
-def write_json(path: Path, values: dict | list):
-    """A JSON file, complete or absent."""
-    unfinished = partial(path)
-    unfinished.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    os.replace(unfinished, path)
-
-
-def _remove(folder: Path):
-    # Under its own name a half removed checkpoint would look complete.
-    hidden = partial(folder)
-    folder.rename(hidden)
-    shutil.rmtree(hidden)
-
-
-def _flush(path: Path):
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

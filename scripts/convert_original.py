@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from official_names import BOOKKEEPING, heads_together, our_layout, our_name, split_rational
 from official_options import ARCHITECTURES, HEADS, Architecture, check_supported, operator_of, sizes
+from outputs import SavingError, claim, new_files, write_json
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
@@ -292,14 +293,16 @@ def load(head: str, config: TnnConfig, tensors: dict, official_names: dict):
 def main():
     args = parse_arguments()
     try:
-        tensors, options = read_checkpoint(args.checkpoint)
-        if args.hparams is not None:
-            options |= json.loads(args.hparams.read_text())
-        model, report = convert(tensors, options, args.architecture, args.head, args.published_ski)
-    except (ValueError, OSError) as error:
+        with claim(args.output_dir):
+            tensors, options = read_checkpoint(args.checkpoint)
+            if args.hparams is not None:
+                options |= json.loads(args.hparams.read_text())
+            model, report = convert(tensors, options, args.architecture, args.head, args.published_ski)
+            with new_files(args.output_dir) as folder:
+                model.save_pretrained(folder)
+                write_json(folder / "original.json", json.loads(json.dumps(report, default=str)))
+    except (ValueError, OSError, SavingError) as error:
         raise SystemExit(f"error: {error}") from error
-    model.save_pretrained(args.output_dir)
-    (args.output_dir / "original.json").write_text(json.dumps(report, indent=2, default=str) + "\n")
     for warning in report["warnings"]:
         sys.stderr.write(f"warning: {warning}\n")
     left_out = sum(became.startswith("left out") for became in report["tensors"].values())

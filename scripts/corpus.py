@@ -110,6 +110,20 @@ def train_tokenizer(
     return PreTrainedTokenizerFast(tokenizer_object=bpe, **names)
 
 
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int):
+    """Refuse a tokenizer that gives ids for which a model has no embedding: on a GPU that would end the process.
+
+    Raises:
+        ValueError: an id is `vocab_size` or more.
+    """
+    token, highest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    if highest >= vocab_size:
+        raise ValueError(
+            f"The tokenizer has {len(tokenizer)} tokens, among them {token!r} with the id {highest}; the model has "
+            f"vocab_size={vocab_size}, so ids must be below that."
+        )
+
+
 def tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """The ids of each text and the line break behind it, without special tokens."""
     lines = [text.rstrip("\n") + "\n" for text in texts]

@@ -5,15 +5,16 @@ Example:
     python scripts/demo.py --dataset my_book.txt --tno_type rtf
 """
 
-import json
 import logging
 import math
+import sys
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
 from corpus import load_corpus, pack, train_tokenizer
+from outputs import SavingError, claim, new_files, write_json
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -109,16 +110,22 @@ def continuation(folder: str, prompt: str, max_new_tokens: int, seed: int) -> st
     return tokenizer.decode(output[0], skip_special_tokens=True)
 
 
-def main():
-    args = HfArgumentParser(DemoArguments, description=__doc__).parse_args_into_dataclasses()[0]
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+def run(args: DemoArguments):
+    """Train, save, load, sample.
+
+    Raises:
+        ValueError: the text or the options are not possible.
+        SavingError: the model could not be written.
+    """
     set_seed(args.seed)
     start = time.perf_counter()
     trainer = build_trainer(args)
     before = perplexity(trainer)
     trainer.train()
     after = perplexity(trainer)
-    trainer.save_model(args.output_dir)
+    with new_files(Path(args.output_dir)) as folder:
+        trainer.save_model(str(folder))
+        write_json(folder / "training_args.json", asdict(args))
     text = continuation(args.output_dir, args.prompt, args.max_new_tokens, args.seed)
     metrics = {
         "perplexity_before": before,
@@ -130,10 +137,19 @@ def main():
         "torch_threads": torch.get_num_threads(),
         "text": text,
     }
-    for name, values in {"metrics": metrics, "training_args": asdict(args)}.items():
-        (Path(args.output_dir) / f"{name}.json").write_text(json.dumps(values, indent=2) + "\n")
+    write_json(Path(args.output_dir) / "metrics.json", metrics)
     logger.info("\nvalidation perplexity: %.1f before, %.1f after training; %.0f s", before, after, metrics["seconds"])
     logger.info("saved in %s; loaded from there, the model continues:\n\n%s", args.output_dir, text)
+
+
+def main():
+    args = HfArgumentParser(DemoArguments, description=__doc__).parse_args_into_dataclasses()[0]
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        with claim(Path(args.output_dir)):
+            run(args)
+    except (ValueError, SavingError) as error:
+        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

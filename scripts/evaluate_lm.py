@@ -21,9 +21,10 @@ from pathlib import Path
 
 import matplotlib
 import torch
-from checkpoints import write_json
-from corpus import check_file, load_texts, tokenize
+from corpus import check_file, check_vocabulary, load_texts, tokenize
 from matplotlib import pyplot
+from memory import MemoryExceededError, suggest_smaller
+from outputs import SavingError, claim, saving_errors, write_json, write_text
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -114,6 +115,7 @@ def evaluate_model(name: str, texts, args: argparse.Namespace) -> list[dict]:
     code = {"trust_remote_code": args.trust_remote_code}
     tokenizer = AutoTokenizer.from_pretrained(name, **code)
     model = AutoModelForCausalLM.from_pretrained(name, dtype=args.dtype, **code).eval().to(args.device)
+    check_vocabulary(tokenizer, model.config.vocab_size)
     lines = tokenize(texts["text"], tokenizer)
     ids = torch.tensor([token for line in lines for token in line])
     bytes_per_token = sum(len(f"{text.rstrip(chr(10))}\n".encode()) for text in texts["text"]) / len(ids)
@@ -126,7 +128,9 @@ def evaluate_model(name: str, texts, args: argparse.Namespace) -> list[dict]:
             sys.stderr.write(f"{name}: length {length} is left out, {what}.\n")
             continue
         for stride in [None] if args.stride is None else [None, args.stride]:
-            result = evaluate(model, ids, length, stride, args.tokens_per_pass)
+            advice = f"give a smaller --tokens_per_pass than {args.tokens_per_pass}"
+            with suggest_smaller(f"{name} at length {length}", advice):
+                result = evaluate(model, ids, length, stride, args.tokens_per_pass)
             figures = {
                 "perplexity": math.exp(min(result["loss"], 700)),
                 "bits_per_byte": result["loss"] / math.log(2) / bytes_per_token,
@@ -186,11 +190,11 @@ def plot(results: list[dict], file: Path):
 
 def report(results: list[dict], args: argparse.Namespace):
     """What there is so far, as JSON, Markdown and a plot."""
-    args.output_dir.mkdir(parents=True, exist_ok=True)
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
     write_json(args.output_dir / "perplexity.json", {"settings": settings, "results": results})
-    (args.output_dir / "perplexity.md").write_text(table(results) + "\n", encoding="utf-8")
-    plot(results, args.output_dir / "perplexity.png")
+    write_text(args.output_dir / "perplexity.md", table(results) + "\n")
+    with saving_errors(args.output_dir / "perplexity.png", args.output_dir / "perplexity.png"):
+        plot(results, args.output_dir / "perplexity.png")
 
 
 def main():
@@ -201,10 +205,11 @@ def main():
             check_file(args.file)
         texts = load_texts(args.file or args.dataset_name, args.dataset_config_name, args.split, args.text_column)
         results = []
-        for name in args.model:
-            results += evaluate_model(name, texts, args)
-            report(results, args)
-    except ValueError as error:
+        with claim(args.output_dir):
+            for name in args.model:
+                results += evaluate_model(name, texts, args)
+                report(results, args)
+    except (ValueError, MemoryExceededError, SavingError) as error:
         sys.exit(f"error: {error}")
     sys.stdout.write(f"perplexity (bits per byte)\n\n{table(results)}\n\nsaved in {args.output_dir}\n")
 

@@ -11,6 +11,7 @@ Example:
         --validation_file validation.csv --do_train --do_eval --output_dir outputs/mine
 """
 
+import contextlib
 import dataclasses
 import itertools
 import logging
@@ -20,9 +21,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from checkpoints import write_json
+from checkpoints import find_checkpoint, remove_incomplete, verify_checksums
+from corpus import check_vocabulary
 from glue_data import TASKS, TaskData, load_files, load_task, tokenize_task
 from glue_metrics import load_metric, main_metric
+from interruption import StopCallback, StopRequest, StopRequested
+from memory import MemoryExceededError, suggest_smaller
+from outputs import SavingError, claim, new_files, saving_errors, write_json, write_text
+from push_to_hub import PublishingError, open_repository, upload
 from recipes import parse_arguments
 from transformers import (
     AutoConfig,
@@ -99,6 +105,7 @@ class Task:
         """With the weights of the pretrained model, or random ones, below a new head."""
         source, code = self.args.model_name_or_path, {"trust_remote_code": self.args.trust_remote_code}
         config = AutoConfig.from_pretrained(source, num_labels=self.num_labels, **code)
+        check_vocabulary(self.tokenizer, config.vocab_size)
         config.problem_type = "regression" if self.data.label_names is None else "single_label_classification"
         config.pad_token_id = self.tokenizer.pad_token_id
         if self.data.label_names is not None:
@@ -124,9 +131,20 @@ class Task:
         return self.metric(np.full_like(references, answer), references)[self.main_metric]
 
 
-def run(task: Task, training: TrainingArguments) -> tuple[Trainer, dict]:
-    """Train, evaluate and predict as told; the Trainer and all figures."""
+def run(task: Task, training: TrainingArguments, keep: bool = False) -> tuple[Trainer, dict]:
+    """Train, evaluate and predict as told; the Trainer and all figures.
+
+    Args:
+        keep: whether the model is saved as soon as it is trained.
+
+    Raises:
+        StopRequested: a process had a signal while it trained; the last step is in a checkpoint.
+        ValueError: there is no such checkpoint to go on from, or it is damaged.
+        MemoryExceededError, SavingError: a batch does not fit, or a checkpoint.
+    """
     set_seed(training.seed)
+    stop = StopRequest()
+    leave = StopCallback(stop)
     trainer = Trainer(
         model=task.build_model(),
         args=training,
@@ -134,20 +152,50 @@ def run(task: Task, training: TrainingArguments) -> tuple[Trainer, dict]:
         eval_dataset=task.splits[task.data.validation_splits[0]],
         processing_class=task.tokenizer,
         compute_metrics=task.compute_metrics,
+        callbacks=[leave],
     )
     results = {}
     if training.do_train:
-        results |= trainer.train(resume_from_checkpoint=training.resume_from_checkpoint).metrics
-    if training.do_eval:
-        for split in task.data.validation_splits:
-            rows = task.splits[split]
-            suffix = "_mm" if split.endswith("_mismatched") else ""
-            figures = trainer.evaluate(rows)
-            results |= {name + suffix: value for name, value in figures.items()} | {"eval_samples" + suffix: len(rows)}
-    if training.do_predict:
-        for split in task.data.test_splits:
-            write_predictions(trainer, task, split)
+        with stop:
+            results |= train(trainer)
+        if leave.stopped:
+            raise StopRequested(stop.status, trainer.state.global_step)
+    if keep:
+        save_model(trainer, task, Path(training.output_dir))
+    with suggest_smaller("evaluation", "give a smaller --per_device_eval_batch_size or --max_seq_length"):
+        if training.do_eval:
+            results |= evaluate(trainer, task)
+        if training.do_predict:
+            for split in task.data.test_splits:
+                write_predictions(trainer, task, split)
     return trainer, results
+
+
+def train(trainer: Trainer) -> dict:
+    """Figures of the training, from the beginning or from a checkpoint on."""
+    folder, resumed = Path(trainer.args.output_dir), trainer.args.resume_from_checkpoint
+    if resumed is not None:
+        resumed = find_checkpoint(folder, resumed)
+        verify_checksums(resumed)
+    advice = "give a smaller --per_device_train_batch_size with more --gradient_accumulation_steps"
+    try:
+        with suggest_smaller("training", advice), saving_errors(folder):
+            return trainer.train(resume_from_checkpoint=None if resumed is None else str(resumed)).metrics
+    except SavingError:
+        if trainer.is_world_process_zero():
+            remove_incomplete(folder)
+        raise
+
+
+def evaluate(trainer: Trainer, task: Task) -> dict:
+    """Figures of all validation splits."""
+    results = {}
+    for split in task.data.validation_splits:
+        rows = task.splits[split]
+        suffix = "_mm" if split.endswith("_mismatched") else ""
+        figures = trainer.evaluate(rows)
+        results |= {name + suffix: value for name, value in figures.items()} | {"eval_samples" + suffix: len(rows)}
+    return results
 
 
 def write_predictions(trainer: Trainer, task: Task, split: str):
@@ -158,21 +206,25 @@ def write_predictions(trainer: Trainer, task: Task, split: str):
     names = task.data.label_names
     shown = [f"{value:.3f}" if names is None else names[value] for value in predictions]
     lines = [f"{index}\t{value}" for index, value in enumerate(shown)]
-    file = Path(trainer.args.output_dir) / f"predict_results_{task.name}{split.removeprefix('test')}.txt"
-    file.write_text("\n".join(["index\tprediction", *lines]) + "\n", encoding="utf-8")
-
-
-def save(trainer: Trainer, folder: Path, results: dict):
-    """The model and `all_results.json`."""
-    trainer.save_model(str(folder))
     if trainer.is_world_process_zero():
-        write_json(folder / "all_results.json", results)
+        file = Path(trainer.args.output_dir) / f"predict_results_{task.name}{split.removeprefix('test')}.txt"
+        write_text(file, "\n".join(["index\tprediction", *lines]) + "\n")
+
+
+def save_model(trainer: Trainer, task: Task, folder: Path):
+    """The model, its tokenizer and the options that it was trained with."""
+    options = trainer.args.to_dict() | dataclasses.asdict(task.args) | {"task_name": task.data.name}
+    with new_files(folder, trainer.accelerator) as files:
+        trainer.save_model(str(files))
+        if trainer.is_world_process_zero():
+            write_json(files / "training_args.json", options)
 
 
 def single(task: Task, training: TrainingArguments, folder: Path) -> list[dict]:
     """One run, with the learning rate and the seed of the command line."""
-    trainer, results = run(task, dataclasses.replace(training, output_dir=str(folder)))
-    save(trainer, folder, results)
+    trainer, results = run(task, dataclasses.replace(training, output_dir=str(folder)), keep=True)
+    if trainer.is_world_process_zero():
+        write_json(folder / "all_results.json", results)
     return [{"learning_rate": training.learning_rate, "seed": training.seed} | results]
 
 
@@ -185,11 +237,14 @@ def sweep(task: Task, training: TrainingArguments, folder: Path) -> list[dict]:
         options = {"learning_rate": rate, "seed": seed, "output_dir": str(place), "save_strategy": "no"}
         trainer, results = run(task, dataclasses.replace(training, **options, do_train=True, do_eval=True))
         runs.append({"learning_rate": rate, "seed": seed} | results)
-        write_json(place / "all_results.json", runs[-1])
+        if trainer.is_world_process_zero():
+            write_json(place / "all_results.json", runs[-1])
         score = results[f"eval_{task.main_metric}"] * (-1 if lower_is_better else 1)
         if best is None or score > best:
             best = score
-            save(trainer, folder, runs[-1])
+            save_model(trainer, task, folder)
+            if trainer.is_world_process_zero():
+                write_json(folder / "all_results.json", runs[-1])
     return runs
 
 
@@ -233,27 +288,65 @@ def table(summaries: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def main():
-    args, training = parse_arguments([GlueArguments, TrainingArguments], __doc__)
-    logging.basicConfig(format="%(message)s")
-    logger.setLevel(logging.INFO if training.process_index == 0 else logging.ERROR)
-    output_dir = Path(training.output_dir)
-    summaries = []
-    try:
-        if args.task_name is None:
-            data = [load_files(args.train_file, args.validation_file, args.test_file)]
-        else:
-            data = [load_task(name, args.dataset_path) for name in args.task_name]
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+def check_before_start(args: GlueArguments, training: TrainingArguments):
+    """Refuse what would be done otherwise than asked for.
+
+    Raises:
+        ValueError: an option of Trainer's own publishing, or a sweep that goes on from a checkpoint.
+    """
+    if training.push_to_hub and (training.hub_token is not None or "checkpoint" in training.hub_strategy):
+        raise ValueError("--push_to_hub publishes the last model, as the user of `hf auth login` or HF_TOKEN.")
+    if args.sweep and training.resume_from_checkpoint is not None:
+        raise ValueError("--sweep starts from the beginning: name what is left by its learning rates and seeds.")
+
+
+def repository_of(training: TrainingArguments, folder: Path, several: bool) -> str:
+    """The repository of a task, opened before the training."""
+    name = training.hub_model_id
+    name = f"{name}-{folder.name}" if several and name is not None else name
+    return open_repository(name, str(folder), training.hub_private_repo)
+
+
+def run_all(args: GlueArguments, training: TrainingArguments) -> list[dict]:
+    """All tasks; the summary of each."""
+    if args.task_name is None:
+        data = [load_files(args.train_file, args.validation_file, args.test_file)]
+    else:
+        data = [load_task(name, args.dataset_path) for name in args.task_name]
+    output_dir, main_process, summaries = Path(training.output_dir), training.process_index == 0, []
+    push = training.push_to_hub and main_process
+    trained = dataclasses.replace(training, push_to_hub=False)  # Trainer's own would publish pickles and no code
     for one in data:
         task = Task(one, args)
         folder = output_dir if len(data) == 1 else output_dir / task.name
-        summaries.append(summarize(task, (sweep if args.sweep else single)(task, training, folder)))
-        if training.process_index == 0:
+        repository = repository_of(training, folder, len(data) > 1) if push else None
+        summaries.append(summarize(task, (sweep if args.sweep else single)(task, trained, folder)))
+        if main_process:
             write_json(output_dir / "results.json", summaries)
-            (output_dir / "results.md").write_text(table(summaries) + "\n", encoding="utf-8")
-    logger.info("\n%s\n\nsaved in %s", table(summaries), output_dir)
+            write_text(output_dir / "results.md", table(summaries) + "\n")
+        if repository is not None:
+            upload(str(folder), repository, AutoConfig.from_pretrained(folder).model_type)
+    return summaries
+
+
+def main():
+    args, training = parse_arguments([GlueArguments, TrainingArguments], __doc__)
+    logging.basicConfig(format="%(message)s")
+    for name in ("finetune_glue", "push_to_hub"):
+        logging.getLogger(name).setLevel(logging.INFO if training.process_index == 0 else logging.ERROR)
+    with contextlib.ExitStack() as held:
+        try:
+            check_before_start(args, training)
+            held.enter_context(claim(Path(training.output_dir), main=training.process_index == 0))
+            summaries = run_all(args, training)
+        except StopRequested as request:
+            status, step = request.args
+            resume = "" if args.sweep else " --resume_from_checkpoint latest goes on from there."
+            logger.info("stopped by a signal; step %d is saved.%s", step, resume)
+            sys.exit(status)
+        except (OSError, ValueError, MemoryExceededError, SavingError, PublishingError) as error:
+            sys.exit(f"error: {error}")
+    logger.info("\n%s\n\nsaved in %s", table(summaries), training.output_dir)
 
 
 if __name__ == "__main__":

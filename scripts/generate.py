@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 
 import torch
+from corpus import check_vocabulary
+from outputs import SavingError, check_writable, write_json
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TextStreamer, set_seed
 
 import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
@@ -38,6 +40,11 @@ def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, dict]:
         known.prompt += [line for line in known.prompt_file.read_text().splitlines() if line.strip()]
     if not known.prompt:
         parser.error("give a --prompt or a --prompt_file")
+    if known.output_file is not None:
+        try:
+            check_writable(known.output_file)
+        except ValueError as error:
+            parser.error(f"--output_file: {error}")
     return known, generation_options(parser, rest)
 
 
@@ -76,6 +83,10 @@ def main():
     model = AutoModelForCausalLM.from_pretrained(
         args.model, dtype=args.dtype, trust_remote_code=args.trust_remote_code
     ).to(args.device)
+    try:
+        check_vocabulary(tokenizer, model.config.vocab_size)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
     options = {"max_new_tokens": 100} | options
     stream = args.batch_size == 1 and options.get("num_beams", 1) == 1 and options.get("num_return_sequences", 1) == 1
     set_seed(args.seed)
@@ -92,7 +103,10 @@ def main():
         result = {"model": args.model, "prompts": args.prompt, "texts": texts, "options": options}
         speed = {"new_tokens": tokens, "seconds": seconds, "tokens_per_second": tokens / seconds}
         speed |= {"device": args.device, "torch_threads": torch.get_num_threads()}
-        args.output_file.write_text(json.dumps(result | speed, indent=2) + "\n")
+        try:
+            write_json(args.output_file, result | speed)
+        except SavingError as error:
+            sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import torch
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from jinja2 import Environment, StrictUndefined
 from matplotlib.figure import Figure
+from outputs import SavingError, write_json, write_text
 from transformers import PreTrainedModel
 
 import modeling_tnn
@@ -122,10 +123,6 @@ def read_json(path: Path) -> dict:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} cannot be read as JSON: {error}") from error
-
-
-def write_json(path: Path, values: dict):
-    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def load(folder: Path) -> PreTrainedModel:
@@ -352,10 +349,9 @@ def main():
     args = parse_arguments()
     try:
         collect(args, load(args.folder), args.output_dir)
-        text = render(args.output_dir)
-    except ValueError as error:
+        write_text(args.output_dir / "README.md", render(args.output_dir))
+    except (OSError, ValueError, SavingError) as error:
         raise SystemExit(f"error: {error}") from error
-    (args.output_dir / "README.md").write_text(text, encoding="utf-8")
     sys.stdout.write(f"card of {args.repo_id} in {args.output_dir}\n")
 
 

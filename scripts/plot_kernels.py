@@ -13,7 +13,6 @@ Example:
 import argparse
 import base64
 import html
-import json
 import sys
 from pathlib import Path
 
@@ -22,6 +21,7 @@ import numpy as np
 import torch
 from kernel_statistics import Kernel, summary
 from matplotlib.figure import Figure
+from outputs import SavingError, claim, saving_errors, write_json, write_text
 from transformers import AutoModel
 from transformers.utils import logging
 
@@ -82,11 +82,11 @@ def write_page(path: Path, title: str, note: str, rows: list[dict], pictures: di
         f"<h2>{html.escape(heading)}</h2>" + "".join(embed(file) for file in files)
         for heading, files in pictures.items()
     )
-    path.write_text(
+    write_text(
+        path,
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
         f"<style>{STYLE}</style></head><body><h1>{html.escape(title)}</h1><p>{html.escape(note)}</p>"
         f"<table><tr>{head}</tr>{body}</table>{sections}</body></html>\n",
-        encoding="utf-8",
     )
 
 
@@ -102,7 +102,8 @@ def embed(file: Path) -> str:
 
 
 def save(figure: Figure, path: Path, dpi: int) -> Path:
-    figure.savefig(path, dpi=dpi)
+    with saving_errors(path, path):
+        figure.savefig(path, dpi=dpi)
     return path
 
 
@@ -116,15 +117,14 @@ def describe(config, length: int) -> str:
     return text
 
 
-def main():
-    args = parse_arguments(sys.argv[1:])
+def run(args: argparse.Namespace):
+    """Read the kernels, draw them, and say how far they reach."""
     logging.set_verbosity_error()  # the heads of a checkpoint are not needed here
     model = AutoModel.from_pretrained(args.model)
     length = args.length or model.config.axis_length
     kernels = [
         kernel for index, layer in enumerate(model.layers) for kernel in read_layer(layer.gtu.tno, length, index)
     ]
-    args.output_dir.mkdir(parents=True, exist_ok=True)
     title = f"What the layers of {Path(args.model).name} attend to"
     size = min(args.matrix_size, length)
     pictures = {
@@ -139,13 +139,22 @@ def main():
     rows = [summary(kernel) for kernel in kernels]
     write_page(args.output_dir / "index.html", title, describe(model.config, length), rows, pictures)
     figures = {"model": args.model, "tno_type": model.config.tno_type, "length": length, "layers": rows}
-    (args.output_dir / "kernels.json").write_text(json.dumps(figures, indent=2) + "\n")
+    write_json(args.output_dir / "kernels.json", figures)
     for row in rows:
         sys.stdout.write(
             f"{row['label']}: horizon {row['horizon_median']:.0f} positions (median of {row['channels']} channels), "
             f"most weight at {row['main_range']} ({row['main_range_share']:.0%})\n"
         )
     sys.stdout.write(f"{sum(map(len, pictures.values()))} pictures and index.html in {args.output_dir}\n")
+
+
+def main():
+    args = parse_arguments(sys.argv[1:])
+    try:
+        with claim(args.output_dir):
+            run(args)
+    except (ValueError, SavingError) as error:
+        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ Example:
     accelerate launch --config_file configuration/accelerate/ddp.yaml scripts/pretrain.py --recipe RECIPE
 """
 
+import contextlib
 import dataclasses
 import gc
 import logging
@@ -17,15 +18,17 @@ from pathlib import Path
 import datasets
 import torch
 import transformers
-import yaml
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin
 from blocks import BlockStream
-from checkpoints import checkpoints, find_checkpoint, move_files, partial, prepare, publish, write_json
-from corpus import check_file, load_corpus, pack, train_tokenizer
-from huggingface_hub import create_repo, upload_folder
+from checkpoints import checkpoints, find_checkpoint
+from corpus import check_file, check_vocabulary, load_corpus, pack, train_tokenizer
+from interruption import StopRequested
+from memory import MemoryExceededError
+from outputs import SavingError, claim, new_files, new_folder, write_json
+from overrides import load_config, parse_overrides
 from pretrain_arguments import PretrainArguments
-from push_to_hub import publish_model
+from push_to_hub import PublishingError, open_repository, upload
 from recipes import parse_arguments
 from training import DivergedError, Pretraining, perplexity
 from transformers import (
@@ -41,7 +44,7 @@ from transformers import (
 import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
 
 logger = logging.getLogger("pretrain")
-NOT_UPLOADED = ["checkpoint-*", "best/*", "tokenizer/*", ".*"]
+RESUME = " --resume_from_checkpoint latest goes on from the last checkpoint."
 AUTO_MODELS = {"clm": AutoModelForCausalLM, "mlm": AutoModelForMaskedLM}
 
 
@@ -94,16 +97,11 @@ def build_config(args: PretrainArguments) -> PreTrainedConfig:
         ValueError: an override is no field, or a model of this objective cannot have such a configuration.
     """
     known = AutoConfig.from_pretrained(args.config)
-    overrides = config_overrides(args.config_overrides)
-    unknown = [name for name in overrides if not hasattr(known, name)]
-    if unknown:
-        raise ValueError(f"config_overrides: a {known.model_type} config has no field {', '.join(unknown)}.")
+    overrides = parse_overrides(args.config_overrides, known)
     fit_length(args, known, overrides)
-    # From the file, not from `known`: fields that follow from others must follow from the new ones.
-    fields, _ = type(known).get_config_dict(args.config)
     if args.vocab_size is not None:
         overrides["vocab_size"] = args.vocab_size
-    config = AutoConfig.for_model(**fields | overrides)
+    config = load_config(args.config, overrides)
     with torch.device("meta"):
         AUTO_MODELS[args.objective].from_config(config)
     return config
@@ -126,12 +124,6 @@ def fit_length(args: PretrainArguments, config: PreTrainedConfig, overrides: dic
         overrides |= {field: args.block_size, "fd_resolution": overrides.get("fd_resolution")}
 
 
-def config_overrides(text: str | None) -> dict:
-    """`name=value,name=value` as a dictionary; values are read as YAML."""
-    pairs = [pair.partition("=") for pair in (text or "").split(",") if pair.strip()]
-    return {name.strip(): yaml.safe_load(value) for name, _, value in pairs}
-
-
 def build_tokenizer(
     args: PretrainArguments, accelerator: Accelerator, config: PreTrainedConfig, texts: datasets.Dataset
 ) -> PreTrainedTokenizerBase:
@@ -148,18 +140,17 @@ def build_tokenizer(
     else:
         source = Path(args.output_dir) / "tokenizer"
         if accelerator.is_main_process:
-            prepare(source)
-            train_tokenizer(texts, config.vocab_size, masked, args.do_lower_case).save_pretrained(partial(source))
-            publish(source)
+            trained = train_tokenizer(texts, config.vocab_size, masked, args.do_lower_case)
+            with new_folder(source) as folder:
+                trained.save_pretrained(folder)
         accelerator.wait_for_everyone()
     tokenizer = AutoTokenizer.from_pretrained(source)
     if args.tokenizer_name is None and args.vocab_size is None:
         config.vocab_size = len(tokenizer)
-    if len(tokenizer) > config.vocab_size:
-        raise ValueError(
-            f"The tokenizer has {len(tokenizer)} tokens, the model vocab_size={config.vocab_size}: "
-            f"give --vocab_size {len(tokenizer)} or another tokenizer."
-        )
+    try:
+        check_vocabulary(tokenizer, config.vocab_size)
+    except ValueError as error:
+        raise ValueError(f"{error} Give --vocab_size {len(tokenizer)} or another tokenizer.") from error
     if masked and tokenizer.mask_token_id is None:
         raise ValueError(f"The tokenizer {source} has no mask token, which --objective mlm needs.")
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
@@ -221,15 +212,14 @@ def build(args: PretrainArguments, accelerator: Accelerator) -> Pretraining:
 
 
 def finish(args: PretrainArguments, pretraining: Pretraining) -> dict:
-    """Evaluate and save the last model; the figures of the run."""
+    """Evaluate and save the last model; the figures of the run.
+
+    Raises:
+        StopRequested: a process had a signal while it evaluated.
+        SavingError: the model could not be written.
+    """
     accelerator, state = pretraining.accelerator, pretraining.state
-    evaluated = state.history and state.history[-1]["step"] == state.step
-    last = state.history[-1]["loss"] if evaluated else pretraining.record_evaluation()
-    final = Path(args.output_dir) / "final"
-    if accelerator.is_main_process:
-        prepare(final)
-    accelerator.wait_for_everyone()
-    pretraining.save_model(partial(final))
+    last = state.history[-1]["loss"] if pretraining.is_evaluated else pretraining.record_evaluation()
     tokens = args.max_steps * pretraining.blocks_per_step * args.block_size
     metrics = {
         "perplexity_before": perplexity(state.loss_before),
@@ -248,62 +238,77 @@ def finish(args: PretrainArguments, pretraining: Pretraining) -> dict:
         "torch_threads": torch.get_num_threads(),
         "evaluations": state.history,
     }
-    if accelerator.is_main_process:
-        write_json(partial(final) / "metrics.json", metrics)
-        move_files(partial(final), Path(args.output_dir))
-    accelerator.wait_for_everyone()
+    with new_files(Path(args.output_dir), accelerator) as folder:
+        pretraining.save_model(folder)
+        if accelerator.is_main_process:
+            write_json(folder / "metrics.json", metrics)
     return metrics
 
 
 def configure_logging(accelerator: Accelerator):
     """One line for what matters, from one process; accelerate names each file that it writes."""
     logging.basicConfig(format="%(message)s")
-    logger.setLevel(logging.INFO if accelerator.is_main_process else logging.ERROR)
+    for name in ("pretrain", "push_to_hub"):
+        logging.getLogger(name).setLevel(logging.INFO if accelerator.is_main_process else logging.ERROR)
     logging.getLogger("accelerate").setLevel(logging.ERROR)
     transformers.utils.logging.disable_progress_bar()
     if not accelerator.is_main_process:
         datasets.disable_progress_bars()
 
 
-def open_repository(args: PretrainArguments) -> str:
-    """Create or find the repository that the model goes to, so that what fails does so before the training."""
-    name = args.hub_model_id or Path(args.output_dir).resolve().name
-    return create_repo(name, private=args.hub_private_repo, exist_ok=True).repo_id
+def train(args: PretrainArguments, accelerator: Accelerator) -> tuple[Pretraining, dict, str | None]:
+    """Run until the end: what was trained, its figures, and the repository it goes to.
+
+    A signal ends the process here, when the step that is being computed is saved.
+
+    Raises:
+        ValueError: something is not possible.
+        DivergedError, MemoryExceededError, SavingError: something went wrong on the way.
+        PublishingError: the repository cannot be opened.
+    """
+    pretraining = build(args, accelerator)
+    repository = None
+    if args.push_to_hub and accelerator.is_main_process:
+        repository = open_repository(args.hub_model_id, args.output_dir, args.hub_private_repo)
+    if args.report_to != "none":
+        settings = {name: value for name, value in dataclasses.asdict(args).items() if value is not None}
+        accelerator.init_trackers("modeling-tnn", config=settings)
+    with pretraining.stop:
+        try:
+            pretraining.run()
+            return pretraining, finish(args, pretraining), repository
+        except StopRequested:
+            saved = pretraining.save_progress()
+            accelerator.end_training()
+            logger.info("stopped by a signal at step %d.%s", pretraining.state.step, RESUME if saved else "")
+            sys.exit(pretraining.stop.status)
 
 
-def upload(folder: str, repository: str, model_type: str):
-    """Publish the final model: with its code and a card, or as it is if it is a peer of another kind."""
-    if model_type == "tnn":
-        publish_model(folder, repository)
-    else:
-        upload_folder(repo_id=repository, folder_path=folder, ignore_patterns=NOT_UPLOADED)
-    logger.info("uploaded to %s", repository)
+def report(metrics: dict, output_dir: str):
+    logger.info(
+        "validation perplexity: %.2f before, %.2f after %d steps, best %.2f at step %d; %.0f tokens/s; saved in %s",
+        metrics["perplexity_before"], metrics["perplexity"], metrics["steps"], metrics["best_perplexity"],
+        metrics["best_step"], metrics["tokens_per_second"], output_dir,
+    )  # fmt: skip
 
 
 def main():
     (args,) = parse_arguments([PretrainArguments], __doc__)
-    repository = None
-    try:
-        accelerator = build_accelerator(args)
-        configure_logging(accelerator)
-        pretraining = build(args, accelerator)
-        if args.push_to_hub and accelerator.is_main_process:
-            repository = open_repository(args)
-        if args.report_to != "none":
-            settings = {name: value for name, value in dataclasses.asdict(args).items() if value is not None}
-            accelerator.init_trackers("modeling-tnn", config=settings)
-        pretraining.run()
-    except (ValueError, DivergedError) as error:
-        sys.exit(f"error: {error}")
-    metrics = finish(args, pretraining)
-    accelerator.end_training()
-    logger.info(
-        "validation perplexity: %.2f before, %.2f after %d steps, best %.2f at step %d; %.0f tokens/s; saved in %s",
-        metrics["perplexity_before"], metrics["perplexity"], metrics["steps"], metrics["best_perplexity"],
-        metrics["best_step"], metrics["tokens_per_second"], args.output_dir,
-    )  # fmt: skip
-    if repository is not None:
-        upload(args.output_dir, repository, accelerator.unwrap_model(pretraining.model).config.model_type)
+    with contextlib.ExitStack() as held:
+        try:
+            accelerator = build_accelerator(args)
+            configure_logging(accelerator)
+            held.enter_context(claim(Path(args.output_dir), main=accelerator.is_main_process))
+            accelerator.wait_for_everyone()
+            pretraining, metrics, repository = train(args, accelerator)
+            accelerator.end_training()
+            report(metrics, args.output_dir)
+            if repository is not None:
+                upload(args.output_dir, repository, pretraining.config.model_type)
+        except (OSError, MemoryExceededError, SavingError) as error:
+            sys.exit(f"error: {error}{RESUME if checkpoints(Path(args.output_dir)) else ''}")
+        except (ValueError, DivergedError, PublishingError) as error:
+            sys.exit(f"error: {error}")
     # A process group that outlives the model sometimes aborts at exit.
     del pretraining
     gc.collect()

@@ -10,18 +10,28 @@ Example:
 """
 
 import argparse
+import logging
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import model_card
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, create_repo, upload_folder
+from huggingface_hub.errors import HTTPError
 from transformers import AutoTokenizer
 
+logger = logging.getLogger("push_to_hub")
 KEPT = {".gitattributes", "LICENSE"}
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
+# Of the folder of a training script.
+NOT_UPLOADED = ["checkpoint-*", "best/*", "tokenizer/*", ".*", "training_args.bin"]
+
+
+class PublishingError(RuntimeError):
+    """Something is not on the Hub; what is on this machine is as it was."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -63,25 +73,66 @@ def publish(folder: Path, repo_id: str, private: bool) -> str:
     return str(url)
 
 
-def publish_model(folder: str, repo_id: str) -> str:
-    """What this script does without options, for training scripts; the address of the repository.
+def run(args: argparse.Namespace) -> str:
+    """Stage and publish; the address of the repository.
 
     Raises:
-        ValueError: the folder holds no complete model.
+        ValueError: the folder holds no complete model, or a file of results cannot be read.
+        PublishingError: the Hub did not take it.
     """
-    return run(build_parser().parse_args([folder, "--repo_id", repo_id]))
-
-
-def run(args: argparse.Namespace) -> str:
     with tempfile.TemporaryDirectory() as folder:
         stage(args, Path(folder))
-        return publish(Path(folder), args.repo_id, args.private)
+        with publishing_errors(args.folder, f"python scripts/push_to_hub.py {args.folder} --repo_id {args.repo_id}"):
+            return publish(Path(folder), args.repo_id, args.private)
+
+
+@contextmanager
+def publishing_errors(folder: str | Path, command: str) -> Iterator[None]:
+    """Make one error of all that can happen between here and the Hub.
+
+    Raises:
+        PublishingError: something did.
+    """
+    try:
+        yield
+    # HTTPError is that of the client's library, whichever that is.
+    except (HTTPError, OSError, RuntimeError) as error:
+        raise PublishingError(
+            f"nothing was published: {type(error).__name__}: {error}. The model in {folder} is as it was. To publish "
+            f"it later:\n  {command}"
+        ) from error
+
+
+def open_repository(name: str | None, folder: str, private: bool | None) -> str:
+    """Create or find the repository that a model goes to, so that what fails does so before the training.
+
+    Raises:
+        PublishingError: the Hub cannot be reached or refuses.
+    """
+    try:
+        return create_repo(name or Path(folder).resolve().name, private=private, exist_ok=True).repo_id
+    except (HTTPError, OSError, RuntimeError) as error:
+        raise PublishingError(f"push_to_hub: the repository cannot be opened: {error}.") from error
+
+
+def upload(folder: str, repository: str, model_type: str):
+    """Publish what a training script wrote: with its code and a card, or as it is if it is a model of another kind.
+
+    Raises:
+        PublishingError: the Hub did not take it.
+    """
+    if model_type == "tnn":
+        run(build_parser().parse_args([str(folder), "--repo_id", repository]))
+    else:
+        with publishing_errors(folder, f"hf upload {repository} {folder}"):
+            upload_folder(repo_id=repository, folder_path=folder, ignore_patterns=NOT_UPLOADED)
+    logger.info("uploaded to %s", repository)
 
 
 def main():
     try:
         url = run(build_parser().parse_args())
-    except (ValueError, HfHubHTTPError) as error:
+    except (ValueError, PublishingError) as error:
         raise SystemExit(f"error: {error}") from error
     sys.stdout.write(f"published at {url}\n")
 

@@ -10,7 +10,6 @@ Example:
 """
 
 import copy
-import json
 import logging
 import math
 import statistics
@@ -21,6 +20,7 @@ from pathlib import Path
 import torch
 from corpus import load_corpus, pack, train_tokenizer
 from datasets import Dataset
+from outputs import SavingError, claim, saving_errors, write_json
 from overrides import load_config, parse_overrides
 from recipes import parse_arguments
 from transformers import (
@@ -103,7 +103,8 @@ def train(
         data_collator=collator,
         callbacks=[PoleCallback()],
     )
-    result = trainer.train()
+    with saving_errors(Path(training.output_dir)):
+        result = trainer.train()
     scores = {length: perplexity(trainer, rows) for length, rows in blocks.items() if length != "train"}
     return {
         "variant": name,
@@ -129,9 +130,8 @@ def table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def main():
-    args, training = parse_arguments([AblationArguments, TrainingArguments], __doc__)
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+def run(args: AblationArguments, training: TrainingArguments):
+    """All variants, one after the other; results are written after each."""
     config, corpus = args.variant_config(args.variants[0]), load_corpus(args.dataset, args.dataset_config)
     tokenizer = tokenizer_for(corpus["train"], config.vocab_size)
     trained = config.max_position_embeddings
@@ -144,10 +144,19 @@ def main():
         for seed in args.seeds:
             rows.append(train(args, training, variant, seed, tokenizer, blocks))
             settings = vars(args) | {"batch_size": training.train_batch_size, "torch_threads": torch.get_num_threads()}
-            output.parent.mkdir(parents=True, exist_ok=True)
-            output.write_text(json.dumps({"settings": settings, "rows": rows}, indent=2) + "\n")
+            write_json(output, {"settings": settings, "rows": rows})
             logger.info("%s, seed %d: perplexity %s", rows[-1]["variant"], seed, rows[-1]["perplexity"])
     sys.stdout.write(table(rows) + "\n")
+
+
+def main():
+    args, training = parse_arguments([AblationArguments, TrainingArguments], __doc__)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        with claim(Path(training.output_dir), main=training.process_index == 0):
+            run(args, training)
+    except (ValueError, SavingError) as error:
+        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ Example:
         --config_overrides tno_type=fd
 """
 
-import json
 import logging
 import sys
 from collections import Counter
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 from datasets import load_dataset
 from lra_tasks import TASKS, Task, encode_split, limit, load_task
+from outputs import SavingError, claim, new_files, saving_errors, write_json
 from overrides import load_config, parse_overrides
 from recipes import parse_arguments
 from transformers import (
@@ -175,16 +175,17 @@ def describe(args: LraArguments, task: Task, config: TnnConfig, trainer: Trainer
     }
 
 
-def main():
-    args, training = parse_arguments([LraArguments, TrainingArguments], __doc__)
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+def run(args: LraArguments, training: TrainingArguments):
+    """Train, test and save.
+
+    Raises:
+        ValueError: the data or the configuration are not possible.
+        SavingError: the model could not be written.
+    """
     set_seed(training.seed)
-    try:
-        task, data = load_task(args.task, args.dataset_path, args.train_rows, args.max_length, args.eval_rows)
-        config = build_config(args, task)
-        model = build_model(args, config)
-    except ValueError as error:
-        raise SystemExit(f"run_lra.py: {error}") from error
+    task, data = load_task(args.task, args.dataset_path, args.train_rows, args.max_length, args.eval_rows)
+    config = build_config(args, task)
+    model = build_model(args, config)
     tokenizer = None if task.tokenizer is None else task.tokenizer()
     trainer = Trainer(
         model=model,
@@ -197,7 +198,8 @@ def main():
         optimizers=(build_optimizer(model, args, training), None),
         callbacks=[PoleCallback()],
     )
-    trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+    with saving_errors(Path(training.output_dir)):
+        trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     tests = {"validation": data["validation"], "test": data["test"]}
     if args.extra_test is not None:
         extra = load_dataset(args.dataset_path, args.extra_test, split="test")
@@ -206,13 +208,24 @@ def main():
     for name, rows in tests.items():
         metrics[f"{name}_accuracy"] = trainer.evaluate(rows, metric_key_prefix=name)[f"{name}_accuracy"]
         metrics[f"{name}_majority"] = max(Counter(rows["labels"]).values()) / len(rows)
-    trainer.save_model(training.output_dir)
-    (Path(training.output_dir) / "results.json").write_text(json.dumps(metrics, indent=2) + "\n")
+    with new_files(Path(training.output_dir), trainer.accelerator) as folder:
+        trainer.save_model(str(folder))
+        write_json(folder / "results.json", metrics)
     for name in tests:
         sys.stdout.write(
             f"{args.task}, {metrics['model']}, {name}: accuracy {metrics[f'{name}_accuracy']:.2%} "
             f"(largest class {metrics[f'{name}_majority']:.2%})\n"
         )
+
+
+def main():
+    args, training = parse_arguments([LraArguments, TrainingArguments], __doc__)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        with claim(Path(training.output_dir), main=training.process_index == 0):
+            run(args, training)
+    except (ValueError, SavingError) as error:
+        raise SystemExit(f"run_lra.py: {error}") from error
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ Example:
 """
 
 import copy
-import json
 import statistics
 import sys
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from outputs import SavingError, claim, saving_errors, write_json
 from recipes import parse_arguments
 from synthetic_tasks import IGNORED, Copying, Delay
 from torch import nn
@@ -141,7 +141,8 @@ def train(args: SyntheticArguments, training: TrainingArguments, state_size: int
         preprocess_logits_for_metrics=task.preprocess,
         callbacks=[PoleCallback()],
     )
-    result = trainer.train()
+    with saving_errors(Path(training.output_dir)):
+        result = trainer.train()
     return {
         "state_size": state_size,
         "seed": seed,
@@ -163,18 +164,26 @@ def table(rows: list[dict], metric: str) -> str:
     return "\n".join(lines)
 
 
-def main():
-    args, training = parse_arguments([SyntheticArguments, TrainingArguments], __doc__)
+def run(args: SyntheticArguments, training: TrainingArguments):
+    """All models, one after the other; results are written after each."""
     rows, metric = [], TASKS[args.task].metric
     output = Path(training.output_dir) / "results.json"
     for size in args.state_sizes:
         for seed in args.seeds:
             rows.append(train(args, training, size, seed))
             settings = vars(args) | {"batch_size": training.train_batch_size, "torch_threads": torch.get_num_threads()}
-            output.parent.mkdir(parents=True, exist_ok=True)
-            output.write_text(json.dumps({"settings": settings, "rows": rows}, indent=2) + "\n")
+            write_json(output, {"settings": settings, "rows": rows})
             sys.stdout.write(f"state size {size}, seed {seed}: {metric} {rows[-1][metric]:.4f}\n")
     sys.stdout.write(table(rows, metric) + "\n")
+
+
+def main():
+    args, training = parse_arguments([SyntheticArguments, TrainingArguments], __doc__)
+    try:
+        with claim(Path(training.output_dir), main=training.process_index == 0):
+            run(args, training)
+    except (ValueError, SavingError) as error:
+        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

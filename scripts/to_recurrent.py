@@ -10,15 +10,15 @@ Example:
 """
 
 import argparse
-import json
 import math
 import sys
 import time
 from pathlib import Path
 
 import torch
-from corpus import load_corpus, pack
+from corpus import check_vocabulary, load_corpus, pack
 from gradient_fit import convert_by_gradient
+from outputs import SavingError, claim, new_files, write_json
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -82,10 +82,16 @@ def convert(model, args: argparse.Namespace) -> tuple[PreTrainedModel, list[dict
     return converted, [layer.as_dict() for layer in layers]
 
 
-def main():
-    args = parse_arguments()
+def run(args: argparse.Namespace) -> dict:
+    """Convert, measure and save; what `conversion.json` says.
+
+    Raises:
+        ValueError: model, tokenizer, options and text do not fit together.
+        SavingError: the model could not be written.
+    """
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model).eval()
+    check_vocabulary(tokenizer, model.config.vocab_size)
     start = time.perf_counter()
     converted, layers = convert(model, args)
     seconds = time.perf_counter() - start
@@ -94,7 +100,7 @@ def main():
         : args.rows
     ]
     if not packed:
-        raise SystemExit(
+        raise ValueError(
             f"The validation text has fewer than {length} tokens: give a longer one or a smaller --length."
         )
     result = {
@@ -106,9 +112,20 @@ def main():
         "layers": layers,
         "comparison": compare(model, converted, torch.tensor(packed)),
     }
-    converted.save_pretrained(args.output_dir)
-    tokenizer.save_pretrained(args.output_dir)
-    (args.output_dir / "conversion.json").write_text(json.dumps(result, indent=2) + "\n")
+    with new_files(args.output_dir) as folder:
+        converted.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        write_json(folder / "conversion.json", result)
+    return result
+
+
+def main():
+    args = parse_arguments()
+    try:
+        with claim(args.output_dir):
+            result = run(args)
+    except (ValueError, SavingError) as error:
+        raise SystemExit(f"error: {error}") from error
     sys.stdout.write(summary(result) + f"\nsaved in {args.output_dir}\n")
 
 

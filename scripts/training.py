@@ -7,15 +7,21 @@ and all processes. So the same examples give the same step however they are spre
 import dataclasses
 import json
 import math
+import pickle
 import time
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import load, set_seed
+from accelerate.utils.constants import RNG_STATE_NAME
 from blocks import BlockStream
-from checkpoints import checkpoints, clean, find_checkpoint, partial, prepare, prune, publish, write_json
+from checkpoints import STATE, checkpoints, find_checkpoint, prune, verify_checksums, write_checksums
+from interruption import StopRequest, StopRequested
+from memory import MemoryExceededError, suggest_smaller
+from outputs import new_folder, write_json
 from pretrain_arguments import PretrainArguments
+from safetensors import SafetensorError
 from torch.nn.functional import cross_entropy
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
@@ -36,6 +42,10 @@ SOURCES = {
     "config", "config_overrides", "tokenizer_name", "vocab_size", "train_file", "validation_file", "dataset_name",
     "dataset_config_name", "text_column", "block_size",
 }  # fmt: skip
+
+TRAINING_MEMORY = (
+    "give a smaller --per_device_train_batch_size with more --gradient_accumulation_steps, or --gradient_checkpointing"
+)
 
 
 class DivergedError(RuntimeError):
@@ -100,16 +110,14 @@ class Pretraining:
         self.config = model.config
         self.poles = PoleCallback(args.max_pole_radius, args.logging_steps)
         self.fingerprint = self._fingerprint()
+        self.stop = StopRequest()
+        self._saved_step = None
         validation_loader = validation.loader(args.per_device_eval_batch_size, 0, len(validation))
         optimizer = build_optimizer(model, args)
         self.scheduler = get_scheduler(args.lr_scheduler_type, optimizer, args.num_warmup_steps, args.max_steps)
         self.model, self.optimizer, self.validation = accelerator.prepare(model, optimizer, validation_loader)
-        accelerator.register_for_checkpointing(self.scheduler)
         # The weights are made: from here on each process has its own dropout.
         set_seed(args.seed, device_specific=True)
-        if accelerator.is_main_process:
-            clean(self.output_dir)
-        accelerator.wait_for_everyone()
 
     @property
     def blocks_per_step(self) -> int:
@@ -121,10 +129,11 @@ class Pretraining:
         """Go on from a checkpoint.
 
         Raises:
-            ValueError: there is none, or it belongs to another run.
+            ValueError: there is none, it is damaged, or it belongs to another run.
         """
         folder = find_checkpoint(self.output_dir, name)
-        saved = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
+        verify_checksums(folder)
+        saved = json.loads((folder / STATE).read_text(encoding="utf-8"))
         differing = {
             key: (saved["fingerprint"].get(key), value)
             for key, value in self.fingerprint.items()
@@ -133,14 +142,28 @@ class Pretraining:
         if differing:
             lines = [f"{key}: {was} there, {now} here" for key, (was, now) in differing.items()]
             raise ValueError(f"{folder} is a checkpoint of another run.\n  " + "\n  ".join(lines))
-        self.accelerator.load_state(str(folder))
-        self.state = TrainerState(**saved["state"])
+        try:
+            self.accelerator.load_state(str(folder), load_kwargs={"weights_only": True})
+            # Accelerate would go on without random states that it cannot read.
+            load(folder / f"{RNG_STATE_NAME}_{self.accelerator.process_index}.pkl")
+            self.scheduler.load_state_dict(saved["scheduler"])
+            self.state = TrainerState(**saved["state"])
+        # A damaged file raises whatever its first bad byte leads to; objects that are no tensors are refused.
+        except (pickle.UnpicklingError, SafetensorError, RuntimeError, EOFError, LookupError, TypeError) as error:
+            raise ValueError(f"{folder} cannot be read: {str(error)[:300]}") from error
 
     def run(self):
-        """Train until `max_steps`, with evaluations and checkpoints on the way."""
+        """Train until `max_steps`, with evaluations and checkpoints on the way.
+
+        Raises:
+            StopRequested: a process had a signal; the step that was being computed is done.
+            MemoryExceededError: an evaluation or a step does not fit.
+        """
         args, accelerator, state = self.args, self.accelerator, self.state
         if state.loss_before is None:
             state.loss_before = self.evaluate()
+        if state.step and self._is_due(args.eval_steps) and not self.is_evaluated:
+            self.record_evaluation()  # the run was left while it evaluated
         start, stop = (step * self.blocks_per_step for step in (state.step, args.max_steps))
         loader = self.train_stream.loader(args.per_device_train_batch_size, start, stop)
         batches = iter(accelerator.prepare(loader))
@@ -150,25 +173,34 @@ class Pretraining:
         )
         self._start_clock()
         while state.step < args.max_steps:
-            loss = self.train_step([next(batches) for _ in range(args.gradient_accumulation_steps)])
+            loss, stopping = self.train_step([next(batches) for _ in range(args.gradient_accumulation_steps)])
             state.step += 1
             self.poles.look(accelerator.unwrap_model(self.model), state.step)
             progress.update()
             if state.step % args.logging_steps == 0 or state.step == args.max_steps:
                 self._stop_clock()
                 self._log(progress, loss)
+            if stopping:
+                self._stop_clock()
+                progress.close()
+                raise StopRequested
             if self._is_due(args.eval_steps) or self._is_due(args.checkpointing_steps):
                 self._stop_clock()
                 self._between_steps()
                 self._start_clock()
         progress.close()
 
-    def train_step(self, batches: list[dict[str, torch.Tensor]]) -> float:
-        """One optimizer step; the mean loss of the global batch.
+    def train_step(self, batches: list[dict[str, torch.Tensor]]) -> tuple[float, bool]:
+        """One optimizer step; the mean loss of the global batch, and whether a process was asked to stop.
 
         Raises:
             DivergedError: the loss or the norm of the gradient is not finite. The weights are still those before.
+            MemoryExceededError: the step does not fit.
         """
+        with suggest_smaller("a training step", TRAINING_MEMORY):
+            return self._train_step(batches)
+
+    def _train_step(self, batches: list[dict[str, torch.Tensor]]) -> tuple[float, bool]:
         accelerator, args = self.accelerator, self.args
         count = sum(count_targets(batch["labels"], self.causal).sum() for batch in batches)
         count = accelerator.reduce(count, reduction="sum").clamp(min=1)
@@ -181,46 +213,79 @@ class Pretraining:
                 accelerator.backward(loss * scale)
                 total += loss.detach()
                 if accelerator.sync_gradients:
-                    mean = (accelerator.reduce(total, reduction="sum") / count).item()
+                    # All processes learn of a signal at the same step, with the loss.
+                    sums = accelerator.reduce(torch.stack([total, self._stop_flag()]), reduction="sum")
+                    mean, stopping = (sums[0] / count).item(), sums[1].item() > 0
                     norm = accelerator.clip_grad_norm_(self.model.parameters(), args.max_grad_norm or math.inf)
                     self._check_finite(mean, norm)
                 self.optimizer.step()
                 if accelerator.sync_gradients and not accelerator.optimizer_step_was_skipped:
                     self.scheduler.step()
                 self.optimizer.zero_grad()
-        return mean
+        return mean, stopping
+
+    def evaluate(self) -> float:
+        """Mean loss per predicted token of the validation blocks, in nats.
+
+        Raises:
+            StopRequested: a process had a signal.
+            MemoryExceededError: a batch does not fit.
+        """
+        size = self.args.per_device_eval_batch_size
+        advice = f"give a --per_device_eval_batch_size below {size}" if size > 1 else "give a smaller --block_size"
+        try:
+            with suggest_smaller("evaluation", advice):
+                return self._evaluate()
+        except MemoryExceededError:
+            # A process that runs out of memory is alone with that, and saving takes all of them.
+            if self.accelerator.num_processes == 1:
+                self.save_progress()
+            raise
 
     @torch.no_grad()
-    def evaluate(self) -> float:
-        """Mean loss per predicted token of the validation blocks, in nats."""
+    def _evaluate(self) -> float:
         training = self.model.training
         self.model.eval()
         losses = []
         for batch in self.validation:
             nats = token_losses(self._logits(batch), batch["labels"], self.causal).sum(dim=1)  # (B,)
             counts = count_targets(batch["labels"], self.causal).float()
+            flags = self._stop_flag().expand_as(nats)
             # Rows that stand twice, to even out the last batches of the processes, are dropped.
-            losses.append(self.accelerator.gather_for_metrics(torch.stack([nats, counts], dim=1)))  # (B, 2)
+            rows = self.accelerator.gather_for_metrics(torch.stack([nats, counts, flags], dim=1))  # (B, 3)
+            if rows[:, 2].any():
+                raise StopRequested
+            losses.append(rows[:, :2])
         self.model.train(training)
         nats, count = torch.cat(losses).cpu().double().sum(dim=0).tolist()
         return nats / max(count, 1)
 
     def save_checkpoint(self):
-        """`checkpoint-STEP`, complete or absent."""
-        target = self.output_dir / f"checkpoint-{self.state.step}"
+        """`checkpoint-STEP`, complete or absent.
+
+        Raises:
+            SavingError: it could not be written.
+        """
+        with new_folder(self.output_dir / f"checkpoint-{self.state.step}", self.accelerator) as folder:
+            self.accelerator.save_state(str(folder))
+            if self._is_main:
+                self.config.save_pretrained(folder)
+                self.tokenizer.save_pretrained(folder)
+                # Not by accelerate's `register_for_checkpointing`, which reads it as a pickle of anything.
+                state = {"fingerprint": self.fingerprint, "scheduler": self.scheduler.state_dict()}
+                write_json(folder / STATE, state | {"state": dataclasses.asdict(self.state)})
+            self.accelerator.wait_for_everyone()
+            if self._is_main:
+                write_checksums(folder)
+        self._saved_step = self.state.step
         if self._is_main:
-            prepare(target)
-        self.accelerator.wait_for_everyone()
-        self.accelerator.save_state(str(partial(target)))
-        if self._is_main:
-            self.config.save_pretrained(partial(target))
-            self.tokenizer.save_pretrained(partial(target))
-            state = {"fingerprint": self.fingerprint, "state": dataclasses.asdict(self.state)}
-            write_json(partial(target) / "trainer_state.json", state)
-        self.accelerator.wait_for_everyone()
-        if self._is_main:
-            publish(target)
             prune(self.output_dir, self.args.save_total_limit)
+
+    def save_progress(self) -> bool:
+        """A checkpoint of the present step, unless it was written before; whether there is anything to go on from."""
+        if self.state.step and self._saved_step != self.state.step:
+            self.save_checkpoint()
+        return self.state.step > 0
 
     def save_model(self, folder: Path):
         """Weights, config and tokenizer, as `from_pretrained` reads them, and the arguments."""
@@ -230,6 +295,11 @@ class Pretraining:
             model.save_pretrained(folder, state_dict=weights)
             self.tokenizer.save_pretrained(folder)
             write_json(folder / "training_args.json", dataclasses.asdict(self.args))
+
+    @property
+    def is_evaluated(self) -> bool:
+        """Whether the last evaluation was of the present step."""
+        return bool(self.state.history) and self.state.history[-1]["step"] == self.state.step
 
     @property
     def _is_main(self) -> bool:
@@ -252,6 +322,9 @@ class Pretraining:
             f"The {what} at step {self.state.step + 1}. Nothing of this step was kept; last good checkpoint: {good}. "
             f"A lower learning rate, more warmup or bf16 instead of fp16 may help.{poles}"
         )
+
+    def _stop_flag(self) -> torch.Tensor:
+        return torch.tensor(float(self.stop.signal != 0), device=self.accelerator.device)
 
     def _is_due(self, every: int | None) -> bool:
         return every is not None and self.state.step % every == 0
@@ -285,14 +358,8 @@ class Pretraining:
         return loss
 
     def _save_best(self):
-        target = self.output_dir / "best"
-        if self._is_main:
-            prepare(target)
-        self.accelerator.wait_for_everyone()
-        self.save_model(partial(target))
-        self.accelerator.wait_for_everyone()
-        if self._is_main:
-            publish(target)
+        with new_folder(self.output_dir / "best", self.accelerator) as folder:
+            self.save_model(folder)
 
     def _log(self, progress: tqdm, loss: float):
         state = self.state

@@ -6,8 +6,8 @@
 
 Repositories have commits on the branch `main`; large files go to a store of their own (LFS) before a commit names
 them, small ones are in the commit. A private repository does not exist for who has no token. Tests break things
-through `tamper` (what is served instead of a large file, by `USER/NAME/FILE`) and `on_upload` (called before a large
-file is received).
+through `tamper` (what is served instead of a large file, by `USER/NAME/FILE`), `cut` (after how many bytes of a large
+file the connection ends) and `on_upload` (called before a large file is received). `HangUp` ends a connection.
 """
 
 import base64
@@ -73,6 +73,10 @@ class Refused(Exception):
         self.status, self.code = status, code
 
 
+class HangUp(Exception):
+    """No answer: the connection ends."""
+
+
 class HubServer:
     """The server and what it stores; a context manager."""
 
@@ -80,6 +84,7 @@ class HubServer:
         self.repos: dict[str, Repo] = {}
         self.objects: dict[str, bytes] = {}
         self.tamper: dict[str, Callable[[bytes], bytes]] = {}
+        self.cut: dict[str, int] = {}
         self.on_upload: Callable[[], None] = lambda: None
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.http.daemon_threads = True
@@ -129,6 +134,8 @@ class Handler(BaseHTTPRequestHandler):
                     action(self, **{name: value for name, value in match.groupdict().items() if value is not None})
                     return
             raise Refused(404, f"no route for {self.command} {path}")
+        except HangUp:
+            self.close_connection = True
         except Refused as error:
             headers = {"X-Error-Code": error.code, "X-Error-Message": str(error)}
             self.answer({"error": str(error)}, error.status, headers)
@@ -306,7 +313,16 @@ def resolve(request: Handler, repo: str, revision: str, path: str):
 
 
 def download(request: Handler, oid: str, path: str):
-    request.answer(request.hub.tamper.get(path, bytes)(request.hub.objects[oid]))
+    content = request.hub.tamper.get(path, bytes)(request.hub.objects[oid])
+    wanted = re.fullmatch(r"bytes=(\d+)-", request.headers.get("Range", ""))
+    start = int(wanted[1]) if wanted else 0
+    headers = {"Content-Length": len(content) - start}
+    if wanted:
+        headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
+    end = request.hub.cut.get(path)
+    request.answer(content[start:end], 206 if wanted else 200, headers)
+    if end is not None:
+        raise HangUp
 
 
 ROUTES = [

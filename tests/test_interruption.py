@@ -1,16 +1,19 @@
 """Runs that are killed: no folder is ever half written, and what is resumed ends where the unbroken run ended."""
 
 import json
+import os
 import random
 import shutil
 import signal
 import time
+from pathlib import Path
 
 import pytest
 from training_scripts import SCRIPTS, assert_same_weights, run_script, start_script, weights, write_config, write_text
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from checkpoints import checkpoints, clean, move_files, partial, prepare, prune, publish  # isort: skip
+from checkpoints import checkpoints, prune  # isort: skip
+from outputs import clean, new_files, new_folder, partial  # isort: skip
 
 assert SCRIPTS.is_dir()
 
@@ -70,7 +73,7 @@ def test_killed_at_any_moment(tmp_path):
     run_script("pretrain", *options, "--resume_from_checkpoint", "latest")
     assert_same_weights(whole, killed)
     assert figures(whole) == figures(killed)
-    assert not list(killed.glob(".*"))
+    assert [path.name for path in killed.glob(".*")] == [".lock"]
     assert weights(killed)
 
 
@@ -87,13 +90,12 @@ def folder(path, content: str):
     (path / "file").write_text(content)
 
 
-def test_publish_replaces_a_folder(tmp_path):
+def test_new_folder_replaces_one(tmp_path):
     target = tmp_path / "best"
     folder(target, "old")
-    prepare(target)
-    (partial(target) / "file").write_text("new")
-    assert (target / "file").read_text() == "old"
-    publish(target)
+    with new_folder(target) as written:
+        (written / "file").write_text("new")
+        assert (target / "file").read_text() == "old" and written == partial(target)
     assert (target / "file").read_text() == "new"
     assert [path.name for path in tmp_path.iterdir()] == ["best"]
 
@@ -114,6 +116,7 @@ def test_clean_ends_what_was_begun(tmp_path):
 def test_prune(tmp_path):
     for step in (5, 10, 100, 20):
         folder(tmp_path / f"checkpoint-{step}", "")
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
     prune(tmp_path, None)
     assert len(checkpoints(tmp_path)) == 4
     prune(tmp_path, 2)
@@ -121,8 +124,55 @@ def test_prune(tmp_path):
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_move_files(tmp_path):
-    folder(tmp_path / "new", "new")
-    (tmp_path / "file").write_text("old")
-    move_files(tmp_path / "new", tmp_path)
-    assert (tmp_path / "file").read_text() == "new" and not (tmp_path / "new").exists()
+def model_files(path, shards: int):
+    """A folder of empty files, named as those of a model in some shards."""
+    for name in ["config.json", "tokenizer.json", *(f"model-{i}-of-{shards}.safetensors" for i in range(shards))]:
+        (path / name).write_text(f"of {shards}")
+
+
+def test_new_files_join_others(tmp_path):
+    """Weights of the model that was there go, all else stays."""
+    model_files(tmp_path, 3)
+    (tmp_path / "notes.txt").write_text("mine")
+    with new_files(tmp_path) as written:
+        model_files(written, 2)
+        assert (tmp_path / "config.json").read_text() == "of 3"
+    weights = {f"model-{i}-of-2.safetensors" for i in range(2)}
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "tokenizer.json", "notes.txt", *weights}
+    assert (tmp_path / "config.json").read_text() == "of 2" and (tmp_path / "notes.txt").read_text() == "mine"
+
+
+class Killed(BaseException):
+    """What no code handles."""
+
+
+def test_killed_while_files_are_moved(tmp_path, monkeypatch):
+    """Before every rename and every removal: the old model, no model, or the new one; then `clean` ends it."""
+    calls, whole = {"count": 0}, {"of 3": 3, "of 2": 2}
+
+    def guard(action, die_at):
+        def guarded(*args, **kwargs):
+            calls["count"] += 1
+            if calls["count"] == die_at:
+                raise Killed
+            return action(*args, **kwargs)
+
+        return guarded
+
+    for die_at in range(1, 13):
+        target, calls["count"] = tmp_path / str(die_at), 0
+        target.mkdir()
+        model_files(target, 3)
+        with monkeypatch.context() as patched:
+            for owner, name in ((os, "replace"), (Path, "rename"), (Path, "unlink"), (Path, "rmdir")):
+                patched.setattr(owner, name, guard(getattr(owner, name), die_at))
+            with pytest.raises(Killed), new_files(target) as written:
+                model_files(written, 2)
+        if (target / "config.json").exists():
+            content = (target / "config.json").read_text()
+            shards = list(target.glob("model*"))
+            assert len(shards) == whole[content] and {path.read_text() for path in shards} == {content}
+        clean(target)
+        content = (target / "config.json").read_text()
+        assert content == ("of 3" if die_at < 3 else "of 2") and len(list(target.glob("model*"))) == whole[content]
+        assert not list(target.glob(".*"))

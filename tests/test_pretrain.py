@@ -23,8 +23,9 @@ from modeling_tnn import find_unstable
 from blocks import BlockStream  # isort: skip - on the path once training_scripts is imported
 from corpus import load_corpus, pack, train_tokenizer  # isort: skip
 from finetune_glue import GlueArguments  # isort: skip
-from pretrain import NOT_UPLOADED, build_config, upload  # isort: skip
+from pretrain import build_config  # isort: skip
 from pretrain_arguments import PretrainArguments  # isort: skip
+from push_to_hub import NOT_UPLOADED, upload  # isort: skip
 from recipes import parse_arguments  # isort: skip
 from training import build_optimizer, count_targets, token_losses  # isort: skip
 
@@ -237,7 +238,7 @@ REFUSED = {
     ),
     "wrong objective": (["--objective", "mlm"], "causal=True is not possible"),
     "wrong column": (["--text_column", "body"], "one of them must be 'body'"),
-    "unknown field": (["--config_overrides", "tno=fd"], "a tnn config has no field tno"),
+    "unknown field": (["--config_overrides", "tno=fd"], "a TnnConfig has no field tno"),
     "wrong field": (["--config_overrides", "tno_type=fdd"], "tno_type='fdd' is not possible"),
     "nothing to resume": (["--resume_from_checkpoint", "latest"], "holds no complete checkpoint"),
     "no checkpoint": (["--resume_from_checkpoint", "nowhere"], "no folder of a complete checkpoint"),
@@ -301,7 +302,7 @@ def test_push_to_hub(options, tmp_path, monkeypatch):
     def publish(folder, repo_id, private):
         calls.append(("publish", repo_id, {path.name for path in folder.iterdir()}))
 
-    monkeypatch.setattr("pretrain.create_repo", create)
+    monkeypatch.setattr("push_to_hub.create_repo", create)
     monkeypatch.setattr("push_to_hub.publish", publish)
     run_script("pretrain", *options, "--checkpointing_steps", 4, "--push_to_hub", "--hub_private_repo")
     created, published = calls
@@ -314,7 +315,7 @@ def test_push_to_hub(options, tmp_path, monkeypatch):
 def test_push_of_a_peer(tmp_path, monkeypatch):
     """A model of another kind goes as it is: only what the run ends with."""
     uploaded = []
-    monkeypatch.setattr("pretrain.upload_folder", lambda **arguments: uploaded.append(arguments))
+    monkeypatch.setattr("push_to_hub.upload_folder", lambda **arguments: uploaded.append(arguments))
     upload("out", "me/out", "gpt2")
     assert uploaded == [{"repo_id": "me/out", "folder_path": "out", "ignore_patterns": NOT_UPLOADED}]
 

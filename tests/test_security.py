@@ -1,8 +1,9 @@
 """What comes with a checkpoint is not trusted: a tampered configuration, a pickle instead of weights."""
 
-import ast
+import dataclasses
 import json
 import resource
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,8 @@ from safetensors.torch import load_file
 from test_convert_original import Malicious
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from modeling_tnn import TnnForCausalLM, TnnModel
+from modeling_tnn import TnnConfig, TnnForCausalLM, TnnModel
 
-ROOT = Path(__file__).parent.parent
 TAMPERED = [
     # Huge sizes.
     ("vocab_size", 10**12, "at most"),
@@ -53,7 +53,7 @@ TAMPERED = [
     ("rpe_act", "/tmp/act.py", "one of 'gelu'"),
     ("norm_type", "/etc/passwd", "one of 'simplermsnorm'"),
     ("product", "file:///evil", "one of 'chunked'"),
-    ("dtype", "os.system", "no attribute"),
+    ("dtype", "os.system", "the name of a dtype"),
 ]
 
 
@@ -146,13 +146,62 @@ def test_pickles_are_not_read(load, folder, tmp_path):
     assert load.from_pretrained(tmp_path, use_safetensors=False).config.tno_type == "rpe"
 
 
-def test_no_code_of_ours_reads_a_pickle():
-    """`torch.load` only with `weights_only=True`; no other reader of pickles is called."""
-    for path in [*ROOT.glob("modeling_tnn/*.py"), *ROOT.glob("scripts/*.py")]:
-        for call in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)):
-            name = ast.unparse(call.func)
-            if name == "torch.load":
-                safe = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}.get("weights_only")
-                assert safe == "True", path
-            assert name not in ("pickle.load", "pickle.loads", "joblib.load", "eval", "exec"), path
-            assert not any(keyword.arg == "allow_pickle" for keyword in call.keywords), path
+@pytest.mark.parametrize("value", [{"a": [1]}, [None], "text", 2**70, -1.5], ids=repr)
+def test_wrong_types_of_every_field(value):
+    """A configuration is refused with the name of the field, or the value is one that the field may have."""
+    for field in dataclasses.fields(TnnConfig):
+        if field.name not in TnnConfig.__annotations__:
+            continue  # what all configurations of transformers have
+        try:
+            config = TnnConfig.from_dict(tiny_config().to_dict() | {field.name: value})
+        except Exception as error:
+            assert field.name in str(error), field.name
+        else:
+            assert getattr(config, field.name) == value
+            assert field.name in HARMLESS[type(value)], field.name
+
+
+# Fields that may have values of these types, and what is made of them is no size (with RTF, a divisor of one).
+HARMLESS = {
+    dict: set(),
+    list: set(),
+    str: {"converted_from"},
+    int: {"rpe_window", "bos_token_id", "pad_token_id", "eos_token_id", "rtf_num_denominators"},
+    float: set(),
+}
+
+
+BROKEN = {
+    "nested deeply": b'{"model_type": "tnn", "a": ' + b'{"a":' * 10**5 + b"1" + b"}" * (10**5 + 1),
+    "a nested value": b'{"model_type": "tnn", "a": ' + b"[" * 900 + b"]" * 900 + b"}",
+    "no utf-8": b'{"model_type": "tnn", "a": "\xff\xfe"}',
+    "a number of 5,000 digits": b'{"model_type": "tnn", "hidden_size": ' + b"9" * 5000 + b"}",
+    "cut off": b'{"model_type": "tnn", "hidden_size"',
+    "empty": b"",
+    "a list": b"[]",
+    "a number": b"3",
+}
+
+
+@pytest.mark.parametrize("content", BROKEN.values(), ids=BROKEN)
+def test_broken_configuration(content, folder, tmp_path):
+    """An error, at once and without much memory, whatever transformers calls it."""
+    shutil.copytree(folder, tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_bytes(content)
+    before = peak_megabytes()
+    with pytest.raises((ValueError, OSError, RecursionError, TypeError)):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert peak_megabytes() - before < 100
+
+
+def test_foreign_code_is_not_run_even_if_allowed(folder, tmp_path):
+    """Where the package is installed, `trust_remote_code` does not make files of the folder go before it."""
+    shutil.copytree(folder, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config["auto_map"] = {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model" / "evil.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\nclass Evil: pass\n")
+    for options in ({}, {"trust_remote_code": False}, {"trust_remote_code": True}):
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", **options)
+        assert type(loaded) is TnnForCausalLM
+    assert not (tmp_path / "executed").exists()
