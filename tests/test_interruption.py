@@ -77,7 +77,7 @@ def test_killed_at_any_moment(tmp_path):
     assert weights(killed)
 
 
-def wait_until(holds, process, seconds: float = 60):
+def wait_until(holds, process, seconds: float = 600):
     deadline = time.monotonic() + seconds
     while not holds():
         assert process.poll() is None, process.stdout.read()
