@@ -157,7 +157,7 @@ def test_unsafe_pickle_is_refused(tmp_path, monkeypatch):
     torch.save({"model": {"weight": torch.zeros(2)}, "extra": Malicious(victim)}, tmp_path / "evil.pt")
     with pytest.raises(SystemExit, match="is refused.*would run code"):
         run_main(monkeypatch, tmp_path / "evil.pt", tmp_path / "out", "--architecture", "tnn_v2_decay_99_pre")
-    assert not victim.exists() and not (tmp_path / "out").exists()
+    assert not victim.exists() and not (tmp_path / "out" / "config.json").exists()
     pickle.loads(pickle.dumps(Malicious(victim)))
     assert victim.exists(), "the test would not have noticed"
 

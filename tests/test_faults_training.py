@@ -91,6 +91,7 @@ def test_second_interrupt(monkeypatch):
     """Of one process, it is the ordinary one; of several, launchers repeat the first."""
     for processes, ends in ((1, True), (2, False)):
         monkeypatch.setenv("WORLD_SIZE", str(processes))
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)  # workers of xdist ignore it
         with StopRequest() as stop:
             os.kill(os.getpid(), signal.SIGINT)
             try:
@@ -98,6 +99,7 @@ def test_second_interrupt(monkeypatch):
                 assert not ends
             except KeyboardInterrupt:
                 assert ends
+        signal.signal(signal.SIGINT, before)
         assert stop.status == 130
 
 

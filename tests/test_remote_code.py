@@ -28,7 +28,8 @@ from modeling_tnn import (
 from modeling_tnn.remote_code import AUTO_MAP
 
 PACKAGE = Path(modeling_tnn.__file__).parent
-CODE = {path.name for path in PACKAGE.glob("*.py")} - {"__init__.py"}
+# All files but the package's own and what only training loops call.
+CODE = {path.name for path in PACKAGE.glob("*.py")} - {"__init__.py", "stability.py"}
 CAUSAL_HEADS = (TnnForCausalLM, TnnForSequenceClassification, TnnModel)
 BIDIRECTIONAL_HEADS = (TnnForMaskedLM, TnnForSequenceClassification, TnnModel)
 HEADS = [(head, tno_type, causal) for tno_type, causal in VARIANTS
