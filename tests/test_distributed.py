@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import sys
-from pathlib import Path
 
 import pytest
 import yaml
@@ -12,7 +10,15 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from accelerate.utils.launch import prepare_multi_gpu_env
 from conftest import tiny_config
-from training_scripts import ROOT, assert_same_weights, run_script, start_script, write_config, write_text
+from training_scripts import (
+    ROOT,
+    assert_same_weights,
+    run_script,
+    start_script,
+    two_processes,
+    write_config,
+    write_text,
+)
 
 from modeling_tnn import TnnForCausalLM
 
@@ -62,9 +68,7 @@ def test_sharding_wraps_the_blocks(monkeypatch):
 
 
 def launch(*options) -> str:
-    launcher = [str(Path(sys.executable).parent / "accelerate"), "launch"]
-    launcher += ["--config_file", str(FOLDER / "cpu-gloo.yaml")]
-    with start_script("pretrain", *options, launcher=launcher) as process:
+    with start_script("pretrain", *options, launcher=two_processes()) as process:
         output, _ = process.communicate(timeout=120)
     return output
 

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_distributed import FOLDER
 from test_finetune_glue import glue, model  # noqa: F401 - fixtures
 from test_finetune_glue import options as glue_options
 from test_interruption import figures, options_for, wait_until
-from training_scripts import assert_same_weights, run_script, start_script, write_config, write_text
+from training_scripts import assert_same_weights, run_script, start_script, two_processes, write_config, write_text
 from transformers import Trainer
 
 from checkpoints import checkpoints  # isort: skip
@@ -113,9 +112,7 @@ def test_two_processes_stop_at_one_step(tmp_path):
     config = write_config(tmp_path / "config", hidden_dropout_prob=0.2)
     options = ["--config", config, "--train_file", write_text(tmp_path / "text.txt"), "--output_dir", tmp_path / "out",
                "--max_steps", 100_000, "--per_device_train_batch_size", 2, "--checkpointing_steps", 5]  # fmt: skip
-    launcher = [str(Path(sys.executable).parent / "accelerate"), "launch", "--config_file"]
-    launcher.append(str(FOLDER / "cpu-gloo.yaml"))
-    with start_script("pretrain", *options, launcher=launcher) as process:
+    with start_script("pretrain", *options, launcher=two_processes()) as process:
         wait_until(lambda: checkpoints(tmp_path / "out"), process)
         workers = [child for child in children(process.pid) if "pretrain.py" in command_of(child)]
         assert len(workers) == 2

@@ -1,6 +1,7 @@
 """Running the training scripts on a small text, in this process or in others."""
 
 import os
+import socket
 import subprocess
 import sys
 from importlib import import_module
@@ -51,6 +52,23 @@ def start_script(name: str, *arguments, launcher: tuple = (), **options) -> subp
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": environment}
     return subprocess.Popen(command, **pipes | options)
+
+
+def two_processes() -> list[str]:
+    """The launcher of two processes on the CPU, on a port of their own: workers of xdist start them side by side."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    file = ROOT / "configuration" / "accelerate" / "cpu-gloo.yaml"
+    command = [
+        Path(sys.executable).parent / "accelerate",
+        "launch",
+        "--main_process_port",
+        port,
+        "--config_file",
+        file,
+    ]
+    return [str(part) for part in command]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
