@@ -34,9 +34,9 @@ def build(head, config, seed):
 
 @given(configs(), lengths, seeds)
 def test_an_operator_is_its_dense_matrix(config, length, seed):
-    operator = shaken(build_tno(config), seed, 0.1)
-    if hasattr(operator, "reset_parameters"):
-        operator.reset_parameters()
+    operator = build_tno(config)
+    operator.reset_parameters()
+    operator = shaken(operator, seed, 0.1)
     v = noise(2, length, operator.channels, seed=seed).requires_grad_()
     weight = noise(2, length, operator.channels, seed=seed + 1)
     fast, dense = operator(v), torch.einsum("dij,bjd->bid", operator.dense(length), v)
