@@ -21,15 +21,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from checkpoints import find_checkpoint, remove_incomplete, verify_checksums
 from corpus import check_vocabulary
 from glue_data import TASKS, TaskData, load_files, load_task, tokenize_task
 from glue_metrics import load_metric, main_metric
-from interruption import StopCallback, StopRequest, StopRequested
+from interruption import StopRequested
 from memory import MemoryExceededError, suggest_smaller
-from outputs import SavingError, claim, new_files, saving_errors, write_json, write_text
+from outputs import SavingError, claim, new_files, write_json, write_text
 from push_to_hub import PublishingError, open_repository, upload
 from recipes import parse_arguments
+from resumable import train
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
@@ -143,8 +143,6 @@ def run(task: Task, training: TrainingArguments, keep: bool = False) -> tuple[Tr
         MemoryExceededError, SavingError: a batch does not fit, or a checkpoint.
     """
     set_seed(training.seed)
-    stop = StopRequest()
-    leave = StopCallback(stop)
     trainer = Trainer(
         model=task.build_model(),
         args=training,
@@ -152,14 +150,10 @@ def run(task: Task, training: TrainingArguments, keep: bool = False) -> tuple[Tr
         eval_dataset=task.splits[task.data.validation_splits[0]],
         processing_class=task.tokenizer,
         compute_metrics=task.compute_metrics,
-        callbacks=[leave],
     )
     results = {}
     if training.do_train:
-        with stop:
-            results |= train(trainer)
-        if leave.stopped:
-            raise StopRequested(stop.status, trainer.state.global_step)
+        results |= train(trainer)
     if keep:
         save_model(trainer, task, Path(training.output_dir))
     with suggest_smaller("evaluation", "give a smaller --per_device_eval_batch_size or --max_seq_length"):
@@ -169,22 +163,6 @@ def run(task: Task, training: TrainingArguments, keep: bool = False) -> tuple[Tr
             for split in task.data.test_splits:
                 write_predictions(trainer, task, split)
     return trainer, results
-
-
-def train(trainer: Trainer) -> dict:
-    """Figures of the training, from the beginning or from a checkpoint on."""
-    folder, resumed = Path(trainer.args.output_dir), trainer.args.resume_from_checkpoint
-    if resumed is not None:
-        resumed = find_checkpoint(folder, resumed)
-        verify_checksums(resumed)
-    advice = "give a smaller --per_device_train_batch_size with more --gradient_accumulation_steps"
-    try:
-        with suggest_smaller("training", advice), saving_errors(folder):
-            return trainer.train(resume_from_checkpoint=None if resumed is None else str(resumed)).metrics
-    except SavingError:
-        if trainer.is_world_process_zero():
-            remove_incomplete(folder)
-        raise
 
 
 def evaluate(trainer: Trainer, task: Task) -> dict:
@@ -340,9 +318,9 @@ def main():
             held.enter_context(claim(Path(training.output_dir), main=training.process_index == 0))
             summaries = run_all(args, training)
         except StopRequested as request:
-            status, step = request.args
+            status, message = request.args
             resume = "" if args.sweep else " --resume_from_checkpoint latest goes on from there."
-            logger.info("stopped by a signal; step %d is saved.%s", step, resume)
+            logger.info("%s%s", message, resume)
             sys.exit(status)
         except (OSError, ValueError, MemoryExceededError, SavingError, PublishingError) as error:
             sys.exit(f"error: {error}")

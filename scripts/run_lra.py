@@ -19,14 +19,17 @@ from pathlib import Path
 import numpy as np
 import torch
 from datasets import load_dataset
+from interruption import StopRequested
 from lra_tasks import TASKS, Task, encode_split, limit, load_task
-from outputs import SavingError, claim, new_files, saving_errors, write_json
+from memory import MemoryExceededError, suggest_smaller
+from outputs import SavingError, claim, new_files, write_json
 from overrides import load_config, parse_overrides
 from recipes import parse_arguments
+from resumable import train
 from transformers import (
     AutoModelForSequenceClassification,
-    BertConfig,
     DataCollatorWithPadding,
+    ModernBertConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Trainer,
@@ -57,7 +60,7 @@ class LraArguments:
         default=None, metadata={"help": "Another configuration of --dataset_path whose test split is evaluated too."}
     )
     transformer: bool = field(
-        default=False, metadata={"help": "Train a transformer (BERT) of the same width, depth and size instead."}
+        default=False, metadata={"help": "Train a transformer (ModernBERT) of the same width, depth and size instead."}
     )
     operator_learning_rate: float | None = field(
         default=None, metadata={"help": "Learning rate of the Toeplitz operators, which then have no weight decay."}
@@ -67,7 +70,7 @@ class LraArguments:
         if self.task not in TASKS:
             raise ValueError(f"--task {self.task}: it must be one of {', '.join(TASKS)}.")
         if self.transformer and self.task == "retrieval":
-            raise ValueError("--transformer: transformers has no BERT with a head for two sequences.")
+            raise ValueError("--transformer: transformers has no ModernBERT with a head for two sequences.")
         if self.extra_test is not None and self.dataset_path is None:
             raise ValueError("--extra_test: it needs a --dataset_path.")
 
@@ -85,25 +88,31 @@ def build_config(args: LraArguments, task: Task) -> TnnConfig:
 
 
 def transformer_like(config: TnnConfig) -> PreTrainedConfig:
-    """A BERT of the same width and depth, with as many parameters in a layer.
+    """A ModernBERT of the same width and depth, with as many parameters in a layer: the peer that, as a TNN classifier
+    does, reads the answer from the mean of all tokens.
 
     A TNN layer has 3 e d + 3 g d of them in its linear maps (e and g the widths of its units), a transformer layer
-    4 d^2 + 2 d f.
+    4 d^2 + 3 d f.
     """
-    width = config.hidden_size
-    inner = max(width, (3 * (config.gtu_dim + config.glu_dim) - 4 * width) // 2)
-    return BertConfig(
+    width, dropout = config.hidden_size, config.hidden_dropout_prob
+    inner = max(width, config.gtu_dim + config.glu_dim - 4 * width // 3)
+    return ModernBertConfig(
         vocab_size=config.vocab_size,
         hidden_size=width,
         num_hidden_layers=config.num_hidden_layers,
         num_attention_heads=max(1, width // 32),
         intermediate_size=inner,
-        hidden_act="gelu",
-        hidden_dropout_prob=config.hidden_dropout_prob,
-        attention_probs_dropout_prob=0.0,
+        embedding_dropout=dropout,
+        mlp_dropout=dropout,
         max_position_embeddings=config.max_position_embeddings,
+        global_attn_every_n_layers=1,
+        classifier_pooling="mean",
         num_labels=config.num_labels,
         pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=None,
+        cls_token_id=None,
+        sep_token_id=None,
     )
 
 
@@ -180,7 +189,8 @@ def run(args: LraArguments, training: TrainingArguments):
 
     Raises:
         ValueError: the data or the configuration are not possible.
-        SavingError: the model could not be written.
+        StopRequested: a process had a signal while it trained; the last step is in a checkpoint.
+        MemoryExceededError, SavingError: a batch does not fit, or the model could not be written.
     """
     set_seed(training.seed)
     task, data = load_task(args.task, args.dataset_path, args.train_rows, args.max_length, args.eval_rows)
@@ -198,15 +208,15 @@ def run(args: LraArguments, training: TrainingArguments):
         optimizers=(build_optimizer(model, args, training), None),
         callbacks=[PoleCallback()],
     )
-    with saving_errors(Path(training.output_dir)):
-        trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+    train(trainer)
     tests = {"validation": data["validation"], "test": data["test"]}
     if args.extra_test is not None:
         extra = load_dataset(args.dataset_path, args.extra_test, split="test")
         tests[args.extra_test] = encode_split(task, limit(extra, args.eval_rows))
     metrics = describe(args, task, config, trainer)
     for name, rows in tests.items():
-        metrics[f"{name}_accuracy"] = trainer.evaluate(rows, metric_key_prefix=name)[f"{name}_accuracy"]
+        with suggest_smaller("evaluation", "give a smaller --per_device_eval_batch_size"):
+            metrics[f"{name}_accuracy"] = trainer.evaluate(rows, metric_key_prefix=name)[f"{name}_accuracy"]
         metrics[f"{name}_majority"] = max(Counter(rows["labels"]).values()) / len(rows)
     with new_files(Path(training.output_dir), trainer.accelerator) as folder:
         trainer.save_model(str(folder))
@@ -224,7 +234,11 @@ def main():
     try:
         with claim(Path(training.output_dir), main=training.process_index == 0):
             run(args, training)
-    except (ValueError, SavingError) as error:
+    except StopRequested as request:
+        status, message = request.args
+        logger.info("%s --resume_from_checkpoint latest goes on from there.", message)
+        sys.exit(status)
+    except (ValueError, MemoryExceededError, SavingError) as error:
         raise SystemExit(f"run_lra.py: {error}") from error
 
 

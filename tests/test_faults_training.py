@@ -148,6 +148,23 @@ def test_finetuning_stops_and_goes_on(model, glue, tmp_path, monkeypatch, caplog
     assert_same_weights(tmp_path / "whole", tmp_path / "stopped")
 
 
+def test_long_range_training_stops_and_goes_on(tmp_path, monkeypatch, caplog):
+    options = ["--task", "listops", "--config", "tnn-listops", "--train_rows", 50, "--save_strategy", "no",
+               "--config_overrides", "hidden_size=8,num_hidden_layers=1,glu_dim=8,rpe_dim=4,hidden_dropout_prob=0.2",
+               "--max_steps", 6, "--per_device_train_batch_size", 2, "--report_to", "none"]  # fmt: skip
+    run_script("run_lra", *options, "--output_dir", tmp_path / "whole")
+    stopped = [*options, "--output_dir", tmp_path / "stopped"]
+    caplog.set_level("INFO", "run_lra")
+    with monkeypatch.context() as patched:
+        at_call(patched, Trainer, "training_step", 3, send(signal.SIGTERM))
+        with pytest.raises(SystemExit) as left:
+            run_script("run_lra", *stopped)
+    assert left.value.code == 143 and "stopped by a signal; step 3 is saved." in caplog.text
+    assert not (tmp_path / "stopped" / "results.json").exists()
+    run_script("run_lra", *stopped, "--resume_from_checkpoint", "latest")
+    assert_same_weights(tmp_path / "whole", tmp_path / "stopped")
+
+
 def test_finetuning_refuses_to_resume_a_sweep(model, tmp_path):  # noqa: F811 - a fixture
     with pytest.raises(SystemExit, match="--sweep starts from the beginning"):
         run_script("finetune_glue", *glue_options(model, tmp_path, "--task_name", "sst2", "--sweep",

@@ -213,7 +213,7 @@ def test_script_on_pictures(model, pictures, monkeypatch, tmp_path):
     results = run(monkeypatch, tmp_path / "out", *arguments)
     assert results["model"] == model and results["test_majority"] == pytest.approx(1 / 3)
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
-    assert loaded.config.model_type == ("bert" if model == "transformer" else "tnn")
+    assert loaded.config.model_type == ("modernbert" if model == "transformer" else "tnn")
 
 
 def test_script_on_pairs(monkeypatch, tmp_path):
@@ -234,7 +234,7 @@ def test_script_on_pairs(monkeypatch, tmp_path):
         (["--task", "listop"], "--task listop: it must be one of listops, text"),
         (["--task", "image", "--max_length", "500"], "--max_length 500: a picture of image has 1024 pixels"),
         (["--task", "retrieval"], "retrieval needs the folder"),
-        (["--task", "retrieval", "--transformer"], "no BERT with a head for two sequences"),
+        (["--task", "retrieval", "--transformer"], "no ModernBERT with a head for two sequences"),
         (["--task", "listops", "--train_rows", "50", "--config_overrides", "width=3"], "no field width"),
     ],
 )
