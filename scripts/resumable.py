@@ -1,12 +1,37 @@
 """Trainer's training as pretrain.py does its own: stopped by a signal, out of memory or disk, it loses nothing."""
 
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from checkpoints import find_checkpoint, remove_incomplete, verify_checksums
 from interruption import StopCallback, StopRequest, StopRequested
-from memory import suggest_smaller
-from outputs import SavingError, saving_errors
-from transformers import Trainer
+from memory import MemoryExceededError, suggest_smaller
+from outputs import SavingError, claim, saving_errors
+from transformers import Trainer, TrainingArguments
+
+logger = logging.getLogger("resumable")
+
+
+@contextmanager
+def exit_with_message(training: TrainingArguments) -> Iterator[None]:
+    """Have the output folder for the block; what stops the block ends the process with a status and a sentence.
+
+    Raises:
+        SystemExit: the block was stopped by a signal, or by an error that the user can do something about.
+    """
+    logger.setLevel(logging.INFO if training.process_index == 0 else logging.ERROR)
+    try:
+        with claim(Path(training.output_dir), main=training.process_index == 0):
+            yield
+    except StopRequested as request:
+        status, message = request.args
+        logger.info("%s --resume_from_checkpoint latest goes on from there.", message)
+        sys.exit(status)
+    except (OSError, ValueError, MemoryExceededError, SavingError) as error:
+        sys.exit(f"error: {error}")
 
 
 def train(trainer: Trainer) -> dict:

@@ -11,21 +11,15 @@ Example:
 """
 
 import logging
-import sys
-from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 
-import numpy as np
 import torch
+from classification import accuracy, describe, save, score
 from datasets import load_dataset
-from interruption import StopRequested
 from lra_tasks import TASKS, Task, encode_split, limit, load_task
-from memory import MemoryExceededError, suggest_smaller
-from outputs import SavingError, claim, new_files, write_json
 from overrides import load_config, parse_overrides
 from recipes import parse_arguments
-from resumable import train
+from resumable import exit_with_message, train
 from transformers import (
     AutoModelForSequenceClassification,
     DataCollatorWithPadding,
@@ -157,33 +151,6 @@ def build_optimizer(model: PreTrainedModel, args: LraArguments, training: Traini
     )
 
 
-def accuracy(prediction) -> dict[str, float]:
-    logits = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
-    return {"accuracy": float((np.argmax(logits, axis=-1) == prediction.label_ids).mean())}
-
-
-def describe(args: LraArguments, task: Task, config: TnnConfig, trainer: Trainer) -> dict:
-    """What was trained, on what."""
-    training = trainer.args
-    summary = next(entry for entry in reversed(trainer.state.log_history) if "train_runtime" in entry)
-    return {
-        "task": args.task,
-        "model": "transformer" if args.transformer else config.tno_type,
-        "config": args.config,
-        "config_overrides": args.config_overrides,
-        "parameters": trainer.model.num_parameters(),
-        "train_rows": len(trainer.train_dataset),
-        "max_length": task.max_length,
-        "steps": trainer.state.global_step,
-        "batch_size": training.train_batch_size * training.gradient_accumulation_steps,
-        "seed": training.seed,
-        "train_seconds": summary["train_runtime"],
-        "steps_per_second": summary["train_steps_per_second"],
-        "torch_threads": torch.get_num_threads(),
-        "device": str(training.device),
-    }
-
-
 def run(args: LraArguments, training: TrainingArguments):
     """Train, test and save.
 
@@ -213,33 +180,23 @@ def run(args: LraArguments, training: TrainingArguments):
     if args.extra_test is not None:
         extra = load_dataset(args.dataset_path, args.extra_test, split="test")
         tests[args.extra_test] = encode_split(task, limit(extra, args.eval_rows))
-    metrics = describe(args, task, config, trainer)
-    for name, rows in tests.items():
-        with suggest_smaller("evaluation", "give a smaller --per_device_eval_batch_size"):
-            metrics[f"{name}_accuracy"] = trainer.evaluate(rows, metric_key_prefix=name)[f"{name}_accuracy"]
-        metrics[f"{name}_majority"] = max(Counter(rows["labels"]).values()) / len(rows)
-    with new_files(Path(training.output_dir), trainer.accelerator) as folder:
-        trainer.save_model(str(folder))
-        write_json(folder / "results.json", metrics)
-    for name in tests:
-        sys.stdout.write(
-            f"{args.task}, {metrics['model']}, {name}: accuracy {metrics[f'{name}_accuracy']:.2%} "
-            f"(largest class {metrics[f'{name}_majority']:.2%})\n"
-        )
+    results = {
+        "task": args.task,
+        "model": "transformer" if args.transformer else config.tno_type,
+        "config": args.config,
+        "config_overrides": args.config_overrides,
+        "max_length": task.max_length,
+        **describe(trainer),
+        **score(trainer, tests, {name: rows["labels"] for name, rows in tests.items()}),
+    }
+    save(trainer, results)
 
 
 def main():
     args, training = parse_arguments([LraArguments, TrainingArguments], __doc__)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    try:
-        with claim(Path(training.output_dir), main=training.process_index == 0):
-            run(args, training)
-    except StopRequested as request:
-        status, message = request.args
-        logger.info("%s --resume_from_checkpoint latest goes on from there.", message)
-        sys.exit(status)
-    except (ValueError, MemoryExceededError, SavingError) as error:
-        raise SystemExit(f"run_lra.py: {error}") from error
+    with exit_with_message(training):
+        run(args, training)
 
 
 if __name__ == "__main__":

@@ -170,6 +170,7 @@ COMMANDS = {
     "plot_kernels": ["--model", "nowhere"],
     "demo": [],
     "run_lra": ["--task", "listops", "--config", "tnn-listops"],
+    "run_image_classification": ["--config", "tnn-image-tiny", "--dataset_name", "nowhere"],
     "run_ablation": ["--variants", "a"],
     "run_synthetic": ["--recipe", SCRIPTS.parent / "configuration/recipes/synthetic/small-copying.yaml"],
 }

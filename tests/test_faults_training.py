@@ -154,7 +154,6 @@ def test_long_range_training_stops_and_goes_on(tmp_path, monkeypatch, caplog):
                "--max_steps", 6, "--per_device_train_batch_size", 2, "--report_to", "none"]  # fmt: skip
     run_script("run_lra", *options, "--output_dir", tmp_path / "whole")
     stopped = [*options, "--output_dir", tmp_path / "stopped"]
-    caplog.set_level("INFO", "run_lra")
     with monkeypatch.context() as patched:
         at_call(patched, Trainer, "training_step", 3, send(signal.SIGTERM))
         with pytest.raises(SystemExit) as left:

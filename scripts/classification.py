@@ -1,0 +1,64 @@
+"""What scripts that train classifiers have in common: accuracy beside that of the largest class, and their results."""
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import torch
+from datasets import Dataset
+from memory import suggest_smaller
+from outputs import new_files, write_json
+from transformers import EvalPrediction, Trainer
+
+
+def accuracy(prediction: EvalPrediction) -> dict[str, float]:
+    """Share of rows whose class has the largest logit."""
+    logits = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
+    return {"accuracy": float((np.argmax(logits, axis=-1) == prediction.label_ids).mean())}
+
+
+def describe(trainer: Trainer) -> dict:
+    """The run, after the training."""
+    summary = next(entry for entry in reversed(trainer.state.log_history) if "train_runtime" in entry)
+    return {
+        "parameters": trainer.model.num_parameters(),
+        "train_rows": len(trainer.train_dataset),
+        "steps": trainer.state.global_step,
+        "batch_size": trainer.args.train_batch_size * trainer.args.gradient_accumulation_steps,
+        "seed": trainer.args.seed,
+        "train_seconds": summary["train_runtime"],
+        "steps_per_second": summary["train_steps_per_second"],
+        "torch_threads": torch.get_num_threads(),
+        "device": str(trainer.args.device),
+    }
+
+
+def score(trainer: Trainer, splits: dict[str, Dataset], labels: dict[str, list[int]]) -> dict[str, float]:
+    """`SPLIT_accuracy` and `SPLIT_majority`, the accuracy of always answering the largest class.
+
+    Raises:
+        MemoryExceededError: a batch does not fit.
+    """
+    figures = {}
+    for name, rows in splits.items():
+        with suggest_smaller("evaluation", "give a smaller --per_device_eval_batch_size"):
+            figures[f"{name}_accuracy"] = trainer.evaluate(rows, metric_key_prefix=name)[f"{name}_accuracy"]
+        figures[f"{name}_majority"] = max(Counter(labels[name]).values()) / len(labels[name])
+    return figures
+
+
+def save(trainer: Trainer, results: dict):
+    """The model with what prepares its inputs, and `results.json`; a line for each split.
+
+    Raises:
+        SavingError: they could not be written.
+    """
+    with new_files(Path(trainer.args.output_dir), trainer.accelerator) as folder:
+        trainer.save_model(str(folder))
+        write_json(folder / "results.json", results)
+    for name in (key.removesuffix("_accuracy") for key in results if key.endswith("_accuracy")):
+        sys.stdout.write(
+            f"{results['task']}, {results['model']}, {name}: accuracy {results[f'{name}_accuracy']:.2%} "
+            f"(largest class {results[f'{name}_majority']:.2%})\n"
+        )

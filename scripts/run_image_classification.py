@@ -1,0 +1,183 @@
+"""Train and evaluate an image classifier, a TNN that mixes patches along rows and columns, with transformers' Trainer.
+
+Data: a Hub id or a folder that `datasets` reads, such as one folder of pictures for each class. The first column with
+pictures and the first with classes are taken; half of the training pictures are mirrored.
+
+Example:
+    python scripts/run_image_classification.py --recipe configuration/recipes/images/small-cifar10.yaml \\
+        --output_dir outputs/cifar10
+    python scripts/run_image_classification.py --config tnn-image-tiny --dataset_name pictures --max_steps 1000 \\
+        --output_dir outputs/mine
+"""
+
+import logging
+from dataclasses import dataclass, field
+
+import torch
+from classification import accuracy, describe, save, score
+from datasets import ClassLabel, Dataset, DatasetDict, Image, load_dataset
+from lra_tasks import limit
+from overrides import load_config, parse_overrides
+from PIL import ImageOps
+from recipes import parse_arguments
+from resumable import exit_with_message, train
+from transformers import (
+    AutoModelForImageClassification,
+    PreTrainedConfig,
+    Trainer,
+    TrainingArguments,
+    ViTConfig,
+    ViTImageProcessor,
+    set_seed,
+)
+
+from modeling_tnn import PoleCallback, TnnConfig
+
+logger = logging.getLogger("run_image_classification")
+EVALUATED = ("validation", "test")
+
+
+@dataclass
+class ImageArguments:
+    """The model, and the pictures."""
+
+    config: str = field(metadata={"help": "A preset, such as tnn-image-tiny, or the folder of a config."})
+    config_overrides: str | None = field(default=None, metadata={"help": "Fields of it: tno_type=fd,hidden_size=64."})
+    dataset_name: str = field(default="uoft-cs/cifar10", metadata={"help": "Hub id or folder of pictures."})
+    dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of the data set."})
+    label_column_name: str | None = field(default=None, metadata={"help": "Column of the classes, if not the first."})
+    train_rows: int | None = field(default=None, metadata={"help": "Use fewer training pictures."})
+    eval_rows: int | None = field(default=None, metadata={"help": "Use fewer of the others."})
+    transformer: bool = field(
+        default=False, metadata={"help": "Train a transformer (ViT) of the same width, depth and size instead."}
+    )
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """The splits train and validation or test, and the columns that are used."""
+
+    splits: DatasetDict
+    image: str
+    label: str
+
+    @property
+    def classes(self) -> list[str]:
+        return self.splits["train"].features[self.label].names
+
+
+def load_pictures(args: ImageArguments) -> Pictures:
+    """The splits, with as many rows as asked for.
+
+    Raises:
+        ValueError: there is no column of pictures or of classes, nothing to train on or nothing to evaluate on.
+    """
+    splits = load_dataset(args.dataset_name, args.dataset_config_name)
+    evaluated = [name for name in EVALUATED if name in splits]
+    if "train" not in splits or not evaluated:
+        raise ValueError(
+            f"--dataset_name {args.dataset_name}: it has the splits {', '.join(splits)}; train and one of "
+            f"{', '.join(EVALUATED)} are needed."
+        )
+    features = splits["train"].features
+    images = [name for name, feature in features.items() if isinstance(feature, Image)]
+    labels = [name for name, feature in features.items() if isinstance(feature, ClassLabel)]
+    label = args.label_column_name or (labels[0] if labels else None)
+    if not images or label not in labels:
+        raise ValueError(
+            f"--dataset_name {args.dataset_name}: a column of pictures and one of classes are needed; its columns are "
+            f"{', '.join(features)}."
+        )
+    rows = {"train": args.train_rows} | dict.fromkeys(evaluated, args.eval_rows)
+    return Pictures(DatasetDict({name: limit(splits[name], count) for name, count in rows.items()}), images[0], label)
+
+
+def transformer_like(config: TnnConfig) -> PreTrainedConfig:
+    """A ViT of the same width and depth, with as many parameters in a layer.
+
+    A TNN layer has 3 e d + 3 g d of them in its linear maps (e and g the widths of its units), a transformer layer
+    4 d^2 + 2 d f.
+    """
+    width = config.hidden_size
+    return ViTConfig(
+        hidden_size=width,
+        num_hidden_layers=config.num_hidden_layers,
+        num_attention_heads=max(1, width // 64),
+        intermediate_size=max(width, (3 * (config.gtu_dim + config.glu_dim) - 4 * width) // 2),
+        hidden_dropout_prob=config.hidden_dropout_prob,
+        image_size=config.image_size,
+        patch_size=config.patch_size,
+        num_channels=config.num_channels,
+        id2label=config.id2label,
+        label2id=config.label2id,
+    )
+
+
+def build_config(args: ImageArguments, classes: list[str]) -> PreTrainedConfig:
+    """The preset, or a transformer like it, with the classes of the data.
+
+    Raises:
+        ValueError: an override is no field of the configuration, or not possible.
+    """
+    names = {"id2label": dict(enumerate(classes)), "label2id": {name: label for label, name in enumerate(classes)}}
+    config = load_config(args.config, {"num_labels": len(classes)} | names, parse_overrides(args.config_overrides))
+    return transformer_like(config) if args.transformer else config
+
+
+def prepare(rows: Dataset, pictures: Pictures, processor: ViTImageProcessor, mirror: bool) -> Dataset:
+    """`pixel_values` and `labels`, made when a row is read; half of them mirrored if asked for."""
+
+    def transform(batch: dict) -> dict:
+        images = [image.convert("RGB") for image in batch[pictures.image]]
+        if mirror:
+            images = [ImageOps.mirror(image) if torch.rand(()) < 0.5 else image for image in images]
+        pixels = processor(images, return_tensors="pt")["pixel_values"]
+        return {"pixel_values": pixels, "labels": batch[pictures.label]}
+
+    return rows.with_transform(transform)
+
+
+def run(args: ImageArguments, training: TrainingArguments):
+    """Train, evaluate and save.
+
+    Raises:
+        ValueError: the data or the configuration are not possible.
+        StopRequested: a process had a signal while it trained; the last step is in a checkpoint.
+        MemoryExceededError, SavingError: a batch does not fit, or the model could not be written.
+    """
+    set_seed(training.seed)
+    training.remove_unused_columns = False  # the columns of a row are made from the others when it is read
+    pictures = load_pictures(args)
+    config = build_config(args, pictures.classes)
+    processor = ViTImageProcessor(size={"height": config.image_size, "width": config.image_size})
+    splits = {name: prepare(rows, pictures, processor, name == "train") for name, rows in pictures.splits.items()}
+    trainer = Trainer(
+        model=AutoModelForImageClassification.from_config(config),
+        args=training,
+        train_dataset=splits.pop("train"),
+        eval_dataset=next(iter(splits.values())),
+        processing_class=processor,
+        compute_metrics=accuracy,
+        callbacks=[PoleCallback()],
+    )
+    train(trainer)
+    results = {
+        "task": args.dataset_name,
+        "model": "transformer" if args.transformer else config.tno_type,
+        "config": args.config,
+        "config_overrides": args.config_overrides,
+        **describe(trainer),
+        **score(trainer, splits, {name: pictures.splits[name][pictures.label] for name in splits}),
+    }
+    save(trainer, results)
+
+
+def main():
+    args, training = parse_arguments([ImageArguments, TrainingArguments], __doc__)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    with exit_with_message(training):
+        run(args, training)
+
+
+if __name__ == "__main__":
+    main()
