@@ -24,7 +24,7 @@ from modeling_tnn import TnnForCausalLM
 
 from checkpoints import find_checkpoint, verify_checksums, write_checksums  # isort: skip
 from interruption import StopCallback, StopRequest  # isort: skip
-from outputs import SavingError, claim, new_files, new_folder, write_json  # isort: skip
+from outputs import LOCK, SavingError, claim, new_files, new_folder, write_json  # isort: skip
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_full_disk_at_the_last_model(options, tmp_path, largest_file, monkeypatc
     with pytest.raises(SystemExit, match="best could not be saved"):
         run_script("pretrain", *options)
     largest_file(resource.RLIM_INFINITY)
-    assert len(saved) == 1 and set(os.listdir(out)) == {".lock", "checkpoint-4", "checkpoint-8", "tokenizer"}
+    assert len(saved) == 1 and set(os.listdir(out)) - {LOCK} == {"checkpoint-4", "checkpoint-8", "tokenizer"}
     assert not list(out.rglob(".*.partial"))
     with pytest.raises(ValueError, match="Unrecognized model"):
         AutoModelForCausalLM.from_pretrained(out)

@@ -13,7 +13,7 @@ from training_scripts import SCRIPTS, assert_same_weights, run_script, start_scr
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from checkpoints import checkpoints, prune  # isort: skip
-from outputs import clean, new_files, new_folder, partial  # isort: skip
+from outputs import LOCK, clean, new_files, new_folder, partial  # isort: skip
 
 assert SCRIPTS.is_dir()
 
@@ -73,7 +73,7 @@ def test_killed_at_any_moment(tmp_path):
     run_script("pretrain", *options, "--resume_from_checkpoint", "latest")
     assert_same_weights(whole, killed)
     assert figures(whole) == figures(killed)
-    assert [path.name for path in killed.glob(".*")] == [".lock"]
+    assert {path.name for path in killed.glob(".*")} <= {LOCK}  # some releases of filelock remove it
     assert weights(killed)
 
 
