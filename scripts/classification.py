@@ -48,15 +48,17 @@ def score(trainer: Trainer, splits: dict[str, Dataset], labels: dict[str, list[i
     return figures
 
 
-def save(trainer: Trainer, results: dict):
-    """The model with what prepares its inputs, and `results.json`; a line for each split.
+def save(trainer: Trainer, options: dict, results: dict):
+    """The model with what prepares its inputs, `training_args.json` and `results.json`; a line for each split.
 
     Raises:
         SavingError: they could not be written.
     """
     with new_files(Path(trainer.args.output_dir), trainer.accelerator) as folder:
         trainer.save_model(str(folder))
-        write_json(folder / "results.json", results)
+        if trainer.is_world_process_zero():
+            write_json(folder / "training_args.json", trainer.args.to_dict() | options)
+            write_json(folder / "results.json", results)
     for name in (key.removesuffix("_accuracy") for key in results if key.endswith("_accuracy")):
         sys.stdout.write(
             f"{results['task']}, {results['model']}, {name}: accuracy {results[f'{name}_accuracy']:.2%} "

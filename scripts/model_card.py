@@ -44,6 +44,7 @@ PIPELINES = {
     "TnnForCausalLM": "text-generation",
     "TnnForMaskedLM": "fill-mask",
     "TnnForSequenceClassification": "text-classification",
+    "TnnForImageClassification": "image-classification",
     "TnnModel": "feature-extraction",
 }
 # What of the options of a training script makes its recipe.
@@ -54,6 +55,8 @@ RECIPE = (
     "mixed_precision", "seed",
 )  # fmt: skip
 DATA_OPTIONS = ("dataset_name", "dataset_config_name", "task_name", "dataset", "dataset_config", "train_file")
+# What the training scripts write, the first that there is.
+METRICS_FILES = ("metrics.json", "all_results.json", "results.json")
 # Names of measured figures -> what they are called, how they are written, and whether they are an evaluation.
 FIGURES = {
     "perplexity_before": ("perplexity before training", "{:,.1f}", False),
@@ -207,9 +210,7 @@ def sources(args: argparse.Namespace) -> dict[str, Path]:
     named = {"evaluation": args.evaluation, "decoding": args.decoding, "conversion": args.conversion}
     named["kernels"] = args.kernels and args.kernels / "kernels.json"
     left = {"arguments": "training_args.json", "conversion": "conversion.json"}
-    left["metrics"] = next(
-        (file for file in ("metrics.json", "all_results.json") if (args.folder / file).is_file()), ""
-    )
+    left["metrics"] = next((file for file in METRICS_FILES if (args.folder / file).is_file()), "")
     for name, file in left.items():
         if named.get(name) is None and file and (args.folder / file).is_file():
             named[name] = args.folder / file
@@ -217,9 +218,14 @@ def sources(args: argparse.Namespace) -> dict[str, Path]:
 
 
 def read_metrics(report: dict) -> dict:
-    """Figures of a training script; Trainer's have the prefix `eval_`."""
+    """Figures of a training script; Trainer's have the prefix `eval_`, those of classifiers the name of the split."""
     plain = {name.removeprefix("eval_"): value for name, value in report.items()}
-    return {name: plain[name] for name in (*FIGURES, "text") if isinstance(plain.get(name), int | float | str)}
+    for split in ("validation", "test"):
+        if f"{split}_accuracy" in report:
+            plain |= {"accuracy": report[f"{split}_accuracy"], "split": split}
+    return {
+        name: plain[name] for name in (*FIGURES, "text", "split") if isinstance(plain.get(name), int | float | str)
+    }
 
 
 def read_training_arguments(report: dict) -> dict:
@@ -284,7 +290,9 @@ def data_name(inputs: dict) -> str:
 
 def results(inputs: dict, data: str) -> list[dict]:
     """The figures of a training script as rows of a table."""
-    metrics, validation = inputs["metrics"] or {}, f"validation part of {data}" if data else "validation text"
+    metrics = inputs["metrics"] or {}
+    split = metrics.get("split", "validation")
+    validation = f"{split} part of {data}" if data else f"{split} {inputs_name(inputs)}"
     rows = []
     for key, (name, written, evaluation) in FIGURES.items():
         if isinstance(metrics.get(key), int | float):
@@ -299,14 +307,16 @@ def card_data(inputs: dict, rows: list[dict], data: str) -> ModelCardData:
     card, task = inputs["card"], PIPELINES[inputs["model"]["class"]]
     named = inputs["card"]["dataset_id"] or (inputs["arguments"] or {}).get("dataset_name") or ""
     hub_data = named if "/" in named else None
-    measured_on = {"dataset_type": hub_data or "text", "dataset_name": data or "text", "dataset_split": "validation"}
+    kind = inputs_name(inputs)
+    split = (inputs["metrics"] or {}).get("split", "validation")
+    measured_on = {"dataset_type": hub_data or kind, "dataset_name": data or kind, "dataset_split": split}
     evaluations = [
         EvalResult(task, **measured_on, metric_type=row["key"], metric_name=row["name"], metric_value=row["value"])
         for row in rows
         if row["evaluation"]
     ]
     return ModelCardData(
-        language=card["language"],
+        language=None if kind == "pictures" else card["language"],
         license=card["license"],
         library_name="transformers",
         pipeline_tag=task,
@@ -315,6 +325,10 @@ def card_data(inputs: dict, rows: list[dict], data: str) -> ModelCardData:
         model_name=short_name(inputs),
         eval_results=evaluations or None,
     )
+
+
+def inputs_name(inputs: dict) -> str:
+    return "pictures" if inputs["model"]["class"] == "TnnForImageClassification" else "text"
 
 
 def short_name(inputs: dict) -> str:

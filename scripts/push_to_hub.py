@@ -22,6 +22,7 @@ import model_card
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, create_repo, upload_folder
 from huggingface_hub.errors import HTTPError
 from transformers import AutoTokenizer
+from transformers.utils import IMAGE_PROCESSOR_NAME
 
 logger = logging.getLogger("push_to_hub")
 KEPT = {".gitattributes", "LICENSE"}
@@ -58,6 +59,9 @@ def stage(args: argparse.Namespace, target: Path):
     model.save_pretrained(target, max_shard_size=args.max_shard_size)
     if any((args.folder / name).is_file() for name in TOKENIZER_FILES):
         AutoTokenizer.from_pretrained(args.folder).save_pretrained(target)
+    # Copied: to make one, transformers 5.17 needs torchvision.
+    if (args.folder / IMAGE_PROCESSOR_NAME).is_file():
+        shutil.copyfile(args.folder / IMAGE_PROCESSOR_NAME, target / IMAGE_PROCESSOR_NAME)
 
 
 def publish(folder: Path, repo_id: str, private: bool) -> str:

@@ -24,6 +24,8 @@ def exit_with_message(training: TrainingArguments) -> Iterator[None]:
     """
     logger.setLevel(logging.INFO if training.process_index == 0 else logging.ERROR)
     try:
+        if training.push_to_hub:  # Trainer's own would publish pickles and no code
+            raise ValueError("--push_to_hub: publish the folder with scripts/push_to_hub.py when it is trained.")
         with claim(Path(training.output_dir), main=training.process_index == 0):
             yield
     except StopRequested as request:

@@ -169,7 +169,7 @@ def run(args: ImageArguments, training: TrainingArguments):
         **describe(trainer),
         **score(trainer, splits, {name: pictures.splits[name][pictures.label] for name in splits}),
     }
-    save(trainer, results)
+    save(trainer, vars(args), results)
 
 
 def main():

@@ -189,7 +189,7 @@ def run(args: LraArguments, training: TrainingArguments):
         **describe(trainer),
         **score(trainer, tests, {name: rows["labels"] for name, rows in tests.items()}),
     }
-    save(trainer, results)
+    save(trainer, vars(args), results)
 
 
 def main():

@@ -11,7 +11,13 @@ from conftest import seeded, tiny_config
 from huggingface_hub import ModelCard
 from model_card import INPUTS, TEMPLATE, collect, render
 
-from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification, TnnModel
+from modeling_tnn import (
+    TnnForCausalLM,
+    TnnForImageClassification,
+    TnnForMaskedLM,
+    TnnForSequenceClassification,
+    TnnModel,
+)
 
 CARDS = sorted(path.parent for path in TEMPLATE.parent.glob("*/README.md"))
 
@@ -65,3 +71,20 @@ def test_what_was_not_measured_is_left_out(head, tmp_path):
     assert "Data: sst2." in text and str(tmp_path) not in text + (target / INPUTS["arguments"]).read_text()
     (result,) = ModelCard(text).data.eval_results
     assert (result.metric_type, result.metric_value) == ("accuracy", 0.8125)
+
+
+def test_card_of_an_image_classifier(tmp_path):
+    """It speaks of pictures; the figures of its script are those of the split that it names."""
+    fields = {"image_size": 24, "patch_size": 4, "max_position_embeddings": 36, "num_axes": 2, "num_labels": 3}
+    model, target = seeded(TnnForImageClassification, tiny_config(causal=False, **fields)), tmp_path / "card"
+    (tmp_path / "results.json").write_text(json.dumps({"test_accuracy": 0.8125, "test_majority": 0.3, "steps": 7}))
+    (tmp_path / "training_args.json").write_text(json.dumps({"dataset_name": "user/stripes", "learning_rate": 0.5}))
+    collect(arguments(tmp_path), model, target)
+    card = ModelCard(render(target))
+    assert card.data.pipeline_tag == "image-classification" and card.data.language is None
+    (result,) = card.data.eval_results
+    assert (result.metric_value, result.dataset_type, result.dataset_split) == (0.8125, "user/stripes", "test")
+    use = "import AutoModelForImageClassification, AutoImageProcessor"
+    for expected in ("| accuracy | 0.8125 | test part of user/stripes |", "| classes | 3 |", "24 by 24 pixels", use):
+        assert expected in card.text
+    assert not re.search("tokenizer|vocabulary|texts", card.text)

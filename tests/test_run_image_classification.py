@@ -13,6 +13,7 @@ from training_scripts import run_script
 from transformers import AutoModelForImageClassification, TrainingArguments, ViTConfig, pipeline
 
 from overrides import load_config  # isort: skip
+from push_to_hub import build_parser, stage  # isort: skip
 
 RECIPES = sorted((Path(__file__).parent.parent / "configuration" / "recipes" / "images").glob("*.yaml"))
 CLASSES = ["vertical", "horizontal", "diagonal"]
@@ -48,6 +49,14 @@ def test_it_learns_and_classifies(data, tmp_path, capsys):
     processor = script.ViTImageProcessor.from_pretrained(tmp_path)
     answer = pipeline("image-classification", model=str(tmp_path), image_processor=processor)(image["img"], top_k=1)
     assert answer[0]["label"] == CLASSES[image["kind"]]
+    stage(build_parser().parse_args([str(tmp_path), "--repo_id", "user/stripes"]), tmp_path / "published")
+    published = {path.name for path in (tmp_path / "published").iterdir()}
+    assert {"config.json", "model.safetensors", "preprocessor_config.json", "modeling_image.py"} <= published
+    assert "training_args.bin" not in published
+    card = (tmp_path / "published" / "README.md").read_text()
+    assert (
+        f"| accuracy | {results['test_accuracy']:.4f} | test part of" in card and "| learning_rate | 0.003 |" in card
+    )
 
 
 def test_transformer_of_the_same_size(data, tmp_path):
@@ -88,6 +97,7 @@ def test_recipe_is_read(recipe, monkeypatch):
     [
         (["--label_column_name", "id"], "its columns are id, img, kind"),
         (["--config_overrides", "width=3"], "no field width"),
+        (["--push_to_hub"], "publish the folder with scripts/push_to_hub.py"),
         (["--config_overrides", TINY + ",image_size=25"], "image_size=25"),
     ],
 )
