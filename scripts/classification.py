@@ -48,8 +48,8 @@ def score(trainer: Trainer, splits: dict[str, Dataset], labels: dict[str, list[i
     return figures
 
 
-def save(trainer: Trainer, options: dict, results: dict):
-    """The model with what prepares its inputs, `training_args.json` and `results.json`; a line for each split.
+def save(trainer: Trainer, options: dict):
+    """The model with what prepares its inputs, and `training_args.json`.
 
     Raises:
         SavingError: they could not be written.
@@ -58,7 +58,17 @@ def save(trainer: Trainer, options: dict, results: dict):
         trainer.save_model(str(folder))
         if trainer.is_world_process_zero():
             write_json(folder / "training_args.json", trainer.args.to_dict() | options)
-            write_json(folder / "results.json", results)
+
+
+def report(trainer: Trainer, results: dict):
+    """`results.json`, and a line for each split.
+
+    Raises:
+        SavingError: it could not be written.
+    """
+    if not trainer.is_world_process_zero():
+        return
+    write_json(Path(trainer.args.output_dir) / "results.json", results)
     for name in (key.removesuffix("_accuracy") for key in results if key.endswith("_accuracy")):
         sys.stdout.write(
             f"{results['task']}, {results['model']}, {name}: accuracy {results[f'{name}_accuracy']:.2%} "

@@ -14,7 +14,7 @@ import logging
 from dataclasses import dataclass, field
 
 import torch
-from classification import accuracy, describe, save, score
+from classification import accuracy, describe, report, save, score
 from datasets import ClassLabel, Dataset, DatasetDict, Image, load_dataset
 from lra_tasks import limit
 from overrides import load_config, parse_overrides
@@ -161,6 +161,7 @@ def run(args: ImageArguments, training: TrainingArguments):
         callbacks=[PoleCallback()],
     )
     train(trainer)
+    save(trainer, vars(args))  # before the evaluations: memory may not be enough for them
     results = {
         "task": args.dataset_name,
         "model": "transformer" if args.transformer else config.tno_type,
@@ -169,7 +170,7 @@ def run(args: ImageArguments, training: TrainingArguments):
         **describe(trainer),
         **score(trainer, splits, {name: pictures.splits[name][pictures.label] for name in splits}),
     }
-    save(trainer, vars(args), results)
+    report(trainer, results)
 
 
 def main():

@@ -14,7 +14,7 @@ import logging
 from dataclasses import dataclass, field
 
 import torch
-from classification import accuracy, describe, save, score
+from classification import accuracy, describe, report, save, score
 from datasets import load_dataset
 from lra_tasks import TASKS, Task, encode_split, limit, load_task
 from overrides import load_config, parse_overrides
@@ -176,6 +176,7 @@ def run(args: LraArguments, training: TrainingArguments):
         callbacks=[PoleCallback()],
     )
     train(trainer)
+    save(trainer, vars(args))  # before the evaluations: memory may not be enough for them
     tests = {"validation": data["validation"], "test": data["test"]}
     if args.extra_test is not None:
         extra = load_dataset(args.dataset_path, args.extra_test, split="test")
@@ -189,7 +190,7 @@ def run(args: LraArguments, training: TrainingArguments):
         **describe(trainer),
         **score(trainer, tests, {name: rows["labels"] for name, rows in tests.items()}),
     }
-    save(trainer, vars(args), results)
+    report(trainer, results)
 
 
 def main():

@@ -148,12 +148,14 @@ def test_finetuning_stops_and_goes_on(model, glue, tmp_path, monkeypatch, caplog
     assert_same_weights(tmp_path / "whole", tmp_path / "stopped")
 
 
+LISTOPS = ["--task", "listops", "--config", "tnn-listops", "--train_rows", 50, "--save_strategy", "no",
+           "--config_overrides", "hidden_size=8,num_hidden_layers=1,glu_dim=8,rpe_dim=4,hidden_dropout_prob=0.2",
+           "--max_steps", 6, "--per_device_train_batch_size", 2, "--report_to", "none"]  # fmt: skip
+
+
 def test_long_range_training_stops_and_goes_on(tmp_path, monkeypatch, caplog):
-    options = ["--task", "listops", "--config", "tnn-listops", "--train_rows", 50, "--save_strategy", "no",
-               "--config_overrides", "hidden_size=8,num_hidden_layers=1,glu_dim=8,rpe_dim=4,hidden_dropout_prob=0.2",
-               "--max_steps", 6, "--per_device_train_batch_size", 2, "--report_to", "none"]  # fmt: skip
-    run_script("run_lra", *options, "--output_dir", tmp_path / "whole")
-    stopped = [*options, "--output_dir", tmp_path / "stopped"]
+    run_script("run_lra", *LISTOPS, "--output_dir", tmp_path / "whole")
+    stopped = [*LISTOPS, "--output_dir", tmp_path / "stopped"]
     with monkeypatch.context() as patched:
         at_call(patched, Trainer, "training_step", 3, send(signal.SIGTERM))
         with pytest.raises(SystemExit) as left:
@@ -202,6 +204,14 @@ def test_finetuning_that_does_not_fit(call, option, model, glue, tmp_path, monke
     given = ["--task_name", "sst2", "--dataset_path", glue, "--save_strategy", "no", "--max_steps", 1]
     with pytest.raises(SystemExit, match=f"not enough memory for .*give a smaller --per_device_{option}"):
         run_script("finetune_glue", *glue_options(model, tmp_path, *given))
+    assert (tmp_path / "model.safetensors").exists() == (call == "evaluate"), "what was trained is kept"
+
+
+@pytest.mark.parametrize("call, option", [("train", "train_batch_size"), ("evaluate", "eval_batch_size")])
+def test_long_range_training_that_does_not_fit(call, option, tmp_path, monkeypatch):
+    at_call(monkeypatch, Trainer, call, 1, exhaust)
+    with pytest.raises(SystemExit, match=f"not enough memory for .*give a smaller --per_device_{option}"):
+        run_script("run_lra", *LISTOPS, "--output_dir", tmp_path)
     assert (tmp_path / "model.safetensors").exists() == (call == "evaluate"), "what was trained is kept"
 
 
