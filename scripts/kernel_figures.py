@@ -10,7 +10,7 @@ from kernel_statistics import Kernel, octave_shares, range_name
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm, SymLogNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, PercentFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
 
 matplotlib.rcParams.update({"font.size": 9, "axes.titlesize": 10, "axes.grid": False})
 SEQUENTIAL, DIVERGING, LINE, ACCENT = "magma", "RdBu_r", "#2166ac", "#d6604d"
@@ -181,7 +181,9 @@ def _linear_taps(axes: Axes, kernel: Kernel):
     axes.axhline(0, color="0.6", linewidth=0.6)
     axes.legend(fontsize=7)
     axes.set(
-        title=f"coefficients of lags up to {NEAR}, linear axes", xlabel="lag i\N{MINUS SIGN}j", ylabel="coefficient"
+        title=f"coefficients of lags up to {np.abs(lags).max()}, linear axes",
+        xlabel="lag i\N{MINUS SIGN}j",
+        ylabel="coefficient",
     )
 
 
@@ -196,7 +198,10 @@ def _log_taps(axes: Axes, kernel: Kernel):
         axes.fill_between(distance, low, high, color=colour, alpha=0.2, linewidth=0)
         axes.loglog(distance, median, color=colour, label=f"median channel, {name}")
     axes.axvline(max(1, np.median(kernel.horizons())), color="0.4", linestyle="--", label="median horizon")
+    longest = int(np.abs(kernel.lags).max())
+    axes.xaxis.set_major_locator(LogLocator(10 if longest > NEAR else 2))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
     axes.grid(alpha=0.3)
     axes.legend(fontsize=7)
     axes.set(title="coefficients, logarithmic axes", xlabel="distance in positions", ylabel="|coefficient|")
@@ -210,7 +215,7 @@ def _response(axes: Axes, kernel: Kernel):
     axes.fill_between(frequency / np.pi, low, high, color=LINE, alpha=0.2, linewidth=0)
     axes.plot(frequency / np.pi, median, color=LINE)
     axes.set_ylim(max(-60, low.min() - 3), 3)
-    periods = [64, 16, 8, 4, 3, 2]
+    periods = [period for period in (64, 16, 8, 4, 3, 2) if period <= max(2, len(kernel.lags))]
     top = axes.secondary_xaxis("top")
     top.set_xticks([2 / period for period in periods], [str(period) for period in periods])
     axes.grid(alpha=0.3)

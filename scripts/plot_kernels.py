@@ -22,10 +22,10 @@ import torch
 from kernel_statistics import Kernel, summary
 from matplotlib.figure import Figure
 from outputs import SavingError, claim, saving_errors, write_json, write_text
-from transformers import AutoModel
+from transformers import AutoConfig, AutoModel, AutoModelForImageClassification
 from transformers.utils import logging
 
-import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
+from modeling_tnn import TnnForImageClassification
 from modeling_tnn.tno_grid import GridOperator
 
 STYLE = """body { font-family: sans-serif; max-width: 1400px; margin: 2em auto; padding: 0 1em; color: #222; }
@@ -120,7 +120,9 @@ def describe(config, length: int) -> str:
 def run(args: argparse.Namespace):
     """Read the kernels, draw them, and say how far they reach."""
     logging.set_verbosity_error()  # the heads of a checkpoint are not needed here
-    model = AutoModel.from_pretrained(args.model)
+    architectures = AutoConfig.from_pretrained(args.model).architectures or []
+    images = TnnForImageClassification.__name__ in architectures  # AutoModel is the model of tokens
+    model = (AutoModelForImageClassification if images else AutoModel).from_pretrained(args.model).base_model
     length = args.length or model.config.axis_length
     kernels = [
         kernel for index, layer in enumerate(model.layers) for kernel in read_layer(layer.gtu.tno, length, index)

@@ -13,8 +13,9 @@ import torch
 from conftest import seeded, tiny_config
 from kernel_statistics import Kernel, octave_shares, octaves, summary
 from plot_kernels import parse_arguments, read_kernel, read_layer
+from training_scripts import run_script
 
-from modeling_tnn import TnnForCausalLM, TnnForMaskedLM
+from modeling_tnn import TnnForCausalLM, TnnForImageClassification, TnnForMaskedLM
 from modeling_tnn.operators import build_tno
 
 ROOT = Path(__file__).parent.parent
@@ -94,6 +95,15 @@ def test_script(tno_type, causal, tmp_path):
     assert sum(layer["share_by_distance"].values()) == pytest.approx(1)
     assert (layer["largest_pole"] is not None) == (tno_type == "modal")
     assert f"horizon {layer['horizon_median']:.0f} positions" in result.stdout
+
+
+def test_script_on_an_image_classifier(tmp_path, capsys):
+    fields = {"image_size": 24, "patch_size": 4, "max_position_embeddings": 36, "num_axes": 2, "num_hidden_layers": 1}
+    seeded(TnnForImageClassification, tiny_config(causal=False, **fields)).save_pretrained(tmp_path / "model")
+    run_script("plot_kernels", "--model", tmp_path / "model", "--output_dir", tmp_path / "out", "--dpi", 40)
+    figures = json.loads((tmp_path / "out" / "kernels.json").read_text())
+    assert [layer["label"] for layer in figures["layers"]] == ["layer 0 rows", "layer 0 columns"]
+    assert figures["length"] == 6 and (tmp_path / "out" / "layer-0-columns.png").is_file()
 
 
 def test_script_refuses_a_length_of_one(capsys):
