@@ -120,8 +120,8 @@ def check_sizes(declared: dict[str, torch.Size], stored: dict[str, torch.Size]):
         )
 
 
-def check_names(declared: dict[str, torch.Size], stored: dict[str, torch.Size]):
-    """Compare the names of a model with those of a checkpoint of plain tensors.
+def check_names(declared: dict[str, torch.Size], stored: dict[str, torch.Size], saved_as: str = "another model"):
+    """Compare the names of a model with those of a checkpoint of plain tensors, which was `saved_as` this class.
 
     A model may have more than its checkpoint, which is initialised, or less, which is left out; with some missing and
     others left over, names are damaged or it is another model, and random weights would pass for trained ones.
@@ -133,7 +133,7 @@ def check_names(declared: dict[str, torch.Size], stored: dict[str, torch.Size]):
     missing = [name for name in declared if name not in stored]
     if missing and left_over:
         raise CheckpointMismatchError(
-            f"The weights are damaged or of another model: {missing[0]} is not there, {left_over[0]} is not in the "
+            f"The weights are damaged or of {saved_as}: {missing[0]} is not there, {left_over[0]} is not in the "
             "model. ignore_mismatched_sizes=True takes what fits."
         )
 
@@ -167,4 +167,5 @@ def check_before_loading(model_class: type[PreTrainedModel], source, options: di
     if config.tie_word_embeddings:
         declared = {name: shape for name, shape in declared.items() if name not in (model._tied_weights_keys or {})}
     if getattr(config, "quantization_config", None) is None:
-        check_names(declared, stored)
+        names = set(config.architectures or []) - {model_class.__name__}
+        check_names(declared, stored, " or ".join([*sorted(names), "another model"]))

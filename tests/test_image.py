@@ -10,6 +10,7 @@ from datasets import Dataset
 from PIL import Image
 from transformers import (
     AutoImageProcessor,
+    AutoModel,
     AutoModelForImageClassification,
     Trainer,
     TrainingArguments,
@@ -69,6 +70,12 @@ def test_every_operator(tno_type, tmp_path):
     model.save_pretrained(tmp_path)
     loaded = AutoModelForImageClassification.from_pretrained(tmp_path)
     assert type(loaded) is TnnForImageClassification and torch.equal(loaded(pixels).logits, outputs.logits)
+
+
+def test_the_model_of_tokens_refuses_it_by_name(tmp_path):
+    seeded(TnnForImageClassification, image_config()).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="damaged or of TnnForImageClassification or another model: embed_tokens"):
+        AutoModel.from_pretrained(tmp_path)
 
 
 def test_gradient_checkpointing_changes_nothing():
