@@ -238,8 +238,9 @@ def test_script_on_pairs(monkeypatch, tmp_path):
         (["--task", "listops", "--train_rows", "50", "--config_overrides", "width=3"], "no field width"),
     ],
 )
-def test_script_refuses(arguments, message, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["run_lra.py", "--config", "tnn-listops", *arguments])
+def test_script_refuses(arguments, message, monkeypatch, capsys, tmp_path):
+    options = ["--config", "tnn-listops", "--output_dir", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["run_lra.py", *options, *arguments])
     with pytest.raises(SystemExit) as error:
         run_lra.main()
     assert message in str(error.value) + capsys.readouterr().err
