@@ -33,7 +33,6 @@ from transformers import (
 
 from modeling_tnn import PoleCallback, TnnConfig
 
-logger = logging.getLogger("run_image_classification")
 EVALUATED = ("validation", "test")
 
 

@@ -34,8 +34,6 @@ from transformers import (
 
 from modeling_tnn import PoleCallback, TnnConfig, TnnForSequencePairClassification
 
-logger = logging.getLogger("run_lra")
-
 
 @dataclass
 class LraArguments:
