@@ -7,17 +7,20 @@ are not compared with anything: safetensors has no checksum of them.
 """
 
 import json
+import logging
 from pathlib import Path, PurePosixPath
 
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 # Arguments of `from_pretrained` that say where files are.
 WHERE = ("cache_dir", "local_files_only", "token", "revision", "subfolder")
 # With these, the weights are somewhere else, or of other sizes on purpose.
 OTHERWISE = ("state_dict", "gguf_file", "variant", "force_download", "ignore_mismatched_sizes")
+
+logger = logging.getLogger(__name__)
 
 # The rest is the body, which all models have in common.
 HEADS = ("lm_head.", "transform.", "classifier.")
@@ -138,6 +141,30 @@ def check_names(declared: dict[str, torch.Size], stored: dict[str, torch.Size], 
         )
 
 
+def check_function(config: PreTrainedConfig, trained: dict):
+    """Compare what a model computes with what the configuration beside its weights says that they were trained for.
+
+    The weights of two operators, and of both directions, may have the same names and shapes.
+
+    Raises:
+        CheckpointMismatchError: the weights are of another operator.
+    """
+    tno_type = trained.get("tno_type", type(config).tno_type)
+    if config.tno_type != tno_type:
+        raise CheckpointMismatchError(
+            f"The weights are of tno_type={tno_type!r}, not of {config.tno_type!r}: leave tno_type out, or build an "
+            "untrained model with from_config."
+        )
+    causal = trained.get("causal", type(config).causal)
+    if config.causal != causal:
+        logger.warning(
+            "The weights were trained with causal=%s and are loaded with causal=%s: the model computes something "
+            "else than it was trained for, and needs further training.",
+            causal,
+            config.causal,
+        )
+
+
 def check_before_loading(model_class: type[PreTrainedModel], source, options: dict):
     """What `from_pretrained` of `source` with `options` is about to load, see `check_sizes` and `check_names`.
 
@@ -157,6 +184,8 @@ def check_before_loading(model_class: type[PreTrainedModel], source, options: di
         config, _ = model_class.config_class.from_pretrained(
             config or source, return_unused_kwargs=True, **where, **fields
         )
+    if (beside := cached_file(source, CONFIG_NAME, _raise_exceptions_for_missing_entries=False, **where)) is not None:
+        check_function(config, json.loads(Path(beside).read_text(encoding="utf-8")))
     with torch.device("meta"):
         model = model_class(config)
     # The body may have a prefix in either.

@@ -7,6 +7,8 @@ Flags follow "Toeplitz Neural Network for Sequence Modeling" (Qin et al., ICLR 2
 
 import math
 import os
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -39,9 +41,12 @@ AT_LEAST_ONE = (
     "num_hidden_layers",
     "glu_dim",
     "rpe_dim",
+    "rpe_input_length",
     "max_position_embeddings",
     "rtf_state_size",
+    "rtf_truncation_length",
     "ski_filter_size",
+    "ski_grid_length",
     "fd_resolution",
     "num_modes",
     "modal_window",
@@ -57,7 +62,31 @@ AT_MOST = dict.fromkeys((*AT_LEAST_ONE, "ski_rank"), LARGEST_SIZE) | {
     "fd_resolution": 2 * LARGEST_SIZE,
 }
 MOST_LABELS = 2**20
-PROBABILITIES = ("hidden_dropout_prob", "classifier_dropout")
+Limit = tuple[Callable[[Any], bool], str]
+# What a field must be, whatever the others are: a predicate, and its words.
+LIMITS: list[tuple[str, Limit]] = [
+    *((name, (allowed.__contains__, f"one of {', '.join(map(repr, allowed))}")) for name, allowed in CHOICES.items()),
+    *((name, (lambda value: value >= 1, "at least 1")) for name in AT_LEAST_ONE),
+    *((name, (largest.__ge__, f"at most {largest:,}")) for name, largest in AT_MOST.items()),
+    ("hidden_dropout_prob", (lambda value: 0 <= value < 1, "in [0, 1)")),
+    ("classifier_dropout", (lambda value: value is None or 0 <= value < 1, "in [0, 1)")),
+    ("rpe_layers", (lambda value: value >= 0, "at least 0")),
+    ("rpe_window", (lambda value: value is None or value >= 1, "at least 1")),
+    ("initializer_range", (lambda value: 0 < value < math.inf, "above 0")),
+    ("layer_norm_eps", (lambda value: 0 < value < math.inf, "above 0")),
+    ("decay", (lambda value: value is None or 0 < value <= 1, "in (0, 1], or None for no decay")),
+    ("ski_decay", (lambda value: 0 < value <= 1, "in (0, 1]")),
+    ("fd_resolution", (lambda value: value & (value - 1) == 0, "a power of two")),
+]
+# Fields that follow from others unless they are set.
+DERIVED: dict[str, Callable[["TnnConfig"], int]] = {
+    "glu_dim": lambda config: config.hidden_size,
+    "fd_resolution": lambda config: 1 << (2 * config.axis_length - 1).bit_length(),
+    "ski_grid_length": lambda config: config.axis_length,
+    "rtf_truncation_length": lambda config: config.axis_length,
+    "rpe_input_length": lambda config: config.axis_length,
+}
+SOURCES = ("hidden_size", "max_position_embeddings", "num_axes")
 
 
 @strict
@@ -98,8 +127,10 @@ class TnnConfig(PreTrainedConfig):
         layer_norm_eps (`float`): Epsilon of every LayerNorm. The RMS norms keep the 1e-8 of the released code.
         rpe_dim (`int`): Width of the relative position encoder (`"rpe"` and `"fd"`).
         rpe_layers (`int`): Its hidden layers, without the input and the output projection. May be 0.
-        rpe_input (`str`): What it reads when `tno_type="rpe"`: the `"lag"`, the lag over `max_position_embeddings`
+        rpe_input (`str`): What it reads when `tno_type="rpe"`: the `"lag"`, the lag over `rpe_input_length`
             (`"normalized"`) or sines and cosines of the lag (`"sinusoidal"`).
+        rpe_input_length (`int`, *optional*): The lag that `"normalized"` maps to 1; `max_position_embeddings` unless
+            set.
         rpe_act (`str`): Its activation when `tno_type="rpe"`.
         rpe_residual (`bool`): Whether its hidden layers have a residual connection.
         rpe_norm_type (`str`, *optional*): Its norm; `norm_type` unless set (`"layernorm"` for a batch norm).
@@ -109,17 +140,23 @@ class TnnConfig(PreTrainedConfig):
         learnable_decay (`bool`): Whether each channel learns a decay between `decay` and 1.
         product (`str`): How Toeplitz products are computed: `"chunked"` (fast, one derivative) or `"plain"`
             (PyTorch's own operations, derivatives of any order).
-        max_position_embeddings (`int`): Length the model is trained for. No input is too long; `"ski"` places its
-            inducing points and `"rtf"` takes its truncation length by this number.
+        max_position_embeddings (`int`): Length the model is trained for. No input is too long. The defaults of
+            `fd_resolution`, `ski_grid_length`, `rtf_truncation_length` and `rpe_input_length` follow from it (with two
+            axes from its square root) until a model is built or saved: a trained model keeps what it was trained
+            with, whatever this number is when it is loaded.
         fd_resolution (`int`, *optional*): Number of taps of an `"fd"` kernel on each side, a power of two; the
             frequency grid has `fd_resolution + 1` points. At least twice `max_position_embeddings` unless set.
         fd_input (`str`): Input of the frequency MLP: `"omega"` in [0, pi] as published, or `"cos"` of it, for
             which the decay theorems of the paper hold.
         fd_act (`str`): Activation of the frequency MLP.
-        ski_rank (`int`): Number of inducing points over `max_position_embeddings` positions, from 2.
+        ski_rank (`int`): Number of inducing points over `ski_grid_length` positions, from 2.
+        ski_grid_length (`int`, *optional*): Number of positions that `ski_rank` inducing points are spread over;
+            `max_position_embeddings` unless set.
         ski_filter_size (`int`): Taps of the short filter of `"ski"`; an even number is raised by one.
         ski_decay (`float`): lambda of the inverse time warp x(s) = sign(s) lambda^|s|, in (0, 1].
-        rtf_state_size (`int`): Order N of the rational function, below `max_position_embeddings`.
+        rtf_state_size (`int`): Order N of the rational function, below `rtf_truncation_length`.
+        rtf_truncation_length (`int`, *optional*): Number of points of the unit circle at which `"rtf"` samples its
+            function, rounded up to an even number; `max_position_embeddings` unless set.
         rtf_num_denominators (`int`, *optional*): Number of denominators shared by groups of consecutive
             channels; a divisor of the GTU width, which is also the default (no sharing).
         rtf_constraint (`str`, *optional*): `"l1_montel"` keeps all poles inside the unit circle.
@@ -167,6 +204,7 @@ class TnnConfig(PreTrainedConfig):
     rpe_dim: int = 64
     rpe_layers: int = 6
     rpe_input: str = "lag"
+    rpe_input_length: int | None = None
     rpe_act: str = "relu"
     rpe_residual: bool = False
     rpe_norm_type: str | None = None
@@ -182,7 +220,9 @@ class TnnConfig(PreTrainedConfig):
     ski_rank: int = 32
     ski_filter_size: int = 16
     ski_decay: int | float = 0.99
+    ski_grid_length: int | None = None
     rtf_state_size: int = 64
+    rtf_truncation_length: int | None = None
     rtf_num_denominators: int | None = None
     rtf_constraint: str | None = None
     rtf_initializer: str = "zeros"
@@ -200,10 +240,8 @@ class TnnConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = 2
 
     def __post_init__(self, **kwargs):
-        if self.glu_dim is None:
-            self.glu_dim = self.hidden_size
-        if self.fd_resolution is None:
-            self.fd_resolution = 1 << (2 * self.axis_length - 1).bit_length()
+        self._automatic = frozenset(name for name in DERIVED if getattr(self, name) is None)
+        self._derive()
         self._check_fields()
         self._check_operator()
         # By its name the base class takes any attribute of torch.
@@ -215,6 +253,59 @@ class TnnConfig(PreTrainedConfig):
             raise ValueError(f"num_labels={num_labels} is not possible: it must be at most {MOST_LABELS:,}.")
         super().__post_init__(**kwargs)
 
+    def __setattr__(self, name: str, value: Any):
+        """Set a field, check it alone, and derive again what follows from it.
+
+        Fields are checked together when a model is built or the configuration is saved, see `check`.
+        """
+        initialized = "_automatic" in self.__dict__  # by __post_init__, which checks all of them
+        unset = value is None and name in DERIVED
+        for limited, limit in LIMITS if initialized and not unset else ():
+            if limited == name:
+                _check_limit(name, value, limit)
+        super().__setattr__(name, value)
+        if initialized and name in DERIVED:
+            self._automatic = self._automatic | {name} if unset else self._automatic - {name}
+        if initialized and (unset or name in SOURCES):
+            self._derive()
+
+    def __eq__(self, other: object) -> bool:
+        # What is derived and what was given differ in nothing else.
+        return isinstance(other, PreTrainedConfig) and self.to_dict() == other.to_dict()
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs) -> "TnnConfig":
+        """As in transformers, but overridden fields are checked and derived with the others.
+
+        What a saved configuration derived from `max_position_embeddings` stays as it was trained, whatever overrides
+        say; a preset has no derived fields, and derives them from what overrides say.
+
+        Raises:
+            ValueError: the fields contradict each other.
+        """
+        config_dict = dict(config_dict)
+        if "transformers_version" in config_dict and any(config_dict.get(name) is None for name in DERIVED):
+            trained = cls(**config_dict)
+            config_dict |= {name: getattr(trained, name) for name in DERIVED}
+        overrides = {name: kwargs.pop(name) for name in list(kwargs) if name in cls.__annotations__}
+        return super().from_dict(config_dict | overrides, **kwargs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As in transformers."""
+        fields = super().to_dict()
+        fields.pop("_automatic", None)
+        return fields
+
+    def check(self):
+        """Check all fields, and settle those that were derived: from now on they are the model's own.
+
+        Raises:
+            ValueError: a field has a value outside its limits, or two fields contradict each other.
+        """
+        self._check_fields()
+        self._check_operator()
+        self._automatic = frozenset()
+
     @property
     def gtu_dim(self) -> int:
         """Width of the gated Toeplitz unit: the number of channels that have a Toeplitz matrix."""
@@ -223,7 +314,7 @@ class TnnConfig(PreTrainedConfig):
     @property
     def axis_length(self) -> int:
         """Positions along one axis: of the sequence, or of a row or column of the image."""
-        return self.max_position_embeddings if self.num_axes == 1 else math.isqrt(self.max_position_embeddings)
+        return self.max_position_embeddings if self.num_axes == 1 else math.isqrt(max(0, self.max_position_embeddings))
 
     @property
     def encoder_norm_type(self) -> str:
@@ -240,6 +331,7 @@ class TnnConfig(PreTrainedConfig):
 
         Models save their configuration by this method, and so does Trainer with each checkpoint.
         """
+        self.check()
         self.auto_map = dict(AUTO_MAP)
         super().save_pretrained(save_directory)
         save_code(save_directory)
@@ -249,53 +341,46 @@ class TnnConfig(PreTrainedConfig):
     def validate_layer_type(self):
         """Nothing to check: the layer types follow from the number of layers."""
 
+    def _derive(self):
+        for name in self._automatic:
+            super().__setattr__(name, DERIVED[name](self))
+
     def _check_fields(self):
         # Not named validate_*: errors of such methods reach the user as a type that is no ValueError.
-        for name, allowed in CHOICES.items():
-            self._require(name, getattr(self, name) in allowed, f"one of {', '.join(map(repr, allowed))}")
-        for name in AT_LEAST_ONE:
-            self._require(name, getattr(self, name) >= 1, "at least 1")
-        for name, largest in AT_MOST.items():
-            self._require(name, getattr(self, name) <= largest, f"at most {largest:,}")
-        for name in PROBABILITIES:
-            value = getattr(self, name)
-            self._require(name, value is None or 0 <= value < 1, "in [0, 1)")
-        self._require("rpe_layers", self.rpe_layers >= 0, "at least 0")
+        for name, limit in LIMITS:
+            _check_limit(name, getattr(self, name), limit)
         allowed = f"such that gtu_expansion * hidden_size is at least 1 and at most {LARGEST_SIZE:,}"
         self._require("gtu_expansion", 1 <= self.gtu_expansion * self.hidden_size <= LARGEST_SIZE, allowed)
-        self._require("initializer_range", 0 < self.initializer_range < math.inf, "above 0")
-        self._require("layer_norm_eps", 0 < self.layer_norm_eps < math.inf, "above 0")
-        self._require("decay", self.decay is None or 0 < self.decay <= 1, "in (0, 1], or None for no decay")
         if self.learnable_decay:
             self._require("decay", self.decay is not None, "a number (the lower bound) when learnable_decay=True")
-        self._require("rpe_window", self.rpe_window is None or self.rpe_window >= 1, "at least 1")
         self._require("gtu_norm", not (self.gtu_norm and self.norm_type == "batchnorm"), "False with a batch norm")
-        self._require("ski_decay", 0 < self.ski_decay <= 1, "in (0, 1]")
-        power_of_two = self.fd_resolution & (self.fd_resolution - 1) == 0
-        self._require("fd_resolution", power_of_two, "a power of two")
 
     def _check_operator(self):
-        longest = self.axis_length
-        name = "max_position_embeddings" if self.num_axes == 1 else "the side of the image"
         if self.num_axes == 2:
             self._require("causal", not self.causal, "False with num_axes=2: an image has no order")
-            square = longest**2 == self.max_position_embeddings
+            square = self.axis_length**2 == self.max_position_embeddings
             self._require("max_position_embeddings", square, "a square with num_axes=2")
         if self.tno_type == "ski":
             self._require("causal", not self.causal, "False with tno_type='ski': its low-rank part sees the future")
-            self._require("ski_rank", 2 <= self.ski_rank <= longest, f"in [2, {name}={longest}]")
+            longest = self.ski_grid_length
+            self._require("ski_rank", 2 <= self.ski_rank <= longest, f"in [2, ski_grid_length={longest}]")
         if self.tno_type == "modal":
             self._require("causal", self.causal, "True with tno_type='modal'")
         if self.tno_type == "rtf":
-            allowed = f"below {name}={longest}"
-            self._require("rtf_state_size", self.rtf_state_size < longest, allowed)
+            longest = self.rtf_truncation_length
+            self._require("rtf_state_size", self.rtf_state_size < longest, f"below rtf_truncation_length={longest}")
             count = self.rtf_num_denominators
             divides = count is None or (count >= 1 and self.gtu_dim % count == 0)
             self._require("rtf_num_denominators", divides, f"a divisor of the GTU width {self.gtu_dim}")
 
     def _require(self, name: str, holds: bool, allowed: str):
-        if not holds:
-            raise ValueError(f"{name}={getattr(self, name)!r} is not possible: it must be {allowed}.")
+        _check_limit(name, getattr(self, name), (lambda _: holds, allowed))
+
+
+def _check_limit(name: str, value: Any, limit: Limit):
+    holds, allowed = limit
+    if not holds(value):
+        raise ValueError(f"{name}={value!r} is not possible: it must be {allowed}.")
 
 
 __all__ = ["TnnConfig"]

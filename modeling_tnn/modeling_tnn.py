@@ -47,6 +47,7 @@ class TnnPreTrainedModel(PreTrainedModel):
     _keep_in_fp32_modules = [r".+\.gtu\.tno"]
 
     def __init__(self, config: TnnConfig):
+        config.check()
         super().__init__(config)
         # The poles of a modal kernel: in bfloat16 their angles lose the phase within a few lags.
         self._keep_in_fp32_modules_strict = ["log_rate", "angle"] if config.tno_type == "modal" else []

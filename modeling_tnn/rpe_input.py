@@ -4,7 +4,7 @@
     normalized    k / P
     sinusoidal    sines and cosines of k at w/2 rates
 
-M lags, w = `rpe_dim`, P = `max_position_embeddings`. The released code divides by the length of the input less one, so
+M lags, w = `rpe_dim`, P = `rpe_input_length`. The released code divides by the length of the input less one, so
 that a longer text changes all coefficients; a fixed number keeps causal kernels prefix-consistent.
 """
 
@@ -20,7 +20,7 @@ class NormalizedInput(CastingLinear):
 
     def __init__(self, config):
         super().__init__(1, config.rpe_dim)
-        self.longest = config.max_position_embeddings
+        self.longest = config.rpe_input_length
 
     def forward(self, lags: torch.Tensor) -> torch.Tensor:
         """`(M, 1)` to `(M, w)`."""

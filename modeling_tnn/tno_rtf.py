@@ -2,7 +2,7 @@
 
     t_0 = h_0,  t_k = [z^-k] b(z)/a(z)  for k > 0,    a(z) = 1 + a_1 z^-1 + .. + a_N z^-N
 
-D channels, L length, N order, T = `max_position_embeddings` the truncation length. The taps are computed by one
+D channels, L length, N order, T = `rtf_truncation_length` the truncation length. The taps are computed by one
 transform on T points (T + 1 if T is odd), as in the released code, but in float64: near the unit circle float32
 loses all digits. Beyond that length the same filter goes on (see `rational.py`).
 
@@ -50,7 +50,7 @@ class RtfOperator(ToeplitzOperator):
         num_denominators = config.rtf_num_denominators or self.channels
         self.constraint = config.rtf_constraint
         self.initial_bound = INITIAL_BOUNDS[config.rtf_initializer](order)
-        self.size = config.max_position_embeddings + config.max_position_embeddings % 2
+        self.size = config.rtf_truncation_length + config.rtf_truncation_length % 2
         self.denominator = nn.Parameter(torch.empty(sides * num_denominators, order))
         self.numerator = nn.Parameter(torch.empty(sides * self.channels, order))
         self.direct = nn.Parameter(torch.empty(sides * self.channels))

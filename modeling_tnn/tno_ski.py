@@ -2,7 +2,7 @@
 
     T = S + W A W^T
 
-L length, D channels, R inducing points, P = `max_position_embeddings`. S is a band matrix, a short filter; A the
+L length, D channels, R inducing points, P = `ski_grid_length`. S is a band matrix, a short filter; A the
 Toeplitz matrix of the kernel at the inducing points, which lie h = (P - 1)/(R - 1) positions apart; W interpolates
 linearly between them, W_ik = max(0, 1 - |i/h - k|). Away from the band the kernel is a function of the inverse time
 warp x(s) = sign(s) lambda^|s| of the lag s (sign(0) = +1), piecewise linear between 2R + 1 equally spaced points of
@@ -32,7 +32,7 @@ class SkiOperator(ToeplitzOperator):
     def __init__(self, config, layer_idx: int = 0):
         super().__init__(config, layer_idx)
         self.rank, self.decay = config.ski_rank, config.ski_decay
-        self.longest = config.max_position_embeddings
+        self.longest = config.ski_grid_length
         self.reach = config.ski_filter_size // 2
         self.filter = nn.Parameter(torch.empty(self.channels, 2 * self.reach + 1))
         self.alphas = nn.Parameter(torch.empty(self.channels, self.rank))

@@ -21,7 +21,8 @@ def rtf_config(config, order: int, length: int):
     """The configuration of a model whose kernels of `length` taps become rational functions."""
     fitted = copy.deepcopy(config)
     fitted.tno_type, fitted.converted_from = "rtf", config.tno_type
-    fitted.rtf_state_size, fitted.max_position_embeddings = order, length
+    fitted.max_position_embeddings = fitted.rtf_truncation_length = length
+    fitted.rtf_state_size = order
     fitted.rtf_num_denominators, fitted.rtf_constraint = None, "l1_montel"
     return fitted
 

@@ -46,6 +46,8 @@ import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
 logger = logging.getLogger("pretrain")
 RESUME = " --resume_from_checkpoint latest goes on from the last checkpoint."
 AUTO_MODELS = {"clm": AutoModelForCausalLM, "mlm": AutoModelForMaskedLM}
+# What a TNN derives from the length it is trained for, unless it is given.
+GRIDS = ("fd_resolution", "ski_grid_length", "rtf_truncation_length", "rpe_input_length")
 
 
 def build_accelerator(args: PretrainArguments) -> Accelerator:
@@ -120,8 +122,8 @@ def fit_length(args: PretrainArguments, config: PreTrainedConfig, overrides: dic
     elif longest is not None and args.block_size > longest:
         if config.model_type != "tnn":
             raise ValueError(f"block_size={args.block_size} is above {field}={longest} of the config.")
-        # No input is too long for a TNN, but operators place their points by this number, and FD its taps.
-        overrides |= {field: args.block_size, "fd_resolution": overrides.get("fd_resolution")}
+        # No input is too long for a TNN, but what operators derive from this number is to be derived again.
+        overrides |= {field: args.block_size} | {name: overrides.get(name) for name in GRIDS}
 
 
 def build_tokenizer(
