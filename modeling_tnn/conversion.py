@@ -185,6 +185,32 @@ def fill_operator(target, taps: torch.Tensor, fit: Fit):
         target.angle[:count].copy_(fit.poles.angle())
 
 
+def own_weights(model) -> dict[str, torch.Tensor]:
+    """The weights of a model except those of its operators, by name.
+
+    Raises:
+        ValueError: adapters, parametrizations, quantizers or offloading have put something else in their place.
+    """
+    with torch.device("meta"):
+        plain = type(model)(model.config)
+    given, wanted = (
+        {name: value for name, value in one.state_dict().items() if ".gtu.tno." not in name} for one in (model, plain)
+    )
+    needs = "to_recurrent needs the model's own weights"
+    if different := sorted(given.keys() ^ wanted.keys()):
+        raise ValueError(
+            f"{needs}, but {different[0]} is {'added' if different[0] in given else 'replaced'}: merge adapters "
+            "(merge_and_unload) and remove parametrizations (weight norm) first."
+        )
+    for name, value in given.items():
+        if value.is_meta or type(value) is not torch.Tensor:
+            raise ValueError(
+                f"{needs}, but {name} is offloaded, quantized or sharded: load the model without device_map and "
+                "quantization_config first."
+            )
+    return given
+
+
 def convert(model, order: int = 64, window: int = 16, tolerance: float | None = None):
     """See `TnnPreTrainedModel.to_recurrent`."""
     config = model.config
@@ -195,6 +221,7 @@ def convert(model, order: int = 64, window: int = 16, tolerance: float | None = 
     if order < 1 or window < 1:
         raise ValueError(f"order={order} and window={window} must be at least 1.")
     operators = [layer.gtu.tno for layer in model.base_model.layers]
+    weights = own_weights(model)
     fits = [fit_layer(operator, order, window, tolerance) for operator in operators]
     converted_config = copy.deepcopy(config)
     converted_config.tno_type = "modal"
@@ -202,8 +229,7 @@ def convert(model, order: int = 64, window: int = 16, tolerance: float | None = 
     converted_config.modal_window = window
     converted_config.num_modes = max(len(fit.poles) for _, fit, _ in fits)
     converted = type(model)(converted_config).to(device=model.device, dtype=model.dtype)
-    kept = {name: value for name, value in model.state_dict().items() if ".gtu.tno." not in name}
-    converted.load_state_dict(kept, strict=False)
+    converted.load_state_dict(converted.state_dict() | weights)
     for layer, (taps, fit, _) in zip(converted.base_model.layers, fits, strict=True):
         fill_operator(layer.gtu.tno, taps, fit)
     converted.tie_weights()

@@ -7,7 +7,7 @@ import torch
 from conftest import lively_language_model, relative_error, seeded, tiny_config
 from transformers import AutoModelForCausalLM
 
-from modeling_tnn import TnnForMaskedLM, TnnForSequenceClassification
+from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification
 from modeling_tnn.cache_tnn import TnnCacheLayer
 from modeling_tnn.conversion import ORDERS, fit_kernel, hankel_eigenvectors
 
@@ -181,3 +181,39 @@ def test_refused(options, message):
 def test_bidirectional_models_are_refused():
     with pytest.raises(ValueError, match="causal=False"):
         seeded(TnnForMaskedLM, tiny_config(causal=False)).to_recurrent()
+
+
+def test_wrapped_weights_are_refused():
+    """They had been left at random values."""
+    model = lively_language_model()
+    torch.nn.utils.parametrizations.weight_norm(model.model.layers[1].gtu.o_proj)
+    with pytest.raises(ValueError, match="own weights, but .*o_proj.* remove parametrizations"):
+        model.to_recurrent(order=8)
+    torch.nn.utils.parametrize.remove_parametrizations(model.model.layers[1].gtu.o_proj, "weight")
+    ids = torch.arange(40)[None]
+    assert relative_error(model.to_recurrent(order=64)[0](ids).logits, model(ids).logits) < 1e-3
+
+
+def test_adapters_are_refused_and_merged_ones_are_kept():
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(target_modules="all-linear", init_lora_weights=False)
+    model = peft.get_peft_model(lively_language_model(), lora).eval()
+    with pytest.raises(ValueError, match=r"own weights, but .*base_layer.* merge_and_unload"):
+        model.to_recurrent(order=8)
+    merged = model.merge_and_unload()
+    ids = torch.arange(40)[None]
+    assert relative_error(merged.to_recurrent(order=64)[0](ids).logits, merged(ids).logits) < 1e-2
+
+
+def test_offloaded_and_quantized_weights_are_refused(tmp_path):
+    torchao = pytest.importorskip("torchao.quantization")
+    from transformers import TorchAoConfig
+
+    seeded(TnnForCausalLM, tiny_config(hidden_size=64, eos_token_id=None)).save_pretrained(tmp_path)
+    quantized = AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=TorchAoConfig(torchao.Int8WeightOnlyConfig())
+    )
+    with pytest.raises(ValueError, match="offloaded, quantized or sharded"):
+        quantized.to_recurrent(order=8)
+    with torch.device("meta"), pytest.raises(ValueError, match="offloaded, quantized or sharded"):
+        TnnForCausalLM(tiny_config()).to_recurrent(order=8)
