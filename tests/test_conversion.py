@@ -198,7 +198,7 @@ def test_adapters_are_refused_and_merged_ones_are_kept():
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(target_modules="all-linear", init_lora_weights=False)
     model = peft.get_peft_model(lively_language_model(), lora).eval()
-    with pytest.raises(ValueError, match=r"own weights, but .*base_layer.* merge_and_unload"):
+    with pytest.raises(ValueError, match=r"own weights, but .*base_layer.*merge_and_unload"):
         model.to_recurrent(order=8)
     merged = model.merge_and_unload()
     ids = torch.arange(40)[None]
