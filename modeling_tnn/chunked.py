@@ -134,14 +134,14 @@ def gated_convolution(
 
 def chunks(v: torch.Tensor, windows: Windows) -> list[slice]:
     """Slices of the channels of `v` `(D, B, L)`."""
-    channels, numbers = v.shape[0], windows.size * windows.count * v.shape[1]
+    channels, numbers = v.shape[0], windows.size * windows.count * max(1, v.shape[1])
     step = max(1, (CHUNK if v.device.type == "cpu" else LARGE_CHUNK) // numbers)
     return [slice(start, min(start + step, channels)) for start in range(0, channels, step)]
 
 
 def mask_out(x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     """`x` `(C, B, L)`, zero where the mask `(B, L)` is."""
-    return x if mask is None else x * mask.to(x.dtype)
+    return x if mask is None else x.masked_fill(~mask, 0)
 
 
 def response(kernel: torch.Tensor, chosen: slice, windows: Windows) -> torch.Tensor:

@@ -218,8 +218,13 @@ def convert(model, order: int = 64, window: int = 16, tolerance: float | None = 
         raise ValueError("causal=False is not possible: only a causal model decodes token by token.")
     if config.tno_type in ("rtf", "modal"):
         return model, []
-    if order < 1 or window < 1:
-        raise ValueError(f"order={order} and window={window} must be at least 1.")
+    for name, value in {"order": order, "window": window}.items():
+        if not isinstance(value, int):
+            raise TypeError(f"{name}={value!r} must be an integer.")
+        if value < 1:
+            raise ValueError(f"{name}={value} must be at least 1.")
+    if tolerance is not None and not (isinstance(tolerance, int | float) and tolerance > 0):
+        raise ValueError(f"tolerance={tolerance!r} must be a number above 0, or None.")
     operators = [layer.gtu.tno for layer in model.base_model.layers]
     weights = own_weights(model)
     fits = [fit_layer(operator, order, window, tolerance) for operator in operators]

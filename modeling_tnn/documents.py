@@ -42,9 +42,9 @@ def find_documents(
 ) -> list[DocumentBatch] | None:
     """The documents of packed rows; None if every row is one text.
 
-    A document begins with each row, where the position of a real token is not above that of the real token before it,
-    where `seq_idx` changes, and at each offset of `cu_seq_lens_q`. Positions of an ordinary text, whatever its offset
-    and padding, mean nothing.
+    A document begins with each row, where the position of a real token is 0 again, where `seq_idx` changes, and at
+    each offset of `cu_seq_lens_q`. Other positions mean nothing: neither those of an ordinary text, whatever its
+    offset and padding, nor those of a row without any position above 0.
 
     Args:
         tokens: `(B, L)` ids or `(B, L, d)` embeddings.
@@ -54,10 +54,15 @@ def find_documents(
         cu_seq_lens_q: offsets of the documents within all tokens, the last one T.
 
     Raises:
+        TypeError: an argument is no tensor.
         ValueError: a shape is another, or the offsets do not span the tokens.
     """
-    boundaries = (position_ids, seq_idx, cu_seq_lens_q)
-    if all(given is None for given in boundaries) or tokens is None or tokens.dim() < 2 or tokens.shape[1] <= 1:
+    boundaries = {"position_ids": position_ids, "seq_idx": seq_idx, "cu_seq_lens_q": cu_seq_lens_q}
+    boundaries = {name: given for name, given in boundaries.items() if given is not None}
+    for name, given in boundaries.items():
+        _check_integers(name, given, tokens)
+    # Without values, on the meta device, no boundary can be found.
+    if not boundaries or tokens.shape[1] <= 1 or tokens.is_meta:
         return None
     shape = tokens.shape[:2]
     starts = torch.zeros(shape, dtype=torch.bool, device=tokens.device)  # (B, L)
@@ -125,6 +130,15 @@ def _pack(parts: Sequence[torch.Tensor], documents: list[DocumentBatch], shape: 
     return outputs[places.argsort()].unflatten(0, shape)
 
 
+def _check_integers(name: str, given: torch.Tensor, tokens: torch.Tensor):
+    if not isinstance(given, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor of integers, not {type(given).__name__}.")
+    if given.is_floating_point() or given.is_complex() or given.dtype is torch.bool:
+        raise TypeError(f"{name} must hold integers, not {given.dtype}.")
+    if given.is_meta != tokens.is_meta:
+        raise ValueError(f"{name} is on the device {given.device}, the tokens on {tokens.device}.")
+
+
 def _as_rows(name: str, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     if values.dim() != 2 or values.shape[1] != shape[1] or values.shape[0] not in (1, shape[0]):
         raise ValueError(f"{name} has shape {tuple(values.shape)}: it must be (B, L) = {tuple(shape)}, or (1, L).")
@@ -140,12 +154,10 @@ def _real_tokens(attention_mask: torch.Tensor | None, tokens: torch.Tensor) -> t
 
 
 def _restarts(position_ids: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-    """Where a real token does not come after the real token before it, `(B, L)`; padding may have any position."""
-    place = torch.arange(position_ids.shape[1], device=position_ids.device)
-    latest = torch.where(real, place, 0).cummax(dim=1).values  # (B, L), the last real token so far, or 0
-    before = torch.cat([latest[:, :1], latest[:, :-1]], dim=1)
+    """Where the position of a real token is 0 again, `(B, L)`; padding may have any position."""
     first = real.cumsum(dim=1) == 1
-    return real & ~first & (position_ids <= position_ids.gather(1, before))
+    rises = (real & (position_ids > 0)).any(dim=1, keepdim=True)  # (B, 1)
+    return real & ~first & rises & (position_ids == 0)
 
 
 def _offsets_as_starts(cu_seq_lens: torch.Tensor, shape: torch.Size, device: torch.device) -> torch.Tensor:

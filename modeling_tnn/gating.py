@@ -56,7 +56,7 @@ class Gating(NamedTuple):
     Attributes:
         u: `(B, L, D)`, the gate before its activation.
         act: the activation of `u` and `v`, elementwise.
-        mask: `(B, L)`, false where `v` is to be zero; None if it never is.
+        mask: `(B, L)` of booleans, false where `v` is to be zero; None if it never is.
     """
 
     u: torch.Tensor
@@ -75,7 +75,7 @@ class Gating(NamedTuple):
 def activate(v: torch.Tensor, act: Activation, mask: torch.Tensor | None) -> torch.Tensor:
     """act(v), zero where the mask `(B, L)` is: `(B, L, D)`."""
     v = act(v)
-    return v if mask is None else v * mask[..., None].to(v.dtype)
+    return v if mask is None else v.masked_fill(~mask[..., None], 0)
 
 
 def has_parameters(act: Activation) -> bool:

@@ -1,28 +1,163 @@
-"""What a model does with its inputs around the layers: checks of ids and masks, alignment, pooling.
+"""What a model does with its inputs around the layers: checks of tokens, masks and labels, alignment, pooling.
 
-B batch, L length, d hidden size. A mask is `(B, L)`, 0 at padding and anything else at real tokens.
+B batch, L length, d hidden size, V vocabulary. A mask is `(B, L)`, 0 at padding and anything else at real tokens.
 """
 
+import difflib
+from typing import Any
+
 import torch
+from transformers.utils import TransformersKwargs
 
 from .toeplitz import transform_dtype
+from .tracing import is_traced
+
+# What models of transformers take besides: arguments of its output classes, and what tokenizers give.
+KEYWORDS = {*TransformersKwargs.__annotations__, "return_dict", "token_type_ids", "cache_position"}
 
 
-def check_input_ids(input_ids: torch.Tensor, vocab_size: int):
-    """Refuse ids that have no embedding. On CPU only: elsewhere reading the ids would stall the device.
+def check_keywords(given: dict[str, Any]):
+    """Refuse keyword arguments that nothing reads; a misspelt one would be ignored in silence.
 
     Raises:
-        ValueError: the shape is not `(B, L)` or an id is outside the vocabulary.
+        TypeError: a name is not among `KEYWORDS`, and its value is not None.
     """
-    if input_ids.dim() != 2:
-        raise ValueError(f"input_ids must have shape (B, L), not {tuple(input_ids.shape)}.")
-    if input_ids.device.type != "cpu" or input_ids.numel() == 0 or torch.compiler.is_compiling():
+    for name, value in given.items():
+        if name not in KEYWORDS and value is not None:
+            close = difflib.get_close_matches(name, KEYWORDS, n=1)
+            hint = f" Did you mean {close[0]}?" if close else ""
+            raise TypeError(f"{name} is no argument of this model.{hint}")
+
+
+def check_tensor(name: str, value: Any, shape: str, dims: int, dtypes: tuple[torch.dtype, ...] | None = None):
+    """Refuse what is no tensor of `dims` dimensions and of one of `dtypes`, or of floating numbers without them.
+
+    Raises:
+        TypeError: it is no tensor, or one of other numbers.
+        ValueError: it has another number of dimensions.
+    """
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor of shape {shape}, not {type(value).__name__}.")
+    if value.dim() != dims:
+        raise ValueError(f"{name} must have shape {shape}, not {tuple(value.shape)}.")
+    if not (value.is_floating_point() if dtypes is None else value.dtype in dtypes):
+        wanted = "floating numbers" if dtypes is None else " or ".join(map(str, dtypes))
+        raise TypeError(f"{name} must hold {wanted}, not {value.dtype}.")
+
+
+def check_tokens(input_ids: Any, inputs_embeds: Any, embedding: torch.nn.Module):
+    """Refuse tokens that the `embedding` of the model does not fit.
+
+    Raises:
+        TypeError: they are no tensors, or of another dtype.
+        ValueError: both or none are given, a shape is another, an id is outside the vocabulary (looked for on the CPU
+            only: elsewhere the search would stall the device), or the device is not the model's.
+    """
+    if (input_ids is None) == (inputs_embeds is None):
+        raise ValueError("Exactly one of input_ids and inputs_embeds must be given.")
+    weight = embedding.weight
+    if input_ids is not None:
+        check_tensor("input_ids", input_ids, "(B, L)", 2, (torch.int64, torch.int32))
+        _check_range("input_ids", input_ids, "vocab_size", weight.shape[0])
+    else:
+        shape = f"(B, L, {weight.shape[1]})"
+        check_tensor("inputs_embeds", inputs_embeds, shape, 3)
+        if inputs_embeds.shape[2] != weight.shape[1]:
+            raise ValueError(f"inputs_embeds must have shape {shape}, not {tuple(inputs_embeds.shape)}.")
+        autocast = torch.is_autocast_enabled(inputs_embeds.device.type)
+        if inputs_embeds.dtype != weight.dtype and weight.is_floating_point() and not autocast:
+            raise TypeError(f"inputs_embeds has dtype {inputs_embeds.dtype}, the model {weight.dtype}.")
+    name, tokens = ("input_ids", input_ids) if inputs_embeds is None else ("inputs_embeds", inputs_embeds)
+    # The weights of an offloaded model are there while they are used, by a hook of accelerate.
+    if tokens.is_meta != weight.is_meta and not hasattr(embedding, "_hf_hook"):
+        raise ValueError(f"{name} is on the device {tokens.device}, the model on {weight.device}.")
+
+
+def check_prompt(input_ids: Any, inputs_embeds: Any, attention_mask: Any, embedding: torch.nn.Module):
+    """`check_tokens` of what `generate` takes, where all of them may be given or none, and of the mask beside them.
+
+    Raises:
+        TypeError, ValueError: as `check_tokens`; or the mask is no tensor of the shape of the prompt.
+    """
+    if input_ids is not None:
+        check_tokens(input_ids, None, embedding)
+    if inputs_embeds is not None:
+        check_tokens(None, inputs_embeds, embedding)
+    prompt = input_ids if inputs_embeds is None else inputs_embeds
+    if attention_mask is None or prompt is None:
         return
-    lowest, highest = input_ids.min().item(), input_ids.max().item()
-    if lowest < 0 or highest >= vocab_size:
+    if not isinstance(attention_mask, torch.Tensor):
+        raise TypeError(f"attention_mask must be a tensor of shape (B, L), not {type(attention_mask).__name__}.")
+    shape = tuple(prompt.shape[:2])
+    if attention_mask.shape != shape or attention_mask.is_meta != prompt.is_meta:
         raise ValueError(
-            f"input_ids holds {lowest if lowest < 0 else highest}: ids must be in [0, vocab_size={vocab_size})."
+            f"attention_mask has shape {tuple(attention_mask.shape)} on {attention_mask.device}: it must be {shape} "
+            f"on {prompt.device}, as the prompt."
         )
+
+
+def _check_range(name: str, ids: torch.Tensor, limit_name: str, limit: int):
+    if ids.device.type != "cpu" or ids.numel() == 0 or is_traced():
+        return
+    lowest, highest = ids.min().item(), ids.max().item()
+    if lowest < 0 or highest >= limit:
+        outside = lowest if lowest < 0 else highest
+        raise ValueError(f"{name} holds {outside}: entries must be in [0, {limit_name}={limit}).")
+
+
+def check_labels(labels: Any, logits: torch.Tensor):
+    """Refuse labels that do not belong to `logits` `(B, L, V)` of all positions.
+
+    Raises:
+        TypeError: they are no tensor of integers.
+        ValueError: they are not `(B, L)`, or hold an id outside the vocabulary that is not -100 (looked for on CPU).
+    """
+    check_tensor("labels", labels, "(B, L)", 2, (torch.int64,))
+    if labels.shape != logits.shape[:2]:
+        raise ValueError(
+            f"labels has shape {tuple(labels.shape)}: it must be (B, L) = {tuple(logits.shape[:2])}, one label for "
+            "each position that has logits."
+        )
+    _check_range("labels", labels.where(labels != -100, 0), "vocab_size", logits.shape[2])
+
+
+def check_logits_to_keep(logits_to_keep: Any, length: int, labels: torch.Tensor | None):
+    """Refuse what chooses no positions of `length`, or chooses among those whose loss is wanted.
+
+    Raises:
+        TypeError: it is neither an integer nor a tensor of positions, `(K,)`.
+        ValueError: it is a negative number, a position is none of the sequence, or there are `labels`.
+    """
+    if isinstance(logits_to_keep, torch.Tensor):
+        check_tensor("logits_to_keep", logits_to_keep, "(K,)", 1, (torch.int64, torch.int32))
+        _check_range("logits_to_keep", logits_to_keep.where(logits_to_keep >= 0, logits_to_keep + length), "L", length)
+    elif not isinstance(logits_to_keep, int):
+        raise TypeError(f"logits_to_keep must be an integer or a tensor of positions, not {logits_to_keep!r}.")
+    elif logits_to_keep < 0:
+        raise ValueError(f"logits_to_keep={logits_to_keep} must be at least 0.")
+    if labels is not None and (isinstance(logits_to_keep, torch.Tensor) or logits_to_keep > 0):
+        raise ValueError("logits_to_keep leaves out logits that the loss of labels needs: give one of them.")
+
+
+def check_class_labels(labels: Any, logits: torch.Tensor):
+    """Refuse labels that do not belong to `logits` `(B, C)` of C classes.
+
+    Raises:
+        TypeError: they are no tensor.
+        ValueError: they are neither `(B,)` nor `(B, C)`, or hold a class outside [0, C) other than -100.
+    """
+    batch, classes = logits.shape
+    if not isinstance(labels, torch.Tensor):
+        raise TypeError(f"labels must be a tensor of shape (B,) or (B, {classes}), not {type(labels).__name__}.")
+    if labels.shape not in ((batch,), (batch, 1), (batch, classes)):
+        raise ValueError(f"labels has shape {tuple(labels.shape)}: it must be {(batch,)} or {(batch, classes)}.")
+    if classes > 1 and labels.dim() == 1 and not labels.is_floating_point():
+        _check_range("labels", labels.where(labels != -100, 0), "num_labels", classes)
+
+
+def real_tokens(input_ids: torch.Tensor | None, pad_token_id: int | None) -> torch.Tensor | None:
+    """The mask that a batch without one seems to have, `(B, L)`; None if nothing is known of its padding."""
+    return None if input_ids is None or pad_token_id is None else input_ids != pad_token_id
 
 
 def check_attention_mask(
@@ -31,7 +166,8 @@ def check_attention_mask(
     """The part of the mask that belongs to `inputs_embeds` `(B, L, d)`, `(B, L)`; None if all of it is real.
 
     Raises:
-        ValueError: the sequence is empty or the mask is not `(B, past_length + L)`.
+        TypeError: the mask is no tensor.
+        ValueError: the sequence is empty or the mask is not `(B, past_length + L)`, or `(1, past_length + L)`.
     """
     batch, length = inputs_embeds.shape[:2]
     if length == 0:
@@ -40,13 +176,18 @@ def check_attention_mask(
         )
     if attention_mask is None:
         return None
-    if attention_mask.shape != (batch, past_length + length):
+    if not isinstance(attention_mask, torch.Tensor):
+        raise TypeError(f"attention_mask must be a tensor of shape (B, L), not {type(attention_mask).__name__}.")
+    if attention_mask.shape not in ((batch, past_length + length), (1, past_length + length)):
         raise ValueError(
             f"attention_mask has shape {tuple(attention_mask.shape)}: it must be (B, past length + L) = "
             f"{(batch, past_length + length)}, one entry a token."
         )
-    attention_mask = attention_mask[:, -length:] != 0
-    if not torch.compiler.is_compiling() and attention_mask.all():
+    if attention_mask.is_meta != inputs_embeds.is_meta:
+        raise ValueError(f"attention_mask is on the device {attention_mask.device}, not {inputs_embeds.device}.")
+    attention_mask = (attention_mask[:, -length:] != 0).expand(batch, length)
+    # What is in a mask is not known while a graph is recorded, nor without its values.
+    if not torch.compiler.is_compiling() and not attention_mask.is_meta and attention_mask.all():
         return None
     return attention_mask
 
@@ -67,7 +208,7 @@ def mean_of_real_tokens(hidden_states: torch.Tensor, attention_mask: torch.Tenso
     """`(B, L, d)` to `(B, d)`; 0 for a row without real tokens."""
     if attention_mask is None:
         return hidden_states.mean(dim=1)
-    real = attention_mask.ne(0)
+    real = attention_mask[:, -hidden_states.shape[1] :].ne(0)
     dtype = transform_dtype(hidden_states.dtype)  # float16 overflows in long sums
     total = hidden_states.masked_fill(~real[..., None], 0).sum(dim=1, dtype=dtype)  # (B, d)
     return (total / real.sum(dim=1, keepdim=True).clamp(min=1)).to(hidden_states.dtype)

@@ -16,6 +16,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .blocks import TnnBlock
 from .configuration_tnn import TnnConfig
+from .inputs import check_class_labels, check_keywords
 from .modeling_tnn import TnnPreTrainedModel
 from .norms import build_norm
 
@@ -34,6 +35,8 @@ class TnnPatchEmbedding(nn.Module):
         Raises:
             ValueError: the image is not square, has a side that is no multiple of P, or another number of channels.
         """
+        if not isinstance(pixel_values, torch.Tensor):
+            raise TypeError(f"pixel_values must be a tensor, not {type(pixel_values).__name__}.")
         shape = tuple(pixel_values.shape)
         fits = len(shape) == 4 and shape[1] == self.channels and shape[2] == shape[3] and shape[2] % self.size == 0
         if not fits or shape[2] == 0:
@@ -110,11 +113,13 @@ class TnnForImageClassification(TnnPreTrainedModel):
         """
         if pixel_values is None:
             raise ValueError("pixel_values must be given.")
+        check_keywords(kwargs)
         outputs = self.model(pixel_values, return_dict=True, **kwargs)
         pooled = outputs.last_hidden_state.mean(dim=1)  # (B, d)
         logits = self.classifier(self.norm(pooled[:, None])[:, 0])
         loss = None
         if labels is not None:
+            check_class_labels(labels, logits)
             loss = self.loss_function(labels, logits, self.config)
         return ImageClassifierOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
 

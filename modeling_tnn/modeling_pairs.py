@@ -13,6 +13,7 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 
 from .configuration_tnn import TnnConfig
 from .heads import TnnClassificationHead, pool_tokens
+from .inputs import check_class_labels, check_tensor, real_tokens
 from .modeling_tnn import TnnModel, TnnPreTrainedModel
 
 
@@ -48,16 +49,22 @@ class TnnForSequencePairClassification(TnnPreTrainedModel):
         Raises:
             ValueError: the ids are not pairs, or what [`TnnModel.forward`] raises.
         """
-        if input_ids is None or input_ids.dim() != 3 or input_ids.shape[1] != 2:
-            shape = None if input_ids is None else tuple(input_ids.shape)
+        check_tensor("input_ids", input_ids, "(B, 2, L)", 3, (torch.int64, torch.int32))
+        if input_ids.shape[1] != 2:
+            shape = tuple(input_ids.shape)
             raise ValueError(f"input_ids must have shape (B, 2, L), both sequences of each pair, not {shape}.")
+        if attention_mask is not None and getattr(attention_mask, "shape", None) != input_ids.shape:
+            raise ValueError(f"attention_mask must be a tensor of the shape of input_ids, {tuple(input_ids.shape)}.")
         flat_mask = None if attention_mask is None else attention_mask.flatten(0, 1)
         outputs = self.model(input_ids.flatten(0, 1), flat_mask, use_cache=False, return_dict=True, **kwargs)
+        if flat_mask is None and self.config.causal:
+            flat_mask = real_tokens(input_ids.flatten(0, 1), self.config.pad_token_id)
         pooled = pool_tokens(self.config, outputs.last_hidden_state, flat_mask)  # (2B, d)
         a, b = pooled.unflatten(0, (-1, 2)).unbind(dim=1)  # (B, d) each
         logits = self.classifier(torch.cat([a, b, a * b, a - b], dim=-1))
         loss = None
         if labels is not None:
+            check_class_labels(labels, logits)
             loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
         return SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
 

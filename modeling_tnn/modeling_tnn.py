@@ -28,7 +28,16 @@ from .configuration_tnn import TnnConfig
 from .conversion import LayerReport, convert
 from .documents import check_one_document, find_documents, forward_documents
 from .heads import TnnClassificationHead, TnnPredictionHeadTransform, pool_tokens
-from .inputs import check_attention_mask, check_input_ids
+from .inputs import (
+    check_attention_mask,
+    check_class_labels,
+    check_keywords,
+    check_labels,
+    check_logits_to_keep,
+    check_prompt,
+    check_tokens,
+    real_tokens,
+)
 from .norms import GatedRMSNorm, LayerNorm, ScaleRMSNorm, with_mask
 from .positions import sinusoidal_embedding, token_positions
 from .tno import ToeplitzOperator
@@ -145,14 +154,19 @@ class TnnModel(TnnPreTrainedModel):
             past_key_values: what a causal model returned for the tokens before these.
             inputs_embeds: `(B, L, d)` instead of `input_ids`, before `scale_embedding`.
             use_cache: whether to return `past_key_values` (causal models only).
-            position_ids: `(B, L)`; where they start again within a row, another document begins, which neither sees
+            position_ids: `(B, L)`; where they are 0 again within a row, another document begins, which neither sees
                 the ones before nor is seen by them. So do `seq_idx` and `cu_seq_lens_q`, see `documents.py`.
 
         Raises:
+            TypeError: an argument is no tensor, holds other numbers, or is none of this model.
             ValueError: both or none of `input_ids` and `inputs_embeds`, an empty sequence, ids outside the
                 vocabulary (looked for on CPU only: elsewhere the search would stall the device), a mask of another
-                shape, or several documents in a row together with a cache.
+                shape, several documents in a row together with a cache, or a cache of a bidirectional model.
         """
+        check_keywords(kwargs)
+        if not isinstance(use_cache, bool | None):
+            raise TypeError(f"use_cache must be True, False or None, not {use_cache!r}.")
+        check_tokens(input_ids, inputs_embeds, self.embed_tokens)
         tokens = inputs_embeds if input_ids is None else input_ids
         offsets = kwargs.get("cu_seq_lens_q")
         documents = find_documents(tokens, attention_mask, position_ids, kwargs.get("seq_idx"), offsets)
@@ -178,13 +192,11 @@ class TnnModel(TnnPreTrainedModel):
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPast:
         """One text a row."""
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("Exactly one of input_ids and inputs_embeds must be given.")
         if inputs_embeds is None:
-            check_input_ids(input_ids, self.config.vocab_size)
             inputs_embeds = self.embed_tokens(input_ids)
         if not self.config.causal:
-            past_key_values = None
+            if past_key_values is not None:
+                raise ValueError("past_key_values is for causal models, and this one has causal=False.")
         elif use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         elif past_key_values is not None:
@@ -192,6 +204,12 @@ class TnnModel(TnnPreTrainedModel):
         past_length = 0 if past_key_values is None else int(past_key_values.get_seq_length())
         whole_mask = attention_mask
         attention_mask = check_attention_mask(attention_mask, inputs_embeds, past_length)
+        if whole_mask is None and past_length == 0 and input_ids is not None and input_ids.device.type == "cpu":
+            self.warn_if_padding_and_no_attention_mask(input_ids, None)  # elsewhere it would stall the device
+        if attention_mask is not None:
+            # NaN at padding would reach gradients: 0 * NaN is NaN. Finite rows stay: behind a row of zeros the
+            # gradient of an RMS norm is 1e8 times too large.
+            inputs_embeds = inputs_embeds.masked_fill(~(attention_mask[..., None] | inputs_embeds.isfinite()), 0)
 
         hidden_states = inputs_embeds * self.embedding_scale
         if self.config.position_embedding == "sinusoidal":
@@ -229,6 +247,19 @@ class TnnForCausalLM(TnnPreTrainedModel, GenerationMixin):
         """The padding mask as it is: a Toeplitz model has no attention pattern to prepare."""
         return attention_mask
 
+    def generate(self, inputs: torch.LongTensor | None = None, *args, **kwargs):
+        """As in transformers, after a check of the tokens; a batch without rows is returned as it is.
+
+        Raises:
+            TypeError, ValueError: those of [`TnnModel.forward`].
+        """
+        input_ids = kwargs.get("input_ids") if inputs is None else inputs
+        inputs_embeds = kwargs.get("inputs_embeds")
+        check_prompt(input_ids, inputs_embeds, kwargs.get("attention_mask"), self.get_input_embeddings())
+        if input_ids is not None and len(input_ids) == 0:
+            return input_ids
+        return super().generate(inputs, *args, **kwargs)
+
     @can_return_tuple
     def forward(
         self,
@@ -249,6 +280,10 @@ class TnnForCausalLM(TnnPreTrainedModel, GenerationMixin):
             logits_to_keep: how many of the last positions (0: all), or which positions, get logits.
 
         The other arguments and the errors are those of [`TnnModel.forward`].
+
+        Raises:
+            TypeError: `labels` or `logits_to_keep` of another type.
+            ValueError: `labels` of another shape, or together with `logits_to_keep`.
         """
         outputs = self.model(
             input_ids=input_ids,
@@ -260,10 +295,12 @@ class TnnForCausalLM(TnnPreTrainedModel, GenerationMixin):
             return_dict=True,
             **kwargs,
         )
+        check_logits_to_keep(logits_to_keep, outputs.last_hidden_state.shape[1], labels)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, kept])
         loss = None
         if labels is not None:
+            check_labels(labels, logits)
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
             loss=loss,
@@ -318,6 +355,7 @@ class TnnForMaskedLM(TnnPreTrainedModel):
         logits = self.lm_head(self.transform(outputs.last_hidden_state))
         loss = None
         if labels is not None:
+            check_labels(labels, logits)
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return MaskedLMOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
 
@@ -350,12 +388,13 @@ class TnnForSequenceClassification(TnnPreTrainedModel):
         """Logits `(B, num_labels)`.
 
         Args:
+            attention_mask: as for [`TnnModel.forward`]. Without one, a causal model answers from the last token that
+                is not `config.pad_token_id`, as the models of transformers do.
             labels: `(B,)` classes or values, or `(B, num_labels)` for several labels at once; the loss follows
                 `config.problem_type` as everywhere in transformers.
 
         The other arguments and the errors are those of [`TnnModel.forward`].
         """
-        check_one_document(input_ids if inputs_embeds is None else inputs_embeds, attention_mask, **kwargs)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -365,9 +404,13 @@ class TnnForSequenceClassification(TnnPreTrainedModel):
             return_dict=True,
             **kwargs,
         )
+        check_one_document(input_ids if inputs_embeds is None else inputs_embeds, attention_mask, **kwargs)
+        if attention_mask is None and self.config.causal:
+            attention_mask = real_tokens(input_ids, self.config.pad_token_id)  # as in transformers
         logits = self.classifier(pool_tokens(self.config, outputs.last_hidden_state, attention_mask))
         loss = None
         if labels is not None:
+            check_class_labels(labels, logits)
             loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
         return SequenceClassifierOutputWithPast(
             loss=loss,

@@ -176,12 +176,14 @@ class FilterRecurrence(Recurrence):
         S + start + count, so that with a transform of at least S + count what wraps around ends below `start`.
         `keep` says that the same call comes again, and its spectrum is worth keeping.
         """
+        if x.shape[0] == 0:
+            return x.new_zeros(*x.shape[:-1], count)  # MKL refuses transforms of nothing
         size = fft_length(x.shape[-1] + count)
         kernel = self.kernel(start + count, x)
         spectrum = self._spectra.get((start + count, size))  # (D, F/2+1)
         if keep and spectrum is None:
             spectrum = self._spectra[start + count, size] = torch.fft.rfft(kernel, n=size)
-        group = max(1, GROUP // (size * x.shape[0])) if x.device.type == "cpu" else x.shape[1]
+        group = max(1, GROUP // (size * max(1, x.shape[0]))) if x.device.type == "cpu" else x.shape[1]
         parts = []
         for channels in range(0, x.shape[1], group):
             chosen = slice(channels, channels + group)

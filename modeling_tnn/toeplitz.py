@@ -63,9 +63,10 @@ def toeplitz_matmul(
         `(B, L, D)` in the dtype of `v`; computed in float32, or float64 if `v` or `coefficients` are.
 
     Raises:
-        ValueError: the shapes do not fit.
+        TypeError: an argument is no tensor, or not of real floating numbers.
+        ValueError: the shapes or the devices do not fit, or there is no such product.
     """
-    length, channels = _checked_shape(v)
+    length, channels = _checked_shape(v, "coefficients", coefficients)
     if coefficients.dim() != 2 or coefficients.shape[0] != channels or coefficients.shape[1] % 2 == 0:
         raise ValueError(
             f"coefficients must have shape (D, 2L-1) = {(channels, 2 * length - 1)} for v of shape "
@@ -90,9 +91,10 @@ def causal_toeplitz_matmul(
         `(B, L, D)` in the dtype of `v`; computed in float32, or float64 if `v` or `kernel` are.
 
     Raises:
-        ValueError: the shapes do not fit.
+        TypeError: an argument is no tensor, or not of real floating numbers.
+        ValueError: the shapes or the devices do not fit, or there is no such product.
     """
-    length, channels = _checked_shape(v)
+    length, channels = _checked_shape(v, "kernel", kernel)
     if kernel.dim() != 2 or kernel.shape[0] != channels or kernel.shape[1] == 0:
         raise ValueError(f"kernel must have shape (D, K) with D={channels} and K >= 1, not {tuple(kernel.shape)}.")
     kernel = kernel[:, :length]
@@ -109,8 +111,11 @@ def dense_toeplitz(coefficients: torch.Tensor) -> torch.Tensor:
         `(D, L, L)` with `[d, i, j] = t_{i-j}` of channel d.
 
     Raises:
+        TypeError: `coefficients` is no tensor.
         ValueError: the number of lags is even.
     """
+    if not isinstance(coefficients, torch.Tensor):
+        raise TypeError(f"coefficients must be a tensor, not {type(coefficients).__name__}.")
     if coefficients.dim() != 2 or coefficients.shape[1] % 2 == 0:
         raise ValueError(f"coefficients must have shape (D, 2L-1), not {tuple(coefficients.shape)}.")
     length = (coefficients.shape[1] + 1) // 2
@@ -175,13 +180,24 @@ def _convolve(v: torch.Tensor, kernel: torch.Tensor, first: int, product: str, g
 def _filter(v, kernel: torch.Tensor, windows: Windows, product: str, gating: Gating | None) -> torch.Tensor:
     if product not in PRODUCTS:
         raise ValueError(f"product={product!r} is not possible: it must be one of {', '.join(PRODUCTS)}.")
+    if v.shape[0] == 0 and not is_traced():
+        # MKL refuses transforms of nothing. All inputs stay in the graph, for gradients of zero.
+        return (v if gating is None else gating.close(gating.open(v), "plain")) * kernel.sum().to(v.dtype)
     if gating is not None and has_parameters(gating.act) and not is_traced():
         # Its parameters have gradients as well, which autograd computes around the product.
         return gating.close(_filter(gating.open(v), kernel, windows, product, None), product)
     return PRODUCTS["plain" if is_traced() else product](v, kernel, windows, gating)
 
 
-def _checked_shape(v: torch.Tensor) -> tuple[int, int]:
+def _checked_shape(v: torch.Tensor, name: str, kernel: torch.Tensor) -> tuple[int, int]:
+    """L and D of `v`, of real floating numbers, beside a `kernel` called `name` on the same device."""
+    for argument, value in (("v", v), (name, kernel)):
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{argument} must be a tensor, not {type(value).__name__}.")
+        if not value.is_floating_point():
+            raise TypeError(f"{argument} must hold real floating numbers, not {value.dtype}.")
     if v.dim() != 3 or v.shape[1] == 0:
         raise ValueError(f"v must have shape (B, L, D) with L >= 1, not {tuple(v.shape)}.")
+    if v.device != kernel.device:
+        raise ValueError(f"{name} is on the device {kernel.device}, v on {v.device}.")
     return v.shape[1], v.shape[2]

@@ -162,8 +162,8 @@ RESTART = torch.tensor([[0, 1, 0, 1]])
     [
         ({"position_ids": RESTART, "use_cache": True}, "leave out past_key_values"),
         ({"position_ids": torch.arange(5)[None]}, r"position_ids has shape \(1, 5\): it must be \(B, L\) = \(1, 4\)"),
-        ({"position_ids": torch.zeros(3, 1, 4)}, r"position_ids has shape \(3, 1, 4\)"),
-        ({"seq_idx": torch.zeros(2, 4)}, r"seq_idx has shape \(2, 4\)"),
+        ({"position_ids": torch.zeros(3, 1, 4).long()}, r"position_ids has shape \(3, 1, 4\)"),
+        ({"seq_idx": torch.zeros(2, 4).long()}, r"seq_idx has shape \(2, 4\)"),
         ({"cu_seq_lens_q": torch.tensor([0, 2, 5])}, r"cu_seq_lens_q=\[0, 2, 5\] must grow from 0 .* = 4"),
         ({"cu_seq_lens_q": torch.tensor([0, 2, 2, 4])}, "must grow"),
         ({"position_ids": RESTART, "attention_mask": torch.ones(1, 3)}, r"attention_mask has shape \(1, 3\)"),

@@ -96,7 +96,7 @@ def test_ids_without_embedding(script, folder):
     with pytest.raises(SystemExit, match="'a' with the id 10000000; the model has vocab_size="):
         run_script(script, *run_options(folder)[script])
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
-    with pytest.raises(ValueError, match=r"input_ids holds 10000000: ids must be in \[0, vocab_size="):
+    with pytest.raises(ValueError, match=r"input_ids holds 10000000: entries must be in \[0, vocab_size="):
         model(**tokenizer("a", return_tensors="pt", return_token_type_ids=False))
 
 
