@@ -64,10 +64,10 @@ def find_documents(
     # Without values, on the meta device, no boundary can be found.
     if not boundaries or tokens.shape[1] <= 1 or tokens.is_meta:
         return None
+    real = _real_tokens(attention_mask, tokens)
     shape = tokens.shape[:2]
     starts = torch.zeros(shape, dtype=torch.bool, device=tokens.device)  # (B, L)
     if position_ids is not None:
-        real = _real_tokens(attention_mask, tokens)
         starts |= _restarts(_as_rows("position_ids", position_ids, shape), real)
     if seq_idx is not None:
         seq_idx = _as_rows("seq_idx", seq_idx, shape)
@@ -110,8 +110,9 @@ def forward_documents(
         kwargs: further arguments of `forward`.
     """
     outputs = []
+    attention_mask = check_attention_mask(attention_mask, inputs_embeds if input_ids is None else input_ids, 0)
     for batch in documents:
-        real = batch.real if attention_mask is None else batch.real & (batch.take(attention_mask) != 0)
+        real = batch.real if attention_mask is None else batch.real & batch.take(attention_mask)
         ids, embeds = (None if x is None else batch.take(x) for x in (input_ids, inputs_embeds))
         outputs.append(forward(ids, real, inputs_embeds=embeds, use_cache=False, return_dict=True, **kwargs))
     shape = (inputs_embeds if input_ids is None else input_ids).shape[:2]
@@ -148,7 +149,7 @@ def _as_rows(name: str, values: torch.Tensor, shape: torch.Size) -> torch.Tensor
 def _real_tokens(attention_mask: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
     shape = tokens.shape[:2]
     if attention_mask is not None:
-        past_length = max(0, attention_mask.shape[-1] - shape[1])
+        past_length = max(0, attention_mask.shape[-1] - shape[1]) if attention_mask.dim() else 0
         attention_mask = check_attention_mask(attention_mask, tokens, past_length)
     return tokens.new_ones(shape, dtype=torch.bool) if attention_mask is None else attention_mask
 

@@ -29,6 +29,16 @@ def check_keywords(given: dict[str, Any]):
             raise TypeError(f"{name} is no argument of this model.{hint}")
 
 
+def require_tensor(name: str, value: Any, shape: str):
+    """Refuse what is no tensor.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor of shape {shape}, not {type(value).__name__}.")
+
+
 def check_tensor(name: str, value: Any, shape: str, dims: int, dtypes: tuple[torch.dtype, ...] | None = None):
     """Refuse what is no tensor of `dims` dimensions and of one of `dtypes`, or of floating numbers without them.
 
@@ -36,8 +46,7 @@ def check_tensor(name: str, value: Any, shape: str, dims: int, dtypes: tuple[tor
         TypeError: it is no tensor, or one of other numbers.
         ValueError: it has another number of dimensions.
     """
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{name} must be a tensor of shape {shape}, not {type(value).__name__}.")
+    require_tensor(name, value, shape)
     if value.dim() != dims:
         raise ValueError(f"{name} must have shape {shape}, not {tuple(value.shape)}.")
     if not (value.is_floating_point() if dtypes is None else value.dtype in dtypes):
@@ -86,8 +95,7 @@ def check_prompt(input_ids: Any, inputs_embeds: Any, attention_mask: Any, embedd
     prompt = input_ids if inputs_embeds is None else inputs_embeds
     if attention_mask is None or prompt is None:
         return
-    if not isinstance(attention_mask, torch.Tensor):
-        raise TypeError(f"attention_mask must be a tensor of shape (B, L), not {type(attention_mask).__name__}.")
+    require_tensor("attention_mask", attention_mask, "(B, L)")
     shape = tuple(prompt.shape[:2])
     if attention_mask.shape != shape or attention_mask.is_meta != prompt.is_meta:
         raise ValueError(
@@ -118,6 +126,7 @@ def check_labels(labels: Any, logits: torch.Tensor):
             f"labels has shape {tuple(labels.shape)}: it must be (B, L) = {tuple(logits.shape[:2])}, one label for "
             "each position that has logits."
         )
+    _check_device("labels", labels, logits)
     _check_range("labels", labels.where(labels != -100, 0), "vocab_size", logits.shape[2])
 
 
@@ -143,16 +152,26 @@ def check_class_labels(labels: Any, logits: torch.Tensor):
     """Refuse labels that do not belong to `logits` `(B, C)` of C classes.
 
     Raises:
-        TypeError: they are no tensor.
-        ValueError: they are neither `(B,)` nor `(B, C)`, or hold a class outside [0, C) other than -100.
+        TypeError: they are no tensor, or hold neither int64 nor floating numbers.
+        ValueError: they are neither `(B,)` classes nor `(B, C)` floating numbers (`(B,)` for C = 1), or hold a class
+            outside [0, C) other than -100.
     """
     batch, classes = logits.shape
-    if not isinstance(labels, torch.Tensor):
-        raise TypeError(f"labels must be a tensor of shape (B,) or (B, {classes}), not {type(labels).__name__}.")
-    if labels.shape not in ((batch,), (batch, 1), (batch, classes)):
-        raise ValueError(f"labels has shape {tuple(labels.shape)}: it must be {(batch,)} or {(batch, classes)}.")
-    if classes > 1 and labels.dim() == 1 and not labels.is_floating_point():
+    require_tensor("labels", labels, f"(B,) or (B, {classes})")
+    whole = not labels.is_floating_point()
+    if whole and labels.dtype is not torch.int64:
+        raise TypeError(f"labels must hold torch.int64 or floating numbers, not {labels.dtype}.")
+    allowed = ((batch,), (batch, 1)) if whole or classes == 1 else ((batch, classes),)
+    if labels.shape not in allowed:
+        raise ValueError(f"labels has shape {tuple(labels.shape)} of {labels.dtype}: it must be {allowed[0]}.")
+    _check_device("labels", labels, logits)
+    if whole and classes > 1:
         _check_range("labels", labels.where(labels != -100, 0), "num_labels", classes)
+
+
+def _check_device(name: str, value: torch.Tensor, like: torch.Tensor):
+    if value.is_meta != like.is_meta:
+        raise ValueError(f"{name} is on the device {value.device}, not on {like.device}.")
 
 
 def real_tokens(input_ids: torch.Tensor | None, pad_token_id: int | None) -> torch.Tensor | None:
@@ -176,15 +195,13 @@ def check_attention_mask(
         )
     if attention_mask is None:
         return None
-    if not isinstance(attention_mask, torch.Tensor):
-        raise TypeError(f"attention_mask must be a tensor of shape (B, L), not {type(attention_mask).__name__}.")
+    require_tensor("attention_mask", attention_mask, "(B, L)")
     if attention_mask.shape not in ((batch, past_length + length), (1, past_length + length)):
         raise ValueError(
             f"attention_mask has shape {tuple(attention_mask.shape)}: it must be (B, past length + L) = "
             f"{(batch, past_length + length)}, one entry a token."
         )
-    if attention_mask.is_meta != inputs_embeds.is_meta:
-        raise ValueError(f"attention_mask is on the device {attention_mask.device}, not {inputs_embeds.device}.")
+    _check_device("attention_mask", attention_mask, inputs_embeds)
     attention_mask = (attention_mask[:, -length:] != 0).expand(batch, length)
     # What is in a mask is not known while a graph is recorded, nor without its values.
     if not torch.compiler.is_compiling() and not attention_mask.is_meta and attention_mask.all():

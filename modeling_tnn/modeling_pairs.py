@@ -13,7 +13,7 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 
 from .configuration_tnn import TnnConfig
 from .heads import TnnClassificationHead, pool_tokens
-from .inputs import check_class_labels, check_tensor, real_tokens
+from .inputs import check_class_labels, check_tensor, real_tokens, require_tensor
 from .modeling_tnn import TnnModel, TnnPreTrainedModel
 
 
@@ -53,8 +53,11 @@ class TnnForSequencePairClassification(TnnPreTrainedModel):
         if input_ids.shape[1] != 2:
             shape = tuple(input_ids.shape)
             raise ValueError(f"input_ids must have shape (B, 2, L), both sequences of each pair, not {shape}.")
-        if attention_mask is not None and getattr(attention_mask, "shape", None) != input_ids.shape:
-            raise ValueError(f"attention_mask must be a tensor of the shape of input_ids, {tuple(input_ids.shape)}.")
+        if attention_mask is not None:
+            require_tensor("attention_mask", attention_mask, "(B, 2, L)")
+            if attention_mask.shape != input_ids.shape:
+                shape = tuple(input_ids.shape)
+                raise ValueError(f"attention_mask has shape {tuple(attention_mask.shape)}: it must be {shape}.")
         flat_mask = None if attention_mask is None else attention_mask.flatten(0, 1)
         outputs = self.model(input_ids.flatten(0, 1), flat_mask, use_cache=False, return_dict=True, **kwargs)
         if flat_mask is None and self.config.causal:

@@ -37,6 +37,7 @@ from .inputs import (
     check_prompt,
     check_tokens,
     real_tokens,
+    require_tensor,
 )
 from .norms import GatedRMSNorm, LayerNorm, ScaleRMSNorm, with_mask
 from .positions import sinusoidal_embedding, token_positions
@@ -167,6 +168,8 @@ class TnnModel(TnnPreTrainedModel):
         if not isinstance(use_cache, bool | None):
             raise TypeError(f"use_cache must be True, False or None, not {use_cache!r}.")
         check_tokens(input_ids, inputs_embeds, self.embed_tokens)
+        if attention_mask is not None:
+            require_tensor("attention_mask", attention_mask, "(B, past + L)")
         tokens = inputs_embeds if input_ids is None else input_ids
         offsets = kwargs.get("cu_seq_lens_q")
         documents = find_documents(tokens, attention_mask, position_ids, kwargs.get("seq_idx"), offsets)
