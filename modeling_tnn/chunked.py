@@ -16,13 +16,13 @@ F >= L + max(first, K - 1 - first). Of several windows each begins S after the l
 first one, and entries K - 1 and later are free of what wrapped around. Both hold in the backward pass as well.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from .gating import Gating, linearize
+from .gating import Gating, differentiable_gradients, linearize, must_differentiate
 
 # Numbers in a temporary: on the CPU what its cache holds, elsewhere what keeps the device busy.
 CHUNK = 2**18
@@ -62,7 +62,7 @@ def single_window(size: int, first: int) -> Windows:
 
 
 class GatedConvolution(torch.autograd.Function):
-    """The function above on channel-major views; it cannot be differentiated twice.
+    """The function above on channel-major views. Its derivative is differentiable by way of `plain_windows`.
 
     Inputs: `v` `(D, B, L)`; `kernel`, taps `(D, K)` or real and imaginary part of a response `(2, D, F/2 + 1)`; `u`
     `(D, B, L)` or None; `mask` `(B, L)` or None; `act`, elementwise and without parameters, or None; the windows.
@@ -88,10 +88,14 @@ class GatedConvolution(torch.autograd.Function):
         return h
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, gradient: torch.Tensor):
         v, kernel, u, mask, mixed = ctx.saved_tensors
         act, windows = ctx.act, ctx.windows
+        if must_differentiate(gradient):
+            # Not by `mixed`, which has no graph.
+            function = partial(plain_windows, mask=mask, act=act, windows=windows)
+            found = differentiable_gradients(function, (v, kernel, u), ctx.needs_input_grad, gradient)
+            return *found, None, None, None
         want_v, want_kernel, want_u = ctx.needs_input_grad[:3]
         v_gradient = torch.empty_like(v) if want_v else None
         u_gradient = torch.empty_like(u) if want_u else None
@@ -121,6 +125,16 @@ class GatedConvolution(torch.autograd.Function):
                 )
                 v_gradient[chosen] = x_gradient if act is None else pull_back(x_gradient)
         return v_gradient, kernel_gradient, u_gradient, None, None, None
+
+
+def plain_windows(v, kernel, u, mask, act, windows: Windows) -> torch.Tensor:
+    """What `GatedConvolution` computes, of the same arguments, by operations that autograd can differentiate."""
+    x, length = v.to(kernel.dtype), v.shape[2]
+    x = mask_out(x if act is None else act(x), mask)  # (D, B, L)
+    x = pad(x, (windows.offset, windows.span - windows.offset - length)).unfold(-1, windows.size, windows.step)
+    spectrum = torch.fft.rfft(x) * response(kernel, slice(None), windows)  # (D, B, W, F/2+1)
+    y = torch.fft.irfft(spectrum, n=windows.size)[..., windows.skip :].flatten(2)[..., :length]  # (D, B, L)
+    return (y if u is None else act(u.to(kernel.dtype)) * y).to(v.dtype)
 
 
 def gated_convolution(

@@ -138,8 +138,8 @@ class TnnConfig(PreTrainedConfig):
         rpe_window (`int`, *optional*): The `"rpe"` coefficients at lags of this size and above are zero.
         decay (`float`, *optional*): Decay per lag of `"rpe"` coefficients, in (0, 1]; `None` for no decay.
         learnable_decay (`bool`): Whether each channel learns a decay between `decay` and 1.
-        product (`str`): How Toeplitz products are computed: `"chunked"` (fast, one derivative) or `"plain"`
-            (PyTorch's own operations, derivatives of any order).
+        product (`str`): How Toeplitz products are computed: `"chunked"` (fast) or `"plain"` (PyTorch's own
+            operations). Values and derivatives of any order are the same.
         max_position_embeddings (`int`): Length the model is trained for. No input is too long. The defaults of
             `fd_resolution`, `ski_grid_length`, `rtf_truncation_length` and `rpe_input_length` follow from it (with two
             axes from its square root) until a model is built or saved: a trained model keeps what it was trained

@@ -7,14 +7,14 @@ B batch, L length, D channels. The fast ways keep for the backward pass what the
 PyTorch's own operations keep each activation as well, which is as large.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
-from .tracing import is_traced
+from .tracing import is_transformed, needs_plain
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
@@ -29,9 +29,11 @@ class ActivatedProduct(torch.autograd.Function):
         return act(a) * b
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, gradient: torch.Tensor):
         a, b = ctx.saved_tensors
+        if must_differentiate(gradient):
+            function = partial(plain_activated_product, act=ctx.act)
+            return *differentiable_gradients(function, (a, b), ctx.needs_input_grad, gradient), None
         value, pull_back = linearize(ctx.act, a)
         return pull_back(gradient * b), value * gradient, None
 
@@ -46,7 +48,7 @@ ACTIVATED_PRODUCTS = {"chunked": ActivatedProduct.apply, "plain": plain_activate
 
 def activated_product(a: torch.Tensor, b: torch.Tensor, act: Activation, product: str) -> torch.Tensor:
     """act(a) * b for two tensors of one shape; `product` as in `toeplitz.PRODUCTS`."""
-    plain = is_traced() or not torch.is_grad_enabled() or has_parameters(act)
+    plain = needs_plain() or not torch.is_grad_enabled() or has_parameters(act)
     return ACTIVATED_PRODUCTS["plain" if plain else product](a, b, act)
 
 
@@ -89,3 +91,35 @@ def linearize(act: Activation, x: torch.Tensor) -> tuple[torch.Tensor, Activatio
         x = x.detach().requires_grad_()
         value = act(x)
     return value.detach(), lambda gradient: torch.autograd.grad(value, x, gradient)[0]
+
+
+def must_differentiate(gradient: torch.Tensor) -> bool:
+    """Whether a backward pass must consist of differentiable operations: `create_graph=True`, or it is transformed."""
+    return torch.is_grad_enabled() or is_transformed(gradient)
+
+
+def differentiable_gradients(
+    function: Callable[..., torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    needed: Sequence[bool],
+    gradient: torch.Tensor,
+) -> tuple[torch.Tensor | None, ...]:
+    """What a backward pass returns if it is to be differentiated again, by autograd.
+
+    Args:
+        function: what the forward pass computes, by PyTorch's own operations.
+        inputs: what it was computed from, as `ctx.saved_tensors` gives them: with the graph they come from.
+        needed: which of them need a gradient; only as many entries as there are inputs are read.
+        gradient: that of the result.
+
+    Returns:
+        A gradient for each of the inputs that needs one, else None.
+    """
+    create_graph = torch.is_grad_enabled()
+    needed = needed[: len(inputs)]
+    with torch.enable_grad():
+        # One input may be computed from another. Through views of their own, each counts for what it does itself.
+        views = [x.view_as(x) if wanted else x for x, wanted in zip(inputs, needed, strict=True)]
+        wanted = [view for view, one in zip(views, needed, strict=True) if one]
+        found = iter(torch.autograd.grad(function(*views), wanted, gradient, create_graph=create_graph))
+    return tuple(next(found) if one else None for one in needed)

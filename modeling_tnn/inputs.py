@@ -10,7 +10,7 @@ import torch
 from transformers.utils import TransformersKwargs
 
 from .toeplitz import transform_dtype
-from .tracing import is_traced
+from .tracing import is_transformed, needs_plain
 
 # What models of transformers take besides: arguments of its output classes, and what tokenizers give.
 KEYWORDS = {*TransformersKwargs.__annotations__, "return_dict", "token_type_ids", "cache_position"}
@@ -60,7 +60,8 @@ def check_tokens(input_ids: Any, inputs_embeds: Any, embedding: torch.nn.Module)
     Raises:
         TypeError: they are no tensors, or of another dtype.
         ValueError: both or none are given, a shape is another, an id is outside the vocabulary (looked for on the CPU
-            only: elsewhere the search would stall the device), or the device is not the model's.
+            only, since elsewhere the search would stall the device, and not while a graph is recorded or a function
+            transformed), or the device is not the model's.
     """
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError("Exactly one of input_ids and inputs_embeds must be given.")
@@ -105,7 +106,7 @@ def check_prompt(input_ids: Any, inputs_embeds: Any, attention_mask: Any, embedd
 
 
 def _check_range(name: str, ids: torch.Tensor, limit_name: str, limit: int):
-    if ids.device.type != "cpu" or ids.numel() == 0 or is_traced():
+    if ids.device.type != "cpu" or ids.numel() == 0 or needs_plain():
         return
     lowest, highest = ids.min().item(), ids.max().item()
     if lowest < 0 or highest >= limit:
@@ -203,10 +204,9 @@ def check_attention_mask(
         )
     _check_device("attention_mask", attention_mask, inputs_embeds)
     attention_mask = (attention_mask[:, -length:] != 0).expand(batch, length)
-    # What is in a mask is not known while a graph is recorded, nor without its values.
-    if not torch.compiler.is_compiling() and not attention_mask.is_meta and attention_mask.all():
-        return None
-    return attention_mask
+    # What is in a mask is not known while a graph is recorded or a function transformed, nor without its values.
+    unknown = torch.compiler.is_compiling() or is_transformed() or attention_mask.is_meta
+    return None if not unknown and attention_mask.all() else attention_mask
 
 
 def first_real_token(attention_mask: torch.Tensor) -> torch.Tensor:

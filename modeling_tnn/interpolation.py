@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import torch
 
+from .tracing import is_transformed
+
 # Points in a block, and rows at a time.
 BLOCK = 8
 ROWS = 512
@@ -85,7 +87,7 @@ class Restrict(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor):
-        return Prolong.apply(gradient, None, ctx.grid), None
+        return prolong(gradient, None, ctx.grid), None
 
 
 class Prolong(torch.autograd.Function):
@@ -105,4 +107,17 @@ class Prolong(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor):
-        return Restrict.apply(gradient, ctx.grid), gradient if ctx.needs_input_grad[1] else None, None
+        return restrict(gradient, ctx.grid), gradient if ctx.needs_input_grad[1] else None, None
+
+
+def restrict(x: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """x W, `(M, L)` to `(M, K)`."""
+    return x @ grid.matrix(x) if is_transformed(x) else Restrict.apply(x, grid)
+
+
+def prolong(z: torch.Tensor, base: torch.Tensor | None, grid: Grid) -> torch.Tensor:
+    """base + z W^T, `(M, K)` to `(M, L)`; base `(M, L)` or None."""
+    if not is_transformed(z):
+        return Prolong.apply(z, base, grid)
+    x = z @ grid.matrix(z).t()
+    return x if base is None else base + x

@@ -18,9 +18,9 @@ onto lag 0, its direct term is the tap k_0, not h_0. Beyond F the taps go on as
 """
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from .chunked import CHUNK
+from .gating import differentiable_gradients, must_differentiate
 from .toeplitz import fft_length
 
 
@@ -47,8 +47,8 @@ class RationalTaps(torch.autograd.Function):
 
         gradient of b = irfft(rfft(g) conj(1 / A)),    gradient of a = -irfft(rfft(g) conj(B / A^2))
 
-    both at 1 .. N. So neither time nor memory depends on the order, but for the parameters. It computes in `work`,
-    and cannot be differentiated twice.
+    both at 1 .. N. So neither time nor memory depends on the order, but for the parameters. It computes in `work`.
+    If they are to be differentiated again, autograd computes them from `rational_kernel`.
     """
 
     @staticmethod
@@ -64,11 +64,17 @@ class RationalTaps(torch.autograd.Function):
         return taps
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, gradient: torch.Tensor):
         denominator, numerator = ctx.saved_tensors
         order, group = numerator.shape[1], len(numerator) // len(denominator)
         size, work = ctx.size, ctx.work
+        if must_differentiate(gradient):
+
+            def taps(a, b):
+                return rational_kernel(a.to(work), b.to(work), size)[:, : gradient.shape[1]].to(gradient.dtype)
+
+            found = differentiable_gradients(taps, (denominator, numerator), ctx.needs_input_grad, gradient)
+            return *found, gradient[:, 0], None, None, None
         a_gradient, b_gradient = torch.zeros_like(denominator, dtype=work), torch.empty_like(numerator)
         for chosen in filter_chunks(numerator, size):
             below, above = spectra(denominator, numerator, chosen, size, work)  # (C, F/2+1) each

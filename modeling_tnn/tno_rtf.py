@@ -28,7 +28,7 @@ from .rational import (
 from .recurrence_companion import CompanionForm, CompanionRecurrence
 from .tno import ToeplitzOperator
 from .toeplitz import transform_dtype, widest_dtype
-from .tracing import is_traced
+from .tracing import is_transformed, needs_plain
 
 
 def l1_montel(denominator: torch.Tensor, slack: torch.Tensor) -> torch.Tensor:
@@ -64,7 +64,7 @@ class RtfOperator(ToeplitzOperator):
             init.uniform_(self.slack)
 
     def coefficients(self, length: int, device: torch.device | None = None) -> torch.Tensor:
-        if length <= self.size and self.product == "chunked" and not is_traced():
+        if length <= self.size and self.product == "chunked" and not needs_plain():
             kernel = RationalTaps.apply(  # (D, L) or (2D, L)
                 self._constrained(), self.numerator, self.direct, self.size, length, widest_dtype(self.direct.device)
             )
@@ -100,14 +100,14 @@ class RtfOperator(ToeplitzOperator):
         if self.constraint is None:
             return self.denominator
         dtype = widest_dtype(self.denominator.device)
+
+        def constrained(a, s):
+            return CONSTRAINTS[self.constraint](a.to(dtype), s.to(dtype))
+
+        if is_transformed():  # torch.func has no checkpoints
+            return constrained(self.denominator, self.slack)
         # Computed again in the backward pass: what it keeps would be larger than all the rest at high orders.
-        return checkpoint(
-            lambda a, s: CONSTRAINTS[self.constraint](a.to(dtype), s.to(dtype)),
-            self.denominator,
-            self.slack,
-            use_reentrant=False,
-            preserve_rng_state=False,
-        )
+        return checkpoint(constrained, self.denominator, self.slack, use_reentrant=False, preserve_rng_state=False)
 
     def _taps(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The constrained denominators `(Q, N)` and the taps of the transform `(D, F)`, h_0 included, in float64."""

@@ -21,7 +21,7 @@ from .gating import Gating
 from .interpolation import Grid, Prolong, Restrict, hat_weights
 from .tno import ToeplitzOperator
 from .toeplitz import dense_toeplitz, fit_lags, toeplitz_matmul, transform_dtype
-from .tracing import is_traced
+from .tracing import needs_plain
 
 
 class SkiOperator(ToeplitzOperator):
@@ -76,7 +76,7 @@ class SkiOperator(ToeplitzOperator):
         near = self._convolve(x, self.filter.to(x.dtype).flip(1))  # (D, B, L)
         grid = self.grid(x.shape[2])
         coefficients = self.inducing_coefficients(grid.num_points)
-        if is_traced() or self.product == "plain":
+        if self.product == "plain" or needs_plain():
             weights = grid.matrix(x)  # (L, K)
             mixed = self._convolve(x @ weights, coefficients) @ weights.t() + near  # (D, B, L)
         else:

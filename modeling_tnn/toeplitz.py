@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 
 from .chunked import Windows, complex_response, gated_convolution, is_response, lay_windows, single_window
 from .gating import Gating, has_parameters
-from .tracing import is_traced
+from .tracing import is_traced, needs_plain
 
 
 def fft_length(minimum: int) -> int:
@@ -162,8 +162,9 @@ def plain_convolution(v: torch.Tensor, kernel: torch.Tensor, windows: Windows, g
     return y if gating is None else gating.close(y, "plain")
 
 
-# Two ways to the same product: "plain" is differentiable by PyTorch as often as wanted, and is what is traced by
-# torch.compile and torch.export whatever the choice; "chunked" is faster and keeps less, but has one derivative.
+# Two ways to the same product, both with derivatives of every order: "plain" consists of PyTorch's own operations, and
+# is what torch.compile, torch.export and the transforms of torch.func see whatever the choice; "chunked" is faster and
+# keeps less, unless its backward pass is to be differentiated again.
 PRODUCTS = {"chunked": gated_convolution, "plain": plain_convolution}
 
 
@@ -172,7 +173,7 @@ def _convolve(v: torch.Tensor, kernel: torch.Tensor, first: int, product: str, g
     length, taps = v.shape[1], kernel.shape[1]
     kernel = kernel.to(transform_dtype(torch.promote_types(v.dtype, kernel.dtype)))
     size = fft_length(length + max(first, taps - 1 - first))
-    chunked = product == "chunked" and not is_traced()
+    chunked = product == "chunked" and not needs_plain()
     windows = lay_windows(length, taps, first, size) if chunked else single_window(size, first)
     return _filter(v, kernel, windows, product, gating)
 
@@ -186,7 +187,7 @@ def _filter(v, kernel: torch.Tensor, windows: Windows, product: str, gating: Gat
     if gating is not None and has_parameters(gating.act) and not is_traced():
         # Its parameters have gradients as well, which autograd computes around the product.
         return gating.close(_filter(gating.open(v), kernel, windows, product, None), product)
-    return PRODUCTS["plain" if is_traced() else product](v, kernel, windows, gating)
+    return PRODUCTS["plain" if needs_plain() else product](v, kernel, windows, gating)
 
 
 def _checked_shape(v: torch.Tensor, name: str, kernel: torch.Tensor) -> tuple[int, int]:

@@ -86,12 +86,10 @@ def test_gradient_of_one_input_alone(frozen):
     assert relative_error(chunked_gradient, plain) < 1e-13
 
 
-def test_second_derivatives():
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_second_derivatives(product):
     v, kernel = random(1, 5, 2), random(2, 5)
-    assert torch.autograd.gradgradcheck(partial(causal_toeplitz_matmul, product="plain"), (v, kernel))
-    (gradient,) = torch.autograd.grad(causal_toeplitz_matmul(v, kernel).square().sum(), v, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        gradient.sum().backward()
+    assert torch.autograd.gradgradcheck(partial(causal_toeplitz_matmul, product=product), (v, kernel))
 
 
 def test_chunked_product_keeps_its_inputs_alone():
