@@ -105,8 +105,13 @@ def check_prompt(input_ids: Any, inputs_embeds: Any, attention_mask: Any, embedd
         )
 
 
+def can_be_read(ids: torch.Tensor) -> bool:
+    """Whether there are values to look at, and looking at them stalls no device."""
+    return ids.device.type == "cpu" and ids.numel() > 0 and not needs_plain()
+
+
 def _check_range(name: str, ids: torch.Tensor, limit_name: str, limit: int):
-    if ids.device.type != "cpu" or ids.numel() == 0 or needs_plain():
+    if not can_be_read(ids):
         return
     lowest, highest = ids.min().item(), ids.max().item()
     if lowest < 0 or highest >= limit:

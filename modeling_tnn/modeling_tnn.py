@@ -29,6 +29,7 @@ from .conversion import LayerReport, convert
 from .documents import check_one_document, find_documents, forward_documents
 from .heads import TnnClassificationHead, TnnPredictionHeadTransform, pool_tokens
 from .inputs import (
+    can_be_read,
     check_attention_mask,
     check_class_labels,
     check_keywords,
@@ -207,8 +208,8 @@ class TnnModel(TnnPreTrainedModel):
         past_length = 0 if past_key_values is None else int(past_key_values.get_seq_length())
         whole_mask = attention_mask
         attention_mask = check_attention_mask(attention_mask, inputs_embeds, past_length)
-        if whole_mask is None and past_length == 0 and input_ids is not None and input_ids.device.type == "cpu":
-            self.warn_if_padding_and_no_attention_mask(input_ids, None)  # elsewhere it would stall the device
+        if whole_mask is None and past_length == 0 and input_ids is not None and can_be_read(input_ids):
+            self.warn_if_padding_and_no_attention_mask(input_ids, None)
         if attention_mask is not None:
             # NaN at padding would reach gradients: 0 * NaN is NaN. Finite rows stay: behind a row of zeros the
             # gradient of an RMS norm is 1e8 times too large.

@@ -181,7 +181,7 @@ def _convolve(v: torch.Tensor, kernel: torch.Tensor, first: int, product: str, g
 def _filter(v, kernel: torch.Tensor, windows: Windows, product: str, gating: Gating | None) -> torch.Tensor:
     if product not in PRODUCTS:
         raise ValueError(f"product={product!r} is not possible: it must be one of {', '.join(PRODUCTS)}.")
-    if v.numel() == 0 and not is_traced():
+    if v.numel() == 0 and not needs_plain():
         # MKL refuses transforms of nothing. All inputs stay in the graph, for gradients of zero.
         return (v if gating is None else gating.close(gating.open(v), "plain")) * kernel.sum().to(v.dtype)
     if gating is not None and has_parameters(gating.act) and not is_traced():
