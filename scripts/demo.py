@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 from corpus import load_corpus, pack, train_tokenizer
+from document_ends import DOCUMENTS_HELP
 from outputs import SavingError, claim, new_files, write_json
 from transformers import (
     AutoConfig,
@@ -44,6 +45,7 @@ class DemoArguments:
         default=None, metadata={"help": "A local text file or a Hub data set; the King James Bible unless given."}
     )
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub data set."})
+    documents: str | None = field(default=None, metadata={"help": DOCUMENTS_HELP})
     output_dir: str = field(default="outputs/demo", metadata={"help": "Where model, tokenizer and metrics go."})
     max_steps: int = field(default=300, metadata={"help": "Optimizer steps."})
     batch_size: int = field(default=16, metadata={"help": "Blocks in a step."})
@@ -57,7 +59,7 @@ def build_trainer(args: DemoArguments) -> Trainer:
     """Corpus, tokenizer, model and Trainer."""
     overrides = {} if args.tno_type is None else {"tno_type": args.tno_type}
     config = AutoConfig.from_pretrained(args.config, **overrides)
-    corpus = load_corpus(args.dataset, args.dataset_config)
+    corpus = load_corpus(args.dataset, args.dataset_config, documents=args.documents)
     tokenizer = train_tokenizer(corpus["train"], config.vocab_size)
     config.vocab_size = len(tokenizer)
     blocks = {split: pack(texts, tokenizer, config.max_position_embeddings) for split, texts in corpus.items()}

@@ -22,6 +22,7 @@ from pathlib import Path
 import matplotlib
 import torch
 from corpus import check_file, check_vocabulary, load_texts, tokenize
+from document_ends import DOCUMENTS_HELP
 from matplotlib import pyplot
 from memory import MemoryExceededError, suggest_smaller
 from outputs import SavingError, claim, saving_errors, write_json, write_text
@@ -39,6 +40,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dataset_config_name", help="configuration of the data set")
     parser.add_argument("--split", default="test", help="of the data set")
     parser.add_argument("--text_column", default="text", help="the column that holds text")
+    parser.add_argument("--documents", help=DOCUMENTS_HELP)
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192, 14336])
     parser.add_argument("--stride", type=int, help="also evaluate with a sliding context that moves by this much")
     parser.add_argument("--max_tokens", type=int, help="read only the beginning of the text")
@@ -116,7 +118,7 @@ def evaluate_model(name: str, texts, args: argparse.Namespace) -> list[dict]:
     tokenizer = AutoTokenizer.from_pretrained(name, **code)
     model = AutoModelForCausalLM.from_pretrained(name, dtype=args.dtype, **code).eval().to(args.device)
     check_vocabulary(tokenizer, model.config.vocab_size)
-    lines = tokenize(texts["text"], tokenizer)
+    lines = tokenize(texts["text"], tokenizer, texts["ends"])
     ids = torch.tensor([token for line in lines for token in line])
     bytes_per_token = sum(len(f"{text.rstrip(chr(10))}\n".encode()) for text in texts["text"]) / len(ids)
     ids = ids[: args.max_tokens]
@@ -203,7 +205,8 @@ def main():
     try:
         if args.file is not None:
             check_file(args.file)
-        texts = load_texts(args.file or args.dataset_name, args.dataset_config_name, args.split, args.text_column)
+        source = (args.file or args.dataset_name, args.dataset_config_name, args.split, args.text_column)
+        texts = load_texts(*source, args.documents)
         results = []
         with claim(args.output_dir):
             for name in args.model:

@@ -147,6 +147,8 @@ def build_tokenizer(
                 trained.save_pretrained(folder)
         accelerator.wait_for_everyone()
     tokenizer = AutoTokenizer.from_pretrained(source)
+    if not masked:
+        tokenizer.padding_side = "left"  # where generation needs it
     if args.tokenizer_name is None and args.vocab_size is None:
         config.vocab_size = len(tokenizer)
     try:
@@ -187,7 +189,11 @@ def build(args: PretrainArguments, accelerator: Accelerator) -> Pretraining:
     check_before_start(args)
     config = build_config(args)
     corpus = load_corpus(
-        args.train_file or args.dataset_name, args.dataset_config_name, args.validation_file, args.text_column
+        args.train_file or args.dataset_name,
+        args.dataset_config_name,
+        args.validation_file,
+        args.text_column,
+        args.documents,
     )
     tokenizer = build_tokenizer(args, accelerator, config, corpus["train"])
     train, validation = build_streams(args, accelerator, corpus, tokenizer)

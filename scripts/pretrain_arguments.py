@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 
+from document_ends import DOCUMENTS_HELP
 from recipes import find_config
 from transformers import SchedulerType
 
@@ -45,6 +46,7 @@ class PretrainArguments:
     dataset_name: str | None = option(None, "Hub data set or local folder, instead of files; else the demo corpus.")
     dataset_config_name: str | None = option(None, "Configuration of the data set.")
     text_column: str = option("text", "The column of the data that holds text.")
+    documents: str | None = option(None, DOCUMENTS_HELP)
     block_size: int | None = option(None, "Tokens in a block; max_position_embeddings of the config unless given.")
     mlm_probability: float = option(0.15, "Share of tokens to predict with --objective mlm.")
     output_dir: str = option("outputs/pretrain", "Where checkpoints, the model and metrics.json go.")

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from corpus import load_corpus, pack, train_tokenizer
 from datasets import Dataset
+from document_ends import DOCUMENTS_HELP
 from outputs import SavingError, claim, saving_errors, write_json
 from overrides import load_config, parse_overrides
 from recipes import parse_arguments
@@ -48,6 +49,7 @@ class AblationArguments:
     config_overrides: str | None = field(default=None, metadata={"help": "Fields that are the same in all of them."})
     dataset: str | None = field(default=None, metadata={"help": "Text file or Hub data set; the King James Bible."})
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub data set."})
+    documents: str | None = field(default=None, metadata={"help": DOCUMENTS_HELP})
     longer: list[int] = field(default_factory=list, metadata={"help": "Further lengths to evaluate at, in tokens."})
     eval_tokens: int = field(default=65_536, metadata={"help": "Validation tokens at each length, at most."})
     seeds: list[int] = field(default_factory=lambda: [0], metadata={"help": "One model of each variant for each."})
@@ -132,7 +134,8 @@ def table(rows: list[dict]) -> str:
 
 def run(args: AblationArguments, training: TrainingArguments):
     """All variants, one after the other; results are written after each."""
-    config, corpus = args.variant_config(args.variants[0]), load_corpus(args.dataset, args.dataset_config)
+    config = args.variant_config(args.variants[0])
+    corpus = load_corpus(args.dataset, args.dataset_config, documents=args.documents)
     tokenizer = tokenizer_for(corpus["train"], config.vocab_size)
     trained = config.max_position_embeddings
     blocks = {"train": pack(corpus["train"], tokenizer, trained)}

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 from corpus import check_vocabulary, load_corpus, pack
+from document_ends import DOCUMENTS_HELP
 from gradient_fit import convert_by_gradient
 from outputs import SavingError, claim, new_files, write_json
 from torch.nn.functional import cross_entropy
@@ -40,6 +41,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--learning_rate", type=float, default=0.02, help="of the gradient fit, at its start")
     parser.add_argument("--dataset", help="text file or Hub data set to measure on; the King James Bible unless given")
     parser.add_argument("--dataset_config", help="configuration of a Hub data set")
+    parser.add_argument("--documents", help=DOCUMENTS_HELP)
     parser.add_argument("--length", type=int, help="tokens in a row of text; 8 times the trained length unless given")
     parser.add_argument("--rows", type=int, default=8, help="rows of text to measure on")
     args = parser.parse_args()
@@ -96,9 +98,8 @@ def run(args: argparse.Namespace) -> dict:
     converted, layers = convert(model, args)
     seconds = time.perf_counter() - start
     length = args.length or 8 * model.config.max_position_embeddings
-    packed = pack(load_corpus(args.dataset, args.dataset_config)["validation"], tokenizer, length)["input_ids"][
-        : args.rows
-    ]
+    corpus = load_corpus(args.dataset, args.dataset_config, documents=args.documents)
+    packed = pack(corpus["validation"], tokenizer, length)["input_ids"][: args.rows]
     if not packed:
         raise ValueError(
             f"The validation text has fewer than {length} tokens: give a longer one or a smaller --length."

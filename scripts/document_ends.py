@@ -1,0 +1,68 @@
+"""Where the documents of a data set of texts end, by one of four ways to tell.
+
+`rows`: every row is a document. `lines`: rows are lines of one text, and nothing in it says where a document ends.
+`headings`: rows are lines too, and an article begins at a line " = Title = " between blank ones, as in WikiText. Or
+names of columns, as `book,chapter`: neighbouring rows that agree in them are one document.
+"""
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+from datasets import Dataset
+
+HEADING = re.compile(r" = [^=\n].* = \n?")
+WAYS = ("rows", "lines", "headings")
+DOCUMENTS_HELP = (
+    "Where documents end: rows, lines (nowhere), headings (as in WikiText) or columns that tell one from the next, as "
+    "book,chapter; unless given headings where there are some, lines for text files, else rows."
+)
+
+
+def document_ends(rows: Dataset, text_column: str, documents: str | None = None) -> np.ndarray:
+    """Whether a document ends with a row, `(N,)`.
+
+    Args:
+        documents: one of `WAYS`, or names of columns with commas between them. Unless given: `headings` where one of
+            the first ten rows is such a heading, `lines` for files of text, else `rows`.
+
+    Raises:
+        ValueError: `documents` is none of these.
+    """
+    if documents is None:
+        documents = _usual_way(rows, text_column)
+    if documents == "headings":
+        return _ends_before_headings(rows[text_column])
+    if documents in WAYS:
+        return np.full(len(rows), documents == "rows")
+    columns = documents.split(",")
+    if not set(columns) <= set(rows.column_names):
+        raise ValueError(
+            f"documents={documents!r} is not possible: it must be {', '.join(WAYS)} or columns among "
+            f"{', '.join(rows.column_names)}."
+        )
+    keys = list(zip(*(rows[column] for column in columns), strict=True))
+    return np.array([key != after for key, after in zip(keys, [*keys[1:], None], strict=True)], dtype=bool)
+
+
+def _usual_way(rows: Dataset, text_column: str) -> str:
+    if _headings(rows[:10][text_column]).any():
+        return "headings"
+    return "lines" if rows.builder_name == "text" else "rows"
+
+
+def _headings(texts: Sequence[str]) -> np.ndarray:
+    """Where a title stands between blank rows: the same line inside a paragraph is a formula or a legend, `(N,)`."""
+    kinds = np.array([(bool(HEADING.fullmatch(text)), not text.strip()) for text in texts]).reshape(-1, 2)  # (N, 2)
+    title, blank = kinds.T
+    blank_before, blank_after = np.r_[True, blank[:-1]], np.r_[blank[1:], True]
+    return title & blank_before & blank_after
+
+
+def _ends_before_headings(texts: Sequence[str]) -> np.ndarray:
+    """The rows before a heading, but for the first, and the last row, `(N,)`."""
+    starts = np.flatnonzero(_headings(texts))
+    ends = np.zeros(len(texts), dtype=bool)
+    ends[starts[1:] - 1] = True
+    ends[-1:] = True
+    return ends
