@@ -31,6 +31,7 @@ CHOICES = {
     "rpe_input": ("lag", "normalized", "sinusoidal"),
     "rtf_constraint": (None, "l1_montel"),
     "rtf_initializer": ("zeros", "xavier", "montel"),
+    "classifier_pooling": (None, "last", "mean"),
     "hidden_act": tuple(ACT2FN),
     "rpe_act": tuple(ACT2FN),
     "fd_act": tuple(ACT2FN),
@@ -166,6 +167,9 @@ class TnnConfig(PreTrainedConfig):
         converted_from (`str`, *optional*): The `tno_type` that a `"modal"` model was converted from.
         hidden_dropout_prob (`float`): Dropout after the embeddings, each GTU and each GLU.
         classifier_dropout (`float`, *optional*): Dropout of the classification head; `hidden_dropout_prob` unless set.
+        classifier_pooling (`str`, *optional*): What classifiers of texts and of pairs read: the `"last"` real token or
+            the `"mean"` of them, which needs the whole text at once (no cache). Unless set, the last token of a causal
+            model and the mean of a bidirectional one.
         initializer (`str`): `"torch"`: PyTorch's default for linear layers and N(0, 1/d) for embeddings (the
             causal models of the papers); `"normal"`: N(0, initializer_range^2) and zero biases (as BERT);
             `"normal_gtu"`: as `"torch"`, but N(0, initializer_range^2) for weights and biases of the GTU.
@@ -231,6 +235,7 @@ class TnnConfig(PreTrainedConfig):
     converted_from: str | None = None
     hidden_dropout_prob: int | float = 0.1
     classifier_dropout: int | float | None = None
+    classifier_pooling: str | None = None
     initializer: str = "torch"
     initializer_range: float = 0.02
     use_cache: bool = True
@@ -320,6 +325,11 @@ class TnnConfig(PreTrainedConfig):
     def encoder_norm_type(self) -> str:
         """The norm of the relative position encoder."""
         return self.rpe_norm_type or ("layernorm" if self.norm_type == "batchnorm" else self.norm_type)
+
+    @property
+    def pooling(self) -> str:
+        """What classifiers read of a text, `"last"` or `"mean"`."""
+        return self.classifier_pooling or ("last" if self.causal else "mean")
 
     @property
     def layer_types(self) -> list[str]:

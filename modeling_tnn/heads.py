@@ -5,6 +5,7 @@ B batch, L length, d hidden size.
 
 import torch
 from torch import nn
+from transformers.cache_utils import Cache
 
 from .configuration_tnn import TnnConfig
 from .inputs import last_real_token, mean_of_real_tokens
@@ -39,6 +40,23 @@ class TnnClassificationHead(nn.Module):
         return self.out_proj(self.dropout(torch.tanh(self.dense(self.dropout(pooled)))))
 
 
+POOLINGS = {"last": last_real_token, "mean": mean_of_real_tokens}
+
+
 def pool_tokens(config: TnnConfig, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
-    """One vector for a sequence, `(B, L, d)` to `(B, d)`: its last real token (causal) or the mean of them."""
-    return (last_real_token if config.causal else mean_of_real_tokens)(hidden_states, attention_mask)
+    """One vector for a sequence, `(B, L, d)` to `(B, d)`: its last real token or the mean of them."""
+    return POOLINGS[config.pooling](hidden_states, attention_mask)
+
+
+def check_pooled_whole(config: TnnConfig, past_key_values: Cache | None):
+    """Refuse a mean of the new tokens alone: a cache does not keep the hidden states of those before.
+
+    Raises:
+        ValueError: the mean is to be taken, and the cache holds tokens.
+    """
+    past_length = 0 if past_key_values is None else past_key_values.get_seq_length()
+    if config.pooling == "mean" and past_length > 0:
+        raise ValueError(
+            f"past_key_values holds {past_length} tokens: it must hold none with classifier_pooling='mean', which needs "
+            "the hidden states of all tokens. Give the whole text at once."
+        )

@@ -27,7 +27,7 @@ from .checkpoint import check_before_loading
 from .configuration_tnn import TnnConfig
 from .conversion import LayerReport, convert
 from .documents import check_one_document, find_documents, forward_documents
-from .heads import TnnClassificationHead, TnnPredictionHeadTransform, pool_tokens
+from .heads import TnnClassificationHead, TnnPredictionHeadTransform, check_pooled_whole, pool_tokens
 from .inputs import (
     can_be_read,
     check_attention_mask,
@@ -366,7 +366,7 @@ class TnnForMaskedLM(TnnPreTrainedModel):
 
 class TnnForSequenceClassification(TnnPreTrainedModel):
     """A TNN with a classification or regression head on the mean of its real tokens (bidirectional) or on the
-    last one of them (causal)."""
+    last one of them (causal), unless `config.classifier_pooling` says which."""
 
     # The loss is a mean over sequences: Trainer must divide it by the accumulation steps itself.
     accepts_loss_kwargs = False
@@ -397,8 +397,10 @@ class TnnForSequenceClassification(TnnPreTrainedModel):
             labels: `(B,)` classes or values, or `(B, num_labels)` for several labels at once; the loss follows
                 `config.problem_type` as everywhere in transformers.
 
-        The other arguments and the errors are those of [`TnnModel.forward`].
+        The other arguments and the errors are those of [`TnnModel.forward`]; a cache that holds tokens is refused where
+        the mean is read.
         """
+        check_pooled_whole(self.config, past_key_values)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,

@@ -99,6 +99,7 @@ def configs(draw, causal: bool | None = None, tno_types: tuple[str, ...] | None 
         "rpe_dim": 8,
         "product": draw(st.sampled_from(("chunked", "plain"))),
         "tie_word_embeddings": draw(st.booleans()),
+        "classifier_pooling": draw(st.sampled_from((None, "last", "mean"))),
         "eos_token_id": None,
     }
     return TnnConfig(tno_type=tno_type, causal=causal, **fields | FIELDS[tno_type](draw, causal))

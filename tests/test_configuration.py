@@ -18,6 +18,7 @@ from modeling_tnn import (
 )
 from modeling_tnn.blocks import NORM_POSITIONS
 from modeling_tnn.configuration_tnn import CHOICES
+from modeling_tnn.heads import POOLINGS
 from modeling_tnn.norms import NORM_TYPES
 from modeling_tnn.operators import TNO_TYPES
 from modeling_tnn.rpe_input import RPE_INPUTS
@@ -80,6 +81,7 @@ def test_names_are_those_of_the_tables():
         "axis_combination": COMBINATIONS,
         "rpe_input": RPE_INPUTS,
         "rtf_initializer": INITIAL_BOUNDS,
+        "classifier_pooling": {None: "by the direction"} | POOLINGS,
     }
     for name, table in tables.items():
         assert CHOICES[name] == tuple(table)
@@ -122,6 +124,7 @@ def test_derived_defaults():
         ({"tno_type": "ski", "num_axes": 2, "causal": False}, r"ski_rank=9 .* in \[2, ski_grid_length=8\]"),
         ({"norm_position": "middle"}, "norm_position='middle' .* 'pre', 'post', 'res_post'"),
         ({"hidden_act": "swosh"}, "hidden_act='swosh' .* 'silu'"),
+        ({"classifier_pooling": "max"}, "classifier_pooling='max' .* None, 'last', 'mean'"),
         ({"hidden_size": 0}, "hidden_size=0 .* at least 1"),
         ({"rpe_layers": -1}, "rpe_layers=-1 .* at least 0"),
         ({"hidden_dropout_prob": 1.0}, r"hidden_dropout_prob=1.0 .* \[0, 1\)"),
