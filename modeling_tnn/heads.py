@@ -57,6 +57,6 @@ def check_pooled_whole(config: TnnConfig, past_key_values: Cache | None):
     past_length = 0 if past_key_values is None else past_key_values.get_seq_length()
     if config.pooling == "mean" and past_length > 0:
         raise ValueError(
-            f"past_key_values holds {past_length} tokens: it must hold none with classifier_pooling='mean', which needs "
-            "the hidden states of all tokens. Give the whole text at once."
+            f"past_key_values holds {past_length} tokens: it must hold none with classifier_pooling='mean', which "
+            "needs the hidden states of all tokens. Give the whole text at once."
         )

@@ -397,8 +397,8 @@ class TnnForSequenceClassification(TnnPreTrainedModel):
             labels: `(B,)` classes or values, or `(B, num_labels)` for several labels at once; the loss follows
                 `config.problem_type` as everywhere in transformers.
 
-        The other arguments and the errors are those of [`TnnModel.forward`]; a cache that holds tokens is refused where
-        the mean is read.
+        The other arguments and the errors are those of [`TnnModel.forward`]; a cache that holds tokens is refused
+        where the mean is read.
         """
         check_pooled_whole(self.config, past_key_values)
         outputs = self.model(

@@ -27,6 +27,7 @@ from glue_metrics import load_metric, main_metric
 from interruption import StopRequested
 from memory import MemoryExceededError, suggest_smaller
 from outputs import SavingError, claim, new_files, write_json, write_text
+from overrides import parse_overrides
 from push_to_hub import PublishingError, open_repository, upload
 from recipes import parse_arguments
 from resumable import train
@@ -51,6 +52,9 @@ class GlueArguments:
 
     model_name_or_path: str = field(metadata={"help": "Folder or Hub id of a model with its tokenizer."})
     task_name: list[str] | None = field(default=None, metadata={"help": f"all, or some of: {', '.join(TASKS)}."})
+    config_overrides: str | None = field(
+        default=None, metadata={"help": "Fields of its configuration: classifier_pooling=mean."}
+    )
     dataset_path: str | None = field(default=None, metadata={"help": "Local folder of GLUE instead of the Hub."})
     train_file: str | None = field(default=None, metadata={"help": "CSV, JSON or parquet file instead of a task."})
     validation_file: str | None = field(default=None, metadata={"help": "The same, to evaluate on."})
@@ -105,6 +109,7 @@ class Task:
         """With the weights of the pretrained model, or random ones, below a new head."""
         source, code = self.args.model_name_or_path, {"trust_remote_code": self.args.trust_remote_code}
         config = AutoConfig.from_pretrained(source, num_labels=self.num_labels, **code)
+        config.update(parse_overrides(self.args.config_overrides, config))
         check_vocabulary(self.tokenizer, config.vocab_size)
         config.problem_type = "regression" if self.data.label_names is None else "single_label_classification"
         config.pad_token_id = self.tokenizer.pad_token_id

@@ -103,6 +103,25 @@ def test_sweep_keeps_the_best(model, glue, tmp_path):
     AutoModelForSequenceClassification.from_pretrained(tmp_path / "stsb")
 
 
+def test_fields_of_the_configuration(model, glue, tmp_path):
+    """They reach the model that is trained, and are saved with it."""
+    task = ["--task_name", "sst2", "--dataset_path", glue, "--max_steps", 1]
+    run_script("finetune_glue", *options(model, tmp_path / "a", *task))
+    run_script(
+        "finetune_glue",
+        *options(model, tmp_path / "b", *task, "--config_overrides", "classifier_pooling=last,classifier_dropout=0.5"),
+    )
+    plain, changed = (AutoModelForSequenceClassification.from_pretrained(tmp_path / folder).config for folder in "ab")
+    assert (plain.classifier_pooling, changed.classifier_pooling) == (None, "last")
+    assert changed.classifier_dropout == 0.5 and changed.id2label == {0: "negative", 1: "positive"}
+
+
+def test_refused_fields_of_the_configuration(model, glue, tmp_path):
+    more = ["--task_name", "sst2", "--dataset_path", glue, "--config_overrides", "classifier_poling=mean"]
+    with pytest.raises(SystemExit, match="error: a TnnConfig has no field classifier_poling"):
+        run_script("finetune_glue", *options(model, tmp_path, *more))
+
+
 def test_random_weights(model, glue, tmp_path):
     """Nothing is left of the pretrained weights; the same seed gives the same ones."""
     tiny = [
