@@ -12,6 +12,7 @@ from pathlib import Path
 from datasets import Dataset, DatasetDict, load_dataset
 from document_ends import document_ends
 from tokenizers import ByteLevelBPETokenizer
+from token_bytes import with_line_break
 from tokenizers.processors import RobertaProcessing
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -143,7 +144,7 @@ def tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase, ends: list[bo
 
     A tokenizer that has no end of text shows none.
     """
-    lines = [text.rstrip("\n") + "\n" for text in texts]
+    lines = [with_line_break(text) for text in texts]
     ids = tokenizer(lines, add_special_tokens=False, verbose=False)["input_ids"] if lines else []
     if ends is None or tokenizer.eos_token_id is None:
         return ids

@@ -1,9 +1,11 @@
 """Perplexity and bits per byte of causal language models on a text, by the length of what they read at once.
 
-The text is cut into rows of each length, and every token of a row but its first is scored from what comes before it in
-the row. With --stride S rows begin every S tokens and only their last S tokens are scored (of the first row all): each
-score then has a context of nearly the whole length. Rows longer than --tokens_per_pass are read in parts with a cache,
-so that memory does not grow with the length (of models whose state does not).
+Every length scores the same tokens, each once: all of the text but its first. The text is cut into rows of each length
+that overlap by one token, and every token of a row but its first is scored from what comes before it in the row. With
+--stride S rows begin every S tokens and only their last S tokens are scored (of the first row all but one): each score
+then has a context of nearly the whole length. The last row is as long as the text leaves it. Rows longer than
+--tokens_per_pass are read in parts with a cache, so that memory does not grow with the length (of models whose state
+does not). Bits per byte are over the bytes of the text that the scored tokens span, as token_bytes.py counts them.
 
 Example:
     python scripts/evaluate_lm.py --model outputs/wikitext2 --dataset_name Salesforce/wikitext \\
@@ -26,6 +28,7 @@ from document_ends import DOCUMENTS_HELP
 from matplotlib import pyplot
 from memory import MemoryExceededError, suggest_smaller
 from outputs import SavingError, claim, saving_errors, write_json, write_text
+from token_bytes import bytes_until
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -59,11 +62,6 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
-def row_starts(tokens: int, length: int, stride: int | None) -> range:
-    """Where rows of `length` begin in a text of `tokens` tokens."""
-    return range(0, tokens - length + 1, stride or length)
-
-
 def score_rows(model, rows: torch.Tensor, tokens_per_pass: int) -> torch.Tensor:
     """Nats of each token of `rows` `(B, L)` but the first, from those before it, `(B, L-1)`."""
     part = max(1, tokens_per_pass // len(rows))
@@ -78,25 +76,31 @@ def score_rows(model, rows: torch.Tensor, tokens_per_pass: int) -> torch.Tensor:
     return torch.cat(nats, dim=1)
 
 
-def batches(ids: torch.Tensor, length: int, stride: int | None, tokens_per_pass: int) -> Iterator[torch.Tensor]:
-    """Rows of ids `(T,)`, as many as fit into a pass, `(B, L)`."""
-    starts = row_starts(len(ids), length, stride)
-    size = max(1, tokens_per_pass // length)
-    for first in range(0, len(starts), size):
-        yield torch.stack([ids[start : start + length] for start in starts[first : first + size]])
+def batches(ids: torch.Tensor, length: int, stride: int, tokens_per_pass: int) -> Iterator[torch.Tensor]:
+    """Rows of ids `(T,)`, T >= L, that begin every `stride` tokens, as many as fit into a pass, `(B, L)`.
+
+    What they leave of the text is a shorter row, which comes last and alone: there is no padding.
+    """
+    rows = ids.unfold(0, length, stride)  # (R, L)
+    yield from rows.split(max(1, tokens_per_pass // length))
+    if (len(rows) - 1) * stride + length < len(ids):
+        yield ids[None, len(rows) * stride :]
 
 
 @torch.inference_mode()
 def evaluate(model, ids: torch.Tensor, length: int, stride: int | None, tokens_per_pass: int) -> dict:
-    """Mean loss in nats over the tokens that count, how many they are, and the seconds it took."""
+    """Mean loss in nats over all tokens of ids `(T,)`, T >= `length`, but the first, their number T-1, and the seconds.
+
+    Without a stride rows overlap by one token: where one ends the next begins, and nothing is left out between them.
+    """
+    stride = length - 1 if stride is None else stride
     start, total, count = time.perf_counter(), 0.0, 0
     for index, rows in enumerate(batches(ids, length, stride, tokens_per_pass)):
         nats = score_rows(model, rows.to(model.device), tokens_per_pass).double()  # (B, L-1)
-        if stride is not None:
-            kept = nats[:, -stride:]
-            # The first row has nothing before it that has been scored: all of it counts.
-            nats = torch.cat([nats[0], kept[1:].flatten()]) if index == 0 else kept
-        total, count = total + nats.sum().item(), count + nats.numel()
+        kept = nats[:, length - 1 - stride :]  # the first tokens of a row are the last ones of the row before
+        if index == 0:
+            kept = torch.cat([nats[0], kept[1:].flatten()])
+        total, count = total + kept.sum().item(), count + kept.numel()
     return {"loss": total / count, "tokens": count, "seconds": time.perf_counter() - start}
 
 
@@ -120,8 +124,8 @@ def evaluate_model(name: str, texts, args: argparse.Namespace) -> list[dict]:
     check_vocabulary(tokenizer, model.config.vocab_size)
     lines = tokenize(texts["text"], tokenizer, texts["ends"])
     ids = torch.tensor([token for line in lines for token in line])
-    bytes_per_token = sum(len(f"{text.rstrip(chr(10))}\n".encode()) for text in texts["text"]) / len(ids)
     ids = ids[: args.max_tokens]
+    first, last = (bytes_until(texts["text"], lines, tokenizer, count) for count in (1, len(ids)))
     longest = None if model.config.model_type == "tnn" else getattr(model.config, "max_position_embeddings", None)
     results = []
     for length in args.lengths:
@@ -135,7 +139,8 @@ def evaluate_model(name: str, texts, args: argparse.Namespace) -> list[dict]:
                 result = evaluate(model, ids, length, stride, args.tokens_per_pass)
             figures = {
                 "perplexity": math.exp(min(result["loss"], 700)),
-                "bits_per_byte": result["loss"] / math.log(2) / bytes_per_token,
+                "bits_per_byte": result["loss"] * result["tokens"] / math.log(2) / (last - first),
+                "bytes": last - first,
             }
             fields = {"model": name, "trained_length": trained_length(name, model.config), "length": length}
             results.append(fields | {"stride": stride} | figures | result)

@@ -7,11 +7,14 @@ import pytest
 import torch
 from conftest import lively_language_model
 from datasets import Dataset
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from training_scripts import SENTENCES, run_script, write_text
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import evaluate_lm  # isort: skip - on the path once training_scripts is imported
-from corpus import train_tokenizer  # isort: skip
+from corpus import tokenize, train_tokenizer  # isort: skip
+from token_bytes import bytes_until  # isort: skip
 
 
 @pytest.fixture(scope="module")
@@ -31,14 +34,11 @@ def folder(tmp_path_factory):
 
 
 def direct(model, ids: torch.Tensor, length: int, stride: int | None) -> tuple[float, int]:
-    """The definition, one prediction after the other."""
-    nats, end = [], 0
-    for start in range(0, len(ids) - length + 1, stride or length):
-        row = ids[start : start + length]
-        log_probabilities = model(row[None]).logits[0].log_softmax(-1)
-        first = 1 if stride is None or start == 0 else end - start
-        nats += [-log_probabilities[i - 1, row[i]].item() for i in range(first, length)]
-        end = start + length
+    """The definition, one prediction after the other: every token but the first, once, in the first row it is in."""
+    stride, nats = stride or length - 1, []
+    for i in range(1, len(ids)):
+        start = max(0, math.ceil((i + 1 - length) / stride)) * stride
+        nats.append(-model(ids[None, start:i]).logits[0, -1].log_softmax(-1)[ids[i]].item())
     return sum(nats) / len(nats), len(nats)
 
 
@@ -46,12 +46,80 @@ def direct(model, ids: torch.Tensor, length: int, stride: int | None) -> tuple[f
 @pytest.mark.parametrize("stride", [None, 7])
 @pytest.mark.parametrize("name", ["tnn", "gpt2"])
 def test_definition(name, stride, tokens_per_pass, folder):
+    """All lengths score the same tokens, whatever is left for the last row."""
     model = evaluate_lm.AutoModelForCausalLM.from_pretrained(folder / name).eval()
-    ids = torch.randint(300, (100,), generator=torch.Generator().manual_seed(0))
-    for length in (2, 24, 33) if stride is None else (24, 33):
-        result = evaluate_lm.evaluate(model, ids, length, stride, tokens_per_pass)
-        loss, count = direct(model, ids, length, stride)
-        assert result["tokens"] == count and result["loss"] == pytest.approx(loss, rel=1e-5)
+    for tokens in (100, 33, 34, 64, 97):
+        ids = torch.randint(300, (tokens,), generator=torch.Generator().manual_seed(0))
+        for length in (2, 11, 24, 33) if stride is None else (11, 24, 33):
+            result = evaluate_lm.evaluate(model, ids, length, stride, tokens_per_pass)
+            loss, count = direct(model, ids, length, stride)
+            assert result["tokens"] == count == tokens - 1 and result["loss"] == pytest.approx(loss, rel=1e-5)
+
+
+def test_a_model_without_context_has_one_loss(folder):
+    """What does not depend on the length must not change with it."""
+
+    class Unigram(torch.nn.Module):
+        device = torch.device("cpu")
+
+        def forward(self, ids, **options):
+            logits = torch.linspace(0, 5, 300).expand(*ids.shape, 300)
+            return CausalLMOutputWithPast(logits=logits)
+
+    ids = torch.randint(300, (1000,), generator=torch.Generator().manual_seed(0)).sort().values
+    losses = {evaluate_lm.evaluate(Unigram(), ids, length, None, 128)["loss"] for length in (2, 3, 130, 600, 999)}
+    assert max(losses) - min(losses) < 1e-6
+
+
+TEXT = ["Ein schöner Tag – 日本語 🙂", "", "plain text", "  two  spaces é", "the end"]
+
+
+def byte_level(merges: bool):
+    return train_tokenizer(Dataset.from_dict({"text": TEXT * 3 if merges else ["a"]}), 300)
+
+
+def words():
+    """Words without what is between them, of letters without accents: the text cannot be got back from it."""
+    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "plain": 1, "text": 2}, unk_token="[UNK]"))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]")
+
+
+@pytest.mark.parametrize("merges", [True, False])
+def test_bytes_of_byte_level_tokens(merges):
+    """Each of their letters is a byte; a count within a character has all of it."""
+    tokenizer = byte_level(merges)
+    tokens = tokenize(TEXT, tokenizer)
+    sizes = [len(token) for ids in tokens for token in tokenizer.convert_ids_to_tokens(ids)]
+    text = "".join(f"{line}\n" for line in TEXT)
+    ends = {len(text[:end].encode()) for end in range(len(text) + 1)}
+    for count in range(len(sizes) + 1):
+        exact = sum(sizes[:count])
+        assert bytes_until(TEXT, tokens, tokenizer, count) == min(end for end in ends if end >= exact)
+
+
+def test_bytes_of_words():
+    """What is between two words belongs to the second, and what ends a line to the line."""
+    tokenizer = words()
+    tokens = tokenize(TEXT, tokenizer)
+    assert [len(ids) for ids in tokens] == [8, 0, 2, 3, 2]
+    counts = [bytes_until(TEXT, tokens, tokenizer, count) for count in range(16)]
+    parts = ["Ein", " schöner", " Tag", " –", " 日", "本", "語", " 🙂\n", "\nplain", " text\n", "  two", "  spaces", " é\n", "the",
+             " end\n"]  # fmt: skip
+    assert counts == [len("".join(parts[:count]).encode()) for count in range(16)]
+
+
+def test_bytes_of_a_tokenizer_without_offsets():
+    """In proportion within a line, exact at its ends."""
+
+    class Slow:
+        is_fast = False
+
+    tokens = [[1, 2], [], [3, 4, 5, 6], [7], [8]]
+    lines = [len(f"{line}\n".encode()) for line in TEXT]
+    counts = [bytes_until(TEXT, tokens, Slow(), count) for count in range(9)]
+    assert counts[0] == 0 and counts[2] == lines[0] and counts[6] == sum(lines[:3])
+    assert counts[4] == sum(lines[:2]) + round(lines[2] / 2) and counts[8] == sum(lines)
 
 
 def test_report(folder, tmp_path, capsys):
@@ -66,13 +134,13 @@ def test_report(folder, tmp_path, capsys):
     assert "length 100000 is left out, the text has 400 tokens" in captured.err
     assert "length 128 is left out, the model takes 64" in captured.err
     assert {(r["model"].endswith("tnn"), r["trained_length"]) for r in results} == {(True, 24), (False, 64)}
-    lines = [line + "\n" for line in (folder / "text.txt").read_text().splitlines()]
     tokenizer = evaluate_lm.AutoTokenizer.from_pretrained(folder / "tnn")
-    bytes_per_token = len("".join(lines).encode()) / sum(map(len, tokenizer(lines)["input_ids"]))
+    ids = [i for line in (folder / "text.txt").read_text().splitlines() for i in tokenizer(line + "\n")["input_ids"]]
+    scored = len("".join(tokenizer.convert_ids_to_tokens(ids[1:400])))  # a letter is a byte
     for result in results:
+        assert result["tokens"] == 399 and result["bytes"] == scored
         assert result["perplexity"] == pytest.approx(math.exp(result["loss"]))
-        bits = math.log2(result["perplexity"]) / bytes_per_token
-        assert result["bits_per_byte"] == pytest.approx(bits, rel=1e-6)
+        assert result["bits_per_byte"] == pytest.approx(math.log2(result["perplexity"]) * 399 / scored, rel=1e-6)
     assert (tmp_path / "perplexity.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "perplexity.md").read_text() in captured.out
     assert "| length | tnn | tnn, stride 12 | gpt2 | gpt2, stride 12 |" in captured.out
