@@ -11,8 +11,8 @@ from pathlib import Path
 
 from datasets import Dataset, DatasetDict, load_dataset
 from document_ends import document_ends
-from tokenizers import ByteLevelBPETokenizer
 from token_bytes import with_line_break
+from tokenizers import ByteLevelBPETokenizer
 from tokenizers.processors import RobertaProcessing
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 

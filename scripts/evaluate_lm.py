@@ -89,7 +89,7 @@ def batches(ids: torch.Tensor, length: int, stride: int, tokens_per_pass: int) -
 
 @torch.inference_mode()
 def evaluate(model, ids: torch.Tensor, length: int, stride: int | None, tokens_per_pass: int) -> dict:
-    """Mean loss in nats over all tokens of ids `(T,)`, T >= `length`, but the first, their number T-1, and the seconds.
+    """Mean loss in nats over all tokens of ids `(T,)` but the first, their number, and the seconds; T >= `length`.
 
     Without a stride rows overlap by one token: where one ends the next begins, and nothing is left out between them.
     """

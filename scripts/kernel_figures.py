@@ -43,11 +43,11 @@ def overview(kernels: list[Kernel], title: str) -> Figure:
 
 def _horizon_ranges(axes: Axes, kernels: list[Kernel]):
     for row, kernel in enumerate(kernels):
-        low, median, high = np.percentile(kernel.horizons(), [10, 50, 90])
+        low, median, high = (kernel.horizon_percentile(percent)[0] for percent in (10, 50, 90))
         axes.plot([low, high], [row, row], color=LINE, linewidth=4, alpha=0.4, solid_capstyle="round")
         axes.plot(median, row, "o", color=LINE)
-        axes.annotate(f"{median:.0f}", (median, row), xytext=(0, 6), textcoords="offset points", ha="center")
-    _distance_axis(axes, kernels[0])
+        axes.annotate(kernel.horizon_text(50), (median, row), xytext=(0, 6), textcoords="offset points", ha="center")
+    _distance_axis(axes, max(_longest(kernel) for kernel in kernels))
     axes.set_ylim(len(kernels) - 0.5, -0.5)
     axes.set_title("horizon: 90% of the weight is nearer\n(median channel, 10th\N{EN DASH}90th percentile)")
     axes.grid(axis="x", alpha=0.3)
@@ -68,10 +68,10 @@ def layer(kernel: Kernel, matrix_size: int) -> Figure:
     _response(axes["response"], kernel)
     if kernel.poles is not None:
         _poles(axes["poles"], kernel)
-    low, median, high = np.percentile(kernel.horizons(), [10, 50, 90])
+    low, median, high = (kernel.horizon_text(percent) for percent in (10, 50, 90))
     figure.suptitle(
-        f"{kernel.label}: half of the channels have 90% of their weight within {median:.0f} positions "
-        f"(10th\N{EN DASH}90th percentile: {low:.0f}\N{EN DASH}{high:.0f})",
+        f"{kernel.label}: half of the channels have 90% of their weight within {median} positions "
+        f"(10th\N{EN DASH}90th percentile: {low}\N{EN DASH}{high})",
         fontsize=13,
     )
     return figure
@@ -156,8 +156,7 @@ def _warped_ticks(axes: Axes, kernel: Kernel):
 
 
 def _horizon_histogram(axes: Axes, kernel: Kernel):
-    horizons = kernel.horizons()
-    longest = int(np.abs(kernel.lags).max())
+    horizons, longest = kernel.horizons(), _longest(kernel)
     bins = np.array([0, 1] + [2**power for power in range(1, longest.bit_length() + 1)])
     counts = np.histogram(horizons, bins)[0]
     names = [range_name(int(a), int(min(b - 1, longest))) for a, b in zip(bins[:-1], bins[1:], strict=True)]
@@ -233,8 +232,12 @@ def _poles(axes: Axes, kernel: Kernel):
     axes.grid(alpha=0.3)
 
 
-def _distance_axis(axes: Axes, kernel: Kernel):
-    longest = int(np.abs(kernel.lags).max())
+def _longest(kernel: Kernel) -> int:
+    """Of the lags that are drawn and the horizons, which are of all lags."""
+    return int(max(np.abs(kernel.lags).max(), kernel.horizons().max()))
+
+
+def _distance_axis(axes: Axes, longest: int):
     axes.set_xscale("symlog", base=2, linthresh=1)
     axes.set_xlim(-0.3, longest * 1.3)
     axes.set_xticks([0] + [2**power for power in range(0, longest.bit_length(), 2)])

@@ -2,14 +2,35 @@
 
     share of lag k:  |t_k| / sum_j |t_j|,     horizon: the smallest h with  sum_{|k| <= h} share_k >= 90%
 
-D channels, M lags. All functions take and return numpy arrays.
+The sums are over all lags of a kernel, however many of them are drawn. What goes on beyond the lags that were read can
+only lengthen a horizon: there it is a lower bound. D channels, M lags. All functions take and return numpy arrays.
 """
 
+from __future__ import annotations
+
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
 HORIZON_SHARE = 0.9
+# The horizon of a channel that goes on, where horizons are ordered.
+UNKNOWN = 2.0**40
+
+
+@dataclass(frozen=True)
+class Whole:
+    """What is known of all lags of a kernel of which some are drawn.
+
+    Args:
+        weights: the sum of |t_k| of each channel, `(D,)`.
+        horizons: `(D,)`.
+        response: as `Kernel.response` gives it.
+    """
+
+    weights: np.ndarray
+    horizons: np.ndarray
+    response: tuple[np.ndarray, np.ndarray]
 
 
 @dataclass
@@ -21,34 +42,71 @@ class Kernel:
         taps: `(D, M)`.
         lags: `(M,)`, from the most negative one (the furthest position ahead) to the largest (the furthest back).
         poles: complex, any shape, of a kernel that is a recurrence.
+        open: which channels may have weight beyond the lags, `(D,)`; none unless given.
+        whole: where `lags` are only those to draw, what shares, horizons and response are of.
     """
 
     label: str
     taps: np.ndarray
     lags: np.ndarray
     poles: np.ndarray | None = None
+    open: np.ndarray | None = None
+    whole: Whole | None = None
 
     @property
     def causal(self) -> bool:
         return bool(self.lags[0] >= 0)
 
+    def weights(self) -> np.ndarray:
+        """The sum of |t_k| of each channel, `(D,)`."""
+        return np.abs(self.taps).sum(axis=1) if self.whole is None else self.whole.weights
+
     def shares(self) -> np.ndarray:
         """Of each lag in each channel, `(D, M)`; zero in a channel of zeros."""
-        size = np.abs(self.taps)
-        return size / np.maximum(size.sum(axis=1, keepdims=True), np.finfo(size.dtype).tiny)
+        return np.abs(self.taps) / np.maximum(self.weights()[:, None], np.finfo(self.taps.dtype).tiny)
 
     def horizons(self) -> np.ndarray:
-        """Of each channel, `(D,)`."""
-        distance = np.abs(self.lags)
-        by_distance = np.zeros((len(self.taps), distance.max() + 1))
-        np.add.at(by_distance.T, distance, self.shares().T)
-        return (by_distance.cumsum(axis=1) < HORIZON_SHARE - 1e-12).sum(axis=1).clip(max=distance.max())
+        """Of each channel, `(D,)`; 0 of one of zeros, a lower bound of one that is open."""
+        if self.whole is not None:
+            return self.whole.horizons
+        within = self._shares_by_distance().cumsum(axis=1)
+        horizons = (within < HORIZON_SHARE - 1e-12).sum(axis=1).clip(max=within.shape[1] - 1)
+        return np.where(self.weights() == 0, 0, horizons)
+
+    def horizon_percentile(self, percent: float) -> tuple[float, bool]:
+        """A percentile of the channels' horizons, and whether it is only a lower bound."""
+        horizons = self.horizons()
+        known = horizons if self.open is None else np.where(self.open, UNKNOWN, horizons)
+        is_bound = np.sort(known)[math.ceil(percent / 100 * (len(known) - 1))] == UNKNOWN
+        return float(np.percentile(horizons if is_bound else known, percent)), bool(is_bound)
+
+    def horizon_text(self, percent: float) -> str:
+        value, is_bound = self.horizon_percentile(percent)
+        return f"\N{GREATER-THAN OR EQUAL TO} {value:.0f}" if is_bound else f"{value:.0f}"
+
+    def outer_shares(self) -> np.ndarray:
+        """The share of the further half of the distances in each channel, `(D,)`."""
+        shares = self._shares_by_distance()
+        return shares[:, shares.shape[1] // 2 :].sum(axis=1)
 
     def response(self, points: int = 513) -> tuple[np.ndarray, np.ndarray]:
         """Angular frequencies `(points,)` in [0, pi] and the magnitudes there, `(D, points)`."""
-        frequency = np.linspace(0, np.pi, points)
-        waves = np.exp(-1j * np.outer(self.lags, frequency))  # (M, points)
-        return frequency, np.abs(self.taps @ waves)
+        if self.whole is not None:
+            return self.whole.response
+        size = 2 * (points - 1)  # at the roots of unity of this order, lags that differ by it are one
+        folded = np.pad(self.taps, ((0, 0), (0, -self.taps.shape[1] % size)))
+        folded = folded.reshape(len(folded), -1, size).sum(axis=1)  # (D, size)
+        return np.linspace(0, np.pi, points), np.abs(np.fft.rfft(folded))
+
+    def _shares_by_distance(self) -> np.ndarray:
+        """Both sides together, `(D, distances)`."""
+        shares = self.shares()
+        ahead = int(-self.lags[0])
+        if ahead <= 0:
+            return shares
+        by_distance = shares[:, ahead:].copy()
+        by_distance[:, 1:] += shares[:, :ahead][:, ::-1]
+        return by_distance
 
 
 def octaves(longest: int) -> list[tuple[int, int]]:
@@ -83,17 +141,16 @@ def octave_shares(kernel: Kernel) -> dict[str, float]:
 
 def summary(kernel: Kernel) -> dict:
     """The numbers of one kernel for the table and the JSON file."""
-    horizons = kernel.horizons()
-    low, median, high = np.percentile(horizons, [10, 50, 90])
+    percents = {"median": 50, "10_percent": 10, "90_percent": 90, "longest": 100}
+    horizons = {f"horizon_{name}": kernel.horizon_percentile(percent) for name, percent in percents.items()}
     frequency, magnitude = kernel.response()
     shares = octave_shares(kernel)
     return {
         "label": kernel.label,
         "channels": len(kernel.taps),
-        "horizon_median": float(median),
-        "horizon_10_percent": float(low),
-        "horizon_90_percent": float(high),
-        "horizon_longest": int(horizons.max()),
+        "positions": int(np.abs(kernel.lags).max()) + 1,
+        **{name: value for name, (value, _) in horizons.items()},
+        "lower_bounds": [name for name, (_, is_bound) in horizons.items() if is_bound],
         "main_range": max(shares, key=shares.get),
         "main_range_share": max(shares.values()),
         "mean_peak_frequency": float(frequency[magnitude.argmax(axis=1)].mean()),

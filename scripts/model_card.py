@@ -255,7 +255,12 @@ def read_conversion(report: dict) -> dict:
 
 
 def read_kernels(report: dict) -> dict:
-    return {"layers": [{name: row[name] for name in ("label", "horizon_median")} for row in report["layers"]]}
+    rows = [
+        {name: row[name] for name in ("label", "horizon_median")}
+        | ({"lower_bound": True} if "horizon_median" in row["lower_bounds"] else {})
+        for row in report["layers"]
+    ]
+    return {"layers": rows}
 
 
 READERS = {

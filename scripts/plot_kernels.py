@@ -3,7 +3,8 @@
 Works on any folder or Hub id of a TNN, also on one that `to_recurrent.py` converted. The page starts with an overview
 of all layers; then, for each layer, its Toeplitz matrices, its coefficients by lag on linear and logarithmic axes, its
 frequency response, its horizon (the distance within which 90% of the weight lies) and, if it is a recurrence, its
-poles. The numbers go to kernels.json.
+poles. The numbers go to kernels.json; they are of the whole kernel, whatever --length is drawn. A kernel that has not
+faded within 32,768 positions has no horizon: a lower bound stands in its place, with a sign.
 
 Example:
     python scripts/plot_kernels.py --model outputs/demo --output_dir outputs/kernels
@@ -12,6 +13,7 @@ Example:
 
 import argparse
 import base64
+import dataclasses
 import html
 import sys
 from pathlib import Path
@@ -19,7 +21,7 @@ from pathlib import Path
 import kernel_figures
 import numpy as np
 import torch
-from kernel_statistics import Kernel, summary
+from kernel_statistics import Kernel, Whole, summary
 from matplotlib.figure import Figure
 from outputs import SavingError, claim, saving_errors, write_json, write_text
 from transformers import AutoConfig, AutoModel, AutoModelForImageClassification
@@ -32,6 +34,12 @@ STYLE = """body { font-family: sans-serif; max-width: 1400px; margin: 2em auto; 
 img { max-width: 100%; } table { border-collapse: collapse; margin: 1em 0; }
 td, th { padding: 0.3em 0.8em; border-bottom: 1px solid #ccc; text-align: right; }
 td:first-child { text-align: left; }"""
+# Positions of a kernel without an end that are read at first, and at most.
+FIRST, LONGEST = 2**10, 2**15
+# A kernel has faded where the outer half of its lags has at most this share: what follows has far less again.
+NEGLIGIBLE = 1e-3
+# Filters with poles outside the unit circle grow beyond all numbers; sums of these do not.
+LARGEST = 1e100
 COLUMNS = {
     "channels": "channels",
     "horizon_median": "horizon, median",
@@ -47,7 +55,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="folder or Hub id of a TNN")
     parser.add_argument("--output_dir", type=Path, required=True, help="where the pictures and the page go")
-    parser.add_argument("--length", type=int, help="positions to look at; the trained length unless given")
+    parser.add_argument("--length", type=int, help="positions to draw; the trained length unless given")
     parser.add_argument("--matrix_size", type=int, default=64, help="rows and columns of the matrices that are drawn")
     parser.add_argument("--dpi", type=int, default=100, help="resolution of the pictures")
     args = parser.parse_args(arguments)
@@ -61,17 +69,45 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 def read_kernel(operator, length: int, label: str) -> Kernel:
     """The coefficients of an operator for sequences of `length` positions."""
     taps = operator.coefficients(length).double().cpu().numpy()  # (D, M)
+    taps = np.nan_to_num(taps, nan=LARGEST, posinf=LARGEST, neginf=-LARGEST).clip(-LARGEST, LARGEST)
     first = 0 if operator.causal else 1 - length
     poles = operator.poles()
     return Kernel(label, taps, np.arange(first, length), None if poles is None else poles.cpu().numpy())
 
 
-def read_layer(operator, length: int, index: int) -> list[Kernel]:
-    """The kernel of a layer, or those along the rows and the columns of an image."""
-    if not isinstance(operator, GridOperator):
-        return [read_kernel(operator, length, f"layer {index}")]
-    axes = {"rows": operator.rows, "columns": operator.columns}
-    return [read_kernel(part, length, f"layer {index} {name}") for name, part in axes.items()]
+def read_whole(operator, label: str, side: int | None = None) -> Kernel:
+    """A kernel until it ends or has faded; `open` says which channels still go on after `LONGEST` positions.
+
+    Args:
+        side: of an image, which ends a kernel.
+    """
+    end = operator.num_taps() if side is None else side
+    length = FIRST if end is None else min(end, LONGEST)
+    while True:
+        kernel = read_kernel(operator, length, label)
+        if length == end:
+            return kernel
+        kernel.open = kernel.outer_shares() > NEGLIGIBLE
+        if length == LONGEST or not kernel.open.any():
+            return kernel
+        length = min(4 * length, LONGEST)
+
+
+def read_layer(operator, length: int, index: int, side: int | None = None) -> list[tuple[Kernel, dict]]:
+    """The kernel of a layer, or those along the rows and the columns of an image of `side` patches a row.
+
+    Each with its lags up to `length` and the figures of all its lags.
+    """
+    parts = {"": operator}
+    if isinstance(operator, GridOperator):
+        parts = {" rows": operator.rows, " columns": operator.columns}
+    read = []
+    for name, part in parts.items():
+        whole = read_whole(part, f"layer {index}{name}", side)
+        known = Whole(whole.weights(), whole.horizons(), whole.response())
+        drawn = read_kernel(part, length, whole.label)
+        read.append((dataclasses.replace(drawn, open=whole.open, whole=known), summary(whole)))
+    return read
 
 
 def write_page(path: Path, title: str, note: str, rows: list[dict], pictures: dict[str, list[Path]]):
@@ -92,7 +128,9 @@ def write_page(path: Path, title: str, note: str, rows: list[dict], pictures: di
 
 def cells(row: dict) -> str:
     texts = {"main_range_share": "{:.0%}", "largest_pole": "{:.4f}", "main_range": "{}"}
-    values = ("" if row[key] is None else texts.get(key, "{:.0f}").format(row[key]) for key in COLUMNS)
+    signs = dict.fromkeys(row["lower_bounds"], "\N{GREATER-THAN OR EQUAL TO} ")
+    shown = {key: texts.get(key, "{:.0f}").format(row[key]) for key in COLUMNS if row[key] is not None}
+    values = (signs.get(key, "") + shown.get(key, "") for key in COLUMNS)
     return "".join(f"<td>{html.escape(value)}</td>" for value in values)
 
 
@@ -107,11 +145,14 @@ def save(figure: Figure, path: Path, dpi: int) -> Path:
     return path
 
 
-def describe(config, length: int) -> str:
+def describe(config, length: int, rows: list[dict]) -> str:
     side = "causal" if config.causal else "bidirectional"
     text = f"tno_type={config.tno_type}, {side}, {config.num_hidden_layers} layers, {config.gtu_dim} channels each; "
-    text += f"kernels at {length} positions (trained at {config.axis_length}). "
-    text += "The weight of a lag is the absolute value of its coefficient over the sum of those of its channel."
+    text += f"kernels drawn at {length} positions (trained at {config.axis_length}). "
+    text += "The weight of a lag is the absolute value of its coefficient over the sum of those of its channel, at "
+    text += "all lags, drawn or not."
+    if any(row["lower_bounds"] for row in rows):
+        text += f" \N{GREATER-THAN OR EQUAL TO} marks lower bounds: such kernels go on after {LONGEST:,} positions."
     if config.tno_type == "ski":
         text += " The low-rank part of ski is shown by the kernel that it interpolates."
     return text
@@ -123,10 +164,11 @@ def run(args: argparse.Namespace):
     architectures = AutoConfig.from_pretrained(args.model).architectures or []
     images = TnnForImageClassification.__name__ in architectures  # AutoModel is the model of tokens
     model = (AutoModelForImageClassification if images else AutoModel).from_pretrained(args.model).base_model
+    model = model.to(torch.promote_types(model.dtype, torch.float32))  # a kernel fades at the resolution of its dtype
     length = args.length or model.config.axis_length
-    kernels = [
-        kernel for index, layer in enumerate(model.layers) for kernel in read_layer(layer.gtu.tno, length, index)
-    ]
+    side = model.config.axis_length if model.config.num_axes == 2 else None
+    layers = [read_layer(layer.gtu.tno, length, index, side) for index, layer in enumerate(model.layers)]
+    kernels, rows = (list(part) for part in zip(*(pair for layer in layers for pair in layer), strict=True))
     title = f"What the layers of {Path(args.model).name} attend to"
     size = min(args.matrix_size, length)
     pictures = {
@@ -138,13 +180,13 @@ def run(args: argparse.Namespace):
             save(kernel_figures.layer(kernel, size), args.output_dir / f"{name}.png", args.dpi),
             save(kernel_figures.matrices(kernel, size), args.output_dir / f"{name}-matrices.png", args.dpi),
         ]
-    rows = [summary(kernel) for kernel in kernels]
-    write_page(args.output_dir / "index.html", title, describe(model.config, length), rows, pictures)
+    write_page(args.output_dir / "index.html", title, describe(model.config, length, rows), rows, pictures)
     figures = {"model": args.model, "tno_type": model.config.tno_type, "length": length, "layers": rows}
     write_json(args.output_dir / "kernels.json", figures)
     for row in rows:
+        horizon = f"{'>= ' if 'horizon_median' in row['lower_bounds'] else ''}{row['horizon_median']:.0f}"
         sys.stdout.write(
-            f"{row['label']}: horizon {row['horizon_median']:.0f} positions (median of {row['channels']} channels), "
+            f"{row['label']}: horizon {horizon} positions (median of {row['channels']} channels), "
             f"most weight at {row['main_range']} ({row['main_range_share']:.0%})\n"
         )
     sys.stdout.write(f"{sum(map(len, pictures.values()))} pictures and index.html in {args.output_dir}\n")

@@ -10,8 +10,8 @@ def bytes_until(texts: list[str], tokens: list[list[int]], tokenizer: PreTrained
     """Bytes of the text, in UTF-8, up to the end of its first `count` tokens.
 
     What lies between two tokens belongs to the second one, and what ends a line to the last token of the line. A token
-    that ends within a character has all of it. Tokenizers that know no places in the text (those in Python) are exact at
-    the ends of lines; within a line, bytes are in proportion to tokens.
+    that ends within a character has all of it. Tokenizers that know no places in the text (those in Python) are exact
+    at the ends of lines; within a line, bytes are in proportion to tokens.
 
     Args:
         texts: lines, counted with one line break behind each.

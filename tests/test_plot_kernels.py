@@ -1,6 +1,7 @@
 """The pictures of kernels: their numbers, and the script on a saved model."""
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -23,7 +24,7 @@ ROOT = Path(__file__).parent.parent
 
 def test_horizon_and_shares_of_known_kernels():
     one_sided = Kernel("layer", np.array([[8.0, -1, 1, 0, 0], [0, 0, 0, 0, -3], [0, 0, 0, 0, 0]]), np.arange(5))
-    assert one_sided.horizons().tolist() == [1, 4, 4]
+    assert one_sided.horizons().tolist() == [1, 4, 0]
     assert octave_shares(one_sided) == pytest.approx({"0": 0.8 / 3, "1": 0.1 / 3, "2–3": 0.1 / 3, "4": 1 / 3})
     two_sided = Kernel("layer", np.array([[3.0, 0, 0, 6, 1]]), np.arange(-2, 3))
     assert two_sided.horizons().tolist() == [2] and not two_sided.causal
@@ -33,8 +34,73 @@ def test_horizon_and_shares_of_known_kernels():
     assert octaves(0) == [(0, 0)] and octaves(5) == [(0, 0), (1, 1), (2, 3), (4, 5)]
 
 
+def test_open_channels_make_lower_bounds():
+    """Of five channels the two longest go on: the median is known, the 90th percentile is not."""
+    taps = np.zeros((5, 40))
+    taps[range(5), [3, 30, 10, 20, 5]] = 1
+    kernel = Kernel("layer", taps, np.arange(40), open=np.array([False, True, False, True, False]))
+    assert [kernel.horizon_percentile(percent) for percent in (10, 50, 90)] == [(3.8, False), (10, False), (26, True)]
+    known = summary(kernel)
+    assert known["lower_bounds"] == ["horizon_90_percent", "horizon_longest"] and known["horizon_longest"] == 30
+    kernel.open[0] = True  # it may belong at the other end, so that the median is 10 at least
+    assert kernel.horizon_percentile(50) == (10, True) and kernel.horizon_percentile(10) == (7, False)
+
+
+def read_summary(operator, shown: int) -> dict:
+    ((kernel, row),) = read_layer(operator, shown, 0)
+    assert kernel.taps.shape[1] == (shown if operator.causal else 2 * shown - 1)
+    return row
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_what_is_drawn_does_not_change_the_figures(causal):
+    """Decays of the kernel itself are those of its 64 parameters a side: horizon h has 1 - r^(h+1) of 1 - r^64."""
+    operator = build_tno(tiny_config("free", causal, decay=None))
+    rates = torch.linspace(0.5, 0.99, operator.channels)[:, None]
+    lags = torch.arange(0 if causal else -63, 64).abs()
+    with torch.no_grad():
+        operator.taps.copy_(rates**lags)
+    rows = [read_summary(operator, shown) for shown in (2, 16, 64, 200)]
+    assert all(row == rows[0] for row in rows) and rows[0]["lower_bounds"] == [] and rows[0]["positions"] == 64
+    weight = (rates ** torch.arange(64)) * (torch.arange(64) > 0).add(1) if not causal else rates ** torch.arange(64)
+    expected = (weight.cumsum(1) < 0.9 * weight.sum(1, keepdim=True)).sum(1)
+    assert rows[0]["horizon_median"] == expected.double().quantile(0.5).item()
+    assert rows[0]["horizon_longest"] == expected.max().item()
+
+
+def test_a_filter_is_read_until_it_has_faded():
+    """One pole at 0.999, far behind the trained length of 64: 90% of the weight is within ln(0.1) / ln(0.999)."""
+    operator = seeded(build_tno, tiny_config("modal", num_modes=1, modal_window=1))
+    with torch.no_grad():
+        operator.head.fill_(1), operator.angle.zero_(), operator.log_rate.fill_(math.log(-math.log(0.999)))
+        operator.residues.copy_(torch.tensor([0.999, 0.0]).expand_as(operator.residues))
+    row = read_summary(operator, 64)
+    assert row["lower_bounds"] == [] and row["positions"] == 16384
+    assert row["horizon_median"] == math.ceil(math.log(0.1) / math.log(0.999)) - 1 == 2301
+
+
+@pytest.mark.parametrize("growing", [False, True])
+@pytest.mark.filterwarnings("error")
+def test_a_kernel_without_an_end_has_a_lower_bound(growing):
+    """A constant kernel and a filter that explodes: neither has a lag within which most of the weight lies."""
+    operator = seeded(build_tno, tiny_config("rtf" if growing else "free", rtf_state_size=2))
+    if growing:
+        with torch.no_grad():
+            operator.denominator.copy_(torch.tensor([-1.1, 0.0]).expand_as(operator.denominator))
+            operator.numerator.fill_(1)
+    else:
+        operator.coefficients = lambda length: torch.ones(operator.channels, length)
+        operator.num_taps = lambda: None
+    row = read_summary(operator, 16)
+    assert row["positions"] == 2**15 and set(row["lower_bounds"]) >= {"horizon_median", "horizon_longest"}
+    assert row["horizon_median"] >= 100 and (growing or row["horizon_median"] == math.ceil(0.9 * 2**15) - 1)
+
+
 def test_response_is_that_of_the_transform():
     taps = np.random.default_rng(0).normal(size=(3, 17))
+    folded = np.random.default_rng(0).normal(size=(2, 150))
+    direct = np.abs(folded @ np.exp(-1j * np.outer(np.arange(150), np.linspace(0, np.pi, 33))))
+    np.testing.assert_allclose(Kernel("layer", folded, np.arange(150)).response(33)[1], direct, atol=1e-12)
     expected = np.abs(np.fft.rfft(taps, n=64))
     np.testing.assert_allclose(Kernel("layer", taps, np.arange(17)).response(33)[1], expected)
     np.testing.assert_allclose(Kernel("layer", taps, np.arange(-8, 9)).response(33)[1], expected)
@@ -69,8 +135,9 @@ def test_bidirectional_kernel_is_read_with_its_lags():
 
 
 def test_image_models_have_two_kernels_a_layer():
-    operator = seeded(build_tno, tiny_config(causal=False, num_axes=2))
-    rows, columns = read_layer(operator, 8, 3)
+    operator = seeded(build_tno, tiny_config(causal=False, num_axes=2, max_position_embeddings=36))
+    (rows, figures), (columns, _) = read_layer(operator, 8, 3, 6)
+    assert figures["positions"] == 6  # no lag of an image is longer
     assert (rows.label, columns.label) == ("layer 3 rows", "layer 3 columns")
     assert not np.array_equal(rows.taps, columns.taps)
 
@@ -94,7 +161,9 @@ def test_script(tno_type, causal, tmp_path):
     assert figures["length"] == 33 and layer["channels"] == 64
     assert sum(layer["share_by_distance"].values()) == pytest.approx(1)
     assert (layer["largest_pole"] is not None) == (tno_type == "modal")
-    assert f"horizon {layer['horizon_median']:.0f} positions" in result.stdout
+    bound = ">= " if "horizon_median" in layer["lower_bounds"] else ""
+    assert f"horizon {bound}{layer['horizon_median']:.0f} positions" in result.stdout
+    assert ("≥ " in page) == bool(layer["lower_bounds"])
 
 
 def test_script_on_an_image_classifier(tmp_path, capsys):
