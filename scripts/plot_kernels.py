@@ -104,10 +104,20 @@ def read_layer(operator, length: int, index: int, side: int | None = None) -> li
     read = []
     for name, part in parts.items():
         whole = read_whole(part, f"layer {index}{name}", side)
-        known = Whole(whole.weights(), whole.horizons(), whole.response())
         drawn = read_kernel(part, length, whole.label)
-        read.append((dataclasses.replace(drawn, open=whole.open, whole=known), summary(whole)))
+        read.append((dataclasses.replace(drawn, open=whole.open, whole=known_of(whole, drawn)), summary(whole)))
     return read
+
+
+def known_of(whole: Kernel, drawn: Kernel) -> Whole:
+    """What the pictures of a kernel say of all of it; shares and response of an open channel are of what is drawn."""
+    is_open = np.zeros(len(whole.taps), dtype=bool) if whole.open is None else whole.open
+    frequency, magnitude = whole.response()
+    return Whole(
+        weights=np.where(is_open, drawn.weights(), whole.weights()),
+        horizons=whole.horizons(),
+        response=(frequency, np.where(is_open[:, None], drawn.response()[1], magnitude)),
+    )
 
 
 def write_page(path: Path, title: str, note: str, rows: list[dict], pictures: dict[str, list[Path]]):
@@ -152,7 +162,8 @@ def describe(config, length: int, rows: list[dict]) -> str:
     text += "The weight of a lag is the absolute value of its coefficient over the sum of those of its channel, at "
     text += "all lags, drawn or not."
     if any(row["lower_bounds"] for row in rows):
-        text += f" \N{GREATER-THAN OR EQUAL TO} marks lower bounds: such kernels go on after {LONGEST:,} positions."
+        text += f" \N{GREATER-THAN OR EQUAL TO} marks lower bounds: such kernels go on after {LONGEST:,} positions, "
+        text += "and the pictures show shares of what is drawn of them."
     if config.tno_type == "ski":
         text += " The low-rank part of ski is shown by the kernel that it interpolates."
     return text

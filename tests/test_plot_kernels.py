@@ -91,7 +91,8 @@ def test_a_kernel_without_an_end_has_a_lower_bound(growing):
     else:
         operator.coefficients = lambda length: torch.ones(operator.channels, length)
         operator.num_taps = lambda: None
-    row = read_summary(operator, 16)
+    row, ((drawn, _),) = read_summary(operator, 16), read_layer(operator, 16, 0)
+    np.testing.assert_allclose(drawn.shares().sum(axis=1), 1)
     assert row["positions"] == 2**15 and set(row["lower_bounds"]) >= {"horizon_median", "horizon_longest"}
     assert row["horizon_median"] >= 100 and (growing or row["horizon_median"] == math.ceil(0.9 * 2**15) - 1)
 
