@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import yaml
-from transformers import HfArgumentParser
+from transformers import HfArgumentParser, TrainingArguments
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -46,6 +46,20 @@ def recipe_options(file: str) -> list[str]:
         values = value if isinstance(value, list) else [value]
         options += [] if value is None else [f"--{name}", *map(str, values)]
     return options
+
+
+def chosen_seeds(seeds: list[int] | None, training: TrainingArguments) -> list[int]:
+    """Those of `--seeds`, or the one of `--seed`, which is Trainer's default unless given.
+
+    Raises:
+        ValueError: both were given, and say different things.
+    """
+    if seeds is None:
+        return [training.seed]
+    if training.seed not in (TrainingArguments.seed, *seeds):
+        listed = " ".join(map(str, seeds))
+        raise ValueError(f"`--seed {training.seed}` must not be given beside `--seeds {listed}`, which are trained.")
+    return seeds
 
 
 def find_config(name: str) -> str:

@@ -1,8 +1,9 @@
 """Train variants of a small language model by one recipe and compare their validation perplexity.
 
 A variant is `name` or `name:field=value,field=value`, the fields of the configuration that it changes. Causal models
-predict the next token, bidirectional ones (causal=false) masked tokens. configuration/recipes/ablations/ has one
-recipe for each table of ablations of the papers.
+predict the next token, bidirectional ones (causal=false) masked tokens; both are scored on the same tokens at every
+length, the masked ones under the same masks. configuration/recipes/ablations/ has one recipe for each table of
+ablations of the papers.
 
 Example:
     python scripts/run_ablation.py --recipe configuration/recipes/ablations/rpe-input.yaml --output_dir outputs/input
@@ -18,16 +19,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from corpus import load_corpus, pack, train_tokenizer
+from corpus import load_corpus, pack, tokenize, train_tokenizer
 from datasets import Dataset
 from document_ends import DOCUMENTS_HELP
+from evaluate_lm import batches, evaluate
 from outputs import SavingError, claim, saving_errors, write_json
 from overrides import load_config, parse_overrides
-from recipes import parse_arguments
+from recipes import chosen_seeds, parse_arguments
+from training import token_losses
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     DataCollatorForLanguageModeling,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
     Trainer,
     TrainingArguments,
@@ -38,6 +42,7 @@ from modeling_tnn import PoleCallback, TnnConfig
 
 logger = logging.getLogger("run_ablation")
 MASK_PROBABILITY = 0.15
+IGNORED = -100
 
 
 @dataclass
@@ -51,8 +56,10 @@ class AblationArguments:
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub data set."})
     documents: str | None = field(default=None, metadata={"help": DOCUMENTS_HELP})
     longer: list[int] = field(default_factory=list, metadata={"help": "Further lengths to evaluate at, in tokens."})
-    eval_tokens: int = field(default=65_536, metadata={"help": "Validation tokens at each length, at most."})
-    seeds: list[int] = field(default_factory=lambda: [0], metadata={"help": "One model of each variant for each."})
+    eval_tokens: int = field(default=65_536, metadata={"help": "Validation tokens that are read, at least a row."})
+    seeds: list[int] | None = field(
+        default=None, metadata={"help": "One model of each variant for each; --seed unless given."}
+    )
 
     def __post_init__(self):
         names = [variant.partition(":")[0] for variant in self.variants]
@@ -74,6 +81,23 @@ class AblationArguments:
             raise ValueError(f"--variants {name}: {error}") from error
 
 
+@dataclass(frozen=True)
+class Text:
+    """What all variants read.
+
+    Attributes:
+        tokenizer: with a mask token.
+        blocks: to train on.
+        validation: ids `(T,)`.
+        lengths: of the rows that these are read in, none above T.
+    """
+
+    tokenizer: PreTrainedTokenizerFast
+    blocks: Dataset
+    validation: torch.Tensor
+    lengths: list[int]
+
+
 def tokenizer_for(texts: Dataset, vocab_size: int) -> PreTrainedTokenizerFast:
     """One tokenizer for all variants, with a mask for the bidirectional ones."""
     tokenizer = train_tokenizer(texts, vocab_size - 1)
@@ -81,39 +105,68 @@ def tokenizer_for(texts: Dataset, vocab_size: int) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def perplexity(trainer: Trainer, blocks: Dataset) -> float:
-    """On blocks of any length. Masks are drawn alike for every variant."""
-    set_seed(0)
-    return math.exp(trainer.evaluate(blocks)["eval_loss"])
+def mask(ids: torch.Tensor, tokenizer: PreTrainedTokenizerFast) -> tuple[torch.Tensor, torch.Tensor]:
+    """What is read and what is to be predicted of ids `(T,)`, `(T,)` each: the same for every variant and length."""
+    masked = DataCollatorForLanguageModeling(tokenizer, mlm_probability=MASK_PROBABILITY, seed=0)([{"input_ids": ids}])
+    return masked["input_ids"][0], masked["labels"][0]
 
 
-def train(
-    args: AblationArguments, training: TrainingArguments, variant: str, seed: int, tokenizer, blocks: dict
-) -> dict:
-    """The perplexities of one variant, and what it took."""
+@torch.inference_mode()
+def score(
+    model: PreTrainedModel, ids: torch.Tensor, tokenizer: PreTrainedTokenizerFast, length: int, tokens_per_pass: int
+) -> tuple[float, int]:
+    """Mean loss in nats on ids `(T,)`, T >= L, in rows of `length`, and the number of tokens it is of."""
+    if model.config.causal:
+        figures = evaluate(model, ids, length, None, tokens_per_pass)
+        return figures["loss"], figures["tokens"]
+    total, count = 0.0, 0
+    parts = (batches(part, length, length, tokens_per_pass) for part in mask(ids, tokenizer))
+    for rows, labels in zip(*parts, strict=True):
+        nats = token_losses(model(rows.to(model.device)).logits, labels.to(model.device), causal=False)  # (B, L)
+        total, count = total + nats.double().sum().item(), count + (labels != IGNORED).sum().item()
+    return total / count, count
+
+
+def validation_ids(texts: Dataset, tokenizer: PreTrainedTokenizerFast, most: int, lengths: list[int]) -> torch.Tensor:
+    """The beginning of the text, `(T,)`: `most` tokens, or as many as the longest of `lengths`.
+
+    Raises:
+        ValueError: the text is shorter than one of them.
+    """
+    lines = tokenize(texts["text"], tokenizer, texts["ends"])
+    ids = torch.tensor([token for line in lines for token in line])
+    if len(ids) < max(lengths):
+        raise ValueError(f"--longer {max(lengths)}: it must be at most {len(ids)}, the tokens of the validation text.")
+    return ids[: max(most, *lengths)]
+
+
+def train(args: AblationArguments, training: TrainingArguments, variant: str, seed: int, text: Text) -> dict:
+    """The perplexities of one variant at each length, and what it took."""
     config, training, name = args.variant_config(variant), copy.copy(training), variant.partition(":")[0]
-    config.vocab_size = len(tokenizer)
+    config.vocab_size = len(text.tokenizer)
     training.seed = seed
     training.output_dir = str(Path(training.output_dir) / f"{name}-seed-{seed}")
     set_seed(seed)
     auto_class = AutoModelForCausalLM if config.causal else AutoModelForMaskedLM
-    collator = DataCollatorForLanguageModeling(tokenizer, mlm=not config.causal, mlm_probability=MASK_PROBABILITY)
+    collator = DataCollatorForLanguageModeling(text.tokenizer, mlm=not config.causal, mlm_probability=MASK_PROBABILITY)
     trainer = Trainer(
         model=auto_class.from_config(config),
         args=training,
-        train_dataset=blocks["train"],
+        train_dataset=text.blocks,
         data_collator=collator,
         callbacks=[PoleCallback()],
     )
     with saving_errors(Path(training.output_dir)):
         result = trainer.train()
-    scores = {length: perplexity(trainer, rows) for length, rows in blocks.items() if length != "train"}
+    model, rows = trainer.model.eval(), training.per_device_eval_batch_size
+    scores = {length: score(model, text.validation, text.tokenizer, length, rows * length) for length in text.lengths}
     return {
         "variant": name,
         "changes": variant.partition(":")[2],
         "seed": seed,
-        "perplexity": {str(length): score for length, score in scores.items()},
-        "parameters": trainer.model.num_parameters(),
+        "perplexity": {str(length): math.exp(loss) for length, (loss, _) in scores.items()},
+        "scored_tokens": scores[text.lengths[0]][1],
+        "parameters": model.num_parameters(),
         "steps": trainer.state.global_step,
         "train_seconds": result.metrics["train_runtime"],
     }
@@ -133,19 +186,22 @@ def table(rows: list[dict]) -> str:
 
 
 def run(args: AblationArguments, training: TrainingArguments):
-    """All variants, one after the other; results are written after each."""
+    """All variants, one after the other; results are written after each.
+
+    Raises:
+        ValueError: --seed and --seeds were given, or the validation text is too short.
+    """
+    args.seeds = chosen_seeds(args.seeds, training)
     config = args.variant_config(args.variants[0])
     corpus = load_corpus(args.dataset, args.dataset_config, documents=args.documents)
     tokenizer = tokenizer_for(corpus["train"], config.vocab_size)
-    trained = config.max_position_embeddings
-    blocks = {"train": pack(corpus["train"], tokenizer, trained)}
-    for length in (trained, *args.longer):
-        rows = pack(corpus["validation"], tokenizer, length)
-        blocks[length] = rows.select(range(min(len(rows), max(1, args.eval_tokens // length))))
+    lengths = [config.max_position_embeddings, *args.longer]
+    validation = validation_ids(corpus["validation"], tokenizer, args.eval_tokens, lengths)
+    text = Text(tokenizer, pack(corpus["train"], tokenizer, lengths[0]), validation, lengths)
     rows, output = [], Path(training.output_dir) / "results.json"
     for variant in args.variants:
         for seed in args.seeds:
-            rows.append(train(args, training, variant, seed, tokenizer, blocks))
+            rows.append(train(args, training, variant, seed, text))
             settings = vars(args) | {"batch_size": training.train_batch_size, "torch_threads": torch.get_num_threads()}
             write_json(output, {"settings": settings, "rows": rows})
             logger.info("%s, seed %d: perplexity %s", rows[-1]["variant"], seed, rows[-1]["perplexity"])

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 from outputs import SavingError, claim, saving_errors, write_json
-from recipes import parse_arguments
+from recipes import chosen_seeds, parse_arguments
 from synthetic_tasks import IGNORED, Copying, Delay
 from torch import nn
 from transformers import Trainer, TrainingArguments, set_seed
@@ -41,7 +41,7 @@ class SyntheticArguments:
     num_hidden_layers: int = field(default=4, metadata={"help": "Layers of the model of copying."})
     rtf_initializer: str = field(default="montel", metadata={"help": "zeros, xavier or montel."})
     rtf_constraint: str | None = field(default=None, metadata={"help": "l1_montel keeps poles in the unit circle."})
-    seeds: list[int] = field(default_factory=lambda: [0], metadata={"help": "One model for each."})
+    seeds: list[int] | None = field(default=None, metadata={"help": "One model for each; --seed unless given."})
     train_rows: int = field(default=10_000, metadata={"help": "Rows of an epoch."})
     eval_rows: int = field(default=1_000, metadata={"help": "Rows, others than for training, that are scored."})
 
@@ -165,7 +165,12 @@ def table(rows: list[dict], metric: str) -> str:
 
 
 def run(args: SyntheticArguments, training: TrainingArguments):
-    """All models, one after the other; results are written after each."""
+    """All models, one after the other; results are written after each.
+
+    Raises:
+        ValueError: --seed and --seeds were given.
+    """
+    args.seeds = chosen_seeds(args.seeds, training)
     rows, metric = [], TASKS[args.task].metric
     output = Path(training.output_dir) / "results.json"
     for size in args.state_sizes:
