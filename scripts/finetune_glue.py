@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 from corpus import check_vocabulary
 from glue_data import TASKS, TaskData, load_files, load_task, tokenize_task
-from glue_metrics import load_metric, main_metric
+from glue_metrics import ERRORS, format_metric, load_metric, main_metric
 from interruption import StopRequested
 from memory import MemoryExceededError, suggest_smaller
 from outputs import SavingError, claim, new_files, write_json, write_text
@@ -59,6 +59,8 @@ class GlueArguments:
     train_file: str | None = field(default=None, metadata={"help": "CSV, JSON or parquet file instead of a task."})
     validation_file: str | None = field(default=None, metadata={"help": "The same, to evaluate on."})
     test_file: str | None = field(default=None, metadata={"help": "The same, to predict; labels are not needed."})
+    sentence1_key: str | None = field(default=None, metadata={"help": "Column of the files with the sentences."})
+    sentence2_key: str | None = field(default=None, metadata={"help": "Column with the second ones, of pairs."})
     max_seq_length: int = field(default=128, metadata={"help": "Longer texts are cut."})
     pad_to_max_length: bool = field(default=False, metadata={"help": "Pad to max_seq_length, not to the batch."})
     max_train_samples: int | None = field(default=None, metadata={"help": "Train on the first so many."})
@@ -76,11 +78,20 @@ class GlueArguments:
         files = (self.train_file is not None) + (self.validation_file is not None)
         if (self.task_name is None) == (files == 0) or files == 1:
             raise ValueError("give either --task_name, or both --train_file and --validation_file")
+        if self.sentence2_key is not None and self.sentence1_key is None:
+            raise ValueError("--sentence2_key needs a --sentence1_key")
+        if self.sentence1_key is not None and not files:
+            raise ValueError("--sentence1_key and --sentence2_key are columns of files: a task has its own")
         if self.task_name == ["all"]:
             self.task_name = list(TASKS)
         for task in self.task_name or []:
             if task not in TASKS:
                 raise ValueError(f"task_name={task!r} is not possible: it must be all or one of {', '.join(TASKS)}.")
+
+    @property
+    def sentence_keys(self) -> tuple[str, ...]:
+        """The columns of text that were named."""
+        return tuple(key for key in (self.sentence1_key, self.sentence2_key) if key is not None)
 
 
 class Task:
@@ -204,8 +215,9 @@ def save_model(trainer: Trainer, task: Task, folder: Path):
 
 
 def single(task: Task, training: TrainingArguments, folder: Path) -> list[dict]:
-    """One run, with the learning rate and the seed of the command line."""
-    trainer, results = run(task, dataclasses.replace(training, output_dir=str(folder)), keep=True)
+    """One run, with the learning rate and the seed of the command line; a model is saved if it was trained."""
+    options = dataclasses.replace(training, output_dir=str(folder))
+    trainer, results = run(task, options, keep=training.do_train)
     if trainer.is_world_process_zero():
         write_json(folder / "all_results.json", results)
     return [{"learning_rate": training.learning_rate, "seed": training.seed} | results]
@@ -214,7 +226,7 @@ def single(task: Task, training: TrainingArguments, folder: Path) -> list[dict]:
 def sweep(task: Task, training: TrainingArguments, folder: Path) -> list[dict]:
     """A run for each learning rate and seed; the best model stays in `folder`."""
     best, runs = None, []
-    lower_is_better = task.main_metric == "mse"
+    lower_is_better = task.main_metric in ERRORS
     for rate, seed in itertools.product(task.args.sweep_learning_rates, task.args.sweep_seeds):
         place = folder / f"lr{rate:g}-seed{seed}"
         options = {"learning_rate": rate, "seed": seed, "output_dir": str(place), "save_strategy": "no"}
@@ -236,7 +248,7 @@ def summarize(task: Task, runs: list[dict]) -> dict:
     key = f"eval_{task.main_metric}"
     if any(key not in run for run in runs):
         return {"task": task.name, "runs": runs}
-    choose = min if task.main_metric == "mse" else max
+    choose = min if task.main_metric in ERRORS else max
     by_rate = {}
     for one in runs:
         by_rate.setdefault(one["learning_rate"], []).append(one[key])
@@ -255,15 +267,16 @@ def summarize(task: Task, runs: list[dict]) -> dict:
 
 
 def table(summaries: list[dict]) -> str:
-    """Markdown: the scores of all tasks, and their mean."""
+    """Markdown: the scores of all tasks in percent (an error as it is), and their mean."""
     lines = ["| task | metric | majority class | mean ± std | seeds | best run | learning rate |"]
     lines.append("|---|---|---:|---:|---:|---:|---:|")
     rows = [summary for summary in summaries if "mean" in summary]
     for row in rows:
-        majority = "" if row["majority"] is None else f"{100 * row['majority']:.2f}"
+        figures = {name: row[name] for name in ("majority", "mean", "std", "best") if row[name] is not None}
+        shown = {name: format_metric(row["metric"], value) for name, value in figures.items()}
         lines.append(
-            f"| {row['task']} | {row['metric']} | {majority} | {100 * row['mean']:.2f} ± {100 * row['std']:.2f} "
-            f"| {row['seeds']} | {100 * row['best']:.2f} | {row['learning_rate']:g} |"
+            f"| {row['task']} | {row['metric']} | {shown.get('majority', '')} | {shown['mean']} ± {shown['std']} "
+            f"| {row['seeds']} | {shown['best']} | {row['learning_rate']:g} |"
         )
     if len(rows) > 1:
         mean, best = (100 * statistics.mean(row[name] for row in rows) for name in ("mean", "best"))
@@ -275,8 +288,13 @@ def check_before_start(args: GlueArguments, training: TrainingArguments):
     """Refuse what would be done otherwise than asked for.
 
     Raises:
-        ValueError: an option of Trainer's own publishing, or a sweep that goes on from a checkpoint.
+        ValueError: nothing to do, nothing to publish, an option of Trainer's own publishing, or a sweep that goes on
+            from a checkpoint.
     """
+    if not (training.do_train or training.do_eval or training.do_predict or args.sweep):
+        raise ValueError("there is nothing to do: give --do_train, --do_eval, --do_predict or --sweep.")
+    if training.push_to_hub and not (training.do_train or args.sweep):
+        raise ValueError("--push_to_hub needs --do_train or --sweep: only what was trained is saved and published.")
     if training.push_to_hub and (training.hub_token is not None or "checkpoint" in training.hub_strategy):
         raise ValueError("--push_to_hub publishes the last model, as the user of `hf auth login` or HF_TOKEN.")
     if args.sweep and training.resume_from_checkpoint is not None:
@@ -290,12 +308,26 @@ def repository_of(training: TrainingArguments, folder: Path, several: bool) -> s
     return open_repository(name, str(folder), training.hub_private_repo)
 
 
-def run_all(args: GlueArguments, training: TrainingArguments) -> list[dict]:
-    """All tasks; the summary of each."""
+def load_data(args: GlueArguments, training: TrainingArguments) -> list[TaskData]:
+    """All tasks, or the files.
+
+    Raises:
+        ValueError: they are not what a task is made of, or have nothing to predict if that was asked for.
+    """
     if args.task_name is None:
-        data = [load_files(args.train_file, args.validation_file, args.test_file)]
+        data = [load_files(args.train_file, args.validation_file, args.test_file, args.sentence_keys)]
     else:
         data = [load_task(name, args.dataset_path) for name in args.task_name]
+    for one in data:
+        if training.do_predict and not one.test_splits:
+            needed = "a --test_file" if one.name is None else f"a test split, which {one.name} has not"
+            raise ValueError(f"--do_predict needs {needed}.")
+    return data
+
+
+def run_all(args: GlueArguments, training: TrainingArguments) -> list[dict]:
+    """All tasks; the summary of each."""
+    data = load_data(args, training)
     output_dir, main_process, summaries = Path(training.output_dir), training.process_index == 0, []
     push = training.push_to_hub and main_process
     trained = dataclasses.replace(training, push_to_hub=False)  # Trainer's own would publish pickles and no code

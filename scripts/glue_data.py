@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from corpus import BUILDERS, check_file
-from datasets import ClassLabel, Dataset, DatasetDict, load_dataset
+from datasets import ClassLabel, Dataset, DatasetDict, Value, load_dataset
 from transformers import PreTrainedTokenizerBase
 
 # The columns that hold text.
@@ -20,6 +20,8 @@ TASKS = {
     "wnli": ("sentence1", "sentence2"),
 }
 HUB_NAME = "nyu-mll/glue"
+# Columns of files that are never sentences, whatever they hold.
+NO_SENTENCES = ("label", "idx", "id")
 
 
 @dataclass
@@ -66,13 +68,17 @@ def load_task(name: str, path: str | None = None) -> TaskData:
     return data
 
 
-def load_files(train: str, validation: str, test: str | None = None) -> TaskData:
-    """CSV, JSON or parquet files with a column `label` and one or two columns of text, the first ones that are not it.
+def load_files(train: str, validation: str, test: str | None = None, sentence_keys: tuple[str, ...] = ()) -> TaskData:
+    """CSV, JSON or parquet files with a column `label` and one or two columns of text.
 
     Labels are classes (text or whole numbers), or values to predict (other numbers).
 
+    Args:
+        sentence_keys: the columns of text; unless given those that `find_sentences` finds.
+
     Raises:
-        ValueError: a file is missing, empty or of another kind, or its columns differ from those of the first.
+        ValueError: a file is missing, empty or of another kind, its columns differ from those of the first, or it is
+            not clear which of them are sentences.
     """
     files = {"train": train, "validation": validation} | ({} if test is None else {"test": test})
     for file in files.values():
@@ -80,8 +86,9 @@ def load_files(train: str, validation: str, test: str | None = None) -> TaskData
         if BUILDERS.get(Path(file).suffix, "text") == "text":
             raise ValueError(f"{file}: files must be .csv, .json, .jsonl or .parquet.")
     splits = DatasetDict({split: _load_file(file) for split, file in files.items()})
-    columns = [name for name in splits["train"].column_names if name not in ("label", "idx", "id")]
-    data = TaskData(None, splits, tuple(columns[:2]), None)
+    data = TaskData(None, splits, sentence_keys or find_sentences(train, splits["train"]), None)
+    for number, key in enumerate(sentence_keys, 1):
+        _check_sentences(f"--sentence{number}_key {key}", key, splits["train"])
     _check_columns(train, data)
     labels = splits["train"]["label"]
     if not isinstance(labels[0], float):
@@ -95,6 +102,28 @@ def load_files(train: str, validation: str, test: str | None = None) -> TaskData
     return data
 
 
+def find_sentences(source: str, rows: Dataset) -> tuple[str, ...]:
+    """The columns of text: `sentence1` and `sentence2`, as in run_glue.py, else the only one, or a pair that GLUE has.
+
+    Raises:
+        ValueError: there is none, or others hold text too: run_glue.py would take the first two, whatever they are.
+    """
+    names = [name for name in rows.column_names if name not in NO_SENTENCES and _is_text(rows, name)]
+    if {"sentence1", "sentence2"} <= set(names):
+        return "sentence1", "sentence2"
+    for columns in TASKS.values():
+        if set(columns) == set(names):
+            return columns
+    if not names:
+        raise ValueError(f"{source}: no column but label holds text, among {', '.join(rows.column_names)}.")
+    if len(names) > 1:
+        raise ValueError(
+            f"{source}: the columns {', '.join(names)} hold text: say which are sentences by --sentence1_key and, for "
+            "pairs, --sentence2_key."
+        )
+    return tuple(names)
+
+
 def tokenize_task(data: TaskData, tokenizer: PreTrainedTokenizerBase, max_length: int, pad: bool) -> DatasetDict:
     """The splits with `input_ids` and what else the tokenizer gives."""
     length = min(max_length, tokenizer.model_max_length)
@@ -104,6 +133,18 @@ def tokenize_task(data: TaskData, tokenizer: PreTrainedTokenizerBase, max_length
         return tokenizer(*texts, truncation=True, max_length=length, padding="max_length" if pad else False)
 
     return data.splits.map(tokenize, batched=True, desc=f"tokenizing {data.name or 'files'}")
+
+
+def _is_text(rows: Dataset, name: str) -> bool:
+    feature = rows.features[name]
+    return isinstance(feature, Value) and feature.dtype in ("string", "large_string")
+
+
+def _check_sentences(option: str, name: str, rows: Dataset):
+    if name not in rows.column_names:
+        raise ValueError(f"{option}: it must be a column of the file; these are {', '.join(rows.column_names)}.")
+    if not _is_text(rows, name):
+        raise ValueError(f"{option}: it must be a column of text, not of {rows.features[name]}.")
 
 
 def _load_file(file: str) -> Dataset:

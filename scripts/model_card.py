@@ -67,6 +67,7 @@ FIGURES = {
     "matthews_correlation": ("Matthews correlation", "{:.4f}", True),
     "pearson": ("Pearson correlation", "{:.4f}", True),
     "spearmanr": ("Spearman correlation", "{:.4f}", True),
+    "mse": ("mean squared error", "{:.4g}", True),
     "steps": ("optimizer steps", "{:,}", False),
     "tokens": ("tokens seen in training", "{:,}", False),
     "train_seconds": ("seconds of training", "{:,.0f}", False),

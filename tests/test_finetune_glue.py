@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ import modeling_tnn
 from corpus import train_tokenizer  # isort: skip - on the path once training_scripts is imported
 from glue_data import TASKS, load_files, load_task  # isort: skip
 from glue_metrics import OWN_METRICS, load_metric, main_metric  # isort: skip
+from model_card import read_metrics  # isort: skip
 
 SHARED = ROOT.parent / "shared" / "data" / "glue"
 WORDS = {"good": 1, "great": 1, "fine": 1, "bad": 0, "awful": 0, "dull": 0}
@@ -166,10 +168,91 @@ def test_files(kind, model, tmp_path):
 def test_values_in_files(tmp_path):
     file = tmp_path / "values.csv"
     file.write_text("a,b,label\nx,y,0.5\nz,w,1.5\n")
-    data = load_files(str(file), str(file))
+    data = load_files(str(file), str(file), sentence_keys=("a", "b"))
     assert data.label_names is None and data.text_columns == ("a", "b")
     assert main_metric(None, regression=True) == "mse"
     assert load_metric(None, regression=True)(np.array([1.0, 2.0]), np.array([0.0, 4.0])) == {"mse": 2.5}
+
+
+@pytest.mark.parametrize(
+    "columns, keys, expected",
+    [
+        ({"sentence": "x"}, (), ("sentence",)),
+        ({"review": "x", "stars": 3, "weight": 0.5, "id": "a", "idx": "b"}, (), ("review",)),
+        ({"idx": 1, "source": "web", "sentence2": "y", "sentence1": "x"}, (), ("sentence1", "sentence2")),
+        ({"sentence": "y", "number": 7, "question": "x"}, (), ("question", "sentence")),
+        ({"hypothesis": "y", "premise": "x"}, (), ("premise", "hypothesis")),
+        ({"source": "web", "review": "x"}, ("review",), ("review",)),
+        ({"source": "web", "review": "x", "reply": "y"}, ("review", "reply"), ("review", "reply")),
+    ],
+)
+def test_columns_of_text(columns, keys, expected, tmp_path):
+    """Of files: those named, else the only one that holds text, else those that GLUE names."""
+    file = tmp_path / "rows.parquet"
+    Dataset.from_list([columns | {"label": 0}, columns | {"label": 1}]).to_parquet(file)
+    assert load_files(str(file), str(file), sentence_keys=keys).text_columns == expected
+
+
+@pytest.mark.parametrize(
+    "columns, keys, message",
+    [
+        ({"sentence": "x", "source": "web"}, (), r"sentence, source hold text: .*--sentence1_key .*--sentence2_key"),
+        ({"a": "x", "b": "y", "c": "z"}, (), "a, b, c hold text"),
+        ({"number": 3}, (), "no column but label holds text.*number"),
+        ({"review": "x", "stars": 3}, ("review", "stars"), "--sentence2_key stars: .* of text, not of .*int64"),
+        ({"review": "x"}, ("text",), "--sentence1_key text: .* are review, label"),
+    ],
+)
+def test_columns_that_are_not_clear(columns, keys, message, model, tmp_path):
+    file = tmp_path / "rows.parquet"
+    Dataset.from_list([columns | {"label": 0}, columns | {"label": 1}]).to_parquet(file)
+    given = [part for number, key in enumerate(keys, 1) for part in (f"--sentence{number}_key", key)]
+    with pytest.raises(SystemExit, match=message):
+        run_script("finetune_glue", *options(model, tmp_path / "out", "--train_file", file, "--validation_file", file),
+                   *given)  # fmt: skip
+
+
+def test_a_regression(model, tmp_path, capsys, caplog):
+    """Its error is printed as it is, in the table and on the card."""
+    file = tmp_path / "values.csv"
+    Dataset.from_dict(rows(40) | {"label": [3.5 + label for label in rows(40)["label"]]}).to_csv(file)
+    files = ["--train_file", file, "--validation_file", file, "--max_steps", 2]
+    run_script("finetune_glue", *options(model, tmp_path / "out", *files))
+    error = json.loads((tmp_path / "out" / "all_results.json").read_text())["eval_mse"]
+    (row,) = [line for line in (tmp_path / "out" / "results.md").read_text().splitlines() if "files" in line]
+    shown = [cell.strip() for cell in row.split("|")][2:]
+    assert shown[:2] == ["mse", ""] and shown[2] == f"{error:.4g} ± 0" and shown[4] == f"{error:.4g}"
+    assert read_metrics({"eval_mse": error}) == {"mse": error}
+
+
+def test_only_what_is_trained_is_saved(model, glue, tmp_path):
+    """An untrained head is evaluated, but not left as if it were a model."""
+    given = ["--model_name_or_path", model, "--task_name", "sst2", "--dataset_path", glue, "--report_to", "none"]
+    run_script("finetune_glue", *given, "--output_dir", tmp_path, "--do_eval")
+    assert "eval_accuracy" in json.loads((tmp_path / "all_results.json").read_text())
+    assert not list(tmp_path.glob("*.safetensors")) and not (tmp_path / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        ([], "give --do_train, --do_eval, --do_predict or --sweep"),
+        (["--do_eval", "--push_to_hub"], "--push_to_hub needs --do_train or --sweep"),
+        (["--do_predict", "--train_file", "FILE", "--validation_file", "FILE"], "--do_predict needs a --test_file"),
+        (["--sweep", "--sentence1_key", "a"], "--sentence1_key .* of files"),
+        (["--do_eval", "--train_file", "FILE", "--validation_file", "FILE", "--sentence2_key", "a"],
+         "--sentence2_key needs a --sentence1_key"),
+    ],
+)  # fmt: skip
+def test_nothing_to_do(more, message, model, tmp_path, capsys):
+    file = tmp_path / "file.csv"
+    Dataset.from_dict(rows(8)).to_csv(file)
+    given = ["--model_name_or_path", model, "--output_dir", tmp_path / "out", "--report_to", "none"]
+    given += [] if "FILE" in more else ["--task_name", "sst2"]
+    with pytest.raises(SystemExit) as error:
+        run_script("finetune_glue", *given, *(file if part == "FILE" else part for part in more))
+    assert re.search(message, str(error.value.code) + capsys.readouterr().err)
+    assert not list(tmp_path.glob("out/*.safetensors"))
 
 
 def test_metrics():
