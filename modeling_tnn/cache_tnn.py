@@ -14,18 +14,33 @@ B batch, D channels. A layer holds what the recurrence of its operator needs (se
     modal        w + 32 inputs of the operator    memory (B, D, Q), complex; future          float32
 
 and each register 64 values more, which `crop` can take back. A float64 model has float64 states; bfloat16 and float16
-models have those of the table. Gradients do not flow through them.
+models have those of the table.
+
+A state is a constant to the backward pass: gradients reach the new tokens and the weights of each call, and end where
+the cache was (see `recurrence_gradient.py`). It belongs to the weights that have made it (see `cache_origin.py`):
+another model goes on with it if it has the same, and where they have changed under it that is an error, except while
+training with gradients, where truncated back-propagation goes on with the old state and the new weights.
+
+A cache can be pickled and saved by `torch.save`. `torch.load(path, weights_only=True)` reads it under
+`torch.serialization.safe_globals([DynamicCache, *saved_classes(cache)])`.
 """
 
+import copy
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, Cache, CacheLayerMixin
+from torch import nn
+from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, Cache, CacheLayerMixin, DynamicLayer
 
+from .cache_origin import Origin, stamp
 from .gating import Activation, Gating, activate
+from .recurrence_gradient import advance
+from .register import ShiftRegister
+from .tracing import is_traced
 
 LAYER_TYPE = "tnn_state"
+ANOTHER_MODEL = "past_key_values belongs to another model: start with an empty cache."
 
 
 class Prompt(NamedTuple):
@@ -65,11 +80,21 @@ class TnnCacheLayer(CacheLayerMixin):
 
     def reset(self):
         """Forget everything."""
-        self.recurrence = self.register = self.prompt = None
+        self.recurrence = self.register = self.prompt = self.origin = None
         self.tensors: dict[str, torch.Tensor] = {}
         self.counters: dict[str, int] = {}
         self.length = 0
         self.is_initialized = False
+
+    def __getstate__(self) -> dict:
+        """Without activation and free memory. The recurrence keeps its settings, which `crop` needs, and no kernel."""
+        prompt = None if self.prompt is None else Prompt(self.prompt.inputs().detach())
+        return vars(self) | {"prompt": prompt}
+
+    def __deepcopy__(self, memo):
+        twin = memo[id(self)] = type(self)()
+        vars(twin).update(copy.deepcopy(vars(self), memo))
+        return twin
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor | None = None):
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -95,22 +120,37 @@ class TnnCacheLayer(CacheLayerMixin):
             # The state is detached, these are not: training has its gradients.
             outputs = operator.mix(key_states, gating)
         else:
-            self._check(key_states, operator)
+            self._check_rows(key_states)
+            self._attach(operator, key_states.device)
             outputs = self._continue(key_states if gating is None else gating.open(key_states))
             outputs = outputs if gating is None else gating.close(outputs, operator.product)
         self.length += key_states.shape[1]
         return outputs, None
 
-    @torch.no_grad()
+    def renew(self):
+        """Go on with the weights as they are now."""
+        if self.is_initialized:
+            self.recurrence = self.recurrence.renewed()
+            self.tensors.pop("future", None)  # made by the old ones
+
     def _continue(self, v: torch.Tensor) -> torch.Tensor:
         if self.prompt is not None:
-            self.recurrence.start(self, self.recurrence.channel_major(self.prompt.inputs()))
+            with torch.no_grad():
+                self.recurrence.start(self, self.recurrence.channel_major(self.prompt.inputs()))
             self.prompt = None
-        return self.recurrence.advance(self, v)
+        return self.recurrence.advance(self, v) if is_traced() else advance(self.recurrence, self, v)
 
-    def _check(self, v: torch.Tensor, operator):
-        if self.recurrence.operator is not operator:
-            raise ValueError("past_key_values belongs to another model: start with an empty cache.")
+    def _attach(self, operator, device: torch.device):
+        """Let another operator of the same kind go on: of a copy of the model, or after unpickling."""
+        if self.recurrence.operator is operator:
+            return
+        recurrence = operator.recurrence()
+        if recurrence.settings() != self.recurrence.settings():
+            raise ValueError(ANOTHER_MODEL)
+        self.recurrence, self.device = recurrence, device
+        self._select(lambda tensor: tensor.to(device))
+
+    def _check_rows(self, v: torch.Tensor):
         rows = len(self.register.buffer if self.prompt is None else self.prompt.v)
         if rows != v.shape[0]:
             raise ValueError(
@@ -195,15 +235,63 @@ def memory_per_sequence(past_key_values: Cache) -> int:
     return sum(layer.memory_per_sequence() for layer in past_key_values.layers)
 
 
-def check_cache(past_key_values: Cache):
-    """Refuse a cache of another kind of model.
+def saved_classes(past_key_values: Cache) -> list[type]:
+    """The classes of this package in a saved cache, for `torch.serialization.safe_globals`."""
+    recurrences = {type(layer.recurrence) for layer in past_key_values.layers} - {type(None)}
+    return [TnnCacheLayer, Prompt, ShiftRegister, Origin, *recurrences]
+
+
+def check_cache(past_key_values: Cache, model: nn.Module):
+    """Make a cache ready for a pass of `model`, a `TnnModel`; one without layers gets them.
 
     Raises:
-        ValueError: its layers cannot hold the state of a TNN.
+        ValueError: it cannot hold the state of a TNN, belongs to another model or to weights that have changed, has
+            not as many layers, or was left in the middle of a pass.
     """
+    count = min(model.config.num_hidden_layers, len(model.layers))
+    if count < 1:
+        raise ValueError(f"num_hidden_layers={count} is not possible: it must be at least 1.")
+    layers = getattr(past_key_values, "layers", None)
+    if layers == [] and past_key_values.layer_class_to_replicate is DynamicLayer:
+        past_key_values.layer_class_to_replicate = TnnCacheLayer
+        layers += [TnnCacheLayer() for _ in range(count)]
     # Not isinstance: code loaded from the Hub has a class of its own.
-    if not past_key_values.layers or not all(hasattr(layer, "recurrence") for layer in past_key_values.layers):
+    if not layers or not all(hasattr(layer, "recurrence") for layer in layers):
         raise ValueError(
-            f"{type(past_key_values).__name__} cannot hold the state of a TNN: pass what this model returned, or "
-            "DynamicCache(config=model.config)."
+            f"past_key_values: {type(past_key_values).__name__} cannot hold the state of a TNN; pass what this model "
+            "returned, DynamicCache() or DynamicCache(config=model.config)."
         )
+    if len(layers) < count:
+        raise ValueError(f"past_key_values has {len(layers)} layers, the model {count}: start with an empty cache.")
+    lengths = {layer.length for layer in layers[:count]}
+    if len(lengths) > 1:
+        raise ValueError(
+            f"past_key_values was left in the middle of a pass: its layers have seen {min(lengths)} to {max(lengths)} "
+            "tokens. Start with an empty cache."
+        )
+    if not is_traced():
+        claim(layers[:count], model)
+
+
+def claim(layers: list[TnnCacheLayer], model: nn.Module):
+    """Let the weights of `model` be those that the states of `layers` belong to.
+
+    Raises:
+        ValueError: they belong to others.
+    """
+    origin = layers[0].origin if layers[0].length else None
+    if origin is not None and origin.model is model:
+        if origin.stamp == stamp(model):
+            return
+        if not (model.training and torch.is_grad_enabled()):
+            raise ValueError(
+                "past_key_values was made with other weights: those of the model have changed since (by an optimizer "
+                "step or an adapter, say). Start with an empty cache."
+            )
+        for layer in layers:
+            layer.renew()
+    elif origin is not None and not origin.fits(model):
+        raise ValueError(ANOTHER_MODEL)
+    origin = Origin(model)
+    for layer in layers:
+        layer.origin = origin

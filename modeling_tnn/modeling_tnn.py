@@ -3,6 +3,8 @@
 B batch, L length, d hidden size. Names, outputs and losses are those of transformers.
 """
 
+from functools import wraps
+
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -203,8 +205,8 @@ class TnnModel(TnnPreTrainedModel):
                 raise ValueError("past_key_values is for causal models, and this one has causal=False.")
         elif use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
-        elif past_key_values is not None:
-            check_cache(past_key_values)
+        if past_key_values is not None:
+            check_cache(past_key_values, self)
         past_length = 0 if past_key_values is None else int(past_key_values.get_seq_length())
         whole_mask = attention_mask
         attention_mask = check_attention_mask(attention_mask, inputs_embeds, past_length)
@@ -222,7 +224,7 @@ class TnnModel(TnnPreTrainedModel):
                 positions, self.config.hidden_size, hidden_states.dtype
             )
         hidden_states = self.dropout(self.embed_norm(hidden_states))
-        for layer in self.layers:
+        for layer in self.layers[: self.config.num_hidden_layers]:
             hidden_states = layer(hidden_states, attention_mask=attention_mask, past_key_values=past_key_values)
         return BaseModelOutputWithPast(
             last_hidden_state=with_mask(self.norm, attention_mask)(hidden_states),
@@ -245,6 +247,15 @@ class TnnForCausalLM(TnnPreTrainedModel, GenerationMixin):
         self.model = TnnModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+
+    @wraps(GenerationMixin.generate)
+    def generate(self, *args, **kwargs):
+        # An assistant that exits early lowers it, and an error there leaves it so.
+        layers = self.config.num_hidden_layers
+        try:
+            return super().generate(*args, **kwargs)
+        finally:
+            self.config.num_hidden_layers = layers
 
     @staticmethod
     def create_masks_for_generate(config, inputs_embeds, attention_mask, past_key_values=None, **kwargs):

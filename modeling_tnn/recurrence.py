@@ -13,6 +13,7 @@ short kernels. Kernels that never end (no decay) take a long horizon: their cost
 their state grows. Layers start their blocks at different times, so that their transforms do not fall on one token.
 """
 
+import copy
 import math
 
 import torch
@@ -33,15 +34,38 @@ class Recurrence:
     """What a `TnnCacheLayer` does with its state. One object serves all sequences of a layer.
 
     Attributes:
-        operator: the causal operator that it decodes.
+        operator: the causal operator that it decodes; None after unpickling, which keeps the settings alone.
     """
 
     def __init__(self, operator):
         self.operator = operator
+        self.forget()
 
     def __deepcopy__(self, memo):
         return self  # a copied cache shares it: it holds no state
 
+    def __getstate__(self) -> dict:
+        settings = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        return settings | {"operator": None}
+
+    def __setstate__(self, state: dict):
+        vars(self).update(state)
+        self.forget()
+
+    def settings(self) -> dict:
+        """What a state must have been made with to be continued with this."""
+        return self.__getstate__() | {"kind": type(self).__name__}
+
+    def renewed(self) -> "Recurrence":
+        """The same, for the parameters of the operator as they are now."""
+        twin = copy.copy(self)
+        twin.operator = self.operator
+        return twin
+
+    def forget(self):
+        """Drop what was computed from the parameters of the operator."""
+
+    @torch.no_grad()
     def advance(self, state, v: torch.Tensor) -> torch.Tensor:
         """Outputs `(B, L, D)` for the next inputs `v` `(B, L, D)`; changes `state`, which `start` has made."""
         x = self.channel_major(v)  # (B, D, L)
@@ -51,6 +75,22 @@ class Recurrence:
     def channel_major(self, v: torch.Tensor) -> torch.Tensor:
         """`(B, L, D)` to `(B, D, L)` in the dtype of the state."""
         return v.transpose(1, 2).to(transform_dtype(v.dtype))
+
+    def replay(self, held: tuple, v: torch.Tensor) -> torch.Tensor:
+        """What `advance` returns, by differentiable operations on `v` and the parameters of the operator.
+
+        Args:
+            held: what `hold` returned before.
+        """
+        return self.outputs(held, self.channel_major(v)).transpose(1, 2).to(v.dtype)
+
+    def hold(self, state) -> tuple:
+        """What the next outputs depend on, in tensors that no later call changes."""
+        raise NotImplementedError
+
+    def outputs(self, held: tuple, x: torch.Tensor) -> torch.Tensor:
+        """The outputs for the inputs `x`, `(B, D, L)` to `(B, D, L)`."""
+        raise NotImplementedError
 
     def start(self, state, x: torch.Tensor):
         """Make the state after the first inputs `(B, D, L)`."""
@@ -88,9 +128,19 @@ class FilterRecurrence(Recurrence):
         self.short = taps is not None and taps <= SHORT_KERNEL
         self.horizon, self.base = SHORT_BLOCKS if self.short else LONG_BLOCKS
         self.first_block = self.horizon - int(stagger * self.horizon)
+
+    def forget(self):
         self._kernel: torch.Tensor | None = None
         self._head: torch.Tensor | None = None
         self._spectra: dict[tuple[int, int], torch.Tensor] = {}
+
+    def hold(self, state) -> tuple:
+        return (state.register.lend(self._reach(state)),)
+
+    def outputs(self, held: tuple, x: torch.Tensor) -> torch.Tensor:
+        past = held[0]  # (B, D, P)
+        whole = torch.cat([past, x], dim=-1).transpose(1, 2)  # (B, P+L, D)
+        return self.operator.mix(whole)[:, past.shape[-1] :].transpose(1, 2)
 
     def start(self, state, x: torch.Tensor):
         state.register = ShiftRegister(x, None if self.taps is None else self.taps - 1)
@@ -148,7 +198,11 @@ class FilterRecurrence(Recurrence):
         return self._head
 
     def _past(self, state) -> torch.Tensor:
-        return state.register.last(state.length if self.taps is None else self.taps - 1)
+        return state.register.last(self._reach(state))
+
+    def _reach(self, state) -> int:
+        """How many inputs the next outputs are made from."""
+        return state.length if self.taps is None else self.taps - 1
 
     def _fill(self, state, like: torch.Tensor):
         """The future of a new block from the inputs before it."""

@@ -9,6 +9,7 @@ A chunk needs no stepping. What the old values of w add to (1) ends after N toke
 w = g * (u + e), g the power series of 1/a(z), and y follows from w by a filter of N taps: O(L log L).
 """
 
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -36,81 +37,115 @@ class CompanionRecurrence(Recurrence):
 
     Args:
         operator: has `companion_form()`.
+        order: N.
         trained_length: over which the recurrence must hold its precision.
 
     Raises (where a text is continued):
         ValueError: poles outside the unit circle make the recurrence lose its precision over the trained length.
     """
 
-    def __init__(self, operator, trained_length: int):
+    def __init__(self, operator, order: int, trained_length: int):
         super().__init__(operator)
-        self.trained_length = trained_length
+        self.order, self.trained_length = order, trained_length
+
+    def forget(self):
+        for name in ("_form", "_reversed", "_stable"):
+            vars(self).pop(name, None)
 
     def channel_major(self, v: torch.Tensor) -> torch.Tensor:
         return v.transpose(1, 2).to(widest_dtype(v.device))
 
     def start(self, state, x: torch.Tensor):
-        self.form = CompanionForm(*(part.detach() for part in self.operator.companion_form()))
-        self._reversed = [part.flip(1).contiguous() for part in self.form[:2]]  # (D, N) each, for lags N .. 1
-        # By the triangle inequality no pole reaches the circle: nothing can diverge, nothing need be looked at.
-        self._stable = bool((self.form.denominator.abs().sum(1) < 1).all())
-        if not self._stable:
-            self._check_growth()
-        nothing = x.new_zeros(*x.shape[:2], self.form.denominator.shape[1])  # (B, D, N)
-        state.register = ShiftRegister(nothing, nothing.shape[-1])
-        state.register.append(self._filter(x, nothing))
+        nothing = x.new_zeros(*x.shape[:2], self.order)  # (B, D, N)
+        w = self._filter(self._form, x, nothing)
+        self._check_finite(w)
+        state.register = ShiftRegister(nothing, self.order)
+        state.register.append(w)
 
     def step(self, state, x: torch.Tensor) -> torch.Tensor:
-        past = state.register.last(self.form.denominator.shape[1])  # (B, D, N)
+        past = state.register.last(self.order)  # (B, D, N)
         denominator, numerator = self._reversed
         now = x[..., 0]  # (B, D)
-        y = self.form.direct * now + torch.linalg.vecdot(past, numerator)
+        y = self._form.direct * now + torch.linalg.vecdot(past, numerator)
         newest = now - torch.linalg.vecdot(past, denominator)
         self._check_finite(newest)
         state.register.append(newest[..., None])
         return y[..., None]
 
     def chunk(self, state, x: torch.Tensor) -> torch.Tensor:
-        past = state.register.last(self.form.denominator.shape[1])
-        w = self._filter(x, past)  # (B, D, L)
-        whole = torch.cat([past, w], dim=-1).transpose(1, 2)  # (B, N+L, D)
-        taps = pad(self.form.numerator, (1, 0))  # (D, N+1)
-        y = causal_toeplitz_matmul(whole, taps)[:, past.shape[-1] :].transpose(1, 2)  # (B, D, L)
+        past = state.register.last(self.order)
+        w = self._filter(self._form, x, past)  # (B, D, L)
+        self._check_finite(w)
+        y = self._read(self._form, x, past, w)
         state.register.append(w)
-        return y + self.form.direct[:, None] * x
+        return y
+
+    def hold(self, state) -> tuple:
+        return (state.register.lend(self.order),)
+
+    def outputs(self, held: tuple, x: torch.Tensor) -> torch.Tensor:
+        form = self.operator.companion_form()
+        return self._read(form, x, held[0], self._filter(form, x, held[0]))
 
     def removable(self, state) -> int:
-        return min(state.length, state.register.end - self.form.denominator.shape[1])
+        return min(state.length, state.register.end - self.order)
 
     def take_back(self, state, count: int):
         state.register.drop(count)
 
-    def _filter(self, x: torch.Tensor, past: torch.Tensor) -> torch.Tensor:
-        """w for the inputs `(B, D, L)` after the values `past` `(B, D, N)`."""
-        order, length = past.shape[-1], x.shape[-1]
-        taps = monic(self.form.denominator)  # (D, N+1)
-        echoed = causal_toeplitz_matmul(pad(past, (0, order)).transpose(1, 2), taps)[:, order:]  # (B, N, D): -e
-        driven = x - pad(echoed.transpose(1, 2), (0, length - order))  # (B, D, L)
-        series = reciprocal_series(self.form.denominator, length)  # (D, L)
-        w = causal_toeplitz_matmul(driven.transpose(1, 2), series).transpose(1, 2)
-        self._check_finite(w)
-        return w
+    @cached_property
+    def _form(self) -> CompanionForm:
+        form = CompanionForm(*(part.detach() for part in self.operator.companion_form()))
+        if not is_contracting(form):
+            self._check_growth(form)
+        return form
 
-    def _check_growth(self):
-        growth = reciprocal_series(self.form.denominator, self.trained_length).abs().amax(dim=1)  # (D,)
+    @cached_property
+    def _reversed(self) -> list[torch.Tensor]:
+        return [part.flip(1).contiguous() for part in self._form[:2]]  # (D, N) each, for lags N .. 1
+
+    @cached_property
+    def _stable(self) -> bool:
+        return is_contracting(self._form)
+
+    def _filter(self, form: CompanionForm, x: torch.Tensor, past: torch.Tensor) -> torch.Tensor:
+        """w for the inputs `(B, D, L)` after the values `past` `(B, D, N)`."""
+        order, length, product = self.order, x.shape[-1], self.operator.product
+        taps = monic(form.denominator)  # (D, N+1)
+        after = pad(past, (0, order)).transpose(1, 2)  # (B, 2N, D)
+        echoed = causal_toeplitz_matmul(after, taps, product)[:, order:]  # (B, N, D): -e
+        driven = x - pad(echoed.transpose(1, 2), (0, length - order))  # (B, D, L)
+        series = reciprocal_series(form.denominator, length)  # (D, L)
+        return causal_toeplitz_matmul(driven.transpose(1, 2), series, product).transpose(1, 2)
+
+    def _read(self, form: CompanionForm, x: torch.Tensor, past: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        """y for the inputs `(B, D, L)`, whose w `(B, D, L)` come after `past` `(B, D, N)`."""
+        whole = torch.cat([past, w], dim=-1).transpose(1, 2)  # (B, N+L, D)
+        taps = pad(form.numerator, (1, 0))  # (D, N+1)
+        y = causal_toeplitz_matmul(whole, taps, self.operator.product)[:, self.order :].transpose(1, 2)  # (B, D, L)
+        return y + form.direct[:, None] * x
+
+    def _check_growth(self, form: CompanionForm):
+        growth = reciprocal_series(form.denominator, self.trained_length).abs().amax(dim=1)  # (D,)
         diverging = ~(growth <= LARGEST_GROWTH)
         if diverging.any():
-            raise ValueError(self._explain(diverging.nonzero()[0].item(), "over the length the model was trained for"))
+            channel = diverging.nonzero()[0].item()
+            raise ValueError(self._explain(form, channel, "over the length the model was trained for"))
 
     def _check_finite(self, w: torch.Tensor):
         if not self._stable and not torch.isfinite(w).all():
             bad = (~torch.isfinite(w)).transpose(0, 1).flatten(1).any(dim=1)  # (D,)
-            raise ValueError(self._explain(bad.nonzero()[0].item(), "on a text of this length"))
+            raise ValueError(self._explain(self._form, bad.nonzero()[0].item(), "on a text of this length"))
 
-    def _explain(self, channel: int, where: str) -> str:
-        companion = companion_matrix(self.form.denominator[channel : channel + 1].cpu())  # (1, N, N)
+    def _explain(self, form: CompanionForm, channel: int, where: str) -> str:
+        companion = companion_matrix(form.denominator[channel : channel + 1].cpu())  # (1, N, N)
         radius = torch.linalg.eigvals(companion).abs().max().item()
         return (
             f"Layer {self.operator.layer_idx}, channel {channel}: a pole of radius {radius:.6f} makes the recurrence "
             f"diverge {where}. Generate with use_cache=False, or train with rtf_constraint='l1_montel'."
         )
+
+
+def is_contracting(form: CompanionForm) -> bool:
+    """Whether, by the triangle inequality, no pole reaches the circle: then nothing diverges or need be looked at."""
+    return bool((form.denominator.abs().sum(1) < 1).all())

@@ -29,21 +29,37 @@ class ModalRecurrence(FilterRecurrence):
         super().__init__(operator, None, stagger)
         self.horizon = self.base = BLOCK
         self.first_block = BLOCK - int(stagger * BLOCK)
+        self.window = operator.window
+
+    def forget(self):
+        super().forget()
         self._powers: dict[tuple[int, int], torch.Tensor] = {}
         self._cached_residues: torch.Tensor | None = None
+
+    def hold(self, state) -> tuple:
+        return *super().hold(state), state.tensors["memory"], self._age(state)
+
+    def outputs(self, held: tuple, x: torch.Tensor) -> torch.Tensor:
+        past, memory, age = held
+        y = super().outputs((past,), x)
+        if age is None:
+            return y
+        exponents = torch.arange(age, age + x.shape[-1], device=x.device)
+        powers, residues = self.operator.powers(exponents), self.operator.complex_residues()
+        return y + far_outputs(memory, residues.to(memory.dtype), powers.to(memory.dtype))
 
     def start(self, state, x: torch.Tensor):
         memory = torch.zeros(*x.shape[:2], self.operator.angle.numel(), dtype=x.dtype.to_complex(), device=x.device)
         state.tensors["memory"] = memory  # (B, D, Q)
         state.counters = {"block": self.first_block, "covered": 0}
-        self._advance_memory(state, x, x.shape[-1] - self.operator.window - SLACK)
-        state.register = ShiftRegister(x, self.operator.window + BLOCK)
+        self._advance_memory(state, x, x.shape[-1] - self.window - SLACK)
+        state.register = ShiftRegister(x, self.window + BLOCK)
 
     def chunk(self, state, x: torch.Tensor) -> torch.Tensor:
         past = self._past(state)  # (B, D, P)
         y = self._continue(torch.cat([past, x], dim=-1), past.shape[-1], x.shape[-1])  # (B, D, L)
         y = y + self._from_memory(state, x.shape[-1])
-        behind = self.operator.window + max(SLACK, min(x.shape[-1], CHUNK_SLACK))
+        behind = self.window + max(SLACK, min(x.shape[-1], CHUNK_SLACK))
         self._advance_memory(state, torch.cat([past, x], dim=-1), state.length + x.shape[-1] - behind)
         state.register.append(x)
         state.tensors.pop("future", None)
@@ -51,16 +67,16 @@ class ModalRecurrence(FilterRecurrence):
 
     def removable(self, state) -> int:
         covered = state.counters["covered"]
-        return state.length - covered - self.operator.window if covered else state.length
+        return state.length - covered - self.window if covered else state.length
 
-    def _past(self, state) -> torch.Tensor:
+    def _reach(self, state) -> int:
         """The inputs that the memory does not cover."""
-        return state.register.last(state.length - state.counters["covered"])
+        return state.length - state.counters["covered"]
 
     def _fill(self, state, like: torch.Tensor):
-        self._advance_memory(state, self._past(state), state.length - self.operator.window - SLACK)
+        self._advance_memory(state, self._past(state), state.length - self.window - SLACK)
         past = self._past(state)
-        longest = self.operator.window + SLACK
+        longest = self.window + SLACK
         padded = pad(past, (max(0, longest - past.shape[-1]), 0))  # one transform length for all fills
         keep = padded.shape[-1] == longest
         near = self._continue(padded, padded.shape[-1], BLOCK, keep)
@@ -81,14 +97,15 @@ class ModalRecurrence(FilterRecurrence):
 
     def _from_memory(self, state, count: int) -> torch.Tensor:
         """What the memory adds to the next `count` outputs, `(B, D, count)`."""
-        memory = state.tensors["memory"]
-        covered = state.counters["covered"]
-        if covered == 0:
+        memory, age = state.tensors["memory"], self._age(state)
+        if age is None:
             return memory.real.new_zeros(*memory.shape[:2], count)
-        age = state.length - covered + 1 - self.operator.window
-        powers = self._power(age, count, memory)  # (Q, count)
-        weighted = memory * self._residues(memory)  # (B, D, Q)
-        return weighted.real @ powers.real - weighted.imag @ powers.imag
+        return far_outputs(memory, self._residues(memory), self._power(age, count, memory))
+
+    def _age(self, state) -> int | None:
+        """The exponent in (1) of the next output; None while the memory covers nothing."""
+        covered = state.counters["covered"]
+        return state.length - covered + 1 - self.window if covered else None
 
     def _power(self, first: int, count: int, like: torch.Tensor) -> torch.Tensor:
         """lambda^first .. lambda^(first+count-1), complex `(Q, count)`."""
@@ -104,3 +121,9 @@ class ModalRecurrence(FilterRecurrence):
         if self._cached_residues is None:
             self._cached_residues = self.operator.complex_residues().to(like.dtype)
         return self._cached_residues
+
+
+def far_outputs(memory: torch.Tensor, residues: torch.Tensor, powers: torch.Tensor) -> torch.Tensor:
+    """Equation (1) for a memory `(B, D, Q)`, residues `(D, Q)` and `count` powers `(Q, count)`: `(B, D, count)`."""
+    weighted = memory * residues  # (B, D, Q)
+    return weighted.real @ powers.real - weighted.imag @ powers.imag

@@ -23,9 +23,13 @@ class ShiftRegister:
     """
 
     def __init__(self, first: torch.Tensor, reach: int | None):
-        self.reach = reach
+        self.reach, self.lent = reach, False
         self.buffer, self.end = first[..., :0], 0
         self._append(first, SLACK)
+
+    def __getstate__(self) -> dict:
+        """Without the free places: what was in their memory is nobody's business."""
+        return vars(self) | {"buffer": self.buffer[..., : self.end].clone(), "lent": False}
 
     def append(self, values: torch.Tensor):
         """Take in `(B, D, S)` new values, S >= 1."""
@@ -35,8 +39,15 @@ class ShiftRegister:
         """The newest `count` values or as many as there are, `(B, D, <= count)`, the newest last. A view."""
         return self.buffer[..., max(0, self.end - count) : self.end]
 
+    def lend(self, count: int) -> torch.Tensor:
+        """`last` for a reader that keeps it, such as a backward pass: no later value is written into it."""
+        self.lent = True
+        return self.last(count)
+
     def drop(self, count: int):
         """Take back the newest `count` values; the caller knows that enough remain."""
+        if self.lent:
+            self.buffer, self.lent = self.buffer.clone(), False
         self.end -= count
 
     def select(self, choose):

@@ -77,7 +77,7 @@ class RtfOperator(ToeplitzOperator):
 
     def recurrence(self) -> CompanionRecurrence:
         self.require_causal()
-        return CompanionRecurrence(self, self.size)
+        return CompanionRecurrence(self, self.numerator.shape[1], self.size)
 
     def poles(self, most: int = 64) -> torch.Tensor:
         denominator = self._taps()[0]  # (Q, N)

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from conftest import CAUSAL, relative_error, seeded, tiny_config
-from transformers import DynamicCache
+from transformers import DynamicCache, GPT2Config, StaticCache
 
 from modeling_tnn import TnnForCausalLM, recurrence, recurrence_modal
 from modeling_tnn.cache_tnn import TnnCacheLayer, memory_per_sequence
@@ -253,13 +253,16 @@ def test_divergence_beyond_the_trained_length_is_named():
 @pytest.mark.parametrize("tno_type", CAUSAL)
 def test_cache_of_another_model_or_batch(tno_type):
     model, other = (seeded(TnnForCausalLM, tiny_config(tno_type)) for _ in range(2))
+    with torch.no_grad():
+        other.model.layers[0].gtu.v_proj.weight[0, 0] += 1
     ids = torch.arange(8).view(2, 4)
     with pytest.raises(ValueError, match="another model"):
         model(ids, past_key_values=other(ids).past_key_values)
     with pytest.raises(ValueError, match="holds 2 sequences, the input 1"):
         model(ids[:1], past_key_values=model(ids).past_key_values)
-    with pytest.raises(ValueError, match="DynamicCache cannot hold .* DynamicCache\\(config=model.config\\)"):
-        model(ids, past_key_values=DynamicCache())
+    for cache in (DynamicCache(config=GPT2Config()), StaticCache(config=GPT2Config(), max_cache_len=9)):
+        with pytest.raises(ValueError, match="Cache cannot hold .* DynamicCache\\(config=model.config\\)"):
+            model(ids, past_key_values=cache)
     fresh = DynamicCache(config=model.config)
     assert torch.equal(model(ids, past_key_values=fresh).logits, model(ids).logits)
     assert fresh.get_seq_length() == 4
