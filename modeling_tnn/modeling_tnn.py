@@ -3,8 +3,6 @@
 B batch, L length, d hidden size. Names, outputs and losses are those of transformers.
 """
 
-from functools import wraps
-
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -248,15 +246,6 @@ class TnnForCausalLM(TnnPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    @wraps(GenerationMixin.generate)
-    def generate(self, *args, **kwargs):
-        # An assistant that exits early lowers it, and an error there leaves it so.
-        layers = self.config.num_hidden_layers
-        try:
-            return super().generate(*args, **kwargs)
-        finally:
-            self.config.num_hidden_layers = layers
-
     @staticmethod
     def create_masks_for_generate(config, inputs_embeds, attention_mask, past_key_values=None, **kwargs):
         """The padding mask as it is: a Toeplitz model has no attention pattern to prepare."""
@@ -273,7 +262,12 @@ class TnnForCausalLM(TnnPreTrainedModel, GenerationMixin):
         check_prompt(input_ids, inputs_embeds, kwargs.get("attention_mask"), self.get_input_embeddings())
         if input_ids is not None and len(input_ids) == 0:
             return input_ids
-        return super().generate(inputs, *args, **kwargs)
+        # An assistant that exits early lowers it, and an error there leaves it so.
+        layers = self.config.num_hidden_layers
+        try:
+            return super().generate(inputs, *args, **kwargs)
+        finally:
+            self.config.num_hidden_layers = layers
 
     @can_return_tuple
     def forward(
