@@ -11,8 +11,9 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -q $(CONSTRAINTS
 
 .PHONY: demo test test-slow test-hf test-oldest test-newest lint format audit clean
 
+# Again and again into its own folder, but over no model in another one.
 demo: $(VENV)/.demo
-	$(BIN)/python scripts/demo.py $(DEMO_ARGS)
+	$(BIN)/python scripts/demo.py $(if $(findstring --output_dir,$(DEMO_ARGS)),,--overwrite_output_dir) $(DEMO_ARGS)
 
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(TEST_ARGS)

@@ -13,6 +13,8 @@ import json
 import subprocess
 import sys
 
+from errors import report_errors
+
 WHOLE_ENVIRONMENT = ["--local", "--skip-editable"]
 
 
@@ -54,6 +56,7 @@ def report(packages: list[dict], problem: str) -> tuple[str, int, int]:
     return "\n".join(lines), vulnerable, len(skipped)
 
 
+@report_errors
 def main():
     args, options = parse_arguments()
     text, vulnerable, skipped = report(*ask(args, options))

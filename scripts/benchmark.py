@@ -21,6 +21,7 @@ from types import ModuleType
 
 import torch
 import transformers
+from errors import report_errors
 from benchmark_arguments import add_common
 from outputs import check_writable, write_json
 
@@ -49,15 +50,13 @@ def parse_arguments(modules: dict[str, ModuleType]) -> argparse.Namespace:
     return parser.parse_args()
 
 
+@report_errors
 def main():
     # In here: processes that a suite starts need only the suite.
     modules = {name: importlib.import_module(f"benchmark_{name}") for name in SUITES}
     args = parse_arguments(modules)
     for file in filter(None, (args.json, args.plot)):
-        try:
-            check_writable(file)
-        except ValueError as error:
-            sys.exit(f"error: {error}")
+        check_writable(file)
     torch.set_num_threads(args.threads)
     settings = {name: value for name, value in vars(args).items() if name not in ("json", "plot")}
     machine = torch.cuda.get_device_name() if args.device.startswith("cuda") else platform.machine()

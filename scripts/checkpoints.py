@@ -10,7 +10,7 @@ import re
 import shutil
 from pathlib import Path
 
-from outputs import partial, write_json
+from outputs import check_overwriting, partial, write_json
 
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 CHECKSUMS, STATE = "checksums.json", "trainer_state.json"
@@ -52,6 +52,31 @@ def find_checkpoint(output_dir: Path, name: str) -> Path:
     return Path(name)
 
 
+def check_run(output_dir: Path, overwrite: bool, resumed: str | None, source: str | Path | None = None):
+    """Refuse a run that would write over another one, unless it goes on with it.
+
+    Args:
+        overwrite: whether `--overwrite_output_dir` was given.
+        resumed: the checkpoint that the run goes on from.
+        source: the folder of the model that it starts from.
+
+    Raises:
+        ValueError: the folder holds checkpoints or a model, or is that of `source`.
+    """
+    if resumed is None and not overwrite and checkpoints(output_dir):
+        raise ValueError(
+            f"output_dir={output_dir} holds checkpoints of a run: give --resume_from_checkpoint latest to go on with "
+            "it, --overwrite_output_dir to begin anew, or another folder."
+        )
+    check_overwriting(output_dir, overwrite or resumed is not None, source)
+
+
+def remove_checkpoints(output_dir: Path):
+    """Remove those of a run that is to be overwritten."""
+    for checkpoint in checkpoints(output_dir):
+        _remove(checkpoint)
+
+
 def write_checksums(folder: Path):
     """The SHA-256 of each file of a folder, as `checksums.json` in it."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != CHECKSUMS]
@@ -87,10 +112,14 @@ def remove_incomplete(output_dir: Path):
 def prune(output_dir: Path, limit: int | None):
     """Remove the oldest checkpoints beyond `limit`; None for no limit."""
     for checkpoint in checkpoints(output_dir)[: -limit if limit else 0]:
-        # Under its own name a half removed checkpoint would look complete.
-        hidden = partial(checkpoint)
-        checkpoint.rename(hidden)
-        shutil.rmtree(hidden)
+        _remove(checkpoint)
+
+
+def _remove(checkpoint: Path):
+    # Under its own name a half removed checkpoint would look complete.
+    hidden = partial(checkpoint)
+    checkpoint.rename(hidden)
+    shutil.rmtree(hidden)
 
 
 def _sha256(path: Path) -> str:

@@ -18,9 +18,10 @@ import sys
 from pathlib import Path
 
 import torch
+from errors import report_errors
 from official_names import BOOKKEEPING, heads_together, our_layout, our_name, split_rational
 from official_options import ARCHITECTURES, HEADS, Architecture, check_supported, operator_of, sizes
-from outputs import SavingError, claim, new_files, write_json
+from outputs import OVERWRITE_HELP, check_overwriting, claim, new_files, write_json
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
@@ -49,6 +50,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("checkpoint", type=Path, help=".safetensors, or .pt of fairseq")
     parser.add_argument("output_dir", type=Path, help="where model and report go")
     parser.add_argument("--architecture", required=True, choices=list(ARCHITECTURES), help="how it was built")
+    parser.add_argument("--overwrite_output_dir", action="store_true", help=OVERWRITE_HELP)
     parser.add_argument("--hparams", type=Path, help="JSON of official options that differ from its defaults")
     parser.add_argument("--head", choices=list(HEADS), help="another head than the one of the architecture")
     parser.add_argument(
@@ -290,19 +292,30 @@ def load(head: str, config: TnnConfig, tensors: dict, official_names: dict):
     return model.eval()
 
 
+def read_options(file: Path) -> dict:
+    """The official options of `--hparams`.
+
+    Raises:
+        ValueError: they are no JSON object.
+    """
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"--hparams {file} must hold a JSON object: {error}.") from error
+
+
+@report_errors
 def main():
     args = parse_arguments()
-    try:
-        with claim(args.output_dir):
-            tensors, options = read_checkpoint(args.checkpoint)
-            if args.hparams is not None:
-                options |= json.loads(args.hparams.read_text())
-            model, report = convert(tensors, options, args.architecture, args.head, args.published_ski)
-            with new_files(args.output_dir) as folder:
-                model.save_pretrained(folder)
-                write_json(folder / "original.json", json.loads(json.dumps(report, default=str)))
-    except (ValueError, OSError, SavingError) as error:
-        raise SystemExit(f"error: {error}") from error
+    with claim(args.output_dir):
+        check_overwriting(args.output_dir, args.overwrite_output_dir, args.checkpoint)
+        tensors, options = read_checkpoint(args.checkpoint)
+        if args.hparams is not None:
+            options |= read_options(args.hparams)
+        model, report = convert(tensors, options, args.architecture, args.head, args.published_ski)
+        with new_files(args.output_dir) as folder:
+            model.save_pretrained(folder)
+            write_json(folder / "original.json", json.loads(json.dumps(report, default=str)))
     for warning in report["warnings"]:
         sys.stderr.write(f"warning: {warning}\n")
     left_out = sum(became.startswith("left out") for became in report["tensors"].values())

@@ -5,11 +5,13 @@ the Hub (or a local folder of one). Texts are in one column, `text` unless named
 document ends, see `document_ends.py`, a causal model sees the tokenizer's end of text.
 """
 
+import collections
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 from datasets import Dataset, DatasetDict, load_dataset
+from datasets.exceptions import DatasetsError
 from document_ends import document_ends
 from token_bytes import with_line_break
 from tokenizers import ByteLevelBPETokenizer
@@ -56,9 +58,9 @@ def load_corpus(
     elif "train" not in files:
         corpus = load_dataset(source, config_name)
     else:
-        corpus = DatasetDict(train=_load_file(files["train"]))
+        corpus = DatasetDict(train=load_file(files["train"]))
     if validation_file is not None:
-        corpus["validation"] = _load_file(validation_file)
+        corpus["validation"] = load_file(validation_file)
     splits = {name: rows for name, rows in corpus.items() if name in ("train", "validation")}
     corpus = DatasetDict({name: _texts(rows, name, text_column, documents) for name, rows in splits.items()})
     if "validation" not in corpus:
@@ -79,7 +81,7 @@ def load_texts(
     Raises:
         ValueError: there is no such column.
     """
-    texts = _load_file(source) if _looks_like_file(source) else load_dataset(source, config_name, split=split)
+    texts = load_file(source) if _looks_like_file(source) else load_dataset(source, config_name, split=split)
     return _texts(texts, split, text_column, documents)
 
 
@@ -87,13 +89,31 @@ def check_file(file: str):
     """Refuse a file before anything else is done.
 
     Raises:
-        ValueError: it is missing or empty.
+        ValueError: it is missing, empty, or no text in UTF-8 where it should be.
     """
     path = Path(file)
     if not path.is_file():
         raise ValueError(f"{file}: there is no such file.")
     if path.stat().st_size == 0:
         raise ValueError(f"{file} is empty.")
+    if BUILDERS.get(path.suffix, "text") != "parquet":
+        try:
+            with path.open(encoding="utf-8") as lines:
+                collections.deque(lines, maxlen=0)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file} is no text in UTF-8: {error}.") from error
+
+
+def load_file(file: str) -> Dataset:
+    """The rows of a local file.
+
+    Raises:
+        ValueError: it has none, or they cannot be read.
+    """
+    try:
+        return load_dataset(BUILDERS.get(Path(file).suffix, "text"), data_files=file, split="train")
+    except (DatasetsError, ValueError) as error:
+        raise ValueError(f"{file} has no rows that can be read: {error.__cause__ or error}") from error
 
 
 def train_tokenizer(
@@ -182,10 +202,6 @@ def _enclosing_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], li
 
 def _looks_like_file(source: str) -> bool:
     return not Path(source).is_dir() and (Path(source).is_file() or Path(source).suffix in BUILDERS)
-
-
-def _load_file(file: str) -> Dataset:
-    return load_dataset(BUILDERS.get(Path(file).suffix, "text"), data_files=file, split="train")
 
 
 def _texts(split: Dataset, name: str, column: str, documents: str | None) -> Dataset:

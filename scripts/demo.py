@@ -7,21 +7,22 @@ Example:
 
 import logging
 import math
-import sys
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
+from errors import report_errors
 from corpus import load_corpus, pack, train_tokenizer
 from document_ends import DOCUMENTS_HELP
-from outputs import SavingError, claim, new_files, write_json
+from outputs import OVERWRITE_HELP, check_overwriting, claim, new_files, write_json
+from overrides import load_config
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     DataCollatorForLanguageModeling,
     HfArgumentParser,
+    PreTrainedConfig,
     Trainer,
     TrainingArguments,
     set_seed,
@@ -47,6 +48,7 @@ class DemoArguments:
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub data set."})
     documents: str | None = field(default=None, metadata={"help": DOCUMENTS_HELP})
     output_dir: str = field(default="outputs/demo", metadata={"help": "Where model, tokenizer and metrics go."})
+    overwrite_output_dir: bool = field(default=False, metadata={"help": OVERWRITE_HELP})
     max_steps: int = field(default=300, metadata={"help": "Optimizer steps."})
     batch_size: int = field(default=16, metadata={"help": "Blocks in a step."})
     learning_rate: float = field(default=4e-3, metadata={"help": "Peak of the cosine schedule."})
@@ -55,10 +57,17 @@ class DemoArguments:
     seed: int = field(default=0, metadata={"help": "Seed of initialisation, order of the data and sampling."})
 
 
-def build_trainer(args: DemoArguments) -> Trainer:
+def build_config(args: DemoArguments) -> PreTrainedConfig:
+    """The preset with the operator that was asked for.
+
+    Raises:
+        ValueError: a causal model cannot have that.
+    """
+    return load_config(args.config, {} if args.tno_type is None else {"tno_type": args.tno_type})
+
+
+def build_trainer(args: DemoArguments, config: PreTrainedConfig) -> Trainer:
     """Corpus, tokenizer, model and Trainer."""
-    overrides = {} if args.tno_type is None else {"tno_type": args.tno_type}
-    config = AutoConfig.from_pretrained(args.config, **overrides)
     corpus = load_corpus(args.dataset, args.dataset_config, documents=args.documents)
     tokenizer = train_tokenizer(corpus["train"], config.vocab_size)
     config.vocab_size = len(tokenizer)
@@ -112,7 +121,7 @@ def continuation(folder: str, prompt: str, max_new_tokens: int, seed: int) -> st
     return tokenizer.decode(output[0], skip_special_tokens=True)
 
 
-def run(args: DemoArguments):
+def run(args: DemoArguments, config: PreTrainedConfig):
     """Train, save, load, sample.
 
     Raises:
@@ -121,7 +130,7 @@ def run(args: DemoArguments):
     """
     set_seed(args.seed)
     start = time.perf_counter()
-    trainer = build_trainer(args)
+    trainer = build_trainer(args, config)
     before = perplexity(trainer)
     trainer.train()
     after = perplexity(trainer)
@@ -144,14 +153,14 @@ def run(args: DemoArguments):
     logger.info("saved in %s; loaded from there, the model continues:\n\n%s", args.output_dir, text)
 
 
+@report_errors
 def main():
     args = HfArgumentParser(DemoArguments, description=__doc__).parse_args_into_dataclasses()[0]
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    try:
-        with claim(Path(args.output_dir)):
-            run(args)
-    except (ValueError, SavingError) as error:
-        sys.exit(f"error: {error}")
+    config = build_config(args)
+    with claim(Path(args.output_dir)):
+        check_overwriting(Path(args.output_dir), args.overwrite_output_dir)
+        run(args, config)
 
 
 if __name__ == "__main__":

@@ -23,11 +23,13 @@ from pathlib import Path
 
 import matplotlib
 import torch
+from errors import report_errors
 from corpus import check_file, check_vocabulary, load_texts, tokenize
+from devices import check_device
 from document_ends import DOCUMENTS_HELP
 from matplotlib import pyplot
-from memory import MemoryExceededError, suggest_smaller
-from outputs import SavingError, claim, saving_errors, write_json, write_text
+from memory import suggest_smaller
+from outputs import claim, saving_errors, write_json, write_text
 from token_bytes import bytes_until
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -204,21 +206,20 @@ def report(results: list[dict], args: argparse.Namespace):
         plot(results, args.output_dir / "perplexity.png")
 
 
+@report_errors
 def main():
     args = parse_arguments()
     matplotlib.use("Agg")
-    try:
-        if args.file is not None:
-            check_file(args.file)
-        source = (args.file or args.dataset_name, args.dataset_config_name, args.split, args.text_column)
-        texts = load_texts(*source, args.documents)
-        results = []
-        with claim(args.output_dir):
-            for name in args.model:
-                results += evaluate_model(name, texts, args)
-                report(results, args)
-    except (ValueError, MemoryExceededError, SavingError) as error:
-        sys.exit(f"error: {error}")
+    check_device(args.device)
+    if args.file is not None:
+        check_file(args.file)
+    source = (args.file or args.dataset_name, args.dataset_config_name, args.split, args.text_column)
+    texts = load_texts(*source, args.documents)
+    results = []
+    with claim(args.output_dir):
+        for name in args.model:
+            results += evaluate_model(name, texts, args)
+            report(results, args)
     sys.stdout.write(f"perplexity (bits per byte)\n\n{table(results)}\n\nsaved in {args.output_dir}\n")
 
 

@@ -21,14 +21,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from errors import report_errors
+from checkpoints import check_run
 from corpus import check_vocabulary
 from glue_data import TASKS, TaskData, load_files, load_task, tokenize_task
 from glue_metrics import ERRORS, format_metric, load_metric, main_metric
 from interruption import StopRequested
-from memory import MemoryExceededError, suggest_smaller
-from outputs import SavingError, claim, new_files, write_json, write_text
+from memory import suggest_smaller
+from outputs import OVERWRITE_HELP, claim, new_files, write_json, write_text
 from overrides import parse_overrides
-from push_to_hub import PublishingError, open_repository, upload
+from push_to_hub import open_repository, upload
 from recipes import parse_arguments
 from resumable import train
 from transformers import (
@@ -73,6 +75,7 @@ class GlueArguments:
     )
     sweep_seeds: list[int] = field(default_factory=lambda: [0, 1, 2], metadata={"help": "Seeds of the sweep."})
     trust_remote_code: bool = field(default=False, metadata={"help": "Run code that comes with the model."})
+    overwrite_output_dir: bool = field(default=False, metadata={"help": OVERWRITE_HELP})
 
     def __post_init__(self):
         files = (self.train_file is not None) + (self.validation_file is not None)
@@ -301,6 +304,11 @@ def check_before_start(args: GlueArguments, training: TrainingArguments):
         raise ValueError("--sweep starts from the beginning: name what is left by its learning rates and seeds.")
 
 
+def folder_of(output_dir: Path, data: TaskData, several: bool) -> Path:
+    """Where the model of a task goes."""
+    return output_dir / (data.name or "files") if several else output_dir
+
+
 def repository_of(training: TrainingArguments, folder: Path, several: bool) -> str:
     """The repository of a task, opened before the training."""
     name = training.hub_model_id
@@ -328,12 +336,16 @@ def load_data(args: GlueArguments, training: TrainingArguments) -> list[TaskData
 def run_all(args: GlueArguments, training: TrainingArguments) -> list[dict]:
     """All tasks; the summary of each."""
     data = load_data(args, training)
+    if training.do_train or args.sweep:
+        for one in data:
+            folder = folder_of(Path(training.output_dir), one, len(data) > 1)
+            check_run(folder, args.overwrite_output_dir, training.resume_from_checkpoint, args.model_name_or_path)
     output_dir, main_process, summaries = Path(training.output_dir), training.process_index == 0, []
     push = training.push_to_hub and main_process
     trained = dataclasses.replace(training, push_to_hub=False)  # Trainer's own would publish pickles and no code
     for one in data:
         task = Task(one, args)
-        folder = output_dir if len(data) == 1 else output_dir / task.name
+        folder = folder_of(output_dir, one, len(data) > 1)
         repository = repository_of(training, folder, len(data) > 1) if push else None
         summaries.append(summarize(task, (sweep if args.sweep else single)(task, trained, folder)))
         if main_process:
@@ -344,6 +356,7 @@ def run_all(args: GlueArguments, training: TrainingArguments) -> list[dict]:
     return summaries
 
 
+@report_errors
 def main():
     args, training = parse_arguments([GlueArguments, TrainingArguments], __doc__)
     logging.basicConfig(format="%(message)s")
@@ -359,8 +372,6 @@ def main():
             resume = "" if args.sweep else " --resume_from_checkpoint latest goes on from there."
             logger.info("%s%s", message, resume)
             sys.exit(status)
-        except (OSError, ValueError, MemoryExceededError, SavingError, PublishingError) as error:
-            sys.exit(f"error: {error}")
     logger.info("\n%s\n\nsaved in %s", table(summaries), training.output_dir)
 
 

@@ -16,8 +16,10 @@ import time
 from pathlib import Path
 
 import torch
-from corpus import check_vocabulary
-from outputs import SavingError, check_writable, write_json
+from errors import report_errors
+from corpus import check_file, check_vocabulary
+from devices import check_device
+from outputs import check_writable, write_json
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TextStreamer, set_seed
 
 import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
@@ -37,15 +39,32 @@ def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, dict]:
     parser.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
     known, rest = parser.parse_known_args(arguments)
     if known.prompt_file is not None:
-        known.prompt += [line for line in known.prompt_file.read_text().splitlines() if line.strip()]
+        known.prompt += read_prompts(known.prompt_file)
     if not known.prompt:
         parser.error("give a --prompt or a --prompt_file")
-    if known.output_file is not None:
-        try:
-            check_writable(known.output_file)
-        except ValueError as error:
-            parser.error(f"--output_file: {error}")
+    if known.batch_size < 1:
+        parser.error(f"--batch_size {known.batch_size}: it must be at least 1")
     return known, generation_options(parser, rest)
+
+
+def read_prompts(file: Path) -> list[str]:
+    """The lines of a text file that are not blank.
+
+    Raises:
+        ValueError: it is missing or empty, or no text in UTF-8.
+    """
+    check_file(str(file))
+    return [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def check_prompts(prompts: list[str], tokenizer):
+    """Refuse what cannot be continued, before the first is.
+
+    Raises:
+        ValueError: a prompt has no tokens.
+    """
+    if empty := [prompt for prompt, ids in zip(prompts, tokenizer(prompts)["input_ids"], strict=True) if not ids]:
+        raise ValueError(f"--prompt {empty[0]!r} is empty: give a text to continue.")
 
 
 def generation_options(parser: argparse.ArgumentParser, rest: list[str]) -> dict:
@@ -75,18 +94,22 @@ def continue_batch(model, tokenizer, prompts: list[str], options: dict, stream: 
     return tokenizer.batch_decode(output, skip_special_tokens=True), count
 
 
+@report_errors
 def main():
     args, options = parse_arguments(sys.argv[1:])
+    check_device(args.device)
+    if args.output_file is not None:
+        check_writable(args.output_file)
+        if args.output_file.exists() and args.output_file == args.prompt_file:
+            raise ValueError(f"--output_file {args.output_file} is the file with the prompts: give another one.")
     tokenizer = AutoTokenizer.from_pretrained(
         args.model, padding_side="left", trust_remote_code=args.trust_remote_code
     )
     model = AutoModelForCausalLM.from_pretrained(
         args.model, dtype=args.dtype, trust_remote_code=args.trust_remote_code
     ).to(args.device)
-    try:
-        check_vocabulary(tokenizer, model.config.vocab_size)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    check_vocabulary(tokenizer, model.config.vocab_size)
+    check_prompts(args.prompt, tokenizer)
     options = {"max_new_tokens": 100} | options
     stream = args.batch_size == 1 and options.get("num_beams", 1) == 1 and options.get("num_return_sequences", 1) == 1
     set_seed(args.seed)
@@ -103,10 +126,7 @@ def main():
         result = {"model": args.model, "prompts": args.prompt, "texts": texts, "options": options}
         speed = {"new_tokens": tokens, "seconds": seconds, "tokens_per_second": tokens / seconds}
         speed |= {"device": args.device, "torch_threads": torch.get_num_threads()}
-        try:
-            write_json(args.output_file, result | speed)
-        except SavingError as error:
-            sys.exit(f"error: {error}")
+        write_json(args.output_file, result | speed)
 
 
 if __name__ == "__main__":

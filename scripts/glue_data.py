@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from corpus import BUILDERS, check_file
+from corpus import BUILDERS, check_file, load_file
 from datasets import ClassLabel, Dataset, DatasetDict, Value, load_dataset
 from transformers import PreTrainedTokenizerBase
 
@@ -85,7 +85,7 @@ def load_files(train: str, validation: str, test: str | None = None, sentence_ke
         check_file(file)
         if BUILDERS.get(Path(file).suffix, "text") == "text":
             raise ValueError(f"{file}: files must be .csv, .json, .jsonl or .parquet.")
-    splits = DatasetDict({split: _load_file(file) for split, file in files.items()})
+    splits = DatasetDict({split: load_file(file) for split, file in files.items()})
     data = TaskData(None, splits, sentence_keys or find_sentences(train, splits["train"]), None)
     for number, key in enumerate(sentence_keys, 1):
         _check_sentences(f"--sentence{number}_key {key}", key, splits["train"])
@@ -145,13 +145,6 @@ def _check_sentences(option: str, name: str, rows: Dataset):
         raise ValueError(f"{option}: it must be a column of the file; these are {', '.join(rows.column_names)}.")
     if not _is_text(rows, name):
         raise ValueError(f"{option}: it must be a column of text, not of {rows.features[name]}.")
-
-
-def _load_file(file: str) -> Dataset:
-    try:
-        return load_dataset(BUILDERS[Path(file).suffix], data_files=file, split="train")
-    except ValueError as error:
-        raise ValueError(f"{file} has no rows that can be read: {error}") from error
 
 
 def _check_columns(source: str, data: TaskData):

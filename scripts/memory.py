@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from errors import UserError
 from accelerate.utils.memory import should_reduce_batch_size
 
 
-class MemoryExceededError(RuntimeError):
+class MemoryExceededError(UserError):
     """There is not enough memory for what was asked for."""
 
 

@@ -15,10 +15,11 @@ import sys
 from pathlib import Path
 
 import torch
+from errors import report_errors
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from jinja2 import Environment, StrictUndefined
 from matplotlib.figure import Figure
-from outputs import SavingError, write_json, write_text
+from outputs import write_json, write_text
 from transformers import PreTrainedModel
 
 import modeling_tnn
@@ -127,6 +128,16 @@ def read_json(path: Path) -> dict:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} cannot be read as JSON: {error}") from error
+
+
+def check_folder(target: Path, folder: Path):
+    """Refuse to write a card over a model: the inputs have files of the same names.
+
+    Raises:
+        ValueError: `target` is the folder of the model.
+    """
+    if target.resolve() == folder.resolve():
+        raise ValueError(f"{target} is the folder of the model: give the card another one.")
 
 
 def load(folder: Path) -> PreTrainedModel:
@@ -365,13 +376,12 @@ def render(folder: Path) -> str:
     return str(ModelCard(text)).strip() + "\n"
 
 
+@report_errors
 def main():
     args = parse_arguments()
-    try:
-        collect(args, load(args.folder), args.output_dir)
-        write_text(args.output_dir / "README.md", render(args.output_dir))
-    except (OSError, ValueError, SavingError) as error:
-        raise SystemExit(f"error: {error}") from error
+    check_folder(args.output_dir, args.folder)
+    collect(args, load(args.folder), args.output_dir)
+    write_text(args.output_dir / "README.md", render(args.output_dir))
     sys.stdout.write(f"card of {args.repo_id} in {args.output_dir}\n")
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from errors import UserError
 from accelerate import Accelerator
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
@@ -23,9 +24,10 @@ NEW, READY, MOVING = ".new" + PARTIAL, ".new.ready", ".new.moving"
 # What torch.save raises is a RuntimeError without a number.
 TORCH_WRITER = ("inline_container", "PytorchStreamWriter", "cannot be opened", "Parent directory")
 CONFIG, WEIGHTS = "config.json", "model*.safetensors*"
+OVERWRITE_HELP = "Replace a model that output_dir holds; without, it is refused."
 
 
-class SavingError(RuntimeError):
+class SavingError(UserError):
     """Something could not be written; what was there before still is."""
 
 
@@ -105,6 +107,30 @@ def check_writable(file: Path):
         partial(file).unlink()
     except OSError as error:
         raise ValueError(f"{file} cannot be written: {error.strerror or error}.") from error
+
+
+def check_overwriting(folder: Path, overwrite: bool, source: str | Path | None = None):
+    """Refuse to write a model over another one.
+
+    Args:
+        overwrite: whether `--overwrite_output_dir` was given.
+        source: the folder or file that the new model is made from, which cannot be replaced in any case.
+
+    Raises:
+        ValueError: the folder holds the source, or a model.
+    """
+    read = None if source is None else Path(source).resolve()
+    if read is not None and (read == folder.resolve() or read in (path.resolve() for path in folder.glob(WEIGHTS))):
+        raise ValueError(f"output_dir={folder} holds what is read, {source}: give another folder.")
+    if not overwrite and holds_model(folder):
+        raise ValueError(
+            f"output_dir={folder} holds a model: give --overwrite_output_dir to replace it, or another folder."
+        )
+
+
+def holds_model(folder: Path) -> bool:
+    """Whether there is a model that a run would write over."""
+    return (folder / CONFIG).is_file() or any(folder.glob(WEIGHTS))
 
 
 def partial(target: Path) -> Path:

@@ -11,11 +11,14 @@ def parse_overrides(text: str | None, known: PreTrainedConfig | None = None) -> 
     """`name=value,name=value` as a dictionary; values are read as YAML.
 
     Raises:
-        ValueError: a name is no field of the configuration `known` (of a TNN unless given).
+        ValueError: a value cannot be read, or a name is no field of the configuration `known` (of a TNN unless given).
     """
     known = known or modeling_tnn.TnnConfig()
     pairs = [pair.partition("=") for pair in (text or "").split(",") if pair.strip()]
-    fields = {name.strip(): yaml.safe_load(value) for name, _, value in pairs}
+    try:
+        fields = {name.strip(): yaml.safe_load(value) for name, _, value in pairs}
+    except yaml.YAMLError as error:
+        raise ValueError(f"{text} cannot be read as name=value,name=value: {' '.join(str(error).split())}") from error
     if unknown := [name for name in fields if not hasattr(known, name)]:
         raise ValueError(f"a {type(known).__name__} has no field {', '.join(unknown)}: see its docstring.")
     return fields

@@ -21,9 +21,10 @@ from pathlib import Path
 import kernel_figures
 import numpy as np
 import torch
+from errors import report_errors
 from kernel_statistics import Kernel, Whole, summary
 from matplotlib.figure import Figure
-from outputs import SavingError, claim, saving_errors, write_json, write_text
+from outputs import claim, saving_errors, write_json, write_text
 from transformers import AutoConfig, AutoModel, AutoModelForImageClassification
 from transformers.utils import logging
 
@@ -172,8 +173,10 @@ def describe(config, length: int, rows: list[dict]) -> str:
 def run(args: argparse.Namespace):
     """Read the kernels, draw them, and say how far they reach."""
     logging.set_verbosity_error()  # the heads of a checkpoint are not needed here
-    architectures = AutoConfig.from_pretrained(args.model).architectures or []
-    images = TnnForImageClassification.__name__ in architectures  # AutoModel is the model of tokens
+    config = AutoConfig.from_pretrained(args.model)
+    if config.model_type != "tnn":
+        raise ValueError(f"model={args.model} is a {config.model_type}: only a TNN has such kernels.")
+    images = TnnForImageClassification.__name__ in (config.architectures or [])  # AutoModel is the model of tokens
     model = (AutoModelForImageClassification if images else AutoModel).from_pretrained(args.model).base_model
     model = model.to(torch.promote_types(model.dtype, torch.float32))  # a kernel fades at the resolution of its dtype
     length = args.length or model.config.axis_length
@@ -203,13 +206,11 @@ def run(args: argparse.Namespace):
     sys.stdout.write(f"{sum(map(len, pictures.values()))} pictures and index.html in {args.output_dir}\n")
 
 
+@report_errors
 def main():
     args = parse_arguments(sys.argv[1:])
-    try:
-        with claim(args.output_dir):
-            run(args)
-    except (ValueError, SavingError) as error:
-        sys.exit(f"error: {error}")
+    with claim(args.output_dir):
+        run(args)
 
 
 if __name__ == "__main__":

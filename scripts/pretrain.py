@@ -18,19 +18,20 @@ from pathlib import Path
 import datasets
 import torch
 import transformers
+from errors import report_errors
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin
 from blocks import BlockStream
-from checkpoints import checkpoints, find_checkpoint
+from checkpoints import check_run, checkpoints, find_checkpoint, remove_checkpoints
 from corpus import check_file, check_vocabulary, load_corpus, pack, train_tokenizer
 from interruption import StopRequested
 from memory import MemoryExceededError
 from outputs import SavingError, claim, new_files, new_folder, write_json
 from overrides import load_config, parse_overrides
 from pretrain_arguments import PretrainArguments
-from push_to_hub import PublishingError, open_repository, upload
+from push_to_hub import open_repository, upload
 from recipes import parse_arguments
-from training import DivergedError, Pretraining, perplexity
+from training import Pretraining, perplexity
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -85,11 +86,8 @@ def check_before_start(args: PretrainArguments):
     output_dir = Path(args.output_dir)
     if args.resume_from_checkpoint is not None:
         find_checkpoint(output_dir, args.resume_from_checkpoint)
-    elif output_dir.is_dir() and checkpoints(output_dir):
-        raise ValueError(
-            f"output_dir={output_dir} holds checkpoints of a run: give --resume_from_checkpoint latest to go on with "
-            "it, or another folder."
-        )
+    for folder in (output_dir, output_dir / "best"):
+        check_run(folder, args.overwrite_output_dir, args.resume_from_checkpoint)
 
 
 def build_config(args: PretrainArguments) -> PreTrainedConfig:
@@ -212,6 +210,8 @@ def build(args: PretrainArguments, accelerator: Accelerator) -> Pretraining:
         "" if accelerator.num_processes == 1 else "es",
         accelerator.device.type,
     )
+    if args.resume_from_checkpoint is None and accelerator.is_main_process:
+        remove_checkpoints(Path(args.output_dir))  # of a run that is to be overwritten
     pretraining = Pretraining(args, accelerator, model, tokenizer, train, validation)
     if args.resume_from_checkpoint is not None:
         pretraining.resume(args.resume_from_checkpoint)
@@ -300,6 +300,7 @@ def report(metrics: dict, output_dir: str):
     )  # fmt: skip
 
 
+@report_errors
 def main():
     (args,) = parse_arguments([PretrainArguments], __doc__)
     with contextlib.ExitStack() as held:
@@ -314,9 +315,9 @@ def main():
             if repository is not None:
                 upload(args.output_dir, repository, pretraining.config.model_type)
         except (OSError, MemoryExceededError, SavingError) as error:
-            sys.exit(f"error: {error}{RESUME if checkpoints(Path(args.output_dir)) else ''}")
-        except (ValueError, DivergedError, PublishingError) as error:
-            sys.exit(f"error: {error}")
+            if not checkpoints(Path(args.output_dir)):
+                raise
+            sys.exit(f"error: {error}{RESUME}")
     # A process group that outlives the model sometimes aborts at exit.
     del pretraining
     gc.collect()

@@ -50,6 +50,7 @@ class PretrainArguments:
     block_size: int | None = option(None, "Tokens in a block; max_position_embeddings of the config unless given.")
     mlm_probability: float = option(0.15, "Share of tokens to predict with --objective mlm.")
     output_dir: str = option("outputs/pretrain", "Where checkpoints, the model and metrics.json go.")
+    overwrite_output_dir: bool = option(False, "Begin anew although output_dir holds a model or checkpoints of a run.")
 
     max_steps: int = option(1000, "Optimizer steps.")
     per_device_train_batch_size: int = option(8, "Blocks on a device in a forward pass.")

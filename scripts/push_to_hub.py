@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import model_card
+from errors import UserError, report_errors
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, create_repo, upload_folder
 from huggingface_hub.errors import HTTPError
 from transformers import AutoTokenizer
@@ -31,7 +32,7 @@ TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
 NOT_UPLOADED = ["checkpoint-*", "best/*", "tokenizer/*", ".*", "training_args.bin"]
 
 
-class PublishingError(RuntimeError):
+class PublishingError(UserError):
     """Something is not on the Hub; what is on this machine is as it was."""
 
 
@@ -50,6 +51,8 @@ def stage(args: argparse.Namespace, target: Path):
     Raises:
         ValueError: the folder holds no complete model, or a file of results cannot be read.
     """
+    if args.card_dir is not None:
+        model_card.check_folder(args.card_dir, args.folder)
     model = model_card.load(args.folder)
     model_card.collect(args, model, target)
     text = model_card.render(target)
@@ -133,11 +136,9 @@ def upload(folder: str, repository: str, model_type: str):
     logger.info("uploaded to %s", repository)
 
 
+@report_errors
 def main():
-    try:
-        url = run(build_parser().parse_args())
-    except (ValueError, PublishingError) as error:
-        raise SystemExit(f"error: {error}") from error
+    url = run(build_parser().parse_args())
     sys.stdout.write(f"published at {url}\n")
 
 

@@ -38,7 +38,10 @@ def recipe_options(file: str) -> list[str]:
     """
     if not Path(file).is_file():
         raise ValueError(f"--recipe {file}: there is no such file.")
-    recipe = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+    try:
+        recipe = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"--recipe {file} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(recipe, dict):
         raise ValueError(f"--recipe {file}: it must hold lines of the form `name: value`.")
     options = []

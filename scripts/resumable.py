@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from checkpoints import find_checkpoint, remove_incomplete, verify_checksums
+from checkpoints import check_run, find_checkpoint, remove_checkpoints, remove_incomplete, verify_checksums
 from interruption import StopCallback, StopRequest, StopRequested
-from memory import MemoryExceededError, suggest_smaller
+from memory import suggest_smaller
 from outputs import SavingError, claim, saving_errors
 from transformers import Trainer, TrainingArguments
 
@@ -16,24 +16,27 @@ logger = logging.getLogger("resumable")
 
 
 @contextmanager
-def exit_with_message(training: TrainingArguments) -> Iterator[None]:
-    """Have the output folder for the block; what stops the block ends the process with a status and a sentence.
+def exit_with_message(training: TrainingArguments, overwrite: bool) -> Iterator[None]:
+    """Have the output folder for the block; a signal that stops it ends the process with a status and a sentence.
+
+    Args:
+        overwrite: whether `--overwrite_output_dir` was given.
 
     Raises:
-        SystemExit: the block was stopped by a signal, or by an error that the user can do something about.
+        SystemExit: the block was stopped by a signal.
+        ValueError: the folder is not to be written to.
     """
     logger.setLevel(logging.INFO if training.process_index == 0 else logging.ERROR)
     try:
         if training.push_to_hub:  # Trainer's own would publish pickles and no code
             raise ValueError("--push_to_hub: publish the folder with scripts/push_to_hub.py when it is trained.")
         with claim(Path(training.output_dir), main=training.process_index == 0):
+            check_run(Path(training.output_dir), overwrite, training.resume_from_checkpoint)
             yield
     except StopRequested as request:
         status, message = request.args
         logger.info("%s --resume_from_checkpoint latest goes on from there.", message)
         sys.exit(status)
-    except (OSError, ValueError, MemoryExceededError, SavingError) as error:
-        sys.exit(f"error: {error}")
 
 
 def train(trainer: Trainer) -> dict:
@@ -49,6 +52,8 @@ def train(trainer: Trainer) -> dict:
     if resumed is not None:
         resumed = find_checkpoint(folder, resumed)
         verify_checksums(resumed)
+    elif trainer.is_world_process_zero():
+        remove_checkpoints(folder)  # of a run that is to be overwritten: `latest` must not mean one of them
     stop = StopRequest()
     leave = StopCallback(stop)
     trainer.add_callback(leave)

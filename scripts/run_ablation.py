@@ -19,11 +19,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from errors import report_errors
 from corpus import load_corpus, pack, tokenize, train_tokenizer
 from datasets import Dataset
 from document_ends import DOCUMENTS_HELP
 from evaluate_lm import batches, evaluate
-from outputs import SavingError, claim, saving_errors, write_json
+from outputs import claim, saving_errors, write_json
 from overrides import load_config, parse_overrides
 from recipes import chosen_seeds, parse_arguments
 from training import token_losses
@@ -208,14 +209,12 @@ def run(args: AblationArguments, training: TrainingArguments):
     sys.stdout.write(table(rows) + "\n")
 
 
+@report_errors
 def main():
     args, training = parse_arguments([AblationArguments, TrainingArguments], __doc__)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    try:
-        with claim(Path(training.output_dir), main=training.process_index == 0):
-            run(args, training)
-    except (ValueError, SavingError) as error:
-        sys.exit(f"error: {error}")
+    with claim(Path(training.output_dir), main=training.process_index == 0):
+        run(args, training)
 
 
 if __name__ == "__main__":

@@ -14,9 +14,11 @@ import logging
 from dataclasses import dataclass, field
 
 import torch
+from errors import report_errors
 from classification import accuracy, describe, report, save, score
 from datasets import ClassLabel, Dataset, DatasetDict, Image, load_dataset
 from lra_tasks import limit
+from outputs import OVERWRITE_HELP
 from overrides import load_config, parse_overrides
 from PIL import ImageOps
 from recipes import parse_arguments
@@ -50,6 +52,7 @@ class ImageArguments:
     transformer: bool = field(
         default=False, metadata={"help": "Train a transformer (ViT) of the same width, depth and size instead."}
     )
+    overwrite_output_dir: bool = field(default=False, metadata={"help": OVERWRITE_HELP})
 
 
 @dataclass(frozen=True)
@@ -172,10 +175,11 @@ def run(args: ImageArguments, training: TrainingArguments):
     report(trainer, results)
 
 
+@report_errors
 def main():
     args, training = parse_arguments([ImageArguments, TrainingArguments], __doc__)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    with exit_with_message(training):
+    with exit_with_message(training, args.overwrite_output_dir):
         run(args, training)
 
 

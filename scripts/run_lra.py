@@ -14,9 +14,11 @@ import logging
 from dataclasses import dataclass, field
 
 import torch
+from errors import report_errors
 from classification import accuracy, describe, report, save, score
 from datasets import load_dataset
 from lra_tasks import TASKS, Task, encode_split, limit, load_task
+from outputs import OVERWRITE_HELP
 from overrides import load_config, parse_overrides
 from recipes import parse_arguments
 from resumable import exit_with_message, train
@@ -57,6 +59,7 @@ class LraArguments:
     operator_learning_rate: float | None = field(
         default=None, metadata={"help": "Learning rate of the Toeplitz operators, which then have no weight decay."}
     )
+    overwrite_output_dir: bool = field(default=False, metadata={"help": OVERWRITE_HELP})
 
     def __post_init__(self):
         if self.task not in TASKS:
@@ -191,10 +194,11 @@ def run(args: LraArguments, training: TrainingArguments):
     report(trainer, results)
 
 
+@report_errors
 def main():
     args, training = parse_arguments([LraArguments, TrainingArguments], __doc__)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    with exit_with_message(training):
+    with exit_with_message(training, args.overwrite_output_dir):
         run(args, training)
 
 

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from outputs import SavingError, claim, saving_errors, write_json
+from errors import report_errors
+from outputs import claim, saving_errors, write_json
 from recipes import chosen_seeds, parse_arguments
 from synthetic_tasks import IGNORED, Copying, Delay
 from torch import nn
@@ -182,13 +183,11 @@ def run(args: SyntheticArguments, training: TrainingArguments):
     sys.stdout.write(table(rows, metric) + "\n")
 
 
+@report_errors
 def main():
     args, training = parse_arguments([SyntheticArguments, TrainingArguments], __doc__)
-    try:
-        with claim(Path(training.output_dir), main=training.process_index == 0):
-            run(args, training)
-    except (ValueError, SavingError) as error:
-        sys.exit(f"error: {error}")
+    with claim(Path(training.output_dir), main=training.process_index == 0):
+        run(args, training)
 
 
 if __name__ == "__main__":

@@ -16,10 +16,11 @@ import time
 from pathlib import Path
 
 import torch
+from errors import report_errors
 from corpus import check_vocabulary, load_corpus, pack
 from document_ends import DOCUMENTS_HELP
 from gradient_fit import convert_by_gradient
-from outputs import SavingError, claim, new_files, write_json
+from outputs import OVERWRITE_HELP, check_overwriting, claim, new_files, write_json
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -33,6 +34,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="folder or Hub id of a causal model")
     parser.add_argument("--output_dir", type=Path, required=True, help="where the converted model goes")
+    parser.add_argument("--overwrite_output_dir", action="store_true", help=OVERWRITE_HELP)
     parser.add_argument("--order", type=int, default=64, help="real states per channel")
     parser.add_argument("--window", type=int, default=16, help="first taps that are kept exactly")
     parser.add_argument("--tolerance", type=float, help="take the smallest order with this relative error instead")
@@ -93,6 +95,8 @@ def run(args: argparse.Namespace) -> dict:
     """
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model).eval()
+    if model.config.model_type != "tnn":
+        raise ValueError(f"model={args.model} is a {model.config.model_type}: only a TNN has such a recurrent form.")
     check_vocabulary(tokenizer, model.config.vocab_size)
     start = time.perf_counter()
     converted, layers = convert(model, args)
@@ -120,13 +124,12 @@ def run(args: argparse.Namespace) -> dict:
     return result
 
 
+@report_errors
 def main():
     args = parse_arguments()
-    try:
-        with claim(args.output_dir):
-            result = run(args)
-    except (ValueError, SavingError) as error:
-        raise SystemExit(f"error: {error}") from error
+    with claim(args.output_dir):
+        check_overwriting(args.output_dir, args.overwrite_output_dir, args.model)
+        result = run(args)
     sys.stdout.write(summary(result) + f"\nsaved in {args.output_dir}\n")
 
 

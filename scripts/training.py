@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import torch
+from errors import UserError
 from accelerate import Accelerator
 from accelerate.utils import load, set_seed
 from accelerate.utils.constants import RNG_STATE_NAME
@@ -35,7 +36,7 @@ LARGEST_SAFE_RADIUS = 1 - 1e-6
 FREE_ARGUMENTS = {
     "max_steps", "output_dir", "per_device_eval_batch_size", "eval_steps", "max_eval_blocks", "logging_steps",
     "checkpointing_steps", "save_total_limit", "resume_from_checkpoint", "report_to", "push_to_hub", "hub_model_id",
-    "hub_private_repo",
+    "hub_private_repo", "overwrite_output_dir",
 }  # fmt: skip
 # Of these the configuration and the blocks that they led to are compared.
 SOURCES = {
@@ -48,7 +49,7 @@ TRAINING_MEMORY = (
 )
 
 
-class DivergedError(RuntimeError):
+class DivergedError(UserError):
     """The loss or its gradient is not a finite number."""
 
 

@@ -134,7 +134,7 @@ def test_full_disk_in_a_conversion(arguments, tmp_path, largest_file, monkeypatc
     report = {"tensors": {}, "warnings": []}
     monkeypatch.setattr("convert_original.convert", lambda *options: (converted, report))
     seeded(TnnForCausalLM, tiny_config()).save_pretrained(output)
-    before, command = tree(output), arguments(folder, output)
+    before, command = tree(output), [*arguments(folder, output), "--overwrite_output_dir"]
     largest_file(40_000)
     with pytest.raises(SystemExit, match="out could not be saved: .*What was saved before is as it was"):
         run_script(*command)

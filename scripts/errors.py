@@ -1,0 +1,50 @@
+"""How a program ends: one line of what its user can do something about, a traceback of its own mistakes.
+
+Imported before anything else (isort's `force-to-top`): some libraries speak while they are imported.
+"""
+
+import functools
+import logging
+import sys
+from collections.abc import Callable
+from signal import SIGINT
+
+# transformers imports torchao wherever it is installed. It warns that it lacks code for devices that are not here, and
+# PyTorch that torchao uses something deprecated: neither is about what the program does.
+for _imported in ("torchao", "torch.utils._pytree"):
+    logging.getLogger(_imported).setLevel(logging.ERROR)
+# What they log before they raise an error is said by the error: each attempt to reach the Hub, a file that is damaged.
+QUIET = {"huggingface_hub": logging.ERROR, "datasets": logging.CRITICAL}
+
+
+class UserError(RuntimeError):
+    """What the user of a program can do something about; its message is all that they need."""
+
+
+def report_errors(main: Callable[[], None]) -> Callable[[], None]:
+    """`main`, which ends with `error: ...` and the status 1, or by Ctrl-C with 130, as shells have it.
+
+    OSError is a file, a disk or a network, ImportError a package that is not installed. Whatever else is raised is a
+    mistake of the program and keeps its traceback.
+    """
+
+    @functools.wraps(main)
+    def reporting():
+        for library, level in QUIET.items():
+            logging.getLogger(library).setLevel(level)
+        try:
+            main()
+        except KeyboardInterrupt:
+            sys.stderr.write("stopped by Ctrl-C\n")
+            sys.exit(128 + SIGINT)
+        except (OSError, ImportError) as error:
+            sys.exit(f"error: {' '.join(str(error).split())}")  # libraries break their lines
+        except (ValueError, UserError) as error:
+            sys.exit(f"error: {error}")
+        except Exception as error:
+            # Of data that cannot be read; not imported, since most programs read none.
+            if not type(error).__module__.startswith("datasets."):
+                raise
+            sys.exit(f"error: {error}: {error.__cause__}")
+
+    return reporting
