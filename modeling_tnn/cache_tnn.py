@@ -151,7 +151,7 @@ class TnnCacheLayer(CacheLayerMixin):
         self._select(lambda tensor: tensor.to(device))
 
     def _check_rows(self, v: torch.Tensor):
-        rows = len(self.register.buffer if self.prompt is None else self.prompt.v)
+        rows = self._rows()
         if rows != v.shape[0]:
             raise ValueError(
                 f"past_key_values holds {rows} sequences, the input {v.shape[0]}: "
@@ -164,14 +164,16 @@ class TnnCacheLayer(CacheLayerMixin):
         Raises:
             ValueError: more tokens than the register can take back, or a positive number.
         """
+        if not isinstance(tokens_to_remove, int):
+            raise TypeError(f"tokens_to_remove must be an integer, not {tokens_to_remove!r}.")
         if tokens_to_remove > 0:
-            raise ValueError(f"crop takes the negated number of tokens to remove, not {tokens_to_remove}.")
+            raise ValueError(f"tokens_to_remove={tokens_to_remove} must be the negated number of tokens to remove.")
         if tokens_to_remove == 0 or not self.is_initialized:
             return
         count, removable = -tokens_to_remove, self.removable()
         if count > removable:
             raise ValueError(
-                f"Cannot remove {count} tokens: the state can take back {removable} of {self.length}. "
+                f"tokens_to_remove={-count}: the state can take back {removable} of {self.length} tokens. "
                 "Run the text to keep through an empty cache instead."
             )
         if count == self.length:
@@ -204,19 +206,54 @@ class TnnCacheLayer(CacheLayerMixin):
         return self.length + query_length, 0
 
     def reorder_cache(self, beam_idx: torch.LongTensor):
-        self._select(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+        """Row i becomes what row `beam_idx[i]` is; the errors are those of `batch_select_indices`."""
+        self._choose_rows("beam_idx", beam_idx)
 
     def batch_repeat_interleave(self, repeats: int):
+        """Each row `repeats` times.
+
+        Raises:
+            TypeError, ValueError: `repeats` is no integer from 0 on.
+        """
+        if not isinstance(repeats, int):
+            raise TypeError(f"repeats must be an integer, not {repeats!r}.")
+        if repeats < 0:
+            raise ValueError(f"repeats={repeats} must be at least 0.")
         self._select(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: torch.Tensor):
-        self._select(lambda tensor: tensor[indices])
+        """The rows with these `(N,)` indices, or where a `(B,)` mask of booleans is true.
+
+        Raises:
+            TypeError: they are no tensor of integers or booleans.
+            ValueError: a shape is another, or an index is none of the rows (looked for on the CPU).
+        """
+        self._choose_rows("indices", indices)
 
     def offload(self):
         self._select(lambda tensor: tensor.to("cpu", non_blocking=True))
 
     def prefetch(self):
         self._select(lambda tensor: tensor.to(self.device, non_blocking=True))
+
+    def _choose_rows(self, name: str, rows: torch.Tensor):
+        if not isinstance(rows, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor of integers, not {type(rows).__name__}.")
+        if rows.is_floating_point() or rows.is_complex():
+            raise TypeError(f"{name} must hold integers, not {rows.dtype}.")
+        if not self.is_initialized:
+            return
+        held = self._rows()
+        mask = rows.dtype is torch.bool
+        if rows.dim() != 1 or rows.is_meta or (mask and len(rows) != held):
+            raise ValueError(f"{name} must have shape {f'({held},)' if mask else '(N,)'}, not {tuple(rows.shape)}.")
+        if not mask and rows.device.type == "cpu" and rows.numel() and not -held <= rows.min() <= rows.max() < held:
+            raise ValueError(f"{name}={rows.tolist()} must be below {held}, the rows of the cache.")
+        rows = rows if mask else rows.long()
+        self._select(lambda tensor: tensor[rows.to(tensor.device)])
+
+    def _rows(self) -> int:
+        return len(self.register.buffer if self.prompt is None else self.prompt.v)
 
     def _select(self, choose: Callable[[torch.Tensor], torch.Tensor]):
         if self.prompt is not None:

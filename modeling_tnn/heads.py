@@ -54,7 +54,8 @@ def check_pooled_whole(config: TnnConfig, past_key_values: Cache | None):
     Raises:
         ValueError: the mean is to be taken, and the cache holds tokens.
     """
-    past_length = 0 if past_key_values is None else past_key_values.get_seq_length()
+    # What is no cache is refused by the model.
+    past_length = past_key_values.get_seq_length() if isinstance(past_key_values, Cache) else 0
     if config.pooling == "mean" and past_length > 0:
         raise ValueError(
             f"past_key_values holds {past_length} tokens: it must hold none with classifier_pooling='mean', which "

@@ -118,6 +118,8 @@ def forward_arguments(draw, head):
         arguments["seq_idx"] = draw(optional(tensors(many, row, high=2)))
         arguments["cu_seq_lens_q"] = draw(optional(st.one_of(tensors((3,)), st.just(torch.tensor([0, size.length])))))
         arguments["use_cache"] = draw(st.sampled_from([None, True, False, False, "yes"]))
+    if head in (TnnModel, TnnForCausalLM, TnnForSequenceClassification):
+        arguments["past_key_values"] = draw(optional(no_tensors)) if draw(st.integers(0, 5)) == 0 else None
     if head is TnnForCausalLM:
         arguments["logits_to_keep"] = draw(st.one_of(st.just(0), st.integers(-2, 9), tensors((2,), high=6)))
     if head is not TnnModel:
