@@ -10,7 +10,7 @@ import torch
 from transformers.utils import TransformersKwargs
 
 from .toeplitz import transform_dtype
-from .tracing import is_transformed, needs_plain
+from .tracing import needs_plain
 
 # What models of transformers take besides: arguments of its output classes, and what tokenizers give.
 KEYWORDS = {*TransformersKwargs.__annotations__, "return_dict", "token_type_ids", "cache_position"}
@@ -107,7 +107,7 @@ def check_prompt(input_ids: Any, inputs_embeds: Any, attention_mask: Any, embedd
 
 def can_be_read(ids: torch.Tensor) -> bool:
     """Whether there are values to look at, and looking at them stalls no device."""
-    return ids.device.type == "cpu" and ids.numel() > 0 and not needs_plain()
+    return ids.device.type == "cpu" and not needs_plain() and ids.numel() > 0
 
 
 def _check_range(name: str, ids: torch.Tensor, limit_name: str, limit: int):
@@ -210,7 +210,7 @@ def check_attention_mask(
     _check_device("attention_mask", attention_mask, inputs_embeds)
     attention_mask = (attention_mask[:, -length:] != 0).expand(batch, length)
     # What is in a mask is not known while a graph is recorded or a function transformed, nor without its values.
-    unknown = torch.compiler.is_compiling() or is_transformed() or attention_mask.is_meta
+    unknown = needs_plain() or attention_mask.is_meta
     return None if not unknown and attention_mask.all() else attention_mask
 
 
@@ -220,9 +220,12 @@ def first_real_token(attention_mask: torch.Tensor) -> torch.Tensor:
 
 
 def roll(x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-    """Each row of `x` `(B, L, D)` shifted by its entry of `shift` `(B,)` towards the end, around the corner."""
-    position = torch.arange(x.shape[1], device=x.device)
-    index = (position - shift[:, None]) % x.shape[1]  # (B, L)
+    """Each row of `x` `(B, L, D)` shifted by its entry of `shift` `(B,)`, at most L, to the end and around."""
+    length = x.shape[1]
+    index = torch.arange(length, device=x.device) - shift[:, None]  # (B, L), within -L .. 2L - 1
+    # Not index % length: the exporter to ONNX knows no remainder by a size.
+    index = torch.where(index < 0, index + length, index)
+    index = torch.where(index < length, index, index - length)
     return x.gather(1, index[..., None].expand_as(x))
 
 

@@ -48,7 +48,7 @@ class Grid(NamedTuple):
     @property
     def num_points(self) -> int:
         """K, the fewest that reach the last position."""
-        return -(-(self.length - 1) * self.intervals // self.steps) + 1
+        return ((self.length - 1) * self.intervals + self.steps - 1) // self.steps + 1
 
     def position(self, point: int) -> int:
         """The first position that is not before `point`."""

@@ -20,8 +20,10 @@ onto lag 0, its direct term is the tap k_0, not h_0. Beyond F the taps go on as
 import torch
 
 from .chunked import CHUNK
+from .fourier import exported_quotient
 from .gating import differentiable_gradients, must_differentiate
-from .toeplitz import fft_length
+from .toeplitz import dense_toeplitz, fft_length, fit_taps, two_sided
+from .tracing import is_exported_to_onnx
 
 
 def rational_kernel(denominator: torch.Tensor, numerator: torch.Tensor, size: int) -> torch.Tensor:
@@ -35,6 +37,8 @@ def rational_kernel(denominator: torch.Tensor, numerator: torch.Tensor, size: in
     Returns:
         `(D, F)`.
     """
+    if is_exported_to_onnx():
+        return exported_quotient(delayed(numerator), per_filter(monic(denominator), len(numerator)), size, size)
     below = torch.fft.rfft(monic(denominator), n=size)  # (Q, F/2+1)
     above = torch.fft.rfft(delayed(numerator), n=size)  # (D, F/2+1)
     return torch.fft.irfft(above / per_filter(below, len(numerator)), n=size)
@@ -122,6 +126,8 @@ def monic(denominator: torch.Tensor) -> torch.Tensor:
 
 def per_filter(values: torch.Tensor, filters: int) -> torch.Tensor:
     """(Q, ...) to (D, ...): each denominator serves D/Q consecutive filters."""
+    if filters == len(values):
+        return values
     return values.repeat_interleave(filters // len(values), dim=0)
 
 
@@ -150,7 +156,10 @@ def reciprocal_series(denominator: torch.Tensor, length: int) -> torch.Tensor:
 def recurrence_numerator(denominator: torch.Tensor, taps: torch.Tensor) -> torch.Tensor:
     """Equation (2): the numerator c `(D, N)` of the filter with these `(D, F)` taps, of which 1 .. N are read."""
     order = denominator.shape[1]
-    return multiply_series(per_filter(monic(denominator), len(taps)), taps[:, 1 : order + 1], order)
+    below, later = per_filter(monic(denominator), len(taps)), taps[:, 1 : order + 1]
+    if is_exported_to_onnx():
+        return (dense_toeplitz(two_sided(below[:, :order])) @ later[..., None])[..., 0]
+    return multiply_series(below, later, order)
 
 
 def extend_kernel(denominator: torch.Tensor, taps: torch.Tensor, length: int) -> torch.Tensor:
@@ -159,3 +168,23 @@ def extend_kernel(denominator: torch.Tensor, taps: torch.Tensor, length: int) ->
     series = per_filter(reciprocal_series(denominator, length), len(taps))  # (D, L)
     beyond = multiply_series(numerator, series, length - 1)[:, taps.shape[1] - 1 :]  # taps F .. L-1
     return torch.cat([taps, beyond], dim=1)
+
+
+def kernel_of_any_length(denominator: torch.Tensor, taps: torch.Tensor, length: int) -> torch.Tensor:
+    """The taps `(D, F)` cut or continued to `(D, length)` without a branch on the length, for torch.export.
+
+    What comes after them is the series of c(z)/a(z). It is sampled at M points like (1), but on a circle of radius
+    r > 1: the taps become k_t r^-t, and a tail loses r^M each time it wraps around. With M > 2L and r^M = 1 / eps no
+    tail is left, and to multiply by r^t makes roundings larger by eps^(-1/2) at most: 1e-8 of the largest tap in
+    float64. Poles may lie up to r, so that a kernel may grow by eps^(-1/2) over the sequence. (The inversion of
+    generating functions of Abate and Whitt, 1992.)
+    """
+    order, count = denominator.shape[1], taps.shape[1]
+    size = fft_length(2 * length + order)  # M
+    position = torch.arange(length, device=taps.device)
+    fading = torch.finfo(taps.dtype).eps ** (position.to(taps.dtype) / size)  # (L,): r^-t
+    scale = torch.finfo(taps.dtype).eps ** (torch.arange(1, order + 1, device=taps.device, dtype=taps.dtype) / size)
+    numerator = recurrence_numerator(denominator, taps)
+    below = per_filter(monic(denominator * scale), len(taps))  # (D, N+1)
+    beyond = exported_quotient(delayed(numerator * scale), below, size, length) / fading  # (D, L)
+    return torch.where(position < count, fit_taps(taps, length), beyond)

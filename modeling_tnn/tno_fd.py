@@ -18,13 +18,14 @@ response smooth where the spectrum repeats, as the decay theorems of the paper s
 import math
 
 import torch
-from torch.nn.functional import pad
 
 from .chunked import complex_response
+from .fourier import Spectrum, inverse_matrix_transform
 from .gating import Gating
 from .rpe import RelativePositionEncoder
 from .tno import ToeplitzOperator
-from .toeplitz import filter_by_response, fit_lags
+from .toeplitz import filter_by_response, fit_lags, fit_taps
+from .tracing import is_exported, is_exported_to_onnx
 
 
 class FdOperator(ToeplitzOperator):
@@ -64,25 +65,33 @@ class FdOperator(ToeplitzOperator):
 
     def coefficients(self, length: int, device: torch.device | None = None) -> torch.Tensor:
         if self.causal:
-            return pad(self._causal_kernel(device), (0, length - self.resolution))
-        taps = torch.fft.irfft(self.response(device), n=2 * self.resolution)  # (D, 2R), lags 0..R, -(R-1)..-1
+            return fit_taps(self._causal_kernel(device), length)
+        taps = self._inverse(self.response_parts(device))  # (D, 2R), lags 0..R, -(R-1)..-1
         positive, negative = taps[:, : self.resolution], taps[:, self.resolution + 1 :]  # (D, R), (D, R-1)
         return fit_lags(torch.cat([negative, positive], dim=1), length)
 
     def _causal_kernel(self, device: torch.device | None) -> torch.Tensor:
         """All taps, `(D, R)`: transform and window act on the w features of the MLP, before its D outputs."""
         features = self.rpe.features(self.frequencies(device)).t()  # (w, R+1)
-        taps = torch.fft.irfft(features, n=2 * self.resolution)[:, : self.resolution]  # (w, R)
+        taps = self._inverse(features)[:, : self.resolution]  # (w, R)
         taps = torch.cat([taps[:, :1], 2 * taps[:, 1:]], dim=1)
         impulse = torch.zeros_like(taps[0])  # (R,), the transform of a constant
         impulse[0] = 1
         return self.rpe.emit(taps.t(), impulse)
+
+    def _inverse(self, response: torch.Tensor) -> torch.Tensor:
+        """The taps `(M, 2R)` of a response: real `(M, R + 1)`, or its real and imaginary parts `(2, M, R + 1)`."""
+        size = 2 * self.resolution
+        if is_exported_to_onnx():
+            real, imag = response if response.dim() == 3 else (response, torch.zeros_like(response))
+            return inverse_matrix_transform(Spectrum(real, imag), size, 0, size)
+        return torch.fft.irfft(complex_response(response) if response.dim() == 3 else response, n=size)
 
     def num_taps(self) -> int | None:
         return self.resolution
 
     def mix(self, v: torch.Tensor, gating: Gating | None = None) -> torch.Tensor:
         # Where the grid is the transform length that the product would take anyway, the response is used as it is.
-        if self.causal or not self.resolution < 2 * v.shape[1] <= 2 * self.resolution:
+        if self.causal or is_exported() or not self.resolution < 2 * v.shape[1] <= 2 * self.resolution:
             return super().mix(v, gating)
         return filter_by_response(v, self.response_parts(v.device), self.product, gating)

@@ -8,11 +8,10 @@ it was trained for.
 
 import torch
 from torch import nn
-from torch.nn.functional import pad
 from transformers import initialization as init
 
 from .tno import ToeplitzOperator
-from .toeplitz import fit_lags, transform_dtype
+from .toeplitz import fit_lags, fit_taps, transform_dtype
 
 
 class FreeOperator(ToeplitzOperator):
@@ -32,7 +31,7 @@ class FreeOperator(ToeplitzOperator):
         first = 0 if self.causal else 1 - self.longest
         lags = torch.arange(first, self.longest, device=self.taps.device, dtype=dtype)
         taps = self.taps.to(dtype) * (1.0 if self.decay is None else self.decay) ** lags.abs()  # (D, P) or (D, 2P-1)
-        return pad(taps, (0, length - self.longest)) if self.causal else fit_lags(taps, length)
+        return (fit_taps if self.causal else fit_lags)(taps, length)
 
     def num_taps(self) -> int | None:
         return self.longest

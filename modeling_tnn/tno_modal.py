@@ -13,7 +13,8 @@ from transformers import initialization as init
 
 from .recurrence_modal import ModalRecurrence
 from .tno import ToeplitzOperator
-from .toeplitz import transform_dtype, widest_dtype
+from .toeplitz import fit_taps, transform_dtype, widest_dtype
+from .tracing import is_exported
 
 
 class ModalOperator(ToeplitzOperator):
@@ -48,10 +49,24 @@ class ModalOperator(ToeplitzOperator):
         return torch.view_as_complex(self.residues.to(widest_dtype(self.angle.device)).contiguous())
 
     def coefficients(self, length: int, device: torch.device | None = None) -> torch.Tensor:
+        if is_exported():
+            return self._exported_coefficients(length)
         head = self.head[:, :length].to(transform_dtype(self.head.dtype))  # (D, <= w)
         beyond = torch.arange(max(0, length - self.window), device=head.device)
         tail = (self.complex_residues() @ self.powers(beyond)).real.to(head.dtype)  # (D, L - w)
         return torch.cat([head, tail], dim=1)
+
+    def _exported_coefficients(self, length: int) -> torch.Tensor:
+        """`coefficients` without a branch on the length and in real numbers, which ONNX knows alone."""
+        position = torch.arange(length, device=self.head.device)
+        work = widest_dtype(self.angle.device)
+        age = (position - self.window).clamp(min=0).to(work)  # (L,)
+        radius = torch.exp(-torch.exp(self.log_rate.to(work))[:, None] * age)  # (Q, L)
+        turn = self.angle.to(work)[:, None] * age  # (Q, L)
+        real, imag = self.residues.to(work).unbind(-1)  # (D, Q) each
+        tail = real @ (radius * turn.cos()) - imag @ (radius * turn.sin())  # (D, L)
+        head = self.head.to(transform_dtype(self.head.dtype))  # (D, w)
+        return torch.where(position < self.window, fit_taps(head, length), tail.to(head.dtype))
 
     def recurrence(self) -> ModalRecurrence:
         return ModalRecurrence(self, self.stagger)

@@ -9,14 +9,14 @@ With `rpe_window` W, t_k = 0 for |k| >= W.
 
 import torch
 from torch import nn
-from torch.nn.functional import pad
 from transformers import initialization as init
 
 from .recurrence import taps_above_resolution
 from .rpe import RelativePositionEncoder
 from .rpe_input import build_rpe_input
 from .tno import ToeplitzOperator
-from .toeplitz import fit_lags
+from .toeplitz import fit_lags, fit_taps
+from .tracing import is_exported
 
 
 class RpeOperator(ToeplitzOperator):
@@ -42,9 +42,12 @@ class RpeOperator(ToeplitzOperator):
             init.normal_(self.decay_logit)
 
     def coefficients(self, length: int, device: torch.device | None = None) -> torch.Tensor:
-        if self.window is not None and length > self.window:
-            inside = self.coefficients(self.window, device)
-            return pad(inside, (0, length - self.window)) if self.causal else fit_lags(inside, length)
+        if self.window is not None and (is_exported() or length > self.window):
+            inside = self._unwindowed(self.window, device)
+            return (fit_taps if self.causal else fit_lags)(inside, length)
+        return self._unwindowed(length, device)
+
+    def _unwindowed(self, length: int, device: torch.device | None) -> torch.Tensor:
         first = 0 if self.causal else 1 - length
         lags = torch.arange(first, length, device=device or self.rpe.device, dtype=self.rpe.dtype)  # (M,)
         features = self.rpe.features(lags)  # (M, w)

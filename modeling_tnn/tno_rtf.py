@@ -21,6 +21,7 @@ from .rational import (
     RationalTaps,
     companion_matrix,
     extend_kernel,
+    kernel_of_any_length,
     per_filter,
     rational_kernel,
     recurrence_numerator,
@@ -28,7 +29,7 @@ from .rational import (
 from .recurrence_companion import CompanionForm, CompanionRecurrence
 from .tno import ToeplitzOperator
 from .toeplitz import transform_dtype, widest_dtype
-from .tracing import is_transformed, needs_plain
+from .tracing import is_exported, is_traced, is_transformed, needs_plain
 
 
 def l1_montel(denominator: torch.Tensor, slack: torch.Tensor) -> torch.Tensor:
@@ -64,7 +65,7 @@ class RtfOperator(ToeplitzOperator):
             init.uniform_(self.slack)
 
     def coefficients(self, length: int, device: torch.device | None = None) -> torch.Tensor:
-        if length <= self.size and self.product == "chunked" and not needs_plain():
+        if self.product == "chunked" and not needs_plain() and length <= self.size:
             kernel = RationalTaps.apply(  # (D, L) or (2D, L)
                 self._constrained(), self.numerator, self.direct, self.size, length, widest_dtype(self.direct.device)
             )
@@ -73,7 +74,8 @@ class RtfOperator(ToeplitzOperator):
         if self.causal:
             return kernel
         positive, negative = kernel.chunk(2)  # (D, L) each
-        return torch.cat([negative[:, : length - 1].flip(1), positive], dim=1)  # (D, 2L-1)
+        # Not negative[:, : L - 1]: L - 1 may be 1, which torch.export would rule out.
+        return torch.cat([negative.flip(1), positive], dim=1)[:, 1:]  # (D, 2L-1)
 
     def recurrence(self) -> CompanionRecurrence:
         self.require_causal()
@@ -104,7 +106,7 @@ class RtfOperator(ToeplitzOperator):
         def constrained(a, s):
             return CONSTRAINTS[self.constraint](a.to(dtype), s.to(dtype))
 
-        if is_transformed():  # torch.func has no checkpoints
+        if is_transformed() or is_exported():  # neither torch.func nor torch.export has checkpoints
             return constrained(self.denominator, self.slack)
         # Computed again in the backward pass: what it keeps would be larger than all the rest at high orders.
         return checkpoint(constrained, self.denominator, self.slack, use_reentrant=False, preserve_rng_state=False)
@@ -119,4 +121,7 @@ class RtfOperator(ToeplitzOperator):
 
     def _kernel(self, length: int) -> torch.Tensor:
         denominator, taps = self._taps()
-        return taps[:, :length] if length <= self.size else extend_kernel(denominator, taps, length)  # (D, L)
+        if not is_exported() and length <= self.size:
+            return taps[:, :length]  # (D, L)
+        # The iteration of `extend_kernel` has as many steps as the length asks for: no graph for all of them.
+        return (kernel_of_any_length if is_traced() else extend_kernel)(denominator, taps, length)  # (D, L)

@@ -17,11 +17,12 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
+from .fourier import exported_convolution
 from .gating import Gating
 from .interpolation import Grid, Prolong, Restrict, hat_weights
 from .tno import ToeplitzOperator
-from .toeplitz import dense_toeplitz, fit_lags, toeplitz_matmul, transform_dtype
-from .tracing import needs_plain
+from .toeplitz import dense_toeplitz, fft_length, fit_lags, toeplitz_matmul, transform_dtype
+from .tracing import is_exported, needs_plain
 
 
 class SkiOperator(ToeplitzOperator):
@@ -78,7 +79,15 @@ class SkiOperator(ToeplitzOperator):
         coefficients = self.inducing_coefficients(grid.num_points)
         if self.product == "plain" or needs_plain():
             weights = grid.matrix(x)  # (L, K)
-            mixed = self._convolve(x @ weights, coefficients) @ weights.t() + near  # (D, B, L)
+            points = x @ weights  # (D, B, K)
+            if is_exported():
+                # Of a size that follows from L: torch.export does not see that one that follows from K fits.
+                size = fft_length(2 * grid.length)
+                points = exported_convolution(points.transpose(0, 1), coefficients, size, grid.num_points - 1)
+                points = points.transpose(0, 1)
+            else:
+                points = self._convolve(points, coefficients)
+            mixed = points @ weights.t() + near  # (D, B, L)
         else:
             points = Restrict.apply(x.reshape(-1, grid.length), grid).unflatten(0, x.shape[:2])  # (D, B, K)
             points = self._convolve(points, coefficients).flatten(0, 1)

@@ -20,8 +20,9 @@ import torch
 from torch.nn.functional import pad
 
 from .chunked import Windows, complex_response, gated_convolution, is_response, lay_windows, single_window
+from .fourier import exported_convolution
 from .gating import Gating, has_parameters
-from .tracing import is_traced, needs_plain
+from .tracing import is_exported, is_traced, needs_plain
 
 
 def fft_length(minimum: int) -> int:
@@ -72,7 +73,7 @@ def toeplitz_matmul(
             f"coefficients must have shape (D, 2L-1) = {(channels, 2 * length - 1)} for v of shape "
             f"{tuple(v.shape)}, or another odd number of lags, not {tuple(coefficients.shape)}."
         )
-    reach = min(length, (coefficients.shape[1] + 1) // 2)
+    reach = length if is_exported() else min(length, (coefficients.shape[1] + 1) // 2)
     return _convolve(v, fit_lags(coefficients, reach), reach - 1, product, gating)
 
 
@@ -97,7 +98,7 @@ def causal_toeplitz_matmul(
     length, channels = _checked_shape(v, "kernel", kernel)
     if kernel.dim() != 2 or kernel.shape[0] != channels or kernel.shape[1] == 0:
         raise ValueError(f"kernel must have shape (D, K) with D={channels} and K >= 1, not {tuple(kernel.shape)}.")
-    kernel = kernel[:, :length]
+    kernel = fit_taps(kernel, length) if is_exported() else kernel[:, :length]
     return _convolve(v, kernel, 0, product, gating)
 
 
@@ -130,10 +131,20 @@ def two_sided(kernel: torch.Tensor) -> torch.Tensor:
 
 def fit_lags(coefficients: torch.Tensor, reach: int) -> torch.Tensor:
     """Two-sided coefficients `(D, 2R - 1)` of reach R, cut or padded with zeros to `(D, 2 reach - 1)`."""
-    missing = reach - (coefficients.shape[1] + 1) // 2
+    given = (coefficients.shape[1] + 1) // 2
+    if is_exported():
+        return pad(coefficients, (reach, reach))[:, given : given + 2 * reach - 1]
+    missing = reach - given
     if missing == 0:
         return coefficients
     return pad(coefficients, (missing, missing))
+
+
+def fit_taps(kernel: torch.Tensor, length: int) -> torch.Tensor:
+    """A causal kernel `(D, K)`, cut or padded with zeros to `(D, length)`."""
+    if is_exported():
+        return pad(kernel, (0, length))[:, :length]
+    return pad(kernel, (0, length - kernel.shape[1]))
 
 
 def filter_by_response(
@@ -156,9 +167,13 @@ def filter_by_response(
 def plain_convolution(v: torch.Tensor, kernel: torch.Tensor, windows: Windows, gating: Gating | None) -> torch.Tensor:
     """What `gated_convolution` computes, by autograd, for one window."""
     x = (v if gating is None else gating.open(v)).transpose(1, 2).to(kernel.dtype)  # (B, D, L)
-    spectrum = complex_response(kernel) if is_response(kernel) else torch.fft.rfft(kernel, n=windows.size)
-    y = torch.fft.irfft(torch.fft.rfft(x, n=windows.size) * spectrum, n=windows.size)  # (B, D, F)
-    y = y[..., windows.skip : windows.skip + v.shape[1]].transpose(1, 2).to(v.dtype)  # (B, L, D)
+    if is_exported() and not is_response(kernel):
+        y = exported_convolution(x, kernel, windows.size, windows.skip)  # (B, D, L)
+    else:
+        spectrum = complex_response(kernel) if is_response(kernel) else torch.fft.rfft(kernel, n=windows.size)
+        y = torch.fft.irfft(torch.fft.rfft(x, n=windows.size) * spectrum, n=windows.size)  # (B, D, F)
+        y = y[..., windows.skip : windows.skip + v.shape[1]]  # (B, D, L)
+    y = y.transpose(1, 2).to(v.dtype)  # (B, L, D)
     return y if gating is None else gating.close(y, "plain")
 
 
@@ -181,7 +196,7 @@ def _convolve(v: torch.Tensor, kernel: torch.Tensor, first: int, product: str, g
 def _filter(v, kernel: torch.Tensor, windows: Windows, product: str, gating: Gating | None) -> torch.Tensor:
     if product not in PRODUCTS:
         raise ValueError(f"product={product!r} is not possible: it must be one of {', '.join(PRODUCTS)}.")
-    if v.numel() == 0 and not needs_plain():
+    if not needs_plain() and v.numel() == 0:
         # MKL refuses transforms of nothing. All inputs stay in the graph, for gradients of zero.
         return (v if gating is None else gating.close(gating.open(v), "plain")) * kernel.sum().to(v.dtype)
     if gating is not None and has_parameters(gating.act) and not is_traced():

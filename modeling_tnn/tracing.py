@@ -1,4 +1,8 @@
-"""Whether a graph is being recorded or a function transformed: then PyTorch's own operations are used."""
+"""Whether a graph is being recorded or a function transformed: then PyTorch's own operations are used.
+
+torch.compile records another graph where a branch on a length goes the other way. torch.export and torch.jit.trace
+record one graph for all lengths: no branch may ask for a length then (torch.jit.trace would keep one side of it).
+"""
 
 import torch
 from torch.autograd import forward_ad
@@ -7,6 +11,16 @@ from torch.autograd import forward_ad
 def is_traced() -> bool:
     """True inside torch.compile, torch.export and torch.jit.trace."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
+def is_exported() -> bool:
+    """True inside torch.export, and so inside torch.onnx.export, and inside torch.jit.trace."""
+    return torch.compiler.is_exporting() or torch.jit.is_tracing()
+
+
+def is_exported_to_onnx() -> bool:
+    """True inside torch.onnx.export: no transforms and no complex numbers then, see `fourier.py`."""
+    return is_exported() and torch.onnx.is_in_onnx_export()
 
 
 def is_transformed(*gradients: torch.Tensor) -> bool:
