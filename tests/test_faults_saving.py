@@ -164,7 +164,7 @@ def test_errors_that_are_none_of_a_disk_stay_what_they_are(tmp_path):
 UNWRITABLE = ["file/out", "/proc/out"]
 COMMANDS = {
     "pretrain": ["--config", "tnn-tiny"],
-    "finetune_glue": ["--model_name_or_path", "nowhere", "--task_name", "sst2"],
+    "finetune_glue": ["--model_name_or_path", "nowhere", "--task_name", "sst2", "--do_train"],
     "evaluate_lm": ["--model", "nowhere", "--file", "FILE"],
     "to_recurrent": ["--model", "nowhere"],
     "plot_kernels": ["--model", "nowhere"],

@@ -170,6 +170,6 @@ def test_only_causal_operators_have_a_recurrence():
 
 def test_unknown_operator():
     config = tiny_config()
-    config.tno_type = "dct"
+    vars(config)["tno_type"] = "dct"  # an assignment is refused by the configuration
     with pytest.raises(ValueError, match="'dct'.*rpe, fd, ski, rtf, modal"):
         build_tno(config)

@@ -1,5 +1,6 @@
 """How programs end: one line for what a user can do something about, 130 for Ctrl-C, a traceback for a mistake."""
 
+import functools
 import os
 import re
 import signal
@@ -132,7 +133,10 @@ def test_ctrl_c(program, folder, tmp_path):
         long += ["--output_dir", tmp_path / "out"]
     command = [sys.executable, SCRIPTS / f"{program}.py", "--model", folder / "tnn", *long]
     command = [str(part) for part in command]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    # A shell without job control starts what runs in the background with Ctrl-C ignored, and children inherit that.
+    listen = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, preexec_fn=listen, **pipes) as process:
         wait_for_weights(process)
         os.kill(process.pid, signal.SIGINT)
         _, errors = process.communicate(timeout=60)

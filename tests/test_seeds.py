@@ -67,7 +67,9 @@ def test_order_of_the_data(tmp_path):
     batches = []
     for seed in (3, 3, 4):
         args = demo.DemoArguments(str(preset), dataset=str(text), output_dir=str(tmp_path / "out"), seed=seed)
-        batches.append(next(iter(demo.build_trainer(args).get_train_dataloader()))["input_ids"])
+        batches.append(
+            next(iter(demo.build_trainer(args, demo.load_config(args.config, {})).get_train_dataloader()))["input_ids"]
+        )
     assert batches[0].equal(batches[1]) and not batches[0].equal(batches[2])
 
 
