@@ -21,7 +21,7 @@ test: $(VENV)/.dev
 # What takes minutes: long sequences, and twenty times as many random configurations.
 test-slow: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow $(TEST_ARGS)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --hypothesis-profile thorough tests/test_properties.py tests/test_stability.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --hypothesis-profile thorough tests/test_properties.py tests/test_stability.py tests/test_fuzz.py
 
 # The tests that transformers runs over its own models; the first run fetches them.
 test-hf: $(VENV)/.dev
