@@ -44,7 +44,11 @@ class TnnPatchEmbedding(nn.Module):
                 f"pixel_values must have shape (B, {self.channels}, side, side), the side a multiple of "
                 f"patch_size={self.size}, not {shape}."
             )
-        return self.projection(pixel_values.to(self.projection.weight.dtype)).flatten(2).transpose(1, 2)
+        weight = self.projection.weight
+        # The weights of an offloaded model are there while they are used, by a hook of accelerate.
+        if pixel_values.is_meta != weight.is_meta and not hasattr(self.projection, "_hf_hook"):
+            raise ValueError(f"pixel_values is on the device {pixel_values.device}, the model on {weight.device}.")
+        return self.projection(pixel_values.to(weight.dtype)).flatten(2).transpose(1, 2)
 
 
 class TnnImageModel(TnnPreTrainedModel):

@@ -225,6 +225,12 @@ def test_refused_classes(labels, error, message):
             model(inputs, labels=labels)
 
 
+def test_pixels_on_another_device():
+    image = seeded(TnnForImageClassification, tiny_config(causal=False, image_size=8, patch_size=1, num_axes=2))
+    with pytest.raises(ValueError, match="pixel_values is on the device meta, the model on cpu"):
+        image(torch.zeros(2, 3, 8, 8, device="meta"))
+
+
 def test_labels_need_all_logits():
     model = seeded(TnnForCausalLM, tiny_config())
     for kept in (1, torch.tensor([0, 4])):
