@@ -37,6 +37,8 @@ class TnnPatchEmbedding(nn.Module):
         """
         if not isinstance(pixel_values, torch.Tensor):
             raise TypeError(f"pixel_values must be a tensor, not {type(pixel_values).__name__}.")
+        if pixel_values.is_complex():
+            raise TypeError(f"pixel_values must hold real numbers, not {pixel_values.dtype}.")
         shape = tuple(pixel_values.shape)
         fits = len(shape) == 4 and shape[1] == self.channels and shape[2] == shape[3] and shape[2] % self.size == 0
         if not fits or shape[2] == 0:

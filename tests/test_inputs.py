@@ -225,10 +225,12 @@ def test_refused_classes(labels, error, message):
             model(inputs, labels=labels)
 
 
-def test_pixels_on_another_device():
+def test_refused_pixels():
     image = seeded(TnnForImageClassification, tiny_config(causal=False, image_size=8, patch_size=1, num_axes=2))
     with pytest.raises(ValueError, match="pixel_values is on the device meta, the model on cpu"):
         image(torch.zeros(2, 3, 8, 8, device="meta"))
+    with pytest.raises(TypeError, match="pixel_values must hold real numbers, not torch.complex64"):
+        image(torch.zeros(2, 3, 8, 8, dtype=torch.cfloat))
 
 
 def test_labels_need_all_logits():
