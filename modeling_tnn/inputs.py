@@ -74,7 +74,8 @@ def check_tokens(input_ids: Any, inputs_embeds: Any, embedding: torch.nn.Module)
         check_tensor("inputs_embeds", inputs_embeds, shape, 3)
         if inputs_embeds.shape[2] != weight.shape[1]:
             raise ValueError(f"inputs_embeds must have shape {shape}, not {tuple(inputs_embeds.shape)}.")
-        autocast = torch.is_autocast_enabled(inputs_embeds.device.type)
+        device = inputs_embeds.device.type
+        autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
         if inputs_embeds.dtype != weight.dtype and weight.is_floating_point() and not autocast:
             raise TypeError(f"inputs_embeds has dtype {inputs_embeds.dtype}, the model {weight.dtype}.")
     name, tokens = ("input_ids", input_ids) if inputs_embeds is None else ("inputs_embeds", inputs_embeds)

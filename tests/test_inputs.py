@@ -94,9 +94,7 @@ def test_constant_positions_mean_nothing(head, causal, position):
 @pytest.mark.parametrize("tno_type, causal", VARIANTS)
 def test_padding_is_replaced(tno_type, causal, product, value):
     """What is no number at padding reaches neither outputs nor gradients."""
-    model = seeded(TnnModel, tiny_config(tno_type, causal, product=product)).train()
-    model.config.hidden_dropout_prob = 0.0
-    model.eval()
+    model = seeded(TnnModel, tiny_config(tno_type, causal, product=product))
     embeds = torch.randn(2, 11, 32, generator=torch.Generator().manual_seed(0))
     mask = torch.tensor([MASKS["holes"], MASKS["right"]])
     results = []
@@ -175,6 +173,7 @@ FORWARD = [
     ({"inputs_embeds": torch.ones(2, 32)}, ValueError, r"inputs_embeds must have shape \(B, L, 32\), not \(2, 32\)"),
     ({"inputs_embeds": torch.ones(2, 5, 32).long()}, TypeError, "inputs_embeds must hold floating"),
     ({"inputs_embeds": torch.ones(2, 5, 32).double()}, TypeError, "inputs_embeds has dtype torch.float64, the model"),
+    ({"inputs_embeds": torch.ones(2, 5, 32, device="meta")}, ValueError, "inputs_embeds is on the device meta"),
     ({"input_ids": IDS.to("meta")}, ValueError, "input_ids is on the device meta, the model on cpu"),
     ({"input_ids": IDS, "attention_mask": IDS.to("meta")}, ValueError, "attention_mask is on the device meta"),
     ({"input_ids": IDS, "position_ids": [0, 1]}, TypeError, "position_ids must be a tensor"),
