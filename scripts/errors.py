@@ -6,6 +6,8 @@ Imported before anything else (isort's `force-to-top`): some libraries speak whi
 import functools
 import logging
 import sys
+import threading
+from _thread import interrupt_main
 from collections.abc import Callable
 from signal import SIGINT
 
@@ -21,6 +23,18 @@ class UserError(RuntimeError):
     """What the user of a program can do something about; its message is all that they need."""
 
 
+def interrupt_again(unraisable):
+    """`sys.unraisablehook`: Ctrl-C that Python delivered to a `__del__`, where it is lost, comes once more.
+
+    The regex library has such methods, and they are what runs first after a long call of the tokenizer. From another
+    thread, since this function would be interrupted as well.
+    """
+    if unraisable.exc_type is KeyboardInterrupt:
+        threading.Timer(0.05, interrupt_main).start()
+    else:
+        sys.__unraisablehook__(unraisable)
+
+
 def report_errors(main: Callable[[], None]) -> Callable[[], None]:
     """`main`, which ends with `error: ...` and the status 1, or by Ctrl-C with 130, as shells have it.
 
@@ -32,6 +46,7 @@ def report_errors(main: Callable[[], None]) -> Callable[[], None]:
     def reporting():
         for library, level in QUIET.items():
             logging.getLogger(library).setLevel(level)
+        sys.unraisablehook = interrupt_again
         try:
             main()
         except KeyboardInterrupt:

@@ -123,13 +123,32 @@ def test_mistakes_of_a_program_are_seen(mistake):
         main()
 
 
+def test_ctrl_c_in_a_destructor(monkeypatch):
+    """Python loses what a `__del__` raises."""
+
+    class Deaf:
+        def __del__(self):
+            signal.raise_signal(signal.SIGINT)
+
+    @report_errors
+    def main():
+        Deaf()
+        for _ in range(600):
+            time.sleep(0.1)
+
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 130
+
+
 @pytest.mark.parametrize("program", ["generate", "evaluate_lm"])
 def test_ctrl_c(program, folder, tmp_path):
     """In the middle of a long computation."""
     long = ["--prompt", "The", "--max_new_tokens", "100000", "--eos_token_id", "null"]
     if program == "evaluate_lm":
-        write_text(tmp_path / "long.txt", copies=40_000)
-        long = ["--file", tmp_path / "long.txt", "--lengths", "64", "--tokens_per_pass", "64"]
+        write_text(tmp_path / "long.txt", copies=4_000)
+        long = ["--file", tmp_path / "long.txt", "--lengths", "64", "--stride", "1", "--tokens_per_pass", "64"]
         long += ["--output_dir", tmp_path / "out"]
     command = [sys.executable, SCRIPTS / f"{program}.py", "--model", folder / "tnn", *long]
     command = [str(part) for part in command]
