@@ -15,7 +15,6 @@ from .tracing import needs_plain
 # What models of transformers take besides: arguments of its output classes, and what tokenizers give.
 KEYWORDS = {*TransformersKwargs.__annotations__, "return_dict", "token_type_ids", "cache_position"}
 
-
 def check_keywords(given: dict[str, Any]):
     """Refuse keyword arguments that nothing reads; a misspelt one would be ignored in silence.
 
@@ -120,21 +119,22 @@ def _check_range(name: str, ids: torch.Tensor, limit_name: str, limit: int):
         raise ValueError(f"{name} holds {outside}: entries must be in [0, {limit_name}={limit}).")
 
 
-def check_labels(labels: Any, logits: torch.Tensor):
+def check_labels(labels: Any, logits: torch.Tensor, name: str = "labels", ignore_index: int = -100):
     """Refuse labels that do not belong to `logits` `(B, L, V)` of all positions.
 
     Raises:
         TypeError: they are no tensor of integers.
-        ValueError: they are not `(B, L)`, or hold an id outside the vocabulary that is not -100 (looked for on CPU).
+        ValueError: they are not `(B, L)`, or hold an id outside the vocabulary that is not `ignore_index` (looked for
+            on the CPU).
     """
-    check_tensor("labels", labels, "(B, L)", 2, (torch.int64,))
+    check_tensor(name, labels, "(B, L)", 2, (torch.int64,))
     if labels.shape != logits.shape[:2]:
         raise ValueError(
-            f"labels has shape {tuple(labels.shape)}: it must be (B, L) = {tuple(logits.shape[:2])}, one label for "
+            f"{name} has shape {tuple(labels.shape)}: it must be (B, L) = {tuple(logits.shape[:2])}, one label for "
             "each position that has logits."
         )
-    _check_device("labels", labels, logits)
-    _check_range("labels", labels.where(labels != -100, 0), "vocab_size", logits.shape[2])
+    _check_device(name, labels, logits)
+    _check_range(name, labels.where(labels != ignore_index, 0), "vocab_size", logits.shape[2])
 
 
 def check_logits_to_keep(logits_to_keep: Any, length: int, labels: torch.Tensor | None):

@@ -287,6 +287,9 @@ class TnnForCausalLM(TnnPreTrainedModel, GenerationMixin):
         Args:
             labels: `(B, L)`, usually the `input_ids`; shifted inside; -100 is not counted.
             logits_to_keep: how many of the last positions (0: all), or which positions, get logits.
+            shift_labels: `(B, L)`, the token after each position. They take the place of `labels`; a trainer that
+                splits sequences over devices gives them.
+            ignore_index: the label that is not counted, if not -100.
 
         The other arguments and the errors are those of [`TnnModel.forward`].
 
@@ -294,6 +297,7 @@ class TnnForCausalLM(TnnPreTrainedModel, GenerationMixin):
             TypeError: `labels` or `logits_to_keep` of another type.
             ValueError: `labels` of another shape, or together with `logits_to_keep`.
         """
+        loss_options = take_options(kwargs, "shift_labels", "ignore_index")
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -307,10 +311,7 @@ class TnnForCausalLM(TnnPreTrainedModel, GenerationMixin):
         check_logits_to_keep(logits_to_keep, outputs.last_hidden_state.shape[1], labels)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, kept])
-        loss = None
-        if labels is not None:
-            check_labels(labels, logits)
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        loss = language_model_loss(self, logits, labels, **loss_options | kwargs)
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -350,9 +351,11 @@ class TnnForMaskedLM(TnnPreTrainedModel):
 
         Args:
             labels: `(B, L)`, the tokens to predict; -100 is not counted.
+            ignore_index: the label that is not counted, if not -100.
 
         The other arguments and the errors are those of [`TnnModel.forward`].
         """
+        loss_options = take_options(kwargs, "ignore_index")
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -362,10 +365,7 @@ class TnnForMaskedLM(TnnPreTrainedModel):
             **kwargs,
         )
         logits = self.lm_head(self.transform(outputs.last_hidden_state))
-        loss = None
-        if labels is not None:
-            check_labels(labels, logits)
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        loss = language_model_loss(self, logits, labels, **loss_options | kwargs)
         return MaskedLMOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
 
 
@@ -429,6 +429,31 @@ class TnnForSequenceClassification(TnnPreTrainedModel):
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
         )
+
+
+def take_options(keywords: dict, *names: str) -> dict:
+    """Move the keyword arguments with these names out of `keywords`."""
+    return {name: keywords.pop(name) for name in names if name in keywords}
+
+
+def language_model_loss(
+    model: TnnPreTrainedModel,
+    logits: torch.Tensor,
+    labels: torch.Tensor | None,
+    shift_labels: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    **kwargs,
+) -> torch.Tensor | None:
+    """The loss of `logits` `(B, L, V)`; None without labels."""
+    for name, given in (("labels", labels), ("shift_labels", shift_labels)):
+        if given is not None:
+            check_labels(given, logits, name, ignore_index)
+    if labels is None and shift_labels is None:
+        return None
+    shifted = {} if shift_labels is None else {"shift_labels": shift_labels}
+    return model.loss_function(
+        logits=logits, labels=labels, vocab_size=logits.shape[2], ignore_index=ignore_index, **shifted, **kwargs
+    )
 
 
 def _check_direction(model: PreTrainedModel, config: TnnConfig, causal: bool):

@@ -269,3 +269,32 @@ def test_what_tokenizers_give_is_taken():
 def test_refused_products(matmul, v, kernel, error, message):
     with pytest.raises(error, match=message):
         matmul(v, kernel)
+
+
+@pytest.mark.parametrize("head", [TnnForCausalLM, TnnForMaskedLM])
+def test_ignore_index(head):
+    model = seeded(lambda: head(tiny_config(vocab_size=60, causal=head is TnnForCausalLM))).eval()
+    ids = torch.randint(3, 60, (2, 9))
+    labels = ids.masked_fill(torch.arange(9) % 2 == 0, -100)
+    other = ids.masked_fill(torch.arange(9) % 2 == 0, -7)
+    assert model(ids, labels=other, ignore_index=-7).loss == model(ids, labels=labels).loss
+    with pytest.raises(ValueError, match="labels holds -7"):
+        model(ids, labels=other)
+
+
+def test_shift_labels():
+    """As the labels, if these are shifted before; with them or without."""
+    model = seeded(lambda: TnnForCausalLM(tiny_config(vocab_size=60))).eval()
+    ids = torch.randint(3, 60, (2, 9))
+    shifted = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
+    expected = model(ids, labels=ids).loss
+    assert model(ids, shift_labels=shifted).loss == expected
+    assert model(ids, labels=ids.flip(1), shift_labels=shifted).loss == expected
+    with pytest.raises(ValueError, match="shift_labels has shape"):
+        model(ids, shift_labels=shifted[:, 1:])
+
+
+def test_shift_labels_are_of_causal_models():
+    ids = torch.randint(3, 60, (2, 9))
+    with pytest.raises(TypeError, match="shift_labels is no argument"):
+        seeded(lambda: TnnForMaskedLM(tiny_config(vocab_size=60, causal=False)))(ids, labels=ids, shift_labels=ids)
