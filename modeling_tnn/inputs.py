@@ -15,6 +15,7 @@ from .tracing import needs_plain
 # What models of transformers take besides: arguments of its output classes, and what tokenizers give.
 KEYWORDS = {*TransformersKwargs.__annotations__, "return_dict", "token_type_ids", "cache_position"}
 
+
 def check_keywords(given: dict[str, Any]):
     """Refuse keyword arguments that nothing reads; a misspelt one would be ignored in silence.
 
