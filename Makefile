@@ -9,7 +9,7 @@ AUDIT_ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q $(CONSTRAINTS:%=-c %) $(PIP_ARGS)
 
-.PHONY: demo test test-slow test-hf test-oldest test-newest lint format audit clean
+.PHONY: demo test test-exhaustive test-slow test-hf test-oldest test-newest lint format audit clean
 
 # Again and again into its own folder, but over no model in another one.
 demo: $(VENV)/.demo
@@ -17,6 +17,10 @@ demo: $(VENV)/.demo
 
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(TEST_ARGS)
+
+# More prompts, paddings and variants of what the usual tests check.
+test-exhaustive: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m exhaustive $(TEST_ARGS)
 
 # What takes minutes: long sequences, and twenty times as many random configurations.
 test-slow: $(VENV)/.dev
@@ -45,7 +49,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 
 audit: $(VENV)/.dev
-	$(BIN)/python scripts/audit.py $(AUDIT_ARGS)
+	$(BIN)/python -m pip_audit --strict --skip-editable $(AUDIT_ARGS)
 
 clean:
 	rm -rf $(VENV) $(VENV)-oldest $(VENV)-newest outputs build dist

@@ -10,16 +10,17 @@ from transformers import (
 )
 
 from .configuration_tnn import TnnConfig
-from .modeling_image import TnnForImageClassification
-from .modeling_pairs import TnnForSequencePairClassification
 from .modeling_tnn import (
     TnnForCausalLM,
+    TnnForImageClassification,
     TnnForMaskedLM,
     TnnForSequenceClassification,
     TnnModel,
     TnnPreTrainedModel,
 )
 from .stability import PoleCallback, find_unstable, project_poles
+from .tno import ToeplitzOperator
+from .tno_auto import register_operator
 from .toeplitz import causal_toeplitz_matmul, dense_toeplitz, toeplitz_matmul
 
 __version__ = "0.1.0"
@@ -38,12 +39,13 @@ __all__ = [
     "TnnForImageClassification",
     "TnnForMaskedLM",
     "TnnForSequenceClassification",
-    "TnnForSequencePairClassification",
     "TnnModel",
     "TnnPreTrainedModel",
+    "ToeplitzOperator",
     "causal_toeplitz_matmul",
     "dense_toeplitz",
     "find_unstable",
     "project_poles",
+    "register_operator",
     "toeplitz_matmul",
 ]

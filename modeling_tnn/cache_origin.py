@@ -14,9 +14,11 @@ from torch import nn
 
 # Fields of the configuration that a state does not depend on, or that the names of the weights tell.
 OTHER_FIELDS = {
-    "num_hidden_layers", "use_cache", "product", "hidden_dropout_prob", "classifier_dropout", "initializer",
-    "initializer_range", "converted_from", "tie_word_embeddings", "bos_token_id", "pad_token_id", "eos_token_id",
+    "num_hidden_layers", "use_cache", "tno_implementation", "tno_class", "hidden_dropout_prob", "classifier_dropout",
+    "initializer", "initializer_range", "converted_from", "tie_word_embeddings", "bos_token_id", "pad_token_id",
+    "eos_token_id",
 }  # fmt: skip
+
 # What a layer of PEFT does with its adapters.
 ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
 

@@ -2,22 +2,22 @@
 
 B batch, D channels. A layer holds what the recurrence of its operator needs (see `recurrence.py`):
 
-    register   the newest values of the sequence, (B, D, C): a shift register (see `register.py`)
+    history    the newest values of the sequence, (B, D, C), see `history.py`
     tensors    further states by name, each (B, D, ...)
     counters   integers that belong to them
     length     tokens seen
-    prompt     the first inputs, as they came, until the text is continued: a pass that is not costs no state
+    prefill    the first inputs, kept until decoding starts, so that a single pass builds no state
 
-    recurrence   register holds                   tensors                                    dtype
+    recurrence   history holds                    tensors                                    dtype
     filter       m - 1 inputs of the operator     future (B, D, H)                           float32
     companion    N values of the filtered input   -                                          float64
     modal        w + 32 inputs of the operator    memory (B, D, Q), complex; future          float32
 
-and each register 64 values more, which `crop` can take back. A float64 model has float64 states; bfloat16 and float16
+and each history 64 values more, which `crop` can take back. A float64 model has float64 states; bfloat16 and float16
 models have those of the table.
 
 A state is a constant to the backward pass: gradients reach the new tokens and the weights of each call, and end where
-the cache was (see `recurrence_gradient.py`). It belongs to the weights that have made it (see `cache_origin.py`):
+the cache was (see `recurrence.py`). It belongs to the weights that have made it (see `cache_origin.py`):
 another model goes on with it if it has the same, and where they have changed under it that is an error, except while
 training with gradients, where truncated back-propagation goes on with the old state and the new weights.
 
@@ -34,35 +34,35 @@ from torch import nn
 from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, Cache, CacheLayerMixin, DynamicLayer
 
 from .cache_origin import Origin, stamp
-from .gating import Activation, Gating, activate
-from .recurrence_gradient import advance
-from .register import ShiftRegister
-from .tracing import is_traced
+from .gating import NO_GATE, Gate
+from .history import HistoryBuffer
+from .numerics import is_traced
+from .recurrence import advance
 
 LAYER_TYPE = "tnn_state"
+
 ANOTHER_MODEL = "past_key_values belongs to another model: start with an empty cache."
 
 
-class Prompt(NamedTuple):
-    """What an operator was first called with, detached: the input of a later `Recurrence.start`.
+class Prefill(NamedTuple):
+    """The first inputs of an operator, detached: those of a later `Recurrence.start`.
 
     Attributes:
-        v: `(B, L, D)`.
-        mask: `(B, L)` or None, see `gating.Gating`.
-        act: the activation that comes before the operator, or None.
+        v: `(B, L, D)`, before the gate.
+        gate: that of the GTU without `u`.
     """
 
     v: torch.Tensor
-    mask: torch.Tensor | None = None
-    act: Activation | None = None
+    gate: Gate = NO_GATE
 
     def inputs(self) -> torch.Tensor:
         """The inputs of the operator, `(B, L, D)`."""
-        return self.v if self.act is None else activate(self.v, self.act, self.mask)
+        return self.gate.inputs(self.v)
 
-    def select(self, choose: Callable[[torch.Tensor], torch.Tensor]) -> "Prompt":
+    def select(self, choose: Callable[[torch.Tensor], torch.Tensor]) -> "Prefill":
         """With `choose` applied to its tensors."""
-        return self._replace(v=choose(self.v), mask=None if self.mask is None else choose(self.mask))
+        mask = self.gate.mask
+        return Prefill(choose(self.v), self.gate._replace(mask=None if mask is None else choose(mask)))
 
 
 class TnnCacheLayer(CacheLayerMixin):
@@ -80,7 +80,7 @@ class TnnCacheLayer(CacheLayerMixin):
 
     def reset(self):
         """Forget everything."""
-        self.recurrence = self.register = self.prompt = self.origin = None
+        self.recurrence = self.history = self.prefill = self.origin = None
         self.tensors: dict[str, torch.Tensor] = {}
         self.counters: dict[str, int] = {}
         self.length = 0
@@ -88,8 +88,8 @@ class TnnCacheLayer(CacheLayerMixin):
 
     def __getstate__(self) -> dict:
         """Without activation and free memory. The recurrence keeps its settings, which `crop` needs, and no kernel."""
-        prompt = None if self.prompt is None else Prompt(self.prompt.inputs().detach())
-        return vars(self) | {"prompt": prompt}
+        prefill = None if self.prefill is None else Prefill(self.prefill.inputs().detach())
+        return vars(self) | {"prefill": prefill}
 
     def __deepcopy__(self, memo):
         twin = memo[id(self)] = type(self)()
@@ -100,12 +100,12 @@ class TnnCacheLayer(CacheLayerMixin):
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
-    def update(self, key_states: torch.Tensor, value_states, operator, gating: Gating | None = None):
+    def update(self, key_states: torch.Tensor, value_states, operator, gate: Gate = NO_GATE):
         """The outputs of `operator` for `key_states` `(B, L, D)`, which continue the sequence seen so far.
 
         Args:
             value_states: not used; here because caches call it so.
-            gating: as for the operator itself.
+            gate: as for the operator itself.
 
         Returns:
             The outputs `(B, L, D)`, and None.
@@ -116,14 +116,13 @@ class TnnCacheLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states)
             self.recurrence = operator.recurrence()
-            self.prompt = Prompt(key_states.detach(), *(() if gating is None else (gating.mask, gating.act)))
+            self.prefill = Prefill(key_states.detach(), gate._replace(u=None))
             # The state is detached, these are not: training has its gradients.
-            outputs = operator.mix(key_states, gating)
+            outputs = operator.gated_matmul(key_states, gate)
         else:
             self._check_rows(key_states)
             self._attach(operator, key_states.device)
-            outputs = self._continue(key_states if gating is None else gating.open(key_states))
-            outputs = outputs if gating is None else gating.close(outputs, operator.product)
+            outputs = gate.apply(self._continue(gate.inputs(key_states)), operator.implementation)
         self.length += key_states.shape[1]
         return outputs, None
 
@@ -134,10 +133,10 @@ class TnnCacheLayer(CacheLayerMixin):
             self.tensors.pop("future", None)  # made by the old ones
 
     def _continue(self, v: torch.Tensor) -> torch.Tensor:
-        if self.prompt is not None:
+        if self.prefill is not None:
             with torch.no_grad():
-                self.recurrence.start(self, self.recurrence.channel_major(self.prompt.inputs()))
-            self.prompt = None
+                self.recurrence.start(self, self.recurrence.channel_major(self.prefill.inputs()))
+            self.prefill = None
         return self.recurrence.advance(self, v) if is_traced() else advance(self.recurrence, self, v)
 
     def _attach(self, operator, device: torch.device):
@@ -162,7 +161,7 @@ class TnnCacheLayer(CacheLayerMixin):
         """Forget the newest tokens; `tokens_to_remove` is their number, negated (0 changes nothing).
 
         Raises:
-            ValueError: more tokens than the register can take back, or a positive number.
+            ValueError: more tokens than the history can take back, or a positive number.
         """
         if not isinstance(tokens_to_remove, int):
             raise TypeError(f"tokens_to_remove must be an integer, not {tokens_to_remove!r}.")
@@ -170,30 +169,30 @@ class TnnCacheLayer(CacheLayerMixin):
             raise ValueError(f"tokens_to_remove={tokens_to_remove} must be the negated number of tokens to remove.")
         if tokens_to_remove == 0 or not self.is_initialized:
             return
-        count, removable = -tokens_to_remove, self.removable()
-        if count > removable:
+        count, most = -tokens_to_remove, self.max_crop()
+        if count > most:
             raise ValueError(
-                f"tokens_to_remove={-count}: the state can take back {removable} of {self.length} tokens. "
+                f"tokens_to_remove={-count}: the state can take back {most} of {self.length} tokens. "
                 "Run the text to keep through an empty cache instead."
             )
         if count == self.length:
             self.reset()
             return
-        if self.prompt is None:
-            self.recurrence.take_back(self, count)
+        if self.prefill is None:
+            self.recurrence.crop(self, count)
         else:
-            self.prompt = self.prompt.select(lambda tensor: tensor[:, :-count])
+            self.prefill = self.prefill.select(lambda tensor: tensor[:, :-count])
         self.length -= count
 
-    def removable(self) -> int:
+    def max_crop(self) -> int:
         """How many of the newest tokens `crop` can remove."""
-        started = self.is_initialized and self.prompt is None
-        return self.recurrence.removable(self) if started else self.length
+        started = self.is_initialized and self.prefill is None
+        return self.recurrence.max_crop(self) if started else self.length
 
     def memory_per_sequence(self) -> int:
         """Bytes of state that one sequence takes."""
-        held = [*self.tensors.values()] + ([] if self.register is None else [self.register.buffer])
-        held += [] if self.prompt is None else [self.prompt.v]
+        held = [*self.tensors.values()] + ([] if self.history is None else [self.history.buffer])
+        held += [] if self.prefill is None else [self.prefill.v]
         return sum(tensor.numel() * tensor.element_size() // max(1, tensor.shape[0]) for tensor in held)
 
     def get_seq_length(self) -> int:
@@ -253,13 +252,13 @@ class TnnCacheLayer(CacheLayerMixin):
         self._select(lambda tensor: tensor[rows.to(tensor.device)])
 
     def _rows(self) -> int:
-        return len(self.register.buffer if self.prompt is None else self.prompt.v)
+        return len(self.history.buffer if self.prefill is None else self.prefill.v)
 
     def _select(self, choose: Callable[[torch.Tensor], torch.Tensor]):
-        if self.prompt is not None:
-            self.prompt = self.prompt.select(choose)
-        if self.register is not None:
-            self.register.select(choose)
+        if self.prefill is not None:
+            self.prefill = self.prefill.select(choose)
+        if self.history is not None:
+            self.history.select(choose)
         self.tensors = {name: choose(tensor) for name, tensor in self.tensors.items()}
 
 
@@ -275,7 +274,7 @@ def memory_per_sequence(past_key_values: Cache) -> int:
 def saved_classes(past_key_values: Cache) -> list[type]:
     """The classes of this package in a saved cache, for `torch.serialization.safe_globals`."""
     recurrences = {type(layer.recurrence) for layer in past_key_values.layers} - {type(None)}
-    return [TnnCacheLayer, Prompt, ShiftRegister, Origin, *recurrences]
+    return [TnnCacheLayer, Prefill, Gate, HistoryBuffer, Origin, *recurrences]
 
 
 def check_cache(past_key_values: Cache, model: nn.Module):

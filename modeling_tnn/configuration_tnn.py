@@ -15,18 +15,19 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
-from .remote_code import AUTO_MAP, save_code
+from .hub import AUTO_MAP, save_code
+from .numerics import IMPLEMENTATIONS
+from .tno_auto import BUILT_IN, operator_class, qualified_name
 
 CHOICES = {
-    "tno_type": ("rpe", "fd", "ski", "rtf", "modal", "free"),
     "norm_type": ("simplermsnorm", "rmsnorm", "gatedrmsnorm", "scalenorm", "layernorm", "batchnorm"),
     "rpe_norm_type": (None, "simplermsnorm", "rmsnorm", "gatedrmsnorm", "scalenorm", "layernorm"),
     "norm_position": ("pre", "post", "res_post"),
     "initializer": ("torch", "normal", "normal_gtu"),
-    "num_axes": (1, 2),
-    "axis_combination": ("product", "sum"),
+    "spatial_dims": (1, 2),
+    "spatial_mixing": ("product", "sum"),
     "position_embedding": (None, "sinusoidal"),
-    "product": ("chunked", "plain"),
+    "tno_implementation": IMPLEMENTATIONS,
     "fd_input": ("omega", "cos"),
     "rpe_input": ("lag", "normalized", "sinusoidal"),
     "rtf_constraint": (None, "l1_montel"),
@@ -36,13 +37,15 @@ CHOICES = {
     "rpe_act": tuple(ACT2FN),
     "fd_act": tuple(ACT2FN),
 }
+
 AT_LEAST_ONE = (
     "vocab_size",
     "hidden_size",
     "num_hidden_layers",
-    "glu_dim",
+    "intermediate_size",
     "rpe_dim",
     "rpe_input_length",
+    "explicit_length",
     "max_position_embeddings",
     "rtf_state_size",
     "rtf_truncation_length",
@@ -55,15 +58,20 @@ AT_LEAST_ONE = (
     "patch_size",
     "num_channels",
 )
+
 # A configuration may come from anywhere: one that asks for more than any machine has is refused before it gets it.
 LARGEST_SIZE = 2**24
+
 AT_MOST = dict.fromkeys((*AT_LEAST_ONE, "ski_rank"), LARGEST_SIZE) | {
     "num_hidden_layers": 2**10,
     "rpe_layers": 2**7,
     "fd_resolution": 2 * LARGEST_SIZE,
 }
+
 MOST_LABELS = 2**20
+
 Limit = tuple[Callable[[Any], bool], str]
+
 # What a field must be, whatever the others are: a predicate, and its words.
 LIMITS: list[tuple[str, Limit]] = [
     *((name, (allowed.__contains__, f"one of {', '.join(map(repr, allowed))}")) for name, allowed in CHOICES.items()),
@@ -79,15 +87,26 @@ LIMITS: list[tuple[str, Limit]] = [
     ("ski_decay", (lambda value: 0 < value <= 1, "in (0, 1]")),
     ("fd_resolution", (lambda value: value & (value - 1) == 0, "a power of two")),
 ]
+
 # Fields that follow from others unless they are set.
 DERIVED: dict[str, Callable[["TnnConfig"], int]] = {
-    "glu_dim": lambda config: config.hidden_size,
+    "intermediate_size": lambda config: config.hidden_size,
     "fd_resolution": lambda config: 1 << (2 * config.axis_length - 1).bit_length(),
     "ski_grid_length": lambda config: config.axis_length,
     "rtf_truncation_length": lambda config: config.axis_length,
     "rpe_input_length": lambda config: config.axis_length,
+    "explicit_length": lambda config: config.axis_length,
 }
-SOURCES = ("hidden_size", "max_position_embeddings", "num_axes")
+
+SOURCES = ("hidden_size", "max_position_embeddings", "spatial_dims")
+# What configurations of earlier versions call things.
+OLD_NAMES = {
+    "product": "tno_implementation",
+    "glu_dim": "intermediate_size",
+    "num_axes": "spatial_dims",
+    "axis_combination": "spatial_mixing",
+}
+OLD_VALUES = {"tno_type": {"free": "explicit"}, "tno_implementation": {"chunked": "fused", "plain": "eager"}}
 
 
 @strict
@@ -103,11 +122,12 @@ class TnnConfig(PreTrainedConfig):
         tno_type (`str`): Where the Toeplitz coefficients come from: `"rpe"` (an MLP of the lag, times a decay),
             `"fd"` (an MLP of the frequency), `"ski"` (a short filter plus a low-rank interpolated kernel, not
             causal), `"rtf"` (a rational transfer function), `"modal"` (a recurrence that `to_recurrent` fitted) or
-            `"free"` (one parameter for each lag below `max_position_embeddings`, times the decay).
+            `"explicit"` (one parameter for each lag below `explicit_length`, times the decay); or a name that
+            `register_operator` has added.
         gtu_expansion (`float`): Width of the gated Toeplitz unit over `hidden_size`; e = int(gtu_expansion * d).
         gtu_norm (`bool`): Whether the gated product is normalised before the output projection of the GTU.
         use_glu (`bool`): Whether a block has a GLU; without, it is a GTU alone.
-        glu_dim (`int`, *optional*): Inner width of the GLU; `hidden_size` unless set.
+        intermediate_size (`int`, *optional*): Inner width of the GLU; `hidden_size` unless set.
         hidden_act (`str`): Activation of the GTU and of the gate of the GLU.
         norm_type (`str`): Norm of the blocks, of the GTU (`gtu_norm`) and of the RPE: `"simplermsnorm"` (without
             parameters), `"rmsnorm"`, `"gatedrmsnorm"`, `"scalenorm"`, `"layernorm"` or `"batchnorm"` (over real
@@ -118,9 +138,9 @@ class TnnConfig(PreTrainedConfig):
         embedding_norm (`bool`): Whether embeddings pass through a LayerNorm.
         position_embedding (`str`, *optional*): `"sinusoidal"` adds absolute positions to the embeddings, counted
             from the first real token.
-        num_axes (`int`): 1 for a sequence; 2 for the tokens of a square image in row-major order, mixed along its
+        spatial_dims (`int`): 1 for a sequence; 2 for the tokens of a square image in row-major order, mixed along its
             rows and its columns (not causal).
-        axis_combination (`str`): With two axes: `"product"`, twice the columns of the rows (the Long Range Arena
+        spatial_mixing (`str`): With two axes: `"product"`, twice the columns of the rows (the Long Range Arena
             models), or `"sum"`, rows plus columns (the ImageNet models).
         image_size (`int`): Side in pixels of the images that `TnnForImageClassification` is trained on.
         patch_size (`int`): Side in pixels of its tokens, squares of the image.
@@ -137,14 +157,19 @@ class TnnConfig(PreTrainedConfig):
         rpe_norm_type (`str`, *optional*): Its norm; `norm_type` unless set (`"layernorm"` for a batch norm).
         rpe_hidden_norm (`bool`): Whether its hidden layers have that norm, as its output layer has.
         rpe_window (`int`, *optional*): The `"rpe"` coefficients at lags of this size and above are zero.
-        decay (`float`, *optional*): Decay per lag of `"rpe"` coefficients, in (0, 1]; `None` for no decay.
+        explicit_length (`int`, *optional*): Number of lags, on each side, that have a parameter when
+            `tno_type="explicit"`; `max_position_embeddings` unless set.
+        decay (`float`, *optional*): Decay per lag of `"rpe"` and `"explicit"` coefficients, in (0, 1]; `None` for no
+            decay.
         learnable_decay (`bool`): Whether each channel learns a decay between `decay` and 1.
-        product (`str`): How Toeplitz products are computed: `"chunked"` (fast) or `"plain"` (PyTorch's own
+        tno_implementation (`str`): How Toeplitz products are computed: `"fused"` (fast) or `"eager"` (PyTorch's own
             operations). Values and derivatives of any order are the same.
+        tno_class (`str`, *optional*): Module and name of the class of an operator that `register_operator` added;
+            set when a model is built or saved, to say what to import before it is loaded.
         max_position_embeddings (`int`): Length the model is trained for. No input is too long. The defaults of
-            `fd_resolution`, `ski_grid_length`, `rtf_truncation_length` and `rpe_input_length` follow from it (with two
-            axes from its square root) until a model is built or saved: a trained model keeps what it was trained
-            with, whatever this number is when it is loaded.
+            `fd_resolution`, `ski_grid_length`, `rtf_truncation_length`, `rpe_input_length` and `explicit_length`
+            follow from it (with two axes from its square root) until a model is built or saved: a trained model keeps
+            what it was trained with, whatever this number is when it is loaded.
         fd_resolution (`int`, *optional*): Number of taps of an `"fd"` kernel on each side, a power of two; the
             frequency grid has `fd_resolution + 1` points. At least twice `max_position_embeddings` unless set.
         fd_input (`str`): Input of the frequency MLP: `"omega"` in [0, pi] as published, or `"cos"` of it, for
@@ -183,6 +208,7 @@ class TnnConfig(PreTrainedConfig):
 
     model_type = "tnn"
     keys_to_ignore_at_inference = ["past_key_values"]
+    attribute_map = OLD_NAMES
 
     vocab_size: int = 50265
     hidden_size: int = 512
@@ -192,15 +218,15 @@ class TnnConfig(PreTrainedConfig):
     gtu_expansion: int | float = 3
     gtu_norm: bool = False
     use_glu: bool = True
-    glu_dim: int | None = None
+    intermediate_size: int | None = None
     hidden_act: str = "silu"
     norm_type: str = "simplermsnorm"
     norm_position: str = "pre"
     scale_embedding: bool = True
     embedding_norm: bool = False
     position_embedding: str | None = None
-    num_axes: int = 1
-    axis_combination: str = "product"
+    spatial_dims: int = 1
+    spatial_mixing: str = "product"
     image_size: int = 224
     patch_size: int = 16
     num_channels: int = 3
@@ -209,6 +235,7 @@ class TnnConfig(PreTrainedConfig):
     rpe_layers: int = 6
     rpe_input: str = "lag"
     rpe_input_length: int | None = None
+    explicit_length: int | None = None
     rpe_act: str = "relu"
     rpe_residual: bool = False
     rpe_norm_type: str | None = None
@@ -216,7 +243,8 @@ class TnnConfig(PreTrainedConfig):
     rpe_window: int | None = None
     decay: int | float | None = 0.99
     learnable_decay: bool = False
-    product: str = "chunked"
+    tno_implementation: str = "fused"
+    tno_class: str | None = None
     max_position_embeddings: int = 512
     fd_resolution: int | None = None
     fd_input: str = "omega"
@@ -245,6 +273,9 @@ class TnnConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = 2
 
     def __post_init__(self, **kwargs):
+        for old, name in OLD_NAMES.items():
+            if old in kwargs:
+                setattr(self, name, kwargs.pop(old))
         self._automatic = frozenset(name for name in DERIVED if getattr(self, name) is None)
         self._derive()
         self._check_fields()
@@ -252,7 +283,7 @@ class TnnConfig(PreTrainedConfig):
         # By its name the base class takes any attribute of torch.
         name = str(self.dtype).removeprefix("torch.")
         known = self.dtype is None or isinstance(getattr(torch, name, None), torch.dtype)
-        self._require("dtype", known, "the name of a dtype of torch, such as 'float32'")
+        self.require("dtype", known, "the name of a dtype of torch, such as 'float32'")
         # The base class makes a list of them.
         if (num_labels := kwargs.get("num_labels") or 0) > MOST_LABELS:
             raise ValueError(f"num_labels={num_labels} is not possible: it must be at most {MOST_LABELS:,}.")
@@ -263,11 +294,14 @@ class TnnConfig(PreTrainedConfig):
 
         Fields are checked together when a model is built or the configuration is saved, see `check`.
         """
+        [(name, value)] = self.rename_old({name: value}).items()
         initialized = "_automatic" in self.__dict__  # by __post_init__, which checks all of them
         unset = value is None and name in DERIVED
         for limited, limit in LIMITS if initialized and not unset else ():
             if limited == name:
                 _check_limit(name, value, limit)
+        if initialized and name == "tno_type":
+            operator_class(value)
         super().__setattr__(name, value)
         if initialized and name in DERIVED:
             self._automatic = self._automatic | {name} if unset else self._automatic - {name}
@@ -288,12 +322,21 @@ class TnnConfig(PreTrainedConfig):
         Raises:
             ValueError: the fields contradict each other.
         """
-        config_dict = dict(config_dict)
+        config_dict, kwargs = cls.rename_old(config_dict), cls.rename_old(kwargs)
         if "transformers_version" in config_dict and any(config_dict.get(name) is None for name in DERIVED):
             trained = cls(**config_dict)
             config_dict |= {name: getattr(trained, name) for name in DERIVED}
         overrides = {name: kwargs.pop(name) for name in list(kwargs) if name in cls.__annotations__}
         return super().from_dict(config_dict | overrides, **kwargs)
+
+    @staticmethod
+    def rename_old(fields: dict[str, Any]) -> dict[str, Any]:
+        """Fields as this version calls them and their values."""
+        fields = {OLD_NAMES.get(name, name): value for name, value in fields.items()}
+        for name in OLD_VALUES.keys() & fields.keys():
+            value = fields[name]
+            fields[name] = OLD_VALUES[name].get(value, value) if isinstance(value, str) else value
+        return fields
 
     def to_dict(self) -> dict[str, Any]:
         """As in transformers."""
@@ -310,6 +353,7 @@ class TnnConfig(PreTrainedConfig):
         self._check_fields()
         self._check_operator()
         self._automatic = frozenset()
+        self.tno_class = None if self.tno_type in BUILT_IN else qualified_name(operator_class(self.tno_type))
 
     @property
     def gtu_dim(self) -> int:
@@ -319,7 +363,11 @@ class TnnConfig(PreTrainedConfig):
     @property
     def axis_length(self) -> int:
         """Positions along one axis: of the sequence, or of a row or column of the image."""
-        return self.max_position_embeddings if self.num_axes == 1 else math.isqrt(max(0, self.max_position_embeddings))
+        return (
+            self.max_position_embeddings
+            if self.spatial_dims == 1
+            else math.isqrt(max(0, self.max_position_embeddings))
+        )
 
     @property
     def encoder_norm_type(self) -> str:
@@ -337,7 +385,7 @@ class TnnConfig(PreTrainedConfig):
         return ["tnn_state"] * self.num_hidden_layers
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs):
-        """As in transformers; the folder also gets the code of the models, see `remote_code.py`.
+        """As in transformers; the folder also gets the code of the models, see `hub.py`.
 
         Models save their configuration by this method, and so does Trainer with each checkpoint.
         """
@@ -360,30 +408,27 @@ class TnnConfig(PreTrainedConfig):
         for name, limit in LIMITS:
             _check_limit(name, getattr(self, name), limit)
         allowed = f"such that gtu_expansion * hidden_size is at least 1 and at most {LARGEST_SIZE:,}"
-        self._require("gtu_expansion", 1 <= self.gtu_expansion * self.hidden_size <= LARGEST_SIZE, allowed)
+        self.require("gtu_expansion", 1 <= self.gtu_expansion * self.hidden_size <= LARGEST_SIZE, allowed)
         if self.learnable_decay:
-            self._require("decay", self.decay is not None, "a number (the lower bound) when learnable_decay=True")
-        self._require("gtu_norm", not (self.gtu_norm and self.norm_type == "batchnorm"), "False with a batch norm")
+            self.require("decay", self.decay is not None, "a number (the lower bound) when learnable_decay=True")
+        self.require("gtu_norm", not (self.gtu_norm and self.norm_type == "batchnorm"), "False with a batch norm")
 
     def _check_operator(self):
-        if self.num_axes == 2:
-            self._require("causal", not self.causal, "False with num_axes=2: an image has no order")
+        if self.spatial_dims == 2:
+            self.require("causal", not self.causal, "False with spatial_dims=2: an image has no order")
             square = self.axis_length**2 == self.max_position_embeddings
-            self._require("max_position_embeddings", square, "a square with num_axes=2")
-        if self.tno_type == "ski":
-            self._require("causal", not self.causal, "False with tno_type='ski': its low-rank part sees the future")
-            longest = self.ski_grid_length
-            self._require("ski_rank", 2 <= self.ski_rank <= longest, f"in [2, ski_grid_length={longest}]")
-        if self.tno_type == "modal":
-            self._require("causal", self.causal, "True with tno_type='modal'")
-        if self.tno_type == "rtf":
-            longest = self.rtf_truncation_length
-            self._require("rtf_state_size", self.rtf_state_size < longest, f"below rtf_truncation_length={longest}")
-            count = self.rtf_num_denominators
-            divides = count is None or (count >= 1 and self.gtu_dim % count == 0)
-            self._require("rtf_num_denominators", divides, f"a divisor of the GTU width {self.gtu_dim}")
+            self.require("max_position_embeddings", square, "a square with spatial_dims=2")
+        operator = operator_class(self.tno_type, self.tno_class)
+        directions = {True: operator.supports_causal, False: operator.supports_bidirectional}
+        self.require("causal", directions[self.causal], f"{not self.causal} with tno_type={self.tno_type!r}")
+        operator.check_config(self)
 
-    def _require(self, name: str, holds: bool, allowed: str):
+    def require(self, name: str, holds: bool, allowed: str):
+        """Refuse the value of the field `name` unless `holds`; `allowed` says what it must be.
+
+        Raises:
+            ValueError: it does not hold.
+        """
         _check_limit(name, getattr(self, name), (lambda _: holds, allowed))
 
 

@@ -17,11 +17,16 @@ from dataclasses import asdict, dataclass
 import torch
 
 ORDERS = (8, 16, 32, 64, 128)
+
 LARGEST_RADIUS = 1 - 1e-6
+
 SMALLEST_RADIUS = 1e-8
+
 # Taps that are fitted, and columns of the Hankel matrices.
 MOST_TAPS = 4096
+
 MOST_COLUMNS = 600
+
 # Taps behind the window that a fit of poles needs at least.
 LEAST_TAPS = 4
 
@@ -47,7 +52,7 @@ class LayerReport:
 
 
 @dataclass
-class Fit:
+class RecurrenceFit:
     """Poles `(Q,)` and residues `(D, Q)`, complex; the taps are Re(residues @ poles^n)."""
 
     poles: torch.Tensor
@@ -93,11 +98,11 @@ def fit_residues(poles: torch.Tensor, taps: torch.Tensor) -> torch.Tensor:
     return torch.complex(*solution.chunk(2, dim=1))
 
 
-def fit_kernel(taps: torch.Tensor, order: int) -> Fit:
+def fit_recurrence(taps: torch.Tensor, order: int) -> RecurrenceFit:
     """A recurrence of `order` states for `taps` `(D, m)`, float64 on the CPU."""
     normalized = taps / taps.norm(dim=1, keepdim=True).clamp(min=torch.finfo(taps.dtype).tiny)
     poles = fit_poles(hankel_eigenvectors(normalized, order))
-    return Fit(poles, fit_residues(poles, taps))
+    return RecurrenceFit(poles, fit_residues(poles, taps))
 
 
 def kernel_to_fit(operator, window: int) -> torch.Tensor:
@@ -106,7 +111,7 @@ def kernel_to_fit(operator, window: int) -> torch.Tensor:
     A kernel that ends without decaying is followed by as many zeros, or the fit would go on beyond its end.
     """
     wide = copy.deepcopy(operator).double().cpu()
-    bound = operator.num_taps()
+    bound = operator.effective_length()
     if bound is not None and operator.slowest_decay() is None:
         bound *= 2
     length = MOST_TAPS if bound is None else min(bound, MOST_TAPS)
@@ -114,7 +119,7 @@ def kernel_to_fit(operator, window: int) -> torch.Tensor:
         return wide.coefficients(max(length, window + LEAST_TAPS))
 
 
-def report(layer: int, taps: torch.Tensor, fit: Fit, order: int, window: int, operator) -> LayerReport:
+def report_fit(layer: int, taps: torch.Tensor, fit: RecurrenceFit, order: int, window: int, operator) -> LayerReport:
     """Errors over the taps `(D, m)`, and a bound on what lies beyond them, relative to the l1 norm of the worst."""
     error = fit.taps(taps.shape[1] - window) - taps[:, window:]  # (D, m - w)
     l2 = error.norm(dim=1) / taps.norm(dim=1).clamp(min=1e-300)
@@ -140,7 +145,7 @@ def report(layer: int, taps: torch.Tensor, fit: Fit, order: int, window: int, op
 
 def own_tail(operator, taps: torch.Tensor) -> float:
     """A bound on the sum of |taps| of the kernel itself beyond those fitted; infinite without a decay."""
-    bound = operator.num_taps()
+    bound = operator.effective_length()
     if bound is None:
         return float("inf")
     slowest = operator.slowest_decay()
@@ -151,7 +156,9 @@ def own_tail(operator, taps: torch.Tensor) -> float:
     return (undecayed.abs().max() * slowest**length / (1 - slowest)).item()
 
 
-def fit_layer(operator, order: int, window: int, tolerance: float | None) -> tuple[torch.Tensor, Fit, LayerReport]:
+def fit_layer(
+    operator, order: int, window: int, tolerance: float | None
+) -> tuple[torch.Tensor, RecurrenceFit, LayerReport]:
     """The fit of one layer: of `order`, or of the smallest one whose `l2_layer` is within `tolerance`.
 
     Raises:
@@ -160,8 +167,8 @@ def fit_layer(operator, order: int, window: int, tolerance: float | None) -> tup
     taps = kernel_to_fit(operator, window)
     best = None
     for candidate in (order,) if tolerance is None else ORDERS:
-        fit = fit_kernel(taps[:, window:], candidate)
-        best = taps, fit, report(operator.layer_idx, taps, fit, candidate, window, operator)
+        fit = fit_recurrence(taps[:, window:], candidate)
+        best = taps, fit, report_fit(operator.layer_idx, taps, fit, candidate, window, operator)
         if tolerance is not None and best[2].l2_layer <= tolerance:
             return best
     if tolerance is not None:
@@ -172,7 +179,7 @@ def fit_layer(operator, order: int, window: int, tolerance: float | None) -> tup
     return best
 
 
-def fill_operator(target, taps: torch.Tensor, fit: Fit):
+def fill_operator(target, taps: torch.Tensor, fit: RecurrenceFit):
     """Write a fit into a `ModalOperator`; modes that the layer does not need get residues of 0."""
     count = len(fit.poles)
     with torch.no_grad():
@@ -211,12 +218,13 @@ def own_weights(model) -> dict[str, torch.Tensor]:
     return given
 
 
-def convert(model, order: int = 64, window: int = 16, tolerance: float | None = None):
+def to_recurrent(model, order: int = 64, window: int = 16, tolerance: float | None = None):
     """See `TnnPreTrainedModel.to_recurrent`."""
     config = model.config
     if not config.causal:
         raise ValueError("causal=False is not possible: only a causal model decodes token by token.")
-    if config.tno_type in ("rtf", "modal"):
+    operators = [layer.gtu.tno for layer in model.base_model.layers]
+    if all(operator.is_recurrence for operator in operators):
         return model, []
     for name, value in {"order": order, "window": window}.items():
         if not isinstance(value, int):
@@ -225,7 +233,6 @@ def convert(model, order: int = 64, window: int = 16, tolerance: float | None = 
             raise ValueError(f"{name}={value} must be at least 1.")
     if tolerance is not None and not (isinstance(tolerance, int | float) and tolerance > 0):
         raise ValueError(f"tolerance={tolerance!r} must be a number above 0, or None.")
-    operators = [layer.gtu.tno for layer in model.base_model.layers]
     weights = own_weights(model)
     fits = [fit_layer(operator, order, window, tolerance) for operator in operators]
     converted_config = copy.deepcopy(config)

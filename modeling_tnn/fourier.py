@@ -1,7 +1,7 @@
 """Fourier transforms of real sequences as torch.export can record them for all lengths. No parameters here.
 
 A program for all lengths cannot ask whether L entries are within F. That is what PyTorch's padding and slicing do, for
-which no answer follows from the formula of `fft_length`; an index does not ask.
+which no answer follows from the formula of `next_fast_len`; an index does not ask.
 
 For ONNX, transforms are products with matrices:
 
@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from .tracing import is_exported_to_onnx
+from .numerics import is_exported_to_onnx
 
 
 def exported_convolution(x: torch.Tensor, kernel: torch.Tensor, size: int, first: int) -> torch.Tensor:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from .tracing import is_transformed, needs_plain
+from .numerics import is_fused, is_transformed
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
@@ -32,28 +32,25 @@ class ActivatedProduct(torch.autograd.Function):
     def backward(ctx, gradient: torch.Tensor):
         a, b = ctx.saved_tensors
         if must_differentiate(gradient):
-            function = partial(plain_activated_product, act=ctx.act)
+            function = partial(eager_activated_product, act=ctx.act)
             return *differentiable_gradients(function, (a, b), ctx.needs_input_grad, gradient), None
-        value, pull_back = linearize(ctx.act, a)
+        value, pull_back = value_and_vjp(ctx.act, a)
         return pull_back(gradient * b), value * gradient, None
 
 
-def plain_activated_product(a: torch.Tensor, b: torch.Tensor, act: Activation) -> torch.Tensor:
+def eager_activated_product(a: torch.Tensor, b: torch.Tensor, act: Activation) -> torch.Tensor:
     """act(a) * b by autograd."""
     return act(a) * b
 
 
-ACTIVATED_PRODUCTS = {"chunked": ActivatedProduct.apply, "plain": plain_activated_product}
+def activated_product(a: torch.Tensor, b: torch.Tensor, act: Activation, implementation: str) -> torch.Tensor:
+    """act(a) * b for two tensors of one shape; `implementation` as for `toeplitz.toeplitz_matmul`."""
+    fused = is_fused(implementation) and torch.is_grad_enabled() and not has_parameters(act)
+    return (ActivatedProduct.apply if fused else eager_activated_product)(a, b, act)
 
 
-def activated_product(a: torch.Tensor, b: torch.Tensor, act: Activation, product: str) -> torch.Tensor:
-    """act(a) * b for two tensors of one shape; `product` as in `toeplitz.PRODUCTS`."""
-    plain = needs_plain() or not torch.is_grad_enabled() or has_parameters(act)
-    return ACTIVATED_PRODUCTS["plain" if plain else product](a, b, act)
-
-
-class Gating(NamedTuple):
-    """What a gated Toeplitz unit does around its operator.
+class Gate(NamedTuple):
+    """The gate of a gated Toeplitz unit around its operator; without arguments a gate that changes nothing.
 
     Attributes:
         u: `(B, L, D)`, the gate before its activation.
@@ -61,23 +58,21 @@ class Gating(NamedTuple):
         mask: `(B, L)` of booleans, false where `v` is to be zero; None if it never is.
     """
 
-    u: torch.Tensor
-    act: Activation
+    u: torch.Tensor | None = None
+    act: Activation | None = None
     mask: torch.Tensor | None = None
 
-    def open(self, v: torch.Tensor) -> torch.Tensor:
-        """What the operator is applied to, `(B, L, D)`."""
-        return activate(v, self.act, self.mask)
+    def inputs(self, v: torch.Tensor) -> torch.Tensor:
+        """The inputs of the operator, `(B, L, D)`: act(v), zero where the mask is."""
+        v = v if self.act is None else self.act(v)
+        return v if self.mask is None else v.masked_fill(~self.mask[..., None], 0)
 
-    def close(self, mixed: torch.Tensor, product: str) -> torch.Tensor:
-        """The gated result of the operator, `(B, L, D)`; `product` as in `toeplitz.PRODUCTS`."""
-        return activated_product(self.u, mixed, self.act, product)
+    def apply(self, mixed: torch.Tensor, implementation: str) -> torch.Tensor:
+        """The gated outputs of the operator, `(B, L, D)`; `implementation` as for `activated_product`."""
+        return mixed if self.u is None else activated_product(self.u, mixed, self.act, implementation)
 
 
-def activate(v: torch.Tensor, act: Activation, mask: torch.Tensor | None) -> torch.Tensor:
-    """act(v), zero where the mask `(B, L)` is: `(B, L, D)`."""
-    v = act(v)
-    return v if mask is None else v.masked_fill(~mask[..., None], 0)
+NO_GATE = Gate()
 
 
 def has_parameters(act: Activation) -> bool:
@@ -85,7 +80,7 @@ def has_parameters(act: Activation) -> bool:
     return isinstance(act, nn.Module) and any(True for _ in act.parameters())
 
 
-def linearize(act: Activation, x: torch.Tensor) -> tuple[torch.Tensor, Activation]:
+def value_and_vjp(act: Activation, x: torch.Tensor) -> tuple[torch.Tensor, Activation]:
     """act(x), and the map from a gradient of it to the gradient of `x`; to be used inside a backward pass."""
     with torch.enable_grad():
         x = x.detach().requires_grad_()

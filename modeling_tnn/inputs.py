@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from transformers.utils import TransformersKwargs
 
-from .toeplitz import transform_dtype
-from .tracing import needs_plain
+from .numerics import must_be_eager
 
 # What models of transformers take besides: arguments of its output classes, and what tokenizers give.
 KEYWORDS = {*TransformersKwargs.__annotations__, "return_dict", "token_type_ids", "cache_position"}
@@ -108,7 +107,7 @@ def check_prompt(input_ids: Any, inputs_embeds: Any, attention_mask: Any, embedd
 
 def can_be_read(ids: torch.Tensor) -> bool:
     """Whether there are values to look at, and looking at them stalls no device."""
-    return ids.device.type == "cpu" and not needs_plain() and ids.numel() > 0
+    return ids.device.type == "cpu" and not must_be_eager() and ids.numel() > 0
 
 
 def _check_range(name: str, ids: torch.Tensor, limit_name: str, limit: int):
@@ -182,70 +181,45 @@ def _check_device(name: str, value: torch.Tensor, like: torch.Tensor):
         raise ValueError(f"{name} is on the device {value.device}, not on {like.device}.")
 
 
-def real_tokens(input_ids: torch.Tensor | None, pad_token_id: int | None) -> torch.Tensor | None:
-    """The mask that a batch without one seems to have, `(B, L)`; None if nothing is known of its padding."""
-    return None if input_ids is None or pad_token_id is None else input_ids != pad_token_id
+def take_options(keywords: dict, *names: str) -> dict:
+    """Move the keyword arguments with these names out of `keywords`."""
+    return {name: keywords.pop(name) for name in names if name in keywords}
 
 
-def check_attention_mask(
-    attention_mask: torch.Tensor | None, inputs_embeds: torch.Tensor, past_length: int
-) -> torch.Tensor | None:
-    """The part of the mask that belongs to `inputs_embeds` `(B, L, d)`, `(B, L)`; None if all of it is real.
+def check_direction(model: str, causal: bool, needed: bool):
+    """Refuse a configuration whose `causal` is not what the class called `model` needs.
 
     Raises:
-        TypeError: the mask is no tensor.
-        ValueError: the sequence is empty or the mask is not `(B, past_length + L)`, or `(1, past_length + L)`.
+        ValueError: it is not.
     """
-    batch, length = inputs_embeds.shape[:2]
-    if length == 0:
+    if causal != needed:
+        why = "it predicts from what comes before" if needed else "it predicts from both sides"
         raise ValueError(
-            f"The sequence is empty: inputs have shape {tuple(inputs_embeds.shape)}; L must be at least 1."
+            f"causal={causal} is not possible: {model} needs causal={needed}, since {why}. "
+            f"A model with causal={causal} is for {'TnnForMaskedLM' if needed else 'TnnForCausalLM'}."
         )
-    if attention_mask is None:
-        return None
-    require_tensor("attention_mask", attention_mask, "(B, L)")
-    if attention_mask.shape not in ((batch, past_length + length), (1, past_length + length)):
+
+
+def check_pixel_values(pixel_values: Any, projection: torch.nn.Conv2d):
+    """Refuse images that the `projection` of patches does not fit.
+
+    Raises:
+        TypeError: they are no tensor of real numbers.
+        ValueError: an image is not square, has a side that is no multiple of the patch size, or another number of
+            channels, or they are on another device than the model.
+    """
+    if not isinstance(pixel_values, torch.Tensor):
+        raise TypeError(f"pixel_values must be a tensor, not {type(pixel_values).__name__}.")
+    if pixel_values.is_complex():
+        raise TypeError(f"pixel_values must hold real numbers, not {pixel_values.dtype}.")
+    shape, channels, size = tuple(pixel_values.shape), projection.in_channels, projection.kernel_size[0]
+    fits = len(shape) == 4 and shape[1] == channels and shape[2] == shape[3] and shape[2] % size == 0
+    if not fits or shape[2] == 0:
         raise ValueError(
-            f"attention_mask has shape {tuple(attention_mask.shape)}: it must be (B, past length + L) = "
-            f"{(batch, past_length + length)}, one entry a token."
+            f"pixel_values must have shape (B, {channels}, side, side), the side a multiple of patch_size={size}, "
+            f"not {shape}."
         )
-    _check_device("attention_mask", attention_mask, inputs_embeds)
-    attention_mask = (attention_mask[:, -length:] != 0).expand(batch, length)
-    # What is in a mask is not known while a graph is recorded or a function transformed, nor without its values.
-    unknown = needs_plain() or attention_mask.is_meta
-    return None if not unknown and attention_mask.all() else attention_mask
-
-
-def first_real_token(attention_mask: torch.Tensor) -> torch.Tensor:
-    """Its position in each row, `(B,)`; 0 in a row without any."""
-    return attention_mask.ne(0).int().argmax(dim=1)
-
-
-def roll(x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-    """Each row of `x` `(B, L, D)` shifted by its entry of `shift` `(B,)`, at most L, to the end and around."""
-    length = x.shape[1]
-    index = torch.arange(length, device=x.device) - shift[:, None]  # (B, L), within -L .. 2L - 1
-    # Not index % length: the exporter to ONNX knows no remainder by a size.
-    index = torch.where(index < 0, index + length, index)
-    index = torch.where(index < length, index, index - length)
-    return x.gather(1, index[..., None].expand_as(x))
-
-
-def mean_of_real_tokens(hidden_states: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
-    """`(B, L, d)` to `(B, d)`; 0 for a row without real tokens."""
-    if attention_mask is None:
-        return hidden_states.mean(dim=1)
-    real = attention_mask[:, -hidden_states.shape[1] :].ne(0)
-    dtype = transform_dtype(hidden_states.dtype)  # float16 overflows in long sums
-    total = hidden_states.masked_fill(~real[..., None], 0).sum(dim=1, dtype=dtype)  # (B, d)
-    return (total / real.sum(dim=1, keepdim=True).clamp(min=1)).to(hidden_states.dtype)
-
-
-def last_real_token(hidden_states: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
-    """`(B, L, d)` to `(B, d)`; the last position of a row without real tokens."""
-    if attention_mask is None:
-        return hidden_states[:, -1]
-    length = hidden_states.shape[1]
-    from_end = attention_mask[:, -length:].ne(0).flip(1).int().argmax(dim=1)  # (B,)
-    rows = torch.arange(hidden_states.shape[0], device=hidden_states.device)  # not len(): export would fix it
-    return hidden_states[rows, length - 1 - from_end]
+    # The weights of an offloaded model are there while they are used, by a hook of accelerate.
+    if pixel_values.is_meta != projection.weight.is_meta and not hasattr(projection, "_hf_hook"):
+        device = projection.weight.device
+        raise ValueError(f"pixel_values is on the device {pixel_values.device}, the model on {device}.")

@@ -1,17 +1,31 @@
-"""Toeplitz neural networks: the base model and its heads, on the blocks of `blocks.py`.
+"""Toeplitz neural networks: the blocks, the base model, its heads, and the model of images.
 
-B batch, L length, d hidden size. Names, outputs and losses are those of transformers.
+    GTU:    y = W_o( u * TNO(v) ),  u = act(W_u x),  v = act(W_v x)                TNN paper, "token mixer"
+    GLU:    y = W_down( act(W_gate x) * W_up x )
+    block:  x = x + GTU(norm(x));  x = x + GLU(norm(x))                            (norm_position="pre")
+    images: x = W_patch patch,  x = blocks(x),  logits = W_head norm(mean(x))      TNN paper, ImageNet models
+
+B batch, L length, d hidden size, D = gtu_dim channels of the Toeplitz operator; for images C channels, H and W sides
+in pixels, P patch size, L = (H/P)^2 tokens. Names, outputs and losses are those of transformers.
+
+Padding: v is zeroed at masked positions after its projection and activation (both have a bias to add), so a Toeplitz
+product never sees them. The product depends on differences of positions alone, so the outputs at real positions are
+those of the text without padding.
 """
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
+from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
+    BaseModelOutput,
     BaseModelOutputWithPast,
     CausalLMOutputWithPast,
+    ImageClassifierOutput,
     MaskedLMOutput,
     SequenceClassifierOutputWithPast,
 )
@@ -21,28 +35,163 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from .blocks import TnnBlock, build_final_norm
 from .cache_tnn import check_cache
-from .checkpoint import check_before_loading
 from .configuration_tnn import TnnConfig
-from .conversion import LayerReport, convert
-from .documents import check_one_document, find_documents, forward_documents
-from .heads import TnnClassificationHead, TnnPredictionHeadTransform, check_pooled_whole, pool_tokens
+from .conversion import LayerReport, to_recurrent
+from .gating import Gate, activated_product
+from .hub import check_before_loading
 from .inputs import (
     can_be_read,
-    check_attention_mask,
     check_class_labels,
+    check_direction,
     check_keywords,
     check_labels,
     check_logits_to_keep,
+    check_pixel_values,
     check_prompt,
     check_tokens,
-    real_tokens,
     require_tensor,
+    take_options,
 )
-from .norms import GatedRMSNorm, LayerNorm, ScaleRMSNorm, with_mask
-from .positions import sinusoidal_embedding, token_positions
+from .norms import GatedRMSNorm, LayerNorm, ScaleNorm, build_norm, with_mask
+from .numerics import is_traced
+from .packing import check_one_document, forward_packed, split_packed
+from .padding import (
+    check_attention_mask,
+    check_pooled_whole,
+    first_real_token,
+    pool_tokens,
+    real_tokens,
+    roll,
+    token_positions,
+)
+from .rpe import sinusoidal_embedding
 from .tno import ToeplitzOperator
+from .tno_auto import build_tno, operator_class
+
+
+class ChannelMajorLinear(nn.Linear):
+    """`torch.nn.Linear` in values and gradients; only the strides of the result differ: it lies channel by channel.
+
+    The result `(..., D)` is the transposed view of a `(D, N)` matrix, N tokens of all sequences. W x^T costs what x
+    W^T does, while a Toeplitz product on `(N, D)` memory spends more time in strided copies than in transforms
+    (measured: half of it).
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`(..., L, d)` to `(..., L, D)`."""
+        # A quantised or sharded weight is a tensor class that knows `linear` alone; one token has no sequence.
+        if is_traced() or x.shape[-2] == 1 or type(self.weight.data) is not torch.Tensor:
+            return super().forward(x)
+        columns = x.reshape(-1, self.in_features).t()  # (d, N)
+        y = torch.addmm(self.bias[:, None], self.weight, columns)  # (D, N)
+        return y.t().view(*x.shape[:-1], self.out_features)
+
+
+class TnnGatedToeplitzUnit(nn.Module):
+    """The token mixer: a Toeplitz operator inside a gate."""
+
+    def __init__(self, config: TnnConfig, layer_idx: int):
+        super().__init__()
+        self.u_proj = ChannelMajorLinear(config.hidden_size, config.gtu_dim)
+        self.v_proj = ChannelMajorLinear(config.hidden_size, config.gtu_dim)
+        self.o_proj = nn.Linear(config.gtu_dim, config.hidden_size)
+        for projection in (self.u_proj, self.v_proj, self.o_proj):
+            projection.is_gtu_projection = True  # transformers initialises linear layers without their parent
+        self.act = ACT2FN[config.hidden_act]
+        self.tno = build_tno(config, layer_idx)
+        self.norm = build_norm(config.norm_type, config.gtu_dim) if config.gtu_norm else nn.Identity()
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+    ) -> torch.Tensor:
+        """`(B, L, d)` to `(B, L, d)`, for a mask `(B, L)` and the state after earlier tokens."""
+        u, v = self.u_proj(hidden_states), self.v_proj(hidden_states)  # (B, L, D) each
+        gated = self._mix(v, Gate(u, self.act, attention_mask), past_key_values)  # (B, L, D)
+        return self.o_proj(self.norm(gated))
+
+    def _mix(self, v: torch.Tensor, gate: Gate, past_key_values: Cache | None) -> torch.Tensor:
+        if gate.mask is None or self.tno.shift_invariant:
+            return self.tno(v, past_key_values, gate)
+        first = first_real_token(gate.mask)
+        mixed = roll(self.tno(roll(gate.inputs(v), -first)), first)
+        return gate.apply(mixed, self.tno.implementation)
+
+
+class TnnGatedLinearUnit(nn.Module):
+    """The channel mixer."""
+
+    def __init__(self, config: TnnConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size)
+        self.act = ACT2FN[config.hidden_act]
+        self.implementation = config.tno_implementation
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """`(B, L, d)` to `(B, L, d)`."""
+        gate, up = self.gate_proj(hidden_states), self.up_proj(hidden_states)  # (B, L, intermediate_size) each
+        return self.down_proj(activated_product(gate, up, self.act, self.implementation))
+
+
+def pre_norm(x, norm, sublayer):
+    return x + sublayer(norm(x))
+
+
+def post_norm(x, norm, sublayer):
+    return norm(x + sublayer(x))
+
+
+def res_post_norm(x, norm, sublayer):
+    return x + norm(sublayer(x))
+
+
+NORM_POSITIONS = {"pre": pre_norm, "post": post_norm, "res_post": res_post_norm}
+
+
+class TnnBlock(GradientCheckpointingLayer):
+    """One layer of the model."""
+
+    def __init__(self, config: TnnConfig, layer_idx: int):
+        super().__init__()
+        self.gtu_norm = build_norm(config.norm_type, config.hidden_size)
+        self.gtu = TnnGatedToeplitzUnit(config, layer_idx)
+        self.glu_norm = build_norm(config.norm_type, config.hidden_size)
+        self.glu = TnnGatedLinearUnit(config) if config.use_glu else None
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.add_residual = NORM_POSITIONS[config.norm_position]
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> torch.Tensor:
+        """`(B, L, d)` to `(B, L, d)`."""
+
+        def mix_tokens(x):
+            return self.dropout(self.gtu(x, attention_mask, past_key_values))
+
+        def mix_channels(x):
+            return self.dropout(self.glu(x))
+
+        gtu_norm, glu_norm = (with_mask(norm, attention_mask) for norm in (self.gtu_norm, self.glu_norm))
+        hidden_states = self.add_residual(hidden_states, gtu_norm, mix_tokens)
+        return hidden_states if self.glu is None else self.add_residual(hidden_states, glu_norm, mix_channels)
+
+
+def build_final_norm(config: TnnConfig) -> nn.Module:
+    """The norm after the last block of a pre-norm model."""
+    if config.norm_position != "pre":
+        return nn.Identity()
+    if config.norm_type == "batchnorm":
+        return build_norm(config.norm_type, config.hidden_size)
+    return LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
 
 class TnnPreTrainedModel(PreTrainedModel):
@@ -60,8 +209,7 @@ class TnnPreTrainedModel(PreTrainedModel):
     def __init__(self, config: TnnConfig):
         config.check()
         super().__init__(config)
-        # The poles of a modal kernel: in bfloat16 their angles lose the phase within a few lags.
-        self._keep_in_fp32_modules_strict = ["log_rate", "angle"] if config.tno_type == "modal" else []
+        self._keep_in_fp32_modules_strict = list(operator_class(config.tno_type).fp32_parameters)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *model_args, use_safetensors: bool = True, **kwargs):
@@ -93,7 +241,7 @@ class TnnPreTrainedModel(PreTrainedModel):
             init.zeros_(module.bias)
         if isinstance(module, GatedRMSNorm):
             init.ones_(module.gate)
-        if isinstance(module, ScaleRMSNorm):
+        if isinstance(module, ScaleNorm):
             init.ones_(module.weight)
         if isinstance(module, ToeplitzOperator):
             module.reset_parameters()
@@ -118,7 +266,7 @@ class TnnPreTrainedModel(PreTrainedModel):
         Raises:
             ValueError: the model is bidirectional, or the tolerance cannot be met.
         """
-        return convert(self, order, window, tolerance)
+        return to_recurrent(self, order, window, tolerance)
 
 
 class TnnModel(TnnPreTrainedModel):
@@ -157,7 +305,7 @@ class TnnModel(TnnPreTrainedModel):
             inputs_embeds: `(B, L, d)` instead of `input_ids`, before `scale_embedding`.
             use_cache: whether to return `past_key_values` (causal models only).
             position_ids: `(B, L)`; where they are 0 again within a row, another document begins, which neither sees
-                the ones before nor is seen by them. So do `seq_idx` and `cu_seq_lens_q`, see `documents.py`.
+                the ones before nor is seen by them. So do `seq_idx` and `cu_seq_lens_q`, see `packing.py`.
 
         Raises:
             TypeError: an argument is no tensor, holds other numbers, or is none of this model.
@@ -173,7 +321,7 @@ class TnnModel(TnnPreTrainedModel):
             require_tensor("attention_mask", attention_mask, "(B, past + L)")
         tokens = inputs_embeds if input_ids is None else input_ids
         offsets = kwargs.get("cu_seq_lens_q")
-        documents = find_documents(tokens, attention_mask, position_ids, kwargs.get("seq_idx"), offsets)
+        documents = split_packed(tokens, attention_mask, position_ids, kwargs.get("seq_idx"), offsets)
         if documents is None:
             kwargs |= {"inputs_embeds": inputs_embeds, "past_key_values": past_key_values, "use_cache": use_cache}
             return self._forward(input_ids, attention_mask, return_dict=True, **kwargs)
@@ -182,7 +330,7 @@ class TnnModel(TnnPreTrainedModel):
                 "A row holds several documents (by its position_ids, seq_idx or cu_seq_lens_q), but a cache continues "
                 "one text: leave out past_key_values and use_cache, or pad instead of packing."
             )
-        return forward_documents(self._forward, documents, input_ids, attention_mask, inputs_embeds, **kwargs)
+        return forward_packed(self._forward, documents, input_ids, attention_mask, inputs_embeds, **kwargs)
 
     @merge_with_config_defaults
     @capture_outputs
@@ -230,6 +378,34 @@ class TnnModel(TnnPreTrainedModel):
         )
 
 
+class TnnPredictionHeadTransform(nn.Module):
+    """LayerNorm(gelu(W x)), before the vocabulary projection of the masked language model."""
+
+    def __init__(self, config: TnnConfig):
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.norm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """`(B, L, d)` to `(B, L, d)`."""
+        return self.norm(nn.functional.gelu(self.dense(hidden_states)))
+
+
+class TnnClassificationHead(nn.Module):
+    """Two linear layers with a tanh between them, each after dropout, for `num_features` inputs (d unless given)."""
+
+    def __init__(self, config: TnnConfig, num_features: int | None = None):
+        super().__init__()
+        rate = config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout
+        self.dropout = nn.Dropout(rate)
+        self.dense = nn.Linear(num_features or config.hidden_size, config.hidden_size)
+        self.out_proj = nn.Linear(config.hidden_size, config.num_labels)
+
+    def forward(self, pooled: torch.Tensor) -> torch.Tensor:
+        """`(B, num_features)` to `(B, num_labels)`."""
+        return self.out_proj(self.dropout(torch.tanh(self.dense(self.dropout(pooled)))))
+
+
 class TnnForCausalLM(TnnPreTrainedModel, GenerationMixin):
     """A causal TNN with a language modelling head, as in the WikiText-103 experiments of the TNN paper.
 
@@ -240,7 +416,7 @@ class TnnForCausalLM(TnnPreTrainedModel, GenerationMixin):
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config: TnnConfig):
-        _check_direction(self, config, causal=True)
+        check_direction(type(self).__name__, config.causal, needed=True)
         super().__init__(config)
         self.model = TnnModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -330,7 +506,7 @@ class TnnForMaskedLM(TnnPreTrainedModel):
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config: TnnConfig):
-        _check_direction(self, config, causal=False)
+        check_direction(type(self).__name__, config.causal, needed=False)
         super().__init__(config)
         self.model = TnnModel(config)
         self.transform = TnnPredictionHeadTransform(config)
@@ -405,7 +581,7 @@ class TnnForSequenceClassification(TnnPreTrainedModel):
         The other arguments and the errors are those of [`TnnModel.forward`]; a cache that holds tokens is refused
         where the mean is read.
         """
-        check_pooled_whole(self.config, past_key_values)
+        check_pooled_whole(self.config.pooling, past_key_values)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -418,7 +594,7 @@ class TnnForSequenceClassification(TnnPreTrainedModel):
         check_one_document(input_ids if inputs_embeds is None else inputs_embeds, attention_mask, **kwargs)
         if attention_mask is None and self.config.causal:
             attention_mask = real_tokens(input_ids, self.config.pad_token_id)  # as in transformers
-        logits = self.classifier(pool_tokens(self.config, outputs.last_hidden_state, attention_mask))
+        logits = self.classifier(pool_tokens(self.config.pooling, outputs.last_hidden_state, attention_mask))
         loss = None
         if labels is not None:
             check_class_labels(labels, logits)
@@ -429,11 +605,6 @@ class TnnForSequenceClassification(TnnPreTrainedModel):
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
         )
-
-
-def take_options(keywords: dict, *names: str) -> dict:
-    """Move the keyword arguments with these names out of `keywords`."""
-    return {name: keywords.pop(name) for name in names if name in keywords}
 
 
 def language_model_loss(
@@ -456,22 +627,123 @@ def language_model_loss(
     )
 
 
-def _check_direction(model: PreTrainedModel, config: TnnConfig, causal: bool):
-    if config.causal != causal:
-        why = "it predicts from what comes before" if causal else "it predicts from both sides"
-        raise ValueError(
-            f"causal={config.causal} is not possible: {type(model).__name__} needs causal={causal}, since {why}. "
-            f"A model with causal={config.causal} is for {'TnnForMaskedLM' if causal else 'TnnForCausalLM'}."
-        )
-
-
 # By this list of names Trainer's label smoothing knows whose labels are to be shifted.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[TnnConfig.model_type] = TnnForCausalLM.__name__
 
+
+class TnnPatchEmbedding(nn.Module):
+    """One linear map of every patch."""
+
+    def __init__(self, config: TnnConfig):
+        super().__init__()
+        size = config.patch_size
+        self.projection = nn.Conv2d(config.num_channels, config.hidden_size, size, stride=size)
+
+    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        """`(B, C, H, W)` to `(B, L, d)`, row by row.
+
+        Raises:
+            ValueError: the image is not square, has a side that is no multiple of P, or another number of channels.
+        """
+        check_pixel_values(pixel_values, self.projection)
+        return self.projection(pixel_values.to(self.projection.weight.dtype)).flatten(2).transpose(1, 2)
+
+
+class TnnImageModel(TnnPreTrainedModel):
+    """The stack of blocks between pixels and hidden states."""
+
+    main_input_name = "pixel_values"
+    input_modalities = ("image",)
+    _input_embed_layer = "patch_embedding"
+
+    def __init__(self, config: TnnConfig):
+        super().__init__(config)
+        self.patch_embedding = TnnPatchEmbedding(config)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.layers = nn.ModuleList([TnnBlock(config, layer_idx) for layer_idx in range(config.num_hidden_layers)])
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(self, pixel_values: torch.Tensor, **kwargs: Unpack[TransformersKwargs]) -> BaseModelOutput:
+        """Hidden states of the last layer, `(B, L, d)`, for `pixel_values` `(B, C, H, W)`."""
+        hidden_states = self.dropout(self.patch_embedding(pixel_values))
+        for layer in self.layers:
+            hidden_states = layer(hidden_states)
+        return BaseModelOutput(last_hidden_state=hidden_states)
+
+
+class TnnForImageClassification(TnnPreTrainedModel):
+    """A TNN over the patches of an image with a linear head on the norm of their mean.
+
+    Raises:
+        ValueError: the configuration is causal, or its number of positions is not that of its patches.
+    """
+
+    main_input_name = "pixel_values"
+    input_modalities = ("image",)
+    _input_embed_layer = "patch_embedding"
+    # The loss is a mean over images: Trainer must divide it by the accumulation steps itself.
+    accepts_loss_kwargs = False
+
+    def __init__(self, config: TnnConfig):
+        _check_patches(config)
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.model = TnnImageModel(config)
+        self.norm = build_norm(config.norm_type, config.hidden_size)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        pixel_values: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> ImageClassifierOutput:
+        """Logits `(B, num_labels)`.
+
+        Args:
+            pixel_values: `(B, C, H, W)`, what an image processor gives.
+            labels: `(B,)` classes or values, or `(B, num_labels)` for several labels at once; the loss follows
+                `config.problem_type` as everywhere in transformers.
+
+        Raises:
+            ValueError: there are no pixels, or they have another shape.
+        """
+        if pixel_values is None:
+            raise ValueError("pixel_values must be given.")
+        check_keywords(kwargs)
+        outputs = self.model(pixel_values, return_dict=True, **kwargs)
+        pooled = outputs.last_hidden_state.mean(dim=1)  # (B, d)
+        logits = self.classifier(self.norm(pooled[:, None])[:, 0])
+        loss = None
+        if labels is not None:
+            check_class_labels(labels, logits)
+            loss = self.loss_function(labels, logits, self.config)
+        return ImageClassifierOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
+
+
+def _check_patches(config: TnnConfig):
+    if config.causal:
+        raise ValueError("causal=True is not possible: TnnForImageClassification needs causal=False.")
+    side = config.image_size // config.patch_size
+    if config.image_size % config.patch_size or side**2 != config.max_position_embeddings:
+        raise ValueError(
+            f"max_position_embeddings={config.max_position_embeddings} is not possible: it must be the number of "
+            f"patches, (image_size / patch_size)^2 with image_size={config.image_size} a multiple of "
+            f"patch_size={config.patch_size}."
+        )
+
+
 __all__ = [
     "TnnForCausalLM",
+    "TnnForImageClassification",
     "TnnForMaskedLM",
     "TnnForSequenceClassification",
+    "TnnImageModel",
     "TnnModel",
     "TnnPreTrainedModel",
 ]

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from .toeplitz import transform_dtype
+from .numerics import compute_dtype
 
 
 class SimpleRMSNorm(nn.Module):
@@ -30,7 +30,7 @@ class SimpleRMSNorm(nn.Module):
         self.size = size
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.normalize(x.to(transform_dtype(x.dtype))).to(x.dtype)
+        return self.normalize(x.to(compute_dtype(x.dtype))).to(x.dtype)
 
     def normalize(self, x: torch.Tensor) -> torch.Tensor:
         rms = torch.linalg.vector_norm(x, dim=-1, keepdim=True) / self.size**0.5  # (..., 1)
@@ -40,7 +40,7 @@ class SimpleRMSNorm(nn.Module):
         return f"{self.size}, eps={self.eps}"
 
 
-class AffineRMSNorm(SimpleRMSNorm):
+class RMSNorm(SimpleRMSNorm):
     """`SimpleRMSNorm` with a scale per channel."""
 
     def __init__(self, size: int):
@@ -51,8 +51,8 @@ class AffineRMSNorm(SimpleRMSNorm):
         return super().normalize(x) * self.weight.to(x.dtype)
 
 
-class GatedRMSNorm(AffineRMSNorm):
-    """`AffineRMSNorm` times a sigmoid gate of its input."""
+class GatedRMSNorm(RMSNorm):
+    """`RMSNorm` times a sigmoid gate of its input."""
 
     def __init__(self, size: int):
         super().__init__(size)
@@ -62,7 +62,7 @@ class GatedRMSNorm(AffineRMSNorm):
         return super().normalize(x) * torch.sigmoid(self.gate.to(x.dtype) * x)
 
 
-class ScaleRMSNorm(SimpleRMSNorm):
+class ScaleNorm(SimpleRMSNorm):
     """RMS norm with one learned scale for all channels and eps inside the root."""
 
     eps = 1e-5
@@ -79,7 +79,7 @@ class LayerNorm(nn.LayerNorm):
     """`torch.nn.LayerNorm` for inputs and parameters of different dtypes."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        dtype = transform_dtype(x.dtype)
+        dtype = compute_dtype(x.dtype)
         weight, bias = self.weight.to(dtype), self.bias.to(dtype)
         return nn.functional.layer_norm(x.to(dtype), self.normalized_shape, weight, bias, self.eps).to(x.dtype)
 
@@ -105,9 +105,9 @@ def with_mask(norm: nn.Module, attention_mask: torch.Tensor | None) -> Callable[
 
 NORM_TYPES = {
     "simplermsnorm": SimpleRMSNorm,
-    "rmsnorm": AffineRMSNorm,
+    "rmsnorm": RMSNorm,
     "gatedrmsnorm": GatedRMSNorm,
-    "scalenorm": ScaleRMSNorm,
+    "scalenorm": ScaleNorm,
     "layernorm": LayerNorm,
     "batchnorm": BatchNorm,
 }

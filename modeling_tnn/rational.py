@@ -19,11 +19,11 @@ onto lag 0, its direct term is the tap k_0, not h_0. Beyond F the taps go on as
 
 import torch
 
-from .chunked import CHUNK
 from .fourier import exported_quotient
 from .gating import differentiable_gradients, must_differentiate
-from .toeplitz import dense_toeplitz, fft_length, fit_taps, two_sided
-from .tracing import is_exported_to_onnx
+from .numerics import is_exported_to_onnx, next_fast_len
+from .toeplitz import dense_toeplitz, fit_taps, two_sided
+from .toeplitz_fused import CHUNK
 
 
 def rational_kernel(denominator: torch.Tensor, numerator: torch.Tensor, size: int) -> torch.Tensor:
@@ -134,7 +134,7 @@ def per_filter(values: torch.Tensor, filters: int) -> torch.Tensor:
 def multiply_series(first: torch.Tensor, second: torch.Tensor, length: int) -> torch.Tensor:
     """The first `length` coefficients of the product of two power series, `(D, K)` and `(D, M)` to `(D, length)`."""
     first, second = first[:, :length], second[:, :length]
-    size = fft_length(first.shape[1] + second.shape[1])
+    size = next_fast_len(first.shape[1] + second.shape[1])
     product = torch.fft.irfft(torch.fft.rfft(first, n=size) * torch.fft.rfft(second, n=size), n=size)
     return torch.nn.functional.pad(product, (0, max(0, length - size)))[:, :length]
 
@@ -180,7 +180,7 @@ def kernel_of_any_length(denominator: torch.Tensor, taps: torch.Tensor, length: 
     generating functions of Abate and Whitt, 1992.)
     """
     order, count = denominator.shape[1], taps.shape[1]
-    size = fft_length(2 * length + order)  # M
+    size = next_fast_len(2 * length + order)  # M
     position = torch.arange(length, device=taps.device)
     fading = torch.finfo(taps.dtype).eps ** (position.to(taps.dtype) / size)  # (L,): r^-t
     scale = torch.finfo(taps.dtype).eps ** (torch.arange(1, order + 1, device=taps.device, dtype=taps.dtype) / size)

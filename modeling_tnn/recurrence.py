@@ -1,31 +1,42 @@
-"""Decoding a causal Toeplitz operator token by token: the contract, and exact decoding of any kernel.
+"""Decoding a causal Toeplitz operator token by token: the contract, exact decoding of any kernel, and gradients.
 
-    y_t = sum_{j=0}^{m-1} k_j v_{t-j}
+    y_t = sum_{j=0}^{m-1} k_j v_{t-j}                                                                             (1)
+    y = f(h, v, theta)                                                                                            (2)
 
 B batch, D channels, L length of a chunk, m taps, T tokens seen, H horizon (a block of tokens), b base tile.
 
-`FilterRecurrence` keeps the last m - 1 inputs. At the start of a block one transform computes what these add to all
-H outputs of the block (the future); within the block a token adds its own part by a dot product with the first taps,
-over the inputs since the last tile. A tile of U inputs (U the lowest set bit of the position in the block, from b on)
-is passed on to the next U outputs by a transform of length 2U (relaxed multiplication: van der Hoeven 2002; Oncescu
-et al., "Flash Inference", 2024; Agarwal et al., "FutureFill", 2024). With H = b there are no tiles: that is best for
-short kernels. Kernels that never end (no decay) take a long horizon: their cost per token is nearly constant, while
-their state grows. Layers start their blocks at different times, so that their transforms do not fall on one token.
+(1) `FilterRecurrence` keeps the last m - 1 inputs. At the start of a block one transform computes what these add to
+all H outputs of the block (the future); within the block a token adds its own part by a dot product with the first
+taps, over the inputs since the last tile. A tile of U inputs (U the lowest set bit of the position in the block, from
+b on) is passed on to the next U outputs by a transform of length 2U (relaxed multiplication: van der Hoeven 2002;
+Oncescu et al., "Flash Inference", 2024; Agarwal et al., "FutureFill", 2024). With H = b there are no tiles: that is
+best for short kernels. Kernels that never end (no decay) take a long horizon: their cost per token is nearly constant,
+while their state grows. Layers start their blocks at different times, so that their transforms do not fall on one
+token.
+
+(2) `Continuation`: h is what the state holds before the call, a constant, v the new inputs, theta the parameters of
+the operator. y comes from the recurrence, as fast as without gradients; the backward pass computes f again by
+differentiable operations. The gradients of v and theta are those of this call alone: back-propagation through time,
+truncated where the cache was. For a kernel that is decoded from its past inputs, f is the whole product with these
+inputs detached; for a recurrence (RTF, modal), the recurrence with its state detached.
 """
 
 import copy
-import math
 
 import torch
 from torch.nn.functional import pad
+from transformers.utils.generic import maybe_autocast
 
-from .register import ShiftRegister
-from .toeplitz import fft_length, transform_dtype
+from .history import HistoryBuffer
+from .numerics import compute_dtype, next_fast_len
 
 # (horizon, base tile) for kernels up to this many taps, and for longer ones.
 SHORT_KERNEL = 4096
+
 SHORT_BLOCKS = (128, 128)
+
 LONG_BLOCKS = (2048, 64)
+
 # On the CPU channels are transformed in groups of about this many numbers, so that temporaries stay in the cache.
 GROUP = 2**18
 
@@ -74,7 +85,7 @@ class Recurrence:
 
     def channel_major(self, v: torch.Tensor) -> torch.Tensor:
         """`(B, L, D)` to `(B, D, L)` in the dtype of the state."""
-        return v.transpose(1, 2).to(transform_dtype(v.dtype))
+        return v.transpose(1, 2).to(compute_dtype(v.dtype))
 
     def replay(self, held: tuple, v: torch.Tensor) -> torch.Tensor:
         """What `advance` returns, by differentiable operations on `v` and the parameters of the operator.
@@ -104,11 +115,11 @@ class Recurrence:
         """Several tokens, `(B, D, L)` to `(B, D, L)`."""
         raise NotImplementedError
 
-    def removable(self, state) -> int:
+    def max_crop(self, state) -> int:
         """How many of the newest tokens can be taken back."""
         raise NotImplementedError
 
-    def take_back(self, state, count: int):
+    def crop(self, state, count: int):
         """Return to the state `count` tokens ago."""
         raise NotImplementedError
 
@@ -119,15 +130,15 @@ class FilterRecurrence(Recurrence):
     Args:
         operator: has `coefficients(length)`.
         taps: m; None if the kernel has no end.
-        stagger: share of the first block that is left out.
+        refill_phase: share of the first block that is left out.
     """
 
-    def __init__(self, operator, taps: int | None, stagger: float):
+    def __init__(self, operator, taps: int | None, refill_phase: float):
         super().__init__(operator)
         self.taps = taps
         self.short = taps is not None and taps <= SHORT_KERNEL
         self.horizon, self.base = SHORT_BLOCKS if self.short else LONG_BLOCKS
-        self.first_block = self.horizon - int(stagger * self.horizon)
+        self.first_block = self.horizon - int(refill_phase * self.horizon)
 
     def forget(self):
         self._kernel: torch.Tensor | None = None
@@ -135,15 +146,15 @@ class FilterRecurrence(Recurrence):
         self._spectra: dict[tuple[int, int], torch.Tensor] = {}
 
     def hold(self, state) -> tuple:
-        return (state.register.lend(self._reach(state)),)
+        return (state.history.lend(self._reach(state)),)
 
     def outputs(self, held: tuple, x: torch.Tensor) -> torch.Tensor:
         past = held[0]  # (B, D, P)
         whole = torch.cat([past, x], dim=-1).transpose(1, 2)  # (B, P+L, D)
-        return self.operator.mix(whole)[:, past.shape[-1] :].transpose(1, 2)
+        return self.operator.matmul(whole)[:, past.shape[-1] :].transpose(1, 2)
 
     def start(self, state, x: torch.Tensor):
-        state.register = ShiftRegister(x, None if self.taps is None else self.taps - 1)
+        state.history = HistoryBuffer(x, None if self.taps is None else self.taps - 1)
         state.counters = {"block": self.first_block}
 
     def step(self, state, x: torch.Tensor) -> torch.Tensor:
@@ -153,8 +164,8 @@ class FilterRecurrence(Recurrence):
         position = counters["position"]
         if position and position % self.base == 0:
             self._pass_on_tile(state, position & -position)
-        state.register.append(x)
-        recent = state.register.last(position % self.base + 1)  # (B, D, n)
+        state.history.append(x)
+        recent = state.history.last(position % self.base + 1)  # (B, D, n)
         kernel = self._reversed_head(x)[:, -recent.shape[-1] :]  # (D, n)
         y = state.tensors["future"][..., position] + torch.linalg.vecdot(recent, kernel)  # (B, D)
         counters["position"] = position + 1
@@ -166,16 +177,16 @@ class FilterRecurrence(Recurrence):
     def chunk(self, state, x: torch.Tensor) -> torch.Tensor:
         past = self._past(state)  # (B, D, P)
         y = self._continue(torch.cat([past, x], dim=-1), past.shape[-1], x.shape[-1])  # (B, D, L)
-        state.register.append(x)
+        state.history.append(x)
         state.tensors.pop("future", None)
         return y
 
-    def removable(self, state) -> int:
-        held, seen = state.register.end, state.length
+    def max_crop(self, state) -> int:
+        held, seen = state.history.end, state.length
         return min(seen, held) if held >= seen else max(0, held - self.taps + 1)
 
-    def take_back(self, state, count: int):
-        state.register.drop(count)
+    def crop(self, state, count: int):
+        state.history.drop(count)
         position = state.counters.get("position", 0)
         if "future" in state.tensors and self.base == self.horizon and count <= position:
             state.counters["position"] = position - count  # the future depends on inputs before the block alone
@@ -198,7 +209,7 @@ class FilterRecurrence(Recurrence):
         return self._head
 
     def _past(self, state) -> torch.Tensor:
-        return state.register.last(self._reach(state))
+        return state.history.last(self._reach(state))
 
     def _reach(self, state) -> int:
         """How many inputs the next outputs are made from."""
@@ -218,7 +229,7 @@ class FilterRecurrence(Recurrence):
 
     def _pass_on_tile(self, state, tile: int):
         position = state.counters["position"]
-        recent = state.register.last(tile)  # (B, D, U)
+        recent = state.history.last(tile)  # (B, D, U)
         added = self._continue(recent, tile, tile, keep=True)  # (B, D, U)
         until = min(position + tile, self.horizon)
         state.tensors["future"][..., position:until] += added[..., : until - position]
@@ -232,7 +243,7 @@ class FilterRecurrence(Recurrence):
         """
         if x.shape[0] == 0:
             return x.new_zeros(*x.shape[:-1], count)  # MKL refuses transforms of nothing
-        size = fft_length(x.shape[-1] + count)
+        size = next_fast_len(x.shape[-1] + count)
         kernel = self.kernel(start + count, x)
         spectrum = self._spectra.get((start + count, size))  # (D, F/2+1)
         if keep and spectrum is None:
@@ -247,11 +258,29 @@ class FilterRecurrence(Recurrence):
         return torch.cat(parts, dim=1)
 
 
-def taps_above_resolution(decay: float, dtype: torch.dtype) -> int | None:
-    """How many lags it takes a decaying kernel to fall below the resolution of `dtype`; None without decay.
+class Continuation(torch.autograd.Function):
+    """`recurrence.advance(state, v)` `(B, L, D)`, differentiable in `v` and the parameters of the operator."""
 
-    The taps beyond m = ln(eps) / ln(decay) hold less than eps of the sum of all |taps| that the decay alone allows.
-    """
-    if decay >= 1:
-        return None
-    return max(1, math.ceil(math.log(torch.finfo(dtype).eps) / math.log(decay)))
+    @staticmethod
+    def forward(ctx, v: torch.Tensor, recurrence: Recurrence, state, *parameters) -> torch.Tensor:
+        ctx.recurrence, ctx.held = recurrence, recurrence.hold(state)
+        ctx.save_for_backward(v, *parameters)
+        return recurrence.advance(state, v)
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        needed = [ctx.needs_input_grad[0], *ctx.needs_input_grad[3:]]
+        inputs = [tensor for tensor, need in zip(ctx.saved_tensors, needed, strict=True) if need]
+        again = torch.is_grad_enabled()
+        with torch.enable_grad(), maybe_autocast(device_type=gradient.device.type, enabled=False):
+            y = ctx.recurrence.replay(ctx.held, ctx.saved_tensors[0])  # (B, L, D)
+            found = iter(torch.autograd.grad(y, inputs, gradient, allow_unused=True, create_graph=again))
+        v_gradient, *rest = [next(found) if need else None for need in needed]
+        return v_gradient, None, None, *rest
+
+
+def advance(recurrence: Recurrence, state, v: torch.Tensor) -> torch.Tensor:
+    """`recurrence.advance(state, v)`, with gradients where they are enabled."""
+    if not torch.is_grad_enabled():
+        return recurrence.advance(state, v)
+    return Continuation.apply(v, recurrence, state, *recurrence.operator.parameters())

@@ -4,17 +4,23 @@
     z = W_k act(norm(z)) + b_k  (+ z if residual),    k = 1 .. rpe_layers
     out = W_out act(norm(z)) + b_out
 
-M positions, w = rpe_dim, D outputs. (TNN paper, "relative position encoder"; the order of norm, activation and
-linear map is that of the released code.) It runs in float32 at least: bfloat16 cannot tell integer lags above 256
-apart.
+M positions, w = rpe_dim, D outputs, P = `rpe_input_length`. (TNN paper, "relative position encoder"; the order of
+norm, activation and linear map is that of the released code.) It runs in float32 at least: bfloat16 cannot tell
+integer lags above 256 apart.
+
+The input p of a lag k (TNN paper, table 9; `rpe_input`) is k itself, k / P ("normalized"), or the sines and cosines of
+k at w/2 rates. The released code divides by the length of the input less one, so that a longer text changes all
+coefficients; a fixed number keeps causal kernels the same for every prefix.
 """
+
+import math
 
 import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
 from .norms import build_norm
-from .toeplitz import transform_dtype
+from .numerics import compute_dtype
 
 
 class CastingLinear(nn.Linear):
@@ -85,7 +91,7 @@ class RelativePositionEncoder(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """The precision it computes in."""
-        return transform_dtype(self.in_proj.weight.dtype)
+        return compute_dtype(self.in_proj.weight.dtype)
 
     @property
     def device(self) -> torch.device:
@@ -113,3 +119,55 @@ class RelativePositionEncoder(nn.Module):
             ones: A 1, `(M,)`.
         """
         return self.out.linear(features, ones).t()
+
+
+class NormalizedInput(CastingLinear):
+    """The input projection of k / P."""
+
+    def __init__(self, config):
+        super().__init__(1, config.rpe_dim)
+        self.longest = config.rpe_input_length
+
+    def forward(self, lags: torch.Tensor) -> torch.Tensor:
+        """`(M, 1)` to `(M, w)`."""
+        return super().forward(lags / self.longest)
+
+
+class SinusoidalInput(CastingLinear):
+    """The input projection of sines and cosines."""
+
+    def __init__(self, config):
+        super().__init__(config.rpe_dim, config.rpe_dim)
+
+    def forward(self, lags: torch.Tensor) -> torch.Tensor:
+        """`(M, 1)` to `(M, w)`."""
+        return super().forward(sinusoidal_embedding(lags.t(), self.in_features, lags.dtype)[0])
+
+
+RPE_INPUTS = {
+    "lag": lambda config: CastingLinear(1, config.rpe_dim),
+    "normalized": NormalizedInput,
+    "sinusoidal": SinusoidalInput,
+}
+
+
+def build_rpe_input(config) -> nn.Linear:
+    """The input projection that `config.rpe_input` names.
+
+    Raises:
+        ValueError: there is no such input.
+    """
+    if config.rpe_input not in RPE_INPUTS:
+        raise ValueError(f"rpe_input={config.rpe_input!r} is not possible: it must be one of {', '.join(RPE_INPUTS)}.")
+    return RPE_INPUTS[config.rpe_input](config)
+
+
+def sinusoidal_embedding(positions: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Sines (even channels) and cosines (odd ones) of the positions `(B, L)` at `size` / 2 rates, `(B, L, size)`.
+
+    Channel c has the rate 10000^(-2 floor(c/2) / size) (Vaswani et al., 2017, section 3.5).
+    """
+    channel = torch.arange(size, device=positions.device)
+    rates = torch.exp(channel.div(2, rounding_mode="floor") * (-2 * math.log(10000.0) / size))  # (size,)
+    angles = positions[..., None] * rates  # (B, L, size)
+    return torch.where(channel % 2 == 0, angles.sin(), angles.cos()).to(dtype)

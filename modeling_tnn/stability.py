@@ -33,8 +33,8 @@ class UnstableLayer(NamedTuple):
     Attributes:
         layer: its index.
         denominators: how many of its denominators have such poles.
-        index: the one with the outermost pole.
-        radius: that of the outermost pole.
+        index: the one with the spectral_radius pole.
+        radius: that of the spectral_radius pole.
     """
 
     layer: int
@@ -44,12 +44,12 @@ class UnstableLayer(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"layer {self.layer}: {self.denominators} denominators with poles outside, the outermost of radius "
+            f"layer {self.layer}: {self.denominators} denominators with poles outside, the spectral_radius of radius "
             f"{self.radius:.6f} (denominator {self.index})"
         )
 
 
-def inside(denominator: torch.Tensor, radius: float = 1.0) -> torch.Tensor:
+def is_stable(denominator: torch.Tensor, radius: float = 1.0) -> torch.Tensor:
     """Whether all roots of denominators `(Q, N)` lie inside the circle of `radius`, `(Q,)`, by (1) in float64."""
     order = denominator.shape[1]
     powers = torch.arange(1, order + 1, device=denominator.device, dtype=torch.float64)
@@ -63,7 +63,7 @@ def inside(denominator: torch.Tensor, radius: float = 1.0) -> torch.Tensor:
     return stable
 
 
-def outermost(denominator: torch.Tensor) -> torch.Tensor:
+def spectral_radius(denominator: torch.Tensor) -> torch.Tensor:
     """The largest magnitude of a root of each of `(Q, N)`, `(Q,)` in float64; infinite where one is not finite."""
     finite = denominator.isfinite().all(dim=1)
     matrices = companion_matrix(denominator.double().where(finite[:, None], 0.0))  # (Q, N, N)
@@ -83,9 +83,9 @@ def find_unstable(model: torch.nn.Module, radius: float = 1.0) -> list[UnstableL
     """The layers of a model with poles on or outside the circle of `radius`."""
     found = []
     for operator in rational_operators(model):
-        outside = (~inside(operator.denominator, radius)).nonzero()[:, 0].cpu()  # (M,)
+        outside = (~is_stable(operator.denominator, radius)).nonzero()[:, 0].cpu()  # (M,)
         if len(outside):
-            radii = outermost(operator.denominator.cpu()[outside])
+            radii = spectral_radius(operator.denominator.cpu()[outside])
             worst = int(radii.argmax())
             found.append(UnstableLayer(operator.layer_idx, len(outside), int(outside[worst]), radii[worst].item()))
     return found
@@ -106,10 +106,10 @@ def project_poles(model: torch.nn.Module, radius: float) -> list[UnstableLayer]:
     if any(layer.radius == float("inf") for layer in found):
         raise ValueError(f"Denominators that are not finite cannot be projected: {'; '.join(map(str, found))}.")
     for operator in rational_operators(model) if found else []:
-        outside = ~inside(operator.denominator, radius)  # (Q,)
+        outside = ~is_stable(operator.denominator, radius)  # (Q,)
         rows = operator.denominator[outside].double().cpu()  # (M, N)
         powers = torch.arange(1, rows.shape[1] + 1, dtype=torch.float64)
-        scale = (radius / outermost(rows)).clamp(max=1)[:, None] ** powers  # (M, N)
+        scale = (radius / spectral_radius(rows)).clamp(max=1)[:, None] ** powers  # (M, N)
         operator.denominator[outside] = (rows * scale).to(operator.denominator)
     return found
 
@@ -127,9 +127,9 @@ class PoleCallback(TrainerCallback):
         self.warned: set[int] = set()
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
-        self.look(model, state.global_step)
+        self.on_step(model, state.global_step)
 
-    def look(self, model: PreTrainedModel, step: int):
+    def on_step(self, model: PreTrainedModel, step: int):
         """Project or warn after `step`, for training loops without a Trainer."""
         if self.max_radius is not None:
             project_poles(model, self.max_radius)

@@ -19,13 +19,12 @@ import math
 
 import torch
 
-from .chunked import complex_response
 from .fourier import Spectrum, inverse_matrix_transform
-from .gating import Gating
+from .numerics import is_exported, is_exported_to_onnx
 from .rpe import RelativePositionEncoder
 from .tno import ToeplitzOperator
-from .toeplitz import filter_by_response, fit_lags, fit_taps
-from .tracing import is_exported, is_exported_to_onnx
+from .toeplitz import fit_lags, fit_taps
+from .toeplitz_fused import complex_response
 
 
 class FdOperator(ToeplitzOperator):
@@ -58,10 +57,11 @@ class FdOperator(ToeplitzOperator):
         values = self.rpe.emit(self.rpe.features(omega), torch.ones_like(omega))  # (2D, R+1) or (D, R+1)
         return values if self.causal else values.unflatten(0, (2, self.channels))
 
-    def response(self, device: torch.device | None = None) -> torch.Tensor:
-        """The frequency response `(D, R + 1)`: complex if bidirectional, else its real part alone."""
-        parts = self.response_parts(device)
-        return parts if self.causal else complex_response(parts)
+    def response(self, length: int, device: torch.device | None = None) -> torch.Tensor | None:
+        # Where the grid is the transform length that the product would take anyway, it is used as it is.
+        if self.causal or is_exported() or not self.resolution < 2 * length <= 2 * self.resolution:
+            return None
+        return self.response_parts(device)
 
     def coefficients(self, length: int, device: torch.device | None = None) -> torch.Tensor:
         if self.causal:
@@ -87,11 +87,5 @@ class FdOperator(ToeplitzOperator):
             return inverse_matrix_transform(Spectrum(real, imag), size, 0, size)
         return torch.fft.irfft(complex_response(response) if response.dim() == 3 else response, n=size)
 
-    def num_taps(self) -> int | None:
+    def kernel_length(self) -> int:
         return self.resolution
-
-    def mix(self, v: torch.Tensor, gating: Gating | None = None) -> torch.Tensor:
-        # Where the grid is the transform length that the product would take anyway, the response is used as it is.
-        if self.causal or is_exported() or not self.resolution < 2 * v.shape[1] <= 2 * self.resolution:
-            return super().mix(v, gating)
-        return filter_by_response(v, self.response_parts(v.device), self.product, gating)

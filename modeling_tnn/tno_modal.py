@@ -1,24 +1,153 @@
-"""A causal kernel as an exact head and a sum of exponentials shared by all channels: what `to_recurrent` makes.
+"""A causal kernel as an exact head and a sum of exponentials shared by all channels, and its decoding: `to_recurrent`.
 
     t_j = head_j,                                   j < w
-    t_j = Re sum_q r_q lambda_q^(j - w),            j >= w,        lambda_q = exp(-exp(nu_q) + i theta_q)
+    t_j = Re sum_q r_q lambda_q^(j - w),            j >= w,        lambda_q = exp(-exp(nu_q) + i theta_q)         (1)
+    s_C = sum_{p < C} lambda^(C-1-p) v_p,    what it adds to y_t:  Re sum_q r_q lambda_q^(t-C+1-w) s_C,q          (2)
 
-D channels, L length, w window, Q modes. A complex mode is an order-2 block of a real diagonal recurrence. Its poles
-lie inside the unit circle by construction, whatever the parameters.
+B batch, D channels, L length, w window, Q modes, C tokens covered by the memory s, T tokens seen.
+
+(1) A complex mode is an order-2 block of a real diagonal recurrence. Its poles lie inside the unit circle by
+construction, whatever the parameters.
+
+(2) A diagonal recurrence, advanced a block of tokens at a time. At the start of a block the memory takes in the inputs
+that are old enough, by one product with powers of the poles; (2) gives what it adds to the outputs of the block; the
+younger inputs, which still lie in the history, add theirs through the first taps, as in `FilterRecurrence`. The memory
+stays w + 64 tokens behind, so that the newest tokens can be taken back.
 """
 
 import torch
 from torch import nn
+from torch.nn.functional import pad
 from transformers import initialization as init
 
-from .recurrence_modal import ModalRecurrence
+from .history import CHUNK_SLACK, SLACK, HistoryBuffer
+from .numerics import compute_dtype, float64_or_widest, is_exported
+from .recurrence import FilterRecurrence
 from .tno import ToeplitzOperator
-from .toeplitz import fit_taps, transform_dtype, widest_dtype
-from .tracing import is_exported
+from .toeplitz import fit_taps
+
+BLOCK = 32
+
+
+class ModalRecurrence(FilterRecurrence):
+    """Decoding of a `ModalOperator` with a state that does not depend on the length of the text.
+
+    Args:
+        operator: has `window`, `powers` and `complex_residues`.
+        refill_phase: share of the first block that is left out.
+    """
+
+    def __init__(self, operator, refill_phase: float):
+        super().__init__(operator, None, refill_phase)
+        self.horizon = self.base = BLOCK
+        self.first_block = BLOCK - int(refill_phase * BLOCK)
+        self.window = operator.window
+
+    def forget(self):
+        super().forget()
+        self._powers: dict[tuple[int, int], torch.Tensor] = {}
+        self._cached_residues: torch.Tensor | None = None
+
+    def hold(self, state) -> tuple:
+        return *super().hold(state), state.tensors["memory"], self._age(state)
+
+    def outputs(self, held: tuple, x: torch.Tensor) -> torch.Tensor:
+        past, memory, age = held
+        y = super().outputs((past,), x)
+        if age is None:
+            return y
+        exponents = torch.arange(age, age + x.shape[-1], device=x.device)
+        powers, residues = self.operator.powers(exponents), self.operator.complex_residues()
+        return y + far_outputs(memory, residues.to(memory.dtype), powers.to(memory.dtype))
+
+    def start(self, state, x: torch.Tensor):
+        memory = torch.zeros(*x.shape[:2], self.operator.angle.numel(), dtype=x.dtype.to_complex(), device=x.device)
+        state.tensors["memory"] = memory  # (B, D, Q)
+        state.counters = {"block": self.first_block, "covered": 0}
+        self._advance_memory(state, x, x.shape[-1] - self.window - SLACK)
+        state.history = HistoryBuffer(x, self.window + BLOCK)
+
+    def chunk(self, state, x: torch.Tensor) -> torch.Tensor:
+        past = self._past(state)  # (B, D, P)
+        y = self._continue(torch.cat([past, x], dim=-1), past.shape[-1], x.shape[-1])  # (B, D, L)
+        y = y + self._from_memory(state, x.shape[-1])
+        behind = self.window + max(SLACK, min(x.shape[-1], CHUNK_SLACK))
+        self._advance_memory(state, torch.cat([past, x], dim=-1), state.length + x.shape[-1] - behind)
+        state.history.append(x)
+        state.tensors.pop("future", None)
+        return y
+
+    def max_crop(self, state) -> int:
+        covered = state.counters["covered"]
+        return state.length - covered - self.window if covered else state.length
+
+    def _reach(self, state) -> int:
+        """The inputs that the memory does not cover."""
+        return state.length - state.counters["covered"]
+
+    def _fill(self, state, like: torch.Tensor):
+        self._advance_memory(state, self._past(state), state.length - self.window - SLACK)
+        past = self._past(state)
+        longest = self.window + SLACK
+        padded = pad(past, (max(0, longest - past.shape[-1]), 0))  # one transform length for all fills
+        keep = padded.shape[-1] == longest
+        near = self._continue(padded, padded.shape[-1], BLOCK, keep)
+        state.tensors["future"] = near + self._from_memory(state, BLOCK)
+        state.counters["position"] = 0
+
+    def _advance_memory(self, state, waiting: torch.Tensor, until: int):
+        """Cover the tokens before `until`; `waiting` `(B, D, P)` begins with the first one not covered."""
+        count = until - state.counters["covered"]
+        if count <= 0:
+            return
+        powers = self._power(0, count, waiting).flip(1).t()  # (count, Q): lambda^(count-1) .. lambda^0
+        inputs = waiting[..., :count]
+        added = torch.complex(inputs @ powers.real, inputs @ powers.imag)  # (B, D, Q)
+        faded = self._power(count, 1, waiting)[:, 0]  # (Q,)
+        state.tensors["memory"] = state.tensors["memory"] * faded + added
+        state.counters["covered"] = until
+
+    def _from_memory(self, state, count: int) -> torch.Tensor:
+        """What the memory adds to the next `count` outputs, `(B, D, count)`."""
+        memory, age = state.tensors["memory"], self._age(state)
+        if age is None:
+            return memory.real.new_zeros(*memory.shape[:2], count)
+        return far_outputs(memory, self._residues(memory), self._power(age, count, memory))
+
+    def _age(self, state) -> int | None:
+        """The exponent in (1) of the next output; None while the memory covers nothing."""
+        covered = state.counters["covered"]
+        return state.length - covered + 1 - self.window if covered else None
+
+    def _power(self, first: int, count: int, like: torch.Tensor) -> torch.Tensor:
+        """lambda^first .. lambda^(first+count-1), complex `(Q, count)`."""
+        exponents = torch.arange(first, first + count, device=like.device)
+        dtype = like.dtype if like.is_complex() else like.dtype.to_complex()
+        if count > BLOCK:
+            return self.operator.powers(exponents).to(dtype)
+        if (first, count) not in self._powers:
+            self._powers[first, count] = self.operator.powers(exponents).to(dtype)
+        return self._powers[first, count]
+
+    def _residues(self, like: torch.Tensor) -> torch.Tensor:
+        if self._cached_residues is None:
+            self._cached_residues = self.operator.complex_residues().to(like.dtype)
+        return self._cached_residues
+
+
+def far_outputs(memory: torch.Tensor, residues: torch.Tensor, powers: torch.Tensor) -> torch.Tensor:
+    """Equation (1) for a memory `(B, D, Q)`, residues `(D, Q)` and `count` powers `(Q, count)`: `(B, D, count)`."""
+    weighted = memory * residues  # (B, D, Q)
+    return weighted.real @ powers.real - weighted.imag @ powers.imag
 
 
 class ModalOperator(ToeplitzOperator):
     """The compressed operator, causal only."""
+
+    supports_bidirectional = False
+    # The poles: in bfloat16 their angles lose the phase within a few lags.
+    fp32_parameters = ("log_rate", "angle")
+    is_recurrence = True
 
     def __init__(self, config, layer_idx: int = 0):
         super().__init__(config, layer_idx)
@@ -36,7 +165,7 @@ class ModalOperator(ToeplitzOperator):
 
     def powers(self, exponents: torch.Tensor) -> torch.Tensor:
         """lambda_q^n for `(M,)` exponents, complex `(Q, M)`, computed in float64."""
-        dtype = widest_dtype(self.angle.device)
+        dtype = float64_or_widest(self.angle.device)
         exponents = exponents.to(dtype)
         radius = torch.exp(-torch.exp(self.log_rate.to(dtype))[:, None] * exponents)  # (Q, M)
         return torch.polar(radius, self.angle.to(dtype)[:, None] * exponents)
@@ -46,27 +175,27 @@ class ModalOperator(ToeplitzOperator):
 
     def complex_residues(self) -> torch.Tensor:
         """r_q of each channel, `(D, Q)`."""
-        return torch.view_as_complex(self.residues.to(widest_dtype(self.angle.device)).contiguous())
+        return torch.view_as_complex(self.residues.to(float64_or_widest(self.angle.device)).contiguous())
 
     def coefficients(self, length: int, device: torch.device | None = None) -> torch.Tensor:
         if is_exported():
-            return self._exported_coefficients(length)
-        head = self.head[:, :length].to(transform_dtype(self.head.dtype))  # (D, <= w)
+            return self._exported_coefficients(length).to(device or self.head.device)
+        head = self.head[:, :length].to(compute_dtype(self.head.dtype))  # (D, <= w)
         beyond = torch.arange(max(0, length - self.window), device=head.device)
         tail = (self.complex_residues() @ self.powers(beyond)).real.to(head.dtype)  # (D, L - w)
-        return torch.cat([head, tail], dim=1)
+        return torch.cat([head, tail], dim=1).to(device or head.device)
 
     def _exported_coefficients(self, length: int) -> torch.Tensor:
         """`coefficients` without a branch on the length and in real numbers, which ONNX knows alone."""
         position = torch.arange(length, device=self.head.device)
-        work = widest_dtype(self.angle.device)
+        work = float64_or_widest(self.angle.device)
         age = (position - self.window).clamp(min=0).to(work)  # (L,)
         radius = torch.exp(-torch.exp(self.log_rate.to(work))[:, None] * age)  # (Q, L)
         turn = self.angle.to(work)[:, None] * age  # (Q, L)
         real, imag = self.residues.to(work).unbind(-1)  # (D, Q) each
         tail = real @ (radius * turn.cos()) - imag @ (radius * turn.sin())  # (D, L)
-        head = self.head.to(transform_dtype(self.head.dtype))  # (D, w)
+        head = self.head.to(compute_dtype(self.head.dtype))  # (D, w)
         return torch.where(position < self.window, fit_taps(head, length), tail.to(head.dtype))
 
     def recurrence(self) -> ModalRecurrence:
-        return ModalRecurrence(self, self.stagger)
+        return ModalRecurrence(self, self.refill_phase)

@@ -7,16 +7,16 @@ lambda_c = decay + (1 - decay) sigmoid(theta_c). The lag enters the MLP as it is
 With `rpe_window` W, t_k = 0 for |k| >= W.
 """
 
+import math
+
 import torch
 from torch import nn
 from transformers import initialization as init
 
-from .recurrence import taps_above_resolution
-from .rpe import RelativePositionEncoder
-from .rpe_input import build_rpe_input
+from .numerics import is_exported
+from .rpe import RelativePositionEncoder, build_rpe_input
 from .tno import ToeplitzOperator
 from .toeplitz import fit_lags, fit_taps
-from .tracing import is_exported
 
 
 class RpeOperator(ToeplitzOperator):
@@ -58,18 +58,19 @@ class RpeOperator(ToeplitzOperator):
         weights = torch.ones_like(lags) if self.decay is None else self.decay ** lags.abs()  # (M,)
         return self.rpe.emit(features * weights[:, None], weights)  # (D, M)
 
-    def num_taps(self) -> int | None:
-        slowest = self._slowest_rate()
-        taps = None if slowest is None else taps_above_resolution(slowest, self.rpe.dtype)
-        return taps if self.window is None else min(self.window, taps or self.window)
+    def kernel_length(self) -> int | None:
+        return self._taps_until(None if self.decay_logit is not None else self.decay)
 
-    def reach(self) -> int | None:
-        # A learned decay is not read here: that would stall an accelerator at every pass.
-        return self.window if self.decay_logit is not None else self.num_taps()
+    def effective_length(self) -> int | None:
+        return self._taps_until(self._slowest_rate())
 
     def slowest_decay(self) -> float | None:
         # What ends at the window is not described by a decay.
         return None if self.window is not None else self._slowest_rate()
+
+    def _taps_until(self, decay: float | None) -> int | None:
+        taps = None if decay is None else taps_above_resolution(decay, self.rpe.dtype)
+        return taps if self.window is None else min(self.window, taps or self.window)
 
     def _slowest_rate(self) -> float | None:
         if self.decay_logit is None:
@@ -80,3 +81,13 @@ class RpeOperator(ToeplitzOperator):
         if self.decay_logit is None:
             return self.decay
         return self.decay + (1 - self.decay) * torch.sigmoid(self.decay_logit.to(dtype))[:, None]  # (D, 1)
+
+
+def taps_above_resolution(decay: float, dtype: torch.dtype) -> int | None:
+    """How many lags it takes a decaying kernel to fall below the resolution of `dtype`; None without decay.
+
+    The taps beyond m = ln(eps) / ln(decay) hold less than eps of the sum of all |taps| that the decay alone allows.
+    """
+    if decay >= 1:
+        return None
+    return max(1, math.ceil(math.log(torch.finfo(dtype).eps) / math.log(decay)))

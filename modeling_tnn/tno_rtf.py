@@ -1,35 +1,179 @@
-"""Toeplitz coefficients as the impulse response of a rational transfer function (RTF paper, section 3).
+"""Toeplitz coefficients as the impulse response of a rational transfer function, and its decoding (RTF paper).
 
-    t_0 = h_0,  t_k = [z^-k] b(z)/a(z)  for k > 0,    a(z) = 1 + a_1 z^-1 + .. + a_N z^-N
+    t_0 = h_0,  t_k = [z^-k] b(z)/a(z)  for k > 0,    a(z) = 1 + a_1 z^-1 + .. + a_N z^-N                         (1)
+    w_t = u_t - sum_i a_i w_{t-i},    y_t = k_0 u_t + sum_i c_i w_{t-i},    i = 1 .. N                            (2)
 
-D channels, L length, N order, T = `rtf_truncation_length` the truncation length. The taps are computed by one
-transform on T points (T + 1 if T is odd), as in the released code, but in float64: near the unit circle float32
-loses all digits. Beyond that length the same filter goes on (see `rational.py`).
+B batch, D channels, L length, N order, T = `rtf_truncation_length` the truncation length.
 
+(1) The taps are computed by one transform on T points (T + 1 if T is odd), as in the released code, but in float64:
+near the unit circle float32 loses all digits. Beyond that length the same filter goes on (see `rational.py`).
 Bidirectional: a second filter for negative lags, t_{-k} = its tap k - 1 (its h_0 is the tap of lag -1).
-
 `rtf_constraint="l1_montel"` divides each denominator by sum|a_i| + |s| + 1e-6 with a learned s: then sum|a_i| < 1
 and all poles lie inside the unit circle (RTF paper, section 3.4, with the scaling of its code).
+
+(2) Decoding is the companion form (RTF paper, section 3.3) with the exact c and k_0 of `rational.py`. The state is the
+last N values of w, in float64, O(N) a token. A chunk needs no stepping: what the old values of w add to (2) ends after
+N tokens, e_t = -sum_{i>t} a_i w_{t-i}; then w = g * (u + e), g the power series of 1/a(z), and y follows from w by a
+filter of N taps: O(L log L).
 """
+
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 from transformers import initialization as init
 
+from .history import HistoryBuffer
+from .numerics import compute_dtype, float64_or_widest, is_exported, is_fused, is_traced, is_transformed
 from .rational import (
     RationalTaps,
     companion_matrix,
     extend_kernel,
     kernel_of_any_length,
+    monic,
     per_filter,
     rational_kernel,
+    reciprocal_series,
     recurrence_numerator,
 )
-from .recurrence_companion import CompanionForm, CompanionRecurrence
+from .recurrence import Recurrence
 from .tno import ToeplitzOperator
-from .toeplitz import transform_dtype, widest_dtype
-from .tracing import is_exported, is_traced, is_transformed, needs_plain
+from .toeplitz import causal_toeplitz_matmul
+
+# Growth of g over the trained length that leaves float64 the digits of float32 and some.
+LARGEST_GROWTH = 1e6
+
+
+class CompanionForm(NamedTuple):
+    """The coefficients of (1), per channel."""
+
+    denominator: torch.Tensor  # (D, N)
+    numerator: torch.Tensor  # (D, N)
+    direct: torch.Tensor  # (D,)
+
+
+class CompanionRecurrence(Recurrence):
+    """Exact decoding of an `RtfOperator`.
+
+    Args:
+        operator: has `companion_form()`.
+        order: N.
+        trained_length: over which the recurrence must hold its precision.
+
+    Raises (where a text is continued):
+        ValueError: poles outside the unit circle make the recurrence lose its precision over the trained length.
+    """
+
+    def __init__(self, operator, order: int, trained_length: int):
+        super().__init__(operator)
+        self.order, self.trained_length = order, trained_length
+
+    def forget(self):
+        for name in ("_form", "_reversed", "_stable"):
+            vars(self).pop(name, None)
+
+    def channel_major(self, v: torch.Tensor) -> torch.Tensor:
+        return v.transpose(1, 2).to(float64_or_widest(v.device))
+
+    def start(self, state, x: torch.Tensor):
+        nothing = x.new_zeros(*x.shape[:2], self.order)  # (B, D, N)
+        w = self._filter(self._form, x, nothing)
+        self._check_finite(w)
+        state.history = HistoryBuffer(nothing, self.order)
+        state.history.append(w)
+
+    def step(self, state, x: torch.Tensor) -> torch.Tensor:
+        past = state.history.last(self.order)  # (B, D, N)
+        denominator, numerator = self._reversed
+        now = x[..., 0]  # (B, D)
+        y = self._form.direct * now + torch.linalg.vecdot(past, numerator)
+        newest = now - torch.linalg.vecdot(past, denominator)
+        self._check_finite(newest)
+        state.history.append(newest[..., None])
+        return y[..., None]
+
+    def chunk(self, state, x: torch.Tensor) -> torch.Tensor:
+        past = state.history.last(self.order)
+        w = self._filter(self._form, x, past)  # (B, D, L)
+        self._check_finite(w)
+        y = self._read(self._form, x, past, w)
+        state.history.append(w)
+        return y
+
+    def hold(self, state) -> tuple:
+        return (state.history.lend(self.order),)
+
+    def outputs(self, held: tuple, x: torch.Tensor) -> torch.Tensor:
+        form = self.operator.companion_form()
+        return self._read(form, x, held[0], self._filter(form, x, held[0]))
+
+    def max_crop(self, state) -> int:
+        return min(state.length, state.history.end - self.order)
+
+    def crop(self, state, count: int):
+        state.history.drop(count)
+
+    @cached_property
+    def _form(self) -> CompanionForm:
+        form = CompanionForm(*(part.detach() for part in self.operator.companion_form()))
+        if not is_contracting(form):
+            self._check_growth(form)
+        return form
+
+    @cached_property
+    def _reversed(self) -> list[torch.Tensor]:
+        return [part.flip(1).contiguous() for part in self._form[:2]]  # (D, N) each, for lags N .. 1
+
+    @cached_property
+    def _stable(self) -> bool:
+        return is_contracting(self._form)
+
+    def _filter(self, form: CompanionForm, x: torch.Tensor, past: torch.Tensor) -> torch.Tensor:
+        """w for the inputs `(B, D, L)` after the values `past` `(B, D, N)`."""
+        order, length, implementation = self.order, x.shape[-1], self.operator.implementation
+        taps = monic(form.denominator)  # (D, N+1)
+        after = pad(past, (0, order)).transpose(1, 2)  # (B, 2N, D)
+        echoed = causal_toeplitz_matmul(after, taps, implementation)[:, order:]  # (B, N, D): -e
+        driven = x - pad(echoed.transpose(1, 2), (0, length - order))  # (B, D, L)
+        series = reciprocal_series(form.denominator, length)  # (D, L)
+        return causal_toeplitz_matmul(driven.transpose(1, 2), series, implementation).transpose(1, 2)
+
+    def _read(self, form: CompanionForm, x: torch.Tensor, past: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        """y for the inputs `(B, D, L)`, whose w `(B, D, L)` come after `past` `(B, D, N)`."""
+        whole = torch.cat([past, w], dim=-1).transpose(1, 2)  # (B, N+L, D)
+        taps = pad(form.numerator, (1, 0))  # (D, N+1)
+        y = causal_toeplitz_matmul(whole, taps, self.operator.implementation)[:, self.order :].transpose(
+            1, 2
+        )  # (B, D, L)
+        return y + form.direct[:, None] * x
+
+    def _check_growth(self, form: CompanionForm):
+        growth = reciprocal_series(form.denominator, self.trained_length).abs().amax(dim=1)  # (D,)
+        diverging = ~(growth <= LARGEST_GROWTH)
+        if diverging.any():
+            channel = diverging.nonzero()[0].item()
+            raise ValueError(self._explain(form, channel, "over the length the model was trained for"))
+
+    def _check_finite(self, w: torch.Tensor):
+        if not self._stable and not torch.isfinite(w).all():
+            bad = (~torch.isfinite(w)).transpose(0, 1).flatten(1).any(dim=1)  # (D,)
+            raise ValueError(self._explain(self._form, bad.nonzero()[0].item(), "on a text of this length"))
+
+    def _explain(self, form: CompanionForm, channel: int, where: str) -> str:
+        companion = companion_matrix(form.denominator[channel : channel + 1].cpu())  # (1, N, N)
+        radius = torch.linalg.eigvals(companion).abs().max().item()
+        return (
+            f"Layer {self.operator.layer_idx}, channel {channel}: a pole of radius {radius:.6f} makes the recurrence "
+            f"diverge {where}. Generate with use_cache=False, or train with rtf_constraint='l1_montel'."
+        )
+
+
+def is_contracting(form: CompanionForm) -> bool:
+    """Whether, by the triangle inequality, no pole reaches the circle: then nothing diverges or need be looked at."""
+    return bool((form.denominator.abs().sum(1) < 1).all())
 
 
 def l1_montel(denominator: torch.Tensor, slack: torch.Tensor) -> torch.Tensor:
@@ -39,11 +183,14 @@ def l1_montel(denominator: torch.Tensor, slack: torch.Tensor) -> torch.Tensor:
 
 
 CONSTRAINTS = {None: lambda denominator, slack: denominator, "l1_montel": l1_montel}
+
 INITIAL_BOUNDS = {"zeros": lambda order: 0.0, "xavier": lambda order: order**-0.5, "montel": lambda order: 1 / order}
 
 
 class RtfOperator(ToeplitzOperator):
     """The rational transfer function operator."""
+
+    is_recurrence = True
 
     def __init__(self, config, layer_idx: int = 0):
         super().__init__(config, layer_idx)
@@ -57,6 +204,14 @@ class RtfOperator(ToeplitzOperator):
         self.direct = nn.Parameter(torch.empty(sides * self.channels))
         self.slack = nn.Parameter(torch.empty(num_denominators)) if self.constraint == "l1_montel" else None
 
+    @classmethod
+    def check_config(cls, config):
+        longest = config.rtf_truncation_length
+        config.require("rtf_state_size", config.rtf_state_size < longest, f"below rtf_truncation_length={longest}")
+        count = config.rtf_num_denominators
+        divides = count is None or (count >= 1 and config.gtu_dim % count == 0)
+        config.require("rtf_num_denominators", divides, f"a divisor of the GTU width {config.gtu_dim}")
+
     def reset_parameters(self):
         init.uniform_(self.denominator, -self.initial_bound, self.initial_bound)
         init.uniform_(self.numerator, -self.initial_bound, self.initial_bound)
@@ -65,12 +220,18 @@ class RtfOperator(ToeplitzOperator):
             init.uniform_(self.slack)
 
     def coefficients(self, length: int, device: torch.device | None = None) -> torch.Tensor:
-        if self.product == "chunked" and not needs_plain() and length <= self.size:
+        if is_fused(self.implementation) and length <= self.size:
             kernel = RationalTaps.apply(  # (D, L) or (2D, L)
-                self._constrained(), self.numerator, self.direct, self.size, length, widest_dtype(self.direct.device)
+                self._constrained(),
+                self.numerator,
+                self.direct,
+                self.size,
+                length,
+                float64_or_widest(self.direct.device),
             )
         else:
-            kernel = self._kernel(length).to(transform_dtype(self.numerator.dtype))  # (D, L) or (2D, L)
+            kernel = self._kernel(length).to(compute_dtype(self.numerator.dtype))  # (D, L) or (2D, L)
+        kernel = kernel.to(device or kernel.device)
         if self.causal:
             return kernel
         positive, negative = kernel.chunk(2)  # (D, L) each
@@ -101,7 +262,7 @@ class RtfOperator(ToeplitzOperator):
         """The denominators `(Q, N)` as they are used; in float64 where a constraint scales them."""
         if self.constraint is None:
             return self.denominator
-        dtype = widest_dtype(self.denominator.device)
+        dtype = float64_or_widest(self.denominator.device)
 
         def constrained(a, s):
             return CONSTRAINTS[self.constraint](a.to(dtype), s.to(dtype))
@@ -113,7 +274,7 @@ class RtfOperator(ToeplitzOperator):
 
     def _taps(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The constrained denominators `(Q, N)` and the taps of the transform `(D, F)`, h_0 included, in float64."""
-        dtype = widest_dtype(self.numerator.device)
+        dtype = float64_or_widest(self.numerator.device)
         denominator = self._constrained().to(dtype)
         taps = rational_kernel(denominator, self.numerator.to(dtype), self.size)
         first = taps[:, :1] + self.direct.to(dtype)[:, None]

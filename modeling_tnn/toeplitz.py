@@ -19,54 +19,60 @@ rotated by L - 1, so the same product stands L - 1 places further down: entries 
 import torch
 from torch.nn.functional import pad
 
-from .chunked import Windows, complex_response, gated_convolution, is_response, lay_windows, single_window
 from .fourier import exported_convolution
-from .gating import Gating, has_parameters
-from .tracing import is_exported, is_traced, needs_plain
+from .gating import NO_GATE, Gate, has_parameters
+from .numerics import compute_dtype, is_exported, is_fused, must_be_eager, next_fast_len
+from .toeplitz_fused import (
+    Windows,
+    complex_response,
+    fused_convolution,
+    is_response,
+    lay_windows,
+    single_window,
+)
 
 
-def fft_length(minimum: int) -> int:
-    """A transform length of at least `minimum` that is fast: a power of two, or 9/16, 5/8 or 3/4 of one.
-
-    Transforms of other smooth lengths take longer per entry than they save, lengths with large prime factors
-    several times as long. While a graph is traced, the next multiple of 64, so that one graph serves all lengths.
-    """
-    if is_traced():
-        return (minimum + 63) // 64 * 64
-    power = 1 << (minimum - 1).bit_length()
-    shorter = [power * sixteenths // 16 for sixteenths in (9, 10, 12)] if power >= 256 else []
-    return next((length for length in shorter if length >= minimum), power)
-
-
-def transform_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The precision of transforms and kernels for inputs of `dtype`: float64 for float64, else float32."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-def widest_dtype(device: torch.device) -> torch.dtype:
-    """float64 where the device has it (MPS does not)."""
-    return torch.float32 if device.type == "mps" else torch.float64
-
-
-def toeplitz_matmul(
-    v: torch.Tensor, coefficients: torch.Tensor, product: str = "chunked", gating: Gating | None = None
-) -> torch.Tensor:
+def toeplitz_matmul(v: torch.Tensor, coefficients: torch.Tensor, implementation: str = "fused") -> torch.Tensor:
     """Equation (1) for a two-sided kernel.
 
     Args:
         v: `(B, L, D)`, real, any floating dtype.
         coefficients: `(D, 2L - 1)`, the lags -(L-1) .. L-1 in this order. Or `(D, 2R - 1)` for another reach R:
             missing lags (R < L) are zero, further ones (R > L) are not used.
-        product: `"chunked"` or `"plain"`, see `PRODUCTS`.
-        gating: what to do to `v` before the product and to the result after it.
+        implementation: `"fused"` (fast) or `"eager"` (PyTorch's own operations), with the same values and derivatives.
 
     Returns:
         `(B, L, D)` in the dtype of `v`; computed in float32, or float64 if `v` or `coefficients` are.
 
     Raises:
         TypeError: an argument is no tensor, or not of real floating numbers.
-        ValueError: the shapes or the devices do not fit, or there is no such product.
+        ValueError: the shapes or the devices do not fit, or there is no such implementation.
     """
+    return gated_toeplitz_matmul(v, coefficients, implementation)
+
+
+def causal_toeplitz_matmul(v: torch.Tensor, kernel: torch.Tensor, implementation: str = "fused") -> torch.Tensor:
+    """Equation (1) for a causal kernel of any number of taps.
+
+    Args:
+        v: `(B, L, D)`, real, any floating dtype.
+        kernel: `(D, K)`, the lags 0 .. K-1. Missing lags (K < L) are zero, further ones (K > L) are not used.
+        implementation: as for `toeplitz_matmul`.
+
+    Returns:
+        `(B, L, D)` in the dtype of `v`; computed in float32, or float64 if `v` or `kernel` are.
+
+    Raises:
+        TypeError: an argument is no tensor, or not of real floating numbers.
+        ValueError: the shapes or the devices do not fit, or there is no such implementation.
+    """
+    return gated_causal_toeplitz_matmul(v, kernel, implementation)
+
+
+def gated_toeplitz_matmul(
+    v: torch.Tensor, coefficients: torch.Tensor, implementation: str = "fused", gate: Gate = NO_GATE
+) -> torch.Tensor:
+    """`toeplitz_matmul` inside a gate."""
     length, channels = _checked_shape(v, "coefficients", coefficients)
     if coefficients.dim() != 2 or coefficients.shape[0] != channels or coefficients.shape[1] % 2 == 0:
         raise ValueError(
@@ -74,32 +80,18 @@ def toeplitz_matmul(
             f"{tuple(v.shape)}, or another odd number of lags, not {tuple(coefficients.shape)}."
         )
     reach = length if is_exported() else min(length, (coefficients.shape[1] + 1) // 2)
-    return _convolve(v, fit_lags(coefficients, reach), reach - 1, product, gating)
+    return _convolve(v, fit_lags(coefficients, reach), reach - 1, implementation, gate)
 
 
-def causal_toeplitz_matmul(
-    v: torch.Tensor, kernel: torch.Tensor, product: str = "chunked", gating: Gating | None = None
+def gated_causal_toeplitz_matmul(
+    v: torch.Tensor, kernel: torch.Tensor, implementation: str = "fused", gate: Gate = NO_GATE
 ) -> torch.Tensor:
-    """Equation (1) for a causal kernel of any number of taps.
-
-    Args:
-        v: `(B, L, D)`, real, any floating dtype.
-        kernel: `(D, K)`, the lags 0 .. K-1. Missing lags (K < L) are zero, further ones (K > L) are not used.
-        product: `"chunked"` or `"plain"`, see `PRODUCTS`.
-        gating: what to do to `v` before the product and to the result after it.
-
-    Returns:
-        `(B, L, D)` in the dtype of `v`; computed in float32, or float64 if `v` or `kernel` are.
-
-    Raises:
-        TypeError: an argument is no tensor, or not of real floating numbers.
-        ValueError: the shapes or the devices do not fit, or there is no such product.
-    """
+    """`causal_toeplitz_matmul` inside a gate."""
     length, channels = _checked_shape(v, "kernel", kernel)
     if kernel.dim() != 2 or kernel.shape[0] != channels or kernel.shape[1] == 0:
         raise ValueError(f"kernel must have shape (D, K) with D={channels} and K >= 1, not {tuple(kernel.shape)}.")
     kernel = fit_taps(kernel, length) if is_exported() else kernel[:, :length]
-    return _convolve(v, kernel, 0, product, gating)
+    return _convolve(v, kernel, 0, implementation, gate)
 
 
 def dense_toeplitz(coefficients: torch.Tensor) -> torch.Tensor:
@@ -148,7 +140,7 @@ def fit_taps(kernel: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def filter_by_response(
-    v: torch.Tensor, response: torch.Tensor, product: str = "chunked", gating: Gating | None = None
+    v: torch.Tensor, response: torch.Tensor, implementation: str = "fused", gate: Gate = NO_GATE
 ) -> torch.Tensor:
     """Circular convolution of the zero-padded `v` `(B, L, D)` with filters that are given by their responses.
 
@@ -161,48 +153,41 @@ def filter_by_response(
     """
     size = 2 * (response.shape[2] - 1)
     response = response.to(torch.promote_types(v.dtype, response.dtype))
-    return _filter(v, response, single_window(size, first=0), product, gating)
+    return _filter(v, response, single_window(size, first=0), is_fused(implementation), gate)
 
 
-def plain_convolution(v: torch.Tensor, kernel: torch.Tensor, windows: Windows, gating: Gating | None) -> torch.Tensor:
-    """What `gated_convolution` computes, by autograd, for one window."""
-    x = (v if gating is None else gating.open(v)).transpose(1, 2).to(kernel.dtype)  # (B, D, L)
+def eager_convolution(v: torch.Tensor, kernel: torch.Tensor, windows: Windows, gate: Gate) -> torch.Tensor:
+    """What `fused_convolution` computes, by autograd, for one window."""
+    x = gate.inputs(v).transpose(1, 2).to(kernel.dtype)  # (B, D, L)
     if is_exported() and not is_response(kernel):
         y = exported_convolution(x, kernel, windows.size, windows.skip)  # (B, D, L)
     else:
         spectrum = complex_response(kernel) if is_response(kernel) else torch.fft.rfft(kernel, n=windows.size)
         y = torch.fft.irfft(torch.fft.rfft(x, n=windows.size) * spectrum, n=windows.size)  # (B, D, F)
         y = y[..., windows.skip : windows.skip + v.shape[1]]  # (B, D, L)
-    y = y.transpose(1, 2).to(v.dtype)  # (B, L, D)
-    return y if gating is None else gating.close(y, "plain")
+    return gate.apply(y.transpose(1, 2).to(v.dtype), "eager")  # (B, L, D)
 
 
-# Two ways to the same product, both with derivatives of every order: "plain" consists of PyTorch's own operations, and
-# is what torch.compile, torch.export and the transforms of torch.func see whatever the choice; "chunked" is faster and
-# keeps less, unless its backward pass is to be differentiated again.
-PRODUCTS = {"chunked": gated_convolution, "plain": plain_convolution}
-
-
-def _convolve(v: torch.Tensor, kernel: torch.Tensor, first: int, product: str, gating: Gating | None) -> torch.Tensor:
+def _convolve(v: torch.Tensor, kernel: torch.Tensor, first: int, implementation: str, gate: Gate) -> torch.Tensor:
     """Entries `first .. first + L - 1` of the convolution of `v` `(B, L, D)` with `kernel` `(D, K)`."""
     length, taps = v.shape[1], kernel.shape[1]
-    kernel = kernel.to(transform_dtype(torch.promote_types(v.dtype, kernel.dtype)))
-    size = fft_length(length + max(first, taps - 1 - first))
-    chunked = product == "chunked" and not needs_plain()
-    windows = lay_windows(length, taps, first, size) if chunked else single_window(size, first)
-    return _filter(v, kernel, windows, product, gating)
+    kernel = kernel.to(compute_dtype(torch.promote_types(v.dtype, kernel.dtype)))
+    size = next_fast_len(length + max(first, taps - 1 - first))
+    fused = is_fused(implementation)
+    windows = lay_windows(length, taps, first, size) if fused else single_window(size, first)
+    return _filter(v, kernel, windows, fused, gate)
 
 
-def _filter(v, kernel: torch.Tensor, windows: Windows, product: str, gating: Gating | None) -> torch.Tensor:
-    if product not in PRODUCTS:
-        raise ValueError(f"product={product!r} is not possible: it must be one of {', '.join(PRODUCTS)}.")
-    if not needs_plain() and v.numel() == 0:
+def _filter(v: torch.Tensor, kernel: torch.Tensor, windows: Windows, fused: bool, gate: Gate) -> torch.Tensor:
+    if v.numel() == 0 and not must_be_eager():
         # MKL refuses transforms of nothing. All inputs stay in the graph, for gradients of zero.
-        return (v if gating is None else gating.close(gating.open(v), "plain")) * kernel.sum().to(v.dtype)
-    if gating is not None and has_parameters(gating.act) and not is_traced():
-        # Its parameters have gradients as well, which autograd computes around the product.
-        return gating.close(_filter(gating.open(v), kernel, windows, product, None), product)
-    return PRODUCTS["plain" if needs_plain() else product](v, kernel, windows, gating)
+        return gate.apply(gate.inputs(v), "eager") * kernel.sum().to(v.dtype)
+    if not fused:
+        return eager_convolution(v, kernel, windows, gate)
+    if has_parameters(gate.act):
+        # They have gradients as well, which autograd computes around the product.
+        return gate.apply(fused_convolution(gate.inputs(v), kernel, windows), "eager")
+    return fused_convolution(v, kernel, windows, gate)
 
 
 def _checked_shape(v: torch.Tensor, name: str, kernel: torch.Tensor) -> tuple[int, int]:

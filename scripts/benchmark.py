@@ -3,8 +3,8 @@
 Example:
     python scripts/benchmark.py operators
     python scripts/benchmark.py operators --ways rpe fd ski --bidirectional --decay 1 --lengths 2048 8192
-    python scripts/benchmark.py training --lengths 512 2048 --json outputs/training.json --plot outputs/training.png
-    python scripts/benchmark.py training --ways "chunked" "chunked bf16"
+    python scripts/benchmark.py training --lengths 512 2048 --output_file training.json --plot training.png
+    python scripts/benchmark.py training --ways "fused" "fused bf16"
     python scripts/benchmark.py memory
     python scripts/benchmark.py generation --contexts 512 4096 --models rpe modal gpt2
     python scripts/benchmark.py decoding --contexts 512 16384
@@ -19,13 +19,16 @@ import platform
 import sys
 from types import ModuleType
 
+from tnn_scripts.common.errors import report_errors
+
 import torch
 import transformers
-from errors import report_errors
-from benchmark_arguments import add_common
-from outputs import check_writable, write_json
 
-# Each is a module `benchmark_NAME` with `add_arguments`, `run` and `table`.
+from tnn_scripts.benchmarks.arguments import add_common
+from tnn_scripts.common.arguments import rename_options
+from tnn_scripts.common.atomic import check_writable, write_json
+
+# Each is a module of `benchmarks/` with `add_arguments`, `run` and `table`.
 SUITES = {
     "operators": "forward and backward of one operator, beside the released form",
     "training": "a training step, beside the released form and transformers' models",
@@ -47,26 +50,28 @@ def parse_arguments(modules: dict[str, ModuleType]) -> argparse.Namespace:
         )
         add_common(suite)
         module.add_arguments(suite)
-    return parser.parse_args()
+    given = sys.argv[1:]
+    suite = suites.choices.get(given[0]) if given else None
+    return parser.parse_args(given if suite is None else rename_options(given, suite))
 
 
 @report_errors
 def main():
     # In here: processes that a suite starts need only the suite.
-    modules = {name: importlib.import_module(f"benchmark_{name}") for name in SUITES}
+    modules = {name: importlib.import_module(f"tnn_scripts.benchmarks.{name}") for name in SUITES}
     args = parse_arguments(modules)
-    for file in filter(None, (args.json, args.plot)):
+    for file in filter(None, (args.output_file, args.plot)):
         check_writable(file)
     torch.set_num_threads(args.threads)
-    settings = {name: value for name, value in vars(args).items() if name not in ("json", "plot")}
+    settings = {name: value for name, value in vars(args).items() if name not in ("output_file", "plot")}
     machine = torch.cuda.get_device_name() if args.device.startswith("cuda") else platform.machine()
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "machine": machine}
     rows = modules[args.suite].run(args)
     sys.stdout.write(modules[args.suite].table(rows) + "\n")
-    if args.json is not None:
-        write_json(args.json, {"settings": settings, "versions": versions, "rows": rows})
+    if args.output_file is not None:
+        write_json(args.output_file, {"settings": settings, "versions": versions, "rows": rows})
     if args.plot is not None:
-        from benchmark_plot import plot  # matplotlib is needed for this alone
+        from tnn_scripts.benchmarks.plot import plot  # matplotlib is needed for this alone
 
         plot(args.suite, rows, args.plot)
 

@@ -17,15 +17,16 @@ import re
 import sys
 from pathlib import Path
 
+from tnn_scripts.common.errors import report_errors
+
 import torch
-from errors import report_errors
-from official_names import BOOKKEEPING, heads_together, our_layout, our_name, split_rational
-from official_options import ARCHITECTURES, HEADS, Architecture, check_supported, operator_of, sizes
-from outputs import OVERWRITE_HELP, check_overwriting, claim, new_files, write_json
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from modeling_tnn import TnnConfig
+from tnn_scripts.common.atomic import OVERWRITE_HELP, check_overwriting, claim, new_files, write_json
+from tnn_scripts.original.names import BOOKKEEPING, heads_together, our_layout, our_name, split_rational
+from tnn_scripts.original.options import ARCHITECTURES, HEADS, Architecture, check_supported, operator_of, sizes
 
 # What the modules of a head are called here; the body is under `model.`, or on its own without a head.
 HEAD_MODULES = {

@@ -2,21 +2,19 @@
 
 Example:
     python scripts/demo.py --max_steps 300 --prompt "In the beginning"
-    python scripts/demo.py --dataset my_book.txt --tno_type rtf
+    python scripts/demo.py --dataset_name my_book.txt --tno_type rtf
 """
 
 import logging
 import math
+import sys
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from tnn_scripts.common.errors import report_errors
+
 import torch
-from errors import report_errors
-from corpus import load_corpus, pack, train_tokenizer
-from document_ends import DOCUMENTS_HELP
-from outputs import OVERWRITE_HELP, check_overwriting, claim, new_files, write_json
-from overrides import load_config
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -29,6 +27,10 @@ from transformers import (
 )
 
 import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
+from tnn_scripts.common.arguments import load_config, rename_options
+from tnn_scripts.common.atomic import OVERWRITE_HELP, check_overwriting, claim, new_files, write_json
+from tnn_scripts.data.document_ends import DOCUMENTS_HELP
+from tnn_scripts.data.text import load_corpus, pack, train_tokenizer
 
 logger = logging.getLogger("demo")
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,19 +40,19 @@ ROOT = Path(__file__).resolve().parent.parent
 class DemoArguments:
     """What the demo trains on, with what, and for how long."""
 
-    config: str = field(
+    config_name: str = field(
         default=str(ROOT / "configuration" / "tnn-tiny"), metadata={"help": "Preset: a config folder."}
     )
     tno_type: str | None = field(default=None, metadata={"help": "Another operator than the preset's: rpe, fd, rtf."})
-    dataset: str | None = field(
+    dataset_name: str | None = field(
         default=None, metadata={"help": "A local text file or a Hub data set; the King James Bible unless given."}
     )
-    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub data set."})
+    dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of a Hub data set."})
     documents: str | None = field(default=None, metadata={"help": DOCUMENTS_HELP})
     output_dir: str = field(default="outputs/demo", metadata={"help": "Where model, tokenizer and metrics go."})
     overwrite_output_dir: bool = field(default=False, metadata={"help": OVERWRITE_HELP})
     max_steps: int = field(default=300, metadata={"help": "Optimizer steps."})
-    batch_size: int = field(default=16, metadata={"help": "Blocks in a step."})
+    per_device_train_batch_size: int = field(default=16, metadata={"help": "Blocks in a step."})
     learning_rate: float = field(default=4e-3, metadata={"help": "Peak of the cosine schedule."})
     prompt: str = field(default="And God said unto", metadata={"help": "What the trained model continues."})
     max_new_tokens: int = field(default=60, metadata={"help": "Length of the continuation."})
@@ -63,12 +65,12 @@ def build_config(args: DemoArguments) -> PreTrainedConfig:
     Raises:
         ValueError: a causal model cannot have that.
     """
-    return load_config(args.config, {} if args.tno_type is None else {"tno_type": args.tno_type})
+    return load_config(args.config_name, {} if args.tno_type is None else {"tno_type": args.tno_type})
 
 
 def build_trainer(args: DemoArguments, config: PreTrainedConfig) -> Trainer:
     """Corpus, tokenizer, model and Trainer."""
-    corpus = load_corpus(args.dataset, args.dataset_config, documents=args.documents)
+    corpus = load_corpus(args.dataset_name, args.dataset_config_name, documents=args.documents)
     tokenizer = train_tokenizer(corpus["train"], config.vocab_size)
     config.vocab_size = len(tokenizer)
     blocks = {split: pack(texts, tokenizer, config.max_position_embeddings) for split, texts in corpus.items()}
@@ -84,8 +86,8 @@ def build_trainer(args: DemoArguments, config: PreTrainedConfig) -> Trainer:
     training = TrainingArguments(
         output_dir=args.output_dir,
         max_steps=args.max_steps,
-        per_device_train_batch_size=args.batch_size,
-        per_device_eval_batch_size=args.batch_size,
+        per_device_train_batch_size=args.per_device_train_batch_size,
+        per_device_eval_batch_size=args.per_device_train_batch_size,
         learning_rate=args.learning_rate,
         lr_scheduler_type="cosine",
         warmup_steps=0.1,
@@ -142,7 +144,7 @@ def run(args: DemoArguments, config: PreTrainedConfig):
         "perplexity_before": before,
         "perplexity": after,
         "steps": args.max_steps,
-        "tokens": args.max_steps * args.batch_size * trainer.model.config.max_position_embeddings,
+        "tokens": args.max_steps * args.per_device_train_batch_size * trainer.model.config.max_position_embeddings,
         "seconds": time.perf_counter() - start,
         "parameters": trainer.model.num_parameters(),
         "torch_threads": torch.get_num_threads(),
@@ -153,9 +155,14 @@ def run(args: DemoArguments, config: PreTrainedConfig):
     logger.info("saved in %s; loaded from there, the model continues:\n\n%s", args.output_dir, text)
 
 
+def parse_arguments() -> DemoArguments:
+    parser = HfArgumentParser(DemoArguments, description=__doc__)
+    return parser.parse_args_into_dataclasses(rename_options(sys.argv[1:], parser))[0]
+
+
 @report_errors
 def main():
-    args = HfArgumentParser(DemoArguments, description=__doc__).parse_args_into_dataclasses()[0]
+    args = parse_arguments()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     config = build_config(args)
     with claim(Path(args.output_dir)):

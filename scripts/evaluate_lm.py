@@ -8,102 +8,63 @@ then has a context of nearly the whole length. The last row is as long as the te
 does not). Bits per byte are over the bytes of the text that the scored tokens span, as token_bytes.py counts them.
 
 Example:
-    python scripts/evaluate_lm.py --model outputs/wikitext2 --dataset_name Salesforce/wikitext \\
+    python scripts/evaluate_lm.py --model_name_or_path outputs/wikitext2 --dataset_name Salesforce/wikitext \\
         --dataset_config_name wikitext-2-v1 --lengths 512 1024 2048 4096 14336 --output_dir outputs/lengths
-    python scripts/evaluate_lm.py --model outputs/a outputs/b --file book.txt --stride 256 --output_dir outputs/lengths
+    python scripts/evaluate_lm.py --model_name_or_path outputs/a outputs/b --validation_file book.txt --stride 256 \\
+        --output_dir outputs/lengths
 """
 
 import argparse
 import json
 import math
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
+
+from tnn_scripts.common.errors import report_errors
 
 import matplotlib
 import torch
-from errors import report_errors
-from corpus import check_file, check_vocabulary, load_texts, tokenize
-from devices import check_device
-from document_ends import DOCUMENTS_HELP
 from matplotlib import pyplot
-from memory import suggest_smaller
-from outputs import claim, saving_errors, write_json, write_text
-from token_bytes import bytes_until
-from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
+from tnn_scripts.common.arguments import rename_options
+from tnn_scripts.common.atomic import claim, saving_errors, write_json, write_text
+from tnn_scripts.common.devices import check_device, suggest_smaller
+from tnn_scripts.common.scoring import evaluate
+from tnn_scripts.data.document_ends import DOCUMENTS_HELP
+from tnn_scripts.data.text import check_file, check_vocabulary, load_texts, tokenize
+from tnn_scripts.data.token_bytes import bytes_until
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, nargs="+", help="folders or Hub ids of causal language models")
-    parser.add_argument("--file", help="text, JSON, parquet or CSV file")
+    parser.add_argument(
+        "--model_name_or_path", required=True, nargs="+", help="folders or Hub ids of causal language models"
+    )
+    parser.add_argument("--validation_file", help="text, JSON, parquet or CSV file")
     parser.add_argument("--dataset_name", help="Hub data set or local folder, instead of a file")
     parser.add_argument("--dataset_config_name", help="configuration of the data set")
     parser.add_argument("--split", default="test", help="of the data set")
     parser.add_argument("--text_column", default="text", help="the column that holds text")
     parser.add_argument("--documents", help=DOCUMENTS_HELP)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192, 14336])
+    lengths = [512, 1024, 2048, 4096, 8192, 14336]
+    parser.add_argument("--lengths", type=int, nargs="+", default=lengths, help="tokens in a row")
     parser.add_argument("--stride", type=int, help="also evaluate with a sliding context that moves by this much")
     parser.add_argument("--max_tokens", type=int, help="read only the beginning of the text")
     parser.add_argument("--tokens_per_pass", type=int, default=4096, help="tokens in a forward pass; bounds memory")
     parser.add_argument("--dtype", default="auto", help="auto (as saved), float32, bfloat16, float16")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, ...")
     parser.add_argument("--output_dir", type=Path, required=True, help="for perplexity.json, .md and .png")
     parser.add_argument("--trust_remote_code", action="store_true", help="run code that comes with a model")
-    args = parser.parse_args()
-    if (args.file is None) == (args.dataset_name is None):
+    args = parser.parse_args(rename_options(sys.argv[1:], parser))
+    if (args.validation_file is None) == (args.dataset_name is None):
         parser.error("give either --file or --dataset_name")
     if min(args.lengths) < 2 or args.tokens_per_pass < 1:
         parser.error("--lengths must be at least 2, --tokens_per_pass at least 1")
     if args.stride is not None and not 1 <= args.stride < min(args.lengths):
         parser.error(f"--stride {args.stride} must be at least 1 and below the smallest of --lengths")
     return args
-
-
-def score_rows(model, rows: torch.Tensor, tokens_per_pass: int) -> torch.Tensor:
-    """Nats of each token of `rows` `(B, L)` but the first, from those before it, `(B, L-1)`."""
-    part = max(1, tokens_per_pass // len(rows))
-    cached = part < rows.shape[1]
-    nats, cache = [], None
-    for start in range(0, rows.shape[1], part):
-        output = model(rows[:, start : start + part], past_key_values=cache, use_cache=cached)
-        cache = output.past_key_values
-        targets = rows[:, start + 1 : start + part + 1]  # (B, P), one less in the last part
-        logits = output.logits[:, : targets.shape[1]].float()  # (B, P, V)
-        nats.append(cross_entropy(logits.transpose(1, 2), targets, reduction="none"))
-    return torch.cat(nats, dim=1)
-
-
-def batches(ids: torch.Tensor, length: int, stride: int, tokens_per_pass: int) -> Iterator[torch.Tensor]:
-    """Rows of ids `(T,)`, T >= L, that begin every `stride` tokens, as many as fit into a pass, `(B, L)`.
-
-    What they leave of the text is a shorter row, which comes last and alone: there is no padding.
-    """
-    rows = ids.unfold(0, length, stride)  # (R, L)
-    yield from rows.split(max(1, tokens_per_pass // length))
-    if (len(rows) - 1) * stride + length < len(ids):
-        yield ids[None, len(rows) * stride :]
-
-
-@torch.inference_mode()
-def evaluate(model, ids: torch.Tensor, length: int, stride: int | None, tokens_per_pass: int) -> dict:
-    """Mean loss in nats over all tokens of ids `(T,)` but the first, their number, and the seconds; T >= `length`.
-
-    Without a stride rows overlap by one token: where one ends the next begins, and nothing is left out between them.
-    """
-    stride = length - 1 if stride is None else stride
-    start, total, count = time.perf_counter(), 0.0, 0
-    for index, rows in enumerate(batches(ids, length, stride, tokens_per_pass)):
-        nats = score_rows(model, rows.to(model.device), tokens_per_pass).double()  # (B, L-1)
-        kept = nats[:, length - 1 - stride :]  # the first tokens of a row are the last ones of the row before
-        if index == 0:
-            kept = torch.cat([nats[0], kept[1:].flatten()])
-        total, count = total + kept.sum().item(), count + kept.numel()
-    return {"loss": total / count, "tokens": count, "seconds": time.perf_counter() - start}
 
 
 def trained_length(folder: str, config) -> int | None:
@@ -211,13 +172,13 @@ def main():
     args = parse_arguments()
     matplotlib.use("Agg")
     check_device(args.device)
-    if args.file is not None:
-        check_file(args.file)
-    source = (args.file or args.dataset_name, args.dataset_config_name, args.split, args.text_column)
+    if args.validation_file is not None:
+        check_file(args.validation_file)
+    source = (args.validation_file or args.dataset_name, args.dataset_config_name, args.split, args.text_column)
     texts = load_texts(*source, args.documents)
     results = []
     with claim(args.output_dir):
-        for name in args.model:
+        for name in args.model_name_or_path:
             results += evaluate_model(name, texts, args)
             report(results, args)
     sys.stdout.write(f"perplexity (bits per byte)\n\n{table(results)}\n\nsaved in {args.output_dir}\n")

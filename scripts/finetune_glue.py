@@ -20,19 +20,9 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tnn_scripts.common.errors import report_errors
+
 import numpy as np
-from errors import report_errors
-from checkpoints import check_run
-from corpus import check_vocabulary
-from glue_data import TASKS, TaskData, load_files, load_task, tokenize_task
-from glue_metrics import ERRORS, format_metric, load_metric, main_metric
-from interruption import StopRequested
-from memory import suggest_smaller
-from outputs import OVERWRITE_HELP, claim, new_files, write_json, write_text
-from overrides import parse_overrides
-from push_to_hub import open_repository, upload
-from recipes import parse_arguments
-from resumable import train
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
@@ -44,6 +34,16 @@ from transformers import (
 )
 
 import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
+from tnn_scripts.common.arguments import parse_arguments, parse_overrides
+from tnn_scripts.common.atomic import OVERWRITE_HELP, claim, new_files, write_json, write_text
+from tnn_scripts.common.checkpoints import check_run
+from tnn_scripts.common.devices import suggest_smaller
+from tnn_scripts.common.publishing import open_repository, upload
+from tnn_scripts.common.signals import StopRequested
+from tnn_scripts.common.trainer import train
+from tnn_scripts.data.glue import TASKS, TaskData, load_files, load_task, tokenize_task
+from tnn_scripts.data.glue_metrics import ERRORS, format_metric, load_metric, main_metric
+from tnn_scripts.data.text import check_vocabulary
 
 logger = logging.getLogger("finetune_glue")
 

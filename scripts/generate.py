@@ -4,8 +4,8 @@ Every option of transformers' GenerationConfig can be given by its name. One pro
 --batch_size decodes several at once.
 
 Example:
-    python scripts/generate.py --model outputs/demo --prompt "In the beginning" --do_sample true --top_p 0.9
-    python scripts/generate.py --model outputs/demo --prompt_file prompts.txt --batch_size 8 --num_beams 4
+    python scripts/generate.py --model_name_or_path outputs/demo --prompt "In the" --do_sample true --top_p 0.9
+    python scripts/generate.py --model_name_or_path outputs/demo --prompt_file prompts.txt --batch_size 8 --num_beams 4
 """
 
 import argparse
@@ -15,20 +15,22 @@ import sys
 import time
 from pathlib import Path
 
+from tnn_scripts.common.errors import report_errors
+
 import torch
-from errors import report_errors
-from corpus import check_file, check_vocabulary
-from devices import check_device
-from outputs import check_writable, write_json
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TextStreamer, set_seed
 
 import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
+from tnn_scripts.common.arguments import rename_options
+from tnn_scripts.common.atomic import check_writable, write_json
+from tnn_scripts.common.devices import check_device
+from tnn_scripts.data.text import check_file, check_vocabulary
 
 
 def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, dict]:
     """Our own options, and those of GenerationConfig."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="folder or Hub id")
+    parser.add_argument("--model_name_or_path", required=True, help="folder or Hub id")
     parser.add_argument("--prompt", action="append", default=[], help="a text to continue; may be given several times")
     parser.add_argument("--prompt_file", type=Path, help="a text file with a prompt on each line")
     parser.add_argument("--batch_size", type=int, default=1, help="prompts decoded at once; 1 streams")
@@ -37,7 +39,7 @@ def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, dict]:
     parser.add_argument("--seed", type=int, default=0, help="seed of sampling")
     parser.add_argument("--output_file", type=Path, help="write prompts, texts and speed to this JSON file")
     parser.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
-    known, rest = parser.parse_known_args(arguments)
+    known, rest = parser.parse_known_args(rename_options(arguments, parser))
     if known.prompt_file is not None:
         known.prompt += read_prompts(known.prompt_file)
     if not known.prompt:
@@ -103,10 +105,10 @@ def main():
         if args.output_file.exists() and args.output_file == args.prompt_file:
             raise ValueError(f"--output_file {args.output_file} is the file with the prompts: give another one.")
     tokenizer = AutoTokenizer.from_pretrained(
-        args.model, padding_side="left", trust_remote_code=args.trust_remote_code
+        args.model_name_or_path, padding_side="left", trust_remote_code=args.trust_remote_code
     )
     model = AutoModelForCausalLM.from_pretrained(
-        args.model, dtype=args.dtype, trust_remote_code=args.trust_remote_code
+        args.model_name_or_path, dtype=args.dtype, trust_remote_code=args.trust_remote_code
     ).to(args.device)
     check_vocabulary(tokenizer, model.config.vocab_size)
     check_prompts(args.prompt, tokenizer)
@@ -123,7 +125,7 @@ def main():
     seconds = time.perf_counter() - start
     sys.stdout.write(f"\n{tokens} tokens in {seconds:.2f} s: {tokens / seconds:.1f} tokens per second\n")
     if args.output_file is not None:
-        result = {"model": args.model, "prompts": args.prompt, "texts": texts, "options": options}
+        result = {"model": args.model_name_or_path, "prompts": args.prompt, "texts": texts, "options": options}
         speed = {"new_tokens": tokens, "seconds": seconds, "tokens_per_second": tokens / seconds}
         speed |= {"device": args.device, "torch_threads": torch.get_num_threads()}
         write_json(args.output_file, result | speed)

@@ -7,8 +7,8 @@ poles. The numbers go to kernels.json; they are of the whole kernel, whatever --
 faded within 32,768 positions has no horizon: a lower bound stands in its place, with a sign.
 
 Example:
-    python scripts/plot_kernels.py --model outputs/demo --output_dir outputs/kernels
-    python scripts/plot_kernels.py --model outputs/demo-recurrent --output_dir outputs/kernels --length 1024
+    python scripts/plot_kernels.py --model_name_or_path outputs/demo --output_dir outputs/kernels
+    python scripts/plot_kernels.py --model_name_or_path outputs/demo-modal --output_dir outputs/kernels --length 1024
 """
 
 import argparse
@@ -18,18 +18,20 @@ import html
 import sys
 from pathlib import Path
 
-import kernel_figures
+from tnn_scripts.common.errors import report_errors
+
 import numpy as np
 import torch
-from errors import report_errors
-from kernel_statistics import Kernel, Whole, summary
 from matplotlib.figure import Figure
-from outputs import claim, saving_errors, write_json, write_text
 from transformers import AutoConfig, AutoModel, AutoModelForImageClassification
 from transformers.utils import logging
 
 from modeling_tnn import TnnForImageClassification
-from modeling_tnn.tno_grid import GridOperator
+from modeling_tnn.tno_2d import TwoAxisOperator
+from tnn_scripts.common.arguments import rename_options
+from tnn_scripts.common.atomic import claim, saving_errors, write_json, write_text
+from tnn_scripts.plotting import figures as kernel_figures
+from tnn_scripts.plotting.statistics import Kernel, Whole, summary
 
 STYLE = """body { font-family: sans-serif; max-width: 1400px; margin: 2em auto; padding: 0 1em; color: #222; }
 img { max-width: 100%; } table { border-collapse: collapse; margin: 1em 0; }
@@ -54,12 +56,12 @@ COLUMNS = {
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="folder or Hub id of a TNN")
+    parser.add_argument("--model_name_or_path", required=True, help="folder or Hub id of a TNN")
     parser.add_argument("--output_dir", type=Path, required=True, help="where the pictures and the page go")
     parser.add_argument("--length", type=int, help="positions to draw; the trained length unless given")
     parser.add_argument("--matrix_size", type=int, default=64, help="rows and columns of the matrices that are drawn")
     parser.add_argument("--dpi", type=int, default=100, help="resolution of the pictures")
-    args = parser.parse_args(arguments)
+    args = parser.parse_args(rename_options(arguments, parser))
     for name in ("length", "matrix_size", "dpi"):
         if (value := getattr(args, name)) is not None and value < 2:
             parser.error(f"--{name} {value}: it must be at least 2")
@@ -82,7 +84,7 @@ def read_whole(operator, label: str, side: int | None = None) -> Kernel:
     Args:
         side: of an image, which ends a kernel.
     """
-    end = operator.num_taps() if side is None else side
+    end = operator.effective_length() if side is None else side
     length = FIRST if end is None else min(end, LONGEST)
     while True:
         kernel = read_kernel(operator, length, label)
@@ -100,7 +102,7 @@ def read_layer(operator, length: int, index: int, side: int | None = None) -> li
     Each with its lags up to `length` and the figures of all its lags.
     """
     parts = {"": operator}
-    if isinstance(operator, GridOperator):
+    if isinstance(operator, TwoAxisOperator):
         parts = {" rows": operator.rows, " columns": operator.columns}
     read = []
     for name, part in parts.items():
@@ -173,17 +175,19 @@ def describe(config, length: int, rows: list[dict]) -> str:
 def run(args: argparse.Namespace):
     """Read the kernels, draw them, and say how far they reach."""
     logging.set_verbosity_error()  # the heads of a checkpoint are not needed here
-    config = AutoConfig.from_pretrained(args.model)
+    config = AutoConfig.from_pretrained(args.model_name_or_path)
     if config.model_type != "tnn":
-        raise ValueError(f"model={args.model} is a {config.model_type}: only a TNN has such kernels.")
+        raise ValueError(f"model={args.model_name_or_path} is a {config.model_type}: only a TNN has such kernels.")
     images = TnnForImageClassification.__name__ in (config.architectures or [])  # AutoModel is the model of tokens
-    model = (AutoModelForImageClassification if images else AutoModel).from_pretrained(args.model).base_model
+    model = (
+        (AutoModelForImageClassification if images else AutoModel).from_pretrained(args.model_name_or_path).base_model
+    )
     model = model.to(torch.promote_types(model.dtype, torch.float32))  # a kernel fades at the resolution of its dtype
     length = args.length or model.config.axis_length
-    side = model.config.axis_length if model.config.num_axes == 2 else None
+    side = model.config.axis_length if model.config.spatial_dims == 2 else None
     layers = [read_layer(layer.gtu.tno, length, index, side) for index, layer in enumerate(model.layers)]
     kernels, rows = (list(part) for part in zip(*(pair for layer in layers for pair in layer), strict=True))
-    title = f"What the layers of {Path(args.model).name} attend to"
+    title = f"What the layers of {Path(args.model_name_or_path).name} attend to"
     size = min(args.matrix_size, length)
     pictures = {
         "All layers": [save(kernel_figures.overview(kernels, title), args.output_dir / "overview.png", args.dpi)]
@@ -195,7 +199,7 @@ def run(args: argparse.Namespace):
             save(kernel_figures.matrices(kernel, size), args.output_dir / f"{name}-matrices.png", args.dpi),
         ]
     write_page(args.output_dir / "index.html", title, describe(model.config, length, rows), rows, pictures)
-    figures = {"model": args.model, "tno_type": model.config.tno_type, "length": length, "layers": rows}
+    figures = {"model": args.model_name_or_path, "tno_type": model.config.tno_type, "length": length, "layers": rows}
     write_json(args.output_dir / "kernels.json", figures)
     for row in rows:
         horizon = f"{'>= ' if 'horizon_median' in row['lower_bounds'] else ''}{row['horizon_median']:.0f}"

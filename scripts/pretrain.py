@@ -1,7 +1,7 @@
 """Pretrain a causal or masked language model, on one device or many, and save it with its tokenizer.
 
 Example:
-    python scripts/pretrain.py --config tnn-tiny --train_file book.txt --output_dir outputs/book --max_steps 500
+    python scripts/pretrain.py --config_name tnn-tiny --train_file book.txt --output_dir outputs/book --max_steps 500
     python scripts/pretrain.py --recipe configuration/recipes/wikitext2.yaml --checkpointing_steps 100
     python scripts/pretrain.py --recipe configuration/recipes/wikitext2.yaml --resume_from_checkpoint latest
     accelerate launch --config_file configuration/accelerate/ddp.yaml scripts/pretrain.py --recipe RECIPE
@@ -15,23 +15,13 @@ import os
 import sys
 from pathlib import Path
 
+from tnn_scripts.common.errors import report_errors
+
 import datasets
 import torch
 import transformers
-from errors import report_errors
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin
-from blocks import BlockStream
-from checkpoints import check_run, checkpoints, find_checkpoint, remove_checkpoints
-from corpus import check_file, check_vocabulary, load_corpus, pack, train_tokenizer
-from interruption import StopRequested
-from memory import MemoryExceededError
-from outputs import SavingError, claim, new_files, new_folder, write_json
-from overrides import load_config, parse_overrides
-from pretrain_arguments import PretrainArguments
-from push_to_hub import open_repository, upload
-from recipes import parse_arguments
-from training import Pretraining, perplexity
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -43,6 +33,16 @@ from transformers import (
 )
 
 import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
+from tnn_scripts.common.accelerate_loop import Pretraining, perplexity
+from tnn_scripts.common.arguments import load_config, parse_arguments, parse_overrides
+from tnn_scripts.common.atomic import SavingError, claim, new_files, new_folder, write_json
+from tnn_scripts.common.checkpoints import check_run, checkpoints, find_checkpoint, remove_checkpoints
+from tnn_scripts.common.devices import MemoryExceededError
+from tnn_scripts.common.pretrain_arguments import PretrainArguments
+from tnn_scripts.common.publishing import open_repository, upload
+from tnn_scripts.common.signals import StopRequested
+from tnn_scripts.data.blocks import BlockStream
+from tnn_scripts.data.text import check_file, check_vocabulary, load_corpus, pack, train_tokenizer
 
 logger = logging.getLogger("pretrain")
 RESUME = " --resume_from_checkpoint latest goes on from the last checkpoint."
@@ -96,12 +96,12 @@ def build_config(args: PretrainArguments) -> PreTrainedConfig:
     Raises:
         ValueError: an override is no field, or a model of this objective cannot have such a configuration.
     """
-    known = AutoConfig.from_pretrained(args.config)
+    known = AutoConfig.from_pretrained(args.config_name)
     overrides = parse_overrides(args.config_overrides, known)
     fit_length(args, known, overrides)
     if args.vocab_size is not None:
         overrides["vocab_size"] = args.vocab_size
-    config = load_config(args.config, overrides)
+    config = load_config(args.config_name, overrides)
     with torch.device("meta"):
         AUTO_MODELS[args.objective].from_config(config)
     return config

@@ -18,16 +18,10 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tnn_scripts.common.errors import report_errors
+
 import torch
-from errors import report_errors
-from corpus import load_corpus, pack, tokenize, train_tokenizer
 from datasets import Dataset
-from document_ends import DOCUMENTS_HELP
-from evaluate_lm import batches, evaluate
-from outputs import claim, saving_errors, write_json
-from overrides import load_config, parse_overrides
-from recipes import chosen_seeds, parse_arguments
-from training import token_losses
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
@@ -40,6 +34,12 @@ from transformers import (
 )
 
 from modeling_tnn import PoleCallback, TnnConfig
+from tnn_scripts.common.accelerate_loop import token_losses
+from tnn_scripts.common.arguments import chosen_seeds, load_config, parse_arguments, parse_overrides
+from tnn_scripts.common.atomic import claim, saving_errors, write_json
+from tnn_scripts.common.scoring import batches, evaluate
+from tnn_scripts.data.document_ends import DOCUMENTS_HELP
+from tnn_scripts.data.text import load_corpus, pack, tokenize, train_tokenizer
 
 logger = logging.getLogger("run_ablation")
 MASK_PROBABILITY = 0.15
@@ -51,10 +51,12 @@ class AblationArguments:
     """The variants, and what they have in common."""
 
     variants: list[str] = field(metadata={"help": "Each a name, a colon and the fields that it changes."})
-    config: str = field(default="tnn-tiny", metadata={"help": "Preset or folder that they start from."})
+    config_name: str = field(default="tnn-tiny", metadata={"help": "Preset or folder that they start from."})
     config_overrides: str | None = field(default=None, metadata={"help": "Fields that are the same in all of them."})
-    dataset: str | None = field(default=None, metadata={"help": "Text file or Hub data set; the King James Bible."})
-    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub data set."})
+    dataset_name: str | None = field(
+        default=None, metadata={"help": "Text file or Hub data set; the King James Bible."}
+    )
+    dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of a Hub data set."})
     documents: str | None = field(default=None, metadata={"help": DOCUMENTS_HELP})
     longer: list[int] = field(default_factory=list, metadata={"help": "Further lengths to evaluate at, in tokens."})
     eval_tokens: int = field(default=65_536, metadata={"help": "Validation tokens that are read, at least a row."})
@@ -77,7 +79,7 @@ class AblationArguments:
         """
         name, _, changes = variant.partition(":")
         try:
-            return load_config(self.config, parse_overrides(self.config_overrides), parse_overrides(changes))
+            return load_config(self.config_name, parse_overrides(self.config_overrides), parse_overrides(changes))
         except ValueError as error:
             raise ValueError(f"--variants {name}: {error}") from error
 
@@ -194,7 +196,7 @@ def run(args: AblationArguments, training: TrainingArguments):
     """
     args.seeds = chosen_seeds(args.seeds, training)
     config = args.variant_config(args.variants[0])
-    corpus = load_corpus(args.dataset, args.dataset_config, documents=args.documents)
+    corpus = load_corpus(args.dataset_name, args.dataset_config_name, documents=args.documents)
     tokenizer = tokenizer_for(corpus["train"], config.vocab_size)
     lengths = [config.max_position_embeddings, *args.longer]
     validation = validation_ids(corpus["validation"], tokenizer, args.eval_tokens, lengths)

@@ -6,34 +6,34 @@ pictures and the first with classes are taken; half of the training pictures are
 Example:
     python scripts/run_image_classification.py --recipe configuration/recipes/images/small-cifar10.yaml \\
         --output_dir outputs/cifar10
-    python scripts/run_image_classification.py --config tnn-image-tiny --dataset_name pictures --max_steps 1000 \\
+    python scripts/run_image_classification.py --config_name tnn-image-tiny --dataset_name pictures --max_steps 1000 \\
         --output_dir outputs/mine
 """
 
 import logging
 from dataclasses import dataclass, field
 
+from tnn_scripts.common.errors import report_errors
+
 import torch
-from errors import report_errors
-from classification import accuracy, describe, report, save, score
 from datasets import ClassLabel, Dataset, DatasetDict, Image, load_dataset
-from lra_tasks import limit
-from outputs import OVERWRITE_HELP
-from overrides import load_config, parse_overrides
 from PIL import ImageOps
-from recipes import parse_arguments
-from resumable import exit_with_message, train
 from transformers import (
     AutoModelForImageClassification,
     PreTrainedConfig,
     Trainer,
     TrainingArguments,
-    ViTConfig,
     ViTImageProcessor,
     set_seed,
 )
 
-from modeling_tnn import PoleCallback, TnnConfig
+from modeling_tnn import PoleCallback
+from tnn_scripts.common.arguments import load_config, parse_arguments, parse_overrides
+from tnn_scripts.common.atomic import OVERWRITE_HELP
+from tnn_scripts.common.classification import accuracy, describe, report, save, score
+from tnn_scripts.common.peers import vit_like
+from tnn_scripts.common.trainer import exit_with_message, train
+from tnn_scripts.data.lra import limit
 
 EVALUATED = ("validation", "test")
 
@@ -42,13 +42,13 @@ EVALUATED = ("validation", "test")
 class ImageArguments:
     """The model, and the pictures."""
 
-    config: str = field(metadata={"help": "A preset, such as tnn-image-tiny, or the folder of a config."})
+    config_name: str = field(metadata={"help": "A preset, such as tnn-image-tiny, or the folder of a config."})
     config_overrides: str | None = field(default=None, metadata={"help": "Fields of it: tno_type=fd,hidden_size=64."})
     dataset_name: str = field(default="uoft-cs/cifar10", metadata={"help": "Hub id or folder of pictures."})
     dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of the data set."})
     label_column_name: str | None = field(default=None, metadata={"help": "Column of the classes, if not the first."})
-    train_rows: int | None = field(default=None, metadata={"help": "Use fewer training pictures."})
-    eval_rows: int | None = field(default=None, metadata={"help": "Use fewer of the others."})
+    max_train_samples: int | None = field(default=None, metadata={"help": "Use fewer training pictures."})
+    max_eval_samples: int | None = field(default=None, metadata={"help": "Use fewer of the others."})
     transformer: bool = field(
         default=False, metadata={"help": "Train a transformer (ViT) of the same width, depth and size instead."}
     )
@@ -90,29 +90,8 @@ def load_pictures(args: ImageArguments) -> Pictures:
             f"--dataset_name {args.dataset_name}: a column of pictures and one of classes are needed; its columns are "
             f"{', '.join(features)}."
         )
-    rows = {"train": args.train_rows} | dict.fromkeys(evaluated, args.eval_rows)
+    rows = {"train": args.max_train_samples} | dict.fromkeys(evaluated, args.max_eval_samples)
     return Pictures(DatasetDict({name: limit(splits[name], count) for name, count in rows.items()}), images[0], label)
-
-
-def transformer_like(config: TnnConfig) -> PreTrainedConfig:
-    """A ViT of the same width and depth, with as many parameters in a layer.
-
-    A TNN layer has 3 e d + 3 g d of them in its linear maps (e and g the widths of its units), a transformer layer
-    4 d^2 + 2 d f.
-    """
-    width = config.hidden_size
-    return ViTConfig(
-        hidden_size=width,
-        num_hidden_layers=config.num_hidden_layers,
-        num_attention_heads=max(1, width // 64),
-        intermediate_size=max(width, (3 * (config.gtu_dim + config.glu_dim) - 4 * width) // 2),
-        hidden_dropout_prob=config.hidden_dropout_prob,
-        image_size=config.image_size,
-        patch_size=config.patch_size,
-        num_channels=config.num_channels,
-        id2label=config.id2label,
-        label2id=config.label2id,
-    )
 
 
 def build_config(args: ImageArguments, classes: list[str]) -> PreTrainedConfig:
@@ -122,8 +101,10 @@ def build_config(args: ImageArguments, classes: list[str]) -> PreTrainedConfig:
         ValueError: an override is no field of the configuration, or not possible.
     """
     names = {"id2label": dict(enumerate(classes)), "label2id": {name: label for label, name in enumerate(classes)}}
-    config = load_config(args.config, {"num_labels": len(classes)} | names, parse_overrides(args.config_overrides))
-    return transformer_like(config) if args.transformer else config
+    config = load_config(
+        args.config_name, {"num_labels": len(classes)} | names, parse_overrides(args.config_overrides)
+    )
+    return vit_like(config) if args.transformer else config
 
 
 def prepare(rows: Dataset, pictures: Pictures, processor: ViTImageProcessor, mirror: bool) -> Dataset:
@@ -167,7 +148,7 @@ def run(args: ImageArguments, training: TrainingArguments):
     results = {
         "task": args.dataset_name,
         "model": "transformer" if args.transformer else config.tno_type,
-        "config": args.config,
+        "config": args.config_name,
         "config_overrides": args.config_overrides,
         **describe(trainer),
         **score(trainer, splits, {name: pictures.splits[name][pictures.label] for name in splits}),

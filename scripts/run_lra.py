@@ -13,20 +13,13 @@ Example:
 import logging
 from dataclasses import dataclass, field
 
+from tnn_scripts.common.errors import report_errors
+
 import torch
-from errors import report_errors
-from classification import accuracy, describe, report, save, score
 from datasets import load_dataset
-from lra_tasks import TASKS, Task, encode_split, limit, load_task
-from outputs import OVERWRITE_HELP
-from overrides import load_config, parse_overrides
-from recipes import parse_arguments
-from resumable import exit_with_message, train
 from transformers import (
     AutoModelForSequenceClassification,
     DataCollatorWithPadding,
-    ModernBertConfig,
-    PreTrainedConfig,
     PreTrainedModel,
     Trainer,
     TrainingArguments,
@@ -34,7 +27,14 @@ from transformers import (
     set_seed,
 )
 
-from modeling_tnn import PoleCallback, TnnConfig, TnnForSequencePairClassification
+from modeling_tnn import PoleCallback, TnnConfig
+from tnn_scripts.common.arguments import load_config, parse_arguments, parse_overrides
+from tnn_scripts.common.atomic import OVERWRITE_HELP
+from tnn_scripts.common.classification import accuracy, describe, report, save, score
+from tnn_scripts.common.peers import modernbert_like
+from tnn_scripts.common.sequence_pairs import TnnForSequencePairClassification
+from tnn_scripts.common.trainer import exit_with_message, train
+from tnn_scripts.data.lra import TASKS, Task, encode_split, limit, load_task
 
 
 @dataclass
@@ -42,11 +42,11 @@ class LraArguments:
     """The task, its data and the model."""
 
     task: str = field(metadata={"help": f"One of {', '.join(TASKS)}."})
-    config: str = field(metadata={"help": "A preset, such as tnn-listops, or the folder of a config."})
+    config_name: str = field(metadata={"help": "A preset, such as tnn-listops, or the folder of a config."})
     config_overrides: str | None = field(default=None, metadata={"help": "Fields of it: tno_type=fd,hidden_size=64."})
     dataset_path: str | None = field(default=None, metadata={"help": "A folder or Hub id with the task's data."})
-    train_rows: int | None = field(default=None, metadata={"help": "Use (or generate) fewer training rows."})
-    eval_rows: int | None = field(default=None, metadata={"help": "Use fewer validation and test rows."})
+    max_train_samples: int | None = field(default=None, metadata={"help": "Use (or generate) fewer training rows."})
+    max_eval_samples: int | None = field(default=None, metadata={"help": "Use fewer validation and test rows."})
     max_length: int | None = field(
         default=None, metadata={"help": "Cut texts, leave out or generate shorter ListOps."}
     )
@@ -79,42 +79,13 @@ def build_config(args: LraArguments, task: Task) -> TnnConfig:
     sizes = {"vocab_size": task.vocab_size, "num_labels": task.num_labels}
     if args.max_length is not None:
         sizes["max_position_embeddings"] = args.max_length
-    return load_config(args.config, sizes, parse_overrides(args.config_overrides))
-
-
-def transformer_like(config: TnnConfig) -> PreTrainedConfig:
-    """A ModernBERT of the same width and depth, with as many parameters in a layer: the peer that, as a TNN classifier
-    does, reads the answer from the mean of all tokens.
-
-    A TNN layer has 3 e d + 3 g d of them in its linear maps (e and g the widths of its units), a transformer layer
-    4 d^2 + 3 d f.
-    """
-    width, dropout = config.hidden_size, config.hidden_dropout_prob
-    inner = max(width, config.gtu_dim + config.glu_dim - 4 * width // 3)
-    return ModernBertConfig(
-        vocab_size=config.vocab_size,
-        hidden_size=width,
-        num_hidden_layers=config.num_hidden_layers,
-        num_attention_heads=max(1, width // 32),
-        intermediate_size=inner,
-        embedding_dropout=dropout,
-        mlp_dropout=dropout,
-        max_position_embeddings=config.max_position_embeddings,
-        global_attn_every_n_layers=1,
-        classifier_pooling="mean",
-        num_labels=config.num_labels,
-        pad_token_id=0,
-        bos_token_id=None,
-        eos_token_id=None,
-        cls_token_id=None,
-        sep_token_id=None,
-    )
+    return load_config(args.config_name, sizes, parse_overrides(args.config_overrides))
 
 
 def build_model(args: LraArguments, config: TnnConfig) -> PreTrainedModel:
     if args.task == "retrieval":
         return TnnForSequencePairClassification(config)
-    return AutoModelForSequenceClassification.from_config(transformer_like(config) if args.transformer else config)
+    return AutoModelForSequenceClassification.from_config(modernbert_like(config) if args.transformer else config)
 
 
 def collate_pairs(tokenizer):
@@ -161,7 +132,9 @@ def run(args: LraArguments, training: TrainingArguments):
         MemoryExceededError, SavingError: a batch does not fit, or the model could not be written.
     """
     set_seed(training.seed)
-    task, data = load_task(args.task, args.dataset_path, args.train_rows, args.max_length, args.eval_rows)
+    task, data = load_task(
+        args.task, args.dataset_path, args.max_train_samples, args.max_length, args.max_eval_samples
+    )
     config = build_config(args, task)
     model = build_model(args, config)
     tokenizer = None if task.tokenizer is None else task.tokenizer()
@@ -181,11 +154,11 @@ def run(args: LraArguments, training: TrainingArguments):
     tests = {"validation": data["validation"], "test": data["test"]}
     if args.extra_test is not None:
         extra = load_dataset(args.dataset_path, args.extra_test, split="test")
-        tests[args.extra_test] = encode_split(task, limit(extra, args.eval_rows))
+        tests[args.extra_test] = encode_split(task, limit(extra, args.max_eval_samples))
     results = {
         "task": args.task,
         "model": "transformer" if args.transformer else config.tno_type,
-        "config": args.config,
+        "config": args.config_name,
         "config_overrides": args.config_overrides,
         "max_length": task.max_length,
         **describe(trainer),

@@ -17,16 +17,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tnn_scripts.common.errors import report_errors
+
 import torch
-from errors import report_errors
-from outputs import claim, saving_errors, write_json
-from recipes import chosen_seeds, parse_arguments
-from synthetic_tasks import IGNORED, Copying, Delay
 from torch import nn
 from transformers import Trainer, TrainingArguments, set_seed
 
 from modeling_tnn import PoleCallback, TnnConfig, TnnForCausalLM
-from modeling_tnn.operators import build_tno
+from modeling_tnn.tno_auto import build_tno
+from tnn_scripts.common.arguments import chosen_seeds, parse_arguments
+from tnn_scripts.common.atomic import claim, saving_errors, write_json
+from tnn_scripts.data.synthetic import IGNORED, Copying, Delay
 
 
 @dataclass
@@ -43,8 +44,8 @@ class SyntheticArguments:
     rtf_initializer: str = field(default="montel", metadata={"help": "zeros, xavier or montel."})
     rtf_constraint: str | None = field(default=None, metadata={"help": "l1_montel keeps poles in the unit circle."})
     seeds: list[int] | None = field(default=None, metadata={"help": "One model for each; --seed unless given."})
-    train_rows: int = field(default=10_000, metadata={"help": "Rows of an epoch."})
-    eval_rows: int = field(default=1_000, metadata={"help": "Rows, others than for training, that are scored."})
+    max_train_samples: int = field(default=10_000, metadata={"help": "Rows of an epoch."})
+    max_eval_samples: int = field(default=1_000, metadata={"help": "Rows, others than for training, that are scored."})
 
     def __post_init__(self):
         if self.task not in TASKS:
@@ -136,8 +137,8 @@ def train(args: SyntheticArguments, training: TrainingArguments, state_size: int
     trainer = Trainer(
         model=task.model(model_config(args, state_size)),
         args=training,
-        train_dataset=task.rows(args, args.train_rows, seed),
-        eval_dataset=task.rows(args, args.eval_rows, seed + 10**6),
+        train_dataset=task.rows(args, args.max_train_samples, seed),
+        eval_dataset=task.rows(args, args.max_eval_samples, seed + 10**6),
         compute_metrics=lambda prediction: task.score(prediction.predictions, prediction.label_ids),
         preprocess_logits_for_metrics=task.preprocess,
         callbacks=[PoleCallback()],

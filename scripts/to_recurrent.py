@@ -4,9 +4,9 @@
 function towards each kernel (tno_type="rtf"), as the RTF paper distils filters, and reports the direct fit beside it.
 
 Example:
-    python scripts/to_recurrent.py --model outputs/demo --output_dir outputs/demo-recurrent --dataset book.txt
-    python scripts/to_recurrent.py --model outputs/demo --output_dir outputs/demo-recurrent --tolerance 1e-4
-    python scripts/to_recurrent.py --model outputs/demo --output_dir outputs/demo-rtf --fit gradient --order 16
+    python scripts/to_recurrent.py --model_name_or_path outputs/demo --output_dir outputs/modal --dataset_name book.txt
+    python scripts/to_recurrent.py --model_name_or_path outputs/demo --output_dir outputs/modal --tolerance 1e-4
+    python scripts/to_recurrent.py --model_name_or_path outputs/demo --output_dir outputs/rtf --fit gradient --order 16
 """
 
 import argparse
@@ -15,16 +15,18 @@ import sys
 import time
 from pathlib import Path
 
+from tnn_scripts.common.errors import report_errors
+
 import torch
-from errors import report_errors
-from corpus import check_vocabulary, load_corpus, pack
-from document_ends import DOCUMENTS_HELP
-from gradient_fit import convert_by_gradient
-from outputs import OVERWRITE_HELP, check_overwriting, claim, new_files, write_json
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
+from tnn_scripts.common.arguments import rename_options
+from tnn_scripts.common.atomic import OVERWRITE_HELP, check_overwriting, claim, new_files, write_json
+from tnn_scripts.common.gradient_fit import convert_by_gradient
+from tnn_scripts.data.document_ends import DOCUMENTS_HELP
+from tnn_scripts.data.text import check_vocabulary, load_corpus, pack
 
 GRADIENT_COLUMNS = ("order", "taps", "l2_layer", "l2_worst", "largest_pole", "direct_l2_layer", "direct_l2_worst")
 COLUMNS = ("order", "taps", "l2_layer", "l2_median", "l2_worst", "l1_median", "l1_worst", "tail_bound", "largest_pole")
@@ -32,7 +34,7 @@ COLUMNS = ("order", "taps", "l2_layer", "l2_median", "l2_worst", "l1_median", "l
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="folder or Hub id of a causal model")
+    parser.add_argument("--model_name_or_path", required=True, help="folder or Hub id of a causal model")
     parser.add_argument("--output_dir", type=Path, required=True, help="where the converted model goes")
     parser.add_argument("--overwrite_output_dir", action="store_true", help=OVERWRITE_HELP)
     parser.add_argument("--order", type=int, default=64, help="real states per channel")
@@ -41,12 +43,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--fit", choices=("direct", "gradient"), default="direct", help="how poles are found")
     parser.add_argument("--steps", type=int, default=2000, help="of the gradient fit, for each layer")
     parser.add_argument("--learning_rate", type=float, default=0.02, help="of the gradient fit, at its start")
-    parser.add_argument("--dataset", help="text file or Hub data set to measure on; the King James Bible unless given")
-    parser.add_argument("--dataset_config", help="configuration of a Hub data set")
+    parser.add_argument(
+        "--dataset_name", help="text file or Hub data set to measure on; the King James Bible unless given"
+    )
+    parser.add_argument("--dataset_config_name", help="configuration of a Hub data set")
     parser.add_argument("--documents", help=DOCUMENTS_HELP)
     parser.add_argument("--length", type=int, help="tokens in a row of text; 8 times the trained length unless given")
     parser.add_argument("--rows", type=int, default=8, help="rows of text to measure on")
-    args = parser.parse_args()
+    args = parser.parse_args(rename_options(sys.argv[1:], parser))
     if args.fit == "gradient" and (args.tolerance is not None or args.steps < 1):
         parser.error("--fit gradient takes an --order, not a --tolerance, and at least 1 of --steps")
     return args
@@ -93,23 +97,25 @@ def run(args: argparse.Namespace) -> dict:
         ValueError: model, tokenizer, options and text do not fit together.
         SavingError: the model could not be written.
     """
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    model = AutoModelForCausalLM.from_pretrained(args.model).eval()
+    tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
+    model = AutoModelForCausalLM.from_pretrained(args.model_name_or_path).eval()
     if model.config.model_type != "tnn":
-        raise ValueError(f"model={args.model} is a {model.config.model_type}: only a TNN has such a recurrent form.")
+        raise ValueError(
+            f"model={args.model_name_or_path} is a {model.config.model_type}: only a TNN has such a recurrent form."
+        )
     check_vocabulary(tokenizer, model.config.vocab_size)
     start = time.perf_counter()
     converted, layers = convert(model, args)
     seconds = time.perf_counter() - start
     length = args.length or 8 * model.config.max_position_embeddings
-    corpus = load_corpus(args.dataset, args.dataset_config, documents=args.documents)
+    corpus = load_corpus(args.dataset_name, args.dataset_config_name, documents=args.documents)
     packed = pack(corpus["validation"], tokenizer, length)["input_ids"][: args.rows]
     if not packed:
         raise ValueError(
             f"The validation text has fewer than {length} tokens: give a longer one or a smaller --length."
         )
     result = {
-        "model": args.model,
+        "model": args.model_name_or_path,
         "converted_from": model.config.tno_type,
         "modes": converted.config.num_modes if converted.config.tno_type == "modal" else None,
         "seconds": seconds,
@@ -128,7 +134,7 @@ def run(args: argparse.Namespace) -> dict:
 def main():
     args = parse_arguments()
     with claim(args.output_dir):
-        check_overwriting(args.output_dir, args.overwrite_output_dir, args.model)
+        check_overwriting(args.output_dir, args.overwrite_output_dir, args.model_name_or_path)
         result = run(args)
     sys.stdout.write(summary(result) + f"\nsaved in {args.output_dir}\n")
 

@@ -11,7 +11,7 @@ MODELS = {
     "fd": {"tno_type": "fd", "fd_resolution": 32},
     "rtf": {"tno_type": "rtf"},
     "modal": {"tno_type": "modal"},
-    "free": {"tno_type": "free", "max_position_embeddings": 50},
+    "explicit": {"tno_type": "explicit", "max_position_embeddings": 50},
 }
 EVERY_MODEL = pytest.mark.parametrize("name", MODELS)
 TEXT = torch.randint(2, 99, (2, 160), generator=torch.Generator().manual_seed(0))

@@ -5,6 +5,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from modeling_tnn import TnnConfig, TnnForCausalLM
+from modeling_tnn.tno_auto import OPERATORS
 
 # The examples are the same in every run, unless asked for more of them: --hypothesis-profile thorough.
 for profile, count in {"quick": 25, "thorough": 500}.items():
@@ -20,8 +21,8 @@ settings.load_profile("quick")
 # What `make test-hf` runs.
 collect_ignore = ["hf"]
 
-CAUSAL = ["rpe", "fd", "rtf", "modal"]
-BIDIRECTIONAL = ["rpe", "fd", "ski", "rtf"]
+CAUSAL = [name for name, cls in OPERATORS.items() if cls.supports_causal]
+BIDIRECTIONAL = [name for name, cls in OPERATORS.items() if cls.supports_bidirectional]
 VARIANTS = [(tno_type, True) for tno_type in CAUSAL] + [(tno_type, False) for tno_type in BIDIRECTIONAL]
 
 
@@ -45,6 +46,14 @@ def tiny_config(tno_type="rpe", causal=True, **fields) -> TnnConfig:
         "rtf_initializer": "montel",
     }
     return TnnConfig(tno_type=tno_type, causal=causal, **defaults | fields)
+
+
+def exhaustive(*values) -> list:
+    """Parameters that `make test-exhaustive` adds to those of the usual tests."""
+    return [
+        pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.exhaustive)
+        for value in values
+    ]
 
 
 def seeded(build, *args, **kwargs):
@@ -79,6 +88,18 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor, scale: float = 
 @pytest.fixture(params=VARIANTS, ids=lambda variant: f"{variant[0]}-{'causal' if variant[1] else 'bidirectional'}")
 def variant(request):
     return request.param
+
+
+@pytest.fixture
+def operator(request):
+    """Of a subclass of `operators.OperatorTests`, in the direction `request.param`."""
+    return request.instance.build(request.param)
+
+
+@pytest.fixture
+def decoded(request):
+    """A causal operator of a subclass of `operators.OperatorTests`."""
+    return request.instance.build(causal=True)
 
 
 def pytest_terminal_summary(terminalreporter):

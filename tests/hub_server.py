@@ -151,7 +151,7 @@ class Handler(BaseHTTPRequestHandler):
         return self.headers.get("Authorization") == f"Bearer {TOKEN}"
 
     def body(self) -> bytes:
-        if "chunked" in self.headers.get("Transfer-Encoding", ""):
+        if "fused" in self.headers.get("Transfer-Encoding", ""):
             chunks = []
             while size := int(self.rfile.readline(), 16):
                 chunks.append(self.rfile.read(size))

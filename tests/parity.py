@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 from conftest import relative_error
-from official_names import our_layout, our_name
 from safetensors.torch import load_file
 
 from modeling_tnn import TnnConfig
+from tnn_scripts.original.names import our_layout, our_name
 
 FOLDER = Path(os.environ.get("TNN_GOLDEN") or Path(__file__).parent / "golden")
 CASES = {case["name"]: case for case in json.loads((FOLDER / "index.json").read_text())["cases"]}
@@ -148,7 +148,7 @@ def block_config(case: Case, width: int, **fields) -> TnnConfig:
         hidden_size=width,
         gtu_expansion=hparams.get("expand_ratio", 3),
         gtu_norm=hparams.get("use_norm", False),
-        glu_dim=hparams.get("glu_dim", width),
+        intermediate_size=hparams.get("intermediate_size", width),
         norm_type=hparams.get("norm_type", "simplermsnorm"),
         rpe_dim=hparams.get("rpe_embedding", 8),
         rpe_layers=hparams.get("rpe_layers", 1),

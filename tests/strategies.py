@@ -68,7 +68,18 @@ def modal_fields(draw, causal):
     return {"num_modes": draw(st.integers(1, 6)), "modal_window": draw(st.integers(1, 9))}
 
 
-FIELDS = {"rpe": rpe_fields, "fd": fd_fields, "ski": ski_fields, "rtf": rtf_fields, "modal": modal_fields}
+def explicit_fields(draw, causal):
+    return {"decay": draw(decays())}
+
+
+FIELDS = {
+    "rpe": rpe_fields,
+    "fd": fd_fields,
+    "ski": ski_fields,
+    "rtf": rtf_fields,
+    "modal": modal_fields,
+    "explicit": explicit_fields,
+}
 
 
 @st.composite
@@ -84,7 +95,7 @@ def configs(draw, causal: bool | None = None, tno_types: tuple[str, ...] | None 
         "vocab_size": VOCAB_SIZE,
         "hidden_size": draw(st.sampled_from((4, 8, 12))),
         "gtu_expansion": draw(st.sampled_from((1, 2))),
-        "glu_dim": draw(st.sampled_from((3, 8))),
+        "intermediate_size": draw(st.sampled_from((3, 8))),
         "num_hidden_layers": draw(st.integers(1, 3)),
         "max_position_embeddings": draw(st.integers(2, 80)),
         "use_glu": draw(st.booleans()),
@@ -97,7 +108,7 @@ def configs(draw, causal: bool | None = None, tno_types: tuple[str, ...] | None 
         "embedding_norm": draw(st.booleans()),
         "position_embedding": draw(st.sampled_from((None, "sinusoidal"))),
         "rpe_dim": 8,
-        "product": draw(st.sampled_from(("chunked", "plain"))),
+        "tno_implementation": draw(st.sampled_from(("fused", "eager"))),
         "tie_word_embeddings": draw(st.booleans()),
         "classifier_pooling": draw(st.sampled_from((None, "last", "mean"))),
         "eos_token_id": None,

@@ -4,23 +4,22 @@ import json
 import sys
 from pathlib import Path
 
-import evaluate_lm
 import pytest
-import run_ablation
 import torch
 from conftest import lively_language_model, relative_error, seeded, tiny_config
 from datasets import Dataset
-from test_operators import random_input, random_operator
+from operators import random_input, random_operator
 from test_padding import padded
 
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, TnnModel
-from modeling_tnn.operators import build_tno
-from modeling_tnn.rpe_input import RPE_INPUTS
+from modeling_tnn.rpe import RPE_INPUTS
+from modeling_tnn.tno_auto import build_tno
+from tnn_scripts import evaluate_lm, run_ablation
 
 ROOT = Path(__file__).parent.parent
 
 RECIPES = sorted((ROOT / "configuration" / "recipes" / "ablations").glob("*.yaml"))
-VARIANTS = [{"tno_type": "free"}, *({"rpe_input": name} for name in RPE_INPUTS)]
+VARIANTS = [{"tno_type": "explicit"}, *({"rpe_input": name} for name in RPE_INPUTS)]
 EVERY_VARIANT = pytest.mark.parametrize("fields", VARIANTS, ids=lambda fields: "-".join(fields.values()))
 
 
@@ -42,7 +41,7 @@ def test_equals_its_dense_matrix(fields, causal, length):
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
 def test_free_coefficients_are_the_parameters(causal):
-    operator = random_operator("free", causal, decay=0.9)
+    operator = random_operator("explicit", causal, decay=0.9)
     lags = torch.arange(0 if causal else -63, 64)
     torch.testing.assert_close(operator.coefficients(64), operator.taps * 0.9 ** lags.abs().double())
     assert operator.coefficients(70)[:, -6:].abs().max() == 0
@@ -101,7 +100,7 @@ def test_block_without_glu():
 
 
 def test_free_kernel_converts_to_a_recurrence():
-    model, text = seeded(TnnForCausalLM, tiny_config("free", decay=0.9)).double(), torch.randint(99, (1, 40))
+    model, text = seeded(TnnForCausalLM, tiny_config("explicit", decay=0.9)).double(), torch.randint(99, (1, 40))
     converted, report = model.to_recurrent(order=64, window=40)
     assert relative_error(converted(text).logits, model(text).logits) < 1e-6 and len(report) == 2
 
@@ -119,12 +118,12 @@ def test_script(monkeypatch, tmp_path, capsys):
     text.write_text("The quick brown fox jumps over the lazy dog.\n" * 300)
     options = ["--config_overrides", small, "--max_steps", "2", "--save_strategy", "no", "--longer", "70"]
     options += ["--eval_tokens", "100"]
-    variants = ["rpe", "free:tno_type=free", "masked:causal=false"]
-    command = ["run_ablation.py", "--dataset", text, "--output_dir", tmp_path / "out", *options, "--variants"]
+    variants = ["rpe", "explicit:tno_type=explicit", "masked:causal=false"]
+    command = ["run_ablation.py", "--dataset_name", text, "--output_dir", tmp_path / "out", *options, "--variants"]
     monkeypatch.setattr(sys, "argv", list(map(str, [*command, *variants])))
     run_ablation.main()
     results = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert [row["variant"] for row in results["rows"]] == ["rpe", "free", "masked"]
+    assert [row["variant"] for row in results["rows"]] == ["rpe", "explicit", "masked"]
     assert all(list(row["perplexity"]) == ["16", "70"] and row["steps"] == 2 for row in results["rows"])
     assert [row["scored_tokens"] for row in results["rows"]][:2] == [99, 99]
     assert "| variant | perplexity at 16 | perplexity at 70 |" in capsys.readouterr().out

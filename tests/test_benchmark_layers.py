@@ -2,10 +2,11 @@
 
 from types import SimpleNamespace
 
-import benchmark_long_range
-import benchmark_state_size
 import pytest
 import torch
+
+from tnn_scripts.benchmarks import long_range as benchmark_long_range
+from tnn_scripts.benchmarks import state_size as benchmark_state_size
 
 SETTINGS = {"batch_size": 1, "device": "cpu", "threads": 1, "repeats": 1}
 

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from modeling_tnn import TnnForCausalLM
 from modeling_tnn.cache_tnn import memory_per_sequence, saved_classes
-from modeling_tnn.register import ShiftRegister
+from modeling_tnn.history import HistoryBuffer
 
 
 def saved(cache):
@@ -89,7 +89,7 @@ def test_a_saved_cache_has_all_its_methods(name, steps):
 
 
 def test_a_file_holds_what_was_written_and_no_other_memory():
-    register = ShiftRegister(torch.zeros(1, 1, 3), reach=10)
+    register = HistoryBuffer(torch.zeros(1, 1, 3), reach=10)
     register.append(torch.ones(1, 1, 1))
     assert register.buffer.shape[-1] > 4
     loaded = pickle.loads(pickle.dumps(register))

@@ -9,7 +9,7 @@ from conftest import relative_error, seeded, tiny_config
 from transformers import DynamicCache
 
 from modeling_tnn.cache_tnn import TnnCacheLayer
-from modeling_tnn.operators import build_tno
+from modeling_tnn.tno_auto import build_tno
 
 # The kernels that are decoded from past inputs: with these detached, the whole product is the oracle.
 FROM_INPUTS = [name for name in MODELS if name not in ("rtf", "modal")]
@@ -67,10 +67,10 @@ def test_gradients_of_rtf_are_those_of_its_recurrence(past, steps, new):
     order = form.denominator.shape[1]
     twin = copy.deepcopy(layer)
     y = layer.update(now, None, operator)[0]
-    if twin.prompt is not None:
+    if twin.prefill is not None:
         with torch.no_grad():
-            twin.recurrence.start(twin, twin.recurrence.channel_major(twin.prompt.inputs()))
-    w, outputs = list(twin.register.last(order).unbind(-1)), []  # (B, D) each
+            twin.recurrence.start(twin, twin.recurrence.channel_major(twin.prefill.inputs()))
+    w, outputs = list(twin.history.last(order).unbind(-1)), []  # (B, D) each
     for u in now.unbind(1):
         recent = torch.stack(w[: -order - 1 : -1], dim=-1)  # (B, D, N): w_{t-1} .. w_{t-N}
         outputs.append(form.direct * u + (form.numerator * recent).sum(-1))
@@ -165,7 +165,7 @@ def test_the_same_logits_with_gradients_and_without(name):
 
 
 def test_second_derivatives_of_a_continuation():
-    operator = seeded(build_tno, tiny_config(decay=0.9, product="plain"), 1).double()
+    operator = seeded(build_tno, tiny_config(decay=0.9, tno_implementation="eager"), 1).double()
     v = randomly(operator, 2, 20)
     layer, now = started_layer(operator, v[:, :15], 3), v[:, 15:].clone().requires_grad_()
     taps = list(operator.parameters())

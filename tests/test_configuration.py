@@ -16,15 +16,14 @@ from modeling_tnn import (
     TnnForSequenceClassification,
     TnnModel,
 )
-from modeling_tnn.blocks import NORM_POSITIONS
 from modeling_tnn.configuration_tnn import CHOICES
-from modeling_tnn.heads import POOLINGS
+from modeling_tnn.modeling_tnn import NORM_POSITIONS
 from modeling_tnn.norms import NORM_TYPES
-from modeling_tnn.operators import TNO_TYPES
-from modeling_tnn.rpe_input import RPE_INPUTS
-from modeling_tnn.tno_grid import COMBINATIONS
+from modeling_tnn.numerics import IMPLEMENTATIONS
+from modeling_tnn.padding import POOLINGS
+from modeling_tnn.rpe import RPE_INPUTS
+from modeling_tnn.tno_2d import COMBINATIONS
 from modeling_tnn.tno_rtf import CONSTRAINTS, INITIAL_BOUNDS
-from modeling_tnn.toeplitz import PRODUCTS
 
 README = (Path(__file__).parent.parent / "configuration" / "README.md").read_text()
 PRESETS = sorted(path.parent for path in (Path(__file__).parent.parent / "configuration").glob("tnn-*/config.json"))
@@ -63,7 +62,7 @@ def test_all_counted_presets_exist():
 
 
 def test_round_trip(variant, tmp_path):
-    config = tiny_config(*variant, decay=0.9, learnable_decay=True, glu_dim=24, fd_resolution=256)
+    config = tiny_config(*variant, decay=0.9, learnable_decay=True, intermediate_size=24, fd_resolution=256)
     config.save_pretrained(tmp_path / "first")
     AutoConfig.from_pretrained(tmp_path / "first").save_pretrained(tmp_path / "second")
     first, second = ((tmp_path / name / "config.json").read_text() for name in ("first", "second"))
@@ -73,12 +72,11 @@ def test_round_trip(variant, tmp_path):
 
 def test_names_are_those_of_the_tables():
     tables = {
-        "tno_type": TNO_TYPES,
         "norm_type": NORM_TYPES,
         "norm_position": NORM_POSITIONS,
-        "product": PRODUCTS,
+        "tno_implementation": IMPLEMENTATIONS,
         "rtf_constraint": CONSTRAINTS,
-        "axis_combination": COMBINATIONS,
+        "spatial_mixing": COMBINATIONS,
         "rpe_input": RPE_INPUTS,
         "rtf_initializer": INITIAL_BOUNDS,
         "classifier_pooling": {None: "by the direction"} | POOLINGS,
@@ -89,13 +87,13 @@ def test_names_are_those_of_the_tables():
 
 def test_derived_defaults():
     config = TnnConfig(hidden_size=48, max_position_embeddings=100, gtu_expansion=1.5)
-    assert (config.glu_dim, config.gtu_dim, config.fd_resolution) == (48, 72, 256)
+    assert (config.intermediate_size, config.gtu_dim, config.fd_resolution) == (48, 72, 256)
 
 
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"tno_type": "dct"}, "tno_type='dct' .* one of 'rpe', 'fd', 'ski', 'rtf', 'modal', 'free'"),
+        ({"tno_type": "dct"}, "tno_type='dct' .* one of 'rpe', 'fd', 'ski', 'rtf', 'modal', 'explicit'"),
         ({"tno_type": "modal", "causal": False}, "causal=False .* True with tno_type='modal'"),
         ({"tno_type": "ski", "causal": True}, "causal=True .* False with tno_type='ski'"),
         ({"decay": 0}, r"decay=0 .* \(0, 1\]"),
@@ -116,12 +114,15 @@ def test_derived_defaults():
         ({"rpe_norm_type": "batchnorm"}, "rpe_norm_type='batchnorm' .* None, 'simplermsnorm'"),
         ({"rpe_window": 0}, "rpe_window=0 .* at least 1"),
         ({"position_embedding": "rotary"}, "position_embedding='rotary' .* None, 'sinusoidal'"),
-        ({"axis_combination": "both"}, "axis_combination='both' .* 'product', 'sum'"),
+        ({"spatial_mixing": "both"}, "spatial_mixing='both' .* 'product', 'sum'"),
         ({"patch_size": 0}, "patch_size=0 .* at least 1"),
-        ({"num_axes": 3}, "num_axes=3 .* one of 1, 2"),
-        ({"num_axes": 2}, "causal=True .* False with num_axes=2"),
-        ({"num_axes": 2, "causal": False, "max_position_embeddings": 65}, "max_position_embeddings=65 .* a square"),
-        ({"tno_type": "ski", "num_axes": 2, "causal": False}, r"ski_rank=9 .* in \[2, ski_grid_length=8\]"),
+        ({"spatial_dims": 3}, "spatial_dims=3 .* one of 1, 2"),
+        ({"spatial_dims": 2}, "causal=True .* False with spatial_dims=2"),
+        (
+            {"spatial_dims": 2, "causal": False, "max_position_embeddings": 65},
+            "max_position_embeddings=65 .* a square",
+        ),
+        ({"tno_type": "ski", "spatial_dims": 2, "causal": False}, r"ski_rank=9 .* in \[2, ski_grid_length=8\]"),
         ({"norm_position": "middle"}, "norm_position='middle' .* 'pre', 'post', 'res_post'"),
         ({"hidden_act": "swosh"}, "hidden_act='swosh' .* 'silu'"),
         ({"classifier_pooling": "max"}, "classifier_pooling='max' .* None, 'last', 'mean'"),

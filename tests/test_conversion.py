@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification
 from modeling_tnn.cache_tnn import TnnCacheLayer
-from modeling_tnn.conversion import ORDERS, fit_kernel, hankel_eigenvectors
+from modeling_tnn.conversion import ORDERS, fit_recurrence, hankel_eigenvectors
 
 KERNELS = {
     "rpe": {"tno_type": "rpe", "decay": 0.99},
@@ -86,7 +86,7 @@ def test_exponentials_are_found():
     poles = torch.tensor([0.9, -0.7, 0.95 * torch.e ** (0.3j), 0.8 * torch.e ** (2j)], dtype=torch.complex128)
     residues = torch.randn(20, 4, dtype=torch.complex128, generator=torch.Generator().manual_seed(0))
     taps = (residues @ poles[:, None] ** torch.arange(200)).real
-    fit = fit_kernel(taps, 6)
+    fit = fit_recurrence(taps, 6)
     assert len(fit.poles) == 4
     assert relative_error(fit.taps(200), taps) < 1e-9
     found = torch.sort(torch.view_as_real(fit.poles).flatten()).values

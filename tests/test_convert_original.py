@@ -7,12 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import convert_original
 import pytest
 import torch
 from conftest import relative_error
-from convert_original import convert, read_checkpoint
-from official_options import ARCHITECTURES
 from parity import CASES, Case, named_cases
 from safetensors.torch import load_file, save_file
 from test_golden_ski import use_released_interpolation
@@ -22,6 +19,10 @@ from transformers import (
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
 )
+
+from tnn_scripts import convert_original
+from tnn_scripts.convert_original import convert, read_checkpoint
+from tnn_scripts.original.options import ARCHITECTURES
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "convert_original.py"
 LANGUAGE_MODELS = named_cases("causal_lm") + named_cases("masked_lm")

@@ -3,13 +3,13 @@
 import json
 
 import pytest
+from conftest import lively_language_model
 from datasets import Dataset
 from training_scripts import ROOT, SENTENCES, run_script, write_config, write_text
 from transformers import AutoTokenizer, pipeline
 
-from corpus import load_corpus, load_texts, pack, tokenize, train_tokenizer  # isort: skip
-from document_ends import document_ends  # isort: skip
-from conftest import lively_language_model  # isort: skip
+from tnn_scripts.data.document_ends import document_ends
+from tnn_scripts.data.text import load_corpus, load_texts, pack, tokenize, train_tokenizer
 
 ARTICLES = ["", " = Lobster = \n", "", " It swims where a \n", " = b = \n", "", " = Pike = \n", ""]
 WIKITEXT = ROOT.parent / "shared" / "data" / "wikitext"
@@ -95,7 +95,7 @@ def test_a_pretrained_model_ends(tmp_path):
     """Documents of one sentence: the model learns where they end, generates that, and is evaluated on it."""
     rows = tmp_path / "rows.jsonl"
     Dataset.from_dict({"text": SENTENCES[:2] * 200}).to_json(rows)
-    options = ["--config", write_config(tmp_path / "config", hidden_dropout_prob=0.0), "--train_file", rows]
+    options = ["--config_name", write_config(tmp_path / "config", hidden_dropout_prob=0.0), "--train_file", rows]
     options += ["--max_steps", 60, "--learning_rate", 0.01, "--output_dir", tmp_path / "out"]
     run_script("pretrain", *options, "--checkpointing_steps", 60)
     generate = pipeline("text-generation", model=str(tmp_path / "out"))
@@ -103,7 +103,8 @@ def test_a_pretrained_model_ends(tmp_path):
     assert [text[0]["generated_text"] for text in texts] == [f"{SENTENCES[1]}\n", f"{SENTENCES[0]}\n"]
     evaluated = {}
     for name, given in {"as trained": [], "lines": ["--documents", "lines"]}.items():
-        run_script("evaluate_lm", "--model", tmp_path / "out", "--file", rows, "--lengths", 64, *given,
+        run_script("evaluate_lm", "--model_name_or_path", tmp_path / "out", "--validation_file", rows, "--lengths",
+                   64, *given,
                    "--output_dir", tmp_path / "figures")  # fmt: skip
         evaluated[name] = json.loads((tmp_path / "figures" / "perplexity.json").read_text())["results"][0]
     assert evaluated["lines"]["perplexity"] > 1.3 * evaluated["as trained"]["perplexity"]
@@ -124,7 +125,7 @@ def test_padding_side_of_a_named_tokenizer(tmp_path):
     """One that pads right is saved with a causal model as one that pads left."""
     tokenizer = train_tokenizer(Dataset.from_dict({"text": SENTENCES}), 300, masked=True)
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    run_script("pretrain", "--config", write_config(tmp_path / "config"), "--train_file",
+    run_script("pretrain", "--config_name", write_config(tmp_path / "config"), "--train_file",
                write_text(tmp_path / "text.txt"), "--tokenizer_name", tmp_path / "tokenizer", "--max_steps", 1,
                "--output_dir", tmp_path / "out")  # fmt: skip
     assert AutoTokenizer.from_pretrained(tmp_path / "out").padding_side == "left"

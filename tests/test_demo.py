@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from corpus import load_corpus, pack, train_tokenizer
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from modeling_tnn import TnnConfig
+from tnn_scripts.data.text import load_corpus, pack, train_tokenizer
 
 ROOT = Path(__file__).parent.parent
 

@@ -20,7 +20,7 @@ def deterministic():
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("product", ["chunked", "plain"])
+@pytest.mark.parametrize("product", ["fused", "eager"])
 @pytest.mark.parametrize("length", [1, 17, 600])
 def test_forward_and_backward(variant, product, length, deterministic):
     ids = torch.randint(99, (2, length), generator=torch.Generator().manual_seed(0))
@@ -28,7 +28,7 @@ def test_forward_and_backward(variant, product, length, deterministic):
     mask[0, : length // 3] = 0
     results = []
     for _ in range(2):
-        model = seeded(TnnModel, tiny_config(*variant, product=product)).train()
+        model = seeded(TnnModel, tiny_config(*variant, tno_implementation=product)).train()
         hidden = model(ids, attention_mask=mask, use_cache=False).last_hidden_state
         hidden.square().mean().backward()
         results.append([hidden, *(p.grad for p in model.parameters() if p.grad is not None)])

@@ -78,7 +78,7 @@ def runs(tmp_path_factory):
     """The same global batch in one process and in two; masked, so that processes have unequal numbers of targets."""
     folder = tmp_path_factory.mktemp("runs")
     config = write_config(folder / "config", causal=False, hidden_dropout_prob=0.0)
-    options = ["--objective", "mlm", "--config", config, "--train_file", write_text(folder / "text.txt"),
+    options = ["--objective", "mlm", "--config_name", config, "--train_file", write_text(folder / "text.txt"),
                "--max_steps", 12, "--learning_rate", 0.01, "--checkpointing_steps", 6, "--eval_steps", 5,
                "--per_device_eval_batch_size", 5]  # fmt: skip
     run_script("pretrain", *options, "--output_dir", folder / "one", "--per_device_train_batch_size", 6)
@@ -112,7 +112,7 @@ def test_two_processes_resume(runs):
 
 def test_processes_that_do_not_know_of_each_other(runs, monkeypatch, tmp_path):
     """Two of them would write into one folder."""
-    monkeypatch.setattr("pretrain.Accelerator", lambda **options: type("One", (), {"num_processes": 1}))
+    monkeypatch.setattr("tnn_scripts.pretrain.Accelerator", lambda **options: type("One", (), {"num_processes": 1}))
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit, match="2 processes were started, but accelerate sees 1"):
         run_script("pretrain", *runs[1], "--output_dir", tmp_path / "out")

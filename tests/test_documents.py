@@ -7,7 +7,7 @@ from datasets import Dataset
 from transformers import DataCollatorWithFlattening, DefaultDataCollator, Trainer, TrainingArguments
 
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification, TnnModel
-from modeling_tnn.documents import find_documents
+from modeling_tnn.packing import split_packed
 
 LENGTHS = (1, 7, 17, 2, 40, 9, 3)
 HEADS = [(TnnForCausalLM, t, True) for t in CAUSAL] + [(TnnForMaskedLM, t, False) for t in BIDIRECTIONAL]
@@ -102,11 +102,11 @@ def test_rows_of_several_documents_with_padding():
         (torch.tensor([[0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8]]), torch.tensor([[0] * 3 + [1] * 9, [0] * 3 + [1] * 9])),
         (torch.tensor([[1, 1, 0, 1, 2, 3, 4, 5, 6, 7, 1, 1]]), torch.tensor([[0] * 2 + [1] * 8 + [0] * 2] * 2)),
     ],
-    ids=["plain", "offset", "of each row", "left padding", "both sides"],
+    ids=["eager", "offset", "of each row", "left padding", "both sides"],
 )
 def test_ordinary_positions_mean_nothing(position_ids, mask):
     ids = torch.randint(99, (2, 12))
-    assert find_documents(ids, mask, position_ids) is None
+    assert split_packed(ids, mask, position_ids) is None
     model = seeded(TnnForCausalLM, tiny_config())
     assert torch.equal(
         model(ids, attention_mask=mask, position_ids=position_ids).logits, model(ids, attention_mask=mask).logits
@@ -114,7 +114,7 @@ def test_ordinary_positions_mean_nothing(position_ids, mask):
 
 
 def test_padding_is_less_than_half():
-    documents = find_documents(
+    documents = split_packed(
         torch.zeros(1, 700), position_ids=torch.cat([torch.arange(n) for n in (600, *[2] * 50)])[None]
     )
     assert sum(batch.real.numel() for batch in documents) < 2 * 700

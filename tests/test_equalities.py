@@ -6,7 +6,7 @@ can be broken by rounding; logits in float32 to 1e-4.
 
 import pytest
 import torch
-from conftest import lively_language_model, relative_error
+from conftest import exhaustive, lively_language_model, relative_error
 from transformers import DynamicCache
 
 MODELS = {
@@ -16,10 +16,11 @@ MODELS = {
     "fd": {"tno_type": "fd"},
     "rtf": {"tno_type": "rtf"},
     "rtf-odd-length": {"tno_type": "rtf", "max_position_embeddings": 63},
+    "explicit": {"tno_type": "explicit"},
     "converted": {"tno_type": "rpe", "decay": 0.9},
 }
 # Lengths of prompts, and how many tokens to generate after each.
-PROMPTS = [(1, 40), (2, 31), (7, 40), (64, 23), (300, 40)]
+PROMPTS = [(7, 40), (300, 40), *exhaustive((1, 40), (2, 31), (64, 23))]
 EVERY_MODEL = pytest.mark.parametrize("name", MODELS)
 EVERY_PROMPT = pytest.mark.parametrize("length, new", PROMPTS)
 

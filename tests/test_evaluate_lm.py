@@ -12,9 +12,9 @@ from training_scripts import SENTENCES, run_script, write_text
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-import evaluate_lm  # isort: skip - on the path once training_scripts is imported
-from corpus import tokenize, train_tokenizer  # isort: skip
-from token_bytes import bytes_until  # isort: skip
+from tnn_scripts import evaluate_lm
+from tnn_scripts.data.text import tokenize, train_tokenizer
+from tnn_scripts.data.token_bytes import bytes_until
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def byte_level(merges: bool):
 
 def words():
     """Words without what is between them, of letters without accents: the text cannot be got back from it."""
-    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "plain": 1, "text": 2}, unk_token="[UNK]"))
+    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "eager": 1, "text": 2}, unk_token="[UNK]"))
     tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]")
 
@@ -123,8 +123,22 @@ def test_bytes_of_a_tokenizer_without_offsets():
 
 
 def test_report(folder, tmp_path, capsys):
-    options = ["--file", folder / "text.txt", "--lengths", 16, 64, 128, 100000, "--stride", 12, "--max_tokens", 400]
-    run_script("evaluate_lm", "--model", folder / "tnn", folder / "gpt2", *options, "--output_dir", tmp_path)
+    options = [
+        "--validation_file",
+        folder / "text.txt",
+        "--lengths",
+        16,
+        64,
+        128,
+        100000,
+        "--stride",
+        12,
+        "--max_tokens",
+        400,
+    ]
+    run_script(
+        "evaluate_lm", "--model_name_or_path", folder / "tnn", folder / "gpt2", *options, "--output_dir", tmp_path
+    )
     results = json.loads((tmp_path / "perplexity.json").read_text())["results"]
     assert [(r["length"], r["stride"]) for r in results if r["model"].endswith("tnn")] == [
         (16, None), (16, 12), (64, None), (64, 12), (128, None), (128, 12)
@@ -149,16 +163,16 @@ def test_report(folder, tmp_path, capsys):
 @pytest.mark.parametrize(
     "given, message",
     [
-        (["--file", "nowhere.txt"], "nowhere.txt: there is no such file"),
+        (["--validation_file", "nowhere.txt"], "nowhere.txt: there is no such file"),
         ([], "give either --file or --dataset_name"),
-        (["--file", "TEXT", "--lengths", 1], "--lengths must be at least 2"),
-        (["--file", "TEXT", "--stride", 99, "--lengths", 64], "--stride 99 must be"),
-        (["--file", "TEXT", "--lengths", 99999], "fewer than any of the lengths"),
-        (["--file", "TEXT", "--text_column", "body"], "one of them must be 'body'"),
+        (["--validation_file", "TEXT", "--lengths", 1], "--lengths must be at least 2"),
+        (["--validation_file", "TEXT", "--stride", 99, "--lengths", 64], "--stride 99 must be"),
+        (["--validation_file", "TEXT", "--lengths", 99999], "fewer than any of the lengths"),
+        (["--validation_file", "TEXT", "--text_column", "body"], "one of them must be 'body'"),
     ],
 )
 def test_refused(given, message, folder, tmp_path, capsys):
     given = [folder / "text.txt" if value == "TEXT" else value for value in given]
     with pytest.raises(SystemExit) as error:
-        run_script("evaluate_lm", "--model", folder / "tnn", "--output_dir", tmp_path, *given)
+        run_script("evaluate_lm", "--model_name_or_path", folder / "tnn", "--output_dir", tmp_path, *given)
     assert message in str(error.value.code) + capsys.readouterr().err

@@ -13,7 +13,6 @@ from modeling_tnn import (
     TnnForImageClassification,
     TnnForMaskedLM,
     TnnForSequenceClassification,
-    TnnForSequencePairClassification,
     TnnModel,
 )
 from modeling_tnn.fourier import (
@@ -24,11 +23,12 @@ from modeling_tnn.fourier import (
     matrix_transform,
 )
 from modeling_tnn.rational import extend_kernel, kernel_of_any_length, rational_kernel
+from tnn_scripts.common.sequence_pairs import TnnForSequencePairClassification
 
 P = 64
 LENGTHS = (1, 2, 17, P - 1, P, P + 1, 4 * P)
-OPERATORS = [(tno_type, True) for tno_type in [*CAUSAL, "free"]]
-OPERATORS += [(tno_type, False) for tno_type in [*BIDIRECTIONAL, "free"]]
+OPERATORS = [(tno_type, True) for tno_type in CAUSAL]
+OPERATORS += [(tno_type, False) for tno_type in BIDIRECTIONAL]
 KINDS = {
     "auto": lambda: {0: Dim.AUTO, 1: Dim.AUTO},
     "dynamic": lambda: {0: Dim.DYNAMIC, 1: Dim.DYNAMIC},
@@ -39,7 +39,7 @@ KINDS = {
 OPTIONS = {
     "window": {"rpe_window": 20},
     "learned decay and window": {"learnable_decay": True, "rpe_window": 20},
-    "no decay, plain": {"decay": None, "product": "plain"},
+    "no decay, plain": {"decay": None, "tno_implementation": "eager"},
     "sinusoidal": {"rpe_input": "sinusoidal", "position_embedding": "sinusoidal"},
     "normalized": {"rpe_input": "normalized", "norm_type": "batchnorm"},
     "cosine grid": {"tno_type": "fd", "fd_input": "cos", "fd_resolution": 64, "gtu_norm": True},
@@ -164,7 +164,7 @@ def test_pairs():
 
 def test_images():
     """Of one size, in any number."""
-    fields = {"num_axes": 2, "image_size": 24, "patch_size": 4, "max_position_embeddings": 36, "rtf_state_size": 4}
+    fields = {"spatial_dims": 2, "image_size": 24, "patch_size": 4, "max_position_embeddings": 36, "rtf_state_size": 4}
     model = seeded(TnnForImageClassification, tiny_config("rtf", False, **fields))
     program = exported(model, {"pixel_values": torch.rand(3, 3, 24, 24)}, {0: Dim("batch", min=1, max=64)})
     for rows in (1, 2, 7):

@@ -19,8 +19,8 @@ def hub(monkeypatch):
     """A Hub that the scripts of this process use; the client's pauses between attempts are left out."""
     with HubServer() as server:
         api = huggingface_hub.HfApi(endpoint=server.url, token=TOKEN)
-        monkeypatch.setattr("push_to_hub.HfApi", lambda: api)
-        monkeypatch.setattr("push_to_hub.create_repo", api.create_repo)
+        monkeypatch.setattr("tnn_scripts.common.publishing.HfApi", lambda: api)
+        monkeypatch.setattr("tnn_scripts.common.publishing.create_repo", api.create_repo)
         monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
         monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
@@ -43,7 +43,7 @@ def test_push_without_a_network(hub, tmp_path, monkeypatch):
     hub.on_upload = lambda: None
     run_script(*command)
     assert {"model.safetensors", "config.json", "README.md"} < hub.files("user/tnn").keys()
-    monkeypatch.setattr("push_to_hub.HfApi", lambda: NOWHERE)
+    monkeypatch.setattr("tnn_scripts.common.publishing.HfApi", lambda: NOWHERE)
     with pytest.raises(SystemExit, match="(?s)nothing was published: ConnectError.*push_to_hub.py"):
         run_script(*command)
 
@@ -51,7 +51,7 @@ def test_push_without_a_network(hub, tmp_path, monkeypatch):
 def test_pretraining_without_a_network(hub, tmp_path):
     """At its end: the model is there, and is published by the command in the error."""
     config, text = write_config(tmp_path / "config"), write_text(tmp_path / "text.txt")
-    options = ["--config", config, "--train_file", text, "--output_dir", tmp_path / "out", "--max_steps", 2]
+    options = ["--config_name", config, "--train_file", text, "--output_dir", tmp_path / "out", "--max_steps", 2]
     hub.on_upload = hang_up
     with pytest.raises(SystemExit, match=r"(?s)nothing was published: .*\n  python .*/out --repo_id user/out"):
         run_script("pretrain", *options, "--push_to_hub")
@@ -64,9 +64,9 @@ def test_pretraining_without_a_network(hub, tmp_path):
 
 def test_repository_is_opened_before_the_training(tmp_path, monkeypatch):
     config, text = write_config(tmp_path / "config"), write_text(tmp_path / "text.txt")
-    monkeypatch.setattr("push_to_hub.create_repo", NOWHERE.create_repo)
+    monkeypatch.setattr("tnn_scripts.common.publishing.create_repo", NOWHERE.create_repo)
     with pytest.raises(SystemExit, match="the repository cannot be opened: .*Connect"):
-        run_script("pretrain", "--config", config, "--train_file", text, "--output_dir", tmp_path / "out",
+        run_script("pretrain", "--config_name", config, "--train_file", text, "--output_dir", tmp_path / "out",
                    "--max_steps", 2, "--push_to_hub")  # fmt: skip
     assert not (tmp_path / "out" / "metrics.json").exists()
 

@@ -140,7 +140,7 @@ def test_broken_index(content, shards):
 def test_weights_of_another_operator(folder):
     """Some names are missing and others left over: random weights would pass for trained ones."""
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"tno_type": "free"}))
+    (folder / "config.json").write_text(json.dumps(config | {"tno_type": "explicit"}))
     refuses(folder, "damaged or of another model: layers.0.gtu.tno.taps is not there, .* ignore_mismatched_sizes=True")
     TnnForCausalLM.from_pretrained(folder, ignore_mismatched_sizes=True)
 

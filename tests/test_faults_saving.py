@@ -21,10 +21,9 @@ from training_scripts import SCRIPTS, assert_same_weights, run_script, weights, 
 from transformers import AutoModelForCausalLM, Trainer, TrainerControl, TrainerState, TrainingArguments
 
 from modeling_tnn import TnnForCausalLM
-
-from checkpoints import find_checkpoint, verify_checksums, write_checksums  # isort: skip
-from interruption import StopCallback, StopRequest  # isort: skip
-from outputs import LOCK, SavingError, claim, new_files, new_folder, write_json  # isort: skip
+from tnn_scripts.common.atomic import LOCK, SavingError, claim, new_files, new_folder, write_json
+from tnn_scripts.common.checkpoints import find_checkpoint, verify_checksums, write_checksums
+from tnn_scripts.common.signals import StopCallback, StopRequest
 
 
 @pytest.fixture
@@ -50,7 +49,8 @@ def tree(folder: Path) -> dict[str, bytes]:
 def options(tmp_path):
     """Of a run with a checkpoint at every fourth step; later options win."""
     config = write_config(tmp_path / "config")
-    return ["--config", config, "--train_file", write_text(tmp_path / "text.txt"), "--output_dir", tmp_path / "out",
+    return ["--config_name", config, "--train_file", write_text(tmp_path / "text.txt"), "--output_dir",
+            tmp_path / "out",
             "--max_steps", 8, "--learning_rate", 0.01, "--per_device_train_batch_size", 4,
             "--checkpointing_steps", 4]  # fmt: skip
 
@@ -116,7 +116,8 @@ def test_full_disk_in_finetuning(model, glue, tmp_path, largest_file, monkeypatc
 
 def to_recurrent(folder: Path, output: Path) -> list:
     text = write_text(folder.parent / "text.txt")
-    return ["to_recurrent", "--model", folder, "--output_dir", output, "--order", 4, "--dataset", text, "--length", 64,
+    return ["to_recurrent", "--model_name_or_path", folder, "--output_dir", output, "--order", 4, "--dataset_name",
+            text, "--length", 64,
             "--rows", 2]  # fmt: skip
 
 
@@ -132,7 +133,7 @@ def test_full_disk_in_a_conversion(arguments, tmp_path, largest_file, monkeypatc
     folder, output = save_model(tmp_path / "model", tno_type="rpe", decay=0.9), tmp_path / "out"
     converted = seeded(TnnForCausalLM, tiny_config("rtf"))
     report = {"tensors": {}, "warnings": []}
-    monkeypatch.setattr("convert_original.convert", lambda *options: (converted, report))
+    monkeypatch.setattr("tnn_scripts.convert_original.convert", lambda *options: (converted, report))
     seeded(TnnForCausalLM, tiny_config()).save_pretrained(output)
     before, command = tree(output), [*arguments(folder, output), "--overwrite_output_dir"]
     largest_file(40_000)
@@ -163,14 +164,14 @@ def test_errors_that_are_none_of_a_disk_stay_what_they_are(tmp_path):
 # Root may write everywhere, but not below a file, nor to /proc.
 UNWRITABLE = ["file/out", "/proc/out"]
 COMMANDS = {
-    "pretrain": ["--config", "tnn-tiny"],
+    "pretrain": ["--config_name", "tnn-tiny"],
     "finetune_glue": ["--model_name_or_path", "nowhere", "--task_name", "sst2", "--do_train"],
-    "evaluate_lm": ["--model", "nowhere", "--file", "FILE"],
-    "to_recurrent": ["--model", "nowhere"],
-    "plot_kernels": ["--model", "nowhere"],
+    "evaluate_lm": ["--model_name_or_path", "nowhere", "--validation_file", "FILE"],
+    "to_recurrent": ["--model_name_or_path", "nowhere"],
+    "plot_kernels": ["--model_name_or_path", "nowhere"],
     "demo": [],
-    "run_lra": ["--task", "listops", "--config", "tnn-listops"],
-    "run_image_classification": ["--config", "tnn-image-tiny", "--dataset_name", "nowhere"],
+    "run_lra": ["--task", "listops", "--config_name", "tnn-listops"],
+    "run_image_classification": ["--config_name", "tnn-image-tiny", "--dataset_name", "nowhere"],
     "run_ablation": ["--variants", "a"],
     "run_synthetic": ["--recipe", SCRIPTS.parent / "configuration/recipes/synthetic/small-copying.yaml"],
 }
@@ -186,7 +187,10 @@ def test_folder_that_cannot_be_written_to(script, place, tmp_path):
         run_script(script, *given, "--output_dir", tmp_path / place)
 
 
-FILES = [["generate", "--model", "nowhere", "--prompt", "a", "--output_file"], ["benchmark", "operators", "--json"]]
+FILES = [
+    ["generate", "--model_name_or_path", "nowhere", "--prompt", "a", "--output_file"],
+    ["benchmark", "operators", "--output_file"],
+]
 
 
 @pytest.mark.parametrize("command", FILES, ids=lambda command: command[0])
@@ -197,14 +201,14 @@ def test_file_that_cannot_be_written(command, tmp_path, capsys):
     assert "results.json cannot be written: " in str(left.value) + capsys.readouterr().err
 
 
-HOLD = "import sys, time; from pathlib import Path; sys.path.insert(0, sys.argv[1]); from outputs import claim\n"
-HOLD += "with claim(Path(sys.argv[2])): print('held', flush=True); time.sleep(60)"
+HOLD = "import sys, time; from pathlib import Path; from tnn_scripts.common.atomic import claim\n"
+HOLD += "with claim(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
 
 
 def test_two_writers(options, tmp_path):
     """The second is refused, touches nothing, and may write once the first is killed."""
     out = tmp_path / "out"
-    command = [sys.executable, "-c", HOLD, str(SCRIPTS), str(out)]
+    command = [sys.executable, "-c", HOLD, str(out)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as first:
         assert first.stdout.readline() == "held\n"
         (out / ".checkpoint-4.partial").mkdir()

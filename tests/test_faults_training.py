@@ -15,10 +15,10 @@ from test_interruption import figures, options_for, wait_until
 from training_scripts import assert_same_weights, run_script, start_script, two_processes, write_config, write_text
 from transformers import Trainer
 
-from checkpoints import checkpoints  # isort: skip
-from interruption import StopRequest  # isort: skip
-from memory import MemoryExceededError, suggest_smaller  # isort: skip
-from training import Pretraining  # isort: skip
+from tnn_scripts.common.accelerate_loop import Pretraining
+from tnn_scripts.common.checkpoints import checkpoints
+from tnn_scripts.common.devices import MemoryExceededError, suggest_smaller
+from tnn_scripts.common.signals import StopRequest
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,8 @@ def children(pid: int) -> list[int]:
 def test_two_processes_stop_at_one_step(tmp_path):
     """One of them has the signal; both leave after the same step, and the resumed run goes on from it."""
     config = write_config(tmp_path / "config", hidden_dropout_prob=0.2)
-    options = ["--config", config, "--train_file", write_text(tmp_path / "text.txt"), "--output_dir", tmp_path / "out",
+    options = ["--config_name", config, "--train_file", write_text(tmp_path / "text.txt"), "--output_dir",
+               tmp_path / "out",
                "--max_steps", 100_000, "--per_device_train_batch_size", 2, "--checkpointing_steps", 5]  # fmt: skip
     with start_script("pretrain", *options, launcher=two_processes()) as process:
         wait_until(lambda: checkpoints(tmp_path / "out"), process)
@@ -148,8 +149,9 @@ def test_finetuning_stops_and_goes_on(model, glue, tmp_path, monkeypatch, caplog
     assert_same_weights(tmp_path / "whole", tmp_path / "stopped")
 
 
-LISTOPS = ["--task", "listops", "--config", "tnn-listops", "--train_rows", 50, "--save_strategy", "no",
-           "--config_overrides", "hidden_size=8,num_hidden_layers=1,glu_dim=8,rpe_dim=4,hidden_dropout_prob=0.2",
+LISTOPS = ["--task", "listops", "--config_name", "tnn-listops", "--max_train_samples", 50, "--save_strategy", "no",
+           "--config_overrides",
+           "hidden_size=8,num_hidden_layers=1,intermediate_size=8,rpe_dim=4,hidden_dropout_prob=0.2",
            "--max_steps", 6, "--per_device_train_batch_size", 2, "--report_to", "none"]  # fmt: skip
 
 
@@ -216,17 +218,17 @@ def test_long_range_training_that_does_not_fit(call, option, tmp_path, monkeypat
 
 
 def test_evaluation_by_length_that_does_not_fit(unbroken, tmp_path, monkeypatch):
-    monkeypatch.setattr("evaluate_lm.score_rows", lambda *_: exhaust())
+    monkeypatch.setattr("tnn_scripts.common.scoring.score_rows", lambda *_: exhaust())
     with pytest.raises(SystemExit, match="at length 32: give a smaller --tokens_per_pass than 4096"):
-        run_script("evaluate_lm", "--model", unbroken[1], "--file", write_text(tmp_path / "text.txt"), "--lengths", 32,
+        run_script("evaluate_lm", "--model_name_or_path", unbroken[1], "--validation_file",
+                   write_text(tmp_path / "text.txt"), "--lengths", 32,
                    "--output_dir", tmp_path / "lengths")  # fmt: skip
 
 
 LIMITED = """
 import resource, sys
-sys.path.insert(0, sys.argv[1])
 import torch
-from memory import MemoryExceededError, suggest_smaller
+from tnn_scripts.common.devices import MemoryExceededError, suggest_smaller
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, used + 2**28))
 attempts = {

@@ -12,11 +12,10 @@ from training_scripts import ROOT, run_script, write_config
 from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import modeling_tnn
-
-from corpus import train_tokenizer  # isort: skip - on the path once training_scripts is imported
-from glue_data import TASKS, load_files, load_task  # isort: skip
-from glue_metrics import OWN_METRICS, load_metric, main_metric  # isort: skip
-from model_card import read_metrics  # isort: skip
+from tnn_scripts.common.model_card import read_metrics
+from tnn_scripts.data.glue import TASKS, load_files, load_task
+from tnn_scripts.data.glue_metrics import OWN_METRICS, load_metric, main_metric
+from tnn_scripts.data.text import train_tokenizer
 
 SHARED = ROOT.parent / "shared" / "data" / "glue"
 WORDS = {"good": 1, "great": 1, "fine": 1, "bad": 0, "awful": 0, "dull": 0}
@@ -272,7 +271,7 @@ def test_official_metrics_come_first(monkeypatch):
         def compute(self, predictions, references):
             return {"accuracy": float(np.mean(predictions == references)), "from": "evaluate"}
 
-    monkeypatch.setattr("glue_metrics.evaluate.load", lambda name, task: Official())
+    monkeypatch.setattr("tnn_scripts.data.glue_metrics.evaluate.load", lambda name, task: Official())
     result = load_metric("sst2")(np.array([1, 0]), np.array([1, 1]))
     assert result == {"accuracy": 0.5, "from": "evaluate"}
 

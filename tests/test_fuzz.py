@@ -19,12 +19,12 @@ from modeling_tnn import (
     TnnForImageClassification,
     TnnForMaskedLM,
     TnnForSequenceClassification,
-    TnnForSequencePairClassification,
     TnnModel,
     causal_toeplitz_matmul,
     dense_toeplitz,
     toeplitz_matmul,
 )
+from tnn_scripts.common.sequence_pairs import TnnForSequencePairClassification
 
 DTYPES = (
     torch.int64,
@@ -41,10 +41,10 @@ CLOSE = 1e-5
 
 
 @functools.cache
-def model_of(head, tno_type: str, causal: bool, product: str = "chunked"):
-    fields = {"num_labels": 3, "eos_token_id": None, "product": product}
+def model_of(head, tno_type: str, causal: bool, implementation: str = "fused"):
+    fields = {"num_labels": 3, "eos_token_id": None, "tno_implementation": implementation}
     if head is TnnForImageClassification:
-        fields |= {"num_axes": 2, "image_size": 8, "patch_size": 1, "rpe_layers": 1}
+        fields |= {"spatial_dims": 2, "image_size": 8, "patch_size": 1, "rpe_layers": 1}
     return seeded(head, tiny_config(tno_type, causal, **fields))
 
 
@@ -135,7 +135,7 @@ def test_forward(head, tno_type, causal, data):
     arguments = data.draw(forward_arguments(head))
     output = attempt(model_of(head, tno_type, causal), arguments)
     if output is not None:
-        plain = model_of(head, tno_type, causal, "plain")(**arguments)
+        plain = model_of(head, tno_type, causal, "eager")(**arguments)
         for name in ("logits", "last_hidden_state"):
             if name in output:
                 assert agree(output[name], plain[name])
@@ -151,7 +151,7 @@ def test_forward_of_pairs(data):
     }
     output = attempt(model_of(TnnForSequencePairClassification, "rpe", False), arguments)
     if output is not None:
-        plain = model_of(TnnForSequencePairClassification, "rpe", False, "plain")(**arguments)
+        plain = model_of(TnnForSequencePairClassification, "rpe", False, "eager")(**arguments)
         assert agree(output.logits, plain.logits)
 
 
@@ -164,7 +164,7 @@ def test_forward_of_images(data):
     }
     output = attempt(model_of(TnnForImageClassification, "rpe", False), arguments)
     if output is not None:
-        plain = model_of(TnnForImageClassification, "rpe", False, "plain")(**arguments)
+        plain = model_of(TnnForImageClassification, "rpe", False, "eager")(**arguments)
         assert agree(output.logits, plain.logits)
 
 
@@ -253,7 +253,7 @@ def test_products(causal, data):
     output = attempt(function, arguments)
     if output is not None:
         assert output.shape == arguments["v"].shape and output.dtype == arguments["v"].dtype
-        assert agree(output.double(), function(**arguments, product="plain").double())
+        assert agree(output.double(), function(**arguments, implementation="eager").double())
 
 
 @given(st.data())

@@ -5,7 +5,7 @@ import torch
 from parity import Case, named_cases
 
 from modeling_tnn import TnnConfig
-from modeling_tnn.blocks import TnnGatedToeplitzUnit
+from modeling_tnn.modeling_tnn import TnnGatedToeplitzUnit
 
 
 def lra_config(case: Case) -> TnnConfig:
@@ -20,7 +20,7 @@ def lra_config(case: Case) -> TnnConfig:
         rpe_layers=2,
         rpe_hidden_norm=False,
         rpe_window=None if two_dimensional else hparams["tno_max_l"],
-        num_axes=2 if two_dimensional else 1,
+        spatial_dims=2 if two_dimensional else 1,
         max_position_embeddings=64,
     )
 

@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from official_names import split_rational
 from parity import Case, named_cases
 
 from modeling_tnn import TnnConfig
-from modeling_tnn.recurrence_companion import CompanionForm
-from modeling_tnn.tno_rtf import CONSTRAINTS, RtfOperator
+from modeling_tnn.tno_rtf import CONSTRAINTS, CompanionForm, RtfOperator
+from tnn_scripts.original.names import split_rational
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 

@@ -13,7 +13,7 @@ from parity import Case, block_config, merge_heads, named_cases, operator_config
 from test_golden_models import check_loss, masked_lm_config, masked_lm_inputs
 
 from modeling_tnn import TnnForMaskedLM
-from modeling_tnn.blocks import TnnGatedToeplitzUnit
+from modeling_tnn.modeling_tnn import TnnGatedToeplitzUnit
 from modeling_tnn.tno_ski import SkiOperator
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])

@@ -5,11 +5,11 @@ import json
 import pytest
 import torch
 from conftest import lively_language_model, seeded, tiny_config
-from gradient_fit import convert_by_gradient, fit_operator
 from test_scripts import TEXT, run, save_model
 from transformers import AutoModelForCausalLM
 
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM
+from tnn_scripts.common.gradient_fit import convert_by_gradient, fit_operator
 
 
 def test_recovers_a_rational_kernel():
@@ -32,7 +32,7 @@ def test_more_steps_fit_better():
 def test_script_decodes_with_the_fit(tmp_path):
     folder, text, output = save_model(tmp_path / "model", decay=0.9), tmp_path / "text.txt", tmp_path / "out"
     text.write_text(TEXT * 60)
-    run("to_recurrent.py", "--model", folder, "--output_dir", output, "--dataset", text, "--rows", 1,
+    run("to_recurrent.py", "--model_name_or_path", folder, "--output_dir", output, "--dataset_name", text, "--rows", 1,
         "--fit", "gradient", "--order", 6, "--steps", 40, "--length", 64)  # fmt: skip
     report = json.loads((output / "conversion.json").read_text())
     assert report["fit"] == "gradient" and report["modes"] is None

@@ -7,7 +7,6 @@ import sys
 import threading
 from pathlib import Path
 
-import push_to_hub
 import pytest
 import torch
 from hub_server import TOKEN, HubServer
@@ -15,6 +14,9 @@ from huggingface_hub import ModelCard
 from test_remote_code import WITHOUT_THE_PACKAGE
 from test_scripts import save_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tnn_scripts import push_to_hub as program
+from tnn_scripts.common import publishing as push_to_hub
 
 ROOT = Path(__file__).parent.parent
 REPO = "user/tnn"
@@ -209,4 +211,4 @@ def test_errors_of_the_script(model_folder, tmp_path, monkeypatch):
     ]:
         monkeypatch.setattr(sys, "argv", [*arguments, *map(str, more)])
         with pytest.raises(SystemExit, match=message):
-            push_to_hub.main()
+            program.main()

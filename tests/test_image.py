@@ -23,8 +23,8 @@ from modeling_tnn.norms import SimpleRMSNorm
 
 
 def image_config(tno_type="rpe", **fields):
-    defaults = {"image_size": 24, "patch_size": 4, "max_position_embeddings": 36, "num_axes": 2, "num_labels": 3}
-    defaults |= {"axis_combination": "sum", "ski_rank": 4, "rtf_state_size": 4, "hidden_dropout_prob": 0.0}
+    defaults = {"image_size": 24, "patch_size": 4, "max_position_embeddings": 36, "spatial_dims": 2, "num_labels": 3}
+    defaults |= {"spatial_mixing": "sum", "ski_rank": 4, "rtf_state_size": 4, "hidden_dropout_prob": 0.0}
     return tiny_config(tno_type, False, **defaults | fields)
 
 

@@ -12,11 +12,11 @@ from modeling_tnn import (
     TnnForImageClassification,
     TnnForMaskedLM,
     TnnForSequenceClassification,
-    TnnForSequencePairClassification,
     TnnModel,
     causal_toeplitz_matmul,
     toeplitz_matmul,
 )
+from tnn_scripts.common.sequence_pairs import TnnForSequencePairClassification
 
 PAD = 1
 # Padding behind, before, on both sides and within a text.
@@ -49,7 +49,7 @@ def test_generation_after_any_padding(tno_type, given, name):
     cached = model.generate(ids, **options)
     ways = {
         "uncached": model.generate(ids, use_cache=False, **options),
-        "chunked": model.generate(ids, prefill_chunk_size=3, **options),
+        "fused": model.generate(ids, prefill_chunk_size=3, **options),
     }
     for way, output in ways.items():
         assert torch.equal(output.sequences, cached.sequences), way
@@ -90,11 +90,11 @@ def test_constant_positions_mean_nothing(head, causal, position):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("product", ["chunked", "plain"])
+@pytest.mark.parametrize("product", ["fused", "eager"])
 @pytest.mark.parametrize("tno_type, causal", VARIANTS)
 def test_padding_is_replaced(tno_type, causal, product, value):
     """What is no number at padding reaches neither outputs nor gradients."""
-    model = seeded(TnnModel, tiny_config(tno_type, causal, product=product))
+    model = seeded(TnnModel, tiny_config(tno_type, causal, tno_implementation=product))
     embeds = torch.randn(2, 11, 32, generator=torch.Generator().manual_seed(0))
     mask = torch.tensor([MASKS["holes"], MASKS["right"]])
     results = []
@@ -142,9 +142,9 @@ def test_a_mask_for_all_rows():
 
 
 @pytest.mark.parametrize("tno_type, causal", [*((t, True) for t in CAUSAL), *((t, False) for t in BIDIRECTIONAL)])
-@pytest.mark.parametrize("product", ["chunked", "plain"])
+@pytest.mark.parametrize("product", ["fused", "eager"])
 def test_a_batch_without_rows(tno_type, causal, product):
-    config = tiny_config(tno_type, causal, product=product, eos_token_id=None)
+    config = tiny_config(tno_type, causal, tno_implementation=product, eos_token_id=None)
     ids, mask = torch.zeros(0, 5, dtype=torch.long), torch.ones(0, 5, dtype=torch.long)
     lm = seeded(TnnForCausalLM if causal else TnnForMaskedLM, config)
     output = lm(ids, attention_mask=mask, labels=ids)
@@ -216,7 +216,7 @@ def test_refused_labels(head, labels, error, message):
     ],
 )
 def test_refused_classes(labels, error, message):
-    fields = {"causal": False, "image_size": 8, "patch_size": 1, "num_axes": 2, "num_labels": 3}
+    fields = {"causal": False, "image_size": 8, "patch_size": 1, "spatial_dims": 2, "num_labels": 3}
     image = seeded(TnnForImageClassification, tiny_config(**fields))
     text = seeded(TnnForSequenceClassification, tiny_config(num_labels=3))
     for model, inputs in ((text, IDS), (image, torch.zeros(2, 3, 8, 8))):
@@ -225,7 +225,7 @@ def test_refused_classes(labels, error, message):
 
 
 def test_refused_pixels():
-    image = seeded(TnnForImageClassification, tiny_config(causal=False, image_size=8, patch_size=1, num_axes=2))
+    image = seeded(TnnForImageClassification, tiny_config(causal=False, image_size=8, patch_size=1, spatial_dims=2))
     with pytest.raises(ValueError, match="pixel_values is on the device meta, the model on cpu"):
         image(torch.zeros(2, 3, 8, 8, device="meta"))
     with pytest.raises(TypeError, match="pixel_values must hold real numbers, not torch.complex64"):

@@ -5,16 +5,23 @@ import torch
 from conftest import relative_error
 from test_toeplitz import random
 
-from modeling_tnn import interpolation
-from modeling_tnn.interpolation import Grid, Prolong, Restrict
+from modeling_tnn import tno_ski
+from modeling_tnn.tno_ski import InducingGrid, Prolong, Restrict
 
-GRIDS = [Grid(1, 1, 1), Grid(2, 1, 1), Grid(63, 5, 62), Grid(64, 31, 63), Grid(300, 63, 511), Grid(700, 31, 511)]
+GRIDS = [
+    InducingGrid(1, 1, 1),
+    InducingGrid(2, 1, 1),
+    InducingGrid(63, 5, 62),
+    InducingGrid(64, 31, 63),
+    InducingGrid(300, 63, 511),
+    InducingGrid(700, 31, 511),
+]
 
 
 @pytest.mark.parametrize("rows", [2, 512])
 @pytest.mark.parametrize("grid", GRIDS)
 def test_products_are_those_of_the_matrix(grid, rows, monkeypatch):
-    monkeypatch.setattr(interpolation, "ROWS", rows)
+    monkeypatch.setattr(tno_ski, "ROWS", rows)
     x, base = random(3, grid.length), random(3, grid.length)
     weights = grid.matrix(x)
     z = random(3, grid.num_points)
@@ -36,7 +43,7 @@ def test_weights_interpolate(grid):
 
 
 def test_gradients():
-    grid = Grid(30, 20, 29)
+    grid = InducingGrid(30, 20, 29)
     x, z, base = random(2, 30), random(2, grid.num_points), random(2, 30)
     assert torch.autograd.gradcheck(lambda x: Restrict.apply(x, grid), (x,))
     assert torch.autograd.gradcheck(lambda z, base: Prolong.apply(z, base, grid), (z, base))

@@ -12,8 +12,8 @@ import pytest
 from training_scripts import SCRIPTS, assert_same_weights, run_script, start_script, weights, write_config, write_text
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from checkpoints import checkpoints, prune  # isort: skip
-from outputs import LOCK, clean, new_files, new_folder, partial  # isort: skip
+from tnn_scripts.common.atomic import LOCK, clean, new_files, new_folder, partial
+from tnn_scripts.common.checkpoints import checkpoints, prune
 
 assert SCRIPTS.is_dir()
 
@@ -22,7 +22,7 @@ def options_for(tmp_path, objective: str) -> list:
     """Dropout, masks, accumulation, evaluation, several epochs: all that a resumed run could get wrong."""
     text = write_text(tmp_path / "text.txt", copies=100)
     config = write_config(tmp_path / "config", causal=objective == "clm", hidden_dropout_prob=0.2)
-    return ["--objective", objective, "--config", config, "--train_file", text, "--max_steps", 60,
+    return ["--objective", objective, "--config_name", config, "--train_file", text, "--max_steps", 60,
             "--learning_rate", 0.01, "--per_device_train_batch_size", 4, "--gradient_accumulation_steps", 2,
             "--eval_steps", 7]  # fmt: skip
 

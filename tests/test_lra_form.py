@@ -3,13 +3,14 @@
 import pytest
 import torch
 from conftest import BIDIRECTIONAL, lively_language_model, relative_error, seeded, tiny_config
-from test_operators import random_input, random_operator
+from operators import random_input, random_operator
 from test_padding import padded
 
 from modeling_tnn import TnnForSequenceClassification, TnnModel
 from modeling_tnn.norms import BatchNorm
-from modeling_tnn.positions import sinusoidal_embedding, token_positions
-from modeling_tnn.tno_grid import COMBINATIONS
+from modeling_tnn.padding import token_positions
+from modeling_tnn.rpe import sinusoidal_embedding
+from modeling_tnn.tno_2d import COMBINATIONS
 
 LRA = {"norm_type": "batchnorm", "rpe_hidden_norm": False, "rpe_window": 10, "position_embedding": "sinusoidal"}
 
@@ -34,14 +35,14 @@ def test_window_cuts_the_kernel(causal, length):
 
 
 def test_taps_within_a_window():
-    assert random_operator("rpe", True, rpe_window=20, decay=0.99).num_taps() == 20
+    assert random_operator("rpe", True, rpe_window=20, decay=0.99).effective_length() == 20
     short = random_operator("rpe", True, rpe_window=1000, decay=0.5)
-    assert short.num_taps() == 52 and short.slowest_decay() is None
-    assert random_operator("rpe", True, rpe_window=7, decay=0.9, learnable_decay=True).reach() == 7
+    assert short.effective_length() == 52 and short.slowest_decay() is None
+    assert random_operator("rpe", True, rpe_window=7, decay=0.9, learnable_decay=True).kernel_length() == 7
 
 
-def grid_operator(tno_type, axis_combination="product"):
-    fields = {"num_axes": 2, "axis_combination": axis_combination, "rtf_state_size": 5, "ski_rank": 4}
+def grid_operator(tno_type, spatial_mixing="product"):
+    fields = {"spatial_dims": 2, "spatial_mixing": spatial_mixing, "rtf_state_size": 5, "ski_rank": 4}
     return random_operator(tno_type, False, **fields)
 
 
@@ -78,7 +79,7 @@ def test_image_mixer(tno_type, side, combination):
 
 
 def test_image_must_be_square():
-    with pytest.raises(ValueError, match="17 tokens is not possible with num_axes=2"):
+    with pytest.raises(ValueError, match="17 tokens is not possible with spatial_dims=2"):
         grid_operator("rpe")(random_input(1, 17, 64))
     with pytest.raises(ValueError, match="`rows` and `columns`"):
         grid_operator("rpe").coefficients(16)

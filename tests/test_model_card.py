@@ -5,11 +5,9 @@ import re
 from argparse import Namespace
 from pathlib import Path
 
-import model_card
 import pytest
 from conftest import seeded, tiny_config
 from huggingface_hub import ModelCard
-from model_card import INPUTS, TEMPLATE, collect, render
 
 from modeling_tnn import (
     TnnForCausalLM,
@@ -18,6 +16,8 @@ from modeling_tnn import (
     TnnForSequenceClassification,
     TnnModel,
 )
+from tnn_scripts.common import model_card
+from tnn_scripts.common.model_card import INPUTS, TEMPLATE, collect, render
 
 CARDS = sorted(path.parent for path in TEMPLATE.parent.glob("*/README.md"))
 
@@ -75,7 +75,7 @@ def test_what_was_not_measured_is_left_out(head, tmp_path):
 
 def test_card_of_an_image_classifier(tmp_path):
     """It speaks of pictures; the figures of its script are those of the split that it names."""
-    fields = {"image_size": 24, "patch_size": 4, "max_position_embeddings": 36, "num_axes": 2, "num_labels": 3}
+    fields = {"image_size": 24, "patch_size": 4, "max_position_embeddings": 36, "spatial_dims": 2, "num_labels": 3}
     model, target = seeded(TnnForImageClassification, tiny_config(causal=False, **fields)), tmp_path / "card"
     (tmp_path / "results.json").write_text(json.dumps({"test_accuracy": 0.8125, "test_majority": 0.3, "steps": 7}))
     (tmp_path / "training_args.json").write_text(json.dumps({"dataset_name": "user/stripes", "learning_rate": 0.5}))

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from training_scripts import SCRIPTS, start_script, write_config, write_text
+from training_scripts import start_script, write_config, write_text
 
 # Of datasets, transformers and tqdm, as of our own training loop.
 BARS = (r"\d+%\|.*\]", r"(Generating|Map|Loading|Writing|training)\b.*\]")
@@ -22,11 +22,13 @@ OURS = (
 )
 
 
-@pytest.mark.parametrize("library", ["modeling_tnn", "errors; import modeling_tnn"], ids=["package", "script"])
+@pytest.mark.parametrize(
+    "library", ["modeling_tnn", "tnn_scripts.common.errors; import modeling_tnn"], ids=["package", "script"]
+)
 def test_import(library):
     """torchao is none of our dependencies, but transformers imports it where it is: a script says nothing even so."""
     hidden = "" if "errors" in library else "sys.modules['torchao'] = None; "
-    code = f"import sys; sys.path.append({str(SCRIPTS)!r}); {hidden}import {library}"
+    code = f"import sys; {hidden}import {library}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
@@ -35,7 +37,12 @@ def test_import(library):
 def trained(tmp_path_factory):
     """What `demo.py` prints, and its model."""
     folder = tmp_path_factory.mktemp("noise")
-    options = ["--config", write_config(folder / "config", rpe_dim=16), "--dataset", write_text(folder / "text.txt")]
+    options = [
+        "--config_name",
+        write_config(folder / "config", rpe_dim=16),
+        "--dataset_name",
+        write_text(folder / "text.txt"),
+    ]
     options += ["--max_steps", 2, "--output_dir", folder / "demo", "--prompt", "The", "--max_new_tokens", 1]
     return folder, output_of("demo", *options)
 
@@ -61,10 +68,19 @@ def test_demo(trained):
 @pytest.mark.parametrize("program", ["pretrain", "generate", "evaluate_lm"])
 def test_programs(program, trained, tmp_path):
     folder, _ = trained
-    text, model = folder / "text.txt", ["--model", folder / "demo"]
+    text, model = folder / "text.txt", ["--model_name_or_path", folder / "demo"]
     options = {
-        "pretrain": ["--config", folder / "config", "--train_file", text, "--max_steps", 2, "--output_dir", tmp_path],
+        "pretrain": [
+            "--config_name",
+            folder / "config",
+            "--train_file",
+            text,
+            "--max_steps",
+            2,
+            "--output_dir",
+            tmp_path,
+        ],
         "generate": [*model, "--prompt", "The", "--max_new_tokens", 1],
-        "evaluate_lm": [*model, "--file", text, "--lengths", 64, "--output_dir", tmp_path],
+        "evaluate_lm": [*model, "--validation_file", text, "--lengths", 64, "--output_dir", tmp_path],
     }[program]
     assert unexpected(output_of(program, *options)) == []

@@ -8,7 +8,7 @@ from conftest import VARIANTS, relative_error, seeded, tiny_config
 from strategies import noise
 
 from modeling_tnn import TnnModel
-from modeling_tnn.blocks import TnnBlock
+from modeling_tnn.modeling_tnn import TnnBlock
 from modeling_tnn.norms import NORM_TYPES, build_norm
 
 EVERY_POSITION = pytest.mark.parametrize("norm_position", ["pre", "post", "res_post"])
@@ -16,7 +16,7 @@ EVERY_POSITION = pytest.mark.parametrize("norm_position", ["pre", "post", "res_p
 
 def one_layer(tno_type, causal, **fields) -> TnnBlock:
     """A narrow block whose operator is initialised."""
-    defaults = {"hidden_size": 4, "glu_dim": 4, "max_position_embeddings": 4096, "fd_resolution": 8192}
+    defaults = {"hidden_size": 4, "intermediate_size": 4, "max_position_embeddings": 4096, "fd_resolution": 8192}
     block = seeded(TnnBlock, tiny_config(tno_type, causal, **defaults | fields), 0)
     torch.manual_seed(1)
     block.gtu.tno.reset_parameters()

@@ -43,7 +43,7 @@ def test_overrides_are_checked(preset, load, overrides, message):
 
 def test_overrides_are_derived_from(preset):
     config = AutoConfig.from_pretrained(preset, max_position_embeddings=8192, hidden_size=48)
-    assert (config.fd_resolution, config.glu_dim) == (16384, 48)
+    assert (config.fd_resolution, config.intermediate_size) == (16384, 48)
     assert (config.ski_grid_length, config.rtf_truncation_length, config.rpe_input_length) == (8192,) * 3
     # Two fields at once may each be wrong with the old value of the other.
     assert AutoConfig.from_pretrained(preset, tno_type="ski", causal=False).tno_type == "ski"
@@ -99,7 +99,7 @@ def test_a_maximum_at_load_changes_nothing(tno_type, causal, saved_before, longe
     model.save_pretrained(tmp_path)
     if saved_before:
         file = tmp_path / "config.json"
-        names = ("ski_grid_length", "rtf_truncation_length", "rpe_input_length")
+        names = ("ski_grid_length", "rtf_truncation_length", "rpe_input_length", "explicit_length")
         kept = {name: value for name, value in json.loads(file.read_text()).items() if name not in names}
         file.write_text(json.dumps(kept))
     loaded = AutoModel.from_pretrained(tmp_path, max_position_embeddings=longest)
@@ -119,7 +119,7 @@ def test_weights_of_another_operator_are_refused(tmp_path):
 
 def test_another_direction_is_a_warning(tmp_path, caplog):
     seeded(TnnForCausalLM, tiny_config("rpe")).save_pretrained(tmp_path)
-    with caplog.at_level(logging.WARNING, "modeling_tnn.checkpoint"):
+    with caplog.at_level(logging.WARNING, "modeling_tnn.hub"):
         TnnForCausalLM.from_pretrained(tmp_path)
         assert not caplog.records
         AutoModelForMaskedLM.from_pretrained(tmp_path, causal=False)

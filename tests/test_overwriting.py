@@ -15,7 +15,8 @@ from modeling_tnn import TnnForCausalLM
 
 HOLDS = "holds a model: give --overwrite_output_dir to replace it"
 SOURCE = "give another folder"
-LISTOPS = ["--task", "listops", "--config", "tnn-listops", "--train_rows", 8, "--eval_rows", 4, "--max_length", 40,
+LISTOPS = ["--task", "listops", "--config_name", "tnn-listops", "--max_train_samples", 8, "--max_eval_samples", 4,
+           "--max_length", 40,
            "--config_overrides", "hidden_size=16,num_hidden_layers=1,rpe_dim=8", "--max_steps", 1,
            "--per_device_train_batch_size", 2, "--report_to", "none", "--save_strategy", "no"]  # fmt: skip
 
@@ -29,13 +30,14 @@ def finished(tmp_path):
 
 def commands(folder) -> dict[str, list]:
     config, text = write_config(folder / "config"), write_text(folder / "text.txt")
-    training = ["--config", config, "--output_dir", folder / "out", "--max_steps", 2]
+    training = ["--config_name", config, "--output_dir", folder / "out", "--max_steps", 2]
     return {
-        "demo": ["demo", *training, "--dataset", text, "--batch_size", 2, "--max_new_tokens", 2],
+        "demo": ["demo", *training, "--dataset_name", text, "--batch_size", 2, "--max_new_tokens", 2],
         "pretrain": ["pretrain", *training, "--train_file", text],
         "run_lra": ["run_lra", *LISTOPS, "--output_dir", folder / "out"],
-        "to_recurrent": ["to_recurrent", "--model", folder / "model", "--output_dir", folder / "out", "--order", 4,
-                         "--dataset", text, "--length", 64, "--rows", 1],
+        "to_recurrent": ["to_recurrent", "--model_name_or_path", folder / "model", "--output_dir", folder / "out",
+                         "--order", 4,
+                         "--dataset_name", text, "--length", 64, "--rows", 1],
     }  # fmt: skip
 
 
@@ -70,7 +72,9 @@ def test_the_source_of_a_conversion(tmp_path):
     (tmp_path / "link").symlink_to(folder)
     for output in (folder, tmp_path / "link"):
         with pytest.raises(SystemExit, match=SOURCE):
-            run_script("to_recurrent", "--model", folder, "--output_dir", output, "--overwrite_output_dir")
+            run_script(
+                "to_recurrent", "--model_name_or_path", folder, "--output_dir", output, "--overwrite_output_dir"
+            )
         with pytest.raises(SystemExit, match=SOURCE):
             run_script("convert_original", folder / "model.safetensors", output, "--architecture", "rtf",
                        "--overwrite_output_dir")  # fmt: skip

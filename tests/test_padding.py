@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import BIDIRECTIONAL, CAUSAL, VARIANTS, relative_error, seeded, tiny_config
+from conftest import BIDIRECTIONAL, CAUSAL, VARIANTS, exhaustive, relative_error, seeded, tiny_config
 
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification, TnnModel
 
@@ -20,7 +20,7 @@ def padded(text: torch.Tensor, left: int, right: int) -> dict[str, torch.Tensor]
 
 @pytest.mark.parametrize("head, tno_type, causal", HEADS)
 @pytest.mark.parametrize("post", [False, True], ids=["pre-norm", "post-norm"])
-@pytest.mark.parametrize("left, right", [(1, 0), (0, 1), (13, 0), (0, 13), (7, 9), (0, 70), (70, 0)])
+@pytest.mark.parametrize("left, right", [(7, 9), *exhaustive((1, 0), (0, 1), (13, 0), (0, 13), (0, 70), (70, 0))])
 def test_padding_changes_nothing(head, tno_type, causal, post, left, right):
     position = "post" if post else "pre"
     model = seeded(head, tiny_config(tno_type, causal, norm_position=position))

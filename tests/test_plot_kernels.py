@@ -7,17 +7,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-import kernel_figures
 import numpy as np
 import pytest
 import torch
 from conftest import seeded, tiny_config
-from kernel_statistics import Kernel, octave_shares, octaves, summary
-from plot_kernels import parse_arguments, read_kernel, read_layer
 from training_scripts import run_script
 
 from modeling_tnn import TnnForCausalLM, TnnForImageClassification, TnnForMaskedLM
-from modeling_tnn.operators import build_tno
+from modeling_tnn.tno_auto import build_tno
+from tnn_scripts.plot_kernels import parse_arguments, read_kernel, read_layer
+from tnn_scripts.plotting import figures as kernel_figures
+from tnn_scripts.plotting.statistics import Kernel, octave_shares, octaves, summary
 
 ROOT = Path(__file__).parent.parent
 
@@ -55,7 +55,7 @@ def read_summary(operator, shown: int) -> dict:
 @pytest.mark.parametrize("causal", [True, False])
 def test_what_is_drawn_does_not_change_the_figures(causal):
     """Decays of the kernel itself are those of its 64 parameters a side: horizon h has 1 - r^(h+1) of 1 - r^64."""
-    operator = build_tno(tiny_config("free", causal, decay=None))
+    operator = build_tno(tiny_config("explicit", causal, decay=None))
     rates = torch.linspace(0.5, 0.99, operator.channels)[:, None]
     lags = torch.arange(0 if causal else -63, 64).abs()
     with torch.no_grad():
@@ -83,7 +83,7 @@ def test_a_filter_is_read_until_it_has_faded():
 @pytest.mark.filterwarnings("error")
 def test_a_kernel_without_an_end_has_a_lower_bound(growing):
     """A constant kernel and a filter that explodes: neither has a lag within which most of the weight lies."""
-    operator = seeded(build_tno, tiny_config("rtf" if growing else "free", rtf_state_size=2, rtf_constraint=None))
+    operator = seeded(build_tno, tiny_config("rtf" if growing else "explicit", rtf_state_size=2, rtf_constraint=None))
     operator.reset_parameters()
     if growing:
         with torch.no_grad():
@@ -91,7 +91,7 @@ def test_a_kernel_without_an_end_has_a_lower_bound(growing):
             operator.numerator.fill_(1)
     else:
         operator.coefficients = lambda length: torch.ones(operator.channels, length)
-        operator.num_taps = lambda: None
+        operator.kernel_length = lambda: None
     row, ((drawn, _),) = read_summary(operator, 16), read_layer(operator, 16, 0)
     np.testing.assert_allclose(drawn.shares().sum(axis=1), 1)
     assert row["positions"] == 2**15 and set(row["lower_bounds"]) >= {"horizon_median", "horizon_longest"}
@@ -137,7 +137,7 @@ def test_bidirectional_kernel_is_read_with_its_lags():
 
 
 def test_image_models_have_two_kernels_a_layer():
-    operator = seeded(build_tno, tiny_config(causal=False, num_axes=2, max_position_embeddings=36))
+    operator = seeded(build_tno, tiny_config(causal=False, spatial_dims=2, max_position_embeddings=36))
     (rows, figures), (columns, _) = read_layer(operator, 8, 3, 6)
     assert figures["positions"] == 6  # no lag of an image is longer
     assert (rows.label, columns.label) == ("layer 3 rows", "layer 3 columns")
@@ -149,7 +149,8 @@ def test_script(tno_type, causal, tmp_path):
     model = seeded(TnnForCausalLM if causal else TnnForMaskedLM, tiny_config(tno_type, causal, num_hidden_layers=1))
     model.save_pretrained(tmp_path / "model")
     output = tmp_path / "pictures"
-    command = [sys.executable, ROOT / "scripts" / "plot_kernels.py", "--model", tmp_path / "model", "--output_dir",
+    command = [sys.executable, ROOT / "scripts" / "plot_kernels.py", "--model_name_or_path", tmp_path / "model",
+               "--output_dir",
                output, "--length", "33", "--dpi", "40"]  # fmt: skip
     result = subprocess.run([str(part) for part in command], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
@@ -169,9 +170,17 @@ def test_script(tno_type, causal, tmp_path):
 
 
 def test_script_on_an_image_classifier(tmp_path, capsys):
-    fields = {"image_size": 24, "patch_size": 4, "max_position_embeddings": 36, "num_axes": 2, "num_hidden_layers": 1}
+    fields = {
+        "image_size": 24,
+        "patch_size": 4,
+        "max_position_embeddings": 36,
+        "spatial_dims": 2,
+        "num_hidden_layers": 1,
+    }
     seeded(TnnForImageClassification, tiny_config(causal=False, **fields)).save_pretrained(tmp_path / "model")
-    run_script("plot_kernels", "--model", tmp_path / "model", "--output_dir", tmp_path / "out", "--dpi", 40)
+    run_script(
+        "plot_kernels", "--model_name_or_path", tmp_path / "model", "--output_dir", tmp_path / "out", "--dpi", 40
+    )
     figures = json.loads((tmp_path / "out" / "kernels.json").read_text())
     assert [layer["label"] for layer in figures["layers"]] == ["layer 0 rows", "layer 0 columns"]
     assert figures["length"] == 6 and (tmp_path / "out" / "layer-0-columns.png").is_file()
@@ -179,5 +188,5 @@ def test_script_on_an_image_classifier(tmp_path, capsys):
 
 def test_script_refuses_a_length_of_one(capsys):
     with pytest.raises(SystemExit):
-        parse_arguments(["--model", "x", "--output_dir", "y", "--length", "1"])
+        parse_arguments(["--model_name_or_path", "x", "--output_dir", "y", "--length", "1"])
     assert "--length 1: it must be at least 2" in capsys.readouterr().err

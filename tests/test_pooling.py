@@ -6,7 +6,8 @@ from conftest import VARIANTS, relative_error, seeded, tiny_config
 from test_padding import LENGTH, padded
 from transformers import AutoModelForSequenceClassification, DynamicCache
 
-from modeling_tnn import TnnForSequenceClassification, TnnForSequencePairClassification
+from modeling_tnn import TnnForSequenceClassification
+from tnn_scripts.common.sequence_pairs import TnnForSequencePairClassification
 
 POOLING = pytest.mark.parametrize("pooling", ["last", "mean"])
 CAUSAL = pytest.mark.parametrize("causal", [True, False])

@@ -19,15 +19,14 @@ from transformers import (
 )
 
 from modeling_tnn import find_unstable
-
-from blocks import BlockStream  # isort: skip - on the path once training_scripts is imported
-from corpus import load_corpus, pack, train_tokenizer  # isort: skip
-from finetune_glue import GlueArguments  # isort: skip
-from pretrain import build_config  # isort: skip
-from pretrain_arguments import PretrainArguments  # isort: skip
-from push_to_hub import NOT_UPLOADED, upload  # isort: skip
-from recipes import parse_arguments  # isort: skip
-from training import build_optimizer, count_targets, token_losses  # isort: skip
+from tnn_scripts.common.accelerate_loop import build_optimizer, count_targets, token_losses
+from tnn_scripts.common.arguments import parse_arguments
+from tnn_scripts.common.pretrain_arguments import PretrainArguments
+from tnn_scripts.common.publishing import NOT_UPLOADED, upload
+from tnn_scripts.data.blocks import BlockStream
+from tnn_scripts.data.text import load_corpus, pack, train_tokenizer
+from tnn_scripts.finetune_glue import GlueArguments
+from tnn_scripts.pretrain import build_config
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +38,7 @@ def text(tmp_path_factory):
 def options(text, tmp_path):
     """Of a short causal run; later options win."""
     config = write_config(tmp_path / "config")
-    return ["--config", config, "--train_file", text, "--output_dir", tmp_path / "out", "--max_steps", 8,
+    return ["--config_name", config, "--train_file", text, "--output_dir", tmp_path / "out", "--max_steps", 8,
             "--learning_rate", 0.01, "--per_device_train_batch_size", 4]  # fmt: skip
 
 
@@ -302,8 +301,8 @@ def test_push_to_hub(options, tmp_path, monkeypatch):
     def publish(folder, repo_id, private):
         calls.append(("publish", repo_id, {path.name for path in folder.iterdir()}))
 
-    monkeypatch.setattr("push_to_hub.create_repo", create)
-    monkeypatch.setattr("push_to_hub.publish", publish)
+    monkeypatch.setattr("tnn_scripts.common.publishing.create_repo", create)
+    monkeypatch.setattr("tnn_scripts.common.publishing.publish", publish)
     run_script("pretrain", *options, "--checkpointing_steps", 4, "--push_to_hub", "--hub_private_repo")
     created, published = calls
     assert created == ("create", "out", True, False)
@@ -315,7 +314,7 @@ def test_push_to_hub(options, tmp_path, monkeypatch):
 def test_push_of_a_peer(tmp_path, monkeypatch):
     """A model of another kind goes as it is: only what the run ends with."""
     uploaded = []
-    monkeypatch.setattr("push_to_hub.upload_folder", lambda **arguments: uploaded.append(arguments))
+    monkeypatch.setattr("tnn_scripts.common.publishing.upload_folder", lambda **arguments: uploaded.append(arguments))
     upload("out", "me/out", "gpt2")
     assert uploaded == [{"repo_id": "me/out", "folder_path": "out", "ignore_patterns": NOT_UPLOADED}]
 
@@ -354,15 +353,15 @@ def test_recipes(recipe, monkeypatch):
 
 def test_length_of_the_model_follows_the_blocks(tmp_path):
     tnn = write_config(tmp_path / "tnn", tno_type="fd")
-    assert build_config(PretrainArguments(config=str(tnn), block_size=100)).fd_resolution == 256
-    args = PretrainArguments(config=str(tnn), config_overrides="max_position_embeddings=48")
+    assert build_config(PretrainArguments(config_name=str(tnn), block_size=100)).fd_resolution == 256
+    args = PretrainArguments(config_name=str(tnn), config_overrides="max_position_embeddings=48")
     assert build_config(args).max_position_embeddings == args.block_size == 48
     GPT2Config(n_positions=64).save_pretrained(tmp_path / "gpt2")
     with pytest.raises(ValueError, match="block_size=100 is above max_position_embeddings=64"):
-        build_config(PretrainArguments(config=str(tmp_path / "gpt2"), block_size=100))
+        build_config(PretrainArguments(config_name=str(tmp_path / "gpt2"), block_size=100))
 
 
 def test_preset_by_name():
-    assert PretrainArguments(config="tnn-causal").config == str(ROOT / "configuration" / "tnn-causal")
+    assert PretrainArguments(config_name="tnn-causal").config_name == str(ROOT / "configuration" / "tnn-causal")
     with pytest.raises(ValueError, match="config='tnn-nowhere' is not possible: the presets are gpt2-tiny, "):
-        PretrainArguments(config="tnn-nowhere")
+        PretrainArguments(config_name="tnn-nowhere")

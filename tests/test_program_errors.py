@@ -7,51 +7,72 @@ import signal
 import subprocess
 import sys
 import time
+from importlib import import_module
+
+from tnn_scripts.common.errors import report_errors
 
 import pytest
 from test_scripts import save_model
 from training_scripts import SCRIPTS, run_script, write_config, write_text
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from errors import report_errors  # isort: skip
-
 PROGRAMS = sorted(path.stem for path in SCRIPTS.glob("*.py") if "__main__" in path.read_text())
 UTF8 = r"error: bad.txt is no text in UTF-8: 'utf-8' codec can't decode byte 0xff"
 REFUSED = {
-    "prompt of nothing": (["generate", "--model", "tnn", "--prompt", ""], 1, "error: --prompt '' is empty"),
-    "model that is not there": (["generate", "--model", "./nowhere", "--prompt", "a"], 1, "error: .*nowhere"),
-    "prompts in another encoding": (["generate", "--model", "tnn", "--prompt_file", "bad.txt"], 1, UTF8),
+    "prompt of nothing": (
+        ["generate", "--model_name_or_path", "tnn", "--prompt", ""],
+        1,
+        "error: --prompt '' is empty",
+    ),
+    "model that is not there": (
+        ["generate", "--model_name_or_path", "./nowhere", "--prompt", "a"],
+        1,
+        "error: .*nowhere",
+    ),
+    "prompts in another encoding": (["generate", "--model_name_or_path", "tnn", "--prompt_file", "bad.txt"], 1, UTF8),
     "prompts that are not there": (
-        ["generate", "--model", "tnn", "--prompt_file", "no.txt"],
+        ["generate", "--model_name_or_path", "tnn", "--prompt_file", "no.txt"],
         1,
         "error: no.txt: ",
     ),
     "results over prompts": (
-        ["generate", "--model", "tnn", "--prompt_file", "good.txt", "--output_file", "good.txt"],
+        ["generate", "--model_name_or_path", "tnn", "--prompt_file", "good.txt", "--output_file", "good.txt"],
         1,
         "error: --output_file good.txt is the file with the prompts",
     ),
     "no such device": (
-        ["generate", "--model", "tnn", "--prompt", "a", "--device", "x"],
+        ["generate", "--model_name_or_path", "tnn", "--prompt", "a", "--device", "x"],
         1,
         "error: device='x'",
     ),
-    "no such dtype": (["generate", "--model", "tnn", "--prompt", "a", "--dtype", "x"], 1, "error: dtype='x' is not"),
-    "texts in another encoding": (["evaluate_lm", "--model", "tnn", "--file", "bad.txt"], 1, UTF8),
+    "no such dtype": (
+        ["generate", "--model_name_or_path", "tnn", "--prompt", "a", "--dtype", "x"],
+        1,
+        "error: dtype='x' is not",
+    ),
+    "texts in another encoding": (
+        ["evaluate_lm", "--model_name_or_path", "tnn", "--validation_file", "bad.txt"],
+        1,
+        UTF8,
+    ),
     "texts that are damaged": (
-        ["evaluate_lm", "--model", "tnn", "--file", "bad.jsonl"],
+        ["evaluate_lm", "--model_name_or_path", "tnn", "--validation_file", "bad.jsonl"],
         1,
         "error: bad.jsonl has no rows that can be read: JSON parse error",
     ),
     "no network": (
-        ["evaluate_lm", "--model", "tnn", "--dataset_name", "user/none"],
+        ["evaluate_lm", "--model_name_or_path", "tnn", "--dataset_name", "user/none"],
         1,
         "error: .*'user/none'",
     ),
-    "training text in another encoding": (["pretrain", "--config", "config", "--train_file", "bad.txt"], 1, UTF8),
-    "kernels of another model": (["plot_kernels", "--model", "gpt2"], 1, "error: model=gpt2 is a gpt2: only a TNN"),
+    "training text in another encoding": (["pretrain", "--config_name", "config", "--train_file", "bad.txt"], 1, UTF8),
+    "kernels of another model": (
+        ["plot_kernels", "--model_name_or_path", "gpt2"],
+        1,
+        "error: model=gpt2 is a gpt2: only a TNN",
+    ),
     "recurrence of another model": (
-        ["to_recurrent", "--model", "gpt2", "--dataset", "good.txt"],
+        ["to_recurrent", "--model_name_or_path", "gpt2", "--dataset_name", "good.txt"],
         1,
         "error: model=gpt2 is a gpt2: only a TNN",
     ),
@@ -62,7 +83,7 @@ REFUSED = {
         "error: --recipe bad.txt cannot be read",
     ),
     "broken overrides": (
-        ["pretrain", "--config", "config", "--train_file", "good.txt", "--config_overrides", "decay=[1"],
+        ["pretrain", "--config_name", "config", "--train_file", "good.txt", "--config_overrides", "decay=[1"],
         1,
         r"error: decay=\[1 cannot be read as name=value,name=value: while parsing",
     ),
@@ -109,7 +130,7 @@ def test_one_line(case, folder, tmp_path, monkeypatch, capsys):
 def test_every_program_reports(program, monkeypatch):
     """Nothing starts a program but a `main` with `report_errors`."""
     monkeypatch.setattr(sys, "argv", [program, "--help"])
-    module = __import__(program)
+    module = import_module(f"tnn_scripts.{program}")
     assert module.main.__wrapped__.__name__ == "main"
 
 
@@ -137,8 +158,13 @@ def test_ctrl_c_in_a_destructor(monkeypatch):
             time.sleep(0.1)
 
     monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
-    with pytest.raises(SystemExit) as left:
-        main()
+    # A shell without job control starts what runs in the background with Ctrl-C ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(SystemExit) as left:
+            main()
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert left.value.code == 130
 
 
@@ -148,9 +174,18 @@ def test_ctrl_c(program, folder, tmp_path):
     long = ["--prompt", "The", "--max_new_tokens", "100000", "--eos_token_id", "null"]
     if program == "evaluate_lm":
         write_text(tmp_path / "long.txt", copies=4_000)
-        long = ["--file", tmp_path / "long.txt", "--lengths", "64", "--stride", "1", "--tokens_per_pass", "64"]
+        long = [
+            "--validation_file",
+            tmp_path / "long.txt",
+            "--lengths",
+            "64",
+            "--stride",
+            "1",
+            "--tokens_per_pass",
+            "64",
+        ]
         long += ["--output_dir", tmp_path / "out"]
-    command = [sys.executable, SCRIPTS / f"{program}.py", "--model", folder / "tnn", *long]
+    command = [sys.executable, SCRIPTS / f"{program}.py", "--model_name_or_path", folder / "tnn", *long]
     command = [str(part) for part in command]
     # A shell without job control starts what runs in the background with Ctrl-C ignored, and children inherit that.
     listen = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)

@@ -7,11 +7,11 @@ import torch
 from conftest import CAUSAL, relative_error, seeded, tiny_config
 from transformers import DynamicCache, GPT2Config, StaticCache
 
-from modeling_tnn import TnnForCausalLM, recurrence, recurrence_modal
+from modeling_tnn import TnnForCausalLM, recurrence, tno_modal
 from modeling_tnn.cache_tnn import TnnCacheLayer, memory_per_sequence
-from modeling_tnn.operators import build_tno
-from modeling_tnn.recurrence import taps_above_resolution
-from modeling_tnn.register import SLACK, ShiftRegister
+from modeling_tnn.history import SLACK, HistoryBuffer
+from modeling_tnn.tno_auto import build_tno
+from modeling_tnn.tno_rpe import taps_above_resolution
 
 # Operators that need different ways to decode.
 KINDS = {
@@ -27,6 +27,7 @@ KINDS = {
     "rtf-odd-length": {"tno_type": "rtf", "max_position_embeddings": 63},
     "rtf-no-constraint": {"tno_type": "rtf", "rtf_constraint": None, "rtf_num_denominators": None},
     "modal": {"tno_type": "modal"},
+    "explicit": {"tno_type": "explicit", "max_position_embeddings": 50},
 }
 EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
 
@@ -37,7 +38,7 @@ def blocks(request, monkeypatch):
     if request.param == "small blocks":
         monkeypatch.setattr(recurrence, "SHORT_BLOCKS", (8, 8))
         monkeypatch.setattr(recurrence, "LONG_BLOCKS", (32, 4))
-        monkeypatch.setattr(recurrence_modal, "BLOCK", 8)
+        monkeypatch.setattr(tno_modal, "BLOCK", 8)
 
 
 def operator_of(kind, layer_idx=1):
@@ -126,7 +127,7 @@ def test_crop_beyond_the_register(kind):
         layer.crop(-11)
     for _ in range(1000):
         advance(layer, random_input(1, operator), operator)
-    assert layer.removable() >= SLACK
+    assert layer.max_crop() >= SLACK
     with pytest.raises(ValueError, match="tokens_to_remove=-1011"):
         layer.crop(-1011)
     with pytest.raises(ValueError, match="negated"):
@@ -170,10 +171,10 @@ def test_state_does_not_grow(kind):
 def test_memory_counts_all_layers():
     model = seeded(TnnForCausalLM, tiny_config())
     cache = model(torch.arange(20).view(2, 10)).past_key_values
-    inputs = [layer.prompt.v for layer in cache.layers]
+    inputs = [layer.prefill.v for layer in cache.layers]
     assert memory_per_sequence(cache) == sum(prompt.numel() * prompt.element_size() // 2 for prompt in inputs)
     cache = model(torch.arange(2).view(2, 1), past_key_values=cache).past_key_values
-    buffers = [layer.register.buffer for layer in cache.layers]
+    buffers = [layer.history.buffer for layer in cache.layers]
     buffers += [tensor for layer in cache.layers for tensor in layer.tensors.values()]
     assert memory_per_sequence(cache) == sum(buffer.numel() * buffer.element_size() // 2 for buffer in buffers)
 
@@ -186,7 +187,7 @@ def test_number_of_taps_follows_from_the_decay(decay, dtype):
 
 
 def test_register():
-    register = ShiftRegister(torch.zeros(1, 1, 0), reach=10)
+    register = HistoryBuffer(torch.zeros(1, 1, 0), reach=10)
     values = torch.arange(5000.0).view(1, 1, -1)
     position = 0
     for count in [1, 3, 500, 1, 2000, 1, 1, 7] + [1] * 400:

@@ -22,10 +22,9 @@ from modeling_tnn import (
     TnnForImageClassification,
     TnnForMaskedLM,
     TnnForSequenceClassification,
-    TnnForSequencePairClassification,
     TnnModel,
 )
-from modeling_tnn.remote_code import AUTO_MAP
+from modeling_tnn.hub import AUTO_MAP
 
 PACKAGE = Path(modeling_tnn.__file__).parent
 # All files but the package's own and what only training loops call.
@@ -107,7 +106,6 @@ def test_every_head_and_variant(tmp_path):
 OTHERS = """
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageClassification
-from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from safetensors.torch import save_file
 model = AutoModelForCausalLM.from_pretrained("model", trust_remote_code=True)
 converted, report = model.to_recurrent(order=8)
@@ -116,19 +114,16 @@ loaded = AutoModelForCausalLM.from_pretrained("converted", trust_remote_code=Tru
 assert loaded.config.tno_type == "modal" and len(report) == 2
 ids = torch.arange(22).view(2, 11) * 4
 image = AutoModelForImageClassification.from_pretrained("image", trust_remote_code=True)
-pair = get_class_from_dynamic_module("modeling_pairs.TnnForSequencePairClassification", "pair").from_pretrained("pair")
-outputs = {"loaded": loaded(ids), "converted": converted(ids), "image": image(torch.ones(2, 3, 24, 24)),
-           "pair": pair(torch.stack([ids, ids.flip(0)], dim=1))}
+outputs = {"loaded": loaded(ids), "converted": converted(ids), "image": image(torch.ones(2, 3, 24, 24))}
 save_file({name: output.logits.detach().contiguous() for name, output in outputs.items()}, "outputs")
 """
 
 
-def test_converted_models_images_and_pairs(tmp_path):
-    """`to_recurrent` of a model loaded by remote code; the heads that are in files of their own."""
+def test_converted_models_and_images(tmp_path):
+    """`to_recurrent` of a model loaded by remote code."""
     models = {
         "model": seeded(TnnForCausalLM, tiny_config(decay=0.9)),
         "image": seeded(TnnForImageClassification, image_config()),
-        "pair": seeded(TnnForSequencePairClassification, tiny_config(causal=False)),
     }
     for name, model in models.items():
         model.save_pretrained(tmp_path / name)
@@ -137,8 +132,6 @@ def test_converted_models_images_and_pairs(tmp_path):
     assert torch.equal(outputs["loaded"], outputs["converted"])
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "converted").config.converted_from == "rpe"
     assert torch.equal(outputs["image"], models["image"](torch.ones(2, 3, 24, 24)).logits)
-    pairs = torch.stack([INPUT_IDS, INPUT_IDS.flip(0)], dim=1)
-    assert torch.equal(outputs["pair"], models["pair"](pairs).logits)
 
 
 @pytest.mark.parametrize("head", AUTO, ids=lambda head: head.__name__)
@@ -155,6 +148,24 @@ def test_a_folder_is_complete(head, tmp_path):
         assert set(auto_map) == {"AutoConfig", "AutoModelForImageClassification"} | {a.__name__ for a in AUTO.values()}
         for reference in auto_map.values():
             assert get_class_from_dynamic_module(reference, folder).__name__ == reference.split(".")[1]
+
+
+ALONE = """
+import json, transformers
+from pathlib import Path
+transformers.AutoConfig.from_pretrained("config", trust_remote_code=True).save_pretrained("again")
+named = json.loads(Path("again/config.json").read_text())["auto_map"]
+assert "AutoConfig" in named
+assert all(Path("again", reference.split(".")[0] + ".py").exists() for reference in named.values()), named
+config = transformers.AutoConfig.from_pretrained("again", trust_remote_code=True)
+transformers.AutoModel.from_config(config, trust_remote_code=True)
+"""
+
+
+def test_a_configuration_alone(tmp_path):
+    """Loaded by remote code and saved again, it names only files that stand beside it."""
+    tiny_config().save_pretrained(tmp_path / "config")
+    run_without_the_package(ALONE, folder=tmp_path)
 
 
 def test_every_file_is_reachable_from_the_models():

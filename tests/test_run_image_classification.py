@@ -4,20 +4,21 @@ import json
 from pathlib import Path
 
 import pytest
-import run_image_classification as script
 import torch
 from datasets import ClassLabel, Dataset, Features, Image, Value
-from recipes import parse_arguments
 from test_image import pictures  # noqa: F401 - a fixture
 from training_scripts import run_script
 from transformers import AutoModelForImageClassification, TrainingArguments, ViTConfig, pipeline
 
-from overrides import load_config  # isort: skip
-from push_to_hub import build_parser, stage  # isort: skip
+from tnn_scripts import run_image_classification as script
+from tnn_scripts.common.arguments import load_config, parse_arguments
+from tnn_scripts.common.peers import vit_like
+from tnn_scripts.common.publishing import build_parser, stage
 
 RECIPES = sorted((Path(__file__).parent.parent / "configuration" / "recipes" / "images").glob("*.yaml"))
 CLASSES = ["vertical", "horizontal", "diagonal"]
-TINY = "hidden_size=32,num_hidden_layers=1,glu_dim=32,rpe_dim=8,image_size=24,patch_size=4,max_position_embeddings=36"
+TINY = "hidden_size=32,num_hidden_layers=1,intermediate_size=32,rpe_dim=8"
+TINY += ",image_size=24,patch_size=4,max_position_embeddings=36"
 
 
 @pytest.fixture(scope="module")
@@ -32,13 +33,24 @@ def data(pictures, tmp_path_factory) -> Path:  # noqa: F811 - a fixture
 
 
 def options(data, output, *more) -> list:
-    given = ["--config", "tnn-image-tiny", "--config_overrides", TINY, "--dataset_name", data, "--output_dir", output]
+    given = [
+        "--config_name",
+        "tnn-image-tiny",
+        "--config_overrides",
+        TINY,
+        "--dataset_name",
+        data,
+        "--output_dir",
+        output,
+    ]
     given += ["--per_device_train_batch_size", 12, "--learning_rate", 3e-3, "--save_strategy", "no"]
     return [*given, "--report_to", "none", *more]
 
 
 def test_it_learns_and_classifies(data, tmp_path, capsys):
-    run_script("run_image_classification", *options(data, tmp_path, "--num_train_epochs", 8, "--train_rows", 60))
+    run_script(
+        "run_image_classification", *options(data, tmp_path, "--num_train_epochs", 8, "--max_train_samples", 60)
+    )
     results = json.loads((tmp_path / "results.json").read_text())
     assert (results["model"], results["train_rows"], results["steps"]) == ("rpe", 60, 40)
     assert results["test_accuracy"] > 0.9 and results["test_majority"] == pytest.approx(1 / 3)
@@ -51,7 +63,7 @@ def test_it_learns_and_classifies(data, tmp_path, capsys):
     assert answer[0]["label"] == CLASSES[image["kind"]]
     stage(build_parser().parse_args([str(tmp_path), "--repo_id", "user/stripes"]), tmp_path / "published")
     published = {path.name for path in (tmp_path / "published").iterdir()}
-    assert {"config.json", "model.safetensors", "preprocessor_config.json", "modeling_image.py"} <= published
+    assert {"config.json", "model.safetensors", "preprocessor_config.json", "modeling_tnn.py"} <= published
     assert "training_args.bin" not in published
     card = (tmp_path / "published" / "README.md").read_text()
     assert (
@@ -65,15 +77,14 @@ def test_transformer_of_the_same_size(data, tmp_path):
     config = load_config("tnn-image-tiny")
     with torch.device("meta"):
         sizes = [
-            AutoModelForImageClassification.from_config(one).num_parameters()
-            for one in (config, script.transformer_like(config))
+            AutoModelForImageClassification.from_config(one).num_parameters() for one in (config, vit_like(config))
         ]
     assert isinstance(AutoModelForImageClassification.from_pretrained(tmp_path).config, ViTConfig)
     assert 1 < sizes[0] / sizes[1] < 1.13  # the position encoders are extra
 
 
 def test_half_of_the_training_pictures_are_mirrored(data):
-    loaded = script.load_pictures(script.ImageArguments(config="tnn-image-tiny", dataset_name=str(data)))
+    loaded = script.load_pictures(script.ImageArguments(config_name="tnn-image-tiny", dataset_name=str(data)))
     processor = script.ViTImageProcessor(size={"height": 24, "width": 24})
     torch.manual_seed(0)
     plain, drawn = (script.prepare(loaded.splits["train"], loaded, processor, mirror)[:] for mirror in (False, True))

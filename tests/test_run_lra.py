@@ -5,18 +5,18 @@ import random
 import sys
 from pathlib import Path
 
-import listops
 import numpy as np
-import pathfinder
 import pytest
-import run_lra
 import torch
 from conftest import relative_error, seeded, tiny_config
 from datasets import Dataset
-from lra_tasks import TASKS, load_task
 from transformers import AutoConfig, AutoModelForSequenceClassification, pipeline
 
-from modeling_tnn import TnnConfig, TnnForSequencePairClassification
+from modeling_tnn import TnnConfig
+from tnn_scripts import run_lra
+from tnn_scripts.common.sequence_pairs import TnnForSequencePairClassification
+from tnn_scripts.data import listops, pathfinder
+from tnn_scripts.data.lra import TASKS, load_task
 
 ROOT = Path(__file__).parent.parent
 
@@ -170,11 +170,20 @@ def run(monkeypatch, output: Path, *arguments) -> dict:
     return json.loads((output / "results.json").read_text())
 
 
-TINY = "hidden_size=8,num_hidden_layers=1,glu_dim=8,rpe_dim=4"
+TINY = "hidden_size=8,num_hidden_layers=1,intermediate_size=8,rpe_dim=4"
 
 
 def test_script_on_generated_listops(monkeypatch, tmp_path, capsys):
-    arguments = ["--task", "listops", "--config", "tnn-listops", "--config_overrides", TINY, "--train_rows", 50]
+    arguments = [
+        "--task",
+        "listops",
+        "--config_name",
+        "tnn-listops",
+        "--config_overrides",
+        TINY,
+        "--max_train_samples",
+        50,
+    ]
     arguments += ["--operator_learning_rate", 1e-4]
     results = run(monkeypatch, tmp_path / "out", *arguments)
     assert (results["train_rows"], results["steps"], results["model"]) == (50, 2, "rpe")
@@ -202,7 +211,7 @@ def test_script_on_pictures(model, pictures, monkeypatch, tmp_path):
     arguments = [
         "--task",
         "image",
-        "--config",
+        "--config_name",
         "tnn-image",
         "--config_overrides",
         TINY,
@@ -220,7 +229,7 @@ def test_script_on_pairs(monkeypatch, tmp_path):
     for name in ("train", "eval", "test"):
         lines = [f'{label}\t1\t2\ta "text"\t{"b" * 20}' for label in ("1.0", "0.0", "1.0")]
         (tmp_path / f"new_aan_pairs.{name}.tsv").write_text("\n".join(lines) + "\n")
-    arguments = ["--task", "retrieval", "--config", "tnn-retrieval", "--config_overrides", TINY]
+    arguments = ["--task", "retrieval", "--config_name", "tnn-retrieval", "--config_overrides", TINY]
     results = run(monkeypatch, tmp_path / "out", *arguments, "--dataset_path", tmp_path, "--max_length", 16)
     assert results["test_majority"] == pytest.approx(2 / 3)
     task, data = load_task("retrieval", str(tmp_path), None, 16)
@@ -235,11 +244,11 @@ def test_script_on_pairs(monkeypatch, tmp_path):
         (["--task", "image", "--max_length", "500"], "--max_length 500: a picture of image has 1024 pixels"),
         (["--task", "retrieval"], "retrieval needs the folder"),
         (["--task", "retrieval", "--transformer"], "no ModernBERT with a head for two sequences"),
-        (["--task", "listops", "--train_rows", "50", "--config_overrides", "width=3"], "no field width"),
+        (["--task", "listops", "--max_train_samples", "50", "--config_overrides", "width=3"], "no field width"),
     ],
 )
 def test_script_refuses(arguments, message, monkeypatch, capsys, tmp_path):
-    options = ["--config", "tnn-listops", "--output_dir", str(tmp_path)]
+    options = ["--config_name", "tnn-listops", "--output_dir", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["run_lra.py", *options, *arguments])
     with pytest.raises(SystemExit) as error:
         run_lra.main()

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import run_synthetic
 import torch
-from synthetic_tasks import BAND, Copying, Delay
 
 from modeling_tnn import TnnForCausalLM
+from tnn_scripts import run_synthetic
+from tnn_scripts.data.synthetic import BAND, Copying, Delay
 
 ROOT = Path(__file__).parent.parent
 

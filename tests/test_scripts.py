@@ -1,27 +1,35 @@
 """The scripts around a trained model: generate, convert, benchmark."""
 
+import io
 import json
 import subprocess
-import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import lively_language_model, tiny_config
 from tokenizers import ByteLevelBPETokenizer
+from training_scripts import run_script
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from modeling_tnn.operators import build_tno
+from modeling_tnn.tno_auto import build_tno
 
 ROOT = Path(__file__).parent.parent
 TEXT = "The quick brown fox jumps over the lazy dog.\n" * 300
 
 
 def run(script: str, *arguments, check: bool = True) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(ROOT / "scripts" / script), *map(str, arguments)]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert not check or result.returncode == 0, result.stderr
-    return result
+    """In this process, for speed; what a program leaves with is its status and its last line on stderr."""
+    out, err, status = io.StringIO(), io.StringIO(), 0
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            run_script(script.removesuffix(".py"), *arguments)
+        except SystemExit as left:
+            status = left.code if isinstance(left.code, int) else int(left.code is not None)
+            err.write(left.code if isinstance(left.code, str) else "")
+    assert not check or status == 0, err.getvalue()
+    return subprocess.CompletedProcess([script], status, out.getvalue(), err.getvalue())
 
 
 def save_model(folder: Path, **fields) -> Path:
@@ -41,7 +49,7 @@ def model_folder(tmp_path_factory) -> Path:
 
 def test_generate(model_folder, tmp_path):
     output = tmp_path / "result.json"
-    options = ["--model", model_folder, "--max_new_tokens", 9, "--do_sample", "true", "--top_p", 0.9]
+    options = ["--model_name_or_path", model_folder, "--max_new_tokens", 9, "--do_sample", "true", "--top_p", 0.9]
     options += ["--eos_token_id", "null", "--output_file", output]
     streamed = run("generate.py", *options, "--prompt", "The quick", "--prompt", "A dog")
     assert "The quick" in streamed.stdout and "tokens per second" in streamed.stdout
@@ -58,7 +66,7 @@ def test_generate_from_a_file_in_batches(model_folder, tmp_path):
     prompts.write_text("The quick\n\nA dog jumps over\nThe\n")
     texts = []
     for size in (1, 3):
-        run("generate.py", "--model", model_folder, "--prompt_file", prompts, "--batch_size", size,
+        run("generate.py", "--model_name_or_path", model_folder, "--prompt_file", prompts, "--batch_size", size,
             "--max_new_tokens", 8, "--do_sample", "false", "--output_file", output)  # fmt: skip
         texts.append(json.loads(output.read_text())["texts"])
     assert texts[0] == texts[1] and len(texts[0]) == 3
@@ -73,7 +81,7 @@ def test_generate_from_a_file_in_batches(model_folder, tmp_path):
     ],
 )
 def test_generate_refuses(model_folder, arguments, message):
-    result = run("generate.py", "--model", model_folder, *arguments, check=False)
+    result = run("generate.py", "--model_name_or_path", model_folder, *arguments, check=False)
     assert result.returncode == 2 and message in result.stderr
 
 
@@ -82,7 +90,8 @@ def test_to_recurrent(model_folder, tmp_path, options):
     text = tmp_path / "text.txt"
     text.write_text(TEXT * 8)
     output = tmp_path / "converted"
-    result = run("to_recurrent.py", "--model", model_folder, "--output_dir", output, "--dataset", text,
+    result = run("to_recurrent.py", "--model_name_or_path", model_folder, "--output_dir", output, "--dataset_name",
+                 text,
                  "--rows", 2, *options)  # fmt: skip
     report = json.loads((output / "conversion.json").read_text())
     comparison = report["comparison"]
@@ -98,7 +107,9 @@ def test_to_recurrent(model_folder, tmp_path, options):
 def test_to_recurrent_leaves_rtf_as_it_is(tmp_path):
     folder, text = save_model(tmp_path / "model", tno_type="rtf"), tmp_path / "text.txt"
     text.write_text(TEXT * 8)
-    result = run("to_recurrent.py", "--model", folder, "--output_dir", tmp_path / "out", "--dataset", text)
+    result = run(
+        "to_recurrent.py", "--model_name_or_path", folder, "--output_dir", tmp_path / "out", "--dataset_name", text
+    )
     assert "recurrence already" in result.stdout
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.tno_type == "rtf"
 
@@ -111,16 +122,16 @@ SHORT = ["--lengths", 16, 100, "--tokens", 200]
     "suite, options, ways, figures",
     [
         ("operators", ["--decay", 1], ["released", "rpe", "fd", "rtf"], ["milliseconds", "released_over_this"]),
-        ("operators", ["--bidirectional"], ["rpe", "rpe plain", "ski"], ["milliseconds", "rpe_over_this"]),
-        ("training", [], ["released", "chunked", "gpt2", "llama", "mamba", "matmul"], ["matmul_over_this"]),
-        ("training", ["--blocks_only"], ["chunked", "chunked bf16", "matmul"], ["tokens_per_second"]),
-        ("memory", ["--lengths", 100], ["released", "chunked"], ["saved_megabytes", "peak_megabytes"]),
+        ("operators", ["--bidirectional"], ["rpe", "rpe eager", "ski"], ["milliseconds", "rpe_over_this"]),
+        ("training", [], ["released", "fused", "gpt2", "llama", "mamba", "matmul"], ["matmul_over_this"]),
+        ("training", ["--blocks_only"], ["fused", "fused bf16", "matmul"], ["tokens_per_second"]),
+        ("memory", ["--lengths", 100], ["released", "fused"], ["saved_megabytes", "peak_megabytes"]),
     ],
 )
 def test_benchmark_of_a_step(tmp_path, suite, options, ways, figures):
     output, picture = tmp_path / "figures.json", tmp_path / "figures.png"
     lengths = (100,) if "--lengths" in options else (16, 100)
-    result = run("benchmark.py", suite, *SMALL, *SHORT, *options, "--ways", *ways, "--json", output,
+    result = run("benchmark.py", suite, *SMALL, *SHORT, *options, "--ways", *ways, "--output_file", output,
                  "--plot", picture)  # fmt: skip
     rows = json.loads(output.read_text())["rows"]
     assert [(row["length"], row["way"]) for row in rows] == [(length, way) for length in lengths for way in ways]
@@ -134,7 +145,7 @@ def test_benchmark_of_a_step(tmp_path, suite, options, ways, figures):
 def test_benchmark_of_streaming(tmp_path):
     output = tmp_path / "figures.json"
     run("benchmark.py", "streaming", *SMALL, "--lengths", 2048, 4096, "--segment", 256, "--ways", "rtf",
-        "--json", output)  # fmt: skip
+        "--output_file", output)  # fmt: skip
     rows = json.loads(output.read_text())["rows"]
     assert [(row["way"], row["tokens"]) for row in rows] == [("rtf", 2048), ("rtf", 4096)]
     assert all(row["microseconds_per_token"] > 0 for row in rows)
@@ -142,7 +153,7 @@ def test_benchmark_of_streaming(tmp_path):
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_released_form_of_the_benchmark_is_the_same_product(causal):
-    from benchmark_models import released_product
+    from tnn_scripts.benchmarks.peers import released_product
 
     operator = build_tno(tiny_config(causal=causal)).double()
     v = torch.randn(2, 37, operator.channels, dtype=torch.float64)
@@ -152,7 +163,7 @@ def test_released_form_of_the_benchmark_is_the_same_product(causal):
 def test_benchmark_of_generation(tmp_path):
     output = tmp_path / "generation.json"
     sizes = ["--hidden_size", 64, "--num_hidden_layers", 2, "--vocab_size", 100, "--repeats", 1]
-    result = run("benchmark.py", "generation", *sizes, "--contexts", 16, 300, "--json", output,
+    result = run("benchmark.py", "generation", *sizes, "--contexts", 16, 300, "--output_file", output,
                  "--models", "rpe", "fd", "rtf", "modal", "rpe-no-decay", "gpt2", "mamba")  # fmt: skip
     rows = json.loads(output.read_text())["rows"]
     assert {row["model"] for row in rows} == {"rpe", "fd", "rtf", "modal", "rpe-no-decay", "gpt2", "mamba"}

@@ -1,4 +1,4 @@
-"""Derivatives of derivatives through the fast products: those of PyTorch's own operations, `product="plain"`.
+"""Derivatives of derivatives through the fast products: those of PyTorch's own operations, `implementation="eager"`.
 
 A custom function with one derivative gives wrong second ones without an error, unless its own node happens to be
 executed again. Compared in float64.
@@ -15,24 +15,22 @@ from torch.autograd.functional import hessian, hvp, jacobian
 from torch.nn.functional import silu
 from torch.utils.checkpoint import checkpoint
 
-from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, causal_toeplitz_matmul, chunked, toeplitz_matmul
-from modeling_tnn.gating import Gating, activated_product
-from modeling_tnn.interpolation import Grid, Prolong, Restrict
-from modeling_tnn.operators import build_tno
+from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, toeplitz_fused
+from modeling_tnn.gating import Gate, activated_product
 from modeling_tnn.rational import RationalTaps
-from modeling_tnn.toeplitz import filter_by_response
+from modeling_tnn.tno_auto import build_tno
+from modeling_tnn.tno_ski import InducingGrid, Prolong, Restrict
+from modeling_tnn.toeplitz import filter_by_response, gated_causal_toeplitz_matmul, gated_toeplitz_matmul
 
 LENGTHS = [1, 2, 3, 17, 63]
-WAYS = ("chunked", "plain")
-OPERATORS = [
-    (name, causal, {}) for causal in (True, False) for name in (*(CAUSAL if causal else BIDIRECTIONAL), "free")
-]
+WAYS = ("fused", "eager")
+OPERATORS = [(name, causal, {}) for causal in (True, False) for name in (CAUSAL if causal else BIDIRECTIONAL)]
 OPERATORS += [
     ("rpe", True, {"decay": 0.9, "learnable_decay": True}),
     ("rpe", False, {"rpe_window": 2}),
     ("rtf", True, {"rtf_constraint": None, "rtf_num_denominators": 1}),
     ("rtf", False, {"rtf_constraint": None, "rtf_num_denominators": None}),
-    ("rpe", False, {"num_axes": 2}),
+    ("rpe", False, {"spatial_dims": 2}),
 ]
 
 
@@ -48,15 +46,15 @@ every_operator = pytest.mark.parametrize("operator", OPERATORS, ids=operator_nam
 def short_windows(request, monkeypatch):
     """Several windows at lengths that a test can afford."""
     if request.param:
-        monkeypatch.setattr(chunked, "SHORTEST_WINDOW", 8)
+        monkeypatch.setattr(toeplitz_fused, "SHORTEST_WINDOW", 8)
 
 
 def mask_of(length: int) -> torch.Tensor:
     return torch.arange(length).expand(2, length) % 3 != 1
 
 
-def gated(product, v, kernel, u, matmul=causal_toeplitz_matmul, mask=None):
-    return matmul(v, kernel, product, Gating(u, silu, mask))
+def gated(product, v, kernel, u, matmul=gated_causal_toeplitz_matmul, mask=None):
+    return matmul(v, kernel, product, Gate(u, silu, mask))
 
 
 def waves(like: torch.Tensor) -> torch.Tensor:
@@ -85,7 +83,7 @@ def compare(ways, inputs, tolerance=1e-10, orders=3):
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("causal", [True, False])
 def test_gated_product(causal, length, masked, short_windows):
-    matmul, taps = (causal_toeplitz_matmul, 2) if causal else (toeplitz_matmul, 3)
+    matmul, taps = (gated_causal_toeplitz_matmul, 2) if causal else (gated_toeplitz_matmul, 3)
     inputs = (random(2, length, 3), random(3, taps), random(2, length, 3) * 0.9)
     mask = mask_of(length) if masked else None
     compare([partial(gated, product, matmul=matmul, mask=mask) for product in WAYS], inputs)
@@ -94,13 +92,13 @@ def test_gated_product(causal, length, masked, short_windows):
 @pytest.mark.parametrize("length", LENGTHS)
 def test_product_without_a_gate(length):
     inputs = (random(2, length, 3), random(3, 2 * length - 1))
-    compare([partial(toeplitz_matmul, product=product) for product in WAYS], inputs)
+    compare([partial(gated_toeplitz_matmul, implementation=product) for product in WAYS], inputs)
 
 
 @pytest.mark.parametrize("length", [3, 8])
 def test_filter_by_response(length):
     def filtered(product, v, response, u):
-        return filter_by_response(v, response, product, Gating(u, silu))
+        return filter_by_response(v, response, product, Gate(u, silu))
 
     inputs = (random(2, length, 3), random(2, 3, 9), random(2, length, 3) * 0.9)
     compare([partial(filtered, product) for product in WAYS], inputs)
@@ -108,7 +106,7 @@ def test_filter_by_response(length):
 
 def test_a_long_sequence():
     inputs = (random(2, 601, 3), random(3, 33), random(2, 601, 3) * 0.9)
-    assert chunked.lay_windows(601, 33, 0, 1024).count > 1
+    assert toeplitz_fused.lay_windows(601, 33, 0, 1024).count > 1
     compare([partial(gated, product, mask=mask_of(601)) for product in WAYS], inputs)
 
 
@@ -130,7 +128,7 @@ def test_rational_taps(denominators, size, length):
 
 @pytest.mark.parametrize("length", [1, 2, 17, 63])
 def test_interpolation(length):
-    grid = Grid(length, 5, 62)
+    grid = InducingGrid(length, 5, 62)
     weights = grid.matrix(torch.zeros(1, dtype=torch.float64))
     inputs = (random(3, grid.num_points), random(3, length))
     compare(
@@ -175,13 +173,13 @@ def test_low_precision():
 
 def test_gradgradcheck(short_windows):
     inputs = (random(1, 17, 1), random(1, 2), random(1, 17, 1) * 0.9)
-    assert torch.autograd.gradgradcheck(partial(gated, "chunked", mask=mask_of(17)[:1]), inputs)
-    assert torch.autograd.gradgradcheck(lambda v, k: toeplitz_matmul(v, k), (random(1, 5, 2), random(2, 9)))
+    assert torch.autograd.gradgradcheck(partial(gated, "fused", mask=mask_of(17)[:1]), inputs)
+    assert torch.autograd.gradgradcheck(lambda v, k: gated_toeplitz_matmul(v, k), (random(1, 5, 2), random(2, 9)))
     assert torch.autograd.gradgradcheck(filter_by_response, (random(1, 4, 2), random(2, 2, 5)))
-    assert torch.autograd.gradgradcheck(lambda a, b: activated_product(a, b, silu, "chunked"), inputs[::2])
+    assert torch.autograd.gradgradcheck(lambda a, b: activated_product(a, b, silu, "fused"), inputs[::2])
     parameters = (random(2, 3) * 0.2, random(4, 3), random(4))
     assert torch.autograd.gradgradcheck(lambda *x: RationalTaps.apply(*x, 8, 7, torch.float64), parameters)
-    grid = Grid(7, 3, 6)
+    grid = InducingGrid(7, 3, 6)
     assert torch.autograd.gradgradcheck(lambda x: Restrict.apply(x, grid).sin(), (random(2, 7),))
     assert torch.autograd.gradgradcheck(lambda z, x: Prolong.apply(z, x, grid).sin(), (random(2, 4), random(2, 7)))
 
@@ -207,14 +205,14 @@ def test_functional(vectorize):
 def test_once_is_still_once():
     """Without `create_graph` the gradients have no graph."""
     inputs = [random(2, 9, 2), random(2, 4), random(2, 9, 2)]
-    gradients = torch.autograd.grad(gated("chunked", *inputs).sum(), inputs)
+    gradients = torch.autograd.grad(gated("fused", *inputs).sum(), inputs)
     assert not any(g.requires_grad for g in gradients)
 
 
 def operator_and_input(operator, product, length=17):
     tno_type, causal, fields = operator
-    two_axes = "num_axes" in fields
-    config = tiny_config(tno_type, causal, hidden_size=4, product=product, **fields)
+    two_axes = "spatial_dims" in fields
+    config = tiny_config(tno_type, causal, hidden_size=4, tno_implementation=product, **fields)
     torch.manual_seed(0)
     tno = build_tno(config, 0).double()
     for parameter in tno.parameters():
@@ -230,7 +228,7 @@ def test_operators(operator, masked):
     for product in WAYS:
         tno, v = operator_and_input(operator, product)
         u, length = random(*v.shape) * 0.9, v.shape[1]
-        gating = Gating(u, silu, mask_of(length) if masked else None)
+        gating = Gate(u, silu, mask_of(length) if masked else None)
         inputs = (v, u, *tno.parameters())
         found.append(derivatives(lambda *_, tno=tno, v=v, gating=gating: tno(v, None, gating), inputs, 2))
     for actual, expected in zip(*found, strict=True):
@@ -239,7 +237,7 @@ def test_operators(operator, masked):
 
 def language_model(operator, product):
     tno_type, causal, fields = operator
-    config = tiny_config(tno_type, causal, hidden_size=8, vocab_size=23, product=product, **fields)
+    config = tiny_config(tno_type, causal, hidden_size=8, vocab_size=23, tno_implementation=product, **fields)
     return seeded(TnnForCausalLM if causal else TnnForMaskedLM, config).double()
 
 
@@ -257,8 +255,8 @@ def penalty_gradients(model, length: int, mask=None) -> list[torch.Tensor]:
 @every_operator
 @pytest.mark.parametrize("masked", [False, True])
 def test_gradient_penalty_of_a_model(operator, masked):
-    length = 25 if "num_axes" in operator[2] else 17
-    mask = mask_of(length) if masked and "num_axes" not in operator[2] else None
+    length = 25 if "spatial_dims" in operator[2] else 17
+    mask = mask_of(length) if masked and "spatial_dims" not in operator[2] else None
     found = [penalty_gradients(language_model(operator, product), length, mask) for product in WAYS]
     largest = max(g.abs().max().item() for g in found[1][1:])
     for actual, expected in zip(*found, strict=True):
@@ -267,7 +265,7 @@ def test_gradient_penalty_of_a_model(operator, masked):
 
 @every_operator
 def test_gradient_penalty_with_checkpointing(operator):
-    length = 25 if "num_axes" in operator[2] else 17
+    length = 25 if "spatial_dims" in operator[2] else 17
     found = []
     for product in WAYS:
         model = language_model(operator, product).train()
@@ -275,7 +273,7 @@ def test_gradient_penalty_with_checkpointing(operator):
         for module in model.modules():
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.0
-        if product == "chunked":
+        if product == "fused":
             checkpoint_activations(model, {"use_reentrant": False})
         found.append(penalty_gradients(model, length))
     largest = max(g.abs().max().item() for g in found[1][1:])
@@ -286,15 +284,15 @@ def test_gradient_penalty_with_checkpointing(operator):
 def test_checkpointing_of_one_product():
     inputs = (random(2, 17, 3), random(3, 5), random(2, 17, 3) * 0.9)
     ways = (
-        lambda *x: checkpoint(partial(gated, "chunked"), *x, use_reentrant=False),
-        partial(gated, "plain"),
+        lambda *x: checkpoint(partial(gated, "fused"), *x, use_reentrant=False),
+        partial(gated, "eager"),
     )
     compare(ways, inputs)
 
 
 def test_penalty_against_differences():
     """An oracle that is none of our derivatives: the penalty of a two-layer model along a line of its parameters."""
-    model = language_model(("rpe", True, {}), "chunked")
+    model = language_model(("rpe", True, {}), "fused")
     parameters = list(model.parameters())
     direction = [waves(p) for p in parameters]
     slope = sum((g * d).sum() for g, d in zip(penalty_gradients(model, 17)[1:], direction, strict=True)).item()

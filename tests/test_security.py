@@ -20,7 +20,7 @@ TAMPERED = [
     ("vocab_size", 10**12, "at most"),
     ("hidden_size", 2**40, "at most"),
     ("num_hidden_layers", 10**9, "at most 1,024"),
-    ("glu_dim", 10**12, "at most"),
+    ("intermediate_size", 10**12, "at most"),
     ("gtu_expansion", 1e12, "at most"),
     ("gtu_expansion", float("inf"), "at most"),
     ("rpe_dim", 10**10, "at most"),
@@ -52,7 +52,7 @@ TAMPERED = [
     ("hidden_act", "os.system", "one of 'gelu'"),
     ("rpe_act", "/tmp/act.py", "one of 'gelu'"),
     ("norm_type", "/etc/passwd", "one of 'simplermsnorm'"),
-    ("product", "file:///evil", "one of 'chunked'"),
+    ("tno_implementation", "file:///evil", "one of 'fused'"),
     ("dtype", "os.system", "the name of a dtype"),
 ]
 
@@ -88,7 +88,7 @@ def test_tampered_configuration(field, value, message, folder):
     "field, value, message",
     [
         ("vocab_size", 10**7, r"embed_tokens.weight \(10000000, 32\) instead of \(99, 32\)"),
-        ("glu_dim", 10**7, r"gate_proj.weight \(10000000, 32\) instead of"),
+        ("intermediate_size", 10**7, r"gate_proj.weight \(10000000, 32\) instead of"),
         ("rpe_dim", 10**7, r"in_proj.weight \(10000000, 1\) instead of"),
         ("num_hidden_layers", 99, "declares more than the checkpoint holds: .* layers.2."),
     ],
@@ -165,7 +165,7 @@ def test_wrong_types_of_every_field(value):
 HARMLESS = {
     dict: set(),
     list: set(),
-    str: {"converted_from"},
+    str: {"converted_from", "tno_class"},
     int: {"rpe_window", "bos_token_id", "pad_token_id", "eos_token_id", "rtf_num_denominators"},
     float: set(),
 }

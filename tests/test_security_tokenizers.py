@@ -10,7 +10,7 @@ from training_scripts import run_script, write_config, write_text
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers import logging as transformers_logging
 
-from corpus import check_vocabulary  # isort: skip
+from tnn_scripts.data.text import check_vocabulary
 
 
 @pytest.fixture
@@ -77,10 +77,10 @@ def run_options(folder: Path) -> dict[str, list]:
     causal = write_config(folder.parent / "config", vocab_size=300)
     output = ["--output_dir", folder.parent / "out"]
     return {
-        "pretrain": ["--config", causal, "--train_file", text, "--tokenizer_name", folder, *output],
-        "evaluate_lm": ["--model", folder, "--file", text, *output],
-        "to_recurrent": ["--model", folder, *output],
-        "generate": ["--model", folder, "--prompt", "a fox"],
+        "pretrain": ["--config_name", causal, "--train_file", text, "--tokenizer_name", folder, *output],
+        "evaluate_lm": ["--model_name_or_path", folder, "--validation_file", text, *output],
+        "to_recurrent": ["--model_name_or_path", folder, *output],
+        "generate": ["--model_name_or_path", folder, "--prompt", "a fox"],
     }
 
 

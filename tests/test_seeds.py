@@ -9,25 +9,36 @@ from PIL.Image import fromarray
 from training_scripts import run_script, weights, write_config, write_text
 from transformers import TrainingArguments
 
-import demo  # isort: skip - on the path once training_scripts is imported
-from recipes import chosen_seeds  # isort: skip
+from tnn_scripts import demo
+from tnn_scripts.common.arguments import chosen_seeds
 
-SMALL = "hidden_size=16,num_hidden_layers=1,glu_dim=16,rpe_dim=4"
+SMALL = "hidden_size=16,num_hidden_layers=1,intermediate_size=16,rpe_dim=4"
 
 
 def demo_options(folder):
     preset, text = write_config(folder / "preset"), write_text(folder / "text.txt", copies=60)
-    return ["--config", preset, "--dataset", text, "--max_steps", 2, "--batch_size", 4, "--max_new_tokens", 2]
+    return [
+        "--config_name",
+        preset,
+        "--dataset_name",
+        text,
+        "--max_steps",
+        2,
+        "--batch_size",
+        4,
+        "--max_new_tokens",
+        2,
+    ]
 
 
 def pretrain_options(folder):
     preset, text = write_config(folder / "preset"), write_text(folder / "text.txt", copies=60)
-    return ["--config", preset, "--train_file", text, "--max_steps", 2, "--per_device_train_batch_size", 4]
+    return ["--config_name", preset, "--train_file", text, "--max_steps", 2, "--per_device_train_batch_size", 4]
 
 
 def listops_options(folder):
-    overrides = ["--config_overrides", SMALL, "--max_length", 600, "--train_rows", 50, "--eval_rows", 4]
-    return ["--task", "listops", "--config", "tnn-listops", *overrides, "--max_steps", 1, "--report_to", "none"]
+    overrides = ["--config_overrides", SMALL, "--max_length", 600, "--max_train_samples", 50, "--max_eval_samples", 4]
+    return ["--task", "listops", "--config_name", "tnn-listops", *overrides, "--max_steps", 1, "--report_to", "none"]
 
 
 def image_options(folder):
@@ -37,7 +48,7 @@ def image_options(folder):
     for split in ("train", "test"):
         Dataset.from_list(rows, features=features).to_parquet(folder / "data" / f"{split}.parquet")
     overrides = f"{SMALL},image_size=8,patch_size=4,max_position_embeddings=4"
-    return ["--config", "tnn-image-tiny", "--config_overrides", overrides, "--dataset_name", folder / "data",
+    return ["--config_name", "tnn-image-tiny", "--config_overrides", overrides, "--dataset_name", folder / "data",
             "--max_steps", 2, "--per_device_train_batch_size", 4, "--report_to", "none"]  # fmt: skip
 
 
@@ -66,9 +77,11 @@ def test_order_of_the_data(tmp_path):
     preset, text = write_config(tmp_path / "preset"), write_text(tmp_path / "text.txt", copies=60)
     batches = []
     for seed in (3, 3, 4):
-        args = demo.DemoArguments(str(preset), dataset=str(text), output_dir=str(tmp_path / "out"), seed=seed)
+        args = demo.DemoArguments(str(preset), dataset_name=str(text), output_dir=str(tmp_path / "out"), seed=seed)
         batches.append(
-            next(iter(demo.build_trainer(args, demo.load_config(args.config, {})).get_train_dataloader()))["input_ids"]
+            next(iter(demo.build_trainer(args, demo.load_config(args.config_name, {})).get_train_dataloader()))[
+                "input_ids"
+            ]
         )
     assert batches[0].equal(batches[1]) and not batches[0].equal(batches[2])
 
@@ -76,13 +89,13 @@ def test_order_of_the_data(tmp_path):
 def ablation_options(folder):
     text = write_text(folder / "text.txt", copies=60)
     small = f"{SMALL},max_position_embeddings=16,vocab_size=300"
-    return ["--dataset", text, "--config_overrides", small, "--variants", "one", "--max_steps", 2,
+    return ["--dataset_name", text, "--config_overrides", small, "--variants", "one", "--max_steps", 2,
             "--save_strategy", "no", "--report_to", "none"]  # fmt: skip
 
 
 def synthetic_options(folder):
     return ["--task", "delay", "--state_sizes", 2, "--memory", 4, "--length", 20, "--hidden_size", 2,
-            "--train_rows", 20, "--eval_rows", 5, "--max_steps", 2, "--save_strategy", "no",
+            "--max_train_samples", 20, "--max_eval_samples", 5, "--max_steps", 2, "--save_strategy", "no",
             "--report_to", "none"]  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
 
 from modeling_tnn import PoleCallback, TnnForCausalLM, find_unstable, project_poles
-from modeling_tnn.stability import inside, outermost
+from modeling_tnn.stability import is_stable, spectral_radius
 
 UNCONSTRAINED = {"tno_type": "rtf", "rtf_constraint": None, "rtf_initializer": "zeros", "eos_token_id": None}
 
@@ -37,23 +37,23 @@ def model_with_pole(radius: float, angle: float = 0.4, layer: int = 1, **fields)
 @given(st.integers(1, 24), st.floats(0.2, 3.0), st.floats(0.5, 1.5), seeds)
 def test_reflection_coefficients_agree_with_the_roots(order, scale, radius, seed):
     denominator = noise(8, order, seed=seed) * scale / order
-    radii = outermost(denominator)
+    radii = spectral_radius(denominator)
     clear = (radii / radius - 1).abs() > 1e-6
-    assert torch.equal(inside(denominator, radius)[clear], (radii < radius)[clear])
+    assert torch.equal(is_stable(denominator, radius)[clear], (radii < radius)[clear])
 
 
 @pytest.mark.parametrize("radius", [0.5, 0.999, 1 - 1e-9, 1 + 1e-9, 1.001, 3.0])
 @pytest.mark.parametrize("angle", [0.0, 1e-3, 1.0, np.pi])
 def test_poles_near_the_circle(radius, angle):
     denominator = denominator_of(radius * np.exp(1j * angle) if angle not in (0.0, np.pi) else radius * np.cos(angle))
-    assert inside(denominator).item() == (radius < 1)
-    assert outermost(denominator).item() == pytest.approx(radius, abs=1e-7)
+    assert is_stable(denominator).item() == (radius < 1)
+    assert spectral_radius(denominator).item() == pytest.approx(radius, abs=1e-7)
 
 
 def test_what_is_no_number_is_outside():
     denominator = torch.tensor([[0.1, float("nan")], [float("inf"), 0.0], [0.1, 0.1]])
-    assert inside(denominator).tolist() == [False, False, True]
-    assert outermost(denominator)[:2].tolist() == [float("inf")] * 2
+    assert is_stable(denominator).tolist() == [False, False, True]
+    assert spectral_radius(denominator)[:2].tolist() == [float("inf")] * 2
 
 
 def test_layer_and_radius_are_named():
@@ -122,7 +122,7 @@ def test_trainer_projects(tmp_path):
     train(model, PoleCallback(max_radius=0.95), tmp_path)
     model.eval()
     assert find_unstable(model, 0.9501) == []
-    assert outermost(model.model.layers[1].gtu.tno.denominator[3:4]).item() > 0.9
+    assert spectral_radius(model.model.layers[1].gtu.tno.denominator[3:4]).item() > 0.9
     prompt = torch.arange(2, 9)[None]
     options = {"max_new_tokens": 300, "do_sample": False}
     assert torch.equal(model.generate(prompt, **options), model.generate(prompt, use_cache=False, **options))

@@ -7,8 +7,9 @@ import scipy.linalg
 import torch
 from conftest import relative_error
 
-from modeling_tnn import causal_toeplitz_matmul, chunked, dense_toeplitz, toeplitz_matmul
-from modeling_tnn.toeplitz import PRODUCTS, fft_length, fit_lags, two_sided
+from modeling_tnn import causal_toeplitz_matmul, dense_toeplitz, toeplitz_fused, toeplitz_matmul
+from modeling_tnn.numerics import IMPLEMENTATIONS, next_fast_len
+from modeling_tnn.toeplitz import fit_lags, two_sided
 
 LENGTHS = [1, 2, 3, 17, 63, 64, 100, 257]
 
@@ -43,17 +44,17 @@ def test_dense_matrix_is_scipys(length):
 @pytest.fixture(params=[2**18, 50], ids=["one chunk", "chunks of few channels"])
 def chunk(request, monkeypatch):
     """So small that seven channels are more than one chunk, the last one shorter."""
-    monkeypatch.setattr(chunked, "CHUNK", request.param * 8 if request.param < 100 else request.param)
+    monkeypatch.setattr(toeplitz_fused, "CHUNK", request.param * 8 if request.param < 100 else request.param)
 
 
-@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize("product", IMPLEMENTATIONS)
 @pytest.mark.parametrize("length", LENGTHS)
 def test_two_sided_product(length, product, chunk):
     inputs = (random(2, length, 7), random(7, 2 * length - 1))
-    check_against_dense(partial(toeplitz_matmul, product=product), dense_product, inputs)
+    check_against_dense(partial(toeplitz_matmul, implementation=product), dense_product, inputs)
 
 
-@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize("product", IMPLEMENTATIONS)
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("reach", [1, 4, 100])
 def test_two_sided_product_of_another_reach(length, reach, product):
@@ -61,10 +62,10 @@ def test_two_sided_product_of_another_reach(length, reach, product):
         return dense_product(v, fit_lags(coefficients, length))
 
     inputs = (random(2, length, 3), random(3, 2 * reach - 1))
-    check_against_dense(partial(toeplitz_matmul, product=product), dense, inputs)
+    check_against_dense(partial(toeplitz_matmul, implementation=product), dense, inputs)
 
 
-@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize("product", IMPLEMENTATIONS)
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("taps", [1, 5, 64, 300])
 def test_causal_product_with_short_and_long_kernels(length, taps, product, chunk):
@@ -72,7 +73,7 @@ def test_causal_product_with_short_and_long_kernels(length, taps, product, chunk
         return dense_product(v, two_sided(fit_lags(two_sided(kernel), length)[:, length - 1 :]))
 
     inputs = (random(2, length, 7), random(7, taps))
-    check_against_dense(partial(causal_toeplitz_matmul, product=product), dense, inputs)
+    check_against_dense(partial(causal_toeplitz_matmul, implementation=product), dense, inputs)
 
 
 @pytest.mark.parametrize("frozen", [0, 1])
@@ -82,14 +83,14 @@ def test_gradient_of_one_input_alone(frozen):
     inputs[frozen].requires_grad_(False)
     wanted = inputs[1 - frozen]
     (chunked_gradient,) = torch.autograd.grad(toeplitz_matmul(*inputs).square().sum(), wanted)
-    (plain,) = torch.autograd.grad(toeplitz_matmul(*inputs, product="plain").square().sum(), wanted)
+    (plain,) = torch.autograd.grad(toeplitz_matmul(*inputs, implementation="eager").square().sum(), wanted)
     assert relative_error(chunked_gradient, plain) < 1e-13
 
 
-@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize("product", IMPLEMENTATIONS)
 def test_second_derivatives(product):
     v, kernel = random(1, 5, 2), random(2, 5)
-    assert torch.autograd.gradgradcheck(partial(causal_toeplitz_matmul, product=product), (v, kernel))
+    assert torch.autograd.gradgradcheck(partial(causal_toeplitz_matmul, implementation=product), (v, kernel))
 
 
 def test_chunked_product_keeps_its_inputs_alone():
@@ -109,16 +110,16 @@ def test_lower_precision(dtype, tolerance):
 
 
 def test_gradcheck():
-    for product in PRODUCTS:
-        two_sided_product = partial(toeplitz_matmul, product=product)
-        causal_product = partial(causal_toeplitz_matmul, product=product)
+    for product in IMPLEMENTATIONS:
+        two_sided_product = partial(toeplitz_matmul, implementation=product)
+        causal_product = partial(causal_toeplitz_matmul, implementation=product)
         assert torch.autograd.gradcheck(two_sided_product, (random(2, 7, 2), random(2, 13)))
         assert torch.autograd.gradcheck(causal_product, (random(2, 7, 2), random(2, 4)))
 
 
 def test_transform_lengths():
     for minimum in range(1, 5000):
-        length = fft_length(minimum)
+        length = next_fast_len(minimum)
         assert minimum <= length < 2 * minimum
         for factor in (2, 3, 5):
             while length % factor == 0:
@@ -134,7 +135,7 @@ def test_transform_lengths():
         (lambda: causal_toeplitz_matmul(torch.ones(2, 5, 3), torch.ones(2, 5)), "D=3"),
         (lambda: causal_toeplitz_matmul(torch.ones(2, 0, 3), torch.ones(3, 5)), "L >= 1"),
         (lambda: dense_toeplitz(torch.ones(3, 4)), "(3, 4)"),
-        (lambda: toeplitz_matmul(torch.ones(2, 5, 3), torch.ones(3, 9), product="fast"), "chunked, plain"),
+        (lambda: toeplitz_matmul(torch.ones(2, 5, 3), torch.ones(3, 9), implementation="fast"), "fused, eager"),
     ],
 )
 def test_wrong_shapes(call, message):

@@ -15,7 +15,6 @@ from modeling_tnn import TnnConfig
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = ROOT / "scripts"
-sys.path.insert(0, str(SCRIPTS))
 SENTENCES = ["The quick brown fox jumps over the lazy dog.", "Pack my box with five dozen jugs of liquor.", ""]
 
 
@@ -36,7 +35,7 @@ def write_config(folder: Path, **fields) -> Path:
 
 def run_script(name: str, *arguments):
     """Call the `main` of a script in this process; what ends it early is raised."""
-    script, saved = import_module(name), sys.argv
+    script, saved = import_module(f"tnn_scripts.{name}"), sys.argv
     sys.argv = [name, *map(str, arguments)]
     try:
         return script.main()

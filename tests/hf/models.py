@@ -20,10 +20,10 @@ from modeling_tnn import (
     TnnForImageClassification,
     TnnForMaskedLM,
     TnnForSequenceClassification,
-    TnnForSequencePairClassification,
     TnnModel,
 )
 from tests import test_modeling_common as common
+from tnn_scripts.common.sequence_pairs import TnnForSequencePairClassification
 
 # The tests look up by these tables, of the models in the library, which labels a class takes.
 for table, model_class in {
@@ -138,7 +138,7 @@ class TnnImageTest(ModelTests, unittest.TestCase):
     """Pixels: no vocabulary to resize, no embeddings of tokens."""
 
     all_model_classes = (TnnForImageClassification,)
-    fields = {"causal": False, "num_axes": 2, "max_position_embeddings": 16, "image_size": 8, "patch_size": 2}
+    fields = {"causal": False, "spatial_dims": 2, "max_position_embeddings": 16, "image_size": 8, "patch_size": 2}
     model_tester_class = ImageTester
     test_resize_embeddings = False
 

@@ -106,7 +106,7 @@ class TnnImagePipelineTest(PipelineTests, unittest.TestCase):
     """Pictures of any size, which the processor brings to that of the model."""
 
     pipeline_model_mapping = {"image-classification": TnnForImageClassification}
-    fields = {"causal": False, "num_axes": 2, "max_position_embeddings": 16, "image_size": 8, "patch_size": 2}
+    fields = {"causal": False, "spatial_dims": 2, "max_position_embeddings": 16, "image_size": 8, "patch_size": 2}
 
     def processor(self):
         return ViTImageProcessor(size={"height": 8, "width": 8})

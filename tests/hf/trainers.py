@@ -15,10 +15,10 @@ from modeling_tnn import (
     TnnForImageClassification,
     TnnForMaskedLM,
     TnnForSequenceClassification,
-    TnnForSequencePairClassification,
 )
+from tnn_scripts.common.sequence_pairs import TnnForSequencePairClassification
 
-IMAGE = {"num_axes": 2, "max_position_embeddings": 16, "image_size": 8, "patch_size": 2}
+IMAGE = {"spatial_dims": 2, "max_position_embeddings": 16, "image_size": 8, "patch_size": 2}
 ROWS, LENGTH, LABELS = 16, 12, 3
 CASES = [(TnnForCausalLM if causal else TnnForMaskedLM, {"tno_type": t, "causal": causal}) for t, causal in VARIANTS]
 CASES += [(TnnForSequenceClassification, {"tno_type": t, "causal": causal}) for t, causal in VARIANTS]

@@ -1,0 +1,239 @@
+"""Folders and repositories: the code that a saved one carries, and what is checked before one is loaded.
+
+Saving. A folder gets the file of the models and every file that it imports, flat, beside `config.json`, so that it
+loads where the package is not installed. `auto_map` in `config.json` names the class for each Auto class, all of them,
+since a checkpoint of one head is also loaded with another one or without any. Where the package is installed, its
+registered classes are used instead of the copies.
+
+Loading. A configuration may declare any size, and transformers allocates what it declares before it compares. Here
+the headers of the safetensors files, which list names and shapes, are compared first: with the model on the meta
+device, and with the index of a checkpoint in several files. A file that is cut off or has a damaged header is refused.
+Safetensors has no checksums, so values are not checked.
+"""
+
+import json
+import logging
+import os
+import shutil
+from pathlib import Path, PurePosixPath
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.dynamic_module_utils import get_relative_import_files
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+
+AUTO_MAP = {
+    "AutoConfig": "configuration_tnn.TnnConfig",
+    "AutoModel": "modeling_tnn.TnnModel",
+    "AutoModelForCausalLM": "modeling_tnn.TnnForCausalLM",
+    "AutoModelForImageClassification": "modeling_tnn.TnnForImageClassification",
+    "AutoModelForMaskedLM": "modeling_tnn.TnnForMaskedLM",
+    "AutoModelForSequenceClassification": "modeling_tnn.TnnForSequenceClassification",
+}
+
+
+def save_code(folder: str | os.PathLike):
+    """Copy the code of the models to `folder`.
+
+    transformers' loader of remote code copies a file and the files that its text imports, separately for the
+    configuration and for a model. A model saves its configuration by the configuration's copy, so that copy needs the
+    files of the models as well. No code here imports them; the loader finds them by this line:
+
+        from .modeling_tnn import TnnModel
+    """
+    models = Path(__file__).with_name("modeling_tnn.py")
+    for file in {models, *map(Path, get_relative_import_files(models))}:
+        copied = Path(folder) / file.name
+        if not (copied.exists() and copied.samefile(file)):
+            shutil.copy(file, copied)
+
+
+# Arguments of `from_pretrained` that say where files are.
+LOCATION_KWARGS = ("cache_dir", "local_files_only", "token", "revision", "subfolder")
+
+# With these, the weights are somewhere else, or of other sizes on purpose.
+UNCHECKED_KWARGS = ("state_dict", "gguf_file", "variant", "force_download", "ignore_mismatched_sizes")
+
+logger = logging.getLogger(__name__)
+
+# The rest is the body, which all models have in common.
+HEADS = ("lm_head.", "transform.", "classifier.")
+
+
+class CheckpointMismatchError(ValueError, RuntimeError):
+    """The configuration does not fit the weights. transformers reports other sizes as a RuntimeError."""
+
+
+def find_weights(source, where: dict) -> dict[Path, list[str]]:
+    """The safetensors files of a folder or repository, none if they are called differently, and what the index says
+    is in each.
+
+    Raises:
+        ValueError: the index is none, or names a file that is missing.
+    """
+
+    def find(name: str) -> Path | None:
+        found = cached_file(source, name, _raise_exceptions_for_missing_entries=False, **where)
+        return None if found is None else Path(found)
+
+    if (single := find(SAFE_WEIGHTS_NAME)) is not None:
+        return {single: []}
+    if (index := find(SAFE_WEIGHTS_INDEX_NAME)) is None:
+        return {}
+    files = {}
+    for name, tensors in sorted(read_index(index).items()):
+        if (file := find(name)) is None:
+            raise ValueError(f"{index} names {name}, which is not there: the checkpoint is incomplete.")
+        files[file] = tensors
+    return files
+
+
+def read_index(index: Path) -> dict[str, list[str]]:
+    """The tensors that each file of a checkpoint in several files holds.
+
+    Raises:
+        ValueError: it is no such index, or names something else than files beside it.
+    """
+    try:
+        placed = json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{index} is no index of safetensors files: {error!r}.") from error
+    files: dict[str, list[str]] = {}
+    for tensor, name in placed:
+        # Elsewhere on this machine nothing is read, whatever the index says.
+        beside = isinstance(name, str) and PurePosixPath(name.replace("\\", "/")).name == name
+        if not (beside and name.endswith(".safetensors")):
+            raise ValueError(f"{index} names {name!r} for {tensor}: it must be a safetensors file beside it.")
+        files.setdefault(name, []).append(tensor)
+    return files
+
+
+def shapes_of(files: dict[Path, list[str]]) -> dict[str, torch.Size]:
+    """Name and shape of every tensor in safetensors files, out of their headers.
+
+    Raises:
+        ValueError: a file is damaged, or holds other tensors than its index says.
+    """
+    shapes = {}
+    for file, indexed in files.items():
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                found = {name: torch.Size(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{file} is damaged or no safetensors file: {error}.") from error
+        # Tied weights may be in a file and not in the index.
+        if missing := sorted(set(indexed) - found.keys()):
+            raise ValueError(f"{file} is not the file that its index describes: {missing[0]} is not in it.")
+        shapes |= found
+    return shapes
+
+
+def check_sizes(declared: dict[str, torch.Size], stored: dict[str, torch.Size]):
+    """Compare the shapes of a model with those of a checkpoint.
+
+    Heads that the checkpoint lacks are initialised, as always. A body may lack parameters only as far as they are
+    fewer than those that are there.
+
+    Raises:
+        CheckpointMismatchError: a parameter has another shape, or the model declares much more than there is.
+    """
+    wrong = [
+        f"{name} {tuple(shape)} instead of {tuple(stored[name])}"
+        for name, shape in declared.items()
+        if name in stored and shape != stored[name]
+    ]
+    if wrong:
+        raise CheckpointMismatchError(
+            f"The configuration does not fit the weights: {', '.join(wrong[:3])} ({len(wrong)} in all). "
+            "With ignore_mismatched_sizes=True they are initialised instead."
+        )
+    # Quantised weights are stored in parts, under longer names.
+    missing = {name: shape for name, shape in declared.items() if not any(known.startswith(name) for known in stored)}
+    layers = {name: shape.numel() for name, shape in missing.items() if name.startswith("layers.")}
+    if sum(layers.values()) > sum(shape.numel() for shape in stored.values()):
+        raise CheckpointMismatchError(
+            f"The configuration declares more than the checkpoint holds: {len(layers)} parameters of layers are not "
+            f"in it, such as {next(iter(layers))}."
+        )
+
+
+def check_names(declared: dict[str, torch.Size], stored: dict[str, torch.Size], saved_as: str = "another model"):
+    """Compare the names of a model with those of a checkpoint of plain tensors, which was `saved_as` this class.
+
+    A model may have more than its checkpoint, which is initialised, or less, which is left out; with some missing and
+    others left over, names are damaged or it is another model, and random weights would pass for trained ones.
+
+    Raises:
+        CheckpointMismatchError: names are missing, and others are left over that are of no head.
+    """
+    left_over = [name for name in stored if name not in declared and not name.startswith(HEADS)]
+    missing = [name for name in declared if name not in stored]
+    if missing and left_over:
+        raise CheckpointMismatchError(
+            f"The weights are damaged or of {saved_as}: {missing[0]} is not there, {left_over[0]} is not in the "
+            "model. ignore_mismatched_sizes=True takes what fits."
+        )
+
+
+def check_function(config: PreTrainedConfig, trained: dict):
+    """Compare what a model computes with what the configuration beside its weights says that they were trained for.
+
+    The weights of two operators, and of both directions, may have the same names and shapes.
+
+    Raises:
+        CheckpointMismatchError: the weights are of another operator.
+    """
+    tno_type = trained.get("tno_type", type(config).tno_type)
+    if config.tno_type != tno_type:
+        raise CheckpointMismatchError(
+            f"The weights are of tno_type={tno_type!r}, not of {config.tno_type!r}: leave tno_type out, or build an "
+            "untrained model with from_config."
+        )
+    causal = trained.get("causal", type(config).causal)
+    if config.causal != causal:
+        logger.warning(
+            "The weights were trained with causal=%s and are loaded with causal=%s: the model computes something "
+            "else than it was trained for, and needs further training.",
+            causal,
+            config.causal,
+        )
+
+
+def check_before_loading(model_class: type[PreTrainedModel], source, options: dict):
+    """What `from_pretrained` of `source` with `options` is about to load, see `check_sizes` and `check_names`.
+
+    Raises:
+        ValueError: a file is missing or damaged.
+        CheckpointMismatchError: the configuration does not fit the weights.
+    """
+    where = {name: options[name] for name in LOCATION_KWARGS if options.get(name)}
+    if source is None or any(
+        options.get(name) is not None and options[name] is not False for name in UNCHECKED_KWARGS
+    ):
+        return
+    if not (files := find_weights(source, where)):
+        return
+    config = options.get("config")
+    if not isinstance(config, PreTrainedConfig):
+        # Fields of the configuration may be among the options.
+        fields = {name: value for name, value in options.items() if name not in ("config", *LOCATION_KWARGS)}
+        config, _ = model_class.config_class.from_pretrained(
+            config or source, return_unused_kwargs=True, **where, **fields
+        )
+    if (beside := cached_file(source, CONFIG_NAME, _raise_exceptions_for_missing_entries=False, **where)) is not None:
+        check_function(
+            config, model_class.config_class.rename_old(json.loads(Path(beside).read_text(encoding="utf-8")))
+        )
+    with torch.device("meta"):
+        model = model_class(config)
+    # The body may have a prefix in either.
+    prefix = f"{model_class.base_model_prefix}."
+    declared = {name.removeprefix(prefix): value.shape for name, value in model.state_dict().items()}
+    stored = {name.removeprefix(prefix): shape for name, shape in shapes_of(files).items()}
+    check_sizes(declared, stored)
+    if config.tie_word_embeddings:
+        declared = {name: shape for name, shape in declared.items() if name not in (model._tied_weights_keys or {})}
+    if getattr(config, "quantization_config", None) is None:
+        names = set(config.architectures or []) - {model_class.__name__}
+        check_names(declared, stored, " or ".join([*sorted(names), "another model"]))

@@ -1,0 +1,187 @@
+"""Packed documents: rows that hold several texts one after the other, none of which may see another.
+
+A Toeplitz product joins all positions of a row. So the documents of a packed batch are computed as rows of padded
+batches, and their outputs are put back in place. Padding is exact, hence this is. Documents are padded to the longest
+of those whose lengths share the next power of two, so that less than half of what is computed is padding.
+
+B rows of L tokens, T = B L tokens in all; a padded batch has N documents of at most M tokens.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from .padding import check_attention_mask
+
+
+@dataclass(frozen=True)
+class DocumentBatch:
+    """Documents of similar lengths.
+
+    Attributes:
+        index: `(N, M)`, where their tokens stand among all T; anything within T behind the end of a document.
+        real: `(N, M)`, False behind the end of a document.
+    """
+
+    index: torch.Tensor
+    real: torch.Tensor
+
+    def take(self, x: torch.Tensor) -> torch.Tensor:
+        """The entries of `x` `(B, L, ...)` for these documents, `(N, M, ...)`."""
+        return x.flatten(0, 1)[self.index]
+
+
+def split_packed(
+    tokens: torch.Tensor | None,
+    attention_mask: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
+    seq_idx: torch.Tensor | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+) -> list[DocumentBatch] | None:
+    """The documents of packed rows; None if every row is one text.
+
+    A document begins with each row, where the position of a real token is 0 again, where `seq_idx` changes, and at
+    each offset of `cu_seq_lens_q`. Other positions mean nothing: neither those of an ordinary text, whatever its
+    offset and padding, nor those of a row without any position above 0.
+
+    Args:
+        tokens: `(B, L)` ids or `(B, L, d)` embeddings.
+        attention_mask: `(B, past + L)`, 0 at padding.
+        position_ids: `(B, L)` or `(1, L)`.
+        seq_idx: `(B, L)` or `(1, L)`, the number of the document of each token.
+        cu_seq_lens_q: offsets of the documents within all tokens, the last one T.
+
+    Raises:
+        TypeError: an argument is no tensor.
+        ValueError: a shape is another, or the offsets do not span the tokens.
+    """
+    boundaries = {"position_ids": position_ids, "seq_idx": seq_idx, "cu_seq_lens_q": cu_seq_lens_q}
+    boundaries = {name: given for name, given in boundaries.items() if given is not None}
+    for name, given in boundaries.items():
+        _check_integers(name, given, tokens)
+    # Without values, on the meta device, no boundary can be found.
+    if not boundaries or tokens.shape[1] <= 1 or tokens.is_meta:
+        return None
+    real = _real_tokens(attention_mask, tokens)
+    shape = tokens.shape[:2]
+    starts = torch.zeros(shape, dtype=torch.bool, device=tokens.device)  # (B, L)
+    if position_ids is not None:
+        starts |= _restarts(_as_rows("position_ids", position_ids, shape), real)
+    if seq_idx is not None:
+        seq_idx = _as_rows("seq_idx", seq_idx, shape)
+        starts[:, 1:] |= seq_idx[:, 1:] != seq_idx[:, :-1]
+    if cu_seq_lens_q is not None:
+        starts |= _offsets_as_starts(cu_seq_lens_q, shape, tokens.device)
+    starts[:, 0] = False
+    if not starts.any():
+        return None
+    starts[:, 0] = True
+    return _batches_of_similar_length(starts)
+
+
+def check_one_document(tokens: torch.Tensor | None, attention_mask: torch.Tensor | None, **kwargs):
+    """Refuse packed rows, by the boundaries among `kwargs`, where each row gets one answer.
+
+    Raises:
+        ValueError: a row holds several documents.
+    """
+    boundaries = {name: kwargs.get(name) for name in ("position_ids", "seq_idx", "cu_seq_lens_q")}
+    if split_packed(tokens, attention_mask, **boundaries) is not None:
+        raise ValueError(
+            "A row holds several documents (by its position_ids, seq_idx or cu_seq_lens_q), but gets one "
+            "classification: pad instead of packing."
+        )
+
+
+def forward_packed(
+    forward: Callable[..., BaseModelOutputWithPast],
+    documents: list[DocumentBatch],
+    input_ids: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
+    inputs_embeds: torch.Tensor | None,
+    **kwargs,
+) -> BaseModelOutputWithPast:
+    """What `forward` gives for each document alone, put together as rows `(B, L, d)`.
+
+    Args:
+        forward: a model, `forward(input_ids, attention_mask, inputs_embeds=...)`.
+        kwargs: further arguments of `forward`.
+    """
+    outputs = []
+    attention_mask = check_attention_mask(attention_mask, inputs_embeds if input_ids is None else input_ids, 0)
+    for batch in documents:
+        real = batch.real if attention_mask is None else batch.real & batch.take(attention_mask)
+        ids, embeds = (None if x is None else batch.take(x) for x in (input_ids, inputs_embeds))
+        outputs.append(forward(ids, real, inputs_embeds=embeds, use_cache=False, return_dict=True, **kwargs))
+    shape = (inputs_embeds if input_ids is None else input_ids).shape[:2]
+    last = _pack([output.last_hidden_state for output in outputs], documents, shape)
+    hidden_states = None
+    if outputs[0].hidden_states is not None:
+        layers = zip(*(output.hidden_states for output in outputs), strict=True)
+        hidden_states = tuple(None if parts[0] is None else _pack(parts, documents, shape) for parts in layers)
+    return BaseModelOutputWithPast(last_hidden_state=last, hidden_states=hidden_states)
+
+
+def _pack(parts: Sequence[torch.Tensor], documents: list[DocumentBatch], shape: torch.Size) -> torch.Tensor:
+    """`(N, M, d)` of each of `documents` as rows `(B, L, d)`, `shape` being `(B, L)`."""
+    outputs = torch.cat([part[batch.real] for part, batch in zip(parts, documents, strict=True)])  # (T, d)
+    places = torch.cat([batch.index[batch.real] for batch in documents])  # (T,)
+    return outputs[places.argsort()].unflatten(0, shape)
+
+
+def _check_integers(name: str, given: torch.Tensor, tokens: torch.Tensor):
+    if not isinstance(given, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor of integers, not {type(given).__name__}.")
+    if given.is_floating_point() or given.is_complex() or given.dtype is torch.bool:
+        raise TypeError(f"{name} must hold integers, not {given.dtype}.")
+    if given.is_meta != tokens.is_meta:
+        raise ValueError(f"{name} is on the device {given.device}, the tokens on {tokens.device}.")
+
+
+def _as_rows(name: str, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    if values.dim() != 2 or values.shape[1] != shape[1] or values.shape[0] not in (1, shape[0]):
+        raise ValueError(f"{name} has shape {tuple(values.shape)}: it must be (B, L) = {tuple(shape)}, or (1, L).")
+    return values.expand(shape)
+
+
+def _real_tokens(attention_mask: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
+    shape = tokens.shape[:2]
+    if attention_mask is not None:
+        past_length = max(0, attention_mask.shape[-1] - shape[1]) if attention_mask.dim() else 0
+        attention_mask = check_attention_mask(attention_mask, tokens, past_length)
+    return tokens.new_ones(shape, dtype=torch.bool) if attention_mask is None else attention_mask
+
+
+def _restarts(position_ids: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    """Where the position of a real token is 0 again, `(B, L)`; padding may have any position."""
+    first = real.cumsum(dim=1) == 1
+    rises = (real & (position_ids > 0)).any(dim=1, keepdim=True)  # (B, 1)
+    return real & ~first & rises & (position_ids == 0)
+
+
+def _offsets_as_starts(cu_seq_lens: torch.Tensor, shape: torch.Size, device: torch.device) -> torch.Tensor:
+    total = shape.numel()
+    grows = cu_seq_lens.dim() == 1 and len(cu_seq_lens) > 1 and bool((cu_seq_lens.diff() > 0).all())
+    if not grows or cu_seq_lens[0] != 0 or cu_seq_lens[-1] != total:
+        raise ValueError(
+            f"cu_seq_lens_q={cu_seq_lens.tolist()} must grow from 0 to the number of tokens, B * L = {total}."
+        )
+    starts = torch.zeros(total, dtype=torch.bool, device=device)
+    starts[cu_seq_lens[:-1].to(device, torch.long)] = True
+    return starts.unflatten(0, shape)
+
+
+def _batches_of_similar_length(starts: torch.Tensor) -> list[DocumentBatch]:
+    first = starts.flatten().nonzero()[:, 0]  # of each document
+    lengths = torch.diff(first, append=first.new_tensor([starts.numel()]))
+    octaves = lengths.double().log2().ceil()
+    batches = []
+    for octave in octaves.unique():
+        chosen = octaves == octave
+        offset = torch.arange(int(lengths[chosen].max()), device=starts.device)
+        real = offset < lengths[chosen, None]
+        index = first[chosen, None] + offset
+        batches.append(DocumentBatch(index.clamp(max=starts.numel() - 1), real))
+    return batches

@@ -1,0 +1,114 @@
+"""Padding: masks, alignment to the first real token, positions and pooling over real tokens.
+
+B batch, L length, d hidden size. A mask is `(B, L)`, 0 at padding and anything else at real tokens.
+"""
+
+import torch
+from transformers.cache_utils import Cache
+
+from .inputs import _check_device, require_tensor
+from .numerics import compute_dtype, must_be_eager
+
+
+def real_tokens(input_ids: torch.Tensor | None, pad_token_id: int | None) -> torch.Tensor | None:
+    """The mask that a batch without one seems to have, `(B, L)`; None if nothing is known of its padding."""
+    return None if input_ids is None or pad_token_id is None else input_ids != pad_token_id
+
+
+def check_attention_mask(
+    attention_mask: torch.Tensor | None, inputs_embeds: torch.Tensor, past_length: int
+) -> torch.Tensor | None:
+    """The part of the mask that belongs to `inputs_embeds` `(B, L, d)`, `(B, L)`; None if all of it is real.
+
+    Raises:
+        TypeError: the mask is no tensor.
+        ValueError: the sequence is empty or the mask is not `(B, past_length + L)`, or `(1, past_length + L)`.
+    """
+    batch, length = inputs_embeds.shape[:2]
+    if length == 0:
+        raise ValueError(
+            f"The sequence is empty: inputs have shape {tuple(inputs_embeds.shape)}; L must be at least 1."
+        )
+    if attention_mask is None:
+        return None
+    require_tensor("attention_mask", attention_mask, "(B, L)")
+    if attention_mask.shape not in ((batch, past_length + length), (1, past_length + length)):
+        raise ValueError(
+            f"attention_mask has shape {tuple(attention_mask.shape)}: it must be (B, past length + L) = "
+            f"{(batch, past_length + length)}, one entry a token."
+        )
+    _check_device("attention_mask", attention_mask, inputs_embeds)
+    attention_mask = (attention_mask[:, -length:] != 0).expand(batch, length)
+    # What is in a mask is not known while a graph is recorded or a function transformed, nor without its values.
+    unknown = must_be_eager() or attention_mask.is_meta
+    return None if not unknown and attention_mask.all() else attention_mask
+
+
+def first_real_token(attention_mask: torch.Tensor) -> torch.Tensor:
+    """Its position in each row, `(B,)`; 0 in a row without any."""
+    return attention_mask.ne(0).int().argmax(dim=1)
+
+
+def roll(x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    """Each row of `x` `(B, L, D)` shifted by its entry of `shift` `(B,)`, at most L, to the end and around."""
+    length = x.shape[1]
+    index = torch.arange(length, device=x.device) - shift[:, None]  # (B, L), within -L .. 2L - 1
+    # Not index % length: the exporter to ONNX knows no remainder by a size.
+    index = torch.where(index < 0, index + length, index)
+    index = torch.where(index < length, index, index - length)
+    return x.gather(1, index[..., None].expand_as(x))
+
+
+def mean_of_real_tokens(hidden_states: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+    """`(B, L, d)` to `(B, d)`; 0 for a row without real tokens."""
+    if attention_mask is None:
+        return hidden_states.mean(dim=1)
+    real = attention_mask[:, -hidden_states.shape[1] :].ne(0)
+    dtype = compute_dtype(hidden_states.dtype)  # float16 overflows in long sums
+    total = hidden_states.masked_fill(~real[..., None], 0).sum(dim=1, dtype=dtype)  # (B, d)
+    return (total / real.sum(dim=1, keepdim=True).clamp(min=1)).to(hidden_states.dtype)
+
+
+def last_real_token(hidden_states: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+    """`(B, L, d)` to `(B, d)`; the last position of a row without real tokens."""
+    if attention_mask is None:
+        return hidden_states[:, -1]
+    length = hidden_states.shape[1]
+    from_end = attention_mask[:, -length:].ne(0).flip(1).int().argmax(dim=1)  # (B,)
+    rows = torch.arange(hidden_states.shape[0], device=hidden_states.device)  # not len(): export would fix it
+    return hidden_states[rows, length - 1 - from_end]
+
+
+def token_positions(attention_mask: torch.Tensor | None, past_length: int, tokens: torch.Tensor) -> torch.Tensor:
+    """The positions of `tokens` `(B, L, ...)` among the real ones of their row, `(B, L)` or `(1, L)`.
+
+    Args:
+        attention_mask: `(B, past_length + L)`.
+    """
+    length = tokens.shape[1]
+    if attention_mask is None:
+        return torch.arange(past_length, past_length + length, device=tokens.device)[None]
+    return (attention_mask.ne(0).cumsum(dim=1) - 1).clamp(min=0)[:, -length:]
+
+
+POOLINGS = {"last": last_real_token, "mean": mean_of_real_tokens}
+
+
+def pool_tokens(pooling: str, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+    """One vector for a sequence, `(B, L, d)` to `(B, d)`, by a name of `POOLINGS`."""
+    return POOLINGS[pooling](hidden_states, attention_mask)
+
+
+def check_pooled_whole(pooling: str, past_key_values: Cache | None):
+    """Refuse a mean of the new tokens alone: a cache does not keep the hidden states of those before.
+
+    Raises:
+        ValueError: the mean is to be taken, and the cache holds tokens.
+    """
+    # The model refuses anything that is no cache.
+    past_length = past_key_values.get_seq_length() if isinstance(past_key_values, Cache) else 0
+    if pooling == "mean" and past_length > 0:
+        raise ValueError(
+            f"past_key_values holds {past_length} tokens: it must hold none with classifier_pooling='mean', which "
+            "needs the hidden states of all tokens. Give the whole text at once."
+        )

@@ -1,0 +1,96 @@
+"""Toeplitz operators along the rows and the columns of an image (the 2-D models of the TNN paper).
+
+    (R v)_{a,b} = sum_c r_{b-c} v_{a,c},    (C v)_{a,b} = sum_c k_{a-c} v_{c,b}
+    product     y = C R v + R C v = 2 C R v           its Long Range Arena models
+    sum         y = R v + C v                         its ImageNet models
+
+B batch, S side of the image, L = S^2 tokens in row-major order, D channels. R and C are linear and act on different
+axes, so they commute, and one order is enough. The kernels along the two axes are two operators of one variant.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from .tno import ToeplitzOperator
+
+Mixer = Callable[[torch.Tensor], torch.Tensor]
+
+
+class TwoAxisOperator(ToeplitzOperator):
+    """Two operators as one on a square image; bidirectional only.
+
+    Args:
+        rows: the operator along each row, for sequences of S positions.
+        columns: the operator along each column.
+    """
+
+    def __init__(self, config, layer_idx: int, rows: ToeplitzOperator, columns: ToeplitzOperator):
+        super().__init__(config, layer_idx)
+        self.rows, self.columns = rows, columns
+        self.combine = COMBINATIONS[config.spatial_mixing]
+
+    def coefficients(self, length: int, device: torch.device | None = None) -> torch.Tensor:
+        """Not defined: the matrix of an image is Toeplitz in blocks.
+
+        Raises:
+            ValueError: always; `rows` and `columns` have coefficients.
+        """
+        raise ValueError("spatial_dims=2 has no coefficients of its own: ask the operators `rows` and `columns`.")
+
+    def matmul(self, v: torch.Tensor) -> torch.Tensor:
+        """`(B, S^2, D)` to `(B, S^2, D)`.
+
+        Raises:
+            ValueError: the number of tokens is not a square.
+        """
+        side = image_side(v.shape[1])
+        image = v.unflatten(1, (side, side))  # (B, S, S, D)
+        return self.combine(self._mix_rows, self._mix_columns, image).flatten(1, 2)
+
+    def dense(self, length: int) -> torch.Tensor:
+        side = image_side(length)
+        rows, columns = self.rows.dense(side), self.columns.dense(side)  # (D, S, S) each
+        one = torch.eye(side, dtype=rows.dtype, device=rows.device)
+        on_rows = torch.einsum("ac,dbe->dabce", one, rows).reshape(-1, length, length)
+        on_columns = torch.einsum("dac,be->dabce", columns, one).reshape(-1, length, length)
+        return self.combine(
+            lambda x: on_rows @ x, lambda x: on_columns @ x, torch.eye(length, dtype=rows.dtype, device=rows.device)
+        )
+
+    def _mix_rows(self, image: torch.Tensor) -> torch.Tensor:
+        return along_last_axis(self.rows, image)
+
+    def _mix_columns(self, image: torch.Tensor) -> torch.Tensor:
+        return along_last_axis(self.columns, image.transpose(1, 2)).transpose(1, 2)
+
+
+def product_of_axes(rows: Mixer, columns: Mixer, image: torch.Tensor) -> torch.Tensor:
+    return 2 * columns(rows(image))
+
+
+def sum_of_axes(rows: Mixer, columns: Mixer, image: torch.Tensor) -> torch.Tensor:
+    return rows(image) + columns(image)
+
+
+COMBINATIONS = {"product": product_of_axes, "sum": sum_of_axes}
+
+
+def along_last_axis(operator: ToeplitzOperator, image: torch.Tensor) -> torch.Tensor:
+    """`operator` along the last but one dimension of `(B, S, S, D)`, the last axis of the image."""
+    return operator(image.flatten(0, 1)).unflatten(0, image.shape[:2])
+
+
+def image_side(length: int) -> int:
+    """S for S^2 tokens.
+
+    Raises:
+        ValueError: `length` is not a square.
+    """
+    side = math.isqrt(length)
+    if side**2 != length:
+        raise ValueError(
+            f"A sequence of {length} tokens is not possible with spatial_dims=2: it must be a square image."
+        )
+    return side

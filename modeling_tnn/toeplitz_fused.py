@@ -1,0 +1,225 @@
+"""Gated convolution along a sequence, a few channels at a time, with spectra computed again in the backward pass.
+
+    h = act(u) * (k * (mask act(v)))[first .. first + L - 1]          (* without act: the same with act(x) = x, u = 1)
+
+B batch, L length, D channels, K taps, F transform length, S = F - K + 1 new outputs of a window, W windows, C channels
+of a chunk.
+
+The same result as by the differentiable operations of `toeplitz.py` and `gating.py`, which are its oracles. What makes
+it faster (figures in docs/performance.md): temporaries stay small enough for the processor's cache, since large ones
+are page-faulted on every call; the gradient of a real transform is a real transform, where PyTorch's own backward of
+rfft is a complex one of twice the work; a filter much shorter than the sequence is applied to windows that overlap by
+K - 1 (overlap-save). No spectrum and no activation is kept: it saves u, v, the filter and the mixed values alone.
+
+In a single window x begins at entry 0 and the outputs at entry `first`: what wraps around misses them as soon as
+F >= L + max(first, K - 1 - first). Of several windows each begins S after the last, x begins K - 1 - first into the
+first one, and entries K - 1 and later are free of what wrapped around. Both hold in the backward pass as well.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import pad
+
+from .gating import NO_GATE, Gate, differentiable_gradients, must_differentiate, value_and_vjp
+
+# Numbers in a temporary: on the CPU what its cache holds, elsewhere what keeps the device busy.
+CHUNK = 2**18
+
+LARGE_CHUNK = 2**27
+
+# How many times longer than the filter a sequence must be for windows, and a window then is (measured).
+LONG, WINDOW = 8, 4
+
+SHORTEST_WINDOW = 256
+
+
+class Windows(NamedTuple):
+    """How a sequence is laid into transforms, see above."""
+
+    size: int  # F
+    step: int  # S
+    count: int  # W
+    offset: int  # where in the first window x begins
+    skip: int  # entries of each window that are not outputs
+
+    @property
+    def span(self) -> int:
+        """Entries that all windows cover."""
+        return self.size + (self.count - 1) * self.step
+
+
+def lay_windows(length: int, taps: int, first: int, one_size: int) -> Windows:
+    """Windows for a sequence that is long beside its `taps` taps, else a single one of `one_size`."""
+    if length < LONG * taps or length <= SHORTEST_WINDOW:
+        return single_window(one_size, first)
+    size = max(SHORTEST_WINDOW, 1 << (WINDOW * taps - 1).bit_length())
+    step = size - taps + 1
+    return Windows(size, step, -(-length // step), taps - 1 - first, taps - 1)
+
+
+def single_window(size: int, first: int) -> Windows:
+    """All of a sequence in one transform, of which the outputs are the entries from `first` on."""
+    return Windows(size, size, 1, 0, first)
+
+
+class GatedConvolution(torch.autograd.Function):
+    """The function above on channel-major views. Its derivative is differentiable by way of `eager_windows`.
+
+    Inputs: `v` `(D, B, L)`; `kernel`, taps `(D, K)` or real and imaginary part of a response `(2, D, F/2 + 1)`; `u`
+    `(D, B, L)` or None; `mask` `(B, L)` or None; `act`, elementwise and without parameters, or None; the windows.
+    """
+
+    @staticmethod
+    def forward(ctx, v, kernel, u, mask, act, windows: Windows) -> torch.Tensor:
+        keep = u is not None and any(ctx.needs_input_grad[:3])
+        h, mixed = torch.empty_like(v), (torch.empty_like(v) if keep else None)  # (D, B, L)
+        dtype, length, buffer = kernel.dtype, v.shape[2], None
+        for chosen in chunks(v, windows):
+            x = v[chosen].to(dtype)  # (C, B, L)
+            x = mask_out(x if act is None else act(x), mask)
+            buffer, spectrum = transform(buffer, x, windows)  # (C, B, W, F/2+1)
+            spectrum *= response(kernel, chosen, windows)
+            y = torch.fft.irfft(spectrum, n=windows.size)[..., windows.skip :]  # (C, B, W, S)
+            y = y.flatten(2)[..., :length]  # (C, B, L)
+            if mixed is not None:
+                mixed[chosen] = y
+            h[chosen] = y if u is None else act(u[chosen].to(dtype)) * y
+        ctx.save_for_backward(v, kernel, u, mask, mixed)
+        ctx.act, ctx.windows = act, windows
+        return h
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        v, kernel, u, mask, mixed = ctx.saved_tensors
+        act, windows = ctx.act, ctx.windows
+        if must_differentiate(gradient):
+            # Not by `mixed`, which has no graph.
+            function = partial(eager_windows, mask=mask, act=act, windows=windows)
+            found = differentiable_gradients(function, (v, kernel, u), ctx.needs_input_grad, gradient)
+            return *found, None, None, None
+        want_v, want_kernel, want_u = ctx.needs_input_grad[:3]
+        v_gradient = torch.empty_like(v) if want_v else None
+        u_gradient = torch.empty_like(u) if want_u else None
+        kernel_gradient = torch.empty_like(kernel) if want_kernel else None
+        dtype, g_buffer, x_buffer = kernel.dtype, None, None
+        for chosen in chunks(v, windows):
+            g = gradient[chosen].to(dtype)  # (C, B, L)
+            if u is not None:
+                gate, pull_back = value_and_vjp(act, u[chosen].to(dtype))
+                if want_u:
+                    u_gradient[chosen] = pull_back(g * mixed[chosen])
+                g = gate * g
+            if not (want_v or want_kernel):
+                continue
+            g_buffer, spectrum = transform_gradient(g_buffer, g, windows)  # (C, B, W, F/2+1)
+            x, pull_back = v[chosen].to(dtype), None
+            if act is not None:
+                x, pull_back = value_and_vjp(act, x)
+            if want_kernel:
+                x_buffer, correlation = transform(x_buffer, mask_out(x, mask), windows)
+                correlation = correlation.conj_physical_().mul_(spectrum).sum((1, 2))  # (C, F/2+1)
+                store_gradient(kernel_gradient, chosen, correlation, windows)
+            if want_v:
+                spectrum *= response(kernel, chosen, windows).conj()
+                x_gradient = mask_out(
+                    overlap_add(torch.fft.irfft(spectrum, n=windows.size), g.shape[2], windows), mask
+                )
+                v_gradient[chosen] = x_gradient if act is None else pull_back(x_gradient)
+        return v_gradient, kernel_gradient, u_gradient, None, None, None
+
+
+def eager_windows(v, kernel, u, mask, act, windows: Windows) -> torch.Tensor:
+    """What `GatedConvolution` computes, of the same arguments, by operations that autograd can differentiate."""
+    x, length = v.to(kernel.dtype), v.shape[2]
+    x = mask_out(x if act is None else act(x), mask)  # (D, B, L)
+    x = pad(x, (windows.offset, windows.span - windows.offset - length)).unfold(-1, windows.size, windows.step)
+    spectrum = torch.fft.rfft(x) * response(kernel, slice(None), windows)  # (D, B, W, F/2+1)
+    y = torch.fft.irfft(spectrum, n=windows.size)[..., windows.skip :].flatten(2)[..., :length]  # (D, B, L)
+    return (y if u is None else act(u.to(kernel.dtype)) * y).to(v.dtype)
+
+
+def fused_convolution(v: torch.Tensor, kernel: torch.Tensor, windows: Windows, gate: Gate = NO_GATE) -> torch.Tensor:
+    """`GatedConvolution` of `v` `(B, L, D)`, in whatever order it and the gate lie in memory."""
+    u = None if gate.u is None else gate.u.permute(2, 0, 1)
+    return GatedConvolution.apply(v.permute(2, 0, 1), kernel, u, gate.mask, gate.act, windows).permute(1, 2, 0)
+
+
+def chunks(v: torch.Tensor, windows: Windows) -> list[slice]:
+    """Slices of the channels of `v` `(D, B, L)`."""
+    channels, numbers = v.shape[0], windows.size * windows.count * max(1, v.shape[1])
+    step = max(1, (CHUNK if v.device.type == "cpu" else LARGE_CHUNK) // numbers)
+    return [slice(start, min(start + step, channels)) for start in range(0, channels, step)]
+
+
+def mask_out(x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """`x` `(C, B, L)`, zero where the mask `(B, L)` is."""
+    return x if mask is None else x.masked_fill(~mask, 0)
+
+
+def response(kernel: torch.Tensor, chosen: slice, windows: Windows) -> torch.Tensor:
+    """The frequency response of some channels, `(C, 1, 1, F/2 + 1)`."""
+    if is_response(kernel):
+        spectrum = complex_response(kernel[:, chosen])
+    else:
+        spectrum = torch.fft.rfft(kernel[chosen], n=windows.size)
+    return spectrum[:, None, None]
+
+
+def is_response(kernel: torch.Tensor) -> bool:
+    """Whether a filter is given by real and imaginary part of its response `(2, D, F/2 + 1)`, or by taps `(D, K)`."""
+    return kernel.dim() == 3
+
+
+def complex_response(parts: torch.Tensor) -> torch.Tensor:
+    """Real and imaginary part `(2, C, F/2 + 1)` as one response `(C, F/2 + 1)`, real at both ends as of real taps."""
+    return torch.complex(parts[0], pad(parts[1][:, 1:-1], (1, 1)))
+
+
+def zeros(buffer: torch.Tensor | None, x: torch.Tensor, *sizes: int) -> torch.Tensor:
+    """A buffer `(C, B, *sizes)` of zeros, or the last one, whose zeros are still where they were."""
+    if buffer is None or buffer.shape[0] != x.shape[0]:
+        buffer = x.new_zeros(*x.shape[:2], *sizes)
+    return buffer
+
+
+def transform(buffer: torch.Tensor | None, x: torch.Tensor, windows: Windows):
+    """The buffer, and the spectra of the windows over `x` `(C, B, L)`: `(C, B, W, F/2 + 1)`."""
+    buffer = zeros(buffer, x, windows.span)
+    buffer[..., windows.offset : windows.offset + x.shape[2]] = x
+    return buffer, torch.fft.rfft(buffer.unfold(-1, windows.size, windows.step))
+
+
+def transform_gradient(buffer: torch.Tensor | None, g: torch.Tensor, windows: Windows):
+    """The buffer, and the spectra of the gradients `(C, B, L)` of the outputs, each in the place of its window."""
+    buffer = zeros(buffer, g, windows.count, windows.size)
+    if windows.count > 1:
+        g = pad(g, (0, windows.count * windows.step - g.shape[2])).unflatten(-1, (windows.count, windows.step))
+        buffer[..., windows.skip :] = g
+    else:
+        buffer[:, :, 0, windows.skip : windows.skip + g.shape[2]] = g
+    return buffer, torch.fft.rfft(buffer)
+
+
+def overlap_add(parts: torch.Tensor, length: int, windows: Windows) -> torch.Tensor:
+    """The sum `(C, B, L)` of windows `(C, B, W, F)` in their places."""
+    if windows.count == 1:
+        total = parts[:, :, 0]
+    else:
+        total = parts.new_zeros(*parts.shape[:2], windows.count + 1, windows.step)
+        total[:, :, :-1] = parts[..., : windows.step]
+        total[:, :, 1:, : windows.size - windows.step] += parts[..., windows.step :]
+        total = total.flatten(2)
+    return total[..., windows.offset : windows.offset + length]
+
+
+def store_gradient(gradient: torch.Tensor, chosen: slice, correlation: torch.Tensor, windows: Windows):
+    """Write the gradient of some channels of a filter, from the summed spectra `(C, F/2 + 1)` of what it met."""
+    if not is_response(gradient):
+        gradient[chosen] = torch.fft.irfft(correlation, n=windows.size)[:, : gradient.shape[1]]
+        return
+    correlation /= windows.size
+    correlation[:, 1:-1] *= 2  # these frequencies stand for their mirror images as well
+    gradient[0, chosen], gradient[1, chosen] = correlation.real, correlation.imag
+    gradient[1, chosen, :: windows.size // 2] = 0

@@ -1,0 +1,1 @@
+"""The suites of `benchmark.py`."""

@@ -1,0 +1,187 @@
+"""The cost of a new token and the size of the state, by length of the context, for TNNs and their peers.
+
+All models have the same width, depth and vocabulary, and random weights. Each repeat decodes a block of tokens with
+every model at every context, in turns of 32, so that a busy machine hits all alike. A block must be a multiple of the
+one that the recurrence works in, or its transforms are not all in it: 128, or 2048 for a kernel without decay.
+
+`weights` is the floor of a TNN of that size: each of its matrices applied once to one token of every sequence.
+"""
+
+import argparse
+import statistics
+import time
+
+import torch
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausalLM
+
+from modeling_tnn import TnnConfig, TnnForCausalLM
+from modeling_tnn.cache_tnn import memory_per_sequence
+from tnn_scripts.benchmarks.arguments import add_contexts, add_sizes
+from tnn_scripts.benchmarks.measure import clock, markdown
+from tnn_scripts.benchmarks.measure import ratio as measured_ratio
+
+TURN = 32
+TNN_FIELDS = {
+    "rpe": {"tno_type": "rpe", "decay": 0.99},
+    "fd": {"tno_type": "fd", "rpe_layers": 3},
+    "rtf": {"tno_type": "rtf", "rtf_constraint": "l1_montel", "rtf_initializer": "xavier"},
+    "modal": {"tno_type": "rpe", "decay": 0.99},
+    "rpe-no-decay": {"tno_type": "rpe", "decay": 1.0},
+}
+MODELS = (*TNN_FIELDS, "gpt2", "mamba", "weights")
+DEFAULT_MODELS = ("rpe", "fd", "rtf", "modal", "gpt2", "mamba", "weights")
+FORMATS = {"model": "", "context": "", "ms_per_token": ".2f", "over_shortest_context": ".2f", "gpt2_over_this": ".2f"}
+FORMATS |= {"over_weights": ".2f", "p99_over_weights": ".2f", "state_megabytes": ".2f", "conversion_seconds": ".2f"}
+# Its slow path in transformers takes a prompt token by token; its state has one size, so a short one will do.
+MAMBA_PROMPT = 64
+
+
+def build(name: str, args, longest: int) -> torch.nn.Module:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": args.vocab_size, "num_hidden_layers": args.num_hidden_layers}
+    if name == "gpt2":
+        heads = max(1, args.hidden_size // 64)
+        config = GPT2Config(n_embd=args.hidden_size, n_head=heads, n_positions=longest, **sizes)
+        model = GPT2LMHeadModel(config)
+    elif name == "mamba":
+        model = MambaForCausalLM(MambaConfig(hidden_size=args.hidden_size, **sizes))
+    else:
+        fields = TNN_FIELDS["rpe" if name == "weights" else name]
+        model = TnnForCausalLM(TnnConfig(hidden_size=args.hidden_size, **sizes, **fields))
+        if name == "modal":
+            model, seconds = timed_conversion(model)
+            model.conversion_seconds = seconds / args.num_hidden_layers
+    return model.eval().to(args.device)
+
+
+def timed_conversion(model: TnnForCausalLM) -> tuple[TnnForCausalLM, float]:
+    start = time.thread_time()
+    return model.to_recurrent()[0], time.thread_time() - start
+
+
+class Decoder:
+    """A model after a context of some length, ready to decode."""
+
+    def __init__(self, name: str, model, context: int, batch_size: int):
+        self.name, self.model, self.context = name, model, context
+        self.token = torch.zeros(batch_size, 1, dtype=torch.long, device=model.device)
+        self.cache_argument = "cache_params" if name == "mamba" else "past_key_values"
+        prompt = torch.randint(model.config.vocab_size, (batch_size, MAMBA_PROMPT if name == "mamba" else context))
+        self.times: list[float] = []  # seconds per token of each block
+        self.steps: list[float] = []  # seconds of each token
+        if name == "weights":
+            matrices = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m.in_features > 1]
+            self.matrices = [m.weight for m in matrices if m.weight.shape != (m.out_features, model.config.rpe_dim)]
+            self.inputs = {w.shape[1]: torch.randn(batch_size, w.shape[1], device=w.device) for w in self.matrices}
+        else:
+            self.cache = self._random_keys(context, batch_size) if name == "gpt2" else self._prefill(prompt)
+
+    def _prefill(self, prompt: torch.Tensor):
+        cache = None
+        for chunk in prompt.to(self.model.device).split(2048, dim=1):
+            output = self.model(chunk, use_cache=True, logits_to_keep=1, **{self.cache_argument: cache})
+            cache = output[self.cache_argument]
+        return cache
+
+    def _random_keys(self, context: int, batch_size: int) -> DynamicCache:
+        config = self.model.config
+        cache = DynamicCache(config=config)
+        for layer in range(config.n_layer):
+            shape = (batch_size, config.n_head, context, config.n_embd // config.n_head)
+            keys = torch.randn(shape, device=self.model.device)
+            cache.update(keys, torch.randn_like(keys), layer)
+        return cache
+
+    def decode(self, tokens: int, args):
+        for _ in range(tokens):
+            start = clock(args)
+            self._step()
+            self.steps.append(clock(args) - start)
+
+    def _step(self):
+        if self.name == "weights":
+            for weight in self.matrices:
+                torch.nn.functional.linear(self.inputs[weight.shape[1]], weight)
+            return
+        output = self.model(self.token, use_cache=True, **{self.cache_argument: self.cache})
+        self.cache = output[self.cache_argument]
+
+    def state_bytes(self) -> int:
+        """Of one sequence."""
+        if self.name == "weights":
+            return 0
+        if self.name == "mamba":
+            states = [s for layer in self.cache.layers for s in (layer.conv_states[0], layer.recurrent_states[0])]
+        elif self.name == "gpt2":
+            states = [s for layer in self.cache.layers for s in (layer.keys, layer.values)]
+        else:
+            return memory_per_sequence(self.cache)
+        return sum(s.numel() * s.element_size() // s.shape[0] for s in states)
+
+
+def add_arguments(parser: argparse.ArgumentParser):
+    add_sizes(parser, num_hidden_layers=6, vocab_size=50265)
+    add_contexts(parser)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=DEFAULT_MODELS, help="what to compare")
+    parser.add_argument("--block", type=int, default=128, help="tokens in a repeat, in turns of 32")
+
+
+def run(args) -> list[dict]:
+    """One row for each model and context: milliseconds per token (median of the repeats) and bytes of state."""
+    longest = max(args.contexts) + (args.repeats + 1) * args.block
+    models = {name: build(name, args, longest) for name in args.models}
+    with torch.inference_mode():
+        decoders = [
+            Decoder(name, model, context, args.batch_size)
+            for name, model in models.items()
+            for context in args.contexts
+        ]
+        for decoder in decoders:
+            decoder.decode(TURN // 2, args)
+            decoder.steps.clear()
+        for _ in range(args.repeats):
+            measure_block(decoders, args)
+    return [row(decoder, decoders, args) for decoder in decoders]
+
+
+def measure_block(decoders: list[Decoder], args):
+    spent = [0.0] * len(decoders)
+    for _ in range(args.block // TURN):
+        for index, decoder in enumerate(decoders):
+            decoder.decode(TURN, args)
+            spent[index] += sum(decoder.steps[-TURN:])
+    for decoder, seconds in zip(decoders, spent, strict=True):
+        decoder.times.append(seconds / (args.block // TURN * TURN))
+
+
+def row(decoder: Decoder, decoders: list[Decoder], args) -> dict:
+    """Figures of one decoder; ratios are medians of ratios of the same repeat."""
+    shortest = next(d for d in decoders if d.name == decoder.name and d.context == min(args.contexts))
+    peers = {d.name: d for d in decoders if d.context == decoder.context}
+    gpt2, floor = peers.get("gpt2"), peers.get("weights")
+    return {
+        "model": decoder.name,
+        "context": decoder.context,
+        "ms_per_token": 1000 * statistics.median(decoder.times),
+        "over_shortest_context": ratio(decoder, shortest),
+        "gpt2_over_this": None if gpt2 is None else ratio(gpt2, decoder),
+        "over_weights": None if floor is None else ratio(decoder, floor),
+        "p99_over_weights": None if floor is None else percentile(decoder) / statistics.median(floor.steps),
+        "state_megabytes": decoder.state_bytes() / 2**20,
+        "conversion_seconds": getattr(decoder.model, "conversion_seconds", None),
+        "parameters": decoder.model.num_parameters(),
+    }
+
+
+def ratio(above: Decoder, below: Decoder) -> float:
+    return measured_ratio(above.times, below.times)
+
+
+def percentile(decoder: Decoder) -> float:
+    """The 99th of the seconds of a token."""
+    return statistics.quantiles(decoder.steps, n=100)[98]
+
+
+def table(rows: list[dict]) -> str:
+    """Markdown."""
+    return markdown(rows, FORMATS)

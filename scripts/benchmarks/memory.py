@@ -1,0 +1,101 @@
+"""Memory of a training step of a language model beside its peers, by length of the sequence.
+
+saved   bytes that the forward pass keeps for the backward pass, parameters excluded
+peak    what the process takes over its size before the step, optimizer excluded: in a process of its own for each
+        way, so that nothing that others left is used again; on a GPU the allocator's peak
+"""
+
+import argparse
+import multiprocessing
+import resource
+import sys
+from pathlib import Path
+
+import torch
+
+from tnn_scripts.benchmarks.arguments import add_batches, add_sizes, add_ways
+from tnn_scripts.benchmarks.measure import markdown, peak_on_device
+from tnn_scripts.benchmarks.peers import BUILDERS, build_model
+
+FORMATS = {"length": "", "way": "", "saved_megabytes": ".0f", "over_released_saved": ".2f", "peak_megabytes": ".0f"}
+FORMATS |= {"over_released_peak": ".2f", "over_gpt2_peak": ".2f"}
+WAYS = tuple(BUILDERS)
+DEFAULT_WAYS = ("released", "eager", "fused", "gpt2", "llama")
+
+
+def saved_bytes(model: torch.nn.Module, ids: torch.Tensor) -> int:
+    """Of each storage once, however many views of it are kept."""
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    storages = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = model(ids, labels=ids).loss
+    loss.backward()
+    return sum(storages.values())
+
+
+def resident_peak() -> int:
+    """The largest size of this process so far, in bytes."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def forget_peak():
+    """Where the system can (Linux), so that a peak while the model was built does not hide that of a step."""
+    reset = Path("/proc/self/clear_refs")
+    if reset.exists():
+        reset.write_text("5")
+
+
+def measure_way(way: str, args, length: int) -> dict:
+    """The figures of one way in this process."""
+    torch.set_num_threads(args.threads)
+    ids = torch.randint(args.vocab_size, (max(1, args.tokens // length), length), device=args.device)
+    model = build_model(way, args, length)
+    model.config.use_cache = False
+
+    def step():
+        model(ids, labels=ids).loss.backward()
+
+    forget_peak()
+    before = resident_peak()
+    peak = peak_on_device(step, args)
+    if not peak:
+        step()
+        peak = {"peak_megabytes": (resident_peak() - before) / 2**20}
+    return {"length": length, "way": way, "saved_megabytes": saved_bytes(model, ids) / 2**20} | peak
+
+
+def add_arguments(parser: argparse.ArgumentParser):
+    add_ways(parser, WAYS, DEFAULT_WAYS)
+    add_batches(parser)
+    add_sizes(parser, num_hidden_layers=2, vocab_size=1000)
+
+
+def run(args) -> list[dict]:
+    """One row for each length and way."""
+    rows = []
+    for length in args.lengths:
+        found = []
+        for way in args.ways:
+            with multiprocessing.get_context("spawn").Pool(1) as fresh:
+                found.append(fresh.apply(measure_way, (way, args, length)))
+        base = {row["way"]: row for row in found}
+        for row in found:
+            for figure, peer in (("saved", "released"), ("peak", "released"), ("peak", "gpt2")):
+                name = f"{figure}_megabytes"
+                if peer in base and base[peer][name]:
+                    row[f"over_{peer}_{figure}"] = row[name] / base[peer][name]
+        rows += found
+    return rows
+
+
+def table(rows: list[dict]) -> str:
+    """Markdown."""
+    return markdown(rows, FORMATS)

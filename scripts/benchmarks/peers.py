@@ -1,0 +1,86 @@
+"""What the benchmarks compare: the released form of a TNN, and transformers' models of the same size.
+
+The released form is restated here: the position encoder at every lag, and three real transforms of twice the length
+along the second last axis, with every intermediate result kept for the backward pass.
+"""
+
+from functools import partial
+
+import torch
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+)
+
+from modeling_tnn import TnnConfig, TnnForCausalLM
+
+
+def released_product(operator, v: torch.Tensor) -> torch.Tensor:
+    """`(B, L, D)` to `(B, L, D)` as the released code computes it."""
+    length = v.shape[1]
+    coefficients = operator.coefficients(length).t()  # (L, D) or (2L-1, D)
+    zero = coefficients[:1] if operator.causal else coefficients[length - 1 : length]
+    positive = coefficients[-length:]
+    parts = [positive, zero] if operator.causal else [positive, zero, coefficients[: length - 1]]
+    kernel = torch.fft.rfft(torch.cat(parts), n=2 * length, dim=-2)
+    spectrum = torch.fft.rfft(v, n=2 * length, dim=-2)
+    return torch.fft.irfft(spectrum * kernel, n=2 * length, dim=-2)[:, :length]
+
+
+def released_gated_matmul(operator, v: torch.Tensor, gate) -> torch.Tensor:
+    """`ToeplitzOperator.gated_matmul` as the released code computes it."""
+    return gate.apply(released_product(operator, gate.inputs(v)), "eager")
+
+
+def tnn(way: str, args, length: int) -> TnnForCausalLM:
+    fields = {"hidden_size": args.hidden_size, "decay": args.decay, "hidden_dropout_prob": 0.0}
+    fields["tno_implementation"] = "eager" if way == "released" else way
+    model = TnnForCausalLM(TnnConfig(max_position_embeddings=max(512, length), **fields, **sizes(args)))
+    if way == "released":
+        for layer in model.model.layers:
+            layer.gtu.u_proj.__class__ = layer.gtu.v_proj.__class__ = torch.nn.Linear  # token by token in memory
+            layer.gtu.tno.gated_matmul = partial(released_gated_matmul, layer.gtu.tno)
+    return model
+
+
+def gpt2(way: str, args, length: int) -> GPT2LMHeadModel:
+    # No dropout anywhere: with it, attention would leave its fast path.
+    silent = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
+    shape = {"n_embd": args.hidden_size, "n_head": heads(args), "n_positions": length}
+    return GPT2LMHeadModel(GPT2Config(**shape, **silent, **special_tokens(args), **sizes(args)))
+
+
+def llama(way: str, args, length: int) -> LlamaForCausalLM:
+    """With an MLP that gives it the parameters of the others: 4 d^2 of attention and 8 d^2."""
+    shape = {"hidden_size": args.hidden_size, "intermediate_size": args.hidden_size * 8 // 3}
+    shape |= {"num_attention_heads": heads(args), "max_position_embeddings": length, "tie_word_embeddings": True}
+    return LlamaForCausalLM(LlamaConfig(**shape, **special_tokens(args), **sizes(args)))
+
+
+def mamba(way: str, args, length: int) -> MambaForCausalLM:
+    return MambaForCausalLM(MambaConfig(hidden_size=args.hidden_size, **special_tokens(args), **sizes(args)))
+
+
+BUILDERS = {"released": tnn, "eager": tnn, "fused": tnn, "gpt2": gpt2, "llama": llama, "mamba": mamba}
+
+
+def build_model(way: str, args, length: int) -> torch.nn.Module:
+    """A language model with random weights for training on sequences of `length`."""
+    torch.manual_seed(0)
+    return BUILDERS[way](way, args, length).train().to(args.device)
+
+
+def heads(args) -> int:
+    return max(1, args.hidden_size // 64)
+
+
+def sizes(args) -> dict[str, int]:
+    return {"vocab_size": args.vocab_size, "num_hidden_layers": args.num_hidden_layers}
+
+
+def special_tokens(args) -> dict[str, int]:
+    return {"bos_token_id": 0, "eos_token_id": 0}

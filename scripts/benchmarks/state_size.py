@@ -1,0 +1,146 @@
+"""Time and memory of a layer by its state size: a rational transfer function beside an associative scan.
+
+    rtf     y = k * v, the taps k of b(z)/a(z) by one transform, N coefficients for each channel (RTF paper, section 3)
+    scan    x_k = lambda x_{k-1} + B v_k,  y_k = Re C x_k, all x_k by a parallel scan (S5, Smith et al., 2023)
+
+B batch, L length, D channels, N states. The first never forms a state; the second holds L N complex numbers. Every
+repeat measures all sizes of both in turns.
+"""
+
+import argparse
+import statistics
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import nn
+
+from modeling_tnn import TnnConfig
+from modeling_tnn.tno_auto import build_tno
+from tnn_scripts.benchmarks.measure import measure
+
+
+def scan(rates: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+    """x_k = rates x_{k-1} + inputs_k with x_{-1} = 0, in O(log L) steps and O(L) work.
+
+    Two neighbours are one step of a sequence of half the length, whose rates are squared (Blelloch, 1990).
+
+    Args:
+        rates: `(N,)`.
+        inputs: `(B, L, N)`.
+
+    Returns:
+        `(B, L, N)`.
+    """
+    length = inputs.shape[1]
+    if length == 1:
+        return inputs
+    even, odd = inputs[:, 0::2], inputs[:, 1::2]
+    after_odd = scan(rates**2, odd + rates * even[:, : odd.shape[1]])  # (B, L // 2, N)
+    after_even = torch.cat([even[:, :1], even[:, 1:] + rates * after_odd[:, : even.shape[1] - 1]], dim=1)
+    states = torch.empty_like(inputs)
+    states[:, 0::2], states[:, 1::2] = after_even, after_odd
+    return states
+
+
+class ScanLayer(nn.Module):
+    """A diagonal state-space layer of N states that all channels share, by `scan`."""
+
+    def __init__(self, channels: int, state_size: int):
+        super().__init__()
+        self.log_rate = nn.Parameter(torch.linspace(-6, -1, state_size))
+        self.angle = nn.Parameter(torch.linspace(0, 3, state_size))
+        self.input_map = nn.Parameter(torch.randn(channels, state_size, dtype=torch.complex64) / channels**0.5)
+        self.output_map = nn.Parameter(torch.randn(state_size, channels, dtype=torch.complex64) / state_size**0.5)
+
+    def forward(self, v: torch.Tensor) -> torch.Tensor:
+        """`(B, L, D)` to `(B, L, D)`."""
+        rates = torch.polar(torch.exp(-torch.exp(self.log_rate)), self.angle)  # (N,)
+        states = scan(rates, v.to(self.input_map.dtype) @ self.input_map)  # (B, L, N)
+        return (states @ self.output_map).real
+
+
+def rtf_layer(channels: int, state_size: int, length: int) -> nn.Module:
+    config = TnnConfig(
+        tno_type="rtf",
+        hidden_size=channels,
+        gtu_expansion=1,
+        max_position_embeddings=length,
+        rtf_state_size=state_size,
+        rtf_initializer="montel",
+    )
+    operator = build_tno(config)
+    with torch.no_grad():
+        operator.reset_parameters()
+    return operator
+
+
+def saved_bytes(run: Callable[[], torch.Tensor]) -> int:
+    """What a forward pass keeps for its backward pass, each storage once."""
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = run()
+        del output
+    return sum(kept.values())
+
+
+def add_arguments(parser: argparse.ArgumentParser):
+    parser.set_defaults(hidden_size=256)
+    parser.add_argument("--state_sizes", type=int, nargs="+", default=[4, 16, 64, 256, 1024, 2048])
+    parser.add_argument("--largest_scan", type=int, default=256, help="state size up to which the scan is measured")
+    parser.add_argument("--length", type=int, default=4096, help="of a sequence")
+    parser.add_argument("--batch_size", type=int, default=2)
+
+
+def run(args) -> list[dict]:
+    """One row for each way and state size: milliseconds of forward and backward, MiB kept between them."""
+    torch.manual_seed(0)
+    v = torch.randn(args.batch_size, args.length, args.hidden_size, device=args.device, requires_grad=True)
+    gradient = torch.randn_like(v)
+    layers = {("rtf", size): rtf_layer(args.hidden_size, size, args.length) for size in args.state_sizes}
+    scanned = [size for size in args.state_sizes if size <= args.largest_scan]
+    layers |= {("scan", size): ScanLayer(args.hidden_size, size) for size in scanned}
+    layers = {key: layer.to(args.device) for key, layer in layers.items()}
+
+    def passes(layer: nn.Module):
+        layer(v).backward(gradient, inputs=[v, *layer.parameters()])
+
+    ways = {key: partial(passes, layer) for key, layer in layers.items()}
+    times = measure(ways, args)
+    rows = []
+    for (way, size), seconds in times.items():
+        smallest = times[way, min(args.state_sizes)]
+        rows.append(
+            {
+                "way": way,
+                "state_size": size,
+                "length": args.length,
+                "channels": args.hidden_size,
+                "milliseconds": 1000 * statistics.median(seconds),
+                "over_smallest": statistics.median(s / t for s, t in zip(seconds, smallest, strict=True)),
+                "saved_megabytes": saved_bytes(partial(layers[way, size], v)) / 2**20,
+                "parameters": sum(parameter.numel() for parameter in layers[way, size].parameters()),
+            }
+        )
+    return rows
+
+
+def table(rows: list[dict]) -> str:
+    """Markdown."""
+    smallest = min(row["state_size"] for row in rows)
+    lines = [
+        f"| layer | state size | ms | over state size {smallest} | kept for backward, MiB |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    lines += [
+        f"| {r['way']} | {r['state_size']} | {r['milliseconds']:.1f} | {r['over_smallest']:.2f} "
+        f"| {r['saved_megabytes']:.1f} |"
+        for r in rows
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,89 @@
+"""The cost of a text that never fits: a model fed in segments that its cache continues, by length of the text.
+
+Each length runs in a process of its own: memory is what that takes over its size after the first segments, by which
+time the state is full.
+"""
+
+import argparse
+import multiprocessing
+import statistics
+
+import torch
+
+from modeling_tnn import TnnConfig, TnnModel
+from tnn_scripts.benchmarks.arguments import add_ways
+from tnn_scripts.benchmarks.measure import clock, markdown
+from tnn_scripts.benchmarks.memory import forget_peak, resident_peak
+
+FORMATS = {"way": "", "tokens": "", "microseconds_per_token": ".1f", "over_shortest": ".2f"}
+FORMATS |= {"peak_megabytes": ".0f", "growth": ".3f"}
+FIELDS = {
+    "rpe": {"tno_type": "rpe"},
+    "fd": {"tno_type": "fd"},
+    "rtf": {"tno_type": "rtf", "rtf_constraint": "l1_montel", "rtf_initializer": "xavier"},
+}
+WAYS = tuple(FIELDS)
+DEFAULT_WAYS = ("rpe",)
+WARM_UP = 3
+
+
+@torch.inference_mode()
+def stream(way: str, args, tokens: int) -> dict:
+    """Time per token of the median segment, and peak memory."""
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 2, "hidden_size": args.hidden_size, "num_hidden_layers": args.num_hidden_layers}
+    model = TnnModel(TnnConfig(**sizes, **FIELDS[way])).eval().to(args.device)
+    cache, times, before = None, [], 0
+    for segment in range(tokens // args.segment):
+        embeddings = torch.randn(1, args.segment, args.hidden_size, device=args.device)
+        start = clock(args)
+        cache = model(inputs_embeds=embeddings, past_key_values=cache, use_cache=True).past_key_values
+        times.append(clock(args) - start)
+        if segment == WARM_UP - 1:
+            before = peak_bytes(args)
+            forget_peak()
+    seconds = statistics.median(times[WARM_UP:])
+    return {
+        "way": way,
+        "tokens": tokens,
+        "microseconds_per_token": 1e6 * seconds / args.segment,
+        "mean_microseconds_per_token": 1e6 * statistics.mean(times[WARM_UP:]) / args.segment,
+        "peak_megabytes": peak_bytes(args) / 2**20,
+        "growth": peak_bytes(args) / before - 1,
+    }
+
+
+def peak_bytes(args) -> int:
+    return torch.cuda.max_memory_allocated() if args.device.startswith("cuda") else resident_peak()
+
+
+def add_arguments(parser: argparse.ArgumentParser):
+    add_ways(parser, WAYS, DEFAULT_WAYS)
+    parser.add_argument("--num_hidden_layers", type=int, default=1)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[65536, 262144], help="tokens of the text")
+    parser.add_argument("--segment", type=int, default=8192, help="tokens fed at once")
+
+
+def run(args) -> list[dict]:
+    """One row for each way and length of the text, medians of `repeats` processes."""
+    found = {}
+    for _ in range(args.repeats):
+        for way in args.ways:
+            for tokens in args.lengths:
+                with multiprocessing.get_context("spawn").Pool(1) as fresh:
+                    found.setdefault((way, tokens), []).append(fresh.apply(stream, (way, args, tokens)))
+    return [merge(found[key], found[key[0], min(args.lengths)]) for key in sorted(found)]
+
+
+def merge(runs: list[dict], shortest: list[dict]) -> dict:
+    """Medians of the repeats."""
+    name = "microseconds_per_token"
+    row = {key: statistics.median(run[key] for run in runs) for key in runs[0] if key != "way"}
+    row["over_shortest"] = statistics.median(a[name] / b[name] for a, b in zip(runs, shortest, strict=True))
+    return {"way": runs[0]["way"]} | row
+
+
+def table(rows: list[dict]) -> str:
+    """Markdown."""
+    return markdown(rows, FORMATS)

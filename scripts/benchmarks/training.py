@@ -1,0 +1,85 @@
+"""The cost of a training step (forward, loss, backward) of a language model beside its peers, by length.
+
+`matmul` is every matrix product of the linear layers of a TNN, forward and backward, and nothing else: the floor of a
+model of that size. A way with `bf16` after its name runs under autocast in bfloat16.
+"""
+
+import argparse
+from collections.abc import Callable
+
+import torch
+
+from tnn_scripts.benchmarks.arguments import add_batches, add_sizes, add_ways
+from tnn_scripts.benchmarks.measure import markdown, measure, peak_on_device, rows_of
+from tnn_scripts.benchmarks.peers import BUILDERS, build_model
+
+FORMATS = {"length": "", "way": "", "milliseconds": ".0f", "tokens_per_second": ".0f"}
+FORMATS |= {"released_over_this": ".2f", "gpt2_over_this": ".2f", "matmul_over_this": ".2f", "peak_megabytes": ".0f"}
+PLAIN_WAYS = (*BUILDERS, "matmul")
+WAYS = PLAIN_WAYS + tuple(f"{way} bf16" for way in PLAIN_WAYS)
+DEFAULT_WAYS = ("released", "eager", "fused", "gpt2", "llama", "matmul")
+
+
+def step(way: str, args, ids: torch.Tensor) -> Callable[[], None]:
+    """One training step, or with `args.blocks_only` a pass through the blocks."""
+    name, _, precision = way.partition(" ")
+    autocast = torch.autocast(args.device.split(":")[0], torch.bfloat16, enabled=precision == "bf16")
+    if name == "matmul":
+        return matmul_step(args, ids.numel(), torch.bfloat16 if precision else torch.float32)
+    model = build_model(name, args, ids.shape[1])
+    embeddings = torch.randn(*ids.shape, args.hidden_size, device=args.device, requires_grad=True)
+    gradient = torch.randn_like(embeddings)
+    cache = {} if name == "mamba" else {"use_cache": False}
+
+    def run():
+        with autocast:
+            if args.blocks_only:
+                hidden = model.base_model(inputs_embeds=embeddings, **cache).last_hidden_state
+            else:
+                loss = model(ids, labels=ids, **cache).loss
+        hidden.backward(gradient.to(hidden.dtype)) if args.blocks_only else loss.backward()
+
+    return run
+
+
+def matmul_step(args, tokens: int, dtype: torch.dtype) -> Callable[[], None]:
+    model = build_model("fused", args, 512)
+    layers = [m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) and ".rpe." not in name]
+    weights = [m.weight.detach().to(dtype) for m in layers if not (args.blocks_only and m is model.lm_head)]
+    shapes = {(tokens, size) for weight in weights for size in weight.shape}
+    inputs = {shape[1]: torch.randn(shape, device=args.device, dtype=dtype) for shape in shapes}
+    outputs = {shape[1]: torch.empty(shape, device=args.device, dtype=dtype) for shape in shapes}
+    gradients = [torch.empty_like(weight) for weight in weights]
+
+    @torch.no_grad()
+    def run():
+        for weight, gradient in zip(weights, gradients, strict=True):
+            size_out, size_in = weight.shape
+            torch.mm(inputs[size_in], weight.t(), out=outputs[size_out])
+            torch.mm(inputs[size_out], weight, out=outputs[size_in])
+            torch.mm(inputs[size_out].t(), inputs[size_in], out=gradient)
+
+    return run
+
+
+def add_arguments(parser: argparse.ArgumentParser):
+    add_ways(parser, WAYS, DEFAULT_WAYS)
+    add_batches(parser)
+    add_sizes(parser, num_hidden_layers=2, vocab_size=1000)
+    parser.add_argument("--blocks_only", action="store_true", help="without embeddings, head and loss")
+
+
+def run(args) -> list[dict]:
+    """One row for each length and way, `tokens` tokens in all."""
+    rows = []
+    for length in args.lengths:
+        ids = torch.randint(args.vocab_size, (max(1, args.tokens // length), length), device=args.device)
+        ways = {way: step(way, args, ids) for way in args.ways}
+        found = rows_of(measure(ways, args), ids.numel(), ("released", "gpt2", "matmul"), length=length)
+        rows += [row | peak_on_device(ways[row["way"]], args) for row in found]
+    return rows
+
+
+def table(rows: list[dict]) -> str:
+    """Markdown."""
+    return markdown(rows, FORMATS)

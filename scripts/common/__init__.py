@@ -1,0 +1,1 @@
+"""Shared by the programs: arguments, errors, files, checkpoints, training loops."""

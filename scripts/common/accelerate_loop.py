@@ -1,0 +1,396 @@
+"""The training loop of `pretrain.py`, on Accelerate.
+
+An optimizer step averages the loss over the tokens to predict in the whole global batch: over all its forward passes
+and all processes. So the same examples give the same step however they are spread.
+"""
+
+import dataclasses
+import json
+import math
+import pickle
+import time
+from pathlib import Path
+
+from tnn_scripts.common.errors import UserError
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import load, set_seed
+from accelerate.utils.constants import RNG_STATE_NAME
+from safetensors import SafetensorError
+from torch.nn.functional import cross_entropy
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
+from transformers.trainer_pt_utils import get_parameter_names
+
+from modeling_tnn import PoleCallback, find_unstable
+from tnn_scripts.common.atomic import new_folder, write_json
+from tnn_scripts.common.checkpoints import (
+    STATE,
+    checkpoints,
+    find_checkpoint,
+    prune,
+    verify_checksums,
+    write_checksums,
+)
+from tnn_scripts.common.devices import MemoryExceededError, suggest_smaller
+from tnn_scripts.common.pretrain_arguments import PretrainArguments
+from tnn_scripts.common.signals import StopRequest, StopRequested
+from tnn_scripts.data.blocks import BlockStream
+
+# A pole this close to the unit circle may make a kernel infinite where training samples it.
+LARGEST_SAFE_RADIUS = 1 - 1e-6
+# A resumed run may differ in these and still be the same run.
+FREE_ARGUMENTS = {
+    "max_steps", "output_dir", "per_device_eval_batch_size", "eval_steps", "max_eval_blocks", "logging_steps",
+    "checkpointing_steps", "save_total_limit", "resume_from_checkpoint", "report_to", "push_to_hub", "hub_model_id",
+    "hub_private_repo", "overwrite_output_dir",
+}  # fmt: skip
+# Of these the configuration and the blocks that they led to are compared.
+SOURCES = {
+    "config", "config_overrides", "tokenizer_name", "vocab_size", "train_file", "validation_file", "dataset_name",
+    "dataset_config_name", "text_column", "block_size",
+}  # fmt: skip
+
+TRAINING_MEMORY = (
+    "give a smaller --per_device_train_batch_size with more --gradient_accumulation_steps, or --gradient_checkpointing"
+)
+
+
+class DivergedError(UserError):
+    """The loss or its gradient is not a finite number."""
+
+
+@dataclasses.dataclass
+class TrainerState:
+    """How far a run has come, and what belongs to it."""
+
+    step: int = 0
+    best_loss: float | None = None
+    best_step: int = 0
+    loss_before: float | None = None
+    train_seconds: float = 0.0
+    train_cpu_seconds: float = 0.0
+    history: list[dict] = dataclasses.field(default_factory=list)
+
+
+def token_losses(logits: torch.Tensor, labels: torch.Tensor, causal: bool) -> torch.Tensor:
+    """Cross entropy in nats of logits `(B, L, V)` at labels `(B, L)`: `(B, L)` or `(B, L-1)`, 0 at labels of -100."""
+    if causal:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    return cross_entropy(logits.float().transpose(1, 2), labels, reduction="none")
+
+
+def count_targets(labels: torch.Tensor, causal: bool) -> torch.Tensor:
+    """How many tokens of each row of labels `(B, L)` are to be predicted, `(B,)`."""
+    return (labels[:, 1:] if causal else labels).ne(-100).sum(dim=1)
+
+
+def build_optimizer(model: PreTrainedModel, args: PretrainArguments) -> torch.optim.AdamW:
+    """AdamW whose weight decay leaves out biases, norms and whatever else is no matrix."""
+    decayed = get_parameter_names(model, [torch.nn.LayerNorm], [r"bias", r"norm"])
+    parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for n, p in parameters if n in decayed and p.ndim >= 2], "weight_decay": args.weight_decay},
+        {"params": [p for n, p in parameters if n not in decayed or p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        groups, lr=args.learning_rate, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon
+    )
+
+
+class Pretraining:
+    """One run: the state it is in, and the steps, evaluations and checkpoints that move it on."""
+
+    def __init__(
+        self,
+        args: PretrainArguments,
+        accelerator: Accelerator,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        train: BlockStream,
+        validation: BlockStream,
+    ):
+        self.args, self.accelerator, self.tokenizer = args, accelerator, tokenizer
+        self.output_dir = Path(args.output_dir)
+        self.causal = args.objective == "clm"
+        self.train_stream = train
+        self.state = TrainerState()
+        self.config = model.config
+        self.poles = PoleCallback(args.max_pole_radius, args.logging_steps)
+        self.fingerprint = self._fingerprint()
+        self.stop = StopRequest()
+        self._saved_step = None
+        validation_loader = validation.loader(args.per_device_eval_batch_size, 0, len(validation))
+        optimizer = build_optimizer(model, args)
+        self.scheduler = get_scheduler(args.lr_scheduler_type, optimizer, args.num_warmup_steps, args.max_steps)
+        self.model, self.optimizer, self.validation = accelerator.prepare(model, optimizer, validation_loader)
+        # The weights are made: from here on each process has its own dropout.
+        set_seed(args.seed, device_specific=True)
+
+    @property
+    def blocks_per_step(self) -> int:
+        """Of the global batch."""
+        args = self.args
+        return args.per_device_train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes
+
+    def resume(self, name: str):
+        """Go on from a checkpoint.
+
+        Raises:
+            ValueError: there is none, it is damaged, or it belongs to another run.
+        """
+        folder = find_checkpoint(self.output_dir, name)
+        verify_checksums(folder)
+        saved = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        differing = {
+            key: (saved["fingerprint"].get(key), value)
+            for key, value in self.fingerprint.items()
+            if saved["fingerprint"].get(key) != value
+        }
+        if differing:
+            lines = [f"{key}: {was} there, {now} here" for key, (was, now) in differing.items()]
+            raise ValueError(f"{folder} is a checkpoint of another run.\n  " + "\n  ".join(lines))
+        try:
+            self.accelerator.load_state(str(folder), load_kwargs={"weights_only": True})
+            # Accelerate would go on without random states that it cannot read.
+            load(folder / f"{RNG_STATE_NAME}_{self.accelerator.process_index}.pkl")
+            self.scheduler.load_state_dict(saved["scheduler"])
+            self.state = TrainerState(**saved["state"])
+        # A damaged file raises whatever its first bad byte leads to; objects that are no tensors are refused.
+        except (pickle.UnpicklingError, SafetensorError, RuntimeError, EOFError, LookupError, TypeError) as error:
+            raise ValueError(f"{folder} cannot be read: {str(error)[:300]}") from error
+
+    def run(self):
+        """Train until `max_steps`, with evaluations and checkpoints on the way.
+
+        Raises:
+            StopRequested: a process had a signal; the step that was being computed is done.
+            MemoryExceededError: an evaluation or a step does not fit.
+        """
+        args, accelerator, state = self.args, self.accelerator, self.state
+        if state.loss_before is None:
+            state.loss_before = self.evaluate()
+        if state.step and self._is_due(args.eval_steps) and not self.is_evaluated:
+            self.record_evaluation()  # the run was left while it evaluated
+        start, stop = (step * self.blocks_per_step for step in (state.step, args.max_steps))
+        loader = self.train_stream.loader(args.per_device_train_batch_size, start, stop)
+        batches = iter(accelerator.prepare(loader))
+        self.model.train()
+        progress = tqdm(
+            total=args.max_steps, initial=state.step, desc="training", unit="step", disable=not self._is_main
+        )
+        self._start_clock()
+        while state.step < args.max_steps:
+            loss, stopping = self.train_step([next(batches) for _ in range(args.gradient_accumulation_steps)])
+            state.step += 1
+            self.poles.on_step(accelerator.unwrap_model(self.model), state.step)
+            progress.update()
+            if state.step % args.logging_steps == 0 or state.step == args.max_steps:
+                self._stop_clock()
+                self._log(progress, loss)
+            if stopping:
+                self._stop_clock()
+                progress.close()
+                raise StopRequested
+            if self._is_due(args.eval_steps) or self._is_due(args.checkpointing_steps):
+                self._stop_clock()
+                self._between_steps()
+                self._start_clock()
+        progress.close()
+
+    def train_step(self, batches: list[dict[str, torch.Tensor]]) -> tuple[float, bool]:
+        """One optimizer step; the mean loss of the global batch, and whether a process was asked to stop.
+
+        Raises:
+            DivergedError: the loss or the norm of the gradient is not finite. The weights are still those before.
+            MemoryExceededError: the step does not fit.
+        """
+        with suggest_smaller("a training step", TRAINING_MEMORY):
+            return self._train_step(batches)
+
+    def _train_step(self, batches: list[dict[str, torch.Tensor]]) -> tuple[float, bool]:
+        accelerator, args = self.accelerator, self.args
+        count = sum(count_targets(batch["labels"], self.causal).sum() for batch in batches)
+        count = accelerator.reduce(count, reduction="sum").clamp(min=1)
+        # What accelerate divides by: the accumulation steps, and with several processes their number.
+        scale = args.gradient_accumulation_steps * accelerator.num_processes / count
+        total = torch.zeros((), device=accelerator.device)
+        for batch in batches:
+            with accelerator.accumulate(self.model):
+                loss = token_losses(self._logits(batch), batch["labels"], self.causal).sum()
+                accelerator.backward(loss * scale)
+                total += loss.detach()
+                if accelerator.sync_gradients:
+                    # All processes learn of a signal at the same step, with the loss.
+                    sums = accelerator.reduce(torch.stack([total, self._stop_flag()]), reduction="sum")
+                    mean, stopping = (sums[0] / count).item(), sums[1].item() > 0
+                    norm = accelerator.clip_grad_norm_(self.model.parameters(), args.max_grad_norm or math.inf)
+                    self._check_finite(mean, norm)
+                self.optimizer.step()
+                if accelerator.sync_gradients and not accelerator.optimizer_step_was_skipped:
+                    self.scheduler.step()
+                self.optimizer.zero_grad()
+        return mean, stopping
+
+    def evaluate(self) -> float:
+        """Mean loss per predicted token of the validation blocks, in nats.
+
+        Raises:
+            StopRequested: a process had a signal.
+            MemoryExceededError: a batch does not fit.
+        """
+        size = self.args.per_device_eval_batch_size
+        advice = f"give a --per_device_eval_batch_size below {size}" if size > 1 else "give a smaller --block_size"
+        try:
+            with suggest_smaller("evaluation", advice):
+                return self._evaluate()
+        except MemoryExceededError:
+            # A process that runs out of memory is alone with that, and saving takes all of them.
+            if self.accelerator.num_processes == 1:
+                self.save_progress()
+            raise
+
+    @torch.no_grad()
+    def _evaluate(self) -> float:
+        training = self.model.training
+        self.model.eval()
+        losses = []
+        for batch in self.validation:
+            nats = token_losses(self._logits(batch), batch["labels"], self.causal).sum(dim=1)  # (B,)
+            counts = count_targets(batch["labels"], self.causal).float()
+            flags = self._stop_flag().expand_as(nats)
+            # Rows that stand twice, to even out the last batches of the processes, are dropped.
+            rows = self.accelerator.gather_for_metrics(torch.stack([nats, counts, flags], dim=1))  # (B, 3)
+            if rows[:, 2].any():
+                raise StopRequested
+            losses.append(rows[:, :2])
+        self.model.train(training)
+        nats, count = torch.cat(losses).cpu().double().sum(dim=0).tolist()
+        return nats / max(count, 1)
+
+    def save_checkpoint(self):
+        """`checkpoint-STEP`, complete or absent.
+
+        Raises:
+            SavingError: it could not be written.
+        """
+        with new_folder(self.output_dir / f"checkpoint-{self.state.step}", self.accelerator) as folder:
+            self.accelerator.save_state(str(folder))
+            if self._is_main:
+                self.config.save_pretrained(folder)
+                self.tokenizer.save_pretrained(folder)
+                # Not by accelerate's `register_for_checkpointing`, which reads it as a pickle of anything.
+                state = {"fingerprint": self.fingerprint, "scheduler": self.scheduler.state_dict()}
+                write_json(folder / STATE, state | {"state": dataclasses.asdict(self.state)})
+            self.accelerator.wait_for_everyone()
+            if self._is_main:
+                write_checksums(folder)
+        self._saved_step = self.state.step
+        if self._is_main:
+            prune(self.output_dir, self.args.save_total_limit)
+
+    def save_progress(self) -> bool:
+        """A checkpoint of the present step, unless it was written before; whether there is anything to go on from."""
+        if self.state.step and self._saved_step != self.state.step:
+            self.save_checkpoint()
+        return self.state.step > 0
+
+    def save_model(self, folder: Path):
+        """Weights, config and tokenizer, as `from_pretrained` reads them, and the arguments."""
+        weights = self.accelerator.get_state_dict(self.model)
+        if self._is_main:
+            model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+            model.save_pretrained(folder, state_dict=weights)
+            self.tokenizer.save_pretrained(folder)
+            write_json(folder / "training_args.json", dataclasses.asdict(self.args))
+
+    @property
+    def is_evaluated(self) -> bool:
+        """Whether the last evaluation was of the present step."""
+        return bool(self.state.history) and self.state.history[-1]["step"] == self.state.step
+
+    @property
+    def _is_main(self) -> bool:
+        return self.accelerator.is_main_process
+
+    def _logits(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        options = {"use_cache": False} if self.causal else {}
+        return self.model(input_ids=batch["input_ids"], **options).logits
+
+    def _check_finite(self, loss: float, norm: torch.Tensor | float | None):
+        # A gradient scaler expects overflows now and then: it skips the step and lowers the scale.
+        gradient = 0.0 if norm is None or self.accelerator.scaler is not None else float(norm)
+        if math.isfinite(loss) and math.isfinite(gradient):
+            return
+        what = f"loss is {loss}" if not math.isfinite(loss) else f"norm of the gradient is {gradient}"
+        unstable = find_unstable(self.accelerator.unwrap_model(self.model), LARGEST_SAFE_RADIUS)
+        poles = f" Poles on or outside the unit circle: {'; '.join(map(str, unstable))}." if unstable else ""
+        good = (checkpoints(self.output_dir) or ["none was written"])[-1]
+        raise DivergedError(
+            f"The {what} at step {self.state.step + 1}. Nothing of this step was kept; last good checkpoint: {good}. "
+            f"A lower learning rate, more warmup or bf16 instead of fp16 may help.{poles}"
+        )
+
+    def _stop_flag(self) -> torch.Tensor:
+        return torch.tensor(float(self.stop.signal != 0), device=self.accelerator.device)
+
+    def _is_due(self, every: int | None) -> bool:
+        return every is not None and self.state.step % every == 0
+
+    def _start_clock(self):
+        self._started = time.perf_counter(), time.process_time()
+
+    def _stop_clock(self):
+        """Count the seconds since the start, and go on from now."""
+        wall, cpu = self._started
+        self._start_clock()
+        self.state.train_seconds += self._started[0] - wall
+        self.state.train_cpu_seconds += self._started[1] - cpu
+
+    def _between_steps(self):
+        if self._is_due(self.args.eval_steps):
+            self.record_evaluation()
+        if self._is_due(self.args.checkpointing_steps):
+            self.save_checkpoint()
+
+    def record_evaluation(self) -> float:
+        """Evaluate, log it, and keep the model in `best/` if it is the best so far."""
+        state, loss = self.state, self.evaluate()
+        state.history.append({"step": state.step, "loss": loss, "perplexity": perplexity(loss)})
+        self.accelerator.log({"eval_loss": loss, "eval_perplexity": perplexity(loss)}, step=state.step)
+        if self._is_main:
+            tqdm.write(f"step {state.step}: validation loss {loss:.4f}, perplexity {perplexity(loss):.2f}")
+        if state.best_loss is None or loss < state.best_loss:
+            state.best_loss, state.best_step = loss, state.step
+            self._save_best()
+        return loss
+
+    def _save_best(self):
+        with new_folder(self.output_dir / "best", self.accelerator) as folder:
+            self.save_model(folder)
+
+    def _log(self, progress: tqdm, loss: float):
+        state = self.state
+        tokens = state.step * self.blocks_per_step * self.train_stream.block_size
+        values = {
+            "loss": loss,
+            "learning_rate": self.scheduler.get_last_lr()[0],
+            "tokens_per_second": tokens / state.train_seconds,
+        }
+        self.accelerator.log(values, step=state.step)
+        progress.set_postfix_str(
+            f"loss {loss:.3f}, lr {values['learning_rate']:.1e}, {values['tokens_per_second']:.0f} tokens/s"
+        )
+
+    def _fingerprint(self) -> dict:
+        """What a checkpoint must agree with: arguments, model and data."""
+        args = {k: v for k, v in dataclasses.asdict(self.args).items() if k not in FREE_ARGUMENTS | SOURCES}
+        model = {f"config.{k}": v for k, v in self.config.to_diff_dict().items() if k != "transformers_version"}
+        data = {"data": self.train_stream.describe(), "processes": self.accelerator.num_processes}
+        return json.loads(json.dumps(args | model | data))
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss); infinite where that overflows."""
+    return math.exp(loss) if loss < 700 else math.inf

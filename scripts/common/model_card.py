@@ -1,0 +1,365 @@
+"""Render the card of a model out of what the scripts measured. No number in a card is typed by hand.
+
+`collect` gathers a folder of inputs: the configuration, facts of the model, the JSON files of the scripts, pictures.
+`render` turns such a folder into the text of the card, by `model_cards/TEMPLATE.md`; a part whose file is absent is
+left out. The same inputs give the same card.
+"""
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from jinja2 import Environment, StrictUndefined
+from matplotlib.figure import Figure
+from transformers import PreTrainedModel
+
+import modeling_tnn
+from modeling_tnn.cache_tnn import memory_per_sequence
+from modeling_tnn.hub import AUTO_MAP
+from tnn_scripts.common.atomic import write_json
+
+ROOT = Path(__file__).resolve().parents[2]
+TEMPLATE = ROOT / "model_cards" / "TEMPLATE.md"
+# Names of inputs -> their files in the folder of a card.
+INPUTS = {
+    "card": "card.json",
+    "config": "config.json",
+    "model": "model.json",
+    "metrics": "metrics.json",
+    "arguments": "training_args.json",
+    "evaluation": "evaluation.json",
+    "conversion": "conversion.json",
+    "decoding": "decoding.json",
+    "kernels": "kernels.json",
+}
+CARD_OPTIONS = ("repo_id", "description", "data", "dataset_id", "license", "language")
+PIPELINES = {
+    "TnnForCausalLM": "text-generation",
+    "TnnForMaskedLM": "fill-mask",
+    "TnnForSequenceClassification": "text-classification",
+    "TnnForImageClassification": "image-classification",
+    "TnnModel": "feature-extraction",
+}
+# What of the options of a training script makes its recipe.
+RECIPE = (
+    "objective", "tno_type", "block_size", "max_steps", "num_train_epochs", "batch_size",
+    "per_device_train_batch_size", "gradient_accumulation_steps", "mlm_probability", "learning_rate",
+    "lr_scheduler_type", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm",
+    "mixed_precision", "seed",
+)  # fmt: skip
+DATA_OPTIONS = ("dataset_name", "dataset_config_name", "task_name", "dataset", "dataset_config", "train_file")
+# What the training scripts write, the first that there is.
+METRICS_FILES = ("metrics.json", "all_results.json", "results.json")
+# Names of measured figures -> what they are called, how they are written, and whether they are an evaluation.
+FIGURES = {
+    "perplexity_before": ("perplexity before training", "{:,.1f}", False),
+    "perplexity": ("perplexity", "{:,.2f}", True),
+    "best_perplexity": ("best perplexity", "{:,.2f}", False),
+    "accuracy": ("accuracy", "{:.4f}", True),
+    "f1": ("F1", "{:.4f}", True),
+    "matthews_correlation": ("Matthews correlation", "{:.4f}", True),
+    "pearson": ("Pearson correlation", "{:.4f}", True),
+    "spearmanr": ("Spearman correlation", "{:.4f}", True),
+    "mse": ("mean squared error", "{:.4g}", True),
+    "steps": ("optimizer steps", "{:,}", False),
+    "tokens": ("tokens seen in training", "{:,}", False),
+    "train_seconds": ("seconds of training", "{:,.0f}", False),
+}
+CITATIONS = {
+    "rpe": """@inproceedings{qin2023toeplitz,
+  title={Toeplitz Neural Network for Sequence Modeling},
+  author={Qin, Zhen and Han, Xiaodong and Sun, Weixuan and He, Bowen and Li, Dong and Li, Dongxu and Dai, Yuchao and
+    Kong, Lingpeng and Zhong, Yiran},
+  booktitle={International Conference on Learning Representations},
+  year={2023}
+}""",
+    "ski": """@article{moreno2023ski,
+  title={{SKI} to go Faster: Accelerating Toeplitz Neural Networks via Asymmetric Kernels},
+  author={Moreno, Alexander and Mei, Jonathan and Walters, Luke},
+  journal={arXiv preprint arXiv:2305.09028},
+  year={2023}
+}""",
+    "rtf": """@inproceedings{parnichkun2024rtf,
+  title={State-Free Inference of State-Space Models: The Transfer Function Approach},
+  author={Parnichkun, Rom N. and Massaroli, Stefano and Moro, Alessandro and Smith, Jimmy T.H. and others},
+  booktitle={International Conference on Machine Learning},
+  year={2024}
+}""",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser):
+    """What a card needs besides the model; also for `push_to_hub.py`."""
+    parser.add_argument("folder", type=Path, help="saved model, with metrics.json of the script that trained it")
+    parser.add_argument("--repo_id", required=True, help="USER/NAME on the Hub")
+    parser.add_argument("--description", default="", help="a sentence or two for the top of the card")
+    parser.add_argument("--data", default="", help="what it was trained on; that of training_args.json unless given")
+    parser.add_argument("--dataset_id", default="", help="its name on the Hub; dataset_name of the same unless given")
+    parser.add_argument("--license", default="apache-2.0", help="licence of the weights, by its name on the Hub")
+    parser.add_argument("--language", default="en", help="language of the texts")
+    parser.add_argument("--evaluation", type=Path, help="JSON of evaluate_lm.py: perplexity by length")
+    parser.add_argument("--decoding", type=Path, help="JSON of generate.py: speed")
+    parser.add_argument("--conversion", type=Path, help="JSON of to_recurrent.py; conversion.json of the folder else")
+    parser.add_argument("--kernels", type=Path, help="output folder of plot_kernels.py")
+
+
+def read_json(path: Path) -> dict:
+    """A JSON file.
+
+    Raises:
+        ValueError: it is absent or no JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} cannot be read as JSON: {error}") from error
+
+
+def check_folder(target: Path, folder: Path):
+    """Refuse to write a card over a model: the inputs have files of the same names.
+
+    Raises:
+        ValueError: `target` is the folder of the model.
+    """
+    if target.resolve() == folder.resolve():
+        raise ValueError(f"{target} is the folder of the model: give the card another one.")
+
+
+def load(folder: Path) -> PreTrainedModel:
+    """The model in `folder`, by the class that it was saved with.
+
+    Raises:
+        ValueError: there is no complete model of this package.
+    """
+    config = read_json(folder / "config.json")
+    name = (config.get("architectures") or ["TnnModel"])[0]
+    if config.get("model_type") != "tnn" or name not in PIPELINES:
+        raise ValueError(f"{folder} holds a {config.get('model_type')} {name}, not a {' or '.join(PIPELINES)}.")
+    model, info = getattr(modeling_tnn, name).from_pretrained(folder, output_loading_info=True)
+    if problems := {kind: sorted(names)[:5] for kind, names in info.items() if names}:
+        raise ValueError(f"The weights in {folder} are not those of a {name}: {problems}.")
+    return model.eval()
+
+
+def trained_length(folder: Path, config: modeling_tnn.TnnConfig) -> int:
+    """Tokens of the sequences that the model in `folder` saw: as its training wrote, else what it is made for."""
+    arguments = folder / "training_args.json"
+    recipe = read_json(arguments) if arguments.is_file() else {}
+    return recipe.get("block_size") or config.max_position_embeddings
+
+
+def facts(model: PreTrainedModel, length: int) -> dict:
+    """What a card says of a model itself, which was trained on sequences of `length` tokens."""
+    name = type(model).__name__
+    autos = {reference.split(".")[1]: auto for auto, reference in AUTO_MAP.items()}
+    return {
+        "class": name,
+        "auto_class": autos[name],
+        "parameters": model.num_parameters(),
+        "channels": model.config.gtu_dim,
+        "trained_length": length,
+        "state": decoding_state(model, length) if model.config.causal else [],
+        "version": modeling_tnn.__version__,
+    }
+
+
+@torch.no_grad()
+def decoding_state(model: PreTrainedModel, length: int) -> list[dict]:
+    """The size of the decoding state after texts of the trained length and of eight times as many tokens."""
+    rows = []
+    for context in (length, 8 * length):
+        ids = torch.zeros(1, context, dtype=torch.long, device=model.device)
+        past = model.base_model(ids, use_cache=True).past_key_values
+        past = model.base_model(ids[:, :1], use_cache=True, past_key_values=past).past_key_values
+        rows.append({"context": context, "mebibytes": memory_per_sequence(past) / 2**20})
+    return rows
+
+
+def collect(args: argparse.Namespace, model: PreTrainedModel, target: Path):
+    """Write the inputs of a card to `target`: of the scripts' files what the card says, and no paths of this machine.
+
+    Raises:
+        ValueError: a file that was named is absent, no JSON, or not what the script writes.
+    """
+    target.mkdir(parents=True, exist_ok=True)
+    card = {
+        name: getattr(args, name) for name in ("repo_id", "description", "data", "dataset_id", "license", "language")
+    }
+    write_json(target / INPUTS["card"], card)
+    config = {name: value for name, value in model.config.to_diff_dict().items() if name != "auto_map"}
+    write_json(target / INPUTS["config"], config)
+    length = trained_length(args.folder, model.config)
+    write_json(target / INPUTS["model"], facts(model, length))
+    for name, path in sources(args).items():
+        try:
+            write_json(target / INPUTS[name], READERS[name](read_json(path)))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is not what a card reads as {name}: {error!r}.") from error
+    if args.kernels is not None:
+        shutil.copyfile(args.kernels / "overview.png", target / "kernels.png")
+    if args.evaluation is not None:
+        rows = read_json(target / INPUTS["evaluation"])["rows"]
+        plot_lengths(rows, length, target)
+
+
+def sources(args: argparse.Namespace) -> dict[str, Path]:
+    """The files of results: those named, and those that the scripts leave in the folder of a model."""
+    named = {"evaluation": args.evaluation, "decoding": args.decoding, "conversion": args.conversion}
+    named["kernels"] = args.kernels and args.kernels / "kernels.json"
+    left = {"arguments": "training_args.json", "conversion": "conversion.json"}
+    left["metrics"] = next((file for file in METRICS_FILES if (args.folder / file).is_file()), "")
+    for name, file in left.items():
+        if named.get(name) is None and file and (args.folder / file).is_file():
+            named[name] = args.folder / file
+    return {name: path for name, path in named.items() if path is not None}
+
+
+def read_metrics(report: dict) -> dict:
+    """Figures of a training script; Trainer's have the prefix `eval_`, those of classifiers the name of the split."""
+    plain = {name.removeprefix("eval_"): value for name, value in report.items()}
+    for split in ("validation", "test"):
+        if f"{split}_accuracy" in report:
+            plain |= {"accuracy": report[f"{split}_accuracy"], "split": split}
+    return {
+        name: plain[name] for name in (*FIGURES, "text", "split") if isinstance(plain.get(name), int | float | str)
+    }
+
+
+def read_training_arguments(report: dict) -> dict:
+    """The recipe, and the name of the data without the folder it was in."""
+    recipe = {name: report[name] for name in RECIPE if report.get(name) is not None}
+    data = {name: report[name] for name in DATA_OPTIONS if report.get(name)}
+    local = {
+        name: Path(value).name for name, value in data.items() if Path(value).is_absolute() or Path(value).exists()
+    }
+    return recipe | data | local
+
+
+def read_evaluation(report: dict) -> dict:
+    """Perplexities by length of evaluate_lm.py, each row of text read at once."""
+    file, split = report["settings"]["file"], report["settings"]["split"]
+    whole = [row for row in report["results"] if row["stride"] is None]
+    rows = [{name: row[name] for name in ("length", "perplexity", "tokens")} for row in whole]
+    return {"of": f"the text {Path(file).name}" if file else f"the {split} part of the data", "rows": rows}
+
+
+def read_decoding(report: dict) -> dict:
+    return {name: report[name] for name in ("tokens_per_second", "new_tokens", "device", "torch_threads")}
+
+
+def read_conversion(report: dict) -> dict:
+    return {name: report[name] for name in ("converted_from", "comparison")}
+
+
+def read_kernels(report: dict) -> dict:
+    rows = [
+        {name: row[name] for name in ("label", "horizon_median")}
+        | ({"lower_bound": True} if "horizon_median" in row["lower_bounds"] else {})
+        for row in report["layers"]
+    ]
+    return {"layers": rows}
+
+
+READERS = {
+    "metrics": read_metrics,
+    "arguments": read_training_arguments,
+    "evaluation": read_evaluation,
+    "decoding": read_decoding,
+    "conversion": read_conversion,
+    "kernels": read_kernels,
+}
+
+
+def plot_lengths(rows: list[dict], trained: int, target: Path):
+    """Draw perplexity over length, and where training ended."""
+    figure = Figure(figsize=(6, 3.5), layout="constrained")
+    axes = figure.subplots()
+    axes.plot([row["length"] for row in rows], [row["perplexity"] for row in rows], marker="o")
+    axes.axvline(trained, color="grey", linestyle=":", label="trained length")
+    axes.set(xscale="log", xlabel="tokens in a text", ylabel="perplexity")
+    axes.set_xticks([row["length"] for row in rows], [f"{row['length']:,}" for row in rows])
+    axes.minorticks_off()
+    axes.legend()
+    figure.savefig(target / "length_extrapolation.png", dpi=120, metadata={"Software": None})
+
+
+def data_name(inputs: dict) -> str:
+    """What the model was trained on, in words."""
+    if inputs["card"]["data"]:
+        return inputs["card"]["data"]
+    return " ".join((inputs["arguments"] or {}).get(option, "") for option in DATA_OPTIONS).strip()
+
+
+def results(inputs: dict, data: str) -> list[dict]:
+    """The figures of a training script as rows of a table."""
+    metrics = inputs["metrics"] or {}
+    split = metrics.get("split", "validation")
+    validation = f"{split} part of {data}" if data else f"{split} {inputs_name(inputs)}"
+    rows = []
+    for key, (name, written, evaluation) in FIGURES.items():
+        if isinstance(metrics.get(key), int | float):
+            where = validation if evaluation or "perplexity" in key else "training"
+            row = {"key": key, "name": name, "value": metrics[key], "text": written.format(metrics[key])}
+            rows.append(row | {"evaluation": evaluation, "on": where})
+    return rows
+
+
+def card_data(inputs: dict, rows: list[dict], data: str) -> ModelCardData:
+    """The metadata that the Hub reads."""
+    card, task = inputs["card"], PIPELINES[inputs["model"]["class"]]
+    named = inputs["card"]["dataset_id"] or (inputs["arguments"] or {}).get("dataset_name") or ""
+    hub_data = named if "/" in named else None
+    kind = inputs_name(inputs)
+    split = (inputs["metrics"] or {}).get("split", "validation")
+    measured_on = {"dataset_type": hub_data or kind, "dataset_name": data or kind, "dataset_split": split}
+    evaluations = [
+        EvalResult(task, **measured_on, metric_type=row["key"], metric_name=row["name"], metric_value=row["value"])
+        for row in rows
+        if row["evaluation"]
+    ]
+    return ModelCardData(
+        language=None if kind == "pictures" else card["language"],
+        license=card["license"],
+        library_name="transformers",
+        pipeline_tag=task,
+        tags=["tnn", "toeplitz", inputs["config"]["tno_type"], "custom_code"],
+        datasets=[hub_data] if hub_data else None,
+        model_name=short_name(inputs),
+        eval_results=evaluations or None,
+    )
+
+
+def inputs_name(inputs: dict) -> str:
+    return "pictures" if inputs["model"]["class"] == "TnnForImageClassification" else "text"
+
+
+def short_name(inputs: dict) -> str:
+    return inputs["card"]["repo_id"].split("/")[-1]
+
+
+def citations(config: dict) -> list[str]:
+    """The TNN paper, and that of the operator if it is another one."""
+    papers = {"fd": "ski", "ski": "ski", "rtf": "rtf"}
+    operators = [config["tno_type"], config["converted_from"]]
+    return [CITATIONS["rpe"]] + [CITATIONS[papers[name]] for name in operators if name in papers]
+
+
+def render(folder: Path) -> str:
+    """The text of the card whose inputs are in `folder`."""
+    inputs = {name: read_json(folder / file) if (folder / file).is_file() else None for name, file in INPUTS.items()}
+    inputs["config"] = modeling_tnn.TnnConfig.from_dict(inputs["config"]).to_dict()
+    data = data_name(inputs)
+    rows = results(inputs, data)
+    arguments = inputs["arguments"] or {}
+    unused = {"mlm_probability"} if arguments.get("objective") == "clm" else set()
+    recipe = {name: arguments[name] for name in RECIPE if arguments.get(name) is not None and name not in unused}
+    derived = {"name": short_name(inputs), "data": data, "results": rows, "citations": citations(inputs["config"])}
+    # Markdown, not HTML: nothing is escaped.
+    template = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined).from_string(  # noqa: S701
+        TEMPLATE.read_text(encoding="utf-8")
+    )
+    text = template.render(card_data=card_data(inputs, rows, data), **inputs | derived | {"arguments": recipe})
+    return str(ModelCard(text)).strip() + "\n"

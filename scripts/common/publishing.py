@@ -1,0 +1,132 @@
+"""Publish a model on the Hub: weights, tokenizer, configuration, code and a card with what was measured.
+
+The model is loaded and saved anew, so that what is published is complete, in safetensors, in shards of limited size,
+and carries the code of this package. Everything goes into one commit: a push that is interrupted publishes nothing.
+"""
+
+import argparse
+import logging
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tnn_scripts.common.errors import UserError
+
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, create_repo, upload_folder
+from huggingface_hub.errors import HTTPError
+from transformers import AutoTokenizer
+from transformers.utils import IMAGE_PROCESSOR_NAME
+
+from tnn_scripts.common import model_card
+
+logger = logging.getLogger("push_to_hub")
+KEPT = {".gitattributes", "LICENSE"}
+TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
+# Of the folder of a training script.
+NOT_UPLOADED = ["checkpoint-*", "best/*", "tokenizer/*", ".*", "training_args.bin"]
+
+
+class PublishingError(UserError):
+    """Something is not on the Hub; what is on this machine is as it was."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    model_card.add_arguments(parser)
+    parser.add_argument("--private", action="store_true", help="make a new repository private")
+    parser.add_argument("--max_shard_size", default="5GB", help="largest file of weights")
+    parser.add_argument("--card_dir", type=Path, help="keep the card and its inputs here, too")
+    return parser
+
+
+def stage(args: argparse.Namespace, target: Path):
+    """Put everything that is to be published into `target`.
+
+    Raises:
+        ValueError: the folder holds no complete model, or a file of results cannot be read.
+    """
+    if args.card_dir is not None:
+        model_card.check_folder(args.card_dir, args.folder)
+    model = model_card.load(args.folder)
+    model_card.collect(args, model, target)
+    text = model_card.render(target)
+    (target / "README.md").write_text(text, encoding="utf-8")
+    if args.card_dir is not None:
+        shutil.copytree(target, args.card_dir, dirs_exist_ok=True)
+    model.save_pretrained(target, max_shard_size=args.max_shard_size)
+    if any((args.folder / name).is_file() for name in TOKENIZER_FILES):
+        AutoTokenizer.from_pretrained(args.folder).save_pretrained(target)
+    # Copied: to make one, transformers 5.17 needs torchvision.
+    if (args.folder / IMAGE_PROCESSOR_NAME).is_file():
+        shutil.copyfile(args.folder / IMAGE_PROCESSOR_NAME, target / IMAGE_PROCESSOR_NAME)
+
+
+def publish(folder: Path, repo_id: str, private: bool) -> str:
+    """Make the repository hold the files of `folder` and no others, by one commit; its address."""
+    api = HfApi()
+    files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+    url = api.create_repo(repo_id, private=private, exist_ok=True)
+    stale = set(api.list_repo_files(url.repo_id)) - files.keys() - KEPT
+    operations = [CommitOperationAdd(name, path) for name, path in sorted(files.items())]
+    operations += [CommitOperationDelete(name) for name in sorted(stale)]
+    # Not upload_folder: that makes several commits of a large folder.
+    api.create_commit(url.repo_id, operations, commit_message="Upload model")
+    return str(url)
+
+
+def run(args: argparse.Namespace) -> str:
+    """Stage and publish; the address of the repository.
+
+    Raises:
+        ValueError: the folder holds no complete model, or a file of results cannot be read.
+        PublishingError: the Hub did not take it.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        stage(args, Path(folder))
+        with publishing_errors(args.folder, f"python scripts/push_to_hub.py {args.folder} --repo_id {args.repo_id}"):
+            return publish(Path(folder), args.repo_id, args.private)
+
+
+@contextmanager
+def publishing_errors(folder: str | Path, command: str) -> Iterator[None]:
+    """Make one error of all that can happen between here and the Hub.
+
+    Raises:
+        PublishingError: something did.
+    """
+    try:
+        yield
+    # HTTPError is that of the client's library, whichever that is.
+    except (HTTPError, OSError, RuntimeError) as error:
+        raise PublishingError(
+            f"nothing was published: {type(error).__name__}: {error}. The model in {folder} is as it was. To publish "
+            f"it later:\n  {command}"
+        ) from error
+
+
+def open_repository(name: str | None, folder: str, private: bool | None) -> str:
+    """Create or find the repository that a model goes to, so that what fails does so before the training.
+
+    Raises:
+        PublishingError: the Hub cannot be reached or refuses.
+    """
+    try:
+        return create_repo(name or Path(folder).resolve().name, private=private, exist_ok=True).repo_id
+    except (HTTPError, OSError, RuntimeError) as error:
+        raise PublishingError(f"push_to_hub: the repository cannot be opened: {error}.") from error
+
+
+def upload(folder: str, repository: str, model_type: str):
+    """Publish what a training script wrote: with its code and a card, or as it is if it is a model of another kind.
+
+    Raises:
+        PublishingError: the Hub did not take it.
+    """
+    if model_type == "tnn":
+        run(build_parser().parse_args([str(folder), "--repo_id", repository]))
+    else:
+        with publishing_errors(folder, f"hf upload {repository} {folder}"):
+            upload_folder(repo_id=repository, folder_path=folder, ignore_patterns=NOT_UPLOADED)
+    logger.info("uploaded to %s", repository)

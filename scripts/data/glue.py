@@ -1,0 +1,167 @@
+"""The nine tasks of GLUE, or files of the same shape: columns, labels, splits."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from datasets import ClassLabel, Dataset, DatasetDict, Value, load_dataset
+from transformers import PreTrainedTokenizerBase
+
+from tnn_scripts.data.text import BUILDERS, check_file, load_file
+
+# The columns that hold text.
+TASKS = {
+    "cola": ("sentence",),
+    "mnli": ("premise", "hypothesis"),
+    "mrpc": ("sentence1", "sentence2"),
+    "qnli": ("question", "sentence"),
+    "qqp": ("question1", "question2"),
+    "rte": ("sentence1", "sentence2"),
+    "sst2": ("sentence",),
+    "stsb": ("sentence1", "sentence2"),
+    "wnli": ("sentence1", "sentence2"),
+}
+HUB_NAME = "nyu-mll/glue"
+# Columns of files that are never sentences, whatever they hold.
+NO_SENTENCES = ("label", "idx", "id")
+
+
+@dataclass
+class TaskData:
+    """One task, ready for a tokenizer.
+
+    Attributes:
+        name: one of `TASKS`, or None for files.
+        splits: `train`, `validation` and what else there is, with a column `label` (a number).
+        text_columns: one or two.
+        label_names: of the classes; None for a regression.
+    """
+
+    name: str | None
+    splits: DatasetDict
+    text_columns: tuple[str, ...]
+    label_names: list[str] | None
+
+    @property
+    def validation_splits(self) -> list[str]:
+        """MNLI has two."""
+        return [name for name in ("validation", "validation_matched", "validation_mismatched") if name in self.splits]
+
+    @property
+    def test_splits(self) -> list[str]:
+        return [name for name in ("test", "test_matched", "test_mismatched") if name in self.splits]
+
+
+def load_task(name: str, path: str | None = None) -> TaskData:
+    """A task from the Hub, or from a local folder that `datasets` reads as `load_dataset(path, name)`.
+
+    Raises:
+        ValueError: the columns are not those of the task, or a split is missing.
+    """
+    splits = load_dataset(path or HUB_NAME, name)
+    data = TaskData(name, splits, TASKS[name], None)
+    if "train" not in splits or not data.validation_splits:
+        raise ValueError(f"{name}: there are the splits {list(splits)}; train and validation are needed.")
+    _check_columns(name, data)
+    label = splits["train"].features["label"]
+    if name != "stsb":
+        names = label.names if isinstance(label, ClassLabel) else sorted(set(splits["train"]["label"]))
+        data.label_names = list(map(str, names))
+    return data
+
+
+def load_files(train: str, validation: str, test: str | None = None, sentence_keys: tuple[str, ...] = ()) -> TaskData:
+    """CSV, JSON or parquet files with a column `label` and one or two columns of text.
+
+    Labels are classes (text or whole numbers), or values to predict (other numbers).
+
+    Args:
+        sentence_keys: the columns of text; unless given those that `find_sentences` finds.
+
+    Raises:
+        ValueError: a file is missing, empty or of another kind, its columns differ from those of the first, or it is
+            not clear which of them are sentences.
+    """
+    files = {"train": train, "validation": validation} | ({} if test is None else {"test": test})
+    for file in files.values():
+        check_file(file)
+        if BUILDERS.get(Path(file).suffix, "text") == "text":
+            raise ValueError(f"{file}: files must be .csv, .json, .jsonl or .parquet.")
+    splits = DatasetDict({split: load_file(file) for split, file in files.items()})
+    data = TaskData(None, splits, sentence_keys or find_sentences(train, splits["train"]), None)
+    for number, key in enumerate(sentence_keys, 1):
+        _check_sentences(f"--sentence{number}_key {key}", key, splits["train"])
+    _check_columns(train, data)
+    labels = splits["train"]["label"]
+    if not isinstance(labels[0], float):
+        names = sorted(set(labels))
+        data.label_names = list(map(str, names))
+        for split, rows in splits.items():
+            given = rows["label"] if "label" in rows.column_names else [None] * len(rows)
+            indices = [_index(names, label) for label in given]
+            kept = [name for name in rows.column_names if name != "label"]
+            data.splits[split] = rows.select_columns(kept).add_column("label", indices)
+    return data
+
+
+def find_sentences(source: str, rows: Dataset) -> tuple[str, ...]:
+    """The columns of text: `sentence1` and `sentence2`, as in run_glue.py, else the only one, or a pair that GLUE has.
+
+    Raises:
+        ValueError: there is none, or others hold text too: run_glue.py would take the first two, whatever they are.
+    """
+    names = [name for name in rows.column_names if name not in NO_SENTENCES and _is_text(rows, name)]
+    if {"sentence1", "sentence2"} <= set(names):
+        return "sentence1", "sentence2"
+    for columns in TASKS.values():
+        if set(columns) == set(names):
+            return columns
+    if not names:
+        raise ValueError(f"{source}: no column but label holds text, among {', '.join(rows.column_names)}.")
+    if len(names) > 1:
+        raise ValueError(
+            f"{source}: the columns {', '.join(names)} hold text: say which are sentences by --sentence1_key and, for "
+            "pairs, --sentence2_key."
+        )
+    return tuple(names)
+
+
+def tokenize_task(data: TaskData, tokenizer: PreTrainedTokenizerBase, max_length: int, pad: bool) -> DatasetDict:
+    """The splits with `input_ids` and what else the tokenizer gives."""
+    length = min(max_length, tokenizer.model_max_length)
+
+    def tokenize(batch):
+        texts = [batch[column] for column in data.text_columns]
+        return tokenizer(*texts, truncation=True, max_length=length, padding="max_length" if pad else False)
+
+    return data.splits.map(tokenize, batched=True, desc=f"tokenizing {data.name or 'files'}")
+
+
+def _is_text(rows: Dataset, name: str) -> bool:
+    feature = rows.features[name]
+    return isinstance(feature, Value) and feature.dtype in ("string", "large_string")
+
+
+def _check_sentences(option: str, name: str, rows: Dataset):
+    if name not in rows.column_names:
+        raise ValueError(f"{option}: it must be a column of the file; these are {', '.join(rows.column_names)}.")
+    if not _is_text(rows, name):
+        raise ValueError(f"{option}: it must be a column of text, not of {rows.features[name]}.")
+
+
+def _check_columns(source: str, data: TaskData):
+    needed = {*data.text_columns, "label"}
+    for split, rows in data.splits.items():
+        missing = needed - {"label"} if split.startswith("test") else needed
+        missing = missing - set(rows.column_names)
+        if missing or not data.text_columns:
+            columns = ", ".join(sorted(missing)) or "text"
+            raise ValueError(f"{source}: the {split} split has the columns {rows.column_names}, but not {columns}.")
+        if len(rows) == 0:
+            raise ValueError(f"{source}: the {split} split is empty.")
+
+
+def _index(names: list, label) -> int:
+    """-1 for none, as in the test splits of GLUE."""
+    if label is not None and label not in names:
+        raise ValueError(f"label={label!r} is not possible: the training file has {names}.")
+    return -1 if label is None else names.index(label)

@@ -1,0 +1,199 @@
+"""The tasks of the Long Range Arena: where their data come from, and how they become tokens.
+
+Each task gives the splits train, validation and test with `input_ids` and `labels`. ListOps and Pathfinder are
+generated unless there is data for them; `datasets` keeps what it generated or tokenised in its cache.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from datasets import Dataset, DatasetDict, load_dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from tnn_scripts.data import listops, pathfinder
+
+GREY_WEIGHTS = (0.299, 0.587, 0.114)  # ITU-R 601
+# Rows of the official splits, which generated ones have unless told otherwise.
+LISTOPS_ROWS = {"train": 96_000, "validation": 2_000, "test": 2_000}
+PATHFINDER_ROWS = {"train": 160_000, "validation": 20_000, "test": 20_000}
+# Of a generated split, however few are asked for.
+FEWEST_ROWS = 100
+AAN_COLUMNS = ["label", "id1", "id2", "text1", "text2"]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One task.
+
+    Args:
+        load: the raw splits, from a data set (a Hub id or a folder; None for the usual place), a number of rows
+            that generated ones have (None for the official ones) and the tokens kept.
+        encode: raw rows of a batch to `input_ids` (`input_ids` of pairs: two lists a row) and `labels`.
+        max_length: tokens kept of a sequence.
+        num_labels: number of classes.
+        tokenizer: what makes the tokens of a text; None for pixels, whose values are the ids.
+    """
+
+    load: Callable[[str | None, int | None, int], DatasetDict]
+    encode: Callable[[dict, "Task"], dict]
+    max_length: int
+    num_labels: int
+    tokenizer: Callable[[], PreTrainedTokenizerBase] | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        return 256 if self.tokenizer is None else len(self.tokenizer())
+
+
+def listops_tokenizer() -> PreTrainedTokenizerFast:
+    """One id for each of the 15 tokens of ListOps."""
+    vocabulary = {"<pad>": 0} | {token: index + 1 for index, token in enumerate(listops.TOKENS)}
+    words = Tokenizer(models.WordLevel(vocabulary))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>")  # noqa: S106
+
+
+def byte_tokenizer() -> ByT5Tokenizer:
+    """One id for each byte."""
+    return ByT5Tokenizer(extra_ids=0)
+
+
+def load_listops(source: str | None, rows: int | None, max_length: int) -> DatasetDict:
+    """Samples of 500 to 2,000 tokens; generated ones of `max_length` / 4 to `max_length` if that is shorter."""
+    if source is not None:
+        return load_dataset(source, "listops")
+    lengths = {} if max_length >= listops.LONGER else {"shorter": max_length // 4, "longer": max_length}
+    return generate(listops.samples, LISTOPS_ROWS, rows, **lengths)
+
+
+def load_text(source: str | None, rows: int | None, max_length: int) -> DatasetDict:
+    data = load_dataset("stanfordnlp/imdb") if source is None else load_dataset(source, "imdb")
+    return DatasetDict(train=data["train"], test=data["test"])
+
+
+def load_retrieval(source: str | None, rows: int | None, max_length: int) -> DatasetDict:
+    """The files of the LRA release: `new_aan_pairs.{train,eval,test}.tsv`, or a data set with their columns."""
+    if source is None:
+        raise ValueError(
+            "--dataset_path: retrieval needs the folder of the LRA release that holds new_aan_pairs.*.tsv."
+        )
+    files = {
+        split: str(Path(source) / f"new_aan_pairs.{name}.tsv")
+        for split, name in (("train", "train"), ("validation", "eval"), ("test", "test"))
+    }
+    if not Path(files["train"]).is_file():
+        return load_dataset(source)
+    return load_dataset("csv", data_files=files, delimiter="\t", column_names=AAN_COLUMNS, quoting=3)
+
+
+def load_image(source: str | None, rows: int | None, max_length: int) -> DatasetDict:
+    """CIFAR-10 in grey: 1,024 pixels in row order."""
+    if source is not None:
+        return load_dataset(source, "cifar10_gray")
+    data = load_dataset("uoft-cs/cifar10")
+
+    def to_grey(batch: dict) -> dict:
+        pixels = [np.asarray(image, dtype=np.float64) @ GREY_WEIGHTS for image in batch["img"]]
+        return {"pixels": [grey.round().astype(np.uint8).ravel().tolist() for grey in pixels]}
+
+    return data.map(to_grey, batched=True, remove_columns=["img"])
+
+
+def load_pathfinder(side: int) -> Callable[[str | None, int | None, int], DatasetDict]:
+    def load(source: str | None, rows: int | None, max_length: int) -> DatasetDict:
+        if source is not None:
+            return load_dataset(source, f"pathfinder{side}")
+        return generate(pathfinder.samples, PATHFINDER_ROWS, rows, side=side)
+
+    return load
+
+
+def generate(samples: Callable, sizes: dict[str, int], rows: int | None, **options) -> DatasetDict:
+    """Splits of `samples`, each from a seed of its own; `rows` in the train split, the others in proportion."""
+    share = 1 if rows is None else rows / sizes["train"]
+    return DatasetDict(
+        {
+            split: Dataset.from_generator(
+                samples, gen_kwargs={"count": max(FEWEST_ROWS, round(share * size)), "seed": seed, **options}
+            )
+            for seed, (split, size) in enumerate(sizes.items())
+        }
+    )
+
+
+def encode_listops(batch: dict, task: Task) -> dict:
+    """A sample that is too long is left out: a part of it has no value."""
+    ids = task.tokenizer()(batch["source"])["input_ids"]
+    kept = [index for index, tokens in enumerate(ids) if len(tokens) <= task.max_length]
+    return {"input_ids": [ids[index] for index in kept], "labels": [batch["target"][index] for index in kept]}
+
+
+def encode_text(batch: dict, task: Task) -> dict:
+    return {"input_ids": encode_bytes(batch["text"], task), "labels": batch["label"]}
+
+
+def encode_pair(batch: dict, task: Task) -> dict:
+    pairs = zip(*(encode_bytes(batch[name], task) for name in ("text1", "text2")), strict=True)
+    return {"input_ids": [list(pair) for pair in pairs], "labels": [int(label) for label in batch["label"]]}
+
+
+def encode_bytes(texts: list[str], task: Task) -> list[list[int]]:
+    """The first tokens of each text; what cannot be among them is not looked at."""
+    beginnings = [text[: task.max_length] for text in texts]
+    return task.tokenizer()(beginnings, truncation=True, max_length=task.max_length)["input_ids"]
+
+
+def encode_pixels(batch: dict, task: Task) -> dict:
+    return {"input_ids": batch["pixels"], "labels": batch["label"]}
+
+
+TASKS = {
+    "listops": Task(load_listops, encode_listops, 2048, 10, listops_tokenizer),
+    "text": Task(load_text, encode_text, 4096, 2, byte_tokenizer),
+    "retrieval": Task(load_retrieval, encode_pair, 4000, 2, byte_tokenizer),
+    "image": Task(load_image, encode_pixels, 1024, 10),
+    "pathfinder": Task(load_pathfinder(32), encode_pixels, 32**2, 2),
+    "path-x": Task(load_pathfinder(128), encode_pixels, 128**2, 2),
+}
+
+
+def load_task(
+    name: str, source: str | None, rows: int | None = None, max_length: int | None = None, eval_rows: int | None = None
+) -> tuple[Task, DatasetDict]:
+    """A task and its encoded splits train, validation and test.
+
+    Args:
+        source: a Hub id or a folder; None for the usual place, or for generated data.
+        rows: at most so many in the train split (the others in proportion if they are generated).
+        max_length: another one than the task's; pixels cannot be cut.
+        eval_rows: at most so many in the other splits.
+
+    A data set without a validation split is validated on its test split, as in the Long Range Arena.
+
+    Raises:
+        ValueError: retrieval without data, or a cut picture.
+    """
+    task = TASKS[name]
+    if max_length is not None and max_length != task.max_length:
+        if task.tokenizer is None:
+            raise ValueError(f"--max_length {max_length}: a picture of {name} has {task.max_length} pixels.")
+        task = Task(task.load, task.encode, max_length, task.num_labels, task.tokenizer)
+    raw = task.load(source, rows, task.max_length)
+    encoded = DatasetDict()
+    for split, samples in raw.items():
+        encoded[split] = encode_split(task, limit(samples, rows if split == "train" else eval_rows))
+    encoded.setdefault("validation", encoded["test"])
+    return task, encoded
+
+
+def limit(rows: Dataset, count: int | None) -> Dataset:
+    """`count` rows, always the same; all of them if there are no more."""
+    return rows if count is None or count >= len(rows) else rows.shuffle(seed=0).select(range(count))
+
+
+def encode_split(task: Task, rows: Dataset) -> Dataset:
+    """`input_ids` and `labels` of raw rows."""
+    return rows.map(task.encode, batched=True, fn_kwargs={"task": task}, remove_columns=rows.column_names)

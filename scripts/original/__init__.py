@@ -1,0 +1,1 @@
+"""The checkpoints and option names of the released code."""
