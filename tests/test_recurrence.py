@@ -95,6 +95,22 @@ def test_random_chunks_and_crops_equal_the_product(kind, seed, blocks):
 
 
 @EVERY_KIND
+def test_crops_across_the_start_of_a_block(kind, blocks):
+    """Wrong tokens, a few more each time, end in the block or behind it."""
+    operator = operator_of(kind)
+    v, wrong = random_input(60, operator), 3 * random_input(14, operator)
+    expected, layer = operator(v), TnnCacheLayer()
+    advance(layer, v[:, :20], operator)
+    for position in range(20, 60):
+        count = 1 + (position * 5) % 13
+        for token in wrong[:, :count].split(1, dim=1):
+            advance(layer, token, operator)
+        layer.crop(-count)
+        y = advance(layer, v[:, position : position + 1], operator)
+        assert relative_error(y, expected[:, position : position + 1]) < 1e-11
+
+
+@EVERY_KIND
 def test_float32_state(kind):
     operator = operator_of(kind)
     v = random_input(500, operator)

@@ -1,7 +1,10 @@
 """The order of the package: which file may import which. CONTRIBUTING.md states it."""
 
 import ast
+import re
 from pathlib import Path
+
+from modeling_tnn.tno_auto import BUILT_IN, OPERATORS
 
 ROOT = Path(__file__).parent.parent
 FILES = {path.stem: path for path in (ROOT / "modeling_tnn").glob("*.py")}
@@ -91,3 +94,14 @@ def test_scripts_are_imported_by_their_full_names():
 
 # Modules of Python that are called as one of ours.
 STANDARD = {"statistics"}
+
+
+def test_the_readme_lists_the_operators():
+    """With the directions that they have."""
+    text = (ROOT / "README.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \|.*?\| (yes|no) \| (yes|no) \|", text, flags=re.MULTILINE)
+    for name, *directions in rows:
+        cls = OPERATORS[name]
+        has = (cls.supports_causal, cls.supports_bidirectional)
+        assert directions == ["yes" if one else "no" for one in has], name
+    assert rows and all(f"`{name}`" in text for name in BUILT_IN)
