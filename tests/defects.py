@@ -119,7 +119,7 @@ DEFECTS = [
            "self.state = TrainerState(**saved[\"state\"])", "self.state = TrainerState()",
            "tests/test_pretrain.py tests/test_interruption.py"),
     Defect("resuming: schedule from the start", S + "common/accelerate_loop.py",
-           "            self.scheduler.load_state_dict(saved[\"scheduler\"])\n", "", "tests/test_pretrain.py"),
+           "            self.scheduler.load_state_dict(saved[\"scheduler\"])\n", "", "tests/test_interruption.py"),
     Defect("checkpoints: damaged files are taken", S + "common/checkpoints.py",
            "if not path.is_file() or _sha256(path) != checksum:", "if not path.is_file():",
            "tests/test_faults_saving.py tests/test_faults_training.py tests/test_pretrain.py"),
