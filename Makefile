@@ -25,12 +25,12 @@ test-exhaustive: $(VENV)/.dev
 # What takes minutes: long sequences, and twenty times as many random configurations.
 test-slow: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow $(TEST_ARGS)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --hypothesis-profile thorough tests/test_properties.py tests/test_stability.py tests/test_fuzz.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --hypothesis-profile thorough tests/properties/test_properties.py tests/properties/test_stability.py tests/properties/test_fuzz.py
 
 # The tests that transformers runs over its own models; the first run fetches them.
 test-hf: $(VENV)/.dev
-	$(BIN)/python tests/hf/fetch.py
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -c tests/hf/pytest.ini tests/hf $(TEST_ARGS)
+	$(BIN)/python tests/hf/upstream/fetch.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -c tests/hf/upstream/pytest.ini tests/hf/upstream $(TEST_ARGS)
 
 # The usual tests with the oldest releases that pyproject.toml allows, and with the newest there are.
 test-oldest:

@@ -1,7 +1,8 @@
 """Deliberate defects, and the default tests that must catch each: fault injection for the test suite itself.
 
 Each is one replacement in one file. `python tests/defects.py` applies them one at a time to a copy of the project and
-runs their tests there; a defect that no test catches is an error. `tests/test_defects.py` keeps the list applicable.
+runs their tests there; a defect that no test catches is an error. `tests/repo/test_defects.py` keeps the list
+applicable.
 
 Example:
     python tests/defects.py
@@ -17,13 +18,13 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).parents[1]
 COPIED = ("modeling_tnn", "scripts", "tests", "configuration", "model_cards", "docs", ".ci")
 FILES = ("pyproject.toml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile", "LICENSE")
 
 
 class Defect(NamedTuple):
-    """One replacement: `old`, which occurs once in `file`, becomes `new`; `tests` are arguments of pytest."""
+    """One replacement: `old`, which occurs once in `file`, becomes `new`; `tests` are test files."""
 
     name: str
     file: str
@@ -31,100 +32,103 @@ class Defect(NamedTuple):
     new: str
     tests: str
 
+    def test_files(self) -> list[str]:
+        return [f"tests/{name}.py" for name in self.tests.split()]
+
 
 P, S = "modeling_tnn/", "scripts/"
 DEFECTS = [
     # Products
     Defect("product: transform too short", P + "toeplitz.py", "next_fast_len(length + max(first, taps - 1 - first))",
-           "next_fast_len(length)", "tests/test_toeplitz.py"),
+           "next_fast_len(length)", "unit/test_toeplitz"),
     Defect("product: two-sided kernel off by one", P + "toeplitz.py", "reach), reach - 1, implementation",
-           "reach), reach, implementation", "tests/test_toeplitz.py"),
+           "reach), reach, implementation", "unit/test_toeplitz"),
     Defect("product: gradient of the gate without the mask", P + "toeplitz_fused.py",
            "u_gradient[chosen] = pull_back(g * mixed[chosen])", "u_gradient[chosen] = g * mixed[chosen]",
-           "tests/test_gating.py"),
+           "unit/test_gating"),
     Defect("product: response not conjugated in the backward pass", P + "toeplitz_fused.py",
-           "response(kernel, chosen, windows).conj()", "response(kernel, chosen, windows)", "tests/test_toeplitz.py"),
+           "response(kernel, chosen, windows).conj()", "response(kernel, chosen, windows)", "unit/test_toeplitz"),
     Defect("product: overlapping windows lose their tails", P + "toeplitz_fused.py",
            "total[:, :, 1:, : windows.size - windows.step] += parts[..., windows.step :]", "pass",
-           "tests/test_gating.py tests/test_toeplitz.py"),
+           "unit/test_gating unit/test_toeplitz"),
     Defect("product: gradient of a response counts mirror images once", P + "toeplitz_fused.py",
-           "correlation[:, 1:-1] *= 2", "correlation[:, 1:-1] *= 1", "tests/test_tno_fd.py"),
+           "correlation[:, 1:-1] *= 2", "correlation[:, 1:-1] *= 1", "unit/test_tno_fd"),
     # Operators
     Defect("fd: causal taps not doubled", P + "tno_fd.py", "torch.cat([taps[:, :1], 2 * taps[:, 1:]], dim=1)",
-           "taps.clone()", "tests/test_golden_parts.py tests/test_tno_fd.py"),
+           "taps.clone()", "parity/test_golden_parts unit/test_tno_fd"),
     Defect("rpe: decay by the lag and not its size", P + "tno_rpe.py", "self.decay ** lags.abs()",
-           "self.decay ** lags", "tests/test_tno_rpe.py"),
+           "self.decay ** lags", "unit/test_tno_rpe"),
     Defect("ski: sign of the warp", P + "tno_ski.py", "torch.where(lags < 0, -1.0, 1.0)",
-           "torch.where(lags <= 0, -1.0, 1.0)", "tests/test_golden_ski.py"),
+           "torch.where(lags <= 0, -1.0, 1.0)", "parity/test_golden_ski"),
     Defect("rtf: no tap at lag zero", P + "tno_rtf.py", "first = taps[:, :1] + self.direct.to(dtype)[:, None]",
            "first = taps[:, :1] + 0 * self.direct.to(dtype)[:, None]",
-           "tests/test_golden_rtf.py tests/test_tno_rtf.py"),
+           "parity/test_golden_rtf unit/test_tno_rtf"),
     Defect("modal: tail begins a lag late", P + "tno_modal.py", "torch.arange(max(0, length - self.window)",
-           "1 + torch.arange(max(0, length - self.window)", "tests/test_conversion.py tests/test_tno_modal.py"),
+           "1 + torch.arange(max(0, length - self.window)", "generation/test_conversion unit/test_tno_modal"),
     # Caches
     Defect("cache: length forgets a crop", P + "cache_tnn.py", "self.length -= count", "self.length -= 0",
-           "tests/test_recurrence.py"),
+           "unit/test_recurrence"),
     Defect("crop: the future of the block stays", P + "recurrence.py",
            "count <= position:\n            state.counters", "count <= 2 * position:\n            state.counters",
-           "tests/test_recurrence.py tests/test_equalities.py"),
+           "unit/test_recurrence generation/test_equalities"),
     Defect("cache: a chunk leaves the old future", P + "recurrence.py",
            "state.history.append(x)\n        state.tensors.pop(\"future\", None)", "state.history.append(x)",
-           "tests/test_recurrence.py"),
+           "unit/test_recurrence"),
     Defect("cache: history one value short", P + "recurrence.py",
            "HistoryBuffer(x, None if self.taps is None else self.taps - 1)",
-           "HistoryBuffer(x, None if self.taps is None else max(1, self.taps - 70))", "tests/test_recurrence.py"),
+           "HistoryBuffer(x, None if self.taps is None else max(1, self.taps - 70))", "unit/test_recurrence"),
     Defect("cache: tile passed on too short", P + "recurrence.py", "until = min(position + tile, self.horizon)",
-           "until = min(position + tile - 1, self.horizon)", "tests/test_recurrence.py"),
+           "until = min(position + tile - 1, self.horizon)", "unit/test_recurrence"),
     Defect("rtf cache: state counted from the wrong end", P + "tno_rtf.py",
            "newest = now - torch.linalg.vecdot(past, denominator)",
            "newest = now - torch.linalg.vecdot(past, numerator)",
-           "tests/test_recurrence.py tests/test_tno_rtf.py"),
+           "unit/test_recurrence unit/test_tno_rtf"),
     Defect("modal cache: memory does not fade", P + "tno_modal.py", '* faded + added', '+ added',
-           "tests/test_recurrence.py"),
+           "unit/test_recurrence"),
     Defect("beams: rows of the history stay", P + "cache_tnn.py",
            "        if self.history is not None:\n            self.history.select(choose)\n", "",
-           "tests/test_equalities.py tests/test_cache.py"),
+           "generation/test_equalities generation/test_cache"),
     # Padding and packing
     Defect("padding: the mask is not applied", P + "gating.py",
            "return v if self.mask is None else v.masked_fill(~self.mask[..., None], 0)", "return v",
-           "tests/test_padding.py tests/test_inputs.py"),
+           "unit/test_padding unit/test_inputs"),
     Defect("padding: ski not aligned to the first token", P + "modeling_tnn.py",
            "if gate.mask is None or self.tno.shift_invariant:", "if True:",
-           "tests/test_padding.py tests/test_tno_ski.py"),
+           "unit/test_padding unit/test_tno_ski"),
     Defect("padding: mean over all tokens", P + "padding.py", "hidden_states.masked_fill(~real[..., None], 0)",
-           "hidden_states", "tests/test_padding.py tests/test_pooling.py"),
+           "hidden_states", "unit/test_padding unit/test_pooling"),
     Defect("padding: last position instead of the last token", P + "padding.py", "length - 1 - from_end]",
-           "length - 1 - 0 * from_end]", "tests/test_padding.py tests/test_pooling.py"),
+           "length - 1 - 0 * from_end]", "unit/test_padding unit/test_pooling"),
     Defect("packing: positions of padding begin texts", P + "packing.py",
            "return real & ~first & rises & (position_ids == 0)", "return ~first & rises & (position_ids == 0)",
-           "tests/test_inputs.py tests/test_documents.py"),
+           "unit/test_inputs unit/test_documents"),
     Defect("packing: outputs in the order of their lengths", P + "packing.py",
-           "outputs[places.argsort()].unflatten", "outputs.unflatten", "tests/test_documents.py"),
+           "outputs[places.argsort()].unflatten", "outputs.unflatten", "unit/test_documents"),
     # Saving, loading, converting
     Defect("saving: code of the models is left out", P + "configuration_tnn.py", "        save_code(save_directory)\n",
-           "", "tests/test_remote_code.py"),
+           "", "hf/test_remote_code"),
     Defect("loading: sizes are not compared", P + "hub.py", "    check_sizes(declared, stored)\n", "",
-           "tests/test_security.py tests/test_faults_loading.py"),
+           "security/test_security faults/test_faults_loading"),
     Defect("loading: old names are ignored", P + "configuration_tnn.py",
-           "setattr(self, name, kwargs.pop(old))", "kwargs.pop(old)", "tests/test_old_configurations.py"),
+           "setattr(self, name, kwargs.pop(old))", "kwargs.pop(old)", "unit/test_old_configurations"),
     Defect("conversion: radius of the poles", P + "conversion.py", "torch.log(-torch.log(fit.poles.abs()))",
-           "torch.log(-2 * torch.log(fit.poles.abs()))", "tests/test_conversion.py"),
+           "torch.log(-2 * torch.log(fit.poles.abs()))", "generation/test_conversion"),
     Defect("half precision: kernels in bfloat16", P + "numerics.py",
            "return torch.promote_types(dtype, torch.float32)", "return dtype",
-           "tests/test_tno_rpe.py tests/test_golden_parts.py"),
+           "unit/test_tno_rpe parity/test_golden_parts"),
     Defect("loss: shift_labels are ignored", P + "modeling_tnn.py", '{"shift_labels": shift_labels}', "{}",
-           "tests/test_inputs.py"),
+           "unit/test_inputs"),
     # Training programs
     Defect("resuming: blocks of the text from the start", S + "common/accelerate_loop.py",
            "self.state = TrainerState(**saved[\"state\"])", "self.state = TrainerState()",
-           "tests/test_pretrain.py tests/test_interruption.py"),
+           "scripts/test_pretrain faults/test_interruption"),
     Defect("resuming: schedule from the start", S + "common/accelerate_loop.py",
-           "            self.scheduler.load_state_dict(saved[\"scheduler\"])\n", "", "tests/test_interruption.py"),
+           "            self.scheduler.load_state_dict(saved[\"scheduler\"])\n", "", "faults/test_interruption"),
     Defect("checkpoints: damaged files are taken", S + "common/checkpoints.py",
            "if not path.is_file() or _sha256(path) != checksum:", "if not path.is_file():",
-           "tests/test_faults_saving.py tests/test_faults_training.py tests/test_pretrain.py"),
+           "faults/test_faults_saving faults/test_faults_training scripts/test_pretrain"),
     Defect("evaluation: rows overlap by two tokens", S + "common/scoring.py", "nats[:, length - 1 - stride :]",
-           "nats[:, length - 2 - stride :]", "tests/test_evaluate_lm.py"),
+           "nats[:, length - 2 - stride :]", "scripts/test_evaluate_lm"),
 ]  # fmt: skip
 
 
@@ -157,7 +161,7 @@ def is_caught(defect: Defect) -> str | None:
         copy_project(folder)
         apply(defect, folder)
         environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *defect.tests.split()]
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *defect.test_files()]
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
         lines = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
         if done.returncode not in (0, 1):

@@ -1,0 +1,121 @@
+"""No network in the middle of a push or a download: the local model is kept, and no part of one loads."""
+
+import json
+
+import huggingface_hub
+import pytest
+from transformers import AutoModelForCausalLM
+
+from helpers.glue import glue_options
+from helpers.hub_client import client
+from helpers.hub_server import TOKEN, HangUp, HubServer
+from helpers.scripts import run_script, save_model, write_config, write_text
+
+NOWHERE = huggingface_hub.HfApi(endpoint="http://127.0.0.1:9", token=TOKEN)
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A Hub that the scripts of this process use; the client's pauses between attempts are left out."""
+    with HubServer() as server:
+        api = huggingface_hub.HfApi(endpoint=server.url, token=TOKEN)
+        monkeypatch.setattr("tnn_scripts.common.publishing.HfApi", lambda: api)
+        monkeypatch.setattr("tnn_scripts.common.publishing.create_repo", api.create_repo)
+        monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
+        monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
+        yield server
+
+
+def hang_up():
+    raise HangUp
+
+
+def test_push_without_a_network(hub, tmp_path, monkeypatch):
+    """In the middle of the upload, then from the start: what to do later is in the error, and it works."""
+    folder = save_model(tmp_path / "model", tno_type="rpe", decay=0.9)
+    command = ["push_to_hub", folder, "--repo_id", "user/tnn"]
+    hub.on_upload = hang_up
+    message = rf"(?s)nothing was published: .*\n  python scripts/push_to_hub.py {folder} --repo_id user/tnn"
+    with pytest.raises(SystemExit, match=message):
+        run_script(*command)
+    assert hub.files("user/tnn") == {}
+    hub.on_upload = lambda: None
+    run_script(*command)
+    assert {"model.safetensors", "config.json", "README.md"} < hub.files("user/tnn").keys()
+    monkeypatch.setattr("tnn_scripts.common.publishing.HfApi", lambda: NOWHERE)
+    with pytest.raises(SystemExit, match="(?s)nothing was published: ConnectError.*push_to_hub.py"):
+        run_script(*command)
+
+
+def test_pretraining_without_a_network(hub, tmp_path):
+    """At its end: the model is there, and is published by the command in the error."""
+    config, text = write_config(tmp_path / "config"), write_text(tmp_path / "text.txt")
+    options = ["--config_name", config, "--train_file", text, "--output_dir", tmp_path / "out", "--max_steps", 2]
+    hub.on_upload = hang_up
+    with pytest.raises(SystemExit, match=r"(?s)nothing was published: .*\n  python .*/out --repo_id user/out"):
+        run_script("pretrain", *options, "--push_to_hub")
+    assert (tmp_path / "out" / "metrics.json").exists()
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    hub.on_upload = lambda: None
+    run_script("push_to_hub", tmp_path / "out", "--repo_id", "user/out")
+    assert "metrics.json" in hub.files("user/out")
+
+
+def test_repository_is_opened_before_the_training(tmp_path, monkeypatch):
+    config, text = write_config(tmp_path / "config"), write_text(tmp_path / "text.txt")
+    monkeypatch.setattr("tnn_scripts.common.publishing.create_repo", NOWHERE.create_repo)
+    with pytest.raises(SystemExit, match="the repository cannot be opened: .*Connect"):
+        run_script("pretrain", "--config_name", config, "--train_file", text, "--output_dir", tmp_path / "out",
+                   "--max_steps", 2, "--push_to_hub")  # fmt: skip
+    assert not (tmp_path / "out" / "metrics.json").exists()
+
+
+def test_publication_of_a_finetuned_model(hub, encoder, glue, tmp_path):
+    """With its code and what was measured, and none of the pickles that Trainer writes."""
+    given = ["--task_name", "sst2", "--dataset_path", glue, "--max_steps", 2, "--push_to_hub"]
+    run_script("finetune_glue", *glue_options(encoder, tmp_path / "out", *given, "--hub_model_id", "user/sentiment"))
+    files = hub.files("user/sentiment")
+    assert {"model.safetensors", "tokenizer.json", "modeling_tnn.py", "README.md"} < files.keys()
+    assert not any(name.endswith((".bin", ".pt")) for name in files)
+    card = files["README.md"].decode()
+    accuracy = json.loads((tmp_path / "out" / "all_results.json").read_text())["eval_accuracy"]
+    assert f"| accuracy | {accuracy:.4f} |" in card and "| learning_rate | 0.01 |" in card and "sst2" in card
+    with pytest.raises(SystemExit, match="publishes the last encoder, as the user of"):
+        run_script("finetune_glue", *glue_options(encoder, tmp_path / "out", *given, "--hub_token", "hf_secret"))
+
+
+DOWNLOAD = """
+from transformers import AutoModelForCausalLM
+import modeling_tnn
+for name, repo, options in json.loads(sys.argv[1]):
+    try:
+        model = AutoModelForCausalLM.from_pretrained(repo, **options)
+        results[name] = sum(parameter.double().sum().item() for parameter in model.parameters())
+    except Exception as error:
+        results[name] = f"{type(error).__name__}: {error}"
+"""
+
+
+def test_download_that_breaks_off(hub, tmp_path):
+    """What is left of it does not load, neither as a whole nor from the cache alone; another attempt is complete."""
+    folder = save_model(tmp_path / "model", tno_type="rpe", decay=0.9)
+    for repo, size in (("user/one", "5GB"), ("user/shards", "100KB")):
+        run_script("push_to_hub", folder, "--repo_id", repo, "--max_shard_size", size)
+    second = sorted(name for name in hub.files("user/shards") if name.endswith(".safetensors"))[1]
+    hub.cut = {"user/one/model.safetensors": 40_000, f"user/shards/{second}": 1000}
+    attempts = [
+        (f"{repo}, {name}", f"user/{repo}", options)
+        for repo in ("one", "shards")
+        for name, options in (("from the Hub", {}), ("from the cache", {"local_files_only": True}))
+    ]
+    broken = client(hub, tmp_path, DOWNLOAD, json.dumps(attempts), setup="import sys\n")
+    hub.cut.clear()
+    whole = client(hub, tmp_path, DOWNLOAD, json.dumps(attempts), setup="import sys\n")
+    expected = sum(
+        parameter.double().sum().item() for parameter in AutoModelForCausalLM.from_pretrained(folder).parameters()
+    )
+    assert all(isinstance(error, str) for error in broken.values()), broken
+    assert all("peer closed connection" in broken[f"{repo}, from the Hub"] for repo in ("one", "shards")), broken
+    assert f"{second}, which is not there" in broken["shards, from the cache"]
+    assert all(total == pytest.approx(expected, abs=1e-9) for total in whole.values())

@@ -1,0 +1,166 @@
+"""Runs that are killed: no folder is ever half written, and what is resumed ends where the unbroken run ended."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from helpers.scripts import (
+    SCRIPTS,
+    assert_same_weights,
+    figures,
+    pretrain_options,
+    run_script,
+    start_script,
+    wait_until,
+    weights,
+)
+from tnn_scripts.common.atomic import LOCK, clean, new_files, new_folder, partial
+from tnn_scripts.common.checkpoints import checkpoints, prune
+
+assert SCRIPTS.is_dir()
+
+
+@pytest.mark.parametrize("objective", ["clm", "mlm"])
+def test_resumed_is_unbroken(objective, tmp_path):
+    options = pretrain_options(tmp_path, objective)
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    run_script("pretrain", *options, "--output_dir", whole, "--checkpointing_steps", 17)
+    resumed.mkdir()
+    shutil.copytree(whole / "checkpoint-34", resumed / "checkpoint-34")
+    run_script("pretrain", *options, "--output_dir", resumed, "--resume_from_checkpoint", "latest")
+    assert_same_weights(whole, resumed)
+    assert_same_weights(whole / "best", resumed / "best")
+    assert figures(whole) == figures(resumed)
+
+
+def test_killed_at_any_moment(tmp_path):
+    """Three times, twice while a checkpoint is being written; then to the end."""
+    options = pretrain_options(tmp_path, "clm") + ["--checkpointing_steps", 5]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    run_script("pretrain", *options, "--output_dir", whole)
+    options += ["--output_dir", killed]
+    randomness = random.Random(0)
+    for moment in ("writing", "running", "writing"):
+        resume = ["--resume_from_checkpoint", "latest"] if checkpoints(killed) else []
+        done = len(checkpoints(killed))
+        with start_script("pretrain", *options, *resume) as process:
+            wait_until(lambda done=done: len(checkpoints(killed)) > done, process)
+            if moment == "writing":
+                wait_until(lambda: any(killed.glob(".checkpoint-*.partial/model.safetensors")), process)
+            else:
+                time.sleep(randomness.random() * 0.2)
+            process.send_signal(signal.SIGKILL)
+        assert process.returncode == -signal.SIGKILL, "it had ended before"
+        if moment == "writing":
+            assert any(killed.glob(".checkpoint-*")), "nothing was being written"
+        for checkpoint in checkpoints(killed):
+            AutoModelForCausalLM.from_pretrained(checkpoint)
+            AutoTokenizer.from_pretrained(checkpoint)
+            step = json.loads((checkpoint / "trainer_state.json").read_text())["state"]["step"]
+            assert checkpoint.name == f"checkpoint-{step}"
+            assert_same_weights(checkpoint, whole / checkpoint.name)
+    run_script("pretrain", *options, "--resume_from_checkpoint", "latest")
+    assert_same_weights(whole, killed)
+    assert figures(whole) == figures(killed)
+    assert {path.name for path in killed.glob(".*")} <= {LOCK}  # some releases of filelock remove it
+    assert weights(killed)
+
+
+def folder(path, content: str):
+    path.mkdir()
+    (path / "file").write_text(content)
+
+
+def test_new_folder_replaces_one(tmp_path):
+    target = tmp_path / "best"
+    folder(target, "old")
+    with new_folder(target) as written:
+        (written / "file").write_text("new")
+        assert (target / "file").read_text() == "old" and written == partial(target)
+    assert (target / "file").read_text() == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["best"]
+
+
+def test_clean_ends_what_was_begun(tmp_path):
+    """Killed between the two renames, before the first, after the second, and while writing."""
+    folder(tmp_path / ".best.old", "old")
+    folder(tmp_path / ".best.partial", "new")
+    folder(tmp_path / "checkpoint-3", "new")
+    folder(tmp_path / ".checkpoint-3.old", "old")
+    folder(tmp_path / ".checkpoint-4.partial", "half")
+    clean(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "checkpoint-3"]
+    assert (tmp_path / "best" / "file").read_text() == "old"
+    assert (tmp_path / "checkpoint-3" / "file").read_text() == "new"
+
+
+def test_prune(tmp_path):
+    for step in (5, 10, 100, 20):
+        folder(tmp_path / f"checkpoint-{step}", "")
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
+    prune(tmp_path, None)
+    assert len(checkpoints(tmp_path)) == 4
+    prune(tmp_path, 2)
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-20", "checkpoint-100"]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def model_files(path, shards: int):
+    """A folder of empty files, named as those of a model in some shards."""
+    for name in ["config.json", "tokenizer.json", *(f"model-{i}-of-{shards}.safetensors" for i in range(shards))]:
+        (path / name).write_text(f"of {shards}")
+
+
+def test_new_files_join_others(tmp_path):
+    """Weights of the model that was there go, all else stays."""
+    model_files(tmp_path, 3)
+    (tmp_path / "notes.txt").write_text("mine")
+    with new_files(tmp_path) as written:
+        model_files(written, 2)
+        assert (tmp_path / "config.json").read_text() == "of 3"
+    weights = {f"model-{i}-of-2.safetensors" for i in range(2)}
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "tokenizer.json", "notes.txt", *weights}
+    assert (tmp_path / "config.json").read_text() == "of 2" and (tmp_path / "notes.txt").read_text() == "mine"
+
+
+class Killed(BaseException):
+    """What no code handles."""
+
+
+def test_killed_while_files_are_moved(tmp_path, monkeypatch):
+    """Before every rename and every removal: the old model, no model, or the new one; then `clean` ends it."""
+    calls, whole = {"count": 0}, {"of 3": 3, "of 2": 2}
+
+    def guard(action, die_at):
+        def guarded(*args, **kwargs):
+            calls["count"] += 1
+            if calls["count"] == die_at:
+                raise Killed
+            return action(*args, **kwargs)
+
+        return guarded
+
+    for die_at in range(1, 13):
+        target, calls["count"] = tmp_path / str(die_at), 0
+        target.mkdir()
+        model_files(target, 3)
+        with monkeypatch.context() as patched:
+            for owner, name in ((os, "replace"), (Path, "rename"), (Path, "unlink"), (Path, "rmdir")):
+                patched.setattr(owner, name, guard(getattr(owner, name), die_at))
+            with pytest.raises(Killed), new_files(target) as written:
+                model_files(written, 2)
+        if (target / "config.json").exists():
+            content = (target / "config.json").read_text()
+            shards = list(target.glob("model*"))
+            assert len(shards) == whole[content] and {path.read_text() for path in shards} == {content}
+        clean(target)
+        content = (target / "config.json").read_text()
+        assert content == ("of 3" if die_at < 3 else "of 2") and len(list(target.glob("model*"))) == whole[content]
+        assert not list(target.glob(".*"))

@@ -1,0 +1,250 @@
+"""Caches on disk, in copies and in other processes; whose state they hold, and what is no cache of a TNN."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from helpers.cache_models import EVERY_MODEL, TEXT, model_of
+from helpers.models import lively_language_model, relative_error, seeded, tiny_config
+from modeling_tnn import TnnForCausalLM
+from modeling_tnn.cache_tnn import memory_per_sequence, saved_classes
+from modeling_tnn.history import HistoryBuffer
+
+
+def saved(cache):
+    file = io.BytesIO()
+    torch.save(cache, file)
+    file.seek(0)
+    return file
+
+
+WAYS = {
+    "pickle": lambda cache: pickle.loads(pickle.dumps(cache)),
+    "twice": lambda cache: pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(cache)))),
+    "torch": lambda cache: torch.load(saved(cache), weights_only=False),
+    "deepcopy": copy.deepcopy,
+}
+
+
+@EVERY_MODEL
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("steps", [0, 5])
+def test_a_cache_that_was_saved_goes_on_with_a_copy_of_the_model(name, way, steps):
+    model = model_of(name)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        for chunk in TEXT[:, : 40 + steps].split([40] + [1] * steps, dim=1):
+            model(chunk, past_key_values=cache)
+        loaded = WAYS[way](cache)
+        assert loaded.get_seq_length() == 40 + steps
+        twin = copy.deepcopy(model)
+        expected = model(TEXT, use_cache=False).logits[:, 40 + steps :]
+        for reader, past in ((twin, loaded), (model, cache)):
+            parts = [
+                reader(chunk, past_key_values=past).logits
+                for chunk in TEXT[:, 40 + steps :].split([1, 1, 30, 88 - steps], dim=1)
+            ]
+            assert relative_error(torch.cat(parts, dim=1), expected) < 1e-10
+
+
+@EVERY_MODEL
+def test_weights_only(name):
+    model = model_of(name)
+    cache = model(TEXT[:, :30]).past_key_values
+    model(TEXT[:, 30:31], past_key_values=cache)
+    with torch.serialization.safe_globals([DynamicCache, *saved_classes(cache)]):
+        loaded = torch.load(saved(cache), weights_only=True)
+    expected = model(TEXT[:, 31:], past_key_values=cache).logits
+    assert torch.equal(model(TEXT[:, 31:], past_key_values=loaded).logits, expected)
+
+
+@EVERY_MODEL
+@pytest.mark.parametrize("steps", [0, 5])
+def test_a_saved_cache_has_all_its_methods(name, steps):
+    model = model_of(name)
+    with torch.no_grad():
+        cache = model(TEXT[:, :40]).past_key_values
+        for t in range(40, 40 + steps):
+            model(TEXT[:, t : t + 1], past_key_values=cache)
+        cache = pickle.loads(pickle.dumps(cache))
+        assert len(cache) == 2 and cache.get_seq_length() == 40 + steps and cache.is_croppable
+        assert memory_per_sequence(cache) > 0
+        cache.crop(-2)
+        cache.reorder_cache(torch.tensor([1, 0]))
+        cache.batch_repeat_interleave(2)
+        cache.batch_select_indices(torch.tensor([0, 3]))
+        for layer in cache.layers:
+            layer.offload()
+            layer.prefetch()
+        text = TEXT.flip(0)
+        logits = model(text[:, 38 + steps :], past_key_values=cache).logits
+        assert relative_error(logits, model(text, use_cache=False).logits[:, 38 + steps :]) < 1e-10
+        cache.reset()
+        assert cache.get_seq_length() == 0
+        assert relative_error(model(TEXT, past_key_values=cache).logits, model(TEXT).logits) < 1e-12
+
+
+def test_a_file_holds_what_was_written_and_no_other_memory():
+    register = HistoryBuffer(torch.zeros(1, 1, 3), reach=10)
+    register.append(torch.ones(1, 1, 1))
+    assert register.buffer.shape[-1] > 4
+    loaded = pickle.loads(pickle.dumps(register))
+    assert torch.equal(loaded.buffer, torch.tensor([[[0.0, 0.0, 0.0, 1.0]]]))
+    loaded.append(torch.ones(1, 1, 1))
+    assert torch.equal(loaded.last(2), torch.ones(1, 1, 2))
+
+
+def test_a_file_holds_no_weights():
+    """A state of a few thousand bytes does not carry its operator."""
+    model = seeded(TnnForCausalLM, tiny_config("rtf", hidden_size=64, rtf_state_size=60))
+    cache = model(TEXT[:1, :1]).past_key_values
+    assert len(pickle.dumps(cache)) < 20_000 < model.num_parameters()
+
+
+@EVERY_MODEL
+def test_generate_from_a_saved_prompt(name):
+    model, prompt = model_of(name), TEXT[:, :20]
+    cache = model(prompt[:, :12]).past_key_values
+    loaded = pickle.loads(pickle.dumps(cache))
+    options = {"max_new_tokens": 9, "do_sample": False}
+    assert torch.equal(
+        copy.deepcopy(model).generate(prompt, past_key_values=loaded, **options), model.generate(prompt, **options)
+    )
+
+
+def other_embedding(model):
+    model.model.embed_tokens.weight[0, 0] += 1
+
+
+def other_kernel(model):
+    next(model.model.layers[1].gtu.tno.parameters()).view(-1)[0] += 1
+
+
+def an_optimizer_step(model):
+    with torch.enable_grad():
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        model(TEXT).logits.sum().backward()
+        optimizer.step()
+
+
+def other_weights_in_place(model):
+    model.load_state_dict(model_of("rpe").state_dict())
+
+
+def other_weights_assigned(model):
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+
+
+CHANGES = [other_embedding, other_kernel, an_optimizer_step, other_weights_in_place, other_weights_assigned]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("steps", [0, 3])
+def test_weights_that_changed_under_a_cache(change, steps):
+    model = model_of("rpe")
+    with torch.no_grad():
+        cache = model(TEXT[:, :20]).past_key_values
+        for t in range(20, 20 + steps):
+            model(TEXT[:, t : t + 1], past_key_values=cache)
+        change(model)
+        with pytest.raises(ValueError, match="past_key_values was made with other weights.* empty cache"):
+            model(TEXT[:, 23:24], past_key_values=cache)
+        with pytest.raises(ValueError, match="another model"):
+            model_of("rpe")(TEXT[:, 23:24], past_key_values=pickle.loads(pickle.dumps(cache)))
+        cache.reset()
+        model(TEXT, past_key_values=cache)
+
+
+def test_an_adapter_that_is_switched_or_merged():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["v_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(model_of("rpe"), config).eval()
+    model.add_adapter("second", config)
+
+    def disable():
+        model.base_model.disable_adapter_layers()
+
+    changes = [lambda: model.set_adapter("second"), disable, model.base_model.enable_adapter_layers]
+    changes += [model.merge_adapter, model.unmerge_adapter, lambda: model.add_adapter("third", config)]
+    changes += [model.merge_and_unload]
+    with torch.no_grad():
+        for change in changes:
+            cache = model(TEXT[:, :20]).past_key_values
+            model(TEXT[:, 20:21], past_key_values=cache)
+            change()
+            with pytest.raises(ValueError, match="made with other weights"):
+                model(TEXT[:, 21:22], past_key_values=cache)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"tno_type": "rpe", "decay": 0.8},
+        {"tno_type": "rpe", "decay": 0.9, "hidden_act": "gelu"},
+        {"tno_type": "rpe", "decay": 0.9, "num_hidden_layers": 1},
+        {"tno_type": "fd"},
+        {"tno_type": "rtf"},
+    ],
+)
+def test_a_cache_of_another_configuration(other):
+    cache = model_of("rpe")(TEXT[:, :20]).past_key_values
+    for past in (cache, pickle.loads(pickle.dumps(cache))):
+        with pytest.raises(ValueError, match="another model"):
+            lively_language_model(**other)(TEXT[:, 20:], past_key_values=past)
+
+
+def test_what_does_not_change_the_state_is_no_other_model():
+    model = model_of("rpe")
+    cache = model(TEXT[:, :20]).past_key_values
+    model.train().eval().requires_grad_(False)
+    model.config.use_cache = False
+    model.to(torch.float64)
+    expected = model(TEXT).logits[:, 20:]
+    assert relative_error(model(TEXT[:, 20:], past_key_values=cache).logits, expected) < 1e-10
+
+
+def test_inference_mode():
+    """Its tensors count no writes."""
+    with torch.inference_mode():
+        model = model_of("rpe")
+        cache = model(TEXT[:, :20]).past_key_values
+        for t in range(20, 25):
+            logits = model(TEXT[:, t : t + 1], past_key_values=cache).logits
+        loaded = pickle.loads(pickle.dumps(cache))
+        assert relative_error(logits[:, -1], model(TEXT[:, :25]).logits[:, -1]) < 1e-10
+        expected = model(TEXT).logits[:, 25:]
+        assert relative_error(model(TEXT[:, 25:], past_key_values=loaded).logits, expected) < 1e-10
+
+
+def test_a_pass_that_was_interrupted(monkeypatch):
+    """Its first layers have seen the tokens, its last ones have not."""
+    model = model_of("rpe")
+    cache = model(TEXT[:, :20]).past_key_values
+    monkeypatch.setattr(model.model.layers[1].gtu, "forward", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(TEXT[:, 20:22], past_key_values=cache)
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="past_key_values was left in the middle of a pass.* 20 to 22 tokens"):
+        model(TEXT[:, 22:], past_key_values=cache)
+
+
+@EVERY_MODEL
+def test_an_empty_cache_without_a_configuration_is_filled(name):
+    model, cache = model_of(name), DynamicCache()
+    assert len(cache) == 0 and cache.get_seq_length() == 0
+    parts = [model(chunk, past_key_values=cache).logits for chunk in TEXT.split([9, 1, 150], dim=1)]
+    assert len(cache) == 2 and cache.get_seq_length() == 160
+    assert relative_error(torch.cat(parts, dim=1), model(TEXT).logits) < 1e-10
+    options = {"max_new_tokens": 9, "do_sample": False}
+    generated = model.generate(TEXT, past_key_values=DynamicCache(), **options)
+    assert torch.equal(generated, model.generate(TEXT, **options))
+
+
+@pytest.mark.parametrize("past", [(), [(torch.ones(1), torch.ones(1))], "text"], ids=str)
+def test_what_is_no_cache(past):
+    with pytest.raises(ValueError, match="past_key_values"):
+        model_of("rpe")(TEXT, past_key_values=past)

@@ -1,0 +1,219 @@
+"""Conversion to a recurrence: what it reports is what it does, and the result is a model like any other."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from helpers.models import lively_language_model, relative_error, seeded, tiny_config
+from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification
+from modeling_tnn.cache_tnn import TnnCacheLayer
+from modeling_tnn.conversion import ORDERS, fit_recurrence, hankel_eigenvectors
+
+KERNELS = {
+    "rpe": {"tno_type": "rpe", "decay": 0.99},
+    "rpe-learnable-decay": {"tno_type": "rpe", "decay": 0.95, "learnable_decay": True},
+    "rpe-no-decay": {"tno_type": "rpe", "decay": None, "max_position_embeddings": 64},
+    "fd": {"tno_type": "fd", "fd_resolution": 256},
+    "fd-cos": {"tno_type": "fd", "fd_resolution": 256, "fd_input": "cos", "fd_act": "gelu"},
+}
+EVERY_KERNEL = pytest.mark.parametrize("name", KERNELS)
+
+
+@pytest.fixture(autouse=True)
+def few_taps(monkeypatch):
+    """Kernels without an end are fitted over 512 taps here, not 4096."""
+    monkeypatch.setattr("modeling_tnn.conversion.MOST_TAPS", 512)
+
+
+def operators(model):
+    return [layer.gtu.tno for layer in model.base_model.layers]
+
+
+@EVERY_KERNEL
+@pytest.mark.parametrize("window", [1, 16])
+def test_report_is_what_the_kernel_does(name, window):
+    """Measured against the dense kernel in float64, channel by channel."""
+    model = lively_language_model(**KERNELS[name])
+    converted, reports = model.to_recurrent(order=16, window=window)
+    for original, operator, report in zip(operators(model), operators(converted), reports, strict=True):
+        assert (report.order, report.window) == (16, window)
+        exact, fitted = original.coefficients(report.taps), operator.coefficients(report.taps)
+        error = fitted - exact
+        l2, l1 = error.norm(dim=1) / exact.norm(dim=1), error.abs().sum(1) / exact.abs().sum(1)
+        # The parameters of a float64 model hold the fit without loss.
+        assert torch.equal(fitted[:, :window], exact[:, :window])
+        assert report.l2_layer == pytest.approx((error.norm() / exact.norm()).item(), rel=1e-3, abs=1e-12)
+        assert report.l2_median == pytest.approx(l2.median().item(), rel=1e-3, abs=1e-12)
+        assert report.l2_worst == pytest.approx(l2.max().item(), rel=1e-3, abs=1e-12)
+        assert report.l1_worst == pytest.approx(l1.max().item(), rel=1e-3, abs=1e-12)
+        poles = torch.exp(-torch.exp(operator.log_rate))
+        assert poles.max() < 1 and report.largest_pole < 1
+
+
+@pytest.mark.parametrize("name", ["rpe", "rpe-learnable-decay", "fd"])
+def test_tail_bound_holds(name):
+    """What the fit and the kernel do far beyond the taps that were fitted."""
+    model = lively_language_model(**KERNELS[name])
+    converted, reports = model.to_recurrent(order=8, window=4)
+    for original, operator, report in zip(operators(model), operators(converted), reports, strict=True):
+        exact, fitted = original.coefficients(4000), operator.coefficients(4000)
+        beyond = (fitted - exact)[:, report.taps :].abs().sum(1) / exact[:, : report.taps].abs().sum(1)
+        assert beyond.max() <= report.tail_bound * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("name", ["rpe", "fd-cos"])
+def test_error_falls_with_the_order(name):
+    model = lively_language_model(**KERNELS[name])
+    errors = [model.to_recurrent(order=order)[1][0].l2_layer for order in (4, 8, 16, 32)]
+    assert all(later < earlier for earlier, later in zip(errors, errors[1:], strict=False))
+    assert errors[-1] < 1e-5
+
+
+@pytest.mark.parametrize("taps, window", [(1, 16), (3, 3), (3, 16), (16, 16)])
+def test_kernels_that_end_within_the_window(taps, window):
+    """There is nothing to fit: the conversion is exact."""
+    model = lively_language_model(tno_type="rpe", rpe_window=taps)
+    converted, reports = model.to_recurrent(order=8, window=window)
+    for original, operator, report in zip(operators(model), operators(converted), reports, strict=True):
+        assert report.l2_layer < 1e-9
+        assert relative_error(operator.coefficients(60), original.coefficients(60)) < 1e-9
+
+
+def test_exponentials_are_found():
+    """A kernel that is a recurrence of order 6: two real poles, two pairs."""
+    poles = torch.tensor([0.9, -0.7, 0.95 * torch.e ** (0.3j), 0.8 * torch.e ** (2j)], dtype=torch.complex128)
+    residues = torch.randn(20, 4, dtype=torch.complex128, generator=torch.Generator().manual_seed(0))
+    taps = (residues @ poles[:, None] ** torch.arange(200)).real
+    fit = fit_recurrence(taps, 6)
+    assert len(fit.poles) == 4
+    assert relative_error(fit.taps(200), taps) < 1e-9
+    found = torch.sort(torch.view_as_real(fit.poles).flatten()).values
+    assert relative_error(found, torch.sort(torch.view_as_real(poles).flatten()).values) < 1e-7
+
+
+def test_gram_matrix_of_the_hankel_factor():
+    """Its leading eigenvectors are the right singular vectors of the stacked Hankel matrices."""
+    taps = torch.randn(3, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    hankel = torch.cat([channel.unfold(0, 20, 1) for channel in taps])  # (3 * 21, 20)
+    expected = torch.linalg.svd(hankel).Vh[:5].t()
+    actual = hankel_eigenvectors(taps.clone(), 5)
+    assert relative_error((actual.t() @ expected).abs(), torch.eye(5)) < 1e-9
+
+
+def test_stays_close_on_a_text():
+    model = lively_language_model(**KERNELS["rpe"])
+    ids = torch.randint(99, (1, 600), generator=torch.Generator().manual_seed(0))
+    before = model(ids).logits
+    after = model.to_recurrent()[0](ids).logits
+    assert relative_error(after, before) < 1e-4
+    assert torch.equal(after.argmax(-1), before.argmax(-1))
+
+
+def test_float32_recurrence_stays_with_its_float64_self():
+    converted = lively_language_model(**KERNELS["rpe"]).to_recurrent()[0].requires_grad_(False)
+    operator = operators(converted)[0]
+    v = torch.randn(1, 4096, operator.channels, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    outputs = []
+    for dtype in (torch.float64, torch.float32):
+        single = copy.deepcopy(operator).to(dtype)
+        layer = TnnCacheLayer()
+        steps = [layer.update(v[:, t : t + 1].to(dtype), None, single)[0] for t in range(v.shape[1])]
+        outputs.append(torch.cat(steps, dim=1))
+    assert relative_error(outputs[1], outputs[0]) < 1e-5
+
+
+@EVERY_KERNEL
+def test_saves_loads_and_generates(name, tmp_path):
+    model = lively_language_model(**KERNELS[name]).float()
+    converted, _ = model.to_recurrent(order=8)
+    assert (converted.config.tno_type, converted.config.converted_from) == ("modal", KERNELS[name]["tno_type"])
+    assert model.config.tno_type == KERNELS[name]["tno_type"]
+    converted.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    prompt = torch.arange(7)[None] + 5
+    options = {"max_new_tokens": 30, "do_sample": False}
+    # Not equal: the last bit of a product depends on how its matrix is aligned in memory.
+    assert relative_error(loaded(prompt).logits, converted(prompt).logits) < 1e-6
+    assert torch.equal(loaded.generate(prompt, **options), converted.generate(prompt, **options))
+
+
+def test_other_weights_and_settings_are_kept():
+    model = seeded(TnnForSequenceClassification, tiny_config(num_labels=3)).train()
+    converted, _ = model.to_recurrent(order=8)
+    assert converted.training and converted.num_labels == 3
+    original, copied = model.state_dict(), converted.state_dict()
+    assert all(torch.equal(original[name], copied[name]) for name in original if ".tno." not in name)
+    tied = lively_language_model(tno_type="rpe").to_recurrent(order=8)[0]
+    assert tied.lm_head.weight is not tied.model.embed_tokens.weight
+
+
+def test_rtf_and_converted_models_are_recurrences_already():
+    for tno_type in ("rtf", "modal"):
+        model = lively_language_model(tno_type=tno_type)
+        assert model.to_recurrent() == (model, [])
+
+
+def test_tolerance_takes_the_smallest_order():
+    model = lively_language_model(**KERNELS["rpe"])
+    _, reports = model.to_recurrent(tolerance=1e-3)
+    for layer, report in enumerate(reports):
+        assert report.order in ORDERS and report.l2_layer <= 1e-3
+        if report.order > ORDERS[0]:
+            smaller = ORDERS[ORDERS.index(report.order) - 1]
+            assert model.to_recurrent(order=smaller)[1][layer].l2_layer > 1e-3
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"tolerance": 1e-300}, "tolerance=1e-300 cannot be met: layer 0 has .* at order 128.*larger"),
+        ({"order": 0}, "order=0"),
+        ({"window": 0}, "window=0"),
+    ],
+)
+def test_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        lively_language_model(**KERNELS["rpe"]).to_recurrent(**options)
+
+
+def test_bidirectional_models_are_refused():
+    with pytest.raises(ValueError, match="causal=False"):
+        seeded(TnnForMaskedLM, tiny_config(causal=False)).to_recurrent()
+
+
+def test_wrapped_weights_are_refused():
+    """They had been left at random values."""
+    model = lively_language_model()
+    torch.nn.utils.parametrizations.weight_norm(model.model.layers[1].gtu.o_proj)
+    with pytest.raises(ValueError, match="own weights, but .*o_proj.* remove parametrizations"):
+        model.to_recurrent(order=8)
+    torch.nn.utils.parametrize.remove_parametrizations(model.model.layers[1].gtu.o_proj, "weight")
+    ids = torch.arange(40)[None]
+    assert relative_error(model.to_recurrent(order=64)[0](ids).logits, model(ids).logits) < 1e-3
+
+
+def test_adapters_are_refused_and_merged_ones_are_kept():
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(target_modules="all-linear", init_lora_weights=False)
+    model = peft.get_peft_model(lively_language_model(), lora).eval()
+    with pytest.raises(ValueError, match=r"own weights, but .*base_layer.*merge_and_unload"):
+        model.to_recurrent(order=8)
+    merged = model.merge_and_unload()
+    ids = torch.arange(40)[None]
+    assert relative_error(merged.to_recurrent(order=64)[0](ids).logits, merged(ids).logits) < 1e-2
+
+
+def test_offloaded_and_quantized_weights_are_refused(tmp_path):
+    torchao = pytest.importorskip("torchao.quantization")
+    from transformers import TorchAoConfig
+
+    seeded(TnnForCausalLM, tiny_config(hidden_size=64, eos_token_id=None)).save_pretrained(tmp_path)
+    quantized = AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=TorchAoConfig(torchao.Int8WeightOnlyConfig())
+    )
+    with pytest.raises(ValueError, match="offloaded, quantized or sharded"):
+        quantized.to_recurrent(order=8)
+    with torch.device("meta"), pytest.raises(ValueError, match="offloaded, quantized or sharded"):
+        TnnForCausalLM(tiny_config()).to_recurrent(order=8)

@@ -1,0 +1,63 @@
+"""GLUE in two small tasks, a model to fine-tune on them, and the options for it."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from datasets import ClassLabel, Dataset, Features, Value
+from transformers import AutoModelForMaskedLM
+
+import modeling_tnn
+from helpers.scripts import write_config
+from tnn_scripts.data.text import train_tokenizer
+
+WORDS = {"good": 1, "great": 1, "fine": 1, "bad": 0, "awful": 0, "dull": 0}
+
+
+def rows(count: int, seed: int = 0) -> dict[str, list]:
+    """Sentences that one word decides."""
+    choices = np.random.default_rng(seed).choice(list(WORDS), size=count)
+    return {"sentence": [f"It was a {word} film." for word in choices], "label": [WORDS[word] for word in choices]}
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = train_tokenizer(Dataset.from_dict({"text": rows(100)["sentence"]}), 300, masked=True)
+    tokenizer.save_pretrained(folder)
+    config = modeling_tnn.TnnConfig.from_pretrained(write_config(folder, causal=False, vocab_size=len(tokenizer)))
+    AutoModelForMaskedLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def glue(tmp_path_factory) -> Path:
+    """A folder that `load_dataset(folder, task)` reads as the Hub's, with two tasks."""
+    folder = tmp_path_factory.mktemp("glue")
+    features = Features({"sentence": Value("string"), "label": ClassLabel(names=["negative", "positive"])})
+    pairs = rows(60) | {"sentence2": ["He said so."] * 60}
+    pairs["sentence1"] = pairs.pop("sentence")
+    pairs["label"] = [float(label * 4 + 0.5) for label in pairs["label"]]
+    for split, count in (("train", 160), ("validation", 60), ("test", 20)):
+        data = rows(count, seed=count)
+        if split == "test":
+            data["label"] = [-1] * count
+        (folder / "sst2").mkdir(exist_ok=True)
+        (folder / "stsb").mkdir(exist_ok=True)
+        Dataset.from_dict(data, features=features).to_parquet(folder / "sst2" / f"{split}-00000-of-00001.parquet")
+        Dataset.from_dict(pairs).to_parquet(folder / "stsb" / f"{split}-00000-of-00001.parquet")
+    (folder / "README.md").write_text(
+        "---\nconfigs:\n"
+        + "".join(
+            f"- config_name: {task}\n  data_files:\n"
+            + "".join(f"  - split: {s}\n    path: {task}/{s}-*\n" for s in ("train", "validation", "test"))
+            for task in ("sst2", "stsb")
+        )
+        + "---\n"
+    )
+    return folder
+
+
+def glue_options(model, output, *more) -> list:
+    return ["--model_name_or_path", model, "--output_dir", output, "--do_train", "--do_eval", "--num_train_epochs", 4,
+            "--learning_rate", 0.01, "--per_device_train_batch_size", 16, "--report_to", "none", *more]  # fmt: skip

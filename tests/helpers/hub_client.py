@@ -1,0 +1,25 @@
+"""A user of the Hub on loopback, in a process of its own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from helpers.hub_server import HubServer
+
+WITHOUT_THE_PACKAGE = "import sys\nsys.modules['modeling_tnn'] = None\n"
+
+
+def environment(hub: HubServer, home: Path) -> dict[str, str]:
+    """That of a user whose cache is empty."""
+    return os.environ | hub.environment | {"HF_HOME": str(home)}
+
+
+def client(hub: HubServer, home: Path, code: str, *arguments, setup: str = WITHOUT_THE_PACKAGE) -> dict:
+    """Run `code` in a fresh process where the package is not installed; what it leaves in the dictionary `results`."""
+    script = f"{setup}import json\nresults = {{}}\n{code}\njson.dump(results, open('results.json', 'w'))"
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment(hub, home), cwd=home)
+    assert run.returncode == 0, run.stderr
+    return json.loads((home / "results.json").read_text())

@@ -1,0 +1,164 @@
+"""Running the training scripts on a small text, in this process or in others."""
+
+import io
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from contextlib import redirect_stderr, redirect_stdout
+from importlib import import_module
+from pathlib import Path
+
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from safetensors.torch import load_file
+from tokenizers import ByteLevelBPETokenizer
+from transformers import PreTrainedTokenizerFast
+
+from helpers.models import lively_language_model
+from modeling_tnn import TnnConfig
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "scripts"
+SENTENCES = ["The quick brown fox jumps over the lazy dog.", "Pack my box with five dozen jugs of liquor.", ""]
+
+
+def write_text(path: Path, copies: int = 300) -> Path:
+    path.write_text("\n".join(SENTENCES * copies))
+    return path
+
+
+def write_config(folder: Path, **fields) -> Path:
+    """A config of a model that takes milliseconds, with dropout."""
+    defaults = {
+        "vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2, "max_position_embeddings": 32, "rpe_dim": 16,
+        "rpe_layers": 1, "rtf_state_size": 4, "gtu_expansion": 2,
+    }  # fmt: skip
+    TnnConfig(**defaults | fields).save_pretrained(folder)
+    return folder
+
+
+def run_script(name: str, *arguments):
+    """Call the `main` of a script in this process; what ends it early is raised."""
+    script, saved = import_module(f"tnn_scripts.{name}"), sys.argv
+    sys.argv = [name, *map(str, arguments)]
+    try:
+        return script.main()
+    finally:
+        sys.argv = saved
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+
+def start_script(name: str, *arguments, launcher: tuple = (), **options) -> subprocess.Popen:
+    """Start a script in a process of its own, by `launcher` if there is one."""
+    command = [*(launcher or (sys.executable,)), str(SCRIPTS / f"{name}.py"), *map(str, arguments)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": environment}
+    return subprocess.Popen(command, **pipes | options)
+
+
+def two_processes() -> list[str]:
+    """The launcher of two processes on the CPU, on a port of their own: workers of xdist start them side by side."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    file = ROOT / "configuration" / "accelerate" / "cpu-gloo.yaml"
+    command = [
+        Path(sys.executable).parent / "accelerate",
+        "launch",
+        "--main_process_port",
+        port,
+        "--config_file",
+        file,
+    ]
+    return [str(part) for part in command]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def assert_same_weights(first: Path, second: Path, tolerance: float = 0.0):
+    first, second = weights(first), weights(second)
+    assert first.keys() == second.keys()
+    for name in first:
+        torch.testing.assert_close(first[name], second[name], rtol=0, atol=tolerance)
+
+
+class Malicious:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, victim: Path):
+        self.victim = victim
+
+    def __reduce__(self):
+        return Path.touch, (self.victim,)
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """What is in a folder, but for the lock."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()
+            and path.name != ".lock"}  # fmt: skip
+
+
+def at_call(monkeypatch, owner, name: str, call: int, action):
+    """Do something in a certain call of a method."""
+    original, calls = getattr(owner, name), []
+
+    def wrapper(*args, **kwargs):
+        calls.append(name)
+        if len(calls) == call:
+            action()
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, wrapper)
+
+
+def pretrain_options(tmp_path, objective: str) -> list:
+    """Dropout, masks, accumulation, evaluation, several epochs: all that a resumed run could get wrong."""
+    text = write_text(tmp_path / "text.txt", copies=100)
+    config = write_config(tmp_path / "config", causal=objective == "clm", hidden_dropout_prob=0.2)
+    return ["--objective", objective, "--config_name", config, "--train_file", text, "--max_steps", 60,
+            "--learning_rate", 0.01, "--per_device_train_batch_size", 4, "--gradient_accumulation_steps", 2,
+            "--eval_steps", 7]  # fmt: skip
+
+
+def figures(folder) -> dict:
+    return {k: v for k, v in json.loads((folder / "metrics.json").read_text()).items() if "second" not in k}
+
+
+def wait_until(holds, process, seconds: float = 600):
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.0005)
+
+
+TEXT = "The quick brown fox jumps over the lazy dog.\n" * 300
+
+
+def run(script: str, *arguments, check: bool = True) -> subprocess.CompletedProcess:
+    """In this process, for speed; what a program leaves with is its status and its last line on stderr."""
+    out, err, status = io.StringIO(), io.StringIO(), 0
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            run_script(script.removesuffix(".py"), *arguments)
+        except SystemExit as left:
+            status = left.code if isinstance(left.code, int) else int(left.code is not None)
+            err.write(left.code if isinstance(left.code, str) else "")
+    assert not check or status == 0, err.getvalue()
+    return subprocess.CompletedProcess([script], status, out.getvalue(), err.getvalue())
+
+
+def save_model(folder: Path, **fields) -> Path:
+    """An untrained model with a tokenizer of 99 tokens."""
+    bpe = ByteLevelBPETokenizer()
+    special = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    bpe.train_from_iterator([TEXT], vocab_size=260, special_tokens=list(special.values()))
+    PreTrainedTokenizerFast(tokenizer_object=bpe, **special).save_pretrained(folder)
+    lively_language_model(vocab_size=300, max_position_embeddings=32, **fields).float().save_pretrained(folder)
+    return folder

@@ -1,0 +1,66 @@
+"""What the documentation says of chats and of PEFT, run with the real libraries."""
+
+import re
+
+import peft
+import pytest
+import torch
+from transformers import AutoTokenizer, DataCollatorForSeq2Seq, Trainer, TrainingArguments
+
+from helpers.models import lively_language_model
+from helpers.scripts import ROOT, save_model
+
+IDS = torch.arange(3, 21).view(2, 9)
+CAUSAL = {"task_type": "CAUSAL_LM"}
+VIRTUAL = CAUSAL | {"num_virtual_tokens": 4, "num_attention_heads": 1}
+WORKING = {
+    "LoRA": lambda: peft.LoraConfig(target_modules="all-linear", **CAUSAL),
+    "LoRA by name": lambda: peft.LoraConfig(target_modules=["u_proj", "v_proj", "o_proj"], **CAUSAL),
+    "IA3": lambda: peft.IA3Config(target_modules=["v_proj", "o_proj"], feedforward_modules=["o_proj"], **CAUSAL),
+    "prompt tuning": lambda: peft.PromptTuningConfig(**VIRTUAL),
+    "P-tuning": lambda: peft.PromptEncoderConfig(**VIRTUAL),
+}
+
+
+@pytest.mark.parametrize("name", WORKING)
+def test_adapters(name):
+    """The adapter alone has gradients, and the cache gives the tokens of the full forward pass."""
+    model = peft.get_peft_model(lively_language_model(vocab_size=300).float(), WORKING[name]())
+    model.train()(input_ids=IDS, attention_mask=torch.ones_like(IDS), labels=IDS).loss.backward()
+    gradients = {key for key, value in model.named_parameters() if value.grad is not None and value.grad.any()}
+    assert gradients and gradients <= {key for key, value in model.named_parameters() if value.requires_grad}
+    options = {"attention_mask": torch.ones_like(IDS), "max_new_tokens": 5, "do_sample": False}
+    cached, full = (model.eval().generate(input_ids=IDS, use_cache=cache, **options) for cache in (True, False))
+    assert torch.equal(cached, full) and cached.shape == (2, 14)
+
+
+def test_prefix_tuning_is_refused():
+    model = lively_language_model(vocab_size=300).float()
+    tuned = peft.get_peft_model(model, peft.PrefixTuningConfig(**VIRTUAL))
+    with pytest.raises(ValueError, match="cannot hold the state of a TNN"):
+        tuned(input_ids=IDS, attention_mask=torch.ones_like(IDS), labels=IDS)
+
+
+def test_chats(tmp_path):
+    """The snippet of docs/training.md, a step of Trainer with what it makes, and the template after it is saved."""
+    text = (ROOT / "docs" / "training.md").read_text()
+    snippet = re.search(r"## Fine-tune on chats.*?```python\n(.*?)```", text, re.DOTALL)[1]
+    made = {}
+    folder = save_model(tmp_path / "model")
+    exec(compile(snippet.replace("outputs/demo", str(folder)), "docs/training.md", "exec"), made)
+    tokenizer, model, inputs, labels = (made[name] for name in ("tokenizer", "model", "inputs", "labels"))
+    shown = "<|user|>Who made the light?<|assistant|>God made it.</s>"
+    assert tokenizer.decode(inputs["input_ids"]) == shown
+    assert tokenizer.decode([label for label in labels if label != -100]) == "God made it.</s>"
+    row = {name: inputs[name] for name in ("input_ids", "attention_mask")} | {"labels": labels}
+    arguments = TrainingArguments(str(tmp_path / "run"), max_steps=1, report_to="none", save_strategy="no")
+    collator = DataCollatorForSeq2Seq(tokenizer)
+    trainer = Trainer(model, arguments, train_dataset=[row, row], data_collator=collator)
+    assert trainer.train().training_loss > 0
+    tokenizer.save_pretrained(tmp_path / "saved")
+    prompt = AutoTokenizer.from_pretrained(tmp_path / "saved").apply_chat_template(
+        made["chat"][:1], add_generation_prompt=True, return_tensors="pt"
+    )
+    ids = prompt["input_ids"]
+    assert tokenizer.decode(ids[0]).endswith("<|assistant|>")
+    assert model.generate(ids, max_new_tokens=3).shape[1] > ids.shape[1]

@@ -1,0 +1,352 @@
+"""The tools around transformers, each run with the real library on every head that it applies to.
+
+The matrix in the README is checked against the heads that the tests name.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from threading import Thread
+
+import pytest
+import torch
+from datasets import Dataset
+from tokenizers import ByteLevelBPETokenizer
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    DataCollatorForLanguageModeling,
+    PreTrainedTokenizerFast,
+    TextIteratorStreamer,
+    Trainer,
+    TrainingArguments,
+    pipeline,
+)
+
+from helpers.models import relative_error, seeded, tiny_config
+from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification, TnnModel
+
+README = Path(__file__).parents[2] / "README.md"
+SENTENCES = [
+    "The quick brown fox jumps over the lazy dog.",
+    "Pack my box.",
+    "How vexingly quick daft zebras jump over five dozen jugs!",
+]
+SPECIAL = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>", "mask_token": "<mask>"}
+AUTO = {
+    TnnModel: AutoModel,
+    TnnForCausalLM: AutoModelForCausalLM,
+    TnnForMaskedLM: AutoModelForMaskedLM,
+    TnnForSequenceClassification: AutoModelForSequenceClassification,
+}
+MATRIX: dict[str, set[str]] = {}
+
+
+def heads(*classes):
+    """Run a test with each of these classes, and enter them into the matrix."""
+
+    def decorate(test):
+        MATRIX[test.__name__] = {head.__name__ for head in classes}
+        return pytest.mark.parametrize("head", classes, ids=lambda head: head.__name__)(test)
+
+    return decorate
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(SENTENCES, vocab_size=300, special_tokens=list(SPECIAL.values()))
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, **SPECIAL)
+
+
+@pytest.fixture
+def folder(head, tokenizer, tmp_path) -> Path:
+    """A saved model of the class `head` and a tokenizer; the widths are those that int4 groups ask for."""
+    bidirectional = head in (TnnForMaskedLM, TnnModel)
+    config = tiny_config(causal=not bidirectional, vocab_size=len(tokenizer), hidden_size=64, eos_token_id=None)
+    seeded(head, config).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def inputs(tokenizer) -> dict[str, torch.Tensor]:
+    """A padded batch."""
+    return dict(tokenizer(SENTENCES, return_tensors="pt", padding=True, return_token_type_ids=False))
+
+
+def first_output(model, inputs) -> torch.Tensor:
+    with torch.no_grad():
+        return model(**inputs)[0]
+
+
+TASKS = {
+    TnnModel: "feature-extraction",
+    TnnForCausalLM: "text-generation",
+    TnnForMaskedLM: "fill-mask",
+    TnnForSequenceClassification: "text-classification",
+}
+
+
+@heads(*TASKS)
+def test_pipeline(head, folder):
+    """Of each task, by its name; a padded batch gives what one text after the other gives."""
+    options = {"max_new_tokens": 5, "do_sample": False} if head is TnnForCausalLM else {}
+    texts = [text.replace("quick", "<mask>") for text in SENTENCES[::2]] if head is TnnForMaskedLM else SENTENCES
+    pipe = pipeline(TASKS[head], model=str(folder), device="cpu")
+    assert type(pipe.model) is head
+    one_by_one = [pipe(text, **options) for text in texts]
+    if head is TnnForSequenceClassification:
+        one_by_one = [result for (result,) in one_by_one]
+    batched = pipe(texts, batch_size=len(texts), **options)
+    if head is TnnModel:
+        one_by_one, batched = [features for (features,) in one_by_one], [features for (features,) in batched]
+    expected, found = leaves(one_by_one), leaves(batched)
+    # Features of padding, which a single text has none of, come after those of the text.
+    assert {place: found[place] for place in expected} == pytest.approx(expected, abs=1e-5)
+
+
+def leaves(nested) -> dict:
+    """Numbers and texts of nested lists and dictionaries, by where they are."""
+    if isinstance(nested, list | dict):
+        items = nested.items() if isinstance(nested, dict) else enumerate(nested)
+        return {f"{key}/{place}": leaf for key, value in items for place, leaf in leaves(value).items()}
+    return {"": nested}
+
+
+@heads(TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification)
+def test_trainer(head, folder, tokenizer, tmp_path):
+    """The loss falls, a checkpoint loads, and the trained model is what was saved."""
+    rows = [tokenizer(text, return_token_type_ids=False) for text in SENTENCES] * 8
+    data = Dataset.from_list(
+        [{"input_ids": row["input_ids"], "attention_mask": row["attention_mask"]} for row in rows]
+    )
+    collator = None
+    if head is TnnForSequenceClassification:
+        data = data.add_column("label", [0, 1, 0] * 8)
+    else:
+        collator = DataCollatorForLanguageModeling(tokenizer, mlm=head is TnnForMaskedLM, seed=0)
+    args = TrainingArguments(output_dir=str(tmp_path / "run"), max_steps=20, learning_rate=3e-3, logging_steps=5,
+                             save_steps=20, per_device_train_batch_size=12, use_cpu=True, seed=0)  # fmt: skip
+    model = AUTO[head].from_pretrained(folder)
+    trainer = Trainer(model=model, args=args, train_dataset=data, data_collator=collator, processing_class=tokenizer)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[-1] < 0.9 * losses[0], losses
+    loaded = AUTO[head].from_pretrained(tmp_path / "run" / "checkpoint-20")
+    assert all(torch.equal(loaded.state_dict()[name], value) for name, value in model.state_dict().items())
+
+
+LLAMA_PATTERNS = ["v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@heads(*AUTO)
+@pytest.mark.parametrize("targets", ["all-linear", LLAMA_PATTERNS], ids=["all-linear", "patterns"])
+def test_lora(head, targets, folder, inputs, tmp_path):
+    """Adapters sit on the GTU and the GLU, are trained, change the output; merged, saved and taken off again."""
+    peft = pytest.importorskip("peft")
+    base = AUTO[head].from_pretrained(folder).eval()
+    before = first_output(base, inputs)
+    model = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False)).eval()
+    adapted = {name.split(".")[-1] for name, part in model.named_modules() if hasattr(part, "lora_A")}
+    wanted = {"u_proj", *LLAMA_PATTERNS} if targets == "all-linear" else set(LLAMA_PATTERNS)
+    assert wanted <= adapted and "lm_head" not in adapted
+    model(**inputs)[0].square().mean().backward()
+    adapters = {name: part.grad for name, part in model.named_parameters() if "lora_" in name}
+    assert all(grad is not None and grad.abs().max() > 0 for grad in adapters.values()), "an adapter is not used"
+    after = first_output(model, inputs)
+    assert relative_error(after, before) > 1e-3
+    model.save_pretrained(tmp_path / "adapter")
+    again = peft.PeftModel.from_pretrained(AUTO[head].from_pretrained(folder), tmp_path / "adapter").eval()
+    assert relative_error(first_output(again, inputs), after) < 1e-6
+    with model.disable_adapter():
+        assert torch.equal(first_output(model, inputs), before)
+    assert relative_error(first_output(again.merge_and_unload(), inputs), after) < 1e-4
+    assert torch.equal(first_output(model.unload(), inputs), before)
+
+
+def weight_only(bits: int):
+    """What transformers offers for quantising the weights alone, on a CPU too."""
+    torchao = pytest.importorskip("torchao.quantization")
+    from transformers import TorchAoConfig
+
+    if bits == 8:
+        return TorchAoConfig(torchao.Int8WeightOnlyConfig())
+    groups = torchao.granularity.PerGroup(32)
+    return TorchAoConfig(torchao.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=groups))
+
+
+@heads(*AUTO)
+@pytest.mark.parametrize("bits, tolerance", [(8, 0.01), (4, 0.15)])
+def test_quantized(head, bits, tolerance, folder, inputs, tmp_path):
+    """Weights of the GTU and the GLU are integers, those of kernels are not; outputs stay close; saved and loaded."""
+    quantized = AUTO[head].from_pretrained(folder, quantization_config=weight_only(bits))
+    gtu = quantized.base_model.layers[0].gtu
+    assert "Int" in type(gtu.u_proj.weight.data).__name__
+    assert type(gtu.tno.rpe.out.linear.weight.data) is torch.Tensor
+    output = first_output(quantized, inputs)
+    error = relative_error(output, first_output(AUTO[head].from_pretrained(folder), inputs))
+    assert 0 < error < tolerance
+    quantized.save_pretrained(tmp_path / "quantized")
+    loaded = AUTO[head].from_pretrained(tmp_path / "quantized")
+    assert torch.equal(first_output(loaded, inputs), output)
+
+
+def test_lora_and_int8_on_every_operator(variant, tmp_path):
+    """The operators themselves are adapted where they have linear maps, and never quantised."""
+    peft = pytest.importorskip("peft")
+    seeded(TnnModel, tiny_config(*variant, hidden_size=64)).save_pretrained(tmp_path)
+    ids = {"input_ids": torch.arange(22).view(2, 11)}
+    expected = first_output(AutoModel.from_pretrained(tmp_path), ids)
+    quantized = AutoModel.from_pretrained(tmp_path, quantization_config=weight_only(8))
+    assert 0 < relative_error(first_output(quantized, ids), expected) < 0.02
+    assert {type(part.data) for part in quantized.layers[0].gtu.tno.parameters()} == {torch.Tensor}
+    lora = peft.LoraConfig(target_modules="all-linear", init_lora_weights=False)
+    model = peft.get_peft_model(AutoModel.from_pretrained(tmp_path), lora).eval()
+    after = first_output(model, ids)
+    assert relative_error(after, expected) > 1e-3
+    assert relative_error(first_output(model.merge_and_unload(), ids), after) < 1e-4
+
+
+@heads(*AUTO)
+def test_device_map_with_offload_to_disk(head, folder, inputs, tmp_path):
+    """What does not fit into the memory that accelerate may use stays on disk until it runs."""
+    expected = AUTO[head].from_pretrained(folder)
+    size = sum(value.numel() * value.element_size() for value in expected.base_model.layers.parameters())
+    loaded = AUTO[head].from_pretrained(
+        folder, device_map="auto", max_memory={"cpu": size // 2 * 2 - 1000}, offload_folder=tmp_path / "offload"
+    )
+    assert "disk" in loaded.hf_device_map.values() and "cpu" in loaded.hf_device_map.values()
+    assert torch.equal(first_output(loaded, inputs), first_output(expected, inputs))
+
+
+@heads(*AUTO)
+def test_export(head, folder, inputs, tokenizer):
+    """One program for all batch sizes and lengths, padded ones too."""
+    model = AUTO[head].from_pretrained(folder, use_cache=False).eval()
+    sizes = {name: {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC} for name in inputs}
+    program = torch.export.export(model, (), inputs, dynamic_shapes=sizes, strict=False).module()
+    other = dict(tokenizer(SENTENCES[:2] * 2, return_tensors="pt", padding=True, return_token_type_ids=False))
+    for batch in (inputs, other):
+        assert relative_error(first_output(program, batch), first_output(model, batch)) < 1e-5
+
+
+@heads(TnnForCausalLM)
+def test_text_iterator_streamer(head, folder):
+    """Pieces of text arrive while `generate` runs in a thread."""
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AUTO[head].from_pretrained(folder)
+    prompt = dict(tokenizer("The quick", return_tensors="pt", return_token_type_ids=False))
+    options = {"max_new_tokens": 12, "do_sample": False}
+    expected = tokenizer.decode(model.generate(**prompt, **options)[0], skip_special_tokens=True)
+    streamer = TextIteratorStreamer(tokenizer, skip_special_tokens=True, timeout=60)
+    thread = Thread(target=model.generate, kwargs=prompt | options | {"streamer": streamer})
+    thread.start()
+    pieces = list(streamer)
+    thread.join()
+    assert "".join(pieces) == expected and len(pieces) > 2
+
+
+@heads(TnnModel)
+def test_sentence_transformers(head, folder, tokenizer, inputs, tmp_path):
+    """The mean over the real tokens of the bidirectional model; padding does not change it; saved and loaded."""
+    library = pytest.importorskip("sentence_transformers")
+    encoder = library.SentenceTransformer(str(folder), device="cpu")
+    vectors = torch.from_numpy(encoder.encode(SENTENCES))
+    hidden, mask = first_output(AutoModel.from_pretrained(folder), inputs), inputs["attention_mask"][..., None]
+    torch.testing.assert_close(vectors, (hidden * mask).sum(1) / mask.sum(1), atol=1e-5, rtol=1e-5)
+    alone = torch.from_numpy(encoder.encode(SENTENCES[1:2]))
+    torch.testing.assert_close(alone, vectors[1:2], atol=1e-5, rtol=1e-5)
+    encoder.save_pretrained(str(tmp_path / "encoder"))
+    loaded = library.SentenceTransformer(str(tmp_path / "encoder"), device="cpu")
+    torch.testing.assert_close(torch.from_numpy(loaded.encode(SENTENCES)), vectors)
+
+
+LM_EVAL_TASK = """
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {file}}}}}
+test_split: test
+output_type: {kind}
+"""
+CHOICES = """
+doc_to_text: "{{start}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: 0
+metric_list: [{metric: acc}]
+"""
+ROLLING = """
+doc_to_text: ""
+doc_to_target: "{{text}}"
+metric_list: [{metric: byte_perplexity}]
+"""
+GREEDY = """
+doc_to_text: "{{start}}"
+doc_to_target: "x"
+generation_kwargs: {until: ["@"], max_gen_toks: 6, do_sample: false}
+metric_list: [{metric: exact_match}]
+"""
+
+
+@heads(TnnForCausalLM)
+def test_lm_evaluation_harness(head, folder, tmp_path):
+    """`lm_eval --model hf` on tasks of each kind, in a process that does not import the package."""
+    pytest.importorskip("lm_eval")
+    documents = [{"start": text[:9], "choices": [text[9:], " of the", "zz"], "text": text} for text in SENTENCES]
+    (tmp_path / "data.jsonl").write_text("\n".join(json.dumps(document) for document in documents))
+    kinds = {"choices": ("multiple_choice", CHOICES), "rolling": ("loglikelihood_rolling", ROLLING),
+             "greedy": ("generate_until", GREEDY)}  # fmt: skip
+    (tmp_path / "tasks").mkdir()
+    for name, (kind, rest) in kinds.items():
+        task = LM_EVAL_TASK.format(name=name, file=tmp_path / "data.jsonl", kind=kind)
+        (tmp_path / "tasks" / f"{name}.yaml").write_text(task + rest)
+    arguments = ["--model", "hf", "--model_args", f"pretrained={folder},trust_remote_code=True,dtype=float32",
+                 "--tasks", ",".join(kinds), "--include_path", tmp_path / "tasks", "--device", "cpu",
+                 "--batch_size", 2, "--log_samples", "--output_path", tmp_path / "out"]  # fmt: skip
+    run = subprocess.run([sys.executable, "-m", "lm_eval", *map(str, arguments)], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    model, tokenizer = AUTO[head].from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    check_choices(samples(tmp_path, "choices"), documents, model, tokenizer)
+    for sample in samples(tmp_path, "rolling"):
+        expected = log_likelihood(model, tokenizer, "<s>", sample["doc"]["text"])
+        assert float(sample["filtered_resps"][0]) == pytest.approx(expected, abs=1e-3)
+    for sample in samples(tmp_path, "greedy"):
+        prompt = tokenizer(sample["doc"]["start"], return_tensors="pt", return_token_type_ids=False)
+        tokens = model.generate(**prompt, max_new_tokens=6, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+        assert sample["filtered_resps"][0] == tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def samples(folder: Path, task: str) -> list[dict]:
+    """What the harness logged of a task, in the order of the documents."""
+    (file,) = folder.glob(f"out/**/samples_{task}_*.jsonl")
+    return sorted(map(json.loads, file.read_text().splitlines()), key=lambda sample: sample["doc_id"])
+
+
+def check_choices(logged: list[dict], documents: list[dict], model, tokenizer):
+    for sample, document in zip(logged, documents, strict=True):
+        for response, choice in zip(sample["filtered_resps"], document["choices"], strict=True):
+            expected = log_likelihood(model, tokenizer, document["start"], f" {choice}")
+            assert float(response[0]) == pytest.approx(expected, abs=1e-3)
+
+
+@torch.no_grad()
+def log_likelihood(model, tokenizer, start: str, end: str) -> float:
+    """Of the tokens of `end` after those of `start`."""
+    given, rest = (tokenizer(text, return_tensors="pt")["input_ids"] for text in (start, end))
+    logits = model(torch.cat([given, rest], dim=1)).logits[0, given.shape[1] - 1 : -1].log_softmax(-1)
+    return logits.gather(1, rest[0][:, None]).sum().item()
+
+
+def test_matrix_of_the_readme():
+    """Its rows are these tests, its cells the heads that they run with."""
+    names = [head.__name__ for head in AUTO]
+    rows = {}
+    for line in README.read_text().splitlines():
+        if (test := re.search(r"\| `(test_\w+)` \|$", line)) and test[1] in MATRIX:
+            cells = [cell.strip() for cell in line.strip("|").split("|")][1:-1]
+            rows[test[1]] = {name for name, cell in zip(names, cells, strict=True) if cell == "works"}
+    assert rows == MATRIX

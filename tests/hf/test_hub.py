@@ -1,0 +1,199 @@
+"""Publishing and loading through the Hub's own client, against a Hub on loopback."""
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from helpers.hub_client import client, environment
+from helpers.hub_server import TOKEN, HubServer
+from helpers.scripts import save_model
+from tnn_scripts import push_to_hub as program
+from tnn_scripts.common import publishing as push_to_hub
+
+ROOT = Path(__file__).parents[2]
+REPO = "user/tnn"
+PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+LENGTHS = [(32, None, 81.5), (32, 16, 70.0), (256, None, 79.25)]
+EVALUATION = {
+    "settings": {"dataset_name": "user/novels", "split": "test", "file": None},
+    "results": [
+        {"length": n, "stride": s, "perplexity": p, "tokens": 4096, "model": "/home/me"} for n, s, p in LENGTHS
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def hub():
+    with HubServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory) -> Path:
+    """A model as a training script leaves it, with what must not be published."""
+    folder = save_model(tmp_path_factory.mktemp("trained"), tno_type="rpe", decay=0.9)
+    (folder / "metrics.json").write_text(json.dumps({"perplexity_before": 301.5, "perplexity": 12.375, "steps": 60}))
+    options = {"dataset_name": "user/novels", "max_steps": 60, "learning_rate": 0.003}
+    (folder / "training_args.json").write_text(json.dumps(options))
+    (folder / "evaluation.json").write_text(json.dumps(EVALUATION))
+    torch.save({"step": 60}, folder / "optimizer.pt")
+    (folder / "checkpoint-30").mkdir()
+    (folder / "checkpoint-30" / "model.safetensors").write_bytes(b"old")
+    return folder
+
+
+def push(hub: HubServer, folder: Path, home: Path, *options) -> dict:
+    """The process that publishes."""
+    script = str(ROOT / "scripts" / "push_to_hub.py")
+    command = [sys.executable, script, str(folder), "--repo_id", REPO, *map(str, options)]
+    return {"args": command, "env": environment(hub, home), "text": True}
+
+
+LOAD = """
+import torch
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+repo = sys.argv[1]
+tokenizer = AutoTokenizer.from_pretrained(repo, trust_remote_code=True)
+model = AutoModelForCausalLM.from_pretrained(repo, trust_remote_code=True)
+inputs = tokenizer("The quick brown", return_tensors="pt")
+results["text"] = tokenizer.decode(model.generate(**inputs, max_new_tokens=9, do_sample=False)[0])
+results["module"] = type(model).__module__
+results["body"] = type(AutoModel.from_pretrained(repo, trust_remote_code=True)).__name__
+"""
+
+
+def continuation(folder: Path) -> str:
+    """The text that LOAD should find."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    inputs = tokenizer("The quick brown", return_tensors="pt")
+    return tokenizer.decode(model.generate(**inputs, max_new_tokens=9, do_sample=False)[0])
+
+
+def test_interrupted_publication_and_another_attempt(hub, model_folder, tmp_path):
+    """A push that is killed while it uploads leaves nothing; the next one is complete and loads by its name."""
+    uploading, answer = threading.Event(), threading.Event()
+    hub.on_upload = lambda: (uploading.set(), answer.wait(60))
+    options = ["--evaluation", model_folder / "evaluation.json", "--max_shard_size", "100KB"]
+    process = subprocess.Popen(**push(hub, model_folder, tmp_path, *options), stderr=subprocess.DEVNULL)
+    assert uploading.wait(120), "nothing was uploaded"
+    process.kill()
+    process.wait()
+    answer.set()
+    hub.on_upload = lambda: None
+    assert hub.files(REPO) == {}
+
+    pushed = subprocess.run(**push(hub, model_folder, tmp_path, *options), capture_output=True)
+    assert pushed.returncode == 0, pushed.stderr
+    assert f"published at {hub.url}/{REPO}" in pushed.stdout
+    assert len(hub.repos[REPO].commits) == 2, "the empty one and one more"
+    published = hub.files(REPO)
+    assert sum(name.endswith(".safetensors") for name in published) > 1
+    assert {"config.json", "tokenizer.json", "modeling_tnn.py", "README.md"} <= set(published)
+    assert published["length_extrapolation.png"].startswith(b"\x89PNG")
+    assert not any(name.endswith(PICKLES) or "checkpoint-" in name for name in published)
+
+    loaded = client(hub, tmp_path, LOAD, REPO)
+    assert loaded["module"].startswith("transformers_modules.user.tnn") and loaded["body"] == "TnnModel"
+    assert loaded["text"] == continuation(model_folder)
+
+
+def test_card_of_a_publication(hub, model_folder):
+    """Metadata and text say what the JSON files say."""
+    card = ModelCard(hub.files(REPO)["README.md"].decode())
+    assert card.data.library_name == "transformers" and card.data.pipeline_tag == "text-generation"
+    assert card.data.datasets == ["user/novels"] and card.data.model_name == "tnn"
+    (result,) = card.data.eval_results
+    assert (result.metric_type, result.metric_value, result.dataset_name) == ("perplexity", 12.375, "user/novels")
+    for expected in ("| perplexity | 12.38 |", "| 256 | 79.25 | 4,096 |", "| learning_rate | 0.003 |", f'"{REPO}"'):
+        assert expected in card.text
+    parameters = AutoModelForCausalLM.from_pretrained(model_folder).num_parameters()
+    assert f"{parameters:,} parameters" in card.text
+
+
+BY_METHODS = """
+from transformers import AutoModelForCausalLM, AutoTokenizer
+import modeling_tnn
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+model.push_to_hub("by-method")
+AutoTokenizer.from_pretrained(sys.argv[1]).push_to_hub("by-method")
+model.save_pretrained("saved", push_to_hub=True, repo_id="by-saving")
+model.config.save_pretrained("config", push_to_hub=True, repo_id="by-config")
+model.push_to_hub("secret", private=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def by_methods(hub, model_folder, tmp_path_factory):
+    """What the methods of transformers publish."""
+    client(hub, tmp_path_factory.mktemp("publisher"), BY_METHODS, model_folder, setup="import sys\n")
+
+
+@pytest.mark.parametrize("repo", ["by-method", "by-saving", "by-config", "secret"])
+def test_methods_of_transformers_publish_the_code_too(repo, hub, by_methods):
+    files = hub.files(f"user/{repo}")
+    assert {"config.json", "modeling_tnn.py", "tno_rpe.py"} <= set(files)
+    assert "AutoModelForMaskedLM" in json.loads(files["config.json"])["auto_map"]
+    assert ("model.safetensors" in files) == (repo != "by-config")
+
+
+FAIL = """
+from huggingface_hub import HfApi
+from transformers import AutoModelForCausalLM
+
+for name, repo, options in json.loads(sys.argv[1]):
+    try:
+        AutoModelForCausalLM.from_pretrained(repo, trust_remote_code=True, **options)
+        results[name] = "loaded"
+    except Exception as error:
+        results[name] = f"{type(error).__name__}: {error}"
+checked = HfApi().verify_repo_checksums(sys.argv[2])
+results["verified"] = [mismatch["path"] for mismatch in checked.mismatches]
+"""
+
+
+def test_what_must_not_load(hub, by_methods, tmp_path):
+    """No token for a private repository, no such repository or revision, a file that is cut off or changed."""
+    hub.tamper["user/by-saving/model.safetensors"] = lambda content: content[:-7]
+    hub.tamper["user/by-method/model.safetensors"] = lambda content: content[:-1] + bytes([content[-1] ^ 1])
+    attempts = [
+        ("no token", "user/secret", {"token": False}),
+        ("token", "user/secret", {"token": TOKEN}),
+        ("no repository", "user/nothing", {}),
+        ("no revision", "user/secret", {"revision": "v9"}),
+        ("revision", "user/secret", {"revision": hub.repos["user/secret"].head}),
+        ("cut", "user/by-saving", {}),
+        ("changed", "user/by-method", {}),
+    ]
+    results = client(hub, tmp_path, FAIL, json.dumps(attempts), "user/by-method")
+    hub.tamper.clear()
+    assert results["token"] == results["revision"] == "loaded"
+    for name in ("no token", "no repository"):
+        assert results[name].startswith("OSError") and "not a valid model identifier" in results[name], results[name]
+    assert "v9 is not a valid git identifier" in results["no revision"]
+    assert "Consistency check failed" in results["cut"]
+    # The client compares sizes when it downloads, and hashes when it is asked to.
+    assert results["verified"] == ["model.safetensors"]
+
+
+def test_errors_of_the_script(model_folder, tmp_path, monkeypatch):
+    """One line, before anything is published."""
+    (tmp_path / "lengths.json").write_text("{")
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    arguments = ["push_to_hub.py", "--repo_id", REPO]
+    monkeypatch.setattr(push_to_hub, "publish", None)
+    for more, message in [
+        ([tmp_path / "nothing"], "config.json cannot be read"),
+        ([tmp_path], "holds a bert TnnModel, not a TnnForCausalLM"),
+        ([model_folder, "--evaluation", model_folder / "metrics.json"], "not what a card reads as evaluation"),
+        ([model_folder, "--evaluation", tmp_path / "lengths.json"], "lengths.json cannot be read as JSON"),
+    ]:
+        monkeypatch.setattr(sys, "argv", [*arguments, *map(str, more)])
+        with pytest.raises(SystemExit, match=message):
+            program.main()

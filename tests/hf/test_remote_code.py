@@ -1,0 +1,251 @@
+"""Remote code: what a saved folder carries, used where the package cannot be imported; fine-tuning and resuming."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+from transformers.dynamic_module_utils import get_class_from_dynamic_module, get_relative_import_files
+
+import modeling_tnn
+from helpers.hub_client import WITHOUT_THE_PACKAGE
+from helpers.models import (
+    AUTO,
+    CAUSAL,
+    INPUT_IDS,
+    VARIANTS,
+    image_config,
+    perturbed_model,
+    relative_error,
+    seeded,
+    tiny_config,
+)
+from modeling_tnn import (
+    TnnConfig,
+    TnnForCausalLM,
+    TnnForImageClassification,
+    TnnForMaskedLM,
+    TnnForSequenceClassification,
+    TnnModel,
+)
+from modeling_tnn.hub import AUTO_MAP
+
+PACKAGE = Path(modeling_tnn.__file__).parent
+# All files but the package's own and what only training loops call.
+CODE = {path.name for path in PACKAGE.glob("*.py")} - {"__init__.py", "stability.py"}
+CAUSAL_HEADS = (TnnForCausalLM, TnnForSequenceClassification, TnnModel)
+BIDIRECTIONAL_HEADS = (TnnForMaskedLM, TnnForSequenceClassification, TnnModel)
+HEADS = [(head, tno_type, causal) for tno_type, causal in VARIANTS
+         for head in (CAUSAL_HEADS if causal else BIDIRECTIONAL_HEADS)]  # fmt: skip
+
+# What every script below runs under: an environment in which the package does not exist.
+
+LOAD = """
+import json, torch, transformers
+from safetensors.torch import save_file
+outputs, saved = {}, json.loads(sys.argv[1])
+for auto, folder in saved:
+    model, info = getattr(transformers, auto).from_pretrained(folder, trust_remote_code=True, output_loading_info=True)
+    assert type(model).__module__.startswith("transformers_modules."), type(model)
+    assert not any(info.values()), info
+    outputs[folder] = model(torch.arange(22).view(2, 11) * 4)[0].detach().contiguous()
+    if auto == "AutoModelForCausalLM":
+        outputs[folder + "/generated"] = model.generate(torch.tensor([[5, 6]]), max_new_tokens=9, eos_token_id=None)
+        body = transformers.AutoModel.from_pretrained(folder, trust_remote_code=True)
+        assert torch.equal(body.embed_tokens.weight, model.model.embed_tokens.weight)
+        other = transformers.AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True)
+        assert other.model.config.auto_map == model.config.auto_map
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.9)
+    outputs[folder + "/changed"] = model(torch.arange(22).view(2, 11) * 4)[0].detach().contiguous()
+    model.save_pretrained(folder + "/again")
+save_file(outputs, sys.argv[2])
+"""
+
+
+def run(code: str, *arguments, folder: Path, check: bool = True) -> subprocess.CompletedProcess:
+    """Run `code` in a fresh process, in `folder`."""
+    environment = os.environ | {"HF_MODULES_CACHE": str(folder / "modules"), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
+    assert not check or result.returncode == 0, result.stderr
+    return result
+
+
+def run_with_the_package(code: str, *arguments, folder: Path):
+    return run("import sys, modeling_tnn\n" + code, *arguments, folder=folder)
+
+
+def run_without_the_package(code: str, *arguments, folder: Path, check: bool = True) -> subprocess.CompletedProcess:
+    """The same where transformers and torch are installed, but this package is not."""
+    return run(WITHOUT_THE_PACKAGE + code, *arguments, folder=folder, check=check)
+
+
+def test_every_head_and_variant(tmp_path):
+    """Load, run, generate, change, save; and load what was saved, with the package and without it."""
+    saved, models = [], {}
+    for index, (head, tno_type, causal) in enumerate(HEADS):
+        folder = str(tmp_path / str(index))
+        models[folder] = perturbed_model(head, tno_type, causal)
+        models[folder].save_pretrained(folder)
+        saved.append((AUTO[head].__name__, folder))
+    run_without_the_package(LOAD, json.dumps(saved), tmp_path / "once", folder=tmp_path)
+    outputs = load_file(tmp_path / "once")
+    for folder, model in models.items():
+        assert torch.equal(outputs[folder], model(INPUT_IDS)[0]), folder
+        if type(model) is TnnForCausalLM:
+            generated = model.generate(torch.tensor([[5, 6]]), max_new_tokens=9, eos_token_id=None)
+            assert torch.equal(outputs[f"{folder}/generated"], generated)
+        again = AUTO[type(model)].from_pretrained(f"{folder}/again")
+        assert type(again) is type(model)
+        assert torch.equal(outputs[f"{folder}/changed"], again(INPUT_IDS)[0])
+    resaved = [(auto, f"{folder}/again") for auto, folder in saved]
+    run_without_the_package(LOAD, json.dumps(resaved), tmp_path / "twice", folder=tmp_path)
+    twice = load_file(tmp_path / "twice")
+    assert all(torch.equal(twice[f"{folder}/again"], outputs[f"{folder}/changed"]) for folder in models)
+
+
+OTHERS = """
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForImageClassification
+from safetensors.torch import save_file
+model = AutoModelForCausalLM.from_pretrained("model", trust_remote_code=True)
+converted, report = model.to_recurrent(order=8)
+converted.save_pretrained("converted")
+loaded = AutoModelForCausalLM.from_pretrained("converted", trust_remote_code=True)
+assert loaded.config.tno_type == "modal" and len(report) == 2
+ids = torch.arange(22).view(2, 11) * 4
+image = AutoModelForImageClassification.from_pretrained("image", trust_remote_code=True)
+outputs = {"loaded": loaded(ids), "converted": converted(ids), "image": image(torch.ones(2, 3, 24, 24))}
+save_file({name: output.logits.detach().contiguous() for name, output in outputs.items()}, "outputs")
+"""
+
+
+def test_converted_models_and_images(tmp_path):
+    """`to_recurrent` of a model loaded by remote code."""
+    models = {
+        "model": seeded(TnnForCausalLM, tiny_config(decay=0.9)),
+        "image": seeded(TnnForImageClassification, image_config()),
+    }
+    for name, model in models.items():
+        model.save_pretrained(tmp_path / name)
+    run_without_the_package(OTHERS, folder=tmp_path)
+    outputs = load_file(tmp_path / "outputs")
+    assert torch.equal(outputs["loaded"], outputs["converted"])
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "converted").config.converted_from == "rpe"
+    assert torch.equal(outputs["image"], models["image"](torch.ones(2, 3, 24, 24)).logits)
+
+
+@pytest.mark.parametrize("head", AUTO, ids=lambda head: head.__name__)
+def test_a_folder_is_complete(head, tmp_path):
+    """All files of the package, as they are, and a map that names existing classes; a configuration alone too."""
+    config = tiny_config(causal=head is not TnnForMaskedLM)
+    head(config).save_pretrained(tmp_path / "model")
+    config.save_pretrained(tmp_path / "config")
+    for folder in (tmp_path / "model", tmp_path / "config"):
+        assert {path.name for path in folder.glob("*.py")} == CODE
+        assert all((folder / name).read_bytes() == (PACKAGE / name).read_bytes() for name in CODE)
+        auto_map = json.loads((folder / "config.json").read_text())["auto_map"]
+        assert auto_map == AUTO_MAP
+        assert set(auto_map) == {"AutoConfig", "AutoModelForImageClassification"} | {a.__name__ for a in AUTO.values()}
+        for reference in auto_map.values():
+            assert get_class_from_dynamic_module(reference, folder).__name__ == reference.split(".")[1]
+
+
+ALONE = """
+import json, transformers
+from pathlib import Path
+transformers.AutoConfig.from_pretrained("config", trust_remote_code=True).save_pretrained("again")
+named = json.loads(Path("again/config.json").read_text())["auto_map"]
+assert "AutoConfig" in named
+assert all(Path("again", reference.split(".")[0] + ".py").exists() for reference in named.values()), named
+config = transformers.AutoConfig.from_pretrained("again", trust_remote_code=True)
+transformers.AutoModel.from_config(config, trust_remote_code=True)
+"""
+
+
+def test_a_configuration_alone(tmp_path):
+    """Loaded by remote code and saved again, it names only files that stand beside it."""
+    tiny_config().save_pretrained(tmp_path / "config")
+    run_without_the_package(ALONE, folder=tmp_path)
+
+
+def test_every_file_is_reachable_from_the_models():
+    """A file that neither the models nor their imports name would not be shipped."""
+    assert {Path(file).name for file in get_relative_import_files(PACKAGE / "modeling_tnn.py")} == CODE
+
+
+def test_without_permission(tmp_path):
+    seeded(TnnForCausalLM, tiny_config()).save_pretrained(tmp_path / "model")
+    code = "from transformers import AutoModel\nAutoModel.from_pretrained('model', trust_remote_code=False)"
+    result = run_without_the_package(code, folder=tmp_path, check=False)
+    assert result.returncode and "trust_remote_code=True" in result.stderr
+
+
+@pytest.mark.parametrize("trust", [None, False, True])
+def test_installed_classes_go_first(trust, tmp_path):
+    """Where the package is installed nothing is asked and the copies are not run."""
+    seeded(TnnForCausalLM, tiny_config()).save_pretrained(tmp_path)
+    (tmp_path / "modeling_tnn.py").write_text("raise RuntimeError('the copy has been run')")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=trust)
+    assert type(loaded) is TnnForCausalLM and type(loaded.config) is TnnConfig
+
+
+@pytest.mark.parametrize("tno_type", CAUSAL)
+def test_both_copies_in_one_process(tno_type, tmp_path):
+    """The cache layer registers itself by name: models of both copies go on generating, each with its own state."""
+    local = perturbed_model(TnnForCausalLM, tno_type, True)
+    local.save_pretrained(tmp_path)
+    prompt, options = torch.tensor([[5, 6, 7]]), {"max_new_tokens": 9, "eos_token_id": None}
+    expected = local.generate(prompt, **options)
+    beams = local.generate(prompt, num_beams=2, **options)
+    remote_class = get_class_from_dynamic_module("modeling_tnn.TnnForCausalLM", tmp_path)
+    remote = remote_class.from_pretrained(tmp_path)
+    assert remote_class is not TnnForCausalLM
+    for model in (remote, local):
+        assert torch.equal(model.generate(prompt, **options), expected)
+        assert torch.equal(model.generate(prompt, num_beams=2, **options), beams)
+    whole = torch.cat([prompt, prompt], dim=1)
+    past = remote(prompt, use_cache=True).past_key_values
+    continued = local(prompt, past_key_values=past).logits
+    assert relative_error(continued, local(whole).logits[:, 3:]) < 1e-5
+
+
+TRAIN = """
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+ids = torch.randint(3, 99, (64, 16), generator=torch.Generator().manual_seed(0)).tolist()
+for run in sys.argv[1:]:
+    output, _, checkpoint = run.partition("<")
+    model = AutoModelForCausalLM.from_pretrained("model", trust_remote_code=True)
+    args = TrainingArguments(
+        output_dir=output, max_steps=6, save_steps=3, learning_rate=1e-2, per_device_train_batch_size=8, seed=1,
+        disable_tqdm=True, use_cpu=True,
+    )
+    trainer = Trainer(model=model, args=args, train_dataset=Dataset.from_dict({"input_ids": ids, "labels": ids}))
+    trainer.train(resume_from_checkpoint=checkpoint or None)
+    assert trainer.state.global_step == 6
+"""
+
+
+def test_trainer_checkpoints_resume_both_ways(tmp_path):
+    """Three steps with one copy of the code and three with the other are six steps with any of them."""
+    seeded(TnnForCausalLM, tiny_config(hidden_dropout_prob=0.0)).save_pretrained(tmp_path / "model")
+    run_without_the_package(TRAIN, "remote", folder=tmp_path)
+    run_with_the_package(TRAIN, "local", "remote-local<remote/checkpoint-3", folder=tmp_path)
+    run_without_the_package(TRAIN, "local-remote<local/checkpoint-3", folder=tmp_path)
+    start = load_file(tmp_path / "model" / "model.safetensors")
+    expected = load_file(tmp_path / "local" / "checkpoint-6" / "model.safetensors")
+    assert any(not torch.equal(start[name], value) for name, value in expected.items())
+    for run_name in ("remote", "remote-local", "local-remote"):
+        checkpoint = tmp_path / run_name / "checkpoint-6"
+        assert {path.name for path in checkpoint.glob("*.py")} == CODE
+        weights = load_file(checkpoint / "model.safetensors")
+        assert all(torch.equal(weights[name], value) for name, value in expected.items())

@@ -1,0 +1,140 @@
+"""Saving and loading: in a fresh process, sharded, in other dtypes, through the Auto classes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+)
+
+from helpers.models import AUTO, BIDIRECTIONAL, CAUSAL, INPUT_IDS, VARIANTS, perturbed_model, seeded, tiny_config
+from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification, TnnModel
+
+HEADS = [(TnnForCausalLM, t, True) for t in CAUSAL] + [(TnnForMaskedLM, t, False) for t in BIDIRECTIONAL]
+HEADS += [(cls, t, c) for cls in (TnnModel, TnnForSequenceClassification) for t, c in VARIANTS]
+EVERY_HEAD = pytest.mark.parametrize("head, tno_type, causal", HEADS)
+
+# Run in a fresh process: load every folder by its Auto class and save the first output.
+LOADER = """
+import sys, torch, transformers
+import modeling_tnn
+from safetensors.torch import save_file
+outputs = {}
+for argument in sys.argv[2:]:
+    auto, folder = argument.split("=", 1)
+    model, info = getattr(transformers, auto).from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values()), info
+    outputs[folder] = model(torch.arange(22).view(2, 11) * 4)[0].detach().contiguous()
+save_file(outputs, sys.argv[1])
+"""
+
+
+def test_fresh_process(tmp_path):
+    expected, arguments = {}, []
+    for index, (head, tno_type, causal) in enumerate(HEADS):
+        model = perturbed_model(head, tno_type, causal)
+        folder = str(tmp_path / str(index))
+        model.save_pretrained(folder)
+        expected[folder] = model(INPUT_IDS)[0]
+        arguments.append(f"{AUTO[head].__name__}={folder}")
+    result = tmp_path / "outputs.safetensors"
+    run = [sys.executable, "-c", LOADER, str(result), *arguments]
+    subprocess.run(run, check=True, cwd=Path(__file__).parents[2])
+    actual = load_file(result)
+    assert actual.keys() == expected.keys()
+    for folder, output in expected.items():
+        assert torch.equal(actual[folder], output)
+
+
+@EVERY_HEAD
+def test_loading_over_the_meta_device(head, tno_type, causal, tmp_path):
+    """Nothing may be computed in a constructor and lost: the model that is built there has no values at all."""
+    model = perturbed_model(head, tno_type, causal)
+    model.save_pretrained(tmp_path)
+    loaded = AUTO[head].from_pretrained(tmp_path)
+    assert not list(loaded.buffers())
+    state, reloaded = model.state_dict(), loaded.state_dict()
+    assert state.keys() == reloaded.keys()
+    assert all(torch.equal(state[name], reloaded[name]) for name in state)
+    assert torch.equal(loaded(INPUT_IDS)[0], model(INPUT_IDS)[0])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("head, tno_type, causal", [c for c in HEADS if c[0] in (TnnForCausalLM, TnnForMaskedLM)])
+def test_shards_and_ties(head, tno_type, causal, tied, tmp_path):
+    model = perturbed_model(head, tno_type, causal, tie_word_embeddings=tied)
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    assert len(set(index.values())) > 2
+    assert ("lm_head.weight" in index) != tied
+    loaded = AUTO[head].from_pretrained(tmp_path)
+    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
+    assert torch.equal(loaded(INPUT_IDS)[0], model(INPUT_IDS)[0])
+
+
+@EVERY_HEAD
+def test_dtypes(head, tno_type, causal, tmp_path):
+    model = perturbed_model(head, tno_type, causal).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    loaded = AUTO[head].from_pretrained(tmp_path)
+    for name, parameter in loaded.named_parameters():
+        poles = name.endswith(("log_rate", "angle"))
+        assert parameter.dtype == (torch.float32 if poles else torch.bfloat16), name
+    assert torch.equal(loaded(INPUT_IDS)[0], model(INPUT_IDS)[0])
+    wide = AUTO[head].from_pretrained(tmp_path, dtype=torch.float32)
+    assert all(parameter.dtype == torch.float32 for parameter in wide.parameters())
+
+
+@pytest.mark.parametrize("tno_type, causal", VARIANTS)
+def test_another_head_on_the_same_body(tno_type, causal, tmp_path):
+    """Fine-tuning: the body comes from the checkpoint, the head is new and initialised."""
+    model = perturbed_model(TnnForCausalLM if causal else TnnForMaskedLM, tno_type, causal)
+    model.save_pretrained(tmp_path)
+    classifier, info = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path, num_labels=3, output_loading_info=True
+    )
+    assert all(name.startswith("classifier.") for name in info["missing_keys"])
+    hidden = model.model(INPUT_IDS).last_hidden_state
+    assert torch.equal(classifier.model(INPUT_IDS).last_hidden_state, hidden)
+    assert classifier(INPUT_IDS).logits.isfinite().all()
+    assert classifier.classifier.dense.weight.abs().max() > 0
+
+
+@pytest.mark.parametrize("tno_type, causal", VARIANTS)
+def test_offloaded_layers(tno_type, causal, tmp_path):
+    """A layer whose weights stay on disk and come to the device only while it runs."""
+    model = perturbed_model(TnnModel, tno_type, causal)
+    model.save_pretrained(tmp_path / "model")
+    places = {"embed_tokens": "cpu", "layers.0": "cpu", "layers.1": "disk", "norm": "cpu"}
+    loaded = AutoModel.from_pretrained(tmp_path / "model", device_map=places, offload_folder=tmp_path / "offload")
+    assert torch.equal(loaded(INPUT_IDS)[0], model(INPUT_IDS)[0])
+
+
+def test_wrong_direction_names_the_field(tmp_path):
+    perturbed_model(TnnModel, "rpe", False).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="causal=False .* TnnForCausalLM needs causal=True"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_other_sizes_are_the_error_of_transformers(tmp_path):
+    """A RuntimeError as in transformers and a ValueError as everywhere here, which names the way out."""
+    seeded(TnnForSequenceClassification, tiny_config(num_labels=2)).save_pretrained(tmp_path)
+    for error in (RuntimeError, ValueError):
+        with pytest.raises(error, match="ignore_mismatched_sizes=True"):
+            TnnForSequenceClassification.from_pretrained(tmp_path, num_labels=5)
+    model = TnnForSequenceClassification.from_pretrained(tmp_path, num_labels=5, ignore_mismatched_sizes=True)
+    assert model.classifier.out_proj.out_features == 5
+
+
+def test_modules_kept_in_float32_exist(variant):
+    """Names that no parameter has would be reported by transformers as typing errors."""
+    model = TnnModel(tiny_config(*variant))
+    names = ".".join(model.state_dict())
+    assert all(name in names for name in model._keep_in_fp32_modules_strict)

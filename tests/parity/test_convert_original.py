@@ -1,0 +1,312 @@
+"""Conversion of released checkpoints: whole models against the outputs of the released code, and what is refused."""
+
+import argparse
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+)
+
+from helpers.models import relative_error
+from helpers.parity import CASES, Case, named_cases
+from helpers.released_ski import use_released_interpolation
+from helpers.scripts import Malicious
+from tnn_scripts import convert_original
+from tnn_scripts.convert_original import convert, read_checkpoint
+from tnn_scripts.original.options import ARCHITECTURES
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "convert_original.py"
+LANGUAGE_MODELS = named_cases("causal_lm") + named_cases("masked_lm")
+TOLERANCE = 2e-5
+
+
+def official_tensors(case: Case) -> dict[str, torch.Tensor]:
+    """The state dict of the released model."""
+    version = "decoder.version" if case.name.startswith("lm/") else "encoder.sentence_encoder.version"
+    bookkeeping = {version: torch.tensor([3.0])} if "arch" in case.hparams else {}
+    return bookkeeping | {
+        key.removeprefix("param/"): value for key, value in case.tensors.items() if key.startswith("param/")
+    }
+
+
+def official_options(case: Case) -> dict:
+    """The options of a case, for the length of its run."""
+    return case.hparams | {"tokens_per_sample": case.run["n"]}
+
+
+def write_files(case: Case, folder: Path) -> list[str]:
+    """A checkpoint and its options; the arguments of the script that converts them to `folder/converted`."""
+    save_file(official_tensors(case), folder / "model.safetensors")
+    (folder / "hparams.json").write_text(json.dumps(official_options(case)))
+    ski = ["--published_ski"] if "ski" in case.name else []
+    return [str(folder / "model.safetensors"), str(folder / "converted"), "--architecture", case.hparams["arch"],
+            "--hparams", str(folder / "hparams.json"), *ski]  # fmt: skip
+
+
+def run_main(monkeypatch, *arguments):
+    """The script in this process."""
+    monkeypatch.setattr(sys, "argv", ["convert_original.py", *map(str, arguments)])
+    convert_original.main()
+
+
+@pytest.mark.parametrize("name, tag", LANGUAGE_MODELS)
+def test_language_models(name, tag, tmp_path, monkeypatch, record_property):
+    """Logits of the converted model, or what the case stores of them.
+
+    Bidirectional rows with padding differ on purpose; see `test_padding_differs_on_purpose`.
+    """
+    case = Case(name, tag, torch.float32)
+    run_main(monkeypatch, *write_files(case, tmp_path))
+    auto = AutoModelForMaskedLM if name.startswith("mlm") else AutoModelForCausalLM
+    model = auto.from_pretrained(tmp_path / "converted")
+    if "ski" in name:
+        use_released_interpolation(model, monkeypatch)
+    causal = model.config.causal
+    inputs = {"input_ids": case.ids()} | ({} if causal else {"attention_mask": case.ids("attention_mask")})
+    rows = slice(1) if case.run["padded"] and not causal else slice(None)
+    with torch.no_grad():
+        outputs = model(**inputs, output_hidden_states=True)
+    stored = {
+        "logits": outputs.logits,
+        "logits_last32": outputs.logits[:, -32:],
+        "features": outputs.hidden_states[-1],
+    }
+    key = next(key for key in stored if case.get(f"out64/{key}") is not None)
+    error = relative_error(stored[key][rows], case.output(key)[rows])
+    record_property("parity converted checkpoints float32", error)
+    assert error < TOLERANCE
+
+
+@pytest.mark.parametrize("name, tag", [c for c in named_cases("masked_lm") if c[0] == "mlm/decay_postnorm"])
+def test_classification_head(name, tag, tmp_path, monkeypatch):
+    case = Case(name, tag, torch.float32)
+    run_main(monkeypatch, *write_files(case, tmp_path), "--head", "sequence-classification")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "converted")
+    with torch.no_grad():
+        logits = model(case.ids(), attention_mask=case.ids("attention_mask")).logits
+    assert relative_error(logits, case.output("cls_logits")) < TOLERANCE
+
+
+def test_every_tensor_is_accounted_for(tmp_path):
+    """The script in a process of its own, and its report."""
+    case = Case("mlm/decay_postnorm", "n17")
+    command = [sys.executable, str(SCRIPT), *write_files(case, tmp_path)]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert "TnnForMaskedLM" in run.stdout and "left out" in run.stdout
+    report = json.loads((tmp_path / "converted" / "original.json").read_text())
+    assert report["tensors"].keys() == official_tensors(case).keys()
+    weights = load_file(tmp_path / "converted" / "model.safetensors")
+    converted = {name for name in report["tensors"].values() if not name.startswith("left out")}
+    assert converted == set(weights)
+    reasons = {official: why for official, why in report["tensors"].items() if why.startswith("left out")}
+    assert {official.split(".")[0] for official in reasons} == {"encoder", "classification_heads"}
+    assert "version" in reasons["encoder.sentence_encoder.version"]
+    assert all("decay" in why for official, why in reasons.items() if official.endswith("gamma"))
+
+
+def fairseq_checkpoint(case: Case, **changes) -> dict:
+    """What fairseq saves: options in a Namespace, and the state of its training."""
+    model = official_tensors(case) | {"decoder.output_projection.weight": case.tensors[
+        "param/decoder.embed_tokens.weight"]}  # fmt: skip
+    options = argparse.Namespace(**official_options(case), data="/data", lr=[0.0005], criterion="cross_entropy")
+    return {
+        "args": None,
+        "cfg": {"model": options, "task": {"_name": "language_modeling", "tokens_per_sample": 512}},
+        "model": model,
+        "optimizer_history": [{"criterion_name": "CrossEntropyCriterion", "num_updates": 7}],
+        "extra_state": {"train_iterator": {"epoch": 3}, "val_loss": 3.5},
+        "last_optimizer_state": {"state": {0: {"step": 7, "exp_avg": torch.zeros(3)}}},
+    } | changes
+
+
+@pytest.mark.parametrize("where", ["cfg", "args"])
+def test_fairseq_file(where, tmp_path, monkeypatch):
+    """Options come from the file itself; the tied projection is recognised as a copy."""
+    case = Case("lm/decay_prenorm", "n17", torch.float32)
+    changes = {} if where == "cfg" else {"cfg": None, "args": argparse.Namespace(**official_options(case))}
+    torch.save(fairseq_checkpoint(case, **changes), tmp_path / "checkpoint_best.pt")
+    arguments = [tmp_path / "checkpoint_best.pt", tmp_path / "converted", "--architecture", "tnn_v2_decay_99_pre"]
+    run_main(monkeypatch, *arguments)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "converted")
+    assert model.config.max_position_embeddings == 17 and model.config.tie_word_embeddings
+    with torch.no_grad():
+        assert relative_error(model(case.ids()).logits, case.output("logits")) < TOLERANCE
+
+
+def test_unsafe_pickle_is_refused(tmp_path, monkeypatch):
+    victim = tmp_path / "executed"
+    torch.save({"model": {"weight": torch.zeros(2)}, "extra": Malicious(victim)}, tmp_path / "evil.pt")
+    with pytest.raises(SystemExit, match="is refused.*would run code"):
+        run_main(monkeypatch, tmp_path / "evil.pt", tmp_path / "out", "--architecture", "tnn_v2_decay_99_pre")
+    assert not victim.exists() and not (tmp_path / "out" / "config.json").exists()
+    pickle.loads(pickle.dumps(Malicious(victim)))
+    assert victim.exists(), "the test would not have noticed"
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "model.safetensors", "model.pt"])
+def test_other_files_are_refused(name, tmp_path):
+    (tmp_path / name).write_bytes(b"this is no checkpoint")
+    with pytest.raises(ValueError, match=name):
+        read_checkpoint(tmp_path / name)
+
+
+def first(name: str) -> tuple[dict, dict, str]:
+    """Tensors, options and architecture of the first run of a case."""
+    case = Case(name, CASES[name]["runs"][0]["tag"])
+    return official_tensors(case), official_options(case), case.hparams["arch"]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"par_type": 2}, "par_type=2 cannot be converted"),
+        ({"act_type": "silu"}, "act_type='silu' cannot be converted"),
+        ({"gtu_type": 3}, "gtu_type=3"),
+        ({"adaptive_input": True}, "adaptive_input=True"),
+        ({"glu_act": "relu"}, "act_fun='silu' with glu_act='relu'"),
+        ({"tno_type": "llftno"}, "tno_type='llftno' cannot be converted: it must be one of tno, tno_fd"),
+        ({"decoder_layers": 5}, "decoder_layers=5 contradicts the checkpoint, whose weights say 3"),
+        ({"expand_ratio": 2}, r"int\(expand_ratio \* width\)=64 contradicts the checkpoint"),
+        ({"rpe_layers": 6}, "rpe_layers=6 contradicts"),
+        ({"gamma": 0.9}, "gamma=0.9 contradicts"),
+        ({"share_decoder_input_output_embed": False}, "two matrices, the checkpoint holds one"),
+        ({"norm_type": "layernorm"}, "nothing for layers.0.glu_norm.bias"),
+        ({"decoder_normalize_before": False}, "left over decoder.layer_norm.bias, decoder.layer_norm.weight"),
+        ({"norm_type": "groupnorm"}, "norm_type='groupnorm' is not possible"),
+    ],
+)
+def test_options_that_do_not_fit(options, message):
+    tensors, official, architecture = first("lm/decay_prenorm")
+    with pytest.raises(ValueError, match=message):
+        convert(tensors, official | options, architecture)
+
+
+def test_tensors_that_do_not_fit():
+    tensors, options, architecture = first("lm/decay_prenorm")
+    for change, message in [
+        ({"decoder.layers.0.extra.weight": torch.zeros(2)}, "left over decoder.layers.0.extra.weight"),
+        ({"decoder.layers.1.glu.l1.bias": torch.zeros(7)}, r"decoder.layers.1.glu.l1.bias \(7,\) instead of \(32,\)"),
+        ({"decoder.layers.1.self_attn.gtu.toep.gamma": torch.full((1, 1, 96), 0.5)}, "gamma=0.99 contradicts"),
+        ({"model.norm.bias": torch.zeros(32)}, "both are norm.bias here"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            convert(tensors | change, options, architecture)
+    del tensors["decoder.layers.2.glu.l3.weight"]
+    with pytest.raises(ValueError, match="nothing for layers.2.glu.down_proj.weight"):
+        convert(tensors, options, architecture)
+
+
+def test_inner_width_of_the_classifier_is_checked():
+    tensors, options, architecture = first("mlm/decay_postnorm")
+    tensors["classification_heads.cls.dense.weight"] = torch.zeros(20, 32)
+    with pytest.raises(ValueError, match=r"classification_heads.cls.dense.weight \(20, 32\) instead of \(32, 32\)"):
+        convert(tensors, options, architecture, head="sequence-classification")
+
+
+def test_learned_decays_are_parameters():
+    tensors, options, architecture = first("lm/decay_prenorm")
+    for layer in range(3):
+        tensors[f"decoder.layers.{layer}.self_attn.gtu.toep.gamma"] = torch.randn(1, 1, 96)
+    model, report = convert(tensors, options | {"use_multi_decay": True}, architecture)
+    assert model.config.learnable_decay and model.config.decay == 0.99
+    official = tensors["decoder.layers.1.self_attn.gtu.toep.gamma"].flatten()
+    assert torch.equal(model.model.layers[1].gtu.tno.decay_logit, official)
+    assert report["tensors"]["decoder.layers.1.self_attn.gtu.toep.gamma"] == "model.layers.1.gtu.tno.decay_logit"
+
+
+def test_half_precision_stays(tmp_path):
+    tensors, options, architecture = first("lm/decay_prenorm")
+    halved = {name: value.half() for name, value in tensors.items()}
+    model, _ = convert(halved, options, architecture)
+    assert model.dtype == torch.float16
+    assert model.config.decay == torch.tensor(0.99).half().item()
+
+
+RELEASED_LAYERS = [c for c in named_cases("block") if "tnnpytorch" in c[0]]
+
+
+@pytest.mark.parametrize("name, tag", RELEASED_LAYERS)
+@pytest.mark.parametrize("prefix", ["", "layers.0."])
+def test_layers_of_tnn_pytorch(name, tag, prefix):
+    """One layer between embeddings that hold its input, and, with pre-normalisation, a final norm."""
+    case = Case(name, tag, torch.float32)
+    x = case.input("x")
+    tensors = {prefix + name: value for name, value in official_tensors(case).items()}
+    tensors["embed_tokens.weight"] = x.flatten(0, 1)
+    norm = torch.nn.Identity()
+    if case.hparams["prenorm"]:
+        norm = torch.nn.LayerNorm(x.shape[-1])
+        tensors |= {f"norm.{name}": value.data for name, value in norm.named_parameters()}
+    model, report = convert(tensors, case.hparams, "tnn_pytorch")
+    with torch.no_grad():
+        hidden = model(torch.arange(len(tensors["embed_tokens.weight"])).view(x.shape[:2])).last_hidden_state
+        assert relative_error(hidden, norm(case.output().float())) < TOLERANCE
+    assert not any(why.endswith("(--head)") for why in report["tensors"].values())
+
+
+def test_layers_alone_are_not_a_model():
+    case = Case(*RELEASED_LAYERS[0])
+    with pytest.raises(ValueError, match="layers alone are not a model"):
+        convert(official_tensors(case), case.hparams, "tnn_pytorch")
+
+
+@pytest.mark.parametrize("name, tag", [c for c in named_cases("rtf") if c[1] in ("l16", "l17", "l64")])
+def test_rtf_inside_our_block(name, tag, tmp_path):
+    """The parameters of `rtf.py` beside ours; its kernel comes out of the converted and loaded model."""
+    case = Case(name, tag)
+    channels = case.hparams["d_model"]
+    layer = "layers.0.gtu.tno."
+    tensors = {layer + name: value for name, value in official_tensors(case).items()}
+    around = {"embed_tokens.weight": (11, 6), "norm.weight": (6,), "norm.bias": (6,)}
+    for part, sizes in {"gtu.u_proj": (channels, 6), "gtu.v_proj": (channels, 6), "gtu.o_proj": (6, channels),
+                        "glu.gate_proj": (5, 6), "glu.up_proj": (5, 6), "glu.down_proj": (6, 5)}.items():  # fmt: skip
+        around |= {f"layers.0.{part}.weight": sizes, f"layers.0.{part}.bias": sizes[:1]}
+    tensors |= {name: torch.randn(sizes) for name, sizes in around.items()}
+    model, _ = convert(tensors, case.hparams, "rtf")
+    model.save_pretrained(tmp_path)
+    loaded = AutoModel.from_pretrained(tmp_path)
+    assert loaded.config.gtu_dim == channels and loaded.config.causal != case.hparams["bidirectional"]
+    assert all(torch.equal(loaded.state_dict()[name], tensors[name]) for name in around)
+    length = case.run["length"]
+    kernel = loaded.layers[0].gtu.tno.coefficients(length)
+    expected = case.get("out64/k")
+    if case.hparams["bidirectional"]:
+        kernel, expected = kernel[:, length - 1 :], expected[:, :length]
+    assert relative_error(kernel, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("architecture", ["tnn_v2_decay_99_pre", "rtf"])
+def test_embeddings_alone_are_not_a_model(architecture):
+    with pytest.raises(ValueError, match="holds no layers of a TNN"):
+        convert({"embed_tokens.weight": torch.zeros(5, 4)}, {"trunc_len": 16}, architecture)
+
+
+def test_rtf_needs_its_truncation_length():
+    with pytest.raises(ValueError, match="--hparams must give trunc_len"):
+        convert({}, {"d_model": 4}, "rtf")
+
+
+def test_ski_must_be_accepted():
+    if "mlm/ski_postnorm" not in CASES:
+        pytest.skip("not in this part of the golden vectors")
+    tensors, options, architecture = first("mlm/ski_postnorm")
+    with pytest.raises(ValueError, match="skitno_inv_time' is refused.*--published_ski"):
+        convert(tensors, options, architecture)
+    _, report = convert(tensors, options, architecture, published_ski=True)
+    assert "interpolates as published" in report["warnings"][0]
+
+
+def test_every_architecture_of_the_golden_vectors_is_known():
+    used = {case["hparams"]["arch"] for case in CASES.values() if "arch" in case["hparams"]}
+    assert used <= ARCHITECTURES.keys()

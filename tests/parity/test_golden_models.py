@@ -1,0 +1,105 @@
+"""Parity with the released implementations: causal and masked language models, classification head."""
+
+import pytest
+import torch
+
+from helpers.models import relative_error
+from helpers.parity import (
+    Case,
+    check_loss,
+    masked_lm_config,
+    masked_lm_inputs,
+    model_config,
+    named_cases,
+)
+from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+
+
+def causal_lm(case: Case) -> TnnForCausalLM:
+    tied = case.hparams["share_decoder_input_output_embed"]
+    return case.load(TnnForCausalLM(model_config(case, "decoder", tie_word_embeddings=tied)))
+
+
+@DTYPES
+@pytest.mark.parametrize("name, tag", named_cases("causal_lm"))
+def test_causal_lm(name, tag, dtype, record_property):
+    case = Case(name, tag, dtype)
+    model = causal_lm(case)
+    input_ids = case.ids()
+    labels = input_ids.masked_fill(input_ids == case.hparams["pad_token_id"], -100)
+    outputs = model(input_ids, labels=labels, output_hidden_states=True)
+    if case.get("out64/logits") is not None:
+        case.check(outputs.logits, case.output("logits"), record_property)
+    else:
+        case.check(outputs.logits[:, -32:], case.output("logits_last32"), record_property)
+    loss = check_loss(case, outputs, outputs.logits[:, :-1], labels[:, 1:], "loss", record_property)
+    check_hidden_states(case, model, outputs, record_property)
+    loss.backward()
+    if case.get("grad64/param/decoder.embed_tokens.weight") is not None:
+        case.check_gradients(model, None, record_property)
+
+
+def check_hidden_states(case: Case, model, outputs, record):
+    """All of them: the released ones end before the final norm, where ours show it in the last entry."""
+    count = model.config.num_hidden_layers
+    for index, hidden in enumerate(outputs.hidden_states):
+        if (expected := case.get(f"out64/hidden_{index}")) is None:
+            continue
+        final = model.base_model.norm if index == count else torch.nn.Identity()
+        case.check(hidden, final(expected.to(case.dtype)), record)
+
+
+def is_padded(case: Case) -> bool:
+    return case.run["padded"]
+
+
+def masked_lm_cases(padded: bool) -> list[tuple[str, str]]:
+    """Without SKI, whose released interpolation is not the published one: see test_golden_ski.py."""
+    return [c for c in named_cases("masked_lm") if is_padded(Case(*c)) == padded and "/ski" not in c[0]]
+
+
+@DTYPES
+@pytest.mark.parametrize("name, tag", masked_lm_cases(padded=False))
+def test_masked_lm(name, tag, dtype, record_property):
+    case = Case(name, tag, dtype)
+    model = case.load(TnnForMaskedLM(masked_lm_config(case)))
+    outputs = model(**masked_lm_inputs(case), labels=case.ids("labels"), output_hidden_states=True)
+    case.check(outputs.logits, case.output("logits"), record_property)
+    case.check(outputs.hidden_states[-1], case.output("features"), record_property)
+    check_loss(case, outputs, outputs.logits, case.ids("labels"), "mlm_loss", record_property).backward()
+    if case.get("grad64/param/encoder.lm_head.bias") is not None:
+        case.check_gradients(model, None, record_property)
+
+
+@DTYPES
+@pytest.mark.parametrize("name, tag", masked_lm_cases(padded=False))
+def test_classification_head(name, tag, dtype, record_property):
+    case = Case(name, tag, dtype)
+    config = masked_lm_config(case, num_labels=case.hparams["num_labels"])
+    model = case.load(TnnForSequenceClassification(config))
+    outputs = model(**masked_lm_inputs(case), labels=case.ids("class_labels"))
+    case.check(outputs.logits, case.output("cls_logits"), record_property)
+    check_loss(case, outputs, outputs.logits, case.ids("class_labels"), "cls_loss", record_property)
+
+
+@pytest.mark.parametrize("name, tag", masked_lm_cases(padded=True))
+def test_padding_differs_on_purpose(name, tag):
+    """The released model lets padding into real positions after the first layer; ours does not.
+
+    Rows without padding agree. In the padded row the released features differ from those of the bare text, ours
+    do not.
+    """
+    case = Case(name, tag)
+    model = case.load(TnnForMaskedLM(masked_lm_config(case)))
+    inputs = masked_lm_inputs(case)
+    features = model.model(**inputs).last_hidden_state
+    lengths = inputs["attention_mask"].sum(dim=1).tolist()
+    assert min(lengths) < max(lengths) == features.shape[1]
+    for row, length in enumerate(lengths):
+        bare = model.model(inputs["input_ids"][row : row + 1, :length]).last_hidden_state[0]
+        released = case.output("features")[row, :length]
+        assert relative_error(features[row, :length], bare) < 1e-12
+        error = relative_error(released, bare)
+        assert error < 1e-9 if length == features.shape[1] else error > 1e-2

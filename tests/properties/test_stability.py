@@ -1,0 +1,118 @@
+"""Poles of RTF denominators near, on and outside the unit circle: found, named, projected, trained with, decoded."""
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import Trainer, TrainingArguments
+
+from helpers.models import RandomTexts, relative_error, seeded, tiny_config
+from helpers.strategies import noise, seeds
+from modeling_tnn import PoleCallback, TnnForCausalLM, find_unstable, project_poles
+from modeling_tnn.stability import is_stable, spectral_radius
+
+UNCONSTRAINED = {"tno_type": "rtf", "rtf_constraint": None, "rtf_initializer": "zeros", "eos_token_id": None}
+
+
+def denominator_of(*poles: complex) -> torch.Tensor:
+    """`(1, N)` for these poles and the conjugates of the complex ones."""
+    roots = [*poles, *(np.conj(pole) for pole in poles if np.iscomplex(pole))]
+    return torch.from_numpy(np.poly(roots).real[1:].copy())[None]
+
+
+def model_with_pole(radius: float, angle: float = 0.4, layer: int = 1, **fields) -> TnnForCausalLM:
+    """One pair of poles in channel 3 of `layer`, all else zero."""
+    model = seeded(TnnForCausalLM, tiny_config(**UNCONSTRAINED | fields))
+    with torch.no_grad():
+        denominator = model.model.layers[layer].gtu.tno.denominator
+        denominator[3 % len(denominator), :2] = denominator_of(radius * np.exp(1j * angle))[0]
+        model.model.layers[layer].gtu.tno.numerator.normal_()
+    return model
+
+
+@given(st.integers(1, 24), st.floats(0.2, 3.0), st.floats(0.5, 1.5), seeds)
+def test_reflection_coefficients_agree_with_the_roots(order, scale, radius, seed):
+    denominator = noise(8, order, seed=seed) * scale / order
+    radii = spectral_radius(denominator)
+    clear = (radii / radius - 1).abs() > 1e-6
+    assert torch.equal(is_stable(denominator, radius)[clear], (radii < radius)[clear])
+
+
+@pytest.mark.parametrize("radius", [0.5, 0.999, 1 - 1e-9, 1 + 1e-9, 1.001, 3.0])
+@pytest.mark.parametrize("angle", [0.0, 1e-3, 1.0, np.pi])
+def test_poles_near_the_circle(radius, angle):
+    denominator = denominator_of(radius * np.exp(1j * angle) if angle not in (0.0, np.pi) else radius * np.cos(angle))
+    assert is_stable(denominator).item() == (radius < 1)
+    assert spectral_radius(denominator).item() == pytest.approx(radius, abs=1e-7)
+
+
+def test_what_is_no_number_is_outside():
+    denominator = torch.tensor([[0.1, float("nan")], [float("inf"), 0.0], [0.1, 0.1]])
+    assert is_stable(denominator).tolist() == [False, False, True]
+    assert spectral_radius(denominator)[:2].tolist() == [float("inf")] * 2
+
+
+def test_layer_and_radius_are_named():
+    assert find_unstable(model_with_pole(0.99)) == []
+    (found,) = find_unstable(model_with_pole(1.25))
+    assert (found.layer, found.denominators, found.index) == (1, 1, 3)
+    assert found.radius == pytest.approx(1.25, rel=1e-6)
+    assert find_unstable(model_with_pole(1.25, rtf_constraint="l1_montel")) == []
+    assert find_unstable(seeded(TnnForCausalLM, tiny_config("rpe"))) == []
+
+
+def test_projection_keeps_angles_and_what_is_inside():
+    model = model_with_pole(1.25)
+    untouched = model.model.layers[1].gtu.tno.denominator.detach().clone()
+    (before,) = project_poles(model, 0.9)
+    assert before.radius == pytest.approx(1.25, rel=1e-6)
+    after = model.model.layers[1].gtu.tno.denominator
+    assert relative_error(after[3:4, :2], denominator_of(0.9 * np.exp(0.4j))) < 1e-6
+    assert torch.equal(after[:3], untouched[:3]) and torch.equal(after[4:], untouched[4:])
+    assert find_unstable(model, 0.9001) == []
+
+
+@pytest.mark.parametrize("radius", [0.0, 1.0, -1, float("nan")])
+def test_radius_of_a_projection(radius):
+    with pytest.raises(ValueError, match="radius=.*in \\(0, 1\\)"):
+        project_poles(model_with_pole(1.1), radius)
+
+
+@pytest.mark.parametrize("radius", [0.999, 1.0, 1.1, 2.0])
+def test_training_has_finite_gradients(radius):
+    """The angle lies between the points that training samples at; on the circle nothing is divided by zero there."""
+    model = model_with_pole(radius).train()
+    ids = torch.randint(99, (2, 40), generator=torch.Generator().manual_seed(0))
+    loss = model(ids, labels=ids).loss
+    loss.backward()
+    assert loss.isfinite()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+
+def train(model, callback, folder, steps=4):
+    args = TrainingArguments(
+        str(folder), max_steps=steps, use_cpu=True, report_to="none", learning_rate=1e-3, disable_tqdm=True
+    )
+    trainer = Trainer(model=model, args=args, train_dataset=RandomTexts(), callbacks=[callback])
+    return trainer.train()
+
+
+def test_trainer_warns_once_of_each_layer(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, logger="modeling_tnn.stability"):
+        train(model_with_pole(1.25), PoleCallback(every=1), tmp_path)
+    (message,) = [record.getMessage() for record in caplog.records if record.name == "modeling_tnn.stability"]
+    assert message.startswith("Step 1, layer 1: 1 denominators") and "radius 1.2" in message and "l1_montel" in message
+
+
+def test_trainer_projects(tmp_path):
+    model = model_with_pole(1.25)
+    train(model, PoleCallback(max_radius=0.95), tmp_path)
+    model.eval()
+    assert find_unstable(model, 0.9501) == []
+    assert spectral_radius(model.model.layers[1].gtu.tno.denominator[3:4]).item() > 0.9
+    prompt = torch.arange(2, 9)[None]
+    options = {"max_new_tokens": 300, "do_sample": False}
+    assert torch.equal(model.generate(prompt, **options), model.generate(prompt, use_cache=False, **options))

@@ -1,0 +1,139 @@
+"""Where documents end in what a language model is trained and evaluated on."""
+
+import json
+
+import pytest
+from datasets import Dataset
+from transformers import AutoTokenizer, pipeline
+
+from helpers.models import lively_language_model
+from helpers.scripts import ROOT, SENTENCES, run_script, write_config, write_text
+from tnn_scripts.data.document_ends import document_ends
+from tnn_scripts.data.text import load_corpus, load_texts, pack, tokenize, train_tokenizer
+
+ARTICLES = ["", " = Lobster = \n", "", " It swims where a \n", " = b = \n", "", " = Pike = \n", ""]
+WIKITEXT = ROOT.parent / "shared" / "data" / "wikitext"
+
+
+def ended(texts: Dataset, tokenizer) -> list[str]:
+    """The documents of the blocks of one token each."""
+    ids = [block[0] for block in pack(texts, tokenizer, 1)["input_ids"]]
+    return tokenizer.decode(ids).split("</s>")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(Dataset.from_dict({"text": SENTENCES}), 300)
+
+
+@pytest.mark.parametrize(
+    "documents, ends",
+    [
+        ("rows", [1] * 8),
+        ("lines", [0] * 8),
+        ("headings", [0, 0, 0, 0, 0, 1, 0, 1]),
+        ("book", [0, 0, 1, 0, 0, 0, 0, 1]),
+        ("book,part", [0, 0, 1, 0, 1, 0, 0, 1]),
+        (None, [0, 0, 0, 0, 0, 1, 0, 1]),
+    ],
+)
+def test_ends(documents, ends):
+    rows = Dataset.from_dict({"text": ARTICLES, "book": list("aaabbbbb"), "part": [1, 1, 1, 1, 1, 2, 2, 2]})
+    assert document_ends(rows, "text", documents).tolist() == [bool(end) for end in ends]
+
+
+def test_unknown_column():
+    rows = Dataset.from_dict({"text": ARTICLES})
+    with pytest.raises(ValueError, match=r"documents='book' is not possible: it must be rows, lines, headings or col"):
+        document_ends(rows, "text", "book")
+
+
+def test_ends_by_source(tmp_path, tokenizer):
+    """Rows of a table are documents, the lines of a text file are not."""
+    Dataset.from_dict({"text": SENTENCES[:2]}).to_json(tmp_path / "rows.jsonl")
+    write_text(tmp_path / "lines.txt", copies=2)
+    documents = [sentence + "\n" for sentence in SENTENCES[:2]]
+    assert ended(load_texts(str(tmp_path / "rows.jsonl")), tokenizer) == [*documents, ""]
+    assert ended(load_texts(str(tmp_path / "rows.jsonl"), documents="lines"), tokenizer) == ["".join(documents)]
+    assert len(ended(load_texts(str(tmp_path / "lines.txt")), tokenizer)) == 1
+    both = load_corpus(str(tmp_path / "rows.jsonl"), validation_file=str(tmp_path / "lines.txt"), documents="rows")
+    assert [len(ended(both[split], tokenizer)) for split in ("train", "validation")] == [3, len(SENTENCES) * 2]
+
+
+def test_ends_of_the_demo_corpus(tokenizer):
+    """The chapters of the King James Bible; where its last twentieth is held out no chapter ends."""
+    corpus = load_corpus()
+    assert sum(map(sum, (corpus[split]["ends"] for split in corpus))) == 1189
+    first = corpus["train"].select(range(40))
+    assert [i for i, end in enumerate(first["ends"]) if end] == [30]
+    assert ended(first, tokenizer)[1].startswith("Thus the heavens and the earth were finished")
+    assert not corpus["train"][-1]["ends"] and corpus["validation"][-1]["ends"]
+
+
+@pytest.mark.skipif(not WIKITEXT.is_dir(), reason="no shared data")
+@pytest.mark.parametrize("split, articles", [("train", 600), ("validation", 60), ("test", 60)])
+def test_articles_of_wikitext(split, articles):
+    """As many as WikiText-2 is said to have."""
+    texts = load_texts(str(WIKITEXT), "wikitext-2-v1", split)
+    assert sum(texts["ends"]) == articles
+
+
+def test_masked_blocks_are_as_before():
+    texts = load_corpus()["validation"]
+    tokenizer = train_tokenizer(texts, 300, masked=True)
+    blocks = pack(texts.select(range(200)), tokenizer, 16, enclose=True)["input_ids"]
+    assert {block.count(tokenizer.eos_token_id) for block in blocks} == {1}
+
+
+def test_no_end_without_a_token():
+    tokenizer = train_tokenizer(Dataset.from_dict({"text": SENTENCES}), 300)
+    tokenizer.eos_token = None
+    assert tokenize(["fox"], tokenizer, [True]) == tokenize(["fox"], tokenizer)
+
+
+def test_a_pretrained_model_ends(tmp_path):
+    """Documents of one sentence: the model learns where they end, generates that, and is evaluated on it."""
+    rows = tmp_path / "rows.jsonl"
+    Dataset.from_dict({"text": SENTENCES[:2] * 200}).to_json(rows)
+    options = ["--config_name", write_config(tmp_path / "config", hidden_dropout_prob=0.0), "--train_file", rows]
+    options += ["--max_steps", 60, "--learning_rate", 0.01, "--output_dir", tmp_path / "out"]
+    run_script("pretrain", *options, "--checkpointing_steps", 60)
+    generate = pipeline("text-generation", model=str(tmp_path / "out"))
+    texts = generate(["Pack my", "The quick brown"], batch_size=2, do_sample=False, max_new_tokens=60)
+    assert [text[0]["generated_text"] for text in texts] == [f"{SENTENCES[1]}\n", f"{SENTENCES[0]}\n"]
+    evaluated = {}
+    for name, given in {"as trained": [], "lines": ["--documents", "lines"]}.items():
+        run_script("evaluate_lm", "--model_name_or_path", tmp_path / "out", "--validation_file", rows, "--lengths",
+                   64, *given,
+                   "--output_dir", tmp_path / "figures")  # fmt: skip
+        evaluated[name] = json.loads((tmp_path / "figures" / "perplexity.json").read_text())["results"][0]
+    assert evaluated["lines"]["perplexity"] > 1.3 * evaluated["as trained"]["perplexity"]
+    with pytest.raises(SystemExit, match="another run.\n  documents: None there, lines here\n  data: "):
+        run_script(
+            "pretrain", *options, "--max_steps", 62, "--documents", "lines", "--resume_from_checkpoint", "latest"
+        )
+
+
+@pytest.mark.parametrize("masked, side", [(False, "left"), (True, "right")])
+def test_padding_side(masked, side, tmp_path):
+    """Generation in batches needs the padding of a causal model before the text."""
+    train_tokenizer(Dataset.from_dict({"text": SENTENCES}), 300, masked).save_pretrained(tmp_path)
+    assert AutoTokenizer.from_pretrained(tmp_path).padding_side == side
+
+
+def test_padding_side_of_a_named_tokenizer(tmp_path):
+    """One that pads right is saved with a causal model as one that pads left."""
+    tokenizer = train_tokenizer(Dataset.from_dict({"text": SENTENCES}), 300, masked=True)
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    run_script("pretrain", "--config_name", write_config(tmp_path / "config"), "--train_file",
+               write_text(tmp_path / "text.txt"), "--tokenizer_name", tmp_path / "tokenizer", "--max_steps", 1,
+               "--output_dir", tmp_path / "out")  # fmt: skip
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").padding_side == "left"
+
+
+def test_batches_of_a_pipeline(tokenizer):
+    """With the tokenizer as it is trained: the texts of prompts of different lengths are those of each alone."""
+    model = lively_language_model(vocab_size=300)
+    generate = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    prompts, options = ["The quick brown fox", "A", "Pack my box"], {"max_new_tokens": 12, "do_sample": False}
+    assert generate(prompts, batch_size=3, **options) == [generate(prompt, **options) for prompt in prompts]

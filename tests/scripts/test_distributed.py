@@ -1,0 +1,118 @@
+"""Several processes: the configurations of accelerate, and two processes that do what one does."""
+
+import json
+import shutil
+
+import pytest
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from accelerate.utils.launch import prepare_multi_gpu_env
+
+from helpers.models import tiny_config
+from helpers.scripts import (
+    ROOT,
+    assert_same_weights,
+    run_script,
+    start_script,
+    two_processes,
+    write_config,
+    write_text,
+)
+from modeling_tnn import TnnForCausalLM
+
+FOLDER = ROOT / "configuration" / "accelerate"
+CONFIGS = {
+    "cpu": DistributedType.NO,
+    "cpu-gloo": DistributedType.MULTI_GPU,
+    "gpu": DistributedType.NO,
+    "ddp": DistributedType.MULTI_GPU,
+    "fsdp2": DistributedType.FSDP,
+    "deepspeed-zero2": DistributedType.DEEPSPEED,
+    "deepspeed-zero3": DistributedType.DEEPSPEED,
+}
+
+
+def test_every_configuration_is_known():
+    assert {path.stem for path in FOLDER.glob("*.yaml")} == CONFIGS.keys()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_accelerate_reads(name):
+    """It refuses fields that it does not know."""
+    file = FOLDER / f"{name}.yaml"
+    config = load_config_from_file(str(file))
+    assert config.distributed_type == CONFIGS[name]
+    given = yaml.safe_load(file.read_text())
+    assert {key: getattr(config, key) for key in given} == given
+    args = launch_command_parser().parse_args(["--config_file", str(file), "script.py"])
+    args, _, _ = _validate_launch_command(args)
+    assert (args.num_processes, args.mixed_precision) == (given["num_processes"], given["mixed_precision"])
+    assert args.use_fsdp == (name == "fsdp2") and args.use_deepspeed == name.startswith("deepspeed")
+
+
+def test_sharding_wraps_the_blocks(monkeypatch):
+    """What accelerate makes of the FSDP configuration finds the blocks of a model; sharding itself needs GPUs."""
+    args = launch_command_parser().parse_args(["--config_file", str(FOLDER / "fsdp2.yaml"), "script.py"])
+    args, _, _ = _validate_launch_command(args)
+    for name, value in prepare_multi_gpu_env(args).items():
+        monkeypatch.setenv(name, value)
+    plugin = FullyShardedDataParallelPlugin()
+    assert plugin.fsdp_version == 2 and plugin.reshard_after_forward is True
+    model = TnnForCausalLM(tiny_config())
+    plugin.set_auto_wrap_policy(model)
+    wraps = plugin.auto_wrap_policy
+    assert wraps(module=model.model.layers[0], recurse=False, nonwrapped_numel=0)
+    assert not wraps(module=model.lm_head, recurse=False, nonwrapped_numel=0)
+
+
+def launch(*options) -> str:
+    with start_script("pretrain", *options, launcher=two_processes()) as process:
+        output, _ = process.communicate(timeout=120)
+    return output
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The same global batch in one process and in two; masked, so that processes have unequal numbers of targets."""
+    folder = tmp_path_factory.mktemp("runs")
+    config = write_config(folder / "config", causal=False, hidden_dropout_prob=0.0)
+    options = ["--objective", "mlm", "--config_name", config, "--train_file", write_text(folder / "text.txt"),
+               "--max_steps", 12, "--learning_rate", 0.01, "--checkpointing_steps", 6, "--eval_steps", 5,
+               "--per_device_eval_batch_size", 5]  # fmt: skip
+    run_script("pretrain", *options, "--output_dir", folder / "one", "--per_device_train_batch_size", 6)
+    two = [*options, "--output_dir", folder / "two", "--per_device_train_batch_size", 3]
+    output = launch(*two)
+    assert (folder / "two" / "metrics.json").exists(), output
+    return folder, two
+
+
+def metrics_of(folder) -> dict:
+    return json.loads((folder / "metrics.json").read_text())
+
+
+def test_two_processes_are_one(runs):
+    folder, _ = runs
+    one, two = metrics_of(folder / "one"), metrics_of(folder / "two")
+    assert (one["processes"], two["processes"]) == (1, 2)
+    assert one["tokens"] == two["tokens"]
+    for first, second in zip(one["evaluations"], two["evaluations"], strict=True):
+        assert first == pytest.approx(second, rel=1e-5)
+    assert_same_weights(folder / "one", folder / "two", tolerance=2e-5)
+
+
+def test_two_processes_resume(runs):
+    folder, options = runs
+    shutil.copytree(folder / "two" / "checkpoint-6", folder / "resumed" / "checkpoint-6")
+    output = launch(*options, "--output_dir", folder / "resumed", "--resume_from_checkpoint", "latest")
+    assert (folder / "resumed" / "metrics.json").exists(), output
+    assert_same_weights(folder / "two", folder / "resumed")
+
+
+def test_processes_that_do_not_know_of_each_other(runs, monkeypatch, tmp_path):
+    """Two of them would write into one folder."""
+    monkeypatch.setattr("tnn_scripts.pretrain.Accelerator", lambda **options: type("One", (), {"num_processes": 1}))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit, match="2 processes were started, but accelerate sees 1"):
+        run_script("pretrain", *runs[1], "--output_dir", tmp_path / "out")

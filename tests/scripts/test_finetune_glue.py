@@ -1,0 +1,293 @@
+"""Fine-tuning on GLUE and on files: metrics, results, sweeps, and what it refuses."""
+
+import json
+import math
+import re
+
+import numpy as np
+import pytest
+from datasets import Dataset, DatasetDict
+from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from helpers.glue import glue_options, rows
+from helpers.scripts import ROOT, run_script
+from tnn_scripts.common.model_card import read_metrics
+from tnn_scripts.data.glue import TASKS, load_files, load_task
+from tnn_scripts.data.glue_metrics import OWN_METRICS, load_metric, main_metric
+
+SHARED = ROOT.parent / "shared" / "data" / "glue"
+
+
+def test_one_task(encoder, glue, tmp_path):
+    run_script(
+        "finetune_glue",
+        *glue_options(encoder, tmp_path, "--task_name", "sst2", "--dataset_path", glue, "--do_predict"),
+    )
+    results = json.loads((tmp_path / "all_results.json").read_text())
+    assert results["eval_accuracy"] > 0.9 and results["eval_samples"] == 60 and results["train_loss"] > 0
+    trained = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    assert trained.config.id2label == {0: "negative", 1: "positive"}
+    assert AutoTokenizer.from_pretrained(tmp_path).mask_token == "<mask>"
+    predicted = (tmp_path / "predict_results_sst2.txt").read_text().splitlines()
+    expected = [("negative", "positive")[label] for label in rows(20, seed=20)["label"]]
+    agreeing = sum(line.split("\t")[1] == label for line, label in zip(predicted[1:], expected, strict=True))
+    assert predicted[0] == "index\tprediction" and agreeing > 17
+
+
+def test_sweep_keeps_the_best(encoder, glue, tmp_path):
+    more = ["--task_name", "sst2", "stsb", "--dataset_path", glue, "--num_train_epochs", 2, "--sweep"]
+    more += ["--sweep_learning_rates", "1e-2", "1e-6", "--sweep_seeds", "3", "4"]
+    run_script("finetune_glue", *glue_options(encoder, tmp_path, *more))
+    sst2, stsb = json.loads((tmp_path / "results.json").read_text())
+    assert (sst2["metric"], stsb["metric"]) == ("accuracy", "spearmanr")
+    assert sst2["learning_rate"] == 0.01 and sst2["seeds"] == 2 and len(sst2["runs"]) == 4
+    scores = {(run["learning_rate"], run["seed"]): run["eval_accuracy"] for run in sst2["runs"]}
+    assert sst2["best"] == max(scores.values())
+    assert sst2["mean"] == pytest.approx((scores[0.01, 3] + scores[0.01, 4]) / 2)
+    kept = json.loads((tmp_path / "sst2" / "all_results.json").read_text())
+    assert kept["eval_accuracy"] == sst2["best"]
+    labels = rows(60, seed=60)["label"]
+    assert sst2["majority"] in (np.mean(labels), 1 - np.mean(labels)) and stsb["majority"] is None
+    report = (tmp_path / "results.md").read_text()
+    assert report.count("\n") == 5 and "| sst2 | accuracy |" in report and "| average |" in report
+    AutoModelForSequenceClassification.from_pretrained(tmp_path / "stsb")
+
+
+def test_fields_of_the_configuration(encoder, glue, tmp_path):
+    """They reach the encoder that is trained, and are saved with it."""
+    task = ["--task_name", "sst2", "--dataset_path", glue, "--max_steps", 1]
+    run_script("finetune_glue", *glue_options(encoder, tmp_path / "a", *task))
+    run_script(
+        "finetune_glue",
+        *glue_options(
+            encoder, tmp_path / "b", *task, "--config_overrides", "classifier_pooling=last,classifier_dropout=0.5"
+        ),
+    )
+    plain, changed = (AutoModelForSequenceClassification.from_pretrained(tmp_path / folder).config for folder in "ab")
+    assert (plain.classifier_pooling, changed.classifier_pooling) == (None, "last")
+    assert changed.classifier_dropout == 0.5 and changed.id2label == {0: "negative", 1: "positive"}
+
+
+def test_refused_fields_of_the_configuration(encoder, glue, tmp_path):
+    more = ["--task_name", "sst2", "--dataset_path", glue, "--config_overrides", "classifier_poling=mean"]
+    with pytest.raises(SystemExit, match="error: a TnnConfig has no field classifier_poling"):
+        run_script("finetune_glue", *glue_options(encoder, tmp_path, *more))
+
+
+def test_random_weights(encoder, glue, tmp_path):
+    """Nothing is left of the pretrained weights; the same seed gives the same ones."""
+    tiny = [
+        "--task_name",
+        "sst2",
+        "--dataset_path",
+        glue,
+        "--from_scratch",
+        "--max_train_samples",
+        1,
+        "--max_steps",
+        1,
+    ]
+    for folder, seed in (("a", 1), ("b", 1), ("c", 2)):
+        run_script(
+            "finetune_glue",
+            *glue_options(encoder, tmp_path / folder, *tiny),
+            "--learning_rate",
+            1e-12,
+            "--seed",
+            seed,
+        )
+    a, b, c = (
+        AutoModelForSequenceClassification.from_pretrained(tmp_path / name).model.layers[0].gtu.u_proj.weight
+        for name in "abc"
+    )
+    trained = AutoModelForMaskedLM.from_pretrained(encoder).model.layers[0].gtu.u_proj.weight
+    assert (a - b).abs().max() < 1e-9 < 1e-3 < min((a - c).abs().max(), (a - trained).abs().max())
+
+
+@pytest.mark.parametrize("kind", ["csv", "json", "parquet"])
+def test_files(kind, encoder, tmp_path):
+    names = ["bad", "good"]
+    for split, count in (("train", 160), ("validation", 60)):
+        data = rows(count, seed=count)
+        data["label"] = [names[label] for label in data["label"]]
+        getattr(Dataset.from_dict(data), f"to_{kind}")(str(tmp_path / f"{split}.{kind}"))
+    files = ["--train_file", tmp_path / f"train.{kind}", "--validation_file", tmp_path / f"validation.{kind}"]
+    run_script("finetune_glue", *glue_options(encoder, tmp_path / "out", *files))
+    assert json.loads((tmp_path / "out" / "all_results.json").read_text())["eval_accuracy"] > 0.9
+    assert AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").config.label2id == {
+        "bad": 0,
+        "good": 1,
+    }
+
+
+def test_values_in_files(tmp_path):
+    file = tmp_path / "values.csv"
+    file.write_text("a,b,label\nx,y,0.5\nz,w,1.5\n")
+    data = load_files(str(file), str(file), sentence_keys=("a", "b"))
+    assert data.label_names is None and data.text_columns == ("a", "b")
+    assert main_metric(None, regression=True) == "mse"
+    assert load_metric(None, regression=True)(np.array([1.0, 2.0]), np.array([0.0, 4.0])) == {"mse": 2.5}
+
+
+@pytest.mark.parametrize(
+    "columns, keys, expected",
+    [
+        ({"sentence": "x"}, (), ("sentence",)),
+        ({"review": "x", "stars": 3, "weight": 0.5, "id": "a", "idx": "b"}, (), ("review",)),
+        ({"idx": 1, "source": "web", "sentence2": "y", "sentence1": "x"}, (), ("sentence1", "sentence2")),
+        ({"sentence": "y", "number": 7, "question": "x"}, (), ("question", "sentence")),
+        ({"hypothesis": "y", "premise": "x"}, (), ("premise", "hypothesis")),
+        ({"source": "web", "review": "x"}, ("review",), ("review",)),
+        ({"source": "web", "review": "x", "reply": "y"}, ("review", "reply"), ("review", "reply")),
+    ],
+)
+def test_columns_of_text(columns, keys, expected, tmp_path):
+    """Of files: those named, else the only one that holds text, else those that GLUE names."""
+    file = tmp_path / "rows.parquet"
+    Dataset.from_list([columns | {"label": 0}, columns | {"label": 1}]).to_parquet(file)
+    assert load_files(str(file), str(file), sentence_keys=keys).text_columns == expected
+
+
+@pytest.mark.parametrize(
+    "columns, keys, message",
+    [
+        ({"sentence": "x", "source": "web"}, (), r"sentence, source hold text: .*--sentence1_key .*--sentence2_key"),
+        ({"a": "x", "b": "y", "c": "z"}, (), "a, b, c hold text"),
+        ({"number": 3}, (), "no column but label holds text.*number"),
+        ({"review": "x", "stars": 3}, ("review", "stars"), "--sentence2_key stars: .* of text, not of .*int64"),
+        ({"review": "x"}, ("text",), "--sentence1_key text: .* are review, label"),
+    ],
+)
+def test_columns_that_are_not_clear(columns, keys, message, encoder, tmp_path):
+    file = tmp_path / "rows.parquet"
+    Dataset.from_list([columns | {"label": 0}, columns | {"label": 1}]).to_parquet(file)
+    given = [part for number, key in enumerate(keys, 1) for part in (f"--sentence{number}_key", key)]
+    with pytest.raises(SystemExit, match=message):
+        files = ["--train_file", file, "--validation_file", file]
+        run_script("finetune_glue", *glue_options(encoder, tmp_path / "out", *files, *given))
+
+
+def test_a_regression(encoder, tmp_path, capsys, caplog):
+    """Its error is printed as it is, in the table and on the card."""
+    file = tmp_path / "values.csv"
+    Dataset.from_dict(rows(40) | {"label": [3.5 + label for label in rows(40)["label"]]}).to_csv(file)
+    files = ["--train_file", file, "--validation_file", file, "--max_steps", 2]
+    run_script("finetune_glue", *glue_options(encoder, tmp_path / "out", *files))
+    error = json.loads((tmp_path / "out" / "all_results.json").read_text())["eval_mse"]
+    (row,) = [line for line in (tmp_path / "out" / "results.md").read_text().splitlines() if "files" in line]
+    shown = [cell.strip() for cell in row.split("|")][2:]
+    assert shown[:2] == ["mse", ""] and shown[2] == f"{error:.4g} ± 0" and shown[4] == f"{error:.4g}"
+    assert read_metrics({"eval_mse": error}) == {"mse": error}
+
+
+def test_only_what_is_trained_is_saved(encoder, glue, tmp_path):
+    """An untrained head is evaluated, but not left as if it were a model."""
+    given = ["--model_name_or_path", encoder, "--task_name", "sst2", "--dataset_path", glue, "--report_to", "none"]
+    run_script("finetune_glue", *given, "--output_dir", tmp_path, "--do_eval")
+    assert "eval_accuracy" in json.loads((tmp_path / "all_results.json").read_text())
+    assert not list(tmp_path.glob("*.safetensors")) and not (tmp_path / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        ([], "give --do_train, --do_eval, --do_predict or --sweep"),
+        (["--do_eval", "--push_to_hub"], "--push_to_hub needs --do_train or --sweep"),
+        (["--do_predict", "--train_file", "FILE", "--validation_file", "FILE"], "--do_predict needs a --test_file"),
+        (["--sweep", "--sentence1_key", "a"], "--sentence1_key .* of files"),
+        (["--do_eval", "--train_file", "FILE", "--validation_file", "FILE", "--sentence2_key", "a"],
+         "--sentence2_key needs a --sentence1_key"),
+    ],
+)  # fmt: skip
+def test_nothing_to_do(more, message, encoder, tmp_path, capsys):
+    file = tmp_path / "file.csv"
+    Dataset.from_dict(rows(8)).to_csv(file)
+    given = ["--model_name_or_path", encoder, "--output_dir", tmp_path / "out", "--report_to", "none"]
+    given += [] if "FILE" in more else ["--task_name", "sst2"]
+    with pytest.raises(SystemExit) as error:
+        run_script("finetune_glue", *given, *(file if part == "FILE" else part for part in more))
+    assert re.search(message, str(error.value.code) + capsys.readouterr().err)
+    assert not list(tmp_path.glob("out/*.safetensors"))
+
+
+def test_metrics():
+    """By hand, from counts: 3 true positives, 1 false positive, 2 false negatives, 4 true negatives."""
+    predictions = np.array([1, 1, 1, 1, 0, 0, 0, 0, 0, 0])
+    references = np.array([1, 1, 1, 0, 1, 1, 0, 0, 0, 0])
+    assert load_metric("sst2")(predictions, references) == {"accuracy": pytest.approx(0.7)}
+    assert OWN_METRICS["mrpc"](predictions, references) == pytest.approx({"accuracy": 0.7, "f1": 6 / 9})
+    matthews = (3 * 4 - 1 * 2) / math.sqrt(4 * 5 * 5 * 6)
+    assert OWN_METRICS["cola"](predictions, references) == pytest.approx({"matthews_correlation": matthews})
+    values = OWN_METRICS["stsb"](np.array([1.0, 2.0, 4.0]), np.array([1.0, 3.0, 2.0]))
+    assert values == pytest.approx({"pearson": np.corrcoef([1, 2, 4], [1, 3, 2])[0, 1], "spearmanr": 0.5})
+
+
+def test_official_metrics_come_first(monkeypatch):
+    class Official:
+        def compute(self, predictions, references):
+            return {"accuracy": float(np.mean(predictions == references)), "from": "evaluate"}
+
+    monkeypatch.setattr("tnn_scripts.data.glue_metrics.evaluate.load", lambda name, task: Official())
+    result = load_metric("sst2")(np.array([1, 0]), np.array([1, 1]))
+    assert result == {"accuracy": 0.5, "from": "evaluate"}
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        (["--task_name", "sst3"], "task_name='sst3' is not possible: it must be all or one of cola, "),
+        ([], "give either --task_name, or both --train_file and --validation_file"),
+        (["--train_file", "a.csv"], "give either --task_name"),
+        (["--task_name", "sst2", "--train_file", "a.csv", "--validation_file", "b.csv"], "give either --task_name"),
+    ],
+)
+def test_refused_options(given, message, tmp_path, capsys):
+    with pytest.raises(SystemExit) as error:
+        run_script("finetune_glue", "--model_name_or_path", "x", "--output_dir", tmp_path, *given)
+    assert error.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (None, "there is no such file"),
+        ("", "is empty"),
+        ("sentence,label\n", "has no rows"),
+        ("sentence,class\nx,1\n", "but not label"),
+        ("text,label\nx,1\n", "but not sentence"),
+        ("sentence,label\nx,7\n", r"label=7 is not possible: the training file has \[0, 1\]"),
+    ],
+)
+def test_refused_files(content, message, encoder, tmp_path):
+    train, validation = tmp_path / "train.csv", tmp_path / "validation.csv"
+    train.write_text("sentence,label\nx,1\ny,0\n")
+    if content is not None:
+        validation.write_text(content)
+    files = ["--train_file", train, "--validation_file", validation]
+    with pytest.raises(SystemExit, match=message):
+        run_script("finetune_glue", *glue_options(encoder, tmp_path / "out", *files))
+
+
+def test_a_task_with_other_columns(encoder, glue, tmp_path):
+    (tmp_path / "qnli").mkdir()
+    for split in ("train", "validation"):
+        Dataset.from_dict(rows(3)).to_parquet(tmp_path / "qnli" / f"{split}-00000-of-00001.parquet")
+    (tmp_path / "README.md").write_text(
+        "---\nconfigs:\n- config_name: qnli\n  data_files:\n  - split: train\n    path: qnli/train-*\n"
+        "  - split: validation\n    path: qnli/validation-*\n---\n"
+    )
+    with pytest.raises(SystemExit, match=r"qnli: the train split has the columns .*, but not question"):
+        run_script(
+            "finetune_glue",
+            *glue_options(encoder, tmp_path / "out", "--task_name", "qnli", "--dataset_path", tmp_path),
+        )
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="the real data are not here")
+@pytest.mark.parametrize("task", TASKS)
+def test_real_tasks(task):
+    data = load_task(task, str(SHARED))
+    assert set(data.text_columns) < set(data.splits["train"].column_names)
+    expected = {"mnli": 3, "stsb": 0}.get(task, 2)
+    assert len(data.label_names or []) == expected
+    assert isinstance(data.splits, DatasetDict) and data.validation_splits

@@ -1,0 +1,90 @@
+"""Cards: the same inputs give the same text, no number is typed by hand, and what was not measured is left out."""
+
+import json
+import re
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+from huggingface_hub import ModelCard
+
+from helpers.models import seeded, tiny_config
+from modeling_tnn import (
+    TnnForCausalLM,
+    TnnForImageClassification,
+    TnnForMaskedLM,
+    TnnForSequenceClassification,
+    TnnModel,
+)
+from tnn_scripts.common import model_card
+from tnn_scripts.common.model_card import INPUTS, TEMPLATE, collect, render
+
+CARDS = sorted(path.parent for path in TEMPLATE.parent.glob("*/README.md"))
+
+
+@pytest.mark.parametrize("folder", CARDS, ids=lambda folder: folder.name)
+def test_cards_are_what_their_inputs_say(folder):
+    assert (folder / "README.md").read_text() == render(folder)
+    assert ModelCard.load(folder / "README.md").data.model_name == folder.name
+    for picture in re.findall(r"!\[.*?\]\((.*?)\)", (folder / "README.md").read_text()):
+        assert (folder / picture).is_file()
+    texts = [path.read_text() for path in folder.glob("*.*") if path.suffix in (".md", ".json")]
+    assert not any(re.search(r'"/|\.\./', text) for text in texts), "a path of the machine that made it"
+
+
+def test_the_template_holds_no_number():
+    """Outside of expressions, where numbers are formats."""
+    text = re.sub(r"\{[{%].*?[}%]\}", "", TEMPLATE.read_text(), flags=re.DOTALL)
+    assert not re.search(r"\d", text)
+
+
+def arguments(folder: Path, **named) -> Namespace:
+    card = {
+        "repo_id": "user/model",
+        "description": "",
+        "data": "",
+        "dataset_id": "",
+        "license": "mit",
+        "language": "en",
+    }
+    results = {"evaluation": None, "decoding": None, "conversion": None, "kernels": None}
+    return Namespace(folder=folder, **card | results | named)
+
+
+@pytest.mark.parametrize("head", [TnnModel, TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification])
+def test_what_was_not_measured_is_left_out(head, tmp_path):
+    """With nothing but a model there is no table of results; with the files of a script there is one."""
+    model = seeded(head, tiny_config(causal=head is not TnnForMaskedLM))
+    trained, target = tmp_path / "trained", tmp_path / "card"
+    trained.mkdir()
+    collect(arguments(trained), model, target)
+    bare = render(target)
+    for heading in ("## Training", "## Results", "## Longer texts", "## What the layers", "## Conversion"):
+        assert heading not in bare
+    assert ModelCard(bare).data.pipeline_tag == model_card.PIPELINES[head.__name__]
+    (trained / "all_results.json").write_text(json.dumps({"eval_accuracy": 0.8125, "eval_runtime": 3.0}))
+    secret = {"dataset_name": str(tmp_path / "sst2"), "learning_rate": 0.5, "output_dir": "/home/me", "seed": None}
+    (trained / "training_args.json").write_text(json.dumps(secret))
+    collect(arguments(trained), model, target)
+    text = render(target)
+    assert "| accuracy | 0.8125 | validation part of sst2 |" in text and "| learning_rate | 0.5 |" in text
+    assert "Data: sst2." in text and str(tmp_path) not in text + (target / INPUTS["arguments"]).read_text()
+    (result,) = ModelCard(text).data.eval_results
+    assert (result.metric_type, result.metric_value) == ("accuracy", 0.8125)
+
+
+def test_card_of_an_image_classifier(tmp_path):
+    """It speaks of pictures; the figures of its script are those of the split that it names."""
+    fields = {"image_size": 24, "patch_size": 4, "max_position_embeddings": 36, "spatial_dims": 2, "num_labels": 3}
+    model, target = seeded(TnnForImageClassification, tiny_config(causal=False, **fields)), tmp_path / "card"
+    (tmp_path / "results.json").write_text(json.dumps({"test_accuracy": 0.8125, "test_majority": 0.3, "steps": 7}))
+    (tmp_path / "training_args.json").write_text(json.dumps({"dataset_name": "user/stripes", "learning_rate": 0.5}))
+    collect(arguments(tmp_path), model, target)
+    card = ModelCard(render(target))
+    assert card.data.pipeline_tag == "image-classification" and card.data.language is None
+    (result,) = card.data.eval_results
+    assert (result.metric_value, result.dataset_type, result.dataset_split) == (0.8125, "user/stripes", "test")
+    use = "import AutoModelForImageClassification, AutoImageProcessor"
+    for expected in ("| accuracy | 0.8125 | test part of user/stripes |", "| classes | 3 |", "24 by 24 pixels", use):
+        assert expected in card.text
+    assert not re.search("tokenizer|vocabulary|texts", card.text)

@@ -1,0 +1,87 @@
+"""What is printed that nobody asked for: nothing by an import, nothing of other libraries by a program."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from helpers.scripts import start_script, write_config, write_text
+
+# Of datasets, transformers and tqdm, as of our own training loop.
+BARS = (r"\d+%\|.*\]", r"(Generating|Map|Loading|Writing|training)\b.*\]")
+OURS = (
+    r"[\d,]+ parameters(, operator rpe)?; \d+ training and \d+ validation blocks .*",
+    r"validation perplexity: .*",
+    r"saved in .*",
+    r"The.*|",  # the prompt with one token more
+    r"step \d+: validation loss .*",
+    r"perplexity \(bits per byte\)",
+    r"\|.*\|",
+    r"\{'.*\}",  # Trainer's figures
+    r"\d+ tokens in .* tokens per second",
+)
+
+
+@pytest.mark.parametrize(
+    "library", ["modeling_tnn", "tnn_scripts.common.errors; import modeling_tnn"], ids=["package", "script"]
+)
+def test_import(library):
+    """torchao is none of our dependencies, but transformers imports it where it is: a script says nothing even so."""
+    hidden = "" if "errors" in library else "sys.modules['torchao'] = None; "
+    code = f"import sys; {hidden}import {library}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """What `demo.py` prints, and its model."""
+    folder = tmp_path_factory.mktemp("noise")
+    options = [
+        "--config_name",
+        write_config(folder / "config", rpe_dim=16),
+        "--dataset_name",
+        write_text(folder / "text.txt"),
+    ]
+    options += ["--max_steps", 2, "--output_dir", folder / "demo", "--prompt", "The", "--max_new_tokens", 1]
+    return folder, output_of("demo", *options)
+
+
+def output_of(*arguments) -> str:
+    """What a program writes to stdout and stderr."""
+    with start_script(*arguments) as process:
+        output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    return output
+
+
+def unexpected(output: str) -> list[str]:
+    """Lines that are neither ours nor a progress bar."""
+    lines = (line.strip() for line in re.split(r"[\r\n]", output))
+    return [line for line in lines if not any(re.fullmatch(known, line) for known in (*OURS, *BARS))]
+
+
+def test_demo(trained):
+    assert unexpected(trained[1]) == []
+
+
+@pytest.mark.parametrize("program", ["pretrain", "generate", "evaluate_lm"])
+def test_programs(program, trained, tmp_path):
+    folder, _ = trained
+    text, model = folder / "text.txt", ["--model_name_or_path", folder / "demo"]
+    options = {
+        "pretrain": [
+            "--config_name",
+            folder / "config",
+            "--train_file",
+            text,
+            "--max_steps",
+            2,
+            "--output_dir",
+            tmp_path,
+        ],
+        "generate": [*model, "--prompt", "The", "--max_new_tokens", 1],
+        "evaluate_lm": [*model, "--validation_file", text, "--lengths", 64, "--output_dir", tmp_path],
+    }[program]
+    assert unexpected(output_of(program, *options)) == []

@@ -1,0 +1,76 @@
+"""One vocabulary over all programs: the same option has the same name and type, and old spellings go on working."""
+
+import argparse
+import logging
+
+import pytest
+from transformers import TrainingArguments
+
+from helpers.scripts import SCRIPTS, run_script
+from tnn_scripts.common.arguments import RENAMED, rename_options
+
+PROGRAMS = sorted(path.stem for path in SCRIPTS.glob("*.py") if path.stem != "__init__")
+# Options that mean something else in these programs than a renamed one did in others.
+OTHER_MEANING = {"generate": {"--batch_size"}}
+
+
+# A path is a text that is checked; a choice is one of some texts.
+SAME = {"Path": "str", "None": "str", "string_to_bool": "bool", "check_device": "str"}
+# Trainer has types of its own for some options, such as a share or a number of steps for --warmup_steps.
+OF_TRAINER = {f"--{name}" for name in TrainingArguments.__dataclass_fields__}
+OF_TRAINER |= {f"--{name.replace('_', '-')}" for name in TrainingArguments.__dataclass_fields__}
+
+
+class Found(Exception):
+    """Carries a parser out of a program."""
+
+
+def parser_of(program: str, monkeypatch) -> argparse.ArgumentParser:
+    def parse(self, *arguments, **options):
+        raise Found(self)
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", parse)
+    with pytest.raises(Found) as found:
+        run_script(program)
+    return found.value.args[0]
+
+
+@pytest.fixture
+def options(monkeypatch) -> dict[str, dict[str, argparse.Action]]:
+    """Every option of every program."""
+    parsers = {program: parser_of(program, monkeypatch) for program in PROGRAMS}
+    return {
+        program: {name: action for action in parser._actions for name in action.option_strings if name[:2] == "--"}
+        for program, parser in parsers.items()
+    }
+
+
+def test_an_option_has_one_type(options):
+    types = {}
+    for program, actions in options.items():
+        for name, action in actions.items():
+            kind = "bool" if action.nargs == 0 else getattr(action.type, "__name__", str(action.type))
+            types.setdefault(name, {}).setdefault(SAME.get(kind, kind), []).append(program)
+    assert not {name: kinds for name, kinds in types.items() if len(kinds) > 1 and name not in OF_TRAINER}
+
+
+def test_no_program_has_an_old_spelling(options):
+    for program, actions in options.items():
+        assert not (RENAMED.keys() & actions.keys()) - OTHER_MEANING.get(program, set()), program
+
+
+def test_every_option_has_a_help(options):
+    silent = {
+        (program, name) for program, actions in options.items() for name, action in actions.items() if not action.help
+    }
+    assert not {(program, name) for program, name in silent if name not in OF_TRAINER}
+
+
+def test_old_spellings(caplog):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model_name_or_path")
+    parser.add_argument("--batch_size")
+    with caplog.at_level(logging.WARNING, "arguments"):
+        given = rename_options(["--model", "a", "--model=b", "--batch_size", "3", "--dataset", "c"], parser)
+    assert given == ["--model_name_or_path", "a", "--model_name_or_path=b", "--batch_size", "3", "--dataset", "c"]
+    assert caplog.text.count("--model is called --model_name_or_path now.") == 2

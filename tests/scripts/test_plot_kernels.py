@@ -1,0 +1,192 @@
+"""The pictures of kernels: their numbers, and the script on a saved model."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from helpers.models import seeded, tiny_config
+from helpers.scripts import run_script
+from modeling_tnn import TnnForCausalLM, TnnForImageClassification, TnnForMaskedLM
+from modeling_tnn.tno_auto import build_tno
+from tnn_scripts.plot_kernels import parse_arguments, read_kernel, read_layer
+from tnn_scripts.plotting import figures as kernel_figures
+from tnn_scripts.plotting.statistics import Kernel, octave_shares, octaves, summary
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_horizon_and_shares_of_known_kernels():
+    one_sided = Kernel("layer", np.array([[8.0, -1, 1, 0, 0], [0, 0, 0, 0, -3], [0, 0, 0, 0, 0]]), np.arange(5))
+    assert one_sided.horizons().tolist() == [1, 4, 0]
+    assert octave_shares(one_sided) == pytest.approx({"0": 0.8 / 3, "1": 0.1 / 3, "2–3": 0.1 / 3, "4": 1 / 3})
+    two_sided = Kernel("layer", np.array([[3.0, 0, 0, 6, 1]]), np.arange(-2, 3))
+    assert two_sided.horizons().tolist() == [2] and not two_sided.causal
+    assert octave_shares(two_sided) == pytest.approx(
+        {"2 ahead": 0.3, "1 ahead": 0, "0": 0, "1 back": 0.6, "2 back": 0.1}
+    )
+    assert octaves(0) == [(0, 0)] and octaves(5) == [(0, 0), (1, 1), (2, 3), (4, 5)]
+
+
+def test_open_channels_make_lower_bounds():
+    """Of five channels the two longest go on: the median is known, the 90th percentile is not."""
+    taps = np.zeros((5, 40))
+    taps[range(5), [3, 30, 10, 20, 5]] = 1
+    kernel = Kernel("layer", taps, np.arange(40), open=np.array([False, True, False, True, False]))
+    assert [kernel.horizon_percentile(percent) for percent in (10, 50, 90)] == [(3.8, False), (10, False), (26, True)]
+    known = summary(kernel)
+    assert known["lower_bounds"] == ["horizon_90_percent", "horizon_longest"] and known["horizon_longest"] == 30
+    kernel.open[0] = True  # it may belong at the other end, so that the median is 10 at least
+    assert kernel.horizon_percentile(50) == (10, True) and kernel.horizon_percentile(10) == (7, False)
+
+
+def read_summary(operator, shown: int) -> dict:
+    ((kernel, row),) = read_layer(operator, shown, 0)
+    assert kernel.taps.shape[1] == (shown if operator.causal else 2 * shown - 1)
+    return row
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_what_is_drawn_does_not_change_the_figures(causal):
+    """Decays of the kernel itself are those of its 64 parameters a side: horizon h has 1 - r^(h+1) of 1 - r^64."""
+    operator = build_tno(tiny_config("explicit", causal, decay=None))
+    rates = torch.linspace(0.5, 0.99, operator.channels)[:, None]
+    lags = torch.arange(0 if causal else -63, 64).abs()
+    with torch.no_grad():
+        operator.taps.copy_(rates**lags)
+    rows = [read_summary(operator, shown) for shown in (2, 16, 64, 200)]
+    assert all(row == rows[0] for row in rows) and rows[0]["lower_bounds"] == [] and rows[0]["positions"] == 64
+    weight = (rates ** torch.arange(64)) * (torch.arange(64) > 0).add(1) if not causal else rates ** torch.arange(64)
+    expected = (weight.cumsum(1) < 0.9 * weight.sum(1, keepdim=True)).sum(1)
+    assert rows[0]["horizon_median"] == expected.double().quantile(0.5).item()
+    assert rows[0]["horizon_longest"] == expected.max().item()
+
+
+def test_a_filter_is_read_until_it_has_faded():
+    """One pole at 0.999, far behind the trained length of 64: 90% of the weight is within ln(0.1) / ln(0.999)."""
+    operator = seeded(build_tno, tiny_config("modal", num_modes=1, modal_window=1))
+    with torch.no_grad():
+        operator.head.fill_(1), operator.angle.zero_(), operator.log_rate.fill_(math.log(-math.log(0.999)))
+        operator.residues.copy_(torch.tensor([0.999, 0.0]).expand_as(operator.residues))
+    row = read_summary(operator, 64)
+    assert row["lower_bounds"] == [] and row["positions"] == 16384
+    assert row["horizon_median"] == math.ceil(math.log(0.1) / math.log(0.999)) - 1 == 2301
+
+
+@pytest.mark.parametrize("growing", [False, True])
+@pytest.mark.filterwarnings("error")
+def test_a_kernel_without_an_end_has_a_lower_bound(growing):
+    """A constant kernel and a filter that explodes: neither has a lag within which most of the weight lies."""
+    operator = seeded(build_tno, tiny_config("rtf" if growing else "explicit", rtf_state_size=2, rtf_constraint=None))
+    operator.reset_parameters()
+    if growing:
+        with torch.no_grad():
+            operator.denominator.copy_(torch.tensor([-1.1, 0.0]).expand_as(operator.denominator))
+            operator.numerator.fill_(1)
+    else:
+        operator.coefficients = lambda length: torch.ones(operator.channels, length)
+        operator.kernel_length = lambda: None
+    row, ((drawn, _),) = read_summary(operator, 16), read_layer(operator, 16, 0)
+    np.testing.assert_allclose(drawn.shares().sum(axis=1), 1)
+    assert row["positions"] == 2**15 and set(row["lower_bounds"]) >= {"horizon_median", "horizon_longest"}
+    assert row["horizon_median"] >= 100 and (growing or row["horizon_median"] == math.ceil(0.9 * 2**15) - 1)
+
+
+def test_response_is_that_of_the_transform():
+    taps = np.random.default_rng(0).normal(size=(3, 17))
+    folded = np.random.default_rng(0).normal(size=(2, 150))
+    direct = np.abs(folded @ np.exp(-1j * np.outer(np.arange(150), np.linspace(0, np.pi, 33))))
+    np.testing.assert_allclose(Kernel("layer", folded, np.arange(150)).response(33)[1], direct, atol=1e-12)
+    expected = np.abs(np.fft.rfft(taps, n=64))
+    np.testing.assert_allclose(Kernel("layer", taps, np.arange(17)).response(33)[1], expected)
+    np.testing.assert_allclose(Kernel("layer", taps, np.arange(-8, 9)).response(33)[1], expected)
+
+
+def test_poles_are_the_roots_of_the_denominators():
+    operator = seeded(build_tno, tiny_config("rtf"))
+    operator.reset_parameters()
+    denominators = operator.companion_form().denominator.detach().numpy()  # (D, N)
+    expected = np.sort_complex(np.roots(np.concatenate([[1.0], denominators[0]])))
+    poles = operator.poles().detach().numpy()
+    np.testing.assert_allclose(np.sort_complex(poles[0]), expected, atol=1e-9)
+    assert operator.poles(most=3).shape == (2, 8) and build_tno(tiny_config()).poles() is None
+
+
+@pytest.mark.parametrize("taps", [np.zeros((2, 9)), np.eye(2, 9), np.ones((1, 9))], ids=["zeros", "one", "flat"])
+@pytest.mark.filterwarnings("error")
+def test_extreme_kernels_can_be_drawn(taps):
+    kernel = Kernel("layer 0", taps, np.arange(-4, 5))
+    for figure in (kernel_figures.layer(kernel, 4), kernel_figures.overview([kernel], "title")):
+        figure.canvas.draw()
+    assert summary(kernel)["largest_pole"] is None
+
+
+def test_bidirectional_kernel_is_read_with_its_lags():
+    operator = seeded(build_tno, tiny_config("rtf", causal=False)).double()
+    operator.reset_parameters()
+    kernel = read_kernel(operator, 5, "layer 0")
+    row = torch.from_numpy(kernel.taps[0])
+    torch.testing.assert_close(operator.dense(5)[0, :, 0].detach(), row[kernel.lags >= 0])
+    torch.testing.assert_close(operator.dense(5)[0, 0].detach(), row[kernel.lags <= 0].flip(0))
+
+
+def test_image_models_have_two_kernels_a_layer():
+    operator = seeded(build_tno, tiny_config(causal=False, spatial_dims=2, max_position_embeddings=36))
+    (rows, figures), (columns, _) = read_layer(operator, 8, 3, 6)
+    assert figures["positions"] == 6  # no lag of an image is longer
+    assert (rows.label, columns.label) == ("layer 3 rows", "layer 3 columns")
+    assert not np.array_equal(rows.taps, columns.taps)
+
+
+@pytest.mark.parametrize("tno_type, causal", [("modal", True), ("ski", False)])
+def test_script(tno_type, causal, tmp_path):
+    model = seeded(TnnForCausalLM if causal else TnnForMaskedLM, tiny_config(tno_type, causal, num_hidden_layers=1))
+    model.save_pretrained(tmp_path / "model")
+    output = tmp_path / "pictures"
+    command = [sys.executable, ROOT / "scripts" / "plot_kernels.py", "--model_name_or_path", tmp_path / "model",
+               "--output_dir",
+               output, "--length", "33", "--dpi", "40"]  # fmt: skip
+    result = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    names = {"overview", "layer-0", "layer-0-matrices"}
+    assert {path.stem for path in output.glob("*.png")} == names
+    page = (output / "index.html").read_text()
+    assert set(re.findall(r'alt="(.*?)" src="data:image/png;base64,', page)) == names
+    assert "http" not in page
+    figures = json.loads((output / "kernels.json").read_text())
+    (layer,) = figures["layers"]
+    assert figures["length"] == 33 and layer["channels"] == 64
+    assert sum(layer["share_by_distance"].values()) == pytest.approx(1)
+    assert (layer["largest_pole"] is not None) == (tno_type == "modal")
+    bound = ">= " if "horizon_median" in layer["lower_bounds"] else ""
+    assert f"horizon {bound}{layer['horizon_median']:.0f} positions" in result.stdout
+    assert ("≥ " in page) == bool(layer["lower_bounds"])
+
+
+def test_script_on_an_image_classifier(tmp_path, capsys):
+    fields = {
+        "image_size": 24,
+        "patch_size": 4,
+        "max_position_embeddings": 36,
+        "spatial_dims": 2,
+        "num_hidden_layers": 1,
+    }
+    seeded(TnnForImageClassification, tiny_config(causal=False, **fields)).save_pretrained(tmp_path / "model")
+    run_script(
+        "plot_kernels", "--model_name_or_path", tmp_path / "model", "--output_dir", tmp_path / "out", "--dpi", 40
+    )
+    figures = json.loads((tmp_path / "out" / "kernels.json").read_text())
+    assert [layer["label"] for layer in figures["layers"]] == ["layer 0 rows", "layer 0 columns"]
+    assert figures["length"] == 6 and (tmp_path / "out" / "layer-0-columns.png").is_file()
+
+
+def test_script_refuses_a_length_of_one(capsys):
+    with pytest.raises(SystemExit):
+        parse_arguments(["--model_name_or_path", "x", "--output_dir", "y", "--length", "1"])
+    assert "--length 1: it must be at least 2" in capsys.readouterr().err

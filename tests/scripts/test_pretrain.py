@@ -1,0 +1,367 @@
+"""Pretraining: what it saves, that steps do not depend on how they are computed, and what it refuses."""
+
+import json
+import re
+
+import pytest
+import torch
+from datasets import Dataset
+from huggingface_hub import RepoUrl
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+    GPT2Config,
+    TrainingArguments,
+    set_seed,
+)
+
+from helpers.scripts import ROOT, SENTENCES, assert_same_weights, run_script, weights, write_config, write_text
+from modeling_tnn import find_unstable
+from tnn_scripts.common.accelerate_loop import build_optimizer, count_targets, token_losses
+from tnn_scripts.common.arguments import parse_arguments
+from tnn_scripts.common.pretrain_arguments import PretrainArguments
+from tnn_scripts.common.publishing import NOT_UPLOADED, upload
+from tnn_scripts.data.blocks import BlockStream
+from tnn_scripts.data.text import load_corpus, pack, train_tokenizer
+from tnn_scripts.finetune_glue import GlueArguments
+from tnn_scripts.pretrain import build_config
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return write_text(tmp_path_factory.mktemp("text") / "text.txt")
+
+
+@pytest.fixture
+def options(text, tmp_path):
+    """Of a short causal run; later options win."""
+    config = write_config(tmp_path / "config")
+    return ["--config_name", config, "--train_file", text, "--output_dir", tmp_path / "out", "--max_steps", 8,
+            "--learning_rate", 0.01, "--per_device_train_batch_size", 4]  # fmt: skip
+
+
+def metrics_of(folder) -> dict:
+    return json.loads((folder / "metrics.json").read_text())
+
+
+@pytest.mark.parametrize("kind", ["clm", "mlm", "gpt2"])
+def test_run(kind, options, tmp_path):
+    """Model, tokenizer, arguments and figures; best model and checkpoints load as any model does."""
+    output, masked = tmp_path / "out", kind == "mlm"
+    if kind == "gpt2":
+        GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=32).save_pretrained(tmp_path / "config")
+        options += ["--vocab_size", 300]
+    if masked:
+        options += ["--objective", "mlm", "--config_overrides", "causal=false"]
+    run_script("pretrain", *options, "--max_steps", 24, "--eval_steps", 8, "--checkpointing_steps", 6,
+               "--save_total_limit", 2, "--gradient_checkpointing", "--lr_scheduler_type", "inverse_sqrt")  # fmt: skip
+    metrics = metrics_of(output)
+    assert metrics["perplexity_before"] > 200 > metrics["perplexity"] == metrics["evaluations"][-1]["perplexity"]
+    assert [evaluation["step"] for evaluation in metrics["evaluations"]] == [8, 16, 24]
+    assert metrics["tokens"] == 24 * 4 * 32 and metrics["tokens_per_second"] > 0
+    assert json.loads((output / "training_args.json").read_text())["learning_rate"] == 0.01
+    assert {path.name for path in output.iterdir() if path.is_dir()} == {
+        "best", "checkpoint-18", "checkpoint-24", "tokenizer"
+    }  # fmt: skip
+    head = AutoModelForMaskedLM if masked else AutoModelForCausalLM
+    for folder in (output, output / "best", output / "checkpoint-24"):
+        model, info = head.from_pretrained(folder, output_loading_info=True)
+        assert not info["missing_keys"] and not info["unexpected_keys"]
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        assert len(tokenizer) == model.config.vocab_size and (tokenizer.mask_token_id is not None) == masked
+    assert_same_weights(output, output / "checkpoint-24")
+
+
+def test_accumulation_is_a_larger_batch(options, tmp_path):
+    """For masked language models too, whose forward passes have different numbers of tokens to predict."""
+    options += ["--objective", "mlm", "--config_overrides", "causal=false,hidden_dropout_prob=0", "--block_size", 16]
+    run_script("pretrain", *options, "--output_dir", tmp_path / "one", "--per_device_train_batch_size", 6)
+    run_script("pretrain", *options, "--output_dir", tmp_path / "three", "--per_device_train_batch_size", 2,
+               "--gradient_accumulation_steps", 3)  # fmt: skip
+    assert_same_weights(tmp_path / "one", tmp_path / "three", tolerance=2e-5)
+    one, three = metrics_of(tmp_path / "one"), metrics_of(tmp_path / "three")
+    assert one["loss"] == pytest.approx(three["loss"], abs=1e-5)
+
+
+def test_bfloat16(options, tmp_path):
+    """Under autocast, with weights in single precision: close to what float32 gives."""
+    for name in ("no", "bf16"):
+        run_script("pretrain", *options, "--mixed_precision", name, "--output_dir", tmp_path / name)
+    exact, rounded = metrics_of(tmp_path / "no")["loss"], metrics_of(tmp_path / "bf16")["loss"]
+    assert exact != rounded and rounded == pytest.approx(exact, rel=0.02)
+    assert {tensor.dtype for tensor in weights(tmp_path / "bf16").values()} == {torch.float32}
+
+
+def test_loss_of_the_model(options):
+    """The script's loss is that of transformers, for labels with and without a shift."""
+    torch.manual_seed(0)
+    logits, labels = torch.randn(2, 5, 7), torch.randint(7, (2, 5))
+    labels[0, 2] = -100
+    for causal in (True, False):
+        shifted = (logits[:, :-1], labels[:, 1:]) if causal else (logits, labels)
+        expected = torch.nn.functional.cross_entropy(shifted[0].flatten(0, 1), shifted[1].flatten())
+        count = count_targets(labels, causal)
+        assert count.tolist() == ([3, 4] if causal else [4, 5])
+        torch.testing.assert_close(token_losses(logits, labels, causal).sum() / count.sum(), expected)
+
+
+def test_weight_decay_is_for_matrices(tmp_path):
+    config = write_config(tmp_path / "config", norm_type="rmsnorm", tno_type="rtf")
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config))
+    decayed, plain = build_optimizer(model, PretrainArguments(weight_decay=0.3)).param_groups
+    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.3, 0.0)
+    assert {parameter.ndim for parameter in decayed["params"]} == {2}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    plain = [names[id(parameter)] for parameter in plain["params"]]
+    assert all("bias" in name or "norm" in name or name.endswith("tno.direct") for name in plain), plain
+    assert len(plain) + len(decayed["params"]) == len(names)
+
+
+@pytest.mark.parametrize("name", ["inverse_sqrt", "polynomial", "cosine", "constant_with_warmup"])
+def test_schedules(name, options, tmp_path):
+    run_script("pretrain", *options, "--lr_scheduler_type", name, "--warmup_steps", 4, "--checkpointing_steps", 8,
+               "--report_to", "tensorboard", "--logging_steps", 1)  # fmt: skip
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(next((tmp_path / "out").rglob("events*")).parent)).Reload()
+    rates = [event.value for event in events.Scalars("learning_rate")]
+    assert rates[:4] == pytest.approx([0.0025, 0.005, 0.0075, 0.01])
+    last = {"inverse_sqrt": 0.01 * (4 / 8) ** 0.5, "polynomial": 1e-7, "cosine": 0.0, "constant_with_warmup": 0.01}
+    assert rates[-1] == pytest.approx(last[name], abs=1e-9)
+    assert len(events.Scalars("loss")) == 8
+
+
+def stream(masked: bool, text, **fields) -> BlockStream:
+    texts = load_corpus(str(text))["train"]
+    tokenizer = train_tokenizer(texts, 300, masked)
+    return BlockStream(pack(texts, tokenizer, 16, enclose=masked), tokenizer, masked, **fields)
+
+
+def test_every_epoch_has_every_block_once_in_another_order(text):
+    first, second = stream(False, text, seed=3), stream(False, text, seed=4)
+    size = len(first)
+    epochs = [[tuple(blocks[i]["input_ids"].tolist()) for i in range(start, start + size)]
+              for blocks, start in ((first, 0), (first, size), (second, 0))]  # fmt: skip
+    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(epochs[2])
+    assert epochs[0] != epochs[1] and epochs[0] != epochs[2]
+
+
+def test_masks_depend_on_the_number_of_the_example_alone(text):
+    first, second = stream(True, text, seed=1), stream(True, text, seed=1)
+    set_seed(5)
+    later = first[40]
+    for number in (7, 3, 40):
+        again = second[number]
+    assert torch.equal(later["input_ids"], again["input_ids"]) and torch.equal(later["labels"], again["labels"])
+    other_epoch = first[40 + len(first)]
+    assert not torch.equal(later["labels"], other_epoch["labels"])
+    predicted = torch.stack([first[i]["labels"] for i in range(300)]) != -100
+    assert predicted.float().mean() == pytest.approx(0.15 * 14 / 16, abs=0.01)
+    assert not predicted[:, [0, -1]].any(), "<s> and </s> are not masked"
+
+
+@pytest.mark.parametrize("suffix", ["txt", "jsonl", "parquet", "csv"])
+def test_files(suffix, tmp_path):
+    column, file = "text" if suffix == "txt" else "body", tmp_path / f"data.{suffix}"
+    texts = Dataset.from_dict({column: [f"line {i}" for i in range(40)], "id": list(range(40))})
+    if suffix == "txt":
+        file.write_text("\n".join(texts[column]))
+    else:
+        getattr(texts, {"jsonl": "to_json"}.get(suffix, f"to_{suffix}"))(str(file))
+    alone = load_corpus(str(file), text_column=column)
+    assert alone["train"]["text"] == [f"line {i}" for i in range(38)] and len(alone["validation"]) == 2
+    both = load_corpus(str(file), validation_file=str(file), text_column=column)
+    assert both["train"]["text"] == both["validation"]["text"] == list(texts[column])
+
+
+def test_blocks_are_cached(text):
+    texts = load_corpus(str(text))["train"]
+    tokenizer = train_tokenizer(texts, 300)
+    first, second = (pack(texts, tokenizer, 16) for _ in range(2))
+    assert first.cache_files and first.cache_files == second.cache_files
+
+
+def test_enclosed_blocks(text):
+    texts = load_corpus(str(text))["train"]
+    tokenizer = train_tokenizer(texts, 300, masked=True)
+    blocks = pack(texts, tokenizer, 16, enclose=True)["input_ids"]
+    assert {(len(block), block[0], block[-1]) for block in blocks} == {(16, 0, 2)}
+    inner = [token for block in blocks for token in block[1:-1]]
+    assert tokenizer.decode(inner).startswith(SENTENCES[0] + "\n" + SENTENCES[1])
+    pair = tokenizer("fox", "dog")["input_ids"]
+    assert tokenizer.decode(pair) == "<s>fox</s></s>dog</s>"
+
+
+def test_lowercase(options, tmp_path):
+    run_script("pretrain", *options, "--max_steps", 1, "--do_lower_case")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer("The Fox")["input_ids"] == tokenizer("the fox")["input_ids"]
+    assert tokenizer.decode(tokenizer("The Fox")["input_ids"]) == "the fox"
+
+
+def test_poles_are_kept_inside(options, tmp_path):
+    """With rates that drive them out; without the option they are named, which is all that changes."""
+    options += ["--config_overrides", "tno_type=rtf,rtf_initializer=xavier", "--learning_rate", 0.3]
+    run_script("pretrain", *options, "--max_pole_radius", 0.9, "--output_dir", tmp_path / "inside")
+    run_script("pretrain", *options)
+    model, other = (AutoModelForCausalLM.from_pretrained(tmp_path / folder) for folder in ("inside", "out"))
+    assert find_unstable(other) and not find_unstable(model, 0.901)
+
+
+def test_stops_before_the_weights_diverge(options, tmp_path, capsys):
+    """A rate that overflows: the last checkpoint is still finite, and named with the step."""
+    with pytest.raises(SystemExit, match=r"is (nan|inf) at step \d+\. .* last good checkpoint: .*checkpoint-\d+"):
+        run_script("pretrain", *options, "--learning_rate", 1e12, "--max_grad_norm", 0, "--max_steps", 60,
+                   "--checkpointing_steps", 1, "--lr_scheduler_type", "linear", "--warmup_steps", 50)  # fmt: skip
+    checkpoints = list((tmp_path / "out").glob("checkpoint-*"))
+    assert checkpoints
+    for checkpoint in checkpoints:
+        assert all(tensor.isfinite().all() for tensor in weights(checkpoint).values())
+    assert not (tmp_path / "out" / "metrics.json").exists()
+
+
+REFUSED = {
+    "missing file": (["--train_file", "nowhere.txt"], "nowhere.txt: there is no such file"),
+    "empty file": (["--validation_file", "EMPTY"], "is empty"),
+    "short text": (["--block_size", 30000], "The train text is shorter than one block of 30000 tokens"),
+    "large vocabulary": (
+        ["--tokenizer_name", "TOKENIZER", "--vocab_size", 290],
+        r"has 300 tokens, .*--vocab_size 300",
+    ),
+    "small vocabulary": (["--vocab_size", 100], "vocab_size=100 must be at least 260"),
+    "no mask token": (
+        ["--tokenizer_name", "TOKENIZER", "--objective", "mlm", "--config_overrides", "causal=false"],
+        "has no mask token",
+    ),
+    "wrong objective": (["--objective", "mlm"], "causal=True is not possible"),
+    "wrong column": (["--text_column", "body"], "one of them must be 'body'"),
+    "unknown field": (["--config_overrides", "tno=fd"], "a TnnConfig has no field tno"),
+    "wrong field": (["--config_overrides", "tno_type=fdd"], "tno_type='fdd' is not possible"),
+    "nothing to resume": (["--resume_from_checkpoint", "latest"], "holds no complete checkpoint"),
+    "no checkpoint": (["--resume_from_checkpoint", "nowhere"], "no folder of a complete checkpoint"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name, options, text, tmp_path):
+    given, message = REFUSED[name]
+    (tmp_path / "empty.txt").touch()
+    if "TOKENIZER" in given:
+        train_tokenizer(load_corpus(str(text))["train"], 300).save_pretrained(tmp_path / "tokenizer")
+    given = [
+        {"EMPTY": tmp_path / "empty.txt", "TOKENIZER": tmp_path / "tokenizer"}.get(value, value) for value in given
+    ]
+    with pytest.raises(SystemExit, match=message):
+        run_script("pretrain", *options, *given)
+    assert not list(tmp_path.glob("out/checkpoint-*"))
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        (["--objective", "seq2seq"], "objective='seq2seq' is not possible: it must be one of clm, mlm"),
+        (["--lr_scheduler_type", "cos"], "it must be one of linear, cosine"),
+        (["--max_pole_radius", "1"], r"max_pole_radius=1.0 is not possible: it must be in \(0, 1\)"),
+        (["--max_steps", "0"], "max_steps=0 is not possible: it must be at least 1"),
+        (["--report_to", "mlflow"], "one of none, tensorboard, wandb, trackio"),
+        (["--dataset_name", "x", "--train_file", "y"], "dataset_name='x' is not possible: it must be absent"),
+        (["--validation_file", "y"], "given together with --train_file"),
+        (["--recipe", "nowhere.yaml"], "--recipe nowhere.yaml: there is no such file"),
+        (["--recepi", "x"], "unrecognized arguments|not used by the HfArgumentParser"),
+    ],
+)
+def test_refused_options(given, message, capsys):
+    with pytest.raises(SystemExit) as error:
+        run_script("pretrain", *given)
+    assert error.value.code == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_another_run_is_not_resumed_or_overwritten(options, tmp_path):
+    run_script("pretrain", *options, "--checkpointing_steps", 4)
+    before = sorted(path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*"))
+    with pytest.raises(SystemExit, match="holds checkpoints of a run: give --resume_from_checkpoint latest"):
+        run_script("pretrain", *options)
+    with pytest.raises(SystemExit, match=r"another run.\n  seed: 0 there, 1 here\n  config.rpe_dim: 16 there, 8 here"):
+        run_script("pretrain", *options, "--resume_from_checkpoint", "latest", "--seed", 1,
+                   "--config_overrides", "rpe_dim=8")  # fmt: skip
+    assert sorted(path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")) == before
+
+
+def test_push_to_hub(options, tmp_path, monkeypatch):
+    """The repository is there before training; the final model is staged with its code, figures and a card."""
+    calls, output = [], tmp_path / "out"
+
+    def create(name, private, exist_ok):
+        calls.append(("create", name, private, (output / "metrics.json").exists()))
+        return RepoUrl(f"https://huggingface.co/me/{name}")
+
+    def publish(folder, repo_id, private):
+        calls.append(("publish", repo_id, {path.name for path in folder.iterdir()}))
+
+    monkeypatch.setattr("tnn_scripts.common.publishing.create_repo", create)
+    monkeypatch.setattr("tnn_scripts.common.publishing.publish", publish)
+    run_script("pretrain", *options, "--checkpointing_steps", 4, "--push_to_hub", "--hub_private_repo")
+    created, published = calls
+    assert created == ("create", "out", True, False)
+    assert published[:2] == ("publish", "me/out")
+    assert {"config.json", "model.safetensors", "tokenizer.json", "metrics.json", "README.md"} < published[2]
+    assert "modeling_tnn.py" in published[2]
+
+
+def test_push_of_a_peer(tmp_path, monkeypatch):
+    """A model of another kind goes as it is: only what the run ends with."""
+    uploaded = []
+    monkeypatch.setattr("tnn_scripts.common.publishing.upload_folder", lambda **arguments: uploaded.append(arguments))
+    upload("out", "me/out", "gpt2")
+    assert uploaded == [{"repo_id": "me/out", "folder_path": "out", "ignore_patterns": NOT_UPLOADED}]
+
+
+@pytest.mark.parametrize("script", ["pretrain", "finetune_glue", "evaluate_lm"])
+def test_help(script, capsys):
+    with pytest.raises(SystemExit) as error:
+        run_script(script, "--help")
+    shown = capsys.readouterr().out
+    assert error.value.code == 0 and f"\n    python scripts/{script}.py --" in shown and "--output_dir" in shown
+
+
+def test_recipe_comes_before_options(text, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"# a comment\nconfig: {write_config(tmp_path / 'config')}\ntrain_file: {text}\n"
+                      "max_steps: 99\nlearning_rate: 1.0e-3\ngradient_checkpointing: true\n")  # fmt: skip
+    run_script("pretrain", "--max_steps", 2, "--recipe", recipe, "--output_dir", tmp_path / "out")
+    args = json.loads((tmp_path / "out" / "training_args.json").read_text())
+    assert (args["max_steps"], args["learning_rate"], args["gradient_checkpointing"]) == (2, 1e-3, True)
+
+
+@pytest.mark.parametrize(
+    "recipe", sorted((ROOT / "configuration" / "recipes").glob("*.yaml")), ids=lambda path: path.stem
+)
+def test_recipes(recipe, monkeypatch):
+    """Every option is known, every configuration is a model of the objective."""
+    if recipe.stem.startswith("glue"):
+        monkeypatch.setattr("sys.argv", ["x", "--recipe", str(recipe), "--model_name_or_path", "x"])
+        args, training = parse_arguments([GlueArguments, TrainingArguments], "")
+        assert args.task_name and training.num_train_epochs > 0
+    else:
+        monkeypatch.setattr("sys.argv", ["x", "--recipe", str(recipe)])
+        (args,) = parse_arguments([PretrainArguments], "")
+        assert build_config(args).max_position_embeddings >= args.block_size
+
+
+def test_length_of_the_model_follows_the_blocks(tmp_path):
+    tnn = write_config(tmp_path / "tnn", tno_type="fd")
+    assert build_config(PretrainArguments(config_name=str(tnn), block_size=100)).fd_resolution == 256
+    args = PretrainArguments(config_name=str(tnn), config_overrides="max_position_embeddings=48")
+    assert build_config(args).max_position_embeddings == args.block_size == 48
+    GPT2Config(n_positions=64).save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(ValueError, match="block_size=100 is above max_position_embeddings=64"):
+        build_config(PretrainArguments(config_name=str(tmp_path / "gpt2"), block_size=100))
+
+
+def test_preset_by_name():
+    assert PretrainArguments(config_name="tnn-causal").config_name == str(ROOT / "configuration" / "tnn-causal")
+    with pytest.raises(ValueError, match="config='tnn-nowhere' is not possible: the presets are gpt2-tiny, "):
+        PretrainArguments(config_name="tnn-nowhere")

@@ -1,0 +1,207 @@
+"""How programs end: one line for what a user can do something about, 130 for Ctrl-C, a traceback for a mistake."""
+
+import functools
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from importlib import import_module
+
+from tnn_scripts.common.errors import report_errors
+
+import pytest
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from helpers.scripts import SCRIPTS, run_script, save_model, write_config, write_text
+
+PROGRAMS = sorted(path.stem for path in SCRIPTS.glob("*.py") if "__main__" in path.read_text())
+UTF8 = r"error: bad.txt is no text in UTF-8: 'utf-8' codec can't decode byte 0xff"
+REFUSED = {
+    "prompt of nothing": (
+        ["generate", "--model_name_or_path", "tnn", "--prompt", ""],
+        1,
+        "error: --prompt '' is empty",
+    ),
+    "model that is not there": (
+        ["generate", "--model_name_or_path", "./nowhere", "--prompt", "a"],
+        1,
+        "error: .*nowhere",
+    ),
+    "prompts in another encoding": (["generate", "--model_name_or_path", "tnn", "--prompt_file", "bad.txt"], 1, UTF8),
+    "prompts that are not there": (
+        ["generate", "--model_name_or_path", "tnn", "--prompt_file", "no.txt"],
+        1,
+        "error: no.txt: ",
+    ),
+    "results over prompts": (
+        ["generate", "--model_name_or_path", "tnn", "--prompt_file", "good.txt", "--output_file", "good.txt"],
+        1,
+        "error: --output_file good.txt is the file with the prompts",
+    ),
+    "no such device": (
+        ["generate", "--model_name_or_path", "tnn", "--prompt", "a", "--device", "x"],
+        1,
+        "error: device='x'",
+    ),
+    "no such dtype": (
+        ["generate", "--model_name_or_path", "tnn", "--prompt", "a", "--dtype", "x"],
+        1,
+        "error: dtype='x' is not",
+    ),
+    "texts in another encoding": (
+        ["evaluate_lm", "--model_name_or_path", "tnn", "--validation_file", "bad.txt"],
+        1,
+        UTF8,
+    ),
+    "texts that are damaged": (
+        ["evaluate_lm", "--model_name_or_path", "tnn", "--validation_file", "bad.jsonl"],
+        1,
+        "error: bad.jsonl has no rows that can be read: JSON parse error",
+    ),
+    "no network": (
+        ["evaluate_lm", "--model_name_or_path", "tnn", "--dataset_name", "user/none"],
+        1,
+        "error: .*'user/none'",
+    ),
+    "training text in another encoding": (["pretrain", "--config_name", "config", "--train_file", "bad.txt"], 1, UTF8),
+    "kernels of another model": (
+        ["plot_kernels", "--model_name_or_path", "gpt2"],
+        1,
+        "error: model=gpt2 is a gpt2: only a TNN",
+    ),
+    "recurrence of another model": (
+        ["to_recurrent", "--model_name_or_path", "gpt2", "--dataset_name", "good.txt"],
+        1,
+        "error: model=gpt2 is a gpt2: only a TNN",
+    ),
+    "broken recipe": (["pretrain", "--recipe", "bad.yaml"], 2, "error: --recipe bad.yaml cannot be read: while pars"),
+    "recipe in another encoding": (
+        ["run_lra", "--recipe", "bad.txt"],
+        2,
+        "error: --recipe bad.txt cannot be read",
+    ),
+    "broken overrides": (
+        ["pretrain", "--config_name", "config", "--train_file", "good.txt", "--config_overrides", "decay=[1"],
+        1,
+        r"error: decay=\[1 cannot be read as name=value,name=value: while parsing",
+    ),
+    "operator of the demo": (["demo", "--tno_type", "ski"], 1, "error: causal=True is not possible"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inputs")
+    save_model(folder / "tnn", tno_type="rpe", decay=0.9)
+    save_model(folder / "gpt2")
+    GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, n_positions=64, vocab_size=300)).save_pretrained(
+        folder / "gpt2"
+    )
+    write_config(folder / "config")
+    write_text(folder / "good.txt")
+    (folder / "bad.txt").write_bytes(b"a: b\n\xff\xfe\n")
+    (folder / "bad.jsonl").write_text('{"text": "a"}\n{"text": \n')
+    (folder / "bad.yaml").write_text("a: [1\nb: }")
+    return folder
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_one_line(case, folder, tmp_path, monkeypatch, capsys):
+    """No exception but the one that ends the process, and nothing is written."""
+    (program, *given), status, message = REFUSED[case]
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    before = sorted(folder.rglob("*"))
+    output = [] if program == "generate" or "--recipe" in given else ["--output_dir", tmp_path / "out"]
+    with pytest.raises(SystemExit) as left:
+        run_script(program, *given, *output)
+    # What a process that leaves with a text has as its status, and writes to stderr.
+    line = left.value.code if status == 1 else capsys.readouterr().err.splitlines()[-1]
+    assert (left.value.code if status == 2 else 1) == status
+    assert re.search(message, line) and "\n" not in line
+    assert sorted(folder.rglob("*")) == before
+    assert {path.name for path in tmp_path.glob("out/*")} <= {".lock"}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_every_program_reports(program, monkeypatch):
+    """Nothing starts a program but a `main` with `report_errors`."""
+    monkeypatch.setattr(sys, "argv", [program, "--help"])
+    module = import_module(f"tnn_scripts.{program}")
+    assert module.main.__wrapped__.__name__ == "main"
+
+
+@pytest.mark.parametrize("mistake", [TypeError, AttributeError, KeyError, RuntimeError])
+def test_mistakes_of_a_program_are_seen(mistake):
+    @report_errors
+    def main():
+        raise mistake("a mistake")
+
+    with pytest.raises(mistake):
+        main()
+
+
+def test_ctrl_c_in_a_destructor(monkeypatch):
+    """Python loses what a `__del__` raises."""
+
+    class Deaf:
+        def __del__(self):
+            signal.raise_signal(signal.SIGINT)
+
+    @report_errors
+    def main():
+        Deaf()
+        for _ in range(600):
+            time.sleep(0.1)
+
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
+    # A shell without job control starts what runs in the background with Ctrl-C ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(SystemExit) as left:
+            main()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert left.value.code == 130
+
+
+@pytest.mark.parametrize("program", ["generate", "evaluate_lm"])
+def test_ctrl_c(program, folder, tmp_path):
+    """In the middle of a long computation."""
+    long = ["--prompt", "The", "--max_new_tokens", "100000", "--eos_token_id", "null"]
+    if program == "evaluate_lm":
+        write_text(tmp_path / "long.txt", copies=4_000)
+        long = [
+            "--validation_file",
+            tmp_path / "long.txt",
+            "--lengths",
+            "64",
+            "--stride",
+            "1",
+            "--tokens_per_pass",
+            "64",
+        ]
+        long += ["--output_dir", tmp_path / "out"]
+    command = [sys.executable, SCRIPTS / f"{program}.py", "--model_name_or_path", folder / "tnn", *long]
+    command = [str(part) for part in command]
+    # A shell without job control starts what runs in the background with Ctrl-C ignored, and children inherit that.
+    listen = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, preexec_fn=listen, **pipes) as process:
+        wait_for_weights(process)
+        os.kill(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in errors and errors.endswith("stopped by Ctrl-C\n")
+
+
+def wait_for_weights(process: subprocess.Popen):
+    """Until its progress bar has said that they are loaded, and a moment longer."""
+    seen = ""
+    while "100%" not in seen:
+        assert process.poll() is None, seen
+        seen += process.stderr.read(1)
+    time.sleep(1)

@@ -1,0 +1,255 @@
+"""The Long Range Arena: generators, tokens, the head for pairs, and the script at a size that takes seconds."""
+
+import json
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoConfig, AutoModelForSequenceClassification, pipeline
+
+from helpers.models import relative_error, seeded, tiny_config
+from modeling_tnn import TnnConfig
+from tnn_scripts import run_lra
+from tnn_scripts.common.sequence_pairs import TnnForSequencePairClassification
+from tnn_scripts.data import listops, pathfinder
+from tnn_scripts.data.lra import TASKS, load_task
+
+ROOT = Path(__file__).parents[2]
+
+PRESETS = sorted((ROOT / "configuration" / "lra").iterdir())
+RECIPES = sorted((ROOT / "configuration" / "recipes" / "lra").glob("*.yaml"))
+
+
+@pytest.mark.parametrize(
+    "source, value",
+    [
+        ("7", 7),
+        ("[MAX 2 9 [MIN 4 7 ] 0 ]", 9),
+        ("[MED 1 2 ]", 1),
+        ("[MED 9 1 [SM 9 9 ] ]", 8),
+        ("[SM 8 5 [MIN 6 6 1 ] [MED 0 1 4 8 6 ] ]", 8),
+    ],
+)
+def test_value_of_an_expression(source, value):
+    assert listops.evaluate(source) == value
+
+
+@pytest.mark.parametrize("source", ["[MAX 1 2", "1 2", "[MAX ]", "[SUM 1 2 ]", "]", ""])
+def test_what_is_no_expression(source):
+    with pytest.raises(ValueError):
+        listops.evaluate(source)
+
+
+def test_generated_listops_keep_the_rules():
+    rows = list(listops.samples(60, seed=3))
+    assert rows == list(listops.samples(60, seed=3)) and len({row["source"] for row in rows}) == 60
+    for row in rows:
+        assert listops.evaluate(row["source"]) == row["target"]
+        assert 500 < row["length"] == len(row["source"].split()) < 2000
+        depth = np.cumsum([(token in listops.OPERATORS) - (token == listops.END) for token in row["source"].split()])
+        assert depth.max() <= 9
+    assert {token for row in rows for token in row["source"].split()} == set(listops.TOKENS)
+    assert all(10 < row["length"] < 40 for row in listops.samples(20, seed=0, shorter=10, longer=40))
+
+
+def test_share_of_operators_in_listops():
+    rng, operators, nodes = random.Random(0), 0, 0
+    for _ in range(3000):
+        tokens = []
+        listops.random_tree(rng, tokens, depth=9)
+        operators += sum(token in listops.OPERATORS for token in tokens[:1])
+        nodes += 1
+    assert operators / nodes == pytest.approx(0.25, abs=0.03)
+
+
+@pytest.mark.parametrize("side", [32, 128])
+def test_paths_keep_clear_of_each_other(side):
+    geometry, rng, pair = pathfinder.GEOMETRIES[side], np.random.default_rng(0), None
+    while pair is None:
+        pair = pathfinder.two_paths(rng, geometry)
+    for path in pair:
+        assert path.shape == (14, 2, 2) and path.min() > 0 and path.max() < side
+        gaps = np.linalg.norm(path[1:, 0] - path[:-1, 1], axis=1)
+        np.testing.assert_allclose(gaps, geometry.gap)
+        np.testing.assert_allclose(np.linalg.norm(path[:, 1] - path[:, 0], axis=1), geometry.dash)
+    first, second = (pathfinder.points_on(path, geometry) for path in pair)
+    assert np.linalg.norm(first[:, None] - second, axis=-1).min() >= geometry.clearance
+
+
+def test_circles_say_the_label(monkeypatch):
+    """They mark both ends of one path, or one end of each."""
+    drawn = []
+    monkeypatch.setattr(pathfinder, "render", lambda geometry, paths, circles: drawn.append((paths, circles)))
+    for label in (0, 1) * 4:
+        pathfinder.draw_sample(np.random.default_rng(len(drawn)), pathfinder.GEOMETRIES[128], label)
+        (first, second, *_), (start, end) = drawn[-1]
+        of_start = 0 if np.array_equal(start, first[0, 0]) else 1
+        of_end = 0 if np.array_equal(end, first[-1, 1]) else 1
+        assert (of_start == of_end) == bool(label)
+        assert np.array_equal(end, (first, second)[of_end][-1, 1])
+
+
+def test_pathfinder_pictures():
+    rows = list(pathfinder.samples(4, seed=0, side=32))
+    assert rows == list(pathfinder.samples(4, seed=0, side=32))
+    assert all(len(row["pixels"]) == 1024 and max(row["pixels"]) == 255 for row in rows)
+    with pytest.raises(ValueError, match="side=31 .* 32, 128"):
+        next(pathfinder.samples(1, seed=0, side=31))
+
+
+def pair_inputs(lengths: list[tuple[int, int]], longest: int) -> dict[str, torch.Tensor]:
+    ids, mask = torch.randint(99, (len(lengths), 2, longest)), torch.zeros(len(lengths), 2, longest, dtype=torch.long)
+    for row, pair in enumerate(lengths):
+        for side, length in enumerate(pair):
+            mask[row, side, :length] = 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+def test_pairs_are_encoded_alone(causal, tmp_path):
+    """Padding changes nothing; each text matters; what is saved is what is loaded."""
+    model = seeded(TnnForSequencePairClassification, tiny_config(causal=causal, num_labels=3))
+    inputs = pair_inputs([(7, 12), (12, 1)], 12)
+    logits = model(**inputs).logits
+    alone = model(inputs["input_ids"][1:, :, :12], inputs["attention_mask"][1:, :, :12]).logits
+    assert logits.shape == (2, 3) and relative_error(alone, logits[1:]) < 1e-6
+    for side in (0, 1):
+        other = inputs["input_ids"].clone()
+        other[:, side, 0] = (other[:, side, 0] + 1) % 99
+        assert (model(other, inputs["attention_mask"]).logits - logits).abs().min() > 0
+    padding = inputs["input_ids"].clone()
+    padding[0, 0, 7:] = 5
+    assert relative_error(model(padding, inputs["attention_mask"]).logits, logits) < 1e-6
+    model.save_pretrained(tmp_path)
+    assert torch.equal(TnnForSequencePairClassification.from_pretrained(tmp_path)(**inputs).logits, logits)
+
+
+def test_loss_of_pairs():
+    model, inputs = seeded(TnnForSequencePairClassification, tiny_config(num_labels=3)), pair_inputs([(7, 12)] * 2, 12)
+    labels = torch.tensor([2, 0])
+    outputs = model(**inputs, labels=labels)
+    torch.testing.assert_close(outputs.loss, torch.nn.functional.cross_entropy(outputs.logits, labels))
+    with pytest.raises(ValueError, match=r"shape \(B, 2, L\).*\(2, 12\)"):
+        model(inputs["input_ids"][:, 0])
+
+
+@pytest.mark.parametrize("folder", PRESETS, ids=lambda folder: folder.name)
+def test_preset(folder):
+    fields = json.loads((folder / "config.json").read_text())
+    assert not set(fields) - set(TnnConfig().to_dict())
+    config, task = AutoConfig.from_pretrained(folder), TASKS[folder.name.split("-", 1)[1]]
+    assert (config.vocab_size, config.num_labels) == (task.vocab_size, task.num_labels)
+    assert config.max_position_embeddings == task.max_length
+    build = AutoModelForSequenceClassification.from_config
+    if config.architectures == ["TnnForSequencePairClassification"]:
+        build = TnnForSequencePairClassification
+    with torch.device("meta"):
+        count = build(config).num_parameters()
+    readme = (ROOT / "configuration" / "README.md").read_text()
+    assert f"| `lra/{folder.name}` | {count:,} |" in readme
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
+def test_recipe_is_read(recipe, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["run_lra.py", "--recipe", str(recipe), "--max_steps", "7"])
+    args, training = run_lra.parse_arguments([run_lra.LraArguments, run_lra.TrainingArguments], "")
+    assert args.task in recipe.stem and training.max_steps == 7
+    config = run_lra.build_config(args, TASKS[args.task])
+    with torch.device("meta"):
+        run_lra.build_model(args, config)
+
+
+def run(monkeypatch, output: Path, *arguments) -> dict:
+    options = ["--output_dir", output, "--max_steps", 2, "--per_device_train_batch_size", 2, "--report_to", "none"]
+    monkeypatch.setattr(sys, "argv", ["run_lra.py", *map(str, [*arguments, *options])])
+    run_lra.main()
+    return json.loads((output / "results.json").read_text())
+
+
+TINY = "hidden_size=8,num_hidden_layers=1,intermediate_size=8,rpe_dim=4"
+
+
+def test_script_on_generated_listops(monkeypatch, tmp_path, capsys):
+    arguments = [
+        "--task",
+        "listops",
+        "--config_name",
+        "tnn-listops",
+        "--config_overrides",
+        TINY,
+        "--max_train_samples",
+        50,
+    ]
+    arguments += ["--operator_learning_rate", 1e-4]
+    results = run(monkeypatch, tmp_path / "out", *arguments)
+    assert (results["train_rows"], results["steps"], results["model"]) == (50, 2, "rpe")
+    assert 0 <= results["test_accuracy"] <= 1 and 0.1 <= results["test_majority"] < 0.5
+    assert "listops, rpe, test: accuracy" in capsys.readouterr().out
+    classify = pipeline("text-classification", model=str(tmp_path / "out"))
+    assert classify("[MAX 2 9 ]")[0]["label"].startswith("LABEL_")
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory) -> Path:
+    """A data set of the form of `cifar10_gray`."""
+    folder = tmp_path_factory.mktemp("lra")
+    rows = {"pixels": np.random.default_rng(0).integers(256, size=(6, 1024)).tolist(), "label": [0, 1, 2, 3, 4, 4]}
+    configs = ["---", "configs:", "- config_name: cifar10_gray", "  data_files:"]
+    for split in ("train", "test"):
+        Dataset.from_dict(rows).to_parquet(folder / "cifar10_gray" / f"{split}.parquet")
+        configs += [f"  - split: {split}", f"    path: cifar10_gray/{split}.parquet"]
+    (folder / "README.md").write_text("\n".join([*configs, "---", ""]))
+    return folder
+
+
+@pytest.mark.parametrize("model", ["rpe", "transformer"])
+def test_script_on_pictures(model, pictures, monkeypatch, tmp_path):
+    arguments = [
+        "--task",
+        "image",
+        "--config_name",
+        "tnn-image",
+        "--config_overrides",
+        TINY,
+        "--dataset_path",
+        pictures,
+    ]
+    arguments += ["--transformer"] if model == "transformer" else []
+    results = run(monkeypatch, tmp_path / "out", *arguments)
+    assert results["model"] == model and results["test_majority"] == pytest.approx(1 / 3)
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    assert loaded.config.model_type == ("modernbert" if model == "transformer" else "tnn")
+
+
+def test_script_on_pairs(monkeypatch, tmp_path):
+    for name in ("train", "eval", "test"):
+        lines = [f'{label}\t1\t2\ta "text"\t{"b" * 20}' for label in ("1.0", "0.0", "1.0")]
+        (tmp_path / f"new_aan_pairs.{name}.tsv").write_text("\n".join(lines) + "\n")
+    arguments = ["--task", "retrieval", "--config_name", "tnn-retrieval", "--config_overrides", TINY]
+    results = run(monkeypatch, tmp_path / "out", *arguments, "--dataset_path", tmp_path, "--max_length", 16)
+    assert results["test_majority"] == pytest.approx(2 / 3)
+    task, data = load_task("retrieval", str(tmp_path), None, 16)
+    assert [len(ids) for ids in data["train"][0]["input_ids"]] == [9, 16] and data["train"]["labels"] == [1, 0, 1]
+    assert task.tokenizer().decode(data["train"][0]["input_ids"][0], skip_special_tokens=True) == 'a "text"'
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--task", "listop"], "--task listop: it must be one of listops, text"),
+        (["--task", "image", "--max_length", "500"], "--max_length 500: a picture of image has 1024 pixels"),
+        (["--task", "retrieval"], "retrieval needs the folder"),
+        (["--task", "retrieval", "--transformer"], "no ModernBERT with a head for two sequences"),
+        (["--task", "listops", "--max_train_samples", "50", "--config_overrides", "width=3"], "no field width"),
+    ],
+)
+def test_script_refuses(arguments, message, monkeypatch, capsys, tmp_path):
+    options = ["--config_name", "tnn-listops", "--output_dir", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["run_lra.py", *options, *arguments])
+    with pytest.raises(SystemExit) as error:
+        run_lra.main()
+    assert message in str(error.value) + capsys.readouterr().err

@@ -1,0 +1,146 @@
+"""The scripts around a trained model: generate, convert, benchmark."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from helpers.models import tiny_config
+from helpers.scripts import TEXT, run, save_model
+from modeling_tnn.tno_auto import build_tno
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"), tno_type="rpe", decay=0.9)
+
+
+def test_generate(model_folder, tmp_path):
+    output = tmp_path / "result.json"
+    options = ["--model_name_or_path", model_folder, "--max_new_tokens", 9, "--do_sample", "true", "--top_p", 0.9]
+    options += ["--eos_token_id", "null", "--output_file", output]
+    streamed = run("generate.py", *options, "--prompt", "The quick", "--prompt", "A dog")
+    assert "The quick" in streamed.stdout and "tokens per second" in streamed.stdout
+    result = json.loads(output.read_text())
+    assert result["options"]["top_p"] == 0.9 and result["options"]["do_sample"] is True
+    assert [text[:5] for text in result["texts"]] == ["The q", "A dog"]
+    again = run("generate.py", *options, "--prompt", "The quick", "--prompt", "A dog")
+    assert json.loads(output.read_text())["texts"] == result["texts"], again.stdout
+
+
+def test_generate_from_a_file_in_batches(model_folder, tmp_path):
+    """Greedy, so that one by one and batched are the same."""
+    prompts, output = tmp_path / "prompts.txt", tmp_path / "result.json"
+    prompts.write_text("The quick\n\nA dog jumps over\nThe\n")
+    texts = []
+    for size in (1, 3):
+        run("generate.py", "--model_name_or_path", model_folder, "--prompt_file", prompts, "--batch_size", size,
+            "--max_new_tokens", 8, "--do_sample", "false", "--output_file", output)  # fmt: skip
+        texts.append(json.loads(output.read_text())["texts"])
+    assert texts[0] == texts[1] and len(texts[0]) == 3
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--prompt", "x", "--top_pp", "0.5"], "did you mean --top_p"),
+        (["--prompt", "x", "--top_p"], "no value"),
+        ([], "--prompt or a --prompt_file"),
+    ],
+)
+def test_generate_refuses(model_folder, arguments, message):
+    result = run("generate.py", "--model_name_or_path", model_folder, *arguments, check=False)
+    assert result.returncode == 2 and message in result.stderr
+
+
+@pytest.mark.parametrize("options", [["--order", 16], ["--tolerance", 1e-3]], ids=["order", "tolerance"])
+def test_to_recurrent(model_folder, tmp_path, options):
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT * 8)
+    output = tmp_path / "converted"
+    result = run("to_recurrent.py", "--model_name_or_path", model_folder, "--output_dir", output, "--dataset_name",
+                 text,
+                 "--rows", 2, *options)  # fmt: skip
+    report = json.loads((output / "conversion.json").read_text())
+    comparison = report["comparison"]
+    assert abs(comparison["perplexity_change"]) < 1e-3 and comparison["top1_agreement"] > 0.99
+    assert comparison["tokens"] == 2 * 8 * 32
+    assert [layer["layer"] for layer in report["layers"]] == [0, 1]
+    assert "top-1 agreement" in result.stdout
+    converted = AutoModelForCausalLM.from_pretrained(output)
+    assert converted.config.tno_type == "modal"
+    assert converted.generate(torch.tensor([[5, 6]]), max_new_tokens=3, eos_token_id=None).shape == (1, 5)
+
+
+def test_to_recurrent_leaves_rtf_as_it_is(tmp_path):
+    folder, text = save_model(tmp_path / "model", tno_type="rtf"), tmp_path / "text.txt"
+    text.write_text(TEXT * 8)
+    result = run(
+        "to_recurrent.py", "--model_name_or_path", folder, "--output_dir", tmp_path / "out", "--dataset_name", text
+    )
+    assert "recurrence already" in result.stdout
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.tno_type == "rtf"
+
+
+SMALL = ["--hidden_size", 64, "--repeats", 1]
+SHORT = ["--lengths", 16, 100, "--tokens", 200]
+
+
+@pytest.mark.parametrize(
+    "suite, options, ways, figures",
+    [
+        ("operators", ["--decay", 1], ["released", "rpe", "fd", "rtf"], ["milliseconds", "released_over_this"]),
+        ("operators", ["--bidirectional"], ["rpe", "rpe eager", "ski"], ["milliseconds", "rpe_over_this"]),
+        ("training", [], ["released", "fused", "gpt2", "llama", "mamba", "matmul"], ["matmul_over_this"]),
+        ("training", ["--blocks_only"], ["fused", "fused bf16", "matmul"], ["tokens_per_second"]),
+        ("memory", ["--lengths", 100], ["released", "fused"], ["saved_megabytes", "peak_megabytes"]),
+    ],
+)
+def test_benchmark_of_a_step(tmp_path, suite, options, ways, figures):
+    output, picture = tmp_path / "figures.json", tmp_path / "figures.png"
+    lengths = (100,) if "--lengths" in options else (16, 100)
+    result = run("benchmark.py", suite, *SMALL, *SHORT, *options, "--ways", *ways, "--output_file", output,
+                 "--plot", picture)  # fmt: skip
+    rows = json.loads(output.read_text())["rows"]
+    assert [(row["length"], row["way"]) for row in rows] == [(length, way) for length in lengths for way in ways]
+    assert all(row[figure] >= 0 for row in rows for figure in figures)
+    if "released" in ways and suite != "memory":
+        assert all(row["released_over_this"] == 1 for row in rows if row["way"] == "released")
+    assert all(f"| {row['length']} | {row['way']} |" in result.stdout for row in rows)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_benchmark_of_streaming(tmp_path):
+    output = tmp_path / "figures.json"
+    run("benchmark.py", "streaming", *SMALL, "--lengths", 2048, 4096, "--segment", 256, "--ways", "rtf",
+        "--output_file", output)  # fmt: skip
+    rows = json.loads(output.read_text())["rows"]
+    assert [(row["way"], row["tokens"]) for row in rows] == [("rtf", 2048), ("rtf", 4096)]
+    assert all(row["microseconds_per_token"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_released_form_of_the_benchmark_is_the_same_product(causal):
+    from tnn_scripts.benchmarks.peers import released_product
+
+    operator = build_tno(tiny_config(causal=causal)).double()
+    v = torch.randn(2, 37, operator.channels, dtype=torch.float64)
+    torch.testing.assert_close(released_product(operator, v), operator(v))
+
+
+def test_benchmark_of_generation(tmp_path):
+    output = tmp_path / "generation.json"
+    sizes = ["--hidden_size", 64, "--num_hidden_layers", 2, "--vocab_size", 100, "--repeats", 1]
+    result = run("benchmark.py", "generation", *sizes, "--contexts", 16, 300, "--output_file", output,
+                 "--models", "rpe", "fd", "rtf", "modal", "rpe-no-decay", "gpt2", "mamba")  # fmt: skip
+    rows = json.loads(output.read_text())["rows"]
+    assert {row["model"] for row in rows} == {"rpe", "fd", "rtf", "modal", "rpe-no-decay", "gpt2", "mamba"}
+    assert all(row["ms_per_token"] > 0 and row["state_megabytes"] > 0 for row in rows)
+    states = {(row["model"], row["context"]): row["state_megabytes"] for row in rows}
+    assert states["gpt2", 300] > 2 * states["gpt2", 16]
+    assert states["rtf", 300] == states["rtf", 16]
+    assert all(f"| {row['model']} | {row['context']} |" in result.stdout for row in rows)

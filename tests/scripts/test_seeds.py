@@ -1,0 +1,122 @@
+"""--seed of every training script: the same one gives the same result, another one another."""
+
+import json
+
+import numpy as np
+import pytest
+from datasets import ClassLabel, Dataset, Features, Image
+from PIL.Image import fromarray
+from transformers import TrainingArguments
+
+from helpers.scripts import run_script, weights, write_config, write_text
+from tnn_scripts import demo
+from tnn_scripts.common.arguments import chosen_seeds
+
+SMALL = "hidden_size=16,num_hidden_layers=1,intermediate_size=16,rpe_dim=4"
+
+
+def demo_options(folder):
+    preset, text = write_config(folder / "preset"), write_text(folder / "text.txt", copies=60)
+    return [
+        "--config_name",
+        preset,
+        "--dataset_name",
+        text,
+        "--max_steps",
+        2,
+        "--batch_size",
+        4,
+        "--max_new_tokens",
+        2,
+    ]
+
+
+def pretrain_options(folder):
+    preset, text = write_config(folder / "preset"), write_text(folder / "text.txt", copies=60)
+    return ["--config_name", preset, "--train_file", text, "--max_steps", 2, "--per_device_train_batch_size", 4]
+
+
+def listops_options(folder):
+    overrides = ["--config_overrides", SMALL, "--max_length", 600, "--max_train_samples", 50, "--max_eval_samples", 4]
+    return ["--task", "listops", "--config_name", "tnn-listops", *overrides, "--max_steps", 1, "--report_to", "none"]
+
+
+def image_options(folder):
+    pixels = np.random.default_rng(0).integers(256, size=(12, 8, 8, 3), dtype=np.uint8)
+    features = Features({"image": Image(), "label": ClassLabel(names=["a", "b"])})
+    rows = [{"image": fromarray(picture), "label": i % 2} for i, picture in enumerate(pixels)]
+    for split in ("train", "test"):
+        Dataset.from_list(rows, features=features).to_parquet(folder / "data" / f"{split}.parquet")
+    overrides = f"{SMALL},image_size=8,patch_size=4,max_position_embeddings=4"
+    return ["--config_name", "tnn-image-tiny", "--config_overrides", overrides, "--dataset_name", folder / "data",
+            "--max_steps", 2, "--per_device_train_batch_size", 4, "--report_to", "none"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "script, options",
+    [
+        ("demo", demo_options),
+        ("pretrain", pretrain_options),
+        ("run_lra", listops_options),
+        ("run_image_classification", image_options),
+    ],
+)
+def test_weights(script, options, tmp_path):
+    given = options(tmp_path)
+    trained = []
+    for run, seed in enumerate((3, 3, 4)):
+        run_script(script, *given, "--output_dir", tmp_path / f"out-{run}", "--seed", seed)
+        trained.append(weights(tmp_path / f"out-{run}"))
+    first, again, other = trained
+    assert all(first[name].equal(again[name]) for name in first)
+    assert any(not first[name].equal(other[name]) for name in first)
+
+
+def test_order_of_the_data(tmp_path):
+    """The first batch of the Trainer, whose sampler has the seed; pretrain.py has a test of its own stream."""
+    preset, text = write_config(tmp_path / "preset"), write_text(tmp_path / "text.txt", copies=60)
+    batches = []
+    for seed in (3, 3, 4):
+        args = demo.DemoArguments(str(preset), dataset_name=str(text), output_dir=str(tmp_path / "out"), seed=seed)
+        batches.append(
+            next(iter(demo.build_trainer(args, demo.load_config(args.config_name, {})).get_train_dataloader()))[
+                "input_ids"
+            ]
+        )
+    assert batches[0].equal(batches[1]) and not batches[0].equal(batches[2])
+
+
+def ablation_options(folder):
+    text = write_text(folder / "text.txt", copies=60)
+    small = f"{SMALL},max_position_embeddings=16,vocab_size=300"
+    return ["--dataset_name", text, "--config_overrides", small, "--variants", "one", "--max_steps", 2,
+            "--save_strategy", "no", "--report_to", "none"]  # fmt: skip
+
+
+def synthetic_options(folder):
+    return ["--task", "delay", "--state_sizes", 2, "--memory", 4, "--length", 20, "--hidden_size", 2,
+            "--max_train_samples", 20, "--max_eval_samples", 5, "--max_steps", 2, "--save_strategy", "no",
+            "--report_to", "none"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "script, options, figure",
+    [("run_ablation", ablation_options, "perplexity"), ("run_synthetic", synthetic_options, "error")],
+)
+def test_figures(script, options, figure, tmp_path):
+    """One model for --seed; several for --seeds, the same ones."""
+    given, rows = options(tmp_path), []
+    for run, seeds in enumerate((["--seed", 3], ["--seed", 3], ["--seed", 4], ["--seeds", 3, 4])):
+        run_script(script, *given, *seeds, "--output_dir", tmp_path / f"out-{run}")
+        rows.append(json.loads((tmp_path / f"out-{run}" / "results.json").read_text())["rows"])
+    (first,), (again,), (other,), both = rows
+    assert first["seed"] == 3 and first[figure] == again[figure] != other[figure]
+    assert [row["seed"] for row in both] == [3, 4] and [row[figure] for row in both] == [first[figure], other[figure]]
+
+
+def test_one_of_both(tmp_path):
+    training = TrainingArguments(str(tmp_path), seed=7)
+    assert chosen_seeds(None, training) == [7] and chosen_seeds([7], training) == [7]
+    assert chosen_seeds([0, 1], TrainingArguments(str(tmp_path))) == [0, 1]
+    with pytest.raises(ValueError, match="`--seed 7` must not be given beside `--seeds 0 1`"):
+        chosen_seeds([0, 1], training)

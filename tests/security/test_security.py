@@ -1,0 +1,207 @@
+"""What comes with a checkpoint is not trusted: a tampered configuration, a pickle instead of weights."""
+
+import dataclasses
+import json
+import resource
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from helpers.models import seeded, tiny_config
+from helpers.scripts import Malicious
+from modeling_tnn import TnnConfig, TnnForCausalLM, TnnModel
+
+TAMPERED = [
+    # Huge sizes.
+    ("vocab_size", 10**12, "at most"),
+    ("hidden_size", 2**40, "at most"),
+    ("num_hidden_layers", 10**9, "at most 1,024"),
+    ("intermediate_size", 10**12, "at most"),
+    ("gtu_expansion", 1e12, "at most"),
+    ("gtu_expansion", float("inf"), "at most"),
+    ("rpe_dim", 10**10, "at most"),
+    ("rpe_layers", 10**8, "at most 128"),
+    ("max_position_embeddings", 10**15, "at most"),
+    ("fd_resolution", 2**50, "at most"),
+    ("ski_rank", 10**12, "at most"),
+    ("rtf_state_size", 10**12, "at most"),
+    ("num_modes", 10**12, "at most"),
+    ("num_labels", 10**12, "at most"),
+    # No sizes, no numbers.
+    ("hidden_size", -1, "at least 1"),
+    ("fd_resolution", -4, "at least 1"),
+    ("decay", float("nan"), "in (0, 1]"),
+    ("layer_norm_eps", float("nan"), "above 0"),
+    ("initializer_range", float("inf"), "above 0"),
+    ("hidden_dropout_prob", float("nan"), "in [0, 1)"),
+    # Wrong types.
+    ("hidden_size", "32", "expected int, got str"),
+    ("hidden_size", True, "expected int, got bool"),
+    ("vocab_size", None, "expected int, got NoneType"),
+    ("causal", 1, "expected bool, got int"),
+    ("decay", "0.9", "expected int, got str"),
+    ("tno_type", ["rpe"], "expected str, got list"),
+    ("eos_token_id", "2", "expected int, got str"),
+    # Unknown variants and texts that look like paths or code.
+    ("tno_type", "quantum", "one of 'rpe'"),
+    ("tno_type", "../../modeling_evil", "one of 'rpe'"),
+    ("hidden_act", "os.system", "one of 'gelu'"),
+    ("rpe_act", "/tmp/act.py", "one of 'gelu'"),
+    ("norm_type", "/etc/passwd", "one of 'simplermsnorm'"),
+    ("tno_implementation", "file:///evil", "one of 'fused'"),
+    ("dtype", "os.system", "the name of a dtype"),
+]
+
+
+def peak_megabytes() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    seeded(TnnForCausalLM, tiny_config()).save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("field, value, message", TAMPERED, ids=[f"{f}={v}" for f, v, _ in TAMPERED])
+def test_tampered_configuration(field, value, message, folder):
+    """Refused with the name of the field, the value and what is allowed, before memory is spent."""
+    original = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(json.dumps(json.loads(original) | {field: value}))
+    before = peak_megabytes()
+    try:
+        with pytest.raises(Exception) as error:
+            AutoModelForCausalLM.from_pretrained(folder)
+    finally:
+        (folder / "config.json").write_text(original)
+    assert message in str(error.value)
+    assert field in str(error.value) or field == "dtype"
+    assert peak_megabytes() - before < 100
+
+
+@pytest.mark.parametrize(
+    "field, value, message",
+    [
+        ("vocab_size", 10**7, r"embed_tokens.weight \(10000000, 32\) instead of \(99, 32\)"),
+        ("intermediate_size", 10**7, r"gate_proj.weight \(10000000, 32\) instead of"),
+        ("rpe_dim", 10**7, r"in_proj.weight \(10000000, 1\) instead of"),
+        ("num_hidden_layers", 99, "declares more than the checkpoint holds: .* layers.2."),
+    ],
+)
+@pytest.mark.parametrize("shards", [1, 3])
+def test_sizes_that_are_not_those_of_the_weights(field, value, message, shards, folder, tmp_path):
+    """Within the limits, but more than the files hold: refused before it is allocated."""
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(
+        tmp_path, max_shard_size="5GB" if shards == 1 else "40KB"
+    )
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (shards > 1)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    before = peak_megabytes()
+    for load in (AutoModelForCausalLM, TnnModel, AutoModelForSequenceClassification):
+        with pytest.raises(ValueError, match=message):
+            load.from_pretrained(tmp_path)
+    assert peak_megabytes() - before < 200
+
+
+def test_a_size_that_is_changed_on_purpose(folder):
+    """transformers' own way to load what fits."""
+    config = AutoConfig.from_pretrained(folder)
+    config.vocab_size = 120
+    loaded = AutoModelForCausalLM.from_pretrained(folder, config=config, ignore_mismatched_sizes=True)
+    assert loaded.lm_head.out_features == 120
+    deeper = AutoModelForCausalLM.from_pretrained(folder, num_hidden_layers=3)
+    assert len(deeper.model.layers) == 3
+
+
+@pytest.mark.parametrize("field", ["auto_map", "architectures"])
+def test_references_to_code_are_not_followed(field, folder, tmp_path):
+    """Where the package is installed, `auto_map` and `architectures` decide nothing."""
+    config = json.loads((folder / "config.json").read_text())
+    config[field] = {"AutoModelForCausalLM": "evil--../../x.Evil"} if field == "auto_map" else ["../../Evil"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    assert type(AutoModelForCausalLM.from_pretrained(tmp_path)) is TnnForCausalLM
+
+
+@pytest.mark.parametrize("load", [AutoModelForCausalLM, TnnForCausalLM, TnnModel], ids=lambda load: load.__name__)
+def test_pickles_are_not_read(load, folder, tmp_path):
+    """Neither a malicious one nor one of tensors, unless it is asked for; then only tensors are."""
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    victim = tmp_path / "executed"
+    torch.save({"weights": Malicious(victim)}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(OSError, match="model.safetensors"):
+        load.from_pretrained(tmp_path)
+    with pytest.raises(Exception, match="[Ww]eights.only|WeightsUnpickler"):
+        load.from_pretrained(tmp_path, use_safetensors=False)
+    assert not victim.exists()
+    torch.save(load_file(folder / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    with pytest.raises(OSError, match="model.safetensors"):
+        load.from_pretrained(tmp_path)
+    assert load.from_pretrained(tmp_path, use_safetensors=False).config.tno_type == "rpe"
+
+
+@pytest.mark.parametrize("value", [{"a": [1]}, [None], "text", 2**70, -1.5], ids=repr)
+def test_wrong_types_of_every_field(value):
+    """A configuration is refused with the name of the field, or the value is one that the field may have."""
+    for field in dataclasses.fields(TnnConfig):
+        if field.name not in TnnConfig.__annotations__:
+            continue  # what all configurations of transformers have
+        try:
+            config = TnnConfig.from_dict(tiny_config().to_dict() | {field.name: value})
+        except Exception as error:
+            assert field.name in str(error), field.name
+        else:
+            assert getattr(config, field.name) == value
+            assert field.name in HARMLESS[type(value)], field.name
+
+
+# Fields that may have values of these types, and what is made of them is no size (with RTF, a divisor of one).
+HARMLESS = {
+    dict: set(),
+    list: set(),
+    str: {"converted_from", "tno_class"},
+    int: {"rpe_window", "bos_token_id", "pad_token_id", "eos_token_id", "rtf_num_denominators"},
+    float: set(),
+}
+
+
+BROKEN = {
+    "nested deeply": b'{"model_type": "tnn", "a": ' + b'{"a":' * 10**5 + b"1" + b"}" * (10**5 + 1),
+    "a nested value": b'{"model_type": "tnn", "a": ' + b"[" * 900 + b"]" * 900 + b"}",
+    "no utf-8": b'{"model_type": "tnn", "a": "\xff\xfe"}',
+    "a number of 5,000 digits": b'{"model_type": "tnn", "hidden_size": ' + b"9" * 5000 + b"}",
+    "cut off": b'{"model_type": "tnn", "hidden_size"',
+    "empty": b"",
+    "a list": b"[]",
+    "a number": b"3",
+}
+
+
+@pytest.mark.parametrize("content", BROKEN.values(), ids=BROKEN)
+def test_broken_configuration(content, folder, tmp_path):
+    """An error, at once and without much memory, whatever transformers calls it."""
+    shutil.copytree(folder, tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_bytes(content)
+    before = peak_megabytes()
+    with pytest.raises((ValueError, OSError, RecursionError, TypeError)):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert peak_megabytes() - before < 100
+
+
+def test_foreign_code_is_not_run_even_if_allowed(folder, tmp_path):
+    """Where the package is installed, `trust_remote_code` does not make files of the folder go before it."""
+    shutil.copytree(folder, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config["auto_map"] = {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model" / "evil.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\nclass Evil: pass\n")
+    for options in ({}, {"trust_remote_code": False}, {"trust_remote_code": True}):
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", **options)
+        assert type(loaded) is TnnForCausalLM
+    assert not (tmp_path / "executed").exists()

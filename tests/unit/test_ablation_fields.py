@@ -1,0 +1,95 @@
+"""What the ablations change: free coefficients, inputs of the position encoder, blocks without GLU."""
+
+import pytest
+import torch
+
+from helpers.models import lively_language_model, padded, relative_error, seeded, tiny_config
+from helpers.operators import random_input, random_operator
+from modeling_tnn import TnnForCausalLM, TnnModel
+from modeling_tnn.rpe import RPE_INPUTS
+from modeling_tnn.tno_auto import build_tno
+
+VARIANTS = [{"tno_type": "explicit"}, *({"rpe_input": name} for name in RPE_INPUTS)]
+EVERY_VARIANT = pytest.mark.parametrize("fields", VARIANTS, ids=lambda fields: "-".join(fields.values()))
+
+
+@EVERY_VARIANT
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+@pytest.mark.parametrize("length", [1, 2, 17, 64, 100])
+def test_equals_its_dense_matrix(fields, causal, length):
+    """Values and gradients, also beyond the trained length of 64."""
+    operator = random_operator(**{"tno_type": "rpe"} | fields, causal=causal)
+    v = random_input(2, length, operator.channels).requires_grad_()
+    fast, dense = operator(v), torch.einsum("dij,bjd->bid", operator.dense(length), v)
+    assert relative_error(fast, dense) < 1e-12
+    inputs = [v, *operator.parameters()]
+    options = {"materialize_grads": True, "allow_unused": True}
+    gradients = [torch.autograd.grad(y.square().sum(), inputs, **options) for y in (fast, dense)]
+    for actual, expected in zip(*gradients, strict=True):
+        assert (actual - expected).abs().max() <= 1e-11 * expected.abs().max().clamp(min=1.0)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+def test_free_coefficients_are_the_parameters(causal):
+    operator = random_operator("explicit", causal, decay=0.9)
+    lags = torch.arange(0 if causal else -63, 64)
+    torch.testing.assert_close(operator.coefficients(64), operator.taps * 0.9 ** lags.abs().double())
+    assert operator.coefficients(70)[:, -6:].abs().max() == 0
+    middle = operator.coefficients(5) if causal else operator.coefficients(64)[:, 59:68]
+    torch.testing.assert_close(operator.coefficients(5), middle)
+
+
+def test_inputs_of_the_position_encoder():
+    lags = torch.arange(-3.0, 4)[:, None]
+    operators = {name: seeded(build_tno, tiny_config(rpe_input=name)).rpe.in_proj for name in RPE_INPUTS}
+    expected = lags / 64 * operators["normalized"].weight.t() + operators["normalized"].bias
+    torch.testing.assert_close(operators["normalized"](lags), expected)
+    waves = operators["sinusoidal"](lags) - operators["sinusoidal"].bias
+    assert waves.shape == (7, 16) and operators["sinusoidal"].weight.shape == (16, 16)
+    by_hand = (
+        torch.where(torch.arange(16) % 2 == 0, torch.tensor(0.0), torch.tensor(1.0))
+        @ operators["sinusoidal"].weight.t()
+    )
+    torch.testing.assert_close(waves[3], by_hand)
+
+
+@EVERY_VARIANT
+def test_causal_kernels_do_not_depend_on_the_length(fields):
+    operator = random_operator(**{"tno_type": "rpe"} | fields, causal=True)
+    torch.testing.assert_close(operator.coefficients(100)[:, :7], operator.coefficients(7))
+
+
+@EVERY_VARIANT
+def test_cached_is_uncached(fields):
+    """Generation goes on beyond the trained length."""
+    model, prompts = lively_language_model(decay=0.9, **fields), torch.randint(2, 99, (2, 58))
+    options = {"max_new_tokens": 12, "do_sample": False}
+    assert torch.equal(model.generate(prompts, **options), model.generate(prompts, use_cache=False, **options))
+
+
+@EVERY_VARIANT
+def test_padding_changes_nothing_and_saving_neither(fields, tmp_path):
+    model, text = seeded(TnnModel, tiny_config(causal=False, **fields)), torch.randint(99, (23,))
+    bare = model(text[None]).last_hidden_state
+    actual = model(**padded(text, 7, 9)).last_hidden_state[:, 7:30]
+    assert relative_error(actual, bare) < 5e-6
+    model.save_pretrained(tmp_path)
+    assert torch.equal(TnnModel.from_pretrained(tmp_path)(text[None]).last_hidden_state, bare)
+
+
+def test_block_without_glu():
+    """It is the block whose GLU adds nothing."""
+    with_glu = seeded(TnnModel, tiny_config())
+    without, text = seeded(TnnModel, tiny_config(use_glu=False)), torch.randint(99, (1, 9))
+    assert not any(".glu." in name for name, _ in without.named_parameters())
+    without.load_state_dict(with_glu.state_dict(), strict=False)
+    with torch.no_grad():
+        for layer in with_glu.layers:
+            layer.glu.down_proj.weight.zero_(), layer.glu.down_proj.bias.zero_()
+    torch.testing.assert_close(without(text).last_hidden_state, with_glu(text).last_hidden_state)
+
+
+def test_free_kernel_converts_to_a_recurrence():
+    model, text = seeded(TnnForCausalLM, tiny_config("explicit", decay=0.9)).double(), torch.randint(99, (1, 40))
+    converted, report = model.to_recurrent(order=64, window=40)
+    assert relative_error(converted(text).logits, model(text).logits) < 1e-6 and len(report) == 2

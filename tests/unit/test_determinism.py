@@ -1,0 +1,62 @@
+"""The same seed gives the same numbers, bit for bit, on the same machine; no result depends on unwritten memory."""
+
+import pytest
+import torch
+from transformers import Trainer, TrainingArguments
+
+from helpers.models import CAUSAL, VARIANTS, RandomTexts, seeded, tiny_config
+from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, TnnModel
+
+LANGUAGE_MODELS = [TnnForMaskedLM, TnnForCausalLM]
+
+
+@pytest.fixture
+def deterministic():
+    """PyTorch's own check: operations without a deterministic form raise, and fresh memory is full of NaN."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("product", ["fused", "eager"])
+@pytest.mark.parametrize("length", [1, 17, 600])
+def test_forward_and_backward(variant, product, length, deterministic):
+    ids = torch.randint(99, (2, length), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, : length // 3] = 0
+    results = []
+    for _ in range(2):
+        model = seeded(TnnModel, tiny_config(*variant, tno_implementation=product)).train()
+        hidden = model(ids, attention_mask=mask, use_cache=False).last_hidden_state
+        hidden.square().mean().backward()
+        results.append([hidden, *(p.grad for p in model.parameters() if p.grad is not None)])
+    for first, second in zip(*results, strict=True):
+        assert first.isfinite().all() and torch.equal(first, second)
+
+
+@pytest.mark.parametrize("tno_type", CAUSAL)
+@pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"num_beams": 3}], ids=str)
+def test_generation(tno_type, options, deterministic):
+    texts = []
+    for _ in range(2):
+        model = seeded(TnnForCausalLM, tiny_config(tno_type, eos_token_id=None))
+        texts.append(model.generate(torch.arange(2, 9)[None], max_new_tokens=80, **{"do_sample": False} | options))
+    assert torch.equal(*texts)
+
+
+@pytest.mark.parametrize("tno_type, causal", VARIANTS)
+def test_training(tno_type, causal, tmp_path):
+    """Trainer with `full_determinism`, dropout included."""
+    runs = []
+    for run in range(2):
+        args = TrainingArguments(
+            str(tmp_path / str(run)), max_steps=3, use_cpu=True, report_to="none", seed=5, full_determinism=True,
+            disable_tqdm=True, save_strategy="no",
+        )  # fmt: skip
+        torch.manual_seed(0)
+        model = LANGUAGE_MODELS[causal](tiny_config(tno_type, causal))
+        Trainer(model=model, args=args, train_dataset=RandomTexts()).train()
+        runs.append(model.state_dict())
+    torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])

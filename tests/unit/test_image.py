@@ -1,0 +1,131 @@
+"""Image classification: the released form, any size, image processor, pipeline, Trainer, saving."""
+
+import contextlib
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import (
+    AutoImageProcessor,
+    AutoModel,
+    AutoModelForImageClassification,
+    Trainer,
+    TrainingArguments,
+    ViTImageProcessor,
+    pipeline,
+)
+
+from helpers.models import BIDIRECTIONAL, checkpoint_activations, image_config, relative_error, seeded, tiny_config
+from modeling_tnn import TnnForImageClassification
+from modeling_tnn.norms import SimpleRMSNorm
+
+
+def released_forward(model, pixels):
+    """What the released image models compute, with dense matrices and loops over patches."""
+    norm, size = SimpleRMSNorm(model.config.hidden_size), model.config.patch_size
+    weight = model.model.patch_embedding.projection.weight.flatten(1)
+    patches = [
+        pixels[:, :, row : row + size, column : column + size].flatten(1) @ weight.t()
+        for row in range(0, pixels.shape[2], size)
+        for column in range(0, pixels.shape[3], size)
+    ]
+    x = torch.stack(patches, dim=1) + model.model.patch_embedding.projection.bias
+    side = int(len(patches) ** 0.5)
+    for layer in model.model.layers:
+        gtu, tno = layer.gtu, layer.gtu.tno
+        y = norm(x)
+        v = torch.nn.functional.silu(gtu.v_proj(y)).unflatten(1, (side, side))
+        mixed = torch.einsum("dij,bajd->baid", tno.rows.dense(side), v)
+        mixed = mixed + torch.einsum("dij,bjad->biad", tno.columns.dense(side), v)
+        x = x + gtu.o_proj(torch.nn.functional.silu(gtu.u_proj(y)) * mixed.flatten(1, 2))
+        x = x + layer.glu(norm(x))
+    return model.classifier(norm(x.mean(dim=1)))
+
+
+@pytest.mark.parametrize("size", [4, 20, 24, 36])
+def test_model_is_the_released_one(size):
+    """At the trained size and others."""
+    model, pixels = seeded(TnnForImageClassification, image_config()).double(), torch.randn(2, 3, size, size).double()
+    outputs = model(pixels, output_hidden_states=True)
+    assert relative_error(outputs.logits, released_forward(model, pixels)) < 1e-12
+    assert len(outputs.hidden_states) == 3 and outputs.hidden_states[0].shape == (2, (size // 4) ** 2, 32)
+
+
+@pytest.mark.parametrize("tno_type", BIDIRECTIONAL)
+def test_every_operator(tno_type, tmp_path):
+    """Gradients reach every parameter; what is saved is what is loaded."""
+    model, pixels = seeded(TnnForImageClassification, image_config(tno_type)), torch.randn(2, 3, 24, 24)
+    outputs = model(pixels, labels=torch.tensor([0, 2]))
+    torch.testing.assert_close(outputs.loss, torch.nn.functional.cross_entropy(outputs.logits, torch.tensor([0, 2])))
+    outputs.loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForImageClassification.from_pretrained(tmp_path)
+    assert type(loaded) is TnnForImageClassification and torch.equal(loaded(pixels).logits, outputs.logits)
+
+
+def test_the_model_of_tokens_refuses_it_by_name(tmp_path):
+    seeded(TnnForImageClassification, image_config()).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="damaged or of TnnForImageClassification or another model: embed_tokens"):
+        AutoModel.from_pretrained(tmp_path)
+
+
+def test_gradient_checkpointing_changes_nothing():
+    gradients = []
+    for checkpointing in (False, True):
+        model = seeded(TnnForImageClassification, image_config()).train()
+        if checkpointing:
+            checkpoint_activations(model)
+        torch.manual_seed(1)
+        model(torch.randn(2, 3, 24, 24), labels=torch.tensor([0, 2])).loss.backward()
+        gradients.append(model.model.patch_embedding.projection.weight.grad)
+    torch.testing.assert_close(*gradients)
+
+
+def test_input_embeddings_are_the_patches():
+    """What PEFT and checkpointing of frozen models ask for."""
+    model = TnnForImageClassification(image_config())
+    assert model.get_input_embeddings() is model.model.get_input_embeddings() is model.model.patch_embedding
+    model.requires_grad_(False)
+    model.enable_input_require_grads()
+    assert model(torch.randn(1, 3, 24, 24)).logits.requires_grad
+
+
+def test_training_and_pipeline(pictures, tmp_path):
+    """With an image processor, Trainer and the pipeline: it learns which way stripes run."""
+    torch.manual_seed(0)
+    processor = ViTImageProcessor(size={"height": 24, "width": 24})
+    rows = [{"pixel_values": processor(image)["pixel_values"][0], "labels": label} for image, label in pictures]
+    labels = {0: "vertical", 1: "horizontal", 2: "diagonal"}
+    model = TnnForImageClassification(image_config(id2label=labels, label2id={v: k for k, v in labels.items()}))
+    arguments = TrainingArguments(tmp_path / "run", num_train_epochs=6, learning_rate=3e-3, save_strategy="no",
+                                  per_device_train_batch_size=16, dataloader_pin_memory=False)  # fmt: skip
+    Trainer(model, arguments, train_dataset=Dataset.from_list(rows[:84]).with_format("torch")).train()
+    model.save_pretrained(tmp_path)
+    processor.save_pretrained(tmp_path)
+    # Without torchvision, transformers 5.17 can make an image processor, but not find one.
+    with contextlib.suppress(ImportError):
+        processor = AutoImageProcessor.from_pretrained(tmp_path)
+    assert processor.size["height"] == 24
+    classify = pipeline("image-classification", model=str(tmp_path), image_processor=processor)
+    answers = classify([image.resize((48, 48)) for image, _ in pictures[84:]], top_k=1)
+    assert [answer[0]["label"] for answer in answers] == [labels[label] for _, label in pictures[84:]]
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 3, 24, 20), (1, 3, 22, 22), (1, 1, 24, 24), (3, 24, 24), (1, 3, 0, 0)], ids=lambda shape: str(shape)
+)
+def test_refused_pixels(shape):
+    with pytest.raises(ValueError, match=r"\(B, 3, side, side\), the side a multiple of patch_size=4"):
+        seeded(TnnForImageClassification, image_config())(torch.zeros(shape))
+
+
+def test_refused_configurations():
+    with pytest.raises(ValueError, match="pixel_values must be given"):
+        seeded(TnnForImageClassification, image_config())()
+    with pytest.raises(ValueError, match="max_position_embeddings=64 .* image_size=24 .* patch_size=4"):
+        TnnForImageClassification(image_config(max_position_embeddings=64))
+    with pytest.raises(ValueError, match="max_position_embeddings=36 .* image_size=25"):
+        TnnForImageClassification(image_config(image_size=25))
+    with pytest.raises(ValueError, match="needs causal=False"):
+        TnnForImageClassification(tiny_config())

@@ -1,0 +1,180 @@
+"""The flags of the Long Range Arena models: window, image, batch norm, positions, initialisation."""
+
+import pytest
+import torch
+
+from helpers.models import BIDIRECTIONAL, lively_language_model, padded, relative_error, seeded, tiny_config
+from helpers.operators import random_input, random_operator
+from modeling_tnn import TnnForSequenceClassification, TnnModel
+from modeling_tnn.norms import BatchNorm
+from modeling_tnn.padding import token_positions
+from modeling_tnn.rpe import sinusoidal_embedding
+from modeling_tnn.tno_2d import COMBINATIONS
+
+LRA = {"norm_type": "batchnorm", "rpe_hidden_norm": False, "rpe_window": 10, "position_embedding": "sinusoidal"}
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+@pytest.mark.parametrize("length", [1, 4, 5, 17, 63])
+def test_window_cuts_the_kernel(causal, length):
+    """Values and gradients are those of the whole kernel times a mask."""
+    operator = random_operator("rpe", causal, rpe_window=5)
+    whole = random_operator("rpe", causal)
+    first = 0 if causal else 1 - length
+    inside = torch.arange(first, length).abs() < 5
+    torch.testing.assert_close(operator.coefficients(length), whole.coefficients(length) * inside)
+    v = random_input(2, length, operator.channels).requires_grad_()
+    fast, dense = operator(v), torch.einsum("dij,bjd->bid", operator.dense(length), v)
+    assert relative_error(fast, dense) < 1e-12
+    inputs = [v, *operator.parameters()]
+    gradients = [torch.autograd.grad(y.square().sum(), inputs, allow_unused=True, materialize_grads=True)
+                 for y in (fast, dense)]  # fmt: skip
+    for actual, expected in zip(*gradients, strict=True):
+        assert (actual - expected).abs().max() <= 1e-11 * expected.abs().max().clamp(min=1.0)
+
+
+def test_taps_within_a_window():
+    assert random_operator("rpe", True, rpe_window=20, decay=0.99).effective_length() == 20
+    short = random_operator("rpe", True, rpe_window=1000, decay=0.5)
+    assert short.effective_length() == 52 and short.slowest_decay() is None
+    assert random_operator("rpe", True, rpe_window=7, decay=0.9, learnable_decay=True).kernel_length() == 7
+
+
+def grid_operator(tno_type, spatial_mixing="product"):
+    fields = {"spatial_dims": 2, "spatial_mixing": spatial_mixing, "rtf_state_size": 5, "ski_rank": 4}
+    return random_operator(tno_type, False, **fields)
+
+
+def mix_as_released(operator, v, side):
+    """Each axis by a loop over the lines of the image, both orders of the product."""
+    image = v.unflatten(1, (side, side))
+
+    def rows(x):
+        return torch.stack([operator.rows(x[:, line]) for line in range(side)], dim=1)
+
+    def columns(x):
+        return torch.stack([operator.columns(x[:, :, line]) for line in range(side)], dim=2)
+
+    if operator.combine is COMBINATIONS["sum"]:
+        return (rows(image) + columns(image)).flatten(1, 2)
+    return (columns(rows(image)) + rows(columns(image))).flatten(1, 2)
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@pytest.mark.parametrize("tno_type", BIDIRECTIONAL)
+@pytest.mark.parametrize("side", [1, 2, 5])
+def test_image_mixer(tno_type, side, combination):
+    """It is its dense matrix and what the released code computes, values and gradients."""
+    operator = grid_operator(tno_type, combination)
+    v = random_input(2, side**2, operator.channels).requires_grad_()
+    fast, dense = operator(v), torch.einsum("dij,bjd->bid", operator.dense(side**2), v)
+    released = mix_as_released(operator, v, side)
+    inputs = [v, *operator.parameters()]
+    gradients = [torch.autograd.grad(y.square().sum(), inputs) for y in (fast, dense, released)]
+    for y, gradient in zip((dense, released), gradients[1:], strict=True):
+        assert relative_error(fast, y) < 1e-12
+        for actual, expected in zip(gradients[0], gradient, strict=True):
+            assert (actual - expected).abs().max() <= 1e-11 * expected.abs().max().clamp(min=1.0)
+
+
+def test_image_must_be_square():
+    with pytest.raises(ValueError, match="17 tokens is not possible with spatial_dims=2"):
+        grid_operator("rpe")(random_input(1, 17, 64))
+    with pytest.raises(ValueError, match="`rows` and `columns`"):
+        grid_operator("rpe").coefficients(16)
+
+
+def test_axes_have_kernels_of_their_own():
+    operator = grid_operator("rpe")
+    assert not torch.equal(operator.rows.coefficients(8), operator.columns.coefficients(8))
+
+
+def test_batch_norm_counts_real_tokens_only():
+    torch.manual_seed(0)
+    x, mask = torch.randn(3, 7, 4), torch.ones(3, 7)
+    mask[0, :4], mask[2, 5:] = 0, 0
+    norm, bare = BatchNorm(4), torch.nn.BatchNorm1d(4)
+    y = norm(x, mask)
+    torch.testing.assert_close(y[mask.bool()], bare(x[mask.bool()]))
+    torch.testing.assert_close(norm.running_var, bare.running_var)
+    assert y[mask == 0].abs().max() == 0
+    norm.eval(), bare.eval()
+    torch.testing.assert_close(norm(x, mask), bare(x.flatten(0, 1)).view_as(x))
+    assert norm.bfloat16()(x.bfloat16()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+def test_statistics_do_not_see_padding(causal):
+    """Training: the outputs of the classifier, and what its batch norms remember, are those of the bare text."""
+    text, outputs, memories = torch.randint(99, (23,)), [], []
+    for left, right in ((0, 0), (6, 9)):
+        model = seeded(TnnForSequenceClassification, tiny_config("rpe", causal, **LRA, hidden_dropout_prob=0.0))
+        outputs.append(model.train()(**padded(text, left, right)).logits)
+        memories.append(torch.cat([b.flatten() for name, b in model.named_buffers() if "running" in name]))
+    assert relative_error(outputs[1], outputs[0]) < 5e-5
+    assert relative_error(memories[1], memories[0]) < 5e-6 and len(memories[0]) == 2 * 5 * 32
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+@pytest.mark.parametrize("left, right", [(1, 0), (13, 0), (0, 13), (7, 9)])
+def test_padding_changes_nothing(causal, left, right):
+    model = seeded(TnnModel, tiny_config("rpe", causal, **LRA))
+    text = torch.randint(99, (23,))
+    bare = model(text[None]).last_hidden_state
+    actual = model(**padded(text, left, right)).last_hidden_state[:, left : left + 23]
+    assert relative_error(actual, bare) < 5e-6
+
+
+def test_positions():
+    mask = torch.tensor([[0, 0, 1, 1, 0, 1], [1, 1, 1, 1, 1, 1]])
+    tokens = torch.zeros(2, 4)
+    assert token_positions(mask, 2, tokens).tolist() == [[0, 1, 1, 2], [2, 3, 4, 5]]
+    assert token_positions(None, 2, tokens).tolist() == [[2, 3, 4, 5]]
+    encoding = sinusoidal_embedding(torch.tensor([[0, 3]]), 5, torch.float64)
+    rates = [1, 1, 10000 ** (-2 / 5), 10000 ** (-2 / 5), 10000 ** (-4 / 5)]
+    waves = [f(3 * torch.tensor(rate)) for f, rate in zip((torch.sin, torch.cos) * 3, rates, strict=False)]
+    torch.testing.assert_close(encoding[0, 1], torch.stack(waves).double(), rtol=1e-6, atol=1e-6)
+    assert encoding[0, 0].tolist() == [0, 1, 0, 1, 0]
+
+
+def test_order_matters_with_positions():
+    """Without a kernel, a bag of words: only the positions can tell two orders apart."""
+    text = torch.randint(99, (1, 9))
+    for fields, differs in (({}, False), ({"position_embedding": "sinusoidal"}, True)):
+        config = tiny_config("rpe", False, rpe_window=1, num_hidden_layers=1, **fields)
+        model = seeded(TnnForSequenceClassification, config)
+        change = (model(text).logits - model(text.flip(1)).logits).abs().max()
+        assert (change > 1e-4) == differs
+
+
+def test_initializer_of_the_gated_unit():
+    model = seeded(TnnModel, tiny_config(initializer="normal_gtu", hidden_size=64))
+    gtu, glu = model.layers[0].gtu, model.layers[0].glu
+    for linear in (gtu.u_proj, gtu.v_proj, gtu.o_proj):
+        assert linear.weight.detach().std().item() == pytest.approx(0.02, rel=0.1)
+        assert linear.bias.detach().std().item() == pytest.approx(0.02, rel=0.3)
+    assert glu.up_proj.weight.abs().max().item() == pytest.approx(1 / 8, rel=0.01)
+
+
+def test_batch_norm_model_is_saved(tmp_path):
+    model = TnnModel(tiny_config("rpe", False, **LRA))
+    for _ in range(3):
+        model.train()(torch.randint(99, (4, 20)))
+    model.save_pretrained(tmp_path)
+    loaded, text = TnnModel.from_pretrained(tmp_path), torch.randint(99, (1, 20))
+    assert torch.equal(loaded.eval()(text)[0], model.eval()(text)[0])
+
+
+def test_generation_with_window_and_positions():
+    """Cached = uncached, also for a left-padded batch and a prompt in chunks, beyond the window."""
+    fields = {"rpe_window": 20, "decay": 0.9, "position_embedding": "sinusoidal"}
+    model, prompts = lively_language_model(**fields), torch.randint(2, 99, (2, 30))
+    options = {"max_new_tokens": 12, "do_sample": False}
+    expected = model.generate(prompts, use_cache=False, **options)
+    assert torch.equal(model.generate(prompts, **options), expected)
+    assert torch.equal(model.generate(prompts, prefill_chunk_size=7, **options), expected)
+    alone = model.generate(prompts[1:, 11:], **options)
+    mask = torch.ones_like(prompts)
+    mask[1, :11] = 0
+    batch = model.generate(prompts, attention_mask=mask, prefill_chunk_size=7, **options)
+    assert torch.equal(batch[:1], expected[:1]) and torch.equal(batch[1:, 11:], alone)

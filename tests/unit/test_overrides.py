@@ -1,0 +1,126 @@
+"""Fields that change after a configuration was made: overrides, assignments, and what a trained model keeps."""
+
+import copy
+import json
+import logging
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM
+
+from helpers.models import VARIANTS, relative_error, seeded, tiny_config
+from modeling_tnn import TnnConfig, TnnForCausalLM, TnnModel
+from modeling_tnn.configuration_tnn import DERIVED
+
+IDS = torch.arange(99)[None].repeat(1, 2)  # (1, 198), beyond max_position_embeddings=64
+
+
+@pytest.fixture
+def preset(tmp_path):
+    """A configuration as `configuration/` has them: without what follows from other fields."""
+    fields = tiny_config().to_dict()
+    for name in (*DERIVED, "transformers_version"):
+        fields.pop(name)
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    return tmp_path
+
+
+@pytest.mark.parametrize("load", [AutoConfig.from_pretrained, TnnConfig.from_pretrained])
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        ({"tno_type": "ski"}, "causal=True .* False with tno_type='ski'"),
+        ({"decay": 2.0}, r"decay=2.0 .* \(0, 1\]"),
+        ({"hidden_size": 0}, "hidden_size=0 .* at least 1"),
+        ({"tno_type": "rtf", "max_position_embeddings": 8}, "rtf_state_size=8 .* below rtf_truncation_length=8"),
+        ({"learnable_decay": True, "decay": None}, "decay=None .* learnable_decay"),
+    ],
+)
+def test_overrides_are_checked(preset, load, overrides, message):
+    with pytest.raises(ValueError, match=message):
+        load(preset, **overrides)
+
+
+def test_overrides_are_derived_from(preset):
+    config = AutoConfig.from_pretrained(preset, max_position_embeddings=8192, hidden_size=48)
+    assert (config.fd_resolution, config.intermediate_size) == (16384, 48)
+    assert (config.ski_grid_length, config.rtf_truncation_length, config.rpe_input_length) == (8192,) * 3
+    # Two fields at once may each be wrong with the old value of the other.
+    assert AutoConfig.from_pretrained(preset, tno_type="ski", causal=False).tno_type == "ski"
+
+
+def test_unused_overrides_are_returned(preset):
+    config, unused = TnnConfig.from_pretrained(preset, decay=0.9, nonsense=1, return_unused_kwargs=True)
+    assert (config.decay, unused) == (0.9, {"nonsense": 1})
+
+
+def test_assignment():
+    config = TnnConfig()
+    for name, value in {"decay": 2.0, "tno_type": "dct", "num_hidden_layers": 0, "fd_resolution": 100}.items():
+        with pytest.raises(ValueError, match=f"{name}={value!r}"):
+            setattr(config, name, value)
+    config.max_position_embeddings = 8192
+    assert (config.fd_resolution, config.rtf_truncation_length) == (16384, 8192)
+    config.fd_resolution = 64
+    config.max_position_embeddings = 1000
+    assert (config.fd_resolution, config.rtf_truncation_length) == (64, 1000), "what was set stays"
+    config.fd_resolution = None
+    assert config.fd_resolution == 2048, "None derives it again"
+    assert "_automatic" not in config.to_dict() and copy.deepcopy(config) == config
+
+
+def test_fields_are_checked_together_when_a_model_is_built_or_saved(tmp_path):
+    config = tiny_config()
+    config.tno_type = "ski"
+    with pytest.raises(ValueError, match="causal=True .* tno_type='ski'"):
+        TnnForCausalLM(config)
+    with pytest.raises(ValueError, match="causal=True .* tno_type='ski'"):
+        config.save_pretrained(tmp_path)
+    config.causal = False
+    TnnModel(config)
+
+
+def test_a_model_keeps_what_it_was_built_with(tmp_path):
+    """Its configuration must go on describing it, or the saved model would be another one."""
+    model = seeded(TnnModel, tiny_config("rtf"))
+    model.config.max_position_embeddings = 4096
+    assert (model.config.rtf_truncation_length, model.config.fd_resolution) == (64, 128)
+    model.save_pretrained(tmp_path)
+    loaded = TnnModel.from_pretrained(tmp_path)
+    assert torch.equal(loaded(IDS).last_hidden_state, model(IDS).last_hidden_state)
+
+
+@pytest.mark.parametrize("tno_type, causal", [*VARIANTS, ("normalized", True), ("normalized", False)])
+@pytest.mark.parametrize("saved_before", [False, True], ids=["now", "before these fields existed"])
+@pytest.mark.parametrize("longest", [32, 1000])
+def test_a_maximum_at_load_changes_nothing(tno_type, causal, saved_before, longest, tmp_path):
+    fields = {"tno_type": tno_type} if tno_type != "normalized" else {"rpe_input": "normalized"}
+    model = seeded(TnnModel, tiny_config(causal=causal, **fields))
+    model.save_pretrained(tmp_path)
+    if saved_before:
+        file = tmp_path / "config.json"
+        names = ("ski_grid_length", "rtf_truncation_length", "rpe_input_length", "explicit_length")
+        kept = {name: value for name, value in json.loads(file.read_text()).items() if name not in names}
+        file.write_text(json.dumps(kept))
+    loaded = AutoModel.from_pretrained(tmp_path, max_position_embeddings=longest)
+    assert loaded.config.max_position_embeddings == longest
+    with torch.no_grad():
+        assert relative_error(loaded(IDS).last_hidden_state, model(IDS).last_hidden_state) < 1e-6
+
+
+def test_weights_of_another_operator_are_refused(tmp_path):
+    """RPE and FD have the same names and shapes."""
+    seeded(TnnModel, tiny_config("rpe")).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="of tno_type='rpe', not of 'fd'"):
+        TnnModel.from_pretrained(tmp_path, tno_type="fd")
+    with pytest.raises(ValueError, match="of tno_type='rpe', not of 'fd'"):
+        TnnModel.from_pretrained(tmp_path, config=tiny_config("fd"))
+
+
+def test_another_direction_is_a_warning(tmp_path, caplog):
+    seeded(TnnForCausalLM, tiny_config("rpe")).save_pretrained(tmp_path)
+    with caplog.at_level(logging.WARNING, "modeling_tnn.hub"):
+        TnnForCausalLM.from_pretrained(tmp_path)
+        assert not caplog.records
+        AutoModelForMaskedLM.from_pretrained(tmp_path, causal=False)
+    assert "trained with causal=True and are loaded with causal=False" in caplog.text

@@ -1,0 +1,304 @@
+"""Decoding states against the full product: random mixtures of steps, chunks and crops, operator by operator."""
+
+import copy
+
+import pytest
+import torch
+from transformers import DynamicCache, GPT2Config, StaticCache
+
+from helpers.models import CAUSAL, relative_error, seeded, tiny_config
+from modeling_tnn import TnnForCausalLM, recurrence, tno_modal
+from modeling_tnn.cache_tnn import TnnCacheLayer, memory_per_sequence
+from modeling_tnn.history import SLACK, HistoryBuffer
+from modeling_tnn.tno_auto import build_tno
+from modeling_tnn.tno_rpe import taps_above_resolution
+
+# Operators that need different ways to decode.
+KINDS = {
+    "rpe": {"tno_type": "rpe", "decay": 0.9},
+    "rpe-one-tap": {"tno_type": "rpe", "decay": 1e-20},
+    "rpe-learnable-decay": {"tno_type": "rpe", "decay": 0.8, "learnable_decay": True},
+    "rpe-no-decay": {"tno_type": "rpe", "decay": None},
+    "rpe-decay-one": {"tno_type": "rpe", "decay": 1},
+    "rpe-slow-decay": {"tno_type": "rpe", "decay": 0.9999},
+    "fd": {"tno_type": "fd", "fd_resolution": 32},
+    "fd-long": {"tno_type": "fd", "fd_resolution": 8192},
+    "rtf": {"tno_type": "rtf"},
+    "rtf-odd-length": {"tno_type": "rtf", "max_position_embeddings": 63},
+    "rtf-no-constraint": {"tno_type": "rtf", "rtf_constraint": None, "rtf_num_denominators": None},
+    "modal": {"tno_type": "modal"},
+    "explicit": {"tno_type": "explicit", "max_position_embeddings": 50},
+}
+EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
+
+
+@pytest.fixture(params=["usual blocks", "small blocks"])
+def blocks(request, monkeypatch):
+    """Small blocks meet all their boundaries within a short text."""
+    if request.param == "small blocks":
+        monkeypatch.setattr(recurrence, "SHORT_BLOCKS", (8, 8))
+        monkeypatch.setattr(recurrence, "LONG_BLOCKS", (32, 4))
+        monkeypatch.setattr(tno_modal, "BLOCK", 8)
+
+
+def operator_of(kind, layer_idx=1):
+    operator = seeded(build_tno, tiny_config(**KINDS[kind]), layer_idx).double()
+    torch.manual_seed(1)
+    with torch.no_grad():
+        operator.reset_parameters()
+    return operator
+
+
+def random_input(length, operator, rows=2):
+    return torch.randn(
+        rows, length, operator.channels, dtype=torch.float64, generator=torch.Generator().manual_seed(2)
+    )
+
+
+def advance(layer, v, operator):
+    return layer.update(v, None, operator)[0]
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("prompt", [1, 7, 300])
+def test_steps_equal_the_product(kind, prompt, blocks):
+    operator = operator_of(kind)
+    v = random_input(prompt + 200, operator)
+    layer = TnnCacheLayer()
+    parts = [advance(layer, v[:, :prompt], operator)]
+    parts += [advance(layer, v[:, t : t + 1], operator) for t in range(prompt, prompt + 200)]
+    assert relative_error(torch.cat(parts, dim=1), operator(v)) < 1e-12
+    assert layer.get_seq_length() == prompt + 200
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("seed", range(2))
+def test_random_chunks_and_crops_equal_the_product(kind, seed, blocks):
+    """A text is fed in pieces of random length; now and then a wrong continuation is fed first and taken back."""
+    operator = operator_of(kind)
+    v, wrong = random_input(700, operator), 3 * random_input(200, operator)
+    expected = operator(v)
+    choice = torch.Generator().manual_seed(seed)
+    layer, position = TnnCacheLayer(), 0
+    while position < v.shape[1]:
+        length = [1, 1, 1, 2, 5, 40, 150][torch.randint(7, (), generator=choice)]
+        if position and torch.rand((), generator=choice) < 0.3:
+            mistaken = int(torch.randint(1, SLACK + 1, (), generator=choice))
+            pieces = wrong[:, :mistaken].split(mistaken if torch.rand((), generator=choice) < 0.5 else 1, dim=1)
+            for piece in pieces:
+                advance(layer, piece, operator)
+            layer.crop(-mistaken)
+        y = advance(layer, v[:, position : position + length], operator)
+        assert relative_error(y, expected[:, position : position + length]) < 1e-11
+        position += length
+        assert layer.get_seq_length() == min(position, v.shape[1])
+
+
+@EVERY_KIND
+def test_crops_across_the_start_of_a_block(kind, blocks):
+    """Wrong tokens, a few more each time, end in the block or behind it."""
+    operator = operator_of(kind)
+    v, wrong = random_input(60, operator), 3 * random_input(14, operator)
+    expected, layer = operator(v), TnnCacheLayer()
+    advance(layer, v[:, :20], operator)
+    for position in range(20, 60):
+        count = 1 + (position * 5) % 13
+        for token in wrong[:, :count].split(1, dim=1):
+            advance(layer, token, operator)
+        layer.crop(-count)
+        y = advance(layer, v[:, position : position + 1], operator)
+        assert relative_error(y, expected[:, position : position + 1]) < 1e-11
+
+
+@EVERY_KIND
+def test_float32_state(kind):
+    operator = operator_of(kind)
+    v = random_input(500, operator)
+    exact = operator(v)
+    operator.float()
+    layer = TnnCacheLayer()
+    parts = [advance(layer, v[:, :7].float(), operator)]
+    parts += [advance(layer, v[:, t : t + 1].float(), operator) for t in range(7, 500)]
+    assert relative_error(torch.cat(parts, dim=1), exact) < 2e-5
+
+
+@EVERY_KIND
+def test_removing_everything_starts_again(kind):
+    operator = operator_of(kind)
+    v = random_input(20, operator)
+    layer = TnnCacheLayer()
+    advance(layer, v, operator)
+    layer.crop(-20)
+    assert layer.get_seq_length() == 0
+    parts = [advance(layer, v[:, t : t + 1], operator) for t in range(20)]
+    assert relative_error(torch.cat(parts, dim=1), operator(v)) < 1e-12
+
+
+@EVERY_KIND
+def test_crop_beyond_the_register(kind):
+    operator = operator_of(kind)
+    layer = TnnCacheLayer()
+    advance(layer, random_input(10, operator), operator)
+    with pytest.raises(ValueError, match="tokens_to_remove=-11: .* 10 of 10.* empty cache"):
+        layer.crop(-11)
+    for _ in range(1000):
+        advance(layer, random_input(1, operator), operator)
+    assert layer.max_crop() >= SLACK
+    with pytest.raises(ValueError, match="tokens_to_remove=-1011"):
+        layer.crop(-1011)
+    with pytest.raises(ValueError, match="negated"):
+        layer.crop(3)
+
+
+@EVERY_KIND
+def test_rows_are_independent(kind):
+    """Reorder, repeat and select along the batch; a copy goes on by itself."""
+    operator = operator_of(kind)
+    v = random_input(90, operator, rows=3)
+    expected = operator(v)
+    layer = TnnCacheLayer()
+    for t in range(70):
+        advance(layer, v[:, t : t + 1], operator)
+    layer.reorder_cache(torch.tensor([2, 0, 1]))
+    layer.batch_repeat_interleave(2)
+    layer.batch_select_indices(torch.tensor([0, 5]))
+    layer.offload()
+    layer.prefetch()
+    twin = copy.deepcopy(layer)
+    for current in (layer, twin):
+        y = torch.cat([advance(current, v[[2, 1], t : t + 1], operator) for t in range(70, 90)], dim=1)
+        assert relative_error(y, expected[[2, 1], 70:]) < 1e-11
+
+
+@pytest.mark.parametrize("kind", ["rpe", "fd", "rtf", "modal"])
+def test_state_does_not_grow(kind):
+    operator = operator_of(kind)
+    layer, sizes = TnnCacheLayer(), []
+    for _ in range(2000):
+        advance(layer, random_input(1, operator), operator)
+        sizes.append(layer.memory_per_sequence())
+    assert max(sizes[1000:]) <= max(sizes[:1000])
+    chunked = TnnCacheLayer()
+    for _ in range(8):
+        advance(chunked, random_input(1000, operator), operator)
+    assert chunked.memory_per_sequence() <= max(sizes) + 8 * operator.channels * 1200
+
+
+def test_memory_counts_all_layers():
+    model = seeded(TnnForCausalLM, tiny_config())
+    cache = model(torch.arange(20).view(2, 10)).past_key_values
+    inputs = [layer.prefill.v for layer in cache.layers]
+    assert memory_per_sequence(cache) == sum(prompt.numel() * prompt.element_size() // 2 for prompt in inputs)
+    cache = model(torch.arange(2).view(2, 1), past_key_values=cache).past_key_values
+    buffers = [layer.history.buffer for layer in cache.layers]
+    buffers += [tensor for layer in cache.layers for tensor in layer.tensors.values()]
+    assert memory_per_sequence(cache) == sum(buffer.numel() * buffer.element_size() // 2 for buffer in buffers)
+
+
+@pytest.mark.parametrize("decay, dtype", [(0.99, torch.float32), (0.99, torch.float64), (0.5, torch.float32)])
+def test_number_of_taps_follows_from_the_decay(decay, dtype):
+    taps = taps_above_resolution(decay, dtype)
+    assert decay**taps <= torch.finfo(dtype).eps < decay ** (taps - 1)
+    assert taps_above_resolution(1.0, dtype) is None
+
+
+def test_register():
+    register = HistoryBuffer(torch.zeros(1, 1, 0), reach=10)
+    values = torch.arange(5000.0).view(1, 1, -1)
+    position = 0
+    for count in [1, 3, 500, 1, 2000, 1, 1, 7] + [1] * 400:
+        register.append(values[..., position : position + count])
+        position += count
+        kept = min(position, 10 + SLACK)
+        assert torch.equal(register.last(kept)[0, 0], values[0, 0, position - kept : position])
+    assert register.buffer.shape[-1] < 10 + 4 * SLACK
+
+
+def unstable_model(radius):
+    """Poles of this radius in the second layer."""
+    model = seeded(TnnForCausalLM, tiny_config("rtf", rtf_constraint=None, max_position_embeddings=512))
+    with torch.no_grad():
+        model.model.layers[1].gtu.tno.denominator.zero_()
+        model.model.layers[1].gtu.tno.denominator[:, 0] = -radius
+    return model
+
+
+def test_slightly_unstable_poles_within_the_trained_length():
+    """The transform does not mind a pole outside the unit circle; nor does the recurrence, as long as it is short."""
+    model = unstable_model(1.01).double()
+    prompt = torch.arange(7)[None]
+    cached = model.generate(prompt, max_new_tokens=100, do_sample=False)
+    assert torch.equal(cached, model.generate(prompt, max_new_tokens=100, do_sample=False, use_cache=False))
+
+
+def test_unstable_poles_do_not_disturb_a_pass_that_is_not_continued():
+    """Training and evaluation have a cache by default, too."""
+    model, ids = unstable_model(1.5), torch.arange(14).view(2, 7)
+    model.train()(ids, labels=ids).loss.backward()
+    assert torch.equal(model.eval()(ids).logits, model(ids, use_cache=False).logits)
+
+
+@EVERY_KIND
+def test_crop_of_a_prompt(kind):
+    """Before the text is continued."""
+    operator = operator_of(kind)
+    v = random_input(40, operator)
+    layer = TnnCacheLayer()
+    advance(layer, v[:, :20], operator)
+    layer.crop(-5)
+    layer.reorder_cache(torch.tensor([1, 0]))
+    parts = [advance(layer, v.flip(0)[:, t : t + 1], operator) for t in range(15, 40)]
+    assert relative_error(torch.cat(parts, dim=1), operator(v).flip(0)[:, 15:]) < 1e-11
+
+
+def test_unstable_poles_are_named():
+    model = unstable_model(1.5)
+    with pytest.raises(ValueError, match=r"Layer 1, channel \d+: a pole of radius 1.500000 .*use_cache=False"):
+        model.generate(torch.arange(7)[None], max_new_tokens=3)
+    model.generate(torch.arange(7)[None], max_new_tokens=3, use_cache=False)
+
+
+def test_divergence_beyond_the_trained_length_is_named():
+    operator = unstable_model(1.02).model.layers[1].gtu.tno
+    layer = TnnCacheLayer()
+    advance(layer, torch.ones(1, 100, operator.channels), operator)
+    with pytest.raises(ValueError, match="Layer 1, channel 0: a pole of radius 1.020000 .* on a text of this length"):
+        for _ in range(50):
+            advance(layer, torch.ones(1, 1000, operator.channels), operator)
+
+
+@pytest.mark.parametrize("tno_type", CAUSAL)
+def test_cache_of_another_model_or_batch(tno_type):
+    model, other = (seeded(TnnForCausalLM, tiny_config(tno_type)) for _ in range(2))
+    with torch.no_grad():
+        other.model.layers[0].gtu.v_proj.weight[0, 0] += 1
+    ids = torch.arange(8).view(2, 4)
+    with pytest.raises(ValueError, match="another model"):
+        model(ids, past_key_values=other(ids).past_key_values)
+    with pytest.raises(ValueError, match="holds 2 sequences, the input 1"):
+        model(ids[:1], past_key_values=model(ids).past_key_values)
+    for cache in (DynamicCache(config=GPT2Config()), StaticCache(config=GPT2Config(), max_cache_len=9)):
+        with pytest.raises(ValueError, match="Cache cannot hold .* DynamicCache\\(config=model.config\\)"):
+            model(ids, past_key_values=cache)
+    fresh = DynamicCache(config=model.config)
+    assert torch.equal(model(ids, past_key_values=fresh).logits, model(ids).logits)
+    assert fresh.get_seq_length() == 4
+    fresh.reset()
+    assert fresh.get_seq_length() == 0
+
+
+def test_training_with_a_cache_has_its_gradients():
+    model = seeded(TnnForCausalLM, tiny_config()).train()
+    ids = torch.arange(12).view(2, 6)
+    gradients = []
+    for use_cache in (False, True):
+        model.zero_grad()
+        torch.manual_seed(0)
+        model(ids, labels=ids, use_cache=use_cache).loss.backward()
+        gradients.append(model.model.layers[0].gtu.tno.rpe.in_proj.weight.grad.clone())
+    assert torch.equal(*gradients)
+
+
+def test_bidirectional_models_do_not_generate():
+    with pytest.raises(ValueError, match="causal=False"):
+        build_tno(tiny_config("rpe", False)).recurrence()
