@@ -5,6 +5,8 @@ VENV ?= .venv
 PIP_ARGS ?=
 CONSTRAINTS ?= .ci/constraints.txt
 DEMO_ARGS ?=
+# Processes that run tests.
+WORKERS ?= 2
 AUDIT_ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q $(CONSTRAINTS:%=-c %) $(PIP_ARGS)
@@ -16,21 +18,21 @@ demo: $(VENV)/.demo
 	$(BIN)/python scripts/demo.py $(if $(findstring --output_dir,$(DEMO_ARGS)),,--overwrite_output_dir) $(DEMO_ARGS)
 
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(TEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(TEST_ARGS)
 
 # More prompts, paddings and variants of what the usual tests check.
 test-exhaustive: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m exhaustive $(TEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m exhaustive $(TEST_ARGS)
 
 # What takes minutes: long sequences, and twenty times as many random configurations.
 test-slow: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow $(TEST_ARGS)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --hypothesis-profile thorough tests/properties/test_properties.py tests/properties/test_stability.py tests/properties/test_fuzz.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --hypothesis-profile thorough tests/properties/test_properties.py tests/properties/test_stability.py tests/properties/test_fuzz.py
 
 # The tests that transformers runs over its own models; the first run fetches them.
 test-hf: $(VENV)/.dev
 	$(BIN)/python tests/hf/upstream/fetch.py
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -c tests/hf/upstream/pytest.ini tests/hf/upstream $(TEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -c tests/hf/upstream/pytest.ini tests/hf/upstream $(TEST_ARGS)
 
 # The usual tests with the oldest releases that pyproject.toml allows, and with the newest there are.
 test-oldest:

@@ -25,8 +25,8 @@ import torch
 import transformers
 
 from tnn_scripts.benchmarks.arguments import add_common
-from tnn_scripts.common.arguments import rename_options
 from tnn_scripts.common.atomic import check_writable, write_json
+from tnn_scripts.common.parser import ProgramParser
 
 # Each is a module of `benchmarks/` with `add_arguments`, `run` and `table`.
 SUITES = {
@@ -42,17 +42,13 @@ SUITES = {
 
 
 def parse_arguments(modules: dict[str, ModuleType]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ProgramParser(description=__doc__)
     suites = parser.add_subparsers(dest="suite", required=True)
     for name, module in modules.items():
-        suite = suites.add_parser(
-            name, help=SUITES[name], description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
+        suite = suites.add_parser(name, help=SUITES[name], description=module.__doc__)
         add_common(suite)
         module.add_arguments(suite)
-    given = sys.argv[1:]
-    suite = suites.choices.get(given[0]) if given else None
-    return parser.parse_args(given if suite is None else rename_options(given, suite))
+    return parser.parse_args()
 
 
 @report_errors

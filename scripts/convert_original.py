@@ -24,7 +24,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from modeling_tnn import TnnConfig
-from tnn_scripts.common.atomic import OVERWRITE_HELP, check_overwriting, claim, new_files, write_json
+from tnn_scripts.common.atomic import check_overwriting, claim, new_files, write_json
+from tnn_scripts.common.parser import ProgramParser
 from tnn_scripts.original.names import BOOKKEEPING, heads_together, our_layout, our_name, split_rational
 from tnn_scripts.original.options import ARCHITECTURES, HEADS, Architecture, check_supported, operator_of, sizes
 
@@ -47,11 +48,11 @@ LEFT_OUT = {
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ProgramParser(description=__doc__)
     parser.add_argument("checkpoint", type=Path, help=".safetensors, or .pt of fairseq")
     parser.add_argument("output_dir", type=Path, help="where model and report go")
     parser.add_argument("--architecture", required=True, choices=list(ARCHITECTURES), help="how it was built")
-    parser.add_argument("--overwrite_output_dir", action="store_true", help=OVERWRITE_HELP)
+    parser.add_argument("--overwrite_output_dir", action="store_true")
     parser.add_argument("--hparams", type=Path, help="JSON of official options that differ from its defaults")
     parser.add_argument("--head", choices=list(HEADS), help="another head than the one of the architecture")
     parser.add_argument(

@@ -7,9 +7,8 @@ Example:
 
 import logging
 import math
-import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tnn_scripts.common.errors import report_errors
@@ -19,7 +18,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     DataCollatorForLanguageModeling,
-    HfArgumentParser,
     PreTrainedConfig,
     Trainer,
     TrainingArguments,
@@ -27,36 +25,30 @@ from transformers import (
 )
 
 import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
-from tnn_scripts.common.arguments import load_config, rename_options
-from tnn_scripts.common.atomic import OVERWRITE_HELP, check_overwriting, claim, new_files, write_json
-from tnn_scripts.data.document_ends import DOCUMENTS_HELP
+from tnn_scripts.common.arguments import load_config, parse_arguments
+from tnn_scripts.common.atomic import check_overwriting, claim, new_files, write_json
 from tnn_scripts.data.text import load_corpus, pack, train_tokenizer
 
 logger = logging.getLogger("demo")
-ROOT = Path(__file__).resolve().parent.parent
 
 
 @dataclass
 class DemoArguments:
     """What the demo trains on, with what, and for how long."""
 
-    config_name: str = field(
-        default=str(ROOT / "configuration" / "tnn-tiny"), metadata={"help": "Preset: a config folder."}
-    )
-    tno_type: str | None = field(default=None, metadata={"help": "Another operator than the preset's: rpe, fd, rtf."})
-    dataset_name: str | None = field(
-        default=None, metadata={"help": "A local text file or a Hub data set; the King James Bible unless given."}
-    )
-    dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of a Hub data set."})
-    documents: str | None = field(default=None, metadata={"help": DOCUMENTS_HELP})
-    output_dir: str = field(default="outputs/demo", metadata={"help": "Where model, tokenizer and metrics go."})
-    overwrite_output_dir: bool = field(default=False, metadata={"help": OVERWRITE_HELP})
-    max_steps: int = field(default=300, metadata={"help": "Optimizer steps."})
-    per_device_train_batch_size: int = field(default=16, metadata={"help": "Blocks in a step."})
-    learning_rate: float = field(default=4e-3, metadata={"help": "Peak of the cosine schedule."})
-    prompt: str = field(default="And God said unto", metadata={"help": "What the trained model continues."})
-    max_new_tokens: int = field(default=60, metadata={"help": "Length of the continuation."})
-    seed: int = field(default=0, metadata={"help": "Seed of initialisation, order of the data and sampling."})
+    config_name: str = "tnn-tiny"
+    tno_type: str | None = None
+    dataset_name: str | None = None
+    dataset_config_name: str | None = None
+    documents: str | None = None
+    output_dir: str = "outputs/demo"
+    overwrite_output_dir: bool = False
+    max_steps: int = 300
+    per_device_train_batch_size: int = 16
+    learning_rate: float = 4e-3
+    prompt: str = "And God said unto"
+    max_new_tokens: int = 60
+    seed: int = 0
 
 
 def build_config(args: DemoArguments) -> PreTrainedConfig:
@@ -155,14 +147,9 @@ def run(args: DemoArguments, config: PreTrainedConfig):
     logger.info("saved in %s; loaded from there, the model continues:\n\n%s", args.output_dir, text)
 
 
-def parse_arguments() -> DemoArguments:
-    parser = HfArgumentParser(DemoArguments, description=__doc__)
-    return parser.parse_args_into_dataclasses(rename_options(sys.argv[1:], parser))[0]
-
-
 @report_errors
 def main():
-    args = parse_arguments()
+    (args,) = parse_arguments([DemoArguments], __doc__)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     config = build_config(args)
     with claim(Path(args.output_dir)):

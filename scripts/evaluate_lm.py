@@ -28,36 +28,33 @@ from matplotlib import pyplot
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
-from tnn_scripts.common.arguments import rename_options
 from tnn_scripts.common.atomic import claim, saving_errors, write_json, write_text
 from tnn_scripts.common.devices import check_device, suggest_smaller
+from tnn_scripts.common.parser import ProgramParser
 from tnn_scripts.common.scoring import evaluate
-from tnn_scripts.data.document_ends import DOCUMENTS_HELP
 from tnn_scripts.data.text import check_file, check_vocabulary, load_texts, tokenize
 from tnn_scripts.data.token_bytes import bytes_until
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--model_name_or_path", required=True, nargs="+", help="folders or Hub ids of causal language models"
-    )
-    parser.add_argument("--validation_file", help="text, JSON, parquet or CSV file")
-    parser.add_argument("--dataset_name", help="Hub data set or local folder, instead of a file")
-    parser.add_argument("--dataset_config_name", help="configuration of the data set")
+    parser = ProgramParser(description=__doc__)
+    parser.add_argument("--model_name_or_path", required=True, nargs="+")
+    parser.add_argument("--validation_file")
+    parser.add_argument("--dataset_name")
+    parser.add_argument("--dataset_config_name")
     parser.add_argument("--split", default="test", help="of the data set")
-    parser.add_argument("--text_column", default="text", help="the column that holds text")
-    parser.add_argument("--documents", help=DOCUMENTS_HELP)
+    parser.add_argument("--text_column", default="text")
+    parser.add_argument("--documents")
     lengths = [512, 1024, 2048, 4096, 8192, 14336]
     parser.add_argument("--lengths", type=int, nargs="+", default=lengths, help="tokens in a row")
     parser.add_argument("--stride", type=int, help="also evaluate with a sliding context that moves by this much")
     parser.add_argument("--max_tokens", type=int, help="read only the beginning of the text")
     parser.add_argument("--tokens_per_pass", type=int, default=4096, help="tokens in a forward pass; bounds memory")
-    parser.add_argument("--dtype", default="auto", help="auto (as saved), float32, bfloat16, float16")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, ...")
-    parser.add_argument("--output_dir", type=Path, required=True, help="for perplexity.json, .md and .png")
-    parser.add_argument("--trust_remote_code", action="store_true", help="run code that comes with a model")
-    args = parser.parse_args(rename_options(sys.argv[1:], parser))
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--output_dir", type=Path, required=True)
+    parser.add_argument("--trust_remote_code", action="store_true")
+    args = parser.parse_args()
     if (args.validation_file is None) == (args.dataset_name is None):
         parser.error("give either --file or --dataset_name")
     if min(args.lengths) < 2 or args.tokens_per_pass < 1:

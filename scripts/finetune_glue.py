@@ -35,7 +35,7 @@ from transformers import (
 
 import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
 from tnn_scripts.common.arguments import parse_arguments, parse_overrides
-from tnn_scripts.common.atomic import OVERWRITE_HELP, claim, new_files, write_json, write_text
+from tnn_scripts.common.atomic import claim, new_files, write_json, write_text
 from tnn_scripts.common.checkpoints import check_run
 from tnn_scripts.common.devices import suggest_smaller
 from tnn_scripts.common.publishing import open_repository, upload
@@ -52,21 +52,19 @@ logger = logging.getLogger("finetune_glue")
 class GlueArguments:
     """The model, the data, and what of it is used."""
 
-    model_name_or_path: str = field(metadata={"help": "Folder or Hub id of a model with its tokenizer."})
+    model_name_or_path: str
     task_name: list[str] | None = field(default=None, metadata={"help": f"all, or some of: {', '.join(TASKS)}."})
-    config_overrides: str | None = field(
-        default=None, metadata={"help": "Fields of its configuration: classifier_pooling=mean."}
-    )
-    dataset_path: str | None = field(default=None, metadata={"help": "Local folder of GLUE instead of the Hub."})
-    train_file: str | None = field(default=None, metadata={"help": "CSV, JSON or parquet file instead of a task."})
-    validation_file: str | None = field(default=None, metadata={"help": "The same, to evaluate on."})
+    config_overrides: str | None = None
+    dataset_path: str | None = None
+    train_file: str | None = None
+    validation_file: str | None = None
     test_file: str | None = field(default=None, metadata={"help": "The same, to predict; labels are not needed."})
     sentence1_key: str | None = field(default=None, metadata={"help": "Column of the files with the sentences."})
     sentence2_key: str | None = field(default=None, metadata={"help": "Column with the second ones, of pairs."})
     max_seq_length: int = field(default=128, metadata={"help": "Longer texts are cut."})
     pad_to_max_length: bool = field(default=False, metadata={"help": "Pad to max_seq_length, not to the batch."})
-    max_train_samples: int | None = field(default=None, metadata={"help": "Train on the first so many."})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on the first so many."})
+    max_train_samples: int | None = None
+    max_eval_samples: int | None = None
     max_predict_samples: int | None = field(default=None, metadata={"help": "Predict the first so many."})
     from_scratch: bool = field(default=False, metadata={"help": "Random weights instead of the trained ones."})
     sweep: bool = field(default=False, metadata={"help": "Train with each learning rate and seed, keep the best."})
@@ -74,8 +72,8 @@ class GlueArguments:
         default_factory=lambda: [1e-5, 3e-5, 6e-5, 1e-4], metadata={"help": "Those of the TNN paper."}
     )
     sweep_seeds: list[int] = field(default_factory=lambda: [0, 1, 2], metadata={"help": "Seeds of the sweep."})
-    trust_remote_code: bool = field(default=False, metadata={"help": "Run code that comes with the model."})
-    overwrite_output_dir: bool = field(default=False, metadata={"help": OVERWRITE_HELP})
+    trust_remote_code: bool = False
+    overwrite_output_dir: bool = False
 
     def __post_init__(self):
         files = (self.train_file is not None) + (self.validation_file is not None)

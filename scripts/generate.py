@@ -21,25 +21,25 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TextStreamer, set_seed
 
 import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
-from tnn_scripts.common.arguments import rename_options
 from tnn_scripts.common.atomic import check_writable, write_json
 from tnn_scripts.common.devices import check_device
+from tnn_scripts.common.parser import ProgramParser
 from tnn_scripts.data.text import check_file, check_vocabulary
 
 
 def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, dict]:
     """Our own options, and those of GenerationConfig."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model_name_or_path", required=True, help="folder or Hub id")
-    parser.add_argument("--prompt", action="append", default=[], help="a text to continue; may be given several times")
+    parser = ProgramParser(description=__doc__)
+    parser.add_argument("--model_name_or_path", required=True)
+    parser.add_argument("--prompt", action="append", default=[])
     parser.add_argument("--prompt_file", type=Path, help="a text file with a prompt on each line")
-    parser.add_argument("--batch_size", type=int, default=1, help="prompts decoded at once; 1 streams")
-    parser.add_argument("--dtype", default="auto", help="auto (as saved), float32, bfloat16, float16")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, ...")
-    parser.add_argument("--seed", type=int, default=0, help="seed of sampling")
-    parser.add_argument("--output_file", type=Path, help="write prompts, texts and speed to this JSON file")
-    parser.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
-    known, rest = parser.parse_known_args(rename_options(arguments, parser))
+    parser.add_argument("--batch_size", type=int, default=1)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output_file", type=Path)
+    parser.add_argument("--trust_remote_code", action="store_true")
+    known, rest = parser.parse_known_args(arguments)
     if known.prompt_file is not None:
         known.prompt += read_prompts(known.prompt_file)
     if not known.prompt:

@@ -16,12 +16,13 @@ from tnn_scripts.common.errors import report_errors
 
 from tnn_scripts.common.atomic import write_text
 from tnn_scripts.common.model_card import add_arguments, check_folder, collect, load, render
+from tnn_scripts.common.parser import ProgramParser
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ProgramParser(description=__doc__)
     add_arguments(parser)
-    parser.add_argument("--output_dir", type=Path, required=True, help="where the card and its inputs go")
+    parser.add_argument("--output_dir", type=Path, required=True)
     return parser.parse_args()
 
 

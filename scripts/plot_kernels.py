@@ -28,8 +28,8 @@ from transformers.utils import logging
 
 from modeling_tnn import TnnForImageClassification
 from modeling_tnn.tno_2d import TwoAxisOperator
-from tnn_scripts.common.arguments import rename_options
 from tnn_scripts.common.atomic import claim, saving_errors, write_json, write_text
+from tnn_scripts.common.parser import ProgramParser
 from tnn_scripts.plotting import figures as kernel_figures
 from tnn_scripts.plotting.statistics import Kernel, Whole, summary
 
@@ -55,13 +55,13 @@ COLUMNS = {
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model_name_or_path", required=True, help="folder or Hub id of a TNN")
-    parser.add_argument("--output_dir", type=Path, required=True, help="where the pictures and the page go")
-    parser.add_argument("--length", type=int, help="positions to draw; the trained length unless given")
+    parser = ProgramParser(description=__doc__)
+    parser.add_argument("--model_name_or_path", required=True)
+    parser.add_argument("--output_dir", type=Path, required=True)
+    parser.add_argument("--length", type=int)
     parser.add_argument("--matrix_size", type=int, default=64, help="rows and columns of the matrices that are drawn")
     parser.add_argument("--dpi", type=int, default=100, help="resolution of the pictures")
-    args = parser.parse_args(rename_options(arguments, parser))
+    args = parser.parse_args(arguments)
     for name in ("length", "matrix_size", "dpi"):
         if (value := getattr(args, name)) is not None and value < 2:
             parser.error(f"--{name} {value}: it must be at least 2")

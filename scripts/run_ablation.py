@@ -38,7 +38,6 @@ from tnn_scripts.common.accelerate_loop import token_losses
 from tnn_scripts.common.arguments import chosen_seeds, load_config, parse_arguments, parse_overrides
 from tnn_scripts.common.atomic import claim, saving_errors, write_json
 from tnn_scripts.common.scoring import batches, evaluate
-from tnn_scripts.data.document_ends import DOCUMENTS_HELP
 from tnn_scripts.data.text import load_corpus, pack, tokenize, train_tokenizer
 
 logger = logging.getLogger("run_ablation")
@@ -51,18 +50,14 @@ class AblationArguments:
     """The variants, and what they have in common."""
 
     variants: list[str] = field(metadata={"help": "Each a name, a colon and the fields that it changes."})
-    config_name: str = field(default="tnn-tiny", metadata={"help": "Preset or folder that they start from."})
-    config_overrides: str | None = field(default=None, metadata={"help": "Fields that are the same in all of them."})
-    dataset_name: str | None = field(
-        default=None, metadata={"help": "Text file or Hub data set; the King James Bible."}
-    )
-    dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of a Hub data set."})
-    documents: str | None = field(default=None, metadata={"help": DOCUMENTS_HELP})
+    config_name: str = "tnn-tiny"
+    config_overrides: str | None = None
+    dataset_name: str | None = None
+    dataset_config_name: str | None = None
+    documents: str | None = None
     longer: list[int] = field(default_factory=list, metadata={"help": "Further lengths to evaluate at, in tokens."})
     eval_tokens: int = field(default=65_536, metadata={"help": "Validation tokens that are read, at least a row."})
-    seeds: list[int] | None = field(
-        default=None, metadata={"help": "One model of each variant for each; --seed unless given."}
-    )
+    seeds: list[int] | None = None
 
     def __post_init__(self):
         names = [variant.partition(":")[0] for variant in self.variants]

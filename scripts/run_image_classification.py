@@ -29,7 +29,6 @@ from transformers import (
 
 from modeling_tnn import PoleCallback
 from tnn_scripts.common.arguments import load_config, parse_arguments, parse_overrides
-from tnn_scripts.common.atomic import OVERWRITE_HELP
 from tnn_scripts.common.classification import accuracy, describe, report, save, score
 from tnn_scripts.common.peers import vit_like
 from tnn_scripts.common.trainer import exit_with_message, train
@@ -42,17 +41,15 @@ EVALUATED = ("validation", "test")
 class ImageArguments:
     """The model, and the pictures."""
 
-    config_name: str = field(metadata={"help": "A preset, such as tnn-image-tiny, or the folder of a config."})
-    config_overrides: str | None = field(default=None, metadata={"help": "Fields of it: tno_type=fd,hidden_size=64."})
-    dataset_name: str = field(default="uoft-cs/cifar10", metadata={"help": "Hub id or folder of pictures."})
-    dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of the data set."})
+    config_name: str
+    config_overrides: str | None = None
+    dataset_name: str = "uoft-cs/cifar10"
+    dataset_config_name: str | None = None
     label_column_name: str | None = field(default=None, metadata={"help": "Column of the classes, if not the first."})
-    max_train_samples: int | None = field(default=None, metadata={"help": "Use fewer training pictures."})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "Use fewer of the others."})
-    transformer: bool = field(
-        default=False, metadata={"help": "Train a transformer (ViT) of the same width, depth and size instead."}
-    )
-    overwrite_output_dir: bool = field(default=False, metadata={"help": OVERWRITE_HELP})
+    max_train_samples: int | None = None
+    max_eval_samples: int | None = None
+    transformer: bool = False
+    overwrite_output_dir: bool = False
 
 
 @dataclass(frozen=True)

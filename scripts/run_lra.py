@@ -29,7 +29,6 @@ from transformers import (
 
 from modeling_tnn import PoleCallback, TnnConfig
 from tnn_scripts.common.arguments import load_config, parse_arguments, parse_overrides
-from tnn_scripts.common.atomic import OVERWRITE_HELP
 from tnn_scripts.common.classification import accuracy, describe, report, save, score
 from tnn_scripts.common.peers import modernbert_like
 from tnn_scripts.common.sequence_pairs import TnnForSequencePairClassification
@@ -41,29 +40,25 @@ from tnn_scripts.data.lra import TASKS, Task, encode_split, limit, load_task
 class LraArguments:
     """The task, its data and the model."""
 
-    task: str = field(metadata={"help": f"One of {', '.join(TASKS)}."})
-    config_name: str = field(metadata={"help": "A preset, such as tnn-listops, or the folder of a config."})
-    config_overrides: str | None = field(default=None, metadata={"help": "Fields of it: tno_type=fd,hidden_size=64."})
-    dataset_path: str | None = field(default=None, metadata={"help": "A folder or Hub id with the task's data."})
-    max_train_samples: int | None = field(default=None, metadata={"help": "Use (or generate) fewer training rows."})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "Use fewer validation and test rows."})
+    task: str = field(metadata={"choices": tuple(TASKS)})
+    config_name: str
+    config_overrides: str | None = None
+    dataset_path: str | None = None
+    max_train_samples: int | None = None
+    max_eval_samples: int | None = None
     max_length: int | None = field(
         default=None, metadata={"help": "Cut texts, leave out or generate shorter ListOps."}
     )
     extra_test: str | None = field(
         default=None, metadata={"help": "Another configuration of --dataset_path whose test split is evaluated too."}
     )
-    transformer: bool = field(
-        default=False, metadata={"help": "Train a transformer (ModernBERT) of the same width, depth and size instead."}
-    )
+    transformer: bool = False
     operator_learning_rate: float | None = field(
         default=None, metadata={"help": "Learning rate of the Toeplitz operators, which then have no weight decay."}
     )
-    overwrite_output_dir: bool = field(default=False, metadata={"help": OVERWRITE_HELP})
+    overwrite_output_dir: bool = False
 
     def __post_init__(self):
-        if self.task not in TASKS:
-            raise ValueError(f"--task {self.task}: it must be one of {', '.join(TASKS)}.")
         if self.transformer and self.task == "retrieval":
             raise ValueError("--transformer: transformers has no ModernBERT with a head for two sequences.")
         if self.extra_test is not None and self.dataset_path is None:

@@ -34,22 +34,20 @@ from tnn_scripts.data.synthetic import IGNORED, Copying, Delay
 class SyntheticArguments:
     """The task and the models."""
 
-    task: str = field(metadata={"help": "copying or delay."})
+    task: str = field(metadata={"choices": ("copying", "delay")})
     state_sizes: list[int] = field(metadata={"help": "Orders of the rational function to compare."})
     memory: int = field(default=1024, metadata={"help": "Tokens to copy, or steps of delay."})
     num_tokens: int = field(default=64, metadata={"help": "Vocabulary of copying, the marker included."})
-    length: int = field(default=4000, metadata={"help": "Steps of a signal of delay."})
+    length: int = 4000
     hidden_size: int = field(default=64, metadata={"help": "Width; of delay: the number of channels."})
     num_hidden_layers: int = field(default=4, metadata={"help": "Layers of the model of copying."})
     rtf_initializer: str = field(default="montel", metadata={"help": "zeros, xavier or montel."})
     rtf_constraint: str | None = field(default=None, metadata={"help": "l1_montel keeps poles in the unit circle."})
-    seeds: list[int] | None = field(default=None, metadata={"help": "One model for each; --seed unless given."})
-    max_train_samples: int = field(default=10_000, metadata={"help": "Rows of an epoch."})
-    max_eval_samples: int = field(default=1_000, metadata={"help": "Rows, others than for training, that are scored."})
+    seeds: list[int] | None = None
+    max_train_samples: int = 10_000
+    max_eval_samples: int = 1_000
 
     def __post_init__(self):
-        if self.task not in TASKS:
-            raise ValueError(f"--task {self.task}: it must be one of {', '.join(TASKS)}.")
         longest = 2 * self.memory + 1 if self.task == "copying" else self.length
         if self.task == "delay" and self.memory >= self.length:
             raise ValueError(f"--memory {self.memory}: the delay must be below --length {self.length}.")

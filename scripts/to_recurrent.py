@@ -22,10 +22,9 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
-from tnn_scripts.common.arguments import rename_options
-from tnn_scripts.common.atomic import OVERWRITE_HELP, check_overwriting, claim, new_files, write_json
+from tnn_scripts.common.atomic import check_overwriting, claim, new_files, write_json
 from tnn_scripts.common.gradient_fit import convert_by_gradient
-from tnn_scripts.data.document_ends import DOCUMENTS_HELP
+from tnn_scripts.common.parser import ProgramParser
 from tnn_scripts.data.text import check_vocabulary, load_corpus, pack
 
 GRADIENT_COLUMNS = ("order", "taps", "l2_layer", "l2_worst", "largest_pole", "direct_l2_layer", "direct_l2_worst")
@@ -33,24 +32,22 @@ COLUMNS = ("order", "taps", "l2_layer", "l2_median", "l2_worst", "l1_median", "l
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model_name_or_path", required=True, help="folder or Hub id of a causal model")
-    parser.add_argument("--output_dir", type=Path, required=True, help="where the converted model goes")
-    parser.add_argument("--overwrite_output_dir", action="store_true", help=OVERWRITE_HELP)
+    parser = ProgramParser(description=__doc__)
+    parser.add_argument("--model_name_or_path", required=True)
+    parser.add_argument("--output_dir", type=Path, required=True)
+    parser.add_argument("--overwrite_output_dir", action="store_true")
     parser.add_argument("--order", type=int, default=64, help="real states per channel")
     parser.add_argument("--window", type=int, default=16, help="first taps that are kept exactly")
     parser.add_argument("--tolerance", type=float, help="take the smallest order with this relative error instead")
     parser.add_argument("--fit", choices=("direct", "gradient"), default="direct", help="how poles are found")
     parser.add_argument("--steps", type=int, default=2000, help="of the gradient fit, for each layer")
-    parser.add_argument("--learning_rate", type=float, default=0.02, help="of the gradient fit, at its start")
-    parser.add_argument(
-        "--dataset_name", help="text file or Hub data set to measure on; the King James Bible unless given"
-    )
-    parser.add_argument("--dataset_config_name", help="configuration of a Hub data set")
-    parser.add_argument("--documents", help=DOCUMENTS_HELP)
-    parser.add_argument("--length", type=int, help="tokens in a row of text; 8 times the trained length unless given")
+    parser.add_argument("--learning_rate", type=float, default=0.02)
+    parser.add_argument("--dataset_name")
+    parser.add_argument("--dataset_config_name")
+    parser.add_argument("--documents")
+    parser.add_argument("--block_size", type=int)
     parser.add_argument("--rows", type=int, default=8, help="rows of text to measure on")
-    args = parser.parse_args(rename_options(sys.argv[1:], parser))
+    args = parser.parse_args()
     if args.fit == "gradient" and (args.tolerance is not None or args.steps < 1):
         parser.error("--fit gradient takes an --order, not a --tolerance, and at least 1 of --steps")
     return args
@@ -107,12 +104,12 @@ def run(args: argparse.Namespace) -> dict:
     start = time.perf_counter()
     converted, layers = convert(model, args)
     seconds = time.perf_counter() - start
-    length = args.length or 8 * model.config.max_position_embeddings
+    length = args.block_size or 8 * model.config.max_position_embeddings
     corpus = load_corpus(args.dataset_name, args.dataset_config_name, documents=args.documents)
     packed = pack(corpus["validation"], tokenizer, length)["input_ids"][: args.rows]
     if not packed:
         raise ValueError(
-            f"The validation text has fewer than {length} tokens: give a longer one or a smaller --length."
+            f"The validation text has fewer than {length} tokens: give a longer one or a smaller --block_size."
         )
     result = {
         "model": args.model_name_or_path,

@@ -13,7 +13,7 @@ def add_common(parser: argparse.ArgumentParser):
     parser.add_argument("--repeats", type=int, default=3, help="the median counts")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=1, help="on the CPU; with 1, CPU time is measured")
-    parser.add_argument("--output_file", type=Path, help="where to write the figures")
+    parser.add_argument("--output_file", type=Path)
     parser.add_argument("--plot", type=Path, help="where to write a picture (PNG)")
 
 

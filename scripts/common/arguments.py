@@ -3,18 +3,14 @@
 A recipe is a YAML file of options by name. `--recipe FILE` reads it; options of the command line override it.
 """
 
-import argparse
-import logging
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
-from transformers import AutoConfig, HfArgumentParser, PreTrainedConfig, TrainingArguments
+from transformers import AutoConfig, PreTrainedConfig, TrainingArguments
 
 import modeling_tnn
-
-logger = logging.getLogger("arguments")
+from tnn_scripts.common.parser import RENAMED, ProgramParser, nearest
 
 
 def parse_overrides(text: str | None, known: PreTrainedConfig | None = None) -> dict:
@@ -46,58 +42,30 @@ def load_config(name: str, *overrides: dict) -> PreTrainedConfig:
 ROOT = Path(__file__).resolve().parents[2]
 
 
-# Old spellings of options, which go on working, and the one that all programs have.
-RENAMED = {
-    "--model": "--model_name_or_path",
-    "--dataset": "--dataset_name",
-    "--dataset_config": "--dataset_config_name",
-    "--file": "--validation_file",
-    "--config": "--config_name",
-    "--train_rows": "--max_train_samples",
-    "--eval_rows": "--max_eval_samples",
-    "--batch_size": "--per_device_train_batch_size",
-    "--json": "--output_file",
-}
-
-
-def rename_options(given: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
-    """`given` with the options that `parser` has under another name now; a warning names it."""
-    known = {name for action in parser._actions for name in action.option_strings}
-    renamed = []
-    for argument in given:
-        name, equals, value = argument.partition("=")
-        new = RENAMED.get(name)
-        if name not in known and new in known:
-            logger.warning("%s is called %s now.", name, new)
-            argument = f"{new}{equals}{value}"
-        renamed.append(argument)
-    return renamed
-
-
-class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Examples with their line breaks, options with their defaults."""
-
-
 def parse_arguments(dataclasses: list[type], description: str) -> tuple:
-    """Instances of `dataclasses` from the command line; errors of their `__post_init__` end it with their message."""
-    parser = HfArgumentParser(dataclasses, description=description, formatter_class=_Help, allow_abbrev=False)
+    """Instances of `dataclasses` from recipes and the command line, the second before the first.
+
+    Errors of their `__post_init__` end the program with their message.
+    """
+    parser = ProgramParser(dataclasses, description)
     parser.add_argument("--recipe", action="append", default=[], metavar="FILE", help="YAML file of options by name.")
     given = sys.argv[1:]
     try:
-        recipes = [option for file in _recipe_files(given) for option in recipe_options(file)]
-        *filled, _ = parser.parse_args_into_dataclasses(
-            rename_options(recipes + given, parser), look_for_args_file=False
+        recipes = [option for file in _recipe_files(given) for option in recipe_options(file, parser)]
+        *filled, _, unknown = parser.parse_args_into_dataclasses(
+            recipes + given, return_remaining_strings=True, look_for_args_file=False
         )
     except ValueError as error:
         parser.error(str(error))
+    parser.refuse(unknown)
     return tuple(filled)
 
 
-def recipe_options(file: str) -> list[str]:
-    """The options of a recipe as they would stand on a command line.
+def recipe_options(file: str, parser: ProgramParser) -> list[str]:
+    """The options of a recipe as they would stand on a command line of `parser`.
 
     Raises:
-        ValueError: there is no such file, or it is not a YAML mapping.
+        ValueError: there is no such file, it is not a YAML mapping, or it has a key that is no option.
     """
     if not Path(file).is_file():
         raise ValueError(f"--recipe {file}: there is no such file.")
@@ -107,8 +75,10 @@ def recipe_options(file: str) -> list[str]:
         raise ValueError(f"--recipe {file} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(recipe, dict):
         raise ValueError(f"--recipe {file}: it must hold lines of the form `name: value`.")
-    options = []
+    options, known = [], parser.option_names()
     for name, value in recipe.items():
+        if name not in known and f"--{name}" not in RENAMED:
+            raise ValueError(f"--recipe {file}: {name} is no option of this program{nearest(name, known)}")
         values = value if isinstance(value, list) else [value]
         options += [] if value is None else [f"--{name}", *map(str, values)]
     return options

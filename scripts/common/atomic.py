@@ -25,7 +25,6 @@ NEW, READY, MOVING = ".new" + PARTIAL, ".new.ready", ".new.moving"
 # What torch.save raises is a RuntimeError without a number.
 TORCH_WRITER = ("inline_container", "PytorchStreamWriter", "cannot be opened", "Parent directory")
 CONFIG, WEIGHTS = "config.json", "model*.safetensors*"
-OVERWRITE_HELP = "Replace a model that output_dir holds; without, it is refused."
 
 
 class SavingError(UserError):

@@ -94,7 +94,7 @@ CITATIONS = {
 def add_arguments(parser: argparse.ArgumentParser):
     """What a card needs besides the model; also for `push_to_hub.py`."""
     parser.add_argument("folder", type=Path, help="saved model, with metrics.json of the script that trained it")
-    parser.add_argument("--repo_id", required=True, help="USER/NAME on the Hub")
+    parser.add_argument("--repo_id", required=True)
     parser.add_argument("--description", default="", help="a sentence or two for the top of the card")
     parser.add_argument("--data", default="", help="what it was trained on; that of training_args.json unless given")
     parser.add_argument("--dataset_id", default="", help="its name on the Hub; dataset_name of the same unless given")

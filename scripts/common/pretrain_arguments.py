@@ -6,7 +6,6 @@ from importlib.util import find_spec
 from transformers import SchedulerType
 
 from tnn_scripts.common.arguments import find_config
-from tnn_scripts.data.document_ends import DOCUMENTS_HELP
 
 OBJECTIVES = ("clm", "mlm")
 TRACKERS = ("none", "tensorboard", "wandb", "trackio")
@@ -35,56 +34,54 @@ class PretrainArguments:
     """What to train, on what, for how long, and where it goes."""
 
     objective: str = option("clm", "clm (causal) or mlm (masked language model).")
-    config_name: str = option(
-        "tnn-tiny", "Preset in configuration/, or a folder or Hub id with a config.json of any model."
-    )
-    config_overrides: str | None = option(None, "Fields of the config: tno_type=fd,rpe_layers=3")
+    config_name: str = "tnn-tiny"
+    config_overrides: str | None = None
     tokenizer_name: str | None = option(None, "Tokenizer: folder or Hub id; trained on the text unless given.")
     do_lower_case: bool = option(False, "A tokenizer trained on the text makes no difference between A and a.")
     vocab_size: int | None = option(None, "Size of the vocabulary; that of the config unless given.")
-    train_file: str | None = option(None, "Text, JSON, parquet or CSV file.")
-    validation_file: str | None = option(None, "The same; the end of the training text unless given.")
-    dataset_name: str | None = option(None, "Hub data set or local folder, instead of files; else the demo corpus.")
-    dataset_config_name: str | None = option(None, "Configuration of the data set.")
-    text_column: str = option("text", "The column of the data that holds text.")
-    documents: str | None = option(None, DOCUMENTS_HELP)
-    block_size: int | None = option(None, "Tokens in a block; max_position_embeddings of the config unless given.")
+    train_file: str | None = None
+    validation_file: str | None = None
+    dataset_name: str | None = None
+    dataset_config_name: str | None = None
+    text_column: str = "text"
+    documents: str | None = None
+    block_size: int | None = None
     mlm_probability: float = option(0.15, "Share of tokens to predict with --objective mlm.")
-    output_dir: str = option("outputs/pretrain", "Where checkpoints, the model and metrics.json go.")
-    overwrite_output_dir: bool = option(False, "Begin anew although output_dir holds a model or checkpoints of a run.")
+    output_dir: str = "outputs/pretrain"
+    overwrite_output_dir: bool = False
 
-    max_steps: int = option(1000, "Optimizer steps.")
-    per_device_train_batch_size: int = option(8, "Blocks on a device in a forward pass.")
-    per_device_eval_batch_size: int = option(8, "The same in evaluation.")
-    gradient_accumulation_steps: int = option(1, "Forward passes in an optimizer step.")
-    learning_rate: float = option(5e-4, "Peak of the schedule.")
-    lr_scheduler_type: str = option("cosine", "Any of transformers: inverse_sqrt, polynomial, cosine, linear, ...")
-    warmup_steps: float = option(0.1, "Steps of linear warmup; below 1, a share of max_steps.")
-    weight_decay: float = option(0.1, "For matrices; biases and norms have none.")
-    adam_beta1: float = option(0.9, "Of AdamW.")
-    adam_beta2: float = option(0.98, "Of AdamW.")
-    adam_epsilon: float = option(1e-8, "Of AdamW.")
-    max_grad_norm: float = option(1.0, "Gradients are clipped to this norm; 0 for no clipping.")
+    max_steps: int = 1000
+    per_device_train_batch_size: int = 8
+    per_device_eval_batch_size: int = 8
+    gradient_accumulation_steps: int = 1
+    learning_rate: float = 5e-4
+    lr_scheduler_type: str = "cosine"
+    warmup_steps: float = 0.1
+    weight_decay: float = 0.1
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.98
+    adam_epsilon: float = 1e-8
+    max_grad_norm: float = 1.0
     max_pole_radius: float | None = option(
         None, "RTF without a constraint: keep poles inside this radius, below 1; else those outside 1 are named."
     )
-    seed: int = option(0, "Of the weights, the order of the data, masks and dropout.")
+    seed: int = 0
 
-    eval_steps: int | None = option(None, "Evaluate every so many steps; before and after training in any case.")
+    eval_steps: int | None = None
     max_eval_blocks: int | None = option(None, "Evaluate on the first so many blocks only.")
-    logging_steps: int = option(10, "Log loss, learning rate and speed every so many steps.")
+    logging_steps: int = 10
     checkpointing_steps: int | None = option(None, "Write checkpoint-STEP every so many steps.")
-    save_total_limit: int | None = option(None, "Keep the newest so many checkpoints.")
-    resume_from_checkpoint: str | None = option(None, "latest (of the output folder) or the folder of a checkpoint.")
-    report_to: str = option("none", "Tracker: tensorboard, wandb, trackio or none.")
+    save_total_limit: int | None = None
+    resume_from_checkpoint: str | None = None
+    report_to: str = "none"
 
-    use_cpu: bool = option(False, "Train on the CPU although there is an accelerator.")
+    use_cpu: bool = False
     mixed_precision: str | None = option(None, "no, bf16 or fp16; what accelerate was told unless given.")
-    gradient_checkpointing: bool = option(False, "Compute activations again in the backward pass, to save memory.")
-    torch_compile: bool = option(False, "Compile the model with torch.compile.")
-    push_to_hub: bool = option(False, "Upload the final model to the Hub.")
-    hub_model_id: str | None = option(None, "Name of the repository; the name of the output folder unless given.")
-    hub_private_repo: bool = option(False, "Whether a new repository is private.")
+    gradient_checkpointing: bool = False
+    torch_compile: bool = False
+    push_to_hub: bool = False
+    hub_model_id: str | None = None
+    hub_private_repo: bool = False
 
     def __post_init__(self):
         self.config_name = find_config(self.config_name)

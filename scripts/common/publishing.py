@@ -20,6 +20,7 @@ from transformers import AutoTokenizer
 from transformers.utils import IMAGE_PROCESSOR_NAME
 
 from tnn_scripts.common import model_card
+from tnn_scripts.common.parser import ProgramParser
 
 logger = logging.getLogger("push_to_hub")
 KEPT = {".gitattributes", "LICENSE"}
@@ -33,7 +34,7 @@ class PublishingError(UserError):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ProgramParser(description=__doc__)
     model_card.add_arguments(parser)
     parser.add_argument("--private", action="store_true", help="make a new repository private")
     parser.add_argument("--max_shard_size", default="5GB", help="largest file of weights")

@@ -13,10 +13,6 @@ from datasets import Dataset
 
 HEADING = re.compile(r" = [^=\n].* = \n?")
 WAYS = ("rows", "lines", "headings")
-DOCUMENTS_HELP = (
-    "Where documents end: rows, lines (nowhere), headings (as in WikiText) or columns that tell one from the next, as "
-    "book,chapter; unless given headings where there are some, lines for text files, else rows."
-)
 
 
 def document_ends(rows: Dataset, text_column: str, documents: str | None = None) -> np.ndarray:

@@ -81,7 +81,7 @@ def test_publication_of_a_finetuned_model(hub, encoder, glue, tmp_path):
     card = files["README.md"].decode()
     accuracy = json.loads((tmp_path / "out" / "all_results.json").read_text())["eval_accuracy"]
     assert f"| accuracy | {accuracy:.4f} |" in card and "| learning_rate | 0.01 |" in card and "sst2" in card
-    with pytest.raises(SystemExit, match="publishes the last encoder, as the user of"):
+    with pytest.raises(SystemExit, match="publishes the last model, as the user of"):
         run_script("finetune_glue", *glue_options(encoder, tmp_path / "out", *given, "--hub_token", "hf_secret"))
 
 

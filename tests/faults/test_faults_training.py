@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 from transformers import Trainer
 
+from helpers import processes
 from helpers.glue import glue_options
 from helpers.scripts import (
     assert_same_weights,
@@ -84,8 +84,8 @@ def test_stopped_before_the_first_step(unbroken, tmp_path, monkeypatch, caplog):
 
 def test_second_interrupt(monkeypatch):
     """Of one process, it is the ordinary one; of several, launchers repeat the first."""
-    for processes, ends in ((1, True), (2, False)):
-        monkeypatch.setenv("WORLD_SIZE", str(processes))
+    for count, ends in ((1, True), (2, False)):
+        monkeypatch.setenv("WORLD_SIZE", str(count))
         before = signal.signal(signal.SIGINT, signal.default_int_handler)  # workers of xdist ignore it
         with StopRequest() as stop:
             os.kill(os.getpid(), signal.SIGINT)
@@ -164,9 +164,9 @@ def test_long_range_training_stops_and_goes_on(tmp_path, monkeypatch, caplog):
     assert_same_weights(tmp_path / "whole", tmp_path / "stopped")
 
 
-def test_finetuning_refuses_to_resume_a_sweep(model, tmp_path):  # noqa: F811 - a fixture
+def test_finetuning_refuses_to_resume_a_sweep(encoder, tmp_path):
     with pytest.raises(SystemExit, match="--sweep starts from the beginning"):
-        run_script("finetune_glue", *glue_options(model, tmp_path, "--task_name", "sst2", "--sweep",
+        run_script("finetune_glue", *glue_options(encoder, tmp_path, "--task_name", "sst2", "--sweep",
                                                   "--resume_from_checkpoint", "latest"))  # fmt: skip
 
 
@@ -245,8 +245,7 @@ for name, attempt in attempts.items():
 def test_errors_of_a_machine_without_memory():
     """What really is raised, with a limit on the memory of a process."""
     command = [sys.executable, "-c", LIMITED, str(Path(__file__).parents[2] / "scripts")]
-    run = subprocess.run(command, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
+    run = processes.run(command, check=True)
     for name in ("tensor", "transform", "bytes", "array"):
         assert f"There is not enough memory for {name}: try less (" in run.stdout, run.stdout
 

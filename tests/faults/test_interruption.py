@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from helpers import processes
 from helpers.scripts import (
     SCRIPTS,
     assert_same_weights,
     figures,
     pretrain_options,
+    program,
     run_script,
-    start_script,
     wait_until,
     weights,
 )
@@ -50,13 +51,14 @@ def test_killed_at_any_moment(tmp_path):
     for moment in ("writing", "running", "writing"):
         resume = ["--resume_from_checkpoint", "latest"] if checkpoints(killed) else []
         done = len(checkpoints(killed))
-        with start_script("pretrain", *options, *resume) as process:
+        with processes.Process(program("pretrain", *options, *resume)) as process:
             wait_until(lambda done=done: len(checkpoints(killed)) > done, process)
             if moment == "writing":
                 wait_until(lambda: any(killed.glob(".checkpoint-*.partial/model.safetensors")), process)
             else:
                 time.sleep(randomness.random() * 0.2)
             process.send_signal(signal.SIGKILL)
+            process.communicate()
         assert process.returncode == -signal.SIGKILL, "it had ended before"
         if moment == "writing":
             assert any(killed.glob(".checkpoint-*")), "nothing was being written"

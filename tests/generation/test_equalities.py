@@ -22,7 +22,8 @@ MODELS = {
 }
 # Lengths of prompts, and how many tokens to generate after each.
 PROMPTS = [(7, 40), (300, 40), *exhaustive((1, 40), (2, 31), (64, 23))]
-EVERY_MODEL = pytest.mark.parametrize("name", MODELS)
+RARE = ("rpe-learnable-decay", "rtf-odd-length")
+EVERY_MODEL = pytest.mark.parametrize("name", [*(name for name in MODELS if name not in RARE), *exhaustive(*RARE)])
 EVERY_PROMPT = pytest.mark.parametrize("length, new", PROMPTS)
 
 
@@ -88,7 +89,7 @@ def test_left_padded_batch_is_one_by_one(name, length, new):
 
 @EVERY_MODEL
 @EVERY_PROMPT
-@pytest.mark.parametrize("size", [1, 5, 128])
+@pytest.mark.parametrize("size", [5, 128, *exhaustive(1)])
 def test_chunked_prefill_is_one_shot(name, length, new, size):
     model, prompt = model_of(name), prompt_of(length)
     assert torch.equal(generate(model, prompt, new, prefill_chunk_size=size), generate(model, prompt, new))
@@ -115,7 +116,7 @@ def test_continuing_is_one_run(name, length, new):
 
 @EVERY_MODEL
 @EVERY_PROMPT
-@pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"num_return_sequences": 3}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"do_sample": True}, *exhaustive({"num_return_sequences": 3})], ids=str)
 def test_beams_cached_is_uncached(name, length, new, options):
     model, prompt = model_of(name), prompt_of(length)
     options = options | {"num_beams": 3}

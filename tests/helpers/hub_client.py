@@ -2,10 +2,10 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+from helpers import processes
 from helpers.hub_server import HubServer
 
 WITHOUT_THE_PACKAGE = "import sys\nsys.modules['modeling_tnn'] = None\n"
@@ -20,6 +20,5 @@ def client(hub: HubServer, home: Path, code: str, *arguments, setup: str = WITHO
     """Run `code` in a fresh process where the package is not installed; what it leaves in the dictionary `results`."""
     script = f"{setup}import json\nresults = {{}}\n{code}\njson.dump(results, open('results.json', 'w'))"
     command = [sys.executable, "-c", script, *map(str, arguments)]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment(hub, home), cwd=home)
-    assert run.returncode == 0, run.stderr
+    processes.run(command, check=True, env=environment(hub, home), cwd=home)
     return json.loads((home / "results.json").read_text())

@@ -52,25 +52,34 @@ def run_script(name: str, *arguments):
         GradientState._reset_state()
 
 
+def program(name: str, *arguments) -> list[str]:
+    """Its command in a process of its own."""
+    return [sys.executable, str(SCRIPTS / f"{name}.py"), *map(str, arguments)]
+
+
 def start_script(name: str, *arguments, launcher: tuple = (), **options) -> subprocess.Popen:
     """Start a script in a process of its own, by `launcher` if there is one."""
-    command = [*(launcher or (sys.executable,)), str(SCRIPTS / f"{name}.py"), *map(str, arguments)]
+    command = program(name, *arguments)
+    command[:1] = launcher or command[:1]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": environment}
     return subprocess.Popen(command, **pipes | options)
 
 
-def two_processes() -> list[str]:
-    """The launcher of two processes on the CPU, on a port of their own: workers of xdist start them side by side."""
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+        return free.getsockname()[1]
+
+
+def two_processes() -> list[str]:
+    """The launcher of two processes on the CPU, on a port of their own: workers of xdist start them side by side."""
     file = ROOT / "configuration" / "accelerate" / "cpu-gloo.yaml"
     command = [
         Path(sys.executable).parent / "accelerate",
         "launch",
         "--main_process_port",
-        port,
+        free_port(),
         "--config_file",
         file,
     ]
@@ -133,7 +142,7 @@ def figures(folder) -> dict:
 def wait_until(holds, process, seconds: float = 600):
     deadline = time.monotonic() + seconds
     while not holds():
-        assert process.poll() is None, process.stdout.read()
+        assert process.returncode is None, process.output()
         assert time.monotonic() < deadline
         time.sleep(0.0005)
 

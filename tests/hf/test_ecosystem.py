@@ -5,7 +5,6 @@ The matrix in the README is checked against the heads that the tests name.
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from threading import Thread
@@ -28,6 +27,7 @@ from transformers import (
     pipeline,
 )
 
+from helpers import processes
 from helpers.models import relative_error, seeded, tiny_config
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification, TnnModel
 
@@ -307,8 +307,7 @@ def test_lm_evaluation_harness(head, folder, tmp_path):
     arguments = ["--model", "hf", "--model_args", f"pretrained={folder},trust_remote_code=True,dtype=float32",
                  "--tasks", ",".join(kinds), "--include_path", tmp_path / "tasks", "--device", "cpu",
                  "--batch_size", 2, "--log_samples", "--output_path", tmp_path / "out"]  # fmt: skip
-    run = subprocess.run([sys.executable, "-m", "lm_eval", *map(str, arguments)], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
+    processes.run([sys.executable, "-m", "lm_eval", *arguments], check=True)
     model, tokenizer = AUTO[head].from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     check_choices(samples(tmp_path, "choices"), documents, model, tokenizer)
     for sample in samples(tmp_path, "rolling"):

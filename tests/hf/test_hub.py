@@ -1,7 +1,6 @@
 """Publishing and loading through the Hub's own client, against a Hub on loopback."""
 
 import json
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -11,6 +10,7 @@ import torch
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from helpers import processes
 from helpers.hub_client import client, environment
 from helpers.hub_server import TOKEN, HubServer
 from helpers.scripts import save_model
@@ -53,7 +53,7 @@ def push(hub: HubServer, folder: Path, home: Path, *options) -> dict:
     """The process that publishes."""
     script = str(ROOT / "scripts" / "push_to_hub.py")
     command = [sys.executable, script, str(folder), "--repo_id", REPO, *map(str, options)]
-    return {"args": command, "env": environment(hub, home), "text": True}
+    return {"command": command, "env": environment(hub, home)}
 
 
 LOAD = """
@@ -81,16 +81,13 @@ def test_interrupted_publication_and_another_attempt(hub, model_folder, tmp_path
     uploading, answer = threading.Event(), threading.Event()
     hub.on_upload = lambda: (uploading.set(), answer.wait(60))
     options = ["--evaluation", model_folder / "evaluation.json", "--max_shard_size", "100KB"]
-    process = subprocess.Popen(**push(hub, model_folder, tmp_path, *options), stderr=subprocess.DEVNULL)
-    assert uploading.wait(120), "nothing was uploaded"
-    process.kill()
-    process.wait()
+    with processes.Process(**push(hub, model_folder, tmp_path, *options)):
+        assert uploading.wait(120), "nothing was uploaded"
     answer.set()
     hub.on_upload = lambda: None
     assert hub.files(REPO) == {}
 
-    pushed = subprocess.run(**push(hub, model_folder, tmp_path, *options), capture_output=True)
-    assert pushed.returncode == 0, pushed.stderr
+    pushed = processes.run(**push(hub, model_folder, tmp_path, *options), check=True)
     assert f"published at {hub.url}/{REPO}" in pushed.stdout
     assert len(hub.repos[REPO].commits) == 2, "the empty one and one more"
     published = hub.files(REPO)

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from transformers.dynamic_module_utils import get_class_from_dynamic_module, get_relative_import_files
 
 import modeling_tnn
+from helpers import processes
 from helpers.hub_client import WITHOUT_THE_PACKAGE
 from helpers.models import (
     AUTO,
@@ -73,9 +74,7 @@ def run(code: str, *arguments, folder: Path, check: bool = True) -> subprocess.C
     """Run `code` in a fresh process, in `folder`."""
     environment = os.environ | {"HF_MODULES_CACHE": str(folder / "modules"), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-c", code, *map(str, arguments)]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
-    assert not check or result.returncode == 0, result.stderr
-    return result
+    return processes.run(command, check, cwd=folder, env=environment)
 
 
 def run_with_the_package(code: str, *arguments, folder: Path):

@@ -1,9 +1,7 @@
 """Saving and loading: in a fresh process, sharded, in other dtypes, through the Auto classes."""
 
 import json
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ from transformers import (
     AutoModelForSequenceClassification,
 )
 
+from helpers import processes
 from helpers.models import AUTO, BIDIRECTIONAL, CAUSAL, INPUT_IDS, VARIANTS, perturbed_model, seeded, tiny_config
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification, TnnModel
 
@@ -46,7 +45,7 @@ def test_fresh_process(tmp_path):
         arguments.append(f"{AUTO[head].__name__}={folder}")
     result = tmp_path / "outputs.safetensors"
     run = [sys.executable, "-c", LOADER, str(result), *arguments]
-    subprocess.run(run, check=True, cwd=Path(__file__).parents[2])
+    processes.run(run, check=True)
     actual = load_file(result)
     assert actual.keys() == expected.keys()
     for folder, output in expected.items():

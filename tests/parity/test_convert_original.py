@@ -3,7 +3,6 @@
 import argparse
 import json
 import pickle
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from transformers import (
     AutoModelForSequenceClassification,
 )
 
+from helpers import processes
 from helpers.models import relative_error
 from helpers.parity import CASES, Case, named_cases
 from helpers.released_ski import use_released_interpolation
@@ -101,8 +101,7 @@ def test_every_tensor_is_accounted_for(tmp_path):
     """The script in a process of its own, and its report."""
     case = Case("mlm/decay_postnorm", "n17")
     command = [sys.executable, str(SCRIPT), *write_files(case, tmp_path)]
-    run = subprocess.run(command, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
+    run = processes.run(command, check=True)
     assert "TnnForMaskedLM" in run.stdout and "left out" in run.stdout
     report = json.loads((tmp_path / "converted" / "original.json").read_text())
     assert report["tensors"].keys() == official_tensors(case).keys()

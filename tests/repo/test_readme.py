@@ -1,11 +1,12 @@
 """The README tells the truth: its Python examples run, its commands exist, its links lead somewhere."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from helpers import processes
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -15,8 +16,7 @@ EXAMPLES = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 @pytest.mark.parametrize("code", EXAMPLES, ids=range(len(EXAMPLES)))
 def test_example_runs(code, tmp_path):
     (tmp_path / "configuration").symlink_to(ROOT / "configuration")
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
-    assert run.returncode == 0, run.stderr
+    run = processes.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
     for expected in re.findall(r"print\(.*\)  # (.*)", code):
         assert expected in run.stdout
 

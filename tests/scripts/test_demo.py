@@ -1,20 +1,15 @@
 """The demo, at a size that takes seconds: corpus, tokenizer, training, saving, sampling."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from helpers import processes
+from helpers.scripts import SENTENCES, program
 from modeling_tnn import TnnConfig
 from tnn_scripts.data.text import load_corpus, pack, train_tokenizer
-
-ROOT = Path(__file__).parents[2]
-
-SENTENCES = ["The quick brown fox jumps over the lazy dog.", "Pack my box with five dozen jugs of liquor.", ""]
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +30,7 @@ def test_demo(tno_type, text_file, tmp_path):
     config.save_pretrained(preset)
     options = f"--config {preset} --output_dir {output} --dataset {text_file} --tno_type {tno_type} --max_steps 60"
     options += " --batch_size 8 --learning_rate 0.01 --prompt Pack --max_new_tokens 12"
-    command = [sys.executable, str(ROOT / "scripts" / "demo.py"), *options.split()]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert run.returncode == 0, run.stderr
+    run = processes.run(program("demo", *options.split()), check=True, cwd=tmp_path)
     metrics = json.loads((output / "metrics.json").read_text())
     assert metrics["perplexity_before"] > 100 > 3 > metrics["perplexity"]
     assert metrics["tokens"] == 60 * 8 * 32

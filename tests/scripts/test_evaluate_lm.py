@@ -1,7 +1,9 @@
 """Perplexity by length: the numbers of a direct computation, whatever the number of tokens in a pass."""
 
+import functools
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -33,9 +35,19 @@ def folder(tmp_path_factory):
     return folder
 
 
-def direct(model, ids: torch.Tensor, length: int, stride: int | None) -> tuple[float, int]:
+@functools.cache
+def load(folder: Path):
+    return evaluate_lm.AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+def text_of(tokens: int) -> torch.Tensor:
+    return torch.randint(300, (tokens,), generator=torch.Generator().manual_seed(0))
+
+
+@functools.cache
+def direct(model, tokens: int, length: int, stride: int | None) -> tuple[float, int]:
     """The definition, one prediction after the other: every token but the first, once, in the first row it is in."""
-    stride, nats = stride or length - 1, []
+    stride, nats, ids = stride or length - 1, [], text_of(tokens)
     for i in range(1, len(ids)):
         start = max(0, math.ceil((i + 1 - length) / stride)) * stride
         nats.append(-model(ids[None, start:i]).logits[0, -1].log_softmax(-1)[ids[i]].item())
@@ -47,12 +59,12 @@ def direct(model, ids: torch.Tensor, length: int, stride: int | None) -> tuple[f
 @pytest.mark.parametrize("name", ["tnn", "gpt2"])
 def test_definition(name, stride, tokens_per_pass, folder):
     """All lengths score the same tokens, whatever is left for the last row."""
-    model = evaluate_lm.AutoModelForCausalLM.from_pretrained(folder / name).eval()
+    model = load(folder / name)
     for tokens in (100, 33, 34, 64, 97):
-        ids = torch.randint(300, (tokens,), generator=torch.Generator().manual_seed(0))
+        ids = text_of(tokens)
         for length in (2, 11, 24, 33) if stride is None else (11, 24, 33):
             result = evaluate_lm.evaluate(model, ids, length, stride, tokens_per_pass)
-            loss, count = direct(model, ids, length, stride)
+            loss, count = direct(model, tokens, length, stride)
             assert result["tokens"] == count == tokens - 1 and result["loss"] == pytest.approx(loss, rel=1e-5)
 
 

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from helpers.models import exhaustive
 from helpers.scripts import start_script, write_config, write_text
 
 # Of datasets, transformers and tqdm, as of our own training loop.
@@ -66,7 +67,7 @@ def test_demo(trained):
     assert unexpected(trained[1]) == []
 
 
-@pytest.mark.parametrize("program", ["pretrain", "generate", "evaluate_lm"])
+@pytest.mark.parametrize("program", ["evaluate_lm", *exhaustive("pretrain", "generate")])
 def test_programs(program, trained, tmp_path):
     folder, _ = trained
     text, model = folder / "text.txt", ["--model_name_or_path", folder / "demo"]

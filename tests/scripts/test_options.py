@@ -7,18 +7,18 @@ import pytest
 from transformers import TrainingArguments
 
 from helpers.scripts import SCRIPTS, run_script
-from tnn_scripts.common.arguments import RENAMED, rename_options
+from tnn_scripts.common.parser import HELP, RENAMED, rename_options
 
 PROGRAMS = sorted(path.stem for path in SCRIPTS.glob("*.py") if path.stem != "__init__")
 # Options that mean something else in these programs than a renamed one did in others.
-OTHER_MEANING = {"generate": {"--batch_size"}}
+OTHER_MEANING = {"generate": {"--batch_size"}, "plot_kernels": {"--length"}, "run_synthetic": {"--length"}}
 
 
 # A path is a text that is checked; a choice is one of some texts.
 SAME = {"Path": "str", "None": "str", "string_to_bool": "bool", "check_device": "str"}
 # Trainer has types of its own for some options, such as a share or a number of steps for --warmup_steps.
 OF_TRAINER = {f"--{name}" for name in TrainingArguments.__dataclass_fields__}
-OF_TRAINER |= {f"--{name.replace('_', '-')}" for name in TrainingArguments.__dataclass_fields__}
+OF_TRAINER |= {name[:2] + name[2:].replace("_", "-") for name in OF_TRAINER}
 
 
 class Found(Exception):
@@ -52,6 +52,16 @@ def test_an_option_has_one_type(options):
             kind = "bool" if action.nargs == 0 else getattr(action.type, "__name__", str(action.type))
             types.setdefault(name, {}).setdefault(SAME.get(kind, kind), []).append(program)
     assert not {name: kinds for name, kinds in types.items() if len(kinds) > 1 and name not in OF_TRAINER}
+
+
+def test_an_option_has_one_help(options):
+    """An option of two programs is described in `common/parser.py`, or by transformers."""
+    found = {}
+    for program, actions in options.items():
+        for name, action in actions.items():
+            found.setdefault(name, {}).setdefault(action.help, []).append(program)
+    assert not {name: texts for name, texts in found.items() if len(texts) > 1}
+    assert not {name for name in HELP if f"--{name}" not in found}
 
 
 def test_no_program_has_an_old_spelling(options):

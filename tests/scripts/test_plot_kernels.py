@@ -3,16 +3,15 @@
 import json
 import math
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from helpers import processes
 from helpers.models import seeded, tiny_config
-from helpers.scripts import run_script
+from helpers.scripts import program, run_script
 from modeling_tnn import TnnForCausalLM, TnnForImageClassification, TnnForMaskedLM
 from modeling_tnn.tno_auto import build_tno
 from tnn_scripts.plot_kernels import parse_arguments, read_kernel, read_layer
@@ -149,11 +148,8 @@ def test_script(tno_type, causal, tmp_path):
     model = seeded(TnnForCausalLM if causal else TnnForMaskedLM, tiny_config(tno_type, causal, num_hidden_layers=1))
     model.save_pretrained(tmp_path / "model")
     output = tmp_path / "pictures"
-    command = [sys.executable, ROOT / "scripts" / "plot_kernels.py", "--model_name_or_path", tmp_path / "model",
-               "--output_dir",
-               output, "--length", "33", "--dpi", "40"]  # fmt: skip
-    result = subprocess.run([str(part) for part in command], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    given = ["--model_name_or_path", tmp_path / "model", "--output_dir", output, "--length", 33, "--dpi", 40]
+    result = processes.run(program("plot_kernels", *given), check=True)
     names = {"overview", "layer-0", "layer-0-matrices"}
     assert {path.stem for path in output.glob("*.png")} == names
     page = (output / "index.html").read_text()

@@ -1,10 +1,7 @@
 """How programs end: one line for what a user can do something about, 130 for Ctrl-C, a traceback for a mistake."""
 
-import functools
-import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from importlib import import_module
@@ -14,7 +11,8 @@ from tnn_scripts.common.errors import report_errors
 import pytest
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from helpers.scripts import SCRIPTS, run_script, save_model, write_config, write_text
+from helpers import processes
+from helpers.scripts import SCRIPTS, run_script, save_model, wait_until, write_config, write_text
 
 PROGRAMS = sorted(path.stem for path in SCRIPTS.glob("*.py") if "__main__" in path.read_text())
 UTF8 = r"error: bad.txt is no text in UTF-8: 'utf-8' codec can't decode byte 0xff"
@@ -187,21 +185,10 @@ def test_ctrl_c(program, folder, tmp_path):
         long += ["--output_dir", tmp_path / "out"]
     command = [sys.executable, SCRIPTS / f"{program}.py", "--model_name_or_path", folder / "tnn", *long]
     command = [str(part) for part in command]
-    # A shell without job control starts what runs in the background with Ctrl-C ignored, and children inherit that.
-    listen = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, text=True, preexec_fn=listen, **pipes) as process:
-        wait_for_weights(process)
-        os.kill(process.pid, signal.SIGINT)
+    with processes.Process(command) as process:
+        wait_until(lambda: "100%" in process.output()[1], process)  # the weights are loaded
+        time.sleep(1)
+        process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Traceback" not in errors and errors.endswith("stopped by Ctrl-C\n")
-
-
-def wait_for_weights(process: subprocess.Popen):
-    """Until its progress bar has said that they are loaded, and a moment longer."""
-    seen = ""
-    while "100%" not in seen:
-        assert process.poll() is None, seen
-        seen += process.stderr.read(1)
-    time.sleep(1)

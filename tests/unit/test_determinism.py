@@ -4,9 +4,10 @@ import pytest
 import torch
 from transformers import Trainer, TrainingArguments
 
-from helpers.models import CAUSAL, VARIANTS, RandomTexts, seeded, tiny_config
+from helpers.models import CAUSAL, VARIANTS, RandomTexts, exhaustive, seeded, tiny_config
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, TnnModel
 
+TRAINED = [("rpe", True), ("ski", False)]
 LANGUAGE_MODELS = [TnnForMaskedLM, TnnForCausalLM]
 
 
@@ -45,7 +46,7 @@ def test_generation(tno_type, options, deterministic):
     assert torch.equal(*texts)
 
 
-@pytest.mark.parametrize("tno_type, causal", VARIANTS)
+@pytest.mark.parametrize("tno_type, causal", [*TRAINED, *exhaustive(*(v for v in VARIANTS if v not in TRAINED))])
 def test_training(tno_type, causal, tmp_path):
     """Trainer with `full_determinism`, dropout included."""
     runs = []

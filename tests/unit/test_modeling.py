@@ -231,7 +231,7 @@ def test_training_under_autocast(head, tno_type, causal):
     assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
 
 
-@EVERY_HEAD
+@pytest.mark.parametrize("head, tno_type, causal", few(("rtf", True), ("fd", True), ("rpe", False)))
 def test_export(head, tno_type, causal):
     model = seeded(head, tiny_config(tno_type, causal, use_cache=False))
     inputs = batch()
@@ -239,7 +239,7 @@ def test_export(head, tno_type, causal):
     torch.testing.assert_close(program.module()(**inputs).logits, model(**inputs).logits, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("head, tno_type, causal", few(("rpe", True), ("ski", False)))
+@pytest.mark.parametrize("head, tno_type, causal", few(("rpe", True)))
 def test_compiled_graph_serves_all_lengths(head, tno_type, causal):
     """More lengths than there may be graphs."""
     torch.compiler.reset()
@@ -250,7 +250,7 @@ def test_compiled_graph_serves_all_lengths(head, tno_type, causal):
         torch.testing.assert_close(compiled(**inputs).logits, model(**inputs).logits, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("head, tno_type, causal", few(("rtf", True), ("modal", True), ("fd", False), ("ski", False)))
+@pytest.mark.parametrize("head, tno_type, causal", few(("rtf", True), ("ski", False)))
 def test_compile(head, tno_type, causal):
     """The whole forward pass is one graph, with and without a mask."""
     model = seeded(head, tiny_config(tno_type, causal, use_cache=False))

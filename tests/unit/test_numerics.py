@@ -5,7 +5,7 @@ import resource
 import pytest
 import torch
 
-from helpers.models import VARIANTS, relative_error, seeded, tiny_config
+from helpers.models import VARIANTS, exhaustive, relative_error, seeded, tiny_config
 from helpers.strategies import noise
 from modeling_tnn import TnnModel
 from modeling_tnn.modeling_tnn import TnnBlock
@@ -59,7 +59,7 @@ def test_a_million_tokens(variant):
             assert relative_error(y[:, :5000], block(x[:, :5000])) < 1e-4
 
 
-@pytest.mark.parametrize("scale", [0.0, 1e-38, 1e-20, 1e6])
+@pytest.mark.parametrize("scale", [0.0, 1e-38, 1e6, *exhaustive(1e-20)])
 @EVERY_POSITION
 @pytest.mark.parametrize("norm_type", NORM_TYPES)
 def test_extreme_inputs(scale, norm_position, norm_type):

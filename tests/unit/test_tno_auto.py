@@ -1,13 +1,13 @@
 """The table of operators, and operators from outside the package."""
 
 import json
-import subprocess
 import sys
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from helpers import processes
 from helpers.gaussian_operator import GaussianOperator
 from helpers.models import seeded, tiny_config
 from helpers.operators import OperatorTests
@@ -45,14 +45,14 @@ def test_a_checkpoint_without_its_operator(tmp_path, unregistered):
     OPERATORS["gaussian"] = GaussianOperator
     seeded(TnnForCausalLM, tiny_config("gaussian")).save_pretrained(tmp_path)
     del OPERATORS["gaussian"]
-    message = "gaussian_operator.GaussianOperator, which is not registered here. Import the module gaussian_operator"
+    message = "GaussianOperator, which is not registered here. Import the module helpers.gaussian_operator"
     for load in (AutoConfig, AutoModelForCausalLM, TnnForCausalLM):
         with pytest.raises(ValueError, match=message):
             load.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize(
-    "first, name", [("import gaussian_operator, ", "the module is imported"), ("import ", "it is not")]
+    "first, name", [("import helpers.gaussian_operator, ", "the module is imported"), ("import ", "it is not")]
 )
 def test_another_process(first, name, tmp_path):
     model = seeded(TnnForCausalLM, tiny_config("gaussian"))
@@ -62,19 +62,17 @@ def test_another_process(first, name, tmp_path):
 from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})
 print(model(torch.arange(3, 13)[None]).logits.sum().item())"""
-    folders = [path for path in sys.path if path]
-    environment = {"PYTHONPATH": ":".join(folders), "PATH": "", "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    done = processes.run([sys.executable, "-c", code])
     if "gaussian" in first:
         assert float(done.stdout) == pytest.approx(model(ids).logits.sum().item(), rel=1e-5)
     else:
-        assert done.returncode and "Import the module gaussian_operator" in done.stderr
+        assert done.returncode and "Import the module helpers.gaussian_operator" in done.stderr
 
 
 def test_a_saved_folder_says_what_it_needs(tmp_path):
     seeded(TnnForCausalLM, tiny_config("gaussian")).save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
-    assert saved["tno_class"] == "gaussian_operator.GaussianOperator"
+    assert saved["tno_class"] == "helpers.gaussian_operator.GaussianOperator"
     tiny_config().save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["tno_class"] is None
 
@@ -94,7 +92,9 @@ def test_direction(monkeypatch):
 
 def test_registration(unregistered):
     register_operator("gaussian", GaussianOperator)
-    register_operator("gaussian", type("GaussianOperator", (GaussianOperator,), {"__module__": "gaussian_operator"}))
+    register_operator(
+        "gaussian", type("GaussianOperator", (GaussianOperator,), {"__module__": "helpers.gaussian_operator"})
+    )
     for name, cls, error in [
         ("rpe", GaussianOperator, ValueError),
         ("gaussian", type("Other", (ToeplitzOperator,), {}), ValueError),
