@@ -32,6 +32,7 @@ from tnn_scripts.common.atomic import claim, saving_errors, write_json, write_te
 from tnn_scripts.common.devices import check_device, suggest_smaller
 from tnn_scripts.common.parser import ProgramParser
 from tnn_scripts.common.scoring import evaluate
+from tnn_scripts.common.tables import markdown_table
 from tnn_scripts.data.text import check_file, check_vocabulary, load_texts, tokenize
 from tnn_scripts.data.token_bytes import bytes_until
 
@@ -124,12 +125,11 @@ def table(results: list[dict]) -> str:
     figures = {
         (r["model"], r["stride"], r["length"]): f"{r['perplexity']:.2f} ({r['bits_per_byte']:.3f})" for r in results
     }
-    lines = ["| length | " + " | ".join(label_text(*column) for column in columns) + " |"]
-    lines.append("|---:|" + "---:|" * len(columns))
+    lines = []
     for length in sorted({result["length"] for result in results}):
         cells = [figures.get((*column, length), "") for column in columns]
-        lines.append(f"| {length} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append([length, *cells])
+    return markdown_table(["length", *(label_text(*column) for column in columns)], lines, texts=0)
 
 
 def plot(results: list[dict], file: Path):
@@ -158,7 +158,7 @@ def plot(results: list[dict], file: Path):
 def report(results: list[dict], args: argparse.Namespace):
     """What there is so far, as JSON, Markdown and a plot."""
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
-    write_json(args.output_dir / "perplexity.json", {"settings": settings, "results": results})
+    write_json(args.output_dir / "all_results.json", {"settings": settings, "results": results})
     write_text(args.output_dir / "perplexity.md", table(results) + "\n")
     with saving_errors(args.output_dir / "perplexity.png", args.output_dir / "perplexity.png"):
         plot(results, args.output_dir / "perplexity.png")

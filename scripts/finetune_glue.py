@@ -40,6 +40,7 @@ from tnn_scripts.common.checkpoints import check_run
 from tnn_scripts.common.devices import suggest_smaller
 from tnn_scripts.common.publishing import open_repository, upload
 from tnn_scripts.common.signals import StopRequested
+from tnn_scripts.common.tables import markdown_table
 from tnn_scripts.common.trainer import train
 from tnn_scripts.data.glue import TASKS, TaskData, load_files, load_task, tokenize_task
 from tnn_scripts.data.glue_metrics import ERRORS, format_metric, load_metric, main_metric
@@ -269,20 +270,18 @@ def summarize(task: Task, runs: list[dict]) -> dict:
 
 def table(summaries: list[dict]) -> str:
     """Markdown: the scores of all tasks in percent (an error as it is), and their mean."""
-    lines = ["| task | metric | majority class | mean ± std | seeds | best run | learning rate |"]
-    lines.append("|---|---|---:|---:|---:|---:|---:|")
-    rows = [summary for summary in summaries if "mean" in summary]
+    lines, rows = [], [summary for summary in summaries if "mean" in summary]
     for row in rows:
         figures = {name: row[name] for name in ("majority", "mean", "std", "best") if row[name] is not None}
         shown = {name: format_metric(row["metric"], value) for name, value in figures.items()}
-        lines.append(
-            f"| {row['task']} | {row['metric']} | {shown.get('majority', '')} | {shown['mean']} ± {shown['std']} "
-            f"| {row['seeds']} | {shown['best']} | {row['learning_rate']:g} |"
-        )
+        score = f"{shown['mean']} ± {shown['std']}"
+        rate = f"{row['learning_rate']:g}"
+        lines.append([row["task"], row["metric"], shown.get("majority"), score, row["seeds"], shown["best"], rate])
     if len(rows) > 1:
         mean, best = (100 * statistics.mean(row[name] for row in rows) for name in ("mean", "best"))
-        lines.append(f"| average | | | {mean:.2f} | | {best:.2f} | |")
-    return "\n".join(lines)
+        lines.append(["average", None, None, f"{mean:.2f}", None, f"{best:.2f}", None])
+    headers = ["task", "metric", "majority class", "mean ± std", "seeds", "best run", "learning rate"]
+    return markdown_table(headers, lines, texts=2)
 
 
 def check_before_start(args: GlueArguments, training: TrainingArguments):

@@ -38,6 +38,7 @@ from tnn_scripts.common.accelerate_loop import token_losses
 from tnn_scripts.common.arguments import chosen_seeds, load_config, parse_arguments, parse_overrides
 from tnn_scripts.common.atomic import claim, saving_errors, write_json
 from tnn_scripts.common.scoring import batches, evaluate
+from tnn_scripts.common.tables import markdown_table
 from tnn_scripts.data.text import load_corpus, pack, tokenize, train_tokenizer
 
 logger = logging.getLogger("run_ablation")
@@ -173,14 +174,12 @@ def train(args: AblationArguments, training: TrainingArguments, variant: str, se
 def table(rows: list[dict]) -> str:
     """Markdown: the mean over the seeds, at each length."""
     lengths = list(rows[0]["perplexity"])
-    heading = " | ".join(f"perplexity at {length}" for length in lengths)
-    lines = [f"| variant | {heading} | parameters | seeds |", "|---|" + "---:|" * (len(lengths) + 2)]
+    lines = []
     for name in dict.fromkeys(row["variant"] for row in rows):
         own = [row for row in rows if row["variant"] == name]
         means = (statistics.mean(row["perplexity"][length] for row in own) for length in lengths)
-        cells = " | ".join(f"{mean:.2f}" for mean in means)
-        lines.append(f"| {name} | {cells} | {own[0]['parameters']:,} | {len(own)} |")
-    return "\n".join(lines)
+        lines.append([name, *(f"{mean:.2f}" for mean in means), f"{own[0]['parameters']:,}", len(own)])
+    return markdown_table(["variant", *(f"perplexity at {n}" for n in lengths), "parameters", "seeds"], lines)
 
 
 def run(args: AblationArguments, training: TrainingArguments):
@@ -196,7 +195,7 @@ def run(args: AblationArguments, training: TrainingArguments):
     lengths = [config.max_position_embeddings, *args.longer]
     validation = validation_ids(corpus["validation"], tokenizer, args.eval_tokens, lengths)
     text = Text(tokenizer, pack(corpus["train"], tokenizer, lengths[0]), validation, lengths)
-    rows, output = [], Path(training.output_dir) / "results.json"
+    rows, output = [], Path(training.output_dir) / "all_results.json"
     for variant in args.variants:
         for seed in args.seeds:
             rows.append(train(args, training, variant, seed, text))

@@ -27,6 +27,7 @@ from modeling_tnn import PoleCallback, TnnConfig, TnnForCausalLM
 from modeling_tnn.tno_auto import build_tno
 from tnn_scripts.common.arguments import chosen_seeds, parse_arguments
 from tnn_scripts.common.atomic import claim, saving_errors, write_json
+from tnn_scripts.common.tables import markdown_table
 from tnn_scripts.data.synthetic import IGNORED, Copying, Delay
 
 
@@ -156,12 +157,12 @@ def train(args: SyntheticArguments, training: TrainingArguments, state_size: int
 
 def table(rows: list[dict], metric: str) -> str:
     """Markdown: the mean over the seeds for each state size, and its range."""
-    lines = [f"| state size | {metric}, mean | lowest | highest | seeds |", "|---:|---:|---:|---:|---:|"]
+    lines = []
     for size in sorted({row["state_size"] for row in rows}):
         scores = [row[metric] for row in rows if row["state_size"] == size]
-        cells = f"{statistics.mean(scores):.4f} | {min(scores):.4f} | {max(scores):.4f} | {len(scores)}"
-        lines.append(f"| {size} | {cells} |")
-    return "\n".join(lines)
+        figures = (f"{score:.4f}" for score in (statistics.mean(scores), min(scores), max(scores)))
+        lines.append([size, *figures, len(scores)])
+    return markdown_table(["state size", f"{metric}, mean", "lowest", "highest", "seeds"], lines, texts=0)
 
 
 def run(args: SyntheticArguments, training: TrainingArguments):
@@ -172,7 +173,7 @@ def run(args: SyntheticArguments, training: TrainingArguments):
     """
     args.seeds = chosen_seeds(args.seeds, training)
     rows, metric = [], TASKS[args.task].metric
-    output = Path(training.output_dir) / "results.json"
+    output = Path(training.output_dir) / "all_results.json"
     for size in args.state_sizes:
         for seed in args.seeds:
             rows.append(train(args, training, size, seed))

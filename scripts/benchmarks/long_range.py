@@ -11,12 +11,14 @@ from functools import partial
 import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
+from modeling_tnn.tno_auto import OPERATORS
 from tnn_scripts.benchmarks.measure import measure
 from tnn_scripts.common.arguments import load_config
 from tnn_scripts.common.peers import modernbert_like
+from tnn_scripts.common.tables import markdown_table
 
-OPERATORS = ("rpe", "fd", "ski", "rtf")
-WAYS = (*OPERATORS, "transformer")
+WAYS = (*(name for name, cls in OPERATORS.items() if cls.supports_bidirectional), "transformer")
+DEFAULT_WAYS = ("rpe", "fd", "ski", "rtf", "transformer")
 PRESET = "tnn-text"
 
 
@@ -35,7 +37,7 @@ def training_step(model: PreTrainedModel, ids: torch.Tensor, labels: torch.Tenso
 
 
 def add_arguments(parser: argparse.ArgumentParser):
-    parser.add_argument("--models", nargs="+", choices=WAYS, default=WAYS, help="what to compare")
+    parser.add_argument("--models", nargs="+", choices=WAYS, default=DEFAULT_WAYS, help="what to compare")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 3072, 4096, 5120])
     parser.add_argument("--batch_size", type=int, default=1)
 
@@ -65,7 +67,6 @@ def table(rows: list[dict]) -> str:
     """Markdown: a line for each model, a column for each length."""
     lengths = sorted({row["length"] for row in rows})
     speeds = {(row["way"], row["length"]): row["steps_per_second"] for row in rows}
-    lines = ["| model | " + " | ".join(map(str, lengths)) + " |", "|---|" + "---:|" * len(lengths)]
-    for way in dict.fromkeys(row["way"] for row in rows):
-        lines.append(f"| {way} | " + " | ".join(f"{speeds[way, length]:.2f}" for length in lengths) + " |")
-    return "\n".join(lines)
+    ways = dict.fromkeys(row["way"] for row in rows)
+    lines = ([way, *(f"{speeds[way, length]:.2f}" for length in lengths)] for way in ways)
+    return markdown_table(["model", *map(str, lengths)], lines)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import torch
 
+from tnn_scripts.common.tables import markdown_table
+
 
 def clock(args) -> float:
     """CPU time of this thread if it is the only one, else wall time after the device has finished."""
@@ -56,9 +58,6 @@ def peak_on_device(run: Callable[[], None], args) -> dict[str, float]:
 def markdown(rows: list[dict], formats: dict[str, str]) -> str:
     """A table of the columns that `formats` names and any row has."""
     columns = [name for name in formats if any(name in row for row in rows)]
-    lines = ["| " + " | ".join(name.replace("_", " ") for name in columns) + " |"]
-    lines.append("|" + "|".join("---" if formats[name] == "" else "---:" for name in columns) + "|")
-    for row in rows:
-        cells = ("" if row.get(name) is None else format(row[name], formats[name]) for name in columns)
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    lines = ([None if row.get(name) is None else format(row[name], formats[name]) for name in columns] for row in rows)
+    texts = sum(formats[name] == "" for name in columns)
+    return markdown_table([name.replace("_", " ") for name in columns], lines, texts)

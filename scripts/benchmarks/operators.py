@@ -10,14 +10,14 @@ import torch
 
 from modeling_tnn import TnnConfig
 from modeling_tnn.tno import ToeplitzOperator
-from modeling_tnn.tno_auto import build_tno
+from modeling_tnn.tno_auto import OPERATORS, build_tno
 from tnn_scripts.benchmarks.arguments import add_batches, add_ways
 from tnn_scripts.benchmarks.measure import markdown, measure, peak_on_device, rows_of
 from tnn_scripts.benchmarks.peers import released_product
 
 FORMATS = {"length": "", "way": "", "milliseconds": ".0f", "released_over_this": ".2f", "rpe_over_this": ".2f"}
 FORMATS |= {"tokens_per_second": ".0f", "peak_megabytes": ".0f"}
-WAYS = ("released", "rpe", "rpe eager", "fd", "fd eager", "ski", "ski eager", "rtf", "rtf eager")
+WAYS = ("released", *(way for name in OPERATORS for way in (name, f"{name} eager")))
 DEFAULT_WAYS = ("released", "rpe", "rpe eager")
 
 

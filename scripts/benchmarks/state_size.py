@@ -18,6 +18,7 @@ from torch import nn
 from modeling_tnn import TnnConfig
 from modeling_tnn.tno_auto import build_tno
 from tnn_scripts.benchmarks.measure import measure
+from tnn_scripts.common.tables import markdown_table
 
 
 def scan(rates: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
@@ -134,13 +135,7 @@ def run(args) -> list[dict]:
 def table(rows: list[dict]) -> str:
     """Markdown."""
     smallest = min(row["state_size"] for row in rows)
-    lines = [
-        f"| layer | state size | ms | over state size {smallest} | kept for backward, MiB |",
-        "|---|---:|---:|---:|---:|",
-    ]
-    lines += [
-        f"| {r['way']} | {r['state_size']} | {r['milliseconds']:.1f} | {r['over_smallest']:.2f} "
-        f"| {r['saved_megabytes']:.1f} |"
-        for r in rows
-    ]
-    return "\n".join(lines)
+    headers = ["layer", "state size", "ms", f"over state size {smallest}", "kept for backward, MiB"]
+    figures = {"milliseconds": ".1f", "over_smallest": ".2f", "saved_megabytes": ".1f"}
+    lines = ([r["way"], r["state_size"], *(format(r[name], form) for name, form in figures.items())] for r in rows)
+    return markdown_table(headers, lines)

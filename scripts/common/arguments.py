@@ -1,6 +1,7 @@
 """Command lines of the programs: recipes, presets, overrides of a configuration.
 
-A recipe is a YAML file of options by name. `--recipe FILE` reads it; options of the command line override it.
+A recipe is a YAML file of options by name. `--recipe NAME` reads one of `configuration/recipes/` or another file.
+Options of the command line go before those of the recipe.
 """
 
 import sys
@@ -10,7 +11,9 @@ import yaml
 from transformers import AutoConfig, PreTrainedConfig, TrainingArguments
 
 import modeling_tnn
-from tnn_scripts.common.parser import RENAMED, ProgramParser, nearest
+from modeling_tnn.presets import configuration_folder, preset_folders
+from tnn_scripts.common.nearest import nearest
+from tnn_scripts.common.parser import RENAMED, ProgramParser
 
 
 def parse_overrides(text: str | None, known: PreTrainedConfig | None = None) -> dict:
@@ -39,16 +42,14 @@ def load_config(name: str, *overrides: dict) -> PreTrainedConfig:
     return AutoConfig.for_model(**fields)
 
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
 def parse_arguments(dataclasses: list[type], description: str) -> tuple:
     """Instances of `dataclasses` from recipes and the command line, the second before the first.
 
     Errors of their `__post_init__` end the program with their message.
     """
     parser = ProgramParser(dataclasses, description)
-    parser.add_argument("--recipe", action="append", default=[], metavar="FILE", help="YAML file of options by name.")
+    recipe_help = "Options from a recipe: its name (wikitext2), or a YAML file of options by name."
+    parser.add_argument("--recipe", action="append", default=[], metavar="NAME", help=recipe_help)
     given = sys.argv[1:]
     try:
         recipes = [option for file in _recipe_files(given) for option in recipe_options(file, parser)]
@@ -67,10 +68,8 @@ def recipe_options(file: str, parser: ProgramParser) -> list[str]:
     Raises:
         ValueError: there is no such file, it is not a YAML mapping, or it has a key that is no option.
     """
-    if not Path(file).is_file():
-        raise ValueError(f"--recipe {file}: there is no such file.")
     try:
-        recipe = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+        recipe = yaml.safe_load(find_recipe(file).read_text(encoding="utf-8"))
     except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"--recipe {file} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(recipe, dict):
@@ -99,17 +98,33 @@ def chosen_seeds(seeds: list[int] | None, training: TrainingArguments) -> list[i
 
 
 def find_config(name: str) -> str:
-    """A preset of `configuration/` by its name, or what was given: a folder or a Hub id.
+    """The folder of a preset by its name, or what was given: a folder or a Hub id.
 
     Raises:
         ValueError: a name that begins with "tnn-" is none of a preset.
     """
-    presets = {path.parent.name: str(path.parent) for path in ROOT.glob("configuration/**/config.json")}
+    presets = {folder.name: str(folder) for folder in preset_folders().values()}
     if Path(name).exists() or not (name in presets or name.startswith("tnn-")):
         return name
     if name not in presets:
         raise ValueError(f"config={name!r} is not possible: the presets are {', '.join(sorted(presets))}.")
     return presets[name]
+
+
+def find_recipe(name: str) -> Path:
+    """The file of a recipe by its name, such as wikitext2 or lra/small-text, or what was given: a file.
+
+    Raises:
+        ValueError: there is neither.
+    """
+    folder = configuration_folder() / "recipes"
+    recipes = {file.relative_to(folder).with_suffix("").as_posix(): file for file in sorted(folder.rglob("*.yaml"))}
+    if Path(name).is_file():
+        return Path(name)
+    if name in recipes:
+        return recipes[name]
+    hint = nearest(name, recipes)
+    raise ValueError(f"--recipe {name}: there is no such file, and the recipes are {', '.join(recipes)}{hint}")
 
 
 def _recipe_files(given: list[str]) -> list[str]:

@@ -62,14 +62,14 @@ def save(trainer: Trainer, options: dict):
 
 
 def report(trainer: Trainer, results: dict):
-    """`results.json`, and a line for each split.
+    """`all_results.json`, and a line for each split.
 
     Raises:
         SavingError: it could not be written.
     """
     if not trainer.is_world_process_zero():
         return
-    write_json(Path(trainer.args.output_dir) / "results.json", results)
+    write_json(Path(trainer.args.output_dir) / "all_results.json", results)
     for name in (key.removesuffix("_accuracy") for key in results if key.endswith("_accuracy")):
         sys.stdout.write(
             f"{results['task']}, {results['model']}, {name}: accuracy {results[f'{name}_accuracy']:.2%} "

@@ -36,10 +36,11 @@ def interrupt_again(unraisable):
 
 
 def report_errors(main: Callable[[], None]) -> Callable[[], None]:
-    """`main`, which ends with `error: ...` and the status 1, or by Ctrl-C with 130, as shells have it.
+    """`main`, which ends with `error: ...` and a status: 2 for what was given, 1 for what happened, 130 for Ctrl-C.
 
-    OSError is a file, a disk or a network, ImportError a package that is not installed. Whatever else is raised is a
-    mistake of the program and keeps its traceback.
+    ValueError and a file that is not there are of the first kind; OSError (a disk, a network), ImportError (a package
+    that is not installed) and UserError of the second. Whatever else is raised is a mistake of the program and keeps
+    its traceback.
     """
 
     @functools.wraps(main)
@@ -52,14 +53,28 @@ def report_errors(main: Callable[[], None]) -> Callable[[], None]:
         except KeyboardInterrupt:
             sys.stderr.write("stopped by Ctrl-C\n")
             sys.exit(128 + SIGINT)
+        except (ValueError, FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+            leave(str(error), 2)
         except (OSError, ImportError) as error:
-            sys.exit(f"error: {' '.join(str(error).split())}")  # libraries break their lines
-        except (ValueError, UserError) as error:
-            sys.exit(f"error: {error}")
+            leave(" ".join(str(error).split()), 1)  # libraries break their lines
+        except UserError as error:
+            leave(str(error), 1)
         except Exception as error:
             # Of data that cannot be read; not imported, since most programs read none.
             if not type(error).__module__.startswith("datasets."):
                 raise
-            sys.exit(f"error: {error}: {error.__cause__}")
+            leave(f"{error}: {error.__cause__}", 2)
 
     return reporting
+
+
+def leave(message: str, status: int):
+    """End the program with a line on stderr.
+
+    Raises:
+        SystemExit: in any case.
+    """
+    sys.stderr.write(f"error: {message}\n")
+    end = SystemExit(f"error: {message}")
+    end.code = status
+    raise end from None

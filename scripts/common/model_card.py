@@ -21,8 +21,9 @@ from modeling_tnn.cache_tnn import memory_per_sequence
 from modeling_tnn.hub import AUTO_MAP
 from tnn_scripts.common.atomic import write_json
 
-ROOT = Path(__file__).resolve().parents[2]
-TEMPLATE = ROOT / "model_cards" / "TEMPLATE.md"
+# Inside an installed package, beside it in a clone.
+_FOLDERS = [Path(__file__).resolve().parents[level] / "model_cards" for level in (1, 2)]
+TEMPLATE = next((folder for folder in _FOLDERS if folder.is_dir()), _FOLDERS[-1]) / "TEMPLATE.md"
 # Names of inputs -> their files in the folder of a card.
 INPUTS = {
     "card": "card.json",

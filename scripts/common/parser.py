@@ -4,7 +4,6 @@ An option that several programs have is described here, once. A program describe
 """
 
 import argparse
-import difflib
 import logging
 import re
 import sys
@@ -12,6 +11,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from transformers import HfArgumentParser, TrainingArguments
+
+from tnn_scripts.common.commands import COMMAND_OF
+from tnn_scripts.common.nearest import nearest
 
 logger = logging.getLogger("arguments")
 
@@ -150,7 +152,7 @@ class ProgramParser(HfArgumentParser):
         summary, example, rest = _parts(self.description or "")
         formatter = self._get_formatter()
         formatter.add_usage(f"{self.prog} [options]", (), ())
-        for text in (summary, example.replace(f"python scripts/{Path(sys.argv[0]).name}", self.prog), rest):
+        for text in (summary, _as_called(example), rest):
             formatter.add_text(text)
         for title, actions in self._sections():
             formatter.start_section(title)
@@ -166,6 +168,12 @@ class ProgramParser(HfArgumentParser):
     def parse_known_args(self, args=None, namespace=None):
         given = sys.argv[1:] if args is None else list(args)
         return super().parse_known_args(rename_options(given, self), namespace)
+
+    def error(self, message: str):
+        self.exit(2, f"error: {message}\n")
+
+    def format_usage(self) -> str:
+        return f"usage: {self.prog} [options]\n"
 
     def refuse(self, unknown: Sequence[str], also: Sequence[str] = ()):
         """End the program if there are unknown options; `also` are names that it knows besides its own."""
@@ -199,18 +207,19 @@ def _program() -> str:
     return f"python {called}" if called.endswith(".py") else called
 
 
+def _as_called(example: str) -> str:
+    """An example of `python scripts/NAME.py` as one of `tnn`, if that was called."""
+    if not sys.argv[0].startswith("tnn "):
+        return example
+    return re.sub(r"python scripts/(\w+)\.py", lambda match: f"tnn {COMMAND_OF[match[1]]}", example)
+
+
 def _parts(description: str) -> tuple[str, str, str]:
     """The first line of a docstring, its example and the rest."""
     example = EXAMPLE.search(description)
     text = EXAMPLE.sub("", description)
     summary, _, rest = text.strip().partition("\n\n")
     return summary, f"Example:\n{example.group(1)}" if example else "", rest
-
-
-def nearest(name: str, known: Sequence[str], prefix: str = "") -> str:
-    """`; did you mean ...?` with the known name that is most like `name`, or nothing."""
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {prefix}{close[0]}?" if close else ""
 
 
 def rename_options(given: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:

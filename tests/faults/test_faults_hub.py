@@ -85,6 +85,8 @@ def test_publication_of_a_finetuned_model(hub, encoder, glue, tmp_path):
         run_script("finetune_glue", *glue_options(encoder, tmp_path / "out", *given, "--hub_token", "hf_secret"))
 
 
+# The client waits a second before each of its attempts.
+IMPATIENT = "import sys, time\nwait = time.sleep\ntime.sleep = lambda seconds: wait(min(seconds, 0.05))\n"
 DOWNLOAD = """
 from transformers import AutoModelForCausalLM
 import modeling_tnn
@@ -109,9 +111,9 @@ def test_download_that_breaks_off(hub, tmp_path):
         for repo in ("one", "shards")
         for name, options in (("from the Hub", {}), ("from the cache", {"local_files_only": True}))
     ]
-    broken = client(hub, tmp_path, DOWNLOAD, json.dumps(attempts), setup="import sys\n")
+    broken = client(hub, tmp_path, DOWNLOAD, json.dumps(attempts), setup=IMPATIENT)
     hub.cut.clear()
-    whole = client(hub, tmp_path, DOWNLOAD, json.dumps(attempts), setup="import sys\n")
+    whole = client(hub, tmp_path, DOWNLOAD, json.dumps(attempts), setup=IMPATIENT)
     expected = sum(
         parameter.double().sum().item() for parameter in AutoModelForCausalLM.from_pretrained(folder).parameters()
     )

@@ -159,7 +159,7 @@ def test_long_range_training_stops_and_goes_on(tmp_path, monkeypatch, caplog):
         with pytest.raises(SystemExit) as left:
             run_script("run_lra", *stopped)
     assert left.value.code == 143 and "stopped by a signal; step 3 is saved." in caplog.text
-    assert not (tmp_path / "stopped" / "results.json").exists()
+    assert not (tmp_path / "stopped" / "all_results.json").exists()
     run_script("run_lra", *stopped, "--resume_from_checkpoint", "latest")
     assert_same_weights(tmp_path / "whole", tmp_path / "stopped")
 

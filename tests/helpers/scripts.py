@@ -171,3 +171,8 @@ def save_model(folder: Path, **fields) -> Path:
     PreTrainedTokenizerFast(tokenizer_object=bpe, **special).save_pretrained(folder)
     lively_language_model(vocab_size=300, max_position_embeddings=32, **fields).float().save_pretrained(folder)
     return folder
+
+
+def table_rows(text: str) -> list[list[str]]:
+    """The cells of the Markdown tables in a text, headings included."""
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]

@@ -172,7 +172,7 @@ def test_images():
 
 @pytest.mark.parametrize(
     "tno_type, causal, mask",
-    [pytest.param(*case, mask, marks=() if (*case, mask) in [("rtf", True, False), ("ski", False, True)]
+    [pytest.param(*case, mask, marks=() if (*case, mask) in [("ski", False, True)]
                   else pytest.mark.slow) for case in OPERATORS for mask in (False, True)],
 )  # fmt: skip
 def test_onnx(tno_type, causal, mask, tmp_path):

@@ -19,7 +19,7 @@ FLOORS = [
     {"tno_rpe", "tno_fd", "tno_ski", "tno_rtf", "tno_modal", "tno_explicit", "tno_2d"},
     {"tno_auto", "stability"},
     {"configuration_tnn"},
-    {"modeling_tnn"},
+    {"modeling_tnn", "presets"},
     {"__init__"},
 ]
 
@@ -94,6 +94,16 @@ def test_scripts_are_imported_by_their_full_names():
 
 # Modules of Python that are called as one of ours.
 STANDARD = {"statistics"}
+
+
+def test_no_test_module_imports_another():
+    """What several need stands in `tests/helpers/`."""
+    tests = {path.stem for path in (ROOT / "tests").glob("*/test_*.py")} | {"conftest"}
+    for path in (ROOT / "tests").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module] if isinstance(node, ast.ImportFrom) else getattr(node, "names", [])
+            names = [name if isinstance(name, str) else getattr(name, "name", None) for name in names]
+            assert not {name.split(".")[-1] for name in names if name} & tests, path.name
 
 
 def test_the_readme_lists_the_operators():

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from helpers.scripts import table_rows
 from tnn_scripts.benchmarks import long_range as benchmark_long_range
 from tnn_scripts.benchmarks import state_size as benchmark_state_size
 
@@ -49,7 +50,5 @@ def test_long_range():
     assert all(row["steps_per_second"] > 0 for row in rows)
     parameters = {row["way"]: row["parameters"] for row in rows if row["length"] == 64}
     assert parameters["transformer"] - 64 * 128 == pytest.approx(parameters["rpe"], rel=0.1)
-    lines = benchmark_long_range.table(rows).splitlines()
-    assert lines[0] == "| model | 64 | 70 |" and [line.split()[1] for line in lines[2:]] == list(
-        benchmark_long_range.WAYS
-    )
+    headings, _, *lines = table_rows(benchmark_long_range.table(rows))
+    assert headings == ["model", "64", "70"] and [line[0] for line in lines] == list(benchmark_long_range.WAYS)

@@ -106,7 +106,7 @@ def test_a_pretrained_model_ends(tmp_path):
         run_script("evaluate_lm", "--model_name_or_path", tmp_path / "out", "--validation_file", rows, "--lengths",
                    64, *given,
                    "--output_dir", tmp_path / "figures")  # fmt: skip
-        evaluated[name] = json.loads((tmp_path / "figures" / "perplexity.json").read_text())["results"][0]
+        evaluated[name] = json.loads((tmp_path / "figures" / "all_results.json").read_text())["results"][0]
     assert evaluated["lines"]["perplexity"] > 1.3 * evaluated["as trained"]["perplexity"]
     with pytest.raises(SystemExit, match="another run.\n  documents: None there, lines here\n  data: "):
         run_script(

@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from helpers.models import lively_language_model
-from helpers.scripts import SENTENCES, run_script, write_text
+from helpers.scripts import SENTENCES, run_script, table_rows, write_text
 from tnn_scripts import evaluate_lm
 from tnn_scripts.data.text import tokenize, train_tokenizer
 from tnn_scripts.data.token_bytes import bytes_until
@@ -151,7 +151,7 @@ def test_report(folder, tmp_path, capsys):
     run_script(
         "evaluate_lm", "--model_name_or_path", folder / "tnn", folder / "gpt2", *options, "--output_dir", tmp_path
     )
-    results = json.loads((tmp_path / "perplexity.json").read_text())["results"]
+    results = json.loads((tmp_path / "all_results.json").read_text())["results"]
     assert [(r["length"], r["stride"]) for r in results if r["model"].endswith("tnn")] == [
         (16, None), (16, 12), (64, None), (64, 12), (128, None), (128, 12)
     ]  # fmt: skip
@@ -169,7 +169,7 @@ def test_report(folder, tmp_path, capsys):
         assert result["bits_per_byte"] == pytest.approx(math.log2(result["perplexity"]) * 399 / scored, rel=1e-6)
     assert (tmp_path / "perplexity.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "perplexity.md").read_text() in captured.out
-    assert "| length | tnn | tnn, stride 12 | gpt2 | gpt2, stride 12 |" in captured.out
+    assert table_rows(captured.out)[0] == ["length", "tnn", "tnn, stride 12", "gpt2", "gpt2, stride 12"]
 
 
 @pytest.mark.parametrize(

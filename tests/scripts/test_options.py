@@ -9,7 +9,7 @@ from transformers import TrainingArguments
 from helpers.scripts import SCRIPTS, run_script
 from tnn_scripts.common.parser import HELP, RENAMED, rename_options
 
-PROGRAMS = sorted(path.stem for path in SCRIPTS.glob("*.py") if path.stem != "__init__")
+PROGRAMS = sorted(path.stem for path in SCRIPTS.glob("*.py") if path.stem not in ("__init__", "tnn"))
 # Options that mean something else in these programs than a renamed one did in others.
 OTHER_MEANING = {"generate": {"--batch_size"}, "plot_kernels": {"--length"}, "run_synthetic": {"--length"}}
 

@@ -269,7 +269,7 @@ def test_refused(name, options, text, tmp_path):
         (["--dataset_name", "x", "--train_file", "y"], "dataset_name='x' is not possible: it must be absent"),
         (["--validation_file", "y"], "given together with --train_file"),
         (["--recipe", "nowhere.yaml"], "--recipe nowhere.yaml: there is no such file"),
-        (["--recepi", "x"], "unrecognized arguments|not used by the HfArgumentParser"),
+        (["--recepi", "x"], "--recepi is no option of this program; did you mean --recipe[?]"),
     ],
 )
 def test_refused_options(given, message, capsys):

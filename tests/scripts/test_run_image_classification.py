@@ -50,7 +50,7 @@ def test_it_learns_and_classifies(data, tmp_path, capsys):
     run_script(
         "run_image_classification", *options(data, tmp_path, "--num_train_epochs", 8, "--max_train_samples", 60)
     )
-    results = json.loads((tmp_path / "results.json").read_text())
+    results = json.loads((tmp_path / "all_results.json").read_text())
     assert (results["model"], results["train_rows"], results["steps"]) == ("rpe", 60, 40)
     assert results["test_accuracy"] > 0.9 and results["test_majority"] == pytest.approx(1 / 3)
     assert "rpe, test: accuracy" in capsys.readouterr().out
@@ -72,7 +72,7 @@ def test_it_learns_and_classifies(data, tmp_path, capsys):
 
 def test_transformer_of_the_same_size(data, tmp_path):
     run_script("run_image_classification", *options(data, tmp_path, "--max_steps", 1, "--transformer"))
-    assert json.loads((tmp_path / "results.json").read_text())["model"] == "transformer"
+    assert json.loads((tmp_path / "all_results.json").read_text())["model"] == "transformer"
     config = load_config("tnn-image-tiny")
     with torch.device("meta"):
         sizes = [

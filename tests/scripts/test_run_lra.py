@@ -167,7 +167,7 @@ def run(monkeypatch, output: Path, *arguments) -> dict:
     options = ["--output_dir", output, "--max_steps", 2, "--per_device_train_batch_size", 2, "--report_to", "none"]
     monkeypatch.setattr(sys, "argv", ["run_lra.py", *map(str, [*arguments, *options])])
     run_lra.main()
-    return json.loads((output / "results.json").read_text())
+    return json.loads((output / "all_results.json").read_text())
 
 
 TINY = "hidden_size=8,num_hidden_layers=1,intermediate_size=8,rpe_dim=4"
@@ -240,7 +240,7 @@ def test_script_on_pairs(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--task", "listop"], "--task listop: it must be one of listops, text"),
+        (["--task", "listop"], "invalid choice: 'listop' (choose from listops, text"),
         (["--task", "image", "--max_length", "500"], "--max_length 500: a picture of image has 1024 pixels"),
         (["--task", "retrieval"], "retrieval needs the folder"),
         (["--task", "retrieval", "--transformer"], "no ModernBERT with a head for two sequences"),

@@ -108,7 +108,7 @@ def test_figures(script, options, figure, tmp_path):
     given, rows = options(tmp_path), []
     for run, seeds in enumerate((["--seed", 3], ["--seed", 3], ["--seed", 4], ["--seeds", 3, 4])):
         run_script(script, *given, *seeds, "--output_dir", tmp_path / f"out-{run}")
-        rows.append(json.loads((tmp_path / f"out-{run}" / "results.json").read_text())["rows"])
+        rows.append(json.loads((tmp_path / f"out-{run}" / "all_results.json").read_text())["rows"])
     (first,), (again,), (other,), both = rows
     assert first["seed"] == 3 and first[figure] == again[figure] != other[figure]
     assert [row["seed"] for row in both] == [3, 4] and [row[figure] for row in both] == [first[figure], other[figure]]

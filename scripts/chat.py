@@ -1,0 +1,112 @@
+"""Write in turns with a causal model, in the terminal: it reads a line, and goes on from all that was said.
+
+What was said stays in the cache: for a turn, only its own tokens are read. A tokenizer with a chat template marks the
+turns by it; without one, the model goes on with the text as it stands. An empty line, Ctrl-D or Ctrl-C ends it; /new
+begins anew.
+
+Example:
+    python scripts/chat.py --model_name_or_path outputs/demo
+    python scripts/chat.py --model_name_or_path outputs/demo --max_new_tokens 40 --temperature 0.7
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator
+
+from tnn_scripts.common.errors import report_errors
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, TextStreamer, set_seed
+
+import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
+from tnn_scripts.common.devices import check_device
+from tnn_scripts.common.parser import ProgramParser
+from tnn_scripts.data.text import check_vocabulary
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = ProgramParser(description=__doc__)
+    parser.add_argument("--model_name_or_path", required=True)
+    parser.add_argument("--max_new_tokens", type=int, default=100)
+    parser.add_argument("--temperature", type=float, default=1.0, help="Below 1 likelier words, 0 for the likeliest.")
+    parser.add_argument("--top_p", type=float, default=0.95, help="Draw from the likeliest words of this share.")
+    parser.add_argument("--system", help="First message of a tokenizer with a chat template.")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--trust_remote_code", action="store_true")
+    args = parser.parse_args()
+    if args.max_new_tokens < 1 or args.temperature < 0 or not 0 < args.top_p <= 1:
+        parser.error("--max_new_tokens must be at least 1, --temperature at least 0, --top_p above 0 and at most 1")
+    return args
+
+
+class Conversation:
+    """What was said, as tokens, and the cache of the model that has read them."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer, system: str | None, options: dict):
+        self.model, self.tokenizer, self.options = model, tokenizer, options
+        self.messages = [] if system is None else [{"role": "system", "content": system}]
+        self.ids = torch.empty(1, 0, dtype=torch.long)
+        self.cache = DynamicCache(config=model.config)
+
+    def answer(self, line: str) -> str:
+        """What the model writes after `line`; it also streams to stdout."""
+        self.ids = self._prompt(line)  # (1, L)
+        streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        before = self.ids.shape[1]
+        ids = self.ids.to(self.model.device)
+        mask = torch.ones_like(ids)
+        self.ids = self.model.generate(
+            ids, attention_mask=mask, past_key_values=self.cache, streamer=streamer, **self.options
+        ).cpu()
+        text = self.tokenizer.decode(self.ids[0, before:], skip_special_tokens=True)
+        self.messages.append({"role": "assistant", "content": text})
+        return text
+
+    def _prompt(self, line: str) -> torch.Tensor:
+        """The tokens so far and those of a new line `(1, L)`."""
+        self.messages.append({"role": "user", "content": line})
+        if self.tokenizer.chat_template is None:
+            new = self.tokenizer(line, return_tensors="pt", add_special_tokens=not self.ids.shape[1])["input_ids"]
+            return torch.cat([self.ids, new], dim=1)
+        ids = self.tokenizer.apply_chat_template(
+            self.messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )["input_ids"]
+        if not torch.equal(ids[:, : self.ids.shape[1]], self.ids):
+            self.cache = DynamicCache(config=self.model.config)  # the template wrote the past in another way
+        return ids
+
+
+def lines() -> Iterator[str]:
+    """What the user writes, until an empty line or the end of the input."""
+    while True:
+        sys.stdout.write("> " if sys.stdin.isatty() else "")
+        sys.stdout.flush()
+        line = sys.stdin.readline().rstrip("\n")
+        if not line.strip():
+            return
+        yield line
+
+
+@report_errors
+def main():
+    args = parse_arguments()
+    check_device(args.device)
+    code = {"trust_remote_code": args.trust_remote_code}
+    tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path, **code)
+    model = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, dtype=args.dtype, **code).to(args.device)
+    check_vocabulary(tokenizer, model.config.vocab_size)
+    set_seed(args.seed)
+    drawn = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p}
+    options = {"max_new_tokens": args.max_new_tokens} | (drawn if args.temperature else {"do_sample": False})
+    conversation = Conversation(model, tokenizer, args.system, options)
+    for line in lines():
+        if line.strip() == "/new":
+            conversation = Conversation(model, tokenizer, args.system, options)
+            continue
+        conversation.answer(line)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,22 @@
+"""The subcommands of `tnn`: which program each runs, and what it does in a line."""
+
+# Subcommand -> (module of a program, summary).
+COMMANDS = {
+    "demo": ("demo", "train a small model on real text, save it, load it and let it write"),
+    "pretrain": ("pretrain", "pretrain a causal or masked language model, on one device or many"),
+    "finetune-glue": ("finetune_glue", "fine-tune on GLUE tasks or on files of sentences with labels"),
+    "evaluate": ("evaluate_lm", "measure perplexity by the length of the context"),
+    "generate": ("generate", "continue prompts"),
+    "chat": ("chat", "write in turns with a model, in the terminal"),
+    "plot-kernels": ("plot_kernels", "draw the kernels of a model"),
+    "to-recurrent": ("to_recurrent", "convert a causal model to a recurrence of low order"),
+    "convert": ("convert_original", "convert a checkpoint of the released implementations"),
+    "push": ("push_to_hub", "publish a model with its card on the Hub"),
+    "card": ("model_card", "write the card of a model"),
+    "lra": ("run_lra", "train on a task of the Long Range Arena"),
+    "images": ("run_image_classification", "train an image classifier"),
+    "synthetic": ("run_synthetic", "train on the synthetic tasks of the RTF paper"),
+    "ablation": ("run_ablation", "compare variants of a model"),
+    "benchmark": ("benchmark", "measure speed and memory beside peers"),
+}
+COMMAND_OF = {module: command for command, (module, _) in COMMANDS.items()}

@@ -1,0 +1,44 @@
+"""All programs as one command.
+
+Example:
+    tnn demo
+    tnn pretrain --recipe wikitext2 --output_dir outputs/wikitext2
+    tnn generate --model_name_or_path outputs/wikitext2 --prompt "The river"
+"""
+
+import sys
+from importlib import import_module
+from importlib.metadata import version
+
+from tnn_scripts.common.commands import COMMANDS
+from tnn_scripts.common.nearest import nearest
+
+
+def help_text() -> str:
+    """The commands with what they do. It needs no torch, so it is there at once."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {summary}" for name, (_, summary) in COMMANDS.items()]
+    summary, example = __doc__.strip().split("\n\n")
+    return "\n".join(
+        ["usage: tnn COMMAND [options]", "", summary, "", example, "", "commands:", *lines, ""]
+        + ["`tnn COMMAND --help` lists the options of a command; `tnn --version` says the version.", ""]
+    )
+
+
+def main():
+    """Run the program of the first argument with the others."""
+    command, *options = sys.argv[1:] or ["--help"]
+    if command in ("-h", "--help"):
+        sys.stdout.write(help_text())
+    elif command == "--version":
+        sys.stdout.write(f"modeling-tnn {version('modeling-tnn')}\n")
+    elif command in COMMANDS:
+        sys.argv = [f"tnn {command}", *options]
+        import_module(f"tnn_scripts.{COMMANDS[command][0]}").main()
+    else:
+        sys.stderr.write(f"error: {command} is no command of tnn{nearest(command, COMMANDS)} See `tnn --help`.\n")
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
