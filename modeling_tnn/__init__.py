@@ -1,36 +1,30 @@
-"""Toeplitz neural networks for Hugging Face transformers. Importing this registers them with the Auto classes."""
+"""Toeplitz neural networks for Hugging Face transformers. Importing this registers them with the Auto classes.
 
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForImageClassification,
-    AutoModelForMaskedLM,
-    AutoModelForSequenceClassification,
-)
+What needs transformers' model code is imported when it is asked for.
+"""
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from .auto_classes import register
 from .configuration_tnn import TnnConfig
-from .modeling_tnn import (
-    TnnForCausalLM,
-    TnnForImageClassification,
-    TnnForMaskedLM,
-    TnnForSequenceClassification,
-    TnnModel,
-    TnnPreTrainedModel,
-)
-from .stability import PoleCallback, find_unstable, project_poles
+from .presets import list_presets, load_preset
 from .tno import ToeplitzOperator
 from .tno_auto import register_operator
 from .toeplitz import causal_toeplitz_matmul, dense_toeplitz, toeplitz_matmul
 
-__version__ = "0.1.0"
+if TYPE_CHECKING:
+    from .modeling_tnn import (
+        TnnForCausalLM,
+        TnnForImageClassification,
+        TnnForMaskedLM,
+        TnnForSequenceClassification,
+        TnnModel,
+        TnnPreTrainedModel,
+    )
+    from .stability import PoleCallback, find_unstable, project_poles
 
-AutoConfig.register(TnnConfig.model_type, TnnConfig, exist_ok=True)
-AutoModel.register(TnnConfig, TnnModel, exist_ok=True)
-AutoModelForCausalLM.register(TnnConfig, TnnForCausalLM, exist_ok=True)
-AutoModelForMaskedLM.register(TnnConfig, TnnForMaskedLM, exist_ok=True)
-AutoModelForImageClassification.register(TnnConfig, TnnForImageClassification, exist_ok=True)
-AutoModelForSequenceClassification.register(TnnConfig, TnnForSequenceClassification, exist_ok=True)
+__version__ = "0.1.0"
 
 __all__ = [
     "PoleCallback",
@@ -45,7 +39,29 @@ __all__ = [
     "causal_toeplitz_matmul",
     "dense_toeplitz",
     "find_unstable",
+    "list_presets",
+    "load_preset",
     "project_poles",
     "register_operator",
     "toeplitz_matmul",
 ]
+
+# Module -> what is imported from it when it is asked for.
+_LATER = {
+    "modeling_tnn": [name for name in __all__ if name.startswith("Tnn") and name != "TnnConfig"],
+    "stability": ["PoleCallback", "find_unstable", "project_poles"],
+}
+
+register()
+
+
+def __getattr__(name: str):
+    for module, names in _LATER.items():
+        if name == module or name in names:
+            imported = import_module(f".{module}", __name__)
+            return imported if name == module else getattr(imported, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_LATER})

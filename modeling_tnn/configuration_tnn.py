@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
-from transformers.activations import ACT2FN
 
 from .hub import AUTO_MAP, save_code
 from .numerics import IMPLEMENTATIONS
@@ -33,10 +32,8 @@ CHOICES = {
     "rtf_constraint": (None, "l1_montel"),
     "rtf_initializer": ("zeros", "xavier", "montel"),
     "classifier_pooling": (None, "last", "mean"),
-    "hidden_act": tuple(ACT2FN),
-    "rpe_act": tuple(ACT2FN),
-    "fd_act": tuple(ACT2FN),
 }
+ACTIVATIONS = ("hidden_act", "rpe_act", "fd_act")
 
 AT_LEAST_ONE = (
     "vocab_size",
@@ -72,9 +69,21 @@ MOST_LABELS = 2**20
 
 Limit = tuple[Callable[[Any], bool], str]
 
+
+def one_of(allowed: tuple) -> Limit:
+    return allowed.__contains__, f"one of {', '.join(map(repr, allowed))}"
+
+
+def check_activation(name: str, value: str):
+    """Refuse what is no activation of transformers, whose table takes seconds to import."""
+    from transformers.activations import ACT2FN
+
+    _check_limit(name, value, one_of(tuple(ACT2FN)))
+
+
 # What a field must be, whatever the others are: a predicate, and its words.
 LIMITS: list[tuple[str, Limit]] = [
-    *((name, (allowed.__contains__, f"one of {', '.join(map(repr, allowed))}")) for name, allowed in CHOICES.items()),
+    *((name, one_of(allowed)) for name, allowed in CHOICES.items()),
     *((name, (lambda value: value >= 1, "at least 1")) for name in AT_LEAST_ONE),
     *((name, (largest.__ge__, f"at most {largest:,}")) for name, largest in AT_MOST.items()),
     ("hidden_dropout_prob", (lambda value: 0 <= value < 1, "in [0, 1)")),
@@ -300,6 +309,8 @@ class TnnConfig(PreTrainedConfig):
         for limited, limit in LIMITS if initialized and not unset else ():
             if limited == name:
                 _check_limit(name, value, limit)
+        if initialized and name in ACTIVATIONS:
+            check_activation(name, value)
         if initialized and name == "tno_type":
             operator_class(value)
         super().__setattr__(name, value)
@@ -407,6 +418,8 @@ class TnnConfig(PreTrainedConfig):
         # Not named validate_*: errors of such methods reach the user as a type that is no ValueError.
         for name, limit in LIMITS:
             _check_limit(name, getattr(self, name), limit)
+        for name in ACTIVATIONS:
+            check_activation(name, getattr(self, name))
         allowed = f"such that gtu_expansion * hidden_size is at least 1 and at most {LARGEST_SIZE:,}"
         self.require("gtu_expansion", 1 <= self.gtu_expansion * self.hidden_size <= LARGEST_SIZE, allowed)
         if self.learnable_decay:

@@ -16,12 +16,16 @@ import logging
 import os
 import shutil
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+
+if TYPE_CHECKING:  # the configuration imports this file, and needs no model code
+    from transformers import PreTrainedModel
 
 AUTO_MAP = {
     "AutoConfig": "configuration_tnn.TnnConfig",
@@ -200,7 +204,7 @@ def check_function(config: PreTrainedConfig, trained: dict):
         )
 
 
-def check_before_loading(model_class: type[PreTrainedModel], source, options: dict):
+def check_before_loading(model_class: type["PreTrainedModel"], source, options: dict):
     """What `from_pretrained` of `source` with `options` is about to load, see `check_sizes` and `check_names`.
 
     Raises:

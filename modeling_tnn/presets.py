@@ -6,6 +6,8 @@ They are the folders of `configuration/`, which an installed package carries ins
 from difflib import get_close_matches
 from pathlib import Path
 
+from transformers import PreTrainedConfig
+
 from .configuration_tnn import TnnConfig
 
 
@@ -35,7 +37,7 @@ def load_preset(name: str, **fields) -> TnnConfig:
         fields: fields of `TnnConfig` to change. What follows from them follows from the new values.
 
     Raises:
-        ValueError: there is no such preset, or a field is not possible.
+        ValueError: there is no such preset, it is one of another model, or a field is not possible.
     """
     folders = preset_folders()
     found = [folder for key, folder in folders.items() if name in (key, folder.name)]
@@ -43,4 +45,9 @@ def load_preset(name: str, **fields) -> TnnConfig:
         close = get_close_matches(name, folders, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
         raise ValueError(f"preset={name!r} is not possible: it must be one of {', '.join(folders)}{hint}")
-    return TnnConfig.from_pretrained(found[0], **fields)
+    # From the file: a configuration that is built has filled in what follows from the old values.
+    saved, _ = PreTrainedConfig.get_config_dict(found[0])
+    model_type = saved["model_type"]
+    if model_type != TnnConfig.model_type:
+        raise ValueError(f"{found[0].relative_to(configuration_folder())} is a preset of {model_type}: load it there.")
+    return TnnConfig(**saved | fields)

@@ -17,7 +17,6 @@ import math
 
 import torch
 from torch import nn
-from transformers.activations import ACT2FN
 
 from .norms import build_norm
 from .numerics import compute_dtype
@@ -45,6 +44,8 @@ class RelativePositionLayer(nn.Module):
     """norm, activation, linear map."""
 
     def __init__(self, size_in: int, size_out: int, act: str, norm_type: str, linear: type[nn.Linear] = CastingLinear):
+        from transformers.activations import ACT2FN  # takes seconds, which the configuration must not need
+
         super().__init__()
         self.norm = build_norm(norm_type, size_in)
         self.act = ACT2FN[act]

@@ -38,7 +38,7 @@ from modeling_tnn.hub import AUTO_MAP
 
 PACKAGE = Path(modeling_tnn.__file__).parent
 # All files but the package's own and what only training loops call.
-CODE = {path.name for path in PACKAGE.glob("*.py")} - {"__init__.py", "stability.py"}
+CODE = {path.name for path in PACKAGE.glob("*.py")} - {"__init__.py", "auto_classes.py", "presets.py", "stability.py"}
 CAUSAL_HEADS = (TnnForCausalLM, TnnForSequenceClassification, TnnModel)
 BIDIRECTIONAL_HEADS = (TnnForMaskedLM, TnnForSequenceClassification, TnnModel)
 HEADS = [(head, tno_type, causal) for tno_type, causal in VARIANTS

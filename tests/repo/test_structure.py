@@ -19,7 +19,7 @@ FLOORS = [
     {"tno_rpe", "tno_fd", "tno_ski", "tno_rtf", "tno_modal", "tno_explicit", "tno_2d"},
     {"tno_auto", "stability"},
     {"configuration_tnn"},
-    {"modeling_tnn", "presets"},
+    {"modeling_tnn", "presets", "auto_classes"},
     {"__init__"},
 ]
 

@@ -1,0 +1,59 @@
+"""Writing in turns: the cache goes on from turn to turn, and gives what reading everything again gives."""
+
+import io
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from helpers.scripts import run_script, save_model
+from tnn_scripts.chat import Conversation
+
+GREEDY = {"max_new_tokens": 7, "do_sample": False, "eos_token_id": None}
+LINES = ["The quick brown fox", "jumps over", "the lazy dog"]
+TEMPLATE = "{% for m in messages %}<s>{{ m['role'] }} {{ m['content'] }}</s>{% endfor %}<s>"
+# This one leaves out all but the last message: the past changes with every turn.
+FORGETFUL = "<s>{{ messages[-1]['content'] }}"
+
+
+@pytest.fixture(scope="module", params=["rpe", "rtf"])
+def loaded(request, tmp_path_factory):
+    folder = save_model(tmp_path_factory.mktemp("model"), tno_type=request.param)
+    return folder, AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("template", [None, TEMPLATE, FORGETFUL], ids=["plain", "template", "forgetful"])
+def test_turns_are_one_text(loaded, template):
+    _, model, tokenizer = loaded
+    tokenizer.chat_template = template
+    conversation = Conversation(model, tokenizer, None, GREEDY)
+    for line in LINES:
+        before = len(conversation.messages)
+        text = conversation.answer(line)
+        prompt = conversation.ids[:, : -GREEDY["max_new_tokens"]]
+        again = model.generate(prompt, use_cache=False, **GREEDY)
+        assert torch.equal(again, conversation.ids)
+        assert [message["content"] for message in conversation.messages[before:]] == [line, text]
+
+
+def test_the_first_message(loaded):
+    _, model, tokenizer = loaded
+    tokenizer.chat_template = TEMPLATE
+    conversation = Conversation(model, tokenizer, "Be brief.", GREEDY)
+    conversation.answer("Hello")
+    assert "system Be brief." in tokenizer.decode(conversation.ids[0])
+
+
+@pytest.mark.parametrize("temperature", ["0", "0.7"])
+def test_program(loaded, temperature, monkeypatch, capsys):
+    """An empty line ends it."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("The quick\n/new\nbrown fox\n\nnot read\n"))
+    run_script("chat", "--model_name_or_path", loaded[0], "--max_new_tokens", 5, "--temperature", temperature)
+    assert len(capsys.readouterr().out.strip()) > 5
+
+
+@pytest.mark.parametrize("given", [["--max_new_tokens", 0], ["--temperature", -1], ["--top_p", 0]])
+def test_refused_options(loaded, given, capsys):
+    with pytest.raises(SystemExit) as left:
+        run_script("chat", "--model_name_or_path", loaded[0], *given)
+    assert left.value.code == 2 and "must be at least 1" in capsys.readouterr().err

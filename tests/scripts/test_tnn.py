@@ -1,0 +1,80 @@
+"""The command `tnn`: what it lists, what it runs, what it refuses."""
+
+import subprocess
+import sys
+
+import pytest
+
+from helpers.scripts import SCRIPTS
+from tnn_scripts import tnn
+from tnn_scripts.common.commands import COMMANDS
+
+WITHOUT_TORCH = """
+import sys
+from tnn_scripts.tnn import main
+sys.argv = ["tnn", "--help"]
+main()
+assert not {"torch", "transformers"} & sys.modules.keys()
+"""
+
+
+def test_every_program_has_a_command():
+    programs = {path.stem for path in SCRIPTS.glob("*.py")} - {"__init__", "tnn"}
+    assert sorted(module for module, _ in COMMANDS.values()) == sorted(programs)
+
+
+def test_help_needs_no_torch():
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert all(f"  {command} " in done.stdout for command in COMMANDS)
+
+
+@pytest.mark.parametrize("given", [[], ["-h"]])
+def test_help(given, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["tnn", *given])
+    tnn.main()
+    assert capsys.readouterr().out.startswith("usage: tnn COMMAND [options]\n")
+
+
+def test_version(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["tnn", "--version"])
+    tnn.main()
+    assert capsys.readouterr().out.startswith("modeling-tnn ")
+
+
+def test_unknown_command(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["tnn", "pretrian"])
+    with pytest.raises(SystemExit) as left:
+        tnn.main()
+    assert left.value.code == 2
+    assert "pretrian is no command of tnn; did you mean pretrain?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["evaluate", "pretrain", "convert"])
+def test_help_of_a_command(command, monkeypatch, capsys):
+    """The example comes first, and is one of `tnn`."""
+    monkeypatch.setattr(sys, "argv", ["tnn", command, "--help"])
+    with pytest.raises(SystemExit) as left:
+        tnn.main()
+    shown = capsys.readouterr().out
+    assert left.value.code == 0
+    usage, summary, example, *_ = shown.split("\n\n")
+    assert usage == f"usage: tnn {command} [options]"
+    assert example.startswith(f"Example:\n    tnn {command} ") and "python" not in example
+
+
+@pytest.mark.parametrize("command", ["evaluate", "pretrain", "lra", "benchmark"])
+def test_an_unknown_option_is_one_line(command, monkeypatch, capsys):
+    given = {"benchmark": ["memory", "--lenghts"]}.get(command, ["--output_dri"])
+    monkeypatch.setattr(sys, "argv", ["tnn", command, *given, "x", *REQUIRED.get(command, [])])
+    with pytest.raises(SystemExit) as left:
+        tnn.main()
+    errors = capsys.readouterr().err
+    assert left.value.code == 2 and errors.count("\n") == 1
+    assert "no option of this program; did you mean --" in errors
+
+
+REQUIRED = {
+    "evaluate": ["--model_name_or_path", "x", "--output_dir", "y"],
+    "lra": ["--task", "listops", "--config_name", "tnn-listops", "--output_dir", "y"],
+}
