@@ -11,7 +11,7 @@ AUDIT_ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q $(CONSTRAINTS:%=-c %) $(PIP_ARGS)
 
-.PHONY: demo test test-exhaustive test-slow test-hf test-oldest test-newest lint format audit clean
+.PHONY: demo test test-exhaustive test-slow test-hf test-oldest test-newest lint format docs audit clean
 
 # Again and again into its own folder, but over no model in another one.
 demo: $(VENV)/.demo
@@ -49,6 +49,12 @@ lint: $(VENV)/.dev
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The site, in build/site; pages that follow from the code and pictures are written first.
+docs: $(VENV)/.dev $(VENV)/.docs
+	$(BIN)/python docs/generate.py
+	$(BIN)/python docs/draw.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --config-file docs/mkdocs.yml
 
 audit: $(VENV)/.dev
 	$(BIN)/python -m pip_audit --strict --skip-editable $(AUDIT_ARGS)

@@ -463,9 +463,8 @@ class TnnForCausalLM(TnnPreTrainedModel, GenerationMixin):
         Args:
             labels: `(B, L)`, usually the `input_ids`; shifted inside; -100 is not counted.
             logits_to_keep: how many of the last positions (0: all), or which positions, get logits.
-            shift_labels: `(B, L)`, the token after each position. They take the place of `labels`; a trainer that
-                splits sequences over devices gives them.
-            ignore_index: the label that is not counted, if not -100.
+            kwargs: `shift_labels` `(B, L)`, the token after each position, take the place of `labels`; a trainer that
+                splits sequences over devices gives them. `ignore_index` is the label that is not counted, if not -100.
 
         The other arguments and the errors are those of [`TnnModel.forward`].
 
@@ -527,7 +526,7 @@ class TnnForMaskedLM(TnnPreTrainedModel):
 
         Args:
             labels: `(B, L)`, the tokens to predict; -100 is not counted.
-            ignore_index: the label that is not counted, if not -100.
+            kwargs: `ignore_index` is the label that is not counted, if not -100.
 
         The other arguments and the errors are those of [`TnnModel.forward`].
         """

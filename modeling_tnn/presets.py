@@ -5,6 +5,7 @@ They are the folders of `configuration/`, which an installed package carries ins
 
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedConfig
 
@@ -29,7 +30,7 @@ def list_presets() -> list[str]:
     return list(preset_folders())
 
 
-def load_preset(name: str, **fields) -> TnnConfig:
+def load_preset(name: str, **fields: Any) -> TnnConfig:
     """The configuration of a preset.
 
     Args:

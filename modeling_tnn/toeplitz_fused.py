@@ -6,7 +6,7 @@ B batch, L length, D channels, K taps, F transform length, S = F - K + 1 new out
 of a chunk.
 
 The same result as by the differentiable operations of `toeplitz.py` and `gating.py`, which are its oracles. What makes
-it faster (figures in docs/performance.md): temporaries stay small enough for the processor's cache, since large ones
+it faster (figures: Benchmarks in the docs): temporaries stay small enough for the processor's cache, since large ones
 are page-faulted on every call; the gradient of a real transform is a real transform, where PyTorch's own backward of
 rfft is a complex one of twice the work; a filter much shorter than the sequence is applied to windows that overlap by
 K - 1 (overlap-save). No spectrum and no activation is kept: it saves u, v, the filter and the mixed values alone.

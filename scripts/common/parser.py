@@ -129,10 +129,14 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
         text = action.help or ""
         if action.required and action.option_strings:
             return f"{text} (required)"
-        if action.default in (None, argparse.SUPPRESS, "", []) or action.default is False:
-            return text
-        default = " ".join(map(str, action.default)) if isinstance(action.default, list) else "%(default)s"
-        return f"{text} (default: {default})"
+        return text + (f" (default: {default_of(action)})" if default_of(action) else "").replace("%", "%%")
+
+
+def default_of(action: argparse.Action) -> str:
+    """The default of an option as one would give it; nothing if there is none to give."""
+    if action.default in (None, argparse.SUPPRESS, "", []) or action.default is False:
+        return ""
+    return " ".join(map(str, action.default)) if isinstance(action.default, (list, tuple)) else str(action.default)
 
 
 class ProgramParser(HfArgumentParser):
@@ -149,12 +153,12 @@ class ProgramParser(HfArgumentParser):
         return action
 
     def format_help(self) -> str:
-        summary, example, rest = _parts(self.description or "")
+        summary, example, rest = self.description_parts()
         formatter = self._get_formatter()
         formatter.add_usage(f"{self.prog} [options]", (), ())
-        for text in (summary, _as_called(example), rest):
+        for text in (summary, example, rest):
             formatter.add_text(text)
-        for title, actions in self._sections():
+        for title, actions in self.sections():
             formatter.start_section(title)
             formatter.add_arguments(actions)
             formatter.end_section()
@@ -186,12 +190,22 @@ class ProgramParser(HfArgumentParser):
 
     def option_names(self) -> list[str]:
         """Without hyphens in front, those of subcommands included."""
-        parsers = [self]
-        for action in self._actions:
-            parsers += action.choices.values() if isinstance(action, argparse._SubParsersAction) else []
+        parsers = [self, *self.subcommands().values()]
         return [name[2:] for parser in parsers for name in parser._option_string_actions if name[:2] == "--"]
 
-    def _sections(self) -> Iterator[tuple[str, list[argparse.Action]]]:
+    def description_parts(self) -> tuple[str, str, str]:
+        """The first line of the docstring, its example and the rest."""
+        example = EXAMPLE.search(self.description or "")
+        summary, _, rest = EXAMPLE.sub("", self.description or "").strip().partition("\n\n")
+        return summary, _as_called(f"Example:\n{example.group(1)}") if example else "", rest
+
+    def subcommands(self) -> dict[str, "ProgramParser"]:
+        """The parsers of its subcommands, by name."""
+        found = (a.choices for a in self._actions if isinstance(a, argparse._SubParsersAction))
+        return next(found, {})
+
+    def sections(self) -> Iterator[tuple[str, list[argparse.Action]]]:
+        """Sections of the help with their options; those without options are left out by the formatter."""
         actions = [action for action in self._actions if action.help != argparse.SUPPRESS]
         shared = set(HELP) | (OF_TRAINER if TrainingArguments in self.dataclass_types else set())
         yield "options", [a for a in actions if a.dest not in shared]
@@ -212,14 +226,6 @@ def _as_called(example: str) -> str:
     if not sys.argv[0].startswith("tnn "):
         return example
     return re.sub(r"python scripts/(\w+)\.py", lambda match: f"tnn {COMMAND_OF[match[1]]}", example)
-
-
-def _parts(description: str) -> tuple[str, str, str]:
-    """The first line of a docstring, its example and the rest."""
-    example = EXAMPLE.search(description)
-    text = EXAMPLE.sub("", description)
-    summary, _, rest = text.strip().partition("\n\n")
-    return summary, f"Example:\n{example.group(1)}" if example else "", rest
 
 
 def rename_options(given: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:

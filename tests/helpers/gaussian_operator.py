@@ -1,4 +1,4 @@
-"""An operator from outside the package, as `docs/adding-an-operator.md` has it: a sum of Gaussians of the lag.
+"""An operator from outside the package, as the page on adding one has it: a sum of Gaussians of the lag.
 
     t_k = sum_g a_g exp(-(k / s_g)^2 / 2)
 

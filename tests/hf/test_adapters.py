@@ -42,12 +42,12 @@ def test_prefix_tuning_is_refused():
 
 
 def test_chats(tmp_path):
-    """The snippet of docs/training.md, a step of Trainer with what it makes, and the template after it is saved."""
-    text = (ROOT / "docs" / "training.md").read_text()
+    """The snippet of the guide, a step of Trainer with what it makes, and the template after it is saved."""
+    text = (ROOT / "docs" / "pages" / "guides" / "finetune.md").read_text()
     snippet = re.search(r"## Fine-tune on chats.*?```python\n(.*?)```", text, re.DOTALL)[1]
     made = {}
     folder = save_model(tmp_path / "model")
-    exec(compile(snippet.replace("outputs/demo", str(folder)), "docs/training.md", "exec"), made)
+    exec(compile(snippet.replace("outputs/demo", str(folder)), "guides/finetune.md", "exec"), made)
     tokenizer, model, inputs, labels = (made[name] for name in ("tokenizer", "model", "inputs", "labels"))
     shown = "<|user|>Who made the light?<|assistant|>God made it.</s>"
     assert tokenizer.decode(inputs["input_ids"]) == shown

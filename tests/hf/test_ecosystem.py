@@ -1,6 +1,6 @@
 """The tools around transformers, each run with the real library on every head that it applies to.
 
-The matrix in the README is checked against the heads that the tests name.
+The matrix of the page on tools is checked against the heads that the tests name.
 """
 
 import json
@@ -31,7 +31,7 @@ from helpers import processes
 from helpers.models import relative_error, seeded, tiny_config
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification, TnnModel
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "pages" / "guides" / "tools.md"
 SENTENCES = [
     "The quick brown fox jumps over the lazy dog.",
     "Pack my box.",
@@ -340,11 +340,11 @@ def log_likelihood(model, tokenizer, start: str, end: str) -> float:
     return logits.gather(1, rest[0][:, None]).sum().item()
 
 
-def test_matrix_of_the_readme():
+def test_matrix_of_the_page():
     """Its rows are these tests, its cells the heads that they run with."""
     names = [head.__name__ for head in AUTO]
     rows = {}
-    for line in README.read_text().splitlines():
+    for line in PAGE.read_text().splitlines():
         if (test := re.search(r"\| `(test_\w+)` \|$", line)) and test[1] in MATRIX:
             cells = [cell.strip() for cell in line.strip("|").split("|")][1:-1]
             rows[test[1]] = {name for name, cell in zip(names, cells, strict=True) if cell == "works"}

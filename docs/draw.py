@@ -1,0 +1,133 @@
+"""Draw the pictures of the pages: a kernel, its matrix, a circulant one, the gated unit, the files of the package.
+
+Example:
+    python docs/draw.py
+"""
+
+import ast
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import torch
+from matplotlib import pyplot
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
+
+from modeling_tnn import dense_toeplitz
+
+PACKAGE = Path(__file__).parents[1] / "modeling_tnn"
+PICTURES = Path(__file__).parent / "pages" / "pictures"
+COLORS = matplotlib.colormaps["RdBu_r"]
+SIZE = 12  # rows of the matrices
+
+
+def kernel() -> torch.Tensor:
+    """Coefficients at the lags -11 .. 11, `(1, 23)`: a decaying wave, weaker to the right of the diagonal."""
+    lags = torch.arange(1 - SIZE, SIZE)
+    side = torch.where(lags < 0, 0.6, 1.0)
+    return (side * 0.8 ** lags.abs() * torch.cos(0.9 * lags))[None]
+
+
+def save(figure, name: str):
+    figure.savefig(PICTURES / f"{name}.png", dpi=110, facecolor="white")
+    pyplot.close(figure)
+
+
+def draw_matrix():
+    taps = kernel()
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.6), layout="constrained", width_ratios=(3, 2))
+    lags = np.arange(1 - SIZE, SIZE)
+    left.bar(lags, taps[0], color=COLORS(0.5 + taps[0].numpy() / 2), edgecolor="gray", linewidth=0.5)
+    left.axhline(0, color="gray", linewidth=0.8)
+    left.set(xlabel="lag i - j", ylabel="coefficient", title="the kernel: one number for each lag")
+    right.imshow(dense_toeplitz(taps)[0], cmap=COLORS, vmin=-1, vmax=1)
+    right.set(xlabel="position j", ylabel="position i", title="its matrix: constant diagonals")
+    save(figure, "concept-matrix")
+
+
+def draw_circulant():
+    taps, n = kernel()[0].numpy(), SIZE
+    column = np.concatenate([taps[n - 1 :], [0], taps[: n - 1]])  # (2n,): lags 0 .. n-1, none, -(n-1) .. -1
+    matrix = np.stack([np.roll(column, shift) for shift in range(2 * n)], axis=1)
+    figure, axes = pyplot.subplots(figsize=(4.6, 4.6), layout="constrained")
+    axes.imshow(matrix, cmap=COLORS, vmin=-1, vmax=1)
+    axes.add_patch(Rectangle((-0.5, -0.5), n, n, fill=False, edgecolor="black", linewidth=2.5))
+    axes.set_title(f"a circulant matrix of {2 * n} rows;\nthe Toeplitz matrix of {n} rows is its corner", fontsize=11)
+    axes.set(xticks=[], yticks=[])
+    save(figure, "concept-circulant")
+
+
+def draw_gate():
+    """From left to right: the input, two projections, the operator on one of them, their product, the output."""
+    boxes = {
+        "x": (0.0, 1.0, "x"),
+        "u": (1.7, 1.8, "linear,\nSiLU"),
+        "v": (1.7, 0.2, "linear,\nSiLU"),
+        "T": (3.6, 0.2, "Toeplitz\noperator"),
+        "product": (5.5, 1.0, "product"),
+        "out": (7.2, 1.0, "linear"),
+    }
+    figure, axes = pyplot.subplots(figsize=(8.5, 2.8), layout="constrained")
+    width, height = 1.15, 0.75
+    for name, (x, y, label) in boxes.items():
+        color = "#c6dbef" if name == "T" else "#f0f0f0"
+        style = "round,pad=0.02,rounding_size=0.08"
+        axes.add_patch(FancyBboxPatch((x, y), width, height, boxstyle=style, facecolor=color, edgecolor="black"))
+        axes.text(x + width / 2, y + height / 2, label, ha="center", va="center", fontsize=11)
+    for start, end in (("x", "u"), ("x", "v"), ("v", "T"), ("u", "product"), ("T", "product"), ("product", "out")):
+        (x, y, _), (to_x, to_y, _) = boxes[start], boxes[end]
+        ends = (x + width, y + height / 2), (to_x, to_y + height / 2)
+        axes.add_patch(FancyArrowPatch(*ends, arrowstyle="-|>", mutation_scale=14, shrinkA=2, shrinkB=2))
+    axes.text(3.0, 2.75, "the gate: each position for itself", fontsize=10, color="dimgray")
+    axes.text(1.75, -0.15, "the mixer: positions exchange information", fontsize=10, color="dimgray")
+    axes.set(xlim=(-0.1, 8.5), ylim=(-0.3, 3.0))
+    axes.axis("off")
+    save(figure, "concept-gate")
+
+
+def imports() -> dict[str, set[str]]:
+    """The files of the package, and those that each of them imports."""
+    found = {}
+    for path in sorted(PACKAGE.glob("*.py")):
+        nodes = ast.walk(ast.parse(path.read_text()))
+        found[path.stem] = {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.level}
+    return found
+
+
+def floor_of(name: str, imported: dict[str, set[str]]) -> int:
+    return 1 + max((floor_of(below, imported) for below in imported[name]), default=-1)
+
+
+def draw_architecture():
+    """A row for each floor, the lowest at the bottom; a line from each file to those that it imports."""
+    imported = imports()
+    floors: dict[int, list[str]] = {}
+    for name in imported:
+        floors.setdefault(floor_of(name, imported), []).append(name)
+    places = {
+        name: ((place + 0.5) / len(names), floor)
+        for floor, names in floors.items()
+        for place, name in enumerate(sorted(names))
+    }
+    figure, axes = pyplot.subplots(figsize=(10, 8), layout="constrained")
+    for name, below in imported.items():
+        for other in below:
+            axes.plot(*zip(places[name], places[other], strict=True), color="#9ecae1", linewidth=0.7, zorder=1)
+    box = {"boxstyle": "round,pad=0.35", "facecolor": "white", "edgecolor": "#3182bd"}
+    for name, place in places.items():
+        axes.text(*place, name, ha="center", va="center", fontsize=9, family="monospace", bbox=box, zorder=2)
+    axes.set(xlim=(0, 1), ylim=(-0.5, max(floors) + 0.5))
+    axes.axis("off")
+    save(figure, "architecture")
+
+
+def main():
+    matplotlib.use("Agg")
+    draw_matrix()
+    draw_circulant()
+    draw_gate()
+    draw_architecture()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""README and documentation tell the truth: examples run, commands and options exist, links lead somewhere, and what is
+generated is what the code says.
+"""
+
+import importlib.util
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from transformers import GenerationConfig
+
+from helpers import processes
+from helpers.scripts import save_model
+from tnn_scripts.common.commands import COMMAND_OF, COMMANDS
+from tnn_scripts.common.parser import RENAMED
+
+ROOT = Path(__file__).parents[2]
+PAGES = ROOT / "docs" / "pages"
+FILES = (*ROOT.glob("*.md"), *PAGES.rglob("*.md"), *ROOT.glob("configuration/*.md"), ROOT / "model_cards/README.md")
+DOCUMENTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in FILES}
+SPEC = importlib.util.spec_from_file_location("generate_docs", ROOT / "docs" / "generate.py")
+generate = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(generate)
+
+# What a guide says that its reader has.
+GIVEN = {
+    "docs/pages/guides/pretrain.md": """
+from transformers import TrainingArguments
+import modeling_tnn
+model = modeling_tnn.TnnForCausalLM(modeling_tnn.TnnConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1))
+args = TrainingArguments("out", max_steps=1, report_to="none", use_cpu=True)
+documents = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}] * 4
+""",
+    "docs/pages/guides/finetune.md": """
+from transformers import TrainingArguments
+import modeling_tnn
+model = modeling_tnn.TnnForCausalLM(modeling_tnn.TnnConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1))
+args, texts = TrainingArguments("out", report_to="none", use_cpu=True), []
+""",
+}
+
+
+def blocks(document: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", DOCUMENTS[document], flags=re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """What is there after `tnn demo`."""
+    folder = tmp_path_factory.mktemp("reader")
+    save_model(folder / "outputs" / "demo", tno_type="rpe", decay=0.9)
+    return folder
+
+
+@pytest.mark.parametrize("document", [name for name in DOCUMENTS if blocks(name, "python")])
+def test_examples_run(document, folder):
+    """The Python of a page, in order, in one process."""
+    code = [GIVEN.get(document, ""), *blocks(document, "python")]
+    if "gaussian_operator.py" in DOCUMENTS[document]:
+        (folder / "gaussian_operator.py").write_text("\n".join(code[:3]))
+        code = [f"import sys\nsys.path.append({str(ROOT / 'tests')!r})", *code[3:]]
+    done = processes.run([sys.executable, "-c", "\n".join(code)], check=True, cwd=folder)
+    for expected in re.findall(r"print\(.*\)  # (.*)", "\n".join(code)):
+        assert expected in done.stdout
+
+
+def commands(document: str) -> list[list[str]]:
+    """The commands of `tnn` and of the programs, as words; comments and continued lines are put right."""
+    lines = "\n".join(blocks(document, "bash")).replace("\\\n", " ").splitlines()
+    found = [shlex.split(line, comments=True) for line in lines]
+    return [words for words in found if words and (words[0] == "tnn" or "scripts/" in " ".join(words))]
+
+
+@pytest.fixture(scope="module")
+def known_options() -> dict[str, set[str]]:
+    return {command: {f"--{name}" for name in generate.parser_of(command).option_names()} for command in COMMANDS}
+
+
+@pytest.mark.parametrize("document", [name for name in DOCUMENTS if commands(name)])
+def test_options_of_commands_exist(document, known_options):
+    for words in commands(document):
+        script = next((word for word in words if word.startswith("scripts/")), None)
+        command = words[1] if script is None else COMMAND_OF[Path(script).stem]
+        after = words[words.index(script or command) + 1 :]
+        given = {word.partition("=")[0] for word in after if word.startswith("--")} - {"--help"}
+        also = {f"--{name}" for name in GenerationConfig().to_dict()} if command == "generate" else set()
+        assert given <= known_options[command] | also, words
+        assert not given & RENAMED.keys() - known_options[command], words
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links(document):
+    folder = (ROOT / document).parent
+    text = re.sub(r"```.*?```", "", DOCUMENTS[document], flags=re.DOTALL)
+    for target in re.findall(r"\]\((?!http)([^)#]+)(?:#[^)]*)?\)", text):
+        assert (folder / target).exists(), target
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_files_in_commands_exist(document):
+    for code in blocks(document, "bash"):
+        for file in re.findall(r"\b(?:scripts|configuration)/[\w./-]+\w", code):
+            assert (ROOT / file).exists(), file
+
+
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
+def test_make_knows_its_targets(document):
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    assert set(re.findall(r"`make ([\w-]+)", DOCUMENTS[document])) <= targets
+
+
+@pytest.mark.parametrize("page", generate.GENERATED)
+def test_generated_pages(page):
+    """`python docs/generate.py` writes them."""
+    assert (generate.PAGES / page).read_text() == generate.NOTE + generate.GENERATED[page]()
+
+
+def test_every_page_is_in_the_navigation():
+    def leaves(entry) -> list[str]:
+        parts = entry.values() if isinstance(entry, dict) else entry
+        return [entry] if isinstance(entry, str) else [leaf for part in parts for leaf in leaves(part)]
+
+    nav = yaml.safe_load((ROOT / "docs" / "mkdocs.yml").read_text())["nav"]
+    assert sorted(leaves(nav)) == sorted(path.relative_to(PAGES).as_posix() for path in PAGES.rglob("*.md"))
+
+
+def test_the_readme_is_short():
+    assert len(DOCUMENTS["README.md"].splitlines()) <= 180
