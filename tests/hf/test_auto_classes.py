@@ -8,27 +8,24 @@ from helpers import processes
 
 BEGIN = "import sys, modeling_tnn\nassert 'transformers.modeling_utils' not in sys.modules\nimport transformers\n"
 CHECKS = {
-    "a class": """
+    "this one": """
 config = modeling_tnn.TnnConfig(hidden_size=8, num_hidden_layers=1, vocab_size=9)
 model = transformers.AutoModelForCausalLM.from_config(config)
 assert type(model) is modeling_tnn.TnnForCausalLM is modeling_tnn.modeling_tnn.TnnForCausalLM
-""",
-    "all classes": """
+
 from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForImageClassification
 config, image = modeling_tnn.TnnConfig, modeling_tnn.TnnForImageClassification
 assert AutoModel._model_mapping[modeling_tnn.TnnConfig] is modeling_tnn.TnnModel
 assert modeling_tnn.TnnForMaskedLM in AutoModelForMaskedLM._model_mapping.values()
 assert (config, image) in AutoModelForImageClassification._model_mapping.items()
-""",
-    "another model": """
+
 class Config(transformers.PreTrainedConfig):
     model_type = "other"
 class Model(transformers.PreTrainedModel):
     config_class = Config
 transformers.AutoModel.register(Config, Model)
 assert transformers.AutoModel._model_mapping[Config] is Model
-""",
-    "a copy": """
+
 import pickle
 mapping = pickle.loads(pickle.dumps(transformers.AutoModel._model_mapping))
 assert mapping[modeling_tnn.TnnConfig] is modeling_tnn.TnnModel

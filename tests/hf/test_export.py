@@ -88,7 +88,7 @@ def grid(*default):
 
 
 def default_case(case, default) -> bool:
-    return case[2] == "range" or case in default
+    return case[2] == "range" and case[0] in ("rpe", "rtf") or case in default
 
 
 @pytest.mark.parametrize("tno_type, causal, kind", grid(("fd", False, "auto"), ("ski", False, "dynamic")))

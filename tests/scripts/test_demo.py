@@ -7,6 +7,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from helpers import processes
+from helpers.models import exhaustive
 from helpers.scripts import SENTENCES, program
 from modeling_tnn import TnnConfig
 from tnn_scripts.data.text import load_corpus, pack, train_tokenizer
@@ -19,7 +20,7 @@ def text_file(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("tno_type", ["rpe", "fd", "rtf"])
+@pytest.mark.parametrize("tno_type", ["rpe", *exhaustive("fd", "rtf")])
 def test_demo(tno_type, text_file, tmp_path):
     """A model that has seen three sentences 400 times knows them."""
     preset, output = tmp_path / "preset", tmp_path / "output"

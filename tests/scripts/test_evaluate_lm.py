@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from helpers.models import lively_language_model
+from helpers.models import exhaustive, lively_language_model
 from helpers.scripts import SENTENCES, run_script, table_rows, write_text
 from tnn_scripts import evaluate_lm
 from tnn_scripts.data.text import tokenize, train_tokenizer
@@ -54,7 +54,7 @@ def direct(model, tokens: int, length: int, stride: int | None) -> tuple[float, 
     return sum(nats) / len(nats), len(nats)
 
 
-@pytest.mark.parametrize("tokens_per_pass", [1000, 64, 10])
+@pytest.mark.parametrize("tokens_per_pass", [1000, 10, *exhaustive(64)])
 @pytest.mark.parametrize("stride", [None, 7])
 @pytest.mark.parametrize("name", ["tnn", "gpt2"])
 def test_definition(name, stride, tokens_per_pass, folder):

@@ -30,7 +30,7 @@ OURS = (
 def test_import(library):
     """torchao is none of our dependencies, but transformers imports it where it is: a script says nothing even so."""
     hidden = "" if "errors" in library else "sys.modules['torchao'] = None; "
-    code = f"import sys; {hidden}import {library}"
+    code = f"import sys; {hidden}import {library}; modeling_tnn.TnnModel"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 

@@ -116,10 +116,10 @@ def test_benchmark_of_a_step(tmp_path, suite, options, ways, figures):
 
 def test_benchmark_of_streaming(tmp_path):
     output = tmp_path / "figures.json"
-    run("benchmark.py", "streaming", *SMALL, "--lengths", 512, 1024, "--segment", 64, "--ways", "rtf",
+    run("benchmark.py", "streaming", *SMALL, "--lengths", 512, "--segment", 64, "--ways", "rtf",
         "--output_file", output)  # fmt: skip
     rows = json.loads(output.read_text())["rows"]
-    assert [(row["way"], row["tokens"]) for row in rows] == [("rtf", 512), ("rtf", 1024)]
+    assert [(row["way"], row["tokens"]) for row in rows] == [("rtf", 512)]
     assert all(row["microseconds_per_token"] > 0 for row in rows)
 
 

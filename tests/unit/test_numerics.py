@@ -59,7 +59,7 @@ def test_a_million_tokens(variant):
             assert relative_error(y[:, :5000], block(x[:, :5000])) < 1e-4
 
 
-@pytest.mark.parametrize("scale", [0.0, 1e-38, 1e6, *exhaustive(1e-20)])
+@pytest.mark.parametrize("scale", [0.0, 1e6, *exhaustive(1e-20, 1e-38)])
 @EVERY_POSITION
 @pytest.mark.parametrize("norm_type", NORM_TYPES)
 def test_extreme_inputs(scale, norm_position, norm_type):
