@@ -11,7 +11,7 @@ AUDIT_ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q $(CONSTRAINTS:%=-c %) $(PIP_ARGS)
 
-.PHONY: demo test test-exhaustive test-slow test-hf test-oldest test-newest lint format docs audit clean
+.PHONY: demo test test-exhaustive test-slow test-hf test-oldest test-newest lint format docs dist audit clean
 
 # Again and again into its own folder, but over no model in another one.
 demo: $(VENV)/.demo
@@ -55,6 +55,16 @@ docs: $(VENV)/.dev $(VENV)/.docs
 	$(BIN)/python docs/generate.py
 	$(BIN)/python docs/draw.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --config-file docs/mkdocs.yml
+
+# Wheel and source archive in dist/, from the last commit alone: the same commit gives the same files.
+dist: export SOURCE_DATE_EPOCH = $(shell git log -1 --format=%ct)
+dist: $(VENV)/.release
+	rm -rf dist build/export
+	mkdir -p build/export
+	git archive HEAD | tar -x -C build/export
+	$(BIN)/python -m build --outdir dist build/export
+	$(BIN)/python .ci/repack.py dist/*.tar.gz
+	$(BIN)/twine check --strict dist/*
 
 audit: $(VENV)/.dev
 	$(BIN)/python -m pip_audit --strict --skip-editable $(AUDIT_ARGS)

@@ -56,8 +56,8 @@ def peak_on_device(run: Callable[[], None], args) -> dict[str, float]:
 
 
 def markdown(rows: list[dict], formats: dict[str, str]) -> str:
-    """A table of the columns that `formats` names and any row has."""
-    columns = [name for name in formats if any(name in row for row in rows)]
+    """A table of the columns that `formats` names and any row has a value for."""
+    columns = [name for name in formats if any(row.get(name) is not None for row in rows)]
     lines = ([None if row.get(name) is None else format(row[name], formats[name]) for name in columns] for row in rows)
     texts = sum(formats[name] == "" for name in columns)
     return markdown_table([name.replace("_", " ") for name in columns], lines, texts)

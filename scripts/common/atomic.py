@@ -43,7 +43,7 @@ def claim(folder: Path, main: bool = True) -> Iterator[Path]:
     if not main:
         yield folder
         return
-    lock = FileLock(folder / LOCK)
+    lock, made = FileLock(folder / LOCK), not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire(blocking=False)
@@ -58,6 +58,10 @@ def claim(folder: Path, main: bool = True) -> Iterator[Path]:
         yield folder
     finally:
         lock.release()
+        # Refused before anything was written: no trace is left.
+        if made and [path.name for path in folder.iterdir()] in ([], [LOCK]):
+            (folder / LOCK).unlink(missing_ok=True)
+            folder.rmdir()
 
 
 @contextmanager

@@ -125,6 +125,11 @@ def test_generated_pages(page):
     assert (generate.PAGES / page).read_text() == generate.NOTE + generate.GENERATED[page]()
 
 
+@pytest.mark.parametrize("page", generate.TABLES)
+def test_generated_tables(page):
+    assert (PAGES / page).read_text() == generate.with_tables(page)
+
+
 def test_every_page_is_in_the_navigation():
     def leaves(entry) -> list[str]:
         parts = entry.values() if isinstance(entry, dict) else entry

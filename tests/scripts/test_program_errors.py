@@ -118,7 +118,7 @@ def test_one_line(case, folder, tmp_path, monkeypatch, capsys):
         run_script(program, *given, *output)
     *_, line = capsys.readouterr().err.splitlines()
     assert left.value.code == status and re.search(message, line)
-    assert sorted(folder.rglob("*")) == before
+    assert sorted(folder.rglob("*")) == before and not list(tmp_path.iterdir())
     assert {path.name for path in tmp_path.glob("out/*")} <= {".lock"}
 
 
