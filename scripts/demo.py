@@ -27,6 +27,7 @@ from transformers import (
 import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
 from tnn_scripts.common.arguments import load_config, parse_arguments
 from tnn_scripts.common.atomic import check_overwriting, claim, new_files, write_json
+from tnn_scripts.common.commands import next_steps
 from tnn_scripts.data.text import load_corpus, pack, train_tokenizer
 
 logger = logging.getLogger("demo")
@@ -144,7 +145,8 @@ def run(args: DemoArguments, config: PreTrainedConfig):
     }
     write_json(Path(args.output_dir) / "metrics.json", metrics)
     logger.info("\nvalidation perplexity: %.1f before, %.1f after training; %.0f s", before, after, metrics["seconds"])
-    logger.info("saved in %s; loaded from there, the model continues:\n\n%s", args.output_dir, text)
+    logger.info("saved in %s; loaded from there, the model continues:\n\n%s\n", args.output_dir, text)
+    logger.info("%s", next_steps(args.output_dir))
 
 
 @report_errors

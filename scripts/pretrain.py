@@ -37,7 +37,9 @@ from tnn_scripts.common.accelerate_loop import Pretraining, perplexity
 from tnn_scripts.common.arguments import load_config, parse_arguments, parse_overrides
 from tnn_scripts.common.atomic import SavingError, claim, new_files, new_folder, write_json
 from tnn_scripts.common.checkpoints import check_run, checkpoints, find_checkpoint, remove_checkpoints
-from tnn_scripts.common.devices import MemoryExceededError
+from tnn_scripts.common.commands import next_steps
+from tnn_scripts.common.devices import MemoryExceededError, suggest_smaller
+from tnn_scripts.common.dry_run import describe_run, measure_step
 from tnn_scripts.common.pretrain_arguments import PretrainArguments
 from tnn_scripts.common.publishing import open_repository, upload
 from tnn_scripts.common.signals import StopRequested
@@ -292,12 +294,32 @@ def train(args: PretrainArguments, accelerator: Accelerator) -> tuple[Pretrainin
             sys.exit(pretraining.stop.status)
 
 
-def report(metrics: dict, output_dir: str):
+def report(metrics: dict, args: PretrainArguments):
+    """The figures, where things are, and what to do next."""
     logger.info(
         "validation perplexity: %.2f before, %.2f after %d steps, best %.2f at step %d; %.0f tokens/s; saved in %s",
         metrics["perplexity_before"], metrics["perplexity"], metrics["steps"], metrics["best_perplexity"],
-        metrics["best_step"], metrics["tokens_per_second"], output_dir,
+        metrics["best_step"], metrics["tokens_per_second"], args.output_dir,
     )  # fmt: skip
+    logger.info("the best model is in %s/best", args.output_dir)
+    logger.info("%s", next_steps(args.output_dir, args.objective == "clm"))
+
+
+def dry_run(args: PretrainArguments, accelerator: Accelerator):
+    """Log what the run would take.
+
+    Raises:
+        MemoryExceededError: a step does not fit.
+    """
+    model = AUTO_MODELS[args.objective].from_config(build_config(args))
+    if args.gradient_checkpointing:
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    with suggest_smaller("a training step", "--per_device_train_batch_size, --block_size or --gradient_checkpointing"):
+        seconds, memory = measure_step(model, args.per_device_train_batch_size, args.block_size, accelerator)
+    passes = args.gradient_accumulation_steps
+    tokens = args.per_device_train_batch_size * args.block_size * passes * accelerator.num_processes
+    device = f"{accelerator.num_processes} x {accelerator.device.type}"
+    logger.info("%s", describe_run(model.num_parameters(), args.max_steps, tokens, seconds * passes, memory, device))
 
 
 @report_errors
@@ -307,11 +329,13 @@ def main():
         try:
             accelerator = build_accelerator(args)
             configure_logging(accelerator)
+            if args.dry_run:
+                return dry_run(args, accelerator)
             held.enter_context(claim(Path(args.output_dir), main=accelerator.is_main_process))
             accelerator.wait_for_everyone()
             pretraining, metrics, repository = train(args, accelerator)
             accelerator.end_training()
-            report(metrics, args.output_dir)
+            report(metrics, args)
             if repository is not None:
                 upload(args.output_dir, repository, pretraining.config.model_type)
         except (OSError, MemoryExceededError, SavingError) as error:

@@ -19,4 +19,17 @@ COMMANDS = {
     "ablation": ("run_ablation", "compare variants of a model"),
     "benchmark": ("benchmark", "measure speed and memory beside peers"),
 }
+# What one may do with a trained language model.
+NEXT_STEPS = (
+    'tnn generate --model_name_or_path {folder} --prompt "In the beginning" --do_sample true',
+    "tnn plot-kernels --model_name_or_path {folder} --output_dir {folder}/kernels",
+    "tnn push {folder} --repo_id USER/NAME",
+)
+FINE_TUNE = "tnn finetune-glue --model_name_or_path {folder} --task_name sst2 --do_train --output_dir outputs/sst2"
 COMMAND_OF = {module: command for command, (module, _) in COMMANDS.items()}
+
+
+def next_steps(folder: str, causal: bool = True) -> str:
+    """Commands to go on with the model in `folder`, as lines."""
+    steps = NEXT_STEPS if causal else (FINE_TUNE, *NEXT_STEPS[1:])
+    return "next:\n" + "\n".join(f"    {step.format(folder=folder)}" for step in steps)

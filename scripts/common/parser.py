@@ -63,6 +63,7 @@ SECTIONS = {
         "eval_steps": "Evaluate every so many steps.",
         "logging_steps": "Log loss, learning rate and speed every so many steps.",
         "save_total_limit": "Keep the newest so many checkpoints.",
+        "dry_run": "Say what the run would take (parameters, tokens, time, memory) and end; nothing is written.",
         "resume_from_checkpoint": "Go on from a checkpoint: latest (of the output folder), or its folder.",
         "gradient_checkpointing": "Compute activations again in the backward pass, to save memory.",
     },

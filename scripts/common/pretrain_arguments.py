@@ -50,6 +50,7 @@ class PretrainArguments:
     output_dir: str = "outputs/pretrain"
     overwrite_output_dir: bool = False
 
+    dry_run: bool = False
     max_steps: int = 1000
     per_device_train_batch_size: int = 8
     per_device_eval_batch_size: int = 8

@@ -15,6 +15,8 @@ OURS = (
     r"[\d,]+ parameters(, operator rpe)?; \d+ training and \d+ validation blocks .*",
     r"validation perplexity: .*",
     r"saved in .*",
+    r"the best model is in .*",
+    r"next:|tnn .*",
     r"The.*|",  # the prompt with one token more
     r"step \d+: validation loss .*",
     r"perplexity \(bits per byte\)",

@@ -1,6 +1,7 @@
 """Pretraining: what it saves, that steps do not depend on how they are computed, and what it refuses."""
 
 import json
+import logging
 import re
 
 import pytest
@@ -365,3 +366,23 @@ def test_preset_by_name():
     assert PretrainArguments(config_name="tnn-causal").config_name == str(ROOT / "configuration" / "tnn-causal")
     with pytest.raises(ValueError, match="config='tnn-nowhere' is not possible: the presets are gpt2-tiny, "):
         PretrainArguments(config_name="tnn-nowhere")
+
+
+@pytest.mark.parametrize("objective", ["clm", "mlm"])
+def test_dry_run(objective, tmp_path, caplog):
+    """It needs no text, and writes nothing."""
+    config, output = write_config(tmp_path / "config", causal=objective == "clm"), tmp_path / "out"
+    options = ["--objective", objective, "--config_name", config, "--output_dir", output, "--max_steps", 7]
+    with caplog.at_level(logging.INFO, "pretrain"):
+        run_script("pretrain", *options, "--gradient_accumulation_steps", 3, "--gradient_checkpointing", "--dry_run")
+    assert "7 steps of 768 tokens: 5,376 tokens" in caplog.text  # 8 blocks of 32, three times
+    assert re.search(r"about \d+ seconds on 1 x cpu: .* tokens/s\nabout \d+\.\d GiB of memory", caplog.text)
+    assert not output.exists()
+
+
+def test_what_to_do_next(text, tmp_path, caplog):
+    config = write_config(tmp_path / "config")
+    with caplog.at_level(logging.INFO, "pretrain"):
+        run_script("pretrain", "--config_name", config, "--train_file", text, "--output_dir", tmp_path / "out",
+                   "--max_steps", 2)  # fmt: skip
+    assert f"next:\n    tnn generate --model_name_or_path {tmp_path / 'out'} --prompt" in caplog.text
