@@ -11,7 +11,7 @@ AUDIT_ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q $(CONSTRAINTS:%=-c %) $(PIP_ARGS)
 
-.PHONY: demo test test-exhaustive test-slow test-hf test-oldest test-newest lint format docs dist audit clean
+.PHONY: demo test test-exhaustive test-slow test-hf test-oldest test-newest lint format docs notebooks dist audit clean
 
 # Again and again into its own folder, but over no model in another one.
 demo: $(VENV)/.demo
@@ -55,6 +55,12 @@ docs: $(VENV)/.dev $(VENV)/.docs
 	$(BIN)/python docs/generate.py
 	$(BIN)/python docs/draw.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --config-file docs/mkdocs.yml
+
+# The notebooks of docs/notebooks, executed, in build/notebooks.
+notebooks: $(VENV)/.dev $(VENV)/.notebooks
+	mkdir -p build/notebooks
+	for source in docs/notebooks/*.py; do \
+	  $(BIN)/jupytext --to ipynb --execute --output build/notebooks/$$(basename $$source .py).ipynb $$source || exit 1; done
 
 # Wheel and source archive in dist/, from the last commit alone: the same commit gives the same files.
 dist: export SOURCE_DATE_EPOCH = $(shell git log -1 --format=%ct)

@@ -26,6 +26,7 @@ A cache can be pickled and saved by `torch.save`. `torch.load(path, weights_only
 """
 
 import copy
+import operator
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -163,8 +164,10 @@ class TnnCacheLayer(CacheLayerMixin):
         Raises:
             ValueError: more tokens than the history can take back, or a positive number.
         """
-        if not isinstance(tokens_to_remove, int):
-            raise TypeError(f"tokens_to_remove must be an integer, not {tokens_to_remove!r}.")
+        try:
+            tokens_to_remove = operator.index(tokens_to_remove)  # transformers 5.17 gives a tensor
+        except TypeError:
+            raise TypeError(f"tokens_to_remove must be an integer, not {tokens_to_remove!r}.") from None
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove={tokens_to_remove} must be the negated number of tokens to remove.")
         if tokens_to_remove == 0 or not self.is_initialized:

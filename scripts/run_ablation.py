@@ -106,7 +106,9 @@ def tokenizer_for(texts: Dataset, vocab_size: int) -> PreTrainedTokenizerFast:
 
 def mask(ids: torch.Tensor, tokenizer: PreTrainedTokenizerFast) -> tuple[torch.Tensor, torch.Tensor]:
     """What is read and what is to be predicted of ids `(T,)`, `(T,)` each: the same for every variant and length."""
-    masked = DataCollatorForLanguageModeling(tokenizer, mlm_probability=MASK_PROBABILITY, seed=0)([{"input_ids": ids}])
+    collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=MASK_PROBABILITY)
+    collator.generator = torch.Generator().manual_seed(0)  # transformers 5.17 takes seed=0 for none
+    masked = collator([{"input_ids": ids}])
     return masked["input_ids"][0], masked["labels"][0]
 
 

@@ -5,6 +5,7 @@ Lengths are 1, 2, an odd one, those around `max_position_embeddings` P, where ke
 
 import pytest
 import torch
+from packaging.version import Version
 from torch.export import Dim
 
 from helpers.models import BIDIRECTIONAL, CAUSAL, relative_error, seeded, tiny_config
@@ -151,6 +152,7 @@ def test_compiled_rtf_beyond_its_truncation():
         assert relative_error(compiled(**inputs)[0], model(**inputs)[0]) < 1e-5
 
 
+@pytest.mark.skipif(Version(torch.__version__) < Version("2.12"), reason="torch 2.11 cannot prove min(L, 2 L) = L")
 def test_pairs():
     model = seeded(TnnForSequencePairClassification, tiny_config("fd", False))
     sizes = {0: Dim("pairs", min=1, max=64), 2: Dim("length", min=2, max=4 * P)}

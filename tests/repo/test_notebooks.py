@@ -1,0 +1,22 @@
+"""The notebooks run from the first cell to the last, with few steps; `make notebooks` runs them in full."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from helpers import processes
+
+NOTEBOOKS = sorted((Path(__file__).parents[2] / "docs" / "notebooks").glob("*.py"))
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_it_runs(notebook, tmp_path):
+    """Its assertions hold."""
+    environment = os.environ | {"MAX_STEPS": "2", "MPLBACKEND": "Agg"}
+    processes.run([sys.executable, notebook], check=True, cwd=tmp_path, env=environment)
+
+
+def test_there_are_three():
+    assert len(NOTEBOOKS) == 3
