@@ -65,7 +65,7 @@ trainer = Trainer(
     model=model,
     args=arguments,
     train_dataset=blocks["train"],
-    eval_dataset=blocks["validation"],
+    eval_dataset=blocks["validation"].select(range(32)),
     processing_class=tokenizer,
     data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
 )

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from helpers import processes
-from helpers.models import seeded, tiny_config
+from helpers.models import exhaustive, seeded, tiny_config
 from helpers.scripts import program, run_script
 from modeling_tnn import TnnForCausalLM, TnnForImageClassification, TnnForMaskedLM
 from modeling_tnn.tno_auto import build_tno
@@ -143,7 +143,7 @@ def test_image_models_have_two_kernels_a_layer():
     assert not np.array_equal(rows.taps, columns.taps)
 
 
-@pytest.mark.parametrize("tno_type, causal", [("modal", True), ("ski", False)])
+@pytest.mark.parametrize("tno_type, causal", [("modal", True), *exhaustive(("ski", False))])
 def test_script(tno_type, causal, tmp_path):
     model = seeded(TnnForCausalLM if causal else TnnForMaskedLM, tiny_config(tno_type, causal, num_hidden_layers=1))
     model.save_pretrained(tmp_path / "model")

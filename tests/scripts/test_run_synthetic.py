@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.models import exhaustive
 from helpers.scripts import table_rows
 from modeling_tnn import TnnForCausalLM
 from tnn_scripts import run_synthetic
@@ -71,7 +72,7 @@ def test_enough_states_hold_a_delay():
     assert half["error"] == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize("task, metric", [("copying", "accuracy"), ("delay", "error")])
+@pytest.mark.parametrize("task, metric", [("copying", "accuracy"), *exhaustive(("delay", "error"))])
 def test_script(task, metric, monkeypatch, tmp_path, capsys):
     options = "--state_sizes 2 8 --seeds 0 1 --memory 4 --num_tokens 5 --length 30 --hidden_size 4 --train_rows 40"
     options += " --num_hidden_layers 1 --eval_rows 10 --max_steps 3 --learning_rate 0.01 --save_strategy no"

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from helpers.models import tiny_config
+from helpers.models import exhaustive, tiny_config
 from helpers.scripts import TEXT, run, save_model, table_rows
 from modeling_tnn.tno_auto import build_tno
 
@@ -97,7 +97,7 @@ SHORT = ["--lengths", 16, 100, "--tokens", 200]
         ("operators", ["--bidirectional"], ["rpe", "rpe eager", "ski"], ["milliseconds", "rpe_over_this"]),
         ("training", [], ["released", "fused", "gpt2", "llama", "mamba", "matmul"], ["matmul_over_this"]),
         ("training", ["--blocks_only"], ["fused", "fused bf16", "matmul"], ["tokens_per_second"]),
-        ("memory", ["--lengths", 100], ["released", "fused"], ["saved_megabytes", "peak_megabytes"]),
+        *exhaustive(("memory", ["--lengths", 100], ["released", "fused"], ["saved_megabytes", "peak_megabytes"])),
     ],
 )
 def test_benchmark_of_a_step(tmp_path, suite, options, ways, figures):

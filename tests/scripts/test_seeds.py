@@ -8,6 +8,7 @@ from datasets import ClassLabel, Dataset, Features, Image
 from PIL.Image import fromarray
 from transformers import TrainingArguments
 
+from helpers.models import exhaustive
 from helpers.scripts import run_script, weights, write_config, write_text
 from tnn_scripts import demo
 from tnn_scripts.common.arguments import chosen_seeds
@@ -55,10 +56,9 @@ def image_options(folder):
 @pytest.mark.parametrize(
     "script, options",
     [
-        ("demo", demo_options),
         ("pretrain", pretrain_options),
-        ("run_lra", listops_options),
         ("run_image_classification", image_options),
+        *exhaustive(("demo", demo_options), ("run_lra", listops_options)),
     ],
 )
 def test_weights(script, options, tmp_path):
