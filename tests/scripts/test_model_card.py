@@ -32,6 +32,14 @@ def test_cards_are_what_their_inputs_say(folder):
     assert not any(re.search(r'"/|\.\./', text) for text in texts), "a path of the machine that made it"
 
 
+def test_a_card_of_what_is_published_says_nothing_of_folders(tmp_path):
+    model, trained = seeded(TnnForCausalLM, tiny_config()), tmp_path / "trained"
+    trained.mkdir()
+    for published in (False, True):
+        collect(arguments(trained, published=published), model, tmp_path / "card")
+        assert ("is not on the Hub yet" in render(tmp_path / "card")) != published
+
+
 def test_the_template_holds_no_number():
     """Outside of expressions, where numbers are formats."""
     text = re.sub(r"\{[{%].*?[}%]\}", "", TEMPLATE.read_text(), flags=re.DOTALL)
@@ -46,6 +54,7 @@ def arguments(folder: Path, **named) -> Namespace:
         "dataset_id": "",
         "license": "mit",
         "language": "en",
+        "published": False,
     }
     results = {"evaluation": None, "decoding": None, "conversion": None, "kernels": None}
     return Namespace(folder=folder, **card | results | named)
