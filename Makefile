@@ -60,7 +60,7 @@ docs: $(VENV)/.dev $(VENV)/.docs
 notebooks: $(VENV)/.dev $(VENV)/.notebooks
 	mkdir -p build/notebooks
 	for source in docs/notebooks/*.py; do \
-	  $(BIN)/jupytext --to ipynb --execute --output build/notebooks/$$(basename $$source .py).ipynb $$source || exit 1; done
+	  $(BIN)/jupytext --to ipynb --set-kernel python3 --execute --output build/notebooks/$$(basename $$source .py).ipynb $$source || exit 1; done
 
 # Wheel and source archive in dist/, from the last commit alone: the same commit gives the same files.
 dist: export SOURCE_DATE_EPOCH = $(shell git log -1 --format=%ct)
