@@ -1,5 +1,9 @@
 """The subcommands of `tnn`: which program each runs, and what it does in a line."""
 
+import shutil
+import sys
+from pathlib import Path
+
 # Subcommand -> (module of a program, summary).
 COMMANDS = {
     "demo": ("demo", "train a small model on real text, save it, load it and let it write"),
@@ -19,17 +23,19 @@ COMMANDS = {
     "ablation": ("run_ablation", "compare variants of a model"),
     "benchmark": ("benchmark", "measure speed and memory beside peers"),
 }
-# What one may do with a trained language model.
+# What one may do with a trained language model: subcommands with their options.
 NEXT_STEPS = (
-    'tnn generate --model_name_or_path {folder} --prompt "In the beginning" --do_sample true',
-    "tnn plot-kernels --model_name_or_path {folder} --output_dir {folder}/kernels",
-    "tnn push {folder} --repo_id USER/NAME",
+    'generate --model_name_or_path {folder} --prompt "In the beginning" --do_sample true',
+    "plot-kernels --model_name_or_path {folder} --output_dir {folder}/kernels",
+    "push {folder} --repo_id USER/NAME",
 )
-FINE_TUNE = "tnn finetune-glue --model_name_or_path {folder} --task_name sst2 --do_train --output_dir outputs/sst2"
+FINE_TUNE = "finetune-glue --model_name_or_path {folder} --task_name sst2 --do_train --output_dir outputs/sst2"
 COMMAND_OF = {module: command for command, (module, _) in COMMANDS.items()}
 
 
 def next_steps(folder: str, causal: bool = True) -> str:
     """Commands to go on with the model in `folder`, as lines."""
     steps = NEXT_STEPS if causal else (FINE_TUNE, *NEXT_STEPS[1:])
-    return "next:\n" + "\n".join(f"    {step.format(folder=folder)}" for step in steps)
+    # `make demo` runs in a virtual environment that its user has not entered.
+    tool = "tnn" if shutil.which("tnn") else str(Path(sys.executable).with_name("tnn"))
+    return "next:\n" + "\n".join(f"    {tool} {step.format(folder=folder)}" for step in steps)
