@@ -2,9 +2,9 @@
 
 Example:
     python scripts/pretrain.py --config_name tnn-tiny --train_file book.txt --output_dir outputs/book --max_steps 500
-    python scripts/pretrain.py --recipe configuration/recipes/wikitext2.yaml --checkpointing_steps 100
-    python scripts/pretrain.py --recipe configuration/recipes/wikitext2.yaml --resume_from_checkpoint latest
-    accelerate launch --config_file configuration/accelerate/ddp.yaml scripts/pretrain.py --recipe RECIPE
+    python scripts/pretrain.py --recipe wikitext2 --checkpointing_steps 100
+    python scripts/pretrain.py --recipe wikitext2 --resume_from_checkpoint latest
+    accelerate launch --config_file configuration/accelerate/ddp.yaml scripts/pretrain.py --recipe wikitext103
 """
 
 import contextlib
@@ -28,6 +28,7 @@ from transformers import (
     AutoModelForMaskedLM,
     AutoTokenizer,
     PreTrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
     set_seed,
 )
@@ -184,6 +185,14 @@ def build_streams(
     return tuple(streams)
 
 
+def build_model(args: PretrainArguments, config: PreTrainedConfig) -> PreTrainedModel:
+    model = AUTO_MODELS[args.objective].from_config(config)
+    if args.gradient_checkpointing:
+        # The name in transformers 5.17, which later releases warn of, beside theirs.
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    return model
+
+
 def build(args: PretrainArguments, accelerator: Accelerator) -> Pretraining:
     """Everything that a run needs, in the state of the checkpoint if there is one."""
     check_before_start(args)
@@ -198,10 +207,7 @@ def build(args: PretrainArguments, accelerator: Accelerator) -> Pretraining:
     tokenizer = build_tokenizer(args, accelerator, config, corpus["train"])
     train, validation = build_streams(args, accelerator, corpus, tokenizer)
     set_seed(args.seed)
-    model = AUTO_MODELS[args.objective].from_config(config)
-    if args.gradient_checkpointing:
-        # The name in transformers 5.17, which later releases warn of, beside theirs.
-        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    model = build_model(args, config)
     logger.info(
         "%s parameters; %d training and %d validation blocks of %d tokens; %d process%s, %s",
         f"{model.num_parameters():,}",
@@ -311,9 +317,7 @@ def dry_run(args: PretrainArguments, accelerator: Accelerator):
     Raises:
         MemoryExceededError: a step does not fit.
     """
-    model = AUTO_MODELS[args.objective].from_config(build_config(args))
-    if args.gradient_checkpointing:
-        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    model = build_model(args, build_config(args))
     with suggest_smaller("a training step", "--per_device_train_batch_size, --block_size or --gradient_checkpointing"):
         seconds, memory = measure_step(model, args.per_device_train_batch_size, args.block_size, accelerator)
     passes = args.gradient_accumulation_steps

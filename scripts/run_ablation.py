@@ -6,7 +6,7 @@ length, the masked ones under the same masks. configuration/recipes/ablations/ h
 ablations of the papers.
 
 Example:
-    python scripts/run_ablation.py --recipe configuration/recipes/ablations/rpe-input.yaml --output_dir outputs/input
+    python scripts/run_ablation.py --recipe ablations/rpe-input --output_dir outputs/input
     python scripts/run_ablation.py --output_dir outputs/decay --variants "0.9:decay=0.9" "0.99:decay=0.99"
 """
 

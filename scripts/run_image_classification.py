@@ -4,7 +4,7 @@ Data: a Hub id or a folder that `datasets` reads, such as one folder of pictures
 pictures and the first with classes are taken; half of the training pictures are mirrored.
 
 Example:
-    python scripts/run_image_classification.py --recipe configuration/recipes/images/small-cifar10.yaml \\
+    python scripts/run_image_classification.py --recipe images/small-cifar10 \\
         --output_dir outputs/cifar10
     python scripts/run_image_classification.py --config_name tnn-image-tiny --dataset_name pictures --max_steps 1000 \\
         --output_dir outputs/mine

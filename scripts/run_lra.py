@@ -5,8 +5,8 @@ The recipes have the sizes and settings of the papers; every option after them g
 the files of the LRA release.
 
 Example:
-    python scripts/run_lra.py --recipe configuration/recipes/lra/tnn-listops.yaml --output_dir outputs/listops
-    python scripts/run_lra.py --recipe configuration/recipes/lra/small-image.yaml --output_dir outputs/image \\
+    python scripts/run_lra.py --recipe lra/tnn-listops --output_dir outputs/listops
+    python scripts/run_lra.py --recipe lra/small-image --output_dir outputs/image \\
         --config_overrides tno_type=fd
 """
 

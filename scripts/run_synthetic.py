@@ -6,8 +6,8 @@ to the signal. The recipes copying.yaml and delay.yaml have the sizes and settin
 a CPU does in minutes.
 
 Example:
-    python scripts/run_synthetic.py --recipe configuration/recipes/synthetic/small-copying.yaml --output_dir outputs/a
-    python scripts/run_synthetic.py --recipe configuration/recipes/synthetic/small-delay.yaml --output_dir outputs/b
+    python scripts/run_synthetic.py --recipe synthetic/small-copying --output_dir outputs/a
+    python scripts/run_synthetic.py --recipe synthetic/small-delay --output_dir outputs/b
 """
 
 import copy

@@ -7,8 +7,6 @@ peak    what the process takes over its size before the step, optimizer excluded
 
 import argparse
 import multiprocessing
-import resource
-import sys
 from pathlib import Path
 
 import torch
@@ -16,6 +14,7 @@ import torch
 from tnn_scripts.benchmarks.arguments import add_batches, add_sizes, add_ways
 from tnn_scripts.benchmarks.measure import markdown, peak_on_device
 from tnn_scripts.benchmarks.peers import BUILDERS, build_model
+from tnn_scripts.common.devices import resident_peak
 
 FORMATS = {"length": "", "way": "", "saved_megabytes": ".0f", "over_released_saved": ".2f", "peak_megabytes": ".0f"}
 FORMATS |= {"over_released_peak": ".2f", "over_gpt2_peak": ".2f"}
@@ -38,12 +37,6 @@ def saved_bytes(model: torch.nn.Module, ids: torch.Tensor) -> int:
         loss = model(ids, labels=ids).loss
     loss.backward()
     return sum(storages.values())
-
-
-def resident_peak() -> int:
-    """The largest size of this process so far, in bytes."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def forget_peak():

@@ -13,7 +13,8 @@ import torch
 from modeling_tnn import TnnConfig, TnnModel
 from tnn_scripts.benchmarks.arguments import add_ways
 from tnn_scripts.benchmarks.measure import clock, markdown
-from tnn_scripts.benchmarks.memory import forget_peak, resident_peak
+from tnn_scripts.benchmarks.memory import forget_peak
+from tnn_scripts.common.devices import resident_peak
 
 FORMATS = {"way": "", "tokens": "", "microseconds_per_token": ".1f", "over_shortest": ".2f"}
 FORMATS |= {"peak_megabytes": ".0f", "growth": ".3f"}

@@ -1,5 +1,6 @@
 """Devices: which one a program uses, and errors for one that runs out of memory, in terms of options that help."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -49,3 +50,11 @@ def is_out_of_memory(error: Exception) -> bool:
         or should_reduce_batch_size(error)
         or any(text in str(error) for text in ("bad_alloc", "MKL FFT error"))
     )
+
+
+def resident_peak() -> int:
+    """The largest size of this process so far, in bytes."""
+    import resource  # Windows has none
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

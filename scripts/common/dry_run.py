@@ -1,12 +1,12 @@
 """What a training run would take: size of the model, tokens, memory and time, from two steps on random tokens."""
 
-import resource
-import sys
 import time
 
 import torch
 from accelerate import Accelerator
 from transformers import PreTrainedModel
+
+from tnn_scripts.common.devices import resident_peak
 
 BYTES_OF_A_GIB = 2**30
 
@@ -35,8 +35,7 @@ def measure_step(
         seconds = time.perf_counter() - start
     if accelerator.device.type == "cuda":
         return seconds, torch.cuda.max_memory_allocated() / BYTES_OF_A_GIB
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return seconds, peak * (1 if sys.platform == "darwin" else 1024) / BYTES_OF_A_GIB
+    return seconds, resident_peak() / BYTES_OF_A_GIB
 
 
 def describe_run(parameters: int, steps: int, tokens: int, seconds: float, memory: float, device: str) -> str:

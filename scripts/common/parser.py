@@ -180,14 +180,14 @@ class ProgramParser(HfArgumentParser):
     def format_usage(self) -> str:
         return f"usage: {self.prog} [options]\n"
 
-    def refuse(self, unknown: Sequence[str], also: Sequence[str] = ()):
-        """End the program if there are unknown options; `also` are names that it knows besides its own."""
+    def refuse(self, unknown: Sequence[str]):
+        """End the program if there are unknown options."""
         for argument in unknown[:1]:
             name = argument.partition("=")[0]
             if not name.startswith("--"):
                 self.error(f"{argument!r} belongs to no option")
-            known = [*self.option_names(), *also]
-            self.error(f"{name} is no option of this program{nearest(name.removeprefix('--'), known, '--')}")
+            hint = nearest(name.removeprefix("--"), self.option_names(), "--")
+            self.error(f"{name} is no option of this program{hint}")
 
     def option_names(self) -> list[str]:
         """Without hyphens in front, those of subcommands included."""

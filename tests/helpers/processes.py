@@ -55,7 +55,8 @@ class Process:
     def returncode(self) -> int | None:
         return self.process.exitcode
 
-    poll = returncode.fget
+    def poll(self) -> int | None:
+        return self.returncode
 
     def output(self) -> tuple[str, str]:
         """What it has written so far on stdout and stderr."""

@@ -142,7 +142,7 @@ def figures(folder) -> dict:
 def wait_until(holds, process, seconds: float = 600):
     deadline = time.monotonic() + seconds
     while not holds():
-        assert process.returncode is None, process.output()
+        assert process.poll() is None, "it has ended"
         assert time.monotonic() < deadline
         time.sleep(0.0005)
 

@@ -15,6 +15,7 @@ from transformers import GenerationConfig
 
 from helpers import processes
 from helpers.scripts import save_model
+from tnn_scripts.common.arguments import find_recipe
 from tnn_scripts.common.commands import COMMAND_OF, COMMANDS
 from tnn_scripts.common.parser import RENAMED
 
@@ -96,6 +97,8 @@ def test_options_of_commands_exist(document, known_options):
         also = {f"--{name}" for name in GenerationConfig().to_dict()} if command == "generate" else set()
         assert given <= known_options[command] | also, words
         assert not given & RENAMED.keys() - known_options[command], words
+        for name, value in zip(after, after[1:], strict=False):
+            assert name != "--recipe" or find_recipe(value).is_file(), words
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
