@@ -20,13 +20,13 @@ demo: $(VENV)/.demo
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(TEST_ARGS)
 
-# More prompts, paddings and variants of what the usual tests check.
+# What takes many seconds each: several processes, whole runs that are broken off, very long sequences.
+test-slow: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow $(TEST_ARGS)
+
+# More values of what the usual tests check, and twenty times as many random examples.
 test-exhaustive: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m exhaustive $(TEST_ARGS)
-
-# What takes minutes: long sequences, and twenty times as many random configurations.
-test-slow: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow $(TEST_ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --hypothesis-profile thorough tests/properties/test_properties.py tests/properties/test_stability.py tests/properties/test_fuzz.py
 
 # The tests that transformers runs over its own models; the first run fetches them.

@@ -99,6 +99,7 @@ for name, repo, options in json.loads(sys.argv[1]):
 """
 
 
+@pytest.mark.slow
 def test_download_that_breaks_off(hub, tmp_path):
     """What is left of it does not load, neither as a whole nor from the cache alone; another attempt is complete."""
     folder = save_model(tmp_path / "model", tno_type="rpe", decay=0.9)

@@ -102,6 +102,7 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc to find the processes")
 def test_two_processes_stop_at_one_step(tmp_path):
     """One of them has the signal; both leave after the same step, and the resumed run goes on from it."""
@@ -125,6 +126,7 @@ def command_of(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_bytes().decode()
 
 
+@pytest.mark.slow
 def test_finetuning_stops_and_goes_on(encoder, glue, tmp_path, monkeypatch, caplog):
     given = ["--task_name", "sst2", "--dataset_path", glue, "--save_strategy", "no", "--max_steps", 12]
     run_script("finetune_glue", *glue_options(encoder, tmp_path / "whole", *given))

@@ -41,6 +41,7 @@ def test_resumed_is_unbroken(objective, tmp_path):
     assert figures(whole) == figures(resumed)
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment(tmp_path):
     """Three times, twice while a checkpoint is being written; then to the end."""
     options = pretrain_options(tmp_path, "clm") + ["--checkpointing_steps", 5]

@@ -292,6 +292,7 @@ metric_list: [{metric: exact_match}]
 """
 
 
+@pytest.mark.slow
 @heads(TnnForCausalLM)
 def test_lm_evaluation_harness(head, folder, tmp_path):
     """`lm_eval --model hf` on tasks of each kind, in a process that does not import the package."""

@@ -8,7 +8,7 @@ import torch
 from packaging.version import Version
 from torch.export import Dim
 
-from helpers.models import BIDIRECTIONAL, CAUSAL, relative_error, seeded, tiny_config
+from helpers.models import BIDIRECTIONAL, CAUSAL, exhaustive, relative_error, seeded, tiny_config
 from modeling_tnn import (
     TnnForCausalLM,
     TnnForImageClassification,
@@ -82,10 +82,9 @@ def check_program(run, model, mask: bool = False, lengths=LENGTHS):
 
 
 def grid(*default):
-    """Operators with kinds of dimensions; those that are not named are slow."""
+    """Operators with kinds of dimensions; those that are not named are for the exhaustive tests."""
     cases = [(*operator, kind) for operator in OPERATORS for kind in KINDS]
-    slow = pytest.mark.slow
-    return [pytest.param(*case, marks=() if default_case(case, default) else slow) for case in cases]
+    return [case if default_case(case, default) else exhaustive(case)[0] for case in cases]
 
 
 def default_case(case, default) -> bool:
@@ -99,7 +98,7 @@ def test_one_program_for_all_lengths(tno_type, causal, kind):
     check_program(lambda inputs: program(**inputs)[0], model)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_every_way_of_an_operator(options):
     model = language_model(**{"tno_type": "rpe", "causal": True} | options)
@@ -107,6 +106,7 @@ def test_every_way_of_an_operator(options):
     check_program(lambda inputs: program(**inputs)[0], model, mask=True)
 
 
+ONE_FOR_ONNX = ("ski", False, True)
 HEADS = [
     (TnnForCausalLM, "fd", True, True),
     (TnnForMaskedLM, "rtf", False, True),
@@ -122,8 +122,7 @@ ALL_HEADS = [
 
 
 @pytest.mark.parametrize(
-    "head, tno_type, causal, mask",
-    [pytest.param(*case, marks=() if case in HEADS else pytest.mark.slow) for case in ALL_HEADS],
+    "head, tno_type, causal, mask", [*HEADS, *exhaustive(*(case for case in ALL_HEADS if case not in HEADS))]
 )
 def test_heads(head, tno_type, causal, mask):
     model = seeded(head, tiny_config(tno_type, causal, use_cache=False))
@@ -142,6 +141,7 @@ def test_jit_trace(tno_type, causal):
     check_program(lambda inputs: program(*inputs.values())[0], model, mask=True)
 
 
+@pytest.mark.slow
 def test_compiled_rtf_beyond_its_truncation():
     """One more graph, whose size does not depend on the length."""
     torch.compiler.reset()
@@ -174,9 +174,9 @@ def test_images():
 
 @pytest.mark.parametrize(
     "tno_type, causal, mask",
-    [pytest.param(*case, mask, marks=() if (*case, mask) in [("ski", False, True)]
-                  else pytest.mark.slow) for case in OPERATORS for mask in (False, True)],
-)  # fmt: skip
+    [pytest.param(*ONE_FOR_ONNX, marks=pytest.mark.slow)]
+    + exhaustive(*((*case, mask) for case in OPERATORS for mask in (False, True) if (*case, mask) != ONE_FOR_ONNX)),
+)
 def test_onnx(tno_type, causal, mask, tmp_path):
     """In onnxruntime."""
     runtime = pytest.importorskip("onnxruntime")

@@ -76,6 +76,7 @@ def continuation(folder: Path) -> str:
     return tokenizer.decode(model.generate(**inputs, max_new_tokens=9, do_sample=False)[0])
 
 
+@pytest.mark.slow
 def test_interrupted_publication_and_another_attempt(hub, model_folder, tmp_path):
     """A push that is killed while it uploads leaves nothing; the next one is complete and loads by its name."""
     uploading, answer = threading.Event(), threading.Event()

@@ -43,6 +43,7 @@ CAUSAL_HEADS = (TnnForCausalLM, TnnForSequenceClassification, TnnModel)
 BIDIRECTIONAL_HEADS = (TnnForMaskedLM, TnnForSequenceClassification, TnnModel)
 HEADS = [(head, tno_type, causal) for tno_type, causal in VARIANTS
          for head in (CAUSAL_HEADS if causal else BIDIRECTIONAL_HEADS)]  # fmt: skip
+FEW = [(TnnForCausalLM, "rtf", True), (TnnForMaskedLM, "ski", False), (TnnForSequenceClassification, "fd", False)]
 
 # What every script below runs under: an environment in which the package does not exist.
 
@@ -86,10 +87,11 @@ def run_without_the_package(code: str, *arguments, folder: Path, check: bool = T
     return run(WITHOUT_THE_PACKAGE + code, *arguments, folder=folder, check=check)
 
 
-def test_every_head_and_variant(tmp_path):
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["few", "every"])
+def test_heads_and_variants(every, tmp_path):
     """Load, run, generate, change, save; and load what was saved, with the package and without it."""
     saved, models = [], {}
-    for index, (head, tno_type, causal) in enumerate(HEADS):
+    for index, (head, tno_type, causal) in enumerate(HEADS if every else FEW):
         folder = str(tmp_path / str(index))
         models[folder] = perturbed_model(head, tno_type, causal)
         models[folder].save_pretrained(folder)
@@ -234,6 +236,7 @@ for run in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_trainer_checkpoints_resume_both_ways(tmp_path):
     """Three steps with one copy of the code and three with the other are six steps with any of them."""
     seeded(TnnForCausalLM, tiny_config(hidden_dropout_prob=0.0)).save_pretrained(tmp_path / "model")

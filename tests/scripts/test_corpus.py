@@ -91,6 +91,7 @@ def test_no_end_without_a_token():
     assert tokenize(["fox"], tokenizer, [True]) == tokenize(["fox"], tokenizer)
 
 
+@pytest.mark.slow
 def test_a_pretrained_model_ends(tmp_path):
     """Documents of one sentence: the model learns where they end, generates that, and is evaluated on it."""
     rows = tmp_path / "rows.jsonl"

@@ -118,6 +118,7 @@ def test_two_processes_are_one(runs):
     assert_same_weights(folder / "one", folder / "two", tolerance=2e-5)
 
 
+@pytest.mark.slow
 def test_two_processes_resume(runs):
     folder, options = runs
     shutil.copytree(folder / "two" / "checkpoint-6", folder / "resumed" / "checkpoint-6")

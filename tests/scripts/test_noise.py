@@ -69,7 +69,7 @@ def test_demo(trained):
     assert unexpected(trained[1]) == []
 
 
-@pytest.mark.parametrize("program", ["evaluate_lm", *exhaustive("pretrain", "generate")])
+@pytest.mark.parametrize("program", exhaustive("evaluate_lm", "pretrain", "generate"))
 def test_programs(program, trained, tmp_path):
     folder, _ = trained
     text, model = folder / "text.txt", ["--model_name_or_path", folder / "demo"]

@@ -114,6 +114,7 @@ def test_benchmark_of_a_step(tmp_path, suite, options, ways, figures):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_benchmark_of_streaming(tmp_path):
     output = tmp_path / "figures.json"
     run("benchmark.py", "streaming", *SMALL, "--lengths", 512, "--segment", 64, "--ways", "rtf",

@@ -239,6 +239,7 @@ def test_export(head, tno_type, causal):
     torch.testing.assert_close(program.module()(**inputs).logits, model(**inputs).logits, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head, tno_type, causal", few(("rpe", True)))
 def test_compiled_graph_serves_all_lengths(head, tno_type, causal):
     """More lengths than there may be graphs."""
