@@ -35,13 +35,15 @@ from transformers import (
 
 import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
 from tnn_scripts.common.arguments import parse_arguments, parse_overrides
-from tnn_scripts.common.atomic import claim, new_files, write_json, write_text
+from tnn_scripts.common.atomic import new_files, write_json, write_text
 from tnn_scripts.common.checkpoints import check_run
 from tnn_scripts.common.devices import suggest_smaller
+from tnn_scripts.common.dry_run import dry_run
+from tnn_scripts.common.optimizers import GroupArguments, GroupingTrainer
 from tnn_scripts.common.publishing import open_repository, upload
 from tnn_scripts.common.signals import StopRequested
 from tnn_scripts.common.tables import markdown_table
-from tnn_scripts.common.trainer import train
+from tnn_scripts.common.trainer import output_folder, train
 from tnn_scripts.data.glue import TASKS, TaskData, load_files, load_task, tokenize_task
 from tnn_scripts.data.glue_metrics import ERRORS, format_metric, load_metric, main_metric
 from tnn_scripts.data.text import check_vocabulary
@@ -49,8 +51,8 @@ from tnn_scripts.data.text import check_vocabulary
 logger = logging.getLogger("finetune_glue")
 
 
-@dataclass
-class GlueArguments:
+@dataclass(kw_only=True)
+class GlueArguments(GroupArguments):
     """The model, the data, and what of it is used."""
 
     model_name_or_path: str
@@ -69,14 +71,14 @@ class GlueArguments:
     max_predict_samples: int | None = field(default=None, metadata={"help": "Predict the first so many."})
     from_scratch: bool = field(default=False, metadata={"help": "Random weights instead of the trained ones."})
     sweep: bool = field(default=False, metadata={"help": "Train with each learning rate and seed, keep the best."})
-    sweep_learning_rates: list[float] = field(
-        default_factory=lambda: [1e-5, 3e-5, 6e-5, 1e-4], metadata={"help": "Those of the TNN paper."}
-    )
+    sweep_learning_rates: list[float] = field(default_factory=lambda: [1e-5, 3e-5, 6e-5, 1e-4])  # of the TNN paper
     sweep_seeds: list[int] = field(default_factory=lambda: [0, 1, 2], metadata={"help": "Seeds of the sweep."})
     trust_remote_code: bool = False
     overwrite_output_dir: bool = False
+    dry_run: bool = False
 
     def __post_init__(self):
+        super().__post_init__()
         files = (self.train_file is not None) + (self.validation_file is not None)
         if (self.task_name is None) == (files == 0) or files == 1:
             raise ValueError("give either --task_name, or both --train_file and --validation_file")
@@ -89,6 +91,11 @@ class GlueArguments:
         for task in self.task_name or []:
             if task not in TASKS:
                 raise ValueError(f"task_name={task!r} is not possible: it must be all or one of {', '.join(TASKS)}.")
+
+    def number_of_runs(self) -> int:
+        """How many models are trained."""
+        runs = len(self.sweep_learning_rates) * len(self.sweep_seeds) if self.sweep else 1
+        return runs * len(self.task_name or [None])
 
     @property
     def sentence_keys(self) -> tuple[str, ...]:
@@ -161,14 +168,17 @@ def run(task: Task, training: TrainingArguments, keep: bool = False) -> tuple[Tr
         MemoryExceededError, SavingError: a batch does not fit, or a checkpoint.
     """
     set_seed(training.seed)
-    trainer = Trainer(
+    trainer = GroupingTrainer(
         model=task.build_model(),
         args=training,
         train_dataset=task.splits["train"] if training.do_train else None,
         eval_dataset=task.splits[task.data.validation_splits[0]],
         processing_class=task.tokenizer,
         compute_metrics=task.compute_metrics,
+        groups=task.args.groups(),
     )
+    if task.args.dry_run:
+        dry_run(trainer, task.args.number_of_runs())
     results = {}
     if training.do_train:
         results |= train(trainer)
@@ -362,7 +372,7 @@ def main():
     with contextlib.ExitStack() as held:
         try:
             check_before_start(args, training)
-            held.enter_context(claim(Path(training.output_dir), main=training.process_index == 0))
+            held.enter_context(output_folder(training, args.dry_run))
             summaries = run_all(args, training)
         except StopRequested as request:
             status, message = request.args

@@ -287,7 +287,9 @@ def train(args: PretrainArguments, accelerator: Accelerator) -> tuple[Pretrainin
     if args.push_to_hub and accelerator.is_main_process:
         repository = open_repository(args.hub_model_id, args.output_dir, args.hub_private_repo)
     if args.report_to != "none":
-        settings = {name: value for name, value in dataclasses.asdict(args).items() if value is not None}
+        options = {name: value for name, value in dataclasses.asdict(args).items() if value is not None}
+        # TensorBoard takes no lists.
+        settings = {name: " ".join(value) if isinstance(value, list) else value for name, value in options.items()}
         accelerator.init_trackers("modeling-tnn", config=settings)
     with pretraining.stop:
         try:
@@ -319,7 +321,8 @@ def dry_run(args: PretrainArguments, accelerator: Accelerator):
     """
     model = build_model(args, build_config(args))
     with suggest_smaller("a training step", "--per_device_train_batch_size, --block_size or --gradient_checkpointing"):
-        seconds, memory = measure_step(model, args.per_device_train_batch_size, args.block_size, accelerator)
+        ids = torch.randint(model.config.vocab_size, (args.per_device_train_batch_size, args.block_size))
+        seconds, memory = measure_step(model, {"input_ids": ids, "labels": ids}, accelerator)
     passes = args.gradient_accumulation_steps
     tokens = args.per_device_train_batch_size * args.block_size * passes * accelerator.num_processes
     device = f"{accelerator.num_processes} x {accelerator.device.type}"

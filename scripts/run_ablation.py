@@ -11,6 +11,7 @@ Example:
 """
 
 import copy
+import itertools
 import logging
 import math
 import statistics
@@ -28,7 +29,6 @@ from transformers import (
     DataCollatorForLanguageModeling,
     PreTrainedModel,
     PreTrainedTokenizerFast,
-    Trainer,
     TrainingArguments,
     set_seed,
 )
@@ -36,9 +36,12 @@ from transformers import (
 from modeling_tnn import PoleCallback, TnnConfig
 from tnn_scripts.common.accelerate_loop import token_losses
 from tnn_scripts.common.arguments import chosen_seeds, load_config, parse_arguments, parse_overrides
-from tnn_scripts.common.atomic import claim, saving_errors, write_json
+from tnn_scripts.common.atomic import saving_errors, write_json
+from tnn_scripts.common.dry_run import dry_run
+from tnn_scripts.common.optimizers import GroupArguments, GroupingTrainer
 from tnn_scripts.common.scoring import batches, evaluate
 from tnn_scripts.common.tables import markdown_table
+from tnn_scripts.common.trainer import output_folder
 from tnn_scripts.data.text import load_corpus, pack, tokenize, train_tokenizer
 
 logger = logging.getLogger("run_ablation")
@@ -46,8 +49,8 @@ MASK_PROBABILITY = 0.15
 IGNORED = -100
 
 
-@dataclass
-class AblationArguments:
+@dataclass(kw_only=True)
+class AblationArguments(GroupArguments):
     """The variants, and what they have in common."""
 
     variants: list[str] = field(metadata={"help": "Each a name, a colon and the fields that it changes."})
@@ -59,13 +62,20 @@ class AblationArguments:
     longer: list[int] = field(default_factory=list, metadata={"help": "Further lengths to evaluate at, in tokens."})
     eval_tokens: int = field(default=65_536, metadata={"help": "Validation tokens that are read, at least a row."})
     seeds: list[int] | None = None
+    sweep_learning_rates: list[float] = field(default_factory=list)
+    dry_run: bool = False
 
     def __post_init__(self):
+        super().__post_init__()
         names = [variant.partition(":")[0] for variant in self.variants]
         if len(set(names)) != len(names):
             raise ValueError(f"--variants: {', '.join(names)} are not all different names.")
         for variant in self.variants:
             self.variant_config(variant)
+
+    def learning_rates(self, training: TrainingArguments) -> list[float]:
+        """Those that each variant is trained with."""
+        return self.sweep_learning_rates or [training.learning_rate]
 
     def variant_config(self, variant: str) -> TnnConfig:
         """The configuration of a variant.
@@ -141,22 +151,28 @@ def validation_ids(texts: Dataset, tokenizer: PreTrainedTokenizerFast, most: int
     return ids[: max(most, *lengths)]
 
 
-def train(args: AblationArguments, training: TrainingArguments, variant: str, seed: int, text: Text) -> dict:
+def train(
+    args: AblationArguments, training: TrainingArguments, variant: str, rate: float, seed: int, text: Text
+) -> dict:
     """The perplexities of one variant at each length, and what it took."""
     config, training, name = args.variant_config(variant), copy.copy(training), variant.partition(":")[0]
     config.vocab_size = len(text.tokenizer)
-    training.seed = seed
-    training.output_dir = str(Path(training.output_dir) / f"{name}-seed-{seed}")
+    training.seed, training.learning_rate = seed, rate
+    place = f"{name}-lr{rate:g}-seed-{seed}" if args.sweep_learning_rates else f"{name}-seed-{seed}"
+    training.output_dir = str(Path(training.output_dir) / place)
     set_seed(seed)
     auto_class = AutoModelForCausalLM if config.causal else AutoModelForMaskedLM
     collator = DataCollatorForLanguageModeling(text.tokenizer, mlm=not config.causal, mlm_probability=MASK_PROBABILITY)
-    trainer = Trainer(
+    trainer = GroupingTrainer(
         model=auto_class.from_config(config),
         args=training,
         train_dataset=text.blocks,
         data_collator=collator,
         callbacks=[PoleCallback()],
+        groups=args.groups(),
     )
+    if args.dry_run:
+        dry_run(trainer, len(args.variants) * len(args.seeds) * len(args.learning_rates(training)))
     with saving_errors(Path(training.output_dir)):
         result = trainer.train()
     model, rows = trainer.model.eval(), training.per_device_eval_batch_size
@@ -164,6 +180,7 @@ def train(args: AblationArguments, training: TrainingArguments, variant: str, se
     return {
         "variant": name,
         "changes": variant.partition(":")[2],
+        "learning_rate": rate,
         "seed": seed,
         "perplexity": {str(length): math.exp(loss) for length, (loss, _) in scores.items()},
         "scored_tokens": scores[text.lengths[0]][1],
@@ -174,14 +191,23 @@ def train(args: AblationArguments, training: TrainingArguments, variant: str, se
 
 
 def table(rows: list[dict]) -> str:
-    """Markdown: the mean over the seeds, at each length."""
+    """Markdown: the mean over the seeds at each length; of each variant at the rate that is best at the first one."""
     lengths = list(rows[0]["perplexity"])
     lines = []
     for name in dict.fromkeys(row["variant"] for row in rows):
-        own = [row for row in rows if row["variant"] == name]
-        means = (statistics.mean(row["perplexity"][length] for row in own) for length in lengths)
-        lines.append([name, *(f"{mean:.2f}" for mean in means), f"{own[0]['parameters']:,}", len(own)])
-    return markdown_table(["variant", *(f"perplexity at {n}" for n in lengths), "parameters", "seeds"], lines)
+        rates = {row["learning_rate"] for row in rows if row["variant"] == name}
+        best = min((means_of(rows, name, rate) for rate in rates), key=lambda found: found["perplexity"][0])
+        shown = (f"{mean:.2f}" for mean in best["perplexity"])
+        lines.append([name, *shown, f"{best['learning_rate']:g}", f"{best['parameters']:,}", best["seeds"]])
+    headers = ["variant", *(f"perplexity at {n}" for n in lengths), "learning rate", "parameters", "seeds"]
+    return markdown_table(headers, lines)
+
+
+def means_of(rows: list[dict], name: str, rate: float) -> dict:
+    """The figures of a variant at a learning rate, over the seeds."""
+    own = [row for row in rows if (row["variant"], row["learning_rate"]) == (name, rate)]
+    means = [statistics.mean(row["perplexity"][length] for row in own) for length in own[0]["perplexity"]]
+    return {"learning_rate": rate, "perplexity": means, "parameters": own[0]["parameters"], "seeds": len(own)}
 
 
 def run(args: AblationArguments, training: TrainingArguments):
@@ -198,12 +224,11 @@ def run(args: AblationArguments, training: TrainingArguments):
     validation = validation_ids(corpus["validation"], tokenizer, args.eval_tokens, lengths)
     text = Text(tokenizer, pack(corpus["train"], tokenizer, lengths[0]), validation, lengths)
     rows, output = [], Path(training.output_dir) / "all_results.json"
-    for variant in args.variants:
-        for seed in args.seeds:
-            rows.append(train(args, training, variant, seed, text))
-            settings = vars(args) | {"batch_size": training.train_batch_size, "torch_threads": torch.get_num_threads()}
-            write_json(output, {"settings": settings, "rows": rows})
-            logger.info("%s, seed %d: perplexity %s", rows[-1]["variant"], seed, rows[-1]["perplexity"])
+    settings = vars(args) | {"batch_size": training.train_batch_size, "torch_threads": torch.get_num_threads()}
+    for variant, rate, seed in itertools.product(args.variants, args.learning_rates(training), args.seeds):
+        rows.append(train(args, training, variant, rate, seed, text))
+        write_json(output, {"settings": settings, "rows": rows})
+        logger.info("%s, rate %g, seed %d: perplexity %s", rows[-1]["variant"], rate, seed, rows[-1]["perplexity"])
     sys.stdout.write(table(rows) + "\n")
 
 
@@ -211,7 +236,7 @@ def run(args: AblationArguments, training: TrainingArguments):
 def main():
     args, training = parse_arguments([AblationArguments, TrainingArguments], __doc__)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    with claim(Path(training.output_dir), main=training.process_index == 0):
+    with output_folder(training, args.dry_run):
         run(args, training)
 
 

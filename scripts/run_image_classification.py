@@ -21,7 +21,6 @@ from PIL import ImageOps
 from transformers import (
     AutoModelForImageClassification,
     PreTrainedConfig,
-    Trainer,
     TrainingArguments,
     ViTImageProcessor,
     set_seed,
@@ -30,6 +29,8 @@ from transformers import (
 from modeling_tnn import PoleCallback
 from tnn_scripts.common.arguments import load_config, parse_arguments, parse_overrides
 from tnn_scripts.common.classification import accuracy, describe, report, save, score
+from tnn_scripts.common.dry_run import dry_run
+from tnn_scripts.common.optimizers import GroupArguments, GroupingTrainer
 from tnn_scripts.common.peers import vit_like
 from tnn_scripts.common.trainer import exit_with_message, train
 from tnn_scripts.data.lra import limit
@@ -37,8 +38,8 @@ from tnn_scripts.data.lra import limit
 EVALUATED = ("validation", "test")
 
 
-@dataclass
-class ImageArguments:
+@dataclass(kw_only=True)
+class ImageArguments(GroupArguments):
     """The model, and the pictures."""
 
     config_name: str
@@ -50,6 +51,7 @@ class ImageArguments:
     max_eval_samples: int | None = None
     transformer: bool = False
     overwrite_output_dir: bool = False
+    dry_run: bool = False
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ def run(args: ImageArguments, training: TrainingArguments):
     config = build_config(args, pictures.classes)
     processor = ViTImageProcessor(size={"height": config.image_size, "width": config.image_size})
     splits = {name: prepare(rows, pictures, processor, name == "train") for name, rows in pictures.splits.items()}
-    trainer = Trainer(
+    trainer = GroupingTrainer(
         model=AutoModelForImageClassification.from_config(config),
         args=training,
         train_dataset=splits.pop("train"),
@@ -139,7 +141,10 @@ def run(args: ImageArguments, training: TrainingArguments):
         processing_class=processor,
         compute_metrics=accuracy,
         callbacks=[PoleCallback()],
+        groups=args.groups(),
     )
+    if args.dry_run:
+        dry_run(trainer)
     train(trainer)
     save(trainer, vars(args))  # before the evaluations: memory may not be enough for them
     results = {
@@ -157,7 +162,7 @@ def run(args: ImageArguments, training: TrainingArguments):
 def main():
     args, training = parse_arguments([ImageArguments, TrainingArguments], __doc__)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    with exit_with_message(training, args.overwrite_output_dir):
+    with exit_with_message(training, args.overwrite_output_dir, args.dry_run):
         run(args, training)
 
 

@@ -21,7 +21,6 @@ from transformers import (
     AutoModelForSequenceClassification,
     DataCollatorWithPadding,
     PreTrainedModel,
-    Trainer,
     TrainingArguments,
     default_data_collator,
     set_seed,
@@ -30,14 +29,16 @@ from transformers import (
 from modeling_tnn import PoleCallback, TnnConfig
 from tnn_scripts.common.arguments import load_config, parse_arguments, parse_overrides
 from tnn_scripts.common.classification import accuracy, describe, report, save, score
+from tnn_scripts.common.dry_run import dry_run
+from tnn_scripts.common.optimizers import GroupArguments, GroupingTrainer
 from tnn_scripts.common.peers import modernbert_like
 from tnn_scripts.common.sequence_pairs import TnnForSequencePairClassification
 from tnn_scripts.common.trainer import exit_with_message, train
 from tnn_scripts.data.lra import TASKS, Task, encode_split, limit, load_task
 
 
-@dataclass
-class LraArguments:
+@dataclass(kw_only=True)
+class LraArguments(GroupArguments):
     """The task, its data and the model."""
 
     task: str = field(metadata={"choices": tuple(TASKS)})
@@ -53,12 +54,11 @@ class LraArguments:
         default=None, metadata={"help": "Another configuration of --dataset_path whose test split is evaluated too."}
     )
     transformer: bool = False
-    operator_learning_rate: float | None = field(
-        default=None, metadata={"help": "Learning rate of the Toeplitz operators, which then have no weight decay."}
-    )
     overwrite_output_dir: bool = False
+    dry_run: bool = False
 
     def __post_init__(self):
+        super().__post_init__()
         if self.transformer and self.task == "retrieval":
             raise ValueError("--transformer: transformers has no ModernBERT with a head for two sequences.")
         if self.extra_test is not None and self.dataset_path is None:
@@ -101,23 +101,6 @@ def build_collator(args: LraArguments, tokenizer):
     return collate_pairs(tokenizer) if args.task == "retrieval" else DataCollatorWithPadding(tokenizer)
 
 
-def build_optimizer(model: PreTrainedModel, args: LraArguments, training: TrainingArguments):
-    """AdamW with groups of their own for the operators; None where Trainer's own will do."""
-    if args.operator_learning_rate is None:
-        return None
-    groups: dict[bool, list] = {True: [], False: []}
-    for name, parameter in model.named_parameters():
-        groups[".tno." in name].append(parameter)
-    return torch.optim.AdamW(
-        [
-            {"params": groups[False], "lr": training.learning_rate, "weight_decay": training.weight_decay},
-            {"params": groups[True], "lr": args.operator_learning_rate, "weight_decay": 0.0},
-        ],
-        betas=(training.adam_beta1, training.adam_beta2),
-        eps=training.adam_epsilon,
-    )
-
-
 def run(args: LraArguments, training: TrainingArguments):
     """Train, test and save.
 
@@ -133,7 +116,7 @@ def run(args: LraArguments, training: TrainingArguments):
     config = build_config(args, task)
     model = build_model(args, config)
     tokenizer = None if task.tokenizer is None else task.tokenizer()
-    trainer = Trainer(
+    trainer = GroupingTrainer(
         model=model,
         args=training,
         train_dataset=data["train"],
@@ -141,9 +124,11 @@ def run(args: LraArguments, training: TrainingArguments):
         processing_class=tokenizer,
         data_collator=build_collator(args, tokenizer),
         compute_metrics=accuracy,
-        optimizers=(build_optimizer(model, args, training), None),
         callbacks=[PoleCallback()],
+        groups=args.groups(),
     )
+    if args.dry_run:
+        dry_run(trainer)
     train(trainer)
     save(trainer, vars(args))  # before the evaluations: memory may not be enough for them
     tests = {"validation": data["validation"], "test": data["test"]}
@@ -166,7 +151,7 @@ def run(args: LraArguments, training: TrainingArguments):
 def main():
     args, training = parse_arguments([LraArguments, TrainingArguments], __doc__)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    with exit_with_message(training, args.overwrite_output_dir):
+    with exit_with_message(training, args.overwrite_output_dir, args.dry_run):
         run(args, training)
 
 

@@ -21,18 +21,21 @@ from tnn_scripts.common.errors import report_errors
 
 import torch
 from torch import nn
-from transformers import Trainer, TrainingArguments, set_seed
+from transformers import TrainingArguments, set_seed
 
 from modeling_tnn import PoleCallback, TnnConfig, TnnForCausalLM
 from modeling_tnn.tno_auto import build_tno
 from tnn_scripts.common.arguments import chosen_seeds, parse_arguments
-from tnn_scripts.common.atomic import claim, saving_errors, write_json
+from tnn_scripts.common.atomic import saving_errors, write_json
+from tnn_scripts.common.dry_run import dry_run
+from tnn_scripts.common.optimizers import GroupArguments, GroupingTrainer
 from tnn_scripts.common.tables import markdown_table
+from tnn_scripts.common.trainer import output_folder
 from tnn_scripts.data.synthetic import IGNORED, Copying, Delay
 
 
-@dataclass
-class SyntheticArguments:
+@dataclass(kw_only=True)
+class SyntheticArguments(GroupArguments):
     """The task and the models."""
 
     task: str = field(metadata={"choices": ("copying", "delay")})
@@ -47,8 +50,10 @@ class SyntheticArguments:
     seeds: list[int] | None = None
     max_train_samples: int = 10_000
     max_eval_samples: int = 1_000
+    dry_run: bool = False
 
     def __post_init__(self):
+        super().__post_init__()
         longest = 2 * self.memory + 1 if self.task == "copying" else self.length
         if self.task == "delay" and self.memory >= self.length:
             raise ValueError(f"--memory {self.memory}: the delay must be below --length {self.length}.")
@@ -133,7 +138,7 @@ def train(args: SyntheticArguments, training: TrainingArguments, state_size: int
     training.seed = seed
     training.output_dir = str(Path(training.output_dir) / f"state-{state_size}-seed-{seed}")
     set_seed(seed)
-    trainer = Trainer(
+    trainer = GroupingTrainer(
         model=task.model(model_config(args, state_size)),
         args=training,
         train_dataset=task.rows(args, args.max_train_samples, seed),
@@ -141,7 +146,10 @@ def train(args: SyntheticArguments, training: TrainingArguments, state_size: int
         compute_metrics=lambda prediction: task.score(prediction.predictions, prediction.label_ids),
         preprocess_logits_for_metrics=task.preprocess,
         callbacks=[PoleCallback()],
+        groups=args.groups(),
     )
+    if args.dry_run:
+        dry_run(trainer, len(args.state_sizes) * len(args.seeds))
     with saving_errors(Path(training.output_dir)):
         result = trainer.train()
     return {
@@ -186,7 +194,7 @@ def run(args: SyntheticArguments, training: TrainingArguments):
 @report_errors
 def main():
     args, training = parse_arguments([SyntheticArguments, TrainingArguments], __doc__)
-    with claim(Path(training.output_dir), main=training.process_index == 0):
+    with output_folder(training, args.dry_run):
         run(args, training)
 
 

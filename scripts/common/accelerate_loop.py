@@ -34,6 +34,7 @@ from tnn_scripts.common.checkpoints import (
     write_checksums,
 )
 from tnn_scripts.common.devices import MemoryExceededError, suggest_smaller
+from tnn_scripts.common.optimizers import build_optimizer
 from tnn_scripts.common.pretrain_arguments import PretrainArguments
 from tnn_scripts.common.signals import StopRequest, StopRequested
 from tnn_scripts.data.blocks import BlockStream
@@ -86,17 +87,10 @@ def count_targets(labels: torch.Tensor, causal: bool) -> torch.Tensor:
     return (labels[:, 1:] if causal else labels).ne(-100).sum(dim=1)
 
 
-def build_optimizer(model: PreTrainedModel, args: PretrainArguments) -> torch.optim.AdamW:
-    """AdamW whose weight decay leaves out biases, norms and whatever else is no matrix."""
-    decayed = get_parameter_names(model, [torch.nn.LayerNorm], [r"bias", r"norm"])
-    parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for n, p in parameters if n in decayed and p.ndim >= 2], "weight_decay": args.weight_decay},
-        {"params": [p for n, p in parameters if n not in decayed or p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        groups, lr=args.learning_rate, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon
-    )
+def decayed_parameters(model: PreTrainedModel) -> set[str]:
+    """Names of the parameters with weight decay: not biases, norms and whatever else is no matrix."""
+    names = set(get_parameter_names(model, [torch.nn.LayerNorm], [r"bias", r"norm"]))
+    return {name for name, parameter in model.named_parameters() if name in names and parameter.ndim >= 2}
 
 
 class Pretraining:
@@ -122,7 +116,7 @@ class Pretraining:
         self.stop = StopRequest()
         self._saved_step = None
         validation_loader = validation.loader(args.per_device_eval_batch_size, 0, len(validation))
-        optimizer = build_optimizer(model, args)
+        optimizer = build_optimizer(model, args, decayed_parameters(model))
         self.scheduler = get_scheduler(args.lr_scheduler_type, optimizer, args.num_warmup_steps, args.max_steps)
         self.model, self.optimizer, self.validation = accelerator.prepare(model, optimizer, validation_loader)
         # The weights are made: from here on each process has its own dropout.

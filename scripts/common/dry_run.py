@@ -1,33 +1,41 @@
-"""What a training run would take: size of the model, tokens, memory and time, from two steps on random tokens."""
+"""What a training run would take: size of the model, tokens, memory and time, from two steps."""
 
+import math
+import sys
 import time
+from collections.abc import Callable, Mapping
 
 import torch
 from accelerate import Accelerator
-from transformers import PreTrainedModel
+from accelerate.utils import send_to_device
+from torch import nn
+from transformers import PreTrainedModel, Trainer
 
-from tnn_scripts.common.devices import resident_peak
+from tnn_scripts.common.devices import resident_peak, suggest_smaller
 
 BYTES_OF_A_GIB = 2**30
 
 
+def loss_of(model: PreTrainedModel, inputs: Mapping) -> torch.Tensor:
+    return model(**inputs).loss
+
+
 def measure_step(
-    model: PreTrainedModel, batch_size: int, length: int, accelerator: Accelerator
+    model: nn.Module, inputs: Mapping, accelerator: Accelerator, compute_loss: Callable = loss_of
 ) -> tuple[float, float]:
-    """Seconds of a training step with AdamW on `(batch_size, length)` ids, and peak memory in GiB.
+    """Seconds of a training step with AdamW on `inputs`, and peak memory in GiB.
 
     On a CPU the memory is the peak of this process.
 
     Raises:
         torch.OutOfMemoryError, MemoryError: it does not fit.
     """
-    model = model.train().to(accelerator.device)
+    model, inputs = model.train().to(accelerator.device), send_to_device(inputs, accelerator.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
-    ids = torch.randint(model.config.vocab_size, (batch_size, length), device=accelerator.device)
     for _ in range(2):  # the first one also allocates
         start = time.perf_counter()
         with accelerator.autocast():
-            loss = model(input_ids=ids, labels=ids).loss
+            loss = compute_loss(model, dict(inputs))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -38,12 +46,42 @@ def measure_step(
     return seconds, resident_peak() / BYTES_OF_A_GIB
 
 
-def describe_run(parameters: int, steps: int, tokens: int, seconds: float, memory: float, device: str) -> str:
-    """Lines for the terminal; `tokens` and `seconds` are those of a step."""
+def dry_run(trainer: Trainer, runs: int = 1):
+    """Write what a training by Trainer would take, and end the process.
+
+    Args:
+        runs: how many such trainings the program makes.
+
+    Raises:
+        SystemExit: always.
+        MemoryExceededError: a step does not fit.
+    """
+    args, loader = trainer.args, trainer.get_train_dataloader()
+    inputs = next(iter(loader))
+    with suggest_smaller("a training step", "give a smaller --per_device_train_batch_size"):
+        seconds, memory = measure_step(trainer.model, inputs, trainer.accelerator, trainer.compute_loss)
+    passes = args.gradient_accumulation_steps
+    steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * len(loader) / passes)
+    unit = "tokens" if "input_ids" in inputs else "rows"
+    size = inputs["input_ids"].numel() if unit == "tokens" else len(next(iter(inputs.values())))
+    size *= passes * args.world_size
+    device = f"{args.world_size} x {args.device.type}"
+    if args.process_index == 0:
+        several = f"{runs} runs, each:\n" if runs > 1 else ""
+        parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
+        text = describe_run(parameters, steps, size, seconds * passes, memory, device, unit)
+        sys.stdout.write(f"{several}{text}\n")
+    sys.exit(0)
+
+
+def describe_run(
+    parameters: int, steps: int, tokens: int, seconds: float, memory: float, device: str, unit: str = "tokens"
+) -> str:
+    """Lines for the terminal; `tokens` (of another `unit` perhaps) and `seconds` are those of a step."""
     return (
         f"{parameters:,} parameters\n"
-        f"{steps:,} steps of {tokens:,} tokens: {steps * tokens:,} tokens\n"
-        f"about {_duration(steps * seconds)} on {device}: {seconds:.2f} s a step, {tokens / seconds:,.0f} tokens/s\n"
+        f"{steps:,} steps of {tokens:,} {unit}: {steps * tokens:,} {unit}\n"
+        f"about {_duration(steps * seconds)} on {device}: {seconds:.2f} s a step, {tokens / seconds:,.0f} {unit}/s\n"
         f"about {memory:.1f} GiB of memory\n"
         "Nothing was written. Evaluations and checkpoints take time besides."
     )

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from transformers import SchedulerType
 
 from tnn_scripts.common.arguments import find_config
+from tnn_scripts.common.optimizers import OPTIMIZERS, GroupArguments
 
 OBJECTIVES = ("clm", "mlm")
 TRACKERS = ("none", "tensorboard", "wandb", "trackio")
@@ -29,8 +30,8 @@ def option(default, text: str):
     return field(default=default, metadata={"help": text})
 
 
-@dataclass
-class PretrainArguments:
+@dataclass(kw_only=True)
+class PretrainArguments(GroupArguments):
     """What to train, on what, for how long, and where it goes."""
 
     objective: str = option("clm", "clm (causal) or mlm (masked language model).")
@@ -59,6 +60,8 @@ class PretrainArguments:
     lr_scheduler_type: str = "cosine"
     warmup_steps: float = 0.1
     weight_decay: float = 0.1
+    optim: str = "adamw_torch"
+    optim_args: str | None = None
     adam_beta1: float = 0.9
     adam_beta2: float = 0.98
     adam_epsilon: float = 1e-8
@@ -85,9 +88,11 @@ class PretrainArguments:
     hub_private_repo: bool = False
 
     def __post_init__(self):
+        super().__post_init__()
         self.config_name = find_config(self.config_name)
         self._require_one_of("objective", OBJECTIVES)
         self._require_one_of("report_to", TRACKERS)
+        self._require_one_of("optim", OPTIMIZERS)
         self._require_one_of("lr_scheduler_type", [kind.value for kind in SchedulerType])
         self._require_one_of("mixed_precision", (None, "no", "bf16", "fp16"))
         radius = self.max_pole_radius

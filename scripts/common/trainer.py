@@ -1,10 +1,12 @@
 """Trainer's training as pretrain.py does its own: stopped by a signal, out of memory or disk, it loses nothing."""
 
+import contextlib
 import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from transformers import Trainer, TrainingArguments
 
@@ -23,11 +25,23 @@ logger = logging.getLogger("resumable")
 
 
 @contextmanager
-def exit_with_message(training: TrainingArguments, overwrite: bool) -> Iterator[None]:
+def output_folder(training: TrainingArguments, dry_run: bool) -> Iterator[None]:
+    """Have the output folder for the block, or, for a dry run, a temporary one."""
+    with contextlib.ExitStack() as held:
+        if dry_run:
+            training.output_dir = held.enter_context(TemporaryDirectory())
+        else:
+            held.enter_context(claim(Path(training.output_dir), main=training.process_index == 0))
+        yield
+
+
+@contextmanager
+def exit_with_message(training: TrainingArguments, overwrite: bool, dry_run: bool = False) -> Iterator[None]:
     """Have the output folder for the block; a signal that stops it ends the process with a status and a sentence.
 
     Args:
         overwrite: whether `--overwrite_output_dir` was given.
+        dry_run: whether what the block writes is thrown away.
 
     Raises:
         SystemExit: the block was stopped by a signal.
@@ -37,7 +51,7 @@ def exit_with_message(training: TrainingArguments, overwrite: bool) -> Iterator[
     try:
         if training.push_to_hub:  # Trainer's own would publish pickles and no code
             raise ValueError("--push_to_hub: publish the folder with scripts/push_to_hub.py when it is trained.")
-        with claim(Path(training.output_dir), main=training.process_index == 0):
+        with output_folder(training, dry_run):
             check_run(Path(training.output_dir), overwrite, training.resume_from_checkpoint)
             yield
     except StopRequested as request:

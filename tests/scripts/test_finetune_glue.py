@@ -34,6 +34,7 @@ def test_one_task(encoder, glue, tmp_path):
     assert predicted[0] == "index\tprediction" and agreeing > 17
 
 
+@pytest.mark.slow
 def test_sweep_keeps_the_best(encoder, glue, tmp_path):
     more = ["--task_name", "sst2", "stsb", "--dataset_path", glue, "--num_train_epochs", 2, "--sweep"]
     more += ["--sweep_learning_rates", "1e-2", "1e-6", "--sweep_seeds", "3", "4"]

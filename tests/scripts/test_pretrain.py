@@ -20,8 +20,9 @@ from transformers import (
 
 from helpers.scripts import ROOT, SENTENCES, assert_same_weights, run_script, weights, write_config, write_text
 from modeling_tnn import find_unstable
-from tnn_scripts.common.accelerate_loop import build_optimizer, count_targets, token_losses
+from tnn_scripts.common.accelerate_loop import count_targets, decayed_parameters, token_losses
 from tnn_scripts.common.arguments import parse_arguments
+from tnn_scripts.common.optimizers import build_optimizer
 from tnn_scripts.common.pretrain_arguments import PretrainArguments
 from tnn_scripts.common.publishing import NOT_UPLOADED, upload
 from tnn_scripts.data.blocks import BlockStream
@@ -111,7 +112,9 @@ def test_loss_of_the_model(options):
 def test_weight_decay_is_for_matrices(tmp_path):
     config = write_config(tmp_path / "config", norm_type="rmsnorm", tno_type="rtf")
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config))
-    decayed, plain = build_optimizer(model, PretrainArguments(weight_decay=0.3)).param_groups
+    decayed, plain = build_optimizer(
+        model, PretrainArguments(weight_decay=0.3), decayed_parameters(model)
+    ).param_groups
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.3, 0.0)
     assert {parameter.ndim for parameter in decayed["params"]} == {2}
     names = {id(parameter): name for name, parameter in model.named_parameters()}

@@ -1,0 +1,132 @@
+"""Optimizers by the names of transformers, and parameters with a learning rate or weight decay of their own.
+
+A Toeplitz operator has few parameters, and they act on every position of a text. The RTF paper gives them a rate of
+their own and no weight decay (table 9).
+"""
+
+import re
+from dataclasses import dataclass, field
+
+import torch
+from transformers import PreTrainedModel, Trainer
+from transformers.training_args import OptimizerNames
+
+OPERATOR = r"(^|\.)tno\."
+SETTINGS = {"learning_rate": "lr", "weight_decay": "weight_decay"}
+# They choose the layers themselves, and need what only Trainer has.
+OF_TRAINER = ("galore", "apollo", "lomo", "adalomo")
+OPTIMIZERS = [name.value for name in OptimizerNames if not name.value.startswith(OF_TRAINER)]
+
+
+@dataclass(kw_only=True)
+class GroupArguments:
+    """What parameters have other settings than the rest."""
+
+    operator_learning_rate: float | None = None
+    operator_weight_decay: float | None = None
+    parameter_groups: list[str] = field(default_factory=list)
+
+    def __post_init__(self):
+        for name in ("operator_learning_rate", "operator_weight_decay"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ValueError(f"`{name}` must be at least 0, got {value}.")
+        for text in self.parameter_groups:
+            parse_group(text)
+
+    def groups(self) -> dict[str, dict[str, float]]:
+        """Regular expressions of parameter names -> settings; the first one that finds a parameter counts."""
+        groups = dict(parse_group(text) for text in self.parameter_groups)
+        operator = {"lr": self.operator_learning_rate, "weight_decay": self.operator_weight_decay}
+        if self.operator_learning_rate is not None and self.operator_weight_decay is None:
+            operator["weight_decay"] = 0.0
+        operator = {name: value for name, value in operator.items() if value is not None}
+        return groups | ({OPERATOR: operator} if operator else {})
+
+
+def parse_group(text: str) -> tuple[str, dict[str, float]]:
+    """`PATTERN:learning_rate=X,weight_decay=X` as a regular expression and the settings of an optimizer.
+
+    Raises:
+        ValueError: it cannot be read so.
+    """
+    pattern, _, given = text.rpartition(":")
+    try:
+        re.compile(pattern)
+        pairs = [pair.split("=") for pair in given.split(",")]
+        settings = {SETTINGS[name.strip()]: float(value) for name, value in pairs}
+    except (KeyError, ValueError, re.error) as error:
+        raise ValueError(
+            f"`parameter_groups` must be of the form PATTERN:{'=X,'.join(SETTINGS)}=X, got {text!r}."
+        ) from error
+    if not pattern or min(settings.values()) < 0:
+        raise ValueError(f"`parameter_groups` must have a pattern and numbers of at least 0, got {text!r}.")
+    return pattern, settings
+
+
+def regroup(optimizer: torch.optim.Optimizer, model: torch.nn.Module, groups: dict[str, dict[str, float]]):
+    """Move the parameters that a pattern finds into groups with settings of their own.
+
+    What had no weight decay, such as a bias, gets none.
+
+    Args:
+        optimizer: new, of parameters of `model`.
+        groups: see `GroupArguments.groups`.
+
+    Raises:
+        ValueError: a pattern finds no parameter.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for pattern, settings in groups.items():
+        found = False
+        for group in list(optimizer.param_groups):
+            if "pattern" in group:
+                continue
+            chosen = [p for p in group["params"] if re.search(pattern, names[id(p)])]
+            if not chosen:
+                continue
+            found = True
+            moved = {id(p) for p in chosen}
+            group["params"] = [p for p in group["params"] if id(p) not in moved]
+            kept = settings if group["weight_decay"] else {**settings, "weight_decay": 0.0}
+            optimizer.add_param_group({**group, **kept, "params": chosen, "pattern": pattern})
+        # A transformer beside the TNN has no operators.
+        if not found and pattern != OPERATOR:
+            raise ValueError(
+                f"`parameter_groups` must name parameters of the model, got {pattern!r}, which finds none."
+            )
+    optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+
+
+def build_optimizer(model: PreTrainedModel, args, decayed: set[str]) -> torch.optim.Optimizer:
+    """The optimizer that `args.optim` names; the parameters named `decayed` have weight decay.
+
+    Args:
+        args: `GroupArguments` with the fields of `TrainingArguments` that are about the optimizer.
+
+    Raises:
+        ValueError: the optimizer's package is missing, or a pattern finds no parameter.
+    """
+    parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for name, p in parameters if name in decayed], "weight_decay": args.weight_decay},
+        {"params": [p for name, p in parameters if name not in decayed], "weight_decay": 0.0},
+    ]
+    optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(args, model)
+    optimizer = optimizer_class(groups, **options)
+    regroup(optimizer, model, args.groups())
+    return optimizer
+
+
+class GroupingTrainer(Trainer):
+    """Trainer with parameters that have settings of their own, see `GroupArguments.groups`."""
+
+    def __init__(self, *arguments, groups: dict[str, dict[str, float]], **options):
+        super().__init__(*arguments, **options)
+        self.groups = groups
+        self.args.dataloader_pin_memory &= self.args.device.type != "cpu"  # else PyTorch warns
+
+    def create_optimizer(self, model=None) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            regroup(super().create_optimizer(model), self.model if model is None else model, self.groups)
+        return self.optimizer
