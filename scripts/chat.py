@@ -10,8 +10,6 @@ Example:
 """
 
 import argparse
-import sys
-from collections.abc import Iterator
 
 from tnn_scripts.common.errors import report_errors
 
@@ -21,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
 from tnn_scripts.common.devices import check_device
 from tnn_scripts.common.parser import ProgramParser
+from tnn_scripts.common.terminal import read_lines
 from tnn_scripts.data.text import check_vocabulary
 
 
@@ -78,17 +77,6 @@ class Conversation:
         return ids
 
 
-def lines() -> Iterator[str]:
-    """What the user writes, until an empty line or the end of the input."""
-    while True:
-        sys.stdout.write("> " if sys.stdin.isatty() else "")
-        sys.stdout.flush()
-        line = sys.stdin.readline().rstrip("\n")
-        if not line.strip():
-            return
-        yield line
-
-
 @report_errors
 def main():
     args = parse_arguments()
@@ -101,7 +89,7 @@ def main():
     drawn = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p}
     options = {"max_new_tokens": args.max_new_tokens} | (drawn if args.temperature else {"do_sample": False})
     conversation = Conversation(model, tokenizer, args.system, options)
-    for line in lines():
+    for line in read_lines():
         if line.strip() == "/new":
             conversation = Conversation(model, tokenizer, args.system, options)
             continue

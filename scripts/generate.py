@@ -1,7 +1,8 @@
 """Continue prompts with a trained model, from a folder or the Hub, and say how fast it was.
 
 Every option of transformers' GenerationConfig can be given by its name. One prompt at a time streams to the terminal;
---batch_size decodes several at once.
+--batch_size decodes several at once. Without a prompt, the lines of the standard input are prompts: on a terminal,
+write one after the other, and an empty line to end.
 
 Example:
     python scripts/generate.py --model_name_or_path outputs/demo --prompt "In the" --do_sample true --top_p 0.9
@@ -9,10 +10,10 @@ Example:
 """
 
 import argparse
-import difflib
 import json
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from tnn_scripts.common.errors import report_errors
@@ -23,7 +24,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
 from tnn_scripts.common.atomic import check_writable, write_json
 from tnn_scripts.common.devices import check_device
+from tnn_scripts.common.nearest import nearest
 from tnn_scripts.common.parser import ProgramParser
+from tnn_scripts.common.terminal import read_lines
 from tnn_scripts.data.text import check_file, check_vocabulary
 
 
@@ -42,8 +45,6 @@ def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, dict]:
     known, rest = parser.parse_known_args(arguments)
     if known.prompt_file is not None:
         known.prompt += read_prompts(known.prompt_file)
-    if not known.prompt:
-        parser.error("give a --prompt or a --prompt_file")
     if known.batch_size < 1:
         parser.error(f"--batch_size {known.batch_size}: it must be at least 1")
     return known, generation_options(parser, rest)
@@ -69,6 +70,26 @@ def check_prompts(prompts: list[str], tokenizer):
         raise ValueError(f"--prompt {empty[0]!r} is empty: give a text to continue.")
 
 
+def batches(args: argparse.Namespace, tokenizer) -> Iterator[list[str]]:
+    """The prompts that were given, `--batch_size` at a time, or the lines of the standard input.
+
+    Raises:
+        ValueError: a prompt has no tokens, or there is none.
+    """
+    if args.prompt:
+        check_prompts(args.prompt, tokenizer)
+    for first in range(0, len(args.prompt), args.batch_size):
+        yield args.prompt[first : first + args.batch_size]
+    if args.prompt:
+        return
+    count = 0
+    for line in read_lines():
+        count += 1
+        yield [line]
+    if not count and not sys.stdin.isatty():
+        raise ValueError("give a --prompt, a --prompt_file, or a line on the standard input.")
+
+
 def generation_options(parser: argparse.ArgumentParser, rest: list[str]) -> dict:
     """`--name value` pairs that are fields of GenerationConfig; values are read as JSON where they are JSON."""
     fields = GenerationConfig().to_dict()
@@ -76,9 +97,8 @@ def generation_options(parser: argparse.ArgumentParser, rest: list[str]) -> dict
     for name, value in zip(rest[::2], rest[1::2] + [None] * (len(rest) % 2), strict=True):
         field = name.removeprefix("--")
         if not name.startswith("--") or field not in fields or value is None:
-            close = difflib.get_close_matches(field, fields)
-            hint = f"; did you mean --{close[0]}?" if close else ""
-            parser.error(f"{name} {value or '(no value)'} is no option of this script or of GenerationConfig{hint}")
+            hint = nearest(field, fields, "--")
+            parser.error(f"{name} {value or '(no value)'} is no option of this program or of GenerationConfig{hint}")
         try:
             options[field] = json.loads(value)
         except json.JSONDecodeError:
@@ -111,21 +131,22 @@ def main():
         args.model_name_or_path, dtype=args.dtype, trust_remote_code=args.trust_remote_code
     ).to(args.device)
     check_vocabulary(tokenizer, model.config.vocab_size)
-    check_prompts(args.prompt, tokenizer)
     options = {"max_new_tokens": 100} | options
     stream = args.batch_size == 1 and options.get("num_beams", 1) == 1 and options.get("num_return_sequences", 1) == 1
     set_seed(args.seed)
-    texts, tokens, start = [], 0, time.perf_counter()
-    for first in range(0, len(args.prompt), args.batch_size):
-        prompts = args.prompt[first : first + args.batch_size]
-        batch, count = continue_batch(model, tokenizer, prompts, options, stream)
-        texts, tokens = texts + batch, tokens + count
+    prompts, texts, tokens, seconds = [], [], 0, 0.0
+    for batch in batches(args, tokenizer):
+        start = time.perf_counter()
+        written, count = continue_batch(model, tokenizer, batch, options, stream)
+        seconds += time.perf_counter() - start
+        prompts, texts, tokens = prompts + batch, texts + written, tokens + count
         if not stream:
-            sys.stdout.write("\n\n".join(batch) + "\n\n")
-    seconds = time.perf_counter() - start
+            sys.stdout.write("\n\n".join(written) + "\n\n")
+    if not prompts:
+        return
     sys.stdout.write(f"\n{tokens} tokens in {seconds:.2f} s: {tokens / seconds:.1f} tokens per second\n")
     if args.output_file is not None:
-        result = {"model": args.model_name_or_path, "prompts": args.prompt, "texts": texts, "options": options}
+        result = {"model": args.model_name_or_path, "prompts": prompts, "texts": texts, "options": options}
         speed = {"new_tokens": tokens, "seconds": seconds, "tokens_per_second": tokens / seconds}
         speed |= {"device": args.device, "torch_threads": torch.get_num_threads()}
         write_json(args.output_file, result | speed)

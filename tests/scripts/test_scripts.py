@@ -1,5 +1,6 @@
 """The scripts around a trained model: generate, convert, benchmark."""
 
+import io
 import json
 from pathlib import Path
 
@@ -49,12 +50,37 @@ def test_generate_from_a_file_in_batches(model_folder, tmp_path):
     [
         (["--prompt", "x", "--top_pp", "0.5"], "did you mean --top_p"),
         (["--prompt", "x", "--top_p"], "no value"),
-        ([], "--prompt or a --prompt_file"),
+        ([], "--prompt, a --prompt_file"),
     ],
 )
-def test_generate_refuses(model_folder, arguments, message):
+def test_generate_refuses(model_folder, arguments, message, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
     result = run("generate.py", "--model_name_or_path", model_folder, *arguments, check=False)
     assert result.returncode == 2 and message in result.stderr
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("kind", [io.StringIO, Terminal])
+def test_generate_from_the_standard_input(model_folder, kind, monkeypatch, tmp_path):
+    """Each line is a prompt of its own, until an empty one; on a terminal, a mark says where to write."""
+    monkeypatch.setattr("sys.stdin", kind("The quick\nA dog\n\nnot read\n"))
+    options = ["--model_name_or_path", model_folder, "--max_new_tokens", 5, "--do_sample", "false"]
+    written = run("generate.py", *options, "--output_file", tmp_path / "lines.json")
+    run(
+        "generate.py", *options, "--output_file", tmp_path / "given.json", "--prompt", "The quick", "--prompt", "A dog"
+    )
+    lines, given = (json.loads((tmp_path / name).read_text()) for name in ("lines.json", "given.json"))
+    assert lines["texts"] == given["texts"] and lines["prompts"] == ["The quick", "A dog"]
+    assert written.stdout.count("> ") == (3 if kind is Terminal else 0)
+
+
+def test_nothing_is_written_on_a_terminal(model_folder, monkeypatch):
+    monkeypatch.setattr("sys.stdin", Terminal(""))
+    assert run("generate.py", "--model_name_or_path", model_folder).returncode == 0
 
 
 @pytest.mark.parametrize("options", [["--order", 16], ["--tolerance", 1e-3]], ids=["order", "tolerance"])
