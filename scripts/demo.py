@@ -146,7 +146,7 @@ def run(args: DemoArguments, config: PreTrainedConfig):
     write_json(Path(args.output_dir) / "metrics.json", metrics)
     logger.info("\nvalidation perplexity: %.1f before, %.1f after training; %.0f s", before, after, metrics["seconds"])
     logger.info("saved in %s; loaded from there, the model continues:\n\n%s\n", args.output_dir, text)
-    logger.info("%s", next_steps(args.output_dir))
+    logger.info("%s", next_steps(args.output_dir, "causal"))
 
 
 @report_errors

@@ -37,6 +37,7 @@ import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
 from tnn_scripts.common.arguments import parse_arguments, parse_overrides
 from tnn_scripts.common.atomic import new_files, write_json, write_text
 from tnn_scripts.common.checkpoints import check_run
+from tnn_scripts.common.commands import next_steps
 from tnn_scripts.common.devices import suggest_smaller
 from tnn_scripts.common.dry_run import dry_run
 from tnn_scripts.common.optimizers import GroupArguments, GroupingTrainer
@@ -380,6 +381,8 @@ def main():
             logger.info("%s%s", message, resume)
             sys.exit(status)
     logger.info("\n%s\n\nsaved in %s", table(summaries), training.output_dir)
+    if (training.do_train or args.sweep) and len(summaries) == 1:
+        logger.info("%s", next_steps(training.output_dir, "classifier"))
 
 
 if __name__ == "__main__":

@@ -310,7 +310,7 @@ def report(metrics: dict, args: PretrainArguments):
         metrics["best_step"], metrics["tokens_per_second"], args.output_dir,
     )  # fmt: skip
     logger.info("the best model is in %s/best", args.output_dir)
-    logger.info("%s", next_steps(args.output_dir, args.objective == "clm"))
+    logger.info("%s", next_steps(args.output_dir, "causal" if args.objective == "clm" else "masked"))
 
 
 def dry_run(args: PretrainArguments, accelerator: Accelerator):

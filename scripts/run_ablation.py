@@ -229,7 +229,7 @@ def run(args: AblationArguments, training: TrainingArguments):
         rows.append(train(args, training, variant, rate, seed, text))
         write_json(output, {"settings": settings, "rows": rows})
         logger.info("%s, rate %g, seed %d: perplexity %s", rows[-1]["variant"], rate, seed, rows[-1]["perplexity"])
-    sys.stdout.write(table(rows) + "\n")
+    sys.stdout.write(f"{table(rows)}\nsaved in {output}\n")
 
 
 @report_errors

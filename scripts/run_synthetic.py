@@ -188,7 +188,7 @@ def run(args: SyntheticArguments, training: TrainingArguments):
             settings = vars(args) | {"batch_size": training.train_batch_size, "torch_threads": torch.get_num_threads()}
             write_json(output, {"settings": settings, "rows": rows})
             sys.stdout.write(f"state size {size}, seed {seed}: {metric} {rows[-1][metric]:.4f}\n")
-    sys.stdout.write(table(rows, metric) + "\n")
+    sys.stdout.write(f"{table(rows, metric)}\nsaved in {output}\n")
 
 
 @report_errors

@@ -10,6 +10,7 @@ from datasets import Dataset
 from transformers import EvalPrediction, Trainer
 
 from tnn_scripts.common.atomic import new_files, write_json
+from tnn_scripts.common.commands import next_steps
 from tnn_scripts.common.devices import suggest_smaller
 
 
@@ -62,7 +63,7 @@ def save(trainer: Trainer, options: dict):
 
 
 def report(trainer: Trainer, results: dict):
-    """`all_results.json`, and a line for each split.
+    """`all_results.json`, a line for each split, and what to do next.
 
     Raises:
         SavingError: it could not be written.
@@ -75,3 +76,4 @@ def report(trainer: Trainer, results: dict):
             f"{results['task']}, {results['model']}, {name}: accuracy {results[f'{name}_accuracy']:.2%} "
             f"(largest class {results[f'{name}_majority']:.2%})\n"
         )
+    sys.stdout.write(f"saved in {trainer.args.output_dir}\n{next_steps(trainer.args.output_dir, 'classifier')}\n")

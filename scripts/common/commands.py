@@ -23,19 +23,22 @@ COMMANDS = {
     "ablation": ("run_ablation", "compare variants of a model"),
     "benchmark": ("benchmark", "measure speed and memory beside peers"),
 }
-# What one may do with a trained language model: subcommands with their options.
+# What one may do with a trained model: subcommands with their options.
 NEXT_STEPS = (
-    'generate --model_name_or_path {folder} --prompt "In the beginning" --do_sample true',
     "plot-kernels --model_name_or_path {folder} --output_dir {folder}/kernels",
     "push {folder} --repo_id USER/NAME",
 )
-FINE_TUNE = "finetune-glue --model_name_or_path {folder} --task_name sst2 --do_train --output_dir outputs/sst2"
+FIRST_STEP = {
+    "causal": ('generate --model_name_or_path {folder} --prompt "In the beginning" --do_sample true',),
+    "masked": ("finetune-glue --model_name_or_path {folder} --task_name sst2 --do_train --output_dir outputs/sst2",),
+    "classifier": (),
+}
 COMMAND_OF = {module: command for command, (module, _) in COMMANDS.items()}
 
 
-def next_steps(folder: str, causal: bool = True) -> str:
-    """Commands to go on with the model in `folder`, as lines."""
-    steps = NEXT_STEPS if causal else (FINE_TUNE, *NEXT_STEPS[1:])
+def next_steps(folder: str, kind: str) -> str:
+    """Commands to go on with the model in `folder`, which is `causal`, `masked` or a `classifier`, as lines."""
+    steps = FIRST_STEP[kind] + NEXT_STEPS
     # `make demo` runs in a virtual environment that its user has not entered.
     tool = "tnn" if shutil.which("tnn") else str(Path(sys.executable).with_name("tnn"))
     return "next:\n" + "\n".join(f"    {tool} {step.format(folder=folder)}" for step in steps)

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import sys
 from pathlib import Path
 
@@ -188,7 +189,11 @@ def test_script_on_generated_listops(monkeypatch, tmp_path, capsys):
     results = run(monkeypatch, tmp_path / "out", *arguments)
     assert (results["train_rows"], results["steps"], results["model"]) == (50, 2, "rpe")
     assert 0 <= results["test_accuracy"] <= 1 and 0.1 <= results["test_majority"] < 0.5
-    assert "listops, rpe, test: accuracy" in capsys.readouterr().out
+    written = capsys.readouterr().out
+    assert "listops, rpe, test: accuracy" in written
+    assert re.search(
+        rf"saved in {tmp_path / 'out'}\nnext:\n(.*\n)*    .*tnn push {tmp_path / 'out'} --repo_id", written
+    )
     classify = pipeline("text-classification", model=str(tmp_path / "out"))
     assert classify("[MAX 2 9 ]")[0]["label"].startswith("LABEL_")
 
