@@ -148,9 +148,10 @@ def presets_page() -> str:
         [
             "# Presets and recipes\n",
             "A preset is a configuration by name: `load_preset(name)` in Python, `--config_name NAME` on the command "
-            "line. [configuration/](../../../configuration/README.md) says where their values come from, and "
-            "[differences](../concepts/differences.md#differences-of-the-recipes-from-the-papers) where they are not the "
-            "papers'. Parameters are those that are trained, with the head that the preset names.\n",
+            "line. [configuration/](../../../configuration/README.md) says where their values come from; where "
+            "they differ from the papers is "
+            "[listed](../concepts/differences.md#differences-of-the-recipes-from-the-papers). Parameters are those that "
+            "are trained, with the head that the preset names.\n",
             markdown_table(columns, rows, texts=2) + "\n",
             "A recipe is a file of options by name: `tnn pretrain --recipe wikitext2`. Options of the command line go "
             "before those of the recipe.\n",
