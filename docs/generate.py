@@ -150,8 +150,8 @@ def presets_page() -> str:
             "A preset is a configuration by name: `load_preset(name)` in Python, `--config_name NAME` on the command "
             "line. [configuration/](../../../configuration/README.md) says where their values come from; where "
             "they differ from the papers is "
-            "[listed](../concepts/differences.md#differences-of-the-recipes-from-the-papers). Parameters are those that "
-            "are trained, with the head that the preset names.\n",
+            "[listed](../concepts/differences.md#differences-of-the-recipes-from-the-papers). Parameters are those "
+            "that are trained, with the head that the preset names.\n",
             markdown_table(columns, rows, texts=2) + "\n",
             "A recipe is a file of options by name: `tnn pretrain --recipe wikitext2`. Options of the command line go "
             "before those of the recipe.\n",
