@@ -1,4 +1,4 @@
-"""Write what follows from the code or from JSON: the reference pages, and tables in other pages.
+"""Write what follows from the code or from JSON: the reference pages, and the tables of figures (`page_tables.py`).
 
 A test compares the pages with what this program makes.
 
@@ -18,19 +18,18 @@ from pathlib import Path
 import torch
 import transformers
 import yaml
+from page_tables import pages_with_tables, with_tables
 from transformers import AutoConfig
 
 import modeling_tnn
 from modeling_tnn import TnnConfig
 from modeling_tnn.presets import configuration_folder, preset_folders
-from tnn_scripts.benchmarks import generation
 from tnn_scripts.common import sequence_pairs
 from tnn_scripts.common.commands import COMMANDS
 from tnn_scripts.common.parser import ProgramParser, default_of
 from tnn_scripts.common.tables import markdown_table
 
 PAGES = Path(__file__).parent / "pages" / "reference"
-FIGURES = Path(__file__).parent / "figures"
 NOTE = "<!-- Written by docs/generate.py. -->\n\n"
 # A field of the docstring: "name (`type`[, *optional*]): meaning", to the next one.
 FIELD = re.compile(r"^        (\w+) \((.*?)\):\s(.*?)(?=^        \w+ \(|\Z)", re.MULTILINE | re.DOTALL)
@@ -149,8 +148,10 @@ def presets_page() -> str:
         [
             "# Presets and recipes\n",
             "A preset is a configuration by name: `load_preset(name)` in Python, `--config_name NAME` on the command "
-            "line. [configuration/](../../../configuration/README.md) says where their values come from. Parameters "
-            "are those that are trained, with the head that the preset names.\n",
+            "line. [configuration/](../../../configuration/README.md) says where their values come from; where "
+            "they differ from the papers is "
+            "[listed](../concepts/differences.md#differences-of-the-recipes-from-the-papers). Parameters are those "
+            "that are trained, with the head that the preset names.\n",
             markdown_table(columns, rows, texts=2) + "\n",
             "A recipe is a file of options by name: `tnn pretrain --recipe wikitext2`. Options of the command line go "
             "before those of the recipe.\n",
@@ -176,30 +177,6 @@ def _about(recipe: Path) -> str:
     return comment or f"The task {options['task']} with the preset `{options['config_name']}`."
 
 
-def generation_table() -> str:
-    """What a token costs, from the JSON file of `tnn benchmark generation`."""
-    return generation.table(json.loads((FIGURES / "generation.json").read_text())["rows"])
-
-
-# Page -> tables between `<!-- table NAME -->` and `<!-- end -->`.
-TABLES = {"concepts/decoding.md": {"generation": generation_table}}
-
-
-def with_tables(page: str) -> str:
-    """The text of a page with its tables written anew."""
-    text = (PAGES.parent / page).read_text()
-    for name, make in TABLES[page].items():
-        text, count = re.subn(
-            rf"(<!-- table {name} -->\n).*?(<!-- end -->)",
-            lambda match, make=make: f"{match[1]}\n{make()}\n\n{match[2]}",
-            text,
-            flags=re.DOTALL,
-        )
-        if count != 1:
-            raise ValueError(f"{page} must have one table {name}, got {count}.")
-    return text
-
-
 GENERATED = {
     "configuration.md": configuration_page,
     "command-line.md": command_line_page,
@@ -210,8 +187,8 @@ GENERATED = {
 def main():
     for name, make in GENERATED.items():
         (PAGES / name).write_text(NOTE + make(), encoding="utf-8")
-    for page in TABLES:
-        (PAGES.parent / page).write_text(with_tables(page), encoding="utf-8")
+    for page in pages_with_tables():
+        page.write_text(with_tables(page), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ M positions, w = rpe_dim, D outputs, P = `rpe_input_length`. (TNN paper, "relati
 norm, activation and linear map is that of the released code.) It runs in float32 at least: bfloat16 cannot tell
 integer lags above 256 apart.
 
-The input p of a lag k (TNN paper, table 9; `rpe_input`) is k itself, k / P ("normalized"), or the sines and cosines of
+The input p of a lag k (TNN paper, table 8; `rpe_input`) is k itself, k / P ("normalized"), or the sines and cosines of
 k at w/2 rates. The released code divides by the length of the input less one, so that a longer text changes all
 coefficients; a fixed number keeps causal kernels the same for every prefix.
 """

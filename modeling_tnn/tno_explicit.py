@@ -1,4 +1,4 @@
-"""Toeplitz coefficients as free parameters, one for each lag: what an RPE is compared with (TNN paper, table 8).
+"""Toeplitz coefficients as free parameters, one for each lag: what an RPE is compared with (TNN paper, table 9).
 
     t_k = lambda^|k| theta_k,    |k| < P;    t_k = 0 beyond
 

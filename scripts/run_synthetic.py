@@ -2,8 +2,8 @@
 
 One model is trained for every state size and seed, with transformers' Trainer. Copying: a language model of gated
 Toeplitz units; accuracy on the tokens to copy. Delay: a linear model of one operator; root mean square error relative
-to the signal. The recipes copying.yaml and delay.yaml have the sizes and settings of the paper, small-*.yaml some that
-a CPU does in minutes.
+to the signal. The recipes copying.yaml and delay.yaml have the lengths and settings of the paper, small-*.yaml some
+that a CPU does in minutes.
 
 Example:
     python scripts/run_synthetic.py --recipe synthetic/small-copying --output_dir outputs/a

@@ -244,7 +244,8 @@ def read_evaluation(report: dict) -> dict:
     """Perplexities by length of evaluate_lm.py, each row of text read at once."""
     file, split = report["settings"]["file"], report["settings"]["split"]
     whole = [row for row in report["results"] if row["stride"] is None]
-    rows = [{name: row[name] for name in ("length", "perplexity", "tokens")} for row in whole]
+    figures = ("length", "perplexity", "bits_per_byte", "tokens")
+    rows = [{name: row[name] for name in figures if row.get(name) is not None} for row in whole]
     return {"of": f"the text {Path(file).name}" if file else f"the {split} part of the data", "rows": rows}
 
 

@@ -2,11 +2,11 @@
 generated is what the code says.
 """
 
-import importlib.util
 import json
 import re
 import shlex
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -23,9 +23,9 @@ ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs" / "pages"
 FILES = (*ROOT.glob("*.md"), *PAGES.rglob("*.md"), *ROOT.glob("configuration/*.md"), ROOT / "model_cards/README.md")
 DOCUMENTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in FILES}
-SPEC = importlib.util.spec_from_file_location("generate_docs", ROOT / "docs" / "generate.py")
-generate = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(generate)
+sys.path.append(str(ROOT / "docs"))
+generate, page_tables = import_module("generate"), import_module("page_tables")
+FIGURES = sorted(file.stem for file in page_tables.FIGURES.glob("*.json"))
 
 # What a guide says that its reader has.
 GIVEN = {
@@ -128,9 +128,53 @@ def test_generated_pages(page):
     assert (generate.PAGES / page).read_text() == generate.NOTE + generate.GENERATED[page]()
 
 
-@pytest.mark.parametrize("page", generate.TABLES)
+@pytest.mark.parametrize("page", page_tables.pages_with_tables(), ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_generated_tables(page):
-    assert (PAGES / page).read_text() == generate.with_tables(page)
+    assert page.read_text() == page_tables.with_tables(page)
+
+
+def test_tables_are_written_by_the_program():
+    """No table of bare numbers is typed by hand there."""
+    for document in ("README.md", *(f"docs/pages/{page}.md" for page in ("development/benchmarks", "results"))):
+        typed = page_tables.TABLE.sub("", DOCUMENTS[document])
+        rows = [row for row in re.findall(r"^\|.*\d.*\|$", typed, flags=re.MULTILINE) if "`" not in row]
+        assert not [row for row in rows if re.search(r"\| *-?[\d,.]+%? *\|", row)], document
+
+
+def test_every_file_of_figures_is_shown():
+    shown = [name for document in DOCUMENTS.values() for _, name, _ in page_tables.TABLE.findall(document)]
+    assert sorted(shown) == FIGURES
+
+
+@pytest.fixture
+def figures(tmp_path, monkeypatch):
+    """Writes a file of figures."""
+    monkeypatch.setattr(page_tables, "FIGURES", tmp_path)
+    return lambda name, **content: (tmp_path / f"{name}.json").write_text(json.dumps(content))
+
+
+def test_cells_of_a_table(figures):
+    rows = [{"model": "a", "seeds": [3.0, 5.0], "perplexity": 16.0}, {"model": "b", "perplexity": 4}]
+    columns = {"model": "{model}", "all": "{seeds:.0f}", "range": "{seeds:range.1f}", "bits": "{perplexity:bits.2f}"}
+    figures("one", columns=columns, rows=rows, bytes_per_token=2, date="today", seeds=[0, 1], command="tnn demo")
+    table, origin, command = page_tables.table("one").split("\n\n")
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    assert cells == [["a", "3 / 5", "4.0 (3.0 to 5.0)", "2.00"], ["b", "", "", "1.00"]]
+    assert origin == "Measured: today, seeds 0 and 1." and command == "```bash\ntnn demo\n```"
+    figures("part", **{"from": "one", "where": {"model": "b"}, "columns": {"bits": "{perplexity:bits.1f}"}})
+    assert "1.0" in page_tables.table("part") and "2.0" not in page_tables.table("part")
+    chosen = {"from": "one", "where": {"model": ["a", "b"]}, "value": "perplexity"}
+    figures("other", columns={"both": "{both:.0f}"}, rows=[{"both": [chosen, 1]}])
+    assert "16 / 4 / 1" in page_tables.table("other")
+
+
+def test_figures_that_are_not_there(figures):
+    figures("one", columns={"model": "{modle}"}, rows=[{"model": "a"}])
+    figures("part", **{"from": "one", "where": {"model": "c"}, "columns": {}})
+    with pytest.raises(ValueError, match="one.json: the templates must name keys of the rows, got modle"):
+        page_tables.table("one")
+    with pytest.raises(ValueError, match="one.json must have a row"):
+        page_tables.table("part")
 
 
 def test_every_page_is_in_the_navigation():

@@ -82,6 +82,28 @@ def test_what_was_not_measured_is_left_out(head, tmp_path):
     assert (result.metric_type, result.metric_value) == ("accuracy", 0.8125)
 
 
+@pytest.mark.parametrize("head, reason", [(TnnForCausalLM, "has just read"), (TnnForMaskedLM, "random numbers")])
+def test_a_perplexity_above_the_vocabulary_is_explained(head, reason, tmp_path):
+    model, trained = seeded(head, tiny_config(causal=head is TnnForCausalLM)), tmp_path / "trained"
+    trained.mkdir()
+    for before in (model.config.vocab_size + 1, model.config.vocab_size):
+        (trained / "metrics.json").write_text(json.dumps({"perplexity_before": before, "perplexity": 2.0}))
+        collect(arguments(trained), model, tmp_path / "card")
+        assert (reason in render(tmp_path / "card")) == (before > model.config.vocab_size)
+
+
+def test_perplexity_by_length_has_bits_per_byte(tmp_path):
+    """Where the evaluation measured them; those of an older one have none."""
+    model, trained = seeded(TnnForCausalLM, tiny_config()), tmp_path / "trained"
+    trained.mkdir()
+    row = {"length": 8, "perplexity": 4.0, "bits_per_byte": 1.25, "tokens": 7, "stride": None, "trained_length": 8}
+    for figures in (row, {name: value for name, value in row.items() if name != "bits_per_byte"}):
+        settings = {"file": None, "split": "test"}
+        (tmp_path / "lengths.json").write_text(json.dumps({"settings": settings, "results": [figures]}))
+        collect(arguments(trained, evaluation=tmp_path / "lengths.json"), model, tmp_path / "card")
+        assert ("| 8 | 4.00 | 1.250 | 7 |" in render(tmp_path / "card")) == ("bits_per_byte" in figures)
+
+
 def test_card_of_an_image_classifier(tmp_path):
     """It speaks of pictures; the figures of its script are those of the split that it names."""
     fields = {"image_size": 24, "patch_size": 4, "max_position_embeddings": 36, "spatial_dims": 2, "num_labels": 3}

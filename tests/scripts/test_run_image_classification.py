@@ -102,6 +102,18 @@ def test_recipe_is_read(recipe, monkeypatch):
         AutoModelForImageClassification.from_config(script.build_config(args, CLASSES))
 
 
+def test_imagenet_has_the_settings_of_table_12(monkeypatch):
+    """Of the TNN paper: 2,048 pictures in a step, 300 epochs of which 5 warm up."""
+    recipe = next(recipe for recipe in RECIPES if recipe.stem == "imagenet")
+    monkeypatch.setattr("sys.argv", ["run_image_classification.py", "--recipe", str(recipe), "--bf16", "false"])
+    _, training = parse_arguments([script.ImageArguments, TrainingArguments], "")
+    assert training.per_device_train_batch_size * training.gradient_accumulation_steps == 2048
+    assert (training.num_train_epochs, training.learning_rate, training.lr_scheduler_type) == (300, 2.5e-4, "cosine")
+    assert training.warmup_steps * training.num_train_epochs == pytest.approx(5, abs=0.02)
+    assert (training.adam_beta1, training.adam_beta2, training.adam_epsilon) == (0.9, 0.98, 1e-8)
+    assert (training.weight_decay, training.max_grad_norm) == (0.1, 1.0)
+
+
 @pytest.mark.parametrize(
     "more, message",
     [
