@@ -62,12 +62,14 @@ notebooks: $(VENV)/.dev $(VENV)/.notebooks
 	for source in docs/notebooks/*.py; do \
 	  $(BIN)/jupytext --to ipynb --set-kernel python3 --execute --output build/notebooks/$$(basename $$source .py).ipynb $$source || exit 1; done
 
-# Wheel and source archive in dist/, from the last commit alone: the same commit gives the same files.
+# Wheel and source archive in dist/, from the last commit alone: the same commit gives the same files. The links of the
+# README lead to the repository, because PyPI shows it without the other files.
 dist: export SOURCE_DATE_EPOCH = $(shell git log -1 --format=%ct)
 dist: $(VENV)/.release
 	rm -rf dist build/export
 	mkdir -p build/export
 	git archive HEAD | tar -x -C build/export
+	$(BIN)/python docs/links.py build/export/README.md
 	$(BIN)/python -m build --outdir dist build/export
 	$(BIN)/python .ci/repack.py dist/*.tar.gz
 	$(BIN)/twine check --strict dist/*

@@ -1,0 +1,71 @@
+"""What a release is made of: archives that one commit gives again, and a README whose links work elsewhere."""
+
+import importlib.util
+import io
+import re
+import tarfile
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+REPOSITORY = "https://example.org/tnn"
+
+
+def load(path: str):
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+links, repack = load("docs/links.py"), load(".ci/repack.py")
+
+
+def test_links_of_the_readme():
+    """All lead somewhere, and pictures to the picture itself."""
+    text = (ROOT / "README.md").read_text()
+    changed = links.absolute_links(text, ROOT, REPOSITORY)
+    targets = re.findall(r"\]\(([^)]+)\)", changed)
+    assert len(targets) == len(re.findall(r"\]\(([^)]+)\)", text)) >= 15
+    assert all(target.startswith(("https://", "#")) for target in targets)
+    paths = [target.removeprefix(REPOSITORY).partition("#")[0] for target in targets if target.startswith(REPOSITORY)]
+    assert all((ROOT / path.split("/main/")[1]).exists() for path in paths)
+    assert {Path(path).suffix for path in paths if path.startswith("/raw/")} == {".png"}
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("[a](README.md)", f"[a]({REPOSITORY}/blob/main/README.md)"),
+        ("[a](README.md#install)", f"[a]({REPOSITORY}/blob/main/README.md#install)"),
+        ("[a](docs/pages/index.md)", "[a](docs/pages/index.md)"),
+        ("[a](nowhere.md) [b](https://x.org) [c](#d)", "[a](nowhere.md) [b](https://x.org) [c](#d)"),
+    ],
+)
+def test_links(text, expected):
+    assert links.absolute_links(text, ROOT, REPOSITORY, ROOT / "docs" / "pages") == expected
+
+
+def archive(path: Path, names: list[str], content: bytes) -> Path:
+    with tarfile.open(path, "w:gz") as made:
+        for name in names:
+            member = tarfile.TarInfo(name)
+            member.size, member.mtime, member.uname = len(content), int(time.time()), path.name
+            made.addfile(member, io.BytesIO(content))
+    return path
+
+
+def test_archives_are_the_same(tmp_path):
+    """Whatever the order of the files, their owner and their time; other content is another archive."""
+    first = archive(tmp_path / "one.tar.gz", ["b", "a"], b"x")
+    second = archive(tmp_path / "two.tar.gz", ["a", "b"], b"x")
+    other = archive(tmp_path / "three.tar.gz", ["a", "b"], b"y")
+    assert first.read_bytes() != second.read_bytes()
+    for made in (first, second, other):
+        repack.repack(made, 1_700_000_000)
+    assert first.read_bytes() == second.read_bytes() != other.read_bytes()
+    with tarfile.open(first) as again:
+        assert [(m.name, m.mtime, again.extractfile(m).read()) for m in again] == [
+            ("a", 1_700_000_000, b"x"), ("b", 1_700_000_000, b"x")]  # fmt: skip
