@@ -1,7 +1,7 @@
 """Links to files of the repository as links to its page on the web, where the file itself is not at hand.
 
-mkdocs calls `on_page_markdown` for each page of the site. As a program it rewrites a file, such as the README that goes
-to PyPI.
+mkdocs calls `on_page_markdown` for each page of the site. As a program it rewrites a file, such as the README that
+goes to PyPI.
 
 Example:
     python docs/links.py build/export/README.md
