@@ -22,7 +22,7 @@ class _Models(dict):
             self[key] = found = getattr(import_module(f"{__package__}.{module}"), name)
         return found
 
-    def __iter__(self):  # without it, `dict(self)` copies the texts
+    def __iter__(self):  # without this method, `dict(self)` copies the texts
         return super().__iter__()
 
     def values(self):

@@ -56,7 +56,7 @@ class Origin:
 def stamp(model: nn.Module) -> int:
     """A number that changes when the weights of a model change. The module docstring lists what it misses."""
     marks, modules = [], [model]
-    for module in modules:  # it grows while it is read: faster than model.modules()
+    for module in modules:  # the list grows during the loop: faster than model.modules()
         modules += [child for child in module._modules.values() if child is not None]
         for parameter in module._parameters.values():
             if parameter is not None and not parameter.is_meta:

@@ -98,6 +98,7 @@ class TnnCacheLayer(CacheLayerMixin):
         return twin
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor | None = None):
+        """Take dtype and device from the first inputs `key_states` `(B, L, D)`."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
@@ -131,7 +132,7 @@ class TnnCacheLayer(CacheLayerMixin):
         """Continue with the present weights: drop everything that was computed from the earlier ones."""
         if self.is_initialized:
             self.recurrence = self.recurrence.renewed()
-            self.tensors.pop("future", None)  # made by the old ones
+            self.tensors.pop("future", None)  # made with the earlier weights
 
     def _continue(self, v: torch.Tensor) -> torch.Tensor:
         if self.prefill is not None:
@@ -205,12 +206,15 @@ class TnnCacheLayer(CacheLayerMixin):
         return sum(tensor.numel() * tensor.element_size() // max(1, tensor.shape[0]) for tensor in held)
 
     def get_seq_length(self) -> int:
+        """The number of tokens seen."""
         return self.length
 
     def get_max_length(self) -> int:
+        """-1: there is no limit."""
         return -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """The length of a mask over all tokens and the next `query_length` ones, and its offset 0."""
         return self.length + query_length, 0
 
     def reorder_cache(self, beam_idx: torch.LongTensor):
@@ -240,9 +244,11 @@ class TnnCacheLayer(CacheLayerMixin):
         self._choose_rows("indices", indices)
 
     def offload(self):
+        """Move the state to the CPU."""
         self._select(lambda tensor: tensor.to("cpu", non_blocking=True))
 
     def prefetch(self):
+        """Move the state back to its device."""
         self._select(lambda tensor: tensor.to(self.device, non_blocking=True))
 
     def _choose_rows(self, name: str, rows: torch.Tensor):
@@ -301,7 +307,7 @@ def check_cache(past_key_values: Cache, model: nn.Module):
     if layers == [] and past_key_values.layer_class_to_replicate is DynamicLayer:
         past_key_values.layer_class_to_replicate = TnnCacheLayer
         layers += [TnnCacheLayer() for _ in range(count)]
-    # Not isinstance: code loaded from the Hub has a class of its own.
+    # Not isinstance: code loaded from the Hub has another class.
     if not layers or not all(hasattr(layer, "recurrence") for layer in layers):
         raise ValueError(
             "`past_key_values` must be a cache for TNNs: one that this model returned, DynamicCache() or "

@@ -71,6 +71,7 @@ Limit = tuple[Callable[[Any], bool], str]
 
 
 def one_of(allowed: tuple) -> Limit:
+    """The limit of a field that must have one of the values `allowed`."""
     return allowed.__contains__, f"one of {', '.join(map(repr, allowed))}"
 
 
@@ -293,11 +294,11 @@ class TnnConfig(PreTrainedConfig):
         self._derive()
         self._check_fields()
         self._check_operator()
-        # By its name the base class takes any attribute of torch.
+        # The base class accepts the name of any attribute of torch.
         name = str(self.dtype).removeprefix("torch.")
         known = self.dtype is None or isinstance(getattr(torch, name, None), torch.dtype)
         self.require("dtype", known, "the name of a dtype of torch, such as 'float32'")
-        # The base class makes a list of them.
+        # The base class makes a list of this length.
         if (num_labels := kwargs.get("num_labels") or 0) > MOST_LABELS:
             raise ValueError(f"`num_labels` must be at most {MOST_LABELS:,}, got {num_labels}")
         super().__post_init__(**kwargs)

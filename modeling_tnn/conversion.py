@@ -22,12 +22,12 @@ LARGEST_RADIUS = 1 - 1e-6
 
 SMALLEST_RADIUS = 1e-8
 
-# Taps that are fitted, and columns of the Hankel matrices.
+# Largest number of fitted taps, and of columns of the Hankel matrices.
 MOST_TAPS = 4096
 
 MOST_COLUMNS = 600
 
-# Taps behind the window that a fit of poles needs at least.
+# Smallest number of taps after the window for a fit of poles.
 LEAST_TAPS = 4
 
 
@@ -60,6 +60,7 @@ class LayerReport:
     largest_pole: float
 
     def as_dict(self) -> dict:
+        """The report as a dictionary, for JSON."""
         return asdict(self)
 
 

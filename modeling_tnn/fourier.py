@@ -45,7 +45,7 @@ def exported_quotient(above: torch.Tensor, below: torch.Tensor, size: int, count
     if is_exported_to_onnx():
         quotient = matrix_transform(above, size).over(matrix_transform(below, size))
         return inverse_matrix_transform(quotient, size, 0, count)
-    # All frequencies: torch.export does not see that D (F/2 + 1) numbers are rows of F/2 + 1.
+    # All frequencies: torch.export cannot see that D (F/2 + 1) numbers form rows of F/2 + 1.
     quotient = torch.fft.fft(zero_padded(above, size)) / torch.fft.fft(zero_padded(below, size))  # (D, F)
     return entries(torch.fft.ifft(quotient).real, 0, count)
 

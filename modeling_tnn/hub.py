@@ -127,7 +127,7 @@ def shapes_of(files: dict[Path, list[str]]) -> dict[str, torch.Size]:
                 found = {name: torch.Size(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{file} is damaged or not a safetensors file: {error}") from error
-        # Tied weights may be in a file and not in the index.
+        # Tied weights may be in a file without being in the index.
         if missing := sorted(set(indexed) - found.keys()):
             raise ValueError(f"{file} does not fit its index: {missing[0]} is missing in it.")
         shapes |= found
@@ -233,7 +233,7 @@ def check_before_loading(model_class: type["PreTrainedModel"], source, options: 
         )
     with torch.device("meta"):
         model = model_class(config)
-    # The body may have a prefix in either.
+    # The names of the body may have a prefix in both.
     prefix = f"{model_class.base_model_prefix}."
     declared = {name.removeprefix(prefix): value.shape for name, value in model.state_dict().items()}
     stored = {name.removeprefix(prefix): shape for name, shape in shapes_of(files).items()}

@@ -33,6 +33,7 @@ class SimpleRMSNorm(nn.Module):
         return self.normalize(x.to(compute_dtype(x.dtype))).to(x.dtype)
 
     def normalize(self, x: torch.Tensor) -> torch.Tensor:
+        """The norm of `x` `(..., d)`, which is in float32 or float64."""
         rms = torch.linalg.vector_norm(x, dim=-1, keepdim=True) / self.size**0.5  # (..., 1)
         return x / (rms + self.eps)
 

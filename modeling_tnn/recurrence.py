@@ -188,7 +188,7 @@ class FilterRecurrence(Recurrence):
         state.history.drop(count)
         position = state.counters.get("position", 0)
         if "future" in state.tensors and self.base == self.horizon and count <= position:
-            state.counters["position"] = position - count  # the future depends on inputs before the block alone
+            state.counters["position"] = position - count  # the future depends only on inputs before the block
         else:
             state.tensors.pop("future", None)
 
@@ -241,7 +241,7 @@ class FilterRecurrence(Recurrence):
         others are correct. With `keep` the spectrum is kept for later calls with the same sizes.
         """
         if x.shape[0] == 0:
-            return x.new_zeros(*x.shape[:-1], count)  # MKL refuses transforms of nothing
+            return x.new_zeros(*x.shape[:-1], count)  # MKL refuses transforms of empty tensors
         size = next_fast_len(x.shape[-1] + count)
         kernel = self.kernel(start + count, x)
         spectrum = self._spectra.get((start + count, size))  # (D, F/2+1)

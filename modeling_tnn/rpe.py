@@ -96,6 +96,7 @@ class RelativePositionEncoder(nn.Module):
 
     @property
     def device(self) -> torch.device:
+        """The device of the parameters."""
         return self.in_proj.weight.device
 
     def forward(self, positions: torch.Tensor) -> torch.Tensor:

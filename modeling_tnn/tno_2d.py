@@ -69,10 +69,12 @@ class TwoAxisOperator(ToeplitzOperator):
 
 
 def product_of_axes(rows: Mixer, columns: Mixer, image: torch.Tensor) -> torch.Tensor:
+    """The product 2 C R v of an image."""
     return 2 * columns(rows(image))
 
 
 def sum_of_axes(rows: Mixer, columns: Mixer, image: torch.Tensor) -> torch.Tensor:
+    """The sum R v + C v of an image."""
     return rows(image) + columns(image)
 
 

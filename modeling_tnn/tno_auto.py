@@ -41,7 +41,7 @@ def register_operator(name: str, cls: type[ToeplitzOperator]):
     if not (isinstance(cls, type) and issubclass(cls, ToeplitzOperator)):
         raise TypeError(f"`cls` must be a subclass of ToeplitzOperator, got {cls!r}")
     known = OPERATORS.get(name)
-    # A module that is run again, as in a notebook, defines its class again.
+    # A module that runs again, as in a notebook, redefines its class.
     if known is not None and (name in BUILT_IN or qualified_name(known) != qualified_name(cls)):
         raise ValueError(f"`name` must not be that of another operator, got {name!r} of {qualified_name(known)}")
     OPERATORS[name] = cls
