@@ -1,4 +1,4 @@
-"""What a training run would take: size of the model, tokens, memory and time, from two steps on random tokens."""
+"""An estimate of a training run: size of the model, tokens, memory and time, from two steps on random tokens."""
 
 import time
 
@@ -14,12 +14,12 @@ BYTES_OF_A_GIB = 2**30
 def measure_step(
     model: PreTrainedModel, batch_size: int, length: int, accelerator: Accelerator
 ) -> tuple[float, float]:
-    """Seconds of a training step with AdamW on `(batch_size, length)` ids, and peak memory in GiB.
+    """The seconds of a training step with AdamW on ids `(batch_size, length)`, and the peak memory in GiB.
 
     On a CPU the memory is the peak of this process.
 
     Raises:
-        torch.OutOfMemoryError, MemoryError: it does not fit.
+        torch.OutOfMemoryError, MemoryError: the step does not fit into memory.
     """
     model = model.train().to(accelerator.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
@@ -39,13 +39,13 @@ def measure_step(
 
 
 def describe_run(parameters: int, steps: int, tokens: int, seconds: float, memory: float, device: str) -> str:
-    """Lines for the terminal; `tokens` and `seconds` are those of a step."""
+    """The estimate as lines for the terminal. `tokens` and `seconds` are those of one step."""
     return (
         f"{parameters:,} parameters\n"
         f"{steps:,} steps of {tokens:,} tokens: {steps * tokens:,} tokens\n"
         f"about {_duration(steps * seconds)} on {device}: {seconds:.2f} s a step, {tokens / seconds:,.0f} tokens/s\n"
         f"about {memory:.1f} GiB of memory\n"
-        "Nothing was written. Evaluations and checkpoints take time besides."
+        "Nothing was written. Evaluations and checkpoints take additional time."
     )
 
 

@@ -49,7 +49,7 @@ def test_generate_from_a_file_in_batches(model_folder, tmp_path):
     [
         (["--prompt", "x", "--top_pp", "0.5"], "did you mean --top_p"),
         (["--prompt", "x", "--top_p"], "no value"),
-        ([], "--prompt or a --prompt_file"),
+        ([], "--prompt or --prompt_file must be given"),
     ],
 )
 def test_generate_refuses(model_folder, arguments, message):
