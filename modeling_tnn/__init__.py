@@ -1,6 +1,6 @@
-"""Toeplitz neural networks for Hugging Face transformers. Importing this registers them with the Auto classes.
+"""Toeplitz neural networks for Hugging Face transformers. Importing the package registers the Auto classes.
 
-What needs transformers' model code is imported when it is asked for.
+Names that need transformers' model code are imported on first use, so that `import modeling_tnn` stays fast.
 """
 
 from importlib import import_module
@@ -46,7 +46,7 @@ __all__ = [
     "toeplitz_matmul",
 ]
 
-# Module -> what is imported from it when it is asked for.
+# Module -> names that are imported from it on first use.
 _LATER = {
     "modeling_tnn": [name for name in __all__ if name.startswith("Tnn") and name != "TnnConfig"],
     "stability": ["PoleCallback", "find_unstable", "project_poles"],

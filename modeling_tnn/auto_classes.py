@@ -1,7 +1,7 @@
-"""transformers' Auto classes know the models of this package, and load their code when one is asked for.
+"""Registration of the models with transformers' Auto classes. The code of a model is imported on first use.
 
 The models need `transformers.modeling_utils`, which takes two seconds to import. A configuration, a preset or the help
-of a program need none of it.
+of a program does not need it.
 """
 
 from importlib import import_module
@@ -13,7 +13,7 @@ from .hub import AUTO_MAP
 
 
 class _Models(dict):
-    """Configuration class -> model class, or "module.Class" of this package until it is asked for."""
+    """A table from configuration class to model class. The text "module.Class" stands for a class not yet imported."""
 
     def __getitem__(self, key):
         found = super().__getitem__(key)
@@ -22,7 +22,7 @@ class _Models(dict):
             self[key] = found = getattr(import_module(f"{__package__}.{module}"), name)
         return found
 
-    def __iter__(self):  # without it, `dict(self)` copies the texts
+    def __iter__(self):  # without this method, `dict(self)` copies the texts
         return super().__iter__()
 
     def values(self):
@@ -35,8 +35,8 @@ class _Models(dict):
 def register():
     """Register `TnnConfig` and the models with the Auto classes.
 
-    transformers has no public way to register a class that is not imported yet. Where its mapping does not look as
-    expected, the models are imported and registered as usual.
+    transformers has no public way to register a class that is not imported yet. If its mapping does not have the
+    expected attribute, the models are imported and registered as usual.
     """
     transformers.AutoConfig.register(TnnConfig.model_type, TnnConfig, exist_ok=True)
     for auto_class, place in AUTO_MAP.items():

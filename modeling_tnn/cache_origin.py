@@ -1,32 +1,32 @@
-"""Whose state a cache holds: the configuration and the weights of the model that has made it.
+"""The origin of a cached state: the configuration and the weights of the model that made it.
 
-Two questions, of different cost. Whether the weights of one model have changed under a cache is asked at every call,
-so it is answered without reading them: by the identity of each parameter, PyTorch's count of the writes to it, and
-what PEFT says of its adapters (active, merged, scaled). Whether another model (a deep copy, the same model in another
-process) has the same weights is asked once, and answered by a hash of each parameter.
+There are two checks, of different cost. Every call checks whether the weights of the model have changed since. This
+check does not read the weights: it uses the identity of each parameter, PyTorch's count of the writes to it, and the
+state of PEFT's adapters (active, merged, scaled). The first call of another model (a deep copy, or the same model in
+another process) checks whether it has the same weights, by a hash of each parameter.
 
-Not noticed are writes that PyTorch does not count (through `.data`, or to tensors made in inference mode), and changes
-of parameters that are offloaded (on the meta device between calls).
+The checks miss writes that PyTorch does not count (through `.data`, or to tensors made in inference mode), and changes
+of offloaded parameters (which are on the meta device between calls).
 """
 
 import torch
 from torch import nn
 
-# Fields of the configuration that a state does not depend on, or that the names of the weights tell.
+# Fields of the configuration that do not change a state, or that follow from the names of the weights.
 OTHER_FIELDS = {
     "num_hidden_layers", "use_cache", "tno_implementation", "tno_class", "hidden_dropout_prob", "classifier_dropout",
     "initializer", "initializer_range", "converted_from", "tie_word_embeddings", "bos_token_id", "pad_token_id",
     "eos_token_id",
 }  # fmt: skip
 
-# What a layer of PEFT does with its adapters.
+# Attributes of a PEFT layer that say what it does with its adapters.
 ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
 
 
 class Origin:
-    """The model that has made a state, with its weights as they were. It keeps the model alive.
+    """The model that made a state, and a stamp of its weights at that time. It keeps the model alive.
 
-    Pickled, it is what `identity` says of the model, or None where the weights have changed since.
+    A pickled origin holds `identity` of the model instead, or None if the weights have changed since.
     """
 
     def __init__(self, model: nn.Module):
@@ -39,13 +39,13 @@ class Origin:
         return {"model": None, "stamp": None, "saved": self.identity()}
 
     def identity(self) -> dict | None:
-        """Configuration and hashes of the weights; None where no model has them any more."""
+        """The configuration and the hashes of the weights, or None if the weights have changed since."""
         if self.model is None:
             return self.saved
         return identity(self.model) if stamp(self.model) == self.stamp else None
 
     def fits(self, model: nn.Module) -> bool:
-        """Whether another model can go on with the state."""
+        """Whether `model` can continue the state: it has the same configuration and the same weights."""
         own, other = self.identity(), identity(model)
         if own is None or own["fields"] != other["fields"] or own["weights"].keys() != other["weights"].keys():
             return False
@@ -54,9 +54,9 @@ class Origin:
 
 
 def stamp(model: nn.Module) -> int:
-    """A number that changes with the weights of a model, see above for what it sees."""
+    """A number that changes when the weights of a model change. The module docstring lists what it misses."""
     marks, modules = [], [model]
-    for module in modules:  # it grows while it is read: faster than model.modules()
+    for module in modules:  # the list grows during the loop: faster than model.modules()
         modules += [child for child in module._modules.values() if child is not None]
         for parameter in module._parameters.values():
             if parameter is not None and not parameter.is_meta:
@@ -68,7 +68,7 @@ def stamp(model: nn.Module) -> int:
 
 
 def identity(model: nn.Module) -> dict:
-    """What `Origin.fits` compares: fields of the configuration, and a hash of each parameter by its name."""
+    """The fields of the configuration and a hash of each parameter by its name, which `Origin.fits` compares."""
     names = type(model.config).__annotations__.keys() - OTHER_FIELDS
     return {
         "fields": {name: getattr(model.config, name) for name in sorted(names)},
@@ -77,5 +77,5 @@ def identity(model: nn.Module) -> dict:
 
 
 def hash_values(parameter: nn.Parameter) -> int | None:
-    """The same for the same values on any device; None where they are not at hand."""
+    """A hash of the values of a parameter, equal on all devices, or None for a parameter on the meta device."""
     return None if parameter.is_meta else torch.hash_tensor(parameter.detach()).item()

@@ -1,25 +1,25 @@
-"""The cache of a causal TNN: one layer of decoding state, which plugs into transformers' caches.
+"""The cache of a causal TNN: one layer of decoding state, for use in transformers' caches.
 
-B batch, D channels. A layer holds what the recurrence of its operator needs (see `recurrence.py`):
+B batch, D channels. A layer holds the state of the recurrence of its operator (see `recurrence.py`):
 
     history    the newest values of the sequence, (B, D, C), see `history.py`
     tensors    further states by name, each (B, D, ...)
-    counters   integers that belong to them
-    length     tokens seen
-    prefill    the first inputs, kept until decoding starts, so that a single pass builds no state
+    counters   integers that belong to these states
+    length     number of tokens seen
+    prefill    inputs of the first call, kept until decoding starts, so that a single forward pass builds no state
 
     recurrence   history holds                    tensors                                    dtype
     filter       m - 1 inputs of the operator     future (B, D, H)                           float32
     companion    N values of the filtered input   -                                          float64
     modal        w + 32 inputs of the operator    memory (B, D, Q), complex; future          float32
 
-and each history 64 values more, which `crop` can take back. A float64 model has float64 states; bfloat16 and float16
-models have those of the table.
+Each history also holds 64 older values, so that `crop` can remove the newest ones. A float64 model has float64 states;
+bfloat16 and float16 models have the dtypes of the table.
 
-A state is a constant to the backward pass: gradients reach the new tokens and the weights of each call, and end where
-the cache was (see `recurrence.py`). It belongs to the weights that have made it (see `cache_origin.py`):
-another model goes on with it if it has the same, and where they have changed under it that is an error, except while
-training with gradients, where truncated back-propagation goes on with the old state and the new weights.
+The backward pass treats a state as a constant: gradients reach the new tokens and the weights of each call, but no
+earlier call (see `recurrence.py`). A state belongs to the weights that made it (see `cache_origin.py`). Another model
+can continue it if it has the same weights. It is an error if the weights have changed since, except while training
+with gradients: there, truncated back-propagation continues the old state with the new weights.
 
 A cache can be pickled and saved by `torch.save`. `torch.load(path, weights_only=True)` reads it under
 `torch.serialization.safe_globals([DynamicCache, *saved_classes(cache)])`.
@@ -42,15 +42,15 @@ from .recurrence import advance
 
 LAYER_TYPE = "tnn_state"
 
-ANOTHER_MODEL = "past_key_values belongs to another model: start with an empty cache."
+ANOTHER_MODEL = "`past_key_values` belongs to another model. Start with an empty cache."
 
 
 class Prefill(NamedTuple):
-    """The first inputs of an operator, detached: those of a later `Recurrence.start`.
+    """The inputs of the first call of an operator, detached. `Recurrence.start` reads them when decoding starts.
 
     Attributes:
         v: `(B, L, D)`, before the gate.
-        gate: that of the GTU without `u`.
+        gate: the gate of the GTU, without `u`.
     """
 
     v: torch.Tensor
@@ -61,13 +61,13 @@ class Prefill(NamedTuple):
         return self.gate.inputs(self.v)
 
     def select(self, choose: Callable[[torch.Tensor], torch.Tensor]) -> "Prefill":
-        """With `choose` applied to its tensors."""
+        """The same inputs with `choose` applied to each tensor."""
         mask = self.gate.mask
         return Prefill(choose(self.v), self.gate._replace(mask=None if mask is None else choose(mask)))
 
 
 class TnnCacheLayer(CacheLayerMixin):
-    """Decoding state of one layer. Its size does not grow with the text (except for kernels without a bound)."""
+    """The decoding state of one layer. Its size does not grow with the text, except for kernels without an end."""
 
     _layer_type = LAYER_TYPE
     is_compileable = False
@@ -80,7 +80,7 @@ class TnnCacheLayer(CacheLayerMixin):
         self.reset()
 
     def reset(self):
-        """Forget everything."""
+        """Empty the layer."""
         self.recurrence = self.history = self.prefill = self.origin = None
         self.tensors: dict[str, torch.Tensor] = {}
         self.counters: dict[str, int] = {}
@@ -88,7 +88,7 @@ class TnnCacheLayer(CacheLayerMixin):
         self.is_initialized = False
 
     def __getstate__(self) -> dict:
-        """Without activation and free memory. The recurrence keeps its settings, which `crop` needs, and no kernel."""
+        """The state without the activation and unused memory. The recurrence keeps its settings, but no kernel."""
         prefill = None if self.prefill is None else Prefill(self.prefill.inputs().detach())
         return vars(self) | {"prefill": prefill}
 
@@ -98,6 +98,7 @@ class TnnCacheLayer(CacheLayerMixin):
         return twin
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor | None = None):
+        """Take dtype and device from the first inputs `key_states` `(B, L, D)`."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
@@ -105,20 +106,20 @@ class TnnCacheLayer(CacheLayerMixin):
         """The outputs of `operator` for `key_states` `(B, L, D)`, which continue the sequence seen so far.
 
         Args:
-            value_states: not used; here because caches call it so.
-            gate: as for the operator itself.
+            value_states: not used. It is in the signature of every cache layer of transformers.
+            gate: the gate of the GTU, as for `ToeplitzOperator.forward`.
 
         Returns:
             The outputs `(B, L, D)`, and None.
 
         Raises:
-            ValueError: the state belongs to another model or another batch size.
+            ValueError: the state belongs to another model, or has another number of sequences.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states)
             self.recurrence = operator.recurrence()
             self.prefill = Prefill(key_states.detach(), gate._replace(u=None))
-            # The state is detached, these are not: training has its gradients.
+            # The state is detached. These outputs are not, so training gets their gradients.
             outputs = operator.gated_matmul(key_states, gate)
         else:
             self._check_rows(key_states)
@@ -128,10 +129,10 @@ class TnnCacheLayer(CacheLayerMixin):
         return outputs, None
 
     def renew(self):
-        """Go on with the weights as they are now."""
+        """Continue with the present weights: drop everything that was computed from the earlier ones."""
         if self.is_initialized:
             self.recurrence = self.recurrence.renewed()
-            self.tensors.pop("future", None)  # made by the old ones
+            self.tensors.pop("future", None)  # made with the earlier weights
 
     def _continue(self, v: torch.Tensor) -> torch.Tensor:
         if self.prefill is not None:
@@ -141,7 +142,7 @@ class TnnCacheLayer(CacheLayerMixin):
         return self.recurrence.advance(self, v) if is_traced() else advance(self.recurrence, self, v)
 
     def _attach(self, operator, device: torch.device):
-        """Let another operator of the same kind go on: of a copy of the model, or after unpickling."""
+        """Continue with another operator of the same kind: that of a copy of the model, or after unpickling."""
         if self.recurrence.operator is operator:
             return
         recurrence = operator.recurrence()
@@ -154,28 +155,34 @@ class TnnCacheLayer(CacheLayerMixin):
         rows = self._rows()
         if rows != v.shape[0]:
             raise ValueError(
-                f"past_key_values holds {rows} sequences, the input {v.shape[0]}: "
-                "use batch_repeat_interleave or batch_select_indices on the cache, or an empty one."
+                f"The input must have {rows} sequences, as `past_key_values` has, got {v.shape[0]}. Call "
+                "batch_repeat_interleave or batch_select_indices of the cache first, or start with an empty cache."
             )
 
     def crop(self, tokens_to_remove: int):
-        """Forget the newest tokens; `tokens_to_remove` is their number, negated (0 changes nothing).
+        """Remove the newest tokens from the state.
+
+        Args:
+            tokens_to_remove: minus the number of tokens to remove; 0 changes nothing.
 
         Raises:
-            ValueError: more tokens than the history can take back, or a positive number.
+            TypeError: `tokens_to_remove` is not an integer.
+            ValueError: it is positive, or asks for more tokens than `max_crop`.
         """
         try:
             tokens_to_remove = operator.index(tokens_to_remove)  # transformers 5.17 gives a tensor
         except TypeError:
-            raise TypeError(f"tokens_to_remove must be an integer, not {tokens_to_remove!r}.") from None
+            raise TypeError(f"`tokens_to_remove` must be an integer, got {tokens_to_remove!r}") from None
         if tokens_to_remove > 0:
-            raise ValueError(f"tokens_to_remove={tokens_to_remove} must be the negated number of tokens to remove.")
+            raise ValueError(
+                f"`tokens_to_remove` must be minus the number of tokens to remove, or 0, got {tokens_to_remove}"
+            )
         if tokens_to_remove == 0 or not self.is_initialized:
             return
         count, most = -tokens_to_remove, self.max_crop()
         if count > most:
             raise ValueError(
-                f"tokens_to_remove={-count}: the state can take back {most} of {self.length} tokens. "
+                f"`tokens_to_remove` must be at least {-most} for this state of {self.length} tokens, got {-count}. "
                 "Run the text to keep through an empty cache instead."
             )
         if count == self.length:
@@ -188,69 +195,75 @@ class TnnCacheLayer(CacheLayerMixin):
         self.length -= count
 
     def max_crop(self) -> int:
-        """How many of the newest tokens `crop` can remove."""
+        """The number of newest tokens that `crop` can remove."""
         started = self.is_initialized and self.prefill is None
         return self.recurrence.max_crop(self) if started else self.length
 
     def memory_per_sequence(self) -> int:
-        """Bytes of state that one sequence takes."""
+        """The bytes of state of one sequence in this layer."""
         held = [*self.tensors.values()] + ([] if self.history is None else [self.history.buffer])
         held += [] if self.prefill is None else [self.prefill.v]
         return sum(tensor.numel() * tensor.element_size() // max(1, tensor.shape[0]) for tensor in held)
 
     def get_seq_length(self) -> int:
+        """The number of tokens seen."""
         return self.length
 
     def get_max_length(self) -> int:
+        """-1: there is no limit."""
         return -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """The length of a mask over all tokens and the next `query_length` ones, and its offset 0."""
         return self.length + query_length, 0
 
     def reorder_cache(self, beam_idx: torch.LongTensor):
-        """Row i becomes what row `beam_idx[i]` is; the errors are those of `batch_select_indices`."""
+        """Row i gets the state of row `beam_idx[i]`. The errors are those of `batch_select_indices`."""
         self._choose_rows("beam_idx", beam_idx)
 
     def batch_repeat_interleave(self, repeats: int):
-        """Each row `repeats` times.
+        """Repeat each row `repeats` times.
 
         Raises:
-            TypeError, ValueError: `repeats` is no integer from 0 on.
+            TypeError: `repeats` is not an integer.
+            ValueError: `repeats` is negative.
         """
         if not isinstance(repeats, int):
-            raise TypeError(f"repeats must be an integer, not {repeats!r}.")
+            raise TypeError(f"`repeats` must be an integer, got {repeats!r}")
         if repeats < 0:
-            raise ValueError(f"repeats={repeats} must be at least 0.")
+            raise ValueError(f"`repeats` must be at least 0, got {repeats}")
         self._select(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: torch.Tensor):
-        """The rows with these `(N,)` indices, or where a `(B,)` mask of booleans is true.
+        """Keep the rows with the indices `(N,)`, or those where a boolean mask `(B,)` is true.
 
         Raises:
-            TypeError: they are no tensor of integers or booleans.
-            ValueError: a shape is another, or an index is none of the rows (looked for on the CPU).
+            TypeError: `indices` is not a tensor of integers or booleans.
+            ValueError: it has another shape, or an index is outside the rows (checked on the CPU only).
         """
         self._choose_rows("indices", indices)
 
     def offload(self):
+        """Move the state to the CPU."""
         self._select(lambda tensor: tensor.to("cpu", non_blocking=True))
 
     def prefetch(self):
+        """Move the state back to its device."""
         self._select(lambda tensor: tensor.to(self.device, non_blocking=True))
 
     def _choose_rows(self, name: str, rows: torch.Tensor):
         if not isinstance(rows, torch.Tensor):
-            raise TypeError(f"{name} must be a tensor of integers, not {type(rows).__name__}.")
+            raise TypeError(f"`{name}` must be a tensor of integers, got {type(rows).__name__}")
         if rows.is_floating_point() or rows.is_complex():
-            raise TypeError(f"{name} must hold integers, not {rows.dtype}.")
+            raise TypeError(f"`{name}` must hold integers, got {rows.dtype}")
         if not self.is_initialized:
             return
         held = self._rows()
         mask = rows.dtype is torch.bool
         if rows.dim() != 1 or rows.is_meta or (mask and len(rows) != held):
-            raise ValueError(f"{name} must have shape {f'({held},)' if mask else '(N,)'}, not {tuple(rows.shape)}.")
+            raise ValueError(f"`{name}` must have shape {f'({held},)' if mask else '(N,)'}, got {tuple(rows.shape)}")
         if not mask and rows.device.type == "cpu" and rows.numel() and not -held <= rows.min() <= rows.max() < held:
-            raise ValueError(f"{name}={rows.tolist()} must be below {held}, the rows of the cache.")
+            raise ValueError(f"`{name}` must be below {held}, the rows of the cache, got {rows.tolist()}")
         rows = rows if mask else rows.long()
         self._select(lambda tensor: tensor[rows.to(tensor.device)])
 
@@ -265,12 +278,12 @@ class TnnCacheLayer(CacheLayerMixin):
         self.tensors = {name: choose(tensor) for name, tensor in self.tensors.items()}
 
 
-# Static caches take the same layer: its size is fixed anyway.
+# Static caches use the same layer, because its size is fixed anyway.
 STATIC_LAYER_TYPE_MAPPING[LAYER_TYPE] = TnnCacheLayer
 
 
 def memory_per_sequence(past_key_values: Cache) -> int:
-    """Bytes of decoding state that one sequence takes in all layers."""
+    """The bytes of decoding state of one sequence in all layers of a cache."""
     return sum(layer.memory_per_sequence() for layer in past_key_values.layers)
 
 
@@ -281,42 +294,45 @@ def saved_classes(past_key_values: Cache) -> list[type]:
 
 
 def check_cache(past_key_values: Cache, model: nn.Module):
-    """Make a cache ready for a pass of `model`, a `TnnModel`; one without layers gets them.
+    """Make a cache ready for a pass of `model`, a `TnnModel`. An empty `DynamicCache()` gets its layers here.
 
     Raises:
-        ValueError: it cannot hold the state of a TNN, belongs to another model or to weights that have changed, has
-            not as many layers, or was left in the middle of a pass.
+        ValueError: the cache cannot hold the state of a TNN, belongs to another model or to weights that have changed,
+            has too few layers, or is incomplete after an interrupted pass.
     """
     count = min(model.config.num_hidden_layers, len(model.layers))
     if count < 1:
-        raise ValueError(f"num_hidden_layers={count} is not possible: it must be at least 1.")
+        raise ValueError(f"`num_hidden_layers` must be at least 1, got {count}")
     layers = getattr(past_key_values, "layers", None)
     if layers == [] and past_key_values.layer_class_to_replicate is DynamicLayer:
         past_key_values.layer_class_to_replicate = TnnCacheLayer
         layers += [TnnCacheLayer() for _ in range(count)]
-    # Not isinstance: code loaded from the Hub has a class of its own.
+    # Not isinstance: code loaded from the Hub has another class.
     if not layers or not all(hasattr(layer, "recurrence") for layer in layers):
         raise ValueError(
-            f"past_key_values: {type(past_key_values).__name__} cannot hold the state of a TNN; pass what this model "
-            "returned, DynamicCache() or DynamicCache(config=model.config)."
+            "`past_key_values` must be a cache for TNNs: one that this model returned, DynamicCache() or "
+            f"DynamicCache(config=model.config), got {type(past_key_values).__name__}"
         )
     if len(layers) < count:
-        raise ValueError(f"past_key_values has {len(layers)} layers, the model {count}: start with an empty cache.")
+        raise ValueError(
+            f"`past_key_values` must have at least the {count} layers of the model, got {len(layers)}. "
+            "Start with an empty cache."
+        )
     lengths = {layer.length for layer in layers[:count]}
     if len(lengths) > 1:
         raise ValueError(
-            f"past_key_values was left in the middle of a pass: its layers have seen {min(lengths)} to {max(lengths)} "
-            "tokens. Start with an empty cache."
+            "`past_key_values` is incomplete, because a pass was interrupted: its layers have seen "
+            f"{min(lengths)} to {max(lengths)} tokens. Start with an empty cache."
         )
     if not is_traced():
         claim(layers[:count], model)
 
 
 def claim(layers: list[TnnCacheLayer], model: nn.Module):
-    """Let the weights of `model` be those that the states of `layers` belong to.
+    """Record `model` as the origin of the states of `layers`.
 
     Raises:
-        ValueError: they belong to others.
+        ValueError: the states belong to another model, or to weights that have changed since.
     """
     origin = layers[0].origin if layers[0].length else None
     if origin is not None and origin.model is model:
@@ -324,8 +340,8 @@ def claim(layers: list[TnnCacheLayer], model: nn.Module):
             return
         if not (model.training and torch.is_grad_enabled()):
             raise ValueError(
-                "past_key_values was made with other weights: those of the model have changed since (by an optimizer "
-                "step or an adapter, say). Start with an empty cache."
+                "The weights of the model have changed since `past_key_values` was made, for example by an optimizer "
+                "step or an adapter. Start with an empty cache."
             )
         for layer in layers:
             layer.renew()

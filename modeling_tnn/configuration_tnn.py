@@ -1,6 +1,6 @@
-"""Configuration of Toeplitz neural networks: every flag of the model, with its meaning and its limits.
+"""The configuration of Toeplitz neural networks: every field of the model, with its meaning and its limits.
 
-Flags follow "Toeplitz Neural Network for Sequence Modeling" (Qin et al., ICLR 2023: TNN), "SKI to go Faster"
+The fields follow "Toeplitz Neural Network for Sequence Modeling" (Qin et al., ICLR 2023: TNN), "SKI to go Faster"
 (Moreno et al., 2023: FD, SKI) and "State-Free Inference of State-Space Models: The Transfer Function Approach"
 (Parnichkun et al., ICML 2024: RTF).
 """
@@ -56,7 +56,7 @@ AT_LEAST_ONE = (
     "num_channels",
 )
 
-# A configuration may come from anywhere: one that asks for more than any machine has is refused before it gets it.
+# A configuration may come from an unknown source. Sizes that no machine can hold are refused before allocation.
 LARGEST_SIZE = 2**24
 
 AT_MOST = dict.fromkeys((*AT_LEAST_ONE, "ski_rank"), LARGEST_SIZE) | {
@@ -71,17 +71,18 @@ Limit = tuple[Callable[[Any], bool], str]
 
 
 def one_of(allowed: tuple) -> Limit:
+    """The limit of a field that must have one of the values `allowed`."""
     return allowed.__contains__, f"one of {', '.join(map(repr, allowed))}"
 
 
 def check_activation(name: str, value: str):
-    """Refuse what is no activation of transformers, whose table takes seconds to import."""
+    """Refuse a name that is not an activation of transformers, whose table takes seconds to import."""
     from transformers.activations import ACT2FN
 
     _check_limit(name, value, one_of(tuple(ACT2FN)))
 
 
-# What a field must be, whatever the others are: a predicate, and its words.
+# The limits of single fields: a predicate, and the text that follows "must be" in the error.
 LIMITS: list[tuple[str, Limit]] = [
     *((name, one_of(allowed)) for name, allowed in CHOICES.items()),
     *((name, (lambda value: value >= 1, "at least 1")) for name in AT_LEAST_ONE),
@@ -90,9 +91,9 @@ LIMITS: list[tuple[str, Limit]] = [
     ("classifier_dropout", (lambda value: value is None or 0 <= value < 1, "in [0, 1)")),
     ("rpe_layers", (lambda value: value >= 0, "at least 0")),
     ("rpe_window", (lambda value: value is None or value >= 1, "at least 1")),
-    ("initializer_range", (lambda value: 0 < value < math.inf, "above 0")),
-    ("layer_norm_eps", (lambda value: 0 < value < math.inf, "above 0")),
-    ("decay", (lambda value: value is None or 0 < value <= 1, "in (0, 1], or None for no decay")),
+    ("initializer_range", (lambda value: 0 < value < math.inf, "a finite number above 0")),
+    ("layer_norm_eps", (lambda value: 0 < value < math.inf, "a finite number above 0")),
+    ("decay", (lambda value: value is None or 0 < value <= 1, "in (0, 1] or None")),
     ("ski_decay", (lambda value: 0 < value <= 1, "in (0, 1]")),
     ("fd_resolution", (lambda value: value & (value - 1) == 0, "a power of two")),
 ]
@@ -108,7 +109,7 @@ DERIVED: dict[str, Callable[["TnnConfig"], int]] = {
 }
 
 SOURCES = ("hidden_size", "max_position_embeddings", "spatial_dims")
-# What configurations of earlier versions call things.
+# Names and values of earlier versions, which still load.
 OLD_NAMES = {
     "product": "tno_implementation",
     "glu_dim": "intermediate_size",
@@ -126,46 +127,50 @@ class TnnConfig(PreTrainedConfig):
         vocab_size (`int`): Number of tokens in the vocabulary.
         hidden_size (`int`): Width of the token representations, d.
         num_hidden_layers (`int`): Number of blocks (one GTU and one GLU each).
-        causal (`bool`): Whether a position sees only itself and earlier ones. `TnnForCausalLM` needs `True`,
-            `TnnForMaskedLM` needs `False`, the other classes take both.
+        causal (`bool`): Whether a position sees only itself and earlier positions. `TnnForCausalLM` needs `True`,
+            `TnnForMaskedLM` and `TnnForImageClassification` need `False`, and the other classes take both.
         tno_type (`str`): Where the Toeplitz coefficients come from: `"rpe"` (an MLP of the lag, times a decay),
             `"fd"` (an MLP of the frequency), `"ski"` (a short filter plus a low-rank interpolated kernel, not
             causal), `"rtf"` (a rational transfer function), `"modal"` (a recurrence that `to_recurrent` fitted) or
-            `"explicit"` (one parameter for each lag below `explicit_length`, times the decay); or a name that
-            `register_operator` has added.
-        gtu_expansion (`float`): Width of the gated Toeplitz unit over `hidden_size`; e = int(gtu_expansion * d).
+            `"explicit"` (one parameter for each lag below `explicit_length`, times the decay). Names that
+            `register_operator` has added are allowed too.
+        gtu_expansion (`float`): Ratio of the width of the gated Toeplitz unit to `hidden_size`. The unit has
+            int(gtu_expansion * hidden_size) channels.
         gtu_norm (`bool`): Whether the gated product is normalised before the output projection of the GTU.
-        use_glu (`bool`): Whether a block has a GLU; without, it is a GTU alone.
+        use_glu (`bool`): Whether a block has a GLU after its GTU.
         intermediate_size (`int`, *optional*): Inner width of the GLU; `hidden_size` unless set.
         hidden_act (`str`): Activation of the GTU and of the gate of the GLU.
         norm_type (`str`): Norm of the blocks, of the GTU (`gtu_norm`) and of the RPE: `"simplermsnorm"` (without
             parameters), `"rmsnorm"`, `"gatedrmsnorm"`, `"scalenorm"`, `"layernorm"` or `"batchnorm"` (over real
-            tokens; of the blocks alone).
+            tokens, for the blocks only).
         norm_position (`str`): `"pre"`: x + f(norm(x)), with a final LayerNorm (or batch norm); `"post"`:
             norm(x + f(x)); `"res_post"`: x + norm(f(x)).
         scale_embedding (`bool`): Whether embeddings are multiplied by sqrt(hidden_size).
         embedding_norm (`bool`): Whether embeddings pass through a LayerNorm.
         position_embedding (`str`, *optional*): `"sinusoidal"` adds absolute positions to the embeddings, counted
             from the first real token.
-        spatial_dims (`int`): 1 for a sequence; 2 for the tokens of a square image in row-major order, mixed along its
-            rows and its columns (not causal).
-        spatial_mixing (`str`): With two axes: `"product"`, twice the columns of the rows (the Long Range Arena
-            models), or `"sum"`, rows plus columns (the ImageNet models).
+        spatial_dims (`int`): 1 for a sequence. 2 for the tokens of a square image in row-major order, which are mixed
+            along the rows and the columns (not causal).
+        spatial_mixing (`str`): How rows and columns are combined when `spatial_dims=2`: `"product"`, twice the product
+            along both axes (the Long Range Arena models), or `"sum"`, rows plus columns (the ImageNet models).
         image_size (`int`): Side in pixels of the images that `TnnForImageClassification` is trained on.
-        patch_size (`int`): Side in pixels of its tokens, squares of the image.
-        num_channels (`int`): Numbers in a pixel, 3 for colours.
+        patch_size (`int`): Side in pixels of a patch, a square of the image that becomes one token.
+        num_channels (`int`): Number of channels of an image.
         layer_norm_eps (`float`): Epsilon of every LayerNorm. The RMS norms keep the 1e-8 of the released code.
         rpe_dim (`int`): Width of the relative position encoder (`"rpe"` and `"fd"`).
-        rpe_layers (`int`): Its hidden layers, without the input and the output projection. May be 0.
-        rpe_input (`str`): What it reads when `tno_type="rpe"`: the `"lag"`, the lag over `rpe_input_length`
-            (`"normalized"`) or sines and cosines of the lag (`"sinusoidal"`).
+        rpe_layers (`int`): Number of hidden layers of the position encoder, besides its input and output projections.
+            It may be 0.
+        rpe_input (`str`): Input of the position encoder when `tno_type="rpe"`: the `"lag"`, the lag over
+            `rpe_input_length` (`"normalized"`), or sines and cosines of the lag (`"sinusoidal"`).
         rpe_input_length (`int`, *optional*): The lag that `"normalized"` maps to 1; `max_position_embeddings` unless
             set.
-        rpe_act (`str`): Its activation when `tno_type="rpe"`.
-        rpe_residual (`bool`): Whether its hidden layers have a residual connection.
-        rpe_norm_type (`str`, *optional*): Its norm; `norm_type` unless set (`"layernorm"` for a batch norm).
-        rpe_hidden_norm (`bool`): Whether its hidden layers have that norm, as its output layer has.
-        rpe_window (`int`, *optional*): The `"rpe"` coefficients at lags of this size and above are zero.
+        rpe_act (`str`): Activation of the position encoder when `tno_type="rpe"`.
+        rpe_residual (`bool`): Whether the hidden layers of the position encoder have a residual connection.
+        rpe_norm_type (`str`, *optional*): Norm of the position encoder; `norm_type` unless set (`"layernorm"` if that
+            is `"batchnorm"`).
+        rpe_hidden_norm (`bool`): Whether the hidden layers of the position encoder have a norm, as its output layer
+            has.
+        rpe_window (`int`, *optional*): The `"rpe"` coefficients are zero at lags of this size and above.
         explicit_length (`int`, *optional*): Number of lags, on each side, that have a parameter when
             `tno_type="explicit"`; `max_position_embeddings` unless set.
         decay (`float`, *optional*): Decay per lag of `"rpe"` and `"explicit"` coefficients, in (0, 1]; `None` for no
@@ -173,21 +178,21 @@ class TnnConfig(PreTrainedConfig):
         learnable_decay (`bool`): Whether each channel learns a decay between `decay` and 1.
         tno_implementation (`str`): How Toeplitz products are computed: `"fused"` (fast) or `"eager"` (PyTorch's own
             operations). Values and derivatives of any order are the same.
-        tno_class (`str`, *optional*): Module and name of the class of an operator that `register_operator` added;
-            set when a model is built or saved, to say what to import before it is loaded.
-        max_position_embeddings (`int`): Length the model is trained for. No input is too long. The defaults of
-            `fd_resolution`, `ski_grid_length`, `rtf_truncation_length`, `rpe_input_length` and `explicit_length`
-            follow from it (with two axes from its square root) until a model is built or saved: a trained model keeps
-            what it was trained with, whatever this number is when it is loaded.
+        tno_class (`str`, *optional*): Module and name of the class of an operator that `register_operator` added. It
+            is set when a model is built or saved, so that a failed load can say what to import first.
+        max_position_embeddings (`int`): Length the model is trained for. It does not limit the length of inputs. The
+            defaults of `fd_resolution`, `ski_grid_length`, `rtf_truncation_length`, `rpe_input_length` and
+            `explicit_length` follow from it (from its square root when `spatial_dims=2`) until a model is built or
+            saved. After that they are fixed: another `max_position_embeddings` at load does not change them.
         fd_resolution (`int`, *optional*): Number of taps of an `"fd"` kernel on each side, a power of two; the
             frequency grid has `fd_resolution + 1` points. At least twice `max_position_embeddings` unless set.
-        fd_input (`str`): Input of the frequency MLP: `"omega"` in [0, pi] as published, or `"cos"` of it, for
-            which the decay theorems of the paper hold.
+        fd_input (`str`): Input of the frequency MLP: `"omega"` in [0, pi] as published, or `"cos"` for cos(omega),
+            for which the decay theorems of the paper hold.
         fd_act (`str`): Activation of the frequency MLP.
-        ski_rank (`int`): Number of inducing points over `ski_grid_length` positions, from 2.
+        ski_rank (`int`): Number of inducing points over `ski_grid_length` positions, at least 2.
         ski_grid_length (`int`, *optional*): Number of positions that `ski_rank` inducing points are spread over;
             `max_position_embeddings` unless set.
-        ski_filter_size (`int`): Taps of the short filter of `"ski"`; an even number is raised by one.
+        ski_filter_size (`int`): Number of taps of the short filter of `"ski"`; an even number is raised by one.
         ski_decay (`float`): lambda of the inverse time warp x(s) = sign(s) lambda^|s|, in (0, 1].
         rtf_state_size (`int`): Order N of the rational function, below `rtf_truncation_length`.
         rtf_truncation_length (`int`, *optional*): Number of points of the unit circle at which `"rtf"` samples its
@@ -197,18 +202,18 @@ class TnnConfig(PreTrainedConfig):
         rtf_constraint (`str`, *optional*): `"l1_montel"` keeps all poles inside the unit circle.
         rtf_initializer (`str`): `"zeros"`, `"xavier"` (uniform, 1/sqrt(N)) or `"montel"` (uniform, 1/N).
         num_modes (`int`): Number of complex exponentials of a `"modal"` kernel, each of two states.
-        modal_window (`int`): Number of first taps that a `"modal"` kernel holds one by one.
+        modal_window (`int`): Number of first taps that a `"modal"` kernel stores exactly.
         converted_from (`str`, *optional*): The `tno_type` that a `"modal"` model was converted from.
         hidden_dropout_prob (`float`): Dropout after the embeddings, each GTU and each GLU.
         classifier_dropout (`float`, *optional*): Dropout of the classification head; `hidden_dropout_prob` unless set.
-        classifier_pooling (`str`, *optional*): What classifiers of texts and of pairs read: the `"last"` real token or
-            the `"mean"` of them, which needs the whole text at once (no cache). Unless set, the last token of a causal
-            model and the mean of a bidirectional one.
+        classifier_pooling (`str`, *optional*): Pooling of text classifiers: the hidden state of the `"last"` real
+            token, or the `"mean"` over all real tokens, which needs the whole text at once (no cache). Unless set,
+            causal models use the last token and bidirectional models the mean.
         initializer (`str`): `"torch"`: PyTorch's default for linear layers and N(0, 1/d) for embeddings (the
             causal models of the papers); `"normal"`: N(0, initializer_range^2) and zero biases (as BERT);
             `"normal_gtu"`: as `"torch"`, but N(0, initializer_range^2) for weights and biases of the GTU.
         initializer_range (`float`): Standard deviation for `"normal"` and `"normal_gtu"`.
-        use_cache (`bool`): Whether causal models return what they need to continue a sequence.
+        use_cache (`bool`): Whether causal models return `past_key_values`, the state that continues a sequence.
         tie_word_embeddings (`bool`): Whether the language modelling heads share the input embeddings.
 
     Raises:
@@ -289,19 +294,22 @@ class TnnConfig(PreTrainedConfig):
         self._derive()
         self._check_fields()
         self._check_operator()
-        # By its name the base class takes any attribute of torch.
+        # The base class accepts the name of any attribute of torch.
         name = str(self.dtype).removeprefix("torch.")
         known = self.dtype is None or isinstance(getattr(torch, name, None), torch.dtype)
         self.require("dtype", known, "the name of a dtype of torch, such as 'float32'")
-        # The base class makes a list of them.
+        # The base class makes a list of this length.
         if (num_labels := kwargs.get("num_labels") or 0) > MOST_LABELS:
-            raise ValueError(f"num_labels={num_labels} is not possible: it must be at most {MOST_LABELS:,}.")
+            raise ValueError(f"`num_labels` must be at most {MOST_LABELS:,}, got {num_labels}")
         super().__post_init__(**kwargs)
 
     def __setattr__(self, name: str, value: Any):
-        """Set a field, check it alone, and derive again what follows from it.
+        """Set a field, check it alone, and derive again the fields that follow from it.
 
         Fields are checked together when a model is built or the configuration is saved, see `check`.
+
+        Raises:
+            ValueError: the value is outside the limits of the field.
         """
         [(name, value)] = self.rename_old({name: value}).items()
         initialized = "_automatic" in self.__dict__  # by __post_init__, which checks all of them
@@ -320,15 +328,15 @@ class TnnConfig(PreTrainedConfig):
             self._derive()
 
     def __eq__(self, other: object) -> bool:
-        # What is derived and what was given differ in nothing else.
+        # A derived value equals the same value given.
         return isinstance(other, PreTrainedConfig) and self.to_dict() == other.to_dict()
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs) -> "TnnConfig":
-        """As in transformers, but overridden fields are checked and derived with the others.
+        """A configuration from a dictionary, as in transformers; `kwargs` override fields and are checked with them.
 
-        What a saved configuration derived from `max_position_embeddings` stays as it was trained, whatever overrides
-        say; a preset has no derived fields, and derives them from what overrides say.
+        Fields that a saved configuration derived from `max_position_embeddings` stay as they were trained. A preset
+        has no derived fields: they are derived after the overrides.
 
         Raises:
             ValueError: the fields contradict each other.
@@ -342,7 +350,7 @@ class TnnConfig(PreTrainedConfig):
 
     @staticmethod
     def rename_old(fields: dict[str, Any]) -> dict[str, Any]:
-        """Fields as this version calls them and their values."""
+        """`fields` with the old names and values replaced by those of this version."""
         fields = {OLD_NAMES.get(name, name): value for name, value in fields.items()}
         for name in OLD_VALUES.keys() & fields.keys():
             value = fields[name]
@@ -350,13 +358,13 @@ class TnnConfig(PreTrainedConfig):
         return fields
 
     def to_dict(self) -> dict[str, Any]:
-        """As in transformers."""
+        """All fields as a dictionary, as in transformers."""
         fields = super().to_dict()
         fields.pop("_automatic", None)
         return fields
 
     def check(self):
-        """Check all fields, and settle those that were derived: from now on they are the model's own.
+        """Check all fields together, and fix the derived ones: from now on they no longer follow from other fields.
 
         Raises:
             ValueError: a field has a value outside its limits, or two fields contradict each other.
@@ -373,7 +381,7 @@ class TnnConfig(PreTrainedConfig):
 
     @property
     def axis_length(self) -> int:
-        """Positions along one axis: of the sequence, or of a row or column of the image."""
+        """The number of positions along one axis: of the sequence, or of a row or column of the image."""
         return (
             self.max_position_embeddings
             if self.spatial_dims == 1
@@ -387,18 +395,21 @@ class TnnConfig(PreTrainedConfig):
 
     @property
     def pooling(self) -> str:
-        """What classifiers read of a text, `"last"` or `"mean"`."""
+        """The pooling of text classifiers, `"last"` or `"mean"`."""
         return self.classifier_pooling or ("last" if self.causal else "mean")
 
     @property
     def layer_types(self) -> list[str]:
-        """The kind of cache layer that each layer takes, see `cache_tnn.py`."""
+        """The kind of cache layer for each layer of the model, see `cache_tnn.py`."""
         return ["tnn_state"] * self.num_hidden_layers
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs):
-        """As in transformers; the folder also gets the code of the models, see `hub.py`.
+        """Save the configuration as in transformers, and the code of the models beside it, see `hub.py`.
 
-        Models save their configuration by this method, and so does Trainer with each checkpoint.
+        Models call this method when they are saved, and so does Trainer for each checkpoint.
+
+        Raises:
+            ValueError: a field has a value outside its limits, or two fields contradict each other.
         """
         self.check()
         self.auto_map = dict(AUTO_MAP)
@@ -415,12 +426,12 @@ class TnnConfig(PreTrainedConfig):
             super().__setattr__(name, DERIVED[name](self))
 
     def _check_fields(self):
-        # Not named validate_*: errors of such methods reach the user as a type that is no ValueError.
+        # Not named validate_*: transformers would turn errors of such methods into a type that is not a ValueError.
         for name, limit in LIMITS:
             _check_limit(name, getattr(self, name), limit)
         for name in ACTIVATIONS:
             check_activation(name, getattr(self, name))
-        allowed = f"such that gtu_expansion * hidden_size is at least 1 and at most {LARGEST_SIZE:,}"
+        allowed = f"a number for which gtu_expansion * hidden_size is in [1, {LARGEST_SIZE:,}]"
         self.require("gtu_expansion", 1 <= self.gtu_expansion * self.hidden_size <= LARGEST_SIZE, allowed)
         if self.learnable_decay:
             self.require("decay", self.decay is not None, "a number (the lower bound) when learnable_decay=True")
@@ -428,7 +439,7 @@ class TnnConfig(PreTrainedConfig):
 
     def _check_operator(self):
         if self.spatial_dims == 2:
-            self.require("causal", not self.causal, "False with spatial_dims=2: an image has no order")
+            self.require("causal", not self.causal, "False with spatial_dims=2 (an image has no order)")
             square = self.axis_length**2 == self.max_position_embeddings
             self.require("max_position_embeddings", square, "a square with spatial_dims=2")
         operator = operator_class(self.tno_type, self.tno_class)
@@ -437,10 +448,10 @@ class TnnConfig(PreTrainedConfig):
         operator.check_config(self)
 
     def require(self, name: str, holds: bool, allowed: str):
-        """Refuse the value of the field `name` unless `holds`; `allowed` says what it must be.
+        """Check a condition on the field `name`. The error is "`name` must be {allowed}, got {value}".
 
         Raises:
-            ValueError: it does not hold.
+            ValueError: `holds` is False.
         """
         _check_limit(name, getattr(self, name), (lambda _: holds, allowed))
 
@@ -448,7 +459,7 @@ class TnnConfig(PreTrainedConfig):
 def _check_limit(name: str, value: Any, limit: Limit):
     holds, allowed = limit
     if not holds(value):
-        raise ValueError(f"{name}={value!r} is not possible: it must be {allowed}.")
+        raise ValueError(f"`{name}` must be {allowed}, got {value!r}")
 
 
 __all__ = ["TnnConfig"]

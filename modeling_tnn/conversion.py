@@ -1,4 +1,4 @@
-"""From an RPE or FD kernel to a recurrence of low order: one set of poles per layer, residues per channel.
+"""Conversion of an RPE or FD kernel into a recurrence of low order: one set of poles per layer, residues per channel.
 
     k_j ~ Re sum_q r_q lambda_q^(j-w)  for j >= w,    the first w taps exact
 
@@ -22,18 +22,30 @@ LARGEST_RADIUS = 1 - 1e-6
 
 SMALLEST_RADIUS = 1e-8
 
-# Taps that are fitted, and columns of the Hankel matrices.
+# Largest number of fitted taps, and of columns of the Hankel matrices.
 MOST_TAPS = 4096
 
 MOST_COLUMNS = 600
 
-# Taps behind the window that a fit of poles needs at least.
+# Smallest number of taps after the window for a fit of poles.
 LEAST_TAPS = 4
 
 
 @dataclass
 class LayerReport:
-    """How well the recurrence of a layer fits its kernel: errors relative to the norm of a channel's taps."""
+    """The errors of the recurrence that was fitted to the kernel of one layer.
+
+    Attributes:
+        layer: index of the layer.
+        order: number of real states per channel.
+        window: number of first taps that are kept exactly.
+        taps: number of taps that the fit has seen.
+        l2_layer, l2_median, l2_worst: relative l2 error of the taps of all channels, and its median and maximum over
+            the channels.
+        l1_median, l1_worst: the same for the l1 error.
+        tail_bound: bound on the l1 error beyond the fitted taps, relative to the l1 norm, of the worst channel.
+        largest_pole: largest magnitude of a pole, below 1.
+    """
 
     layer: int
     order: int
@@ -48,24 +60,25 @@ class LayerReport:
     largest_pole: float
 
     def as_dict(self) -> dict:
+        """The report as a dictionary, for JSON."""
         return asdict(self)
 
 
 @dataclass
 class RecurrenceFit:
-    """Poles `(Q,)` and residues `(D, Q)`, complex; the taps are Re(residues @ poles^n)."""
+    """A fitted recurrence: complex poles `(Q,)` and residues `(D, Q)`. Its taps are Re(residues @ poles^n)."""
 
     poles: torch.Tensor
     residues: torch.Tensor
 
     def taps(self, length: int) -> torch.Tensor:
-        """`(D, length)`."""
+        """The first taps of the recurrence, `(D, length)`."""
         basis = powers(self.poles, length)  # (Q, length)
         return self.residues.real @ basis.real - self.residues.imag @ basis.imag
 
 
 def powers(poles: torch.Tensor, length: int) -> torch.Tensor:
-    """poles^0 .. poles^(length-1), `(Q, length)`."""
+    """The powers poles^0 .. poles^(length-1), `(Q, length)`."""
     return torch.exp(torch.log(poles)[:, None] * torch.arange(length, device=poles.device))
 
 
@@ -83,7 +96,7 @@ def hankel_eigenvectors(taps: torch.Tensor, order: int) -> torch.Tensor:
 
 
 def fit_poles(vectors: torch.Tensor) -> torch.Tensor:
-    """Eigenvalues of the transition matrix of `vectors` `(c, r)`, one of each conjugate pair, `(Q,)`."""
+    """The eigenvalues of the transition matrix of `vectors` `(c, r)`, one of each conjugate pair, `(Q,)`."""
     transition = torch.linalg.lstsq(vectors[:-1], vectors[1:], driver="gelsd").solution  # (r, r)
     poles = torch.linalg.eigvals(transition)
     poles = poles[poles.imag >= 0]
@@ -91,7 +104,7 @@ def fit_poles(vectors: torch.Tensor) -> torch.Tensor:
 
 
 def fit_residues(poles: torch.Tensor, taps: torch.Tensor) -> torch.Tensor:
-    """Least squares for the residues `(D, Q)` of `taps` `(D, m)`."""
+    """The residues `(D, Q)` that fit `taps` `(D, m)` by least squares."""
     basis = powers(poles, taps.shape[1])  # (Q, m)
     rows = torch.cat([basis.real, -basis.imag])  # (2Q, m); the imaginary part of a real pole is 0
     solution = torch.linalg.lstsq(rows.t(), taps.t(), driver="gelsd").solution.t()  # (D, 2Q)
@@ -99,16 +112,17 @@ def fit_residues(poles: torch.Tensor, taps: torch.Tensor) -> torch.Tensor:
 
 
 def fit_recurrence(taps: torch.Tensor, order: int) -> RecurrenceFit:
-    """A recurrence of `order` states for `taps` `(D, m)`, float64 on the CPU."""
+    """A recurrence of `order` states that fits `taps` `(D, m)`, float64 on the CPU."""
     normalized = taps / taps.norm(dim=1, keepdim=True).clamp(min=torch.finfo(taps.dtype).tiny)
     poles = fit_poles(hankel_eigenvectors(normalized, order))
     return RecurrenceFit(poles, fit_residues(poles, taps))
 
 
 def kernel_to_fit(operator, window: int) -> torch.Tensor:
-    """The taps `(D, m)` of a causal operator in float64 on the CPU, as many as matter, and some behind the window.
+    """The taps `(D, m)` of a causal operator that a fit uses, in float64 on the CPU.
 
-    A kernel that ends without decaying is followed by as many zeros, or the fit would go on beyond its end.
+    They cover the effective length of the kernel, and at least a few taps beyond the window. A kernel that ends
+    without decaying is followed by as many zeros; otherwise the fitted recurrence would continue beyond its end.
     """
     wide = copy.deepcopy(operator).double().cpu()
     bound = operator.effective_length()
@@ -120,7 +134,7 @@ def kernel_to_fit(operator, window: int) -> torch.Tensor:
 
 
 def report_fit(layer: int, taps: torch.Tensor, fit: RecurrenceFit, order: int, window: int, operator) -> LayerReport:
-    """Errors over the taps `(D, m)`, and a bound on what lies beyond them, relative to the l1 norm of the worst."""
+    """The report on a fit: its errors on the taps `(D, m)`, and a bound on the error beyond them."""
     error = fit.taps(taps.shape[1] - window) - taps[:, window:]  # (D, m - w)
     l2 = error.norm(dim=1) / taps.norm(dim=1).clamp(min=1e-300)
     scale = taps.abs().sum(dim=1).clamp(min=1e-300)
@@ -144,7 +158,7 @@ def report_fit(layer: int, taps: torch.Tensor, fit: RecurrenceFit, order: int, w
 
 
 def own_tail(operator, taps: torch.Tensor) -> float:
-    """A bound on the sum of |taps| of the kernel itself beyond those fitted; infinite without a decay."""
+    """A bound on the sum of |taps| of the kernel beyond the fitted ones; infinite for a kernel without decay."""
     bound = operator.effective_length()
     if bound is None:
         return float("inf")
@@ -159,10 +173,13 @@ def own_tail(operator, taps: torch.Tensor) -> float:
 def fit_layer(
     operator, order: int, window: int, tolerance: float | None
 ) -> tuple[torch.Tensor, RecurrenceFit, LayerReport]:
-    """The fit of one layer: of `order`, or of the smallest one whose `l2_layer` is within `tolerance`.
+    """The taps, the fit and the report of one layer.
+
+    Without a `tolerance` the fit has `order` states; with one, it has the smallest of `ORDERS` whose `l2_layer` is
+    within the tolerance.
 
     Raises:
-        ValueError: no order is.
+        ValueError: no order meets the tolerance.
     """
     taps = kernel_to_fit(operator, window)
     best = None
@@ -173,14 +190,14 @@ def fit_layer(
             return best
     if tolerance is not None:
         raise ValueError(
-            f"tolerance={tolerance} cannot be met: layer {operator.layer_idx} has a relative error of "
-            f"{best[2].l2_layer:.1e} at order {ORDERS[-1]}. Allow a larger tolerance or a larger window."
+            f"`tolerance` must be at least {best[2].l2_layer:.1e}, the relative error of layer {operator.layer_idx} "
+            f"at the highest order {ORDERS[-1]}, got {tolerance}. Give a larger tolerance or a larger window."
         )
     return best
 
 
 def fill_operator(target, taps: torch.Tensor, fit: RecurrenceFit):
-    """Write a fit into a `ModalOperator`; modes that the layer does not need get residues of 0."""
+    """Write a fit into a `ModalOperator`. Modes that the layer does not need get residues of 0."""
     count = len(fit.poles)
     with torch.no_grad():
         target.head.copy_(taps[:, : target.window])
@@ -196,43 +213,43 @@ def own_weights(model) -> dict[str, torch.Tensor]:
     """The weights of a model except those of its operators, by name.
 
     Raises:
-        ValueError: adapters, parametrizations, quantizers or offloading have put something else in their place.
+        ValueError: adapters, parametrizations, quantizers or offloading have replaced weights.
     """
     with torch.device("meta"):
         plain = type(model)(model.config)
     given, wanted = (
         {name: value for name, value in one.state_dict().items() if ".gtu.tno." not in name} for one in (model, plain)
     )
-    needs = "to_recurrent needs the model's own weights"
+    needs = "The weights must be plain tensors for to_recurrent"
     if different := sorted(given.keys() ^ wanted.keys()):
         raise ValueError(
-            f"{needs}, but {different[0]} is {'added' if different[0] in given else 'replaced'}: merge adapters "
+            f"{needs}, but {different[0]} is {'added' if different[0] in given else 'replaced'}. Merge adapters "
             "(merge_and_unload) and remove parametrizations (weight norm) first."
         )
     for name, value in given.items():
         if value.is_meta or type(value) is not torch.Tensor:
             raise ValueError(
-                f"{needs}, but {name} is offloaded, quantized or sharded: load the model without device_map and "
+                f"{needs}, but {name} is offloaded, quantized or sharded. Load the model without device_map and "
                 "quantization_config first."
             )
     return given
 
 
 def to_recurrent(model, order: int = 64, window: int = 16, tolerance: float | None = None):
-    """See `TnnPreTrainedModel.to_recurrent`."""
+    """The function behind `TnnPreTrainedModel.to_recurrent`, which documents it."""
     config = model.config
     if not config.causal:
-        raise ValueError("causal=False is not possible: only a causal model decodes token by token.")
+        raise ValueError("`causal` must be True for to_recurrent (only a causal model decodes), got False")
     operators = [layer.gtu.tno for layer in model.base_model.layers]
     if all(operator.is_recurrence for operator in operators):
         return model, []
     for name, value in {"order": order, "window": window}.items():
         if not isinstance(value, int):
-            raise TypeError(f"{name}={value!r} must be an integer.")
+            raise TypeError(f"`{name}` must be an integer, got {value!r}")
         if value < 1:
-            raise ValueError(f"{name}={value} must be at least 1.")
+            raise ValueError(f"`{name}` must be at least 1, got {value}")
     if tolerance is not None and not (isinstance(tolerance, int | float) and tolerance > 0):
-        raise ValueError(f"tolerance={tolerance!r} must be a number above 0, or None.")
+        raise ValueError(f"`tolerance` must be a number above 0 or None, got {tolerance!r}")
     weights = own_weights(model)
     fits = [fit_layer(operator, order, window, tolerance) for operator in operators]
     converted_config = copy.deepcopy(config)

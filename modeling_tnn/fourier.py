@@ -1,16 +1,16 @@
-"""Fourier transforms of real sequences as torch.export can record them for all lengths. No parameters here.
+"""Fourier transforms of real sequences in a form that torch.export can record for all lengths. No parameters here.
 
-A program for all lengths cannot ask whether L entries are within F. That is what PyTorch's padding and slicing do, for
-which no answer follows from the formula of `next_fast_len`; an index does not ask.
+PyTorch's padding and slicing check whether L entries are within F. A program for all lengths cannot answer this from
+the formula of `next_fast_len`. Indexing makes no such check, so these functions index.
 
 For ONNX, transforms are products with matrices:
 
     X_m = sum_t x_t (cos(2 pi m t / F) - i sin(2 pi m t / F)),                                m = 0 .. F/2
     x_t = 1/F sum_m w_m (Re X_m cos(2 pi m t / F) - Im X_m sin(2 pi m t / F)),    w_0 = w_{F/2} = 1, else 2
 
-L entries of x, F transform length, even. A runtime for ONNX need not know the transforms that the exporter writes
-(onnxruntime refuses them), nor complex numbers; every one knows products of real matrices. They take O(L F) instead of
-O(F log F).
+L entries of x, F transform length, even. A runtime for ONNX may not support the transforms that the exporter writes
+(onnxruntime refuses them), or complex numbers. Every runtime supports products of real matrices. They take O(L F)
+instead of O(F log F).
 """
 
 import math
@@ -45,24 +45,24 @@ def exported_quotient(above: torch.Tensor, below: torch.Tensor, size: int, count
     if is_exported_to_onnx():
         quotient = matrix_transform(above, size).over(matrix_transform(below, size))
         return inverse_matrix_transform(quotient, size, 0, count)
-    # All frequencies: torch.export does not see that D (F/2 + 1) numbers are rows of F/2 + 1.
+    # All frequencies: torch.export cannot see that D (F/2 + 1) numbers form rows of F/2 + 1.
     quotient = torch.fft.fft(zero_padded(above, size)) / torch.fft.fft(zero_padded(below, size))  # (D, F)
     return entries(torch.fft.ifft(quotient).real, 0, count)
 
 
 def zero_padded(x: torch.Tensor, size: int) -> torch.Tensor:
-    """`(..., L)` to `(..., size)`, without asking whether L <= `size`."""
+    """`x` `(..., L)` padded with zeros to `(..., size)`, without a check of L <= `size`."""
     index = torch.arange(size, device=x.device).clamp(max=x.shape[-1])
     return pad(x, (0, 1)).index_select(-1, index)
 
 
 def entries(x: torch.Tensor, first: int, count: int) -> torch.Tensor:
-    """Entries `first .. first + count - 1` of `(..., F)`, without asking whether they are within F."""
+    """Entries `first .. first + count - 1` of `x` `(..., F)`, without a check that they are within F."""
     return x.index_select(-1, torch.arange(first, first + count, device=x.device))
 
 
 class Spectrum(NamedTuple):
-    """Real and imaginary part, `(..., F/2 + 1)` each."""
+    """A spectrum as real and imaginary part, `(..., F/2 + 1)` each."""
 
     real: torch.Tensor
     imag: torch.Tensor
@@ -79,13 +79,13 @@ class Spectrum(NamedTuple):
 
 
 def matrix_transform(x: torch.Tensor, size: int) -> Spectrum:
-    """What `torch.fft.rfft(x, n=size)` gives for `x` `(..., L)`, L <= F = `size`."""
+    """The transform `torch.fft.rfft(x, n=size)` of `x` `(..., L)` by a matrix product, for L <= F = `size`."""
     angle = _angles(0, x.shape[-1], size, x)  # (L, F/2+1)
     return Spectrum(x @ angle.cos(), -(x @ angle.sin()))
 
 
 def inverse_matrix_transform(spectrum: Spectrum, size: int, first: int, count: int) -> torch.Tensor:
-    """Entries `first .. first + count - 1` of `torch.fft.irfft(.., n=size)`, `(..., count)`."""
+    """Entries `first .. first + count - 1` of `torch.fft.irfft(.., n=size)`, `(..., count)`, by a matrix product."""
     frequency, period = _frequencies(size, spectrum.real)
     weight = torch.where((frequency == 0) | (2 * frequency == period), 1.0, 2.0).to(spectrum.real.dtype)
     weight = weight / period.to(weight.dtype)  # (F/2+1,)
@@ -103,6 +103,6 @@ def _angles(first: int, count: int, size: int, like: torch.Tensor) -> torch.Tens
 
 
 def _frequencies(size: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """0 .. F/2, `(F/2 + 1,)`, and F, `()`: the exporter knows no remainder by a size, only by a tensor."""
+    """0 .. F/2, `(F/2 + 1,)`, and F as a tensor `()`: the exporter supports a remainder by a tensor, not by a size."""
     frequency = torch.arange(size // 2 + 1, device=like.device)
     return frequency, 2 * frequency[-1]

@@ -1,10 +1,10 @@
-"""Products with an activation, as the gated units of a block have them.
+"""Products with an activation: the gates of the gated units.
 
     gated Toeplitz unit    h = act(u) * T(mask * act(v))
     gated linear unit      h = act(a) * b
 
-B batch, L length, D channels. The fast ways keep for the backward pass what they are computed from and nothing else;
-PyTorch's own operations keep each activation as well, which is as large.
+B batch, L length, D channels. The fused functions save only their inputs for the backward pass. PyTorch's own
+operations save each activation as well, which is as large.
 """
 
 from collections.abc import Callable, Sequence
@@ -50,12 +50,12 @@ def activated_product(a: torch.Tensor, b: torch.Tensor, act: Activation, impleme
 
 
 class Gate(NamedTuple):
-    """The gate of a gated Toeplitz unit around its operator; without arguments a gate that changes nothing.
+    """The gate of a gated Toeplitz unit around its operator. Without arguments it changes nothing.
 
     Attributes:
         u: `(B, L, D)`, the gate before its activation.
-        act: the activation of `u` and `v`, elementwise.
-        mask: `(B, L)` of booleans, false where `v` is to be zero; None if it never is.
+        act: the elementwise activation of `u` and `v`.
+        mask: `(B, L)` of booleans, False where `v` is set to zero; None if there is no padding.
     """
 
     u: torch.Tensor | None = None
@@ -63,7 +63,7 @@ class Gate(NamedTuple):
     mask: torch.Tensor | None = None
 
     def inputs(self, v: torch.Tensor) -> torch.Tensor:
-        """The inputs of the operator, `(B, L, D)`: act(v), zero where the mask is."""
+        """The inputs of the operator, `(B, L, D)`: act(v), zero where the mask is False."""
         v = v if self.act is None else self.act(v)
         return v if self.mask is None else v.masked_fill(~self.mask[..., None], 0)
 
@@ -81,7 +81,7 @@ def has_parameters(act: Activation) -> bool:
 
 
 def value_and_vjp(act: Activation, x: torch.Tensor) -> tuple[torch.Tensor, Activation]:
-    """act(x), and the map from a gradient of it to the gradient of `x`; to be used inside a backward pass."""
+    """act(x) and its pull-back, from a gradient of act(x) to a gradient of `x`. For use inside a backward pass."""
     with torch.enable_grad():
         x = x.detach().requires_grad_()
         value = act(x)
@@ -89,7 +89,7 @@ def value_and_vjp(act: Activation, x: torch.Tensor) -> tuple[torch.Tensor, Activ
 
 
 def must_differentiate(gradient: torch.Tensor) -> bool:
-    """Whether a backward pass must consist of differentiable operations: `create_graph=True`, or it is transformed."""
+    """Whether a backward pass must be differentiable: with `create_graph=True`, or under a transform of torch.func."""
     return torch.is_grad_enabled() or is_transformed(gradient)
 
 
@@ -99,21 +99,21 @@ def differentiable_gradients(
     needed: Sequence[bool],
     gradient: torch.Tensor,
 ) -> tuple[torch.Tensor | None, ...]:
-    """What a backward pass returns if it is to be differentiated again, by autograd.
+    """The gradients of a backward pass that can be differentiated again, computed by autograd.
 
     Args:
-        function: what the forward pass computes, by PyTorch's own operations.
-        inputs: what it was computed from, as `ctx.saved_tensors` gives them: with the graph they come from.
-        needed: which of them need a gradient; only as many entries as there are inputs are read.
-        gradient: that of the result.
+        function: the forward computation in PyTorch's own operations.
+        inputs: the inputs of the forward pass from `ctx.saved_tensors`, with their graph.
+        needed: which inputs need a gradient; entries beyond the number of inputs are not read.
+        gradient: the gradient of the result.
 
     Returns:
-        A gradient for each of the inputs that needs one, else None.
+        For each input its gradient, or None if it needs none.
     """
     create_graph = torch.is_grad_enabled()
     needed = needed[: len(inputs)]
     with torch.enable_grad():
-        # One input may be computed from another. Through views of their own, each counts for what it does itself.
+        # One input may be computed from another. A view of each separates its own contribution.
         views = [x.view_as(x) if wanted else x for x, wanted in zip(inputs, needed, strict=True)]
         wanted = [view for view, one in zip(views, needed, strict=True) if one]
         found = iter(torch.autograd.grad(function(*views), wanted, gradient, create_graph=create_graph))

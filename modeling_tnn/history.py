@@ -1,18 +1,18 @@
-"""The last values of a sequence, from which the newest can be taken back.
+"""A buffer of the last values of a sequence. The newest values can be removed again.
 
-B batch, D channels, C capacity. The values lie in one buffer `(B, D, C)`, newest last; appending writes behind them,
-and only when the buffer is full are those still needed moved to its front (or, without a bound, is it enlarged).
+B batch, D channels, C capacity. The values lie in one buffer `(B, D, C)`, the newest last. New values are written
+after them. When the buffer is full, the values still needed move to its front (or, without a bound, the buffer grows).
 """
 
 import torch
 
-# How many of the newest values can be taken back at any time, beyond what the reader needs.
+# Number of newest values that can be removed at any time: so many older values are kept beyond those the reader needs.
 SLACK = 64
 
-# How many after a chunk of several values, if it was that long.
+# The same number after a chunk of at least this many values.
 CHUNK_SLACK = 1024
 
-# Free places behind the values when the buffer is made; each refill of a long one moves much.
+# Free places after the values when the buffer is made. A long buffer gets more, because each refill copies it.
 ROOM, LONG_ROOM, LONG_REACH = 32, 128, 512
 
 
@@ -21,7 +21,7 @@ class HistoryBuffer:
 
     Args:
         first: `(B, D, S)`, the values so far, S >= 0.
-        reach: how many values the reader looks back; None for all.
+        reach: number of values that the reader needs; None for all.
     """
 
     def __init__(self, first: torch.Tensor, reach: int | None):
@@ -30,24 +30,24 @@ class HistoryBuffer:
         self._append(first, SLACK)
 
     def __getstate__(self) -> dict:
-        """Without the free places: what was in their memory is nobody's business."""
+        """The state without the free places, whose memory may hold unrelated data."""
         return vars(self) | {"buffer": self.buffer[..., : self.end].clone(), "lent": False}
 
     def append(self, values: torch.Tensor):
-        """Take in `(B, D, S)` new values, S >= 1."""
+        """Append `(B, D, S)` new values, S >= 1."""
         self._append(values, max(SLACK, min(values.shape[-1], CHUNK_SLACK)))
 
     def last(self, count: int) -> torch.Tensor:
-        """The newest `count` values or as many as there are, `(B, D, <= count)`, the newest last. A view."""
+        """A view of the newest `count` values, or of all if there are fewer, `(B, D, <= count)`, the newest last."""
         return self.buffer[..., max(0, self.end - count) : self.end]
 
     def lend(self, count: int) -> torch.Tensor:
-        """`last` for a reader that keeps it, such as a backward pass: no later value is written into it."""
+        """`last` for a reader that keeps the view, such as a backward pass: no later value is written into it."""
         self.lent = True
         return self.last(count)
 
     def drop(self, count: int):
-        """Take back the newest `count` values; the caller knows that enough remain."""
+        """Remove the newest `count` values. The caller checks that enough values remain."""
         if self.lent:
             self.buffer, self.lent = self.buffer.clone(), False
         self.end -= count

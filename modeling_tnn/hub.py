@@ -1,14 +1,14 @@
-"""Folders and repositories: the code that a saved one carries, and what is checked before one is loaded.
+"""Checkpoint folders and repositories: the code that a saved folder carries, and the checks before loading.
 
-Saving. A folder gets the file of the models and every file that it imports, flat, beside `config.json`, so that it
-loads where the package is not installed. `auto_map` in `config.json` names the class for each Auto class, all of them,
-since a checkpoint of one head is also loaded with another one or without any. Where the package is installed, its
+Saving. A folder gets the file of the models and every file that it imports, flat, beside `config.json`. So it loads
+where the package is not installed. `auto_map` in `config.json` names the classes of all Auto classes, because a
+checkpoint of one head may be loaded with another head or without a head. Where the package is installed, its
 registered classes are used instead of the copies.
 
-Loading. A configuration may declare any size, and transformers allocates what it declares before it compares. Here
-the headers of the safetensors files, which list names and shapes, are compared first: with the model on the meta
-device, and with the index of a checkpoint in several files. A file that is cut off or has a damaged header is refused.
-Safetensors has no checksums, so values are not checked.
+Loading. A configuration may declare any size, and transformers allocates this size before it compares it with the
+weights. The checks here come first. They compare the names and shapes in the headers of the safetensors files with the
+model on the meta device, and with the index of a checkpoint in several files. A file that is cut off or has a damaged
+header is refused. Safetensors has no checksums, so values are not checked.
 """
 
 import json
@@ -41,8 +41,8 @@ def save_code(folder: str | os.PathLike):
     """Copy the code of the models to `folder`.
 
     transformers' loader of remote code copies a file and the files that its text imports, separately for the
-    configuration and for a model. A model saves its configuration by the configuration's copy, so that copy needs the
-    files of the models as well. No code here imports them; the loader finds them by this line:
+    configuration and for a model. The configuration's copy saves models too, so it needs the files of the models. No
+    code here imports them; the loader finds them by this line:
 
         from .modeling_tnn import TnnModel
     """
@@ -56,25 +56,26 @@ def save_code(folder: str | os.PathLike):
 # Arguments of `from_pretrained` that say where files are.
 LOCATION_KWARGS = ("cache_dir", "local_files_only", "token", "revision", "subfolder")
 
-# With these, the weights are somewhere else, or of other sizes on purpose.
+# Arguments that disable the checks: the weights come from elsewhere, or may have other sizes.
 UNCHECKED_KWARGS = ("state_dict", "gguf_file", "variant", "force_download", "ignore_mismatched_sizes")
 
 logger = logging.getLogger(__name__)
 
-# The rest is the body, which all models have in common.
+# Prefixes of the parameters of heads. All other parameters are the body, which all models share.
 HEADS = ("lm_head.", "transform.", "classifier.")
 
 
 class CheckpointMismatchError(ValueError, RuntimeError):
-    """The configuration does not fit the weights. transformers reports other sizes as a RuntimeError."""
+    """The error for a configuration that does not fit the weights. For wrong sizes transformers has RuntimeError."""
 
 
 def find_weights(source, where: dict) -> dict[Path, list[str]]:
-    """The safetensors files of a folder or repository, none if they are called differently, and what the index says
-    is in each.
+    """The safetensors files of a folder or repository, each with the tensors that the index places in it.
+
+    The result is empty if there are no files with the standard names.
 
     Raises:
-        ValueError: the index is none, or names a file that is missing.
+        ValueError: the index is invalid, or names a file that is missing.
     """
 
     def find(name: str) -> Path | None:
@@ -88,33 +89,33 @@ def find_weights(source, where: dict) -> dict[Path, list[str]]:
     files = {}
     for name, tensors in sorted(read_index(index).items()):
         if (file := find(name)) is None:
-            raise ValueError(f"{index} names {name}, which is not there: the checkpoint is incomplete.")
+            raise ValueError(f"The checkpoint is incomplete: {index} names {name}, which is missing.")
         files[file] = tensors
     return files
 
 
 def read_index(index: Path) -> dict[str, list[str]]:
-    """The tensors that each file of a checkpoint in several files holds.
+    """The tensors in each file of a checkpoint in several files, according to its index.
 
     Raises:
-        ValueError: it is no such index, or names something else than files beside it.
+        ValueError: `index` is not an index of safetensors files, or names a file outside its folder.
     """
     try:
         placed = json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{index} is no index of safetensors files: {error!r}.") from error
+        raise ValueError(f"{index} is not an index of safetensors files: {error!r}") from error
     files: dict[str, list[str]] = {}
     for tensor, name in placed:
-        # Elsewhere on this machine nothing is read, whatever the index says.
+        # An index must not make the loader read files outside its folder.
         beside = isinstance(name, str) and PurePosixPath(name.replace("\\", "/")).name == name
         if not (beside and name.endswith(".safetensors")):
-            raise ValueError(f"{index} names {name!r} for {tensor}: it must be a safetensors file beside it.")
+            raise ValueError(f"The file of {tensor} in {index} must be a safetensors file beside it, got {name!r}")
         files.setdefault(name, []).append(tensor)
     return files
 
 
 def shapes_of(files: dict[Path, list[str]]) -> dict[str, torch.Size]:
-    """Name and shape of every tensor in safetensors files, out of their headers.
+    """The name and shape of every tensor in safetensors files, read from their headers.
 
     Raises:
         ValueError: a file is damaged, or holds other tensors than its index says.
@@ -125,10 +126,10 @@ def shapes_of(files: dict[Path, list[str]]) -> dict[str, torch.Size]:
             with safe_open(file, framework="pt") as tensors:
                 found = {name: torch.Size(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{file} is damaged or no safetensors file: {error}.") from error
-        # Tied weights may be in a file and not in the index.
+            raise ValueError(f"{file} is damaged or not a safetensors file: {error}") from error
+        # Tied weights may be in a file without being in the index.
         if missing := sorted(set(indexed) - found.keys()):
-            raise ValueError(f"{file} is not the file that its index describes: {missing[0]} is not in it.")
+            raise ValueError(f"{file} does not fit its index: {missing[0]} is missing in it.")
         shapes |= found
     return shapes
 
@@ -136,76 +137,77 @@ def shapes_of(files: dict[Path, list[str]]) -> dict[str, torch.Size]:
 def check_sizes(declared: dict[str, torch.Size], stored: dict[str, torch.Size]):
     """Compare the shapes of a model with those of a checkpoint.
 
-    Heads that the checkpoint lacks are initialised, as always. A body may lack parameters only as far as they are
-    fewer than those that are there.
+    A head that the checkpoint lacks is initialised, as in transformers. The layers may lack parameters too, as long
+    as these have fewer numbers than the whole checkpoint.
 
     Raises:
-        CheckpointMismatchError: a parameter has another shape, or the model declares much more than there is.
+        CheckpointMismatchError: a parameter has another shape, or the model declares more than the checkpoint holds.
     """
     wrong = [
-        f"{name} {tuple(shape)} instead of {tuple(stored[name])}"
+        f"{name} must be {tuple(stored[name])}, got {tuple(shape)}"
         for name, shape in declared.items()
         if name in stored and shape != stored[name]
     ]
     if wrong:
         raise CheckpointMismatchError(
-            f"The configuration does not fit the weights: {', '.join(wrong[:3])} ({len(wrong)} in all). "
-            "With ignore_mismatched_sizes=True they are initialised instead."
+            f"The configuration does not fit the weights: {'; '.join(wrong[:3])} ({len(wrong)} in all). "
+            "Load with ignore_mismatched_sizes=True to initialise these parameters instead."
         )
     # Quantised weights are stored in parts, under longer names.
     missing = {name: shape for name, shape in declared.items() if not any(known.startswith(name) for known in stored)}
     layers = {name: shape.numel() for name, shape in missing.items() if name.startswith("layers.")}
     if sum(layers.values()) > sum(shape.numel() for shape in stored.values()):
         raise CheckpointMismatchError(
-            f"The configuration declares more than the checkpoint holds: {len(layers)} parameters of layers are not "
-            f"in it, such as {next(iter(layers))}."
+            f"The configuration declares more than the checkpoint holds: {len(layers)} parameters of layers are "
+            f"missing, such as {next(iter(layers))}."
         )
 
 
 def check_names(declared: dict[str, torch.Size], stored: dict[str, torch.Size], saved_as: str = "another model"):
     """Compare the names of a model with those of a checkpoint of plain tensors, which was `saved_as` this class.
 
-    A model may have more than its checkpoint, which is initialised, or less, which is left out; with some missing and
-    others left over, names are damaged or it is another model, and random weights would pass for trained ones.
+    A model may have additional parameters, which are initialised, or lack some of the checkpoint. If both occur, the
+    names are damaged or it is another model, and random weights would pass for trained ones.
 
     Raises:
-        CheckpointMismatchError: names are missing, and others are left over that are of no head.
+        CheckpointMismatchError: names are missing, and others are left over that belong to no head.
     """
     left_over = [name for name in stored if name not in declared and not name.startswith(HEADS)]
     missing = [name for name in declared if name not in stored]
     if missing and left_over:
         raise CheckpointMismatchError(
-            f"The weights are damaged or of {saved_as}: {missing[0]} is not there, {left_over[0]} is not in the "
-            "model. ignore_mismatched_sizes=True takes what fits."
+            f"The weights are damaged or belong to {saved_as}: {missing[0]} is missing, and {left_over[0]} is not in "
+            "the model. Load with ignore_mismatched_sizes=True to use the weights that fit."
         )
 
 
 def check_function(config: PreTrainedConfig, trained: dict):
-    """Compare what a model computes with what the configuration beside its weights says that they were trained for.
+    """Compare the operator and the direction of a model with those that its weights were trained for.
 
-    The weights of two operators, and of both directions, may have the same names and shapes.
+    `trained` is the configuration beside the weights. The weights of two operators, and of both directions, may have
+    the same names and shapes. Another direction is a warning.
 
     Raises:
-        CheckpointMismatchError: the weights are of another operator.
+        CheckpointMismatchError: the weights belong to another operator.
     """
     tno_type = trained.get("tno_type", type(config).tno_type)
     if config.tno_type != tno_type:
         raise CheckpointMismatchError(
-            f"The weights are of tno_type={tno_type!r}, not of {config.tno_type!r}: leave tno_type out, or build an "
-            "untrained model with from_config."
+            f"`tno_type` must be {tno_type!r} for these weights, got {config.tno_type!r}. Leave tno_type out, or "
+            "build an untrained model with from_config."
         )
     causal = trained.get("causal", type(config).causal)
     if config.causal != causal:
         logger.warning(
-            "The weights were trained with causal=%s and are loaded with causal=%s: the model computes something "
-            "else than it was trained for, and needs further training.",
+            "The weights were trained with causal=%s and are loaded with causal=%s. The outputs change, so the model "
+            "needs further training.",
             causal,
             config.causal,
         )
 
 
 def check_before_loading(model_class: type["PreTrainedModel"], source, options: dict):
-    """What `from_pretrained` of `source` with `options` is about to load, see `check_sizes` and `check_names`.
+    """Check the files that `from_pretrained(source, **options)` will load, see `check_sizes` and `check_names`.
 
     Raises:
         ValueError: a file is missing or damaged.
@@ -231,7 +233,7 @@ def check_before_loading(model_class: type["PreTrainedModel"], source, options: 
         )
     with torch.device("meta"):
         model = model_class(config)
-    # The body may have a prefix in either.
+    # The names of the body may have a prefix in both.
     prefix = f"{model_class.base_model_prefix}."
     declared = {name.removeprefix(prefix): value.shape for name, value in model.state_dict().items()}
     stored = {name.removeprefix(prefix): shape for name, shape in shapes_of(files).items()}

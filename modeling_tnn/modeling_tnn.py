@@ -8,9 +8,9 @@
 B batch, L length, d hidden size, D = gtu_dim channels of the Toeplitz operator; for images C channels, H and W sides
 in pixels, P patch size, L = (H/P)^2 tokens. Names, outputs and losses are those of transformers.
 
-Padding: v is zeroed at masked positions after its projection and activation (both have a bias to add), so a Toeplitz
-product never sees them. The product depends on differences of positions alone, so the outputs at real positions are
-those of the text without padding.
+Padding: v is set to zero at masked positions after its projection and activation (a bias makes it nonzero there), so
+padding adds nothing to a Toeplitz product. The product depends only on differences of positions, so the outputs at
+real positions are those of the text without padding.
 """
 
 import torch
@@ -71,16 +71,15 @@ from .tno_auto import build_tno, operator_class
 
 
 class ChannelMajorLinear(nn.Linear):
-    """`torch.nn.Linear` in values and gradients; only the strides of the result differ: it lies channel by channel.
+    """A `torch.nn.Linear` whose result lies channel by channel in memory. Values and gradients are the same.
 
-    The result `(..., D)` is the transposed view of a `(D, N)` matrix, N tokens of all sequences. W x^T costs what x
-    W^T does, while a Toeplitz product on `(N, D)` memory spends more time in strided copies than in transforms
-    (measured: half of it).
+    The result `(..., D)` is the transposed view of a `(D, N)` matrix, N tokens of all sequences. W x^T costs the same
+    as x W^T. A Toeplitz product on `(N, D)` memory would spend half of its time (measured) in strided copies.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`(..., L, d)` to `(..., L, D)`."""
-        # A quantised or sharded weight is a tensor class that knows `linear` alone; one token has no sequence.
+        # A quantised or sharded weight is a tensor class that supports only `linear`; one token has no sequence.
         if is_traced() or x.shape[-2] == 1 or type(self.weight.data) is not torch.Tensor:
             return super().forward(x)
         columns = x.reshape(-1, self.in_features).t()  # (d, N)
@@ -108,7 +107,7 @@ class TnnGatedToeplitzUnit(nn.Module):
         attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
     ) -> torch.Tensor:
-        """`(B, L, d)` to `(B, L, d)`, for a mask `(B, L)` and the state after earlier tokens."""
+        """`(B, L, d)` to `(B, L, d)`, with a mask `(B, L)` and a cache that holds the state after earlier tokens."""
         u, v = self.u_proj(hidden_states), self.v_proj(hidden_states)  # (B, L, D) each
         gated = self._mix(v, Gate(u, self.act, attention_mask), past_key_values)  # (B, L, D)
         return self.o_proj(self.norm(gated))
@@ -122,7 +121,7 @@ class TnnGatedToeplitzUnit(nn.Module):
 
 
 class TnnGatedLinearUnit(nn.Module):
-    """The channel mixer."""
+    """The channel mixer: a gated linear unit."""
 
     def __init__(self, config: TnnConfig):
         super().__init__()
@@ -154,7 +153,7 @@ NORM_POSITIONS = {"pre": pre_norm, "post": post_norm, "res_post": res_post_norm}
 
 
 class TnnBlock(GradientCheckpointingLayer):
-    """One layer of the model."""
+    """One layer of the model: a GTU and a GLU, each with a norm and a residual connection."""
 
     def __init__(self, config: TnnConfig, layer_idx: int):
         super().__init__()
@@ -195,7 +194,7 @@ def build_final_norm(config: TnnConfig) -> nn.Module:
 
 
 class TnnPreTrainedModel(PreTrainedModel):
-    """What all TNN models share: configuration class, initialisation, abilities."""
+    """Base class of all TNN models: configuration class, initialisation, loading and conversion."""
 
     config_class = TnnConfig
     base_model_prefix = "model"
@@ -203,7 +202,7 @@ class TnnPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["TnnBlock"]
     _skip_keys_device_placement = ["past_key_values"]
     _can_record_outputs = {"hidden_states": TnnBlock}
-    # What makes the kernels: not for float16, and not for quantizers, which go by this list. Patterns, from the start.
+    # The operators make the kernels: they stay in float32, and quantizers skip them. Patterns, matched from the start.
     _keep_in_fp32_modules = [r".+\.gtu\.tno"]
 
     def __init__(self, config: TnnConfig):
@@ -213,10 +212,10 @@ class TnnPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *model_args, use_safetensors: bool = True, **kwargs):
-        """As in transformers, with two precautions against checkpoints from anywhere.
+        """Load a model as in transformers, with two precautions against untrusted checkpoints.
 
-        Weights are read from safetensors alone, unless `use_safetensors` is given: no pickle. Sizes that the
-        configuration declares are compared with those of the weights before anything is allocated.
+        Weights are read only from safetensors, never from pickle, unless `use_safetensors=False`. The sizes that the
+        configuration declares are compared with the weights before memory is allocated.
 
         Raises:
             CheckpointMismatchError: the configuration does not fit the weights.
@@ -251,30 +250,30 @@ class TnnPreTrainedModel(PreTrainedModel):
     ) -> tuple["TnnPreTrainedModel", list[LayerReport]]:
         """A copy of a causal model whose kernels are recurrences of low order (`tno_type="modal"`).
 
-        Its state does not depend on the length of the text, nor does its cost per token. An RTF model is a
-        recurrence already: it is returned as it is.
+        The state and the cost per token of the copy do not depend on the length of the text. An RTF model already is
+        a recurrence and is returned unchanged.
 
         Args:
-            order: real states per channel.
-            window: first taps of each kernel that are kept exactly.
-            tolerance: instead of `order`: each layer takes the smallest of 8, 16, 32, 64 and 128 whose kernel has a
-                relative l2 error within this number.
+            order: number of real states per channel.
+            window: number of first taps of each kernel that are kept exactly.
+            tolerance: largest relative l2 error of a kernel. Each layer takes the smallest sufficient order among 8,
+                16, 32, 64 and 128, and `order` is not used.
 
         Returns:
-            The model, and what `conversion.LayerReport` says of each layer (nothing for RTF).
+            The model, and a `conversion.LayerReport` for each layer (an empty list for RTF).
 
         Raises:
-            ValueError: the model is bidirectional, or the tolerance cannot be met.
+            ValueError: the model is bidirectional, has adapters or quantized weights, or the tolerance cannot be met.
         """
         return to_recurrent(self, order, window, tolerance)
 
 
 class TnnModel(TnnPreTrainedModel):
-    """The stack of blocks between token ids and hidden states, causal or bidirectional by its configuration."""
+    """The base model: embeddings and a stack of blocks, causal or bidirectional as the configuration says."""
 
     def __init__(self, config: TnnConfig):
         super().__init__(config)
-        # No padding_idx: behind a row of zeros the gradient of an RMS norm is 1e8 times too large.
+        # No padding_idx: for a row of zeros the gradient of an RMS norm is 1e8 times too large.
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         eps = config.layer_norm_eps
         self.embed_norm = LayerNorm(config.hidden_size, eps=eps) if config.embedding_norm else nn.Identity()
@@ -296,26 +295,26 @@ class TnnModel(TnnPreTrainedModel):
         position_ids: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPast:
-        """Hidden states of the last layer, `(B, L, d)`.
+        """The hidden states of the last layer, `(B, L, d)`.
 
         Args:
             input_ids: `(B, L)` token ids.
-            attention_mask: `(B, past + L)`, 0 at padding, on any side; absent means that all tokens are real.
-            past_key_values: what a causal model returned for the tokens before these.
-            inputs_embeds: `(B, L, d)` instead of `input_ids`, before `scale_embedding`.
+            attention_mask: `(B, past + L)`, 0 at padding, on any side. Without it all tokens are real.
+            past_key_values: the cache that a causal model returned for the tokens before these.
+            inputs_embeds: `(B, L, d)` embeddings instead of `input_ids`, before `scale_embedding`.
             use_cache: whether to return `past_key_values` (causal models only).
-            position_ids: `(B, L)`; where they are 0 again within a row, another document begins, which neither sees
-                the ones before nor is seen by them. So do `seq_idx` and `cu_seq_lens_q`, see `packing.py`.
+            position_ids: `(B, L)`. Where they are 0 again within a row, another document begins. Documents do not see
+                each other. `seq_idx` and `cu_seq_lens_q` mark documents too, see `packing.py`.
 
         Raises:
-            TypeError: an argument is no tensor, holds other numbers, or is none of this model.
-            ValueError: both or none of `input_ids` and `inputs_embeds`, an empty sequence, ids outside the
-                vocabulary (looked for on CPU only: elsewhere the search would stall the device), a mask of another
-                shape, several documents in a row together with a cache, or a cache of a bidirectional model.
+            TypeError: an argument is not a tensor, has another dtype, or is unknown.
+            ValueError: both or none of `input_ids` and `inputs_embeds` are given, the sequence is empty, an id is
+                outside the vocabulary (checked on the CPU only), a shape is wrong, a row holds several documents and
+                a cache is used, or a bidirectional model gets a cache.
         """
         check_keywords(kwargs)
         if not isinstance(use_cache, bool | None):
-            raise TypeError(f"use_cache must be True, False or None, not {use_cache!r}.")
+            raise TypeError(f"`use_cache` must be True, False or None, got {use_cache!r}")
         check_tokens(input_ids, inputs_embeds, self.embed_tokens)
         if attention_mask is not None:
             require_tensor("attention_mask", attention_mask, "(B, past + L)")
@@ -327,8 +326,8 @@ class TnnModel(TnnPreTrainedModel):
             return self._forward(input_ids, attention_mask, return_dict=True, **kwargs)
         if self.config.causal and (use_cache or past_key_values is not None):
             raise ValueError(
-                "A row holds several documents (by its position_ids, seq_idx or cu_seq_lens_q), but a cache continues "
-                "one text: leave out past_key_values and use_cache, or pad instead of packing."
+                "A row must be one document when a cache is used, got several (by `position_ids`, `seq_idx` or "
+                "`cu_seq_lens_q`). Leave out past_key_values and use_cache, or pad instead of packing."
             )
         return forward_packed(self._forward, documents, input_ids, attention_mask, inputs_embeds, **kwargs)
 
@@ -343,12 +342,12 @@ class TnnModel(TnnPreTrainedModel):
         use_cache: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPast:
-        """One text a row."""
+        """The hidden states of rows that hold one text each."""
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         if not self.config.causal:
             if past_key_values is not None:
-                raise ValueError("past_key_values is for causal models, and this one has causal=False.")
+                raise ValueError("`past_key_values` must be None for a model with causal=False, got a cache")
         elif use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         if past_key_values is not None:
@@ -359,8 +358,8 @@ class TnnModel(TnnPreTrainedModel):
         if whole_mask is None and past_length == 0 and input_ids is not None and can_be_read(input_ids):
             self.warn_if_padding_and_no_attention_mask(input_ids, None)
         if attention_mask is not None:
-            # NaN at padding would reach gradients: 0 * NaN is NaN. Finite rows stay: behind a row of zeros the
-            # gradient of an RMS norm is 1e8 times too large.
+            # NaN at padding would reach gradients: 0 * NaN is NaN. Finite rows stay: for a row of zeros the gradient
+            # of an RMS norm is 1e8 times too large.
             inputs_embeds = inputs_embeds.masked_fill(~(attention_mask[..., None] | inputs_embeds.isfinite()), 0)
 
         hidden_states = inputs_embeds * self.embedding_scale
@@ -379,7 +378,7 @@ class TnnModel(TnnPreTrainedModel):
 
 
 class TnnPredictionHeadTransform(nn.Module):
-    """LayerNorm(gelu(W x)), before the vocabulary projection of the masked language model."""
+    """The transform LayerNorm(gelu(W x)) before the vocabulary projection of the masked language model."""
 
     def __init__(self, config: TnnConfig):
         super().__init__()
@@ -410,7 +409,7 @@ class TnnForCausalLM(TnnPreTrainedModel, GenerationMixin):
     """A causal TNN with a language modelling head, as in the WikiText-103 experiments of the TNN paper.
 
     Raises:
-        ValueError: `config.causal` is `False`.
+        ValueError: `config.causal` is False.
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -424,11 +423,11 @@ class TnnForCausalLM(TnnPreTrainedModel, GenerationMixin):
 
     @staticmethod
     def create_masks_for_generate(config, inputs_embeds, attention_mask, past_key_values=None, **kwargs):
-        """The padding mask as it is: a Toeplitz model has no attention pattern to prepare."""
+        """The padding mask, unchanged: a Toeplitz model has no attention pattern to prepare."""
         return attention_mask
 
     def generate(self, inputs: torch.LongTensor | None = None, *args, **kwargs):
-        """As in transformers, after a check of the tokens; a batch without rows is returned as it is.
+        """Generate tokens as in transformers, after a check of the prompt. A batch without rows is returned unchanged.
 
         Raises:
             TypeError, ValueError: those of [`TnnModel.forward`].
@@ -438,7 +437,7 @@ class TnnForCausalLM(TnnPreTrainedModel, GenerationMixin):
         check_prompt(input_ids, inputs_embeds, kwargs.get("attention_mask"), self.get_input_embeddings())
         if input_ids is not None and len(input_ids) == 0:
             return input_ids
-        # An assistant that exits early lowers it, and an error there leaves it so.
+        # An assistant that exits early lowers the number of layers, and an error would leave it lowered.
         layers = self.config.num_hidden_layers
         try:
             return super().generate(inputs, *args, **kwargs)
@@ -458,19 +457,19 @@ class TnnForCausalLM(TnnPreTrainedModel, GenerationMixin):
         position_ids: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
-        """Logits `(B, L, vocab_size)` of the next tokens.
+        """The logits `(B, L, vocab_size)` of the next tokens, and with `labels` the loss.
 
         Args:
-            labels: `(B, L)`, usually the `input_ids`; shifted inside; -100 is not counted.
-            logits_to_keep: how many of the last positions (0: all), or which positions, get logits.
-            kwargs: `shift_labels` `(B, L)`, the token after each position, take the place of `labels`; a trainer that
-                splits sequences over devices gives them. `ignore_index` is the label that is not counted, if not -100.
+            labels: `(B, L)`, usually the `input_ids`. They are shifted inside; -100 is ignored.
+            logits_to_keep: the number of last positions that get logits (0: all), or a tensor of positions.
+            kwargs: `shift_labels` `(B, L)`, the token after each position, replace `labels`; trainers that split
+                sequences over devices give them. `ignore_index` replaces -100.
 
         The other arguments and the errors are those of [`TnnModel.forward`].
 
         Raises:
-            TypeError: `labels` or `logits_to_keep` of another type.
-            ValueError: `labels` of another shape, or together with `logits_to_keep`.
+            TypeError: `labels` or `logits_to_keep` have another type.
+            ValueError: `labels` have another shape, or come together with `logits_to_keep`.
         """
         loss_options = take_options(kwargs, "shift_labels", "ignore_index")
         outputs = self.model(
@@ -499,7 +498,7 @@ class TnnForMaskedLM(TnnPreTrainedModel):
     """A bidirectional TNN with a masked language modelling head.
 
     Raises:
-        ValueError: `config.causal` is `True`.
+        ValueError: `config.causal` is True.
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -522,11 +521,11 @@ class TnnForMaskedLM(TnnPreTrainedModel):
         position_ids: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> MaskedLMOutput:
-        """Logits `(B, L, vocab_size)` of the tokens themselves.
+        """The logits `(B, L, vocab_size)` of the tokens at each position, and with `labels` the loss.
 
         Args:
-            labels: `(B, L)`, the tokens to predict; -100 is not counted.
-            kwargs: `ignore_index` is the label that is not counted, if not -100.
+            labels: `(B, L)`, the tokens to predict; -100 is ignored.
+            kwargs: `ignore_index` replaces -100.
 
         The other arguments and the errors are those of [`TnnModel.forward`].
         """
@@ -545,8 +544,8 @@ class TnnForMaskedLM(TnnPreTrainedModel):
 
 
 class TnnForSequenceClassification(TnnPreTrainedModel):
-    """A TNN with a classification or regression head on the mean of its real tokens (bidirectional) or on the
-    last one of them (causal), unless `config.classifier_pooling` says which."""
+    """A TNN with a classification or regression head on the mean of its real tokens (bidirectional) or on the last
+    real token (causal). `config.classifier_pooling` changes this."""
 
     # The loss is a mean over sequences: Trainer must divide it by the accumulation steps itself.
     accepts_loss_kwargs = False
@@ -569,16 +568,16 @@ class TnnForSequenceClassification(TnnPreTrainedModel):
         use_cache: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> SequenceClassifierOutputWithPast:
-        """Logits `(B, num_labels)`.
+        """The logits `(B, num_labels)`, and with `labels` the loss.
 
         Args:
-            attention_mask: as for [`TnnModel.forward`]. Without one, a causal model answers from the last token that
-                is not `config.pad_token_id`, as the models of transformers do.
-            labels: `(B,)` classes or values, or `(B, num_labels)` for several labels at once; the loss follows
-                `config.problem_type` as everywhere in transformers.
+            attention_mask: as for [`TnnModel.forward`]. Without a mask, a causal model uses the last token that is not
+                `config.pad_token_id`, as the models of transformers do.
+            labels: `(B,)` classes or values, or `(B, num_labels)` for several labels at once. The loss follows
+                `config.problem_type`, as in transformers.
 
-        The other arguments and the errors are those of [`TnnModel.forward`]; a cache that holds tokens is refused
-        where the mean is read.
+        The other arguments and the errors are those of [`TnnModel.forward`]. Packed rows, and with mean pooling a
+        cache that holds tokens, raise a ValueError.
         """
         check_pooled_whole(self.config.pooling, past_key_values)
         outputs = self.model(
@@ -614,7 +613,7 @@ def language_model_loss(
     ignore_index: int = -100,
     **kwargs,
 ) -> torch.Tensor | None:
-    """The loss of `logits` `(B, L, V)`; None without labels."""
+    """The loss of `logits` `(B, L, V)`, or None without labels."""
     for name, given in (("labels", labels), ("shift_labels", shift_labels)):
         if given is not None:
             check_labels(given, logits, name, ignore_index)
@@ -626,12 +625,12 @@ def language_model_loss(
     )
 
 
-# By this list of names Trainer's label smoothing knows whose labels are to be shifted.
+# Trainer's label smoothing shifts the labels of the classes in this list.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[TnnConfig.model_type] = TnnForCausalLM.__name__
 
 
 class TnnPatchEmbedding(nn.Module):
-    """One linear map of every patch."""
+    """The embedding of an image: the same linear map for every patch."""
 
     def __init__(self, config: TnnConfig):
         super().__init__()
@@ -642,14 +641,14 @@ class TnnPatchEmbedding(nn.Module):
         """`(B, C, H, W)` to `(B, L, d)`, row by row.
 
         Raises:
-            ValueError: the image is not square, has a side that is no multiple of P, or another number of channels.
+            ValueError: the image is not square, its side is not a multiple of P, or it has other channels.
         """
         check_pixel_values(pixel_values, self.projection)
         return self.projection(pixel_values.to(self.projection.weight.dtype)).flatten(2).transpose(1, 2)
 
 
 class TnnImageModel(TnnPreTrainedModel):
-    """The stack of blocks between pixels and hidden states."""
+    """The base model of images: patch embeddings and a stack of blocks."""
 
     main_input_name = "pixel_values"
     input_modalities = ("image",)
@@ -666,7 +665,7 @@ class TnnImageModel(TnnPreTrainedModel):
     @merge_with_config_defaults
     @capture_outputs
     def forward(self, pixel_values: torch.Tensor, **kwargs: Unpack[TransformersKwargs]) -> BaseModelOutput:
-        """Hidden states of the last layer, `(B, L, d)`, for `pixel_values` `(B, C, H, W)`."""
+        """The hidden states of the last layer, `(B, L, d)`, for `pixel_values` `(B, C, H, W)`."""
         hidden_states = self.dropout(self.patch_embedding(pixel_values))
         for layer in self.layers:
             hidden_states = layer(hidden_states)
@@ -674,10 +673,10 @@ class TnnImageModel(TnnPreTrainedModel):
 
 
 class TnnForImageClassification(TnnPreTrainedModel):
-    """A TNN over the patches of an image with a linear head on the norm of their mean.
+    """A TNN over the patches of an image, with a linear head on the normalised mean of their hidden states.
 
     Raises:
-        ValueError: the configuration is causal, or its number of positions is not that of its patches.
+        ValueError: `config.causal` is True, or `max_position_embeddings` is not the number of patches.
     """
 
     main_input_name = "pixel_values"
@@ -702,18 +701,18 @@ class TnnForImageClassification(TnnPreTrainedModel):
         labels: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> ImageClassifierOutput:
-        """Logits `(B, num_labels)`.
+        """The logits `(B, num_labels)`, and with `labels` the loss.
 
         Args:
-            pixel_values: `(B, C, H, W)`, what an image processor gives.
-            labels: `(B,)` classes or values, or `(B, num_labels)` for several labels at once; the loss follows
-                `config.problem_type` as everywhere in transformers.
+            pixel_values: `(B, C, H, W)`, the output of an image processor.
+            labels: `(B,)` classes or values, or `(B, num_labels)` for several labels at once. The loss follows
+                `config.problem_type`, as in transformers.
 
         Raises:
-            ValueError: there are no pixels, or they have another shape.
+            ValueError: `pixel_values` is missing, or a shape is wrong.
         """
         if pixel_values is None:
-            raise ValueError("pixel_values must be given.")
+            raise ValueError("`pixel_values` must be given, got None")
         check_keywords(kwargs)
         outputs = self.model(pixel_values, return_dict=True, **kwargs)
         pooled = outputs.last_hidden_state.mean(dim=1)  # (B, d)
@@ -727,13 +726,13 @@ class TnnForImageClassification(TnnPreTrainedModel):
 
 def _check_patches(config: TnnConfig):
     if config.causal:
-        raise ValueError("causal=True is not possible: TnnForImageClassification needs causal=False.")
+        raise ValueError("`causal` must be False for TnnForImageClassification, got True")
     side = config.image_size // config.patch_size
     if config.image_size % config.patch_size or side**2 != config.max_position_embeddings:
         raise ValueError(
-            f"max_position_embeddings={config.max_position_embeddings} is not possible: it must be the number of "
-            f"patches, (image_size / patch_size)^2 with image_size={config.image_size} a multiple of "
-            f"patch_size={config.patch_size}."
+            "`max_position_embeddings` must be the number of patches, (image_size / patch_size)^2 for an image_size "
+            f"that is a multiple of patch_size, got {config.max_position_embeddings} with image_size="
+            f"{config.image_size} and patch_size={config.patch_size}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Norms over the last axis, of width d, as in the released TNN code.
+"""Norms over the last axis, of width d. They are those of the released TNN code.
 
     simplermsnorm   x / (rms(x) + eps),                                  rms(x) = ||x||_2 / sqrt(d)
     rmsnorm         weight * x / (rms(x) + eps)
@@ -7,8 +7,8 @@
     layernorm       the ordinary affine LayerNorm
     batchnorm       the ordinary affine BatchNorm over all real tokens of a batch
 
-eps is 1e-8 outside the root for the RMS norms, 1e-5 inside it for the other two. All compute in float32 at
-least, whatever the dtype of their input and of their parameters, and return the dtype of the input.
+eps is 1e-8 outside the root in the RMS norms and 1e-5 inside the root in the others. All norms compute in float32 or
+float64, for inputs and parameters of any dtype, and return the dtype of the input.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from .numerics import compute_dtype
 
 
 class SimpleRMSNorm(nn.Module):
-    """x / (rms(x) + 1e-8), without parameters."""
+    """The RMS norm x / (rms(x) + 1e-8), without parameters."""
 
     eps = 1e-8
 
@@ -33,6 +33,7 @@ class SimpleRMSNorm(nn.Module):
         return self.normalize(x.to(compute_dtype(x.dtype))).to(x.dtype)
 
     def normalize(self, x: torch.Tensor) -> torch.Tensor:
+        """The norm of `x` `(..., d)`, which is in float32 or float64."""
         rms = torch.linalg.vector_norm(x, dim=-1, keepdim=True) / self.size**0.5  # (..., 1)
         return x / (rms + self.eps)
 
@@ -41,7 +42,7 @@ class SimpleRMSNorm(nn.Module):
 
 
 class RMSNorm(SimpleRMSNorm):
-    """`SimpleRMSNorm` with a scale per channel."""
+    """A `SimpleRMSNorm` with a learned scale per channel."""
 
     def __init__(self, size: int):
         super().__init__(size)
@@ -52,7 +53,7 @@ class RMSNorm(SimpleRMSNorm):
 
 
 class GatedRMSNorm(RMSNorm):
-    """`RMSNorm` times a sigmoid gate of its input."""
+    """An `RMSNorm` times a sigmoid gate of its input."""
 
     def __init__(self, size: int):
         super().__init__(size)
@@ -63,7 +64,7 @@ class GatedRMSNorm(RMSNorm):
 
 
 class ScaleNorm(SimpleRMSNorm):
-    """RMS norm with one learned scale for all channels and eps inside the root."""
+    """An RMS norm with one learned scale for all channels and eps inside the root."""
 
     eps = 1e-5
 
@@ -76,7 +77,7 @@ class ScaleNorm(SimpleRMSNorm):
 
 
 class LayerNorm(nn.LayerNorm):
-    """`torch.nn.LayerNorm` for inputs and parameters of different dtypes."""
+    """A `torch.nn.LayerNorm` for inputs and parameters of different dtypes."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         dtype = compute_dtype(x.dtype)
@@ -85,10 +86,10 @@ class LayerNorm(nn.LayerNorm):
 
 
 class BatchNorm(nn.BatchNorm1d):
-    """`torch.nn.BatchNorm1d` over the tokens of a batch; with a mask, padding has no part in its statistics."""
+    """A `torch.nn.BatchNorm1d` over the tokens of a batch. With a mask, its statistics leave out padding."""
 
     def forward(self, x: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
-        """`(B, L, d)` to `(B, L, d)`, for a mask `(B, L)`; zero at padding while training."""
+        """`(B, L, d)` to `(B, L, d)`, with a mask `(B, L)`. While training, the result is zero at padding."""
         tokens = x.to(self.running_mean.dtype)
         if attention_mask is None or not self.training:
             return super().forward(tokens.flatten(0, -2)).view_as(x).to(x.dtype)
@@ -99,7 +100,7 @@ class BatchNorm(nn.BatchNorm1d):
 
 
 def with_mask(norm: nn.Module, attention_mask: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
-    """`norm` as a function of its input alone; only a batch norm has to know what is padding."""
+    """`norm` as a function of its input alone. Only a batch norm gets the mask."""
     return partial(norm, attention_mask=attention_mask) if isinstance(norm, BatchNorm) else norm
 
 
@@ -117,8 +118,8 @@ def build_norm(norm_type: str, size: int) -> nn.Module:
     """The norm called `norm_type` for a last axis of `size` channels.
 
     Raises:
-        ValueError: there is no such norm.
+        ValueError: `norm_type` is unknown.
     """
     if norm_type not in NORM_TYPES:
-        raise ValueError(f"norm_type={norm_type!r} is not possible: it must be one of {', '.join(NORM_TYPES)}.")
+        raise ValueError(f"`norm_type` must be one of {', '.join(NORM_TYPES)}, got {norm_type!r}")
     return NORM_TYPES[norm_type](size)

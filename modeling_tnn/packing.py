@@ -1,8 +1,8 @@
-"""Packed documents: rows that hold several texts one after the other, none of which may see another.
+"""Packed documents: rows that hold several texts one after the other. No text may see another.
 
-A Toeplitz product joins all positions of a row. So the documents of a packed batch are computed as rows of padded
-batches, and their outputs are put back in place. Padding is exact, hence this is. Documents are padded to the longest
-of those whose lengths share the next power of two, so that less than half of what is computed is padding.
+A Toeplitz product mixes all positions of a row. So the documents of a packed batch are computed as rows of padded
+batches, and their outputs are put back in place. Padding is exact, so packing is exact too. Documents whose lengths
+share the next power of two form one padded batch, so that less than half of the computed positions are padding.
 
 B rows of L tokens, T = B L tokens in all; a padded batch has N documents of at most M tokens.
 """
@@ -18,11 +18,11 @@ from .padding import check_attention_mask
 
 @dataclass(frozen=True)
 class DocumentBatch:
-    """Documents of similar lengths.
+    """A padded batch of documents of similar lengths.
 
     Attributes:
-        index: `(N, M)`, where their tokens stand among all T; anything within T behind the end of a document.
-        real: `(N, M)`, False behind the end of a document.
+        index: `(N, M)`, the positions of their tokens among all T. Entries after the end of a document are arbitrary.
+        real: `(N, M)`, False after the end of a document.
     """
 
     index: torch.Tensor
@@ -40,22 +40,22 @@ def split_packed(
     seq_idx: torch.Tensor | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
 ) -> list[DocumentBatch] | None:
-    """The documents of packed rows; None if every row is one text.
+    """The documents of packed rows, or None if every row is one text.
 
-    A document begins with each row, where the position of a real token is 0 again, where `seq_idx` changes, and at
-    each offset of `cu_seq_lens_q`. Other positions mean nothing: neither those of an ordinary text, whatever its
-    offset and padding, nor those of a row without any position above 0.
+    A document begins at the start of a row, where the position of a real token is 0 again, where `seq_idx` changes,
+    and at each offset of `cu_seq_lens_q`. Other positions have no effect: those of an ordinary text with any offset
+    and padding, and those of a row without any position above 0.
 
     Args:
         tokens: `(B, L)` ids or `(B, L, d)` embeddings.
         attention_mask: `(B, past + L)`, 0 at padding.
         position_ids: `(B, L)` or `(1, L)`.
         seq_idx: `(B, L)` or `(1, L)`, the number of the document of each token.
-        cu_seq_lens_q: offsets of the documents within all tokens, the last one T.
+        cu_seq_lens_q: the offsets of the documents among all tokens, from 0 to T.
 
     Raises:
-        TypeError: an argument is no tensor.
-        ValueError: a shape is another, or the offsets do not span the tokens.
+        TypeError: an argument is not a tensor of integers.
+        ValueError: a shape is wrong, or the offsets do not span the tokens.
     """
     boundaries = {"position_ids": position_ids, "seq_idx": seq_idx, "cu_seq_lens_q": cu_seq_lens_q}
     boundaries = {name: given for name, given in boundaries.items() if given is not None}
@@ -82,7 +82,10 @@ def split_packed(
 
 
 def check_one_document(tokens: torch.Tensor | None, attention_mask: torch.Tensor | None, **kwargs):
-    """Refuse packed rows, by the boundaries among `kwargs`, where each row gets one answer.
+    """Check that each row holds one document, for heads that give one answer per row.
+
+    Args:
+        kwargs: may hold the boundaries `position_ids`, `seq_idx` and `cu_seq_lens_q`.
 
     Raises:
         ValueError: a row holds several documents.
@@ -90,8 +93,8 @@ def check_one_document(tokens: torch.Tensor | None, attention_mask: torch.Tensor
     boundaries = {name: kwargs.get(name) for name in ("position_ids", "seq_idx", "cu_seq_lens_q")}
     if split_packed(tokens, attention_mask, **boundaries) is not None:
         raise ValueError(
-            "A row holds several documents (by its position_ids, seq_idx or cu_seq_lens_q), but gets one "
-            "classification: pad instead of packing."
+            "A row must be one document for a classification, got several (by `position_ids`, `seq_idx` or "
+            "`cu_seq_lens_q`). Pad instead of packing."
         )
 
 
@@ -103,7 +106,7 @@ def forward_packed(
     inputs_embeds: torch.Tensor | None,
     **kwargs,
 ) -> BaseModelOutputWithPast:
-    """What `forward` gives for each document alone, put together as rows `(B, L, d)`.
+    """The outputs of `forward` for each document alone, put together as rows `(B, L, d)`.
 
     Args:
         forward: a model, `forward(input_ids, attention_mask, inputs_embeds=...)`.
@@ -125,7 +128,7 @@ def forward_packed(
 
 
 def _pack(parts: Sequence[torch.Tensor], documents: list[DocumentBatch], shape: torch.Size) -> torch.Tensor:
-    """`(N, M, d)` of each of `documents` as rows `(B, L, d)`, `shape` being `(B, L)`."""
+    """The rows `(B, L, d)` from the `parts` `(N, M, d)` of `documents`, for `shape` `(B, L)`."""
     outputs = torch.cat([part[batch.real] for part, batch in zip(parts, documents, strict=True)])  # (T, d)
     places = torch.cat([batch.index[batch.real] for batch in documents])  # (T,)
     return outputs[places.argsort()].unflatten(0, shape)
@@ -133,16 +136,16 @@ def _pack(parts: Sequence[torch.Tensor], documents: list[DocumentBatch], shape: 
 
 def _check_integers(name: str, given: torch.Tensor, tokens: torch.Tensor):
     if not isinstance(given, torch.Tensor):
-        raise TypeError(f"{name} must be a tensor of integers, not {type(given).__name__}.")
+        raise TypeError(f"`{name}` must be a tensor of integers, got {type(given).__name__}")
     if given.is_floating_point() or given.is_complex() or given.dtype is torch.bool:
-        raise TypeError(f"{name} must hold integers, not {given.dtype}.")
+        raise TypeError(f"`{name}` must hold integers, got {given.dtype}")
     if given.is_meta != tokens.is_meta:
-        raise ValueError(f"{name} is on the device {given.device}, the tokens on {tokens.device}.")
+        raise ValueError(f"`{name}` must be on the device of the tokens, {tokens.device}, got {given.device}")
 
 
 def _as_rows(name: str, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     if values.dim() != 2 or values.shape[1] != shape[1] or values.shape[0] not in (1, shape[0]):
-        raise ValueError(f"{name} has shape {tuple(values.shape)}: it must be (B, L) = {tuple(shape)}, or (1, L).")
+        raise ValueError(f"`{name}` must have shape (B, L) = {tuple(shape)} or (1, L), got {tuple(values.shape)}")
     return values.expand(shape)
 
 
@@ -166,7 +169,7 @@ def _offsets_as_starts(cu_seq_lens: torch.Tensor, shape: torch.Size, device: tor
     grows = cu_seq_lens.dim() == 1 and len(cu_seq_lens) > 1 and bool((cu_seq_lens.diff() > 0).all())
     if not grows or cu_seq_lens[0] != 0 or cu_seq_lens[-1] != total:
         raise ValueError(
-            f"cu_seq_lens_q={cu_seq_lens.tolist()} must grow from 0 to the number of tokens, B * L = {total}."
+            f"`cu_seq_lens_q` must grow from 0 to the number of tokens, B * L = {total}, got {cu_seq_lens.tolist()}"
         )
     starts = torch.zeros(total, dtype=torch.bool, device=device)
     starts[cu_seq_lens[:-1].to(device, torch.long)] = True

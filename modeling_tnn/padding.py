@@ -11,56 +11,56 @@ from .numerics import compute_dtype, must_be_eager
 
 
 def real_tokens(input_ids: torch.Tensor | None, pad_token_id: int | None) -> torch.Tensor | None:
-    """The mask that a batch without one seems to have, `(B, L)`; None if nothing is known of its padding."""
+    """The mask `(B, L)` of tokens that are not `pad_token_id`, or None if the ids or the padding token are unknown."""
     return None if input_ids is None or pad_token_id is None else input_ids != pad_token_id
 
 
 def check_attention_mask(
     attention_mask: torch.Tensor | None, inputs_embeds: torch.Tensor, past_length: int
 ) -> torch.Tensor | None:
-    """The part of the mask that belongs to `inputs_embeds` `(B, L, d)`, `(B, L)`; None if all of it is real.
+    """The part `(B, L)` of the mask for the tokens of `inputs_embeds` `(B, L, d)`, or None if all tokens are real.
 
     Raises:
-        TypeError: the mask is no tensor.
-        ValueError: the sequence is empty or the mask is not `(B, past_length + L)`, or `(1, past_length + L)`.
+        TypeError: the mask is not a tensor.
+        ValueError: the sequence is empty, or the mask is not `(B, past_length + L)` or `(1, past_length + L)`.
     """
     batch, length = inputs_embeds.shape[:2]
     if length == 0:
         raise ValueError(
-            f"The sequence is empty: inputs have shape {tuple(inputs_embeds.shape)}; L must be at least 1."
+            f"The length of the sequence must be at least 1, got inputs of shape {tuple(inputs_embeds.shape)}"
         )
     if attention_mask is None:
         return None
     require_tensor("attention_mask", attention_mask, "(B, L)")
     if attention_mask.shape not in ((batch, past_length + length), (1, past_length + length)):
         raise ValueError(
-            f"attention_mask has shape {tuple(attention_mask.shape)}: it must be (B, past length + L) = "
-            f"{(batch, past_length + length)}, one entry a token."
+            f"`attention_mask` must have shape (B, past length + L) = {(batch, past_length + length)}, one entry for "
+            f"each token, got {tuple(attention_mask.shape)}"
         )
     _check_device("attention_mask", attention_mask, inputs_embeds)
     attention_mask = (attention_mask[:, -length:] != 0).expand(batch, length)
-    # What is in a mask is not known while a graph is recorded or a function transformed, nor without its values.
+    # The values of a mask are unknown while a graph is recorded or a function is transformed, and on the meta device.
     unknown = must_be_eager() or attention_mask.is_meta
     return None if not unknown and attention_mask.all() else attention_mask
 
 
 def first_real_token(attention_mask: torch.Tensor) -> torch.Tensor:
-    """Its position in each row, `(B,)`; 0 in a row without any."""
+    """The position of the first real token in each row, `(B,)`; 0 in a row without real tokens."""
     return attention_mask.ne(0).int().argmax(dim=1)
 
 
 def roll(x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-    """Each row of `x` `(B, L, D)` shifted by its entry of `shift` `(B,)`, at most L, to the end and around."""
+    """The rows of `x` `(B, L, D)`, each rotated towards its end by its entry of `shift` `(B,)`, at most L."""
     length = x.shape[1]
     index = torch.arange(length, device=x.device) - shift[:, None]  # (B, L), within -L .. 2L - 1
-    # Not index % length: the exporter to ONNX knows no remainder by a size.
+    # Not index % length: the exporter to ONNX supports no remainder by a size.
     index = torch.where(index < 0, index + length, index)
     index = torch.where(index < length, index, index - length)
     return x.gather(1, index[..., None].expand_as(x))
 
 
 def mean_of_real_tokens(hidden_states: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
-    """`(B, L, d)` to `(B, d)`; 0 for a row without real tokens."""
+    """The mean over the real tokens, `(B, L, d)` to `(B, d)`; 0 for a row without real tokens."""
     if attention_mask is None:
         return hidden_states.mean(dim=1)
     real = attention_mask[:, -hidden_states.shape[1] :].ne(0)
@@ -70,7 +70,7 @@ def mean_of_real_tokens(hidden_states: torch.Tensor, attention_mask: torch.Tenso
 
 
 def last_real_token(hidden_states: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
-    """`(B, L, d)` to `(B, d)`; the last position of a row without real tokens."""
+    """The last real token, `(B, L, d)` to `(B, d)`; the last position in a row without real tokens."""
     if attention_mask is None:
         return hidden_states[:, -1]
     length = hidden_states.shape[1]
@@ -80,7 +80,7 @@ def last_real_token(hidden_states: torch.Tensor, attention_mask: torch.Tensor | 
 
 
 def token_positions(attention_mask: torch.Tensor | None, past_length: int, tokens: torch.Tensor) -> torch.Tensor:
-    """The positions of `tokens` `(B, L, ...)` among the real ones of their row, `(B, L)` or `(1, L)`.
+    """The positions of `tokens` `(B, L, ...)`, counted from the first real token of a row, `(B, L)` or `(1, L)`.
 
     Args:
         attention_mask: `(B, past_length + L)`.
@@ -95,20 +95,20 @@ POOLINGS = {"last": last_real_token, "mean": mean_of_real_tokens}
 
 
 def pool_tokens(pooling: str, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
-    """One vector for a sequence, `(B, L, d)` to `(B, d)`, by a name of `POOLINGS`."""
+    """One vector for each sequence, `(B, L, d)` to `(B, d)`. `pooling` is a name in `POOLINGS`."""
     return POOLINGS[pooling](hidden_states, attention_mask)
 
 
 def check_pooled_whole(pooling: str, past_key_values: Cache | None):
-    """Refuse a mean of the new tokens alone: a cache does not keep the hidden states of those before.
+    """Check that mean pooling sees the whole text: a cache does not keep the hidden states of earlier tokens.
 
     Raises:
-        ValueError: the mean is to be taken, and the cache holds tokens.
+        ValueError: `pooling` is the mean, and the cache holds tokens.
     """
-    # The model refuses anything that is no cache.
+    # The model refuses objects that are not caches.
     past_length = past_key_values.get_seq_length() if isinstance(past_key_values, Cache) else 0
     if pooling == "mean" and past_length > 0:
         raise ValueError(
-            f"past_key_values holds {past_length} tokens: it must hold none with classifier_pooling='mean', which "
-            "needs the hidden states of all tokens. Give the whole text at once."
+            "`past_key_values` must be empty with classifier_pooling='mean', which needs the hidden states of all "
+            f"tokens, got {past_length} tokens. Give the whole text at once."
         )

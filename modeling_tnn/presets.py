@@ -1,6 +1,6 @@
-"""Configurations by name: those of the papers, and small ones.
+"""Presets: configurations by name, those of the papers and small ones.
 
-They are the folders of `configuration/`, which an installed package carries inside.
+They are the folders of `configuration/`, which an installed package contains.
 """
 
 from difflib import get_close_matches
@@ -13,7 +13,7 @@ from .configuration_tnn import TnnConfig
 
 
 def configuration_folder() -> Path:
-    """The folder with presets and recipes: inside an installed package, beside it in a clone."""
+    """The folder with presets and recipes: inside the installed package, or beside it in a clone."""
     package = Path(__file__).resolve().parent
     installed = package / "configuration"
     return installed if installed.is_dir() else package.parent / "configuration"
@@ -34,21 +34,23 @@ def load_preset(name: str, **fields: Any) -> TnnConfig:
     """The configuration of a preset.
 
     Args:
-        name: one of `list_presets()`; the last part of it will do.
-        fields: fields of `TnnConfig` to change. What follows from them follows from the new values.
+        name: one of `list_presets()`, or its last part.
+        fields: fields of `TnnConfig` to change. Derived fields follow from the new values.
 
     Raises:
-        ValueError: there is no such preset, it is one of another model, or a field is not possible.
+        ValueError: the preset is unknown or belongs to another model, or a field has a value outside its limits.
     """
     folders = preset_folders()
     found = [folder for key, folder in folders.items() if name in (key, folder.name)]
     if not found:
         close = get_close_matches(name, folders, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        raise ValueError(f"preset={name!r} is not possible: it must be one of {', '.join(folders)}{hint}")
-    # From the file: a configuration that is built has filled in what follows from the old values.
+        hint = f". Did you mean {close[0]}?" if close else ""
+        raise ValueError(f"The name of a preset must be one of {', '.join(folders)}, got {name!r}{hint}")
+    # Read the file: a built configuration has derived fields from the old values.
     saved, _ = PreTrainedConfig.get_config_dict(found[0])
     model_type = saved["model_type"]
     if model_type != TnnConfig.model_type:
-        raise ValueError(f"{found[0].relative_to(configuration_folder())} is a preset of {model_type}: load it there.")
+        preset = found[0].relative_to(configuration_folder())
+        call = f"AutoConfig.from_pretrained({str(found[0])!r})"
+        raise ValueError(f"{preset} is a preset of {model_type}, not of {TnnConfig.model_type}. Load it with {call}.")
     return TnnConfig(**saved | fields)

@@ -1,4 +1,4 @@
-"""Rational transfer functions and their recurrences. No parameters here.
+"""Rational transfer functions, their taps and their recurrences. No parameters here.
 
     H(z) = h_0 + (b_1 z^-1 + .. + b_N z^-N) / (1 + a_1 z^-1 + .. + a_N z^-N)                                 (1)
 
@@ -12,7 +12,7 @@ taps and no wrapping has the same denominator; its numerator c follows from K(z)
     c_i = k_i + a_1 k_{i-1} + .. + a_{i-1} k_1                                                              (2)
 
 which is the c of b = c (I - A^F), A the companion matrix (paper, equation 13), without forming A^F. Since lag F folds
-onto lag 0, its direct term is the tap k_0, not h_0. Beyond F the taps go on as
+onto lag 0, its direct term is the tap k_0, not h_0. Beyond F the taps are
 
     k_t = sum_{i=1}^{N} c_i g_{t-i},    g the power series of 1/a(z)                                        (3)
 """
@@ -27,7 +27,7 @@ from .toeplitz_fused import CHUNK
 
 
 def rational_kernel(denominator: torch.Tensor, numerator: torch.Tensor, size: int) -> torch.Tensor:
-    """The taps of (1) without h_0, sampled on `size` points.
+    """The taps of (1) without h_0, from samples at `size` points.
 
     Args:
         denominator: `(Q, N)`, a_1 .. a_N.
@@ -45,19 +45,19 @@ def rational_kernel(denominator: torch.Tensor, numerator: torch.Tensor, size: in
 
 
 class RationalTaps(torch.autograd.Function):
-    """The first L <= F taps of (1), h_0 included: `rational_kernel` a few filters at a time, keeping its inputs alone.
+    """The first L <= F taps of (1), h_0 included, for a few filters at a time. Only the inputs are saved.
 
     With A and B the transforms of denominator and numerator, k = irfft(B / A), and for a gradient g of the taps
 
         gradient of b = irfft(rfft(g) conj(1 / A)),    gradient of a = -irfft(rfft(g) conj(B / A^2))
 
-    both at 1 .. N. So neither time nor memory depends on the order, but for the parameters. It computes in `work`.
-    If they are to be differentiated again, autograd computes them from `rational_kernel`.
+    both at 1 .. N. So time and memory do not depend on the order, apart from the parameters. It computes in the dtype
+    `work`. For higher derivatives, autograd computes the gradients from `rational_kernel`.
     """
 
     @staticmethod
     def forward(ctx, denominator, numerator, direct, size: int, length: int, work: torch.dtype) -> torch.Tensor:
-        """`(Q, N)`, `(D, N)` and `(D,)` to `(D, L)` in the dtype of `numerator`, of float32 at least."""
+        """`(Q, N)`, `(D, N)` and `(D,)` to `(D, L)` in the dtype of `numerator`, but at least float32."""
         ctx.save_for_backward(denominator, numerator)
         ctx.size, ctx.work = size, work
         taps = numerator.new_empty(len(numerator), length, dtype=torch.promote_types(numerator.dtype, torch.float32))
@@ -91,7 +91,7 @@ class RationalTaps(torch.autograd.Function):
 
 
 def filter_chunks(numerator: torch.Tensor, size: int) -> list[slice]:
-    """Slices of the filters `(D, N)`."""
+    """Slices of the filters of `numerator` `(D, N)` that are computed together."""
     filters = len(numerator)
     step = max(1, CHUNK // size) if numerator.device.type == "cpu" else filters
     return [slice(start, min(start + step, filters)) for start in range(0, filters, step)]
@@ -108,24 +108,24 @@ def spectra(denominator: torch.Tensor, numerator: torch.Tensor, chosen: slice, s
 
 
 def delayed(numerator: torch.Tensor) -> torch.Tensor:
-    """0, b_1 .. b_N: `(D, N)` to `(D, N + 1)`."""
+    """The series 0, b_1 .. b_N: `(D, N)` to `(D, N + 1)`."""
     return torch.cat([torch.zeros_like(numerator[:, :1]), numerator], dim=1)
 
 
 def companion_matrix(denominator: torch.Tensor) -> torch.Tensor:
-    """Matrices `(Q, N, N)` whose eigenvalues are the roots of denominators `(Q, N)`."""
+    """The companion matrices `(Q, N, N)`, whose eigenvalues are the roots of denominators `(Q, N)`."""
     companion = torch.diag_embed(torch.ones_like(denominator[:, 1:]), offset=-1)
     companion[:, 0] = -denominator
     return companion
 
 
 def monic(denominator: torch.Tensor) -> torch.Tensor:
-    """1, a_1 .. a_N: `(Q, N)` to `(Q, N + 1)`."""
+    """The series 1, a_1 .. a_N: `(Q, N)` to `(Q, N + 1)`."""
     return torch.cat([torch.ones_like(denominator[:, :1]), denominator], dim=1)
 
 
 def per_filter(values: torch.Tensor, filters: int) -> torch.Tensor:
-    """(Q, ...) to (D, ...): each denominator serves D/Q consecutive filters."""
+    """The values of each filter, `(Q, ...)` to `(D, ...)`: D/Q consecutive filters share a denominator."""
     if filters == len(values):
         return values
     return values.repeat_interleave(filters // len(values), dim=0)
@@ -142,7 +142,7 @@ def multiply_series(first: torch.Tensor, second: torch.Tensor, length: int) -> t
 def reciprocal_series(denominator: torch.Tensor, length: int) -> torch.Tensor:
     """The first `length` coefficients of 1/a(z), `(Q, N)` to `(Q, length)`.
 
-    Newton's iteration g <- g (2 - a g) doubles the number of right coefficients: O(L log L).
+    Newton's iteration g <- g (2 - a g) doubles the number of correct coefficients: O(L log L).
     """
     a, g = monic(denominator), torch.ones_like(denominator[:, :1])
     while g.shape[1] < length:
@@ -154,7 +154,7 @@ def reciprocal_series(denominator: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def recurrence_numerator(denominator: torch.Tensor, taps: torch.Tensor) -> torch.Tensor:
-    """Equation (2): the numerator c `(D, N)` of the filter with these `(D, F)` taps, of which 1 .. N are read."""
+    """The numerator c `(D, N)` of the filter with the taps `(D, F)`, by equation (2). Only taps 1 .. N are read."""
     order = denominator.shape[1]
     below, later = per_filter(monic(denominator), len(taps)), taps[:, 1 : order + 1]
     if is_exported_to_onnx():
@@ -173,11 +173,11 @@ def extend_kernel(denominator: torch.Tensor, taps: torch.Tensor, length: int) ->
 def kernel_of_any_length(denominator: torch.Tensor, taps: torch.Tensor, length: int) -> torch.Tensor:
     """The taps `(D, F)` cut or continued to `(D, length)` without a branch on the length, for torch.export.
 
-    What comes after them is the series of c(z)/a(z). It is sampled at M points like (1), but on a circle of radius
-    r > 1: the taps become k_t r^-t, and a tail loses r^M each time it wraps around. With M > 2L and r^M = 1 / eps no
-    tail is left, and to multiply by r^t makes roundings larger by eps^(-1/2) at most: 1e-8 of the largest tap in
-    float64. Poles may lie up to r, so that a kernel may grow by eps^(-1/2) over the sequence. (The inversion of
-    generating functions of Abate and Whitt, 1992.)
+    The taps beyond F are the series of c(z)/a(z). It is sampled at M points like (1), but on a circle of radius
+    r > 1: the taps become k_t r^-t, and a tail shrinks by r^M each time it wraps around. With M > 2L and
+    r^M = 1 / eps the wrapped tail vanishes. The multiplication by r^t increases rounding errors by at most
+    eps^(-1/2), to 1e-8 of the largest tap in float64. The magnitude of poles may be up to r, so that a kernel may grow
+    by eps^(-1/2) over the sequence. This is the inversion of generating functions by Abate and Whitt (1992).
     """
     order, count = denominator.shape[1], taps.shape[1]
     size = next_fast_len(2 * length + order)  # M

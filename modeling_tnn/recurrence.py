@@ -1,24 +1,23 @@
-"""Decoding a causal Toeplitz operator token by token: the contract, exact decoding of any kernel, and gradients.
+"""Decoding of a causal Toeplitz operator token by token: the contract, exact decoding of any kernel, and gradients.
 
     y_t = sum_{j=0}^{m-1} k_j v_{t-j}                                                                             (1)
     y = f(h, v, theta)                                                                                            (2)
 
 B batch, D channels, L length of a chunk, m taps, T tokens seen, H horizon (a block of tokens), b base tile.
 
-(1) `FilterRecurrence` keeps the last m - 1 inputs. At the start of a block one transform computes what these add to
-all H outputs of the block (the future); within the block a token adds its own part by a dot product with the first
-taps, over the inputs since the last tile. A tile of U inputs (U the lowest set bit of the position in the block, from
-b on) is passed on to the next U outputs by a transform of length 2U (relaxed multiplication: van der Hoeven 2002;
-Oncescu et al., "Flash Inference", 2024; Agarwal et al., "FutureFill", 2024). With H = b there are no tiles: that is
-best for short kernels. Kernels that never end (no decay) take a long horizon: their cost per token is nearly constant,
-while their state grows. Layers start their blocks at different times, so that their transforms do not fall on one
-token.
+(1) `FilterRecurrence` keeps the last m - 1 inputs. At the start of a block one transform computes what these inputs
+add to all H outputs of the block (the future). Within the block a dot product with the first taps adds the inputs
+since the last tile. A tile of U inputs (U is the lowest set bit of the position in the block, and at least b) is added
+to the next U outputs by a transform of length 2U (relaxed multiplication: van der Hoeven 2002; Oncescu et al., "Flash
+Inference", 2024; Agarwal et al., "FutureFill", 2024). With H = b there are no tiles, which is best for short kernels.
+Kernels that never end (no decay) use a long horizon: their cost per token is nearly constant, but their state grows.
+Layers start their blocks at different times, so that their transforms do not all happen at the same token.
 
-(2) `Continuation`: h is what the state holds before the call, a constant, v the new inputs, theta the parameters of
-the operator. y comes from the recurrence, as fast as without gradients; the backward pass computes f again by
-differentiable operations. The gradients of v and theta are those of this call alone: back-propagation through time,
-truncated where the cache was. For a kernel that is decoded from its past inputs, f is the whole product with these
-inputs detached; for a recurrence (RTF, modal), the recurrence with its state detached.
+(2) `Continuation`: h is the state before the call (a constant), v the new inputs, theta the parameters of the
+operator. The recurrence computes y, as fast as without gradients. The backward pass computes f again by differentiable
+operations. It gives the gradients of v and theta in this call alone: back-propagation through time, truncated at the
+cache. For a kernel that is decoded from its past inputs, f is the whole product with these inputs detached. For a
+recurrence (RTF, modal), f is the recurrence with its state detached.
 """
 
 import copy
@@ -42,10 +41,10 @@ GROUP = 2**18
 
 
 class Recurrence:
-    """What a `TnnCacheLayer` does with its state. One object serves all sequences of a layer.
+    """Base class of the decoding algorithms. It advances the state in a `TnnCacheLayer`, for all sequences at once.
 
     Attributes:
-        operator: the causal operator that it decodes; None after unpickling, which keeps the settings alone.
+        operator: the causal operator that it decodes, or None after unpickling, which restores only the settings.
     """
 
     def __init__(self, operator):
@@ -64,11 +63,11 @@ class Recurrence:
         self.forget()
 
     def settings(self) -> dict:
-        """What a state must have been made with to be continued with this."""
+        """The settings that a state must have been made with, so that this object can continue it."""
         return self.__getstate__() | {"kind": type(self).__name__}
 
     def renewed(self) -> "Recurrence":
-        """The same, for the parameters of the operator as they are now."""
+        """The same recurrence for the present parameters of the operator."""
         twin = copy.copy(self)
         twin.operator = self.operator
         return twin
@@ -78,7 +77,7 @@ class Recurrence:
 
     @torch.no_grad()
     def advance(self, state, v: torch.Tensor) -> torch.Tensor:
-        """Outputs `(B, L, D)` for the next inputs `v` `(B, L, D)`; changes `state`, which `start` has made."""
+        """The outputs `(B, L, D)` for the next inputs `v` `(B, L, D)`. It changes `state`, which `start` has made."""
         x = self.channel_major(v)  # (B, D, L)
         outputs = self.step(state, x) if x.shape[-1] == 1 else self.chunk(state, x)  # (B, D, L)
         return outputs.transpose(1, 2).to(v.dtype)
@@ -88,15 +87,15 @@ class Recurrence:
         return v.transpose(1, 2).to(compute_dtype(v.dtype))
 
     def replay(self, held: tuple, v: torch.Tensor) -> torch.Tensor:
-        """What `advance` returns, by differentiable operations on `v` and the parameters of the operator.
+        """The outputs of `advance`, by differentiable operations on `v` and the parameters of the operator.
 
         Args:
-            held: what `hold` returned before.
+            held: the tensors that `hold` returned before `advance`.
         """
         return self.outputs(held, self.channel_major(v)).transpose(1, 2).to(v.dtype)
 
     def hold(self, state) -> tuple:
-        """What the next outputs depend on, in tensors that no later call changes."""
+        """The part of the state that the next outputs depend on, in tensors that no later call changes."""
         raise NotImplementedError
 
     def outputs(self, held: tuple, x: torch.Tensor) -> torch.Tensor:
@@ -104,19 +103,19 @@ class Recurrence:
         raise NotImplementedError
 
     def start(self, state, x: torch.Tensor):
-        """Make the state after the first inputs `(B, D, L)`."""
+        """Make the state after the first inputs `x` `(B, D, L)`."""
         raise NotImplementedError
 
     def step(self, state, x: torch.Tensor) -> torch.Tensor:
-        """One token, `(B, D, 1)` to `(B, D, 1)`."""
+        """The output for one token, `(B, D, 1)` to `(B, D, 1)`. It changes `state`."""
         raise NotImplementedError
 
     def chunk(self, state, x: torch.Tensor) -> torch.Tensor:
-        """Several tokens, `(B, D, L)` to `(B, D, L)`."""
+        """The outputs for several tokens, `(B, D, L)` to `(B, D, L)`. It changes `state`."""
         raise NotImplementedError
 
     def max_crop(self, state) -> int:
-        """How many of the newest tokens can be taken back."""
+        """The number of newest tokens that can be removed."""
         raise NotImplementedError
 
     def crop(self, state, count: int):
@@ -125,12 +124,12 @@ class Recurrence:
 
 
 class FilterRecurrence(Recurrence):
-    """Exact decoding of a kernel by future fill; see above.
+    """Exact decoding of any causal kernel by future fill, (1) above.
 
     Args:
-        operator: has `coefficients(length)`.
-        taps: m; None if the kernel has no end.
-        refill_phase: share of the first block that is left out.
+        operator: an operator with `coefficients(length)`.
+        taps: number of taps m, or None if the kernel has no end.
+        refill_phase: fraction by which the first block is shorter than the others.
     """
 
     def __init__(self, operator, taps: int | None, refill_phase: float):
@@ -189,15 +188,15 @@ class FilterRecurrence(Recurrence):
         state.history.drop(count)
         position = state.counters.get("position", 0)
         if "future" in state.tensors and self.base == self.horizon and count <= position:
-            state.counters["position"] = position - count  # the future depends on inputs before the block alone
+            state.counters["position"] = position - count  # the future depends only on inputs before the block
         else:
             state.tensors.pop("future", None)
 
     def kernel(self, length: int, like: torch.Tensor) -> torch.Tensor:
-        """The first `length` taps, `(D, length)`, zeros beyond m."""
+        """The first `length` taps, `(D, length)`, zero beyond m."""
         needed = length if self.taps is None else min(length, self.taps)
         if self._kernel is None or self._kernel.shape[1] < needed:
-            # The text grows: twice as many taps each time, until there are no more.
+            # The text grows, so the number of taps doubles each time, until all are computed.
             size = self.taps if self.short else 1 << (needed - 1).bit_length()
             self._kernel = self.operator.coefficients(size, like.device).to(like.dtype).contiguous()
         kernel = self._kernel[:, :needed]
@@ -212,11 +211,11 @@ class FilterRecurrence(Recurrence):
         return state.history.last(self._reach(state))
 
     def _reach(self, state) -> int:
-        """How many inputs the next outputs are made from."""
+        """The number of past inputs that the next outputs depend on."""
         return state.length if self.taps is None else self.taps - 1
 
     def _fill(self, state, like: torch.Tensor):
-        """The future of a new block from the inputs before it."""
+        """Compute the future of a new block from the inputs before it."""
         past = self._past(state)
         block = state.counters["block"]
         future = past.new_zeros(*past.shape[:-1], self.horizon)
@@ -237,12 +236,12 @@ class FilterRecurrence(Recurrence):
     def _continue(self, x: torch.Tensor, start: int, count: int, keep: bool = False) -> torch.Tensor:
         """Outputs `start .. start + count - 1` of the kernel applied to `x` `(B, D, S)` and zeros after it.
 
-        Entries of the circular convolution before `start` are wrong, the others are not: the linear one ends at
-        S + start + count, so that with a transform of at least S + count what wraps around ends below `start`.
-        `keep` says that the same call comes again, and its spectrum is worth keeping.
+        The linear convolution ends at S + start + count. With a transform of at least S + count entries, the part that
+        wraps around ends below `start`. So entries of the circular convolution before `start` are wrong, and the
+        others are correct. With `keep` the spectrum is kept for later calls with the same sizes.
         """
         if x.shape[0] == 0:
-            return x.new_zeros(*x.shape[:-1], count)  # MKL refuses transforms of nothing
+            return x.new_zeros(*x.shape[:-1], count)  # MKL refuses transforms of empty tensors
         size = next_fast_len(x.shape[-1] + count)
         kernel = self.kernel(start + count, x)
         spectrum = self._spectra.get((start + count, size))  # (D, F/2+1)
@@ -259,7 +258,7 @@ class FilterRecurrence(Recurrence):
 
 
 class Continuation(torch.autograd.Function):
-    """`recurrence.advance(state, v)` `(B, L, D)`, differentiable in `v` and the parameters of the operator."""
+    """The function `recurrence.advance(state, v)`, differentiable in `v` and the parameters of the operator."""
 
     @staticmethod
     def forward(ctx, v: torch.Tensor, recurrence: Recurrence, state, *parameters) -> torch.Tensor:
@@ -280,7 +279,7 @@ class Continuation(torch.autograd.Function):
 
 
 def advance(recurrence: Recurrence, state, v: torch.Tensor) -> torch.Tensor:
-    """`recurrence.advance(state, v)`, with gradients where they are enabled."""
+    """The outputs of `recurrence.advance(state, v)`, with gradients if they are enabled."""
     if not torch.is_grad_enabled():
         return recurrence.advance(state, v)
     return Continuation.apply(v, recurrence, state, *recurrence.operator.parameters())

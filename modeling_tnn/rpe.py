@@ -5,12 +5,12 @@
     out = W_out act(norm(z)) + b_out
 
 M positions, w = rpe_dim, D outputs, P = `rpe_input_length`. (TNN paper, "relative position encoder"; the order of
-norm, activation and linear map is that of the released code.) It runs in float32 at least: bfloat16 cannot tell
-integer lags above 256 apart.
+norm, activation and linear map is that of the released code.) It runs in float32 or float64, because bfloat16 cannot
+distinguish integer lags above 256.
 
 The input p of a lag k (TNN paper, table 8; `rpe_input`) is k itself, k / P ("normalized"), or the sines and cosines of
-k at w/2 rates. The released code divides by the length of the input less one, so that a longer text changes all
-coefficients; a fixed number keeps causal kernels the same for every prefix.
+k at w/2 rates. The released code divides by the length of the input minus one, so that a longer text changes all
+coefficients. A fixed P keeps causal kernels the same for every prefix.
 """
 
 import math
@@ -23,7 +23,7 @@ from .numerics import compute_dtype
 
 
 class CastingLinear(nn.Linear):
-    """A linear map in the precision of its input, whatever the dtype of its parameters."""
+    """A linear map that computes in the dtype of its input, for parameters of any dtype."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
@@ -33,7 +33,7 @@ class OutputLinear(CastingLinear):
     """A `CastingLinear` that can follow a linear operation on its rows, see `RelativePositionEncoder.emit`."""
 
     def forward(self, x: torch.Tensor, ones: torch.Tensor | None = None) -> torch.Tensor:
-        """`(M, w)` to `(M, D)`: x W^T + ones b^T, for `ones` `(M,)`; as any linear map without them."""
+        """`(M, w)` to `(M, D)`: x W^T + ones b^T, for `ones` `(M,)`; without `ones` an ordinary linear map."""
         if ones is None:
             return super().forward(x)
         weight = torch.cat([self.weight, self.bias[:, None]], dim=1).to(x.dtype)  # (D, w+1)
@@ -41,10 +41,10 @@ class OutputLinear(CastingLinear):
 
 
 class RelativePositionLayer(nn.Module):
-    """norm, activation, linear map."""
+    """One layer of the encoder: norm, activation, linear map."""
 
     def __init__(self, size_in: int, size_out: int, act: str, norm_type: str, linear: type[nn.Linear] = CastingLinear):
-        from transformers.activations import ACT2FN  # takes seconds, which the configuration must not need
+        from transformers.activations import ACT2FN  # takes seconds to import, too long for the configuration
 
         super().__init__()
         self.norm = build_norm(norm_type, size_in)
@@ -56,17 +56,17 @@ class RelativePositionLayer(nn.Module):
 
 
 class RelativePositionEncoder(nn.Module):
-    """The MLP above.
+    """The relative position encoder, an MLP by the equations above.
 
     Args:
         size: width w of the hidden layers.
-        num_outputs: D.
-        num_layers: hidden layers besides the input and the output projection, from 0.
+        num_outputs: number of outputs D.
+        num_layers: number of hidden layers besides the input and the output projection, at least 0.
         act: name of the activation.
         norm_type: name of the norm, see `norms.py`.
         residual: whether hidden layers have a residual connection.
         hidden_norm: whether hidden layers have the norm, as the output layer has.
-        in_proj: the map `(M, 1)` to `(M, w)` of the positions, if it is not an ordinary one.
+        in_proj: the input projection `(M, 1)` to `(M, w)`; a linear map of the position unless given.
     """
 
     def __init__(
@@ -91,29 +91,30 @@ class RelativePositionEncoder(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The precision it computes in."""
+        """The dtype that the encoder computes in."""
         return compute_dtype(self.in_proj.weight.dtype)
 
     @property
     def device(self) -> torch.device:
+        """The device of the parameters."""
         return self.in_proj.weight.device
 
     def forward(self, positions: torch.Tensor) -> torch.Tensor:
-        """`(M,)` numbers to `(M, D)` values."""
+        """The values `(M, D)` at the `positions` `(M,)`."""
         return self.out.linear(self.features(positions))
 
     def features(self, positions: torch.Tensor) -> torch.Tensor:
-        """`(M,)` numbers to what the output map is applied to, `(M, w)`."""
+        """The inputs `(M, w)` of the output map at the `positions` `(M,)`."""
         z = self.in_proj(positions.to(self.dtype)[:, None])  # (M, w)
         for layer in self.layers:
             z = layer(z) + z if self.residual else layer(z)  # (M, w)
         return self.out.act(self.out.norm(z))
 
     def emit(self, features: torch.Tensor, ones: torch.Tensor) -> torch.Tensor:
-        """The output map `(M, w)` to `(D, M)` after a linear operation on the positions M, in channel-major memory.
+        """The output map `(M, w)` to `(D, M)` after a linear operation A on the positions, in channel-major memory.
 
-        An operation A on positions commutes with a map of features, A (F W^T + 1 b^T) = (A F) W^T + (A 1) b^T, and
-        costs w columns instead of D.
+        A commutes with the output map, A (F W^T + 1 b^T) = (A F) W^T + (A 1) b^T. Before the map it acts on w columns,
+        after the map it would act on D.
 
         Args:
             features: A F, `(M, w)`.
@@ -123,7 +124,7 @@ class RelativePositionEncoder(nn.Module):
 
 
 class NormalizedInput(CastingLinear):
-    """The input projection of k / P."""
+    """The input projection of the normalized lag k / P."""
 
     def __init__(self, config):
         super().__init__(1, config.rpe_dim)
@@ -135,7 +136,7 @@ class NormalizedInput(CastingLinear):
 
 
 class SinusoidalInput(CastingLinear):
-    """The input projection of sines and cosines."""
+    """The input projection of the sines and cosines of the lag."""
 
     def __init__(self, config):
         super().__init__(config.rpe_dim, config.rpe_dim)
@@ -156,15 +157,15 @@ def build_rpe_input(config) -> nn.Linear:
     """The input projection that `config.rpe_input` names.
 
     Raises:
-        ValueError: there is no such input.
+        ValueError: `rpe_input` is unknown.
     """
     if config.rpe_input not in RPE_INPUTS:
-        raise ValueError(f"rpe_input={config.rpe_input!r} is not possible: it must be one of {', '.join(RPE_INPUTS)}.")
+        raise ValueError(f"`rpe_input` must be one of {', '.join(RPE_INPUTS)}, got {config.rpe_input!r}")
     return RPE_INPUTS[config.rpe_input](config)
 
 
 def sinusoidal_embedding(positions: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
-    """Sines (even channels) and cosines (odd ones) of the positions `(B, L)` at `size` / 2 rates, `(B, L, size)`.
+    """The sines (even channels) and cosines (odd channels) of positions `(B, L)` at `size` / 2 rates, `(B, L, size)`.
 
     Channel c has the rate 10000^(-2 floor(c/2) / size) (Vaswani et al., 2017, section 3.5).
     """

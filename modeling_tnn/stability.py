@@ -1,4 +1,4 @@
-"""Where the poles of rational kernels lie while they are trained, and how to bring them back.
+"""Poles of rational kernels during training: find those outside the unit circle, and move them back.
 
     a(z) = 1 + a_1 z^-1 + .. + a_N z^-N
 
@@ -7,11 +7,11 @@ has all its roots inside the unit circle if and only if every reflection coeffic
 
     k_n = a_n,    a_i <- (a_i - k_n a_{n-i}) / (1 - k_n^2),  i = 1 .. n-1,    for n = N .. 1                  (1)
 
-With a_i / r^i in the place of a_i it is the circle of radius r. Scaling a_i by s^i moves every pole to s times its
-radius, at the same angle: so a denominator is projected onto a circle. Q denominators, N order.
+With a_i / r^i instead of a_i, the test is for the circle of radius r. Scaling a_i by s^i multiplies the radius of
+every pole by s and keeps its angle; this projects a denominator onto a circle. Q denominators, N order.
 
-An RTF kernel with a pole outside trains well, since training samples it at max_position_embeddings points alone (RTF
-paper, section 3.4); but it grows beyond that length, and its recurrence diverges.
+An RTF kernel with a pole outside the unit circle trains well, because training samples it only at
+`rtf_truncation_length` points (RTF paper, section 3.4). But it grows beyond that length, and its recurrence diverges.
 """
 
 import logging
@@ -28,13 +28,13 @@ logger = logging.getLogger(__name__)
 
 
 class UnstableLayer(NamedTuple):
-    """A layer some of whose poles lie outside a circle.
+    """A layer with poles outside a circle.
 
     Attributes:
-        layer: its index.
-        denominators: how many of its denominators have such poles.
-        index: the one with the spectral_radius pole.
-        radius: that of the spectral_radius pole.
+        layer: index of the layer.
+        denominators: number of its denominators with poles outside.
+        index: index of the denominator with the largest pole.
+        radius: magnitude of the largest pole.
     """
 
     layer: int
@@ -44,13 +44,13 @@ class UnstableLayer(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"layer {self.layer}: {self.denominators} denominators with poles outside, the spectral_radius of radius "
+            f"layer {self.layer}: {self.denominators} denominators with poles outside, the largest of radius "
             f"{self.radius:.6f} (denominator {self.index})"
         )
 
 
 def is_stable(denominator: torch.Tensor, radius: float = 1.0) -> torch.Tensor:
-    """Whether all roots of denominators `(Q, N)` lie inside the circle of `radius`, `(Q,)`, by (1) in float64."""
+    """Whether all roots of each denominator `(Q, N)` lie inside the circle of `radius`, `(Q,)`, by (1) in float64."""
     order = denominator.shape[1]
     powers = torch.arange(1, order + 1, device=denominator.device, dtype=torch.float64)
     a = denominator.double() / radius**powers  # (Q, N)
@@ -64,7 +64,7 @@ def is_stable(denominator: torch.Tensor, radius: float = 1.0) -> torch.Tensor:
 
 
 def spectral_radius(denominator: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude of a root of each of `(Q, N)`, `(Q,)` in float64; infinite where one is not finite."""
+    """The largest magnitude of a root of each denominator `(Q, N)`, `(Q,)` in float64; infinite if not finite."""
     finite = denominator.isfinite().all(dim=1)
     matrices = companion_matrix(denominator.double().where(finite[:, None], 0.0))  # (Q, N, N)
     radii = torch.linalg.eigvals(matrices).abs().amax(dim=1)
@@ -72,15 +72,18 @@ def spectral_radius(denominator: torch.Tensor) -> torch.Tensor:
 
 
 def rational_operators(model: torch.nn.Module) -> list[RtfOperator]:
-    """The RTF operators of a model whose poles nothing constrains, unless their parameters are sharded."""
+    """The RTF operators of a model without a constraint on their poles and with unsharded parameters."""
     operators = [module for module in model.modules() if isinstance(module, RtfOperator) and module.constraint is None]
-    # FSDP's are DTensors, those of DeepSpeed ZeRO 3 are empty while they are not used.
+    # Sharded parameters are DTensors with FSDP, and empty with DeepSpeed ZeRO 3 while they are not used.
     return [one for one in operators if one.denominator.numel() > 0 and not isinstance(one.denominator, DTensor)]
 
 
 @torch.no_grad()
 def find_unstable(model: torch.nn.Module, radius: float = 1.0) -> list[UnstableLayer]:
-    """The layers of a model with poles on or outside the circle of `radius`."""
+    """The RTF layers of a model with poles on or outside the circle of `radius`, one `UnstableLayer` each.
+
+    Layers with `rtf_constraint` or sharded parameters are left out.
+    """
     found = []
     for operator in rational_operators(model):
         outside = (~is_stable(operator.denominator, radius)).nonzero()[:, 0].cpu()  # (M,)
@@ -93,18 +96,21 @@ def find_unstable(model: torch.nn.Module, radius: float = 1.0) -> list[UnstableL
 
 @torch.no_grad()
 def project_poles(model: torch.nn.Module, radius: float) -> list[UnstableLayer]:
-    """Move the poles outside the circle of `radius` onto it, in place; what `find_unstable` said before.
+    """Move the poles outside the circle of `radius` onto it, in place.
 
-    The denominator is scaled as a whole, and its numerator stays.
+    All poles of such a denominator are scaled by the same factor. Its numerator does not change.
+
+    Returns:
+        The layers that `find_unstable` found before.
 
     Raises:
         ValueError: `radius` is not in (0, 1), or a coefficient is not finite.
     """
     if not 0 < radius < 1:
-        raise ValueError(f"radius={radius} is not possible: it must be in (0, 1).")
+        raise ValueError(f"`radius` must be in (0, 1), got {radius}")
     found = find_unstable(model, radius)
     if any(layer.radius == float("inf") for layer in found):
-        raise ValueError(f"Denominators that are not finite cannot be projected: {'; '.join(map(str, found))}.")
+        raise ValueError(f"Denominators must be finite to be projected, got {'; '.join(map(str, found))}")
     for operator in rational_operators(model) if found else []:
         outside = ~is_stable(operator.denominator, radius)  # (Q,)
         rows = operator.denominator[outside].double().cpu()  # (M, N)
@@ -115,11 +121,11 @@ def project_poles(model: torch.nn.Module, radius: float) -> list[UnstableLayer]:
 
 
 class PoleCallback(TrainerCallback):
-    """For `Trainer`: warns of poles outside the unit circle, and with `max_radius` keeps them inside that.
+    """A callback for `Trainer` that warns of RTF poles outside the unit circle, or moves them back inside.
 
     Args:
-        max_radius: after every step poles outside this radius, below 1, are moved onto it; None to warn alone.
-        every: steps between two looks.
+        max_radius: radius below 1; after every step, poles outside it are moved onto it. With None it only warns.
+        every: number of steps between two checks for a warning.
     """
 
     def __init__(self, max_radius: float | None = None, every: int = 10):
@@ -130,20 +136,20 @@ class PoleCallback(TrainerCallback):
         self.on_step(model, state.global_step)
 
     def on_step(self, model: PreTrainedModel, step: int):
-        """Project or warn after `step`, for training loops without a Trainer."""
+        """Project or warn after `step`. Training loops without a Trainer call this."""
         if self.max_radius is not None:
             project_poles(model, self.max_radius)
         elif step % self.every == 0:
             self.warn(model, step)
 
     def warn(self, model: PreTrainedModel, step: int):
-        """Log the layers with poles outside the unit circle, each once."""
+        """Log each layer with poles outside the unit circle, once per layer."""
         for layer in find_unstable(model):
             if layer.layer not in self.warned:
                 self.warned.add(layer.layer)
                 logger.warning(
-                    "Step %d, %s. Their kernels grow beyond the trained length, and generation from a cache may be "
-                    "refused: train with rtf_constraint='l1_montel', or with max_radius below 1.",
+                    "Step %d, %s. Their kernels grow beyond the trained length, and generation from a cache may fail. "
+                    "Train with rtf_constraint='l1_montel', or with max_radius below 1.",
                     step,
                     layer,
                 )

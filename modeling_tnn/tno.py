@@ -2,8 +2,8 @@
 
     y_i = sum_j t_{i-j} v_j
 
-B batch, L length, D channels. A variant is a subclass that says where the coefficients t come from, in a file of its
-own, and one line in `tno_auto.py`, or one call of `register_operator` from outside.
+B batch, L length, D channels. A variant is a subclass that defines the coefficients t. It needs a file of its own, and
+one line in `tno_auto.py` or, outside the package, one call of `register_operator`.
 """
 
 import torch
@@ -24,24 +24,25 @@ from .toeplitz import (
 
 
 class ToeplitzOperator(nn.Module):
-    """Base class of the operators. A variant defines `coefficients`, and further methods where it knows better.
+    """Base class of the operators. A variant defines `coefficients`, and may override methods with faster ones.
 
-    It is built as `cls(config, layer_idx)` and stands at `model.layers[layer_idx].gtu.tno`. Settings of its own are
-    fields of the configuration: `TnnConfig` keeps fields that it does not know.
+    A model builds it as `cls(config, layer_idx)` at `model.layers[layer_idx].gtu.tno`. Its own settings are fields of
+    the configuration, because `TnnConfig` keeps unknown fields.
 
     Class attributes:
-        supports_causal, supports_bidirectional: the values of `config.causal` that it can have.
+        supports_causal, supports_bidirectional: whether `config.causal` may be True, and False.
         fp32_parameters: names of parameters that stay in float32 (or float64) in a model of lower precision.
-        is_recurrence: whether its state does not grow with its kernel, so that `to_recurrent` has nothing to do.
-        shift_invariant: whether it commutes with a shift of the sequence; if not, sequences are aligned to their first
-            real token before it.
+        is_recurrence: whether the size of its decoding state is independent of the kernel length. `to_recurrent` then
+            leaves the model unchanged.
+        shift_invariant: whether it commutes with a shift of the sequence. If not, sequences are aligned to their first
+            real token before the operator.
 
     Attributes:
         causal: whether t_k = 0 for k < 0.
-        channels: D.
-        layer_idx: the index of its layer in the model.
+        channels: number of channels D.
+        layer_idx: index of the layer in the model.
         implementation: `config.tno_implementation`, see `numerics.is_fused`.
-        refill_phase: in [0, 1), different for every layer, see `recurrence.FilterRecurrence`.
+        refill_phase: number in [0, 1), different for every layer, see `recurrence.FilterRecurrence`.
     """
 
     supports_causal = True
@@ -63,21 +64,21 @@ class ToeplitzOperator(nn.Module):
         """Check the fields that the operator reads. `config.require(name, holds, allowed)` raises the error.
 
         Raises:
-            ValueError: a field has a value that the operator cannot have.
+            ValueError: a field has a value that the operator does not support.
         """
 
     def reset_parameters(self):
-        """Initialise the parameters that the operator itself owns (those of its submodules excluded).
+        """Initialise the operator's own parameters, without those of its submodules.
 
-        Use `transformers.initialization`, which leaves parameters that a checkpoint has filled as they are.
+        Use `transformers.initialization`, which does not overwrite parameters that a checkpoint has filled.
         """
 
     def coefficients(self, length: int, device: torch.device | None = None) -> torch.Tensor:
-        """The coefficients for a sequence of `length` positions, independent of the batch.
+        """The coefficients for a sequence of `length` positions. They do not depend on the batch.
 
         Args:
-            device: where to compute them if not where the parameters are, which an offloaded model only brings
-                there for the time they are used.
+            device: device of the result, by default that of the parameters. An offloaded model moves its parameters
+                to the device only while they are used.
 
         Returns:
             causal: `(D, L)`, the lags 0 .. L-1; the first m of them are the same for every length >= m.
@@ -88,17 +89,17 @@ class ToeplitzOperator(nn.Module):
     def kernel_length(self) -> int | None:
         """The number of lags, on each side, beyond which coefficients are zero in the precision of the parameters.
 
-        None if there is no such number, or only the values of parameters tell (reading them would stall an accelerator
-        at every pass).
+        It is None if there is no such number, or if it depends on the values of parameters (reading them would stall
+        an accelerator at every pass).
         """
         return None
 
     def effective_length(self) -> int | None:
-        """`kernel_length`, where need be by the values of parameters: for decoding and for conversion."""
+        """`kernel_length` for decoding and conversion. It may read the values of parameters."""
         return self.kernel_length()
 
     def response(self, length: int, device: torch.device | None = None) -> torch.Tensor | None:
-        """The frequency response to use for a sequence of `length` positions instead of coefficients, or None.
+        """The frequency response to use instead of coefficients for a sequence of `length` positions L, or None.
 
         Returns:
             `(2, D, F/2 + 1)`, real and imaginary part at the frequencies 2 pi m / F, for F >= 2L - 1.
@@ -106,11 +107,11 @@ class ToeplitzOperator(nn.Module):
         return None
 
     def matmul(self, v: torch.Tensor) -> torch.Tensor:
-        """The product `(B, L, D)` to `(B, L, D)`; overridden where there is a faster way than a convolution."""
+        """The product with `v`, `(B, L, D)` to `(B, L, D)`. Override it for a product faster than a convolution."""
         return self._convolve(v, NO_GATE)
 
     def recurrence(self) -> Recurrence:
-        """How to decode the operator token by token, with its parameters as they are now.
+        """The algorithm that decodes the operator token by token, with its present parameters.
 
         Raises:
             ValueError: the operator is not causal.
@@ -119,23 +120,28 @@ class ToeplitzOperator(nn.Module):
         return FilterRecurrence(self, self.effective_length(), self.refill_phase)
 
     def require_causal(self):
-        """Raise the ValueError of an operator that cannot decode."""
+        """Check that the operator is causal.
+
+        Raises:
+            ValueError: it is not.
+        """
         if not self.causal:
-            raise ValueError("causal=False is not possible: only a causal operator has a recurrence.")
+            raise ValueError("`causal` must be True for a recurrence, got False")
 
     def slowest_decay(self) -> float | None:
-        """The largest decay rate of all channels, for a kernel that has one."""
+        """The largest decay rate lambda of all channels, or None for a kernel without a decay."""
         return None
 
     def poles(self, most: int = 64) -> torch.Tensor | None:
-        """Poles of at most `most` kernels, complex `(most, N)`; None for a kernel that is not a recurrence."""
+        """The poles of at most `most` kernels, complex `(most, N)`, or None for a kernel without poles."""
         return None
 
     def forward(self, v: torch.Tensor, past_key_values: Cache | None = None, gate: Gate = NO_GATE) -> torch.Tensor:
-        """`(B, L, D)` to `(B, L, D)`, in float32 at least inside, whatever autocast says. Not to be overridden.
+        """The gated product with `v`, `(B, L, D)` to `(B, L, D)`. Do not override it.
 
-        With a cache, `v` continues the sequences that the cache has seen. The gate is that of the GTU: it passes
-        through here because the weights of an offloaded model are at hand only while their module runs.
+        It computes in float32 or float64, also under autocast. With a cache, `v` continues the sequences that the
+        cache has seen. `gate` is the gate of the GTU. It is applied here because the weights of an offloaded model are
+        loaded only while their module runs.
         """
         with maybe_autocast(device_type=v.device.type, enabled=False):
             if past_key_values is None:
@@ -143,7 +149,7 @@ class ToeplitzOperator(nn.Module):
             return past_key_values.update(v, None, self.layer_idx, self, gate)[0]
 
     def gated_matmul(self, v: torch.Tensor, gate: Gate) -> torch.Tensor:
-        """`matmul` inside a gate, by one fused function if it is a convolution."""
+        """The product `matmul` inside a gate, by one fused function if it is a convolution."""
         if type(self).matmul is ToeplitzOperator.matmul:
             return self._convolve(v, gate)
         return gate.apply(self.matmul(gate.inputs(v)), self.implementation)
@@ -161,7 +167,7 @@ class ToeplitzOperator(nn.Module):
         return matmul(v, self.coefficients(length, v.device), self.implementation, gate)
 
     def dense(self, length: int) -> torch.Tensor:
-        """The oracle of `forward`: its matrices, `(D, L, L)`, row i and column j as in the equation above."""
+        """The matrices of the product, `(D, L, L)`, with row i and column j of the equation: an oracle for tests."""
         coefficients = self.coefficients(length)
         return dense_toeplitz(two_sided(coefficients) if self.causal else coefficients)
 

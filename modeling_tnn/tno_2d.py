@@ -1,4 +1,4 @@
-"""Toeplitz operators along the rows and the columns of an image (the 2-D models of the TNN paper).
+"""Toeplitz operators along the rows and the columns of an image, for the 2-D models of the TNN paper.
 
     (R v)_{a,b} = sum_c r_{b-c} v_{a,c},    (C v)_{a,b} = sum_c k_{a-c} v_{c,b}
     product     y = C R v + R C v = 2 C R v           its Long Range Arena models
@@ -19,7 +19,7 @@ Mixer = Callable[[torch.Tensor], torch.Tensor]
 
 
 class TwoAxisOperator(ToeplitzOperator):
-    """Two operators as one on a square image; bidirectional only.
+    """An operator on a square image, made of one operator along rows and one along columns. Bidirectional only.
 
     Args:
         rows: the operator along each row, for sequences of S positions.
@@ -32,15 +32,17 @@ class TwoAxisOperator(ToeplitzOperator):
         self.combine = COMBINATIONS[config.spatial_mixing]
 
     def coefficients(self, length: int, device: torch.device | None = None) -> torch.Tensor:
-        """Not defined: the matrix of an image is Toeplitz in blocks.
+        """Not available: the matrix of an image is Toeplitz in blocks.
 
         Raises:
-            ValueError: always; `rows` and `columns` have coefficients.
+            ValueError: always. The operators `rows` and `columns` have coefficients.
         """
-        raise ValueError("spatial_dims=2 has no coefficients of its own: ask the operators `rows` and `columns`.")
+        raise ValueError(
+            "`spatial_dims` must be 1 for coefficients, got 2. The operators `rows` and `columns` have coefficients."
+        )
 
     def matmul(self, v: torch.Tensor) -> torch.Tensor:
-        """`(B, S^2, D)` to `(B, S^2, D)`.
+        """The product with an image, `(B, S^2, D)` to `(B, S^2, D)`.
 
         Raises:
             ValueError: the number of tokens is not a square.
@@ -67,10 +69,12 @@ class TwoAxisOperator(ToeplitzOperator):
 
 
 def product_of_axes(rows: Mixer, columns: Mixer, image: torch.Tensor) -> torch.Tensor:
+    """The product 2 C R v of an image."""
     return 2 * columns(rows(image))
 
 
 def sum_of_axes(rows: Mixer, columns: Mixer, image: torch.Tensor) -> torch.Tensor:
+    """The sum R v + C v of an image."""
     return rows(image) + columns(image)
 
 
@@ -78,19 +82,17 @@ COMBINATIONS = {"product": product_of_axes, "sum": sum_of_axes}
 
 
 def along_last_axis(operator: ToeplitzOperator, image: torch.Tensor) -> torch.Tensor:
-    """`operator` along the last but one dimension of `(B, S, S, D)`, the last axis of the image."""
+    """The product of `operator` along the third dimension of `image` `(B, S, S, D)`."""
     return operator(image.flatten(0, 1)).unflatten(0, image.shape[:2])
 
 
 def image_side(length: int) -> int:
-    """S for S^2 tokens.
+    """The side S of an image of `length` = S^2 tokens.
 
     Raises:
         ValueError: `length` is not a square.
     """
     side = math.isqrt(length)
     if side**2 != length:
-        raise ValueError(
-            f"A sequence of {length} tokens is not possible with spatial_dims=2: it must be a square image."
-        )
+        raise ValueError(f"The number of tokens in a sequence must be a square with spatial_dims=2, got {length}")
     return side

@@ -1,4 +1,4 @@
-"""The table of operators: the names of `TnnConfig.tno_type`. Everything else that needs to know them reads it here."""
+"""The table of operators, by the names of `TnnConfig.tno_type`. The configuration and the tests read it."""
 
 import copy
 
@@ -25,30 +25,30 @@ BUILT_IN = frozenset(OPERATORS)
 def register_operator(name: str, cls: type[ToeplitzOperator]):
     """Make `cls` the operator of `TnnConfig(tno_type=name)`.
 
-    A checkpoint of such a model needs the same call before it is loaded, so put it into the module of the operator and
-    import that. The code of the operator is not saved with a checkpoint.
+    A checkpoint of such a model needs the same call before it is loaded. Put the call into the module of the operator,
+    and import this module. The code of the operator is not saved with a checkpoint.
 
     Args:
-        name: not that of another operator.
-        cls: built as `cls(config, layer_idx)`, see [`ToeplitzOperator`].
+        name: a name that no other operator has.
+        cls: the class, which is built as `cls(config, layer_idx)`, see [`ToeplitzOperator`].
 
     Raises:
-        TypeError: `name` is no text, or `cls` no subclass of `ToeplitzOperator`.
+        TypeError: `name` is not a non-empty string, or `cls` is not a subclass of `ToeplitzOperator`.
         ValueError: another operator has the name.
     """
     if not (isinstance(name, str) and name):
-        raise TypeError(f"name must be a text, not {name!r}.")
+        raise TypeError(f"`name` must be a non-empty string, got {name!r}")
     if not (isinstance(cls, type) and issubclass(cls, ToeplitzOperator)):
-        raise TypeError(f"cls must be a subclass of ToeplitzOperator, not {cls!r}.")
+        raise TypeError(f"`cls` must be a subclass of ToeplitzOperator, got {cls!r}")
     known = OPERATORS.get(name)
-    # A module that is run again, as in a notebook, defines its class again.
+    # A module that runs again, as in a notebook, redefines its class.
     if known is not None and (name in BUILT_IN or qualified_name(known) != qualified_name(cls)):
-        raise ValueError(f"tno_type={name!r} is already {qualified_name(known)}: choose another name.")
+        raise ValueError(f"`name` must not be that of another operator, got {name!r} of {qualified_name(known)}")
     OPERATORS[name] = cls
 
 
 def qualified_name(cls: type) -> str:
-    """The module and the name of a class, as an import statement has them."""
+    """The module and the name of a class, joined by a dot."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
@@ -56,29 +56,28 @@ def operator_class(tno_type: str, registered_as: str | None = None) -> type[Toep
     """The class of the operator `tno_type`.
 
     Args:
-        registered_as: `qualified_name` of its class where the model was saved.
+        registered_as: `qualified_name` of the class with which the model was saved.
 
     Raises:
-        ValueError: there is no such operator.
+        ValueError: `tno_type` is unknown.
     """
     if tno_type in OPERATORS:
         return OPERATORS[tno_type]
     names = ", ".join(map(repr, OPERATORS))
     if registered_as is None:
-        raise ValueError(f"tno_type={tno_type!r} is not possible: it must be one of {names}.")
+        raise ValueError(f"`tno_type` must be one of {names}, got {tno_type!r}")
     module, _, name = registered_as.rpartition(".")
     raise ValueError(
-        f"tno_type={tno_type!r} is not possible: the model was saved with the operator {registered_as}, which is not "
-        f"registered here. Import the module {module} first, or call register_operator({tno_type!r}, {name}). "
-        f"Registered are {names}."
+        f"`tno_type` must be one of {names}, got {tno_type!r}. The model was saved with the operator {registered_as}. "
+        f"Import the module {module} first, or call register_operator({tno_type!r}, {name})."
     )
 
 
 def build_tno(config, layer_idx: int = 0) -> ToeplitzOperator:
-    """The operator that `config.tno_type` names, one along each axis with `config.spatial_dims=2`.
+    """The operator that `config.tno_type` names. With `config.spatial_dims=2` there is one for each axis.
 
     Raises:
-        ValueError: there is no such operator.
+        ValueError: `config.tno_type` is unknown.
     """
     cls = operator_class(config.tno_type)
     if config.spatial_dims == 1:

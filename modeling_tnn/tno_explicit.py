@@ -1,9 +1,9 @@
-"""Toeplitz coefficients as free parameters, one for each lag: what an RPE is compared with (TNN paper, table 9).
+"""Toeplitz coefficients as free parameters, one for each lag: the baseline of the RPE (TNN paper, table 9).
 
     t_k = lambda^|k| theta_k,    |k| < P;    t_k = 0 beyond
 
-D channels, L length, P = `explicit_length`, lambda = `decay` (1 if there is none). It cannot look further than
-it was trained for.
+D channels, L length, P = `explicit_length`, lambda = `decay` (1 if there is none). The kernel ends at the lag P, so
+positions further apart do not see each other.
 """
 
 import torch
@@ -16,7 +16,7 @@ from .toeplitz import fit_lags, fit_taps
 
 
 class ExplicitOperator(ToeplitzOperator):
-    """The operator without a position encoder."""
+    """The operator with explicit coefficients, without a position encoder."""
 
     def __init__(self, config, layer_idx: int = 0):
         super().__init__(config, layer_idx)

@@ -5,14 +5,14 @@ Frequencies omega_m = pi m / R, m = 0 .. R, for R = `fd_resolution` taps on each
     bidirectional   t = irfft(re + i im),  re, im = MLP(omega); im is 0 at omega = 0 and pi, as for any real t
     causal          r = irfft(MLP(omega)) is even in the lag; t_0 = r_0, t_k = 2 r_k for 0 < k < R, 0 beyond
 
-The causal window doubles positive lags and drops negative ones: what remains is the filter whose response has the
-MLP as its real part and the Hilbert transform of it as its imaginary part. The lag R belongs to both signs of a
-transform of length 2R and is dropped; no sequence up to R positions could reach it.
+The causal window doubles positive lags and drops negative ones. The result is the filter whose response has the MLP as
+its real part and the Hilbert transform of the MLP as its imaginary part. In a transform of length 2R the lag R stands
+for both signs, so it is dropped; no sequence of up to R positions has this lag.
 
-The grid does not depend on the length of the input, so that a prefix has the same coefficients in any sequence
-(the grid of the released code grows with the sequence, and earlier outputs change with it).
-Lags of R and beyond are zero. D channels, L length. `fd_input="cos"` feeds cos(omega) to the MLP, which makes the
-response smooth where the spectrum repeats, as the decay theorems of the paper suppose.
+The grid does not depend on the length of the input, so that a prefix has the same coefficients in any sequence. (The
+grid of the released code grows with the sequence, and earlier outputs change with it.) Coefficients at lags R and
+above are zero. D channels, L length. `fd_input="cos"` gives cos(omega) to the MLP, which makes the response smooth
+where the spectrum repeats, as the decay theorems of the paper assume.
 """
 
 import math
@@ -28,7 +28,7 @@ from .toeplitz_fused import complex_response
 
 
 class FdOperator(ToeplitzOperator):
-    """The frequency-domain operator."""
+    """The frequency-domain operator, FD-TNO."""
 
     def __init__(self, config, layer_idx: int = 0):
         super().__init__(config, layer_idx)
@@ -46,19 +46,19 @@ class FdOperator(ToeplitzOperator):
         self.cos_input = config.fd_input == "cos"
 
     def frequencies(self, device: torch.device | None = None) -> torch.Tensor:
-        """The input of the MLP, `(R + 1,)`."""
+        """The inputs of the MLP, `(R + 1,)`: omega or cos(omega)."""
         index = torch.arange(self.resolution + 1, device=device or self.rpe.device, dtype=self.rpe.dtype)
         omega = index * (math.pi / self.resolution)
         return omega.cos() if self.cos_input else omega
 
     def response_parts(self, device: torch.device | None = None) -> torch.Tensor:
-        """Real and imaginary part of the frequency response, `(2, D, R + 1)`; if causal the real one, `(D, R + 1)`."""
+        """Real and imaginary part of the response, `(2, D, R + 1)`; if causal, its real part, `(D, R + 1)`."""
         omega = self.frequencies(device)
         values = self.rpe.emit(self.rpe.features(omega), torch.ones_like(omega))  # (2D, R+1) or (D, R+1)
         return values if self.causal else values.unflatten(0, (2, self.channels))
 
     def response(self, length: int, device: torch.device | None = None) -> torch.Tensor | None:
-        # Where the grid is the transform length that the product would take anyway, it is used as it is.
+        # If the grid has the transform length that the product needs anyway, the response is used directly.
         if self.causal or is_exported() or not self.resolution < 2 * length <= 2 * self.resolution:
             return None
         return self.response_parts(device)
@@ -71,7 +71,7 @@ class FdOperator(ToeplitzOperator):
         return fit_lags(torch.cat([negative, positive], dim=1), length)
 
     def _causal_kernel(self, device: torch.device | None) -> torch.Tensor:
-        """All taps, `(D, R)`: transform and window act on the w features of the MLP, before its D outputs."""
+        """All taps, `(D, R)`. Transform and window act on the w features of the MLP, before its D outputs."""
         features = self.rpe.features(self.frequencies(device)).t()  # (w, R+1)
         taps = self._inverse(features)[:, : self.resolution]  # (w, R)
         taps = torch.cat([taps[:, :1], 2 * taps[:, 1:]], dim=1)

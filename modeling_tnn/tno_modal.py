@@ -1,18 +1,18 @@
-"""A causal kernel as an exact head and a sum of exponentials shared by all channels, and its decoding: `to_recurrent`.
+"""A causal kernel of exact first taps and a sum of exponentials, and its decoding. `to_recurrent` makes such kernels.
 
     t_j = head_j,                                   j < w
     t_j = Re sum_q r_q lambda_q^(j - w),            j >= w,        lambda_q = exp(-exp(nu_q) + i theta_q)         (1)
-    s_C = sum_{p < C} lambda^(C-1-p) v_p,    what it adds to y_t:  Re sum_q r_q lambda_q^(t-C+1-w) s_C,q          (2)
+    s_C = sum_{p < C} lambda^(C-1-p) v_p,    its part of y_t:  Re sum_q r_q lambda_q^(t-C+1-w) s_C,q              (2)
 
 B batch, D channels, L length, w window, Q modes, C tokens covered by the memory s, T tokens seen.
 
-(1) A complex mode is an order-2 block of a real diagonal recurrence. Its poles lie inside the unit circle by
-construction, whatever the parameters.
+(1) All channels share the poles lambda. A complex mode is an order-2 block of a real diagonal recurrence. Its poles
+lie inside the unit circle for all values of the parameters.
 
-(2) A diagonal recurrence, advanced a block of tokens at a time. At the start of a block the memory takes in the inputs
-that are old enough, by one product with powers of the poles; (2) gives what it adds to the outputs of the block; the
-younger inputs, which still lie in the history, add theirs through the first taps, as in `FilterRecurrence`. The memory
-stays w + 64 tokens behind, so that the newest tokens can be taken back.
+(2) is a diagonal recurrence, advanced a block of tokens at a time. At the start of a block, one product with powers of
+the poles adds the inputs that are old enough to the memory s, and (2) gives the part of the memory in the outputs of
+the block. The younger inputs are still in the history. They add their part through the first taps, as in
+`FilterRecurrence`. The memory stays w + 64 tokens behind, so that the newest tokens can be removed.
 """
 
 import torch
@@ -30,11 +30,11 @@ BLOCK = 32
 
 
 class ModalRecurrence(FilterRecurrence):
-    """Decoding of a `ModalOperator` with a state that does not depend on the length of the text.
+    """The decoding of a `ModalOperator`. The size of its state does not depend on the length of the text.
 
     Args:
-        operator: has `window`, `powers` and `complex_residues`.
-        refill_phase: share of the first block that is left out.
+        operator: an operator with `window`, `powers` and `complex_residues`.
+        refill_phase: fraction by which the first block is shorter than the others.
     """
 
     def __init__(self, operator, refill_phase: float):
@@ -82,7 +82,7 @@ class ModalRecurrence(FilterRecurrence):
         return state.length - covered - self.window if covered else state.length
 
     def _reach(self, state) -> int:
-        """The inputs that the memory does not cover."""
+        """The number of inputs that the memory does not cover."""
         return state.length - state.counters["covered"]
 
     def _fill(self, state, like: torch.Tensor):
@@ -96,7 +96,7 @@ class ModalRecurrence(FilterRecurrence):
         state.counters["position"] = 0
 
     def _advance_memory(self, state, waiting: torch.Tensor, until: int):
-        """Cover the tokens before `until`; `waiting` `(B, D, P)` begins with the first one not covered."""
+        """Add the tokens before `until` to the memory. `waiting` `(B, D, P)` begins with the first one not covered."""
         count = until - state.counters["covered"]
         if count <= 0:
             return
@@ -108,19 +108,19 @@ class ModalRecurrence(FilterRecurrence):
         state.counters["covered"] = until
 
     def _from_memory(self, state, count: int) -> torch.Tensor:
-        """What the memory adds to the next `count` outputs, `(B, D, count)`."""
+        """The part of the memory in the next `count` outputs, `(B, D, count)`."""
         memory, age = state.tensors["memory"], self._age(state)
         if age is None:
             return memory.real.new_zeros(*memory.shape[:2], count)
         return far_outputs(memory, self._residues(memory), self._power(age, count, memory))
 
     def _age(self, state) -> int | None:
-        """The exponent in (1) of the next output; None while the memory covers nothing."""
+        """The exponent in (2) for the next output, or None while the memory covers no token."""
         covered = state.counters["covered"]
         return state.length - covered + 1 - self.window if covered else None
 
     def _power(self, first: int, count: int, like: torch.Tensor) -> torch.Tensor:
-        """lambda^first .. lambda^(first+count-1), complex `(Q, count)`."""
+        """The powers lambda^first .. lambda^(first+count-1), complex `(Q, count)`."""
         exponents = torch.arange(first, first + count, device=like.device)
         dtype = like.dtype if like.is_complex() else like.dtype.to_complex()
         if count > BLOCK:
@@ -136,16 +136,16 @@ class ModalRecurrence(FilterRecurrence):
 
 
 def far_outputs(memory: torch.Tensor, residues: torch.Tensor, powers: torch.Tensor) -> torch.Tensor:
-    """Equation (1) for a memory `(B, D, Q)`, residues `(D, Q)` and `count` powers `(Q, count)`: `(B, D, count)`."""
+    """The part `(B, D, count)` of a memory `(B, D, Q)` in the outputs, for residues `(D, Q)`, powers `(Q, count)`."""
     weighted = memory * residues  # (B, D, Q)
     return weighted.real @ powers.real - weighted.imag @ powers.imag
 
 
 class ModalOperator(ToeplitzOperator):
-    """The compressed operator, causal only."""
+    """The operator of first taps and complex exponentials, equation (1). Causal only."""
 
     supports_bidirectional = False
-    # The poles: in bfloat16 their angles lose the phase within a few lags.
+    # The poles stay in float32: in bfloat16 their phases are wrong after a few lags.
     fp32_parameters = ("log_rate", "angle")
     is_recurrence = True
 
@@ -164,7 +164,7 @@ class ModalOperator(ToeplitzOperator):
         init.uniform_(self.angle, 0.0, torch.pi)
 
     def powers(self, exponents: torch.Tensor) -> torch.Tensor:
-        """lambda_q^n for `(M,)` exponents, complex `(Q, M)`, computed in float64."""
+        """The powers lambda_q^n for the exponents `(M,)`, complex `(Q, M)`, computed in float64."""
         dtype = float64_or_widest(self.angle.device)
         exponents = exponents.to(dtype)
         radius = torch.exp(-torch.exp(self.log_rate.to(dtype))[:, None] * exponents)  # (Q, M)
@@ -174,7 +174,7 @@ class ModalOperator(ToeplitzOperator):
         return self.powers(torch.ones(1, device=self.angle.device)).t()  # (1, Q)
 
     def complex_residues(self) -> torch.Tensor:
-        """r_q of each channel, `(D, Q)`."""
+        """The residues r_q of each channel, complex `(D, Q)`."""
         return torch.view_as_complex(self.residues.to(float64_or_widest(self.angle.device)).contiguous())
 
     def coefficients(self, length: int, device: torch.device | None = None) -> torch.Tensor:
@@ -186,7 +186,7 @@ class ModalOperator(ToeplitzOperator):
         return torch.cat([head, tail], dim=1).to(device or head.device)
 
     def _exported_coefficients(self, length: int) -> torch.Tensor:
-        """`coefficients` without a branch on the length and in real numbers, which ONNX knows alone."""
+        """The `coefficients` without a branch on the length and without complex numbers, which ONNX lacks."""
         position = torch.arange(length, device=self.head.device)
         work = float64_or_widest(self.angle.device)
         age = (position - self.window).clamp(min=0).to(work)  # (L,)

@@ -3,8 +3,8 @@
     t_k = lambda^|k| RPE(k),    k = -(L-1) .. L-1   (causal: k = 0 .. L-1)
 
 D channels, L length. lambda is `decay` for all channels or, with `learnable_decay`, one number per channel:
-lambda_c = decay + (1 - decay) sigmoid(theta_c). The lag enters the MLP as it is, so nothing depends on L.
-With `rpe_window` W, t_k = 0 for |k| >= W.
+lambda_c = decay + (1 - decay) sigmoid(theta_c). The coefficient of a lag does not depend on L. With `rpe_window` W,
+t_k = 0 for |k| >= W.
 """
 
 import math
@@ -65,7 +65,7 @@ class RpeOperator(ToeplitzOperator):
         return self._taps_until(self._slowest_rate())
 
     def slowest_decay(self) -> float | None:
-        # What ends at the window is not described by a decay.
+        # A kernel that ends at a window has no decay in the sense of this method.
         return None if self.window is not None else self._slowest_rate()
 
     def _taps_until(self, decay: float | None) -> int | None:
@@ -84,9 +84,9 @@ class RpeOperator(ToeplitzOperator):
 
 
 def taps_above_resolution(decay: float, dtype: torch.dtype) -> int | None:
-    """How many lags it takes a decaying kernel to fall below the resolution of `dtype`; None without decay.
+    """The number of lags after which a decaying kernel is below the resolution of `dtype`, or None without decay.
 
-    The taps beyond m = ln(eps) / ln(decay) hold less than eps of the sum of all |taps| that the decay alone allows.
+    For taps of the form decay^k, those beyond m = ln(eps) / ln(decay) hold less than eps of the sum of all |taps|.
     """
     if decay >= 1:
         return None

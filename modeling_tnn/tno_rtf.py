@@ -5,16 +5,16 @@
 
 B batch, D channels, L length, N order, T = `rtf_truncation_length` the truncation length.
 
-(1) The taps are computed by one transform on T points (T + 1 if T is odd), as in the released code, but in float64:
-near the unit circle float32 loses all digits. Beyond that length the same filter goes on (see `rational.py`).
-Bidirectional: a second filter for negative lags, t_{-k} = its tap k - 1 (its h_0 is the tap of lag -1).
-`rtf_constraint="l1_montel"` divides each denominator by sum|a_i| + |s| + 1e-6 with a learned s: then sum|a_i| < 1
-and all poles lie inside the unit circle (RTF paper, section 3.4, with the scaling of its code).
+(1) One transform on T points (T + 1 if T is odd) computes the taps, as in the released code, but in float64: for poles
+near the unit circle float32 loses all digits. Beyond T the same filter continues (see `rational.py`). A bidirectional
+operator has a second filter for negative lags, t_{-k} = its tap k - 1 (its h_0 is the tap of lag -1).
+`rtf_constraint="l1_montel"` divides each denominator by sum|a_i| + |s| + 1e-6 with a learned s. Then sum|a_i| < 1, and
+all poles lie inside the unit circle (RTF paper, section 3.4, with the scaling of its code).
 
-(2) Decoding is the companion form (RTF paper, section 3.3) with the exact c and k_0 of `rational.py`. The state is the
-last N values of w, in float64, O(N) a token. A chunk needs no stepping: what the old values of w add to (2) ends after
-N tokens, e_t = -sum_{i>t} a_i w_{t-i}; then w = g * (u + e), g the power series of 1/a(z), and y follows from w by a
-filter of N taps: O(L log L).
+(2) Decoding uses the companion form (RTF paper, section 3.3) with the exact c and k_0 of `rational.py`. The state is
+the last N values of w in float64; a token costs O(N). A chunk of L tokens costs O(L log L): the old values of w
+contribute e_t = -sum_{i>t} a_i w_{t-i} to (2), which ends after N tokens. Then w = g * (u + e), where g is the power
+series of 1/a(z), and y follows from w by a filter of N taps.
 """
 
 from functools import cached_property
@@ -43,12 +43,12 @@ from .recurrence import Recurrence
 from .tno import ToeplitzOperator
 from .toeplitz import causal_toeplitz_matmul
 
-# Growth of g over the trained length that leaves float64 the digits of float32 and some.
+# Largest growth of g over the trained length. float64 then still has more correct digits than float32 needs.
 LARGEST_GROWTH = 1e6
 
 
 class CompanionForm(NamedTuple):
-    """The coefficients of (1), per channel."""
+    """The coefficients of (2) for each channel: a, c and k_0."""
 
     denominator: torch.Tensor  # (D, N)
     numerator: torch.Tensor  # (D, N)
@@ -56,15 +56,15 @@ class CompanionForm(NamedTuple):
 
 
 class CompanionRecurrence(Recurrence):
-    """Exact decoding of an `RtfOperator`.
+    """The exact decoding of an `RtfOperator`.
 
     Args:
-        operator: has `companion_form()`.
-        order: N.
-        trained_length: over which the recurrence must hold its precision.
+        operator: an operator with `companion_form()`.
+        order: the order N.
+        trained_length: the length over which the recurrence must keep its precision.
 
-    Raises (where a text is continued):
-        ValueError: poles outside the unit circle make the recurrence lose its precision over the trained length.
+    Raises (when a text is continued):
+        ValueError: poles outside the unit circle make the recurrence inexact or infinite.
     """
 
     def __init__(self, operator, order: int, trained_length: int):
@@ -132,7 +132,7 @@ class CompanionRecurrence(Recurrence):
         return is_contracting(self._form)
 
     def _filter(self, form: CompanionForm, x: torch.Tensor, past: torch.Tensor) -> torch.Tensor:
-        """w for the inputs `(B, D, L)` after the values `past` `(B, D, N)`."""
+        """The values w of (2) for the inputs `x` `(B, D, L)`, after the earlier values `past` `(B, D, N)`."""
         order, length, implementation = self.order, x.shape[-1], self.operator.implementation
         taps = monic(form.denominator)  # (D, N+1)
         after = pad(past, (0, order)).transpose(1, 2)  # (B, 2N, D)
@@ -142,7 +142,7 @@ class CompanionRecurrence(Recurrence):
         return causal_toeplitz_matmul(driven.transpose(1, 2), series, implementation).transpose(1, 2)
 
     def _read(self, form: CompanionForm, x: torch.Tensor, past: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        """y for the inputs `(B, D, L)`, whose w `(B, D, L)` come after `past` `(B, D, N)`."""
+        """The outputs y of (2) for the inputs `x` and the values `w`, `(B, D, L)` each, after `past` `(B, D, N)`."""
         whole = torch.cat([past, w], dim=-1).transpose(1, 2)  # (B, N+L, D)
         taps = pad(form.numerator, (1, 0))  # (D, N+1)
         y = causal_toeplitz_matmul(whole, taps, self.operator.implementation)[:, self.order :].transpose(
@@ -172,12 +172,12 @@ class CompanionRecurrence(Recurrence):
 
 
 def is_contracting(form: CompanionForm) -> bool:
-    """Whether, by the triangle inequality, no pole reaches the circle: then nothing diverges or need be looked at."""
+    """Whether sum|a_i| < 1 for all denominators. Then all poles lie inside the unit circle, and nothing diverges."""
     return bool((form.denominator.abs().sum(1) < 1).all())
 
 
 def l1_montel(denominator: torch.Tensor, slack: torch.Tensor) -> torch.Tensor:
-    """Denominators `(Q, N)` scaled to an absolute sum below 1, with one slack for every A of the Q rows `(A,)`."""
+    """Denominators `(Q, N)` scaled to sum|a_i| < 1, with the slacks s `(A,)`; row i has the slack i mod A."""
     slack = slack.repeat(len(denominator) // len(slack))[:, None]  # (Q, 1)
     return denominator / (denominator.abs().sum(-1, keepdim=True) + slack.abs() + 1e-6)
 
@@ -188,7 +188,7 @@ INITIAL_BOUNDS = {"zeros": lambda order: 0.0, "xavier": lambda order: order**-0.
 
 
 class RtfOperator(ToeplitzOperator):
-    """The rational transfer function operator."""
+    """The operator of rational transfer functions, equation (1)."""
 
     is_recurrence = True
 
@@ -248,7 +248,7 @@ class RtfOperator(ToeplitzOperator):
         return torch.linalg.eigvals(companion_matrix(chosen))
 
     def companion_form(self) -> CompanionForm:
-        """The recurrence whose impulse response is `coefficients`, exactly, in float64.
+        """The coefficients of the recurrence (2), in float64. Its impulse response is exactly `coefficients`.
 
         Raises:
             ValueError: the operator is not causal.
@@ -259,7 +259,7 @@ class RtfOperator(ToeplitzOperator):
         return CompanionForm(per_filter(denominator, len(taps)), numerator, taps[:, 0])
 
     def _constrained(self) -> torch.Tensor:
-        """The denominators `(Q, N)` as they are used; in float64 where a constraint scales them."""
+        """The denominators `(Q, N)` after the constraint, which scales them in float64."""
         if self.constraint is None:
             return self.denominator
         dtype = float64_or_widest(self.denominator.device)
@@ -269,7 +269,7 @@ class RtfOperator(ToeplitzOperator):
 
         if is_transformed() or is_exported():  # neither torch.func nor torch.export has checkpoints
             return constrained(self.denominator, self.slack)
-        # Computed again in the backward pass: what it keeps would be larger than all the rest at high orders.
+        # Computed again in the backward pass: at high orders its saved tensors would exceed all others.
         return checkpoint(constrained, self.denominator, self.slack, use_reentrant=False, preserve_rng_state=False)
 
     def _taps(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -284,5 +284,5 @@ class RtfOperator(ToeplitzOperator):
         denominator, taps = self._taps()
         if not is_exported() and length <= self.size:
             return taps[:, :length]  # (D, L)
-        # The iteration of `extend_kernel` has as many steps as the length asks for: no graph for all of them.
+        # One graph cannot record the iteration of `extend_kernel`: its number of steps depends on the length.
         return (kernel_of_any_length if is_traced() else extend_kernel)(denominator, taps, length)  # (D, L)

@@ -2,20 +2,21 @@
 
     T = S + W A W^T,    W_ik = max(0, 1 - |i / h - k|)
 
-B batch, L length, D channels, K points, R inducing points, P = `ski_grid_length`. S is a band matrix, a short filter;
-A the Toeplitz matrix of the kernel at the inducing points, which lie h = (P - 1)/(R - 1) positions apart; W
+B batch, L length, D channels, K points, R inducing points, P = `ski_grid_length`. S is a band matrix, a short filter.
+A is the Toeplitz matrix of the kernel at the inducing points, which are h = (P - 1)/(R - 1) positions apart. W
 interpolates linearly between them. Away from the band the kernel is a function of the inverse time warp
-x(s) = sign(s) lambda^|s| of the lag s (sign(0) = +1), piecewise linear between 2R + 1 equally spaced points of [-1, 1]
-with the values betas, 0, alphas; it fades at long lags because x does.
+x(s) = sign(s) lambda^|s| of the lag s (sign(0) = +1). The function is piecewise linear between 2R + 1 equally spaced
+points of [-1, 1] with the values betas, 0, alphas. It decays at long lags because x does.
 
-The grid belongs to the model, not to the input: a sequence of L <= P positions takes the first inducing points, a
-longer one gets more of them at the same distance (the papers scale the grid to each input; for L = P both agree).
-W A W^T is close to, but not exactly, a Toeplitz matrix; `dense` is the operator, `coefficients` what it approximates.
+The grid does not depend on the input: a sequence of L <= P positions uses the first inducing points, and a longer one
+gets more points at the same distance. (The paper scales the grid to each input; for L = P both agree.) W A W^T is
+close to a Toeplitz matrix, but not exactly one. `dense` gives the matrix of the operator, `coefficients` the Toeplitz
+matrix that it approximates.
 
-W is never built: of `Prolong`, z W^T, and `Restrict`, x W, each position meets two points at most, so positions are
-taken in blocks of a few points' length, each one small dense product, and memory does not grow with L K. M rows. The
-results of `Restrict` are laid out point by point, for some rows at a time (measured at L = 2048, K = 64, M = 6144: 0.4
-times the time of the full product; row by row, 1.2 times).
+The fused products `Prolong`, z W^T, and `Restrict`, x W, do not build W. Each position lies between two points, so
+positions are processed in blocks of a few points, each by one small dense product, and memory does not grow with L K.
+The M rows of x are processed a few at a time, and the results of `Restrict` are stored point by point (measured at
+L = 2048, K = 64, M = 6144: 0.4 times the time of the full product; stored row by row, 1.2 times).
 """
 
 from collections.abc import Iterator
@@ -37,10 +38,10 @@ ROWS = 512
 
 
 def hat_weights(positions: torch.Tensor, num_points: int) -> torch.Tensor:
-    """Linear interpolation between the values at 0, 1, .., `num_points` - 1, as a matrix.
+    """The matrix of linear interpolation between values at 0, 1, .., `num_points` - 1.
 
     Args:
-        positions: `(M,)`, where to evaluate, in [0, num_points - 1].
+        positions: `(M,)`, positions to interpolate at, in [0, num_points - 1].
 
     Returns:
         `(M, num_points)`.
@@ -50,11 +51,11 @@ def hat_weights(positions: torch.Tensor, num_points: int) -> torch.Tensor:
 
 
 class InducingGrid(NamedTuple):
-    """Points over a sequence.
+    """The inducing points of a sequence.
 
     Attributes:
-        length: L.
-        intervals, steps: `intervals` times h are `steps` positions.
+        length: number of positions L.
+        intervals, steps: the distance of the points as a fraction, h = steps / intervals.
     """
 
     length: int
@@ -63,32 +64,32 @@ class InducingGrid(NamedTuple):
 
     @property
     def num_points(self) -> int:
-        """K, the fewest that reach the last position."""
+        """The number of points K, the smallest that reaches the last position."""
         return ((self.length - 1) * self.intervals + self.steps - 1) // self.steps + 1
 
     def position(self, point: int) -> int:
-        """The first position that is not before `point`."""
+        """The first position at or after `point`."""
         return -(-point * self.steps // self.intervals)
 
     def blocks(self) -> Iterator[tuple[slice, slice]]:
-        """Positions, and the points that they lie between."""
+        """Blocks of positions, each with the slice of points that it lies between."""
         for point in range(0, self.num_points, BLOCK):
             start, stop = self.position(point), min(self.position(point + BLOCK), self.length)
             if start < stop:
                 yield slice(start, stop), slice(point, min(point + BLOCK + 1, self.num_points))
 
     def weights(self, positions: slice, points: slice, like: torch.Tensor) -> torch.Tensor:
-        """A block of W in the dtype of `like`."""
+        """One block of W in the dtype of `like`."""
         index = torch.arange(positions.start, positions.stop, device=like.device, dtype=like.dtype)
         return hat_weights(index * self.intervals / self.steps - points.start, points.stop - points.start)
 
     def matrix(self, like: torch.Tensor) -> torch.Tensor:
-        """W, `(L, K)`: the oracle of the products."""
+        """The matrix W, `(L, K)`."""
         return self.weights(slice(0, self.length), slice(0, self.num_points), like)
 
 
 class Restrict(torch.autograd.Function):
-    """x W, `(M, L)` to `(M, K)`."""
+    """The product x W in blocks, `(M, L)` to `(M, K)`."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, grid: InducingGrid) -> torch.Tensor:
@@ -107,7 +108,7 @@ class Restrict(torch.autograd.Function):
 
 
 class Prolong(torch.autograd.Function):
-    """base + z W^T, `(M, K)` to `(M, L)`; base `(M, L)` or None."""
+    """The product base + z W^T in blocks, `(M, K)` to `(M, L)`; base is `(M, L)` or None."""
 
     @staticmethod
     def forward(ctx, z: torch.Tensor, base: torch.Tensor | None, grid: InducingGrid) -> torch.Tensor:
@@ -127,12 +128,12 @@ class Prolong(torch.autograd.Function):
 
 
 def restrict(x: torch.Tensor, grid: InducingGrid) -> torch.Tensor:
-    """x W, `(M, L)` to `(M, K)`."""
+    """The product x W, `(M, L)` to `(M, K)`."""
     return x @ grid.matrix(x) if is_transformed(x) else Restrict.apply(x, grid)
 
 
 def prolong(z: torch.Tensor, base: torch.Tensor | None, grid: InducingGrid) -> torch.Tensor:
-    """base + z W^T, `(M, K)` to `(M, L)`; base `(M, L)` or None."""
+    """The product base + z W^T, `(M, K)` to `(M, L)`; base is `(M, L)` or None."""
     if not is_transformed(z):
         return Prolong.apply(z, base, grid)
     x = z @ grid.matrix(z).t()
@@ -165,11 +166,11 @@ class SkiOperator(ToeplitzOperator):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The precision it computes in."""
+        """The dtype that the operator computes in."""
         return compute_dtype(self.filter.dtype)
 
     def warped_kernel(self, lags: torch.Tensor) -> torch.Tensor:
-        """The kernel without the short filter at `(M,)` lags, `(D, M)`."""
+        """The kernel without the short filter at the `lags` `(M,)`, `(D, M)`."""
         warped = torch.where(lags < 0, -1.0, 1.0) * self.decay ** lags.abs()  # (M,)
         values = torch.cat([self.betas, torch.zeros_like(self.betas[:, :1]), self.alphas], dim=1)  # (D, 2R+1)
         return values.to(lags.dtype) @ hat_weights((warped + 1) * self.rank, 2 * self.rank + 1).t()
@@ -179,11 +180,11 @@ class SkiOperator(ToeplitzOperator):
         return InducingGrid(length, self.rank - 1, max(self.longest - 1, 1))
 
     def interpolation(self, length: int) -> torch.Tensor:
-        """W for a sequence of `length` positions, (L, K)."""
+        """The matrix W for a sequence of `length` positions, `(L, K)`."""
         return self.grid(length).matrix(self.filter.to(self.dtype))
 
     def inducing_coefficients(self, num_points: int) -> torch.Tensor:
-        """The coefficients of A, (D, 2 num_points - 1)."""
+        """The coefficients of A, `(D, 2 num_points - 1)`."""
         index = torch.arange(1 - num_points, num_points, device=self.filter.device, dtype=self.dtype)
         return self.warped_kernel(index * ((self.longest - 1) / (self.rank - 1)))
 
@@ -201,7 +202,7 @@ class SkiOperator(ToeplitzOperator):
             weights = grid.matrix(x)  # (L, K)
             points = x @ weights  # (D, B, K)
             if is_exported():
-                # Of a size that follows from L: torch.export does not see that one that follows from K fits.
+                # The size follows from L: torch.export cannot see that a size that follows from K is sufficient.
                 size = next_fast_len(2 * grid.length)
                 points = exported_convolution(points.transpose(0, 1), coefficients, size, grid.num_points - 1)
                 points = points.transpose(0, 1)

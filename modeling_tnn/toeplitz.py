@@ -7,13 +7,13 @@ B batch, L length, D channels, K kernel taps, F transform length.
 From (1) to a transform. A circulant matrix C of size F has entries C_{i,j} = c_{(i-j) mod F}; the Fourier matrix
 diagonalises it, so that C x = ifft(fft(c) fft(x)) for any x of F entries. Embed the L x L Toeplitz matrix in the
 top left corner of a circulant one: its first column must hold t_0 .. t_{L-1} at the top (lags 0 .. L-1) and
-t_{-(L-1)} .. t_{-1} at the bottom (there C_{i,j} with i < j reads c_{F+i-j}), which fits without overlap as soon
-as F >= 2L - 1; whatever is in between meets only zeros. With x = (v_0 .. v_{L-1}, 0 .. 0), the first L entries of
+t_{-(L-1)} .. t_{-1} at the bottom (there C_{i,j} with i < j reads c_{F+i-j}). This fits without overlap if
+F >= 2L - 1; the entries in between are multiplied by zeros. With x = (v_0 .. v_{L-1}, 0 .. 0), the first L entries of
 C x are (1): O(F log F) instead of O(L^2).
 
-Here the coefficients stay in the order of their lags, t_{-(L-1)} .. t_{L-1}. That is the first column above,
-rotated by L - 1, so the same product stands L - 1 places further down: entries L-1 .. 2L-2. A causal kernel
-(t_k = 0 for k < 0) needs no rotation, and F >= L + K - 1 for K taps.
+Here the coefficients are in the order of their lags, t_{-(L-1)} .. t_{L-1}. That is the first column above, rotated by
+L - 1, so the product is at the entries L-1 .. 2L-2. A causal kernel (t_k = 0 for k < 0) needs no rotation, and
+F >= L + K - 1 for K taps.
 """
 
 import torch
@@ -33,38 +33,39 @@ from .toeplitz_fused import (
 
 
 def toeplitz_matmul(v: torch.Tensor, coefficients: torch.Tensor, implementation: str = "fused") -> torch.Tensor:
-    """Equation (1) for a two-sided kernel.
+    """The product of a sequence with Toeplitz matrices, one for each channel: equation (1).
 
     Args:
-        v: `(B, L, D)`, real, any floating dtype.
-        coefficients: `(D, 2L - 1)`, the lags -(L-1) .. L-1 in this order. Or `(D, 2R - 1)` for another reach R:
-            missing lags (R < L) are zero, further ones (R > L) are not used.
+        v: `(B, L, D)`, real, any floating-point dtype.
+        coefficients: `(D, 2L - 1)`, the lags -(L-1) .. L-1 in this order. Or `(D, 2R - 1)` for another number of
+            lags: missing lags (R < L) are zero, and lags beyond the sequence (R > L) are not used.
         implementation: `"fused"` (fast) or `"eager"` (PyTorch's own operations), with the same values and derivatives.
 
     Returns:
-        `(B, L, D)` in the dtype of `v`; computed in float32, or float64 if `v` or `coefficients` are.
+        `(B, L, D)` in the dtype of `v`. It is computed in float32, or in float64 if `v` or `coefficients` are float64.
 
     Raises:
-        TypeError: an argument is no tensor, or not of real floating numbers.
-        ValueError: the shapes or the devices do not fit, or there is no such implementation.
+        TypeError: an argument is not a tensor of real floating-point numbers.
+        ValueError: the shapes or the devices do not fit, or `implementation` is unknown.
     """
     return gated_toeplitz_matmul(v, coefficients, implementation)
 
 
 def causal_toeplitz_matmul(v: torch.Tensor, kernel: torch.Tensor, implementation: str = "fused") -> torch.Tensor:
-    """Equation (1) for a causal kernel of any number of taps.
+    """The product of a sequence with lower triangular Toeplitz matrices: equation (1) with t_k = 0 for k < 0.
 
     Args:
-        v: `(B, L, D)`, real, any floating dtype.
-        kernel: `(D, K)`, the lags 0 .. K-1. Missing lags (K < L) are zero, further ones (K > L) are not used.
+        v: `(B, L, D)`, real, any floating-point dtype.
+        kernel: `(D, K)`, the lags 0 .. K-1. Missing lags (K < L) are zero, and lags beyond the sequence (K > L) are
+            not used.
         implementation: as for `toeplitz_matmul`.
 
     Returns:
-        `(B, L, D)` in the dtype of `v`; computed in float32, or float64 if `v` or `kernel` are.
+        `(B, L, D)` in the dtype of `v`. It is computed in float32, or in float64 if `v` or `kernel` are float64.
 
     Raises:
-        TypeError: an argument is no tensor, or not of real floating numbers.
-        ValueError: the shapes or the devices do not fit, or there is no such implementation.
+        TypeError: an argument is not a tensor of real floating-point numbers.
+        ValueError: the shapes or the devices do not fit, or `implementation` is unknown.
     """
     return gated_causal_toeplitz_matmul(v, kernel, implementation)
 
@@ -72,12 +73,12 @@ def causal_toeplitz_matmul(v: torch.Tensor, kernel: torch.Tensor, implementation
 def gated_toeplitz_matmul(
     v: torch.Tensor, coefficients: torch.Tensor, implementation: str = "fused", gate: Gate = NO_GATE
 ) -> torch.Tensor:
-    """`toeplitz_matmul` inside a gate."""
+    """The product of `toeplitz_matmul` inside a gate."""
     length, channels = _checked_shape(v, "coefficients", coefficients)
     if coefficients.dim() != 2 or coefficients.shape[0] != channels or coefficients.shape[1] % 2 == 0:
         raise ValueError(
-            f"coefficients must have shape (D, 2L-1) = {(channels, 2 * length - 1)} for v of shape "
-            f"{tuple(v.shape)}, or another odd number of lags, not {tuple(coefficients.shape)}."
+            f"`coefficients` must have shape (D, 2L-1) = {(channels, 2 * length - 1)} for v of shape "
+            f"{tuple(v.shape)}, or another odd number of lags, got {tuple(coefficients.shape)}"
         )
     reach = length if is_exported() else min(length, (coefficients.shape[1] + 1) // 2)
     return _convolve(v, fit_lags(coefficients, reach), reach - 1, implementation, gate)
@@ -86,16 +87,16 @@ def gated_toeplitz_matmul(
 def gated_causal_toeplitz_matmul(
     v: torch.Tensor, kernel: torch.Tensor, implementation: str = "fused", gate: Gate = NO_GATE
 ) -> torch.Tensor:
-    """`causal_toeplitz_matmul` inside a gate."""
+    """The product of `causal_toeplitz_matmul` inside a gate."""
     length, channels = _checked_shape(v, "kernel", kernel)
     if kernel.dim() != 2 or kernel.shape[0] != channels or kernel.shape[1] == 0:
-        raise ValueError(f"kernel must have shape (D, K) with D={channels} and K >= 1, not {tuple(kernel.shape)}.")
+        raise ValueError(f"`kernel` must have shape (D, K) with D={channels} and K >= 1, got {tuple(kernel.shape)}")
     kernel = fit_taps(kernel, length) if is_exported() else kernel[:, :length]
     return _convolve(v, kernel, 0, implementation, gate)
 
 
 def dense_toeplitz(coefficients: torch.Tensor) -> torch.Tensor:
-    """The matrices of equation (1), entry by entry: the oracle of the fast products.
+    """The Toeplitz matrices of equation (1), entry by entry. They are the oracle of the fast products.
 
     Args:
         coefficients: `(D, 2L - 1)`, the lags -(L-1) .. L-1 in this order.
@@ -104,13 +105,13 @@ def dense_toeplitz(coefficients: torch.Tensor) -> torch.Tensor:
         `(D, L, L)` with `[d, i, j] = t_{i-j}` of channel d.
 
     Raises:
-        TypeError: `coefficients` is no tensor.
-        ValueError: the number of lags is even.
+        TypeError: `coefficients` is not a tensor.
+        ValueError: it does not have two dimensions, or the number of lags is even.
     """
     if not isinstance(coefficients, torch.Tensor):
-        raise TypeError(f"coefficients must be a tensor, not {type(coefficients).__name__}.")
+        raise TypeError(f"`coefficients` must be a tensor, got {type(coefficients).__name__}")
     if coefficients.dim() != 2 or coefficients.shape[1] % 2 == 0:
-        raise ValueError(f"coefficients must have shape (D, 2L-1), not {tuple(coefficients.shape)}.")
+        raise ValueError(f"`coefficients` must have shape (D, 2L-1), got {tuple(coefficients.shape)}")
     length = (coefficients.shape[1] + 1) // 2
     position = torch.arange(length, device=coefficients.device)
     return coefficients[:, position[:, None] - position[None, :] + length - 1]  # (D, L, L)
@@ -122,7 +123,7 @@ def two_sided(kernel: torch.Tensor) -> torch.Tensor:
 
 
 def fit_lags(coefficients: torch.Tensor, reach: int) -> torch.Tensor:
-    """Two-sided coefficients `(D, 2R - 1)` of reach R, cut or padded with zeros to `(D, 2 reach - 1)`."""
+    """Two-sided coefficients `(D, 2R - 1)`, cut or padded with zeros to `(D, 2 reach - 1)`."""
     given = (coefficients.shape[1] + 1) // 2
     if is_exported():
         return pad(coefficients, (reach, reach))[:, given : given + 2 * reach - 1]
@@ -142,11 +143,11 @@ def fit_taps(kernel: torch.Tensor, length: int) -> torch.Tensor:
 def filter_by_response(
     v: torch.Tensor, response: torch.Tensor, implementation: str = "fused", gate: Gate = NO_GATE
 ) -> torch.Tensor:
-    """Circular convolution of the zero-padded `v` `(B, L, D)` with filters that are given by their responses.
+    """The circular convolution of the zero-padded `v` `(B, L, D)` with filters given by their frequency responses.
 
     Args:
         response: `(2, D, F/2 + 1)`, real and imaginary part at the frequencies 2 pi m / F, F even and at least L. The
-            imaginary part is taken as 0 at m = 0 and m = F/2, where that of a real filter is.
+            imaginary part counts as 0 at m = 0 and m = F/2, where it is 0 for a real filter.
 
     Returns:
         The first L entries, `(B, L, D)`, in the dtype of `v`. The other arguments are those of `toeplitz_matmul`.
@@ -157,7 +158,7 @@ def filter_by_response(
 
 
 def eager_convolution(v: torch.Tensor, kernel: torch.Tensor, windows: Windows, gate: Gate) -> torch.Tensor:
-    """What `fused_convolution` computes, by autograd, for one window."""
+    """The result of `fused_convolution` for a single window, by PyTorch's own operations."""
     x = gate.inputs(v).transpose(1, 2).to(kernel.dtype)  # (B, D, L)
     if is_exported() and not is_response(kernel):
         y = exported_convolution(x, kernel, windows.size, windows.skip)  # (B, D, L)
@@ -180,25 +181,25 @@ def _convolve(v: torch.Tensor, kernel: torch.Tensor, first: int, implementation:
 
 def _filter(v: torch.Tensor, kernel: torch.Tensor, windows: Windows, fused: bool, gate: Gate) -> torch.Tensor:
     if v.numel() == 0 and not must_be_eager():
-        # MKL refuses transforms of nothing. All inputs stay in the graph, for gradients of zero.
+        # MKL refuses transforms of empty tensors. All inputs stay in the graph, so that their gradients are zero.
         return gate.apply(gate.inputs(v), "eager") * kernel.sum().to(v.dtype)
     if not fused:
         return eager_convolution(v, kernel, windows, gate)
     if has_parameters(gate.act):
-        # They have gradients as well, which autograd computes around the product.
+        # The activation has parameters, whose gradients autograd computes around the product.
         return gate.apply(fused_convolution(gate.inputs(v), kernel, windows), "eager")
     return fused_convolution(v, kernel, windows, gate)
 
 
 def _checked_shape(v: torch.Tensor, name: str, kernel: torch.Tensor) -> tuple[int, int]:
-    """L and D of `v`, of real floating numbers, beside a `kernel` called `name` on the same device."""
+    """L and D of `v`, after a check of `v` and of the `kernel` called `name`."""
     for argument, value in (("v", v), (name, kernel)):
         if not isinstance(value, torch.Tensor):
-            raise TypeError(f"{argument} must be a tensor, not {type(value).__name__}.")
+            raise TypeError(f"`{argument}` must be a tensor, got {type(value).__name__}")
         if not value.is_floating_point():
-            raise TypeError(f"{argument} must hold real floating numbers, not {value.dtype}.")
+            raise TypeError(f"`{argument}` must hold real floating-point numbers, got {value.dtype}")
     if v.dim() != 3 or v.shape[1] == 0:
-        raise ValueError(f"v must have shape (B, L, D) with L >= 1, not {tuple(v.shape)}.")
+        raise ValueError(f"`v` must have shape (B, L, D) with L >= 1, got {tuple(v.shape)}")
     if v.device != kernel.device:
-        raise ValueError(f"{name} is on the device {kernel.device}, v on {v.device}.")
+        raise ValueError(f"`{name}` must be on the device of v, {v.device}, got {kernel.device}")
     return v.shape[1], v.shape[2]

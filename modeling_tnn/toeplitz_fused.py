@@ -1,19 +1,20 @@
 """Gated convolution along a sequence, a few channels at a time, with spectra computed again in the backward pass.
 
-    h = act(u) * (k * (mask act(v)))[first .. first + L - 1]          (* without act: the same with act(x) = x, u = 1)
+    h = act(u) * (k * (mask act(v)))[first .. first + L - 1]          (without a gate: act(x) = x, act(u) = 1)
 
 B batch, L length, D channels, K taps, F transform length, S = F - K + 1 new outputs of a window, W windows, C channels
 of a chunk.
 
-The same result as by the differentiable operations of `toeplitz.py` and `gating.py`, which are its oracles. What makes
-it faster (figures: Benchmarks in the docs): temporaries stay small enough for the processor's cache, since large ones
-are page-faulted on every call; the gradient of a real transform is a real transform, where PyTorch's own backward of
-rfft is a complex one of twice the work; a filter much shorter than the sequence is applied to windows that overlap by
-K - 1 (overlap-save). No spectrum and no activation is kept: it saves u, v, the filter and the mixed values alone.
+The result is that of the differentiable operations of `toeplitz.py` and `gating.py`, which are its oracles. It is
+faster for three reasons (figures: Benchmarks in the docs). Temporaries fit into the processor's cache; large ones
+would cause page faults on every call. The gradient of a real transform is a real transform; PyTorch's own backward of
+rfft is a complex one with twice the work. A filter much shorter than the sequence is applied to windows that overlap
+by K - 1 (overlap-save). Only u, v, the filter and the mixed values are saved, but no spectrum and no activation.
 
-In a single window x begins at entry 0 and the outputs at entry `first`: what wraps around misses them as soon as
-F >= L + max(first, K - 1 - first). Of several windows each begins S after the last, x begins K - 1 - first into the
-first one, and entries K - 1 and later are free of what wrapped around. Both hold in the backward pass as well.
+In a single window, x begins at entry 0 and the outputs at entry `first`. The part that wraps around does not reach the
+outputs if F >= L + max(first, K - 1 - first). With several windows, each begins S entries after the one before, x
+begins K - 1 - first entries into the first one, and the part that wraps around ends before entry K - 1. The backward
+pass uses the same layout.
 """
 
 from functools import partial
@@ -24,34 +25,34 @@ from torch.nn.functional import pad
 
 from .gating import NO_GATE, Gate, differentiable_gradients, must_differentiate, value_and_vjp
 
-# Numbers in a temporary: on the CPU what its cache holds, elsewhere what keeps the device busy.
+# Numbers in a temporary: on the CPU as many as its cache holds, on other devices enough to keep them busy.
 CHUNK = 2**18
 
 LARGE_CHUNK = 2**27
 
-# How many times longer than the filter a sequence must be for windows, and a window then is (measured).
+# Ratios to the length of the filter (measured): of the shortest sequence that gets windows, and of a window.
 LONG, WINDOW = 8, 4
 
 SHORTEST_WINDOW = 256
 
 
 class Windows(NamedTuple):
-    """How a sequence is laid into transforms, see above."""
+    """The layout of a sequence in windows, one transform each, see above."""
 
     size: int  # F
     step: int  # S
     count: int  # W
-    offset: int  # where in the first window x begins
-    skip: int  # entries of each window that are not outputs
+    offset: int  # entry of the first window at which x begins
+    skip: int  # number of first entries of each window that are not outputs
 
     @property
     def span(self) -> int:
-        """Entries that all windows cover."""
+        """The number of entries that the windows cover together."""
         return self.size + (self.count - 1) * self.step
 
 
 def lay_windows(length: int, taps: int, first: int, one_size: int) -> Windows:
-    """Windows for a sequence that is long beside its `taps` taps, else a single one of `one_size`."""
+    """The windows of a sequence: several if it is much longer than the `taps`, else a single one of `one_size`."""
     if length < LONG * taps or length <= SHORTEST_WINDOW:
         return single_window(one_size, first)
     size = max(SHORTEST_WINDOW, 1 << (WINDOW * taps - 1).bit_length())
@@ -60,12 +61,12 @@ def lay_windows(length: int, taps: int, first: int, one_size: int) -> Windows:
 
 
 def single_window(size: int, first: int) -> Windows:
-    """All of a sequence in one transform, of which the outputs are the entries from `first` on."""
+    """A single window for the whole sequence, whose outputs begin at entry `first`."""
     return Windows(size, size, 1, 0, first)
 
 
 class GatedConvolution(torch.autograd.Function):
-    """The function above on channel-major views. Its derivative is differentiable by way of `eager_windows`.
+    """The gated convolution above on channel-major views. Higher derivatives are those of `eager_windows`.
 
     Inputs: `v` `(D, B, L)`; `kernel`, taps `(D, K)` or real and imaginary part of a response `(2, D, F/2 + 1)`; `u`
     `(D, B, L)` or None; `mask` `(B, L)` or None; `act`, elementwise and without parameters, or None; the windows.
@@ -95,7 +96,7 @@ class GatedConvolution(torch.autograd.Function):
         v, kernel, u, mask, mixed = ctx.saved_tensors
         act, windows = ctx.act, ctx.windows
         if must_differentiate(gradient):
-            # Not by `mixed`, which has no graph.
+            # `mixed` cannot be used, because it has no graph.
             function = partial(eager_windows, mask=mask, act=act, windows=windows)
             found = differentiable_gradients(function, (v, kernel, u), ctx.needs_input_grad, gradient)
             return *found, None, None, None
@@ -131,7 +132,7 @@ class GatedConvolution(torch.autograd.Function):
 
 
 def eager_windows(v, kernel, u, mask, act, windows: Windows) -> torch.Tensor:
-    """What `GatedConvolution` computes, of the same arguments, by operations that autograd can differentiate."""
+    """The result of `GatedConvolution` for the same arguments, by operations that autograd can differentiate."""
     x, length = v.to(kernel.dtype), v.shape[2]
     x = mask_out(x if act is None else act(x), mask)  # (D, B, L)
     x = pad(x, (windows.offset, windows.span - windows.offset - length)).unfold(-1, windows.size, windows.step)
@@ -141,20 +142,20 @@ def eager_windows(v, kernel, u, mask, act, windows: Windows) -> torch.Tensor:
 
 
 def fused_convolution(v: torch.Tensor, kernel: torch.Tensor, windows: Windows, gate: Gate = NO_GATE) -> torch.Tensor:
-    """`GatedConvolution` of `v` `(B, L, D)`, in whatever order it and the gate lie in memory."""
+    """The `GatedConvolution` of `v` `(B, L, D)`. `v` and the gate may have any memory layout."""
     u = None if gate.u is None else gate.u.permute(2, 0, 1)
     return GatedConvolution.apply(v.permute(2, 0, 1), kernel, u, gate.mask, gate.act, windows).permute(1, 2, 0)
 
 
 def chunks(v: torch.Tensor, windows: Windows) -> list[slice]:
-    """Slices of the channels of `v` `(D, B, L)`."""
+    """Slices of the channels of `v` `(D, B, L)` that are computed together."""
     channels, numbers = v.shape[0], windows.size * windows.count * max(1, v.shape[1])
     step = max(1, (CHUNK if v.device.type == "cpu" else LARGE_CHUNK) // numbers)
     return [slice(start, min(start + step, channels)) for start in range(0, channels, step)]
 
 
 def mask_out(x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """`x` `(C, B, L)`, zero where the mask `(B, L)` is."""
+    """`x` `(C, B, L)`, set to zero where the mask `(B, L)` is False."""
     return x if mask is None else x.masked_fill(~mask, 0)
 
 
@@ -168,17 +169,17 @@ def response(kernel: torch.Tensor, chosen: slice, windows: Windows) -> torch.Ten
 
 
 def is_response(kernel: torch.Tensor) -> bool:
-    """Whether a filter is given by real and imaginary part of its response `(2, D, F/2 + 1)`, or by taps `(D, K)`."""
+    """Whether `kernel` is a response `(2, D, F/2 + 1)` (real and imaginary part) and not taps `(D, K)`."""
     return kernel.dim() == 3
 
 
 def complex_response(parts: torch.Tensor) -> torch.Tensor:
-    """Real and imaginary part `(2, C, F/2 + 1)` as one response `(C, F/2 + 1)`, real at both ends as of real taps."""
+    """The complex response `(C, F/2 + 1)` of real taps from `parts` `(2, C, F/2 + 1)`. It is real at both ends."""
     return torch.complex(parts[0], pad(parts[1][:, 1:-1], (1, 1)))
 
 
 def zeros(buffer: torch.Tensor | None, x: torch.Tensor, *sizes: int) -> torch.Tensor:
-    """A buffer `(C, B, *sizes)` of zeros, or the last one, whose zeros are still where they were."""
+    """A buffer `(C, B, *sizes)` of zeros, or the last `buffer`, whose zeros have not been overwritten."""
     if buffer is None or buffer.shape[0] != x.shape[0]:
         buffer = x.new_zeros(*x.shape[:2], *sizes)
     return buffer
@@ -192,7 +193,7 @@ def transform(buffer: torch.Tensor | None, x: torch.Tensor, windows: Windows):
 
 
 def transform_gradient(buffer: torch.Tensor | None, g: torch.Tensor, windows: Windows):
-    """The buffer, and the spectra of the gradients `(C, B, L)` of the outputs, each in the place of its window."""
+    """The buffer, and the spectra `(C, B, W, F/2 + 1)` of the gradients `g` `(C, B, L)`, laid out in the windows."""
     buffer = zeros(buffer, g, windows.count, windows.size)
     if windows.count > 1:
         g = pad(g, (0, windows.count * windows.step - g.shape[2])).unflatten(-1, (windows.count, windows.step))
@@ -203,7 +204,7 @@ def transform_gradient(buffer: torch.Tensor | None, g: torch.Tensor, windows: Wi
 
 
 def overlap_add(parts: torch.Tensor, length: int, windows: Windows) -> torch.Tensor:
-    """The sum `(C, B, L)` of windows `(C, B, W, F)` in their places."""
+    """The sum `(C, B, L)` of overlapping windows `(C, B, W, F)`."""
     if windows.count == 1:
         total = parts[:, :, 0]
     else:
@@ -215,7 +216,7 @@ def overlap_add(parts: torch.Tensor, length: int, windows: Windows) -> torch.Ten
 
 
 def store_gradient(gradient: torch.Tensor, chosen: slice, correlation: torch.Tensor, windows: Windows):
-    """Write the gradient of some channels of a filter, from the summed spectra `(C, F/2 + 1)` of what it met."""
+    """Write the gradient of the `chosen` channels of a filter, from the summed correlation spectra `(C, F/2 + 1)`."""
     if not is_response(gradient):
         gradient[chosen] = torch.fft.irfft(correlation, n=windows.size)[:, : gradient.shape[1]]
         return

@@ -1,1 +1,1 @@
-"""The programs, run as `python scripts/NAME.py`, and the rooms behind them."""
+"""The programs, run as `python scripts/NAME.py`, and the modules that they share."""

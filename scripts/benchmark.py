@@ -1,4 +1,6 @@
-"""Measure speed and memory beside peers, in one process, interleaved; JSON, a table and a picture.
+"""Measure speed and memory of TNNs and their peers, and write JSON, a table and a picture.
+
+Times are measured with all variants interleaved in one process. Every ratio is the median of the per-round ratios.
 
 Example:
     python scripts/benchmark.py operators
@@ -30,13 +32,13 @@ from tnn_scripts.common.parser import ProgramParser
 
 # Each is a module of `benchmarks/` with `add_arguments`, `run` and `table`.
 SUITES = {
-    "operators": "forward and backward of one operator, beside the released form",
-    "training": "a training step, beside the released form and transformers' models",
-    "memory": "what a training step keeps and takes, beside the same",
+    "operators": "forward and backward of one operator, compared with the released form",
+    "training": "a training step, compared with the released form and transformers' models",
+    "memory": "memory of a training step, compared with the same",
     "generation": "time per new token and state, by length of the context",
-    "decoding": "time per new token in one operator, beside dot products",
-    "streaming": "a long text in segments",
-    "state_size": "an RTF layer by its state size, beside an associative scan",
+    "decoding": "time per new token in one operator, compared with dot products",
+    "streaming": "time and memory of a long text in segments",
+    "state_size": "an RTF layer by its state size, compared with an associative scan",
     "long_range": "training steps per second of classifiers, by length",
 }
 
@@ -53,7 +55,7 @@ def parse_arguments(modules: dict[str, ModuleType]) -> argparse.Namespace:
 
 @report_errors
 def main():
-    # In here: processes that a suite starts need only the suite.
+    # Imported here, because processes that a suite starts need only that suite.
     modules = {name: importlib.import_module(f"tnn_scripts.benchmarks.{name}") for name in SUITES}
     args = parse_arguments(modules)
     for file in filter(None, (args.output_file, args.plot)):
@@ -67,7 +69,7 @@ def main():
     if args.output_file is not None:
         write_json(args.output_file, {"settings": settings, "versions": versions, "rows": rows})
     if args.plot is not None:
-        from tnn_scripts.benchmarks.plot import plot  # matplotlib is needed for this alone
+        from tnn_scripts.benchmarks.plot import plot  # only this needs matplotlib
 
         plot(args.suite, rows, args.plot)
 

@@ -1,8 +1,8 @@
-"""Write in turns with a causal model, in the terminal: it reads a line, and goes on from all that was said.
+"""Chat with a causal model in the terminal: it reads a line and continues the conversation.
 
-What was said stays in the cache: for a turn, only its own tokens are read. A tokenizer with a chat template marks the
-turns by it; without one, the model goes on with the text as it stands. An empty line, Ctrl-D or Ctrl-C ends it; /new
-begins anew.
+The conversation stays in the cache, so that each turn reads only its own tokens. A tokenizer with a chat template
+marks the turns by it. Without a template, the model continues the plain text. An empty line, Ctrl-D or Ctrl-C ends the
+chat; /new starts a new conversation.
 
 Example:
     python scripts/chat.py --model_name_or_path outputs/demo
@@ -27,21 +27,24 @@ def parse_arguments() -> argparse.Namespace:
     parser = ProgramParser(description=__doc__)
     parser.add_argument("--model_name_or_path", required=True)
     parser.add_argument("--max_new_tokens", type=int, default=100)
-    parser.add_argument("--temperature", type=float, default=1.0, help="Below 1 likelier words, 0 for the likeliest.")
-    parser.add_argument("--top_p", type=float, default=0.95, help="Draw from the likeliest words of this share.")
-    parser.add_argument("--system", help="First message of a tokenizer with a chat template.")
+    parser.add_argument("--temperature", type=float, default=1.0, help="Sampling temperature; 0 is greedy.")
+    parser.add_argument("--top_p", type=float, default=0.95, help="Sample from the likeliest tokens of this mass.")
+    parser.add_argument("--system", help="System message, for a tokenizer with a chat template.")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--trust_remote_code", action="store_true")
     args = parser.parse_args()
     if args.max_new_tokens < 1 or args.temperature < 0 or not 0 < args.top_p <= 1:
-        parser.error("--max_new_tokens must be at least 1, --temperature at least 0, --top_p above 0 and at most 1")
+        parser.error(
+            "--max_new_tokens must be at least 1, --temperature at least 0, and --top_p in (0, 1], got "
+            f"{args.max_new_tokens}, {args.temperature:g} and {args.top_p:g}"
+        )
     return args
 
 
 class Conversation:
-    """What was said, as tokens, and the cache of the model that has read them."""
+    """The tokens of a conversation, and the cache of the model that has read them."""
 
     def __init__(self, model: PreTrainedModel, tokenizer, system: str | None, options: dict):
         self.model, self.tokenizer, self.options = model, tokenizer, options
@@ -50,7 +53,7 @@ class Conversation:
         self.cache = DynamicCache(config=model.config)
 
     def answer(self, line: str) -> str:
-        """What the model writes after `line`; it also streams to stdout."""
+        """The answer of the model to `line`. It also streams to stdout."""
         self.ids = self._prompt(line)  # (1, L)
         streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
         before = self.ids.shape[1]
@@ -64,7 +67,7 @@ class Conversation:
         return text
 
     def _prompt(self, line: str) -> torch.Tensor:
-        """The tokens so far and those of a new line `(1, L)`."""
+        """The tokens of the conversation and of the new `line`, `(1, L)`."""
         self.messages.append({"role": "user", "content": line})
         if self.tokenizer.chat_template is None:
             new = self.tokenizer(line, return_tensors="pt", add_special_tokens=not self.ids.shape[1])["input_ids"]
@@ -73,7 +76,7 @@ class Conversation:
             self.messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )["input_ids"]
         if not torch.equal(ids[:, : self.ids.shape[1]], self.ids):
-            self.cache = DynamicCache(config=self.model.config)  # the template wrote the past in another way
+            self.cache = DynamicCache(config=self.model.config)  # the template has changed the earlier text
         return ids
 
 

@@ -1,8 +1,8 @@
 """Convert a checkpoint of the released TNN, FD, SKI or RTF code to a folder that `from_pretrained` loads.
 
-Every tensor of the checkpoint ends up in the model or in the report with the reason why not; nothing of the model is
-left without a value. Files are `.safetensors`, or `.pt` as fairseq writes them, of which only tensors and plain
-options are read: a pickle that holds anything else is refused, since reading it would run its code.
+Every tensor of the checkpoint goes to the model, or the report says why it does not. Every parameter of the model gets
+a value. Files are `.safetensors`, or `.pt` as fairseq writes them. Of a `.pt` file only tensors and plain options are
+read. A pickle with other objects is refused, because reading it would run its code.
 
 Example:
     python scripts/convert_original.py checkpoint_best.pt outputs/converted --architecture tnn_v2_decay_99_pre
@@ -29,7 +29,7 @@ from tnn_scripts.common.parser import ProgramParser
 from tnn_scripts.original.names import BOOKKEEPING, heads_together, our_layout, our_name, split_rational
 from tnn_scripts.original.options import ARCHITECTURES, HEADS, Architecture, check_supported, operator_of, sizes
 
-# What the modules of a head are called here; the body is under `model.`, or on its own without a head.
+# Prefixes of the modules of each head; the body is under `model.`, or has no prefix without a head.
 HEAD_MODULES = {
     "base": (),
     "causal-lm": ("lm_head.",),
@@ -49,42 +49,42 @@ LEFT_OUT = {
 
 def parse_arguments() -> argparse.Namespace:
     parser = ProgramParser(description=__doc__)
-    parser.add_argument("checkpoint", type=Path, help=".safetensors, or .pt of fairseq")
-    parser.add_argument("output_dir", type=Path, help="where model and report go")
-    parser.add_argument("--architecture", required=True, choices=list(ARCHITECTURES), help="how it was built")
+    parser.add_argument("checkpoint", type=Path, help="Checkpoint: .safetensors, or .pt of fairseq.")
+    parser.add_argument("output_dir", type=Path, help="Folder for the model and the report.")
+    parser.add_argument("--architecture", required=True, choices=list(ARCHITECTURES), help="Name of the architecture.")
     parser.add_argument("--overwrite_output_dir", action="store_true")
-    parser.add_argument("--hparams", type=Path, help="JSON of official options that differ from its defaults")
-    parser.add_argument("--head", choices=list(HEADS), help="another head than the one of the architecture")
+    parser.add_argument("--hparams", type=Path, help="JSON file of official options that differ from its defaults.")
+    parser.add_argument("--head", choices=list(HEADS), help="Head, if not that of the architecture.")
     parser.add_argument(
         "--published_ski",
         action="store_true",
-        help="accept that SKI interpolates as published, not as released, and give other outputs",
+        help="Accept that SKI interpolates as published, not as released: outputs differ from the released model.",
     )
     return parser.parse_args()
 
 
 def read_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], dict]:
-    """The tensors of a file and the options that it holds.
+    """The tensors and the options in a file.
 
     Raises:
-        ValueError: another kind of file, a pickle with other objects than tensors and options, or a damaged file.
+        ValueError: the file is of another kind, damaged, or a pickle with other objects than tensors and options.
     """
     if path.suffix == ".safetensors":
         try:
             return load_file(path), {}
         except SafetensorError as error:
-            raise ValueError(f"{path} is no readable safetensors file: {error}") from error
+            raise ValueError(f"{path} is damaged or not a safetensors file: {error}") from error
     if path.suffix not in (".pt", ".pth", ".bin"):
-        raise ValueError(f"{path} is not possible: it must be a .safetensors, .pt, .pth or .bin file.")
+        raise ValueError(f"The checkpoint must be a .safetensors, .pt, .pth or .bin file, got {path}")
     try:
-        # fairseq keeps its options in a Namespace: a bag of attributes, which runs nothing when it is read.
+        # fairseq stores its options in a Namespace, which runs no code when it is read.
         with torch.serialization.safe_globals([argparse.Namespace]):
             content = torch.load(path, map_location="cpu", weights_only=True)
-    # A damaged file raises whatever its first bad byte leads to.
+    # A damaged file may raise any of these.
     except (pickle.UnpicklingError, RuntimeError, EOFError, LookupError) as error:
         raise ValueError(
-            f"{path} is refused: it is damaged or holds other objects than tensors and options, and reading those "
-            f"would run code. Whoever trusts it may save its tensors as .safetensors. {str(error)[:200]}"
+            f"{path} is refused: it is damaged, or it holds objects other than tensors and options, and reading these "
+            f"would run code. If you trust the file, save its tensors as .safetensors. {str(error)[:200]}"
         ) from error
     state = next((content[name] for name in ("model", "state_dict") if name in content), content)
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
@@ -101,29 +101,30 @@ def options_of(content: dict) -> dict:
 
 
 def rename(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Tensors under our names, the body without a prefix, and the official name of each.
+    """The tensors by their names here, the body without a prefix, and the official name of each.
 
     Raises:
-        ValueError: two tensors have one name here.
+        ValueError: two tensors get the same name.
     """
     renamed, official_names = {}, {}
     for official, value in tensors.items():
         if BOOKKEEPING.search(official):
             continue
         name = our_name(official).removeprefix("model.")
-        # A lone layer of tnn-pytorch has no prefix.
+        # A stand-alone layer of tnn-pytorch has no prefix.
         name = f"layers.0.{name}" if name.startswith(("gtu.", "glu.", "gtu_norm.", "glu_norm.")) else name
         if name in renamed:
-            raise ValueError(f"{official_names[name]} and {official} cannot both be converted: both are {name} here.")
+            both = f"{official_names[name]} and {official}"
+            raise ValueError(f"The tensors must have different names after the conversion, got {name} for {both}")
         renamed[name], official_names[name] = our_layout(official, value), official
     return renamed, official_names
 
 
 def take_decay(tensors: dict, options: dict) -> dict:
-    """The decay fields of the configuration; fixed decays, which are no parameters here, leave `tensors`.
+    """The decay fields of the configuration. Fixed decays are not parameters here, so they are taken out of `tensors`.
 
     Raises:
-        ValueError: fixed decays differ, from each other or from the option.
+        ValueError: the fixed decays differ from each other or from the option.
     """
     if options.get("use_multi_decay"):
         return {"decay": options.get("gamma", 0.99), "learnable_decay": True}
@@ -133,15 +134,15 @@ def take_decay(tensors: dict, options: dict) -> dict:
     values = torch.cat(stored).unique().tolist()
     # Half precision stores 0.99 as 0.9897.
     if len(values) > 1 or abs(values[0] - options.get("gamma", values[0])) > 1e-3:
-        raise ValueError(f"gamma={options.get('gamma')} contradicts the checkpoint, which stores {values[:4]}.")
+        raise ValueError(f"gamma must be the decay in the checkpoint, {values[:4]}, got {options.get('gamma')}")
     return {"ski_decay" if operator_of(options) == "ski" else "decay": values[0]}
 
 
 def take_tie(tensors: dict, options: dict) -> bool:
-    """Whether the output matrix is the input embedding; a copy of it leaves `tensors`.
+    """Whether the output matrix is the input embedding. A copy of it is taken out of `tensors`.
 
     Raises:
-        ValueError: the options say otherwise.
+        ValueError: the options contradict the tensors.
     """
     declared = options.get("share_decoder_input_output_embed")
     if declared is None and "untie_weights_roberta" in options:
@@ -150,8 +151,8 @@ def take_tie(tensors: dict, options: dict) -> bool:
     tied = projection is None or torch.equal(projection, tensors[EMBEDDING])
     if declared is not None and declared != tied:
         raise ValueError(
-            f"The options say that output and input embeddings are {'one matrix' if declared else 'two matrices'}, "
-            f"the checkpoint holds {'one' if tied else 'two'}."
+            f"The options must say that output and input embeddings are {'one matrix' if tied else 'two matrices'}, "
+            f"as in the checkpoint, got {'one' if declared else 'two'}"
         )
     if tied:
         tensors.pop("lm_head.weight", None)
@@ -159,7 +160,7 @@ def take_tie(tensors: dict, options: dict) -> bool:
 
 
 def arrange_operators(tensors: dict, config: TnnConfig, num_heads: int):
-    """Bring parameters of RTF and FD operators into the form that they have here, in place."""
+    """Rearrange the parameters of RTF and FD operators into their form here, in place."""
     for name in [name for name in tensors if name.endswith("tno.ab")]:
         stem = name.removesuffix("ab")
         parts = split_rational(tensors.pop(name), len(tensors[f"{stem}direct"]))
@@ -173,36 +174,36 @@ def check_complete(tensors: dict, expected: dict, official_names: dict):
     """Compare names and shapes with those of the model.
 
     Raises:
-        ValueError: something is missing, left over or of another shape.
+        ValueError: a tensor is missing, left over or of another shape.
     """
     missing = sorted(expected.keys() - tensors.keys())
     left_over = sorted(official_names.get(name, name) for name in tensors.keys() - expected.keys())
     shapes = [
-        f"{official_names.get(name, name)} {tuple(tensors[name].shape)} instead of {tuple(expected[name].shape)}"
+        f"{official_names.get(name, name)} must be {tuple(expected[name].shape)}, got {tuple(tensors[name].shape)}"
         for name in sorted(expected.keys() & tensors.keys())
         if tensors[name].shape != expected[name].shape
     ]
-    problems = {"nothing for": missing, "left over": left_over, "of another shape": shapes}
+    problems = {"missing": missing, "left over": left_over, "wrong shapes": shapes}
     if any(problems.values()):
         lines = [f"{what} {', '.join(names[:8])}" for what, names in problems.items() if names]
         raise ValueError(
             f"The checkpoint does not fit the architecture and its options: {'; '.join(lines)}. "
-            "Options that change names and shapes are norm_type, use_norm, tno_type, the normalisation before or "
-            "after, and the head."
+            "The options norm_type, use_norm and tno_type, the position of the norm, and the head change names and "
+            "shapes."
         )
 
 
 def warnings_of(config: TnnConfig, published_ski: bool) -> list[str]:
-    """What the converted model computes differently, on purpose.
+    """Warnings about intended differences between the converted and the released model.
 
     Raises:
-        ValueError: the difference is one that must be accepted.
+        ValueError: the user must accept the difference first.
     """
     if config.tno_type == "ski" and not published_ski:
         raise ValueError(
-            "tno_type='skitno_inv_time' is refused: the released interpolation weights fade after two or three "
-            "tokens, those here are linear, as published, and the outputs would not be those the model was trained "
-            "for. --published_ski takes the parameters over nevertheless, to train them further."
+            "--published_ski must be given for tno_type='skitno_inv_time'. The released interpolation weights vanish "
+            "after two or three tokens. Those here are linear, as published, so the outputs differ and the model "
+            "needs further training."
         )
     if config.tno_type == "ski":
         return ["SKI interpolates as published: outputs differ from those of the released code."]
@@ -216,12 +217,12 @@ def warnings_of(config: TnnConfig, published_ski: bool) -> list[str]:
 
 
 def name_in_model(name: str, head: str) -> str:
-    """Models with a head keep the body apart."""
+    """The name of a parameter in a model with a `head`, whose body has a prefix."""
     return name if head == "base" or name.startswith(ALL_HEADS) else f"model.{name}"
 
 
 def destinations(tensors: dict, official_names: dict, converted: dict, head: str) -> dict[str, str]:
-    """What each official tensor became: its name in the model, or why it has none."""
+    """For each official tensor its name in the model, or why it has none."""
     names = {official: name for name, official in official_names.items()}
     went = {}
     for official in tensors:
@@ -234,10 +235,10 @@ def destinations(tensors: dict, official_names: dict, converted: dict, head: str
 
 
 def build_config(tensors: dict, options: dict, built: Architecture) -> TnnConfig:
-    """The configuration that the weights, in our names, and the options say; fixed decays and ties leave `tensors`."""
+    """The configuration of the weights and the options. It takes fixed decays and tied weights out of `tensors`."""
     found = sizes(tensors)
     if "gtu_dim" not in found:
-        raise ValueError("The checkpoint has nothing for layers.0.gtu.u_proj.weight: it holds no layers of a TNN.")
+        raise ValueError("The checkpoint must hold layers of a TNN, got nothing for layers.0.gtu.u_proj.weight")
     fields = built.fields(options, found) | take_decay(tensors, options)
     fields |= {"tie_word_embeddings": take_tie(tensors, options)}
     found.pop("gtu_dim")
@@ -257,19 +258,19 @@ def convert(tensors: dict, options: dict, architecture: str, head: str | None = 
         published_ski: accept that SKI interpolates differently.
 
     Returns:
-        The model, and a report: what each official tensor became, and warnings.
+        The model, and a report with the destination of each official tensor and warnings.
 
     Raises:
-        ValueError: the checkpoint does not fit, or has something that cannot be converted.
+        ValueError: the checkpoint does not fit the options, or cannot be converted.
     """
     built = ARCHITECTURES[architecture]
     head, options = head or built.head, built.options | options
     if missing := [name for name in built.required if name not in options]:
-        raise ValueError(f"--hparams must give {', '.join(missing)} for the architecture {architecture}.")
+        raise ValueError(f"{', '.join(missing)} must be given by --hparams for the architecture {architecture}")
     check_supported(options)
     ours, official_names = rename(tensors)
     if EMBEDDING not in ours:
-        raise ValueError(f"The checkpoint has nothing for {EMBEDDING}: layers alone are not a model.")
+        raise ValueError(f"The checkpoint must hold a whole model, got no {EMBEDDING}: layers alone are not a model")
     kept = HEAD_MODULES[head]
     ours = {name: value for name, value in ours.items() if name.startswith(kept) or not name.startswith(ALL_HEADS)}
     config = build_config(ours, options, built)
@@ -281,7 +282,7 @@ def convert(tensors: dict, options: dict, architecture: str, head: str | None = 
 
 
 def load(head: str, config: TnnConfig, tensors: dict, official_names: dict):
-    """A model with `tensors` as they are, dtypes included."""
+    """A model with `tensors`, in their dtypes."""
     with torch.device("meta"):
         model = HEADS[head](config)
     expected = {name.removeprefix("model."): value for name, value in model.state_dict().items()}
@@ -298,12 +299,12 @@ def read_options(file: Path) -> dict:
     """The official options of `--hparams`.
 
     Raises:
-        ValueError: they are no JSON object.
+        ValueError: the file does not hold a JSON object.
     """
     try:
         return dict(json.loads(file.read_text(encoding="utf-8")))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"--hparams {file} must hold a JSON object: {error}.") from error
+        raise ValueError(f"--hparams must be a file with a JSON object, got {file}: {error}") from error
 
 
 @report_errors
@@ -323,7 +324,7 @@ def main():
     left_out = sum(became.startswith("left out") for became in report["tensors"].values())
     sys.stdout.write(
         f"{type(model).__name__} with {model.num_parameters():,} parameters from {len(tensors)} tensors; {left_out} "
-        f"left out, original.json says why; saved in {args.output_dir}\n"
+        f"left out (original.json says why); saved in {args.output_dir}\n"
     )
 
 

@@ -35,7 +35,7 @@ logger = logging.getLogger("demo")
 
 @dataclass
 class DemoArguments:
-    """What the demo trains on, with what, and for how long."""
+    """The options of the demo."""
 
     config_name: str = "tnn-tiny"
     tno_type: str | None = None
@@ -53,16 +53,16 @@ class DemoArguments:
 
 
 def build_config(args: DemoArguments) -> PreTrainedConfig:
-    """The preset with the operator that was asked for.
+    """The configuration of the preset with the chosen operator.
 
     Raises:
-        ValueError: a causal model cannot have that.
+        ValueError: the operator is not causal.
     """
     return load_config(args.config_name, {} if args.tno_type is None else {"tno_type": args.tno_type})
 
 
 def build_trainer(args: DemoArguments, config: PreTrainedConfig) -> Trainer:
-    """Corpus, tokenizer, model and Trainer."""
+    """The Trainer with corpus, tokenizer and model."""
     corpus = load_corpus(args.dataset_name, args.dataset_config_name, documents=args.documents)
     tokenizer = train_tokenizer(corpus["train"], config.vocab_size)
     config.vocab_size = len(tokenizer)
@@ -106,7 +106,7 @@ def perplexity(trainer: Trainer) -> float:
 
 
 def continuation(folder: str, prompt: str, max_new_tokens: int, seed: int) -> str:
-    """Text that the saved model generates, loaded as any user would load it."""
+    """The text that the saved model generates after it is loaded."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
     set_seed(seed)
@@ -117,10 +117,10 @@ def continuation(folder: str, prompt: str, max_new_tokens: int, seed: int) -> st
 
 
 def run(args: DemoArguments, config: PreTrainedConfig):
-    """Train, save, load, sample.
+    """Train, save, load and sample.
 
     Raises:
-        ValueError: the text or the options are not possible.
+        ValueError: the text or the options are wrong.
         SavingError: the model could not be written.
     """
     set_seed(args.seed)

@@ -1,11 +1,11 @@
-"""Perplexity and bits per byte of causal language models on a text, by the length of what they read at once.
+"""Measure perplexity and bits per byte of causal language models on a text, by the length of the rows they read.
 
-Every length scores the same tokens, each once: all of the text but its first. The text is cut into rows of each length
-that overlap by one token, and every token of a row but its first is scored from what comes before it in the row. With
---stride S rows begin every S tokens and only their last S tokens are scored (of the first row all but one): each score
-then has a context of nearly the whole length. The last row is as long as the text leaves it. Rows longer than
---tokens_per_pass are read in parts with a cache, so that memory does not grow with the length (of models whose state
-does not). Bits per byte are over the bytes of the text that the scored tokens span, as token_bytes.py counts them.
+Every length scores the same tokens once: all tokens of the text except the first. The text is cut into rows that
+overlap by one token. Every token of a row except the first is scored, given the tokens before it in the row. With
+--stride S, rows begin every S tokens, and only their last S tokens are scored (in the first row all except the first).
+Each score then has a context of nearly the whole length. The last row may be shorter. Rows longer than
+--tokens_per_pass are read in parts with a cache, so that memory does not grow with the length if the state of the
+model does not. Bits per byte count the bytes of the text that the scored tokens span, see token_bytes.py.
 
 Example:
     python scripts/evaluate_lm.py --model_name_or_path outputs/wikitext2 --dataset_name Salesforce/wikitext \\
@@ -43,30 +43,32 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--validation_file")
     parser.add_argument("--dataset_name")
     parser.add_argument("--dataset_config_name")
-    parser.add_argument("--split", default="test", help="of the data set")
+    parser.add_argument("--split", default="test", help="Split of the data set.")
     parser.add_argument("--text_column", default="text")
     parser.add_argument("--documents")
     lengths = [512, 1024, 2048, 4096, 8192, 14336]
-    parser.add_argument("--lengths", type=int, nargs="+", default=lengths, help="tokens in a row")
-    parser.add_argument("--stride", type=int, help="also evaluate with a sliding context that moves by this much")
-    parser.add_argument("--max_tokens", type=int, help="read only the beginning of the text")
-    parser.add_argument("--tokens_per_pass", type=int, default=4096, help="tokens in a forward pass; bounds memory")
+    parser.add_argument("--lengths", type=int, nargs="+", default=lengths, help="Numbers of tokens in a row.")
+    parser.add_argument("--stride", type=int, help="Also evaluate with rows that begin every so many tokens.")
+    parser.add_argument("--max_tokens", type=int, help="Read only the first so many tokens of the text.")
+    parser.add_argument("--tokens_per_pass", type=int, default=4096, help="Tokens in a forward pass; limits memory.")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--trust_remote_code", action="store_true")
     args = parser.parse_args()
     if (args.validation_file is None) == (args.dataset_name is None):
-        parser.error("give either --file or --dataset_name")
-    if min(args.lengths) < 2 or args.tokens_per_pass < 1:
-        parser.error("--lengths must be at least 2, --tokens_per_pass at least 1")
+        parser.error("either --validation_file or --dataset_name must be given, and not both")
+    if min(args.lengths) < 2:
+        parser.error(f"--lengths must be at least 2, got {min(args.lengths)}")
+    if args.tokens_per_pass < 1:
+        parser.error(f"--tokens_per_pass must be at least 1, got {args.tokens_per_pass}")
     if args.stride is not None and not 1 <= args.stride < min(args.lengths):
-        parser.error(f"--stride {args.stride} must be at least 1 and below the smallest of --lengths")
+        parser.error(f"--stride must be at least 1 and below the smallest of --lengths, got {args.stride}")
     return args
 
 
 def trained_length(folder: str, config) -> int | None:
-    """The block size that the pretraining script wrote beside the model, or what its config says."""
+    """The length of the training blocks: from training_args.json beside the model, or else from its configuration."""
     arguments = Path(folder) / "training_args.json"
     if arguments.is_file():
         return json.loads(arguments.read_text(encoding="utf-8")).get("block_size")
@@ -74,7 +76,7 @@ def trained_length(folder: str, config) -> int | None:
 
 
 def evaluate_model(name: str, texts, args: argparse.Namespace) -> list[dict]:
-    """One result for each length and way.
+    """Evaluate a model; one result for each length and stride.
 
     Raises:
         ValueError: the text is shorter than the shortest length.
@@ -91,8 +93,8 @@ def evaluate_model(name: str, texts, args: argparse.Namespace) -> list[dict]:
     results = []
     for length in args.lengths:
         if length > len(ids) or (longest is not None and length > longest):
-            what = f"the text has {len(ids)} tokens" if length > len(ids) else f"the model takes {longest}"
-            sys.stderr.write(f"{name}: length {length} is left out, {what}.\n")
+            what = f"the text has {len(ids)} tokens" if length > len(ids) else f"the model takes at most {longest}"
+            sys.stderr.write(f"{name}: length {length} is left out, because {what}.\n")
             continue
         for stride in [None] if args.stride is None else [None, args.stride]:
             advice = f"give a smaller --tokens_per_pass than {args.tokens_per_pass}"
@@ -106,12 +108,12 @@ def evaluate_model(name: str, texts, args: argparse.Namespace) -> list[dict]:
             fields = {"model": name, "trained_length": trained_length(name, model.config), "length": length}
             results.append(fields | {"stride": stride} | figures | result)
     if not results:
-        raise ValueError(f"{name}: the text has {len(ids)} tokens, fewer than any of the lengths.")
+        raise ValueError(f"--lengths must have one that fits {name} and the {len(ids)} tokens of the text, got none")
     return results
 
 
 def labels(results: list[dict]) -> list[tuple[str, int | None]]:
-    """The lines of the plot and columns of the table: model and stride."""
+    """The names of the lines of the plot and the columns of the table: model and stride."""
     return list(dict.fromkeys((result["model"], result["stride"]) for result in results))
 
 
@@ -120,7 +122,7 @@ def label_text(model: str, stride: int | None) -> str:
 
 
 def table(results: list[dict]) -> str:
-    """Markdown: perplexity and bits per byte by length."""
+    """A Markdown table of perplexity and bits per byte by length."""
     columns = labels(results)
     figures = {
         (r["model"], r["stride"], r["length"]): f"{r['perplexity']:.2f} ({r['bits_per_byte']:.3f})" for r in results
@@ -133,7 +135,7 @@ def table(results: list[dict]) -> str:
 
 
 def plot(results: list[dict], file: Path):
-    """Perplexity by length, and where training ended."""
+    """Draw perplexity over length, with a mark at the length of the training."""
     figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
     for model, stride in labels(results):
         points = [(r["length"], r["perplexity"]) for r in results if (r["model"], r["stride"]) == (model, stride)]
@@ -156,7 +158,7 @@ def plot(results: list[dict], file: Path):
 
 
 def report(results: list[dict], args: argparse.Namespace):
-    """What there is so far, as JSON, Markdown and a plot."""
+    """Write the results so far as JSON, Markdown and a plot."""
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
     write_json(args.output_dir / "all_results.json", {"settings": settings, "results": results})
     write_text(args.output_dir / "perplexity.md", table(results) + "\n")

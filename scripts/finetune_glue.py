@@ -1,6 +1,7 @@
-"""Fine-tune a model on GLUE tasks, or on files of the same shape, with the Trainer; options as in run_glue.py.
+"""Fine-tune a model on GLUE tasks, or on files of the same form, with transformers' Trainer.
 
---sweep trains with each learning rate and seed, and keeps the model with the best validation score of each task.
+The options are those of run_glue.py of transformers. --sweep trains with each learning rate and seed, and keeps the
+model with the best validation score for each task.
 
 Example:
     python scripts/finetune_glue.py --model_name_or_path outputs/masked --task_name sst2 --do_train --do_eval \\
@@ -54,7 +55,7 @@ logger = logging.getLogger("finetune_glue")
 
 @dataclass(kw_only=True)
 class GlueArguments(GroupArguments):
-    """The model, the data, and what of it is used."""
+    """The options for the model and the data."""
 
     model_name_or_path: str
     task_name: list[str] | None = field(default=None, metadata={"help": f"all, or some of: {', '.join(TASKS)}."})
@@ -62,16 +63,16 @@ class GlueArguments(GroupArguments):
     dataset_path: str | None = None
     train_file: str | None = None
     validation_file: str | None = None
-    test_file: str | None = field(default=None, metadata={"help": "The same, to predict; labels are not needed."})
-    sentence1_key: str | None = field(default=None, metadata={"help": "Column of the files with the sentences."})
-    sentence2_key: str | None = field(default=None, metadata={"help": "Column with the second ones, of pairs."})
+    test_file: str | None = field(default=None, metadata={"help": "File to predict; it needs no labels."})
+    sentence1_key: str | None = field(default=None, metadata={"help": "Column of the files with the first sentences."})
+    sentence2_key: str | None = field(default=None, metadata={"help": "Column with the second sentences of pairs."})
     max_seq_length: int = field(default=128, metadata={"help": "Longer texts are cut."})
-    pad_to_max_length: bool = field(default=False, metadata={"help": "Pad to max_seq_length, not to the batch."})
+    pad_to_max_length: bool = field(default=False, metadata={"help": "Pad all texts to max_seq_length."})
     max_train_samples: int | None = None
     max_eval_samples: int | None = None
-    max_predict_samples: int | None = field(default=None, metadata={"help": "Predict the first so many."})
+    max_predict_samples: int | None = field(default=None, metadata={"help": "Predict the first so many rows."})
     from_scratch: bool = field(default=False, metadata={"help": "Random weights instead of the trained ones."})
-    sweep: bool = field(default=False, metadata={"help": "Train with each learning rate and seed, keep the best."})
+    sweep: bool = field(default=False, metadata={"help": "Train with each learning rate and seed; keep the best."})
     sweep_learning_rates: list[float] = field(default_factory=lambda: [1e-5, 3e-5, 6e-5, 1e-4])  # of the TNN paper
     sweep_seeds: list[int] = field(default_factory=lambda: [0, 1, 2], metadata={"help": "Seeds of the sweep."})
     trust_remote_code: bool = False
@@ -82,16 +83,16 @@ class GlueArguments(GroupArguments):
         super().__post_init__()
         files = (self.train_file is not None) + (self.validation_file is not None)
         if (self.task_name is None) == (files == 0) or files == 1:
-            raise ValueError("give either --task_name, or both --train_file and --validation_file")
+            raise ValueError("either --task_name or both --train_file and --validation_file must be given")
         if self.sentence2_key is not None and self.sentence1_key is None:
-            raise ValueError("--sentence2_key needs a --sentence1_key")
+            raise ValueError(f"--sentence2_key must be given with --sentence1_key, got only {self.sentence2_key}")
         if self.sentence1_key is not None and not files:
-            raise ValueError("--sentence1_key and --sentence2_key are columns of files: a task has its own")
+            raise ValueError("--sentence1_key and --sentence2_key must be given with --train_file, not with a task")
         if self.task_name == ["all"]:
             self.task_name = list(TASKS)
         for task in self.task_name or []:
             if task not in TASKS:
-                raise ValueError(f"task_name={task!r} is not possible: it must be all or one of {', '.join(TASKS)}.")
+                raise ValueError(f"--task_name must be all or one of {', '.join(TASKS)}, got {task}")
 
     def number_of_runs(self) -> int:
         """How many models are trained."""
@@ -100,12 +101,12 @@ class GlueArguments(GroupArguments):
 
     @property
     def sentence_keys(self) -> tuple[str, ...]:
-        """The columns of text that were named."""
+        """The columns of text that the options name."""
         return tuple(key for key in (self.sentence1_key, self.sentence2_key) if key is not None)
 
 
 class Task:
-    """A task, its metric and its data as tensors: what all runs of a sweep share."""
+    """A task with its metric and its tokenized data, which all runs of a sweep share."""
 
     def __init__(self, data: TaskData, args: GlueArguments):
         self.data, self.args = data, args
@@ -127,7 +128,7 @@ class Task:
         self.splits = tokenize_task(data, self.tokenizer, args.max_seq_length, args.pad_to_max_length)
 
     def build_model(self) -> PreTrainedModel:
-        """With the weights of the pretrained model, or random ones, below a new head."""
+        """The model: a new head on the pretrained weights, or on random ones."""
         source, code = self.args.model_name_or_path, {"trust_remote_code": self.args.trust_remote_code}
         config = AutoConfig.from_pretrained(source, num_labels=self.num_labels, **code)
         config.update(parse_overrides(self.args.config_overrides, config))
@@ -142,14 +143,14 @@ class Task:
         return AutoModelForSequenceClassification.from_pretrained(source, config=config, **code)
 
     def predictions(self, logits: np.ndarray) -> np.ndarray:
-        """Classes or values of logits `(N, C)`, `(N,)`."""
+        """The predicted classes or values `(N,)` from logits `(N, C)`."""
         return logits[:, 0] if self.data.label_names is None else logits.argmax(axis=1)
 
     def compute_metrics(self, evaluated) -> dict[str, float]:
         return self.metric(self.predictions(evaluated.predictions), evaluated.label_ids)
 
     def majority(self) -> float | None:
-        """The main metric of always answering the most frequent class of the training data."""
+        """The main metric of a model that always answers the most frequent class of the training data."""
         if self.data.label_names is None:
             return None
         references = np.array(self.splits[self.data.validation_splits[0]]["label"])
@@ -158,15 +159,16 @@ class Task:
 
 
 def run(task: Task, training: TrainingArguments, keep: bool = False) -> tuple[Trainer, dict]:
-    """Train, evaluate and predict as told; the Trainer and all figures.
+    """Train, evaluate and predict as the options say; the Trainer and all figures.
 
     Args:
         keep: whether the model is saved as soon as it is trained.
 
     Raises:
-        StopRequested: a process had a signal while it trained; the last step is in a checkpoint.
-        ValueError: there is no such checkpoint to go on from, or it is damaged.
-        MemoryExceededError, SavingError: a batch does not fit, or a checkpoint.
+        StopRequested: a process got a signal during the training; the last step is in a checkpoint.
+        ValueError: the checkpoint to resume from is missing or damaged.
+        MemoryExceededError: a batch does not fit into memory.
+        SavingError: a checkpoint could not be written.
     """
     set_seed(training.seed)
     trainer = GroupingTrainer(
@@ -195,7 +197,7 @@ def run(task: Task, training: TrainingArguments, keep: bool = False) -> tuple[Tr
 
 
 def evaluate(trainer: Trainer, task: Task) -> dict:
-    """Figures of all validation splits."""
+    """The figures of all validation splits."""
     results = {}
     for split in task.data.validation_splits:
         rows = task.splits[split]
@@ -206,7 +208,7 @@ def evaluate(trainer: Trainer, task: Task) -> dict:
 
 
 def write_predictions(trainer: Trainer, task: Task, split: str):
-    """`predict_results_TASK.txt`, in the form of run_glue.py."""
+    """Write `predict_results_TASK.txt` in the format of run_glue.py."""
     rows = task.splits[split]
     columns = [name for name in rows.column_names if name != "label"]
     predictions = task.predictions(trainer.predict(rows.select_columns(columns)).predictions)
@@ -219,7 +221,7 @@ def write_predictions(trainer: Trainer, task: Task, split: str):
 
 
 def save_model(trainer: Trainer, task: Task, folder: Path):
-    """The model, its tokenizer and the options that it was trained with."""
+    """Save the model, its tokenizer and the options of the training."""
     options = trainer.args.to_dict() | dataclasses.asdict(task.args) | {"task_name": task.data.name}
     with new_files(folder, trainer.accelerator) as files:
         trainer.save_model(str(files))
@@ -228,7 +230,7 @@ def save_model(trainer: Trainer, task: Task, folder: Path):
 
 
 def single(task: Task, training: TrainingArguments, folder: Path) -> list[dict]:
-    """One run, with the learning rate and the seed of the command line; a model is saved if it was trained."""
+    """Do one run with the learning rate and the seed of the command line, and save the model if it was trained."""
     options = dataclasses.replace(training, output_dir=str(folder))
     trainer, results = run(task, options, keep=training.do_train)
     if trainer.is_world_process_zero():
@@ -237,7 +239,7 @@ def single(task: Task, training: TrainingArguments, folder: Path) -> list[dict]:
 
 
 def sweep(task: Task, training: TrainingArguments, folder: Path) -> list[dict]:
-    """A run for each learning rate and seed; the best model stays in `folder`."""
+    """Do a run for each learning rate and seed, and keep the best model in `folder`."""
     best, runs = None, []
     lower_is_better = task.main_metric in ERRORS
     for rate, seed in itertools.product(task.args.sweep_learning_rates, task.args.sweep_seeds):
@@ -257,7 +259,7 @@ def sweep(task: Task, training: TrainingArguments, folder: Path) -> list[dict]:
 
 
 def summarize(task: Task, runs: list[dict]) -> dict:
-    """The best learning rate by its mean over the seeds, and the best run."""
+    """The summary of a task: the learning rate with the best mean over the seeds, and the best run."""
     key = f"eval_{task.main_metric}"
     if any(key not in run for run in runs):
         return {"task": task.name, "runs": runs}
@@ -280,7 +282,7 @@ def summarize(task: Task, runs: list[dict]) -> dict:
 
 
 def table(summaries: list[dict]) -> str:
-    """Markdown: the scores of all tasks in percent (an error as it is), and their mean."""
+    """A Markdown table of the scores of all tasks in percent (errors in their own unit), and their mean."""
     lines, rows = [], [summary for summary in summaries if "mean" in summary]
     for row in rows:
         figures = {name: row[name] for name in ("majority", "mean", "std", "best") if row[name] is not None}
@@ -296,39 +298,45 @@ def table(summaries: list[dict]) -> str:
 
 
 def check_before_start(args: GlueArguments, training: TrainingArguments):
-    """Refuse what would be done otherwise than asked for.
+    """Check options that contradict each other, before the start.
 
     Raises:
-        ValueError: nothing to do, nothing to publish, an option of Trainer's own publishing, or a sweep that goes on
-            from a checkpoint.
+        ValueError: there is nothing to do or nothing to publish, an option of Trainer's own publishing is set, or a
+            sweep is to resume from a checkpoint.
     """
     if not (training.do_train or training.do_eval or training.do_predict or args.sweep):
-        raise ValueError("there is nothing to do: give --do_train, --do_eval, --do_predict or --sweep.")
+        raise ValueError("one of --do_train, --do_eval, --do_predict and --sweep must be given")
     if training.push_to_hub and not (training.do_train or args.sweep):
-        raise ValueError("--push_to_hub needs --do_train or --sweep: only what was trained is saved and published.")
+        raise ValueError("--push_to_hub must be given with --do_train or --sweep: only a trained model is published")
     if training.push_to_hub and (training.hub_token is not None or "checkpoint" in training.hub_strategy):
-        raise ValueError("--push_to_hub publishes the last model, as the user of `hf auth login` or HF_TOKEN.")
+        raise ValueError(
+            "--push_to_hub must be given without --hub_token and without checkpoints in --hub_strategy: it publishes "
+            "the last model, as the user of `hf auth login` or HF_TOKEN"
+        )
     if args.sweep and training.resume_from_checkpoint is not None:
-        raise ValueError("--sweep starts from the beginning: name what is left by its learning rates and seeds.")
+        raise ValueError(
+            "--sweep must be given without --resume_from_checkpoint: it always starts from the beginning. Choose the "
+            "remaining runs by --sweep_learning_rates and --sweep_seeds."
+        )
 
 
 def folder_of(output_dir: Path, data: TaskData, several: bool) -> Path:
-    """Where the model of a task goes."""
+    """The folder for the model of a task."""
     return output_dir / (data.name or "files") if several else output_dir
 
 
 def repository_of(training: TrainingArguments, folder: Path, several: bool) -> str:
-    """The repository of a task, opened before the training."""
+    """The repository of a task. It is created before the training."""
     name = training.hub_model_id
     name = f"{name}-{folder.name}" if several and name is not None else name
     return open_repository(name, str(folder), training.hub_private_repo)
 
 
 def load_data(args: GlueArguments, training: TrainingArguments) -> list[TaskData]:
-    """All tasks, or the files.
+    """The data of all tasks, or of the files.
 
     Raises:
-        ValueError: they are not what a task is made of, or have nothing to predict if that was asked for.
+        ValueError: columns or splits are missing.
     """
     if args.task_name is None:
         data = [load_files(args.train_file, args.validation_file, args.test_file, args.sentence_keys)]
@@ -336,13 +344,13 @@ def load_data(args: GlueArguments, training: TrainingArguments) -> list[TaskData
         data = [load_task(name, args.dataset_path) for name in args.task_name]
     for one in data:
         if training.do_predict and not one.test_splits:
-            needed = "a --test_file" if one.name is None else f"a test split, which {one.name} has not"
-            raise ValueError(f"--do_predict needs {needed}.")
+            needed = "--test_file" if one.name is None else f"a task that has a test split, got {one.name}"
+            raise ValueError(f"--do_predict must be given with {needed}")
     return data
 
 
 def run_all(args: GlueArguments, training: TrainingArguments) -> list[dict]:
-    """All tasks; the summary of each."""
+    """Run all tasks; the summary of each."""
     data = load_data(args, training)
     if training.do_train or args.sweep:
         for one in data:
@@ -350,7 +358,7 @@ def run_all(args: GlueArguments, training: TrainingArguments) -> list[dict]:
             check_run(folder, args.overwrite_output_dir, training.resume_from_checkpoint, args.model_name_or_path)
     output_dir, main_process, summaries = Path(training.output_dir), training.process_index == 0, []
     push = training.push_to_hub and main_process
-    trained = dataclasses.replace(training, push_to_hub=False)  # Trainer's own would publish pickles and no code
+    trained = dataclasses.replace(training, push_to_hub=False)  # Trainer itself would publish pickles and no code
     for one in data:
         task = Task(one, args)
         folder = folder_of(output_dir, one, len(data) > 1)
@@ -377,7 +385,7 @@ def main():
             summaries = run_all(args, training)
         except StopRequested as request:
             status, message = request.args
-            resume = "" if args.sweep else " --resume_from_checkpoint latest goes on from there."
+            resume = "" if args.sweep else " Continue with --resume_from_checkpoint latest."
             logger.info("%s%s", message, resume)
             sys.exit(status)
     logger.info("\n%s\n\nsaved in %s", table(summaries), training.output_dir)

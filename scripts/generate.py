@@ -1,8 +1,8 @@
-"""Continue prompts with a trained model, from a folder or the Hub, and say how fast it was.
+"""Continue prompts with a trained model, from a folder or the Hub, and report the speed.
 
-Every option of transformers' GenerationConfig can be given by its name. One prompt at a time streams to the terminal;
---batch_size decodes several at once. Without a prompt, the lines of the standard input are prompts: on a terminal,
-write one after the other, and an empty line to end.
+Every field of transformers' GenerationConfig is an option by its name. The program continues one prompt at a time and
+streams the text to the terminal. With --batch_size it decodes several prompts at once. Without a prompt, each line of
+the standard input is one; an empty line ends the program.
 
 Example:
     python scripts/generate.py --model_name_or_path outputs/demo --prompt "In the" --do_sample true --top_p 0.9
@@ -31,11 +31,11 @@ from tnn_scripts.data.text import check_file, check_vocabulary
 
 
 def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, dict]:
-    """Our own options, and those of GenerationConfig."""
+    """The options of this program, and those of GenerationConfig."""
     parser = ProgramParser(description=__doc__)
     parser.add_argument("--model_name_or_path", required=True)
     parser.add_argument("--prompt", action="append", default=[])
-    parser.add_argument("--prompt_file", type=Path, help="a text file with a prompt on each line")
+    parser.add_argument("--prompt_file", type=Path, help="Text file with a prompt on each line.")
     parser.add_argument("--batch_size", type=int, default=1)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -46,7 +46,7 @@ def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, dict]:
     if known.prompt_file is not None:
         known.prompt += read_prompts(known.prompt_file)
     if known.batch_size < 1:
-        parser.error(f"--batch_size {known.batch_size}: it must be at least 1")
+        parser.error(f"--batch_size must be at least 1, got {known.batch_size}")
     return known, generation_options(parser, rest)
 
 
@@ -54,20 +54,20 @@ def read_prompts(file: Path) -> list[str]:
     """The lines of a text file that are not blank.
 
     Raises:
-        ValueError: it is missing or empty, or no text in UTF-8.
+        ValueError: the file is missing, empty or not UTF-8.
     """
     check_file(str(file))
     return [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
 def check_prompts(prompts: list[str], tokenizer):
-    """Refuse what cannot be continued, before the first is.
+    """Check that every prompt has tokens, before the first one is continued.
 
     Raises:
         ValueError: a prompt has no tokens.
     """
     if empty := [prompt for prompt, ids in zip(prompts, tokenizer(prompts)["input_ids"], strict=True) if not ids]:
-        raise ValueError(f"--prompt {empty[0]!r} is empty: give a text to continue.")
+        raise ValueError(f"--prompt must have at least one token, got {empty[0]!r}")
 
 
 def batches(args: argparse.Namespace, tokenizer) -> Iterator[list[str]]:
@@ -87,18 +87,19 @@ def batches(args: argparse.Namespace, tokenizer) -> Iterator[list[str]]:
         count += 1
         yield [line]
     if not count and not sys.stdin.isatty():
-        raise ValueError("give a --prompt, a --prompt_file, or a line on the standard input.")
+        raise ValueError("--prompt, --prompt_file or a line on the standard input must be given")
 
 
 def generation_options(parser: argparse.ArgumentParser, rest: list[str]) -> dict:
-    """`--name value` pairs that are fields of GenerationConfig; values are read as JSON where they are JSON."""
+    """The `--name value` pairs for fields of GenerationConfig. A value is read as JSON if it is JSON."""
     fields = GenerationConfig().to_dict()
     options = {}
     for name, value in zip(rest[::2], rest[1::2] + [None] * (len(rest) % 2), strict=True):
         field = name.removeprefix("--")
         if not name.startswith("--") or field not in fields or value is None:
             hint = nearest(field, fields, "--")
-            parser.error(f"{name} {value or '(no value)'} is no option of this program or of GenerationConfig{hint}")
+            given = f"{name} {value or '(no value)'}"
+            parser.error(f"options must be those of this program or GenerationConfig, got {given}{hint}")
         try:
             options[field] = json.loads(value)
         except json.JSONDecodeError:
@@ -107,7 +108,7 @@ def generation_options(parser: argparse.ArgumentParser, rest: list[str]) -> dict
 
 
 def continue_batch(model, tokenizer, prompts: list[str], options: dict, stream: bool) -> tuple[list[str], int]:
-    """The texts (all sequences of each prompt), and the number of new tokens."""
+    """The texts of all sequences of the prompts, and the number of new tokens."""
     inputs = tokenizer(prompts, return_tensors="pt", padding=len(prompts) > 1, return_token_type_ids=False)
     streamer = TextStreamer(tokenizer, skip_special_tokens=True) if stream else None
     output = model.generate(**inputs.to(model.device), streamer=streamer, **options)
@@ -123,7 +124,7 @@ def main():
     if args.output_file is not None:
         check_writable(args.output_file)
         if args.output_file.exists() and args.output_file == args.prompt_file:
-            raise ValueError(f"--output_file {args.output_file} is the file with the prompts: give another one.")
+            raise ValueError(f"--output_file must not be the file with the prompts, got {args.output_file}")
     tokenizer = AutoTokenizer.from_pretrained(
         args.model_name_or_path, padding_side="left", trust_remote_code=args.trust_remote_code
     )

@@ -1,8 +1,8 @@
-"""Render the card of a model out of what the scripts measured. No number in a card is typed by hand.
+"""Render the card of a model from the measurements of the programs. No number in a card is typed by hand.
 
-`collect` gathers a folder of inputs: the configuration, facts of the model, the JSON files of the scripts, pictures.
-`render` turns such a folder into the text of the card, by `model_cards/TEMPLATE.md`; a part whose file is absent is
-left out. The same inputs give the same card.
+`collect` gathers a folder of inputs: the configuration, facts about the model, the JSON files of the programs, and
+pictures. `render` turns such a folder into the text of the card, by `model_cards/TEMPLATE.md`. It leaves out parts
+whose file is missing. The same inputs give the same card.
 
 Example:
     python scripts/model_card.py outputs/demo --repo_id user/tnn-demo --output_dir model_cards/tnn-demo

@@ -1,10 +1,10 @@
-"""Draw what every layer of a trained model attends to: PNG files and one HTML page that needs nothing else.
+"""Draw the kernels of every layer of a trained model: PNG files and one self-contained HTML page.
 
-Works on any folder or Hub id of a TNN, also on one that `to_recurrent.py` converted. The page starts with an overview
-of all layers; then, for each layer, its Toeplitz matrices, its coefficients by lag on linear and logarithmic axes, its
-frequency response, its horizon (the distance within which 90% of the weight lies) and, if it is a recurrence, its
-poles. The numbers go to kernels.json; they are of the whole kernel, whatever --length is drawn. A kernel that has not
-faded within 32,768 positions has no horizon: a lower bound stands in its place, with a sign.
+It works on any folder or Hub id of a TNN, also on one that `to_recurrent.py` converted. The page starts with an
+overview of all layers. For each layer it shows the Toeplitz matrices, the coefficients by lag on linear and
+logarithmic axes, the frequency response, the horizon (the distance within which 90% of the weight lies) and, for a
+recurrence, the poles. The numbers are in kernels.json. They describe the whole kernel, for any --length that is drawn.
+A kernel that has not decayed within 32,768 positions has no horizon; a lower bound is shown instead, with a sign.
 
 Example:
     python scripts/plot_kernels.py --model_name_or_path outputs/demo --output_dir outputs/kernels
@@ -37,11 +37,11 @@ STYLE = """body { font-family: sans-serif; max-width: 1400px; margin: 2em auto; 
 img { max-width: 100%; } table { border-collapse: collapse; margin: 1em 0; }
 td, th { padding: 0.3em 0.8em; border-bottom: 1px solid #ccc; text-align: right; }
 td:first-child { text-align: left; }"""
-# Positions of a kernel without an end that are read at first, and at most.
+# Number of positions of an unbounded kernel that are read first, and at most.
 FIRST, LONGEST = 2**10, 2**15
-# A kernel has faded where the outer half of its lags has at most this share: what follows has far less again.
+# A kernel has decayed if the outer half of its lags has at most this share; later lags have even less.
 NEGLIGIBLE = 1e-3
-# Filters with poles outside the unit circle grow beyond all numbers; sums of these do not.
+# Filters with poles outside the unit circle overflow. This limit keeps their sums finite.
 LARGEST = 1e100
 COLUMNS = {
     "channels": "channels",
@@ -59,12 +59,12 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--model_name_or_path", required=True)
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--length", type=int)
-    parser.add_argument("--matrix_size", type=int, default=64, help="rows and columns of the matrices that are drawn")
-    parser.add_argument("--dpi", type=int, default=100, help="resolution of the pictures")
+    parser.add_argument("--matrix_size", type=int, default=64, help="Rows and columns of the matrices that are drawn.")
+    parser.add_argument("--dpi", type=int, default=100, help="Resolution of the pictures.")
     args = parser.parse_args(arguments)
     for name in ("length", "matrix_size", "dpi"):
         if (value := getattr(args, name)) is not None and value < 2:
-            parser.error(f"--{name} {value}: it must be at least 2")
+            parser.error(f"--{name} must be at least 2, got {value}")
     return args
 
 
@@ -79,10 +79,10 @@ def read_kernel(operator, length: int, label: str) -> Kernel:
 
 
 def read_whole(operator, label: str, side: int | None = None) -> Kernel:
-    """A kernel until it ends or has faded; `open` says which channels still go on after `LONGEST` positions.
+    """The kernel up to its end, or until it has decayed. `open` marks channels that are longer than `LONGEST`.
 
     Args:
-        side: of an image, which ends a kernel.
+        side: number of patches along a side of an image, which ends a kernel.
     """
     end = operator.effective_length() if side is None else side
     length = FIRST if end is None else min(end, LONGEST)
@@ -97,9 +97,9 @@ def read_whole(operator, label: str, side: int | None = None) -> Kernel:
 
 
 def read_layer(operator, length: int, index: int, side: int | None = None) -> list[tuple[Kernel, dict]]:
-    """The kernel of a layer, or those along the rows and the columns of an image of `side` patches a row.
+    """The kernel of a layer, or the two along the rows and the columns of an image of `side` patches a row.
 
-    Each with its lags up to `length` and the figures of all its lags.
+    Each has its lags up to `length`, and the figures of all its lags.
     """
     parts = {"": operator}
     if isinstance(operator, TwoAxisOperator):
@@ -113,7 +113,7 @@ def read_layer(operator, length: int, index: int, side: int | None = None) -> li
 
 
 def known_of(whole: Kernel, drawn: Kernel) -> Whole:
-    """What the pictures of a kernel say of all of it; shares and response of an open channel are of what is drawn."""
+    """The figures of a whole kernel for its pictures. For open channels, shares and response cover the drawn lags."""
     is_open = np.zeros(len(whole.taps), dtype=bool) if whole.open is None else whole.open
     frequency, magnitude = whole.response()
     return Whole(
@@ -124,7 +124,7 @@ def known_of(whole: Kernel, drawn: Kernel) -> Whole:
 
 
 def write_page(path: Path, title: str, note: str, rows: list[dict], pictures: dict[str, list[Path]]):
-    """The HTML page; `pictures` are the files of each section by its heading."""
+    """Write the HTML page. `pictures` has the files of each section by its heading."""
     head = "".join(f"<th>{html.escape(name)}</th>" for name in ("layer", *COLUMNS.values()))
     body = "".join(f"<tr><td>{html.escape(row['label'])}</td>{cells(row)}</tr>" for row in rows)
     sections = "".join(
@@ -173,16 +173,16 @@ def describe(config, length: int, rows: list[dict]) -> str:
 
 
 def run(args: argparse.Namespace):
-    """Read the kernels, draw them, and say how far they reach."""
+    """Read the kernels, draw them, and report their horizons."""
     logging.set_verbosity_error()  # the heads of a checkpoint are not needed here
     config = AutoConfig.from_pretrained(args.model_name_or_path)
     if config.model_type != "tnn":
-        raise ValueError(f"model={args.model_name_or_path} is a {config.model_type}: only a TNN has such kernels.")
-    images = TnnForImageClassification.__name__ in (config.architectures or [])  # AutoModel is the model of tokens
+        raise ValueError(f"--model_name_or_path must be a TNN, got {args.model_name_or_path} of {config.model_type}")
+    images = TnnForImageClassification.__name__ in (config.architectures or [])  # AutoModel would load a text model
     model = (
         (AutoModelForImageClassification if images else AutoModel).from_pretrained(args.model_name_or_path).base_model
     )
-    model = model.to(torch.promote_types(model.dtype, torch.float32))  # a kernel fades at the resolution of its dtype
+    model = model.to(torch.promote_types(model.dtype, torch.float32))  # the resolution of the dtype limits the decay
     length = args.length or model.config.axis_length
     side = model.config.axis_length if model.config.spatial_dims == 2 else None
     layers = [read_layer(layer.gtu.tno, length, index, side) for index, layer in enumerate(model.layers)]

@@ -48,23 +48,23 @@ from tnn_scripts.data.blocks import BlockStream
 from tnn_scripts.data.text import check_file, check_vocabulary, load_corpus, pack, train_tokenizer
 
 logger = logging.getLogger("pretrain")
-RESUME = " --resume_from_checkpoint latest goes on from the last checkpoint."
+RESUME = " Continue with --resume_from_checkpoint latest."
 AUTO_MODELS = {"clm": AutoModelForCausalLM, "mlm": AutoModelForMaskedLM}
-# What a TNN derives from the length it is trained for, unless it is given.
+# Fields that a TNN derives from the length of its training, unless they are given.
 GRIDS = ("fd_resolution", "ski_grid_length", "rtf_truncation_length", "rpe_input_length")
 
 
 def build_accelerator(args: PretrainArguments) -> Accelerator:
-    """Accelerate's engine, as `accelerate launch` or its configuration file set it up.
+    """The Accelerator, as `accelerate launch` or its configuration file sets it up.
 
     Raises:
-        ValueError: several processes were started that do not know of each other.
+        ValueError: several processes were started, but are not connected.
     """
     accelerator = Accelerator(
         cpu=args.use_cpu or not torch.accelerator.is_available(),
         mixed_precision=args.mixed_precision,
         dynamo_backend="inductor" if args.torch_compile else None,
-        # All forward passes of a step are fetched at once, so the end of the data says nothing about the last one.
+        # All forward passes of a step are fetched at once, so the end of the data does not mark the last one.
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             num_steps=args.gradient_accumulation_steps, sync_with_dataloader=False
         ),
@@ -73,15 +73,18 @@ def build_accelerator(args: PretrainArguments) -> Accelerator:
     )
     started = int(os.environ.get("WORLD_SIZE", 1))
     if started != accelerator.num_processes:
-        raise ValueError(f"{started} processes were started, but accelerate sees {accelerator.num_processes}.")
+        raise ValueError(
+            f"{started} processes were started, but accelerate sees {accelerator.num_processes}. Start them with "
+            "`accelerate launch`."
+        )
     return accelerator
 
 
 def check_before_start(args: PretrainArguments):
-    """Refuse what would fail, or overwrite something, later.
+    """Check for errors that would otherwise appear later in the run.
 
     Raises:
-        ValueError: a file is missing or empty, the checkpoint is, or the output folder holds another run.
+        ValueError: a file or the checkpoint is missing or empty, or the output folder holds another run.
     """
     for file in (args.train_file, args.validation_file):
         if file is not None:
@@ -94,10 +97,10 @@ def check_before_start(args: PretrainArguments):
 
 
 def build_config(args: PretrainArguments) -> PreTrainedConfig:
-    """The model's configuration with what the command line changes.
+    """The configuration of the model with the changes of the command line.
 
     Raises:
-        ValueError: an override is no field, or a model of this objective cannot have such a configuration.
+        ValueError: an override is not a field, or the configuration does not fit the objective.
     """
     known = AutoConfig.from_pretrained(args.config_name)
     overrides = parse_overrides(args.config_overrides, known)
@@ -111,10 +114,10 @@ def build_config(args: PretrainArguments) -> PreTrainedConfig:
 
 
 def fit_length(args: PretrainArguments, config: PreTrainedConfig, overrides: dict):
-    """Settle the block size: that of the arguments, else the length that the model is made for.
+    """Set the block size: that of the arguments, or else the length that the model is made for.
 
     Raises:
-        ValueError: the model has no positions for such blocks.
+        ValueError: the blocks are longer than the positions of the model.
     """
     field = "max_position_embeddings"
     longest = overrides.get(field, getattr(config, field, None))
@@ -122,18 +125,18 @@ def fit_length(args: PretrainArguments, config: PreTrainedConfig, overrides: dic
         args.block_size = longest or 1024
     elif longest is not None and args.block_size > longest:
         if config.model_type != "tnn":
-            raise ValueError(f"block_size={args.block_size} is above {field}={longest} of the config.")
-        # No input is too long for a TNN, but what operators derive from this number is to be derived again.
+            raise ValueError(f"--block_size must be at most {field}={longest} of the model, got {args.block_size}")
+        # A TNN takes any length, but the fields that follow from this number must be derived again.
         overrides |= {field: args.block_size} | {name: overrides.get(name) for name in GRIDS}
 
 
 def build_tokenizer(
     args: PretrainArguments, accelerator: Accelerator, config: PreTrainedConfig, texts: datasets.Dataset
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of the checkpoint, the one named, or one trained on `texts`; `config` takes its special tokens.
+    """The tokenizer of the checkpoint, the one named, or one trained on `texts`. `config` gets its special tokens.
 
     Raises:
-        ValueError: it has more tokens than the model, or no mask token for a masked language model.
+        ValueError: the tokenizer has more tokens than the model, or no mask token for a masked language model.
     """
     masked = args.objective == "mlm"
     if args.resume_from_checkpoint is not None:
@@ -149,7 +152,7 @@ def build_tokenizer(
         accelerator.wait_for_everyone()
     tokenizer = AutoTokenizer.from_pretrained(source)
     if not masked:
-        tokenizer.padding_side = "left"  # where generation needs it
+        tokenizer.padding_side = "left"  # as generation needs it
     if args.tokenizer_name is None and args.vocab_size is None:
         config.vocab_size = len(tokenizer)
     try:
@@ -157,7 +160,7 @@ def build_tokenizer(
     except ValueError as error:
         raise ValueError(f"{error} Give --vocab_size {len(tokenizer)} or another tokenizer.") from error
     if masked and tokenizer.mask_token_id is None:
-        raise ValueError(f"The tokenizer {source} has no mask token, which --objective mlm needs.")
+        raise ValueError(f"The tokenizer must have a mask token with --objective mlm, got {source} without one")
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(config, name, getattr(tokenizer, name))
     return tokenizer
@@ -166,7 +169,7 @@ def build_tokenizer(
 def build_streams(
     args: PretrainArguments, accelerator: Accelerator, corpus: datasets.DatasetDict, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[BlockStream, BlockStream]:
-    """Training and validation examples.
+    """The streams of training and validation examples.
 
     Raises:
         ValueError: a split is shorter than one block.
@@ -177,7 +180,10 @@ def build_streams(
         with accelerator.main_process_first():
             blocks = pack(corpus[split], tokenizer, args.block_size, enclose=masked)
         if len(blocks) == 0:
-            raise ValueError(f"The {split} text is shorter than one block of {args.block_size} tokens.")
+            raise ValueError(
+                f"The {split} text is shorter than one block of {args.block_size} tokens. Give a longer text or a "
+                "smaller --block_size."
+            )
         if split == "validation" and args.max_eval_blocks is not None:
             blocks = blocks.select(range(min(args.max_eval_blocks, len(blocks))))
         shuffle = split == "train"
@@ -188,13 +194,13 @@ def build_streams(
 def build_model(args: PretrainArguments, config: PreTrainedConfig) -> PreTrainedModel:
     model = AUTO_MODELS[args.objective].from_config(config)
     if args.gradient_checkpointing:
-        # The name in transformers 5.17, which later releases warn of, beside theirs.
+        # transformers 5.17 has one name, of which later releases warn; they have another.
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     return model
 
 
 def build(args: PretrainArguments, accelerator: Accelerator) -> Pretraining:
-    """Everything that a run needs, in the state of the checkpoint if there is one."""
+    """The run with all its parts, in the state of the checkpoint if there is one."""
     check_before_start(args)
     config = build_config(args)
     corpus = load_corpus(
@@ -219,7 +225,7 @@ def build(args: PretrainArguments, accelerator: Accelerator) -> Pretraining:
         accelerator.device.type,
     )
     if args.resume_from_checkpoint is None and accelerator.is_main_process:
-        remove_checkpoints(Path(args.output_dir))  # of a run that is to be overwritten
+        remove_checkpoints(Path(args.output_dir))  # of a run that is overwritten
     pretraining = Pretraining(args, accelerator, model, tokenizer, train, validation)
     if args.resume_from_checkpoint is not None:
         pretraining.resume(args.resume_from_checkpoint)
@@ -231,7 +237,7 @@ def finish(args: PretrainArguments, pretraining: Pretraining) -> dict:
     """Evaluate and save the last model; the figures of the run.
 
     Raises:
-        StopRequested: a process had a signal while it evaluated.
+        StopRequested: a process got a signal during the evaluation.
         SavingError: the model could not be written.
     """
     accelerator, state = pretraining.accelerator, pretraining.state
@@ -262,7 +268,7 @@ def finish(args: PretrainArguments, pretraining: Pretraining) -> dict:
 
 
 def configure_logging(accelerator: Accelerator):
-    """One line for what matters, from one process; accelerate names each file that it writes."""
+    """Log important messages from one process. Without this, accelerate would log each file that it writes."""
     logging.basicConfig(format="%(message)s")
     for name in ("pretrain", "push_to_hub"):
         logging.getLogger(name).setLevel(logging.INFO if accelerator.is_main_process else logging.ERROR)
@@ -273,13 +279,13 @@ def configure_logging(accelerator: Accelerator):
 
 
 def train(args: PretrainArguments, accelerator: Accelerator) -> tuple[Pretraining, dict, str | None]:
-    """Run until the end: what was trained, its figures, and the repository it goes to.
+    """Train to the end; the run, its figures, and the repository for the model.
 
-    A signal ends the process here, when the step that is being computed is saved.
+    A signal ends the process here, after the present step is saved.
 
     Raises:
-        ValueError: something is not possible.
-        DivergedError, MemoryExceededError, SavingError: something went wrong on the way.
+        ValueError: an option, the data or the checkpoint is wrong.
+        DivergedError, MemoryExceededError, SavingError: the training failed.
         PublishingError: the repository cannot be opened.
     """
     pretraining = build(args, accelerator)
@@ -303,7 +309,7 @@ def train(args: PretrainArguments, accelerator: Accelerator) -> tuple[Pretrainin
 
 
 def report(metrics: dict, args: PretrainArguments):
-    """The figures, where things are, and what to do next."""
+    """Log the figures, the folders of the models and the next commands."""
     logger.info(
         "validation perplexity: %.2f before, %.2f after %d steps, best %.2f at step %d; %.0f tokens/s; saved in %s",
         metrics["perplexity_before"], metrics["perplexity"], metrics["steps"], metrics["best_perplexity"],
@@ -314,10 +320,10 @@ def report(metrics: dict, args: PretrainArguments):
 
 
 def dry_run(args: PretrainArguments, accelerator: Accelerator):
-    """Log what the run would take.
+    """Log the size, the tokens, the time and the memory of the run.
 
     Raises:
-        MemoryExceededError: a step does not fit.
+        MemoryExceededError: a step does not fit into memory.
     """
     model = build_model(args, build_config(args))
     with suggest_smaller("a training step", "--per_device_train_batch_size, --block_size or --gradient_checkpointing"):
@@ -349,7 +355,7 @@ def main():
             if not checkpoints(Path(args.output_dir)):
                 raise
             sys.exit(f"error: {error}{RESUME}")
-    # A process group that outlives the model sometimes aborts at exit.
+    # A process group that lives longer than the model sometimes aborts at exit.
     del pretraining
     gc.collect()
 

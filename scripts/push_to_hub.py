@@ -1,7 +1,7 @@
-"""Publish a model on the Hub: weights, tokenizer, configuration, code and a card with what was measured.
+"""Publish a model on the Hub: weights, tokenizer, configuration, code and a card with the measurements.
 
-The model is loaded and saved anew, so that what is published is complete, in safetensors, in shards of limited size,
-and carries the code of this package. Everything goes into one commit: a push that is interrupted publishes nothing.
+The model is loaded and saved again. So the published model is complete, is in safetensors with shards of limited size,
+and carries the code of this package. The upload is a single commit, so an interrupted push publishes nothing.
 
 Example:
     python scripts/push_to_hub.py outputs/demo --repo_id user/tnn-demo --private

@@ -1,9 +1,9 @@
 """Train variants of a small language model by one recipe and compare their validation perplexity.
 
-A variant is `name` or `name:field=value,field=value`, the fields of the configuration that it changes. Causal models
-predict the next token, bidirectional ones (causal=false) masked tokens; both are scored on the same tokens at every
-length, the masked ones under the same masks. configuration/recipes/ablations/ has one recipe for each table of
-ablations of the papers.
+A variant is `name` or `name:field=value,field=value`, with the fields of the configuration that it changes. Causal
+models predict the next token, bidirectional models (causal=false) predict masked tokens. All models are scored on the
+same tokens at every length, and masked models with the same masks. configuration/recipes/ablations/ has one recipe
+for each table of ablations of the papers.
 
 Example:
     python scripts/run_ablation.py --recipe ablations/rpe-input --output_dir outputs/input
@@ -51,16 +51,16 @@ IGNORED = -100
 
 @dataclass(kw_only=True)
 class AblationArguments(GroupArguments):
-    """The variants, and what they have in common."""
+    """The variants and the settings that they share."""
 
-    variants: list[str] = field(metadata={"help": "Each a name, a colon and the fields that it changes."})
+    variants: list[str] = field(metadata={"help": "Variants, each of the form name:field=value,field=value."})
     config_name: str = "tnn-tiny"
     config_overrides: str | None = None
     dataset_name: str | None = None
     dataset_config_name: str | None = None
     documents: str | None = None
     longer: list[int] = field(default_factory=list, metadata={"help": "Further lengths to evaluate at, in tokens."})
-    eval_tokens: int = field(default=65_536, metadata={"help": "Validation tokens that are read, at least a row."})
+    eval_tokens: int = field(default=65_536, metadata={"help": "Validation tokens to read, at least one row."})
     seeds: list[int] | None = None
     sweep_learning_rates: list[float] = field(default_factory=list)
     dry_run: bool = False
@@ -69,7 +69,7 @@ class AblationArguments(GroupArguments):
         super().__post_init__()
         names = [variant.partition(":")[0] for variant in self.variants]
         if len(set(names)) != len(names):
-            raise ValueError(f"--variants: {', '.join(names)} are not all different names.")
+            raise ValueError(f"--variants must have different names, got {', '.join(names)}")
         for variant in self.variants:
             self.variant_config(variant)
 
@@ -81,7 +81,7 @@ class AblationArguments(GroupArguments):
         """The configuration of a variant.
 
         Raises:
-            ValueError: it has an unknown field or an impossible value.
+            ValueError: a field is unknown, or has a value outside its limits.
         """
         name, _, changes = variant.partition(":")
         try:
@@ -92,13 +92,13 @@ class AblationArguments(GroupArguments):
 
 @dataclass(frozen=True)
 class Text:
-    """What all variants read.
+    """The text that all variants read.
 
     Attributes:
-        tokenizer: with a mask token.
-        blocks: to train on.
-        validation: ids `(T,)`.
-        lengths: of the rows that these are read in, none above T.
+        tokenizer: a tokenizer with a mask token.
+        blocks: the blocks to train on.
+        validation: ids `(T,)` of the validation text.
+        lengths: lengths of the rows of the validation text, at most T.
     """
 
     tokenizer: PreTrainedTokenizerFast
@@ -115,9 +115,9 @@ def tokenizer_for(texts: Dataset, vocab_size: int) -> PreTrainedTokenizerFast:
 
 
 def mask(ids: torch.Tensor, tokenizer: PreTrainedTokenizerFast) -> tuple[torch.Tensor, torch.Tensor]:
-    """What is read and what is to be predicted of ids `(T,)`, `(T,)` each: the same for every variant and length."""
+    """The masked inputs and the labels for ids `(T,)`, `(T,)` each. They are the same for every variant and length."""
     collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=MASK_PROBABILITY)
-    collator.generator = torch.Generator().manual_seed(0)  # transformers 5.17 takes seed=0 for none
+    collator.generator = torch.Generator().manual_seed(0)  # transformers 5.17 ignores seed=0
     masked = collator([{"input_ids": ids}])
     return masked["input_ids"][0], masked["labels"][0]
 
@@ -126,7 +126,7 @@ def mask(ids: torch.Tensor, tokenizer: PreTrainedTokenizerFast) -> tuple[torch.T
 def score(
     model: PreTrainedModel, ids: torch.Tensor, tokenizer: PreTrainedTokenizerFast, length: int, tokens_per_pass: int
 ) -> tuple[float, int]:
-    """Mean loss in nats on ids `(T,)`, T >= L, in rows of `length`, and the number of tokens it is of."""
+    """The mean loss in nats on ids `(T,)` in rows of `length` <= T, and the number of scored tokens."""
     if model.config.causal:
         figures = evaluate(model, ids, length, None, tokens_per_pass)
         return figures["loss"], figures["tokens"]
@@ -139,22 +139,24 @@ def score(
 
 
 def validation_ids(texts: Dataset, tokenizer: PreTrainedTokenizerFast, most: int, lengths: list[int]) -> torch.Tensor:
-    """The beginning of the text, `(T,)`: `most` tokens, or as many as the longest of `lengths`.
+    """The first tokens of the validation text, `(T,)`: `most`, or the longest of `lengths` if that is more.
 
     Raises:
-        ValueError: the text is shorter than one of them.
+        ValueError: the text is shorter than one of the lengths.
     """
     lines = tokenize(texts["text"], tokenizer, texts["ends"])
     ids = torch.tensor([token for line in lines for token in line])
     if len(ids) < max(lengths):
-        raise ValueError(f"--longer {max(lengths)}: it must be at most {len(ids)}, the tokens of the validation text.")
+        raise ValueError(
+            f"--longer must be at most {len(ids)}, the number of tokens of the validation text, got {max(lengths)}"
+        )
     return ids[: max(most, *lengths)]
 
 
 def train(
     args: AblationArguments, training: TrainingArguments, variant: str, rate: float, seed: int, text: Text
 ) -> dict:
-    """The perplexities of one variant at each length, and what it took."""
+    """Train one variant; its perplexity at each length, and the time and the loss of the training."""
     config, training, name = args.variant_config(variant), copy.copy(training), variant.partition(":")[0]
     config.vocab_size = len(text.tokenizer)
     training.seed, training.learning_rate = seed, rate
@@ -191,7 +193,7 @@ def train(
 
 
 def table(rows: list[dict]) -> str:
-    """Markdown: the mean over the seeds at each length; of each variant at the rate that is best at the first one."""
+    """A Markdown table of the mean over the seeds at each length, at the learning rate that is best at the first."""
     lengths = list(rows[0]["perplexity"])
     lines = []
     for name in dict.fromkeys(row["variant"] for row in rows):
@@ -211,10 +213,10 @@ def means_of(rows: list[dict], name: str, rate: float) -> dict:
 
 
 def run(args: AblationArguments, training: TrainingArguments):
-    """All variants, one after the other; results are written after each.
+    """Train all variants, one after the other, and write the results after each.
 
     Raises:
-        ValueError: --seed and --seeds were given, or the validation text is too short.
+        ValueError: --seed and --seeds contradict each other, or the validation text is too short.
     """
     args.seeds = chosen_seeds(args.seeds, training)
     config = args.variant_config(args.variants[0])

@@ -1,7 +1,7 @@
 """Train and evaluate an image classifier, a TNN that mixes patches along rows and columns, with transformers' Trainer.
 
-Data: a Hub id or a folder that `datasets` reads, such as one folder of pictures for each class. The first column with
-pictures and the first with classes are taken; half of the training pictures are mirrored.
+The data are a Hub id or a folder that `datasets` reads, such as one folder of pictures for each class. The program
+uses the first column with pictures and the first with classes, and mirrors half of the training pictures.
 
 Example:
     python scripts/run_image_classification.py --recipe images/small-cifar10 \\
@@ -40,7 +40,7 @@ EVALUATED = ("validation", "test")
 
 @dataclass(kw_only=True)
 class ImageArguments(GroupArguments):
-    """The model, and the pictures."""
+    """The options for the model and the pictures."""
 
     config_name: str
     config_overrides: str | None = None
@@ -56,7 +56,7 @@ class ImageArguments(GroupArguments):
 
 @dataclass(frozen=True)
 class Pictures:
-    """The splits train and validation or test, and the columns that are used."""
+    """The data: the splits train and validation or test, and the names of the columns."""
 
     splits: DatasetDict
     image: str
@@ -68,17 +68,17 @@ class Pictures:
 
 
 def load_pictures(args: ImageArguments) -> Pictures:
-    """The splits, with as many rows as asked for.
+    """The splits, with at most as many rows as the options allow.
 
     Raises:
-        ValueError: there is no column of pictures or of classes, nothing to train on or nothing to evaluate on.
+        ValueError: a column of pictures or of classes is missing, or a split for training or evaluation.
     """
     splits = load_dataset(args.dataset_name, args.dataset_config_name)
     evaluated = [name for name in EVALUATED if name in splits]
     if "train" not in splits or not evaluated:
         raise ValueError(
-            f"--dataset_name {args.dataset_name}: it has the splits {', '.join(splits)}; train and one of "
-            f"{', '.join(EVALUATED)} are needed."
+            f"--dataset_name must have the splits train and one of {', '.join(EVALUATED)}, got {args.dataset_name} "
+            f"with {', '.join(splits)}"
         )
     features = splits["train"].features
     images = [name for name, feature in features.items() if isinstance(feature, Image)]
@@ -86,18 +86,18 @@ def load_pictures(args: ImageArguments) -> Pictures:
     label = args.label_column_name or (labels[0] if labels else None)
     if not images or label not in labels:
         raise ValueError(
-            f"--dataset_name {args.dataset_name}: a column of pictures and one of classes are needed; its columns are "
-            f"{', '.join(features)}."
+            f"--dataset_name must have a column of pictures and one of classes, got {args.dataset_name} with the "
+            f"columns {', '.join(features)}"
         )
     rows = {"train": args.max_train_samples} | dict.fromkeys(evaluated, args.max_eval_samples)
     return Pictures(DatasetDict({name: limit(splits[name], count) for name, count in rows.items()}), images[0], label)
 
 
 def build_config(args: ImageArguments, classes: list[str]) -> PreTrainedConfig:
-    """The preset, or a transformer like it, with the classes of the data.
+    """The configuration of the preset, or of a transformer of its size, with the classes of the data.
 
     Raises:
-        ValueError: an override is no field of the configuration, or not possible.
+        ValueError: an override is not a field of the configuration, or has a value outside its limits.
     """
     names = {"id2label": dict(enumerate(classes)), "label2id": {name: label for label, name in enumerate(classes)}}
     config = load_config(
@@ -107,7 +107,7 @@ def build_config(args: ImageArguments, classes: list[str]) -> PreTrainedConfig:
 
 
 def prepare(rows: Dataset, pictures: Pictures, processor: ViTImageProcessor, mirror: bool) -> Dataset:
-    """`pixel_values` and `labels`, made when a row is read; half of them mirrored if asked for."""
+    """The rows with `pixel_values` and `labels`, made when a row is read. `mirror` mirrors half of the pictures."""
 
     def transform(batch: dict) -> dict:
         images = [image.convert("RGB") for image in batch[pictures.image]]
@@ -123,12 +123,13 @@ def run(args: ImageArguments, training: TrainingArguments):
     """Train, evaluate and save.
 
     Raises:
-        ValueError: the data or the configuration are not possible.
-        StopRequested: a process had a signal while it trained; the last step is in a checkpoint.
-        MemoryExceededError, SavingError: a batch does not fit, or the model could not be written.
+        ValueError: the data or the configuration are wrong.
+        StopRequested: a process got a signal during the training; the last step is in a checkpoint.
+        MemoryExceededError: a batch does not fit into memory.
+        SavingError: the model could not be written.
     """
     set_seed(training.seed)
-    training.remove_unused_columns = False  # the columns of a row are made from the others when it is read
+    training.remove_unused_columns = False  # the inputs are computed from the columns when a row is read
     pictures = load_pictures(args)
     config = build_config(args, pictures.classes)
     processor = ViTImageProcessor(size={"height": config.image_size, "width": config.image_size})
@@ -146,7 +147,7 @@ def run(args: ImageArguments, training: TrainingArguments):
     if args.dry_run:
         dry_run(trainer)
     train(trainer)
-    save(trainer, vars(args))  # before the evaluations: memory may not be enough for them
+    save(trainer, vars(args))  # before the evaluations, which may run out of memory
     results = {
         "task": args.dataset_name,
         "model": "transformer" if args.transformer else config.tno_type,

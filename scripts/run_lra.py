@@ -1,8 +1,8 @@
 """Train and evaluate a classifier on a task of the Long Range Arena with transformers' Trainer.
 
-The recipes have the sizes and settings of the papers; every option after them goes before theirs. Without
---dataset_path, data come from the Hub (text, image) or are generated (listops, pathfinder, path-x); retrieval needs
-the files of the LRA release.
+The recipes have the sizes and settings of the papers; options on the command line override them. Without
+--dataset_path, the data come from the Hub (text, image) or are generated (listops, pathfinder, path-x). Retrieval
+needs the files of the LRA release.
 
 Example:
     python scripts/run_lra.py --recipe lra/tnn-listops --output_dir outputs/listops
@@ -48,7 +48,7 @@ class LraArguments(GroupArguments):
     max_train_samples: int | None = None
     max_eval_samples: int | None = None
     max_length: int | None = field(
-        default=None, metadata={"help": "Cut texts, leave out or generate shorter ListOps."}
+        default=None, metadata={"help": "Largest number of tokens. Longer texts are cut; ListOps has shorter samples."}
     )
     extra_test: str | None = field(
         default=None, metadata={"help": "Another configuration of --dataset_path whose test split is evaluated too."}
@@ -60,16 +60,16 @@ class LraArguments(GroupArguments):
     def __post_init__(self):
         super().__post_init__()
         if self.transformer and self.task == "retrieval":
-            raise ValueError("--transformer: transformers has no ModernBERT with a head for two sequences.")
+            raise ValueError("--transformer must not be given for retrieval: ModernBERT has no head for two sequences")
         if self.extra_test is not None and self.dataset_path is None:
-            raise ValueError("--extra_test: it needs a --dataset_path.")
+            raise ValueError(f"--extra_test must be given with --dataset_path, got only {self.extra_test}")
 
 
 def build_config(args: LraArguments, task: Task) -> TnnConfig:
-    """The preset with what the task and the command line change.
+    """The configuration of the preset with the changes of the task and the command line.
 
     Raises:
-        ValueError: an override is no field of the configuration, or not possible.
+        ValueError: an override is not a field of the configuration, or has a value outside its limits.
     """
     sizes = {"vocab_size": task.vocab_size, "num_labels": task.num_labels}
     if args.max_length is not None:
@@ -84,7 +84,7 @@ def build_model(args: LraArguments, config: TnnConfig) -> PreTrainedModel:
 
 
 def collate_pairs(tokenizer):
-    """A collator of rows whose `input_ids` are two sequences."""
+    """The batch of rows whose `input_ids` are two sequences each."""
 
     def collate(rows: list[dict]) -> dict[str, torch.Tensor]:
         texts = [{"input_ids": ids} for row in rows for ids in row["input_ids"]]
@@ -105,9 +105,10 @@ def run(args: LraArguments, training: TrainingArguments):
     """Train, test and save.
 
     Raises:
-        ValueError: the data or the configuration are not possible.
-        StopRequested: a process had a signal while it trained; the last step is in a checkpoint.
-        MemoryExceededError, SavingError: a batch does not fit, or the model could not be written.
+        ValueError: the data or the configuration are wrong.
+        StopRequested: a process got a signal during the training; the last step is in a checkpoint.
+        MemoryExceededError: a batch does not fit into memory.
+        SavingError: the model could not be written.
     """
     set_seed(training.seed)
     task, data = load_task(
@@ -130,7 +131,7 @@ def run(args: LraArguments, training: TrainingArguments):
     if args.dry_run:
         dry_run(trainer)
     train(trainer)
-    save(trainer, vars(args))  # before the evaluations: memory may not be enough for them
+    save(trainer, vars(args))  # before the evaluations, which may run out of memory
     tests = {"validation": data["validation"], "test": data["test"]}
     if args.extra_test is not None:
         extra = load_dataset(args.dataset_path, args.extra_test, split="test")

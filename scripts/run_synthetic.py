@@ -1,9 +1,9 @@
-"""How much a causal RTF model remembers, by its state size: Copying and Delay of the RTF paper.
+"""Measure how much a causal RTF model remembers, by its state size: Copying and Delay of the RTF paper.
 
-One model is trained for every state size and seed, with transformers' Trainer. Copying: a language model of gated
-Toeplitz units; accuracy on the tokens to copy. Delay: a linear model of one operator; root mean square error relative
-to the signal. The recipes copying.yaml and delay.yaml have the lengths and settings of the paper, small-*.yaml some
-that a CPU does in minutes.
+The program trains one model for every state size and seed, with transformers' Trainer. Copying trains a language model
+of gated Toeplitz units and measures the accuracy on the tokens to copy. Delay trains a linear model of one operator
+and measures the root mean square error relative to the signal. The recipes copying.yaml and delay.yaml have the lengths
+and settings of the paper; small-*.yaml run in minutes on a CPU.
 
 Example:
     python scripts/run_synthetic.py --recipe synthetic/small-copying --output_dir outputs/a
@@ -41,11 +41,11 @@ class SyntheticArguments(GroupArguments):
     task: str = field(metadata={"choices": ("copying", "delay")})
     state_sizes: list[int] = field(metadata={"help": "Orders of the rational function to compare."})
     memory: int = field(default=1024, metadata={"help": "Tokens to copy, or steps of delay."})
-    num_tokens: int = field(default=64, metadata={"help": "Vocabulary of copying, the marker included."})
+    num_tokens: int = field(default=64, metadata={"help": "Size of the vocabulary of copying, marker included."})
     length: int = 4000
-    hidden_size: int = field(default=64, metadata={"help": "Width; of delay: the number of channels."})
-    num_hidden_layers: int = field(default=4, metadata={"help": "Layers of the model of copying."})
-    rtf_initializer: str = field(default="montel", metadata={"help": "zeros, xavier or montel."})
+    hidden_size: int = field(default=64, metadata={"help": "Width of the model; for delay the number of channels."})
+    num_hidden_layers: int = field(default=4, metadata={"help": "Layers of the model for copying."})
+    rtf_initializer: str = field(default="montel", metadata={"help": "Initial coefficients: zeros, xavier or montel."})
     rtf_constraint: str | None = field(default=None, metadata={"help": "l1_montel keeps poles in the unit circle."})
     seeds: list[int] | None = None
     max_train_samples: int = 10_000
@@ -56,13 +56,14 @@ class SyntheticArguments(GroupArguments):
         super().__post_init__()
         longest = 2 * self.memory + 1 if self.task == "copying" else self.length
         if self.task == "delay" and self.memory >= self.length:
-            raise ValueError(f"--memory {self.memory}: the delay must be below --length {self.length}.")
+            raise ValueError(f"--memory must be below --length {self.length} for a delay, got {self.memory}")
         if min(self.state_sizes) < 1 or max(self.state_sizes) >= longest:
-            raise ValueError(f"--state_sizes: each must be at least 1 and below the length, {longest}.")
+            sizes = " ".join(map(str, self.state_sizes))
+            raise ValueError(f"--state_sizes must be at least 1 and below the length {longest}, got {sizes}")
 
 
 class DelayModel(nn.Module):
-    """Linear map, operator, linear map: nothing in it is nonlinear."""
+    """A linear model: a linear map, an operator, and a linear map."""
 
     def __init__(self, config: TnnConfig):
         super().__init__()
@@ -72,7 +73,7 @@ class DelayModel(nn.Module):
             self.tno.reset_parameters()
 
     def forward(self, signal: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        """`(B, L)` each; `logits` `(B, L)` is the answer."""
+        """The loss and the outputs `logits` `(B, L)` for `signal` and `labels`, `(B, L)` each."""
         answer = self.decoder(self.tno(self.encoder(signal[..., None])))[..., 0]
         return {"loss": nn.functional.mse_loss(answer, labels), "logits": answer}
 
@@ -95,19 +96,19 @@ def model_config(args: SyntheticArguments, state_size: int) -> TnnConfig:
 
 
 def copying_accuracy(predictions, labels) -> dict[str, float]:
-    """`predictions` `(B, L)` are the likeliest tokens; a label belongs to the prediction one position before it."""
+    """The accuracy of the likeliest tokens `predictions` `(B, L)`. Each predicts the label at the next position."""
     counted = labels[:, 1:] != IGNORED
     return {"accuracy": float((predictions[:, :-1] == labels[:, 1:])[counted].mean())}
 
 
 def delay_error(predictions, labels) -> dict[str, float]:
-    """Relative to the power of the signals."""
+    """The root mean square error relative to the signals."""
     return {"error": float((((predictions - labels) ** 2).mean() / (labels**2).mean()) ** 0.5)}
 
 
 @dataclass(frozen=True)
 class SyntheticTask:
-    """How a task is made and scored."""
+    """The data, the model and the score of a task."""
 
     rows: Callable
     model: Callable
@@ -133,7 +134,7 @@ TASKS = {
 
 
 def train(args: SyntheticArguments, training: TrainingArguments, state_size: int, seed: int) -> dict:
-    """The score of one model on unseen rows, and what it took."""
+    """Train one model; its score on unseen rows, and the time and the loss of the training."""
     task, training = TASKS[args.task], copy.copy(training)
     training.seed = seed
     training.output_dir = str(Path(training.output_dir) / f"state-{state_size}-seed-{seed}")
@@ -164,7 +165,7 @@ def train(args: SyntheticArguments, training: TrainingArguments, state_size: int
 
 
 def table(rows: list[dict], metric: str) -> str:
-    """Markdown: the mean over the seeds for each state size, and its range."""
+    """A Markdown table of the mean over the seeds and the range, for each state size."""
     lines = []
     for size in sorted({row["state_size"] for row in rows}):
         scores = [row[metric] for row in rows if row["state_size"] == size]
@@ -174,10 +175,10 @@ def table(rows: list[dict], metric: str) -> str:
 
 
 def run(args: SyntheticArguments, training: TrainingArguments):
-    """All models, one after the other; results are written after each.
+    """Train all models, one after the other, and write the results after each.
 
     Raises:
-        ValueError: --seed and --seeds were given.
+        ValueError: --seed and --seeds contradict each other.
     """
     args.seeds = chosen_seeds(args.seeds, training)
     rows, metric = [], TASKS[args.task].metric

@@ -15,18 +15,18 @@ from tnn_scripts.common.nearest import nearest
 
 
 def help_text() -> str:
-    """The commands with what they do. It needs no torch, so it is there at once."""
+    """The list of commands. It is fast, because it needs no torch."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:{width}}  {summary}" for name, (_, summary) in COMMANDS.items()]
     summary, example = __doc__.strip().split("\n\n")
     return "\n".join(
         ["usage: tnn COMMAND [options]", "", summary, "", example, "", "commands:", *lines, ""]
-        + ["`tnn COMMAND --help` lists the options of a command; `tnn --version` says the version.", ""]
+        + ["`tnn COMMAND --help` lists the options of a command; `tnn --version` prints the version.", ""]
     )
 
 
 def main():
-    """Run the program of the first argument with the others."""
+    """Run the program that the first argument names, with the other arguments."""
     command, *options = sys.argv[1:] or ["--help"]
     if command in ("-h", "--help"):
         sys.stdout.write(help_text())
@@ -36,7 +36,7 @@ def main():
         sys.argv = [f"tnn {command}", *options]
         import_module(f"tnn_scripts.{COMMANDS[command][0]}").main()
     else:
-        sys.stderr.write(f"error: {command} is no command of tnn{nearest(command, COMMANDS)} See `tnn --help`.\n")
+        sys.stderr.write(f"error: {command} is not a command of tnn{nearest(command, COMMANDS)} See `tnn --help`.\n")
         sys.exit(2)
 
 

@@ -1,7 +1,7 @@
-"""Convert a causal model to a recurrence of low order, save it, and measure what that changed on a text.
+"""Convert a causal model to a recurrence of low order, save it, and measure the change on a text.
 
---fit direct takes poles from the kernels themselves (tno_type="modal"); --fit gradient trains a rational transfer
-function towards each kernel (tno_type="rtf"), as the RTF paper distils filters, and reports the direct fit beside it.
+--fit direct computes poles from the kernels (tno_type="modal"). --fit gradient trains a rational transfer function to
+match each kernel (tno_type="rtf"), as the RTF paper distils filters, and also reports the direct fit.
 
 Example:
     python scripts/to_recurrent.py --model_name_or_path outputs/demo --output_dir outputs/modal --dataset_name book.txt
@@ -36,25 +36,28 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model_name_or_path", required=True)
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--overwrite_output_dir", action="store_true")
-    parser.add_argument("--order", type=int, default=64, help="real states per channel")
-    parser.add_argument("--window", type=int, default=16, help="first taps that are kept exactly")
-    parser.add_argument("--tolerance", type=float, help="take the smallest order with this relative error instead")
-    parser.add_argument("--fit", choices=("direct", "gradient"), default="direct", help="how poles are found")
-    parser.add_argument("--steps", type=int, default=2000, help="of the gradient fit, for each layer")
+    parser.add_argument("--order", type=int, default=64, help="Number of real states per channel.")
+    parser.add_argument("--window", type=int, default=16, help="Number of first taps that are kept exactly.")
+    parser.add_argument("--tolerance", type=float, help="Use the smallest order with this relative error instead.")
+    parser.add_argument("--fit", choices=("direct", "gradient"), default="direct", help="Method that finds the poles.")
+    parser.add_argument("--steps", type=int, default=2000, help="Steps of the gradient fit, for each layer.")
     parser.add_argument("--learning_rate", type=float, default=0.02)
     parser.add_argument("--dataset_name")
     parser.add_argument("--dataset_config_name")
     parser.add_argument("--documents")
     parser.add_argument("--block_size", type=int)
-    parser.add_argument("--rows", type=int, default=8, help="rows of text to measure on")
+    parser.add_argument("--rows", type=int, default=8, help="Number of rows of text to measure on.")
     args = parser.parse_args()
     if args.fit == "gradient" and (args.tolerance is not None or args.steps < 1):
-        parser.error("--fit gradient takes an --order, not a --tolerance, and at least 1 of --steps")
+        parser.error(
+            "--fit gradient must be given without --tolerance and with --steps of at least 1, got "
+            f"--tolerance {args.tolerance} --steps {args.steps}"
+        )
     return args
 
 
 def compare(model, converted, blocks: torch.Tensor) -> dict:
-    """Perplexity before and after, errors of the logits and agreement of the likeliest token on `(R, L)` ids."""
+    """The perplexities, the errors of the logits and the agreement of the likeliest tokens on ids `(R, L)`."""
     losses, worst, squares, agreeing, scale = [0.0, 0.0], 0.0, 0.0, 0, 0.0
     with torch.no_grad():
         for row in blocks[:, None]:
@@ -88,7 +91,7 @@ def convert(model, args: argparse.Namespace) -> tuple[PreTrainedModel, list[dict
 
 
 def run(args: argparse.Namespace) -> dict:
-    """Convert, measure and save; what `conversion.json` says.
+    """Convert, measure and save; the contents of `conversion.json`.
 
     Raises:
         ValueError: model, tokenizer, options and text do not fit together.
@@ -98,7 +101,7 @@ def run(args: argparse.Namespace) -> dict:
     model = AutoModelForCausalLM.from_pretrained(args.model_name_or_path).eval()
     if model.config.model_type != "tnn":
         raise ValueError(
-            f"model={args.model_name_or_path} is a {model.config.model_type}: only a TNN has such a recurrent form."
+            f"--model_name_or_path must be a TNN, got {args.model_name_or_path} of {model.config.model_type}"
         )
     check_vocabulary(tokenizer, model.config.vocab_size)
     start = time.perf_counter()
@@ -109,7 +112,7 @@ def run(args: argparse.Namespace) -> dict:
     packed = pack(corpus["validation"], tokenizer, length)["input_ids"][: args.rows]
     if not packed:
         raise ValueError(
-            f"The validation text has fewer than {length} tokens: give a longer one or a smaller --block_size."
+            f"The validation text has fewer than {length} tokens. Give a longer text or a smaller --block_size."
         )
     result = {
         "model": args.model_name_or_path,

@@ -26,7 +26,7 @@ def variant(request):
 
 @pytest.fixture
 def operator(request):
-    """Of a subclass of `operators.OperatorTests`, in the direction `request.param`."""
+    """The operator of a subclass of `operators.OperatorTests`, in the direction `request.param`."""
     return request.instance.build(request.param)
 
 

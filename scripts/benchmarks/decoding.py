@@ -1,7 +1,7 @@
-"""The cost of a new token in one operator, by tokens seen before: its recurrence beside dot products with all of them.
+"""The cost of a new token in one operator, by the length of the context, compared with dot products.
 
-Each repeat of a recurrence takes a whole block of its transforms. Dot products are the naive way to the same outputs:
-`matmul` and `vecdot` are two ways to compute them, of which PyTorch makes one or the other faster.
+Each repeat of a recurrence covers a whole block of its transforms. Dot products with all earlier tokens are the naive
+method. `matmul` and `vecdot` are two ways to compute them; which one is faster depends on the size.
 """
 
 import argparse
@@ -47,7 +47,7 @@ class Recurrent:
 
 
 class Dot:
-    """The newest output from all inputs, `(B, D, T)`, and as many taps."""
+    """A dot product: the newest output from all inputs `(B, D, T)` and T taps."""
 
     def __init__(self, way: str, args, context: int):
         shape = (args.batch_size, int(3 * args.hidden_size), context)
@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser):
 
 @torch.inference_mode()
 def run(args) -> list[dict]:
-    """One row for each context and way: microseconds per token, median of the repeats."""
+    """One row for each context and variant: microseconds per token, median of the repeats."""
     times = {}
     for context in args.contexts:
         decoders = {way: (Dot if way in DOTS else Recurrent)(way, args, context) for way in args.ways}
@@ -97,5 +97,5 @@ def row(times: dict[tuple[int, str], list[float]], context: int, way: str, args)
 
 
 def table(rows: list[dict]) -> str:
-    """Markdown."""
+    """The rows as a Markdown table."""
     return markdown(rows, FORMATS)

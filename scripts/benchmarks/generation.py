@@ -1,10 +1,10 @@
 """The cost of a new token and the size of the state, by length of the context, for TNNs and their peers.
 
 All models have the same width, depth and vocabulary, and random weights. Each repeat decodes a block of tokens with
-every model at every context, in turns of 32, so that a busy machine hits all alike. A block must be a multiple of the
-one that the recurrence works in, or its transforms are not all in it: 128, or 2048 for a kernel without decay.
+every model at every context, in rounds of 32 tokens, so that load affects all models equally. `--block` must be a
+multiple of the decoding block (128; 2048 for a kernel without decay), so that it contains all transforms.
 
-`weights` is the floor of a TNN of that size: each of its matrices applied once to one token of every sequence.
+`weights` is a lower bound for a TNN of this size: each of its matrices applied once to one token of every sequence.
 """
 
 import argparse
@@ -32,7 +32,7 @@ MODELS = (*TNN_FIELDS, "gpt2", "mamba", "weights")
 DEFAULT_MODELS = ("rpe", "fd", "rtf", "modal", "gpt2", "mamba", "weights")
 FORMATS = {"model": "", "context": "", "ms_per_token": ".2f", "over_shortest_context": ".2f", "gpt2_over_this": ".2f"}
 FORMATS |= {"over_weights": ".2f", "p99_over_weights": ".2f", "state_megabytes": ".2f", "conversion_seconds": ".2f"}
-# Its slow path in transformers takes a prompt token by token; its state has one size, so a short one will do.
+# Its slow path in transformers reads a prompt token by token. Its state has a fixed size, so a short prompt suffices.
 MAMBA_PROMPT = 64
 
 
@@ -122,8 +122,8 @@ class Decoder:
 def add_arguments(parser: argparse.ArgumentParser):
     add_sizes(parser, num_hidden_layers=6, vocab_size=50265)
     add_contexts(parser)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=DEFAULT_MODELS, help="what to compare")
-    parser.add_argument("--block", type=int, default=128, help="tokens in a repeat, in turns of 32")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=DEFAULT_MODELS, help="Models to compare.")
+    parser.add_argument("--block", type=int, default=128, help="Tokens in a repeat, in rounds of 32.")
 
 
 def run(args) -> list[dict]:
@@ -155,7 +155,7 @@ def measure_block(decoders: list[Decoder], args):
 
 
 def row(decoder: Decoder, decoders: list[Decoder], args) -> dict:
-    """Figures of one decoder; ratios are medians of ratios of the same repeat."""
+    """The figures of one decoder. Ratios are medians of the per-repeat ratios."""
     shortest = next(d for d in decoders if d.name == decoder.name and d.context == min(args.contexts))
     peers = {d.name: d for d in decoders if d.context == decoder.context}
     gpt2, floor = peers.get("gpt2"), peers.get("weights")
@@ -178,10 +178,10 @@ def ratio(above: Decoder, below: Decoder) -> float:
 
 
 def percentile(decoder: Decoder) -> float:
-    """The 99th of the seconds of a token."""
+    """The 99th percentile of the seconds of a token."""
     return statistics.quantiles(decoder.steps, n=100)[98]
 
 
 def table(rows: list[dict]) -> str:
-    """Markdown."""
+    """The rows as a Markdown table."""
     return markdown(rows, FORMATS)

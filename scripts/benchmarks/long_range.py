@@ -1,7 +1,7 @@
 """Training steps per second of classifiers by length: TNN variants and a transformer (TNN paper, table 5).
 
-All have the width and depth of the preset for byte-level text; the transformer as many parameters in a layer. Every
-repeat measures all ways in turns.
+All models have the width and depth of the preset for byte-level text. The transformer has as many parameters in a
+layer. Every repeat measures all models once.
 """
 
 import argparse
@@ -23,7 +23,7 @@ PRESET = "tnn-text"
 
 
 def classifier(way: str, length: int, device: str) -> PreTrainedModel:
-    """The preset with another operator, or a transformer like it, for sequences of `length` tokens."""
+    """A classifier for `length` tokens: the preset with another operator, or a transformer of its size."""
     torch.manual_seed(0)
     sizes = {"max_position_embeddings": length, "hidden_dropout_prob": 0.0}
     sizes |= {"rtf_num_denominators": 1, "rtf_state_size": 4}
@@ -37,13 +37,15 @@ def training_step(model: PreTrainedModel, ids: torch.Tensor, labels: torch.Tenso
 
 
 def add_arguments(parser: argparse.ArgumentParser):
-    parser.add_argument("--models", nargs="+", choices=WAYS, default=DEFAULT_WAYS, help="what to compare")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 3072, 4096, 5120])
+    parser.add_argument("--models", nargs="+", choices=WAYS, default=DEFAULT_WAYS, help="Models to compare.")
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=[1024, 2048, 3072, 4096, 5120], help="Tokens in a sequence."
+    )
     parser.add_argument("--batch_size", type=int, default=1)
 
 
 def run(args) -> list[dict]:
-    """One row for each way and length: forward, loss and backward of `batch_size` sequences."""
+    """One row for each model and length: forward, loss and backward of `batch_size` sequences."""
     rows = []
     for length in args.lengths:
         models = {way: classifier(way, length, args.device) for way in args.models}
@@ -64,7 +66,7 @@ def run(args) -> list[dict]:
 
 
 def table(rows: list[dict]) -> str:
-    """Markdown: a line for each model, a column for each length."""
+    """A Markdown table with a line for each model and a column for each length."""
     lengths = sorted({row["length"] for row in rows})
     speeds = {(row["way"], row["length"]): row["steps_per_second"] for row in rows}
     ways = dict.fromkeys(row["way"] for row in rows)

@@ -1,4 +1,4 @@
-"""How the benchmarks measure: all ways in one process, in turns; ratios are medians of ratios of the same turn."""
+"""Measurements of the benchmarks: all variants interleaved in one process, ratios as medians of per-round ratios."""
 
 import statistics
 import time
@@ -10,14 +10,14 @@ from tnn_scripts.common.tables import markdown_table
 
 
 def clock(args) -> float:
-    """CPU time of this thread if it is the only one, else wall time after the device has finished."""
+    """The CPU time of this thread if it is the only one, else the wall time after the device has finished."""
     if args.device.startswith("cuda"):
         torch.cuda.synchronize()
     return time.thread_time() if args.threads == 1 and args.device == "cpu" else time.perf_counter()
 
 
 def measure(ways: dict[str, Callable[[], None]], args) -> dict[str, list[float]]:
-    """Seconds of each way in each of `args.repeats` turns, after one that does not count."""
+    """The seconds of each variant in each of `args.repeats` rounds, after a round for warm-up."""
     times = {name: [] for name in ways}
     for repeat in range(args.repeats + 1):
         for name, run in ways.items():
@@ -33,7 +33,7 @@ def ratio(above: list[float], below: list[float]) -> float:
 
 
 def rows_of(times: dict[str, list[float]], tokens: int, bases: tuple[str, ...], **fields) -> list[dict]:
-    """One row for each way: milliseconds, tokens per second, and for each base how many times faster it is."""
+    """One row for each variant: milliseconds, tokens per second, and the speedup over each base."""
     return [
         fields
         | {"way": name, "milliseconds": 1000 * statistics.median(seconds)}
@@ -44,7 +44,7 @@ def rows_of(times: dict[str, list[float]], tokens: int, bases: tuple[str, ...], 
 
 
 def peak_on_device(run: Callable[[], None], args) -> dict[str, float]:
-    """Peak memory that `run` takes on a GPU over what was there before; nothing on a CPU (the memory suite has it)."""
+    """The additional peak memory of `run` on a GPU; None on a CPU, for which there is the memory suite."""
     if not args.device.startswith("cuda"):
         return {}
     torch.cuda.synchronize()

@@ -1,8 +1,8 @@
-"""Memory of a training step of a language model beside its peers, by length of the sequence.
+"""The memory of a training step of a language model and its peers, by length of the sequence.
 
-saved   bytes that the forward pass keeps for the backward pass, parameters excluded
-peak    what the process takes over its size before the step, optimizer excluded: in a process of its own for each
-        way, so that nothing that others left is used again; on a GPU the allocator's peak
+saved   bytes that the forward pass saves for the backward pass, parameters excluded
+peak    growth of the process during the step, optimizer excluded; each variant has its own process, so that it cannot
+        reuse memory of another one; on a GPU the allocator's peak
 """
 
 import argparse
@@ -23,7 +23,7 @@ DEFAULT_WAYS = ("released", "eager", "fused", "gpt2", "llama")
 
 
 def saved_bytes(model: torch.nn.Module, ids: torch.Tensor) -> int:
-    """Of each storage once, however many views of it are kept."""
+    """The saved bytes, which count each storage once."""
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     storages = {}
 
@@ -40,14 +40,14 @@ def saved_bytes(model: torch.nn.Module, ids: torch.Tensor) -> int:
 
 
 def forget_peak():
-    """Where the system can (Linux), so that a peak while the model was built does not hide that of a step."""
+    """Reset the peak of the process (on Linux), so that building the model does not hide the peak of a step."""
     reset = Path("/proc/self/clear_refs")
     if reset.exists():
         reset.write_text("5")
 
 
 def measure_way(way: str, args, length: int) -> dict:
-    """The figures of one way in this process."""
+    """The figures of one variant, measured in this process."""
     torch.set_num_threads(args.threads)
     ids = torch.randint(args.vocab_size, (max(1, args.tokens // length), length), device=args.device)
     model = build_model(way, args, length)
@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser):
 
 
 def run(args) -> list[dict]:
-    """One row for each length and way."""
+    """One row for each length and variant."""
     rows = []
     for length in args.lengths:
         found = []
@@ -90,5 +90,5 @@ def run(args) -> list[dict]:
 
 
 def table(rows: list[dict]) -> str:
-    """Markdown."""
+    """The rows as a Markdown table."""
     return markdown(rows, FORMATS)

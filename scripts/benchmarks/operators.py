@@ -1,6 +1,7 @@
 """The cost of a forward and backward pass of one operator with its coefficients, by length of the sequence.
 
-Every way gets its input as its model lays it out: the released form token by token, ours channel by channel.
+Every variant gets its input in the memory layout of its model: the released form token by token, ours channel by
+channel.
 """
 
 import argparse
@@ -22,7 +23,7 @@ DEFAULT_WAYS = ("released", "rpe", "rpe eager")
 
 
 def build_operator(tno_type: str, args, length: int) -> ToeplitzOperator:
-    """With as many taps as the sequence has, and the sizes of the papers."""
+    """An operator with the sizes of the papers, and as many taps as the sequence has tokens."""
     config = TnnConfig(
         tno_type=tno_type,
         causal=not args.bidirectional,
@@ -57,12 +58,12 @@ def passes(way: str, args, batch_size: int, length: int) -> Callable[[], None]:
 def add_arguments(parser: argparse.ArgumentParser):
     add_ways(parser, WAYS, DEFAULT_WAYS)
     add_batches(parser)
-    parser.add_argument("--bidirectional", action="store_true")
-    parser.add_argument("--state_size", type=int, default=64, help="order of rtf")
+    parser.add_argument("--bidirectional", action="store_true", help="Measure bidirectional operators.")
+    parser.add_argument("--state_size", type=int, default=64, help="Order of the rtf operator.")
 
 
 def run(args) -> list[dict]:
-    """One row for each length and way, `tokens` tokens in all."""
+    """One row for each length and variant. A batch has `tokens` tokens."""
     rows = []
     for length in args.lengths:
         batch_size = max(1, args.tokens // length)
@@ -73,5 +74,5 @@ def run(args) -> list[dict]:
 
 
 def table(rows: list[dict]) -> str:
-    """Markdown."""
+    """The rows as a Markdown table."""
     return markdown(rows, FORMATS)

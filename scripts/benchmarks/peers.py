@@ -1,7 +1,7 @@
-"""What the benchmarks compare: the released form of a TNN, and transformers' models of the same size.
+"""The peers in the benchmarks: the released form of a TNN, and transformers' models of the same size.
 
-The released form is restated here: the position encoder at every lag, and three real transforms of twice the length
-along the second last axis, with every intermediate result kept for the backward pass.
+The released form is written anew here: the position encoder at every lag, and three real transforms of twice the
+length along the second-last axis, with every intermediate result saved for the backward pass.
 """
 
 from functools import partial
@@ -20,7 +20,7 @@ from modeling_tnn import TnnConfig, TnnForCausalLM
 
 
 def released_product(operator, v: torch.Tensor) -> torch.Tensor:
-    """`(B, L, D)` to `(B, L, D)` as the released code computes it."""
+    """The Toeplitz product as the released code computes it, `(B, L, D)` to `(B, L, D)`."""
     length = v.shape[1]
     coefficients = operator.coefficients(length).t()  # (L, D) or (2L-1, D)
     zero = coefficients[:1] if operator.causal else coefficients[length - 1 : length]
@@ -32,7 +32,7 @@ def released_product(operator, v: torch.Tensor) -> torch.Tensor:
 
 
 def released_gated_matmul(operator, v: torch.Tensor, gate) -> torch.Tensor:
-    """`ToeplitzOperator.gated_matmul` as the released code computes it."""
+    """The method `ToeplitzOperator.gated_matmul` as the released code computes it."""
     return gate.apply(released_product(operator, gate.inputs(v)), "eager")
 
 
@@ -42,20 +42,20 @@ def tnn(way: str, args, length: int) -> TnnForCausalLM:
     model = TnnForCausalLM(TnnConfig(max_position_embeddings=max(512, length), **fields, **sizes(args)))
     if way == "released":
         for layer in model.model.layers:
-            layer.gtu.u_proj.__class__ = layer.gtu.v_proj.__class__ = torch.nn.Linear  # token by token in memory
+            layer.gtu.u_proj.__class__ = layer.gtu.v_proj.__class__ = torch.nn.Linear  # the memory layout of tokens
             layer.gtu.tno.gated_matmul = partial(released_gated_matmul, layer.gtu.tno)
     return model
 
 
 def gpt2(way: str, args, length: int) -> GPT2LMHeadModel:
-    # No dropout anywhere: with it, attention would leave its fast path.
+    # No dropout, because attention has no fast path with it.
     silent = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
     shape = {"n_embd": args.hidden_size, "n_head": heads(args), "n_positions": length}
     return GPT2LMHeadModel(GPT2Config(**shape, **silent, **special_tokens(args), **sizes(args)))
 
 
 def llama(way: str, args, length: int) -> LlamaForCausalLM:
-    """With an MLP that gives it the parameters of the others: 4 d^2 of attention and 8 d^2."""
+    """A Llama with as many parameters in a layer as the others: 4 d^2 of attention and 8 d^2 of its MLP."""
     shape = {"hidden_size": args.hidden_size, "intermediate_size": args.hidden_size * 8 // 3}
     shape |= {"num_attention_heads": heads(args), "max_position_embeddings": length, "tie_word_embeddings": True}
     return LlamaForCausalLM(LlamaConfig(**shape, **special_tokens(args), **sizes(args)))

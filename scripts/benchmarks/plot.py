@@ -1,4 +1,4 @@
-"""One picture for each suite: its figure by length, a line for each way."""
+"""The pictures of the suites: the main figure by length, with a line for each variant."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from matplotlib.ticker import LogLocator, ScalarFormatter
 
 matplotlib.use("Agg")
 
-# x, series, y and what the axes are called, for each suite.
+# For each suite: x, series, y, and the labels of the axes.
 AXES = {
     "operators": ("length", "way", "tokens_per_second", "sequence length", "tokens per second, forward and backward"),
     "training": ("length", "way", "tokens_per_second", "sequence length", "tokens per second in training"),

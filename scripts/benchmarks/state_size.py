@@ -1,10 +1,10 @@
-"""Time and memory of a layer by its state size: a rational transfer function beside an associative scan.
+"""Time and memory of a layer by its state size: a rational transfer function and an associative scan.
 
     rtf     y = k * v, the taps k of b(z)/a(z) by one transform, N coefficients for each channel (RTF paper, section 3)
     scan    x_k = lambda x_{k-1} + B v_k,  y_k = Re C x_k, all x_k by a parallel scan (S5, Smith et al., 2023)
 
-B batch, L length, D channels, N states. The first never forms a state; the second holds L N complex numbers. Every
-repeat measures all sizes of both in turns.
+B batch, L length, D channels, N states. The first never computes a state; the second stores L N complex numbers. Every
+repeat measures all sizes of both once.
 """
 
 import argparse
@@ -22,9 +22,9 @@ from tnn_scripts.common.tables import markdown_table
 
 
 def scan(rates: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
-    """x_k = rates x_{k-1} + inputs_k with x_{-1} = 0, in O(log L) steps and O(L) work.
+    """The states x_k = rates x_{k-1} + inputs_k with x_{-1} = 0, in O(log L) steps and O(L) work.
 
-    Two neighbours are one step of a sequence of half the length, whose rates are squared (Blelloch, 1990).
+    Two neighbours form one step of a sequence of half the length, whose rates are squared (Blelloch, 1990).
 
     Args:
         rates: `(N,)`.
@@ -45,7 +45,7 @@ def scan(rates: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
 
 
 class ScanLayer(nn.Module):
-    """A diagonal state-space layer of N states that all channels share, by `scan`."""
+    """A diagonal state-space layer, computed by `scan`. All channels share its N states."""
 
     def __init__(self, channels: int, state_size: int):
         super().__init__()
@@ -77,7 +77,7 @@ def rtf_layer(channels: int, state_size: int, length: int) -> nn.Module:
 
 
 def saved_bytes(run: Callable[[], torch.Tensor]) -> int:
-    """What a forward pass keeps for its backward pass, each storage once."""
+    """The bytes that a forward pass saves for its backward pass. Each storage counts once."""
     kept: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -93,14 +93,16 @@ def saved_bytes(run: Callable[[], torch.Tensor]) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser):
     parser.set_defaults(hidden_size=256)
-    parser.add_argument("--state_sizes", type=int, nargs="+", default=[4, 16, 64, 256, 1024, 2048])
-    parser.add_argument("--largest_scan", type=int, default=256, help="state size up to which the scan is measured")
-    parser.add_argument("--length", type=int, default=4096, help="of a sequence")
+    parser.add_argument(
+        "--state_sizes", type=int, nargs="+", default=[4, 16, 64, 256, 1024, 2048], help="State sizes."
+    )
+    parser.add_argument("--largest_scan", type=int, default=256, help="Largest state size of the scan.")
+    parser.add_argument("--length", type=int, default=4096, help="Length of a sequence.")
     parser.add_argument("--batch_size", type=int, default=2)
 
 
 def run(args) -> list[dict]:
-    """One row for each way and state size: milliseconds of forward and backward, MiB kept between them."""
+    """One row for each variant and state size: milliseconds of forward and backward, and saved MiB."""
     torch.manual_seed(0)
     v = torch.randn(args.batch_size, args.length, args.hidden_size, device=args.device, requires_grad=True)
     gradient = torch.randn_like(v)
@@ -133,7 +135,7 @@ def run(args) -> list[dict]:
 
 
 def table(rows: list[dict]) -> str:
-    """Markdown."""
+    """The rows as a Markdown table."""
     smallest = min(row["state_size"] for row in rows)
     headers = ["layer", "state size", "ms", f"over state size {smallest}", "kept for backward, MiB"]
     figures = {"milliseconds": ".1f", "over_smallest": ".2f", "saved_megabytes": ".1f"}

@@ -1,7 +1,7 @@
-"""The cost of a text that never fits: a model fed in segments that its cache continues, by length of the text.
+"""The cost of a text too long for one pass: a model reads it in segments with a cache, by length of the text.
 
-Each length runs in a process of its own: memory is what that takes over its size after the first segments, by which
-time the state is full.
+Each length runs in its own process. Memory is the growth of this process after the first segments, when the state has
+its full size.
 """
 
 import argparse
@@ -30,7 +30,7 @@ WARM_UP = 3
 
 @torch.inference_mode()
 def stream(way: str, args, tokens: int) -> dict:
-    """Time per token of the median segment, and peak memory."""
+    """The time per token of the median segment, and the peak memory."""
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     sizes = {"vocab_size": 2, "hidden_size": args.hidden_size, "num_hidden_layers": args.num_hidden_layers}
@@ -61,13 +61,13 @@ def peak_bytes(args) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser):
     add_ways(parser, WAYS, DEFAULT_WAYS)
-    parser.add_argument("--num_hidden_layers", type=int, default=1)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[65536, 262144], help="tokens of the text")
-    parser.add_argument("--segment", type=int, default=8192, help="tokens fed at once")
+    parser.add_argument("--num_hidden_layers", type=int, default=1, help="Number of layers.")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[65536, 262144], help="Tokens in the text.")
+    parser.add_argument("--segment", type=int, default=8192, help="Tokens in a segment.")
 
 
 def run(args) -> list[dict]:
-    """One row for each way and length of the text, medians of `repeats` processes."""
+    """One row for each variant and length of the text, with medians over `repeats` processes."""
     found = {}
     for _ in range(args.repeats):
         for way in args.ways:
@@ -78,7 +78,7 @@ def run(args) -> list[dict]:
 
 
 def merge(runs: list[dict], shortest: list[dict]) -> dict:
-    """Medians of the repeats."""
+    """The row with the medians of the repeats."""
     name = "microseconds_per_token"
     row = {key: statistics.median(run[key] for run in runs) for key in runs[0] if key != "way"}
     row["over_shortest"] = statistics.median(a[name] / b[name] for a, b in zip(runs, shortest, strict=True))
@@ -86,5 +86,5 @@ def merge(runs: list[dict], shortest: list[dict]) -> dict:
 
 
 def table(rows: list[dict]) -> str:
-    """Markdown."""
+    """The rows as a Markdown table."""
     return markdown(rows, FORMATS)

@@ -1,7 +1,7 @@
-"""The cost of a training step (forward, loss, backward) of a language model beside its peers, by length.
+"""The cost of a training step (forward, loss, backward) of a language model and its peers, by length.
 
-`matmul` is every matrix product of the linear layers of a TNN, forward and backward, and nothing else: the floor of a
-model of that size. A way with `bf16` after its name runs under autocast in bfloat16.
+`matmul` computes only the matrix products of the linear layers of a TNN, forward and backward: a lower bound for a
+model of this size. A variant with `bf16` after its name runs under autocast in bfloat16.
 """
 
 import argparse
@@ -66,11 +66,11 @@ def add_arguments(parser: argparse.ArgumentParser):
     add_ways(parser, WAYS, DEFAULT_WAYS)
     add_batches(parser)
     add_sizes(parser, num_hidden_layers=2, vocab_size=1000)
-    parser.add_argument("--blocks_only", action="store_true", help="without embeddings, head and loss")
+    parser.add_argument("--blocks_only", action="store_true", help="Leave out embeddings, head and loss.")
 
 
 def run(args) -> list[dict]:
-    """One row for each length and way, `tokens` tokens in all."""
+    """One row for each length and variant. A batch has `tokens` tokens."""
     rows = []
     for length in args.lengths:
         ids = torch.randint(args.vocab_size, (max(1, args.tokens // length), length), device=args.device)
@@ -81,5 +81,5 @@ def run(args) -> list[dict]:
 
 
 def table(rows: list[dict]) -> str:
-    """Markdown."""
+    """The rows as a Markdown table."""
     return markdown(rows, FORMATS)

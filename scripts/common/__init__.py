@@ -1,1 +1,1 @@
-"""Shared by the programs: arguments, errors, files, checkpoints, training loops."""
+"""Modules that the programs share: arguments, errors, files, checkpoints, training loops."""

@@ -1,7 +1,7 @@
 """The training loop of `pretrain.py`, on Accelerate.
 
-An optimizer step averages the loss over the tokens to predict in the whole global batch: over all its forward passes
-and all processes. So the same examples give the same step however they are spread.
+An optimizer step averages the loss over the predicted tokens of the whole global batch, that is over all its forward
+passes and all processes. So the same examples give the same step for any number of passes and processes.
 """
 
 import dataclasses
@@ -39,15 +39,15 @@ from tnn_scripts.common.pretrain_arguments import PretrainArguments
 from tnn_scripts.common.signals import StopRequest, StopRequested
 from tnn_scripts.data.blocks import BlockStream
 
-# A pole this close to the unit circle may make a kernel infinite where training samples it.
+# A pole beyond this radius may make the sampled kernel infinite.
 LARGEST_SAFE_RADIUS = 1 - 1e-6
-# A resumed run may differ in these and still be the same run.
+# Arguments in which a resumed run may differ.
 FREE_ARGUMENTS = {
     "max_steps", "output_dir", "per_device_eval_batch_size", "eval_steps", "max_eval_blocks", "logging_steps",
     "checkpointing_steps", "save_total_limit", "resume_from_checkpoint", "report_to", "push_to_hub", "hub_model_id",
     "hub_private_repo", "overwrite_output_dir",
 }  # fmt: skip
-# Of these the configuration and the blocks that they led to are compared.
+# Arguments that are not compared: the resulting configuration and blocks are.
 SOURCES = {
     "config", "config_overrides", "tokenizer_name", "vocab_size", "train_file", "validation_file", "dataset_name",
     "dataset_config_name", "text_column", "block_size",
@@ -59,12 +59,12 @@ TRAINING_MEMORY = (
 
 
 class DivergedError(UserError):
-    """The loss or its gradient is not a finite number."""
+    """The error for a loss or a gradient that is not a finite number."""
 
 
 @dataclasses.dataclass
 class TrainerState:
-    """How far a run has come, and what belongs to it."""
+    """The progress of a run: step, losses, times and history of evaluations."""
 
     step: int = 0
     best_loss: float | None = None
@@ -76,25 +76,25 @@ class TrainerState:
 
 
 def token_losses(logits: torch.Tensor, labels: torch.Tensor, causal: bool) -> torch.Tensor:
-    """Cross entropy in nats of logits `(B, L, V)` at labels `(B, L)`: `(B, L)` or `(B, L-1)`, 0 at labels of -100."""
+    """The cross entropy in nats of logits `(B, L, V)`, `(B, L)` or `(B, L-1)`; 0 where labels `(B, L)` are -100."""
     if causal:
         logits, labels = logits[:, :-1], labels[:, 1:]
     return cross_entropy(logits.float().transpose(1, 2), labels, reduction="none")
 
 
 def count_targets(labels: torch.Tensor, causal: bool) -> torch.Tensor:
-    """How many tokens of each row of labels `(B, L)` are to be predicted, `(B,)`."""
+    """The number of predicted tokens in each row of labels `(B, L)`, `(B,)`."""
     return (labels[:, 1:] if causal else labels).ne(-100).sum(dim=1)
 
 
 def decayed_parameters(model: PreTrainedModel) -> set[str]:
-    """Names of the parameters with weight decay: not biases, norms and whatever else is no matrix."""
+    """The names of the parameters with weight decay: matrices, but not biases, norms and other vectors."""
     names = set(get_parameter_names(model, [torch.nn.LayerNorm], [r"bias", r"norm"]))
     return {name for name, parameter in model.named_parameters() if name in names and parameter.ndim >= 2}
 
 
 class Pretraining:
-    """One run: the state it is in, and the steps, evaluations and checkpoints that move it on."""
+    """One training run: its state, and its steps, evaluations and checkpoints."""
 
     def __init__(
         self,
@@ -119,20 +119,20 @@ class Pretraining:
         optimizer = build_optimizer(model, args, decayed_parameters(model))
         self.scheduler = get_scheduler(args.lr_scheduler_type, optimizer, args.num_warmup_steps, args.max_steps)
         self.model, self.optimizer, self.validation = accelerator.prepare(model, optimizer, validation_loader)
-        # The weights are made: from here on each process has its own dropout.
+        # After the weights are initialised, each process has its own dropout.
         set_seed(args.seed, device_specific=True)
 
     @property
     def blocks_per_step(self) -> int:
-        """Of the global batch."""
+        """The number of blocks in a global batch."""
         args = self.args
         return args.per_device_train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes
 
     def resume(self, name: str):
-        """Go on from a checkpoint.
+        """Continue from a checkpoint.
 
         Raises:
-            ValueError: there is none, it is damaged, or it belongs to another run.
+            ValueError: the checkpoint is missing, damaged, or belongs to another run.
         """
         folder = find_checkpoint(self.output_dir, name)
         verify_checksums(folder)
@@ -143,30 +143,31 @@ class Pretraining:
             if saved["fingerprint"].get(key) != value
         }
         if differing:
-            lines = [f"{key}: {was} there, {now} here" for key, (was, now) in differing.items()]
+            lines = [f"{key} must be {was}, got {now}" for key, (was, now) in differing.items()]
             raise ValueError(f"{folder} is a checkpoint of another run.\n  " + "\n  ".join(lines))
         try:
             self.accelerator.load_state(str(folder), load_kwargs={"weights_only": True})
-            # Accelerate would go on without random states that it cannot read.
+            # Accelerate would continue without random states that it cannot read.
             load(folder / f"{RNG_STATE_NAME}_{self.accelerator.process_index}.pkl")
             self.scheduler.load_state_dict(saved["scheduler"])
             self.state = TrainerState(**saved["state"])
-        # A damaged file raises whatever its first bad byte leads to; objects that are no tensors are refused.
+        # A damaged file may raise any of these. Objects that are not tensors are refused.
         except (pickle.UnpicklingError, SafetensorError, RuntimeError, EOFError, LookupError, TypeError) as error:
-            raise ValueError(f"{folder} cannot be read: {str(error)[:300]}") from error
+            reason = str(error)[:300]
+            raise ValueError(f"{folder} cannot be read: {reason}. Resume from an earlier checkpoint.") from error
 
     def run(self):
         """Train until `max_steps`, with evaluations and checkpoints on the way.
 
         Raises:
-            StopRequested: a process had a signal; the step that was being computed is done.
-            MemoryExceededError: an evaluation or a step does not fit.
+            StopRequested: a process got a signal; the present step is finished.
+            MemoryExceededError: an evaluation or a step does not fit into memory.
         """
         args, accelerator, state = self.args, self.accelerator, self.state
         if state.loss_before is None:
             state.loss_before = self.evaluate()
         if state.step and self._is_due(args.eval_steps) and not self.is_evaluated:
-            self.record_evaluation()  # the run was left while it evaluated
+            self.record_evaluation()  # the run was stopped during an evaluation
         start, stop = (step * self.blocks_per_step for step in (state.step, args.max_steps))
         loader = self.train_stream.loader(args.per_device_train_batch_size, start, stop)
         batches = iter(accelerator.prepare(loader))
@@ -194,11 +195,11 @@ class Pretraining:
         progress.close()
 
     def train_step(self, batches: list[dict[str, torch.Tensor]]) -> tuple[float, bool]:
-        """One optimizer step; the mean loss of the global batch, and whether a process was asked to stop.
+        """Do one optimizer step; the mean loss of the global batch, and whether a process got a signal.
 
         Raises:
-            DivergedError: the loss or the norm of the gradient is not finite. The weights are still those before.
-            MemoryExceededError: the step does not fit.
+            DivergedError: the loss or the norm of the gradient is not finite. The weights have not changed.
+            MemoryExceededError: the step does not fit into memory.
         """
         with suggest_smaller("a training step", TRAINING_MEMORY):
             return self._train_step(batches)
@@ -207,7 +208,7 @@ class Pretraining:
         accelerator, args = self.accelerator, self.args
         count = sum(count_targets(batch["labels"], self.causal).sum() for batch in batches)
         count = accelerator.reduce(count, reduction="sum").clamp(min=1)
-        # What accelerate divides by: the accumulation steps, and with several processes their number.
+        # accelerate divides by the accumulation steps and by the number of processes.
         scale = args.gradient_accumulation_steps * accelerator.num_processes / count
         total = torch.zeros((), device=accelerator.device)
         for batch in batches:
@@ -228,11 +229,11 @@ class Pretraining:
         return mean, stopping
 
     def evaluate(self) -> float:
-        """Mean loss per predicted token of the validation blocks, in nats.
+        """The mean loss per predicted token of the validation blocks, in nats.
 
         Raises:
-            StopRequested: a process had a signal.
-            MemoryExceededError: a batch does not fit.
+            StopRequested: a process got a signal.
+            MemoryExceededError: a batch does not fit into memory.
         """
         size = self.args.per_device_eval_batch_size
         advice = f"give a --per_device_eval_batch_size below {size}" if size > 1 else "give a smaller --block_size"
@@ -240,7 +241,7 @@ class Pretraining:
             with suggest_smaller("evaluation", advice):
                 return self._evaluate()
         except MemoryExceededError:
-            # A process that runs out of memory is alone with that, and saving takes all of them.
+            # Saving needs all processes, but only one may have run out of memory.
             if self.accelerator.num_processes == 1:
                 self.save_progress()
             raise
@@ -254,7 +255,7 @@ class Pretraining:
             nats = token_losses(self._logits(batch), batch["labels"], self.causal).sum(dim=1)  # (B,)
             counts = count_targets(batch["labels"], self.causal).float()
             flags = self._stop_flag().expand_as(nats)
-            # Rows that stand twice, to even out the last batches of the processes, are dropped.
+            # Duplicate rows, which even out the last batches of the processes, are dropped.
             rows = self.accelerator.gather_for_metrics(torch.stack([nats, counts, flags], dim=1))  # (B, 3)
             if rows[:, 2].any():
                 raise StopRequested
@@ -264,7 +265,7 @@ class Pretraining:
         return nats / max(count, 1)
 
     def save_checkpoint(self):
-        """`checkpoint-STEP`, complete or absent.
+        """Write `checkpoint-STEP`. It is complete or absent.
 
         Raises:
             SavingError: it could not be written.
@@ -274,7 +275,7 @@ class Pretraining:
             if self._is_main:
                 self.config.save_pretrained(folder)
                 self.tokenizer.save_pretrained(folder)
-                # Not by accelerate's `register_for_checkpointing`, which reads it as a pickle of anything.
+                # Not accelerate's `register_for_checkpointing`, which reads an unrestricted pickle.
                 state = {"fingerprint": self.fingerprint, "scheduler": self.scheduler.state_dict()}
                 write_json(folder / STATE, state | {"state": dataclasses.asdict(self.state)})
             self.accelerator.wait_for_everyone()
@@ -285,13 +286,13 @@ class Pretraining:
             prune(self.output_dir, self.args.save_total_limit)
 
     def save_progress(self) -> bool:
-        """A checkpoint of the present step, unless it was written before; whether there is anything to go on from."""
+        """Write a checkpoint of the present step, unless there is one; whether a run can resume from it."""
         if self.state.step and self._saved_step != self.state.step:
             self.save_checkpoint()
         return self.state.step > 0
 
     def save_model(self, folder: Path):
-        """Weights, config and tokenizer, as `from_pretrained` reads them, and the arguments."""
+        """Save weights, configuration and tokenizer for `from_pretrained`, and the arguments of the run."""
         weights = self.accelerator.get_state_dict(self.model)
         if self._is_main:
             model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
@@ -322,7 +323,7 @@ class Pretraining:
         poles = f" Poles on or outside the unit circle: {'; '.join(map(str, unstable))}." if unstable else ""
         good = (checkpoints(self.output_dir) or ["none was written"])[-1]
         raise DivergedError(
-            f"The {what} at step {self.state.step + 1}. Nothing of this step was kept; last good checkpoint: {good}. "
+            f"The {what} at step {self.state.step + 1}. The step was not applied; last good checkpoint: {good}. "
             f"A lower learning rate, more warmup or bf16 instead of fp16 may help.{poles}"
         )
 
@@ -336,7 +337,7 @@ class Pretraining:
         self._started = time.perf_counter(), time.process_time()
 
     def _stop_clock(self):
-        """Count the seconds since the start, and go on from now."""
+        """Add the seconds since the start to the state, and start the clock again."""
         wall, cpu = self._started
         self._start_clock()
         self.state.train_seconds += self._started[0] - wall
@@ -349,7 +350,7 @@ class Pretraining:
             self.save_checkpoint()
 
     def record_evaluation(self) -> float:
-        """Evaluate, log it, and keep the model in `best/` if it is the best so far."""
+        """Evaluate, log the result, and save the model in `best/` if it is the best so far."""
         state, loss = self.state, self.evaluate()
         state.history.append({"step": state.step, "loss": loss, "perplexity": perplexity(loss)})
         self.accelerator.log({"eval_loss": loss, "eval_perplexity": perplexity(loss)}, step=state.step)
@@ -378,7 +379,7 @@ class Pretraining:
         )
 
     def _fingerprint(self) -> dict:
-        """What a checkpoint must agree with: arguments, model and data."""
+        """The arguments, the model and the data, which a checkpoint must agree with."""
         args = {k: v for k, v in dataclasses.asdict(self.args).items() if k not in FREE_ARGUMENTS | SOURCES}
         model = {f"config.{k}": v for k, v in self.config.to_diff_dict().items() if k != "transformers_version"}
         data = {"data": self.train_stream.describe(), "processes": self.accelerator.num_processes}
@@ -386,5 +387,5 @@ class Pretraining:
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss); infinite where that overflows."""
+    """The perplexity exp(loss), or infinity on overflow."""
     return math.exp(loss) if loss < 700 else math.inf

@@ -1,7 +1,7 @@
 """Command lines of the programs: recipes, presets, overrides of a configuration.
 
-A recipe is a YAML file of options by name. `--recipe NAME` reads one of `configuration/recipes/` or another file.
-Options of the command line go before those of the recipe.
+A recipe is a YAML file of options by name. `--recipe NAME` reads a recipe of `configuration/recipes/` or another file.
+Options on the command line override those of the recipe.
 """
 
 import sys
@@ -17,25 +17,26 @@ from tnn_scripts.common.parser import RENAMED, ProgramParser
 
 
 def parse_overrides(text: str | None, known: PreTrainedConfig | None = None) -> dict:
-    """`name=value,name=value` as a dictionary; values are read as YAML.
+    """The overrides `name=value,name=value` as a dictionary. Values are read as YAML.
 
     Raises:
-        ValueError: a value cannot be read, or a name is no field of the configuration `known` (of a TNN unless given).
+        ValueError: a value cannot be read, or a name is not a field of `known` (by default a `TnnConfig`).
     """
     known = known or modeling_tnn.TnnConfig()
     pairs = [pair.partition("=") for pair in (text or "").split(",") if pair.strip()]
     try:
         fields = {name.strip(): yaml.safe_load(value) for name, _, value in pairs}
     except yaml.YAMLError as error:
-        raise ValueError(f"{text} cannot be read as name=value,name=value: {' '.join(str(error).split())}") from error
+        reason = " ".join(str(error).split())
+        raise ValueError(f"overrides must have the form name=value,name=value, got {text}: {reason}") from error
     if unknown := [name for name in fields if not hasattr(known, name)]:
-        raise ValueError(f"a {type(known).__name__} has no field {', '.join(unknown)}: see its docstring.")
+        raise ValueError(f"overrides must be fields of {type(known).__name__}, got {', '.join(unknown)}")
     return fields
 
 
 def load_config(name: str, *overrides: dict) -> PreTrainedConfig:
-    """A preset, folder or Hub id with other fields; what follows from the fields follows from the new ones."""
-    # From the file: a configuration that is built has filled in what follows from the old ones.
+    """The configuration of a preset, folder or Hub id with overrides. Derived fields follow from the new values."""
+    # Read the file: a built configuration has derived fields from the old values.
     fields, _ = PreTrainedConfig.get_config_dict(find_config(name))
     for changed in overrides:
         fields |= changed
@@ -43,9 +44,9 @@ def load_config(name: str, *overrides: dict) -> PreTrainedConfig:
 
 
 def parse_arguments(dataclasses: list[type], description: str) -> tuple:
-    """Instances of `dataclasses` from recipes and the command line, the second before the first.
+    """Instances of `dataclasses` from recipes and the command line, which overrides the recipes.
 
-    Errors of their `__post_init__` end the program with their message.
+    A ValueError in their `__post_init__` ends the program with its message.
     """
     parser = ProgramParser(dataclasses, description)
     recipe_help = "Options from a recipe: its name (wikitext2), or a YAML file of options by name."
@@ -63,59 +64,60 @@ def parse_arguments(dataclasses: list[type], description: str) -> tuple:
 
 
 def recipe_options(file: str, parser: ProgramParser) -> list[str]:
-    """The options of a recipe as they would stand on a command line of `parser`.
+    """The options of a recipe as arguments on a command line of `parser`.
 
     Raises:
-        ValueError: there is no such file, it is not a YAML mapping, or it has a key that is no option.
+        ValueError: the recipe is missing, is not a YAML mapping, or has a key that is not an option.
     """
     try:
         recipe = yaml.safe_load(find_recipe(file).read_text(encoding="utf-8"))
     except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"--recipe {file} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(recipe, dict):
-        raise ValueError(f"--recipe {file}: it must hold lines of the form `name: value`.")
+        raise ValueError(f"--recipe must hold lines of the form `name: value`, got {file}")
     options, known = [], parser.option_names()
     for name, value in recipe.items():
         if name not in known and f"--{name}" not in RENAMED:
-            raise ValueError(f"--recipe {file}: {name} is no option of this program{nearest(name, known)}")
+            raise ValueError(f"--recipe {file}: {name} is not an option of this program{nearest(name, known)}")
         values = value if isinstance(value, list) else [value]
         options += [] if value is None else [f"--{name}", *map(str, values)]
     return options
 
 
 def chosen_seeds(seeds: list[int] | None, training: TrainingArguments) -> list[int]:
-    """Those of `--seeds`, or the one of `--seed`, which is Trainer's default unless given.
+    """The seeds of `--seeds`, or the one of `--seed`, which has Trainer's default.
 
     Raises:
-        ValueError: both were given, and say different things.
+        ValueError: both were given, and contradict each other.
     """
     if seeds is None:
         return [training.seed]
     if training.seed not in (TrainingArguments.seed, *seeds):
         listed = " ".join(map(str, seeds))
-        raise ValueError(f"`--seed {training.seed}` must not be given beside `--seeds {listed}`, which are trained.")
+        raise ValueError(f"--seed must not be given together with --seeds {listed}, got {training.seed}")
     return seeds
 
 
 def find_config(name: str) -> str:
-    """The folder of a preset by its name, or what was given: a folder or a Hub id.
+    """The folder of the preset called `name`; any other `name` is returned as a folder or a Hub id.
 
     Raises:
-        ValueError: a name that begins with "tnn-" is none of a preset.
+        ValueError: the name begins with "tnn-" and is not that of a preset.
     """
     presets = {folder.name: str(folder) for folder in preset_folders().values()}
     if Path(name).exists() or not (name in presets or name.startswith("tnn-")):
         return name
     if name not in presets:
-        raise ValueError(f"config={name!r} is not possible: the presets are {', '.join(sorted(presets))}.")
+        known = ", ".join(sorted(presets))
+        raise ValueError(f"--config_name must be a folder, a Hub id or one of {known}, got {name}")
     return presets[name]
 
 
 def find_recipe(name: str) -> Path:
-    """The file of a recipe by its name, such as wikitext2 or lra/small-text, or what was given: a file.
+    """The file of a recipe. `name` is that of a recipe, such as wikitext2 or lra/small-text, or a file.
 
     Raises:
-        ValueError: there is neither.
+        ValueError: there is no such recipe or file.
     """
     folder = configuration_folder() / "recipes"
     recipes = {file.relative_to(folder).with_suffix("").as_posix(): file for file in sorted(folder.rglob("*.yaml"))}
@@ -124,7 +126,7 @@ def find_recipe(name: str) -> Path:
     if name in recipes:
         return recipes[name]
     hint = nearest(name, recipes)
-    raise ValueError(f"--recipe {name}: there is no such file, and the recipes are {', '.join(recipes)}{hint}")
+    raise ValueError(f"--recipe must be a file or one of {', '.join(recipes)}, got {name}{hint}")
 
 
 def _recipe_files(given: list[str]) -> list[str]:

@@ -1,8 +1,8 @@
-"""Output folders: of one process at a time, and complete or absent whenever it dies.
+"""Output folders: one process at a time writes to a folder, and files are complete or absent if it is killed.
 
-A folder is written under a hidden name, flushed to disk and renamed. Files that join others in a folder are written to
-a hidden one beside them and moved, `config.json` last: what loads is complete. What a killed process left under hidden
-names is brought to its end or removed by `clean`.
+A folder is written under a hidden name, flushed to disk and renamed. Files for an existing folder are written to a
+hidden folder inside it and moved, `config.json` last, so that a model that loads is complete. `clean` finishes or
+removes the hidden files of a killed process.
 """
 
 import json
@@ -20,25 +20,25 @@ from safetensors import SafetensorError
 
 LOCK = ".lock"
 PARTIAL, OLD = ".partial", ".old"
-# Files on their way into a folder: all written, then those that they replace removed.
+# Names of a folder of new files: while it is written, when all are written, and when the replaced files are removed.
 NEW, READY, MOVING = ".new" + PARTIAL, ".new.ready", ".new.moving"
-# What torch.save raises is a RuntimeError without a number.
+# torch.save raises a RuntimeError with one of these texts.
 TORCH_WRITER = ("inline_container", "PytorchStreamWriter", "cannot be opened", "Parent directory")
 CONFIG, WEIGHTS = "config.json", "model*.safetensors*"
 
 
 class SavingError(UserError):
-    """Something could not be written; what was there before still is."""
+    """The error for a file or folder that could not be written. Earlier files are unchanged."""
 
 
 @contextmanager
 def claim(folder: Path, main: bool = True) -> Iterator[Path]:
-    """`folder`, made if need be and cleaned, for this process alone until the block or the process ends.
+    """Lock `folder` for this process until the block or the process ends. The folder is made and cleaned.
 
-    Of the processes of one run, the main one has it for all.
+    The main process of a run locks the folder for all its processes.
 
     Raises:
-        ValueError: it cannot be written to, or another process has it.
+        ValueError: the folder cannot be written to, or another process has locked it.
     """
     if not main:
         yield folder
@@ -49,16 +49,16 @@ def claim(folder: Path, main: bool = True) -> Iterator[Path]:
         lock.acquire(blocking=False)
     except Timeout as error:
         raise ValueError(
-            f"output_dir={folder} is being written to by another process: wait for it, or give another folder."
+            f"The output folder {folder} is in use by another process. Wait for it, or give another folder."
         ) from error
     except OSError as error:
-        raise ValueError(f"output_dir={folder} cannot be written to: {error.strerror or error}.") from error
+        raise ValueError(f"The output folder {folder} cannot be written to: {error.strerror or error}.") from error
     try:
         clean(folder)
         yield folder
     finally:
         lock.release()
-        # Refused before anything was written: no trace is left.
+        # A run that was refused before it wrote anything leaves no trace.
         if made and [path.name for path in folder.iterdir()] in ([], [LOCK]):
             (folder / LOCK).unlink(missing_ok=True)
             folder.rmdir()
@@ -66,12 +66,12 @@ def claim(folder: Path, main: bool = True) -> Iterator[Path]:
 
 @contextmanager
 def new_folder(target: Path, accelerator: Accelerator | None = None) -> Iterator[Path]:
-    """A hidden folder to write to, which gets the name `target` when the block ends, in place of one that was there.
+    """A hidden folder to write to. When the block ends, it replaces the folder `target`.
 
     With an accelerator, all its processes write and the main one renames.
 
     Raises:
-        SavingError: the block or the renaming failed; the hidden folder is gone.
+        SavingError: the block or the renaming failed. The hidden folder is removed.
     """
     with _written(partial(target), target, accelerator) as folder:
         yield folder
@@ -82,12 +82,12 @@ def new_folder(target: Path, accelerator: Accelerator | None = None) -> Iterator
 
 @contextmanager
 def new_files(target: Path, accelerator: Accelerator | None = None) -> Iterator[Path]:
-    """A hidden folder to write a model to, whose files go to the folder `target` when the block ends.
+    """A hidden folder to write a model to. When the block ends, its files move to the folder `target`.
 
     With an accelerator, all its processes write and the main one moves.
 
     Raises:
-        SavingError: as `new_folder`.
+        SavingError: as for `new_folder`.
     """
     with _written(target / NEW, target, accelerator) as folder:
         yield folder
@@ -100,7 +100,7 @@ def new_files(target: Path, accelerator: Accelerator | None = None) -> Iterator[
 
 
 def check_writable(file: Path):
-    """Refuse a file that could not be written, before time is spent on what goes into it.
+    """Check that a file can be written, before the computation of its contents.
 
     Raises:
         ValueError: its folder cannot be made or written to.
@@ -118,32 +118,32 @@ def check_overwriting(folder: Path, overwrite: bool, source: str | Path | None =
 
     Args:
         overwrite: whether `--overwrite_output_dir` was given.
-        source: the folder or file that the new model is made from, which cannot be replaced in any case.
+        source: the folder or file of the model that the run reads. It is never replaced.
 
     Raises:
-        ValueError: the folder holds the source, or a model.
+        ValueError: the folder holds the source or a model.
     """
     read = None if source is None else Path(source).resolve()
     if read is not None and (read == folder.resolve() or read in (path.resolve() for path in folder.glob(WEIGHTS))):
-        raise ValueError(f"output_dir={folder} holds what is read, {source}: give another folder.")
+        raise ValueError(f"The output folder must not hold the model that is read, {source}, got {folder}")
     if not overwrite and holds_model(folder):
         raise ValueError(
-            f"output_dir={folder} holds a model: give --overwrite_output_dir to replace it, or another folder."
+            f"The output folder {folder} holds a model. Give --overwrite_output_dir to replace it, or another folder."
         )
 
 
 def holds_model(folder: Path) -> bool:
-    """Whether there is a model that a run would write over."""
+    """Whether the folder holds a model that a run would replace."""
     return (folder / CONFIG).is_file() or any(folder.glob(WEIGHTS))
 
 
 def partial(target: Path) -> Path:
-    """Where to write what will be `target`."""
+    """The hidden name under which `target` is written."""
     return target.with_name(f".{target.name}{PARTIAL}")
 
 
 def clean(folder: Path):
-    """End what a killed process had begun to put in its place, and remove what it had not finished writing."""
+    """Finish the moves that a killed process has begun, and remove its incomplete files."""
     for old in folder.glob(f".*{OLD}"):
         target = folder / old.name[1 : -len(OLD)]
         if target.exists():
@@ -156,7 +156,7 @@ def clean(folder: Path):
 
 
 def write_json(path: Path, values: dict | list):
-    """A JSON file, complete or absent.
+    """Write a JSON file. It is complete or absent.
 
     Raises:
         SavingError: it could not be written.
@@ -165,7 +165,7 @@ def write_json(path: Path, values: dict | list):
 
 
 def write_text(path: Path, text: str):
-    """A text file, complete or absent.
+    """Write a text file. It is complete or absent.
 
     Raises:
         SavingError: it could not be written.
@@ -179,10 +179,10 @@ def write_text(path: Path, text: str):
 
 @contextmanager
 def saving_errors(target: Path, unfinished: Path | None = None) -> Iterator[None]:
-    """Make one error of all that libraries raise when a disk is full or gone, and remove what is unfinished.
+    """Turn all errors of libraries about a full or missing disk into one, and remove `unfinished`.
 
     Raises:
-        SavingError: one of them was raised.
+        SavingError: the block raised such an error.
     """
     try:
         yield
@@ -194,7 +194,7 @@ def saving_errors(target: Path, unfinished: Path | None = None) -> Iterator[None
         if isinstance(error, SavingError) or (isinstance(error, RuntimeError) and not of_torch):
             raise
         raise SavingError(
-            f"{target} could not be saved: {error} ({free:,} MB were free there). What was saved before is as it was."
+            f"{target} could not be saved: {error} ({free:,} MB were free there). Earlier files are unchanged."
         ) from error
 
 
@@ -229,11 +229,11 @@ def _publish(target: Path):
 
 
 def _move_files(folder: Path):
-    """Put the files of `.new.ready` beside it, or go on with that; without `config.json` the folder does not load."""
+    """Move the files of `.new.ready` to `folder`, or finish such a move. Without `config.json` no model loads."""
     ready, moving = folder / READY, folder / MOVING
     if ready.is_dir():
         names = {path.name for path in ready.iterdir()}
-        # A file of weights that stays would be read instead of the new shards.
+        # A remaining old file of weights would be read instead of the new shards.
         stale = [path for path in folder.glob(WEIGHTS) if path.name not in names]
         for path in [folder / CONFIG, *stale]:
             path.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
-"""Checkpoints of a run: which are complete, which is the newest, and whether their files are still what was written.
+"""Checkpoints of a run: find the complete ones and the newest, and verify their files.
 
-`checkpoint-STEP` exists once everything in it does, see `outputs.py`. `checksums.json` in it has the SHA-256 of each
-file: safetensors itself cannot tell that a value was changed on the disk.
+A folder `checkpoint-STEP` exists only when it is complete, see `atomic.py`. Its `checksums.json` has the SHA-256 of
+each file, because safetensors cannot detect values that changed on the disk.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ CHECKSUMS, STATE = "checksums.json", "trainer_state.json"
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
-    """Complete checkpoints, the oldest first. Trainer writes its state last."""
+    """The complete checkpoints, the oldest first. Trainer writes its state last."""
     found = [path for path in output_dir.glob("checkpoint-*") if CHECKPOINT.fullmatch(path.name) and is_complete(path)]
     return sorted(found, key=step_of)
 
@@ -32,78 +32,78 @@ def is_complete(checkpoint: Path) -> bool:
 
 
 def step_of(checkpoint: Path) -> int:
-    """The optimizer steps that a checkpoint stands behind."""
+    """The number of optimizer steps before a checkpoint."""
     return int(CHECKPOINT.fullmatch(checkpoint.name)[1])
 
 
 def find_checkpoint(output_dir: Path, name: str) -> Path:
-    """The folder meant by `latest` or by a path.
+    """The folder of a checkpoint. `name` is `latest` or a path.
 
     Raises:
-        ValueError: there is none, or it is no complete checkpoint.
+        ValueError: there is no such checkpoint, or it is incomplete.
     """
     if name == "latest":
         found = checkpoints(output_dir)
         if not found:
-            raise ValueError(f"resume_from_checkpoint=latest: {output_dir} holds no complete checkpoint.")
+            raise ValueError(f"--resume_from_checkpoint latest: {output_dir} holds no complete checkpoint.")
         return found[-1]
     if not is_complete(Path(name)):
-        raise ValueError(f"resume_from_checkpoint={name}: this is no folder of a complete checkpoint.")
+        raise ValueError(f"--resume_from_checkpoint must be latest or the folder of a complete checkpoint, got {name}")
     return Path(name)
 
 
 def check_run(output_dir: Path, overwrite: bool, resumed: str | None, source: str | Path | None = None):
-    """Refuse a run that would write over another one, unless it goes on with it.
+    """Refuse a run that would overwrite another one, unless it resumes it.
 
     Args:
         overwrite: whether `--overwrite_output_dir` was given.
-        resumed: the checkpoint that the run goes on from.
-        source: the folder of the model that it starts from.
+        resumed: the checkpoint that the run resumes from.
+        source: the folder of the model that the run starts from.
 
     Raises:
         ValueError: the folder holds checkpoints or a model, or is that of `source`.
     """
     if resumed is None and not overwrite and checkpoints(output_dir):
         raise ValueError(
-            f"output_dir={output_dir} holds checkpoints of a run: give --resume_from_checkpoint latest to go on with "
-            "it, --overwrite_output_dir to begin anew, or another folder."
+            f"The output folder {output_dir} holds checkpoints of a run. Give --resume_from_checkpoint latest to "
+            "continue it, --overwrite_output_dir to replace it, or another folder."
         )
     check_overwriting(output_dir, overwrite or resumed is not None, source)
 
 
 def remove_checkpoints(output_dir: Path):
-    """Remove those of a run that is to be overwritten."""
+    """Remove the checkpoints of a run that is overwritten."""
     for checkpoint in checkpoints(output_dir):
         _remove(checkpoint)
 
 
 def write_checksums(folder: Path):
-    """The SHA-256 of each file of a folder, as `checksums.json` in it."""
+    """Write the SHA-256 of each file of a folder to its `checksums.json`."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != CHECKSUMS]
     write_json(folder / CHECKSUMS, {path.relative_to(folder).as_posix(): _sha256(path) for path in files})
 
 
 def verify_checksums(folder: Path):
-    """Compare the files of a folder with its `checksums.json`; without one, all is well.
+    """Compare the files of a folder with its `checksums.json`, if there is one.
 
     Raises:
-        ValueError: a file is missing or other than it was, or the checksums cannot be read.
+        ValueError: a file is missing or has changed, or the checksums cannot be read.
     """
     if not (folder / CHECKSUMS).is_file():
         return
     try:
         expected = dict(json.loads((folder / CHECKSUMS).read_text(encoding="utf-8")))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{folder / CHECKSUMS} is damaged: {error}.") from error
+        raise ValueError(f"{folder / CHECKSUMS} is damaged: {error}. Resume from an earlier checkpoint.") from error
     for name, checksum in expected.items():
         path = folder / name
         if not path.is_file() or _sha256(path) != checksum:
-            what = "is damaged: it is not what was written" if path.is_file() else "is missing"
+            what = "is damaged: it has changed since it was written" if path.is_file() else "is missing"
             raise ValueError(f"{path} {what}. Resume from an earlier checkpoint, by its path.")
 
 
 def remove_incomplete(output_dir: Path):
-    """Remove checkpoints that Trainer had not finished writing."""
+    """Remove checkpoints that Trainer has not finished writing."""
     for folder in output_dir.glob("checkpoint-*"):
         if CHECKPOINT.fullmatch(folder.name) and not is_complete(folder):
             shutil.rmtree(folder)
@@ -116,7 +116,7 @@ def prune(output_dir: Path, limit: int | None):
 
 
 def _remove(checkpoint: Path):
-    # Under its own name a half removed checkpoint would look complete.
+    # Under its own name a half-removed checkpoint would look complete.
     hidden = partial(checkpoint)
     checkpoint.rename(hidden)
     shutil.rmtree(hidden)

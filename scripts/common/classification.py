@@ -1,4 +1,4 @@
-"""What scripts that train classifiers have in common: accuracy beside that of the largest class, and their results."""
+"""Functions for programs that train classifiers: accuracy, that of the largest class, and the results."""
 
 import sys
 from collections import Counter
@@ -15,13 +15,13 @@ from tnn_scripts.common.devices import suggest_smaller
 
 
 def accuracy(prediction: EvalPrediction) -> dict[str, float]:
-    """Share of rows whose class has the largest logit."""
+    """The fraction of rows whose class has the largest logit."""
     logits = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
     return {"accuracy": float((np.argmax(logits, axis=-1) == prediction.label_ids).mean())}
 
 
 def describe(trainer: Trainer) -> dict:
-    """The run, after the training."""
+    """The description of a run after the training."""
     summary = next(entry for entry in reversed(trainer.state.log_history) if "train_runtime" in entry)
     return {
         "parameters": trainer.model.num_parameters(),
@@ -37,10 +37,10 @@ def describe(trainer: Trainer) -> dict:
 
 
 def score(trainer: Trainer, splits: dict[str, Dataset], labels: dict[str, list[int]]) -> dict[str, float]:
-    """`SPLIT_accuracy` and `SPLIT_majority`, the accuracy of always answering the largest class.
+    """The figures `SPLIT_accuracy` and `SPLIT_majority`, the accuracy of always answering the largest class.
 
     Raises:
-        MemoryExceededError: a batch does not fit.
+        MemoryExceededError: a batch does not fit into memory.
     """
     figures = {}
     for name, rows in splits.items():
@@ -51,7 +51,7 @@ def score(trainer: Trainer, splits: dict[str, Dataset], labels: dict[str, list[i
 
 
 def save(trainer: Trainer, options: dict):
-    """The model with what prepares its inputs, and `training_args.json`.
+    """Save the model, its tokenizer or image processor, and `training_args.json`.
 
     Raises:
         SavingError: they could not be written.
@@ -63,7 +63,7 @@ def save(trainer: Trainer, options: dict):
 
 
 def report(trainer: Trainer, results: dict):
-    """`all_results.json`, a line for each split, and what to do next.
+    """Write `all_results.json`, a line for each split, and the next commands.
 
     Raises:
         SavingError: it could not be written.

@@ -1,4 +1,4 @@
-"""The subcommands of `tnn`: which program each runs, and what it does in a line."""
+"""The subcommands of `tnn`: the program of each, and its summary in one line."""
 
 import shutil
 import sys
@@ -11,7 +11,7 @@ COMMANDS = {
     "finetune-glue": ("finetune_glue", "fine-tune on GLUE tasks or on files of sentences with labels"),
     "evaluate": ("evaluate_lm", "measure perplexity by the length of the context"),
     "generate": ("generate", "continue prompts"),
-    "chat": ("chat", "write in turns with a model, in the terminal"),
+    "chat": ("chat", "chat with a model in the terminal"),
     "plot-kernels": ("plot_kernels", "draw the kernels of a model"),
     "to-recurrent": ("to_recurrent", "convert a causal model to a recurrence of low order"),
     "convert": ("convert_original", "convert a checkpoint of the released implementations"),
@@ -21,9 +21,9 @@ COMMANDS = {
     "images": ("run_image_classification", "train an image classifier"),
     "synthetic": ("run_synthetic", "train on the synthetic tasks of the RTF paper"),
     "ablation": ("run_ablation", "compare variants of a model"),
-    "benchmark": ("benchmark", "measure speed and memory beside peers"),
+    "benchmark": ("benchmark", "compare speed and memory with peers"),
 }
-# What one may do with a trained model: subcommands with their options.
+# Suggestions for a trained model: subcommands with their options.
 NEXT_STEPS = (
     "plot-kernels --model_name_or_path {folder} --output_dir {folder}/kernels",
     "push {folder} --repo_id USER/NAME",
@@ -37,8 +37,8 @@ COMMAND_OF = {module: command for command, (module, _) in COMMANDS.items()}
 
 
 def next_steps(folder: str, kind: str) -> str:
-    """Commands to go on with the model in `folder`, which is `causal`, `masked` or a `classifier`, as lines."""
+    """The next commands for the model in `folder`, one on each line. `kind` is causal, masked or classifier."""
     steps = FIRST_STEP[kind] + NEXT_STEPS
-    # `make demo` runs in a virtual environment that its user has not entered.
+    # `make demo` runs in a virtual environment that is not active in the user's shell.
     tool = "tnn" if shutil.which("tnn") else str(Path(sys.executable).with_name("tnn"))
     return "next:\n" + "\n".join(f"    {tool} {step.format(folder=folder)}" for step in steps)

@@ -1,4 +1,4 @@
-"""Devices: which one a program uses, and errors for one that runs out of memory, in terms of options that help."""
+"""Devices: a check of their names, and errors for a lack of memory that name the options that help."""
 
 import sys
 from collections.abc import Iterator
@@ -14,25 +14,26 @@ def check_device(name: str) -> str:
     """The name of a device, for a command line.
 
     Raises:
-        ValueError: it is none, or this machine has none such.
+        ValueError: the name is not that of a device, or this machine does not have it.
     """
     try:
         torch.empty(0, device=name)
     except (AssertionError, RuntimeError) as error:
-        raise ValueError(f"device={name!r} is not possible: {str(error).splitlines()[0]}.") from error
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"--device must be a device of this machine, got {name}: {reason}") from error
     return name
 
 
 class MemoryExceededError(UserError):
-    """There is not enough memory for what was asked for."""
+    """The error for a lack of memory. Its message names options that help."""
 
 
 @contextmanager
 def suggest_smaller(what: str, advice: str) -> Iterator[None]:
-    """Give the errors of an allocation one type and a message that names options.
+    """Turn all errors of failed allocations into one, whose message names options that help.
 
     Raises:
-        MemoryExceededError: the block ran out of memory, of the machine or of an accelerator.
+        MemoryExceededError: the machine or an accelerator ran out of memory in the block.
     """
     try:
         yield
@@ -40,11 +41,11 @@ def suggest_smaller(what: str, advice: str) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         first_line = (str(error) or type(error).__name__).splitlines()[0]
-        raise MemoryExceededError(f"There is not enough memory for {what}: {advice} ({first_line})") from error
+        raise MemoryExceededError(f"There is not enough memory for {what}: {advice} ({first_line}).") from error
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether an allocation failed. Some libraries below PyTorch say so in other words than it does."""
+    """Whether an error is a failed allocation. Some libraries below PyTorch have messages of their own."""
     return (
         isinstance(error, MemoryError)
         or should_reduce_batch_size(error)
@@ -53,7 +54,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def resident_peak() -> int:
-    """The largest size of this process so far, in bytes."""
+    """The largest resident size of this process so far, in bytes."""
     import resource  # Windows has none
 
     unit = 1 if sys.platform == "darwin" else 1024

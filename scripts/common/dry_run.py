@@ -1,4 +1,4 @@
-"""What a training run would take: size of the model, tokens, memory and time, from two steps."""
+"""An estimate of a training run: size of the model, tokens, memory and time, from two steps."""
 
 import math
 import sys
@@ -23,12 +23,12 @@ def loss_of(model: PreTrainedModel, inputs: Mapping) -> torch.Tensor:
 def measure_step(
     model: nn.Module, inputs: Mapping, accelerator: Accelerator, compute_loss: Callable = loss_of
 ) -> tuple[float, float]:
-    """Seconds of a training step with AdamW on `inputs`, and peak memory in GiB.
+    """The seconds of a training step with AdamW on `inputs`, and the peak memory in GiB.
 
     On a CPU the memory is the peak of this process.
 
     Raises:
-        torch.OutOfMemoryError, MemoryError: it does not fit.
+        torch.OutOfMemoryError, MemoryError: the step does not fit into memory.
     """
     model, inputs = model.train().to(accelerator.device), send_to_device(inputs, accelerator.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
@@ -47,7 +47,7 @@ def measure_step(
 
 
 def dry_run(trainer: Trainer, runs: int = 1):
-    """Write what a training by Trainer would take, and end the process.
+    """Write the estimate of a training with Trainer, and end the process.
 
     Args:
         runs: how many such trainings the program makes.
@@ -77,13 +77,13 @@ def dry_run(trainer: Trainer, runs: int = 1):
 def describe_run(
     parameters: int, steps: int, tokens: int, seconds: float, memory: float, device: str, unit: str = "tokens"
 ) -> str:
-    """Lines for the terminal; `tokens` (of another `unit` perhaps) and `seconds` are those of a step."""
+    """The estimate as lines for the terminal. `tokens` (or another `unit`) and `seconds` are those of one step."""
     return (
         f"{parameters:,} parameters\n"
         f"{steps:,} steps of {tokens:,} {unit}: {steps * tokens:,} {unit}\n"
         f"about {_duration(steps * seconds)} on {device}: {seconds:.2f} s a step, {tokens / seconds:,.0f} {unit}/s\n"
         f"about {memory:.1f} GiB of memory\n"
-        "Nothing was written. Evaluations and checkpoints take time besides."
+        "Nothing was written. Evaluations and checkpoints take additional time."
     )
 
 

@@ -1,6 +1,6 @@
-"""How a program ends: one line of what its user can do something about, a traceback of its own mistakes.
+"""The end of a program: one line for errors that its user can solve, and a traceback for its own mistakes.
 
-Imported before anything else (isort's `force-to-top`): some libraries speak while they are imported.
+This module is imported first (isort's `force-to-top`), because some libraries log messages while they are imported.
 """
 
 import functools
@@ -11,23 +11,23 @@ from _thread import interrupt_main
 from collections.abc import Callable
 from signal import SIGINT
 
-# transformers imports torchao wherever it is installed. It warns that it lacks code for devices that are not here, and
-# PyTorch that torchao uses something deprecated: neither is about what the program does.
+# transformers imports torchao if it is installed. torchao warns that it lacks code for other devices, and PyTorch that
+# torchao uses deprecated functions. Neither concerns the program.
 for _imported in ("torchao", "torch.utils._pytree"):
     logging.getLogger(_imported).setLevel(logging.ERROR)
-# What they log before they raise an error is said by the error: each attempt to reach the Hub, a file that is damaged.
+# These libraries log each attempt to reach the Hub, or a damaged file, and then raise an error that says the same.
 QUIET = {"huggingface_hub": logging.ERROR, "datasets": logging.CRITICAL}
 
 
 class UserError(RuntimeError):
-    """What the user of a program can do something about; its message is all that they need."""
+    """An error that the user of a program can solve. Its message says how."""
 
 
 def interrupt_again(unraisable):
-    """`sys.unraisablehook`: Ctrl-C that Python delivered to a `__del__`, where it is lost, comes once more.
+    """A `sys.unraisablehook` that repeats Ctrl-C if Python delivered it to a `__del__`, where it is lost.
 
-    The regex library has such methods, and they are what runs first after a long call of the tokenizer. From another
-    thread, since this function would be interrupted as well.
+    The regex library has such methods, which run first after a long call of the tokenizer. Another thread repeats the
+    signal, since it would interrupt this function too.
     """
     if unraisable.exc_type is KeyboardInterrupt:
         threading.Timer(0.05, interrupt_main).start()
@@ -36,11 +36,10 @@ def interrupt_again(unraisable):
 
 
 def report_errors(main: Callable[[], None]) -> Callable[[], None]:
-    """`main`, which ends with `error: ...` and a status: 2 for what was given, 1 for what happened, 130 for Ctrl-C.
+    """A `main` that ends with a line `error: ...` and a status: 2 for wrong inputs, 1 for failures, 130 for Ctrl-C.
 
-    ValueError and a file that is not there are of the first kind; OSError (a disk, a network), ImportError (a package
-    that is not installed) and UserError of the second. Whatever else is raised is a mistake of the program and keeps
-    its traceback.
+    Wrong inputs are ValueError and missing files. Failures are OSError (disk, network), ImportError (a package that is
+    not installed) and UserError. Any other error is a mistake of the program and keeps its traceback.
     """
 
     @functools.wraps(main)
@@ -60,7 +59,7 @@ def report_errors(main: Callable[[], None]) -> Callable[[], None]:
         except UserError as error:
             leave(str(error), 1)
         except Exception as error:
-            # Of data that cannot be read; not imported, since most programs read none.
+            # Errors of `datasets`, which is not imported here, since most programs do not need it.
             if not type(error).__module__.startswith("datasets."):
                 raise
             leave(f"{error}: {error.__cause__}", 2)

@@ -2,8 +2,8 @@
 
     minimise  mean_d ||k_d - h_d||^2 / ||k_d||^2    over a_d, b_d, h0_d,    h_d the taps of b_d(z)/a_d(z)
 
-D channels, m taps, N order. Every channel has poles of its own, where the direct fit of `to_recurrent` shares them
-within a layer.
+D channels, m taps, N order. Every channel has its own poles. The direct fit of `to_recurrent` shares them within a
+layer.
 """
 
 import copy
@@ -28,10 +28,10 @@ def rtf_config(config, order: int, length: int):
 
 
 def fit_kernel(taps: torch.Tensor, operator: ToeplitzOperator, steps: int, learning_rate: float) -> torch.Tensor:
-    """Train an RTF operator towards `taps` `(D, m)`; the relative l2 error of each channel, `(D,)`.
+    """Train an RTF operator to match `taps` `(D, m)`; the relative l2 error of each channel, `(D,)`.
 
-    AdamW with a cosine schedule. The kernels are fitted at unit norm, so that all channels learn at one rate, and the
-    numerators scaled afterwards.
+    The optimizer is AdamW with a cosine schedule. The kernels are fitted at unit norm, so that all channels learn at
+    the same rate, and the numerators are scaled afterwards.
     """
     scale = taps.norm(dim=1, keepdim=True).clamp(min=torch.finfo(taps.dtype).tiny)
     target = taps / scale  # (D, m)
@@ -54,7 +54,7 @@ def fit_kernel(taps: torch.Tensor, operator: ToeplitzOperator, steps: int, learn
 def fit_operator(
     original: ToeplitzOperator, config, order: int, window: int, steps: int, learning_rate: float
 ) -> tuple[ToeplitzOperator, dict]:
-    """An RTF operator like `original`, and how well it fits beside the direct fit of the same order and window."""
+    """An RTF operator fitted to `original`, and a report with its errors and those of the direct fit."""
     taps = kernel_to_fit(original, window)
     operator = build_tno(rtf_config(config, order, taps.shape[1]), original.layer_idx).double()
     start = time.perf_counter()
@@ -84,13 +84,13 @@ def convert_by_gradient(
     """A copy of a causal model with `tno_type="rtf"`, and a report of each layer.
 
     Raises:
-        ValueError: the model is bidirectional, or a recurrence already.
+        ValueError: the model is bidirectional, or already a recurrence.
     """
     config = model.config
     if not config.causal or config.tno_type in ("rtf", "modal"):
         raise ValueError(
-            f"tno_type={config.tno_type!r} with causal={config.causal} is not possible: only causal models that are "
-            "no recurrence yet are converted."
+            "The model must be causal and not a recurrence already, got "
+            f"tno_type={config.tno_type!r} with causal={config.causal}"
         )
     operators = [layer.gtu.tno for layer in model.base_model.layers]
     fits = [fit_operator(operator, config, order, window, steps, learning_rate) for operator in operators]

@@ -1,8 +1,8 @@
-"""Render the card of a model out of what the scripts measured. No number in a card is typed by hand.
+"""Render the card of a model from the measurements of the programs. No number in a card is typed by hand.
 
-`collect` gathers a folder of inputs: the configuration, facts of the model, the JSON files of the scripts, pictures.
-`render` turns such a folder into the text of the card, by `model_cards/TEMPLATE.md`; a part whose file is absent is
-left out. The same inputs give the same card.
+`collect` gathers a folder of inputs: the configuration, facts about the model, the JSON files of the programs, and
+pictures. `render` turns such a folder into the text of the card, by `model_cards/TEMPLATE.md`. It leaves out parts
+whose file is missing. The same inputs give the same card.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from modeling_tnn.cache_tnn import memory_per_sequence
 from modeling_tnn.hub import AUTO_MAP
 from tnn_scripts.common.atomic import write_json
 
-# Inside an installed package, beside it in a clone.
+# The folder is inside an installed package, or beside it in a clone.
 _FOLDERS = [Path(__file__).resolve().parents[level] / "model_cards" for level in (1, 2)]
 TEMPLATE = next((folder for folder in _FOLDERS if folder.is_dir()), _FOLDERS[-1]) / "TEMPLATE.md"
 # Names of inputs -> their files in the folder of a card.
@@ -44,7 +44,7 @@ PIPELINES = {
     "TnnForImageClassification": "image-classification",
     "TnnModel": "feature-extraction",
 }
-# What of the options of a training script makes its recipe.
+# The options of a training that belong to its recipe.
 RECIPE = (
     "objective", "tno_type", "block_size", "max_steps", "num_train_epochs", "batch_size",
     "per_device_train_batch_size", "gradient_accumulation_steps", "mlm_probability", "learning_rate",
@@ -52,9 +52,9 @@ RECIPE = (
     "mixed_precision", "seed",
 )  # fmt: skip
 DATA_OPTIONS = ("dataset_name", "dataset_config_name", "task_name", "dataset", "dataset_config", "train_file")
-# What the training scripts write, the first that there is.
+# The files of figures that trainings write; the first existing one counts.
 METRICS_FILES = ("metrics.json", "all_results.json", "results.json")
-# Names of measured figures -> what they are called, how they are written, and whether they are an evaluation.
+# Names of measured figures -> title, format, and whether they are an evaluation.
 FIGURES = {
     "perplexity_before": ("perplexity before training", "{:,.1f}", False),
     "perplexity": ("perplexity", "{:,.2f}", True),
@@ -93,68 +93,69 @@ CITATIONS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser):
-    """What a card needs besides the model; also for `push_to_hub.py`."""
-    parser.add_argument("folder", type=Path, help="saved model, with metrics.json of the script that trained it")
+    """Add the options for a card, which `push_to_hub.py` has as well."""
+    parser.add_argument("folder", type=Path, help="Saved model, with the metrics.json of its training.")
     parser.add_argument("--repo_id", required=True)
-    parser.add_argument("--description", default="", help="a sentence or two for the top of the card")
-    parser.add_argument("--data", default="", help="what it was trained on; that of training_args.json unless given")
-    parser.add_argument("--dataset_id", default="", help="its name on the Hub; dataset_name of the same unless given")
-    parser.add_argument("--license", default="apache-2.0", help="licence of the weights, by its name on the Hub")
-    parser.add_argument("--language", default="en", help="language of the texts")
-    parser.add_argument("--evaluation", type=Path, help="JSON of evaluate_lm.py: perplexity by length")
-    parser.add_argument("--decoding", type=Path, help="JSON of generate.py: speed")
-    parser.add_argument("--conversion", type=Path, help="JSON of to_recurrent.py; conversion.json of the folder else")
-    parser.add_argument("--kernels", type=Path, help="output folder of plot_kernels.py")
+    parser.add_argument("--description", default="", help="One or two sentences for the top of the card.")
+    parser.add_argument("--data", default="", help="Training data; from training_args.json unless given.")
+    parser.add_argument("--dataset_id", default="", help="Hub id of the data; from training_args.json unless given.")
+    parser.add_argument("--license", default="apache-2.0", help="Licence of the weights, by its name on the Hub.")
+    parser.add_argument("--language", default="en", help="Language of the texts.")
+    parser.add_argument("--evaluation", type=Path, help="JSON file of evaluate_lm.py: perplexity by length.")
+    parser.add_argument("--decoding", type=Path, help="JSON file of generate.py: speed.")
+    parser.add_argument("--conversion", type=Path, help="JSON file of to_recurrent.py; from the folder unless given.")
+    parser.add_argument("--kernels", type=Path, help="Output folder of plot_kernels.py.")
     parser.set_defaults(published=False)
 
 
 def read_json(path: Path) -> dict:
-    """A JSON file.
+    """The contents of a JSON file.
 
     Raises:
-        ValueError: it is absent or no JSON.
+        ValueError: the file is missing or not JSON.
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} cannot be read as JSON: {error}") from error
+        raise ValueError(f"{path} cannot be read as a JSON file: {error}") from error
 
 
 def check_folder(target: Path, folder: Path):
-    """Refuse to write a card over a model: the inputs have files of the same names.
+    """Refuse to write a card into the folder of a model, because some files have the same names.
 
     Raises:
         ValueError: `target` is the folder of the model.
     """
     if target.resolve() == folder.resolve():
-        raise ValueError(f"{target} is the folder of the model: give the card another one.")
+        raise ValueError(f"The folder of the card must not be that of the model, got {target}")
 
 
 def load(folder: Path) -> PreTrainedModel:
     """The model in `folder`, by the class that it was saved with.
 
     Raises:
-        ValueError: there is no complete model of this package.
+        ValueError: the folder holds no complete model of this package.
     """
     config = read_json(folder / "config.json")
     name = (config.get("architectures") or ["TnnModel"])[0]
     if config.get("model_type") != "tnn" or name not in PIPELINES:
-        raise ValueError(f"{folder} holds a {config.get('model_type')} {name}, not a {' or '.join(PIPELINES)}.")
+        found = f"{config.get('model_type')} {name} in {folder}"
+        raise ValueError(f"The model must be a {' or '.join(PIPELINES)}, got {found}")
     model, info = getattr(modeling_tnn, name).from_pretrained(folder, output_loading_info=True)
     if problems := {kind: sorted(names)[:5] for kind, names in info.items() if names}:
-        raise ValueError(f"The weights in {folder} are not those of a {name}: {problems}.")
+        raise ValueError(f"The weights in {folder} must be those of a {name}, got {problems}")
     return model.eval()
 
 
 def trained_length(folder: Path, config: modeling_tnn.TnnConfig) -> int:
-    """Tokens of the sequences that the model in `folder` saw: as its training wrote, else what it is made for."""
+    """The length of the training sequences of the model in `folder`, or else the length that it is made for."""
     arguments = folder / "training_args.json"
     recipe = read_json(arguments) if arguments.is_file() else {}
     return recipe.get("block_size") or config.max_position_embeddings
 
 
 def facts(model: PreTrainedModel, length: int) -> dict:
-    """What a card says of a model itself, which was trained on sequences of `length` tokens."""
+    """The facts about a model for its card. `length` is the number of tokens of its training sequences."""
     name = type(model).__name__
     autos = {reference.split(".")[1]: auto for auto, reference in AUTO_MAP.items()}
     return {
@@ -181,10 +182,10 @@ def decoding_state(model: PreTrainedModel, length: int) -> list[dict]:
 
 
 def collect(args: argparse.Namespace, model: PreTrainedModel, target: Path):
-    """Write the inputs of a card to `target`: of the scripts' files what the card says, and no paths of this machine.
+    """Write the inputs of a card to `target`: the needed parts of the JSON files, without paths of this machine.
 
     Raises:
-        ValueError: a file that was named is absent, no JSON, or not what the script writes.
+        ValueError: a file is missing, not JSON, or not written by the program.
     """
     target.mkdir(parents=True, exist_ok=True)
     card = {
@@ -199,7 +200,7 @@ def collect(args: argparse.Namespace, model: PreTrainedModel, target: Path):
         try:
             write_json(target / INPUTS[name], READERS[name](read_json(path)))
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} is not what a card reads as {name}: {error!r}.") from error
+            raise ValueError(f"{path} is not a JSON file that the card can read as {name}: {error!r}") from error
     if args.kernels is not None:
         shutil.copyfile(args.kernels / "overview.png", target / "kernels.png")
     if args.evaluation is not None:
@@ -208,7 +209,7 @@ def collect(args: argparse.Namespace, model: PreTrainedModel, target: Path):
 
 
 def sources(args: argparse.Namespace) -> dict[str, Path]:
-    """The files of results: those named, and those that the scripts leave in the folder of a model."""
+    """The files of results: those of the options, and those in the folder of the model."""
     named = {"evaluation": args.evaluation, "decoding": args.decoding, "conversion": args.conversion}
     named["kernels"] = args.kernels and args.kernels / "kernels.json"
     left = {"arguments": "training_args.json", "conversion": "conversion.json"}
@@ -220,7 +221,7 @@ def sources(args: argparse.Namespace) -> dict[str, Path]:
 
 
 def read_metrics(report: dict) -> dict:
-    """Figures of a training script; Trainer's have the prefix `eval_`, those of classifiers the name of the split."""
+    """The figures of a training. Those of Trainer begin with `eval_`, those of classifiers with the split."""
     plain = {name.removeprefix("eval_"): value for name, value in report.items()}
     for split in ("validation", "test"):
         if f"{split}_accuracy" in report:
@@ -231,7 +232,7 @@ def read_metrics(report: dict) -> dict:
 
 
 def read_training_arguments(report: dict) -> dict:
-    """The recipe, and the name of the data without the folder it was in."""
+    """The options of the training, with the name of the data but not its folder."""
     recipe = {name: report[name] for name in RECIPE if report.get(name) is not None}
     data = {name: report[name] for name in DATA_OPTIONS if report.get(name)}
     local = {
@@ -241,7 +242,7 @@ def read_training_arguments(report: dict) -> dict:
 
 
 def read_evaluation(report: dict) -> dict:
-    """Perplexities by length of evaluate_lm.py, each row of text read at once."""
+    """The perplexities by length of evaluate_lm.py, without a stride."""
     file, split = report["settings"]["file"], report["settings"]["split"]
     whole = [row for row in report["results"] if row["stride"] is None]
     figures = ("length", "perplexity", "bits_per_byte", "tokens")
@@ -277,7 +278,7 @@ READERS = {
 
 
 def plot_lengths(rows: list[dict], trained: int, target: Path):
-    """Draw perplexity over length, and where training ended."""
+    """Draw perplexity over length, with a mark at the length of the training."""
     figure = Figure(figsize=(6, 3.5), layout="constrained")
     axes = figure.subplots()
     axes.plot([row["length"] for row in rows], [row["perplexity"] for row in rows], marker="o")
@@ -290,14 +291,14 @@ def plot_lengths(rows: list[dict], trained: int, target: Path):
 
 
 def data_name(inputs: dict) -> str:
-    """What the model was trained on, in words."""
+    """The name of the training data, for the text of the card."""
     if inputs["card"]["data"]:
         return inputs["card"]["data"]
     return " ".join((inputs["arguments"] or {}).get(option, "") for option in DATA_OPTIONS).strip()
 
 
 def results(inputs: dict, data: str) -> list[dict]:
-    """The figures of a training script as rows of a table."""
+    """The figures of a training as rows of a table."""
     metrics = inputs["metrics"] or {}
     split = metrics.get("split", "validation")
     validation = f"{split} part of {data}" if data else f"{split} {inputs_name(inputs)}"
@@ -311,7 +312,7 @@ def results(inputs: dict, data: str) -> list[dict]:
 
 
 def card_data(inputs: dict, rows: list[dict], data: str) -> ModelCardData:
-    """The metadata that the Hub reads."""
+    """The metadata for the Hub."""
     card, task = inputs["card"], PIPELINES[inputs["model"]["class"]]
     named = inputs["card"]["dataset_id"] or (inputs["arguments"] or {}).get("dataset_name") or ""
     hub_data = named if "/" in named else None
@@ -344,7 +345,7 @@ def short_name(inputs: dict) -> str:
 
 
 def citations(config: dict) -> list[str]:
-    """The TNN paper, and that of the operator if it is another one."""
+    """The citations of the TNN paper, and of the paper of the operator if it is another one."""
     papers = {"fd": "ski", "ski": "ski", "rtf": "rtf"}
     operators = [config["tno_type"], config["converted_from"]]
     return [CITATIONS["rpe"]] + [CITATIONS[papers[name]] for name in operators if name in papers]

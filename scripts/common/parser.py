@@ -1,6 +1,6 @@
 """The parser of every program: one meaning for each option name, an example first, options in sections.
 
-An option that several programs have is described here, once. A program describes its own options alone.
+This module describes the options that several programs share. A program describes only its own options.
 """
 
 import argparse
@@ -28,8 +28,8 @@ SECTIONS = {
         "trust_remote_code": "Run Python code that comes with the model.",
     },
     "data": {
-        "dataset_name": "Data: a Hub id, a local folder or, for text, a local file. Without data, programs that "
-        "need a text take the King James Bible.",
+        "dataset_name": "Data: a Hub id, a local folder or, for text, a local file. Programs that need a text use the "
+        "King James Bible unless given.",
         "dataset_config_name": "Configuration of the data set.",
         "dataset_path": "Local folder or Hub id with the data of the task, instead of their usual source.",
         "task": "Name of the task.",
@@ -37,22 +37,22 @@ SECTIONS = {
         "validation_file": "File to evaluate on, of the same kinds. A language model is evaluated on the end of the "
         "training text unless one is given.",
         "text_column": "Column of the data that holds text.",
-        "documents": "Where documents end: rows, lines (nowhere), headings (as in WikiText) or columns that tell "
-        "one from the next, as book,chapter. Unless given: headings where there are some, lines for text files, else "
-        "rows.",
+        "documents": "Where documents end: rows (at each row), lines (nowhere), headings (as in WikiText), or columns "
+        "that identify a document, such as book,chapter. Unless given: headings if there are some, lines for text "
+        "files, else rows.",
         "max_train_samples": "Train on the first so many rows.",
         "max_eval_samples": "Evaluate on the first so many rows.",
         "block_size": "Tokens in a block of text; follows from max_position_embeddings unless given.",
-        "length": "Positions of a kernel or of a signal.",
+        "length": "Number of positions of a kernel or of a signal.",
     },
     "training": {
-        "max_steps": "Optimizer steps. Where epochs can be given, a positive number goes before them.",
+        "max_steps": "Number of optimizer steps; a positive number overrides the number of epochs.",
         "per_device_train_batch_size": "Rows on a device in a forward pass.",
         "per_device_eval_batch_size": "Rows on a device in a forward pass of the evaluation.",
         "gradient_accumulation_steps": "Forward passes in an optimizer step.",
         "learning_rate": "Peak of the learning rate.",
         "lr_scheduler_type": "Schedule of the learning rate, by the name in transformers: linear, cosine, ...",
-        "warmup_steps": "Steps of linear warm-up; below 1, a share of all steps.",
+        "warmup_steps": "Steps of linear warm-up; below 1, a fraction of all steps.",
         "weight_decay": "Weight decay of matrices; biases and norms have none.",
         "operator_learning_rate": "Learning rate of the Toeplitz operators, which then have no weight decay unless "
         "--operator_weight_decay is given.",
@@ -67,12 +67,12 @@ SECTIONS = {
         "max_grad_norm": "Gradients are clipped to this norm; 0 for no clipping.",
         "seed": "Seed of weights, order of the data, masks, dropout and sampling.",
         "sweep_learning_rates": "Learning rates to try; the best one is reported.",
-        "seeds": "One model for each of these seeds; the one of --seed unless given.",
+        "seeds": "Train one model for each of these seeds; only --seed unless given.",
         "eval_steps": "Evaluate every so many steps.",
         "logging_steps": "Log loss, learning rate and speed every so many steps.",
-        "save_total_limit": "Keep the newest so many checkpoints.",
-        "dry_run": "Say what the run would take (parameters, tokens, time, memory) and end; nothing is written.",
-        "resume_from_checkpoint": "Go on from a checkpoint: latest (of the output folder), or its folder.",
+        "save_total_limit": "Keep only the newest so many checkpoints.",
+        "dry_run": "Estimate parameters, tokens, time and memory of the run, and end; nothing is written.",
+        "resume_from_checkpoint": "Continue from a checkpoint: latest (in the output folder), or a folder.",
         "gradient_checkpointing": "Compute activations again in the backward pass, to save memory.",
     },
     "generation": {
@@ -81,15 +81,15 @@ SECTIONS = {
     },
     "output": {
         "output_dir": "Folder for the results.",
-        "overwrite_output_dir": "Replace the model or the unfinished run that --output_dir holds; without this option "
-        "it is refused.",
+        "overwrite_output_dir": "Replace the model or the unfinished run in --output_dir; without this option that is "
+        "an error.",
         "output_file": "JSON file for the figures.",
         "report_to": "Tracker: none, tensorboard, wandb, trackio.",
     },
     "device": {
         "device": "Device: cpu, cuda, cuda:1, mps, ...",
         "dtype": "Data type of the weights: auto (as saved), float32, bfloat16, float16.",
-        "use_cpu": "Use the CPU although there is an accelerator.",
+        "use_cpu": "Use the CPU even if there is an accelerator.",
         "torch_compile": "Compile the model with torch.compile.",
         "batch_size": "Sequences in a batch.",
     },
@@ -101,7 +101,7 @@ SECTIONS = {
     },
 }
 HELP = {name: text for section in SECTIONS.values() for name, text in section.items()}
-# Old spellings of options, which go on working, and the ones that the programs have now.
+# Old names of options, which still work, and their present names.
 RENAMED = {
     "--model": "--model_name_or_path",
     "--dataset": "--dataset_name",
@@ -119,7 +119,7 @@ EXAMPLE = re.compile(r"\n\nExample:\n(.*?)(?=\n\n|\Z)", re.DOTALL)
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """One spelling of each option, the kind of its value, and its default."""
+    """A formatter that shows one name of each option, the kind of its value, and its default."""
 
     KINDS = {int: "N", float: "X", Path: "PATH"}
 
@@ -142,14 +142,14 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 def default_of(action: argparse.Action) -> str:
-    """The default of an option as one would give it; nothing if there is none to give."""
+    """The default of an option as on a command line, or an empty text."""
     if action.default in (None, argparse.SUPPRESS, "", []) or action.default is False:
         return ""
     return " ".join(map(str, action.default)) if isinstance(action.default, (list, tuple)) else str(action.default)
 
 
 class ProgramParser(HfArgumentParser):
-    """Of a program whose docstring is `description`: a summary, what it does, and an example at the end."""
+    """The parser of a program. `description` is its docstring: a summary, a text, and an example at the end."""
 
     def __init__(self, dataclasses: Sequence[type] = (), description: str = "", **options):
         options = {"formatter_class": _Formatter, "allow_abbrev": False, "prog": _program()} | options
@@ -193,12 +193,12 @@ class ProgramParser(HfArgumentParser):
         for argument in unknown[:1]:
             name = argument.partition("=")[0]
             if not name.startswith("--"):
-                self.error(f"{argument!r} belongs to no option")
+                self.error(f"{argument!r} does not belong to an option")
             hint = nearest(name.removeprefix("--"), self.option_names(), "--")
-            self.error(f"{name} is no option of this program{hint}")
+            self.error(f"{name} is not an option of this program{hint}")
 
     def option_names(self) -> list[str]:
-        """Without hyphens in front, those of subcommands included."""
+        """The names of all options without leading hyphens, also those of subcommands."""
         parsers = [self, *self.subcommands().values()]
         return [name[2:] for parser in parsers for name in parser._option_string_actions if name[:2] == "--"]
 
@@ -214,7 +214,7 @@ class ProgramParser(HfArgumentParser):
         return next(found, {})
 
     def sections(self) -> Iterator[tuple[str, list[argparse.Action]]]:
-        """Sections of the help with their options; those without options are left out by the formatter."""
+        """The sections of the help with their options. The formatter leaves out sections without options."""
         actions = [action for action in self._actions if action.help != argparse.SUPPRESS]
         shared = set(HELP) | (OF_TRAINER if TrainingArguments in self.dataclass_types else set())
         yield "options", [a for a in actions if a.dest not in shared]
@@ -225,27 +225,27 @@ class ProgramParser(HfArgumentParser):
 
 
 def _program() -> str:
-    """How it was called: `tnn pretrain`, or as a file."""
+    """The name of the program as it was called: `tnn pretrain`, or as a file."""
     called = sys.argv[0]
     return f"python {called}" if called.endswith(".py") else called
 
 
 def _as_called(example: str) -> str:
-    """An example of `python scripts/NAME.py` as one of `tnn`, if that was called."""
+    """The example with `tnn NAME` in place of `python scripts/NAME.py`, if the program was called as `tnn`."""
     if not sys.argv[0].startswith("tnn "):
         return example
     return re.sub(r"python scripts/(\w+)\.py", lambda match: f"tnn {COMMAND_OF[match[1]]}", example)
 
 
 def rename_options(given: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
-    """`given` with the options that `parser` has under another name now; a warning names it."""
+    """The arguments `given`, with old names of options replaced by the present ones and a warning for each."""
     known = {name for action in parser._actions for name in action.option_strings}
     renamed = []
     for argument in given:
         name, equals, value = argument.partition("=")
         new = RENAMED.get(name)
         if name not in known and new in known:
-            logger.warning("%s is called %s now.", name, new)
+            logger.warning("%s is an old name. Use %s instead.", name, new)
             argument = f"{new}{equals}{value}"
         renamed.append(argument)
     return renamed

@@ -1,6 +1,6 @@
-"""Transformers of the size of a TNN classifier, with as many parameters in a layer.
+"""Transformers with as many parameters in a layer as a TNN classifier.
 
-A TNN layer has 3 e d + 3 g d of them in its linear maps: d hidden size, e and g the widths of its units.
+A TNN layer has 3 e d + 3 g d parameters in its linear maps: d hidden size, e and g the widths of its units.
 """
 
 from transformers import ModernBertConfig, PreTrainedConfig, ViTConfig
@@ -9,11 +9,10 @@ from modeling_tnn import TnnConfig
 
 
 def modernbert_like(config: TnnConfig) -> PreTrainedConfig:
-    """A ModernBERT of the same width and depth, with as many parameters in a layer: the peer that, as a TNN classifier
-    does, reads the answer from the mean of all tokens.
+    """A ModernBERT of the same width and depth, with as many parameters in a layer.
 
-    A TNN layer has 3 e d + 3 g d of them in its linear maps (e and g the widths of its units), a transformer layer
-    4 d^2 + 3 d f.
+    Like a TNN classifier, it pools by the mean of all tokens. A TNN layer has 3 e d + 3 g d parameters in its linear
+    maps (e and g the widths of its units), a transformer layer 4 d^2 + 3 d f.
     """
     width, dropout = config.hidden_size, config.hidden_dropout_prob
     inner = max(width, config.gtu_dim + config.intermediate_size - 4 * width // 3)
@@ -40,7 +39,7 @@ def modernbert_like(config: TnnConfig) -> PreTrainedConfig:
 def vit_like(config: TnnConfig) -> PreTrainedConfig:
     """A ViT of the same width and depth, with as many parameters in a layer.
 
-    A TNN layer has 3 e d + 3 g d of them in its linear maps (e and g the widths of its units), a transformer layer
+    A TNN layer has 3 e d + 3 g d parameters in its linear maps (e and g the widths of its units), a transformer layer
     4 d^2 + 2 d f.
     """
     width = config.hidden_size

@@ -32,13 +32,13 @@ def option(default, text: str):
 
 @dataclass(kw_only=True)
 class PretrainArguments(GroupArguments):
-    """What to train, on what, for how long, and where it goes."""
+    """The options of a pretraining run."""
 
-    objective: str = option("clm", "clm (causal) or mlm (masked language model).")
+    objective: str = option("clm", "Kind of language model: clm (causal) or mlm (masked).")
     config_name: str = "tnn-tiny"
     config_overrides: str | None = None
     tokenizer_name: str | None = option(None, "Tokenizer: folder or Hub id; trained on the text unless given.")
-    do_lower_case: bool = option(False, "A tokenizer trained on the text makes no difference between A and a.")
+    do_lower_case: bool = option(False, "Let a tokenizer trained on the text ignore case.")
     vocab_size: int | None = option(None, "Size of the vocabulary; that of the config unless given.")
     train_file: str | None = None
     validation_file: str | None = None
@@ -47,7 +47,7 @@ class PretrainArguments(GroupArguments):
     text_column: str = "text"
     documents: str | None = None
     block_size: int | None = None
-    mlm_probability: float = option(0.15, "Share of tokens to predict with --objective mlm.")
+    mlm_probability: float = option(0.15, "Fraction of tokens to predict with --objective mlm.")
     output_dir: str = "outputs/pretrain"
     overwrite_output_dir: bool = False
 
@@ -67,7 +67,7 @@ class PretrainArguments(GroupArguments):
     adam_epsilon: float = 1e-8
     max_grad_norm: float = 1.0
     max_pole_radius: float | None = option(
-        None, "RTF without a constraint: keep poles inside this radius, below 1; else those outside 1 are named."
+        None, "Keep the poles of RTF inside this radius, below 1. Unless given, poles outside 1 are logged."
     )
     seed: int = 0
 
@@ -80,7 +80,7 @@ class PretrainArguments(GroupArguments):
     report_to: str = "none"
 
     use_cpu: bool = False
-    mixed_precision: str | None = option(None, "no, bf16 or fp16; what accelerate was told unless given.")
+    mixed_precision: str | None = option(None, "Precision: no, bf16 or fp16; that of accelerate unless given.")
     gradient_checkpointing: bool = False
     torch_compile: bool = False
     push_to_hub: bool = False
@@ -107,7 +107,7 @@ class PretrainArguments(GroupArguments):
         without_train = self.validation_file is not None and self.train_file is None and self.dataset_name is None
         self._require("validation_file", not without_train, "given together with --train_file or --dataset_name")
         if self.report_to != "none" and find_spec(self.report_to) is None:
-            raise ValueError(f"report_to={self.report_to}: pip install {self.report_to} first.")
+            raise ValueError(f"--report_to must be an installed tracker, got {self.report_to}. Install it with pip.")
 
     @property
     def num_warmup_steps(self) -> int:
@@ -119,4 +119,4 @@ class PretrainArguments(GroupArguments):
 
     def _require(self, name: str, holds: bool, allowed: str):
         if not holds:
-            raise ValueError(f"{name}={getattr(self, name)!r} is not possible: it must be {allowed}.")
+            raise ValueError(f"--{name} must be {allowed}, got {getattr(self, name)}")

@@ -1,7 +1,7 @@
-"""Publish a model on the Hub: weights, tokenizer, configuration, code and a card with what was measured.
+"""Publish a model on the Hub: weights, tokenizer, configuration, code and a card with the measurements.
 
-The model is loaded and saved anew, so that what is published is complete, in safetensors, in shards of limited size,
-and carries the code of this package. Everything goes into one commit: a push that is interrupted publishes nothing.
+The model is loaded and saved again. So the published model is complete, is in safetensors with shards of limited size,
+and carries the code of this package. The upload is a single commit, so an interrupted push publishes nothing.
 """
 
 import argparse
@@ -25,26 +25,26 @@ from tnn_scripts.common.parser import ProgramParser
 logger = logging.getLogger("push_to_hub")
 KEPT = {".gitattributes", "LICENSE"}
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
-# Of the folder of a training script.
+# Files in the folder of a training that are not published.
 NOT_UPLOADED = ["checkpoint-*", "best/*", "tokenizer/*", ".*", "training_args.bin"]
 
 
 class PublishingError(UserError):
-    """Something is not on the Hub; what is on this machine is as it was."""
+    """The error for a failed upload. The files on this machine are unchanged."""
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = ProgramParser(description=__doc__)
     model_card.add_arguments(parser)
     parser.set_defaults(published=True)
-    parser.add_argument("--private", action="store_true", help="make a new repository private")
-    parser.add_argument("--max_shard_size", default="5GB", help="largest file of weights")
-    parser.add_argument("--card_dir", type=Path, help="keep the card and its inputs here, too")
+    parser.add_argument("--private", action="store_true", help="Make a new repository private.")
+    parser.add_argument("--max_shard_size", default="5GB", help="Largest size of a file of weights.")
+    parser.add_argument("--card_dir", type=Path, help="Folder for a copy of the card and its inputs.")
     return parser
 
 
 def stage(args: argparse.Namespace, target: Path):
-    """Put everything that is to be published into `target`.
+    """Write all files of the repository to `target`.
 
     Raises:
         ValueError: the folder holds no complete model, or a file of results cannot be read.
@@ -60,13 +60,13 @@ def stage(args: argparse.Namespace, target: Path):
     model.save_pretrained(target, max_shard_size=args.max_shard_size)
     if any((args.folder / name).is_file() for name in TOKENIZER_FILES):
         AutoTokenizer.from_pretrained(args.folder).save_pretrained(target)
-    # Copied: to make one, transformers 5.17 needs torchvision.
+    # The file is copied, because transformers 5.17 needs torchvision to load it.
     if (args.folder / IMAGE_PROCESSOR_NAME).is_file():
         shutil.copyfile(args.folder / IMAGE_PROCESSOR_NAME, target / IMAGE_PROCESSOR_NAME)
 
 
 def publish(folder: Path, repo_id: str, private: bool) -> str:
-    """Make the repository hold the files of `folder` and no others, by one commit; its address."""
+    """Replace the files of the repository by those of `folder` in one commit; the address of the repository."""
     api = HfApi()
     files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
     url = api.create_repo(repo_id, private=private, exist_ok=True)
@@ -79,11 +79,11 @@ def publish(folder: Path, repo_id: str, private: bool) -> str:
 
 
 def run(args: argparse.Namespace) -> str:
-    """Stage and publish; the address of the repository.
+    """Stage and publish a model; the address of the repository.
 
     Raises:
         ValueError: the folder holds no complete model, or a file of results cannot be read.
-        PublishingError: the Hub did not take it.
+        PublishingError: the upload failed.
     """
     with tempfile.TemporaryDirectory() as folder:
         stage(args, Path(folder))
@@ -93,38 +93,38 @@ def run(args: argparse.Namespace) -> str:
 
 @contextmanager
 def publishing_errors(folder: str | Path, command: str) -> Iterator[None]:
-    """Make one error of all that can happen between here and the Hub.
+    """Turn all errors of an upload to the Hub into one.
 
     Raises:
-        PublishingError: something did.
+        PublishingError: the block raised such an error.
     """
     try:
         yield
-    # HTTPError is that of the client's library, whichever that is.
+    # HTTPError is that of the library that the client uses.
     except (HTTPError, OSError, RuntimeError) as error:
         raise PublishingError(
-            f"nothing was published: {type(error).__name__}: {error}. The model in {folder} is as it was. To publish "
+            f"Nothing was published: {type(error).__name__}: {error}. The model in {folder} is unchanged. To publish "
             f"it later:\n  {command}"
         ) from error
 
 
 def open_repository(name: str | None, folder: str, private: bool | None) -> str:
-    """Create or find the repository that a model goes to, so that what fails does so before the training.
+    """Create or find the repository for a model, so that errors appear before the training.
 
     Raises:
-        PublishingError: the Hub cannot be reached or refuses.
+        PublishingError: the Hub cannot be reached, or refuses the request.
     """
     try:
         return create_repo(name or Path(folder).resolve().name, private=private, exist_ok=True).repo_id
     except (HTTPError, OSError, RuntimeError) as error:
-        raise PublishingError(f"push_to_hub: the repository cannot be opened: {error}.") from error
+        raise PublishingError(f"The repository cannot be opened for --push_to_hub: {error}") from error
 
 
 def upload(folder: str, repository: str, model_type: str):
-    """Publish what a training script wrote: with its code and a card, or as it is if it is a model of another kind.
+    """Publish a trained model: a TNN with its code and a card, another model as it was saved.
 
     Raises:
-        PublishingError: the Hub did not take it.
+        PublishingError: the upload failed.
     """
     if model_type == "tnn":
         run(build_parser().parse_args([str(folder), "--repo_id", repository]))

@@ -1,4 +1,4 @@
-"""Perplexity of language models over rows of a text: every token once, from what its row holds before it.
+"""Perplexity of language models over rows of a text. Every token is scored once, given those before it in its row.
 
 B rows, L length, T tokens.
 """
@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 
 
 def score_rows(model, rows: torch.Tensor, tokens_per_pass: int) -> torch.Tensor:
-    """Nats of each token of `rows` `(B, L)` but the first, from those before it, `(B, L-1)`."""
+    """The loss in nats of each token of `rows` `(B, L)` except the first, given those before it, `(B, L-1)`."""
     part = max(1, tokens_per_pass // len(rows))
     cached = part < rows.shape[1]
     nats, cache = [], None
@@ -25,9 +25,9 @@ def score_rows(model, rows: torch.Tensor, tokens_per_pass: int) -> torch.Tensor:
 
 
 def batches(ids: torch.Tensor, length: int, stride: int, tokens_per_pass: int) -> Iterator[torch.Tensor]:
-    """Rows of ids `(T,)`, T >= L, that begin every `stride` tokens, as many as fit into a pass, `(B, L)`.
+    """Batches `(B, L)` of rows of ids `(T,)`, T >= L, that begin every `stride` tokens, as many as fit into a pass.
 
-    What they leave of the text is a shorter row, which comes last and alone: there is no padding.
+    The rest of the text is a shorter row. It comes last, as a batch of its own, so there is no padding.
     """
     rows = ids.unfold(0, length, stride)  # (R, L)
     yield from rows.split(max(1, tokens_per_pass // length))
@@ -37,9 +37,10 @@ def batches(ids: torch.Tensor, length: int, stride: int, tokens_per_pass: int) -
 
 @torch.inference_mode()
 def evaluate(model, ids: torch.Tensor, length: int, stride: int | None, tokens_per_pass: int) -> dict:
-    """Mean loss in nats over all tokens of ids `(T,)` but the first, their number, and the seconds; T >= `length`.
+    """The mean loss in nats over all tokens of ids `(T,)` except the first, their number, and the seconds.
 
-    Without a stride rows overlap by one token: where one ends the next begins, and nothing is left out between them.
+    `length` is at most T. Without a stride, rows overlap by one token: the last token of a row is the first of the
+    next one, so that every token is scored.
     """
     stride = length - 1 if stride is None else stride
     start, total, count = time.perf_counter(), 0.0, 0

@@ -2,8 +2,8 @@
 
     logits = head([a, b, a * b, a - b]),    a and b the pooled vectors of the two sequences
 
-B batch, L length, d hidden size. Neither sequence sees the other before the head, so that one of them can be encoded
-once and compared with many.
+B batch, L length, d hidden size. Neither sequence sees the other before the head, so a sequence can be encoded once
+and compared with many others.
 """
 
 import torch
@@ -18,7 +18,7 @@ from modeling_tnn.padding import pool_tokens, real_tokens
 
 
 class TnnForSequencePairClassification(TnnPreTrainedModel):
-    """A TNN that encodes two sequences and classifies or rates what they have in common."""
+    """A TNN that encodes two sequences, and classifies or rates the pair."""
 
     # The loss is a mean over pairs: Trainer must divide it by the accumulation steps itself.
     accepts_loss_kwargs = False
@@ -39,7 +39,7 @@ class TnnForSequencePairClassification(TnnPreTrainedModel):
         labels: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> SequenceClassifierOutput:
-        """Logits `(B, num_labels)`.
+        """The logits `(B, num_labels)`, and with `labels` the loss.
 
         Args:
             input_ids: `(B, 2, L)`, both sequences of each pair.
@@ -47,17 +47,17 @@ class TnnForSequencePairClassification(TnnPreTrainedModel):
             labels: as for [`TnnForSequenceClassification`].
 
         Raises:
-            ValueError: the ids are not pairs, or what [`TnnModel.forward`] raises.
+            TypeError, ValueError: the ids are not pairs, or the errors of [`TnnModel.forward`].
         """
         check_tensor("input_ids", input_ids, "(B, 2, L)", 3, (torch.int64, torch.int32))
         if input_ids.shape[1] != 2:
             shape = tuple(input_ids.shape)
-            raise ValueError(f"input_ids must have shape (B, 2, L), both sequences of each pair, not {shape}.")
+            raise ValueError(f"`input_ids` must have shape (B, 2, L), both sequences of each pair, got {shape}")
         if attention_mask is not None:
             require_tensor("attention_mask", attention_mask, "(B, 2, L)")
             if attention_mask.shape != input_ids.shape:
                 shape = tuple(input_ids.shape)
-                raise ValueError(f"attention_mask has shape {tuple(attention_mask.shape)}: it must be {shape}.")
+                raise ValueError(f"`attention_mask` must have shape {shape}, got {tuple(attention_mask.shape)}")
         flat_mask = None if attention_mask is None else attention_mask.flatten(0, 1)
         outputs = self.model(input_ids.flatten(0, 1), flat_mask, use_cache=False, return_dict=True, **kwargs)
         if flat_mask is None and self.config.causal:

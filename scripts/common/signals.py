@@ -1,7 +1,7 @@
-"""SIGTERM and SIGINT as a request: what runs is finished and saved before the process leaves.
+"""SIGTERM and SIGINT as requests to stop: the program finishes and saves its present step before it exits.
 
-Schedulers send SIGTERM some time before SIGKILL; a process that leaves by it has the status 143 (128 + 15), one that
-leaves by Ctrl-C 130.
+Schedulers send SIGTERM some time before SIGKILL. A process that ends by SIGTERM has the exit status 143 (128 + 15),
+one that ends by Ctrl-C has 130.
 """
 
 import os
@@ -19,11 +19,11 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopRequested(Exception):
-    """Raised where everything is in a state that can be saved."""
+    """The exception for a stop by a signal. It is raised where the state of the run can be saved."""
 
 
 class StopRequest:
-    """Remembers the first signal while it is open as a context manager; `signal` is 0 before."""
+    """A context manager that remembers the first signal. `signal` is 0 without one."""
 
     def __init__(self):
         self.signal = 0
@@ -39,21 +39,21 @@ class StopRequest:
 
     @property
     def status(self) -> int:
-        """What the process leaves with; another process may have had the signal."""
+        """The exit status of the process. If another process got the signal, it is that of SIGTERM."""
         return 128 + (self.signal or signal.SIGTERM)
 
     def _remember(self, number, frame):
         self.signal = self.signal or number
-        # A second Ctrl-C ends a process at once. Launchers of several pass on what the terminal sent already.
+        # A second Ctrl-C ends a single process at once. Launchers of several processes may send the first one twice.
         if number == signal.SIGINT and int(os.environ.get("WORLD_SIZE", 1)) == 1:
             signal.signal(number, self._previous[number])
 
 
 class StopCallback(TrainerCallback):
-    """Ends a Trainer's run with a checkpoint after the step in which one of its processes had a signal.
+    """A callback that ends a Trainer's run with a checkpoint, after the step in which a process got a signal.
 
-    Trainer's own `enable_jit_checkpoint` saves before the optimizer's step, each process at a step of its own, and
-    afterwards the run looks as if it had come to its end.
+    Trainer's own `enable_jit_checkpoint` saves before the optimizer's step, and each process at another step. After it
+    the run looks finished.
     """
 
     def __init__(self, stop: StopRequest):

@@ -1,4 +1,4 @@
-"""Trainer's training as pretrain.py does its own: stopped by a signal, out of memory or disk, it loses nothing."""
+"""Training with transformers' Trainer that loses nothing when a signal stops it, or memory or disk are full."""
 
 import contextlib
 import logging
@@ -26,7 +26,7 @@ logger = logging.getLogger("resumable")
 
 @contextmanager
 def output_folder(training: TrainingArguments, dry_run: bool) -> Iterator[None]:
-    """Have the output folder for the block, or, for a dry run, a temporary one."""
+    """Lock the output folder for the block. A dry run gets a temporary folder."""
     with contextlib.ExitStack() as held:
         if dry_run:
             training.output_dir = held.enter_context(TemporaryDirectory())
@@ -37,44 +37,48 @@ def output_folder(training: TrainingArguments, dry_run: bool) -> Iterator[None]:
 
 @contextmanager
 def exit_with_message(training: TrainingArguments, overwrite: bool, dry_run: bool = False) -> Iterator[None]:
-    """Have the output folder for the block; a signal that stops it ends the process with a status and a sentence.
+    """Lock the output folder for the block. If a signal stops the block, the process exits with status and message.
 
     Args:
         overwrite: whether `--overwrite_output_dir` was given.
         dry_run: whether what the block writes is thrown away.
 
     Raises:
-        SystemExit: the block was stopped by a signal.
-        ValueError: the folder is not to be written to.
+        SystemExit: a signal stopped the block.
+        ValueError: the folder cannot be used.
     """
     logger.setLevel(logging.INFO if training.process_index == 0 else logging.ERROR)
     try:
-        if training.push_to_hub:  # Trainer's own would publish pickles and no code
-            raise ValueError("--push_to_hub: publish the folder with scripts/push_to_hub.py when it is trained.")
+        if training.push_to_hub:  # Trainer itself would publish pickles and no code
+            raise ValueError(
+                "--push_to_hub must not be given for this program: publish the trained model with "
+                "scripts/push_to_hub.py"
+            )
         with output_folder(training, dry_run):
             check_run(Path(training.output_dir), overwrite, training.resume_from_checkpoint)
             yield
     except StopRequested as request:
         status, message = request.args
-        logger.info("%s --resume_from_checkpoint latest goes on from there.", message)
+        logger.info("%s Continue with --resume_from_checkpoint latest.", message)
         sys.exit(status)
 
 
 def train(trainer: Trainer) -> dict:
-    """Figures of the training, from the beginning or from the checkpoint that its arguments name.
+    """Train from the beginning, or from the checkpoint in the arguments; the figures of the training.
 
     Raises:
-        StopRequested: a process had a signal while it trained; the last step is in a checkpoint. It has the status to
-            leave with and a sentence for the user.
-        ValueError: there is no such checkpoint to go on from, or it is damaged.
-        MemoryExceededError, SavingError: a batch does not fit, or a checkpoint.
+        StopRequested: a process got a signal during the training; the last step is in a checkpoint. The exception has
+            the exit status and a message for the user.
+        ValueError: the checkpoint is missing or damaged.
+        MemoryExceededError: a batch does not fit into memory.
+        SavingError: a checkpoint could not be written.
     """
     folder, resumed = Path(trainer.args.output_dir), trainer.args.resume_from_checkpoint
     if resumed is not None:
         resumed = find_checkpoint(folder, resumed)
         verify_checksums(resumed)
     elif trainer.is_world_process_zero():
-        remove_checkpoints(folder)  # of a run that is to be overwritten: `latest` must not mean one of them
+        remove_checkpoints(folder)  # of a run that is overwritten: `latest` must not be one of them
     stop = StopRequest()
     leave = StopCallback(stop)
     trainer.add_callback(leave)

@@ -1,1 +1,1 @@
-"""Texts and tasks."""
+"""Data: texts for language models, and tasks for classifiers."""

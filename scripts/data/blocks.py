@@ -1,8 +1,8 @@
-"""Training examples by number: an endless stream over blocks of tokens that depends on a seed alone.
+"""Training examples by number: an endless stream over blocks of tokens that depends only on a seed.
 
-Example `i` of `N` blocks is block `p_e(i mod N)`, where `p_e` is the permutation of epoch `e = i // N`, and its masked
-tokens are drawn with a generator of their own. So a position in the data is one integer: a resumed run, or one with
-another number of processes, sees what the unbroken one saw.
+Example `i` of `N` blocks is block `p_e(i mod N)`, where `p_e` is the permutation of epoch `e = i // N`. Each example
+draws its masked tokens with a separate generator. So a position in the data is one integer: a resumed run, or one with
+another number of processes, sees the same examples.
 """
 
 import zlib
@@ -16,7 +16,7 @@ from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBas
 
 
 class BlockStream(Dataset):
-    """Examples `input_ids` and `labels`, `(L,)` each; labels are -100 where nothing is to be predicted."""
+    """A stream of examples `input_ids` and `labels`, `(L,)` each. Labels are -100 where nothing is predicted."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class BlockStream(Dataset):
         self.permutation = lru_cache(maxsize=2)(self._permutation)
 
     def __len__(self) -> int:
-        """The number of blocks; the stream goes on beyond."""
+        """The number of blocks. The stream continues beyond it."""
         return len(self.blocks)
 
     def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
@@ -51,11 +51,11 @@ class BlockStream(Dataset):
 
     @property
     def block_size(self) -> int:
-        """Tokens in an example."""
+        """The number of tokens in an example."""
         return len(self.blocks[0]["input_ids"])
 
     def describe(self) -> dict:
-        """What tells one set of blocks from another: their number, and a checksum of some."""
+        """The identity of a set of blocks: their number, and a checksum of some."""
         places = sorted({0, len(self.blocks) // 2, len(self.blocks) - 1})
         ids = self.blocks[places]["input_ids"].numpy().astype("<i8")
         return {"blocks": len(self.blocks), "block_size": self.block_size, "checksum": zlib.crc32(ids.tobytes())}
@@ -70,5 +70,5 @@ class BlockStream(Dataset):
 
 
 def _generator(*numbers: int) -> torch.Generator:
-    """One for these numbers, independent of those of any others."""
+    """The random generator for these numbers, independent of the generators for other numbers."""
     return torch.Generator().manual_seed(int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1))

@@ -1,8 +1,8 @@
-"""Where the documents of a data set of texts end, by one of four ways to tell.
+"""The ends of documents in a data set of texts, found in one of four ways.
 
-`rows`: every row is a document. `lines`: rows are lines of one text, and nothing in it says where a document ends.
-`headings`: rows are lines too, and an article begins at a line " = Title = " between blank ones, as in WikiText. Or
-names of columns, as `book,chapter`: neighbouring rows that agree in them are one document.
+`rows`: every row is a document. `lines`: rows are lines of one text, without marks for the ends of documents.
+`headings`: rows are lines, and an article begins at a line " = Title = " between blank lines, as in WikiText. Names of
+columns, such as `book,chapter`: neighbouring rows with the same values in them are one document.
 """
 
 import re
@@ -19,11 +19,11 @@ def document_ends(rows: Dataset, text_column: str, documents: str | None = None)
     """Whether a document ends with a row, `(N,)`.
 
     Args:
-        documents: one of `WAYS`, or names of columns with commas between them. Unless given: `headings` where one of
-            the first ten rows is such a heading, `lines` for files of text, else `rows`.
+        documents: one of `WAYS`, or names of columns separated by commas. Unless given: `headings` if one of the first
+            ten rows is a heading, `lines` for text files, else `rows`.
 
     Raises:
-        ValueError: `documents` is none of these.
+        ValueError: `documents` is neither one of `WAYS` nor names of columns.
     """
     if documents is None:
         documents = _usual_way(rows, text_column)
@@ -34,8 +34,7 @@ def document_ends(rows: Dataset, text_column: str, documents: str | None = None)
     columns = documents.split(",")
     if not set(columns) <= set(rows.column_names):
         raise ValueError(
-            f"documents={documents!r} is not possible: it must be {', '.join(WAYS)} or columns among "
-            f"{', '.join(rows.column_names)}."
+            f"--documents must be {', '.join(WAYS)} or columns among {', '.join(rows.column_names)}, got {documents}"
         )
     keys = list(zip(*(rows[column] for column in columns), strict=True))
     return np.array([key != after for key, after in zip(keys, [*keys[1:], None], strict=True)], dtype=bool)

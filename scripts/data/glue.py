@@ -1,4 +1,4 @@
-"""The nine tasks of GLUE, or files of the same shape: columns, labels, splits."""
+"""The data of the nine GLUE tasks, or of files of the same form: columns, labels, splits."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ TASKS = {
     "wnli": ("sentence1", "sentence2"),
 }
 HUB_NAME = "nyu-mll/glue"
-# Columns of files that are never sentences, whatever they hold.
+# Columns of files that are never sentences.
 NO_SENTENCES = ("label", "idx", "id")
 
 
@@ -31,9 +31,9 @@ class TaskData:
 
     Attributes:
         name: one of `TASKS`, or None for files.
-        splits: `train`, `validation` and what else there is, with a column `label` (a number).
-        text_columns: one or two.
-        label_names: of the classes; None for a regression.
+        splits: `train`, `validation` and further splits, with a column `label` (a number).
+        text_columns: names of one or two columns.
+        label_names: names of the classes; None for a regression.
     """
 
     name: str | None
@@ -60,7 +60,7 @@ def load_task(name: str, path: str | None = None) -> TaskData:
     splits = load_dataset(path or HUB_NAME, name)
     data = TaskData(name, splits, TASKS[name], None)
     if "train" not in splits or not data.validation_splits:
-        raise ValueError(f"{name}: there are the splits {list(splits)}; train and validation are needed.")
+        raise ValueError(f"{name} must have the splits train and validation, got {', '.join(splits)}")
     _check_columns(name, data)
     label = splits["train"].features["label"]
     if name != "stsb":
@@ -75,21 +75,21 @@ def load_files(train: str, validation: str, test: str | None = None, sentence_ke
     Labels are classes (text or whole numbers), or values to predict (other numbers).
 
     Args:
-        sentence_keys: the columns of text; unless given those that `find_sentences` finds.
+        sentence_keys: names of the columns of text; unless given, `find_sentences` finds them.
 
     Raises:
-        ValueError: a file is missing, empty or of another kind, its columns differ from those of the first, or it is
-            not clear which of them are sentences.
+        ValueError: a file is missing, empty or of another kind, lacks columns of the training file, or has several
+            columns of text and `sentence_keys` is not given.
     """
     files = {"train": train, "validation": validation} | ({} if test is None else {"test": test})
     for file in files.values():
         check_file(file)
         if BUILDERS.get(Path(file).suffix, "text") == "text":
-            raise ValueError(f"{file}: files must be .csv, .json, .jsonl or .parquet.")
+            raise ValueError(f"Files must be .csv, .json, .jsonl or .parquet, got {file}")
     splits = DatasetDict({split: load_file(file) for split, file in files.items()})
     data = TaskData(None, splits, sentence_keys or find_sentences(train, splits["train"]), None)
     for number, key in enumerate(sentence_keys, 1):
-        _check_sentences(f"--sentence{number}_key {key}", key, splits["train"])
+        _check_sentences(f"--sentence{number}_key", key, splits["train"])
     _check_columns(train, data)
     labels = splits["train"]["label"]
     if not isinstance(labels[0], float):
@@ -104,10 +104,10 @@ def load_files(train: str, validation: str, test: str | None = None, sentence_ke
 
 
 def find_sentences(source: str, rows: Dataset) -> tuple[str, ...]:
-    """The columns of text: `sentence1` and `sentence2`, as in run_glue.py, else the only one, or a pair that GLUE has.
+    """The columns of text: `sentence1` and `sentence2` as in run_glue.py, columns of a GLUE task, or the only one.
 
     Raises:
-        ValueError: there is none, or others hold text too: run_glue.py would take the first two, whatever they are.
+        ValueError: there is no column of text, or several. (run_glue.py would use the first two.)
     """
     names = [name for name in rows.column_names if name not in NO_SENTENCES and _is_text(rows, name)]
     if {"sentence1", "sentence2"} <= set(names):
@@ -116,17 +116,17 @@ def find_sentences(source: str, rows: Dataset) -> tuple[str, ...]:
         if set(columns) == set(names):
             return columns
     if not names:
-        raise ValueError(f"{source}: no column but label holds text, among {', '.join(rows.column_names)}.")
+        raise ValueError(f"{source} must have a column of text besides label, got {', '.join(rows.column_names)}")
     if len(names) > 1:
         raise ValueError(
-            f"{source}: the columns {', '.join(names)} hold text: say which are sentences by --sentence1_key and, for "
-            "pairs, --sentence2_key."
+            f"--sentence1_key and, for pairs, --sentence2_key must name the sentences in {source}, got the columns of "
+            f"text {', '.join(names)}"
         )
     return tuple(names)
 
 
 def tokenize_task(data: TaskData, tokenizer: PreTrainedTokenizerBase, max_length: int, pad: bool) -> DatasetDict:
-    """The splits with `input_ids` and what else the tokenizer gives."""
+    """The splits with `input_ids` and the other outputs of the tokenizer."""
     length = min(max_length, tokenizer.model_max_length)
 
     def tokenize(batch):
@@ -143,9 +143,9 @@ def _is_text(rows: Dataset, name: str) -> bool:
 
 def _check_sentences(option: str, name: str, rows: Dataset):
     if name not in rows.column_names:
-        raise ValueError(f"{option}: it must be a column of the file; these are {', '.join(rows.column_names)}.")
+        raise ValueError(f"{option} must be a column of the file, one of {', '.join(rows.column_names)}, got {name}")
     if not _is_text(rows, name):
-        raise ValueError(f"{option}: it must be a column of text, not of {rows.features[name]}.")
+        raise ValueError(f"{option} must be a column of text, got {name} of {rows.features[name]}")
 
 
 def _check_columns(source: str, data: TaskData):
@@ -155,13 +155,14 @@ def _check_columns(source: str, data: TaskData):
         missing = missing - set(rows.column_names)
         if missing or not data.text_columns:
             columns = ", ".join(sorted(missing)) or "text"
-            raise ValueError(f"{source}: the {split} split has the columns {rows.column_names}, but not {columns}.")
+            found = ", ".join(rows.column_names)
+            raise ValueError(f"The {split} split of {source} must have the columns {columns}, got {found}")
         if len(rows) == 0:
-            raise ValueError(f"{source}: the {split} split is empty.")
+            raise ValueError(f"The {split} split of {source} must have rows, got none")
 
 
 def _index(names: list, label) -> int:
-    """-1 for none, as in the test splits of GLUE."""
+    """The index of a label, or -1 without a label, as in the test splits of GLUE."""
     if label is not None and label not in names:
-        raise ValueError(f"label={label!r} is not possible: the training file has {names}.")
+        raise ValueError(f"A label must be one of those in the training file, {names}, got {label!r}")
     return -1 if label is None else names.index(label)

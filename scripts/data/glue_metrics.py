@@ -1,4 +1,4 @@
-"""The official metrics of GLUE: from `evaluate` where it can load them, else the same from scikit-learn and scipy."""
+"""The official metrics of GLUE, from `evaluate` if it can load them, or else from scikit-learn and scipy."""
 
 from collections.abc import Callable
 
@@ -7,9 +7,9 @@ import numpy as np
 from scipy.stats import pearsonr, spearmanr
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef, mean_squared_error
 
-# The number that stands for a task; the papers give F1 for MRPC.
+# The main metric of a task; the papers give F1 for MRPC.
 MAIN_METRIC = {"cola": "matthews_correlation", "mrpc": "f1", "stsb": "spearmanr"}
-# What is better the lower it is, and no share of anything: it is printed as it is, the others in percent.
+# Errors: lower is better, and they are not printed in percent.
 ERRORS = {"mse"}
 Metric = Callable[[np.ndarray, np.ndarray], dict[str, float]]
 
@@ -39,7 +39,7 @@ OWN_METRICS = {"cola": _matthews, "mrpc": _accuracy_and_f1, "qqp": _accuracy_and
 
 
 def load_metric(task: str | None, regression: bool = False) -> Metric:
-    """A function of predictions and references, `(N,)` each; accuracy or the squared error for files (`task` None)."""
+    """The metric of a task, a function of predictions and references `(N,)`; for files, accuracy or squared error."""
     if task is None:
         return _squared_error if regression else _accuracy
     own = OWN_METRICS.get(task, _accuracy)
@@ -51,10 +51,10 @@ def load_metric(task: str | None, regression: bool = False) -> Metric:
 
 
 def format_metric(name: str, value: float) -> str:
-    """A score in percent, an error in its own unit."""
+    """The text of a score in percent, or of an error in its own unit."""
     return f"{value:.4g}" if name in ERRORS else f"{100 * value:.2f}"
 
 
 def main_metric(task: str | None, regression: bool = False) -> str:
-    """The name of the number that stands for a task."""
+    """The name of the main metric of a task."""
     return MAIN_METRIC.get(task, "mse" if regression else "accuracy")

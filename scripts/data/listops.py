@@ -1,9 +1,9 @@
 """ListOps: nested operations on lists of digits (Nangia and Bowman, 2018), by the rules of the Long Range Arena.
 
-A node at depth d (the root has depth 1) is an operator with probability 0.25 if d < 10, else a digit 0 to 9. An
-operator is one of MIN, MAX, MED and SM, each as likely, and has 2 to 10 arguments, each a node at depth d + 1. It is
+A node at depth d (the root has depth 1) is an operator with probability 0.25 if d < 10, otherwise a digit 0 to 9. An
+operator is MIN, MAX, MED or SM with equal probability. It has 2 to 10 arguments, each a node at depth d + 1, and is
 written `[OP arg .. arg ]`. MED is the integer part of the median, SM the sum modulo 10. A sample has more than 500 and
-fewer than 2,000 tokens, and no two are the same.
+fewer than 2,000 tokens, and all samples differ.
 """
 
 import random
@@ -23,14 +23,14 @@ SHORTER, LONGER = 500, 2000
 
 
 class TooLongError(Exception):
-    """A tree has outgrown a sample."""
+    """The error for a tree that is too long for a sample."""
 
 
 def random_tree(rng: random.Random, tokens: list[str], longer: int = LONGER, depth: int = 1) -> int:
     """Append the tokens of a random node to `tokens` and return its value.
 
     Raises:
-        TooLongError: there are `longer` tokens or more.
+        TooLongError: the tree has `longer` tokens or more.
     """
     if depth >= MOST_DEPTH or rng.random() >= OPERATOR_PROBABILITY:
         tokens.append(str(rng.randrange(10)))
@@ -48,7 +48,7 @@ def samples(count: int, seed: int, shorter: int = SHORTER, longer: int = LONGER)
     """`count` different samples, each with `source` (tokens with spaces between), `target` and `length`.
 
     Args:
-        shorter, longer: the number of tokens lies between them.
+        shorter, longer: bounds of the number of tokens, both excluded.
     """
     rng, seen = random.Random(seed), set()  # noqa: S311
     while len(seen) < count:
@@ -67,7 +67,7 @@ def evaluate(source: str) -> int:
     """The value of a sample.
 
     Raises:
-        ValueError: it is not one whole expression.
+        ValueError: `source` is not a single complete expression.
     """
     stack: list[list] = [[]]
     for token in source.split():
@@ -79,7 +79,7 @@ def evaluate(source: str) -> int:
         elif token.isdigit():
             stack[-1].append(int(token))
         else:
-            raise ValueError(f"{token!r} has no place in {source[:80]!r}.")
+            raise ValueError(f"A sample must be a ListOps expression, got {token!r} in {source[:80]!r}")
     if len(stack) != 1 or len(stack[0]) != 1:
-        raise ValueError(f"{source[:80]!r} is not one whole expression.")
+        raise ValueError(f"A sample must be a single complete expression, got {source[:80]!r}")
     return stack[0][0]

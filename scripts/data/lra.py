@@ -1,7 +1,7 @@
-"""The tasks of the Long Range Arena: where their data come from, and how they become tokens.
+"""The tasks of the Long Range Arena: the sources of their data, and the conversion to tokens.
 
 Each task gives the splits train, validation and test with `input_ids` and `labels`. ListOps and Pathfinder are
-generated unless there is data for them; `datasets` keeps what it generated or tokenised in its cache.
+generated unless data are given. `datasets` caches generated and tokenized data.
 """
 
 from collections.abc import Callable
@@ -16,10 +16,10 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from tnn_scripts.data import listops, pathfinder
 
 GREY_WEIGHTS = (0.299, 0.587, 0.114)  # ITU-R 601
-# Rows of the official splits, which generated ones have unless told otherwise.
+# Rows of the official splits, and of generated ones unless given.
 LISTOPS_ROWS = {"train": 96_000, "validation": 2_000, "test": 2_000}
 PATHFINDER_ROWS = {"train": 160_000, "validation": 20_000, "test": 20_000}
-# Of a generated split, however few are asked for.
+# Smallest number of rows of a generated split.
 FEWEST_ROWS = 100
 AAN_COLUMNS = ["label", "id1", "id2", "text1", "text2"]
 
@@ -29,12 +29,12 @@ class Task:
     """One task.
 
     Args:
-        load: the raw splits, from a data set (a Hub id or a folder; None for the usual place), a number of rows
-            that generated ones have (None for the official ones) and the tokens kept.
-        encode: raw rows of a batch to `input_ids` (`input_ids` of pairs: two lists a row) and `labels`.
-        max_length: tokens kept of a sequence.
+        load: a function that gives the raw splits. Its arguments are a source (a Hub id or a folder; None for the
+            usual one), the number of generated rows (None for the official one) and the largest number of tokens.
+        encode: a function from raw rows of a batch to `input_ids` (two lists a row for pairs) and `labels`.
+        max_length: largest number of tokens in a sequence.
         num_labels: number of classes.
-        tokenizer: what makes the tokens of a text; None for pixels, whose values are the ids.
+        tokenizer: a function that gives the tokenizer of a text; None for pixels, whose values are the ids.
     """
 
     load: Callable[[str | None, int | None, int], DatasetDict]
@@ -49,7 +49,7 @@ class Task:
 
 
 def listops_tokenizer() -> PreTrainedTokenizerFast:
-    """One id for each of the 15 tokens of ListOps."""
+    """A tokenizer with one id for each of the 15 tokens of ListOps."""
     vocabulary = {"<pad>": 0} | {token: index + 1 for index, token in enumerate(listops.TOKENS)}
     words = Tokenizer(models.WordLevel(vocabulary))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -57,12 +57,12 @@ def listops_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def byte_tokenizer() -> ByT5Tokenizer:
-    """One id for each byte."""
+    """A tokenizer with one id for each byte."""
     return ByT5Tokenizer(extra_ids=0)
 
 
 def load_listops(source: str | None, rows: int | None, max_length: int) -> DatasetDict:
-    """Samples of 500 to 2,000 tokens; generated ones of `max_length` / 4 to `max_length` if that is shorter."""
+    """Samples of 500 to 2,000 tokens. Generated samples have `max_length` / 4 to `max_length` if that is shorter."""
     if source is not None:
         return load_dataset(source, "listops")
     lengths = {} if max_length >= listops.LONGER else {"shorter": max_length // 4, "longer": max_length}
@@ -78,7 +78,7 @@ def load_retrieval(source: str | None, rows: int | None, max_length: int) -> Dat
     """The files of the LRA release: `new_aan_pairs.{train,eval,test}.tsv`, or a data set with their columns."""
     if source is None:
         raise ValueError(
-            "--dataset_path: retrieval needs the folder of the LRA release that holds new_aan_pairs.*.tsv."
+            "--dataset_path must be the folder of the LRA release with new_aan_pairs.*.tsv for retrieval, got none"
         )
     files = {
         split: str(Path(source) / f"new_aan_pairs.{name}.tsv")
@@ -90,7 +90,7 @@ def load_retrieval(source: str | None, rows: int | None, max_length: int) -> Dat
 
 
 def load_image(source: str | None, rows: int | None, max_length: int) -> DatasetDict:
-    """CIFAR-10 in grey: 1,024 pixels in row order."""
+    """The pictures of CIFAR-10 in grey, 1,024 pixels in row order."""
     if source is not None:
         return load_dataset(source, "cifar10_gray")
     data = load_dataset("uoft-cs/cifar10")
@@ -112,7 +112,7 @@ def load_pathfinder(side: int) -> Callable[[str | None, int | None, int], Datase
 
 
 def generate(samples: Callable, sizes: dict[str, int], rows: int | None, **options) -> DatasetDict:
-    """Splits of `samples`, each from a seed of its own; `rows` in the train split, the others in proportion."""
+    """The splits of generated `samples`, each with its own seed: `rows` for training, the others in proportion."""
     share = 1 if rows is None else rows / sizes["train"]
     return DatasetDict(
         {
@@ -125,7 +125,7 @@ def generate(samples: Callable, sizes: dict[str, int], rows: int | None, **optio
 
 
 def encode_listops(batch: dict, task: Task) -> dict:
-    """A sample that is too long is left out: a part of it has no value."""
+    """The encoded samples. Samples that are too long are left out, because a part of a sample has no value."""
     ids = task.tokenizer()(batch["source"])["input_ids"]
     kept = [index for index, tokens in enumerate(ids) if len(tokens) <= task.max_length]
     return {"input_ids": [ids[index] for index in kept], "labels": [batch["target"][index] for index in kept]}
@@ -141,7 +141,7 @@ def encode_pair(batch: dict, task: Task) -> dict:
 
 
 def encode_bytes(texts: list[str], task: Task) -> list[list[int]]:
-    """The first tokens of each text; what cannot be among them is not looked at."""
+    """The first tokens of each text. Only the necessary part of a text is tokenized."""
     beginnings = [text[: task.max_length] for text in texts]
     return task.tokenizer()(beginnings, truncation=True, max_length=task.max_length)["input_ids"]
 
@@ -166,20 +166,20 @@ def load_task(
     """A task and its encoded splits train, validation and test.
 
     Args:
-        source: a Hub id or a folder; None for the usual place, or for generated data.
-        rows: at most so many in the train split (the others in proportion if they are generated).
-        max_length: another one than the task's; pixels cannot be cut.
-        eval_rows: at most so many in the other splits.
+        source: a Hub id or a folder; None for the usual source, or for generated data.
+        rows: largest number of rows in the train split (generated splits have others in proportion).
+        max_length: largest number of tokens, if not that of the task; pixels cannot be cut.
+        eval_rows: largest number of rows in the other splits.
 
     A data set without a validation split is validated on its test split, as in the Long Range Arena.
 
     Raises:
-        ValueError: retrieval without data, or a cut picture.
+        ValueError: retrieval has no data, or a picture would be cut.
     """
     task = TASKS[name]
     if max_length is not None and max_length != task.max_length:
         if task.tokenizer is None:
-            raise ValueError(f"--max_length {max_length}: a picture of {name} has {task.max_length} pixels.")
+            raise ValueError(f"--max_length must be {task.max_length}, the pixels of {name}, got {max_length}")
         task = Task(task.load, task.encode, max_length, task.num_labels, task.tokenizer)
     raw = task.load(source, rows, task.max_length)
     encoded = DatasetDict()
@@ -190,10 +190,10 @@ def load_task(
 
 
 def limit(rows: Dataset, count: int | None) -> Dataset:
-    """`count` rows, always the same; all of them if there are no more."""
+    """A fixed choice of `count` rows, or all rows if there are fewer."""
     return rows if count is None or count >= len(rows) else rows.shuffle(seed=0).select(range(count))
 
 
 def encode_split(task: Task, rows: Dataset) -> Dataset:
-    """`input_ids` and `labels` of raw rows."""
+    """The `input_ids` and `labels` of raw rows."""
     return rows.map(task.encode, batched=True, fn_kwargs={"task": task}, remove_columns=rows.column_names)

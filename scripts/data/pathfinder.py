@@ -1,8 +1,8 @@
 """Pathfinder: are two circles joined by a dashed path (Linsley et al., 2018; at 32 x 32 and 128 x 128 in LRA)?
 
-A picture has two long paths of dashes that start near each other, and short ones that distract. Two ends are marked by
-circles: of one path (label 1), or the start of one and the end of the other (label 0). The numbers of dashes are those
-of the hardest published set: 14, and a third of that in the distractors.
+A picture has two long paths of dashes that start near each other, and short distractor paths. Circles mark two ends:
+both of one path (label 1), or the start of one and the end of the other (label 0). The numbers of dashes are those of
+the hardest published set: 14, and a third of that in the distractors.
 """
 
 import math
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image, ImageDraw
 
-# Drawn larger by this factor, then averaged.
+# Pictures are drawn larger by this factor, and then averaged.
 SUPERSAMPLING = 4
-# Attempts at one dash, at one path from its start, and at a second path beside a first.
+# Numbers of attempts for a dash, for a path from its start, and for a second path.
 DASH_TRIALS, PATH_TRIALS, PAIR_TRIALS = 4, 10, 4
 
 
@@ -23,12 +23,12 @@ class Geometry:
     """Sizes in pixels.
 
     Args:
-        side: of the picture.
-        dash, gap, thickness: of the paths.
-        clearance: between the axes of two paths, or of two dashes that do not follow each other.
-        radius: of the circles.
-        distractors: how many paths of a third of the length there are at most.
-        dashes: of a long path.
+        side: side of the picture.
+        dash, gap, thickness: sizes of the paths.
+        clearance: distance between the axes of two paths, or of two dashes that do not follow each other.
+        radius: radius of the circles.
+        distractors: largest number of paths of a third of the length.
+        dashes: number of dashes of a long path.
         turn: standard deviation of the angle between two dashes, in radians.
     """
 
@@ -53,10 +53,10 @@ def samples(count: int, seed: int, side: int) -> Iterator[dict]:
     """`count` samples, each with `pixels` (`side^2` grey values 0 to 255 in row order) and `label`.
 
     Raises:
-        ValueError: there is no geometry for this side.
+        ValueError: `side` is not one of `GEOMETRIES`.
     """
     if side not in GEOMETRIES:
-        raise ValueError(f"side={side} is not possible: it must be one of {', '.join(map(str, GEOMETRIES))}.")
+        raise ValueError(f"`side` must be one of {', '.join(map(str, GEOMETRIES))}, got {side}")
     rng = np.random.default_rng(seed)
     for _ in range(count):
         label = int(rng.integers(2))
@@ -80,7 +80,7 @@ def draw_sample(rng: np.random.Generator, geometry: Geometry, label: int) -> np.
 
 
 def two_paths(rng: np.random.Generator, geometry: Geometry) -> tuple[np.ndarray, np.ndarray] | None:
-    """Two long paths whose starts lie within a quarter of the side of each other; None if there was no room."""
+    """Two long paths whose starts are at most a quarter of the side apart, or None if there was no room."""
     first = grow_path(rng, geometry, geometry.dashes, None, [])
     if first is None:
         return None
@@ -96,11 +96,11 @@ def two_paths(rng: np.random.Generator, geometry: Geometry) -> tuple[np.ndarray,
 def grow_path(
     rng: np.random.Generator, geometry: Geometry, dashes: int, start: np.ndarray | None, others: list[np.ndarray]
 ) -> np.ndarray | None:
-    """The two ends of each dash of a path, `(dashes, 2, 2)`; None if there was no room.
+    """The two ends of each dash of a path, `(dashes, 2, 2)`, or None if there was no room.
 
     Args:
-        start: where it begins; anywhere unless given.
-        others: paths to keep clear of.
+        start: the first point; a random one unless given.
+        others: paths that the new one must not touch.
     """
     occupied = np.concatenate([points_on(path, geometry) for path in others]) if others else np.zeros((0, 2))
     border = geometry.radius + 1
@@ -124,7 +124,7 @@ def grow_path(
 def next_dash(
     rng: np.random.Generator, geometry: Geometry, tip: np.ndarray, angle: float, path: list, occupied: np.ndarray
 ) -> np.ndarray | None:
-    """A dash from `tip` that turns a little and touches nothing, `(2, 2)`; None if there was no room."""
+    """A dash from `tip` with a small turn that touches nothing, `(2, 2)`, or None if there was no room."""
     own = points_on(np.array(path[:-1]), geometry) if len(path) > 1 else np.zeros((0, 2))
     taken = np.concatenate([occupied, own])
     border = geometry.radius + 1
@@ -141,7 +141,7 @@ def next_dash(
 
 
 def points_on(path: np.ndarray, geometry: Geometry) -> np.ndarray:
-    """Points on the dashes of `path` `(K, 2, 2)`, about a pixel apart, `(K M, 2)`."""
+    """The points on the dashes of `path` `(K, 2, 2)`, about a pixel apart, `(K M, 2)`."""
     steps = np.linspace(0, 1, max(2, math.ceil(geometry.dash) + 1))[:, None]
     return (path[:, None, 0] * (1 - steps) + path[:, None, 1] * steps).reshape(-1, 2)
 

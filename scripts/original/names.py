@@ -1,4 +1,4 @@
-"""Parameter names and layouts of the released implementations, and what they are called here.
+"""Parameter names and layouts of the released implementations, and their counterparts here.
 
     fairseq-evo    `decoder.` (causal language model) and `encoder.sentence_encoder.` (RoBERTa style)
     ski-tnn        the same names; FD and SKI operators
@@ -47,19 +47,19 @@ RENAMED = [
     (r"\bscalar$", "slack"),
     (r"\b(scale|scala)$", "weight"),
 ]
-# Buffers of fairseq that say how to read its own older files.
+# Buffers of fairseq with the version of its format.
 BOOKKEEPING = re.compile(r"(^|\.)(version|_float_tensor)$")
 
 
 def our_name(official: str) -> str:
-    """The name of a parameter here; `ab` of RTF, which is two parameters here, keeps its name."""
+    """The name here of an official parameter. `ab` of RTF, which is two parameters here, keeps its name."""
     for pattern, replacement in RENAMED:
         official = re.sub(pattern, replacement, official)
     return official
 
 
 def our_layout(official: str, value: torch.Tensor) -> torch.Tensor:
-    """A parameter in the shape it has here: heads and inducing points are not axes of their own.
+    """A parameter in its shape here: heads and inducing points are not separate axes.
 
     `gamma`: (h, 1, e/h) to (e,); `alphas`, `betas`: (1, e, 1, R) to (e, R). Both are head-major as they are.
     """
@@ -71,10 +71,10 @@ def our_layout(official: str, value: torch.Tensor) -> torch.Tensor:
 
 
 def split_rational(both: torch.Tensor, num_filters: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Denominators `(A, N)` and numerators `(num_filters, N)` out of the released `ab`, denominators first."""
+    """The denominators `(A, N)` and the numerators `(num_filters, N)` in the released `ab`."""
     return both[:-num_filters], both[-num_filters:]
 
 
 def heads_together(value: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """The last map of a bidirectional FD encoder: rows (head, real or imaginary, channel) to real rows first."""
+    """The last map of a bidirectional FD encoder, with rows (head, part, channel) reordered to all real rows first."""
     return value.reshape(num_heads, 2, -1, *value.shape[1:]).transpose(0, 1).flatten(0, 2)

@@ -1,8 +1,8 @@
-"""Options of the released implementations as a `TnnConfig`, and what of them has no counterpart here.
+"""Options of the released implementations as fields of `TnnConfig`, and the options that have no counterpart here.
 
 An architecture is a name under which the released code registers its defaults, or the name of a stand-alone layer.
-Sizes are read from the weights; options that state them are only compared. Options that change what is computed and
-that this package does not compute are refused.
+Sizes are read from the weights; options that state them are only compared. Options for computations that this package
+does not have are refused.
 """
 
 import math
@@ -19,7 +19,7 @@ HEADS = {
     "masked-lm": TnnForMaskedLM,
     "sequence-classification": TnnForSequenceClassification,
 }
-# Options with the only value that can be converted, which is also their default in the released code.
+# Options and the only value that can be converted, which is the default in the released code.
 SUPPORTED_VALUE = {
     "act_type": "none",
     "adaptive_input": False,
@@ -39,14 +39,14 @@ SUPPORTED_VALUE = {
     "strottle": False,
     "tno_spike": False,
 }
-# The released FD and SKI operators take these and do not use them.
+# The released FD and SKI operators accept these options and do not use them.
 UNUSED_BY_FD_AND_SKI = ("act_type", "par_type", "normalize")
 OPERATORS = {"tno": "rpe", "tno_fd": "fd", "skitno_inv_time": "ski"}
 DEFAULT_LENGTH = 512
 
 
 def sizes(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
-    """The fields of `TnnConfig` that the shapes of `tensors`, in our names, determine."""
+    """The fields of `TnnConfig` that follow from the shapes of `tensors`, by their names here."""
     layers = {int(name.split("layers.", 1)[1].split(".", 1)[0]) for name in tensors if "layers." in name}
     found = {"num_hidden_layers": max(layers, default=-1) + 1}
     dimensions = {
@@ -69,26 +69,26 @@ def sizes(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
 
 
 def check_supported(options: dict):
-    """Refuse what this package does not compute.
+    """Refuse options for computations that this package does not have.
 
     Raises:
-        ValueError: naming the option.
+        ValueError: there is such an option; the message names it.
     """
     unused = UNUSED_BY_FD_AND_SKI if operator_of(options) != "rpe" else ()
     for name, allowed in SUPPORTED_VALUE.items():
         if name in options and name not in unused and options[name] != allowed:
-            raise ValueError(f"{name}={options[name]!r} cannot be converted: this package has only {allowed!r}.")
+            raise ValueError(f"{name} must be {allowed!r} for a conversion, got {options[name]!r}")
     inner = next((name for name in ("gtu_act", "act_fun") if name in options), "act_fun")
     first, second = options.get(inner, "silu"), options.get("glu_act", "silu")
     if first != second:
-        raise ValueError(f"{inner}={first!r} with glu_act={second!r} cannot be converted: here they are the same.")
+        raise ValueError(f"glu_act must be {inner}={first!r} for a conversion, got {second!r}")
 
 
 def operator_of(options: dict) -> str:
-    """`tno_type` here; older files of ski-tnn have a flag `tno_fd` instead of the official `tno_type`."""
+    """The `tno_type` here. Older files of ski-tnn have a flag `tno_fd` instead of the official `tno_type`."""
     official = options.get("tno_type") or ("tno_fd" if options.get("tno_fd") else "tno")
     if official not in OPERATORS:
-        raise ValueError(f"tno_type={official!r} cannot be converted: it must be one of {', '.join(OPERATORS)}.")
+        raise ValueError(f"tno_type must be one of {', '.join(OPERATORS)} for a conversion, got {official!r}")
     return OPERATORS[official]
 
 
@@ -100,7 +100,7 @@ def check_sizes(stated: dict, found: dict):
     """
     for name, (option, value) in stated.items():
         if value is not None and value != -1 and name in found and found[name] != value:
-            raise ValueError(f"{option}={value} contradicts the checkpoint, whose weights say {found[name]}.")
+            raise ValueError(f"{option} must be {found[name]}, as in the weights of the checkpoint, got {value}")
 
 
 def fairseq_sizes(options: dict, width: int, side: str) -> dict[str, tuple[str, int | None]]:
@@ -120,11 +120,11 @@ def fairseq_sizes(options: dict, width: int, side: str) -> dict[str, tuple[str, 
 
 
 def fairseq_fields(options: dict, found: dict, side: str) -> dict:
-    """Fields out of the options of fairseq-evo and ski-tnn; `side` is `decoder` or `encoder`."""
+    """The fields from the options of fairseq-evo and ski-tnn. `side` is `decoder` or `encoder`."""
     causal = side == "decoder"
     check_sizes(fairseq_sizes(options, found["hidden_size"], side), found)
     if side == "encoder" and options.get("activation_fn", "gelu") != "gelu":
-        raise ValueError(f"activation_fn={options['activation_fn']!r} cannot be converted: the head here has 'gelu'.")
+        raise ValueError(f"activation_fn must be 'gelu' for a conversion, got {options['activation_fn']!r}")
     length = next((options[name] for name in ("tokens_per_sample", "max_target_positions", "max_positions")
                    if options.get(name)), DEFAULT_LENGTH)  # fmt: skip
     return {
@@ -167,7 +167,7 @@ def encoder_fields(options: dict, found: dict) -> dict:
 
 
 def standalone_fields(options: dict, found: dict) -> dict:
-    """Fields out of the arguments of `TnnLayer` of tnn-pytorch, and of the model around it by their names here."""
+    """The fields from the arguments of `TnnLayer` of tnn-pytorch. Those of the model around it have names of here."""
     check_sizes({"hidden_size": ("dim", options.get("dim"))}, found)
     own = {
         "causal": options.get("causal", False),
@@ -181,7 +181,7 @@ def standalone_fields(options: dict, found: dict) -> dict:
 
 
 def rational_fields(options: dict, found: dict) -> dict:
-    """Fields out of the arguments of `RTF` in `rtf.py`; others are fields of `TnnConfig`, whose blocks it is in."""
+    """The fields from the arguments of `RTF` in `rtf.py`. Other fields are those of `TnnConfig`."""
     constraint = options.get("constraint", "no")
     fields = {name: value for name, value in options.items() if name in TnnConfig.__dataclass_fields__}
     stated = {
@@ -202,7 +202,7 @@ def rational_fields(options: dict, found: dict) -> dict:
 
 @dataclass(frozen=True)
 class Architecture:
-    """How to read a checkpoint: which fields its options give, which head it has, and its registered defaults."""
+    """A kind of checkpoint: the fields that its options give, its head and its registered defaults."""
 
     fields: Callable[[dict, dict], dict]
     head: str

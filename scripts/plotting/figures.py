@@ -15,15 +15,15 @@ from tnn_scripts.plotting.statistics import Kernel, octave_shares, range_name
 
 matplotlib.rcParams.update({"font.size": 9, "axes.titlesize": 10, "axes.grid": False})
 SEQUENTIAL, DIVERGING, LINE, ACCENT = "magma", "RdBu_r", "#2166ac", "#d6604d"
-# Lags on each side on the linear axes; the logarithmic ones show all.
+# Lags on each side of the linear axes; the logarithmic axes show all lags.
 NEAR = 32
-# The share of a lag below which the matrices are black.
+# Matrices are black below this share of a lag.
 FAINTEST = 1e-3
 EXAMPLES = (0.05, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 1.0)
 
 
 def overview(kernels: list[Kernel], title: str) -> Figure:
-    """Where each layer looks: its share of weight by distance, and its horizon."""
+    """A figure of all layers: the share of weight by distance, and the horizon."""
     names = list(octave_shares(kernels[0]))
     shares = np.array([list(octave_shares(kernel).values()) for kernel in kernels])  # (layers, octaves)
     width = max(9, 2.5 + 0.62 * len(names) + 3.5)
@@ -55,7 +55,7 @@ def _horizon_ranges(axes: Axes, kernels: list[Kernel]):
 
 
 def layer(kernel: Kernel, matrix_size: int) -> Figure:
-    """All about one layer in eight panels (seven if it has no poles)."""
+    """A figure of one layer in eight panels (seven if it has no poles)."""
     corner = "channels" if kernel.poles is None else "poles"
     panels = [["matrix", "octaves", "channels", corner], ["linear", "log", "response", "horizons"]]
     figure = Figure(figsize=(17, 7.6), layout="constrained")
@@ -125,9 +125,9 @@ def _octave_bars(axes: Axes, kernel: Kernel):
 
 
 def _channel_map(axes: Axes, kernel: Kernel):
-    """Every channel a row, by horizon; distances in octaves, so that near ones have room.
+    """Draw every channel as a row, ordered by horizon, over distances in octaves.
 
-    The sign of a channel means nothing (the gate and the output projection can turn it): the largest is positive.
+    The sign of a channel has no meaning (the gate and the output projection can change it): the largest is positive.
     """
     order = np.argsort(kernel.horizons(), kind="stable")
     positions = _warp(kernel.lags)
@@ -145,7 +145,7 @@ def _channel_map(axes: Axes, kernel: Kernel):
 
 
 def _warp(lags: np.ndarray) -> np.ndarray:
-    """Signed log2(1 + |lag|)."""
+    """The signed logarithm sign(lag) log2(1 + |lag|)."""
     return np.sign(lags) * np.log2(1 + np.abs(lags))
 
 
@@ -234,7 +234,7 @@ def _poles(axes: Axes, kernel: Kernel):
 
 
 def _longest(kernel: Kernel) -> int:
-    """Of the lags that are drawn and the horizons, which are of all lags."""
+    """The largest of the drawn lags and of the horizons, which cover all lags."""
     return int(max(np.abs(kernel.lags).max(), kernel.horizons().max()))
 
 

@@ -1,9 +1,9 @@
-"""What a Toeplitz kernel attends to, in numbers.
+"""Statistics of Toeplitz kernels: weights, shares by distance and horizons.
 
     share of lag k:  |t_k| / sum_j |t_j|,     horizon: the smallest h with  sum_{|k| <= h} share_k >= 90%
 
-The sums are over all lags of a kernel, however many of them are drawn. What goes on beyond the lags that were read can
-only lengthen a horizon: there it is a lower bound. D channels, M lags. All functions take and return numpy arrays.
+The sums are over all lags of a kernel, not only the drawn ones. If a kernel continues beyond the lags that were read,
+its horizon is a lower bound. D channels, M lags. All functions take and return numpy arrays.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from dataclasses import dataclass
 import numpy as np
 
 HORIZON_SHARE = 0.9
-# The horizon of a channel that goes on, where horizons are ordered.
+# The horizon of an open channel, for the order of horizons.
 UNKNOWN = 2.0**40
 
 
 @dataclass(frozen=True)
 class Whole:
-    """What is known of all lags of a kernel of which some are drawn.
+    """The figures of all lags of a kernel, of which only some are drawn.
 
     Args:
         weights: the sum of |t_k| of each channel, `(D,)`.
-        horizons: `(D,)`.
-        response: as `Kernel.response` gives it.
+        horizons: the horizon of each channel, `(D,)`.
+        response: the result of `Kernel.response`.
     """
 
     weights: np.ndarray
@@ -38,12 +38,12 @@ class Kernel:
     """The coefficients of one operator.
 
     Args:
-        label: what the pictures call it.
-        taps: `(D, M)`.
+        label: name of the kernel in the pictures.
+        taps: coefficients `(D, M)`.
         lags: `(M,)`, from the most negative one (the furthest position ahead) to the largest (the furthest back).
-        poles: complex, any shape, of a kernel that is a recurrence.
+        poles: complex poles of a recurrence, of any shape.
         open: which channels may have weight beyond the lags, `(D,)`; none unless given.
-        whole: where `lags` are only those to draw, what shares, horizons and response are of.
+        whole: the figures of all lags, if `lags` are only those to draw.
     """
 
     label: str
@@ -62,11 +62,11 @@ class Kernel:
         return np.abs(self.taps).sum(axis=1) if self.whole is None else self.whole.weights
 
     def shares(self) -> np.ndarray:
-        """Of each lag in each channel, `(D, M)`; zero in a channel of zeros."""
+        """The share of each lag in each channel, `(D, M)`; zero in a channel of zeros."""
         return np.abs(self.taps) / np.maximum(self.weights()[:, None], np.finfo(self.taps.dtype).tiny)
 
     def horizons(self) -> np.ndarray:
-        """Of each channel, `(D,)`; 0 of one of zeros, a lower bound of one that is open."""
+        """The horizon of each channel, `(D,)`; 0 for a channel of zeros, a lower bound for an open channel."""
         if self.whole is not None:
             return self.whole.horizons
         within = self._shares_by_distance().cumsum(axis=1)
@@ -90,16 +90,16 @@ class Kernel:
         return shares[:, shares.shape[1] // 2 :].sum(axis=1)
 
     def response(self, points: int = 513) -> tuple[np.ndarray, np.ndarray]:
-        """Angular frequencies `(points,)` in [0, pi] and the magnitudes there, `(D, points)`."""
+        """The angular frequencies `(points,)` in [0, pi], and the magnitudes of the response `(D, points)`."""
         if self.whole is not None:
             return self.whole.response
-        size = 2 * (points - 1)  # at the roots of unity of this order, lags that differ by it are one
+        size = 2 * (points - 1)  # the samples cannot distinguish lags that differ by this number
         folded = np.pad(self.taps, ((0, 0), (0, -self.taps.shape[1] % size)))
         folded = folded.reshape(len(folded), -1, size).sum(axis=1)  # (D, size)
         return np.linspace(0, np.pi, points), np.abs(np.fft.rfft(folded))
 
     def _shares_by_distance(self) -> np.ndarray:
-        """Both sides together, `(D, distances)`."""
+        """The shares of both sides together, `(D, distances)`."""
         shares = self.shares()
         ahead = int(-self.lags[0])
         if ahead <= 0:
@@ -125,7 +125,7 @@ def range_name(first: int, last: int) -> str:
 def octave_shares(kernel: Kernel) -> dict[str, float]:
     """The mean share of the channels in each octave, from the furthest ahead to the furthest back.
 
-    A causal kernel only looks back, and its names are bare numbers.
+    A causal kernel looks only back, and its octaves have plain numbers as names.
     """
     mean = kernel.shares().mean(axis=0)  # (M,)
     ranges = octaves(int(np.abs(kernel.lags).max()))

@@ -36,7 +36,7 @@ def test_push_without_a_network(hub, tmp_path, monkeypatch):
     folder = save_model(tmp_path / "model", tno_type="rpe", decay=0.9)
     command = ["push_to_hub", folder, "--repo_id", "user/tnn"]
     hub.on_upload = hang_up
-    message = rf"(?s)nothing was published: .*\n  python scripts/push_to_hub.py {folder} --repo_id user/tnn"
+    message = rf"(?s)Nothing was published: .*\n  python scripts/push_to_hub.py {folder} --repo_id user/tnn"
     with pytest.raises(SystemExit, match=message):
         run_script(*command)
     assert hub.files("user/tnn") == {}
@@ -44,7 +44,7 @@ def test_push_without_a_network(hub, tmp_path, monkeypatch):
     run_script(*command)
     assert {"model.safetensors", "config.json", "README.md"} < hub.files("user/tnn").keys()
     monkeypatch.setattr("tnn_scripts.common.publishing.HfApi", lambda: NOWHERE)
-    with pytest.raises(SystemExit, match="(?s)nothing was published: ConnectError.*push_to_hub.py"):
+    with pytest.raises(SystemExit, match="(?s)Nothing was published: ConnectError.*push_to_hub.py"):
         run_script(*command)
 
 
@@ -53,7 +53,7 @@ def test_pretraining_without_a_network(hub, tmp_path):
     config, text = write_config(tmp_path / "config"), write_text(tmp_path / "text.txt")
     options = ["--config_name", config, "--train_file", text, "--output_dir", tmp_path / "out", "--max_steps", 2]
     hub.on_upload = hang_up
-    with pytest.raises(SystemExit, match=r"(?s)nothing was published: .*\n  python .*/out --repo_id user/out"):
+    with pytest.raises(SystemExit, match=r"(?s)Nothing was published: .*\n  python .*/out --repo_id user/out"):
         run_script("pretrain", *options, "--push_to_hub")
     assert (tmp_path / "out" / "metrics.json").exists()
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -65,14 +65,14 @@ def test_pretraining_without_a_network(hub, tmp_path):
 def test_repository_is_opened_before_the_training(tmp_path, monkeypatch):
     config, text = write_config(tmp_path / "config"), write_text(tmp_path / "text.txt")
     monkeypatch.setattr("tnn_scripts.common.publishing.create_repo", NOWHERE.create_repo)
-    with pytest.raises(SystemExit, match="the repository cannot be opened: .*Connect"):
+    with pytest.raises(SystemExit, match="repository cannot be opened for --push_to_hub: .*Connect"):
         run_script("pretrain", "--config_name", config, "--train_file", text, "--output_dir", tmp_path / "out",
                    "--max_steps", 2, "--push_to_hub")  # fmt: skip
     assert not (tmp_path / "out" / "metrics.json").exists()
 
 
 def test_publication_of_a_finetuned_model(hub, encoder, glue, tmp_path):
-    """With its code and what was measured, and none of the pickles that Trainer writes."""
+    """It has the code and the measurements, and none of the pickles that Trainer writes."""
     given = ["--task_name", "sst2", "--dataset_path", glue, "--max_steps", 2, "--push_to_hub"]
     run_script("finetune_glue", *glue_options(encoder, tmp_path / "out", *given, "--hub_model_id", "user/sentiment"))
     files = hub.files("user/sentiment")
@@ -81,7 +81,7 @@ def test_publication_of_a_finetuned_model(hub, encoder, glue, tmp_path):
     card = files["README.md"].decode()
     accuracy = json.loads((tmp_path / "out" / "all_results.json").read_text())["eval_accuracy"]
     assert f"| accuracy | {accuracy:.4f} |" in card and "| learning_rate | 0.01 |" in card and "sst2" in card
-    with pytest.raises(SystemExit, match="publishes the last model, as the user of"):
+    with pytest.raises(SystemExit, match="it publishes the last model, as the user of"):
         run_script("finetune_glue", *glue_options(encoder, tmp_path / "out", *given, "--hub_token", "hf_secret"))
 
 
@@ -101,7 +101,7 @@ for name, repo, options in json.loads(sys.argv[1]):
 
 @pytest.mark.slow
 def test_download_that_breaks_off(hub, tmp_path):
-    """What is left of it does not load, neither as a whole nor from the cache alone; another attempt is complete."""
+    """The remaining part does not load, neither online nor from the cache; another attempt is complete."""
     folder = save_model(tmp_path / "model", tno_type="rpe", decay=0.9)
     for repo, size in (("user/one", "5GB"), ("user/shards", "100KB")):
         run_script("push_to_hub", folder, "--repo_id", repo, "--max_shard_size", size)
@@ -120,5 +120,5 @@ def test_download_that_breaks_off(hub, tmp_path):
     )
     assert all(isinstance(error, str) for error in broken.values()), broken
     assert all("peer closed connection" in broken[f"{repo}, from the Hub"] for repo in ("one", "shards")), broken
-    assert f"{second}, which is not there" in broken["shards, from the cache"]
+    assert f"{second}, which is missing" in broken["shards, from the cache"]
     assert all(total == pytest.approx(expected, abs=1e-9) for total in whole.values())

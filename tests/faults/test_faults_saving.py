@@ -48,7 +48,7 @@ def largest_file():
 
 @pytest.fixture
 def options(tmp_path):
-    """Of a run with a checkpoint at every fourth step; later options win."""
+    """The options of a run with a checkpoint at every fourth step; later options override them."""
     config = write_config(tmp_path / "config")
     return ["--config_name", config, "--train_file", write_text(tmp_path / "text.txt"), "--output_dir",
             tmp_path / "out",
@@ -107,7 +107,7 @@ def test_full_disk_in_finetuning(encoder, glue, tmp_path, largest_file, monkeypa
     full = glue_options(encoder, tmp_path / "full", *given)
     with monkeypatch.context() as patched:
         at_call(patched, Trainer, "_save_optimizer_and_scheduler", 2, lambda: largest_file(50_000))
-        with pytest.raises(SystemExit, match="full could not be saved: .* What was saved before is as it was"):
+        with pytest.raises(SystemExit, match="full could not be saved: .* Earlier files are unchanged"):
             run_script("finetune_glue", *full)
     assert [path.name for path in (tmp_path / "full").glob("checkpoint-*")] == ["checkpoint-4"]
     largest_file(resource.RLIM_INFINITY)
@@ -138,7 +138,7 @@ def test_full_disk_in_a_conversion(arguments, tmp_path, largest_file, monkeypatc
     seeded(TnnForCausalLM, tiny_config()).save_pretrained(output)
     before, command = tree(output), [*arguments(folder, output), "--overwrite_output_dir"]
     largest_file(40_000)
-    with pytest.raises(SystemExit, match="out could not be saved: .*What was saved before is as it was"):
+    with pytest.raises(SystemExit, match="out could not be saved: .*Earlier files are unchanged"):
         run_script(*command)
     assert tree(output) == before
     largest_file(resource.RLIM_INFINITY)
@@ -184,7 +184,7 @@ def test_folder_that_cannot_be_written_to(script, place, tmp_path):
     """Refused at once: the models that the options name do not even exist."""
     (tmp_path / "file").write_text("I am no folder.")
     given = [tmp_path / "file" if option == "FILE" else option for option in COMMANDS[script]]
-    with pytest.raises(SystemExit, match="output_dir=.*out cannot be written to: (Not a directory|No such file)"):
+    with pytest.raises(SystemExit, match="output folder .*out cannot be written to: (Not a directory|No such file)"):
         run_script(script, *given, "--output_dir", tmp_path / place)
 
 
@@ -217,7 +217,7 @@ def test_two_writers(options, tmp_path):
             ("pretrain", options),
             ("finetune_glue", [*COMMANDS["finetune_glue"], "--output_dir", out]),
         ):
-            with pytest.raises(SystemExit, match="out is being written to by another process"):
+            with pytest.raises(SystemExit, match="out is in use by another process"):
                 run_script(script, *given)
         assert (out / ".checkpoint-4.partial").exists()
         first.send_signal(signal.SIGKILL)
@@ -279,7 +279,7 @@ def test_checkpoints_of_trainer(tmp_path):
 
 
 def test_new_files_after_a_killed_move(tmp_path):
-    """What another process had written and not moved gives way to what is written now."""
+    """New files replace those that another process has written but not moved."""
     (tmp_path / ".new.ready").mkdir()
     (tmp_path / ".new.ready" / "config.json").write_text("older")
     with new_files(tmp_path) as written:

@@ -1,4 +1,4 @@
-"""Signals and exhausted memory in training and evaluation: the work is saved, and goes on as if nothing had been."""
+"""Signals and exhausted memory in training and evaluation: the work is saved, and resuming gives the same result."""
 
 import json
 import os
@@ -64,7 +64,7 @@ def test_stopped_is_unbroken(moment, unbroken, tmp_path, monkeypatch, capsys, ca
         with pytest.raises(SystemExit) as left:
             run_script("pretrain", *options)
     assert left.value.code == 128 + number
-    assert f"stopped by a signal at step {step}. --resume_from_checkpoint latest" in caplog.text
+    assert f"stopped by a signal at step {step}. Continue with --resume_from_checkpoint latest" in caplog.text
     assert [path.name for path in checkpoints(tmp_path)] == [f"checkpoint-{step}"]
     assert not (tmp_path / "metrics.json").exists()
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
@@ -83,7 +83,7 @@ def test_stopped_before_the_first_step(unbroken, tmp_path, monkeypatch, caplog):
 
 
 def test_second_interrupt(monkeypatch):
-    """Of one process, it is the ordinary one; of several, launchers repeat the first."""
+    """A second Ctrl-C ends a single process; with several processes, launchers repeat the first one."""
     for count, ends in ((1, True), (2, False)):
         monkeypatch.setenv("WORLD_SIZE", str(count))
         before = signal.signal(signal.SIGINT, signal.default_int_handler)  # workers of xdist ignore it
@@ -105,7 +105,7 @@ def children(pid: int) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc to find the processes")
 def test_two_processes_stop_at_one_step(tmp_path):
-    """One of them has the signal; both leave after the same step, and the resumed run goes on from it."""
+    """One of them gets the signal; both stop after the same step, and the resumed run continues from it."""
     config = write_config(tmp_path / "config", hidden_dropout_prob=0.2)
     options = ["--config_name", config, "--train_file", write_text(tmp_path / "text.txt"), "--output_dir",
                tmp_path / "out",
@@ -167,18 +167,18 @@ def test_long_range_training_stops_and_goes_on(tmp_path, monkeypatch, caplog):
 
 
 def test_finetuning_refuses_to_resume_a_sweep(encoder, tmp_path):
-    with pytest.raises(SystemExit, match="--sweep starts from the beginning"):
+    with pytest.raises(SystemExit, match="--sweep must be given without --resume_from_checkpoint"):
         run_script("finetune_glue", *glue_options(encoder, tmp_path, "--task_name", "sst2", "--sweep",
                                                   "--resume_from_checkpoint", "latest"))  # fmt: skip
 
 
 def exhaust():
-    """What PyTorch raises when there is no memory for that much."""
+    """Raise the error of PyTorch for a failed allocation."""
     torch.empty(2**55)
 
 
 def test_evaluation_that_does_not_fit(unbroken, tmp_path, monkeypatch):
-    """The training so far is saved; a smaller batch goes on to the same end."""
+    """The training so far is saved, and a run with a smaller batch continues to the same end."""
     options, whole = unbroken
     options = [*options, "--output_dir", tmp_path]
     with monkeypatch.context() as patched:
@@ -245,7 +245,7 @@ for name, attempt in attempts.items():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of address space are those of Linux")
 def test_errors_of_a_machine_without_memory():
-    """What really is raised, with a limit on the memory of a process."""
+    """The real errors, with a limit on the memory of a process."""
     command = [sys.executable, "-c", LIMITED, str(Path(__file__).parents[2] / "scripts")]
     run = processes.run(command, check=True)
     for name in ("tensor", "transform", "bytes", "array"):

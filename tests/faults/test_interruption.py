@@ -134,7 +134,7 @@ def test_new_files_join_others(tmp_path):
 
 
 class Killed(BaseException):
-    """What no code handles."""
+    """An exception that no code handles, like a killed process."""
 
 
 def test_killed_while_files_are_moved(tmp_path, monkeypatch):

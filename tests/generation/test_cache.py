@@ -1,4 +1,4 @@
-"""Caches on disk, in copies and in other processes; whose state they hold, and what is no cache of a TNN."""
+"""Caches on disk, in copies and in other processes; the model they belong to; objects that are not caches of a TNN."""
 
 import copy
 import io
@@ -151,7 +151,9 @@ def test_weights_that_changed_under_a_cache(change, steps):
         for t in range(20, 20 + steps):
             model(TEXT[:, t : t + 1], past_key_values=cache)
         change(model)
-        with pytest.raises(ValueError, match="past_key_values was made with other weights.* empty cache"):
+        with pytest.raises(
+            ValueError, match="weights of the model have changed since `past_key_values` was made.* empty cache"
+        ):
             model(TEXT[:, 23:24], past_key_values=cache)
         with pytest.raises(ValueError, match="another model"):
             model_of("rpe")(TEXT[:, 23:24], past_key_values=pickle.loads(pickle.dumps(cache)))
@@ -176,7 +178,7 @@ def test_an_adapter_that_is_switched_or_merged():
             cache = model(TEXT[:, :20]).past_key_values
             model(TEXT[:, 20:21], past_key_values=cache)
             change()
-            with pytest.raises(ValueError, match="made with other weights"):
+            with pytest.raises(ValueError, match="weights of the model have changed"):
                 model(TEXT[:, 21:22], past_key_values=cache)
 
 
@@ -208,7 +210,7 @@ def test_what_does_not_change_the_state_is_no_other_model():
 
 
 def test_inference_mode():
-    """Its tensors count no writes."""
+    """Tensors of inference mode count no writes."""
     with torch.inference_mode():
         model = model_of("rpe")
         cache = model(TEXT[:, :20]).past_key_values
@@ -221,14 +223,14 @@ def test_inference_mode():
 
 
 def test_a_pass_that_was_interrupted(monkeypatch):
-    """Its first layers have seen the tokens, its last ones have not."""
+    """The first layers of the cache have seen the tokens, the last ones have not."""
     model = model_of("rpe")
     cache = model(TEXT[:, :20]).past_key_values
     monkeypatch.setattr(model.model.layers[1].gtu, "forward", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         model(TEXT[:, 20:22], past_key_values=cache)
     monkeypatch.undo()
-    with pytest.raises(ValueError, match="past_key_values was left in the middle of a pass.* 20 to 22 tokens"):
+    with pytest.raises(ValueError, match="`past_key_values` is incomplete.* 20 to 22 tokens"):
         model(TEXT[:, 22:], past_key_values=cache)
 
 

@@ -54,7 +54,7 @@ def test_report_is_what_the_kernel_does(name, window):
 
 @pytest.mark.parametrize("name", ["rpe", "rpe-learnable-decay", "fd"])
 def test_tail_bound_holds(name):
-    """What the fit and the kernel do far beyond the taps that were fitted."""
+    """The bound holds for the fit and the kernel far beyond the fitted taps."""
     model = lively_language_model(**KERNELS[name])
     converted, reports = model.to_recurrent(order=8, window=4)
     for original, operator, report in zip(operators(model), operators(converted), reports, strict=True):
@@ -94,7 +94,7 @@ def test_exponentials_are_found():
 
 
 def test_gram_matrix_of_the_hankel_factor():
-    """Its leading eigenvectors are the right singular vectors of the stacked Hankel matrices."""
+    """The leading eigenvectors of the Gram matrix are the right singular vectors of the stacked Hankel matrices."""
     taps = torch.randn(3, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     hankel = torch.cat([channel.unfold(0, 20, 1) for channel in taps])  # (3 * 21, 20)
     expected = torch.linalg.svd(hankel).Vh[:5].t()
@@ -168,9 +168,9 @@ def test_tolerance_takes_the_smallest_order():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"tolerance": 1e-300}, "tolerance=1e-300 cannot be met: layer 0 has .* at order 128.*larger"),
-        ({"order": 0}, "order=0"),
-        ({"window": 0}, "window=0"),
+        ({"tolerance": 1e-300}, "`tolerance` must be .* layer 0 at the highest order 128, got 1e-300.*larger"),
+        ({"order": 0}, "`order` must be at least 1, got 0"),
+        ({"window": 0}, "`window` must be at least 1, got 0"),
     ],
 )
 def test_refused(options, message):
@@ -179,7 +179,7 @@ def test_refused(options, message):
 
 
 def test_bidirectional_models_are_refused():
-    with pytest.raises(ValueError, match="causal=False"):
+    with pytest.raises(ValueError, match="`causal` must be True for to_recurrent"):
         seeded(TnnForMaskedLM, tiny_config(causal=False)).to_recurrent()
 
 
@@ -187,7 +187,7 @@ def test_wrapped_weights_are_refused():
     """They had been left at random values."""
     model = lively_language_model()
     torch.nn.utils.parametrizations.weight_norm(model.model.layers[1].gtu.o_proj)
-    with pytest.raises(ValueError, match="own weights, but .*o_proj.* remove parametrizations"):
+    with pytest.raises(ValueError, match="plain tensors .*o_proj.* remove parametrizations"):
         model.to_recurrent(order=8)
     torch.nn.utils.parametrize.remove_parametrizations(model.model.layers[1].gtu.o_proj, "weight")
     ids = torch.arange(40)[None]
@@ -198,7 +198,7 @@ def test_adapters_are_refused_and_merged_ones_are_kept():
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(target_modules="all-linear", init_lora_weights=False)
     model = peft.get_peft_model(lively_language_model(), lora).eval()
-    with pytest.raises(ValueError, match=r"own weights, but .*base_layer.*merge_and_unload"):
+    with pytest.raises(ValueError, match=r"plain tensors .*base_layer.*merge_and_unload"):
         model.to_recurrent(order=8)
     merged = model.merge_and_unload()
     ids = torch.arange(40)[None]

@@ -41,7 +41,7 @@ def test_early_exit_that_breaks_off(name, monkeypatch):
 
 
 def test_fewer_layers():
-    """What `assistant_early_exit` runs is what a model of so many layers would be."""
+    """`assistant_early_exit` runs the same computation as a model with fewer layers."""
     model = model_of("rpe", num_hidden_layers=3)
     model.config.num_hidden_layers = 2
     outputs = model(TEXT, output_hidden_states=True)
@@ -50,7 +50,7 @@ def test_fewer_layers():
     shorter.load_state_dict(model.state_dict(), strict=False)
     assert torch.equal(outputs.logits, shorter(TEXT).logits)
     model.config.num_hidden_layers = 3
-    with pytest.raises(ValueError, match="past_key_values has 2 layers, the model 3"):
+    with pytest.raises(ValueError, match="`past_key_values` must have at least the 3 layers of the model, got 2"):
         model(TEXT, past_key_values=outputs.past_key_values)
-    with pytest.raises(ValueError, match="num_hidden_layers=0 "):
+    with pytest.raises(ValueError, match="`num_hidden_layers` must be at least 1, got 0"):
         model.generate(TEXT[:1], assistant_early_exit=0, max_new_tokens=3)

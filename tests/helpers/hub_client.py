@@ -12,7 +12,7 @@ WITHOUT_THE_PACKAGE = "import sys\nsys.modules['modeling_tnn'] = None\n"
 
 
 def environment(hub: HubServer, home: Path) -> dict[str, str]:
-    """That of a user whose cache is empty."""
+    """The environment of a user whose cache is empty."""
     return os.environ | hub.environment | {"HF_HOME": str(home)}
 
 

@@ -103,7 +103,7 @@ class HubServer:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a client needs to find this server and to be known to it."""
+        """The environment variables with which a client finds this server and logs in."""
         loopback = "127.0.0.1,localhost"
         return {
             "HF_ENDPOINT": self.url,
@@ -116,7 +116,7 @@ class HubServer:
         }
 
     def files(self, repo_id: str) -> dict[str, bytes]:
-        """What is published on `main`."""
+        """The files that are published on `main`."""
         repo = self.repos[repo_id]
         return {name: file.content for name, file in repo.commits[repo.head].items()}
 

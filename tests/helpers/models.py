@@ -14,7 +14,7 @@ VARIANTS = [(tno_type, True) for tno_type in CAUSAL] + [(tno_type, False) for tn
 
 
 def tiny_config(tno_type="rpe", causal=True, **fields) -> TnnConfig:
-    """A model of two layers in which nothing is at its trivial value."""
+    """The configuration of a model of two layers without trivial values of fields."""
     defaults = {
         "vocab_size": 99,
         "hidden_size": 32,

@@ -59,7 +59,7 @@ class Process:
         return self.returncode
 
     def output(self) -> tuple[str, str]:
-        """What it has written so far on stdout and stderr."""
+        """The output of the process on stdout and stderr so far."""
         return tuple(os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode() for file in self.files)
 
     def communicate(self, timeout: float = 600) -> tuple[str, str]:

@@ -53,7 +53,7 @@ def run_script(name: str, *arguments):
 
 
 def program(name: str, *arguments) -> list[str]:
-    """Its command in a process of its own."""
+    """The command that runs a program in a separate process."""
     return [sys.executable, str(SCRIPTS / f"{name}.py"), *map(str, arguments)]
 
 
@@ -108,7 +108,7 @@ class Malicious:
 
 
 def tree(folder: Path) -> dict[str, bytes]:
-    """What is in a folder, but for the lock."""
+    """The contents of a folder without the lock."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()
             and path.name != ".lock"}  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""What hypothesis draws: configurations of every variant, lengths, masks, splits of a sequence, tensors.
+"""Strategies of hypothesis: configurations of every variant, lengths, masks, splits of a sequence, tensors.
 
 Small values first: hypothesis shrinks a failure to the smallest model and the shortest text that show it.
 """

@@ -1,4 +1,4 @@
-"""What the documentation says of chats and of PEFT, run with the real libraries."""
+"""The examples of the documentation for chats and PEFT, run with the real libraries."""
 
 import re
 
@@ -37,7 +37,7 @@ def test_adapters(name):
 def test_prefix_tuning_is_refused():
     model = lively_language_model(vocab_size=300).float()
     tuned = peft.get_peft_model(model, peft.PrefixTuningConfig(**VIRTUAL))
-    with pytest.raises(ValueError, match="cannot hold the state of a TNN"):
+    with pytest.raises(ValueError, match="must be a cache for TNNs"):
         tuned(input_ids=IDS, attention_mask=torch.ones_like(IDS), labels=IDS)
 
 

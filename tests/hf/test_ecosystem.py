@@ -95,7 +95,7 @@ TASKS = {
 
 @heads(*TASKS)
 def test_pipeline(head, folder):
-    """Of each task, by its name; a padded batch gives what one text after the other gives."""
+    """A pipeline of each task, by its name; a padded batch gives the same results as single texts."""
     options = {"max_new_tokens": 5, "do_sample": False} if head is TnnForCausalLM else {}
     texts = [text.replace("quick", "<mask>") for text in SENTENCES[::2]] if head is TnnForMaskedLM else SENTENCES
     pipe = pipeline(TASKS[head], model=str(folder), device="cpu")
@@ -171,7 +171,7 @@ def test_lora(head, targets, folder, inputs, tmp_path):
 
 
 def weight_only(bits: int):
-    """What transformers offers for quantising the weights alone, on a CPU too."""
+    """The weight-only quantization of transformers that works on a CPU."""
     torchao = pytest.importorskip("torchao.quantization")
     from transformers import TorchAoConfig
 
@@ -215,7 +215,7 @@ def test_lora_and_int8_on_every_operator(variant, tmp_path):
 
 @heads(*AUTO)
 def test_device_map_with_offload_to_disk(head, folder, inputs, tmp_path):
-    """What does not fit into the memory that accelerate may use stays on disk until it runs."""
+    """Layers that do not fit into the memory of accelerate stay on disk until they run."""
     expected = AUTO[head].from_pretrained(folder)
     size = sum(value.numel() * value.element_size() for value in expected.base_model.layers.parameters())
     loaded = AUTO[head].from_pretrained(
@@ -321,7 +321,7 @@ def test_lm_evaluation_harness(head, folder, tmp_path):
 
 
 def samples(folder: Path, task: str) -> list[dict]:
-    """What the harness logged of a task, in the order of the documents."""
+    """The samples of a task that the harness logged, in the order of the documents."""
     (file,) = folder.glob(f"out/**/samples_{task}_*.jsonl")
     return sorted(map(json.loads, file.read_text().splitlines()), key=lambda sample: sample["doc_id"])
 
@@ -335,14 +335,14 @@ def check_choices(logged: list[dict], documents: list[dict], model, tokenizer):
 
 @torch.no_grad()
 def log_likelihood(model, tokenizer, start: str, end: str) -> float:
-    """Of the tokens of `end` after those of `start`."""
+    """The log likelihood of the tokens of `end` after those of `start`."""
     given, rest = (tokenizer(text, return_tensors="pt")["input_ids"] for text in (start, end))
     logits = model(torch.cat([given, rest], dim=1)).logits[0, given.shape[1] - 1 : -1].log_softmax(-1)
     return logits.gather(1, rest[0][:, None]).sum().item()
 
 
 def test_matrix_of_the_page():
-    """Its rows are these tests, its cells the heads that they run with."""
+    """The rows of the table are these tests, and its cells the heads that they run with."""
     names = [head.__name__ for head in AUTO]
     rows = {}
     for line in PAGE.read_text().splitlines():

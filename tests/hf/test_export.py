@@ -163,7 +163,7 @@ def test_pairs():
 
 
 def test_images():
-    """Of one size, in any number."""
+    """An exported image model takes any number of images of one size."""
     fields = {"spatial_dims": 2, "image_size": 24, "patch_size": 4, "max_position_embeddings": 36, "rtf_state_size": 4}
     model = seeded(TnnForImageClassification, tiny_config("rtf", False, **fields))
     program = exported(model, {"pixel_values": torch.rand(3, 3, 24, 24)}, {0: Dim("batch", min=1, max=64)})
@@ -216,7 +216,7 @@ def test_circular_products_and_quotients():
 @pytest.mark.parametrize("radius", [0.5, 0.999, 1.02])
 @pytest.mark.parametrize("length", [1, 2, 16, 17, 64, 200])
 def test_rational_kernel_of_any_length(radius, length):
-    """Beyond its truncation the kernel goes on as by the recursion, also on and beyond the unit circle."""
+    """Beyond its truncation the kernel continues by the recursion, also with poles on and outside the unit circle."""
     angle = torch.tensor([0.3, 1.0, 2.5], dtype=torch.float64)
     a = torch.stack([-2 * radius * angle.cos(), torch.full_like(angle, radius**2)], dim=1)  # (3, 2)
     taps = rational_kernel(a, torch.ones(6, 2, dtype=torch.float64), 16)

@@ -129,7 +129,7 @@ model.push_to_hub("secret", private=True)
 
 @pytest.fixture(scope="module")
 def by_methods(hub, model_folder, tmp_path_factory):
-    """What the methods of transformers publish."""
+    """The files that the methods of transformers publish."""
     client(hub, tmp_path_factory.mktemp("publisher"), BY_METHODS, model_folder, setup="import sys\n")
 
 
@@ -188,9 +188,12 @@ def test_errors_of_the_script(model_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(push_to_hub, "publish", None)
     for more, message in [
         ([tmp_path / "nothing"], "config.json cannot be read"),
-        ([tmp_path], "holds a bert TnnModel, not a TnnForCausalLM"),
-        ([model_folder, "--evaluation", model_folder / "metrics.json"], "not what a card reads as evaluation"),
-        ([model_folder, "--evaluation", tmp_path / "lengths.json"], "lengths.json cannot be read as JSON"),
+        ([tmp_path], "model must be a TnnForCausalLM or .*, got bert TnnModel"),
+        (
+            [model_folder, "--evaluation", model_folder / "metrics.json"],
+            "not a JSON file that the card can read as evaluation",
+        ),
+        ([model_folder, "--evaluation", tmp_path / "lengths.json"], "lengths.json cannot be read as a JSON file"),
     ]:
         monkeypatch.setattr(sys, "argv", [*arguments, *map(str, more)])
         with pytest.raises(SystemExit, match=message):

@@ -191,7 +191,7 @@ def test_without_permission(tmp_path):
 
 @pytest.mark.parametrize("trust", [None, False, True])
 def test_installed_classes_go_first(trust, tmp_path):
-    """Where the package is installed nothing is asked and the copies are not run."""
+    """Where the package is installed, there is no question about remote code, and the copies are not run."""
     seeded(TnnForCausalLM, tiny_config()).save_pretrained(tmp_path)
     (tmp_path / "modeling_tnn.py").write_text("raise RuntimeError('the copy has been run')")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=trust)

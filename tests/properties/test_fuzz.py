@@ -74,7 +74,7 @@ def optional(strategy):
 
 
 def attempt(function, arguments: dict):
-    """What `function` answers, or None if it refuses an argument by name."""
+    """The result of `function`, or None if it refuses an argument by name."""
     try:
         return function(**arguments)
     except (ValueError, TypeError) as error:

@@ -1,4 +1,4 @@
-"""What holds for every configuration, length, mask and batch; hypothesis looks for one that breaks it.
+"""Properties of every configuration, length, mask and batch; hypothesis searches for a counterexample.
 
 Everything is compared in float64, so that a difference is a mistake and not a rounding.
 `--hypothesis-profile thorough` tries twenty times as many (see conftest.py).

@@ -77,13 +77,13 @@ def test_projection_keeps_angles_and_what_is_inside():
 
 @pytest.mark.parametrize("radius", [0.0, 1.0, -1, float("nan")])
 def test_radius_of_a_projection(radius):
-    with pytest.raises(ValueError, match="radius=.*in \\(0, 1\\)"):
+    with pytest.raises(ValueError, match="`radius` must be in \\(0, 1\\), got"):
         project_poles(model_with_pole(1.1), radius)
 
 
 @pytest.mark.parametrize("radius", [0.999, 1.0, 1.1, 2.0])
 def test_training_has_finite_gradients(radius):
-    """The angle lies between the points that training samples at; on the circle nothing is divided by zero there."""
+    """The pole lies between the sampled points, so that a pole on the circle causes no division by zero."""
     model = model_with_pole(radius).train()
     ids = torch.randint(99, (2, 40), generator=torch.Generator().manual_seed(0))
     loss = model(ids, labels=ids).loss

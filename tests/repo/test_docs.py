@@ -51,7 +51,7 @@ def blocks(document: str, language: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """What is there after `tnn demo`."""
+    """A folder with the files that exist after `tnn demo`."""
     folder = tmp_path_factory.mktemp("reader")
     save_model(folder / "outputs" / "demo", tno_type="rpe", decay=0.9)
     return folder

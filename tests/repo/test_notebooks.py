@@ -13,7 +13,7 @@ NOTEBOOKS = sorted((Path(__file__).parents[2] / "docs" / "notebooks").glob("*.py
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_runs(notebook, tmp_path):
-    """Its assertions hold."""
+    """The assertions of the notebook hold."""
     environment = os.environ | {"MAX_STEPS": "2", "MPLBACKEND": "Agg"}
     processes.run([sys.executable, notebook], check=True, cwd=tmp_path, env=environment)
 

@@ -97,7 +97,7 @@ STANDARD = {"statistics"}
 
 
 def test_no_test_module_imports_another():
-    """What several need stands in `tests/helpers/`."""
+    """Code that several tests need is in `tests/helpers/`."""
     tests = {path.stem for path in (ROOT / "tests").glob("*/test_*.py")} | {"conftest"}
     for path in (ROOT / "tests").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

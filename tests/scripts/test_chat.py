@@ -1,4 +1,4 @@
-"""Writing in turns: the cache goes on from turn to turn, and gives what reading everything again gives."""
+"""Chats: the cache continues from turn to turn, with the same results as reading the whole conversation again."""
 
 import io
 

@@ -44,7 +44,7 @@ def test_ends(documents, ends):
 
 def test_unknown_column():
     rows = Dataset.from_dict({"text": ARTICLES})
-    with pytest.raises(ValueError, match=r"documents='book' is not possible: it must be rows, lines, headings or col"):
+    with pytest.raises(ValueError, match=r"--documents must be rows, lines, headings or columns among .*, got book"):
         document_ends(rows, "text", "book")
 
 
@@ -109,7 +109,7 @@ def test_a_pretrained_model_ends(tmp_path):
                    "--output_dir", tmp_path / "figures")  # fmt: skip
         evaluated[name] = json.loads((tmp_path / "figures" / "all_results.json").read_text())["results"][0]
     assert evaluated["lines"]["perplexity"] > 1.3 * evaluated["as trained"]["perplexity"]
-    with pytest.raises(SystemExit, match="another run.\n  documents: None there, lines here\n  data: "):
+    with pytest.raises(SystemExit, match="another run.\n  documents must be None, got lines\n  data must be "):
         run_script(
             "pretrain", *options, "--max_steps", 62, "--documents", "lines", "--resume_from_checkpoint", "latest"
         )

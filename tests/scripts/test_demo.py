@@ -60,7 +60,7 @@ def test_sources(text_file, tmp_path):
 
 def test_source_without_text(tmp_path):
     Dataset.from_dict({"sentence": SENTENCES}).to_parquet(tmp_path / "train.parquet")
-    with pytest.raises(ValueError, match="'sentence'.* must be 'text'"):
+    with pytest.raises(ValueError, match="--text_column must be .* sentence, got text"):
         load_corpus(str(tmp_path))
 
 

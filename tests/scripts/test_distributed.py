@@ -57,7 +57,7 @@ def test_accelerate_reads(name):
 
 
 def test_sharding_wraps_the_blocks(monkeypatch):
-    """What accelerate makes of the FSDP configuration finds the blocks of a model; sharding itself needs GPUs."""
+    """The FSDP policy that accelerate builds from the configuration finds the blocks; sharding needs GPUs."""
     args = launch_command_parser().parse_args(["--config_file", str(FOLDER / "fsdp2.yaml"), "script.py"])
     args, _, _ = _validate_launch_command(args)
     for name, value in prepare_multi_gpu_env(args).items():

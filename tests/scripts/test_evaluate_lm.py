@@ -1,4 +1,4 @@
-"""Perplexity by length: the numbers of a direct computation, whatever the number of tokens in a pass."""
+"""Perplexity by length equals a direct computation, for any number of tokens in a pass."""
 
 import functools
 import json
@@ -21,7 +21,7 @@ from tnn_scripts.data.token_bytes import bytes_until
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A tokenizer, a TNN and a GPT-2, none of them trained."""
+    """A tokenizer, a TNN and a GPT-2, all untrained."""
     folder = tmp_path_factory.mktemp("models")
     tokenizer = train_tokenizer(Dataset.from_dict({"text": SENTENCES}), 300)
     torch.manual_seed(0)
@@ -58,7 +58,7 @@ def direct(model, tokens: int, length: int, stride: int | None) -> tuple[float, 
 @pytest.mark.parametrize("stride", [None, 7])
 @pytest.mark.parametrize("name", ["tnn", "gpt2"])
 def test_definition(name, stride, tokens_per_pass, folder):
-    """All lengths score the same tokens, whatever is left for the last row."""
+    """All lengths score the same tokens, for any length of the last row."""
     model = load(folder / name)
     for tokens in (100, 33, 34, 64, 97):
         ids = text_of(tokens)
@@ -69,7 +69,7 @@ def test_definition(name, stride, tokens_per_pass, folder):
 
 
 def test_a_model_without_context_has_one_loss(folder):
-    """What does not depend on the length must not change with it."""
+    """The loss of a model without context must not depend on the length."""
 
     class Unigram(torch.nn.Module):
         device = torch.device("cpu")
@@ -111,7 +111,7 @@ def test_bytes_of_byte_level_tokens(merges):
 
 
 def test_bytes_of_words():
-    """What is between two words belongs to the second, and what ends a line to the line."""
+    """Characters between two words count for the second word, and those at the end of a line for the line."""
     tokenizer = words()
     tokens = tokenize(TEXT, tokenizer)
     assert [len(ids) for ids in tokens] == [8, 0, 2, 3, 2]
@@ -157,8 +157,8 @@ def test_report(folder, tmp_path, capsys):
     ]  # fmt: skip
     assert {r["length"] for r in results if r["model"].endswith("gpt2")} == {16, 64}
     captured = capsys.readouterr()
-    assert "length 100000 is left out, the text has 400 tokens" in captured.err
-    assert "length 128 is left out, the model takes 64" in captured.err
+    assert "length 100000 is left out, because the text has 400 tokens" in captured.err
+    assert "length 128 is left out, because the model takes at most 64" in captured.err
     assert {(r["model"].endswith("tnn"), r["trained_length"]) for r in results} == {(True, 24), (False, 64)}
     tokenizer = evaluate_lm.AutoTokenizer.from_pretrained(folder / "tnn")
     ids = [i for line in (folder / "text.txt").read_text().splitlines() for i in tokenizer(line + "\n")["input_ids"]]
@@ -175,12 +175,15 @@ def test_report(folder, tmp_path, capsys):
 @pytest.mark.parametrize(
     "given, message",
     [
-        (["--validation_file", "nowhere.txt"], "nowhere.txt: there is no such file"),
-        ([], "give either --file or --dataset_name"),
+        (["--validation_file", "nowhere.txt"], "nowhere.txt does not exist"),
+        ([], "either --validation_file or --dataset_name must be given"),
         (["--validation_file", "TEXT", "--lengths", 1], "--lengths must be at least 2"),
-        (["--validation_file", "TEXT", "--stride", 99, "--lengths", 64], "--stride 99 must be"),
-        (["--validation_file", "TEXT", "--lengths", 99999], "fewer than any of the lengths"),
-        (["--validation_file", "TEXT", "--text_column", "body"], "one of them must be 'body'"),
+        (
+            ["--validation_file", "TEXT", "--stride", 99, "--lengths", 64],
+            "--stride must be at least 1 and below the smallest of --lengths, got 99",
+        ),
+        (["--validation_file", "TEXT", "--lengths", 99999], "--lengths must have one that fits"),
+        (["--validation_file", "TEXT", "--text_column", "body"], "--text_column must be a column of"),
     ],
 )
 def test_refused(given, message, folder, tmp_path, capsys):

@@ -46,7 +46,7 @@ def test_script_decodes_with_the_fit(tmp_path):
 
 
 def test_refused_models():
-    with pytest.raises(ValueError, match="tno_type='rtf' with causal=True is not possible"):
+    with pytest.raises(ValueError, match="not a recurrence already, got tno_type='rtf' with causal=True"):
         convert_by_gradient(lively_language_model(tno_type="rtf"), 4, 4, 1, 0.1)
     with pytest.raises(ValueError, match="tno_type='rpe' with causal=False"):
         convert_by_gradient(seeded(TnnForMaskedLM, tiny_config(causal=False)), 4, 4, 1, 0.1)

@@ -1,4 +1,4 @@
-"""What is printed that nobody asked for: nothing by an import, nothing of other libraries by a program."""
+"""Unwanted output: an import prints nothing, and a program prints nothing of other libraries."""
 
 import re
 import subprocess
@@ -30,7 +30,7 @@ OURS = (
     "library", ["modeling_tnn", "tnn_scripts.common.errors; import modeling_tnn"], ids=["package", "script"]
 )
 def test_import(library):
-    """torchao is none of our dependencies, but transformers imports it where it is: a script says nothing even so."""
+    """torchao is not a dependency. transformers imports it if it is installed; a script prints nothing even then."""
     hidden = "" if "errors" in library else "sys.modules['torchao'] = None; "
     code = f"import sys; {hidden}import {library}; modeling_tnn.TnnModel"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -39,7 +39,7 @@ def test_import(library):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """What `demo.py` prints, and its model."""
+    """The output of `demo.py`, and its model."""
     folder = tmp_path_factory.mktemp("noise")
     options = [
         "--config_name",
@@ -52,7 +52,7 @@ def trained(tmp_path_factory):
 
 
 def output_of(*arguments) -> str:
-    """What a program writes to stdout and stderr."""
+    """The output of a program on stdout and stderr."""
     with start_script(*arguments) as process:
         output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output

@@ -10,8 +10,8 @@ from helpers.models import seeded, tiny_config
 from helpers.scripts import ROOT, run_script, save_model, tree, weights, write_config, write_text
 from modeling_tnn import TnnForCausalLM
 
-HOLDS = "holds a model: give --overwrite_output_dir to replace it"
-SOURCE = "give another folder"
+HOLDS = "holds a model. Give --overwrite_output_dir to replace it"
+SOURCE = "must not hold the model that is read"
 LISTOPS = ["--task", "listops", "--config_name", "tnn-listops", "--max_train_samples", 8, "--max_eval_samples", 4,
            "--max_length", 40,
            "--config_overrides", "hidden_size=16,num_hidden_layers=1,rpe_dim=8", "--max_steps", 1,
@@ -84,17 +84,17 @@ def test_the_source_of_a_conversion(tmp_path):
 def test_a_card_over_its_model(program, finished):
     before = tree(finished)
     option = "--output_dir" if program == "model_card" else "--card_dir"
-    with pytest.raises(SystemExit, match="is the folder of the model: give the card another one"):
+    with pytest.raises(SystemExit, match="folder of the card must not be that of the model"):
         run_script(program, finished, "--repo_id", "user/name", option, finished)
     assert tree(finished) == before
 
 
 def test_a_run_that_is_not_finished(tmp_path):
-    """It goes on without the option; with it, it begins anew and its checkpoints are gone. `best` is a model, too."""
+    """Without the option it must be resumed; with it, it starts again without checkpoints. `best` is a model, too."""
     command = [*commands(tmp_path)["pretrain"], "--checkpointing_steps", 1]
     run_script(*command)
     run_script(*command, "--max_steps", 3, "--resume_from_checkpoint", "latest")
-    with pytest.raises(SystemExit, match="holds checkpoints of a run: .*--overwrite_output_dir to begin anew"):
+    with pytest.raises(SystemExit, match="holds checkpoints of a run. .*--overwrite_output_dir to replace it"):
         run_script(*command)
     run_script(*command, "--max_steps", 1, "--overwrite_output_dir", "--learning_rate", 0.1)
     assert {path.name for path in (tmp_path / "out").glob("checkpoint-*")} == {"checkpoint-1"}

@@ -34,7 +34,7 @@ def test_horizon_and_shares_of_known_kernels():
 
 
 def test_open_channels_make_lower_bounds():
-    """Of five channels the two longest go on: the median is known, the 90th percentile is not."""
+    """The two longest of five channels are open: the median is known, the 90th percentile is not."""
     taps = np.zeros((5, 40))
     taps[range(5), [3, 30, 10, 20, 5]] = 1
     kernel = Kernel("layer", taps, np.arange(40), open=np.array([False, True, False, True, False]))
@@ -185,4 +185,4 @@ def test_script_on_an_image_classifier(tmp_path, capsys):
 def test_script_refuses_a_length_of_one(capsys):
     with pytest.raises(SystemExit):
         parse_arguments(["--model_name_or_path", "x", "--output_dir", "y", "--length", "1"])
-    assert "--length 1: it must be at least 2" in capsys.readouterr().err
+    assert "--length must be at least 2, got 1" in capsys.readouterr().err

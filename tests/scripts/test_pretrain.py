@@ -38,7 +38,7 @@ def text(tmp_path_factory):
 
 @pytest.fixture
 def options(text, tmp_path):
-    """Of a short causal run; later options win."""
+    """The options of a short causal run; later options override them."""
     config = write_config(tmp_path / "config")
     return ["--config_name", config, "--train_file", text, "--output_dir", tmp_path / "out", "--max_steps", 8,
             "--learning_rate", 0.01, "--per_device_train_batch_size", 4]  # fmt: skip
@@ -227,24 +227,24 @@ def test_stops_before_the_weights_diverge(options, tmp_path, capsys):
 
 
 REFUSED = {
-    "missing file": (["--train_file", "nowhere.txt"], "nowhere.txt: there is no such file"),
+    "missing file": (["--train_file", "nowhere.txt"], "nowhere.txt does not exist"),
     "empty file": (["--validation_file", "EMPTY"], "is empty"),
     "short text": (["--block_size", 30000], "The train text is shorter than one block of 30000 tokens"),
     "large vocabulary": (
         ["--tokenizer_name", "TOKENIZER", "--vocab_size", 290],
-        r"has 300 tokens, .*--vocab_size 300",
+        r"below vocab_size=290 .*--vocab_size 300",
     ),
-    "small vocabulary": (["--vocab_size", 100], "vocab_size=100 must be at least 260"),
+    "small vocabulary": (["--vocab_size", 100], "--vocab_size must be at least 260 .*, got 100"),
     "no mask token": (
         ["--tokenizer_name", "TOKENIZER", "--objective", "mlm", "--config_overrides", "causal=false"],
-        "has no mask token",
+        "must have a mask token",
     ),
-    "wrong objective": (["--objective", "mlm"], "causal=True is not possible"),
-    "wrong column": (["--text_column", "body"], "one of them must be 'body'"),
-    "unknown field": (["--config_overrides", "tno=fd"], "a TnnConfig has no field tno"),
-    "wrong field": (["--config_overrides", "tno_type=fdd"], "tno_type='fdd' is not possible"),
+    "wrong objective": (["--objective", "mlm"], "`causal` must be False for TnnForMaskedLM"),
+    "wrong column": (["--text_column", "body"], "--text_column must be a column of .*, got body"),
+    "unknown field": (["--config_overrides", "tno=fd"], "overrides must be fields of TnnConfig, got tno"),
+    "wrong field": (["--config_overrides", "tno_type=fdd"], "`tno_type` must be one of .*, got 'fdd'"),
     "nothing to resume": (["--resume_from_checkpoint", "latest"], "holds no complete checkpoint"),
-    "no checkpoint": (["--resume_from_checkpoint", "nowhere"], "no folder of a complete checkpoint"),
+    "no checkpoint": (["--resume_from_checkpoint", "nowhere"], "the folder of a complete checkpoint, got nowhere"),
 }
 
 
@@ -265,15 +265,15 @@ def test_refused(name, options, text, tmp_path):
 @pytest.mark.parametrize(
     "given, message",
     [
-        (["--objective", "seq2seq"], "objective='seq2seq' is not possible: it must be one of clm, mlm"),
-        (["--lr_scheduler_type", "cos"], "it must be one of linear, cosine"),
-        (["--max_pole_radius", "1"], r"max_pole_radius=1.0 is not possible: it must be in \(0, 1\)"),
-        (["--max_steps", "0"], "max_steps=0 is not possible: it must be at least 1"),
+        (["--objective", "seq2seq"], "--objective must be one of clm, mlm, got seq2seq"),
+        (["--lr_scheduler_type", "cos"], "--lr_scheduler_type must be one of linear, cosine"),
+        (["--max_pole_radius", "1"], r"--max_pole_radius must be in \(0, 1\), got 1.0"),
+        (["--max_steps", "0"], "--max_steps must be at least 1, got 0"),
         (["--report_to", "mlflow"], "one of none, tensorboard, wandb, trackio"),
-        (["--dataset_name", "x", "--train_file", "y"], "dataset_name='x' is not possible: it must be absent"),
+        (["--dataset_name", "x", "--train_file", "y"], "--dataset_name must be absent with --train_file, got x"),
         (["--validation_file", "y"], "given together with --train_file"),
-        (["--recipe", "nowhere.yaml"], "--recipe nowhere.yaml: there is no such file"),
-        (["--recepi", "x"], "--recepi is no option of this program; did you mean --recipe[?]"),
+        (["--recipe", "nowhere.yaml"], "--recipe must be a file or one of .*, got nowhere.yaml"),
+        (["--recepi", "x"], "--recepi is not an option of this program; did you mean --recipe[?]"),
     ],
 )
 def test_refused_options(given, message, capsys):
@@ -286,9 +286,9 @@ def test_refused_options(given, message, capsys):
 def test_another_run_is_not_resumed_or_overwritten(options, tmp_path):
     run_script("pretrain", *options, "--checkpointing_steps", 4)
     before = sorted(path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*"))
-    with pytest.raises(SystemExit, match="holds checkpoints of a run: give --resume_from_checkpoint latest"):
+    with pytest.raises(SystemExit, match="holds checkpoints of a run. Give --resume_from_checkpoint latest"):
         run_script("pretrain", *options)
-    with pytest.raises(SystemExit, match=r"another run.\n  seed: 0 there, 1 here\n  config.rpe_dim: 16 there, 8 here"):
+    with pytest.raises(SystemExit, match=r"another run.\n  seed must be 0, got 1\n  config.rpe_dim must be 16, got 8"):
         run_script("pretrain", *options, "--resume_from_checkpoint", "latest", "--seed", 1,
                    "--config_overrides", "rpe_dim=8")  # fmt: skip
     assert sorted(path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")) == before
@@ -361,13 +361,15 @@ def test_length_of_the_model_follows_the_blocks(tmp_path):
     args = PretrainArguments(config_name=str(tnn), config_overrides="max_position_embeddings=48")
     assert build_config(args).max_position_embeddings == args.block_size == 48
     GPT2Config(n_positions=64).save_pretrained(tmp_path / "gpt2")
-    with pytest.raises(ValueError, match="block_size=100 is above max_position_embeddings=64"):
+    with pytest.raises(
+        ValueError, match="--block_size must be at most max_position_embeddings=64 of the model, got 100"
+    ):
         build_config(PretrainArguments(config_name=str(tmp_path / "gpt2"), block_size=100))
 
 
 def test_preset_by_name():
     assert PretrainArguments(config_name="tnn-causal").config_name == str(ROOT / "configuration" / "tnn-causal")
-    with pytest.raises(ValueError, match="config='tnn-nowhere' is not possible: the presets are gpt2-tiny, "):
+    with pytest.raises(ValueError, match="--config_name must be .* gpt2-tiny, .*, got tnn-nowhere"):
         PretrainArguments(config_name="tnn-nowhere")
 
 

@@ -1,4 +1,4 @@
-"""How programs end: one line for what a user can do something about, 130 for Ctrl-C, a traceback for a mistake."""
+"""Errors of programs: one line for errors that a user can solve, 130 for Ctrl-C, a traceback for a mistake."""
 
 import re
 import signal
@@ -15,12 +15,12 @@ from helpers import processes
 from helpers.scripts import SCRIPTS, run_script, save_model, wait_until, write_config, write_text
 
 PROGRAMS = sorted(path.stem for path in SCRIPTS.glob("*.py") if path.stem not in ("__init__", "tnn"))
-UTF8 = r"error: bad.txt is no text in UTF-8: 'utf-8' codec can't decode byte 0xff"
+UTF8 = r"error: The file bad.txt is not text in UTF-8: 'utf-8' codec can't decode byte 0xff"
 REFUSED = {
     "prompt of nothing": (
         ["generate", "--model_name_or_path", "tnn", "--prompt", ""],
         2,
-        "error: --prompt '' is empty",
+        "error: --prompt must have at least one token, got ''",
     ),
     "model that is not there": (
         ["generate", "--model_name_or_path", "./nowhere", "--prompt", "a"],
@@ -31,22 +31,22 @@ REFUSED = {
     "prompts that are not there": (
         ["generate", "--model_name_or_path", "tnn", "--prompt_file", "no.txt"],
         2,
-        "error: no.txt: ",
+        "error: The file no.txt does not exist",
     ),
     "results over prompts": (
         ["generate", "--model_name_or_path", "tnn", "--prompt_file", "good.txt", "--output_file", "good.txt"],
         2,
-        "error: --output_file good.txt is the file with the prompts",
+        "error: --output_file must not be the file with the prompts, got good.txt",
     ),
     "no such device": (
         ["generate", "--model_name_or_path", "tnn", "--prompt", "a", "--device", "x"],
         2,
-        "error: device='x'",
+        "error: --device must be a device of this machine, got x: ",
     ),
     "no such dtype": (
         ["generate", "--model_name_or_path", "tnn", "--prompt", "a", "--dtype", "x"],
         2,
-        "error: dtype='x' is not",
+        "error: `dtype` must be the name of a dtype",
     ),
     "texts in another encoding": (
         ["evaluate_lm", "--model_name_or_path", "tnn", "--validation_file", "bad.txt"],
@@ -56,7 +56,7 @@ REFUSED = {
     "texts that are damaged": (
         ["evaluate_lm", "--model_name_or_path", "tnn", "--validation_file", "bad.jsonl"],
         2,
-        "error: bad.jsonl has no rows that can be read: JSON parse error",
+        "error: The file bad.jsonl has no rows that can be read: JSON parse error",
     ),
     "no network": (
         ["evaluate_lm", "--model_name_or_path", "tnn", "--dataset_name", "user/none"],
@@ -67,12 +67,12 @@ REFUSED = {
     "kernels of another model": (
         ["plot_kernels", "--model_name_or_path", "gpt2"],
         2,
-        "error: model=gpt2 is a gpt2: only a TNN",
+        "error: --model_name_or_path must be a TNN, got gpt2 of gpt2",
     ),
     "recurrence of another model": (
         ["to_recurrent", "--model_name_or_path", "gpt2", "--dataset_name", "good.txt"],
         2,
-        "error: model=gpt2 is a gpt2: only a TNN",
+        "error: --model_name_or_path must be a TNN, got gpt2 of gpt2",
     ),
     "broken recipe": (["pretrain", "--recipe", "bad.yaml"], 2, "error: --recipe bad.yaml cannot be read: while pars"),
     "recipe in another encoding": (
@@ -83,9 +83,13 @@ REFUSED = {
     "broken overrides": (
         ["pretrain", "--config_name", "config", "--train_file", "good.txt", "--config_overrides", "decay=[1"],
         2,
-        r"error: decay=\[1 cannot be read as name=value,name=value: while parsing",
+        r"error: overrides must have the form name=value,name=value, got decay=\[1: while parsing",
     ),
-    "operator of the demo": (["demo", "--tno_type", "ski"], 2, "error: causal=True is not possible"),
+    "operator of the demo": (
+        ["demo", "--tno_type", "ski"],
+        2,
+        "error: `causal` must be False with tno_type='ski', got True",
+    ),
 }
 
 

@@ -117,9 +117,9 @@ def test_imagenet_has_the_settings_of_table_12(monkeypatch):
 @pytest.mark.parametrize(
     "more, message",
     [
-        (["--label_column_name", "id"], "its columns are id, img, kind"),
-        (["--config_overrides", "width=3"], "no field width"),
-        (["--push_to_hub"], "publish the folder with scripts/push_to_hub.py"),
+        (["--label_column_name", "id"], "with the columns id, img, kind"),
+        (["--config_overrides", "width=3"], "must be fields of TnnConfig, got width"),
+        (["--push_to_hub"], "publish the trained model with scripts/push_to_hub.py"),
         (["--config_overrides", TINY + ",image_size=25"], "image_size=25"),
     ],
 )
@@ -130,5 +130,5 @@ def test_refused(more, message, data, tmp_path):
 
 def test_data_without_a_split_to_evaluate_on(data, tmp_path):
     (tmp_path / "train.parquet").write_bytes((data / "train.parquet").read_bytes())
-    with pytest.raises(SystemExit, match="it has the splits train; train and one of validation, test are needed"):
+    with pytest.raises(SystemExit, match="must have the splits train and one of validation, test, got .* with train"):
         run_script("run_image_classification", *options(tmp_path, tmp_path / "out"))

@@ -98,9 +98,9 @@ def test_recipe_is_read(recipe, monkeypatch):
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"memory": 10, "state_sizes": [21]}, "--state_sizes: .* below the length, 21"),
-        ({"state_sizes": [0]}, "--state_sizes: each must be at least 1"),
-        ({"task": "delay", "memory": 50, "length": 50}, "--memory 50: the delay must be below --length 50"),
+        ({"memory": 10, "state_sizes": [21]}, "--state_sizes must be .* below the length 21, got 21"),
+        ({"state_sizes": [0]}, "--state_sizes must be at least 1 .*, got 0"),
+        ({"task": "delay", "memory": 50, "length": 50}, "--memory must be below --length 50 for a delay, got 50"),
     ],
 )
 def test_refused_arguments(fields, message):

@@ -50,7 +50,7 @@ def test_generate_from_a_file_in_batches(model_folder, tmp_path):
     [
         (["--prompt", "x", "--top_pp", "0.5"], "did you mean --top_p"),
         (["--prompt", "x", "--top_p"], "no value"),
-        ([], "--prompt, a --prompt_file"),
+        ([], "--prompt, --prompt_file or a line"),
     ],
 )
 def test_generate_refuses(model_folder, arguments, message, monkeypatch):

@@ -71,5 +71,5 @@ def test_one_of_both(tmp_path):
     training = TrainingArguments(str(tmp_path), seed=7)
     assert chosen_seeds(None, training) == [7] and chosen_seeds([7], training) == [7]
     assert chosen_seeds([0, 1], TrainingArguments(str(tmp_path))) == [0, 1]
-    with pytest.raises(ValueError, match="`--seed 7` must not be given beside `--seeds 0 1`"):
+    with pytest.raises(ValueError, match="--seed must not be given together with --seeds 0 1, got 7"):
         chosen_seeds([0, 1], training)

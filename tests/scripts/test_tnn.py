@@ -47,7 +47,7 @@ def test_unknown_command(monkeypatch, capsys):
     with pytest.raises(SystemExit) as left:
         tnn.main()
     assert left.value.code == 2
-    assert "pretrian is no command of tnn; did you mean pretrain?" in capsys.readouterr().err
+    assert "pretrian is not a command of tnn; did you mean pretrain?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["evaluate", "pretrain", "convert"])
@@ -71,7 +71,7 @@ def test_an_unknown_option_is_one_line(command, monkeypatch, capsys):
         tnn.main()
     errors = capsys.readouterr().err
     assert left.value.code == 2 and errors.count("\n") == 1
-    assert "no option of this program; did you mean --" in errors
+    assert "is not an option of this program; did you mean --" in errors
 
 
 REQUIRED = {

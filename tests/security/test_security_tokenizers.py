@@ -71,7 +71,7 @@ def test_ids_that_are_none(number, folder):
 
 
 def run_options(folder: Path) -> dict[str, list]:
-    """What each script is called with, for the model of `folder`."""
+    """The options of each script for the model in `folder`."""
     text = write_text(folder.parent / "text.txt")
     causal = write_config(folder.parent / "config", vocab_size=300)
     output = ["--output_dir", folder.parent / "out"]
@@ -92,10 +92,10 @@ def move_letter(content: dict):
 def test_ids_without_embedding(script, folder):
     """The scripts say so before they begin; the model itself, when it sees one."""
     edit(folder / "tokenizer.json", move_letter)
-    with pytest.raises(SystemExit, match="'a' with the id 10000000; the model has vocab_size="):
+    with pytest.raises(SystemExit, match="must be below vocab_size=.*, got 10000000 for 'a'"):
         run_script(script, *run_options(folder)[script])
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
-    with pytest.raises(ValueError, match=r"input_ids holds 10000000: entries must be in \[0, vocab_size="):
+    with pytest.raises(ValueError, match=r"Entries of `input_ids` must be in \[0, vocab_size=.*, got 10000000"):
         model(**tokenizer("a", return_tensors="pt", return_token_type_ids=False))
 
 
@@ -104,10 +104,12 @@ def test_ids_count_and_not_their_number(folder):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     size = len(tokenizer)
     check_vocabulary(tokenizer, size)
-    with pytest.raises(ValueError, match=f"has {size} tokens, .* with the id {size - 1}; .*vocab_size={size - 1}"):
+    with pytest.raises(
+        ValueError, match=f"below vocab_size={size - 1} of the model, got {size - 1} for .* has {size} tokens"
+    ):
         check_vocabulary(tokenizer, size - 1)
     with_gap = copy.deepcopy(json.loads((folder / "tokenizer.json").read_text()))
     move_letter(with_gap)
     (folder / "tokenizer.json").write_text(json.dumps(with_gap))
-    with pytest.raises(ValueError, match="with the id 10000000"):
+    with pytest.raises(ValueError, match="got 10000000 for"):
         check_vocabulary(AutoTokenizer.from_pretrained(folder), size + 1)

@@ -1,4 +1,4 @@
-"""What the ablations change: free coefficients, inputs of the position encoder, blocks without GLU."""
+"""The fields of the ablations: explicit coefficients, inputs of the position encoder, blocks without GLU."""
 
 import pytest
 import torch
@@ -61,7 +61,7 @@ def test_causal_kernels_do_not_depend_on_the_length(fields):
 
 @EVERY_VARIANT
 def test_cached_is_uncached(fields):
-    """Generation goes on beyond the trained length."""
+    """Generation continues beyond the trained length."""
     model, prompts = lively_language_model(decay=0.9, **fields), torch.randint(2, 99, (2, 58))
     options = {"max_new_tokens": 12, "do_sample": False}
     assert torch.equal(model.generate(prompts, **options), model.generate(prompts, use_cache=False, **options))

@@ -93,43 +93,55 @@ def test_derived_defaults():
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"tno_type": "dct"}, "tno_type='dct' .* one of 'rpe', 'fd', 'ski', 'rtf', 'modal', 'explicit'"),
-        ({"tno_type": "modal", "causal": False}, "causal=False .* True with tno_type='modal'"),
-        ({"tno_type": "ski", "causal": True}, "causal=True .* False with tno_type='ski'"),
-        ({"decay": 0}, r"decay=0 .* \(0, 1\]"),
-        ({"decay": 1.5}, r"decay=1.5 .* \(0, 1\]"),
-        ({"decay": -0.5}, r"decay=-0.5 .* \(0, 1\]"),
-        ({"decay": None, "learnable_decay": True}, "decay=None .* learnable_decay"),
-        ({"ski_decay": 0.0}, r"ski_decay=0.0 .* \(0, 1\]"),
-        ({"tno_type": "ski", "causal": False, "ski_rank": 65}, r"ski_rank=65 .* ski_grid_length=64"),
-        ({"tno_type": "ski", "causal": False, "ski_rank": 1}, r"ski_rank=1 .* \[2, "),
-        ({"tno_type": "rtf", "rtf_state_size": 64}, "rtf_state_size=64 .* below rtf_truncation_length=64"),
-        ({"tno_type": "rtf", "rtf_num_denominators": 5}, "rtf_num_denominators=5 .* divisor of the GTU width 64"),
-        ({"rtf_constraint": "l2"}, "rtf_constraint='l2' .* None, 'l1_montel'"),
-        ({"fd_resolution": 100}, "fd_resolution=100 .* power of two"),
-        ({"rpe_input": "sin"}, "rpe_input='sin' .* 'lag', 'normalized', 'sinusoidal'"),
-        ({"fd_input": "sin"}, "fd_input='sin' .* 'omega', 'cos'"),
-        ({"norm_type": "groupnorm"}, "norm_type='groupnorm' .* 'simplermsnorm'"),
-        ({"norm_type": "batchnorm", "gtu_norm": True}, "gtu_norm=True .* False with a batch norm"),
-        ({"rpe_norm_type": "batchnorm"}, "rpe_norm_type='batchnorm' .* None, 'simplermsnorm'"),
-        ({"rpe_window": 0}, "rpe_window=0 .* at least 1"),
-        ({"position_embedding": "rotary"}, "position_embedding='rotary' .* None, 'sinusoidal'"),
-        ({"spatial_mixing": "both"}, "spatial_mixing='both' .* 'product', 'sum'"),
-        ({"patch_size": 0}, "patch_size=0 .* at least 1"),
-        ({"spatial_dims": 3}, "spatial_dims=3 .* one of 1, 2"),
-        ({"spatial_dims": 2}, "causal=True .* False with spatial_dims=2"),
+        (
+            {"tno_type": "dct"},
+            "`tno_type` must be .*one of 'rpe', 'fd', 'ski', 'rtf', 'modal', 'explicit'.*, got 'dct'",
+        ),
+        ({"tno_type": "modal", "causal": False}, "`causal` must be .*True with tno_type='modal'.*, got False"),
+        ({"tno_type": "ski", "causal": True}, "`causal` must be .*False with tno_type='ski'.*, got True"),
+        ({"decay": 0}, r"`decay` must be .*\(0, 1\].*, got 0"),
+        ({"decay": 1.5}, r"`decay` must be .*\(0, 1\].*, got 1.5"),
+        ({"decay": -0.5}, r"`decay` must be .*\(0, 1\].*, got -0.5"),
+        ({"decay": None, "learnable_decay": True}, "`decay` must be .*learnable_decay.*, got None"),
+        ({"ski_decay": 0.0}, r"`ski_decay` must be .*\(0, 1\].*, got 0.0"),
+        ({"tno_type": "ski", "causal": False, "ski_rank": 65}, r"`ski_rank` must be .*ski_grid_length=64.*, got 65"),
+        ({"tno_type": "ski", "causal": False, "ski_rank": 1}, r"`ski_rank` must be .*\[2, .*, got 1"),
+        (
+            {"tno_type": "rtf", "rtf_state_size": 64},
+            "`rtf_state_size` must be .*below rtf_truncation_length=64.*, got 64",
+        ),
+        (
+            {"tno_type": "rtf", "rtf_num_denominators": 5},
+            "`rtf_num_denominators` must be .*divisor of the GTU width 64.*, got 5",
+        ),
+        ({"rtf_constraint": "l2"}, "`rtf_constraint` must be .*None, 'l1_montel'.*, got 'l2'"),
+        ({"fd_resolution": 100}, "`fd_resolution` must be .*power of two.*, got 100"),
+        ({"rpe_input": "sin"}, "`rpe_input` must be .*'lag', 'normalized', 'sinusoidal'.*, got 'sin'"),
+        ({"fd_input": "sin"}, "`fd_input` must be .*'omega', 'cos'.*, got 'sin'"),
+        ({"norm_type": "groupnorm"}, "`norm_type` must be .*'simplermsnorm'.*, got 'groupnorm'"),
+        ({"norm_type": "batchnorm", "gtu_norm": True}, "`gtu_norm` must be .*False with a batch norm.*, got True"),
+        ({"rpe_norm_type": "batchnorm"}, "`rpe_norm_type` must be .*None, 'simplermsnorm'.*, got 'batchnorm'"),
+        ({"rpe_window": 0}, "`rpe_window` must be .*at least 1.*, got 0"),
+        ({"position_embedding": "rotary"}, "`position_embedding` must be .*None, 'sinusoidal'.*, got 'rotary'"),
+        ({"spatial_mixing": "both"}, "`spatial_mixing` must be .*'product', 'sum'.*, got 'both'"),
+        ({"patch_size": 0}, "`patch_size` must be .*at least 1.*, got 0"),
+        ({"spatial_dims": 3}, "`spatial_dims` must be .*one of 1, 2.*, got 3"),
+        ({"spatial_dims": 2}, "`causal` must be .*False with spatial_dims=2.*, got True"),
         (
             {"spatial_dims": 2, "causal": False, "max_position_embeddings": 65},
-            "max_position_embeddings=65 .* a square",
+            "`max_position_embeddings` must be .*a square.*, got 65",
         ),
-        ({"tno_type": "ski", "spatial_dims": 2, "causal": False}, r"ski_rank=9 .* in \[2, ski_grid_length=8\]"),
-        ({"norm_position": "middle"}, "norm_position='middle' .* 'pre', 'post', 'res_post'"),
-        ({"hidden_act": "swosh"}, "hidden_act='swosh' .* 'silu'"),
-        ({"classifier_pooling": "max"}, "classifier_pooling='max' .* None, 'last', 'mean'"),
-        ({"hidden_size": 0}, "hidden_size=0 .* at least 1"),
-        ({"rpe_layers": -1}, "rpe_layers=-1 .* at least 0"),
-        ({"hidden_dropout_prob": 1.0}, r"hidden_dropout_prob=1.0 .* \[0, 1\)"),
-        ({"gtu_expansion": 0.01}, "gtu_expansion=0.01 .* at least 1"),
+        (
+            {"tno_type": "ski", "spatial_dims": 2, "causal": False},
+            r"`ski_rank` must be .*in \[2, ski_grid_length=8\].*, got 9",
+        ),
+        ({"norm_position": "middle"}, "`norm_position` must be .*'pre', 'post', 'res_post'.*, got 'middle'"),
+        ({"hidden_act": "swosh"}, "`hidden_act` must be .*'silu'.*, got 'swosh'"),
+        ({"classifier_pooling": "max"}, "`classifier_pooling` must be .*None, 'last', 'mean'.*, got 'max'"),
+        ({"hidden_size": 0}, "`hidden_size` must be .*at least 1.*, got 0"),
+        ({"rpe_layers": -1}, "`rpe_layers` must be .*at least 0.*, got -1"),
+        ({"hidden_dropout_prob": 1.0}, r"`hidden_dropout_prob` must be .*\[0, 1\).*, got 1.0"),
+        ({"gtu_expansion": 0.01}, r"`gtu_expansion` must be .*in \[1, .*, got 0.01"),
     ],
 )
 def test_refused_fields(fields, message):
@@ -139,7 +151,7 @@ def test_refused_fields(fields, message):
 
 @pytest.mark.parametrize("head, causal", [(TnnForCausalLM, False), (TnnForMaskedLM, True)])
 def test_refused_direction(head, causal):
-    with pytest.raises(ValueError, match=f"causal={causal} .* {head.__name__} needs causal={not causal}"):
+    with pytest.raises(ValueError, match=f"`causal` must be {not causal} for {head.__name__}, .*, got {causal}"):
         head(tiny_config(causal=causal))
 
 
@@ -147,19 +159,22 @@ def test_refused_direction(head, causal):
 @pytest.mark.parametrize(
     "inputs, message",
     [
-        ({"input_ids": torch.tensor([[1, 99]])}, r"input_ids holds 99: .* vocab_size=99"),
-        ({"input_ids": torch.tensor([[1, -1]])}, r"input_ids holds -1: .* vocab_size=99"),
-        ({"input_ids": torch.ones(3, dtype=torch.long)}, r"input_ids must have shape \(B, L\), not \(3,\)"),
-        ({"input_ids": torch.ones(2, 0, dtype=torch.long)}, r"empty.*\(2, 0, 32\)"),
+        ({"input_ids": torch.tensor([[1, 99]])}, r"Entries of `input_ids` must be in \[0, vocab_size=99\), got 99"),
+        ({"input_ids": torch.tensor([[1, -1]])}, r"Entries of `input_ids` must be in \[0, vocab_size=99\), got -1"),
+        ({"input_ids": torch.ones(3, dtype=torch.long)}, r"`input_ids` must have shape \(B, L\), got \(3,\)"),
+        (
+            {"input_ids": torch.ones(2, 0, dtype=torch.long)},
+            r"length of the sequence must be at least 1, got inputs of shape \(2, 0, 32\)",
+        ),
         (
             {"input_ids": torch.ones(2, 5, dtype=torch.long), "attention_mask": torch.ones(2, 4)},
-            r"attention_mask has shape \(2, 4\).*\(2, 5\)",
+            r"`attention_mask` must have shape .* \(2, 5\), .* got \(2, 4\)",
         ),
         (
             {"input_ids": torch.ones(2, 5, dtype=torch.long), "attention_mask": torch.ones(2, 1, 5, 5)},
-            r"attention_mask has shape \(2, 1, 5, 5\)",
+            r"`attention_mask` must have shape .*, got \(2, 1, 5, 5\)",
         ),
-        ({}, "Exactly one of input_ids and inputs_embeds"),
+        ({}, "Exactly one of `input_ids` and `inputs_embeds` must be given, got none"),
     ],
 )
 def test_refused_inputs(head, inputs, message):

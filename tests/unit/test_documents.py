@@ -1,4 +1,4 @@
-"""Packed rows: what a document gets and gives is what it would alone, whatever stands beside it in the row."""
+"""Packed rows: outputs and gradients of a document do not depend on the other documents in the row."""
 
 import pytest
 import torch
@@ -65,7 +65,7 @@ def test_no_gradient_crosses_a_boundary(head, tno_type, causal):
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_gradients_of_parameters(causal):
-    """Those of the loss on packed rows are those of the loss on the padded batch."""
+    """The gradients of the loss on packed rows are those on the padded batch."""
     head = TnnForCausalLM if causal else TnnForMaskedLM
     model = seeded(head, tiny_config(causal=causal)).double()
     batch = flattened()
@@ -160,13 +160,19 @@ RESTART = torch.tensor([[0, 1, 0, 1]])
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"position_ids": RESTART, "use_cache": True}, "leave out past_key_values"),
-        ({"position_ids": torch.arange(5)[None]}, r"position_ids has shape \(1, 5\): it must be \(B, L\) = \(1, 4\)"),
-        ({"position_ids": torch.zeros(3, 1, 4).long()}, r"position_ids has shape \(3, 1, 4\)"),
-        ({"seq_idx": torch.zeros(2, 4).long()}, r"seq_idx has shape \(2, 4\)"),
-        ({"cu_seq_lens_q": torch.tensor([0, 2, 5])}, r"cu_seq_lens_q=\[0, 2, 5\] must grow from 0 .* = 4"),
+        ({"position_ids": RESTART, "use_cache": True}, "Leave out past_key_values"),
+        (
+            {"position_ids": torch.arange(5)[None]},
+            r"`position_ids` must have shape \(B, L\) = \(1, 4\) or \(1, L\), got \(1, 5\)",
+        ),
+        ({"position_ids": torch.zeros(3, 1, 4).long()}, r"`position_ids` must have shape .*, got \(3, 1, 4\)"),
+        ({"seq_idx": torch.zeros(2, 4).long()}, r"`seq_idx` must have shape .*, got \(2, 4\)"),
+        ({"cu_seq_lens_q": torch.tensor([0, 2, 5])}, r"`cu_seq_lens_q` must grow from 0 .* = 4, got \[0, 2, 5\]"),
         ({"cu_seq_lens_q": torch.tensor([0, 2, 2, 4])}, "must grow"),
-        ({"position_ids": RESTART, "attention_mask": torch.ones(1, 3)}, r"attention_mask has shape \(1, 3\)"),
+        (
+            {"position_ids": RESTART, "attention_mask": torch.ones(1, 3)},
+            r"`attention_mask` must have shape .*, got \(1, 3\)",
+        ),
     ],
 )
 def test_refused(arguments, message):
@@ -177,7 +183,7 @@ def test_refused(arguments, message):
 def test_a_cache_continues_one_text():
     model = seeded(TnnForCausalLM, tiny_config())
     cache = model(IDS, use_cache=True).past_key_values
-    with pytest.raises(ValueError, match="a cache continues"):
+    with pytest.raises(ValueError, match="must be one document when a cache is used, got several"):
         model(IDS, past_key_values=cache, position_ids=RESTART)
     following = model(IDS, past_key_values=cache, position_ids=torch.arange(4, 8)[None]).logits
     assert relative_error(following, model(IDS.repeat(1, 2)).logits[:, 4:]) < 5e-6
@@ -186,6 +192,6 @@ def test_a_cache_continues_one_text():
 @pytest.mark.parametrize("causal", [True, False])
 def test_one_class_for_a_row(causal):
     model = seeded(TnnForSequenceClassification, tiny_config(causal=causal))
-    with pytest.raises(ValueError, match="gets one classification"):
+    with pytest.raises(ValueError, match="must be one document for a classification, got several"):
         model(IDS, position_ids=RESTART)
     assert torch.equal(model(IDS, position_ids=torch.arange(4)[None]).logits, model(IDS).logits)

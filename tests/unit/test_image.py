@@ -21,7 +21,7 @@ from modeling_tnn.norms import SimpleRMSNorm
 
 
 def released_forward(model, pixels):
-    """What the released image models compute, with dense matrices and loops over patches."""
+    """The forward pass of the released image models, with dense matrices and loops over patches."""
     norm, size = SimpleRMSNorm(model.config.hidden_size), model.config.patch_size
     weight = model.model.patch_embedding.projection.weight.flatten(1)
     patches = [
@@ -66,7 +66,9 @@ def test_every_operator(tno_type, tmp_path):
 
 def test_the_model_of_tokens_refuses_it_by_name(tmp_path):
     seeded(TnnForImageClassification, image_config()).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="damaged or of TnnForImageClassification or another model: embed_tokens"):
+    with pytest.raises(
+        ValueError, match="damaged or belong to TnnForImageClassification or another model: embed_tokens"
+    ):
         AutoModel.from_pretrained(tmp_path)
 
 
@@ -83,7 +85,7 @@ def test_gradient_checkpointing_changes_nothing():
 
 
 def test_input_embeddings_are_the_patches():
-    """What PEFT and checkpointing of frozen models ask for."""
+    """PEFT and checkpointing of frozen models need the input embeddings."""
     model = TnnForImageClassification(image_config())
     assert model.get_input_embeddings() is model.model.get_input_embeddings() is model.model.patch_embedding
     model.requires_grad_(False)
@@ -121,11 +123,13 @@ def test_refused_pixels(shape):
 
 
 def test_refused_configurations():
-    with pytest.raises(ValueError, match="pixel_values must be given"):
+    with pytest.raises(ValueError, match="`pixel_values` must be given, got None"):
         seeded(TnnForImageClassification, image_config())()
-    with pytest.raises(ValueError, match="max_position_embeddings=64 .* image_size=24 .* patch_size=4"):
+    with pytest.raises(
+        ValueError, match="`max_position_embeddings` must be .*, got 64 with image_size=24 and patch_size=4"
+    ):
         TnnForImageClassification(image_config(max_position_embeddings=64))
-    with pytest.raises(ValueError, match="max_position_embeddings=36 .* image_size=25"):
+    with pytest.raises(ValueError, match="`max_position_embeddings` must be .*, got 36 with image_size=25"):
         TnnForImageClassification(image_config(image_size=25))
-    with pytest.raises(ValueError, match="needs causal=False"):
+    with pytest.raises(ValueError, match="`causal` must be False for TnnForImageClassification, got True"):
         TnnForImageClassification(tiny_config())

@@ -1,4 +1,4 @@
-"""What the models do with inputs of every kind: positions, padding without a mask, empty batches, wrong types."""
+"""Inputs of every kind: positions, padding without a mask, empty batches, wrong types."""
 
 import pytest
 import torch
@@ -62,7 +62,7 @@ def test_generation_after_any_padding(tno_type, given, name):
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("way", ["assisted", "prompt lookup", "continued"])
 def test_other_ways_to_generate_after_any_padding(way, name):
-    """Those that take one row."""
+    """The decoding methods that take one row."""
     model = lively_language_model()
     ids, mask = (part[:1] for part in prompt(MASKS[name]))
     options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False, "pad_token_id": PAD}
@@ -91,7 +91,7 @@ def test_constant_positions_mean_nothing(head, causal, position):
 @pytest.mark.parametrize("product", ["fused", "eager"])
 @pytest.mark.parametrize("tno_type, causal", VARIANTS)
 def test_padding_is_replaced(tno_type, causal, product, value):
-    """What is no number at padding reaches neither outputs nor gradients."""
+    """NaN and infinity at padding reach neither outputs nor gradients."""
     model = seeded(TnnModel, tiny_config(tno_type, causal, tno_implementation=product))
     embeds = torch.randn(2, 11, 32, generator=torch.Generator().manual_seed(0))
     mask = torch.tensor([MASKS["holes"], MASKS["right"]])
@@ -160,23 +160,47 @@ def test_a_batch_without_rows(tno_type, causal, product):
 
 IDS = torch.ones(2, 5, dtype=torch.long)
 FORWARD = [
-    ({"input_ids": [[1, 2]]}, TypeError, r"input_ids must be a tensor of shape \(B, L\), not list"),
-    ({"input_ids": IDS.float()}, TypeError, "input_ids must hold torch.int64 or torch.int32, not torch.float32"),
-    ({"input_ids": IDS.bool()}, TypeError, "input_ids must hold .* not torch.bool"),
-    ({"input_ids": IDS, "attention_mask": [[1] * 5] * 2}, TypeError, "attention_mask must be a tensor .* not list"),
-    ({"input_ids": IDS, "attention_mask": IDS.numpy()}, TypeError, "attention_mask must be a tensor .* not ndarray"),
-    ({"input_ids": IDS, "attention_mask": {}}, TypeError, "attention_mask must be a tensor .* not dict"),
-    ({"input_ids": IDS, "attention_mask": torch.ones(3, 5)}, ValueError, r"attention_mask has shape \(3, 5\)"),
-    ({"inputs_embeds": torch.ones(2, 5, 31)}, ValueError, r"inputs_embeds must have shape \(B, L, 32\), not"),
-    ({"inputs_embeds": torch.ones(2, 32)}, ValueError, r"inputs_embeds must have shape \(B, L, 32\), not \(2, 32\)"),
-    ({"inputs_embeds": torch.ones(2, 5, 32).long()}, TypeError, "inputs_embeds must hold floating"),
-    ({"inputs_embeds": torch.ones(2, 5, 32).double()}, TypeError, "inputs_embeds has dtype torch.float64, the model"),
-    ({"inputs_embeds": torch.ones(2, 5, 32, device="meta")}, ValueError, "inputs_embeds is on the device meta"),
-    ({"input_ids": IDS.to("meta")}, ValueError, "input_ids is on the device meta, the model on cpu"),
-    ({"input_ids": IDS, "attention_mask": IDS.to("meta")}, ValueError, "attention_mask is on the device meta"),
-    ({"input_ids": IDS, "position_ids": [0, 1]}, TypeError, "position_ids must be a tensor"),
-    ({"input_ids": IDS, "seq_ids": IDS}, TypeError, "seq_ids is no argument of this model. Did you mean seq_idx?"),
-    ({"input_ids": IDS, "cu_seqlens_q": IDS}, TypeError, "cu_seqlens_q is no argument.* mean cu_seq_lens_q?"),
+    ({"input_ids": [[1, 2]]}, TypeError, r"`input_ids` must be a tensor of shape \(B, L\), got list"),
+    ({"input_ids": IDS.float()}, TypeError, "`input_ids` must hold torch.int64 or torch.int32, got torch.float32"),
+    ({"input_ids": IDS.bool()}, TypeError, "`input_ids` must hold .*, got torch.bool"),
+    ({"input_ids": IDS, "attention_mask": [[1] * 5] * 2}, TypeError, "`attention_mask` must be a tensor .*, got list"),
+    (
+        {"input_ids": IDS, "attention_mask": IDS.numpy()},
+        TypeError,
+        "`attention_mask` must be a tensor .*, got ndarray",
+    ),
+    ({"input_ids": IDS, "attention_mask": {}}, TypeError, "`attention_mask` must be a tensor .*, got dict"),
+    (
+        {"input_ids": IDS, "attention_mask": torch.ones(3, 5)},
+        ValueError,
+        r"`attention_mask` must have shape .*, got \(3, 5\)",
+    ),
+    ({"inputs_embeds": torch.ones(2, 5, 31)}, ValueError, r"`inputs_embeds` must have shape \(B, L, 32\), got"),
+    ({"inputs_embeds": torch.ones(2, 32)}, ValueError, r"`inputs_embeds` must have shape \(B, L, 32\), got \(2, 32\)"),
+    ({"inputs_embeds": torch.ones(2, 5, 32).long()}, TypeError, "`inputs_embeds` must hold floating"),
+    (
+        {"inputs_embeds": torch.ones(2, 5, 32).double()},
+        TypeError,
+        "`inputs_embeds` must have dtype .*, got torch.float64",
+    ),
+    (
+        {"inputs_embeds": torch.ones(2, 5, 32, device="meta")},
+        ValueError,
+        "`inputs_embeds` must be on the device of the model, cpu, got meta",
+    ),
+    ({"input_ids": IDS.to("meta")}, ValueError, "`input_ids` must be on the device of the model, cpu, got meta"),
+    (
+        {"input_ids": IDS, "attention_mask": IDS.to("meta")},
+        ValueError,
+        "`attention_mask` must be on the device cpu, got meta",
+    ),
+    ({"input_ids": IDS, "position_ids": [0, 1]}, TypeError, "`position_ids` must be a tensor"),
+    (
+        {"input_ids": IDS, "seq_ids": IDS},
+        TypeError,
+        "`seq_ids` is not an argument of this model. Did you mean seq_idx?",
+    ),
+    ({"input_ids": IDS, "cu_seqlens_q": IDS}, TypeError, "`cu_seqlens_q` is not an argument.* mean cu_seq_lens_q?"),
 ]
 
 
@@ -191,11 +215,11 @@ def test_refused(head, inputs, error, message):
 @pytest.mark.parametrize(
     "labels, error, message",
     [
-        ([[1] * 5] * 2, TypeError, "labels must be a tensor"),
-        (IDS.float(), TypeError, "labels must hold torch.int64"),
-        (IDS[:, :4], ValueError, r"labels has shape \(2, 4\): it must be \(B, L\) = \(2, 5\)"),
-        (IDS + 98, ValueError, r"labels holds 99: entries must be in \[0, vocab_size=99\)"),
-        (IDS - 3, ValueError, "labels holds -2"),
+        ([[1] * 5] * 2, TypeError, "`labels` must be a tensor"),
+        (IDS.float(), TypeError, "`labels` must hold torch.int64"),
+        (IDS[:, :4], ValueError, r"`labels` must have shape \(B, L\) = \(2, 5\), .*, got \(2, 4\)"),
+        (IDS + 98, ValueError, r"Entries of `labels` must be in \[0, vocab_size=99\), got 99"),
+        (IDS - 3, ValueError, "Entries of `labels` must be in .*, got -2"),
     ],
 )
 @pytest.mark.parametrize("head", [TnnForCausalLM, TnnForMaskedLM])
@@ -208,9 +232,9 @@ def test_refused_labels(head, labels, error, message):
 @pytest.mark.parametrize(
     "labels, error, message",
     [
-        ([1, 2], TypeError, "labels must be a tensor"),
-        (torch.ones(3).long(), ValueError, r"labels has shape \(3,\)"),
-        (torch.tensor([0, 3]), ValueError, r"labels holds 3: entries must be in \[0, num_labels=3\)"),
+        ([1, 2], TypeError, "`labels` must be a tensor"),
+        (torch.ones(3).long(), ValueError, r"`labels` of torch.int64 must have shape .*, got \(3,\)"),
+        (torch.tensor([0, 3]), ValueError, r"Entries of `labels` must be in \[0, num_labels=3\), got 3"),
     ],
 )
 def test_refused_classes(labels, error, message):
@@ -224,22 +248,22 @@ def test_refused_classes(labels, error, message):
 
 def test_refused_pixels():
     image = seeded(TnnForImageClassification, tiny_config(causal=False, image_size=8, patch_size=1, spatial_dims=2))
-    with pytest.raises(ValueError, match="pixel_values is on the device meta, the model on cpu"):
+    with pytest.raises(ValueError, match="`pixel_values` must be on the device of the model, cpu, got meta"):
         image(torch.zeros(2, 3, 8, 8, device="meta"))
-    with pytest.raises(TypeError, match="pixel_values must hold real numbers, not torch.complex64"):
+    with pytest.raises(TypeError, match="`pixel_values` must hold real numbers, got torch.complex64"):
         image(torch.zeros(2, 3, 8, 8, dtype=torch.cfloat))
 
 
 def test_labels_need_all_logits():
     model = seeded(TnnForCausalLM, tiny_config())
     for kept in (1, torch.tensor([0, 4])):
-        with pytest.raises(ValueError, match="logits_to_keep leaves out logits that the loss of labels needs"):
+        with pytest.raises(ValueError, match="`logits_to_keep` must not be given with `labels`"):
             model(IDS, labels=IDS, logits_to_keep=kept)
 
 
 def test_a_cache_is_for_causal_models():
     model = seeded(TnnForMaskedLM, tiny_config(causal=False))
-    with pytest.raises(ValueError, match="past_key_values is for causal models"):
+    with pytest.raises(ValueError, match="`past_key_values` must be None for a model with causal=False"):
         model(IDS, past_key_values=DynamicCache(config=model.config))
 
 
@@ -256,12 +280,27 @@ def test_what_tokenizers_give_is_taken():
             torch.ones(1, 4, 2).long(),
             torch.ones(2, 7),
             TypeError,
-            "v must hold real .* not torch.int64",
+            "`v` must hold real .*, got torch.int64",
         ),
-        (torch.ones(1, 4, 2), torch.ones(2, 7).bool(), TypeError, "must hold real floating numbers, not torch.bool"),
-        (torch.ones(1, 4, 2).cfloat(), torch.ones(2, 7), TypeError, "v must hold real floating numbers, not torch.c"),
-        ([[[1.0]]], torch.ones(1, 1), TypeError, "v must be a tensor, not list"),
-        (torch.ones(1, 4, 2), torch.ones(2, 7, device="meta"), ValueError, "is on the device meta, v on cpu"),
+        (
+            torch.ones(1, 4, 2),
+            torch.ones(2, 7).bool(),
+            TypeError,
+            "must hold real floating-point numbers, got torch.bool",
+        ),
+        (
+            torch.ones(1, 4, 2).cfloat(),
+            torch.ones(2, 7),
+            TypeError,
+            "`v` must hold real floating-point numbers, got torch.c",
+        ),
+        ([[[1.0]]], torch.ones(1, 1), TypeError, "`v` must be a tensor, got list"),
+        (
+            torch.ones(1, 4, 2),
+            torch.ones(2, 7, device="meta"),
+            ValueError,
+            "must be on the device of v, cpu, got meta",
+        ),
     ],
 )
 def test_refused_products(matmul, v, kernel, error, message):
@@ -276,7 +315,7 @@ def test_ignore_index(head):
     labels = ids.masked_fill(torch.arange(9) % 2 == 0, -100)
     other = ids.masked_fill(torch.arange(9) % 2 == 0, -7)
     assert model(ids, labels=other, ignore_index=-7).loss == model(ids, labels=labels).loss
-    with pytest.raises(ValueError, match="labels holds -7"):
+    with pytest.raises(ValueError, match="Entries of `labels` must be in .*, got -7"):
         model(ids, labels=other)
 
 
@@ -288,11 +327,11 @@ def test_shift_labels():
     expected = model(ids, labels=ids).loss
     assert model(ids, shift_labels=shifted).loss == expected
     assert model(ids, labels=ids.flip(1), shift_labels=shifted).loss == expected
-    with pytest.raises(ValueError, match="shift_labels has shape"):
+    with pytest.raises(ValueError, match="`shift_labels` must have shape"):
         model(ids, shift_labels=shifted[:, 1:])
 
 
 def test_shift_labels_are_of_causal_models():
     ids = torch.randint(3, 60, (2, 9))
-    with pytest.raises(TypeError, match="shift_labels is no argument"):
+    with pytest.raises(TypeError, match="`shift_labels` is not an argument"):
         seeded(lambda: TnnForMaskedLM(tiny_config(vocab_size=60, causal=False)))(ids, labels=ids, shift_labels=ids)

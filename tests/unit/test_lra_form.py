@@ -78,7 +78,9 @@ def test_image_mixer(tno_type, side, combination):
 
 
 def test_image_must_be_square():
-    with pytest.raises(ValueError, match="17 tokens is not possible with spatial_dims=2"):
+    with pytest.raises(
+        ValueError, match="number of tokens in a sequence must be a square with spatial_dims=2, got 17"
+    ):
         grid_operator("rpe")(random_input(1, 17, 64))
     with pytest.raises(ValueError, match="`rows` and `columns`"):
         grid_operator("rpe").coefficients(16)

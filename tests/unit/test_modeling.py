@@ -1,4 +1,4 @@
-"""What users of a transformers model expect of ours: outputs, losses, gradients, precision, tracing."""
+"""The behaviour of transformers models: outputs, losses, gradients, precision, tracing."""
 
 import copy
 import pickle
@@ -142,7 +142,7 @@ def test_pooling(causal):
 
 
 def test_number_of_items_normalises_the_loss():
-    """What Trainer passes for gradient accumulation."""
+    """Trainer passes the number of items for gradient accumulation."""
     model = seeded(TnnForCausalLM, tiny_config())
     labels = labels_for(model)
     whole = model(**batch(), labels=labels).loss

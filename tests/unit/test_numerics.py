@@ -24,7 +24,7 @@ def one_layer(tno_type, causal, **fields) -> TnnBlock:
 
 
 def peak_memory() -> int:
-    """Of this process so far, in bytes."""
+    """The peak memory of this process so far, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

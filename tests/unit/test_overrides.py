@@ -29,11 +29,14 @@ def preset(tmp_path):
 @pytest.mark.parametrize(
     "overrides, message",
     [
-        ({"tno_type": "ski"}, "causal=True .* False with tno_type='ski'"),
-        ({"decay": 2.0}, r"decay=2.0 .* \(0, 1\]"),
-        ({"hidden_size": 0}, "hidden_size=0 .* at least 1"),
-        ({"tno_type": "rtf", "max_position_embeddings": 8}, "rtf_state_size=8 .* below rtf_truncation_length=8"),
-        ({"learnable_decay": True, "decay": None}, "decay=None .* learnable_decay"),
+        ({"tno_type": "ski"}, "`causal` must be .*False with tno_type='ski'.*, got True"),
+        ({"decay": 2.0}, r"`decay` must be .*\(0, 1\].*, got 2.0"),
+        ({"hidden_size": 0}, "`hidden_size` must be .*at least 1.*, got 0"),
+        (
+            {"tno_type": "rtf", "max_position_embeddings": 8},
+            "`rtf_state_size` must be .*below rtf_truncation_length=8.*, got 8",
+        ),
+        ({"learnable_decay": True, "decay": None}, "`decay` must be .*learnable_decay.*, got None"),
     ],
 )
 def test_overrides_are_checked(preset, load, overrides, message):
@@ -57,7 +60,7 @@ def test_unused_overrides_are_returned(preset):
 def test_assignment():
     config = TnnConfig()
     for name, value in {"decay": 2.0, "tno_type": "dct", "num_hidden_layers": 0, "fd_resolution": 100}.items():
-        with pytest.raises(ValueError, match=f"{name}={value!r}"):
+        with pytest.raises(ValueError, match=f"`{name}` must be .*, got {value!r}"):
             setattr(config, name, value)
     config.max_position_embeddings = 8192
     assert (config.fd_resolution, config.rtf_truncation_length) == (16384, 8192)
@@ -72,16 +75,16 @@ def test_assignment():
 def test_fields_are_checked_together_when_a_model_is_built_or_saved(tmp_path):
     config = tiny_config()
     config.tno_type = "ski"
-    with pytest.raises(ValueError, match="causal=True .* tno_type='ski'"):
+    with pytest.raises(ValueError, match="`causal` must be .*tno_type='ski'.*, got True"):
         TnnForCausalLM(config)
-    with pytest.raises(ValueError, match="causal=True .* tno_type='ski'"):
+    with pytest.raises(ValueError, match="`causal` must be .*tno_type='ski'.*, got True"):
         config.save_pretrained(tmp_path)
     config.causal = False
     TnnModel(config)
 
 
 def test_a_model_keeps_what_it_was_built_with(tmp_path):
-    """Its configuration must go on describing it, or the saved model would be another one."""
+    """Its configuration must still describe it, or the saved model would be another one."""
     model = seeded(TnnModel, tiny_config("rtf"))
     model.config.max_position_embeddings = 4096
     assert (model.config.rtf_truncation_length, model.config.fd_resolution) == (64, 128)
@@ -111,9 +114,9 @@ def test_a_maximum_at_load_changes_nothing(tno_type, causal, saved_before, longe
 def test_weights_of_another_operator_are_refused(tmp_path):
     """RPE and FD have the same names and shapes."""
     seeded(TnnModel, tiny_config("rpe")).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="of tno_type='rpe', not of 'fd'"):
+    with pytest.raises(ValueError, match="`tno_type` must be 'rpe' for these weights, got 'fd'"):
         TnnModel.from_pretrained(tmp_path, tno_type="fd")
-    with pytest.raises(ValueError, match="of tno_type='rpe', not of 'fd'"):
+    with pytest.raises(ValueError, match="`tno_type` must be 'rpe' for these weights, got 'fd'"):
         TnnModel.from_pretrained(tmp_path, config=tiny_config("fd"))
 
 

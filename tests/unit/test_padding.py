@@ -1,4 +1,4 @@
-"""The same text gives the same outputs at its real positions, whatever the padding, its side or its length."""
+"""A text gives the same outputs at its real positions, for any side and length of padding."""
 
 import pytest
 import torch

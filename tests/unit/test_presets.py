@@ -25,7 +25,7 @@ def test_fields_are_derived_from():
 
 
 def test_unknown_preset():
-    with pytest.raises(ValueError, match="preset='tnn-casual' is not possible: it must be .* did you mean tnn-c"):
+    with pytest.raises(ValueError, match="name of a preset must be one of .*, got 'tnn-casual'. Did you mean tnn-c"):
         load_preset("tnn-casual")
 
 

@@ -139,20 +139,22 @@ def test_crop_beyond_the_register(kind):
     operator = operator_of(kind)
     layer = TnnCacheLayer()
     advance(layer, random_input(10, operator), operator)
-    with pytest.raises(ValueError, match="tokens_to_remove=-11: .* 10 of 10.* empty cache"):
+    with pytest.raises(
+        ValueError, match="`tokens_to_remove` must be at least -10 for this state of 10 tokens, got -11.* empty cache"
+    ):
         layer.crop(-11)
     for _ in range(1000):
         advance(layer, random_input(1, operator), operator)
     assert layer.max_crop() >= SLACK
-    with pytest.raises(ValueError, match="tokens_to_remove=-1011"):
+    with pytest.raises(ValueError, match="`tokens_to_remove` must be at least .*, got -1011"):
         layer.crop(-1011)
-    with pytest.raises(ValueError, match="negated"):
+    with pytest.raises(ValueError, match="minus the number of tokens to remove"):
         layer.crop(3)
 
 
 @EVERY_KIND
 def test_rows_are_independent(kind):
-    """Reorder, repeat and select along the batch; a copy goes on by itself."""
+    """Reorder, repeat and select along the batch; a copy continues independently."""
     operator = operator_of(kind)
     v = random_input(90, operator, rows=3)
     expected = operator(v)
@@ -275,10 +277,10 @@ def test_cache_of_another_model_or_batch(tno_type):
     ids = torch.arange(8).view(2, 4)
     with pytest.raises(ValueError, match="another model"):
         model(ids, past_key_values=other(ids).past_key_values)
-    with pytest.raises(ValueError, match="holds 2 sequences, the input 1"):
+    with pytest.raises(ValueError, match="must have 2 sequences, as `past_key_values` has, got 1"):
         model(ids[:1], past_key_values=model(ids).past_key_values)
     for cache in (DynamicCache(config=GPT2Config()), StaticCache(config=GPT2Config(), max_cache_len=9)):
-        with pytest.raises(ValueError, match="Cache cannot hold .* DynamicCache\\(config=model.config\\)"):
+        with pytest.raises(ValueError, match="DynamicCache\\(config=model.config\\), got .*Cache"):
             model(ids, past_key_values=cache)
     fresh = DynamicCache(config=model.config)
     assert torch.equal(model(ids, past_key_values=fresh).logits, model(ids).logits)
@@ -300,5 +302,5 @@ def test_training_with_a_cache_has_its_gradients():
 
 
 def test_bidirectional_models_do_not_generate():
-    with pytest.raises(ValueError, match="causal=False"):
+    with pytest.raises(ValueError, match="`causal` must be True for a recurrence, got False"):
         build_tno(tiny_config("rpe", False)).recurrence()

@@ -125,7 +125,7 @@ def test_frozen_inputs(frozen):
 
 
 def test_inputs_that_depend_on_one_another():
-    """What reaches one input through another is not counted twice."""
+    """A gradient that reaches one input through another is not counted twice."""
 
     def of_one(product, x):
         v = x.sin()
@@ -247,7 +247,7 @@ def test_checkpointing_of_one_product():
 
 
 def test_penalty_against_differences():
-    """An oracle that is none of our derivatives: the penalty of a two-layer model along a line of its parameters."""
+    """An oracle without our derivatives: the penalty of a two-layer model along a line of its parameters."""
     model = language_model(("rpe", True, {}), "fused")
     parameters = list(model.parameters())
     direction = [waves(p) for p in parameters]

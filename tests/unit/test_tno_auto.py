@@ -28,7 +28,7 @@ def unregistered(monkeypatch):
 def test_unknown_operator():
     config = tiny_config()
     vars(config)["tno_type"] = "dct"  # an assignment is refused by the configuration
-    with pytest.raises(ValueError, match="'dct'.*'rpe', 'fd', 'ski', 'rtf', 'modal', 'explicit'"):
+    with pytest.raises(ValueError, match="'rpe', 'fd', 'ski', 'rtf', 'modal', 'explicit'.*, got 'dct'"):
         build_tno(config)
 
 
@@ -45,7 +45,7 @@ def test_a_checkpoint_without_its_operator(tmp_path, unregistered):
     OPERATORS["gaussian"] = GaussianOperator
     seeded(TnnForCausalLM, tiny_config("gaussian")).save_pretrained(tmp_path)
     del OPERATORS["gaussian"]
-    message = "GaussianOperator, which is not registered here. Import the module helpers.gaussian_operator"
+    message = "saved with the operator .*GaussianOperator. Import the module helpers.gaussian_operator"
     for load in (AutoConfig, AutoModelForCausalLM, TnnForCausalLM):
         with pytest.raises(ValueError, match=message):
             load.from_pretrained(tmp_path)
@@ -86,7 +86,7 @@ def test_to_recurrent():
 
 def test_direction(monkeypatch):
     monkeypatch.setattr(GaussianOperator, "supports_bidirectional", False)
-    with pytest.raises(ValueError, match="causal=False is not possible: it must be True with tno_type='gaussian'"):
+    with pytest.raises(ValueError, match="`causal` must be True with tno_type='gaussian', got False"):
         TnnConfig(tno_type="gaussian", causal=False)
 
 

@@ -73,7 +73,7 @@ def test_causal_product_with_short_and_long_kernels(length, taps, product, chunk
 
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_gradient_of_one_input_alone(frozen):
-    """What is frozen costs no transform and gets no gradient."""
+    """A frozen input costs no transform and gets no gradient."""
     inputs = [random(2, 9, 3), random(3, 17)]
     inputs[frozen].requires_grad_(False)
     wanted = inputs[1 - frozen]

@@ -38,7 +38,7 @@ for table, model_class in {
 
 
 class TextTester:
-    """What the tests ask of a model of texts: small configurations, and inputs with padding anywhere."""
+    """The tester of text models: small configurations, and inputs with padding anywhere."""
 
     batch_size, seq_length = 13, 7
     num_hidden_layers, hidden_size, vocab_size, num_labels = 2, 32, 99, 3
