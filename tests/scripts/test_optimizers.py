@@ -72,7 +72,7 @@ def test_a_pattern_that_finds_nothing(model, tmp_path):
 def test_optimizers_by_name(model, tmp_path):
     options = {"optim": "sgd", "optim_args": "momentum=0.5"}
     assert by_pretrain(model, tmp_path, **options).defaults["momentum"] == 0.5
-    with pytest.raises(ValueError, match="optim='adamv' .*adamw_torch_fused"):
+    with pytest.raises(ValueError, match="optim.* must be one of .*adamw_torch_fused"):
         PretrainArguments(optim="adamv")
 
 
@@ -84,5 +84,5 @@ def test_operators_stand_still(tmp_path):
     last = weights(tmp_path / "out")
     still = {name for name in first if torch.equal(first[name], last[name])}
     assert still == {name for name in first if ".tno." in name}
-    with pytest.raises(SystemExit, match="operator_learning_rate: 0.0 there, None here"):
+    with pytest.raises(SystemExit, match="operator_learning_rate must be 0.0, got None"):
         run_script("pretrain", *options, "--resume_from_checkpoint", "latest", "--overwrite_output_dir")
