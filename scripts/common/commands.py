@@ -12,6 +12,7 @@ COMMANDS = {
     "evaluate": ("evaluate_lm", "measure perplexity by the length of the context"),
     "generate": ("generate", "continue prompts"),
     "chat": ("chat", "write in turns with a model, in the terminal"),
+    "serve": ("serve", "serve a page on which a model writes and shows its kernels"),
     "plot-kernels": ("plot_kernels", "draw the kernels of a model"),
     "to-recurrent": ("to_recurrent", "convert a causal model to a recurrence of low order"),
     "convert": ("convert_original", "convert a checkpoint of the released implementations"),
@@ -26,6 +27,7 @@ COMMANDS = {
 # What one may do with a trained language model: subcommands with their options.
 NEXT_STEPS = (
     'generate --model_name_or_path {folder} --prompt "In the beginning" --do_sample true',
+    "serve --model_name_or_path {folder}",
     "plot-kernels --model_name_or_path {folder} --output_dir {folder}/kernels",
     "push {folder} --repo_id USER/NAME",
 )
@@ -35,7 +37,7 @@ COMMAND_OF = {module: command for command, (module, _) in COMMANDS.items()}
 
 def next_steps(folder: str, causal: bool = True) -> str:
     """Commands to go on with the model in `folder`, as lines."""
-    steps = NEXT_STEPS if causal else (FINE_TUNE, *NEXT_STEPS[1:])
+    steps = NEXT_STEPS if causal else (FINE_TUNE, *NEXT_STEPS[2:])
     # `make demo` runs in a virtual environment that its user has not entered.
     tool = "tnn" if shutil.which("tnn") else str(Path(sys.executable).with_name("tnn"))
     return "next:\n" + "\n".join(f"    {tool} {step.format(folder=folder)}" for step in steps)
