@@ -142,17 +142,20 @@ def build_page(name: str, writer: Writer, sessions: Sessions, pictures: list[tup
                 with gr.Row():
                     start = gr.Button("Write", variant="primary", min_width=120)
                     end = gr.Button("Stop", min_width=120)
-                output = gr.Textbox(label="What follows", lines=8, max_lines=16, buttons=["copy"])
+                output = gr.Textbox(label="What follows", lines=8, max_lines=16, buttons=["copy"], elem_id="text")
                 status = gr.Markdown(elem_id="status")
                 settings = build_settings(gr, writer.max_new_tokens)
             with gr.Column(scale=3, min_width=340), gr.Tabs():
                 for file, label in pictures:
                     with gr.Tab(label):
                         gr.Image(file, label=f"kernels of {label}", show_label=False, buttons=["fullscreen"])
-        started = gr.on([start.click, prompt.submit], begin, None, [output, status], queue=False)
-        # A second text of the same page is not ignored: it ends the first.
-        started.then(
-            write, [prompt, *settings], [output, status], concurrency_limit=concurrency, trigger_mode="multiple"
+        shown = {"outputs": [output, status], "show_progress": "hidden"}
+        gr.on([start.click, prompt.submit], begin, queue=False, **shown).then(
+            write,
+            [prompt, *settings],
+            concurrency_limit=concurrency,
+            trigger_mode="multiple",  # a second text of a page is not ignored: it ends the first
+            **shown,
         )
         end.click(stop, queue=False)
         page.unload(leave)

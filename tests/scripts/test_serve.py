@@ -107,11 +107,12 @@ def test_stop(writer):
 
 
 def test_a_reader_who_leaves_ends_the_text(writer):
-    states = writer.write(PROMPT, Settings(max_new_tokens=5000), Event())
+    stop = Event()
+    states = writer.write(PROMPT, Settings(max_new_tokens=5000), stop)
     next(states)
     assert generating()
     states.close()
-    assert not generating()
+    assert stop.is_set() and not generating()
 
 
 def test_an_error_while_it_writes_reaches_the_reader(writer, monkeypatch):
@@ -179,9 +180,9 @@ def test_a_new_text_of_a_session_ends_the_one_before(writer):
     other = sessions.write("two", PROMPT, 25, 1.0, 0.95, 0)
     next(first), next(other)
     assert sessions.begin("one")[0] == ""
+    assert list(first) == []
     second = sessions.write("one", PROMPT, 12, 1.0, 0.95, 3)
     assert list(second)[-1][0] == written(writer).text
-    assert list(first) == []
     assert "wrote 25 tokens" in list(other)[-1][1]
     assert not sessions.stops and not generating()
 
