@@ -5,6 +5,7 @@ Nothing is asked of another machine: fonts are those of the system, and Gradio s
 
 import logging
 import os
+import socket
 import tempfile
 import threading
 from dataclasses import dataclass, field
@@ -91,7 +92,7 @@ def draw_kernels(model: PreTrainedModel, folder: Path) -> list[tuple[str, str]]:
     length = model.config.axis_length
     kernels, _ = read_model(model.base_model, length)
     drawn = {"all layers": figures.overview(kernels, "What each layer attends to")}
-    drawn |= {kernel.label: figures.layer(kernel, min(MATRIX_SIZE, length), columns=2) for kernel in kernels}
+    drawn |= {kernel.label: figures.layer(kernel, min(MATRIX_SIZE, length), tall=True) for kernel in kernels}
     pictures = []
     for label, figure in drawn.items():
         path = folder / f"{label.replace(' ', '-')}.png"
@@ -111,7 +112,7 @@ def build_settings(gr: ModuleType, most: int) -> list:
     default = Settings()
     with gr.Row():
         tokens = gr.Slider(1, most, min(default.max_new_tokens, most), step=1, label="max_new_tokens", min_width=150)
-        seed = gr.Number(default.seed, precision=0, minimum=0, label="seed", min_width=150)
+        seed = gr.Number(default.seed, precision=0, label="seed", min_width=150)
     with gr.Row():
         temperature = gr.Slider(0, 2, default.temperature, step=0.05, label="temperature", min_width=150)
         top_p = gr.Slider(0.05, 1, default.top_p, step=0.05, label="top_p", min_width=150)
@@ -148,18 +149,32 @@ def build_page(name: str, writer: Writer, sessions: Sessions, pictures: list[tup
             with gr.Column(scale=3, min_width=340), gr.Tabs():
                 for file, label in pictures:
                     with gr.Tab(label):
-                        gr.Image(file, label=f"kernels of {label}", show_label=False, buttons=["fullscreen"])
+                        gr.Image(file, show_label=False, interactive=False, buttons=["fullscreen"])
         shown = {"outputs": [output, status], "show_progress": "hidden"}
-        gr.on([start.click, prompt.submit], begin, queue=False, **shown).then(
+        gr.on([start.click, prompt.submit], begin, queue=False, api_visibility="private", **shown).then(
             write,
             [prompt, *settings],
             concurrency_limit=concurrency,
             trigger_mode="multiple",  # a second text of a page is not ignored: it ends the first
             **shown,
         )
-        end.click(stop, queue=False)
+        end.click(stop, queue=False, api_visibility="private")
         page.unload(leave)
     return page.queue(max_size=QUEUE)
+
+
+def check_address(host: str | None, port: int | None):
+    """Refuse an address that cannot be served, before the model is loaded.
+
+    Raises:
+        UserError: another program has it, or it is none of this machine.
+    """
+    if host is None or port is None:
+        return
+    try:
+        socket.create_server((host, port)).close()
+    except OSError as error:
+        raise UserError(f"--host {host} --port {port} cannot be served: {error.strerror or error}.") from error
 
 
 def serve(args: PageArguments):
@@ -168,9 +183,10 @@ def serve(args: PageArguments):
     Raises:
         ImportError: Gradio is not installed.
         ValueError: the model cannot be served.
-        UserError: the port is taken.
+        UserError: the address cannot.
     """
     gr = import_gradio()
+    check_address(args.host, args.port)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # Gradio asks itself whether it is there
     writer = load_writer(args)
     sessions = Sessions(writer)
@@ -179,16 +195,14 @@ def serve(args: PageArguments):
         logger.info("drawing the kernels of %d layers", writer.model.config.num_hidden_layers)
         pictures = draw_kernels(writer.model, Path(folder))
         page = build_page(Path(args.model_name_or_path).name, writer, sessions, pictures, args.concurrency_limit)
-        try:
-            _, url, _ = page.launch(
-                server_name=args.host, server_port=args.port, theme=gr.themes.Default(**FONTS), quiet=True,
-                ssr_mode=False, prevent_thread_lock=True, footer_links=[],
-            )  # fmt: skip
-        except OSError as error:
-            raise UserError(f"the page cannot be served at {args.host}:{args.port}: {error}") from error
+        _, url, _ = page.launch(
+            server_name=args.host, server_port=args.port, theme=gr.themes.Default(**FONTS), footer_links=[],
+            prevent_thread_lock=True, quiet=True, ssr_mode=False, max_file_size=0, enable_monitoring=False,
+            run_history=False,
+        )  # fmt: skip
         logger.info("serving %s at %s; Ctrl-C ends it", args.model_name_or_path, url)
         try:
             threading.Event().wait()
         finally:
             sessions.leave_all()
-            page.close()
+            page.close(verbose=False)

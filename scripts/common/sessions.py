@@ -22,7 +22,7 @@ class Sessions:
         """Make room for a new text, which may have to wait for those of others; what the page shows meanwhile."""
         self.stop(session)
         self.stops[session] = Event()
-        return "", "Waiting for its turn \N{HORIZONTAL ELLIPSIS}"
+        return "", "Waiting for the model \N{HORIZONTAL ELLIPSIS}"
 
     def write(self, session: str, prompt: str, *settings) -> Iterator[tuple[str, str]]:
         """The text so far and a line about it, at most every `INTERVAL` seconds and at the end.

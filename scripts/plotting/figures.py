@@ -56,13 +56,16 @@ def _horizon_ranges(axes: Axes, kernels: list[Kernel]):
     axes.grid(axis="x", alpha=0.3)
 
 
-def layer(kernel: Kernel, matrix_size: int, columns: int = 4) -> Figure:
-    """All about one layer in eight panels (seven if it has no poles), so many of them in a row."""
-    corner = "channels" if kernel.poles is None else "poles"
-    panels = ["matrix", "octaves", "channels", corner, "linear", "log", "response", "horizons"]
-    rows = [panels[first : first + columns] for first in range(0, len(panels), columns)]
-    figure = Figure(figsize=(4.25 * columns, 3.8 * len(rows)), layout="constrained")
-    axes = figure.subplot_mosaic(rows)
+def layer(kernel: Kernel, matrix_size: int, tall: bool = False) -> Figure:
+    """All about one layer in eight panels (seven if it has no poles): in two rows, or two columns if it is `tall`."""
+    if tall:
+        corner = "horizons" if kernel.poles is None else "poles"
+        panels = [["matrix", "octaves"], ["channels", "log"], ["linear", "response"], [corner, "horizons"]]
+    else:
+        corner = "channels" if kernel.poles is None else "poles"
+        panels = [["matrix", "octaves", "channels", corner], ["linear", "log", "response", "horizons"]]
+    figure = Figure(figsize=(4.25 * len(panels[0]), 3.8 * len(panels)), layout="constrained")
+    axes = figure.subplot_mosaic(panels)
     _mean_matrix(axes["matrix"], kernel, matrix_size)
     _octave_bars(axes["octaves"], kernel)
     _channel_map(axes["channels"], kernel)
@@ -77,7 +80,7 @@ def layer(kernel: Kernel, matrix_size: int, columns: int = 4) -> Figure:
         f"{kernel.label}: half of the channels have 90% of their weight within {median} positions "
         f"(10th\N{EN DASH}90th percentile: {low}\N{EN DASH}{high})"
     )
-    figure.suptitle(textwrap.fill(title, 36 * columns), fontsize=13)
+    figure.suptitle(textwrap.fill(title, 36 * len(panels[0])), fontsize=13)
     return figure
 
 

@@ -8,7 +8,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from urllib.request import urlopen
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import psutil
 import pytest
@@ -27,6 +28,18 @@ if CHROMIUM is None:
 SIZES = {"desktop": (1400, 900), "phone": (390, 844)}
 
 
+def status_of(address: str, data: bytes | None = None) -> int:
+    """Of the answer to a request; 0 if there is none."""
+    form = {"Content-Type": "multipart/form-data; boundary=x"} if data else {}
+    try:
+        with urlopen(Request(address, data, form)) as answer:  # of this machine
+            return answer.status
+    except HTTPError as error:
+        return error.code
+    except OSError:
+        return 0
+
+
 @contextmanager
 def serving(command: list, port: int, log: Path, **options) -> Iterator[tuple[str, psutil.Process]]:
     """The address of a page and the process that serves it, once it does."""
@@ -35,7 +48,7 @@ def serving(command: list, port: int, log: Path, **options) -> Iterator[tuple[st
         server = subprocess.Popen([str(part) for part in command], stdout=file, stderr=file, **options)
     try:
         deadline = time.monotonic() + 120
-        while not answers(address):
+        while status_of(address) != 200:
             assert server.poll() is None and time.monotonic() < deadline, log.read_text()
             time.sleep(0.1)
         yield address, psutil.Process(server.pid)
@@ -43,14 +56,6 @@ def serving(command: list, port: int, log: Path, **options) -> Iterator[tuple[st
         server.terminate()
         server.wait(60)
     assert "Traceback" not in log.read_text(), log.read_text()
-
-
-def answers(address: str) -> bool:
-    try:
-        with urlopen(address):  # of this machine
-            return True
-    except OSError:
-        return False
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +227,7 @@ def test_users_who_leave_make_room(user, server):
         tab.expect("wrote [0-9]{2,} tokens")
     third = user()
     third.write("Pack my box", max_new_tokens=5)
-    third.expect("Waiting for its turn")
+    third.expect("Waiting for the model")
     assert busy(server[1]) > 0.3
     for tab in others:
         tab.close()
@@ -230,6 +235,15 @@ def test_users_who_leave_make_room(user, server):
     deadline = time.monotonic() + 30
     while busy(server[1]) > 0.3:
         assert time.monotonic() < deadline
+
+
+def test_nothing_else_is_served(server, folder):
+    """Neither files, nor a place for them, nor statistics of users."""
+    address = server[0]
+    file = b'--x\r\nContent-Disposition: form-data; name="files"; filename="a"\r\n\r\nb\r\n--x--\r\n'
+    assert status_of(f"{address}gradio_api/upload", file) == 413
+    assert status_of(f"{address}gradio_api/file={folder}/config.json") == 403
+    assert status_of(f"{address}monitoring") == 403
 
 
 def test_a_space(folder, browser, tmp_path):

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import socket
 import sys
 import threading
 from pathlib import Path
@@ -237,6 +238,15 @@ def test_without_gradio(monkeypatch):
     done = run("serve.py", "--model_name_or_path", "nowhere", check=False)
     assert done.returncode == 1 and done.stderr.count("\n") == 1
     assert 'pip install "modeling-tnn[space]"' in done.stderr
+
+
+def test_an_address_that_is_taken(monkeypatch):
+    """It is said before the model is loaded."""
+    monkeypatch.setattr("tnn_scripts.common.page.import_gradio", lambda: None)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        done = run("serve.py", "--model_name_or_path", "nowhere", "--port", port, check=False)
+    assert done.returncode == 1 and f"error: --host 127.0.0.1 --port {port} cannot be served: " in done.stderr
 
 
 @pytest.mark.parametrize("given", [[], ["--overwrite_output_dir"]])
