@@ -8,6 +8,7 @@ import os
 import socket
 import tempfile
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -119,9 +120,36 @@ def build_settings(gr: ModuleType, most: int) -> list:
     return [tokens, temperature, top_p, seed]
 
 
-def build_page(name: str, writer: Writer, sessions: Sessions, pictures: list[tuple[str, str]], concurrency: int):
-    """The Gradio page: what it shows, and which function of `sessions` answers what."""
+def build_page(name: str, sessions: Sessions, pictures: list[tuple[str, str]], concurrency_limit: int):
+    """The Gradio page of a model, with pictures of its kernels."""
     gr = import_gradio()
+    with gr.Blocks(title=name, analytics_enabled=False, fill_width=True) as page:
+        gr.Markdown(f"# {name}\n{describe(sessions.writer.model)}")
+        with gr.Row():
+            with gr.Column(scale=2, min_width=340):
+                prompt = gr.Textbox(label="Text", lines=4, max_lines=12, autofocus=True)
+                with gr.Row():
+                    start = gr.Button("Write", variant="primary", min_width=120)
+                    end = gr.Button("Stop", min_width=120)
+                output = gr.Textbox(label="What follows", lines=8, max_lines=16, buttons=["copy"], elem_id="text")
+                status = gr.Markdown(elem_id="status")
+                settings = build_settings(gr, sessions.writer.max_new_tokens)
+            with gr.Column(scale=3, min_width=340), gr.Tabs():
+                for file, label in pictures:
+                    with gr.Tab(label):
+                        gr.Image(file, show_label=False, interactive=False, buttons=["fullscreen"])
+        begin, write, stop, leave = handlers(gr, sessions)
+        shown = {"outputs": [output, status], "show_progress": "hidden"}
+        begun = gr.on([start.click, prompt.submit], begin, queue=False, api_visibility="private", **shown)
+        # A second text of a page is not ignored: it ends the first.
+        begun.then(write, [prompt, *settings], concurrency_limit=concurrency_limit, trigger_mode="multiple", **shown)
+        end.click(stop, queue=False, api_visibility="private")
+        page.unload(leave)
+    return page.queue(max_size=QUEUE)
+
+
+def handlers(gr: ModuleType, sessions: Sessions) -> list[Callable]:
+    """The methods of `sessions` for Gradio, which says by the annotation of a request whose it is."""
 
     def begin(request: gr.Request):
         return sessions.begin(request.session_hash)
@@ -135,32 +163,7 @@ def build_page(name: str, writer: Writer, sessions: Sessions, pictures: list[tup
     def leave(request: gr.Request):
         sessions.leave(request.session_hash)
 
-    with gr.Blocks(title=name, analytics_enabled=False, fill_width=True) as page:
-        gr.Markdown(f"# {name}\n{describe(writer.model)}")
-        with gr.Row():
-            with gr.Column(scale=2, min_width=340):
-                prompt = gr.Textbox(label="Text", lines=4, max_lines=12, autofocus=True)
-                with gr.Row():
-                    start = gr.Button("Write", variant="primary", min_width=120)
-                    end = gr.Button("Stop", min_width=120)
-                output = gr.Textbox(label="What follows", lines=8, max_lines=16, buttons=["copy"], elem_id="text")
-                status = gr.Markdown(elem_id="status")
-                settings = build_settings(gr, writer.max_new_tokens)
-            with gr.Column(scale=3, min_width=340), gr.Tabs():
-                for file, label in pictures:
-                    with gr.Tab(label):
-                        gr.Image(file, show_label=False, interactive=False, buttons=["fullscreen"])
-        shown = {"outputs": [output, status], "show_progress": "hidden"}
-        gr.on([start.click, prompt.submit], begin, queue=False, api_visibility="private", **shown).then(
-            write,
-            [prompt, *settings],
-            concurrency_limit=concurrency,
-            trigger_mode="multiple",  # a second text of a page is not ignored: it ends the first
-            **shown,
-        )
-        end.click(stop, queue=False, api_visibility="private")
-        page.unload(leave)
-    return page.queue(max_size=QUEUE)
+    return [begin, write, stop, leave]
 
 
 def check_address(host: str | None, port: int | None):
@@ -194,7 +197,7 @@ def serve(args: PageArguments):
         os.environ["GRADIO_TEMP_DIR"] = folder
         logger.info("drawing the kernels of %d layers", writer.model.config.num_hidden_layers)
         pictures = draw_kernels(writer.model, Path(folder))
-        page = build_page(Path(args.model_name_or_path).name, writer, sessions, pictures, args.concurrency_limit)
+        page = build_page(Path(args.model_name_or_path).resolve().name, sessions, pictures, args.concurrency_limit)
         _, url, _ = page.launch(
             server_name=args.host, server_port=args.port, theme=gr.themes.Default(**FONTS), footer_links=[],
             prevent_thread_lock=True, quiet=True, ssr_mode=False, max_file_size=0, enable_monitoring=False,

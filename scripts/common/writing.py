@@ -108,7 +108,7 @@ class Watch(StoppingCriteria):
         self.stop, self.new_tokens = stop, 0
         self.start = self.first = self.latest = time.perf_counter()
 
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs) -> torch.BoolTensor:
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.BoolTensor:
         self.latest = time.perf_counter()
         if not self.new_tokens:
             self.first = self.latest

@@ -18,6 +18,8 @@ from helpers import processes
 from helpers.hub_client import environment
 from helpers.hub_server import HubServer
 from helpers.scripts import free_port, program, save_model
+from tnn_scripts.common.page import PageArguments, build_page, load_writer
+from tnn_scripts.common.sessions import Sessions
 
 pytest.importorskip("gradio", reason="the page needs Gradio: make test-browser")
 sync_api = pytest.importorskip("playwright.sync_api", reason="the browser needs Playwright: make test-browser")
@@ -235,6 +237,27 @@ def test_users_who_leave_make_room(user, server):
     deadline = time.monotonic() + 30
     while busy(server[1]) > 0.3:
         assert time.monotonic() < deadline
+
+
+def test_a_page_that_is_closed_is_forgotten(folder, browser):
+    """One that writes and one that waits."""
+    sessions = Sessions(load_writer(PageArguments(str(folder), max_new_tokens=100_000, device="cpu")))
+    page = build_page("tiny", sessions, [], 1)
+    _, address, _ = page.launch(server_port=free_port(), prevent_thread_lock=True, quiet=True, ssr_mode=False)
+    try:
+        tabs = [Tab(browser, address), Tab(browser, address)]
+        for tab in tabs:
+            tab.write("The quick brown", max_new_tokens=100_000)
+        tabs[0].expect("wrote [0-9]{2,} tokens")
+        tabs[1].expect("Waiting for the model")
+        for left, tab in ((1, tabs[1]), (0, tabs[0])):
+            tab.close()
+            deadline = time.monotonic() + 60
+            while len(sessions.stops) > left:
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+    finally:
+        page.close(verbose=False)
 
 
 def test_nothing_else_is_served(server, folder):
