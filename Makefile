@@ -11,7 +11,7 @@ AUDIT_ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q $(CONSTRAINTS:%=-c %) $(PIP_ARGS)
 
-.PHONY: demo test test-exhaustive test-slow test-hf test-oldest test-newest lint format docs notebooks dist audit clean
+.PHONY: demo test test-browser test-exhaustive test-slow test-hf test-oldest test-newest lint format docs notebooks dist audit clean
 
 # Again and again into its own folder, but over no model in another one.
 demo: $(VENV)/.demo
@@ -28,6 +28,10 @@ test-slow: $(VENV)/.dev
 test-exhaustive: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m exhaustive $(TEST_ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --hypothesis-profile thorough tests/properties/test_properties.py tests/properties/test_stability.py tests/properties/test_fuzz.py
+
+# The page in Chromium, which the system must have: `apt-get install chromium`.
+test-browser: $(VENV)/.dev $(VENV)/.browser
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/scripts/test_page_in_browser.py $(TEST_ARGS)
 
 # The tests that transformers runs over its own models; the first run fetches them.
 test-hf: $(VENV)/.dev

@@ -3,12 +3,13 @@
 Example:
     python scripts/demo.py --max_steps 300 --prompt "In the beginning"
     python scripts/demo.py --dataset_name my_book.txt --tno_type rtf
+    python scripts/demo.py --serve
 """
 
 import logging
 import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from tnn_scripts.common.errors import report_errors
@@ -26,8 +27,9 @@ from transformers import (
 
 import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
 from tnn_scripts.common.arguments import load_config, parse_arguments
-from tnn_scripts.common.atomic import check_overwriting, claim, new_files, write_json
+from tnn_scripts.common.atomic import check_overwriting, claim, holds_model, new_files, write_json
 from tnn_scripts.common.commands import next_steps
+from tnn_scripts.common.page import PageArguments, import_gradio, serve
 from tnn_scripts.data.text import load_corpus, pack, train_tokenizer
 
 logger = logging.getLogger("demo")
@@ -50,6 +52,7 @@ class DemoArguments:
     prompt: str = "And God said unto"
     max_new_tokens: int = 60
     seed: int = 0
+    serve: bool = field(default=False, metadata={"help": "Then serve a page with the model, as tnn serve does."})
 
 
 def build_config(args: DemoArguments) -> PreTrainedConfig:
@@ -149,14 +152,33 @@ def run(args: DemoArguments, config: PreTrainedConfig):
     logger.info("%s", next_steps(args.output_dir, "causal"))
 
 
+def check_serving(args: DemoArguments):
+    """Refuse, before the training, what could not be served, and what can be served without.
+
+    Raises:
+        ImportError: there is nothing to serve a page with.
+        ValueError: the folder has a model already.
+    """
+    import_gradio()
+    if holds_model(Path(args.output_dir)) and not args.overwrite_output_dir:
+        raise ValueError(
+            f"output_dir={args.output_dir} holds a model: `tnn serve --model_name_or_path {args.output_dir}` serves "
+            "it. Give --overwrite_output_dir to train another one in its place."
+        )
+
+
 @report_errors
 def main():
     (args,) = parse_arguments([DemoArguments], __doc__)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     config = build_config(args)
+    if args.serve:
+        check_serving(args)
     with claim(Path(args.output_dir)):
         check_overwriting(Path(args.output_dir), args.overwrite_output_dir)
         run(args, config)
+    if args.serve:
+        serve(PageArguments(args.output_dir))
 
 
 if __name__ == "__main__":

@@ -13,36 +13,26 @@ Example:
 
 import argparse
 import base64
-import dataclasses
 import html
 import sys
 from pathlib import Path
 
 from tnn_scripts.common.errors import report_errors
 
-import numpy as np
-import torch
 from matplotlib.figure import Figure
 from transformers import AutoConfig, AutoModel, AutoModelForImageClassification
 from transformers.utils import logging
 
 from modeling_tnn import TnnForImageClassification
-from modeling_tnn.tno_2d import TwoAxisOperator
 from tnn_scripts.common.atomic import claim, saving_errors, write_json, write_text
 from tnn_scripts.common.parser import ProgramParser
 from tnn_scripts.plotting import figures as kernel_figures
-from tnn_scripts.plotting.statistics import Kernel, Whole, summary
+from tnn_scripts.plotting.reading import LONGEST, read_model
 
 STYLE = """body { font-family: sans-serif; max-width: 1400px; margin: 2em auto; padding: 0 1em; color: #222; }
 img { max-width: 100%; } table { border-collapse: collapse; margin: 1em 0; }
 td, th { padding: 0.3em 0.8em; border-bottom: 1px solid #ccc; text-align: right; }
 td:first-child { text-align: left; }"""
-# Number of positions of an unbounded kernel that are read first, and at most.
-FIRST, LONGEST = 2**10, 2**15
-# A kernel has decayed if the outer half of its lags has at most this share; later lags have even less.
-NEGLIGIBLE = 1e-3
-# Filters with poles outside the unit circle overflow. This limit keeps their sums finite.
-LARGEST = 1e100
 COLUMNS = {
     "channels": "channels",
     "horizon_median": "horizon, median",
@@ -66,61 +56,6 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         if (value := getattr(args, name)) is not None and value < 2:
             parser.error(f"--{name} must be at least 2, got {value}")
     return args
-
-
-@torch.no_grad()
-def read_kernel(operator, length: int, label: str) -> Kernel:
-    """The coefficients of an operator for sequences of `length` positions."""
-    taps = operator.coefficients(length).double().cpu().numpy()  # (D, M)
-    taps = np.nan_to_num(taps, nan=LARGEST, posinf=LARGEST, neginf=-LARGEST).clip(-LARGEST, LARGEST)
-    first = 0 if operator.causal else 1 - length
-    poles = operator.poles()
-    return Kernel(label, taps, np.arange(first, length), None if poles is None else poles.cpu().numpy())
-
-
-def read_whole(operator, label: str, side: int | None = None) -> Kernel:
-    """The kernel up to its end, or until it has decayed. `open` marks channels that are longer than `LONGEST`.
-
-    Args:
-        side: number of patches along a side of an image, which ends a kernel.
-    """
-    end = operator.effective_length() if side is None else side
-    length = FIRST if end is None else min(end, LONGEST)
-    while True:
-        kernel = read_kernel(operator, length, label)
-        if length == end:
-            return kernel
-        kernel.open = kernel.outer_shares() > NEGLIGIBLE
-        if length == LONGEST or not kernel.open.any():
-            return kernel
-        length = min(4 * length, LONGEST)
-
-
-def read_layer(operator, length: int, index: int, side: int | None = None) -> list[tuple[Kernel, dict]]:
-    """The kernel of a layer, or the two along the rows and the columns of an image of `side` patches a row.
-
-    Each has its lags up to `length`, and the figures of all its lags.
-    """
-    parts = {"": operator}
-    if isinstance(operator, TwoAxisOperator):
-        parts = {" rows": operator.rows, " columns": operator.columns}
-    read = []
-    for name, part in parts.items():
-        whole = read_whole(part, f"layer {index}{name}", side)
-        drawn = read_kernel(part, length, whole.label)
-        read.append((dataclasses.replace(drawn, open=whole.open, whole=known_of(whole, drawn)), summary(whole)))
-    return read
-
-
-def known_of(whole: Kernel, drawn: Kernel) -> Whole:
-    """The figures of a whole kernel for its pictures. For open channels, shares and response cover the drawn lags."""
-    is_open = np.zeros(len(whole.taps), dtype=bool) if whole.open is None else whole.open
-    frequency, magnitude = whole.response()
-    return Whole(
-        weights=np.where(is_open, drawn.weights(), whole.weights()),
-        horizons=whole.horizons(),
-        response=(frequency, np.where(is_open[:, None], drawn.response()[1], magnitude)),
-    )
 
 
 def write_page(path: Path, title: str, note: str, rows: list[dict], pictures: dict[str, list[Path]]):
@@ -182,11 +117,8 @@ def run(args: argparse.Namespace):
     model = (
         (AutoModelForImageClassification if images else AutoModel).from_pretrained(args.model_name_or_path).base_model
     )
-    model = model.to(torch.promote_types(model.dtype, torch.float32))  # the resolution of the dtype limits the decay
     length = args.length or model.config.axis_length
-    side = model.config.axis_length if model.config.spatial_dims == 2 else None
-    layers = [read_layer(layer.gtu.tno, length, index, side) for index, layer in enumerate(model.layers)]
-    kernels, rows = (list(part) for part in zip(*(pair for layer in layers for pair in layer), strict=True))
+    kernels, rows = read_model(model, length)
     title = f"What the layers of {Path(args.model_name_or_path).name} attend to"
     size = min(args.matrix_size, length)
     pictures = {

@@ -7,6 +7,7 @@ Example:
     python scripts/push_to_hub.py outputs/demo --repo_id user/tnn-demo --private
     python scripts/push_to_hub.py outputs/wikitext --repo_id user/tnn-wikitext --evaluation outputs/lengths.json \\
         --kernels outputs/kernels --card_dir model_cards/tnn-wikitext
+    python scripts/push_to_hub.py outputs/demo --repo_id user/tnn-demo --space
 """
 
 import sys
@@ -18,8 +19,8 @@ from tnn_scripts.common.publishing import build_parser, run
 
 @report_errors
 def main():
-    url = run(build_parser().parse_args())
-    sys.stdout.write(f"published at {url}\n")
+    for url in run(build_parser().parse_args()):
+        sys.stdout.write(f"published at {url}\n")
 
 
 if __name__ == "__main__":

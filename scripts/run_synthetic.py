@@ -2,8 +2,8 @@
 
 The program trains one model for every state size and seed, with transformers' Trainer. Copying trains a language model
 of gated Toeplitz units and measures the accuracy on the tokens to copy. Delay trains a linear model of one operator
-and measures the root mean square error relative to the signal. The recipes copying.yaml and delay.yaml have the lengths
-and settings of the paper; small-*.yaml run in minutes on a CPU.
+and measures the root mean square error relative to the signal. The recipes copying.yaml and delay.yaml have the
+lengths and settings of the paper; small-*.yaml run in minutes on a CPU.
 
 Example:
     python scripts/run_synthetic.py --recipe synthetic/small-copying --output_dir outputs/a

@@ -12,6 +12,7 @@ COMMANDS = {
     "evaluate": ("evaluate_lm", "measure perplexity by the length of the context"),
     "generate": ("generate", "continue prompts"),
     "chat": ("chat", "chat with a model in the terminal"),
+    "serve": ("serve", "serve a web page that continues texts and shows the kernels of a model"),
     "plot-kernels": ("plot_kernels", "draw the kernels of a model"),
     "to-recurrent": ("to_recurrent", "convert a causal model to a recurrence of low order"),
     "convert": ("convert_original", "convert a checkpoint of the released implementations"),
@@ -29,7 +30,10 @@ NEXT_STEPS = (
     "push {folder} --repo_id USER/NAME",
 )
 FIRST_STEP = {
-    "causal": ('generate --model_name_or_path {folder} --prompt "In the beginning" --do_sample true',),
+    "causal": (
+        'generate --model_name_or_path {folder} --prompt "In the beginning" --do_sample true',
+        "serve --model_name_or_path {folder}",
+    ),
     "masked": ("finetune-glue --model_name_or_path {folder} --task_name sst2 --do_train --output_dir outputs/sst2",),
     "classifier": (),
 }

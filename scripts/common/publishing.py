@@ -14,12 +14,12 @@ from pathlib import Path
 
 from tnn_scripts.common.errors import UserError
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, create_repo, upload_folder
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, RepoUrl, create_repo, upload_folder
 from huggingface_hub.errors import HTTPError
 from transformers import AutoTokenizer
 from transformers.utils import IMAGE_PROCESSOR_NAME
 
-from tnn_scripts.common import model_card
+from tnn_scripts.common import model_card, space
 from tnn_scripts.common.parser import ProgramParser
 
 logger = logging.getLogger("push_to_hub")
@@ -40,6 +40,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--private", action="store_true", help="Make a new repository private.")
     parser.add_argument("--max_shard_size", default="5GB", help="Largest size of a file of weights.")
     parser.add_argument("--card_dir", type=Path, help="Folder for a copy of the card and its inputs.")
+    parser.add_argument("--space", action="store_true", help="Publish a Space with a page of the model, too.")
+    parser.add_argument("--package", help="What pip installs in the Space; this release of modeling-tnn unless given.")
     return parser
 
 
@@ -65,35 +67,46 @@ def stage(args: argparse.Namespace, target: Path):
         shutil.copyfile(args.folder / IMAGE_PROCESSOR_NAME, target / IMAGE_PROCESSOR_NAME)
 
 
-def publish(folder: Path, repo_id: str, private: bool) -> str:
+def publish(folder: Path, repo_id: str, private: bool, repo_type: str = "model") -> RepoUrl:
     """Replace the files of the repository by those of `folder` in one commit; the address of the repository."""
     api = HfApi()
     files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
-    url = api.create_repo(repo_id, private=private, exist_ok=True)
-    stale = set(api.list_repo_files(url.repo_id)) - files.keys() - KEPT
+    sdk = "gradio" if repo_type == "space" else None
+    url = api.create_repo(repo_id, private=private, exist_ok=True, repo_type=repo_type, space_sdk=sdk)
+    stale = set(api.list_repo_files(url.repo_id, repo_type=repo_type)) - files.keys() - KEPT
     operations = [CommitOperationAdd(name, path) for name, path in sorted(files.items())]
     operations += [CommitOperationDelete(name) for name in sorted(stale)]
     # Not upload_folder: that makes several commits of a large folder.
-    api.create_commit(url.repo_id, operations, commit_message="Upload model")
-    return str(url)
+    api.create_commit(url.repo_id, operations, commit_message=f"Upload {repo_type}", repo_type=repo_type)
+    return url
 
 
-def run(args: argparse.Namespace) -> str:
-    """Stage and publish a model; the address of the repository.
+def run(args: argparse.Namespace) -> list[RepoUrl]:
+    """Stage and publish a model; the addresses of the repository and, with `--space`, of its Space.
 
     Raises:
-        ValueError: the folder holds no complete model, or a file of results cannot be read.
+        ValueError: the folder holds no complete model, or no causal one for a Space, or a file of results cannot be
+            read.
         PublishingError: the upload failed.
     """
+    command = f"python scripts/push_to_hub.py {args.folder} --repo_id {args.repo_id}"
+    if args.space:
+        space.check_model(args.folder)
     with tempfile.TemporaryDirectory() as folder:
         stage(args, Path(folder))
-        with publishing_errors(args.folder, f"python scripts/push_to_hub.py {args.folder} --repo_id {args.repo_id}"):
-            return publish(Path(folder), args.repo_id, args.private)
+        with publishing_errors(args.folder, command):
+            model = publish(Path(folder), args.repo_id, args.private)
+    if not args.space:
+        return [model]
+    with tempfile.TemporaryDirectory() as folder:
+        space.write_space(Path(folder), model.repo_id, args.license, args.package or space.PACKAGE)
+        with publishing_errors(args.folder, f"{command} --space", lost="The Space was not published"):
+            return [model, publish(Path(folder), model.repo_id, args.private, "space")]
 
 
 @contextmanager
-def publishing_errors(folder: str | Path, command: str) -> Iterator[None]:
-    """Turn all errors of an upload to the Hub into one.
+def publishing_errors(folder: str | Path, command: str, lost: str = "Nothing was published") -> Iterator[None]:
+    """Turn all errors of an upload to the Hub into one that says what is `lost`.
 
     Raises:
         PublishingError: the block raised such an error.
@@ -103,7 +116,7 @@ def publishing_errors(folder: str | Path, command: str) -> Iterator[None]:
     # HTTPError is that of the library that the client uses.
     except (HTTPError, OSError, RuntimeError) as error:
         raise PublishingError(
-            f"Nothing was published: {type(error).__name__}: {error}. The model in {folder} is unchanged. To publish "
+            f"{lost}: {type(error).__name__}: {error}. The model in {folder} is unchanged. To publish "
             f"it later:\n  {command}"
         ) from error
 

@@ -4,6 +4,8 @@ A lag i - j above 0 looks back, one below 0 ahead. Bands go from the 10th to the
 percentile of the channels.
 """
 
+import textwrap
+
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
@@ -54,11 +56,15 @@ def _horizon_ranges(axes: Axes, kernels: list[Kernel]):
     axes.grid(axis="x", alpha=0.3)
 
 
-def layer(kernel: Kernel, matrix_size: int) -> Figure:
-    """A figure of one layer in eight panels (seven if it has no poles)."""
-    corner = "channels" if kernel.poles is None else "poles"
-    panels = [["matrix", "octaves", "channels", corner], ["linear", "log", "response", "horizons"]]
-    figure = Figure(figsize=(17, 7.6), layout="constrained")
+def layer(kernel: Kernel, matrix_size: int, tall: bool = False) -> Figure:
+    """A figure of one layer in eight panels (seven without poles): in two rows, or in two columns if `tall`."""
+    if tall:
+        corner = "horizons" if kernel.poles is None else "poles"
+        panels = [["matrix", "octaves"], ["channels", "log"], ["linear", "response"], [corner, "horizons"]]
+    else:
+        corner = "channels" if kernel.poles is None else "poles"
+        panels = [["matrix", "octaves", "channels", corner], ["linear", "log", "response", "horizons"]]
+    figure = Figure(figsize=(4.25 * len(panels[0]), 3.8 * len(panels)), layout="constrained")
     axes = figure.subplot_mosaic(panels)
     _mean_matrix(axes["matrix"], kernel, matrix_size)
     _octave_bars(axes["octaves"], kernel)
@@ -70,11 +76,11 @@ def layer(kernel: Kernel, matrix_size: int) -> Figure:
     if kernel.poles is not None:
         _poles(axes["poles"], kernel)
     low, median, high = (kernel.horizon_text(percent) for percent in (10, 50, 90))
-    figure.suptitle(
+    title = (
         f"{kernel.label}: half of the channels have 90% of their weight within {median} positions "
-        f"(10th\N{EN DASH}90th percentile: {low}\N{EN DASH}{high})",
-        fontsize=13,
+        f"(10th\N{EN DASH}90th percentile: {low}\N{EN DASH}{high})"
     )
+    figure.suptitle(textwrap.fill(title, 36 * len(panels[0])), fontsize=13)
     return figure
 
 

@@ -5,9 +5,10 @@
         hub.files("user/model")
 
 Repositories have commits on the branch `main`; large files go to a store of their own (LFS) before a commit names
-them, small ones are in the commit. A private repository does not exist for who has no token. Tests break things
-through `tamper` (what is served instead of a large file, by `USER/NAME/FILE`), `cut` (after how many bytes of a large
-file the connection ends) and `on_upload` (called before a large file is received). `HangUp` ends a connection.
+them, small ones are in the commit. A private repository does not exist for who has no token. The Space USER/NAME is
+the repository `spaces/USER/NAME`. Tests break things through `tamper` (what is served instead of a large file, by
+`USER/NAME/FILE`), `cut` (after how many bytes of a large file the connection ends) and `on_upload` (called before a
+large file is received). `HangUp` ends a connection.
 """
 
 import base64
@@ -24,7 +25,7 @@ from urllib.parse import unquote, urlsplit
 import yaml
 
 TOKEN, USER = "hf_loopback", "user"
-REPO = r"(?P<repo>[\w.-]+/[\w.-]+)"
+REPO = r"(?P<repo>(?:spaces/)?[\w.-]+/[\w.-]+)"
 REVISION = r"(?P<revision>[^/]+)"
 LARGE = (".safetensors", ".bin", ".png")
 
@@ -127,7 +128,7 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_request(self):
-        path = unquote(urlsplit(self.path).path)
+        path = unquote(urlsplit(self.path).path).replace("/api/spaces/", "/api/models/spaces/")
         try:
             for method, pattern, action in ROUTES:
                 if method == self.command and (match := re.fullmatch(pattern, path)):
@@ -206,6 +207,10 @@ def create_repo(request: Handler):
         raise Refused(401, "Invalid username or password.")
     wanted = request.json_body()
     repo_id = f"{wanted.get('organization') or USER}/{wanted['name']}"
+    if wanted.get("type") == "space":
+        if wanted.get("sdk") != "gradio":
+            raise Refused(400, "a Space needs an SDK")
+        repo_id = f"spaces/{repo_id}"
     status = 409 if repo_id in request.hub.repos else 200
     if status == 200:
         private = wanted.get("visibility") == "private" or bool(wanted.get("private"))

@@ -1,21 +1,27 @@
 """Publishing and loading through the Hub's own client, against a Hub on loopback."""
 
 import json
+import re
+import shutil
 import sys
 import threading
+import tomllib
 from pathlib import Path
 
 import pytest
 import torch
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, SpaceCard
+from packaging.requirements import Requirement
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import modeling_tnn
 from helpers import processes
 from helpers.hub_client import client, environment
 from helpers.hub_server import TOKEN, HubServer
 from helpers.scripts import save_model
 from tnn_scripts import push_to_hub as program
 from tnn_scripts.common import publishing as push_to_hub
+from tnn_scripts.common import space
 
 ROOT = Path(__file__).parents[2]
 REPO = "user/tnn"
@@ -24,7 +30,8 @@ LENGTHS = [(32, None, 81.5), (32, 16, 70.0), (256, None, 79.25)]
 EVALUATION = {
     "settings": {"dataset_name": "user/novels", "split": "test", "file": None},
     "results": [
-        {"length": n, "stride": s, "perplexity": p, "tokens": 4096, "model": "/home/me"} for n, s, p in LENGTHS
+        {"length": n, "stride": s, "perplexity": p, "bits_per_byte": 2.125, "tokens": 4096, "model": "/home/me"}
+        for n, s, p in LENGTHS
     ],
 }
 
@@ -102,17 +109,69 @@ def test_interrupted_publication_and_another_attempt(hub, model_folder, tmp_path
     assert loaded["text"] == continuation(model_folder)
 
 
-def test_card_of_a_publication(hub, model_folder):
+def test_card_of_a_publication(hub, model_folder, tmp_path):
     """Metadata and text say what the JSON files say."""
-    card = ModelCard(hub.files(REPO)["README.md"].decode())
+    repo = "user/carded"
+    options = ["--repo_id", repo, "--evaluation", model_folder / "evaluation.json"]
+    processes.run(**push(hub, model_folder, tmp_path, *options), check=True)
+    card = ModelCard(hub.files(repo)["README.md"].decode())
     assert card.data.library_name == "transformers" and card.data.pipeline_tag == "text-generation"
-    assert card.data.datasets == ["user/novels"] and card.data.model_name == "tnn"
+    assert card.data.datasets == ["user/novels"] and card.data.model_name == "carded"
     (result,) = card.data.eval_results
     assert (result.metric_type, result.metric_value, result.dataset_name) == ("perplexity", 12.375, "user/novels")
-    for expected in ("| perplexity | 12.38 |", "| 256 | 79.25 | 4,096 |", "| learning_rate | 0.003 |", f'"{REPO}"'):
+    for expected in (
+        "| perplexity | 12.38 |",
+        "| 256 | 79.25 | 2.125 | 4,096 |",
+        "| learning_rate | 0.003 |",
+        f'"{repo}"',
+    ):
         assert expected in card.text
     parameters = AutoModelForCausalLM.from_pretrained(model_folder).num_parameters()
     assert f"{parameters:,} parameters" in card.text
+
+
+def test_space(hub, model_folder, tmp_path, monkeypatch):
+    """A page of the model that was published, by files that say what it runs with."""
+    options = ["--repo_id", "user/paged", "--space", "--package", "modeling-tnn[scripts,space] @ file:///wheel"]
+    pushed = processes.run(**push(hub, model_folder, tmp_path, *options), check=True)
+    assert pushed.stdout.splitlines() == [f"published at {hub.url}/{at}user/paged" for at in ("", "spaces/")]
+    assert "model.safetensors" in hub.files("user/paged")
+    files = {name: content.decode() for name, content in hub.files("spaces/user/paged").items()}
+    assert files.keys() == {"app.py", "requirements.txt", "README.md"}
+    card = SpaceCard(files["README.md"]).data
+    assert (card.sdk, card.app_file, card.models, card.title) == ("gradio", "app.py", ["user/paged"], "paged")
+    assert card.python_version == "3.11" and card.license == "apache-2.0"
+    requirements = [line for line in files["requirements.txt"].splitlines() if line[0] not in "#-"]
+    assert requirements[0] == "modeling-tnn[scripts,space] @ file:///wheel"
+    assert [line.partition("==")[0] for line in requirements[1:]] == ["torch", "transformers"]
+    assert all(re.fullmatch(r"[\w-]+==[0-9.]+", line) for line in requirements[1:])
+
+    served = []
+    monkeypatch.setattr("tnn_scripts.common.page.serve", served.append)
+    exec(compile(files["app.py"], "app.py", "exec"), {})
+    assert [(args.model_name_or_path, args.host, args.port) for args in served] == [("user/paged", None, None)]
+
+
+def test_what_a_space_installs():
+    """This release with what the page imports, and the Gradio that pyproject.toml allows and CI pins."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    name, extras = re.match(r"([\w-]+)\[([\w,]+)\]==", space.PACKAGE).groups()
+    assert space.PACKAGE.endswith(f"=={modeling_tnn.__version__}") and name == project["name"]
+    assert set(extras.split(",")) <= project["optional-dependencies"].keys()
+    (gradio,) = map(Requirement, project["optional-dependencies"]["space"])
+    assert gradio.name == "gradio" and space.GRADIO in gradio.specifier
+    assert f"gradio=={space.GRADIO}" in (ROOT / ".ci" / "constraints.txt").read_text().splitlines()
+
+
+def test_a_space_without_a_page(model_folder, tmp_path):
+    """Nothing is published of a model that cannot write."""
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder, folder)
+    config = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(config.replace("TnnForCausalLM", "TnnModel"))
+    args = push_to_hub.build_parser().parse_args([str(folder), "--repo_id", REPO, "--space"])
+    with pytest.raises(ValueError, match="holds a TnnModel: only a TnnForCausalLM has a page"):
+        push_to_hub.run(args)
 
 
 BY_METHODS = """

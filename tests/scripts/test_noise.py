@@ -16,7 +16,7 @@ OURS = (
     r"validation perplexity: .*",
     r"saved in .*",
     r"the best model is in .*",
-    r"next:|.*tnn (generate|plot-kernels|push|finetune-glue) .*",
+    r"next:|.*tnn (generate|serve|plot-kernels|push|finetune-glue) .*",
     r"The.*|",  # the prompt with one token more
     r"step \d+: validation loss .*",
     r"perplexity \(bits per byte\)",

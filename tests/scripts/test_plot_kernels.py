@@ -14,8 +14,9 @@ from helpers.models import exhaustive, seeded, tiny_config
 from helpers.scripts import program, run_script
 from modeling_tnn import TnnForCausalLM, TnnForImageClassification, TnnForMaskedLM
 from modeling_tnn.tno_auto import build_tno
-from tnn_scripts.plot_kernels import parse_arguments, read_kernel, read_layer
+from tnn_scripts.plot_kernels import parse_arguments
 from tnn_scripts.plotting import figures as kernel_figures
+from tnn_scripts.plotting.reading import read_kernel, read_layer
 from tnn_scripts.plotting.statistics import Kernel, octave_shares, octaves, summary
 
 ROOT = Path(__file__).parents[2]

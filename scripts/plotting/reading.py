@@ -1,0 +1,88 @@
+"""The kernels of a model, read from its operators."""
+
+import copy
+import dataclasses
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from modeling_tnn.tno_2d import TwoAxisOperator
+from tnn_scripts.plotting.statistics import Kernel, Whole, summary
+
+# Number of positions of an unbounded kernel that are read first, and at most.
+FIRST, LONGEST = 2**10, 2**15
+# A kernel has decayed if the outer half of its lags has at most this share; later lags have even less.
+NEGLIGIBLE = 1e-3
+# Filters with poles outside the unit circle overflow. This limit keeps their sums finite.
+LARGEST = 1e100
+
+
+@torch.no_grad()
+def read_kernel(operator, length: int, label: str) -> Kernel:
+    """The coefficients of an operator for sequences of `length` positions."""
+    taps = operator.coefficients(length).double().cpu().numpy()  # (D, M)
+    taps = np.nan_to_num(taps, nan=LARGEST, posinf=LARGEST, neginf=-LARGEST).clip(-LARGEST, LARGEST)
+    first = 0 if operator.causal else 1 - length
+    poles = operator.poles()
+    return Kernel(label, taps, np.arange(first, length), None if poles is None else poles.cpu().numpy())
+
+
+def read_whole(operator, label: str, side: int | None = None) -> Kernel:
+    """The kernel up to its end, or until it has decayed. `open` marks channels that are longer than `LONGEST`.
+
+    Args:
+        side: number of patches along a side of an image, which ends a kernel.
+    """
+    end = operator.effective_length() if side is None else side
+    length = FIRST if end is None else min(end, LONGEST)
+    while True:
+        kernel = read_kernel(operator, length, label)
+        if length == end:
+            return kernel
+        kernel.open = kernel.outer_shares() > NEGLIGIBLE
+        if length == LONGEST or not kernel.open.any():
+            return kernel
+        length = min(4 * length, LONGEST)
+
+
+def read_layer(operator, length: int, index: int, side: int | None = None) -> list[tuple[Kernel, dict]]:
+    """The kernel of a layer, or the two along the rows and the columns of an image of `side` patches a row.
+
+    Each has its lags up to `length`, and the figures of all its lags.
+    """
+    parts = {"": operator}
+    if isinstance(operator, TwoAxisOperator):
+        parts = {" rows": operator.rows, " columns": operator.columns}
+    read = []
+    for name, part in parts.items():
+        whole = read_whole(part, f"layer {index}{name}", side)
+        drawn = read_kernel(part, length, whole.label)
+        read.append((dataclasses.replace(drawn, open=whole.open, whole=known_of(whole, drawn)), summary(whole)))
+    return read
+
+
+def known_of(whole: Kernel, drawn: Kernel) -> Whole:
+    """The figures of a whole kernel for its pictures. For open channels, shares and response cover the drawn lags."""
+    is_open = np.zeros(len(whole.taps), dtype=bool) if whole.open is None else whole.open
+    frequency, magnitude = whole.response()
+    return Whole(
+        weights=np.where(is_open, drawn.weights(), whole.weights()),
+        horizons=whole.horizons(),
+        response=(frequency, np.where(is_open[:, None], drawn.response()[1], magnitude)),
+    )
+
+
+def read_model(model: PreTrainedModel, length: int) -> tuple[list[Kernel], list[dict]]:
+    """The kernels of all layers of a model without its head, drawn at `length` positions, and the figures of each.
+
+    They are computed in float32 or float64, because the resolution of the dtype limits the decay.
+    """
+    dtype = torch.promote_types(model.dtype, torch.float32)
+    side = model.config.axis_length if model.config.spatial_dims == 2 else None
+    operators = [layer.gtu.tno for layer in model.layers]
+    if dtype != model.dtype:
+        operators = [copy.deepcopy(operator).to(dtype) for operator in operators]
+    layers = [read_layer(operator, length, index, side) for index, operator in enumerate(operators)]
+    kernels, rows = (list(part) for part in zip(*(pair for layer in layers for pair in layer), strict=True))
+    return kernels, rows

@@ -1,0 +1,27 @@
+"""Serve a page on which a causal model continues texts, beside the kernels of its layers.
+
+The page needs Gradio: `pip install "modeling-tnn[space]"`. Tokens stream to it, with their number per second, until
+the text ends or its user presses Stop. Several users can write at the same time. No text changes another.
+
+Example:
+    python scripts/serve.py --model_name_or_path outputs/demo
+    python scripts/serve.py --model_name_or_path outputs/demo --host 0.0.0.0 --port 8000 --concurrency_limit 4
+"""
+
+import logging
+
+from tnn_scripts.common.errors import report_errors
+
+from tnn_scripts.common.page import PageArguments, serve
+from tnn_scripts.common.parser import ProgramParser
+
+
+@report_errors
+def main():
+    args = PageArguments(**vars(ProgramParser([PageArguments], __doc__).parse_args()))
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    serve(args)
+
+
+if __name__ == "__main__":
+    main()

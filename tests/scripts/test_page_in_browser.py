@@ -1,0 +1,284 @@
+"""The page in Chromium, as its users see it; `make test-browser` installs what that needs."""
+
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import psutil
+import pytest
+
+from helpers import processes
+from helpers.hub_client import environment
+from helpers.hub_server import HubServer
+from helpers.scripts import free_port, program, save_model
+from tnn_scripts.common.page import PageArguments, build_page, load_writer
+from tnn_scripts.common.sessions import Sessions
+
+pytest.importorskip("gradio", reason="the page needs Gradio: make test-browser")
+sync_api = pytest.importorskip("playwright.sync_api", reason="the browser needs Playwright: make test-browser")
+expect = sync_api.expect
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+if CHROMIUM is None:
+    pytest.skip("there is no Chromium on this machine", allow_module_level=True)
+SIZES = {"desktop": (1400, 900), "phone": (390, 844)}
+
+
+def status_of(address: str, data: bytes | None = None) -> int:
+    """Of the answer to a request; 0 if there is none."""
+    form = {"Content-Type": "multipart/form-data; boundary=x"} if data else {}
+    try:
+        with urlopen(Request(address, data, form)) as answer:  # of this machine
+            return answer.status
+    except HTTPError as error:
+        return error.code
+    except OSError:
+        return 0
+
+
+@contextmanager
+def serving(command: list, port: int, log: Path, **options) -> Iterator[tuple[str, psutil.Process]]:
+    """The address of a page and the process that serves it, once it does."""
+    address = f"http://127.0.0.1:{port}/"
+    with log.open("w") as file:
+        server = subprocess.Popen([str(part) for part in command], stdout=file, stderr=file, **options)
+    try:
+        deadline = time.monotonic() + 120
+        while status_of(address) != 200:
+            assert server.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+        yield address, psutil.Process(server.pid)
+    finally:
+        server.terminate()
+        server.wait(60)
+    assert "Traceback" not in log.read_text(), log.read_text()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model") / "tiny", tno_type="rpe", decay=0.9)
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    port = free_port()
+    options = ["--port", port, "--max_input_tokens", 500, "--max_new_tokens", 100_000, "--device", "cpu"]
+    command = program("serve", "--model_name_or_path", folder, *options)
+    with serving(command, port, folder / "log.txt") as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with sync_api.sync_playwright() as playwright:
+        running = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield running
+        running.close()
+
+
+class Tab:
+    """The page in a browser context of its own, which is a user."""
+
+    def __init__(self, browser, address: str, **options):
+        self.page = browser.new_context(**options).new_page()
+        self.requests, self.errors = [], []
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.on("console", lambda said: self.errors.append(said.text) if said.type == "error" else None)
+        self.page.goto(address)
+        self.prompt = self.page.get_by_label("Text", exact=True)
+        self.status = self.page.locator("#status")
+
+    def write(self, text: str, **settings):
+        for name, value in settings.items():
+            field = self.page.get_by_role("spinbutton", name=name)
+            field.fill(str(value))
+            field.blur()
+        self.prompt.fill(text)
+        self.press("Write")
+
+    def press(self, name: str):
+        self.page.get_by_role("button", name=name, exact=True).click()
+
+    def expect(self, line: str, seconds: float = 30):
+        expect(self.status).to_contain_text(re.compile(line), timeout=1000 * seconds)
+
+    def text(self) -> str:
+        return self.page.locator("#text textarea").input_value()
+
+    def close(self):
+        self.page.context.close()
+
+
+@pytest.fixture
+def user(browser, server):
+    """Opens tabs; all are closed at the end."""
+    tabs = []
+
+    def open_tab(**options) -> Tab:
+        tabs.append(Tab(browser, server[0], **options))
+        return tabs[-1]
+
+    yield open_tab
+    for tab in tabs:
+        tab.close()
+
+
+@pytest.mark.parametrize("width", SIZES)
+def test_a_text(user, server, width):
+    """It comes piece by piece; nothing is asked of another machine, and nothing stands beside the window."""
+    size = dict(zip(("width", "height"), SIZES[width], strict=True))
+    tab = user(viewport=size)
+    tab.write("The quick brown", max_new_tokens=300)
+    tab.expect(r"Read [0-9]+ tokens in .* s, wrote [0-9]+ tokens at [0-9,]+ tokens per second[.]\s*$")
+    first = tab.text()
+    tab.expect("wrote 300 tokens at [0-9,]+ tokens per second. Reached max_new_tokens.")
+    assert tab.text().startswith(first) and len(tab.text()) > len(first)
+    assert all(url.startswith((server[0], "data:", "blob:")) for url in tab.requests) and not tab.errors
+    assert tab.page.evaluate("document.documentElement.scrollWidth") <= size["width"]
+
+
+def busy(process: psutil.Process, seconds: float = 1.0) -> float:
+    """The share of a processor that a process uses."""
+    before = sum(process.cpu_times()[:2])
+    time.sleep(seconds)
+    return (sum(process.cpu_times()[:2]) - before) / seconds
+
+
+def test_stop(user, server):
+    """The server computes no more."""
+    tab = user()
+    tab.write("The quick brown", max_new_tokens=100_000)
+    tab.expect("wrote [0-9]{2,} tokens")
+    tab.press("Stop")
+    tab.expect("Stopped[.]", seconds=5)
+    assert busy(server[1]) < 0.3
+    tab.write("Another", max_new_tokens=5)
+    tab.expect("wrote 5 tokens")
+
+
+def test_a_second_text_takes_the_place_of_the_first(user):
+    tab = user()
+    tab.write("The quick brown", max_new_tokens=100_000)
+    tab.expect("wrote [0-9]{2,} tokens")
+    tab.write("Another", max_new_tokens=20)
+    tab.expect("wrote 20 tokens at .* Reached")
+
+
+def test_a_seed_gives_a_text(user):
+    tab, texts = user(), []
+    for seed in (1, 2, 1):
+        tab.write("The quick", max_new_tokens=40, seed=seed)
+        tab.expect("Waiting")
+        tab.expect("Reached")
+        texts.append(tab.text())
+    assert texts[0] == texts[2] != texts[1]
+
+
+def test_pictures(user):
+    """Of all layers and of each, drawn when its tab is opened."""
+    tab = user()
+    names = ["all layers", "layer 0", "layer 1"]
+    expect(tab.page.get_by_role("tab")).to_have_text(names)
+    for name in names:
+        tab.page.get_by_role("tab", name=name).click()
+        picture = tab.page.locator("img[src*='.png']:visible")
+        expect(picture).to_have_count(1)
+        assert picture.evaluate("async picture => (await picture.decode(), picture.naturalWidth)") > 500
+
+
+def test_a_long_text(user):
+    tab = user()
+    tab.write("The quick brown fox. " * 5_000, max_new_tokens=5)
+    tab.expect("Read the last 500 tokens .*: its beginning was left out")
+
+
+def test_no_text(user):
+    tab = user()
+    tab.write("")
+    tab.expect("The text is empty: write something")
+    assert tab.text() == ""
+
+
+def test_two_users(user):
+    """Each gets the text that it gets alone, also when the other one stops."""
+    first, second = user(), user()
+    first.write("The quick brown", max_new_tokens=200, seed=5)
+    first.expect("Reached")
+    alone = first.text()
+    second.write("Pack my box", max_new_tokens=100_000)
+    second.expect("wrote [0-9]{2,} tokens")
+    first.write("The quick brown", max_new_tokens=200, seed=5)
+    first.expect(r"wrote [0-9]{2,} tokens at [0-9,]+ tokens per second[.]\s*$")
+    second.press("Stop")
+    second.expect("Stopped")
+    first.expect("Reached")
+    assert first.text() == alone != second.text()
+
+
+def test_users_who_leave_make_room(user, server):
+    """Two texts are written at the same time; a third waits until a page is closed, which ends its text."""
+    others = [user(), user()]
+    for tab in others:
+        tab.write("The quick brown", max_new_tokens=100_000)
+        tab.expect("wrote [0-9]{2,} tokens")
+    third = user()
+    third.write("Pack my box", max_new_tokens=5)
+    third.expect("Waiting for the model")
+    assert busy(server[1]) > 0.3
+    for tab in others:
+        tab.close()
+    third.expect("wrote 5 tokens")
+    deadline = time.monotonic() + 30
+    while busy(server[1]) > 0.3:
+        assert time.monotonic() < deadline
+
+
+def test_a_page_that_is_closed_is_forgotten(folder, browser):
+    """One that writes and one that waits."""
+    sessions = Sessions(load_writer(PageArguments(str(folder), max_new_tokens=100_000, device="cpu")))
+    page = build_page("tiny", sessions, [], 1)
+    _, address, _ = page.launch(server_port=free_port(), prevent_thread_lock=True, quiet=True, ssr_mode=False)
+    try:
+        tabs = [Tab(browser, address), Tab(browser, address)]
+        for tab in tabs:
+            tab.write("The quick brown", max_new_tokens=100_000)
+        tabs[0].expect("wrote [0-9]{2,} tokens")
+        tabs[1].expect("Waiting for the model")
+        for left, tab in ((1, tabs[1]), (0, tabs[0])):
+            tab.close()
+            deadline = time.monotonic() + 60
+            while len(sessions.stops) > left:
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+    finally:
+        page.close(verbose=False)
+
+
+def test_nothing_else_is_served(server, folder):
+    """Neither files, nor a place for them, nor statistics of users."""
+    address = server[0]
+    file = b'--x\r\nContent-Disposition: form-data; name="files"; filename="a"\r\n\r\nb\r\n--x--\r\n'
+    assert status_of(f"{address}gradio_api/upload", file) == 413
+    assert status_of(f"{address}gradio_api/file={folder}/config.json") == 403
+    assert status_of(f"{address}monitoring") == 403
+
+
+def test_a_space(folder, browser, tmp_path):
+    """What `push_to_hub.py --space` publishes is a page of the model that is on the Hub."""
+    port = free_port()
+    with HubServer() as hub:
+        known = environment(hub, tmp_path) | {"GRADIO_SERVER_NAME": "127.0.0.1", "GRADIO_SERVER_PORT": str(port)}
+        processes.run(program("push_to_hub", folder, "--repo_id", "user/tiny", "--space"), check=True, env=known)
+        (tmp_path / "app.py").write_bytes(hub.files("spaces/user/tiny")["app.py"])
+        with serving([sys.executable, "app.py"], port, tmp_path / "log.txt", env=known, cwd=tmp_path) as (address, _):
+            tab = Tab(browser, address)
+            expect(tab.page.get_by_role("heading", name="tiny")).to_be_visible()
+            tab.write("The quick brown", max_new_tokens=5)
+            tab.expect("wrote 5 tokens")
+            tab.close()
