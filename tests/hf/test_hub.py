@@ -27,12 +27,10 @@ ROOT = Path(__file__).parents[2]
 REPO = "user/tnn"
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 LENGTHS = [(32, None, 81.5), (32, 16, 70.0), (256, None, 79.25)]
+SCORED = {"bits_per_byte": 2.125, "tokens": 4096, "model": "/home/me"}
 EVALUATION = {
     "settings": {"dataset_name": "user/novels", "split": "test", "file": None},
-    "results": [
-        {"length": n, "stride": s, "perplexity": p, "bits_per_byte": 2.125, "tokens": 4096, "model": "/home/me"}
-        for n, s, p in LENGTHS
-    ],
+    "results": [{"length": n, "stride": s, "perplexity": p} | SCORED for n, s, p in LENGTHS],
 }
 
 
