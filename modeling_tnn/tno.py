@@ -71,6 +71,7 @@ class ToeplitzOperator(nn.Module):
         """Initialise the operator's own parameters, without those of its submodules.
 
         Use `transformers.initialization`, which does not overwrite parameters that a checkpoint has filled.
+        transformers calls it only for an operator that has a parameter of its own.
         """
 
     def coefficients(self, length: int, device: torch.device | None = None) -> torch.Tensor:
