@@ -93,11 +93,12 @@ class GlueArguments(GroupArguments):
         for task in self.task_name or []:
             if task not in TASKS:
                 raise ValueError(f"--task_name must be all or one of {', '.join(TASKS)}, got {task}")
+        if self.dry_run and len(self.task_name or []) > 1:
+            raise ValueError(f"--dry_run must be given with one task, got {', '.join(self.task_name)}")
 
     def number_of_runs(self) -> int:
-        """How many models are trained."""
-        runs = len(self.sweep_learning_rates) * len(self.sweep_seeds) if self.sweep else 1
-        return runs * len(self.task_name or [None])
+        """How many models of a task are trained."""
+        return len(self.sweep_learning_rates) * len(self.sweep_seeds) if self.sweep else 1
 
     @property
     def sentence_keys(self) -> tuple[str, ...]:
@@ -357,7 +358,7 @@ def run_all(args: GlueArguments, training: TrainingArguments) -> list[dict]:
             folder = folder_of(Path(training.output_dir), one, len(data) > 1)
             check_run(folder, args.overwrite_output_dir, training.resume_from_checkpoint, args.model_name_or_path)
     output_dir, main_process, summaries = Path(training.output_dir), training.process_index == 0, []
-    push = training.push_to_hub and main_process
+    push = training.push_to_hub and main_process and not args.dry_run  # the repository would be created
     trained = dataclasses.replace(training, push_to_hub=False)  # Trainer itself would publish pickles and no code
     for one in data:
         task = Task(one, args)

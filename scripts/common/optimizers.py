@@ -64,14 +64,15 @@ def parse_group(text: str) -> tuple[str, dict[str, float]]:
     return pattern, settings
 
 
-def regroup(optimizer: torch.optim.Optimizer, model: torch.nn.Module, groups: dict[str, dict[str, float]]):
+def regroup(
+    optimizer: torch.optim.Optimizer, model: torch.nn.Module, groups: dict[str, dict[str, float]], decayed: set[str]
+):
     """Move the parameters that a pattern finds into groups with settings of their own.
-
-    What had no weight decay, such as a bias, gets none.
 
     Args:
         optimizer: new, of parameters of `model`.
         groups: see `GroupArguments.groups`.
+        decayed: names of the parameters that may have weight decay; others, such as biases, get none.
 
     Raises:
         ValueError: a pattern finds no parameter.
@@ -83,13 +84,13 @@ def regroup(optimizer: torch.optim.Optimizer, model: torch.nn.Module, groups: di
             if "pattern" in group:
                 continue
             chosen = [p for p in group["params"] if re.search(pattern, names[id(p)])]
-            if not chosen:
-                continue
-            found = True
             moved = {id(p) for p in chosen}
+            found = found or bool(moved)
             group["params"] = [p for p in group["params"] if id(p) not in moved]
-            kept = settings if group["weight_decay"] else {**settings, "weight_decay": 0.0}
-            optimizer.add_param_group({**group, **kept, "params": chosen, "pattern": pattern})
+            for decays, others in ((True, {}), (False, {"weight_decay": 0.0})):
+                part = [p for p in chosen if (names[id(p)] in decayed) is decays]
+                if part:
+                    optimizer.add_param_group({**group, **settings, **others, "params": part, "pattern": pattern})
         # A transformer beside the TNN has no operators.
         if not found and pattern != OPERATOR:
             raise ValueError(
@@ -114,7 +115,7 @@ def build_optimizer(model: PreTrainedModel, args, decayed: set[str]) -> torch.op
     ]
     optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(args, model)
     optimizer = optimizer_class(groups, **options)
-    regroup(optimizer, model, args.groups())
+    regroup(optimizer, model, args.groups(), decayed)
     return optimizer
 
 
@@ -128,5 +129,6 @@ class GroupingTrainer(Trainer):
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
         if self.optimizer is None:
-            regroup(super().create_optimizer(model), self.model if model is None else model, self.groups)
+            optimizer, own = super().create_optimizer(model), self.model if model is None else model
+            regroup(optimizer, own, self.groups, set(self.get_decay_parameter_names(own)))
         return self.optimizer

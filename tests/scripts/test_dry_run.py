@@ -7,6 +7,7 @@ import pytest
 from helpers.glue import glue_options
 from helpers.scripts import run_script
 from helpers.small_runs import ablation_options, image_options, listops_options, synthetic_options
+from tnn_scripts import finetune_glue
 
 ESTIMATE = r"about \d+ seconds on 1 x cpu: \d+\.\d\d s a step, [\d,]+ {unit}/s\nabout \d+\.\d GiB of memory\n"
 
@@ -28,10 +29,20 @@ def test_dry_run(script, options, unit, size, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_dry_run_of_a_sweep(encoder, glue, tmp_path, capsys):
+def test_dry_run_of_a_sweep(encoder, glue, tmp_path, capsys, monkeypatch):
+    """It opens no repository either."""
+    monkeypatch.setattr(finetune_glue, "repository_of", None)
     given = ["--task_name", "sst2", "--dataset_path", glue, "--sweep", "--sweep_seeds", 0, 1, "--dry_run"]
+    given += ["--push_to_hub"]
     with pytest.raises(SystemExit) as ended:
         run_script("finetune_glue", *glue_options(encoder, tmp_path / "out", *given))
     output = capsys.readouterr().out
     assert ended.value.code == 0 and "8 runs, each:" in output and "40 steps of" in output  # 160 texts, 16, 4 epochs
     assert not (tmp_path / "out").exists()
+
+
+def test_dry_run_of_several_tasks(encoder, tmp_path, capsys):
+    """Their sizes differ, so one estimate would be wrong."""
+    with pytest.raises(SystemExit):
+        run_script("finetune_glue", *glue_options(encoder, tmp_path, "--task_name", "sst2", "stsb", "--dry_run"))
+    assert "--dry_run must be given with one task, got sst2, stsb" in capsys.readouterr().err

@@ -26,13 +26,13 @@ def settings(optimizer: torch.optim.Optimizer, model: TnnForCausalLM) -> dict[st
     return dict(found)
 
 
-def by_pretrain(model, tmp_path, **options):
-    args = PretrainArguments(learning_rate=0.1, weight_decay=0.2, **options)
+def by_pretrain(model, tmp_path, weight_decay=0.2, **options):
+    args = PretrainArguments(learning_rate=0.1, weight_decay=weight_decay, **options)
     return build_optimizer(model, args, decayed_parameters(model))
 
 
-def by_trainer(model, tmp_path, **options):
-    args = TrainingArguments(output_dir=str(tmp_path), learning_rate=0.1, weight_decay=0.2)
+def by_trainer(model, tmp_path, weight_decay=0.2, **options):
+    args = TrainingArguments(output_dir=str(tmp_path), learning_rate=0.1, weight_decay=weight_decay)
     return GroupingTrainer(model, args, groups=GroupArguments(**options).groups()).create_optimizer()
 
 
@@ -53,6 +53,8 @@ def test_settings(build, model, tmp_path):
             assert value == plain[name]
     kept = settings(build(model, tmp_path, operator_weight_decay=0.3), model)
     assert {value for name, value in kept.items() if ".tno." in name} == {(0.1, 0.3), (0.1, 0.0)}
+    alone = settings(build(model, tmp_path, weight_decay=0.0, operator_weight_decay=0.3), model)
+    assert alone == {name: value if ".tno." in name else (0.1, 0.0) for name, value in kept.items()}
 
 
 @pytest.mark.parametrize(
