@@ -27,6 +27,9 @@ from transformers import (
 # A text is cut to so many characters for each token that may be read, before the tokenizer sees it.
 CHARACTERS_PER_TOKEN = 32
 
+# The name of a thread that writes a text begins with it.
+THREAD = "tnn-text"
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -152,7 +155,7 @@ class Writer:
             reading, writing = watch.first - watch.start, watch.latest - watch.first
             return Progress(text, ids.shape[1], is_cut, watch.new_tokens, reading, writing, end)
 
-        with ThreadPoolExecutor(1) as pool:
+        with ThreadPoolExecutor(1, thread_name_prefix=THREAD) as pool:
             generation = pool.submit(self._generate, ids, settings, streamer, watch)
             # Without it, a generation that fails would leave the loop below waiting.
             generation.add_done_callback(lambda _: streamer.on_finalized_text("", stream_end=True))

@@ -15,12 +15,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from helpers.scripts import run, save_model
 from tnn_scripts.common.page import PageArguments, draw_kernels, load_writer
 from tnn_scripts.common.sessions import Sessions
-from tnn_scripts.common.writing import Draw, Settings, Writer
+from tnn_scripts.common.writing import THREAD, Draw, Settings, Writer
 from tnn_scripts.plotting.reading import read_model
 
 PROMPT = "The quick brown"
 SETTINGS = Settings(max_new_tokens=12, seed=3)
-THREAD = "ThreadPoolExecutor"
 
 
 @pytest.fixture(scope="module", params=["rpe", "rtf"])
@@ -39,7 +38,7 @@ def written(writer: Writer, prompt: str = PROMPT, settings: Settings = SETTINGS)
 
 
 def generating() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if THREAD in thread.name]
+    return [thread for thread in threading.enumerate() if thread.name.startswith(THREAD)]
 
 
 def test_the_likeliest_text_is_that_of_generate(writer, folder):
