@@ -29,6 +29,7 @@ import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
 from tnn_scripts.common.arguments import load_config, parse_arguments
 from tnn_scripts.common.atomic import check_overwriting, claim, holds_model, new_files, write_json
 from tnn_scripts.common.commands import next_steps
+from tnn_scripts.common.optimizers import GroupingTrainer
 from tnn_scripts.common.page import PageArguments, import_gradio, serve
 from tnn_scripts.data.text import load_corpus, pack, train_tokenizer
 
@@ -89,12 +90,12 @@ def build_trainer(args: DemoArguments, config: PreTrainedConfig) -> Trainer:
         warmup_steps=0.1,
         weight_decay=0.1,
         max_grad_norm=1.0,
-        logging_steps=50,
+        logging_steps=10,
         save_strategy="no",
         dataloader_pin_memory=torch.cuda.is_available(),
         seed=args.seed,
     )
-    return Trainer(
+    return GroupingTrainer(
         model=model,
         args=training,
         train_dataset=blocks["train"],

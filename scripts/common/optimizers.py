@@ -11,6 +11,8 @@ import torch
 from transformers import PreTrainedModel, Trainer
 from transformers.training_args import OptimizerNames
 
+from tnn_scripts.common.progress import show_figures
+
 OPERATOR = r"(^|\.)tno\."
 SETTINGS = {"learning_rate": "lr", "weight_decay": "weight_decay"}
 # They choose the layers themselves, and need what only Trainer has.
@@ -120,11 +122,16 @@ def build_optimizer(model: PreTrainedModel, args, decayed: set[str]) -> torch.op
 
 
 class GroupingTrainer(Trainer):
-    """Trainer with parameters that have settings of their own, see `GroupArguments.groups`."""
+    """Trainer with parameters that have settings of their own, and a bar with loss and tokens per second.
 
-    def __init__(self, *arguments, groups: dict[str, dict[str, float]], **options):
+    Args:
+        groups: see `GroupArguments.groups`.
+    """
+
+    def __init__(self, *arguments, groups: dict[str, dict[str, float]] | None = None, **options):
         super().__init__(*arguments, **options)
-        self.groups = groups
+        self.groups = groups or {}
+        self.bar = show_figures(self)
         self.args.dataloader_pin_memory &= self.args.device.type != "cpu"  # else PyTorch warns
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
@@ -132,3 +139,8 @@ class GroupingTrainer(Trainer):
             optimizer, own = super().create_optimizer(model), self.model if model is None else model
             regroup(optimizer, own, self.groups, set(self.get_decay_parameter_names(own)))
         return self.optimizer
+
+    def training_step(self, model: torch.nn.Module, inputs: dict, *arguments, **options) -> torch.Tensor:
+        if self.bar is not None:
+            self.bar.add(inputs)
+        return super().training_step(model, inputs, *arguments, **options)

@@ -1,0 +1,67 @@
+"""The progress bar of a training with Trainer."""
+
+import pytest
+import torch
+from transformers import TrainingArguments
+from transformers.trainer_callback import ProgressCallback
+
+from helpers.models import seeded, tiny_config
+from modeling_tnn import TnnForCausalLM
+from tnn_scripts.common.optimizers import GroupingTrainer
+from tnn_scripts.common.progress import LossBar
+
+ROWS = [{"input_ids": [1, 2, 3, 4, 5], "attention_mask": [1] * n + [0] * (5 - n), "labels": [1, 2, 3, 4, 5]}
+        for n in (5, 3, 4, 2, 5, 5)]  # fmt: skip
+
+
+def trainer_of(folder, **options):
+    model = seeded(TnnForCausalLM, tiny_config())
+    fixed = {"per_device_train_batch_size": 2, "num_train_epochs": 1, "logging_steps": 1, "report_to": "none"}
+    args = TrainingArguments(str(folder), use_cpu=True, **(fixed | {"save_strategy": "no"} | options))
+    return GroupingTrainer(model, args, train_dataset=ROWS, eval_dataset=ROWS[:2])
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+def test_figures_of_a_training(tmp_path, capsys, passes):
+    trainer = trainer_of(tmp_path, gradient_accumulation_steps=passes)
+    trainer.train()
+    shown, last = capsys.readouterr(), trainer.state.log_history[-2]
+    assert trainer.bar.count == 24, "tokens without padding"
+    line = shown.err.split("\r")[-1]
+    rate = f"{24 / trainer.bar.seconds:,.0f} tokens/s"
+    assert f"loss {last['loss']:.3f}, lr {last['learning_rate']:.1e}, {rate}" in line
+    assert "{" not in shown.out + shown.err
+
+
+def test_evaluations_are_lines(tmp_path, capsys):
+    trainer = trainer_of(tmp_path, eval_strategy="steps", eval_steps=2)
+    trainer.train()
+    loss = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert f"step 2: validation loss {loss[0]:.4g}\n" in capsys.readouterr().out.replace("\r", "\n")
+
+
+def test_inputs_without_a_mask():
+    bar = LossBar()
+    bar.add({"labels": torch.zeros(3), "input_ids": torch.zeros(3, 7)})
+    assert (bar.count, bar.unit) == (21, "tokens")
+    bar = LossBar()
+    bar.add({"pixel_values": torch.zeros(3, 1, 4, 4), "labels": torch.zeros(3)})
+    assert (bar.count, bar.unit) == (3, "examples")
+
+
+def test_a_resumed_training_begins_where_it_stopped(tmp_path, capsys):
+    trainer_of(tmp_path, save_strategy="steps", save_steps=2, max_steps=2).train()
+    capsys.readouterr()
+    resumed = trainer_of(tmp_path)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    bars = capsys.readouterr().err.split("\r")
+    assert "2/3" in next(bar for bar in bars if "/3" in bar)
+    assert 0 < resumed.bar.count < 24, "of the last step alone"
+
+
+def test_without_bars(tmp_path, capsys):
+    trainer = trainer_of(tmp_path, disable_tqdm=True)
+    assert trainer.bar is None
+    trainer.train()
+    assert "step/s" not in capsys.readouterr().err
+    assert not any(isinstance(callback, ProgressCallback) for callback in trainer.callback_handler.callbacks)
