@@ -122,8 +122,10 @@ def _check_range(name: str, ids: torch.Tensor, limit_name: str, limit: int):
         raise ValueError(f"Entries of `{name}` must be in [0, {limit_name}={limit}), got {outside}")
 
 
-def check_labels(labels: Any, logits: torch.Tensor, name: str = "labels", ignore_index: int = -100):
-    """Check that labels fit the `logits` `(B, L, V)` of all positions.
+def check_labels(
+    labels: Any, hidden_states: torch.Tensor, vocab_size: int, name: str = "labels", ignore_index: int = -100
+):
+    """Check that labels fit the hidden states `(B, L, d)` of all positions.
 
     Raises:
         TypeError: the labels are not a tensor of int64.
@@ -131,13 +133,13 @@ def check_labels(labels: Any, logits: torch.Tensor, name: str = "labels", ignore
             the CPU only).
     """
     check_tensor(name, labels, "(B, L)", 2, (torch.int64,))
-    if labels.shape != logits.shape[:2]:
+    if labels.shape != hidden_states.shape[:2]:
         raise ValueError(
-            f"`{name}` must have shape (B, L) = {tuple(logits.shape[:2])}, one label for each position with logits, "
-            f"got {tuple(labels.shape)}"
+            f"`{name}` must have shape (B, L) = {tuple(hidden_states.shape[:2])}, one label for each position with "
+            f"logits, got {tuple(labels.shape)}"
         )
-    _check_device(name, labels, logits)
-    _check_range(name, labels.where(labels != ignore_index, 0), "vocab_size", logits.shape[2])
+    _check_device(name, labels, hidden_states)
+    _check_range(name, labels.where(labels != ignore_index, 0), "vocab_size", vocab_size)
 
 
 def check_logits_to_keep(logits_to_keep: Any, length: int, labels: torch.Tensor | None):

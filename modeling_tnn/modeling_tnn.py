@@ -45,7 +45,6 @@ from .inputs import (
     check_class_labels,
     check_direction,
     check_keywords,
-    check_labels,
     check_logits_to_keep,
     check_pixel_values,
     check_prompt,
@@ -53,6 +52,7 @@ from .inputs import (
     require_tensor,
     take_options,
 )
+from .loss import language_model_head
 from .norms import GatedRMSNorm, LayerNorm, ScaleNorm, build_norm, with_mask
 from .numerics import is_traced
 from .packing import check_one_document, forward_packed, split_packed
@@ -455,12 +455,15 @@ class TnnForCausalLM(TnnPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         position_ids: torch.LongTensor | None = None,
+        skip_logits: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
         """The logits `(B, L, vocab_size)` of the next tokens, and with `labels` the loss.
 
         Args:
             labels: `(B, L)`, usually the `input_ids`. They are shifted inside; -100 is ignored.
+            skip_logits: whether only the loss is computed, which takes less time and memory. Unless given, this is so
+                in training mode with labels; `skip_logits=False` asks for the logits too.
             logits_to_keep: the number of last positions that get logits (0: all), or a tensor of positions.
             kwargs: `shift_labels` `(B, L)`, the token after each position, replace `labels`; trainers that split
                 sequences over devices give them. `ignore_index` replaces -100.
@@ -484,8 +487,9 @@ class TnnForCausalLM(TnnPreTrainedModel, GenerationMixin):
         )
         check_logits_to_keep(logits_to_keep, outputs.last_hidden_state.shape[1], labels)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, kept])
-        loss = language_model_loss(self, logits, labels, **loss_options | kwargs)
+        loss, logits = language_model_head(
+            self, outputs.last_hidden_state[:, kept], labels, skip_logits, **loss_options | kwargs
+        )
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -519,12 +523,14 @@ class TnnForMaskedLM(TnnPreTrainedModel):
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.LongTensor | None = None,
         position_ids: torch.LongTensor | None = None,
+        skip_logits: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> MaskedLMOutput:
         """The logits `(B, L, vocab_size)` of the tokens at each position, and with `labels` the loss.
 
         Args:
             labels: `(B, L)`, the tokens to predict; -100 is ignored.
+            skip_logits: as for [`TnnForCausalLM.forward`].
             kwargs: `ignore_index` replaces -100.
 
         The other arguments and the errors are those of [`TnnModel.forward`].
@@ -538,8 +544,8 @@ class TnnForMaskedLM(TnnPreTrainedModel):
             return_dict=True,
             **kwargs,
         )
-        logits = self.lm_head(self.transform(outputs.last_hidden_state))
-        loss = language_model_loss(self, logits, labels, **loss_options | kwargs)
+        transformed = self.transform(outputs.last_hidden_state)
+        loss, logits = language_model_head(self, transformed, labels, skip_logits, **loss_options | kwargs)
         return MaskedLMOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
 
 
@@ -603,26 +609,6 @@ class TnnForSequenceClassification(TnnPreTrainedModel):
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
         )
-
-
-def language_model_loss(
-    model: TnnPreTrainedModel,
-    logits: torch.Tensor,
-    labels: torch.Tensor | None,
-    shift_labels: torch.Tensor | None = None,
-    ignore_index: int = -100,
-    **kwargs,
-) -> torch.Tensor | None:
-    """The loss of `logits` `(B, L, V)`, or None without labels."""
-    for name, given in (("labels", labels), ("shift_labels", shift_labels)):
-        if given is not None:
-            check_labels(given, logits, name, ignore_index)
-    if labels is None and shift_labels is None:
-        return None
-    shifted = {} if shift_labels is None else {"shift_labels": shift_labels}
-    return model.loss_function(
-        logits=logits, labels=labels, vocab_size=logits.shape[2], ignore_index=ignore_index, **shifted, **kwargs
-    )
 
 
 # Trainer's label smoothing shifts the labels of the classes in this list.

@@ -34,10 +34,10 @@ from transformers import (
 )
 
 from modeling_tnn import PoleCallback, TnnConfig
-from tnn_scripts.common.accelerate_loop import token_losses
 from tnn_scripts.common.arguments import chosen_seeds, load_config, parse_arguments, parse_overrides
 from tnn_scripts.common.atomic import saving_errors, write_json
 from tnn_scripts.common.dry_run import dry_run
+from tnn_scripts.common.lm_loss import token_losses
 from tnn_scripts.common.optimizers import GroupArguments, GroupingTrainer
 from tnn_scripts.common.scoring import batches, evaluate
 from tnn_scripts.common.tables import markdown_table

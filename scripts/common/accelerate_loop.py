@@ -18,7 +18,6 @@ from accelerate import Accelerator
 from accelerate.utils import load, set_seed
 from accelerate.utils.constants import RNG_STATE_NAME
 from safetensors import SafetensorError
-from torch.nn.functional import cross_entropy
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
@@ -34,6 +33,7 @@ from tnn_scripts.common.checkpoints import (
     write_checksums,
 )
 from tnn_scripts.common.devices import MemoryExceededError, suggest_smaller
+from tnn_scripts.common.lm_loss import count_targets, logits_of, summed_loss, token_losses
 from tnn_scripts.common.optimizers import build_optimizer
 from tnn_scripts.common.pretrain_arguments import PretrainArguments
 from tnn_scripts.common.signals import StopRequest, StopRequested
@@ -73,18 +73,6 @@ class TrainerState:
     train_seconds: float = 0.0
     train_cpu_seconds: float = 0.0
     history: list[dict] = dataclasses.field(default_factory=list)
-
-
-def token_losses(logits: torch.Tensor, labels: torch.Tensor, causal: bool) -> torch.Tensor:
-    """The cross entropy in nats of logits `(B, L, V)`, `(B, L)` or `(B, L-1)`; 0 where labels `(B, L)` are -100."""
-    if causal:
-        logits, labels = logits[:, :-1], labels[:, 1:]
-    return cross_entropy(logits.float().transpose(1, 2), labels, reduction="none")
-
-
-def count_targets(labels: torch.Tensor, causal: bool) -> torch.Tensor:
-    """The number of predicted tokens in each row of labels `(B, L)`, `(B,)`."""
-    return (labels[:, 1:] if causal else labels).ne(-100).sum(dim=1)
 
 
 def decayed_parameters(model: PreTrainedModel) -> set[str]:
@@ -213,7 +201,7 @@ class Pretraining:
         total = torch.zeros((), device=accelerator.device)
         for batch in batches:
             with accelerator.accumulate(self.model):
-                loss = token_losses(self._logits(batch), batch["labels"], self.causal).sum()
+                loss = summed_loss(self.model, self.config, batch, self.causal)
                 accelerator.backward(loss * scale)
                 total += loss.detach()
                 if accelerator.sync_gradients:
@@ -252,7 +240,8 @@ class Pretraining:
         self.model.eval()
         losses = []
         for batch in self.validation:
-            nats = token_losses(self._logits(batch), batch["labels"], self.causal).sum(dim=1)  # (B,)
+            logits = logits_of(self.model, batch, self.causal)
+            nats = token_losses(logits, batch["labels"], self.causal).sum(dim=1)  # (B,)
             counts = count_targets(batch["labels"], self.causal).float()
             flags = self._stop_flag().expand_as(nats)
             # Duplicate rows, which even out the last batches of the processes, are dropped.
@@ -308,10 +297,6 @@ class Pretraining:
     @property
     def _is_main(self) -> bool:
         return self.accelerator.is_main_process
-
-    def _logits(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        options = {"use_cache": False} if self.causal else {}
-        return self.model(input_ids=batch["input_ids"], **options).logits
 
     def _check_finite(self, loss: float, norm: torch.Tensor | float | None):
         # A gradient scaler expects overflows now and then: it skips the step and lowers the scale.

@@ -12,7 +12,7 @@ FILES = {path.stem: path for path in (ROOT / "modeling_tnn").glob("*.py")}
 FLOORS = [
     {"numerics", "hub", "history", "cache_origin", "conversion"},
     {"fourier", "gating", "inputs", "norms"},
-    {"padding", "rpe", "toeplitz_fused"},
+    {"padding", "rpe", "loss", "toeplitz_fused"},
     {"toeplitz", "packing"},
     {"rational", "recurrence"},
     {"cache_tnn", "tno"},

@@ -18,10 +18,12 @@ from transformers import (
     set_seed,
 )
 
+from helpers.models import seeded, tiny_config
 from helpers.scripts import ROOT, SENTENCES, assert_same_weights, run_script, weights, write_config, write_text
-from modeling_tnn import find_unstable
-from tnn_scripts.common.accelerate_loop import count_targets, decayed_parameters, token_losses
+from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, find_unstable
+from tnn_scripts.common.accelerate_loop import decayed_parameters
 from tnn_scripts.common.arguments import parse_arguments
+from tnn_scripts.common.lm_loss import count_targets, summed_loss, token_losses
 from tnn_scripts.common.optimizers import build_optimizer
 from tnn_scripts.common.pretrain_arguments import PretrainArguments
 from tnn_scripts.common.publishing import NOT_UPLOADED, upload
@@ -107,6 +109,28 @@ def test_loss_of_the_model(options):
         count = count_targets(labels, causal)
         assert count.tolist() == ([3, 4] if causal else [4, 5])
         torch.testing.assert_close(token_losses(logits, labels, causal).sum() / count.sum(), expected)
+
+
+@pytest.mark.parametrize("objective", ["clm", "mlm"])
+@pytest.mark.parametrize("kind", ["tnn", "transformer"])
+def test_summed_loss(objective, kind):
+    """For the TNN, which computes it without logits, and for another model: the sum of the losses of the tokens."""
+    causal = objective == "clm"
+    if kind == "tnn":
+        model = seeded(
+            TnnForCausalLM if causal else TnnForMaskedLM, tiny_config(causal=causal, hidden_dropout_prob=0.0)
+        ).train()
+    else:
+        sizes = {"vocab_size": 50, "num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
+        model = (AutoModelForCausalLM if causal else AutoModelForMaskedLM).from_config(
+            AutoConfig.for_model("gpt2" if causal else "bert", **sizes, intermediate_size=16)
+        ).eval()  # fmt: skip
+    ids = torch.randint(10, 50, (3, 7), generator=torch.Generator().manual_seed(0))
+    labels = ids.clone()
+    labels[0, 3:5] = -100
+    expected = token_losses(model(ids).logits, labels, causal).sum()
+    found = summed_loss(model, model.config, {"input_ids": ids, "labels": labels}, causal)
+    torch.testing.assert_close(found, expected)
 
 
 def test_weight_decay_is_for_matrices(tmp_path):

@@ -1,0 +1,214 @@
+"""The loss of a language model without the logits of the whole batch, beside the one with them."""
+
+import pytest
+import torch
+from torch import nn
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from helpers.models import seeded, tiny_config
+from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, loss
+from modeling_tnn.loss import can_skip_logits, eager_loss, linear_cross_entropy
+
+ROWS, WORDS, SIZE = 37, 23, 11
+
+
+@pytest.fixture(autouse=True)
+def few_rows(monkeypatch):
+    """Several pieces, the last one not full."""
+    monkeypatch.setattr(loss, "CPU_ROWS", 8)
+
+
+def head_inputs(bias: bool, dtype=torch.float64):
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(ROWS, SIZE, dtype=dtype), torch.randn(WORDS, SIZE, dtype=dtype)
+    inputs = [hidden, weight] + ([torch.randn(WORDS, dtype=dtype)] if bias else [])
+    labels = torch.randint(WORDS, (ROWS,))
+    labels[[0, 8, 9, 36]] = -100
+    return [x.requires_grad_() for x in inputs], labels
+
+
+def fused(inputs, labels, ignore_index=-100):
+    hidden, weight, bias = (*inputs, None)[:3]
+    return linear_cross_entropy(hidden, weight, bias, labels, ignore_index)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("ignore_index", [-100, 3])
+def test_values_and_gradients(bias, ignore_index):
+    inputs, labels = head_inputs(bias)
+    labels = labels.where(labels != -100, ignore_index)
+    expected = eager_loss(*inputs, labels=labels, ignore_index=ignore_index)
+    found = fused(inputs, labels, ignore_index)
+    torch.testing.assert_close(found, expected)
+    factor = torch.tensor(0.3, dtype=torch.float64)
+    gradients = torch.autograd.grad(found, inputs, factor)
+    for ours, theirs in zip(gradients, torch.autograd.grad(expected, inputs, factor), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_rows_without_a_label_on_an_accelerator():
+    """Where the rows are not picked, which would need a stop, their part is zero."""
+    inputs, labels = head_inputs(bias=True)
+    found = loss.LinearCrossEntropy.apply(*inputs, labels, torch.float64, -100)
+    torch.testing.assert_close(found, eager_loss(*inputs, labels=labels))
+    gradients = torch.autograd.grad(found, inputs)
+    for ours, theirs in zip(gradients, torch.autograd.grad(fused(inputs, labels), inputs), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert (gradients[0][[0, 8, 9, 36]] == 0).all()
+
+
+@pytest.mark.parametrize("fixed", [0, 1, 2])
+def test_only_what_needs_a_gradient_gets_one(fixed):
+    inputs, labels = head_inputs(bias=True)
+    inputs[fixed].requires_grad_(False)
+    fused(inputs, labels).backward()
+    gradients = [x.grad for x in inputs]
+    assert [g is None for g in gradients] == [i == fixed for i in range(3)]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_derivatives_of_higher_order(bias):
+    inputs, labels = head_inputs(bias)
+    torch.autograd.gradgradcheck(lambda *given: fused(given, labels), inputs)
+
+
+def test_a_second_backward_pass():
+    inputs, labels = head_inputs(bias=False)
+    found = fused(inputs, labels)
+    found.backward(retain_graph=True)
+    first = inputs[0].grad.clone()
+    found.backward()
+    torch.testing.assert_close(inputs[0].grad, 2 * first)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_half_precision(dtype, autocast):
+    """Nearer to float64 than twice the way with all logits, with autocast and for a model of that type."""
+    exact, labels = head_inputs(bias=True)
+    eager_loss(*exact, labels=labels).backward()
+    errors = {}
+    for name, function in {"fused": fused, "eager": lambda x, y: eager_loss(*x, labels=y)}.items():
+        inputs = [x.detach().to(torch.float32 if autocast else dtype).requires_grad_() for x in exact]
+        with torch.autocast("cpu", dtype, enabled=autocast):
+            value = function(inputs, labels)
+        assert value.dtype == torch.float32
+        value.backward()
+        assert [x.grad.dtype for x in inputs] == [x.dtype for x in inputs]
+        errors[name] = [(x.grad.double() - y.grad).norm() / y.grad.norm() for x, y in zip(inputs, exact, strict=True)]
+    assert all(ours <= 2 * theirs for ours, theirs in zip(errors["fused"], errors["eager"], strict=True))
+
+
+def model_and_batch(causal: bool, **fields):
+    model = seeded(
+        TnnForCausalLM if causal else TnnForMaskedLM, tiny_config(causal=causal, hidden_dropout_prob=0.0, **fields)
+    ).train()
+    ids = torch.randint(99, (3, 13), generator=torch.Generator().manual_seed(0))
+    labels = ids.clone()
+    labels[1, 4:] = -100
+    return model, {"input_ids": ids, "labels": labels}
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize("items", [None, 5, torch.tensor(5)])
+def test_a_model_in_training(causal, tie, items):
+    """The loss and every gradient are those of the way with logits; the logits are given when asked for."""
+    model, batch = model_and_batch(causal, tie_word_embeddings=tie)
+    gradients, losses = [], []
+    for skip in (None, False):
+        outputs = model(**batch, num_items_in_batch=items, skip_logits=skip)
+        assert (outputs.logits is None) is (skip is None)
+        model.zero_grad()
+        outputs.loss.backward()
+        losses.append(outputs.loss)
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(*gradients)
+
+
+def test_shifted_labels():
+    model, batch = model_and_batch(True)
+    shifted = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=7)
+    found = model(batch["input_ids"], shift_labels=shifted)
+    expected = model(batch["input_ids"], shift_labels=shifted, skip_logits=False)
+    assert found.logits is None
+    torch.testing.assert_close(found.loss, expected.loss)
+
+
+def test_logits_in_evaluation():
+    """As for the models of transformers, unless they are refused."""
+    model, batch = model_and_batch(causal=True)
+    with_logits, without = model.eval()(**batch), model(**batch, skip_logits=True)
+    assert with_logits.logits.shape == (3, 13, 99) and without.logits is None
+    torch.testing.assert_close(with_logits.loss, without.loss)
+    assert model.train()(batch["input_ids"]).logits is not None
+    with pytest.raises(ValueError, match="`labels` must be given with skip_logits=True, got None"):
+        model(batch["input_ids"], skip_logits=True)
+
+
+def largest_tensor(function) -> int:
+    """The largest number of elements of a tensor that `function` saves or makes."""
+    with torch.profiler.profile(profile_memory=True) as profile:
+        function()
+    return max(event.self_cpu_memory_usage for event in profile.events()) // 4
+
+
+def test_no_tensor_has_the_size_of_the_logits():
+    model, batch = model_and_batch(causal=True, vocab_size=5000, hidden_size=8)
+    logits = 3 * 13 * 5000
+    assert largest_tensor(lambda: model(**batch, skip_logits=False).loss.backward()) >= logits
+    assert largest_tensor(lambda: model(**batch).loss.backward()) < logits / 2
+
+
+def hook(model):
+    model.lm_head.register_forward_hook(lambda module, inputs, output: output * 2)
+
+
+def loss_of_the_user(model):
+    model.loss_function = lambda *args, **kwargs: 2 * ForCausalLMLoss(*args, **kwargs)
+
+
+def replaced_forward(model):
+    forward = model.lm_head.forward
+    model.lm_head.forward = lambda x: 2 * forward(x)
+
+
+def adapter(model):
+    class Doubled(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    model.lm_head.__class__ = Doubled
+
+
+@pytest.mark.parametrize("change", [hook, loss_of_the_user, replaced_forward, adapter])
+def test_what_changes_head_or_loss_takes_part(change):
+    """A head with a hook, a device map, an adapter or another loss goes the way with logits."""
+    model, batch = model_and_batch(causal=True)
+    assert can_skip_logits(model)
+    before = model(**batch).loss.item()
+    change(model)
+    assert not can_skip_logits(model)
+    found = model(**batch)
+    assert found.logits is None and found.loss.item() != pytest.approx(before)
+    torch.testing.assert_close(found.loss, model(**batch, skip_logits=False).loss)
+
+
+def test_the_eager_implementation_goes_the_way_with_logits():
+    assert not can_skip_logits(model_and_batch(causal=True, tno_implementation="eager")[0])
+
+
+def test_a_batch_without_labels_is_nan_as_in_transformers():
+    model, batch = model_and_batch(causal=True)
+    batch["labels"][:] = -100
+    assert model(**batch).loss.isnan() and model(**batch, skip_logits=False).loss.isnan()
+    summed = model(**batch, num_items_in_batch=1).loss
+    summed.backward()
+    assert summed == 0 and all((p.grad == 0).all() for p in model.parameters() if p.grad is not None)
+
+
+def test_compiled():
+    model, batch = model_and_batch(causal=True)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(**batch).loss, model(**batch).loss)
