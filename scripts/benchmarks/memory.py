@@ -13,7 +13,7 @@ import torch
 
 from tnn_scripts.benchmarks.arguments import add_batches, add_sizes, add_ways
 from tnn_scripts.benchmarks.measure import markdown, peak_on_device
-from tnn_scripts.benchmarks.peers import BUILDERS, build_model
+from tnn_scripts.benchmarks.peers import BUILDERS, build_model, training_loss
 from tnn_scripts.common.devices import resident_peak
 
 FORMATS = {"length": "", "way": "", "saved_megabytes": ".0f", "over_released_saved": ".2f", "peak_megabytes": ".0f"}
@@ -34,7 +34,7 @@ def saved_bytes(model: torch.nn.Module, ids: torch.Tensor) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = model(ids, labels=ids).loss
+        loss = training_loss(model, ids)
     loss.backward()
     return sum(storages.values())
 
@@ -54,7 +54,7 @@ def measure_way(way: str, args, length: int) -> dict:
     model.config.use_cache = False
 
     def step():
-        model(ids, labels=ids).loss.backward()
+        training_loss(model, ids).backward()
 
     forget_peak()
     before = resident_peak()

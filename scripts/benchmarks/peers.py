@@ -14,9 +14,11 @@ from transformers import (
     LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
+    PreTrainedModel,
 )
 
 from modeling_tnn import TnnConfig, TnnForCausalLM
+from modeling_tnn.loss import linear_cross_entropy
 
 
 def released_product(operator, v: torch.Tensor) -> torch.Tensor:
@@ -84,3 +86,10 @@ def sizes(args) -> dict[str, int]:
 
 def special_tokens(args) -> dict[str, int]:
     return {"bos_token_id": 0, "eos_token_id": 0}
+
+
+def training_loss(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    """The mean loss on ids `(B, L)`, for every model by the same function, without the logits of the whole batch."""
+    hidden, head = model.base_model(ids).last_hidden_state, model.get_output_embeddings()
+    labels = ids[:, 1:].flatten()
+    return linear_cross_entropy(hidden[:, :-1].flatten(0, 1), head.weight, head.bias, labels) / labels.numel()

@@ -11,7 +11,7 @@ import torch
 
 from tnn_scripts.benchmarks.arguments import add_batches, add_sizes, add_ways
 from tnn_scripts.benchmarks.measure import markdown, measure, peak_on_device, rows_of
-from tnn_scripts.benchmarks.peers import BUILDERS, build_model
+from tnn_scripts.benchmarks.peers import BUILDERS, build_model, training_loss
 
 FORMATS = {"length": "", "way": "", "milliseconds": ".0f", "tokens_per_second": ".0f"}
 FORMATS |= {"released_over_this": ".2f", "gpt2_over_this": ".2f", "matmul_over_this": ".2f", "peak_megabytes": ".0f"}
@@ -29,14 +29,14 @@ def step(way: str, args, ids: torch.Tensor) -> Callable[[], None]:
     model = build_model(name, args, ids.shape[1])
     embeddings = torch.randn(*ids.shape, args.hidden_size, device=args.device, requires_grad=True)
     gradient = torch.randn_like(embeddings)
-    cache = {} if name == "mamba" else {"use_cache": False}
+    model.config.use_cache = False
 
     def run():
         with autocast:
             if args.blocks_only:
-                hidden = model.base_model(inputs_embeds=embeddings, **cache).last_hidden_state
+                hidden = model.base_model(inputs_embeds=embeddings).last_hidden_state
             else:
-                loss = model(ids, labels=ids, **cache).loss
+                loss = training_loss(model, ids)
         hidden.backward(gradient.to(hidden.dtype)) if args.blocks_only else loss.backward()
 
     return run
