@@ -37,7 +37,7 @@ from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, Cache, CacheLaye
 from .cache_origin import Origin, stamp
 from .gating import NO_GATE, Gate
 from .history import HistoryBuffer
-from .numerics import is_traced
+from .numerics import is_on_host, is_traced
 from .recurrence import advance
 
 LAYER_TYPE = "tnn_state"
@@ -262,7 +262,7 @@ class TnnCacheLayer(CacheLayerMixin):
         mask = rows.dtype is torch.bool
         if rows.dim() != 1 or rows.is_meta or (mask and len(rows) != held):
             raise ValueError(f"`{name}` must have shape {f'({held},)' if mask else '(N,)'}, got {tuple(rows.shape)}")
-        if not mask and rows.device.type == "cpu" and rows.numel() and not -held <= rows.min() <= rows.max() < held:
+        if not mask and is_on_host(rows) and rows.numel() and not -held <= rows.min() <= rows.max() < held:
             raise ValueError(f"`{name}` must be below {held}, the rows of the cache, got {rows.tolist()}")
         rows = rows if mask else rows.long()
         self._select(lambda tensor: tensor[rows.to(tensor.device)])

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers.utils import TransformersKwargs
 
-from .numerics import must_be_eager
+from .numerics import is_on_host, must_be_eager
 
 # Further arguments that models of transformers accept: those of its output classes, and outputs of tokenizers.
 KEYWORDS = {*TransformersKwargs.__annotations__, "return_dict", "token_type_ids", "cache_position"}
@@ -110,7 +110,7 @@ def check_prompt(input_ids: Any, inputs_embeds: Any, attention_mask: Any, embedd
 
 def can_be_read(ids: torch.Tensor) -> bool:
     """Whether the values of `ids` can be read without stalling a device."""
-    return ids.device.type == "cpu" and not must_be_eager() and ids.numel() > 0
+    return is_on_host(ids) and not must_be_eager() and ids.numel() > 0
 
 
 def _check_range(name: str, ids: torch.Tensor, limit_name: str, limit: int):

@@ -13,10 +13,11 @@ from torch import nn
 from torch.nn.functional import cross_entropy, linear, pad
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
+from transformers.utils.generic import maybe_autocast
 
 from .gating import differentiable_gradients, must_differentiate
 from .inputs import check_labels
-from .numerics import compute_dtype, is_fused
+from .numerics import compute_dtype, is_fused, is_on_host
 
 # Rows of logits at a time on the CPU (measured), and numbers in them on other devices.
 CPU_ROWS = 512
@@ -37,8 +38,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         needed = [x is not None and need for x, need in zip(inputs, ctx.needs_input_grad, strict=False)]
         # The rows of dh are written once; dW and db are sums over rows.
         gradients = [torch.zeros_like(x, dtype=wide) if need else None for x, need in zip(inputs, needed, strict=True)]
-        rows = CPU_ROWS if hidden.device.type == "cpu" else max(CPU_ROWS, LARGE_CHUNK // len(weight))
-        with torch.autocast(hidden.device.type, enabled=False):
+        rows = CPU_ROWS if is_on_host(hidden) else max(CPU_ROWS, LARGE_CHUNK // len(weight))
+        with maybe_autocast(device_type=hidden.device.type, enabled=False):
             w = weight.to(dtype)
             for chosen in (slice(start, start + rows) for start in range(0, len(hidden), rows)):
                 h, y = hidden[chosen].to(dtype), labels[chosen]
@@ -121,10 +122,11 @@ def linear_cross_entropy(
         labels: `(N,)`; rows with `ignore_index` have no part in it.
     """
     device, dtype = hidden.device.type, hidden.dtype
-    if torch.is_autocast_enabled(device) and dtype != torch.float64:
+    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    if autocast and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
-    # To know how many labels are real, an accelerator would have to stop.
-    if device == "cpu":
+    # An accelerator would have to wait for the number of real labels.
+    if is_on_host(labels):
         chosen = labels != ignore_index
         hidden, labels = hidden[chosen], labels[chosen]
     return LinearCrossEntropy.apply(hidden, weight, bias, labels, dtype, ignore_index)

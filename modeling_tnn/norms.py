@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from .numerics import compute_dtype
+from .numerics import compute_dtype, is_on_host
 
 
 class SimpleRMSNorm(nn.Module):
@@ -94,9 +94,24 @@ class BatchNorm(nn.BatchNorm1d):
         if attention_mask is None or not self.training:
             return super().forward(tokens.flatten(0, -2)).view_as(x).to(x.dtype)
         real = attention_mask.ne(0)
+        if not is_on_host(real):
+            return self._normalize_real(tokens, real[..., None]).to(x.dtype)
         y = torch.zeros_like(tokens)
         y[real] = super().forward(tokens[real])
         return y.to(x.dtype)
+
+    def _normalize_real(self, x: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+        """The same by sums over all tokens, with `real` `(B, L, 1)`: to pick the real ones, a GPU would wait."""
+        count = real.sum()
+        mean = x.masked_fill(~real, 0).sum((0, 1)) / count  # (d,)
+        centred = (x - mean).masked_fill(~real, 0)  # (B, L, d)
+        variance = centred.square().sum((0, 1)) / count  # (d,)
+        with torch.no_grad():
+            self.num_batches_tracked += 1
+            weight = 1 / self.num_batches_tracked if self.momentum is None else self.momentum
+            self.running_mean.lerp_(mean, weight)
+            self.running_var.lerp_(variance * count / (count - 1).clamp(min=1), weight)
+        return (centred * (variance + self.eps).rsqrt() * self.weight + self.bias).masked_fill(~real, 0)
 
 
 def with_mask(norm: nn.Module, attention_mask: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:

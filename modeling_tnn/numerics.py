@@ -13,6 +13,15 @@ from torch.autograd import forward_ad
 IMPLEMENTATIONS = ("fused", "eager")
 
 
+# Devices whose values can be read at once. Tests take them away, to run the code of accelerators on a CPU.
+HOST_DEVICES = ("cpu",)
+
+
+def is_on_host(tensor: torch.Tensor) -> bool:
+    """Whether the values of a tensor can be read at once. An accelerator must finish its queue of work first."""
+    return tensor.device.type in HOST_DEVICES
+
+
 def is_traced() -> bool:
     """Whether the code runs inside torch.compile, torch.export or torch.jit.trace."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing()

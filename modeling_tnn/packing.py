@@ -23,10 +23,12 @@ class DocumentBatch:
     Attributes:
         index: `(N, M)`, the positions of their tokens among all T. Entries after the end of a document are arbitrary.
         real: `(N, M)`, False after the end of a document.
+        slots: the places of the real entries among all N M.
     """
 
     index: torch.Tensor
     real: torch.Tensor
+    slots: torch.Tensor
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
         """The entries of `x` `(B, L, ...)` for these documents, `(N, M, ...)`."""
@@ -62,23 +64,25 @@ def split_packed(
     for name, given in boundaries.items():
         _check_integers(name, given, tokens)
     # Without values, on the meta device, no boundary can be found.
-    if not boundaries or tokens.shape[1] <= 1 or tokens.is_meta:
+    known = [*boundaries.values(), *([] if attention_mask is None else [attention_mask])]
+    if not boundaries or tokens.shape[1] <= 1 or any(tensor.is_meta for tensor in known):
         return None
-    real = _real_tokens(attention_mask, tokens)
     shape = tokens.shape[:2]
-    starts = torch.zeros(shape, dtype=torch.bool, device=tokens.device)  # (B, L)
+    starts = torch.zeros(shape, dtype=torch.bool)  # (B, L), on the host, where the documents are found
     if position_ids is not None:
-        starts |= _restarts(_as_rows("position_ids", position_ids, shape), real)
+        position_ids = _as_rows("position_ids", position_ids, shape)
+        real = _real_tokens(attention_mask, tokens, position_ids.device)
+        starts |= _restarts(position_ids, real).cpu()
     if seq_idx is not None:
         seq_idx = _as_rows("seq_idx", seq_idx, shape)
-        starts[:, 1:] |= seq_idx[:, 1:] != seq_idx[:, :-1]
+        starts[:, 1:] |= (seq_idx[:, 1:] != seq_idx[:, :-1]).cpu()
     if cu_seq_lens_q is not None:
-        starts |= _offsets_as_starts(cu_seq_lens_q, shape, tokens.device)
+        starts |= _offsets_as_starts(cu_seq_lens_q.cpu(), shape)
     starts[:, 0] = False
     if not starts.any():
         return None
     starts[:, 0] = True
-    return _batches_of_similar_length(starts)
+    return _batches_of_similar_length(starts, tokens.device)
 
 
 def check_one_document(tokens: torch.Tensor | None, attention_mask: torch.Tensor | None, **kwargs):
@@ -129,8 +133,9 @@ def forward_packed(
 
 def _pack(parts: Sequence[torch.Tensor], documents: list[DocumentBatch], shape: torch.Size) -> torch.Tensor:
     """The rows `(B, L, d)` from the `parts` `(N, M, d)` of `documents`, for `shape` `(B, L)`."""
-    outputs = torch.cat([part[batch.real] for part, batch in zip(parts, documents, strict=True)])  # (T, d)
-    places = torch.cat([batch.index[batch.real] for batch in documents])  # (T,)
+    pairs = zip(parts, documents, strict=True)
+    outputs = torch.cat([part.flatten(0, 1)[batch.slots] for part, batch in pairs])  # (T, d)
+    places = torch.cat([batch.index.flatten()[batch.slots] for batch in documents])  # (T,)
     return outputs[places.argsort()].unflatten(0, shape)
 
 
@@ -139,8 +144,8 @@ def _check_integers(name: str, given: torch.Tensor, tokens: torch.Tensor):
         raise TypeError(f"`{name}` must be a tensor of integers, got {type(given).__name__}")
     if given.is_floating_point() or given.is_complex() or given.dtype is torch.bool:
         raise TypeError(f"`{name}` must hold integers, got {given.dtype}")
-    if given.is_meta != tokens.is_meta:
-        raise ValueError(f"`{name}` must be on the device of the tokens, {tokens.device}, got {given.device}")
+    if given.is_meta and not tokens.is_meta:
+        raise ValueError(f"`{name}` must be on the device of the tokens, {tokens.device}, or on the CPU, got meta")
 
 
 def _as_rows(name: str, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
@@ -149,12 +154,12 @@ def _as_rows(name: str, values: torch.Tensor, shape: torch.Size) -> torch.Tensor
     return values.expand(shape)
 
 
-def _real_tokens(attention_mask: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
+def _real_tokens(attention_mask: torch.Tensor | None, tokens: torch.Tensor, device: torch.device) -> torch.Tensor:
     shape = tokens.shape[:2]
     if attention_mask is not None:
         past_length = max(0, attention_mask.shape[-1] - shape[1]) if attention_mask.dim() else 0
         attention_mask = check_attention_mask(attention_mask, tokens, past_length)
-    return tokens.new_ones(shape, dtype=torch.bool) if attention_mask is None else attention_mask
+    return torch.ones(shape, dtype=torch.bool, device=device) if attention_mask is None else attention_mask.to(device)
 
 
 def _restarts(position_ids: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
@@ -164,27 +169,28 @@ def _restarts(position_ids: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
     return real & ~first & rises & (position_ids == 0)
 
 
-def _offsets_as_starts(cu_seq_lens: torch.Tensor, shape: torch.Size, device: torch.device) -> torch.Tensor:
+def _offsets_as_starts(cu_seq_lens: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     total = shape.numel()
     grows = cu_seq_lens.dim() == 1 and len(cu_seq_lens) > 1 and bool((cu_seq_lens.diff() > 0).all())
     if not grows or cu_seq_lens[0] != 0 or cu_seq_lens[-1] != total:
         raise ValueError(
             f"`cu_seq_lens_q` must grow from 0 to the number of tokens, B * L = {total}, got {cu_seq_lens.tolist()}"
         )
-    starts = torch.zeros(total, dtype=torch.bool, device=device)
-    starts[cu_seq_lens[:-1].to(device, torch.long)] = True
+    starts = torch.zeros(total, dtype=torch.bool)
+    starts[cu_seq_lens[:-1].long()] = True
     return starts.unflatten(0, shape)
 
 
-def _batches_of_similar_length(starts: torch.Tensor) -> list[DocumentBatch]:
+def _batches_of_similar_length(starts: torch.Tensor, device: torch.device) -> list[DocumentBatch]:
     first = starts.flatten().nonzero()[:, 0]  # of each document
     lengths = torch.diff(first, append=first.new_tensor([starts.numel()]))
     octaves = lengths.double().log2().ceil()
     batches = []
     for octave in octaves.unique():
         chosen = octaves == octave
-        offset = torch.arange(int(lengths[chosen].max()), device=starts.device)
+        offset = torch.arange(int(lengths[chosen].max()))
         real = offset < lengths[chosen, None]
         index = first[chosen, None] + offset
-        batches.append(DocumentBatch(index.clamp(max=starts.numel() - 1), real))
+        parts = (index.clamp(max=starts.numel() - 1), real, real.flatten().nonzero()[:, 0])
+        batches.append(DocumentBatch(*(part.to(device, non_blocking=True) for part in parts)))
     return batches

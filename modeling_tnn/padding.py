@@ -6,8 +6,8 @@ B batch, L length, d hidden size. A mask is `(B, L)`, 0 at padding and anything 
 import torch
 from transformers.cache_utils import Cache
 
-from .inputs import _check_device, require_tensor
-from .numerics import compute_dtype, must_be_eager
+from .inputs import _check_device, can_be_read, require_tensor
+from .numerics import compute_dtype
 
 
 def real_tokens(input_ids: torch.Tensor | None, pad_token_id: int | None) -> torch.Tensor | None:
@@ -39,9 +39,8 @@ def check_attention_mask(
         )
     _check_device("attention_mask", attention_mask, inputs_embeds)
     attention_mask = (attention_mask[:, -length:] != 0).expand(batch, length)
-    # The values of a mask are unknown while a graph is recorded or a function is transformed, and on the meta device.
-    unknown = must_be_eager() or attention_mask.is_meta
-    return None if not unknown and attention_mask.all() else attention_mask
+    # To learn that a mask hides nothing costs an accelerator more than to apply it.
+    return None if can_be_read(attention_mask) and attention_mask.all() else attention_mask
 
 
 def first_real_token(attention_mask: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ import torch
 
 from .fourier import exported_quotient
 from .gating import differentiable_gradients, must_differentiate
-from .numerics import is_exported_to_onnx, next_fast_len
+from .numerics import is_exported_to_onnx, is_on_host, next_fast_len
 from .toeplitz import dense_toeplitz, fit_taps, two_sided
 from .toeplitz_fused import CHUNK
 
@@ -93,7 +93,7 @@ class RationalTaps(torch.autograd.Function):
 def filter_chunks(numerator: torch.Tensor, size: int) -> list[slice]:
     """Slices of the filters of `numerator` `(D, N)` that are computed together."""
     filters = len(numerator)
-    step = max(1, CHUNK // size) if numerator.device.type == "cpu" else filters
+    step = max(1, CHUNK // size) if is_on_host(numerator) else filters
     return [slice(start, min(start + step, filters)) for start in range(0, filters, step)]
 
 

@@ -27,7 +27,7 @@ from torch.nn.functional import pad
 from transformers.utils.generic import maybe_autocast
 
 from .history import HistoryBuffer
-from .numerics import compute_dtype, next_fast_len
+from .numerics import compute_dtype, is_on_host, next_fast_len
 
 # (horizon, base tile) for kernels up to this many taps, and for longer ones.
 SHORT_KERNEL = 4096
@@ -247,7 +247,7 @@ class FilterRecurrence(Recurrence):
         spectrum = self._spectra.get((start + count, size))  # (D, F/2+1)
         if keep and spectrum is None:
             spectrum = self._spectra[start + count, size] = torch.fft.rfft(kernel, n=size)
-        group = max(1, GROUP // (size * max(1, x.shape[0]))) if x.device.type == "cpu" else x.shape[1]
+        group = max(1, GROUP // (size * max(1, x.shape[0]))) if is_on_host(x) else x.shape[1]
         parts = []
         for channels in range(0, x.shape[1], group):
             chosen = slice(channels, channels + group)

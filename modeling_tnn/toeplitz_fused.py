@@ -24,6 +24,7 @@ import torch
 from torch.nn.functional import pad
 
 from .gating import NO_GATE, Gate, differentiable_gradients, must_differentiate, value_and_vjp
+from .numerics import is_on_host
 
 # Numbers in a temporary: on the CPU as many as its cache holds, on other devices enough to keep them busy.
 CHUNK = 2**18
@@ -150,7 +151,7 @@ def fused_convolution(v: torch.Tensor, kernel: torch.Tensor, windows: Windows, g
 def chunks(v: torch.Tensor, windows: Windows) -> list[slice]:
     """Slices of the channels of `v` `(D, B, L)` that are computed together."""
     channels, numbers = v.shape[0], windows.size * windows.count * max(1, v.shape[1])
-    step = max(1, (CHUNK if v.device.type == "cpu" else LARGE_CHUNK) // numbers)
+    step = max(1, (CHUNK if is_on_host(v) else LARGE_CHUNK) // numbers)
     return [slice(start, min(start + step, channels)) for start in range(0, channels, step)]
 
 

@@ -122,6 +122,10 @@ DEFECTS = [
            "unit/test_loss"),
     Defect("loss: a head with an adapter is passed over", P + "loss.py", "type(head) is nn.Linear",
            "isinstance(head, nn.Linear)", "unit/test_loss"),
+    Defect("accelerators: a mask is read in every pass", P + "padding.py", "can_be_read(attention_mask) and ", "",
+           "unit/test_no_stalls"),
+    Defect("accelerators: a recurrence is looked at after each token", P + "tno_rtf.py",
+           "is_on_host(newest) or state.length % PATROL == 0", "True", "unit/test_no_stalls"),
     # Training programs
     Defect("resuming: blocks of the text from the start", S + "common/accelerate_loop.py",
            "self.state = TrainerState(**saved[\"state\"])", "self.state = TrainerState()",

@@ -1,0 +1,165 @@
+"""Training and decoding on an accelerator never wait for a value, and give what they give on the CPU.
+
+On the meta device there are no values: reading one is an error. On the CPU, tests run the code of accelerators
+(without `numerics.HOST_DEVICES`) and record what would make one wait.
+"""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from helpers.models import CAUSAL, VARIANTS, seeded, tiny_config
+from modeling_tnn import (
+    TnnForCausalLM,
+    TnnForImageClassification,
+    TnnForMaskedLM,
+    TnnForSequenceClassification,
+    numerics,
+)
+
+WAITS = {"_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "_unique2", "equal"}
+UNCONSTRAINED = {"rtf_constraint": None, "rtf_initializer": "xavier"}
+STEPS = [(*variant, {}) for variant in VARIANTS]
+STEPS += [("rpe", True, {"norm_type": "batchnorm"}), ("rpe", False, {"position_embedding": "sinusoidal"})]
+DECODED = [*((name, {}) for name in CAUSAL), ("rtf", UNCONSTRAINED)]
+
+
+class Waits(TorchDispatchMode):
+    """Records the operations that need a value on the host."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        masks = name in ("index", "index_put", "index_put_", "_index_put_impl_") and any(
+            index is not None and index.dtype is torch.bool for index in args[1]
+        )
+        if name in WAITS or masks:
+            self.found.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def accelerator(monkeypatch):
+    monkeypatch.setattr(numerics, "HOST_DEVICES", ())
+
+
+def language_model(tno_type: str, causal: bool, **fields):
+    config = tiny_config(tno_type, causal, hidden_dropout_prob=0.0, **fields)
+    return seeded(TnnForCausalLM if causal else TnnForMaskedLM, config)
+
+
+def batch(padded: bool, device: str = "cpu"):
+    ids = torch.randint(99, (2, 33), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    given = {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100)}
+    return {name: tensor.to(device) for name, tensor in (given | ({"attention_mask": mask} if padded else {})).items()}
+
+
+def decode(model, inputs, tokens: int):
+    """The logits of the prompt's last token and of `tokens` further ones, `(tokens + 1, B, V)`."""
+    mask, ids = inputs.get("attention_mask"), inputs["input_ids"]
+    logits = []
+    with torch.no_grad():
+        outputs = model(ids, attention_mask=mask, use_cache=True)
+        for t in range(tokens):
+            logits.append(outputs.logits[:, -1])
+            mask = None if mask is None else torch.cat([mask, mask[:, -1:]], dim=1)
+            chosen = ids[:, t % 7 : t % 7 + 1]
+            outputs = model(chosen, attention_mask=mask, past_key_values=outputs.past_key_values)
+    return torch.stack([*logits, outputs.logits[:, -1]])
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("tno_type", "causal", "fields"), STEPS)
+def test_a_training_step_on_the_meta_device(tno_type, causal, fields, padded):
+    model = language_model(tno_type, causal, **fields).to("meta").train()
+    model(**batch(padded, "meta")).loss.backward()
+    classifier = TnnForSequenceClassification(tiny_config(tno_type, causal, **fields)).to("meta").train()
+    given = batch(padded, "meta")
+    classifier(**given | {"labels": given["labels"][:, 0]}).loss.backward()
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.slow
+@pytest.mark.parametrize(("tno_type", "fields"), DECODED)
+def test_decoding_on_the_meta_device(tno_type, fields, padded):
+    decode(language_model(tno_type, True, **fields).to("meta"), batch(padded, "meta"), 300)
+
+
+def test_images_on_the_meta_device():
+    config = tiny_config(causal=False, image_size=8, patch_size=2, max_position_embeddings=16)
+    model = TnnForImageClassification(config).to("meta").train()
+    pixels = torch.zeros(3, 3, 8, 8, device="meta")
+    model(pixels, labels=torch.zeros(3, dtype=torch.long, device="meta")).loss.backward()
+
+
+def packed(device: str):
+    given = batch(False, device)
+    positions = torch.cat([torch.arange(12), torch.arange(21)]).expand(2, 33)
+    return given | {"position_ids": positions}
+
+
+@pytest.mark.parametrize(("tno_type", "causal"), VARIANTS)
+def test_packed_rows_on_the_meta_device(tno_type, causal):
+    """Their boundaries are on the CPU, as a collator makes them."""
+    language_model(tno_type, causal).to("meta").train()(**packed("meta")).loss.backward()
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("tno_type", "causal", "fields"), STEPS)
+def test_a_training_step_of_an_accelerator(tno_type, causal, fields, padded, monkeypatch):
+    """No wait, and loss, gradients and statistics of the CPU."""
+    results = []
+    for hosts in (("cpu",), ()):
+        monkeypatch.setattr(numerics, "HOST_DEVICES", hosts)
+        model = language_model(tno_type, causal, **fields).double().train()
+        with Waits() as waits:
+            outputs = model(**batch(padded))
+            outputs.loss.backward()
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        results.append((outputs.loss, gradients, dict(model.named_buffers())))
+    assert waits.found == []
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("tno_type", "fields"), DECODED)
+def test_decoding_of_an_accelerator(tno_type, fields, padded, monkeypatch):
+    """No wait after the prompt, except that a recurrence that may diverge is looked at every 64 tokens."""
+    model = language_model(tno_type, True, **fields)
+    expected = decode(model, batch(padded), 300)
+    monkeypatch.setattr(numerics, "HOST_DEVICES", ())
+    with Waits() as waits:
+        logits = decode(model, batch(padded), 300)
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+    layers = len(model.model.layers)
+    looks = layers * (300 // 64 + 1) if fields else 0
+    start = 4 * layers if tno_type == "rtf" else 0  # of the recurrence: whether its poles are safe
+    assert len(waits.found) <= looks + start, waits.found
+
+
+@pytest.mark.parametrize(("tno_type", "causal"), VARIANTS)
+def test_packed_rows_of_an_accelerator(tno_type, causal, accelerator):
+    """The documents are found on the host: the operations that wait there are those of the boundaries."""
+    model = language_model(tno_type, causal).double()
+    documents = [
+        {name: tensor[:, part] for name, tensor in packed("cpu").items()} for part in (slice(12), slice(12, 33))
+    ]
+    expected = torch.cat([model(document["input_ids"]).logits for document in documents], dim=1)
+    given = packed("cpu")
+    torch.testing.assert_close(model(given["input_ids"], position_ids=given["position_ids"]).logits, expected)
+
+
+def test_a_recurrence_that_diverges_is_found_on_an_accelerator(accelerator):
+    """Some tokens later than on the CPU."""
+    model = language_model("rtf", True, **UNCONSTRAINED)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.gtu.tno.denominator.zero_()
+            layer.gtu.tno.denominator[0, 0] = -1.1
+    with pytest.raises(ValueError, match="makes the recurrence diverge"):
+        decode(model, batch(False), 10_000)
