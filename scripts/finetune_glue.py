@@ -303,7 +303,7 @@ def check_before_start(args: GlueArguments, training: TrainingArguments):
 
     Raises:
         ValueError: there is nothing to do or nothing to publish, an option of Trainer's own publishing is set, or a
-            sweep is to resume from a checkpoint.
+            sweep is to resume from a checkpoint or has a rate or a seed of its own.
     """
     if not (training.do_train or training.do_eval or training.do_predict or args.sweep):
         raise ValueError("one of --do_train, --do_eval, --do_predict and --sweep must be given")
@@ -319,6 +319,10 @@ def check_before_start(args: GlueArguments, training: TrainingArguments):
             "--sweep must be given without --resume_from_checkpoint: it always starts from the beginning. Choose the "
             "remaining runs by --sweep_learning_rates and --sweep_seeds."
         )
+    for name, several in {"learning_rate": "sweep_learning_rates", "seed": "sweep_seeds"}.items():
+        value = getattr(training, name)
+        if args.sweep and value != getattr(TrainingArguments, name):
+            raise ValueError(f"--{name} must not be given with --sweep, which reads --{several}, got {value}")
 
 
 def folder_of(output_dir: Path, data: TaskData, several: bool) -> Path:

@@ -202,6 +202,8 @@ def test_only_what_is_trained_is_saved(encoder, glue, tmp_path):
     [
         ([], "one of --do_train, --do_eval, --do_predict and --sweep must be given"),
         (["--do_eval", "--push_to_hub"], "--push_to_hub must be given with --do_train or --sweep"),
+        (["--sweep", "--learning_rate", "1e-3"], "--learning_rate must not be given with --sweep, .* got 0.001"),
+        (["--sweep", "--seed", "7"], "--seed must not be given with --sweep, which reads --sweep_seeds, got 7"),
         (["--do_predict", "--train_file", "FILE", "--validation_file", "FILE"],
          "--do_predict must be given with --test_file"),
         (["--sweep", "--sentence1_key", "a"], "--sentence1_key .* must be given with --train_file"),
