@@ -37,6 +37,7 @@ from tnn_scripts.common.lm_loss import count_targets, logits_of, summed_loss, to
 from tnn_scripts.common.optimizers import build_optimizer
 from tnn_scripts.common.pretrain_arguments import PretrainArguments
 from tnn_scripts.common.signals import StopRequest, StopRequested
+from tnn_scripts.common.step_reports import StepReports, report_of
 from tnn_scripts.data.blocks import BlockStream
 
 # A pole beyond this radius may make the sampled kernel infinite.
@@ -102,6 +103,7 @@ class Pretraining:
         self.poles = PoleCallback(args.max_pole_radius, args.logging_steps)
         self.fingerprint = self._fingerprint()
         self.stop = StopRequest()
+        self.reports = StepReports(accelerator.device, self._check_finite)
         self._saved_step = None
         validation_loader = validation.loader(args.per_device_eval_batch_size, 0, len(validation))
         optimizer = build_optimizer(model, args, decayed_parameters(model))
@@ -165,34 +167,37 @@ class Pretraining:
         )
         self._start_clock()
         while state.step < args.max_steps:
-            loss, stopping = self.train_step([next(batches) for _ in range(args.gradient_accumulation_steps)])
+            self.train_step([next(batches) for _ in range(args.gradient_accumulation_steps)])
             state.step += 1
+            logs = state.step % args.logging_steps == 0 or state.step == args.max_steps
+            pauses = self._is_due(args.eval_steps) or self._is_due(args.checkpointing_steps)
+            stopping = self.reports.read(all_steps=logs or pauses)
             self.poles.on_step(accelerator.unwrap_model(self.model), state.step)
             progress.update()
-            if state.step % args.logging_steps == 0 or state.step == args.max_steps:
+            if logs:
                 self._stop_clock()
-                self._log(progress, loss)
+                self._log(progress, self.reports.loss)
             if stopping:
                 self._stop_clock()
                 progress.close()
                 raise StopRequested
-            if self._is_due(args.eval_steps) or self._is_due(args.checkpointing_steps):
+            if pauses:
                 self._stop_clock()
                 self._between_steps()
                 self._start_clock()
         progress.close()
 
-    def train_step(self, batches: list[dict[str, torch.Tensor]]) -> tuple[float, bool]:
-        """Do one optimizer step; the mean loss of the global batch, and whether a process got a signal.
+    def train_step(self, batches: list[dict[str, torch.Tensor]]):
+        """Do one optimizer step. It changes no weights if the loss or the norm of the gradient is not finite.
 
         Raises:
-            DivergedError: the loss or the norm of the gradient is not finite. The weights have not changed.
+            DivergedError: they are not, and the optimizer cannot skip a step on the device.
             MemoryExceededError: the step does not fit into memory.
         """
         with suggest_smaller("a training step", TRAINING_MEMORY):
-            return self._train_step(batches)
+            self._train_step(batches)
 
-    def _train_step(self, batches: list[dict[str, torch.Tensor]]) -> tuple[float, bool]:
+    def _train_step(self, batches: list[dict[str, torch.Tensor]]):
         accelerator, args = self.accelerator, self.args
         count = sum(count_targets(batch["labels"], self.causal).sum() for batch in batches)
         count = accelerator.reduce(count, reduction="sum").clamp(min=1)
@@ -206,15 +211,20 @@ class Pretraining:
                 total += loss.detach()
                 if accelerator.sync_gradients:
                     # All processes learn of a signal at the same step, with the loss.
-                    sums = accelerator.reduce(torch.stack([total, self._stop_flag()]), reduction="sum")
-                    mean, stopping = (sums[0] / count).item(), sums[1].item() > 0
+                    loss, signals = accelerator.reduce(torch.stack([total, self._stop_flag()]), reduction="sum")
                     norm = accelerator.clip_grad_norm_(self.model.parameters(), args.max_grad_norm or math.inf)
-                    self._check_finite(mean, norm)
+                    self._report(loss / count, norm, signals)
                 self.optimizer.step()
                 if accelerator.sync_gradients and not accelerator.optimizer_step_was_skipped:
                     self.scheduler.step()
                 self.optimizer.zero_grad()
-        return mean, stopping
+
+    def _report(self, loss: torch.Tensor, norm: torch.Tensor | float | None, signals: torch.Tensor):
+        step, optimizer = self.state.step + 1, getattr(self.optimizer, "optimizer", self.optimizer)
+        if self.accelerator.scaler is not None:
+            # It expects overflows now and then: it skips the step and lowers the scale.
+            norm = optimizer = None
+        self.reports.add(step, report_of(loss, norm, signals), optimizer)
 
     def evaluate(self) -> float:
         """The mean loss per predicted token of the validation blocks, in nats.
@@ -298,22 +308,21 @@ class Pretraining:
     def _is_main(self) -> bool:
         return self.accelerator.is_main_process
 
-    def _check_finite(self, loss: float, norm: torch.Tensor | float | None):
-        # A gradient scaler expects overflows now and then: it skips the step and lowers the scale.
-        gradient = 0.0 if norm is None or self.accelerator.scaler is not None else float(norm)
-        if math.isfinite(loss) and math.isfinite(gradient):
+    def _check_finite(self, step: int, loss: float, norm: float):
+        if math.isfinite(loss) and math.isfinite(norm):
             return
-        what = f"loss is {loss}" if not math.isfinite(loss) else f"norm of the gradient is {gradient}"
+        what = f"loss is {loss}" if not math.isfinite(loss) else f"norm of the gradient is {norm}"
         unstable = find_unstable(self.accelerator.unwrap_model(self.model), LARGEST_SAFE_RADIUS)
         poles = f" Poles on or outside the unit circle: {'; '.join(map(str, unstable))}." if unstable else ""
         good = (checkpoints(self.output_dir) or ["none was written"])[-1]
         raise DivergedError(
-            f"The {what} at step {self.state.step + 1}. The step was not applied; last good checkpoint: {good}. "
+            f"The {what} at step {step}. The step was not applied; last good checkpoint: {good}. "
             f"A lower learning rate, more warmup or bf16 instead of fp16 may help.{poles}"
         )
 
     def _stop_flag(self) -> torch.Tensor:
-        return torch.tensor(float(self.stop.signal != 0), device=self.accelerator.device)
+        # Filled on the device: a copy of a number to it would wait.
+        return torch.full((), float(self.stop.signal != 0), device=self.accelerator.device)
 
     def _is_due(self, every: int | None) -> bool:
         return every is not None and self.state.step % every == 0

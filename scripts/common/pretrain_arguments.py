@@ -60,7 +60,7 @@ class PretrainArguments(GroupArguments):
     lr_scheduler_type: str = "cosine"
     warmup_steps: float = 0.1
     weight_decay: float = 0.1
-    optim: str = "adamw_torch"
+    optim: str = "adamw_torch_fused"
     optim_args: str | None = None
     adam_beta1: float = 0.9
     adam_beta2: float = 0.98
