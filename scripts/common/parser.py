@@ -59,7 +59,8 @@ SECTIONS = {
         "operator_weight_decay": "Weight decay of the matrices of the Toeplitz operators.",
         "parameter_groups": "Parameters with settings of their own: PATTERN:learning_rate=X,weight_decay=X, with a "
         "regular expression that is searched in their names. Biases and norms stay without weight decay.",
-        "optim": "Optimizer, by the name in transformers: adamw_torch, adamw_torch_fused, adafactor, ...",
+        "optim": "Optimizer, by the name in transformers: adamw_torch, adamw_torch_fused, adafactor, ... "
+        "pretrain.py has muon too.",
         "optim_args": "Further arguments of the optimizer: name=value,name=value.",
         "adam_beta1": "First momentum of AdamW.",
         "adam_beta2": "Second momentum of AdamW.",

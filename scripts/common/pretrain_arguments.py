@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from transformers import SchedulerType
 
 from tnn_scripts.common.arguments import find_config
-from tnn_scripts.common.optimizers import OPTIMIZERS, GroupArguments
+from tnn_scripts.common.optimizers import MUON, OPTIMIZERS, GroupArguments
 
 OBJECTIVES = ("clm", "mlm")
 TRACKERS = ("none", "tensorboard", "wandb", "trackio")
@@ -93,6 +93,7 @@ class PretrainArguments(GroupArguments):
         self._require_one_of("objective", OBJECTIVES)
         self._require_one_of("report_to", TRACKERS)
         self._require_one_of("optim", OPTIMIZERS)
+        self._require("optim_args", self.optim_args is None or self.optim != MUON, f"absent with --optim {MUON}")
         self._require_one_of("lr_scheduler_type", [kind.value for kind in SchedulerType])
         self._require_one_of("mixed_precision", (None, "no", "bf16", "fp16"))
         radius = self.max_pole_radius

@@ -102,7 +102,7 @@ def waits(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("optim", ["adamw_torch_fused"])
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "muon"])
 def test_a_step_does_not_wait(optim, options, waits):
     """Backward, clipping, check for divergence and optimizer. Loss and signals are read outside, a step later."""
     run_script("pretrain", *options, "--optim", optim)
@@ -137,7 +137,7 @@ def test_a_signal_that_is_read_later(late, tmp_path, monkeypatch, caplog):
     assert_same_weights(tmp_path / "whole", tmp_path / "out")
 
 
-@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "muon"])
 @pytest.mark.parametrize("broken", ["loss", "gradient"])
 @pytest.mark.parametrize("when", ["at once", "late"])
 def test_a_step_that_is_not_finite_changes_nothing(when, broken, optim, options, monkeypatch, request):
