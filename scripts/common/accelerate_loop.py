@@ -18,6 +18,7 @@ from accelerate import Accelerator
 from accelerate.utils import load, set_seed
 from accelerate.utils.constants import RNG_STATE_NAME
 from safetensors import SafetensorError
+from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
@@ -46,7 +47,7 @@ LARGEST_SAFE_RADIUS = 1 - 1e-6
 FREE_ARGUMENTS = {
     "max_steps", "output_dir", "per_device_eval_batch_size", "eval_steps", "max_eval_blocks", "logging_steps",
     "checkpointing_steps", "save_total_limit", "resume_from_checkpoint", "report_to", "push_to_hub", "hub_model_id",
-    "hub_private_repo", "overwrite_output_dir",
+    "hub_private_repo", "overwrite_output_dir", "dataloader_num_workers",
 }  # fmt: skip
 # Arguments that are not compared: the resulting configuration and blocks are.
 SOURCES = {
@@ -105,12 +106,18 @@ class Pretraining:
         self.stop = StopRequest()
         self.reports = StepReports(accelerator.device, self._check_finite)
         self._saved_step = None
-        validation_loader = validation.loader(args.per_device_eval_batch_size, 0, len(validation))
+        validation_loader = self._loader(validation, args.per_device_eval_batch_size, 0, len(validation))
         optimizer = build_optimizer(model, args, decayed_parameters(model))
         self.scheduler = get_scheduler(args.lr_scheduler_type, optimizer, args.num_warmup_steps, args.max_steps)
         self.model, self.optimizer, self.validation = accelerator.prepare(model, optimizer, validation_loader)
         # After the weights are initialised, each process has its own dropout.
         set_seed(args.seed, device_specific=True)
+
+    def _loader(self, stream: BlockStream, batch_size: int, start: int, stop: int) -> DataLoader:
+        device, workers = self.accelerator.device.type, self.args.dataloader_num_workers
+        if workers is None:
+            workers = 0 if device == "cpu" else 2
+        return stream.loader(batch_size, start, stop, workers, pin_memory=device not in ("cpu", "mps"))
 
     @property
     def blocks_per_step(self) -> int:
@@ -159,7 +166,7 @@ class Pretraining:
         if state.step and self._is_due(args.eval_steps) and not self.is_evaluated:
             self.record_evaluation()  # the run was stopped during an evaluation
         start, stop = (step * self.blocks_per_step for step in (state.step, args.max_steps))
-        loader = self.train_stream.loader(args.per_device_train_batch_size, start, stop)
+        loader = self._loader(self.train_stream, args.per_device_train_batch_size, start, stop)
         batches = iter(accelerator.prepare(loader))
         self.model.train()
         progress = tqdm(

@@ -92,6 +92,7 @@ SECTIONS = {
         "dtype": "Data type of the weights: auto (as saved), float32, bfloat16, float16.",
         "use_cpu": "Use the CPU even if there is an accelerator.",
         "torch_compile": "Compile the model with torch.compile.",
+        "dataloader_num_workers": "Processes that load data; pretrain.py has 2 for an accelerator unless given.",
         "batch_size": "Sequences in a batch.",
     },
     "Hub": {

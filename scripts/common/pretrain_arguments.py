@@ -23,7 +23,7 @@ AT_LEAST_ONE = (
     "block_size",
     "vocab_size",
 )
-AT_LEAST_ZERO = ("weight_decay", "warmup_steps", "max_grad_norm", "seed")
+AT_LEAST_ZERO = ("weight_decay", "warmup_steps", "max_grad_norm", "seed", "dataloader_num_workers")
 
 
 def option(default, text: str):
@@ -80,6 +80,7 @@ class PretrainArguments(GroupArguments):
     report_to: str = "none"
 
     use_cpu: bool = False
+    dataloader_num_workers: int | None = None
     mixed_precision: str | None = option(None, "Precision: no, bf16 or fp16; that of accelerate unless given.")
     gradient_checkpointing: bool = False
     torch_compile: bool = False
@@ -101,7 +102,7 @@ class PretrainArguments(GroupArguments):
         for name in AT_LEAST_ONE:
             self._require(name, getattr(self, name) is None or getattr(self, name) >= 1, "at least 1")
         for name in AT_LEAST_ZERO:
-            self._require(name, getattr(self, name) >= 0, "at least 0")
+            self._require(name, getattr(self, name) is None or getattr(self, name) >= 0, "at least 0")
         self._require("learning_rate", self.learning_rate > 0, "above 0")
         self._require("mlm_probability", 0 < self.mlm_probability < 1, "in (0, 1)")
         self._require("dataset_name", self.dataset_name is None or self.train_file is None, "absent with --train_file")

@@ -2,12 +2,16 @@
 
 import json
 import os
+import pickle
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
+from datasets import Dataset
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader
 
 from helpers.scripts import (
     assert_same_weights,
@@ -15,6 +19,8 @@ from helpers.scripts import (
     figures,
     pretrain_options,
     run_script,
+    start_script,
+    wait_until,
     weights,
     write_config,
     write_text,
@@ -22,7 +28,9 @@ from helpers.scripts import (
 from tnn_scripts.common import accelerate_loop
 from tnn_scripts.common.accelerate_loop import Pretraining
 from tnn_scripts.common.checkpoints import checkpoints
+from tnn_scripts.common.pretrain_arguments import PretrainArguments
 from tnn_scripts.common.step_reports import StepReports
+from tnn_scripts.data.blocks import BlockStream
 
 WAITS = {"aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero", "aten::equal", "aten::masked_select"}
 COPIES = {"tolist", "cpu", "numpy", "__array__"}  # they have no operation of their own on a CPU
@@ -182,3 +190,45 @@ def test_a_run_of_the_other_adamw(options, tmp_path):
     assert_same_weights(tmp_path / "out", tmp_path / "resumed")
     assert json.loads((tmp_path / "resumed" / "training_args.json").read_text())["optim"] == "adamw_torch"
     assert all(tensor.isfinite().all() for tensor in weights(tmp_path / "resumed").values())
+
+
+@pytest.mark.parametrize("objective", ["clm", "mlm"])
+def test_processes_that_load_data_change_nothing(objective, tmp_path):
+    """The order, the masks, and what a resumed run sees, even if it has another number of them."""
+    options = [*pretrain_options(tmp_path, objective), "--max_steps", 16, "--checkpointing_steps", 6]
+    for workers in (0, 2):
+        run_script("pretrain", *options, "--output_dir", tmp_path / str(workers), "--dataloader_num_workers", workers)
+    (tmp_path / "resumed").mkdir()
+    os.rename(tmp_path / "0" / "checkpoint-6", tmp_path / "resumed" / "checkpoint-6")
+    run_script("pretrain", *options, "--output_dir", tmp_path / "resumed", "--dataloader_num_workers", 2,
+               "--resume_from_checkpoint", "latest")  # fmt: skip
+    for other in ("2", "resumed"):
+        assert_same_weights(tmp_path / "0", tmp_path / other)
+        assert figures(tmp_path / "0") == figures(tmp_path / other)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_for_the_whole_group(number, tmp_path):
+    """Schedulers and terminals send it to the processes that load data too. The step is finished and saved."""
+    options = [*pretrain_options(tmp_path, "clm"), "--max_steps", 100_000, "--output_dir", tmp_path / "out",
+               "--checkpointing_steps", 2, "--save_total_limit", 1, "--dataloader_num_workers", 2]  # fmt: skip
+    with start_script("pretrain", *options, start_new_session=True) as process:
+        wait_until(lambda: checkpoints(tmp_path / "out"), process)
+        os.killpg(process.pid, number)
+        output, _ = process.communicate(timeout=60)
+    step = checkpoints(tmp_path / "out")[-1].name.removeprefix("checkpoint-")
+    assert process.returncode == 128 + number, output
+    assert f"stopped by a signal at step {step}. Continue with" in output and "Traceback" not in output
+    assert "huggingface/tokenizers" not in output
+
+
+def test_loader_for_an_accelerator(monkeypatch):
+    """Pinned memory and processes; on a CPU they would only cost. The examples can be sent to such a process."""
+    stream = pickle.loads(pickle.dumps(BlockStream(Dataset.from_dict({"input_ids": [[3], [4]]}), None, False)))
+    assert stream[0].keys() == {"input_ids", "labels"}
+    monkeypatch.setattr(DataLoader, "__init__", lambda self, *arguments, **options: vars(self).update(options))
+    args = PretrainArguments()
+    for device, workers, pinned in (("cpu", 0, False), ("cuda", 2, True), ("mps", 2, False)):
+        run = SimpleNamespace(args=args, accelerator=SimpleNamespace(device=torch.device(device)))
+        loader = Pretraining._loader(run, stream, 1, 0, 1)
+        assert (loader.num_workers, loader.persistent_workers, loader.pin_memory) == (workers, workers > 0, pinned)
