@@ -7,8 +7,13 @@ has all its roots inside the unit circle if and only if every reflection coeffic
 
     k_n = a_n,    a_i <- (a_i - k_n a_{n-i}) / (1 - k_n^2),  i = 1 .. n-1,    for n = N .. 1                  (1)
 
-With a_i / r^i instead of a_i, the test is for the circle of radius r. Scaling a_i by s^i multiplies the radius of
-every pole by s and keeps its angle; this projects a denominator onto a circle. Q denominators, N order.
+It is so if
+
+    |a_1| + .. + |a_N| < 1,                                                                                  (2)
+
+because a(z) is not 0 on the circle or outside it then. With a_i / r^i instead of a_i, both are for the circle of
+radius r. Scaling a_i by s^i multiplies the radius of every pole by s and keeps its angle; this projects a denominator
+onto a circle. Q denominators, N order.
 
 An RTF kernel with a pole outside the unit circle trains well, because training samples it only at
 `rtf_truncation_length` points (RTF paper, section 3.4). But it grows beyond that length, and its recurrence diverges.
@@ -50,17 +55,29 @@ class UnstableLayer(NamedTuple):
 
 
 def is_stable(denominator: torch.Tensor, radius: float = 1.0) -> torch.Tensor:
-    """Whether all roots of each denominator `(Q, N)` lie inside the circle of `radius`, `(Q,)`, by (1) in float64."""
-    order = denominator.shape[1]
-    powers = torch.arange(1, order + 1, device=denominator.device, dtype=torch.float64)
+    """Whether all roots of each denominator `(Q, N)` lie inside the circle of `radius`, `(Q,)`, in float64.
+
+    By (2) where it holds, which is cheap, and by (1) for the others.
+    """
+    powers = torch.arange(1, denominator.shape[1] + 1, device=denominator.device, dtype=torch.float64)
     a = denominator.double() / radius**powers  # (Q, N)
-    stable = a.isfinite().all(dim=1)  # (Q,)
-    for n in range(order, 0, -1):
-        k = a[:, n - 1 : n]  # (Q, 1)
-        stable &= k[:, 0].abs() < 1
-        rest = a[:, : n - 1]
-        a = (rest - k * rest.flip(1)) / (1 - k.square())
+    stable = a.abs().sum(dim=1) < 1  # (Q,)
+    others = (~stable).nonzero()[:, 0]  # (M,)
+    if len(others):
+        stable[others] = _step_down(a[others])
     return stable
+
+
+def _step_down(a: torch.Tensor) -> torch.Tensor:
+    """Whether all roots of polynomials `(Q, N)` lie inside the unit circle, `(Q,)`, by (1)."""
+    a = a.T.contiguous()  # (N, Q)
+    reflections = []
+    for n in range(len(a), 0, -1):
+        k, rest = a[n - 1], a[: n - 1]  # (Q,), (n-1, Q)
+        reflections.append(k)
+        a = torch.addcmul(rest, k, rest.flip(0), value=-1).div_(1 - k.square())
+    # What is not a number stays so until it is a reflection coefficient itself.
+    return (torch.stack(reflections).abs() < 1).all(dim=0)
 
 
 def spectral_radius(denominator: torch.Tensor) -> torch.Tensor:
@@ -78,20 +95,36 @@ def rational_operators(model: torch.nn.Module) -> list[RtfOperator]:
     return [one for one in operators if one.denominator.numel() > 0 and not isinstance(one.denominator, DTensor)]
 
 
+def unstable_operators(model: torch.nn.Module, radius: float) -> list[tuple[RtfOperator, torch.Tensor]]:
+    """The RTF operators with poles on or outside the circle of `radius`, and which denominators have them, `(Q,)`.
+
+    The recursion has N steps, one after the other, so all layers take them together. The host waits twice, and not for
+    each layer.
+    """
+    operators = rational_operators(model)
+    denominators, found = [operator.denominator for operator in operators], {}
+    for kind in {(one.device, one.shape[1]) for one in denominators}:
+        alike = [i for i, one in enumerate(denominators) if (one.device, one.shape[1]) == kind]
+        rows = torch.cat([denominators[i] for i in alike])
+        masks = (~is_stable(rows, radius)).cpu().split([len(denominators[i]) for i in alike])
+        found |= dict(zip(alike, masks, strict=True))
+    return [(operator, found[i]) for i, operator in enumerate(operators) if found[i].any()]
+
+
 @torch.no_grad()
 def find_unstable(model: torch.nn.Module, radius: float = 1.0) -> list[UnstableLayer]:
     """The RTF layers of a model with poles on or outside the circle of `radius`, one `UnstableLayer` each.
 
     Layers with `rtf_constraint` or sharded parameters are left out.
     """
-    found = []
-    for operator in rational_operators(model):
-        outside = (~is_stable(operator.denominator, radius)).nonzero()[:, 0].cpu()  # (M,)
-        if len(outside):
-            radii = spectral_radius(operator.denominator.cpu()[outside])
-            worst = int(radii.argmax())
-            found.append(UnstableLayer(operator.layer_idx, len(outside), int(outside[worst]), radii[worst].item()))
-    return found
+    return [_describe(operator, outside) for operator, outside in unstable_operators(model, radius)]
+
+
+def _describe(operator: RtfOperator, outside: torch.Tensor) -> UnstableLayer:
+    rows = outside.nonzero()[:, 0]  # (M,)
+    radii = spectral_radius(operator.denominator.cpu()[rows])
+    worst = int(radii.argmax())
+    return UnstableLayer(operator.layer_idx, len(rows), int(rows[worst]), radii[worst].item())
 
 
 @torch.no_grad()
@@ -108,15 +141,15 @@ def project_poles(model: torch.nn.Module, radius: float) -> list[UnstableLayer]:
     """
     if not 0 < radius < 1:
         raise ValueError(f"`radius` must be in (0, 1), got {radius}")
-    found = find_unstable(model, radius)
+    unstable = unstable_operators(model, radius)
+    found = [_describe(operator, outside) for operator, outside in unstable]
     if any(layer.radius == float("inf") for layer in found):
         raise ValueError(f"Denominators must be finite to be projected, got {'; '.join(map(str, found))}")
-    for operator in rational_operators(model) if found else []:
-        outside = ~is_stable(operator.denominator, radius)  # (Q,)
-        rows = operator.denominator[outside].double().cpu()  # (M, N)
+    for operator, outside in unstable:
+        rows = operator.denominator.cpu()[outside].double()  # (M, N)
         powers = torch.arange(1, rows.shape[1] + 1, dtype=torch.float64)
         scale = (radius / spectral_radius(rows)).clamp(max=1)[:, None] ** powers  # (M, N)
-        operator.denominator[outside] = (rows * scale).to(operator.denominator)
+        operator.denominator[outside.to(operator.denominator.device)] = (rows * scale).to(operator.denominator)
     return found
 
 

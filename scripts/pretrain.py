@@ -21,7 +21,7 @@ import datasets
 import torch
 import transformers
 from accelerate import Accelerator
-from accelerate.utils import GradientAccumulationPlugin
+from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -68,6 +68,7 @@ def build_accelerator(args: PretrainArguments) -> Accelerator:
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             num_steps=args.gradient_accumulation_steps, sync_with_dataloader=False
         ),
+        dataloader_config=DataLoaderConfiguration(non_blocking=True),
         log_with=None if args.report_to == "none" else args.report_to,
         project_dir=args.output_dir,
     )

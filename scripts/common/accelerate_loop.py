@@ -18,6 +18,7 @@ from accelerate import Accelerator
 from accelerate.utils import load, set_seed
 from accelerate.utils.constants import RNG_STATE_NAME
 from safetensors import SafetensorError
+from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
@@ -37,6 +38,7 @@ from tnn_scripts.common.lm_loss import count_targets, logits_of, summed_loss, to
 from tnn_scripts.common.optimizers import build_optimizer
 from tnn_scripts.common.pretrain_arguments import PretrainArguments
 from tnn_scripts.common.signals import StopRequest, StopRequested
+from tnn_scripts.common.step_reports import StepReports, report_of
 from tnn_scripts.data.blocks import BlockStream
 
 # A pole beyond this radius may make the sampled kernel infinite.
@@ -45,7 +47,7 @@ LARGEST_SAFE_RADIUS = 1 - 1e-6
 FREE_ARGUMENTS = {
     "max_steps", "output_dir", "per_device_eval_batch_size", "eval_steps", "max_eval_blocks", "logging_steps",
     "checkpointing_steps", "save_total_limit", "resume_from_checkpoint", "report_to", "push_to_hub", "hub_model_id",
-    "hub_private_repo", "overwrite_output_dir",
+    "hub_private_repo", "overwrite_output_dir", "dataloader_num_workers",
 }  # fmt: skip
 # Arguments that are not compared: the resulting configuration and blocks are.
 SOURCES = {
@@ -102,13 +104,20 @@ class Pretraining:
         self.poles = PoleCallback(args.max_pole_radius, args.logging_steps)
         self.fingerprint = self._fingerprint()
         self.stop = StopRequest()
+        self.reports = StepReports(accelerator.device, self._check_finite)
         self._saved_step = None
-        validation_loader = validation.loader(args.per_device_eval_batch_size, 0, len(validation))
+        validation_loader = self._loader(validation, args.per_device_eval_batch_size, 0, len(validation))
         optimizer = build_optimizer(model, args, decayed_parameters(model))
         self.scheduler = get_scheduler(args.lr_scheduler_type, optimizer, args.num_warmup_steps, args.max_steps)
         self.model, self.optimizer, self.validation = accelerator.prepare(model, optimizer, validation_loader)
         # After the weights are initialised, each process has its own dropout.
         set_seed(args.seed, device_specific=True)
+
+    def _loader(self, stream: BlockStream, batch_size: int, start: int, stop: int) -> DataLoader:
+        device, workers = self.accelerator.device.type, self.args.dataloader_num_workers
+        if workers is None:
+            workers = 0 if device == "cpu" else 2
+        return stream.loader(batch_size, start, stop, workers, pin_memory=device not in ("cpu", "mps"))
 
     @property
     def blocks_per_step(self) -> int:
@@ -157,7 +166,7 @@ class Pretraining:
         if state.step and self._is_due(args.eval_steps) and not self.is_evaluated:
             self.record_evaluation()  # the run was stopped during an evaluation
         start, stop = (step * self.blocks_per_step for step in (state.step, args.max_steps))
-        loader = self.train_stream.loader(args.per_device_train_batch_size, start, stop)
+        loader = self._loader(self.train_stream, args.per_device_train_batch_size, start, stop)
         batches = iter(accelerator.prepare(loader))
         self.model.train()
         progress = tqdm(
@@ -165,34 +174,37 @@ class Pretraining:
         )
         self._start_clock()
         while state.step < args.max_steps:
-            loss, stopping = self.train_step([next(batches) for _ in range(args.gradient_accumulation_steps)])
+            self.train_step([next(batches) for _ in range(args.gradient_accumulation_steps)])
             state.step += 1
+            logs = state.step % args.logging_steps == 0 or state.step == args.max_steps
+            pauses = self._is_due(args.eval_steps) or self._is_due(args.checkpointing_steps)
+            stopping = self.reports.read(all_steps=logs or pauses)
             self.poles.on_step(accelerator.unwrap_model(self.model), state.step)
             progress.update()
-            if state.step % args.logging_steps == 0 or state.step == args.max_steps:
+            if logs:
                 self._stop_clock()
-                self._log(progress, loss)
+                self._log(progress, self.reports.loss)
             if stopping:
                 self._stop_clock()
                 progress.close()
                 raise StopRequested
-            if self._is_due(args.eval_steps) or self._is_due(args.checkpointing_steps):
+            if pauses:
                 self._stop_clock()
                 self._between_steps()
                 self._start_clock()
         progress.close()
 
-    def train_step(self, batches: list[dict[str, torch.Tensor]]) -> tuple[float, bool]:
-        """Do one optimizer step; the mean loss of the global batch, and whether a process got a signal.
+    def train_step(self, batches: list[dict[str, torch.Tensor]]):
+        """Do one optimizer step. It changes no weights if the loss or the norm of the gradient is not finite.
 
         Raises:
-            DivergedError: the loss or the norm of the gradient is not finite. The weights have not changed.
+            DivergedError: they are not, and the optimizer cannot skip a step on the device.
             MemoryExceededError: the step does not fit into memory.
         """
         with suggest_smaller("a training step", TRAINING_MEMORY):
-            return self._train_step(batches)
+            self._train_step(batches)
 
-    def _train_step(self, batches: list[dict[str, torch.Tensor]]) -> tuple[float, bool]:
+    def _train_step(self, batches: list[dict[str, torch.Tensor]]):
         accelerator, args = self.accelerator, self.args
         count = sum(count_targets(batch["labels"], self.causal).sum() for batch in batches)
         count = accelerator.reduce(count, reduction="sum").clamp(min=1)
@@ -206,15 +218,20 @@ class Pretraining:
                 total += loss.detach()
                 if accelerator.sync_gradients:
                     # All processes learn of a signal at the same step, with the loss.
-                    sums = accelerator.reduce(torch.stack([total, self._stop_flag()]), reduction="sum")
-                    mean, stopping = (sums[0] / count).item(), sums[1].item() > 0
+                    loss, signals = accelerator.reduce(torch.stack([total, self._stop_flag()]), reduction="sum")
                     norm = accelerator.clip_grad_norm_(self.model.parameters(), args.max_grad_norm or math.inf)
-                    self._check_finite(mean, norm)
+                    self._report(loss / count, norm, signals)
                 self.optimizer.step()
                 if accelerator.sync_gradients and not accelerator.optimizer_step_was_skipped:
                     self.scheduler.step()
                 self.optimizer.zero_grad()
-        return mean, stopping
+
+    def _report(self, loss: torch.Tensor, norm: torch.Tensor | float | None, signals: torch.Tensor):
+        step, optimizer = self.state.step + 1, getattr(self.optimizer, "optimizer", self.optimizer)
+        if self.accelerator.scaler is not None:
+            # It expects overflows now and then: it skips the step and lowers the scale.
+            norm = optimizer = None
+        self.reports.add(step, report_of(loss, norm, signals), optimizer)
 
     def evaluate(self) -> float:
         """The mean loss per predicted token of the validation blocks, in nats.
@@ -298,22 +315,21 @@ class Pretraining:
     def _is_main(self) -> bool:
         return self.accelerator.is_main_process
 
-    def _check_finite(self, loss: float, norm: torch.Tensor | float | None):
-        # A gradient scaler expects overflows now and then: it skips the step and lowers the scale.
-        gradient = 0.0 if norm is None or self.accelerator.scaler is not None else float(norm)
-        if math.isfinite(loss) and math.isfinite(gradient):
+    def _check_finite(self, step: int, loss: float, norm: float):
+        if math.isfinite(loss) and math.isfinite(norm):
             return
-        what = f"loss is {loss}" if not math.isfinite(loss) else f"norm of the gradient is {gradient}"
+        what = f"loss is {loss}" if not math.isfinite(loss) else f"norm of the gradient is {norm}"
         unstable = find_unstable(self.accelerator.unwrap_model(self.model), LARGEST_SAFE_RADIUS)
         poles = f" Poles on or outside the unit circle: {'; '.join(map(str, unstable))}." if unstable else ""
         good = (checkpoints(self.output_dir) or ["none was written"])[-1]
         raise DivergedError(
-            f"The {what} at step {self.state.step + 1}. The step was not applied; last good checkpoint: {good}. "
+            f"The {what} at step {step}. The step was not applied; last good checkpoint: {good}. "
             f"A lower learning rate, more warmup or bf16 instead of fp16 may help.{poles}"
         )
 
     def _stop_flag(self) -> torch.Tensor:
-        return torch.tensor(float(self.stop.signal != 0), device=self.accelerator.device)
+        # Filled on the device: a copy of a number to it would wait.
+        return torch.full((), float(self.stop.signal != 0), device=self.accelerator.device)
 
     def _is_due(self, every: int | None) -> bool:
         return every is not None and self.state.step % every == 0

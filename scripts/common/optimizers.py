@@ -11,13 +11,15 @@ import torch
 from transformers import PreTrainedModel, Trainer
 from transformers.training_args import OptimizerNames
 
+from tnn_scripts.common.muon import MuonWithAdamW
 from tnn_scripts.common.progress import show_figures
 
 OPERATOR = r"(^|\.)tno\."
 SETTINGS = {"learning_rate": "lr", "weight_decay": "weight_decay"}
 # They choose the layers themselves, and need what only Trainer has.
 OF_TRAINER = ("galore", "apollo", "lomo", "adalomo")
-OPTIMIZERS = [name.value for name in OptimizerNames if not name.value.startswith(OF_TRAINER)]
+MUON = "muon"
+OPTIMIZERS = [name.value for name in OptimizerNames if not name.value.startswith(OF_TRAINER)] + [MUON]
 
 
 @dataclass(kw_only=True)
@@ -101,6 +103,17 @@ def regroup(
     optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
 
 
+def hidden_matrices(model: PreTrainedModel, decayed: set[str]) -> set[str]:
+    """The names of the matrices that Muon is for: those of hidden layers, without embeddings, head and operators."""
+    others = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+    others = {id(p) for module in [*others, model.get_output_embeddings()] for p in module.parameters()}
+    return {
+        name
+        for name, p in model.named_parameters()
+        if name in decayed and p.ndim == 2 and id(p) not in others and not re.search(OPERATOR, name)
+    }
+
+
 def build_optimizer(model: PreTrainedModel, args, decayed: set[str]) -> torch.optim.Optimizer:
     """The optimizer that `args.optim` names; the parameters named `decayed` have weight decay.
 
@@ -111,12 +124,18 @@ def build_optimizer(model: PreTrainedModel, args, decayed: set[str]) -> torch.op
         ValueError: the optimizer's package is missing, or a pattern finds no parameter.
     """
     parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    matrices = hidden_matrices(model, decayed) if args.optim == MUON else set()
     groups = [
-        {"params": [p for name, p in parameters if name in decayed], "weight_decay": args.weight_decay},
+        {"params": [p for name, p in parameters if name in decayed - matrices], "weight_decay": args.weight_decay},
         {"params": [p for name, p in parameters if name not in decayed], "weight_decay": 0.0},
     ]
-    optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(args, model)
-    optimizer = optimizer_class(groups, **options)
+    if args.optim == MUON:
+        chosen = {"params": [p for name, p in parameters if name in matrices], "weight_decay": args.weight_decay}
+        betas = (args.adam_beta1, args.adam_beta2)
+        optimizer = MuonWithAdamW([chosen], groups, lr=args.learning_rate, betas=betas, eps=args.adam_epsilon)
+    else:
+        optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(args, model)
+        optimizer = optimizer_class(groups, **options)
     regroup(optimizer, model, args.groups(), decayed)
     return optimizer
 

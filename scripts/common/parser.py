@@ -59,7 +59,8 @@ SECTIONS = {
         "operator_weight_decay": "Weight decay of the matrices of the Toeplitz operators.",
         "parameter_groups": "Parameters with settings of their own: PATTERN:learning_rate=X,weight_decay=X, with a "
         "regular expression that is searched in their names. Biases and norms stay without weight decay.",
-        "optim": "Optimizer, by the name in transformers: adamw_torch, adamw_torch_fused, adafactor, ...",
+        "optim": "Optimizer, by the name in transformers: adamw_torch, adamw_torch_fused, adafactor, ... "
+        "pretrain.py has muon too.",
         "optim_args": "Further arguments of the optimizer: name=value,name=value.",
         "adam_beta1": "First momentum of AdamW.",
         "adam_beta2": "Second momentum of AdamW.",
@@ -91,6 +92,7 @@ SECTIONS = {
         "dtype": "Data type of the weights: auto (as saved), float32, bfloat16, float16.",
         "use_cpu": "Use the CPU even if there is an accelerator.",
         "torch_compile": "Compile the model with torch.compile.",
+        "dataloader_num_workers": "Processes that load data; pretrain.py has 2 for an accelerator unless given.",
         "batch_size": "Sequences in a batch.",
     },
     "Hub": {

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from transformers import SchedulerType
 
 from tnn_scripts.common.arguments import find_config
-from tnn_scripts.common.optimizers import OPTIMIZERS, GroupArguments
+from tnn_scripts.common.optimizers import MUON, OPTIMIZERS, GroupArguments
 
 OBJECTIVES = ("clm", "mlm")
 TRACKERS = ("none", "tensorboard", "wandb", "trackio")
@@ -23,7 +23,7 @@ AT_LEAST_ONE = (
     "block_size",
     "vocab_size",
 )
-AT_LEAST_ZERO = ("weight_decay", "warmup_steps", "max_grad_norm", "seed")
+AT_LEAST_ZERO = ("weight_decay", "warmup_steps", "max_grad_norm", "seed", "dataloader_num_workers")
 
 
 def option(default, text: str):
@@ -60,7 +60,7 @@ class PretrainArguments(GroupArguments):
     lr_scheduler_type: str = "cosine"
     warmup_steps: float = 0.1
     weight_decay: float = 0.1
-    optim: str = "adamw_torch"
+    optim: str = "adamw_torch_fused"
     optim_args: str | None = None
     adam_beta1: float = 0.9
     adam_beta2: float = 0.98
@@ -80,6 +80,7 @@ class PretrainArguments(GroupArguments):
     report_to: str = "none"
 
     use_cpu: bool = False
+    dataloader_num_workers: int | None = None
     mixed_precision: str | None = option(None, "Precision: no, bf16 or fp16; that of accelerate unless given.")
     gradient_checkpointing: bool = False
     torch_compile: bool = False
@@ -93,6 +94,7 @@ class PretrainArguments(GroupArguments):
         self._require_one_of("objective", OBJECTIVES)
         self._require_one_of("report_to", TRACKERS)
         self._require_one_of("optim", OPTIMIZERS)
+        self._require("optim_args", self.optim_args is None or self.optim != MUON, f"absent with --optim {MUON}")
         self._require_one_of("lr_scheduler_type", [kind.value for kind in SchedulerType])
         self._require_one_of("mixed_precision", (None, "no", "bf16", "fp16"))
         radius = self.max_pole_radius
@@ -100,7 +102,7 @@ class PretrainArguments(GroupArguments):
         for name in AT_LEAST_ONE:
             self._require(name, getattr(self, name) is None or getattr(self, name) >= 1, "at least 1")
         for name in AT_LEAST_ZERO:
-            self._require(name, getattr(self, name) >= 0, "at least 0")
+            self._require(name, getattr(self, name) is None or getattr(self, name) >= 0, "at least 0")
         self._require("learning_rate", self.learning_rate > 0, "above 0")
         self._require("mlm_probability", 0 < self.mlm_probability < 1, "in (0, 1)")
         self._require("dataset_name", self.dataset_name is None or self.train_file is None, "absent with --train_file")

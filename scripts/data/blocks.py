@@ -5,6 +5,7 @@ draws its masked tokens with a separate generator. So a position in the data is 
 another number of processes, sees the same examples.
 """
 
+import signal
 import zlib
 from functools import lru_cache
 
@@ -13,6 +14,8 @@ import torch
 from datasets import Dataset as Blocks
 from torch.utils.data import DataLoader, Dataset
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase
+
+from tnn_scripts.common.signals import SIGNALS
 
 
 class BlockStream(Dataset):
@@ -32,7 +35,6 @@ class BlockStream(Dataset):
         self.masking = None
         if masked:
             self.masking = DataCollatorForLanguageModeling(tokenizer, mlm_probability=mlm_probability, seed=seed)
-        self.permutation = lru_cache(maxsize=2)(self._permutation)
 
     def __len__(self) -> int:
         """The number of blocks. The stream continues beyond it."""
@@ -41,7 +43,7 @@ class BlockStream(Dataset):
     def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
         epoch, place = divmod(number, len(self.blocks))
         if self.shuffle:
-            place = int(self.permutation(epoch)[place])
+            place = int(_permutation(self.seed, epoch, len(self.blocks))[place])
         ids = self.blocks[place]["input_ids"]
         if self.masking is None:
             return {"input_ids": ids, "labels": ids}
@@ -60,13 +62,34 @@ class BlockStream(Dataset):
         ids = self.blocks[places]["input_ids"].numpy().astype("<i8")
         return {"blocks": len(self.blocks), "block_size": self.block_size, "checksum": zlib.crc32(ids.tobytes())}
 
-    def loader(self, batch_size: int, start: int, stop: int) -> DataLoader:
-        """Batches of the examples from `start` to `stop`. It draws nothing from the global generator."""
-        numbers = range(start, stop)
-        return DataLoader(self, batch_size, sampler=numbers, generator=_generator(self.seed, 2, start))
+    def loader(self, batch_size: int, start: int, stop: int, workers: int = 0, pin_memory: bool = False) -> DataLoader:
+        """Batches of the examples from `start` to `stop`. It draws nothing from the global generator.
 
-    def _permutation(self, epoch: int) -> torch.Tensor:
-        return torch.randperm(len(self.blocks), generator=_generator(self.seed, 0, epoch))
+        Args:
+            workers: processes that load them, in the same order.
+            pin_memory: whether an accelerator can copy the batches while it computes.
+        """
+        return DataLoader(
+            self,
+            batch_size,
+            sampler=range(start, stop),
+            generator=_generator(self.seed, 2, start),
+            num_workers=workers,
+            persistent_workers=workers > 0,
+            worker_init_fn=_ignore_signals,
+            pin_memory=pin_memory,
+        )
+
+
+@lru_cache(maxsize=2)
+def _permutation(seed: int, epoch: int, size: int) -> torch.Tensor:
+    return torch.randperm(size, generator=_generator(seed, 0, epoch))
+
+
+def _ignore_signals(worker: int):
+    """Leave the end to the main process: a scheduler or Ctrl-C signals all processes of a group."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _generator(*numbers: int) -> torch.Generator:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainingArguments
 
 from helpers.models import RandomTexts, relative_error, seeded, tiny_config
@@ -73,6 +74,44 @@ def test_projection_keeps_angles_and_what_is_inside():
     assert relative_error(after[3:4, :2], denominator_of(0.9 * np.exp(0.4j))) < 1e-6
     assert torch.equal(after[:3], untouched[:3]) and torch.equal(after[4:], untouched[4:])
     assert find_unstable(model, 0.9001) == []
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.count = self.waits = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        self.waits += function._schema.name == "aten::nonzero"
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("coefficient, most", [(0.0, 25), (-0.5, 8 * 16 + 40)])
+def test_layers_are_watched_together(coefficient, most):
+    """The check of every step: few operations where sums tell, else one recursion for all layers.
+
+    The polynomials are those of poles 0.5, twice, for which sums do not tell.
+    """
+    counts = {}
+    for layers in (2, 6):
+        model = seeded(TnnForCausalLM, tiny_config(**UNCONSTRAINED, num_hidden_layers=layers, rtf_state_size=16))
+        with torch.no_grad():
+            for layer in model.model.layers:
+                layer.gtu.tno.denominator[0, :2] = torch.tensor([2 * coefficient, coefficient**2])
+        with Operations() as operations:
+            assert project_poles(model, 0.9) == []
+        assert operations.waits == 1
+        counts[layers] = operations.count
+    assert counts[6] - counts[2] <= 4 * 5 and counts[2] <= most, counts
+
+
+def test_layers_of_different_orders():
+    """Two models as one, with an unstable layer each: found and projected as if each were alone."""
+    both = torch.nn.ModuleList(model_with_pole(1.25, layer=i, rtf_state_size=4 + 2 * i) for i in range(2))
+    alone = [project_poles(model_with_pole(1.25, layer=i, rtf_state_size=4 + 2 * i), 0.9)[0] for i in range(2)]
+    assert project_poles(both, 0.9) == alone and [one.layer for one in alone] == [0, 1]
+    assert find_unstable(both, 0.9001) == []
 
 
 @pytest.mark.parametrize("radius", [0.0, 1.0, -1, float("nan")])

@@ -1,0 +1,234 @@
+"""A training step does not wait for the device, and still changes no weights where it is not finite."""
+
+import json
+import os
+import pickle
+import signal
+from types import SimpleNamespace
+
+import pytest
+import torch
+from datasets import Dataset
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader
+
+from helpers.scripts import (
+    assert_same_weights,
+    at_call,
+    figures,
+    pretrain_options,
+    run_script,
+    start_script,
+    wait_until,
+    weights,
+    write_config,
+    write_text,
+)
+from tnn_scripts.common import accelerate_loop
+from tnn_scripts.common.accelerate_loop import Pretraining
+from tnn_scripts.common.checkpoints import checkpoints
+from tnn_scripts.common.pretrain_arguments import PretrainArguments
+from tnn_scripts.common.step_reports import StepReports
+from tnn_scripts.data.blocks import BlockStream
+
+WAITS = {"aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero", "aten::equal", "aten::masked_select"}
+COPIES = {"tolist", "cpu", "numpy", "__array__"}  # they have no operation of their own on a CPU
+
+
+class Waits(TorchDispatchMode):
+    """Counts the operations for whose result the host waits on an accelerator."""
+
+    def __init__(self):
+        super().__init__()
+        self.found, self.copies = [], Copies(self)
+
+    def __enter__(self):
+        self.copies.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *exception):
+        super().__exit__(*exception)
+        self.copies.__exit__(*exception)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function._schema.name in WAITS:
+            self.found.append(function._schema.name)
+        return function(*args, **kwargs or {})
+
+
+class Copies(TorchFunctionMode):
+    def __init__(self, waits: Waits):
+        super().__init__()
+        self.waits = waits
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if getattr(function, "__name__", "") in COPIES:
+            self.waits.found.append(function.__name__)
+        return function(*args, **kwargs or {})
+
+
+@pytest.fixture
+def options(tmp_path):
+    """The options of a short run with accumulation and clipping."""
+    config = write_config(tmp_path / "config", hidden_dropout_prob=0.2)
+    return ["--config_name", config, "--train_file", write_text(tmp_path / "text.txt", copies=100), "--max_steps", 6,
+            "--learning_rate", 0.01, "--per_device_train_batch_size", 4, "--output_dir", tmp_path / "out",
+            "--gradient_accumulation_steps", 2, "--logging_steps", 3]  # fmt: skip
+
+
+@pytest.fixture
+def late(monkeypatch):
+    """Steps whose numbers are read one step later, as on an accelerator."""
+    created = StepReports.__init__
+
+    def create(self, *arguments):
+        created(self, *arguments)
+        self.lag = 1
+
+    monkeypatch.setattr(StepReports, "__init__", create)
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    """The waits of each training step outside the model, which checks its inputs on a CPU."""
+    found, step, loss = [], Pretraining._train_step, accelerate_loop.summed_loss
+
+    def counted_step(self, batches):
+        with Waits() as waits:
+            found.append(waits.found)
+            return step(self, batches)
+
+    def uncounted_loss(*arguments):
+        before = len(found[-1])
+        result = loss(*arguments)
+        del found[-1][before:]
+        return result
+
+    monkeypatch.setattr(Pretraining, "_train_step", counted_step)
+    monkeypatch.setattr(accelerate_loop, "summed_loss", uncounted_loss)
+    return found
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "muon"])
+def test_a_step_does_not_wait(optim, options, waits):
+    """Backward, clipping, check for divergence and optimizer. Loss and signals are read outside, a step later."""
+    run_script("pretrain", *options, "--optim", optim)
+    assert waits == [[]] * 6
+
+
+def test_other_optimizers_wait_for_the_check(options, waits):
+    """One that does not skip a step by itself; so the count above would see a wait."""
+    run_script("pretrain", *options, "--optim", "sgd")
+    assert waits == [["tolist"]] * 6
+
+
+def test_numbers_that_are_read_later_change_nothing(late, tmp_path, monkeypatch):
+    options = pretrain_options(tmp_path, "clm")
+    run_script("pretrain", *options, "--output_dir", tmp_path / "late")
+    monkeypatch.undo()
+    run_script("pretrain", *options, "--output_dir", tmp_path / "whole")
+    assert_same_weights(tmp_path / "whole", tmp_path / "late")
+    assert figures(tmp_path / "whole") == figures(tmp_path / "late")
+
+
+def test_a_signal_that_is_read_later(late, tmp_path, monkeypatch, caplog):
+    """The step that was begun is finished too and saved; resumed, the run ends as if there was no signal."""
+    options = [*pretrain_options(tmp_path, "clm"), "--max_steps", 16]
+    run_script("pretrain", *options, "--output_dir", tmp_path / "whole")
+    with monkeypatch.context() as patched:
+        at_call(patched, Pretraining, "_train_step", 4, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        with pytest.raises(SystemExit) as left:
+            run_script("pretrain", *options, "--output_dir", tmp_path / "out")
+    assert left.value.code == 143 and [path.name for path in checkpoints(tmp_path / "out")] == ["checkpoint-5"]
+    run_script("pretrain", *options, "--output_dir", tmp_path / "out", "--resume_from_checkpoint", "latest")
+    assert_same_weights(tmp_path / "whole", tmp_path / "out")
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "muon"])
+@pytest.mark.parametrize("broken", ["loss", "gradient"])
+@pytest.mark.parametrize("when", ["at once", "late"])
+def test_a_step_that_is_not_finite_changes_nothing(when, broken, optim, options, monkeypatch, request):
+    """Nor does the finite step after it, which an accelerator has already begun."""
+    if when == "late":
+        request.getfixturevalue("late")
+    summed, seen, calls = accelerate_loop.summed_loss, {}, []
+
+    def sometimes_broken(model, *arguments):
+        calls.append(0)
+        if len(calls) == 5:  # the first pass of the third step
+            seen["before"] = {name: p.detach().clone() for name, p in model.named_parameters()}
+            seen["model"] = model
+            factor = torch.tensor(torch.inf)
+            loss = summed(model, *arguments)
+            if broken == "loss":
+                return loss * factor
+            next(model.parameters()).register_hook(lambda gradient: gradient * (torch.nan if len(calls) < 7 else 1))
+            return loss
+        return summed(model, *arguments)
+
+    monkeypatch.setattr(accelerate_loop, "summed_loss", sometimes_broken)
+    what = "loss is inf" if broken == "loss" else "norm of the gradient is nan"
+    with pytest.raises(SystemExit, match=f"The {what} at step 3. The step was not applied"):
+        run_script("pretrain", *options, "--optim", optim, "--logging_steps", 100)
+    late_steps = 1 if when == "late" and optim != "adamw_torch" else 0
+    assert len(calls) == 6 + 2 * late_steps
+    assert all(torch.equal(value, seen["before"][name]) for name, value in seen["model"].named_parameters())
+
+
+def test_a_run_of_the_other_adamw(options, tmp_path):
+    """The two round differently, so a run that was begun with one is not resumed with the other."""
+    options = [*options, "--optim", "adamw_torch", "--checkpointing_steps", 3]
+    run_script("pretrain", *options)
+    (tmp_path / "resumed").mkdir()
+    os.rename(tmp_path / "out" / "checkpoint-3", tmp_path / "resumed" / "checkpoint-3")
+    options[options.index("--output_dir") + 1] = tmp_path / "resumed"
+    resume = ["--resume_from_checkpoint", "latest"]
+    with pytest.raises(SystemExit, match="optim must be adamw_torch, got adamw_torch_fused"):
+        run_script("pretrain", *options, "--optim", "adamw_torch_fused", *resume)
+    run_script("pretrain", *options, *resume)
+    assert_same_weights(tmp_path / "out", tmp_path / "resumed")
+    assert json.loads((tmp_path / "resumed" / "training_args.json").read_text())["optim"] == "adamw_torch"
+    assert all(tensor.isfinite().all() for tensor in weights(tmp_path / "resumed").values())
+
+
+@pytest.mark.parametrize("objective", ["clm", "mlm"])
+def test_processes_that_load_data_change_nothing(objective, tmp_path):
+    """The order, the masks, and what a resumed run sees, even if it has another number of them."""
+    options = [*pretrain_options(tmp_path, objective), "--max_steps", 16, "--checkpointing_steps", 6]
+    for workers in (0, 2):
+        run_script("pretrain", *options, "--output_dir", tmp_path / str(workers), "--dataloader_num_workers", workers)
+    (tmp_path / "resumed").mkdir()
+    os.rename(tmp_path / "0" / "checkpoint-6", tmp_path / "resumed" / "checkpoint-6")
+    run_script("pretrain", *options, "--output_dir", tmp_path / "resumed", "--dataloader_num_workers", 2,
+               "--resume_from_checkpoint", "latest")  # fmt: skip
+    for other in ("2", "resumed"):
+        assert_same_weights(tmp_path / "0", tmp_path / other)
+        assert figures(tmp_path / "0") == figures(tmp_path / other)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_for_the_whole_group(number, tmp_path):
+    """Schedulers and terminals send it to the processes that load data too. The step is finished and saved."""
+    options = [*pretrain_options(tmp_path, "clm"), "--max_steps", 100_000, "--output_dir", tmp_path / "out",
+               "--checkpointing_steps", 2, "--save_total_limit", 1, "--dataloader_num_workers", 2]  # fmt: skip
+    with start_script("pretrain", *options, start_new_session=True) as process:
+        wait_until(lambda: checkpoints(tmp_path / "out"), process)
+        os.killpg(process.pid, number)
+        output, _ = process.communicate(timeout=60)
+    step = checkpoints(tmp_path / "out")[-1].name.removeprefix("checkpoint-")
+    assert process.returncode == 128 + number, output
+    assert f"stopped by a signal at step {step}. Continue with" in output and "Traceback" not in output
+    assert "huggingface/tokenizers" not in output
+
+
+def test_loader_for_an_accelerator(monkeypatch):
+    """Pinned memory and processes; on a CPU they would only cost. The examples can be sent to such a process."""
+    stream = pickle.loads(pickle.dumps(BlockStream(Dataset.from_dict({"input_ids": [[3], [4]]}), None, False)))
+    assert stream[0].keys() == {"input_ids", "labels"}
+    monkeypatch.setattr(DataLoader, "__init__", lambda self, *arguments, **options: vars(self).update(options))
+    args = PretrainArguments()
+    for device, workers, pinned in (("cpu", 0, False), ("cuda", 2, True), ("mps", 2, False)):
+        run = SimpleNamespace(args=args, accelerator=SimpleNamespace(device=torch.device(device)))
+        loader = Pretraining._loader(run, stream, 1, 0, 1)
+        assert (loader.num_workers, loader.persistent_workers, loader.pin_memory) == (workers, workers > 0, pinned)
