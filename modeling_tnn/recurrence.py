@@ -26,7 +26,7 @@ import torch
 from torch.nn.functional import pad
 from transformers.utils.generic import maybe_autocast
 
-from .history import HistoryBuffer
+from .history import HistoryBuffer, slack_after
 from .numerics import compute_dtype, next_fast_len
 
 # (horizon, base tile) for kernels up to this many taps, and for longer ones.
@@ -38,6 +38,13 @@ LONG_BLOCKS = (2048, 64)
 
 # On the CPU channels are transformed in groups of about this many numbers, so that temporaries stay in the cache.
 GROUP = 2**18
+
+# A recurrence reads a prompt in pieces of this many tokens, so that its temporaries do not grow with the prompt.
+PIECE = 2048
+
+
+class DivergenceError(ValueError):
+    """A recurrence cannot decode, because its state becomes inexact or infinite."""
 
 
 class Recurrence:
@@ -102,8 +109,20 @@ class Recurrence:
         """The outputs for the inputs `x`, `(B, D, L)` to `(B, D, L)`."""
         raise NotImplementedError
 
-    def start(self, state, x: torch.Tensor):
-        """Make the state after the first inputs `x` `(B, D, L)`."""
+    def is_early(self, prompt) -> bool:
+        """Whether a pass without gradients makes the state after its `prompt` at once, so that the inputs are freed.
+
+        Otherwise the inputs are kept, and the state is made when the text is continued. That is better if the state is
+        no smaller, or costs much time: most passes are never continued.
+        """
+        return False
+
+    def start(self, state, prompt):
+        """Make the state after the first inputs, a `cache_tnn.Prefill`.
+
+        Raises:
+            DivergenceError: the state cannot be computed. `state` has not changed.
+        """
         raise NotImplementedError
 
     def step(self, state, x: torch.Tensor) -> torch.Tensor:
@@ -152,7 +171,13 @@ class FilterRecurrence(Recurrence):
         whole = torch.cat([past, x], dim=-1).transpose(1, 2)  # (B, P+L, D)
         return self.operator.matmul(whole)[:, past.shape[-1] :].transpose(1, 2)
 
-    def start(self, state, x: torch.Tensor):
+    def is_early(self, prompt) -> bool:
+        return self.taps is not None
+
+    def start(self, state, prompt):
+        if self.taps is not None:
+            prompt = prompt.last(self.taps - 1 + slack_after(prompt.length))
+        x = self.channel_major(prompt.inputs())
         state.history = HistoryBuffer(x, None if self.taps is None else self.taps - 1)
         state.counters = {"block": self.first_block}
 

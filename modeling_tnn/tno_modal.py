@@ -20,9 +20,9 @@ from torch import nn
 from torch.nn.functional import pad
 from transformers import initialization as init
 
-from .history import CHUNK_SLACK, SLACK, HistoryBuffer
+from .history import SLACK, HistoryBuffer, slack_after
 from .numerics import compute_dtype, float64_or_widest, is_exported
-from .recurrence import FilterRecurrence
+from .recurrence import PIECE, FilterRecurrence
 from .tno import ToeplitzOperator
 from .toeplitz import fit_taps
 
@@ -60,18 +60,27 @@ class ModalRecurrence(FilterRecurrence):
         powers, residues = self.operator.powers(exponents), self.operator.complex_residues()
         return y + far_outputs(memory, residues.to(memory.dtype), powers.to(memory.dtype))
 
-    def start(self, state, x: torch.Tensor):
-        memory = torch.zeros(*x.shape[:2], self.operator.angle.numel(), dtype=x.dtype.to_complex(), device=x.device)
-        state.tensors["memory"] = memory  # (B, D, Q)
+    def is_early(self, prompt) -> bool:
+        return prompt.length > PIECE
+
+    def start(self, state, prompt):
         state.counters = {"block": self.first_block, "covered": 0}
-        self._advance_memory(state, x, x.shape[-1] - self.window - SLACK)
-        state.history = HistoryBuffer(x, self.window + BLOCK)
+        waiting, seen = None, 0  # (B, D, P): the inputs that the memory does not cover
+        for piece in prompt.pieces(PIECE):
+            x = self.channel_major(piece.inputs())  # (B, D, S)
+            if waiting is None:
+                waiting, modes = x[..., :0], self.operator.angle.numel()
+                state.tensors["memory"] = x.new_zeros(*x.shape[:2], modes, dtype=x.dtype.to_complex())  # (B, D, Q)
+            waiting, seen = torch.cat([waiting, x], dim=-1), seen + x.shape[-1]
+            self._advance_memory(state, waiting, seen - self.window - slack_after(prompt.length))
+            waiting = waiting[..., waiting.shape[-1] - seen + state.counters["covered"] :]
+        state.history = HistoryBuffer(waiting, self.window + BLOCK)
 
     def chunk(self, state, x: torch.Tensor) -> torch.Tensor:
         past = self._past(state)  # (B, D, P)
         y = self._continue(torch.cat([past, x], dim=-1), past.shape[-1], x.shape[-1])  # (B, D, L)
         y = y + self._from_memory(state, x.shape[-1])
-        behind = self.window + max(SLACK, min(x.shape[-1], CHUNK_SLACK))
+        behind = self.window + slack_after(x.shape[-1])
         self._advance_memory(state, torch.cat([past, x], dim=-1), state.length + x.shape[-1] - behind)
         state.history.append(x)
         state.tensors.pop("future", None)

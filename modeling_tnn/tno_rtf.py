@@ -26,7 +26,7 @@ from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 from transformers import initialization as init
 
-from .history import HistoryBuffer
+from .history import HistoryBuffer, slack_after
 from .numerics import compute_dtype, float64_or_widest, is_exported, is_fused, is_traced, is_transformed
 from .rational import (
     RationalTaps,
@@ -39,7 +39,7 @@ from .rational import (
     reciprocal_series,
     recurrence_numerator,
 )
-from .recurrence import Recurrence
+from .recurrence import PIECE, DivergenceError, Recurrence
 from .tno import ToeplitzOperator
 from .toeplitz import causal_toeplitz_matmul
 
@@ -64,7 +64,7 @@ class CompanionRecurrence(Recurrence):
         trained_length: the length over which the recurrence must keep its precision.
 
     Raises (when a text is continued):
-        ValueError: poles outside the unit circle make the recurrence inexact or infinite.
+        DivergenceError: poles outside the unit circle make the recurrence inexact or infinite.
     """
 
     def __init__(self, operator, order: int, trained_length: int):
@@ -78,12 +78,21 @@ class CompanionRecurrence(Recurrence):
     def channel_major(self, v: torch.Tensor) -> torch.Tensor:
         return v.transpose(1, 2).to(float64_or_widest(v.device))
 
-    def start(self, state, x: torch.Tensor):
-        nothing = x.new_zeros(*x.shape[:2], self.order)  # (B, D, N)
-        w = self._filter(self._form, x, nothing)
-        self._check_finite(w)
-        state.history = HistoryBuffer(nothing, self.order)
-        state.history.append(w)
+    def is_early(self, prompt) -> bool:
+        return prompt.length > PIECE
+
+    def start(self, state, prompt):
+        recent = series = None
+        for piece in prompt.pieces(PIECE):
+            x = self.channel_major(piece.inputs())  # (B, D, S)
+            if recent is None:
+                recent = x.new_zeros(*x.shape[:2], self.order)  # (B, D, N)
+                series = reciprocal_series(self._form.denominator, x.shape[-1])  # (D, S)
+            w = self._filter(self._form, x, recent[..., -self.order :], series[:, : x.shape[-1]])
+            self._check_finite(w)
+            kept = self.order + slack_after(prompt.length)
+            recent = torch.cat([recent, w], dim=-1)[..., -kept:]
+        state.history = HistoryBuffer(recent, self.order)
 
     def step(self, state, x: torch.Tensor) -> torch.Tensor:
         past = state.history.last(self.order)  # (B, D, N)
@@ -131,14 +140,19 @@ class CompanionRecurrence(Recurrence):
     def _stable(self) -> bool:
         return is_contracting(self._form)
 
-    def _filter(self, form: CompanionForm, x: torch.Tensor, past: torch.Tensor) -> torch.Tensor:
-        """The values w of (2) for the inputs `x` `(B, D, L)`, after the earlier values `past` `(B, D, N)`."""
+    def _filter(
+        self, form: CompanionForm, x: torch.Tensor, past: torch.Tensor, series: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The values w of (2) for the inputs `x` `(B, D, L)`, after the earlier values `past` `(B, D, N)`.
+
+        `series` `(D, L)` is g, which is computed if it is not given.
+        """
         order, length, implementation = self.order, x.shape[-1], self.operator.implementation
         taps = monic(form.denominator)  # (D, N+1)
         after = pad(past, (0, order)).transpose(1, 2)  # (B, 2N, D)
         echoed = causal_toeplitz_matmul(after, taps, implementation)[:, order:]  # (B, N, D): -e
         driven = x - pad(echoed.transpose(1, 2), (0, length - order))  # (B, D, L)
-        series = reciprocal_series(form.denominator, length)  # (D, L)
+        series = reciprocal_series(form.denominator, length) if series is None else series  # (D, L)
         return causal_toeplitz_matmul(driven.transpose(1, 2), series, implementation).transpose(1, 2)
 
     def _read(self, form: CompanionForm, x: torch.Tensor, past: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -155,12 +169,12 @@ class CompanionRecurrence(Recurrence):
         diverging = ~(growth <= LARGEST_GROWTH)
         if diverging.any():
             channel = diverging.nonzero()[0].item()
-            raise ValueError(self._explain(form, channel, "over the length the model was trained for"))
+            raise DivergenceError(self._explain(form, channel, "over the length the model was trained for"))
 
     def _check_finite(self, w: torch.Tensor):
         if not self._stable and not torch.isfinite(w).all():
             bad = (~torch.isfinite(w)).transpose(0, 1).flatten(1).any(dim=1)  # (D,)
-            raise ValueError(self._explain(self._form, bad.nonzero()[0].item(), "on a text of this length"))
+            raise DivergenceError(self._explain(self._form, bad.nonzero()[0].item(), "on a text of this length"))
 
     def _explain(self, form: CompanionForm, channel: int, where: str) -> str:
         companion = companion_matrix(form.denominator[channel : channel + 1].cpu())  # (1, N, N)
