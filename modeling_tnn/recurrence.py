@@ -39,8 +39,9 @@ LONG_BLOCKS = (2048, 64)
 # On the CPU channels are transformed in groups of about this many numbers, so that temporaries stay in the cache.
 GROUP = 2**18
 
-# A recurrence reads a prompt in pieces of this many tokens, so that its temporaries do not grow with the prompt.
-PIECE = 2048
+# A recurrence reads a prompt in pieces of this many tokens, so that its temporaries do not grow with the prompt. Up to
+# LONG_PROMPT tokens the inputs are kept: a state takes time to make, and most passes are never continued.
+PIECE, LONG_PROMPT = 1024, 16384
 
 
 class DivergenceError(ValueError):
@@ -172,11 +173,10 @@ class FilterRecurrence(Recurrence):
         return self.operator.matmul(whole)[:, past.shape[-1] :].transpose(1, 2)
 
     def is_early(self, prompt) -> bool:
-        return self.taps is not None
+        return self._needed(prompt) < prompt.length
 
     def start(self, state, prompt):
-        if self.taps is not None:
-            prompt = prompt.last(self.taps - 1 + slack_after(prompt.length))
+        prompt = prompt.last(self._needed(prompt))
         x = self.channel_major(prompt.inputs())
         state.history = HistoryBuffer(x, None if self.taps is None else self.taps - 1)
         state.counters = {"block": self.first_block}
@@ -231,6 +231,12 @@ class FilterRecurrence(Recurrence):
         if self._head is None:
             self._head = self.kernel(self.base, like).flip(1).contiguous()  # (D, b)
         return self._head
+
+    def _needed(self, prompt) -> int:
+        """The number of newest inputs that the state after a prompt depends on."""
+        if self.taps is None:
+            return prompt.length
+        return min(prompt.length, self.taps - 1 + slack_after(prompt.length))
 
     def _past(self, state) -> torch.Tensor:
         return state.history.last(self._reach(state))

@@ -15,6 +15,8 @@ the block. The younger inputs are still in the history. They add their part thro
 `FilterRecurrence`. The memory stays w + 64 tokens behind, so that the newest tokens can be removed.
 """
 
+import math
+
 import torch
 from torch import nn
 from torch.nn.functional import pad
@@ -22,7 +24,7 @@ from transformers import initialization as init
 
 from .history import SLACK, HistoryBuffer, slack_after
 from .numerics import compute_dtype, float64_or_widest, is_exported
-from .recurrence import PIECE, FilterRecurrence
+from .recurrence import LONG_PROMPT, PIECE, FilterRecurrence
 from .tno import ToeplitzOperator
 from .toeplitz import fit_taps
 
@@ -61,20 +63,30 @@ class ModalRecurrence(FilterRecurrence):
         return y + far_outputs(memory, residues.to(memory.dtype), powers.to(memory.dtype))
 
     def is_early(self, prompt) -> bool:
-        return prompt.length > PIECE
+        return prompt.length > LONG_PROMPT
 
     def start(self, state, prompt):
-        state.counters = {"block": self.first_block, "covered": 0}
-        waiting, seen = None, 0  # (B, D, P): the inputs that the memory does not cover
-        for piece in prompt.pieces(PIECE):
+        modes, behind = self.operator.angle.numel(), self.window + slack_after(prompt.length)
+        seen = prompt.length - self._needed(prompt)
+        state.counters = {"block": self.first_block, "covered": seen}
+        waiting = powers = None
+        for piece in prompt.last(self._needed(prompt)).pieces(PIECE):
             x = self.channel_major(piece.inputs())  # (B, D, S)
             if waiting is None:
-                waiting, modes = x[..., :0], self.operator.angle.numel()
-                state.tensors["memory"] = x.new_zeros(*x.shape[:2], modes, dtype=x.dtype.to_complex())  # (B, D, Q)
+                waiting, powers = x[..., :0], self._power(0, x.shape[-1], x)
+                state.tensors["memory"] = x.new_zeros(*x.shape[:2], modes, dtype=powers.dtype)  # (B, D, Q)
             waiting, seen = torch.cat([waiting, x], dim=-1), seen + x.shape[-1]
-            self._advance_memory(state, waiting, seen - self.window - slack_after(prompt.length))
-            waiting = waiting[..., waiting.shape[-1] - seen + state.counters["covered"] :]
+            self._advance_memory(state, waiting, seen - behind, powers)
+            waiting = waiting[..., waiting.shape[-1] - seen + state.counters["covered"] :]  # not covered, (B, D, P)
         state.history = HistoryBuffer(waiting, self.window + BLOCK)
+
+    def _needed(self, prompt) -> int:
+        """All inputs until the slowest mode has faded. To read its rate would stall devices other than the CPU."""
+        if prompt.v.device.type != "cpu":
+            return prompt.length
+        resolution = torch.finfo(compute_dtype(prompt.v.dtype)).eps
+        faded = (-math.log(resolution) / self.operator.log_rate.double().exp().min()).item()  # inf for a rate of 0
+        return int(min(prompt.length, faded + self.window + slack_after(prompt.length) + 1))
 
     def chunk(self, state, x: torch.Tensor) -> torch.Tensor:
         past = self._past(state)  # (B, D, P)
@@ -104,12 +116,16 @@ class ModalRecurrence(FilterRecurrence):
         state.tensors["future"] = near + self._from_memory(state, BLOCK)
         state.counters["position"] = 0
 
-    def _advance_memory(self, state, waiting: torch.Tensor, until: int):
-        """Add the tokens before `until` to the memory. `waiting` `(B, D, P)` begins with the first one not covered."""
+    def _advance_memory(self, state, waiting: torch.Tensor, until: int, powers: torch.Tensor | None = None):
+        """Add the tokens before `until` to the memory. `waiting` `(B, D, P)` begins with the first one not covered.
+
+        `powers` lambda^0, lambda^1, .. of the poles, `(Q, >= count)`, are computed if they are not given.
+        """
         count = until - state.counters["covered"]
         if count <= 0:
             return
-        powers = self._power(0, count, waiting).flip(1).t()  # (count, Q): lambda^(count-1) .. lambda^0
+        powers = self._power(0, count, waiting) if powers is None else powers[:, :count]
+        powers = powers.flip(1).t()  # (count, Q): lambda^(count-1) .. lambda^0
         inputs = waiting[..., :count]
         added = torch.complex(inputs @ powers.real, inputs @ powers.imag)  # (B, D, Q)
         faded = self._power(count, 1, waiting)[:, 0]  # (Q,)

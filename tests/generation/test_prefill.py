@@ -10,7 +10,7 @@ from transformers import DynamicCache
 from helpers.cache_models import EVERY_MODEL, MODELS, model_of
 from helpers.models import relative_error
 from modeling_tnn import tno_modal, tno_rtf
-from modeling_tnn.cache_tnn import memory_per_sequence
+from modeling_tnn.cache_tnn import TnnCacheLayer, memory_per_sequence
 from modeling_tnn.history import CHUNK_SLACK
 
 BOUNDED = [name for name in MODELS if name != "rpe-no-decay"]
@@ -23,6 +23,7 @@ def small_pieces(monkeypatch):
     """A prompt of more than 100 tokens becomes a state in several pieces."""
     for module in (tno_modal, tno_rtf):
         monkeypatch.setattr(module, "PIECE", 100)
+        monkeypatch.setattr(module, "LONG_PROMPT", 100)
 
 
 def text_of(length, rows=2):
@@ -99,12 +100,13 @@ def test_padded_prompts(name, side):
 
 @EVERY_MODEL
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_precision(name, dtype):
-    model, text = model_of(name).to(dtype), text_of(320)
-    cache = prefilled(model, text[:, :301])
+@pytest.mark.parametrize("length", [301, LONG])
+def test_precision(name, dtype, length):
+    model, text = model_of(name).to(dtype), text_of(length + 19)
+    cache = prefilled(model, text[:, :length])
     with torch.no_grad():
-        expected = model(text, use_cache=False).logits[:, 301:]
-        logits = [model(text[:, t : t + 1], past_key_values=cache).logits for t in range(301, 320)]
+        expected = model(text, use_cache=False).logits[:, length:]
+        logits = [model(token, past_key_values=cache).logits for token in text[:, length:].split(1, dim=1)]
     assert relative_error(torch.cat(logits, dim=1), expected) < (1e-4 if dtype is torch.float32 else 0.05)
 
 
@@ -185,6 +187,24 @@ def test_a_prompt_of_inference_mode_goes_on_outside_it(name, gradients):
         logits = [model(piece, past_key_values=cache).logits for piece in text[:, 301:].split([1, 1, 30, 7], dim=1)]
         expected = model(text, use_cache=False).logits[:, 301:]
     assert relative_error(torch.cat(logits, dim=1), expected) < 1e-10
+
+
+@pytest.mark.parametrize("name", ["rpe", "rtf", "modal"])
+def test_inputs_that_have_faded_are_not_read(name):
+    """Reading all inputs of a long prompt takes longer than a state needs."""
+    operator = model_of(name).float().model.layers[1].gtu.tno
+    with torch.no_grad():
+        if name == "modal":
+            operator.log_rate.fill_(-4)
+        if name == "rtf":
+            operator.slack.fill_(10)
+    v = torch.ones(2, LONG, operator.channels)
+    v[:, :1000] = torch.nan
+    layer = TnnCacheLayer()
+    with torch.no_grad():
+        layer.update(v, None, operator)
+    assert layer.history.last(LONG).isfinite().all()
+    assert all(tensor.isfinite().all() for tensor in layer.tensors.values())
 
 
 def test_a_kernel_without_an_end_keeps_its_inputs_once():

@@ -41,8 +41,9 @@ def blocks(request, monkeypatch):
     monkeypatch.setattr(recurrence, "SHORT_BLOCKS", (8, 8))
     monkeypatch.setattr(recurrence, "LONG_BLOCKS", (32, 4))
     monkeypatch.setattr(tno_modal, "BLOCK", 8)
-    monkeypatch.setattr(tno_modal, "PIECE", 16)
-    monkeypatch.setattr(tno_rtf, "PIECE", 16)
+    for module in (tno_modal, tno_rtf):
+        monkeypatch.setattr(module, "PIECE", 16)
+        monkeypatch.setattr(module, "LONG_PROMPT", 16)
     with torch.no_grad():
         yield
 
