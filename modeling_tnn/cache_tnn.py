@@ -6,15 +6,20 @@ B batch, D channels. A layer holds the state of the recurrence of its operator (
     tensors    further states by name, each (B, D, ...)
     counters   integers that belong to these states
     length     number of tokens seen
-    prefill    inputs of the first call, kept until decoding starts, so that a single forward pass builds no state
+    prefill    inputs of the first call, if the state is only made when decoding starts
 
     recurrence   history holds                    tensors                                    dtype
     filter       m - 1 inputs of the operator     future (B, D, H)                           float32
     companion    N values of the filtered input   -                                          float64
     modal        w + 32 inputs of the operator    memory (B, D, Q), complex; future          float32
 
-Each history also holds 64 older values, so that `crop` can remove the newest ones. A float64 model has float64 states;
-bfloat16 and float16 models have the dtypes of the table.
+Each history also holds 64 older values, so that `crop` can remove the newest ones; after a chunk or a prompt of S
+tokens S of them, up to 1,024. A float64 model has float64 states; bfloat16 and float16 models have the dtypes of the
+table.
+
+Without gradients the state after a long prompt is made at once and the inputs are freed: at 100,000 tokens those of all
+layers take gigabytes. Those of a prompt that is not much larger than its state are kept, and where the state takes time
+to make, those of longer ones too (see `Recurrence.is_early`).
 
 The backward pass treats a state as a constant: gradients reach the new tokens and the weights of each call, but no
 earlier call (see `recurrence.py`). A state belongs to the weights that made it (see `cache_origin.py`). Another model

@@ -114,7 +114,7 @@ class Recurrence:
         """Whether a pass without gradients makes the state after its `prompt` at once, so that the inputs are freed.
 
         Otherwise the inputs are kept, and the state is made when the text is continued. That is better if the state is
-        no smaller, or costs much time: most passes are never continued.
+        not much smaller, or takes much time to make: most passes are never continued.
         """
         return False
 
@@ -173,7 +173,7 @@ class FilterRecurrence(Recurrence):
         return self.operator.matmul(whole)[:, past.shape[-1] :].transpose(1, 2)
 
     def is_early(self, prompt) -> bool:
-        return self._needed(prompt) < prompt.length
+        return 2 * self._needed(prompt) <= prompt.length  # else the copy takes time and frees little
 
     def start(self, state, prompt):
         prompt = prompt.last(self._needed(prompt))

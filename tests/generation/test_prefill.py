@@ -15,7 +15,7 @@ from modeling_tnn.history import CHUNK_SLACK
 
 BOUNDED = [name for name in MODELS if name != "rpe-no-decay"]
 EVERY_BOUNDED = pytest.mark.parametrize("name", BOUNDED)
-LONG = 5001
+LONG = 7001
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +49,7 @@ def test_the_inputs_of_a_long_prompt_are_freed(name):
     for layer in cache.layers:
         assert layer.prefill is None and held_tensors(layer)
         for tensor in held_tensors(layer):
-            assert tensor.untyped_storage().nbytes() < layer.history.buffer[..., 0].nbytes * LONG * 0.8
+            assert tensor.untyped_storage().nbytes() < layer.history.buffer[..., 0].nbytes * LONG * 0.6
     assert cache.get_seq_length() == LONG
 
 
@@ -130,7 +130,7 @@ def test_a_prompt_is_taken_back(name, length, removed):
 def test_more_of_a_long_prompt_cannot_be_taken_back(name):
     cache = prefilled(model_of(name), text_of(LONG))
     assert {layer.max_crop() for layer in cache.layers} == {CHUNK_SLACK}
-    with pytest.raises(ValueError, match="`tokens_to_remove` must be at least -1024 for this state of 5001 tokens"):
+    with pytest.raises(ValueError, match="`tokens_to_remove` must be at least -1024 for this state of 7001 tokens"):
         cache.crop(-CHUNK_SLACK - 1)
     assert cache.get_seq_length() == LONG
 
