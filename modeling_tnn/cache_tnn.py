@@ -6,15 +6,20 @@ B batch, D channels. A layer holds the state of the recurrence of its operator (
     tensors    further states by name, each (B, D, ...)
     counters   integers that belong to these states
     length     number of tokens seen
-    prefill    inputs of the first call, kept until decoding starts, so that a single forward pass builds no state
+    prefill    inputs of the first call, if the state is only made when decoding starts
 
     recurrence   history holds                    tensors                                    dtype
     filter       m - 1 inputs of the operator     future (B, D, H)                           float32
     companion    N values of the filtered input   -                                          float64
     modal        w + 32 inputs of the operator    memory (B, D, Q), complex; future          float32
 
-Each history also holds 64 older values, so that `crop` can remove the newest ones. A float64 model has float64 states;
-bfloat16 and float16 models have the dtypes of the table.
+Each history also holds 64 older values, so that `crop` can remove the newest ones; after a chunk or a prompt of S
+tokens S of them, up to 1,024. A float64 model has float64 states; bfloat16 and float16 models have the dtypes of the
+table.
+
+Without gradients the state after a long prompt is made at once and the inputs are freed: at 100,000 tokens those of all
+layers take gigabytes. Those of a prompt that is not much larger than its state are kept, and where the state takes time
+to make, those of longer ones too (see `Recurrence.is_early`).
 
 The backward pass treats a state as a constant: gradients reach the new tokens and the weights of each call, but no
 earlier call (see `recurrence.py`). A state belongs to the weights that made it (see `cache_origin.py`). Another model
@@ -25,9 +30,10 @@ A cache can be pickled and saved by `torch.save`. `torch.load(path, weights_only
 `torch.serialization.safe_globals([DynamicCache, *saved_classes(cache)])`.
 """
 
+import contextlib
 import copy
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -37,8 +43,8 @@ from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, Cache, CacheLaye
 from .cache_origin import Origin, stamp
 from .gating import NO_GATE, Gate
 from .history import HistoryBuffer
-from .numerics import is_on_host, is_traced
-from .recurrence import advance
+from .numerics import is_on_host, is_traced, must_be_eager
+from .recurrence import DivergenceError, advance
 
 LAYER_TYPE = "tnn_state"
 
@@ -59,6 +65,20 @@ class Prefill(NamedTuple):
     def inputs(self) -> torch.Tensor:
         """The inputs of the operator, `(B, L, D)`."""
         return self.gate.inputs(self.v)
+
+    @property
+    def length(self) -> int:
+        """The number of tokens L."""
+        return self.v.shape[1]
+
+    def last(self, count: int) -> "Prefill":
+        """The newest `count` inputs, or all if there are fewer."""
+        return self.select(lambda tensor: tensor[:, max(0, tensor.shape[1] - count) :])
+
+    def pieces(self, size: int) -> Iterator["Prefill"]:
+        """The inputs in pieces of `size` tokens, the last one shorter."""
+        for start in range(0, self.length, size):
+            yield self.select(lambda tensor, start=start: tensor[:, start : start + size])
 
     def select(self, choose: Callable[[torch.Tensor], torch.Tensor]) -> "Prefill":
         """The same inputs with `choose` applied to each tensor."""
@@ -118,9 +138,9 @@ class TnnCacheLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states)
             self.recurrence = operator.recurrence()
-            self.prefill = Prefill(key_states.detach(), gate._replace(u=None))
             # The state is detached. These outputs are not, so training gets their gradients.
             outputs = operator.gated_matmul(key_states, gate)
+            self._keep(Prefill(key_states.detach(), gate._replace(u=None)))
         else:
             self._check_rows(key_states)
             self._attach(operator, key_states.device)
@@ -134,11 +154,27 @@ class TnnCacheLayer(CacheLayerMixin):
             self.recurrence = self.recurrence.renewed()
             self.tensors.pop("future", None)  # made with the earlier weights
 
+    def _keep(self, prompt: Prefill):
+        """Make the state after the inputs of the first call or, if it may not be needed, keep the inputs.
+
+        While training, few passes are continued, and autograd keeps the inputs anyway. A traced graph would record
+        how the state of one length is made.
+        """
+        self.prefill = prompt
+        if not torch.is_grad_enabled() and not must_be_eager() and self.recurrence.is_early(prompt):
+            # Without its recurrence a model can still be scored. A continued text raises the error again.
+            with contextlib.suppress(DivergenceError):
+                self._start()
+
+    def _start(self):
+        # Later calls write into the state, which they could not if inference mode had made it.
+        with contextlib.nullcontext() if is_traced() else torch.inference_mode(False), torch.no_grad():
+            self.recurrence.start(self, self.prefill)
+        self.prefill = None
+
     def _continue(self, v: torch.Tensor) -> torch.Tensor:
         if self.prefill is not None:
-            with torch.no_grad():
-                self.recurrence.start(self, self.recurrence.channel_major(self.prefill.inputs()))
-            self.prefill = None
+            self._start()
         return self.recurrence.advance(self, v) if is_traced() else advance(self.recurrence, self, v)
 
     def _attach(self, operator, device: torch.device):

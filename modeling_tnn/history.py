@@ -15,6 +15,15 @@ CHUNK_SLACK = 1024
 # Free places after the values when the buffer is made. A long buffer gets more, because each refill copies it.
 ROOM, LONG_ROOM, LONG_REACH = 32, 128, 512
 
+# A buffer without a bound gets free places for this part of its values: few, because the values of a long text are
+# gigabytes, and enough that the copies cost each token a constant time.
+GROWTH = 8
+
+
+def slack_after(count: int) -> int:
+    """The number of newest values that can be removed after a chunk of `count` values."""
+    return max(SLACK, min(count, CHUNK_SLACK))
+
 
 class HistoryBuffer:
     """The last `reach` values of a sequence and some older ones.
@@ -27,15 +36,15 @@ class HistoryBuffer:
     def __init__(self, first: torch.Tensor, reach: int | None):
         self.reach, self.lent = reach, False
         self.buffer, self.end = first[..., :0], 0
-        self._append(first, SLACK)
+        self.append(first)
 
     def __getstate__(self) -> dict:
         """The state without the free places, whose memory may hold unrelated data."""
         return vars(self) | {"buffer": self.buffer[..., : self.end].clone(), "lent": False}
 
     def append(self, values: torch.Tensor):
-        """Append `(B, D, S)` new values, S >= 1."""
-        self._append(values, max(SLACK, min(values.shape[-1], CHUNK_SLACK)))
+        """Append `(B, D, S)` new values."""
+        self._append(values, slack_after(values.shape[-1]))
 
     def last(self, count: int) -> torch.Tensor:
         """A view of the newest `count` values, or of all if there are fewer, `(B, D, <= count)`, the newest last."""
@@ -58,7 +67,7 @@ class HistoryBuffer:
 
     def _room(self, count: int) -> int:
         if self.reach is None:
-            return max(LONG_ROOM, count)  # doubling
+            return max(LONG_ROOM, count // GROWTH)
         return LONG_ROOM if self.reach > LONG_REACH else ROOM
 
     def _append(self, values: torch.Tensor, slack: int):

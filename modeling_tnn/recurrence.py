@@ -26,7 +26,7 @@ import torch
 from torch.nn.functional import pad
 from transformers.utils.generic import maybe_autocast
 
-from .history import HistoryBuffer
+from .history import HistoryBuffer, slack_after
 from .numerics import compute_dtype, is_on_host, next_fast_len
 
 # (horizon, base tile) for kernels up to this many taps, and for longer ones.
@@ -38,6 +38,14 @@ LONG_BLOCKS = (2048, 64)
 
 # On the CPU channels are transformed in groups of about this many numbers, so that temporaries stay in the cache.
 GROUP = 2**18
+
+# A recurrence reads a prompt in pieces of this many tokens, so that its temporaries do not grow with the prompt. Up to
+# LONG_PROMPT tokens the inputs are kept: a state takes time to make, and most passes are never continued.
+PIECE, LONG_PROMPT = 1024, 16384
+
+
+class DivergenceError(ValueError):
+    """A recurrence cannot decode, because its state becomes inexact or infinite."""
 
 
 class Recurrence:
@@ -102,8 +110,20 @@ class Recurrence:
         """The outputs for the inputs `x`, `(B, D, L)` to `(B, D, L)`."""
         raise NotImplementedError
 
-    def start(self, state, x: torch.Tensor):
-        """Make the state after the first inputs `x` `(B, D, L)`."""
+    def is_early(self, prompt) -> bool:
+        """Whether a pass without gradients makes the state after its `prompt` at once, so that the inputs are freed.
+
+        Otherwise the inputs are kept, and the state is made when the text is continued. That is better if the state is
+        not much smaller, or takes much time to make: most passes are never continued.
+        """
+        return False
+
+    def start(self, state, prompt):
+        """Make the state after the first inputs, a `cache_tnn.Prefill`.
+
+        Raises:
+            DivergenceError: the state cannot be computed. `state` has not changed.
+        """
         raise NotImplementedError
 
     def step(self, state, x: torch.Tensor) -> torch.Tensor:
@@ -152,7 +172,12 @@ class FilterRecurrence(Recurrence):
         whole = torch.cat([past, x], dim=-1).transpose(1, 2)  # (B, P+L, D)
         return self.operator.matmul(whole)[:, past.shape[-1] :].transpose(1, 2)
 
-    def start(self, state, x: torch.Tensor):
+    def is_early(self, prompt) -> bool:
+        return 2 * self._needed(prompt) <= prompt.length  # else the copy takes time and frees little
+
+    def start(self, state, prompt):
+        prompt = prompt.last(self._needed(prompt))
+        x = self.channel_major(prompt.inputs())
         state.history = HistoryBuffer(x, None if self.taps is None else self.taps - 1)
         state.counters = {"block": self.first_block}
 
@@ -206,6 +231,12 @@ class FilterRecurrence(Recurrence):
         if self._head is None:
             self._head = self.kernel(self.base, like).flip(1).contiguous()  # (D, b)
         return self._head
+
+    def _needed(self, prompt) -> int:
+        """The number of newest inputs that the state after a prompt depends on."""
+        if self.taps is None:
+            return prompt.length
+        return min(prompt.length, self.taps - 1 + slack_after(prompt.length))
 
     def _past(self, state) -> torch.Tensor:
         return state.history.last(self._reach(state))

@@ -15,14 +15,16 @@ the block. The younger inputs are still in the history. They add their part thro
 `FilterRecurrence`. The memory stays w + 64 tokens behind, so that the newest tokens can be removed.
 """
 
+import math
+
 import torch
 from torch import nn
 from torch.nn.functional import pad
 from transformers import initialization as init
 
-from .history import CHUNK_SLACK, SLACK, HistoryBuffer
-from .numerics import compute_dtype, float64_or_widest, is_exported
-from .recurrence import FilterRecurrence
+from .history import SLACK, HistoryBuffer, slack_after
+from .numerics import compute_dtype, float64_or_widest, is_exported, is_on_host
+from .recurrence import LONG_PROMPT, PIECE, FilterRecurrence
 from .tno import ToeplitzOperator
 from .toeplitz import fit_taps
 
@@ -60,18 +62,37 @@ class ModalRecurrence(FilterRecurrence):
         powers, residues = self.operator.powers(exponents), self.operator.complex_residues()
         return y + far_outputs(memory, residues.to(memory.dtype), powers.to(memory.dtype))
 
-    def start(self, state, x: torch.Tensor):
-        memory = torch.zeros(*x.shape[:2], self.operator.angle.numel(), dtype=x.dtype.to_complex(), device=x.device)
-        state.tensors["memory"] = memory  # (B, D, Q)
-        state.counters = {"block": self.first_block, "covered": 0}
-        self._advance_memory(state, x, x.shape[-1] - self.window - SLACK)
-        state.history = HistoryBuffer(x, self.window + BLOCK)
+    def is_early(self, prompt) -> bool:
+        return prompt.length > LONG_PROMPT
+
+    def start(self, state, prompt):
+        modes, behind = self.operator.angle.numel(), self.window + slack_after(prompt.length)
+        seen = prompt.length - self._needed(prompt)
+        state.counters = {"block": self.first_block, "covered": seen}
+        waiting = powers = None
+        for piece in prompt.last(self._needed(prompt)).pieces(PIECE):
+            x = self.channel_major(piece.inputs())  # (B, D, S)
+            if waiting is None:
+                waiting, powers = x[..., :0], self._power(0, x.shape[-1], x)
+                state.tensors["memory"] = x.new_zeros(*x.shape[:2], modes, dtype=powers.dtype)  # (B, D, Q)
+            waiting, seen = torch.cat([waiting, x], dim=-1), seen + x.shape[-1]
+            self._advance_memory(state, waiting, seen - behind, powers)
+            waiting = waiting[..., waiting.shape[-1] - seen + state.counters["covered"] :]  # not covered, (B, D, P)
+        state.history = HistoryBuffer(waiting, self.window + BLOCK)
+
+    def _needed(self, prompt) -> int:
+        """All inputs until the slowest mode has faded. To read its rate would stall devices other than the CPU."""
+        if not is_on_host(prompt.v):
+            return prompt.length
+        resolution = torch.finfo(compute_dtype(prompt.v.dtype)).eps
+        faded = (-math.log(resolution) / self.operator.log_rate.double().exp().min()).item()  # inf for a rate of 0
+        return int(min(prompt.length, faded + self.window + slack_after(prompt.length) + 1))
 
     def chunk(self, state, x: torch.Tensor) -> torch.Tensor:
         past = self._past(state)  # (B, D, P)
         y = self._continue(torch.cat([past, x], dim=-1), past.shape[-1], x.shape[-1])  # (B, D, L)
         y = y + self._from_memory(state, x.shape[-1])
-        behind = self.window + max(SLACK, min(x.shape[-1], CHUNK_SLACK))
+        behind = self.window + slack_after(x.shape[-1])
         self._advance_memory(state, torch.cat([past, x], dim=-1), state.length + x.shape[-1] - behind)
         state.history.append(x)
         state.tensors.pop("future", None)
@@ -95,12 +116,16 @@ class ModalRecurrence(FilterRecurrence):
         state.tensors["future"] = near + self._from_memory(state, BLOCK)
         state.counters["position"] = 0
 
-    def _advance_memory(self, state, waiting: torch.Tensor, until: int):
-        """Add the tokens before `until` to the memory. `waiting` `(B, D, P)` begins with the first one not covered."""
+    def _advance_memory(self, state, waiting: torch.Tensor, until: int, powers: torch.Tensor | None = None):
+        """Add the tokens before `until` to the memory. `waiting` `(B, D, P)` begins with the first one not covered.
+
+        `powers` lambda^0, lambda^1, .. of the poles, `(Q, >= count)`, are computed if they are not given.
+        """
         count = until - state.counters["covered"]
         if count <= 0:
             return
-        powers = self._power(0, count, waiting).flip(1).t()  # (count, Q): lambda^(count-1) .. lambda^0
+        powers = self._power(0, count, waiting) if powers is None else powers[:, :count]
+        powers = powers.flip(1).t()  # (count, Q): lambda^(count-1) .. lambda^0
         inputs = waiting[..., :count]
         added = torch.complex(inputs @ powers.real, inputs @ powers.imag)  # (B, D, Q)
         faded = self._power(count, 1, waiting)[:, 0]  # (Q,)

@@ -26,7 +26,7 @@ from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 from transformers import initialization as init
 
-from .history import HistoryBuffer
+from .history import HistoryBuffer, slack_after
 from .numerics import compute_dtype, float64_or_widest, is_exported, is_fused, is_on_host, is_traced, is_transformed
 from .rational import (
     RationalTaps,
@@ -39,7 +39,7 @@ from .rational import (
     reciprocal_series,
     recurrence_numerator,
 )
-from .recurrence import Recurrence
+from .recurrence import LONG_PROMPT, PIECE, DivergenceError, Recurrence
 from .tno import ToeplitzOperator
 from .toeplitz import causal_toeplitz_matmul
 
@@ -67,7 +67,7 @@ class CompanionRecurrence(Recurrence):
         trained_length: the length over which the recurrence must keep its precision.
 
     Raises (when a text is continued):
-        ValueError: poles outside the unit circle make the recurrence inexact or infinite.
+        DivergenceError: poles outside the unit circle make the recurrence inexact or infinite.
     """
 
     def __init__(self, operator, order: int, trained_length: int):
@@ -75,18 +75,30 @@ class CompanionRecurrence(Recurrence):
         self.order, self.trained_length = order, trained_length
 
     def forget(self):
-        for name in ("_form", "_reversed", "_stable"):
+        for name in ("_denominator", "_form", "_reversed", "_stable"):
             vars(self).pop(name, None)
 
     def channel_major(self, v: torch.Tensor) -> torch.Tensor:
         return v.transpose(1, 2).to(float64_or_widest(v.device))
 
-    def start(self, state, x: torch.Tensor):
-        nothing = x.new_zeros(*x.shape[:2], self.order)  # (B, D, N)
-        w = self._filter(self._form, x, nothing)
-        self._check_finite(w)
-        state.history = HistoryBuffer(nothing, self.order)
-        state.history.append(w)
+    def is_early(self, prompt) -> bool:
+        return prompt.length > LONG_PROMPT
+
+    def start(self, state, prompt):
+        kept = self.order + slack_after(prompt.length)
+        series = reciprocal_series(self._denominator, min(PIECE, prompt.length))  # (D, S)
+        # What g adds beyond `series` to all inputs together is below the resolution of the outputs. An accelerator reads
+        # the whole prompt sooner than it tells the bound.
+        resolution = torch.finfo(compute_dtype(prompt.v.dtype)).eps
+        if is_on_host(series) and later_bound(self._denominator, series) * prompt.length < resolution:
+            prompt = prompt.last(series.shape[1] + kept)
+        w = series.new_zeros(len(prompt.v), len(series), self.order)  # (B, D, N)
+        for piece in prompt.pieces(PIECE):
+            x = self.channel_major(piece.inputs())  # (B, D, S)
+            newest = self._filter(self._denominator, x, w[..., -self.order :], series[:, : x.shape[-1]])
+            self._check_finite(newest)
+            w = torch.cat([w, newest], dim=-1)[..., -kept:]
+        state.history = HistoryBuffer(w, self.order)
 
     def step(self, state, x: torch.Tensor) -> torch.Tensor:
         past = state.history.last(self.order)  # (B, D, N)
@@ -102,7 +114,7 @@ class CompanionRecurrence(Recurrence):
 
     def chunk(self, state, x: torch.Tensor) -> torch.Tensor:
         past = state.history.last(self.order)
-        w = self._filter(self._form, x, past)  # (B, D, L)
+        w = self._filter(self._denominator, x, past)  # (B, D, L)
         self._check_finite(w)
         y = self._read(self._form, x, past, w)
         state.history.append(w)
@@ -113,7 +125,7 @@ class CompanionRecurrence(Recurrence):
 
     def outputs(self, held: tuple, x: torch.Tensor) -> torch.Tensor:
         form = self.operator.companion_form()
-        return self._read(form, x, held[0], self._filter(form, x, held[0]))
+        return self._read(form, x, held[0], self._filter(form.denominator, x, held[0]))
 
     def max_crop(self, state) -> int:
         return min(state.length, state.history.end - self.order)
@@ -122,11 +134,16 @@ class CompanionRecurrence(Recurrence):
         state.history.drop(count)
 
     @cached_property
+    def _denominator(self) -> torch.Tensor:
+        denominator = self.operator.denominators().detach()  # (D, N)
+        if not is_contracting(denominator):
+            self._check_growth(denominator)
+        return denominator
+
+    @cached_property
     def _form(self) -> CompanionForm:
-        form = CompanionForm(*(part.detach() for part in self.operator.companion_form()))
-        if not is_contracting(form):
-            self._check_growth(form)
-        return form
+        _, *others = (part.detach() for part in self.operator.companion_form())
+        return CompanionForm(self._denominator, *others)
 
     @cached_property
     def _reversed(self) -> list[torch.Tensor]:
@@ -134,16 +151,21 @@ class CompanionRecurrence(Recurrence):
 
     @cached_property
     def _stable(self) -> bool:
-        return is_contracting(self._form)
+        return is_contracting(self._denominator)
 
-    def _filter(self, form: CompanionForm, x: torch.Tensor, past: torch.Tensor) -> torch.Tensor:
-        """The values w of (2) for the inputs `x` `(B, D, L)`, after the earlier values `past` `(B, D, N)`."""
+    def _filter(
+        self, denominator: torch.Tensor, x: torch.Tensor, past: torch.Tensor, series: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The values w of (2) for the inputs `x` `(B, D, L)`, after the earlier values `past` `(B, D, N)`.
+
+        `series` `(D, L)` is g, which is computed if it is not given.
+        """
         order, length, implementation = self.order, x.shape[-1], self.operator.implementation
-        taps = monic(form.denominator)  # (D, N+1)
+        taps = monic(denominator)  # (D, N+1)
         after = pad(past, (0, order)).transpose(1, 2)  # (B, 2N, D)
         echoed = causal_toeplitz_matmul(after, taps, implementation)[:, order:]  # (B, N, D): -e
         driven = x - pad(echoed.transpose(1, 2), (0, length - order))  # (B, D, L)
-        series = reciprocal_series(form.denominator, length)  # (D, L)
+        series = reciprocal_series(denominator, length) if series is None else series  # (D, L)
         return causal_toeplitz_matmul(driven.transpose(1, 2), series, implementation).transpose(1, 2)
 
     def _read(self, form: CompanionForm, x: torch.Tensor, past: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -155,20 +177,21 @@ class CompanionRecurrence(Recurrence):
         )  # (B, D, L)
         return y + form.direct[:, None] * x
 
-    def _check_growth(self, form: CompanionForm):
-        growth = reciprocal_series(form.denominator, self.trained_length).abs().amax(dim=1)  # (D,)
+    def _check_growth(self, denominator: torch.Tensor):
+        growth = reciprocal_series(denominator, self.trained_length).abs().amax(dim=1)  # (D,)
         diverging = ~(growth <= LARGEST_GROWTH)
         if diverging.any():
             channel = diverging.nonzero()[0].item()
-            raise ValueError(self._explain(form, channel, "over the length the model was trained for"))
+            raise DivergenceError(self._explain(denominator, channel, "over the length the model was trained for"))
 
     def _check_finite(self, w: torch.Tensor):
         if not (self._stable or w.is_meta or torch.isfinite(w).all()):
             bad = (~torch.isfinite(w)).transpose(0, 1).flatten(1).any(dim=1)  # (D,)
-            raise ValueError(self._explain(self._form, bad.nonzero()[0].item(), "on a text of this length"))
+            channel = bad.nonzero()[0].item()
+            raise DivergenceError(self._explain(self._denominator, channel, "on a text of this length"))
 
-    def _explain(self, form: CompanionForm, channel: int, where: str) -> str:
-        companion = companion_matrix(form.denominator[channel : channel + 1].cpu())  # (1, N, N)
+    def _explain(self, denominator: torch.Tensor, channel: int, where: str) -> str:
+        companion = companion_matrix(denominator[channel : channel + 1].cpu())  # (1, N, N)
         radius = torch.linalg.eigvals(companion).abs().max().item()
         return (
             f"Layer {self.operator.layer_idx}, channel {channel}: a pole of radius {radius:.6f} makes the recurrence "
@@ -176,9 +199,20 @@ class CompanionRecurrence(Recurrence):
         )
 
 
-def is_contracting(form: CompanionForm) -> bool:
-    """Whether sum|a_i| < 1 for all denominators. Then all poles lie inside the unit circle, and nothing diverges."""
-    return form.denominator.is_meta or bool((form.denominator.abs().sum(1) < 1).all())
+def is_contracting(denominator: torch.Tensor) -> bool:
+    """Whether sum|a_i| < 1 for all denominators `(D, N)`: all poles lie inside the unit circle, nothing diverges."""
+    return denominator.is_meta or bool((denominator.abs().sum(1) < 1).all())
+
+
+def later_bound(denominator: torch.Tensor, series: torch.Tensor) -> float:
+    """A bound of the values of g after its first ones, `series` `(D, S)`, for denominators `(D, N)`, if it is below 1.
+
+    The last N values of the series are all that the later ones depend on. They echo in N inputs, each at most sum|a_i|
+    times the largest of them, and each of these inputs starts g once more.
+    """
+    order = denominator.shape[1]
+    last = series[:, -order:].abs().amax(1)  # (D,)
+    return (order * last * denominator.abs().sum(1) * series.abs().amax(1)).max().item()
 
 
 def l1_montel(denominator: torch.Tensor, slack: torch.Tensor) -> torch.Tensor:
@@ -251,6 +285,11 @@ class RtfOperator(ToeplitzOperator):
         denominator = self._taps()[0]  # (Q, N)
         chosen = denominator[:: -(-len(denominator) // most)]  # (M, N)
         return torch.linalg.eigvals(companion_matrix(chosen))
+
+    def denominators(self) -> torch.Tensor:
+        """The denominator of each filter in float64, `(D, N)` (`(2D, N)` if bidirectional)."""
+        dtype = float64_or_widest(self.numerator.device)
+        return per_filter(self._constrained().to(dtype), len(self.numerator))
 
     def companion_form(self) -> CompanionForm:
         """The coefficients of the recurrence (2), in float64. Its impulse response is exactly `coefficients`.

@@ -77,6 +77,8 @@ DEFECTS = [
     Defect("cache: history one value short", P + "recurrence.py",
            "HistoryBuffer(x, None if self.taps is None else self.taps - 1)",
            "HistoryBuffer(x, None if self.taps is None else max(1, self.taps - 70))", "unit/test_recurrence"),
+    Defect("prefill: one input too few", P + "recurrence.py", "self.taps - 1 + slack_after(prompt.length)",
+           "self.taps - 2 + slack_after(prompt.length)", "generation/test_prefill"),
     Defect("cache: tile passed on too short", P + "recurrence.py", "until = min(position + tile, self.horizon)",
            "until = min(position + tile - 1, self.horizon)", "unit/test_recurrence"),
     Defect("rtf cache: state counted from the wrong end", P + "tno_rtf.py",

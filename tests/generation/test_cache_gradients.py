@@ -69,7 +69,7 @@ def test_gradients_of_rtf_are_those_of_its_recurrence(past, steps, new):
     y = layer.update(now, None, operator)[0]
     if twin.prefill is not None:
         with torch.no_grad():
-            twin.recurrence.start(twin, twin.recurrence.channel_major(twin.prefill.inputs()))
+            twin.recurrence.start(twin, twin.prefill)
     w, outputs = list(twin.history.last(order).unbind(-1)), []  # (B, D) each
     for u in now.unbind(1):
         recent = torch.stack(w[: -order - 1 : -1], dim=-1)  # (B, D, N): w_{t-1} .. w_{t-N}
