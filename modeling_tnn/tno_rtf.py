@@ -87,8 +87,8 @@ class CompanionRecurrence(Recurrence):
     def start(self, state, prompt):
         kept = self.order + slack_after(prompt.length)
         series = reciprocal_series(self._denominator, min(PIECE, prompt.length))  # (D, S)
-        # What g adds beyond `series` to all inputs together is below the resolution of the outputs. An accelerator reads
-        # the whole prompt sooner than it tells the bound.
+        # What g adds beyond `series` to all inputs together is below the resolution of the outputs. An accelerator
+        # reads the whole prompt sooner than it tells the bound.
         resolution = torch.finfo(compute_dtype(prompt.v.dtype)).eps
         if is_on_host(series) and later_bound(self._denominator, series) * prompt.length < resolution:
             prompt = prompt.last(series.shape[1] + kept)
