@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass, field
 
 import torch
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from tnn_scripts.common.muon import MuonWithAdamW
@@ -140,6 +140,13 @@ def build_optimizer(model: PreTrainedModel, args, decayed: set[str]) -> torch.op
     return optimizer
 
 
+def fit_to_device(args: TrainingArguments):
+    """Leave pinned memory to accelerators, and the filter of losses, for which Trainer reads each of them, to CPUs."""
+    on_cpu = args.device.type == "cpu"
+    args.dataloader_pin_memory &= not on_cpu  # else PyTorch warns
+    args.logging_nan_inf_filter &= on_cpu
+
+
 class GroupingTrainer(Trainer):
     """Trainer with parameters that have settings of their own, and a bar with loss and tokens per second.
 
@@ -151,7 +158,7 @@ class GroupingTrainer(Trainer):
         super().__init__(*arguments, **options)
         self.groups = groups or {}
         self.bar = show_figures(self)
-        self.args.dataloader_pin_memory &= self.args.device.type != "cpu"  # else PyTorch warns
+        fit_to_device(self.args)
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
         if self.optimizer is None:

@@ -5,7 +5,10 @@ draws its masked tokens with a separate generator. So a position in the data is 
 another number of processes, sees the same examples.
 """
 
+import multiprocessing
+import os
 import signal
+import threading
 import zlib
 from functools import lru_cache
 
@@ -14,8 +17,6 @@ import torch
 from datasets import Dataset as Blocks
 from torch.utils.data import DataLoader, Dataset
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase
-
-from tnn_scripts.common.signals import SIGNALS
 
 
 class BlockStream(Dataset):
@@ -76,7 +77,7 @@ class BlockStream(Dataset):
             generator=_generator(self.seed, 2, start),
             num_workers=workers,
             persistent_workers=workers > 0,
-            worker_init_fn=_ignore_signals,
+            worker_init_fn=_leave_signals_to_main,
             pin_memory=pin_memory,
         )
 
@@ -86,10 +87,19 @@ def _permutation(seed: int, epoch: int, size: int) -> torch.Tensor:
     return torch.randperm(size, generator=_generator(seed, 0, epoch))
 
 
-def _ignore_signals(worker: int):
-    """Leave the end to the main process: a scheduler or Ctrl-C signals all processes of a group."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+def _leave_signals_to_main(worker: int):
+    """Ignore what terminals and schedulers send to all processes of a job. SIGTERM by the main one ends this one."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "sigwaitinfo"):  # macOS cannot tell who sent it
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        threading.Thread(target=_end_with_main, daemon=True).start()
+
+
+def _end_with_main():
+    main = multiprocessing.parent_process().pid
+    while signal.sigwaitinfo([signal.SIGTERM]).si_pid != main:
+        pass
+    os._exit(0)
 
 
 def _generator(*numbers: int) -> torch.Generator:

@@ -2,6 +2,7 @@
 
 import copy
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from helpers.models import seeded, tiny_config
 from helpers.scripts import assert_same_weights, figures, pretrain_options, run_script, weights
 from modeling_tnn import TnnForCausalLM
 from tnn_scripts.common.accelerate_loop import decayed_parameters
-from tnn_scripts.common.optimizers import GroupArguments, GroupingTrainer, build_optimizer
+from tnn_scripts.common.optimizers import GroupArguments, GroupingTrainer, build_optimizer, fit_to_device
 from tnn_scripts.common.pretrain_arguments import PretrainArguments
 
 
@@ -165,3 +166,10 @@ def test_muon_resumed_is_unbroken(tmp_path):
     assert figures(whole) == figures(resumed) and figures(whole)["perplexity"] < 20
     with pytest.raises(ValueError, match="--optim_args must be absent with --optim muon, got momentum=0.5"):
         PretrainArguments(optim="muon", optim_args="momentum=0.5")
+
+
+@pytest.mark.parametrize("device, on_cpu", [("cpu", True), ("cuda", False)])
+def test_trainer_does_not_read_every_loss_of_an_accelerator(device, on_cpu):
+    args = SimpleNamespace(device=torch.device(device), dataloader_pin_memory=True, logging_nan_inf_filter=True)
+    fit_to_device(args)
+    assert (args.dataloader_pin_memory, args.logging_nan_inf_filter) == (not on_cpu, on_cpu)

@@ -1,9 +1,11 @@
 """A training step does not wait for the device, and still changes no weights where it is not finite."""
 
+import contextlib
 import json
 import os
 import pickle
 import signal
+import subprocess
 from types import SimpleNamespace
 
 import pytest
@@ -207,6 +209,23 @@ def test_processes_that_load_data_change_nothing(objective, tmp_path):
         assert figures(tmp_path / "0") == figures(tmp_path / other)
 
 
+def kill_group(pid: int):
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def test_a_process_that_loads_data_ends_with_the_main_one():
+    """At exit, multiprocessing sends SIGTERM to what is still there, and waits."""
+    stream = BlockStream(Dataset.from_dict({"input_ids": [[3], [4]]}), None, False)
+    batches = iter(stream.loader(1, 0, 2, workers=1))
+    next(batches)
+    (worker,) = batches._workers
+    for sender, alive in ((["kill", "-TERM", str(worker.pid)], True), (None, False)):
+        subprocess.run(sender, check=True) if sender else worker.terminate()
+        worker.join(timeout=0.3 if alive else 20)
+        assert worker.is_alive() == alive
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_for_the_whole_group(number, tmp_path):
     """Schedulers and terminals send it to the processes that load data too. The step is finished and saved."""
@@ -215,7 +234,10 @@ def test_a_signal_for_the_whole_group(number, tmp_path):
     with start_script("pretrain", *options, start_new_session=True) as process:
         wait_until(lambda: checkpoints(tmp_path / "out"), process)
         os.killpg(process.pid, number)
-        output, _ = process.communicate(timeout=60)
+        try:
+            output, _ = process.communicate(timeout=60)
+        finally:
+            kill_group(process.pid)
     step = checkpoints(tmp_path / "out")[-1].name.removeprefix("checkpoint-")
     assert process.returncode == 128 + number, output
     assert f"stopped by a signal at step {step}. Continue with" in output and "Traceback" not in output
