@@ -17,9 +17,9 @@ Each history also holds 64 older values, so that `crop` can remove the newest on
 tokens S of them, up to 1,024. A float64 model has float64 states; bfloat16 and float16 models have the dtypes of the
 table.
 
-Without gradients the state after a long prompt is made at once and the inputs are freed: at 100,000 tokens those of
-all layers take gigabytes. Those of a prompt that is not much larger than its state are kept, and where the state takes
-time to make, those of longer ones too (see `Recurrence.is_early`).
+Without gradients the state after a long prompt is made at once and the inputs are freed: they take gigabytes at
+100,000 tokens. The inputs of a prompt that is not much larger than its state are kept and, where the state takes time
+to make, those of longer ones too (see `Recurrence.is_early`).
 
 The backward pass treats a state as a constant: gradients reach the new tokens and the weights of each call, but no
 earlier call (see `recurrence.py`). A state belongs to the weights that made it (see `cache_origin.py`). Another model

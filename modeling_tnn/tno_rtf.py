@@ -82,7 +82,7 @@ class CompanionRecurrence(Recurrence):
         return v.transpose(1, 2).to(float64_or_widest(v.device))
 
     def is_early(self, prompt) -> bool:
-        return prompt.length > LONG_PROMPT
+        return prompt.length > LONG_PROMPT and not prompt.v.is_meta  # no values there to check the poles by
 
     def start(self, state, prompt):
         kept = self.order + slack_after(prompt.length)

@@ -232,3 +232,11 @@ def test_a_long_text_is_scored_without_a_recurrence():
             past = copy.deepcopy(outputs.past_key_values)
             with pytest.raises(ValueError, match="Layer 1, channel 0: a pole of radius 1.500000"):
                 model(text[:, :1], past_key_values=past)
+
+
+@pytest.mark.parametrize("name", ["rpe", "rtf", "modal"])
+def test_long_prompts_on_the_meta_device(name):
+    """Shapes alone, as tools that count operations use them."""
+    with torch.no_grad():
+        logits = model_of(name).to("meta")(text_of(LONG).to("meta")).logits
+    assert logits.shape == (2, LONG, 99)
