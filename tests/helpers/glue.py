@@ -59,5 +59,6 @@ def glue(tmp_path_factory) -> Path:
 
 
 def glue_options(model, output, *more) -> list:
+    rate = [] if "--sweep" in more else ["--learning_rate", 0.01]  # a sweep has its own
     return ["--model_name_or_path", model, "--output_dir", output, "--do_train", "--do_eval", "--num_train_epochs", 4,
-            "--learning_rate", 0.01, "--per_device_train_batch_size", 16, "--report_to", "none", *more]  # fmt: skip
+            *rate, "--per_device_train_batch_size", 16, "--report_to", "none", *more]  # fmt: skip

@@ -16,8 +16,10 @@ ROWS = [{"input_ids": [1, 2, 3, 4, 5], "attention_mask": [1] * n + [0] * (5 - n)
 
 def trainer_of(folder, **options):
     model = seeded(TnnForCausalLM, tiny_config())
-    fixed = {"per_device_train_batch_size": 2, "num_train_epochs": 1, "logging_steps": 1, "report_to": "none"}
-    args = TrainingArguments(str(folder), use_cpu=True, **(fixed | {"save_strategy": "no"} | options))
+    # Other tests set the verbosity of transformers, which the default of disable_tqdm follows.
+    fixed = {"per_device_train_batch_size": 2, "num_train_epochs": 1, "logging_steps": 1, "disable_tqdm": False}
+    fixed |= {"report_to": "none", "save_strategy": "no", "use_cpu": True}
+    args = TrainingArguments(str(folder), **(fixed | options))
     return GroupingTrainer(model, args, train_dataset=ROWS, eval_dataset=ROWS[:2])
 
 
