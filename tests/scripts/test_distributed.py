@@ -108,6 +108,7 @@ def metrics_of(folder) -> dict:
     return json.loads((folder / "metrics.json").read_text())
 
 
+@pytest.mark.slow
 def test_two_processes_are_one(runs):
     folder, _ = runs
     one, two = metrics_of(folder / "one"), metrics_of(folder / "two")
@@ -126,6 +127,7 @@ def test_two_processes_resume(runs):
     assert_same_weights(folder / "two", folder / "resumed")
 
 
+@pytest.mark.slow
 def test_processes_that_do_not_know_of_each_other(runs, monkeypatch, tmp_path):
     """Two of them would write into one folder."""
     monkeypatch.setattr("tnn_scripts.pretrain.Accelerator", lambda **options: type("One", (), {"num_processes": 1}))

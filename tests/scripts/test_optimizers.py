@@ -155,6 +155,7 @@ def test_muon_skips_a_step(model, tmp_path):
         optimizer.step()
 
 
+@pytest.mark.slow
 def test_muon_resumed_is_unbroken(tmp_path):
     """As a program, with a rate of the operators' own; other arguments than PyTorch's it does not take."""
     options = [*pretrain_options(tmp_path, "clm"), "--optim", "muon", "--operator_learning_rate", 0.003]

@@ -194,6 +194,7 @@ def test_a_run_of_the_other_adamw(options, tmp_path):
     assert all(tensor.isfinite().all() for tensor in weights(tmp_path / "resumed").values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", ["clm", "mlm"])
 def test_processes_that_load_data_change_nothing(objective, tmp_path):
     """The order, the masks, and what a resumed run sees, even if it has another number of them."""
@@ -226,6 +227,7 @@ def test_a_process_that_loads_data_ends_with_the_main_one():
         assert worker.is_alive() == alive
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_for_the_whole_group(number, tmp_path):
     """Schedulers and terminals send it to the processes that load data too. The step is finished and saved."""
