@@ -181,7 +181,7 @@ def can_skip_logits(model: PreTrainedModel) -> bool:
     head = model.lm_head
     return (
         is_fused(model.config.tno_implementation)
-        and model.loss_function in (ForCausalLMLoss, ForMaskedLMLoss)
+        and model.loss_function is (ForCausalLMLoss if model.config.causal else ForMaskedLMLoss)
         and type(head) is nn.Linear
         and type(head.weight.data) is torch.Tensor
         and "forward" not in vars(head)

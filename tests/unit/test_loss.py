@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
 from helpers.models import seeded, tiny_config
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, loss
@@ -169,6 +169,10 @@ def loss_of_the_user(model):
     model.loss_function = lambda *args, **kwargs: 2 * ForCausalLMLoss(*args, **kwargs)
 
 
+def loss_without_a_shift(model):
+    model.loss_function = ForMaskedLMLoss
+
+
 def replaced_forward(model):
     forward = model.lm_head.forward
     model.lm_head.forward = lambda x: 2 * forward(x)
@@ -182,7 +186,7 @@ def adapter(model):
     model.lm_head.__class__ = Doubled
 
 
-@pytest.mark.parametrize("change", [hook, loss_of_the_user, replaced_forward, adapter])
+@pytest.mark.parametrize("change", [hook, loss_of_the_user, loss_without_a_shift, replaced_forward, adapter])
 def test_what_changes_head_or_loss_takes_part(change):
     """A head with a hook, a device map, an adapter or another loss goes the way with logits."""
     model, batch = model_and_batch(causal=True)
