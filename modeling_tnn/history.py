@@ -1,7 +1,8 @@
 """A buffer of the last values of a sequence. The newest values can be removed again.
 
-B batch, D channels, C capacity. The values lie in one buffer `(B, D, C)`, the newest last. New values are written
-after them. When the buffer is full, the values still needed move to its front (or, without a bound, the buffer grows).
+B batch, D channels, C capacity. The values lie in one buffer `(B, D, C)`, new ones after older ones. A short buffer
+moves the values still needed to its front when it is full. A long one is a ring, where a new value overwrites the
+oldest one: to move thousands of values would make one token slow. Without a bound the buffer grows.
 """
 
 import torch
@@ -12,8 +13,12 @@ SLACK = 64
 # The same number after a chunk of at least this many values.
 CHUNK_SLACK = 1024
 
-# Free places after the values when the buffer is made. A long buffer gets more, because each refill copies it.
-ROOM, LONG_ROOM, LONG_REACH = 32, 128, 512
+# Free places after the values of a buffer that is not a ring, or not yet as long as it will be.
+ROOM, LONG_ROOM = 32, 128
+
+# A buffer whose reader needs more values is a ring. Its length is a multiple of the second number, so that a reader
+# whose blocks have this length finds each block in one piece.
+LONG_REACH, ALIGNMENT = 512, 128
 
 # A buffer without a bound gets free places for this part of its values: few, because the values of a long text are
 # gigabytes, and enough that the copies cost each token a constant time.
@@ -31,27 +36,59 @@ class HistoryBuffer:
     Args:
         first: `(B, D, S)`, the values so far, S >= 0.
         reach: number of values that the reader needs; None for all.
+
+    Attributes:
+        buffer: `(B, D, C)`.
+        end: the place after that of the newest value; the next value is written there, or at the front after C.
+        held: number of values in the buffer.
     """
 
     def __init__(self, first: torch.Tensor, reach: int | None):
         self.reach, self.lent = reach, False
-        self.buffer, self.end = first[..., :0], 0
+        self.buffer, self.end, self.held = first[..., :0], 0, 0
         self.append(first)
 
     def __getstate__(self) -> dict:
         """The state without the free places, whose memory may hold unrelated data."""
-        return vars(self) | {"buffer": self.buffer[..., : self.end].clone(), "lent": False}
+        return vars(self) | {"buffer": self.last(self.held).clone(), "end": self.held, "lent": False}
+
+    @property
+    def is_ring(self) -> bool:
+        """Whether new values overwrite the oldest ones in place."""
+        return self.reach is not None and self.reach > LONG_REACH
 
     def append(self, values: torch.Tensor):
         """Append `(B, D, S)` new values."""
-        self._append(values, slack_after(values.shape[-1]))
+        new = values.shape[-1]
+        wanted = None if self.reach is None else self.reach + slack_after(new)
+        if wanted is not None and new > wanted:
+            values, new = values[..., -wanted:], wanted
+            self.buffer, self.end, self.held = values[..., :0], 0, 0
+        self._make_room(new, wanted)
+        capacity = self.buffer.shape[-1]
+        start = self.end % max(1, capacity)
+        until_end = min(new, capacity - start)
+        self.buffer[..., start : start + until_end] = values[..., :until_end]
+        if until_end < new:
+            self.buffer[..., : new - until_end] = values[..., until_end:]
+        self.end = start + new if until_end == new else new - until_end
+        self.held = min(self.held + new, capacity)
 
-    def last(self, count: int) -> torch.Tensor:
-        """A view of the newest `count` values, or of all if there are fewer, `(B, D, <= count)`, the newest last."""
-        return self.buffer[..., max(0, self.end - count) : self.end]
+    def last(self, count: int, channels: slice = slice(None)) -> torch.Tensor:
+        """The newest `count` values, or all if there are fewer, `(B, D, <= count)`, the newest last.
+
+        It is a view, or a copy if the values go over the end of a ring.
+        """
+        start = self.end - min(count, self.held)
+        if start >= 0:
+            return self.buffer[:, channels, start : self.end]
+        older = self.buffer[:, channels, start:]
+        return torch.cat([older, self.buffer[:, channels, : self.end]], dim=-1) if self.end else older
 
     def lend(self, count: int) -> torch.Tensor:
-        """`last` for a reader that keeps the view, such as a backward pass: no later value is written into it."""
+        """`last` for a reader that keeps it, such as a backward pass: no later value is written into it."""
+        if self.is_ring:
+            return self.last(count).clone()
         self.lent = True
         return self.last(count)
 
@@ -60,25 +97,43 @@ class HistoryBuffer:
         if self.lent:
             self.buffer, self.lent = self.buffer.clone(), False
         self.end -= count
+        if self.end < 0:
+            self.end += self.buffer.shape[-1]
+        self.held -= count
+
+    def settle(self):
+        """Give a ring the length for values that come one by one, with the next value at its front."""
+        if not self.is_ring:
+            return
+        wanted = min(_aligned(self.reach + SLACK), _aligned(self.held + ALIGNMENT))
+        if self.buffer.shape[-1] != wanted or self.end % ALIGNMENT:
+            kept = self.last(wanted)
+            self.buffer = kept.new_empty(*kept.shape[:-1], wanted)
+            self.buffer[..., wanted - kept.shape[-1] :] = kept
+            self.end, self.held = 0, kept.shape[-1]
 
     def select(self, choose):
         """Apply `choose`, a function of a tensor along its batch dimension."""
         self.buffer = choose(self.buffer)
 
-    def _room(self, count: int) -> int:
-        if self.reach is None:
-            return max(LONG_ROOM, count // GROWTH)
-        return LONG_ROOM if self.reach > LONG_REACH else ROOM
+    def _make_room(self, new: int, wanted: int | None):
+        """Make the buffer so long that `new` values fit, and that it holds `wanted` values (None: all)."""
+        capacity = self.buffer.shape[-1]
+        if self.held + new <= capacity or (self.is_ring and capacity >= wanted):
+            return
+        kept = self.last(self.held if wanted is None else wanted - new)
+        count = kept.shape[-1] + new
+        buffer = kept.new_empty(*kept.shape[:-1], count + self._room(count, wanted))
+        buffer[..., : kept.shape[-1]] = kept
+        self.buffer, self.end, self.held, self.lent = buffer, kept.shape[-1], kept.shape[-1], False
 
-    def _append(self, values: torch.Tensor, slack: int):
-        new = values.shape[-1]
-        if self.end + new > self.buffer.shape[-1]:
-            wanted = self.end + new if self.reach is None else self.reach + slack
-            kept = self.last(max(0, wanted - new))
-            values = values[..., -wanted:] if wanted < new else values
-            held, new = kept.shape[-1], values.shape[-1]
-            buffer = values.new_empty(*values.shape[:-1], held + new + self._room(held + new))
-            buffer[..., :held] = kept
-            self.buffer, self.end = buffer, held
-        self.buffer[..., self.end : self.end + new] = values
-        self.end += new
+    def _room(self, count: int, wanted: int | None) -> int:
+        if wanted is None:
+            return max(LONG_ROOM, count // GROWTH)
+        if self.is_ring:
+            return 0 if count == wanted else LONG_ROOM
+        return ROOM
+
+
+def _aligned(count: int) -> int:
+    return -(-count // ALIGNMENT) * ALIGNMENT

@@ -36,6 +36,10 @@ SHORT_BLOCKS = (128, 128)
 
 LONG_BLOCKS = (2048, 64)
 
+# What the inputs before the last H tokens add to the next block of a short kernel is computed during the last block,
+# for a part of the channels at a time, so that no token takes much longer than the others. So many parts make a block.
+PARTS = 32
+
 # On the CPU channels are transformed in groups of about this many numbers, so that temporaries stay in the cache.
 GROUP = 2**18
 
@@ -158,11 +162,12 @@ class FilterRecurrence(Recurrence):
         self.short = taps is not None and taps <= SHORT_KERNEL
         self.horizon, self.base = SHORT_BLOCKS if self.short else LONG_BLOCKS
         self.first_block = self.horizon - int(refill_phase * self.horizon)
+        self.looks_ahead = self.short and taps > 2 * self.horizon
 
     def forget(self):
         self._kernel: torch.Tensor | None = None
         self._head: torch.Tensor | None = None
-        self._spectra: dict[tuple[int, int], torch.Tensor] = {}
+        self._spectra: dict[tuple[int, int, int], torch.Tensor] = {}
 
     def hold(self, state) -> tuple:
         return (state.history.lend(self._reach(state)),)
@@ -182,21 +187,30 @@ class FilterRecurrence(Recurrence):
         state.counters = {"block": self.first_block}
 
     def step(self, state, x: torch.Tensor) -> torch.Tensor:
-        counters = state.counters
-        if "future" not in state.tensors:
-            self._fill(state, x)
-        position = counters["position"]
-        if position and position % self.base == 0:
-            self._pass_on_tile(state, position & -position)
+        self.make_ready(state, x)
+        position = state.counters["position"]
         state.history.append(x)
         recent = state.history.last(position % self.base + 1)  # (B, D, n)
         kernel = self._reversed_head(x)[:, -recent.shape[-1] :]  # (D, n)
         y = state.tensors["future"][..., position] + torch.linalg.vecdot(recent, kernel)  # (B, D)
-        counters["position"] = position + 1
-        if counters["position"] == counters["block"]:
-            counters["block"] = self.horizon
-            del state.tensors["future"]
+        state.counters["position"] = position + 1
         return y[..., None]
+
+    def make_ready(self, state, like: torch.Tensor):
+        """Do the work before a step: a new block, a tile, or a part of the next block."""
+        counters = state.counters
+        ends = counters.get("position") == counters["block"]
+        if ends:
+            counters["block"] = self.horizon
+            state.history.settle()
+        if ends or "future" not in state.tensors:
+            self._fill(state, like)
+        position, every = counters["position"], max(1, self.horizon // PARTS)
+        if position and position % self.base == 0:
+            self._pass_on_tile(state, position & -position)
+        if self.looks_ahead and is_on_host(like) and position % every == 0:
+            parts = self.horizon // every
+            self._look_ahead(state, -(-like.shape[1] * (position // every + 1) // parts), counters["block"] - position)
 
     def chunk(self, state, x: torch.Tensor) -> torch.Tensor:
         past = self._past(state)  # (B, D, P)
@@ -206,7 +220,7 @@ class FilterRecurrence(Recurrence):
         return y
 
     def max_crop(self, state) -> int:
-        held, seen = state.history.end, state.length
+        held, seen = state.history.held, state.length
         return min(seen, held) if held >= seen else max(0, held - self.taps + 1)
 
     def crop(self, state, count: int):
@@ -247,15 +261,44 @@ class FilterRecurrence(Recurrence):
 
     def _fill(self, state, like: torch.Tensor):
         """Compute the future of a new block from the inputs before it."""
-        past = self._past(state)
-        block = state.counters["block"]
-        future = past.new_zeros(*past.shape[:-1], self.horizon)
-        if past.shape[-1]:
+        if self.looks_ahead:
+            finished = state.tensors.get("future")
+            if finished is None:
+                state.counters["ahead"] = 0
+            self._look_ahead(state, like.shape[1], 0)
+            recent = self._padded(state.history.last(self.horizon), self.horizon)
+            future = state.tensors["ahead"]
+            self._continue(recent, self.horizon, self.horizon, keep=True, into=future)
+            state.tensors["future"] = future
+            state.tensors["ahead"] = torch.empty_like(future) if finished is None else finished
+            state.counters["ahead"] = 0
+        else:
+            past = self._past(state)
             if self.short:  # one transform length for all fills
-                past = pad(past, (self.taps - 1 - past.shape[-1], 0))
-            future[..., :block] = self._continue(past, past.shape[-1], self.horizon, self.short)[..., :block]
-        state.tensors["future"] = future
+                past = self._padded(past, self.taps - 1)
+            state.tensors["future"] = self._continue(past, past.shape[-1], self.horizon, self.short)  # (B, D, H)
         state.counters["position"] = 0
+
+    def _look_ahead(self, state, until: int, remaining: int):
+        """Compute what the inputs before the last H add to the next block, for the channels before `until`.
+
+        Args:
+            remaining: number of tokens before the next block.
+        """
+        done = state.counters["ahead"]
+        if "ahead" not in state.tensors:
+            buffer = state.history.buffer
+            state.tensors["ahead"] = buffer.new_empty(*buffer.shape[:-1], self.horizon)  # (B, D, H)
+        if done < until:
+            reach, young = self.taps - 1 - self.horizon, self.horizon - remaining
+            past = state.history.last(reach + young, slice(done, until))
+            past = self._padded(past[..., : max(0, past.shape[-1] - young)], reach)
+            ahead = state.tensors["ahead"][:, done:until].zero_()
+            self._continue(past, reach, self.horizon, keep=True, skip=self.horizon, first=done, into=ahead)
+            state.counters["ahead"] = until
+
+    def _padded(self, x: torch.Tensor, length: int) -> torch.Tensor:
+        return pad(x, (length - x.shape[-1], 0))
 
     def _pass_on_tile(self, state, tile: int):
         position = state.counters["position"]
@@ -264,28 +307,43 @@ class FilterRecurrence(Recurrence):
         until = min(position + tile, self.horizon)
         state.tensors["future"][..., position:until] += added[..., : until - position]
 
-    def _continue(self, x: torch.Tensor, start: int, count: int, keep: bool = False) -> torch.Tensor:
+    def _continue(
+        self,
+        x: torch.Tensor,
+        start: int,
+        count: int,
+        keep: bool = False,
+        skip: int = 0,
+        first: int = 0,
+        into: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Outputs `start .. start + count - 1` of the kernel applied to `x` `(B, D, S)` and zeros after it.
 
         The linear convolution ends at S + start + count. With a transform of at least S + count entries, the part that
         wraps around ends below `start`. So entries of the circular convolution before `start` are wrong, and the
         others are correct. With `keep` the spectrum is kept for later calls with the same sizes.
+
+        Args:
+            skip: the kernel begins with this tap, as if so many zeros stood between `x` and the outputs.
+            first: `x` holds channels from this one on.
+            into: a tensor that the outputs are added to, and that is returned.
         """
+        into = x.new_zeros(*x.shape[:-1], count) if into is None else into
         if x.shape[0] == 0:
-            return x.new_zeros(*x.shape[:-1], count)  # MKL refuses transforms of empty tensors
+            return into  # MKL refuses transforms of empty tensors
         size = next_fast_len(x.shape[-1] + count)
-        kernel = self.kernel(start + count, x)
-        spectrum = self._spectra.get((start + count, size))  # (D, F/2+1)
-        if keep and spectrum is None:
-            spectrum = self._spectra[start + count, size] = torch.fft.rfft(kernel, n=size)
+        spectrum = self._spectra.get((skip, start + count, size))  # (D, F/2+1)
+        if spectrum is None:
+            kernel = self.kernel(skip + start + count, x)[:, skip:]
+            if keep:
+                spectrum = self._spectra[skip, start + count, size] = torch.fft.rfft(kernel, n=size)
         group = max(1, GROUP // (size * max(1, x.shape[0]))) if is_on_host(x) else x.shape[1]
-        parts = []
-        for channels in range(0, x.shape[1], group):
-            chosen = slice(channels, channels + group)
-            product = torch.fft.rfft(x[:, chosen], n=size)  # (B, C, F/2+1)
+        for channel in range(0, x.shape[1], group):
+            product = torch.fft.rfft(x[:, channel : channel + group], n=size)  # (B, C, F/2+1)
+            chosen = slice(first + channel, first + channel + product.shape[1])
             product *= torch.fft.rfft(kernel[chosen], n=size) if spectrum is None else spectrum[chosen]
-            parts.append(torch.fft.irfft(product, n=size)[..., start : start + count])
-        return torch.cat(parts, dim=1)
+            into[:, channel : channel + group] += torch.fft.irfft(product, n=size)[..., start : start + count]
+        return into
 
 
 class Continuation(torch.autograd.Function):

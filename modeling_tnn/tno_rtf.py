@@ -128,7 +128,7 @@ class CompanionRecurrence(Recurrence):
         return self._read(form, x, held[0], self._filter(form.denominator, x, held[0]))
 
     def max_crop(self, state) -> int:
-        return min(state.length, state.history.end - self.order)
+        return min(state.length, state.history.held - self.order)
 
     def crop(self, state, count: int):
         state.history.drop(count)

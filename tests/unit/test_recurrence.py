@@ -20,6 +20,7 @@ KINDS = {
     "rpe-learnable-decay": {"tno_type": "rpe", "decay": 0.8, "learnable_decay": True},
     "rpe-no-decay": {"tno_type": "rpe", "decay": None},
     "rpe-decay-one": {"tno_type": "rpe", "decay": 1},
+    "rpe-medium-decay": {"tno_type": "rpe", "decay": 0.94},  # 583 taps: the history is a ring
     "rpe-slow-decay": {"tno_type": "rpe", "decay": 0.9999},
     "fd": {"tno_type": "fd", "fd_resolution": 32},
     "fd-long": {"tno_type": "fd", "fd_resolution": 8192},
@@ -67,7 +68,7 @@ def advance(layer, v, operator):
 
 
 @EVERY_KIND
-@pytest.mark.parametrize("prompt", [1, 7, 300])
+@pytest.mark.parametrize("prompt", [1, 7, 300, 800])
 def test_steps_equal_the_product(kind, prompt, blocks):
     operator = operator_of(kind)
     v = random_input(prompt + 200, operator)
