@@ -22,9 +22,9 @@ Without gradients the state after a long prompt is made at once and the inputs a
 to make, those of longer ones too (see `Recurrence.is_early`).
 
 The backward pass treats a state as a constant: gradients reach the new tokens and the weights of each call, but no
-earlier call (see `recurrence.py`). A state belongs to the weights that made it (see `cache_origin.py`). Another model
-can continue it if it has the same weights. It is an error if the weights have changed since, except while training
-with gradients: there, truncated back-propagation continues the old state with the new weights.
+earlier call (see `continuation.py`). A state belongs to the weights that made it (see `cache_origin.py`). Another
+model can continue it if it has the same weights. It is an error if the weights have changed since, except while
+training with gradients: there, truncated back-propagation continues the old state with the new weights.
 
 A cache can be pickled and saved by `torch.save`. `torch.load(path, weights_only=True)` reads it under
 `torch.serialization.safe_globals([DynamicCache, *saved_classes(cache)])`.
@@ -38,13 +38,14 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, Cache, CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from .cache_origin import Origin, stamp
+from .continuation import advance
 from .gating import NO_GATE, Gate
 from .history import HistoryBuffer
 from .numerics import is_on_host, is_traced, must_be_eager
-from .recurrence import DivergenceError, advance
+from .recurrence import DivergenceError, Recurrence
 
 LAYER_TYPE = "tnn_state"
 
@@ -137,7 +138,7 @@ class TnnCacheLayer(CacheLayerMixin):
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states)
-            self.recurrence = operator.recurrence()
+            self.recurrence = self._recurrence_of(operator)
             # The state is detached. These outputs are not, so training gets their gradients.
             outputs = operator.gated_matmul(key_states, gate)
             self._keep(Prefill(key_states.detach(), gate._replace(u=None)))
@@ -153,6 +154,9 @@ class TnnCacheLayer(CacheLayerMixin):
         if self.is_initialized:
             self.recurrence = self.recurrence.renewed()
             self.tensors.pop("future", None)  # made with the earlier weights
+
+    def _recurrence_of(self, operator) -> Recurrence:
+        return operator.recurrence()
 
     def _keep(self, prompt: Prefill):
         """Make the state after the inputs of the first call or, if it may not be needed, keep the inputs.
@@ -181,7 +185,7 @@ class TnnCacheLayer(CacheLayerMixin):
         """Continue with another operator of the same kind: that of a copy of the model, or after unpickling."""
         if self.recurrence.operator is operator:
             return
-        recurrence = operator.recurrence()
+        recurrence = self._recurrence_of(operator)
         if recurrence.settings() != self.recurrence.settings():
             raise ValueError(ANOTHER_MODEL)
         self.recurrence, self.device = recurrence, device
@@ -314,10 +318,6 @@ class TnnCacheLayer(CacheLayerMixin):
         self.tensors = {name: choose(tensor) for name, tensor in self.tensors.items()}
 
 
-# Static caches use the same layer, because its size is fixed anyway.
-STATIC_LAYER_TYPE_MAPPING[LAYER_TYPE] = TnnCacheLayer
-
-
 def memory_per_sequence(past_key_values: Cache) -> int:
     """The bytes of decoding state of one sequence in all layers of a cache."""
     return sum(layer.memory_per_sequence() for layer in past_key_values.layers)
@@ -326,7 +326,8 @@ def memory_per_sequence(past_key_values: Cache) -> int:
 def saved_classes(past_key_values: Cache) -> list[type]:
     """The classes of this package in a saved cache, for `torch.serialization.safe_globals`."""
     recurrences = {type(layer.recurrence) for layer in past_key_values.layers} - {type(None)}
-    return [TnnCacheLayer, Prefill, Gate, HistoryBuffer, Origin, *recurrences]
+    layers = {type(layer) for layer in past_key_values.layers}
+    return [*layers, Prefill, Gate, HistoryBuffer, Origin, *recurrences]
 
 
 def check_cache(past_key_values: Cache, model: nn.Module):

@@ -41,16 +41,22 @@ class HistoryBuffer:
         buffer: `(B, D, C)`.
         end: the place after that of the newest value; the next value is written there, or at the front after C.
         held: number of values in the buffer.
+        is_fixed: whether the buffer keeps its length.
     """
 
     def __init__(self, first: torch.Tensor, reach: int | None):
-        self.reach, self.lent = reach, False
+        self.reach, self.lent, self.is_fixed = reach, False, False
         self.buffer, self.end, self.held = first[..., :0], 0, 0
         self.append(first)
 
     def __getstate__(self) -> dict:
         """The state without the free places, whose memory may hold unrelated data."""
-        return vars(self) | {"buffer": self.last(self.held).clone(), "end": self.held, "lent": False}
+        return vars(self) | {
+            "buffer": self.last(self.held).clone(),
+            "end": self.held,
+            "lent": False,
+            "is_fixed": False,
+        }
 
     @property
     def is_ring(self) -> bool:
@@ -103,14 +109,38 @@ class HistoryBuffer:
 
     def settle(self):
         """Give a ring the length for values that come one by one, with the next value at its front."""
-        if not self.is_ring:
-            return
-        wanted = min(_aligned(self.reach + SLACK), _aligned(self.held + ALIGNMENT))
-        if self.buffer.shape[-1] != wanted or self.end % ALIGNMENT:
-            kept = self.last(wanted)
-            self.buffer = kept.new_empty(*kept.shape[:-1], wanted)
-            self.buffer[..., wanted - kept.shape[-1] :] = kept
-            self.end, self.held = 0, kept.shape[-1]
+        if self.is_ring and not self.is_fixed:
+            wanted = min(_aligned(self.reach + SLACK), _aligned(self.held + ALIGNMENT))
+            if self.buffer.shape[-1] != wanted or self.end % ALIGNMENT:
+                self._move(wanted)
+
+    def fix(self, longest: int | None):
+        """Give the buffer the length that it keeps while values come one by one.
+
+        Args:
+            longest: the length without a bound; None if the buffer may grow.
+        """
+        self.is_fixed = True
+        capacity = self.buffer.shape[-1]
+        if self.is_ring:
+            wanted = _aligned(self.reach + SLACK)
+        elif self.reach is not None:
+            wanted = self.reach + SLACK + ROOM
+        else:
+            wanted = max(longest or 0, capacity)
+        if capacity != wanted:
+            self._move(wanted)
+
+    def reserve(self):
+        """Make room for one value."""
+        self._make_room(1, None if self.reach is None else self.reach + SLACK)
+
+    def take_place(self) -> int:
+        """The place of the next value, which the caller writes. `reserve` has made room for it."""
+        capacity = self.buffer.shape[-1]
+        place = self.end % capacity
+        self.end, self.held = place + 1, min(self.held + 1, capacity)
+        return place
 
     def select(self, choose):
         """Apply `choose`, a function of a tensor along its batch dimension."""
@@ -126,6 +156,15 @@ class HistoryBuffer:
         buffer = kept.new_empty(*kept.shape[:-1], count + self._room(count, wanted))
         buffer[..., : kept.shape[-1]] = kept
         self.buffer, self.end, self.held, self.lent = buffer, kept.shape[-1], kept.shape[-1], False
+
+    def _move(self, capacity: int):
+        """Move the newest values to a buffer of this length, in a ring to its end, else to its front."""
+        kept = self.last(capacity if self.is_ring or self.reach is None else self.reach + SLACK)
+        buffer = kept.new_empty(*kept.shape[:-1], capacity)
+        start = capacity - kept.shape[-1] if self.is_ring else 0
+        buffer[..., start : start + kept.shape[-1]] = kept
+        self.buffer, self.held, self.lent = buffer, kept.shape[-1], False
+        self.end = 0 if self.is_ring else self.held
 
     def _room(self, count: int, wanted: int | None) -> int:
         if wanted is None:

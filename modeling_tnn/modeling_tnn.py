@@ -66,6 +66,7 @@ from .padding import (
     token_positions,
 )
 from .rpe import sinusoidal_embedding
+from .static_cache import is_ready, prepare_step
 from .tno import ToeplitzOperator
 from .tno_auto import build_tno, operator_class
 
@@ -323,6 +324,7 @@ class TnnModel(TnnPreTrainedModel):
         documents = split_packed(tokens, attention_mask, position_ids, kwargs.get("seq_idx"), offsets)
         if documents is None:
             kwargs |= {"inputs_embeds": inputs_embeds, "past_key_values": past_key_values, "use_cache": use_cache}
+            kwargs["position_ids"] = position_ids
             return self._forward(input_ids, attention_mask, return_dict=True, **kwargs)
         if self.config.causal and (use_cache or past_key_values is not None):
             raise ValueError(
@@ -340,6 +342,7 @@ class TnnModel(TnnPreTrainedModel):
         past_key_values: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
+        position_ids: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPast:
         """The hidden states of rows that hold one text each."""
@@ -350,12 +353,14 @@ class TnnModel(TnnPreTrainedModel):
                 raise ValueError("`past_key_values` must be None for a model with causal=False, got a cache")
         elif use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
-        if past_key_values is not None:
+        ready = is_ready(past_key_values, inputs_embeds)
+        if past_key_values is not None and not ready:
             check_cache(past_key_values, self)
-        past_length = 0 if past_key_values is None else int(past_key_values.get_seq_length())
+        # A graph of one step knows neither the length nor the mask of the text before it.
+        past_length = 0 if past_key_values is None or ready else int(past_key_values.get_seq_length())
         whole_mask = attention_mask
         attention_mask = check_attention_mask(attention_mask, inputs_embeds, past_length)
-        if whole_mask is None and past_length == 0 and input_ids is not None and can_be_read(input_ids):
+        if whole_mask is None and past_length == 0 and not ready and input_ids is not None and can_be_read(input_ids):
             self.warn_if_padding_and_no_attention_mask(input_ids, None)
         if attention_mask is not None:
             # NaN at padding would reach gradients: 0 * NaN is NaN. Finite rows stay: for a row of zeros the gradient
@@ -364,7 +369,7 @@ class TnnModel(TnnPreTrainedModel):
 
         hidden_states = inputs_embeds * self.embedding_scale
         if self.config.position_embedding == "sinusoidal":
-            positions = token_positions(whole_mask, past_length, inputs_embeds)
+            positions = position_ids if ready else token_positions(whole_mask, past_length, inputs_embeds)
             hidden_states = hidden_states + sinusoidal_embedding(
                 positions, self.config.hidden_size, hidden_states.dtype
             )
@@ -425,6 +430,10 @@ class TnnForCausalLM(TnnPreTrainedModel, GenerationMixin):
     def create_masks_for_generate(config, inputs_embeds, attention_mask, past_key_values=None, **kwargs):
         """The padding mask, unchanged: a Toeplitz model has no attention pattern to prepare."""
         return attention_mask
+
+    def prepare_inputs_for_generation(self, input_ids: torch.LongTensor, *args, **kwargs) -> dict:
+        """The inputs of the next pass, as in transformers. A static cache is made ready for a compiled step."""
+        return prepare_step(self.model, super().prepare_inputs_for_generation(input_ids, *args, **kwargs))
 
     def generate(self, inputs: torch.LongTensor | None = None, *args, **kwargs):
         """Generate tokens as in transformers, after a check of the prompt. A batch without rows is returned unchanged.

@@ -1,30 +1,22 @@
-"""Decoding of a causal Toeplitz operator token by token: the contract, exact decoding of any kernel, and gradients.
+"""Decoding of a causal Toeplitz operator token by token: the contract, and exact decoding of any kernel.
 
-    y_t = sum_{j=0}^{m-1} k_j v_{t-j}                                                                             (1)
-    y = f(h, v, theta)                                                                                            (2)
+    y_t = sum_{j=0}^{m-1} k_j v_{t-j}
 
 B batch, D channels, L length of a chunk, m taps, T tokens seen, H horizon (a block of tokens), b base tile.
 
-(1) `FilterRecurrence` keeps the last m - 1 inputs. At the start of a block one transform computes what these inputs
+`FilterRecurrence` keeps the last m - 1 inputs. At the start of a block one transform computes what these inputs
 add to all H outputs of the block (the future). Within the block a dot product with the first taps adds the inputs
 since the last tile. A tile of U inputs (U is the lowest set bit of the position in the block, and at least b) is added
 to the next U outputs by a transform of length 2U (relaxed multiplication: van der Hoeven 2002; Oncescu et al., "Flash
 Inference", 2024; Agarwal et al., "FutureFill", 2024). With H = b there are no tiles, which is best for short kernels.
 Kernels that never end (no decay) use a long horizon: their cost per token is nearly constant, but their state grows.
 Layers start their blocks at different times, so that their transforms do not all happen at the same token.
-
-(2) `Continuation`: h is the state before the call (a constant), v the new inputs, theta the parameters of the
-operator. The recurrence computes y, as fast as without gradients. The backward pass computes f again by differentiable
-operations. It gives the gradients of v and theta in this call alone: back-propagation through time, truncated at the
-cache. For a kernel that is decoded from its past inputs, f is the whole product with these inputs detached. For a
-recurrence (RTF, modal), f is the recurrence with its state detached.
 """
 
 import copy
 
 import torch
 from torch.nn.functional import pad
-from transformers.utils.generic import maybe_autocast
 
 from .history import HistoryBuffer, slack_after
 from .numerics import compute_dtype, is_on_host, next_fast_len
@@ -33,6 +25,9 @@ from .numerics import compute_dtype, is_on_host, next_fast_len
 SHORT_KERNEL = 4096
 
 SHORT_BLOCKS = (128, 128)
+
+# The base tile of a short kernel in steps of fixed shape, which read a whole tile for each token.
+FIXED_BASE = 32
 
 LONG_BLOCKS = (2048, 64)
 
@@ -57,7 +52,12 @@ class Recurrence:
 
     Attributes:
         operator: the causal operator that it decodes, or None after unpickling, which restores only the settings.
+
+    Class attributes:
+        has_fixed_step: whether it has `fixed_step`.
     """
+
+    has_fixed_step = False
 
     def __init__(self, operator):
         self.operator = operator
@@ -134,6 +134,21 @@ class Recurrence:
         """The output for one token, `(B, D, 1)` to `(B, D, 1)`. It changes `state`."""
         raise NotImplementedError
 
+    def in_fixed_steps(self) -> "Recurrence":
+        """This object, with the settings that are best for `fixed_step`. Called before it has made a state."""
+        return self
+
+    def make_ready(self, state, like: torch.Tensor):
+        """Do the work before a step that depends on Python's counters, once. `like` is a column of the history."""
+
+    def constants(self, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What `fixed_step` reads of the operator, in tensors."""
+        raise NotImplementedError
+
+    def fixed_step(self, state, x: torch.Tensor) -> torch.Tensor:
+        """`step` by operations on tensors alone, after `make_ready`; see `static_cache.py`."""
+        raise NotImplementedError
+
     def chunk(self, state, x: torch.Tensor) -> torch.Tensor:
         """The outputs for several tokens, `(B, D, L)` to `(B, D, L)`. It changes `state`."""
         raise NotImplementedError
@@ -148,13 +163,15 @@ class Recurrence:
 
 
 class FilterRecurrence(Recurrence):
-    """Exact decoding of any causal kernel by future fill, (1) above.
+    """Exact decoding of any causal kernel by future fill.
 
     Args:
         operator: an operator with `coefficients(length)`.
         taps: number of taps m, or None if the kernel has no end.
         refill_phase: fraction by which the first block is shorter than the others.
     """
+
+    has_fixed_step = True
 
     def __init__(self, operator, taps: int | None, refill_phase: float):
         super().__init__(operator)
@@ -196,6 +213,24 @@ class FilterRecurrence(Recurrence):
         state.counters["position"] = position + 1
         return y[..., None]
 
+    def in_fixed_steps(self) -> "FilterRecurrence":
+        self.base = min(self.base, FIXED_BASE) if self.short else self.base
+        return self
+
+    def constants(self, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (self._reversed_head(like),)
+
+    def fixed_step(self, state, x: torch.Tensor) -> torch.Tensor:
+        """The dot product runs over all base tokens. Those before the tile, and lags beyond the kernel, count as 0."""
+        buffer, (slot, position) = state.history.buffer, state.cursor.unbind()
+        buffer.index_copy_(2, slot[None], x)
+        lags = torch.arange(self.base - 1, -1, -1, device=x.device)  # (b,)
+        places = torch.where(lags > slot, slot - lags + buffer.shape[-1], slot - lags)
+        counts = lags <= position % self.base
+        counts = counts if self.taps is None else counts & (lags < self.taps)
+        added = torch.where(counts, buffer[..., places.clamp(min=0)] * state.constants[0], 0)  # (B, D, b)
+        return state.tensors["future"][..., position[None]] + added.sum(-1, keepdim=True)
+
     def make_ready(self, state, like: torch.Tensor):
         """Do the work before a step: a new block, a tile, or a part of the next block."""
         counters = state.counters
@@ -205,8 +240,9 @@ class FilterRecurrence(Recurrence):
             state.history.settle()
         if ends or "future" not in state.tensors:
             self._fill(state, like)
+            counters["tiles"] = 0
         position, every = counters["position"], max(1, self.horizon // PARTS)
-        if position and position % self.base == 0:
+        if position % self.base == 0 and counters["tiles"] < position:
             self._pass_on_tile(state, position & -position)
         if self.looks_ahead and is_on_host(like) and position % every == 0:
             parts = self.horizon // every
@@ -306,6 +342,7 @@ class FilterRecurrence(Recurrence):
         added = self._continue(recent, tile, tile, keep=True)  # (B, D, U)
         until = min(position + tile, self.horizon)
         state.tensors["future"][..., position:until] += added[..., : until - position]
+        state.counters["tiles"] = position  # tiles before this position have been passed on
 
     def _continue(
         self,
@@ -344,31 +381,3 @@ class FilterRecurrence(Recurrence):
             product *= torch.fft.rfft(kernel[chosen], n=size) if spectrum is None else spectrum[chosen]
             into[:, channel : channel + group] += torch.fft.irfft(product, n=size)[..., start : start + count]
         return into
-
-
-class Continuation(torch.autograd.Function):
-    """The function `recurrence.advance(state, v)`, differentiable in `v` and the parameters of the operator."""
-
-    @staticmethod
-    def forward(ctx, v: torch.Tensor, recurrence: Recurrence, state, *parameters) -> torch.Tensor:
-        ctx.recurrence, ctx.held = recurrence, recurrence.hold(state)
-        ctx.save_for_backward(v, *parameters)
-        return recurrence.advance(state, v)
-
-    @staticmethod
-    def backward(ctx, gradient: torch.Tensor):
-        needed = [ctx.needs_input_grad[0], *ctx.needs_input_grad[3:]]
-        inputs = [tensor for tensor, need in zip(ctx.saved_tensors, needed, strict=True) if need]
-        again = torch.is_grad_enabled()
-        with torch.enable_grad(), maybe_autocast(device_type=gradient.device.type, enabled=False):
-            y = ctx.recurrence.replay(ctx.held, ctx.saved_tensors[0])  # (B, L, D)
-            found = iter(torch.autograd.grad(y, inputs, gradient, allow_unused=True, create_graph=again))
-        v_gradient, *rest = [next(found) if need else None for need in needed]
-        return v_gradient, None, None, *rest
-
-
-def advance(recurrence: Recurrence, state, v: torch.Tensor) -> torch.Tensor:
-    """The outputs of `recurrence.advance(state, v)`, with gradients if they are enabled."""
-    if not torch.is_grad_enabled():
-        return recurrence.advance(state, v)
-    return Continuation.apply(v, recurrence, state, *recurrence.operator.parameters())

@@ -70,6 +70,8 @@ class CompanionRecurrence(Recurrence):
         DivergenceError: poles outside the unit circle make the recurrence inexact or infinite.
     """
 
+    has_fixed_step = True
+
     def __init__(self, operator, order: int, trained_length: int):
         super().__init__(operator)
         self.order, self.trained_length = order, trained_length
@@ -102,15 +104,35 @@ class CompanionRecurrence(Recurrence):
 
     def step(self, state, x: torch.Tensor) -> torch.Tensor:
         past = state.history.last(self.order)  # (B, D, N)
-        denominator, numerator = self._reversed
-        now = x[..., 0]  # (B, D)
-        y = self._form.direct * now + torch.linalg.vecdot(past, numerator)
-        newest = now - torch.linalg.vecdot(past, denominator)
+        y, newest = self._next(past, x, *self.constants(x))
         # A value that is not finite makes all later ones so. An accelerator would wait at each look.
         if is_on_host(newest) or state.length % PATROL == 0:
             self._check_finite(newest)
-        state.history.append(newest[..., None])
-        return y[..., None]
+        state.history.append(newest)
+        return y
+
+    def make_ready(self, state, like: torch.Tensor):
+        """Look at the newest value, as `step` does."""
+        if is_on_host(like) or state.length % PATROL == 0:
+            self._check_finite(state.history.last(1))
+
+    def constants(self, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return *self._reversed, self._form.direct
+
+    def fixed_step(self, state, x: torch.Tensor) -> torch.Tensor:
+        buffer, slot = state.history.buffer, state.cursor[0]
+        places = slot - torch.arange(self.order, 0, -1, device=x.device)  # (N,)
+        past = buffer[..., torch.where(places < 0, places + buffer.shape[-1], places)]  # (B, D, N)
+        y, newest = self._next(past, x, *state.constants)
+        buffer.index_copy_(2, slot[None], newest)
+        return y
+
+    def _next(self, past, x, denominator, numerator, direct) -> tuple[torch.Tensor, torch.Tensor]:
+        """The output and the value w for one input, `(B, D, 1)` each, after the values `past` `(B, D, N)`."""
+        now = x[..., 0]  # (B, D)
+        y = direct * now + torch.linalg.vecdot(past, numerator)
+        newest = now - torch.linalg.vecdot(past, denominator)
+        return y[..., None], newest[..., None]
 
     def chunk(self, state, x: torch.Tensor) -> torch.Tensor:
         past = state.history.last(self.order)

@@ -1,0 +1,189 @@
+"""Decoding steps of one fixed shape, so that `torch.compile` records one graph for all of them, or a CUDA graph.
+
+B batch, D channels, C places of the history, H tokens of a block. A step reads and writes tensors alone:
+
+    history    (B, D, C)   the newest values, the new one at `slot`
+    future     (B, D, H)   what the inputs before the block add to its outputs
+    cursor     (2,)        `slot`, and `position` in the block
+
+Python's counters choose transforms, blocks and places, and a graph that reads them would hold for one token. So
+`prepare_step` does before each step what depends on them: it fills a block that begins, makes room for a value, counts
+the token, and writes the cursor. `generate` calls it in `prepare_inputs_for_generation`, outside of the graph. The
+state is that of `TnnCacheLayer`. A step that is not compiled takes the count back and goes the usual way, which reads
+less.
+"""
+
+import contextlib
+
+import torch
+from torch import nn
+from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, Cache
+
+from .cache_tnn import LAYER_TYPE, TnnCacheLayer, check_cache
+from .gating import NO_GATE, Gate
+from .numerics import is_traced
+from .padding import token_positions
+from .recurrence import Recurrence
+
+
+class TnnStaticCacheLayer(TnnCacheLayer):
+    """The decoding state of one layer, in tensors whose shapes and addresses stay the same from token to token.
+
+    Args:
+        max_cache_len: number of places for kernels without an end, whose state grows with the text.
+
+    Attributes:
+        is_ready: whether `prepare` has been called for the next token.
+    """
+
+    _layer_type = None  # transformers would take it for dynamic caches too
+    is_compileable = True
+
+    def __init__(self, max_cache_len: int | None = None, **kwargs):
+        self.max_cache_len = max_cache_len
+        super().__init__()
+
+    def reset(self):
+        """Empty the layer."""
+        super().reset()
+        self.is_ready, self.before = False, (0, 0)
+        self.cursor = self.constants = self.pinned_future = self.pinned_buffer = None
+
+    def __getstate__(self) -> dict:
+        """The state without what `prepare` makes again."""
+        self.retract()
+        return super().__getstate__() | dict.fromkeys(("cursor", "constants", "pinned_future", "pinned_buffer"))
+
+    def update(self, key_states: torch.Tensor, value_states, operator, gate: Gate = NO_GATE):
+        """As for `TnnCacheLayer`. A compiled step of one token after `prepare` has a fixed shape."""
+        if not (self.is_ready and is_traced()):
+            self.retract()
+            return super().update(key_states, value_states, operator, gate)
+        self.is_ready = False
+        v = gate.inputs(key_states)
+        y = self.recurrence.fixed_step(self, self.recurrence.channel_major(v))  # (B, D, 1)
+        return gate.apply(y.transpose(1, 2).to(v.dtype), operator.implementation), None
+
+    def prepare(self, operator) -> tuple[int, int]:
+        """Do what the next step needs besides tensor operations, and count its token.
+
+        Returns:
+            The slot and the position of `cursor`.
+        """
+        self.retract()
+        self._attach(operator, self.device)
+        if self.prefill is not None:
+            self._start()
+        like = self.history.buffer[..., :1]
+        self.recurrence.make_ready(self, like)
+        self.constants = self.recurrence.constants(like)
+        self.history.fix(self.max_cache_len)
+        self.history.reserve()
+        self.before = self.history.end, self.history.held
+        slot, position = self.history.take_place(), self.counters.get("position", 0)
+        if "position" in self.counters:
+            self.counters["position"] += 1
+        self.length += 1
+        self.is_ready = True
+        self._pin()
+        return slot, position
+
+    def retract(self):
+        """Take back the count of a token that `prepare` has counted and no step has used."""
+        if self.is_ready:
+            self.history.end, self.history.held = self.before
+            if "position" in self.counters:
+                self.counters["position"] -= 1
+            self.length -= 1
+            self.is_ready = False
+
+    def crop(self, tokens_to_remove: int):
+        """As for `TnnCacheLayer`."""
+        self.retract()
+        super().crop(tokens_to_remove)
+
+    def _recurrence_of(self, operator) -> Recurrence:
+        return operator.recurrence().in_fixed_steps()
+
+    def _select(self, choose):
+        self.retract()
+        super()._select(choose)
+
+    def _pin(self):
+        """Keep the tensors of a step at their addresses: a CUDA graph reads and writes there."""
+        self.pinned_buffer = self.history.buffer = pinned(self.pinned_buffer, self.history.buffer)
+        future, ahead = self.tensors.get("future"), self.tensors.get("ahead")
+        if future is None:
+            return
+        if ahead is not None and ahead is self.pinned_future:  # the two have changed places
+            begun = ahead.clone()
+            ahead.copy_(future)
+            self.tensors |= {"future": ahead, "ahead": future.copy_(begun)}
+        else:
+            self.pinned_future = self.tensors["future"] = pinned(self.pinned_future, future)
+
+
+def pinned(place: torch.Tensor | None, fresh: torch.Tensor) -> torch.Tensor:
+    """`fresh`, copied to `place` if that has its shape."""
+    if place is fresh:
+        return fresh
+    if place is not None and place.shape == fresh.shape:
+        return place.copy_(fresh)
+    torch._dynamo.mark_static_address(fresh)
+    return fresh
+
+
+def is_ready(past_key_values: Cache | None, tokens: torch.Tensor) -> bool:
+    """Whether `prepare_step` has made the cache ready for `tokens` `(B, 1, ...)`."""
+    if past_key_values is None or tokens.shape[1] != 1:
+        return False
+    layers = getattr(past_key_values, "layers", None)
+    return bool(layers) and getattr(layers[0], "is_ready", False)
+
+
+def prepare_step(model: nn.Module, inputs: dict) -> dict:
+    """The `inputs` of a forward pass, of fixed shape if they are one token for a static cache, which is made ready.
+
+    Args:
+        model: the `TnnModel`.
+        inputs: what `prepare_inputs_for_generation` of transformers returns.
+    """
+    tokens, cache = inputs.get("input_ids"), inputs.get("past_key_values")
+    if tokens is None or tokens.shape[1] != 1 or torch.is_grad_enabled() or not can_be_prepared(cache):
+        return inputs
+    # The states are written in place later, also outside of inference mode.
+    with contextlib.nullcontext() if is_traced() else torch.inference_mode(False), torch.no_grad():
+        past_length = cache.get_seq_length()
+        check_cache(cache, model)
+        layers = cache.layers[: len(model.layers)]
+        places = [layer.prepare(block.gtu.tno) for layer, block in zip(layers, model.layers, strict=True)]
+        point(layers, places)
+    mask = inputs.get("attention_mask")
+    positions = None
+    if model.config.position_embedding == "sinusoidal":
+        positions = token_positions(mask, past_length, tokens).contiguous()
+    mask = None if mask is None else mask[:, -1:].contiguous()
+    return inputs | {"attention_mask": mask, "position_ids": positions}
+
+
+def can_be_prepared(cache: Cache | None) -> bool:
+    """Whether all layers of a cache hold a text and take steps of fixed shape."""
+    layers = getattr(cache, "layers", None) or [None]
+    return all(
+        hasattr(layer, "prepare") and layer.is_initialized and layer.recurrence.has_fixed_step for layer in layers
+    )
+
+
+def point(layers: list[TnnStaticCacheLayer], places: list[tuple[int, int]]):
+    """Write the cursors of all layers with one copy to the device."""
+    fresh = torch.tensor(places)  # (layers, 2)
+    cursors = None if layers[0].cursor is None else layers[0].cursor._base
+    if cursors is None or cursors.shape != fresh.shape or cursors.device != layers[0].device:
+        cursors = fresh.to(layers[0].device, copy=True)
+        for layer, cursor in zip(layers, cursors, strict=True):
+            layer.cursor = cursor
+            torch._dynamo.mark_static_address(cursor)
+    cursors.copy_(fresh, non_blocking=True)
+
+
+STATIC_LAYER_TYPE_MAPPING[LAYER_TYPE] = TnnStaticCacheLayer

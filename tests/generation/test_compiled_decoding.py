@@ -1,0 +1,219 @@
+"""Compiled decoding with a static cache: one graph for all tokens, and the tokens of every other way to decode.
+
+The tokens are compared in float64. `backend="eager"` records the same graph as the compiler gets and runs it as it is,
+so that a recompilation or a break of the graph shows within a second. One test compiles for real.
+"""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from transformers import CompileConfig, DynamicCache, StaticCache
+
+from helpers.cache_models import MODELS, TEXT, model_of
+from helpers.models import relative_error
+
+KINDS = MODELS | {
+    "rpe-medium-decay": {"tno_type": "rpe", "decay": 0.94},  # the history is a ring
+    "rpe-sinusoidal": {"tno_type": "rpe", "decay": 0.9, "position_embedding": "sinusoidal"},
+    "converted": {},
+}
+FIRST = ("rpe-medium-decay", "rtf", "converted")
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in KINDS if name not in FIRST]
+EVERY_KIND = pytest.mark.parametrize("name", [*FIRST, *SLOW])
+FEW = pytest.mark.parametrize("name", FIRST)
+NEW = 300
+
+
+def built(name):
+    if name == "converted":
+        return model_of("rpe").to_recurrent(order=8, window=4)[0]
+    return model_of("rpe", **KINDS[name]) if name not in MODELS else model_of(name)
+
+
+def compiling(backend) -> CompileConfig:
+    """One object for all calls of a test: transformers compiles again for another one."""
+    config = CompileConfig(fullgraph=True, backend=backend, mode=None)
+    config._compile_all_devices = True  # generate compiles on accelerators only, unless a test asks
+    return config
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def generate(model, prompt, new, config=None, **options):
+    if config is not None:
+        options |= {"cache_implementation": "static", "compile_config": config}
+    return model.generate(prompt, max_new_tokens=new, do_sample=False, **options)
+
+
+class Steps:
+    """Compiled steps of a text, as `generate` takes them."""
+
+    def __init__(self, model, cache):
+        self.model, self.cache = model, cache
+        self.compiled = torch.compile(model.__call__, backend="eager", fullgraph=True)
+
+    @torch.no_grad()
+    def __call__(self, text, start, end):
+        """The logits of the tokens start .. end - 1."""
+        logits = []
+        for position in range(start, end):
+            inputs = self.model.prepare_inputs_for_generation(
+                text[:, : position + 1], next_sequence_length=1, past_key_values=self.cache, use_cache=True
+            )
+            logits.append(self.compiled(**inputs).logits)
+        return torch.cat(logits, dim=1)
+
+
+def started(model, text, length, longest=NEW):
+    cache = StaticCache(config=model.config, max_cache_len=longest)
+    with torch.no_grad():
+        model(text[:, :length], past_key_values=cache)
+    return cache
+
+
+@EVERY_KIND
+def test_one_graph_and_the_same_tokens(name):
+    """300 tokens after padding on the left; a text without padding, which has no mask; and padding again."""
+    model, config = built(name), compiling("eager")
+    for start, length, pads, new, graphs in ((0, 11, 4, NEW, 1), (11, 22, 0, 60, 2), (40, 30, 7, 40, 2)):
+        prompt, mask = TEXT[:, start : start + length], torch.ones(2, length, dtype=torch.long)
+        mask[0, :pads] = 0
+        expected = generate(model, prompt, new, attention_mask=mask)
+        assert torch.equal(generate(model, prompt, new, config, attention_mask=mask), expected)
+        assert counters["stats"]["unique_graphs"] == graphs
+        eager = generate(model, prompt, 40, cache_implementation="static", attention_mask=mask)
+        assert torch.equal(eager, expected[:, : eager.shape[1]])
+
+
+@EVERY_KIND
+def test_logits_after_a_long_prompt(name):
+    """Longer than what `crop` may take back, so that each history gets another length."""
+    model = built(name)
+    text = torch.randint(2, 99, (2, 1350), generator=torch.Generator().manual_seed(3))
+    cache = started(model, text, 1300, 1400)
+    with torch.no_grad():
+        expected = model(text, use_cache=False).logits[:, 1300:]
+    assert relative_error(Steps(model, cache)(text, 1300, 1350), expected) < 1e-9
+
+
+@EVERY_KIND
+def test_compiled_steps_among_others(name):
+    """Steps, chunks, crops, changed rows and a saved cache between compiled steps."""
+    model = built(name)
+    cache = started(model, TEXT, 9)
+    with torch.no_grad():
+        expected = model(TEXT, use_cache=False).logits
+
+        def check(logits, start, end):
+            assert relative_error(logits, expected[:, start:end]) < 1e-9
+
+        steps = Steps(model, cache)
+        check(steps(TEXT, 9, 60), 9, 60)
+        check(model(TEXT[:, 60:61], past_key_values=cache).logits, 60, 61)
+        check(steps(TEXT, 61, 70), 61, 70)
+        check(model(TEXT[:, 70:90], past_key_values=cache).logits, 70, 90)
+        check(steps(TEXT, 90, 99), 90, 99)
+        steps(TEXT.flip(1), 99, 120)
+        cache.crop(-21)
+        check(steps(TEXT, 99, 140), 99, 140)
+        cache.reorder_cache(torch.tensor([1, 0]))
+        check(steps(TEXT.flip(0), 140, 145).flip(0), 140, 145)
+        for twin in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache)), cache):
+            check(Steps(model, twin)(TEXT.flip(0), 145, 160).flip(0), 145, 160)
+
+
+@FEW
+def test_a_step_that_was_prepared_and_not_taken(name):
+    model = built(name)
+    cache = started(model, TEXT, 9)
+    steps = Steps(model, cache)
+    steps(TEXT, 9, 40)
+    with torch.no_grad():
+        expected = model(TEXT, use_cache=False).logits
+        for position in (40, 41, 42, 43):
+            given = {"next_sequence_length": 1, "past_key_values": cache, "use_cache": True}
+            model.prepare_inputs_for_generation(TEXT[:, : position + 1], **given)
+            if position == 41:
+                logits = model(TEXT[:, 41:42], past_key_values=cache).logits
+            elif position == 42:
+                cache.reorder_cache(torch.arange(2))
+                logits = steps(TEXT, 42, 43)
+            else:
+                logits = steps(TEXT, position, position + 1)
+            assert relative_error(logits, expected[:, position : position + 1]) < 1e-9
+        model.prepare_inputs_for_generation(TEXT[:, :45], **given)
+        assert cache.layers[0].max_crop() >= 20
+        cache.crop(-3)
+        assert cache.get_seq_length() == 41
+        assert relative_error(steps(TEXT, 41, 60), expected[:, 41:60]) < 1e-9
+
+
+@FEW
+def test_beams(name):
+    """transformers does not compile beam search, but its cache is a static one."""
+    model = built(name)
+    options = {"num_beams": 3, "num_return_sequences": 2}
+    expected = generate(model, TEXT[:, :20], 50, **options)
+    assert torch.equal(generate(model, TEXT[:, :20], 50, compiling("eager"), **options), expected)
+
+
+@FEW
+def test_rows_that_change_places_at_every_token(name):
+    model = built(name)
+    cache = started(model, TEXT, 9)
+    with torch.no_grad():
+        expected = model(TEXT, use_cache=False).logits
+    steps = Steps(model, cache)
+    rows = torch.arange(2)
+    for position in range(9, 150):
+        logits = steps(TEXT[rows], position, position + 1)
+        assert relative_error(logits, expected[rows, position : position + 1]) < 1e-9
+        cache.reorder_cache(torch.tensor([1, 0]))
+        rows = rows.flip(0)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_only_static_caches_compile():
+    model = built("rpe")
+    assert StaticCache(config=model.config, max_cache_len=9).is_compileable
+    assert not DynamicCache(config=model.config).is_compileable
+
+
+def test_a_compiled_step_with_other_weights():
+    model = built("rpe")
+    cache = started(model, TEXT, 9)
+    with torch.no_grad():
+        model.model.layers[0].gtu.u_proj.weight[0, 0] += 1
+    with pytest.raises(ValueError, match="weights of the model have changed"):
+        Steps(model, cache)(TEXT, 9, 10)
+
+
+def test_compiled_steps_that_diverge_are_found():
+    model = model_of("rtf", rtf_constraint=None, max_position_embeddings=100)
+    with torch.no_grad():
+        denominator = model.model.layers[1].gtu.tno.denominator
+        denominator.zero_()
+        denominator[:, 0] = -1.1
+    cache = started(model, TEXT, 9)
+    for layer in cache.layers:
+        layer.update(torch.zeros(2, 1, layer.prefill.v.shape[2]).double(), None, layer.recurrence.operator)
+        layer.history.buffer.fill_(torch.finfo(torch.float64).max)
+    with pytest.raises(ValueError, match=r"Layer 1, channel \d+: a pole of radius 1.1"):
+        Steps(model, cache)(TEXT, 10, 14)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["rpe-medium-decay", "rtf", "converted", "fd", "rpe-no-decay"])
+def test_the_compiler(name):
+    model = built(name)
+    expected = generate(model, TEXT[:, :20], 200)
+    assert torch.equal(generate(model, TEXT[:, :20], 200, compiling("inductor")), expected)
