@@ -122,12 +122,12 @@ class TnnCacheLayer(CacheLayerMixin):
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
-    def update(self, key_states: torch.Tensor, value_states, operator, gate: Gate = NO_GATE):
+    def update(self, key_states: torch.Tensor, value_states, operator, gate: Gate = NO_GATE, kernel=None):
         """The outputs of `operator` for `key_states` `(B, L, D)`, which continue the sequence seen so far.
 
         Args:
             value_states: not used. It is in the signature of every cache layer of transformers.
-            gate: the gate of the GTU, as for `ToeplitzOperator.forward`.
+            gate, kernel: the gate of the GTU and, for the first call, a kernel, as for `ToeplitzOperator.forward`.
 
         Returns:
             The outputs `(B, L, D)`, and None.
@@ -139,7 +139,7 @@ class TnnCacheLayer(CacheLayerMixin):
             self.lazy_initialization(key_states)
             self.recurrence = operator.recurrence()
             # The state is detached. These outputs are not, so training gets their gradients.
-            outputs = operator.gated_matmul(key_states, gate)
+            outputs = operator.gated_matmul(key_states, gate, kernel)
             self._keep(Prefill(key_states.detach(), gate._replace(u=None)))
         else:
             self._check_rows(key_states)

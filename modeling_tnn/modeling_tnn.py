@@ -66,6 +66,7 @@ from .padding import (
     token_positions,
 )
 from .rpe import sinusoidal_embedding
+from .stacking import kernels_of_layers
 from .tno import ToeplitzOperator
 from .tno_auto import build_tno, operator_class
 
@@ -106,17 +107,21 @@ class TnnGatedToeplitzUnit(nn.Module):
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
+        kernel: torch.Tensor | tuple | None = None,
     ) -> torch.Tensor:
-        """`(B, L, d)` to `(B, L, d)`, with a mask `(B, L)` and a cache that holds the state after earlier tokens."""
+        """`(B, L, d)` to `(B, L, d)`, with a mask `(B, L)` and a cache that holds the state after earlier tokens.
+
+        `kernel` is that of the operator for L positions, if it is known already.
+        """
         u, v = self.u_proj(hidden_states), self.v_proj(hidden_states)  # (B, L, D) each
-        gated = self._mix(v, Gate(u, self.act, attention_mask), past_key_values)  # (B, L, D)
+        gated = self._mix(v, Gate(u, self.act, attention_mask), past_key_values, kernel)  # (B, L, D)
         return self.o_proj(self.norm(gated))
 
-    def _mix(self, v: torch.Tensor, gate: Gate, past_key_values: Cache | None) -> torch.Tensor:
+    def _mix(self, v: torch.Tensor, gate: Gate, past_key_values: Cache | None, kernel) -> torch.Tensor:
         if gate.mask is None or self.tno.shift_invariant:
-            return self.tno(v, past_key_values, gate)
+            return self.tno(v, past_key_values, gate, kernel)
         first = first_real_token(gate.mask)
-        mixed = roll(self.tno(roll(gate.inputs(v), -first)), first)
+        mixed = roll(self.tno(roll(gate.inputs(v), -first), kernel=kernel), first)
         return gate.apply(mixed, self.tno.implementation)
 
 
@@ -169,12 +174,13 @@ class TnnBlock(GradientCheckpointingLayer):
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
+        kernel: torch.Tensor | tuple | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> torch.Tensor:
-        """`(B, L, d)` to `(B, L, d)`."""
+        """`(B, L, d)` to `(B, L, d)`, with the arguments of the GTU."""
 
         def mix_tokens(x):
-            return self.dropout(self.gtu(x, attention_mask, past_key_values))
+            return self.dropout(self.gtu(x, attention_mask, past_key_values, kernel))
 
         def mix_channels(x):
             return self.dropout(self.glu(x))
@@ -369,8 +375,11 @@ class TnnModel(TnnPreTrainedModel):
                 positions, self.config.hidden_size, hidden_states.dtype
             )
         hidden_states = self.dropout(self.embed_norm(hidden_states))
-        for layer in self.layers[: self.config.num_hidden_layers]:
-            hidden_states = layer(hidden_states, attention_mask=attention_mask, past_key_values=past_key_values)
+        layers = self.layers[: self.config.num_hidden_layers]
+        kernels = [None] * len(layers) if past_length else kernels_of_layers(layers, hidden_states)
+        given = {"attention_mask": attention_mask, "past_key_values": past_key_values}
+        for layer, kernel in zip(layers, kernels, strict=True):
+            hidden_states = layer(hidden_states, kernel=kernel, **given)
         return BaseModelOutputWithPast(
             last_hidden_state=with_mask(self.norm, attention_mask)(hidden_states),
             past_key_values=past_key_values if use_cache else None,
@@ -653,8 +662,9 @@ class TnnImageModel(TnnPreTrainedModel):
     def forward(self, pixel_values: torch.Tensor, **kwargs: Unpack[TransformersKwargs]) -> BaseModelOutput:
         """The hidden states of the last layer, `(B, L, d)`, for `pixel_values` `(B, C, H, W)`."""
         hidden_states = self.dropout(self.patch_embedding(pixel_values))
-        for layer in self.layers:
-            hidden_states = layer(hidden_states)
+        kernels = kernels_of_layers(self.layers, hidden_states)
+        for layer, kernel in zip(self.layers, kernels, strict=True):
+            hidden_states = layer(hidden_states, kernel=kernel)
         return BaseModelOutput(last_hidden_state=hidden_states)
 
 

@@ -6,6 +6,7 @@ While a graph is recorded or a function is transformed, only PyTorch's own opera
 """
 
 import torch
+from torch import nn
 from torch.autograd import forward_ad
 
 # Two implementations with the same values and derivatives of every order. "eager" consists of PyTorch's own
@@ -65,6 +66,17 @@ def is_fused(implementation: str) -> bool:
         names = ", ".join(IMPLEMENTATIONS)
         raise ValueError(f"`implementation` must be one of {names}, got {implementation!r}")
     return implementation == "fused" and not must_be_eager()
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether calling a module only runs the code of its class on its own weights: no hook, shard or quantizer.
+
+    A class that was put in its place, as adapters do, is for the caller to notice. With a plain module the same can be
+    computed in another way.
+    """
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    weights = (one for one in module._parameters.values() if one is not None)
+    return "forward" not in vars(module) and not any(hooks) and all(type(w.data) is torch.Tensor for w in weights)
 
 
 def next_fast_len(minimum: int) -> int:

@@ -193,11 +193,15 @@ class SkiOperator(ToeplitzOperator):
         coefficients = self.warped_kernel(lags) + fit_lags(self.filter.to(self.dtype).flip(1), length)
         return coefficients.to(device or coefficients.device)
 
-    def matmul(self, v: torch.Tensor) -> torch.Tensor:
+    def kernel_of(self, length: int, device: torch.device | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The coefficients of S and of A."""
+        return self.filter.to(self.dtype).flip(1), self.inducing_coefficients(self.grid(length).num_points)
+
+    def matmul(self, v: torch.Tensor, kernel: tuple[torch.Tensor, torch.Tensor] | None = None) -> torch.Tensor:
         x = v.to(torch.promote_types(v.dtype, self.dtype)).permute(2, 0, 1)  # (D, B, L)
-        near = self._convolve(x, self.filter.to(x.dtype).flip(1))  # (D, B, L)
         grid = self.grid(x.shape[2])
-        coefficients = self.inducing_coefficients(grid.num_points)
+        band, coefficients = self.kernel_of(grid.length) if kernel is None else kernel
+        near = self._convolve_channels(x, band)  # (D, B, L)
         if not is_fused(self.implementation):
             weights = grid.matrix(x)  # (L, K)
             points = x @ weights  # (D, B, K)
@@ -207,15 +211,15 @@ class SkiOperator(ToeplitzOperator):
                 points = exported_convolution(points.transpose(0, 1), coefficients, size, grid.num_points - 1)
                 points = points.transpose(0, 1)
             else:
-                points = self._convolve(points, coefficients)
+                points = self._convolve_channels(points, coefficients)
             mixed = points @ weights.t() + near  # (D, B, L)
         else:
             points = Restrict.apply(x.reshape(-1, grid.length), grid).unflatten(0, x.shape[:2])  # (D, B, K)
-            points = self._convolve(points, coefficients).flatten(0, 1)
+            points = self._convolve_channels(points, coefficients).flatten(0, 1)
             mixed = Prolong.apply(points, near.reshape(-1, grid.length), grid).unflatten(0, x.shape[:2])  # (D, B, L)
         return mixed.permute(1, 2, 0).to(v.dtype)  # (B, L, D)
 
-    def _convolve(self, x: torch.Tensor, coefficients: torch.Tensor) -> torch.Tensor:
+    def _convolve_channels(self, x: torch.Tensor, coefficients: torch.Tensor) -> torch.Tensor:
         return toeplitz_matmul(x.permute(1, 2, 0), coefficients, self.implementation).permute(2, 0, 1)
 
     def dense(self, length: int) -> torch.Tensor:
