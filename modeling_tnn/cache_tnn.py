@@ -182,6 +182,7 @@ class TnnCacheLayer(CacheLayerMixin):
         if self.recurrence.operator is operator:
             return
         recurrence = operator.recurrence()
+        recurrence = recurrence.settled() if self.prefill is None else recurrence
         if recurrence.settings() != self.recurrence.settings():
             raise ValueError(ANOTHER_MODEL)
         self.recurrence, self.device = recurrence, device

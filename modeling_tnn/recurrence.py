@@ -83,6 +83,10 @@ class Recurrence:
     def forget(self):
         """Drop what was computed from the parameters of the operator."""
 
+    def settled(self) -> "Recurrence":
+        """The recurrence that holds a state: this one, unless its settings follow from values of parameters."""
+        return self
+
     @torch.no_grad()
     def advance(self, state, v: torch.Tensor) -> torch.Tensor:
         """The outputs `(B, L, D)` for the next inputs `v` `(B, L, D)`. It changes `state`, which `start` has made."""
