@@ -74,9 +74,13 @@ def is_plain(module: nn.Module) -> bool:
     A class that was put in its place, as adapters do, is for the caller to notice. With a plain module the same can be
     computed in another way.
     """
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    weights = (one for one in module._parameters.values() if one is not None)
-    return "forward" not in vars(module) and not any(hooks) and all(type(w.data) is torch.Tensor for w in weights)
+    return (
+        "forward" not in vars(module)
+        and not (module._forward_hooks or module._forward_pre_hooks)
+        and not (module._backward_hooks or module._backward_pre_hooks)
+        # A shard or a quantized weight is of a class of its own; a parameter is not, except on the outside.
+        and all(w is None or type(w) in (nn.Parameter, torch.Tensor) for w in module._parameters.values())
+    )
 
 
 def next_fast_len(minimum: int) -> int:

@@ -53,7 +53,8 @@ def stacked(modules: Sequence[nn.Module], function: Callable[[nn.Module], torch.
     parameters = [torch.stack(group) for group in zip(*map(own_parameters, modules), strict=True)]
     for parameter in parameters:
         if parameter.requires_grad:
-            parameter.register_hook(torch.Tensor.contiguous)  # else each layer would copy its part of a transpose
+            # Some gradients are transposes, of which each layer would copy its part.
+            parameter.register_hook(lambda gradient: gradient.contiguous().flatten().view(gradient.shape))
     results = torch.vmap(lambda given: function(with_parameters(modules[0], iter(given))))(parameters)
     if isinstance(results, tuple):
         return list(zip(*(part.unbind() for part in results), strict=True))
@@ -77,17 +78,28 @@ def with_parameters(module: nn.Module, parameters: Iterator[torch.Tensor]) -> nn
 
 
 def are_alike(modules: Sequence[nn.Module], device: torch.device) -> bool:
-    """Whether modules on `device` differ in the values of their parameters alone, and run no foreign code."""
+    """Whether modules on `device` differ in the values of their parameters alone, and run no foreign code.
+
+    It is asked in every pass, so it looks at the modules level by level, and at each attribute once.
+    """
     first, *others = modules
     # PyTorch and transformers define the activations; an adapter or a quantizer puts in classes of its own.
     known = is_ours(first) or (type(first).__module__.startswith(ACTIVATIONS) and not first._parameters)
-    if not (known and all(is_plain(one) and not one._buffers for one in modules)):
+    if not (known and all(map(is_plain, modules))) or first._buffers:
         return False
-    here = all(one is None or one.device == device for one in first._parameters.values())
-    if not (here and all(have_same_form(first, one) for one in others)):
+    kinds, children = kinds_of(first), list(first._modules)
+    settings = [(name, x) for name, x in vars(first).items() if name[0] != "_" and name not in OF_THE_LAYER]
+    for one in others:
+        theirs = vars(one)
+        if type(one) is not type(first) or theirs.keys() != vars(first).keys() or one._buffers:
+            return False
+        if kinds_of(one) != kinds or list(one._modules) != children:
+            return False
+        if not all(x is theirs[name] or is_same(x, theirs[name]) for name, x in settings):
+            return False
+    if any(kind is not None and kind[-1] != device for kind in kinds.values()):
         return False
-    levels = zip(*(one._modules.values() for one in modules), strict=True)
-    return all(are_alike(children, device) for children in levels)
+    return all(are_alike([one._modules[name] for one in modules], device) for name in children)
 
 
 def is_ours(module: nn.Module) -> bool:
@@ -95,25 +107,12 @@ def is_ours(module: nn.Module) -> bool:
     return type(module).__module__.startswith(f"{PACKAGE}.")
 
 
-def have_same_form(a: nn.Module, b: nn.Module) -> bool:
-    """Whether two modules are of one class with the same settings, children and kinds of parameters."""
-    if type(a) is not type(b) or list(a._modules) != list(b._modules) or kinds(a) != kinds(b):
-        return False
-    ours, theirs = ({name: x for name, x in vars(one).items() if is_setting(name)} for one in (a, b))
-    return ours.keys() == theirs.keys() and all(is_same(ours[name], theirs[name]) for name in ours)
-
-
-def kinds(module: nn.Module) -> list[tuple]:
-    """What two parameters must share to be stacked."""
+def kinds_of(module: nn.Module) -> dict[str, tuple | None]:
+    """What two modules must share for their parameters to be stacked, with the device last."""
     parameters = module._parameters.items()
-    return [(name, *(() if p is None else (p.shape, p.dtype, p.device, p.requires_grad))) for name, p in parameters]
-
-
-def is_setting(name: str) -> bool:
-    """Whether a kernel may depend on the attribute called `name`."""
-    return not name.startswith("_") and name not in OF_THE_LAYER
+    return {name: None if p is None else (p.shape, p.dtype, p.requires_grad, p.device) for name, p in parameters}
 
 
 def is_same(a: object, b: object) -> bool:
-    """Whether two settings are the same. Of objects without a plain value, only one is the same as itself."""
-    return a is b or (type(a) is type(b) and isinstance(a, PLAIN) and a == b)
+    """Whether two settings have the same plain value."""
+    return type(a) is type(b) and isinstance(a, PLAIN) and a == b

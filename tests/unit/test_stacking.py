@@ -5,6 +5,8 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrizations
 
 from helpers.models import CAUSAL, VARIANTS, checkpoint_activations, image_config, relative_error, seeded, tiny_config
@@ -81,7 +83,18 @@ def test_modules_and_gradients_stay_as_they_are(accelerator):
     outcome(model, torch.arange(22).view(2, 11))
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
     for parameter in model.parameters():
-        assert isinstance(parameter, nn.Parameter) and parameter.grad.is_contiguous()
+        assert isinstance(parameter, nn.Parameter) and parameter.grad.stride() == parameter.stride()
+
+
+@pytest.mark.parametrize("tno_type", ["rpe", "rtf"])
+def test_frozen_layers(tno_type, accelerator):
+    """All of them: no gradient, as for adapters elsewhere."""
+    model, ids = model_of(tno_type).double(), torch.arange(22).view(2, 11)
+    expected = outcome(model, ids)
+    for layer in model.model.layers:
+        layer.gtu.tno.requires_grad_(False)
+    assert is_stacked(model) and not kernels(model)[0].requires_grad
+    assert_equal(outcome(model, ids), {name: one for name, one in expected.items() if ".tno." not in name})
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -252,6 +265,36 @@ def test_weights_on_other_devices(accelerator):
     encoder(model).to("meta")
     assert not is_stacked(model)
     assert not is_stacked(copy.deepcopy(model).to("meta"))
+
+
+def test_offloaded_weights(monkeypatch):
+    """Hooks of accelerate bring the weights of a layer while it runs."""
+    accelerate = pytest.importorskip("accelerate")
+    model, ids = model_of(), torch.arange(22).view(2, 11)
+    expected = model(ids).logits.detach()
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    monkeypatch.setattr(numerics, "HOST_DEVICES", ())
+    assert not is_stacked(model)
+    assert torch.equal(model(ids).logits, expected)
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_sharded_weights(by_layer, monkeypatch):
+    """Of FSDP: where only the model is sharded, and not each layer, the weights are whole while it runs."""
+    ids = torch.arange(22).view(2, 11)
+    expected = outcome(model_of().double(), ids)
+    monkeypatch.setattr(numerics, "HOST_DEVICES", ())
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh, model = torch.distributed.init_device_mesh("cpu", (1,)), model_of().double()
+        for layer in model.model.layers if by_layer else []:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        found = outcome(model, ids)
+        found = {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in found.items()}
+    finally:
+        torch.distributed.destroy_process_group()
+    assert_equal(found, expected)
 
 
 def test_what_is_not_stacked(accelerator):
