@@ -14,11 +14,13 @@ import torch
 from torch import nn
 from transformers.utils.generic import maybe_autocast
 
-from .numerics import is_fused, is_on_host, is_plain
+from .numerics import is_fused, is_on_host, is_plain, must_be_eager
 
 PACKAGE = __name__.rpartition(".")[0]
 
-ACTIVATIONS = ("torch.nn.modules.", "transformers.activations")
+# Where PyTorch and transformers define activations, and what holds them.
+ACTIVATIONS = tuple(f"torch.nn.modules.{name}" for name in ("activation", "container", "linear"))
+ACTIVATIONS += ("transformers.activations",)
 
 PLAIN = (bool, int, float, str, tuple)
 
@@ -35,7 +37,9 @@ def kernels_of_layers(layers: Sequence[nn.Module], hidden_states: torch.Tensor) 
     On the CPU each layer makes its own, which takes less time there (measured).
     """
     apart, length, device = [None] * len(layers), hidden_states.shape[1], hidden_states.device
-    if is_on_host(hidden_states) or len(layers) < 2 or not all(is_ours(one) and is_ours(one.gtu) for one in layers):
+    if is_on_host(hidden_states) or must_be_eager() or len(layers) < 2:
+        return apart
+    if not all(is_ours(layer) and is_ours(layer.gtu) for layer in layers):
         return apart
     operators = [layer.gtu.tno for layer in layers]
     # A layer whose activations are computed again computes its kernel again too.
@@ -83,7 +87,7 @@ def are_alike(modules: Sequence[nn.Module], device: torch.device) -> bool:
     It is asked in every pass, so it looks at the modules level by level, and at each attribute once.
     """
     first, *others = modules
-    # PyTorch and transformers define the activations; an adapter or a quantizer puts in classes of its own.
+    # An adapter or a quantizer puts in classes of its own.
     known = is_ours(first) or (type(first).__module__.startswith(ACTIVATIONS) and not first._parameters)
     if not (known and all(map(is_plain, modules))) or first._buffers:
         return False

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrizations
 
 from helpers.models import CAUSAL, VARIANTS, checkpoint_activations, image_config, relative_error, seeded, tiny_config
-from modeling_tnn import TnnForCausalLM, TnnForImageClassification, TnnForMaskedLM, numerics
+from modeling_tnn import TnnForCausalLM, TnnForImageClassification, TnnForMaskedLM, numerics, stacking
 from modeling_tnn.stacking import kernels_of_layers
 
 FIELDS = {
@@ -198,6 +198,11 @@ def activation_with_parameters(model):
         encoder(model, layer).out.act = nn.PReLU()
 
 
+def dropout(model):
+    for layer in range(3):
+        encoder(model, layer).out.act = nn.Sequential(nn.ReLU(), nn.Dropout(0.5)).eval()
+
+
 def activation_of_the_user(model):
     class Noise(nn.Module):
         def forward(self, x):
@@ -231,7 +236,7 @@ def wrapped(model):
 
 
 CHANGES = [another_class, another_operator, another_shape, another_activation, another_setting, another_training_flag,
-           another_dtype, hook, parametrization, frozen, activation_with_parameters, activation_of_the_user,
+           another_dtype, hook, parametrization, frozen, dropout, activation_with_parameters, activation_of_the_user,
            replaced_forward, method_of_the_user, wrapped]  # fmt: skip
 
 
@@ -328,8 +333,12 @@ def test_second_derivatives(monkeypatch):
         assert relative_error(found, expected) < 1e-11
 
 
-def test_compiled(accelerator):
+def test_compiled(monkeypatch):
+    """A traced graph has the kernels in their layers, and no guard on what makes layers alike."""
+    monkeypatch.setattr(stacking, "are_alike", None)
     model, ids = model_of(), torch.arange(22).view(2, 11)
+    monkeypatch.setattr(numerics, "HOST_DEVICES", ("cpu",))
     expected = model(ids).logits
+    monkeypatch.setattr(numerics, "HOST_DEVICES", ())
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(ids, use_cache=False).logits, expected, rtol=1e-5, atol=1e-5)
