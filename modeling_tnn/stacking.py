@@ -46,10 +46,11 @@ def kernels_of_layers(layers: Sequence[nn.Module], hidden_states: torch.Tensor) 
     recomputed = any(layer.gradient_checkpointing and layer.training for layer in layers)
     if recomputed or not are_alike(operators, device) or not is_fused(operators[0].implementation):
         return apart
-    if len(layers) * length * operators[0].channels > LARGEST:
+    first, taps = operators[0], min(length, operators[0].kernel_length() or length)
+    if len(layers) * first.channels * taps * (1 if first.causal else 2) > LARGEST:
         return apart
     with maybe_autocast(device_type=device.type, enabled=False):
-        return operators[0].kernels_of_layers(operators, length, device)
+        return first.kernels_of_layers(operators, length, device)
 
 
 def stacked(modules: Sequence[nn.Module], function: Callable[[nn.Module], torch.Tensor | tuple]) -> list:
