@@ -16,7 +16,8 @@ matrix that it approximates.
 The fused products `Prolong`, z W^T, and `Restrict`, x W, do not build W. Each position lies between two points, so
 positions are processed in blocks of a few points, each by one small dense product, and memory does not grow with L K.
 The M rows of x are processed a few at a time, and the results of `Restrict` are stored point by point (measured at
-L = 2048, K = 64, M = 6144: 0.4 times the time of the full product; stored row by row, 1.2 times).
+L = 2048, K = 64, M = 6144: 0.4 times the time of the full product; stored row by row, 1.2 times). That is for the CPU:
+on an accelerator the blocks are launches, and a W that is not too large is built.
 """
 
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ from torch import nn
 from transformers import initialization as init
 
 from .fourier import exported_convolution
-from .numerics import compute_dtype, is_exported, is_fused, is_transformed, next_fast_len
+from .numerics import compute_dtype, is_exported, is_fused, is_on_host, is_transformed, next_fast_len
 from .tno import ToeplitzOperator
 from .toeplitz import dense_toeplitz, fit_lags, toeplitz_matmul
 
@@ -35,6 +36,9 @@ from .toeplitz import dense_toeplitz, fit_lags, toeplitz_matmul
 BLOCK = 8
 
 ROWS = 512
+
+# Numbers in a matrix W that an accelerator builds.
+LARGEST_MATRIX = 2**24
 
 
 def hat_weights(positions: torch.Tensor, num_points: int) -> torch.Tensor:
@@ -202,7 +206,7 @@ class SkiOperator(ToeplitzOperator):
         grid = self.grid(x.shape[2])
         band, coefficients = self.kernel_of(grid.length) if kernel is None else kernel
         near = self._convolve_channels(x, band)  # (D, B, L)
-        if not is_fused(self.implementation):
+        if not is_fused(self.implementation) or not self._in_blocks(x, grid):
             weights = grid.matrix(x)  # (L, K)
             points = x @ weights  # (D, B, K)
             if is_exported():
@@ -218,6 +222,10 @@ class SkiOperator(ToeplitzOperator):
             points = self._convolve_channels(points, coefficients).flatten(0, 1)
             mixed = Prolong.apply(points, near.reshape(-1, grid.length), grid).unflatten(0, x.shape[:2])  # (D, B, L)
         return mixed.permute(1, 2, 0).to(v.dtype)  # (B, L, D)
+
+    def _in_blocks(self, x: torch.Tensor, grid: InducingGrid) -> bool:
+        """Whether W is not built. On an accelerator its two products are fewer launches than those of all blocks."""
+        return is_on_host(x) or grid.length * grid.num_points > LARGEST_MATRIX
 
     def _convolve_channels(self, x: torch.Tensor, coefficients: torch.Tensor) -> torch.Tensor:
         return toeplitz_matmul(x.permute(1, 2, 0), coefficients, self.implementation).permute(2, 0, 1)
