@@ -123,12 +123,12 @@ class TnnCacheLayer(CacheLayerMixin):
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
-    def update(self, key_states: torch.Tensor, value_states, operator, gate: Gate = NO_GATE):
+    def update(self, key_states: torch.Tensor, value_states, operator, gate: Gate = NO_GATE, kernel=None):
         """The outputs of `operator` for `key_states` `(B, L, D)`, which continue the sequence seen so far.
 
         Args:
             value_states: not used. It is in the signature of every cache layer of transformers.
-            gate: the gate of the GTU, as for `ToeplitzOperator.forward`.
+            gate, kernel: the gate of the GTU and, for the first call, a kernel, as for `ToeplitzOperator.forward`.
 
         Returns:
             The outputs `(B, L, D)`, and None.
@@ -138,9 +138,9 @@ class TnnCacheLayer(CacheLayerMixin):
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states)
-            self.recurrence = self._recurrence_of(operator)
+            self.recurrence = operator.recurrence()
             # The state is detached. These outputs are not, so training gets their gradients.
-            outputs = operator.gated_matmul(key_states, gate)
+            outputs = operator.gated_matmul(key_states, gate, kernel)
             self._keep(Prefill(key_states.detach(), gate._replace(u=None)))
         else:
             self._check_rows(key_states)
@@ -154,9 +154,6 @@ class TnnCacheLayer(CacheLayerMixin):
         if self.is_initialized:
             self.recurrence = self.recurrence.renewed()
             self.tensors.pop("future", None)  # made with the earlier weights
-
-    def _recurrence_of(self, operator) -> Recurrence:
-        return operator.recurrence()
 
     def _keep(self, prompt: Prefill):
         """Make the state after the inputs of the first call or, if it may not be needed, keep the inputs.
@@ -174,7 +171,12 @@ class TnnCacheLayer(CacheLayerMixin):
         # Later calls write into the state, which they could not if inference mode had made it.
         with contextlib.nullcontext() if is_traced() else torch.inference_mode(False), torch.no_grad():
             self.recurrence.start(self, self.prefill)
+        self.recurrence = self._begun(self.recurrence)
         self.prefill = None
+
+    def _begun(self, recurrence: Recurrence) -> Recurrence:
+        """The recurrence of a state that has been made."""
+        return recurrence
 
     def _continue(self, v: torch.Tensor) -> torch.Tensor:
         if self.prefill is not None:
@@ -185,7 +187,8 @@ class TnnCacheLayer(CacheLayerMixin):
         """Continue with another operator of the same kind: that of a copy of the model, or after unpickling."""
         if self.recurrence.operator is operator:
             return
-        recurrence = self._recurrence_of(operator)
+        recurrence = operator.recurrence()
+        recurrence = self._begun(recurrence.settled()) if self.prefill is None else recurrence
         if recurrence.settings() != self.recurrence.settings():
             raise ValueError(ANOTHER_MODEL)
         self.recurrence, self.device = recurrence, device

@@ -17,7 +17,7 @@ from transformers.utils.generic import maybe_autocast
 
 from .gating import differentiable_gradients, must_differentiate
 from .inputs import check_labels
-from .numerics import compute_dtype, is_fused, is_on_host
+from .numerics import compute_dtype, is_fused, is_on_host, is_plain
 
 # Rows of logits at a time on the CPU (measured), and numbers in them on other devices.
 CPU_ROWS = 512
@@ -183,9 +183,7 @@ def can_skip_logits(model: PreTrainedModel) -> bool:
         is_fused(model.config.tno_implementation)
         and model.loss_function is (ForCausalLMLoss if model.config.causal else ForMaskedLMLoss)
         and type(head) is nn.Linear
-        and type(head.weight.data) is torch.Tensor
-        and "forward" not in vars(head)
-        and not (head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or head._backward_pre_hooks)
+        and is_plain(head)
     )
 
 

@@ -66,6 +66,7 @@ from .padding import (
     token_positions,
 )
 from .rpe import sinusoidal_embedding
+from .stacking import kernels_of_layers
 from .static_cache import is_ready, prepare_step
 from .tno import ToeplitzOperator
 from .tno_auto import build_tno, operator_class
@@ -107,17 +108,21 @@ class TnnGatedToeplitzUnit(nn.Module):
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
+        kernel: torch.Tensor | tuple | None = None,
     ) -> torch.Tensor:
-        """`(B, L, d)` to `(B, L, d)`, with a mask `(B, L)` and a cache that holds the state after earlier tokens."""
+        """`(B, L, d)` to `(B, L, d)`, with a mask `(B, L)` and a cache that holds the state after earlier tokens.
+
+        `kernel` is that of the operator for L positions, if it is known already.
+        """
         u, v = self.u_proj(hidden_states), self.v_proj(hidden_states)  # (B, L, D) each
-        gated = self._mix(v, Gate(u, self.act, attention_mask), past_key_values)  # (B, L, D)
+        gated = self._mix(v, Gate(u, self.act, attention_mask), past_key_values, kernel)  # (B, L, D)
         return self.o_proj(self.norm(gated))
 
-    def _mix(self, v: torch.Tensor, gate: Gate, past_key_values: Cache | None) -> torch.Tensor:
+    def _mix(self, v: torch.Tensor, gate: Gate, past_key_values: Cache | None, kernel) -> torch.Tensor:
         if gate.mask is None or self.tno.shift_invariant:
-            return self.tno(v, past_key_values, gate)
+            return self.tno(v, past_key_values, gate, kernel)
         first = first_real_token(gate.mask)
-        mixed = roll(self.tno(roll(gate.inputs(v), -first)), first)
+        mixed = roll(self.tno(roll(gate.inputs(v), -first), kernel=kernel), first)
         return gate.apply(mixed, self.tno.implementation)
 
 
@@ -170,12 +175,13 @@ class TnnBlock(GradientCheckpointingLayer):
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
+        kernel: torch.Tensor | tuple | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> torch.Tensor:
-        """`(B, L, d)` to `(B, L, d)`."""
+        """`(B, L, d)` to `(B, L, d)`, with the arguments of the GTU."""
 
         def mix_tokens(x):
-            return self.dropout(self.gtu(x, attention_mask, past_key_values))
+            return self.dropout(self.gtu(x, attention_mask, past_key_values, kernel))
 
         def mix_channels(x):
             return self.dropout(self.glu(x))
@@ -323,8 +329,8 @@ class TnnModel(TnnPreTrainedModel):
         offsets = kwargs.get("cu_seq_lens_q")
         documents = split_packed(tokens, attention_mask, position_ids, kwargs.get("seq_idx"), offsets)
         if documents is None:
-            kwargs |= {"inputs_embeds": inputs_embeds, "past_key_values": past_key_values, "use_cache": use_cache}
-            kwargs["position_ids"] = position_ids
+            kwargs |= {"inputs_embeds": inputs_embeds, "past_key_values": past_key_values}
+            kwargs |= {"use_cache": use_cache, "position_ids": position_ids}
             return self._forward(input_ids, attention_mask, return_dict=True, **kwargs)
         if self.config.causal and (use_cache or past_key_values is not None):
             raise ValueError(
@@ -348,10 +354,9 @@ class TnnModel(TnnPreTrainedModel):
         """The hidden states of rows that hold one text each."""
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
-        if not self.config.causal:
-            if past_key_values is not None:
-                raise ValueError("`past_key_values` must be None for a model with causal=False, got a cache")
-        elif use_cache and past_key_values is None:
+        if not self.config.causal and past_key_values is not None:
+            raise ValueError("`past_key_values` must be None for a model with causal=False, got a cache")
+        if self.config.causal and use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         ready = is_ready(past_key_values, inputs_embeds)
         if past_key_values is not None and not ready:
@@ -374,8 +379,11 @@ class TnnModel(TnnPreTrainedModel):
                 positions, self.config.hidden_size, hidden_states.dtype
             )
         hidden_states = self.dropout(self.embed_norm(hidden_states))
-        for layer in self.layers[: self.config.num_hidden_layers]:
-            hidden_states = layer(hidden_states, attention_mask=attention_mask, past_key_values=past_key_values)
+        given = {"attention_mask": attention_mask, "past_key_values": past_key_values}
+        layers = self.layers[: self.config.num_hidden_layers]
+        kernels = [None] * len(layers) if past_length or ready else kernels_of_layers(layers, hidden_states)
+        for layer, kernel in zip(layers, kernels, strict=True):
+            hidden_states = layer(hidden_states, kernel=kernel, **given)
         return BaseModelOutputWithPast(
             last_hidden_state=with_mask(self.norm, attention_mask)(hidden_states),
             past_key_values=past_key_values if use_cache else None,
@@ -431,9 +439,10 @@ class TnnForCausalLM(TnnPreTrainedModel, GenerationMixin):
         """The padding mask, unchanged: a Toeplitz model has no attention pattern to prepare."""
         return attention_mask
 
-    def prepare_inputs_for_generation(self, input_ids: torch.LongTensor, *args, **kwargs) -> dict:
+    def prepare_inputs_for_generation(self, *args, inputs_embeds: torch.Tensor | None = None, **kwargs) -> dict:
         """The inputs of the next pass, as in transformers. A static cache is made ready for a compiled step."""
-        return prepare_step(self.model, super().prepare_inputs_for_generation(input_ids, *args, **kwargs))
+        inputs = super().prepare_inputs_for_generation(*args, inputs_embeds=inputs_embeds, **kwargs)
+        return prepare_step(self.model, inputs)
 
     def generate(self, inputs: torch.LongTensor | None = None, *args, **kwargs):
         """Generate tokens as in transformers, after a check of the prompt. A batch without rows is returned unchanged.
@@ -545,14 +554,8 @@ class TnnForMaskedLM(TnnPreTrainedModel):
         The other arguments and the errors are those of [`TnnModel.forward`].
         """
         loss_options = take_options(kwargs, "ignore_index")
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            inputs_embeds=inputs_embeds,
-            position_ids=position_ids,
-            return_dict=True,
-            **kwargs,
-        )
+        kwargs |= {"inputs_embeds": inputs_embeds, "position_ids": position_ids}
+        outputs = self.model(input_ids=input_ids, attention_mask=attention_mask, return_dict=True, **kwargs)
         transformed = self.transform(outputs.last_hidden_state)
         loss, logits = language_model_head(self, transformed, labels, skip_logits, **loss_options | kwargs)
         return MaskedLMOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
@@ -662,8 +665,9 @@ class TnnImageModel(TnnPreTrainedModel):
     def forward(self, pixel_values: torch.Tensor, **kwargs: Unpack[TransformersKwargs]) -> BaseModelOutput:
         """The hidden states of the last layer, `(B, L, d)`, for `pixel_values` `(B, C, H, W)`."""
         hidden_states = self.dropout(self.patch_embedding(pixel_values))
-        for layer in self.layers:
-            hidden_states = layer(hidden_states)
+        kernels = kernels_of_layers(self.layers, hidden_states)
+        for layer, kernel in zip(self.layers, kernels, strict=True):
+            hidden_states = layer(hidden_states, kernel=kernel)
         return BaseModelOutput(last_hidden_state=hidden_states)
 
 

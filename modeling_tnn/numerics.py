@@ -6,6 +6,7 @@ While a graph is recorded or a function is transformed, only PyTorch's own opera
 """
 
 import torch
+from torch import nn
 from torch.autograd import forward_ad
 
 # Two implementations with the same values and derivatives of every order. "eager" consists of PyTorch's own
@@ -65,6 +66,21 @@ def is_fused(implementation: str) -> bool:
         names = ", ".join(IMPLEMENTATIONS)
         raise ValueError(f"`implementation` must be one of {names}, got {implementation!r}")
     return implementation == "fused" and not must_be_eager()
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether calling a module only runs the code of its class on its own weights: no hook, shard or quantizer.
+
+    A class that was put in its place, as adapters do, is for the caller to notice. With a plain module the same can be
+    computed in another way.
+    """
+    return (
+        "forward" not in vars(module)
+        and not (module._forward_hooks or module._forward_pre_hooks)
+        and not (module._backward_hooks or module._backward_pre_hooks)
+        # A shard or a quantized weight is of a class of its own; a parameter is not, except on the outside.
+        and all(w is None or type(w) in (nn.Parameter, torch.Tensor) for w in module._parameters.values())
+    )
 
 
 def next_fast_len(minimum: int) -> int:

@@ -25,6 +25,9 @@ from .numerics import is_exported_to_onnx, is_on_host, next_fast_len
 from .toeplitz import dense_toeplitz, fit_taps, two_sided
 from .toeplitz_fused import CHUNK
 
+# Numbers in a chunk of filters on devices other than the CPU.
+LARGE_CHUNK = 2**25
+
 
 def rational_kernel(denominator: torch.Tensor, numerator: torch.Tensor, size: int) -> torch.Tensor:
     """The taps of (1) without h_0, from samples at `size` points.
@@ -93,7 +96,7 @@ class RationalTaps(torch.autograd.Function):
 def filter_chunks(numerator: torch.Tensor, size: int) -> list[slice]:
     """Slices of the filters of `numerator` `(D, N)` that are computed together."""
     filters = len(numerator)
-    step = max(1, CHUNK // size) if is_on_host(numerator) else filters
+    step = max(1, (CHUNK if is_on_host(numerator) else LARGE_CHUNK) // size)
     return [slice(start, min(start + step, filters)) for start in range(0, filters, step)]
 
 

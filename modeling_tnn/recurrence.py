@@ -87,6 +87,10 @@ class Recurrence:
     def forget(self):
         """Drop what was computed from the parameters of the operator."""
 
+    def settled(self) -> "Recurrence":
+        """The recurrence that holds a state: this one, unless its settings follow from values of parameters."""
+        return self
+
     @torch.no_grad()
     def advance(self, state, v: torch.Tensor) -> torch.Tensor:
         """The outputs `(B, L, D)` for the next inputs `v` `(B, L, D)`. It changes `state`, which `start` has made."""
@@ -135,7 +139,7 @@ class Recurrence:
         raise NotImplementedError
 
     def in_fixed_steps(self) -> "Recurrence":
-        """This object, with the settings that are best for `fixed_step`. Called before it has made a state."""
+        """This object, with the settings that are best for `fixed_step`. Called before the first step."""
         return self
 
     def make_ready(self, state, like: torch.Tensor):

@@ -26,6 +26,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, TrainerCallback
 
+from .numerics import is_on_host
 from .rational import companion_matrix
 from .tno_rtf import RtfOperator
 
@@ -157,8 +158,9 @@ class PoleCallback(TrainerCallback):
     """A callback for `Trainer` that warns of RTF poles outside the unit circle, or moves them back inside.
 
     Args:
-        max_radius: radius below 1; after every step, poles outside it are moved onto it. With None it only warns.
-        every: number of steps between two checks for a warning.
+        max_radius: radius below 1; poles outside it are moved onto it. With None it only warns.
+        every: number of steps between two checks. On the CPU poles are moved after every step. An accelerator would
+            wait for each check; there, they are also moved before each evaluation and checkpoint and at the end.
     """
 
     def __init__(self, max_radius: float | None = None, every: int = 10):
@@ -166,14 +168,21 @@ class PoleCallback(TrainerCallback):
         self.warned: set[int] = set()
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
-        self.on_step(model, state.global_step)
+        pauses = control.should_evaluate or control.should_save or control.should_training_stop
+        self.on_step(model, state.global_step, pauses)
 
-    def on_step(self, model: PreTrainedModel, step: int):
-        """Project or warn after `step`. Training loops without a Trainer call this."""
-        if self.max_radius is not None:
+    def on_step(self, model: PreTrainedModel, step: int, pauses: bool = False):
+        """Project or warn after `step`. Training loops without a Trainer call this.
+
+        Args:
+            pauses: whether an evaluation or a checkpoint comes next, or nothing.
+        """
+        due = step % self.every == 0
+        if self.max_radius is None:
+            if due:
+                self.warn(model, step)
+        elif due or pauses or all(is_on_host(operator.denominator) for operator in rational_operators(model)):
             project_poles(model, self.max_radius)
-        elif step % self.every == 0:
-            self.warn(model, step)
 
     def warn(self, model: PreTrainedModel, step: int):
         """Log each layer with poles outside the unit circle, once per layer."""

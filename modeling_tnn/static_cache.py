@@ -54,11 +54,11 @@ class TnnStaticCacheLayer(TnnCacheLayer):
         self.retract()
         return super().__getstate__() | dict.fromkeys(("cursor", "constants", "pinned_future", "pinned_buffer"))
 
-    def update(self, key_states: torch.Tensor, value_states, operator, gate: Gate = NO_GATE):
+    def update(self, key_states: torch.Tensor, value_states, operator, gate: Gate = NO_GATE, kernel=None):
         """As for `TnnCacheLayer`. A compiled step of one token after `prepare` has a fixed shape."""
         if not (self.is_ready and is_traced()):
             self.retract()
-            return super().update(key_states, value_states, operator, gate)
+            return super().update(key_states, value_states, operator, gate, kernel)
         self.is_ready = False
         v = gate.inputs(key_states)
         y = self.recurrence.fixed_step(self, self.recurrence.channel_major(v))  # (B, D, 1)
@@ -102,8 +102,8 @@ class TnnStaticCacheLayer(TnnCacheLayer):
         self.retract()
         super().crop(tokens_to_remove)
 
-    def _recurrence_of(self, operator) -> Recurrence:
-        return operator.recurrence().in_fixed_steps()
+    def _begun(self, recurrence: Recurrence) -> Recurrence:
+        return recurrence.in_fixed_steps()
 
     def _select(self, choose):
         self.retract()

@@ -6,6 +6,8 @@ B batch, L length, D channels. A variant is a subclass that defines the coeffici
 one line in `tno_auto.py` or, outside the package, one call of `register_operator`.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 from transformers.cache_utils import Cache
@@ -14,6 +16,7 @@ from transformers.utils.generic import maybe_autocast
 from .gating import NO_GATE, Gate
 from .numerics import is_traced
 from .recurrence import FilterRecurrence, Recurrence
+from .stacking import stacked
 from .toeplitz import (
     dense_toeplitz,
     filter_by_response,
@@ -21,6 +24,7 @@ from .toeplitz import (
     gated_toeplitz_matmul,
     two_sided,
 )
+from .toeplitz_fused import is_response
 
 
 class ToeplitzOperator(nn.Module):
@@ -107,6 +111,22 @@ class ToeplitzOperator(nn.Module):
         """
         return None
 
+    def kernel_of(self, length: int, device: torch.device | None = None) -> torch.Tensor | tuple:
+        """All that a product with `length` positions needs of the parameters: the response or the coefficients."""
+        response = self.response(length, device)
+        if response is not None:
+            return response
+        longest = self.kernel_length()
+        # A traced graph keeps all lags: it serves any length.
+        if longest is not None and not is_traced():
+            length = min(length, longest)
+        return self.coefficients(length, device)
+
+    @classmethod
+    def kernels_of_layers(cls, operators: Sequence["ToeplitzOperator"], length: int, device: torch.device) -> list:
+        """The `kernel_of` each of several operators, which are alike (see `stacking.py`), in one go."""
+        return stacked(operators, lambda operator: operator.kernel_of(length, device))
+
     def matmul(self, v: torch.Tensor) -> torch.Tensor:
         """The product with `v`, `(B, L, D)` to `(B, L, D)`. Override it for a product faster than a convolution."""
         return self._convolve(v, NO_GATE)
@@ -137,35 +157,37 @@ class ToeplitzOperator(nn.Module):
         """The poles of at most `most` kernels, complex `(most, N)`, or None for a kernel without poles."""
         return None
 
-    def forward(self, v: torch.Tensor, past_key_values: Cache | None = None, gate: Gate = NO_GATE) -> torch.Tensor:
+    def forward(
+        self,
+        v: torch.Tensor,
+        past_key_values: Cache | None = None,
+        gate: Gate = NO_GATE,
+        kernel: torch.Tensor | tuple | None = None,
+    ) -> torch.Tensor:
         """The gated product with `v`, `(B, L, D)` to `(B, L, D)`. Do not override it.
 
         It computes in float32 or float64, also under autocast. With a cache, `v` continues the sequences that the
         cache has seen. `gate` is the gate of the GTU. It is applied here because the weights of an offloaded model are
-        loaded only while their module runs.
+        loaded only while their module runs. `kernel` is the `kernel_of` L positions, if it is known already.
         """
         with maybe_autocast(device_type=v.device.type, enabled=False):
             if past_key_values is None:
-                return self.gated_matmul(v, gate)
-            return past_key_values.update(v, None, self.layer_idx, self, gate)[0]
+                return self.gated_matmul(v, gate, kernel)
+            return past_key_values.update(v, None, self.layer_idx, self, gate, kernel)[0]
 
-    def gated_matmul(self, v: torch.Tensor, gate: Gate) -> torch.Tensor:
+    def gated_matmul(self, v: torch.Tensor, gate: Gate, kernel: torch.Tensor | tuple | None = None) -> torch.Tensor:
         """The product `matmul` inside a gate, by one fused function if it is a convolution."""
         if type(self).matmul is ToeplitzOperator.matmul:
-            return self._convolve(v, gate)
-        return gate.apply(self.matmul(gate.inputs(v)), self.implementation)
+            return self._convolve(v, gate, kernel)
+        given = () if kernel is None else (kernel,)
+        return gate.apply(self.matmul(gate.inputs(v), *given), self.implementation)
 
-    def _convolve(self, v: torch.Tensor, gate: Gate) -> torch.Tensor:
-        length = v.shape[1]
-        response = self.response(length, v.device)
-        if response is not None:
-            return filter_by_response(v, response, self.implementation, gate)
-        longest = self.kernel_length()
-        # A traced graph keeps all lags: it serves any length.
-        if longest is not None and not is_traced():
-            length = min(length, longest)
+    def _convolve(self, v: torch.Tensor, gate: Gate, kernel: torch.Tensor | None = None) -> torch.Tensor:
+        kernel = self.kernel_of(v.shape[1], v.device) if kernel is None else kernel
+        if is_response(kernel):
+            return filter_by_response(v, kernel, self.implementation, gate)
         matmul = gated_causal_toeplitz_matmul if self.causal else gated_toeplitz_matmul
-        return matmul(v, self.coefficients(length, v.device), self.implementation, gate)
+        return matmul(v, kernel, self.implementation, gate)
 
     def dense(self, length: int) -> torch.Tensor:
         """The matrices of the product, `(D, L, L)`, with row i and column j of the equation: an oracle for tests."""

@@ -9,7 +9,8 @@ axes, so they commute, and one order is enough. The kernels along the two axes a
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -41,7 +42,13 @@ class TwoAxisOperator(ToeplitzOperator):
             "`spatial_dims` must be 1 for coefficients, got 2. The operators `rows` and `columns` have coefficients."
         )
 
-    def matmul(self, v: torch.Tensor) -> torch.Tensor:
+    @classmethod
+    def kernels_of_layers(cls, operators: Sequence["TwoAxisOperator"], length: int, device: torch.device) -> list:
+        """The kernels along rows and columns of each operator."""
+        side, axes = image_side(length), ([one.rows for one in operators], [one.columns for one in operators])
+        return list(zip(*(axis[0].kernels_of_layers(axis, side, device) for axis in axes), strict=True))
+
+    def matmul(self, v: torch.Tensor, kernel: tuple = (None, None)) -> torch.Tensor:
         """The product with an image, `(B, S^2, D)` to `(B, S^2, D)`.
 
         Raises:
@@ -49,7 +56,8 @@ class TwoAxisOperator(ToeplitzOperator):
         """
         side = image_side(v.shape[1])
         image = v.unflatten(1, (side, side))  # (B, S, S, D)
-        return self.combine(self._mix_rows, self._mix_columns, image).flatten(1, 2)
+        rows, columns = partial(self._mix_rows, kernel=kernel[0]), partial(self._mix_columns, kernel=kernel[1])
+        return self.combine(rows, columns, image).flatten(1, 2)
 
     def dense(self, length: int) -> torch.Tensor:
         side = image_side(length)
@@ -61,11 +69,11 @@ class TwoAxisOperator(ToeplitzOperator):
             lambda x: on_rows @ x, lambda x: on_columns @ x, torch.eye(length, dtype=rows.dtype, device=rows.device)
         )
 
-    def _mix_rows(self, image: torch.Tensor) -> torch.Tensor:
-        return along_last_axis(self.rows, image)
+    def _mix_rows(self, image: torch.Tensor, kernel=None) -> torch.Tensor:
+        return along_last_axis(self.rows, image, kernel)
 
-    def _mix_columns(self, image: torch.Tensor) -> torch.Tensor:
-        return along_last_axis(self.columns, image.transpose(1, 2)).transpose(1, 2)
+    def _mix_columns(self, image: torch.Tensor, kernel=None) -> torch.Tensor:
+        return along_last_axis(self.columns, image.transpose(1, 2), kernel).transpose(1, 2)
 
 
 def product_of_axes(rows: Mixer, columns: Mixer, image: torch.Tensor) -> torch.Tensor:
@@ -81,9 +89,9 @@ def sum_of_axes(rows: Mixer, columns: Mixer, image: torch.Tensor) -> torch.Tenso
 COMBINATIONS = {"product": product_of_axes, "sum": sum_of_axes}
 
 
-def along_last_axis(operator: ToeplitzOperator, image: torch.Tensor) -> torch.Tensor:
-    """The product of `operator` along the third dimension of `image` `(B, S, S, D)`."""
-    return operator(image.flatten(0, 1)).unflatten(0, image.shape[:2])
+def along_last_axis(operator: ToeplitzOperator, image: torch.Tensor, kernel=None) -> torch.Tensor:
+    """The product of `operator` along the third dimension of `image` `(B, S, S, D)`; `kernel` as for `forward`."""
+    return operator(image.flatten(0, 1), kernel=kernel).unflatten(0, image.shape[:2])
 
 
 def image_side(length: int) -> int:

@@ -13,10 +13,33 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from .numerics import is_exported
+from .numerics import is_exported, is_on_host
+from .recurrence import LONG_PROMPT, FilterRecurrence
 from .rpe import RelativePositionEncoder, build_rpe_input
 from .tno import ToeplitzOperator
 from .toeplitz import fit_lags, fit_taps
+
+
+class LateRecurrence(FilterRecurrence):
+    """The decoding of a kernel whose number of taps follows from values of parameters.
+
+    They are read when a text is continued. In the pass before, an accelerator would wait for them, also in training,
+    where few passes are continued.
+    """
+
+    def __init__(self, operator):
+        super().__init__(operator, None, operator.refill_phase)
+
+    def settled(self) -> FilterRecurrence:
+        return FilterRecurrence(self.operator, self.operator.effective_length(), self.operator.refill_phase)
+
+    def is_early(self, prompt) -> bool:
+        at_once = is_on_host(prompt.v) or (prompt.length > LONG_PROMPT and not prompt.v.is_meta)
+        return at_once and self.settled().is_early(prompt)
+
+    def start(self, state, prompt):
+        state.recurrence = self.settled()
+        state.recurrence.start(state, prompt)
 
 
 class RpeOperator(ToeplitzOperator):
@@ -64,6 +87,12 @@ class RpeOperator(ToeplitzOperator):
     def effective_length(self) -> int | None:
         return self._taps_until(self._slowest_rate())
 
+    def recurrence(self) -> FilterRecurrence:
+        if self.decay_logit is None:
+            return super().recurrence()
+        self.require_causal()
+        return LateRecurrence(self)
+
     def slowest_decay(self) -> float | None:
         # A kernel that ends at a window has no decay in the sense of this method.
         return None if self.window is not None else self._slowest_rate()
@@ -73,7 +102,7 @@ class RpeOperator(ToeplitzOperator):
         return taps if self.window is None else min(self.window, taps or self.window)
 
     def _slowest_rate(self) -> float | None:
-        if self.decay_logit is None:
+        if self.decay_logit is None or self.decay_logit.is_meta:  # without values, the lower bound of the rates
             return self.decay
         return self._decay_rate(self.rpe.dtype).max().item()
 

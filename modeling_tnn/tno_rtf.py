@@ -17,6 +17,7 @@ contribute e_t = -sum_{i>t} a_i w_{t-i} to (2), which ends after N tokens. Then 
 series of 1/a(z), and y follows from w by a filter of N taps.
 """
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -40,6 +41,7 @@ from .rational import (
     recurrence_numerator,
 )
 from .recurrence import LONG_PROMPT, PIECE, DivergenceError, Recurrence
+from .stacking import own_parameters, with_parameters
 from .tno import ToeplitzOperator
 from .toeplitz import causal_toeplitz_matmul
 
@@ -298,6 +300,17 @@ class RtfOperator(ToeplitzOperator):
         positive, negative = kernel.chunk(2)  # (D, L) each
         # Not negative[:, : L - 1]: L - 1 may be 1, which torch.export would rule out.
         return torch.cat([negative.flip(1), positive], dim=1)[:, 1:]  # (D, 2L-1)
+
+    @classmethod
+    def kernels_of_layers(cls, operators: Sequence["RtfOperator"], length: int, device: torch.device) -> list:
+        """Those of one operator with all filters: its fused function saves only its inputs, which `vmap` would not."""
+        first, joined = operators[0], []
+        for parameters in zip(*map(own_parameters, operators), strict=True):
+            sides = 1 if first.causal or parameters[0] is first.slack else 2  # the filters of a side come together
+            rows = torch.cat([one.unflatten(0, (sides, -1)) for one in parameters], dim=1)
+            joined.append(rows.flatten(0, 1))
+        kernels = with_parameters(first, iter(joined)).kernel_of(length, device)
+        return list(kernels.unflatten(0, (len(operators), -1)).unbind())
 
     def recurrence(self) -> CompanionRecurrence:
         self.require_causal()

@@ -16,7 +16,8 @@ matrix that it approximates.
 The fused products `Prolong`, z W^T, and `Restrict`, x W, do not build W. Each position lies between two points, so
 positions are processed in blocks of a few points, each by one small dense product, and memory does not grow with L K.
 The M rows of x are processed a few at a time, and the results of `Restrict` are stored point by point (measured at
-L = 2048, K = 64, M = 6144: 0.4 times the time of the full product; stored row by row, 1.2 times).
+L = 2048, K = 64, M = 6144: 0.4 times the time of the full product; stored row by row, 1.2 times). That is for the CPU:
+on an accelerator the blocks are launches, and a W that is not too large is built.
 """
 
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ from torch import nn
 from transformers import initialization as init
 
 from .fourier import exported_convolution
-from .numerics import compute_dtype, is_exported, is_fused, is_transformed, next_fast_len
+from .numerics import compute_dtype, is_exported, is_fused, is_on_host, is_transformed, next_fast_len
 from .tno import ToeplitzOperator
 from .toeplitz import dense_toeplitz, fit_lags, toeplitz_matmul
 
@@ -35,6 +36,9 @@ from .toeplitz import dense_toeplitz, fit_lags, toeplitz_matmul
 BLOCK = 8
 
 ROWS = 512
+
+# Numbers in a matrix W that an accelerator builds.
+LARGEST_MATRIX = 2**24
 
 
 def hat_weights(positions: torch.Tensor, num_points: int) -> torch.Tensor:
@@ -193,12 +197,16 @@ class SkiOperator(ToeplitzOperator):
         coefficients = self.warped_kernel(lags) + fit_lags(self.filter.to(self.dtype).flip(1), length)
         return coefficients.to(device or coefficients.device)
 
-    def matmul(self, v: torch.Tensor) -> torch.Tensor:
+    def kernel_of(self, length: int, device: torch.device | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The coefficients of S and of A."""
+        return self.filter.to(self.dtype).flip(1), self.inducing_coefficients(self.grid(length).num_points)
+
+    def matmul(self, v: torch.Tensor, kernel: tuple[torch.Tensor, torch.Tensor] | None = None) -> torch.Tensor:
         x = v.to(torch.promote_types(v.dtype, self.dtype)).permute(2, 0, 1)  # (D, B, L)
-        near = self._convolve(x, self.filter.to(x.dtype).flip(1))  # (D, B, L)
         grid = self.grid(x.shape[2])
-        coefficients = self.inducing_coefficients(grid.num_points)
-        if not is_fused(self.implementation):
+        band, coefficients = self.kernel_of(grid.length) if kernel is None else kernel
+        near = self._convolve_channels(x, band)  # (D, B, L)
+        if not is_fused(self.implementation) or not self._in_blocks(x, grid):
             weights = grid.matrix(x)  # (L, K)
             points = x @ weights  # (D, B, K)
             if is_exported():
@@ -207,15 +215,19 @@ class SkiOperator(ToeplitzOperator):
                 points = exported_convolution(points.transpose(0, 1), coefficients, size, grid.num_points - 1)
                 points = points.transpose(0, 1)
             else:
-                points = self._convolve(points, coefficients)
+                points = self._convolve_channels(points, coefficients)
             mixed = points @ weights.t() + near  # (D, B, L)
         else:
             points = Restrict.apply(x.reshape(-1, grid.length), grid).unflatten(0, x.shape[:2])  # (D, B, K)
-            points = self._convolve(points, coefficients).flatten(0, 1)
+            points = self._convolve_channels(points, coefficients).flatten(0, 1)
             mixed = Prolong.apply(points, near.reshape(-1, grid.length), grid).unflatten(0, x.shape[:2])  # (D, B, L)
         return mixed.permute(1, 2, 0).to(v.dtype)  # (B, L, D)
 
-    def _convolve(self, x: torch.Tensor, coefficients: torch.Tensor) -> torch.Tensor:
+    def _in_blocks(self, x: torch.Tensor, grid: InducingGrid) -> bool:
+        """Whether W is not built. On an accelerator its two products are fewer launches than those of all blocks."""
+        return is_on_host(x) or grid.length * grid.num_points > LARGEST_MATRIX
+
+    def _convolve_channels(self, x: torch.Tensor, coefficients: torch.Tensor) -> torch.Tensor:
         return toeplitz_matmul(x.permute(1, 2, 0), coefficients, self.implementation).permute(2, 0, 1)
 
     def dense(self, length: int) -> torch.Tensor:

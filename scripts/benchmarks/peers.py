@@ -33,7 +33,7 @@ def released_product(operator, v: torch.Tensor) -> torch.Tensor:
     return torch.fft.irfft(spectrum * kernel, n=2 * length, dim=-2)[:, :length]
 
 
-def released_gated_matmul(operator, v: torch.Tensor, gate) -> torch.Tensor:
+def released_gated_matmul(operator, v: torch.Tensor, gate, kernel=None) -> torch.Tensor:
     """The method `ToeplitzOperator.gated_matmul` as the released code computes it."""
     return gate.apply(released_product(operator, gate.inputs(v)), "eager")
 

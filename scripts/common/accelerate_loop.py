@@ -179,7 +179,7 @@ class Pretraining:
             logs = state.step % args.logging_steps == 0 or state.step == args.max_steps
             pauses = self._is_due(args.eval_steps) or self._is_due(args.checkpointing_steps)
             stopping = self.reports.read(all_steps=logs or pauses)
-            self.poles.on_step(accelerator.unwrap_model(self.model), state.step)
+            self.poles.on_step(accelerator.unwrap_model(self.model), state.step, logs or pauses)
             progress.update()
             if logs:
                 self._stop_clock()

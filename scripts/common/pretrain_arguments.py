@@ -67,7 +67,9 @@ class PretrainArguments(GroupArguments):
     adam_epsilon: float = 1e-8
     max_grad_norm: float = 1.0
     max_pole_radius: float | None = option(
-        None, "Keep the poles of RTF inside this radius, below 1. Unless given, poles outside 1 are logged."
+        None,
+        "Keep the poles of RTF inside this radius, below 1: after each step or, on an accelerator, every "
+        "--logging_steps. Unless given, poles outside 1 are logged.",
     )
     seed: int = 0
 

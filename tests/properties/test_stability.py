@@ -12,7 +12,7 @@ from transformers import Trainer, TrainingArguments
 
 from helpers.models import RandomTexts, relative_error, seeded, tiny_config
 from helpers.strategies import noise, seeds
-from modeling_tnn import PoleCallback, TnnForCausalLM, find_unstable, project_poles
+from modeling_tnn import PoleCallback, TnnForCausalLM, find_unstable, project_poles, stability
 from modeling_tnn.stability import is_stable, spectral_radius
 
 UNCONSTRAINED = {"tno_type": "rtf", "rtf_constraint": None, "rtf_initializer": "zeros", "eos_token_id": None}
@@ -144,6 +144,15 @@ def test_trainer_warns_once_of_each_layer(tmp_path, caplog):
         train(model_with_pole(1.25), PoleCallback(every=1), tmp_path)
     (message,) = [record.getMessage() for record in caplog.records if record.name == "modeling_tnn.stability"]
     assert message.startswith("Step 1, layer 1: 1 denominators") and "radius 1.2" in message and "l1_montel" in message
+
+
+def test_trainer_projects_on_an_accelerator(tmp_path, monkeypatch):
+    """Every few steps, and at the end."""
+    steps = []
+    monkeypatch.setattr(stability, "is_on_host", lambda tensor: False)
+    monkeypatch.setattr(stability, "project_poles", lambda model, radius: steps.append(radius))
+    train(model_with_pole(1.25), PoleCallback(max_radius=0.95, every=3), tmp_path)
+    assert steps == [0.95] * 2, "after steps 3 and 4"
 
 
 def test_trainer_projects(tmp_path):

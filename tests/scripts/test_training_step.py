@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from datasets import Dataset
+from safetensors.torch import load_file
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
@@ -27,6 +28,8 @@ from helpers.scripts import (
     write_config,
     write_text,
 )
+from modeling_tnn import PoleCallback, stability
+from modeling_tnn.stability import is_stable
 from tnn_scripts.common import accelerate_loop
 from tnn_scripts.common.accelerate_loop import Pretraining
 from tnn_scripts.common.checkpoints import checkpoints
@@ -123,6 +126,29 @@ def test_other_optimizers_wait_for_the_check(options, waits):
     """One that does not skip a step by itself; so the count above would see a wait."""
     run_script("pretrain", *options, "--optim", "sgd")
     assert waits == [["tolist"]] * 6
+
+
+def test_poles_are_moved_where_the_run_waits_anyway(options, tmp_path, monkeypatch):
+    """On an accelerator: at log steps, and before evaluations and checkpoints."""
+    found, on_step = {}, PoleCallback.on_step
+
+    def counted(self, model, step, pauses=False):
+        with Waits() as waits:
+            on_step(self, model, step, pauses)
+        found[step] = len(waits.found)
+
+    monkeypatch.setattr(PoleCallback, "on_step", counted)
+    options += ["--config_overrides", "tno_type=rtf,rtf_initializer=xavier", "--learning_rate", 0.3]
+    options += ["--max_pole_radius", 0.9, "--checkpointing_steps", 4, "--logging_steps", 5, "--max_steps", 8]
+    run_script("pretrain", *options)
+    assert all(found.values()), "on the CPU, poles are moved after every step"
+    monkeypatch.setattr(stability, "is_on_host", lambda tensor: False)
+    run_script("pretrain", *options, "--output_dir", tmp_path / "late")
+    assert [step for step in found if found[step]] == [4, 5, 8]
+    for folder in (tmp_path / "late", tmp_path / "late" / "checkpoint-4"):
+        name = "model.safetensors"
+        denominators = {key: one for key, one in load_file(folder / name).items() if key.endswith("denominator")}
+        assert denominators and all(is_stable(one, 0.901).all() for one in denominators.values())
 
 
 def test_numbers_that_are_read_later_change_nothing(late, tmp_path, monkeypatch):

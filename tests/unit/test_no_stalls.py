@@ -4,6 +4,8 @@ On the meta device there are no values: reading one is an error. On the CPU, tes
 (without `numerics.HOST_DEVICES`) and record what would make one wait.
 """
 
+import copy
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,12 +18,16 @@ from modeling_tnn import (
     TnnForSequenceClassification,
     numerics,
 )
+from modeling_tnn.cache_tnn import memory_per_sequence
 
 WAITS = {"_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "_unique2", "equal"}
 UNCONSTRAINED = {"rtf_constraint": None, "rtf_initializer": "xavier"}
 STEPS = [(*variant, {}) for variant in VARIANTS]
 STEPS += [("rpe", True, {"norm_type": "batchnorm"}), ("rpe", False, {"position_embedding": "sinusoidal"})]
-DECODED = [*((name, {}) for name in CAUSAL), ("rtf", UNCONSTRAINED)]
+STEPS += [("rpe", True, {"learnable_decay": True, "decay": 0.9})]
+# The fields of models that wait at the start of decoding: per layer, for its poles or its slowest decay.
+DECODED = [*((name, {}) for name in CAUSAL), ("rtf", UNCONSTRAINED), ("rpe", {"learnable_decay": True, "decay": 0.9})]
+WAITS_AT_START = {"rtf": 4, "rpe": 1}
 
 
 class Waits(TorchDispatchMode):
@@ -128,7 +134,7 @@ def test_a_training_step_of_an_accelerator(tno_type, causal, fields, padded, mon
 
 @pytest.mark.parametrize(("tno_type", "fields"), DECODED)
 def test_decoding_of_an_accelerator(tno_type, fields, monkeypatch):
-    """No wait after the prompt, except that a recurrence that may diverge is looked at every 64 tokens."""
+    """No wait but the few at the start, and a look every 64 tokens at a recurrence that may diverge."""
     model = language_model(tno_type, True, **fields)
     expected = decode(model, batch(padded=True), 300)
     monkeypatch.setattr(numerics, "HOST_DEVICES", ())
@@ -136,9 +142,30 @@ def test_decoding_of_an_accelerator(tno_type, fields, monkeypatch):
         logits = decode(model, batch(padded=True), 300)
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
     layers = len(model.model.layers)
-    looks = layers * (300 // 64 + 1) if fields else 0
-    start = 4 * layers if tno_type == "rtf" else 0  # of the recurrence: whether its poles are safe
+    looks = layers * (300 // 64 + 1) if fields == UNCONSTRAINED else 0
+    start = layers * WAITS_AT_START.get(tno_type, 0) if fields or tno_type == "rtf" else 0
     assert len(waits.found) <= looks + start, waits.found
+
+
+@pytest.mark.parametrize("prompt", [3, 150])
+def test_a_learned_decay_bounds_the_state(prompt, monkeypatch):
+    """Its number of taps is read when the text is continued, also by a copy of the model."""
+    model = language_model("rpe", True, learnable_decay=True, decay=0.5).double()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.gtu.tno.decay_logit.sub_(5)
+    ids = torch.randint(99, (2, 250), generator=torch.Generator().manual_seed(0))
+    sizes = []
+    for hosts in (("cpu",), ()):
+        monkeypatch.setattr(numerics, "HOST_DEVICES", hosts)
+        with torch.no_grad():
+            cache = model(ids[:, :prompt], use_cache=True).past_key_values
+            for t in range(prompt, 250):
+                found = (model if t % 2 else copy.deepcopy(model))(ids[:, t : t + 1], past_key_values=cache).logits
+            expected = model(ids, use_cache=False).logits[:, -1:]
+        torch.testing.assert_close(found, expected)
+        sizes.append(memory_per_sequence(cache))
+    assert sizes[0] == sizes[1]
 
 
 @pytest.mark.parametrize(("tno_type", "causal"), VARIANTS)

@@ -1,0 +1,123 @@
+"""The kernels of all layers at once, from parameters stacked over the layers.
+
+    K = f(theta_1), .., f(theta_N)  =  vmap(f)(stack(theta_1, .., theta_N))
+
+N layers, f the kernel of an operator as a function of its parameters, theta_n those of layer n. A kernel depends on
+the parameters alone, so all kernels can be computed before the first layer. On an accelerator a position encoder takes
+a third of the launches of a layer; stacked, all encoders take those of one. The parameters stay in their layers.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import nn
+from transformers.utils.generic import maybe_autocast
+
+from .numerics import is_fused, is_on_host, is_plain, must_be_eager
+
+PACKAGE = __name__.rpartition(".")[0]
+
+# Where PyTorch and transformers define activations, and what holds them.
+ACTIVATIONS = tuple(f"torch.nn.modules.{name}" for name in ("activation", "container", "linear"))
+ACTIVATIONS += ("transformers.activations",)
+
+PLAIN = (bool, int, float, str, tuple)
+
+# Attributes of an operator that differ from layer to layer, and that no kernel depends on.
+OF_THE_LAYER = {"layer_idx", "refill_phase"}
+
+# Numbers in all kernels together. Beyond, arithmetic takes longer than launches, and the kernels take memory.
+LARGEST = 2**27
+
+
+def kernels_of_layers(layers: Sequence[nn.Module], hidden_states: torch.Tensor) -> Sequence:
+    """The kernels of the layers of a model for `hidden_states` `(B, L, d)`; None for each that must make its own.
+
+    On the CPU each layer makes its own, which takes less time there (measured).
+    """
+    apart, length, device = [None] * len(layers), hidden_states.shape[1], hidden_states.device
+    if is_on_host(hidden_states) or must_be_eager() or len(layers) < 2:
+        return apart
+    if not all(is_ours(layer) and is_ours(layer.gtu) for layer in layers):
+        return apart
+    operators = [layer.gtu.tno for layer in layers]
+    # A layer whose activations are computed again computes its kernel again too.
+    recomputed = any(layer.gradient_checkpointing and layer.training for layer in layers)
+    if recomputed or not are_alike(operators, device) or not is_fused(operators[0].implementation):
+        return apart
+    first, taps = operators[0], min(length, operators[0].kernel_length() or length)
+    if len(layers) * first.channels * taps * (1 if first.causal else 2) > LARGEST:
+        return apart
+    with maybe_autocast(device_type=device.type, enabled=False):
+        return first.kernels_of_layers(operators, length, device)
+
+
+def stacked(modules: Sequence[nn.Module], function: Callable[[nn.Module], torch.Tensor | tuple]) -> list:
+    """`function(module)` of each of several modules that are alike, in one go."""
+    parameters = [torch.stack(group) for group in zip(*map(own_parameters, modules), strict=True)]
+    for parameter in parameters:
+        if parameter.requires_grad:
+            # Some gradients are transposes, of which each layer would copy its part.
+            parameter.register_hook(lambda gradient: gradient.contiguous().flatten().view(gradient.shape))
+    results = torch.vmap(lambda given: function(with_parameters(modules[0], iter(given))))(parameters)
+    if isinstance(results, tuple):
+        return list(zip(*(part.unbind() for part in results), strict=True))
+    return list(results.unbind())
+
+
+def own_parameters(module: nn.Module) -> Iterator[torch.Tensor]:
+    """The parameters of a module in the order of `with_parameters`."""
+    yield from (one for one in module._parameters.values() if one is not None)
+    for child in module._modules.values():
+        yield from own_parameters(child)
+
+
+def with_parameters(module: nn.Module, parameters: Iterator[torch.Tensor]) -> nn.Module:
+    """A shallow copy with other parameters. The module stays as it is, because another thread may be using it."""
+    own = {name: None if one is None else next(parameters) for name, one in module._parameters.items()}
+    children = {name: with_parameters(child, parameters) for name, child in module._modules.items()}
+    twin = copy.copy(module)
+    vars(twin).update(_parameters=own, _modules=children)
+    return twin
+
+
+def are_alike(modules: Sequence[nn.Module], device: torch.device) -> bool:
+    """Whether modules on `device` differ in the values of their parameters alone, and run no foreign code.
+
+    It is asked in every pass, so it looks at the modules level by level, and at each attribute once.
+    """
+    first, *others = modules
+    # An adapter or a quantizer puts in classes of its own.
+    known = is_ours(first) or (type(first).__module__.startswith(ACTIVATIONS) and not first._parameters)
+    if not (known and all(map(is_plain, modules))) or first._buffers:
+        return False
+    kinds, children = kinds_of(first), list(first._modules)
+    settings = [(name, x) for name, x in vars(first).items() if name[0] != "_" and name not in OF_THE_LAYER]
+    for one in others:
+        theirs = vars(one)
+        if type(one) is not type(first) or theirs.keys() != vars(first).keys() or one._buffers:
+            return False
+        if kinds_of(one) != kinds or list(one._modules) != children:
+            return False
+        if not all(x is theirs[name] or is_same(x, theirs[name]) for name, x in settings):
+            return False
+    if any(kind is not None and kind[-1] != device for kind in kinds.values()):
+        return False
+    return all(are_alike([one._modules[name] for one in modules], device) for name in children)
+
+
+def is_ours(module: nn.Module) -> bool:
+    """Whether this package defines the class."""
+    return type(module).__module__.startswith(f"{PACKAGE}.")
+
+
+def kinds_of(module: nn.Module) -> dict[str, tuple | None]:
+    """What two modules must share for their parameters to be stacked, with the device last."""
+    parameters = module._parameters.items()
+    return {name: None if p is None else (p.shape, p.dtype, p.requires_grad, p.device) for name, p in parameters}
+
+
+def is_same(a: object, b: object) -> bool:
+    """Whether two settings have the same plain value."""
+    return type(a) is type(b) and isinstance(a, PLAIN) and a == b

@@ -1,0 +1,345 @@
+"""The kernels of all layers at once, as an accelerator computes them: equal to those that each layer makes itself."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrizations
+
+from helpers.models import CAUSAL, VARIANTS, checkpoint_activations, image_config, relative_error, seeded, tiny_config
+from modeling_tnn import TnnForCausalLM, TnnForImageClassification, TnnForMaskedLM, numerics, stacking
+from modeling_tnn.stacking import kernels_of_layers
+
+FIELDS = {
+    "rpe": [{}, {"decay": None}, {"learnable_decay": True}, {"rpe_window": 9, "rpe_input": "sinusoidal"},
+            {"norm_type": "layernorm", "rpe_act": "silu", "rpe_residual": True, "rpe_input": "normalized"}],
+    "fd": [{}, {"fd_resolution": 16, "fd_input": "cos", "norm_type": "gatedrmsnorm"}],
+    "rtf": [{}, {"rtf_constraint": None, "rtf_num_denominators": None}, {"rtf_truncation_length": 12}],
+}  # fmt: skip
+CASES = [(*variant, fields) for variant in VARIANTS for fields in FIELDS.get(variant[0], [{}])]
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-5}
+
+
+@pytest.fixture
+def accelerator(monkeypatch):
+    monkeypatch.setattr(numerics, "HOST_DEVICES", ())
+
+
+def model_of(tno_type="rpe", causal=True, **fields):
+    """Three layers, of which every parameter differs from its initial value and from that of the other layers."""
+    config = tiny_config(tno_type, causal, num_hidden_layers=3, hidden_dropout_prob=0.0, **fields)
+    model = seeded(TnnForCausalLM if causal else TnnForMaskedLM, config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.01 * torch.randn_like(parameter))
+    return model
+
+
+def kernels(model, length: int = 11, device: str = "cpu") -> list:
+    body = model.model
+    return list(kernels_of_layers(body.layers, torch.zeros(1, length, body.config.hidden_size, device=device)))
+
+
+def is_stacked(model) -> bool:
+    return all(kernel is not None for kernel in kernels(model))
+
+
+def outcome(model, ids: torch.Tensor, **options) -> dict:
+    """The logits and the gradients of a training step."""
+    model.zero_grad()
+    outputs = model.train()(ids, labels=ids, skip_logits=False, **options)
+    outputs.loss.backward()
+    return {"logits": outputs.logits} | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_equal(found: dict, expected: dict, tolerance: float = 1e-12):
+    assert found.keys() == expected.keys()
+    # A gradient that is zero but for rounding is compared with the others.
+    scale = max(tensor.abs().max().item() for name, tensor in expected.items() if name != "logits")
+    for name, tensor in expected.items():
+        least = tensor.abs().max().item() if name == "logits" else max(tensor.abs().max().item(), 1e-3 * scale)
+        assert relative_error(found[name], tensor, least) <= tolerance, name
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("length", [1, 2, 3, 17, 63])
+@pytest.mark.parametrize(("tno_type", "causal", "fields"), CASES)
+def test_values_and_gradients(tno_type, causal, fields, length, dtype, monkeypatch):
+    model = model_of(tno_type, causal, **fields).to(dtype)
+    ids = torch.randint(99, (2, length), generator=torch.Generator().manual_seed(0))
+    expected = outcome(model, ids)
+    assert not is_stacked(model)
+    monkeypatch.setattr(numerics, "HOST_DEVICES", ())
+    assert is_stacked(model)
+    assert_equal(outcome(model, ids), expected, TOLERANCES[dtype])
+
+
+def test_modules_and_gradients_stay_as_they_are(accelerator):
+    model = model_of()
+    before = copy.deepcopy(model.state_dict())
+    outcome(model, torch.arange(22).view(2, 11))
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    for parameter in model.parameters():
+        assert isinstance(parameter, nn.Parameter) and parameter.grad.stride() == parameter.stride()
+
+
+@pytest.mark.parametrize("tno_type", ["rpe", "rtf"])
+def test_frozen_layers(tno_type, accelerator):
+    """All of them: no gradient, as for adapters elsewhere."""
+    model, ids = model_of(tno_type).double(), torch.arange(22).view(2, 11)
+    expected = outcome(model, ids)
+    for layer in model.model.layers:
+        layer.gtu.tno.requires_grad_(False)
+    assert is_stacked(model) and not kernels(model)[0].requires_grad
+    assert_equal(outcome(model, ids), {name: one for name, one in expected.items() if ".tno." not in name})
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointed_layers_make_their_own(use_reentrant, accelerator):
+    model = model_of().double()
+    ids = torch.arange(22).view(2, 11)
+    expected = outcome(model, ids)
+    checkpoint_activations(model, {"use_reentrant": use_reentrant})
+    assert not is_stacked(model)
+    assert_equal(outcome(model, ids), expected)
+    assert is_stacked(model.eval())
+
+
+@pytest.mark.parametrize("tno_type", CAUSAL)
+def test_a_cache(tno_type, monkeypatch):
+    """The first call takes the kernels, later ones do not compute any."""
+    model, ids = model_of(tno_type).double(), torch.arange(34).view(2, 17)
+    expected = model(ids).logits
+    monkeypatch.setattr(numerics, "HOST_DEVICES", ())
+    outputs = model(ids[:, :15], use_cache=True)
+    logits = [outputs.logits]
+    monkeypatch.setattr("modeling_tnn.modeling_tnn.kernels_of_layers", None)
+    for t in (15, 16):
+        outputs = model(ids[:, t : t + 1], past_key_values=outputs.past_key_values)
+        logits.append(outputs.logits)
+    assert relative_error(torch.cat(logits, dim=1), expected) < 1e-12
+
+
+@pytest.mark.parametrize("tno_type", ["rpe", "ski", "rtf"])
+def test_images(tno_type, monkeypatch):
+    model = seeded(TnnForImageClassification, image_config(tno_type)).double()
+    pixels, labels = torch.randn(2, 3, 24, 24).double(), torch.tensor([0, 2])
+    results = []
+    for hosts in (("cpu",), ()):
+        monkeypatch.setattr(numerics, "HOST_DEVICES", hosts)
+        model.zero_grad()
+        outputs = model(pixels, labels=labels)
+        outputs.loss.backward()
+        results.append({"logits": outputs.logits} | {name: p.grad for name, p in model.named_parameters()})
+    assert all(pair is not None for pair in kernels(model, 36))
+    assert_equal(results[1], results[0])
+
+
+def test_autocast(accelerator):
+    """Kernels are computed in float32 at least."""
+    with torch.autocast("cpu", torch.bfloat16):
+        assert {kernel.dtype for kernel in kernels(model_of())} == {torch.float32}
+
+
+def encoder(model, layer: int = 1):
+    return model.model.layers[layer].gtu.tno.rpe
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def another_class(model):
+    encoder(model).layers[0].linear.__class__ = Doubled
+
+
+def another_operator(model):
+    model.model.layers[1].gtu.tno = model_of("fd").model.layers[1].gtu.tno
+
+
+def another_shape(model):
+    model.model.layers[1] = model_of(rpe_layers=1).model.layers[1]
+
+
+def another_activation(model):
+    encoder(model).layers[0].act = nn.Tanh()
+
+
+def another_setting(model):
+    model.model.layers[1].gtu.tno.decay = 0.5
+
+
+def another_training_flag(model):
+    model.model.layers[1].train(not model.training)
+
+
+def another_dtype(model):
+    encoder(model).layers[0].linear.half()
+
+
+def hook(model):
+    encoder(model).layers[0].linear.register_forward_hook(lambda module, inputs, output: 2 * output)
+
+
+def parametrization(model):
+    parametrizations.weight_norm(encoder(model).layers[0].linear)
+
+
+def frozen(model):
+    encoder(model).requires_grad_(False)
+
+
+def activation_with_parameters(model):
+    for layer in range(3):
+        encoder(model, layer).out.act = nn.PReLU()
+
+
+def dropout(model):
+    for layer in range(3):
+        encoder(model, layer).out.act = nn.Sequential(nn.ReLU(), nn.Dropout(0.5)).eval()
+
+
+def activation_of_the_user(model):
+    class Noise(nn.Module):
+        def forward(self, x):
+            return 2 * x
+
+    for layer in range(3):
+        encoder(model, layer).out.act = Noise()
+
+
+def replaced_forward(model):
+    forward = encoder(model).out.linear.forward
+    encoder(model).out.linear.forward = lambda *inputs: 2 * forward(*inputs)
+
+
+def method_of_the_user(model):
+    tno = model.model.layers[1].gtu.tno
+    tno.coefficients = lambda length, device=None: 2 * type(tno).coefficients(tno, length, device)
+
+
+def wrapped(model):
+    class Wrapper(nn.Module):
+        def __init__(self, layer):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, hidden_states, **given):
+            assert given["kernel"] is None
+            return self.layer(hidden_states, **given)
+
+    model.model.layers[1] = Wrapper(model.model.layers[1])
+
+
+CHANGES = [another_class, another_operator, another_shape, another_activation, another_setting, another_training_flag,
+           another_dtype, hook, parametrization, frozen, dropout, activation_with_parameters, activation_of_the_user,
+           replaced_forward, method_of_the_user, wrapped]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_layers_that_are_not_alike_make_their_own(change, monkeypatch):
+    model, ids = model_of(), torch.arange(22).view(2, 11)
+    change(model)
+    expected = model(ids).logits
+    monkeypatch.setattr(numerics, "HOST_DEVICES", ())
+    assert kernels(model) == [None] * 3
+    torch.testing.assert_close(model(ids).logits, expected, rtol=0, atol=0)
+
+
+def test_adapters(monkeypatch):
+    """Of PEFT: on the encoders, each layer makes its own; on the rest of the model, they do not matter."""
+    peft = pytest.importorskip("peft")
+    for target, stacks in (("layers.0.linear", False), ("u_proj", True)):
+        monkeypatch.setattr(numerics, "HOST_DEVICES", ("cpu",))
+        config = peft.LoraConfig(target_modules=[target], init_lora_weights=False)
+        model, ids = peft.get_peft_model(model_of().double(), config), torch.arange(22).view(2, 11)
+        expected = outcome(model, ids)
+        monkeypatch.setattr(numerics, "HOST_DEVICES", ())
+        assert is_stacked(model.get_base_model()) is stacks
+        assert_equal(outcome(model, ids), expected)
+
+
+def test_weights_on_other_devices(accelerator):
+    """As those of an offloaded model between its uses."""
+    model = model_of()
+    assert kernels(copy.deepcopy(model).to("meta"), device="meta")[0].is_meta
+    encoder(model).to("meta")
+    assert not is_stacked(model)
+    assert not is_stacked(copy.deepcopy(model).to("meta"))
+
+
+def test_offloaded_weights(monkeypatch):
+    """Hooks of accelerate bring the weights of a layer while it runs."""
+    accelerate = pytest.importorskip("accelerate")
+    model, ids = model_of(), torch.arange(22).view(2, 11)
+    expected = model(ids).logits.detach()
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    monkeypatch.setattr(numerics, "HOST_DEVICES", ())
+    assert not is_stacked(model)
+    assert torch.equal(model(ids).logits, expected)
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_sharded_weights(by_layer, monkeypatch):
+    """Of FSDP: where only the model is sharded, and not each layer, the weights are whole while it runs."""
+    ids = torch.arange(22).view(2, 11)
+    expected = outcome(model_of().double(), ids)
+    monkeypatch.setattr(numerics, "HOST_DEVICES", ())
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh, model = torch.distributed.init_device_mesh("cpu", (1,)), model_of().double()
+        for layer in model.model.layers if by_layer else []:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        found = outcome(model, ids)
+        found = {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in found.items()}
+    finally:
+        torch.distributed.destroy_process_group()
+    assert_equal(found, expected)
+
+
+def test_what_is_not_stacked(accelerator):
+    assert not is_stacked(model_of(tno_implementation="eager"))
+    assert not is_stacked(TnnForCausalLM(tiny_config(num_hidden_layers=1)))
+    assert kernels(model_of(decay=None).to("meta"), 10**6, "meta") == [None] * 3, "too large"
+    assert kernels(model_of(decay=0.9).to("meta"), 10**6, "meta")[0].shape[1] < 1000
+
+
+def test_functions_of_parameters(accelerator):
+    """Under torch.func, each layer makes its own."""
+    model, ids = model_of().double(), torch.arange(22).view(2, 11)
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(parameters):
+        return torch.func.functional_call(model, parameters, (ids,), {"labels": ids}).loss
+
+    found, expected = torch.func.grad(loss)(parameters), outcome(model, ids)
+    del expected["logits"]
+    assert_equal({name: found[name] for name in expected}, expected)
+
+
+def test_second_derivatives(monkeypatch):
+    model, ids = model_of().double(), torch.arange(22).view(2, 11)
+    weights = [encoder(model, layer).layers[0].linear.weight for layer in range(3)]
+    results = []
+    for hosts in (("cpu",), ()):
+        monkeypatch.setattr(numerics, "HOST_DEVICES", hosts)
+        first = torch.autograd.grad(model(ids, labels=ids).loss, weights, create_graph=True)
+        results.append(torch.autograd.grad(sum(one.square().sum() for one in first), weights))
+    for found, expected in zip(*reversed(results), strict=True):
+        assert relative_error(found, expected) < 1e-11
+
+
+def test_compiled(monkeypatch):
+    """A traced graph has the kernels in their layers, and no guard on what makes layers alike."""
+    monkeypatch.setattr(stacking, "are_alike", None)
+    model, ids = model_of(), torch.arange(22).view(2, 11)
+    monkeypatch.setattr(numerics, "HOST_DEVICES", ("cpu",))
+    expected = model(ids).logits
+    monkeypatch.setattr(numerics, "HOST_DEVICES", ())
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(ids, use_cache=False).logits, expected, rtol=1e-5, atol=1e-5)
