@@ -13,6 +13,7 @@ FLOORS = [
     {"numerics", "hub", "history", "cache_origin", "conversion"},
     {"fourier", "gating", "inputs", "norms"},
     {"padding", "rpe", "loss", "toeplitz_fused"},
+    {"toeplitz_triton"},
     {"toeplitz", "packing"},
     {"rational", "recurrence"},
     {"cache_tnn", "tno"},

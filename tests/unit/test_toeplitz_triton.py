@@ -1,0 +1,163 @@
+"""The Triton product in Triton's interpreter against the product by definition. `make test-triton` runs these.
+
+The interpreter has no right products of bfloat16: its dtypes here are float32 and float16.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+from helpers.models import random, relative_error
+from modeling_tnn.gating import Gate
+from modeling_tnn.toeplitz import dense_toeplitz, fit_lags, two_sided
+
+triton = pytest.importorskip("triton", reason="needs the package triton: `make test-triton` installs it")
+if not triton.knobs.runtime.interpret:
+    pytest.skip("needs TRITON_INTERPRET=1, see `make test-triton`", allow_module_level=True)
+
+from modeling_tnn import toeplitz_triton  # noqa: E402 - it needs triton
+from modeling_tnn.toeplitz_triton import tiled_convolution  # noqa: E402 - as above
+
+TOLERANCE = {torch.float32: 5e-7, torch.float16: 2e-3}
+ACTIVATIONS = {"silu": nn.SiLU(), "relu": nn.ReLU(), "linear": nn.Identity()}
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["activated before", "activated in the loads"])
+def few_taps(request, monkeypatch):
+    monkeypatch.setattr(toeplitz_triton, "FEW_TAPS", 10**6 if request.param else 0)
+
+
+def dense_product(v, kernel, first: int, gate: Gate):
+    """By definition: lags from -first on."""
+    missing = kernel.shape[1] - 1 - 2 * first
+    coefficients = nn.functional.pad(kernel, (max(0, missing), max(0, -missing)))
+    matrices = dense_toeplitz(fit_lags(coefficients, v.shape[1]))
+    return gate.apply(torch.einsum("dij,bjd->bid", matrices, gate.inputs(v)), "eager")
+
+
+def check(dtype, v, kernel, first: int, u=None, mask=None, act=None):
+    """Values and gradients of `tiled_convolution`; v and u are float64 and are rounded to `dtype` first."""
+    given = [x if x is None else x.detach().to(dtype).requires_grad_() for x in (v, u)]
+    taps = kernel.detach().float().requires_grad_()
+    y = tiled_convolution(given[0], taps, first, Gate(given[1], act, mask))
+    exact = [x if x is None else x.detach().double().requires_grad_() for x in (*given, taps)]
+    expected = dense_product(exact[0], exact[2], first, Gate(exact[1], act, mask))
+    assert y.dtype == dtype and relative_error(y.double(), expected) < TOLERANCE[dtype]
+    cotangent = random(*y.shape).detach().to(dtype)
+    found = torch.autograd.grad((y * cotangent).sum(), [x for x in (*given, taps) if x is not None])
+    wanted = torch.autograd.grad((expected * cotangent.double()).sum(), [x for x in exact if x is not None])
+    for actual, gradient in zip(found, wanted, strict=True):
+        assert relative_error(actual.double(), gradient) < 2 * TOLERANCE[dtype]
+
+
+def masked(batch: int, length: int) -> torch.Tensor:
+    return torch.arange(batch * length).view(batch, length) % 3 != 1
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("length", [1, 3, 63, 130])
+@pytest.mark.parametrize("taps", [1, 5, 64, 200])
+def test_causal_product(length, taps, dtype):
+    """Taps shorter and longer than the text, inside a gate and with padding."""
+    v, u, kernel = random(2, length, 3), random(2, length, 3), random(3, taps) / taps**0.5
+    check(dtype, v, kernel[:, :length], 0, u, masked(2, length), ACTIVATIONS["silu"])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("length", [2, 17, 64, 191])
+@pytest.mark.parametrize("reach", [1, 4, 70])
+def test_two_sided_product(length, reach, dtype):
+    reach = min(reach, length)
+    v, u, kernel = random(3, length, 2), random(3, length, 2), random(2, 2 * reach - 1) / reach**0.5
+    check(dtype, v, kernel, reach - 1, u, masked(3, length), ACTIVATIONS["silu"])
+
+
+@pytest.mark.parametrize("act", ACTIVATIONS)
+@pytest.mark.parametrize("with_gate", [False, True])
+@pytest.mark.parametrize("with_mask", [False, True])
+def test_gates(act, with_gate, with_mask):
+    v, u, kernel = random(2, 65, 3), random(2, 65, 3) if with_gate else None, random(3, 9)
+    check(torch.float32, v, kernel, 4, u, masked(2, 65) if with_mask else None, ACTIVATIONS[act])
+
+
+def test_without_an_activation():
+    check(torch.float32, random(2, 65, 3), random(3, 9), 4)
+
+
+def test_memory_layouts():
+    """Every order of the three dimensions, and views with gaps and of one number."""
+    kernel, act = random(4, 9).detach(), ACTIVATIONS["silu"]
+    v, u = random(3, 70, 4).detach(), random(3, 70, 4).detach()
+    for order in ((0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)):
+        back = [order.index(axis) for axis in range(3)]
+        laid_out = [x.permute(order).contiguous().permute(back) for x in (v, u)]
+        check(torch.float32, laid_out[0], kernel, 0, laid_out[1], masked(3, 70), act)
+    wide = random(6, 140, 8).detach()
+    check(torch.float32, wide[::2, ::2, ::2], kernel, 0, wide[1::2, 1::2, 1::2], masked(6, 140)[::2, ::2], act)
+    check(torch.float32, v[:1, :1].expand(3, 70, 4), kernel, 0, u, None, act)
+
+
+@pytest.mark.parametrize("frozen", range(3))
+def test_gradients_of_some_inputs(frozen):
+    inputs = [random(*shape, dtype=torch.float32) for shape in ((2, 40, 3), (3, 9), (2, 40, 3))]
+
+    def gradients(wanted):
+        v, kernel, u = inputs
+        y = tiled_convolution(v, kernel, 0, Gate(u, ACTIVATIONS["silu"]))
+        return torch.autograd.grad(y.square().sum(), wanted)
+
+    every = gradients(inputs)
+    inputs[frozen].requires_grad_(False)
+    others = [i for i in range(3) if i != frozen]
+    for i, gradient in zip(others, gradients([inputs[i] for i in others]), strict=True):
+        assert torch.equal(gradient, every[i])
+
+
+def test_second_derivatives():
+    """Those of PyTorch's own operations."""
+    inputs = [random(*shape, dtype=torch.float32) for shape in ((2, 20, 2), (2, 5), (2, 20, 2))]
+    mask, act = masked(2, 20), ACTIVATIONS["silu"]
+    found = []
+    for way in (tiled_convolution, dense_product):
+        v, kernel, u = inputs
+        y = way(v, kernel, 0, Gate(u, act, mask))
+        first = torch.autograd.grad(y.square().sum(), inputs, create_graph=True)
+        found.append(torch.autograd.grad(sum(g.square().sum() for g in first), inputs))
+    for actual, expected in zip(*found, strict=True):
+        assert relative_error(actual, expected) < 1e-5
+
+
+def test_nan_at_padding_reaches_nothing():
+    v = random(2, 70, 3, dtype=torch.float32).detach()
+    mask, kernel, u = masked(2, 70), random(3, 20, dtype=torch.float32).detach(), random(2, 70, 3).detach().float()
+    gate = Gate(u, ACTIVATIONS["silu"], mask)
+    clean = tiled_convolution(v, kernel, 0, gate)
+    assert torch.equal(tiled_convolution(v.masked_fill(~mask[..., None], torch.nan), kernel, 0, gate), clean)
+
+
+def test_a_row_is_computed_alone():
+    """Texts of a batch do not see each other."""
+    v, kernel = random(3, 70, 2, dtype=torch.float32).detach(), random(2, 30, dtype=torch.float32).detach()
+    together = tiled_convolution(v, kernel, 0)
+    for row in range(3):
+        torch.testing.assert_close(together[row : row + 1], tiled_convolution(v[row : row + 1], kernel, 0))
+
+
+@pytest.mark.parametrize("config", range(1, 4))
+def test_every_configuration_of_the_autotuner(config, monkeypatch):
+    """Tiles of other sizes. The interpreter uses the first one alone."""
+    products, correlations = toeplitz_triton.PRODUCT_SIZES, toeplitz_triton.CORRELATION_SIZES
+    for kernel, names, sizes in (
+        (toeplitz_triton.product_kernel, ("ROWS", "COLUMNS"), products[config % len(products)]),
+        (toeplitz_triton.correlation_kernel, ("LOW", "HIGH", "STEP"), correlations[config % len(correlations)]),
+    ):
+        chosen = triton.Config(dict(zip(names, sizes, strict=False)))
+        monkeypatch.setattr(kernel, "configs", [chosen])
+    for first in (0, 99):
+        v, u, kernel = random(2, 201, 2), random(2, 201, 2), random(2, 199) / 10
+        check(torch.float32, v, kernel, first, u, masked(2, 201), ACTIVATIONS["silu"])
+
+
+def test_two_sided_kernel_of_a_causal_one():
+    v, kernel = random(2, 33, 2, dtype=torch.float32).detach(), random(2, 33, dtype=torch.float32).detach()
+    torch.testing.assert_close(tiled_convolution(v, kernel, 0), tiled_convolution(v, two_sided(kernel), 32))
