@@ -21,6 +21,7 @@ from .toeplitz import (
     gated_toeplitz_matmul,
     two_sided,
 )
+from .toeplitz_choice import describe, takes_taps
 
 
 class ToeplitzOperator(nn.Module):
@@ -41,7 +42,7 @@ class ToeplitzOperator(nn.Module):
         causal: whether t_k = 0 for k < 0.
         channels: number of channels D.
         layer_idx: index of the layer in the model.
-        implementation: `config.tno_implementation`, see `numerics.is_fused`.
+        implementation: `config.tno_implementation`, see `toeplitz_choice.py`.
         refill_phase: number in [0, 1), different for every layer, see `recurrence.FilterRecurrence`.
     """
 
@@ -157,10 +158,13 @@ class ToeplitzOperator(nn.Module):
 
     def _convolve(self, v: torch.Tensor, gate: Gate) -> torch.Tensor:
         length = v.shape[1]
-        response = self.response(length, v.device)
-        if response is not None:
-            return filter_by_response(v, response, self.implementation, gate)
         longest = self.kernel_length()
+        if type(self).response is not ToeplitzOperator.response:
+            reach = min(length, longest or length)
+            lags = reach if self.causal else 2 * reach - 1
+            response = None if takes_taps(self.implementation, v, lags) else self.response(length, v.device)
+            if response is not None:
+                return filter_by_response(v, response, self.implementation, gate)
         # A traced graph keeps all lags: it serves any length.
         if longest is not None and not is_traced():
             length = min(length, longest)
@@ -173,4 +177,6 @@ class ToeplitzOperator(nn.Module):
         return dense_toeplitz(two_sided(coefficients) if self.causal else coefficients)
 
     def extra_repr(self) -> str:
-        return f"channels={self.channels}, causal={self.causal}"
+        parameter = next(self.parameters(), None)
+        device = torch.device("cpu") if parameter is None else parameter.device
+        return f"channels={self.channels}, causal={self.causal}, product={describe(self.implementation, device)}"

@@ -235,8 +235,10 @@ def tiled_convolution(v: torch.Tensor, kernel: torch.Tensor, first: int, gate: G
 
 
 def runs_on(device: torch.device) -> bool:
-    """Whether Triton computes on a device."""
-    return device.type == "cuda" or (device.type == "cpu" and triton.knobs.runtime.interpret)
+    """Whether the kernels compute on a device."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    return device.type == "cpu" and triton.knobs.runtime.interpret
 
 
 def inputs(v: torch.Tensor, mask: torch.Tensor | None, act: Activation | None) -> torch.Tensor:

@@ -7,15 +7,17 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.models import random, relative_error
+from helpers.models import random, relative_error, seeded, tiny_config
+from modeling_tnn import TnnForCausalLM, TnnForMaskedLM
 from modeling_tnn.gating import Gate
-from modeling_tnn.toeplitz import dense_toeplitz, fit_lags, two_sided
+from modeling_tnn.toeplitz import dense_toeplitz, fit_lags, gated_toeplitz_matmul, two_sided
 
 triton = pytest.importorskip("triton", reason="needs the package triton: `make test-triton` installs it")
 if not triton.knobs.runtime.interpret:
     pytest.skip("needs TRITON_INTERPRET=1, see `make test-triton`", allow_module_level=True)
 
 from modeling_tnn import toeplitz_triton  # noqa: E402 - it needs triton
+from modeling_tnn.toeplitz_choice import refused_by_triton  # noqa: E402 - as above
 from modeling_tnn.toeplitz_triton import tiled_convolution  # noqa: E402 - as above
 
 TOLERANCE = {torch.float32: 5e-7, torch.float16: 2e-3}
@@ -161,3 +163,49 @@ def test_every_configuration_of_the_autotuner(config, monkeypatch):
 def test_two_sided_kernel_of_a_causal_one():
     v, kernel = random(2, 33, 2, dtype=torch.float32).detach(), random(2, 33, dtype=torch.float32).detach()
     torch.testing.assert_close(tiled_convolution(v, kernel, 0), tiled_convolution(v, two_sided(kernel), 32))
+
+
+@pytest.mark.parametrize("act", [nn.GELU(), nn.PReLU()], ids=["gelu", "prelu"])
+def test_other_activations(act):
+    """Outside the kernels, one with parameters too."""
+    inputs, found = [random(*shape, dtype=torch.float32) for shape in ((2, 20, 2), (2, 9), (2, 20, 2))], []
+    for way in ("triton", "eager"):
+        y = gated_toeplitz_matmul(inputs[0], inputs[1], way, Gate(inputs[2], act, masked(2, 20)))
+        found.append([y, *torch.autograd.grad(y.square().sum(), [*inputs, *act.parameters()])])
+    for actual, expected in zip(*found, strict=True):
+        assert relative_error(actual, expected) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("model_class", "tno_type"), [(TnnForCausalLM, "rpe"), (TnnForMaskedLM, "rpe"), (TnnForMaskedLM, "fd")]
+)
+def test_a_model(model_class, tno_type):
+    """By its configuration: logits and gradients of all parameters."""
+    ids, found = torch.arange(74).view(2, 37), []
+    for way in ("triton", "eager"):
+        config = tiny_config(tno_type, model_class is TnnForCausalLM, tno_implementation=way, hidden_dropout_prob=0.0)
+        model = seeded(model_class, config).train()
+        loss = model(ids, attention_mask=masked(2, 37).long()).logits.square().mean()
+        found.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
+    for actual, expected in zip(*found, strict=True):
+        assert relative_error(actual, expected, scale=1e-2) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("v", "taps", "dtype", "message"),
+    [
+        (torch.ones(1, 5, 2, device="meta"), 3, torch.float32, "a GPU of compute capability 8.0"),
+        (
+            torch.ones(1, 5, 2, dtype=torch.float64),
+            3,
+            torch.float64,
+            "float32, bfloat16 and float16, got torch.float64",
+        ),
+        (torch.ones(1, 5, 2), 3, torch.float64, "got torch.float32 with a filter of torch.float64"),
+        (torch.ones(1, 5, 2), 4097, torch.float32, "at most 4,096 taps, got 4,097"),
+        (torch.ones(1, 1, 1).expand(2**16, 2**15, 1), 3, torch.float32, "fewer than 2,147,483,648 positions"),
+    ],
+)
+def test_refusals(v, taps, dtype, message):
+    assert message in refused_by_triton(v, taps, dtype)
+    assert refused_by_triton(torch.ones(1, 5, 2), 4096, torch.float32) is None
