@@ -18,8 +18,9 @@ from .toeplitz_measured import MEASURED
 
 logger = logging.get_logger(__name__)
 
-# What the Triton kernels take: taps on both sides together, numbers of a channel, and the inputs.
-TRITON_TAPS, TRITON_NUMBERS = 2**12, 2**31
+# What the Triton kernels take: taps on both sides together, positions of all sequences (CUDA limits the programs of a
+# channel to 65,535), and the inputs.
+TRITON_TAPS, TRITON_POSITIONS = 2**12, 2**25
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -87,8 +88,8 @@ def refused_by_triton(v: torch.Tensor, taps: int, dtype: torch.dtype) -> str | N
         return f"takes float32, bfloat16 and float16, got {v.dtype} with a filter of {dtype}"
     if taps > TRITON_TAPS:
         return f"takes at most {TRITON_TAPS:,} taps, got {taps:,}"
-    if v.shape[0] * v.shape[1] >= TRITON_NUMBERS:
-        return f"takes fewer than {TRITON_NUMBERS:,} positions, got {v.shape[0] * v.shape[1]:,}"
+    if v.shape[0] * v.shape[1] > TRITON_POSITIONS:
+        return f"takes at most {TRITON_POSITIONS:,} positions, got {v.shape[0] * v.shape[1]:,}"
     return None
 
 

@@ -204,7 +204,12 @@ def test_a_model(model_class, tno_type):
         ),
         (torch.ones(1, 5, 2), 3, torch.float64, "got torch.float32 with a filter of torch.float64"),
         (torch.ones(1, 5, 2), 4097, torch.float32, "at most 4,096 taps, got 4,097"),
-        (torch.ones(1, 1, 1).expand(2**16, 2**15, 1), 3, torch.float32, "fewer than 2,147,483,648 positions"),
+        (
+            torch.ones(1, 1, 1).expand(2**15, 2**11, 1),
+            3,
+            torch.float32,
+            "at most 33,554,432 positions, got 67,108,864",
+        ),
     ],
 )
 def test_refusals(v, taps, dtype, message):

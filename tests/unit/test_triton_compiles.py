@@ -71,6 +71,15 @@ def test_products(form, dtype, device, tmp_path):
         assert instruction in built.asm["ptx"], config
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_sizes_of_one(form):
+    """A launch makes constants of integers that are 1."""
+    kernel, constants = FORMS[form]
+    ones = {name: 1 for name in kernel.fn.arg_names if name in ("batch", "length", "num_taps", "v_d", "g_d", "x_d")}
+    sizes = kernel.configs[0].kwargs
+    compiled(kernel.fn, constants | ones | {"PRECISION": "tf32"} | sizes, "bf16", 90)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kernel", ELEMENTWISE, ids=lambda kernel: kernel.__name__)
 def test_elementwise_kernels(kernel, device, tmp_path):
