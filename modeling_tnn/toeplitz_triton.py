@@ -18,7 +18,8 @@ p Q + q is entry (q, p) of one product of shifted copies, which needs no tiles a
     dk[p Q + q] = sum_n g[n + q] x[n + first - p Q]                                                        (2)
 
 Operands have the dtype of `v`, sums are float32 (of float32 operands by three products in TF32). Nothing is added by
-atomic operations: with one choice of the autotuner, equal inputs give equal bits. Higher derivatives are those of `toeplitz_fused.eager_windows`.
+atomic operations: with one choice of the autotuner, equal inputs give equal bits. Higher derivatives are those of
+`toeplitz_fused.eager_windows`.
 
 This file is imported only where Triton is installed. With the environment variable TRITON_INTERPRET=1, Triton
 computes on the CPU, slowly; tests do.

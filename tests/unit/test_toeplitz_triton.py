@@ -1,6 +1,7 @@
-"""The Triton product in Triton's interpreter against the product by definition. `make test-triton` runs these.
+"""The Triton product against the product by definition, in Triton's interpreter or on a GPU.
 
-The interpreter has no right products of bfloat16: its dtypes here are float32 and float16.
+`make test-triton` runs these in the interpreter, which has no right products of bfloat16. On a machine with a GPU,
+`pytest tests/unit/test_toeplitz_triton.py` runs them there.
 """
 
 import pytest
@@ -13,14 +14,17 @@ from modeling_tnn.gating import Gate
 from modeling_tnn.toeplitz import dense_toeplitz, fit_lags, gated_toeplitz_matmul, two_sided
 
 triton = pytest.importorskip("triton", reason="needs the package triton: `make test-triton` installs it")
-if not triton.knobs.runtime.interpret:
-    pytest.skip("needs TRITON_INTERPRET=1, see `make test-triton`", allow_module_level=True)
+DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
+if DEVICE == "cuda" and not torch.cuda.is_available():
+    pytest.skip("needs TRITON_INTERPRET=1 (see `make test-triton`) or a GPU", allow_module_level=True)
 
 from modeling_tnn import toeplitz_triton  # noqa: E402 - it needs triton
 from modeling_tnn.toeplitz_choice import refused_by_triton  # noqa: E402 - as above
 from modeling_tnn.toeplitz_triton import tiled_convolution  # noqa: E402 - as above
 
 TOLERANCE = {torch.float32: 5e-7, torch.float16: 2e-3}
+if DEVICE == "cuda":
+    TOLERANCE[torch.bfloat16] = 1.6e-2
 ACTIVATIONS = {"silu": nn.SiLU(), "relu": nn.ReLU(), "linear": nn.Identity()}
 
 
@@ -39,13 +43,13 @@ def dense_product(v, kernel, first: int, gate: Gate):
 
 def check(dtype, v, kernel, first: int, u=None, mask=None, act=None):
     """Values and gradients of `tiled_convolution`; v and u are float64 and are rounded to `dtype` first."""
-    given = [x if x is None else x.detach().to(dtype).requires_grad_() for x in (v, u)]
-    taps = kernel.detach().float().requires_grad_()
+    given = [x if x is None else x.detach().to(DEVICE, dtype).requires_grad_() for x in (v, u)]
+    taps = kernel.detach().to(DEVICE).float().requires_grad_()
     y = tiled_convolution(given[0], taps, first, Gate(given[1], act, mask))
     exact = [x if x is None else x.detach().double().requires_grad_() for x in (*given, taps)]
     expected = dense_product(exact[0], exact[2], first, Gate(exact[1], act, mask))
     assert y.dtype == dtype and relative_error(y.double(), expected) < TOLERANCE[dtype]
-    cotangent = random(*y.shape).detach().to(dtype)
+    cotangent = random(*y.shape).detach().to(y)
     found = torch.autograd.grad((y * cotangent).sum(), [x for x in (*given, taps) if x is not None])
     wanted = torch.autograd.grad((expected * cotangent.double()).sum(), [x for x in exact if x is not None])
     for actual, gradient in zip(found, wanted, strict=True):
@@ -53,7 +57,12 @@ def check(dtype, v, kernel, first: int, u=None, mask=None, act=None):
 
 
 def masked(batch: int, length: int) -> torch.Tensor:
-    return torch.arange(batch * length).view(batch, length) % 3 != 1
+    return torch.arange(batch * length, device=DEVICE).view(batch, length) % 3 != 1
+
+
+def single(*shape) -> torch.Tensor:
+    """Numbers in float32 on the device."""
+    return random(*shape).detach().float().to(DEVICE).requires_grad_()
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -101,7 +110,7 @@ def test_memory_layouts():
 
 @pytest.mark.parametrize("frozen", range(3))
 def test_gradients_of_some_inputs(frozen):
-    inputs = [random(*shape, dtype=torch.float32) for shape in ((2, 40, 3), (3, 9), (2, 40, 3))]
+    inputs = [single(*shape) for shape in ((2, 40, 3), (3, 9), (2, 40, 3))]
 
     def gradients(wanted):
         v, kernel, u = inputs
@@ -117,7 +126,7 @@ def test_gradients_of_some_inputs(frozen):
 
 def test_second_derivatives():
     """Those of PyTorch's own operations."""
-    inputs = [random(*shape, dtype=torch.float32) for shape in ((2, 20, 2), (2, 5), (2, 20, 2))]
+    inputs = [single(*shape) for shape in ((2, 20, 2), (2, 5), (2, 20, 2))]
     mask, act = masked(2, 20), ACTIVATIONS["silu"]
     found = []
     for way in (tiled_convolution, dense_product):
@@ -130,8 +139,8 @@ def test_second_derivatives():
 
 
 def test_nan_at_padding_reaches_nothing():
-    v = random(2, 70, 3, dtype=torch.float32).detach()
-    mask, kernel, u = masked(2, 70), random(3, 20, dtype=torch.float32).detach(), random(2, 70, 3).detach().float()
+    v = single(2, 70, 3).detach()
+    mask, kernel, u = masked(2, 70), single(3, 20).detach(), single(2, 70, 3).detach()
     gate = Gate(u, ACTIVATIONS["silu"], mask)
     clean = tiled_convolution(v, kernel, 0, gate)
     assert torch.equal(tiled_convolution(v.masked_fill(~mask[..., None], torch.nan), kernel, 0, gate), clean)
@@ -139,7 +148,7 @@ def test_nan_at_padding_reaches_nothing():
 
 def test_a_row_is_computed_alone():
     """Texts of a batch do not see each other."""
-    v, kernel = random(3, 70, 2, dtype=torch.float32).detach(), random(2, 30, dtype=torch.float32).detach()
+    v, kernel = single(3, 70, 2).detach(), single(2, 30).detach()
     together = tiled_convolution(v, kernel, 0)
     for row in range(3):
         torch.testing.assert_close(together[row : row + 1], tiled_convolution(v[row : row + 1], kernel, 0))
@@ -161,14 +170,15 @@ def test_every_configuration_of_the_autotuner(config, monkeypatch):
 
 
 def test_two_sided_kernel_of_a_causal_one():
-    v, kernel = random(2, 33, 2, dtype=torch.float32).detach(), random(2, 33, dtype=torch.float32).detach()
+    v, kernel = single(2, 33, 2).detach(), single(2, 33).detach()
     torch.testing.assert_close(tiled_convolution(v, kernel, 0), tiled_convolution(v, two_sided(kernel), 32))
 
 
 @pytest.mark.parametrize("act", [nn.GELU(), nn.PReLU()], ids=["gelu", "prelu"])
 def test_other_activations(act):
     """Outside the kernels, one with parameters too."""
-    inputs, found = [random(*shape, dtype=torch.float32) for shape in ((2, 20, 2), (2, 9), (2, 20, 2))], []
+    inputs, found = [single(*shape) for shape in ((2, 20, 2), (2, 9), (2, 20, 2))], []
+    act = act.to(DEVICE)
     for way in ("triton", "eager"):
         y = gated_toeplitz_matmul(inputs[0], inputs[1], way, Gate(inputs[2], act, masked(2, 20)))
         found.append([y, *torch.autograd.grad(y.square().sum(), [*inputs, *act.parameters()])])
@@ -181,11 +191,11 @@ def test_other_activations(act):
 )
 def test_a_model(model_class, tno_type):
     """By its configuration: logits and gradients of all parameters."""
-    ids, found = torch.arange(140).view(2, 70) % 99, []  # FD would take its response at this length
+    ids, found = torch.arange(140, device=DEVICE).view(2, 70) % 99, []  # FD would take its response at this length
     for way in ("triton", "eager"):
         fields = {"tno_implementation": way, "hidden_dropout_prob": 0.0, "hidden_size": 8}
         config = tiny_config(tno_type, model_class is TnnForCausalLM, **fields)
-        model = seeded(model_class, config).train()
+        model = seeded(model_class, config).to(DEVICE).train()
         loss = model(ids, attention_mask=masked(2, 70).long()).logits.square().mean()
         found.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
     for actual, expected in zip(*found, strict=True):
@@ -193,25 +203,16 @@ def test_a_model(model_class, tno_type):
 
 
 @pytest.mark.parametrize(
-    ("v", "taps", "dtype", "message"),
+    ("shape", "dtype", "taps", "of_filter", "message"),
     [
-        (torch.ones(1, 5, 2, device="meta"), 3, torch.float32, "a GPU of compute capability 8.0"),
-        (
-            torch.ones(1, 5, 2, dtype=torch.float64),
-            3,
-            torch.float64,
-            "float32, bfloat16 and float16, got torch.float64",
-        ),
-        (torch.ones(1, 5, 2), 3, torch.float64, "got torch.float32 with a filter of torch.float64"),
-        (torch.ones(1, 5, 2), 4097, torch.float32, "at most 4,096 taps, got 4,097"),
-        (
-            torch.ones(1, 1, 1).expand(2**15, 2**11, 1),
-            3,
-            torch.float32,
-            "at most 33,554,432 positions, got 67,108,864",
-        ),
+        ((1, 5, 2), torch.float64, 3, torch.float64, "bfloat16 and float16, got torch.float64"),
+        ((1, 5, 2), torch.float32, 3, torch.float64, "got torch.float32 with a filter of torch.float64"),
+        ((1, 5, 2), torch.float32, 4097, torch.float32, "at most 4,096 taps, got 4,097"),
+        ((2**15, 2**11, 1), torch.float32, 3, torch.float32, "at most 33,554,432 positions, got 67,108,864"),
     ],
 )
-def test_refusals(v, taps, dtype, message):
-    assert message in refused_by_triton(v, taps, dtype)
-    assert refused_by_triton(torch.ones(1, 5, 2), 4096, torch.float32) is None
+def test_refusals(shape, dtype, taps, of_filter, message):
+    one = torch.ones(1, 1, 1, dtype=dtype, device=DEVICE)
+    assert message in refused_by_triton(one.expand(shape), taps, of_filter)
+    assert "a GPU of compute capability 8.0" in refused_by_triton(one.to("meta"), taps, of_filter)
+    assert refused_by_triton(one.float(), 4096, torch.float32) is None
