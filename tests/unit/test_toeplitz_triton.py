@@ -4,10 +4,16 @@
 `pytest tests/unit/test_toeplitz_triton.py` runs them there.
 """
 
+import os
+import sys
+
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
+from helpers import processes
+from helpers.hub_client import WITHOUT_THE_PACKAGE
 from helpers.models import random, relative_error, seeded, tiny_config
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM
 from modeling_tnn.gating import Gate
@@ -28,9 +34,12 @@ if DEVICE == "cuda":
 ACTIVATIONS = {"silu": nn.SiLU(), "relu": nn.ReLU(), "linear": nn.Identity()}
 
 
-@pytest.fixture(autouse=True, params=[False, True], ids=["activated before", "activated in the loads"])
+@pytest.fixture(params=[False, True], ids=["activated before", "activated in the loads"])
 def few_taps(request, monkeypatch):
     monkeypatch.setattr(toeplitz_triton, "FEW_TAPS", 10**6 if request.param else 0)
+
+
+both_ways = pytest.mark.usefixtures("few_taps")
 
 
 def dense_product(v, kernel, first: int, gate: Gate):
@@ -65,6 +74,7 @@ def single(*shape) -> torch.Tensor:
     return random(*shape).detach().float().to(DEVICE).requires_grad_()
 
 
+@both_ways
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("length", [1, 3, 63, 130])
 @pytest.mark.parametrize("taps", [1, 5, 64, 200])
@@ -74,6 +84,7 @@ def test_causal_product(length, taps, dtype):
     check(dtype, v, kernel[:, :length], 0, u, masked(2, length), ACTIVATIONS["silu"])
 
 
+@both_ways
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("length", [2, 17, 64, 191])
 @pytest.mark.parametrize("reach", [1, 4, 70])
@@ -83,6 +94,7 @@ def test_two_sided_product(length, reach, dtype):
     check(dtype, v, kernel, reach - 1, u, masked(3, length), ACTIVATIONS["silu"])
 
 
+@both_ways
 @pytest.mark.parametrize("act", ACTIVATIONS)
 @pytest.mark.parametrize("with_gate", [False, True])
 @pytest.mark.parametrize("with_mask", [False, True])
@@ -95,6 +107,7 @@ def test_without_an_activation():
     check(torch.float32, random(2, 65, 3), random(3, 9), 4)
 
 
+@both_ways
 def test_memory_layouts():
     """Every order of the three dimensions, and views with gaps and of one number."""
     kernel, act = random(4, 9).detach(), ACTIVATIONS["silu"]
@@ -138,6 +151,7 @@ def test_second_derivatives():
         assert relative_error(actual, expected) < 1e-5
 
 
+@both_ways
 def test_nan_at_padding_reaches_nothing():
     v = single(2, 70, 3).detach()
     mask, kernel, u = masked(2, 70), single(3, 20).detach(), single(2, 70, 3).detach()
@@ -154,6 +168,7 @@ def test_a_row_is_computed_alone():
         torch.testing.assert_close(together[row : row + 1], tiled_convolution(v[row : row + 1], kernel, 0))
 
 
+@both_ways
 @pytest.mark.parametrize("config", range(1, 4))
 def test_every_configuration_of_the_autotuner(config, monkeypatch):
     """Tiles of other sizes. The interpreter uses the first one alone."""
@@ -216,3 +231,28 @@ def test_refusals(shape, dtype, taps, of_filter, message):
     assert message in refused_by_triton(one.expand(shape), taps, of_filter)
     assert "a GPU of compute capability 8.0" in refused_by_triton(one.to("meta"), taps, of_filter)
     assert refused_by_triton(one.float(), 4096, torch.float32) is None
+
+
+LOAD = """
+import torch, transformers
+from safetensors.torch import save_file
+found = {}
+for way in ("triton", "eager"):
+    model = transformers.AutoModel.from_pretrained(sys.argv[1], trust_remote_code=True, tno_implementation=way)
+    assert type(model).__module__.startswith("transformers_modules."), type(model)
+    ids = torch.arange(74).view(2, 37)
+    found[way] = model.to(sys.argv[2])(ids.to(sys.argv[2]))[0].detach().cpu().contiguous()
+assert any(name.endswith(".toeplitz_triton") for name in sys.modules)
+save_file(found, "found.safetensors")
+"""
+
+
+def test_a_checkpoint_brings_the_kernels(tmp_path):
+    """They compute where this package is not installed."""
+    seeded(TnnForCausalLM, tiny_config(hidden_size=8)).save_pretrained(tmp_path / "model")
+    environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", WITHOUT_THE_PACKAGE + LOAD, str(tmp_path / "model"), DEVICE]
+    processes.run(command, check=True, cwd=tmp_path, env=environment)
+    found = load_file(tmp_path / "found.safetensors")
+    assert relative_error(found["triton"], found["eager"]) < 1e-5
+    assert not torch.equal(found["triton"], found["eager"])
