@@ -29,6 +29,7 @@ from functools import partial
 
 import torch
 from torch import nn
+from transformers.activations import ACT2FN
 
 from .gating import NO_GATE, Activation, Gate, differentiable_gradients, must_differentiate
 from .numerics import next_fast_len
@@ -50,7 +51,11 @@ MARGIN = tl.constexpr(256)
 # Numbers that a program of an elementwise kernel has.
 BLOCK = 1024
 
-FUNCTIONS = {nn.SiLU: "silu", nn.ReLU: "relu", nn.Identity: "none", type(None): "none"}
+# Activations that the kernels have, by their classes: PyTorch's, and those of the names in a configuration.
+FUNCTIONS = {nn.SiLU: "silu", nn.ReLU: "relu", nn.Identity: "none", type(None): "none"} | {
+    type(ACT2FN[name]): function
+    for name, function in (("silu", "silu"), ("relu", "relu"), ("gelu", "gelu"), ("linear", "none"))
+}
 
 
 # What the autotuner tries: the sizes of a tile, then warps and stages. The first one has no spilled registers in any
@@ -75,6 +80,8 @@ def activated(x, ACT: tl.constexpr):
         x = x / (1 + tl.exp(-x))
     if ACT == "relu":
         x = tl.where(x < 0, 0.0, x)
+    if ACT == "gelu":
+        x = 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
     return x
 
 
@@ -86,6 +93,8 @@ def slope(x, ACT: tl.constexpr):
         x = s * (1 + x * (1 - s))
     elif ACT == "relu":
         x = tl.where(x > 0, 1.0, 0.0)
+    elif ACT == "gelu":
+        x = 0.5 * (1 + tl.erf(x * 0.7071067811865476)) + x * tl.exp(-0.5 * x * x) * 0.3989422804014327
     else:
         x = tl.full(x.shape, 1.0, tl.float32)
     return x

@@ -11,11 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from transformers.activations import ACT2FN
 
 from helpers import processes
 from helpers.hub_client import WITHOUT_THE_PACKAGE
 from helpers.models import random, relative_error, seeded, tiny_config
-from modeling_tnn import TnnForCausalLM, TnnForMaskedLM
+from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, list_presets, load_preset
 from modeling_tnn.gating import Gate
 from modeling_tnn.toeplitz import dense_toeplitz, fit_lags, gated_toeplitz_matmul, two_sided
 
@@ -31,7 +32,8 @@ from modeling_tnn.toeplitz_triton import tiled_convolution  # noqa: E402 - as ab
 TOLERANCE = {torch.float32: 5e-7, torch.float16: 2e-3}
 if DEVICE == "cuda":
     TOLERANCE[torch.bfloat16] = 1.6e-2
-ACTIVATIONS = {"silu": nn.SiLU(), "relu": nn.ReLU(), "linear": nn.Identity()}
+# By the names in configurations.
+ACTIVATIONS = {name: ACT2FN[name] for name in ("silu", "relu", "gelu", "linear")}
 
 
 @pytest.fixture(params=[False, True], ids=["activated before", "activated in the loads"])
@@ -189,7 +191,14 @@ def test_two_sided_kernel_of_a_causal_one():
     torch.testing.assert_close(tiled_convolution(v, kernel, 0), tiled_convolution(v, two_sided(kernel), 32))
 
 
-@pytest.mark.parametrize("act", [nn.GELU(), nn.PReLU()], ids=["gelu", "prelu"])
+def test_activations_of_the_presets():
+    """Each of them is inside the kernels."""
+    presets = [name for name in list_presets() if not name.startswith("peers/")]
+    assert {load_preset(name).hidden_act for name in presets} <= ACTIVATIONS.keys()
+    assert all(type(act) in toeplitz_triton.FUNCTIONS for act in (*ACTIVATIONS.values(), nn.SiLU(), nn.ReLU()))
+
+
+@pytest.mark.parametrize("act", [nn.Tanh(), nn.PReLU()], ids=["tanh", "prelu"])
 def test_other_activations(act):
     """Outside the kernels, one with parameters too."""
     inputs, found = [single(*shape) for shape in ((2, 20, 2), (2, 9), (2, 20, 2))], []

@@ -28,7 +28,7 @@ FORMS = {
     "backward": (kernels.product_kernel, {"ACT": "silu", "ACTIVATE": False, "BACKWARD": True, "mixed": None}),
     "taps": (kernels.correlation_kernel, {}),
 }
-ELEMENTWISE = [kernels.input_kernel, kernels.gate_kernel]
+ELEMENTWISE = [(kernel, act) for kernel in (kernels.input_kernel, kernels.gate_kernel) for act in ("silu", "gelu")]
 
 
 def compiled(function, constants: dict, dtype: str, device: int, **options):
@@ -81,7 +81,7 @@ def test_sizes_of_one(form):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kernel", ELEMENTWISE, ids=lambda kernel: kernel.__name__)
-def test_elementwise_kernels(kernel, device, tmp_path):
-    used = usage(compiled(kernel, {"ACT": "silu", "BLOCK": kernels.BLOCK}, "bf16", device), tmp_path)
+@pytest.mark.parametrize(("kernel", "act"), ELEMENTWISE, ids=lambda one: getattr(one, "__name__", one))
+def test_elementwise_kernels(kernel, act, device, tmp_path):
+    used = usage(compiled(kernel, {"ACT": act, "BLOCK": kernels.BLOCK}, "bf16", device), tmp_path)
     assert used["REG"] <= REGISTERS and used["STACK"] == 0
