@@ -83,7 +83,7 @@ def refused_by_triton(v: torch.Tensor, taps: int, dtype: torch.dtype) -> str | N
     from .toeplitz_triton import runs_on
 
     if not runs_on(v.device):
-        return f"needs a GPU of compute capability 8.0 or newer, got {v.device}"
+        return f"needs a GPU of NVIDIA of compute capability 8.0 or newer, got {v.device}"
     if dtype is not torch.float32 or v.dtype not in TRITON_DTYPES:
         return f"takes float32, bfloat16 and float16, got {v.dtype} with a filter of {dtype}"
     if taps > TRITON_TAPS:

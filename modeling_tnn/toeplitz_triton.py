@@ -42,7 +42,7 @@ except ImportError as error:
     raise ImportError("tno_implementation='triton' needs the package triton, which is not installed") from error
 
 # Filters up to this length are activated in each load of an entry, which happens once for each tile. Longer ones have
-# many tiles, and their inputs are activated once, before the product.
+# many tiles, and their inputs are activated once, before the product. (By arithmetic: not measured.)
 FEW_TAPS = 256
 
 # Zeros before and after the taps of a channel: at least two tiles. Then the loads of a tile need no test.
@@ -247,7 +247,7 @@ def tiled_convolution(v: torch.Tensor, kernel: torch.Tensor, first: int, gate: G
 def runs_on(device: torch.device) -> bool:
     """Whether the kernels compute on a device."""
     if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= (8, 0)
+        return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
     return device.type == "cpu" and triton.knobs.runtime.interpret
 
 

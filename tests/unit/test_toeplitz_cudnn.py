@@ -149,3 +149,24 @@ def test_without_it(cudnn, monkeypatch, module, caplog):
     said = [record.getMessage() for record in caplog.records if "Toeplitz" in record.getMessage()]
     why = f"which needs {toeplitz_cudnn.NEEDS}, which is not installed."
     assert said == [f"Toeplitz products are computed by 'fused' instead of 'cudnn', {why}"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU of NVIDIA")
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("taps", [1, 100, 3173])
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_library_itself(causal, taps, dtype):
+    """cuDNN on the GPU, where it is installed."""
+    toeplitz_cudnn.cudnn_function.cache_clear()
+    if toeplitz_cudnn.cudnn_function() is None:
+        pytest.skip(f"needs {toeplitz_cudnn.NEEDS}")
+    matmul, length = gated_causal_toeplitz_matmul if causal else gated_toeplitz_matmul, 600
+    taps = min(taps, length) if causal else 2 * min(taps, length) - 1
+    given = [x.detach().cuda().to(dtype) for x in (random(2, length, 3), random(3, taps), random(2, length, 3))]
+    found = []
+    for way, wide in (("cudnn", dtype), ("eager", torch.float64)):
+        inputs = [x.to(wide).requires_grad_() for x in given]
+        y = gated(way, matmul, *inputs)
+        found.append([y, *torch.autograd.grad((y * y.detach()).sum(), inputs)])
+    for actual, expected in zip(*found, strict=True):
+        assert relative_error(actual.double(), expected) < 8 * TOLERANCE[dtype]

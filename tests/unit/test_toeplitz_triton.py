@@ -238,7 +238,7 @@ def test_a_model(model_class, tno_type):
 def test_refusals(shape, dtype, taps, of_filter, message):
     one = torch.ones(1, 1, 1, dtype=dtype, device=DEVICE)
     assert message in refused_by_triton(one.expand(shape), taps, of_filter)
-    assert "a GPU of compute capability 8.0" in refused_by_triton(one.to("meta"), taps, of_filter)
+    assert "of compute capability 8.0" in refused_by_triton(one.to("meta"), taps, of_filter)
     assert refused_by_triton(one.float(), 4096, torch.float32) is None
 
 

@@ -22,6 +22,8 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 # Bytes of shared memory that a block may have: A100, H100, B200. Then the instruction of the tensor cores.
 DEVICES = {80: (163 * 1024, "mma.sync"), 90: (227 * 1024, "wgmma.mma_async"), 100: (227 * 1024, "tcgen05.mma")}
 REGISTERS = 255
+# What the consumer cards of these generations have; the first choice of the autotuner fits them too.
+SMALLEST_SHARED = 99 * 1024
 FORMS = {
     "forward": (kernels.product_kernel, {"ACT": "silu", "ACTIVATE": False, "BACKWARD": False}),
     "forward, activated in the loads": (kernels.product_kernel, {"ACT": "silu", "ACTIVATE": True, "BACKWARD": False}),
@@ -66,7 +68,8 @@ def test_products(form, dtype, device, tmp_path):
         sizes = {"num_warps": config.num_warps, "num_stages": config.num_stages}
         built = compiled(kernel.fn, constants | {"PRECISION": precise} | config.kwargs, dtype, device, **sizes)
         used = usage(built, tmp_path)
-        assert built.metadata.shared <= shared and used["REG"] <= REGISTERS, config
+        limit = SMALLEST_SHARED if config is kernel.configs[0] else shared
+        assert built.metadata.shared <= limit and used["REG"] <= REGISTERS, config
         assert used["STACK"] == 0, (config, used)
         assert instruction in built.asm["ptx"], config
 
