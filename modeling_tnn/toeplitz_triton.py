@@ -62,7 +62,8 @@ FUNCTIONS = {nn.SiLU: "silu", nn.ReLU: "relu", nn.Identity: "none", type(None): 
 # precision and fits every GPU. The interpreter cannot measure, and takes it.
 PRODUCT_SIZES = [(64, 32, 4, 3), (64, 64, 4, 3), (64, 128, 8, 3), (128, 64, 8, 2)]
 
-CORRELATION_SIZES = [(64, 32, 64, 4, 3), (64, 16, 64, 4, 3), (128, 16, 64, 4, 3)]
+# A program has the product of the first two as many taps: 256 in the last one, for short filters.
+CORRELATION_SIZES = [(64, 32, 64, 4, 3), (64, 16, 64, 4, 3), (128, 16, 64, 4, 3), (16, 16, 64, 1, 3)]
 
 
 def configs(choices: list[tuple[int, ...]], *names: str) -> list[triton.Config]:

@@ -71,7 +71,8 @@ def test_products(form, dtype, device, tmp_path):
         limit = SMALLEST_SHARED if config is kernel.configs[0] else shared
         assert built.metadata.shared <= limit and used["REG"] <= REGISTERS, config
         assert used["STACK"] == 0, (config, used)
-        assert instruction in built.asm["ptx"], config
+        small = config.kwargs.get("LOW", 64) < 64  # the instructions of later GPUs have 64 rows
+        assert ("mma.sync" if small else instruction) in built.asm["ptx"], config
 
 
 @pytest.mark.parametrize("form", FORMS)
