@@ -162,6 +162,18 @@ def test_nan_at_padding_reaches_nothing():
     assert torch.equal(tiled_convolution(v.masked_fill(~mask[..., None], torch.nan), kernel, 0, gate), clean)
 
 
+@both_ways
+@pytest.mark.parametrize("length", [1, 70])
+def test_every_number_is_written(length):
+    """PyTorch's deterministic algorithms fill fresh memory with NaN."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        v, u, kernel = random(2, length, 3), random(2, length, 3), random(3, 9)
+        check(torch.float32, v, kernel, 4, u, masked(2, length), ACTIVATIONS["silu"])
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_a_row_is_computed_alone():
     """Texts of a batch do not see each other."""
     v, kernel = single(3, 70, 2).detach(), single(2, 30).detach()
