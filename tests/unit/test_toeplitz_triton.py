@@ -96,6 +96,14 @@ def test_two_sided_product(length, reach, dtype):
     check(dtype, v, kernel, reach - 1, u, masked(3, length), ACTIVATIONS["silu"])
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("length", "taps", "first"), [(2048, 1587, 0), (1500, 2999, 1499)])
+def test_filters_of_real_models(length, taps, first, dtype):
+    """Decay 0.99, and every lag on both sides."""
+    v, u, kernel = random(2, length, 1), random(2, length, 1), random(1, taps) / taps**0.5
+    check(dtype, v, kernel, first, u, masked(2, length), ACTIVATIONS["silu"])
+
+
 @both_ways
 @pytest.mark.parametrize("act", ACTIVATIONS)
 @pytest.mark.parametrize("with_gate", [False, True])
