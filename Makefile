@@ -11,7 +11,7 @@ AUDIT_ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q $(CONSTRAINTS:%=-c %) $(PIP_ARGS)
 
-.PHONY: demo test test-browser test-exhaustive test-slow test-hf test-oldest test-newest lint format docs notebooks dist audit clean
+.PHONY: demo test test-browser test-triton test-exhaustive test-slow test-hf test-oldest test-newest lint format docs notebooks dist audit clean
 
 # Again and again into its own folder, but over no model in another one.
 demo: $(VENV)/.demo
@@ -32,6 +32,12 @@ test-exhaustive: $(VENV)/.dev
 # The page in Chromium, which the system must have: `apt-get install chromium`.
 test-browser: $(VENV)/.dev $(VENV)/.browser
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/scripts/test_page_in_browser.py $(TEST_ARGS)
+
+# The Triton kernels: first in Triton's interpreter against the product by definition, then compiled for GPUs that need
+# not be here.
+test-triton: $(VENV)/.dev $(VENV)/.gpu
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit/test_toeplitz_triton.py $(TEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit/test_triton_compiles.py $(TEST_ARGS)
 
 # The tests that transformers runs over its own models; the first run fetches them.
 test-hf: $(VENV)/.dev

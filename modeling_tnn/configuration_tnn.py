@@ -177,7 +177,10 @@ class TnnConfig(PreTrainedConfig):
             decay.
         learnable_decay (`bool`): Whether each channel learns a decay between `decay` and 1.
         tno_implementation (`str`): How Toeplitz products are computed: `"fused"` (fast) or `"eager"` (PyTorch's own
-            operations). Values and derivatives of any order are the same.
+            operations), with the same values and derivatives of any order; `"cudnn"` or `"triton"`, for GPUs, which
+            multiply in the precision of the activations; or `"auto"`, the one that was measured to be the fastest on
+            the device (`"fused"` where none was). Where one cannot run, `"fused"` does, with a warning. It is saved
+            unless it is `"auto"`: it concerns the machine, not the model.
         tno_class (`str`, *optional*): Module and name of the class of an operator that `register_operator` added. It
             is set when a model is built or saved, so that a failed load can say what to import first.
         max_position_embeddings (`int`): Length the model is trained for. It does not limit the length of inputs. The
@@ -257,7 +260,7 @@ class TnnConfig(PreTrainedConfig):
     rpe_window: int | None = None
     decay: int | float | None = 0.99
     learnable_decay: bool = False
-    tno_implementation: str = "fused"
+    tno_implementation: str = "auto"
     tno_class: str | None = None
     max_position_embeddings: int = 512
     fd_resolution: int | None = None
@@ -361,6 +364,13 @@ class TnnConfig(PreTrainedConfig):
         """All fields as a dictionary, as in transformers."""
         fields = super().to_dict()
         fields.pop("_automatic", None)
+        return fields
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """The fields that are saved, as in transformers; without `tno_implementation` if any machine may choose."""
+        fields = super().to_diff_dict()
+        if fields["tno_implementation"] == "auto":
+            del fields["tno_implementation"]
         return fields
 
     def check(self):

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-# Two implementations with the same values and derivatives of every order. "eager" consists of PyTorch's own
-# operations, "fused" of custom functions that are faster and save less for the backward pass.
-IMPLEMENTATIONS = ("fused", "eager")
+# How Toeplitz products are computed. "eager" consists of PyTorch's own operations, "fused" of custom functions that
+# are faster and save less for the backward pass, with the same values and derivatives of every order. "cudnn" and
+# "triton" are for GPUs, and "auto" takes what is the fastest: see `toeplitz_choice.py`.
+IMPLEMENTATIONS = ("auto", "fused", "eager", "cudnn", "triton")
 
 
 # Devices whose values can be read at once. Tests take them away, to run the code of accelerators on a CPU.
@@ -56,8 +57,8 @@ def must_be_eager() -> bool:
     return is_traced() or is_transformed()
 
 
-def is_fused(implementation: str) -> bool:
-    """Whether custom functions are used: `implementation` is "fused", and nothing is recorded or transformed.
+def check_implementation(implementation: str):
+    """Check a name.
 
     Raises:
         ValueError: `implementation` is unknown.
@@ -65,7 +66,16 @@ def is_fused(implementation: str) -> bool:
     if implementation not in IMPLEMENTATIONS:
         names = ", ".join(IMPLEMENTATIONS)
         raise ValueError(f"`implementation` must be one of {names}, got {implementation!r}")
-    return implementation == "fused" and not must_be_eager()
+
+
+def is_fused(implementation: str) -> bool:
+    """Whether custom functions are used: `implementation` is not "eager", and nothing is recorded or transformed.
+
+    Raises:
+        ValueError: `implementation` is unknown.
+    """
+    check_implementation(implementation)
+    return implementation != "eager" and not must_be_eager()
 
 
 def is_plain(module: nn.Module) -> bool:

@@ -50,7 +50,7 @@ def kernels_of_layers(layers: Sequence[nn.Module], hidden_states: torch.Tensor) 
     if len(layers) * first.channels * taps * (1 if first.causal else 2) > LARGEST:
         return apart
     with maybe_autocast(device_type=device.type, enabled=False):
-        return first.kernels_of_layers(operators, length, device)
+        return first.kernels_of_layers(operators, hidden_states)
 
 
 def stacked(modules: Sequence[nn.Module], function: Callable[[nn.Module], torch.Tensor | tuple]) -> list:

@@ -24,6 +24,7 @@ from .toeplitz import (
     gated_toeplitz_matmul,
     two_sided,
 )
+from .toeplitz_choice import describe, takes_taps
 from .toeplitz_fused import is_response
 
 
@@ -45,7 +46,7 @@ class ToeplitzOperator(nn.Module):
         causal: whether t_k = 0 for k < 0.
         channels: number of channels D.
         layer_idx: index of the layer in the model.
-        implementation: `config.tno_implementation`, see `numerics.is_fused`.
+        implementation: `config.tno_implementation`, see `toeplitz_choice.py`.
         refill_phase: number in [0, 1), different for every layer, see `recurrence.FilterRecurrence`.
     """
 
@@ -111,9 +112,15 @@ class ToeplitzOperator(nn.Module):
         """
         return None
 
-    def kernel_of(self, length: int, device: torch.device | None = None) -> torch.Tensor | tuple:
-        """All that a product with `length` positions needs of the parameters: the response or the coefficients."""
-        response = self.response(length, device)
+    def kernel_of(
+        self, length: int, device: torch.device | None = None, as_taps: bool = False
+    ) -> torch.Tensor | tuple:
+        """All that a product with `length` positions needs of the parameters: the response or the coefficients.
+
+        Args:
+            as_taps: coefficients even if there is a response.
+        """
+        response = None if as_taps else self.response(length, device)
         if response is not None:
             return response
         longest = self.kernel_length()
@@ -122,10 +129,22 @@ class ToeplitzOperator(nn.Module):
             length = min(length, longest)
         return self.coefficients(length, device)
 
+    def takes_taps(self, v: torch.Tensor) -> bool:
+        """Whether the product with `v` `(B, L, ...)` is computed from taps even if there is a response."""
+        if type(self).response is ToeplitzOperator.response:
+            return False
+        lags = min(v.shape[1], self.kernel_length() or v.shape[1])
+        return takes_taps(self.implementation, v, lags if self.causal else 2 * lags - 1)
+
     @classmethod
-    def kernels_of_layers(cls, operators: Sequence["ToeplitzOperator"], length: int, device: torch.device) -> list:
-        """The `kernel_of` each of several operators, which are alike (see `stacking.py`), in one go."""
-        return stacked(operators, lambda operator: operator.kernel_of(length, device))
+    def kernels_of_layers(cls, operators: Sequence["ToeplitzOperator"], v: torch.Tensor) -> list:
+        """The `kernel_of` each of several operators, which are alike (see `stacking.py`), in one go.
+
+        Args:
+            v: `(B, L, ...)`, of the shape, dtype and device of the inputs.
+        """
+        as_taps = operators[0].takes_taps(v)
+        return stacked(operators, lambda operator: operator.kernel_of(v.shape[1], v.device, as_taps))
 
     def matmul(self, v: torch.Tensor) -> torch.Tensor:
         """The product with `v`, `(B, L, D)` to `(B, L, D)`. Override it for a product faster than a convolution."""
@@ -183,7 +202,7 @@ class ToeplitzOperator(nn.Module):
         return gate.apply(self.matmul(gate.inputs(v), *given), self.implementation)
 
     def _convolve(self, v: torch.Tensor, gate: Gate, kernel: torch.Tensor | None = None) -> torch.Tensor:
-        kernel = self.kernel_of(v.shape[1], v.device) if kernel is None else kernel
+        kernel = self.kernel_of(v.shape[1], v.device, self.takes_taps(v)) if kernel is None else kernel
         if is_response(kernel):
             return filter_by_response(v, kernel, self.implementation, gate)
         matmul = gated_causal_toeplitz_matmul if self.causal else gated_toeplitz_matmul
@@ -195,4 +214,6 @@ class ToeplitzOperator(nn.Module):
         return dense_toeplitz(two_sided(coefficients) if self.causal else coefficients)
 
     def extra_repr(self) -> str:
-        return f"channels={self.channels}, causal={self.causal}"
+        parameter = next(self.parameters(), None)
+        device = torch.device("cpu") if parameter is None else parameter.device
+        return f"channels={self.channels}, causal={self.causal}, product={describe(self.implementation, device)}"

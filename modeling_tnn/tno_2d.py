@@ -43,10 +43,11 @@ class TwoAxisOperator(ToeplitzOperator):
         )
 
     @classmethod
-    def kernels_of_layers(cls, operators: Sequence["TwoAxisOperator"], length: int, device: torch.device) -> list:
+    def kernels_of_layers(cls, operators: Sequence["TwoAxisOperator"], v: torch.Tensor) -> list:
         """The kernels along rows and columns of each operator."""
-        side, axes = image_side(length), ([one.rows for one in operators], [one.columns for one in operators])
-        return list(zip(*(axis[0].kernels_of_layers(axis, side, device) for axis in axes), strict=True))
+        axes = [one.rows for one in operators], [one.columns for one in operators]
+        line = v[:, : image_side(v.shape[1])]
+        return list(zip(*(axis[0].kernels_of_layers(axis, line) for axis in axes), strict=True))
 
     def matmul(self, v: torch.Tensor, kernel: tuple = (None, None)) -> torch.Tensor:
         """The product with an image, `(B, S^2, D)` to `(B, S^2, D)`.

@@ -197,7 +197,9 @@ class SkiOperator(ToeplitzOperator):
         coefficients = self.warped_kernel(lags) + fit_lags(self.filter.to(self.dtype).flip(1), length)
         return coefficients.to(device or coefficients.device)
 
-    def kernel_of(self, length: int, device: torch.device | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def kernel_of(
+        self, length: int, device: torch.device | None = None, as_taps: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The coefficients of S and of A."""
         return self.filter.to(self.dtype).flip(1), self.inducing_coefficients(self.grid(length).num_points)
 

@@ -22,6 +22,7 @@ from torch.nn.functional import pad
 from .fourier import exported_convolution
 from .gating import NO_GATE, Gate, has_parameters
 from .numerics import compute_dtype, is_exported, is_fused, must_be_eager, next_fast_len
+from .toeplitz_choice import KERNELS, choose
 from .toeplitz_fused import (
     Windows,
     complex_response,
@@ -40,6 +41,8 @@ def toeplitz_matmul(v: torch.Tensor, coefficients: torch.Tensor, implementation:
         coefficients: `(D, 2L - 1)`, the lags -(L-1) .. L-1 in this order. Or `(D, 2R - 1)` for another number of
             lags: missing lags (R < L) are zero, and lags beyond the sequence (R > L) are not used.
         implementation: `"fused"` (fast) or `"eager"` (PyTorch's own operations), with the same values and derivatives.
+            `"cudnn"` and `"triton"` are for GPUs, and round the coefficients to the dtype of `v`. `"auto"` takes the
+            one that was measured to be the fastest on the device.
 
     Returns:
         `(B, L, D)` in the dtype of `v`. It is computed in float32, or in float64 if `v` or `coefficients` are float64.
@@ -173,8 +176,11 @@ def _convolve(v: torch.Tensor, kernel: torch.Tensor, first: int, implementation:
     """Entries `first .. first + L - 1` of the convolution of `v` `(B, L, D)` with `kernel` `(D, K)`."""
     length, taps = v.shape[1], kernel.shape[1]
     kernel = kernel.to(compute_dtype(torch.promote_types(v.dtype, kernel.dtype)))
+    chosen = choose(implementation, v, taps, kernel.dtype)
+    if chosen in KERNELS and v.numel() > 0:
+        return KERNELS[chosen](v, kernel, first, gate)
     size = next_fast_len(length + max(first, taps - 1 - first))
-    fused = is_fused(implementation)
+    fused = chosen != "eager"
     windows = lay_windows(length, taps, first, size) if fused else single_window(size, first)
     return _filter(v, kernel, windows, fused, gate)
 

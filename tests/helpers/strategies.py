@@ -108,7 +108,7 @@ def configs(draw, causal: bool | None = None, tno_types: tuple[str, ...] | None 
         "embedding_norm": draw(st.booleans()),
         "position_embedding": draw(st.sampled_from((None, "sinusoidal"))),
         "rpe_dim": 8,
-        "tno_implementation": draw(st.sampled_from(("fused", "eager"))),
+        "tno_implementation": draw(st.sampled_from(("auto", "fused", "eager"))),
         "tie_word_embeddings": draw(st.booleans()),
         "classifier_pooling": draw(st.sampled_from((None, "last", "mean"))),
         "eos_token_id": None,

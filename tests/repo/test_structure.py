@@ -13,6 +13,8 @@ FLOORS = [
     {"numerics", "hub", "history", "cache_origin", "conversion"},
     {"fourier", "gating", "inputs", "norms", "stacking"},
     {"padding", "rpe", "loss", "toeplitz_fused"},
+    {"toeplitz_triton", "toeplitz_cudnn", "toeplitz_measured"},
+    {"toeplitz_choice"},
     {"toeplitz", "packing"},
     {"rational", "recurrence"},
     {"continuation", "tno"},

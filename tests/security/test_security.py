@@ -52,7 +52,7 @@ TAMPERED = [
     ("hidden_act", "os.system", "one of 'gelu'"),
     ("rpe_act", "/tmp/act.py", "one of 'gelu'"),
     ("norm_type", "/etc/passwd", "one of 'simplermsnorm'"),
-    ("tno_implementation", "file:///evil", "one of 'fused'"),
+    ("tno_implementation", "file:///evil", "one of 'auto', 'fused'"),
     ("dtype", "os.system", "the name of a dtype"),
 ]
 

@@ -6,9 +6,10 @@ import pytest
 import scipy.linalg
 import torch
 
+from helpers.derivatives import WAYS
 from helpers.models import random, relative_error
 from modeling_tnn import causal_toeplitz_matmul, dense_toeplitz, toeplitz_fused, toeplitz_matmul
-from modeling_tnn.numerics import IMPLEMENTATIONS, next_fast_len
+from modeling_tnn.numerics import next_fast_len
 from modeling_tnn.toeplitz import fit_lags, two_sided
 
 LENGTHS = [1, 2, 3, 17, 63, 64, 100, 257]
@@ -42,14 +43,14 @@ def chunk(request, monkeypatch):
     monkeypatch.setattr(toeplitz_fused, "CHUNK", request.param * 8 if request.param < 100 else request.param)
 
 
-@pytest.mark.parametrize("product", IMPLEMENTATIONS)
+@pytest.mark.parametrize("product", WAYS)
 @pytest.mark.parametrize("length", LENGTHS)
 def test_two_sided_product(length, product, chunk):
     inputs = (random(2, length, 7), random(7, 2 * length - 1))
     check_against_dense(partial(toeplitz_matmul, implementation=product), dense_product, inputs)
 
 
-@pytest.mark.parametrize("product", IMPLEMENTATIONS)
+@pytest.mark.parametrize("product", WAYS)
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("reach", [1, 4, 100])
 def test_two_sided_product_of_another_reach(length, reach, product):
@@ -60,7 +61,7 @@ def test_two_sided_product_of_another_reach(length, reach, product):
     check_against_dense(partial(toeplitz_matmul, implementation=product), dense, inputs)
 
 
-@pytest.mark.parametrize("product", IMPLEMENTATIONS)
+@pytest.mark.parametrize("product", WAYS)
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("taps", [1, 5, 64, 300])
 def test_causal_product_with_short_and_long_kernels(length, taps, product, chunk):
@@ -82,7 +83,7 @@ def test_gradient_of_one_input_alone(frozen):
     assert relative_error(chunked_gradient, plain) < 1e-13
 
 
-@pytest.mark.parametrize("product", IMPLEMENTATIONS)
+@pytest.mark.parametrize("product", WAYS)
 def test_second_derivatives(product):
     v, kernel = random(1, 5, 2), random(2, 5)
     assert torch.autograd.gradgradcheck(partial(causal_toeplitz_matmul, implementation=product), (v, kernel))
@@ -105,7 +106,7 @@ def test_lower_precision(dtype, tolerance):
 
 
 def test_gradcheck():
-    for product in IMPLEMENTATIONS:
+    for product in WAYS:
         two_sided_product = partial(toeplitz_matmul, implementation=product)
         causal_product = partial(causal_toeplitz_matmul, implementation=product)
         assert torch.autograd.gradcheck(two_sided_product, (random(2, 7, 2), random(2, 13)))
@@ -130,7 +131,7 @@ def test_transform_lengths():
         (lambda: causal_toeplitz_matmul(torch.ones(2, 5, 3), torch.ones(2, 5)), "D=3"),
         (lambda: causal_toeplitz_matmul(torch.ones(2, 0, 3), torch.ones(3, 5)), "L >= 1"),
         (lambda: dense_toeplitz(torch.ones(3, 4)), "(3, 4)"),
-        (lambda: toeplitz_matmul(torch.ones(2, 5, 3), torch.ones(3, 9), implementation="fast"), "fused, eager"),
+        (lambda: toeplitz_matmul(torch.ones(2, 5, 3), torch.ones(3, 9), implementation="fast"), "auto, fused, eager"),
     ],
 )
 def test_wrong_shapes(call, message):

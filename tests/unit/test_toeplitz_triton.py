@@ -1,0 +1,287 @@
+"""The Triton product against the product by definition, in Triton's interpreter or on a GPU.
+
+`make test-triton` runs these in the interpreter, which has no right products of bfloat16. On a machine with a GPU,
+`pytest tests/unit/test_toeplitz_triton.py` runs them there.
+"""
+
+import os
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers.activations import ACT2FN
+
+from helpers import processes
+from helpers.hub_client import WITHOUT_THE_PACKAGE
+from helpers.models import random, relative_error, seeded, tiny_config
+from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, list_presets, load_preset
+from modeling_tnn.gating import Gate
+from modeling_tnn.toeplitz import dense_toeplitz, fit_lags, gated_toeplitz_matmul, two_sided
+
+triton = pytest.importorskip("triton", reason="needs the package triton: `make test-triton` installs it")
+DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
+if DEVICE == "cuda" and not torch.cuda.is_available():
+    pytest.skip("needs TRITON_INTERPRET=1 (see `make test-triton`) or a GPU", allow_module_level=True)
+
+from modeling_tnn import toeplitz_triton  # noqa: E402 - it needs triton
+from modeling_tnn.toeplitz_choice import refused_by_triton  # noqa: E402 - as above
+from modeling_tnn.toeplitz_triton import tiled_convolution  # noqa: E402 - as above
+
+TOLERANCE = {torch.float32: 5e-7, torch.float16: 2e-3}
+if DEVICE == "cuda":
+    TOLERANCE[torch.bfloat16] = 1.6e-2
+# By the names in configurations.
+ACTIVATIONS = {name: ACT2FN[name] for name in ("silu", "relu", "gelu", "linear")}
+
+
+@pytest.fixture(params=[False, True], ids=["activated before", "activated in the loads"])
+def few_taps(request, monkeypatch):
+    monkeypatch.setattr(toeplitz_triton, "FEW_TAPS", 10**6 if request.param else 0)
+
+
+both_ways = pytest.mark.usefixtures("few_taps")
+
+
+def dense_product(v, kernel, first: int, gate: Gate):
+    """By definition: lags from -first on."""
+    missing = kernel.shape[1] - 1 - 2 * first
+    coefficients = nn.functional.pad(kernel, (max(0, missing), max(0, -missing)))
+    matrices = dense_toeplitz(fit_lags(coefficients, v.shape[1]))
+    return gate.apply(torch.einsum("dij,bjd->bid", matrices, gate.inputs(v)), "eager")
+
+
+def check(dtype, v, kernel, first: int, u=None, mask=None, act=None):
+    """Values and gradients of `tiled_convolution`; v and u are float64 and are rounded to `dtype` first."""
+    given = [x if x is None else x.detach().to(DEVICE, dtype).requires_grad_() for x in (v, u)]
+    taps = kernel.detach().to(DEVICE).float().requires_grad_()
+    y = tiled_convolution(given[0], taps, first, Gate(given[1], act, mask))
+    exact = [x if x is None else x.detach().double().requires_grad_() for x in (*given, taps)]
+    expected = dense_product(exact[0], exact[2], first, Gate(exact[1], act, mask))
+    assert y.dtype == dtype and relative_error(y.double(), expected) < TOLERANCE[dtype]
+    cotangent = random(*y.shape).detach().to(y)
+    found = torch.autograd.grad((y * cotangent).sum(), [x for x in (*given, taps) if x is not None])
+    wanted = torch.autograd.grad((expected * cotangent.double()).sum(), [x for x in exact if x is not None])
+    for actual, gradient in zip(found, wanted, strict=True):
+        assert relative_error(actual.double(), gradient) < 2 * TOLERANCE[dtype]
+
+
+def masked(batch: int, length: int) -> torch.Tensor:
+    return torch.arange(batch * length, device=DEVICE).view(batch, length) % 3 != 1
+
+
+def single(*shape) -> torch.Tensor:
+    """Numbers in float32 on the device."""
+    return random(*shape).detach().float().to(DEVICE).requires_grad_()
+
+
+@both_ways
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("length", [1, 3, 63, 130])
+@pytest.mark.parametrize("taps", [1, 5, 64, 200])
+def test_causal_product(length, taps, dtype):
+    """Taps shorter and longer than the text, inside a gate and with padding."""
+    v, u, kernel = random(2, length, 3), random(2, length, 3), random(3, taps) / taps**0.5
+    check(dtype, v, kernel[:, :length], 0, u, masked(2, length), ACTIVATIONS["silu"])
+
+
+@both_ways
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("length", [2, 17, 64, 191])
+@pytest.mark.parametrize("reach", [1, 4, 70])
+def test_two_sided_product(length, reach, dtype):
+    reach = min(reach, length)
+    v, u, kernel = random(3, length, 2), random(3, length, 2), random(2, 2 * reach - 1) / reach**0.5
+    check(dtype, v, kernel, reach - 1, u, masked(3, length), ACTIVATIONS["silu"])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("length", "taps", "first"), [(2048, 1587, 0), (1500, 2999, 1499)])
+def test_filters_of_real_models(length, taps, first, dtype):
+    """Decay 0.99, and every lag on both sides."""
+    v, u, kernel = random(2, length, 1), random(2, length, 1), random(1, taps) / taps**0.5
+    check(dtype, v, kernel, first, u, masked(2, length), ACTIVATIONS["silu"])
+
+
+@both_ways
+@pytest.mark.parametrize("act", ACTIVATIONS)
+@pytest.mark.parametrize("with_gate", [False, True])
+@pytest.mark.parametrize("with_mask", [False, True])
+def test_gates(act, with_gate, with_mask):
+    v, u, kernel = random(2, 65, 3), random(2, 65, 3) if with_gate else None, random(3, 9)
+    check(torch.float32, v, kernel, 4, u, masked(2, 65) if with_mask else None, ACTIVATIONS[act])
+
+
+def test_without_an_activation():
+    check(torch.float32, random(2, 65, 3), random(3, 9), 4)
+
+
+@both_ways
+def test_memory_layouts():
+    """Every order of the three dimensions, and views with gaps and of one number."""
+    kernel, act = random(4, 9).detach(), ACTIVATIONS["silu"]
+    v, u = random(3, 70, 4).detach(), random(3, 70, 4).detach()
+    for order in ((0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)):
+        back = [order.index(axis) for axis in range(3)]
+        laid_out = [x.permute(order).contiguous().permute(back) for x in (v, u)]
+        check(torch.float32, laid_out[0], kernel, 0, laid_out[1], masked(3, 70), act)
+    wide = random(6, 140, 8).detach()
+    check(torch.float32, wide[::2, ::2, ::2], kernel, 0, wide[1::2, 1::2, 1::2], masked(6, 140)[::2, ::2], act)
+    check(torch.float32, v[:1, :1].expand(3, 70, 4), kernel, 0, u, None, act)
+
+
+@pytest.mark.parametrize("frozen", range(3))
+def test_gradients_of_some_inputs(frozen):
+    inputs = [single(*shape) for shape in ((2, 40, 3), (3, 9), (2, 40, 3))]
+
+    def gradients(wanted):
+        v, kernel, u = inputs
+        y = tiled_convolution(v, kernel, 0, Gate(u, ACTIVATIONS["silu"]))
+        return torch.autograd.grad(y.square().sum(), wanted)
+
+    every = gradients(inputs)
+    inputs[frozen].requires_grad_(False)
+    others = [i for i in range(3) if i != frozen]
+    for i, gradient in zip(others, gradients([inputs[i] for i in others]), strict=True):
+        assert torch.equal(gradient, every[i])
+
+
+def test_second_derivatives():
+    """Those of PyTorch's own operations."""
+    inputs = [single(*shape) for shape in ((2, 20, 2), (2, 5), (2, 20, 2))]
+    mask, act = masked(2, 20), ACTIVATIONS["silu"]
+    found = []
+    for way in (tiled_convolution, dense_product):
+        v, kernel, u = inputs
+        y = way(v, kernel, 0, Gate(u, act, mask))
+        first = torch.autograd.grad(y.square().sum(), inputs, create_graph=True)
+        found.append(torch.autograd.grad(sum(g.square().sum() for g in first), inputs))
+    for actual, expected in zip(*found, strict=True):
+        assert relative_error(actual, expected) < 1e-5
+
+
+@both_ways
+def test_nan_at_padding_reaches_nothing():
+    v = single(2, 70, 3).detach()
+    mask, kernel, u = masked(2, 70), single(3, 20).detach(), single(2, 70, 3).detach()
+    gate = Gate(u, ACTIVATIONS["silu"], mask)
+    clean = tiled_convolution(v, kernel, 0, gate)
+    assert torch.equal(tiled_convolution(v.masked_fill(~mask[..., None], torch.nan), kernel, 0, gate), clean)
+
+
+@both_ways
+@pytest.mark.parametrize("length", [1, 70])
+def test_every_number_is_written(length):
+    """PyTorch's deterministic algorithms fill fresh memory with NaN."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        v, u, kernel = random(2, length, 3), random(2, length, 3), random(3, 9)
+        check(torch.float32, v, kernel, 4, u, masked(2, length), ACTIVATIONS["silu"])
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_row_is_computed_alone():
+    """Texts of a batch do not see each other."""
+    v, kernel = single(3, 70, 2).detach(), single(2, 30).detach()
+    together = tiled_convolution(v, kernel, 0)
+    for row in range(3):
+        torch.testing.assert_close(together[row : row + 1], tiled_convolution(v[row : row + 1], kernel, 0))
+
+
+@both_ways
+@pytest.mark.parametrize("config", range(1, 4))
+def test_every_configuration_of_the_autotuner(config, monkeypatch):
+    """Tiles of other sizes. The interpreter uses the first one alone."""
+    products, correlations = toeplitz_triton.PRODUCT_SIZES, toeplitz_triton.CORRELATION_SIZES
+    for kernel, names, sizes in (
+        (toeplitz_triton.product_kernel, ("ROWS", "COLUMNS"), products[config % len(products)]),
+        (toeplitz_triton.correlation_kernel, ("LOW", "HIGH", "STEP"), correlations[config % len(correlations)]),
+    ):
+        chosen = triton.Config(dict(zip(names, sizes, strict=False)))
+        monkeypatch.setattr(kernel, "configs", [chosen])
+    for first in (0, 99):
+        v, u, kernel = random(2, 201, 2), random(2, 201, 2), random(2, 199) / 10
+        check(torch.float32, v, kernel, first, u, masked(2, 201), ACTIVATIONS["silu"])
+
+
+def test_two_sided_kernel_of_a_causal_one():
+    v, kernel = single(2, 33, 2).detach(), single(2, 33).detach()
+    torch.testing.assert_close(tiled_convolution(v, kernel, 0), tiled_convolution(v, two_sided(kernel), 32))
+
+
+def test_activations_of_the_presets():
+    """Each of them is inside the kernels."""
+    presets = [name for name in list_presets() if not name.startswith("peers/")]
+    assert {load_preset(name).hidden_act for name in presets} <= ACTIVATIONS.keys()
+    assert all(type(act) in toeplitz_triton.FUNCTIONS for act in (*ACTIVATIONS.values(), nn.SiLU(), nn.ReLU()))
+
+
+@pytest.mark.parametrize("act", [nn.Tanh(), nn.PReLU()], ids=["tanh", "prelu"])
+def test_other_activations(act):
+    """Outside the kernels, one with parameters too."""
+    inputs, found = [single(*shape) for shape in ((2, 20, 2), (2, 9), (2, 20, 2))], []
+    act = act.to(DEVICE)
+    for way in ("triton", "eager"):
+        y = gated_toeplitz_matmul(inputs[0], inputs[1], way, Gate(inputs[2], act, masked(2, 20)))
+        found.append([y, *torch.autograd.grad(y.square().sum(), [*inputs, *act.parameters()])])
+    for actual, expected in zip(*found, strict=True):
+        assert relative_error(actual, expected) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("model_class", "tno_type"), [(TnnForCausalLM, "rpe"), (TnnForMaskedLM, "rpe"), (TnnForMaskedLM, "fd")]
+)
+def test_a_model(model_class, tno_type):
+    """By its configuration: logits and gradients of all parameters."""
+    ids, found = torch.arange(140, device=DEVICE).view(2, 70) % 99, []  # FD would take its response at this length
+    for way in ("triton", "eager"):
+        fields = {"tno_implementation": way, "hidden_dropout_prob": 0.0, "hidden_size": 8}
+        config = tiny_config(tno_type, model_class is TnnForCausalLM, **fields)
+        model = seeded(model_class, config).to(DEVICE).train()
+        loss = model(ids, attention_mask=masked(2, 70).long()).logits.square().mean()
+        found.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
+    for actual, expected in zip(*found, strict=True):
+        assert relative_error(actual, expected, scale=1e-2) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "taps", "of_filter", "message"),
+    [
+        ((1, 5, 2), torch.float64, 3, torch.float64, "bfloat16 and float16, got torch.float64"),
+        ((1, 5, 2), torch.float32, 3, torch.float64, "got torch.float32 with a filter of torch.float64"),
+        ((1, 5, 2), torch.float32, 4097, torch.float32, "at most 4,096 taps, got 4,097"),
+        ((2**15, 2**11, 1), torch.float32, 3, torch.float32, "at most 33,554,432 positions, got 67,108,864"),
+    ],
+)
+def test_refusals(shape, dtype, taps, of_filter, message):
+    one = torch.ones(1, 1, 1, dtype=dtype, device=DEVICE)
+    assert message in refused_by_triton(one.expand(shape), taps, of_filter)
+    assert "of compute capability 8.0" in refused_by_triton(one.to("meta"), taps, of_filter)
+    assert refused_by_triton(one.float(), 4096, torch.float32) is None
+
+
+LOAD = """
+import torch, transformers
+from safetensors.torch import save_file
+found = {}
+for way in ("triton", "eager"):
+    model = transformers.AutoModel.from_pretrained(sys.argv[1], trust_remote_code=True, tno_implementation=way)
+    assert type(model).__module__.startswith("transformers_modules."), type(model)
+    ids = torch.arange(74).view(2, 37)
+    found[way] = model.to(sys.argv[2])(ids.to(sys.argv[2]))[0].detach().cpu().contiguous()
+assert any(name.endswith(".toeplitz_triton") for name in sys.modules)
+save_file(found, "found.safetensors")
+"""
+
+
+def test_a_checkpoint_brings_the_kernels(tmp_path):
+    """They compute where this package is not installed."""
+    seeded(TnnForCausalLM, tiny_config(hidden_size=8)).save_pretrained(tmp_path / "model")
+    environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", WITHOUT_THE_PACKAGE + LOAD, str(tmp_path / "model"), DEVICE]
+    processes.run(command, check=True, cwd=tmp_path, env=environment)
+    found = load_file(tmp_path / "found.safetensors")
+    assert relative_error(found["triton"], found["eager"]) < 1e-5
+    assert not torch.equal(found["triton"], found["eager"])
