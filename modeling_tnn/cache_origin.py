@@ -9,8 +9,13 @@ The checks miss writes that PyTorch does not count (through `.data`, or to tenso
 of offloaded parameters (which are on the meta device between calls).
 """
 
+from operator import attrgetter
+from typing import NamedTuple
+
 import torch
 from torch import nn
+
+VERSION = attrgetter("_version")
 
 # Fields of the configuration that do not change a state, or that follow from the names of the weights.
 OTHER_FIELDS = {
@@ -31,18 +36,25 @@ class Origin:
 
     def __init__(self, model: nn.Module):
         self.model, self.stamp, self.saved = model, stamp(model), None
+        self._census = census(model)
 
     def __deepcopy__(self, memo):
         return self
 
     def __getstate__(self) -> dict:
-        return {"model": None, "stamp": None, "saved": self.identity()}
+        return {"model": None, "stamp": None, "saved": self.identity(), "_census": None}
+
+    def is_unchanged(self) -> bool:
+        """Whether the weights of the model are those of the stamp."""
+        if self._census is not None and self._census.holds():
+            return True
+        return stamp(self.model) == self.stamp
 
     def identity(self) -> dict | None:
         """The configuration and the hashes of the weights, or None if the weights have changed since."""
         if self.model is None:
             return self.saved
-        return identity(self.model) if stamp(self.model) == self.stamp else None
+        return identity(self.model) if self.is_unchanged() else None
 
     def fits(self, model: nn.Module) -> bool:
         """Whether `model` can continue the state: it has the same configuration and the same weights."""
@@ -65,6 +77,40 @@ def stamp(model: nn.Module) -> int:
         if "merged_adapters" in own:
             marks.append(repr([own.get(name) for name in ADAPTERS]))
     return hash(tuple(marks))
+
+
+class Census(NamedTuple):
+    """The modules and parameters of a model, listed, so that a decoded token need not walk through the model.
+
+    Attributes:
+        held: each non-empty dictionary of modules or of parameters, and the identities in it.
+        parameters: all parameters.
+        versions: PyTorch's count of the writes to each.
+    """
+
+    held: list[tuple[dict, list[int]]]
+    parameters: list[nn.Parameter]
+    versions: list[int]
+
+    def holds(self) -> bool:
+        """Whether the model has the same modules and parameters, and none has been written to."""
+        for found, identities in self.held:
+            if [*map(id, found.values())] != identities:
+                return False
+        return [*map(VERSION, self.parameters)] == self.versions
+
+
+def census(model: nn.Module) -> Census | None:
+    """The `Census` of a model, or None for one with adapters, or with parameters that are offloaded or uncounted."""
+    modules = list(model.modules())
+    parameters = [one for module in modules for one in module._parameters.values() if one is not None]
+    if any(one.is_meta or one.is_inference() for one in parameters):
+        return None
+    if any("merged_adapters" in vars(module) for module in modules):
+        return None
+    groups = [group for module in modules for group in (module._modules, module._parameters) if group]
+    held = [(group, [*map(id, group.values())]) for group in groups]
+    return Census(held, parameters, [*map(VERSION, parameters)])
 
 
 def identity(model: nn.Module) -> dict:

@@ -40,7 +40,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
-from .cache_origin import Origin, stamp
+from .cache_origin import Origin
 from .continuation import advance
 from .gating import NO_GATE, Gate
 from .history import HistoryBuffer
@@ -376,7 +376,7 @@ def claim(layers: list[TnnCacheLayer], model: nn.Module):
     """
     origin = layers[0].origin if layers[0].length else None
     if origin is not None and origin.model is model:
-        if origin.stamp == stamp(model):
+        if origin.is_unchanged():
             return
         if not (model.training and torch.is_grad_enabled()):
             raise ValueError(

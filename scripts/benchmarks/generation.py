@@ -5,6 +5,7 @@ every model at every context, in rounds of 32 tokens, so that load affects all m
 multiple of the decoding block (128; 2048 for a kernel without decay), so that it contains all transforms.
 
 `weights` is a lower bound for a TNN of this size: each of its matrices applied once to one token of every sequence.
+Names that end in `-compiled` decode with a static cache and `torch.compile`, as `cache_implementation="static"` does.
 """
 
 import argparse
@@ -12,7 +13,7 @@ import statistics
 import time
 
 import torch
-from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausalLM
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausalLM, StaticCache
 
 from modeling_tnn import TnnConfig, TnnForCausalLM
 from modeling_tnn.cache_tnn import memory_per_sequence
@@ -28,7 +29,8 @@ TNN_FIELDS = {
     "modal": {"tno_type": "rpe", "decay": 0.99},
     "rpe-no-decay": {"tno_type": "rpe", "decay": 1.0},
 }
-MODELS = (*TNN_FIELDS, "gpt2", "mamba", "weights")
+COMPILED = "-compiled"
+MODELS = (*TNN_FIELDS, *(name + COMPILED for name in TNN_FIELDS), "gpt2", "mamba", "weights")
 DEFAULT_MODELS = ("rpe", "fd", "rtf", "modal", "gpt2", "mamba", "weights")
 FORMATS = {"model": "", "context": "", "ms_per_token": ".2f", "over_shortest_context": ".2f", "gpt2_over_this": ".2f"}
 FORMATS |= {"over_weights": ".2f", "p99_over_weights": ".2f", "state_megabytes": ".2f", "conversion_seconds": ".2f"}
@@ -38,6 +40,7 @@ MAMBA_PROMPT = 64
 
 def build(name: str, args, longest: int) -> torch.nn.Module:
     torch.manual_seed(0)
+    name = name.removesuffix(COMPILED)
     sizes = {"vocab_size": args.vocab_size, "num_hidden_layers": args.num_hidden_layers}
     if name == "gpt2":
         heads = max(1, args.hidden_size // 64)
@@ -62,8 +65,11 @@ def timed_conversion(model: TnnForCausalLM) -> tuple[TnnForCausalLM, float]:
 class Decoder:
     """A model after a context of some length, ready to decode."""
 
-    def __init__(self, name: str, model, context: int, batch_size: int):
-        self.name, self.model, self.context = name, model, context
+    def __init__(self, name: str, model, context: int, batch_size: int, longest: int):
+        self.name, self.model, self.context, self.longest = name, model, context, longest
+        self.is_compiled = name.endswith(COMPILED)
+        if self.is_compiled:
+            self.compiled = torch.compile(model.__call__, fullgraph=True, dynamic=False)
         self.token = torch.zeros(batch_size, 1, dtype=torch.long, device=model.device)
         self.cache_argument = "cache_params" if name == "mamba" else "past_key_values"
         prompt = torch.randint(model.config.vocab_size, (batch_size, MAMBA_PROMPT if name == "mamba" else context))
@@ -77,7 +83,7 @@ class Decoder:
             self.cache = self._random_keys(context, batch_size) if name == "gpt2" else self._prefill(prompt)
 
     def _prefill(self, prompt: torch.Tensor):
-        cache = None
+        cache = StaticCache(config=self.model.config, max_cache_len=self.longest) if self.is_compiled else None
         for chunk in prompt.to(self.model.device).split(2048, dim=1):
             output = self.model(chunk, use_cache=True, logits_to_keep=1, **{self.cache_argument: cache})
             cache = output[self.cache_argument]
@@ -103,8 +109,11 @@ class Decoder:
             for weight in self.matrices:
                 torch.nn.functional.linear(self.inputs[weight.shape[1]], weight)
             return
-        output = self.model(self.token, use_cache=True, **{self.cache_argument: self.cache})
-        self.cache = output[self.cache_argument]
+        call, inputs = self.model, {"input_ids": self.token, "use_cache": True, self.cache_argument: self.cache}
+        if self.is_compiled:
+            tokens, call = inputs.pop("input_ids"), self.compiled
+            inputs = self.model.prepare_inputs_for_generation(tokens, next_sequence_length=1, **inputs)
+        self.cache = call(**inputs)[self.cache_argument]
 
     def state_bytes(self) -> int:
         """Of one sequence."""
@@ -132,7 +141,7 @@ def run(args) -> list[dict]:
     models = {name: build(name, args, longest) for name in args.models}
     with torch.inference_mode():
         decoders = [
-            Decoder(name, model, context, args.batch_size)
+            Decoder(name, model, context, args.batch_size, longest)
             for name, model in models.items()
             for context in args.contexts
         ]
