@@ -9,6 +9,7 @@ import copy
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import StaticCache
 
 from helpers.models import CAUSAL, VARIANTS, seeded, tiny_config
 from modeling_tnn import (
@@ -17,6 +18,7 @@ from modeling_tnn import (
     TnnForMaskedLM,
     TnnForSequenceClassification,
     numerics,
+    static_cache,
 )
 from modeling_tnn.cache_tnn import memory_per_sequence
 
@@ -189,3 +191,26 @@ def test_a_recurrence_that_diverges_is_found_on_an_accelerator(accelerator):
             layer.gtu.tno.denominator[0, 0] = -1.1
     with pytest.raises(ValueError, match="makes the recurrence diverge"):
         decode(model, batch(False), 10_000)
+
+
+@pytest.mark.parametrize(("tno_type", "fields"), DECODED)
+def test_steps_of_fixed_shape_of_an_accelerator(tno_type, fields, monkeypatch):
+    """No wait but those of the start and the looks; the same logits. The steps run as a compiler records them."""
+    model = language_model(tno_type, True, **fields)
+    text = torch.arange(160).remainder(90).view(1, -1).expand(2, -1)
+    expected = model(text, use_cache=False).logits[:, 9:]
+    monkeypatch.setattr(numerics, "HOST_DEVICES", ())
+    monkeypatch.setattr(static_cache, "is_traced", lambda: True)
+    cache = StaticCache(config=model.config, max_cache_len=160)
+    logits = []
+    with torch.no_grad(), Waits() as waits:
+        model(text[:, :9], past_key_values=cache)
+        for position in range(9, 160):
+            given = {"next_sequence_length": 1, "past_key_values": cache, "use_cache": True}
+            inputs = model.prepare_inputs_for_generation(text[:, : position + 1], **given)
+            logits.append(model(**inputs).logits)
+    torch.testing.assert_close(torch.cat(logits, dim=1), expected, rtol=1e-5, atol=1e-5)
+    layers = len(model.model.layers)
+    looks = layers * (160 // 64 + 1) if fields == UNCONSTRAINED else 0
+    start = layers * WAITS_AT_START.get(tno_type, 0) if fields or tno_type == "rtf" else 0
+    assert len(waits.found) <= looks + start, waits.found
