@@ -107,12 +107,12 @@ class HistoryBuffer:
             self.end += self.buffer.shape[-1]
         self.held -= count
 
-    def settle(self):
-        """Give a ring the length for values that come one by one, with the next value at its front."""
+    def settle(self, block: int):
+        """Give a ring the length for values that come one by one. The next `block` of them will lie in one piece."""
         if self.is_ring and not self.is_fixed:
-            wanted = min(_aligned(self.reach + SLACK), _aligned(self.held + ALIGNMENT))
-            if self.buffer.shape[-1] != wanted or self.end % ALIGNMENT:
-                self._move(wanted)
+            wanted = min(_aligned(self.reach + SLACK), _aligned(self.held + max(ALIGNMENT, self.held)))
+            if self.buffer.shape[-1] != wanted or (self.end + block) % ALIGNMENT:
+                self._move(wanted, -block % ALIGNMENT)
 
     def fix(self, longest: int | None):
         """Give the buffer the length that it keeps while values come one by one.
@@ -157,14 +157,15 @@ class HistoryBuffer:
         buffer[..., : kept.shape[-1]] = kept
         self.buffer, self.end, self.held, self.lent = buffer, kept.shape[-1], kept.shape[-1], False
 
-    def _move(self, capacity: int):
-        """Move the newest values to a buffer of this length, in a ring to its end, else to its front."""
+    def _move(self, capacity: int, end: int = 0):
+        """Move the newest values to a buffer of this length: in a ring before the place `end`, else to its front."""
         kept = self.last(capacity if self.is_ring or self.reach is None else self.reach + SLACK)
-        buffer = kept.new_empty(*kept.shape[:-1], capacity)
-        start = capacity - kept.shape[-1] if self.is_ring else 0
-        buffer[..., start : start + kept.shape[-1]] = kept
-        self.buffer, self.held, self.lent = buffer, kept.shape[-1], False
-        self.end = 0 if self.is_ring else self.held
+        buffer, count = kept.new_empty(*kept.shape[:-1], capacity), kept.shape[-1]
+        end = end if self.is_ring else count
+        young = min(end, count)
+        buffer[..., end - young : end] = kept[..., count - young :]
+        buffer[..., capacity - (count - young) :] = kept[..., : count - young]
+        self.buffer, self.end, self.held, self.lent = buffer, end, count, False
 
     def _room(self, count: int, wanted: int | None) -> int:
         if wanted is None:

@@ -26,8 +26,8 @@ SHORT_KERNEL = 4096
 
 SHORT_BLOCKS = (128, 128)
 
-# The base tile of a short kernel in steps of fixed shape, which read a whole tile for each token.
-FIXED_BASE = 32
+# The base tile in steps of fixed shape, which read a whole tile for each token, one number at a time on the CPU.
+FIXED_BASE = 16
 
 LONG_BLOCKS = (2048, 64)
 
@@ -218,7 +218,7 @@ class FilterRecurrence(Recurrence):
         return y[..., None]
 
     def in_fixed_steps(self) -> "FilterRecurrence":
-        self.base = min(self.base, FIXED_BASE) if self.short else self.base
+        self.base = min(self.base, FIXED_BASE)
         return self
 
     def constants(self, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -241,8 +241,8 @@ class FilterRecurrence(Recurrence):
         ends = counters.get("position") == counters["block"]
         if ends:
             counters["block"] = self.horizon
-            state.history.settle()
         if ends or "future" not in state.tensors:
+            state.history.settle(counters["block"])
             self._fill(state, like)
             counters["tiles"] = 0
         position, every = counters["position"], max(1, self.horizon // PARTS)

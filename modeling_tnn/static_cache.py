@@ -76,7 +76,11 @@ class TnnStaticCacheLayer(TnnCacheLayer):
             self._start()
         like = self.history.buffer[..., :1]
         self.recurrence.make_ready(self, like)
-        self.constants = self.recurrence.constants(like)
+        constants = self.recurrence.constants(like)
+        if self.constants is None or any(new is not old for new, old in zip(constants, self.constants, strict=True)):
+            for tensor in constants:
+                torch._dynamo.mark_static_address(tensor)
+        self.constants = constants
         self.history.fix(self.max_cache_len)
         self.history.reserve()
         self.before = self.history.end, self.history.held
