@@ -37,7 +37,13 @@ import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
 from tnn_scripts.common.accelerate_loop import Pretraining, perplexity
 from tnn_scripts.common.arguments import load_config, parse_arguments, parse_overrides
 from tnn_scripts.common.atomic import SavingError, claim, new_files, new_folder, write_json
-from tnn_scripts.common.checkpoints import check_run, checkpoints, find_checkpoint, remove_checkpoints
+from tnn_scripts.common.checkpoints import (
+    check_run,
+    checkpoints,
+    find_checkpoint,
+    remove_checkpoints,
+    verify_checksums,
+)
 from tnn_scripts.common.commands import next_steps
 from tnn_scripts.common.devices import MemoryExceededError, suggest_smaller
 from tnn_scripts.common.dry_run import describe_run, measure_step
@@ -85,14 +91,14 @@ def check_before_start(args: PretrainArguments):
     """Check for errors that would otherwise appear later in the run.
 
     Raises:
-        ValueError: a file or the checkpoint is missing or empty, or the output folder holds another run.
+        ValueError: a file or the checkpoint is missing, empty or damaged, or the output folder holds another run.
     """
     for file in (args.train_file, args.validation_file):
         if file is not None:
             check_file(file)
     output_dir = Path(args.output_dir)
     if args.resume_from_checkpoint is not None:
-        find_checkpoint(output_dir, args.resume_from_checkpoint)
+        verify_checksums(find_checkpoint(output_dir, args.resume_from_checkpoint))
     for folder in (output_dir, output_dir / "best"):
         check_run(folder, args.overwrite_output_dir, args.resume_from_checkpoint)
 

@@ -30,7 +30,6 @@ from tnn_scripts.common.checkpoints import (
     checkpoints,
     find_checkpoint,
     prune,
-    verify_checksums,
     write_checksums,
 )
 from tnn_scripts.common.devices import MemoryExceededError, suggest_smaller
@@ -126,13 +125,12 @@ class Pretraining:
         return args.per_device_train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes
 
     def resume(self, name: str):
-        """Continue from a checkpoint.
+        """Continue from a checkpoint, whose files have been verified.
 
         Raises:
-            ValueError: the checkpoint is missing, damaged, or belongs to another run.
+            ValueError: the checkpoint is missing, or belongs to another run.
         """
         folder = find_checkpoint(self.output_dir, name)
-        verify_checksums(folder)
         saved = json.loads((folder / STATE).read_text(encoding="utf-8"))
         differing = {
             key: (saved["fingerprint"].get(key), value)

@@ -238,9 +238,10 @@ def test_damaged_checkpoint(options, tmp_path):
     for name in ("model.safetensors", "optimizer.bin", "random_states_0.pkl", "config.json"):
         content = (checkpoint / name).read_bytes()
         middle = len(content) // 2
-        (checkpoint / name).write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
-        with pytest.raises(SystemExit, match=rf"{name} is damaged: .*Resume from an earlier checkpoint"):
-            run_script("pretrain", *options, "--resume_from_checkpoint", "latest")
+        for place in (0, middle):  # a damaged brace, too, which the reader of a configuration would report
+            (checkpoint / name).write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+            with pytest.raises(SystemExit, match=rf"{name} is damaged: .*Resume from an earlier checkpoint"):
+                run_script("pretrain", *options, "--resume_from_checkpoint", "latest")
         (checkpoint / name).unlink()
         with pytest.raises(SystemExit, match=f"{name} is missing"):
             run_script("pretrain", *options, "--resume_from_checkpoint", "latest")
