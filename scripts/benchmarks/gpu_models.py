@@ -40,7 +40,7 @@ def blocks(args) -> Iterator[dict]:
 
 def training(args) -> Iterator[dict]:
     """Training steps in bfloat16 (without the optimizer) of the TNN and of transformers' models of its size."""
-    ways = [f"{way} bf16" for way in ("auto", "fused", *PEERS)] + ([] if args.quick else ["auto compiled bf16"])
+    ways = [f"{way} bf16" for way in (*TNN_WAYS, *PEERS)] + ([] if args.quick else ["auto compiled bf16"])
     for length in (64,) if args.quick else (512, 2048, 8192):
         yield from timed_steps(ways, sized(args), 128 if args.quick else 16384, length, base="gpt2 bf16")
 
