@@ -54,7 +54,7 @@ from .inputs import (
 )
 from .loss import language_model_head
 from .norms import GatedRMSNorm, LayerNorm, ScaleNorm, build_norm, with_mask
-from .numerics import is_traced
+from .numerics import is_exported
 from .packing import check_one_document, forward_packed, split_packed
 from .padding import (
     check_attention_mask,
@@ -82,7 +82,7 @@ class ChannelMajorLinear(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`(..., L, d)` to `(..., L, D)`."""
         # A quantised or sharded weight is a tensor class that supports only `linear`; one token has no sequence.
-        if is_traced() or x.shape[-2] == 1 or type(self.weight.data) is not torch.Tensor:
+        if is_exported() or x.shape[-2] == 1 or type(self.weight.data) is not torch.Tensor:
             return super().forward(x)
         columns = x.reshape(-1, self.in_features).t()  # (d, N)
         y = torch.addmm(self.bias[:, None], self.weight, columns)  # (D, N)

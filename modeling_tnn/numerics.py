@@ -2,7 +2,8 @@
 
 torch.compile records a new graph when a branch on a length changes. torch.export and torch.jit.trace record one graph
 for all lengths, so code that they record must not branch on a length (torch.jit.trace would keep one side of it).
-While a graph is recorded or a function is transformed, only PyTorch's own operations are used.
+While a graph is recorded or a function is transformed, only PyTorch's own operations are used. There is one exception:
+the Toeplitz product in a graph of torch.compile is a custom operator (`toeplitz_recorded.py`).
 """
 
 import torch
@@ -32,6 +33,11 @@ def is_traced() -> bool:
 def is_exported() -> bool:
     """Whether the code runs inside torch.export, torch.onnx.export (which uses it) or torch.jit.trace."""
     return torch.compiler.is_exporting() or torch.jit.is_tracing()
+
+
+def is_compiled() -> bool:
+    """Whether torch.compile records the code, for no transform of torch.func. Products are custom operators there."""
+    return torch.compiler.is_compiling() and not is_exported() and not is_transformed()
 
 
 def is_exported_to_onnx() -> bool:

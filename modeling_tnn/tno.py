@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 from transformers.utils.generic import maybe_autocast
 
 from .gating import NO_GATE, Gate
-from .numerics import is_traced
+from .numerics import is_exported
 from .recurrence import FilterRecurrence, Recurrence
 from .stacking import stacked
 from .toeplitz import (
@@ -124,8 +124,8 @@ class ToeplitzOperator(nn.Module):
         if response is not None:
             return response
         longest = self.kernel_length()
-        # A traced graph keeps all lags: it serves any length.
-        if longest is not None and not is_traced():
+        # An exported graph keeps all lags: it serves any length.
+        if longest is not None and not is_exported():
             length = min(length, longest)
         return self.coefficients(length, device)
 

@@ -21,7 +21,15 @@ from torch.nn.functional import pad
 
 from .fourier import exported_convolution
 from .gating import NO_GATE, Gate, has_parameters
-from .numerics import compute_dtype, is_exported, is_fused, must_be_eager, next_fast_len
+from .numerics import (
+    check_implementation,
+    compute_dtype,
+    is_compiled,
+    is_exported,
+    is_fused,
+    must_be_eager,
+    next_fast_len,
+)
 from .toeplitz_choice import KERNELS, choose
 from .toeplitz_fused import (
     Windows,
@@ -31,6 +39,7 @@ from .toeplitz_fused import (
     lay_windows,
     single_window,
 )
+from .toeplitz_recorded import recorded_convolution
 
 
 def toeplitz_matmul(v: torch.Tensor, coefficients: torch.Tensor, implementation: str = "fused") -> torch.Tensor:
@@ -157,6 +166,9 @@ def filter_by_response(
     """
     size = 2 * (response.shape[2] - 1)
     response = response.to(torch.promote_types(v.dtype, response.dtype))
+    if is_compiled() and implementation != "eager":
+        check_implementation(implementation)
+        return _recorded(v, response, 0, implementation, gate)
     return _filter(v, response, single_window(size, first=0), is_fused(implementation), gate)
 
 
@@ -176,6 +188,9 @@ def _convolve(v: torch.Tensor, kernel: torch.Tensor, first: int, implementation:
     """Entries `first .. first + L - 1` of the convolution of `v` `(B, L, D)` with `kernel` `(D, K)`."""
     length, taps = v.shape[1], kernel.shape[1]
     kernel = kernel.to(compute_dtype(torch.promote_types(v.dtype, kernel.dtype)))
+    if is_compiled() and implementation != "eager":
+        check_implementation(implementation)
+        return _recorded(v, kernel, first, implementation, gate)
     chosen = choose(implementation, v, taps, kernel.dtype)
     if chosen in KERNELS and v.numel() > 0:
         return KERNELS[chosen](v, kernel, first, gate)
@@ -183,6 +198,11 @@ def _convolve(v: torch.Tensor, kernel: torch.Tensor, first: int, implementation:
     fused = chosen != "eager"
     windows = lay_windows(length, taps, first, size) if fused else single_window(size, first)
     return _filter(v, kernel, windows, fused, gate)
+
+
+def _recorded(v: torch.Tensor, kernel: torch.Tensor, first: int, implementation: str, gate: Gate) -> torch.Tensor:
+    """The product in a graph of torch.compile, which fuses the gate with what is next to it."""
+    return gate.apply(recorded_convolution(gate.inputs(v), kernel, first, implementation), "eager")
 
 
 def _filter(v: torch.Tensor, kernel: torch.Tensor, windows: Windows, fused: bool, gate: Gate) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 `tno_implementation` is a name, or `"auto"`: what was measured to be the fastest on the device, and the fused product
 where nothing was (`toeplitz_measured.py`). What cannot run is replaced by the fused product, with one line of warning.
-While a graph is recorded or a function is transformed, all of them are `"eager"`.
+While a graph is exported or a function is transformed, all of them are `"eager"`. A graph of torch.compile chooses
+when it runs (`toeplitz_recorded.py`).
 """
 
 from functools import lru_cache

@@ -17,6 +17,7 @@ begins K - 1 - first entries into the first one, and the part that wraps around 
 pass uses the same layout.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -101,35 +102,42 @@ class GatedConvolution(torch.autograd.Function):
             function = partial(eager_windows, mask=mask, act=act, windows=windows)
             found = differentiable_gradients(function, (v, kernel, u), ctx.needs_input_grad, gradient)
             return *found, None, None, None
-        want_v, want_kernel, want_u = ctx.needs_input_grad[:3]
-        v_gradient = torch.empty_like(v) if want_v else None
-        u_gradient = torch.empty_like(u) if want_u else None
-        kernel_gradient = torch.empty_like(kernel) if want_kernel else None
-        dtype, g_buffer, x_buffer = kernel.dtype, None, None
-        for chosen in chunks(v, windows):
-            g = gradient[chosen].to(dtype)  # (C, B, L)
-            if u is not None:
-                gate, pull_back = value_and_vjp(act, u[chosen].to(dtype))
-                if want_u:
-                    u_gradient[chosen] = pull_back(g * mixed[chosen])
-                g = gate * g
-            if not (want_v or want_kernel):
-                continue
-            g_buffer, spectrum = transform_gradient(g_buffer, g, windows)  # (C, B, W, F/2+1)
-            x, pull_back = v[chosen].to(dtype), None
-            if act is not None:
-                x, pull_back = value_and_vjp(act, x)
-            if want_kernel:
-                x_buffer, correlation = transform(x_buffer, mask_out(x, mask), windows)
-                correlation = correlation.conj_physical_().mul_(spectrum).sum((1, 2))  # (C, F/2+1)
-                store_gradient(kernel_gradient, chosen, correlation, windows)
-            if want_v:
-                spectrum *= response(kernel, chosen, windows).conj()
-                x_gradient = mask_out(
-                    overlap_add(torch.fft.irfft(spectrum, n=windows.size), g.shape[2], windows), mask
-                )
-                v_gradient[chosen] = x_gradient if act is None else pull_back(x_gradient)
-        return v_gradient, kernel_gradient, u_gradient, None, None, None
+        found = window_gradients(gradient, v, kernel, u, mask, mixed, act, windows, ctx.needs_input_grad[:3])
+        return *found, None, None, None
+
+
+def window_gradients(gradient, v, kernel, u, mask, mixed, act, windows: Windows, wanted: Sequence[bool]) -> tuple:
+    """The gradients of `v`, `kernel` and `u`, each None unless wanted, from that of the result.
+
+    The arguments are those of `GatedConvolution`, and the `mixed` values (the result without the gate).
+    """
+    want_v, want_kernel, want_u = wanted
+    v_gradient = torch.empty_like(v) if want_v else None
+    u_gradient = torch.empty_like(u) if want_u else None
+    kernel_gradient = torch.empty_like(kernel) if want_kernel else None
+    dtype, g_buffer, x_buffer = kernel.dtype, None, None
+    for chosen in chunks(v, windows):
+        g = gradient[chosen].to(dtype)  # (C, B, L)
+        if u is not None:
+            gate, pull_back = value_and_vjp(act, u[chosen].to(dtype))
+            if want_u:
+                u_gradient[chosen] = pull_back(g * mixed[chosen])
+            g = gate * g
+        if not (want_v or want_kernel):
+            continue
+        g_buffer, spectrum = transform_gradient(g_buffer, g, windows)  # (C, B, W, F/2+1)
+        x, pull_back = v[chosen].to(dtype), None
+        if act is not None:
+            x, pull_back = value_and_vjp(act, x)
+        if want_kernel:
+            x_buffer, correlation = transform(x_buffer, mask_out(x, mask), windows)
+            correlation = correlation.conj_physical_().mul_(spectrum).sum((1, 2))  # (C, F/2+1)
+            store_gradient(kernel_gradient, chosen, correlation, windows)
+        if want_v:
+            spectrum *= response(kernel, chosen, windows).conj()
+            x_gradient = mask_out(overlap_add(torch.fft.irfft(spectrum, n=windows.size), g.shape[2], windows), mask)
+            v_gradient[chosen] = x_gradient if act is None else pull_back(x_gradient)
+    return v_gradient, kernel_gradient, u_gradient
 
 
 def eager_windows(v, kernel, u, mask, act, windows: Windows) -> torch.Tensor:

@@ -12,6 +12,8 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    Mamba2Config,
+    Mamba2ForCausalLM,
     MambaConfig,
     MambaForCausalLM,
     PreTrainedModel,
@@ -19,6 +21,7 @@ from transformers import (
 
 from modeling_tnn import TnnConfig, TnnForCausalLM
 from modeling_tnn.loss import linear_cross_entropy
+from modeling_tnn.numerics import IMPLEMENTATIONS
 
 
 def released_product(operator, v: torch.Tensor) -> torch.Tensor:
@@ -67,7 +70,13 @@ def mamba(way: str, args, length: int) -> MambaForCausalLM:
     return MambaForCausalLM(MambaConfig(hidden_size=args.hidden_size, **special_tokens(args), **sizes(args)))
 
 
-BUILDERS = {"released": tnn, "eager": tnn, "fused": tnn, "gpt2": gpt2, "llama": llama, "mamba": mamba}
+def mamba2(way: str, args, length: int) -> Mamba2ForCausalLM:
+    shape = {"hidden_size": args.hidden_size, "head_dim": 64, "num_heads": max(1, 2 * args.hidden_size // 64)}
+    return Mamba2ForCausalLM(Mamba2Config(**shape, n_groups=1, **special_tokens(args), **sizes(args)))
+
+
+BUILDERS = {"released": tnn, **dict.fromkeys(IMPLEMENTATIONS, tnn)}
+BUILDERS |= {"gpt2": gpt2, "llama": llama, "mamba": mamba, "mamba2": mamba2}
 
 
 def build_model(way: str, args, length: int) -> torch.nn.Module:

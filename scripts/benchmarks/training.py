@@ -1,7 +1,7 @@
 """The cost of a training step (forward, loss, backward) of a language model and its peers, by length.
 
 `matmul` computes only the matrix products of the linear layers of a TNN, forward and backward: a lower bound for a
-model of this size. A variant with `bf16` after its name runs under autocast in bfloat16.
+model of this size. After the name of a variant, `bf16` means autocast in bfloat16, and `compiled` torch.compile.
 """
 
 import argparse
@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import torch
 
+from modeling_tnn.numerics import IMPLEMENTATIONS
 from tnn_scripts.benchmarks.arguments import add_batches, add_sizes, add_ways
 from tnn_scripts.benchmarks.measure import markdown, measure, peak_on_device, rows_of
 from tnn_scripts.benchmarks.peers import BUILDERS, build_model, training_loss
@@ -16,17 +17,20 @@ from tnn_scripts.benchmarks.peers import BUILDERS, build_model, training_loss
 FORMATS = {"length": "", "way": "", "milliseconds": ".0f", "tokens_per_second": ".0f"}
 FORMATS |= {"released_over_this": ".2f", "gpt2_over_this": ".2f", "matmul_over_this": ".2f", "peak_megabytes": ".0f"}
 PLAIN_WAYS = (*BUILDERS, "matmul")
-WAYS = PLAIN_WAYS + tuple(f"{way} bf16" for way in PLAIN_WAYS)
+COMPILED_WAYS = tuple(f"{way} compiled" for way in (*IMPLEMENTATIONS, "gpt2", "llama"))
+WAYS = tuple(f"{way}{precision}" for precision in ("", " bf16") for way in (*PLAIN_WAYS, *COMPILED_WAYS))
 DEFAULT_WAYS = ("released", "eager", "fused", "gpt2", "llama", "matmul")
 
 
 def step(way: str, args, ids: torch.Tensor) -> Callable[[], None]:
     """One training step, or with `args.blocks_only` a pass through the blocks."""
-    name, _, precision = way.partition(" ")
-    autocast = torch.autocast(args.device.split(":")[0], torch.bfloat16, enabled=precision == "bf16")
+    name, *words = way.split()
+    autocast = torch.autocast(args.device.split(":")[0], torch.bfloat16, enabled="bf16" in words)
     if name == "matmul":
-        return matmul_step(args, ids.numel(), torch.bfloat16 if precision else torch.float32)
+        return matmul_step(args, ids.numel(), torch.bfloat16 if words else torch.float32)
     model = build_model(name, args, ids.shape[1])
+    if "compiled" in words:
+        model.base_model.compile()
     embeddings = torch.randn(*ids.shape, args.hidden_size, device=args.device, requires_grad=True)
     gradient = torch.randn_like(embeddings)
     model.config.use_cache = False

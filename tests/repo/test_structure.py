@@ -15,6 +15,7 @@ FLOORS = [
     {"padding", "rpe", "loss", "toeplitz_fused"},
     {"toeplitz_triton", "toeplitz_cudnn", "toeplitz_measured"},
     {"toeplitz_choice"},
+    {"toeplitz_recorded"},
     {"toeplitz", "packing"},
     {"rational", "recurrence"},
     {"continuation", "tno"},

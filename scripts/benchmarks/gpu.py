@@ -1,0 +1,182 @@
+"""All that only a GPU can tell, in less than ten minutes: are products right on it, and how fast are models?
+
+Writes into --output_dir: gpu.json (all figures), gpu.md (a page) and toeplitz_measured.py (the rows that "auto" reads,
+to be copied into modeling_tnn; --install does it). Each part runs in a process of its own, so that a fault of the
+device ends that part alone. A part that fails or takes too long says so, with the rows that it had, and the others go
+on. `gpu-PART.log` has its messages. With --device cpu --quick the parts run with tiny sizes: a test of the program.
+"""
+
+import argparse
+import multiprocessing
+import os
+import platform
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from modeling_tnn import toeplitz_measured
+from modeling_tnn.numerics import IMPLEMENTATIONS
+from modeling_tnn.toeplitz_choice import device_name
+from tnn_scripts.benchmarks import gpu_models, gpu_pretraining, gpu_products
+from tnn_scripts.benchmarks.measure import markdown
+from tnn_scripts.common.atomic import write_json, write_text
+
+NOT_A_GPU = (
+    "**No GPU was measured.** The parts ran on a CPU, as a test of the program. No figure here says how fast a GPU is."
+)
+
+
+class Part(NamedTuple):
+    """A part of the measurement."""
+
+    title: str
+    seconds: int  # it is ended after that time
+    rows: Callable[[argparse.Namespace], Iterator[dict]]
+
+
+def parts() -> dict[str, Part]:
+    """In the order of what must be known first."""
+    title = "Toeplitz products against float64"
+    oracles = {f"oracles-{name}": Part(title, 120, partial(gpu_products.oracles, name)) for name in IMPLEMENTATIONS}
+    return oracles | {
+        "products": Part("Toeplitz products, forward and backward", 120, gpu_products.products),
+        "blocks": Part("Blocks over their matrix products", 100, gpu_models.blocks),
+        "training": Part("Training", 100, gpu_models.training),
+        "memory": Part("Memory of a training step", 45, gpu_models.memory),
+        "decoding": Part("Decoding", 110, gpu_models.decoding),
+        "pretrain": Part("A step of pretrain.py in bfloat16", 60, gpu_pretraining.one_step),
+        "recipe": Part("Two minutes of the recipe wikitext103 on generated text", 170, gpu_pretraining.recipe),
+    }
+
+
+def add_arguments(parser: argparse.ArgumentParser):
+    parser.add_argument("--output_dir", type=Path, default=Path("outputs/gpu"))
+    parser.add_argument("--quick", action="store_true", help="Tiny sizes, in less than a minute on a CPU.")
+    parser.add_argument("--parts", nargs="+", choices=parts(), default=list(parts()), help="Parts to run.")
+    parser.add_argument(
+        "--minutes", type=float, default=9.5, help="Parts that begin or last beyond this are left out."
+    )
+    parser.add_argument("--install", action="store_true", help="Replace the rows of this device that auto reads.")
+
+
+def run(args) -> list[dict]:
+    """One row for each part, with its own rows and its error."""
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    # The processes are forks of one that has imported all, and has not touched the device.
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["tnn_scripts.common.errors", __name__])
+    end, found, all_parts = time.monotonic() + 60 * args.minutes, [], parts()
+    for name in args.parts:
+        seconds = min(all_parts[name].seconds, end - time.monotonic())
+        found.append(run_part(name, args, seconds) if seconds > 1 else failed(name, "no time was left for it"))
+        sys.stderr.write(f"{name}: {len(found[-1]['rows'])} rows in {found[-1]['seconds']:.0f} s")
+        sys.stderr.write(f", {found[-1]['error']}\n" if found[-1]["error"] else "\n")
+        write_results(found, args)
+    return found
+
+
+def write_results(found: list[dict], args):
+    """After each part, so that nothing is lost if the program is ended."""
+    name = device_name(torch.device(args.device))
+    device = {"name": machine(args.device), "called": name, "torch": torch.__version__, "date": time.strftime("%F")}
+    measured = {} if args.device == "cpu" else {name: gpu_products.fastest_rows(found)}
+    source = gpu_products.measured_source(toeplitz_measured, measured)
+    write_json(args.output_dir / "gpu.json", {"device": device, "quick": args.quick, "parts": found})
+    write_text(args.output_dir / "gpu.md", page(found, device, args.device == "cpu" or args.quick))
+    write_text(args.output_dir / "toeplitz_measured.py", source)
+    if args.install and measured and not args.quick:
+        write_text(Path(toeplitz_measured.__file__), source)
+
+
+def machine(device: str) -> str:
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else f"{device} of {platform.machine()}"
+
+
+def run_part(name: str, args, seconds: float) -> dict:
+    """The result of a part, from a process of its own that is ended after so many seconds."""
+    context, start = multiprocessing.get_context("forkserver"), time.monotonic()
+    receiving, sending = context.Pipe(duplex=False)
+    process = context.Process(target=work, args=(name, args, sending))
+    process.start()
+    sending.close()
+    rows, error, is_done = [], None, False
+    try:
+        while not is_done and error is None:
+            if not receiving.poll(max(0.0, start + seconds - time.monotonic())):
+                error = f"it was ended after {seconds:.0f} s"
+                process.terminate()
+                break
+            row, error = receiving.recv()
+            is_done = row is None and error is None
+            rows += [] if row is None else [row]
+    except EOFError:
+        process.join()
+        error = f"its process ended with the status {process.exitcode}, see gpu-{name}.log"
+    finally:
+        end(process)
+    return {"part": name, "seconds": time.monotonic() - start, "error": error, "rows": rows}
+
+
+def failed(name: str, error: str) -> dict:
+    return {"part": name, "seconds": 0.0, "error": error, "rows": []}
+
+
+def end(process: multiprocessing.Process):
+    """End the process, which may be about to end, and those that it has started, which are in its session."""
+    process.join(1)
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        process.kill()
+    process.join()
+
+
+def work(name: str, args, sending: Connection):
+    """The process of a part, which sends (row, None) for each row and at the end (None, error or None)."""
+    os.setsid()
+    log = os.open(args.output_dir / f"gpu-{name}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1), os.dup2(log, 2)
+    torch.set_num_threads(args.threads)
+    try:
+        for row in parts()[name].rows(args):
+            sending.send((row, None))
+        sending.send((None, None))
+    except Exception as error:
+        sending.send((None, gpu_products.noted(error)))
+
+
+def page(found: list[dict], device: dict, is_trial: bool) -> str:
+    """The page for the documentation."""
+    where = f"Measured on {device['name']} ({device['called']}), {device['date']}, PyTorch {device['torch']}."
+    return "\n\n".join(["# Figures of a GPU", NOT_A_GPU if is_trial else where, table(found)]) + "\n"
+
+
+def table(rows: list[dict]) -> str:
+    """The rows of all parts as Markdown tables, with what failed first."""
+    all_parts, sections = parts(), []
+    failures = [f"{part['part']} ({part['error']})" for part in rows if part["error"]]
+    if failures:
+        sections.append(f"Parts without all their figures: {'; '.join(failures)}.")
+    proved = [row for part in rows if part["part"].startswith("oracles-") for row in part["rows"]]
+    if proved:
+        sections += ["## Toeplitz products against float64", as_table(gpu_products.summary(proved))]
+    for part in rows:
+        if part["rows"] and not part["part"].startswith("oracles-"):
+            sections += [f"## {all_parts[part['part']].title}", as_table(part["rows"])]
+    return "\n\n".join(sections)
+
+
+def as_table(rows: list[dict]) -> str:
+    """Texts first, errors last."""
+    values = {name: value for row in rows for name, value in row.items() if value is not None}
+    texts = {name: "" for name, value in values.items() if isinstance(value, (str, bool)) and name != "error"}
+    numbers = {name: "," if isinstance(value, int) else ".3g" for name, value in values.items() if name not in texts}
+    numbers |= {name: ",.0f" for name in numbers if name in ("tokens_per_second", "peak_megabytes")}
+    error = {"error": ""} if numbers.pop("error", None) else {}
+    return markdown(rows, {**texts, **numbers, **error})

@@ -1,0 +1,209 @@
+"""Toeplitz products on a device: right or not, how fast, and the rows of the table that `auto` reads.
+
+A row of the table is written for an implementation that was right in all cases of a dtype, and the fastest.
+"""
+
+import json
+import math
+import statistics
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import nn
+
+from modeling_tnn.gating import Gate
+from modeling_tnn.toeplitz import gated_causal_toeplitz_matmul, gated_toeplitz_matmul
+from modeling_tnn.toeplitz_choice import REFUSALS, choose
+from modeling_tnn.toeplitz_measured import Row
+from tnn_scripts.benchmarks.measure import measure
+
+# The largest relative error of values, in the norm; gradients may have twice as much.
+ALLOWED = {"float64": 1e-11, "float32": 1e-5, "float16": 1e-3, "bfloat16": 4e-3}
+
+# (length, taps on each side) of the oracles: powers of two, odd numbers, filters longer and shorter than the text.
+CASES = ((1, 1), (17, 40), (512, 512), (2048, 1587), (4099, 200), (8192, 2048))
+QUICK_CASES = ((1, 1), (17, 5), (300, 33))
+
+# What `auto` chooses among.
+CANDIDATES = ("fused", "triton", "cudnn")
+POISON = 2**28
+
+
+def noted(error: Exception) -> str:
+    """An error in one line. Where it came from is in the log."""
+    traceback.print_exception(error)
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}"
+
+
+def oracles(implementation: str, args) -> Iterator[dict]:
+    """One row for each case: the errors of values and gradients against float64 on the CPU."""
+    for dtype, allowed in ALLOWED.items():
+        allowed *= 2 if implementation == "eager" else 1  # activations and gate are rounded apart
+        for causal in (True, False):
+            for length, taps in QUICK_CASES if args.quick else CASES:
+                row = {"implementation": implementation, "dtype": dtype, "causal": causal, "length": length}
+                row |= {"taps": taps if causal else 2 * taps - 1, "allowed": allowed}
+                try:
+                    row |= errors_of(implementation, getattr(torch, dtype), causal, length, taps, args)
+                    gradients_allowed = 2 * allowed
+                    row["right"] = row["value_error"] <= allowed and row["gradient_error"] <= gradients_allowed
+                except Exception as error:
+                    row |= {"right": False, "error": noted(error)}
+                yield {name: finite(value) for name, value in row.items()}
+
+
+def summary(rows: list[dict]) -> list[dict]:
+    """One row for each implementation and dtype: how many cases were right, and the largest errors."""
+    groups = defaultdict(list)
+    for row in rows:
+        groups[row["implementation"], row["dtype"]].append(row)
+    found = []
+    for (implementation, dtype), group in groups.items():
+        by = " and ".join(sorted({row["computed_by"] for row in group if "computed_by" in row}))
+        notes = {row.get("error") or row.get("because"): None for row in group}
+        entry = {"implementation": implementation, "dtype": dtype, "computed_by": by}
+        entry |= {"cases": len(group), "right": sum(row["right"] for row in group)}
+        for name in ("value_error", "gradient_error"):
+            errors = [row[name] for row in group if row.get(name) is not None]
+            entry[name] = max(errors, default=None)
+        found.append(entry | {"allowed": group[0]["allowed"], "error": "; ".join(filter(None, notes)) or None})
+    return found
+
+
+def finite(value):
+    """JSON has no infinite numbers; one in a result is NaN or an overflow there."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def errors_of(implementation: str, dtype: torch.dtype, causal: bool, length: int, taps: int, args) -> dict:
+    """Which product computed, and its largest errors."""
+    generator = torch.Generator().manual_seed(length)
+    shapes = ((2, length, 5), (5, taps if causal else 2 * taps - 1), (2, length, 5), (2, length, 5))
+    v, kernel, u, gradient = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    decay = 0.99 ** torch.arange(kernel.shape[1], dtype=torch.float64)
+    kernel_dtype = torch.promote_types(dtype, torch.float32)
+    v, u, gradient, kernel = v.to(dtype), u.to(dtype), gradient.to(dtype), (kernel * decay).to(kernel_dtype)
+    mask = torch.rand(2, length, generator=generator) < 0.9
+    inputs = (v, kernel, u, mask, gradient)
+    expected = with_gradients("eager", causal, *(x if x is mask else x.double() for x in inputs))
+    with poisoned_memory(args.device):
+        actual = with_gradients(implementation, causal, *(x.to(args.device) for x in inputs))
+    errors = [relative_error(a.cpu(), b) for a, b in zip(actual, expected, strict=True)]
+    found = torch.empty(2, length, 5, dtype=dtype, device=args.device)
+    by = choose(implementation, found, kernel.shape[1], kernel.dtype)
+    reason = REFUSALS[implementation](found, kernel.shape[1], kernel.dtype) if implementation in REFUSALS else None
+    return {"computed_by": by, "because": reason, "value_error": errors[0], "gradient_error": max(errors[1:])}
+
+
+def with_gradients(implementation: str, causal: bool, v, kernel, u, mask, gradient) -> list[torch.Tensor]:
+    """The gated product, and the gradients of `v`, `kernel` and `u`."""
+    inputs = [x.detach().requires_grad_() for x in (v, kernel, u)]
+    product = gated_causal_toeplitz_matmul if causal else gated_toeplitz_matmul
+    y = product(inputs[0], inputs[1], implementation, Gate(inputs[2], nn.SiLU(), mask))
+    return [y.detach(), *torch.autograd.grad(y, inputs, gradient)]
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    norm = expected.norm().item()
+    error = (actual.double() - expected).norm().item() / (norm or 1.0)
+    return error if math.isfinite(error) else math.inf
+
+
+@contextmanager
+def poisoned_memory(device: str) -> Iterator[None]:
+    """Fresh memory is full of NaN: that of PyTorch's functions, and on a GPU what libraries get from its allocator."""
+    if device.startswith("cuda"):
+        torch.full((POISON,), torch.nan, device=device)
+        torch.cuda.synchronize()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def products(args) -> Iterator[dict]:
+    """One row for each implementation, dtype, number of taps and length: milliseconds, and the speedup over fused."""
+    quick = args.quick
+    channels, tokens, lengths = (8, 256, (64, 128)) if quick else (1536, 16384, (512, 2048, 8192))
+    for dtype in ("float32", "bfloat16") if quick else ("bfloat16", "float32", "float16"):
+        for taps in (16,) if quick else (128, 256, 512, 1024, 2048, 4096):
+            for length in lengths:
+                shape = (tokens // length, length, channels)
+                yield from timed_products(dtype, taps, shape, args)
+
+
+def timed_products(dtype: str, taps: int, shape: tuple[int, int, int], args) -> Iterator[dict]:
+    row = {"dtype": dtype, "taps": taps, "length": shape[1]}
+    v, u, gradient = (torch.randn(shape, device=args.device).to(getattr(torch, dtype)) for _ in range(3))
+    kernel, ways = torch.randn(shape[2], taps, device=args.device) * 0.99 ** torch.arange(taps, device=args.device), {}
+    for name in CANDIDATES:
+        if choose(name, v, min(taps, shape[1]), torch.float32) == name:
+            way = passes(name, v, kernel, u, gradient)
+            try:
+                way()
+                ways[name] = way
+            except Exception as error:
+                yield row | {"implementation": name, "error": noted(error)}
+    times = measure(ways, args)
+    for name, seconds in times.items():
+        over = (
+            statistics.median(a / b for a, b in zip(times["fused"], seconds, strict=True))
+            if "fused" in times
+            else None
+        )
+        milliseconds = 1000 * statistics.median(seconds)
+        yield row | {"implementation": name, "milliseconds": milliseconds, "fused_over_this": over}
+
+
+def passes(name: str, v, kernel, u, gradient) -> Callable[[], None]:
+    return lambda: with_gradients(name, True, v, kernel, u, None, gradient) and None
+
+
+def fastest_rows(parts: list[dict]) -> tuple[Row, ...]:
+    """The rows for `auto` from the rows of the oracles and products. Oracles that did not all run prove nothing."""
+    rows = {part["part"]: part["rows"] for part in parts if part["part"] == "products" or not part["error"]}
+    right, speed = defaultdict(lambda: True), defaultdict(list)
+    for name in CANDIDATES:
+        proved = [row for row in rows.get(f"oracles-{name}", []) if row.get("computed_by", name) == name]
+        for dtype in ALLOWED:
+            of_dtype = [row["right"] for row in proved if row["dtype"] == dtype]
+            right[name, dtype] = bool(of_dtype) and all(of_dtype)
+    for row in rows.get("products", []):
+        if row.get("fused_over_this") and right[row["implementation"], row["dtype"]]:
+            speed[row["dtype"], row["taps"], row["implementation"]].append(row["fused_over_this"])
+    best = defaultdict(dict)  # dtype -> taps -> the implementation with the largest geometric mean over the lengths
+    for (dtype, taps, name), found in sorted(speed.items()):
+        mean = statistics.geometric_mean(found)
+        if mean > best[dtype].get(taps, ("", 0.0))[1]:
+            best[dtype][taps] = (name, mean)
+    return tuple(row for dtype, by_taps in best.items() for row in merged(dtype, by_taps))
+
+
+def merged(dtype: str, best: dict[int, tuple[str, float]]) -> list[Row]:
+    """One row for neighbouring numbers of taps with one winner. Beyond the last one, `auto` is the fused product."""
+    rows = []
+    for taps, (name, _) in sorted(best.items()):
+        if rows and rows[-1].implementation == name:
+            rows.pop()
+        rows.append(Row(dtype, taps, name))
+    return rows[:-1] if rows and rows[-1].implementation == "fused" else rows
+
+
+def measured_source(module: ModuleType, found: dict[str, tuple[Row, ...]]) -> str:
+    """The source of `toeplitz_measured.py` with the rows of a device replaced, in the form of the formatter."""
+    before = Path(module.__file__).read_text().partition("MEASURED:")[0]
+    table = {name: rows for name, rows in (module.MEASURED | found).items() if rows}
+    if not table:
+        return f"{before}MEASURED: dict[str, tuple[Row, ...]] = {{}}\n"
+    lines = []
+    for name, rows in table.items():
+        written = (f"        Row({json.dumps(r.dtype)}, {r.taps}, {json.dumps(r.implementation)}),\n" for r in rows)
+        lines.append(f"    {json.dumps(name)}: (\n{''.join(written)}    ),\n")
+    return f"{before}MEASURED: dict[str, tuple[Row, ...]] = {{\n{''.join(lines)}}}\n"

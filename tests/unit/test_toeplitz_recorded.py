@@ -1,0 +1,196 @@
+"""The convolution as one node of a compiled graph: no break, the values of the uncompiled code, any length."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from helpers.models import VARIANTS, random, relative_error, seeded, tiny_config
+from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, toeplitz_recorded
+from modeling_tnn.toeplitz import causal_toeplitz_matmul, filter_by_response, toeplitz_matmul
+from modeling_tnn.toeplitz_recorded import convolution, convolution_gradients
+
+# Operator, causal, with a mask.
+FEW = [("rpe", True, False), ("fd", True, True), ("ski", False, True)]
+ALL = [(*variant, masked) for variant in VARIANTS for masked in (False, True)]
+CASES = [*FEW, *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL if case not in FEW)]
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(function, dynamic=None):
+    """A function in one graph, and the graphs that it needs."""
+    backend = CompileCounterWithBackend("aot_eager")
+    return torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic), backend
+
+
+def products(backend) -> list[int]:
+    """The number of nodes of each graph that are a convolution, and of transforms."""
+    nodes = [[str(node.target) for node in graph.graph.nodes] for graph in backend.graphs]
+    assert not any("fft" in name for names in nodes for name in names)
+    return [sum("modeling_tnn.convolution" in name for name in names) for names in nodes]
+
+
+def language_model(tno_type, causal, **fields):
+    config = tiny_config(tno_type, causal, use_cache=False, **fields)
+    return seeded(TnnForCausalLM if causal else TnnForMaskedLM, config)
+
+
+def results(call, model, inputs) -> list[torch.Tensor]:
+    """Logits and gradients."""
+    logits = call(**inputs).logits
+    found = torch.autograd.grad(logits.square().mean(), list(model.parameters()), allow_unused=True)
+    return [logits, *(gradient for gradient in found if gradient is not None)]
+
+
+def assert_same(actual, expected, tolerance=2e-6):
+    assert max(relative_error(a, b) for a, b in zip(actual, expected, strict=True)) < tolerance
+
+
+def ids_of(length: int) -> torch.Tensor:
+    return torch.arange(2 * length).view(2, length) % 90 + 5
+
+
+@pytest.mark.parametrize(("tno_type", "causal", "masked"), CASES)
+def test_one_graph_with_one_node_for_each_product(tno_type, causal, masked):
+    model, inputs = language_model(tno_type, causal), {"input_ids": ids_of(40)}
+    if masked:
+        inputs["attention_mask"] = (torch.arange(40) > torch.tensor([[5], [-1]])).long()
+    call, backend = compiled(model)
+    assert_same(results(call, model, inputs), results(model, model, inputs))
+    names = [str(node.target) for graph in backend.graphs for node in graph.graph.nodes]
+    # Two layers; SKI has two products in each.
+    assert sum("modeling_tnn.convolution" in name for name in names) == (4 if tno_type == "ski" else 2)
+    assert len(backend.graphs) == 1
+
+
+def test_the_kernel_is_cut():
+    """At the decay 0.9, 152 taps are above the resolution of float32. No graph holds a lag beyond."""
+    model = language_model("rpe", True, decay=0.9)
+    call, backend = compiled(model)
+    torch.testing.assert_close(call(ids_of(300)).logits, model(ids_of(300)).logits)
+    (graph,) = backend.graphs
+    nodes = [node for node in graph.graph.nodes if "modeling_tnn.convolution" in str(node.target)]
+    assert [tuple(node.args[1].meta["example_value"].shape) for node in nodes] == [(64, 152)] * 2
+    assert products(backend) == [2]
+
+
+@pytest.mark.slow
+def test_a_few_graphs_serve_all_lengths():
+    """One below the end of the kernels and one beyond it."""
+    model = language_model("rpe", True, decay=0.9)
+    call, backend = compiled(model, dynamic=True)
+    for length in (20, 33, 64, 151, 153, 200, 257, 400):
+        with torch.no_grad():
+            assert relative_error(call(ids_of(length)).logits, model(ids_of(length)).logits) < 2e-6
+    assert len(backend.graphs) <= 3
+
+
+@pytest.mark.slow
+def test_positions_are_decided_outside_of_the_graph():
+    """Rows of one document: the graph after the decision has all products. Packed rows have the same answer too."""
+    model, backend = language_model("rpe", True), CompileCounterWithBackend("aot_eager")
+    call = torch.compile(model, backend=backend)
+    for positions in (torch.arange(40).expand(2, 40), torch.arange(40).expand(2, 40) % 16):
+        inputs = {"input_ids": ids_of(40), "position_ids": positions}
+        assert_same(results(call, model, inputs), results(model, model, inputs))
+        # A batch of packed rows is several batches of documents, which may be in one graph.
+        counts = [count for count in products(backend) if count]
+        assert counts and all(count % 2 == 0 for count in counts)
+
+
+def test_eager_is_recorded_as_it_is():
+    """Whoever wants PyTorch's own operations in the graph says so."""
+    call, backend = compiled(lambda v, kernel: causal_toeplitz_matmul(v, kernel, "eager"))
+    v, kernel = random(2, 30, 3), random(3, 9)
+    torch.testing.assert_close(call(v, kernel), causal_toeplitz_matmul(v, kernel))
+    names = [str(node.target) for graph in backend.graphs for node in graph.graph.nodes]
+    assert any("fft" in name for name in names) and not any("modeling_tnn" in name for name in names)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["causal", "bidirectional", "response"])
+def test_products(kind, dtype):
+    """Of every kind, with taps shorter and longer than the text, in each dtype."""
+    matmul = {"causal": causal_toeplitz_matmul, "bidirectional": toeplitz_matmul, "response": filter_by_response}[kind]
+    kernel_dtype = torch.promote_types(dtype, torch.float32)
+    shapes = [(2, 3, 33)] if kind == "response" else [(3, 9), (3, 201)]
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-6}.get(dtype, 1e-2)
+    for shape in shapes:
+        v, kernel = random(2, 30, 3, dtype=dtype).detach(), random(*shape, dtype=kernel_dtype).detach()
+        inputs = (v.requires_grad_(), kernel.requires_grad_())
+        found = []
+        for call in (compiled(matmul)[0], matmul):
+            y = call(*inputs)
+            assert y.dtype == dtype
+            found.append([y, *torch.autograd.grad(y.float().square().sum(), inputs)])
+        assert_same(*found, tolerance)
+
+
+@pytest.mark.parametrize("shape", [(2, 30, 3), (0, 30, 3), (2, 30, 0), (1, 3, 1)])
+def test_operators(shape):
+    """PyTorch's own checks: schema, fake tensors, gradients, and graphs of any shape."""
+    x, kernel = torch.randn(shape, dtype=torch.float64), torch.randn(shape[2], 5, dtype=torch.float64)
+    for tensor in (x, x.permute(2, 0, 1).contiguous().permute(1, 2, 0)):
+        arguments = (tensor.detach().requires_grad_(), kernel.detach().requires_grad_(), 2, "fused")
+        torch.library.opcheck(convolution, arguments)
+        for wanted in ((True, True), (True, False), (False, True)):
+            given = (tensor, tensor, kernel, 2, "fused", *wanted)
+            tests = ("test_schema", "test_faketensor")
+            torch.library.opcheck(convolution_gradients, given, test_utils=tests)
+
+
+def test_products_for_gpus_compute_in_a_graph(monkeypatch):
+    """Forward, and the gradient of the inputs by the same product with the taps in reverse."""
+    from modeling_tnn.toeplitz_fused import fused_convolution
+
+    called = []
+
+    def product(x, kernel, first, gate):
+        called.append(first)
+        return fused_convolution(x, kernel, toeplitz_recorded.windows_of(x, kernel, first), gate)
+
+    monkeypatch.setattr(toeplitz_recorded, "choose", lambda *_: "triton")
+    monkeypatch.setitem(toeplitz_recorded.KERNELS, "triton", product)
+    call, _ = compiled(toeplitz_matmul)
+    inputs = (random(2, 30, 3), random(3, 15))
+    found = [torch.autograd.grad((way(*inputs) ** 2).sum(), inputs) for way in (call, toeplitz_matmul)]
+    assert_same(*found, 1e-12)
+    assert called == [7, 7]
+
+
+def test_two_copies_of_the_package():
+    """As remote code: another name has operators of its own, and a name that is imported again the newest ones."""
+    folder, name = Path(toeplitz_recorded.__file__).parent, "transformers_modules.copied-tnn"
+    v, kernel, found = random(2, 30, 3), random(3, 9), []
+    try:
+        for _ in range(2):
+            for loaded in [key for key in sys.modules if key.startswith(name)]:
+                del sys.modules[loaded]
+            spec = importlib.util.spec_from_file_location(
+                f"{name}.toeplitz", folder / "toeplitz.py", submodule_search_locations=[]
+            )
+            package = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, None, is_package=True))
+            package.__path__ = [str(folder)]
+            sys.modules[name] = package
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[spec.name] = module
+            module.__package__ = name
+            spec.loader.exec_module(module)
+            found.append(module.causal_toeplitz_matmul)
+        for matmul in (causal_toeplitz_matmul, *found, causal_toeplitz_matmul):
+            torch._dynamo.reset()
+            call, backend = compiled(matmul)
+            assert torch.equal(call(v, kernel), causal_toeplitz_matmul(v, kernel))
+            assert any("convolution" in str(node.target) for node in backend.graphs[0].graph.nodes)
+    finally:
+        for loaded in [key for key in sys.modules if key.startswith(name)]:
+            del sys.modules[loaded]
