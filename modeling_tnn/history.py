@@ -58,6 +58,10 @@ class HistoryBuffer:
             "is_fixed": False,
         }
 
+    def __setstate__(self, state: dict):
+        """Read the states of version 0.1.0, too, which had no rings."""
+        vars(self).update({"held": state["end"], "is_fixed": False} | state)
+
     @property
     def is_ring(self) -> bool:
         """Whether new values overwrite the oldest ones in place."""

@@ -183,7 +183,11 @@ class FilterRecurrence(Recurrence):
         self.short = taps is not None and taps <= SHORT_KERNEL
         self.horizon, self.base = SHORT_BLOCKS if self.short else LONG_BLOCKS
         self.first_block = self.horizon - int(refill_phase * self.horizon)
-        self.looks_ahead = self.short and taps > 2 * self.horizon
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether a part of the next block is computed during the block before it."""
+        return self.short and self.taps > 2 * self.horizon
 
     def forget(self):
         self._kernel: torch.Tensor | None = None
@@ -246,7 +250,7 @@ class FilterRecurrence(Recurrence):
             self._fill(state, like)
             counters["tiles"] = 0
         position, every = counters["position"], max(1, self.horizon // PARTS)
-        if position % self.base == 0 and counters["tiles"] < position:
+        if position % self.base == 0 and counters.get("tiles", 0) < position:
             self._pass_on_tile(state, position & -position)
         if self.looks_ahead and is_on_host(like) and position % every == 0:
             parts = self.horizon // every
@@ -325,7 +329,7 @@ class FilterRecurrence(Recurrence):
         Args:
             remaining: number of tokens before the next block.
         """
-        done = state.counters["ahead"]
+        done = state.counters.get("ahead", 0)
         if "ahead" not in state.tensors:
             buffer = state.history.buffer
             state.tensors["ahead"] = buffer.new_empty(*buffer.shape[:-1], self.horizon)  # (B, D, H)

@@ -88,6 +88,28 @@ def test_a_saved_cache_has_all_its_methods(name, steps):
         assert relative_error(model(TEXT, past_key_values=cache).logits, model(TEXT).logits) < 1e-12
 
 
+@EVERY_MODEL
+def test_a_cache_of_version_0_1_0_goes_on(name):
+    """Its histories had no rings, and nothing of the next block was computed before it."""
+    model = model_of(name)
+    with torch.no_grad():
+        cache = model(TEXT[:, :20]).past_key_values
+        for t in range(20, 45):
+            model(TEXT[:, t : t + 1], past_key_values=cache)
+        for layer in cache.layers:
+            old = {
+                key: value for key, value in layer.history.__getstate__().items() if key not in ("held", "is_fixed")
+            }
+            layer.history = HistoryBuffer.__new__(HistoryBuffer)
+            layer.history.__setstate__(old)
+            layer.tensors.pop("ahead", None)
+            for counter in ("ahead", "tiles"):
+                layer.counters.pop(counter, None)
+        logits = [model(TEXT[:, t : t + 1], past_key_values=cache).logits for t in range(45, 160)]
+        expected = model(TEXT, use_cache=False).logits[:, 45:]
+    assert relative_error(torch.cat(logits, dim=1), expected) < 1e-10
+
+
 def test_a_file_holds_what_was_written_and_no_other_memory():
     register = HistoryBuffer(torch.zeros(1, 1, 3), reach=10)
     register.append(torch.ones(1, 1, 1))
