@@ -38,6 +38,7 @@ from transformers.utils.output_capturing import capture_outputs
 from .cache_tnn import check_cache
 from .configuration_tnn import TnnConfig
 from .conversion import LayerReport, to_recurrent
+from .fixed_kernels import FixedKernelsMixin
 from .gating import Gate, activated_product
 from .hub import check_before_loading
 from .inputs import (
@@ -200,7 +201,7 @@ def build_final_norm(config: TnnConfig) -> nn.Module:
     return LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
 
-class TnnPreTrainedModel(PreTrainedModel):
+class TnnPreTrainedModel(FixedKernelsMixin, PreTrainedModel):
     """Base class of all TNN models: configuration class, initialisation, loading and conversion."""
 
     config_class = TnnConfig

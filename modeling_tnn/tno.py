@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 from transformers.utils.generic import maybe_autocast
 
 from .gating import NO_GATE, Gate
-from .numerics import is_exported
+from .numerics import is_exported, must_be_eager
 from .recurrence import FilterRecurrence, Recurrence
 from .stacking import stacked
 from .toeplitz import (
@@ -55,6 +55,8 @@ class ToeplitzOperator(nn.Module):
     fp32_parameters: tuple[str, ...] = ()
     is_recurrence = False
     shift_invariant = True
+    # A `fixed_kernels.KeptKernels` while the parameters are known to stay as they are.
+    kept_kernels = None
 
     def __init__(self, config, layer_idx: int = 0):
         super().__init__()
@@ -202,11 +204,17 @@ class ToeplitzOperator(nn.Module):
         return gate.apply(self.matmul(gate.inputs(v), *given), self.implementation)
 
     def _convolve(self, v: torch.Tensor, gate: Gate, kernel: torch.Tensor | None = None) -> torch.Tensor:
-        kernel = self.kernel_of(v.shape[1], v.device, self.takes_taps(v)) if kernel is None else kernel
+        kernel = self._kernel_for(v) if kernel is None else kernel
         if is_response(kernel):
             return filter_by_response(v, kernel, self.implementation, gate)
         matmul = gated_causal_toeplitz_matmul if self.causal else gated_toeplitz_matmul
         return matmul(v, kernel, self.implementation, gate)
+
+    def _kernel_for(self, v: torch.Tensor) -> torch.Tensor:
+        given = v.shape[1], v.device, self.takes_taps(v)
+        if self.kept_kernels is None or torch.is_grad_enabled() or must_be_eager():
+            return self.kernel_of(*given)
+        return self.kept_kernels.get(given, self, lambda: self.kernel_of(*given))
 
     def dense(self, length: int) -> torch.Tensor:
         """The matrices of the product, `(D, L, L)`, with row i and column j of the equation: an oracle for tests."""

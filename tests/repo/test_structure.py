@@ -11,7 +11,7 @@ FILES = {path.stem: path for path in (ROOT / "modeling_tnn").glob("*.py")}
 # From the ground up: a file imports files of earlier lines alone.
 FLOORS = [
     {"numerics", "hub", "history", "cache_origin", "conversion"},
-    {"fourier", "gating", "inputs", "norms", "stacking"},
+    {"fixed_kernels", "fourier", "gating", "inputs", "norms", "stacking"},
     {"padding", "rpe", "loss", "toeplitz_fused"},
     {"toeplitz_triton", "toeplitz_cudnn", "toeplitz_measured"},
     {"toeplitz_choice"},
