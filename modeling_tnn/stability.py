@@ -23,7 +23,7 @@ import logging
 from typing import NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel, TrainerCallback
 
 from .numerics import is_on_host
@@ -90,10 +90,22 @@ def spectral_radius(denominator: torch.Tensor) -> torch.Tensor:
 
 
 def rational_operators(model: torch.nn.Module) -> list[RtfOperator]:
-    """The RTF operators of a model without a constraint on their poles and with unsharded parameters."""
+    """The RTF operators of a model without a constraint on their poles."""
     operators = [module for module in model.modules() if isinstance(module, RtfOperator) and module.constraint is None]
-    # Sharded parameters are DTensors with FSDP, and empty with DeepSpeed ZeRO 3 while they are not used.
-    return [one for one in operators if one.denominator.numel() > 0 and not isinstance(one.denominator, DTensor)]
+    # With DeepSpeed ZeRO 3 parameters are empty while they are not used.
+    return [operator for operator in operators if operator.denominator.numel() > 0]
+
+
+def whole(parameter: torch.Tensor) -> torch.Tensor:
+    """A parameter as one tensor. If it is sharded, all processes must ask for it."""
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
+def write(parameter: torch.Tensor, values: torch.Tensor):
+    """Set a parameter, of which a process may hold a shard, to values that all processes have."""
+    if isinstance(parameter, DTensor):
+        values = distribute_tensor(values, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    parameter.copy_(values)
 
 
 def unstable_operators(model: torch.nn.Module, radius: float) -> list[tuple[RtfOperator, torch.Tensor]]:
@@ -103,7 +115,7 @@ def unstable_operators(model: torch.nn.Module, radius: float) -> list[tuple[RtfO
     each layer.
     """
     operators = rational_operators(model)
-    denominators, found = [operator.denominator for operator in operators], {}
+    denominators, found = [whole(operator.denominator) for operator in operators], {}
     for kind in {(one.device, one.shape[1]) for one in denominators}:
         alike = [i for i, one in enumerate(denominators) if (one.device, one.shape[1]) == kind]
         rows = torch.cat([denominators[i] for i in alike])
@@ -116,14 +128,15 @@ def unstable_operators(model: torch.nn.Module, radius: float) -> list[tuple[RtfO
 def find_unstable(model: torch.nn.Module, radius: float = 1.0) -> list[UnstableLayer]:
     """The RTF layers of a model with poles on or outside the circle of `radius`, one `UnstableLayer` each.
 
-    Layers with `rtf_constraint` or sharded parameters are left out.
+    Layers with `rtf_constraint` are left out, and all layers with DeepSpeed ZeRO 3. If parameters are sharded, all
+    processes must call this.
     """
     return [_describe(operator, outside) for operator, outside in unstable_operators(model, radius)]
 
 
 def _describe(operator: RtfOperator, outside: torch.Tensor) -> UnstableLayer:
     rows = outside.nonzero()[:, 0]  # (M,)
-    radii = spectral_radius(operator.denominator.cpu()[rows])
+    radii = spectral_radius(whole(operator.denominator).cpu()[rows])
     worst = int(radii.argmax())
     return UnstableLayer(operator.layer_idx, len(rows), int(rows[worst]), radii[worst].item())
 
@@ -132,7 +145,8 @@ def _describe(operator: RtfOperator, outside: torch.Tensor) -> UnstableLayer:
 def project_poles(model: torch.nn.Module, radius: float) -> list[UnstableLayer]:
     """Move the poles outside the circle of `radius` onto it, in place.
 
-    All poles of such a denominator are scaled by the same factor. Its numerator does not change.
+    All poles of such a denominator are scaled by the same factor. Its numerator does not change. If parameters are
+    sharded, all processes must call this.
 
     Returns:
         The layers that `find_unstable` found before.
@@ -147,10 +161,12 @@ def project_poles(model: torch.nn.Module, radius: float) -> list[UnstableLayer]:
     if any(layer.radius == float("inf") for layer in found):
         raise ValueError(f"Denominators must be finite to be projected, got {'; '.join(map(str, found))}")
     for operator, outside in unstable:
-        rows = operator.denominator.cpu()[outside].double()  # (M, N)
+        denominator = whole(operator.denominator).clone()  # (Q, N)
+        rows = denominator.cpu()[outside].double()  # (M, N)
         powers = torch.arange(1, rows.shape[1] + 1, dtype=torch.float64)
         scale = (radius / spectral_radius(rows)).clamp(max=1)[:, None] ** powers  # (M, N)
-        operator.denominator[outside.to(operator.denominator.device)] = (rows * scale).to(operator.denominator)
+        denominator[outside.to(denominator.device)] = (rows * scale).to(denominator)
+        write(operator.denominator, denominator)
     return found
 
 

@@ -49,6 +49,7 @@ from tnn_scripts.common.devices import MemoryExceededError, suggest_smaller
 from tnn_scripts.common.dry_run import describe_run, measure_step
 from tnn_scripts.common.pretrain_arguments import PretrainArguments
 from tnn_scripts.common.publishing import open_repository, upload
+from tnn_scripts.common.sharding import allow_on_cpu, check_engine, held_parameters
 from tnn_scripts.common.signals import StopRequested
 from tnn_scripts.data.blocks import BlockStream
 from tnn_scripts.data.text import check_file, check_vocabulary, load_corpus, pack, train_tokenizer
@@ -66,8 +67,11 @@ def build_accelerator(args: PretrainArguments) -> Accelerator:
     Raises:
         ValueError: several processes were started, but are not connected.
     """
+    on_cpu = args.use_cpu or not torch.accelerator.is_available()
+    if on_cpu:
+        allow_on_cpu()
     accelerator = Accelerator(
-        cpu=args.use_cpu or not torch.accelerator.is_available(),
+        cpu=on_cpu,
         mixed_precision=args.mixed_precision,
         dynamo_backend="inductor" if args.torch_compile else None,
         # All forward passes of a step are fetched at once, so the end of the data does not mark the last one.
@@ -84,6 +88,7 @@ def build_accelerator(args: PretrainArguments) -> Accelerator:
             f"{started} processes were started, but accelerate sees {accelerator.num_processes}. Start them with "
             "`accelerate launch`."
         )
+    check_engine(accelerator)
     return accelerator
 
 
@@ -263,6 +268,8 @@ def finish(args: PretrainArguments, pretraining: Pretraining) -> dict:
         "train_cpu_seconds": state.train_cpu_seconds,
         "parameters": accelerator.unwrap_model(pretraining.model).num_parameters(),
         "processes": accelerator.num_processes,
+        "distributed_type": accelerator.distributed_type.value,
+        "parameters_per_process": held_parameters(pretraining.model),
         "device": accelerator.device.type,
         "torch_threads": torch.get_num_threads(),
         "evaluations": state.history,

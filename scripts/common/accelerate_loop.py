@@ -15,7 +15,7 @@ from tnn_scripts.common.errors import UserError
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import load, set_seed
+from accelerate.utils import DistributedType, load, set_seed
 from accelerate.utils.constants import RNG_STATE_NAME
 from safetensors import SafetensorError
 from torch.utils.data import DataLoader
@@ -33,26 +33,17 @@ from tnn_scripts.common.checkpoints import (
     write_checksums,
 )
 from tnn_scripts.common.devices import MemoryExceededError, suggest_smaller
+from tnn_scripts.common.fingerprint import differences, fingerprint
 from tnn_scripts.common.lm_loss import count_targets, logits_of, summed_loss, token_losses
 from tnn_scripts.common.optimizers import build_optimizer
 from tnn_scripts.common.pretrain_arguments import PretrainArguments
+from tnn_scripts.common.sharding import check_tables, prepare
 from tnn_scripts.common.signals import StopRequest, StopRequested
 from tnn_scripts.common.step_reports import StepReports, report_of
 from tnn_scripts.data.blocks import BlockStream
 
 # A pole beyond this radius may make the sampled kernel infinite.
 LARGEST_SAFE_RADIUS = 1 - 1e-6
-# Arguments in which a resumed run may differ.
-FREE_ARGUMENTS = {
-    "max_steps", "output_dir", "per_device_eval_batch_size", "eval_steps", "max_eval_blocks", "logging_steps",
-    "checkpointing_steps", "save_total_limit", "resume_from_checkpoint", "report_to", "push_to_hub", "hub_model_id",
-    "hub_private_repo", "overwrite_output_dir", "dataloader_num_workers",
-}  # fmt: skip
-# Arguments that are not compared: the resulting configuration and blocks are.
-SOURCES = {
-    "config", "config_overrides", "tokenizer_name", "vocab_size", "train_file", "validation_file", "dataset_name",
-    "dataset_config_name", "text_column", "block_size",
-}  # fmt: skip
 
 TRAINING_MEMORY = (
     "give a smaller --per_device_train_batch_size with more --gradient_accumulation_steps, or --gradient_checkpointing"
@@ -101,14 +92,15 @@ class Pretraining:
         self.state = TrainerState()
         self.config = model.config
         self.poles = PoleCallback(args.max_pole_radius, args.logging_steps)
-        self.fingerprint = self._fingerprint()
+        sharded = accelerator.distributed_type == DistributedType.FSDP
+        self.fingerprint = fingerprint(args, self.config, train.describe(), self.blocks_per_step, sharded)
         self.stop = StopRequest()
         self.reports = StepReports(accelerator.device, self._check_finite)
         self._saved_step = None
         validation_loader = self._loader(validation, args.per_device_eval_batch_size, 0, len(validation))
         optimizer = build_optimizer(model, args, decayed_parameters(model))
         self.scheduler = get_scheduler(args.lr_scheduler_type, optimizer, args.num_warmup_steps, args.max_steps)
-        self.model, self.optimizer, self.validation = accelerator.prepare(model, optimizer, validation_loader)
+        self.model, self.optimizer, self.validation = prepare(accelerator, model, optimizer, validation_loader)
         # After the weights are initialised, each process has its own dropout.
         set_seed(args.seed, device_specific=True)
 
@@ -132,18 +124,20 @@ class Pretraining:
         """
         folder = find_checkpoint(self.output_dir, name)
         saved = json.loads((folder / STATE).read_text(encoding="utf-8"))
-        differing = {
-            key: (saved["fingerprint"].get(key), value)
-            for key, value in self.fingerprint.items()
-            if saved["fingerprint"].get(key) != value
-        }
+        differing = differences(saved["fingerprint"], self.fingerprint)
         if differing:
-            lines = [f"{key} must be {was}, got {now}" for key, (was, now) in differing.items()]
-            raise ValueError(f"{folder} is a checkpoint of another run.\n  " + "\n  ".join(lines))
+            raise ValueError("\n  ".join([f"{folder} is a checkpoint of another run.", *differing]))
+        processes = saved.get("processes", saved["fingerprint"].get("processes"))
         try:
+            check_tables(folder)
             self.accelerator.load_state(str(folder), load_kwargs={"weights_only": True})
-            # Accelerate would continue without random states that it cannot read.
-            load(folder / f"{RNG_STATE_NAME}_{self.accelerator.process_index}.pkl")
+            # A count of forward passes, by which accelerate knows the last one of a step.
+            self.accelerator.step = 0
+            if processes == self.accelerator.num_processes:
+                # Accelerate would continue without random states that it cannot read.
+                load(folder / f"{RNG_STATE_NAME}_{self.accelerator.process_index}.pkl")
+            else:
+                set_seed(self.args.seed + saved["state"]["step"], device_specific=True)
             self.scheduler.load_state_dict(saved["scheduler"])
             self.state = TrainerState(**saved["state"])
         # A damaged file may raise any of these. Objects that are not tensors are refused.
@@ -281,6 +275,7 @@ class Pretraining:
                 self.tokenizer.save_pretrained(folder)
                 # Not accelerate's `register_for_checkpointing`, which reads an unrestricted pickle.
                 state = {"fingerprint": self.fingerprint, "scheduler": self.scheduler.state_dict()}
+                state["processes"] = self.accelerator.num_processes
                 write_json(folder / STATE, state | {"state": dataclasses.asdict(self.state)})
             self.accelerator.wait_for_everyone()
             if self._is_main:
@@ -300,6 +295,8 @@ class Pretraining:
         weights = self.accelerator.get_state_dict(self.model)
         if self._is_main:
             model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+            # Gathered from shards, tied weights are two.
+            weights = {name: weight for name, weight in weights.items() if name not in model.all_tied_weights_keys}
             model.save_pretrained(folder, state_dict=weights)
             self.tokenizer.save_pretrained(folder)
             write_json(folder / "training_args.json", dataclasses.asdict(self.args))
@@ -376,13 +373,6 @@ class Pretraining:
         progress.set_postfix_str(
             f"loss {loss:.3f}, lr {values['learning_rate']:.1e}, {values['tokens_per_second']:.0f} tokens/s"
         )
-
-    def _fingerprint(self) -> dict:
-        """The arguments, the model and the data, which a checkpoint must agree with."""
-        args = {k: v for k, v in dataclasses.asdict(self.args).items() if k not in FREE_ARGUMENTS | SOURCES}
-        model = {f"config.{k}": v for k, v in self.config.to_diff_dict().items() if k != "transformers_version"}
-        data = {"data": self.train_stream.describe(), "processes": self.accelerator.num_processes}
-        return json.loads(json.dumps(args | model | data))
 
 
 def perplexity(loss: float) -> float:

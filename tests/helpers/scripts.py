@@ -1,5 +1,6 @@
 """Running the training scripts on a small text, in this process or in others."""
 
+import contextlib
 import io
 import json
 import os
@@ -12,11 +13,14 @@ from importlib import import_module
 from pathlib import Path
 
 import torch
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils.launch import prepare_multi_gpu_env
 from safetensors.torch import load_file
 from tokenizers import ByteLevelBPETokenizer
 from transformers import PreTrainedTokenizerFast
 
+from helpers import processes
 from helpers.models import lively_language_model
 from modeling_tnn import TnnConfig
 
@@ -70,6 +74,37 @@ def free_port() -> int:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         return free.getsockname()[1]
+
+
+def launch_environment(config: str, count: int, *options) -> list[dict[str, str]]:
+    """The variables that `accelerate launch` sets for each of several processes on the CPU."""
+    file = ROOT / "configuration" / "accelerate" / f"{config}.yaml"
+    given = ["--config_file", file, "--num_processes", count, *options, "script.py"]
+    args, _, _ = _validate_launch_command(launch_command_parser().parse_args([str(part) for part in given]))
+    shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    shared |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    known = os.environ | prepare_multi_gpu_env(args) | shared
+    return [known | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+
+
+def run_ranks(name: str, *options, config: str = "cpu-gloo", count: int = 2, launcher: tuple = ()) -> list[tuple]:
+    """Run a program, or code after `-c`, in several processes, as `accelerate launch` starts them, but forked.
+
+    Returns:
+        What each wrote on stdout and stderr.
+    """
+    command = [sys.executable, name, *options] if name == "-c" else program(name, *options)
+    with contextlib.ExitStack() as running:
+        environments = launch_environment(config, count, *launcher)
+        ranks = [running.enter_context(processes.Process(command, env)) for env in environments]
+        deadline = time.monotonic() + 300
+        while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
+            assert time.monotonic() < deadline, [rank.output()[1] for rank in ranks]
+            time.sleep(0.05)
+        # Where one process fails, the launcher ends the others, which may be waiting for it.
+        failed = [rank.output()[1] for rank in ranks if rank.poll()]
+        assert not failed, "\n".join(failed)
+        return [rank.communicate() for rank in ranks]
 
 
 def two_processes() -> list[str]:

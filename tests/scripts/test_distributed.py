@@ -1,35 +1,30 @@
 """Several processes: the configurations of accelerate, and two processes that do what one does."""
 
 import json
-import os
 import shutil
 
 import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from accelerate.utils.launch import prepare_multi_gpu_env
+from accelerate.utils import DistributedType
 
-from helpers import processes
-from helpers.models import tiny_config
 from helpers.scripts import (
     ROOT,
     assert_same_weights,
-    free_port,
-    program,
+    run_ranks,
     run_script,
     start_script,
     two_processes,
     write_config,
     write_text,
 )
-from modeling_tnn import TnnForCausalLM
 
 FOLDER = ROOT / "configuration" / "accelerate"
 CONFIGS = {
     "cpu": DistributedType.NO,
     "cpu-gloo": DistributedType.MULTI_GPU,
+    "cpu-fsdp2": DistributedType.FSDP,
     "gpu": DistributedType.NO,
     "ddp": DistributedType.MULTI_GPU,
     "fsdp2": DistributedType.FSDP,
@@ -53,34 +48,7 @@ def test_accelerate_reads(name):
     args = launch_command_parser().parse_args(["--config_file", str(file), "script.py"])
     args, _, _ = _validate_launch_command(args)
     assert (args.num_processes, args.mixed_precision) == (given["num_processes"], given["mixed_precision"])
-    assert args.use_fsdp == (name == "fsdp2") and args.use_deepspeed == name.startswith("deepspeed")
-
-
-def test_sharding_wraps_the_blocks(monkeypatch):
-    """The FSDP policy that accelerate builds from the configuration finds the blocks; sharding needs GPUs."""
-    args = launch_command_parser().parse_args(["--config_file", str(FOLDER / "fsdp2.yaml"), "script.py"])
-    args, _, _ = _validate_launch_command(args)
-    for name, value in prepare_multi_gpu_env(args).items():
-        monkeypatch.setenv(name, value)
-    plugin = FullyShardedDataParallelPlugin()
-    assert plugin.fsdp_version == 2 and plugin.reshard_after_forward is True
-    model = TnnForCausalLM(tiny_config())
-    plugin.set_auto_wrap_policy(model)
-    wraps = plugin.auto_wrap_policy
-    assert wraps(module=model.model.layers[0], recurse=False, nonwrapped_numel=0)
-    assert not wraps(module=model.lm_head, recurse=False, nonwrapped_numel=0)
-
-
-def ranks(*options):
-    """Two processes as `accelerate launch` starts them, but forked."""
-    shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    environment = os.environ | shared | {"ACCELERATE_USE_CPU": "true"}
-    command = program("pretrain", *options)
-    with (
-        processes.Process(command, environment | {"RANK": "0", "LOCAL_RANK": "0"}) as first,
-        processes.Process(command, environment | {"RANK": "1", "LOCAL_RANK": "1"}) as second,
-    ):
-        assert [rank.communicate()[1] for rank in (first, second) if rank.communicate() and rank.returncode] == []
+    assert args.use_fsdp == name.endswith("fsdp2") and args.use_deepspeed == name.startswith("deepspeed")
 
 
 def launch(*options) -> str:
@@ -123,7 +91,7 @@ def test_two_processes_are_one(runs):
 def test_two_processes_resume(runs):
     folder, options = runs
     shutil.copytree(folder / "two" / "checkpoint-6", folder / "resumed" / "checkpoint-6")
-    ranks(*options, "--output_dir", folder / "resumed", "--resume_from_checkpoint", "latest")
+    run_ranks("pretrain", *options, "--output_dir", folder / "resumed", "--resume_from_checkpoint", "latest")
     assert_same_weights(folder / "two", folder / "resumed")
 
 

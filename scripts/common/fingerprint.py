@@ -1,0 +1,45 @@
+"""What makes a run the one that a checkpoint belongs to: options, model, data, global batch, kind of checkpoint."""
+
+import dataclasses
+import json
+import math
+
+from transformers import PreTrainedConfig
+
+from tnn_scripts.common.pretrain_arguments import PretrainArguments
+
+# Arguments in which a resumed run may differ. Of the first three only the product counts.
+PASSES = ("per_device_train_batch_size", "gradient_accumulation_steps", "processes")
+FREE_ARGUMENTS = {
+    *PASSES, "max_steps", "output_dir", "per_device_eval_batch_size", "eval_steps", "max_eval_blocks", "logging_steps",
+    "checkpointing_steps", "save_total_limit", "resume_from_checkpoint", "report_to", "push_to_hub", "hub_model_id",
+    "hub_private_repo", "overwrite_output_dir", "dataloader_num_workers",
+}  # fmt: skip
+# Arguments that are not compared: the resulting configuration and blocks are.
+SOURCES = {
+    "config", "config_overrides", "tokenizer_name", "vocab_size", "train_file", "validation_file", "dataset_name",
+    "dataset_config_name", "text_column", "block_size",
+}  # fmt: skip
+
+
+def fingerprint(
+    args: PretrainArguments, config: PreTrainedConfig, data: dict, blocks_per_step: int, sharded: bool
+) -> dict:
+    """What a checkpoint must agree with.
+
+    Args:
+        data: the identity of the training blocks.
+        blocks_per_step: the global batch.
+        sharded: whether checkpoints are written in shards.
+    """
+    options = {k: v for k, v in dataclasses.asdict(args).items() if k not in FREE_ARGUMENTS | SOURCES}
+    model = {f"config.{k}": v for k, v in config.to_diff_dict().items() if k != "transformers_version"}
+    run = {"data": data, "blocks_per_step": blocks_per_step, "sharded": sharded}
+    return json.loads(json.dumps(options | model | run))
+
+
+def differences(saved: dict, present: dict) -> list[str]:
+    """Where the fingerprint of a checkpoint differs, a line for each."""
+    if "blocks_per_step" not in saved:  # of version 0.1.0, which compared each number
+        saved = saved | {"blocks_per_step": math.prod(saved.get(name, 1) for name in PASSES), "sharded": False}
+    return [f"{k} must be {saved.get(k)}, got {v}" for k, v in present.items() if saved.get(k) != v]

@@ -1,0 +1,106 @@
+"""FSDP2 by accelerate: parameters, gradients and optimizer states in shards, one for each process.
+
+The operators are sharded apart from their blocks, in float32 under every mixed precision: they make the kernels, which
+bfloat16 cannot hold (`modeling_tnn/tno.py`).
+"""
+
+import pickle
+import warnings
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DistributedType, gather_object, parse_flag_from_env
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from modeling_tnn import ToeplitzOperator
+
+# What accelerate's launcher sets for an engine, and what the state says when it is in use.
+ENGINES = {"ACCELERATE_USE_FSDP": DistributedType.FSDP, "ACCELERATE_USE_DEEPSPEED": DistributedType.DEEPSPEED}
+
+# What the pickled table of a sharded checkpoint is made of, besides dtypes.
+OF_TABLES = {
+    "pathlib": {"PosixPath", "WindowsPath"},
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    },
+}  # fmt: skip
+
+
+def allow_on_cpu():
+    """Let accelerate shard on CPUs, over gloo. By itself it copies the model to each process, without a word.
+
+    Call it before the `Accelerator` is made.
+    """
+    if parse_flag_from_env("ACCELERATE_USE_FSDP") and PartialState(cpu=True).distributed_type == "MULTI_CPU":
+        # The only name under which accelerate looks for FSDP. It is read nowhere else before it becomes FSDP.
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
+def check_engine(accelerator: Accelerator):
+    """Check that what the launcher was asked for is in use.
+
+    Raises:
+        ValueError: it is not.
+    """
+    for variable, engine in ENGINES.items():
+        if parse_flag_from_env(variable) and accelerator.distributed_type != engine:
+            raise ValueError(
+                f"{engine.value} was asked for, but accelerate runs {accelerator.distributed_type.value} with "
+                f"{accelerator.num_processes} process on {accelerator.device.type}. Start several processes with "
+                "`accelerate launch`; DeepSpeed needs accelerators."
+            )
+
+
+def prepare(accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *others) -> tuple:
+    """`accelerator.prepare`, and with FSDP2 the operators in shards of their own."""
+    if not accelerator.is_fsdp2:
+        return accelerator.prepare(model, optimizer, *others)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    groups = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+    reshards = accelerator.state.fsdp_plugin.reshard_after_forward
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    # No code changes the outputs of an operator in place.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+    for operator in [module for module in model.modules() if isinstance(module, ToeplitzOperator)]:
+        fully_shard(operator, mp_policy=policy, reshard_after_forward=reshards)
+    for group, own in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = [model.get_parameter(name) for name in own]
+    model, optimizer, *others = accelerator.prepare(model, optimizer, *others)
+    # accelerate tells parameters apart by the address of their shard. Empty shards have none.
+    for group, own in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = [model.get_parameter(name) for name in own]
+    return model, optimizer, *others
+
+
+def held_parameters(model: torch.nn.Module) -> list[int]:
+    """The number of parameters that each process holds, in the order of the processes."""
+    own = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return gather_object([sum(p.numel() for p in own)])
+
+
+class TableReader(pickle.Unpickler):
+    """Reads the table of a sharded checkpoint, and refuses what it does not need."""
+
+    def find_class(self, module: str, name: str):
+        if name in OF_TABLES.get(module, ()) or (
+            module == "torch" and isinstance(getattr(torch, name, 0), torch.dtype)
+        ):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"the table of shards must hold sizes and places only, got {module}.{name}")
+
+
+def check_tables(checkpoint: Path):
+    """Check the tables of a sharded checkpoint, which PyTorch reads from an unrestricted pickle.
+
+    Raises:
+        pickle.UnpicklingError: a table holds something else than it should.
+    """
+    for table in checkpoint.rglob(".metadata"):
+        with table.open("rb") as file:
+            TableReader(file).load()

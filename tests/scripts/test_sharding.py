@@ -1,0 +1,162 @@
+"""FSDP2 by accelerate, in processes on the CPU: the model of one process, in shards, with checkpoints in shards."""
+
+import json
+import pickle
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate.utils import DistributedType
+from torch.distributed.checkpoint import FileSystemWriter, save
+
+from helpers.models import tiny_config
+from helpers.scripts import Malicious, assert_same_weights, run_ranks, run_script, write_config, write_text
+from tnn_scripts.common.sharding import check_engine, check_tables
+
+
+def write_options(folder, **fields) -> list:
+    """A run whose steps have six rows of unequal numbers of targets, three steps between two checkpoints."""
+    config = write_config(folder / "config", causal=False, hidden_dropout_prob=0.0, **fields)
+    return ["--objective", "mlm", "--config_name", config, "--train_file", write_text(folder / "text.txt"),
+            "--max_steps", 6, "--learning_rate", 0.01, "--checkpointing_steps", 3, "--eval_steps", 5,
+            "--max_eval_blocks", 7, "--max_grad_norm", 0.5]  # fmt: skip
+
+
+def shard(*options, count=2, **settings) -> list[str]:
+    return run_ranks("pretrain", *options, config="cpu-fsdp2", count=count, **settings)
+
+
+def rows(number: int, passes: int = 1) -> list:
+    return ["--per_device_train_batch_size", number, "--gradient_accumulation_steps", passes]
+
+
+def metrics_of(folder) -> dict:
+    return json.loads((folder / "metrics.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    options = write_options(folder)
+    run_script("pretrain", *options, "--output_dir", folder / "one", *rows(6))
+    shard(*options, "--output_dir", folder / "two", *rows(3))
+    return folder, options
+
+
+def test_two_shards_are_one_model(runs):
+    folder, _ = runs
+    one, two = metrics_of(folder / "one"), metrics_of(folder / "two")
+    assert two["distributed_type"] == "FSDP"
+    assert two["parameters_per_process"] == [two["parameters"] // 2] * 2
+    assert (one["distributed_type"], one["parameters_per_process"]) == ("NO", [one["parameters"]])
+    for first, second in zip(one["evaluations"], two["evaluations"], strict=True):
+        assert first == pytest.approx(second, rel=1e-5)
+    assert_same_weights(folder / "one", folder / "two", tolerance=2e-5)
+    names = [{path.name for path in (folder / run).iterdir()} for run in ("one", "two")]
+    assert names[0] == names[1]
+    assert (folder / "one" / "config.json").read_text() == (folder / "two" / "config.json").read_text()
+
+
+def test_another_number_of_processes_resumes(runs):
+    """The shards of two processes in three, with the same global batch; in one process they cannot be read."""
+    folder, options = runs
+    shutil.copytree(folder / "two" / "checkpoint-3", folder / "three" / "checkpoint-3")
+    resumed = [*options, "--output_dir", folder / "three", "--resume_from_checkpoint", "latest"]
+    with pytest.raises(SystemExit, match="another run.\n  sharded must be True, got False"):
+        run_script("pretrain", *resumed, *rows(6))
+    with pytest.raises(SystemExit, match="another run.\n  blocks_per_step must be 6, got 5\n  sharded"):
+        run_script("pretrain", *resumed, *rows(5))
+    shard(*resumed, *rows(1, passes=2), count=3)
+    assert_same_weights(folder / "two", folder / "three", tolerance=1e-6)
+
+
+def test_a_table_of_shards_runs_nothing(tmp_path):
+    """PyTorch reads it from an unrestricted pickle."""
+    save({"weight": torch.zeros(3)}, storage_writer=FileSystemWriter(tmp_path / "shards"), no_dist=True)
+    check_tables(tmp_path)
+    victim = tmp_path / "victim"
+    (tmp_path / "shards" / ".metadata").write_bytes(pickle.dumps(Malicious(victim)))
+    with pytest.raises(pickle.UnpicklingError, match="must hold sizes and places only, got pathlib.Path.touch"):
+        check_tables(tmp_path)
+    (tmp_path / "shards" / ".metadata").write_bytes(pickle.dumps(torch.load))
+    with pytest.raises(pickle.UnpicklingError, match="got torch"):
+        check_tables(tmp_path)
+    assert not victim.exists()
+
+
+def test_an_engine_that_is_not_in_use(runs, monkeypatch, tmp_path):
+    """accelerate would copy the model to each process, or train in one, without a word."""
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(SystemExit, match="FSDP was asked for, but accelerate runs NO with 1 process on cpu"):
+        run_script("pretrain", *runs[1], "--output_dir", tmp_path / "out", *rows(6))
+    monkeypatch.delenv("ACCELERATE_USE_FSDP")
+    copies = SimpleNamespace(distributed_type=DistributedType.MULTI_CPU, num_processes=2, device=torch.device("cpu"))
+    check_engine(copies)
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(ValueError, match="DEEPSPEED was asked for, but accelerate runs MULTI_CPU with 2 process"):
+        check_engine(copies)
+
+
+# Trains two steps in bfloat16, and writes the dtypes of the weights while they are used.
+IN_BFLOAT16 = """
+import json, sys, torch
+from modeling_tnn import TnnConfig, TnnForCausalLM, rpe, modeling_tnn
+from tnn_scripts.common.sharding import prepare
+from tnn_scripts.common.pretrain_arguments import PretrainArguments
+from tnn_scripts.pretrain import build_accelerator
+
+accelerator, seen = build_accelerator(PretrainArguments()), {}
+for name, owner in (("kernels", rpe.RelativePositionEncoder), ("blocks", modeling_tnn.TnnGatedLinearUnit)):
+    method = "features" if name == "kernels" else "forward"
+    def recorded(self, *args, name=name, original=getattr(owner, method)):
+        seen.setdefault(name, set()).update(str(p.dtype) for p in self.parameters())
+        return original(self, *args)
+    setattr(owner, method, recorded)
+model = TnnForCausalLM(TnnConfig(**json.loads(sys.argv[1])))
+model, optimizer = prepare(accelerator, model, torch.optim.AdamW(model.parameters()))
+ids = torch.arange(22).view(2, 11)
+for _ in range(2):
+    accelerator.backward(model(ids, labels=ids).loss)
+    optimizer.step()
+print(json.dumps({name: sorted(dtypes) for name, dtypes in seen.items()}))
+"""
+
+
+@pytest.mark.slow
+def test_what_makes_the_kernels_stays_in_float32():
+    fields = json.dumps(tiny_config().to_diff_dict())
+    outputs = run_ranks("-c", IN_BFLOAT16, fields, config="cpu-fsdp2", launcher=("--mixed_precision", "bf16"))
+    for output, _ in outputs:
+        assert json.loads(output.splitlines()[-1]) == {"kernels": ["torch.float32"], "blocks": ["torch.bfloat16"]}
+
+
+# Fields, options and the largest difference of a weight.
+OF_ONE_RUN = {
+    "poles": ({"tno_type": "rtf", "rtf_constraint": None}, ["--max_pole_radius", 0.2], 3e-5),
+    "activations": ({"tno_type": "fd"}, ["--gradient_checkpointing"], 3e-5),
+    # Muon makes matrices orthogonal in bfloat16: another order of sums alone changes weights by 2e-4.
+    "muon": ({"tno_type": "ski", "ski_rank": 4}, ["--optim", "muon"], 3e-3),
+    "groups": ({"learnable_decay": True}, ["--parameter_groups", r"\.tno\.:learning_rate=0.1"], 3e-5),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OF_ONE_RUN)
+def test_options(name, tmp_path):
+    fields, more, tolerance = OF_ONE_RUN[name]
+    options = [*write_options(tmp_path, **fields), *more]
+    run_script("pretrain", *options, "--output_dir", tmp_path / "one", *rows(6))
+    shard(*options, "--output_dir", tmp_path / "two", *rows(1, passes=3))
+    assert_same_weights(tmp_path / "one", tmp_path / "two", tolerance)
+
+
+@pytest.mark.slow
+def test_copies_resume_in_another_number_of_processes(runs, tmp_path):
+    """Without shards: the checkpoint of one process in two."""
+    folder, options = runs
+    shutil.copytree(folder / "one" / "checkpoint-3", tmp_path / "two" / "checkpoint-3")
+    resumed = [*options, "--output_dir", tmp_path / "two", "--resume_from_checkpoint", "latest", *rows(3)]
+    run_ranks("pretrain", *resumed, config="cpu-gloo")
+    assert metrics_of(tmp_path / "two")["distributed_type"] == "MULTI_CPU"
+    assert_same_weights(folder / "one", tmp_path / "two", tolerance=2e-5)
