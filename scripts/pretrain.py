@@ -13,6 +13,7 @@ import gc
 import logging
 import os
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 from tnn_scripts.common.errors import report_errors
@@ -21,7 +22,7 @@ import datasets
 import torch
 import transformers
 from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
+from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin, InitProcessGroupKwargs
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -42,12 +43,14 @@ from tnn_scripts.common.checkpoints import (
     checkpoints,
     find_checkpoint,
     remove_checkpoints,
+    settle,
     verify_checksums,
 )
 from tnn_scripts.common.commands import next_steps
 from tnn_scripts.common.devices import MemoryExceededError, suggest_smaller
 from tnn_scripts.common.dry_run import describe_run, measure_step
 from tnn_scripts.common.pretrain_arguments import PretrainArguments
+from tnn_scripts.common.processes import LostProcessError, watching_processes
 from tnn_scripts.common.publishing import open_repository, upload
 from tnn_scripts.common.sharding import allow_on_cpu, check_engine, held_parameters
 from tnn_scripts.common.signals import StopRequested
@@ -67,9 +70,10 @@ def build_accelerator(args: PretrainArguments) -> Accelerator:
     Raises:
         ValueError: several processes were started, but are not connected.
     """
+    timeout = timedelta(seconds=args.ddp_timeout)
     on_cpu = args.use_cpu or not torch.accelerator.is_available()
     if on_cpu:
-        allow_on_cpu()
+        allow_on_cpu(timeout)
     accelerator = Accelerator(
         cpu=on_cpu,
         mixed_precision=args.mixed_precision,
@@ -81,6 +85,7 @@ def build_accelerator(args: PretrainArguments) -> Accelerator:
         dataloader_config=DataLoaderConfiguration(non_blocking=True),
         log_with=None if args.report_to == "none" else args.report_to,
         project_dir=args.output_dir,
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
     )
     started = int(os.environ.get("WORLD_SIZE", 1))
     if started != accelerator.num_processes:
@@ -102,6 +107,7 @@ def check_before_start(args: PretrainArguments):
         if file is not None:
             check_file(file)
     output_dir = Path(args.output_dir)
+    args.resume_from_checkpoint = settle(output_dir, args.resume_from_checkpoint)
     if args.resume_from_checkpoint is not None:
         verify_checksums(find_checkpoint(output_dir, args.resume_from_checkpoint))
     for folder in (output_dir, output_dir / "best"):
@@ -311,7 +317,7 @@ def train(args: PretrainArguments, accelerator: Accelerator) -> tuple[Pretrainin
         # TensorBoard takes no lists.
         settings = {name: " ".join(value) if isinstance(value, list) else value for name, value in options.items()}
         accelerator.init_trackers("modeling-tnn", config=settings)
-    with pretraining.stop:
+    with pretraining.stop, watching_processes():
         try:
             pretraining.run()
             return pretraining, finish(args, pretraining), repository
@@ -365,7 +371,7 @@ def main():
             report(metrics, args)
             if repository is not None:
                 upload(args.output_dir, repository, pretraining.config.model_type)
-        except (OSError, MemoryExceededError, SavingError) as error:
+        except (OSError, MemoryExceededError, SavingError, LostProcessError) as error:
             if not checkpoints(Path(args.output_dir)):
                 raise
             sys.exit(f"error: {error}{RESUME}")

@@ -37,7 +37,7 @@ from tnn_scripts.common.fingerprint import differences, fingerprint
 from tnn_scripts.common.lm_loss import count_targets, logits_of, summed_loss, token_losses
 from tnn_scripts.common.optimizers import build_optimizer
 from tnn_scripts.common.pretrain_arguments import PretrainArguments
-from tnn_scripts.common.sharding import check_tables, prepare
+from tnn_scripts.common.sharding import check_tables, prepare, shard_errors
 from tnn_scripts.common.signals import StopRequest, StopRequested
 from tnn_scripts.common.step_reports import StepReports, report_of
 from tnn_scripts.data.blocks import BlockStream
@@ -130,7 +130,8 @@ class Pretraining:
         processes = saved.get("processes", saved["fingerprint"].get("processes"))
         try:
             check_tables(folder)
-            self.accelerator.load_state(str(folder), load_kwargs={"weights_only": True})
+            with shard_errors(RuntimeError):
+                self.accelerator.load_state(str(folder), load_kwargs={"weights_only": True})
             # A count of forward passes, by which accelerate knows the last one of a step.
             self.accelerator.step = 0
             if processes == self.accelerator.num_processes:
@@ -269,7 +270,8 @@ class Pretraining:
             SavingError: it could not be written.
         """
         with new_folder(self.output_dir / f"checkpoint-{self.state.step}", self.accelerator) as folder:
-            self.accelerator.save_state(str(folder))
+            with shard_errors(OSError):
+                self.accelerator.save_state(str(folder))
             if self._is_main:
                 self.config.save_pretrained(folder)
                 self.tokenizer.save_pretrained(folder)

@@ -200,7 +200,8 @@ def saving_errors(target: Path, unfinished: Path | None = None) -> Iterator[None
 
 @contextmanager
 def _written(hidden: Path, target: Path, accelerator: Accelerator | None) -> Iterator[Path]:
-    with saving_errors(target, hidden):
+    # Where one process fails, another may still be writing to the folder.
+    with saving_errors(target, hidden if _is_main(accelerator) else None):
         if _is_main(accelerator):
             _remove(hidden)
             hidden.mkdir(parents=True)

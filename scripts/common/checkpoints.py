@@ -48,8 +48,15 @@ def find_checkpoint(output_dir: Path, name: str) -> Path:
             raise ValueError(f"--resume_from_checkpoint latest: {output_dir} holds no complete checkpoint.")
         return found[-1]
     if not is_complete(Path(name)):
-        raise ValueError(f"--resume_from_checkpoint must be latest or the folder of a complete checkpoint, got {name}")
+        raise ValueError(
+            f"--resume_from_checkpoint must be latest, auto or the folder of a complete checkpoint, got {name}"
+        )
     return Path(name)
+
+
+def settle(output_dir: Path, name: str | None) -> str | None:
+    """What `--resume_from_checkpoint` means for a folder: `auto` is `latest` if there is a checkpoint, else None."""
+    return ("latest" if checkpoints(output_dir) else None) if name == "auto" else name
 
 
 def check_run(output_dir: Path, overwrite: bool, resumed: str | None, source: str | Path | None = None):
@@ -63,6 +70,7 @@ def check_run(output_dir: Path, overwrite: bool, resumed: str | None, source: st
     Raises:
         ValueError: the folder holds checkpoints or a model, or is that of `source`.
     """
+    resumed = settle(output_dir, resumed)
     if resumed is None and not overwrite and checkpoints(output_dir):
         raise ValueError(
             f"The output folder {output_dir} holds checkpoints of a run. Give --resume_from_checkpoint latest to "

@@ -13,7 +13,7 @@ PASSES = ("per_device_train_batch_size", "gradient_accumulation_steps", "process
 FREE_ARGUMENTS = {
     *PASSES, "max_steps", "output_dir", "per_device_eval_batch_size", "eval_steps", "max_eval_blocks", "logging_steps",
     "checkpointing_steps", "save_total_limit", "resume_from_checkpoint", "report_to", "push_to_hub", "hub_model_id",
-    "hub_private_repo", "overwrite_output_dir", "dataloader_num_workers",
+    "hub_private_repo", "overwrite_output_dir", "dataloader_num_workers", "ddp_timeout",
 }  # fmt: skip
 # Arguments that are not compared: the resulting configuration and blocks are.
 SOURCES = {

@@ -22,6 +22,7 @@ AT_LEAST_ONE = (
     "max_eval_blocks",
     "block_size",
     "vocab_size",
+    "ddp_timeout",
 )
 AT_LEAST_ZERO = ("weight_decay", "warmup_steps", "max_grad_norm", "seed", "dataloader_num_workers")
 
@@ -82,6 +83,7 @@ class PretrainArguments(GroupArguments):
     report_to: str = "none"
 
     use_cpu: bool = False
+    ddp_timeout: int = option(1800, "Seconds that a process waits for the others before the run ends.")
     dataloader_num_workers: int | None = None
     mixed_precision: str | None = option(None, "Precision: no, bf16 or fp16; that of accelerate unless given.")
     gradient_checkpointing: bool = False

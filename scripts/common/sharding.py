@@ -6,11 +6,15 @@ bfloat16 cannot hold (`modeling_tnn/tno.py`).
 
 import pickle
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, gather_object, parse_flag_from_env
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -32,12 +36,17 @@ OF_TABLES = {
 }  # fmt: skip
 
 
-def allow_on_cpu():
+def allow_on_cpu(timeout: timedelta):
     """Let accelerate shard on CPUs, over gloo. By itself it copies the model to each process, without a word.
 
     Call it before the `Accelerator` is made.
+
+    Args:
+        timeout: how long a process waits for the others.
     """
-    if parse_flag_from_env("ACCELERATE_USE_FSDP") and PartialState(cpu=True).distributed_type == "MULTI_CPU":
+    if not parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        return
+    if PartialState(cpu=True, timeout=timeout).distributed_type == DistributedType.MULTI_CPU:
         # The only name under which accelerate looks for FSDP. It is read nowhere else before it becomes FSDP.
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
@@ -82,6 +91,16 @@ def held_parameters(model: torch.nn.Module) -> list[int]:
     """The number of parameters that each process holds, in the order of the processes."""
     own = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
     return gather_object([sum(p.numel() for p in own)])
+
+
+@contextmanager
+def shard_errors(kind: type[Exception]) -> Iterator[None]:
+    """Raise the errors of all processes about their shards, which PyTorch collects, as one of a `kind`."""
+    try:
+        yield
+    except CheckpointException as error:
+        process, (first, _) = next(iter(error.failures.items()))
+        raise kind(f"process {process}: {' '.join(str(first).split())[:200]}") from error
 
 
 class TableReader(pickle.Unpickler):

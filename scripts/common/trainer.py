@@ -16,6 +16,7 @@ from tnn_scripts.common.checkpoints import (
     find_checkpoint,
     remove_checkpoints,
     remove_incomplete,
+    settle,
     verify_checksums,
 )
 from tnn_scripts.common.devices import suggest_smaller
@@ -73,7 +74,8 @@ def train(trainer: Trainer) -> dict:
         MemoryExceededError: a batch does not fit into memory.
         SavingError: a checkpoint could not be written.
     """
-    folder, resumed = Path(trainer.args.output_dir), trainer.args.resume_from_checkpoint
+    folder = Path(trainer.args.output_dir)
+    resumed = settle(folder, trainer.args.resume_from_checkpoint)
     if resumed is not None:
         resumed = find_checkpoint(folder, resumed)
         verify_checksums(resumed)
