@@ -68,6 +68,7 @@ from .padding import (
 from .rpe import sinusoidal_embedding
 from .stacking import kernels_of_layers
 from .static_cache import is_ready, prepare_step
+from .tensor_parallel import HEAD_PLAN
 from .tno import ToeplitzOperator
 from .tno_auto import build_tno, operator_class
 
@@ -86,7 +87,7 @@ class ChannelMajorLinear(nn.Linear):
             return super().forward(x)
         columns = x.reshape(-1, self.in_features).t()  # (d, N)
         y = torch.addmm(self.bias[:, None], self.weight, columns)  # (D, N)
-        return y.t().view(*x.shape[:-1], self.out_features)
+        return y.t().view(*x.shape[:-1], len(self.weight))  # of a shard, not all out_features
 
 
 class TnnGatedToeplitzUnit(nn.Module):
@@ -426,6 +427,7 @@ class TnnForCausalLM(TnnPreTrainedModel, GenerationMixin):
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = HEAD_PLAN
 
     def __init__(self, config: TnnConfig):
         check_direction(type(self).__name__, config.causal, needed=True)
@@ -524,6 +526,7 @@ class TnnForMaskedLM(TnnPreTrainedModel):
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = HEAD_PLAN
 
     def __init__(self, config: TnnConfig):
         check_direction(type(self).__name__, config.causal, needed=False)

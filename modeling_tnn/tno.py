@@ -72,6 +72,17 @@ class ToeplitzOperator(nn.Module):
             ValueError: a field has a value that the operator does not support.
         """
 
+    def channel_parameters(self) -> dict[str, int] | None:
+        """The names of the parameters whose rows belong to channels, each with its number of filters, see `channels.py`.
+
+        None, unless a variant says it: the operator cannot be divided over processes.
+        """
+        return None
+
+    def on_this_process(self) -> "ToeplitzOperator":
+        """The operator of the channels that this process computes: all, unless they are divided over processes."""
+        return self
+
     def reset_parameters(self):
         """Initialise the operator's own parameters, without those of its submodules.
 

@@ -1,0 +1,87 @@
+"""Operators restricted to some of their channels, for models that are spread over several processes.
+
+A Toeplitz product acts on each channel alone: the channels a .. b of a product need the same channels of its inputs,
+and the kernels of these channels. D channels. The rows of a parameter that belongs to channels are the channels of one
+filter after the other: s D rows for s filters (two for a bidirectional transfer function), or s Q rows where D / Q
+consecutive channels share a row. All other parameters belong to all channels.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from .stacking import with_parameters
+
+# The plan of `TnnConfig`: how transformers divides the modules of a `TnnModel` over processes (`tensor_parallel.py`).
+TENSOR_PLAN = {
+    "layers.*.gtu.u_proj": "colwise",
+    "layers.*.gtu.v_proj": "colwise",
+    "layers.*.gtu.tno": "tnn_operator",
+    "layers.*.gtu.norm": "tnn_norm",
+    "layers.*.gtu.o_proj": "rowwise",
+    "layers.*.glu.gate_proj": "colwise",
+    "layers.*.glu.up_proj": "colwise",
+    "layers.*.glu.down_proj": "rowwise",
+}
+
+
+def chunk_of(count: int, parts: int, index: int) -> range:
+    """The part `index` of `count` things in `parts` consecutive parts, as `torch.chunk` makes them (the last shorter)."""
+    size = -(-count // parts)
+    return range(min(index * size, count), min((index + 1) * size, count))
+
+
+def filters_of_parameters(operator: nn.Module) -> dict[str, int]:
+    """The parameters that belong to channels, each with its number of filters s.
+
+    Raises:
+        ValueError: the operator does not say it.
+    """
+    known = operator.channel_parameters()
+    if known is None:
+        raise ValueError(
+            f"The operator {type(operator).__name__} must define `channel_parameters` to be divided over processes"
+        )
+    return known
+
+
+def are_whole_groups(rows: int, filters: int, channels: int, parts: int) -> bool:
+    """Whether equal parts of the `rows` of a parameter belong to equal parts of the channels."""
+    groups = rows // filters
+    return groups == channels or groups % parts == 0
+
+
+def rows_of(parameter: torch.Tensor, filters: int, channels: int, chosen: range) -> torch.Tensor:
+    """The rows of a parameter that belong to the `chosen` ones of so many `channels`."""
+    rows = parameter.unflatten(0, (filters, -1))  # (s, Q, ...)
+    size = channels // rows.shape[1]  # of a group
+    if chosen.start % size or chosen.stop % size:  # a group is cut: its channels get a row each
+        rows, size = rows.repeat_interleave(size, dim=1), 1
+    return rows[:, chosen.start // size : chosen.stop // size].flatten(0, 1)
+
+
+def with_channels(
+    operator: nn.Module, count: int, replace: Callable[[str, torch.Tensor], torch.Tensor]
+) -> nn.Module:
+    """A shallow copy of an operator that has `count` channels and other parameters.
+
+    Args:
+        replace: from the name and the value of a parameter to the value in the copy.
+    """
+    parameters = (replace(name, value) for name, value in operator.named_parameters(remove_duplicate=False))
+    twin = with_parameters(operator, parameters)
+    for module in twin.modules():
+        if hasattr(module, "channel_parameters"):
+            module.channels = count
+    return twin
+
+
+def restricted(operator: nn.Module, chosen: range) -> nn.Module:
+    """The operator of the `chosen` channels, whose parameters are rows of those of `operator`. Gradients reach these."""
+    filters = filters_of_parameters(operator)
+
+    def replace(name: str, value: torch.Tensor) -> torch.Tensor:
+        return rows_of(value, filters[name], operator.channels, chosen) if name in filters else value
+
+    return with_channels(operator, len(chosen), replace)

@@ -1,0 +1,66 @@
+"""Several processes with gloo on the CPU: started once for many cases, each of which is a function of its rank."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from helpers import processes
+from helpers.scripts import free_port
+
+# Seconds that a process waits for another, and that all cases together may take.
+PATIENCE, LONGEST = 20, 55
+
+
+def start(module: str, world: int, *arguments) -> dict[str, dict]:
+    """Run `python -m module` as so many processes. The result is what rank 0 has found, by the names of the cases.
+
+    A process that fails, or one that hangs, ends all of them.
+    """
+    shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}
+    shared |= {"OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "LOCAL_WORLD_SIZE": str(world)}
+    command = [sys.executable, "-m", module, *arguments]
+    ranks = [
+        processes.Process(command, os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(world)
+    ]
+    try:
+        deadline = time.monotonic() + LONGEST * (6 if "--slow" in arguments else 1)
+        while any(rank.poll() is None for rank in ranks):
+            assert time.monotonic() < deadline, [rank.output()[1][-2000:] for rank in ranks]
+            failed = [rank.output()[1][-4000:] for rank in ranks if rank.poll()]
+            assert not failed, failed[0]
+            time.sleep(0.02)
+        assert all(rank.returncode == 0 for rank in ranks), [rank.output()[1][-4000:] for rank in ranks]
+        return json.loads(ranks[0].output()[0].splitlines()[-1])
+    finally:
+        for rank in ranks:
+            rank.__exit__()
+
+
+def run(cases: dict[str, Callable[[], dict]]):
+    """What a process of `start` does: all cases, and their results as the last line of its output."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE))
+    found = {name: case() for name, case in cases.items()}
+    dist.barrier()
+    dist.destroy_process_group()
+    print(json.dumps(found))
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor that may be divided over the processes."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def worst(errors: list[float]) -> float:
+    """The largest of the errors of all processes."""
+    message = torch.tensor(max(errors), dtype=torch.float64)
+    dist.all_reduce(message, op=dist.ReduceOp.MAX)
+    return message.item()

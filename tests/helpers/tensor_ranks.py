@@ -1,0 +1,184 @@
+"""The processes of `tests/unit/test_tensor_parallel.py`: a model divided over them beside the same model in each."""
+
+import json
+import os
+import pickle
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from transformers.distributed import DistributedConfig
+
+from helpers import ranks
+from helpers.models import VARIANTS, checkpoint_activations, relative_error, seeded, tiny_config
+from modeling_tnn import TnnForCausalLM, TnnForMaskedLM
+
+NORMS = ("simplermsnorm", "rmsnorm", "gatedrmsnorm", "scalenorm", "layernorm")
+# Operator, direction and fields; the first ones of `make test` on two processes, the others of `make test-slow` too.
+CASES = {f"{name}-{'causal' if causal else 'bidirectional'}": (name, causal, {}) for name, causal in VARIANTS}
+CASES |= {"gtu_norm": ("rpe", True, {"gtu_norm": True, "norm_type": "gatedrmsnorm"})}
+CASES |= {"one denominator": ("rtf", True, {"rtf_num_denominators": 1})}
+SLOW = {f"gtu_norm {norm}": ("rpe", True, {"gtu_norm": True, "norm_type": norm}) for norm in NORMS}
+SLOW |= {"uneven": ("rpe", True, {"gtu_expansion": 1.72, "intermediate_size": 39, "learnable_decay": True})}
+SLOW |= {"uneven rtf": ("rtf", False, {"gtu_expansion": 1.72, "rtf_num_denominators": None})}
+SLOW |= {"uneven fd": ("fd", False, {"gtu_expansion": 1.72})}
+SLOW |= {"two denominators": ("rtf", False, {"rtf_num_denominators": 2})}
+SLOW |= {"no glu": ("rpe", True, {"use_glu": False}), "untied": ("rpe", True, {"tie_word_embeddings": False})}
+SLOW |= {"two axes": ("rpe", False, {"spatial_dims": 2, "max_position_embeddings": 16})}
+
+
+def inputs(two_axes: bool) -> dict[str, torch.Tensor]:
+    """A text with padding on the left, and one with padding on the right; images have none."""
+    ids = torch.randint(3, 99, (2, 16), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, :3], mask[1, -2:] = two_axes, two_axes
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def build(tno_type: str, causal: bool, fields: dict, dtype: torch.dtype = torch.float64):
+    """A model in this process, the folder that rank 0 has saved it to, and the model divided over all processes."""
+    head = TnnForCausalLM if causal else TnnForMaskedLM
+    config = tiny_config(tno_type, causal, hidden_dropout_prob=0.0, eos_token_id=None, **fields)
+    model = seeded(head, config).to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    names = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(names, 0)
+    if dist.get_rank() == 0:
+        model.save_pretrained(names[0])
+    dist.barrier()
+    divided = head.from_pretrained(names[0], distributed_config=DistributedConfig(tp_plan="auto"), dtype=dtype)
+    return model, Path(names[0]), divided
+
+
+def gradient_error(divided, model) -> float:
+    own = dict(divided.named_parameters())
+    errors = []
+    for name, parameter in model.named_parameters():
+        found = ranks.whole(own[name].grad)
+        errors.append(relative_error(found, parameter.grad, scale=parameter.grad.abs().max().item() + 1e-6))
+    return max(errors)
+
+
+def check(tno_type: str, causal: bool, fields: dict) -> dict:
+    """The errors of a forward and a backward pass, of generated tokens, and of the folder that is saved."""
+    model, folder, divided = build(tno_type, causal, fields)
+    given = inputs("spatial_dims" in fields)
+    real = given["attention_mask"].bool()
+    logits = [one(**given).logits[real] for one in (divided, model)]
+    found = {"logits": ranks.worst([relative_error(*logits)])}
+    weights = torch.randn(logits[0].shape, generator=torch.Generator().manual_seed(1))
+    for one in logits:
+        (one * weights).sum().backward()
+    found["gradients"] = ranks.worst([gradient_error(divided, model)])
+    local = divided.model.layers[0].gtu.tno.on_this_process()
+    found["channels"] = sum(gathered(local.channels))
+    found["replicated"] = sorted(
+        name for name, p in divided.model.layers[0].gtu.tno.named_parameters() if not isinstance(p, DTensor)
+    )
+    if causal:
+        found["generated"] = generates_the_same(divided, model)
+    found["saved"] = saves_the_same(divided, model, folder)
+    return found
+
+
+def gathered(value) -> list:
+    """The values of all processes."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def generates_the_same(divided, model) -> list[bool]:
+    """With each of the caches, for two prompts with padding on the left."""
+    given = inputs(False)
+    given["attention_mask"][1] = 1
+    options = {"max_new_tokens": 7, "do_sample": False}
+    expected = model.generate(**given, **options)
+    return [
+        torch.equal(divided.generate(**given, **options, **cache), expected)
+        for cache in ({}, {"cache_implementation": "static"}, {"use_cache": False})
+    ]
+
+
+def saves_the_same(divided, model, folder: Path) -> bool:
+    """Whether the folder that all processes save is the one that a single process has saved."""
+    again = folder / "again"
+    divided.save_pretrained(again)
+    dist.barrier()
+    files = {file.name for file in folder.iterdir() if file.is_file()}
+    same = {file.name for file in again.iterdir()} == files
+    same &= json.loads((again / "config.json").read_text()) == json.loads((folder / "config.json").read_text())
+    loaded = type(model).from_pretrained(again).state_dict()
+    return same and all(torch.equal(value, loaded[name]) for name, value in model.state_dict().items())
+
+
+def train() -> dict:
+    """Three steps of AdamW with accumulation, and with activations that are computed again, in float32."""
+    model, _, divided = build("rtf", True, {"rtf_num_denominators": 1}, torch.float32)
+    ids = inputs(False)["input_ids"]
+    checkpoint_activations(divided)
+    losses = []
+    for one in (divided, model):
+        one.train()
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1, foreach=False)
+        for _ in range(3):
+            for batch in (ids, ids.flip(1)):
+                loss = one(batch, labels=batch).loss
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    own = dict(divided.named_parameters())
+    return {
+        "loss": abs(losses[0] - losses[1]),
+        "weights": ranks.worst([relative_error(ranks.whole(own[n]), p) for n, p in model.named_parameters()]),
+    }
+
+
+def continue_texts() -> dict:
+    """A text that is continued with gradients, and one whose cache was pickled."""
+    model, _, divided = build("rpe", True, {})
+    ids = inputs(False)["input_ids"]
+    for one in (divided, model):
+        cache = one(ids, use_cache=True).past_key_values
+        one(ids, past_key_values=cache).logits.square().sum().backward()
+    found = {"gradients": ranks.worst([gradient_error(divided, model)])}
+    with torch.no_grad():
+        cache = divided(ids, use_cache=True).past_key_values
+        divided(ids[:, :1], past_key_values=cache)
+        copied = pickle.loads(pickle.dumps(cache))  # noqa: S301 - it was made in this line
+        expected = divided(ids[:, 1:2], past_key_values=cache).logits
+        found["pickled"] = relative_error(divided(ids[:, 1:2], past_key_values=copied).logits, expected)
+    return found
+
+
+def refuse() -> dict:
+    """The messages for too few channels, and for an operator that does not say which parameters belong to them."""
+    errors = {}
+    for name, fields in {"channels": {"gtu_expansion": 1 / 32}, "unknown": {}}.items():
+        known = TnnForCausalLM(tiny_config()).model.layers[0].gtu.tno.__class__
+        method = known.channel_parameters
+        try:
+            if name == "unknown":
+                del known.channel_parameters
+            build("rpe", True, fields)
+            errors[name] = ""
+        except ValueError as error:
+            errors[name] = str(error)
+        finally:
+            known.channel_parameters = method
+    return errors
+
+
+if __name__ == "__main__":
+    slow = "--slow" in sys.argv
+    few = {"rpe-causal", "rtf-bidirectional", "gtu_norm"} if os.environ["WORLD_SIZE"] != "2" else CASES.keys()
+    chosen = CASES | SLOW if slow else {name: CASES[name] for name in CASES if name in few}
+    others = {"train": train, "continue": continue_texts, "refuse": refuse}
+    ranks.run({name: partial(check, *case) for name, case in chosen.items()} | others)
