@@ -10,7 +10,9 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from .numerics import is_traced
 from .stacking import with_parameters
 
 # The plan of `TnnConfig`: how transformers divides the modules of a `TnnModel` over processes (`tensor_parallel.py`).
@@ -26,8 +28,12 @@ TENSOR_PLAN = {
 }
 
 
+# What a divided operator has in place of the methods and attributes of its class. Its part has those of the class.
+OF_THE_WHOLE = ("forward", "on_this_process", "shift_invariant", "layout")
+
+
 def chunk_of(count: int, parts: int, index: int) -> range:
-    """The part `index` of `count` things in `parts` consecutive parts, as `torch.chunk` makes them (the last shorter)."""
+    """The part `index` of `count` things in `parts` consecutive parts, as `torch.chunk` makes them."""
     size = -(-count // parts)
     return range(min(index * size, count), min((index + 1) * size, count))
 
@@ -61,9 +67,7 @@ def rows_of(parameter: torch.Tensor, filters: int, channels: int, chosen: range)
     return rows[:, chosen.start // size : chosen.stop // size].flatten(0, 1)
 
 
-def with_channels(
-    operator: nn.Module, count: int, replace: Callable[[str, torch.Tensor], torch.Tensor]
-) -> nn.Module:
+def with_channels(operator: nn.Module, count: int, replace: Callable[[str, torch.Tensor], torch.Tensor]) -> nn.Module:
     """A shallow copy of an operator that has `count` channels and other parameters.
 
     Args:
@@ -74,14 +78,49 @@ def with_channels(
     for module in twin.modules():
         if hasattr(module, "channel_parameters"):
             module.channels = count
+    for name in OF_THE_WHOLE:
+        vars(twin).pop(name, None)
     return twin
 
 
 def restricted(operator: nn.Module, chosen: range) -> nn.Module:
-    """The operator of the `chosen` channels, whose parameters are rows of those of `operator`. Gradients reach these."""
+    """The operator of the `chosen` channels. Its parameters are rows of those of `operator`, with gradients."""
     filters = filters_of_parameters(operator)
 
     def replace(name: str, value: torch.Tensor) -> torch.Tensor:
         return rows_of(value, filters[name], operator.channels, chosen) if name in filters else value
 
     return with_channels(operator, len(chosen), replace)
+
+
+class Part:
+    """The channels of an operator that this process computes, as an operator.
+
+    Without gradients it is the same object until a parameter changes, so that caches can keep what it computes.
+
+    Args:
+        operator: the operator with all channels.
+        make: makes its part.
+    """
+
+    def __init__(self, operator: nn.Module, make: Callable[[], nn.Module]):
+        self.operator, self.make = operator, make
+        self.kept: tuple[list, nn.Module] | None = None
+
+    def __call__(self) -> nn.Module:
+        if torch.is_grad_enabled() or is_traced():
+            return self.make()
+        marks = [mark(local(parameter)) for parameter in self.operator.parameters()]
+        if self.kept is None or self.kept[0] != marks:
+            self.kept = marks, self.make()
+        return self.kept[1]
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that this process has."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def mark(tensor: torch.Tensor) -> tuple:
+    """What differs when a tensor has another value."""
+    return tensor.data_ptr(), tensor.dtype, None if tensor.is_inference() else tensor._version

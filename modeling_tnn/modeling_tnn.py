@@ -375,7 +375,8 @@ class TnnModel(TnnPreTrainedModel):
 
         hidden_states = inputs_embeds * self.embedding_scale
         if self.config.position_embedding == "sinusoidal":
-            positions = position_ids if ready else token_positions(whole_mask, past_length, inputs_embeds)
+            known = ready or self.layers[0].gtu.tno.layout is not None  # of a text that is divided over processes
+            positions = position_ids if known else token_positions(whole_mask, past_length, inputs_embeds)
             hidden_states = hidden_states + sinusoidal_embedding(
                 positions, self.config.hidden_size, hidden_states.dtype
             )

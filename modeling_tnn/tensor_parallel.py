@@ -4,15 +4,16 @@
     tnn_norm       a norm over channels that are divided: processes add their sums of squares
 
 P processes, D channels of a GTU, of which each process has D / P. `u_proj` and `v_proj` compute the channels of this
-process, the operator mixes each along the sequence without communication, and `o_proj` adds the parts of all processes.
-What is not divided (the hidden layers of a position encoder, poles that all channels share) lies on every process, and
-its gradient is the sum over processes.
+process, the operator mixes each along the sequence without communication, and `o_proj` adds the parts of all
+processes. What is not divided (the hidden layers of a position encoder, poles that all channels share) lies on every
+process, and its gradient is the sum over processes.
 
 A divided parameter is a `DTensor`, as transformers makes them. So loading reads only the rows of this process, saving
 gathers the rows of all, and optimizers see one tensor.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -21,8 +22,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
 
-from .channels import are_whole_groups, chunk_of, filters_of_parameters, rows_of, with_channels
-from .numerics import compute_dtype, is_traced
+from .channels import Part, are_whole_groups, chunk_of, filters_of_parameters, local, rows_of, with_channels
+from .numerics import compute_dtype
 
 
 class SumOfGradients(torch.autograd.Function):
@@ -72,65 +73,37 @@ def divide(module: nn.Module, name: str, mesh, filters: int = 1):
         parameters[leaf] = nn.Parameter(rows, requires_grad=parameters[leaf].requires_grad)
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that this process has."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-class Part:
-    """The channels of an operator that this process has, as an operator.
-
-    Args:
-        operator: an operator with all channels. Its parameters are divided here.
-        mesh: the processes.
+def divide_operator(operator: nn.Module, mesh) -> Part:
+    """Divide the parameters of an operator that belong to channels. The result is what this process computes.
 
     Raises:
         ValueError: the operator does not say what belongs to channels, or there are more processes than channels.
     """
+    chosen = chunk_of(operator.channels, mesh.size(), mesh.get_local_rank())
+    if not chunk_of(operator.channels, mesh.size(), mesh.size() - 1):
+        raise ValueError(f"The GTU must have channels for each of {mesh.size()} processes, got {operator.channels}")
+    known = filters_of_parameters(operator)
+    for name, parameter in dict(operator.named_parameters()).items():
+        if name in known and can_be_divided(len(parameter), known[name], operator.channels, mesh.size()):
+            divide(operator, name, mesh, known[name])
+    return Part(operator, partial(part_of, operator, chosen, mesh.get_group()))
 
-    def __init__(self, operator: nn.Module, mesh):
-        self.operator, self.group = operator, mesh.get_group()
-        self.chosen = chunk_of(operator.channels, mesh.size(), mesh.get_local_rank())
-        if not chunk_of(operator.channels, mesh.size(), mesh.size() - 1):
-            raise ValueError(f"The GTU must have channels for each of {mesh.size()} processes, got {operator.channels}")
-        self.filters = filters_of_parameters(operator)
-        self.kept: tuple[list, nn.Module] | None = None
-        for name, filters in self.filters.items():
-            parameter = dict(operator.named_parameters()).get(name)
-            if parameter is not None and can_be_divided(len(parameter), filters, operator.channels, mesh.size()):
-                divide(operator, name, mesh, filters)
 
-    def __call__(self) -> nn.Module:
-        """The operator of these channels. Without gradients it is the same one until parameters change."""
-        if torch.is_grad_enabled() or is_traced():
-            return self._make()
-        marks = [mark(local(one)) for one in self.operator.parameters()]
-        if self.kept is None or self.kept[0] != marks:
-            self.kept = marks, self._make()
-        return self.kept[1]
+def part_of(operator: nn.Module, chosen: range, group) -> nn.Module:
+    """The operator of the `chosen` channels. Parameters that are not divided have those of all channels."""
+    values, known = local_parameters(operator, group), filters_of_parameters(operator)
 
-    def _make(self) -> nn.Module:
-        values = local_parameters(self.operator, self.group)
+    def replace(name: str, value: torch.Tensor) -> torch.Tensor:
+        if name in known and not isinstance(value, DTensor):
+            return rows_of(values[name], known[name], operator.channels, chosen)
+        return values[name]
 
-        def replace(name: str, value: torch.Tensor) -> torch.Tensor:
-            if name in self.filters and not isinstance(value, DTensor):
-                return rows_of(values[name], self.filters[name], self.operator.channels, self.chosen)
-            return values[name]
-
-        part = with_channels(self.operator, len(self.chosen), replace)
-        for name in ("forward", "on_this_process"):  # those of the whole operator, which ask for this part
-            vars(part).pop(name, None)
-        return part
+    return with_channels(operator, len(chosen), replace)
 
 
 def can_be_divided(rows: int, filters: int, channels: int, parts: int) -> bool:
     """Whether a `DTensor` can hold the rows of a parameter, those of each filter apart, next to their channels."""
     return are_whole_groups(rows, filters, channels, parts) and (filters == 1 or channels % parts == 0)
-
-
-def mark(tensor: torch.Tensor) -> tuple:
-    """What differs when a tensor has another value."""
-    return tensor.data_ptr(), tensor.dtype, None if tensor.is_inference() else tensor._version
 
 
 def local_parameters(module: nn.Module, group) -> dict[str, torch.Tensor]:
@@ -143,11 +116,11 @@ def local_parameters(module: nn.Module, group) -> dict[str, torch.Tensor]:
 
 
 class OperatorStyle(TensorParallelLayer):
-    """The style of an operator, see `Part`."""
+    """The style of an operator."""
 
     def install_forward(self, module: nn.Module, mesh) -> nn.Module:
         """Divide the parameters of an operator, and let it compute the channels of this process alone."""
-        part = Part(module, mesh)
+        part = divide_operator(module, mesh)
         module.on_this_process = part
         module.forward = lambda *args, **kwargs: part().forward(*args, **kwargs)
         return module

@@ -55,6 +55,8 @@ class ToeplitzOperator(nn.Module):
     fp32_parameters: tuple[str, ...] = ()
     is_recurrence = False
     shift_invariant = True
+    # How the text of a pass lies on several processes, see `sequence_parallel.py`; set for the time of the pass.
+    layout = None
 
     def __init__(self, config, layer_idx: int = 0):
         super().__init__()
@@ -73,7 +75,7 @@ class ToeplitzOperator(nn.Module):
         """
 
     def channel_parameters(self) -> dict[str, int] | None:
-        """The names of the parameters whose rows belong to channels, each with its number of filters, see `channels.py`.
+        """The names of the parameters whose rows belong to channels, each with its number of filters (`channels.py`).
 
         None, unless a variant says it: the operator cannot be divided over processes.
         """
