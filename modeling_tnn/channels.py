@@ -47,7 +47,8 @@ def filters_of_parameters(operator: nn.Module) -> dict[str, int]:
     known = operator.channel_parameters()
     if known is None:
         raise ValueError(
-            f"The operator {type(operator).__name__} must define `channel_parameters` to be divided over processes"
+            "`channel_parameters` must name the parameters that belong to channels, to divide an operator over "
+            f"processes, got None from {type(operator).__name__}"
         )
     return known
 

@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 
 from .channels import OF_THE_WHOLE, Part, filters_of_parameters, restricted
 from .gating import NO_GATE, Gate
@@ -276,8 +277,8 @@ class SequenceParallel:
 
     def _is_divided(self, tokens: torch.Tensor, past_key_values) -> bool:
         """Whether a text is long enough for each process to have some of its tokens, and does not continue another."""
-        whole = tokens.shape[1] < self.count
-        whole |= past_key_values is not None and past_key_values.get_seq_length() > 0
+        continued = isinstance(past_key_values, Cache) and past_key_values.get_seq_length() > 0
+        whole = continued or tokens.shape[1] < self.count
         if whole and torch.is_grad_enabled():
             raise ValueError(
                 f"A text must have at least {self.count} tokens and no cache of earlier ones to be divided over "
@@ -320,9 +321,7 @@ class SequenceParallel:
 
     def _layout(self, tokens, attention_mask, position_ids, seq_idx=None, cu_seq_lens_q=None, **kwargs) -> Layout:
         if self.base.training and self.base.config.norm_type == "batchnorm":
-            raise ValueError(
-                "`norm_type` must not be 'batchnorm' to train on a divided text: it needs all tokens at once"
-            )
+            raise ValueError("`norm_type` must be a norm of single tokens to train on a divided text, got 'batchnorm'")
         mask = attention_mask
         if mask is not None:
             require_tensor("attention_mask", mask, "(B, L)")
@@ -354,12 +353,9 @@ class SequenceParallel:
         tokens = given.get("input_ids") if given.get("inputs_embeds") is None else given.get("inputs_embeds")
         if not isinstance(tokens, torch.Tensor) or not self._is_divided(tokens, given.get("past_key_values")):
             return original(**given)
-        self.kept = given.get("logits_to_keep", 0)
-        if self.kept and (not isinstance(self.kept, int) or torch.is_grad_enabled()):
-            raise ValueError("`logits_to_keep` must be an integer, and without gradients, for a divided text")
-        labels = self._shifted(given, tokens)
+        labels, kept = self._shifted(given, tokens), given.get("logits_to_keep", 0)
         if labels is None:
-            return original(**given)
+            return self._of_last_tokens(kept, original, given)
         name, ignored = "shift_labels" if self.model.config.causal else "labels", given.get("ignore_index", -100)
         if given.get("num_items_in_batch") is None:
             given["num_items_in_batch"] = (labels != ignored).sum()
@@ -368,6 +364,17 @@ class SequenceParallel:
         outputs = original(**given)
         outputs.loss = SumOfLosses.apply(outputs.loss, self.group)
         return outputs.to_tuple() if as_tuple else outputs
+
+    def _of_last_tokens(self, kept: int, original, given: dict):
+        """The outputs with the logits of the last `kept` tokens of the text, in every process (0: of its tokens)."""
+        if not isinstance(kept, int) or (kept and torch.is_grad_enabled()):
+            kind = type(kept).__name__ + (" with gradients" if torch.is_grad_enabled() else "")
+            raise ValueError(f"`logits_to_keep` must be an int without gradients for a divided text, got {kind}")
+        self.kept = kept
+        try:
+            return original(**given)
+        finally:
+            self.kept = 0
 
     def _shifted(self, given: dict, tokens: torch.Tensor) -> torch.Tensor | None:
         """The labels of the whole text: of a causal model, the token after each position."""

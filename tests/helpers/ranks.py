@@ -1,5 +1,6 @@
 """Several processes with gloo on the CPU: started once for many cases, each of which is a function of its rank."""
 
+import functools
 import json
 import os
 import sys
@@ -18,20 +19,24 @@ from helpers.scripts import free_port
 PATIENCE, LONGEST = 20, 55
 
 
-def start(module: str, world: int, *arguments) -> dict[str, dict]:
-    """Run `python -m module` as so many processes. The result is what rank 0 has found, by the names of the cases.
+@functools.cache
+def start(world: int, extent: str | None = None) -> dict[str, dict]:
+    """Run `helpers.parallel_ranks` as so many processes: the results of rank 0, by the names of the cases.
 
     A process that fails, or one that hangs, ends all of them.
+
+    Args:
+        extent: "--few" or "--slow" for fewer or all cases.
     """
     shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}
     shared |= {"OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "LOCAL_WORLD_SIZE": str(world)}
-    command = [sys.executable, "-m", module, *arguments]
+    command = [sys.executable, "-m", "helpers.parallel_ranks", *([extent] if extent else [])]
     ranks = [
         processes.Process(command, os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
         for rank in range(world)
     ]
     try:
-        deadline = time.monotonic() + LONGEST * (6 if "--slow" in arguments else 1)
+        deadline = time.monotonic() + LONGEST * (6 if extent == "--slow" else 1)
         while any(rank.poll() is None for rank in ranks):
             assert time.monotonic() < deadline, [rank.output()[1][-2000:] for rank in ranks]
             failed = [rank.output()[1][-4000:] for rank in ranks if rank.poll()]

@@ -6,6 +6,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from transformers import DynamicCache
 
 from helpers import ranks
@@ -56,6 +58,17 @@ CASES |= {"decays": ("rpe", True, {"learnable_decay": True, "norm_position": "po
 CASES |= {"eager": ("fd", False, {"tno_implementation": "eager"}, padding)}
 CASES |= {"two axes": ("rpe", False, {"spatial_dims": 2, "max_position_embeddings": 16}, dict)}
 
+USUAL = [f"{name}-{'causal' if causal else 'bidirectional'} packed and padded" for name, causal in VARIANTS]
+USUAL += [
+    "rpe-causal plain",
+    "ski-bidirectional padded",
+    "sinusoidal packed",
+    "offsets",
+    "uneven channels",
+    "two axes",
+]
+FEW = ["rpe-causal plain", "rtf-causal packed and padded", "ski-bidirectional packed and padded", "uneven channels"]
+
 
 def build(tno_type: str, causal: bool, fields: dict):
     head = TnnForCausalLM if causal else TnnForMaskedLM
@@ -96,9 +109,10 @@ def check(tno_type: str, causal: bool, fields: dict, given) -> dict:
     model, text = build(tno_type, causal, fields), ids(length=16 if "spatial_dims" in fields else LENGTH)
     given = given() | {"input_ids": text, "labels": labels_of(text), "use_cache": False}
     real = given.get("attention_mask", torch.ones_like(text)).bool()
-    expected = model(**given)
+    expected = model(**given).logits
     model.train()
-    model(**given).loss.backward()
+    wanted_loss = model(**given).loss
+    wanted_loss.backward()
     wanted = gradients(model)
     with divided(model) as parallel:
         loss = model(**given).loss
@@ -108,8 +122,8 @@ def check(tno_type: str, causal: bool, fields: dict, given) -> dict:
         logits = parallel.gather(model(**given).logits, text.shape[1])
     assert not any("forward" in vars(module) or "layout" in vars(module) for module in model.modules())
     return {
-        "loss": ranks.worst([abs(loss.item() - expected.loss.item()), 0.0]),
-        "logits": relative_error(logits[real], expected.logits[real]),
+        "loss": ranks.worst([abs(loss.item() - wanted_loss.item())]),
+        "logits": relative_error(logits[real], expected[real]),
         "gradients": compare(gradients(model), wanted),
     }
 
@@ -130,6 +144,29 @@ def train_in_float32() -> dict:
                 parallel.add_gradients()
             losses.append((first + second).item())
     return {"loss": abs(losses[0] - losses[1]), "gradients": compare(gradients(model), gradients(twin))}
+
+
+def engines() -> dict:
+    """DDP and FSDP2 over the same processes, which average gradients, twice."""
+    found = {}
+    for name, wrap in {"DDP": DistributedDataParallel, "FSDP2": sharded}.items():
+        model = build("rtf", True, {}).train()
+        given = {"input_ids": ids(), "labels": ids()} | padding()
+        model(**given).loss.backward()
+        wanted = gradients(model)
+        wrapped = wrap(model)
+        with divided(model):
+            for _ in range(2):
+                model.zero_grad()
+                (wrapped(**given).loss * dist.get_world_size()).backward()
+        found[name] = compare({key: ranks.whole(one) for key, one in gradients(model).items()}, wanted)
+    return found
+
+
+def sharded(model):
+    for layer in model.model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
 
 
 def generate() -> dict:
@@ -226,12 +263,9 @@ def refuse() -> dict:
     return found
 
 
-def cases(slow: bool) -> dict:
-    few = ("causal plain", "packed and padded", "bidirectional padded", "sinusoidal packed", "uneven", "offsets")
-    chosen = {name: case for name, case in CASES.items() if slow or any(part in name for part in few)}
-    others = {"train": train_in_float32, "generate": generate, "count": count, "sequence refuses": refuse}
-    return {name: partial(check, *case) for name, case in chosen.items()} | others
-
-
-if __name__ == "__main__":
-    ranks.run(cases(slow=True))
+def cases(few: bool, slow: bool) -> dict:
+    """The cases of `make test` for two processes, some of them, or all."""
+    names = FEW if few else CASES.keys() if slow else USUAL
+    others = {"generate": generate, "count": count}
+    others |= {} if few else {"train": train_in_float32, "engines": engines, "refuse": refuse}
+    return {name: partial(check, *CASES[name]) for name in names} | others

@@ -1,9 +1,7 @@
 """The processes of `tests/unit/test_tensor_parallel.py`: a model divided over them beside the same model in each."""
 
 import json
-import os
 import pickle
-import sys
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -18,7 +16,7 @@ from helpers.models import VARIANTS, checkpoint_activations, relative_error, see
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM
 
 NORMS = ("simplermsnorm", "rmsnorm", "gatedrmsnorm", "scalenorm", "layernorm")
-# Operator, direction and fields; the first ones of `make test` on two processes, the others of `make test-slow` too.
+# Operator, direction and fields.
 CASES = {f"{name}-{'causal' if causal else 'bidirectional'}": (name, causal, {}) for name, causal in VARIANTS}
 CASES |= {"gtu_norm": ("rpe", True, {"gtu_norm": True, "norm_type": "gatedrmsnorm"})}
 CASES |= {"one denominator": ("rtf", True, {"rtf_num_denominators": 1})}
@@ -29,6 +27,9 @@ SLOW |= {"uneven fd": ("fd", False, {"gtu_expansion": 1.72})}
 SLOW |= {"two denominators": ("rtf", False, {"rtf_num_denominators": 2})}
 SLOW |= {"no glu": ("rpe", True, {"use_glu": False}), "untied": ("rpe", True, {"tie_word_embeddings": False})}
 SLOW |= {"two axes": ("rpe", False, {"spatial_dims": 2, "max_position_embeddings": 16})}
+
+
+FEW = ("rpe-causal", "rtf-bidirectional")
 
 
 def inputs(two_axes: bool) -> dict[str, torch.Tensor]:
@@ -176,9 +177,8 @@ def refuse() -> dict:
     return errors
 
 
-if __name__ == "__main__":
-    slow = "--slow" in sys.argv
-    few = {"rpe-causal", "rtf-bidirectional", "gtu_norm"} if os.environ["WORLD_SIZE"] != "2" else CASES.keys()
-    chosen = CASES | SLOW if slow else {name: CASES[name] for name in CASES if name in few}
-    others = {"train": train, "continue": continue_texts, "refuse": refuse}
-    ranks.run({name: partial(check, *case) for name, case in chosen.items()} | others)
+def cases(few: bool, slow: bool) -> dict:
+    """The cases of `make test` for two processes, some of them, or all."""
+    chosen = {name: CASES[name] for name in FEW} if few else CASES | (SLOW if slow else {})
+    others = {} if few else {"train": train, "continue": continue_texts, "refuse": refuse}
+    return {name: partial(check, *case) for name, case in chosen.items()} | others

@@ -13,14 +13,14 @@ from modeling_tnn.channels import chunk_of, restricted
 from modeling_tnn.tno_auto import build_tno
 
 
+def found(world: int, extent: str | None = None) -> dict[str, dict]:
+    results = ranks.start(world, extent)
+    return {name.removeprefix("tensor: "): case for name, case in results.items() if name.startswith("tensor: ")}
+
+
 @pytest.fixture(scope="module")
 def two():
-    return ranks.start("helpers.tensor_ranks", 2)
-
-
-@pytest.fixture(scope="module")
-def many(request):
-    return ranks.start("helpers.tensor_ranks", request.param, "--slow")
+    return found(2)
 
 
 def check(found: dict, name: str):
@@ -36,11 +36,16 @@ def test_two_processes_are_one(two, name):
     check(two[name], name)
 
 
+@pytest.mark.parametrize("name", tensor_ranks.FEW)
+def test_four_processes_are_one(name):
+    check(found(4, "--few")[name], name)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("many", [2, 4], indirect=True)
+@pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", [*tensor_ranks.CASES, *tensor_ranks.SLOW])
-def test_more_processes_are_one(many, name):
-    check(many[name], name)
+def test_processes_are_one(world, name):
+    check(found(world, "--slow")[name], name)
 
 
 def test_what_is_divided(two):
@@ -62,7 +67,7 @@ def test_texts_that_are_continued(two):
 
 def test_what_cannot_be_divided(two):
     assert two["refuse"]["channels"] == "The GTU must have channels for each of 2 processes, got 1"
-    assert two["refuse"]["unknown"].startswith("The operator RpeOperator must define `channel_parameters`")
+    assert two["refuse"]["unknown"].endswith("over processes, got None from RpeOperator")
 
 
 def test_one_process_is_as_without_a_plan(tmp_path):
