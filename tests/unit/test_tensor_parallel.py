@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+import transformers
 from transformers.distributed import DistributedConfig
 
 from helpers import ranks, tensor_ranks
@@ -42,6 +43,7 @@ def test_four_processes_are_one(name):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(transformers.__version__ < "5.23", reason="refuses widths that the processes do not divide")
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", [*tensor_ranks.CASES, *tensor_ranks.SLOW])
 def test_processes_are_one(world, name):
