@@ -19,34 +19,43 @@ from helpers.scripts import free_port
 PATIENCE, LONGEST = 20, 55
 
 
-@functools.cache
 def start(world: int, extent: str | None = None) -> dict[str, dict]:
-    """Run `helpers.parallel_ranks` as so many processes: the results of rank 0, by the names of the cases.
+    """The results of rank 0 of so many processes that run `helpers.parallel_ranks`, by the names of the cases.
 
     A process that fails, or one that hangs, ends all of them.
 
     Args:
         extent: "--few" or "--slow" for fewer or all cases.
+
+    Raises:
+        AssertionError: a process has failed, with the end of what it has printed.
     """
+    results, error = _outcome(world, extent)
+    assert error is None, error
+    return results
+
+
+@functools.cache
+def _outcome(world: int, extent: str | None) -> tuple[dict[str, dict], str | None]:
+    """Started once for all tests, also if it fails."""
     shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}
     shared |= {"OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "LOCAL_WORLD_SIZE": str(world)}
     command = [sys.executable, "-m", "helpers.parallel_ranks", *([extent] if extent else [])]
-    ranks = [
+    started = [
         processes.Process(command, os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
         for rank in range(world)
     ]
     try:
         deadline = time.monotonic() + LONGEST * (6 if extent == "--slow" else 1)
-        while any(rank.poll() is None for rank in ranks):
-            assert time.monotonic() < deadline, [rank.output()[1][-2000:] for rank in ranks]
-            failed = [rank.output()[1][-4000:] for rank in ranks if rank.poll()]
-            assert not failed, failed[0]
+        while any(one.poll() is None for one in started) and not any(one.poll() for one in started):
+            if time.monotonic() > deadline:
+                return {}, f"too slow, or hanging: {[one.output()[1][-2000:] for one in started]}"
             time.sleep(0.02)
-        assert all(rank.returncode == 0 for rank in ranks), [rank.output()[1][-4000:] for rank in ranks]
-        return json.loads(ranks[0].output()[0].splitlines()[-1])
+        failed = [one.output()[1][-4000:] for one in started if one.returncode]
+        return ({}, failed[0]) if failed else (json.loads(started[0].output()[0].splitlines()[-1]), None)
     finally:
-        for rank in ranks:
-            rank.__exit__()
+        for one in started:
+            one.__exit__()
 
 
 def run(cases: dict[str, Callable[[], dict]]):

@@ -161,6 +161,31 @@ def continue_texts() -> dict:
     return found
 
 
+def pipeline() -> dict:
+    """The layers divided over the processes: logits, and generated tokens after padding, of each operator."""
+    found = {}
+    fields = {"num_hidden_layers": 3, "position_embedding": "sinusoidal", "embedding_norm": True}
+    for name, causal in VARIANTS:
+        if causal:
+            model, folder, _ = build(name, True, fields)
+            config = DistributedConfig(pp_size=dist.get_world_size())
+            divided = TnnForCausalLM.from_pretrained(folder, distributed_config=config, dtype=torch.float64)
+            given = inputs(False)
+            given["attention_mask"][1] = 1
+            real = given["attention_mask"].bool()
+            with torch.no_grad():
+                error = relative_error(divided(**given).logits[real], model(**given).logits[real])
+            tokens = [one.generate(**given, max_new_tokens=6, do_sample=False) for one in (divided, model)]
+            found[name] = {"logits": ranks.worst([error]), "same": all(gathered(torch.equal(*tokens)))}
+    model, folder, _ = build("rpe", True, {"num_hidden_layers": 1})
+    divided = TnnForCausalLM.from_pretrained(folder, distributed_config=config, dtype=torch.float64)
+    try:
+        divided.model(**inputs(False))
+    except ValueError as error:
+        found["refused"] = str(error)
+    return {"stages": found, "refused": gathered(found.pop("refused", ""))}
+
+
 def refuse() -> dict:
     """The messages for too few channels, and for an operator that does not say which parameters belong to them."""
     errors = {}
@@ -182,5 +207,5 @@ def refuse() -> dict:
 def cases(few: bool, slow: bool) -> dict:
     """The cases of `make test` for two processes, some of them, or all."""
     chosen = {name: CASES[name] for name in FEW} if few else CASES | (SLOW if slow else {})
-    others = {} if few else {"train": train, "continue": continue_texts, "refuse": refuse}
+    others = {} if few else {"train": train, "continue": continue_texts, "pipeline": pipeline, "refuse": refuse}
     return {name: partial(check, *case) for name, case in chosen.items()} | others

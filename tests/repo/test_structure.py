@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 FILES = {path.stem: path for path in (ROOT / "modeling_tnn").glob("*.py")}
 # From the ground up: a file imports files of earlier lines alone.
 FLOORS = [
-    {"numerics", "hub", "history", "cache_origin", "conversion"},
+    {"numerics", "hub", "history", "cache_origin", "conversion", "pipeline"},
     {"fourier", "gating", "inputs", "norms", "stacking"},
     {"padding", "rpe", "loss", "toeplitz_fused", "channels"},
     {"toeplitz_triton", "toeplitz_cudnn", "toeplitz_measured"},

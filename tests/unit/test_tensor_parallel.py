@@ -67,6 +67,17 @@ def test_texts_that_are_continued(two):
     assert two["continue"]["gradients"] < 1e-9 and two["continue"]["pickled"] == 0
 
 
+@pytest.mark.parametrize("tno_type", CAUSAL)
+def test_pipeline(two, tno_type):
+    """Hidden states that a stage passes on are not scaled, normalised or given positions again."""
+    found = two["pipeline"]["stages"][tno_type]
+    assert found["logits"] < 1e-12 and found["same"]
+
+
+def test_more_stages_than_layers(two):
+    assert sorted(map(bool, two["pipeline"]["refused"])) == [False, True]
+
+
 def test_what_cannot_be_divided(two):
     assert two["refuse"]["channels"] == "The GTU must have channels for each of 2 processes, got 1"
     assert two["refuse"]["unknown"].endswith("over processes, got None from RpeOperator")
