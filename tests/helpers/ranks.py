@@ -16,7 +16,7 @@ from helpers import processes
 from helpers.scripts import free_port
 
 # Seconds that a process waits for another, and that all cases together may take.
-PATIENCE, LONGEST = 20, 55
+PATIENCE, LONGEST = 40, 120
 
 
 def start(world: int, extent: str | None = None) -> dict[str, dict]:

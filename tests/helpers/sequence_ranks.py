@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import DynamicCache
 
 from helpers import ranks
-from helpers.models import VARIANTS, checkpoint_activations, relative_error, seeded, tiny_config
+from helpers.models import CAUSAL, VARIANTS, checkpoint_activations, relative_error, seeded, tiny_config
 from modeling_tnn import SequenceParallel, TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification
 
 LENGTH = 23
@@ -169,15 +169,13 @@ def sharded(model):
     return fully_shard(model)
 
 
-def generate() -> dict:
-    """A prompt that is divided, and tokens after it, with each operator; a text in pieces; a short prompt."""
+def generate(names: list[str]) -> dict:
+    """A prompt that is divided, and tokens after it, with these operators; a text in pieces; a short prompt."""
     found = {}
     prompt, mask = ids(), torch.ones(2, LENGTH, dtype=torch.long)
     mask[0, :7] = 0
     options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False}
-    for name, causal in VARIANTS:
-        if not causal:
-            continue
+    for name in names:
         model = build(name, True, {})
         expected = [
             model.generate(prompt, **options),
@@ -266,6 +264,6 @@ def refuse() -> dict:
 def cases(few: bool, slow: bool) -> dict:
     """The cases of `make test` for two processes, some of them, or all."""
     names = FEW if few else CASES.keys() if slow else USUAL
-    others = {"generate": generate, "count": count}
+    others = {"generate": partial(generate, ["rtf"] if few else CAUSAL), "count": count}
     others |= {} if few else {"train": train_in_float32, "engines": engines, "refuse": refuse}
     return {name: partial(check, *CASES[name]) for name in names} | others
