@@ -12,8 +12,13 @@ from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 
 from helpers import ranks
-from helpers.models import VARIANTS, checkpoint_activations, relative_error, seeded, tiny_config
-from modeling_tnn import TnnForCausalLM, TnnForMaskedLM
+from helpers.models import VARIANTS, checkpoint_activations, image_config, relative_error, seeded, tiny_config
+from modeling_tnn import (
+    TnnForCausalLM,
+    TnnForImageClassification,
+    TnnForMaskedLM,
+    TnnForSequenceClassification,
+)
 
 NORMS = ("simplermsnorm", "rmsnorm", "gatedrmsnorm", "scalenorm", "layernorm")
 # Operator, direction and fields.
@@ -42,19 +47,23 @@ def inputs(two_axes: bool) -> dict[str, torch.Tensor]:
 
 
 def save(tno_type: str, causal: bool, fields: dict, dtype: torch.dtype = torch.float64):
-    """A model in this process, and the folder that rank 0 has saved it to."""
+    """A language model in this process, and the folder that rank 0 has saved it to."""
     head = TnnForCausalLM if causal else TnnForMaskedLM
     options = {"vocab_size": 100, "hidden_dropout_prob": 0.0, "eos_token_id": None} | fields
     model = seeded(head, tiny_config(tno_type, causal, **options)).to(dtype)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.02 * torch.randn_like(parameter))
+    return model, saved(model)
+
+
+def saved(model) -> Path:
     names = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(names, 0)
     if dist.get_rank() == 0:
         model.save_pretrained(names[0])
     dist.barrier()
-    return model, Path(names[0])
+    return Path(names[0])
 
 
 def build(tno_type: str, causal: bool, fields: dict, dtype: torch.dtype = torch.float64):
@@ -169,7 +178,7 @@ def continue_texts() -> dict:
 def pipeline() -> dict:
     """The layers divided over the processes: logits, and generated tokens after padding, of each operator."""
     found = {}
-    fields = {"num_hidden_layers": 3, "position_embedding": "sinusoidal", "embedding_norm": True}
+    fields = {"num_hidden_layers": 5, "position_embedding": "sinusoidal", "embedding_norm": True}
     for name, causal in VARIANTS:
         if causal:
             model, folder = save(name, True, fields)
@@ -189,6 +198,26 @@ def pipeline() -> dict:
     except ValueError as error:
         found["refused"] = str(error)
     return {"stages": found, "refused": gathered(found.pop("refused", ""))}
+
+
+def heads() -> dict:
+    """The logits and the gradients of heads that are not divided themselves."""
+    found, labels = {}, {"labels": torch.tensor([0, 1])}
+    pixels = torch.randn(2, 3, 24, 24, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for head, config, given in (
+        (TnnForSequenceClassification, tiny_config(vocab_size=100, hidden_dropout_prob=0.0), inputs(False)),
+        (TnnForSequenceClassification, tiny_config("ski", False, vocab_size=100), inputs(False)),
+        (TnnForImageClassification, image_config(), {"pixel_values": pixels}),
+    ):
+        model = seeded(head, config).double()
+        distributed = DistributedConfig(tp_plan="auto")
+        divided = head.from_pretrained(saved(model), distributed_config=distributed, dtype=torch.float64)
+        outputs = [one(**given, **labels) for one in (divided, model)]
+        for one in outputs:
+            one.loss.backward()
+        error = ranks.worst([relative_error(outputs[0].logits, outputs[1].logits)])
+        found[f"{head.__name__} {config.tno_type}"] = {"logits": error, "gradients": gradient_error(divided, model)}
+    return found
 
 
 def refuse() -> dict:
@@ -213,4 +242,5 @@ def cases(few: bool, slow: bool) -> dict:
     """The cases of `make test` for two processes, some of them, or all."""
     chosen = {name: CASES[name] for name in FEW} if few else CASES | (SLOW if slow else {})
     others = {} if few else {"train": train, "continue": continue_texts, "pipeline": pipeline, "refuse": refuse}
+    others |= {"heads": heads} if slow else {}
     return {name: partial(check, *case) for name, case in chosen.items()} | others

@@ -50,6 +50,13 @@ def test_processes_are_one(world, name):
     check(found(world, "--slow")[name], name)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+def test_other_heads(world):
+    for name, errors in found(world, "--slow")["heads"].items():
+        assert errors["logits"] < 1e-12 and errors["gradients"] < 1e-9, name
+
+
 def test_what_is_divided(two):
     """All that belongs to channels, unless all channels of two processes share a denominator."""
     assert two["explicit-causal"]["replicated"] == two["ski-bidirectional"]["replicated"] == []
@@ -72,6 +79,11 @@ def test_pipeline(two, tno_type):
     """Hidden states that a stage passes on are not scaled, normalised or given positions again."""
     found = two["pipeline"]["stages"][tno_type]
     assert found["logits"] < 1e-12 and found["same"]
+
+
+@pytest.mark.slow
+def test_pipeline_of_four():
+    assert all(one["logits"] < 1e-12 and one["same"] for one in found(4, "--slow")["pipeline"]["stages"].values())
 
 
 def test_more_stages_than_layers(two):
