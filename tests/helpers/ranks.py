@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -41,6 +42,8 @@ def _outcome(world: int, extent: str | None) -> tuple[dict[str, dict], str | Non
     shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}
     shared |= {"OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "LOCAL_WORLD_SIZE": str(world)}
     command = [sys.executable, "-m", "helpers.parallel_ranks", *([extent] if extent else [])]
+    folder = tempfile.TemporaryDirectory()  # of all that the processes save
+    shared |= {"TMPDIR": folder.name}
     started = [
         processes.Process(command, os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
         for rank in range(world)
@@ -56,6 +59,7 @@ def _outcome(world: int, extent: str | None) -> tuple[dict[str, dict], str | Non
     finally:
         for one in started:
             one.__exit__()
+        folder.cleanup()
 
 
 def run(cases: dict[str, Callable[[], dict]]):
