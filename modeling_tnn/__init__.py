@@ -22,12 +22,14 @@ if TYPE_CHECKING:
         TnnModel,
         TnnPreTrainedModel,
     )
+    from .sequence_parallel import SequenceParallel
     from .stability import PoleCallback, find_unstable, project_poles
 
 __version__ = "0.1.0"
 
 __all__ = [
     "PoleCallback",
+    "SequenceParallel",
     "TnnConfig",
     "TnnForCausalLM",
     "TnnForImageClassification",
@@ -49,6 +51,7 @@ __all__ = [
 # Module -> names that are imported from it on first use.
 _LATER = {
     "modeling_tnn": [name for name in __all__ if name.startswith("Tnn") and name != "TnnConfig"],
+    "sequence_parallel": ["SequenceParallel"],
     "stability": ["PoleCallback", "find_unstable", "project_poles"],
 }
 

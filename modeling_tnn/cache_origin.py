@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 VERSION = attrgetter("_version")
 
@@ -123,5 +124,11 @@ def identity(model: nn.Module) -> dict:
 
 
 def hash_values(parameter: nn.Parameter) -> int | None:
-    """A hash of the values of a parameter, equal on all devices, or None for a parameter on the meta device."""
-    return None if parameter.is_meta else torch.hash_tensor(parameter.detach()).item()
+    """A hash of the values of a parameter, equal on all devices, or None for a parameter on the meta device.
+
+    Of a parameter that is divided over processes, it is that of the part on this one.
+    """
+    if parameter.is_meta:
+        return None
+    values = parameter.detach()
+    return torch.hash_tensor(values.to_local() if isinstance(values, DTensor) else values).item()

@@ -45,6 +45,7 @@ from .continuation import advance
 from .gating import NO_GATE, Gate
 from .history import HistoryBuffer
 from .numerics import is_on_host, is_traced, must_be_eager
+from .pipeline import is_elsewhere
 from .recurrence import DivergenceError, Recurrence
 
 LAYER_TYPE = "tnn_state"
@@ -358,14 +359,16 @@ def check_cache(past_key_values: Cache, model: nn.Module):
             f"`past_key_values` must have at least the {count} layers of the model, got {len(layers)}. "
             "Start with an empty cache."
         )
-    lengths = {layer.length for layer in layers[:count]}
+    pairs = zip(layers[:count], model.layers[:count], strict=True)
+    held = [layer for layer, block in pairs if not is_elsewhere(block)]
+    lengths = {layer.length for layer in held}
     if len(lengths) > 1:
         raise ValueError(
             "`past_key_values` is incomplete, because a pass was interrupted: its layers have seen "
             f"{min(lengths)} to {max(lengths)} tokens. Start with an empty cache."
         )
     if not is_traced():
-        claim(layers[:count], model)
+        claim(held, model)
 
 
 def claim(layers: list[TnnCacheLayer], model: nn.Module):

@@ -14,8 +14,10 @@ import torch
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
+from .channels import TENSOR_PLAN
 from .hub import AUTO_MAP, save_code
 from .numerics import IMPLEMENTATIONS
+from .pipeline import PLAN as PIPELINE_PLAN
 from .tno_auto import BUILT_IN, operator_class, qualified_name
 
 CHOICES = {
@@ -226,6 +228,8 @@ class TnnConfig(PreTrainedConfig):
     model_type = "tnn"
     keys_to_ignore_at_inference = ["past_key_values"]
     attribute_map = OLD_NAMES
+    base_model_tp_plan = TENSOR_PLAN
+    base_model_pp_plan = PIPELINE_PLAN
 
     vocab_size: int = 50265
     hidden_size: int = 512

@@ -10,9 +10,11 @@ import torch
 from transformers.utils import TransformersKwargs
 
 from .numerics import is_on_host, must_be_eager
+from .pipeline import is_elsewhere
 
 # Further arguments that models of transformers accept: those of its output classes, and outputs of tokenizers.
-KEYWORDS = {*TransformersKwargs.__annotations__, "return_dict", "token_type_ids", "cache_position"}
+# `kwargs` is what transformers' pipelines over several devices pass on of all others.
+KEYWORDS = {*TransformersKwargs.__annotations__, "return_dict", "token_type_ids", "cache_position", "kwargs"}
 
 
 def check_keywords(given: dict[str, Any]):
@@ -67,6 +69,8 @@ def check_tokens(input_ids: Any, inputs_embeds: Any, embedding: torch.nn.Module)
     if (input_ids is None) == (inputs_embeds is None):
         found = "none" if input_ids is None else "both"
         raise ValueError(f"Exactly one of `input_ids` and `inputs_embeds` must be given, got {found}")
+    if is_elsewhere(embedding):
+        return
     weight = embedding.weight
     if input_ids is not None:
         check_tensor("input_ids", input_ids, "(B, L)", 2, (torch.int64, torch.int32))
@@ -228,3 +232,20 @@ def check_pixel_values(pixel_values: Any, projection: torch.nn.Conv2d):
     if pixel_values.is_meta != projection.weight.is_meta and not hasattr(projection, "_hf_hook"):
         device = projection.weight.device
         raise ValueError(f"`pixel_values` must be on the device of the model, {device}, got {pixel_values.device}")
+
+
+def check_patches(config):
+    """Check that a configuration is one of images.
+
+    Raises:
+        ValueError: `config.causal` is True, or `max_position_embeddings` is not the number of patches.
+    """
+    if config.causal:
+        raise ValueError("`causal` must be False for TnnForImageClassification, got True")
+    side = config.image_size // config.patch_size
+    if config.image_size % config.patch_size or side**2 != config.max_position_embeddings:
+        raise ValueError(
+            "`max_position_embeddings` must be the number of patches, (image_size / patch_size)^2 for an image_size "
+            f"that is a multiple of patch_size, got {config.max_position_embeddings} with image_size="
+            f"{config.image_size} and patch_size={config.patch_size}"
+        )

@@ -47,6 +47,7 @@ from .inputs import (
     check_direction,
     check_keywords,
     check_logits_to_keep,
+    check_patches,
     check_pixel_values,
     check_prompt,
     check_tokens,
@@ -66,9 +67,12 @@ from .padding import (
     roll,
     token_positions,
 )
+from .pipeline import HEAD_PLAN as HEAD_PIPELINE_PLAN
+from .pipeline import first_layer
 from .rpe import sinusoidal_embedding
-from .stacking import kernels_of_layers
+from .stacking import kernels_of_layers, layout_of
 from .static_cache import is_ready, prepare_step
+from .tensor_parallel import HEAD_PLAN
 from .tno import ToeplitzOperator
 from .tno_auto import build_tno, operator_class
 
@@ -87,7 +91,7 @@ class ChannelMajorLinear(nn.Linear):
             return super().forward(x)
         columns = x.reshape(-1, self.in_features).t()  # (d, N)
         y = torch.addmm(self.bias[:, None], self.weight, columns)  # (D, N)
-        return y.t().view(*x.shape[:-1], self.out_features)
+        return y.t().view(*x.shape[:-1], len(self.weight))  # of a shard, not all out_features
 
 
 class TnnGatedToeplitzUnit(nn.Module):
@@ -353,6 +357,7 @@ class TnnModel(TnnPreTrainedModel):
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPast:
         """The hidden states of rows that hold one text each."""
+        first = first_layer(self.layers)
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         if not self.config.causal and past_key_values is not None:
@@ -363,7 +368,7 @@ class TnnModel(TnnPreTrainedModel):
         if past_key_values is not None and not ready:
             check_cache(past_key_values, self)
         # A graph of one step knows neither the length nor the mask of the text before it.
-        past_length = 0 if past_key_values is None or ready else int(past_key_values.get_seq_length())
+        past_length = 0 if past_key_values is None or ready else int(past_key_values.get_seq_length(first))
         whole_mask = attention_mask
         attention_mask = check_attention_mask(attention_mask, inputs_embeds, past_length)
         if whole_mask is None and past_length == 0 and not ready and input_ids is not None and can_be_read(input_ids):
@@ -373,13 +378,15 @@ class TnnModel(TnnPreTrainedModel):
             # of an RMS norm is 1e8 times too large.
             inputs_embeds = inputs_embeds.masked_fill(~(attention_mask[..., None] | inputs_embeds.isfinite()), 0)
 
-        hidden_states = inputs_embeds * self.embedding_scale
-        if self.config.position_embedding == "sinusoidal":
-            positions = position_ids if ready else token_positions(whole_mask, past_length, inputs_embeds)
-            hidden_states = hidden_states + sinusoidal_embedding(
-                positions, self.config.hidden_size, hidden_states.dtype
-            )
-        hidden_states = self.dropout(self.embed_norm(hidden_states))
+        hidden_states = inputs_embeds
+        if first == 0:  # else these are the hidden states of an earlier stage of a pipeline
+            hidden_states = hidden_states * self.embedding_scale
+            if self.config.position_embedding == "sinusoidal":
+                known = ready or layout_of(self.layers) is not None
+                positions = position_ids if known else token_positions(whole_mask, past_length, inputs_embeds)
+                size, dtype = self.config.hidden_size, hidden_states.dtype
+                hidden_states = hidden_states + sinusoidal_embedding(positions, size, dtype)
+            hidden_states = self.dropout(self.embed_norm(hidden_states))
         given = {"attention_mask": attention_mask, "past_key_values": past_key_values}
         layers = self.layers[: self.config.num_hidden_layers]
         kernels = [None] * len(layers) if past_length or ready else kernels_of_layers(layers, hidden_states)
@@ -427,6 +434,7 @@ class TnnForCausalLM(TnnPreTrainedModel, GenerationMixin):
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan, _pp_plan = HEAD_PLAN, HEAD_PIPELINE_PLAN
 
     def __init__(self, config: TnnConfig):
         check_direction(type(self).__name__, config.causal, needed=True)
@@ -525,6 +533,7 @@ class TnnForMaskedLM(TnnPreTrainedModel):
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan, _pp_plan = HEAD_PLAN, HEAD_PIPELINE_PLAN
 
     def __init__(self, config: TnnConfig):
         check_direction(type(self).__name__, config.causal, needed=False)
@@ -686,7 +695,7 @@ class TnnForImageClassification(TnnPreTrainedModel):
     accepts_loss_kwargs = False
 
     def __init__(self, config: TnnConfig):
-        _check_patches(config)
+        check_patches(config)
         super().__init__(config)
         self.num_labels = config.num_labels
         self.model = TnnImageModel(config)
@@ -722,18 +731,6 @@ class TnnForImageClassification(TnnPreTrainedModel):
             check_class_labels(labels, logits)
             loss = self.loss_function(labels, logits, self.config)
         return ImageClassifierOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
-
-
-def _check_patches(config: TnnConfig):
-    if config.causal:
-        raise ValueError("`causal` must be False for TnnForImageClassification, got True")
-    side = config.image_size // config.patch_size
-    if config.image_size % config.patch_size or side**2 != config.max_position_embeddings:
-        raise ValueError(
-            "`max_position_embeddings` must be the number of patches, (image_size / patch_size)^2 for an image_size "
-            f"that is a multiple of patch_size, got {config.max_position_embeddings} with image_size="
-            f"{config.image_size} and patch_size={config.patch_size}"
-        )
 
 
 __all__ = [

@@ -123,15 +123,15 @@ def forward_packed(
         ids, embeds = (None if x is None else batch.take(x) for x in (input_ids, inputs_embeds))
         outputs.append(forward(ids, real, inputs_embeds=embeds, use_cache=False, return_dict=True, **kwargs))
     shape = (inputs_embeds if input_ids is None else input_ids).shape[:2]
-    last = _pack([output.last_hidden_state for output in outputs], documents, shape)
+    last = pack([output.last_hidden_state for output in outputs], documents, shape)
     hidden_states = None
     if outputs[0].hidden_states is not None:
         layers = zip(*(output.hidden_states for output in outputs), strict=True)
-        hidden_states = tuple(None if parts[0] is None else _pack(parts, documents, shape) for parts in layers)
+        hidden_states = tuple(None if parts[0] is None else pack(parts, documents, shape) for parts in layers)
     return BaseModelOutputWithPast(last_hidden_state=last, hidden_states=hidden_states)
 
 
-def _pack(parts: Sequence[torch.Tensor], documents: list[DocumentBatch], shape: torch.Size) -> torch.Tensor:
+def pack(parts: Sequence[torch.Tensor], documents: list[DocumentBatch], shape: torch.Size) -> torch.Tensor:
     """The rows `(B, L, d)` from the `parts` `(N, M, d)` of `documents`, for `shape` `(B, L)`."""
     pairs = zip(parts, documents, strict=True)
     outputs = torch.cat([part.flatten(0, 1)[batch.slots] for part, batch in pairs])  # (T, d)

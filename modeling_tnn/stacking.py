@@ -36,6 +36,8 @@ def kernels_of_layers(layers: Sequence[nn.Module], hidden_states: torch.Tensor) 
 
     On the CPU each layer makes its own, which takes less time there (measured).
     """
+    if (layout := layout_of(layers)) is not None:
+        return [layout] * len(layers)  # each process makes the kernels of its channels
     apart, length, device = [None] * len(layers), hidden_states.shape[1], hidden_states.device
     if is_on_host(hidden_states) or must_be_eager() or len(layers) < 2:
         return apart
@@ -53,6 +55,12 @@ def kernels_of_layers(layers: Sequence[nn.Module], hidden_states: torch.Tensor) 
         return apart
     with maybe_autocast(device_type=device.type, enabled=False):
         return first.kernels_of_layers(operators, hidden_states)
+
+
+def layout_of(layers: Sequence[nn.Module]) -> tuple | None:
+    """How the text of this pass lies on several processes, or None, see `sequence_parallel.py`."""
+    gtu = getattr(layers[0], "gtu", None) if layers else None
+    return None if gtu is None else gtu.tno.layout
 
 
 def stacked(modules: Sequence[nn.Module], function: Callable[[nn.Module], torch.Tensor | tuple]) -> list:

@@ -160,7 +160,8 @@ def prepare_step(model: nn.Module, inputs: dict) -> dict:
         past_length = cache.get_seq_length()
         check_cache(cache, model)
         layers = cache.layers[: len(model.layers)]
-        places = [layer.prepare(block.gtu.tno) for layer, block in zip(layers, model.layers, strict=True)]
+        operators = [block.gtu.tno.on_this_process() for block in model.layers]
+        places = [layer.prepare(operator) for layer, operator in zip(layers, operators, strict=True)]
         point(layers, places)
     mask = inputs.get("attention_mask")
     positions = None

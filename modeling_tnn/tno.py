@@ -57,6 +57,8 @@ class ToeplitzOperator(nn.Module):
     shift_invariant = True
     # A `fixed_kernels.KeptKernels` while the parameters are known to stay as they are.
     kept_kernels = None
+    # How the text of a pass lies on several processes, see `sequence_parallel.py`; set for the time of the pass.
+    layout = None
 
     def __init__(self, config, layer_idx: int = 0):
         super().__init__()
@@ -73,6 +75,17 @@ class ToeplitzOperator(nn.Module):
         Raises:
             ValueError: a field has a value that the operator does not support.
         """
+
+    def channel_parameters(self) -> dict[str, int] | None:
+        """The names of the parameters whose rows belong to channels, each with its number of filters (`channels.py`).
+
+        None, unless a variant says it: the operator cannot be divided over processes.
+        """
+        return None
+
+    def on_this_process(self) -> "ToeplitzOperator":
+        """The operator of the channels that this process computes: all, unless they are divided over processes."""
+        return self
 
     def reset_parameters(self):
         """Initialise the operator's own parameters, without those of its submodules.

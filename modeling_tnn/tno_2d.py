@@ -32,6 +32,12 @@ class TwoAxisOperator(ToeplitzOperator):
         self.rows, self.columns = rows, columns
         self.combine = COMBINATIONS[config.spatial_mixing]
 
+    def channel_parameters(self) -> dict[str, int] | None:
+        axes = {"rows": self.rows.channel_parameters(), "columns": self.columns.channel_parameters()}
+        if None in axes.values():
+            return None
+        return {f"{axis}.{name}": filters for axis, known in axes.items() for name, filters in known.items()}
+
     def coefficients(self, length: int, device: torch.device | None = None) -> torch.Tensor:
         """Not available: the matrix of an image is Toeplitz in blocks.
 

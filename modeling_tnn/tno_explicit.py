@@ -24,6 +24,9 @@ class ExplicitOperator(ToeplitzOperator):
         sides = 1 if self.causal else 2
         self.taps = nn.Parameter(torch.empty(self.channels, sides * self.longest - (sides - 1)))
 
+    def channel_parameters(self) -> dict[str, int]:
+        return {"taps": 1}
+
     def reset_parameters(self):
         init.normal_(self.taps, std=self.longest**-0.5)
 

@@ -45,6 +45,10 @@ class FdOperator(ToeplitzOperator):
         self.resolution = config.fd_resolution
         self.cos_input = config.fd_input == "cos"
 
+    def channel_parameters(self) -> dict[str, int]:
+        parts = 1 if self.causal else 2  # the real and the imaginary part
+        return {"rpe.out.linear.weight": parts, "rpe.out.linear.bias": parts}
+
     def frequencies(self, device: torch.device | None = None) -> torch.Tensor:
         """The inputs of the MLP, `(R + 1,)`: omega or cos(omega)."""
         index = torch.arange(self.resolution + 1, device=device or self.rpe.device, dtype=self.rpe.dtype)

@@ -182,6 +182,9 @@ class ModalOperator(ToeplitzOperator):
         self.log_rate = nn.Parameter(torch.empty(config.num_modes))
         self.angle = nn.Parameter(torch.empty(config.num_modes))
 
+    def channel_parameters(self) -> dict[str, int]:
+        return {"head": 1, "residues": 1}
+
     def reset_parameters(self):
         init.normal_(self.head, std=self.window**-0.5)
         init.normal_(self.residues, std=self.log_rate.numel() ** -0.5)

@@ -60,6 +60,9 @@ class RpeOperator(ToeplitzOperator):
         self.decay, self.window = config.decay, config.rpe_window
         self.decay_logit = nn.Parameter(torch.empty(self.channels)) if config.learnable_decay else None
 
+    def channel_parameters(self) -> dict[str, int]:
+        return {"rpe.out.linear.weight": 1, "rpe.out.linear.bias": 1, "decay_logit": 1}
+
     def reset_parameters(self):
         if self.decay_logit is not None:
             init.normal_(self.decay_logit)

@@ -267,6 +267,10 @@ class RtfOperator(ToeplitzOperator):
         self.direct = nn.Parameter(torch.empty(sides * self.channels))
         self.slack = nn.Parameter(torch.empty(num_denominators)) if self.constraint == "l1_montel" else None
 
+    def channel_parameters(self) -> dict[str, int]:
+        sides = 1 if self.causal else 2
+        return {"denominator": sides, "numerator": sides, "direct": sides, "slack": 1}
+
     @classmethod
     def check_config(cls, config):
         longest = config.rtf_truncation_length

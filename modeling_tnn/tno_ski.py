@@ -159,6 +159,9 @@ class SkiOperator(ToeplitzOperator):
         self.alphas = nn.Parameter(torch.empty(self.channels, self.rank))
         self.betas = nn.Parameter(torch.empty(self.channels, self.rank))
 
+    def channel_parameters(self) -> dict[str, int]:
+        return {"filter": 1, "alphas": 1, "betas": 1}
+
     @classmethod
     def check_config(cls, config):
         longest = config.ski_grid_length

@@ -169,6 +169,18 @@ DEFECTS = [
            "faults/test_faults_saving faults/test_faults_training scripts/test_pretrain"),
     Defect("evaluation: rows overlap by two tokens", S + "common/scoring.py", "nats[:, length - 1 - stride :]",
            "nats[:, length - 2 - stride :]", "scripts/test_evaluate_lm"),
+    # Several processes
+    Defect("tensor parallelism: gradients of shared parameters are those of one process", P + "tensor_parallel.py",
+           "dist.all_reduce(message, group=ctx.group)", "pass", "unit/test_tensor_parallel"),
+    Defect("tensor parallelism: both filters as one", P + "tensor_parallel.py", "Shard(0) if filters == 1 else",
+           "Shard(0) if filters else", "unit/test_tensor_parallel"),
+    Defect("sequence parallelism: documents of a divided text meet", P + "sequence_parallel.py",
+           "tokens.shape[1]), mask, documents)", "tokens.shape[1]), mask, None)", "unit/test_sequence_parallel"),
+    Defect("sequence parallelism: each share divides by its own labels", P + "sequence_parallel.py",
+           '= (labels != ignored).sum()', '= (labels != ignored)[:, self.index :: self.count].sum()',
+           "unit/test_sequence_parallel"),
+    Defect("pipeline: each stage scales the hidden states", P + "modeling_tnn.py", "if first == 0:", "if first >= 0:",
+           "unit/test_tensor_parallel"),
 ]  # fmt: skip
 
 

@@ -36,6 +36,13 @@ model = modeling_tnn.TnnForCausalLM(modeling_tnn.TnnConfig(vocab_size=9, hidden_
 args = TrainingArguments("out", max_steps=1, report_to="none", use_cpu=True)
 documents = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}] * 4
 """,
+    "docs/pages/guides/parallel.md": """
+import torch
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+import modeling_tnn
+model = modeling_tnn.TnnForCausalLM(modeling_tnn.TnnConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1))
+ids, optimizer = torch.arange(9)[None], torch.optim.SGD(model.parameters())
+""",
     "docs/pages/guides/finetune.md": """
 from transformers import TrainingArguments
 import modeling_tnn

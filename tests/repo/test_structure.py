@@ -10,9 +10,9 @@ ROOT = Path(__file__).parents[2]
 FILES = {path.stem: path for path in (ROOT / "modeling_tnn").glob("*.py")}
 # From the ground up: a file imports files of earlier lines alone.
 FLOORS = [
-    {"numerics", "hub", "history", "cache_origin", "conversion"},
+    {"numerics", "hub", "history", "cache_origin", "conversion", "pipeline"},
     {"fixed_kernels", "fourier", "gating", "inputs", "norms", "stacking"},
-    {"padding", "rpe", "loss", "toeplitz_fused"},
+    {"padding", "rpe", "loss", "toeplitz_fused", "channels"},
     {"toeplitz_triton", "toeplitz_cudnn", "toeplitz_measured"},
     {"toeplitz_choice"},
     {"toeplitz_recorded"},
@@ -22,7 +22,7 @@ FLOORS = [
     {"cache_tnn"},
     {"static_cache"},
     {"tno_rpe", "tno_fd", "tno_ski", "tno_rtf", "tno_modal", "tno_explicit", "tno_2d"},
-    {"tno_auto", "stability"},
+    {"tno_auto", "stability", "tensor_parallel", "sequence_parallel"},
     {"configuration_tnn"},
     {"modeling_tnn", "presets", "auto_classes"},
     {"__init__"},

@@ -1,0 +1,108 @@
+"""Sequence parallelism: a text over two and four processes, computed as in one."""
+
+import pytest
+import torch
+
+from helpers import ranks, sequence_ranks
+from helpers.models import CAUSAL, tiny_config
+from modeling_tnn import SequenceParallel, TnnForCausalLM
+from modeling_tnn.sequence_parallel import share_of
+
+
+def found(world: int, extent: str | None = None) -> dict[str, dict]:
+    results = ranks.start(world, extent)
+    return {name.removeprefix("sequence: "): case for name, case in results.items() if name.startswith("sequence: ")}
+
+
+@pytest.fixture(scope="module")
+def two():
+    return found(2)
+
+
+def check(errors: dict, name: str):
+    """In float64; transformers computes the loss of all logits in float32."""
+    assert errors["loss"] < (1e-6 if name == "eager" else 1e-12), errors
+    assert errors["logits"] < 1e-12 and errors["gradients"] < 1e-11, errors
+
+
+@pytest.mark.parametrize("name", sequence_ranks.USUAL)
+def test_two_processes_are_one(two, name):
+    check(two[name], name)
+
+
+@pytest.mark.parametrize("name", sequence_ranks.FEW)
+def test_four_processes_are_one(name):
+    check(found(4, "--few")[name], name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("name", sequence_ranks.CASES)
+def test_processes_are_one(world, name):
+    check(found(world, "--slow")[name], name)
+
+
+def test_training(two):
+    """In float32, with accumulation and checkpoints: each text has the mask and the documents that it had before."""
+    assert two["train"]["loss"] < 1e-5 and two["train"]["gradients"] < 1e-5, two["train"]
+
+
+def test_engines_that_average_gradients(two):
+    assert two["engines"]["DDP"] < 1e-11 and two["engines"]["FSDP2"] < 1e-11
+
+
+@pytest.mark.parametrize(("world", "tno_type"), [*((2, name) for name in CAUSAL), (4, "rtf")])
+def test_generation(world, tno_type):
+    """After a divided prompt, each process has the state of its channels, and all get the tokens of one process."""
+    errors = found(world, None if world == 2 else "--few")["generate"][tno_type]
+    assert errors["same"] == [True] * 3
+    assert errors["pieces"] < 1e-12 and errors["last"] < 1e-12
+    assert errors["channels"] == 64 // world
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_numbers_that_are_sent(world):
+    """4 B L D / P of each layer from each process; the last P-th of them stays where it is."""
+    counted = found(world, None if world == 2 else "--few")["count"]
+    layers, batch, length, channels = 2, 2, 32, 64
+    assert counted["exchanges"] == [2 * layers, 2 * layers]
+    assert counted["sent"] == layers * 4 * batch * length * channels // world
+    assert counted["to others"] == counted["sent"] * (world - 1) // world
+
+
+def test_what_cannot_be_divided(two):
+    errors = two["refuse"]
+    assert errors["class"].startswith("`model` must be one of TnnModel, TnnForCausalLM, TnnForMaskedLM, got TnnForSeq")
+    assert errors["channels"] == "The GTU must have channels for each of 2 processes, got 1"
+    assert errors["batch norm, evaluated"] == ""
+    assert errors["batch norm"].endswith("on a divided text, got 'batchnorm'")
+    assert errors["twice"] == "`model` must not be divided over processes already, got one that is"
+    assert errors["short"].startswith("A text must have at least 2 tokens")
+    assert errors["misspelt"].startswith("`atention_mask` is not an argument")
+    assert errors["labels"].startswith("`labels` must have shape (B, L) = (2, 23)")
+    assert errors["last"].endswith("for a divided text, got int with gradients")
+    assert errors["cache"].startswith("A row must be one document when a cache is used")
+    assert errors["tuple"] == "tuple"
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 64])
+@pytest.mark.parametrize("parts", [1, 2, 3, 7])
+def test_shares(count, parts):
+    shares = [share_of(count, parts, index) for index in range(parts)]
+    assert [i for share in shares for i in share] == list(range(count))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_one_process():
+    """It changes nothing, and leaves the model as it was."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model, ids = TnnForCausalLM(tiny_config()).eval(), torch.arange(22).view(2, 11)
+        expected = model(ids, labels=ids, skip_logits=True).loss
+        with SequenceParallel(model, torch.distributed.init_device_mesh("cpu", (1,))):
+            torch.testing.assert_close(model(ids, labels=ids, skip_logits=True).loss, expected)
+        assert torch.equal(model(ids, labels=ids, skip_logits=True).loss, expected)
+        with pytest.raises(ValueError, match="`mesh` must have one dimension"):
+            SequenceParallel(model, torch.distributed.init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "sp")))
+    finally:
+        torch.distributed.destroy_process_group()

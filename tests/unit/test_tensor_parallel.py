@@ -1,0 +1,131 @@
+"""Tensor parallelism by transformers: two and four processes that do what one does."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from transformers.distributed import DistributedConfig
+
+from helpers import ranks, tensor_ranks
+from helpers.models import CAUSAL, tiny_config
+from modeling_tnn import TnnConfig, TnnForCausalLM, TnnForMaskedLM
+from modeling_tnn.channels import chunk_of, restricted
+from modeling_tnn.tno_auto import build_tno
+
+
+def found(world: int, extent: str | None = None) -> dict[str, dict]:
+    results = ranks.start(world, extent)
+    return {name.removeprefix("tensor: "): case for name, case in results.items() if name.startswith("tensor: ")}
+
+
+@pytest.fixture(scope="module")
+def two():
+    return found(2)
+
+
+def check(found: dict, name: str):
+    assert found["logits"] < 1e-12 and found["gradients"] < 1e-9, found
+    fields = tensor_ranks.CASES.get(name) or tensor_ranks.SLOW[name]
+    assert found["channels"] == tiny_config(*fields[:2], **fields[2]).gtu_dim
+    assert found.get("generated", [True]) == [True] * len(found.get("generated", [True]))
+    assert found["saved"]
+
+
+@pytest.mark.parametrize("name", tensor_ranks.CASES)
+def test_two_processes_are_one(two, name):
+    check(two[name], name)
+
+
+@pytest.mark.parametrize("name", tensor_ranks.FEW)
+def test_four_processes_are_one(name):
+    check(found(4, "--few")[name], name)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(transformers.__version__ < "5.23", reason="refuses widths that the processes do not divide")
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("name", [*tensor_ranks.CASES, *tensor_ranks.SLOW])
+def test_processes_are_one(world, name):
+    check(found(world, "--slow")[name], name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+def test_other_heads(world):
+    for name, errors in found(world, "--slow")["heads"].items():
+        assert errors["logits"] < 1e-12 and errors["gradients"] < 1e-9, name
+
+
+def test_what_is_divided(two):
+    """All that belongs to channels, unless all channels of two processes share a denominator."""
+    assert two["explicit-causal"]["replicated"] == two["ski-bidirectional"]["replicated"] == []
+    assert two["rtf-bidirectional"]["replicated"] == []
+    assert two["modal-causal"]["replicated"] == ["angle", "log_rate"]
+    assert two["one denominator"]["replicated"] == ["denominator", "slack"]
+    assert not any("out.linear" in name for name in two["rpe-causal"]["replicated"])
+
+
+def test_training(two):
+    assert two["train"]["loss"] < 1e-5 and two["train"]["weights"] < 1e-5
+
+
+def test_texts_that_are_continued(two):
+    assert two["continue"]["gradients"] < 1e-9 and two["continue"]["pickled"] == 0
+
+
+@pytest.mark.parametrize("tno_type", CAUSAL)
+def test_pipeline(two, tno_type):
+    """Hidden states that a stage passes on are not scaled, normalised or given positions again."""
+    found = two["pipeline"]["stages"][tno_type]
+    assert found["logits"] < 1e-12 and found["same"]
+
+
+@pytest.mark.slow
+def test_pipeline_of_four():
+    assert all(one["logits"] < 1e-12 and one["same"] for one in found(4, "--slow")["pipeline"]["stages"].values())
+
+
+def test_more_stages_than_layers(two):
+    assert sorted(map(bool, two["pipeline"]["refused"])) == [False, True]
+
+
+def test_what_cannot_be_divided(two):
+    assert two["refuse"]["channels"] == "The GTU must have channels for each of 2 processes, got 1"
+    assert two["refuse"]["unknown"].endswith("over processes, got None from RpeOperator")
+
+
+def test_one_process_is_as_without_a_plan(tmp_path):
+    model = TnnForCausalLM(tiny_config()).eval()
+    model.save_pretrained(tmp_path / "one")
+    loaded = TnnForCausalLM.from_pretrained(tmp_path / "one", distributed_config=DistributedConfig(tp_plan="auto"))
+    ids = torch.arange(22).view(2, 11)
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+    assert not any("forward" in vars(module) for module in loaded.modules())
+    loaded.save_pretrained(tmp_path / "two")
+    saved = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("one", "two")]
+    assert saved[0] == saved[1] and not any("plan" in field or "distributed" in field for field in saved[0])
+
+
+def test_plans():
+    """They name modules that exist, and the head's beside those of the base model."""
+    for model in (TnnForCausalLM(tiny_config()), TnnForMaskedLM(tiny_config(causal=False))):
+        names = {name.replace(".0.", ".*.") for name, _ in model.named_modules()}
+        assert model.tp_plan.keys() <= names
+        assert model.tp_plan["lm_head"] == "colwise_gather_output" and "model.layers.*.gtu.tno" in model.tp_plan
+    assert TnnConfig().to_dict().keys().isdisjoint({"base_model_tp_plan", "_tp_plan"})
+
+
+@pytest.mark.parametrize("fields", [{}, {"rtf_num_denominators": 1}, {"rtf_num_denominators": 64}])
+@pytest.mark.parametrize("name", [*CAUSAL, "fd-bidirectional", "ski-bidirectional", "rtf-bidirectional"])
+def test_restricted_operator(name, fields):
+    """Its coefficients are those of its channels, and the whole operator is unchanged."""
+    tno_type, _, direction = name.partition("-")
+    operator = build_tno(tiny_config(tno_type, not direction, learnable_decay=True, **fields))
+    for parameter in operator.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    expected = operator.coefficients(13)
+    for parts in (1, 2, 3, 5):
+        chosen = [restricted(operator, chunk_of(64, parts, index)) for index in range(parts)]
+        torch.testing.assert_close(torch.cat([one.coefficients(13) for one in chosen]), expected)
+        assert sum(one.channels for one in chosen) == operator.channels == 64
