@@ -7,10 +7,12 @@ one line in `tno_auto.py` or, outside the package, one call of `register_operato
 """
 
 from collections.abc import Sequence
+from types import MethodType
 
 import torch
 from torch import nn
 from transformers.cache_utils import Cache
+from transformers.integrations import use_kernel_forward_from_hub
 from transformers.utils.generic import maybe_autocast
 
 from .gating import NO_GATE, Gate
@@ -21,11 +23,31 @@ from .toeplitz import (
     dense_toeplitz,
     filter_by_response,
     gated_causal_toeplitz_matmul,
+    gated_convolution,
     gated_toeplitz_matmul,
     two_sided,
 )
 from .toeplitz_choice import describe, takes_taps
 from .toeplitz_fused import is_response
+
+
+@use_kernel_forward_from_hub("ToeplitzProduct")
+class ToeplitzProduct(nn.Module):
+    """The convolution of an operator, as a module because a kernel of the Hub can only replace the `forward` of one.
+
+    It has no parameters. Without the library `kernels`, it is nothing but `gated_convolution`.
+    """
+
+    def forward(
+        self, v: torch.Tensor, kernel: torch.Tensor, first: int, implementation: str, gate: Gate
+    ) -> torch.Tensor:
+        """`gated_convolution` for the same arguments, `(B, L, D)`."""
+        return gated_convolution(v, kernel, first, implementation, gate)
+
+    def is_replaced(self) -> bool:
+        """Whether a kernel of the Hub computes. Without one for the device, `kernelize` puts our `forward` back."""
+        forward = vars(self).get("forward")
+        return isinstance(forward, MethodType) and forward.__func__ is not type(self).forward
 
 
 class ToeplitzOperator(nn.Module):
@@ -47,6 +69,7 @@ class ToeplitzOperator(nn.Module):
         channels: number of channels D.
         layer_idx: index of the layer in the model.
         implementation: `config.tno_implementation`, see `toeplitz_choice.py`.
+        product: computes convolutions with taps, see `ToeplitzProduct`.
         refill_phase: number in [0, 1), different for every layer, see `recurrence.FilterRecurrence`.
     """
 
@@ -63,6 +86,7 @@ class ToeplitzOperator(nn.Module):
         self.causal = config.causal
         self.implementation = config.tno_implementation
         self.channels = config.gtu_dim
+        self.product = ToeplitzProduct()
 
     @classmethod
     def check_config(cls, config):
@@ -134,7 +158,8 @@ class ToeplitzOperator(nn.Module):
         if type(self).response is ToeplitzOperator.response:
             return False
         lags = min(v.shape[1], self.kernel_length() or v.shape[1])
-        return takes_taps(self.implementation, v, lags if self.causal else 2 * lags - 1)
+        implementation = "triton" if self.product.is_replaced() else self.implementation
+        return takes_taps(implementation, v, lags if self.causal else 2 * lags - 1)
 
     @classmethod
     def kernels_of_layers(cls, operators: Sequence["ToeplitzOperator"], v: torch.Tensor) -> list:
@@ -206,7 +231,7 @@ class ToeplitzOperator(nn.Module):
         if is_response(kernel):
             return filter_by_response(v, kernel, self.implementation, gate)
         matmul = gated_causal_toeplitz_matmul if self.causal else gated_toeplitz_matmul
-        return matmul(v, kernel, self.implementation, gate)
+        return matmul(v, kernel, self.implementation, gate, self.product)
 
     def dense(self, length: int) -> torch.Tensor:
         """The matrices of the product, `(D, L, L)`, with row i and column j of the equation: an oracle for tests."""

@@ -30,7 +30,7 @@ from transformers import initialization as init
 from .fourier import exported_convolution
 from .numerics import compute_dtype, is_exported, is_fused, is_on_host, is_transformed, next_fast_len
 from .tno import ToeplitzOperator
-from .toeplitz import dense_toeplitz, fit_lags, toeplitz_matmul
+from .toeplitz import dense_toeplitz, fit_lags, gated_toeplitz_matmul
 
 # Points in a block, and rows at a time.
 BLOCK = 8
@@ -230,7 +230,8 @@ class SkiOperator(ToeplitzOperator):
         return is_on_host(x) or grid.length * grid.num_points > LARGEST_MATRIX
 
     def _convolve_channels(self, x: torch.Tensor, coefficients: torch.Tensor) -> torch.Tensor:
-        return toeplitz_matmul(x.permute(1, 2, 0), coefficients, self.implementation).permute(2, 0, 1)
+        y = gated_toeplitz_matmul(x.permute(1, 2, 0), coefficients, self.implementation, convolve=self.product)
+        return y.permute(2, 0, 1)
 
     def dense(self, length: int) -> torch.Tensor:
         weights = self.interpolation(length)

@@ -14,7 +14,7 @@ FLOORS = [
     {"fourier", "gating", "inputs", "norms", "stacking"},
     {"padding", "rpe", "loss", "toeplitz_fused"},
     {"toeplitz_triton", "toeplitz_cudnn", "toeplitz_measured"},
-    {"toeplitz_choice"},
+    {"toeplitz_choice", "toeplitz_hub"},
     {"toeplitz_recorded"},
     {"toeplitz", "packing"},
     {"rational", "recurrence"},
