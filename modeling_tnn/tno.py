@@ -17,6 +17,7 @@ from transformers.utils.generic import maybe_autocast
 
 from .gating import NO_GATE, Gate
 from .numerics import is_exported
+from .packing_recorded import Documents
 from .recurrence import FilterRecurrence, Recurrence
 from .stacking import stacked
 from .toeplitz import (
@@ -175,6 +176,19 @@ class ToeplitzOperator(nn.Module):
         """The product with `v`, `(B, L, D)` to `(B, L, D)`. Override it for a product faster than a convolution."""
         return self._convolve(v, NO_GATE)
 
+    def matmul_of_documents(self, v: torch.Tensor, documents: Documents) -> torch.Tensor:
+        """`matmul` for each document of packed rows in a graph of torch.compile. Override it where `matmul` is.
+
+        An operator that overrides `matmul` alone computes packed rows outside of graphs.
+        """
+        kernel = self.kernel_of(v.shape[1], v.device, as_taps=True)
+        return documents.convolve(v, kernel, self.causal, self.implementation)
+
+    def records_documents(self) -> bool:
+        """Whether a graph can have packed rows."""
+        own = type(self).matmul_of_documents is not ToeplitzOperator.matmul_of_documents
+        return self.implementation != "eager" and (own or type(self).matmul is ToeplitzOperator.matmul)
+
     def recurrence(self) -> Recurrence:
         """The algorithm that decodes the operator token by token, with its present parameters.
 
@@ -212,7 +226,8 @@ class ToeplitzOperator(nn.Module):
 
         It computes in float32 or float64, also under autocast. With a cache, `v` continues the sequences that the
         cache has seen. `gate` is the gate of the GTU. It is applied here because the weights of an offloaded model are
-        loaded only while their module runs. `kernel` is the `kernel_of` L positions, if it is known already.
+        loaded only while their module runs. `kernel` is the `kernel_of` L positions, if it is known already, or the
+        documents of packed rows in a graph.
         """
         with maybe_autocast(device_type=v.device.type, enabled=False):
             if past_key_values is None:
@@ -221,6 +236,8 @@ class ToeplitzOperator(nn.Module):
 
     def gated_matmul(self, v: torch.Tensor, gate: Gate, kernel: torch.Tensor | tuple | None = None) -> torch.Tensor:
         """The product `matmul` inside a gate, by one fused function if it is a convolution."""
+        if isinstance(kernel, Documents):
+            return gate.apply(self.matmul_of_documents(gate.inputs(v), kernel), "eager")
         if type(self).matmul is ToeplitzOperator.matmul:
             return self._convolve(v, gate, kernel)
         given = () if kernel is None else (kernel,)

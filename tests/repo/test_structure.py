@@ -17,7 +17,7 @@ FLOORS = [
     {"toeplitz_choice", "toeplitz_hub"},
     {"toeplitz_recorded"},
     {"toeplitz", "packing"},
-    {"rational", "recurrence"},
+    {"packing_recorded", "rational", "recurrence"},
     {"continuation", "tno"},
     {"cache_tnn"},
     {"static_cache"},
