@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from transformers.cache_utils import Cache
 
-from .numerics import compute_dtype, is_compiled
+from .numerics import compute_dtype, keeps_products
 from .packing import DocumentBatch, batches_of_similar_length, find_starts, given_boundaries
 from .padding import check_attention_mask
 from .toeplitz_recorded import NAMESPACE, convolution, convolution_gradients, like
@@ -76,7 +76,7 @@ def documents_of_graph(
     Raises:
         TypeError, ValueError: as `packing.split_packed`.
     """
-    if not is_compiled() or all(one is None for one in boundaries) or tokens.shape[1] <= 1:
+    if not keeps_products() or all(one is None for one in boundaries) or tokens.shape[1] <= 1:
         return None
     config = model.config
     cached = (config.use_cache and not model.training) if use_cache is None else use_cache

@@ -7,12 +7,12 @@ one line in `tno_auto.py` or, outside the package, one call of `register_operato
 """
 
 from collections.abc import Sequence
+from functools import cache
 from types import MethodType
 
 import torch
 from torch import nn
 from transformers.cache_utils import Cache
-from transformers.integrations import use_kernel_forward_from_hub
 from transformers.utils.generic import maybe_autocast
 
 from .gating import NO_GATE, Gate
@@ -32,7 +32,6 @@ from .toeplitz_choice import describe, takes_taps
 from .toeplitz_fused import is_response
 
 
-@use_kernel_forward_from_hub("ToeplitzProduct")
 class ToeplitzProduct(nn.Module):
     """The convolution of an operator, as a module because a kernel of the Hub can only replace the `forward` of one.
 
@@ -49,6 +48,14 @@ class ToeplitzProduct(nn.Module):
         """Whether a kernel of the Hub computes. Without one for the device, `kernelize` puts our `forward` back."""
         forward = vars(self).get("forward")
         return isinstance(forward, MethodType) and forward.__func__ is not type(self).forward
+
+
+@cache
+def replaceable_product() -> type[ToeplitzProduct]:
+    """The class, marked as a layer that kernels of the Hub may replace."""
+    from transformers.integrations import use_kernel_forward_from_hub  # takes long to import; only models need it
+
+    return use_kernel_forward_from_hub("ToeplitzProduct")(ToeplitzProduct)
 
 
 class ToeplitzOperator(nn.Module):
@@ -87,7 +94,7 @@ class ToeplitzOperator(nn.Module):
         self.causal = config.causal
         self.implementation = config.tno_implementation
         self.channels = config.gtu_dim
-        self.product = ToeplitzProduct()
+        self.product = replaceable_product()()
 
     @classmethod
     def check_config(cls, config):

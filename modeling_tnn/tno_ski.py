@@ -28,7 +28,7 @@ from torch import nn
 from transformers import initialization as init
 
 from .fourier import exported_convolution
-from .numerics import compute_dtype, is_exported, is_fused, is_on_host, is_transformed, next_fast_len
+from .numerics import compute_dtype, is_exported, is_fused, is_on_host, is_transformed, keeps_products, next_fast_len
 from .packing_recorded import Documents
 from .tno import ToeplitzOperator
 from .toeplitz import dense_toeplitz, fit_lags, gated_toeplitz_matmul
@@ -212,7 +212,7 @@ class SkiOperator(ToeplitzOperator):
         if not is_fused(self.implementation) or not self._in_blocks(x, grid):
             weights = grid.matrix(x)  # (L, K)
             points = x @ weights  # (D, B, K)
-            if is_exported():
+            if is_exported() and not keeps_products():
                 # The size follows from L: torch.export cannot see that a size that follows from K is sufficient.
                 size = next_fast_len(2 * grid.length)
                 points = exported_convolution(points.transpose(0, 1), coefficients, size, grid.num_points - 1)
@@ -233,7 +233,7 @@ class SkiOperator(ToeplitzOperator):
         band, coefficients = self.kernel_of(x.shape[1])
         near = documents.convolve(x, band, False, self.implementation)
         grid, origins, rows = self.grid(x.shape[1]), documents.origins().flatten(), x.flatten(0, 1)  # (B L, D)
-        scaled = (torch.arange(len(rows), device=x.device) - origins) * grid.intervals  # (B L,)
+        scaled = (torch.arange(rows.shape[0], device=x.device) - origins) * grid.intervals  # (B L,)
         share = (scaled % grid.steps).to(x.dtype)[:, None] / grid.steps  # (B L, 1), of the second point
         one = origins + scaled // grid.steps
         two = torch.where(share[:, 0] > 0, one + 1, one)

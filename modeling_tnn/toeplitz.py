@@ -26,9 +26,9 @@ from .gating import NO_GATE, Gate, has_parameters
 from .numerics import (
     check_implementation,
     compute_dtype,
-    is_compiled,
     is_exported,
     is_fused,
+    keeps_products,
     must_be_eager,
     next_fast_len,
 )
@@ -89,7 +89,7 @@ def gated_convolution(
 ) -> torch.Tensor:
     """Entries `first .. first + L - 1` of the convolution of `v` `(B, L, D)` with `kernel` `(D, K)`, inside a gate."""
     length, taps = v.shape[1], kernel.shape[1]
-    if is_compiled() and implementation != "eager":
+    if keeps_products() and implementation != "eager":
         check_implementation(implementation)
         return _recorded(v, kernel, first, implementation, gate)
     chosen = choose(implementation, v, taps, kernel.dtype)
@@ -193,7 +193,7 @@ def filter_by_response(
     """
     size = 2 * (response.shape[2] - 1)
     response = response.to(torch.promote_types(v.dtype, response.dtype))
-    if is_compiled() and implementation != "eager":
+    if keeps_products() and implementation != "eager":
         check_implementation(implementation)
         return _recorded(v, response, 0, implementation, gate)
     return _filter(v, response, single_window(size, first=0), is_fused(implementation), gate)
