@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from .auto_classes import register
 from .configuration_tnn import TnnConfig
+from .numerics import keep_products
 from .presets import list_presets, load_preset
 from .tno import ToeplitzOperator
 from .tno_auto import register_operator
@@ -41,6 +42,7 @@ __all__ = [
     "causal_toeplitz_matmul",
     "dense_toeplitz",
     "find_unstable",
+    "keep_products",
     "list_presets",
     "load_preset",
     "project_poles",

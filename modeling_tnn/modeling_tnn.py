@@ -55,9 +55,10 @@ from .inputs import (
     take_options,
 )
 from .loss import language_model_head
-from .norms import GatedRMSNorm, LayerNorm, ScaleNorm, build_norm, with_mask
+from .norms import NORM_POSITIONS, GatedRMSNorm, LayerNorm, ScaleNorm, build_norm, with_mask
 from .numerics import is_exported
 from .packing import check_one_document, forward_packed, split_packed
+from .packing_recorded import Documents, documents_of_graph
 from .padding import (
     check_attention_mask,
     check_pooled_whole,
@@ -124,7 +125,7 @@ class TnnGatedToeplitzUnit(nn.Module):
         return self.o_proj(self.norm(gated))
 
     def _mix(self, v: torch.Tensor, gate: Gate, past_key_values: Cache | None, kernel) -> torch.Tensor:
-        if gate.mask is None or self.tno.shift_invariant:
+        if gate.mask is None or self.tno.shift_invariant or isinstance(kernel, Documents):
             return self.tno(v, past_key_values, gate, kernel)
         first = first_real_token(gate.mask)
         mixed = roll(self.tno(roll(gate.inputs(v), -first), kernel=kernel), first)
@@ -146,21 +147,6 @@ class TnnGatedLinearUnit(nn.Module):
         """`(B, L, d)` to `(B, L, d)`."""
         gate, up = self.gate_proj(hidden_states), self.up_proj(hidden_states)  # (B, L, intermediate_size) each
         return self.down_proj(activated_product(gate, up, self.act, self.implementation))
-
-
-def pre_norm(x, norm, sublayer):
-    return x + sublayer(norm(x))
-
-
-def post_norm(x, norm, sublayer):
-    return norm(x + sublayer(x))
-
-
-def res_post_norm(x, norm, sublayer):
-    return x + norm(sublayer(x))
-
-
-NORM_POSITIONS = {"pre": pre_norm, "post": post_norm, "res_post": res_post_norm}
 
 
 class TnnBlock(GradientCheckpointingLayer):
@@ -331,11 +317,12 @@ class TnnModel(TnnPreTrainedModel):
         if attention_mask is not None:
             require_tensor("attention_mask", attention_mask, "(B, past + L)")
         tokens = inputs_embeds if input_ids is None else input_ids
-        offsets = kwargs.get("cu_seq_lens_q")
-        documents = split_packed(tokens, attention_mask, position_ids, kwargs.get("seq_idx"), offsets)
+        boundaries = (position_ids, kwargs.get("seq_idx"), kwargs.get("cu_seq_lens_q"))
+        recorded = documents_of_graph(self, past_key_values, use_cache, tokens, attention_mask, *boundaries)
+        documents = split_packed(tokens, attention_mask, *boundaries) if recorded is None else None
         if documents is None:
-            kwargs |= {"inputs_embeds": inputs_embeds, "past_key_values": past_key_values}
-            kwargs |= {"use_cache": use_cache, "position_ids": position_ids}
+            kwargs |= {"inputs_embeds": inputs_embeds, "past_key_values": past_key_values, "documents": recorded}
+            kwargs |= {"use_cache": use_cache if recorded is None else False, "position_ids": position_ids}
             return self._forward(input_ids, attention_mask, return_dict=True, **kwargs)
         if self.config.causal and (use_cache or past_key_values is not None):
             raise ValueError(
@@ -354,9 +341,10 @@ class TnnModel(TnnPreTrainedModel):
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
         position_ids: torch.LongTensor | None = None,
+        documents: Documents | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPast:
-        """The hidden states of rows that hold one text each."""
+        """The hidden states of rows that hold one text each, or in a graph the `documents`."""
         first = first_layer(self.layers)
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
@@ -384,6 +372,7 @@ class TnnModel(TnnPreTrainedModel):
             if self.config.position_embedding == "sinusoidal":
                 known = ready or layout_of(self.layers) is not None
                 positions = position_ids if known else token_positions(whole_mask, past_length, inputs_embeds)
+                positions = positions if documents is None else documents.positions()
                 size, dtype = self.config.hidden_size, hidden_states.dtype
                 hidden_states = hidden_states + sinusoidal_embedding(positions, size, dtype)
             hidden_states = self.dropout(self.embed_norm(hidden_states))
@@ -391,7 +380,7 @@ class TnnModel(TnnPreTrainedModel):
         layers = self.layers[: self.config.num_hidden_layers]
         kernels = [None] * len(layers) if past_length or ready else kernels_of_layers(layers, hidden_states)
         for layer, kernel in zip(layers, kernels, strict=True):
-            hidden_states = layer(hidden_states, kernel=kernel, **given)
+            hidden_states = layer(hidden_states, kernel=documents or kernel, **given)
         return BaseModelOutputWithPast(
             last_hidden_state=with_mask(self.norm, attention_mask)(hidden_states),
             past_key_values=past_key_values if use_cache else None,

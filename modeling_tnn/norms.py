@@ -1,4 +1,4 @@
-"""Norms over the last axis, of width d. They are those of the released TNN code.
+"""Norms over the last axis, of width d, and where in a block they stand. They are those of the released TNN code.
 
     simplermsnorm   x / (rms(x) + eps),                                  rms(x) = ||x||_2 / sqrt(d)
     rmsnorm         weight * x / (rms(x) + eps)
@@ -138,3 +138,18 @@ def build_norm(norm_type: str, size: int) -> nn.Module:
     if norm_type not in NORM_TYPES:
         raise ValueError(f"`norm_type` must be one of {', '.join(NORM_TYPES)}, got {norm_type!r}")
     return NORM_TYPES[norm_type](size)
+
+
+def pre_norm(x, norm, sublayer):
+    return x + sublayer(norm(x))
+
+
+def post_norm(x, norm, sublayer):
+    return norm(x + sublayer(x))
+
+
+def res_post_norm(x, norm, sublayer):
+    return x + norm(sublayer(x))
+
+
+NORM_POSITIONS = {"pre": pre_norm, "post": post_norm, "res_post": res_post_norm}

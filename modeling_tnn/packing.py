@@ -59,14 +59,37 @@ def split_packed(
         TypeError: an argument is not a tensor of integers.
         ValueError: a shape is wrong, or the offsets do not span the tokens.
     """
-    boundaries = {"position_ids": position_ids, "seq_idx": seq_idx, "cu_seq_lens_q": cu_seq_lens_q}
-    boundaries = {name: given for name, given in boundaries.items() if given is not None}
-    for name, given in boundaries.items():
-        _check_integers(name, given, tokens)
+    boundaries = given_boundaries(tokens, position_ids, seq_idx, cu_seq_lens_q)
     # Without values, on the meta device, no boundary can be found.
     known = [*boundaries.values(), *([] if attention_mask is None else [attention_mask])]
     if not boundaries or tokens.shape[1] <= 1 or any(tensor.is_meta for tensor in known):
         return None
+    starts = find_starts(tokens, attention_mask, position_ids, seq_idx, cu_seq_lens_q)
+    return None if not starts[:, 1:].any() else batches_of_similar_length(starts, tokens.device)
+
+
+def given_boundaries(
+    tokens: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+    seq_idx: torch.Tensor | None,
+    cu_seq_lens_q: torch.Tensor | None,
+) -> dict[str, torch.Tensor]:
+    """Those that are given, by their names, after a check of their types."""
+    boundaries = {"position_ids": position_ids, "seq_idx": seq_idx, "cu_seq_lens_q": cu_seq_lens_q}
+    boundaries = {name: given for name, given in boundaries.items() if given is not None}
+    for name, given in boundaries.items():
+        _check_integers(name, given, tokens)
+    return boundaries
+
+
+def find_starts(
+    tokens: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+    seq_idx: torch.Tensor | None,
+    cu_seq_lens_q: torch.Tensor | None,
+) -> torch.Tensor:
+    """The first tokens of documents, `(B, L)` on the CPU. The arguments are those of `split_packed`."""
     shape = tokens.shape[:2]
     starts = torch.zeros(shape, dtype=torch.bool)  # (B, L), on the host, where the documents are found
     if position_ids is not None:
@@ -78,11 +101,8 @@ def split_packed(
         starts[:, 1:] |= (seq_idx[:, 1:] != seq_idx[:, :-1]).cpu()
     if cu_seq_lens_q is not None:
         starts |= _offsets_as_starts(cu_seq_lens_q.cpu(), shape)
-    starts[:, 0] = False
-    if not starts.any():
-        return None
     starts[:, 0] = True
-    return _batches_of_similar_length(starts, tokens.device)
+    return starts
 
 
 def check_one_document(tokens: torch.Tensor | None, attention_mask: torch.Tensor | None, **kwargs):
@@ -181,7 +201,8 @@ def _offsets_as_starts(cu_seq_lens: torch.Tensor, shape: torch.Size) -> torch.Te
     return starts.unflatten(0, shape)
 
 
-def _batches_of_similar_length(starts: torch.Tensor, device: torch.device) -> list[DocumentBatch]:
+def batches_of_similar_length(starts: torch.Tensor, device: torch.device) -> list[DocumentBatch]:
+    """The padded batches on `device` of documents that begin at `starts` `(B, L)`."""
     first = starts.flatten().nonzero()[:, 0]  # of each document
     lengths = torch.diff(first, append=first.new_tensor([starts.numel()]))
     octaves = lengths.double().log2().ceil()

@@ -7,6 +7,8 @@ one line in `tno_auto.py` or, outside the package, one call of `register_operato
 """
 
 from collections.abc import Sequence
+from functools import cache
+from types import MethodType
 
 import torch
 from torch import nn
@@ -15,17 +17,45 @@ from transformers.utils.generic import maybe_autocast
 
 from .gating import NO_GATE, Gate
 from .numerics import is_exported, must_be_eager
+from .packing_recorded import Documents
 from .recurrence import FilterRecurrence, Recurrence
 from .stacking import stacked
 from .toeplitz import (
     dense_toeplitz,
     filter_by_response,
     gated_causal_toeplitz_matmul,
+    gated_convolution,
     gated_toeplitz_matmul,
     two_sided,
 )
 from .toeplitz_choice import describe, takes_taps
 from .toeplitz_fused import is_response
+
+
+class ToeplitzProduct(nn.Module):
+    """The convolution of an operator, as a module because a kernel of the Hub can only replace the `forward` of one.
+
+    It has no parameters. Without the library `kernels`, it is nothing but `gated_convolution`.
+    """
+
+    def forward(
+        self, v: torch.Tensor, kernel: torch.Tensor, first: int, implementation: str, gate: Gate
+    ) -> torch.Tensor:
+        """`gated_convolution` for the same arguments, `(B, L, D)`."""
+        return gated_convolution(v, kernel, first, implementation, gate)
+
+    def is_replaced(self) -> bool:
+        """Whether a kernel of the Hub computes. Without one for the device, `kernelize` puts our `forward` back."""
+        forward = vars(self).get("forward")
+        return isinstance(forward, MethodType) and forward.__func__ is not type(self).forward
+
+
+@cache
+def replaceable_product() -> type[ToeplitzProduct]:
+    """The class, marked as a layer that kernels of the Hub may replace."""
+    from transformers.integrations import use_kernel_forward_from_hub  # takes long to import; only models need it
+
+    return use_kernel_forward_from_hub("ToeplitzProduct")(ToeplitzProduct)
 
 
 class ToeplitzOperator(nn.Module):
@@ -47,6 +77,7 @@ class ToeplitzOperator(nn.Module):
         channels: number of channels D.
         layer_idx: index of the layer in the model.
         implementation: `config.tno_implementation`, see `toeplitz_choice.py`.
+        product: computes convolutions with taps, see `ToeplitzProduct`.
         refill_phase: number in [0, 1), different for every layer, see `recurrence.FilterRecurrence`.
     """
 
@@ -67,6 +98,7 @@ class ToeplitzOperator(nn.Module):
         self.causal = config.causal
         self.implementation = config.tno_implementation
         self.channels = config.gtu_dim
+        self.product = replaceable_product()()
 
     @classmethod
     def check_config(cls, config):
@@ -149,7 +181,8 @@ class ToeplitzOperator(nn.Module):
         if type(self).response is ToeplitzOperator.response:
             return False
         lags = min(v.shape[1], self.kernel_length() or v.shape[1])
-        return takes_taps(self.implementation, v, lags if self.causal else 2 * lags - 1)
+        implementation = "triton" if self.product.is_replaced() else self.implementation
+        return takes_taps(implementation, v, lags if self.causal else 2 * lags - 1)
 
     @classmethod
     def kernels_of_layers(cls, operators: Sequence["ToeplitzOperator"], v: torch.Tensor) -> list:
@@ -164,6 +197,20 @@ class ToeplitzOperator(nn.Module):
     def matmul(self, v: torch.Tensor) -> torch.Tensor:
         """The product with `v`, `(B, L, D)` to `(B, L, D)`. Override it for a product faster than a convolution."""
         return self._convolve(v, NO_GATE)
+
+    def matmul_of_documents(self, v: torch.Tensor, documents: Documents) -> torch.Tensor:
+        """`matmul` for each document of packed rows in a graph of torch.compile. Override it where `matmul` is.
+
+        An operator that overrides `matmul` alone computes packed rows outside of graphs.
+        """
+        kernel = self.kernel_of(v.shape[1], v.device, as_taps=True)
+        return documents.convolve(v, kernel, self.causal, self.implementation)
+
+    def records_documents(self) -> bool:
+        """Whether a graph can have packed rows. On several processes their exchange finds the documents."""
+        own = type(self).matmul_of_documents is not ToeplitzOperator.matmul_of_documents
+        alone = self.layout is None and self.implementation != "eager"
+        return alone and (own or type(self).matmul is ToeplitzOperator.matmul)
 
     def recurrence(self) -> Recurrence:
         """The algorithm that decodes the operator token by token, with its present parameters.
@@ -202,7 +249,8 @@ class ToeplitzOperator(nn.Module):
 
         It computes in float32 or float64, also under autocast. With a cache, `v` continues the sequences that the
         cache has seen. `gate` is the gate of the GTU. It is applied here because the weights of an offloaded model are
-        loaded only while their module runs. `kernel` is the `kernel_of` L positions, if it is known already.
+        loaded only while their module runs. `kernel` is the `kernel_of` L positions, if it is known already, or the
+        documents of packed rows in a graph.
         """
         with maybe_autocast(device_type=v.device.type, enabled=False):
             if past_key_values is None:
@@ -211,6 +259,8 @@ class ToeplitzOperator(nn.Module):
 
     def gated_matmul(self, v: torch.Tensor, gate: Gate, kernel: torch.Tensor | tuple | None = None) -> torch.Tensor:
         """The product `matmul` inside a gate, by one fused function if it is a convolution."""
+        if isinstance(kernel, Documents):
+            return gate.apply(self.matmul_of_documents(gate.inputs(v), kernel), "eager")
         if type(self).matmul is ToeplitzOperator.matmul:
             return self._convolve(v, gate, kernel)
         given = () if kernel is None else (kernel,)
@@ -221,7 +271,7 @@ class ToeplitzOperator(nn.Module):
         if is_response(kernel):
             return filter_by_response(v, kernel, self.implementation, gate)
         matmul = gated_causal_toeplitz_matmul if self.causal else gated_toeplitz_matmul
-        return matmul(v, kernel, self.implementation, gate)
+        return matmul(v, kernel, self.implementation, gate, self.product)
 
     def _kernel_for(self, v: torch.Tensor) -> torch.Tensor:
         given = v.shape[1], v.device, self.takes_taps(v)

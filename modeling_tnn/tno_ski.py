@@ -28,9 +28,10 @@ from torch import nn
 from transformers import initialization as init
 
 from .fourier import exported_convolution
-from .numerics import compute_dtype, is_exported, is_fused, is_on_host, is_transformed, next_fast_len
+from .numerics import compute_dtype, is_exported, is_fused, is_on_host, is_transformed, keeps_products, next_fast_len
+from .packing_recorded import Documents
 from .tno import ToeplitzOperator
-from .toeplitz import dense_toeplitz, fit_lags, toeplitz_matmul
+from .toeplitz import dense_toeplitz, fit_lags, gated_toeplitz_matmul
 
 # Points in a block, and rows at a time.
 BLOCK = 8
@@ -214,7 +215,7 @@ class SkiOperator(ToeplitzOperator):
         if not is_fused(self.implementation) or not self._in_blocks(x, grid):
             weights = grid.matrix(x)  # (L, K)
             points = x @ weights  # (D, B, K)
-            if is_exported():
+            if is_exported() and not keeps_products():
                 # The size follows from L: torch.export cannot see that a size that follows from K is sufficient.
                 size = next_fast_len(2 * grid.length)
                 points = exported_convolution(points.transpose(0, 1), coefficients, size, grid.num_points - 1)
@@ -228,12 +229,29 @@ class SkiOperator(ToeplitzOperator):
             mixed = Prolong.apply(points, near.reshape(-1, grid.length), grid).unflatten(0, x.shape[:2])  # (D, B, L)
         return mixed.permute(1, 2, 0).to(v.dtype)  # (B, L, D)
 
+    def matmul_of_documents(self, v: torch.Tensor, documents: Documents) -> torch.Tensor:
+        # A document has at most as many points as tokens. They are put in the places of its first ones, in whole
+        # numbers: position p lies between the points p I // S and the next, I intervals and S steps.
+        x = v.to(torch.promote_types(v.dtype, self.dtype))  # (B, L, D)
+        band, coefficients = self.kernel_of(x.shape[1])
+        near = documents.convolve(x, band, False, self.implementation)
+        grid, origins, rows = self.grid(x.shape[1]), documents.origins().flatten(), x.flatten(0, 1)  # (B L, D)
+        scaled = (torch.arange(rows.shape[0], device=x.device) - origins) * grid.intervals  # (B L,)
+        share = (scaled % grid.steps).to(x.dtype)[:, None] / grid.steps  # (B L, 1), of the second point
+        one = origins + scaled // grid.steps
+        two = torch.where(share[:, 0] > 0, one + 1, one)
+        points = torch.zeros_like(rows).index_add(0, one, (1 - share) * rows).index_add(0, two, share * rows)
+        points = documents.convolve(points.view(x.shape), coefficients, False, self.implementation).flatten(0, 1)
+        far = (1 - share) * points[one] + share * points[two]
+        return (near + far.view(x.shape)).to(v.dtype)
+
     def _in_blocks(self, x: torch.Tensor, grid: InducingGrid) -> bool:
         """Whether W is not built. On an accelerator its two products are fewer launches than those of all blocks."""
         return is_on_host(x) or grid.length * grid.num_points > LARGEST_MATRIX
 
     def _convolve_channels(self, x: torch.Tensor, coefficients: torch.Tensor) -> torch.Tensor:
-        return toeplitz_matmul(x.permute(1, 2, 0), coefficients, self.implementation).permute(2, 0, 1)
+        y = gated_toeplitz_matmul(x.permute(1, 2, 0), coefficients, self.implementation, convolve=self.product)
+        return y.permute(2, 0, 1)
 
     def dense(self, length: int) -> torch.Tensor:
         weights = self.interpolation(length)

@@ -16,6 +16,8 @@ L - 1, so the product is at the entries L-1 .. 2L-2. A causal kernel (t_k = 0 fo
 F >= L + K - 1 for K taps.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch.nn.functional import pad
 
@@ -24,9 +26,9 @@ from .gating import NO_GATE, Gate, has_parameters
 from .numerics import (
     check_implementation,
     compute_dtype,
-    is_compiled,
     is_exported,
     is_fused,
+    keeps_products,
     must_be_eager,
     next_fast_len,
 )
@@ -82,10 +84,31 @@ def causal_toeplitz_matmul(v: torch.Tensor, kernel: torch.Tensor, implementation
     return gated_causal_toeplitz_matmul(v, kernel, implementation)
 
 
-def gated_toeplitz_matmul(
-    v: torch.Tensor, coefficients: torch.Tensor, implementation: str = "fused", gate: Gate = NO_GATE
+def gated_convolution(
+    v: torch.Tensor, kernel: torch.Tensor, first: int, implementation: str, gate: Gate = NO_GATE
 ) -> torch.Tensor:
-    """The product of `toeplitz_matmul` inside a gate."""
+    """Entries `first .. first + L - 1` of the convolution of `v` `(B, L, D)` with `kernel` `(D, K)`, inside a gate."""
+    length, taps = v.shape[1], kernel.shape[1]
+    if keeps_products() and implementation != "eager":
+        check_implementation(implementation)
+        return _recorded(v, kernel, first, implementation, gate)
+    chosen = choose(implementation, v, taps, kernel.dtype)
+    if chosen in KERNELS and v.numel() > 0:
+        return KERNELS[chosen](v, kernel, first, gate)
+    size = next_fast_len(length + max(first, taps - 1 - first))
+    fused = chosen != "eager"
+    windows = lay_windows(length, taps, first, size) if fused else single_window(size, first)
+    return _filter(v, kernel, windows, fused, gate)
+
+
+def gated_toeplitz_matmul(
+    v: torch.Tensor,
+    coefficients: torch.Tensor,
+    implementation: str = "fused",
+    gate: Gate = NO_GATE,
+    convolve: Callable[..., torch.Tensor] = gated_convolution,
+) -> torch.Tensor:
+    """The product of `toeplitz_matmul` inside a gate, by a function with the arguments of `gated_convolution`."""
     length, channels = _checked_shape(v, "coefficients", coefficients)
     if coefficients.dim() != 2 or coefficients.shape[0] != channels or coefficients.shape[1] % 2 == 0:
         raise ValueError(
@@ -93,18 +116,22 @@ def gated_toeplitz_matmul(
             f"{tuple(v.shape)}, or another odd number of lags, got {tuple(coefficients.shape)}"
         )
     reach = length if is_exported() else min(length, (coefficients.shape[1] + 1) // 2)
-    return _convolve(v, fit_lags(coefficients, reach), reach - 1, implementation, gate)
+    return convolve(v, _widened(v, fit_lags(coefficients, reach)), reach - 1, implementation, gate)
 
 
 def gated_causal_toeplitz_matmul(
-    v: torch.Tensor, kernel: torch.Tensor, implementation: str = "fused", gate: Gate = NO_GATE
+    v: torch.Tensor,
+    kernel: torch.Tensor,
+    implementation: str = "fused",
+    gate: Gate = NO_GATE,
+    convolve: Callable[..., torch.Tensor] = gated_convolution,
 ) -> torch.Tensor:
-    """The product of `causal_toeplitz_matmul` inside a gate."""
+    """The product of `causal_toeplitz_matmul` inside a gate, as `gated_toeplitz_matmul`."""
     length, channels = _checked_shape(v, "kernel", kernel)
     if kernel.dim() != 2 or kernel.shape[0] != channels or kernel.shape[1] == 0:
         raise ValueError(f"`kernel` must have shape (D, K) with D={channels} and K >= 1, got {tuple(kernel.shape)}")
     kernel = fit_taps(kernel, length) if is_exported() else kernel[:, :length]
-    return _convolve(v, kernel, 0, implementation, gate)
+    return convolve(v, _widened(v, kernel), 0, implementation, gate)
 
 
 def dense_toeplitz(coefficients: torch.Tensor) -> torch.Tensor:
@@ -166,7 +193,7 @@ def filter_by_response(
     """
     size = 2 * (response.shape[2] - 1)
     response = response.to(torch.promote_types(v.dtype, response.dtype))
-    if is_compiled() and implementation != "eager":
+    if keeps_products() and implementation != "eager":
         check_implementation(implementation)
         return _recorded(v, response, 0, implementation, gate)
     return _filter(v, response, single_window(size, first=0), is_fused(implementation), gate)
@@ -184,20 +211,9 @@ def eager_convolution(v: torch.Tensor, kernel: torch.Tensor, windows: Windows, g
     return gate.apply(y.transpose(1, 2).to(v.dtype), "eager")  # (B, L, D)
 
 
-def _convolve(v: torch.Tensor, kernel: torch.Tensor, first: int, implementation: str, gate: Gate) -> torch.Tensor:
-    """Entries `first .. first + L - 1` of the convolution of `v` `(B, L, D)` with `kernel` `(D, K)`."""
-    length, taps = v.shape[1], kernel.shape[1]
-    kernel = kernel.to(compute_dtype(torch.promote_types(v.dtype, kernel.dtype)))
-    if is_compiled() and implementation != "eager":
-        check_implementation(implementation)
-        return _recorded(v, kernel, first, implementation, gate)
-    chosen = choose(implementation, v, taps, kernel.dtype)
-    if chosen in KERNELS and v.numel() > 0:
-        return KERNELS[chosen](v, kernel, first, gate)
-    size = next_fast_len(length + max(first, taps - 1 - first))
-    fused = chosen != "eager"
-    windows = lay_windows(length, taps, first, size) if fused else single_window(size, first)
-    return _filter(v, kernel, windows, fused, gate)
+def _widened(v: torch.Tensor, kernel: torch.Tensor) -> torch.Tensor:
+    """`kernel` in the precision of the product with `v`."""
+    return kernel.to(compute_dtype(torch.promote_types(v.dtype, kernel.dtype)))
 
 
 def _recorded(v: torch.Tensor, kernel: torch.Tensor, first: int, implementation: str, gate: Gate) -> torch.Tensor:

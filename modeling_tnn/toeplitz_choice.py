@@ -19,11 +19,6 @@ from .toeplitz_measured import MEASURED
 
 logger = logging.get_logger(__name__)
 
-# What the Triton kernels take: taps on both sides together, positions of all sequences (CUDA limits the programs of a
-# channel to 65,535), and the inputs.
-TRITON_TAPS, TRITON_POSITIONS = 2**12, 2**25
-TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
 
 def choose(implementation: str, v: torch.Tensor, taps: int, dtype: torch.dtype) -> str:
     """The product of `v` `(B, L, D)` with filters of so many `taps` in `dtype`: "eager", "fused", "cudnn" or "triton".
@@ -81,17 +76,9 @@ def refused_by_triton(v: torch.Tensor, taps: int, dtype: torch.dtype) -> str | N
     """Why the Triton kernels cannot compute a product, or None."""
     if find_spec("triton") is None:
         return "needs the package triton, which is not installed"
-    from .toeplitz_triton import runs_on
+    from .toeplitz_triton import refused
 
-    if not runs_on(v.device):
-        return f"needs a GPU of NVIDIA of compute capability 8.0 or newer, got {v.device}"
-    if dtype is not torch.float32 or v.dtype not in TRITON_DTYPES:
-        return f"takes float32, bfloat16 and float16, got {v.dtype} with a filter of {dtype}"
-    if taps > TRITON_TAPS:
-        return f"takes at most {TRITON_TAPS:,} taps, got {taps:,}"
-    if v.shape[0] * v.shape[1] > TRITON_POSITIONS:
-        return f"takes at most {TRITON_POSITIONS:,} positions, got {v.shape[0] * v.shape[1]:,}"
-    return None
+    return refused(v, taps, dtype)
 
 
 def refused_by_cudnn(v: torch.Tensor, taps: int, dtype: torch.dtype) -> str | None:
@@ -111,12 +98,10 @@ REFUSALS = {"triton": refused_by_triton, "cudnn": refused_by_cudnn}
 
 
 def triton_product(v: torch.Tensor, kernel: torch.Tensor, first: int, gate: Gate) -> torch.Tensor:
-    """The gated convolution by the Triton kernels, which have some activations."""
-    from .toeplitz_triton import FUNCTIONS, tiled_convolution
+    """The gated convolution by the Triton kernels."""
+    from .toeplitz_triton import gated_tiles
 
-    if type(gate.act) in FUNCTIONS:
-        return tiled_convolution(v, kernel, first, gate)
-    return gate.apply(tiled_convolution(gate.inputs(v), kernel, first), "fused")
+    return gated_tiles(v, kernel, first, gate)
 
 
 def cudnn_product(v: torch.Tensor, kernel: torch.Tensor, first: int, gate: Gate) -> torch.Tensor:

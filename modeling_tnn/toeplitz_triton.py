@@ -28,8 +28,6 @@ computes on the CPU, slowly; tests do.
 from functools import partial
 
 import torch
-from torch import nn
-from transformers.activations import ACT2FN
 
 from .gating import NO_GATE, Activation, Gate, differentiable_gradients, must_differentiate
 from .numerics import next_fast_len
@@ -51,12 +49,22 @@ MARGIN = tl.constexpr(256)
 # Numbers that a program of an elementwise kernel has.
 BLOCK = 1024
 
-# Activations that the kernels have, by their classes: PyTorch's, and those of the names in a configuration.
-FUNCTIONS = {nn.SiLU: "silu", nn.ReLU: "relu", nn.Identity: "none", type(None): "none"} | {
-    type(ACT2FN[name]): function
-    for name, function in (("silu", "silu"), ("relu", "relu"), ("gelu", "gelu"), ("linear", "none"))
-}
+# What the kernels take: taps on both sides together, positions of all sequences (CUDA limits the programs of a channel
+# to 65,535), and the inputs.
+MOST_TAPS, MOST_POSITIONS = 2**12, 2**25
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
+# Activations that the kernels have, by their classes. These have names here because a kernel of the Hub, which this
+# file is too, may import nothing but PyTorch and Triton.
+FUNCTIONS = {
+    "builtins.NoneType": "none",
+    "torch.nn.modules.linear.Identity": "none",
+    "torch.nn.modules.activation.ReLU": "relu",
+    "torch.nn.modules.activation.SiLU": "silu",
+    "transformers.activations.LinearActivation": "none",
+    "transformers.activations.GELUActivation": "gelu",
+    "transformers.activations.SiLUActivation": "silu",
+}
 
 # What the autotuner tries: the sizes of a tile, then warps and stages. The first one has no spilled registers in any
 # precision and fits every GPU. The interpreter cannot measure, and takes it.
@@ -203,8 +211,8 @@ def correlation_kernel(
 class TiledConvolution(torch.autograd.Function):
     """The gated convolution above on channel-major views.
 
-    Inputs: `v` `(D, B, L)`; float32 `kernel` `(D, K)`; `u` `(D, B, L)` or None; `mask` `(B, L)` or None; `act`, one of
-    `FUNCTIONS`, or None; `first`.
+    Inputs: `v` `(D, B, L)`; float32 `kernel` `(D, K)`; `u` `(D, B, L)` or None; `mask` `(B, L)` or None; `act` with a
+    `function`, or None; `first`.
     """
 
     @staticmethod
@@ -223,8 +231,8 @@ class TiledConvolution(torch.autograd.Function):
         act, first, taps = ctx.act, ctx.first, kernel.shape[1]
         if must_differentiate(gradient):
             windows = single_window(next_fast_len(v.shape[2] + max(first, taps - 1 - first)), first)
-            function = partial(eager_windows, mask=mask, act=act, windows=windows)
-            found = differentiable_gradients(function, (v, kernel, u), ctx.needs_input_grad, gradient)
+            eager = partial(eager_windows, mask=mask, act=act, windows=windows)
+            found = differentiable_gradients(eager, (v, kernel, u), ctx.needs_input_grad, gradient)
             return *found, None, None, None
         want_v, want_kernel, want_u = ctx.needs_input_grad[:3]
         v_gradient = kernel_gradient = u_gradient = None
@@ -234,7 +242,7 @@ class TiledConvolution(torch.autograd.Function):
         if want_kernel:
             kernel_gradient = correlation(g, inputs(v, mask, act), taps, first)
         if want_v:
-            side = v if FUNCTIONS[type(act)] != "none" else None
+            side = v if function(act) != "none" else None
             v_gradient = product(g, kernel.flip(1), taps - 1 - first, mask, act, side, backward=True)
         return v_gradient, kernel_gradient, u_gradient if want_u else None, None, None, None
 
@@ -243,6 +251,31 @@ def tiled_convolution(v: torch.Tensor, kernel: torch.Tensor, first: int, gate: G
     """The `TiledConvolution` of `v` `(B, L, D)`. `v` and the gate may have any memory layout."""
     u = None if gate.u is None else gate.u.permute(2, 0, 1)
     return TiledConvolution.apply(v.permute(2, 0, 1), kernel, u, gate.mask, gate.act, first).permute(1, 2, 0)
+
+
+def gated_tiles(v: torch.Tensor, kernel: torch.Tensor, first: int, gate: Gate) -> torch.Tensor:
+    """The same with any activation: one that the kernels do not have is computed around them."""
+    if function(gate.act) is not None:
+        return tiled_convolution(v, kernel, first, gate)
+    return gate.apply(tiled_convolution(gate.inputs(v), kernel, first), "fused")
+
+
+def function(act: Activation | None) -> str | None:
+    """The name of an activation in the kernels, or None if they do not have it."""
+    return FUNCTIONS.get(f"{type(act).__module__}.{type(act).__qualname__}")
+
+
+def refused(v: torch.Tensor, taps: int, dtype: torch.dtype) -> str | None:
+    """Why the kernels cannot compute a product of `v` `(B, L, D)` with so many `taps` in `dtype`, or None."""
+    if not runs_on(v.device):
+        return f"needs a GPU of NVIDIA of compute capability 8.0 or newer, got {v.device}"
+    if dtype is not torch.float32 or v.dtype not in DTYPES:
+        return f"takes float32, bfloat16 and float16, got {v.dtype} with a filter of {dtype}"
+    if taps > MOST_TAPS:
+        return f"takes at most {MOST_TAPS:,} taps, got {taps:,}"
+    if v.shape[0] * v.shape[1] > MOST_POSITIONS:
+        return f"takes at most {MOST_POSITIONS:,} positions, got {v.shape[0] * v.shape[1]:,}"
+    return None
 
 
 def runs_on(device: torch.device) -> bool:
@@ -254,13 +287,13 @@ def runs_on(device: torch.device) -> bool:
 
 def inputs(v: torch.Tensor, mask: torch.Tensor | None, act: Activation | None) -> torch.Tensor:
     """mask act(v), `(D, B, L)`; `v` itself if it is the same."""
-    if FUNCTIONS[type(act)] == "none" and mask is None:
+    if function(act) == "none" and mask is None:
         return v
     v, out = rows(v), v.new_empty(v.shape)
     numbers = v[0].numel()
     with torch.cuda.device_of(v):
         input_kernel[v.shape[0], triton.cdiv(numbers, BLOCK)](
-            v, as_bytes(mask), out, v.stride(0), numbers, ACT=FUNCTIONS[type(act)], BLOCK=BLOCK
+            v, as_bytes(mask), out, v.stride(0), numbers, ACT=function(act), BLOCK=BLOCK
         )
     return out
 
@@ -272,7 +305,7 @@ def gate_gradients(gradient: torch.Tensor, u: torch.Tensor, mixed: torch.Tensor,
     with torch.cuda.device_of(u):
         gate_kernel[u.shape[0], triton.cdiv(numbers, BLOCK)](
             gradient, u, mixed, g, u_gradient, gradient.stride(0), u.stride(0), numbers,
-            ACT=FUNCTIONS[type(act)], BLOCK=BLOCK,
+            ACT=function(act), BLOCK=BLOCK,
         )  # fmt: skip
     return g, u_gradient
 
@@ -292,7 +325,7 @@ def product(v, kernel, first, mask, act, side=None, mixed=None, activate=False, 
             v, taps, out, as_bytes(mask), side, mixed,
             v.stride(0), taps.stride(0), 0 if side is None else side.stride(0), batch, length, num_taps, first,
             size_class(num_taps), size_class(batch * length),
-            ACT=FUNCTIONS[type(act)], ACTIVATE=activate, BACKWARD=backward, PRECISION=precision(v.dtype),
+            ACT=function(act), ACTIVATE=activate, BACKWARD=backward, PRECISION=precision(v.dtype),
         )  # fmt: skip
     return out
 

@@ -37,9 +37,9 @@ from modeling_tnn import (
 from modeling_tnn.hub import AUTO_MAP
 
 PACKAGE = Path(modeling_tnn.__file__).parent
-# All files but the package's own and what only programs call.
-NOT_SHIPPED = {"__init__.py", "auto_classes.py", "presets.py", "stability.py", "sequence_parallel.py"}
-CODE = {path.name for path in PACKAGE.glob("*.py")} - NOT_SHIPPED
+# All files but the package's own, what only programs call, and what is of the kernel of the Hub alone.
+OTHERS = {"__init__.py", "auto_classes.py", "presets.py", "stability.py", "sequence_parallel.py", "toeplitz_hub.py"}
+CODE = {path.name for path in PACKAGE.glob("*.py")} - OTHERS
 CAUSAL_HEADS = (TnnForCausalLM, TnnForSequenceClassification, TnnModel)
 BIDIRECTIONAL_HEADS = (TnnForMaskedLM, TnnForSequenceClassification, TnnModel)
 HEADS = [(head, tno_type, causal) for tno_type, causal in VARIANTS

@@ -94,19 +94,6 @@ def test_a_few_graphs_serve_all_lengths():
     assert len(backend.graphs) <= 3
 
 
-@pytest.mark.slow
-def test_positions_are_decided_outside_of_the_graph():
-    """Rows of one document: the graph after the decision has all products. Packed rows have the same answer too."""
-    model, backend = language_model("rpe", True), CompileCounterWithBackend("aot_eager")
-    call = torch.compile(model, backend=backend)
-    for positions in (torch.arange(40).expand(2, 40), torch.arange(40).expand(2, 40) % 16):
-        inputs = {"input_ids": ids_of(40), "position_ids": positions}
-        assert_same(results(call, model, inputs), results(model, model, inputs))
-        # A batch of packed rows is several batches of documents, which may be in one graph.
-        counts = [count for count in products(backend) if count]
-        assert counts and all(count % 2 == 0 for count in counts)
-
-
 def test_eager_is_recorded_as_it_is():
     """Whoever wants PyTorch's own operations in the graph says so."""
     call, backend = compiled(lambda v, kernel: causal_toeplitz_matmul(v, kernel, "eager"))
