@@ -72,12 +72,14 @@ def prepare(accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.o
         return accelerator.prepare(model, optimizer, *others)
     names = {parameter: name for name, parameter in model.named_parameters()}
     groups = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
-    reshards = accelerator.state.fsdp_plugin.reshard_after_forward
+    reshards, mesh = accelerator.state.fsdp_plugin.reshard_after_forward, accelerator.torch_device_mesh
+    if mesh is not None:  # of a ParallelismConfig
+        mesh = mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)]
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     # No code changes the outputs of an operator in place.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     for operator in [module for module in model.modules() if isinstance(module, ToeplitzOperator)]:
-        fully_shard(operator, mp_policy=policy, reshard_after_forward=reshards)
+        fully_shard(operator, mesh=mesh, mp_policy=policy, reshard_after_forward=reshards)
     for group, own in zip(optimizer.param_groups, groups, strict=True):
         group["params"] = [model.get_parameter(name) for name in own]
     model, optimizer, *others = accelerator.prepare(model, optimizer, *others)

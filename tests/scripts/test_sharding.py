@@ -152,6 +152,28 @@ def test_options(name, tmp_path):
 
 
 @pytest.mark.slow
+def test_the_same_processes_resume(runs, tmp_path):
+    folder, options = runs
+    shutil.copytree(folder / "two" / "checkpoint-3", tmp_path / "resumed" / "checkpoint-3")
+    shard(*options, "--output_dir", tmp_path / "resumed", "--resume_from_checkpoint", "latest", *rows(3))
+    assert_same_weights(folder / "two", tmp_path / "resumed")
+
+
+@pytest.mark.slow
+def test_shards_within_copies(runs, tmp_path):
+    """HSDP: two groups of two processes, each with a whole model in shards."""
+    folder, options = runs
+    groups = ["--use_fsdp", "--fsdp_version", 2, "--use_parallelism_config",
+              "--parallelism_config_dp_replicate_size", 2, "--parallelism_config_dp_shard_size", 2]  # fmt: skip
+    options = [*options, "--max_steps", 3]
+    run_script("pretrain", *options, "--output_dir", tmp_path / "one", *rows(8))
+    shard(*options, "--output_dir", tmp_path / "four", *rows(2), count=4, launcher=groups)
+    figures = metrics_of(tmp_path / "four")
+    assert figures["parameters_per_process"] == [figures["parameters"] // 2] * 4
+    assert_same_weights(tmp_path / "one", tmp_path / "four", tolerance=2e-5)
+
+
+@pytest.mark.slow
 def test_copies_resume_in_another_number_of_processes(runs, tmp_path):
     """Without shards: the checkpoint of one process in two."""
     folder, options = runs
