@@ -73,6 +73,7 @@ SECTIONS = {
         "logging_steps": "Log loss, learning rate and speed every so many steps.",
         "save_total_limit": "Keep only the newest so many checkpoints.",
         "dry_run": "Estimate parameters, tokens, time and memory of the run, and end; nothing is written.",
+        "ddp_timeout": "Seconds that a process waits for the others before the run ends.",
         "resume_from_checkpoint": "Continue from a checkpoint: latest (in the output folder), auto "
         "(latest if there is one), or a folder.",
         "gradient_checkpointing": "Compute activations again in the backward pass, to save memory.",

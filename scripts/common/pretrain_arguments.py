@@ -83,7 +83,7 @@ class PretrainArguments(GroupArguments):
     report_to: str = "none"
 
     use_cpu: bool = False
-    ddp_timeout: int = option(1800, "Seconds that a process waits for the others before the run ends.")
+    ddp_timeout: int = 1800
     dataloader_num_workers: int | None = None
     mixed_precision: str | None = option(None, "Precision: no, bf16 or fp16; that of accelerate unless given.")
     gradient_checkpointing: bool = False
