@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from .fixed_kernels import state_of
 from .numerics import is_traced
 from .stacking import with_parameters
 
@@ -29,7 +30,7 @@ TENSOR_PLAN = {
 
 
 # What a divided operator has in place of the methods and attributes of its class. Its part has those of the class.
-OF_THE_WHOLE = ("forward", "on_this_process", "shift_invariant", "layout")
+OF_THE_WHOLE = ("forward", "on_this_process", "shift_invariant", "layout", "kept_kernels")
 
 
 def chunk_of(count: int, parts: int, index: int) -> range:
@@ -111,7 +112,7 @@ class Part:
     def __call__(self) -> nn.Module:
         if torch.is_grad_enabled() or is_traced():
             return self.make()
-        marks = [mark(local(parameter)) for parameter in self.operator.parameters()]
+        marks = [state_of(local(parameter)) for parameter in self.operator.parameters()]
         if self.kept is None or self.kept[0] != marks:
             self.kept = marks, self.make()
         return self.kept[1]
@@ -120,8 +121,3 @@ class Part:
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a tensor that this process has."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def mark(tensor: torch.Tensor) -> tuple:
-    """What differs when a tensor has another value."""
-    return tensor.data_ptr(), tensor.dtype, None if tensor.is_inference() else tensor._version

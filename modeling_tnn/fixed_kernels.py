@@ -37,9 +37,9 @@ class KeptKernels:
         return kernel
 
 
-def state_of(parameter: torch.Tensor) -> tuple[int, int | None]:
-    """Where the values of a parameter lie, and how often PyTorch has counted a change of them."""
-    return parameter.data_ptr(), None if parameter.is_inference() else parameter._version
+def state_of(parameter: torch.Tensor) -> tuple:
+    """What differs when a parameter has other values: their place, and the changes that PyTorch has counted."""
+    return parameter.data_ptr(), parameter.dtype, None if parameter.is_inference() else parameter._version
 
 
 class FixedKernelsMixin:

@@ -9,6 +9,7 @@ from torch import nn
 
 from helpers.models import VARIANTS, image_config, seeded, tiny_config
 from modeling_tnn import TnnForCausalLM, TnnForImageClassification, TnnForMaskedLM, fixed_kernels, numerics
+from modeling_tnn.channels import restricted
 from modeling_tnn.fixed_kernels import KeptKernels
 from modeling_tnn.tno import ToeplitzOperator
 
@@ -123,6 +124,13 @@ def test_a_copy_keeps_nothing():
         for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             assert twin.model.layers[0].gtu.tno.kept_kernels is None
             assert torch.equal(twin(IDS).logits, model(IDS).logits)
+
+
+def test_a_part_of_an_operator_keeps_nothing():
+    """What a process of several computes may live longer than the context."""
+    model = model_of()
+    with model.fixed_kernels():
+        assert restricted(model.model.layers[0].gtu.tno, range(4)).kept_kernels is None
 
 
 def test_an_inner_context_leaves_the_outer_one(made):
