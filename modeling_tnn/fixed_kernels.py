@@ -28,9 +28,9 @@ class KeptKernels:
     def get(self, key: Hashable, operator: nn.Module, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """The kernel of `operator` for `key`, from `make()` where there is none for the present parameters."""
         key = key, tuple(map(state_of, operator.parameters()))
-        kernel = self._kernels.pop(key, None)
-        kernel = make() if kernel is None else kernel
-        kernels = {**self._kernels, key: kernel}  # in the order of use; other threads may be reading the present dict
+        kernels = dict(self._kernels)  # in the order of use; other threads may be reading the present one
+        kernel = kernels.pop(key, None)
+        kernels[key] = kernel = make() if kernel is None else kernel
         while len(kernels) > 1 and sum(map(torch.Tensor.numel, kernels.values())) > MOST:
             del kernels[next(iter(kernels))]
         self._kernels = kernels

@@ -1,4 +1,4 @@
-"""Several processes of one run: how long they wait for each other, and what is said when one of them is lost."""
+"""Several processes of one run: what is said when one of them is lost."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
