@@ -4,6 +4,8 @@ Example:
     python scripts/pretrain.py --config_name tnn-tiny --train_file book.txt --output_dir outputs/book --max_steps 500
     python scripts/pretrain.py --recipe wikitext2 --checkpointing_steps 100
     python scripts/pretrain.py --recipe wikitext2 --resume_from_checkpoint latest
+    python scripts/pretrain.py --streaming --dataset_name HuggingFaceFW/fineweb code/ --tokenizer_name gpt2 \\
+        --vocab_size 50257 --interleave_probabilities 0.8 0.2 --checkpointing_steps 1000
     accelerate launch --config_file configuration/accelerate/ddp.yaml scripts/pretrain.py --recipe wikitext103
 """
 
@@ -54,7 +56,9 @@ from tnn_scripts.common.processes import LostProcessError, watching_processes
 from tnn_scripts.common.publishing import open_repository, upload
 from tnn_scripts.common.sharding import allow_on_cpu, check_engine, held_parameters
 from tnn_scripts.common.signals import StopRequested
+from tnn_scripts.common.streaming_corpus import build_text_streams, open_corpus
 from tnn_scripts.data.blocks import BlockStream
+from tnn_scripts.data.streaming import TextStream
 from tnn_scripts.data.text import check_file, check_vocabulary, load_corpus, pack, train_tokenizer
 
 logger = logging.getLogger("pretrain")
@@ -105,7 +109,7 @@ def check_before_start(args: PretrainArguments):
     """
     for file in (args.train_file, args.validation_file):
         if file is not None:
-            check_file(file)
+            check_file(file, whole=not args.streaming)
     output_dir = Path(args.output_dir)
     args.resume_from_checkpoint = settle(output_dir, args.resume_from_checkpoint)
     if args.resume_from_checkpoint is not None:
@@ -209,6 +213,20 @@ def build_streams(
     return tuple(streams)
 
 
+def build_data(
+    args: PretrainArguments, accelerator: Accelerator, config: PreTrainedConfig
+) -> tuple[PreTrainedTokenizerBase, BlockStream | TextStream, BlockStream]:
+    """The tokenizer, and the streams of training and validation examples. `config` gets the special tokens."""
+    if args.streaming:
+        texts, validation = open_corpus(args)
+        tokenizer = build_tokenizer(args, accelerator, config, texts.first_texts())
+        return tokenizer, *build_text_streams(args, accelerator, texts, validation, tokenizer)
+    source, config_name = args.train_file or next(iter(args.dataset_name), None), args.dataset_config_name
+    corpus = load_corpus(source, next(iter(config_name), None), args.validation_file, args.text_column, args.documents)
+    tokenizer = build_tokenizer(args, accelerator, config, corpus["train"])
+    return tokenizer, *build_streams(args, accelerator, corpus, tokenizer)
+
+
 def build_model(args: PretrainArguments, config: PreTrainedConfig) -> PreTrainedModel:
     model = AUTO_MODELS[args.objective].from_config(config)
     if args.gradient_checkpointing:
@@ -221,21 +239,13 @@ def build(args: PretrainArguments, accelerator: Accelerator) -> Pretraining:
     """The run with all its parts, in the state of the checkpoint if there is one."""
     check_before_start(args)
     config = build_config(args)
-    corpus = load_corpus(
-        args.train_file or args.dataset_name,
-        args.dataset_config_name,
-        args.validation_file,
-        args.text_column,
-        args.documents,
-    )
-    tokenizer = build_tokenizer(args, accelerator, config, corpus["train"])
-    train, validation = build_streams(args, accelerator, corpus, tokenizer)
+    tokenizer, train, validation = build_data(args, accelerator, config)
     set_seed(args.seed)
     model = build_model(args, config)
     logger.info(
-        "%s parameters; %d training and %d validation blocks of %d tokens; %d process%s, %s",
+        "%s parameters; %s training and %d validation blocks of %d tokens; %d process%s, %s",
         f"{model.num_parameters():,}",
-        len(train),
+        "streamed" if args.streaming else len(train),
         len(validation),
         args.block_size,
         accelerator.num_processes,

@@ -18,7 +18,6 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, load, set_seed
 from accelerate.utils.constants import RNG_STATE_NAME
 from safetensors import SafetensorError
-from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
@@ -41,6 +40,7 @@ from tnn_scripts.common.sharding import check_tables, prepare, shard_errors
 from tnn_scripts.common.signals import StopRequest, StopRequested
 from tnn_scripts.common.step_reports import StepReports, report_of
 from tnn_scripts.data.blocks import BlockStream
+from tnn_scripts.data.streaming import TextStream
 
 # A pole beyond this radius may make the sampled kernel infinite.
 LARGEST_SAFE_RADIUS = 1 - 1e-6
@@ -82,7 +82,7 @@ class Pretraining:
         accelerator: Accelerator,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
-        train: BlockStream,
+        train: BlockStream | TextStream,
         validation: BlockStream,
     ):
         self.args, self.accelerator, self.tokenizer = args, accelerator, tokenizer
@@ -104,7 +104,7 @@ class Pretraining:
         # After the weights are initialised, each process has its own dropout.
         set_seed(args.seed, device_specific=True)
 
-    def _loader(self, stream: BlockStream, batch_size: int, start: int, stop: int) -> DataLoader:
+    def _loader(self, stream: BlockStream | TextStream, batch_size: int, start: int, stop: int):
         device, workers = self.accelerator.device.type, self.args.dataloader_num_workers
         if workers is None:
             workers = 0 if device == "cpu" else 2
@@ -140,6 +140,7 @@ class Pretraining:
             else:
                 set_seed(self.args.seed + saved["state"]["step"], device_specific=True)
             self.scheduler.load_state_dict(saved["scheduler"])
+            self.train_stream.load_state_dict(saved.get("stream", {}))
             self.state = TrainerState(**saved["state"])
         # A damaged file may raise any of these. Objects that are not tensors are refused.
         except (pickle.UnpicklingError, SafetensorError, RuntimeError, EOFError, LookupError, TypeError) as error:
@@ -272,12 +273,13 @@ class Pretraining:
         with new_folder(self.output_dir / f"checkpoint-{self.state.step}", self.accelerator) as folder:
             with shard_errors(OSError):
                 self.accelerator.save_state(str(folder))
+            stream = self.train_stream.state_dict()
             if self._is_main:
                 self.config.save_pretrained(folder)
                 self.tokenizer.save_pretrained(folder)
                 # Not accelerate's `register_for_checkpointing`, which reads an unrestricted pickle.
                 state = {"fingerprint": self.fingerprint, "scheduler": self.scheduler.state_dict()}
-                state["processes"] = self.accelerator.num_processes
+                state |= {"processes": self.accelerator.num_processes, "stream": stream}
                 write_json(folder / STATE, state | {"state": dataclasses.asdict(self.state)})
             self.accelerator.wait_for_everyone()
             if self._is_main:

@@ -15,10 +15,11 @@ FREE_ARGUMENTS = {
     "checkpointing_steps", "save_total_limit", "resume_from_checkpoint", "report_to", "push_to_hub", "hub_model_id",
     "hub_private_repo", "overwrite_output_dir", "dataloader_num_workers", "ddp_timeout",
 }  # fmt: skip
-# Arguments that are not compared: the resulting configuration and blocks are.
+# Arguments that are not compared: the resulting configuration and blocks, or the settings of the stream, are.
 SOURCES = {
     "config", "config_overrides", "tokenizer_name", "vocab_size", "train_file", "validation_file", "dataset_name",
-    "dataset_config_name", "text_column", "block_size",
+    "dataset_config_name", "text_column", "block_size", "streaming", "interleave_probabilities",
+    "shuffle_buffer_size", "num_shards",
 }  # fmt: skip
 
 

@@ -234,11 +234,14 @@ def read_metrics(report: dict) -> dict:
 def read_training_arguments(report: dict) -> dict:
     """The options of the training, with the name of the data but not its folder."""
     recipe = {name: report[name] for name in RECIPE if report.get(name) is not None}
-    data = {name: report[name] for name in DATA_OPTIONS if report.get(name)}
-    local = {
-        name: Path(value).name for name, value in data.items() if Path(value).is_absolute() or Path(value).exists()
-    }
-    return recipe | data | local
+    # A text in reports of other programs; of pretrain.py, sources.
+    given = {name: report[name] for name in DATA_OPTIONS if report.get(name)}
+    data = {name: [value] if isinstance(value, str) else value for name, value in given.items()}
+    return recipe | {name: " ".join(map(_without_folder, values)) for name, values in data.items()}
+
+
+def _without_folder(source: str) -> str:
+    return Path(source).name if Path(source).is_absolute() or Path(source).exists() else source
 
 
 def read_evaluation(report: dict) -> dict:

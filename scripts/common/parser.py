@@ -29,8 +29,8 @@ SECTIONS = {
     },
     "data": {
         "dataset_name": "Data: a Hub id, a local folder or, for text, a local file. Programs that need a text use the "
-        "King James Bible unless given.",
-        "dataset_config_name": "Configuration of the data set.",
+        "King James Bible unless given. pretrain.py takes several with --streaming.",
+        "dataset_config_name": "Configuration of the data set; of each one if there are several.",
         "dataset_path": "Local folder or Hub id with the data of the task, instead of their usual source.",
         "task": "Name of the task.",
         "train_file": "File to train on: text, JSON, parquet or CSV.",

@@ -23,6 +23,8 @@ AT_LEAST_ONE = (
     "block_size",
     "vocab_size",
     "ddp_timeout",
+    "shuffle_buffer_size",
+    "num_shards",
 )
 AT_LEAST_ZERO = ("weight_decay", "warmup_steps", "max_grad_norm", "seed", "dataloader_num_workers")
 
@@ -43,8 +45,21 @@ class PretrainArguments(GroupArguments):
     vocab_size: int | None = option(None, "Size of the vocabulary; that of the config unless given.")
     train_file: str | None = None
     validation_file: str | None = None
-    dataset_name: str | None = None
-    dataset_config_name: str | None = None
+    dataset_name: list[str] = field(default_factory=list)
+    dataset_config_name: list[str] = field(default_factory=list)
+    streaming: bool = option(
+        False,
+        "Read and tokenize the text while training, without a copy of it. A tokenizer that is not given is trained on "
+        "the first 10000 rows.",
+    )
+    interleave_probabilities: list[float] = field(
+        default_factory=list,
+        metadata={"help": "With --streaming, the share of the rows of each source; in turns unless given."},
+    )
+    shuffle_buffer_size: int = option(1000, "With --streaming, blocks of text that are shuffled at a time.")
+    num_shards: int = option(
+        8, "With --streaming, parts of the text that are read side by side, by all processes and their workers."
+    )
     text_column: str = "text"
     documents: str | None = None
     block_size: int | None = None
@@ -75,7 +90,11 @@ class PretrainArguments(GroupArguments):
     seed: int = 0
 
     eval_steps: int | None = None
-    max_eval_blocks: int | None = option(None, "Evaluate on the first so many blocks only.")
+    max_eval_blocks: int | None = option(
+        None,
+        "Evaluate on the first so many blocks only. With --streaming and no validation data, "
+        "so many blocks are held out; 100 unless given.",
+    )
     logging_steps: int = 10
     checkpointing_steps: int | None = option(None, "Write checkpoint-STEP every so many steps.")
     save_total_limit: int | None = None
@@ -109,11 +128,27 @@ class PretrainArguments(GroupArguments):
             self._require(name, getattr(self, name) is None or getattr(self, name) >= 0, "at least 0")
         self._require("learning_rate", self.learning_rate > 0, "above 0")
         self._require("mlm_probability", 0 < self.mlm_probability < 1, "in (0, 1)")
-        self._require("dataset_name", self.dataset_name is None or self.train_file is None, "absent with --train_file")
-        without_train = self.validation_file is not None and self.train_file is None and self.dataset_name is None
-        self._require("validation_file", not without_train, "given together with --train_file or --dataset_name")
+        self._check_sources()
         if self.report_to != "none" and find_spec(self.report_to) is None:
             raise ValueError(f"--report_to must be an installed tracker, got {self.report_to}. Install it with pip.")
+
+    def _check_sources(self):
+        streaming, names = self.streaming, self.dataset_name
+        self._require("dataset_name", not names or self.train_file is None, "absent with --train_file")
+        self._require("dataset_name", len(names) <= 1 or streaming, "one source without --streaming")
+        without_train = self.validation_file is not None and self.train_file is None and not names
+        self._require("validation_file", not without_train, "given together with --train_file or --dataset_name")
+        configs, weights = self.dataset_config_name, self.interleave_probabilities
+        self._require("dataset_config_name", len(configs) in (0, max(len(names), 1)), "one for each --dataset_name")
+        self._require(
+            "streaming", not streaming or names or self.train_file, "given with --train_file or --dataset_name"
+        )
+        self._require("interleave_probabilities", len(weights) in (0, len(names)), "one for each --dataset_name")
+        self._require("interleave_probabilities", streaming or not weights, "absent without --streaming")
+        self._require("interleave_probabilities", all(weight > 0 for weight in weights), "above 0")
+        self._require(
+            "documents", not streaming or self.documents in (None, "rows", "lines"), "rows or lines with --streaming"
+        )
 
     @property
     def num_warmup_steps(self) -> int:
@@ -125,4 +160,6 @@ class PretrainArguments(GroupArguments):
 
     def _require(self, name: str, holds: bool, allowed: str):
         if not holds:
-            raise ValueError(f"--{name} must be {allowed}, got {getattr(self, name)}")
+            value = getattr(self, name)
+            given = " ".join(map(str, value)) if isinstance(value, list) else value
+            raise ValueError(f"--{name} must be {allowed}, got {given}")

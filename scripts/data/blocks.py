@@ -33,9 +33,7 @@ class BlockStream(Dataset):
     ):
         self.blocks = blocks.with_format("torch")
         self.seed, self.shuffle = seed, shuffle
-        self.masking = None
-        if masked:
-            self.masking = DataCollatorForLanguageModeling(tokenizer, mlm_probability=mlm_probability, seed=seed)
+        self.masking = make_masking(tokenizer, mlm_probability, seed) if masked else None
 
     def __len__(self) -> int:
         """The number of blocks. The stream continues beyond it."""
@@ -45,12 +43,7 @@ class BlockStream(Dataset):
         epoch, place = divmod(number, len(self.blocks))
         if self.shuffle:
             place = int(_permutation(self.seed, epoch, len(self.blocks))[place])
-        ids = self.blocks[place]["input_ids"]
-        if self.masking is None:
-            return {"input_ids": ids, "labels": ids}
-        self.masking.generator = _generator(self.seed, 1, number)
-        masked = self.masking([{"input_ids": ids}])
-        return {"input_ids": masked["input_ids"][0], "labels": masked["labels"][0]}
+        return as_example(self.blocks[place]["input_ids"], number, self.masking, self.seed)
 
     @property
     def block_size(self) -> int:
@@ -63,6 +56,13 @@ class BlockStream(Dataset):
         ids = self.blocks[places]["input_ids"].numpy().astype("<i8")
         return {"blocks": len(self.blocks), "block_size": self.block_size, "checksum": zlib.crc32(ids.tobytes())}
 
+    def state_dict(self) -> dict:
+        """Nothing: a position in the data is one integer."""
+        return {}
+
+    def load_state_dict(self, state: dict):
+        """There is nothing to load."""
+
     def loader(self, batch_size: int, start: int, stop: int, workers: int = 0, pin_memory: bool = False) -> DataLoader:
         """Batches of the examples from `start` to `stop`. It draws nothing from the global generator.
 
@@ -74,20 +74,37 @@ class BlockStream(Dataset):
             self,
             batch_size,
             sampler=range(start, stop),
-            generator=_generator(self.seed, 2, start),
+            generator=random_generator(self.seed, 2, start),
             num_workers=workers,
             persistent_workers=workers > 0,
-            worker_init_fn=_leave_signals_to_main,
+            worker_init_fn=leave_signals_to_main,
             pin_memory=pin_memory,
         )
 
 
+def make_masking(
+    tokenizer: PreTrainedTokenizerBase, mlm_probability: float, seed: int
+) -> DataCollatorForLanguageModeling:
+    return DataCollatorForLanguageModeling(tokenizer, mlm_probability=mlm_probability, seed=seed)
+
+
+def as_example(
+    ids: torch.Tensor, number: int, masking: DataCollatorForLanguageModeling | None, seed: int
+) -> dict[str, torch.Tensor]:
+    """A block as example `number`, masked if `masking` is given."""
+    if masking is None:
+        return {"input_ids": ids, "labels": ids}
+    masking.generator = random_generator(seed, 1, number)
+    masked = masking([{"input_ids": ids}])
+    return {"input_ids": masked["input_ids"][0], "labels": masked["labels"][0]}
+
+
 @lru_cache(maxsize=2)
 def _permutation(seed: int, epoch: int, size: int) -> torch.Tensor:
-    return torch.randperm(size, generator=_generator(seed, 0, epoch))
+    return torch.randperm(size, generator=random_generator(seed, 0, epoch))
 
 
-def _leave_signals_to_main(worker: int):
+def leave_signals_to_main(worker: int):
     """Ignore what terminals and schedulers send to all processes of a job. SIGTERM by the main one ends this one."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "sigwaitinfo"):  # macOS cannot tell who sent it
@@ -102,6 +119,6 @@ def _end_with_main():
     os._exit(0)
 
 
-def _generator(*numbers: int) -> torch.Generator:
+def random_generator(*numbers: int) -> torch.Generator:
     """The random generator for these numbers, independent of the generators for other numbers."""
     return torch.Generator().manual_seed(int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1))

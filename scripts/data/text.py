@@ -50,7 +50,7 @@ def load_corpus(
         ValueError: a file is missing or empty, or the column does not exist.
         ModuleNotFoundError: the demo corpus is not installed.
     """
-    files = {"train": source} if source is not None and _looks_like_file(source) else {}
+    files = {"train": source} if source is not None and looks_like_file(source) else {}
     files |= {} if validation_file is None else {"validation": validation_file}
     for file in files.values():
         check_file(file)
@@ -82,12 +82,15 @@ def load_texts(
     Raises:
         ValueError: the column does not exist.
     """
-    texts = load_file(source) if _looks_like_file(source) else load_dataset(source, config_name, split=split)
+    texts = load_file(source) if looks_like_file(source) else load_dataset(source, config_name, split=split)
     return _texts(texts, split, text_column, documents)
 
 
-def check_file(file: str):
+def check_file(file: str, whole: bool = True):
     """Check a file at the start of a program.
+
+    Args:
+        whole: whether it is read to its end.
 
     Raises:
         ValueError: the file is missing, empty, or a text that is not UTF-8.
@@ -97,7 +100,7 @@ def check_file(file: str):
         raise ValueError(f"The file {file} does not exist.")
     if path.stat().st_size == 0:
         raise ValueError(f"The file {file} is empty.")
-    if BUILDERS.get(path.suffix, "text") != "parquet":
+    if whole and BUILDERS.get(path.suffix, "text") != "parquet":
         try:
             with path.open(encoding="utf-8") as lines:
                 collections.deque(lines, maxlen=0)
@@ -181,7 +184,7 @@ def pack(texts: Dataset, tokenizer: PreTrainedTokenizerBase, block_size: int, en
         enclose: whether each block begins and ends with the special tokens of a sentence. Otherwise there is an end
             of text at the end of each document.
     """
-    before, after = _enclosing_tokens(tokenizer) if enclose else ([], [])
+    before, after = enclosing_tokens(tokenizer) if enclose else ([], [])
     size = block_size - len(before) - len(after)
 
     def to_blocks(batch: dict[str, list]) -> dict[str, list]:
@@ -193,7 +196,7 @@ def pack(texts: Dataset, tokenizer: PreTrainedTokenizerBase, block_size: int, en
     return texts.map(to_blocks, batched=True, batch_size=10_000, remove_columns=texts.column_names)
 
 
-def _enclosing_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+def enclosing_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     """The special tokens before and after a sentence."""
     bare = tokenizer("a", add_special_tokens=False)["input_ids"]
     whole = tokenizer("a")["input_ids"]
@@ -201,7 +204,8 @@ def _enclosing_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], li
     return whole[:start], whole[start + len(bare) :]
 
 
-def _looks_like_file(source: str) -> bool:
+def looks_like_file(source: str) -> bool:
+    """Whether a source is a local file, not a folder or a Hub id."""
     return not Path(source).is_dir() and (Path(source).is_file() or Path(source).suffix in BUILDERS)
 
 

@@ -26,6 +26,7 @@ from tnn_scripts.common.atomic import LOCK, clean, new_files, new_folder, partia
 from tnn_scripts.common.checkpoints import checkpoints, prune
 
 assert SCRIPTS.is_dir()
+STREAM = ["--streaming", "--num_shards", 1, "--max_eval_blocks", 10, "--dataloader_num_workers", 1]
 
 
 @pytest.mark.parametrize("objective", ["clm", "mlm"])
@@ -42,9 +43,10 @@ def test_resumed_is_unbroken(objective, tmp_path):
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment(tmp_path):
+@pytest.mark.parametrize("data", [[], STREAM], ids=["file", "stream"])
+def test_killed_at_any_moment(data, tmp_path):
     """Three times, twice while a checkpoint is being written; then to the end."""
-    options = pretrain_options(tmp_path, "clm") + ["--checkpointing_steps", 5]
+    options = pretrain_options(tmp_path, "clm") + ["--checkpointing_steps", 5, *data]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     run_script("pretrain", *options, "--output_dir", whole)
     options += ["--output_dir", killed]

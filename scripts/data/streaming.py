@@ -1,0 +1,222 @@
+"""Examples from text that is read while a model trains on it: nothing is copied to the disk or kept in memory.
+
+A stream has a fixed number of parts, `S`: example `n` is block `n // S` of part `n % S`, for any number of processes
+and workers. Each process reads the parts of its examples, and each of its workers some of these. A part packs its rows
+into blocks, and shuffles a window of blocks at a time. Its state is where the rows of its window begin: a resumed run
+makes the window again. The shuffling of `datasets` would lose what its buffer holds.
+"""
+
+import json
+import math
+import os
+import zlib
+from collections.abc import Iterator
+from itertools import islice
+
+import numpy as np
+import torch
+from accelerate.utils import gather_object, send_to_device
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from transformers import PreTrainedTokenizerBase
+
+from tnn_scripts.data.blocks import as_example, leave_signals_to_main, make_masking, random_generator
+from tnn_scripts.data.sources import MixedRows, Mixture
+from tnn_scripts.data.text import enclosing_tokens, tokenize
+
+# Rows that are tokenized at once.
+ROWS = 64
+
+
+class Packer:
+    """Packs texts into blocks, one after the other. What does not fill a block waits for the next texts."""
+
+    def __init__(self, mixture: Mixture, tokenizer: PreTrainedTokenizerBase, block_size: int, enclose: bool):
+        self.tokenizer, self.block_size, self.rest = tokenizer, block_size, []
+        self.before, self.after = enclosing_tokens(tokenizer) if enclose else ([], [])
+        self.ends = mixture.documents == "rows" and not enclose
+
+    def blocks(self, texts: list[str]) -> np.ndarray:
+        """The blocks that are full with these texts, `(N, L)`."""
+        lines = tokenize(texts, self.tokenizer, [True] * len(texts) if self.ends else None)
+        tokens = self.rest + [token for line in lines for token in line]
+        size = self.block_size - len(self.before) - len(self.after)
+        whole = len(tokens) // size * size
+        self.rest = tokens[whole:]
+        blocks = [self.before + tokens[start : start + size] + self.after for start in range(0, whole, size)]
+        return np.array(blocks, dtype=np.int32).reshape(-1, self.block_size)
+
+    def first(self, rows: Iterator[list[str]], count: float) -> tuple[np.ndarray, int]:
+        """The first `count` blocks of the rows, or fewer if there are no more, and the number of rows read."""
+        blocks, number, read = [self.blocks([])], 0, 0
+        while number < count and (texts := next(rows, None)) is not None:
+            blocks.append(self.blocks(texts))
+            number, read = number + len(blocks[-1]), read + 1
+        return np.concatenate(blocks)[: None if math.isinf(count) else int(count)], read
+
+
+class PartReader:
+    """Reads the blocks of one part, forward only.
+
+    Its `state` belongs to the present window: the number of its first block, and the state of the rows and the tokens
+    left over where the window begins.
+    """
+
+    def __init__(self, mixture: Mixture, packer: Packer, part: int, window: int, state: str | None = None):
+        given = json.loads(state) if state else {"first": 0, "rows": None, "rest": []}
+        self.rows, self.packer, self.first = MixedRows(mixture, part, given["rows"]), packer, given["first"]
+        packer.rest = given["rest"]
+        self.window_size, self.state, self.window = window, None, packer.blocks([])
+
+    def block(self, number: int) -> np.ndarray:
+        """Block `number` of the part, `(L,)`. The numbers must not fall.
+
+        Raises:
+            ValueError: the part is shorter than one block.
+        """
+        while number - self.first >= len(self.window):
+            self._next_window()
+        return self.window[number - self.first]
+
+    def _next_window(self):
+        self.first += len(self.window)
+        state = {"first": self.first, "rows": self.rows.state_dict(), "rest": self.packer.rest}
+        self.state, found, count = json.dumps(state), [], 0
+        while count < self.window_size:
+            found.append(self.packer.blocks(self.rows.next(ROWS)))
+            count += len(found[-1])
+            if self.first + count == 0 and min(self.rows.epochs) > 0:
+                raise ValueError(
+                    f"Shard {self.rows.part + 1} of {self.rows.mixture.parts} of the train text is shorter than one "
+                    f"block of {self.packer.block_size} tokens. Give a longer text, or a smaller --num_shards or "
+                    "--block_size."
+                )
+        self.window = np.concatenate(found)
+        if self.window_size > 1:
+            order = random_generator(self.rows.mixture.seed, 3, self.rows.part, self.first)
+            self.window = self.window[torch.randperm(count, generator=order).numpy()]
+
+
+class TextStream:
+    """A stream of examples `input_ids` and `labels`, as those of `BlockStream`, without a known number of blocks.
+
+    Args:
+        buffer_size: the number of blocks that are shuffled at a time, in all parts together.
+        process: the index and the number of the processes that read the stream.
+        device: where the batches go.
+    """
+
+    def __init__(
+        self,
+        mixture: Mixture,
+        tokenizer: PreTrainedTokenizerBase,
+        block_size: int,
+        masked: bool,
+        mlm_probability: float = 0.15,
+        buffer_size: int = 1,
+        process: tuple[int, int] = (0, 1),
+        device: torch.device | str = "cpu",
+    ):
+        self.mixture, self.tokenizer, self.block_size, self.masked = mixture, tokenizer, block_size, masked
+        self.masking = make_masking(tokenizer, mlm_probability, mixture.seed) if masked else None
+        self.buffer_size, self.window = buffer_size, -(-buffer_size // mixture.parts)
+        self.process, self.device = process, device
+        self.states: list[str | None] = [None] * mixture.parts
+
+    def describe(self) -> dict:
+        """The identity of the stream: its settings, and a checksum of the first block of each part.
+
+        Raises:
+            ValueError: a part is shorter than one block.
+        """
+        first = [self.reader(part, 1).block(0) for part in range(self.mixture.parts)]
+        checksum = zlib.crc32(np.stack(first).astype("<i8").tobytes())
+        sizes = {"block_size": self.block_size, "shuffle_buffer_size": self.buffer_size}
+        return self.mixture.describe() | sizes | {"checksum": checksum}
+
+    def reader(self, part: int, window: int | None = None, state: str | None = None) -> PartReader:
+        packer = Packer(self.mixture, self.tokenizer, self.block_size, self.masked)
+        return PartReader(self.mixture, packer, part, window or self.window, state)
+
+    def state_dict(self) -> dict:
+        """The state of every part after the batches that the processes have taken. All of them have to call this."""
+        known = [self.states, *gather_object([self.states])]
+        return {"parts": [next(filter(None, states), None) for states in zip(*known, strict=True)]}
+
+    def load_state_dict(self, state: dict):
+        self.states = list(state["parts"])
+
+    def loader(self, batch_size: int, start: int, stop: int, workers: int = 0, pin_memory: bool = False):
+        """The batches of this process, of the examples from `start` to `stop`, as `BlockStream.loader`."""
+        return StreamLoader(self, batch_size, start, stop, workers, pin_memory)
+
+    def numbers(self, batch_size: int, start: int, stop: int) -> Iterator[range]:
+        """The examples of each batch of this process: with P processes every P-th one."""
+        index, processes = self.process
+        for first in range(start, stop, batch_size * processes):
+            yield range(first + index, min(first + batch_size * processes, stop), processes)
+
+    def own_parts(self) -> list[int]:
+        """The parts with examples of this process."""
+        index, processes = self.process
+        step = math.gcd(processes, self.mixture.parts)
+        return list(range(index % step, self.mixture.parts, step))
+
+
+class StreamLoader:
+    """Batches on the device, each put together from the examples that the workers have made of it."""
+
+    def __init__(self, stream: TextStream, batch_size: int, start: int, stop: int, workers: int, pin_memory: bool):
+        self.stream, self.workers = stream, min(workers, len(stream.own_parts()))
+        self.loader = DataLoader(
+            _Pieces(stream, batch_size, start, stop),
+            batch_size=None,
+            generator=random_generator(stream.mixture.seed, 2, start),
+            num_workers=self.workers,
+            worker_init_fn=_set_up_worker,
+            pin_memory=pin_memory,
+        )
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        pieces = iter(self.loader)
+        while batch := list(islice(pieces, max(self.workers, 1))):
+            for piece in batch:
+                for part, state in piece.pop("states").items():
+                    self.stream.states[part] = state
+            order = torch.cat([piece.pop("numbers") for piece in batch]).argsort()
+            whole = {name: torch.cat([piece[name] for piece in batch])[order] for name in batch[0]}
+            yield send_to_device(whole, self.stream.device, non_blocking=True)
+
+
+class _Pieces(IterableDataset):
+    """What one worker makes of each batch: the examples of its parts, and the states of windows that begin."""
+
+    def __init__(self, stream: TextStream, *batches: int):
+        self.stream, self.batches = stream, batches
+
+    def __iter__(self) -> Iterator[dict]:
+        stream, parts, worker = self.stream, self.stream.mixture.parts, get_worker_info()
+        own = stream.own_parts()[worker.id if worker else 0 :: worker.num_workers if worker else 1]
+        readers = {part: stream.reader(part, state=stream.states[part]) for part in own}
+        sent = {}
+        for numbers in stream.numbers(*self.batches):
+            numbers = [number for number in numbers if number % parts in readers]
+            examples = [self._example(readers[number % parts], number) for number in numbers]
+            present = {part: readers[part].state for part in {number % parts for number in numbers}}
+            begun = {part: state for part, state in present.items() if sent.get(part) != state}
+            sent |= begun
+            empty = torch.empty(0, stream.block_size, dtype=torch.long)
+            tensors = {
+                name: torch.stack([example[name] for example in examples]) if examples else empty
+                for name in ("input_ids", "labels")
+            }
+            yield tensors | {"numbers": torch.tensor(numbers, dtype=torch.long), "states": begun}
+
+    def _example(self, reader: PartReader, number: int) -> dict[str, torch.Tensor]:
+        ids = torch.from_numpy(reader.block(number // self.stream.mixture.parts)).long()
+        return as_example(ids, number, self.stream.masking, self.stream.mixture.seed)
+
+
+def _set_up_worker(worker: int):
+    # There are several workers, and the tokenizer warns of its threads in a forked process.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    leave_signals_to_main(worker)

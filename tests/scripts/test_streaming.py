@@ -1,0 +1,288 @@
+"""Pretraining on streams: their order, what is held out, exact resume, and what is refused."""
+
+import json
+import re
+import shutil
+
+import psutil
+import pytest
+import torch
+from datasets import Dataset, IterableDataset
+
+from helpers.scripts import (
+    SENTENCES,
+    assert_same_weights,
+    at_call,
+    run_ranks,
+    run_script,
+    write_config,
+)
+from tnn_scripts.common.accelerate_loop import Pretraining
+from tnn_scripts.common.streaming_corpus import hold_out
+from tnn_scripts.data.sources import MixedRows, Mixture, open_source
+from tnn_scripts.data.streaming import TextStream
+from tnn_scripts.data.text import train_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(Dataset.from_dict({"text": SENTENCES}), 300, masked=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A parquet file with two row groups, JSON lines, and a text file: texts tell their source and row."""
+    folder = tmp_path_factory.mktemp("sources")
+    rows = {
+        name: Dataset.from_dict({"text": [f"{name} {i}." for i in range(200)], "other": range(200)}) for name in "ab"
+    }
+    rows["a"].to_parquet(folder / "a.parquet", batch_size=100)
+    rows["b"].to_json(folder / "b.jsonl")
+    (folder / "c.txt").write_text("\n".join(f"c {i}." for i in range(800)))
+    return folder
+
+
+def mixture(folder, *files, **options) -> Mixture:
+    names = [str(folder / file) for file in files]
+    return Mixture(names, [open_source(name)["train"] for name in names], **options)
+
+
+def examples(stream: TextStream, start: int, stop: int, batch_size: int = 4, workers: int = 0) -> list[dict]:
+    """The examples from `start` to `stop`, as the process of the stream gets them."""
+    batches = stream.loader(batch_size, start, stop, workers)
+    return [{name: batch[name][i] for name in batch} for batch in batches for i in range(len(batch["labels"]))]
+
+
+def assert_same(first: list[dict], second: list[dict]):
+    assert len(first) == len(second)
+    for one, other in zip(first, second, strict=True):
+        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def texts_of(mixed: Mixture, epoch: int = 0, number: int = 0) -> list[list[str]]:
+    """The texts of each part of a source in an epoch."""
+    parts = [mixed.texts_of(mixed.rows_of(number, part, epoch)) for part in range(mixed.parts)]
+    return [[text for texts in rows for text in texts] for rows in parts]
+
+
+@pytest.mark.parametrize("file, count", [("a.parquet", 200), ("b.jsonl", 200), ("c.txt", 800), ("", 1200)])
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_parts_share_the_rows(file, count, parts, folder, tmp_path):
+    """Each row is in one part. Lines of a text file stay together."""
+    if not file:
+        for number in range(6):
+            Dataset.from_dict({"text": [f"{number} {i}" for i in range(200)]}).to_parquet(
+                tmp_path / f"{number}.parquet"
+            )
+        folder = tmp_path
+    found = texts_of(mixture(folder, file, parts=parts))
+    assert sum(map(len, found)) == count == len(set().union(*found))
+    assert max(map(len, found)) <= count / parts * 1.2
+    if file == "c.txt":
+        assert found[0][:100] == [f"c {i}." for i in range(100)]
+
+
+def test_another_order_in_the_next_epoch(tokenizer, tmp_path):
+    for number in range(6):
+        Dataset.from_dict({"text": [f"{number} {i}" for i in range(3)]}).to_parquet(tmp_path / f"{number}.parquet")
+    mixed = mixture(tmp_path, "")
+    first, second = texts_of(mixed)[0], texts_of(mixed, 1)[0]
+    assert first != second and sorted(first) == sorted(second) and texts_of(mixed)[0] == first
+
+
+@pytest.mark.parametrize("weights", [None, [4, 1]])
+def test_weights(weights, folder):
+    """The shares of the rows, in turns unless given. A source that has ended begins again."""
+    mixed = mixture(folder, "a.parquet", "b.jsonl", weights=weights)
+    found = MixedRows(mixed, 0).next(1500)
+    first = [text for text in found if text.startswith("a")]
+    assert len(first) / len(found) == pytest.approx(0.8 if weights else 0.5, abs=0.03)
+    assert sorted(first[:200]) == sorted(first[200:400]) == sorted(f"a {i}." for i in range(200))
+    assert weights or [text[0] for text in found[:4]] == list("abab")
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("processes, workers", [(1, 2), (1, 9), (2, 0), (3, 1)])
+def test_examples_by_number(processes, workers, masked, folder, tokenizer):
+    """Example i is the same for any number of processes and workers."""
+    mixed = mixture(folder, "a.parquet", "b.jsonl", weights=[0.5, 0.5], parts=4)
+
+    def stream(process) -> TextStream:
+        return TextStream(mixed, tokenizer, 16, masked, buffer_size=16, process=process)
+
+    whole = examples(stream((0, 1)), 0, 48, 6)
+    assert len({tuple(example["labels"].tolist()) for example in whole}) > 40
+    for index in range(processes):
+        own = examples(stream((index, processes)), 0, 48, 6 // processes, workers)
+        assert_same(own, whole[index::processes])
+
+
+@pytest.mark.parametrize("workers, files", [(0, ["a.parquet"]), (2, ["b.jsonl", "a.parquet"]), (0, ["c.txt"])])
+def test_resume(workers, files, folder, tokenizer):
+    """From any step, also after the end of an epoch and by another number of processes."""
+    weights = [0.7, 0.3] if len(files) == 2 else None
+    mixed = mixture(folder, *files, weights=weights, parts=2)
+
+    def stream(process=(0, 1)) -> TextStream:
+        return TextStream(mixed, tokenizer, 32, True, buffer_size=20, process=process)
+
+    unbroken, saved, stops = examples(stream(), 0, 160), {}, (4, 24, 120, 136)
+    broken = stream()
+    for number, _ in enumerate(broken.loader(4, 0, 140, workers), start=1):
+        if number * 4 in stops:
+            saved[number * 4] = json.dumps(broken.state_dict())
+    for stop, state in saved.items():
+        assert len(state) < 3000
+        for process in [(0, 1), (1, 2)]:
+            resumed = stream(process)
+            resumed.load_state_dict(json.loads(state))
+            index, processes = process
+            assert_same(examples(resumed, stop, 160, 4 // processes), unbroken[stop + index :: processes])
+
+
+def test_a_resumed_part_does_not_begin_again(folder, tokenizer, monkeypatch):
+    read, original = [], Mixture.texts_of
+    stream = TextStream(mixture(folder, "b.jsonl"), tokenizer, 16, False, buffer_size=8)
+    examples(stream, 0, 60)
+
+    def texts_of(*given):
+        for texts in original(*given):
+            read.append(texts)
+            yield texts
+
+    monkeypatch.setattr(Mixture, "texts_of", texts_of)
+    examples(stream, 60, 61)
+    assert len(read) == 64 and read[0] == ["b 128."]
+
+
+def test_a_source_with_fewer_rows_than_shards(folder):
+    rows = MixedRows(mixture(folder, "b.jsonl", parts=500), 300)
+    with pytest.raises(ValueError, match="b.jsonl has no rows for shard 301 of 500"):
+        rows.next(1)
+
+
+def all_texts(mixed: Mixture, epoch: int) -> set[str]:
+    return {text for number in range(len(mixed.sources)) for part in texts_of(mixed, epoch, number) for text in part}
+
+
+def test_held_out(folder, tokenizer):
+    """The first rows of each part of each source are in no epoch."""
+    mixed = mixture(folder, "a.parquet", "b.jsonl", weights=[0.75, 0.25], parts=2)
+    before = all_texts(mixed, 0)
+    blocks = hold_out(mixed, 8, tokenizer, 16, masked=False)
+    held = tokenizer.decode(blocks.flatten().tolist())
+    assert blocks.shape == (8, 16) and held.count("a") > 2 * held.count("b") > 0 and "a 0." in held
+    for epoch in (0, 1):
+        left = all_texts(mixed, epoch)
+        assert left < before and len(before - left) == sum(mixed.skipped.values()) == held.count(".")
+
+
+@pytest.fixture
+def options(folder, tmp_path):
+    config = write_config(tmp_path / "config", hidden_dropout_prob=0.2)
+    return ["--config_name", config, "--streaming", "--dataset_name", folder / "a.parquet", folder / "b.jsonl",
+            "--interleave_probabilities", 0.6, 0.4, "--num_shards", 2, "--shuffle_buffer_size", 12, "--block_size", 16,
+            "--max_eval_blocks", 6, "--max_steps", 8, "--learning_rate", 0.01, "--per_device_train_batch_size", 4,
+            "--checkpointing_steps", 3]  # fmt: skip
+
+
+class Killed(BaseException):
+    pass
+
+
+def kill():
+    raise Killed
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_run(workers, options, tmp_path, monkeypatch):
+    """A run that is killed and resumed is the unbroken one, bit for bit."""
+    options += ["--dataloader_num_workers", workers]
+    run_script("pretrain", *options, "--output_dir", tmp_path / "unbroken")
+    metrics = json.loads((tmp_path / "unbroken" / "metrics.json").read_text())
+    assert metrics["perplexity_before"] > metrics["perplexity"]
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        at_call(patched, Pretraining, "train_step", 6, kill)
+        run_script("pretrain", *options, "--output_dir", tmp_path / "broken")
+    run_script("pretrain", *options, "--output_dir", tmp_path / "broken", "--resume_from_checkpoint", "latest")
+    assert_same_weights(tmp_path / "unbroken", tmp_path / "broken")
+    assert metrics["loss"] == json.loads((tmp_path / "broken" / "metrics.json").read_text())["loss"]
+
+
+def test_another_stream_is_refused(options, folder, tmp_path):
+    options += ["--output_dir", tmp_path / "out"]
+    run_script("pretrain", *options, "--max_steps", 3)
+    for given in (["--interleave_probabilities", 0.5, 0.5], ["--shuffle_buffer_size", 2], ["--max_eval_blocks", 40]):
+        with pytest.raises(SystemExit, match="another run.\n  data must be "):
+            run_script("pretrain", *options, *given, "--resume_from_checkpoint", "latest")
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        (["--interleave_probabilities", 1], "--interleave_probabilities must be one for each --dataset_name, got"),
+        (["--interleave_probabilities", 1, -1], "--interleave_probabilities must be above 0, got"),
+        (["--text_column", "body"], "--text_column must be a column of .*a.parquet, one of text, other, got body"),
+        (["--documents", "headings"], "--documents must be rows or lines with --streaming, got headings"),
+        (["--block_size", 8000], "must have 2 blocks of 8000 tokens for validation, got 0"),
+        (["--dataset_config_name", "one"], "--dataset_config_name must be one for each --dataset_name"),
+        (["--block_size", 8000, "--validation_file", "FOLDER/c.txt", "--max_eval_blocks", 1], "validation text is"),
+        (["--block_size", 2000, "--validation_file", "FOLDER/c.txt", "--max_eval_blocks", 1], "train text is shorter"),
+        (["--dataset_name", "FOLDER/a.parquet", "FOLDER/c.txt"], "--documents must be rows or lines for text files"),
+        (["--dataset_name", "FOLDER/bad.parquet", "FOLDER/b.jsonl"], "bad.parquet cannot be read: "),
+    ],
+)  # fmt: skip
+def test_errors(given, message, options, folder, tmp_path, capsys):
+    (folder / "bad.parquet").write_text("no parquet")
+    given = [str(part).replace("FOLDER", str(folder)) for part in given]
+    with pytest.raises(SystemExit) as error:
+        run_script("pretrain", *options, *given, "--output_dir", tmp_path / "out")
+    written = f"{error.value}{capsys.readouterr().err}"
+    assert re.search(message, written), written
+
+
+def test_several_sources_need_streaming(folder, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        run_script("pretrain", "--dataset_name", folder, folder, "--output_dir", tmp_path / "out")
+    assert "--dataset_name must be one source without --streaming, got" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["cpu-gloo", "cpu-fsdp2"])
+def test_two_processes(config, options, tmp_path):
+    """They resume bit for bit, do what one process does, and resume what one began, unless in shards."""
+    options += ["--config_overrides", "hidden_dropout_prob=0"]
+    two = [*options, "--per_device_train_batch_size", 2, "--dataloader_num_workers", 1]
+    run_script("pretrain", *options, "--output_dir", tmp_path / "one")
+    run_ranks("pretrain", *two, "--output_dir", tmp_path / "two", config=config)
+    assert_same_weights(tmp_path / "one", tmp_path / "two", tolerance=1e-5)
+    for name, tolerance in {"two": 0.0, "one": 1e-5}.items():
+        if (name, config) == ("one", "cpu-fsdp2"):
+            continue
+        shutil.copytree(tmp_path / name / "checkpoint-3", tmp_path / "resumed" / "checkpoint-3")
+        resume = ["--output_dir", tmp_path / "resumed", "--resume_from_checkpoint", "latest"]
+        run_ranks("pretrain", *two, *resume, config=config)
+        assert_same_weights(tmp_path / "resumed", tmp_path / "two", tolerance)
+        shutil.rmtree(tmp_path / "resumed")
+
+
+@pytest.mark.slow
+def test_memory_is_constant(tokenizer):
+    """Over two hundred thousand documents, from the first tenth on."""
+
+    def documents(shards):
+        for shard in shards:
+            yield from ({"text": f"document {shard} {i}"} for i in range(25_000))
+
+    source = IterableDataset.from_generator(documents, gen_kwargs={"shards": list(range(8))})
+    stream = TextStream(
+        Mixture(["generated"], [source], documents="rows", parts=8), tokenizer, 128, False, buffer_size=1000
+    )
+    process, resident = psutil.Process(), []
+    for _ in stream.loader(32, 0, 10**9):
+        read = sum(json.loads(state)["rows"]["read"] for state in stream.states if state)
+        if read >= 20_000 * (len(resident) + 1):
+            resident.append(process.memory_info().rss)
+        if len(resident) == 10:
+            break
+    assert max(resident) < 1.05 * min(resident)
