@@ -54,7 +54,7 @@ from tnn_scripts.common.dry_run import describe_run, measure_step
 from tnn_scripts.common.pretrain_arguments import PretrainArguments
 from tnn_scripts.common.processes import LostProcessError, watching_processes
 from tnn_scripts.common.publishing import open_repository, upload
-from tnn_scripts.common.sharding import allow_on_cpu, check_engine, held_parameters
+from tnn_scripts.common.sharding import allow_on_cpu, check_engine, held_parameters, refuse_deepspeed
 from tnn_scripts.common.signals import StopRequested
 from tnn_scripts.common.streaming_corpus import build_text_streams, open_corpus
 from tnn_scripts.data.blocks import BlockStream
@@ -72,8 +72,9 @@ def build_accelerator(args: PretrainArguments) -> Accelerator:
     """The Accelerator, as `accelerate launch` or its configuration file sets it up.
 
     Raises:
-        ValueError: several processes were started, but are not connected.
+        ValueError: several processes were started, but are not connected, or with an engine that does not fit.
     """
+    refuse_deepspeed()
     timeout = timedelta(seconds=args.ddp_timeout)
     on_cpu = args.use_cpu or not torch.accelerator.is_available()
     if on_cpu:

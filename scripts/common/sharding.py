@@ -20,9 +20,6 @@ from torch.distributed.tensor import DTensor
 
 from modeling_tnn import ToeplitzOperator
 
-# What accelerate's launcher sets for an engine, and what the state says when it is in use.
-ENGINES = {"ACCELERATE_USE_FSDP": DistributedType.FSDP, "ACCELERATE_USE_DEEPSPEED": DistributedType.DEEPSPEED}
-
 # What the pickled table of a sharded checkpoint is made of, besides dtypes.
 OF_TABLES = {
     "pathlib": {"PosixPath", "WindowsPath"},
@@ -51,19 +48,32 @@ def allow_on_cpu(timeout: timedelta):
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
+def refuse_deepspeed():
+    """Check that the launcher was not asked for DeepSpeed, before accelerate starts it.
+
+    Raises:
+        ValueError: it was.
+    """
+    if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
+        raise ValueError(
+            "This program does not run with DeepSpeed: it would change the weights before their gradients are known "
+            "to be finite, and it reads checkpoints from pickles, which can run any code. "
+            "configuration/accelerate/fsdp2.yaml divides the same states."
+        )
+
+
 def check_engine(accelerator: Accelerator):
-    """Check that what the launcher was asked for is in use.
+    """Check that the model is in shards, if the launcher was asked for that.
 
     Raises:
         ValueError: it is not.
     """
-    for variable, engine in ENGINES.items():
-        if parse_flag_from_env(variable) and accelerator.distributed_type != engine:
-            raise ValueError(
-                f"{engine.value} was asked for, but accelerate runs {accelerator.distributed_type.value} with "
-                f"{accelerator.num_processes} process on {accelerator.device.type}. Start several processes with "
-                "`accelerate launch`; DeepSpeed needs accelerators."
-            )
+    if parse_flag_from_env("ACCELERATE_USE_FSDP") and accelerator.distributed_type != DistributedType.FSDP:
+        raise ValueError(
+            f"FSDP was asked for, but accelerate runs {accelerator.distributed_type.value} with "
+            f"{accelerator.num_processes} process on {accelerator.device.type}. Start several processes with "
+            "`accelerate launch`."
+        )
 
 
 def prepare(accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *others) -> tuple:

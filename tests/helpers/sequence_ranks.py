@@ -128,8 +128,11 @@ def check(tno_type: str, causal: bool, fields: dict, given) -> dict:
     }
 
 
-def train_in_float32() -> dict:
-    """Accumulation, activations that are computed again, and two forward passes before their backward passes."""
+def train(mixed: bool = False) -> dict:
+    """Accumulation, activations that are computed again, and two forward passes before their backward passes.
+
+    In float32 or mixed precision.
+    """
     model = build("rpe", True, {}).float().train()
     twin = copy.deepcopy(model)
     losses = []
@@ -137,8 +140,9 @@ def train_in_float32() -> dict:
         checkpoint_activations(one)
         with divided(one) if one is model else torch.enable_grad() as parallel:
             for _ in range(2):
-                first = one(input_ids=ids(), labels=ids(), **padding()).loss
-                second = one(input_ids=ids().flip(1), labels=ids().flip(1), **packed()).loss
+                with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+                    first = one(input_ids=ids(), labels=ids(), **padding()).loss
+                    second = one(input_ids=ids().flip(1), labels=ids().flip(1), **packed()).loss
                 (first + second).backward()
             if one is model:
                 parallel.add_gradients()
@@ -265,5 +269,6 @@ def cases(few: bool, slow: bool) -> dict:
     """The cases of `make test` for two processes, some of them, or all."""
     names = FEW if few else CASES.keys() if slow else USUAL
     others = {"generate": partial(generate, ["rtf"] if few else CAUSAL), "count": count}
-    others |= {} if few else {"train": train_in_float32, "engines": engines, "refuse": refuse}
+    training = {"train": train, "train mixed": partial(train, mixed=True)}
+    others |= {} if few else training | {"engines": engines, "refuse": refuse}
     return {name: partial(check, *CASES[name]) for name in names} | others

@@ -135,8 +135,8 @@ def saves_the_same(divided, model, folder: Path) -> bool:
     return same and all(torch.equal(value, loaded[name]) for name, value in model.state_dict().items())
 
 
-def train() -> dict:
-    """Three steps of AdamW with accumulation, and with activations that are computed again, in float32."""
+def train(mixed: bool = False) -> dict:
+    """Three steps with accumulation and with activations that are computed again, in float32 or mixed precision."""
     model, _, divided = build("rtf", True, {"rtf_num_denominators": 1}, torch.float32)
     ids = inputs(False)["input_ids"]
     checkpoint_activations(divided)
@@ -146,7 +146,8 @@ def train() -> dict:
         optimizer = torch.optim.SGD(one.parameters(), lr=0.1, foreach=False)
         for _ in range(3):
             for batch in (ids, ids.flip(1)):
-                loss = one(batch, labels=batch).loss
+                with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+                    loss = one(batch, labels=batch).loss
                 loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -241,6 +242,7 @@ def refuse() -> dict:
 def cases(few: bool, slow: bool) -> dict:
     """The cases of `make test` for two processes, some of them, or all."""
     chosen = {name: CASES[name] for name in FEW} if few else CASES | (SLOW if slow else {})
-    others = {} if few else {"train": train, "continue": continue_texts, "pipeline": pipeline, "refuse": refuse}
+    others = {"train": train, "train mixed": partial(train, mixed=True), "continue": continue_texts}
+    others = {} if few else others | {"pipeline": pipeline, "refuse": refuse}
     others |= {"heads": heads} if slow else {}
     return {name: partial(check, *case) for name, case in chosen.items()} | others

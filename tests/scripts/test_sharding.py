@@ -94,8 +94,8 @@ def test_an_engine_that_is_not_in_use(runs, monkeypatch, tmp_path):
     copies = SimpleNamespace(distributed_type=DistributedType.MULTI_CPU, num_processes=2, device=torch.device("cpu"))
     check_engine(copies)
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    with pytest.raises(ValueError, match="DEEPSPEED was asked for, but accelerate runs MULTI_CPU with 2 process"):
-        check_engine(copies)
+    with pytest.raises(SystemExit, match="does not run with DeepSpeed: .*fsdp2.yaml divides the same states"):
+        run_script("pretrain", *runs[1], "--output_dir", tmp_path / "out", *rows(6))
 
 
 # Trains two steps in bfloat16, and writes the dtypes of the weights while they are used.
@@ -161,16 +161,18 @@ def test_the_same_processes_resume(runs, tmp_path):
 
 @pytest.mark.slow
 def test_shards_within_copies(runs, tmp_path):
-    """HSDP: two groups of two processes, each with a whole model in shards."""
+    """HSDP: two groups of two processes, each with a whole model in shards. One such group resumes."""
     folder, options = runs
     groups = ["--use_fsdp", "--fsdp_version", 2, "--use_parallelism_config",
               "--parallelism_config_dp_replicate_size", 2, "--parallelism_config_dp_shard_size", 2]  # fmt: skip
-    options = [*options, "--max_steps", 3]
     run_script("pretrain", *options, "--output_dir", tmp_path / "one", *rows(8))
     shard(*options, "--output_dir", tmp_path / "four", *rows(2), count=4, launcher=groups)
     figures = metrics_of(tmp_path / "four")
     assert figures["parameters_per_process"] == [figures["parameters"] // 2] * 4
     assert_same_weights(tmp_path / "one", tmp_path / "four", tolerance=2e-5)
+    shutil.copytree(tmp_path / "four" / "checkpoint-3", tmp_path / "two" / "checkpoint-3")
+    shard(*options, "--output_dir", tmp_path / "two", "--resume_from_checkpoint", "latest", *rows(4))
+    assert_same_weights(tmp_path / "four", tmp_path / "two", tolerance=1e-6)
 
 
 @pytest.mark.slow

@@ -68,6 +68,7 @@ def test_what_is_divided(two):
 
 def test_training(two):
     assert two["train"]["loss"] < 1e-5 and two["train"]["weights"] < 1e-5
+    assert two["train mixed"]["loss"] < 1e-2 and two["train mixed"]["weights"] < 1e-2, two["train mixed"]
 
 
 def test_texts_that_are_continued(two):
