@@ -114,9 +114,10 @@ class HistoryBuffer:
     def settle(self, block: int):
         """Give a ring the length for values that come one by one. The next `block` of them will lie in one piece."""
         if self.is_ring and not self.is_fixed:
-            wanted = min(_aligned(self.reach + SLACK), _aligned(self.held + max(ALIGNMENT, self.held)))
-            if self.buffer.shape[-1] != wanted or (self.end + block) % ALIGNMENT:
-                self._move(wanted, -block % ALIGNMENT)
+            longest, capacity = _aligned(self.reach + SLACK), self.buffer.shape[-1]
+            fits = min(longest, self.held + block) <= capacity <= longest
+            if not fits or capacity % ALIGNMENT or (self.end + block) % ALIGNMENT:
+                self._move(min(longest, _aligned(self.held + max(ALIGNMENT, self.held))), -block % ALIGNMENT)
 
     def fix(self, longest: int | None):
         """Give the buffer the length that it keeps while values come one by one.

@@ -253,8 +253,9 @@ class FilterRecurrence(Recurrence):
         if position % self.base == 0 and counters.get("tiles", 0) < position:
             self._pass_on_tile(state, position & -position)
         if self.looks_ahead and is_on_host(like) and position % every == 0:
-            parts = self.horizon // every
-            self._look_ahead(state, -(-like.shape[1] * (position // every + 1) // parts), counters["block"] - position)
+            channels, parts = like.shape[1], max(1, counters["block"] // every)  # the first block may be short
+            until = min(channels, -(-channels * (position // every + 1) // parts))
+            self._look_ahead(state, until, counters["block"] - position)
 
     def chunk(self, state, x: torch.Tensor) -> torch.Tensor:
         past = self._past(state)  # (B, D, P)

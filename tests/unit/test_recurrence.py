@@ -49,8 +49,8 @@ def blocks(request, monkeypatch):
         yield
 
 
-def operator_of(kind, layer_idx=1):
-    operator = seeded(build_tno, tiny_config(**KINDS[kind]), layer_idx).double()
+def operator_of(kind, layer_idx=1, **fields):
+    operator = seeded(build_tno, tiny_config(**KINDS[kind] | fields), layer_idx).double()
     torch.manual_seed(1)
     with torch.no_grad():
         operator.reset_parameters()
@@ -116,6 +116,31 @@ def test_crops_across_the_start_of_a_block(kind, blocks):
         layer.crop(-count)
         y = advance(layer, v[:, position : position + 1], operator)
         assert relative_error(y, expected[:, position : position + 1]) < 1e-11
+
+
+@pytest.mark.parametrize("phase", [0.0, 0.5, 0.83])
+def test_no_token_does_the_work_of_a_block(phase, monkeypatch):
+    """Each part of the next block has its token, in a short first block too, and a history moves when it is full."""
+    operator = operator_of("rpe", decay=0.99)
+    operator.refill_phase = phase
+    looked, moved, position = {}, [], 0
+    look_ahead, move = recurrence.FilterRecurrence._look_ahead, HistoryBuffer._move
+
+    def spy(self, state, until, remaining):
+        before = state.counters.get("ahead", 0)
+        look_ahead(self, state, until, remaining)
+        looked[position] = looked.get(position, 0) + state.counters["ahead"] - before
+
+    monkeypatch.setattr(recurrence.FilterRecurrence, "_look_ahead", spy)
+    monkeypatch.setattr(HistoryBuffer, "_move", lambda self, *given: (moved.append(position), move(self, *given)))
+    v, layer = random_input(2000, operator), TnnCacheLayer()
+    advance(layer, v[:, :500], operator)
+    for position in range(500, 2000):
+        advance(layer, v[:, position : position + 1], operator)
+    assert looked.pop(500) >= operator.channels  # the first block begins
+    parts = layer.recurrence.first_block // 4
+    assert max(looked.values()) <= -(-operator.channels // parts) + 1
+    assert len(moved) <= 3, moved
 
 
 @EVERY_KIND
