@@ -38,7 +38,7 @@ def plot(suite: str, rows: list[dict], path: Path):
     axes.minorticks_off()
     axes.yaxis.set_major_formatter(ScalarFormatter())
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
+    figure.legend(loc="outside right upper", frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
