@@ -15,6 +15,7 @@ from .tno_auto import register_operator
 from .toeplitz import causal_toeplitz_matmul, dense_toeplitz, toeplitz_matmul
 
 if TYPE_CHECKING:
+    from .heads import TnnForMultipleChoice, TnnForQuestionAnswering, TnnForTokenClassification
     from .modeling_tnn import (
         TnnForCausalLM,
         TnnForImageClassification,
@@ -35,7 +36,10 @@ __all__ = [
     "TnnForCausalLM",
     "TnnForImageClassification",
     "TnnForMaskedLM",
+    "TnnForMultipleChoice",
+    "TnnForQuestionAnswering",
     "TnnForSequenceClassification",
+    "TnnForTokenClassification",
     "TnnModel",
     "TnnPreTrainedModel",
     "ToeplitzOperator",
@@ -52,6 +56,7 @@ __all__ = [
 
 # Module -> names that are imported from it on first use.
 _LATER = {
+    "heads": ["TnnForMultipleChoice", "TnnForQuestionAnswering", "TnnForTokenClassification"],
     "modeling_tnn": [name for name in __all__ if name.startswith("Tnn") and name != "TnnConfig"],
     "sequence_parallel": ["SequenceParallel"],
     "stability": ["PoleCallback", "find_unstable", "project_poles"],

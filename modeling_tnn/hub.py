@@ -33,7 +33,10 @@ AUTO_MAP = {
     "AutoModelForCausalLM": "modeling_tnn.TnnForCausalLM",
     "AutoModelForImageClassification": "modeling_tnn.TnnForImageClassification",
     "AutoModelForMaskedLM": "modeling_tnn.TnnForMaskedLM",
+    "AutoModelForMultipleChoice": "heads.TnnForMultipleChoice",
+    "AutoModelForQuestionAnswering": "heads.TnnForQuestionAnswering",
     "AutoModelForSequenceClassification": "modeling_tnn.TnnForSequenceClassification",
+    "AutoModelForTokenClassification": "heads.TnnForTokenClassification",
 }
 
 
@@ -44,9 +47,9 @@ def save_code(folder: str | os.PathLike):
     configuration and for a model. The configuration's copy saves models too, so it needs the files of the models. No
     code here imports them; the loader finds them by this line:
 
-        from .modeling_tnn import TnnModel
+        from .heads import TnnForTokenClassification
     """
-    models = Path(__file__).with_name("modeling_tnn.py")
+    models = Path(__file__).with_name("heads.py")
     for file in {models, *map(Path, get_relative_import_files(models))}:
         copied = Path(folder) / file.name
         if not (copied.exists() and copied.samefile(file)):
@@ -62,7 +65,7 @@ UNCHECKED_KWARGS = ("state_dict", "gguf_file", "variant", "force_download", "ign
 logger = logging.getLogger(__name__)
 
 # Prefixes of the parameters of heads. All other parameters are the body, which all models share.
-HEADS = ("lm_head.", "transform.", "classifier.")
+HEADS = ("lm_head.", "transform.", "classifier.", "qa_outputs.")
 
 
 class CheckpointMismatchError(ValueError, RuntimeError):

@@ -127,14 +127,19 @@ def _check_range(name: str, ids: torch.Tensor, limit_name: str, limit: int):
 
 
 def check_labels(
-    labels: Any, hidden_states: torch.Tensor, vocab_size: int, name: str = "labels", ignore_index: int = -100
+    labels: Any,
+    hidden_states: torch.Tensor,
+    classes: int,
+    name: str = "labels",
+    ignore_index: int = -100,
+    limit: str = "vocab_size",
 ):
     """Check that labels fit the hidden states `(B, L, d)` of all positions.
 
     Raises:
         TypeError: the labels are not a tensor of int64.
-        ValueError: they are not `(B, L)`, or hold an id outside the vocabulary other than `ignore_index` (checked on
-            the CPU only).
+        ValueError: they are not `(B, L)`, or hold an id outside [0, classes) other than `ignore_index` (checked on
+            the CPU only). The field `limit` has the number of classes.
     """
     check_tensor(name, labels, "(B, L)", 2, (torch.int64,))
     if labels.shape != hidden_states.shape[:2]:
@@ -143,7 +148,7 @@ def check_labels(
             f"logits, got {tuple(labels.shape)}"
         )
     _check_device(name, labels, hidden_states)
-    _check_range(name, labels.where(labels != ignore_index, 0), "vocab_size", vocab_size)
+    _check_range(name, labels.where(labels != ignore_index, 0), limit, classes)
 
 
 def check_logits_to_keep(logits_to_keep: Any, length: int, labels: torch.Tensor | None):
@@ -183,6 +188,44 @@ def check_class_labels(labels: Any, logits: torch.Tensor):
     _check_device("labels", labels, logits)
     if whole and classes > 1:
         _check_range("labels", labels.where(labels != -100, 0), "num_labels", classes)
+
+
+def check_spans(start_positions: Any, end_positions: Any, logits: torch.Tensor):
+    """Check that the ends of spans fit the `logits` `(B, L)`.
+
+    Raises:
+        TypeError: they are not tensors of int64.
+        ValueError: they are not `(B,)`, or negative (checked on the CPU only).
+    """
+    batch = logits.shape[0]
+    for name, places in {"start_positions": start_positions, "end_positions": end_positions}.items():
+        check_tensor(name, places, "(B,)", 1, (torch.int64,))
+        if places.shape != (batch,):
+            raise ValueError(f"`{name}` must have shape (B,) = ({batch},), got {tuple(places.shape)}")
+        _check_device(name, places, logits)
+        if can_be_read(places) and (places < 0).any():
+            raise ValueError(f"`{name}` must be at least 0, got {int(places.min())}")
+
+
+def check_choices(name: str, tokens: Any, attention_mask: torch.Tensor | None) -> int:
+    """Check that `tokens` are `(B, C, L)` ids or `(B, C, L, d)` embeddings, and the mask `(B, C, L)`; returns C.
+
+    Raises:
+        TypeError: they are not tensors.
+        ValueError: they have other shapes.
+    """
+    shape, dims = ("(B, C, L)", 3) if name == "input_ids" else ("(B, C, L, d)", 4)
+    require_tensor(name, tokens, shape)
+    if tokens.dim() != dims:
+        raise ValueError(f"`{name}` must have shape {shape}, got {tuple(tokens.shape)}")
+    if attention_mask is not None:
+        require_tensor("attention_mask", attention_mask, "(B, C, L)")
+        if attention_mask.shape != tokens.shape[:3]:
+            raise ValueError(
+                f"`attention_mask` must have shape (B, C, L) = {tuple(tokens.shape[:3])}, "
+                f"got {tuple(attention_mask.shape)}"
+            )
+    return tokens.shape[1]
 
 
 def _check_device(name: str, value: torch.Tensor, like: torch.Tensor):

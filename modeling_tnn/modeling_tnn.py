@@ -400,15 +400,22 @@ class TnnPredictionHeadTransform(nn.Module):
         return self.norm(nn.functional.gelu(self.dense(hidden_states)))
 
 
-class TnnClassificationHead(nn.Module):
-    """Two linear layers with a tanh between them, each after dropout, for `num_features` inputs (d unless given)."""
+def head_dropout(config: TnnConfig) -> nn.Dropout:
+    """The dropout of a classification head."""
+    return nn.Dropout(config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout)
 
-    def __init__(self, config: TnnConfig, num_features: int | None = None):
+
+class TnnClassificationHead(nn.Module):
+    """Two linear layers with a tanh between them, each after dropout.
+
+    There are `num_features` inputs and `num_labels` outputs, d and `config.num_labels` unless given.
+    """
+
+    def __init__(self, config: TnnConfig, num_features: int | None = None, num_labels: int | None = None):
         super().__init__()
-        rate = config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout
-        self.dropout = nn.Dropout(rate)
+        self.dropout = head_dropout(config)
         self.dense = nn.Linear(num_features or config.hidden_size, config.hidden_size)
-        self.out_proj = nn.Linear(config.hidden_size, config.num_labels)
+        self.out_proj = nn.Linear(config.hidden_size, num_labels or config.num_labels)
 
     def forward(self, pooled: torch.Tensor) -> torch.Tensor:
         """`(B, num_features)` to `(B, num_labels)`."""

@@ -41,6 +41,9 @@ PIPELINES = {
     "TnnForCausalLM": "text-generation",
     "TnnForMaskedLM": "fill-mask",
     "TnnForSequenceClassification": "text-classification",
+    "TnnForTokenClassification": "token-classification",
+    "TnnForQuestionAnswering": "question-answering",
+    "TnnForMultipleChoice": "multiple-choice",
     "TnnForImageClassification": "image-classification",
     "TnnModel": "feature-extraction",
 }

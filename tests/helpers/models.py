@@ -3,9 +3,26 @@
 import pytest
 import torch
 from torch.utils.data import Dataset
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForMultipleChoice,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 
-from modeling_tnn import TnnConfig, TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification, TnnModel
+from modeling_tnn import (
+    TnnConfig,
+    TnnForCausalLM,
+    TnnForMaskedLM,
+    TnnForMultipleChoice,
+    TnnForQuestionAnswering,
+    TnnForSequenceClassification,
+    TnnForTokenClassification,
+    TnnModel,
+)
 from modeling_tnn.tno_auto import OPERATORS
 
 CAUSAL = [name for name, cls in OPERATORS.items() if cls.supports_causal]
@@ -95,6 +112,9 @@ AUTO = {
     TnnForCausalLM: AutoModelForCausalLM,
     TnnForMaskedLM: AutoModelForMaskedLM,
     TnnForSequenceClassification: AutoModelForSequenceClassification,
+    TnnForTokenClassification: AutoModelForTokenClassification,
+    TnnForQuestionAnswering: AutoModelForQuestionAnswering,
+    TnnForMultipleChoice: AutoModelForMultipleChoice,
 }
 
 

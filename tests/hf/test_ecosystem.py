@@ -15,11 +15,9 @@ from datasets import Dataset
 from tokenizers import ByteLevelBPETokenizer
 from transformers import (
     AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoModelForSequenceClassification,
     AutoTokenizer,
     DataCollatorForLanguageModeling,
+    DataCollatorForTokenClassification,
     PreTrainedTokenizerFast,
     TextIteratorStreamer,
     Trainer,
@@ -28,8 +26,16 @@ from transformers import (
 )
 
 from helpers import processes
-from helpers.models import relative_error, seeded, tiny_config
-from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification, TnnModel
+from helpers.models import AUTO, relative_error, seeded, tiny_config
+from modeling_tnn import (
+    TnnForCausalLM,
+    TnnForMaskedLM,
+    TnnForMultipleChoice,
+    TnnForQuestionAnswering,
+    TnnForSequenceClassification,
+    TnnForTokenClassification,
+    TnnModel,
+)
 
 PAGE = Path(__file__).parents[2] / "docs" / "pages" / "guides" / "tools.md"
 SENTENCES = [
@@ -38,12 +44,6 @@ SENTENCES = [
     "How vexingly quick daft zebras jump over five dozen jugs!",
 ]
 SPECIAL = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>", "mask_token": "<mask>"}
-AUTO = {
-    TnnModel: AutoModel,
-    TnnForCausalLM: AutoModelForCausalLM,
-    TnnForMaskedLM: AutoModelForMaskedLM,
-    TnnForSequenceClassification: AutoModelForSequenceClassification,
-}
 MATRIX: dict[str, set[str]] = {}
 
 
@@ -67,7 +67,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 @pytest.fixture
 def folder(head, tokenizer, tmp_path) -> Path:
     """A saved model of the class `head` and a tokenizer; the widths are those that int4 groups ask for."""
-    bidirectional = head in (TnnForMaskedLM, TnnModel)
+    bidirectional = head not in (TnnForCausalLM, TnnForSequenceClassification)
     config = tiny_config(causal=not bidirectional, vocab_size=len(tokenizer), hidden_size=64, eos_token_id=None)
     seeded(head, config).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
@@ -75,9 +75,18 @@ def folder(head, tokenizer, tmp_path) -> Path:
 
 
 @pytest.fixture
-def inputs(tokenizer) -> dict[str, torch.Tensor]:
-    """A padded batch."""
-    return dict(tokenizer(SENTENCES, return_tensors="pt", padding=True, return_token_type_ids=False))
+def inputs(head, tokenizer) -> dict[str, torch.Tensor]:
+    return batch_for(head, tokenizer, SENTENCES)
+
+
+def batch_for(head, tokenizer, texts: list[str]) -> dict[str, torch.Tensor]:
+    """A padded batch; for choices with two texts in each row, and without padding where its logits have no bound."""
+    if head is TnnForQuestionAnswering:
+        texts = texts[:1] * len(texts)
+    batch = dict(tokenizer(texts, return_tensors="pt", padding=True, return_token_type_ids=False))
+    if head is TnnForMultipleChoice:
+        return {name: torch.stack([value, value.flip(0)], dim=1) for name, value in batch.items()}
+    return batch
 
 
 def first_output(model, inputs) -> torch.Tensor:
@@ -90,6 +99,7 @@ TASKS = {
     TnnForCausalLM: "text-generation",
     TnnForMaskedLM: "fill-mask",
     TnnForSequenceClassification: "text-classification",
+    TnnForTokenClassification: "token-classification",
 }
 
 
@@ -119,7 +129,7 @@ def leaves(nested) -> dict:
     return {"": nested}
 
 
-@heads(TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification)
+@heads(TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification, TnnForTokenClassification)
 def test_trainer(head, folder, tokenizer, tmp_path):
     """The loss falls, a checkpoint loads, and the trained model is what was saved."""
     rows = [tokenizer(text, return_token_type_ids=False) for text in SENTENCES] * 8
@@ -129,6 +139,9 @@ def test_trainer(head, folder, tokenizer, tmp_path):
     collator = None
     if head is TnnForSequenceClassification:
         data = data.add_column("label", [0, 1, 0] * 8)
+    elif head is TnnForTokenClassification:
+        data = data.add_column("labels", [[token % 2 for token in row["input_ids"]] for row in rows])
+        collator = DataCollatorForTokenClassification(tokenizer)
     else:
         collator = DataCollatorForLanguageModeling(tokenizer, mlm=head is TnnForMaskedLM, seed=0)
     args = TrainingArguments(output_dir=str(tmp_path / "run"), max_steps=20, learning_rate=3e-3, logging_steps=5,
@@ -229,9 +242,11 @@ def test_device_map_with_offload_to_disk(head, folder, inputs, tmp_path):
 def test_export(head, folder, inputs, tokenizer):
     """One program for all batch sizes and lengths, padded ones too."""
     model = AUTO[head].from_pretrained(folder, use_cache=False).eval()
-    sizes = {name: {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC} for name in inputs}
+    sizes = {name: dict.fromkeys(range(value.dim()), torch.export.Dim.DYNAMIC) for name, value in inputs.items()}
+    if head is TnnForMultipleChoice:  # of two texts
+        sizes = {name: free | {1: torch.export.Dim.STATIC} for name, free in sizes.items()}
     program = torch.export.export(model, (), inputs, dynamic_shapes=sizes, strict=False).module()
-    other = dict(tokenizer(SENTENCES[:2] * 2, return_tensors="pt", padding=True, return_token_type_ids=False))
+    other = batch_for(head, tokenizer, [text[::2] for text in SENTENCES[:2] * 2])
     for batch in (inputs, other):
         assert relative_error(first_output(program, batch), first_output(model, batch)) < 1e-5
 

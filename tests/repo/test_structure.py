@@ -25,6 +25,7 @@ FLOORS = [
     {"tno_auto", "stability", "tensor_parallel", "sequence_parallel"},
     {"configuration_tnn"},
     {"modeling_tnn", "presets", "auto_classes"},
+    {"heads"},
     {"__init__"},
 ]
 

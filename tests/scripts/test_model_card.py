@@ -8,13 +8,11 @@ from pathlib import Path
 import pytest
 from huggingface_hub import ModelCard
 
-from helpers.models import seeded, tiny_config
+from helpers.models import AUTO, seeded, tiny_config
 from modeling_tnn import (
     TnnForCausalLM,
     TnnForImageClassification,
     TnnForMaskedLM,
-    TnnForSequenceClassification,
-    TnnModel,
 )
 from tnn_scripts.common import model_card
 from tnn_scripts.common.model_card import INPUTS, TEMPLATE, collect, render
@@ -60,7 +58,7 @@ def arguments(folder: Path, **named) -> Namespace:
     return Namespace(folder=folder, **card | results | named)
 
 
-@pytest.mark.parametrize("head", [TnnModel, TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification])
+@pytest.mark.parametrize("head", AUTO)
 def test_what_was_not_measured_is_left_out(head, tmp_path):
     """With nothing but a model there is no table of results; with the files of a script there is one."""
     model = seeded(head, tiny_config(causal=head is not TnnForMaskedLM))
