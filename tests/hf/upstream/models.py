@@ -19,7 +19,10 @@ from modeling_tnn import (
     TnnForCausalLM,
     TnnForImageClassification,
     TnnForMaskedLM,
+    TnnForMultipleChoice,
+    TnnForQuestionAnswering,
     TnnForSequenceClassification,
+    TnnForTokenClassification,
     TnnModel,
 )
 from tests import test_modeling_common as common
@@ -31,6 +34,9 @@ for table, model_class in {
     "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES": TnnForCausalLM,
     "MODEL_FOR_MASKED_LM_MAPPING_NAMES": TnnForMaskedLM,
     "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES": TnnForSequenceClassification,
+    "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES": TnnForTokenClassification,
+    "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES": TnnForQuestionAnswering,
+    "MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES": TnnForMultipleChoice,
     "MODEL_FOR_NEXT_SENTENCE_PREDICTION_MAPPING_NAMES": TnnForSequencePairClassification,
     "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES": TnnForImageClassification,
 }.items():
@@ -41,7 +47,7 @@ class TextTester:
     """The tester of text models: small configurations, and inputs with padding anywhere."""
 
     batch_size, seq_length = 13, 7
-    num_hidden_layers, hidden_size, vocab_size, num_labels = 2, 32, 99, 3
+    num_hidden_layers, hidden_size, vocab_size, num_labels, num_choices = 2, 32, 99, 3, 4
     is_training = True
     base_model_class, sequence_classification_class = TnnModel, TnnForSequenceClassification
 
@@ -124,6 +130,24 @@ def add_text_models(name, tno_type, causal, **fields):
 
 for tno_type, causal in VARIANTS:
     add_text_models(f"Tnn{tno_type.title()}{'Causal' if causal else 'Bidirectional'}Test", tno_type, causal)
+
+
+class TnnHeadsTest(ModelTests, unittest.TestCase):
+    """Tags, answers and choices."""
+
+    all_model_classes = (TnnForTokenClassification, TnnForQuestionAnswering, TnnForMultipleChoice)
+    fields = {"causal": False}
+
+    def test_export(self):
+        """Without choices: the test gives them rows of one text. `test_ecosystem.py` exports them."""
+        with patch.object(self, "all_model_classes", self.all_model_classes[:2]):
+            super().test_export()
+
+
+class TnnCausalHeadsTest(TnnHeadsTest):
+    """The same in one direction."""
+
+    fields = {"causal": True}
 
 
 class TnnSequencePairTest(ModelTests, unittest.TestCase):

@@ -75,6 +75,21 @@ class TextClassificationCheck(Check):
         assert pipe({"text": TEXTS[0], "text_pair": TEXTS[1]})["label"] in labels
 
 
+class TokenClassificationCheck(Check):
+    """A label for each token, or for groups of tokens that lie together."""
+
+    task = "token-classification"
+
+    def run_pipeline_test(self, pipe, examples):
+        labels = set(pipe.model.config.id2label.values())
+        for text, tags in zip(examples, pipe(examples, ignore_labels=[]), strict=True):
+            assert len(tags) == len(pipe.tokenizer(text).input_ids)
+            assert all(tag["entity"] in labels and 0 < tag["score"] <= 1 for tag in tags)
+            assert [tag["index"] for tag in tags] == list(range(len(tags)))
+        groups = pipe(examples[0], aggregation_strategy="simple", ignore_labels=[])
+        assert "".join(examples[0][group["start"] : group["end"]] for group in groups) == examples[0]
+
+
 class TextGenerationCheck(Check):
     """The text and its continuation."""
 

@@ -21,13 +21,14 @@ from modeling_tnn import (
     TnnForImageClassification,
     TnnForMaskedLM,
     TnnForSequenceClassification,
+    TnnForTokenClassification,
     TnnModel,
 )
 
 SPECIAL = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>", "mask_token": "<mask>"}
 SUMMARY = {
     head.__name__: {"tokenizer_classes": [PreTrainedTokenizerFast.__name__], "processor_classes": []}
-    for head in (TnnModel, TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification)
+    for head in (TnnModel, TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification, TnnForTokenClassification)
 }
 SUMMARY["TnnForImageClassification"] = {"tokenizer_classes": [], "processor_classes": [ViTImageProcessor.__name__]}
 
@@ -44,6 +45,7 @@ if not (harness.FOLDER / "pipelines").is_dir():
         "image-classification": "ImageClassificationCheck",
         "text-classification": "TextClassificationCheck",
         "text-generation": "TextGenerationCheck",
+        "token-classification": "TokenClassificationCheck",
         "zero-shot": "ZeroShotCheck",
     }.items():
         mixin.pipeline_test_mapping[task] = {"test": f"pipeline_checks.{name}"}
@@ -93,6 +95,7 @@ def add_text_pipelines(name, tno_type, causal):
     """Tests of the tasks of one variant."""
     mapping = {"feature-extraction": TnnModel}
     mapping |= {"text-generation": TnnForCausalLM} if causal else {"fill-mask": TnnForMaskedLM}
+    mapping |= {"token-classification": TnnForTokenClassification}
     mapping |= dict.fromkeys(("text-classification", "zero-shot"), TnnForSequenceClassification)
     members = {"pipeline_model_mapping": mapping, "fields": {"tno_type": tno_type, "causal": causal}}
     globals()[name] = type(name, (PipelineTests, unittest.TestCase), members | {"__module__": __name__})
