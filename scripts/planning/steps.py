@@ -1,0 +1,183 @@
+"""A training step on several devices: counted in one process without memory, and measured in real processes.
+
+Both do the same: the code of the package, of PyTorch's and of transformers' engines runs, with the branches that it
+takes on an accelerator. To be counted, tensors have shapes but no memory, and messages go nowhere.
+"""
+
+import gc
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.profiler import record_function
+from torch.profiler import ProfilerActivity, profile
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from modeling_tnn import TnnConfig, numerics
+from tnn_scripts.common.lm_loss import summed_loss
+from tnn_scripts.planning.engines import ENGINES, Divided, build_model, optimizer_of
+from tnn_scripts.planning.recorder import Recorder
+
+MARKS = ("forward", "backward", "optimizer", "end")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A step: the model, `batch` texts of `length` tokens for each process or for all together, and how it is done."""
+
+    config: TnnConfig
+    length: int
+    engine: str = "ddp"
+    processes: int = 1
+    batch: int = 1
+    precision: str = "no"
+    optim: str = "adamw_torch_fused"
+    gradient_checkpointing: bool = False
+
+
+class Step:
+    """The model, the optimizer and the batch of a step on this process."""
+
+    def __init__(self, settings: Settings, mesh, device: str = "cpu"):
+        self.settings, engine = settings, ENGINES[settings.engine]
+        with torch.device(device):
+            self.base = build_model(settings.config, settings.gradient_checkpointing)
+            ids = torch.randint(settings.config.vocab_size, (settings.batch, settings.length))
+        self.batch = {"input_ids": ids, "labels": ids}
+        several = settings.processes > 1
+        self.divided = engine.divide(self.base, mesh, settings.precision) if several else Divided(self.base)
+        self.optimizer = optimizer_of(self.base, settings.optim)
+        self.autocast = torch.autocast(device.partition(":")[0], torch.bfloat16, enabled=settings.precision == "bf16")
+
+    def run(self, mark: Callable[[str], None]):
+        """Do the step, and say where it is."""
+        config = self.settings.config
+        with self.divided.context:
+            mark("forward")
+            with self.autocast:
+                loss = summed_loss(self.divided.model, config, self.batch, config.causal)
+            mark("backward")
+            loss.backward()
+            if self.divided.adds:
+                for parameter in self.base.parameters():  # as `add_gradients`, which reads which of them there are
+                    dist.all_reduce(parameter.grad)
+        mark("optimizer")
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        mark("end")
+
+    def fill_states(self):
+        """Make the states of the optimizer."""
+        for parameter in self.base.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def count(settings: Settings) -> dict:
+    """The bytes of a step on the first of the processes, by part, and the numbers that it sends to others."""
+    with pretended_processes(settings.processes):
+        mesh = mesh_of(settings)
+        with as_on_accelerators(), FakeTensorMode(), Recorder() as recorder:
+            step = Step(settings, mesh)
+            step.fill_states()
+            recorder.assign("weights", step.base.parameters())
+            recorder.assign("gradients", step.divided.buckets)
+
+            def mark(name: str):
+                recorder.mark(name)
+                if name == "optimizer":
+                    recorder.assign("gradients", [one.grad for one in step.base.parameters()])
+
+            step.run(mark)
+    parts = recorder.parts()
+    return {
+        "parts": parts,
+        "peak": sum(parts.values()),
+        "kept": recorder.bytes_at("backward") - recorder.bytes_at("forward"),
+        "sent_numbers": sum(recorder.sent.values()),
+        "sent_bytes": sum(size * numbers for size, numbers in recorder.sent.items()),
+    }
+
+
+def measure(settings: Settings) -> dict:
+    """The bytes of the second step on this process, which is one of those of `settings`, at their most.
+
+    On a CPU it is what PyTorch's allocator has given out and not got back, by its profiler.
+    """
+    mesh = mesh_of(settings)
+    with as_on_accelerators(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step, now = Step(settings, mesh), []
+
+        def mark(name: str):
+            while now:
+                now.pop().__exit__(None, None, None)
+            if name != "end":
+                now.append(record_function(f"step: {name}"))
+                now[-1].__enter__()
+
+        step.run(mark)
+        step.run(mark)
+    events = profiler.profiler.kineto_results.events()
+    starts = {name: max(e.start_ns() for e in events if e.name() == f"step: {name}") for name in MARKS[:3]}
+    total, peak, at = 0, 0, dict.fromkeys(starts, 0)
+    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        total += event.nbytes()
+        at |= {name: total for name, start in starts.items() if event.start_ns() <= start}
+        peak = max(peak, total) if event.start_ns() > starts["forward"] else 0
+    return {"peak": peak, "kept": at["backward"] - at["forward"]}
+
+
+def mesh_of(settings: Settings):
+    return ENGINES[settings.engine].mesh("cpu", settings.processes) if settings.processes > 1 else None
+
+
+@contextmanager
+def pretended_processes(count: int) -> Iterator[None]:
+    """Be the first of so many processes, whose messages go nowhere."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def as_on_accelerators() -> Iterator[None]:
+    """Take the branches of accelerators on the CPU, and those of ordinary tensors with tensors without memory."""
+    plain = (*numerics.PLAIN_TENSORS, FakeTensor)
+    with (
+        mock.patch.multiple(numerics, HOST_DEVICES=(), PLAIN_TENSORS=plain),
+        mock.patch.object(torch.nn.functional, "dropout", dropout),
+    ):
+        yield
+
+
+def dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    """Dropout that keeps a mask of bytes, as on an accelerator; on the CPU PyTorch keeps one of numbers."""
+    return torch.native_dropout(x, p, True)[0] if training and p > 0 else x
+
+
+def measure_all(plans: list[Settings]) -> list[dict]:
+    """What `measure` finds for each of several steps: the most of all processes that were started."""
+    started = "RANK" in os.environ
+    if started:
+        dist.init_process_group("gloo")
+    try:
+        found = []
+        for plan in plans:
+            gc.collect()  # what is given back later would be missing
+            one = measure(plan)
+            everywhere = [one] * plan.processes
+            if started:
+                dist.all_gather_object(everywhere, one)
+            found.append({name: max(other[name] for other in everywhere) for name in one})
+        return found
+    finally:
+        if started:
+            dist.destroy_process_group()
