@@ -35,7 +35,7 @@ from tnn_scripts.planning.recorder import PARTS
 from tnn_scripts.planning.steps import Settings, count, measure_all
 
 GIB = 2**30
-MOST = 4096
+MOST = 256
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -93,18 +93,25 @@ def plans(args: argparse.Namespace) -> Iterator[Settings]:
             )
 
 
-def fewest_devices(plan: Settings, memory: float) -> int | None:
-    """The smallest power of two of devices of which each needs at most `memory` bytes, or None."""
-    engine, devices = ENGINES[plan.engine], 1
-    while devices <= (1 if engine.texts and plan.engine == "ddp" else MOST):
-        try:
-            found = count(dataclasses.replace(plan, processes=devices))
-        except ValueError:  # more processes than channels or tokens
-            return None
-        if found["peak"] <= memory:
+def fewest_devices(plan: Settings, peak: int, memory: float) -> int | None:
+    """The fewest devices of which each needs at most `memory` bytes; None if more of them do not help.
+
+    Args:
+        peak: the bytes that the devices of `plan` need, which are doubled or halved.
+    """
+    if plan.engine == "ddp":
+        return 1 if peak <= memory else None
+    fits, devices = peak <= memory, plan.processes
+    while True:
+        other = devices // 2 if fits else 2 * devices
+        if not 1 <= other <= MOST:
+            return devices if fits else None
+        before, peak = peak, count(dataclasses.replace(plan, processes=other))["peak"]
+        if fits and peak > memory:
             return devices
-        devices *= 2
-    return None
+        if not fits and (peak <= memory or peak > 0.9 * before):
+            return other if peak <= memory else None
+        devices = other
 
 
 def row_of(plan: Settings, found: dict) -> dict:
@@ -143,7 +150,7 @@ def main():
     for plan in plans(args) if first else ():
         rows.append(row_of(plan, count(plan)))
         if args.device_memory is not None:
-            rows[-1]["fewest_devices"] = fewest_devices(plan, args.device_memory * GIB)
+            rows[-1]["fewest_devices"] = fewest_devices(plan, rows[-1]["peak"], args.device_memory * GIB)
     if args.measure:
         measured = measure_all(list(plans(args)))
         rows = [row | {f"measured_{name}": value for name, value in one.items()}

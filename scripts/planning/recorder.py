@@ -9,6 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 from unittest import mock
 
 import torch
@@ -20,6 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
+
+# The forward pass; the backward pass of the last layer, of others, of the first; the step of the optimizer. Over the
+# layers between, activations become fewer and gradients more, each by the same number for a layer.
+PHASES = ("forward", "last layer", "between", "first layer", "optimizer")
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "working")
 
@@ -93,21 +98,32 @@ class Recorder(TorchDispatchMode):
         for tensor in tensors:
             self.life_of(tensor).part = part
 
-    def parts(self) -> dict[str, int]:
-        """The bytes of each part at the moment of the step when they are most together; see `part_of`."""
-        changes = Counter()
+    def peaks(self, layers: int) -> dict[str, dict[str, int]]:
+        """The bytes of each part when they are most together, in each of the `PHASES`, with so many layers."""
+        begin, end = self.marks["backward"], self.marks["optimizer"]
+        born = sorted(life.start for life in self.lives if life.part == "gradients" and begin < life.start < end)
+        first = len(born) // layers  # gradients of a layer
+        inside = [born[first], born[-first - 1]] if first else [begin, end]
+        bounds = [self.marks["forward"], begin, *inside, end, self.marks["end"]]
+        totals = self._totals()
+        return {
+            name: self._parts_at(max(range(start, stop + 1), key=totals.__getitem__))
+            for name, start, stop in zip(PHASES, bounds, bounds[1:], strict=False)
+        }
+
+    def _totals(self) -> list[int]:
+        """All bytes after each event."""
+        changes = [0] * (self.events + 1)
         for life in self.lives:
             changes[life.start] += life.bytes
             if life.end is not None:
                 changes[life.end] -= life.bytes
-        total, peak, moment = 0, -1, None
-        for event in sorted(changes):
-            total += changes[event]
-            if event > self.marks["forward"] and total > peak:
-                peak, moment = total, event
+        return list(accumulate(changes))
+
+    def _parts_at(self, event: int) -> dict[str, int]:
         found = dict.fromkeys(PARTS, 0)
         for life in self.lives:
-            if lives_at(life, moment):
+            if lives_at(life, event):
                 found[self.part_of(life)] += life.bytes
         return found
 

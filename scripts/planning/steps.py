@@ -4,11 +4,12 @@ Both do the same: the code of the package, of PyTorch's and of transformers' eng
 takes on an accelerator. To be counted, tensors have shapes but no memory, and messages go nowhere.
 """
 
+import copy
+import dataclasses
 import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from unittest import mock
 
 import torch
@@ -17,16 +18,20 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_map
 
-from modeling_tnn import TnnConfig, numerics
+from modeling_tnn import TnnConfig, numerics, stacking
 from tnn_scripts.common.lm_loss import summed_loss
 from tnn_scripts.planning.engines import ENGINES, Divided, build_model, optimizer_of
 from tnn_scripts.planning.recorder import Recorder
 
+# Numbers of layers that are counted of a deep model.
+FEW = (3, 4)
+
 MARKS = ("forward", "backward", "optimizer", "end")
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Settings:
     """A step: the model, `batch` texts of `length` tokens for each process or for all together, and how it is done."""
 
@@ -80,7 +85,40 @@ class Step:
 
 
 def count(settings: Settings) -> dict:
-    """The bytes of a step on the first of the processes, by part, and the numbers that it sends to others."""
+    """The bytes of a step on the first of the processes, by part, and the numbers that it sends to others.
+
+    All layers are alike: of a deep model a few are counted, and what each adds in a phase counts for the rest.
+    """
+    layers = settings.config.num_hidden_layers
+    if layers <= FEW[1] + 1:
+        found = count_step(settings)
+    else:
+        few, more = (count_layers(settings, number) for number in FEW)
+        found = tree_map(lambda one, other: extend(one, other, layers), few, more)
+        del found["phases"]["between"]  # not more than at its ends
+    parts = max(found.pop("phases").values(), key=lambda phase: sum(phase.values()))
+    return {"parts": parts, "peak": sum(parts.values())} | found
+
+
+def extend(few: int, more: int, layers: int) -> int:
+    """What is so much for `FEW` layers, for so many `layers`."""
+    first, second = FEW
+    return more + (more - few) * (layers - second) // (second - first)
+
+
+def count_layers(settings: Settings, layers: int) -> dict:
+    """`count` for the model with so many layers, which does what that of `settings` does."""
+    whole = settings.config.num_hidden_layers
+    config = copy.deepcopy(settings.config)
+    config.num_hidden_layers = layers
+    settings = dataclasses.replace(settings, config=config)
+    # Whether the kernels of all layers are made at once depends on their number.
+    with mock.patch.object(stacking, "LARGEST", stacking.LARGEST * layers / whole):
+        return count_step(settings)
+
+
+def count_step(settings: Settings) -> dict:
+    """The counts of a step with all layers, the parts of each phase apart."""
     with pretended_processes(settings.processes):
         mesh = mesh_of(settings)
         with as_on_accelerators(), FakeTensorMode(), Recorder() as recorder:
@@ -95,10 +133,8 @@ def count(settings: Settings) -> dict:
                     recorder.assign("gradients", [one.grad for one in step.base.parameters()])
 
             step.run(mark)
-    parts = recorder.parts()
     return {
-        "parts": parts,
-        "peak": sum(parts.values()),
+        "phases": recorder.peaks(settings.config.num_hidden_layers),
         "kept": recorder.bytes_at("backward") - recorder.bytes_at("forward"),
         "sent_numbers": sum(recorder.sent.values()),
         "sent_bytes": sum(size * numbers for size, numbers in recorder.sent.items()),
