@@ -71,6 +71,8 @@ class Recorder(TorchDispatchMode):
         if any(kind not in PLAIN for kind in types):
             return NotImplemented  # a DTensor: it does operations with its local part, which come here
         result = func(*args, **kwargs or {})
+        if func.name() == "_c10d_functional::wait_tensor":
+            result = args[0]  # tensors without memory would be copied
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 self.life_of(tensor)
@@ -180,7 +182,7 @@ MESSAGES = {
     "_c10d_functional::reduce_scatter_tensor": (0, ONCE),
     "_c10d_functional::all_to_all_single": (0, ONCE),
 }
-SILENT = {"_c10d_functional::wait_tensor", "c10d::barrier"}
+SILENT = {"_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd", "c10d::barrier"}
 
 
 def message_of(func, args: tuple) -> tuple[float, int] | None:

@@ -8,22 +8,25 @@ import copy
 import dataclasses
 import gc
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Work
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._pytree import tree_map
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from modeling_tnn import TnnConfig, numerics, stacking
 from tnn_scripts.common.lm_loss import summed_loss
 from tnn_scripts.planning.engines import ENGINES, Divided, build_model, optimizer_of
-from tnn_scripts.planning.recorder import Recorder
+from tnn_scripts.planning.recorder import PLAIN, Recorder
 
 # Numbers of layers that are counted of a deep model.
 FEW = (3, 4)
@@ -147,7 +150,8 @@ def measure(settings: Settings) -> dict:
     On a CPU it is what PyTorch's allocator has given out and not got back, by its profiler.
     """
     mesh = mesh_of(settings)
-    with as_on_accelerators(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    profiled = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    with as_on_accelerators(), profiled as profiler, Patience():
         step, now = Step(settings, mesh), []
 
         def mark(name: str):
@@ -167,6 +171,20 @@ def measure(settings: Settings) -> dict:
         at |= {name: total for name, start in starts.items() if event.start_ns() <= start}
         peak = max(peak, total) if event.start_ns() > starts["forward"] else 0
     return {"peak": peak, "kept": at["backward"] - at["forward"]}
+
+
+class Patience(TorchDispatchMode):
+    """Waits for each message until the threads of gloo have let go of it. The profiler does not see what they free."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(kind not in PLAIN for kind in types):
+            return NotImplemented
+        result = func(*args, **kwargs or {})
+        if func.namespace == "c10d":
+            Work.unbox(tree_leaves(result)[-1]).wait()
+        if func.namespace in ("c10d", "_c10d_functional"):
+            time.sleep(0.002)
+        return result
 
 
 def mesh_of(settings: Settings):
