@@ -104,8 +104,8 @@ class Recorder(TorchDispatchMode):
         """The bytes of each part when they are most together, in each of the `PHASES`, with so many layers."""
         begin, end = self.marks["backward"], self.marks["optimizer"]
         born = sorted(life.start for life in self.lives if life.part == "gradients" and begin < life.start < end)
-        first = len(born) // layers  # gradients of a layer
-        inside = [born[first], born[-first - 1]] if first else [begin, end]
+        first = min(len(born) // layers, (len(born) - 1) // 2)  # gradients of a layer
+        inside = [born[first], born[-first - 1]] if first > 0 else [begin, end]
         bounds = [self.marks["forward"], begin, *inside, end, self.marks["end"]]
         totals = self._totals()
         return {

@@ -100,18 +100,14 @@ def test_what_is_sent():
     assert found["tp"] == pytest.approx((layers * 12 * length * d + ends) * share, rel=0.01)
 
 
-ENGINES_OF_FEW = [
-    "ddp",
-    pytest.param("fsdp2", marks=pytest.mark.slow),
-    "sp",
-    pytest.param("tp", marks=pytest.mark.slow),
-]
+DEEP = [(engine, some) for engine in ("ddp", "fsdp2", "tp", "sp") for some in (False, True)]
+DEEP = [pytest.param(*one, marks=[] if one == ("sp", True) else pytest.mark.slow) for one in DEEP]
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True, "precision": "bf16"}])
-@pytest.mark.parametrize("engine", ENGINES_OF_FEW)
-def test_deep_models(engine, options, monkeypatch):
+@pytest.mark.parametrize(("engine", "saving"), DEEP)
+def test_deep_models(engine, saving, monkeypatch):
     """Three and four layers say what nine take."""
+    options = {"gradient_checkpointing": True, "precision": "bf16"} if saving else {}
     settings = plan_of(engine, 4, num_hidden_layers=9, options=options)
     found = count(settings)
     monkeypatch.setattr(steps, "FEW", (9, 9))
@@ -124,7 +120,7 @@ def figures(name: str) -> list[dict]:
     return json.loads((ROOT / "docs" / "figures" / f"{name}.json").read_text())["rows"]
 
 
-@pytest.mark.parametrize("engine", ["ddp", "sp"])
+@pytest.mark.parametrize("engine", ["sp", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_tables_of_the_page(engine):
     """One row of each, counted again."""
     memory, sent = (next(row for row in figures(name) if row["length"] == 2048 and row["shape"] == "45M")
