@@ -56,7 +56,7 @@ from .inputs import (
 )
 from .loss import language_model_head
 from .norms import NORM_POSITIONS, GatedRMSNorm, LayerNorm, ScaleNorm, build_norm, with_mask
-from .numerics import is_exported
+from .numerics import is_exported, is_plain_tensor
 from .packing import check_one_document, forward_packed, split_packed
 from .packing_recorded import Documents, documents_of_graph
 from .padding import (
@@ -88,7 +88,7 @@ class ChannelMajorLinear(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`(..., L, d)` to `(..., L, D)`."""
         # A quantised or sharded weight is a tensor class that supports only `linear`; one token has no sequence.
-        if is_exported() or x.shape[-2] == 1 or type(self.weight.data) is not torch.Tensor:
+        if is_exported() or x.shape[-2] == 1 or not is_plain_tensor(self.weight.data):
             return super().forward(x)
         columns = x.reshape(-1, self.in_features).t()  # (d, N)
         y = torch.addmm(self.bias[:, None], self.weight, columns)  # (D, N)

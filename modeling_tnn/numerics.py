@@ -24,6 +24,9 @@ IMPLEMENTATIONS = ("auto", "fused", "eager", "cudnn", "triton")
 # Devices whose values can be read at once. Tests take them away, to run the code of accelerators on a CPU.
 HOST_DEVICES = ("cpu",)
 
+# Classes of ordinary tensors. `tnn plan` adds one whose tensors have no memory, to run the code of ordinary ones.
+PLAIN_TENSORS = (nn.Parameter, torch.Tensor)
+
 
 def is_on_host(tensor: torch.Tensor) -> bool:
     """Whether the values of a tensor can be read at once. An accelerator must finish its queue of work first."""
@@ -112,6 +115,11 @@ def is_fused(implementation: str) -> bool:
     return implementation != "eager" and not must_be_eager()
 
 
+def is_plain_tensor(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of no class of its own, as shards and quantized weights are."""
+    return type(tensor) in PLAIN_TENSORS
+
+
 def is_plain(module: nn.Module) -> bool:
     """Whether calling a module only runs the code of its class on its own weights: no hook, shard or quantizer.
 
@@ -123,7 +131,7 @@ def is_plain(module: nn.Module) -> bool:
         and not (module._forward_hooks or module._forward_pre_hooks)
         and not (module._backward_hooks or module._backward_pre_hooks)
         # A shard or a quantized weight is of a class of its own; a parameter is not, except on the outside.
-        and all(w is None or type(w) in (nn.Parameter, torch.Tensor) for w in module._parameters.values())
+        and all(w is None or is_plain_tensor(w) for w in module._parameters.values())
     )
 
 

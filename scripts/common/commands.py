@@ -9,6 +9,7 @@ COMMANDS = {
     "demo": ("demo", "train a small model on real text, save it, load it and let it write"),
     "pretrain": ("pretrain", "pretrain a causal or masked language model, on one device or many"),
     "finetune-glue": ("finetune_glue", "fine-tune on GLUE tasks or on files of sentences with labels"),
+    "plan": ("plan", "count memory and communication of training on several devices"),
     "evaluate": ("evaluate_lm", "measure perplexity by the length of the context"),
     "generate": ("generate", "continue prompts"),
     "chat": ("chat", "chat with a model in the terminal"),

@@ -15,6 +15,7 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, gather_object, parse_flag_from_env
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -85,11 +86,7 @@ def prepare(accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.o
     reshards, mesh = accelerator.state.fsdp_plugin.reshard_after_forward, accelerator.torch_device_mesh
     if mesh is not None:  # of a ParallelismConfig
         mesh = mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)]
-    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
-    # No code changes the outputs of an operator in place.
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
-    for operator in [module for module in model.modules() if isinstance(module, ToeplitzOperator)]:
-        fully_shard(operator, mesh=mesh, mp_policy=policy, reshard_after_forward=reshards)
+    shard_operators(model, mesh, reshards)
     for group, own in zip(optimizer.param_groups, groups, strict=True):
         group["params"] = [model.get_parameter(name) for name in own]
     model, optimizer, *others = accelerator.prepare(model, optimizer, *others)
@@ -97,6 +94,19 @@ def prepare(accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.o
     for group, own in zip(optimizer.param_groups, groups, strict=True):
         group["params"] = [model.get_parameter(name) for name in own]
     return model, optimizer, *others
+
+
+def shard_operators(model: torch.nn.Module, mesh: DeviceMesh | None, reshards: bool):
+    """Make each operator a group of shards, in float32 under every mixed precision.
+
+    Args:
+        reshards: whether the gathered parameters are given back after the forward pass.
+    """
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    # No code changes the outputs of an operator in place.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+    for operator in [module for module in model.modules() if isinstance(module, ToeplitzOperator)]:
+        fully_shard(operator, mesh=mesh, mp_policy=policy, reshard_after_forward=reshards)
 
 
 def held_parameters(model: torch.nn.Module) -> list[int]:

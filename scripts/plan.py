@@ -1,0 +1,167 @@
+"""Count memory and communication of a training step on several devices, without the devices.
+
+The step runs in this process as one of --processes, with the code of each engine, on tensors without memory. A row has
+GiB on a device when most is taken, by part, and what the device sends to others in a step. Not counted: what libraries
+take besides tensors (CUDA, NCCL, workspaces), and what the allocator cannot use of its pieces.
+
+ddp has a copy of the model on each device, fsdp2 shards of it, tp parts of each layer, and sp parts of each text; each
+device has --batch_size texts with ddp and fsdp2, and all together have them with the others.
+
+Example:
+    python scripts/plan.py --config_name tnn-causal --lengths 2048 32768 --processes 8 --mixed_precision bf16
+    python scripts/plan.py --config_overrides hidden_size=4096,num_hidden_layers=32 --engines fsdp2 --device_memory 72
+    torchrun --nproc_per_node 4 scripts/plan.py --config_name tnn-tiny --lengths 4096 --engines fsdp2 sp --measure
+"""
+
+import argparse
+import dataclasses
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from tnn_scripts.common.errors import report_errors
+
+import torch
+
+from modeling_tnn.configuration_tnn import DERIVED
+from tnn_scripts.common.arguments import find_config, load_config, parse_overrides
+from tnn_scripts.common.atomic import check_writable, write_json
+from tnn_scripts.common.optimizers import OPTIMIZERS
+from tnn_scripts.common.parser import ProgramParser
+from tnn_scripts.common.tables import markdown_table
+from tnn_scripts.planning.engines import ENGINES
+from tnn_scripts.planning.recorder import PARTS
+from tnn_scripts.planning.steps import Settings, count, measure_all
+
+GIB = 2**30
+MOST = 256
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = ProgramParser(description=__doc__)
+    parser.add_argument("--config_name", default="tnn-causal")
+    parser.add_argument("--config_overrides")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2048], help="Tokens in a text.")
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES), help="How a model is divided.")
+    started = int(os.environ.get("WORLD_SIZE", 1))
+    parser.add_argument("--processes", type=int, default=started if started > 1 else 8, help="Number of devices.")
+    parser.add_argument("--batch_size", type=int, default=1)
+    parser.add_argument("--mixed_precision", choices=("no", "bf16"), default="no", help="Precision: no, or bf16.")
+    parser.add_argument("--optim", choices=OPTIMIZERS, default="adamw_torch_fused")
+    parser.add_argument("--gradient_checkpointing", action="store_true")
+    parser.add_argument("--device_memory", type=float, help="GiB of a device: find how many devices do.")
+    measured = "Do the step in real processes too, started by torchrun, and show what it takes of their memory."
+    parser.add_argument("--measure", action="store_true", help=measured)
+    parser.add_argument("--output_file", type=Path)
+    args = parser.parse_args()
+    for name in ("processes", "batch_size"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
+    if min(args.lengths) < 2:
+        parser.error(f"--lengths must be at least 2, got {min(args.lengths)}")
+    if args.measure and args.processes != started:
+        parser.error(f"--processes must be the number that torchrun has started, {started}, got {args.processes}")
+    return args
+
+
+def configuration(name: str, overrides: str | None, length: int):
+    """The configuration of a model for texts of `length`."""
+    name, changed = find_config(name), parse_overrides(overrides)
+    config = load_config(name, changed)
+    if config.model_type != "tnn":
+        raise ValueError(f"--config_name must be a TNN, got {config.model_type}")
+    if length <= config.max_position_embeddings or "max_position_embeddings" in changed:
+        return config
+    # The fields that follow from this number must be derived again.
+    derived = {field: changed.get(field) for field in DERIVED}
+    return load_config(name, changed | derived | {"max_position_embeddings": length})
+
+
+def plans(args: argparse.Namespace) -> Iterator[Settings]:
+    for length in args.lengths:
+        for engine in args.engines:
+            yield Settings(
+                configuration(args.config_name, args.config_overrides, length),
+                length,
+                engine,
+                args.processes,
+                args.batch_size,
+                args.mixed_precision,
+                args.optim,
+                args.gradient_checkpointing,
+            )
+
+
+def fewest_devices(plan: Settings, peak: int, memory: float) -> int | None:
+    """The fewest devices of which each needs at most `memory` bytes; None if more of them do not help.
+
+    Args:
+        peak: the bytes that the devices of `plan` need, which are doubled or halved.
+    """
+    if plan.engine == "ddp":
+        return 1 if peak <= memory else None
+    fits, devices = peak <= memory, plan.processes
+    while True:
+        other = devices // 2 if fits else 2 * devices
+        if not 1 <= other <= MOST:
+            return devices if fits else None
+        before, peak = peak, count(dataclasses.replace(plan, processes=other))["peak"]
+        if fits and peak > memory:
+            return devices
+        if not fits and (peak <= memory or peak > 0.9 * before):
+            return other if peak <= memory else None
+        devices = other
+
+
+def row_of(plan: Settings, found: dict) -> dict:
+    """What is known of a step, as a row of the JSON file."""
+    tokens = plan.length * plan.batch * (plan.processes if ENGINES[plan.engine].texts else 1)
+    about = {"engine": plan.engine, "processes": plan.processes, "length": plan.length, "tokens": tokens}
+    return about | found["parts"] | {name: value for name, value in found.items() if name != "parts"}
+
+
+def table(rows: list[dict]) -> str:
+    """The rows as Markdown."""
+    extra = [name for name in ("measured_peak", "fewest_devices") if any(name in row for row in rows)]
+    lines = [
+        [row["engine"], *(f"{row[name]:,}" for name in ("processes", "length", "tokens"))]
+        + [f"{row[part] / GIB:,.2f}" for part in (*PARTS, "peak")]
+        + [f"{row['sent_bytes'] / GIB:,.2f}"]
+        + [shown(name, row.get(name)) for name in extra]
+        for row in rows
+    ]
+    heads = ["engine", "devices", "length", "tokens", *PARTS, "peak", "sent", *extra]
+    return markdown_table([head.replace("_", " ") for head in heads], lines)
+
+
+def shown(name: str, value: int | None) -> str:
+    if value is None:
+        return "none"
+    return f"{value / GIB:,.2f}" if name == "measured_peak" else f"{value:,}"
+
+
+@report_errors
+def main():
+    args = parse_arguments()
+    if args.output_file is not None:
+        check_writable(args.output_file)
+    first, rows = int(os.environ.get("RANK", 0)) == 0, []
+    for plan in plans(args) if first else ():
+        rows.append(row_of(plan, count(plan)))
+        if args.device_memory is not None:
+            rows[-1]["fewest_devices"] = fewest_devices(plan, rows[-1]["peak"], args.device_memory * GIB)
+    if args.measure:
+        measured = measure_all(list(plans(args)))
+        rows = [row | {f"measured_{name}": value for name, value in one.items()}
+                for row, one in zip(rows, measured, strict=False)]  # fmt: skip
+    if not first:
+        return
+    sys.stdout.write(table(rows) + "\n")
+    if args.output_file is not None:
+        settings = {name: value for name, value in vars(args).items() if name != "output_file"}
+        write_json(args.output_file, {"settings": settings, "versions": {"torch": torch.__version__}, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

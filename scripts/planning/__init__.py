@@ -1,0 +1,1 @@
+"""Memory and communication of a training step, counted without the devices."""
