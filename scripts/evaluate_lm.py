@@ -47,7 +47,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--text_column", default="text")
     parser.add_argument("--documents")
     lengths = [512, 1024, 2048, 4096, 8192, 14336]
-    parser.add_argument("--lengths", type=int, nargs="+", default=lengths, help="Numbers of tokens in a row.")
+    parser.add_argument("--lengths", type=int, nargs="+", default=lengths)
     parser.add_argument("--stride", type=int, help="Also evaluate with rows that begin every so many tokens.")
     parser.add_argument("--max_tokens", type=int, help="Read only the first so many tokens of the text.")
     parser.add_argument("--tokens_per_pass", type=int, default=4096, help="Tokens in a forward pass; limits memory.")

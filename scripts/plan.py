@@ -5,7 +5,7 @@ GiB on a device when most is taken, by part, and what the device sends to others
 take besides tensors (CUDA, NCCL, workspaces), and what the allocator cannot use of its pieces.
 
 ddp has a copy of the model on each device, fsdp2 shards of it, tp parts of each layer, and sp parts of each text; each
-device has --batch_size texts with ddp and fsdp2, and all together have them with the others.
+device has --per_device_train_batch_size texts with ddp and fsdp2, and all together have them with the others.
 
 Example:
     python scripts/plan.py --config_name tnn-causal --lengths 2048 32768 --processes 8 --mixed_precision bf16
@@ -42,12 +42,12 @@ def parse_arguments() -> argparse.Namespace:
     parser = ProgramParser(description=__doc__)
     parser.add_argument("--config_name", default="tnn-causal")
     parser.add_argument("--config_overrides")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[2048], help="Tokens in a text.")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2048])
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES), help="How a model is divided.")
     started = int(os.environ.get("WORLD_SIZE", 1))
     parser.add_argument("--processes", type=int, default=started if started > 1 else 8, help="Number of devices.")
-    parser.add_argument("--batch_size", type=int, default=1)
-    parser.add_argument("--mixed_precision", choices=("no", "bf16"), default="no", help="Precision: no, or bf16.")
+    parser.add_argument("--per_device_train_batch_size", type=int, default=1)
+    parser.add_argument("--mixed_precision", choices=("no", "bf16"), default="no")
     parser.add_argument("--optim", choices=OPTIMIZERS, default="adamw_torch_fused")
     parser.add_argument("--gradient_checkpointing", action="store_true")
     parser.add_argument("--device_memory", type=float, help="GiB of a device: find how many devices do.")
@@ -55,7 +55,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--measure", action="store_true", help=measured)
     parser.add_argument("--output_file", type=Path)
     args = parser.parse_args()
-    for name in ("processes", "batch_size"):
+    for name in ("processes", "per_device_train_batch_size"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
     if min(args.lengths) < 2:
@@ -86,7 +86,7 @@ def plans(args: argparse.Namespace) -> Iterator[Settings]:
                 length,
                 engine,
                 args.processes,
-                args.batch_size,
+                args.per_device_train_batch_size,
                 args.mixed_precision,
                 args.optim,
                 args.gradient_checkpointing,

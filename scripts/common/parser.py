@@ -44,11 +44,13 @@ SECTIONS = {
         "max_eval_samples": "Evaluate on the first so many rows.",
         "block_size": "Tokens in a block of text; follows from max_position_embeddings unless given.",
         "length": "Number of positions of a kernel or of a signal.",
+        "lengths": "Numbers of tokens in a row.",
     },
     "training": {
         "max_steps": "Number of optimizer steps; a positive number overrides the number of epochs.",
         "per_device_train_batch_size": "Rows on a device in a forward pass.",
         "per_device_eval_batch_size": "Rows on a device in a forward pass of the evaluation.",
+        "mixed_precision": "Precision: no, bf16 or fp16; that of accelerate unless given, or no.",
         "gradient_accumulation_steps": "Forward passes in an optimizer step.",
         "learning_rate": "Peak of the learning rate.",
         "lr_scheduler_type": "Schedule of the learning rate, by the name in transformers: linear, cosine, ...",

@@ -104,7 +104,7 @@ class PretrainArguments(GroupArguments):
     use_cpu: bool = False
     ddp_timeout: int = 1800
     dataloader_num_workers: int | None = None
-    mixed_precision: str | None = option(None, "Precision: no, bf16 or fp16; that of accelerate unless given.")
+    mixed_precision: str | None = None
     gradient_checkpointing: bool = False
     torch_compile: bool = False
     push_to_hub: bool = False
