@@ -13,6 +13,7 @@ from tests.test_configuration_common import ConfigTester
 from tests.test_modeling_common import ModelTesterMixin, floats_tensor, ids_tensor, random_attention_mask
 from tests.test_training_mixin import TrainingTesterMixin
 
+from helpers.hybrids import HYBRIDS
 from helpers.models import VARIANTS, tiny_config
 from modeling_tnn import (
     TnnConfig,
@@ -124,6 +125,11 @@ def add_text_models(name, tno_type, causal, **fields):
 
 for tno_type, causal in VARIANTS:
     add_text_models(f"Tnn{tno_type.title()}{'Causal' if causal else 'Bidirectional'}Test", tno_type, causal)
+
+
+for name, fields in HYBRIDS.items():
+    for causal in (True, False):
+        add_text_models(f"Tnn{name.title()}{'Causal' if causal else 'Bidirectional'}Test", "rpe", causal, **fields)
 
 
 class TnnSequencePairTest(ModelTests, unittest.TestCase):
