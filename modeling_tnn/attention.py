@@ -129,7 +129,7 @@ def remember(
     differentiated = torch.is_grad_enabled() and (key.requires_grad or value.requires_grad)
     layer = past_key_values.layers[layer_idx]
     if layer.is_initialized and layer.keys.numel():
-        check_rows(len(layer.keys), len(key))
+        check_rows(layer.keys.shape[0], key.shape[0])
     past = int(past_key_values.get_seq_length(layer_idx)) if differentiated else 0
     kept = past_key_values.update(key.detach(), value.detach(), layer_idx)
     if not differentiated:
@@ -183,7 +183,7 @@ def mask_of(
 ) -> torch.Tensor | None:
     """The mask of the layers of one `kind`, the first of which is `layer_idx`, made by transformers."""
     if attention_mask is not None:
-        attention_mask = attention_mask.ne(0).expand(len(hidden_states), -1)
+        attention_mask = attention_mask.ne(0).expand(hidden_states.shape[0], -1)  # not len(): export would fix it
     like = hidden_states[..., :0]  # its shape and dtype are read
     # transformers' eager softmax is in float32, where the least number of float64 is -inf.
     like = like.float() if like.dtype == torch.float64 else like

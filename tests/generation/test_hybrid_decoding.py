@@ -3,6 +3,9 @@
 Whole ways of `generate` are in `test_equalities.py`. Here are the passes of which they consist.
 """
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -199,6 +202,34 @@ def test_compiled_steps(name, rope, graphs):
         assert torch.equal(model.generate(prompt, compile_config=config, **static), expected)
         assert counters["stats"]["unique_graphs"] <= graphs
         assert torch.equal(model.generate(prompt, **static), expected)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", ["full", pytest.param("attention", marks=pytest.mark.slow)])
+def test_compiled_steps_among_others(name):
+    """Chunks, changed rows, copies and a saved cache between compiled steps."""
+    torch._dynamo.reset()
+    model = model_of(name)
+    compiled = torch.compile(model.__call__, backend="eager", fullgraph=True)
+    cache = StaticCache(config=model.config, max_cache_len=90)
+
+    @torch.no_grad()
+    def check(cache, text, start, end):
+        expected = model(text[:, :end], use_cache=False).logits
+        for position in range(start, end):
+            given = {"next_sequence_length": 1, "past_key_values": cache, "use_cache": True}
+            inputs = model.prepare_inputs_for_generation(text[:, : position + 1], **given)
+            assert relative_error(compiled(**inputs).logits, expected[:, position : position + 1]) < 1e-9
+
+    with torch.no_grad():
+        model(TEXT[:, :9], past_key_values=cache)
+        check(cache, TEXT, 9, 20)
+        model(TEXT[:, 20:31], past_key_values=cache)
+        model(TEXT[:, 31:32], past_key_values=cache)
+    check(cache, TEXT, 32, 40)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    for twin in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache)), cache):
+        check(twin, TEXT.flip(0), 40, 44)
     torch._dynamo.reset()
 
 
