@@ -20,7 +20,7 @@ from .layer_types import DERIVED as DERIVED_LAYERS
 from .layer_types import FIELDS as LAYER_FIELDS
 from .layer_types import LIMITS as LIMITS_OF_LAYERS
 from .layer_types import SOURCES as SOURCES_OF_LAYERS
-from .layer_types import check_layers, has_attention
+from .layer_types import TOEPLITZ, check_layers, has_attention
 from .numerics import IMPLEMENTATIONS
 from .pipeline import PLAN as PIPELINE_PLAN
 from .tno_auto import BUILT_IN, operator_class, qualified_name
@@ -248,6 +248,7 @@ class TnnConfig(PreTrainedConfig):
     model_type = "tnn"
     keys_to_ignore_at_inference = ["past_key_values"]
     attribute_map = OLD_NAMES
+    base_model_tp_plan = tensor_plan([TOEPLITZ])
     base_model_pp_plan = PIPELINE_PLAN
 
     vocab_size: int = 50265
@@ -420,12 +421,10 @@ class TnnConfig(PreTrainedConfig):
         self._automatic = frozenset(self._automatic & DERIVED_LAYERS.keys())
         if self.rope_parameters:
             self.standardize_rope_params()  # they may have been set after the rest
+        if has_attention(self):
+            others = {name: how for name, how in self.base_model_tp_plan.items() if not name.startswith("layers.")}
+            self.base_model_tp_plan = others | tensor_plan(self.layer_types)
         self.tno_class = None if self.tno_type in BUILT_IN else qualified_name(operator_class(self.tno_type))
-
-    @property
-    def base_model_tp_plan(self) -> dict[str, str]:
-        """How transformers divides a model over processes, see `tensor_parallel.py`."""
-        return tensor_plan(self.layer_types)
 
     @property
     def gtu_dim(self) -> int:

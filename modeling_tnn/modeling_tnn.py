@@ -210,6 +210,8 @@ class TnnPreTrainedModel(FixedKernelsMixin, PreTrainedModel):
         config.check()
         super().__init__(config)
         self._keep_in_fp32_modules_strict = list(operator_class(config.tno_type).fp32_parameters)
+        if TOEPLITZ not in config.layer_types:  # there is no operator
+            self._keep_in_fp32_modules = self._keep_in_fp32_modules_strict = []
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *model_args, use_safetensors: bool = True, **kwargs):
