@@ -83,6 +83,16 @@ def test_padding_changes_nothing(head, name, causal, product, left, right):
     assert relative_error(actual, bare) < 2e-5  # the logits of two classes are small
 
 
+@EVERY_DIRECTION
+def test_positions_do_not_count_padding(causal):
+    """Full attention alone gives a text with padding inside what it gives the text."""
+    fields = {"layer_types": ["full_attention"] * 2, "rope_parameters": ROPE, **HEADS}
+    model, mask = seeded(TnnModel, tiny_config(causal=causal, **fields)), torch.ones_like(IDS[:1])
+    mask[0, 6:11] = 0
+    found = model(IDS[:1], attention_mask=mask)[0][mask.bool()]
+    assert relative_error(found, model(IDS[:1][mask.bool()][None])[0][0]) < 5e-6
+
+
 @EVERY_HYBRID
 @EVERY_DIRECTION
 @EVERY_PRODUCT

@@ -2,6 +2,9 @@
 
 import copy
 import itertools
+import os
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +12,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoModelForCausalLM
 
+from helpers import processes
 from helpers.hybrids import DIRECTIONS, HYBRIDS, ROPE, hybrid_config
 from helpers.models import lively_language_model, relative_error, seeded, tiny_config
 from modeling_tnn import SequenceParallel, TnnConfig, TnnForCausalLM, TnnForMaskedLM, numerics
@@ -181,6 +185,40 @@ def test_kept_kernels():
         expected = model(IDS).logits
         with model.fixed_kernels():
             assert all(torch.equal(model(IDS).logits, expected) for _ in range(2))
+
+
+SHARDS = """
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from helpers.hybrids import HYBRIDS, hybrid_config
+from helpers.models import relative_error, seeded
+from modeling_tnn import TnnForCausalLM
+dist.init_process_group("gloo")
+mesh, ids = init_device_mesh("cpu", (2,)), torch.arange(80).view(2, 40)
+for name in HYBRIDS:
+    model = seeded(TnnForCausalLM, hybrid_config(name)).train()
+    model(ids, labels=ids).loss.backward()
+    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    for part in (*model.model.layers, model):
+        fully_shard(part, mesh=mesh)
+    model(ids, labels=ids).loss.backward()
+    for name, parameter in model.named_parameters():
+        assert relative_error(parameter.grad.full_tensor(), expected[name]) < 1e-5, name
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_shards_of_two_processes(tmp_path):
+    """FSDP2 with a group for each block, whatever mixes the tokens in it."""
+    (tmp_path / "shards.py").write_text(SHARDS)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    folder = str(Path(__file__).parents[1])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([folder, *sys.path]), "OMP_NUM_THREADS": "1"}
+    processes.run([*launch, str(tmp_path / "shards.py")], check=True, env=environment)
 
 
 def test_copies():
