@@ -16,6 +16,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from .layer_types import FIELDS as LAYER_FIELDS
+from .layer_types import has_attention
+
 VERSION = attrgetter("_version")
 
 # Fields of the configuration that do not change a state, or that follow from the names of the weights.
@@ -117,6 +120,8 @@ def census(model: nn.Module) -> Census | None:
 def identity(model: nn.Module) -> dict:
     """The fields of the configuration and a hash of each parameter by its name, which `Origin.fits` compares."""
     names = type(model.config).__annotations__.keys() - OTHER_FIELDS
+    if not has_attention(model.config):
+        names -= set(LAYER_FIELDS)  # which caches of version 0.1.0 do not have
     return {
         "fields": {name: getattr(model.config, name) for name in sorted(names)},
         "weights": {name: hash_values(parameter) for name, parameter in model.named_parameters()},

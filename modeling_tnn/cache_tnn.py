@@ -38,17 +38,16 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, CacheLayerMixin, DynamicLayer
 
 from .cache_origin import Origin
 from .continuation import advance
 from .gating import NO_GATE, Gate
 from .history import HistoryBuffer
+from .layer_types import SLIDING, TOEPLITZ
 from .numerics import is_on_host, is_traced, must_be_eager
 from .pipeline import is_elsewhere
 from .recurrence import DivergenceError, Recurrence
-
-LAYER_TYPE = "tnn_state"
 
 ANOTHER_MODEL = "`past_key_values` belongs to another model. Start with an empty cache."
 
@@ -91,7 +90,7 @@ class Prefill(NamedTuple):
 class TnnCacheLayer(CacheLayerMixin):
     """The decoding state of one layer. Its size does not grow with the text, except for kernels without an end."""
 
-    _layer_type = LAYER_TYPE
+    _layer_type = TOEPLITZ
     is_compileable = False
     is_croppable = True
     is_sliding = False
@@ -196,12 +195,7 @@ class TnnCacheLayer(CacheLayerMixin):
         self._select(lambda tensor: tensor.to(device))
 
     def _check_rows(self, v: torch.Tensor):
-        rows = self._rows()
-        if rows != v.shape[0]:
-            raise ValueError(
-                f"The input must have {rows} sequences, as `past_key_values` has, got {v.shape[0]}. Call "
-                "batch_repeat_interleave or batch_select_indices of the cache first, or start with an empty cache."
-            )
+        check_rows(self._rows(), v.shape[0])
 
     def crop(self, tokens_to_remove: int):
         """Remove the newest tokens from the state.
@@ -322,14 +316,58 @@ class TnnCacheLayer(CacheLayerMixin):
         self.tensors = {name: choose(tensor) for name, tensor in self.tensors.items()}
 
 
+def check_rows(held: int, given: int):
+    """Check that the input has as many rows as the cache.
+
+    Raises:
+        ValueError: it has not.
+    """
+    if held != given:
+        raise ValueError(
+            f"The input must have {held} sequences, as `past_key_values` has, got {given}. Call "
+            "batch_repeat_interleave or batch_select_indices of the cache first, or start with an empty cache."
+        )
+
+
 def memory_per_sequence(past_key_values: Cache) -> int:
     """The bytes of decoding state of one sequence in all layers of a cache."""
-    return sum(layer.memory_per_sequence() for layer in past_key_values.layers)
+    return sum(bytes_per_sequence(layer) for layer in past_key_values.layers)
+
+
+def bytes_per_sequence(layer: CacheLayerMixin) -> int:
+    """The bytes of one sequence in a layer: its state, or its keys and values."""
+    if hasattr(layer, "recurrence"):
+        return layer.memory_per_sequence()
+    held = [one for one in (layer.keys, layer.values) if one is not None]
+    return sum(one.numel() * one.element_size() // max(1, one.shape[0]) for one in held)
+
+
+def seen(layer: CacheLayerMixin) -> int | torch.Tensor:
+    """The number of tokens that a layer has seen; a tensor for a static layer of attention."""
+    return layer.length if hasattr(layer, "recurrence") else layer.get_seq_length()
+
+
+def past_length(layers: list[CacheLayerMixin]) -> int:
+    """The number of tokens that all layers have seen, from a layer that need not read it from a device if there is."""
+    return int(next((count for count in map(seen, layers) if isinstance(count, int)), seen(layers[0])))
+
+
+def fits(layer: CacheLayerMixin, kind: str) -> bool:
+    """Whether a layer of a cache holds what a layer of this kind needs."""
+    state = hasattr(layer, "recurrence")  # not isinstance: code loaded from the Hub has another class
+    if kind == TOEPLITZ or state:
+        return kind == TOEPLITZ and state
+    return isinstance(layer, CacheLayerMixin) and getattr(layer, "is_sliding", False) == (kind == SLIDING)
+
+
+def new_layer(kind: str, sliding_window: int | None) -> CacheLayerMixin:
+    """An empty layer of a dynamic cache."""
+    return TnnCacheLayer() if kind == TOEPLITZ else DYNAMIC_LAYER_TYPE_MAPPING[kind](sliding_window=sliding_window)
 
 
 def saved_classes(past_key_values: Cache) -> list[type]:
     """The classes of this package in a saved cache, for `torch.serialization.safe_globals`."""
-    recurrences = {type(layer.recurrence) for layer in past_key_values.layers} - {type(None)}
+    recurrences = {type(getattr(layer, "recurrence", None)) for layer in past_key_values.layers} - {type(None)}
     layers = {type(layer) for layer in past_key_values.layers}
     return [*layers, Prefill, Gate, HistoryBuffer, Origin, *recurrences]
 
@@ -344,12 +382,11 @@ def check_cache(past_key_values: Cache, model: nn.Module):
     count = min(model.config.num_hidden_layers, len(model.layers))
     if count < 1:
         raise ValueError(f"`num_hidden_layers` must be at least 1, got {count}")
-    layers = getattr(past_key_values, "layers", None)
+    layers, kinds = getattr(past_key_values, "layers", None), model.config.layer_types
     if layers == [] and past_key_values.layer_class_to_replicate is DynamicLayer:
         past_key_values.layer_class_to_replicate = TnnCacheLayer
-        layers += [TnnCacheLayer() for _ in range(count)]
-    # Not isinstance: code loaded from the Hub has another class.
-    if not layers or not all(hasattr(layer, "recurrence") for layer in layers):
+        layers += [new_layer(kind, model.config.sliding_window) for kind in kinds]
+    if not layers or not all(map(fits, layers, kinds)):
         raise ValueError(
             "`past_key_values` must be a cache for TNNs: one that this model returned, DynamicCache() or "
             f"DynamicCache(config=model.config), got {type(past_key_values).__name__}"
@@ -361,7 +398,7 @@ def check_cache(past_key_values: Cache, model: nn.Module):
         )
     pairs = zip(layers[:count], model.layers[:count], strict=True)
     held = [layer for layer, block in pairs if not is_elsewhere(block)]
-    lengths = {layer.length for layer in held}
+    lengths = {count for count in map(seen, held) if isinstance(count, int)}  # others would stall a device
     if len(lengths) > 1:
         raise ValueError(
             "`past_key_values` is incomplete, because a pass was interrupted: its layers have seen "
@@ -377,7 +414,7 @@ def claim(layers: list[TnnCacheLayer], model: nn.Module):
     Raises:
         ValueError: the states belong to another model, or to weights that have changed since.
     """
-    origin = layers[0].origin if layers[0].length else None
+    origin = getattr(layers[0], "origin", None) if past_length(layers) else None
     if origin is not None and origin.model is model:
         if origin.is_unchanged():
             return
@@ -387,7 +424,8 @@ def claim(layers: list[TnnCacheLayer], model: nn.Module):
                 "step or an adapter. Start with an empty cache."
             )
         for layer in layers:
-            layer.renew()
+            if hasattr(layer, "renew"):
+                layer.renew()
     elif origin is not None and not origin.fits(model):
         raise ValueError(ANOTHER_MODEL)
     origin = Origin(model)

@@ -6,27 +6,42 @@ filter after the other: s D rows for s filters (two for a bidirectional transfer
 consecutive channels share a row. All other parameters belong to all channels.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .fixed_kernels import state_of
+from .layer_types import TOEPLITZ
 from .numerics import is_traced
 from .stacking import with_parameters
 
 # The plan of `TnnConfig`: how transformers divides the modules of a `TnnModel` over processes (`tensor_parallel.py`).
-TENSOR_PLAN = {
+PLAN_OF_ATTENTION = {
+    "layers.*.attention.q_proj": "colwise",
+    "layers.*.attention.k_proj": "colwise",
+    "layers.*.attention.v_proj": "colwise",
+    "layers.*.attention.o_proj": "rowwise",
+}
+PLAN_OF_TOEPLITZ = {
     "layers.*.gtu.u_proj": "colwise",
     "layers.*.gtu.v_proj": "colwise",
     "layers.*.gtu.tno": "tnn_operator",
     "layers.*.gtu.norm": "tnn_norm",
     "layers.*.gtu.o_proj": "rowwise",
+}
+PLAN_OF_CHANNELS = {
     "layers.*.glu.gate_proj": "colwise",
     "layers.*.glu.up_proj": "colwise",
     "layers.*.glu.down_proj": "rowwise",
 }
+
+
+def tensor_plan(layer_types: Sequence[str]) -> dict[str, str]:
+    """The plan of a model with these kinds of layer."""
+    plan = PLAN_OF_TOEPLITZ if TOEPLITZ in layer_types else {}
+    return plan | (PLAN_OF_ATTENTION if {*layer_types} - {TOEPLITZ} else {}) | PLAN_OF_CHANNELS
 
 
 # What a divided operator has in place of the methods and attributes of its class. Its part has those of the class.

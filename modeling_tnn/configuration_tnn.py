@@ -14,8 +14,13 @@ import torch
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from .channels import TENSOR_PLAN
+from .channels import tensor_plan
 from .hub import AUTO_MAP, save_code
+from .layer_types import DERIVED as DERIVED_LAYERS
+from .layer_types import FIELDS as LAYER_FIELDS
+from .layer_types import LIMITS as LIMITS_OF_LAYERS
+from .layer_types import SOURCES as SOURCES_OF_LAYERS
+from .layer_types import TOEPLITZ, check_layers, has_attention
 from .numerics import IMPLEMENTATIONS
 from .pipeline import PLAN as PIPELINE_PLAN
 from .tno_auto import BUILT_IN, operator_class, qualified_name
@@ -98,10 +103,11 @@ LIMITS: list[tuple[str, Limit]] = [
     ("decay", (lambda value: value is None or 0 < value <= 1, "in (0, 1] or None")),
     ("ski_decay", (lambda value: 0 < value <= 1, "in (0, 1]")),
     ("fd_resolution", (lambda value: value & (value - 1) == 0, "a power of two")),
+    *LIMITS_OF_LAYERS,
 ]
 
 # Fields that follow from others unless they are set.
-DERIVED: dict[str, Callable[["TnnConfig"], int]] = {
+DERIVED: dict[str, Callable[["TnnConfig"], Any]] = DERIVED_LAYERS | {
     "intermediate_size": lambda config: config.hidden_size,
     "fd_resolution": lambda config: 1 << (2 * config.axis_length - 1).bit_length(),
     "ski_grid_length": lambda config: config.axis_length,
@@ -110,7 +116,9 @@ DERIVED: dict[str, Callable[["TnnConfig"], int]] = {
     "explicit_length": lambda config: config.axis_length,
 }
 
-SOURCES = ("hidden_size", "max_position_embeddings", "spatial_dims")
+SOURCES = ("hidden_size", "max_position_embeddings", "spatial_dims", *SOURCES_OF_LAYERS)
+# Those that a trained model keeps if the fields that they followed from are changed at load.
+FIXED = DERIVED.keys() - DERIVED_LAYERS.keys()
 # Names and values of earlier versions, which still load.
 OLD_NAMES = {
     "product": "tno_implementation",
@@ -129,6 +137,18 @@ class TnnConfig(PreTrainedConfig):
         vocab_size (`int`): Number of tokens in the vocabulary.
         hidden_size (`int`): Width of the token representations, d.
         num_hidden_layers (`int`): Number of blocks (one GTU and one GLU each).
+        layer_types (`list[str]`, *optional*): What mixes the tokens in each block: `"toeplitz"` (the GTU),
+            `"full_attention"` or `"sliding_attention"` (softmax attention in its place). All are Toeplitz unless set.
+        num_attention_heads (`int`, *optional*): Number of heads of attention; one for each 64 of `hidden_size` unless
+            set. None without attention.
+        num_key_value_heads (`int`, *optional*): Number of heads of keys and values, a divisor of
+            `num_attention_heads`, which is also the default.
+        head_dim (`int`, *optional*): Width of a head; `hidden_size / num_attention_heads` unless set.
+        rope_parameters (`dict`, *optional*): Rotary positions in attention, as in transformers:
+            `{"rope_type": "default", "rope_theta": 10000.0}`, or `"linear"`, `"yarn"` or `"llama3"` with their
+            numbers. None for attention without positions, which Toeplitz layers carry.
+        sliding_window (`int`, *optional*): Number of tokens that `"sliding_attention"` sees, the present one
+            included; with `causal=False`, so many on each side. At least 2.
         causal (`bool`): Whether a position sees only itself and earlier positions. `TnnForCausalLM` needs `True`,
             `TnnForMaskedLM` and `TnnForImageClassification` need `False`, and the other classes take both.
         tno_type (`str`): Where the Toeplitz coefficients come from: `"rpe"` (an MLP of the lag, times a decay),
@@ -228,12 +248,18 @@ class TnnConfig(PreTrainedConfig):
     model_type = "tnn"
     keys_to_ignore_at_inference = ["past_key_values"]
     attribute_map = OLD_NAMES
-    base_model_tp_plan = TENSOR_PLAN
+    base_model_tp_plan = tensor_plan([TOEPLITZ])
     base_model_pp_plan = PIPELINE_PLAN
 
     vocab_size: int = 50265
     hidden_size: int = 512
     num_hidden_layers: int = 7
+    layer_types: list[str] | None = None
+    num_attention_heads: int | None = None
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    rope_parameters: dict | None = None
+    sliding_window: int | None = None
     causal: bool = True
     tno_type: str = "rpe"
     gtu_expansion: int | float = 3
@@ -308,7 +334,11 @@ class TnnConfig(PreTrainedConfig):
         # The base class makes a list of this length.
         if (num_labels := kwargs.get("num_labels") or 0) > MOST_LABELS:
             raise ValueError(f"`num_labels` must be at most {MOST_LABELS:,}, got {num_labels}")
+        without_rope = not (self.rope_parameters or kwargs.get("rope_theta") or kwargs.get("rope_scaling"))
+        self.rope_parameters = dict(self.rope_parameters or {})  # the base class writes into it
         super().__post_init__(**kwargs)
+        if without_rope:
+            self.rope_parameters = None
 
     def __setattr__(self, name: str, value: Any):
         """Set a field, check it alone, and derive again the fields that follow from it.
@@ -349,9 +379,9 @@ class TnnConfig(PreTrainedConfig):
             ValueError: the fields contradict each other.
         """
         config_dict, kwargs = cls.rename_old(config_dict), cls.rename_old(kwargs)
-        if "transformers_version" in config_dict and any(config_dict.get(name) is None for name in DERIVED):
+        if "transformers_version" in config_dict and any(config_dict.get(name) is None for name in FIXED):
             trained = cls(**config_dict)
-            config_dict |= {name: getattr(trained, name) for name in DERIVED}
+            config_dict |= {name: getattr(trained, name) for name in FIXED}
         overrides = {name: kwargs.pop(name) for name in list(kwargs) if name in cls.__annotations__}
         return super().from_dict(config_dict | overrides, **kwargs)
 
@@ -371,8 +401,11 @@ class TnnConfig(PreTrainedConfig):
         return fields
 
     def to_diff_dict(self) -> dict[str, Any]:
-        """The fields that are saved, as in transformers; without `tno_implementation` if any machine may choose."""
+        """The fields that are saved, as in transformers; without `tno_implementation` if any machine may choose, and
+        without those of attention if there is none."""
         fields = super().to_diff_dict()
+        if not has_attention(self):
+            fields = {name: value for name, value in fields.items() if name not in LAYER_FIELDS}
         if fields["tno_implementation"] == "auto":
             del fields["tno_implementation"]
         return fields
@@ -385,7 +418,12 @@ class TnnConfig(PreTrainedConfig):
         """
         self._check_fields()
         self._check_operator()
-        self._automatic = frozenset()
+        self._automatic = frozenset(self._automatic & DERIVED_LAYERS.keys())
+        if self.rope_parameters:
+            self.standardize_rope_params()  # they may have been set after the rest
+        if has_attention(self):
+            others = {name: how for name, how in self.base_model_tp_plan.items() if not name.startswith("layers.")}
+            self.base_model_tp_plan = others | tensor_plan(self.layer_types)
         self.tno_class = None if self.tno_type in BUILT_IN else qualified_name(operator_class(self.tno_type))
 
     @property
@@ -412,11 +450,6 @@ class TnnConfig(PreTrainedConfig):
         """The pooling of text classifiers, `"last"` or `"mean"`."""
         return self.classifier_pooling or ("last" if self.causal else "mean")
 
-    @property
-    def layer_types(self) -> list[str]:
-        """The kind of cache layer for each layer of the model, see `cache_tnn.py`."""
-        return ["tnn_state"] * self.num_hidden_layers
-
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs):
         """Save the configuration as in transformers, and the code of the models beside it, see `hub.py`.
 
@@ -433,11 +466,12 @@ class TnnConfig(PreTrainedConfig):
             self.push_to_hub(kwargs.pop("repo_id", os.path.basename(os.path.normpath(save_directory))), **kwargs)
 
     def validate_layer_type(self):
-        """Nothing to check: the layer types follow from the number of layers."""
+        """Nothing to check here: `check_layers` does, and knows Toeplitz layers."""
 
     def _derive(self):
-        for name in self._automatic:
-            super().__setattr__(name, DERIVED[name](self))
+        for name, derive in DERIVED.items():  # in this order: some follow from others
+            if name in self._automatic:
+                super().__setattr__(name, derive(self))
 
     def _check_fields(self):
         # Not named validate_*: transformers would turn errors of such methods into a type that is not a ValueError.
@@ -450,6 +484,7 @@ class TnnConfig(PreTrainedConfig):
         if self.learnable_decay:
             self.require("decay", self.decay is not None, "a number (the lower bound) when learnable_decay=True")
         self.require("gtu_norm", not (self.gtu_norm and self.norm_type == "batchnorm"), "False with a batch norm")
+        check_layers(self)
 
     def _check_operator(self):
         if self.spatial_dims == 2:

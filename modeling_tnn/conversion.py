@@ -240,7 +240,7 @@ def to_recurrent(model, order: int = 64, window: int = 16, tolerance: float | No
     config = model.config
     if not config.causal:
         raise ValueError("`causal` must be True for to_recurrent (only a causal model decodes), got False")
-    operators = [layer.gtu.tno for layer in model.base_model.layers]
+    operators = [layer.gtu.tno for layer in model.base_model.layers if layer.gtu is not None]
     if all(operator.is_recurrence for operator in operators):
         return model, []
     for name, value in {"order": order, "window": window}.items():
@@ -259,8 +259,9 @@ def to_recurrent(model, order: int = 64, window: int = 16, tolerance: float | No
     converted_config.num_modes = max(len(fit.poles) for _, fit, _ in fits)
     converted = type(model)(converted_config).to(device=model.device, dtype=model.dtype)
     converted.load_state_dict(converted.state_dict() | weights)
-    for layer, (taps, fit, _) in zip(converted.base_model.layers, fits, strict=True):
-        fill_operator(layer.gtu.tno, taps, fit)
+    mixers = [layer.gtu for layer in converted.base_model.layers if layer.gtu is not None]
+    for mixer, (taps, fit, _) in zip(mixers, fits, strict=True):
+        fill_operator(mixer.tno, taps, fit)
     converted.tie_weights()
     converted.train(model.training)
     if getattr(model, "generation_config", None) is not None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers.utils import TransformersKwargs
 
+from .layer_types import has_attention
 from .numerics import is_on_host, must_be_eager
 from .pipeline import is_elsewhere
 
@@ -281,10 +282,13 @@ def check_patches(config):
     """Check that a configuration is one of images.
 
     Raises:
-        ValueError: `config.causal` is True, or `max_position_embeddings` is not the number of patches.
+        ValueError: `config.causal` is True, a layer is attention, or `max_position_embeddings` is not the number of
+            patches.
     """
     if config.causal:
         raise ValueError("`causal` must be False for TnnForImageClassification, got True")
+    if has_attention(config):
+        raise ValueError(f"`layer_types` must be 'toeplitz' for all layers of images, got {config.layer_types}")
     side = config.image_size // config.patch_size
     if config.image_size % config.patch_size or side**2 != config.max_position_embeddings:
         raise ValueError(

@@ -3,6 +3,7 @@
     GTU:    y = W_o( u * TNO(v) ),  u = act(W_u x),  v = act(W_v x)                TNN paper, "token mixer"
     GLU:    y = W_down( act(W_gate x) * W_up x )
     block:  x = x + GTU(norm(x));  x = x + GLU(norm(x))                            (norm_position="pre")
+    hybrid: attention in place of the GTU in some blocks                           (layer_types, `attention.py`)
     images: x = W_patch patch,  x = blocks(x),  logits = W_head norm(mean(x))      TNN paper, ImageNet models
 
 B batch, L length, d hidden size, D = gtu_dim channels of the Toeplitz operator; for images C channels, H and W sides
@@ -35,6 +36,7 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from .attention import TnnAttention, View, build_rotary, views_of_layers
 from .cache_tnn import check_cache
 from .configuration_tnn import TnnConfig
 from .conversion import LayerReport, to_recurrent
@@ -54,8 +56,9 @@ from .inputs import (
     require_tensor,
     take_options,
 )
+from .layer_types import TOEPLITZ
 from .loss import language_model_head
-from .norms import NORM_POSITIONS, GatedRMSNorm, LayerNorm, ScaleNorm, build_norm, with_mask
+from .norms import NORM_POSITIONS, GatedRMSNorm, LayerNorm, ScaleNorm, build_final_norm, build_norm, with_mask
 from .numerics import is_exported, is_plain_tensor
 from .packing import check_one_document, forward_packed, split_packed
 from .packing_recorded import Documents, documents_of_graph
@@ -150,12 +153,16 @@ class TnnGatedLinearUnit(nn.Module):
 
 
 class TnnBlock(GradientCheckpointingLayer):
-    """One layer of the model: a GTU and a GLU, each with a norm and a residual connection."""
+    """One layer of the model: a GTU (or attention) and a GLU, each with a norm and a residual connection."""
 
     def __init__(self, config: TnnConfig, layer_idx: int):
         super().__init__()
-        self.gtu_norm = build_norm(config.norm_type, config.hidden_size)
-        self.gtu = TnnGatedToeplitzUnit(config, layer_idx)
+        self.gtu = self.attention = None
+        norm = build_norm(config.norm_type, config.hidden_size)
+        if config.layer_types[layer_idx] == TOEPLITZ:
+            self.gtu_norm, self.gtu = norm, TnnGatedToeplitzUnit(config, layer_idx)
+        else:
+            self.attention_norm, self.attention = norm, TnnAttention(config, layer_idx)
         self.glu_norm = build_norm(config.norm_type, config.hidden_size)
         self.glu = TnnGatedLinearUnit(config) if config.use_glu else None
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
@@ -167,28 +174,23 @@ class TnnBlock(GradientCheckpointingLayer):
         attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
         kernel: torch.Tensor | tuple | None = None,
+        view: View | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> torch.Tensor:
-        """`(B, L, d)` to `(B, L, d)`, with the arguments of the GTU."""
+        """`(B, L, d)` to `(B, L, d)`, with the arguments of the GTU, or the `view` of an attention layer."""
 
         def mix_tokens(x):
+            if self.gtu is None:
+                return self.dropout(self.attention(x, past_key_values, view))
             return self.dropout(self.gtu(x, attention_mask, past_key_values, kernel))
 
         def mix_channels(x):
             return self.dropout(self.glu(x))
 
-        gtu_norm, glu_norm = (with_mask(norm, attention_mask) for norm in (self.gtu_norm, self.glu_norm))
-        hidden_states = self.add_residual(hidden_states, gtu_norm, mix_tokens)
+        norms = (self.attention_norm if self.gtu is None else self.gtu_norm, self.glu_norm)
+        mixer_norm, glu_norm = (with_mask(norm, attention_mask) for norm in norms)
+        hidden_states = self.add_residual(hidden_states, mixer_norm, mix_tokens)
         return hidden_states if self.glu is None else self.add_residual(hidden_states, glu_norm, mix_channels)
-
-
-def build_final_norm(config: TnnConfig) -> nn.Module:
-    """The norm after the last block of a pre-norm model."""
-    if config.norm_position != "pre":
-        return nn.Identity()
-    if config.norm_type == "batchnorm":
-        return build_norm(config.norm_type, config.hidden_size)
-    return LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
 
 class TnnPreTrainedModel(FixedKernelsMixin, PreTrainedModel):
@@ -199,6 +201,7 @@ class TnnPreTrainedModel(FixedKernelsMixin, PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["TnnBlock"]
     _skip_keys_device_placement = ["past_key_values"]
+    _supports_sdpa = _supports_flash_attn = _supports_flex_attn = True
     _can_record_outputs = {"hidden_states": TnnBlock}
     # The operators make the kernels: they stay in float32, and quantizers skip them. Patterns, matched from the start.
     _keep_in_fp32_modules = [r".+\.gtu\.tno"]
@@ -207,6 +210,8 @@ class TnnPreTrainedModel(FixedKernelsMixin, PreTrainedModel):
         config.check()
         super().__init__(config)
         self._keep_in_fp32_modules_strict = list(operator_class(config.tno_type).fp32_parameters)
+        if TOEPLITZ not in config.layer_types:  # there is no operator
+            self._keep_in_fp32_modules = self._keep_in_fp32_modules_strict = []
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *model_args, use_safetensors: bool = True, **kwargs):
@@ -278,6 +283,7 @@ class TnnModel(TnnPreTrainedModel):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
         self.layers = nn.ModuleList([TnnBlock(config, layer_idx) for layer_idx in range(config.num_hidden_layers)])
         self.norm = build_final_norm(config)
+        self.rotary = build_rotary(config)
         self.embedding_scale = config.hidden_size**0.5 if config.scale_embedding else 1.0
         self.gradient_checkpointing = False
         self.post_init()
@@ -314,7 +320,7 @@ class TnnModel(TnnPreTrainedModel):
         if not isinstance(use_cache, bool | None):
             raise TypeError(f"`use_cache` must be True, False or None, got {use_cache!r}")
         check_tokens(input_ids, inputs_embeds, self.embed_tokens)
-        if attention_mask is not None:
+        if attention_mask is not None and not isinstance(attention_mask, dict):  # of a step of fixed shape
             require_tensor("attention_mask", attention_mask, "(B, past + L)")
         tokens = inputs_embeds if input_ids is None else input_ids
         boundaries = (position_ids, kwargs.get("seq_idx"), kwargs.get("cu_seq_lens_q"))
@@ -352,12 +358,13 @@ class TnnModel(TnnPreTrainedModel):
             raise ValueError("`past_key_values` must be None for a model with causal=False, got a cache")
         if self.config.causal and use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
-        ready = is_ready(past_key_values, inputs_embeds)
+        ready = is_ready(past_key_values, inputs_embeds, attention_mask)
         if past_key_values is not None and not ready:
             check_cache(past_key_values, self)
         # A graph of one step knows neither the length nor the mask of the text before it.
         past_length = 0 if past_key_values is None or ready else int(past_key_values.get_seq_length(first))
         whole_mask = attention_mask
+        attention_mask = attention_mask[TOEPLITZ] if ready and isinstance(attention_mask, dict) else attention_mask
         attention_mask = check_attention_mask(attention_mask, inputs_embeds, past_length)
         if whole_mask is None and past_length == 0 and not ready and input_ids is not None and can_be_read(input_ids):
             self.warn_if_padding_and_no_attention_mask(input_ids, None)
@@ -366,21 +373,23 @@ class TnnModel(TnnPreTrainedModel):
             # of an RMS norm is 1e8 times too large.
             inputs_embeds = inputs_embeds.masked_fill(~(attention_mask[..., None] | inputs_embeds.isfinite()), 0)
 
-        hidden_states = inputs_embeds
+        hidden_states, positions = inputs_embeds, None
+        if self.config.position_embedding == "sinusoidal" or self.rotary is not None:
+            known = ready or layout_of(self.layers) is not None
+            positions = position_ids if known else token_positions(whole_mask, past_length, inputs_embeds)
+            positions = positions if documents is None else documents.positions()
         if first == 0:  # else these are the hidden states of an earlier stage of a pipeline
             hidden_states = hidden_states * self.embedding_scale
             if self.config.position_embedding == "sinusoidal":
-                known = ready or layout_of(self.layers) is not None
-                positions = position_ids if known else token_positions(whole_mask, past_length, inputs_embeds)
-                positions = positions if documents is None else documents.positions()
                 size, dtype = self.config.hidden_size, hidden_states.dtype
                 hidden_states = hidden_states + sinusoidal_embedding(positions, size, dtype)
             hidden_states = self.dropout(self.embed_norm(hidden_states))
         given = {"attention_mask": attention_mask, "past_key_values": past_key_values}
         layers = self.layers[: self.config.num_hidden_layers]
         kernels = [None] * len(layers) if past_length or ready else kernels_of_layers(layers, hidden_states)
-        for layer, kernel in zip(layers, kernels, strict=True):
-            hidden_states = layer(hidden_states, kernel=documents or kernel, **given)
+        views = views_of_layers(self, layers, hidden_states, whole_mask, past_key_values, positions, documents)
+        for layer, kernel, view in zip(layers, kernels, views, strict=True):
+            hidden_states = layer(hidden_states, kernel=documents or kernel, view=view, **given)
         return BaseModelOutputWithPast(
             last_hidden_state=with_mask(self.norm, attention_mask)(hidden_states),
             past_key_values=past_key_values if use_cache else None,
@@ -406,10 +415,8 @@ def head_dropout(config: TnnConfig) -> nn.Dropout:
 
 
 class TnnClassificationHead(nn.Module):
-    """Two linear layers with a tanh between them, each after dropout.
-
-    There are `num_features` inputs and `num_labels` outputs, d and `config.num_labels` unless given.
-    """
+    """Two linear layers with a tanh between them, each after dropout; d inputs and `config.num_labels` outputs unless
+    given."""
 
     def __init__(self, config: TnnConfig, num_features: int | None = None, num_labels: int | None = None):
         super().__init__()

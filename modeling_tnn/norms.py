@@ -16,6 +16,7 @@ from functools import partial
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 from .numerics import compute_dtype, is_on_host
 
@@ -138,6 +139,15 @@ def build_norm(norm_type: str, size: int) -> nn.Module:
     if norm_type not in NORM_TYPES:
         raise ValueError(f"`norm_type` must be one of {', '.join(NORM_TYPES)}, got {norm_type!r}")
     return NORM_TYPES[norm_type](size)
+
+
+def build_final_norm(config: PreTrainedConfig) -> nn.Module:
+    """The norm after the last block of a pre-norm model."""
+    if config.norm_position != "pre":
+        return nn.Identity()
+    if config.norm_type == "batchnorm":
+        return build_norm(config.norm_type, config.hidden_size)
+    return LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
 
 def pre_norm(x, norm, sublayer):

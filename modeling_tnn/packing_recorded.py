@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from transformers.cache_utils import Cache
 
+from .layer_types import has_attention
 from .numerics import compute_dtype, keeps_products
 from .packing import DocumentBatch, batches_of_similar_length, find_starts, given_boundaries
 from .padding import check_attention_mask
@@ -84,8 +85,10 @@ def documents_of_graph(
         return None
     if model.training and config.norm_type == "batchnorm":
         return None
-    if not all(layer.gtu.tno.records_documents() for layer in model.layers):
+    if not all(layer.gtu.tno.records_documents() for layer in model.layers if layer.gtu is not None):
         return None
+    if has_attention(config) and "flash" in config._attn_implementation:
+        return None  # it takes no mask that separates documents
     given_boundaries(tokens, *boundaries)
     mask = check_attention_mask(attention_mask, tokens, past_length=0)
     starts = getattr(torch.ops, NAMESPACE).document_starts(tokens.detach(), attention_mask, *boundaries)

@@ -29,6 +29,7 @@ from transformers.cache_utils import Cache
 from .channels import OF_THE_WHOLE, Part, filters_of_parameters, restricted
 from .gating import NO_GATE, Gate
 from .inputs import check_keywords, check_labels, check_tokens, require_tensor
+from .layer_types import has_attention
 from .packing import DocumentBatch, pack, split_packed
 from .padding import check_attention_mask, first_real_token, roll, token_positions
 
@@ -178,8 +179,8 @@ class SequenceParallel:
 
     Raises:
         TypeError: the model is of another class.
-        ValueError: the mesh has several dimensions, the model is divided already, or its operator does not say which
-            parameters belong to channels, or has fewer channels than there are processes.
+        ValueError: the mesh has several dimensions, the model is divided already, has attention, or its operator does
+            not say which parameters belong to channels, or has fewer channels than there are processes.
     """
 
     def __init__(self, model: PreTrainedModel, mesh: DeviceMesh):
@@ -190,6 +191,11 @@ class SequenceParallel:
         self.model, self.base = model, model.base_model
         self.kept = 0  # of how many last tokens the logits are wanted
         self.group, self.index, self.count = mesh.get_group(), mesh.get_local_rank(), mesh.size()
+        if has_attention(self.base.config):
+            raise ValueError(
+                "`layer_types` must be 'toeplitz' for all layers of a divided text, because attention would see one "
+                f"part of it alone, got {self.base.config.layer_types}. Divide the model instead (tp_plan='auto')."
+            )
         self.operators = [layer.gtu.tno for layer in self.base.layers]
         width = self.operators[0].channels
         self.channels = [share_of(width, self.count, index) for index in range(self.count)]

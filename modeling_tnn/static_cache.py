@@ -19,8 +19,10 @@ import torch
 from torch import nn
 from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, Cache
 
-from .cache_tnn import LAYER_TYPE, TnnCacheLayer, check_cache
+from .attention import mask_of
+from .cache_tnn import TnnCacheLayer, check_cache, past_length
 from .gating import NO_GATE, Gate
+from .layer_types import TOEPLITZ
 from .numerics import is_traced
 from .padding import token_positions
 from .recurrence import Recurrence
@@ -137,12 +139,12 @@ def pinned(place: torch.Tensor | None, fresh: torch.Tensor) -> torch.Tensor:
     return fresh
 
 
-def is_ready(past_key_values: Cache | None, tokens: torch.Tensor) -> bool:
-    """Whether `prepare_step` has made the cache ready for `tokens` `(B, 1, ...)`."""
+def is_ready(past_key_values: Cache | None, tokens: torch.Tensor, attention_mask) -> bool:
+    """Whether `prepare_step` has made the cache ready for `tokens` `(B, 1, ...)`, with masks if there is attention."""
     if past_key_values is None or tokens.shape[1] != 1:
         return False
     layers = getattr(past_key_values, "layers", None)
-    return bool(layers) and getattr(layers[0], "is_ready", False)
+    return bool(layers) and (isinstance(attention_mask, dict) or getattr(layers[0], "is_ready", False))
 
 
 def prepare_step(model: nn.Module, inputs: dict) -> dict:
@@ -157,30 +159,46 @@ def prepare_step(model: nn.Module, inputs: dict) -> dict:
         return inputs
     # The states are written in place later, also outside of inference mode.
     with contextlib.nullcontext() if is_traced() else torch.inference_mode(False), torch.no_grad():
-        past_length = cache.get_seq_length()
         check_cache(cache, model)
         layers = cache.layers[: len(model.layers)]
-        operators = [block.gtu.tno.on_this_process() for block in model.layers]
-        places = [layer.prepare(operator) for layer, operator in zip(layers, operators, strict=True)]
-        point(layers, places)
-    mask = inputs.get("attention_mask")
+        length = past_length(layers)
+        pairs = [
+            (layer, block.gtu.tno) for layer, block in zip(layers, model.layers, strict=True) if block.gtu is not None
+        ]
+        mask = inputs.get("attention_mask")
+        masks = masks_of_step(model, cache, tokens, mask)
+        places = [layer.prepare(operator.on_this_process()) for layer, operator in pairs]
+        point([layer for layer, _ in pairs], places)
     positions = None
-    if model.config.position_embedding == "sinusoidal":
-        positions = token_positions(mask, past_length, tokens).contiguous()
+    if model.config.position_embedding == "sinusoidal" or model.rotary is not None:
+        positions = token_positions(mask, length, tokens).contiguous()
     mask = None if mask is None else mask[:, -1:].contiguous()
-    return inputs | {"attention_mask": mask, "position_ids": positions}
+    return inputs | {"attention_mask": masks | {TOEPLITZ: mask} if masks else mask, "position_ids": positions}
+
+
+def masks_of_step(model: nn.Module, cache: Cache, tokens: torch.Tensor, mask: torch.Tensor | None) -> dict:
+    """The masks of attention for one token, by kind of layer, in the fixed shape of a static cache."""
+    like = torch.empty(*tokens.shape, 0, dtype=model.dtype, device=tokens.device)
+    kinds = model.config.layer_types
+    found = {kind: mask_of(kind, model.config, like, mask, cache, kinds.index(kind)) for kind in {*kinds} - {TOEPLITZ}}
+    return {kind: one.contiguous() if isinstance(one, torch.Tensor) else one for kind, one in found.items()}
 
 
 def can_be_prepared(cache: Cache | None) -> bool:
     """Whether all layers of a cache hold a text and take steps of fixed shape."""
-    layers = getattr(cache, "layers", None) or [None]
-    return all(
-        hasattr(layer, "prepare") and layer.is_initialized and layer.recurrence.has_fixed_step for layer in layers
-    )
+
+    def can(layer) -> bool:
+        if not getattr(layer, "is_compileable", False) or not layer.is_initialized:
+            return False
+        return layer.recurrence.has_fixed_step if hasattr(layer, "recurrence") else True
+
+    return all(map(can, getattr(cache, "layers", None) or [None]))
 
 
 def point(layers: list[TnnStaticCacheLayer], places: list[tuple[int, int]]):
     """Write the cursors of all layers with one copy to the device."""
+    if not layers:
+        return
     fresh = torch.tensor(places)  # (layers, 2)
     cursors = None if layers[0].cursor is None else layers[0].cursor._base
     if cursors is None or cursors.shape != fresh.shape or cursors.device != layers[0].device:
@@ -191,4 +209,4 @@ def point(layers: list[TnnStaticCacheLayer], places: list[tuple[int, int]]):
     cursors.copy_(fresh, non_blocking=True)
 
 
-STATIC_LAYER_TYPE_MAPPING[LAYER_TYPE] = TnnStaticCacheLayer
+STATIC_LAYER_TYPE_MAPPING[TOEPLITZ] = TnnStaticCacheLayer

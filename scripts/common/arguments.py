@@ -4,6 +4,7 @@ A recipe is a YAML file of options by name. `--recipe NAME` reads a recipe of `c
 Options on the command line override those of the recipe.
 """
 
+import re
 import sys
 from pathlib import Path
 
@@ -15,15 +16,19 @@ from modeling_tnn.presets import configuration_folder, preset_folders
 from tnn_scripts.common.nearest import nearest
 from tnn_scripts.common.parser import RENAMED, ProgramParser
 
+# A comma outside of brackets, which hold lists and mappings.
+BETWEEN_OVERRIDES = r",(?![^\[{]*[\]}])"
+
 
 def parse_overrides(text: str | None, known: PreTrainedConfig | None = None) -> dict:
-    """The overrides `name=value,name=value` as a dictionary. Values are read as YAML.
+    """The overrides `name=value,name=value` as a dictionary. Values are read as YAML: `[a, b]` is a list.
 
     Raises:
         ValueError: a value cannot be read, or a name is not a field of `known` (by default a `TnnConfig`).
     """
     known = known or modeling_tnn.TnnConfig()
-    pairs = [pair.partition("=") for pair in (text or "").split(",") if pair.strip()]
+    parts = re.split(BETWEEN_OVERRIDES, text or "")
+    pairs = [pair.partition("=") for pair in parts if pair.strip()]
     try:
         fields = {name.strip(): yaml.safe_load(value) for name, _, value in pairs}
     except yaml.YAMLError as error:

@@ -92,12 +92,13 @@ def convert_by_gradient(
             "The model must be causal and not a recurrence already, got "
             f"tno_type={config.tno_type!r} with causal={config.causal}"
         )
-    operators = [layer.gtu.tno for layer in model.base_model.layers]
+    operators = [layer.gtu.tno for layer in model.base_model.layers if layer.gtu is not None]
     fits = [fit_operator(operator, config, order, window, steps, learning_rate) for operator in operators]
     converted = type(model)(rtf_config(config, order, max(report["taps"] for _, report in fits))).to(model.device)
     kept = {name: value for name, value in model.state_dict().items() if ".gtu.tno." not in name}
     converted.load_state_dict(kept, strict=False)
-    for layer, (operator, _) in zip(converted.base_model.layers, fits, strict=True):
-        layer.gtu.tno.load_state_dict(operator.state_dict())
+    mixers = [layer.gtu for layer in converted.base_model.layers if layer.gtu is not None]
+    for mixer, (operator, _) in zip(mixers, fits, strict=True):
+        mixer.tno.load_state_dict(operator.state_dict())
     converted.tie_weights()
     return converted.train(model.training), [report for _, report in fits]

@@ -76,13 +76,18 @@ def known_of(whole: Kernel, drawn: Kernel) -> Whole:
 def read_model(model: PreTrainedModel, length: int) -> tuple[list[Kernel], list[dict]]:
     """The kernels of all layers of a model without its head, drawn at `length` positions, and the figures of each.
 
-    They are computed in float32 or float64, because the resolution of the dtype limits the decay.
+    They are computed in float32 or float64, because the resolution of the dtype limits the decay. Attention has none.
+
+    Raises:
+        ValueError: all layers are attention.
     """
     dtype = torch.promote_types(model.dtype, torch.float32)
     side = model.config.axis_length if model.config.spatial_dims == 2 else None
-    operators = [layer.gtu.tno for layer in model.layers]
+    operators = {index: layer.gtu.tno for index, layer in enumerate(model.layers) if layer.gtu is not None}
+    if not operators:
+        raise ValueError(f"`layer_types` must have a 'toeplitz' layer to draw, got {model.config.layer_types}")
     if dtype != model.dtype:
-        operators = [copy.deepcopy(operator).to(dtype) for operator in operators]
-    layers = [read_layer(operator, length, index, side) for index, operator in enumerate(operators)]
+        operators = {index: copy.deepcopy(operator).to(dtype) for index, operator in operators.items()}
+    layers = [read_layer(operator, length, index, side) for index, operator in operators.items()]
     kernels, rows = (list(part) for part in zip(*(pair for layer in layers for pair in layer), strict=True))
     return kernels, rows

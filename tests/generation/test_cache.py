@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from helpers.cache_models import EVERY_MODEL, TEXT, model_of
+from helpers.cache_models import EVERY_MODEL, TEXT, WITH_HYBRIDS, model_of
 from helpers.models import lively_language_model, relative_error, seeded, tiny_config
 from modeling_tnn import TnnForCausalLM
 from modeling_tnn.cache_tnn import memory_per_sequence, saved_classes
@@ -30,7 +30,7 @@ WAYS = {
 }
 
 
-@EVERY_MODEL
+@WITH_HYBRIDS
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("steps", [0, 5])
 def test_a_cache_that_was_saved_goes_on_with_a_copy_of_the_model(name, way, steps):
@@ -51,7 +51,7 @@ def test_a_cache_that_was_saved_goes_on_with_a_copy_of_the_model(name, way, step
             assert relative_error(torch.cat(parts, dim=1), expected) < 1e-10
 
 
-@EVERY_MODEL
+@WITH_HYBRIDS
 def test_weights_only(name):
     model = model_of(name)
     cache = model(TEXT[:, :30]).past_key_values
@@ -62,7 +62,7 @@ def test_weights_only(name):
     assert torch.equal(model(TEXT[:, 31:], past_key_values=loaded).logits, expected)
 
 
-@EVERY_MODEL
+@WITH_HYBRIDS
 @pytest.mark.parametrize("steps", [0, 5])
 def test_a_saved_cache_has_all_its_methods(name, steps):
     model = model_of(name)
@@ -127,7 +127,7 @@ def test_a_file_holds_no_weights():
     assert len(pickle.dumps(cache)) < 20_000 < model.num_parameters()
 
 
-@EVERY_MODEL
+@WITH_HYBRIDS
 def test_generate_from_a_saved_prompt(name):
     model, prompt = model_of(name), TEXT[:, :20]
     cache = model(prompt[:, :12]).past_key_values
@@ -256,7 +256,7 @@ def test_a_pass_that_was_interrupted(monkeypatch):
         model(TEXT[:, 22:], past_key_values=cache)
 
 
-@EVERY_MODEL
+@WITH_HYBRIDS
 def test_an_empty_cache_without_a_configuration_is_filled(name):
     model, cache = model_of(name), DynamicCache()
     assert len(cache) == 0 and cache.get_seq_length() == 0

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from helpers.cache_models import EVERY_MODEL, MODELS, TEXT, model_of
+from helpers.cache_models import EVERY_MODEL, MODELS, TEXT, WITH_HYBRIDS, model_of
 from helpers.models import relative_error, seeded, tiny_config
 from modeling_tnn.cache_tnn import TnnCacheLayer
 from modeling_tnn.tno_auto import build_tno
@@ -153,7 +153,7 @@ def test_taking_back_does_not_disturb_a_backward_pass():
     assert close(gradients(y, inputs), gradients(expected, inputs))
 
 
-@EVERY_MODEL
+@WITH_HYBRIDS
 def test_the_same_logits_with_gradients_and_without(name):
     model, caches = model_of(name), [DynamicCache(), DynamicCache()]
     for chunk in TEXT.split([30] + [1] * 40 + [90], dim=1):

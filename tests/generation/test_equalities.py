@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from helpers.hybrids import HYBRIDS
 from helpers.models import exhaustive, lively_language_model, relative_error
 
 MODELS = {
@@ -19,10 +20,13 @@ MODELS = {
     "rtf-odd-length": {"tno_type": "rtf", "max_position_embeddings": 63},
     "explicit": {"tno_type": "explicit"},
     "converted": {"tno_type": "rpe", "decay": 0.9},
+    "hybrid": {"tno_type": "rpe", "decay": 0.9} | HYBRIDS["full"],
+    "hybrid-sliding": {"tno_type": "rtf"} | HYBRIDS["sliding"],
+    "attention": HYBRIDS["attention"],
 }
 # Lengths of prompts, and how many tokens to generate after each.
 PROMPTS = [(7, 40), (300, 40), *exhaustive((1, 40), (2, 31), (64, 23))]
-RARE = ("rpe-learnable-decay", "rtf-odd-length")
+RARE = ("rpe-learnable-decay", "rtf-odd-length", "attention")
 EVERY_MODEL = pytest.mark.parametrize("name", [*(name for name in MODELS if name not in RARE), *exhaustive(*RARE)])
 EVERY_PROMPT = pytest.mark.parametrize("length, new", PROMPTS)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from helpers.cache_models import EVERY_MODEL, MODELS, model_of
+from helpers.cache_models import EVERY_MODEL, MODELS, WITH_HYBRIDS, model_of
 from helpers.models import relative_error
 from modeling_tnn import tno_modal, tno_rtf
 from modeling_tnn.cache_tnn import TnnCacheLayer, memory_per_sequence
@@ -84,7 +84,7 @@ def test_a_text_goes_on_after_a_prompt_of_any_length(name, length):
     assert relative_error(logits, expected) < 1e-10
 
 
-@EVERY_MODEL
+@WITH_HYBRIDS
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padded_prompts(name, side):
     model, text = model_of(name), text_of(301)
@@ -139,7 +139,7 @@ def test_more_of_a_long_prompt_cannot_be_taken_back(name):
     assert cache.get_seq_length() == LONG
 
 
-@EVERY_MODEL
+@WITH_HYBRIDS
 def test_many_candidates_at_the_first_pass(name):
     """transformers appends the first candidates to the prompt, and takes back those that are wrong."""
     model, prompt = model_of(name), text_of(400, 1).repeat(1, 2)
@@ -148,7 +148,7 @@ def test_many_candidates_at_the_first_pass(name):
     assert torch.equal(found, model.generate(prompt, use_cache=False, **options))
 
 
-@EVERY_MODEL
+@WITH_HYBRIDS
 def test_rows_beams_and_copies_of_a_prompt(name):
     model, text = model_of(name), text_of(340, 3)
     cache = prefilled(model, text[:, :301])
@@ -180,7 +180,7 @@ def test_a_prompt_with_gradients_keeps_its_inputs(name):
             assert relative_error(model(text[:, 301:], past_key_values=past).logits, expected) < 1e-10
 
 
-@EVERY_MODEL
+@WITH_HYBRIDS
 @pytest.mark.parametrize("gradients", [False, True])
 def test_a_prompt_of_inference_mode_goes_on_outside_it(name, gradients):
     model, text = model_of(name), text_of(340)

@@ -72,8 +72,11 @@ def lively_language_model(**fields) -> TnnForCausalLM:
     model = seeded(TnnForCausalLM, config).double()
     with torch.no_grad():
         for layer in model.model.layers:
-            layer.gtu.v_proj.weight.mul_(4)
-            layer.gtu.o_proj.weight.mul_(4)
+            mixer = layer.attention if layer.gtu is None else layer.gtu
+            mixer.v_proj.weight.mul_(4)
+            mixer.o_proj.weight.mul_(4)
+            if layer.attention is not None:
+                mixer.q_proj.weight.mul_(4)  # the mean of all tokens would change little from one to the next
     return model
 
 

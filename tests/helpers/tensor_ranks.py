@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 
 from helpers import ranks
+from helpers.hybrids import HYBRIDS
 from helpers.models import VARIANTS, checkpoint_activations, image_config, relative_error, seeded, tiny_config
 from modeling_tnn import (
     TnnForCausalLM,
@@ -25,6 +26,8 @@ NORMS = ("simplermsnorm", "rmsnorm", "gatedrmsnorm", "scalenorm", "layernorm")
 CASES = {f"{name}-{'causal' if causal else 'bidirectional'}": (name, causal, {}) for name, causal in VARIANTS}
 CASES |= {"gtu_norm": ("rpe", True, {"gtu_norm": True, "norm_type": "gatedrmsnorm"})}
 CASES |= {"one denominator": ("rtf", True, {"rtf_num_denominators": 1})}
+# The heads are divided too.
+CASES |= {"hybrid": ("rpe", True, HYBRIDS["full"] | {"num_key_value_heads": 4})}
 SLOW = {f"gtu_norm {norm}": ("rpe", True, {"gtu_norm": True, "norm_type": norm}) for norm in NORMS}
 # Widths that two and four processes do not divide: transformers 5.17 refuses them.
 UNEVEN = {"gtu_expansion": 1.72, "intermediate_size": 39, "vocab_size": 99}

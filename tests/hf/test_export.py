@@ -8,6 +8,7 @@ import torch
 from packaging.version import Version
 from torch.export import Dim
 
+from helpers.hybrids import HYBRIDS
 from helpers.models import BIDIRECTIONAL, CAUSAL, exhaustive, relative_error, seeded, tiny_config
 from modeling_tnn import (
     TnnForCausalLM,
@@ -104,6 +105,20 @@ def test_every_way_of_an_operator(options):
     model = language_model(**{"tno_type": "rpe", "causal": True} | options)
     program = exported(model, batch(3, 11, mask=True), KINDS["range"]())
     check_program(lambda inputs: program(**inputs)[0], model, mask=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mask", [False, True])
+@pytest.mark.parametrize("name, causal", [("full", True), ("sliding", False), ("attention", True)])
+def test_hybrids(name, causal, mask):
+    """Exported and traced, with the masks that transformers makes for attention."""
+    fields = HYBRIDS[name] | {"num_hidden_layers": 2}
+    model = language_model("rpe", causal, **fields)
+    program = exported(model, batch(3, 11, mask), KINDS["dynamic"]())
+    check_program(lambda inputs: program(**inputs)[0], model, mask)
+    model.config.return_dict = False
+    traced = torch.jit.trace(model, example_kwarg_inputs=batch(3, 11, mask), check_trace=False)
+    check_program(lambda inputs: traced(**inputs)[0], model, mask)
 
 
 ONE_FOR_ONNX = ("ski", False, True)

@@ -15,6 +15,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module, get
 import modeling_tnn
 from helpers import processes
 from helpers.hub_client import WITHOUT_THE_PACKAGE
+from helpers.hybrids import HYBRIDS
 from helpers.models import (
     AUTO,
     CAUSAL,
@@ -49,6 +50,7 @@ HEADS = [(head, tno_type, causal) for tno_type, causal in VARIANTS
          for head in (CAUSAL_HEADS if causal else BIDIRECTIONAL_HEADS)]  # fmt: skip
 FEW = [(TnnForCausalLM, "rtf", True), (TnnForMaskedLM, "ski", False), (TnnForSequenceClassification, "fd", False),
        (TnnForTokenClassification, "rpe", False)]  # fmt: skip
+HYBRID = [(TnnForCausalLM, "rpe", True, HYBRIDS["full"]), (TnnForMaskedLM, "rpe", False, HYBRIDS["sliding"])]
 
 # What every script below runs under: an environment in which the package does not exist.
 
@@ -96,9 +98,9 @@ def run_without_the_package(code: str, *arguments, folder: Path, check: bool = T
 def test_heads_and_variants(every, tmp_path):
     """Load, run, generate, change, save; and load what was saved, with the package and without it."""
     saved, models = [], {}
-    for index, (head, tno_type, causal) in enumerate(HEADS if every else FEW):
+    for index, (head, tno_type, causal, *fields) in enumerate([*(HEADS if every else FEW), *HYBRID]):
         folder = str(tmp_path / str(index))
-        models[folder] = perturbed_model(head, tno_type, causal)
+        models[folder] = perturbed_model(head, tno_type, causal, **(fields[0] if fields else {}))
         models[folder].save_pretrained(folder)
         saved.append((AUTO[head].__name__, folder))
     run_without_the_package(LOAD, json.dumps(saved), tmp_path / "once", folder=tmp_path)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import DynamicCache, modeling_utils
 
+from helpers.hybrids import HYBRIDS
 from helpers.models import BIDIRECTIONAL, CAUSAL, VARIANTS, lively_language_model, relative_error, seeded, tiny_config
 from modeling_tnn import (
     TnnForCausalLM,
@@ -36,10 +37,10 @@ def prompt(mask: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("given", [True, False], ids=["given", "inferred"])
-@pytest.mark.parametrize("tno_type", [*CAUSAL, "no decay"])
+@pytest.mark.parametrize("tno_type", [*CAUSAL, "no decay", *HYBRIDS])
 def test_generation_after_any_padding(tno_type, given, name):
     """Cached, uncached and in chunks; transformers infers the mask from pad tokens where it is not given."""
-    fields = {"decay": None} if tno_type == "no decay" else {"tno_type": tno_type}
+    fields = HYBRIDS.get(tno_type) or ({"decay": None} if tno_type == "no decay" else {"tno_type": tno_type})
     model = lively_language_model(**fields)
     ids, mask = prompt(MASKS[name])
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": PAD, "output_logits": True}
@@ -61,9 +62,10 @@ def test_generation_after_any_padding(tno_type, given, name):
 
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("way", ["assisted", "prompt lookup", "continued"])
-def test_other_ways_to_generate_after_any_padding(way, name):
+@pytest.mark.parametrize("fields", [{}, *HYBRIDS.values()], ids=["toeplitz", *HYBRIDS])
+def test_other_ways_to_generate_after_any_padding(fields, way, name):
     """The decoding methods that take one row."""
-    model = lively_language_model()
+    model = lively_language_model(**fields)
     ids, mask = (part[:1] for part in prompt(MASKS[name]))
     options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False, "pad_token_id": PAD}
     expected = model.generate(ids, **options)

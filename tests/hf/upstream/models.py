@@ -13,6 +13,7 @@ from tests.test_configuration_common import ConfigTester
 from tests.test_modeling_common import ModelTesterMixin, floats_tensor, ids_tensor, random_attention_mask
 from tests.test_training_mixin import TrainingTesterMixin
 
+from helpers.hybrids import HYBRIDS
 from helpers.models import VARIANTS, tiny_config
 from modeling_tnn import (
     TnnConfig,
@@ -89,10 +90,38 @@ class ModelTests(ModelTesterMixin):
         with patch("modeling_tnn.modeling_tnn.check_before_loading"):
             super().test_model_weights_reload_no_missing_tied_weights()
 
+    def test_model_rope_scaling_from_config_1_dynamic(self):
+        """Refused: what a causal model gives for the first tokens would depend on how many follow."""
+        rope = {"rope_type": "dynamic", "factor": 10.0}
+        with self.assertRaisesRegex(ValueError, "`rope_parameters` must be"):
+            tiny_config(**self.fields | HYBRIDS["full"] | {"rope_parameters": rope})
+
+    def test_model_rope_with_partial_rotation(self):
+        """Refused: heads turn as a whole."""
+        rope = {"partial_rotary_factor": 0.5}
+        with self.assertRaisesRegex(ValueError, "`rope_parameters` must be"):
+            tiny_config(**self.fields | HYBRIDS["full"] | {"rope_parameters": rope})
+
     def test_can_load_ignoring_mismatched_shapes(self):
         """With biases of zero: the mean of three random ones, PyTorch's default, is above its bound now and then."""
         with patch.dict(self.model_tester.fields, initializer="normal"):
             super().test_can_load_ignoring_mismatched_shapes()
+
+
+def of_rotary_positions(name):
+    """A test of positions that a model has only where its configuration says so."""
+
+    def test(self):
+        if not self.fields.get("rope_parameters"):
+            self.skipTest("no rotary positions")
+        getattr(super(ModelTests, self), name)()
+
+    return test
+
+
+for scaling in ("0_linear", "2_yarn"):
+    name = f"test_model_rope_scaling_from_config_{scaling}"
+    setattr(ModelTests, name, of_rotary_positions(name))
 
 
 class PairTester(TextTester):
@@ -130,6 +159,13 @@ def add_text_models(name, tno_type, causal, **fields):
 
 for tno_type, causal in VARIANTS:
     add_text_models(f"Tnn{tno_type.title()}{'Causal' if causal else 'Bidirectional'}Test", tno_type, causal)
+
+
+for name, fields in HYBRIDS.items():
+    for causal in (True, False):
+        name_of_test = f"Tnn{name.title()}{'Causal' if causal else 'Bidirectional'}Test"
+        # The text of `test_training_overfit` begins with the token 1, which generate would take for padding.
+        add_text_models(name_of_test, "rpe", causal, pad_token_id=0, hidden_dropout_prob=0.0, **fields)
 
 
 class TnnHeadsTest(ModelTests, unittest.TestCase):
