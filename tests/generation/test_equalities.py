@@ -114,7 +114,9 @@ def test_chunked_prefill_of_a_padded_batch(name, length, new):
 def test_continuing_is_one_run(name, length, new):
     model, prompt = model_of(name), prompt_of(length)
     first = generate(model, prompt, new // 2, return_dict_in_generate=True)
-    more = generate(model, first.sequences, new - new // 2, past_key_values=first.past_key_values)
+    options = {"past_key_values": first.past_key_values}
+    options["attention_mask"] = torch.ones_like(first.sequences)  # the text may have the padding token in it
+    more = generate(model, first.sequences, new - new // 2, **options)
     assert torch.equal(more, generate(model, prompt, new))
 
 
