@@ -395,17 +395,13 @@ class TnnConfig(PreTrainedConfig):
         return fields
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields as a dictionary, as in transformers."""
-        fields = super().to_dict()
-        fields.pop("_automatic", None)
-        return fields
+        """All fields as a dictionary, as in transformers; without those of attention if there is none."""
+        left_out = {"_automatic"} if has_attention(self) else {"_automatic", *LAYER_FIELDS}
+        return {name: value for name, value in super().to_dict().items() if name not in left_out}
 
     def to_diff_dict(self) -> dict[str, Any]:
-        """The fields that are saved, as in transformers; without `tno_implementation` if any machine may choose, and
-        without those of attention if there is none."""
+        """The fields that are saved, as in transformers; without `tno_implementation` if any machine may choose."""
         fields = super().to_diff_dict()
-        if not has_attention(self):
-            fields = {name: value for name, value in fields.items() if name not in LAYER_FIELDS}
         if fields["tno_implementation"] == "auto":
             del fields["tno_implementation"]
         return fields

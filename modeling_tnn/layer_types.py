@@ -89,6 +89,7 @@ def check_layers(config: "PreTrainedConfig"):
     kinds, count = config.layer_types, config.num_hidden_layers
     config.require("layer_types", len(kinds) == count, f"a list of num_hidden_layers={count} names")
     if not has_attention(config):
+        config.require("rope_parameters", config.rope_parameters is None, "None without layers of attention")
         return
     heads, width = config.num_attention_heads, config.num_attention_heads * config.head_dim
     config.require("num_key_value_heads", heads % config.num_key_value_heads == 0, f"a divisor of {heads} heads")
