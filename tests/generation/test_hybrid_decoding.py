@@ -186,10 +186,10 @@ def compiling() -> CompileConfig:
 
 
 # A window makes transformers' static cache count in Python until it is full: a graph before, and one after.
-SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in (("full", False, 2), ("sliding", False, 3))]
+OTHERS = [pytest.param(*case, marks=pytest.mark.exhaustive) for case in (("full", False, 2), ("sliding", False, 3))]
 
 
-@pytest.mark.parametrize("name, rope, graphs", [("full", True, 2), ("attention", True, 3), *SLOW])
+@pytest.mark.parametrize("name, rope, graphs", [("full", True, 2), ("attention", True, 3), *OTHERS])
 def test_compiled_steps(name, rope, graphs):
     """Tokens after padding on the left and without padding; a few graphs for all of them."""
     torch._dynamo.reset()
@@ -207,7 +207,7 @@ def test_compiled_steps(name, rope, graphs):
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("name", ["full", pytest.param("attention", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["full", pytest.param("attention", marks=pytest.mark.exhaustive)])
 def test_compiled_steps_among_others(name):
     """Chunks, changed rows, copies and a saved cache between compiled steps."""
     torch._dynamo.reset()

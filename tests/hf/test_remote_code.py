@@ -43,13 +43,12 @@ PACKAGE = Path(modeling_tnn.__file__).parent
 # All files but the package's own, what only programs call, and what is of the kernel of the Hub alone.
 OTHERS = {"__init__.py", "auto_classes.py", "presets.py", "stability.py", "sequence_parallel.py", "toeplitz_hub.py"}
 CODE = {path.name for path in PACKAGE.glob("*.py")} - OTHERS
-CLASSIFIERS = (TnnForSequenceClassification, TnnForTokenClassification, TnnForQuestionAnswering)
-CAUSAL_HEADS = (TnnForCausalLM, *CLASSIFIERS, TnnModel)
-BIDIRECTIONAL_HEADS = (TnnForMaskedLM, *CLASSIFIERS, TnnModel)
+CAUSAL_HEADS = (TnnForCausalLM, TnnForSequenceClassification, TnnModel)
+BIDIRECTIONAL_HEADS = (TnnForMaskedLM, TnnForSequenceClassification, TnnModel)
 HEADS = [(head, tno_type, causal) for tno_type, causal in VARIANTS
          for head in (CAUSAL_HEADS if causal else BIDIRECTIONAL_HEADS)]  # fmt: skip
 FEW = [(TnnForCausalLM, "rtf", True), (TnnForMaskedLM, "ski", False), (TnnForSequenceClassification, "fd", False),
-       (TnnForTokenClassification, "rpe", False)]  # fmt: skip
+       (TnnForTokenClassification, "rpe", False), (TnnForQuestionAnswering, "rtf", True)]  # fmt: skip
 HYBRID = [(TnnForCausalLM, "rpe", True, HYBRIDS["full"]), (TnnForMaskedLM, "rpe", False, HYBRIDS["sliding"])]
 
 # What every script below runs under: an environment in which the package does not exist.

@@ -51,7 +51,7 @@ def test_long_text():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_processes(processes, tmp_path):
     """Real processes with gloo, which takes memory of its own for sums in shards."""
     fields = ",".join(f"{name}={value}" for name, value in SIZES.items())
@@ -101,7 +101,7 @@ def test_what_is_sent():
 
 
 DEEP = [(engine, some) for engine in ("ddp", "fsdp2", "tp", "sp") for some in (False, True)]
-DEEP = [pytest.param(*one, marks=[] if one == ("sp", True) else pytest.mark.slow) for one in DEEP]
+DEEP = [pytest.param(*one, marks=[] if one == ("sp", True) else pytest.mark.exhaustive) for one in DEEP]
 
 
 @pytest.mark.parametrize(("engine", "saving"), DEEP)

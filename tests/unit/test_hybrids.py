@@ -24,13 +24,12 @@ EVERY_HYBRID = pytest.mark.parametrize("name", HYBRIDS)
 EVERY_DIRECTION = pytest.mark.parametrize("causal", DIRECTIONS)
 
 
-def slow(*values):
-    return [
-        pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.slow) for value in values
-    ]
+def exhaustive(*values):
+    rows = [value if isinstance(value, tuple) else (value,) for value in values]
+    return [pytest.param(*row, marks=pytest.mark.exhaustive) for row in rows]
 
 
-GRAPHS = [("full", True, True), *slow(*itertools.product(HYBRIDS, DIRECTIONS, [False, True]))]
+GRAPHS = [("full", True, True), *exhaustive(*itertools.product(HYBRIDS, DIRECTIONS, [False, True]))]
 IDS = torch.arange(80).view(2, 40) % 90 + 5
 STARTS = (0, 7, 16, 17)
 BOUNDARIES = {
@@ -86,7 +85,7 @@ def test_packed_rows_in_one_graph(name, causal, masked):
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("name", ["full", *slow("sliding", "attention")])
+@pytest.mark.parametrize("name", ["full", *exhaustive("sliding", "attention")])
 def test_one_graph_for_all_lengths(name):
     torch._dynamo.reset()
     model, backend = language_model(name), CompileCounterWithBackend("eager")
