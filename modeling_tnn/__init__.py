@@ -55,9 +55,10 @@ __all__ = [
 ]
 
 # Module -> names that are imported from it on first use.
+_HEADS = ["TnnForMultipleChoice", "TnnForQuestionAnswering", "TnnForTokenClassification"]
 _LATER = {
-    "heads": ["TnnForMultipleChoice", "TnnForQuestionAnswering", "TnnForTokenClassification"],
-    "modeling_tnn": [name for name in __all__ if name.startswith("Tnn") and name != "TnnConfig"],
+    "heads": _HEADS,
+    "modeling_tnn": [name for name in __all__ if name.startswith("Tnn") and name not in ("TnnConfig", *_HEADS)],
     "sequence_parallel": ["SequenceParallel"],
     "stability": ["PoleCallback", "find_unstable", "project_poles"],
 }

@@ -107,12 +107,14 @@ def test_choices_are_scored_alone(tno_type, causal):
 
 @pytest.mark.parametrize("head", [TnnForTokenClassification, TnnForQuestionAnswering, TnnForMultipleChoice])
 def test_saved_and_loaded(head, tmp_path):
-    """Alone, and on the body of a masked language model."""
+    """Alone, on the body of a masked language model, and as the body of another head."""
     model = seeded(head, tiny_config(causal=False, num_labels=3))
     model.save_pretrained(tmp_path / "head")
     again = AUTO[head].from_pretrained(tmp_path / "head")
     assert type(again) is head
     assert all(torch.equal(again.state_dict()[name], weight) for name, weight in model.state_dict().items())
+    other = TnnForTokenClassification.from_pretrained(tmp_path / "head")
+    assert all(torch.equal(other.model.state_dict()[n], weight) for n, weight in model.model.state_dict().items())
     body = seeded(TnnForMaskedLM, tiny_config(causal=False))
     body.save_pretrained(tmp_path / "body")
     tuned = AUTO[head].from_pretrained(tmp_path / "body")
