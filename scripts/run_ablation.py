@@ -53,13 +53,13 @@ IGNORED = -100
 class AblationArguments(GroupArguments):
     """The variants and the settings that they share."""
 
-    variants: list[str] = field(metadata={"help": "Variants, each of the form name:field=value,field=value."})
+    variants: list[str]
     config_name: str = "tnn-tiny"
     config_overrides: str | None = None
     dataset_name: str | None = None
     dataset_config_name: str | None = None
     documents: str | None = None
-    longer: list[int] = field(default_factory=list, metadata={"help": "Further lengths to evaluate at, in tokens."})
+    longer: list[int] = field(default_factory=list)
     eval_tokens: int = field(default=65_536, metadata={"help": "Validation tokens to read, at least one row."})
     seeds: list[int] | None = None
     sweep_learning_rates: list[float] = field(default_factory=list)

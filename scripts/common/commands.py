@@ -22,7 +22,7 @@ COMMANDS = {
     "hub-kernel": ("hub_kernel", "write the Triton product as a kernel of the Hub"),
     "lra": ("run_lra", "train on a task of the Long Range Arena"),
     "images": ("run_image_classification", "train an image classifier"),
-    "synthetic": ("run_synthetic", "train on the synthetic tasks of the RTF paper"),
+    "synthetic": ("run_synthetic", "train on synthetic tasks: copying, delay, recall, passkey"),
     "ablation": ("run_ablation", "compare variants of a model"),
     "benchmark": ("benchmark", "compare speed and memory with peers"),
 }

@@ -25,6 +25,7 @@ SECTIONS = {
         "config_overrides": "Fields of the configuration to change: tno_type=fd,rpe_layers=3.",
         "tno_type": "Operator, instead of the configuration's: rpe, fd, ski, rtf, ...",
         "transformer": "Train a transformer of the same width, depth and size instead of the TNN.",
+        "variants": "Models to compare: name:field=value,field=value for each, with fields of the configuration.",
         "trust_remote_code": "Run Python code that comes with the model.",
     },
     "data": {
@@ -45,6 +46,7 @@ SECTIONS = {
         "block_size": "Tokens in a block of text; follows from max_position_embeddings unless given.",
         "length": "Number of positions of a kernel or of a signal.",
         "lengths": "Numbers of tokens in a row.",
+        "longer": "Further lengths to evaluate at, in tokens.",
     },
     "training": {
         "max_steps": "Number of optimizer steps; a positive number overrides the number of epochs.",

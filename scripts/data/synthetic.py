@@ -1,9 +1,13 @@
-"""Two tasks that measure what a layer can remember (RTF paper, table 2 and appendix C.3).
+"""Tasks that measure what a layer can remember, and what it can find.
 
     Copying   t_1 .. t_M, then markers: after each marker but the last, the next of the M tokens
     Delay     a band-limited random signal: the same signal, `lag` steps later
+    Recall    k_1 v_1 .. k_M v_M, then the keys again, somewhere, in another order: for each its value
+    Passkey   noise with a marker and M tokens somewhere; a marker at the end: after it the M tokens
 
-M tokens to remember, B batch, L length. Both follow from a seed and are endless.
+M tokens or pairs to remember, L length. All follow from a seed and are endless. Copying and Delay are those of the RTF
+paper (table 2, appendix C.3). Recall is multi-query associative recall (Arora et al. 2023, "Zoology", section 4).
+Passkey follows Mohtashami and Jaggi 2023, section 4.2, with tokens for words.
 """
 
 import torch
@@ -14,18 +18,16 @@ BAND = 0.5
 IGNORED = -100
 
 
-class Copying(Dataset):
-    """The rows of Copying for a causal language model, whose loss shifts the labels.
+class SyntheticRows(Dataset):
+    """Rows that are drawn when they are asked for.
 
     Args:
         rows: number of rows.
         seed: seed of the rows.
-        memory: number of tokens M.
-        num_tokens: size of the vocabulary; the last token is the marker.
     """
 
-    def __init__(self, rows: int, seed: int, memory: int, num_tokens: int):
-        self.rows, self.seed, self.memory, self.num_tokens = rows, seed, memory, num_tokens
+    def __init__(self, rows: int, seed: int):
+        self.rows, self.seed = rows, seed
 
     def __len__(self) -> int:
         return self.rows
@@ -33,7 +35,26 @@ class Copying(Dataset):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         if not 0 <= index < self.rows:
             raise IndexError(index)
-        generator = torch.Generator().manual_seed(self.seed * 10**9 + index)
+        return self.draw(torch.Generator().manual_seed(self.seed * 10**9 + index))
+
+    def draw(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        raise NotImplementedError
+
+
+class Copying(SyntheticRows):
+    """The rows of Copying for a causal language model, whose loss shifts the labels.
+
+    Args:
+        rows, seed: as for `SyntheticRows`.
+        memory: number of tokens M.
+        num_tokens: size of the vocabulary; the last token is the marker.
+    """
+
+    def __init__(self, rows: int, seed: int, memory: int, num_tokens: int):
+        super().__init__(rows, seed)
+        self.memory, self.num_tokens = memory, num_tokens
+
+    def draw(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
         marker = self.num_tokens - 1
         tokens = torch.randint(marker, (self.memory,), generator=generator)  # (M,)
         input_ids = torch.cat([tokens, torch.full((self.memory + 1,), marker)])  # (2M + 1,)
@@ -41,25 +62,20 @@ class Copying(Dataset):
         return {"input_ids": input_ids, "labels": labels}
 
 
-class Delay(Dataset):
+class Delay(SyntheticRows):
     """The signals of Delay, of unit power.
 
     Args:
-        rows, seed: as for `Copying`.
+        rows, seed: as for `SyntheticRows`.
         length: length L.
         lag: number of steps between the signal and the target.
     """
 
     def __init__(self, rows: int, seed: int, length: int, lag: int):
-        self.rows, self.seed, self.length, self.lag = rows, seed, length, lag
+        super().__init__(rows, seed)
+        self.length, self.lag = length, lag
 
-    def __len__(self) -> int:
-        return self.rows
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        if not 0 <= index < self.rows:
-            raise IndexError(index)
-        generator = torch.Generator().manual_seed(self.seed * 10**9 + index)
+    def draw(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
         noise = torch.randn(self.length, generator=generator)
         spectrum = torch.fft.rfft(noise)  # (L/2 + 1,)
         spectrum[int(BAND * len(spectrum)) :] = 0
@@ -67,3 +83,62 @@ class Delay(Dataset):
         signal = signal / signal.square().mean().sqrt()
         target = torch.cat([torch.zeros(self.lag), signal[: self.length - self.lag]])
         return {"signal": signal, "labels": target}
+
+
+class Recall(SyntheticRows):
+    """The rows of Recall for a causal language model, whose loss shifts the labels.
+
+    The first half of the vocabulary are keys, the second half values; its last token fills the places between queries.
+
+    Args:
+        rows, seed: as for `SyntheticRows`.
+        pairs: number of pairs M.
+        length: number of tokens L, at least 3 M + 1.
+        num_tokens: size of the vocabulary, at least 2 M + 1.
+    """
+
+    def __init__(self, rows: int, seed: int, pairs: int, length: int, num_tokens: int):
+        super().__init__(rows, seed)
+        self.pairs, self.length, self.num_tokens = pairs, length, num_tokens
+
+    def draw(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        half = (self.num_tokens - 1) // 2
+        keys = torch.randperm(half, generator=generator)[: self.pairs]  # (M,)
+        values = half + torch.randint(half, (self.pairs,), generator=generator)  # (M,)
+        asked = torch.randperm(self.pairs, generator=generator)  # (M,)
+        told = 2 * self.pairs
+        places = told + torch.randperm(self.length - 1 - told, generator=generator)[: self.pairs]  # (M,)
+        input_ids = torch.full((self.length,), self.num_tokens - 1)  # (L,)
+        input_ids[:told] = torch.stack([keys, values], dim=1).flatten()
+        input_ids[places] = keys[asked]
+        labels = torch.full((self.length,), IGNORED)  # (L,)
+        labels[places + 1] = values[asked]  # after its key; the values are not shown again
+        return {"input_ids": input_ids, "labels": labels}
+
+
+class Passkey(SyntheticRows):
+    """The rows of Passkey for a causal language model, whose loss shifts the labels.
+
+    The first half of the vocabulary is noise, the second half are the tokens of passkeys; its last token is the marker.
+
+    Args:
+        rows, seed: as for `SyntheticRows`.
+        digits: number of tokens M of the passkey.
+        length: number of tokens L, at least 2 M + 2.
+        num_tokens: size of the vocabulary, at least 3.
+    """
+
+    def __init__(self, rows: int, seed: int, digits: int, length: int, num_tokens: int):
+        super().__init__(rows, seed)
+        self.digits, self.length, self.num_tokens = digits, length, num_tokens
+
+    def draw(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        marker, half, said = self.num_tokens - 1, (self.num_tokens - 1) // 2, self.digits + 1
+        input_ids = torch.randint(half, (self.length,), generator=generator)  # (L,)
+        start = int(torch.randint(self.length - 2 * said + 1, (), generator=generator))
+        digits = half + torch.randint(half, (self.digits,), generator=generator)  # (M,)
+        for place in (start, self.length - said):
+            input_ids[place], input_ids[place + 1 : place + said] = marker, digits
+        labels = torch.full((self.length,), IGNORED)  # (L,)
+        labels[-self.digits :] = input_ids[-self.digits :]
+        return {"input_ids": input_ids, "labels": labels}
