@@ -5,6 +5,7 @@ every model at every context, in rounds of 32 tokens, so that load affects all m
 multiple of the decoding block (128; 2048 for a kernel without decay), so that it contains all transforms.
 
 `weights` is a lower bound for a TNN of this size: each of its matrices applied once to one token of every sequence.
+`hybrid` has attention in every fourth layer, `attention` in all, with rotary positions; the rest is that of a TNN.
 Names that end in `-compiled` decode with a static cache and `torch.compile`, as `cache_implementation="static"` does.
 """
 
@@ -20,6 +21,7 @@ from modeling_tnn.cache_tnn import memory_per_sequence
 from tnn_scripts.benchmarks.arguments import add_contexts, add_sizes
 from tnn_scripts.benchmarks.measure import clock, markdown
 from tnn_scripts.benchmarks.measure import ratio as measured_ratio
+from tnn_scripts.benchmarks.peers import ATTENTION, attention_fields
 
 TURN = 32
 TNN_FIELDS = {
@@ -28,6 +30,7 @@ TNN_FIELDS = {
     "rtf": {"tno_type": "rtf", "rtf_constraint": "l1_montel", "rtf_initializer": "xavier"},
     "modal": {"tno_type": "rpe", "decay": 0.99},
     "rpe-no-decay": {"tno_type": "rpe", "decay": 1.0},
+    **dict.fromkeys(ATTENTION, {"tno_type": "rpe", "decay": 0.99}),
 }
 COMPILED = "-compiled"
 MODELS = (*TNN_FIELDS, *(name + COMPILED for name in TNN_FIELDS), "gpt2", "mamba", "weights")
@@ -50,6 +53,8 @@ def build(name: str, args, longest: int) -> torch.nn.Module:
         model = MambaForCausalLM(MambaConfig(hidden_size=args.hidden_size, **sizes))
     else:
         fields = TNN_FIELDS["rpe" if name == "weights" else name]
+        if name in ATTENTION:
+            fields = fields | attention_fields(name, args.num_hidden_layers)
         model = TnnForCausalLM(TnnConfig(hidden_size=args.hidden_size, **sizes, **fields))
         if name == "modal":
             model, seconds = timed_conversion(model)

@@ -1,4 +1,4 @@
-"""The peers in the benchmarks: the released form of a TNN, and transformers' models of the same size.
+"""The peers in the benchmarks: the released form of a TNN, hybrids, and transformers' models of the same size.
 
 The released form is written anew here: the position encoder at every lag, and three real transforms of twice the
 length along the second-last axis, with every intermediate result saved for the backward pass.
@@ -20,8 +20,19 @@ from transformers import (
 )
 
 from modeling_tnn import TnnConfig, TnnForCausalLM
+from modeling_tnn.layer_types import FULL, TOEPLITZ
 from modeling_tnn.loss import linear_cross_entropy
 from modeling_tnn.numerics import IMPLEMENTATIONS
+
+# Names of models with attention in the blocks of a TNN -> whether layer i of a model has it. A model without Toeplitz
+# layers needs positions.
+ATTENTION = {"hybrid": lambda i: i % 4 == 1, "attention": lambda i: True}
+
+
+def attention_fields(name: str, num_hidden_layers: int) -> dict[str, object]:
+    """The fields of `TnnConfig` for a name of `ATTENTION`: in a hybrid every fourth layer, from the second, has it."""
+    kinds = [FULL if ATTENTION[name](i) else TOEPLITZ for i in range(num_hidden_layers)]
+    return {"layer_types": kinds} | ({} if TOEPLITZ in kinds else {"rope_parameters": {"rope_type": "default"}})
 
 
 def released_product(operator, v: torch.Tensor) -> torch.Tensor:
@@ -43,7 +54,10 @@ def released_gated_matmul(operator, v: torch.Tensor, gate, kernel=None) -> torch
 
 def tnn(way: str, args, length: int) -> TnnForCausalLM:
     fields = {"hidden_size": args.hidden_size, "decay": args.decay, "hidden_dropout_prob": 0.0}
-    fields["tno_implementation"] = "eager" if way == "released" else way
+    if way in ATTENTION:
+        fields |= attention_fields(way, args.num_hidden_layers)
+    else:
+        fields["tno_implementation"] = "eager" if way == "released" else way
     model = TnnForCausalLM(TnnConfig(max_position_embeddings=max(512, length), **fields, **sizes(args)))
     if way == "released":
         for layer in model.model.layers:
@@ -75,7 +89,7 @@ def mamba2(way: str, args, length: int) -> Mamba2ForCausalLM:
     return Mamba2ForCausalLM(Mamba2Config(**shape, n_groups=1, **special_tokens(args), **sizes(args)))
 
 
-BUILDERS = {"released": tnn, **dict.fromkeys(IMPLEMENTATIONS, tnn)}
+BUILDERS = {"released": tnn, **dict.fromkeys((*IMPLEMENTATIONS, *ATTENTION), tnn)}
 BUILDERS |= {"gpt2": gpt2, "llama": llama, "mamba": mamba, "mamba2": mamba2}
 
 

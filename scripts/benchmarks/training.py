@@ -1,7 +1,9 @@
 """The cost of a training step (forward, loss, backward) of a language model and its peers, by length.
 
 `matmul` computes only the matrix products of the linear layers of a TNN, forward and backward: a lower bound for a
-model of this size. After the name of a variant, `bf16` means autocast in bfloat16, and `compiled` torch.compile.
+model of this size. `hybrid` has attention in every fourth layer, from the second, `attention` in all, with rotary
+positions; the rest is that of a TNN. After the name of a variant, `bf16` means autocast in bfloat16, and `compiled`
+torch.compile.
 """
 
 import argparse

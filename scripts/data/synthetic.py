@@ -119,7 +119,7 @@ class Recall(SyntheticRows):
 class Passkey(SyntheticRows):
     """The rows of Passkey for a causal language model, whose loss shifts the labels.
 
-    The first half of the vocabulary is noise, the second half are the tokens of passkeys; its last token is the marker.
+    The first half of the vocabulary is noise, the second half are tokens of passkeys; the last token is the marker.
 
     Args:
         rows, seed: as for `SyntheticRows`.

@@ -121,7 +121,7 @@ SHORT = ["--lengths", 16, 100, "--tokens", 200]
     [
         ("operators", ["--decay", 1], ["released", "rpe", "fd", "rtf"], ["milliseconds", "released_over_this"]),
         ("operators", ["--bidirectional"], ["rpe", "rpe eager", "ski"], ["milliseconds", "rpe_over_this"]),
-        ("training", [], ["released", "fused", "gpt2", "llama", "mamba", "matmul"], ["matmul_over_this"]),
+        ("training", [], ["released", "fused", "hybrid", "gpt2", "llama", "mamba", "matmul"], ["matmul_over_this"]),
         ("training", ["--blocks_only"], ["fused", "fused bf16", "matmul"], ["tokens_per_second"]),
         *exhaustive(("memory", ["--lengths", 100], ["released", "fused"], ["saved_megabytes", "peak_megabytes"])),
     ],
@@ -162,13 +162,17 @@ def test_released_form_of_the_benchmark_is_the_same_product(causal):
 def test_benchmark_of_generation(tmp_path):
     output = tmp_path / "generation.json"
     sizes = ["--hidden_size", 64, "--num_hidden_layers", 2, "--vocab_size", 100, "--repeats", 1]
+    models = ["rpe", "fd", "rtf", "modal", "rpe-no-decay", "hybrid", "attention", "gpt2", "mamba"]
     result = run("benchmark.py", "generation", *sizes, "--contexts", 16, 300, "--output_file", output,
-                 "--models", "rpe", "fd", "rtf", "modal", "rpe-no-decay", "gpt2", "mamba")  # fmt: skip
+                 "--models", *models)  # fmt: skip
     rows = json.loads(output.read_text())["rows"]
-    assert {row["model"] for row in rows} == {"rpe", "fd", "rtf", "modal", "rpe-no-decay", "gpt2", "mamba"}
+    assert {row["model"] for row in rows} == set(models)
     assert all(row["ms_per_token"] > 0 and row["state_megabytes"] > 0 for row in rows)
     states = {(row["model"], row["context"]): row["state_megabytes"] for row in rows}
     assert states["gpt2", 300] > 2 * states["gpt2", 16]
     assert states["rtf", 300] == states["rtf", 16]
+    grown = {model: states[model, 300] - states[model, 16] for model in models}
+    assert grown["attention"] == pytest.approx(grown["gpt2"])
+    assert grown["gpt2"] / 2 < grown["hybrid"] < grown["gpt2"] / 2 + grown["rpe"]  # one of its two layers is attention
     shown = [cells[:2] for cells in table_rows(result.stdout)[2:]]
     assert shown == [[row["model"], str(row["context"])] for row in rows]
