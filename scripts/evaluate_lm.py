@@ -5,7 +5,11 @@ overlap by one token. Every token of a row except the first is scored, given the
 --stride S, rows begin every S tokens, and only their last S tokens are scored (in the first row all except the first).
 Each score then has a context of nearly the whole length. The last row may be shorter. Rows longer than
 --tokens_per_pass are read in parts with a cache, so that memory does not grow with the length if the state of the
-model does not. Bits per byte count the bytes of the text that the scored tokens span, see token_bytes.py.
+model does not. Bits per byte count the bytes of the text that the scored tokens span, see token_bytes.py. Their 95%
+intervals are over the documents of the text. Those of a difference to the first model are narrower, because all models
+read the same documents.
+
+Whether a model uses its context shows in the loss by the number of tokens before a token, at the largest length.
 
 Example:
     python scripts/evaluate_lm.py --model_name_or_path outputs/wikitext2 --dataset_name Salesforce/wikitext \\
@@ -18,6 +22,7 @@ import argparse
 import json
 import math
 import sys
+import time
 from pathlib import Path
 
 from tnn_scripts.common.errors import report_errors
@@ -31,10 +36,10 @@ import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
 from tnn_scripts.common.atomic import claim, saving_errors, write_json, write_text
 from tnn_scripts.common.devices import check_device, suggest_smaller
 from tnn_scripts.common.parser import ProgramParser
-from tnn_scripts.common.scoring import evaluate
+from tnn_scripts.common.scoring import by_context, interval, score_tokens
 from tnn_scripts.common.tables import markdown_table
 from tnn_scripts.data.text import check_file, check_vocabulary, load_texts, tokenize
-from tnn_scripts.data.token_bytes import bytes_until
+from tnn_scripts.data.token_bytes import bytes_until, with_line_break
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -75,6 +80,36 @@ def trained_length(folder: str, config) -> int | None:
     return getattr(config, "max_position_embeddings", None)
 
 
+class Documents:
+    """Whose the scored tokens of a text are.
+
+    Args:
+        texts: lines, with `ends`, which is True at the last line of a document.
+        lines: their ids, as `tokenize` makes them.
+        count: number of tokens that are read; all but the first are scored.
+
+    Attributes:
+        owners: the number of the document of each scored token, `(T-1,)`.
+        bytes: the bytes that the scored tokens of each document span, `(N,)`.
+    """
+
+    def __init__(self, texts, lines: list[list[int]], tokenizer, count: int):
+        ends = torch.tensor(texts["ends"]).cumsum(0)
+        of_line = torch.cat([torch.zeros(1, dtype=torch.long), ends[:-1]])  # a line after an end is of the next one
+        self.owners = of_line.repeat_interleave(torch.tensor([len(line) for line in lines]))[1:count]
+        sizes = torch.tensor([len(with_line_break(text).encode()) for text in texts["text"]], dtype=torch.float64)
+        self.bytes = torch.zeros(int(self.owners[-1]) + 1, dtype=torch.float64)
+        read = of_line < len(self.bytes)
+        self.bytes.index_add_(0, of_line[read], sizes[read])
+        first, last = (bytes_until(texts["text"], lines, tokenizer, tokens) for tokens in (1, count))
+        self.bytes[0] -= first
+        self.bytes[-1] += (last - first) - self.bytes.sum()  # the last one may not be read to its end
+
+    def bits(self, nats: torch.Tensor) -> torch.Tensor:
+        """The bits of each document `(N,)`, from the losses in nats of the scored tokens `(T-1,)`."""
+        return torch.zeros_like(self.bytes).index_add_(0, self.owners, nats) / math.log(2)
+
+
 def evaluate_model(name: str, texts, args: argparse.Namespace) -> list[dict]:
     """Evaluate a model; one result for each length and stride.
 
@@ -88,7 +123,7 @@ def evaluate_model(name: str, texts, args: argparse.Namespace) -> list[dict]:
     lines = tokenize(texts["text"], tokenizer, texts["ends"])
     ids = torch.tensor([token for line in lines for token in line])
     ids = ids[: args.max_tokens]
-    first, last = (bytes_until(texts["text"], lines, tokenizer, count) for count in (1, len(ids)))
+    documents = Documents(texts, lines, tokenizer, len(ids))
     longest = None if model.config.model_type == "tnn" else getattr(model.config, "max_position_embeddings", None)
     results = []
     for length in args.lengths:
@@ -99,17 +134,45 @@ def evaluate_model(name: str, texts, args: argparse.Namespace) -> list[dict]:
         for stride in [None] if args.stride is None else [None, args.stride]:
             advice = f"give a smaller --tokens_per_pass than {args.tokens_per_pass}"
             with suggest_smaller(f"{name} at length {length}", advice):
-                result = evaluate(model, ids, length, stride, args.tokens_per_pass)
-            figures = {
-                "perplexity": math.exp(min(result["loss"], 700)),
-                "bits_per_byte": result["loss"] * result["tokens"] / math.log(2) / (last - first),
-                "bytes": last - first,
-            }
+                start = time.perf_counter()
+                nats = score_tokens(model, ids, length, stride, args.tokens_per_pass)
             fields = {"model": name, "trained_length": trained_length(name, model.config), "length": length}
-            results.append(fields | {"stride": stride} | figures | result)
+            figures = {"stride": stride, **figures_of(nats, documents), "seconds": time.perf_counter() - start}
+            if stride is None:
+                figures["by_context"] = by_context(nats, length)
+            results.append(fields | figures)
     if not results:
         raise ValueError(f"--lengths must have one that fits {name} and the {len(ids)} tokens of the text, got none")
     return results
+
+
+def figures_of(nats: torch.Tensor, documents: Documents) -> dict[str, object]:
+    """The figures of scored tokens `(T-1,)`, in nats."""
+    bits, size = documents.bits(nats), documents.bytes.sum()
+    return {
+        "perplexity": math.exp(min(nats.mean().item(), 700)),
+        "bits_per_byte": (bits.sum() / size).item(),
+        "bits_per_byte_interval": interval(bits, documents.bytes),
+        "bytes": int(size),
+        "loss": nats.mean().item(),
+        "tokens": len(nats),
+        "documents": len(bits),
+        "bits_of_documents": bits.tolist(),
+        "bytes_of_documents": documents.bytes.tolist(),
+    }
+
+
+def compare(results: list[dict]):
+    """Write into each result of a model after the first its difference to the first one at the same length."""
+    first = {(r["length"], r["stride"]): r for r in results if r["model"] == results[0]["model"]}
+    for result in results:
+        other = first.get((result["length"], result["stride"]))
+        if other is None or other is result or other["bytes_of_documents"] != result["bytes_of_documents"]:
+            continue
+        sizes = torch.tensor(result["bytes_of_documents"], dtype=torch.float64)
+        bits = [torch.tensor(one["bits_of_documents"], dtype=torch.float64) for one in (result, other)]
+        result["over_first"] = result["bits_per_byte"] - other["bits_per_byte"]
+        result["over_first_interval"] = interval(bits[0] - bits[1], sizes)
 
 
 def labels(results: list[dict]) -> list[tuple[str, int | None]]:
@@ -121,25 +184,52 @@ def label_text(model: str, stride: int | None) -> str:
     return Path(model).name + (f", stride {stride}" if stride else "")
 
 
-def table(results: list[dict]) -> str:
-    """A Markdown table of perplexity and bits per byte by length."""
-    columns = labels(results)
-    figures = {
-        (r["model"], r["stride"], r["length"]): f"{r['perplexity']:.2f} ({r['bits_per_byte']:.3f})" for r in results
-    }
-    lines = []
-    for length in sorted({result["length"] for result in results}):
-        cells = [figures.get((*column, length), "") for column in columns]
-        lines.append([length, *cells])
-    return markdown_table(["length", *(label_text(*column) for column in columns)], lines, texts=0)
+def tables(results: list[dict]) -> str:
+    """Markdown tables: perplexity and bits per byte by length, differences to the first model, loss by context."""
+    cells = {(*column_of(r), r["length"]): f"{r['perplexity']:.2f} ({figure_text(r)})" for r in results}
+    text = "perplexity (bits per byte)\n\n" + by_length(cells, labels(results))
+    if differing := [result for result in results if "over_first" in result]:
+        cells = {(*column_of(r), r["length"]): figure_text(r, "over_first", "+.3f") for r in differing}
+        first = Path(results[0]["model"]).name
+        text += f"\n\nbits per byte more than {first}\n\n" + by_length(cells, labels(differing))
+    shown = longest(results)
+    bins = max((result["by_context"] for result in shown), key=len)
+    rows = [[f"{bin['first']} to {bin['last']}" if bin["first"] < bin["last"] else f"{bin['first']}"] for bin in bins]
+    for line, row in enumerate(rows):
+        row += [f"{r['by_context'][line]['loss']:.3f}" if line < len(r["by_context"]) else "" for r in shown]
+    names = [f"{Path(r['model']).name}, {r['length']}" for r in shown]
+    return f"{text}\n\nloss in nats of a token\n\n" + markdown_table(["tokens before it", *names], rows, texts=1)
+
+
+def column_of(result: dict) -> tuple[str, int | None]:
+    return result["model"], result["stride"]
+
+
+def figure_text(result: dict, name: str = "bits_per_byte", form: str = ".3f") -> str:
+    half = result[name + "_interval"]
+    return format(result[name], form) + ("" if half is None else f" ± {half:.3f}")
+
+
+def by_length(cells: dict[tuple, str], columns: list[tuple]) -> str:
+    lengths = sorted({key[-1] for key in cells})
+    rows = [[length, *(cells.get((*column, length), "") for column in columns)] for length in lengths]
+    return markdown_table(["length", *(label_text(*column) for column in columns)], rows, texts=0)
+
+
+def longest(results: list[dict]) -> list[dict]:
+    """The result of each model at its largest length."""
+    whole = [result for result in results if result["stride"] is None]
+    return list({r["model"]: r for r in sorted(whole, key=lambda r: r["length"])}.values())
 
 
 def plot(results: list[dict], file: Path):
-    """Draw perplexity over length, with a mark at the length of the training."""
-    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
-    for model, stride in labels(results):
-        points = [(r["length"], r["perplexity"]) for r in results if (r["model"], r["stride"]) == (model, stride)]
-        axes.plot(*zip(*sorted(points), strict=True), marker="o", label=label_text(model, stride))
+    """Draw perplexity over length, with a mark at the length of the training, and loss over the context."""
+    figure, (axes, context) = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
+    for column in labels(results):
+        points = [(r["length"], r["perplexity"]) for r in results if column_of(r) == column]
+        (line,) = axes.plot(*zip(*sorted(points), strict=True), marker="o", label=label_text(*column))
+        if column[1] is None:
+            plot_context(next(r for r in longest(results) if column_of(r) == column)["by_context"], context, line)
     for length in {result["trained_length"] for result in results} - {None}:
         axes.axvline(length, color="gray", linestyle="--", linewidth=1)
         axes.annotate(f"trained at {length}", (length, 1), xycoords=("data", "axes fraction"), fontsize=8,
@@ -152,16 +242,25 @@ def plot(results: list[dict], file: Path):
     axes.set_xticks(lengths, [str(length) for length in lengths], rotation=45)
     axes.set_xlabel("length of the text read at once, in tokens")
     axes.set_ylabel("perplexity per token")
-    figure.legend(loc="outside right upper")
+    context.set_xscale("log", base=2)
+    context.set_xlabel("tokens before a token in its row, at least")
+    context.set_ylabel("loss of the token in nats")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper")
     figure.savefig(file, dpi=150)
     pyplot.close(figure)
+
+
+def plot_context(bins: list[dict], axes, line):
+    """The loss by the number of tokens before a token, in the colour of another line of the model."""
+    axes.plot([bin["first"] for bin in bins], [bin["loss"] for bin in bins], marker=".", color=line.get_color())
 
 
 def report(results: list[dict], args: argparse.Namespace):
     """Write the results so far as JSON, Markdown and a plot."""
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
-    write_json(args.output_dir / "all_results.json", {"settings": settings, "results": results})
-    write_text(args.output_dir / "perplexity.md", table(results) + "\n")
+    shown = [{name: value for name, value in r.items() if not name.endswith("_of_documents")} for r in results]
+    write_json(args.output_dir / "all_results.json", {"settings": settings, "results": shown})
+    write_text(args.output_dir / "perplexity.md", tables(results) + "\n")
     with saving_errors(args.output_dir / "perplexity.png", args.output_dir / "perplexity.png"):
         plot(results, args.output_dir / "perplexity.png")
 
@@ -179,8 +278,9 @@ def main():
     with claim(args.output_dir):
         for name in args.model_name_or_path:
             results += evaluate_model(name, texts, args)
+            compare(results)
             report(results, args)
-    sys.stdout.write(f"perplexity (bits per byte)\n\n{table(results)}\n\nsaved in {args.output_dir}\n")
+    sys.stdout.write(f"{tables(results)}\n\nsaved in {args.output_dir}\n")
 
 
 if __name__ == "__main__":

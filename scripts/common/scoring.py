@@ -1,12 +1,13 @@
 """Perplexity of language models over rows of a text. Every token is scored once, given those before it in its row.
 
-B rows, L length, T tokens.
+B rows, L length, T tokens, N documents.
 """
 
 import time
 from collections.abc import Iterator
 
 import torch
+from scipy import stats
 from torch.nn.functional import cross_entropy
 
 
@@ -36,18 +37,56 @@ def batches(ids: torch.Tensor, length: int, stride: int, tokens_per_pass: int) -
 
 
 @torch.inference_mode()
-def evaluate(model, ids: torch.Tensor, length: int, stride: int | None, tokens_per_pass: int) -> dict:
-    """The mean loss in nats over all tokens of ids `(T,)` except the first, their number, and the seconds.
+def score_tokens(model, ids: torch.Tensor, length: int, stride: int | None, tokens_per_pass: int) -> torch.Tensor:
+    """The loss in nats of each token of ids `(T,)` except the first, `(T-1,)` in float64 on the CPU.
 
     `length` is at most T. Without a stride, rows overlap by one token: the last token of a row is the first of the
     next one, so that every token is scored.
     """
-    stride = length - 1 if stride is None else stride
-    start, total, count = time.perf_counter(), 0.0, 0
+    stride, scored = length - 1 if stride is None else stride, []
     for index, rows in enumerate(batches(ids, length, stride, tokens_per_pass)):
-        nats = score_rows(model, rows.to(model.device), tokens_per_pass).double()  # (B, L-1)
+        nats = score_rows(model, rows.to(model.device), tokens_per_pass).cpu().double()  # (B, L-1)
         kept = nats[:, length - 1 - stride :]  # the first tokens of a row are the last ones of the row before
-        if index == 0:
-            kept = torch.cat([nats[0], kept[1:].flatten()])
-        total, count = total + kept.sum().item(), count + kept.numel()
-    return {"loss": total / count, "tokens": count, "seconds": time.perf_counter() - start}
+        scored += [nats[0], kept[1:].flatten()] if index == 0 else [kept.flatten()]
+    return torch.cat(scored)
+
+
+def evaluate(model, ids: torch.Tensor, length: int, stride: int | None, tokens_per_pass: int) -> dict:
+    """The mean loss in nats over all tokens of ids `(T,)` except the first, their number, and the seconds.
+
+    The arguments are those of `score_tokens`.
+    """
+    start = time.perf_counter()
+    nats = score_tokens(model, ids, length, stride, tokens_per_pass)
+    return {"loss": nats.mean().item(), "tokens": len(nats), "seconds": time.perf_counter() - start}
+
+
+def by_context(nats: torch.Tensor, length: int) -> list[dict[str, float]]:
+    """The mean loss in nats of tokens with 1, 2 to 3, 4 to 7, .. tokens before them in their row.
+
+    Args:
+        nats: the losses `(T-1,)` of rows of `length` without a stride, from `score_tokens`.
+    """
+    before = torch.arange(len(nats)) % (length - 1) + 1  # (T-1,)
+    found = []
+    for first in (2**power for power in range(int(before.max()).bit_length())):
+        own = nats[(before >= first) & (before < 2 * first)]
+        figures = {"loss": own.mean().item(), "tokens": len(own)}
+        found.append({"first": first, "last": min(2 * first, length) - 1} | figures)
+    return found
+
+
+def interval(totals: torch.Tensor, sizes: torch.Tensor) -> float | None:
+    """Half the width of the 95% interval of `sum(totals) / sum(sizes)`, with the N documents as independent samples.
+
+    By the variance of a ratio of means (Cochran 1977, Sampling Techniques, equation 6.13). None for one document.
+
+    Args:
+        totals, sizes: for each document `(N,)`, such as its bits and its bytes.
+    """
+    count, whole = len(totals), sizes.sum()
+    if count < 2:
+        return None
+    rest = totals - totals.sum() / whole * sizes  # (N,)
+    error = (count / (count - 1) * rest.square().sum()).sqrt() / whole
+    return stats.t.ppf(0.975, count - 1) * error.item()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
+from scipy import stats
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -15,6 +16,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from helpers.models import exhaustive, lively_language_model
 from helpers.scripts import SENTENCES, run_script, table_rows, write_text
 from tnn_scripts import evaluate_lm
+from tnn_scripts.common import scoring
 from tnn_scripts.data.text import tokenize, train_tokenizer
 from tnn_scripts.data.token_bytes import bytes_until
 
@@ -63,7 +65,7 @@ def test_definition(name, stride, tokens_per_pass, folder):
     for tokens in (100, 33, 34, 64, 97):
         ids = text_of(tokens)
         for length in (2, 11, 24, 33) if stride is None else (11, 24, 33):
-            result = evaluate_lm.evaluate(model, ids, length, stride, tokens_per_pass)
+            result = scoring.evaluate(model, ids, length, stride, tokens_per_pass)
             loss, count = direct(model, tokens, length, stride)
             assert result["tokens"] == count == tokens - 1 and result["loss"] == pytest.approx(loss, rel=1e-5)
 
@@ -79,8 +81,70 @@ def test_a_model_without_context_has_one_loss(folder):
             return CausalLMOutputWithPast(logits=logits)
 
     ids = torch.randint(300, (1000,), generator=torch.Generator().manual_seed(0)).sort().values
-    losses = {evaluate_lm.evaluate(Unigram(), ids, length, None, 128)["loss"] for length in (2, 3, 130, 600, 999)}
+    losses = {scoring.evaluate(Unigram(), ids, length, None, 128)["loss"] for length in (2, 3, 130, 600, 999)}
     assert max(losses) - min(losses) < 1e-6
+
+
+@pytest.mark.parametrize("length", [2, 11, 33])
+def test_loss_by_context(length, folder):
+    """Each scored token is in one bin, by the number of tokens before it in its row."""
+    model, ids = load(folder / "gpt2"), text_of(40)
+    bins = scoring.by_context(scoring.score_tokens(model, ids, length, None, 1000), length)
+    losses = {}
+    for i in range(1, len(ids)):
+        before = i - (i - 1) // (length - 1) * (length - 1)
+        logits = model(ids[None, i - before : i]).logits[0, -1]
+        losses.setdefault(before, []).append(-logits.log_softmax(-1)[ids[i]].item())
+    assert [bin["first"] for bin in bins] == [n for n in (1, 2, 4, 8, 16, 32) if n < length]
+    for bin in bins:
+        own = [loss for before in range(bin["first"], bin["last"] + 1) for loss in losses[before]]
+        assert bin["tokens"] == len(own) and bin["loss"] == pytest.approx(sum(own) / len(own), rel=1e-5)
+    assert sum(bin["tokens"] for bin in bins) == 39 and bins[-1]["last"] == length - 1
+
+
+def test_interval():
+    """That of a mean for documents of one size, and that of drawing documents again and again for others."""
+    generator = torch.Generator().manual_seed(0)
+    totals = torch.rand(7, dtype=torch.float64, generator=generator)
+    low, high = stats.t.interval(0.95, 6, totals.mean() / 3, stats.sem(totals) / 3)
+    assert scoring.interval(totals, torch.full((7,), 3.0)) == pytest.approx((high - low) / 2)
+    sizes = 1 + 9 * torch.rand(400, dtype=torch.float64, generator=generator)
+    totals = sizes * (2 + 0.1 * sizes + torch.randn(400, dtype=torch.float64, generator=generator))
+    drawn = torch.randint(400, (4000, 400), generator=generator)
+    means = totals[drawn].sum(1) / sizes[drawn].sum(1)
+    assert scoring.interval(totals, sizes) == pytest.approx(1.966 * means.std().item(), rel=0.05)
+    assert scoring.interval(totals[:1], sizes[:1]) is None
+
+
+def test_difference_of_two_models():
+    """Where one model is the other one with a constant more per byte, the difference has no uncertainty."""
+    sizes, bits = [10.0, 20.0, 30.0], [5.0, 70.0, 40.0]
+    common = {"length": 8, "stride": None, "bytes_of_documents": sizes}
+    both = [bits, [bit + 0.5 * size for bit, size in zip(bits, sizes, strict=True)]]
+    results = [
+        common | {"model": name, "bits_of_documents": own, "bits_per_byte": sum(own) / 60}
+        for name, own in zip("ab", both, strict=True)
+    ]
+    evaluate_lm.compare(results)
+    assert "over_first" not in results[0]
+    assert results[1]["over_first"] == pytest.approx(0.5)
+    assert results[1]["over_first_interval"] == pytest.approx(0, abs=1e-9)
+
+
+def test_documents():
+    """Bits and bytes of each document add up to those of the text; the last one may be read in part."""
+    texts = {"text": ["Ein schöner", "Tag", "plain text", "", "the end"], "ends": [False, True, True, False, False]}
+    tokenizer = byte_level(False)
+    lines = tokenize(texts["text"], tokenizer, texts["ends"])
+    assert tokenizer.eos_token_id is not None
+    count = sum(map(len, lines)) - 2
+    documents = evaluate_lm.Documents(texts, lines, tokenizer, count)
+    sizes = [len(b"Ein sch\xc3\xb6ner\nTag\n") - 1, len("plain text\n"), len("\nthe end\n") - 2]
+    assert documents.bytes.tolist() == sizes
+    nats = torch.full((count - 1,), math.log(2), dtype=torch.float64)
+    assert documents.bits(nats).tolist() == pytest.approx([sizes[0] + 1, sizes[1] + 1, sizes[2]])  # and ends of texts
+    shorter = evaluate_lm.Documents(texts, lines, tokenizer, 5)
+    assert shorter.bytes.tolist() == [4] and shorter.owners.tolist() == [0] * 4
 
 
 TEXT = ["Ein schöner Tag – 日本語 🙂", "", "plain text", "  two  spaces é", "the end"]
@@ -169,6 +233,12 @@ def test_report(folder, tmp_path, capsys):
         assert result["bits_per_byte"] == pytest.approx(math.log2(result["perplexity"]) * 399 / scored, rel=1e-6)
     assert (tmp_path / "perplexity.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "perplexity.md").read_text() in captured.out
+    by_key = {(Path(r["model"]).name, r["length"], r["stride"]): r for r in results}
+    for (name, *key), result in by_key.items():
+        difference = result["bits_per_byte"] - by_key["tnn", *key]["bits_per_byte"]
+        assert result.get("over_first", 0) == pytest.approx(difference) and (name == "tnn") != ("over_first" in result)
+        assert ("by_context" in result) == (key[1] is None)
+    assert "bits per byte more than tnn" in captured.out and "| 64 to 127" in captured.out
     assert table_rows(captured.out)[0] == ["length", "tnn", "tnn, stride 12", "gpt2", "gpt2, stride 12"]
 
 

@@ -11,7 +11,8 @@ from datasets import Dataset
 from helpers.models import seeded, tiny_config
 from helpers.scripts import table_rows
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM
-from tnn_scripts import evaluate_lm, run_ablation
+from tnn_scripts import run_ablation
+from tnn_scripts.common.scoring import evaluate
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,7 +53,7 @@ def test_every_length_scores_the_same_tokens():
     )
     for length in (16, 33, 64, 99, 100):
         loss, count = run_ablation.score(causal, ids, tokenizer, length, 40)
-        expected = evaluate_lm.evaluate(causal, ids, length, None, 1000)
+        expected = evaluate(causal, ids, length, None, 1000)
         assert count == expected["tokens"] == 99 and loss == pytest.approx(expected["loss"], rel=1e-6)
         found = [run_ablation.score(masked, ids, tokenizer, length, rows * length) for rows in (1, 3)]
         assert found[0] == pytest.approx(found[1], rel=1e-6)
