@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import StaticCache
 
+from helpers.hybrids import HYBRIDS
 from helpers.models import CAUSAL, VARIANTS, seeded, tiny_config
 from modeling_tnn import (
     TnnForCausalLM,
@@ -27,6 +28,7 @@ UNCONSTRAINED = {"rtf_constraint": None, "rtf_initializer": "xavier"}
 STEPS = [(*variant, {}) for variant in VARIANTS]
 STEPS += [("rpe", True, {"norm_type": "batchnorm"}), ("rpe", False, {"position_embedding": "sinusoidal"})]
 STEPS += [("rpe", True, {"learnable_decay": True, "decay": 0.9})]
+WITH_ATTENTION = [("rpe", True, HYBRIDS["full"]), ("rpe", True, HYBRIDS["sliding"]), ("fd", False, HYBRIDS["full"])]
 # The fields of models that wait at the start of decoding: per layer, for its poles or its slowest decay.
 DECODED = [*((name, {}) for name in CAUSAL), ("rtf", UNCONSTRAINED), ("rpe", {"learnable_decay": True, "decay": 0.9})]
 WAITS_AT_START = {"rtf": 4, "rpe": 1}
@@ -96,6 +98,16 @@ def test_a_training_step_on_the_meta_device(tno_type, causal, fields, padded):
 @pytest.mark.parametrize(("tno_type", "fields"), DECODED)
 def test_decoding_on_the_meta_device(tno_type, fields, padded):
     decode(language_model(tno_type, True, **fields).to("meta"), batch(padded, "meta"), 300)
+
+
+@pytest.mark.parametrize(("tno_type", "causal", "fields"), WITH_ATTENTION)
+def test_a_training_step_of_a_hybrid(tno_type, causal, fields, accelerator):
+    """No wait without padding. With padding transformers looks at the mask once or twice to choose a kernel."""
+    test_a_training_step_on_the_meta_device(tno_type, causal, fields, padded=False)
+    for padded, most in ((False, 0), (True, 2)):
+        with Waits() as waits:
+            language_model(tno_type, causal, **fields).train()(**batch(padded)).loss.backward()
+        assert len(waits.found) <= most, waits.found
 
 
 def test_images_on_the_meta_device():
