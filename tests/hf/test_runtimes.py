@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForMaskedLM
 
-from helpers.ecosystem import Matrix, first_output
+from helpers.ecosystem import Matrix, first_output, save_head
 from helpers.hybrids import HYBRIDS
 from helpers.models import AUTO, BIDIRECTIONAL, relative_error, seeded, tiny_config
 from modeling_tnn import DecodingStep, TnnForCausalLM, TnnForMaskedLM, TnnModel
@@ -49,8 +49,9 @@ def check_encoder(run, model, rows: int, length: int):
 
 @pytest.mark.slow
 @heads(TnnModel, TnnForMaskedLM)
-def test_onnx_encoder(head, folder):
+def test_onnx_encoder(head, tokenizer, tmp_path):
     """One file for all batches and lengths, saved and loaded. Padding changes nothing."""
+    folder = save_head(head, tokenizer, tmp_path / "model", num_hidden_layers=1)
     model = AUTO[head].from_pretrained(folder).eval()
     sizes = dict.fromkeys(("input_ids", "attention_mask"), {0: BATCH, 1: LENGTH})
     exported = onnx(model, padded_batch(3, 11), sizes)
@@ -68,6 +69,14 @@ def test_onnx_encoder_of_every_operator(tno_type):
     exported = onnx(model, padded_batch(3, 11), sizes)
     for rows, length in ((1, 2), (2, 17), (4, 130)):
         check_encoder(exported, model, rows, length)
+
+
+def test_no_complex_number_is_repeated():
+    """Filters of `rtf` share denominators. Exporters to ONNX cannot repeat a complex tensor."""
+    model = seeded(TnnForMaskedLM, tiny_config("rtf", False))
+    graph = torch.export.export(model, (), padded_batch(3, 11), strict=False).graph
+    repeated = [node for node in graph.nodes if "repeat_interleave" in str(node.target)]
+    assert repeated and not any(node.meta["val"].is_complex() for node in repeated)
 
 
 @pytest.mark.exhaustive
