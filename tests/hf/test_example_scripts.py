@@ -1,7 +1,7 @@
 """transformers' example scripts for tags and answers, unchanged, on a model whose code comes from its folder.
 
 No release on the package index has the examples. `TRANSFORMERS_EXAMPLES` names the folder `examples/pytorch` of a
-checkout; without it these tests are skipped. The scripts load a metric of the Hub. `evaluate` looks for a folder of
+checkout; without it their tests are skipped. The scripts load a metric of the Hub. `evaluate` looks for a folder of
 that name in the working directory first, where these tests put one.
 """
 
@@ -11,14 +11,22 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForQuestionAnswering, AutoModelForTokenClassification
+from datasets import Dataset
+from transformers import (
+    AutoModelForQuestionAnswering,
+    AutoModelForTokenClassification,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+)
 
 from helpers import processes
 from helpers.ecosystem import save_head, sentence_tokenizer
+from helpers.models import seeded, tiny_config
 from modeling_tnn import TnnForQuestionAnswering, TnnForTokenClassification, TnnModel
 
 FOLDER = os.environ.get("TRANSFORMERS_EXAMPLES")
-pytestmark = pytest.mark.skipif(FOLDER is None, reason="TRANSFORMERS_EXAMPLES names no folder with the scripts")
+needs_scripts = pytest.mark.skipif(FOLDER is None, reason="TRANSFORMERS_EXAMPLES names no folder with the scripts")
 
 TAGS = """
 import datasets
@@ -79,6 +87,17 @@ def model(tmp_path) -> Path:
     return save_head(TnnModel, sentence_tokenizer(), tmp_path / "model")
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_predictions_of_answers(causal, tmp_path):
+    """`run_qa.py` evaluates without labels, and asks for two arrays: no state, no loss."""
+    model = seeded(TnnForQuestionAnswering, tiny_config(causal=causal))
+    rows = [{"input_ids": [5, 6, 7, 8], "attention_mask": [1, 1, 1, 0], "example_id": "a"}] * 5
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", per_device_eval_batch_size=2)
+    found = Trainer(model, args, data_collator=default_data_collator).predict(Dataset.from_list(rows)).predictions
+    assert [part.shape for part in found] == [(5, 4)] * 2
+
+
+@needs_scripts
 def test_run_ner(model):
     """Names, which begin with a capital letter, are found."""
     words = [sentence.split() for sentence in SENTENCES]
@@ -90,6 +109,7 @@ def test_run_ner(model):
     assert type(tagger) is TnnForTokenClassification and tagger.config.id2label == {0: "B-PER", 1: "O"}
 
 
+@needs_scripts
 def test_run_qa(model):
     """The answer is the first word of a text of four sentences."""
     rows = []
