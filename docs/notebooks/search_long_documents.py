@@ -32,8 +32,9 @@ MAX_STEPS = int(os.environ.get("MAX_STEPS", 60))
 BOOKS = os.environ.get("BOOKS")  # parquet files with the columns `title`, `part` and `text`
 TRAINED, READ = (512, 8192) if BOOKS else (256, 1024)  # tokens of a passage
 BATCH = 32 if BOOKS else 16
+SEED = int(os.environ.get("SEED", 0))
 folder = tempfile.mkdtemp()
-set_seed(0)
+set_seed(SEED)
 
 # %% [markdown]
 # ## The books
@@ -77,7 +78,7 @@ def passages(text: str, tokens: int, count: int, draw: random.Random) -> list[st
 
 
 def pairs(steps: int) -> Dataset:
-    draw, found = random.Random(1), []
+    draw, found = random.Random(SEED + 1), []
     for _ in range(steps):
         chosen = draw.sample(known, BATCH)
         found += [passages(books[title], TRAINED, 2, draw) for title in chosen]
