@@ -21,7 +21,7 @@ import torch
 
 from .fourier import exported_quotient
 from .gating import differentiable_gradients, must_differentiate
-from .numerics import is_exported_to_onnx, is_on_host, next_fast_len
+from .numerics import is_exported, is_exported_to_onnx, is_on_host, next_fast_len
 from .toeplitz import dense_toeplitz, fit_taps, two_sided
 from .toeplitz_fused import CHUNK
 
@@ -42,7 +42,9 @@ def rational_kernel(denominator: torch.Tensor, numerator: torch.Tensor, size: in
     """
     if is_exported_to_onnx():
         return exported_quotient(delayed(numerator), per_filter(monic(denominator), len(numerator)), size, size)
-    below = torch.fft.rfft(monic(denominator), n=size)  # (Q, F/2+1)
+    below = monic(denominator)  # (Q, N+1)
+    # Exporters that transform in the runtime cannot repeat complex numbers.
+    below = torch.fft.rfft(per_filter(below, len(numerator)) if is_exported() else below, n=size)  # (Q or D, F/2+1)
     above = torch.fft.rfft(delayed(numerator), n=size)  # (D, F/2+1)
     return torch.fft.irfft(above / per_filter(below, len(numerator)), n=size)
 

@@ -5,7 +5,7 @@ import re
 import peft
 import pytest
 import torch
-from transformers import AutoTokenizer, DataCollatorForSeq2Seq, Trainer, TrainingArguments
+from transformers import AutoTokenizer, DataCollatorForSeq2Seq, Trainer, TrainingArguments, pipeline
 
 from helpers.models import lively_language_model
 from helpers.scripts import ROOT, save_model
@@ -42,7 +42,7 @@ def test_prefix_tuning_is_refused():
 
 
 def test_chats(tmp_path):
-    """The snippet of the guide, a step of Trainer with what it makes, and the template after it is saved."""
+    """The snippet of the guide, a step of Trainer with what it makes; the saved template, in a pipeline too."""
     text = (ROOT / "docs" / "pages" / "guides" / "finetune.md").read_text()
     snippet = re.search(r"## On chats.*?```python\n(.*?)```", text, re.DOTALL)[1]
     made = {}
@@ -64,3 +64,8 @@ def test_chats(tmp_path):
     ids = prompt["input_ids"]
     assert tokenizer.decode(ids[0]).endswith("<|assistant|>")
     assert model.generate(ids, max_new_tokens=3).shape[1] > ids.shape[1]
+    model.eval().save_pretrained(tmp_path / "saved")
+    chat = pipeline("text-generation", model=str(tmp_path / "saved"), device="cpu")
+    answered = chat(made["chat"][:1], max_new_tokens=3, do_sample=False)[0]["generated_text"]
+    expected = tokenizer.decode(model.generate(ids, max_new_tokens=3, do_sample=False)[0, ids.shape[1] :], True)
+    assert answered == [*made["chat"][:1], {"role": "assistant", "content": expected}]

@@ -1,10 +1,10 @@
 """The tools around transformers, each run with the real library on every head that it applies to.
 
-The matrix of the page on tools is checked against the heads that the tests name.
+The matrix of the page on tools is checked against the heads that the tests name. Trainers of TRL, embeddings and
+runtimes have files of their own.
 """
 
 import json
-import re
 import sys
 from pathlib import Path
 from threading import Thread
@@ -12,13 +12,11 @@ from threading import Thread
 import pytest
 import torch
 from datasets import Dataset
-from tokenizers import ByteLevelBPETokenizer
 from transformers import (
     AutoModel,
     AutoTokenizer,
     DataCollatorForLanguageModeling,
     DataCollatorForTokenClassification,
-    PreTrainedTokenizerFast,
     TextIteratorStreamer,
     Trainer,
     TrainingArguments,
@@ -26,73 +24,18 @@ from transformers import (
 )
 
 from helpers import processes
+from helpers.ecosystem import SENTENCES, Matrix, batch_for, first_output, log_likelihood
 from helpers.models import AUTO, relative_error, seeded, tiny_config
 from modeling_tnn import (
     TnnForCausalLM,
     TnnForMaskedLM,
     TnnForMultipleChoice,
-    TnnForQuestionAnswering,
     TnnForSequenceClassification,
     TnnForTokenClassification,
     TnnModel,
 )
 
-PAGE = Path(__file__).parents[2] / "docs" / "pages" / "guides" / "tools.md"
-SENTENCES = [
-    "The quick brown fox jumps over the lazy dog.",
-    "Pack my box.",
-    "How vexingly quick daft zebras jump over five dozen jugs!",
-]
-SPECIAL = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>", "mask_token": "<mask>"}
-MATRIX: dict[str, set[str]] = {}
-
-
-def heads(*classes):
-    """Run a test with each of these classes, and enter them into the matrix."""
-
-    def decorate(test):
-        MATRIX[test.__name__] = {head.__name__ for head in classes}
-        return pytest.mark.parametrize("head", classes, ids=lambda head: head.__name__)(test)
-
-    return decorate
-
-
-@pytest.fixture(scope="session")
-def tokenizer() -> PreTrainedTokenizerFast:
-    bpe = ByteLevelBPETokenizer()
-    bpe.train_from_iterator(SENTENCES, vocab_size=300, special_tokens=list(SPECIAL.values()))
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, **SPECIAL)
-
-
-@pytest.fixture
-def folder(head, tokenizer, tmp_path) -> Path:
-    """A saved model of the class `head` and a tokenizer; the widths are those that int4 groups ask for."""
-    bidirectional = head not in (TnnForCausalLM, TnnForSequenceClassification)
-    config = tiny_config(causal=not bidirectional, vocab_size=len(tokenizer), hidden_size=64, eos_token_id=None)
-    seeded(head, config).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
-
-
-@pytest.fixture
-def inputs(head, tokenizer) -> dict[str, torch.Tensor]:
-    return batch_for(head, tokenizer, SENTENCES)
-
-
-def batch_for(head, tokenizer, texts: list[str]) -> dict[str, torch.Tensor]:
-    """A padded batch; for choices with two texts in each row, and without padding where its logits have no bound."""
-    if head is TnnForQuestionAnswering:
-        texts = texts[:1] * len(texts)
-    batch = dict(tokenizer(texts, return_tensors="pt", padding=True, return_token_type_ids=False))
-    if head is TnnForMultipleChoice:
-        return {name: torch.stack([value, value.flip(0)], dim=1) for name, value in batch.items()}
-    return batch
-
-
-def first_output(model, inputs) -> torch.Tensor:
-    with torch.no_grad():
-        return model(**inputs)[0]
-
+heads = Matrix()
 
 TASKS = {
     TnnModel: "feature-extraction",
@@ -159,19 +102,28 @@ LLAMA_PATTERNS = ["v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 @heads(*AUTO)
-@pytest.mark.parametrize("targets", ["all-linear", LLAMA_PATTERNS], ids=["all-linear", "patterns"])
-def test_lora(head, targets, folder, inputs, tmp_path):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": "all-linear"},
+        {"target_modules": LLAMA_PATTERNS},
+        {"target_modules": "all-linear", "use_dora": True},
+    ],
+    ids=["all-linear", "patterns", "DoRA"],
+)
+def test_lora(head, options, folder, inputs, tmp_path):
     """Adapters sit on the GTU and the GLU, are trained, change the output; merged, saved and taken off again."""
     peft = pytest.importorskip("peft")
     base = AUTO[head].from_pretrained(folder).eval()
     before = first_output(base, inputs)
-    model = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False)).eval()
+    model = peft.get_peft_model(base, peft.LoraConfig(r=4, init_lora_weights=False, **options)).eval()
     adapted = {name.split(".")[-1] for name, part in model.named_modules() if hasattr(part, "lora_A")}
-    wanted = {"u_proj", *LLAMA_PATTERNS} if targets == "all-linear" else set(LLAMA_PATTERNS)
+    wanted = set(LLAMA_PATTERNS) | ({"u_proj"} if options["target_modules"] == "all-linear" else set())
     assert wanted <= adapted and "lm_head" not in adapted
     model(**inputs)[0].square().mean().backward()
     adapters = {name: part.grad for name, part in model.named_parameters() if "lora_" in name}
     assert all(grad is not None and grad.abs().max() > 0 for grad in adapters.values()), "an adapter is not used"
+    assert any("magnitude" in name for name in adapters) == options.get("use_dora", False)
     after = first_output(model, inputs)
     assert relative_error(after, before) > 1e-3
     model.save_pretrained(tmp_path / "adapter")
@@ -348,20 +300,30 @@ def check_choices(logged: list[dict], documents: list[dict], model, tokenizer):
             assert float(response[0]) == pytest.approx(expected, abs=1e-3)
 
 
-@torch.no_grad()
-def log_likelihood(model, tokenizer, start: str, end: str) -> float:
-    """The log likelihood of the tokens of `end` after those of `start`."""
-    given, rest = (tokenizer(text, return_tensors="pt")["input_ids"] for text in (start, end))
-    logits = model(torch.cat([given, rest], dim=1)).logits[0, given.shape[1] - 1 : -1].log_softmax(-1)
-    return logits.gather(1, rest[0][:, None]).sum().item()
+@heads(TnnForCausalLM)
+def test_lighteval(head, folder):
+    """Its backend for models of transformers scores continuations and generates, as the model itself does."""
+    backend = pytest.importorskip("lighteval.models.transformers.transformers_model")
+    requests = pytest.importorskip("lighteval.tasks.requests")
+    settings = {"model_name": str(folder), "batch_size": 2, "dtype": "float32", "trust_remote_code": True}
+    evaluated = backend.TransformersModel(backend.TransformersModelConfig(**settings))
+    model, tokenizer = AUTO[head].from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    documents = [
+        requests.Doc(
+            query=text[:9], choices=[text[9:], " of the"], gold_index=0, id=str(place), task_name="continue|0"
+        )
+        for place, text in enumerate(SENTENCES)
+    ]
+    for document, response in zip(documents, evaluated.loglikelihood(documents), strict=True):
+        expected = [log_likelihood(model, tokenizer, document.query, choice) for choice in document.choices]
+        assert response.logprobs == pytest.approx(expected, abs=1e-3)
+    for document in documents:
+        document.generation_size, document.stop_sequences = 6, []
+    for document, response in zip(documents, evaluated.greedy_until(documents), strict=True):
+        prompt = tokenizer(document.query, return_tensors="pt", return_token_type_ids=False)
+        tokens = model.generate(**prompt, max_new_tokens=6, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+        assert response.text == [tokenizer.decode(tokens, skip_special_tokens=True)]
 
 
 def test_matrix_of_the_page():
-    """The rows of the table are these tests, and its cells the heads that they run with."""
-    names = [head.__name__ for head in AUTO]
-    rows = {}
-    for line in PAGE.read_text().splitlines():
-        if (test := re.search(r"\| `(test_\w+)` \|$", line)) and test[1] in MATRIX:
-            cells = [cell.strip() for cell in line.strip("|").split("|")][1:-1]
-            rows[test[1]] = {name for name, cell in zip(names, cells, strict=True) if cell == "works"}
-    assert rows == MATRIX
+    heads.check()

@@ -18,5 +18,5 @@ def test_it_runs(notebook, tmp_path):
     processes.run([sys.executable, notebook], check=True, cwd=tmp_path, env=environment)
 
 
-def test_there_are_three():
-    assert len(NOTEBOOKS) == 3
+def test_there_are_four():
+    assert len(NOTEBOOKS) == 4

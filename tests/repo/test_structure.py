@@ -27,7 +27,7 @@ FLOORS = [
     {"tno_auto", "stability", "tensor_parallel", "sequence_parallel"},
     {"configuration_tnn"},
     {"modeling_tnn", "presets", "auto_classes"},
-    {"heads"},
+    {"heads", "decoding_step"},
     {"__init__"},
 ]
 

@@ -1,0 +1,175 @@
+"""transformers' exporters: an encoder and one decoding step in onnxruntime and ExecuTorch."""
+
+import pytest
+import torch
+from transformers import AutoModelForMaskedLM
+
+from helpers.ecosystem import Matrix, first_output, save_head
+from helpers.hybrids import HYBRIDS
+from helpers.models import AUTO, BIDIRECTIONAL, relative_error, seeded, tiny_config
+from modeling_tnn import DecodingStep, TnnForCausalLM, TnnForMaskedLM, TnnModel
+
+heads = Matrix()
+BATCH = torch.export.Dim("batch", min=1, max=64)
+LENGTH = torch.export.Dim("length", min=2, max=256)
+RECURRENT = ["rtf", "modal"]
+
+
+def recurrent_model(tno_type: str, **fields) -> TnnForCausalLM:
+    return seeded(TnnForCausalLM, tiny_config(tno_type, **fields))
+
+
+def exporters_of_transformers():
+    exporters = pytest.importorskip("transformers.exporters")
+    if not hasattr(exporters, "ExportedModel"):
+        pytest.skip("this release of transformers exports programs that it cannot run")
+    return exporters
+
+
+def onnx(model, inputs: dict, sizes):
+    """`model` in onnxruntime."""
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    exporters = exporters_of_transformers()
+    return exporters.OnnxExporter().export(model, inputs, exporters.OnnxConfig(dynamic_shapes=sizes))
+
+
+def executorch(model, inputs: dict):
+    """`model` in ExecuTorch, for inputs of these sizes."""
+    pytest.importorskip("executorch")
+    exporters = exporters_of_transformers()
+    return exporters.ExecutorchExporter().export(model, inputs, exporters.ExecutorchConfig())
+
+
+def padded_batch(rows: int, length: int) -> dict[str, torch.Tensor]:
+    ids, mask = torch.arange(rows * length).view(rows, length) % 90 + 3, torch.ones(rows, length, dtype=torch.long)
+    mask[0, length // 2 + 1 :] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def check_encoder(run, model, rows: int, length: int):
+    inputs = padded_batch(rows, length)
+    real = inputs["attention_mask"].bool()
+    found, expected = run(**inputs)[0], first_output(model, inputs)
+    assert relative_error(found[real], expected[real]) < 1e-4, (rows, length)
+
+
+@pytest.mark.slow
+@heads(TnnModel, TnnForMaskedLM)
+def test_onnx_encoder(head, tokenizer, tmp_path):
+    """One file for all batches and lengths, saved and loaded. Padding changes nothing."""
+    folder = save_head(head, tokenizer, tmp_path / "model", num_hidden_layers=1)
+    model = AUTO[head].from_pretrained(folder).eval()
+    sizes = dict.fromkeys(("input_ids", "attention_mask"), {0: BATCH, 1: LENGTH})
+    exported = onnx(model, padded_batch(3, 11), sizes)
+    exported.save_pretrained(folder / "onnx")
+    loaded = type(exported).from_pretrained(folder / "onnx")
+    for rows, length in ((1, 2), (2, 17), (4, 130)):
+        check_encoder(loaded, model, rows, length)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("tno_type", BIDIRECTIONAL)
+def test_onnx_encoder_of_every_operator(tno_type):
+    model = seeded(TnnForMaskedLM, tiny_config(tno_type, False))
+    sizes = dict.fromkeys(("input_ids", "attention_mask"), {0: BATCH, 1: LENGTH})
+    exported = onnx(model, padded_batch(3, 11), sizes)
+    for rows, length in ((1, 2), (2, 17), (4, 130)):
+        check_encoder(exported, model, rows, length)
+
+
+def test_no_complex_number_is_repeated():
+    """Filters of `rtf` share denominators. Exporters to ONNX cannot repeat a complex tensor."""
+    model = seeded(TnnForMaskedLM, tiny_config("rtf", False))
+    graph = torch.export.export(model, (), padded_batch(3, 11), strict=False).graph
+    repeated = [node for node in graph.nodes if "repeat_interleave" in str(node.target)]
+    assert repeated and not any(node.meta["val"].is_complex() for node in repeated)
+
+
+@pytest.mark.exhaustive
+@heads(TnnForMaskedLM)
+def test_executorch_encoder(head, folder):
+    model = AutoModelForMaskedLM.from_pretrained(folder).eval()
+    check_encoder(executorch(model, padded_batch(3, 11)), model, 3, 11)
+
+
+def check_step(run, model, empty, length: int):
+    """`run` reads a text token by token, and gives the logits of one pass over the whole text."""
+    rows = len(empty[0][0])
+    ids, states, logits = padded_batch(rows, length)["input_ids"], empty, []
+    for token in ids.split(1, dim=1):
+        newest, states = run(input_ids=token, states=states)
+        logits.append(newest.clone())
+        states = [[state.clone() for state in layer] for layer in states]
+    expected = first_output(model, {"input_ids": ids})
+    assert relative_error(torch.stack(logits, dim=1), expected) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("tno_type", RECURRENT)
+def test_decoding_step(tno_type, dtype):
+    """The same logits as the parallel pass, beyond window and order, for several texts, and in the model's dtype."""
+    model = recurrent_model(tno_type).to(dtype)
+    step = DecodingStep(model)
+    with torch.no_grad():
+        check_step(step, model, step.empty(3), 70)
+    _, states = step(torch.zeros(3, 1, dtype=torch.long), step.empty(3))
+    assert [[one.shape for one in layer] for layer in states] == [
+        [one.shape for one in layer] for layer in step.empty(3)
+    ]
+
+
+@pytest.mark.parametrize("tno_type", RECURRENT)
+def test_decoding_step_is_one_graph(tno_type):
+    """torch.export, for all batch sizes."""
+    model = recurrent_model(tno_type)
+    step = DecodingStep(model)
+    inputs, sizes = step_arguments(step.empty(2))
+    program = torch.export.export(step, (), inputs, dynamic_shapes=sizes).module()
+    with torch.no_grad():
+        check_step(program, model, step.empty(5), 9)
+
+
+def step_arguments(empty) -> tuple[dict, dict]:
+    """Inputs of a step as an example, and its free dimensions."""
+    inputs = {"input_ids": torch.zeros(len(empty[0][0]), 1, dtype=torch.long), "states": empty}
+    return inputs, {"input_ids": {0: BATCH}, "states": [[{0: BATCH} for _ in layer] for layer in empty]}
+
+
+def single(states):
+    """The states in float32, to which transformers' exporters turn all inputs."""
+    return [[state.float() for state in layer] for layer in states]
+
+
+@pytest.mark.slow
+@heads(TnnForCausalLM)
+@pytest.mark.parametrize("tno_type", RECURRENT)
+def test_onnx_decoding_step(head, tno_type):
+    """States go in and come out, in any number of rows."""
+    model = recurrent_model(tno_type)
+    step = DecodingStep(model)
+    exported = onnx(step, *step_arguments(single(step.empty(2))))
+    check_step(exported, model, single(step.empty(3)), 40)
+
+
+@pytest.mark.exhaustive
+@heads(TnnForCausalLM)
+@pytest.mark.parametrize("tno_type", RECURRENT)
+def test_executorch_decoding_step(head, tno_type):
+    model = recurrent_model(tno_type)
+    step = DecodingStep(model)
+    inputs, _ = step_arguments(single(step.empty(3)))
+    check_step(executorch(step, inputs), model, inputs["states"], 40)
+
+
+def test_models_without_a_decoding_step():
+    with pytest.raises(ValueError, match="`tno_type` must be one of rtf, modal for one step, got 'rpe'"):
+        DecodingStep(recurrent_model("rpe"))
+    with pytest.raises(ValueError, match="`layer_types` must be 'toeplitz' in all layers"):
+        DecodingStep(recurrent_model("rtf", **HYBRIDS["full"]))
+    with pytest.raises(ValueError, match="`position_embedding` must be None"):
+        DecodingStep(recurrent_model("rtf", position_embedding="sinusoidal"))
+
+
+def test_matrix_of_the_page():
+    heads.check()
