@@ -18,7 +18,7 @@ import copy
 import torch
 from torch.nn.functional import pad
 
-from .history import HistoryBuffer, slack_after
+from .history import HistoryBuffer, places, put_rows, slack_after
 from .numerics import compute_dtype, is_on_host, next_fast_len
 
 # (horizon, base tile) for kernels up to this many taps, and for longer ones.
@@ -165,6 +165,17 @@ class Recurrence:
         """Return to the state `count` tokens ago."""
         raise NotImplementedError
 
+    def put(self, state, other, rows: list[int]):
+        """Give the `rows` of `state` the states of `other`, as `TnnCacheLayer.put` says. `other` is used up."""
+        raise NotImplementedError
+
+    def drop_padding(self, state, count: int):
+        """Forget the first `count` tokens, which are padding in every row. `state.length` is without them already."""
+
+    def bytes_per_channel(self, tokens: int, dtype: torch.dtype) -> int:
+        """The most bytes of state of a channel after `tokens` tokens that came one by one, for inputs of `dtype`."""
+        raise NotImplementedError
+
 
 class FilterRecurrence(Recurrence):
     """Exact decoding of any causal kernel by future fill.
@@ -276,6 +287,24 @@ class FilterRecurrence(Recurrence):
         else:
             state.tensors.pop("future", None)
 
+    def put(self, state, other, rows: list[int]):
+        if "future" in state.tensors:
+            self._take_place(other, state.counters)
+        else:  # a new block begins for all
+            for one in (state, other):
+                one.tensors = {name: kept for name, kept in one.tensors.items() if name not in ("future", "ahead")}
+        state.history.put(other.history, rows, shared_values(state, other))
+        state.tensors = {name: put_rows(one, rows, other.tensors[name]) for name, one in state.tensors.items()}
+
+    def drop_padding(self, state, count: int):
+        if self.taps is None:
+            state.history.shrink(state.length)
+
+    def bytes_per_channel(self, tokens: int, dtype: torch.dtype) -> int:
+        blocks = 2 if self.looks_ahead else 1
+        held = places(None if self.taps is None else self.taps - 1, tokens) + blocks * self.horizon
+        return held * compute_dtype(dtype).itemsize
+
     def kernel(self, length: int, like: torch.Tensor) -> torch.Tensor:
         """The first `length` taps, `(D, length)`, zero beyond m."""
         needed = length if self.taps is None else min(length, self.taps)
@@ -323,6 +352,23 @@ class FilterRecurrence(Recurrence):
                 past = self._padded(past, self.taps - 1)
             state.tensors["future"] = self._continue(past, past.shape[-1], self.horizon, self.short)  # (B, D, H)
         state.counters["position"] = 0
+
+    def _take_place(self, state, counters: dict[str, int]):
+        """Make the future of a state as if its block had begun when that of `counters` did."""
+        position, tiles = counters["position"], counters["tiles"]
+        values = state.history.last(state.history.held)
+        values = self._padded(values, max(position, values.shape[-1]))
+        before, within = values.split([values.shape[-1] - position, position], dim=-1)
+        state.history, state.tensors = HistoryBuffer(before, state.history.reach), {}
+        state.counters = {"block": counters["block"]}
+        self._fill(state, values)
+        for end in range(self.base, tiles + 1, self.base):
+            state.history.append(within[..., end - self.base : end])
+            state.counters["position"] = end
+            self._pass_on_tile(state, end & -end)
+        state.history.append(within[..., tiles:])
+        if self.looks_ahead:
+            self._look_ahead(state, counters["ahead"], counters["block"] - position)
 
     def _look_ahead(self, state, until: int, remaining: int):
         """Compute what the inputs before the last H add to the next block, for the channels before `until`.
@@ -390,3 +436,12 @@ class FilterRecurrence(Recurrence):
             product *= torch.fft.rfft(kernel[chosen], n=size) if spectrum is None else spectrum[chosen]
             into[:, channel : channel + group] += torch.fft.irfft(product, n=size)[..., start : start + count]
         return into
+
+
+def shared_values(state, other, extra: int = 0) -> int:
+    """How many values of each row the joined history of two states keeps.
+
+    A history that begins with its text, or `extra` zeros before it, has zeros before. Others have no more than they hold.
+    """
+    cut = [one.history.held for one in (state, other) if one.history.held < one.length + extra]
+    return min(cut, default=max(state.history.held, other.history.held))

@@ -27,7 +27,7 @@ from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 from transformers import initialization as init
 
-from .history import HistoryBuffer, slack_after
+from .history import HistoryBuffer, places, slack_after
 from .numerics import compute_dtype, float64_or_widest, is_exported, is_fused, is_on_host, is_traced, is_transformed
 from .rational import (
     RationalTaps,
@@ -40,7 +40,7 @@ from .rational import (
     reciprocal_series,
     recurrence_numerator,
 )
-from .recurrence import LONG_PROMPT, PIECE, DivergenceError, Recurrence
+from .recurrence import LONG_PROMPT, PIECE, DivergenceError, Recurrence, shared_values
 from .stacking import own_parameters, with_parameters
 from .tno import ToeplitzOperator
 from .toeplitz import causal_toeplitz_matmul
@@ -156,6 +156,12 @@ class CompanionRecurrence(Recurrence):
 
     def crop(self, state, count: int):
         state.history.drop(count)
+
+    def put(self, state, other, rows: list[int]):
+        state.history.put(other.history, rows, shared_values(state, other, extra=self.order))
+
+    def bytes_per_channel(self, tokens: int, dtype: torch.dtype) -> int:
+        return places(self.order, tokens) * float64_or_widest(self.operator.numerator.device).itemsize
 
     @cached_property
     def _denominator(self) -> torch.Tensor:
