@@ -15,6 +15,7 @@ from .tno_auto import register_operator
 from .toeplitz import causal_toeplitz_matmul, dense_toeplitz, toeplitz_matmul
 
 if TYPE_CHECKING:
+    from .batching import BatchScheduler
     from .heads import TnnForMultipleChoice, TnnForQuestionAnswering, TnnForTokenClassification
     from .modeling_tnn import (
         TnnForCausalLM,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BatchScheduler",
     "PoleCallback",
     "SequenceParallel",
     "TnnConfig",
@@ -57,6 +59,7 @@ __all__ = [
 # Module -> names that are imported from it on first use.
 _HEADS = ["TnnForMultipleChoice", "TnnForQuestionAnswering", "TnnForTokenClassification"]
 _LATER = {
+    "batching": ["BatchScheduler"],
     "heads": _HEADS,
     "modeling_tnn": [name for name in __all__ if name.startswith("Tnn") and name not in ("TnnConfig", *_HEADS)],
     "sequence_parallel": ["SequenceParallel"],

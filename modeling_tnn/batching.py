@@ -90,7 +90,7 @@ class BatchScheduler:
             input_ids: the prompt, `(1, L)` or `(L,)`.
             seed: that of the random numbers of this text. `torch.manual_seed(seed)` before `generate` gives the same.
             options: those of `generate` for greedy search and sampling, such as `max_new_tokens`, `do_sample`,
-                `stopping_criteria` and `streamer`.
+                `stopping_criteria` and `streamer`. `stop_strings` are a `StopStringCriteria` among the criteria.
 
         Raises:
             QueueFullError: `max_waiting` texts are waiting.
@@ -98,7 +98,7 @@ class BatchScheduler:
                 `memory_limit`.
         """
         prompt = input_ids[None] if isinstance(input_ids, torch.Tensor) and input_ids.dim() == 1 else input_ids
-        request = prepare(self.model, prompt, seed, options)
+        request = prepare(self.model, prompt, seed, **options)
         if self._is_above_limit([request]):
             needed = bytes_of_text(self._decoder, request.max_length)
             raise ValueError(
@@ -147,10 +147,10 @@ class BatchScheduler:
         with torch.no_grad():
             self._end_cancelled()
             self._begin_reading()
-            if self._reading is not None:
-                self._read()
             if self._running():
                 self._write()
+            if self._reading is not None:
+                self._read()
         return self.has_work
 
     def run(self):

@@ -7,14 +7,13 @@ lengths continue in one batch. Each ends at the last place, and the shorter ones
     d e f g h i                            6 tokens, the length of the cache
     padding padding j k l m                4 tokens
 
-A Toeplitz layer keeps nothing of padding: zeros stand in its state, within the reach of its kernel. Layers of attention
-keep keys and values of padding, which a mask has to hide.
+In a Toeplitz layer padding is zeros, within the reach of its kernel. Layers of attention keep keys and values of padding,
+which a mask has to hide.
 """
 
-import torch
 from torch import nn
 from torch.nn.functional import pad
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from .cache_tnn import past_length
 from .history import put_rows
@@ -66,7 +65,9 @@ def check_new_rows(rows: list[int], held: int, count: int):
     added = sorted(row for row in rows if row >= held)
     distinct = len(rows) == len(set(rows)) == count and min(rows, default=0) >= 0
     if not distinct or added != list(range(held, held + len(added))):
-        raise ValueError(f"`rows` must be {count} different rows below {held}, or the next ones from there, got {rows}")
+        raise ValueError(
+            f"`rows` must be {count} different rows below {held}, or the next ones from there, got {rows}"
+        )
 
 
 def put_keys(layer: DynamicLayer, new: DynamicLayer, rows: list[int], length: int):

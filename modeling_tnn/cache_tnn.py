@@ -245,6 +245,7 @@ class TnnCacheLayer(CacheLayerMixin):
                 one._start()
         if not self.is_initialized:
             vars(self).update(vars(other))
+            self.recurrence.compact(self)
         elif self.recurrence.settings() != other.recurrence.settings() or not self.origin.is_that_of(other.origin):
             raise ValueError(ANOTHER_MODEL)
         else:
@@ -260,6 +261,7 @@ class TnnCacheLayer(CacheLayerMixin):
         self.length -= count
         if self.prefill is None:
             self.recurrence.drop_padding(self, count)
+            self.recurrence.compact(self)
 
     def max_crop(self) -> int:
         """The number of newest tokens that `crop` can remove."""

@@ -170,10 +170,11 @@ class HistoryBuffer:
             old = values[..., : count - young]
             self.buffer = put_rows(self.buffer, rows, old, self.buffer.shape[-1] - old.shape[-1])
 
-    def shrink(self, count: int):
-        """Keep the newest `count` values at most, and free the memory of the others."""
-        kept = self.last(count).clone()
-        self.buffer, self.end, self.held, self.lent = kept, kept.shape[-1], kept.shape[-1], False
+    def compact(self, count: int):
+        """Keep at most the newest `count` values, if the buffer has more places than for so many one by one."""
+        if self.buffer.shape[-1] > places(self.reach, count):
+            kept = self.last(count if self.reach is None else min(count, self.reach + SLACK)).clone()
+            self.buffer, self.end, self.held, self.lent = kept, kept.shape[-1], kept.shape[-1], False
 
     def _make_room(self, new: int, wanted: int | None):
         """Make the buffer so long that `new` values fit, and that it holds `wanted` values (None: all)."""
@@ -222,7 +223,9 @@ def places(reach: int | None, count: int) -> int:
     """The most places that a buffer has after `count` values that came one by one."""
     if reach is None:
         return count + max(LONG_ROOM, count // GROWTH)
-    return _aligned(reach + SLACK) if reach > LONG_REACH else reach + SLACK + ROOM
+    if reach <= LONG_REACH:
+        return reach + SLACK + ROOM
+    return min(_aligned(reach + SLACK), _aligned(2 * max(ALIGNMENT, count)))
 
 
 def _aligned(count: int) -> int:

@@ -18,7 +18,7 @@ import copy
 import torch
 from torch.nn.functional import pad
 
-from .history import HistoryBuffer, places, put_rows, slack_after
+from .history import SLACK, HistoryBuffer, places, put_rows, slack_after
 from .numerics import compute_dtype, is_on_host, next_fast_len
 
 # (horizon, base tile) for kernels up to this many taps, and for longer ones.
@@ -172,6 +172,9 @@ class Recurrence:
     def drop_padding(self, state, count: int):
         """Forget the first `count` tokens, which are padding in every row. `state.length` is without them already."""
 
+    def compact(self, state):
+        """Free the memory of values that only `crop` may need, but for those of the last 64 tokens."""
+
     def bytes_per_channel(self, tokens: int, dtype: torch.dtype) -> int:
         """The most bytes of state of a channel after `tokens` tokens that came one by one, for inputs of `dtype`."""
         raise NotImplementedError
@@ -296,9 +299,8 @@ class FilterRecurrence(Recurrence):
         state.history.put(other.history, rows, shared_values(state, other))
         state.tensors = {name: put_rows(one, rows, other.tensors[name]) for name, one in state.tensors.items()}
 
-    def drop_padding(self, state, count: int):
-        if self.taps is None:
-            state.history.shrink(state.length)
+    def compact(self, state):
+        state.history.compact(state.length)
 
     def bytes_per_channel(self, tokens: int, dtype: torch.dtype) -> int:
         blocks = 2 if self.looks_ahead else 1
@@ -383,9 +385,12 @@ class FilterRecurrence(Recurrence):
         if done < until:
             reach, young = self.taps - 1 - self.horizon, self.horizon - remaining
             past = state.history.last(reach + young, slice(done, until))
-            past = self._padded(past[..., : max(0, past.shape[-1] - young)], reach)
+            past = past[..., : max(0, past.shape[-1] - young)]
             ahead = state.tensors["ahead"][:, done:until].zero_()
-            self._continue(past, reach, self.horizon, keep=True, skip=self.horizon, first=done, into=ahead)
+            if past.shape[-1]:  # transforms of few lengths, which are short for a short text
+                size = min(reach, max(self.horizon, 1 << (past.shape[-1] - 1).bit_length()))
+                past = self._padded(past, size)
+                self._continue(past, size, self.horizon, keep=True, skip=self.horizon, first=done, into=ahead)
             state.counters["ahead"] = until
 
     def _padded(self, x: torch.Tensor, length: int) -> torch.Tensor:
@@ -441,7 +446,10 @@ class FilterRecurrence(Recurrence):
 def shared_values(state, other, extra: int = 0) -> int:
     """How many values of each row the joined history of two states keeps.
 
-    A history that begins with its text, or `extra` zeros before it, has zeros before. Others have no more than they hold.
+    A history that begins with its text, or `extra` zeros before it, has zeros before. Others have no more than they
+    hold. More than 64 values beyond what the next outputs need are left out.
     """
+    both, reach = (state.history, other.history), state.history.reach
     cut = [one.history.held for one in (state, other) if one.history.held < one.length + extra]
-    return min(cut, default=max(state.history.held, other.history.held))
+    count = min(cut, default=max(history.held for history in both))
+    return count if reach is None else min(count, reach + SLACK)

@@ -3,6 +3,7 @@
 import torch
 from transformers import GenerationMixin
 from transformers.generation import GenerationMode
+from transformers.generation.streamers import BaseStreamer
 
 # Ways to choose tokens that need one row of a batch for a text, and no second pass for a token.
 MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
@@ -19,13 +20,20 @@ class Request:
         max_length: the most tokens that the prompt and the text may have together.
     """
 
-    def __init__(self, prompt: torch.Tensor, mask: torch.Tensor | None, settings: dict, seed: int | None):
+    def __init__(
+        self,
+        prompt: torch.Tensor,
+        mask: torch.Tensor | None,
+        settings: dict,
+        seed: int | None = None,
+        streamer: BaseStreamer | None = None,
+    ):
         config = settings["generation_config"]
         self.max_length, self.do_sample = config.max_length, config.do_sample
         ends = config.eos_token_id
         self._ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
         self._processors, self._criteria = settings["logits_processor"], settings["stopping_criteria"]
-        self._streamer = settings.get("streamer")
+        self._streamer = streamer
         self._ids = prompt.new_zeros(1, max(self.max_length, prompt.shape[1]))
         self._ids[:, : prompt.shape[1]] = prompt
         self._padding = None if mask is None else mask[0].eq(0)  # a prompt may have padding
@@ -95,7 +103,13 @@ class Request:
             self.error, self.reason = error or failure, "error"
 
 
-def prepare(model: GenerationMixin, input_ids: torch.Tensor, seed: int | None, options: dict) -> Request:
+def prepare(
+    model: GenerationMixin,
+    input_ids: torch.Tensor,
+    seed: int | None = None,
+    streamer: BaseStreamer | None = None,
+    **options,
+) -> Request:
     """A request with all that `model.generate(input_ids, **options)` would use, prepared by `generate` itself.
 
     Raises:
@@ -108,13 +122,15 @@ def prepare(model: GenerationMixin, input_ids: torch.Tensor, seed: int | None, o
         return input_ids
 
     model.generate(input_ids, custom_generate=keep, **options)
-    if not settings or len(settings["input_ids"]) != 1:
-        rows = len(settings["input_ids"]) if settings else len(input_ids)
-        raise ValueError(f"`input_ids` must be one text (1, L) with num_return_sequences=1, got {rows}")
-    mode = settings["generation_config"].get_generation_mode()
-    if mode not in MODES:
+    mode = settings["generation_config"].get_generation_mode() if settings else None
+    if settings and mode not in MODES:
         raise ValueError(f"`num_beams` and the like must ask for greedy search or sampling, got {mode.value}")
+    rows = len(settings.get("input_ids", ()))
+    if rows != 1:
+        raise ValueError(f"`input_ids` must be one text (1, L) with num_return_sequences=1, got {rows} rows")
     past = settings.get("past_key_values")
     if past is not None and past.get_seq_length():
         raise ValueError(f"`past_key_values` must be empty, got {past.get_seq_length()} tokens")
-    return Request(settings["input_ids"], settings.get("attention_mask"), settings, seed)
+    if streamer is not None:
+        streamer.put(settings["input_ids"].cpu())
+    return Request(settings["input_ids"], settings.get("attention_mask"), settings, seed, streamer)

@@ -104,7 +104,8 @@ class ModalRecurrence(FilterRecurrence):
 
     def put(self, state, other, rows: list[int]):
         both, length = (state, other), max(state.length, other.length)
-        reach = min((self._reach(one) for one in both if one.counters["covered"]), default=length)
+        reach = min(self._reach(one) for one in both if one.length == length or one.counters["covered"])
+        reach = min(reach, self.window + SLACK)
         for one in both:
             one.tensors.pop("future", None)  # a new block begins for all
             self._advance_memory(one, self._past(one), one.length - reach)
@@ -113,6 +114,10 @@ class ModalRecurrence(FilterRecurrence):
 
     def drop_padding(self, state, count: int):
         state.counters["covered"] = max(0, state.counters["covered"] - count)
+
+    def compact(self, state):
+        self._advance_memory(state, self._past(state), state.length - self.window - SLACK)
+        state.history.compact(self._reach(state))
 
     def bytes_per_channel(self, tokens: int, dtype: torch.dtype) -> int:
         numbers = places(self.window + BLOCK, tokens) + BLOCK + 2 * self.operator.angle.numel()

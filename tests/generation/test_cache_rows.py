@@ -8,7 +8,6 @@ from transformers import DynamicCache, StaticCache
 
 from helpers.hybrids import HYBRIDS
 from helpers.models import exhaustive, lively_language_model, relative_error
-from modeling_tnn import TnnForCausalLM
 from modeling_tnn.cache_rows import bytes_of_text, drop_padding, put_texts, rows_of
 from modeling_tnn.cache_tnn import memory_per_sequence
 
@@ -27,7 +26,8 @@ MODELS = {
     "hybrid-sliding": {"tno_type": "rtf"} | HYBRIDS["sliding"],
     "attention": HYBRIDS["attention"],
 }
-EVERY_MODEL = pytest.mark.parametrize("name", MODELS)
+RARE = ("rpe-learnable-decay", "explicit", "attention")
+EVERY_MODEL = pytest.mark.parametrize("name", [*(name for name in MODELS if name not in RARE), *exhaustive(*RARE)])
 TEXTS = torch.randint(2, 99, (6, 1400), generator=torch.Generator().manual_seed(0))
 
 
@@ -86,7 +86,7 @@ class Batch:
 
 
 @EVERY_MODEL
-@pytest.mark.parametrize("steps", [0, 1, 70, *exhaustive(31, 64, 127, 128, 129, 200)])
+@pytest.mark.parametrize("steps", [0, 70, *exhaustive(1, 31, 64, 127, 128, 129, 200)])
 def test_texts_that_come_later(name, steps):
     """Longer and shorter ones than those that are there, in a block that has begun or not."""
     model = model_of(name)
@@ -108,3 +108,74 @@ def unchecked(batch, count):
         for text in batch.texts:
             text.append((7 * len(text) + text[-1]) % 97 + 2)
         batch.forward(torch.tensor([[text[-1]] for text in batch.texts]))
+
+
+@EVERY_MODEL
+def test_texts_that_replace_others(name):
+    """In place, with texts that are shorter and longer than all; the last longest one is gone then."""
+    batch = Batch(model_of(name))
+    batch.put(batch.read(TEXTS[0, :90], TEXTS[1, :5], TEXTS[2, :30]), [0, 1, 2])
+    unchecked(batch, 9)
+    batch.put(batch.read(TEXTS[3, :2], TEXTS[4, :10]), [0, 2])
+    batch.steps(2)
+    batch.put(batch.read(TEXTS[5, :300]), [1])
+    batch.steps(2)
+    unchecked(batch, 130)
+    batch.put(batch.read(TEXTS[5, :4]), [1])
+    batch.steps(2)
+
+
+@EVERY_MODEL
+def test_what_else_a_cache_does(name):
+    """Rows chosen, tokens taken back, a chunk, a copy: after texts were put together."""
+    batch = Batch(model_of(name))
+    batch.put(batch.read(TEXTS[0, :50], TEXTS[1, :20]), [0, 1])
+    unchecked(batch, 40)
+    batch.put(batch.read(TEXTS[2, :70]), [2])
+    unchecked(batch, 3)
+    batch.cache.batch_select_indices(torch.tensor([2, 0]))
+    batch.texts = [batch.texts[2], batch.texts[0]]
+    batch.drop()
+    batch.steps(1)
+    if "sliding" not in name and name != "attention":  # a full window of attention cannot be cropped
+        batch.cache.crop(-2)
+        batch.texts = [text[:-2] for text in batch.texts]
+    batch.steps(1)
+    chunk = TEXTS[3:5, :7]
+    batch.texts = [text + new.tolist() for text, new in zip(batch.texts, chunk, strict=True)]
+    batch.forward(chunk)
+    batch.cache = copy.deepcopy(batch.cache)
+    batch.steps(2)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("length", [1, 700])
+def test_bytes_of_a_text(name, length):
+    """The bound holds while the text is written token by token, and is not far above."""
+    model, most = model_of(name), 0
+    batch, whole = Batch(model), DynamicCache()
+    batch.texts = [TEXTS[0, :length].tolist()]
+    batch.forward(TEXTS[:1, :length])
+    put_texts(whole, batch.cache, [0])
+    for index in range(300):
+        with torch.no_grad():
+            mask = torch.ones(1, length + index + 1)
+            model(TEXTS[:1, index : index + 1], attention_mask=mask, past_key_values=whole, use_cache=True)
+        most = max(most, memory_per_sequence(whole) if index > 150 else 0)
+    bound = bytes_of_text(model.get_decoder(), length + 300)
+    assert most <= bound <= 3 * most
+
+
+def test_what_is_refused():
+    model, other = model_of("rpe"), model_of("rpe")
+    batch, stranger, empty = (Batch(one).read(TEXTS[0, :9]).cache for one in (model, other, model))
+    static = StaticCache(config=model.config, max_cache_len=50)
+    with pytest.raises(ValueError, match="`past_key_values` must be a dynamic cache"):
+        put_texts(static, batch, [0])
+    for rows in ([], [0, 1], [2], [-1]):
+        with pytest.raises(ValueError, match="`rows` must be 1 different rows below 1"):
+            put_texts(batch, empty, rows)
+    with pytest.raises(ValueError, match="belongs to another model"):
+        put_texts(batch, stranger, [1])
+    put_texts(batch, empty, [1])
+    assert rows_of(batch) == 2 and rows_of(empty) == 0 and empty.get_seq_length() == 0
