@@ -7,7 +7,7 @@ lengths continue in one batch. Each ends at the last place, and the shorter ones
     d e f g h i                            6 tokens, the length of the cache
     padding padding j k l m                4 tokens
 
-In a Toeplitz layer padding is zeros, within the reach of its kernel. Layers of attention keep keys and values of padding,
+In a Toeplitz layer padding is zeros, within the reach of its kernel. Layers of attention keep keys and values of it,
 which a mask has to hide.
 """
 
