@@ -50,6 +50,9 @@ class BatchScheduler:
             less for a long prompt.
         max_waiting: the most texts that wait for their turn; None for no limit.
 
+    Attributes:
+        state_bytes: the bytes of the decoding states that were held after the latest step.
+
     Raises:
         ValueError: the model is bidirectional, or has an operator whose states cannot be put into rows.
 
@@ -82,6 +85,7 @@ class BatchScheduler:
         self._waiting: deque[Request] = deque()
         self._reading: Reading | None = None
         self._empty()
+        self.state_bytes = 0
 
     def submit(self, input_ids: torch.Tensor, seed: int | None = None, **options) -> Request:
         """Queue a text.
@@ -151,7 +155,18 @@ class BatchScheduler:
                 self._write()
             if self._reading is not None:
                 self._read()
+        self.state_bytes = self._held_bytes()
         return self.has_work
+
+    def end_all(self, reason: str = "cancelled", error: Exception | None = None):
+        """End all texts, those that wait too."""
+        with self._lock:
+            waiting = [*self._waiting]
+            self._waiting.clear()
+        for request in [*waiting, *self._active()]:
+            request.end(reason, error)
+        self._reading = None
+        self._empty()
 
     def run(self):
         """Take steps until all texts have ended."""
@@ -173,9 +188,7 @@ class BatchScheduler:
         """The number of texts that are read or written."""
         return len(self._active())
 
-    @property
-    def state_bytes(self) -> int:
-        """The bytes of the decoding states that are held."""
+    def _held_bytes(self) -> int:
         caches = [(self._cache, len(self._rows))]
         caches += [(self._reading.cache, len(self._reading.requests))] if self._reading else []
         return sum(count * memory_per_sequence(cache) for cache, count in caches)

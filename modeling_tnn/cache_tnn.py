@@ -254,13 +254,13 @@ class TnnCacheLayer(CacheLayerMixin):
             self.length = max(self.length, other.length)
         other.reset()
 
-    def drop_padding(self, count: int):
-        """Forget the first `count` tokens of all rows, which must be padding in each."""
+    def drop_padding(self, tokens: int):
+        """Forget the first tokens of all rows, as many as `tokens`, which must be padding in each."""
         if self.prefill is not None:
-            self.prefill = self.prefill.select(lambda tensor: tensor[:, count:])
-        self.length -= count
+            self.prefill = self.prefill.select(lambda tensor: tensor[:, tokens:])
+        self.length -= tokens
         if self.prefill is None:
-            self.recurrence.drop_padding(self, count)
+            self.recurrence.drop_padding(self, tokens)
             self.recurrence.compact(self)
 
     def max_crop(self) -> int:

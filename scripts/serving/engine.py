@@ -51,14 +51,19 @@ class Engine:
         self._awake.set()
 
     def close(self):
-        """End the thread. Texts that have not ended stay as they are."""
+        """End all texts and the thread."""
         self._is_closed = True
         self._awake.set()
         self._thread.join()
+        self.scheduler.end_all()
 
     def _run(self):
         while not self._is_closed:
             if not self.scheduler.has_work:
                 self._awake.wait()
             self._awake.clear()
-            self.scheduler.step()
+            try:
+                self.scheduler.step()
+            except Exception as error:  # of no single text: all end, and the next ones begin afresh
+                logger.exception("A step has failed")
+                self.scheduler.end_all("error", error)
