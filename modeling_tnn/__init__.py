@@ -15,6 +15,7 @@ from .tno_auto import register_operator
 from .toeplitz import causal_toeplitz_matmul, dense_toeplitz, toeplitz_matmul
 
 if TYPE_CHECKING:
+    from .batching import BatchScheduler
     from .decoding_step import DecodingStep
     from .heads import TnnForMultipleChoice, TnnForQuestionAnswering, TnnForTokenClassification
     from .modeling_tnn import (
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BatchScheduler",
     "DecodingStep",
     "PoleCallback",
     "SequenceParallel",
@@ -59,6 +61,7 @@ __all__ = [
 # Module -> names that are imported from it on first use.
 _HEADS = ["TnnForMultipleChoice", "TnnForQuestionAnswering", "TnnForTokenClassification"]
 _LATER = {
+    "batching": ["BatchScheduler"],
     "decoding_step": ["DecodingStep"],
     "heads": _HEADS,
     "modeling_tnn": [name for name in __all__ if name.startswith("Tnn") and name not in ("TnnConfig", *_HEADS)],

@@ -60,6 +60,10 @@ class Origin:
             return self.saved
         return identity(self.model) if self.is_unchanged() else None
 
+    def is_that_of(self, other: "Origin") -> bool:
+        """Whether both are the same model with the same weights."""
+        return self.model is not None and (self.model, self.stamp) == (other.model, other.stamp)
+
     def fits(self, model: nn.Module) -> bool:
         """Whether `model` can continue the state: it has the same configuration and the same weights."""
         own, other = self.identity(), identity(model)

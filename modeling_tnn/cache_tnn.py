@@ -195,7 +195,7 @@ class TnnCacheLayer(CacheLayerMixin):
         self._select(lambda tensor: tensor.to(device))
 
     def _check_rows(self, v: torch.Tensor):
-        check_rows(self._rows(), v.shape[0])
+        check_rows(self.num_rows(), v.shape[0])
 
     def crop(self, tokens_to_remove: int):
         """Remove the newest tokens from the state.
@@ -231,6 +231,37 @@ class TnnCacheLayer(CacheLayerMixin):
         else:
             self.prefill = self.prefill.select(lambda tensor: tensor[:, :-count])
         self.length -= count
+
+    def put(self, other: "TnnCacheLayer", rows: list[int]):
+        """Give the `rows` the states of `other`, which is empty afterwards. Rows beyond the present ones are added.
+
+        All rows then have the length of the longest text. The others are as if they had padding before them.
+
+        Raises:
+            ValueError: the states belong to different models.
+        """
+        for one in (self, other):
+            if one.prefill is not None:
+                one._start()
+        if not self.is_initialized:
+            vars(self).update(vars(other))
+            self.recurrence.compact(self)
+        elif self.recurrence.settings() != other.recurrence.settings() or not self.origin.is_that_of(other.origin):
+            raise ValueError(ANOTHER_MODEL)
+        else:
+            with torch.inference_mode(False), torch.no_grad():  # later calls write into the state
+                self.recurrence.put(self, other, rows)
+            self.length = max(self.length, other.length)
+        other.reset()
+
+    def drop_padding(self, tokens: int):
+        """Forget the first tokens of all rows, as many as `tokens`, which must be padding in each."""
+        if self.prefill is not None:
+            self.prefill = self.prefill.select(lambda tensor: tensor[:, tokens:])
+        self.length -= tokens
+        if self.prefill is None:
+            self.recurrence.drop_padding(self, tokens)
+            self.recurrence.compact(self)
 
     def max_crop(self) -> int:
         """The number of newest tokens that `crop` can remove."""
@@ -296,7 +327,7 @@ class TnnCacheLayer(CacheLayerMixin):
             raise TypeError(f"`{name}` must hold integers, got {rows.dtype}")
         if not self.is_initialized:
             return
-        held = self._rows()
+        held = self.num_rows()
         mask = rows.dtype is torch.bool
         if rows.dim() != 1 or rows.is_meta or (mask and len(rows) != held):
             raise ValueError(f"`{name}` must have shape {f'({held},)' if mask else '(N,)'}, got {tuple(rows.shape)}")
@@ -305,7 +336,8 @@ class TnnCacheLayer(CacheLayerMixin):
         rows = rows if mask else rows.long()
         self._select(lambda tensor: tensor[rows.to(tensor.device)])
 
-    def _rows(self) -> int:
+    def num_rows(self) -> int:
+        """The number of texts."""
         return len(self.history.buffer if self.prefill is None else self.prefill.v)
 
     def _select(self, choose: Callable[[torch.Tensor], torch.Tensor]):

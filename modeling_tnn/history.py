@@ -6,6 +6,7 @@ oldest one: to move thousands of values would make one token slow. Without a bou
 """
 
 import torch
+from torch.nn.functional import pad
 
 # Number of newest values that can be removed at any time: so many older values are kept beyond those the reader needs.
 SLACK = 64
@@ -151,6 +152,30 @@ class HistoryBuffer:
         """Apply `choose`, a function of a tensor along its batch dimension."""
         self.buffer = choose(self.buffer)
 
+    def put(self, other: "HistoryBuffer", rows: list[int], count: int):
+        """Give the `rows` the newest `count` values of `other`, and keep as many of each row; see `put_rows`.
+
+        Zeros stand before the values of a row that has fewer.
+        """
+        if count > self.held:
+            room = self._room(count, None if self.reach is None else self.reach + SLACK)
+            self.buffer, self.end = pad(self.last(self.held), (count - self.held, room)), count
+        elif self.lent:
+            self.buffer = self.buffer.clone()
+        self.held, self.lent = count, False
+        values, young = other.last(count), min(self.end, count)
+        values = pad(values, (count - values.shape[-1], 0))  # (N, D, count)
+        self.buffer = put_rows(self.buffer, rows, values[..., count - young :], self.end - young)
+        if young < count:  # the ring begins before its front
+            old = values[..., : count - young]
+            self.buffer = put_rows(self.buffer, rows, old, self.buffer.shape[-1] - old.shape[-1])
+
+    def compact(self, count: int):
+        """Keep at most the newest `count` values, if the buffer has more places than for so many one by one."""
+        if self.buffer.shape[-1] > places(self.reach, count):
+            kept = self.last(count if self.reach is None else min(count, self.reach + SLACK)).clone()
+            self.buffer, self.end, self.held, self.lent = kept, kept.shape[-1], kept.shape[-1], False
+
     def _make_room(self, new: int, wanted: int | None):
         """Make the buffer so long that `new` values fit, and that it holds `wanted` values (None: all)."""
         capacity = self.buffer.shape[-1]
@@ -178,6 +203,29 @@ class HistoryBuffer:
         if self.is_ring:
             return 0 if count == wanted else LONG_ROOM
         return ROOM
+
+
+def put_rows(tensor: torch.Tensor, rows: list[int], values: torch.Tensor, first: int = 0) -> torch.Tensor:
+    """`tensor` `(B, ..., C)` with `values` `(N, ..., S)` in the `rows`, from column `first` on.
+
+    It is changed in place, unless rows from B on ask for more of them.
+    """
+    if max(rows) >= len(tensor):
+        grown = tensor.new_empty(max(rows) + 1, *tensor.shape[1:])
+        grown[: len(tensor)] = tensor
+        tensor = grown
+    for row, value in zip(rows, values, strict=True):
+        tensor[row, ..., first : first + value.shape[-1]] = value
+    return tensor
+
+
+def places(reach: int | None, count: int) -> int:
+    """The most places that a buffer has after `count` values that came one by one."""
+    if reach is None:
+        return count + max(LONG_ROOM, count // GROWTH)
+    if reach <= LONG_REACH:
+        return reach + SLACK + ROOM
+    return min(_aligned(reach + SLACK), _aligned(2 * max(ALIGNMENT, count)))
 
 
 def _aligned(count: int) -> int:

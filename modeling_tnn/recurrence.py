@@ -18,7 +18,7 @@ import copy
 import torch
 from torch.nn.functional import pad
 
-from .history import HistoryBuffer, slack_after
+from .history import SLACK, HistoryBuffer, places, put_rows, slack_after
 from .numerics import compute_dtype, is_on_host, next_fast_len
 
 # (horizon, base tile) for kernels up to this many taps, and for longer ones.
@@ -165,6 +165,20 @@ class Recurrence:
         """Return to the state `count` tokens ago."""
         raise NotImplementedError
 
+    def put(self, state, other, rows: list[int]):
+        """Give the `rows` of `state` the states of `other`, as `TnnCacheLayer.put` says. `other` is used up."""
+        raise NotImplementedError
+
+    def drop_padding(self, state, count: int):
+        """Forget the first `count` tokens, which are padding in every row. `state.length` is without them already."""
+
+    def compact(self, state):
+        """Free the memory of values that only `crop` may need, but for those of the last 64 tokens."""
+
+    def bytes_per_channel(self, tokens: int, dtype: torch.dtype) -> int:
+        """The most bytes of state of a channel after `tokens` tokens that came one by one, for inputs of `dtype`."""
+        raise NotImplementedError
+
 
 class FilterRecurrence(Recurrence):
     """Exact decoding of any causal kernel by future fill.
@@ -276,6 +290,23 @@ class FilterRecurrence(Recurrence):
         else:
             state.tensors.pop("future", None)
 
+    def put(self, state, other, rows: list[int]):
+        if "future" in state.tensors:
+            self._take_place(other, state.counters)
+        else:  # a new block begins for all
+            for one in (state, other):
+                one.tensors = {name: kept for name, kept in one.tensors.items() if name not in ("future", "ahead")}
+        state.history.put(other.history, rows, shared_values(state, other))
+        state.tensors = {name: put_rows(one, rows, other.tensors[name]) for name, one in state.tensors.items()}
+
+    def compact(self, state):
+        state.history.compact(state.length)
+
+    def bytes_per_channel(self, tokens: int, dtype: torch.dtype) -> int:
+        blocks = 2 if self.looks_ahead else 1
+        held = places(None if self.taps is None else self.taps - 1, tokens) + blocks * self.horizon
+        return held * compute_dtype(dtype).itemsize
+
     def kernel(self, length: int, like: torch.Tensor) -> torch.Tensor:
         """The first `length` taps, `(D, length)`, zero beyond m."""
         needed = length if self.taps is None else min(length, self.taps)
@@ -324,6 +355,23 @@ class FilterRecurrence(Recurrence):
             state.tensors["future"] = self._continue(past, past.shape[-1], self.horizon, self.short)  # (B, D, H)
         state.counters["position"] = 0
 
+    def _take_place(self, state, counters: dict[str, int]):
+        """Make the future of a state as if its block had begun when that of `counters` did."""
+        position, tiles = counters["position"], counters["tiles"]
+        values = state.history.last(state.history.held)
+        values = self._padded(values, max(position, values.shape[-1]))
+        before, within = values.split([values.shape[-1] - position, position], dim=-1)
+        state.history, state.tensors = HistoryBuffer(before, state.history.reach), {}
+        state.counters = {"block": counters["block"]}
+        self._fill(state, values)
+        for end in range(self.base, tiles + 1, self.base):
+            state.history.append(within[..., end - self.base : end])
+            state.counters["position"] = end
+            self._pass_on_tile(state, end & -end)
+        state.history.append(within[..., tiles:])
+        if self.looks_ahead:
+            self._look_ahead(state, counters["ahead"], counters["block"] - position)
+
     def _look_ahead(self, state, until: int, remaining: int):
         """Compute what the inputs before the last H add to the next block, for the channels before `until`.
 
@@ -337,9 +385,12 @@ class FilterRecurrence(Recurrence):
         if done < until:
             reach, young = self.taps - 1 - self.horizon, self.horizon - remaining
             past = state.history.last(reach + young, slice(done, until))
-            past = self._padded(past[..., : max(0, past.shape[-1] - young)], reach)
+            past = past[..., : max(0, past.shape[-1] - young)]
             ahead = state.tensors["ahead"][:, done:until].zero_()
-            self._continue(past, reach, self.horizon, keep=True, skip=self.horizon, first=done, into=ahead)
+            if past.shape[-1]:  # transforms of few lengths, which are short for a short text
+                size = min(reach, max(self.horizon, 1 << (past.shape[-1] - 1).bit_length()))
+                past = self._padded(past, size)
+                self._continue(past, size, self.horizon, keep=True, skip=self.horizon, first=done, into=ahead)
             state.counters["ahead"] = until
 
     def _padded(self, x: torch.Tensor, length: int) -> torch.Tensor:
@@ -390,3 +441,15 @@ class FilterRecurrence(Recurrence):
             product *= torch.fft.rfft(kernel[chosen], n=size) if spectrum is None else spectrum[chosen]
             into[:, channel : channel + group] += torch.fft.irfft(product, n=size)[..., start : start + count]
         return into
+
+
+def shared_values(state, other, extra: int = 0) -> int:
+    """How many values of each row the joined history of two states keeps.
+
+    A history that begins with its text, or `extra` zeros before it, has zeros before. Others have no more than they
+    hold. More than 64 values beyond what the next outputs need are left out.
+    """
+    both, reach = (state.history, other.history), state.history.reach
+    cut = [one.history.held for one in (state, other) if one.history.held < one.length + extra]
+    count = min(cut, default=max(history.held for history in both))
+    return count if reach is None else min(count, reach + SLACK)

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.functional import pad
 from transformers import initialization as init
 
-from .history import SLACK, HistoryBuffer, slack_after
+from .history import SLACK, HistoryBuffer, places, slack_after
 from .numerics import compute_dtype, float64_or_widest, is_exported, is_on_host
 from .recurrence import LONG_PROMPT, PIECE, FilterRecurrence
 from .tno import ToeplitzOperator
@@ -101,6 +101,27 @@ class ModalRecurrence(FilterRecurrence):
     def max_crop(self, state) -> int:
         covered = state.counters["covered"]
         return state.length - covered - self.window if covered else state.length
+
+    def put(self, state, other, rows: list[int]):
+        both, length = (state, other), max(state.length, other.length)
+        reach = min(self._reach(one) for one in both if one.length == length or one.counters["covered"])
+        reach = min(reach, self.window + SLACK)
+        for one in both:
+            one.tensors.pop("future", None)  # a new block begins for all
+            self._advance_memory(one, self._past(one), one.length - reach)
+        state.counters["covered"] = length - reach
+        super().put(state, other, rows)
+
+    def drop_padding(self, state, count: int):
+        state.counters["covered"] = max(0, state.counters["covered"] - count)
+
+    def compact(self, state):
+        self._advance_memory(state, self._past(state), state.length - self.window - SLACK)
+        state.history.compact(self._reach(state))
+
+    def bytes_per_channel(self, tokens: int, dtype: torch.dtype) -> int:
+        numbers = places(self.window + BLOCK, tokens) + BLOCK + 2 * self.operator.angle.numel()
+        return numbers * compute_dtype(dtype).itemsize
 
     def _reach(self, state) -> int:
         """The number of inputs that the memory does not cover."""

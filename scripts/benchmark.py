@@ -10,6 +10,7 @@ Example:
     python scripts/benchmark.py memory
     python scripts/benchmark.py generation --contexts 512 4096 --models rpe modal gpt2
     python scripts/benchmark.py decoding --contexts 512 16384
+    python scripts/benchmark.py serving --hidden_size 256
     python scripts/benchmark.py streaming --lengths 65536 262144
     python scripts/benchmark.py state_size
     python scripts/benchmark.py long_range --models rpe transformer
@@ -38,6 +39,7 @@ SUITES = {
     "memory": "memory of a training step, compared with the same",
     "generation": "time per new token and state, by length of the context",
     "decoding": "time per new token in one operator, compared with dot products",
+    "serving": "many texts at once, compared with one after the other",
     "streaming": "time and memory of a long text in segments",
     "state_size": "an RTF layer by its state size, compared with an associative scan",
     "long_range": "training steps per second of classifiers, by length",

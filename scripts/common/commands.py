@@ -14,6 +14,7 @@ COMMANDS = {
     "generate": ("generate", "continue prompts"),
     "chat": ("chat", "chat with a model in the terminal"),
     "serve": ("serve", "serve a web page that continues texts and shows the kernels of a model"),
+    "api": ("api", "serve the routes of OpenAI's API to many clients at once"),
     "plot-kernels": ("plot_kernels", "draw the kernels of a model"),
     "to-recurrent": ("to_recurrent", "convert a causal model to a recurrence of low order"),
     "convert": ("convert_original", "convert a checkpoint of the released implementations"),

@@ -5,7 +5,6 @@ Nothing is asked of another machine: fonts are those of the system, and Gradio s
 
 import logging
 import os
-import socket
 import tempfile
 import threading
 from collections.abc import Callable
@@ -13,16 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 
-from tnn_scripts.common.errors import UserError
-
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
-import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
-from tnn_scripts.common.devices import check_device
+from tnn_scripts.common.served import check_address, load_causal
 from tnn_scripts.common.sessions import Sessions
 from tnn_scripts.common.writing import Settings, Writer
-from tnn_scripts.data.text import check_vocabulary
 from tnn_scripts.plotting import figures
 from tnn_scripts.plotting.reading import read_model
 
@@ -77,14 +72,7 @@ def load_writer(args: PageArguments) -> Writer:
     Raises:
         ValueError: it is no causal TNN, or its tokenizer is that of another model.
     """
-    check_device(args.device)
-    config = AutoConfig.from_pretrained(args.model_name_or_path)
-    if config.model_type != "tnn" or not config.causal:
-        kind = "bidirectional TNN" if config.model_type == "tnn" else config.model_type
-        raise ValueError(f"model={args.model_name_or_path} is a {kind}: only a causal TNN has a page.")
-    tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
-    model = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, dtype=args.dtype).to(args.device)
-    check_vocabulary(tokenizer, model.config.vocab_size)
+    model, tokenizer = load_causal(args.model_name_or_path, args.dtype, args.device)
     return Writer(model, tokenizer, args.max_input_tokens, args.max_new_tokens)
 
 
@@ -164,20 +152,6 @@ def handlers(gr: ModuleType, sessions: Sessions) -> list[Callable]:
         sessions.leave(request.session_hash)
 
     return [begin, write, stop, leave]
-
-
-def check_address(host: str | None, port: int | None):
-    """Refuse an address that cannot be served, before the model is loaded.
-
-    Raises:
-        UserError: another program has it, or it is none of this machine.
-    """
-    if host is None or port is None:
-        return
-    try:
-        socket.create_server((host, port)).close()
-    except OSError as error:
-        raise UserError(f"--host {host} --port {port} cannot be served: {error.strerror or error}.") from error
 
 
 def serve(args: PageArguments):

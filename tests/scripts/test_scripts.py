@@ -159,6 +159,16 @@ def test_released_form_of_the_benchmark_is_the_same_product(causal):
     torch.testing.assert_close(released_product(operator, v), operator(v))
 
 
+def test_benchmark_of_serving(tmp_path):
+    output = tmp_path / "serving.json"
+    sizes = ["--hidden_size", 64, "--num_hidden_layers", 2, "--vocab_size", 100, "--repeats", 1]
+    run("benchmark.py", "serving", *sizes, "--requests", 4, "--alone", 1, "--new_tokens", 5, "--models", "rtf",
+        "--output_file", output)  # fmt: skip
+    rows = json.loads(output.read_text())["rows"]
+    assert [row["arrivals"] for row in rows] == ["at once", "in turn"]
+    assert all(0 < row["token_ms"] <= row["token_ms_p99"] and row["over_alone"] > 0 for row in rows)
+
+
 def test_benchmark_of_generation(tmp_path):
     output = tmp_path / "generation.json"
     sizes = ["--hidden_size", 64, "--num_hidden_layers", 2, "--vocab_size", 100, "--repeats", 1]

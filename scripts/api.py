@@ -1,0 +1,97 @@
+"""Serve a causal model with the routes of OpenAI's API: completions and chats, for many clients at once.
+
+It needs FastAPI, uvicorn and prometheus_client: `pip install "modeling-tnn[api]"`. All texts are written in one batch,
+each with the tokens that it would have alone. Clients of OpenAI's API work with the address
+http://127.0.0.1:8000/v1 and any key.
+
+Example:
+    python scripts/api.py --model_name_or_path outputs/demo
+    python scripts/api.py --model_name_or_path outputs/demo --port 9000 --max_batch_size 64 --memory_limit 4000000000
+"""
+
+import logging
+from dataclasses import dataclass, field
+
+from tnn_scripts.common.errors import report_errors
+
+import torch
+
+from tnn_scripts.common.parser import ProgramParser
+from tnn_scripts.common.served import check_address, load_causal, name_of
+
+logger = logging.getLogger("api")
+
+
+def option(default, text: str):
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass
+class ApiArguments:
+    """Of what model the API is, what it gives its clients, and where it is."""
+
+    model_name_or_path: str
+    max_batch_size: int = option(32, "Most texts that are written at the same time; others wait.")
+    max_waiting: int = option(256, "Most texts that wait for their turn; a request for more gets status 429.")
+    memory_limit: int | None = option(None, "Most bytes of decoding states of all texts together.")
+    prefill_tokens: int = option(2048, "Most tokens of prompts that are read between two tokens of the other texts.")
+    max_input_tokens: int = option(8192, "Most tokens of a prompt; a request with more gets status 400.")
+    max_new_tokens: int = 1000
+    max_body_bytes: int = option(2**20, "Most bytes of the body of a request; one with more gets status 413.")
+    host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 for every address of this machine.")
+    port: int = option(8000, "Port to listen on.")
+    dtype: str = "auto"
+    device: str = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def __post_init__(self):
+        names = ("max_batch_size", "max_waiting", "prefill_tokens", "max_input_tokens", "max_new_tokens")
+        for name in (*names, "max_body_bytes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name} must be at least 1, got {getattr(self, name)}.")
+        if self.memory_limit is not None and self.memory_limit < 1:
+            raise ValueError(f"--memory_limit must be at least 1 byte, got {self.memory_limit}.")
+
+
+def serve(args: ApiArguments):
+    """Load the model and serve it until the process is ended.
+
+    Raises:
+        ImportError: FastAPI, uvicorn or prometheus_client is not installed.
+        ValueError: the model cannot be served.
+        UserError: the address cannot.
+    """
+    try:
+        import uvicorn
+
+        from tnn_scripts.serving.app import Limits, Service, build_app
+        from tnn_scripts.serving.engine import Engine
+    except ImportError as error:
+        raise ImportError(f'the API needs more packages ({error}): pip install "modeling-tnn[api]"') from error
+    check_address(args.host, args.port)
+    model, tokenizer = load_causal(args.model_name_or_path, args.dtype, args.device)
+    limits = Limits(args.max_input_tokens, args.max_new_tokens, args.max_body_bytes)
+    engine = Engine(
+        model,
+        max_batch_size=args.max_batch_size,
+        max_waiting=args.max_waiting,
+        memory_limit=args.memory_limit,
+        prefill_tokens=args.prefill_tokens,
+    )
+    service = Service(name_of(args.model_name_or_path), engine, tokenizer, limits)
+    logger.info("serving %s at http://%s:%d/v1; Ctrl-C ends it", service.name, args.host, args.port)
+    settings = {"log_level": "warning", "timeout_graceful_shutdown": 3}
+    try:
+        uvicorn.Server(uvicorn.Config(build_app(service), args.host, args.port, **settings)).run()
+    finally:
+        engine.close()
+
+
+@report_errors
+def main():
+    args = ApiArguments(**vars(ProgramParser([ApiArguments], __doc__).parse_args()))
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    serve(args)
+
+
+if __name__ == "__main__":
+    main()

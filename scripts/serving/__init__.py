@@ -1,0 +1,1 @@
+"""The server with the routes of OpenAI."""

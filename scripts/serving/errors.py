@@ -1,0 +1,89 @@
+"""Errors in the form that OpenAI's clients read."""
+
+from collections.abc import Callable
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+# Status -> kind of error.
+KINDS = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
+
+
+class ApiError(Exception):
+    """An error with a status, for the client.
+
+    Args:
+        code: a name for programs.
+        parameter: the field of the body that is wrong.
+    """
+
+    def __init__(self, status: int, message: str, code: str | None = None, parameter: str | None = None):
+        super().__init__(message)
+        self.status, self.code, self.parameter = status, code, parameter
+
+
+def content(status: int, message: str, code: str | None = None, parameter: str | None = None) -> dict:
+    """The body of an error."""
+    kind = KINDS.get(status, "invalid_request_error")
+    return {"error": {"message": message, "type": kind, "param": parameter, "code": code}}
+
+
+def response(status: int, *details, headers: dict[str, str] | None = None) -> JSONResponse:
+    """An error as a response; `details` are those of `content`."""
+    return JSONResponse(content(status, *details), status, headers)
+
+
+def handle(app: FastAPI):
+    """Answer every error of the routes in this form."""
+
+    async def of_api(request: Request, error: ApiError):
+        headers = {"Retry-After": "1"} if error.status == 429 else None
+        return response(error.status, str(error), error.code, error.parameter, headers=headers)
+
+    async def of_body(request: Request, error: RequestValidationError):
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"][1:])
+        return response(400, f"`{place}`: {first['msg']}" if place else first["msg"], first["type"], place or None)
+
+    async def of_route(request: Request, error: HTTPException):
+        return response(
+            error.status_code, f"{request.method} {request.url.path}: {error.detail}", headers=error.headers
+        )
+
+    async def of_server(request: Request, error: Exception):
+        return response(500, "The server failed; its log has the reason.")
+
+    handlers: dict[type[Exception], Callable] = {ApiError: of_api, RequestValidationError: of_body}
+    handlers |= {HTTPException: of_route, Exception: of_server}
+    for kind, handler in handlers.items():
+        app.add_exception_handler(kind, handler)
+
+
+class BodyLimit:
+    """Middleware that reads at most so many bytes of a body."""
+
+    def __init__(self, app, most: int):
+        self.app, self.most = app, most
+
+    async def __call__(self, scope, receive, send):
+        """Answer 413 to a longer body, whether it says its length or comes in chunks."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        length = dict(scope["headers"]).get(b"content-length", b"0")
+        read, refused = 0, response(413, f"The body must have at most {self.most:,} bytes.", "body_too_large")
+        if length.isdigit() and int(length) > self.most:
+            await refused(scope, receive, send)
+            return
+
+        async def counted():
+            nonlocal read
+            message = await receive()
+            read += len(message.get("body", b""))
+            if read > self.most:
+                raise HTTPException(413, f"The body must have at most {self.most:,} bytes.")  # FastAPI hides others
+            return message
+
+        await self.app(scope, counted, send)

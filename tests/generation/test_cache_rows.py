@@ -1,0 +1,181 @@
+"""Texts that are put into the rows of a cache: every later token is that of the text alone."""
+
+import copy
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+
+from helpers.hybrids import HYBRIDS
+from helpers.models import exhaustive, lively_language_model, relative_error
+from modeling_tnn.cache_rows import bytes_of_text, drop_padding, put_texts, rows_of
+from modeling_tnn.cache_tnn import memory_per_sequence
+
+MODELS = {
+    "rpe": {"tno_type": "rpe", "decay": 0.9},
+    "rpe-long": {"tno_type": "rpe", "decay": 0.97},
+    "rpe-learnable-decay": {"tno_type": "rpe", "decay": 0.8, "learnable_decay": True},
+    "rpe-no-decay": {"tno_type": "rpe", "decay": None},
+    "fd": {"tno_type": "fd", "fd_resolution": 32},
+    "fd-tiles": {"tno_type": "fd", "fd_resolution": 8192},
+    "rtf": {"tno_type": "rtf"},
+    "modal": {"tno_type": "modal"},
+    "explicit": {"tno_type": "explicit", "max_position_embeddings": 50},
+    "sinusoidal": {"tno_type": "rpe", "decay": 0.9, "position_embedding": "sinusoidal"},
+    "hybrid": {"tno_type": "rpe", "decay": 0.9} | HYBRIDS["full"],
+    "hybrid-sliding": {"tno_type": "rtf"} | HYBRIDS["sliding"],
+    "attention": HYBRIDS["attention"],
+}
+RARE = ("rpe-learnable-decay", "explicit", "attention")
+EVERY_MODEL = pytest.mark.parametrize("name", [*(name for name in MODELS if name not in RARE), *exhaustive(*RARE)])
+TEXTS = torch.randint(2, 99, (6, 1400), generator=torch.Generator().manual_seed(0))
+
+
+def model_of(name):
+    return lively_language_model(**MODELS[name])
+
+
+class Batch:
+    """A cache with the texts in its rows, and their masks: what a scheduler keeps, in its simplest form."""
+
+    def __init__(self, model):
+        self.model, self.cache, self.texts = model, DynamicCache(), []
+
+    def read(self, *texts):
+        """A left-padded batch of new texts."""
+        batch = Batch(self.model)
+        batch.texts = [text.tolist() for text in texts]
+        longest = max(map(len, texts))
+        ids = torch.stack([torch.nn.functional.pad(text, (longest - len(text), 0)) for text in texts])
+        batch.forward(ids)
+        return batch
+
+    def mask(self):
+        longest = max(map(len, self.texts))
+        return torch.stack([torch.arange(longest) >= longest - len(text) for text in self.texts])
+
+    def forward(self, ids):
+        with torch.no_grad():
+            output = self.model(ids, attention_mask=self.mask(), past_key_values=self.cache, use_cache=True)
+        return output.logits
+
+    def put(self, other, rows):
+        put_texts(self.cache, other.cache, rows)
+        for row, text in zip(rows, other.texts, strict=True):
+            self.texts[row : row + 1] = [text]
+        self.drop()
+
+    def drop(self):
+        """The padding that all rows have."""
+        held = int(self.cache.get_seq_length())
+        drop_padding(self.cache, held - max(map(len, self.texts)))
+
+    def step(self, ids):
+        """The next tokens of all texts, checked against each text alone without a cache."""
+        for text, token in zip(self.texts, ids.tolist(), strict=True):
+            text.append(token)
+        logits = self.forward(ids[:, None])[:, -1]
+        for text, row in zip(self.texts, logits, strict=True):
+            with torch.no_grad():
+                alone = self.model(torch.tensor([text]), use_cache=False, logits_to_keep=1).logits[0, -1]
+            assert relative_error(row, alone) < 1e-9
+
+    def steps(self, count):
+        for _ in range(count):
+            self.step(torch.tensor([(7 * len(text) + text[-1]) % 97 + 2 for text in self.texts]))
+
+
+@EVERY_MODEL
+@pytest.mark.parametrize("steps", [0, 70, *exhaustive(1, 31, 64, 127, 128, 129, 200)])
+def test_texts_that_come_later(name, steps):
+    """Longer and shorter ones than those that are there, in a block that has begun or not."""
+    model = model_of(name)
+    batch = Batch(model)
+    batch.put(batch.read(TEXTS[0, :9], TEXTS[1, :40]), [0, 1])
+    unchecked(batch, steps)
+    batch.put(batch.read(TEXTS[2, :3], TEXTS[3, :150]), [2, 3])
+    batch.steps(4)
+    unchecked(batch, 60)
+    batch.put(batch.read(TEXTS[4, :20]), [4])
+    batch.steps(2)
+    unchecked(batch, 65)
+    batch.steps(2)
+
+
+def unchecked(batch, count):
+    """Many steps with one look at the end."""
+    for _ in range(count):
+        for text in batch.texts:
+            text.append((7 * len(text) + text[-1]) % 97 + 2)
+        batch.forward(torch.tensor([[text[-1]] for text in batch.texts]))
+
+
+@EVERY_MODEL
+def test_texts_that_replace_others(name):
+    """In place, with texts that are shorter and longer than all; the last longest one is gone then."""
+    batch = Batch(model_of(name))
+    batch.put(batch.read(TEXTS[0, :90], TEXTS[1, :5], TEXTS[2, :30]), [0, 1, 2])
+    unchecked(batch, 9)
+    batch.put(batch.read(TEXTS[3, :2], TEXTS[4, :10]), [0, 2])
+    batch.steps(2)
+    batch.put(batch.read(TEXTS[5, :300]), [1])
+    batch.steps(2)
+    unchecked(batch, 130)
+    batch.put(batch.read(TEXTS[5, :4]), [1])
+    batch.steps(2)
+
+
+@EVERY_MODEL
+def test_what_else_a_cache_does(name):
+    """Rows chosen, tokens taken back, a chunk, a copy: after texts were put together."""
+    batch = Batch(model_of(name))
+    batch.put(batch.read(TEXTS[0, :50], TEXTS[1, :20]), [0, 1])
+    unchecked(batch, 40)
+    batch.put(batch.read(TEXTS[2, :70]), [2])
+    unchecked(batch, 3)
+    batch.cache.batch_select_indices(torch.tensor([2, 0]))
+    batch.texts = [batch.texts[2], batch.texts[0]]
+    batch.drop()
+    batch.steps(1)
+    if "sliding" not in name and name != "attention":  # a full window of attention cannot be cropped
+        batch.cache.crop(-2)
+        batch.texts = [text[:-2] for text in batch.texts]
+    batch.steps(1)
+    chunk = TEXTS[3:5, :7]
+    batch.texts = [text + new.tolist() for text, new in zip(batch.texts, chunk, strict=True)]
+    batch.forward(chunk)
+    batch.cache = copy.deepcopy(batch.cache)
+    batch.steps(2)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("length", [1, 700])
+def test_bytes_of_a_text(name, length):
+    """The bound holds while the text is written token by token, and is not far above."""
+    model, most = model_of(name), 0
+    batch, whole = Batch(model), DynamicCache()
+    batch.texts = [TEXTS[0, :length].tolist()]
+    batch.forward(TEXTS[:1, :length])
+    put_texts(whole, batch.cache, [0])
+    for index in range(300):
+        with torch.no_grad():
+            mask = torch.ones(1, length + index + 1)
+            model(TEXTS[:1, index : index + 1], attention_mask=mask, past_key_values=whole, use_cache=True)
+        most = max(most, memory_per_sequence(whole) if index > 150 else 0)
+    bound = bytes_of_text(model.get_decoder(), length + 300)
+    assert most <= bound <= 3 * most
+
+
+def test_what_is_refused():
+    model, other = model_of("rpe"), model_of("rpe")
+    batch, stranger, empty = (Batch(one).read(TEXTS[0, :9]).cache for one in (model, other, model))
+    static = StaticCache(config=model.config, max_cache_len=50)
+    with pytest.raises(ValueError, match="`past_key_values` must be a dynamic cache"):
+        put_texts(static, batch, [0])
+    for rows in ([], [0, 1], [2], [-1]):
+        with pytest.raises(ValueError, match="`rows` must be 1 different rows below 1"):
+            put_texts(batch, empty, rows)
+    with pytest.raises(ValueError, match="belongs to another model"):
+        put_texts(batch, stranger, [1])
+    put_texts(batch, empty, [1])
+    assert rows_of(batch) == 2 and rows_of(empty) == 0 and empty.get_seq_length() == 0

@@ -1,0 +1,108 @@
+"""Two hundred clients at once, half of whom go away: nothing is left, and nobody gets the text of another."""
+
+import asyncio
+import gc
+import os
+import random
+import threading
+import time
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from helpers.models import exhaustive
+from helpers.scripts import save_model
+from modeling_tnn.request import Request
+
+openai, httpx = pytest.importorskip("openai"), pytest.importorskip("httpx")
+pytest.importorskip("fastapi"), pytest.importorskip("uvicorn"), pytest.importorskip("prometheus_client")
+
+from helpers.api_server import serving, wait_until_idle  # noqa: E402
+from tnn_scripts.serving.app import Limits  # noqa: E402
+from tnn_scripts.serving.text import Text  # noqa: E402
+
+CLIENTS, TOKENS, ROUNDS = 200, 16, 2
+TEXT = "the quick brown fox jumps over the lazy dog pack my box with five dozen jugs of liquor"
+
+
+def task_of(number: int) -> dict:
+    """What a client asks for; some ask for the same."""
+    chance = random.Random(number % 50)
+    prompt = " ".join(chance.choices(TEXT.split(), k=chance.choice([1, 3, 20, 60])))
+    options = {"temperature": chance.choice([0, 0.8]), "top_p": 0.9, "seed": number % 50}
+    return {"prompt": prompt, "max_tokens": TOKENS} | options
+
+
+def text_of(model, tokenizer, task: dict) -> str:
+    ids = tokenizer(task["prompt"], return_tensors="pt")["input_ids"]
+    torch.manual_seed(task["seed"])
+    sampling = {"temperature": task["temperature"], "top_p": 0.9, "top_k": 0} if task["temperature"] else {}
+    output = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, do_sample=bool(sampling), **sampling
+    )
+    return tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+async def stay(client, name: str, number: int) -> str:
+    """The whole text, in one answer or in a stream."""
+    if number % 4 == 0:
+        return (await client.completions.create(model=name, **task_of(number))).choices[0].text
+    stream = await client.completions.create(model=name, stream=True, **task_of(number))
+    return "".join([chunk.choices[0].text async for chunk in stream])
+
+
+async def leave(client, name: str, number: int) -> None:
+    """Ask for a long text, and go away: before it begins, between two pieces, or without a stream."""
+    long = task_of(number) | {"max_tokens": 5000}
+    if number % 3 == 0:
+        with pytest.raises(openai.APITimeoutError):
+            await client.completions.create(model=name, timeout=random.Random(number).uniform(0.1, 3), **long)
+        return
+    stream = await client.completions.create(model=name, stream=True, **long)
+    for _ in range(number % 3 * 3):
+        await anext(aiter(stream))
+    await stream.close()
+
+
+async def everybody(service) -> tuple[list[str | None], float]:
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(limits=limits, timeout=60) as http:
+        client = openai.AsyncOpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0, http_client=http)
+        start = time.perf_counter()
+        tasks = [(leave if number % 2 else stay)(client, service.name, number) for number in range(CLIENTS)]
+        return await asyncio.gather(*tasks), time.perf_counter() - start
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tno_type", ["rpe", *exhaustive("rtf", "fd")])
+def test_two_hundred_clients(tno_type, tmp_path, record_property):
+    folder = save_model(tmp_path, tno_type=tno_type)
+    AutoModelForCausalLM.from_pretrained(folder).double().save_pretrained(folder)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    expected = [text_of(model, tokenizer, task_of(number)) for number in range(50)]
+    assert len(set(expected)) > 30
+    process, memory = psutil.Process(os.getpid()), []
+    with serving(folder, Limits(max_new_tokens=5000), max_waiting=CLIENTS) as service:
+        threads = None
+        for _ in range(ROUNDS):
+            texts, seconds = asyncio.run(everybody(service))
+            wait_until_idle(service)
+            for number, text in enumerate(texts):
+                assert number % 2 or text == expected[number % 50]
+            gc.collect()
+            assert not [one for one in gc.get_objects() if isinstance(one, Request | Text)]
+            memory.append(process.memory_info().rss)
+            threads = threads or threading.active_count()
+            assert threading.active_count() <= threads
+            record_property("seconds", seconds)
+        ended = {
+            sample.labels["reason"]: sample.value
+            for metric in service.metrics.texts.collect()
+            for sample in metric.samples
+            if sample.name.endswith("_total")
+        }
+    assert ended["length"] == ROUNDS * CLIENTS / 2 and ended["cancelled"] <= ROUNDS * CLIENTS / 2
+    assert sum(ended.values()) == ended["length"] + ended["cancelled"]
+    assert memory[-1] - memory[0] < 2**26, memory  # what allocators keep; texts and states are gone
