@@ -22,7 +22,7 @@ from tnn_scripts.serving.answers import Form, event, failure
 from tnn_scripts.serving.engine import Engine
 from tnn_scripts.serving.errors import ApiError, BodyLimit, handle
 from tnn_scripts.serving.metrics import CountResponses, Metrics
-from tnn_scripts.serving.schema import Body, ChatBody, CompletionBody
+from tnn_scripts.serving.schema import Body, ChatBody, CompletionBody, LoadBody
 from tnn_scripts.serving.text import Text
 
 # The status of a response that nobody reads, as nginx writes it.
@@ -231,6 +231,12 @@ def build_app(service: Service) -> FastAPI:
         check_model(body.model)
         prompt = await run_in_threadpool(service.chat_tokens, body)
         return await answer(service, request, body, [prompt])
+
+    @app.post("/load_model")
+    async def load_model(body: LoadBody):
+        """What `transformers chat` asks for first: the model is loaded."""
+        check_model(body.model)
+        return StreamingResponse(iter([event({"status": "ready", "cached": True})]), media_type="text/event-stream")
 
     @app.get("/health")
     async def health():

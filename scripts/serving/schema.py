@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, Json, model_validator
 
 # The most stop strings of a text, and the characters of one.
 STOPS, STOP_LENGTH = 4, 200
@@ -86,6 +86,12 @@ class CompletionBody(Body):
         return 16 if self.max_tokens is None else self.max_tokens
 
 
+class LoadBody(BaseModel):
+    """The body of `/load_model`."""
+
+    model: str
+
+
 class TextPart(BaseModel):
     """A part of a message."""
 
@@ -108,14 +114,36 @@ class Message(BaseModel):
         return {"role": self.role, "content": content}
 
 
+class ChatSettings(BaseModel):
+    """The fields of a `GenerationConfig` that `transformers chat` sends."""
+
+    model_config = ConfigDict(extra="forbid")
+    do_sample: bool = True
+    temperature: float | None = None
+    top_p: float | None = None
+    max_new_tokens: int | None = None
+    transformers_version: str | None = None  # not used
+
+
 class ChatBody(Body):
     """The body of `/v1/chat/completions`."""
 
+    model_config = ConfigDict(validate_assignment=True)
     messages: list[Message] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: Literal[False] | None = None
     tools: None = None
+    generation_config: Json[ChatSettings] | None = None
+
+    @model_validator(mode="after")
+    def use_generation_config(self):
+        """Take the settings of `transformers chat`, which has no others."""
+        given, self.__dict__["generation_config"] = self.generation_config, None
+        if given is not None:
+            self.temperature = given.temperature if given.do_sample else 0.0
+            self.top_p, self.max_tokens = given.top_p, given.max_new_tokens
+        return self
 
     def most_tokens(self) -> int | None:
         """The most new tokens of an answer; None for as many as the server allows."""

@@ -16,6 +16,7 @@ pytest.importorskip("fastapi"), pytest.importorskip("uvicorn"), pytest.importors
 
 from helpers.api_server import serving, wait_until_idle  # noqa: E402
 from tnn_scripts.serving.app import Limits  # noqa: E402
+from tnn_scripts.serving.schema import ChatBody  # noqa: E402
 
 PROMPT = "The quick brown"
 TEMPLATE = (
@@ -273,3 +274,28 @@ def test_events_are_json(client, service):
         lines = [line for line in answer.iter_lines() if line]
     assert lines[-1] == "data: [DONE]"
     assert all(json.loads(line.removeprefix("data: "))["object"] == "text_completion" for line in lines[:-1])
+
+
+def test_transformers_chat(service, loaded, monkeypatch, capsys):
+    """Its client, unchanged, talks to the server; its settings arrive."""
+    cli = pytest.importorskip("transformers.cli.chat")
+    said = iter(["The quick brown fox", "!exit"])
+    monkeypatch.setattr(cli.RichInterface, "input", lambda self: next(said))
+    monkeypatch.setattr(cli.RichInterface, "confirm", lambda self, message: False)
+    cli.Chat(service.name, f"{service.url}/v1", ["do_sample=false", "max_new_tokens=12"])
+    prompt = loaded[1].apply_chat_template(
+        [{"role": "user", "content": "The quick brown fox"}], tokenize=False, add_generation_prompt=True
+    )
+    assert "".join(written(loaded, prompt).split()) in "".join(capsys.readouterr().out.split())
+
+
+def test_settings_of_transformers_chat():
+    body = {"model": "a", "messages": [{"role": "user", "content": "b"}]}
+    sampled = ChatBody(**body, generation_config=json.dumps({"do_sample": True, "max_new_tokens": 7, "top_p": 0.5}))
+    assert sampled.most_tokens() == 7 and sampled.sampling() == {
+        "do_sample": True, "temperature": 1.0, "top_p": 0.5, "top_k": 0,
+    }  # fmt: skip
+    assert not ChatBody(**body, generation_config='{"do_sample": false}').sampling()["do_sample"]
+    for refused in ('{"num_beams": 2}', '{"temperature": 3}', "no JSON"):
+        with pytest.raises(ValueError, match="generation_config|temperature"):
+            ChatBody(**body, generation_config=refused)
