@@ -273,3 +273,14 @@ def test_events_are_json(client, service):
         lines = [line for line in answer.iter_lines() if line]
     assert lines[-1] == "data: [DONE]"
     assert all(json.loads(line.removeprefix("data: "))["object"] == "text_completion" for line in lines[:-1])
+
+
+def test_a_step_that_fails(client, service, monkeypatch):
+    """It is the fault of no single text: all end with an error, and the next one begins afresh."""
+    scheduler = service.engine.scheduler
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler, "_remove_ended", lambda: 1 / 0)
+        with pytest.raises(openai.InternalServerError, match="not finished: ZeroDivisionError"):
+            client.completions.create(model=service.name, prompt=PROMPT, **GREEDY)
+    assert service.engine.is_alive
+    assert client.completions.create(model=service.name, prompt=PROMPT, **GREEDY).usage.completion_tokens == 12
