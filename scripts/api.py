@@ -35,7 +35,7 @@ class ApiArguments:
     max_waiting: int = option(256, "Most texts that wait for their turn; a request for more gets status 429.")
     memory_limit: int | None = option(None, "Most bytes of decoding states of all texts together.")
     prefill_tokens: int = option(2048, "Most tokens of prompts that are read between two tokens of the other texts.")
-    max_input_tokens: int = option(8192, "Most tokens of a prompt; a request with more gets status 400.")
+    max_prompt_tokens: int = option(8192, "Most tokens of a prompt; a request with more gets status 400.")
     max_new_tokens: int = 1000
     max_body_bytes: int = option(2**20, "Most bytes of the body of a request; one with more gets status 413.")
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 for every address of this machine.")
@@ -44,7 +44,7 @@ class ApiArguments:
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
 
     def __post_init__(self):
-        names = ("max_batch_size", "max_waiting", "prefill_tokens", "max_input_tokens", "max_new_tokens")
+        names = ("max_batch_size", "max_waiting", "prefill_tokens", "max_prompt_tokens", "max_new_tokens")
         for name in (*names, "max_body_bytes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} must be at least 1, got {getattr(self, name)}.")
@@ -69,7 +69,7 @@ def serve(args: ApiArguments):
         raise ImportError(f'the API needs more packages ({error}): pip install "modeling-tnn[api]"') from error
     check_address(args.host, args.port)
     model, tokenizer = load_causal(args.model_name_or_path, args.dtype, args.device)
-    limits = Limits(args.max_input_tokens, args.max_new_tokens, args.max_body_bytes)
+    limits = Limits(args.max_prompt_tokens, args.max_new_tokens, args.max_body_bytes)
     engine = Engine(
         model,
         max_batch_size=args.max_batch_size,

@@ -33,7 +33,7 @@ GONE = 499
 class Limits:
     """What a request may ask for: tokens of a prompt and of a text, bytes of a body."""
 
-    max_input_tokens: int = 8192
+    max_prompt_tokens: int = 8192
     max_new_tokens: int = 1000
     max_body_bytes: int = 2**20
 
@@ -56,8 +56,8 @@ class Service:
         ids = self.tokenizer(prompt, verbose=False)["input_ids"] if isinstance(prompt, str) else prompt
         if not ids:
             raise ApiError(400, "`prompt` must have at least one token, got none", "empty_prompt", "prompt")
-        if len(ids) > self.limits.max_input_tokens:
-            message = f"`prompt` must have at most {self.limits.max_input_tokens:,} tokens, got {len(ids):,}"
+        if len(ids) > self.limits.max_prompt_tokens:
+            message = f"`prompt` must have at most {self.limits.max_prompt_tokens:,} tokens, got {len(ids):,}"
             raise ApiError(400, message, "context_length_exceeded", "prompt")
         if not 0 <= min(ids) <= max(ids) < vocabulary:
             raise ApiError(400, f"`prompt` must have ids from 0 to {vocabulary - 1}", "invalid_token", "prompt")

@@ -149,7 +149,7 @@ def test_what_else_a_cache_does(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("length", [1, 700])
+@pytest.mark.parametrize("length", [700, *exhaustive(1)])
 def test_bytes_of_a_text(name, length):
     """The bound holds while the text is written token by token, and is not far above."""
     model, most = model_of(name), 0

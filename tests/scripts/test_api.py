@@ -299,3 +299,14 @@ def test_settings_of_transformers_chat():
     for refused in ('{"num_beams": 2}', '{"temperature": 3}', "no JSON"):
         with pytest.raises(ValueError, match="generation_config|temperature"):
             ChatBody(**body, generation_config=refused)
+
+
+def test_a_step_that_fails(client, service, monkeypatch):
+    """It is the fault of no single text: all end with an error, and the next one begins afresh."""
+    scheduler = service.engine.scheduler
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler, "_remove_ended", lambda: 1 / 0)
+        with pytest.raises(openai.InternalServerError, match="not finished: ZeroDivisionError"):
+            client.completions.create(model=service.name, prompt=PROMPT, **GREEDY)
+    assert service.engine.is_alive
+    assert client.completions.create(model=service.name, prompt=PROMPT, **GREEDY).usage.completion_tokens == 12
