@@ -10,6 +10,7 @@ import torch
 from accelerate.utils import DistributedType
 from torch.distributed.checkpoint import FileSystemWriter, save
 
+from helpers.hybrids import HYBRIDS
 from helpers.models import tiny_config
 from helpers.scripts import Malicious, assert_same_weights, run_ranks, run_script, write_config, write_text
 from tnn_scripts.common.sharding import check_engine, check_tables
@@ -56,6 +57,15 @@ def test_two_shards_are_one_model(runs):
     names = [{path.name for path in (folder / run).iterdir()} for run in ("one", "two")]
     assert names[0] == names[1]
     assert (folder / "one" / "config.json").read_text() == (folder / "two" / "config.json").read_text()
+
+
+@pytest.mark.exhaustive
+def test_two_shards_of_a_hybrid(tmp_path):
+    options = write_options(tmp_path, **HYBRIDS["full"])
+    run_script("pretrain", *options, "--output_dir", tmp_path / "one", *rows(6))
+    shard(*options, "--output_dir", tmp_path / "two", *rows(3))
+    assert metrics_of(tmp_path / "two")["distributed_type"] == "FSDP"
+    assert_same_weights(tmp_path / "one", tmp_path / "two", tolerance=2e-5)
 
 
 def test_another_number_of_processes_resumes(runs):
