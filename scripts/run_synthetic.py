@@ -173,9 +173,10 @@ def check_passkey(args: SyntheticArguments):
 
 
 def check_lengths(args: SyntheticArguments, least: int):
-    if min(args.length, *args.longer, args.length) < least:
-        lengths = " ".join(map(str, [args.length, *args.longer]))
-        raise ValueError(f"--length and --longer must be at least {least} for {args.task}, got {lengths}")
+    lengths = [args.length, *args.longer]
+    if min(lengths) < least:
+        given = " ".join(map(str, lengths))
+        raise ValueError(f"--length and --longer must be at least {least} for {args.task}, got {given}")
 
 
 @dataclass(frozen=True)
