@@ -24,6 +24,7 @@ FLOORS = [
     {"attention"},
     {"static_cache", "cache_rows", "request"},
     {"batching"},
+    {"companion"},
     {"tno_rpe", "tno_fd", "tno_ski", "tno_rtf", "tno_modal", "tno_explicit", "tno_2d"},
     {"tno_auto", "stability", "tensor_parallel", "sequence_parallel"},
     {"configuration_tnn"},

@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache, GPT2Config, StaticCache
 
 from helpers.models import CAUSAL, relative_error, seeded, tiny_config
-from modeling_tnn import TnnForCausalLM, recurrence, tno_modal, tno_rtf
+from modeling_tnn import TnnForCausalLM, companion, recurrence, tno_modal
 from modeling_tnn.cache_tnn import TnnCacheLayer, memory_per_sequence
 from modeling_tnn.history import SLACK, HistoryBuffer
 from modeling_tnn.tno_auto import build_tno
@@ -42,7 +42,7 @@ def blocks(request, monkeypatch):
     monkeypatch.setattr(recurrence, "SHORT_BLOCKS", (8, 8))
     monkeypatch.setattr(recurrence, "LONG_BLOCKS", (32, 4))
     monkeypatch.setattr(tno_modal, "BLOCK", 8)
-    for module in (tno_modal, tno_rtf):
+    for module in (tno_modal, companion):
         monkeypatch.setattr(module, "PIECE", 16)
         monkeypatch.setattr(module, "LONG_PROMPT", 16)
     with torch.no_grad():
