@@ -137,7 +137,8 @@ def presets_page() -> str:
     rows = []
     for name, folder in preset_folders().items():
         config = AutoConfig.from_pretrained(folder)
-        size = [config.num_hidden_layers, config.hidden_size, config.max_position_embeddings]
+        longest = getattr(config, "max_position_embeddings", "any")  # a Bloom has none
+        size = [config.num_hidden_layers, config.hidden_size, longest]
         operator = getattr(config, "tno_type", "")
         rows.append([f"`{name}`", operator, *map(str, size), f"{_parameters(config):,}"])
     columns = ["preset", "`tno_type`", "layers", "width", "length", "parameters"]
