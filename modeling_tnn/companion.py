@@ -2,12 +2,16 @@
 
     w_t = u_t - sum_i a_i w_{t-i},    y_t = k_0 u_t + sum_i c_i w_{t-i},    i = 1 .. N                            (1)
 
-B batch, D channels, L length of a chunk, N order.
+B batch, D channels, L length of a chunk, N order, H = `BLOCK` tokens of a block.
 
 c and k_0 are the exact ones of `rational.py`. The state is the last N values of w in float64; a token costs O(N). A
 chunk of L tokens costs O(L log L): the old values of w contribute e_t = -sum_{i>t} a_i w_{t-i} to (1), which ends
 after N tokens. Then w = g * (u + e), where g is the power series of 1/a(z), and y follows from w by a filter of N
 taps.
+
+For many texts on the CPU, to read the states takes longer than to read the weights. So they are read once for H
+tokens: at the start of a block, one product with shifted copies of a and c gives what the values before it add to both
+sums of (1) at all tokens of the block (the future). Each token then adds its own value to the future of the rest.
 """
 
 from functools import cached_property
@@ -20,13 +24,16 @@ from .history import HistoryBuffer, places, slack_after
 from .numerics import compute_dtype, float64_or_widest, is_on_host
 from .rational import companion_matrix, monic, reciprocal_series
 from .recurrence import LONG_PROMPT, PIECE, DivergenceError, Recurrence, shared_values
-from .toeplitz import causal_toeplitz_matmul
+from .toeplitz import causal_toeplitz_matmul, fit_taps
 
 # Largest growth of g over the trained length. float64 then still has more correct digits than float32 needs.
 LARGEST_GROWTH = 1e6
 
 # From so many texts on, a step on the CPU is faster as a product of matrices.
 BATCH = 4
+
+# Tokens of such a step's block.
+BLOCK = 8
 
 # Tokens between two looks for values that are not finite, on an accelerator.
 PATROL = 64
@@ -59,7 +66,7 @@ class CompanionRecurrence(Recurrence):
         self.order, self.trained_length = order, trained_length
 
     def forget(self):
-        for name in ("_denominator", "_form", "_reversed", "_both", "_stable"):
+        for name in ("_denominator", "_form", "_reversed", "_both", "_shifted", "_first", "_stable"):
             vars(self).pop(name, None)
 
     def channel_major(self, v: torch.Tensor) -> torch.Tensor:
@@ -85,8 +92,11 @@ class CompanionRecurrence(Recurrence):
         state.history = HistoryBuffer(w, self.order)
 
     def step(self, state, x: torch.Tensor) -> torch.Tensor:
-        past = state.history.last(self.order)  # (B, D, N)
-        y, newest = self._next_of_many(past, x) if self._is_batch(past) else self._next(past, x, *self.constants(x))
+        if len(x) >= BATCH and is_on_host(x):
+            y, newest = self._next_of_many(state, x)
+        else:
+            end_block(state)
+            y, newest = self._next(state.history.last(self.order), x, *self.constants(x))
         # A value that is not finite makes all later ones so. An accelerator would wait at each look.
         if is_on_host(newest) or state.length % PATROL == 0:
             self._check_finite(newest)
@@ -95,6 +105,7 @@ class CompanionRecurrence(Recurrence):
 
     def make_ready(self, state, like: torch.Tensor):
         """Look at the newest value, as `step` does."""
+        end_block(state)
         if is_on_host(like) or state.length % PATROL == 0:
             self._check_finite(state.history.last(1))
 
@@ -116,14 +127,20 @@ class CompanionRecurrence(Recurrence):
         newest = now - torch.linalg.vecdot(past, denominator)
         return y[..., None], newest[..., None]
 
-    def _is_batch(self, past: torch.Tensor) -> bool:
-        return len(past) >= BATCH and is_on_host(past)
-
-    def _next_of_many(self, past: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`_next` for many texts, whose states are read once for both products."""
-        y, echo = torch.bmm(self._both, past.permute(1, 2, 0)).permute(1, 2, 0).unbind()  # (B, D) each
-        now = x[..., 0]
-        return (self._form.direct * now + y)[..., None], (now - echo)[..., None]
+    def _next_of_many(self, state, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`_next` for many texts, by blocks of tokens."""
+        position = state.counters["position"] if "future" in state.tensors else BLOCK
+        if position == BLOCK:
+            past = state.history.last(self.order).permute(1, 2, 0)  # (D, N, B)
+            future = torch.bmm(self._shifted, past).unflatten(1, (BLOCK, 2))  # (D, H, 2, B)
+            state.tensors["future"], position = future.permute(3, 1, 2, 0).contiguous(), 0  # (B, H, 2, D)
+        future, now = state.tensors["future"], x[..., 0]
+        y, echo = future[:, position].unbind(1)  # (B, D) each
+        newest = now - echo
+        left = BLOCK - position - 1
+        future[:, position + 1 :].addcmul_(newest[:, None, None], self._first[:left])
+        state.counters["position"] = position + 1
+        return (self._form.direct * now + y)[..., None], newest[..., None]
 
     def chunk(self, state, x: torch.Tensor) -> torch.Tensor:
         past = state.history.last(self.order)
@@ -131,6 +148,7 @@ class CompanionRecurrence(Recurrence):
         self._check_finite(w)
         y = self._read(self._form, x, past, w)
         state.history.append(w)
+        end_block(state)
         return y
 
     def hold(self, state) -> tuple:
@@ -145,15 +163,18 @@ class CompanionRecurrence(Recurrence):
 
     def crop(self, state, count: int):
         state.history.drop(count)
+        end_block(state)
 
     def put(self, state, other, rows: list[int]):
+        for one in (state, other):
+            end_block(one)  # a new block begins for all
         state.history.put(other.history, rows, shared_values(state, other, extra=self.order))
 
     def compact(self, state):
         state.history.compact(state.length + self.order)
 
     def bytes_per_channel(self, tokens: int, dtype: torch.dtype) -> int:
-        return places(self.order, tokens) * float64_or_widest(self.operator.numerator.device).itemsize
+        return (places(self.order, tokens) + 2 * BLOCK) * float64_or_widest(self.operator.numerator.device).itemsize
 
     @cached_property
     def _denominator(self) -> torch.Tensor:
@@ -175,6 +196,17 @@ class CompanionRecurrence(Recurrence):
     def _both(self) -> torch.Tensor:
         denominator, numerator = self._reversed
         return torch.stack([numerator, denominator], dim=1)  # (D, 2, N)
+
+    @cached_property
+    def _shifted(self) -> torch.Tensor:
+        """The coefficients of the values before a block, for both sums of (1) at each of its tokens, `(D, 2H, N)`."""
+        shifted = [pad(self._both, (j, 0))[..., : self.order] for j in range(BLOCK)]
+        return torch.stack(shifted, dim=1).flatten(1, 2)
+
+    @cached_property
+    def _first(self) -> torch.Tensor:
+        """The coefficients c_i and a_i of the lags i = 1 .. H - 1, `(H-1, 2, D)`."""
+        return fit_taps(self._both.flip(2), BLOCK - 1).permute(2, 1, 0).contiguous()
 
     @cached_property
     def _stable(self) -> bool:
@@ -224,6 +256,12 @@ class CompanionRecurrence(Recurrence):
             f"Layer {self.operator.layer_idx}, channel {channel}: a pole of radius {radius:.6f} makes the recurrence "
             f"diverge {where}. Generate with use_cache=False, or train with rtf_constraint='l1_montel'."
         )
+
+
+def end_block(state):
+    """Forget the future of a block: the next step of many texts begins another one."""
+    state.tensors.pop("future", None)
+    state.counters.pop("position", None)
 
 
 def is_contracting(denominator: torch.Tensor) -> bool:

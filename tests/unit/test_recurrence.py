@@ -102,6 +102,35 @@ def test_random_chunks_and_crops_equal_the_product(kind, seed, blocks):
         assert layer.get_seq_length() == min(position, v.shape[1])
 
 
+@pytest.mark.parametrize("order", [3, 16])
+def test_blocks_of_many_texts(order):
+    """In the middle of a block, which may be longer than the order, tokens are taken back and texts end."""
+    operator = operator_of("rtf", rtf_state_size=order)
+    v = random_input(150, operator, rows=2 * companion.BATCH)
+    expected, layer, position = operator(v), TnnCacheLayer(), 0
+    changes = {
+        20: lambda: layer.crop(-3),
+        40: lambda: layer.crop(-30),
+        62: lambda: layer.batch_select_indices(torch.arange(companion.BATCH)),
+        75: layer.renew,
+        94: lambda: layer.batch_select_indices(torch.arange(1)),
+        99: lambda: layer.batch_repeat_interleave(companion.BATCH),
+    }
+    while position < v.shape[1]:
+        length = 5 if position in (9, 55) else 1
+        rows = slice(1) if position >= 94 else slice(companion.BATCH if position >= 62 else None)
+        piece = v[rows, position : position + length]
+        if position >= 99:
+            piece = piece.repeat(companion.BATCH, 1, 1)
+        y = advance(layer, piece, operator)
+        assert relative_error(y, expected[rows, position : position + length].expand_as(y)) < 1e-11
+        position += length
+        if position in changes:
+            changes.pop(position)()
+            position = layer.get_seq_length()
+    assert not changes
+
+
 @EVERY_KIND
 def test_crops_across_the_start_of_a_block(kind, blocks):
     """Wrong tokens, a few more each time, end in the block or behind it."""
