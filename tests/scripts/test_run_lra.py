@@ -142,7 +142,8 @@ def test_loss_of_pairs():
 def test_preset(folder):
     fields = json.loads((folder / "config.json").read_text())
     assert not set(fields) - set(TnnConfig().to_dict())
-    config, task = AutoConfig.from_pretrained(folder), TASKS[folder.name.split("-", 1)[1]]
+    config = AutoConfig.from_pretrained(folder)
+    task = next(TASKS[name] for name in TASKS if folder.name.endswith(f"-{name}"))
     assert (config.vocab_size, config.num_labels) == (task.vocab_size, task.num_labels)
     assert config.max_position_embeddings == task.max_length
     build = AutoModelForSequenceClassification.from_config

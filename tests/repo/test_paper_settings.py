@@ -1,0 +1,149 @@
+"""Presets and recipes against the settings that the papers print: equal, or a difference that the docs list."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from modeling_tnn import load_preset
+
+ROOT = Path(__file__).parents[2]
+DIFFERENCES = (ROOT / "docs" / "pages" / "concepts" / "differences.md").read_text()
+
+# TNN table 13.
+TNN_BLOCK = {"gtu_dim": lambda d: 3 * d, "intermediate_size": lambda d: d, "hidden_act": lambda d: "silu"}
+
+
+def tnn_table_13(layers: int, width: int, rpe_layers: int, rpe_dim: int, decay: float) -> dict:
+    own = {"num_hidden_layers": layers, "hidden_size": width, "rpe_layers": rpe_layers, "rpe_dim": rpe_dim}
+    return own | {"rpe_act": "relu", "decay": decay} | {name: of(width) for name, of in TNN_BLOCK.items()}
+
+
+def rtf_table_8(layers: int, width: int, states: int, denominators: int | None) -> dict:
+    # No number of denominators is one for each channel, 256 in the table.
+    own = {"num_hidden_layers": layers, "hidden_size": width, "rtf_state_size": states}
+    return own | {"rtf_num_denominators": denominators, "norm_type": "batchnorm", "tno_type": "rtf"}
+
+
+def ski_section_52(decay: float, rank: int, taps: int) -> dict:
+    return {"tno_type": "ski", "ski_rank": rank, "ski_filter_size": taps, "ski_decay": decay}
+
+
+# Preset -> what a paper says of it. For SKI the decay is that of the TNN's preset, or 0.99 if that has none.
+PRESETS = {
+    "tnn-causal": tnn_table_13(6, 512, 6, 64, 0.99),
+    "tnn-bidirectional": tnn_table_13(12, 768, 6, 64, 0.99),
+    "tnn-image-tiny": tnn_table_13(12, 192, 1, 48, 0.95),
+    "tnn-image-small": tnn_table_13(12, 384, 1, 48, 0.9),
+    "tnn-causal-rpe3": {"rpe_layers": 3},  # SKI table 1
+    "tnn-causal-fd": {"rpe_layers": 3, "tno_type": "fd"},
+    "lra/fd-image": {"rpe_layers": 3, "tno_type": "fd"},  # SKI section 5.2
+    "lra/ski-listops": ski_section_52(0.99, 64, 32),
+    "lra/ski-text": ski_section_52(0.9, 64, 32),
+    "lra/ski-retrieval": ski_section_52(0.6, 64, 32),
+    "lra/ski-image": ski_section_52(0.7, 32, 16),
+    "lra/ski-pathfinder": ski_section_52(0.99, 32, 16),
+    "lra/ski-path-x": ski_section_52(0.999, 32, 16),
+    "lra/rtf-listops": rtf_table_8(6, 256, 4, 1),
+    "lra/rtf-text": rtf_table_8(6, 256, 4, 1),
+    "lra/rtf-retrieval": rtf_table_8(6, 256, 4, 1),
+    "lra/rtf-image": rtf_table_8(6, 512, 64, 1),
+    "lra/rtf-pathfinder": rtf_table_8(6, 256, 64, None),
+    "lra/rtf-path-x": rtf_table_8(6, 256, 64, None),
+    # TNN table 14 says "the original size of S4": its depth and width are in RTF table 8.
+    **{f"lra/tnn-large-{task}": {"num_hidden_layers": 6, "hidden_size": 512 if task == "image" else 256}
+       for task in ("listops", "text", "retrieval", "image", "pathfinder", "path-x")},
+}  # fmt: skip
+
+LM = {"max_steps": 50_000, "adam_beta1": 0.9, "adam_beta2": 0.98, "learning_rate": 5e-4, "weight_decay": 0.2}
+LM |= {"block_size": 512, "max_grad_norm": None}
+
+
+def rtf_table_9(batch, epochs, examples, dropout, rate, decay, operator_rate=None, operator_decay=None) -> dict:
+    own = {"batch": batch, "max_steps": epochs * examples // batch, "hidden_dropout_prob": dropout}
+    groups = {"operator_learning_rate": operator_rate, "operator_weight_decay": operator_decay}
+    return own | {"learning_rate": rate, "weight_decay": decay} | groups
+
+
+# Recipe -> what a paper says of it. Numbers of training examples are those of the Long Range Arena.
+RECIPES = {
+    # TNN table 12.
+    "wikitext103": LM | {"batch": 128, "warmup_steps": 4_000, "lr_scheduler_type": "inverse_sqrt"},
+    "wikitext103-fd": LM | {"batch": 128, "warmup_steps": 4_000, "lr_scheduler_type": "inverse_sqrt"},
+    "wikitext103-masked": LM | {"batch": 512, "warmup_steps": 3_000, "lr_scheduler_type": "polynomial"}
+    | {"adam_epsilon": 1e-6},
+    "images/imagenet": {"batch": 2048, "num_train_epochs": 300, "warmup_steps": 0.0167, "learning_rate": 2.5e-4,
+                        "lr_scheduler_type": "cosine", "adam_beta1": 0.9, "adam_beta2": 0.98, "adam_epsilon": 1e-8,
+                        "weight_decay": 0.1, "max_grad_norm": 1.0},
+    # RTF tables 8 and 9.
+    "lra/rtf-listops-paper": rtf_table_9(32, 50, 96_000, 0.0, 0.002, 0.07),
+    "lra/rtf-text-paper": rtf_table_9(16, 32, 25_000, 0.1, 0.005, 0.05, 1e-4, 0.025),
+    "lra/rtf-retrieval-paper": rtf_table_9(64, 20, 147_086, 0.0, 0.002, 0.0, 1e-6, 0.0),
+    "lra/rtf-image-paper": rtf_table_9(50, 200, 45_000, 0.1, 0.006, 0.05, 0.005, 0.05),
+    "lra/rtf-pathfinder": rtf_table_9(64, 200, 160_000, 0.1, 0.002, 0.05),
+    "lra/rtf-path-x-paper": rtf_table_9(16, 50, 160_000, 0.1, 0.001, 0.05, 0.001, 0.0),
+    # RTF tables 10 and 11.
+    "synthetic/copying": {"memory": 1024, "num_tokens": 64, "max_train_samples": 10_000, "max_eval_samples": 1_000,
+                          "batch": 8, "num_train_epochs": 50, "learning_rate": 0.001, "weight_decay": 0.0,
+                          "num_hidden_layers": 4, "hidden_size": 1024},
+    "synthetic/delay": {"length": 4000, "memory": 1000, "batch": 64, "num_train_epochs": 20, "learning_rate": 0.001,
+                        "weight_decay": 0.0, "hidden_size": 4},
+}  # fmt: skip
+
+# What is here instead. `docs/pages/concepts/differences.md` gives the reasons.
+DIFFERENT = {
+    ("tnn-causal", "num_hidden_layers"): 7,
+    ("tnn-image-tiny", "decay"): 0.9,
+    ("lra/rtf-path-x", "rtf_state_size"): 2048,
+    ("wikitext103", "max_grad_norm"): 1.0,
+    ("wikitext103-masked", "max_grad_norm"): 1.0,
+    ("wikitext103-fd", "max_grad_norm"): 1.0,
+    ("wikitext103-fd", "learning_rate"): 1e-3,
+    ("synthetic/copying", "hidden_size"): 64,
+}
+
+
+def settings_of(recipe: str) -> dict:
+    """The options of a recipe, with the whole batch and the dropout of its preset."""
+    fields = yaml.safe_load((ROOT / "configuration" / "recipes" / f"{recipe}.yaml").read_text())
+    numbers = {name: float(value) for name, value in fields.items() if name.endswith(("_rate", "_epsilon"))}
+    fields |= numbers  # YAML reads 1e-6 as a text
+    fields["batch"] = fields["per_device_train_batch_size"] * fields.get("gradient_accumulation_steps", 1)
+    if recipe.startswith("lra/"):
+        fields["hidden_dropout_prob"] = load_preset(fields["config_name"]).hidden_dropout_prob
+        if fields.get("operator_learning_rate") is not None:  # such operators have no decay unless one is given
+            fields.setdefault("operator_weight_decay", 0.0)
+    return fields
+
+
+def compare(name: str, ours: dict, papers: dict):
+    for field, value in papers.items():
+        if (name, field) in DIFFERENT:
+            assert ours[field] == DIFFERENT[name, field] != value
+            assert f"| `{name}` |" in DIFFERENCES, f"differences.md does not list {name}"
+        else:
+            assert ours.get(field) == value, field
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_preset_has_the_settings_of_its_paper(name):
+    config = load_preset(name)
+    compare(name, config.to_dict() | {"gtu_dim": config.gtu_dim}, PRESETS[name])
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipe_has_the_settings_of_its_paper(name):
+    compare(name, settings_of(name), RECIPES[name])
+
+
+def test_all_large_presets_and_recipes_are_compared():
+    """Those without a table of a paper: models of our own, and settings that no paper prints."""
+    unprinted = {"tnn-tiny", "tnn-causal-rtf", "tnn-bidirectional-fd", "tnn-bidirectional-ski"}
+    folder = ROOT / "configuration"
+    presets = {str(file.parent.relative_to(folder)) for file in folder.glob("**/config.json")}
+    presets = {name for name in presets if not name.startswith(("peers/", "lra/tnn-")) or "large" in name}
+    assert presets - unprinted == set(PRESETS)
+    recipes = {str(file.relative_to(folder / "recipes"))[:-5] for file in folder.glob("recipes/**/*.yaml")}
+    own = {name for name in recipes if "small" in name or name.startswith(("ablations/", "wikitext2", "lra/tnn-"))}
+    released = {f"lra/rtf-{task}" for task in ("listops", "text", "retrieval", "image", "path-x")}
+    assert recipes - own - released - {"glue"} == set(RECIPES)
