@@ -1,4 +1,5 @@
-"""Draw the pictures of the pages: a kernel, its matrix, a circulant one, the gated unit, the files of the package.
+"""Draw the pictures of the pages: a kernel, its matrix, a circulant one, the gated unit, the files of the package, how
+the kernels of FD fall, and the stable denominators of RTF.
 
 Example:
     python docs/draw.py
@@ -11,7 +12,8 @@ import matplotlib
 import numpy as np
 import torch
 from matplotlib import pyplot
-from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Polygon, Rectangle
+from theory import FD_ACTS, FD_INPUTS, fd_envelope, initial_denominators
 
 from modeling_tnn import dense_toeplitz
 
@@ -19,6 +21,9 @@ PACKAGE = Path(__file__).parents[1] / "modeling_tnn"
 PICTURES = Path(__file__).parent / "pages" / "pictures"
 COLORS = matplotlib.colormaps["RdBu_r"]
 SIZE = 12  # rows of the matrices
+# Corners (a1, a2) of the stable denominators of order 2, and of Montel's region.
+TRIANGLE = [(-2, 1), (2, 1), (0, -1)]
+SQUARE = [(-1, 0), (0, 1), (1, 0), (0, -1)]
 
 
 def kernel() -> torch.Tensor:
@@ -121,12 +126,42 @@ def draw_architecture():
     save(figure, "architecture")
 
 
+def draw_decay():
+    """The largest tap from each lag on, for both inputs of the encoder (SKI paper, theorems 2 to 4)."""
+    lags = [2**power for power in range(12)]
+    figure, panels = pyplot.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
+    for axes, (fd_input, title) in zip(panels, FD_INPUTS.items(), strict=True):
+        for (act, name), marker in zip(FD_ACTS.items(), "osv", strict=True):
+            axes.loglog(lags, fd_envelope(act, fd_input, lags), marker=marker, markersize=4, label=name)
+        axes.loglog(lags[2:], [lag**-2.0 for lag in lags[2:]], color="gray", linestyle="--", label="1 / lag$^2$")
+        axes.set(xlabel="lag", title=f"input of the encoder: {title}", ylim=(1e-18, 2))
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("tap, over the largest")
+    panels[0].legend()
+    save(figure, "fd-decay")
+
+
+def draw_stable_region():
+    """Stable denominators of order 2, Montel's region, and where training begins (RTF paper, figure 4)."""
+    figure, axes = pyplot.subplots(figsize=(6, 4.4), layout="constrained")
+    axes.add_patch(Polygon(TRIANGLE, facecolor="#deebf7", edgecolor="#3182bd", label="stable: poles in the circle"))
+    axes.add_patch(Polygon(SQUARE, facecolor="#9ecae1", edgecolor="#08519c", label=r"Montel: $|a_1| + |a_2| \leq 1$"))
+    for initializer, color in (("xavier", "#e6550d"), ("montel", "black")):
+        points = initial_denominators(initializer, None, channels=300)
+        axes.scatter(*points.T, s=5, color=color, label=f"initialised by {initializer!r}")
+    axes.set(xlabel="$a_1$", ylabel="$a_2$", xlim=(-2.2, 2.2), ylim=(-1.15, 1.85), aspect="equal")
+    axes.legend(fontsize=8, loc="upper center", ncols=2)
+    save(figure, "rtf-stable-region")
+
+
 def main():
     matplotlib.use("Agg")
     draw_matrix()
     draw_circulant()
     draw_gate()
     draw_architecture()
+    draw_decay()
+    draw_stable_region()
 
 
 if __name__ == "__main__":

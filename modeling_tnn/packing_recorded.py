@@ -50,6 +50,11 @@ class Documents(NamedTuple):
         first = (count == 1) if self.mask is None else (count == 1) & self.mask
         return torch.where(count == 0, place, torch.where(first, place, 0).cummax(dim=1).values)
 
+    def spread(self, places: int) -> "Documents":
+        """The documents of rows in which each token has so many places. None of them is padding."""
+        starts = torch.nn.functional.pad(self.starts[..., None], (0, places - 1)).flatten(1)  # (B, places L)
+        return Documents(starts, None, self.device)
+
     def convolve(self, v: torch.Tensor, kernel: torch.Tensor, causal: bool, implementation: str) -> torch.Tensor:
         """The product of each document of `v` `(B, L, D)` with a causal kernel `(D, K)` or one of 2R - 1 lags."""
         kernel = kernel.to(compute_dtype(torch.promote_types(v.dtype, kernel.dtype)))

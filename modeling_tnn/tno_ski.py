@@ -1,10 +1,14 @@
 """A sparse plus low-rank operator by structured kernel interpolation ("SKI to go Faster": SKI-TNO).
 
-    T = S + W A W^T,    W_ik = max(0, 1 - |i / h - k|)
+    T = S + W A W^T,    W_ik = phi(|i / h - k|)
+    linear    phi(u) = 1 - u up to 1, else 0
+    cubic     phi(u) = (1 - u^2)(2 - u) / 2 up to 1, (1 - u)(2 - u)(3 - u) / 6 up to 2, else 0
 
 B batch, L length, D channels, K points, R inducing points, P = `ski_grid_length`. S is a band matrix, a short filter.
 A is the Toeplitz matrix of the kernel at the inducing points, which are h = (P - 1)/(R - 1) positions apart. W
-interpolates linearly between them. Away from the band the kernel is a function of the inverse time warp
+interpolates between them: linearly, or by the cubic polynomial through the two points on either side (section 3.2.1),
+for which there is a further point before the first position and behind the last one. Where the kernel is smooth the
+error falls as h^2 and h^4. Away from the band the kernel is a function of the inverse time warp
 x(s) = sign(s) lambda^|s| of the lag s (sign(0) = +1). The function is piecewise linear between 2R + 1 equally spaced
 points of [-1, 1] with the values betas, 0, alphas. It decays at long lags because x does.
 
@@ -20,7 +24,7 @@ L = 2048, K = 64, M = 6144: 0.4 times the time of the full product; stored row b
 on an accelerator the blocks are launches, and a W that is not too large is built.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -42,17 +46,57 @@ ROWS = 512
 LARGEST_MATRIX = 2**24
 
 
-def hat_weights(positions: torch.Tensor, num_points: int) -> torch.Tensor:
-    """The matrix of linear interpolation between values at 0, 1, .., `num_points` - 1.
+def hat(distance: torch.Tensor) -> torch.Tensor:
+    """phi of linear interpolation at distances u >= 0."""
+    return (1 - distance).clamp(min=0)
+
+
+def cubic(distance: torch.Tensor) -> torch.Tensor:
+    """phi of cubic interpolation at distances u >= 0."""
+    near = (1 - distance.square()) * (2 - distance) / 2
+    far = (1 - distance) * (2 - distance) * (3 - distance) / 6
+    return torch.where(distance <= 1, near, torch.where(distance < 2, far, 0))
+
+
+def cubic_weights(share: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The weights of the four points around positions that lie `share` in [0, 1) behind the second one."""
+    return cubic(1 + share), cubic(share), cubic(1 - share), cubic(2 - share)
+
+
+class Interpolation(NamedTuple):
+    """A way to interpolate between points.
+
+    Attributes:
+        reach: number of points on each side of a position that have a weight.
+        phi: the weight of a point at the distance u >= 0.
+        weights: the weights of the 2 `reach` points around positions that lie a share in [0, 1) behind one.
+    """
+
+    reach: int
+    phi: Callable[[torch.Tensor], torch.Tensor]
+    weights: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
+
+
+INTERPOLATIONS = {
+    "linear": Interpolation(1, hat, lambda share: (1 - share, share)),
+    "cubic": Interpolation(2, cubic, cubic_weights),
+}
+
+
+def interpolation_weights(
+    positions: torch.Tensor, num_points: int, phi: Callable[[torch.Tensor], torch.Tensor] = hat
+) -> torch.Tensor:
+    """The matrix of interpolation between values at 0, 1, .., `num_points` - 1.
 
     Args:
         positions: `(M,)`, positions to interpolate at, in [0, num_points - 1].
+        phi: the weight of a point at a distance, that of linear interpolation unless given.
 
     Returns:
         `(M, num_points)`.
     """
     points = torch.arange(num_points, device=positions.device, dtype=positions.dtype)
-    return (1 - (positions[:, None] - points).abs()).clamp(min=0)
+    return phi((positions[:, None] - points).abs())
 
 
 class InducingGrid(NamedTuple):
@@ -61,32 +105,40 @@ class InducingGrid(NamedTuple):
     Attributes:
         length: number of positions L.
         intervals, steps: the distance of the points as a fraction, h = steps / intervals.
+        kind: a name of `INTERPOLATIONS`.
     """
 
     length: int
     intervals: int
     steps: int
+    kind: str = "linear"
+
+    @property
+    def before(self) -> int:
+        """The number of points before the first position, and of those behind the last one."""
+        return INTERPOLATIONS[self.kind].reach - 1
 
     @property
     def num_points(self) -> int:
-        """The number of points K, the smallest that reaches the last position."""
-        return ((self.length - 1) * self.intervals + self.steps - 1) // self.steps + 1
+        """The number of points K: the smallest that reaches the last position, and those on either side."""
+        return ((self.length - 1) * self.intervals + self.steps - 1) // self.steps + 1 + 2 * self.before
 
     def position(self, point: int) -> int:
-        """The first position at or after `point`."""
+        """The first position at or after `point`, counted from the one at the first position."""
         return -(-point * self.steps // self.intervals)
 
     def blocks(self) -> Iterator[tuple[slice, slice]]:
-        """Blocks of positions, each with the slice of points that it lies between."""
-        for point in range(0, self.num_points, BLOCK):
+        """Blocks of positions, each with the slice of points that have a weight there."""
+        for point in range(0, self.num_points - 2 * self.before, BLOCK):
             start, stop = self.position(point), min(self.position(point + BLOCK), self.length)
             if start < stop:
-                yield slice(start, stop), slice(point, min(point + BLOCK + 1, self.num_points))
+                yield slice(start, stop), slice(point, min(point + BLOCK + 1 + 2 * self.before, self.num_points))
 
     def weights(self, positions: slice, points: slice, like: torch.Tensor) -> torch.Tensor:
         """One block of W in the dtype of `like`."""
         index = torch.arange(positions.start, positions.stop, device=like.device, dtype=like.dtype)
-        return hat_weights(index * self.intervals / self.steps - points.start, points.stop - points.start)
+        places = index * self.intervals / self.steps - (points.start - self.before)  # (M,), among the points
+        return interpolation_weights(places, points.stop - points.start, INTERPOLATIONS[self.kind].phi)
 
     def matrix(self, like: torch.Tensor) -> torch.Tensor:
         """The matrix W, `(L, K)`."""
@@ -154,6 +206,7 @@ class SkiOperator(ToeplitzOperator):
     def __init__(self, config, layer_idx: int = 0):
         super().__init__(config, layer_idx)
         self.rank, self.decay = config.ski_rank, config.ski_decay
+        self.kind = config.ski_interpolation
         self.longest = config.ski_grid_length
         self.filter_reach = config.ski_filter_size // 2
         self.filter = nn.Parameter(torch.empty(self.channels, 2 * self.filter_reach + 1))
@@ -181,11 +234,11 @@ class SkiOperator(ToeplitzOperator):
         """The kernel without the short filter at the `lags` `(M,)`, `(D, M)`."""
         warped = torch.where(lags < 0, -1.0, 1.0) * self.decay ** lags.abs()  # (M,)
         values = torch.cat([self.betas, torch.zeros_like(self.betas[:, :1]), self.alphas], dim=1)  # (D, 2R+1)
-        return values.to(lags.dtype) @ hat_weights((warped + 1) * self.rank, 2 * self.rank + 1).t()
+        return values.to(lags.dtype) @ interpolation_weights((warped + 1) * self.rank, 2 * self.rank + 1).t()
 
     def grid(self, length: int) -> InducingGrid:
         """The inducing points of a sequence of `length` positions."""
-        return InducingGrid(length, self.rank - 1, max(self.longest - 1, 1))
+        return InducingGrid(length, self.rank - 1, max(self.longest - 1, 1), self.kind)
 
     def interpolation(self, length: int) -> torch.Tensor:
         """The matrix W for a sequence of `length` positions, `(L, K)`."""
@@ -217,7 +270,7 @@ class SkiOperator(ToeplitzOperator):
             points = x @ weights  # (D, B, K)
             if is_exported() and not keeps_products():
                 # The size follows from L: torch.export cannot see that a size that follows from K is sufficient.
-                size = next_fast_len(2 * grid.length)
+                size = next_fast_len(2 * (grid.length + 2 * grid.before))
                 points = exported_convolution(points.transpose(0, 1), coefficients, size, grid.num_points - 1)
                 points = points.transpose(0, 1)
             else:
@@ -230,19 +283,28 @@ class SkiOperator(ToeplitzOperator):
         return mixed.permute(1, 2, 0).to(v.dtype)  # (B, L, D)
 
     def matmul_of_documents(self, v: torch.Tensor, documents: Documents) -> torch.Tensor:
-        # A document has at most as many points as tokens. They are put in the places of its first ones, in whole
-        # numbers: position p lies between the points p I // S and the next, I intervals and S steps.
+        # A document of n > 1 tokens has at most n points, and for cubic interpolation two more: they fit into `reach`
+        # places for each token, from its first one on. All in whole numbers: position p lies between the points
+        # p I // S and the next, I intervals and S steps.
         x = v.to(torch.promote_types(v.dtype, self.dtype))  # (B, L, D)
         band, coefficients = self.kernel_of(x.shape[1])
         near = documents.convolve(x, band, False, self.implementation)
         grid, origins, rows = self.grid(x.shape[1]), documents.origins().flatten(), x.flatten(0, 1)  # (B L, D)
         scaled = (torch.arange(rows.shape[0], device=x.device) - origins) * grid.intervals  # (B L,)
-        share = (scaled % grid.steps).to(x.dtype)[:, None] / grid.steps  # (B L, 1), of the second point
-        one = origins + scaled // grid.steps
-        two = torch.where(share[:, 0] > 0, one + 1, one)
-        points = torch.zeros_like(rows).index_add(0, one, (1 - share) * rows).index_add(0, two, share * rows)
-        points = documents.convolve(points.view(x.shape), coefficients, False, self.implementation).flatten(0, 1)
-        far = (1 - share) * points[one] + share * points[two]
+        share = (scaled % grid.steps).to(x.dtype)[:, None] / grid.steps  # (B L, 1), behind the point `behind`
+        reach, _, weights_of = INTERPOLATIONS[self.kind]
+        behind = reach * origins + grid.before + scaled // grid.steps
+        # A point without a weight may have no place.
+        points = [
+            (torch.where(weight[:, 0] != 0, behind + step, behind), weight)
+            for step, weight in enumerate(weights_of(share), 1 - reach)
+        ]
+        values = rows.new_zeros(reach * len(rows), rows.shape[1])  # (reach B L, D)
+        for point, weight in points:
+            values = values.index_add(0, point, weight * rows)
+        values = values.view(x.shape[0], -1, x.shape[2])  # (B, reach L, D)
+        values = documents.spread(reach).convolve(values, coefficients, False, self.implementation).flatten(0, 1)
+        far = sum(weight * values[point] for point, weight in points)  # (B L, D)
         return (near + far.view(x.shape)).to(v.dtype)
 
     def _in_blocks(self, x: torch.Tensor, grid: InducingGrid) -> bool:

@@ -14,6 +14,7 @@ Example:
     python scripts/benchmark.py streaming --lengths 65536 262144
     python scripts/benchmark.py state_size
     python scripts/benchmark.py long_range --models rpe transformer
+    python scripts/benchmark.py alternatives --subjects split --lengths 512 8192
     python scripts/benchmark.py gpu --output_dir outputs/gpu
 """
 
@@ -43,6 +44,7 @@ SUITES = {
     "streaming": "time and memory of a long text in segments",
     "state_size": "an RTF layer by its state size, compared with an associative scan",
     "long_range": "training steps per second of classifiers, by length",
+    "alternatives": "products that the library leaves out, compared with its own",
     "gpu": "all that only a GPU can tell: are products right, and how fast are models?",
 }
 

@@ -50,6 +50,7 @@ OPTIONS = {
     "one denominator a channel": {"tno_type": "rtf", "rtf_num_denominators": None, "rtf_state_size": 33},
     "two points": {"tno_type": "ski", "causal": False, "ski_rank": 2, "ski_filter_size": 1},
     "a point at each position": {"tno_type": "ski", "causal": False, "ski_rank": 64, "ski_filter_size": 33},
+    "four points": {"tno_type": "ski", "causal": False, "ski_rank": 64, "ski_interpolation": "cubic"},
 }
 
 

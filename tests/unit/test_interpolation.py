@@ -5,7 +5,7 @@ import torch
 
 from helpers.models import random, relative_error
 from modeling_tnn import tno_ski
-from modeling_tnn.tno_ski import InducingGrid, Prolong, Restrict
+from modeling_tnn.tno_ski import INTERPOLATIONS, InducingGrid, Prolong, Restrict, interpolation_weights
 
 GRIDS = [
     InducingGrid(1, 1, 1),
@@ -15,6 +15,7 @@ GRIDS = [
     InducingGrid(300, 63, 511),
     InducingGrid(700, 31, 511),
 ]
+GRIDS += [grid._replace(kind="cubic") for grid in GRIDS]
 
 
 @pytest.mark.parametrize("rows", [2, 512])
@@ -31,18 +32,38 @@ def test_products_are_those_of_the_matrix(grid, rows, monkeypatch):
 
 @pytest.mark.parametrize("grid", GRIDS)
 def test_weights_interpolate(grid):
-    """Each position has weights of sum 1 on the two points around it, and the points reach the last position."""
+    """Exactly for polynomials of degree 1 and 3, from two and four points, and the points reach the last position."""
     weights = grid.matrix(torch.zeros(1, dtype=torch.float64))
-    torch.testing.assert_close(weights.sum(1), torch.ones(grid.length, dtype=torch.float64))
-    assert (weights.count_nonzero(dim=1) <= 2).all()
-    assert weights[-1, -1] > 0
-    points = torch.arange(grid.num_points, dtype=torch.float64)
-    positions = torch.arange(grid.length, dtype=torch.float64)
-    torch.testing.assert_close(weights @ points, positions * grid.intervals / grid.steps)
+    degree, around = {"linear": (1, 2), "cubic": (3, 4)}[grid.kind]
+    assert ((weights.abs() > 1e-12).sum(1) <= around).all()
+    assert weights[-1, grid.before :].any() and not weights[:, grid.num_points - 2 * grid.before :].abs().gt(1).any()
+    points = torch.arange(grid.num_points, dtype=torch.float64) - grid.before
+    positions = torch.arange(grid.length, dtype=torch.float64) * grid.intervals / grid.steps
+    assert points[-1] - grid.before >= positions[-1] > points[-1] - grid.before - 1
+    for power in range(degree + 1):
+        torch.testing.assert_close(weights @ points**power, positions**power)
 
 
-def test_gradients():
-    grid = InducingGrid(30, 20, 29)
+@pytest.mark.parametrize("kind", INTERPOLATIONS)
+def test_weights_of_a_share_are_those_of_the_matrix(kind):
+    share = torch.linspace(0, 1, 12, dtype=torch.float64)[:-1]
+    reach, phi, weights = INTERPOLATIONS[kind]
+    expected = interpolation_weights(share + reach - 1, 2 * reach, phi)
+    torch.testing.assert_close(torch.stack(weights(share), dim=1), expected)
+
+
+def test_a_shorter_text_has_the_weights_of_a_longer_one():
+    """So padding changes nothing."""
+    grid = InducingGrid(300, 63, 511, "cubic")
+    whole = grid.matrix(torch.zeros(1, dtype=torch.float64))
+    for length in (1, 2, 17, 200):
+        part = grid._replace(length=length).matrix(whole)
+        assert torch.equal(part, whole[:length, : part.shape[1]]) and not whole[:length, part.shape[1] :].any()
+
+
+@pytest.mark.parametrize("kind", INTERPOLATIONS)
+def test_gradients(kind):
+    grid = InducingGrid(30, 20, 29, kind)
     x, z, base = random(2, 30), random(2, grid.num_points), random(2, 30)
     assert torch.autograd.gradcheck(lambda x: Restrict.apply(x, grid), (x,))
     assert torch.autograd.gradcheck(lambda z, base: Prolong.apply(z, base, grid), (z, base))

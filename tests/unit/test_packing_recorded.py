@@ -64,6 +64,15 @@ def test_one_graph(tno_type, causal, masked):
     assert sum("document_convolution" in name for name in names) == (4 if tno_type == "ski" else 2)
 
 
+@pytest.mark.parametrize("size", [1, 2, 7])
+def test_short_documents_of_cubic_ski(size):
+    """It has more points than a document has tokens."""
+    model = language_model("ski", causal=False, ski_interpolation="cubic", ski_rank=64 if size == 7 else 9)
+    inputs = {"position_ids": torch.arange(40).expand(2, 40) % size, "attention_mask": MASK}
+    call, _ = compiled(model)
+    assert_same(results(call, model, **inputs), results(model, model, **inputs))
+
+
 def test_one_graph_for_all_documents():
     """Also for rows of one document; and each of the ways to mark documents gives the same."""
     model = language_model()

@@ -1,5 +1,7 @@
 """The operator `ski`: the sparse plus low-rank operator."""
 
+import math
+
 import pytest
 import torch
 
@@ -13,29 +15,57 @@ class TestSki(OperatorTests):
     tno_type = "ski"
 
 
+class TestCubicSki(OperatorTests):
+    tno_type = "ski"
+    fields = {"ski_interpolation": "cubic"}
+
+
 def test_ski_is_exactly_toeplitz_at_full_rank():
     operator = random_operator("ski", False, ski_rank=64)
     assert relative_error(operator.dense(64), dense_toeplitz(operator.coefficients(64))) < 1e-13
 
 
-def test_ski_approximates_its_kernel():
-    """Linear interpolation of a smooth kernel: the error falls with the square of the distance of the points."""
-    errors = []
-    for rank in (9, 33):
-        operator = random_operator("ski", False, ski_rank=rank, max_position_embeddings=65, ski_decay=0.99)
-        ramp = torch.arange(1, rank + 1, dtype=torch.float64) / rank
-        with torch.no_grad():
-            operator.alphas.copy_(ramp)
-            operator.betas.copy_(ramp.flip(0))
-        errors.append(relative_error(operator.dense(65), dense_toeplitz(operator.coefficients(65))))
-    assert errors[1] < errors[0] / 3
+def exponential(kind: str, rank: int):
+    """An operator whose kernel is 0.98^|lag|, for 193 positions."""
+    fields = {"ski_rank": rank, "max_position_embeddings": 193, "ski_decay": 0.98, "ski_interpolation": kind}
+    operator = random_operator("ski", False, **fields)
+    ramp = torch.arange(1, rank + 1, dtype=torch.float64) / rank
+    with torch.no_grad():
+        operator.alphas.copy_(ramp)
+        operator.betas.copy_(ramp.flip(0))
+    return operator
+
+
+def interpolation_error(operator) -> torch.Tensor:
+    return (operator.dense(193) - dense_toeplitz(operator.coefficients(193))).detach()[0]
+
+
+@pytest.mark.parametrize(("kind", "order"), [("linear", 2), ("cubic", 4)])
+def test_order_of_the_interpolation(kind, order):
+    """The error falls with that power of the distance of the points where the kernel is smooth, away from lag 0."""
+    errors, lags = [], torch.arange(193)[:, None] - torch.arange(193)
+    for rank in (25, 49, 97, 193):  # 8, 4, 2 and 1 positions apart
+        difference = interpolation_error(exponential(kind, rank)).abs()
+        errors.append(difference[lags.abs() >= 32].max().item())
+    assert errors[3] < 1e-13, "a point at each position"
+    for coarse, fine in zip(errors, errors[1:3], strict=False):
+        assert order - 0.2 < math.log2(coarse / fine) < order + 0.2
+
+
+def test_the_kink_of_the_kernel_decides():
+    """At lag 0 the kernel has no derivative, and cubic interpolation gains next to nothing in the spectral norm."""
+    linear, cubic = (
+        torch.linalg.matrix_norm(interpolation_error(exponential(kind, 25)), ord=2) for kind in ("linear", "cubic")
+    )
+    assert 0.95 < cubic / linear < 1
 
 
 @pytest.mark.parametrize("largest", [0, 10**6])
 @pytest.mark.parametrize("length", [1, 2, 3, 17, 64, 201])
-def test_on_an_accelerator(length, largest, monkeypatch):
+@pytest.mark.parametrize("kind", tno_ski.INTERPOLATIONS)
+def test_on_an_accelerator(kind, length, largest, monkeypatch):
     """With the matrix of the interpolation or, where it would be too large, in blocks."""
-    operator = random_operator("ski", False)
+    operator = random_operator("ski", False, ski_interpolation=kind)
     v = torch.randn(2, length, operator.channels, dtype=torch.float64, requires_grad=True)
     results = []
     for hosts in (("cpu",), ()):
