@@ -24,7 +24,7 @@ from .layer_types import TOEPLITZ, check_layers, has_attention
 from .numerics import IMPLEMENTATIONS
 from .pipeline import PLAN as PIPELINE_PLAN
 from .tno_auto import BUILT_IN, operator_class, qualified_name
-from .tno_ski import INTERPOLATIONS
+from .tno_ski import KINDS as SKI_INTERPOLATIONS
 
 CHOICES = {
     "norm_type": ("simplermsnorm", "rmsnorm", "gatedrmsnorm", "scalenorm", "layernorm", "batchnorm"),
@@ -37,7 +37,7 @@ CHOICES = {
     "tno_implementation": IMPLEMENTATIONS,
     "fd_input": ("omega", "cos"),
     "rpe_input": ("lag", "normalized", "sinusoidal"),
-    "ski_interpolation": tuple(INTERPOLATIONS),
+    "ski_interpolation": SKI_INTERPOLATIONS,
     "rtf_constraint": (None, "l1_montel"),
     "rtf_initializer": ("zeros", "xavier", "montel"),
     "classifier_pooling": (None, "last", "mean"),
@@ -221,7 +221,7 @@ class TnnConfig(PreTrainedConfig):
             `max_position_embeddings` unless set.
         ski_filter_size (`int`): Number of taps of the short filter of `"ski"`; an even number is raised by one.
         ski_interpolation (`str`): How `"ski"` interpolates between inducing points: `"linear"`, with two of them for
-            each position, or `"cubic"`, with four.
+            each position, `"cubic"`, with four, or `"released"`, for models trained with the released code.
         ski_decay (`float`): lambda of the inverse time warp x(s) = sign(s) lambda^|s|, in (0, 1].
         rtf_state_size (`int`): Order N of the rational function, below `rtf_truncation_length`.
         rtf_truncation_length (`int`, *optional*): Number of points of the unit circle at which `"rtf"` samples its

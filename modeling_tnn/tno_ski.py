@@ -8,9 +8,10 @@ B batch, L length, D channels, K points, R inducing points, P = `ski_grid_length
 A is the Toeplitz matrix of the kernel at the inducing points, which are h = (P - 1)/(R - 1) positions apart. W
 interpolates between them: linearly, or by the cubic polynomial through the two points on either side (section 3.2.1),
 for which there is a further point before the first position and behind the last one. Where the kernel is smooth the
-error falls as h^2 and h^4. Away from the band the kernel is a function of the inverse time warp
-x(s) = sign(s) lambda^|s| of the lag s (sign(0) = +1). The function is piecewise linear between 2R + 1 equally spaced
-points of [-1, 1] with the values betas, 0, alphas. It decays at long lags because x does.
+error falls as h^2 and h^4. (`ski_released.py` has the interpolation of the released code.) Away from the band the
+kernel is a function of the inverse time warp x(s) = sign(s) lambda^|s| of the lag s (sign(0) = +1). The function is
+piecewise linear between 2R + 1 equally spaced points of [-1, 1] with the values betas, 0, alphas. It decays at long
+lags because x does.
 
 The grid does not depend on the input: a sequence of L <= P positions uses the first inducing points, and a longer one
 gets more points at the same distance. (The paper scales the grid to each input; for L = P both agree.) W A W^T is
@@ -34,6 +35,7 @@ from transformers import initialization as init
 from .fourier import exported_convolution
 from .numerics import compute_dtype, is_exported, is_fused, is_on_host, is_transformed, keeps_products, next_fast_len
 from .packing_recorded import Documents
+from .ski_released import ReleasedGrid
 from .tno import ToeplitzOperator
 from .toeplitz import dense_toeplitz, fit_lags, gated_toeplitz_matmul
 
@@ -81,6 +83,7 @@ INTERPOLATIONS = {
     "linear": Interpolation(1, hat, lambda share: (1 - share, share)),
     "cubic": Interpolation(2, cubic, cubic_weights),
 }
+KINDS = (*INTERPOLATIONS, "released")
 
 
 def interpolation_weights(
@@ -236,8 +239,10 @@ class SkiOperator(ToeplitzOperator):
         values = torch.cat([self.betas, torch.zeros_like(self.betas[:, :1]), self.alphas], dim=1)  # (D, 2R+1)
         return values.to(lags.dtype) @ interpolation_weights((warped + 1) * self.rank, 2 * self.rank + 1).t()
 
-    def grid(self, length: int) -> InducingGrid:
+    def grid(self, length: int) -> InducingGrid | ReleasedGrid:
         """The inducing points of a sequence of `length` positions."""
+        if self.kind == "released":
+            return ReleasedGrid(length, self.rank, self.longest, self.decay)
         return InducingGrid(length, self.rank - 1, max(self.longest - 1, 1), self.kind)
 
     def interpolation(self, length: int) -> torch.Tensor:
@@ -270,7 +275,8 @@ class SkiOperator(ToeplitzOperator):
             points = x @ weights  # (D, B, K)
             if is_exported() and not keeps_products():
                 # The size follows from L: torch.export cannot see that a size that follows from K is sufficient.
-                size = next_fast_len(2 * (grid.length + 2 * grid.before))
+                released = self.kind == "released"
+                size = next_fast_len(2 * (grid.num_points if released else grid.length + 2 * grid.before))
                 points = exported_convolution(points.transpose(0, 1), coefficients, size, grid.num_points - 1)
                 points = points.transpose(0, 1)
             else:
@@ -281,6 +287,9 @@ class SkiOperator(ToeplitzOperator):
             points = self._convolve_channels(points, coefficients).flatten(0, 1)
             mixed = Prolong.apply(points, near.reshape(-1, grid.length), grid).unflatten(0, x.shape[:2])  # (D, B, L)
         return mixed.permute(1, 2, 0).to(v.dtype)  # (B, L, D)
+
+    def records_documents(self) -> bool:
+        return self.kind in INTERPOLATIONS and super().records_documents()
 
     def matmul_of_documents(self, v: torch.Tensor, documents: Documents) -> torch.Tensor:
         # A document of n > 1 tokens has at most n points, and for cubic interpolation two more: they fit into `reach`

@@ -58,7 +58,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--published_ski",
         action="store_true",
-        help="Accept that SKI interpolates as published, not as released: outputs differ from the released model.",
+        help="Let SKI interpolate as published, not as released: outputs differ from the released model.",
     )
     return parser.parse_args()
 
@@ -193,20 +193,16 @@ def check_complete(tensors: dict, expected: dict, official_names: dict):
         )
 
 
-def warnings_of(config: TnnConfig, published_ski: bool) -> list[str]:
-    """Warnings about intended differences between the converted and the released model.
-
-    Raises:
-        ValueError: the user must accept the difference first.
-    """
-    if config.tno_type == "ski" and not published_ski:
-        raise ValueError(
-            "--published_ski must be given for tno_type='skitno_inv_time'. The released interpolation weights vanish "
-            "after two or three tokens. Those here are linear, as published, so the outputs differ and the model "
-            "needs further training."
-        )
-    if config.tno_type == "ski":
+def warnings_of(config: TnnConfig) -> list[str]:
+    """Warnings about intended differences between the converted and the released model."""
+    if config.tno_type == "ski" and config.ski_interpolation == "linear":
         return ["SKI interpolates as published: outputs differ from those of the released code."]
+    if config.tno_type == "ski":
+        return [
+            f"The inducing points of the released code spread over each input. Here they spread over "
+            f"{config.ski_grid_length} tokens, for which outputs agree (option tokens_per_sample). Its interpolation "
+            f"fades after two or three tokens; --published_ski takes the published one instead."
+        ]
     if config.tno_type == "fd":
         longest = config.fd_resolution
         return [
@@ -234,13 +230,14 @@ def destinations(tensors: dict, official_names: dict, converted: dict, head: str
     return went
 
 
-def build_config(tensors: dict, options: dict, built: Architecture) -> TnnConfig:
+def build_config(tensors: dict, options: dict, built: Architecture, published_ski: bool) -> TnnConfig:
     """The configuration of the weights and the options. It takes fixed decays and tied weights out of `tensors`."""
     found = sizes(tensors)
     if "gtu_dim" not in found:
         raise ValueError("The checkpoint must hold layers of a TNN, got nothing for layers.0.gtu.u_proj.weight")
     fields = built.fields(options, found) | take_decay(tensors, options)
     fields |= {"tie_word_embeddings": take_tie(tensors, options)}
+    fields["ski_interpolation"] = "linear" if published_ski else "released"
     found.pop("gtu_dim")
     if (classes := tensors.get("classifier.out_proj.weight")) is not None:
         fields["num_labels"] = len(classes)
@@ -255,7 +252,7 @@ def convert(tensors: dict, options: dict, architecture: str, head: str | None = 
         options: official options that differ from the defaults of the architecture.
         architecture: one of `ARCHITECTURES`.
         head: one of `HEADS`, if not that of the architecture.
-        published_ski: accept that SKI interpolates differently.
+        published_ski: let SKI interpolate as published, not as released.
 
     Returns:
         The model, and a report with the destination of each official tensor and warnings.
@@ -273,8 +270,8 @@ def convert(tensors: dict, options: dict, architecture: str, head: str | None = 
         raise ValueError(f"The checkpoint must hold a whole model, got no {EMBEDDING}: layers alone are not a model")
     kept = HEAD_MODULES[head]
     ours = {name: value for name, value in ours.items() if name.startswith(kept) or not name.startswith(ALL_HEADS)}
-    config = build_config(ours, options, built)
-    warnings = warnings_of(config, published_ski)
+    config = build_config(ours, options, built, published_ski)
+    warnings = warnings_of(config)
     arrange_operators(ours, config, options.get("num_heads") or options.get("encoder_attention_heads", 1))
     model = load(head, config, ours, official_names)
     report = {"architecture": architecture, "head": head, "options": options, "warnings": warnings}

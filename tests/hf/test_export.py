@@ -51,6 +51,7 @@ OPTIONS = {
     "two points": {"tno_type": "ski", "causal": False, "ski_rank": 2, "ski_filter_size": 1},
     "a point at each position": {"tno_type": "ski", "causal": False, "ski_rank": 64, "ski_filter_size": 33},
     "four points": {"tno_type": "ski", "causal": False, "ski_rank": 64, "ski_interpolation": "cubic"},
+    "released points": {"tno_type": "ski", "causal": False, "ski_rank": 64, "ski_interpolation": "released"},
 }
 
 

@@ -3,6 +3,7 @@
 import argparse
 import json
 import pickle
+import re
 import sys
 from pathlib import Path
 
@@ -19,7 +20,6 @@ from transformers import (
 from helpers import processes
 from helpers.models import relative_error
 from helpers.parity import CASES, Case, named_cases
-from helpers.released_ski import use_released_interpolation
 from helpers.scripts import Malicious
 from tnn_scripts import convert_original
 from tnn_scripts.convert_original import convert, read_checkpoint
@@ -48,9 +48,8 @@ def write_files(case: Case, folder: Path) -> list[str]:
     """A checkpoint and its options; the arguments of the script that converts them to `folder/converted`."""
     save_file(official_tensors(case), folder / "model.safetensors")
     (folder / "hparams.json").write_text(json.dumps(official_options(case)))
-    ski = ["--published_ski"] if "ski" in case.name else []
     return [str(folder / "model.safetensors"), str(folder / "converted"), "--architecture", case.hparams["arch"],
-            "--hparams", str(folder / "hparams.json"), *ski]  # fmt: skip
+            "--hparams", str(folder / "hparams.json")]  # fmt: skip
 
 
 def run_main(monkeypatch, *arguments):
@@ -69,8 +68,6 @@ def test_language_models(name, tag, tmp_path, monkeypatch, record_property):
     run_main(monkeypatch, *write_files(case, tmp_path))
     auto = AutoModelForMaskedLM if name.startswith("mlm") else AutoModelForCausalLM
     model = auto.from_pretrained(tmp_path / "converted")
-    if "ski" in name:
-        use_released_interpolation(model, monkeypatch)
     causal = model.config.causal
     inputs = {"input_ids": case.ids()} | ({} if causal else {"attention_mask": case.ids("attention_mask")})
     rows = slice(1) if case.run["padded"] and not causal else slice(None)
@@ -299,14 +296,17 @@ def test_rtf_needs_its_truncation_length():
         convert({}, {"d_model": 4}, "rtf")
 
 
-def test_ski_must_be_accepted():
+@pytest.mark.parametrize(("published", "kind", "warning"), [
+    (False, "released", r"they spread over \d+ tokens, for which outputs agree"),
+    (True, "linear", "interpolates as published: outputs differ"),
+])  # fmt: skip
+def test_interpolation_of_ski(published, kind, warning):
     if "mlm/ski_postnorm" not in CASES:
         pytest.skip("not in this part of the golden vectors")
     tensors, options, architecture = first("mlm/ski_postnorm")
-    with pytest.raises(ValueError, match="--published_ski must be given for tno_type='skitno_inv_time'"):
-        convert(tensors, options, architecture)
-    _, report = convert(tensors, options, architecture, published_ski=True)
-    assert "interpolates as published" in report["warnings"][0]
+    model, report = convert(tensors, options, architecture, published_ski=published)
+    assert model.config.ski_interpolation == kind
+    assert re.search(warning, report["warnings"][0])
 
 
 def test_every_architecture_of_the_golden_vectors_is_known():

@@ -18,7 +18,7 @@ FLOORS = [
     {"toeplitz_choice", "toeplitz_hub"},
     {"toeplitz_recorded"},
     {"toeplitz", "packing"},
-    {"packing_recorded", "rational", "recurrence"},
+    {"packing_recorded", "rational", "recurrence", "ski_released"},
     {"continuation", "tno"},
     {"cache_tnn"},
     {"attention"},

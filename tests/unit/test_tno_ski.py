@@ -7,7 +7,9 @@ import torch
 
 from helpers.models import relative_error
 from helpers.operators import OperatorTests, random_operator
+from helpers.released_ski import released_interpolation
 from modeling_tnn import numerics, tno_ski
+from modeling_tnn.ski_released import released_weights
 from modeling_tnn.toeplitz import dense_toeplitz
 
 
@@ -18,6 +20,21 @@ class TestSki(OperatorTests):
 class TestCubicSki(OperatorTests):
     tno_type = "ski"
     fields = {"ski_interpolation": "cubic"}
+
+
+class TestReleasedSki(OperatorTests):
+    tno_type = "ski"
+    fields = {"ski_interpolation": "released"}
+
+
+@pytest.mark.parametrize(("length", "rank", "decay"), [(2, 2, 0.9), (9, 4, 0.999), (64, 17, 0.99999), (65, 64, 1.0)])
+def test_released_interpolation(length, rank, decay):
+    """The matrix of the released code; of a shorter text its first rows, of a longer one no further rows."""
+    expected = released_interpolation(length, rank, decay)
+    for positions in (1, length, length + 3):
+        found = released_weights(positions, rank, length, decay, expected)
+        assert relative_error(found[:length], expected[:positions]) < 1e-12
+        assert not found[length:].any()
 
 
 def test_ski_is_exactly_toeplitz_at_full_rank():
@@ -62,7 +79,7 @@ def test_the_kink_of_the_kernel_decides():
 
 @pytest.mark.parametrize("largest", [0, 10**6])
 @pytest.mark.parametrize("length", [1, 2, 3, 17, 64, 201])
-@pytest.mark.parametrize("kind", tno_ski.INTERPOLATIONS)
+@pytest.mark.parametrize("kind", tno_ski.KINDS)
 def test_on_an_accelerator(kind, length, largest, monkeypatch):
     """With the matrix of the interpolation or, where it would be too large, in blocks."""
     operator = random_operator("ski", False, ski_interpolation=kind)
