@@ -20,7 +20,7 @@ from helpers.parity import (
 )
 from helpers.released_ski import use_released_interpolation
 from modeling_tnn import TnnForMaskedLM
-from modeling_tnn.modeling_tnn import TnnGatedToeplitzUnit
+from modeling_tnn.gtu import TnnGatedToeplitzUnit
 from modeling_tnn.tno_ski import SkiOperator
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])

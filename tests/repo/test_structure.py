@@ -26,6 +26,7 @@ FLOORS = [
     {"batching"},
     {"tno_rpe", "tno_fd", "tno_ski", "tno_rtf", "tno_modal", "tno_explicit", "tno_2d"},
     {"tno_auto", "stability", "tensor_parallel", "sequence_parallel"},
+    {"gtu"},
     {"configuration_tnn"},
     {"modeling_tnn", "presets", "auto_classes"},
     {"heads", "decoding_step"},
