@@ -16,6 +16,7 @@ from .norms import build_norm
 from .numerics import is_exported, is_plain_tensor
 from .packing_recorded import Documents
 from .padding import first_real_token, roll
+from .tno import ToeplitzOperator
 from .tno_auto import build_tno
 
 
@@ -62,12 +63,16 @@ class TnnGatedToeplitzUnit(nn.Module):
         `kernel` is that of the operator for L positions, if it is known already.
         """
         u, v = self.u_proj(hidden_states), self.v_proj(hidden_states)  # (B, L, D) each
-        gated = self._mix(v, Gate(u, self.act, attention_mask), past_key_values, kernel)  # (B, L, D)
+        gated = mix_tokens(self.tno, v, Gate(u, self.act, attention_mask), past_key_values, kernel)  # (B, L, D)
         return self.o_proj(self.norm(gated))
 
-    def _mix(self, v: torch.Tensor, gate: Gate, past_key_values: Cache | None, kernel) -> torch.Tensor:
-        if gate.mask is None or self.tno.shift_invariant or isinstance(kernel, Documents):
-            return self.tno(v, past_key_values, gate, kernel)
-        first = first_real_token(gate.mask)
-        mixed = roll(self.tno(roll(gate.inputs(v), -first), kernel=kernel), first)
-        return gate.apply(mixed, self.tno.implementation)
+
+def mix_tokens(
+    operator: ToeplitzOperator, v: torch.Tensor, gate: Gate, past_key_values: Cache | None, kernel
+) -> torch.Tensor:
+    """The gated product of an operator with `v` `(B, L, D)`, the first real token of a row being its first one."""
+    if gate.mask is None or operator.shift_invariant or isinstance(kernel, Documents):
+        return operator(v, past_key_values, gate, kernel)
+    first = first_real_token(gate.mask)
+    mixed = roll(operator(roll(gate.inputs(v), -first), kernel=kernel), first)
+    return gate.apply(mixed, operator.implementation)

@@ -3,6 +3,7 @@
     GTU:    y = W_o( u * TNO(v) ),  u = act(W_u x),  v = act(W_v x)                TNN paper, "token mixer"
     GLU:    y = W_down( act(W_gate x) * W_up x )
     block:  x = x + GTU(norm(x));  x = x + GLU(norm(x))                            (norm_position="pre")
+    mixers: Hyena or the mixer of S4 in place of the GTU in all blocks             (toeplitz_mixer, `mixer_types.py`)
     hybrid: attention in place of the GTU in some blocks                           (layer_types, `attention.py`)
     images: x = W_patch patch,  x = blocks(x),  logits = W_head norm(mean(x))      TNN paper, ImageNet models
 
@@ -44,6 +45,7 @@ from .fixed_kernels import FixedKernelsMixin
 from .gating import activated_product
 from .gtu import TnnGatedToeplitzUnit
 from .hub import check_before_loading
+from .hyena import TnnHyena
 from .inputs import (
     can_be_read,
     check_class_labels,
@@ -59,6 +61,7 @@ from .inputs import (
 )
 from .layer_types import TOEPLITZ
 from .loss import language_model_head
+from .mixer_types import GTU, HYENA, S4
 from .norms import NORM_POSITIONS, GatedRMSNorm, LayerNorm, ScaleNorm, build_final_norm, build_norm, with_mask
 from .packing import check_one_document, forward_packed, split_packed
 from .packing_recorded import Documents, documents_of_graph
@@ -72,11 +75,16 @@ from .padding import (
 from .pipeline import HEAD_PLAN as HEAD_PIPELINE_PLAN
 from .pipeline import first_layer
 from .rpe import sinusoidal_embedding
+from .s4 import TnnS4Mixer
 from .stacking import kernels_of_layers, layout_of
 from .static_cache import is_ready, prepare_step
 from .tensor_parallel import HEAD_PLAN
 from .tno import ToeplitzOperator
 from .tno_auto import operator_class
+
+# From `toeplitz_mixer` to the class. Each stands in a block under the name `gtu`, with its operator at `gtu.tno`: all
+# that walks the operators of a model (precision, conversion, caches, plans, pictures) then knows every mixer.
+TOEPLITZ_MIXERS = {GTU: TnnGatedToeplitzUnit, HYENA: TnnHyena, S4: TnnS4Mixer}
 
 
 class TnnGatedLinearUnit(nn.Module):
@@ -97,14 +105,14 @@ class TnnGatedLinearUnit(nn.Module):
 
 
 class TnnBlock(GradientCheckpointingLayer):
-    """One layer of the model: a GTU (or attention) and a GLU, each with a norm and a residual connection."""
+    """One layer of the model: a token mixer (GTU) and a GLU, each with a norm and a residual connection."""
 
     def __init__(self, config: TnnConfig, layer_idx: int):
         super().__init__()
         self.gtu = self.attention = None
         norm = build_norm(config.norm_type, config.hidden_size)
         if config.layer_types[layer_idx] == TOEPLITZ:
-            self.gtu_norm, self.gtu = norm, TnnGatedToeplitzUnit(config, layer_idx)
+            self.gtu_norm, self.gtu = norm, TOEPLITZ_MIXERS[config.toeplitz_mixer](config, layer_idx)
         else:
             self.attention_norm, self.attention = norm, TnnAttention(config, layer_idx)
         self.glu_norm = build_norm(config.norm_type, config.hidden_size)
@@ -148,7 +156,7 @@ class TnnPreTrainedModel(FixedKernelsMixin, PreTrainedModel):
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = True
     _can_record_outputs = {"hidden_states": TnnBlock}
     # The operators make the kernels: they stay in float32, and quantizers skip them. Patterns, matched from the start.
-    _keep_in_fp32_modules = [r".+\.gtu\.tno"]
+    _keep_in_fp32_modules = [r".+\.gtu\.(tno|short)"]
 
     def __init__(self, config: TnnConfig):
         config.check()
