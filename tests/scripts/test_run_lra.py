@@ -141,8 +141,9 @@ def test_loss_of_pairs():
 @pytest.mark.parametrize("folder", PRESETS, ids=lambda folder: folder.name)
 def test_preset(folder):
     fields = json.loads((folder / "config.json").read_text())
-    assert not set(fields) - set(TnnConfig().to_dict())
-    config, task = AutoConfig.from_pretrained(folder), TASKS[folder.name.split("-", 1)[1]]
+    assert not set(fields) - {*TnnConfig().to_dict(), *TnnConfig.__annotations__}
+    name = re.sub("^(tnn|rtf-s4|rtf)-", "", folder.name)
+    config, task = AutoConfig.from_pretrained(folder), TASKS[name]
     assert (config.vocab_size, config.num_labels) == (task.vocab_size, task.num_labels)
     assert config.max_position_embeddings == task.max_length
     build = AutoModelForSequenceClassification.from_config
