@@ -96,6 +96,7 @@ class TnnCacheLayer(CacheLayerMixin):
     is_croppable = True
     is_sliding = False
     supports_early_init = False
+    short: "TnnCacheLayer | None" = None  # which caches of version 0.1.0 do not have
 
     def __init__(self, **kwargs):
         super().__init__()

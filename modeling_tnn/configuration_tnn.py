@@ -141,8 +141,9 @@ class TnnConfig(PreTrainedConfig):
         vocab_size (`int`): Number of tokens in the vocabulary.
         hidden_size (`int`): Width of the token representations, d.
         num_hidden_layers (`int`): Number of blocks (one GTU and one GLU each).
-        layer_types (`list[str]`, *optional*): What mixes the tokens in each block: `"toeplitz"` (the GTU),
-            `"full_attention"` or `"sliding_attention"` (softmax attention in its place). All are Toeplitz unless set.
+        layer_types (`list[str]`, *optional*): What mixes the tokens in each block: `"toeplitz"` (the GTU, or
+            another `toeplitz_mixer`), `"full_attention"` or `"sliding_attention"` (softmax attention in its place).
+            All are Toeplitz unless set.
         toeplitz_mixer (`str`): What stands around the operator in the Toeplitz blocks: `"gtu"` (the gated Toeplitz
             unit), `"hyena"` (Hyena of order 2, with the operator as its long filter) or `"s4"` (the mixer of S4's
             blocks: the operator, `hidden_act`, a linear map and a gate; needs `gtu_expansion=1`).
@@ -172,7 +173,7 @@ class TnnConfig(PreTrainedConfig):
         gtu_norm (`bool`): Whether the gated product is normalised before the output projection of the GTU.
         use_glu (`bool`): Whether a block has a GLU after its GTU.
         intermediate_size (`int`, *optional*): Inner width of the GLU; `hidden_size` unless set.
-        hidden_act (`str`): Activation of the GTU and of the gate of the GLU.
+        hidden_act (`str`): Activation of the GTU (or in another mixer) and of the gate of the GLU.
         norm_type (`str`): Norm of the blocks, of the GTU (`gtu_norm`) and of the RPE: `"simplermsnorm"` (without
             parameters), `"rmsnorm"`, `"gatedrmsnorm"`, `"scalenorm"`, `"layernorm"` or `"batchnorm"` (over real
             tokens, for the blocks only).

@@ -70,11 +70,13 @@ class ShortConvolution(ToeplitzOperator):
 
     def matmul(self, v: torch.Tensor) -> torch.Tensor:
         """The product by definition: m shifted copies. For so few taps a transform would take longer."""
-        taps = self.taps.to(compute_dtype(self.taps.dtype))
+        taps = self.taps.to(compute_dtype(torch.promote_types(v.dtype, self.taps.dtype)))
         length, count = v.shape[1], taps.shape[1]
-        whole = pad(v.to(taps.dtype), (0, 0, count - 1 + self.first, -self.first))  # (B, L + m - 1, 3D)
-        shifted = (whole[:, count - 1 - lag : count - 1 - lag + length] for lag in range(count))
-        return sum(x * tap for x, tap in zip(shifted, taps.unbind(1), strict=True)).to(v.dtype)
+        x = v.permute(2, 0, 1).to(taps.dtype)  # (3D, B, L), as `ChannelMajorLinear` lays it
+        whole = pad(x, (count - 1 + self.first, -self.first))  # (3D, B, L + m - 1)
+        shifted = (whole[..., count - 1 - lag : count - 1 - lag + length] for lag in range(count))
+        y = sum(x * tap[:, None, None] for x, tap in zip(shifted, taps.unbind(1), strict=True))
+        return y.to(v.dtype).permute(1, 2, 0)
 
     def forward(
         self,
