@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from .layer_types import FIELDS as LAYER_FIELDS
 from .layer_types import has_attention
+from .mixer_types import FIELDS as MIXER_FIELDS
+from .mixer_types import GTU
 
 VERSION = attrgetter("_version")
 
@@ -126,6 +128,8 @@ def identity(model: nn.Module) -> dict:
     names = type(model.config).__annotations__.keys() - OTHER_FIELDS
     if not has_attention(model.config):
         names -= set(LAYER_FIELDS)  # which caches of version 0.1.0 do not have
+    if model.config.toeplitz_mixer == GTU:
+        names -= set(MIXER_FIELDS)  # nor these
     return {
         "fields": {name: getattr(model.config, name) for name in sorted(names)},
         "weights": {name: hash_values(parameter) for name, parameter in model.named_parameters()},

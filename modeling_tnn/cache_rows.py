@@ -129,9 +129,9 @@ def bytes_of_text(model: nn.Module, tokens: int) -> int:
     config, total = model.config, 0
     for kind, layer in zip(config.layer_types, model.layers, strict=True):
         if kind == TOEPLITZ:
-            operator = layer.gtu.tno
-            recurrence = operator.recurrence().settled()
-            total += operator.channels * recurrence.bytes_per_channel(tokens, model.dtype)
+            for operator in (layer.gtu.tno, *([layer.gtu.short] if hasattr(layer.gtu, "short") else [])):
+                recurrence = operator.recurrence().settled()
+                total += operator.channels * recurrence.bytes_per_channel(tokens, model.dtype)
         else:
             kept = min(tokens, config.sliding_window - 1) if kind == SLIDING else tokens
             total += 2 * config.num_key_value_heads * config.head_dim * kept * model.dtype.itemsize

@@ -6,6 +6,7 @@ B batch, D channels. A layer holds the state of the recurrence of its operator (
     tensors    further states by name, each (B, D, ...)
     counters   integers that belong to these states
     length     number of tokens seen
+    short      for Hyena, a layer with the state of the short convolution before the operator
     prefill    inputs of the first call, if the state is only made when decoding starts
 
     recurrence   history holds                    tensors                                    dtype
@@ -33,7 +34,7 @@ A cache can be pickled and saved by `torch.save`. `torch.load(path, weights_only
 import contextlib
 import copy
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -95,6 +96,7 @@ class TnnCacheLayer(CacheLayerMixin):
     is_croppable = True
     is_sliding = False
     supports_early_init = False
+    short: "TnnCacheLayer | None" = None  # which caches of version 0.1.0 do not have
 
     def __init__(self, **kwargs):
         super().__init__()
@@ -102,7 +104,7 @@ class TnnCacheLayer(CacheLayerMixin):
 
     def reset(self):
         """Empty the layer."""
-        self.recurrence = self.history = self.prefill = self.origin = None
+        self.recurrence = self.history = self.prefill = self.origin = self.short = None
         self.tensors: dict[str, torch.Tensor] = {}
         self.counters: dict[str, int] = {}
         self.length = 0
@@ -117,6 +119,13 @@ class TnnCacheLayer(CacheLayerMixin):
         twin = memo[id(self)] = type(self)()
         vars(twin).update(copy.deepcopy(vars(self), memo))
         return twin
+
+    def beside(self) -> "TnnCacheLayer":
+        """The layer that holds the state of the short convolution before the operator (`hyena.py`)."""
+        if self.short is None:
+            self.short = type(self)()
+            self.short.origin = self.origin
+        return self.short
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor | None = None):
         """Take dtype and device from the first inputs `key_states` `(B, L, D)`."""
@@ -154,6 +163,8 @@ class TnnCacheLayer(CacheLayerMixin):
         if self.is_initialized:
             self.recurrence = self.recurrence.renewed()
             self.tensors.pop("future", None)  # made with the earlier weights
+        if self.short is not None:
+            self.short.renew()
 
     def _keep(self, prompt: Prefill):
         """Make the state after the inputs of the first call or, if it may not be needed, keep the inputs.
@@ -231,6 +242,8 @@ class TnnCacheLayer(CacheLayerMixin):
         else:
             self.prefill = self.prefill.select(lambda tensor: tensor[:, :-count])
         self.length -= count
+        if self.short is not None:
+            self.short.crop(tokens_to_remove)
 
     def put(self, other: "TnnCacheLayer", rows: list[int]):
         """Give the `rows` the states of `other`, which is empty afterwards. Rows beyond the present ones are added.
@@ -245,13 +258,15 @@ class TnnCacheLayer(CacheLayerMixin):
                 one._start()
         if not self.is_initialized:
             vars(self).update(vars(other))
-            self.recurrence.compact(self)
+            self._compact()
         elif self.recurrence.settings() != other.recurrence.settings() or not self.origin.is_that_of(other.origin):
             raise ValueError(ANOTHER_MODEL)
         else:
             with torch.inference_mode(False), torch.no_grad():  # later calls write into the state
                 self.recurrence.put(self, other, rows)
             self.length = max(self.length, other.length)
+            if self.short is not None:
+                self.short.put(other.short, rows)
         other.reset()
 
     def drop_padding(self, tokens: int):
@@ -262,17 +277,29 @@ class TnnCacheLayer(CacheLayerMixin):
         if self.prefill is None:
             self.recurrence.drop_padding(self, tokens)
             self.recurrence.compact(self)
+        if self.short is not None:
+            self.short.drop_padding(tokens)
+
+    def _compact(self):
+        """Free the memory of values that only `crop` may need."""
+        if self.prefill is not None:
+            self._start()
+        self.recurrence.compact(self)
+        if self.short is not None:
+            self.short._compact()
 
     def max_crop(self) -> int:
         """The number of newest tokens that `crop` can remove."""
         started = self.is_initialized and self.prefill is None
-        return self.recurrence.max_crop(self) if started else self.length
+        most = self.recurrence.max_crop(self) if started else self.length
+        return most if self.short is None else min(most, self.short.max_crop())
 
     def memory_per_sequence(self) -> int:
         """The bytes of state of one sequence in this layer."""
         held = [*self.tensors.values()] + ([] if self.history is None else [self.history.buffer])
         held += [] if self.prefill is None else [self.prefill.v]
-        return sum(tensor.numel() * tensor.element_size() // max(1, tensor.shape[0]) for tensor in held)
+        own = sum(tensor.numel() * tensor.element_size() // max(1, tensor.shape[0]) for tensor in held)
+        return own if self.short is None else own + self.short.memory_per_sequence()
 
     def get_seq_length(self) -> int:
         """The number of tokens seen."""
@@ -346,6 +373,8 @@ class TnnCacheLayer(CacheLayerMixin):
         if self.history is not None:
             self.history.select(choose)
         self.tensors = {name: choose(tensor) for name, tensor in self.tensors.items()}
+        if self.short is not None:
+            self.short._select(choose)
 
 
 def check_rows(held: int, given: int):
@@ -397,9 +426,15 @@ def new_layer(kind: str, sliding_window: int | None) -> CacheLayerMixin:
     return TnnCacheLayer() if kind == TOEPLITZ else DYNAMIC_LAYER_TYPE_MAPPING[kind](sliding_window=sliding_window)
 
 
+def with_short(layers: Iterable[CacheLayerMixin]) -> list[CacheLayerMixin]:
+    """The layers, and after each that of its short convolution if it has one."""
+    return [one for layer in layers for one in (layer, getattr(layer, "short", None)) if one is not None]
+
+
 def saved_classes(past_key_values: Cache) -> list[type]:
     """The classes of this package in a saved cache, for `torch.serialization.safe_globals`."""
-    recurrences = {type(getattr(layer, "recurrence", None)) for layer in past_key_values.layers} - {type(None)}
+    layers = with_short(past_key_values.layers)
+    recurrences = {type(getattr(layer, "recurrence", None)) for layer in layers} - {type(None)}
     layers = {type(layer) for layer in past_key_values.layers}
     return [*layers, Prefill, Gate, HistoryBuffer, Origin, *recurrences]
 
@@ -429,7 +464,7 @@ def check_cache(past_key_values: Cache, model: nn.Module):
             "Start with an empty cache."
         )
     pairs = zip(layers[:count], model.layers[:count], strict=True)
-    held = [layer for layer, block in pairs if not is_elsewhere(block)]
+    held = with_short(layer for layer, block in pairs if not is_elsewhere(block))
     lengths = {count for count in map(seen, held) if isinstance(count, int)}  # others would stall a device
     if len(lengths) > 1:
         raise ValueError(

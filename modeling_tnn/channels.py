@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from .fixed_kernels import state_of
 from .layer_types import TOEPLITZ
+from .mixer_types import GTU
 from .numerics import is_traced
 from .stacking import with_parameters
 
@@ -38,10 +39,10 @@ PLAN_OF_CHANNELS = {
 }
 
 
-def tensor_plan(layer_types: Sequence[str]) -> dict[str, str]:
-    """The plan of a model with these kinds of layer."""
-    plan = PLAN_OF_TOEPLITZ if TOEPLITZ in layer_types else {}
-    return plan | (PLAN_OF_ATTENTION if {*layer_types} - {TOEPLITZ} else {}) | PLAN_OF_CHANNELS
+def tensor_plan(layer_types: Sequence[str], mixer: str = GTU, use_glu: bool = True) -> dict[str, str]:
+    """The plan of a model with these kinds of layer. Mixers other than the GTU lie on every process as a whole."""
+    plan = PLAN_OF_TOEPLITZ if TOEPLITZ in layer_types and mixer == GTU else {}
+    return plan | (PLAN_OF_ATTENTION if {*layer_types} - {TOEPLITZ} else {}) | (PLAN_OF_CHANNELS if use_glu else {})
 
 
 # What a divided operator has in place of the methods and attributes of its class. Its part has those of the class.

@@ -21,6 +21,9 @@ from .layer_types import FIELDS as LAYER_FIELDS
 from .layer_types import LIMITS as LIMITS_OF_LAYERS
 from .layer_types import SOURCES as SOURCES_OF_LAYERS
 from .layer_types import TOEPLITZ, check_layers, has_attention
+from .mixer_types import FIELDS as MIXER_FIELDS
+from .mixer_types import GTU, check_mixer
+from .mixer_types import LIMITS as LIMITS_OF_MIXERS
 from .numerics import IMPLEMENTATIONS
 from .pipeline import PLAN as PIPELINE_PLAN
 from .tno_auto import BUILT_IN, operator_class, qualified_name
@@ -106,6 +109,7 @@ LIMITS: list[tuple[str, Limit]] = [
     ("ski_decay", (lambda value: 0 < value <= 1, "in (0, 1]")),
     ("fd_resolution", (lambda value: value & (value - 1) == 0, "a power of two")),
     *LIMITS_OF_LAYERS,
+    *LIMITS_OF_MIXERS,
 ]
 
 # Fields that follow from others unless they are set.
@@ -139,8 +143,16 @@ class TnnConfig(PreTrainedConfig):
         vocab_size (`int`): Number of tokens in the vocabulary.
         hidden_size (`int`): Width of the token representations, d.
         num_hidden_layers (`int`): Number of blocks (one GTU and one GLU each).
-        layer_types (`list[str]`, *optional*): What mixes the tokens in each block: `"toeplitz"` (the GTU),
-            `"full_attention"` or `"sliding_attention"` (softmax attention in its place). All are Toeplitz unless set.
+        layer_types (`list[str]`, *optional*): What mixes the tokens in each block: `"toeplitz"` (the GTU, or
+            another `toeplitz_mixer`), `"full_attention"` or `"sliding_attention"` (softmax attention in its place).
+            All are Toeplitz unless set.
+        toeplitz_mixer (`str`): What stands around the operator in the Toeplitz blocks: `"gtu"` (the gated Toeplitz
+            unit), `"hyena"` (Hyena of order 2, with the operator as its long filter) or `"s4"` (the mixer of S4's
+            blocks: the operator, `hidden_act`, a linear map and a gate; needs `gtu_expansion=1`).
+        short_conv_kernel (`int`): Number of taps of the short convolutions of `"hyena"`, in [1, 64]; odd with
+            `causal=False`.
+        hyena_rank (`int`, *optional*): Width of the two linear maps, with `hidden_act` between them, that replace the
+            output projection of `"hyena"`. None for one map without an activation.
         num_attention_heads (`int`, *optional*): Number of heads of attention; one for each 64 of `hidden_size` unless
             set. None without attention.
         num_key_value_heads (`int`, *optional*): Number of heads of keys and values, a divisor of
@@ -163,7 +175,7 @@ class TnnConfig(PreTrainedConfig):
         gtu_norm (`bool`): Whether the gated product is normalised before the output projection of the GTU.
         use_glu (`bool`): Whether a block has a GLU after its GTU.
         intermediate_size (`int`, *optional*): Inner width of the GLU; `hidden_size` unless set.
-        hidden_act (`str`): Activation of the GTU and of the gate of the GLU.
+        hidden_act (`str`): Activation of the GTU (or in another mixer) and of the gate of the GLU.
         norm_type (`str`): Norm of the blocks, of the GTU (`gtu_norm`) and of the RPE: `"simplermsnorm"` (without
             parameters), `"rmsnorm"`, `"gatedrmsnorm"`, `"scalenorm"`, `"layernorm"` or `"batchnorm"` (over real
             tokens, for the blocks only).
@@ -259,6 +271,9 @@ class TnnConfig(PreTrainedConfig):
     hidden_size: int = 512
     num_hidden_layers: int = 7
     layer_types: list[str] | None = None
+    toeplitz_mixer: str = GTU
+    short_conv_kernel: int = 3
+    hyena_rank: int | None = None
     num_attention_heads: int | None = None
     num_key_value_heads: int | None = None
     head_dim: int | None = None
@@ -400,8 +415,9 @@ class TnnConfig(PreTrainedConfig):
         return fields
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields as a dictionary, as in transformers; without those of attention if there is none."""
+        """All fields as a dictionary, as in transformers; without those of attention and of other mixers if unused."""
         left_out = {"_automatic"} if has_attention(self) else {"_automatic", *LAYER_FIELDS}
+        left_out |= {*MIXER_FIELDS} if self.toeplitz_mixer == GTU else set()
         return {name: value for name, value in super().to_dict().items() if name not in left_out}
 
     def to_diff_dict(self) -> dict[str, Any]:
@@ -422,9 +438,9 @@ class TnnConfig(PreTrainedConfig):
         self._automatic = frozenset(self._automatic & DERIVED_LAYERS.keys())
         if self.rope_parameters:
             self.standardize_rope_params()  # they may have been set after the rest
-        if has_attention(self):
+        if has_attention(self) or self.toeplitz_mixer != GTU:
             others = {name: how for name, how in self.base_model_tp_plan.items() if not name.startswith("layers.")}
-            self.base_model_tp_plan = others | tensor_plan(self.layer_types)
+            self.base_model_tp_plan = others | tensor_plan(self.layer_types, self.toeplitz_mixer, self.use_glu)
         self.tno_class = None if self.tno_type in BUILT_IN else qualified_name(operator_class(self.tno_type))
 
     @property
@@ -486,6 +502,7 @@ class TnnConfig(PreTrainedConfig):
             self.require("decay", self.decay is not None, "a number (the lower bound) when learnable_decay=True")
         self.require("gtu_norm", not (self.gtu_norm and self.norm_type == "batchnorm"), "False with a batch norm")
         check_layers(self)
+        check_mixer(self)
 
     def _check_operator(self):
         if self.spatial_dims == 2:

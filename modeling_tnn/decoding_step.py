@@ -16,6 +16,7 @@ from torch import nn
 
 from .gating import Gate
 from .layer_types import TOEPLITZ
+from .mixer_types import HYENA
 from .numerics import compute_dtype
 from .tno import ToeplitzOperator
 
@@ -108,7 +109,7 @@ class DecodingStep(nn.Module):
             evaluation mode.
 
     Raises:
-        ValueError: the model has other operators, attention, or positions.
+        ValueError: the model has other operators, attention, Hyena mixers, or positions.
 
     Example:
         step = DecodingStep(model)
@@ -124,6 +125,11 @@ class DecodingStep(nn.Module):
         if {*config.layer_types} != {TOEPLITZ}:
             raise ValueError(
                 f"`layer_types` must be {TOEPLITZ!r} in all layers for one step, got {config.layer_types}"
+            )
+        if config.toeplitz_mixer == HYENA:
+            raise ValueError(
+                "`toeplitz_mixer` must be 'gtu' or 's4' for one step, which has no state of short convolutions, got "
+                f"{config.toeplitz_mixer!r}"
             )
         if config.position_embedding == "sinusoidal":
             raise ValueError("`position_embedding` must be None for one step, which has no position, got 'sinusoidal'")

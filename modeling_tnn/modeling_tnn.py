@@ -3,6 +3,7 @@
     GTU:    y = W_o( u * TNO(v) ),  u = act(W_u x),  v = act(W_v x)                TNN paper, "token mixer"
     GLU:    y = W_down( act(W_gate x) * W_up x )
     block:  x = x + GTU(norm(x));  x = x + GLU(norm(x))                            (norm_position="pre")
+    mixers: Hyena or the mixer of S4 in place of the GTU in all blocks             (toeplitz_mixer, `mixer_types.py`)
     hybrid: attention in place of the GTU in some blocks                           (layer_types, `attention.py`)
     images: x = W_patch patch,  x = blocks(x),  logits = W_head norm(mean(x))      TNN paper, ImageNet models
 
@@ -41,8 +42,10 @@ from .cache_tnn import check_cache
 from .configuration_tnn import TnnConfig
 from .conversion import LayerReport, to_recurrent
 from .fixed_kernels import FixedKernelsMixin
-from .gating import Gate, activated_product
+from .gating import activated_product
+from .gtu import TnnGatedToeplitzUnit
 from .hub import check_before_loading
+from .hyena import TnnHyena
 from .inputs import (
     can_be_read,
     check_class_labels,
@@ -58,81 +61,30 @@ from .inputs import (
 )
 from .layer_types import TOEPLITZ
 from .loss import language_model_head
+from .mixer_types import GTU, HYENA, S4
 from .norms import NORM_POSITIONS, GatedRMSNorm, LayerNorm, ScaleNorm, build_final_norm, build_norm, with_mask
-from .numerics import is_exported, is_plain_tensor
 from .packing import check_one_document, forward_packed, split_packed
 from .packing_recorded import Documents, documents_of_graph
 from .padding import (
     check_attention_mask,
     check_pooled_whole,
-    first_real_token,
     pool_tokens,
     real_tokens,
-    roll,
     token_positions,
 )
 from .pipeline import HEAD_PLAN as HEAD_PIPELINE_PLAN
 from .pipeline import first_layer
 from .rpe import sinusoidal_embedding
+from .s4 import TnnS4Mixer
 from .stacking import kernels_of_layers, layout_of
 from .static_cache import is_ready, prepare_step
 from .tensor_parallel import HEAD_PLAN
 from .tno import ToeplitzOperator
-from .tno_auto import build_tno, operator_class
+from .tno_auto import operator_class
 
-
-class ChannelMajorLinear(nn.Linear):
-    """A `torch.nn.Linear` whose result lies channel by channel in memory. Values and gradients are the same.
-
-    The result `(..., D)` is the transposed view of a `(D, N)` matrix, N tokens of all sequences. W x^T costs the same
-    as x W^T. A Toeplitz product on `(N, D)` memory would spend half of its time (measured) in strided copies.
-    """
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`(..., L, d)` to `(..., L, D)`."""
-        # A quantised or sharded weight is a tensor class that supports only `linear`; one token has no sequence.
-        if is_exported() or x.shape[-2] == 1 or not is_plain_tensor(self.weight.data):
-            return super().forward(x)
-        columns = x.reshape(-1, self.in_features).t()  # (d, N)
-        y = torch.addmm(self.bias[:, None], self.weight, columns)  # (D, N)
-        return y.t().view(*x.shape[:-1], len(self.weight))  # of a shard, not all out_features
-
-
-class TnnGatedToeplitzUnit(nn.Module):
-    """The token mixer: a Toeplitz operator inside a gate."""
-
-    def __init__(self, config: TnnConfig, layer_idx: int):
-        super().__init__()
-        self.u_proj = ChannelMajorLinear(config.hidden_size, config.gtu_dim)
-        self.v_proj = ChannelMajorLinear(config.hidden_size, config.gtu_dim)
-        self.o_proj = nn.Linear(config.gtu_dim, config.hidden_size)
-        for projection in (self.u_proj, self.v_proj, self.o_proj):
-            projection.is_gtu_projection = True  # transformers initialises linear layers without their parent
-        self.act = ACT2FN[config.hidden_act]
-        self.tno = build_tno(config, layer_idx)
-        self.norm = build_norm(config.norm_type, config.gtu_dim) if config.gtu_norm else nn.Identity()
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
-        kernel: torch.Tensor | tuple | None = None,
-    ) -> torch.Tensor:
-        """`(B, L, d)` to `(B, L, d)`, with a mask `(B, L)` and a cache that holds the state after earlier tokens.
-
-        `kernel` is that of the operator for L positions, if it is known already.
-        """
-        u, v = self.u_proj(hidden_states), self.v_proj(hidden_states)  # (B, L, D) each
-        gated = self._mix(v, Gate(u, self.act, attention_mask), past_key_values, kernel)  # (B, L, D)
-        return self.o_proj(self.norm(gated))
-
-    def _mix(self, v: torch.Tensor, gate: Gate, past_key_values: Cache | None, kernel) -> torch.Tensor:
-        if gate.mask is None or self.tno.shift_invariant or isinstance(kernel, Documents):
-            return self.tno(v, past_key_values, gate, kernel)
-        first = first_real_token(gate.mask)
-        mixed = roll(self.tno(roll(gate.inputs(v), -first), kernel=kernel), first)
-        return gate.apply(mixed, self.tno.implementation)
+# From `toeplitz_mixer` to the class. Each stands in a block under the name `gtu`, with its operator at `gtu.tno`: all
+# that walks the operators of a model (precision, conversion, caches, plans, pictures) then knows every mixer.
+TOEPLITZ_MIXERS = {GTU: TnnGatedToeplitzUnit, HYENA: TnnHyena, S4: TnnS4Mixer}
 
 
 class TnnGatedLinearUnit(nn.Module):
@@ -153,14 +105,14 @@ class TnnGatedLinearUnit(nn.Module):
 
 
 class TnnBlock(GradientCheckpointingLayer):
-    """One layer of the model: a GTU (or attention) and a GLU, each with a norm and a residual connection."""
+    """One layer of the model: a token mixer (GTU) and a GLU, each with a norm and a residual connection."""
 
     def __init__(self, config: TnnConfig, layer_idx: int):
         super().__init__()
         self.gtu = self.attention = None
         norm = build_norm(config.norm_type, config.hidden_size)
         if config.layer_types[layer_idx] == TOEPLITZ:
-            self.gtu_norm, self.gtu = norm, TnnGatedToeplitzUnit(config, layer_idx)
+            self.gtu_norm, self.gtu = norm, TOEPLITZ_MIXERS[config.toeplitz_mixer](config, layer_idx)
         else:
             self.attention_norm, self.attention = norm, TnnAttention(config, layer_idx)
         self.glu_norm = build_norm(config.norm_type, config.hidden_size)
@@ -204,7 +156,7 @@ class TnnPreTrainedModel(FixedKernelsMixin, PreTrainedModel):
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = True
     _can_record_outputs = {"hidden_states": TnnBlock}
     # The operators make the kernels: they stay in float32, and quantizers skip them. Patterns, matched from the start.
-    _keep_in_fp32_modules = [r".+\.gtu\.tno"]
+    _keep_in_fp32_modules = [r".+\.gtu\.(tno|short)"]
 
     def __init__(self, config: TnnConfig):
         config.check()

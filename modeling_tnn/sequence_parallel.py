@@ -30,6 +30,7 @@ from .channels import OF_THE_WHOLE, Part, filters_of_parameters, restricted
 from .gating import NO_GATE, Gate
 from .inputs import check_keywords, check_labels, check_tokens, require_tensor
 from .layer_types import has_attention
+from .mixer_types import HYENA
 from .packing import DocumentBatch, pack, split_packed
 from .padding import check_attention_mask, first_real_token, roll, token_positions
 
@@ -195,6 +196,12 @@ class SequenceParallel:
             raise ValueError(
                 "`layer_types` must be 'toeplitz' for all layers of a divided text, because attention would see one "
                 f"part of it alone, got {self.base.config.layer_types}. Divide the model instead (tp_plan='auto')."
+            )
+        mixer = self.base.config.toeplitz_mixer
+        if mixer == HYENA:
+            raise ValueError(
+                "`toeplitz_mixer` must be 'gtu' or 's4' for a divided text, because short convolutions read tokens of "
+                f"other processes, got {mixer!r}. Use data parallelism or shards (FSDP) instead."
             )
         self.operators = [layer.gtu.tno for layer in self.base.layers]
         width = self.operators[0].channels

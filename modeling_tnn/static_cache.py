@@ -165,6 +165,11 @@ def prepare_step(model: nn.Module, inputs: dict) -> dict:
         pairs = [
             (layer, block.gtu.tno) for layer, block in zip(layers, model.layers, strict=True) if block.gtu is not None
         ]
+        pairs += [
+            (layer.short, block.gtu.short)
+            for layer, block in zip(layers, model.layers, strict=True)
+            if getattr(layer, "short", None) is not None
+        ]
         mask = inputs.get("attention_mask")
         masks = masks_of_step(model, cache, tokens, mask)
         places = [layer.prepare(operator.on_this_process()) for layer, operator in pairs]

@@ -1,11 +1,11 @@
 """Measure what causal models remember and find: Copying, Delay, Recall and Passkey.
 
 The program trains one model for every variant and seed, with transformers' Trainer. Copying and Delay are tasks of
-the RTF paper and compare state sizes of RTF. Copying trains a language model of gated Toeplitz units and measures the
-accuracy on the tokens to copy. Delay trains a linear model of one operator and measures the root mean square error
-relative to the signal. Recall (multi-query associative recall) and Passkey compare any configurations, such as hybrids
-with attention, by the accuracy on the tokens to find. The recipes copying.yaml and delay.yaml have the lengths and
-settings of the paper; small-*.yaml run in minutes on a CPU.
+the RTF paper and compare state sizes of RTF. Copying trains a language model, of gated Toeplitz units unless
+--config_overrides says otherwise, and measures the accuracy on the tokens to copy. Delay trains a linear model of one
+operator and measures the root mean square error relative to the signal. Recall (multi-query associative recall) and
+Passkey compare any configurations, such as hybrids with attention, by the accuracy on the tokens to find. The recipes
+copying.yaml and delay.yaml have the lengths and settings of the paper; small-*.yaml run in minutes on a CPU.
 
 Example:
     python scripts/run_synthetic.py --recipe synthetic/small-copying --output_dir outputs/a
@@ -45,6 +45,7 @@ class SyntheticArguments(GroupArguments):
         default_factory=list, metadata={"help": "Orders of the rational function to compare: copying and delay."}
     )
     variants: list[str] = field(default_factory=list)
+    config_overrides: str | None = None
     memory: int = field(
         default=1024, metadata={"help": "Tokens to copy, steps of delay, pairs to recall, or tokens of a passkey."}
     )
@@ -104,19 +105,20 @@ class DelayModel(nn.Module):
 
 def rational_config(args: SyntheticArguments, state_size: int) -> TnnConfig:
     copying = args.task == "copying"
-    return TnnConfig(
-        tno_type="rtf",
-        vocab_size=args.num_tokens,
-        hidden_size=args.hidden_size,
-        num_hidden_layers=args.num_hidden_layers if copying else 1,
-        gtu_expansion=1,
-        max_position_embeddings=2 * args.memory + 1 if copying else args.length,
-        rtf_state_size=state_size,
-        rtf_num_denominators=1,
-        rtf_initializer=args.rtf_initializer,
-        rtf_constraint=args.rtf_constraint,
-        hidden_dropout_prob=0.0,
-    )
+    fields = {
+        "tno_type": "rtf",
+        "vocab_size": args.num_tokens,
+        "hidden_size": args.hidden_size,
+        "num_hidden_layers": args.num_hidden_layers if copying else 1,
+        "gtu_expansion": 1,
+        "max_position_embeddings": 2 * args.memory + 1 if copying else args.length,
+        "rtf_state_size": state_size,
+        "rtf_num_denominators": 1,
+        "rtf_initializer": args.rtf_initializer,
+        "rtf_constraint": args.rtf_constraint,
+        "hidden_dropout_prob": 0.0,
+    }
+    return TnnConfig(**fields | parse_overrides(args.config_overrides))
 
 
 def variant_config(args: SyntheticArguments, variant: str) -> TnnConfig:
@@ -135,7 +137,7 @@ def variant_config(args: SyntheticArguments, variant: str) -> TnnConfig:
         "hidden_dropout_prob": 0.0,
     }
     try:
-        return TnnConfig(**fields | parse_overrides(changes))
+        return TnnConfig(**fields | parse_overrides(args.config_overrides) | parse_overrides(changes))
     except ValueError as error:
         raise ValueError(f"--variants {name}: {error}") from error
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from helpers.hybrids import HYBRIDS
+from helpers.mixers import MIXED
 from helpers.models import exhaustive, lively_language_model
 from modeling_tnn.batching import BatchScheduler, QueueFullError
 from modeling_tnn.cache_rows import bytes_of_text
@@ -16,6 +17,7 @@ MODELS = {
     "fd": {"tno_type": "fd"},
     "rtf": {"tno_type": "rtf"},
     "modal": {"tno_type": "modal"},
+    "hyena": {"tno_type": "rtf"} | MIXED["hyena"],
     "hybrid": {"tno_type": "rpe", "decay": 0.97} | HYBRIDS["full"],
     "sliding": {"tno_type": "rtf"} | HYBRIDS["sliding"],
     "sinusoidal": {"tno_type": "rtf", "position_embedding": "sinusoidal"},

@@ -7,6 +7,7 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 from helpers.hybrids import HYBRIDS
+from helpers.mixers import MIXED
 from helpers.models import exhaustive, lively_language_model, relative_error
 from modeling_tnn.cache_rows import bytes_of_text, drop_padding, put_texts, rows_of
 from modeling_tnn.cache_tnn import memory_per_sequence
@@ -22,11 +23,13 @@ MODELS = {
     "modal": {"tno_type": "modal"},
     "explicit": {"tno_type": "explicit", "max_position_embeddings": 50},
     "sinusoidal": {"tno_type": "rpe", "decay": 0.9, "position_embedding": "sinusoidal"},
+    "hyena": {"tno_type": "rpe", "decay": 0.97} | MIXED["hyena"],
+    "s4": {"tno_type": "rtf"} | MIXED["s4"],
     "hybrid": {"tno_type": "rpe", "decay": 0.9} | HYBRIDS["full"],
     "hybrid-sliding": {"tno_type": "rtf"} | HYBRIDS["sliding"],
     "attention": HYBRIDS["attention"],
 }
-RARE = ("rpe-learnable-decay", "explicit", "attention")
+RARE = ("rpe-learnable-decay", "explicit", "attention", "s4")
 EVERY_MODEL = pytest.mark.parametrize("name", [*(name for name in MODELS if name not in RARE), *exhaustive(*RARE)])
 TEXTS = torch.randint(2, 99, (6, 1400), generator=torch.Generator().manual_seed(0))
 

@@ -13,12 +13,14 @@ from torch._dynamo.utils import counters
 from transformers import CompileConfig, DynamicCache, StaticCache
 
 from helpers.cache_models import MODELS, TEXT, model_of
+from helpers.mixers import MIXED
 from helpers.models import relative_error
 
 KINDS = MODELS | {
     "rpe-medium-decay": {"tno_type": "rpe", "decay": 0.94},  # the history is a ring
     "rpe-sinusoidal": {"tno_type": "rpe", "decay": 0.9, "position_embedding": "sinusoidal"},
     "converted": {},
+    "hyena": {"tno_type": "rtf"} | MIXED["hyena"],
 }
 FIRST = ("rpe-medium-decay", "rtf", "converted")
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in KINDS if name not in FIRST]

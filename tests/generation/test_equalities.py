@@ -9,6 +9,7 @@ import torch
 from transformers import DynamicCache
 
 from helpers.hybrids import HYBRIDS
+from helpers.mixers import MIXED
 from helpers.models import exhaustive, lively_language_model, relative_error
 
 MODELS = {
@@ -20,20 +21,24 @@ MODELS = {
     "rtf-odd-length": {"tno_type": "rtf", "max_position_embeddings": 63},
     "explicit": {"tno_type": "explicit"},
     "converted": {"tno_type": "rpe", "decay": 0.9},
+    "hyena": {"tno_type": "rpe", "decay": 0.9} | MIXED["hyena"],
+    "hyena-rtf": {"tno_type": "rtf"} | MIXED["hyena"] | HYBRIDS["sliding"],
+    "hyena-converted": {"tno_type": "rpe", "decay": 0.9} | MIXED["hyena"],
+    "s4": {"tno_type": "rtf"} | MIXED["s4"],
     "hybrid": {"tno_type": "rpe", "decay": 0.9} | HYBRIDS["full"],
     "hybrid-sliding": {"tno_type": "rtf"} | HYBRIDS["sliding"],
     "attention": HYBRIDS["attention"],
 }
 # Lengths of prompts, and how many tokens to generate after each.
 PROMPTS = [(7, 40), (300, 40), *exhaustive((1, 40), (2, 31), (64, 23))]
-RARE = ("rpe-learnable-decay", "rtf-odd-length", "attention")
+RARE = ("rpe-learnable-decay", "rtf-odd-length", "attention", "hyena-rtf", "hyena-converted", "s4")
 EVERY_MODEL = pytest.mark.parametrize("name", [*(name for name in MODELS if name not in RARE), *exhaustive(*RARE)])
 EVERY_PROMPT = pytest.mark.parametrize("length, new", PROMPTS)
 
 
 def model_of(name):
     model = lively_language_model(**MODELS[name])
-    return model.to_recurrent(order=8, window=4)[0] if name == "converted" else model
+    return model.to_recurrent(order=8, window=4)[0] if "converted" in name else model
 
 
 def prompt_of(length, rows=2):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from helpers import mixers
 from helpers.hybrids import HYBRIDS
 from helpers.models import lively_language_model
 
@@ -16,8 +17,11 @@ MODELS = {
     "explicit": {"tno_type": "explicit", "max_position_embeddings": 50},
 }
 EVERY_MODEL = pytest.mark.parametrize("name", MODELS)
-# Those whose layers are not all Toeplitz have no name above: many tests look into the state of each layer.
-MIXED = {"hybrid": {"tno_type": "rpe", "decay": 0.9} | HYBRIDS["full"]}
+# Those whose layers hold more than one state have no name above: many tests look into the state of each layer.
+MIXED = {
+    "hybrid": {"tno_type": "rpe", "decay": 0.9} | HYBRIDS["full"],
+    "hyena": {"tno_type": "rpe", "decay": 0.9} | mixers.MIXED["hyena"],
+}
 WITH_HYBRIDS = pytest.mark.parametrize("name", [*MODELS, *MIXED])
 TEXT = torch.randint(2, 99, (2, 160), generator=torch.Generator().manual_seed(0))
 

@@ -73,8 +73,9 @@ def lively_language_model(**fields) -> TnnForCausalLM:
     with torch.no_grad():
         for layer in model.model.layers:
             mixer = layer.attention if layer.gtu is None else layer.gtu
-            mixer.v_proj.weight.mul_(4)
-            mixer.o_proj.weight.mul_(4)
+            for name in ("v_proj", "in_proj", "o_proj"):  # those that the mixer has
+                if hasattr(mixer, name):
+                    getattr(mixer, name).weight.mul_(4)
             if layer.attention is not None:
                 mixer.q_proj.weight.mul_(4)  # the mean of all tokens would change little from one to the next
     return model

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from helpers.models import BIDIRECTIONAL, CAUSAL
 from modeling_tnn import TnnConfig
+from modeling_tnn.mixer_types import GTU, HYENA, S4
 from modeling_tnn.norms import NORM_TYPES
 from modeling_tnn.tno_ski import KINDS
 
@@ -74,6 +75,17 @@ def explicit_fields(draw, causal):
     return {"decay": draw(decays())}
 
 
+def mixer_fields(draw, causal):
+    """The gated Toeplitz unit more often than the others, because it has more fields of its own."""
+    mixer = draw(st.sampled_from((GTU, GTU, GTU, HYENA, S4)))
+    if mixer == HYENA:
+        sizes = st.integers(1, 5) if causal else st.sampled_from((1, 3, 5))
+        mixer_only = {"short_conv_kernel": draw(sizes), "hyena_rank": draw(st.sampled_from((None, 3)))}
+    else:
+        mixer_only = {"gtu_expansion": 1, "gtu_norm": False} if mixer == S4 else {}
+    return {"toeplitz_mixer": mixer} | mixer_only
+
+
 FIELDS = {
     "rpe": rpe_fields,
     "fd": fd_fields,
@@ -115,7 +127,8 @@ def configs(draw, causal: bool | None = None, tno_types: tuple[str, ...] | None 
         "classifier_pooling": draw(st.sampled_from((None, "last", "mean"))),
         "eos_token_id": None,
     }
-    return TnnConfig(tno_type=tno_type, causal=causal, **fields | FIELDS[tno_type](draw, causal))
+    fields |= FIELDS[tno_type](draw, causal)
+    return TnnConfig(tno_type=tno_type, causal=causal, **fields | mixer_fields(draw, causal))
 
 
 @st.composite

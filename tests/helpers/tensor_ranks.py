@@ -13,6 +13,7 @@ from transformers.distributed import DistributedConfig
 
 from helpers import ranks
 from helpers.hybrids import HYBRIDS
+from helpers.mixers import MIXED
 from helpers.models import VARIANTS, checkpoint_activations, image_config, relative_error, seeded, tiny_config
 from modeling_tnn import (
     TnnForCausalLM,
@@ -27,6 +28,8 @@ CASES = {f"{name}-{'causal' if causal else 'bidirectional'}": (name, causal, {})
 CASES |= {"gtu_norm": ("rpe", True, {"gtu_norm": True, "norm_type": "gatedrmsnorm"})}
 CASES |= {"one denominator": ("rtf", True, {"rtf_num_denominators": 1})}
 # The heads are divided too.
+# The GLU is divided, the mixer is not.
+CASES |= {"hyena": ("rtf", True, MIXED["hyena"])}
 CASES |= {"hybrid": ("rpe", True, HYBRIDS["full"] | {"num_key_value_heads": 4})}
 SLOW = {f"gtu_norm {norm}": ("rpe", True, {"gtu_norm": True, "norm_type": norm}) for norm in NORMS}
 # Widths that two and four processes do not divide: transformers 5.17 refuses them.

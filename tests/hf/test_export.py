@@ -9,6 +9,7 @@ from packaging.version import Version
 from torch.export import Dim
 
 from helpers.hybrids import HYBRIDS
+from helpers.mixers import MIXED
 from helpers.models import BIDIRECTIONAL, CAUSAL, exhaustive, relative_error, seeded, tiny_config
 from modeling_tnn import (
     TnnForCausalLM,
@@ -105,6 +106,13 @@ def test_one_program_for_all_lengths(tno_type, causal, kind):
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_every_way_of_an_operator(options):
     model = language_model(**{"tno_type": "rpe", "causal": True} | options)
+    program = exported(model, batch(3, 11, mask=True), KINDS["range"]())
+    check_program(lambda inputs: program(**inputs)[0], model, mask=True)
+
+
+@pytest.mark.parametrize("name, causal", [("hyena", True), *exhaustive(("hyena", False), ("s4", True), ("s4", False))])
+def test_mixers(name, causal):
+    model = language_model("rpe", causal, **MIXED[name])
     program = exported(model, batch(3, 11, mask=True), KINDS["range"]())
     check_program(lambda inputs: program(**inputs)[0], model, mask=True)
 

@@ -16,6 +16,7 @@ import modeling_tnn
 from helpers import processes
 from helpers.hub_client import WITHOUT_THE_PACKAGE
 from helpers.hybrids import HYBRIDS
+from helpers.mixers import MIXED
 from helpers.models import (
     AUTO,
     CAUSAL,
@@ -50,7 +51,8 @@ HEADS = [(head, tno_type, causal) for tno_type, causal in VARIANTS
          for head in (CAUSAL_HEADS if causal else BIDIRECTIONAL_HEADS)]  # fmt: skip
 FEW = [(TnnForCausalLM, "rtf", True), (TnnForMaskedLM, "ski", False), (TnnForSequenceClassification, "fd", False),
        (TnnForTokenClassification, "rpe", False), (TnnForQuestionAnswering, "rtf", True)]  # fmt: skip
-HYBRID = [(TnnForCausalLM, "rpe", True, HYBRIDS["full"]), (TnnForMaskedLM, "rpe", False, HYBRIDS["sliding"])]
+HYBRID = [(TnnForCausalLM, "rpe", True, HYBRIDS["full"]), (TnnForMaskedLM, "rpe", False, HYBRIDS["sliding"]),
+          (TnnForCausalLM, "rtf", True, MIXED["hyena"]), (TnnForMaskedLM, "ski", False, MIXED["s4"])]  # fmt: skip
 
 # What every script below runs under: an environment in which the package does not exist.
 

@@ -5,7 +5,8 @@ import torch
 from torch.nn import functional
 
 from helpers.parity import Case, block_config, merge_heads, named_cases, operator_config
-from modeling_tnn.modeling_tnn import TnnBlock, TnnGatedLinearUnit, TnnGatedToeplitzUnit
+from modeling_tnn.gtu import TnnGatedToeplitzUnit
+from modeling_tnn.modeling_tnn import TnnBlock, TnnGatedLinearUnit
 from modeling_tnn.norms import build_norm
 from modeling_tnn.rpe import RelativePositionEncoder
 from modeling_tnn.tno_fd import FdOperator

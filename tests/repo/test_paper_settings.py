@@ -50,6 +50,13 @@ PRESETS = {
     "lra/rtf-image": rtf_table_8(6, 512, 64, 1),
     "lra/rtf-pathfinder": rtf_table_8(6, 256, 64, None),
     "lra/rtf-path-x": rtf_table_8(6, 256, 64, None),
+    **{f"lra/rtf-s4-{task}": rtf_table_8(*sizes) | {"toeplitz_mixer": "s4", "use_glu": False} for task, sizes in {
+        "listops": (6, 256, 4, 1), "text": (6, 256, 4, 1), "retrieval": (6, 256, 4, 1), "image": (6, 512, 64, 1),
+        "pathfinder": (6, 256, 64, None), "path-x": (6, 256, 64, None)}.items()},
+    # RTF tables 12 and 13.
+    "tnn-causal-s4-rtf": {"toeplitz_mixer": "s4", "tno_type": "rtf", "rtf_state_size": 64},
+    "tnn-causal-hyena-rtf": {"toeplitz_mixer": "hyena", "num_hidden_layers": 12, "hidden_size": 768, "hyena_rank": 384,
+                             "rtf_state_size": 64, "hidden_dropout_prob": 0.25, "max_position_embeddings": 1024},
     # TNN table 14 says "the original size of S4": its depth and width are in RTF table 8.
     **{f"lra/tnn-large-{task}": {"num_hidden_layers": 6, "hidden_size": 512 if task == "image" else 256}
        for task in ("listops", "text", "retrieval", "image", "pathfinder", "path-x")},
@@ -76,13 +83,19 @@ RECIPES = {
                         "lr_scheduler_type": "cosine", "adam_beta1": 0.9, "adam_beta2": 0.98, "adam_epsilon": 1e-8,
                         "weight_decay": 0.1, "max_grad_norm": 1.0},
     # RTF tables 8 and 9.
-    "lra/rtf-listops-paper": rtf_table_9(32, 50, 96_000, 0.0, 0.002, 0.07),
-    "lra/rtf-text-paper": rtf_table_9(16, 32, 25_000, 0.1, 0.005, 0.05, 1e-4, 0.025),
-    "lra/rtf-retrieval-paper": rtf_table_9(64, 20, 147_086, 0.0, 0.002, 0.0, 1e-6, 0.0),
-    "lra/rtf-image-paper": rtf_table_9(50, 200, 45_000, 0.1, 0.006, 0.05, 0.005, 0.05),
+    "lra/rtf-s4-listops": rtf_table_9(32, 50, 96_000, 0.0, 0.002, 0.07),
+    "lra/rtf-s4-text": rtf_table_9(16, 32, 25_000, 0.1, 0.005, 0.05, 1e-4, 0.025),
+    "lra/rtf-s4-retrieval": rtf_table_9(64, 20, 147_086, 0.0, 0.002, 0.0, 1e-6, 0.0),
+    "lra/rtf-s4-image": rtf_table_9(50, 200, 45_000, 0.1, 0.006, 0.05, 0.005, 0.05),
     "lra/rtf-pathfinder": rtf_table_9(64, 200, 160_000, 0.1, 0.002, 0.05),
-    "lra/rtf-path-x-paper": rtf_table_9(16, 50, 160_000, 0.1, 0.001, 0.05, 0.001, 0.0),
+    "lra/rtf-s4-path-x": rtf_table_9(16, 50, 160_000, 0.1, 0.001, 0.05, 0.001, 0.0),
+    # RTF table 13; the steps of 100 and (table 12) of 25 epochs depend on the tokenizer.
+    "wikitext103-hyena": {"batch": 128, "block_size": 1024, "learning_rate": 1e-3, "weight_decay": 0.25},
+    "wikitext103-s4": {"batch": 128, "block_size": 1024},
     # RTF tables 10 and 11.
+    "synthetic/copying-s4": {"memory": 1024, "num_tokens": 64, "max_train_samples": 10_000, "max_eval_samples": 1_000,
+                             "batch": 8, "num_train_epochs": 50, "learning_rate": 0.001, "weight_decay": 0.0,
+                             "num_hidden_layers": 4, "hidden_size": 1024},
     "synthetic/copying": {"memory": 1024, "num_tokens": 64, "max_train_samples": 10_000, "max_eval_samples": 1_000,
                           "batch": 8, "num_train_epochs": 50, "learning_rate": 0.001, "weight_decay": 0.0,
                           "num_hidden_layers": 4, "hidden_size": 1024},
@@ -95,6 +108,7 @@ DIFFERENT = {
     ("tnn-causal", "num_hidden_layers"): 7,
     ("tnn-image-tiny", "decay"): 0.9,
     ("lra/rtf-path-x", "rtf_state_size"): 2048,
+    ("lra/rtf-s4-path-x", "rtf_state_size"): 2048,
     ("wikitext103", "max_grad_norm"): 1.0,
     ("wikitext103-masked", "max_grad_norm"): 1.0,
     ("wikitext103-fd", "max_grad_norm"): 1.0,

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 FILES = {path.stem: path for path in (ROOT / "modeling_tnn").glob("*.py")}
 # From the ground up: a file imports files of earlier lines alone.
 FLOORS = [
-    {"layer_types"},
+    {"layer_types", "mixer_types"},
     {"numerics", "hub", "history", "cache_origin", "conversion", "pipeline"},
     {"fixed_kernels", "fourier", "gating", "inputs", "norms", "stacking"},
     {"padding", "rpe", "loss", "toeplitz_fused", "channels"},
@@ -27,6 +27,8 @@ FLOORS = [
     {"companion"},
     {"tno_rpe", "tno_fd", "tno_ski", "tno_rtf", "tno_modal", "tno_explicit", "tno_2d"},
     {"tno_auto", "stability", "tensor_parallel", "sequence_parallel"},
+    {"gtu"},
+    {"hyena", "s4"},
     {"configuration_tnn"},
     {"modeling_tnn", "presets", "auto_classes"},
     {"heads", "decoding_step"},

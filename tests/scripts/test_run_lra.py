@@ -141,7 +141,7 @@ def test_loss_of_pairs():
 @pytest.mark.parametrize("folder", PRESETS, ids=lambda folder: folder.name)
 def test_preset(folder):
     fields = json.loads((folder / "config.json").read_text())
-    assert not set(fields) - set(TnnConfig().to_dict())
+    assert not set(fields) - {*TnnConfig().to_dict(), *TnnConfig.__annotations__}
     config = AutoConfig.from_pretrained(folder)
     task = next(TASKS[name] for name in TASKS if folder.name.endswith(f"-{name}"))
     assert (config.vocab_size, config.num_labels) == (task.vocab_size, task.num_labels)

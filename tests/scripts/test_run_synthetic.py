@@ -91,6 +91,19 @@ def arguments(**fields):
 HYBRID = "layer_types=[toeplitz,full_attention],num_attention_heads=1"
 
 
+@pytest.mark.parametrize("fields", [{}, {"task": "recall", "num_tokens": 12, "length": 20}])
+def test_other_blocks(fields):
+    """Overrides reach all models, below those of a variant; fields that do not exist are refused."""
+    args = arguments(config_overrides="toeplitz_mixer=s4,use_glu=False", **fields)
+    (config,) = args.models().values()
+    assert config.toeplitz_mixer == "s4" and not config.use_glu and config.gtu_expansion == 1
+    if fields:
+        args = arguments(config_overrides="toeplitz_mixer=s4", **fields | {"variants": ["pure:toeplitz_mixer=gtu"]})
+        assert args.models()["pure"].toeplitz_mixer == "gtu"
+    with pytest.raises(ValueError, match="toeplitz_mixr"):
+        arguments(config_overrides="toeplitz_mixr=s4", **fields)
+
+
 def test_enough_states_hold_a_delay():
     """The filter z^-lag is a solution as soon as the state holds the lag."""
     args = arguments(task="delay", memory=6, length=40, hidden_size=2, state_sizes=[6], rtf_initializer="zeros")

@@ -27,10 +27,12 @@ from modeling_tnn.tno_rtf import CONSTRAINTS, INITIAL_BOUNDS
 
 README = (Path(__file__).parents[2] / "configuration" / "README.md").read_text()
 PRESETS = sorted(path.parent for path in (Path(__file__).parents[2] / "configuration").glob("tnn-*/config.json"))
-# Trainable parameters, counted in the released code (`tnn-tiny` and `tnn-causal-rtf`: in ours).
+# Trainable parameters, counted in the released code (`tnn-tiny` and those with RTF: in ours).
 PARAMETERS = {
     "tnn-tiny": 1_379_712,
     "tnn-causal-rtf": 49_190_400,
+    "tnn-causal-hyena-rtf": 124_978_944,
+    "tnn-causal-s4-rtf": 221_520_192,
     "tnn-causal": 48_667_136,
     "tnn-causal-rpe3": 48_579_776,
     "tnn-causal-fd": 48_579_776,
@@ -48,7 +50,11 @@ HEADS = {head.__name__: head for head in (TnnForCausalLM, TnnForMaskedLM, TnnFor
 def test_preset(folder):
     config = AutoConfig.from_pretrained(folder)
     assert isinstance(config, TnnConfig)
-    unknown = set(json.loads((folder / "config.json").read_text())) - set(TnnConfig().to_dict()) - {"num_labels"}
+    unknown = set(json.loads((folder / "config.json").read_text())) - {
+        *TnnConfig().to_dict(),
+        *TnnConfig.__annotations__,
+        "num_labels",
+    }
     assert not unknown
     with torch.device("meta"):
         model = HEADS[config.architectures[0]](config)

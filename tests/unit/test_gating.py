@@ -10,7 +10,7 @@ from transformers.activations import ACT2FN
 from helpers.models import random, relative_error
 from modeling_tnn import toeplitz_fused
 from modeling_tnn.gating import Gate, activated_product
-from modeling_tnn.modeling_tnn import ChannelMajorLinear
+from modeling_tnn.gtu import ChannelMajorLinear
 from modeling_tnn.toeplitz import gated_causal_toeplitz_matmul, gated_toeplitz_matmul
 
 ACTIVATIONS = ["silu", "linear", "relu2", "gelu", "tanh"]

@@ -192,12 +192,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from helpers.hybrids import HYBRIDS, hybrid_config
-from helpers.models import relative_error, seeded
+from helpers.mixers import MIXED
+from helpers.models import relative_error, seeded, tiny_config
 from modeling_tnn import TnnForCausalLM
 dist.init_process_group("gloo")
 mesh, ids = init_device_mesh("cpu", (2,)), torch.arange(80).view(2, 40)
-for name in HYBRIDS:
-    model = seeded(TnnForCausalLM, hybrid_config(name)).train()
+configs = [hybrid_config(name) for name in HYBRIDS]
+configs += [tiny_config("rtf", hidden_dropout_prob=0.0, **fields) for fields in MIXED.values()]
+for config in configs:
+    model = seeded(TnnForCausalLM, config).train()
     model(ids, labels=ids).loss.backward()
     expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()

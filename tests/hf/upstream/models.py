@@ -14,6 +14,7 @@ from tests.test_modeling_common import ModelTesterMixin, floats_tensor, ids_tens
 from tests.test_training_mixin import TrainingTesterMixin
 
 from helpers.hybrids import HYBRIDS
+from helpers.mixers import MIXED
 from helpers.models import VARIANTS, tiny_config
 from modeling_tnn import (
     TnnConfig,
@@ -166,6 +167,12 @@ for name, fields in HYBRIDS.items():
         name_of_test = f"Tnn{name.title()}{'Causal' if causal else 'Bidirectional'}Test"
         # The text of `test_training_overfit` begins with the token 1, which generate would take for padding.
         add_text_models(name_of_test, "rpe", causal, pad_token_id=0, hidden_dropout_prob=0.0, **fields)
+
+
+for name, fields in MIXED.items():
+    # With a GLU: without, a plan of tensor parallelism would name nothing in the blocks of S4.
+    fields = fields | {"use_glu": True, "pad_token_id": 0, "hidden_dropout_prob": 0.0}
+    add_text_models(f"Tnn{name.title()}CausalTest", "rtf", True, **fields)
 
 
 class TnnHeadsTest(ModelTests, unittest.TestCase):

@@ -1,0 +1,92 @@
+"""Fields of small models with other token mixers than the gated Toeplitz unit, and these mixers by definition.
+
+The definitions are sums over positions in PyTorch, with the matrices of the operator; `restated_*` are the same
+equations once more in NumPy, with those of RTF too, from the papers and from nothing of the package.
+"""
+
+import math
+
+import numpy as np
+import torch
+
+MIXED = {
+    "hyena": {"toeplitz_mixer": "hyena", "hyena_rank": 20, "hidden_act": "gelu"},
+    "s4": {"toeplitz_mixer": "s4", "gtu_expansion": 1, "use_glu": False, "hidden_act": "gelu"},
+}
+
+
+def mixed_by_definition(operator, v: torch.Tensor) -> torch.Tensor:
+    """The product of an operator with `v` `(B, L, D)`, one position at a time, by its matrices `(D, L, L)`."""
+    rows = operator.dense(v.shape[1]).unbind(1)
+    return torch.stack([(row.T * v).sum(1) for row in rows], dim=1)
+
+
+def hyena_by_definition(mixer, x: torch.Tensor) -> torch.Tensor:
+    """The outputs of a `TnnHyena` with GELU for `x` `(B, L, d)`."""
+    z = x @ mixer.in_proj.weight.T + mixer.in_proj.bias
+    taps, length = mixer.short.taps, x.shape[1]
+    reach = 0 if mixer.short.causal else taps.shape[1] // 2
+    rows = []
+    for i in range(length):
+        lags = [lag - reach for lag in range(taps.shape[1])]
+        rows.append(sum(taps[:, lag + reach] * z[:, i - lag] for lag in lags if 0 <= i - lag < length))
+    p, q, v = (torch.stack(rows, dim=1) + mixer.short.bias).chunk(3, dim=-1)
+    y = p * mixed_by_definition(mixer.tno, q * v)
+    if mixer.low_rank is not None:
+        y = torch.nn.functional.gelu(y @ mixer.low_rank.weight.T + mixer.low_rank.bias)
+    return y @ mixer.o_proj.weight.T + mixer.o_proj.bias
+
+
+def s4_by_definition(mixer, x: torch.Tensor) -> torch.Tensor:
+    """The outputs of a `TnnS4Mixer` with GELU for `x` `(B, L, d)`."""
+    y = torch.nn.functional.gelu(mixed_by_definition(mixer.tno, x)) @ mixer.o_proj.weight.T + mixer.o_proj.bias
+    a, b = y.chunk(2, dim=-1)
+    return a * torch.sigmoid(b)
+
+
+DEFINITIONS = {"hyena": hyena_by_definition, "s4": s4_by_definition}
+
+
+def restated_rtf(weights: dict[str, np.ndarray], points: int) -> np.ndarray:
+    """The first `points` taps of the RTF filters with Montel's constraint, `(D, points)`.
+
+    Equation 8 of the RTF paper at the roots of unity, and the inverse transform written out; its section 3.4 for the
+    constraint, with the scale of the released code.
+    """
+    a, b = weights["tno.denominator"], weights["tno.numerator"]  # (Q, N), (D, N)
+    a = a / (np.abs(a).sum(1, keepdims=True) + np.abs(weights["tno.slack"])[:, None] + 1e-6)
+    a = np.repeat(a, len(b) // len(a), axis=0)
+    n = np.arange(points)
+    roots = np.exp(2j * np.pi * n / points)  # (F,)
+    delays = roots[:, None] ** -np.arange(1, a.shape[1] + 1)  # (F, N): z^-1 .. z^-N
+    response = weights["tno.direct"][:, None] + (b @ delays.T) / (1 + a @ delays.T)  # (D, F)
+    return (response @ np.exp(2j * np.pi * np.outer(n, n) / points) / points).real
+
+
+def restated_gelu(x: np.ndarray) -> np.ndarray:
+    return x * (1 + np.vectorize(math.erf)(x / math.sqrt(2))) / 2
+
+
+def restated_filter(kernel: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """The causal convolution of each channel, `(D, L)` and `(L, D)` to `(L, D)`."""
+    return np.stack([np.convolve(v[:, d], kernel[d])[: len(v)] for d in range(v.shape[1])], axis=1)
+
+
+def restated_hyena(weights: dict[str, np.ndarray], x: np.ndarray, points: int) -> np.ndarray:
+    """Hyena of order 2 with an RTF filter and the low-rank output, for one text `(L, d)`: RTF paper, 2 and C.5.2."""
+    z = x @ weights["in_proj.weight"].T + weights["in_proj.bias"]
+    z = restated_filter(weights["short.taps"], z) + weights["short.bias"]
+    query, key, value = np.split(z, 3, axis=1)
+    y = query * restated_filter(restated_rtf(weights, points), key * value)
+    y = restated_gelu(y @ weights["low_rank.weight"].T + weights["low_rank.bias"])
+    return y @ weights["o_proj.weight"].T + weights["o_proj.bias"]
+
+
+def restated_s4(weights: dict[str, np.ndarray], x: np.ndarray, points: int) -> np.ndarray:
+    """The layer of RTF's models of the Long Range Arena, for one text `(L, d)`: RTF paper, C.2.1."""
+    y = restated_gelu(restated_filter(restated_rtf(weights, points), x))
+    a, b = np.split(y @ weights["o_proj.weight"].T + weights["o_proj.bias"], 2, axis=1)
+    return a / (1 + np.exp(-b))
+
+
+RESTATED = {"hyena": restated_hyena, "s4": restated_s4}
