@@ -63,7 +63,7 @@ class TnnAttention(nn.Module):
         self.config, self.layer_idx, self.kind = config, layer_idx, config.layer_types[layer_idx]
         self.head_dim, self.scaling = config.head_dim, config.head_dim**-0.5
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
-        self.is_causal = config.causal
+        self.is_causal, self.dropout = config.causal, config.attention_dropout
         self.sliding_window = config.sliding_window if self.kind == SLIDING else None
         queries, keys = (count * self.head_dim for count in (config.num_attention_heads, config.num_key_value_heads))
         self.q_proj = nn.Linear(config.hidden_size, queries, bias=False)
@@ -71,8 +71,13 @@ class TnnAttention(nn.Module):
         self.v_proj = nn.Linear(config.hidden_size, keys, bias=False)
         self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
 
-    def forward(self, hidden_states: torch.Tensor, past_key_values: Cache | None, view: View) -> torch.Tensor:
-        """`(B, L, d)` to `(B, L, d)`, with a cache that holds the keys and values of earlier tokens."""
+    def forward(
+        self, hidden_states: torch.Tensor, past_key_values: Cache | None, view: View
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`(B, L, d)` to `(B, L, d)`, with a cache that holds the keys and values of earlier tokens.
+
+        The second result is softmax(..), `(B, H, L, S)`, after dropout; None for products that do not compute it.
+        """
         query, key, value = (
             self._heads(project(hidden_states)) for project in (self.q_proj, self.k_proj, self.v_proj)
         )
@@ -82,8 +87,9 @@ class TnnAttention(nn.Module):
             key, value = remember(past_key_values, self.layer_idx, key, value)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         options = {"scaling": self.scaling, "sliding_window": self.sliding_window}
-        mixed, _ = attend(self, query, key, value, view.mask, dropout=0.0, **options)  # (B, L, H, d_h)
-        return self.o_proj(mixed.flatten(2))
+        options |= {"dropout": self.dropout if self.training else 0.0}
+        mixed, weights = attend(self, query, key, value, view.mask, **options)  # (B, L, H, d_h)
+        return self.o_proj(mixed.flatten(2)), weights
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
         """`(B, L, H d_h)` to `(B, H, L, d_h)`; of a divided projection, the heads of this process.

@@ -163,6 +163,7 @@ class TnnConfig(PreTrainedConfig):
             numbers. None for attention without positions, which Toeplitz layers carry.
         sliding_window (`int`, *optional*): Number of tokens that `"sliding_attention"` sees, the present one
             included; with `causal=False`, so many on each side. At least 2.
+        attention_dropout (`float`, *optional*): Dropout of the weights of attention; 0 unless set.
         causal (`bool`): Whether a position sees only itself and earlier positions. `TnnForCausalLM` needs `True`,
             `TnnForMaskedLM` and `TnnForImageClassification` need `False`, and the other classes take both.
         tno_type (`str`): Where the Toeplitz coefficients come from: `"rpe"` (an MLP of the lag, times a decay),
@@ -279,6 +280,7 @@ class TnnConfig(PreTrainedConfig):
     head_dim: int | None = None
     rope_parameters: dict | None = None
     sliding_window: int | None = None
+    attention_dropout: int | float | None = None
     causal: bool = True
     tno_type: str = "rpe"
     gtu_expansion: int | float = 3

@@ -61,7 +61,8 @@ class TnnForTokenClassification(TnnPreTrainedModel):
             check_labels(labels, logits, self.num_labels, limit="num_labels")
             count = kwargs.get("num_items_in_batch")
             loss = self.loss_function(logits, labels, self.config, num_items_in_batch=count)
-        return TokenClassifierOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
+        states = {"hidden_states": outputs.hidden_states, "attentions": outputs.attentions}
+        return TokenClassifierOutput(loss=loss, logits=logits, **states)
 
 
 class TnnForQuestionAnswering(TnnPreTrainedModel):
@@ -116,6 +117,7 @@ class TnnForQuestionAnswering(TnnPreTrainedModel):
             start_logits=start_logits.contiguous(),
             end_logits=end_logits.contiguous(),
             hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
         )
 
 
@@ -165,7 +167,8 @@ class TnnForMultipleChoice(TnnPreTrainedModel):
         if labels is not None:
             check_class_labels(labels, logits)
             loss = nn.functional.cross_entropy(logits.float(), labels.view(-1))
-        return MultipleChoiceModelOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
+        states = {"hidden_states": outputs.hidden_states, "attentions": outputs.attentions}
+        return MultipleChoiceModelOutput(loss=loss, logits=logits, **states)
 
 
 __all__ = ["TnnForMultipleChoice", "TnnForQuestionAnswering", "TnnForTokenClassification"]

@@ -23,6 +23,7 @@ FIELDS = (
     "head_dim",
     "rope_parameters",
     "sliding_window",
+    "attention_dropout",
 )
 
 # A configuration may come from an unknown source: so many names are made of it at most.
@@ -62,6 +63,7 @@ DERIVED = {
     "num_attention_heads": _in_attention(lambda config: max(1, config.hidden_size // HEAD_DIM)),
     "num_key_value_heads": _in_attention(lambda config: config.num_attention_heads),
     "head_dim": _in_attention(lambda config: max(1, config.hidden_size // max(1, config.num_attention_heads))),
+    "attention_dropout": _in_attention(lambda config: 0.0),
 }
 
 SOURCES = ("num_hidden_layers", "layer_types", "num_attention_heads")
@@ -77,6 +79,7 @@ LIMITS = [
     *((name, _size(1)) for name in ("num_attention_heads", "num_key_value_heads", "head_dim")),
     # Of a window of one token, transformers' cache would keep all tokens.
     ("sliding_window", _size(2)),
+    ("attention_dropout", (lambda value: value is None or 0 <= value < 1, "in [0, 1)")),
 ]
 
 

@@ -35,7 +35,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
-from transformers.utils.output_capturing import capture_outputs
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .attention import TnnAttention, View, build_rotary, views_of_layers
 from .cache_tnn import check_cache
@@ -133,7 +133,7 @@ class TnnBlock(GradientCheckpointingLayer):
 
         def mix_tokens(x):
             if self.gtu is None:
-                return self.dropout(self.attention(x, past_key_values, view))
+                return self.dropout(self.attention(x, past_key_values, view)[0])
             return self.dropout(self.gtu(x, attention_mask, past_key_values, kernel))
 
         def mix_channels(x):
@@ -154,7 +154,7 @@ class TnnPreTrainedModel(FixedKernelsMixin, PreTrainedModel):
     _no_split_modules = ["TnnBlock"]
     _skip_keys_device_placement = ["past_key_values"]
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = True
-    _can_record_outputs = {"hidden_states": TnnBlock}
+    _can_record_outputs = {"hidden_states": TnnBlock, "attentions": OutputRecorder(TnnAttention, index=1)}
     # The operators make the kernels: they stay in float32, and quantizers skip them. Patterns, matched from the start.
     _keep_in_fp32_modules = [r".+\.gtu\.(tno|short)"]
 
@@ -477,6 +477,7 @@ class TnnForCausalLM(TnnPreTrainedModel, GenerationMixin):
             logits=logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
         )
 
 
@@ -523,7 +524,8 @@ class TnnForMaskedLM(TnnPreTrainedModel):
         outputs = self.model(input_ids=input_ids, attention_mask=attention_mask, return_dict=True, **kwargs)
         transformed = self.transform(outputs.last_hidden_state)
         loss, logits = language_model_head(self, transformed, labels, skip_logits, **loss_options | kwargs)
-        return MaskedLMOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
+        states = {"hidden_states": outputs.hidden_states, "attentions": outputs.attentions}
+        return MaskedLMOutput(loss=loss, logits=logits, **states)
 
 
 class TnnForSequenceClassification(TnnPreTrainedModel):
@@ -585,6 +587,7 @@ class TnnForSequenceClassification(TnnPreTrainedModel):
             logits=logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
         )
 
 

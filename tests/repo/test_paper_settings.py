@@ -87,7 +87,7 @@ RECIPES = {
     "lra/rtf-s4-text": rtf_table_9(16, 32, 25_000, 0.1, 0.005, 0.05, 1e-4, 0.025),
     "lra/rtf-s4-retrieval": rtf_table_9(64, 20, 147_086, 0.0, 0.002, 0.0, 1e-6, 0.0),
     "lra/rtf-s4-image": rtf_table_9(50, 200, 45_000, 0.1, 0.006, 0.05, 0.005, 0.05),
-    "lra/rtf-pathfinder": rtf_table_9(64, 200, 160_000, 0.1, 0.002, 0.05),
+    **dict.fromkeys(("lra/rtf-pathfinder", "lra/rtf-s4-pathfinder"), rtf_table_9(64, 200, 160_000, 0.1, 0.002, 0.05)),
     "lra/rtf-s4-path-x": rtf_table_9(16, 50, 160_000, 0.1, 0.001, 0.05, 0.001, 0.0),
     # RTF table 13; the steps of 100 and (table 12) of 25 epochs depend on the tokenizer.
     "wikitext103-hyena": {"batch": 128, "block_size": 1024, "learning_rate": 1e-3, "weight_decay": 0.25},

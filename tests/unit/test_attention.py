@@ -13,6 +13,7 @@ from modeling_tnn import (
     TnnForImageClassification,
     TnnForMaskedLM,
     TnnForSequenceClassification,
+    TnnForTokenClassification,
     TnnModel,
 )
 from modeling_tnn.attention import views_of_layers
@@ -52,7 +53,7 @@ def test_attention_is_its_definition(name, causal, product):
         if view is None:
             continue
         parameters = [x, *layer.attention.parameters()]
-        found, expected = layer.attention(x, None, view), attention_by_definition(layer.attention, x, MASK)
+        found, expected = layer.attention(x, None, view)[0], attention_by_definition(layer.attention, x, MASK)
         real = MASK.bool()
         assert relative_error(found[real], expected[real]) < 1e-6
         gradients, wanted = (torch.autograd.grad(y[real].square().sum(), parameters) for y in (found, expected))
@@ -266,3 +267,33 @@ def test_images_have_no_attention():
     fields = {"causal": False, "image_size": 8, "patch_size": 1, "layer_types": FULL}
     with pytest.raises(ValueError, match="`layer_types` must be 'toeplitz' for all layers of images, got"):
         TnnForImageClassification(tiny_config(**fields))
+
+
+@pytest.mark.parametrize("head", [TnnModel, TnnForCausalLM, TnnForSequenceClassification, TnnForTokenClassification])
+def test_weights_of_attention(head):
+    """One tensor for each layer of attention, from the product that computes them, as in transformers' models."""
+    model = seeded(head, hybrid_config("sliding"))
+    model.set_attn_implementation("eager")
+    found = model(IDS, attention_mask=MASK, output_attentions=True).attentions
+    assert [weights.shape for weights in found] == [(len(IDS), 4, IDS.shape[1], IDS.shape[1])]
+    weights, length = found[0].transpose(1, 2)[MASK.bool()], IDS.shape[1]  # (tokens, H, S)
+    torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]))
+    window = torch.ones(length, length).tril().triu(1 - model.config.sliding_window).expand(3, -1, -1)[MASK.bool()]
+    assert not weights[(window == 0)[:, None].expand_as(weights)].any()
+    assert model(IDS, attention_mask=MASK).attentions is None
+    model.set_attn_implementation("sdpa")
+    assert model(IDS, attention_mask=MASK, output_attentions=True).attentions == ()
+
+
+@EVERY_PRODUCT
+def test_dropout_of_attention(product):
+    """While training, weights are dropped and the others grow; in evaluation nothing changes."""
+    model = language_model("full", True, product, attention_dropout=0.25)
+    expected = language_model("full", True, product)(IDS).logits
+    assert torch.equal(model(IDS).logits, expected)
+    assert relative_error(model.train()(IDS).logits, expected) > 1e-3
+    if product == "eager":
+        weights = model(IDS, output_attentions=True).attentions[0]
+        causal = torch.ones(weights.shape[2:]).tril().bool()
+        assert 0.2 < (weights[:, :, causal] == 0).float().mean() < 0.3
+        assert 0.8 < weights.sum(-1).mean() < 1.2
