@@ -15,6 +15,7 @@ MODELS = {
     "rpe-no-decay": {"tno_type": "rpe", "decay": None},
     "fd": {"tno_type": "fd"},
     "rtf": {"tno_type": "rtf"},
+    "s4d": {"tno_type": "s4d"},
     "modal": {"tno_type": "modal"},
     "hybrid": {"tno_type": "rpe", "decay": 0.97} | HYBRIDS["full"],
     "sliding": {"tno_type": "rtf"} | HYBRIDS["sliding"],
