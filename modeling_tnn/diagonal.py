@@ -144,7 +144,9 @@ def vandermonde_product(weights: Pair, poles: Poles, length: int, dtype: torch.d
     """
     block, device = block_length(length), poles.rate.device
     within = poles.powers(torch.arange(block, device=device))  # (D, b, Q)
-    starts = poles.powers(torch.arange(0, length, block, device=device))  # (D, I, Q)
+    # A recorded graph has at least two blocks, one of them for nothing: a single one would make it a graph of its own.
+    blocks = length // block + 2 if is_traced() else -(-length // block)  # I
+    starts = poles.powers(block * torch.arange(blocks, device=device))  # (D, I, Q)
     moved = Pair(*(part[:, :, None] for part in weights)).times(Pair(*(part[:, None] for part in starts)))
     left = torch.cat([moved.real, -moved.imag], dim=-1).to(dtype)  # (D, R, I, 2Q)
     right = torch.cat([within.real, within.imag], dim=-1).to(dtype)  # (D, b, 2Q)

@@ -163,12 +163,11 @@ class S4dOperator(ToeplitzOperator):
         weights = Pair(*(part[:, None] for part in weights))  # (D, 1, Q) or (2D, 1, Q)
         kernel = vandermonde_product(weights, poles, length, compute_dtype(self.direct.dtype))[:, 0]
         kernel = kernel.to(device or kernel.device)
-        positive = kernel[: self.channels]  # (D, L)
-        first = positive[:, :1] + self.direct.to(kernel)[:, None]
-        positive = torch.cat([first, positive[:, 1:]], dim=1)
+        # Not a slice of the other taps: L - 1 of them may be 1, which torch.export would rule out.
+        first = (torch.arange(length, device=kernel.device) == 0).to(kernel.dtype)  # (L,)
+        positive = kernel[: self.channels] + self.direct.to(kernel)[:, None] * first  # (D, L)
         if self.causal:
             return positive
-        # Not [:, : L - 1]: L - 1 may be 1, which torch.export would rule out.
         return torch.cat([kernel[self.channels :].flip(1), positive], dim=1)[:, 1:]  # (D, 2L-1)
 
     def recurrence(self) -> DiagonalRecurrence:

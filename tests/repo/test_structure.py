@@ -25,7 +25,7 @@ FLOORS = [
     {"static_cache", "cache_rows", "request"},
     {"batching"},
     {"tno_rpe", "tno_fd", "tno_ski", "tno_rtf", "tno_modal", "tno_explicit", "tno_2d"},
-    {"tno_s4d"},
+    {"tno_s4d", "state_space"},
     {"tno_auto", "stability", "tensor_parallel", "sequence_parallel"},
     {"configuration_tnn"},
     {"modeling_tnn", "presets", "auto_classes"},
