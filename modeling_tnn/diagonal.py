@@ -24,8 +24,9 @@ import torch
 from .fourier import entries
 from .numerics import is_exported, is_traced
 
-# The block b while a graph is recorded, which must not depend on the length.
-TRACED_BLOCK = 64
+# The least block b, which is also that of recorded graphs, where it must not depend on the length. So the kernels of
+# all lengths up to its square are the same sums, bit for bit.
+LEAST_BLOCK = 64
 
 
 class Pair(NamedTuple):
@@ -156,7 +157,7 @@ def vandermonde_product(weights: Pair, poles: Poles, length: int, dtype: torch.d
 
 def block_length(length: int) -> int:
     """The block b: a power of two near the square root of the length, with which (3) has the fewest powers."""
-    return TRACED_BLOCK if is_traced() else 1 << ((length - 1).bit_length() + 1) // 2
+    return LEAST_BLOCK if is_traced() else max(LEAST_BLOCK, 1 << ((length - 1).bit_length() + 1) // 2)
 
 
 def naive_vandermonde_product(weights: Pair, poles: Poles, length: int) -> torch.Tensor:
