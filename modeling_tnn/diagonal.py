@@ -12,7 +12,10 @@ The kernel is the product of the weights w = 2 c g with the Vandermonde matrix l
 
     t_{bi+j} = Re sum_q (w_q lambda_q^{bi}) lambda_q^j,    0 <= j < b                                        (3)
 
-which needs Q (L / b + b) powers instead of the Q L of the matrix, and one product of matrices for each channel.
+which needs Q (L / b + b) powers instead of the Q L of the matrix, and one product of matrices for each channel. For a
+gradient G of the taps, with the sums S = sum_k G_k lambda^k and S' = sum_k k G_k lambda^k by the same two levels,
+
+    gradient of w = conj(S),    gradient of (rate, angle) = (-Re(w S'), -Im(w S'))                           (4)
 """
 
 import math
@@ -20,8 +23,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
 from .fourier import entries
+from .gating import differentiable_gradients, must_differentiate
 from .numerics import is_exported, is_traced
 
 # The least block b, which is also that of recorded graphs, where it must not depend on the length. So the kernels of
@@ -153,6 +158,66 @@ def vandermonde_product(weights: Pair, poles: Poles, length: int, dtype: torch.d
     right = torch.cat([within.real, within.imag], dim=-1).to(dtype)  # (D, b, 2Q)
     product = (left.flatten(1, 2) @ right.mT).unflatten(1, left.shape[1:3]).flatten(2)  # (D, R, I b)
     return entries(product, 0, length) if is_exported() else product[..., :length]
+
+
+class VandermondeProduct(torch.autograd.Function):
+    """`vandermonde_product` for one row of weights, of which only the inputs are saved; gradients by (4).
+
+    Autograd would keep the powers, which take more memory than all else in a layer. For higher derivatives, it
+    computes the gradients from `vandermonde_product`.
+    """
+
+    @staticmethod
+    def forward(ctx, real, imag, rate, angle, length: int, dtype: torch.dtype) -> torch.Tensor:
+        """`(D, Q)` each to `(D, L)`."""
+        ctx.save_for_backward(real, imag, rate, angle)
+        ctx.length, ctx.dtype = length, dtype
+        within, starts = two_levels(Poles(rate, angle), length)  # (D, b, Q), (D, I, Q)
+        moved = torch.complex(real, imag)[:, None] * starts  # (D, I, Q)
+        left = torch.cat([moved.real, -moved.imag], dim=-1).to(dtype)  # (D, I, 2Q)
+        return (left @ joined(within, dtype).mT).flatten(1)[:, :length]
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        real, imag, rate, angle = saved = ctx.saved_tensors
+        if must_differentiate(gradient):
+
+            def taps(*given):
+                row = Pair(given[0][:, None], given[1][:, None])
+                return vandermonde_product(row, Poles(*given[2:]), ctx.length, ctx.dtype)[:, 0]
+
+            return *differentiable_gradients(taps, saved, ctx.needs_input_grad, gradient), None, None
+        within, starts = two_levels(Poles(rate, angle), ctx.length)
+        block, blocks = within.shape[1], starts.shape[1]
+        g = pad(gradient, (0, block * blocks - ctx.length)).unflatten(1, (blocks, block))  # (D, I, b)
+        right, lags = joined(within, ctx.dtype), torch.arange(block, device=g.device, dtype=ctx.dtype)
+        sums = (torch.complex(*(part @ right).to(rate.dtype).chunk(2, dim=-1)) for part in (g, g * lags))
+        plain, weighted = (starts * part for part in sums)  # (D, I, Q) each
+        first = block * torch.arange(blocks, device=g.device, dtype=rate.dtype)[:, None]  # (I, 1)
+        total = plain.sum(1)  # (D, Q): S
+        slope = torch.complex(real, imag) * (weighted + first * plain).sum(1)  # (D, Q): w S'
+        return total.real, -total.imag, -slope.real, -slope.imag, None, None
+
+
+def two_levels(poles: Poles, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The powers of (3), complex: lambda^j `(D, b, Q)` and lambda^(bi) `(D, I, Q)`."""
+    block = block_length(length)
+    step = torch.exp(torch.complex(-poles.rate, poles.angle))  # (D, Q)
+    return repeated(step, block), repeated(step**block, -(-length // block))
+
+
+def repeated(step: torch.Tensor, count: int) -> torch.Tensor:
+    """The powers 0 .. count - 1 of `(D, Q)` numbers, `(D, count, Q)`, by products: exponentials take far longer."""
+    powers = torch.ones_like(step)[:, None]
+    while powers.shape[1] < count:
+        powers = torch.cat([powers, powers[:, : count - powers.shape[1]] * step[:, None]], dim=1)
+        step = step * step
+    return powers
+
+
+def joined(powers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Real parts before imaginary ones, `(..., Q)` to `(..., 2Q)`."""
+    return torch.cat([powers.real, powers.imag], dim=-1).to(dtype)
 
 
 def block_length(length: int) -> int:

@@ -14,13 +14,15 @@ A bidirectional operator has a second kernel for negative lags: t_{-k} is its ta
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 from transformers import initialization as init
 
-from .diagonal import DISCRETIZATIONS, INITIAL_MODES, Pair, Poles, vandermonde_product
-from .numerics import compute_dtype, float64_or_widest
+from .diagonal import DISCRETIZATIONS, INITIAL_MODES, Pair, Poles, VandermondeProduct, vandermonde_product
+from .numerics import compute_dtype, float64_or_widest, is_fused
+from .stacking import joined
 from .tno import ToeplitzOperator
 from .tno_modal import ModalRecurrence
 
@@ -55,7 +57,7 @@ class DiagonalRecurrence(ModalRecurrence):
         for block in waiting[..., :count].split(self.horizon, dim=-1):
             length = block.shape[-1]
             added = torch.einsum("bdn,dnq->bdq", block.flip(-1), table[:, :length])  # (B, D, 2Q)
-            memory = memory * joined(table[:, length]) + joined(added)
+            memory = memory * complex_of(table[:, length]) + complex_of(added)
         state.tensors["memory"] = memory
         state.counters["covered"] = until
 
@@ -68,7 +70,7 @@ class DiagonalRecurrence(ModalRecurrence):
             length = min(self.horizon, count - start)
             both = torch.cat([weights.real, -weights.imag], dim=-1)  # (B, D, 2Q)
             parts.append(torch.einsum("bdq,dnq->bdn", both, table[:, :length]))
-            weights = weights * joined(table[:, -1])
+            weights = weights * complex_of(table[:, -1])
         return torch.cat(parts, dim=-1)
 
     def _powers_of_block(self, like: torch.Tensor) -> torch.Tensor:
@@ -85,7 +87,7 @@ class DiagonalRecurrence(ModalRecurrence):
         return self._aged[1]
 
 
-def joined(parts: torch.Tensor) -> torch.Tensor:
+def complex_of(parts: torch.Tensor) -> torch.Tensor:
     """Complex numbers `(..., Q)` from their real parts and, after them, their imaginary parts, `(..., 2Q)`."""
     return torch.complex(*parts.chunk(2, dim=-1))
 
@@ -159,16 +161,26 @@ class S4dOperator(ToeplitzOperator):
         return self.powers(torch.ones(1, device=self.imag.device))[:most, :, 0]  # (most, Q)
 
     def coefficients(self, length: int, device: torch.device | None = None) -> torch.Tensor:
-        poles, weights = self.modes()
-        weights = Pair(*(part[:, None] for part in weights))  # (D, 1, Q) or (2D, 1, Q)
-        kernel = vandermonde_product(weights, poles, length, compute_dtype(self.direct.dtype))[:, 0]
+        (poles, weights), dtype = self.modes(), compute_dtype(self.direct.dtype)
+        if is_fused(self.implementation):
+            kernel = VandermondeProduct.apply(*weights, *poles, length, dtype)  # (D, L) or (2D, L)
+        else:
+            weights = Pair(*(part[:, None] for part in weights))
+            kernel = vandermonde_product(weights, poles, length, dtype)[:, 0]
         kernel = kernel.to(device or kernel.device)
         # Not a slice of the other taps: L - 1 of them may be 1, which torch.export would rule out.
         first = (torch.arange(length, device=kernel.device) == 0).to(kernel.dtype)  # (L,)
-        positive = kernel[: self.channels] + self.direct.to(kernel)[:, None] * first  # (D, L)
+        filters = len(self.direct)  # D, or those of several layers
+        positive = kernel[:filters] + self.direct.to(kernel)[:, None] * first  # (D, L)
         if self.causal:
             return positive
-        return torch.cat([kernel[self.channels :].flip(1), positive], dim=1)[:, 1:]  # (D, 2L-1)
+        return torch.cat([kernel[filters:].flip(1), positive], dim=1)[:, 1:]  # (D, 2L-1)
+
+    @classmethod
+    def kernels_of_layers(cls, operators: Sequence["S4dOperator"], v: torch.Tensor) -> list:
+        """Those of one operator with all filters: its fused function saves only its inputs, which `vmap` would not."""
+        kernels = joined(operators, operators[0].channel_parameters()).kernel_of(v.shape[1], v.device)
+        return list(kernels.unflatten(0, (len(operators), -1)).unbind())
 
     def recurrence(self) -> DiagonalRecurrence:
         self.require_causal()

@@ -18,7 +18,7 @@ TRAINING = {
     ("rpe", True): 105, ("fd", True): 105, ("rtf", True): 106, ("modal", True): 105, ("explicit", True): 105,
     ("s4d", True): 105,
     ("rpe", False): 105, ("fd", False): 105, ("ski", False): 142, ("rtf", False): 108, ("explicit", False): 105,
-    ("s4d", False): 105,
+    ("s4d", False): 109,
 }  # fmt: skip
 TOKEN = {"rpe": 25, "fd": 25, "rtf": 31, "s4d": 25, "modal": 25, "explicit": 25}
 

@@ -10,7 +10,14 @@ from scipy.signal import cont2discrete
 from helpers.models import random, relative_error, seeded, tiny_config
 from helpers.operators import OperatorTests, random_operator
 from modeling_tnn import TnnForCausalLM, diagonal
-from modeling_tnn.diagonal import DISCRETIZATIONS, INITIAL_MODES, Pair, naive_vandermonde_product, vandermonde_product
+from modeling_tnn.diagonal import (
+    DISCRETIZATIONS,
+    INITIAL_MODES,
+    Pair,
+    VandermondeProduct,
+    naive_vandermonde_product,
+    vandermonde_product,
+)
 from modeling_tnn.tno_auto import build_tno
 
 
@@ -42,6 +49,22 @@ def test_two_level_powers_are_the_definition(discretization, length, traced, mon
     for product in (lambda *given: vandermonde_product(*given, torch.float64), naive_vandermonde_product):
         leaves, given = random_modes(discretization)
         values = product(*given, length)  # (D, R, L)
+        cotangent = torch.arange(values.numel(), dtype=torch.float64).cos().view(values.shape)
+        found.append([values, *torch.autograd.grad((values * cotangent).sum(), leaves)])
+    for actual, expected in zip(*found, strict=True):
+        assert relative_error(actual, expected) < 1e-11
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 17, 63, 64, 65, 150])
+def test_the_fused_product_is_the_definition(length):
+    """In values and gradients; `test_second_derivatives.py` has those of higher order."""
+    found = []
+    for fused in (True, False):
+        leaves, (weights, poles) = random_modes("zoh", rows=1)
+        if fused:
+            values = VandermondeProduct.apply(*(part[:, 0] for part in weights), *poles, length, torch.float64)
+        else:
+            values = naive_vandermonde_product(weights, poles, length)[:, 0]
         cotangent = torch.arange(values.numel(), dtype=torch.float64).cos().view(values.shape)
         found.append([values, *torch.autograd.grad((values * cotangent).sum(), leaves)])
     for actual, expected in zip(*found, strict=True):
