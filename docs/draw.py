@@ -1,10 +1,12 @@
-"""Draw the pictures of the pages: a kernel, its matrix, a circulant one, the gated unit, the files of the package.
+"""Draw the pictures of the pages: a kernel, its matrix, a circulant one, the gated unit, the files of the package, and
+time and memory by state size.
 
 Example:
     python docs/draw.py
 """
 
 import ast
+import json
 from pathlib import Path
 
 import matplotlib
@@ -16,6 +18,7 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 from modeling_tnn import dense_toeplitz
 
 PACKAGE = Path(__file__).parents[1] / "modeling_tnn"
+FIGURES = Path(__file__).parent / "figures"
 PICTURES = Path(__file__).parent / "pages" / "pictures"
 COLORS = matplotlib.colormaps["RdBu_r"]
 SIZE = 12  # rows of the matrices
@@ -121,12 +124,33 @@ def draw_architecture():
     save(figure, "architecture")
 
 
+def draw_state_size():
+    """Time and memory of a layer by its state size, from the figures of the page of results."""
+    rows = json.loads((FIGURES / "state-size-lengths.json").read_text(encoding="utf-8"))["rows"]
+    lengths = sorted({row["length"] for row in rows})
+    figure, panels = pyplot.subplots(2, len(lengths), figsize=(10, 5), sharex=True, sharey="row", layout="constrained")
+    for column, length in zip(panels.T, lengths, strict=True):
+        for axes, suffix in zip(column, ("", "_kept"), strict=True):
+            for way, label in {"rtf": "RTF", "s4d": "S4D", "scan": "scan"}.items():
+                found = [row for row in rows if row["length"] == length and way + suffix in row]
+                axes.plot(*zip(*((row["states"], row[way + suffix]) for row in found), strict=True), "o-", label=label)
+            axes.set(xscale="log", yscale="log")
+            axes.grid(alpha=0.3)
+        column[0].set_title(f"{length:,} steps", fontsize=10)
+        column[1].set_xlabel("states")
+    panels[0, 0].set_ylabel("forward and backward, ms")
+    panels[1, 0].set_ylabel("kept for backward, MiB")
+    panels[0, 0].legend(fontsize=9)
+    save(figure, "state-size")
+
+
 def main():
     matplotlib.use("Agg")
     draw_matrix()
     draw_circulant()
     draw_gate()
     draw_architecture()
+    draw_state_size()
 
 
 if __name__ == "__main__":
