@@ -1,11 +1,12 @@
 """Draw the pictures of the pages: a kernel, its matrix, a circulant one, the gated unit, the files of the package, how
-the kernels of FD fall, and the stable denominators of RTF.
+the kernels of FD fall, the stable denominators of RTF, and time and memory by state size.
 
 Example:
     python docs/draw.py
 """
 
 import ast
+import json
 from pathlib import Path
 
 import matplotlib
@@ -18,6 +19,7 @@ from theory import FD_ACTS, FD_INPUTS, fd_envelope, initial_denominators
 from modeling_tnn import dense_toeplitz
 
 PACKAGE = Path(__file__).parents[1] / "modeling_tnn"
+FIGURES = Path(__file__).parent / "figures"
 PICTURES = Path(__file__).parent / "pages" / "pictures"
 COLORS = matplotlib.colormaps["RdBu_r"]
 SIZE = 12  # rows of the matrices
@@ -154,6 +156,26 @@ def draw_stable_region():
     save(figure, "rtf-stable-region")
 
 
+def draw_state_size():
+    """Time and memory of a layer by its state size, from the figures of the page of results."""
+    rows = json.loads((FIGURES / "state-size-lengths.json").read_text(encoding="utf-8"))["rows"]
+    lengths = sorted({row["length"] for row in rows})
+    figure, panels = pyplot.subplots(2, len(lengths), figsize=(10, 5), sharex=True, sharey="row", layout="constrained")
+    for column, length in zip(panels.T, lengths, strict=True):
+        for axes, suffix in zip(column, ("", "_kept"), strict=True):
+            for way, label in {"rtf": "RTF", "s4d": "S4D", "scan": "scan"}.items():
+                found = [row for row in rows if row["length"] == length and way + suffix in row]
+                axes.plot(*zip(*((row["states"], row[way + suffix]) for row in found), strict=True), "o-", label=label)
+            axes.set(xscale="log", yscale="log")
+            axes.grid(alpha=0.3)
+        column[0].set_title(f"{length:,} steps", fontsize=10)
+        column[1].set_xlabel("states")
+    panels[0, 0].set_ylabel("forward and backward, ms")
+    panels[1, 0].set_ylabel("kept for backward, MiB")
+    panels[0, 0].legend(fontsize=9)
+    save(figure, "state-size")
+
+
 def main():
     matplotlib.use("Agg")
     draw_matrix()
@@ -162,6 +184,7 @@ def main():
     draw_architecture()
     draw_decay()
     draw_stable_region()
+    draw_state_size()
 
 
 if __name__ == "__main__":

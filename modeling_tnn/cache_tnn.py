@@ -12,7 +12,7 @@ B batch, D channels. A layer holds the state of the recurrence of its operator (
     recurrence   history holds                    tensors                                    dtype
     filter       m - 1 inputs of the operator     future (B, D, H)                           float32
     companion    N values of the filtered input   -                                          float64
-    modal        w + 32 inputs of the operator    memory (B, D, Q), complex; future          float32
+    modal, s4d   w + 32 inputs of the operator    memory (B, D, Q), complex; future          float32
 
 Each history also holds 64 older values, so that `crop` can remove the newest ones; after a chunk or a prompt of S
 tokens S of them, up to 1,024. A float64 model has float64 states; bfloat16 and float16 models have the dtypes of the

@@ -43,6 +43,8 @@ CHOICES = {
     "ski_interpolation": SKI_INTERPOLATIONS,
     "rtf_constraint": (None, "l1_montel"),
     "rtf_initializer": ("zeros", "xavier", "montel"),
+    "s4d_initializer": ("lin", "inv", "legs"),
+    "s4d_discretization": ("zoh", "bilinear"),
     "classifier_pooling": (None, "last", "mean"),
 }
 ACTIVATIONS = ("hidden_act", "rpe_act", "fd_act")
@@ -58,6 +60,7 @@ AT_LEAST_ONE = (
     "max_position_embeddings",
     "rtf_state_size",
     "rtf_truncation_length",
+    "s4d_state_size",
     "ski_filter_size",
     "ski_grid_length",
     "fd_resolution",
@@ -107,6 +110,8 @@ LIMITS: list[tuple[str, Limit]] = [
     ("layer_norm_eps", (lambda value: 0 < value < math.inf, "a finite number above 0")),
     ("decay", (lambda value: value is None or 0 < value <= 1, "in (0, 1] or None")),
     ("ski_decay", (lambda value: 0 < value <= 1, "in (0, 1]")),
+    ("s4d_dt_min", (lambda value: 0 < value <= 1000, "in (0, 1000]")),
+    ("s4d_dt_max", (lambda value: 0 < value <= 1000, "in (0, 1000]")),
     ("fd_resolution", (lambda value: value & (value - 1) == 0, "a power of two")),
     *LIMITS_OF_LAYERS,
     *LIMITS_OF_MIXERS,
@@ -168,9 +173,9 @@ class TnnConfig(PreTrainedConfig):
             `TnnForMaskedLM` and `TnnForImageClassification` need `False`, and the other classes take both.
         tno_type (`str`): Where the Toeplitz coefficients come from: `"rpe"` (an MLP of the lag, times a decay),
             `"fd"` (an MLP of the frequency), `"ski"` (a short filter plus a low-rank interpolated kernel, not
-            causal), `"rtf"` (a rational transfer function), `"modal"` (a recurrence that `to_recurrent` fitted) or
-            `"explicit"` (one parameter for each lag below `explicit_length`, times the decay). Names that
-            `register_operator` has added are allowed too.
+            causal), `"rtf"` (a rational transfer function), `"s4d"` (a diagonal state-space model), `"modal"`
+            (a recurrence that `to_recurrent` fitted) or `"explicit"` (one parameter for each lag below
+            `explicit_length`, times the decay). Names that `register_operator` has added are allowed too.
         gtu_expansion (`float`): Ratio of the width of the gated Toeplitz unit to `hidden_size`. The unit has
             int(gtu_expansion * hidden_size) channels.
         gtu_norm (`bool`): Whether the gated product is normalised before the output projection of the GTU.
@@ -243,6 +248,13 @@ class TnnConfig(PreTrainedConfig):
             channels; a divisor of the GTU width, which is also the default (no sharing).
         rtf_constraint (`str`, *optional*): `"l1_montel"` keeps all poles inside the unit circle.
         rtf_initializer (`str`): `"zeros"`, `"xavier"` (uniform, 1/sqrt(N)) or `"montel"` (uniform, 1/N).
+        s4d_state_size (`int`): Number N of real states of each channel of `"s4d"`, an even number: N/2 pairs of
+            complex poles.
+        s4d_initializer (`str`): First poles: `"lin"` (S4D-Lin, frequencies 0, pi, 2 pi, ..), `"inv"` (S4D-Inv) or
+            `"legs"` (S4D-LegS, from the HiPPO matrix).
+        s4d_discretization (`str`): `"zoh"` (zero-order hold) or `"bilinear"`.
+        s4d_dt_min (`float`): Smallest first step of a channel; the steps are spread evenly on a logarithmic scale.
+        s4d_dt_max (`float`): Largest first step of a channel.
         num_modes (`int`): Number of complex exponentials of a `"modal"` kernel, each of two states.
         modal_window (`int`): Number of first taps that a `"modal"` kernel stores exactly.
         converted_from (`str`, *optional*): The `tno_type` that a `"modal"` model was converted from.
@@ -327,6 +339,11 @@ class TnnConfig(PreTrainedConfig):
     rtf_num_denominators: int | None = None
     rtf_constraint: str | None = None
     rtf_initializer: str = "zeros"
+    s4d_state_size: int = 64
+    s4d_initializer: str = "lin"
+    s4d_discretization: str = "zoh"
+    s4d_dt_min: int | float = 0.001
+    s4d_dt_max: int | float = 0.1
     num_modes: int = 32
     modal_window: int = 16
     converted_from: str | None = None

@@ -5,7 +5,7 @@ B batch, D channels, N order, w window, Q modes. The states of a layer, and the 
     rtf      past w values (B, D, N)                          w_t = v_t - sum_k a_k w_(t-k)
                                                               y_t = h_0 v_t + sum_k c_k w_(t-k)
     modal    past inputs (B, D, w), memory (B, D, Q) twice    s_t = lambda s_(t-1) + v_(t-w)
-                                                              y_t = sum_(j<w) head_j v_(t-j) + Re sum_q r_q s_t,q
+    s4d      the same with w = 1 and poles of each channel    y_t = sum_(j<w) head_j v_(t-j) + Re sum_q r_q s_t,q
 
 The cache computes the same in blocks of tokens and with room for `crop`. A recorded graph cannot, because blocks need
 counters. The two memories are the real and the imaginary part: ONNX has no complex numbers.
@@ -17,7 +17,6 @@ from torch import nn
 from .gating import Gate
 from .layer_types import TOEPLITZ
 from .mixer_types import HYENA
-from .numerics import compute_dtype
 from .tno import ToeplitzOperator
 
 States = list[list[torch.Tensor]]
@@ -46,13 +45,15 @@ class RtfStep(nn.Module):
 
 
 class ModalStep(nn.Module):
-    """The step of a `ModalOperator`. Its states are in float32, or in float64 for a float64 model."""
+    """The step of a `ModalOperator` or an `S4dOperator`. Its states are in float32, or float64 for a float64 model."""
 
     def __init__(self, operator: ToeplitzOperator):
         super().__init__()
-        dtype = compute_dtype(operator.head.dtype)
-        poles, residues = operator.poles()[0].detach(), operator.complex_residues().detach()  # (Q,), (D, Q)
-        self.register_buffer("head", operator.head.detach().flip(1).to(dtype))  # (D, w), for lags w-1 .. 0
+        head = operator.coefficients(operator.window).detach().flip(1)  # (D, w), for lags w-1 .. 0
+        dtype = head.dtype
+        self.register_buffer("head", head)
+        poles = operator.powers(torch.ones(1, device=head.device))[..., 0].detach()  # (Q,) or (D, Q)
+        residues = operator.complex_residues().detach()  # (D, Q)
         for name, part in {"poles": poles, "residues": residues}.items():
             self.register_buffer(f"{name}_real", part.real.to(dtype))
             self.register_buffer(f"{name}_imag", part.imag.to(dtype))
@@ -75,7 +76,7 @@ class ModalStep(nn.Module):
         return y, [past, real, imag]
 
 
-STEPS = {"rtf": RtfStep, "modal": ModalStep}
+STEPS = {"rtf": RtfStep, "s4d": ModalStep, "modal": ModalStep}
 
 
 class StepCache:
@@ -105,8 +106,8 @@ class DecodingStep(nn.Module):
     It holds copies of the coefficients: build it again after training. A prompt is read token by token.
 
     Args:
-        model: a `TnnForCausalLM` with `tno_type` "rtf" or "modal", such as `to_recurrent` makes; it is put into
-            evaluation mode.
+        model: a `TnnForCausalLM` with `tno_type` "rtf", "s4d" or "modal", such as `to_recurrent` makes; it is put
+            into evaluation mode.
 
     Raises:
         ValueError: the model has other operators, attention, Hyena mixers, or positions.

@@ -80,6 +80,19 @@ def stacked(modules: Sequence[nn.Module], function: Callable[[nn.Module], torch.
     return list(results.unbind())
 
 
+def joined(modules: Sequence[nn.Module], filters: dict[str, int]) -> nn.Module:
+    """One module with the rows of several that are alike.
+
+    Args:
+        filters: for the name of each parameter the number of filters whose rows it has, see `channels.py`. The rows of
+            a filter come together.
+    """
+    names = [name for name, one in modules[0]._parameters.items() if one is not None]
+    groups = zip(names, zip(*map(own_parameters, modules), strict=True), strict=True)
+    rows = (torch.cat([one.unflatten(0, (filters[name], -1)) for one in group], dim=1) for name, group in groups)
+    return with_parameters(modules[0], (one.flatten(0, 1) for one in rows))
+
+
 def own_parameters(module: nn.Module) -> Iterator[torch.Tensor]:
     """The parameters of a module in the order of `with_parameters`."""
     yield from (one for one in module._parameters.values() if one is not None)

@@ -9,6 +9,7 @@ from .tno_fd import FdOperator
 from .tno_modal import ModalOperator
 from .tno_rpe import RpeOperator
 from .tno_rtf import RtfOperator
+from .tno_s4d import S4dOperator
 from .tno_ski import SkiOperator
 
 OPERATORS: dict[str, type[ToeplitzOperator]] = {
@@ -16,6 +17,7 @@ OPERATORS: dict[str, type[ToeplitzOperator]] = {
     "fd": FdOperator,
     "ski": SkiOperator,
     "rtf": RtfOperator,
+    "s4d": S4dOperator,
     "modal": ModalOperator,
     "explicit": ExplicitOperator,
 }

@@ -35,7 +35,7 @@ class ModalRecurrence(FilterRecurrence):
     """The decoding of a `ModalOperator`. The size of its state does not depend on the length of the text.
 
     Args:
-        operator: an operator with `window`, `powers` and `complex_residues`.
+        operator: an operator with `window`, `num_modes`, `powers`, `complex_residues` and `slowest_rate`.
         refill_phase: fraction by which the first block is shorter than the others.
     """
 
@@ -58,23 +58,27 @@ class ModalRecurrence(FilterRecurrence):
         y = super().outputs((past,), x)
         if age is None:
             return y
-        exponents = torch.arange(age, age + x.shape[-1], device=x.device)
+        return y + self.far_part(memory, age, x.shape[-1])
+
+    def far_part(self, memory: torch.Tensor, age: int, count: int) -> torch.Tensor:
+        """The part `(B, D, count)` of a memory `(B, D, Q)` in the outputs, differentiable in the parameters."""
+        exponents = torch.arange(age, age + count, device=memory.device)
         powers, residues = self.operator.powers(exponents), self.operator.complex_residues()
-        return y + far_outputs(memory, residues.to(memory.dtype), powers.to(memory.dtype))
+        return far_outputs(memory, residues.to(memory.dtype), powers.to(memory.dtype))
 
     def is_early(self, prompt) -> bool:
         return prompt.length > LONG_PROMPT
 
     def start(self, state, prompt):
-        modes, behind = self.operator.angle.numel(), self.window + slack_after(prompt.length)
+        modes, behind = self.operator.num_modes, self.window + slack_after(prompt.length)
         seen = prompt.length - self._needed(prompt)
         state.counters = {"block": self.first_block, "covered": seen}
         waiting = powers = None
         for piece in prompt.last(self._needed(prompt)).pieces(PIECE):
             x = self.channel_major(piece.inputs())  # (B, D, S)
             if waiting is None:
-                waiting, powers = x[..., :0], self._power(0, x.shape[-1], x)
-                state.tensors["memory"] = x.new_zeros(*x.shape[:2], modes, dtype=powers.dtype)  # (B, D, Q)
+                waiting, powers = x[..., :0], self._powers_of_piece(x)
+                state.tensors["memory"] = x.new_zeros(*x.shape[:2], modes, dtype=x.dtype.to_complex())  # (B, D, Q)
             waiting, seen = torch.cat([waiting, x], dim=-1), seen + x.shape[-1]
             self._advance_memory(state, waiting, seen - behind, powers)
             waiting = waiting[..., waiting.shape[-1] - seen + state.counters["covered"] :]  # not covered, (B, D, P)
@@ -85,8 +89,12 @@ class ModalRecurrence(FilterRecurrence):
         if not is_on_host(prompt.v):
             return prompt.length
         resolution = torch.finfo(compute_dtype(prompt.v.dtype)).eps
-        faded = (-math.log(resolution) / self.operator.log_rate.double().exp().min()).item()  # inf for a rate of 0
+        faded = (-math.log(resolution) / self.operator.slowest_rate()).item()  # inf for a rate of 0
         return int(min(prompt.length, faded + self.window + slack_after(prompt.length) + 1))
+
+    def _powers_of_piece(self, x: torch.Tensor) -> torch.Tensor | None:
+        """The powers that the pieces of a prompt share, of which `x` is the first one."""
+        return self._power(0, x.shape[-1], x)
 
     def chunk(self, state, x: torch.Tensor) -> torch.Tensor:
         past = self._past(state)  # (B, D, P)
@@ -120,7 +128,7 @@ class ModalRecurrence(FilterRecurrence):
         state.history.compact(self._reach(state))
 
     def bytes_per_channel(self, tokens: int, dtype: torch.dtype) -> int:
-        numbers = places(self.window + BLOCK, tokens) + BLOCK + 2 * self.operator.angle.numel()
+        numbers = places(self.window + BLOCK, tokens) + BLOCK + 2 * self.operator.num_modes
         return numbers * compute_dtype(dtype).itemsize
 
     def _reach(self, state) -> int:
@@ -197,7 +205,7 @@ class ModalOperator(ToeplitzOperator):
 
     def __init__(self, config, layer_idx: int = 0):
         super().__init__(config, layer_idx)
-        self.window = config.modal_window
+        self.window, self.num_modes = config.modal_window, config.num_modes
         self.head = nn.Parameter(torch.empty(self.channels, config.modal_window))
         self.residues = nn.Parameter(torch.empty(self.channels, config.num_modes, 2))
         self.log_rate = nn.Parameter(torch.empty(config.num_modes))
@@ -208,7 +216,7 @@ class ModalOperator(ToeplitzOperator):
 
     def reset_parameters(self):
         init.normal_(self.head, std=self.window**-0.5)
-        init.normal_(self.residues, std=self.log_rate.numel() ** -0.5)
+        init.normal_(self.residues, std=self.num_modes**-0.5)
         init.uniform_(self.log_rate, -6.0, 0.0)
         init.uniform_(self.angle, 0.0, torch.pi)
 
@@ -221,6 +229,10 @@ class ModalOperator(ToeplitzOperator):
 
     def poles(self, most: int = 64) -> torch.Tensor:
         return self.powers(torch.ones(1, device=self.angle.device)).t()  # (1, Q)
+
+    def slowest_rate(self) -> torch.Tensor:
+        """The smallest exp(nu_q) of all modes, `()` in float64."""
+        return self.log_rate.double().exp().min()
 
     def complex_residues(self) -> torch.Tensor:
         """The residues r_q of each channel, complex `(D, Q)`."""

@@ -31,7 +31,7 @@ from .rational import (
     rational_kernel,
     recurrence_numerator,
 )
-from .stacking import own_parameters, with_parameters
+from .stacking import joined
 from .tno import ToeplitzOperator
 
 
@@ -104,12 +104,7 @@ class RtfOperator(ToeplitzOperator):
     @classmethod
     def kernels_of_layers(cls, operators: Sequence["RtfOperator"], v: torch.Tensor) -> list:
         """Those of one operator with all filters: its fused function saves only its inputs, which `vmap` would not."""
-        first, joined = operators[0], []
-        for parameters in zip(*map(own_parameters, operators), strict=True):
-            sides = 1 if first.causal or parameters[0] is first.slack else 2  # the filters of a side come together
-            rows = torch.cat([one.unflatten(0, (sides, -1)) for one in parameters], dim=1)
-            joined.append(rows.flatten(0, 1))
-        kernels = with_parameters(first, iter(joined)).kernel_of(v.shape[1], v.device)
+        kernels = joined(operators, operators[0].channel_parameters()).kernel_of(v.shape[1], v.device)
         return list(kernels.unflatten(0, (len(operators), -1)).unbind())
 
     def recurrence(self) -> CompanionRecurrence:

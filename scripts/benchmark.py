@@ -42,7 +42,7 @@ SUITES = {
     "decoding": "time per new token in one operator, compared with dot products",
     "serving": "many texts at once, compared with one after the other",
     "streaming": "time and memory of a long text in segments",
-    "state_size": "an RTF layer by its state size, compared with an associative scan",
+    "state_size": "an RTF layer by its state size, compared with S4D and an associative scan",
     "long_range": "training steps per second of classifiers, by length",
     "alternatives": "products that the library leaves out, compared with its own",
     "gpu": "all that only a GPU can tell: are products right, and how fast are models?",

@@ -1,10 +1,11 @@
-"""Time and memory of a layer by its state size: a rational transfer function and an associative scan.
+"""Time and memory of a layer by its state size and length: a transfer function, S4D, and an associative scan.
 
     rtf     y = k * v, the taps k of b(z)/a(z) by one transform, N coefficients for each channel (RTF paper, section 3)
+    s4d     y = k * v, the taps k of a diagonal model with N / 2 pairs of poles by a Vandermonde product (S4D paper)
     scan    x_k = lambda x_{k-1} + B v_k,  y_k = Re C x_k, all x_k by a parallel scan (S5, Smith et al., 2023)
 
-B batch, L length, D channels, N states. The first never computes a state; the second stores L N complex numbers. Every
-repeat measures all sizes of both once.
+B batch, L length, D channels, N states. The first two never compute a state; the third stores L N complex numbers, and
+all its channels share them. Every repeat measures all sizes of all layers of a length once.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from torch import nn
 
 from modeling_tnn import TnnConfig
 from modeling_tnn.tno_auto import build_tno
-from tnn_scripts.benchmarks.measure import measure
+from tnn_scripts.benchmarks.measure import measure, ratio
 from tnn_scripts.common.tables import markdown_table
 
 
@@ -61,14 +62,15 @@ class ScanLayer(nn.Module):
         return (states @ self.output_map).real
 
 
-def rtf_layer(channels: int, state_size: int, length: int) -> nn.Module:
+def operator_layer(way: str, channels: int, state_size: int, length: int) -> nn.Module:
     config = TnnConfig(
-        tno_type="rtf",
+        tno_type=way,
         hidden_size=channels,
         gtu_expansion=1,
         max_position_embeddings=length,
-        rtf_state_size=state_size,
+        rtf_state_size=state_size if way == "rtf" else 1,
         rtf_initializer="montel",
+        s4d_state_size=state_size if way == "s4d" else 2,
     )
     operator = build_tno(config)
     with torch.no_grad():
@@ -97,16 +99,23 @@ def add_arguments(parser: argparse.ArgumentParser):
         "--state_sizes", type=int, nargs="+", default=[4, 16, 64, 256, 1024, 2048], help="State sizes."
     )
     parser.add_argument("--largest_scan", type=int, default=256, help="Largest state size of the scan.")
-    parser.add_argument("--length", type=int, default=4096, help="Length of a sequence.")
+    parser.add_argument("--length", type=int, nargs="+", default=[4096], help="Lengths of a sequence.")
     parser.add_argument("--batch_size", type=int, default=2)
 
 
 def run(args) -> list[dict]:
-    """One row for each variant and state size: milliseconds of forward and backward, and saved MiB."""
+    """One row for each length, layer and state size: milliseconds of forward and backward, and saved MiB."""
+    return [row for length in args.length for row in rows_of_length(args, length)]
+
+
+def rows_of_length(args, length: int) -> list[dict]:
+    """The rows of one length; transfer functions of fewer samples than states are left out."""
     torch.manual_seed(0)
-    v = torch.randn(args.batch_size, args.length, args.hidden_size, device=args.device, requires_grad=True)
+    v = torch.randn(args.batch_size, length, args.hidden_size, device=args.device, requires_grad=True)
     gradient = torch.randn_like(v)
-    layers = {("rtf", size): rtf_layer(args.hidden_size, size, args.length) for size in args.state_sizes}
+    sizes = [("rtf", size) for size in args.state_sizes if size < length]
+    sizes += [("s4d", size) for size in args.state_sizes if size % 2 == 0]
+    layers = {(way, size): operator_layer(way, args.hidden_size, size, length) for way, size in sizes}
     scanned = [size for size in args.state_sizes if size <= args.largest_scan]
     layers |= {("scan", size): ScanLayer(args.hidden_size, size) for size in scanned}
     layers = {key: layer.to(args.device) for key, layer in layers.items()}
@@ -118,15 +127,15 @@ def run(args) -> list[dict]:
     times = measure(ways, args)
     rows = []
     for (way, size), seconds in times.items():
-        smallest = times[way, min(args.state_sizes)]
         rows.append(
             {
                 "way": way,
                 "state_size": size,
-                "length": args.length,
+                "length": length,
                 "channels": args.hidden_size,
                 "milliseconds": 1000 * statistics.median(seconds),
-                "over_smallest": statistics.median(s / t for s, t in zip(seconds, smallest, strict=True)),
+                "over_smallest": ratio(seconds, times[way, min(s for w, s in times if w == way)]),
+                "over_rtf": ratio(seconds, times["rtf", size]) if ("rtf", size) in times else None,
                 "saved_megabytes": saved_bytes(partial(layers[way, size], v)) / 2**20,
                 "parameters": sum(parameter.numel() for parameter in layers[way, size].parameters()),
             }
@@ -137,7 +146,11 @@ def run(args) -> list[dict]:
 def table(rows: list[dict]) -> str:
     """The rows as a Markdown table."""
     smallest = min(row["state_size"] for row in rows)
-    headers = ["layer", "state size", "ms", f"over state size {smallest}", "kept for backward, MiB"]
-    figures = {"milliseconds": ".1f", "over_smallest": ".2f", "saved_megabytes": ".1f"}
-    lines = ([r["way"], r["state_size"], *(format(r[name], form) for name, form in figures.items())] for r in rows)
-    return markdown_table(headers, lines)
+    headers = ["layer", "state size", "length", "ms", f"over state size {smallest}", "over rtf"]
+    figures = {"milliseconds": ".1f", "over_smallest": ".2f", "over_rtf": ".2f", "saved_megabytes": ".1f"}
+
+    def cells(row: dict) -> list[str]:
+        return ["" if row[name] is None else format(row[name], form) for name, form in figures.items()]
+
+    lines = ([row["way"], row["state_size"], row["length"], *cells(row)] for row in rows)
+    return markdown_table([*headers, "kept for backward, MiB"], lines)

@@ -92,6 +92,12 @@ CITATIONS = {
   booktitle={International Conference on Machine Learning},
   year={2024}
 }""",
+    "s4d": """@inproceedings{gu2022s4d,
+  title={On the Parameterization and Initialization of Diagonal State Space Models},
+  author={Gu, Albert and Gupta, Ankit and Goel, Karan and R{\\'e}, Christopher},
+  booktitle={Advances in Neural Information Processing Systems},
+  year={2022}
+}""",
 }
 
 
@@ -352,7 +358,7 @@ def short_name(inputs: dict) -> str:
 
 def citations(config: dict) -> list[str]:
     """The citations of the TNN paper, and of the paper of the operator if it is another one."""
-    papers = {"fd": "ski", "ski": "ski", "rtf": "rtf"}
+    papers = {"fd": "ski", "ski": "ski", "rtf": "rtf", "s4d": "s4d"}
     operators = [config["tno_type"], config["converted_from"]]
     return [CITATIONS["rpe"]] + [CITATIONS[papers[name]] for name in operators if name in papers]
 

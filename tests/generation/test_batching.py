@@ -16,6 +16,7 @@ MODELS = {
     "rpe-no-decay": {"tno_type": "rpe", "decay": None},
     "fd": {"tno_type": "fd"},
     "rtf": {"tno_type": "rtf"},
+    "s4d": {"tno_type": "s4d"},
     "modal": {"tno_type": "modal"},
     "hyena": {"tno_type": "rtf"} | MIXED["hyena"],
     "hybrid": {"tno_type": "rpe", "decay": 0.97} | HYBRIDS["full"],

@@ -12,7 +12,7 @@ from modeling_tnn.cache_tnn import TnnCacheLayer
 from modeling_tnn.tno_auto import build_tno
 
 # The kernels that are decoded from past inputs: with these detached, the whole product is the oracle.
-FROM_INPUTS = [name for name in MODELS if name not in ("rtf", "modal")]
+FROM_INPUTS = [name for name in MODELS if name not in ("rtf", "s4d", "modal")]
 
 
 def operator_of(name):
@@ -81,27 +81,34 @@ def test_gradients_of_rtf_are_those_of_its_recurrence(past, steps, new):
     assert close(gradients(y, inputs), gradients(expected, inputs))
 
 
+@pytest.mark.parametrize("name", ["modal", "s4d"])
 @pytest.mark.parametrize("past, steps, new", [(7, 0, 40), (20, 5, 1), (60, 3, 30)])
-def test_gradients_of_modal_before_its_memory_covers_inputs(past, steps, new):
-    """Until then it is decoded from its inputs like any other kernel."""
-    test_gradients_are_those_of_the_product_with_its_past_detached("modal", past, steps, new)
+def test_gradients_of_modes_before_their_memory_covers_inputs(name, past, steps, new):
+    """Until then they are decoded from their inputs like any other kernel."""
+    test_gradients_are_those_of_the_product_with_its_past_detached(name, past, steps, new)
 
 
-def test_gradients_of_modal_are_those_of_its_recurrence():
+@pytest.mark.parametrize("name", ["modal", "s4d"])
+def test_gradients_of_modes_are_those_of_their_recurrence(name):
     """By hand: y_t from the inputs within the window and a state of all older ones, held constant."""
-    operator = operator_of("modal")
+    operator = operator_of(name)
     past, new, window = 200, 20, operator.window
     v = randomly(operator, 2, past + new)
     layer, now = started_layer(operator, v[:, :past], 5), v[:, past:].clone().requires_grad_()
     covered = layer.counters["covered"]
     assert covered > 0
+
+    def powers(exponents):  # (D, Q, M), also if all channels share the poles
+        found = operator.powers(exponents)
+        return found.expand(operator.channels, *found.shape[-2:])
+
     with torch.no_grad():
-        ages = operator.powers(torch.arange(covered).flip(0))  # (Q, C)
-        memory = torch.einsum("qc,bcd->bdq", ages, v[:, :covered].to(ages.dtype))
+        ages = powers(torch.arange(covered).flip(0))  # (D, Q, C)
+        memory = torch.einsum("dqc,bcd->bdq", ages, v[:, :covered].to(ages.dtype))
     recent = torch.cat([v[:, covered:past], now], dim=1)
     near = operator(recent)[:, past - covered :]
     age = torch.arange(past, past + new) - covered + 1 - window
-    far = torch.einsum("bdq,dq,qt->btd", memory, operator.complex_residues(), operator.powers(age)).real
+    far = torch.einsum("bdq,dq,dqt->btd", memory, operator.complex_residues(), powers(age)).real
     y = layer.update(now, None, operator)[0]
     inputs = [now, *operator.parameters()]
     assert relative_error(y, near + far) < 1e-11

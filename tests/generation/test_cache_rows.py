@@ -20,6 +20,7 @@ MODELS = {
     "fd": {"tno_type": "fd", "fd_resolution": 32},
     "fd-tiles": {"tno_type": "fd", "fd_resolution": 8192},
     "rtf": {"tno_type": "rtf"},
+    "s4d": {"tno_type": "s4d"},
     "modal": {"tno_type": "modal"},
     "explicit": {"tno_type": "explicit", "max_position_embeddings": 50},
     "sinusoidal": {"tno_type": "rpe", "decay": 0.9, "position_embedding": "sinusoidal"},

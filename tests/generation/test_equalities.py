@@ -18,6 +18,7 @@ MODELS = {
     "rpe-no-decay": {"tno_type": "rpe", "decay": 1.0},
     "fd": {"tno_type": "fd"},
     "rtf": {"tno_type": "rtf"},
+    "s4d": {"tno_type": "s4d"},
     "rtf-odd-length": {"tno_type": "rtf", "max_position_embeddings": 63},
     "explicit": {"tno_type": "explicit"},
     "converted": {"tno_type": "rpe", "decay": 0.9},

@@ -193,7 +193,7 @@ def test_a_prompt_of_inference_mode_goes_on_outside_it(name, gradients):
     assert relative_error(torch.cat(logits, dim=1), expected) < 1e-10
 
 
-@pytest.mark.parametrize("name", ["rpe", "rtf", "modal"])
+@pytest.mark.parametrize("name", ["rpe", "rtf", "s4d", "modal"])
 def test_inputs_that_have_faded_are_not_read(name):
     """Reading all inputs of a long prompt takes longer than a state needs."""
     operator = model_of(name).float().model.layers[1].gtu.tno
@@ -202,6 +202,8 @@ def test_inputs_that_have_faded_are_not_read(name):
             operator.log_rate.fill_(-4)
         if name == "rtf":
             operator.slack.fill_(10)
+        if name == "s4d":
+            operator.log_step.zero_()
     v = torch.ones(2, LONG, operator.channels)
     v[:, :1000] = torch.nan
     layer = TnnCacheLayer()
@@ -238,7 +240,7 @@ def test_a_long_text_is_scored_without_a_recurrence():
                 model(text[:, :1], past_key_values=past)
 
 
-@pytest.mark.parametrize("name", ["rpe", "rtf", "modal"])
+@pytest.mark.parametrize("name", ["rpe", "rtf", "s4d", "modal"])
 def test_long_prompts_on_the_meta_device(name):
     """Shapes alone, as tools that count operations use them."""
     with torch.no_grad():

@@ -13,6 +13,7 @@ MODELS = {
     "rpe-learnable-decay": {"tno_type": "rpe", "decay": 0.8, "learnable_decay": True},
     "fd": {"tno_type": "fd", "fd_resolution": 32},
     "rtf": {"tno_type": "rtf"},
+    "s4d": {"tno_type": "s4d"},
     "modal": {"tno_type": "modal"},
     "explicit": {"tno_type": "explicit", "max_position_embeddings": 50},
 }

@@ -48,6 +48,7 @@ def tiny_config(tno_type="rpe", causal=True, **fields) -> TnnConfig:
         "rtf_num_denominators": 4,
         "rtf_constraint": "l1_montel",
         "rtf_initializer": "montel",
+        "s4d_state_size": 6,
     }
     return TnnConfig(tno_type=tno_type, causal=causal, **defaults | fields)
 

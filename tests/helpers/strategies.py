@@ -67,6 +67,16 @@ def rtf_fields(draw, causal):
     }
 
 
+def s4d_fields(draw, causal):
+    return {
+        "s4d_state_size": 2 * draw(st.integers(1, 6)),
+        "s4d_initializer": draw(st.sampled_from(("lin", "inv", "legs"))),
+        "s4d_discretization": draw(st.sampled_from(("zoh", "bilinear"))),
+        "s4d_dt_min": draw(st.floats(1e-4, 0.1)),
+        "s4d_dt_max": draw(st.floats(0.1, 1.0)),
+    }
+
+
 def modal_fields(draw, causal):
     return {"num_modes": draw(st.integers(1, 6)), "modal_window": draw(st.integers(1, 9))}
 
@@ -91,6 +101,7 @@ FIELDS = {
     "fd": fd_fields,
     "ski": ski_fields,
     "rtf": rtf_fields,
+    "s4d": s4d_fields,
     "modal": modal_fields,
     "explicit": explicit_fields,
 }

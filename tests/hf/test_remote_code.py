@@ -42,7 +42,15 @@ from modeling_tnn.hub import AUTO_MAP
 
 PACKAGE = Path(modeling_tnn.__file__).parent
 # All files but the package's own, what only programs call, and what is of the kernel of the Hub alone.
-OTHERS = {"__init__.py", "auto_classes.py", "presets.py", "stability.py", "sequence_parallel.py", "toeplitz_hub.py"}
+OTHERS = {
+    "__init__.py",
+    "auto_classes.py",
+    "presets.py",
+    "stability.py",
+    "sequence_parallel.py",
+    "toeplitz_hub.py",
+    "state_space.py",
+}
 OTHERS |= {"batching.py", "cache_rows.py", "request.py", "decoding_step.py"}  # needed by what is imported by name
 CODE = {path.name for path in PACKAGE.glob("*.py")} - OTHERS
 CAUSAL_HEADS = (TnnForCausalLM, TnnForSequenceClassification, TnnModel)

@@ -12,7 +12,7 @@ from modeling_tnn import DecodingStep, TnnForCausalLM, TnnForMaskedLM, TnnModel
 heads = Matrix()
 BATCH = torch.export.Dim("batch", min=1, max=64)
 LENGTH = torch.export.Dim("length", min=2, max=256)
-RECURRENT = ["rtf", "modal"]
+RECURRENT = ["rtf", "s4d", "modal"]
 
 
 def recurrent_model(tno_type: str, **fields) -> TnnForCausalLM:
@@ -163,7 +163,7 @@ def test_executorch_decoding_step(head, tno_type):
 
 
 def test_models_without_a_decoding_step():
-    with pytest.raises(ValueError, match="`tno_type` must be one of rtf, modal for one step, got 'rpe'"):
+    with pytest.raises(ValueError, match="`tno_type` must be one of rtf, s4d, modal for one step, got 'rpe'"):
         DecodingStep(recurrent_model("rpe"))
     with pytest.raises(ValueError, match="`layer_types` must be 'toeplitz' in all layers"):
         DecodingStep(recurrent_model("rtf", **HYBRIDS["full"]))

@@ -15,6 +15,7 @@ from transformers import (
 from helpers import processes
 from helpers.models import AUTO, BIDIRECTIONAL, CAUSAL, INPUT_IDS, VARIANTS, perturbed_model, seeded, tiny_config
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification, TnnModel
+from modeling_tnn.tno_auto import OPERATORS
 
 HEADS = [(TnnForCausalLM, t, True) for t in CAUSAL] + [(TnnForMaskedLM, t, False) for t in BIDIRECTIONAL]
 HEADS += [(cls, t, c) for cls in (TnnModel, TnnForSequenceClassification) for t, c in VARIANTS]
@@ -84,7 +85,7 @@ def test_dtypes(head, tno_type, causal, tmp_path):
     model.save_pretrained(tmp_path)
     loaded = AUTO[head].from_pretrained(tmp_path)
     for name, parameter in loaded.named_parameters():
-        poles = name.endswith(("log_rate", "angle"))
+        poles = name.endswith(OPERATORS[tno_type].fp32_parameters)
         assert parameter.dtype == (torch.float32 if poles else torch.bfloat16), name
     assert torch.equal(loaded(INPUT_IDS)[0], model(INPUT_IDS)[0])
     wide = AUTO[head].from_pretrained(tmp_path, dtype=torch.float32)

@@ -30,14 +30,19 @@ def test_scan_is_the_recurrence(length):
 
 
 def test_state_size():
-    args = SimpleNamespace(state_sizes=[4, 8, 64], length=100, hidden_size=6, largest_scan=8, **SETTINGS)
+    args = SimpleNamespace(state_sizes=[4, 8, 64], length=[50, 100], hidden_size=6, largest_scan=8, **SETTINGS)
     rows = benchmark_state_size.run(args)
-    ways = [(row["way"], row["state_size"]) for row in rows]
-    assert ways == [("rtf", 4), ("rtf", 8), ("rtf", 64), ("scan", 4), ("scan", 8)]
-    kept = {key: row["saved_megabytes"] for key, row in zip(ways, rows, strict=True)}
-    assert kept["scan", 8] > 1.5 * kept["scan", 4]
-    assert rows[0]["over_smallest"] == rows[3]["over_smallest"] == 1
-    assert benchmark_state_size.table(rows).count("\n") == 6
+    ways = [(row["length"], row["way"], row["state_size"]) for row in rows]
+    others = [("s4d", 4), ("s4d", 8), ("s4d", 64), ("scan", 4), ("scan", 8)]
+    short = [("rtf", 4), ("rtf", 8), *others]  # a transfer function has fewer states than samples
+    assert ways == [(50, *way) for way in short] + [(100, *way) for way in [*short[:2], ("rtf", 64), *others]]
+    rows = dict(zip(ways, rows, strict=True))
+    kept = {key: row["saved_megabytes"] for key, row in rows.items()}
+    assert kept[100, "scan", 8] > 1.5 * kept[100, "scan", 4]
+    assert kept[100, "s4d", 64] < 0.2 * (6 * 32 * 100 * 16 / 2**20), "no Vandermonde matrix"
+    assert rows[100, "rtf", 4]["over_smallest"] == rows[100, "s4d", 4]["over_smallest"] == 1
+    assert rows[50, "s4d", 64]["over_rtf"] is None and rows[100, "rtf", 64]["over_rtf"] == 1
+    assert benchmark_state_size.table(list(rows.values())).count("\n") == 16
 
 
 def test_long_range():

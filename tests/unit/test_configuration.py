@@ -17,6 +17,7 @@ from modeling_tnn import (
     TnnModel,
 )
 from modeling_tnn.configuration_tnn import CHOICES
+from modeling_tnn.diagonal import DISCRETIZATIONS, INITIAL_MODES
 from modeling_tnn.modeling_tnn import NORM_POSITIONS
 from modeling_tnn.norms import NORM_TYPES
 from modeling_tnn.numerics import IMPLEMENTATIONS
@@ -85,6 +86,8 @@ def test_names_are_those_of_the_tables():
         "spatial_mixing": COMBINATIONS,
         "rpe_input": RPE_INPUTS,
         "rtf_initializer": INITIAL_BOUNDS,
+        "s4d_initializer": INITIAL_MODES,
+        "s4d_discretization": DISCRETIZATIONS,
         "classifier_pooling": {None: "by the direction"} | POOLINGS,
     }
     for name, table in tables.items():
@@ -101,7 +104,7 @@ def test_derived_defaults():
     [
         (
             {"tno_type": "dct"},
-            "`tno_type` must be .*one of 'rpe', 'fd', 'ski', 'rtf', 'modal', 'explicit'.*, got 'dct'",
+            "`tno_type` must be .*one of 'rpe', 'fd', 'ski', 'rtf', 's4d', 'modal', 'explicit'.*, got 'dct'",
         ),
         ({"tno_type": "modal", "causal": False}, "`causal` must be .*True with tno_type='modal'.*, got False"),
         ({"tno_type": "ski", "causal": True}, "`causal` must be .*False with tno_type='ski'.*, got True"),
@@ -120,6 +123,8 @@ def test_derived_defaults():
             {"tno_type": "rtf", "rtf_num_denominators": 5},
             "`rtf_num_denominators` must be .*divisor of the GTU width 64.*, got 5",
         ),
+        ({"tno_type": "s4d", "s4d_state_size": 7}, "`s4d_state_size` must be .*an even number.*, got 7"),
+        ({"tno_type": "s4d", "s4d_dt_min": 0.5}, "`s4d_dt_min` must be .*at most s4d_dt_max=0.1.*, got 0.5"),
         ({"rtf_constraint": "l2"}, "`rtf_constraint` must be .*None, 'l1_montel'.*, got 'l2'"),
         ({"fd_resolution": 100}, "`fd_resolution` must be .*power of two.*, got 100"),
         ({"rpe_input": "sin"}, "`rpe_input` must be .*'lag', 'normalized', 'sinusoidal'.*, got 'sin'"),

@@ -16,9 +16,11 @@ NO_LAUNCH = {"detach", "lift_fresh", "promote_types", "set_", "_unsafe_view", "e
 # (operator, causal) -> operations of a layer.
 TRAINING = {
     ("rpe", True): 105, ("fd", True): 105, ("rtf", True): 106, ("modal", True): 105, ("explicit", True): 105,
+    ("s4d", True): 105,
     ("rpe", False): 105, ("fd", False): 105, ("ski", False): 142, ("rtf", False): 108, ("explicit", False): 105,
+    ("s4d", False): 109,
 }  # fmt: skip
-TOKEN = {"rpe": 25, "fd": 25, "rtf": 31, "modal": 25, "explicit": 25}
+TOKEN = {"rpe": 25, "fd": 25, "rtf": 31, "s4d": 25, "modal": 25, "explicit": 25}
 
 
 class Launches(TorchDispatchMode):

@@ -27,6 +27,7 @@ KINDS = {
     "rtf": {"tno_type": "rtf"},
     "rtf-odd-length": {"tno_type": "rtf", "max_position_embeddings": 63},
     "rtf-no-constraint": {"tno_type": "rtf", "rtf_constraint": None, "rtf_num_denominators": None},
+    "s4d": {"tno_type": "s4d"},
     "modal": {"tno_type": "modal"},
     "explicit": {"tno_type": "explicit", "max_position_embeddings": 50},
 }
@@ -234,7 +235,7 @@ def test_rows_are_independent(kind):
         assert relative_error(y, expected[[2, 1], 70:]) < 1e-11
 
 
-@pytest.mark.parametrize("kind", ["rpe", "fd", "rtf", "modal"])
+@pytest.mark.parametrize("kind", ["rpe", "fd", "rtf", "s4d", "modal"])
 def test_state_does_not_grow(kind):
     operator = operator_of(kind)
     layer, sizes = TnnCacheLayer(), []

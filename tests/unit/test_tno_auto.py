@@ -28,7 +28,7 @@ def unregistered(monkeypatch):
 def test_unknown_operator():
     config = tiny_config()
     vars(config)["tno_type"] = "dct"  # an assignment is refused by the configuration
-    with pytest.raises(ValueError, match="'rpe', 'fd', 'ski', 'rtf', 'modal', 'explicit'.*, got 'dct'"):
+    with pytest.raises(ValueError, match="'rpe', 'fd', 'ski', 'rtf', 's4d', 'modal', 'explicit'.*, got 'dct'"):
         build_tno(config)
 
 

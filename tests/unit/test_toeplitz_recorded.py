@@ -65,7 +65,8 @@ def test_one_graph_with_one_node_for_each_product(tno_type, causal, masked):
     if masked:
         inputs["attention_mask"] = (torch.arange(40) > torch.tensor([[5], [-1]])).long()
     call, backend = compiled(model)
-    assert_same(results(call, model, inputs), results(model, model, inputs))
+    # The gradient of an S4D step is a sum of large terms of both signs.
+    assert_same(results(call, model, inputs), results(model, model, inputs), 5e-6 if tno_type == "s4d" else 2e-6)
     names = [str(node.target) for graph in backend.graphs for node in graph.graph.nodes]
     # Two layers; SKI has two products in each.
     assert sum("modeling_tnn.convolution" in name for name in names) == (4 if tno_type == "ski" else 2)

@@ -1,0 +1,164 @@
+"""The operator `s4d`: the diagonal state-space model."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy.signal import cont2discrete
+
+from helpers.models import random, relative_error, seeded, tiny_config
+from helpers.operators import OperatorTests, random_operator
+from modeling_tnn import TnnForCausalLM, diagonal
+from modeling_tnn.diagonal import (
+    DISCRETIZATIONS,
+    INITIAL_MODES,
+    Pair,
+    VandermondeProduct,
+    naive_vandermonde_product,
+    vandermonde_product,
+)
+from modeling_tnn.tno_auto import build_tno
+
+
+class TestS4d(OperatorTests):
+    tno_type = "s4d"
+
+
+class TestS4dBilinear(OperatorTests):
+    tno_type = "s4d"
+    fields = {"s4d_discretization": "bilinear"}
+    lengths = (1, 17)
+
+
+def random_modes(discretization: str, filters=3, modes=5, rows=2) -> tuple[list, tuple]:
+    """Leaves, and the poles and weights that follow from them."""
+    real, imag, weights = random(filters, modes), random(filters, modes + 1), random(2, filters, rows, modes)
+    alpha = Pair(-real.exp(), 9 * imag[:, :modes])
+    poles, _ = DISCRETIZATIONS[discretization](alpha, torch.full((filters, 1), 0.3, dtype=torch.float64))
+    return [real, imag, weights], (Pair(*weights), poles)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("length", [1, 2, 3, 17, 63, 100])
+@pytest.mark.parametrize("discretization", DISCRETIZATIONS)
+def test_two_level_powers_are_the_definition(discretization, length, traced, monkeypatch):
+    """In values and gradients, also with the block of recorded graphs."""
+    monkeypatch.setattr(diagonal, "is_traced", lambda: traced)
+    found = []
+    for product in (lambda *given: vandermonde_product(*given, torch.float64), naive_vandermonde_product):
+        leaves, given = random_modes(discretization)
+        values = product(*given, length)  # (D, R, L)
+        cotangent = torch.arange(values.numel(), dtype=torch.float64).cos().view(values.shape)
+        found.append([values, *torch.autograd.grad((values * cotangent).sum(), leaves)])
+    for actual, expected in zip(*found, strict=True):
+        assert relative_error(actual, expected) < 1e-11
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 17, 63, 64, 65, 150])
+def test_the_fused_product_is_the_definition(length):
+    """In values and gradients; `test_second_derivatives.py` has those of higher order."""
+    found = []
+    for fused in (True, False):
+        leaves, (weights, poles) = random_modes("zoh", rows=1)
+        if fused:
+            values = VandermondeProduct.apply(*(part[:, 0] for part in weights), *poles, length, torch.float64)
+        else:
+            values = naive_vandermonde_product(weights, poles, length)[:, 0]
+        cotangent = torch.arange(values.numel(), dtype=torch.float64).cos().view(values.shape)
+        found.append([values, *torch.autograd.grad((values * cotangent).sum(), leaves)])
+    for actual, expected in zip(*found, strict=True):
+        assert relative_error(actual, expected) < 1e-11
+
+
+@pytest.mark.parametrize("step", [1e-7, 0.01, 0.3, 3.0])
+@pytest.mark.parametrize("discretization", DISCRETIZATIONS)
+def test_discretization_is_that_of_scipy(discretization, step):
+    alpha = np.array([-0.5 + 0j, -1e-3 + 7j, -2 - 3j, -30 + 1j])
+    given = Pair(torch.tensor(alpha.real)[None], torch.tensor(alpha.imag)[None])
+    found, gain = DISCRETIZATIONS[discretization](given, torch.tensor([[step]], dtype=torch.float64))
+    eye = np.eye(4)
+    pole, weight, *_ = cont2discrete((np.diag(alpha), eye, eye, 0 * eye), step, method=discretization)
+    first = found.powers(torch.ones(1))
+    for actual, expected in [(Pair(*(part[0] for part in first)), pole), (gain, weight)]:
+        error = np.abs(torch.complex(*actual)[0].numpy() - np.diag(expected)) / np.abs(np.diag(expected))
+        assert error.max() < 1e-8 if step < 1e-6 else error.max() < 1e-12
+
+
+def test_a_pole_at_zero():
+    """Only (1 + Delta alpha / 2) of the bilinear rule can be 0: then the kernel ends after its first tap."""
+    poles, gain = DISCRETIZATIONS["bilinear"](Pair(-torch.ones(1, 1).double(), torch.zeros(1, 1).double()),
+                                              torch.full((1, 1), 2.0).double())  # fmt: skip
+    kernel = vandermonde_product(Pair(*(part[:, None] for part in gain)), poles, 5, torch.float64)
+    assert (kernel[0, 0] - torch.tensor([1.0, 0, 0, 0, 0])).abs().max() < 1e-100
+
+
+@pytest.mark.parametrize("size", [2, 8, 64])
+def test_first_poles(size):
+    """Lin and Inv by the formulas of the paper, LegS by its matrix."""
+    n = np.arange(size // 2)
+    expected = {"lin": np.pi * n, "inv": size / np.pi * (size / (2 * n + 1) - 1)}
+    row, column = np.meshgrid(np.arange(size), np.arange(size), indexing="ij")
+    hippo = np.where(row > column, -np.sqrt((2 * row + 1.0) * (2 * column + 1)), 0) - np.diag(np.arange(size) + 1.0)
+    low_rank = np.sqrt(np.arange(size) + 0.5)
+    normal = hippo + np.outer(low_rank, low_rank)
+    values, vectors = np.linalg.eig(normal)
+    order = np.argsort(values.imag)[size // 2 :]
+    expected["legs"] = values.imag[order]
+    for name, frequencies in expected.items():
+        alpha, scale = INITIAL_MODES[name](size)
+        assert torch.equal(alpha.real, torch.full((size // 2,), -0.5, dtype=torch.float64))
+        assert np.allclose(alpha.imag.numpy(), frequencies, rtol=1e-9, atol=1e-9), name
+    assert np.allclose(values.real, -0.5)
+    inputs = np.linalg.inv(vectors) @ np.sqrt(2 * np.arange(size) + 1.0)
+    assert np.allclose(scale.numpy(), np.abs(inputs[order]), rtol=1e-6), "the input weights of S4D-LegS"
+
+
+@pytest.mark.parametrize("initializer", INITIAL_MODES)
+def test_initialization(initializer):
+    config = tiny_config("s4d", hidden_size=400, s4d_initializer=initializer, s4d_dt_min=0.01, s4d_dt_max=0.2)
+    operator = seeded(build_tno, config)
+    operator.reset_parameters()
+    alpha, scale = INITIAL_MODES[initializer](6)
+    assert relative_error(-operator.log_real.exp(), alpha.real.expand(800, 3).float()) < 1e-6
+    assert relative_error(operator.imag, alpha.imag.expand(800, 3).float()) < 1e-6
+    steps = operator.log_step.exp()
+    assert 0.01 <= steps.min() < 0.011 and 0.18 < steps.max() <= 0.2
+    assert abs(operator.log_step.mean() - math.log(0.01 * 0.2) / 2) < 0.1
+    power = operator.weights.square().sum(-1).mean(0)
+    assert (power / scale.square() - 1).abs().max() < 0.15, "complex numbers of variance 1"
+
+
+@pytest.mark.parametrize("discretization", DISCRETIZATIONS)
+def test_all_parameters_are_stable(discretization):
+    """No constraint and no projection: the poles lie inside the circle, whatever the parameters are."""
+    operator = random_operator("s4d", True, s4d_discretization=discretization)
+    with torch.no_grad():
+        for parameter in operator.parameters():
+            parameter.mul_(50)
+    assert operator.poles().abs().max() < 1
+    assert operator.coefficients(3000).isfinite().all()
+
+
+def test_a_modal_operator_with_the_same_poles():
+    """Two ways to write one kernel, decoded by one recurrence."""
+    own = random_operator("s4d", True)
+    with torch.no_grad():
+        for parameter in (own.log_real, own.imag, own.log_step):
+            parameter.copy_(parameter[:1].expand_as(parameter))
+    modal = random_operator("modal", True, num_modes=own.num_modes, modal_window=3)
+    poles, weights = own.modes()
+    with torch.no_grad():
+        modal.log_rate.copy_(poles.rate[0].log())
+        modal.angle.copy_(poles.angle[0])
+        modal.head.copy_(own.coefficients(3))
+        third = own.powers(torch.tensor([3]))[..., 0] * torch.complex(*weights)  # (D, Q)
+        modal.residues.copy_(torch.view_as_real(third))
+    assert relative_error(own.coefficients(301), modal.coefficients(301)) < 1e-12
+
+
+def test_poles_stay_in_float32(tmp_path):
+    seeded(TnnForCausalLM, tiny_config("s4d")).save_pretrained(tmp_path)
+    operator = TnnForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).model.layers[1].gtu.tno
+    kept = {name for name, parameter in operator.named_parameters() if parameter.dtype == torch.float32}
+    assert kept == {"log_real", "imag", "log_step"} and operator.weights.dtype == torch.bfloat16
