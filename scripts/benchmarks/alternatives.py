@@ -22,7 +22,7 @@ import torch
 
 from modeling_tnn.tno_ski import InducingGrid
 from modeling_tnn.toeplitz import gated_causal_toeplitz_matmul, gated_toeplitz_matmul
-from modeling_tnn.toeplitz_fused import CHUNK
+from modeling_tnn.toeplitz_fused import chunks, single_window
 from tnn_scripts.benchmarks.measure import markdown, measure, ratio
 from tnn_scripts.benchmarks.state_size import saved_bytes
 
@@ -83,7 +83,7 @@ class SplitProduct(torch.autograd.Function):
         ctx.save_for_backward(v, coefficients)
         length, y = v.shape[2], torch.empty_like(v)
         turn = twist(length, v)
-        for chosen in split_chunks(v):
+        for chosen in chunks(v, single_window(length, 0)):
             even, odd = halves(coefficients[chosen], length)
             spectrum = torch.fft.rfft(v[chosen]) * torch.fft.rfft(even)[:, None]
             skew = torch.fft.fft(folded(v[chosen], turn)) * torch.fft.fft(folded(odd, turn))[:, None]
@@ -95,7 +95,7 @@ class SplitProduct(torch.autograd.Function):
         v, coefficients = ctx.saved_tensors
         length = v.shape[2]
         v_gradient, t_gradient, turn = torch.empty_like(v), torch.empty_like(coefficients), twist(length, v)
-        for chosen in split_chunks(v):
+        for chosen in chunks(v, single_window(length, 0)):
             even, odd = halves(coefficients[chosen], length)
             g, g_skew = torch.fft.rfft(gradient[chosen]), torch.fft.fft(folded(gradient[chosen], turn))
             x, x_skew = torch.fft.rfft(v[chosen]), torch.fft.fft(folded(v[chosen], turn))
@@ -107,11 +107,6 @@ class SplitProduct(torch.autograd.Function):
             t_gradient[chosen, length - 1 :] = (c + s) / 2
             t_gradient[chosen, : length - 1] = ((c - s) / 2)[:, 1:]
         return v_gradient, t_gradient
-
-
-def split_chunks(v: torch.Tensor) -> list[slice]:
-    step = max(1, CHUNK // (v.shape[1] * v.shape[2]))
-    return [slice(start, min(start + step, len(v))) for start in range(0, len(v), step)]
 
 
 def halves(coefficients: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -138,3 +138,14 @@ def test_wrong_shapes(call, message):
     with pytest.raises(ValueError) as error:
         call()
     assert message in str(error.value)
+
+
+LONG = [(1, 512, 256), (1, 16384, 8), (1, 65536, 8), (2, 65536, 4), (9, 65536, 1)]
+
+
+@pytest.mark.parametrize(("batch", "length", "expected"), LONG)
+def test_long_transforms_are_not_alone(batch, length, expected):
+    """A chunk has at least eight; short ones fill 2^18 numbers."""
+    windows = toeplitz_fused.single_window(next_fast_len(2 * length - 1), 0)
+    chosen = toeplitz_fused.chunks(torch.empty(1000, batch, 1).expand(-1, -1, length), windows)
+    assert chosen[0] == slice(0, expected) and chosen[-1].stop == 1000
