@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
-from .cache_tnn import past_length
+from .cache_checks import past_length
 from .history import put_rows
 from .layer_types import SLIDING, TOEPLITZ
 

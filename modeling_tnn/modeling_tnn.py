@@ -38,7 +38,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .attention import TnnAttention, View, build_rotary, views_of_layers
-from .cache_tnn import check_cache
+from .cache_checks import check_cache
 from .configuration_tnn import TnnConfig
 from .conversion import LayerReport, to_recurrent
 from .fixed_kernels import FixedKernelsMixin

@@ -20,7 +20,8 @@ from torch import nn
 from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, Cache
 
 from .attention import mask_of
-from .cache_tnn import TnnCacheLayer, check_cache, past_length
+from .cache_checks import check_cache, past_length
+from .cache_tnn import TnnCacheLayer
 from .gating import NO_GATE, Gate
 from .layer_types import TOEPLITZ
 from .numerics import is_traced

@@ -21,7 +21,7 @@ FLOORS = [
     {"packing_recorded", "rational", "diagonal", "recurrence", "ski_released"},
     {"continuation", "tno"},
     {"cache_tnn"},
-    {"attention"},
+    {"attention", "cache_checks"},
     {"static_cache", "cache_rows", "request"},
     {"batching"},
     {"companion"},

@@ -1,0 +1,98 @@
+"""Whether a cache fits a model, and the layers that it needs.
+
+Layers of attention hold keys and values in transformers' own layers; the others are `TnnCacheLayer`.
+"""
+
+import torch
+from torch import nn
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, CacheLayerMixin, DynamicLayer
+
+from .cache_origin import Origin
+from .cache_tnn import ANOTHER_MODEL, TnnCacheLayer, with_short
+from .layer_types import SLIDING, TOEPLITZ
+from .numerics import is_traced
+from .pipeline import is_elsewhere
+
+
+def seen(layer: CacheLayerMixin) -> int | torch.Tensor:
+    """The number of tokens that a layer has seen; a tensor for a static layer of attention."""
+    return layer.length if hasattr(layer, "recurrence") else layer.get_seq_length()
+
+
+def past_length(layers: list[CacheLayerMixin]) -> int:
+    """The number of tokens that all layers have seen, from a layer that need not read it from a device if there is."""
+    return int(next((count for count in map(seen, layers) if isinstance(count, int)), seen(layers[0])))
+
+
+def fits(layer: CacheLayerMixin, kind: str) -> bool:
+    """Whether a layer of a cache holds what a layer of this kind needs."""
+    state = hasattr(layer, "recurrence")  # not isinstance: code loaded from the Hub has another class
+    if kind == TOEPLITZ or state:
+        return kind == TOEPLITZ and state
+    return isinstance(layer, CacheLayerMixin) and getattr(layer, "is_sliding", False) == (kind == SLIDING)
+
+
+def new_layer(kind: str, sliding_window: int | None) -> CacheLayerMixin:
+    """An empty layer of a dynamic cache."""
+    return TnnCacheLayer() if kind == TOEPLITZ else DYNAMIC_LAYER_TYPE_MAPPING[kind](sliding_window=sliding_window)
+
+
+def check_cache(past_key_values: Cache, model: nn.Module):
+    """Make a cache ready for a pass of `model`, a `TnnModel`. An empty `DynamicCache()` gets its layers here.
+
+    Raises:
+        ValueError: the cache cannot hold the state of a TNN, belongs to another model or to weights that have changed,
+            has too few layers, or is incomplete after an interrupted pass.
+    """
+    count = min(model.config.num_hidden_layers, len(model.layers))
+    if count < 1:
+        raise ValueError(f"`num_hidden_layers` must be at least 1, got {count}")
+    layers, kinds = getattr(past_key_values, "layers", None), model.config.layer_types
+    if layers == [] and past_key_values.layer_class_to_replicate is DynamicLayer:
+        past_key_values.layer_class_to_replicate = TnnCacheLayer
+        layers += [new_layer(kind, model.config.sliding_window) for kind in kinds]
+    if not layers or not all(map(fits, layers, kinds)):
+        raise ValueError(
+            "`past_key_values` must be a cache for TNNs: one that this model returned, DynamicCache() or "
+            f"DynamicCache(config=model.config), got {type(past_key_values).__name__}"
+        )
+    if len(layers) < count:
+        raise ValueError(
+            f"`past_key_values` must have at least the {count} layers of the model, got {len(layers)}. "
+            "Start with an empty cache."
+        )
+    pairs = zip(layers[:count], model.layers[:count], strict=True)
+    held = with_short(layer for layer, block in pairs if not is_elsewhere(block))
+    lengths = {count for count in map(seen, held) if isinstance(count, int)}  # others would stall a device
+    if len(lengths) > 1:
+        raise ValueError(
+            "`past_key_values` is incomplete, because a pass was interrupted: its layers have seen "
+            f"{min(lengths)} to {max(lengths)} tokens. Start with an empty cache."
+        )
+    if not is_traced():
+        claim(held, model)
+
+
+def claim(layers: list[TnnCacheLayer], model: nn.Module):
+    """Record `model` as the origin of the states of `layers`.
+
+    Raises:
+        ValueError: the states belong to another model, or to weights that have changed since.
+    """
+    origin = getattr(layers[0], "origin", None) if past_length(layers) else None
+    if origin is not None and origin.model is model:
+        if origin.is_unchanged():
+            return
+        if not (model.training and torch.is_grad_enabled()):
+            raise ValueError(
+                "The weights of the model have changed since `past_key_values` was made, for example by an optimizer "
+                "step or an adapter. Start with an empty cache."
+            )
+        for layer in layers:
+            if hasattr(layer, "renew"):
+                layer.renew()
+    elif origin is not None and not origin.fits(model):
+        raise ValueError(ANOTHER_MODEL)
+    origin = Origin(model)
+    for layer in layers:
+        layer.origin = origin
