@@ -62,7 +62,7 @@ def test_other_heads(world):
 def test_what_is_divided(two):
     """All that belongs to channels, unless all channels of two processes share a denominator."""
     assert two["explicit-causal"]["replicated"] == two["ski-bidirectional"]["replicated"] == []
-    assert two["rtf-bidirectional"]["replicated"] == []
+    assert two["rtf-bidirectional"]["replicated"] == two["s4d-causal"]["replicated"] == []
     assert two["modal-causal"]["replicated"] == ["angle", "log_rate"]
     assert two["one denominator"]["replicated"] == ["denominator", "slack"]
     assert not any("out.linear" in name for name in two["rpe-causal"]["replicated"])

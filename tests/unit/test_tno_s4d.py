@@ -85,6 +85,26 @@ def test_discretization_is_that_of_scipy(discretization, step):
         assert error.max() < 1e-8 if step < 1e-6 else error.max() < 1e-12
 
 
+@pytest.mark.parametrize("discretization", DISCRETIZATIONS)
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_kernel_of_a_system(causal, discretization):
+    """By scipy's discretisation and powers of its matrix: 2 Re C A^k B, and D at lag 0."""
+    operator = random_operator("s4d", causal, hidden_size=2, s4d_discretization=discretization)
+    sides = []
+    for filter_index in range(len(operator.imag)):
+        row = (operator.log_real, operator.imag, operator.weights)
+        real, imag, weights = (part[filter_index].detach().numpy() for part in row)
+        eye, ones, step = np.eye(len(real)), np.ones((len(real), 1)), operator.log_step[filter_index].exp().item()
+        system = (np.diag(-np.exp(real) + 1j * imag), ones, eye, 0 * ones)
+        transition, given, *_ = cont2discrete(system, step, method=discretization)
+        states = [np.linalg.matrix_power(transition, k) @ given[:, 0] for k in range(20)]
+        sides.append([2 * ((weights[:, 0] + 1j * weights[:, 1]) @ state).real for state in states])
+    positive, negative = np.array(sides[:4]), np.array(sides[4:])
+    positive[:, 0] += operator.direct.detach().numpy()
+    expected = positive if causal else np.concatenate([negative[:, :19][:, ::-1], positive], axis=1)
+    assert relative_error(operator.coefficients(20), torch.tensor(expected)) < 1e-12
+
+
 def test_a_pole_at_zero():
     """Only (1 + Delta alpha / 2) of the bilinear rule can be 0: then the kernel ends after its first tap."""
     poles, gain = DISCRETIZATIONS["bilinear"](Pair(-torch.ones(1, 1).double(), torch.zeros(1, 1).double()),
