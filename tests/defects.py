@@ -213,8 +213,6 @@ DEFECTS = [
            "unit/test_stacking"),
     Defect("stacking: checkpointed layers keep their kernels", P + "stacking.py",
            "any(layer.gradient_checkpointing and layer.training for layer in layers)", "False", "unit/test_stacking"),
-    Defect("stacking: the filters of both sides mixed", P + "stacking.py", "(filters[name], -1)", "(1, -1)",
-           "unit/test_stacking"),
     Defect("stacking: the filters of both sides mixed", P + "stacking.py",
            "one.unflatten(0, (filters[name], -1))", "one.unflatten(0, (1, -1))", "unit/test_stacking"),
     Defect("stacking: each layer copies its gradients", P + "stacking.py",
