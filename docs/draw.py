@@ -1,12 +1,11 @@
 """Draw the pictures of the pages: a kernel, its matrix, a circulant one, the gated unit, the files of the package, how
-the kernels of FD fall, the stable denominators of RTF, and time and memory by state size.
+the kernels of FD fall, the stable denominators of RTF, time and memory by state size, and of classifiers by length.
 
 Example:
     python docs/draw.py
 """
 
 import ast
-import json
 from pathlib import Path
 
 import matplotlib
@@ -14,12 +13,12 @@ import numpy as np
 import torch
 from matplotlib import pyplot
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Polygon, Rectangle
+from page_tables import load
 from theory import FD_ACTS, FD_INPUTS, fd_envelope, initial_denominators
 
 from modeling_tnn import dense_toeplitz
 
 PACKAGE = Path(__file__).parents[1] / "modeling_tnn"
-FIGURES = Path(__file__).parent / "figures"
 PICTURES = Path(__file__).parent / "pages" / "pictures"
 COLORS = matplotlib.colormaps["RdBu_r"]
 SIZE = 12  # rows of the matrices
@@ -158,7 +157,7 @@ def draw_stable_region():
 
 def draw_state_size():
     """Time and memory of a layer by its state size, from the figures of the page of results."""
-    rows = json.loads((FIGURES / "state-size-lengths.json").read_text(encoding="utf-8"))["rows"]
+    rows = load("state-size-lengths")["rows"]
     lengths = sorted({row["length"] for row in rows})
     figure, panels = pyplot.subplots(2, len(lengths), figsize=(10, 5), sharex=True, sharey="row", layout="constrained")
     for column, length in zip(panels.T, lengths, strict=True):
@@ -176,6 +175,40 @@ def draw_state_size():
     save(figure, "state-size")
 
 
+def draw_long_range():
+    """Training steps per second and memory of classifiers by length (TNN paper, table 5)."""
+    rows = [row for row in load("lra-speed")["rows"] if row["model"].startswith("here: ")]
+    figure, panels = pyplot.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    for axes, key, label in zip(
+        panels, ("at", "kept"), ("training steps per second", "kept for backward, MiB"), strict=True
+    ):
+        for row in rows:
+            figures = [row[f"{key}_{length}k"] for length in range(1, 6)]
+            axes.plot(range(1, 6), figures, "o-", markersize=4, label=row["model"].removeprefix("here: "))
+        axes.set(xlabel="length in units of 1,024 tokens", ylabel=label, xticks=range(1, 6))
+        axes.grid(alpha=0.3)
+    panels[0].set(yscale="log", yticks=(0.5, 1, 2, 5, 10), yticklabels=("0.5", "1", "2", "5", "10"))
+    panels[1].set_ylim(bottom=0)
+    panels[1].legend(fontsize=8)
+    save(figure, "lra-lengths")
+
+
+def draw_bubbles():
+    """Speed, accuracy and, as area, memory of the classifiers of Text (TNN figure 1, SKI figure 1a)."""
+    figure, axes = pyplot.subplots(figsize=(6.5, 4), layout="constrained")
+    for row in load("lra-bubbles")["rows"]:
+        mean = np.mean(row["accuracy"])
+        points = axes.scatter(row["over_rpe"], mean, s=20 * row["kept"], alpha=0.5)
+        axes.vlines(row["over_rpe"], *row["accuracy"], color=points.get_facecolor())
+        text = f"{row['model'].split()[0]}\n{row['kept']:.0f} MiB"
+        side, aligned = (-22, "right") if text.startswith("FD") else (22, "left")  # RTF is at the right of FD
+        place = {"xytext": (side, 0), "textcoords": "offset points", "ha": aligned, "va": "center"}
+        axes.annotate(text, (row["over_rpe"], mean), fontsize=9, **place)
+    axes.set(xlabel="training steps per second, over those of TNN", ylabel="accuracy on Text, %", xlim=(0.4, 1.12))
+    axes.grid(alpha=0.3)
+    save(figure, "lra-bubbles")
+
+
 def main():
     matplotlib.use("Agg")
     draw_matrix()
@@ -185,6 +218,8 @@ def main():
     draw_decay()
     draw_stable_region()
     draw_state_size()
+    draw_long_range()
+    draw_bubbles()
 
 
 if __name__ == "__main__":

@@ -308,7 +308,7 @@ class SkiOperator(ToeplitzOperator):
             (torch.where(weight[:, 0] != 0, behind + step, behind), weight)
             for step, weight in enumerate(weights_of(share), 1 - reach)
         ]
-        values = rows.new_zeros(reach * len(rows), rows.shape[1])  # (reach B L, D)
+        values = rows.new_zeros(reach * rows.shape[0], rows.shape[1])  # (reach B L, D)
         for point, weight in points:
             values = values.index_add(0, point, weight * rows)
         values = values.view(x.shape[0], -1, x.shape[2])  # (B, reach L, D)

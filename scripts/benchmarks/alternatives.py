@@ -23,8 +23,7 @@ import torch
 from modeling_tnn.tno_ski import InducingGrid
 from modeling_tnn.toeplitz import gated_causal_toeplitz_matmul, gated_toeplitz_matmul
 from modeling_tnn.toeplitz_fused import chunks, single_window
-from tnn_scripts.benchmarks.measure import markdown, measure, ratio
-from tnn_scripts.benchmarks.state_size import saved_bytes
+from tnn_scripts.benchmarks.measure import markdown, measure, ratio, saved_bytes
 
 SUBJECTS = {"causal-ski": ("filter", "prefix", "intervals"), "split": ("fused", "split")}
 FORMATS = {"subject": "", "length": "", "way": "", "milliseconds": ".1f", "over_base": ".2f", "saved_megabytes": ".1f"}

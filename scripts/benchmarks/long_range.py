@@ -1,7 +1,8 @@
-"""Training steps per second of classifiers by length: TNN variants and a transformer (TNN paper, table 5).
+"""Training steps per second and memory of classifiers by length: TNN variants and a transformer (TNN paper, table 5).
 
 All models have the width and depth of the preset for byte-level text. The transformer has as many parameters in a
-layer. Every repeat measures all models once.
+layer. Every repeat measures all models once. The memory is what a forward pass saves for its backward pass, parameters
+excluded; on a GPU also the peak of a step.
 """
 
 import argparse
@@ -12,28 +13,33 @@ import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from modeling_tnn.tno_auto import OPERATORS
-from tnn_scripts.benchmarks.measure import measure
-from tnn_scripts.common.arguments import load_config
+from tnn_scripts.benchmarks.measure import measure, peak_on_device, ratio, saved_bytes
+from tnn_scripts.common.arguments import load_config, parse_overrides
 from tnn_scripts.common.peers import modernbert_like
 from tnn_scripts.common.tables import markdown_table
 
 WAYS = (*(name for name, cls in OPERATORS.items() if cls.supports_bidirectional), "transformer")
-DEFAULT_WAYS = ("rpe", "fd", "ski", "rtf", "transformer")
+DEFAULT_WAYS = ("rpe", "fd", "ski", "rtf", "s4d", "transformer")
 PRESET = "tnn-text"
 
 
-def classifier(way: str, length: int, device: str) -> PreTrainedModel:
-    """A classifier for `length` tokens: the preset with another operator, or a transformer of its size."""
+def classifier(way: str, length: int, args) -> PreTrainedModel:
+    """A classifier for `length` tokens: the preset with another operator, or a transformer of its size.
+
+    Raises:
+        ValueError: an override is not a field of the configuration, or has a value outside its limits.
+    """
     torch.manual_seed(0)
     sizes = {"max_position_embeddings": length, "hidden_dropout_prob": 0.0}
     sizes |= {"rtf_num_denominators": 1, "rtf_state_size": 4}
-    config = load_config(PRESET, sizes, {"tno_type": "rpe" if way == "transformer" else way})
+    fields = parse_overrides(args.config_overrides) | {"tno_type": "rpe" if way == "transformer" else way}
+    config = load_config(PRESET, sizes, fields)
     config = modernbert_like(config) if way == "transformer" else config
-    return AutoModelForSequenceClassification.from_config(config).train().to(device)
+    return AutoModelForSequenceClassification.from_config(config).train().to(args.device)
 
 
-def training_step(model: PreTrainedModel, ids: torch.Tensor, labels: torch.Tensor):
-    model(ids, labels=labels).loss.backward()
+def training_loss(model: PreTrainedModel, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return model(ids, labels=labels).loss
 
 
 def add_arguments(parser: argparse.ArgumentParser):
@@ -42,33 +48,40 @@ def add_arguments(parser: argparse.ArgumentParser):
         "--lengths", type=int, nargs="+", default=[1024, 2048, 3072, 4096, 5120], help="Tokens in a sequence."
     )
     parser.add_argument("--batch_size", type=int, default=1)
+    parser.add_argument("--config_overrides", help="Fields of the configuration to change: hidden_size=48.")
 
 
 def run(args) -> list[dict]:
     """One row for each model and length: forward, loss and backward of `batch_size` sequences."""
     rows = []
     for length in args.lengths:
-        models = {way: classifier(way, length, args.device) for way in args.models}
+        models = {way: classifier(way, length, args) for way in args.models}
         vocabulary = next(iter(models.values())).config.vocab_size
         ids = torch.randint(vocabulary, (args.batch_size, length), device=args.device)
         labels = torch.randint(2, (args.batch_size,), device=args.device)
-        ways = {way: partial(training_step, model, ids, labels) for way, model in models.items()}
-        for way, seconds in measure(ways, args).items():
+        losses = {way: partial(training_loss, model, ids, labels) for way, model in models.items()}
+        ways = {way: lambda loss=loss: loss().backward() for way, loss in losses.items()}
+        times = measure(ways, args)
+        for way, seconds in times.items():
             rows.append(
                 {
                     "way": way,
                     "length": length,
                     "steps_per_second": 1 / statistics.median(seconds),
+                    "over_first": ratio(times[args.models[0]], seconds),
+                    "saved_megabytes": saved_bytes(losses[way], models[way].parameters()) / 2**20,
                     "parameters": models[way].num_parameters(),
                 }
+                | peak_on_device(ways[way], args)
             )
     return rows
 
 
 def table(rows: list[dict]) -> str:
-    """A Markdown table with a line for each model and a column for each length."""
+    """A Markdown table with a line for each model, and for each length a column of steps per second and one of MiB."""
     lengths = sorted({row["length"] for row in rows})
-    speeds = {(row["way"], row["length"]): row["steps_per_second"] for row in rows}
+    speeds = {(row["way"], row["length"]): f"{row['steps_per_second']:.2f}" for row in rows}
+    kept = {(row["way"], row["length"]): f"{row['saved_megabytes']:.0f}" for row in rows}
     ways = dict.fromkeys(row["way"] for row in rows)
-    lines = ([way, *(f"{speeds[way, length]:.2f}" for length in lengths)] for way in ways)
-    return markdown_table(["model", *map(str, lengths)], lines)
+    lines = ([way, *(cells[way, length] for cells in (speeds, kept) for length in lengths)] for way in ways)
+    return markdown_table(["model", *map(str, lengths), *(f"{length}, MiB" for length in lengths)], lines)

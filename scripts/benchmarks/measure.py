@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -41,6 +41,23 @@ def rows_of(times: dict[str, list[float]], tokens: int, bases: tuple[str, ...], 
         | {f"{base}_over_this": ratio(times[base], seconds) for base in bases if base in times}
         for name, seconds in times.items()
     ]
+
+
+def saved_bytes(run: Callable[[], torch.Tensor], excluded: Iterable[torch.Tensor] = ()) -> int:
+    """The bytes that a forward pass saves for its backward pass, `excluded` left out. Each storage counts once."""
+    excluded = {tensor.untyped_storage().data_ptr() for tensor in excluded}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in excluded:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = run()
+        del output
+    return sum(kept.values())
 
 
 def peak_on_device(run: Callable[[], None], args) -> dict[str, float]:

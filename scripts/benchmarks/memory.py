@@ -7,12 +7,13 @@ peak    growth of the process during the step, optimizer excluded; each variant 
 
 import argparse
 import multiprocessing
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from tnn_scripts.benchmarks.arguments import add_batches, add_sizes, add_ways
-from tnn_scripts.benchmarks.measure import markdown, peak_on_device
+from tnn_scripts.benchmarks.measure import markdown, peak_on_device, saved_bytes
 from tnn_scripts.benchmarks.peers import BUILDERS, build_model, training_loss
 from tnn_scripts.common.devices import resident_peak
 
@@ -20,23 +21,6 @@ FORMATS = {"length": "", "way": "", "saved_megabytes": ".0f", "over_released_sav
 FORMATS |= {"over_released_peak": ".2f", "over_gpt2_peak": ".2f"}
 WAYS = tuple(BUILDERS)
 DEFAULT_WAYS = ("released", "eager", "fused", "gpt2", "llama")
-
-
-def saved_bytes(model: torch.nn.Module, ids: torch.Tensor) -> int:
-    """The saved bytes, which count each storage once."""
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    storages = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            storages[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = training_loss(model, ids)
-    loss.backward()
-    return sum(storages.values())
 
 
 def forget_peak():
@@ -62,7 +46,8 @@ def measure_way(way: str, args, length: int) -> dict:
     if not peak:
         step()
         peak = {"peak_megabytes": (resident_peak() - before) / 2**20}
-    return {"length": length, "way": way, "saved_megabytes": saved_bytes(model, ids) / 2**20} | peak
+    saved = saved_bytes(partial(training_loss, model, ids), model.parameters())
+    return {"length": length, "way": way, "saved_megabytes": saved / 2**20} | peak
 
 
 def add_arguments(parser: argparse.ArgumentParser):

@@ -14,7 +14,7 @@ from modeling_tnn.tno import ToeplitzOperator
 from modeling_tnn.tno_auto import OPERATORS, build_tno
 from tnn_scripts.benchmarks.arguments import add_batches, add_ways
 from tnn_scripts.benchmarks.measure import markdown, measure, peak_on_device, rows_of
-from tnn_scripts.benchmarks.peers import released_product
+from tnn_scripts.benchmarks.peers import operator_sizes, released_product
 
 FORMATS = {"length": "", "way": "", "milliseconds": ".0f", "released_over_this": ".2f", "rpe_over_this": ".2f"}
 FORMATS |= {"tokens_per_second": ".0f", "peak_megabytes": ".0f"}
@@ -30,10 +30,8 @@ def build_operator(tno_type: str, args, length: int) -> ToeplitzOperator:
         hidden_size=args.hidden_size,
         decay=args.decay,
         max_position_embeddings=length,
-        fd_resolution=1 << (length - 1).bit_length(),
-        ski_rank=min(64, length),
-        ski_filter_size=32,
         rtf_state_size=min(args.state_size, length - 1),
+        **operator_sizes(length),
     )
     torch.manual_seed(0)
     operator = build_tno(config).to(args.device)

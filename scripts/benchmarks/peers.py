@@ -19,10 +19,11 @@ from transformers import (
     PreTrainedModel,
 )
 
-from modeling_tnn import TnnConfig, TnnForCausalLM
+from modeling_tnn import TnnConfig, TnnForCausalLM, TnnForMaskedLM
 from modeling_tnn.layer_types import FULL, TOEPLITZ
 from modeling_tnn.loss import linear_cross_entropy
 from modeling_tnn.numerics import IMPLEMENTATIONS
+from modeling_tnn.tno_auto import OPERATORS
 
 # Names of models with attention in the blocks of a TNN -> whether layer i of a model has it. A model without Toeplitz
 # layers needs positions.
@@ -52,13 +53,22 @@ def released_gated_matmul(operator, v: torch.Tensor, gate, kernel=None) -> torch
     return gate.apply(released_product(operator, gate.inputs(v)), "eager")
 
 
-def tnn(way: str, args, length: int) -> TnnForCausalLM:
+def operator_sizes(length: int) -> dict[str, int]:
+    """The sizes of the papers, and for `fd` as many taps as the sequence has tokens."""
+    return {"fd_resolution": 1 << (length - 1).bit_length(), "ski_rank": min(64, length), "ski_filter_size": 32}
+
+
+def tnn(way: str, args, length: int) -> TnnForCausalLM | TnnForMaskedLM:
     fields = {"hidden_size": args.hidden_size, "decay": args.decay, "hidden_dropout_prob": 0.0}
-    if way in ATTENTION:
+    fields["causal"] = not getattr(args, "bidirectional", False)
+    if way in OPERATORS:
+        fields |= {"tno_type": way} | operator_sizes(max(512, length))
+    elif way in ATTENTION:
         fields |= attention_fields(way, args.num_hidden_layers)
     else:
         fields["tno_implementation"] = "eager" if way == "released" else way
-    model = TnnForCausalLM(TnnConfig(max_position_embeddings=max(512, length), **fields, **sizes(args)))
+    head = TnnForCausalLM if fields["causal"] else TnnForMaskedLM
+    model = head(TnnConfig(max_position_embeddings=max(512, length), **fields, **sizes(args)))
     if way == "released":
         for layer in model.model.layers:
             layer.gtu.u_proj.__class__ = layer.gtu.v_proj.__class__ = torch.nn.Linear  # the memory layout of tokens
@@ -89,7 +99,7 @@ def mamba2(way: str, args, length: int) -> Mamba2ForCausalLM:
     return Mamba2ForCausalLM(Mamba2Config(**shape, n_groups=1, **special_tokens(args), **sizes(args)))
 
 
-BUILDERS = {"released": tnn, **dict.fromkeys((*IMPLEMENTATIONS, *ATTENTION), tnn)}
+BUILDERS = {"released": tnn, **dict.fromkeys((*IMPLEMENTATIONS, *ATTENTION, *OPERATORS), tnn)}
 BUILDERS |= {"gpt2": gpt2, "llama": llama, "mamba": mamba, "mamba2": mamba2}
 
 

@@ -10,7 +10,6 @@ all its channels share them. Every repeat measures all sizes of all layers of a 
 
 import argparse
 import statistics
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -18,7 +17,7 @@ from torch import nn
 
 from modeling_tnn import TnnConfig
 from modeling_tnn.tno_auto import build_tno
-from tnn_scripts.benchmarks.measure import measure, ratio
+from tnn_scripts.benchmarks.measure import measure, ratio, saved_bytes
 from tnn_scripts.common.tables import markdown_table
 
 
@@ -76,21 +75,6 @@ def operator_layer(way: str, channels: int, state_size: int, length: int) -> nn.
     with torch.no_grad():
         operator.reset_parameters()
     return operator
-
-
-def saved_bytes(run: Callable[[], torch.Tensor]) -> int:
-    """The bytes that a forward pass saves for its backward pass. Each storage counts once."""
-    kept: dict[int, int] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = run()
-        del output
-    return sum(kept.values())
 
 
 def add_arguments(parser: argparse.ArgumentParser):

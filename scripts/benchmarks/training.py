@@ -1,5 +1,6 @@
 """The cost of a training step (forward, loss, backward) of a language model and its peers, by length.
 
+The name of an operator is a TNN with it; `fused` and `eager` have `rpe`.
 `matmul` computes only the matrix products of the linear layers of a TNN, forward and backward: a lower bound for a
 model of this size. `hybrid` has attention in every fourth layer, from the second, `attention` in all, with rotary
 positions; the rest is that of a TNN. After the name of a variant, `bf16` means autocast in bfloat16, and `compiled`
@@ -16,8 +17,9 @@ from tnn_scripts.benchmarks.arguments import add_batches, add_sizes, add_ways
 from tnn_scripts.benchmarks.measure import markdown, measure, peak_on_device, rows_of
 from tnn_scripts.benchmarks.peers import BUILDERS, build_model, training_loss
 
-FORMATS = {"length": "", "way": "", "milliseconds": ".0f", "tokens_per_second": ".0f"}
+FORMATS = {"length": "", "way": "", "milliseconds": ".0f", "tokens_per_second": ".0f", "rpe_over_this": ".2f"}
 FORMATS |= {"released_over_this": ".2f", "gpt2_over_this": ".2f", "matmul_over_this": ".2f", "peak_megabytes": ".0f"}
+BASES = ("released", "rpe", "gpt2", "matmul")
 PLAIN_WAYS = (*BUILDERS, "matmul")
 COMPILED_WAYS = tuple(f"{way} compiled" for way in (*IMPLEMENTATIONS, "gpt2", "llama"))
 WAYS = tuple(f"{way}{precision}" for precision in ("", " bf16") for way in (*PLAIN_WAYS, *COMPILED_WAYS))
@@ -72,6 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser):
     add_ways(parser, WAYS, DEFAULT_WAYS)
     add_batches(parser)
     add_sizes(parser, num_hidden_layers=2, vocab_size=1000)
+    parser.add_argument("--bidirectional", action="store_true", help="Measure bidirectional models of the TNN.")
     parser.add_argument("--blocks_only", action="store_true", help="Leave out embeddings, head and loss.")
 
 
@@ -81,7 +84,7 @@ def run(args) -> list[dict]:
     for length in args.lengths:
         ids = torch.randint(args.vocab_size, (max(1, args.tokens // length), length), device=args.device)
         ways = {way: step(way, args, ids) for way in args.ways}
-        found = rows_of(measure(ways, args), ids.numel(), ("released", "gpt2", "matmul"), length=length)
+        found = rows_of(measure(ways, args), ids.numel(), BASES, length=length)
         rows += [row | peak_on_device(ways[row["way"]], args) for row in found]
     return rows
 

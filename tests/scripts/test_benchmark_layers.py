@@ -8,6 +8,7 @@ import torch
 from helpers.scripts import table_rows
 from tnn_scripts.benchmarks import long_range as benchmark_long_range
 from tnn_scripts.benchmarks import state_size as benchmark_state_size
+from tnn_scripts.benchmarks.measure import saved_bytes
 
 SETTINGS = {"batch_size": 1, "device": "cpu", "threads": 1, "repeats": 1}
 
@@ -29,6 +30,13 @@ def test_scan_is_the_recurrence(length):
         torch.testing.assert_close(first, second)
 
 
+def test_saved_bytes():
+    """Each storage once, and none of the excluded tensors."""
+    x, weights = torch.ones(10, requires_grad=True), torch.ones(2, 10, requires_grad=True)
+    assert saved_bytes(lambda: x * weights[0] * x) == 4 * (10 + 20 + 10)
+    assert saved_bytes(lambda: x * weights[0] * x, excluded=[weights]) == 4 * (10 + 10)
+
+
 def test_state_size():
     args = SimpleNamespace(state_sizes=[4, 8, 64], length=[50, 100], hidden_size=6, largest_scan=8, **SETTINGS)
     rows = benchmark_state_size.run(args)
@@ -47,13 +55,17 @@ def test_state_size():
 
 def test_long_range():
     """The transformer has as many parameters as the TNN, but for its table of positions."""
-    settings = SETTINGS | {"batch_size": 2}
+    settings = SETTINGS | {"batch_size": 2, "config_overrides": "num_hidden_layers=2"}
     rows = benchmark_long_range.run(SimpleNamespace(lengths=[64, 70], models=benchmark_long_range.WAYS, **settings))
     assert [(row["length"], row["way"]) for row in rows] == [
         (n, way) for n in (64, 70) for way in benchmark_long_range.WAYS
     ]
     assert all(row["steps_per_second"] > 0 for row in rows)
+    assert all(row["over_first"] == 1 for row in rows if row["way"] == "rpe")
+    kept = {(row["way"], row["length"]): row["saved_megabytes"] for row in rows}
+    assert all(0.1 < kept[way, 64] < kept[way, 70] for way in benchmark_long_range.WAYS)
     parameters = {row["way"]: row["parameters"] for row in rows if row["length"] == 64}
     assert parameters["transformer"] - 64 * 128 == pytest.approx(parameters["rpe"], rel=0.1)
     headings, _, *lines = table_rows(benchmark_long_range.table(rows))
-    assert headings == ["model", "64", "70"] and [line[0] for line in lines] == list(benchmark_long_range.WAYS)
+    assert headings == ["model", "64", "70", "64, MiB", "70, MiB"]
+    assert [line[0] for line in lines] == list(benchmark_long_range.WAYS)

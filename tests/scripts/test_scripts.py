@@ -122,6 +122,7 @@ SHORT = ["--lengths", 16, 100, "--tokens", 200]
         ("operators", ["--decay", 1], ["released", "rpe", "fd", "rtf"], ["milliseconds", "released_over_this"]),
         ("operators", ["--bidirectional"], ["rpe", "rpe eager", "ski"], ["milliseconds", "rpe_over_this"]),
         ("training", [], ["released", "fused", "hybrid", "gpt2", "llama", "mamba", "matmul"], ["matmul_over_this"]),
+        ("training", ["--bidirectional"], ["rpe", "fd", "ski"], ["rpe_over_this"]),
         ("training", ["--blocks_only"], ["fused", "fused bf16", "matmul"], ["tokens_per_second"]),
         *exhaustive(("memory", ["--lengths", 100], ["released", "fused"], ["saved_megabytes", "peak_megabytes"])),
     ],
