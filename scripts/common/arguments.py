@@ -1,7 +1,7 @@
 """Command lines of the programs: recipes, presets, overrides of a configuration.
 
 A recipe is a YAML file of options by name. `--recipe NAME` reads a recipe of `configuration/recipes/` or another file.
-Options on the command line override those of the recipe.
+Options on the command line override those of the recipe. Of `--config_overrides`, each field does so alone.
 """
 
 import re
@@ -58,14 +58,21 @@ def parse_arguments(dataclasses: list[type], description: str) -> tuple:
     parser.add_argument("--recipe", action="append", default=[], metavar="NAME", help=recipe_help)
     given = sys.argv[1:]
     try:
-        recipes = [option for file in _recipe_files(given) for option in recipe_options(file, parser)]
+        recipes = [option for file in _values_of("--recipe", given) for option in recipe_options(file, parser)]
+        options = recipes + given
         *filled, _, unknown = parser.parse_args_into_dataclasses(
-            recipes + given, return_remaining_strings=True, look_for_args_file=False
+            options + joined_overrides(options), return_remaining_strings=True, look_for_args_file=False
         )
     except ValueError as error:
         parser.error(str(error))
     parser.refuse(unknown)
     return tuple(filled)
+
+
+def joined_overrides(given: list[str]) -> list[str]:
+    """All `--config_overrides` of a command line as one. Of a field, `parse_overrides` takes the last value."""
+    values = _values_of("--config_overrides", given)
+    return ["--config_overrides", ",".join(values)] if len(values) > 1 else []
 
 
 def recipe_options(file: str, parser: ProgramParser) -> list[str]:
@@ -134,7 +141,8 @@ def find_recipe(name: str) -> Path:
     raise ValueError(f"--recipe must be a file or one of {', '.join(recipes)}, got {name}{hint}")
 
 
-def _recipe_files(given: list[str]) -> list[str]:
+def _values_of(option: str, given: list[str]) -> list[str]:
+    """The values of an option that takes one, each time it is given."""
     pairs = zip(given, [*given[1:], ""], strict=False)  # no options: no pairs
-    return [value if name == "--recipe" else name.removeprefix("--recipe=") for name, value in pairs
-            if name == "--recipe" or name.startswith("--recipe=")]  # fmt: skip
+    return [value if name == option else name.removeprefix(f"{option}=") for name, value in pairs
+            if name == option or name.startswith(f"{option}=")]  # fmt: skip

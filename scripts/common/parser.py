@@ -22,7 +22,7 @@ SECTIONS = {
     "model": {
         "model_name_or_path": "Model: a folder or a Hub id.",
         "config_name": "Preset (see configuration/README.md), or a folder or Hub id with a config.json.",
-        "config_overrides": "Fields of the configuration to change: tno_type=fd,rpe_layers=3.",
+        "config_overrides": "Fields to change in the configuration, beside a recipe's: tno_type=fd,rpe_layers=3.",
         "tno_type": "Operator, instead of the configuration's: rpe, fd, ski, rtf, s4d, ...",
         "transformer": "Train a transformer of the same width, depth and size instead of the TNN.",
         "variants": "Models to compare: name:field=value,field=value for each, with fields of the configuration.",

@@ -165,6 +165,15 @@ def test_recipe_is_read(recipe, monkeypatch):
         run_lra.build_model(args, config)
 
 
+def test_overrides_beside_those_of_the_recipe(monkeypatch):
+    """Each field of the command line goes before that of the recipe, and the others stay."""
+    options = ["--recipe", "lra/small-listops", "--config_overrides", "tno_type=rtf,hidden_size=32"]
+    monkeypatch.setattr(sys, "argv", ["run_lra.py", *options])
+    args, _ = run_lra.parse_arguments([run_lra.LraArguments, run_lra.TrainingArguments], "")
+    config = run_lra.build_config(args, TASKS[args.task])
+    assert (config.tno_type, config.hidden_size, config.rtf_state_size, config.num_hidden_layers) == ("rtf", 32, 16, 2)
+
+
 def run(monkeypatch, output: Path, *arguments) -> dict:
     options = ["--output_dir", output, "--max_steps", 2, "--per_device_train_batch_size", 2, "--report_to", "none"]
     monkeypatch.setattr(sys, "argv", ["run_lra.py", *map(str, [*arguments, *options])])
