@@ -22,7 +22,7 @@ test: $(VENV)/.dev
 
 # What takes many seconds each: several processes, whole runs that are broken off, very long sequences.
 test-slow: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow $(TEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "slow and not exhaustive" $(TEST_ARGS)
 
 # More values of what the usual tests check, and twenty times as many random examples.
 test-exhaustive: $(VENV)/.dev

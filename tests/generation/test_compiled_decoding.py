@@ -14,7 +14,7 @@ from transformers import CompileConfig, DynamicCache, StaticCache
 
 from helpers.cache_models import MODELS, TEXT, model_of
 from helpers.mixers import MIXED
-from helpers.models import relative_error
+from helpers.models import exhaustive, relative_error
 
 KINDS = MODELS | {
     "rpe-medium-decay": {"tno_type": "rpe", "decay": 0.94},  # the history is a ring
@@ -23,8 +23,10 @@ KINDS = MODELS | {
     "hyena": {"tno_type": "rtf"} | MIXED["hyena"],
 }
 FIRST = ("rpe-medium-decay", "rtf", "converted")
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in KINDS if name not in FIRST]
-EVERY_KIND = pytest.mark.parametrize("name", [*FIRST, *SLOW])
+SECOND = ("fd", "hyena")
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in SECOND]
+REST = exhaustive(*(name for name in KINDS if name not in FIRST + SECOND))
+EVERY_KIND = pytest.mark.parametrize("name", [*FIRST, *SLOW, *REST])
 FEW = pytest.mark.parametrize("name", FIRST)
 NEW = 300
 

@@ -8,9 +8,11 @@ import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from filelock import FileLock
 from torch.distributed.tensor import DTensor
 
 from helpers import processes
@@ -38,7 +40,18 @@ def start(world: int, extent: str | None = None) -> dict[str, dict]:
 
 @functools.cache
 def _outcome(world: int, extent: str | None) -> tuple[dict[str, dict], str | None]:
-    """Started once for all tests, also if it fails."""
+    """Started once for all tests of all processes of pytest, also if it fails."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    if run is None:
+        return _started(world, extent)
+    file = Path(tempfile.gettempdir()) / f"ranks-{run}-{world}{extent or ''}.json"
+    with FileLock(f"{file}.lock"):
+        if not file.exists():
+            file.write_text(json.dumps(_started(world, extent)))
+    return tuple(json.loads(file.read_text()))
+
+
+def _started(world: int, extent: str | None) -> tuple[dict[str, dict], str | None]:
     shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}
     shared |= {"OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "LOCAL_WORLD_SIZE": str(world)}
     command = [sys.executable, "-m", "helpers.parallel_ranks", *([extent] if extent else [])]

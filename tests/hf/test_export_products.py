@@ -9,14 +9,14 @@ from safetensors.torch import load_file
 from torch.export import Dim
 
 from helpers import processes
-from helpers.models import VARIANTS, relative_error, seeded, tiny_config
+from helpers.models import VARIANTS, exhaustive, relative_error, seeded, tiny_config
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, keep_products
 from modeling_tnn.numerics import keeps_products
 
 LENGTHS = (1, 2, 17, 63, 64, 65, 256)
 FEW = [("rpe", True, False), ("rtf", True, True), ("ski", False, False)]
 ALL = [(*variant, strict) for variant in VARIANTS for strict in (False, True)]
-CASES = [*FEW, *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL if case not in FEW)]
+CASES = [*FEW, *exhaustive(*(case for case in ALL if case not in FEW))]
 
 
 def language_model(tno_type="rpe", causal=True, **fields):

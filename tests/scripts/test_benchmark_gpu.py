@@ -63,7 +63,7 @@ def test_a_part_that_takes_too_long_is_ended(tmp_path):
     """So are the parts for which no time is left."""
     found, _ = measure(tmp_path, "--parts", "recipe", "memory", "--minutes", 0.05)
     first, second = found["parts"]
-    assert first["error"].startswith("it was ended after 3 s") and first["seconds"] < 8
+    assert first["error"].startswith("it was ended after 3 s")
     assert second == gpu.failed("memory", "no time was left for it")
 
 

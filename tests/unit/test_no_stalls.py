@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import StaticCache
 
 from helpers.hybrids import HYBRIDS
-from helpers.models import CAUSAL, VARIANTS, seeded, tiny_config
+from helpers.models import CAUSAL, VARIANTS, exhaustive, seeded, tiny_config
 from modeling_tnn import (
     TnnForCausalLM,
     TnnForImageClassification,
@@ -93,7 +93,7 @@ def test_a_training_step_on_the_meta_device(tno_type, causal, fields, padded):
     classifier(**given | {"labels": given["labels"][:, 0]}).loss.backward()
 
 
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("padded", [True, *exhaustive(False)])
 @pytest.mark.slow
 @pytest.mark.parametrize(("tno_type", "fields"), DECODED)
 def test_decoding_on_the_meta_device(tno_type, fields, padded):

@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from helpers.models import VARIANTS, checkpoint_activations, random, relative_error, seeded, tiny_config
+from helpers.models import VARIANTS, checkpoint_activations, exhaustive, random, relative_error, seeded, tiny_config
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM
 from modeling_tnn.packing_recorded import document_convolution, document_convolution_gradients, document_starts
 
 # Operator, causal, with padding.
 FEW = [("rpe", True, False), ("rtf", True, True), ("fd", False, False), ("ski", False, True)]
 ALL = [(*variant, masked) for variant in VARIANTS for masked in (False, True)]
-CASES = [*FEW, *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL if case not in FEW)]
+CASES = [*FEW, *exhaustive(*(case for case in ALL if case not in FEW))]
 IDS = torch.arange(80).view(2, 40) % 90 + 5
 # Padding before, inside and after documents.
 MASK = torch.ones(2, 40, dtype=torch.long)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from helpers.models import VARIANTS, random, relative_error, seeded, tiny_config
+from helpers.models import VARIANTS, exhaustive, random, relative_error, seeded, tiny_config
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, toeplitz_recorded
 from modeling_tnn.toeplitz import causal_toeplitz_matmul, filter_by_response, toeplitz_matmul
 from modeling_tnn.toeplitz_recorded import convolution, convolution_gradients
@@ -16,7 +16,7 @@ from modeling_tnn.toeplitz_recorded import convolution, convolution_gradients
 # Operator, causal, with a mask.
 FEW = [("rpe", True, False), ("fd", True, True), ("ski", False, True)]
 ALL = [(*variant, masked) for variant in VARIANTS for masked in (False, True)]
-CASES = [*FEW, *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL if case not in FEW)]
+CASES = [*FEW, *exhaustive(*(case for case in ALL if case not in FEW))]
 
 
 @pytest.fixture(autouse=True)
