@@ -182,8 +182,10 @@ class ProgramParser(HfArgumentParser):
         return formatter.format_help()
 
     def parse_args(self, args=None, namespace=None):
-        found, unknown = self.parse_known_args(args, namespace)
-        self.refuse(unknown)
+        given = sys.argv[1:] if args is None else list(args)
+        found, unknown = self.parse_known_args(given, namespace)
+        chosen = (parser for name, parser in self.subcommands().items() if name in given)
+        next(chosen, self).refuse(unknown)
         return found
 
     def parse_known_args(self, args=None, namespace=None):

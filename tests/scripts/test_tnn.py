@@ -74,6 +74,14 @@ def test_an_unknown_option_is_one_line(command, monkeypatch, capsys):
     assert "is not an option of this program; did you mean --" in errors
 
 
+def test_suggestions_are_those_of_the_subcommand(monkeypatch, capsys):
+    """`--output_dir` is an option of `benchmark gpu` alone."""
+    monkeypatch.setattr(sys, "argv", ["tnn", "benchmark", "state_size", "--output_dir", "x"])
+    with pytest.raises(SystemExit):
+        tnn.main()
+    assert "did you mean --output_file?" in capsys.readouterr().err
+
+
 REQUIRED = {
     "evaluate": ["--model_name_or_path", "x", "--output_dir", "y"],
     "lra": ["--task", "listops", "--config_name", "tnn-listops", "--output_dir", "y"],
