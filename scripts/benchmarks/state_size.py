@@ -1,11 +1,12 @@
-"""Time and memory of a layer by its state size and length: a transfer function, S4D, and an associative scan.
+"""Time and memory of a layer by its state size and length: a transfer function, S4D, S4, and an associative scan.
 
     rtf     y = k * v, the taps k of b(z)/a(z) by one transform, N coefficients for each channel (RTF paper, section 3)
     s4d     y = k * v, the taps k of a diagonal model with N / 2 pairs of poles by a Vandermonde product (S4D paper)
+    s4      y = k * v, the taps k of a diagonal plus low-rank model by a Cauchy product, see `s4_layer.py` (S4 paper)
     scan    x_k = lambda x_{k-1} + B v_k,  y_k = Re C x_k, all x_k by a parallel scan (S5, Smith et al., 2023)
 
-B batch, L length, D channels, N states. The first two never compute a state; the third stores L N complex numbers, and
-all its channels share them. Every repeat measures all sizes of all layers of a length once.
+B batch, L length, D channels, N states. The first three never compute a state. The scan stores L N complex numbers,
+and all its channels share them. Every repeat measures all sizes of all layers of a length once.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from torch import nn
 from modeling_tnn import TnnConfig
 from modeling_tnn.tno_auto import build_tno
 from tnn_scripts.benchmarks.measure import measure, ratio, saved_bytes
+from tnn_scripts.benchmarks.s4_layer import S4Layer
 from tnn_scripts.common.tables import markdown_table
 
 
@@ -101,6 +103,7 @@ def rows_of_length(args, length: int) -> list[dict]:
     sizes += [("s4d", size) for size in args.state_sizes if size % 2 == 0]
     layers = {(way, size): operator_layer(way, args.hidden_size, size, length) for way, size in sizes}
     scanned = [size for size in args.state_sizes if size <= args.largest_scan]
+    layers |= {("s4", size): S4Layer(args.hidden_size, size) for way, size in sizes if way == "s4d"}
     layers |= {("scan", size): ScanLayer(args.hidden_size, size) for size in scanned}
     layers = {key: layer.to(args.device) for key, layer in layers.items()}
 
