@@ -1,4 +1,4 @@
-"""Measure perplexity and bits per byte of causal language models on a text, by the length of the rows they read.
+"""Measure perplexity and bits per byte of language models on a text, by the length of the rows they read.
 
 Every length scores the same tokens once: all tokens of the text except the first. The text is cut into rows that
 overlap by one token. Every token of a row except the first is scored, given the tokens before it in the row. With
@@ -11,11 +11,18 @@ read the same documents.
 
 Whether a model uses its context shows in the loss by the number of tokens before a token, at the largest length.
 
+Masked language models (--objective mlm) are scored on tokens that are hidden, each with probability --mlm_probability.
+Every length hides the same ones. Rows have the special tokens of a sentence around them, and do not overlap.
+
+--config_overrides changes fields of the models as they are loaded, such as fd_resolution for a finer grid.
+
 Example:
     python scripts/evaluate_lm.py --model_name_or_path outputs/wikitext2 --dataset_name Salesforce/wikitext \\
         --dataset_config_name wikitext-2-v1 --lengths 512 1024 2048 4096 14336 --output_dir outputs/lengths
     python scripts/evaluate_lm.py --model_name_or_path outputs/a outputs/b --validation_file book.txt --stride 256 \\
         --output_dir outputs/lengths
+    python scripts/evaluate_lm.py --objective mlm --model_name_or_path outputs/masked --validation_file book.txt \\
+        --lengths 128 512 2048 --output_dir outputs/masked-lengths
 """
 
 import argparse
@@ -23,6 +30,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from tnn_scripts.common.errors import report_errors
@@ -30,21 +38,27 @@ from tnn_scripts.common.errors import report_errors
 import matplotlib
 import torch
 from matplotlib import pyplot
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
 import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
+from tnn_scripts.common.arguments import parse_overrides
 from tnn_scripts.common.atomic import claim, saving_errors, write_json, write_text
 from tnn_scripts.common.devices import check_device, suggest_smaller
+from tnn_scripts.common.masked_scoring import hidden_tokens, score_masked
 from tnn_scripts.common.parser import ProgramParser
 from tnn_scripts.common.scoring import by_context, interval, score_tokens
 from tnn_scripts.common.tables import markdown_table
-from tnn_scripts.data.text import check_file, check_vocabulary, load_texts, tokenize
+from tnn_scripts.data.text import check_file, check_vocabulary, enclosing_tokens, load_texts, tokenize
 from tnn_scripts.data.token_bytes import bytes_until, with_line_break
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = ProgramParser(description=__doc__)
     parser.add_argument("--model_name_or_path", required=True, nargs="+")
+    parser.add_argument("--objective", choices=tuple(OBJECTIVES), default="clm")
+    parser.add_argument("--mlm_probability", type=float, default=0.15)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--config_overrides")
     parser.add_argument("--validation_file")
     parser.add_argument("--dataset_name")
     parser.add_argument("--dataset_config_name")
@@ -65,6 +79,10 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("either --validation_file or --dataset_name must be given, and not both")
     if min(args.lengths) < 2:
         parser.error(f"--lengths must be at least 2, got {min(args.lengths)}")
+    if args.objective == "mlm" and args.stride is not None:
+        parser.error(f"--stride must not be given with --objective mlm, whose rows do not overlap, got {args.stride}")
+    if not 0 < args.mlm_probability < 1:
+        parser.error(f"--mlm_probability must be in (0, 1), got {args.mlm_probability}")
     if args.tokens_per_pass < 1:
         parser.error(f"--tokens_per_pass must be at least 1, got {args.tokens_per_pass}")
     if args.stride is not None and not 1 <= args.stride < min(args.lengths):
@@ -118,44 +136,85 @@ def evaluate_model(name: str, texts, args: argparse.Namespace) -> list[dict]:
     """
     code = {"trust_remote_code": args.trust_remote_code}
     tokenizer = AutoTokenizer.from_pretrained(name, **code)
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=args.dtype, **code).eval().to(args.device)
+    fields = parse_overrides(args.config_overrides, AutoConfig.from_pretrained(name, **code))
+    build, prepare = OBJECTIVES[args.objective]
+    model = build.from_pretrained(name, dtype=args.dtype, **code, **fields).eval().to(args.device)
     check_vocabulary(tokenizer, model.config.vocab_size)
-    lines = tokenize(texts["text"], tokenizer, texts["ends"])
-    ids = torch.tensor([token for line in lines for token in line])
-    ids = ids[: args.max_tokens]
-    documents = Documents(texts, lines, tokenizer, len(ids))
+    count, figures_at = prepare(model, tokenizer, texts, args)
     longest = None if model.config.model_type == "tnn" else getattr(model.config, "max_position_embeddings", None)
     results = []
     for length in args.lengths:
-        if length > len(ids) or (longest is not None and length > longest):
-            what = f"the text has {len(ids)} tokens" if length > len(ids) else f"the model takes at most {longest}"
+        if length > count or (longest is not None and length > longest):
+            what = f"the text has {count} tokens" if length > count else f"the model takes at most {longest}"
             sys.stderr.write(f"{name}: length {length} is left out, because {what}.\n")
             continue
         for stride in [None] if args.stride is None else [None, args.stride]:
             advice = f"give a smaller --tokens_per_pass than {args.tokens_per_pass}"
             with suggest_smaller(f"{name} at length {length}", advice):
                 start = time.perf_counter()
-                nats = score_tokens(model, ids, length, stride, args.tokens_per_pass)
-            fields = {"model": name, "trained_length": trained_length(name, model.config), "length": length}
-            figures = {"stride": stride, **figures_of(nats, documents), "seconds": time.perf_counter() - start}
-            if stride is None:
-                figures["by_context"] = by_context(nats, length)
-            results.append(fields | figures)
+                figures = figures_at(length, stride)
+            about = {"model": name, "trained_length": trained_length(name, model.config), "length": length}
+            results.append({**about, "stride": stride, **figures, "seconds": time.perf_counter() - start})
     if not results:
-        raise ValueError(f"--lengths must have one that fits {name} and the {len(ids)} tokens of the text, got none")
+        raise ValueError(f"--lengths must have one that fits {name} and the {count} tokens of the text, got none")
     return results
+
+
+def causal_figures(model, tokenizer, texts, args: argparse.Namespace) -> tuple[int, Callable]:
+    """The number of tokens of the text, and a function from a length and a stride to the figures of causal models."""
+    lines = tokenize(texts["text"], tokenizer, texts["ends"])
+    ids = torch.tensor([token for line in lines for token in line])[: args.max_tokens]
+    documents = Documents(texts, lines, tokenizer, len(ids))
+
+    def figures_at(length: int, stride: int | None) -> dict[str, object]:
+        nats = score_tokens(model, ids, length, stride, args.tokens_per_pass)
+        by_length = {"by_context": by_context(nats, length)} if stride is None else {}
+        return figures_of(nats, documents) | by_length
+
+    return len(ids), figures_at
+
+
+def masked_figures(model, tokenizer, texts, args: argparse.Namespace) -> tuple[int, Callable]:
+    """As `causal_figures`, for masked models.
+
+    Raises:
+        ValueError: the tokenizer has no mask token, no token of the text is hidden, or a row has no room for one.
+    """
+    if tokenizer.mask_token_id is None:
+        raise ValueError(f"The tokenizer must have a mask token with --objective mlm, got {tokenizer.name_or_path}")
+    ids = torch.tensor([token for line in tokenize(texts["text"], tokenizer) for token in line])[: args.max_tokens]
+    hidden = hidden_tokens(len(ids), args.mlm_probability, args.seed)
+    if not hidden.any():
+        raise ValueError(f"--mlm_probability must hide a token of the text, got {args.mlm_probability}")
+    special = tokenizer.mask_token_id, enclosing_tokens(tokenizer)
+    least = sum(map(len, special[1])) + 1
+    if min(args.lengths) < least:
+        raise ValueError(f"--lengths must be at least {least} with --objective mlm, got {min(args.lengths)}")
+
+    def figures_at(length: int, stride: None) -> dict[str, object]:
+        return losses_of(score_masked(model, ids, hidden, length, *special, args.tokens_per_pass))
+
+    return len(ids), figures_at
+
+
+# Kinds of language models: how they are loaded, and how they are scored.
+OBJECTIVES = {"clm": (AutoModelForCausalLM, causal_figures), "mlm": (AutoModelForMaskedLM, masked_figures)}
+
+
+def losses_of(nats: torch.Tensor) -> dict[str, float]:
+    """The figures of scored tokens `(M,)`, in nats, without bytes."""
+    loss = nats.mean().item()
+    return {"perplexity": math.exp(min(loss, 700)), "loss": loss, "tokens": len(nats)}
 
 
 def figures_of(nats: torch.Tensor, documents: Documents) -> dict[str, object]:
     """The figures of scored tokens `(T-1,)`, in nats."""
     bits, size = documents.bits(nats), documents.bytes.sum()
     return {
-        "perplexity": math.exp(min(nats.mean().item(), 700)),
+        **losses_of(nats),
         "bits_per_byte": (bits.sum() / size).item(),
         "bits_per_byte_interval": interval(bits, documents.bytes),
         "bytes": int(size),
-        "loss": nats.mean().item(),
-        "tokens": len(nats),
         "documents": len(bits),
         "bits_of_documents": bits.tolist(),
         "bytes_of_documents": documents.bytes.tolist(),
@@ -167,7 +226,8 @@ def compare(results: list[dict]):
     first = {(r["length"], r["stride"]): r for r in results if r["model"] == results[0]["model"]}
     for result in results:
         other = first.get((result["length"], result["stride"]))
-        if other is None or other is result or other["bytes_of_documents"] != result["bytes_of_documents"]:
+        sizes_of = [one and one.get("bytes_of_documents") for one in (other, result)]
+        if other is result or sizes_of[0] is None or sizes_of[0] != sizes_of[1]:
             continue
         sizes = torch.tensor(result["bytes_of_documents"], dtype=torch.float64)
         bits = [torch.tensor(one["bits_of_documents"], dtype=torch.float64) for one in (result, other)]
@@ -186,6 +246,9 @@ def label_text(model: str, stride: int | None) -> str:
 
 def tables(results: list[dict]) -> str:
     """Markdown tables: perplexity and bits per byte by length, differences to the first model, loss by context."""
+    if "bits_per_byte" not in results[0]:
+        cells = {(*column_of(r), r["length"]): f"{r['perplexity']:.2f}" for r in results}
+        return "perplexity of hidden tokens\n\n" + by_length(cells, labels(results))
     cells = {(*column_of(r), r["length"]): f"{r['perplexity']:.2f} ({figure_text(r)})" for r in results}
     text = "perplexity (bits per byte)\n\n" + by_length(cells, labels(results))
     if differing := [result for result in results if "over_first" in result]:
@@ -223,13 +286,16 @@ def longest(results: list[dict]) -> list[dict]:
 
 
 def plot(results: list[dict], file: Path):
-    """Draw perplexity over length, with a mark at the length of the training, and loss over the context."""
-    figure, (axes, context) = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
+    """Draw perplexity over length, with a mark at the length of the training, and loss over the context if known."""
+    is_causal = "by_context" in longest(results)[0]
+    parts = {"layout": "constrained", "squeeze": False}
+    figure, panels = pyplot.subplots(1, 1 + is_causal, figsize=(5.5 * (1 + is_causal), 4.5), **parts)
+    axes = panels[0, 0]
     for column in labels(results):
         points = [(r["length"], r["perplexity"]) for r in results if column_of(r) == column]
         (line,) = axes.plot(*zip(*sorted(points), strict=True), marker="o", label=label_text(*column))
-        if column[1] is None:
-            plot_context(next(r for r in longest(results) if column_of(r) == column)["by_context"], context, line)
+        if is_causal and column[1] is None:
+            plot_context(next(r for r in longest(results) if column_of(r) == column)["by_context"], panels[0, 1], line)
     for length in {result["trained_length"] for result in results} - {None}:
         axes.axvline(length, color="gray", linestyle="--", linewidth=1)
         axes.annotate(f"trained at {length}", (length, 1), xycoords=("data", "axes fraction"), fontsize=8,
@@ -242,9 +308,6 @@ def plot(results: list[dict], file: Path):
     axes.set_xticks(lengths, [str(length) for length in lengths], rotation=45)
     axes.set_xlabel("length of the text read at once, in tokens")
     axes.set_ylabel("perplexity per token")
-    context.set_xscale("log", base=2)
-    context.set_xlabel("tokens before a token in its row, at least")
-    context.set_ylabel("loss of the token in nats")
     figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper")
     figure.savefig(file, dpi=150)
     pyplot.close(figure)
@@ -253,6 +316,9 @@ def plot(results: list[dict], file: Path):
 def plot_context(bins: list[dict], axes, line):
     """The loss by the number of tokens before a token, in the colour of another line of the model."""
     axes.plot([bin["first"] for bin in bins], [bin["loss"] for bin in bins], marker=".", color=line.get_color())
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("tokens before a token in its row, at least")
+    axes.set_ylabel("loss of the token in nats")
 
 
 def report(results: list[dict], args: argparse.Namespace):

@@ -2,7 +2,8 @@
 
 The recipes have the sizes and settings of the papers; options on the command line override them. Without
 --dataset_path, the data come from the Hub (text, image) or are generated (listops, pathfinder, path-x). Retrieval
-needs the files of the LRA release.
+needs the files of the LRA release, or any texts: with --pair_column title the question is whether two passages are of
+one book.
 
 Example:
     python scripts/run_lra.py --recipe lra/tnn-listops --output_dir outputs/listops
@@ -32,7 +33,10 @@ from tnn_scripts.common.classification import accuracy, describe, report, save, 
 from tnn_scripts.common.dry_run import dry_run
 from tnn_scripts.common.optimizers import GroupArguments, GroupingTrainer
 from tnn_scripts.common.peers import modernbert_like
-from tnn_scripts.common.sequence_pairs import TnnForSequencePairClassification
+from tnn_scripts.common.sequence_pairs import (
+    ModernBertForSequencePairClassification,
+    TnnForSequencePairClassification,
+)
 from tnn_scripts.common.trainer import exit_with_message, train
 from tnn_scripts.data.lra import TASKS, Task, encode_split, limit, load_task
 
@@ -50,6 +54,10 @@ class LraArguments(GroupArguments):
     max_length: int | None = field(
         default=None, metadata={"help": "Largest number of tokens. Longer texts are cut; ListOps has shorter samples."}
     )
+    pair_column: str | None = field(
+        default=None,
+        metadata={"help": "Retrieval: column of --dataset_path; the passages of a pair have one value in it, or two."},
+    )
     extra_test: str | None = field(
         default=None, metadata={"help": "Another configuration of --dataset_path whose test split is evaluated too."}
     )
@@ -59,8 +67,8 @@ class LraArguments(GroupArguments):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.transformer and self.task == "retrieval":
-            raise ValueError("--transformer must not be given for retrieval: ModernBERT has no head for two sequences")
+        if self.pair_column is not None and self.task != "retrieval":
+            raise ValueError(f"--pair_column must be given for retrieval alone, got {self.task}")
         if self.extra_test is not None and self.dataset_path is None:
             raise ValueError(f"--extra_test must be given with --dataset_path, got only {self.extra_test}")
 
@@ -78,9 +86,12 @@ def build_config(args: LraArguments, task: Task) -> TnnConfig:
 
 
 def build_model(args: LraArguments, config: TnnConfig) -> PreTrainedModel:
-    if args.task == "retrieval":
-        return TnnForSequencePairClassification(config)
-    return AutoModelForSequenceClassification.from_config(modernbert_like(config) if args.transformer else config)
+    if args.transformer:
+        config = modernbert_like(config)
+    if args.task != "retrieval":
+        return AutoModelForSequenceClassification.from_config(config)
+    build = ModernBertForSequencePairClassification if args.transformer else TnnForSequencePairClassification
+    return build(config)
 
 
 def collate_pairs(tokenizer):
@@ -111,9 +122,9 @@ def run(args: LraArguments, training: TrainingArguments):
         SavingError: the model could not be written.
     """
     set_seed(training.seed)
-    task, data = load_task(
-        args.task, args.dataset_path, args.max_train_samples, args.max_length, args.max_eval_samples
-    )
+    sizes = args.max_train_samples, args.max_length, args.max_eval_samples
+    pairs = {} if args.pair_column is None else {"column": args.pair_column}
+    task, data = load_task(args.task, args.dataset_path, *sizes, **pairs)
     config = build_config(args, task)
     model = build_model(args, config)
     tokenizer = None if task.tokenizer is None else task.tokenizer()

@@ -1,11 +1,12 @@
 """Measure what causal models remember and find: Copying, Delay, Recall and Passkey.
 
 The program trains one model for every variant and seed, with transformers' Trainer. Copying and Delay are tasks of
-the RTF paper and compare state sizes of RTF. Copying trains a language model, of gated Toeplitz units unless
---config_overrides says otherwise, and measures the accuracy on the tokens to copy. Delay trains a linear model of one
-operator and measures the root mean square error relative to the signal. Recall (multi-query associative recall) and
-Passkey compare any configurations, such as hybrids with attention, by the accuracy on the tokens to find. The recipes
-copying.yaml and delay.yaml have the lengths and settings of the paper; small-*.yaml run in minutes on a CPU.
+the RTF paper and compare state sizes, of RTF or, with --config_overrides tno_type=s4d, of S4D. Copying trains a
+language model, of gated Toeplitz units unless --config_overrides says otherwise, and measures the accuracy on the
+tokens to copy. Delay trains a linear model of one operator and measures the root mean square error relative to the
+signal. Recall (multi-query associative recall) and Passkey compare any configurations, such as hybrids with attention,
+by the accuracy on the tokens to find. The recipes copying.yaml and delay.yaml have the lengths and settings of the
+paper; small-*.yaml run in minutes on a CPU.
 
 Example:
     python scripts/run_synthetic.py --recipe synthetic/small-copying --output_dir outputs/a
@@ -42,7 +43,7 @@ class SyntheticArguments(GroupArguments):
 
     task: str = field(metadata={"choices": ("copying", "delay", "recall", "passkey")})
     state_sizes: list[int] = field(
-        default_factory=list, metadata={"help": "Orders of the rational function to compare: copying and delay."}
+        default_factory=list, metadata={"help": "Numbers of states to compare, of rtf or s4d: copying and delay."}
     )
     variants: list[str] = field(default_factory=list)
     config_overrides: str | None = None
@@ -80,7 +81,7 @@ class SyntheticArguments(GroupArguments):
             ValueError: a field of a variant is unknown, or has a value outside its limits.
         """
         if self.state_sizes:
-            return {size: rational_config(self, size) for size in self.state_sizes}
+            return {size: state_config(self, size) for size in self.state_sizes}
         names = [variant.partition(":")[0] for variant in self.variants]
         if len(set(names)) != len(names):
             raise ValueError(f"--variants must have different names, got {', '.join(names)}")
@@ -103,7 +104,7 @@ class DelayModel(nn.Module):
         return {"loss": nn.functional.mse_loss(answer, labels), "logits": answer}
 
 
-def rational_config(args: SyntheticArguments, state_size: int) -> TnnConfig:
+def state_config(args: SyntheticArguments, state_size: int) -> TnnConfig:
     copying = args.task == "copying"
     fields = {
         "tno_type": "rtf",
@@ -113,6 +114,7 @@ def rational_config(args: SyntheticArguments, state_size: int) -> TnnConfig:
         "gtu_expansion": 1,
         "max_position_embeddings": 2 * args.memory + 1 if copying else args.length,
         "rtf_state_size": state_size,
+        "s4d_state_size": state_size,
         "rtf_num_denominators": 1,
         "rtf_initializer": args.rtf_initializer,
         "rtf_constraint": args.rtf_constraint,
@@ -187,7 +189,7 @@ class SyntheticTask:
 
     Attributes:
         rows: rows of a length, from arguments, number, seed and length.
-        by_state: whether state sizes of RTF are compared, and not variants.
+        by_state: whether state sizes are compared, and not variants.
         check: raises a ValueError for arguments that contradict each other.
     """
 

@@ -37,7 +37,7 @@ def option(default, text: str):
 class PretrainArguments(GroupArguments):
     """The options of a pretraining run."""
 
-    objective: str = option("clm", "Kind of language model: clm (causal) or mlm (masked).")
+    objective: str = "clm"
     config_name: str = "tnn-tiny"
     config_overrides: str | None = None
     tokenizer_name: str | None = option(None, "Tokenizer: folder or Hub id; trained on the text unless given.")
@@ -63,7 +63,7 @@ class PretrainArguments(GroupArguments):
     text_column: str = "text"
     documents: str | None = None
     block_size: int | None = None
-    mlm_probability: float = option(0.15, "Fraction of tokens to predict with --objective mlm.")
+    mlm_probability: float = 0.15
     output_dir: str = "outputs/pretrain"
     overwrite_output_dir: bool = False
 

@@ -1,7 +1,8 @@
 """The tasks of the Long Range Arena: the sources of their data, and the conversion to tokens.
 
 Each task gives the splits train, validation and test with `input_ids` and `labels`. ListOps and Pathfinder are
-generated unless data are given. `datasets` caches generated and tokenized data.
+generated unless data are given, and Retrieval has pairs of passages of any texts. `datasets` caches generated and
+tokenized data.
 """
 
 from collections.abc import Callable
@@ -13,11 +14,12 @@ from datasets import Dataset, DatasetDict, load_dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from tnn_scripts.data import listops, pathfinder
+from tnn_scripts.data import listops, pathfinder, text_pairs
 
 GREY_WEIGHTS = (0.299, 0.587, 0.114)  # ITU-R 601
 # Rows of the official splits, and of generated ones unless given.
 LISTOPS_ROWS = {"train": 96_000, "validation": 2_000, "test": 2_000}
+RETRIEVAL_ROWS = {"train": 147_086, "validation": 18_090, "test": 17_437}
 PATHFINDER_ROWS = {"train": 160_000, "validation": 20_000, "test": 20_000}
 # Smallest number of rows of a generated split.
 FEWEST_ROWS = 100
@@ -30,14 +32,15 @@ class Task:
 
     Args:
         load: a function that gives the raw splits. Its arguments are a source (a Hub id or a folder; None for the
-            usual one), the number of generated rows (None for the official one) and the largest number of tokens.
+            usual one), the number of generated rows (None for the official one) and the largest number of tokens;
+            for retrieval also a column of groups.
         encode: a function from raw rows of a batch to `input_ids` (two lists a row for pairs) and `labels`.
         max_length: largest number of tokens in a sequence.
         num_labels: number of classes.
         tokenizer: a function that gives the tokenizer of a text; None for pixels, whose values are the ids.
     """
 
-    load: Callable[[str | None, int | None, int], DatasetDict]
+    load: Callable[..., DatasetDict]
     encode: Callable[[dict, "Task"], dict]
     max_length: int
     num_labels: int
@@ -74,12 +77,20 @@ def load_text(source: str | None, rows: int | None, max_length: int) -> DatasetD
     return DatasetDict(train=data["train"], test=data["test"])
 
 
-def load_retrieval(source: str | None, rows: int | None, max_length: int) -> DatasetDict:
-    """The files of the LRA release: `new_aan_pairs.{train,eval,test}.tsv`, or a data set with their columns."""
+def load_retrieval(source: str | None, rows: int | None, max_length: int, column: str | None = None) -> DatasetDict:
+    """The files of the LRA release: `new_aan_pairs.{train,eval,test}.tsv`, or a data set with their columns.
+
+    With `column`, pairs of passages of the texts of any data set; see `text_pairs.py`.
+    """
     if source is None:
         raise ValueError(
-            "--dataset_path must be the folder of the LRA release with new_aan_pairs.*.tsv for retrieval, got none"
+            "--dataset_path must be the folder of the LRA release with new_aan_pairs.*.tsv for retrieval, got none. "
+            "With --pair_column it may be any texts."
         )
+    if column is not None:
+        texts = text_pairs.group_texts(load_dataset(source), column)
+        parts = {split: {"parts": tuple(text_pairs.parts_of(texts, split, max_length))} for split in RETRIEVAL_ROWS}
+        return generate(text_pairs.samples, RETRIEVAL_ROWS, rows, parts, length=max_length)
     files = {
         split: str(Path(source) / f"new_aan_pairs.{name}.tsv")
         for split, name in (("train", "train"), ("validation", "eval"), ("test", "test"))
@@ -111,13 +122,24 @@ def load_pathfinder(side: int) -> Callable[[str | None, int | None, int], Datase
     return load
 
 
-def generate(samples: Callable, sizes: dict[str, int], rows: int | None, **options) -> DatasetDict:
-    """The splits of generated `samples`, each with its own seed: `rows` for training, the others in proportion."""
+def generate(
+    samples: Callable, sizes: dict[str, int], rows: int | None, of_split: dict[str, dict] | None = None, **options
+) -> DatasetDict:
+    """The splits of generated `samples`, each with its own seed: `rows` for training, the others in proportion.
+
+    `options` are arguments of `samples`, `of_split` has further ones for each split.
+    """
     share = 1 if rows is None else rows / sizes["train"]
     return DatasetDict(
         {
             split: Dataset.from_generator(
-                samples, gen_kwargs={"count": max(FEWEST_ROWS, round(share * size)), "seed": seed, **options}
+                samples,
+                gen_kwargs={
+                    "count": max(FEWEST_ROWS, round(share * size)),
+                    "seed": seed,
+                    **options,
+                    **(of_split or {}).get(split, {}),
+                },
             )
             for seed, (split, size) in enumerate(sizes.items())
         }
@@ -161,7 +183,12 @@ TASKS = {
 
 
 def load_task(
-    name: str, source: str | None, rows: int | None = None, max_length: int | None = None, eval_rows: int | None = None
+    name: str,
+    source: str | None,
+    rows: int | None = None,
+    max_length: int | None = None,
+    eval_rows: int | None = None,
+    **pairs: str,
 ) -> tuple[Task, DatasetDict]:
     """A task and its encoded splits train, validation and test.
 
@@ -170,6 +197,7 @@ def load_task(
         rows: largest number of rows in the train split (generated splits have others in proportion).
         max_length: largest number of tokens, if not that of the task; pixels cannot be cut.
         eval_rows: largest number of rows in the other splits.
+        pairs: `column` of `load_retrieval`.
 
     A data set without a validation split is validated on its test split, as in the Long Range Arena.
 
@@ -181,7 +209,7 @@ def load_task(
         if task.tokenizer is None:
             raise ValueError(f"--max_length must be {task.max_length}, the pixels of {name}, got {max_length}")
         task = Task(task.load, task.encode, max_length, task.num_labels, task.tokenizer)
-    raw = task.load(source, rows, task.max_length)
+    raw = task.load(source, rows, task.max_length, **pairs)
     encoded = DatasetDict()
     for split, samples in raw.items():
         encoded[split] = encode_split(task, limit(samples, rows if split == "train" else eval_rows))

@@ -258,7 +258,6 @@ def test_script_on_pairs(monkeypatch, tmp_path):
         (["--task", "listop"], "invalid choice: 'listop' (choose from"),
         (["--task", "image", "--max_length", "500"], "--max_length must be 1024, the pixels of image, got 500"),
         (["--task", "retrieval"], "--dataset_path must be the folder of the LRA release"),
-        (["--task", "retrieval", "--transformer"], "ModernBERT has no head for two sequences"),
         (
             ["--task", "listops", "--max_train_samples", "50", "--config_overrides", "width=3"],
             "must be fields of TnnConfig, got width",

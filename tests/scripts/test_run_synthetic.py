@@ -36,7 +36,7 @@ def test_copying_is_scored_where_the_loss_is():
     labels = torch.stack([row["labels"] for row in rows])
     answers = torch.zeros_like(labels)
     answers[:, 5:10] = labels[:, 6:]
-    model = TnnForCausalLM(run_synthetic.rational_config(arguments(memory=5, num_tokens=8), 2))
+    model = TnnForCausalLM(run_synthetic.state_config(arguments(memory=5, num_tokens=8), 2))
     for shift, accuracy in ((0, 1.0), (1, None)):
         shifted = answers.roll(shift, dims=1)
         logits = 100.0 * torch.nn.functional.one_hot(shifted, 8)
@@ -88,6 +88,16 @@ def arguments(**fields):
     return run_synthetic.SyntheticArguments(**models | given)
 
 
+def test_states_of_another_operator():
+    """The state sizes are those of the operator that is chosen."""
+    args = arguments(config_overrides="tno_type=s4d", state_sizes=[4, 6])
+    for states, config in args.models().items():
+        (operator,) = {type(module) for module in TnnForCausalLM(config).modules() if hasattr(module, "num_modes")}
+        assert operator.__name__ == "S4dOperator" and config.s4d_state_size == states
+    with pytest.raises(ValueError, match="`s4d_state_size` must be an even number, got 5"):
+        arguments(config_overrides="tno_type=s4d", state_sizes=[5])
+
+
 HYBRID = "layer_types=[toeplitz,full_attention],num_attention_heads=1"
 
 
@@ -107,7 +117,7 @@ def test_other_blocks(fields):
 def test_enough_states_hold_a_delay():
     """The filter z^-lag is a solution as soon as the state holds the lag."""
     args = arguments(task="delay", memory=6, length=40, hidden_size=2, state_sizes=[6], rtf_initializer="zeros")
-    model = run_synthetic.DelayModel(run_synthetic.rational_config(args, 6))
+    model = run_synthetic.DelayModel(run_synthetic.state_config(args, 6))
     with torch.no_grad():
         model.encoder.weight.fill_(1), model.encoder.bias.zero_()
         model.decoder.weight.fill_(0.5), model.decoder.bias.zero_()
