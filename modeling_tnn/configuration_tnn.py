@@ -47,7 +47,9 @@ CHOICES = {
     "s4d_discretization": ("zoh", "bilinear"),
     "classifier_pooling": (None, "last", "mean"),
 }
-ACTIVATIONS = ("hidden_act", "rpe_act", "fd_act")
+ACTIVATIONS = ("hidden_act", "rpe_act", "fd_act", "mlp_act", "classifier_act")
+# Of these None means that there is no such activation.
+OPTIONAL_ACTIVATIONS = ("mlp_act", "classifier_act")
 
 AT_LEAST_ONE = (
     "vocab_size",
@@ -90,10 +92,12 @@ def one_of(allowed: tuple) -> Limit:
     return allowed.__contains__, f"one of {', '.join(map(repr, allowed))}"
 
 
-def check_activation(name: str, value: str):
+def check_activation(name: str, value: str | None):
     """Refuse a name that is not an activation of transformers, whose table takes seconds to import."""
     from transformers.activations import ACT2FN
 
+    if value is None and name in OPTIONAL_ACTIVATIONS:
+        return
     _check_limit(name, value, one_of(tuple(ACT2FN)))
 
 
@@ -158,6 +162,8 @@ class TnnConfig(PreTrainedConfig):
             `causal=False`.
         hyena_rank (`int`, *optional*): Width of the two linear maps, with `hidden_act` between them, that replace the
             output projection of `"hyena"`. None for one map without an activation.
+        hyena_norm (`bool`): Whether `"hyena"` normalises its gated product by an RMS norm with a scale for each
+            channel and 1e-6 inside the root, as in the released RTF code.
         num_attention_heads (`int`, *optional*): Number of heads of attention; one for each 64 of `hidden_size` unless
             set. None without attention.
         num_key_value_heads (`int`, *optional*): Number of heads of keys and values, a divisor of
@@ -181,6 +187,8 @@ class TnnConfig(PreTrainedConfig):
         gtu_norm (`bool`): Whether the gated product is normalised before the output projection of the GTU.
         use_glu (`bool`): Whether a block has a GLU after its GTU.
         intermediate_size (`int`, *optional*): Inner width of the GLU; `hidden_size` unless set.
+        mlp_act (`str`, *optional*): Activation of an MLP, y = W_down act(W_up x), in place of the GLU. None for
+            the GLU.
         hidden_act (`str`): Activation of the GTU (or in another mixer) and of the gate of the GLU.
         norm_type (`str`): Norm of the blocks, of the GTU (`gtu_norm`) and of the RPE: `"simplermsnorm"` (without
             parameters), `"rmsnorm"`, `"gatedrmsnorm"`, `"scalenorm"`, `"layernorm"` or `"batchnorm"` (over real
@@ -263,6 +271,8 @@ class TnnConfig(PreTrainedConfig):
         classifier_pooling (`str`, *optional*): Pooling of text classifiers: the hidden state of the `"last"` real
             token, or the `"mean"` over all real tokens, which needs the whole text at once (no cache). Unless set,
             causal models use the last token and bidirectional models the mean.
+        classifier_act (`str`, *optional*): Activation between the two linear layers of the classification head; None
+            for a head of one linear layer.
         initializer (`str`): `"torch"`: PyTorch's default for linear layers and N(0, 1/d) for embeddings (the
             causal models of the papers); `"normal"`: N(0, initializer_range^2) and zero biases (as BERT);
             `"normal_gtu"`: as `"torch"`, but N(0, initializer_range^2) for weights and biases of the GTU.
@@ -287,6 +297,7 @@ class TnnConfig(PreTrainedConfig):
     toeplitz_mixer: str = GTU
     short_conv_kernel: int = 3
     hyena_rank: int | None = None
+    hyena_norm: bool = False
     num_attention_heads: int | None = None
     num_key_value_heads: int | None = None
     head_dim: int | None = None
@@ -299,6 +310,7 @@ class TnnConfig(PreTrainedConfig):
     gtu_norm: bool = False
     use_glu: bool = True
     intermediate_size: int | None = None
+    mlp_act: str | None = None
     hidden_act: str = "silu"
     norm_type: str = "simplermsnorm"
     norm_position: str = "pre"
@@ -350,6 +362,7 @@ class TnnConfig(PreTrainedConfig):
     hidden_dropout_prob: int | float = 0.1
     classifier_dropout: int | float | None = None
     classifier_pooling: str | None = None
+    classifier_act: str | None = "tanh"
     initializer: str = "torch"
     initializer_range: float = 0.02
     use_cache: bool = True
@@ -520,6 +533,7 @@ class TnnConfig(PreTrainedConfig):
         if self.learnable_decay:
             self.require("decay", self.decay is not None, "a number (the lower bound) when learnable_decay=True")
         self.require("gtu_norm", not (self.gtu_norm and self.norm_type == "batchnorm"), "False with a batch norm")
+        self.require("mlp_act", self.use_glu or self.mlp_act is None, "None with use_glu=False")
         check_layers(self)
         check_mixer(self)
 

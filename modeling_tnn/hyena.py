@@ -3,6 +3,7 @@
     p, q, v = split( S W x + b )                       S: a short filter for each channel, m taps
     y       = W_o( p * TNO(q * v) )                                                                              (1)
     y       = W_o gelu( W_r( p * TNO(q * v) ) )        with `hyena_rank`                                         (2)
+    y       = W_o gelu( W_r norm( p * TNO(q * v) ) )   with `hyena_norm` too, as in the released code            (3)
 
 B batch, L length, d hidden size, D = gtu_dim channels, m = short_conv_kernel taps, r = hyena_rank.
 
@@ -10,9 +11,9 @@ B batch, L length, d hidden size, D = gtu_dim channels, m = short_conv_kernel ta
 residual connection of that equation is the one of the block. (2) is the form of the RTF paper (appendix C.5.2, table
 13): two maps of low rank with an activation in place of W_o. The activation is `hidden_act`, GELU in the paper.
 
-The sources leave two things open. The paper does not say that W, S, W_r and W_o have biases; here they do, as in the
-linear layers of the papers' other models. Hyena adds a skip weight to its filter. Here the coefficient at lag 0 does
-that: an RTF filter has h_0 already, and a second number would only add to it.
+(3) is the form of the released RTF code, which the paper does not mention. W, S, W_r and W_o have biases, as there.
+Hyena adds a skip weight to its filter. Here the coefficient at lag 0 does that: an RTF filter has h_0 already, and a
+second number would only add to it. (The released code adds h_0 twice.)
 
 The convolution is causal in a causal model. The papers have no bidirectional Hyena; there the short filter reaches
 (m - 1) / 2 positions to each side, so that operators of both directions can be its filter.
@@ -32,7 +33,7 @@ from transformers.utils.generic import maybe_autocast
 
 from .gating import NO_GATE, Gate
 from .gtu import ChannelMajorLinear, mix_tokens
-from .norms import build_norm
+from .norms import RootRMSNorm, build_norm
 from .numerics import compute_dtype
 from .packing_recorded import Documents
 from .tno import ToeplitzOperator
@@ -119,6 +120,7 @@ class TnnHyena(nn.Module):
         self.short = ShortConvolution(config, layer_idx)
         self.tno = build_tno(config, layer_idx)
         self.norm = build_norm(config.norm_type, config.gtu_dim) if config.gtu_norm else nn.Identity()
+        self.norm = RootRMSNorm(config.gtu_dim) if config.hyena_norm else self.norm
         self.low_rank = None if rank is None else nn.Linear(config.gtu_dim, rank)
         self.act = None if rank is None else ACT2FN[config.hidden_act]
         self.o_proj = nn.Linear(rank or config.gtu_dim, config.hidden_size)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 GTU, HYENA, S4 = "gtu", "hyena", "s4"
 MIXERS = (GTU, HYENA, S4)
 
-FIELDS = ("toeplitz_mixer", "short_conv_kernel", "hyena_rank")
+FIELDS = ("toeplitz_mixer", "short_conv_kernel", "hyena_rank", "hyena_norm")
 
 # Longer filters are what the operator is for.
 MOST_TAPS = 64
@@ -39,6 +39,7 @@ def check_mixer(config: "PreTrainedConfig"):
         config.require("spatial_dims", config.spatial_dims == 1, "1 with toeplitz_mixer='hyena', a mixer of sequences")
         centred = config.causal or config.short_conv_kernel % 2 == 1
         config.require("short_conv_kernel", centred, "odd with causal=False")
+        config.require("hyena_norm", not (config.hyena_norm and config.gtu_norm), "False with gtu_norm, another norm")
     if config.toeplitz_mixer == S4:
         whole = config.gtu_dim == config.hidden_size
         config.require("gtu_expansion", whole, "1 with toeplitz_mixer='s4', whose operator mixes the input itself")

@@ -1,7 +1,7 @@
 """Toeplitz neural networks: the blocks, the base model, its heads, and the model of images.
 
     GTU:    y = W_o( u * TNO(v) ),  u = act(W_u x),  v = act(W_v x)                TNN paper, "token mixer"
-    GLU:    y = W_down( act(W_gate x) * W_up x )
+    GLU:    y = W_down( act(W_gate x) * W_up x ),   or an MLP, W_down act(W_up x)  (mlp_act)
     block:  x = x + GTU(norm(x));  x = x + GLU(norm(x))                            (norm_position="pre")
     mixers: Hyena or the mixer of S4 in place of the GTU in all blocks             (toeplitz_mixer, `mixer_types.py`)
     hybrid: attention in place of the GTU in some blocks                           (layer_types, `attention.py`)
@@ -88,18 +88,21 @@ TOEPLITZ_MIXERS = {GTU: TnnGatedToeplitzUnit, HYENA: TnnHyena, S4: TnnS4Mixer}
 
 
 class TnnGatedLinearUnit(nn.Module):
-    """The channel mixer: a gated linear unit."""
+    """The channel mixer: a gated linear unit, or with `mlp_act` an MLP, which has no gate."""
 
     def __init__(self, config: TnnConfig):
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size)
+        gated = config.mlp_act is None
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size) if gated else None
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size)
-        self.act = ACT2FN[config.hidden_act]
+        self.act = ACT2FN[config.hidden_act if gated else config.mlp_act]
         self.implementation = config.tno_implementation
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`(B, L, d)` to `(B, L, d)`."""
+        if self.gate_proj is None:
+            return self.down_proj(self.act(self.up_proj(hidden_states)))
         gate, up = self.gate_proj(hidden_states), self.up_proj(hidden_states)  # (B, L, intermediate_size) each
         return self.down_proj(activated_product(gate, up, self.act, self.implementation))
 
@@ -367,18 +370,22 @@ def head_dropout(config: TnnConfig) -> nn.Dropout:
 
 
 class TnnClassificationHead(nn.Module):
-    """Two linear layers with a tanh between them, each after dropout; d inputs and `config.num_labels` outputs unless
-    given."""
+    """Two linear layers with `classifier_act` between them, each after dropout, or one if it is None; d inputs and
+    `config.num_labels` outputs unless given."""
 
     def __init__(self, config: TnnConfig, num_features: int | None = None, num_labels: int | None = None):
         super().__init__()
         self.dropout = head_dropout(config)
-        self.dense = nn.Linear(num_features or config.hidden_size, config.hidden_size)
-        self.out_proj = nn.Linear(config.hidden_size, num_labels or config.num_labels)
+        num_features, self.dense = num_features or config.hidden_size, None
+        if config.classifier_act is not None:
+            self.dense, self.act = nn.Linear(num_features, config.hidden_size), ACT2FN[config.classifier_act]
+            num_features = config.hidden_size
+        self.out_proj = nn.Linear(num_features, num_labels or config.num_labels)
 
     def forward(self, pooled: torch.Tensor) -> torch.Tensor:
         """`(B, num_features)` to `(B, num_labels)`."""
-        return self.out_proj(self.dropout(torch.tanh(self.dense(self.dropout(pooled)))))
+        pooled = self.dropout(pooled)
+        return self.out_proj(pooled if self.dense is None else self.dropout(self.act(self.dense(pooled))))
 
 
 class TnnForCausalLM(TnnPreTrainedModel, GenerationMixin):

@@ -64,6 +64,15 @@ class GatedRMSNorm(RMSNorm):
         return super().normalize(x) * torch.sigmoid(self.gate.to(x.dtype) * x)
 
 
+class RootRMSNorm(RMSNorm):
+    """An `RMSNorm` with eps = 1e-6 inside the root: weight * x / sqrt(mean(x^2) + eps), the norm of `hyena_norm`."""
+
+    eps = 1e-6
+
+    def normalize(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight.to(x.dtype)
+
+
 class ScaleNorm(SimpleRMSNorm):
     """An RMS norm with one learned scale for all channels and eps inside the root."""
 

@@ -1,13 +1,14 @@
 """Convert a checkpoint of the released TNN, FD, SKI or RTF code to a folder that `from_pretrained` loads.
 
 Every tensor of the checkpoint goes to the model, or the report says why it does not. Every parameter of the model gets
-a value. Files are `.safetensors`, or `.pt` as fairseq writes them. Of a `.pt` file only tensors and plain options are
-read. A pickle with other objects is refused, because reading it would run its code.
+a value. Files are `.safetensors`, or `.pt` and `.ckpt` as fairseq and Lightning write them. Of these only tensors and
+plain options are read. A pickle with other objects is refused, because reading it would run its code.
 
 Example:
     python scripts/convert_original.py checkpoint_best.pt outputs/converted --architecture tnn_v2_decay_99_pre
     python scripts/convert_original.py model.safetensors outputs/converted --architecture roberta_tnn_v2_decay_99 \\
         --hparams hparams.json
+    python scripts/convert_original.py last.safetensors outputs/converted --architecture rtf-listops
 """
 
 import argparse
@@ -27,7 +28,7 @@ from modeling_tnn import TnnConfig
 from tnn_scripts.common.atomic import check_overwriting, claim, new_files, write_json
 from tnn_scripts.common.parser import ProgramParser
 from tnn_scripts.original.names import BOOKKEEPING, heads_together, our_layout, our_name, split_rational
-from tnn_scripts.original.options import ARCHITECTURES, HEADS, Architecture, check_supported, operator_of, sizes
+from tnn_scripts.original.options import ARCHITECTURES, HEADS, Architecture, operator_of
 
 # Prefixes of the modules of each head; the body is under `model.`, or has no prefix without a head.
 HEAD_MODULES = {
@@ -35,6 +36,7 @@ HEAD_MODULES = {
     "causal-lm": ("lm_head.",),
     "masked-lm": ("transform.", "lm_head."),
     "sequence-classification": ("classifier.",),
+    "sequence-pair-classification": ("classifier.",),
 }
 ALL_HEADS = ("transform.", "lm_head.", "classifier.")
 EMBEDDING = "embed_tokens.weight"
@@ -43,13 +45,14 @@ LEFT_OUT = {
     BOOKKEEPING: "a version number of fairseq",
     r"tno\.decay_logit$": "a fixed decay is a field of the configuration",
     r"^lm_head\.weight$": "tied to the input embedding",
+    r"^embed_tokens\.bias$": "added to each row of the embedding",
     "": "part of another head (--head)",
 }
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = ProgramParser(description=__doc__)
-    parser.add_argument("checkpoint", type=Path, help="Checkpoint: .safetensors, or .pt of fairseq.")
+    parser.add_argument("checkpoint", type=Path, help="Checkpoint: .safetensors, .pt or .ckpt.")
     parser.add_argument("output_dir", type=Path, help="Folder for the model and the report.")
     parser.add_argument("--architecture", required=True, choices=list(ARCHITECTURES), help="Name of the architecture.")
     parser.add_argument("--overwrite_output_dir", action="store_true")
@@ -74,8 +77,8 @@ def read_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], dict]:
             return load_file(path), {}
         except SafetensorError as error:
             raise ValueError(f"{path} is damaged or not a safetensors file: {error}") from error
-    if path.suffix not in (".pt", ".pth", ".bin"):
-        raise ValueError(f"The checkpoint must be a .safetensors, .pt, .pth or .bin file, got {path}")
+    if path.suffix not in (".pt", ".pth", ".bin", ".ckpt"):
+        raise ValueError(f"The checkpoint must be a .safetensors, .pt, .pth, .bin or .ckpt file, got {path}")
     try:
         # fairseq stores its options in a Namespace, which runs no code when it is read.
         with torch.serialization.safe_globals([argparse.Namespace]):
@@ -100,8 +103,11 @@ def options_of(content: dict) -> dict:
     return found
 
 
-def rename(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def rename(tensors: dict[str, torch.Tensor], names: tuple) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """The tensors by their names here, the body without a prefix, and the official name of each.
+
+    Args:
+        names: patterns of official names, and our names.
 
     Raises:
         ValueError: two tensors get the same name.
@@ -110,7 +116,7 @@ def rename(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], d
     for official, value in tensors.items():
         if BOOKKEEPING.search(official):
             continue
-        name = our_name(official).removeprefix("model.")
+        name = our_name(official, names).removeprefix("model.")
         # A stand-alone layer of tnn-pytorch has no prefix.
         name = f"layers.0.{name}" if name.startswith(("gtu.", "glu.", "gtu_norm.", "glu_norm.")) else name
         if name in renamed:
@@ -232,9 +238,7 @@ def destinations(tensors: dict, official_names: dict, converted: dict, head: str
 
 def build_config(tensors: dict, options: dict, built: Architecture, published_ski: bool) -> TnnConfig:
     """The configuration of the weights and the options. It takes fixed decays and tied weights out of `tensors`."""
-    found = sizes(tensors)
-    if "gtu_dim" not in found:
-        raise ValueError("The checkpoint must hold layers of a TNN, got nothing for layers.0.gtu.u_proj.weight")
+    found = built.sizes(tensors)
     fields = built.fields(options, found) | take_decay(tensors, options)
     fields |= {"tie_word_embeddings": take_tie(tensors, options)}
     fields["ski_interpolation"] = "linear" if published_ski else "released"
@@ -264,10 +268,11 @@ def convert(tensors: dict, options: dict, architecture: str, head: str | None = 
     head, options = head or built.head, built.options | options
     if missing := [name for name in built.required if name not in options]:
         raise ValueError(f"{', '.join(missing)} must be given by --hparams for the architecture {architecture}")
-    check_supported(options)
-    ours, official_names = rename(tensors)
+    built.check(tensors, options)
+    ours, official_names = rename(tensors, built.names)
     if EMBEDDING not in ours:
         raise ValueError(f"The checkpoint must hold a whole model, got no {EMBEDDING}: layers alone are not a model")
+    built.prepare(ours, options)
     kept = HEAD_MODULES[head]
     ours = {name: value for name, value in ours.items() if name.startswith(kept) or not name.startswith(ALL_HEADS)}
     config = build_config(ours, options, built, published_ski)

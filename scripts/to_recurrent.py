@@ -1,7 +1,8 @@
 """Convert a causal model to a recurrence of low order, save it, and measure the change on a text.
 
 --fit direct computes poles from the kernels (tno_type="modal"). --fit gradient trains a rational transfer function to
-match each kernel (tno_type="rtf"), as the RTF paper distils filters, and also reports the direct fit.
+match each kernel (tno_type="rtf"), as the RTF paper distils filters; --fit modal-gradient trains a sum of complex
+exponentials (tno_type="s4d"), the baseline of that paper. Both also report the direct fit.
 
 Example:
     python scripts/to_recurrent.py --model_name_or_path outputs/demo --output_dir outputs/modal --dataset_name book.txt
@@ -23,11 +24,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
 from tnn_scripts.common.atomic import check_overwriting, claim, new_files, write_json
-from tnn_scripts.common.gradient_fit import convert_by_gradient
+from tnn_scripts.common.gradient_fit import FITS, convert_by_gradient
 from tnn_scripts.common.parser import ProgramParser
 from tnn_scripts.data.text import check_vocabulary, load_corpus, pack
 
-GRADIENT_COLUMNS = ("order", "taps", "l2_layer", "l2_worst", "largest_pole", "direct_l2_layer", "direct_l2_worst")
+GRADIENT_COLUMNS = (
+    "order", "taps", "l2_layer", "l2_worst", "mse", "largest_pole", "direct_l2_layer", "direct_l2_worst", "direct_mse",
+)  # fmt: skip
 COLUMNS = ("order", "taps", "l2_layer", "l2_median", "l2_worst", "l1_median", "l1_worst", "tail_bound", "largest_pole")
 
 
@@ -39,7 +42,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--order", type=int, default=64, help="Number of real states per channel.")
     parser.add_argument("--window", type=int, default=16, help="Number of first taps that are kept exactly.")
     parser.add_argument("--tolerance", type=float, help="Use the smallest order with this relative error instead.")
-    parser.add_argument("--fit", choices=("direct", "gradient"), default="direct", help="Method that finds the poles.")
+    parser.add_argument("--fit", choices=("direct", *FITS), default="direct", help="Method that finds the poles.")
     parser.add_argument("--steps", type=int, default=2000, help="Steps of the gradient fit, for each layer.")
     parser.add_argument("--learning_rate", type=float, default=0.02)
     parser.add_argument("--dataset_name")
@@ -48,9 +51,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--block_size", type=int)
     parser.add_argument("--rows", type=int, default=8, help="Number of rows of text to measure on.")
     args = parser.parse_args()
-    if args.fit == "gradient" and (args.tolerance is not None or args.steps < 1):
+    if args.fit in FITS and (args.tolerance is not None or args.steps < 1):
         parser.error(
-            "--fit gradient must be given without --tolerance and with --steps of at least 1, got "
+            f"--fit {args.fit} must be given without --tolerance and with --steps of at least 1, got "
             f"--tolerance {args.tolerance} --steps {args.steps}"
         )
     return args
@@ -84,8 +87,8 @@ def compare(model, converted, blocks: torch.Tensor) -> dict:
 
 def convert(model, args: argparse.Namespace) -> tuple[PreTrainedModel, list[dict]]:
     """The recurrent model, and a report of each layer."""
-    if args.fit == "gradient":
-        return convert_by_gradient(model, args.order, args.window, args.steps, args.learning_rate)
+    if args.fit in FITS:
+        return convert_by_gradient(model, args.order, args.window, args.steps, args.learning_rate, args.fit)
     converted, layers = model.to_recurrent(args.order, args.window, args.tolerance)
     return converted, [layer.as_dict() for layer in layers]
 
@@ -120,6 +123,7 @@ def run(args: argparse.Namespace) -> dict:
         "modes": converted.config.num_modes if converted.config.tno_type == "modal" else None,
         "seconds": seconds,
         "fit": args.fit,
+        "steps": args.steps if args.fit in FITS else None,
         "layers": layers,
         "comparison": compare(model, converted, torch.tensor(packed)),
     }

@@ -9,6 +9,7 @@ e channels of the Toeplitz operator in h heads, R inducing points, A denominator
 """
 
 import re
+from collections.abc import Sequence
 
 import torch
 
@@ -51,9 +52,9 @@ RENAMED = [
 BOOKKEEPING = re.compile(r"(^|\.)(version|_float_tensor)$")
 
 
-def our_name(official: str) -> str:
+def our_name(official: str, names: Sequence[tuple[str, str]] = RENAMED) -> str:
     """The name here of an official parameter. `ab` of RTF, which is two parameters here, keeps its name."""
-    for pattern, replacement in RENAMED:
+    for pattern, replacement in names:
         official = re.sub(pattern, replacement, official)
     return official
 

@@ -12,12 +12,28 @@ from dataclasses import dataclass, field
 import torch
 
 from modeling_tnn import TnnConfig, TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification, TnnModel
+from tnn_scripts.common.sequence_pairs import TnnForSequencePairClassification
+from tnn_scripts.original.backbones import (
+    HYENA_NAMES,
+    HYENA_VALUES,
+    S4_NAMES,
+    S4_VALUES,
+    hyena_fields,
+    hyena_sizes,
+    prepare_hyena,
+    prepare_s4,
+    refuse_other_parts,
+    s4_fields,
+    s4_sizes,
+)
+from tnn_scripts.original.names import RENAMED
 
 HEADS = {
     "base": TnnModel,
     "causal-lm": TnnForCausalLM,
     "masked-lm": TnnForMaskedLM,
     "sequence-classification": TnnForSequenceClassification,
+    "sequence-pair-classification": TnnForSequencePairClassification,
 }
 # Options and the only value that can be converted, which is the default in the released code.
 SUPPORTED_VALUE = {
@@ -46,7 +62,11 @@ DEFAULT_LENGTH = 512
 
 
 def sizes(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
-    """The fields of `TnnConfig` that follow from the shapes of `tensors`, by their names here."""
+    """The fields of `TnnConfig` that follow from the shapes of `tensors`, by their names here.
+
+    Raises:
+        ValueError: there are no layers of a TNN.
+    """
     layers = {int(name.split("layers.", 1)[1].split(".", 1)[0]) for name in tensors if "layers." in name}
     found = {"num_hidden_layers": max(layers, default=-1) + 1}
     dimensions = {
@@ -65,19 +85,29 @@ def sizes(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
     if "rpe_dim" in found:
         hidden = "layers.0.gtu.tno.rpe.layers."
         found["rpe_layers"] = len({n.split(hidden)[1].split(".")[0] for n in tensors if hidden in n})
+    if "gtu_dim" not in found:
+        raise ValueError("The checkpoint must hold layers of a TNN, got nothing for layers.0.gtu.u_proj.weight")
     return found
 
 
-def check_supported(options: dict):
-    """Refuse options for computations that this package does not have.
+def check_values(options: dict, supported: dict, unused: tuple[str, ...] = ()):
+    """Refuse options that have another value than the `supported` one.
 
     Raises:
         ValueError: there is such an option; the message names it.
     """
-    unused = UNUSED_BY_FD_AND_SKI if operator_of(options) != "rpe" else ()
-    for name, allowed in SUPPORTED_VALUE.items():
+    for name, allowed in supported.items():
         if name in options and name not in unused and options[name] != allowed:
             raise ValueError(f"{name} must be {allowed!r} for a conversion, got {options[name]!r}")
+
+
+def check_supported(options: dict):
+    """Refuse options of a TNN for computations that this package does not have.
+
+    Raises:
+        ValueError: there is such an option; the message names it.
+    """
+    check_values(options, SUPPORTED_VALUE, UNUSED_BY_FD_AND_SKI if operator_of(options) != "rpe" else ())
     inner = next((name for name in ("gtu_act", "act_fun") if name in options), "act_fun")
     first, second = options.get(inner, "silu"), options.get("glu_act", "silu")
     if first != second:
@@ -202,12 +232,51 @@ def rational_fields(options: dict, found: dict) -> dict:
 
 @dataclass(frozen=True)
 class Architecture:
-    """A kind of checkpoint: the fields that its options give, its head and its registered defaults."""
+    """A kind of checkpoint.
+
+    Attributes:
+        fields: the fields of the configuration from the options and from the sizes of the weights.
+        head: the head, one of `HEADS`.
+        options: the registered defaults.
+        required: the options that must be given.
+        names: patterns of official names, and our names.
+        check: refuses tensors, in official names, and options.
+        prepare: brings tensors, in our names, into their form here, in place.
+        sizes: the fields that follow from the weights.
+    """
 
     fields: Callable[[dict, dict], dict]
     head: str
     options: dict = field(default_factory=dict)
     required: tuple[str, ...] = ()
+    names: tuple[tuple[str, str], ...] = tuple(RENAMED)
+    check: Callable[[dict, dict], None] = lambda tensors, options: check_supported(options)
+    prepare: Callable[[dict, dict], None] = lambda tensors, options: None
+    sizes: Callable[[dict], dict] = sizes
+
+
+def s4_model(head: str = "sequence-classification", **options) -> Architecture:
+    """A model of the Long Range Arena of the released RTF code, with the options of its experiment."""
+
+    def check(tensors, given):
+        refuse_other_parts(tensors)
+        check_values(given, S4_VALUES)
+
+    return Architecture(
+        s4_fields, head, options, names=S4_NAMES, check=check, prepare=prepare_s4, sizes=s4_sizes
+    )  # fmt: skip
+
+
+def hyena_model(**options) -> Architecture:
+    """The language model of the released RTF code, with the options of its experiment."""
+
+    def check(tensors, given):
+        refuse_other_parts(tensors)
+        check_values(given, HYENA_VALUES)
+
+    return Architecture(
+        hyena_fields, "causal-lm", options, names=HYENA_NAMES, check=check, prepare=prepare_hyena, sizes=hyena_sizes
+    )
 
 
 PUBLISHED = {
@@ -236,4 +305,11 @@ ARCHITECTURES = {
     "ski_blm_inv_time": Architecture(encoder_fields, "masked-lm", MASKED | DECAY | {"tno_type": "skitno_inv_time"}),
     "tnn_pytorch": Architecture(standalone_fields, "base"),
     "rtf": Architecture(rational_fields, "base", required=("trunc_len",)),
+    "rtf-listops": s4_model(trunc_len=2048),
+    "rtf-imdb": s4_model(trunc_len=4096),
+    "rtf-aan": s4_model("sequence-pair-classification", trunc_len=4000),
+    "rtf-cifar": s4_model(trunc_len=1024, dataset="cifar"),
+    "rtf-pathfinder": s4_model(trunc_len=1024, dataset="pathfinder"),
+    "rtf-pathx": s4_model(trunc_len=16384, dataset="pathfinder"),
+    "hyena_rtf": hyena_model(trunc_len=1024),
 }

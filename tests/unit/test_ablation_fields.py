@@ -1,11 +1,12 @@
-"""The fields of the ablations: explicit coefficients, inputs of the position encoder, blocks without GLU."""
+"""The fields of the ablations: explicit coefficients, inputs of the position encoder, blocks without GLU; and other
+channel mixers and heads."""
 
 import pytest
 import torch
 
 from helpers.models import lively_language_model, padded, relative_error, seeded, tiny_config
 from helpers.operators import random_input, random_operator
-from modeling_tnn import TnnForCausalLM, TnnModel
+from modeling_tnn import TnnForCausalLM, TnnForSequenceClassification, TnnModel
 from modeling_tnn.rpe import RPE_INPUTS
 from modeling_tnn.tno_auto import build_tno
 
@@ -87,6 +88,37 @@ def test_block_without_glu():
         for layer in with_glu.layers:
             layer.glu.down_proj.weight.zero_(), layer.glu.down_proj.bias.zero_()
     torch.testing.assert_close(without(text).last_hidden_state, with_glu(text).last_hidden_state)
+
+
+def test_block_with_an_mlp():
+    """It is the block whose GLU is multiplied by one, in values and gradients."""
+    with_glu = seeded(TnnModel, tiny_config()).double()
+    with_mlp = seeded(TnnModel, tiny_config(mlp_act="silu")).double()
+    assert not any("gate_proj" in name for name, _ in with_mlp.named_parameters())
+    weights = {name: value for name, value in with_glu.state_dict().items() if "glu.up_proj" not in name}
+    with_mlp.load_state_dict({name.replace("gate_proj", "up_proj"): value for name, value in weights.items()})
+    with torch.no_grad():
+        for layer in with_glu.layers:
+            layer.glu.up_proj.weight.zero_(), layer.glu.up_proj.bias.fill_(1)
+    text, gradients = torch.randint(99, (1, 9)), []
+    for model in (with_glu, with_mlp):
+        states = model(text).last_hidden_state
+        gradients.append(torch.autograd.grad(states.square().sum(), model.layers[0].glu.down_proj.weight)[0])
+        gradients.append(states)
+    torch.testing.assert_close(gradients[:2], gradients[2:], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["last", "mean"])
+def test_head_of_one_layer(causal, tmp_path):
+    model = seeded(TnnForSequenceClassification, tiny_config(causal=causal, classifier_act=None, num_labels=4))
+    text = torch.randint(2, 99, (2, 9))
+    states = model.model(text).last_hidden_state
+    features = states[:, -1] if causal else states.mean(1)
+    torch.testing.assert_close(
+        model(text).logits, torch.nn.functional.linear(features, *model.classifier.parameters())
+    )
+    model.save_pretrained(tmp_path)
+    assert torch.equal(TnnForSequenceClassification.from_pretrained(tmp_path)(text).logits, model(text).logits)
 
 
 def test_free_kernel_converts_to_a_recurrence():

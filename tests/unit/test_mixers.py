@@ -259,6 +259,10 @@ def test_plan_of_tensor_parallelism(name):
             {"toeplitz_mixer": "s4", "gtu_expansion": 1, "gtu_norm": True},
             "`gtu_norm` must be False with toeplitz_mixer='s4', .*, got True",
         ),
+        (
+            {"toeplitz_mixer": "hyena", "hyena_norm": True, "gtu_norm": True},
+            "`hyena_norm` must be False with gtu_norm, .*, got True",
+        ),
     ],
 )
 def test_refused_fields(fields, message):
