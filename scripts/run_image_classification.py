@@ -1,7 +1,8 @@
 """Train and evaluate an image classifier, a TNN that mixes patches along rows and columns, with transformers' Trainer.
 
 The data are a Hub id or a folder that `datasets` reads, such as one folder of pictures for each class. The program
-uses the first column with pictures and the first with classes, and mirrors half of the training pictures.
+uses the first column with pictures and the first with classes. `--augmentation` changes the training pictures at
+random; evaluation sees them as they are.
 
 Example:
     python scripts/run_image_classification.py --recipe images/small-cifar10 \\
@@ -15,9 +16,7 @@ from dataclasses import dataclass, field
 
 from tnn_scripts.common.errors import report_errors
 
-import torch
 from datasets import ClassLabel, Dataset, DatasetDict, Image, load_dataset
-from PIL import ImageOps
 from transformers import (
     AutoModelForImageClassification,
     PreTrainedConfig,
@@ -30,9 +29,11 @@ from modeling_tnn import PoleCallback
 from tnn_scripts.common.arguments import load_config, parse_arguments, parse_overrides
 from tnn_scripts.common.classification import accuracy, describe, report, save, score
 from tnn_scripts.common.dry_run import dry_run
+from tnn_scripts.common.mixing_trainer import MixingTrainer
 from tnn_scripts.common.optimizers import GroupArguments, GroupingTrainer
 from tnn_scripts.common.peers import vit_like
 from tnn_scripts.common.trainer import exit_with_message, train
+from tnn_scripts.data.augmentation import AUGMENTATIONS, Augmentation, augmented_pixels, build_processor
 from tnn_scripts.data.lra import limit
 
 EVALUATED = ("validation", "test")
@@ -49,6 +50,14 @@ class ImageArguments(GroupArguments):
     label_column_name: str | None = field(default=None, metadata={"help": "Column of the classes, if not the first."})
     max_train_samples: int | None = None
     max_eval_samples: int | None = None
+    augmentation: str = field(
+        default="flip",
+        metadata={
+            "choices": tuple(AUGMENTATIONS),
+            "help": "Changes of training pictures: flip mirrors half of them; deit is DeiT's recipe (random parts, "
+            "RandAugment, random erasing, mixup, CutMix, repeated pictures), which evaluates the middle of a picture.",
+        },
+    )
     transformer: bool = False
     overwrite_output_dir: bool = False
     dry_run: bool = False
@@ -106,14 +115,17 @@ def build_config(args: ImageArguments, classes: list[str]) -> PreTrainedConfig:
     return vit_like(config) if args.transformer else config
 
 
-def prepare(rows: Dataset, pictures: Pictures, processor: ViTImageProcessor, mirror: bool) -> Dataset:
-    """The rows with `pixel_values` and `labels`, made when a row is read. `mirror` mirrors half of the pictures."""
+def prepare(
+    rows: Dataset, pictures: Pictures, processor: ViTImageProcessor, side: int, augmentation: Augmentation | None
+) -> Dataset:
+    """The rows with `pixel_values` and `labels`, made when a row is read; without augmentation, as in evaluation."""
 
     def transform(batch: dict) -> dict:
         images = [image.convert("RGB") for image in batch[pictures.image]]
-        if mirror:
-            images = [ImageOps.mirror(image) if torch.rand(()) < 0.5 else image for image in images]
-        pixels = processor(images, return_tensors="pt")["pixel_values"]
+        if augmentation is None:
+            pixels = processor(images, return_tensors="pt")["pixel_values"]
+        else:
+            pixels = augmented_pixels(images, augmentation, processor, side)
         return {"pixel_values": pixels, "labels": batch[pictures.label]}
 
     return rows.with_transform(transform)
@@ -132,9 +144,13 @@ def run(args: ImageArguments, training: TrainingArguments):
     training.remove_unused_columns = False  # the inputs are computed from the columns when a row is read
     pictures = load_pictures(args)
     config = build_config(args, pictures.classes)
-    processor = ViTImageProcessor(size={"height": config.image_size, "width": config.image_size})
-    splits = {name: prepare(rows, pictures, processor, name == "train") for name, rows in pictures.splits.items()}
-    trainer = GroupingTrainer(
+    augmentation = AUGMENTATIONS[args.augmentation]
+    processor = build_processor(augmentation, config.image_size)
+    splits = {
+        name: prepare(rows, pictures, processor, config.image_size, augmentation if name == "train" else None)
+        for name, rows in pictures.splits.items()
+    }
+    trainer = (MixingTrainer if augmentation.of_recipe else GroupingTrainer)(
         model=AutoModelForImageClassification.from_config(config),
         args=training,
         train_dataset=splits.pop("train"),
@@ -153,6 +169,7 @@ def run(args: ImageArguments, training: TrainingArguments):
         "model": "transformer" if args.transformer else config.tno_type,
         "config": args.config_name,
         "config_overrides": args.config_overrides,
+        "augmentation": args.augmentation,
         **describe(trainer),
         **score(trainer, splits, {name: pictures.splits[name][pictures.label] for name in splits}),
     }

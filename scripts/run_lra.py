@@ -123,8 +123,7 @@ def run(args: LraArguments, training: TrainingArguments):
     """
     set_seed(training.seed)
     sizes = args.max_train_samples, args.max_length, args.max_eval_samples
-    pairs = {} if args.pair_column is None else {"column": args.pair_column}
-    task, data = load_task(args.task, args.dataset_path, *sizes, **pairs)
+    task, data = load_task(args.task, args.dataset_path, *sizes, args.pair_column)
     config = build_config(args, task)
     model = build_model(args, config)
     tokenizer = None if task.tokenizer is None else task.tokenizer()

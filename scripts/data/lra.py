@@ -5,8 +5,9 @@ generated unless data are given, and Retrieval has pairs of passages of any text
 tokenized data.
 """
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +39,7 @@ class Task:
         max_length: largest number of tokens in a sequence.
         num_labels: number of classes.
         tokenizer: a function that gives the tokenizer of a text; None for pixels, whose values are the ids.
+        smaller: numbers of pixels of other pictures of the task; a picture cannot be cut.
     """
 
     load: Callable[..., DatasetDict]
@@ -45,6 +47,7 @@ class Task:
     max_length: int
     num_labels: int
     tokenizer: Callable[[], PreTrainedTokenizerBase] | None = None
+    smaller: tuple[int, ...] = ()
 
     @property
     def vocab_size(self) -> int:
@@ -113,13 +116,12 @@ def load_image(source: str | None, rows: int | None, max_length: int) -> Dataset
     return data.map(to_grey, batched=True, remove_columns=["img"])
 
 
-def load_pathfinder(side: int) -> Callable[[str | None, int | None, int], DatasetDict]:
-    def load(source: str | None, rows: int | None, max_length: int) -> DatasetDict:
-        if source is not None:
-            return load_dataset(source, f"pathfinder{side}")
-        return generate(pathfinder.samples, PATHFINDER_ROWS, rows, side=side)
-
-    return load
+def load_pathfinder(source: str | None, rows: int | None, max_length: int) -> DatasetDict:
+    """Pictures of `max_length` pixels."""
+    side = math.isqrt(max_length)
+    if source is not None:
+        return load_dataset(source, f"pathfinder{side}")
+    return generate(pathfinder.samples, PATHFINDER_ROWS, rows, side=side)
 
 
 def generate(
@@ -177,8 +179,8 @@ TASKS = {
     "text": Task(load_text, encode_text, 4096, 2, byte_tokenizer),
     "retrieval": Task(load_retrieval, encode_pair, 4000, 2, byte_tokenizer),
     "image": Task(load_image, encode_pixels, 1024, 10),
-    "pathfinder": Task(load_pathfinder(32), encode_pixels, 32**2, 2),
-    "path-x": Task(load_pathfinder(128), encode_pixels, 128**2, 2),
+    "pathfinder": Task(load_pathfinder, encode_pixels, 32**2, 2, smaller=(16**2,)),
+    "path-x": Task(load_pathfinder, encode_pixels, 128**2, 2),
 }
 
 
@@ -188,28 +190,32 @@ def load_task(
     rows: int | None = None,
     max_length: int | None = None,
     eval_rows: int | None = None,
-    **pairs: str,
+    pair_column: str | None = None,
 ) -> tuple[Task, DatasetDict]:
     """A task and its encoded splits train, validation and test.
 
     Args:
         source: a Hub id or a folder; None for the usual source, or for generated data.
         rows: largest number of rows in the train split (generated splits have others in proportion).
-        max_length: largest number of tokens, if not that of the task; pixels cannot be cut.
+        max_length: largest number of tokens, if not that of the task; of pixels, a size that the task has.
         eval_rows: largest number of rows in the other splits.
-        pairs: `column` of `load_retrieval`.
+        pair_column: `column` of `load_retrieval`.
 
     A data set without a validation split is validated on its test split, as in the Long Range Arena.
 
     Raises:
-        ValueError: retrieval has no data, or a picture would be cut.
+        ValueError: retrieval has no data, or the task has no pictures of that size.
     """
     task = TASKS[name]
-    if max_length is not None and max_length != task.max_length:
-        if task.tokenizer is None:
-            raise ValueError(f"--max_length must be {task.max_length}, the pixels of {name}, got {max_length}")
-        task = Task(task.load, task.encode, max_length, task.num_labels, task.tokenizer)
-    raw = task.load(source, rows, task.max_length, **pairs)
+    if max_length is not None:
+        sizes = (task.max_length, *task.smaller)
+        if task.tokenizer is None and max_length not in sizes:
+            raise ValueError(
+                f"--max_length must be {' or '.join(map(str, sizes))}, the pixels of {name}, got {max_length}"
+            )
+        task = replace(task, max_length=max_length)
+    options = {} if pair_column is None else {"column": pair_column}
+    raw = task.load(source, rows, task.max_length, **options)
     encoded = DatasetDict()
     for split, samples in raw.items():
         encoded[split] = encode_split(task, limit(samples, rows if split == "train" else eval_rows))

@@ -2,7 +2,8 @@
 
 A picture has two long paths of dashes that start near each other, and short distractor paths. Circles mark two ends:
 both of one path (label 1), or the start of one and the end of the other (label 0). The numbers of dashes are those of
-the hardest published set: 14, and a third of that in the distractors.
+the hardest published set: 14, and a third of that in the distractors. Pictures of 16 x 16 are an easier task of our
+own, with three dashes close together and no distractors.
 """
 
 import math
@@ -44,6 +45,7 @@ class Geometry:
 
 
 GEOMETRIES = {
+    16: Geometry(16, dash=2.0, gap=0.5, thickness=1.0, clearance=2.0, radius=1.3, distractors=0, dashes=3),
     32: Geometry(32, dash=1.5, gap=1.0, thickness=0.7, clearance=2.0, radius=1.3, distractors=4),
     128: Geometry(128, dash=5.0, gap=3.0, thickness=1.6, clearance=5.0, radius=3.0, distractors=14),
 }

@@ -86,7 +86,10 @@ def test_half_of_the_training_pictures_are_mirrored(data):
     loaded = script.load_pictures(script.ImageArguments(config_name="tnn-image-tiny", dataset_name=str(data)))
     processor = script.ViTImageProcessor(size={"height": 24, "width": 24})
     torch.manual_seed(0)
-    plain, drawn = (script.prepare(loaded.splits["train"], loaded, processor, mirror)[:] for mirror in (False, True))
+    plain, drawn = (
+        script.prepare(loaded.splits["train"], loaded, processor, 24, script.AUGMENTATIONS[name])[:]
+        for name in ("none", "flip")
+    )
     assert plain["labels"] == drawn["labels"] == loaded.splits["train"]["kind"]
     pairs = list(zip(plain["pixel_values"], drawn["pixel_values"], strict=True))
     same = [torch.equal(one, other) for one, other in pairs]
@@ -106,12 +109,13 @@ def test_imagenet_has_the_settings_of_table_12(monkeypatch):
     """Of the TNN paper: 2,048 pictures in a step, 300 epochs of which 5 warm up."""
     recipe = next(recipe for recipe in RECIPES if recipe.stem == "imagenet")
     monkeypatch.setattr("sys.argv", ["run_image_classification.py", "--recipe", str(recipe), "--bf16", "false"])
-    _, training = parse_arguments([script.ImageArguments, TrainingArguments], "")
+    args, training = parse_arguments([script.ImageArguments, TrainingArguments], "")
     assert training.per_device_train_batch_size * training.gradient_accumulation_steps == 2048
     assert (training.num_train_epochs, training.learning_rate, training.lr_scheduler_type) == (300, 2.5e-4, "cosine")
     assert training.warmup_steps * training.num_train_epochs == pytest.approx(5, abs=0.02)
     assert (training.adam_beta1, training.adam_beta2, training.adam_epsilon) == (0.9, 0.98, 1e-8)
     assert (training.weight_decay, training.max_grad_norm) == (0.1, 1.0)
+    assert (args.augmentation, training.label_smoothing_factor) == ("deit", 0.1)  # DeiT's, for lack of a word
 
 
 @pytest.mark.parametrize(

@@ -67,13 +67,13 @@ def test_share_of_operators_in_listops():
     assert operators / nodes == pytest.approx(0.25, abs=0.03)
 
 
-@pytest.mark.parametrize("side", [32, 128])
+@pytest.mark.parametrize("side", [16, 32, 128])
 def test_paths_keep_clear_of_each_other(side):
     geometry, rng, pair = pathfinder.GEOMETRIES[side], np.random.default_rng(0), None
     while pair is None:
         pair = pathfinder.two_paths(rng, geometry)
     for path in pair:
-        assert path.shape == (14, 2, 2) and path.min() > 0 and path.max() < side
+        assert path.shape == (3 if side == 16 else 14, 2, 2) and path.min() > 0 and path.max() < side
         gaps = np.linalg.norm(path[1:, 0] - path[:-1, 1], axis=1)
         np.testing.assert_allclose(gaps, geometry.gap)
         np.testing.assert_allclose(np.linalg.norm(path[:, 1] - path[:, 0], axis=1), geometry.dash)
@@ -98,8 +98,19 @@ def test_pathfinder_pictures():
     rows = list(pathfinder.samples(4, seed=0, side=32))
     assert rows == list(pathfinder.samples(4, seed=0, side=32))
     assert all(len(row["pixels"]) == 1024 and max(row["pixels"]) == 255 for row in rows)
-    with pytest.raises(ValueError, match="`side` must be one of 32, 128, got 31"):
+    with pytest.raises(ValueError, match="`side` must be one of 16, 32, 128, got 31"):
         next(pathfinder.samples(1, seed=0, side=31))
+
+
+def test_smaller_pathfinder(monkeypatch):
+    """Pictures of the size that `--max_length` says, for a model of as many positions."""
+    monkeypatch.setattr(sys, "argv", ["run_lra.py", "--recipe", "lra/small-pathfinder"])
+    args, _ = run_lra.parse_arguments([run_lra.LraArguments, run_lra.TrainingArguments], "")
+    task, data = load_task(args.task, None, 20, args.max_length)
+    assert task.max_length == run_lra.build_config(args, task).max_position_embeddings == 256
+    assert {len(row) for split in data.values() for row in split["input_ids"]} == {256}
+    assert data["validation"][0]["input_ids"] == next(pathfinder.samples(1, seed=1, side=16))["pixels"]
+    assert TASKS["pathfinder"].max_length == 1024
 
 
 def pair_inputs(lengths: list[tuple[int, int]], longest: int) -> dict[str, torch.Tensor]:
@@ -257,6 +268,7 @@ def test_script_on_pairs(monkeypatch, tmp_path):
     [
         (["--task", "listop"], "invalid choice: 'listop' (choose from"),
         (["--task", "image", "--max_length", "500"], "--max_length must be 1024, the pixels of image, got 500"),
+        (["--task", "pathfinder", "--max_length", "9"], "--max_length must be 1024 or 256, the pixels of pathfinder"),
         (["--task", "retrieval"], "--dataset_path must be the folder of the LRA release"),
         (
             ["--task", "listops", "--max_train_samples", "50", "--config_overrides", "width=3"],

@@ -98,7 +98,7 @@ def books(tmp_path_factory):
 
 def test_data(books):
     """Both passages of a pair have the length that was asked for, less its end of text."""
-    task, data = load_task("retrieval", str(books), 400, 32, 50, column="title")
+    task, data = load_task("retrieval", str(books), 400, 32, 50, pair_column="title")
     assert {name: len(rows) for name, rows in data.items()} == {"train": 400, "validation": 50, "test": 50}
     texts = [task.tokenizer().decode(ids, skip_special_tokens=True) for ids in data["train"][1]["input_ids"]]
     assert all(len(text) == 31 for text in texts) and data["train"]["labels"][:4] == [0, 1, 0, 1]
