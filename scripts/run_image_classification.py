@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 
 from tnn_scripts.common.errors import report_errors
 
+import torch
 from datasets import ClassLabel, Dataset, DatasetDict, Image, load_dataset
 from transformers import (
     AutoModelForImageClassification,
     PreTrainedConfig,
     TrainingArguments,
-    ViTImageProcessor,
     set_seed,
 )
 
@@ -33,7 +33,7 @@ from tnn_scripts.common.mixing_trainer import MixingTrainer
 from tnn_scripts.common.optimizers import GroupArguments, GroupingTrainer
 from tnn_scripts.common.peers import vit_like
 from tnn_scripts.common.trainer import exit_with_message, train
-from tnn_scripts.data.augmentation import AUGMENTATIONS, Augmentation, augmented_pixels, build_processor
+from tnn_scripts.data.augmentation import AUGMENTATIONS, ToPixels, unchanged
 from tnn_scripts.data.lra import limit
 
 EVALUATED = ("validation", "test")
@@ -115,17 +115,11 @@ def build_config(args: ImageArguments, classes: list[str]) -> PreTrainedConfig:
     return vit_like(config) if args.transformer else config
 
 
-def prepare(
-    rows: Dataset, pictures: Pictures, processor: ViTImageProcessor, side: int, augmentation: Augmentation | None
-) -> Dataset:
-    """The rows with `pixel_values` and `labels`, made when a row is read; without augmentation, as in evaluation."""
+def prepare(rows: Dataset, pictures: Pictures, to_pixels: ToPixels) -> Dataset:
+    """The rows with `pixel_values` and `labels`, made when a row is read."""
 
     def transform(batch: dict) -> dict:
-        images = [image.convert("RGB") for image in batch[pictures.image]]
-        if augmentation is None:
-            pixels = processor(images, return_tensors="pt")["pixel_values"]
-        else:
-            pixels = augmented_pixels(images, augmentation, processor, side)
+        pixels = torch.stack([to_pixels(image.convert("RGB")) for image in batch[pictures.image]])
         return {"pixel_values": pixels, "labels": batch[pictures.label]}
 
     return rows.with_transform(transform)
@@ -145,12 +139,13 @@ def run(args: ImageArguments, training: TrainingArguments):
     pictures = load_pictures(args)
     config = build_config(args, pictures.classes)
     augmentation = AUGMENTATIONS[args.augmentation]
-    processor = build_processor(augmentation, config.image_size)
+    processor = augmentation.processor(config.image_size)
+    to_pixels = {"train": augmentation.to_pixels(processor, config.image_size)}
     splits = {
-        name: prepare(rows, pictures, processor, config.image_size, augmentation if name == "train" else None)
+        name: prepare(rows, pictures, to_pixels.get(name, unchanged(processor, config.image_size)))
         for name, rows in pictures.splits.items()
     }
-    trainer = (MixingTrainer if augmentation.of_recipe else GroupingTrainer)(
+    trainer = (MixingTrainer if augmentation.mixed else GroupingTrainer)(
         model=AutoModelForImageClassification.from_config(config),
         args=training,
         train_dataset=splits.pop("train"),

@@ -1,4 +1,4 @@
-"""Training with mixed pictures, whose targets are probabilities, and with each picture several times in a batch."""
+"""Training with mixed pictures, whose targets are probabilities, and with each picture several times in a row."""
 
 from collections.abc import Iterator
 
@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from torch.utils.data import Dataset, Sampler
 
 from tnn_scripts.common.optimizers import GroupingTrainer
-from tnn_scripts.data.mixing import mix
 
+# Mixup or CutMix of each batch, one as often as the other (DeiT, Touvron et al., 2021, table 9).
+MIXUP, CUTMIX = 0.8, 1.0
 # A picture comes three times, each time changed otherwise (repeated augmentation, Hoffer et al., 2020).
 REPEATS = 3
 
@@ -32,16 +33,28 @@ class RepeatingSampler(Sampler[int]):
 
 
 class MixingTrainer(GroupingTrainer):
-    """Trainer that mixes the pictures of each training batch. Evaluation sees them as they are.
+    """Trainer that mixes the pictures of each training batch by timm's `Mixup`. Evaluation sees them as they are.
 
     The loss is the cross entropy of the mixed targets, with `label_smoothing_factor` in training alone. transformers'
-    models would take targets of this shape for several labels at once.
+    models would take targets of this shape for several labels at once. timm mixes pairs, so the last batch of an
+    epoch, which may have an odd number of pictures, is left out.
+
+    Raises:
+        ValueError: the batches have an odd number of pictures.
     """
 
     def __init__(self, *arguments, **options):
+        from timm.data import Mixup  # optional, and takes a second to import
+
         super().__init__(*arguments, **options)
+        size = self.args.per_device_train_batch_size
+        if size % 2:
+            raise ValueError(f"--per_device_train_batch_size must be even with mixed pictures, got {size}")
+        self.args.dataloader_drop_last = True
         # The loss is a mean over pictures: Trainer must divide it by the accumulation steps itself.
         self.model_accepts_loss_kwargs = False
+        smoothing, classes = self.args.label_smoothing_factor, self.model.config.num_labels
+        self.mixup = Mixup(mixup_alpha=MIXUP, cutmix_alpha=CUTMIX, label_smoothing=smoothing, num_classes=classes)
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler[int]:
         return RepeatingSampler(len(self.train_dataset), self.args.seed)
@@ -49,10 +62,9 @@ class MixingTrainer(GroupingTrainer):
     def compute_loss(
         self, model: torch.nn.Module, inputs: dict, return_outputs: bool = False, num_items_in_batch=None
     ) -> torch.Tensor | tuple:
-        pixels, targets, smoothing = inputs["pixel_values"], inputs["labels"], 0.0
+        pixels, targets = inputs["pixel_values"], inputs["labels"]
         if model.training:
-            pixels, targets = mix(pixels, targets, self.model.config.num_labels)
-            smoothing = self.args.label_smoothing_factor
+            pixels, targets = self.mixup(pixels, targets)
         outputs = model(pixel_values=pixels)
-        loss = F.cross_entropy(outputs.logits, targets, label_smoothing=smoothing)
+        loss = F.cross_entropy(outputs.logits, targets)
         return (loss, outputs) if return_outputs else loss

@@ -1,12 +1,10 @@
 """Augmentation of training pictures, and the image processor that evaluates without it.
 
 `flip` mirrors half of the pictures. `deit` is the recipe of DeiT (Touvron et al., 2021, table 9), which the released
-program for the image models of the TNN paper has as its default: a random part of the picture, mirrored or not,
-RandAugment, and a rectangle of noise; then mixed pictures (`mixing`), each picture three times in a row of an epoch.
-All draws come from PyTorch's generator of the CPU.
+program for the image models of the TNN paper has as its default, by timm: a random part of the picture, mirrored or
+not, RandAugment and a rectangle of noise; then mixed pictures, each three times in a row (`mixing_trainer`).
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,90 +12,37 @@ import torch
 from PIL import Image, ImageOps
 from transformers import ViTImageProcessor
 
-from tnn_scripts.data.rand_augment import rand_augment, uniform
-
-# The part of a picture: its share of the area, and its width by its height.
-CROP_AREA, CROP_RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
-# The rectangle of noise.
-ERASED, ERASED_AREA, ERASED_RATIO = 0.25, (0.02, 1 / 3), (0.3, 1 / 0.3)
-TRIALS = 10
-# Evaluation sees the middle 224 of 256 pixels.
+# DeiT evaluates the middle 224 of 256 pixels.
 SHOWN = 224 / 256
 IMAGENET_MEAN, IMAGENET_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+# timm clips magnitudes at 10, where its "posterize" keeps no bits of a colour, which Pillow refuses.
+LARGEST = 9.99
+
+# From an RGB picture to the pixels `(3, side, side)` that the model reads.
+ToPixels = Callable[[Image.Image], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Augmentation:
-    """What happens to a training picture.
+    """What happens to training pictures.
 
     Args:
-        change: a function from an RGB picture and the side of the model's pictures to another picture.
-        of_recipe: whether the rest of DeiT's recipe is used too: parts of a picture, noise, mixing, repeats, and an
-            evaluation of the middle of a picture.
+        processor: makes the image processor of evaluation for pictures of a side.
+        to_pixels: makes the function that changes a training picture, from that processor and the side.
+        mixed: whether batches are mixed, and pictures repeated.
     """
 
-    change: Callable[[Image.Image, int], Image.Image] | None = None
-    of_recipe: bool = False
+    processor: Callable[[int], ViTImageProcessor]
+    to_pixels: Callable[[ViTImageProcessor, int], ToPixels]
+    mixed: bool = False
 
 
-def flip(image: Image.Image, side: int) -> Image.Image:
-    """The picture, or its mirror image, each half of the time."""
-    return ImageOps.mirror(image) if torch.rand(()) < 0.5 else image
+def whole(side: int) -> ViTImageProcessor:
+    return ViTImageProcessor(size={"height": side, "width": side})
 
 
-def deit(image: Image.Image, side: int) -> Image.Image:
-    """A random part, `(side, side)`, mirrored or not, after RandAugment."""
-    return rand_augment(flip(random_part(image, side), side))
-
-
-AUGMENTATIONS = {"none": Augmentation(), "flip": Augmentation(flip), "deit": Augmentation(deit, of_recipe=True)}
-
-
-def random_part(image: Image.Image, side: int) -> Image.Image:
-    """A random part of the picture, resized to `(side, side)`; the middle if none of ten fits."""
-    for _ in range(TRIALS):
-        width, height = random_sides(image.width * image.height * uniform(*CROP_AREA), CROP_RATIO)
-        if 0 < width <= image.width and 0 < height <= image.height:
-            left, top = random_start(image.width - width), random_start(image.height - height)
-            break
-    else:
-        ratio = min(max(image.width / image.height, CROP_RATIO[0]), CROP_RATIO[1])
-        width, height = min(image.width, round(image.height * ratio)), min(image.height, round(image.width / ratio))
-        left, top = (image.width - width) // 2, (image.height - height) // 2
-    box = (left, top, left + width, top + height)
-    return image.resize((side, side), Image.Resampling.BICUBIC, box)
-
-
-def erase(pixels: torch.Tensor) -> torch.Tensor:
-    """`pixels` `(C, H, W)`, of which a quarter gets a rectangle of normal noise."""
-    height, width = pixels.shape[-2:]
-    if uniform() >= ERASED:
-        return pixels
-    pixels = pixels.clone()
-    for _ in range(TRIALS):
-        across, down = random_sides(height * width * uniform(*ERASED_AREA), ERASED_RATIO)
-        if across < width and down < height:
-            left, top = random_start(width - across), random_start(height - down)
-            part = pixels[:, top : top + down, left : left + across]
-            part.copy_(torch.randn(part.shape))
-            break
-    return pixels
-
-
-def random_sides(area: float, ratios: tuple[float, float]) -> tuple[int, int]:
-    """Width and height of a rectangle; the logarithm of their ratio is uniform."""
-    ratio = math.exp(uniform(*map(math.log, ratios)))
-    return round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
-
-
-def random_start(room: int) -> int:
-    return int(torch.randint(room + 1, ()))
-
-
-def build_processor(augmentation: Augmentation, side: int) -> ViTImageProcessor:
-    """The image processor of evaluation: the whole picture, or the middle of it as in DeiT."""
-    if not augmentation.of_recipe:
-        return ViTImageProcessor(size={"height": side, "width": side})
+def middle(side: int) -> ViTImageProcessor:
+    """The middle of the picture with the mean and deviation of ImageNet, as in DeiT."""
     return ViTImageProcessor(
         size={"shortest_edge": int(side / SHOWN)},
         resample=Image.Resampling.BICUBIC,
@@ -108,13 +53,43 @@ def build_processor(augmentation: Augmentation, side: int) -> ViTImageProcessor:
     )
 
 
-def augmented_pixels(
-    images: list[Image.Image], augmentation: Augmentation, processor: ViTImageProcessor, side: int
-) -> torch.Tensor:
-    """The pixels `(B, 3, side, side)` of RGB training pictures."""
-    if augmentation.change is not None:
-        images = [augmentation.change(image, side) for image in images]
-    if not augmentation.of_recipe:
-        return processor(images, return_tensors="pt")["pixel_values"]
-    pixels = processor(images, return_tensors="pt", do_resize=False, do_center_crop=False)["pixel_values"]
-    return torch.stack([erase(one) for one in pixels])
+def unchanged(processor: ViTImageProcessor, side: int) -> ToPixels:
+    return lambda image: processor(image, return_tensors="pt")["pixel_values"][0]
+
+
+def flip(processor: ViTImageProcessor, side: int) -> ToPixels:
+    pixels = unchanged(processor, side)
+    return lambda image: pixels(ImageOps.mirror(image) if torch.rand(()) < 0.5 else image)
+
+
+def deit(processor: ViTImageProcessor, side: int) -> ToPixels:
+    """DeiT's changes of one picture.
+
+    Raises:
+        ImportError: timm is not installed.
+    """
+    try:
+        from timm.data import create_transform
+        from timm.data.auto_augment import RandAugment
+    except ImportError as error:
+        raise ImportError(f'--augmentation deit needs timm ({error}): pip install "modeling-tnn[images]"') from error
+    transform = create_transform(
+        side,
+        is_training=True,
+        auto_augment="rand-m9-mstd0.5-inc1",
+        interpolation="bicubic",
+        re_prob=0.25,
+        re_mode="pixel",
+        mean=IMAGENET_MEAN,
+        std=IMAGENET_DEVIATION,
+    )
+    for operation in next(step for step in transform.transforms if isinstance(step, RandAugment)).ops:
+        operation.magnitude_max = LARGEST
+    return transform
+
+
+AUGMENTATIONS = {
+    "none": Augmentation(whole, unchanged),
+    "flip": Augmentation(whole, flip),
+    "deit": Augmentation(middle, deit, mixed=True),
+}

@@ -1,6 +1,7 @@
 """Augmentation of training pictures: values and shapes, draws that follow the seed, mixed targets, and small runs."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -9,16 +10,14 @@ import torch.nn.functional as F
 from datasets import ClassLabel, Dataset, Features, Image
 from PIL import Image as Pictures
 from safetensors.torch import load_file
-from transformers import TrainingArguments, ViTConfig, ViTForImageClassification
+from transformers import TrainingArguments, ViTConfig, ViTForImageClassification, set_seed
 
 from helpers.scripts import run_script
-from tnn_scripts import run_image_classification
 from tnn_scripts.common.mixing_trainer import MixingTrainer, RepeatingSampler
-from tnn_scripts.data import augmentation, mixing, rand_augment
-from tnn_scripts.data.augmentation import AUGMENTATIONS, augmented_pixels, build_processor
+from tnn_scripts.data import augmentation
+from tnn_scripts.data.augmentation import AUGMENTATIONS
 
 SIDE = 16
-DEIT = AUGMENTATIONS["deit"]
 
 
 def picture(width: int = 25, height: int = 19, mode: str = "RGB", seed: int = 0) -> Pictures.Image:
@@ -27,9 +26,11 @@ def picture(width: int = 25, height: int = 19, mode: str = "RGB", seed: int = 0)
 
 
 def drawn(count: int, seed: int = 0, name: str = "deit", **shape) -> torch.Tensor:
-    torch.manual_seed(seed)
-    images = [picture(seed=index, **shape) for index in range(count)]
-    return augmented_pixels(images, AUGMENTATIONS[name], build_processor(AUGMENTATIONS[name], SIDE), SIDE)
+    """The pixels of different pictures."""
+    set_seed(seed)
+    chosen = AUGMENTATIONS[name]
+    to_pixels = chosen.to_pixels(chosen.processor(SIDE), SIDE)
+    return torch.stack([to_pixels(picture(seed=index, **shape)) for index in range(count)])
 
 
 @pytest.mark.parametrize("name", AUGMENTATIONS)
@@ -43,111 +44,40 @@ def test_pictures_of_any_size_and_colour(name, mode, width, height):
 def test_the_draws_follow_the_seed():
     first, again, other = drawn(4), drawn(4), drawn(4, seed=1)
     assert torch.equal(first, again) and not torch.equal(first, other)
-    torch.manual_seed(0)
-    twice = augmented_pixels([picture()] * 2, DEIT, build_processor(DEIT, SIDE), SIDE)
-    assert not torch.equal(*twice)
 
 
-@pytest.mark.parametrize("operation", rand_augment.OPERATIONS)
-@pytest.mark.parametrize("strength", [0.0, 0.85, 1.0])
-def test_operations_keep_the_size(operation, strength):
-    before = picture()
-    torch.manual_seed(0)
-    after = rand_augment.OPERATIONS[operation](before, strength)
-    assert (after.size, after.mode) == (before.size, "RGB")
-    unchanged = np.array_equal(np.asarray(before), np.asarray(after))
-    always = operation in ("auto_contrast", "equalize", "invert", "posterize")
-    assert unchanged is (strength == 0 and not always)
+def test_flip_mirrors_half_of_the_pictures():
+    plain, flipped = drawn(200, name="none"), drawn(200, name="flip")
+    mirrored = (flipped == plain.flip(-1)).flatten(1).all(dim=1)
+    assert torch.equal((flipped == plain).flatten(1).all(dim=1), ~mirrored) and 70 < mirrored.sum() < 130
 
 
-def test_strength_of_the_operations():
-    """Values by hand."""
-    grey = Pictures.new("RGB", (20, 20), (100, 100, 100))
-    operations = rand_augment.OPERATIONS
-    assert operations["solarize_add"](grey, 0.9).getpixel((0, 0)) == (199,) * 3
-    assert operations["solarize"](grey, 0.9).getpixel((0, 0)) == (155,) * 3  # of 26 and more the inverse
-    assert operations["posterize"](grey, 0.9).getpixel((0, 0)) == (0,) * 3  # one bit
-    torch.manual_seed(0)
-    assert {operations["brightness"](grey, 0.9).getpixel((0, 0))[0] for _ in range(20)} == {19, 181}
-    shifted = {operations["translate_x"](grey, 0.9).getpixel((3, 9)) for _ in range(20)}
-    assert shifted == {(100,) * 3, rand_augment.FILL}
+def test_deit_is_the_published_recipe():
+    """Parts from 8% of the picture, bicubic, mirrored, RandAugment, and noise in a quarter of the pictures."""
+    steps = {type(step).__name__: step for step in augmentation.deit(None, SIDE).transforms}
+    crop = steps["RandomResizedCropAndInterpolation"]
+    assert (crop.scale, crop.interpolation.value) == ((0.08, 1.0), "bicubic")
+    drawing = steps["RandAugment"]
+    assert (drawing.num_layers, len(drawing.ops)) == (2, 15)
+    assert {(step.prob, step.magnitude, step.magnitude_std) for step in drawing.ops} == {(0.5, 9, 0.5)}
+    assert (steps["RandomHorizontalFlip"].p, steps["RandomErasing"].probability) == (0.5, 0.25)
+    assert steps["RandomErasing"].per_pixel
 
 
-def test_half_of_the_draws_of_rand_augment_do_nothing(monkeypatch):
-    counted = []
-    operation = {"one": lambda image, strength: counted.append(strength) or image}
-    monkeypatch.setattr(rand_augment, "OPERATIONS", operation)
-    torch.manual_seed(0)
-    for _ in range(1000):
-        rand_augment.rand_augment(picture())
-    assert 900 < len(counted) < 1100 and max(counted) <= 1
-    assert np.mean(counted) == pytest.approx(0.9, abs=0.005) and np.std(counted) == pytest.approx(0.05, abs=0.01)
+def test_the_largest_magnitude(monkeypatch):
+    """Where timm's own bound is 10, Pillow refuses to keep no bits of a colour."""
+    drawing = augmentation.deit(None, SIDE).transforms[2]
+    assert all(step.magnitude_max < 10 for step in drawing.ops)
+    for step in drawing.ops:
+        monkeypatch.setattr(step, "prob", 1.0)
+        monkeypatch.setattr(step, "magnitude", 20)
+        assert step(picture()).size == (25, 19)
 
 
-def test_random_parts():
-    """Of at least 8% of the picture, at most a third wider or higher; a thin picture has a part too."""
-    boxes = []
-
-    class Recorded:
-        width, height = 60, 40
-
-        def resize(self, size, resample, box):
-            boxes.append(box)
-
-    torch.manual_seed(0)
-    for _ in range(300):
-        augmentation.random_part(Recorded(), SIDE)
-    left, top, right, bottom = np.array(boxes).T
-    assert min(left) >= 0 and min(top) >= 0 and max(right) <= 60 and max(bottom) <= 40
-    shares, ratios = (right - left) * (bottom - top) / 2400, (right - left) / (bottom - top)
-    assert 0.07 < shares.min() < 0.15 and shares.max() > 0.7
-    assert 0.65 < ratios.min() < 0.85 and 1.2 < ratios.max() < 1.5
-    assert augmentation.random_part(picture(3, 200), SIDE).size == (SIDE, SIDE)
-
-
-def test_a_quarter_of_the_pictures_is_erased_in_part():
-    torch.manual_seed(0)
-    plain = torch.full((400, 3, SIDE, SIDE), 7.0)
-    erased = torch.stack([augmentation.erase(one) for one in plain])
-    changed = (erased != 7).all(dim=1).flatten(1).float().mean(dim=1)  # (400,)
-    assert (plain == 7).all() and 70 < (changed > 0).sum() < 130
-    assert changed[changed > 0].min() >= 0.01 and changed.max() < 0.4
-    noise = erased[erased != 7]
-    assert abs(noise.mean()) < 0.05 and abs(noise.std() - 1) < 0.05
-
-
-@pytest.mark.parametrize("rows", [1, 2, 5])
-def test_mixed_targets_are_the_shares_of_the_pixels(rows):
-    """Each picture has the value of its class: then the mean of the mixed pixels is that of the target."""
-    labels = torch.arange(rows)
-    pixels = labels.float()[:, None, None, None].expand(-1, 3, SIDE, SIDE).clone()
-    torch.manual_seed(0)
-    kinds = set()
-    for _ in range(40):
-        mixed, targets = mixing.mix(pixels, labels, num_labels=7)
-        torch.testing.assert_close(targets.sum(dim=1), torch.ones(rows))
-        torch.testing.assert_close(mixed.mean(dim=(1, 2, 3)), targets @ torch.arange(7.0), atol=1e-4, rtol=0)
-        kinds.add(bool((mixed == mixed.round()).all()))
-    assert kinds == ({True} if rows == 1 else {False, True})
-    assert torch.equal(pixels[:, 0, 0, 0], labels.float())
-
-
-@pytest.mark.parametrize(
-    "share, centre, rectangle",
-    [
-        (0.75, [0.5, 0.5], (slice(4, 12), slice(6, 18))),
-        (0.75, [0.0, 0.99], (slice(0, 4), slice(17, 24))),
-        (1.0, [0.5, 0.5], (slice(0), slice(0))),
-        (0.0, [0.5, 0.5], (slice(0, 16), slice(0, 24))),
-    ],
-)
-def test_rectangle_of_cutmix(share, centre, rectangle):
-    pixels = torch.randn(3, 2, 16, 24)
-    expected = pixels.clone()
-    expected[..., rectangle[0], rectangle[1]] = pixels.flip(0)[..., rectangle[0], rectangle[1]]
-    mixed, left = mixing.cutmix(pixels, share, centre)
-    assert torch.equal(mixed, expected)
-    assert left == pytest.approx(1 - expected[0, 0, rectangle[0], rectangle[1]].numel() / (16 * 24))
+def test_without_timm(monkeypatch):
+    monkeypatch.setitem(sys.modules, "timm.data", None)
+    with pytest.raises(ImportError, match="--augmentation deit needs timm .*: pip install"):
+        AUGMENTATIONS["deit"].to_pixels(None, SIDE)
 
 
 def trainer(tmp_path, **options) -> MixingTrainer:
@@ -158,33 +88,48 @@ def trainer(tmp_path, **options) -> MixingTrainer:
     return MixingTrainer(model=model, args=training, train_dataset=rows, eval_dataset=rows)
 
 
-def test_loss_of_the_mixed_targets(tmp_path, monkeypatch):
-    """The cross entropy of smoothed, mixed targets in training; of the classes in evaluation."""
-    mixing_trainer = trainer(tmp_path, label_smoothing_factor=0.1)
-    batch = {"pixel_values": drawn(4), "labels": torch.arange(4)}
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_loss_of_the_mixed_targets(tmp_path, smoothing):
+    """In training the targets are mixed as the pixels are: the pixels of a picture have the value of its class."""
+    mixing_trainer = trainer(tmp_path, label_smoothing_factor=smoothing)
+    labels = torch.arange(4)
+    pixels = labels.float()[:, None, None, None].expand(-1, 3, SIDE, SIDE)
+    read = []
     model = mixing_trainer.model.train()
-    torch.manual_seed(3)
-    loss, outputs = mixing_trainer.compute_loss(model, dict(batch), return_outputs=True)
-    torch.manual_seed(3)
-    pixels, targets = mixing.mix(batch["pixel_values"], batch["labels"], 4)
-    logits = model(pixel_values=pixels).logits
-    torch.testing.assert_close(outputs.logits, logits)
-    smoothed = 0.9 * targets + 0.1 / 4
-    torch.testing.assert_close(loss, -(smoothed * logits.log_softmax(-1)).sum(-1).mean())
-    plain = mixing_trainer.compute_loss(model.eval(), dict(batch))
-    torch.testing.assert_close(
-        plain, F.cross_entropy(model(pixel_values=batch["pixel_values"]).logits, torch.arange(4))
-    )
+    model.register_forward_pre_hook(lambda module, args, inputs: read.append(inputs["pixel_values"]), with_kwargs=True)
+    for seed in range(8):
+        np.random.seed(seed)
+        inputs = {"pixel_values": pixels.clone(), "labels": labels}
+        loss, outputs = mixing_trainer.compute_loss(model, inputs, return_outputs=True)
+        share = read[-1].mean(dim=(1, 2, 3)) / 3  # classes c and 3 - c are mixed
+        targets = torch.zeros(4, 4)
+        for c in range(4):
+            own = (share[c] * 3 - (3 - c)) / (2 * c - 3)
+            targets[c, c] += own
+            targets[c, 3 - c] += 1 - own
+        smoothed = (1 - smoothing) * targets + smoothing / 4
+        expected = -(smoothed * outputs.logits.log_softmax(-1)).sum(-1).mean()
+        torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
+    assert {bool((one == one.round()).all()) for one in read} == {True, False}, "CutMix and mixup"
+    plain = mixing_trainer.compute_loss(model.eval(), {"pixel_values": pixels, "labels": labels})
+    torch.testing.assert_close(plain, F.cross_entropy(model(pixel_values=pixels).logits, labels))
+
+
+def test_odd_batches(tmp_path):
+    """The last batch of an epoch is left out, because it may be odd; odd batches are refused."""
+    assert len(trainer(tmp_path, per_device_train_batch_size=10).get_train_dataloader()) == 1
+    with pytest.raises(ValueError, match="--per_device_train_batch_size must be even with mixed pictures, got 3"):
+        trainer(tmp_path, per_device_train_batch_size=3)
 
 
 def test_accumulated_steps_are_one_of_the_whole_batch(tmp_path, monkeypatch):
     """Without mixing: of a peer whose own loss Trainer would not divide."""
-    monkeypatch.setattr("tnn_scripts.common.mixing_trainer.mix", lambda pixels, labels, count: (pixels, labels))
     weights = []
     for batch, accumulated in ((12, 1), (4, 3)):
-        torch.manual_seed(0)
+        set_seed(0)
         options = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulated, "optim": "sgd"}
         one = trainer(tmp_path, max_steps=1, learning_rate=0.1, max_grad_norm=0.0, **options)
+        monkeypatch.setattr(one, "mixup", lambda pixels, labels: (pixels, labels))
         one.train()
         weights.append(one.model.classifier.weight.detach().clone())
     torch.testing.assert_close(*weights)
@@ -204,7 +149,7 @@ def test_evaluation_sees_the_middle_of_a_picture():
     rows = np.zeros((32, 64, 3), dtype=np.uint8)
     rows[:, 16:48] = 255
     image = Pictures.fromarray(rows)
-    processor = build_processor(DEIT, 28)
+    processor = AUGMENTATIONS["deit"].processor(28)
     first, again = (processor(image, return_tensors="pt")["pixel_values"] for _ in range(2))
     assert first.shape == (1, 3, 28, 28) and torch.equal(first, again)
     white = (1 - torch.tensor(augmentation.IMAGENET_MEAN)) / torch.tensor(augmentation.IMAGENET_DEVIATION)
@@ -229,14 +174,7 @@ def options(data, output, *more) -> list:
     return [*given, *more]
 
 
-def test_a_small_run_stops_and_resumes(data, tmp_path, monkeypatch):
-    changed = []
-
-    def recorded(images, *others):
-        changed.extend(images)
-        return augmented_pixels(images, *others)
-
-    monkeypatch.setattr(run_image_classification, "augmented_pixels", recorded)
+def test_a_small_run_stops_and_resumes(data, tmp_path):
     logged = ["--logging_steps", 1]
     run_script("run_image_classification", *options(data, tmp_path, "--max_steps", 4, "--save_steps", 2, *logged))
     (tmp_path / "model.safetensors").unlink()
@@ -249,7 +187,6 @@ def test_a_small_run_stops_and_resumes(data, tmp_path, monkeypatch):
     assert len(losses) >= 4 and all(0.5 < loss < 2 for loss in losses)
     saved = json.loads((tmp_path / "preprocessor_config.json").read_text())
     assert saved["do_center_crop"] and saved["size"] == {"shortest_edge": 27}
-    assert len(changed) <= 120  # ten batches of twelve, of which two were loaded ahead; no picture of the evaluations
     assert all(value.isfinite().all() for value in load_file(tmp_path / "model.safetensors").values())
 
 

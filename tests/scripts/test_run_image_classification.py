@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import ClassLabel, Dataset, Features, Image, Value
-from transformers import AutoModelForImageClassification, TrainingArguments, ViTConfig, pipeline
+from transformers import AutoModelForImageClassification, TrainingArguments, ViTConfig, ViTImageProcessor, pipeline
 
 from helpers.scripts import run_script
 from tnn_scripts import run_image_classification as script
@@ -57,7 +57,7 @@ def test_it_learns_and_classifies(data, tmp_path, capsys):
     model = AutoModelForImageClassification.from_pretrained(tmp_path)
     assert [model.config.id2label[index] for index in range(3)] == CLASSES
     image = Dataset.from_parquet(str(data / "test.parquet"))[0]
-    processor = script.ViTImageProcessor.from_pretrained(tmp_path)
+    processor = ViTImageProcessor.from_pretrained(tmp_path)
     answer = pipeline("image-classification", model=str(tmp_path), image_processor=processor)(image["img"], top_k=1)
     assert answer[0]["label"] == CLASSES[image["kind"]]
     stage(build_parser().parse_args([str(tmp_path), "--repo_id", "user/stripes"]), tmp_path / "published")
@@ -84,10 +84,10 @@ def test_transformer_of_the_same_size(data, tmp_path):
 
 def test_half_of_the_training_pictures_are_mirrored(data):
     loaded = script.load_pictures(script.ImageArguments(config_name="tnn-image-tiny", dataset_name=str(data)))
-    processor = script.ViTImageProcessor(size={"height": 24, "width": 24})
+    processor = ViTImageProcessor(size={"height": 24, "width": 24})
     torch.manual_seed(0)
     plain, drawn = (
-        script.prepare(loaded.splits["train"], loaded, processor, 24, script.AUGMENTATIONS[name])[:]
+        script.prepare(loaded.splits["train"], loaded, script.AUGMENTATIONS[name].to_pixels(processor, 24))[:]
         for name in ("none", "flip")
     )
     assert plain["labels"] == drawn["labels"] == loaded.splits["train"]["kind"]
