@@ -11,7 +11,7 @@ AUDIT_ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q $(CONSTRAINTS:%=-c %) $(PIP_ARGS)
 
-.PHONY: demo test test-browser test-triton test-exhaustive test-slow test-hf test-oldest test-newest lint format docs notebooks dist audit clean
+.PHONY: demo test test-browser test-triton test-images test-exhaustive test-slow test-hf test-oldest test-newest lint format docs notebooks dist audit clean
 
 # Again and again into its own folder, but over no model in another one.
 demo: $(VENV)/.demo
@@ -38,6 +38,11 @@ test-browser: $(VENV)/.dev $(VENV)/.browser
 test-triton: $(VENV)/.dev $(VENV)/.kernels
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit/test_toeplitz_triton.py tests/hf/test_hub_kernel.py $(TEST_ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit/test_triton_compiles.py $(TEST_ARGS)
+
+# DeiT's augmentation by timm, which stands in a folder of its own with torchvision: the registry has torchvision for
+# CUDA alone, and beside a PyTorch for CPUs transformers could not be imported.
+test-images: $(VENV)/.dev $(VENV)/images
+	PYTHONPATH=$(VENV)/images OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p helpers.torchvision_import tests/scripts/test_augmentation.py tests/scripts/test_run_image_classification.py -m "not exhaustive" $(TEST_ARGS)
 
 # The tests that transformers runs over its own models; the first run fetches them.
 test-hf: $(VENV)/.dev
@@ -89,6 +94,10 @@ audit: $(VENV)/.dev
 
 clean:
 	rm -rf $(VENV) $(VENV)-oldest $(VENV)-newest outputs build dist
+
+$(VENV)/images: pyproject.toml $(CONSTRAINTS)
+	$(PIP) --upgrade --no-deps --target $@ timm torchvision
+	touch $@
 
 # A stamp is older than the files that say what is to be installed: install again.
 $(VENV)/.%: pyproject.toml $(CONSTRAINTS)

@@ -162,7 +162,7 @@ def draw_state_size():
     figure, panels = pyplot.subplots(2, len(lengths), figsize=(10, 5), sharex=True, sharey="row", layout="constrained")
     for column, length in zip(panels.T, lengths, strict=True):
         for axes, suffix in zip(column, ("", "_kept"), strict=True):
-            for way, label in {"rtf": "RTF", "s4d": "S4D", "scan": "scan"}.items():
+            for way, label in {"rtf": "RTF", "s4d": "S4D", "s4": "S4", "scan": "scan"}.items():
                 found = [row for row in rows if row["length"] == length and way + suffix in row]
                 axes.plot(*zip(*((row["states"], row[way + suffix]) for row in found), strict=True), "o-", label=label)
             axes.set(xscale="log", yscale="log")
