@@ -69,7 +69,8 @@ class ModernBertForSequencePairClassification(ModernBertPreTrainedModel):
         self.num_labels = config.num_labels
         self.loss_type = "ForSequenceClassification"
         self.model = ModernBertModel(config)
-        self.classifier = TnnClassificationHead(config, 4 * config.hidden_size)
+        fields = {name: getattr(config, name) for name in ("hidden_size", "num_labels", "classifier_dropout")}
+        self.classifier = TnnClassificationHead(TnnConfig(**fields), 4 * config.hidden_size)
         self.post_init()
 
     def _init_weights(self, module: nn.Module):
