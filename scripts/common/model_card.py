@@ -255,7 +255,7 @@ def _without_folder(source: str) -> str:
 
 def read_evaluation(report: dict) -> dict:
     """The perplexities by length of evaluate_lm.py, without a stride."""
-    file, split = report["settings"]["file"], report["settings"]["split"]
+    file, split = report["settings"]["validation_file"], report["settings"]["split"]
     whole = [row for row in report["results"] if row["stride"] is None]
     figures = ("length", "perplexity", "bits_per_byte", "tokens")
     rows = [{name: row[name] for name in figures if row.get(name) is not None} for row in whole]

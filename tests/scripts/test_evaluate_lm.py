@@ -17,6 +17,7 @@ from helpers.models import exhaustive, lively_language_model
 from helpers.scripts import SENTENCES, run_script, table_rows, write_text
 from tnn_scripts import evaluate_lm
 from tnn_scripts.common import scoring
+from tnn_scripts.common.model_card import read_evaluation
 from tnn_scripts.data.text import tokenize, train_tokenizer
 from tnn_scripts.data.token_bytes import bytes_until
 
@@ -215,7 +216,9 @@ def test_report(folder, tmp_path, capsys):
     run_script(
         "evaluate_lm", "--model_name_or_path", folder / "tnn", folder / "gpt2", *options, "--output_dir", tmp_path
     )
-    results = json.loads((tmp_path / "all_results.json").read_text())["results"]
+    report = json.loads((tmp_path / "all_results.json").read_text())
+    results, card = report["results"], read_evaluation(report)
+    assert card["of"] == "the text text.txt" and len(card["rows"]) == sum(row["stride"] is None for row in results)
     assert [(r["length"], r["stride"]) for r in results if r["model"].endswith("tnn")] == [
         (16, None), (16, 12), (64, None), (64, 12), (128, None), (128, 12)
     ]  # fmt: skip

@@ -96,7 +96,7 @@ def test_perplexity_by_length_has_bits_per_byte(tmp_path):
     trained.mkdir()
     row = {"length": 8, "perplexity": 4.0, "bits_per_byte": 1.25, "tokens": 7, "stride": None, "trained_length": 8}
     for figures in (row, {name: value for name, value in row.items() if name != "bits_per_byte"}):
-        settings = {"file": None, "split": "test"}
+        settings = {"validation_file": None, "split": "test"}
         (tmp_path / "lengths.json").write_text(json.dumps({"settings": settings, "results": [figures]}))
         collect(arguments(trained, evaluation=tmp_path / "lengths.json"), model, tmp_path / "card")
         assert ("| 8 | 4.00 | 1.250 | 7 |" in render(tmp_path / "card")) == ("bits_per_byte" in figures)
