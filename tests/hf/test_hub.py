@@ -29,7 +29,7 @@ PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 LENGTHS = [(32, None, 81.5), (32, 16, 70.0), (256, None, 79.25)]
 SCORED = {"bits_per_byte": 2.125, "tokens": 4096, "model": "/home/me"}
 EVALUATION = {
-    "settings": {"dataset_name": "user/novels", "split": "test", "file": None},
+    "settings": {"dataset_name": "user/novels", "split": "test", "validation_file": None},
     "results": [{"length": n, "stride": s, "perplexity": p} | SCORED for n, s, p in LENGTHS],
 }
 
