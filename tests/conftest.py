@@ -1,5 +1,7 @@
 """Fixtures and profiles of all tests, and the table of parity errors at the end."""
 
+import os
+
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -15,6 +17,13 @@ for profile, count in {"quick": 25, "thorough": 500}.items():
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
     )
 settings.load_profile("quick")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def folder_of_the_run(tmp_path_factory):
+    """What several processes of pytest share; pytest removes it after a few runs."""
+    os.environ["FOLDER_OF_THE_RUN"] = str(tmp_path_factory.getbasetemp().parent)
+
 
 pytest_plugins = ["helpers.glue", "helpers.pictures"]
 

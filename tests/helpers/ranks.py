@@ -41,10 +41,9 @@ def start(world: int, extent: str | None = None) -> dict[str, dict]:
 @functools.cache
 def _outcome(world: int, extent: str | None) -> tuple[dict[str, dict], str | None]:
     """Started once for all tests of all processes of pytest, also if it fails."""
-    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
-    if run is None:
+    if "PYTEST_XDIST_WORKER" not in os.environ:
         return _started(world, extent)
-    file = Path(tempfile.gettempdir()) / f"ranks-{run}-{world}{extent or ''}.json"
+    file = Path(os.environ["FOLDER_OF_THE_RUN"]) / f"ranks-{world}{extent or ''}.json"
     with FileLock(f"{file}.lock"):
         if not file.exists():
             file.write_text(json.dumps(_started(world, extent)))
