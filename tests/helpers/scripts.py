@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -71,9 +72,11 @@ def start_script(name: str, *arguments, launcher: tuple = (), **options) -> subp
 
 
 def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        return free.getsockname()[1]
+    """A free port below those of outgoing connections, one of which could take it before it is used."""
+    while True:
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("localhost", random.SystemRandom().randrange(20_000, 32_000)))
+            return free.getsockname()[1]
 
 
 def launch_environment(config: str, count: int, *options) -> list[dict[str, str]]:
