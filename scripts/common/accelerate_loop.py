@@ -19,7 +19,7 @@ from accelerate.utils import DistributedType, load, set_seed
 from accelerate.utils.constants import RNG_STATE_NAME
 from safetensors import SafetensorError
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_pt_utils import get_parameter_names
 
 from modeling_tnn import PoleCallback, find_unstable
@@ -34,7 +34,7 @@ from tnn_scripts.common.checkpoints import (
 from tnn_scripts.common.devices import MemoryExceededError, suggest_smaller
 from tnn_scripts.common.fingerprint import differences, fingerprint
 from tnn_scripts.common.lm_loss import count_targets, logits_of, summed_loss, token_losses
-from tnn_scripts.common.optimizers import build_optimizer
+from tnn_scripts.common.optimizers import build_optimizer, build_scheduler
 from tnn_scripts.common.pretrain_arguments import PretrainArguments
 from tnn_scripts.common.sharding import check_tables, prepare, shard_errors
 from tnn_scripts.common.signals import StopRequest, StopRequested
@@ -99,7 +99,7 @@ class Pretraining:
         self._saved_step = None
         validation_loader = self._loader(validation, args.per_device_eval_batch_size, 0, len(validation))
         optimizer = build_optimizer(model, args, decayed_parameters(model))
-        self.scheduler = get_scheduler(args.lr_scheduler_type, optimizer, args.num_warmup_steps, args.max_steps)
+        self.scheduler = build_scheduler(args, optimizer)
         self.model, self.optimizer, self.validation = prepare(accelerator, model, optimizer, validation_loader)
         # After the weights are initialised, each process has its own dropout.
         set_seed(args.seed, device_specific=True)

@@ -4,6 +4,7 @@ A recipe is a YAML file of options by name. `--recipe NAME` reads a recipe of `c
 Options on the command line override those of the recipe. Of `--config_overrides`, each field does so alone.
 """
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -92,7 +93,8 @@ def recipe_options(file: str, parser: ProgramParser) -> list[str]:
         if name not in known and f"--{name}" not in RENAMED:
             raise ValueError(f"--recipe {file}: {name} is not an option of this program{nearest(name, known)}")
         values = value if isinstance(value, list) else [value]
-        options += [] if value is None else [f"--{name}", *map(str, values)]
+        texts = (json.dumps(value) if isinstance(value, dict) else str(value) for value in values)
+        options += [] if value is None else [f"--{name}", *texts]
     return options
 
 

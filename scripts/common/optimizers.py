@@ -4,11 +4,12 @@ A Toeplitz operator has few parameters, and they act on every position of a text
 their own and no weight decay (table 9).
 """
 
+import json
 import re
 from dataclasses import dataclass, field
 
 import torch
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import PreTrainedModel, SchedulerType, Trainer, TrainingArguments, get_scheduler
 from transformers.training_args import OptimizerNames
 
 from tnn_scripts.common.muon import MuonWithAdamW
@@ -19,6 +20,9 @@ SETTINGS = {"learning_rate": "lr", "weight_decay": "weight_decay"}
 # They choose the layers themselves, and need what only Trainer has.
 OF_TRAINER = ("galore", "apollo", "lomo", "adalomo")
 MUON = "muon"
+# They follow measured losses or gradients, which the loop of `pretrain.py` does not give them.
+OF_METRICS = ("reduce_lr_on_plateau", "greedy")
+SCHEDULES = [kind.value for kind in SchedulerType if not kind.value.startswith(OF_METRICS)]
 OPTIMIZERS = [name.value for name in OptimizerNames if not name.value.startswith(OF_TRAINER)] + [MUON]
 
 
@@ -138,6 +142,24 @@ def build_optimizer(model: PreTrainedModel, args, decayed: set[str]) -> torch.op
         optimizer = optimizer_class(groups, **options)
     regroup(optimizer, model, args.groups(), decayed)
     return optimizer
+
+
+def build_scheduler(args, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    """The schedule that `args.lr_scheduler_type` names, with `args.lr_scheduler_kwargs`.
+
+    Args:
+        args: `PretrainArguments`.
+
+    Raises:
+        ValueError: the further arguments are no JSON object, or do not fit the schedule.
+    """
+    given = args.lr_scheduler_kwargs
+    try:
+        further = dict(json.loads(given or "{}"))
+        return get_scheduler(args.lr_scheduler_type, optimizer, args.num_warmup_steps, args.max_steps, further)
+    except (TypeError, ValueError) as error:
+        name = args.lr_scheduler_type
+        raise ValueError(f"--lr_scheduler_kwargs must be a JSON object for {name}, got {given}: {error}") from error
 
 
 def fit_to_device(args: TrainingArguments):

@@ -58,6 +58,8 @@ SECTIONS = {
         "gradient_accumulation_steps": "Forward passes in an optimizer step.",
         "learning_rate": "Peak of the learning rate.",
         "lr_scheduler_type": "Schedule of the learning rate, by the name in transformers: linear, cosine, ...",
+        "lr_scheduler_kwargs": "Further arguments of the schedule, as JSON; warmup_stable_decay needs "
+        '{"num_decay_steps": N}.',
         "warmup_steps": "Steps of linear warm-up; below 1, a fraction of all steps.",
         "weight_decay": "Weight decay of matrices; biases and norms have none.",
         "operator_learning_rate": "Learning rate of the Toeplitz operators, which then have no weight decay unless "

@@ -3,10 +3,10 @@
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 
-from transformers import SchedulerType
+import torch
 
 from tnn_scripts.common.arguments import find_config
-from tnn_scripts.common.optimizers import MUON, OPTIMIZERS, GroupArguments
+from tnn_scripts.common.optimizers import MUON, OPTIMIZERS, SCHEDULES, GroupArguments, build_scheduler
 
 OBJECTIVES = ("clm", "mlm")
 TRACKERS = ("none", "tensorboard", "wandb", "trackio")
@@ -74,6 +74,7 @@ class PretrainArguments(GroupArguments):
     gradient_accumulation_steps: int = 1
     learning_rate: float = 5e-4
     lr_scheduler_type: str = "cosine"
+    lr_scheduler_kwargs: str | None = None
     warmup_steps: float = 0.1
     weight_decay: float = 0.1
     optim: str = "adamw_torch_fused"
@@ -118,7 +119,7 @@ class PretrainArguments(GroupArguments):
         self._require_one_of("report_to", TRACKERS)
         self._require_one_of("optim", OPTIMIZERS)
         self._require("optim_args", self.optim_args is None or self.optim != MUON, f"absent with --optim {MUON}")
-        self._require_one_of("lr_scheduler_type", [kind.value for kind in SchedulerType])
+        self._require_one_of("lr_scheduler_type", SCHEDULES)
         self._require_one_of("mixed_precision", (None, "no", "bf16", "fp16"))
         radius = self.max_pole_radius
         self._require("max_pole_radius", radius is None or 0 < radius < 1, "in (0, 1)")
@@ -127,6 +128,7 @@ class PretrainArguments(GroupArguments):
         for name in AT_LEAST_ZERO:
             self._require(name, getattr(self, name) is None or getattr(self, name) >= 0, "at least 0")
         self._require("learning_rate", self.learning_rate > 0, "above 0")
+        build_scheduler(self, torch.optim.SGD([torch.zeros(1)]))  # an error now, not after the data are read
         self._require("mlm_probability", 0 < self.mlm_probability < 1, "in (0, 1)")
         self._check_sources()
         if self.report_to != "none" and find_spec(self.report_to) is None:

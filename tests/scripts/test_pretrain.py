@@ -161,6 +161,17 @@ def test_schedules(name, options, tmp_path):
     assert len(events.Scalars("loss")) == 8
 
 
+def test_a_run_is_continued_from_before_its_decay(options, tmp_path):
+    """A checkpoint before the decay of `warmup_stable_decay` serves a longer run, with a longer decay too."""
+    schedule = ["--lr_scheduler_type", "warmup_stable_decay", "--warmup_steps", 2]
+    longer = [*schedule, "--lr_scheduler_kwargs", '{"num_decay_steps": 6}', "--max_steps", 16]
+    run_script("pretrain", *options, *schedule, "--lr_scheduler_kwargs", '{"num_decay_steps": 4}',
+               "--checkpointing_steps", 4)  # fmt: skip
+    run_script("pretrain", *options, *longer, "--resume_from_checkpoint", tmp_path / "out" / "checkpoint-4")
+    run_script("pretrain", *options, *longer, "--output_dir", tmp_path / "unbroken")
+    assert_same_weights(tmp_path / "out", tmp_path / "unbroken")
+
+
 def stream(masked: bool, text, **fields) -> BlockStream:
     texts = load_corpus(str(text))["train"]
     tokenizer = train_tokenizer(texts, 300, masked)
@@ -291,6 +302,10 @@ def test_refused(name, options, text, tmp_path):
     [
         (["--objective", "seq2seq"], "--objective must be one of clm, mlm, got seq2seq"),
         (["--lr_scheduler_type", "cos"], "--lr_scheduler_type must be one of linear, cosine"),
+        (["--lr_scheduler_type", "greedy"], "--lr_scheduler_type must be one of .*, got greedy"),
+        (["--lr_scheduler_type", "warmup_stable_decay"], "--lr_scheduler_kwargs must be .* 'num_decay_steps'"),
+        (["--lr_scheduler_kwargs", '{"x": 1}'], "must be a JSON object for cosine, got .* argument 'x'"),
+        (["--lr_scheduler_kwargs", "x=1"], "--lr_scheduler_kwargs must be a JSON object for cosine, got x=1"),
         (["--max_pole_radius", "1"], r"--max_pole_radius must be in \(0, 1\), got 1.0"),
         (["--max_steps", "0"], "--max_steps must be at least 1, got 0"),
         (["--report_to", "mlflow"], "one of none, tensorboard, wandb, trackio"),
