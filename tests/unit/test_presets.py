@@ -1,6 +1,8 @@
 """Configurations by name."""
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import modeling_tnn
 from modeling_tnn import TnnConfig, list_presets, load_preset
@@ -32,6 +34,16 @@ def test_unknown_preset():
 def test_peers_are_refused():
     with pytest.raises(ValueError, match="peers/gpt2-tiny is a preset of gpt2"):
         load_preset("gpt2-tiny")
+
+
+@pytest.mark.parametrize("name", [name for name in list_presets() if name.startswith("peers/")])
+def test_peers_are_of_the_size_of_tnn_tiny(name):
+    with torch.device("meta"):
+        peer = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(configuration_folder() / name))
+        ours = AutoModelForCausalLM.from_config(load_preset("tnn-tiny"))
+    # The rows of GPT-2's table that training does not reach.
+    unused = max(getattr(peer.config, "n_positions", 512) - 512, 0) * peer.config.hidden_size
+    assert peer.num_parameters() - unused == pytest.approx(ours.num_parameters(), rel=0.05)
 
 
 def test_unknown_name_of_the_package():
