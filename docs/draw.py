@@ -1,5 +1,6 @@
 """Draw the pictures of the pages: a kernel, its matrix, a circulant one, the gated unit, the files of the package, how
-the kernels of FD fall, the stable denominators of RTF, time and memory by state size, and of classifiers by length.
+the kernels of FD fall, the stable denominators of RTF, time and memory by state size, and of classifiers by length,
+and how small language models learn.
 
 Example:
     python docs/draw.py
@@ -22,6 +23,14 @@ PACKAGE = Path(__file__).parents[1] / "modeling_tnn"
 PICTURES = Path(__file__).parent / "pages" / "pictures"
 COLORS = matplotlib.colormaps["RdBu_r"]
 SIZE = 12  # rows of the matrices
+SMALL_CAUSAL = {
+    "rpe": "RPE, the papers' start",
+    "learned": "RPE, learned decays",
+    "fd": "FD",
+    "rtf": "RTF",
+    "alibi": "ALiBi",
+    "rotary": "rotary",
+}
 # Corners (a1, a2) of the stable denominators of order 2, and of Montel's region.
 TRIANGLE = [(-2, 1), (2, 1), (0, -1)]
 SQUARE = [(-1, 0), (0, 1), (1, 0), (0, -1)]
@@ -209,8 +218,26 @@ def draw_bubbles():
     save(figure, "lra-bubbles")
 
 
+def draw_small_causal():
+    """Learning curves of the small causal models, and their perplexity by length and loss by context."""
+    figure, panels = pyplot.subplots(1, 3, figsize=(12, 3.8), layout="constrained")
+    figures = {"small-causal-curves": "tokens", "small-causal-lengths": "length", "small-causal-context": "first"}
+    for axes, (name, key) in zip(panels, figures.items(), strict=True):
+        rows = load(name)["rows"]
+        for model, label in SMALL_CAUSAL.items():
+            axes.plot(*zip(*((row[key], row[model]) for row in rows), strict=True), "o-", markersize=3, label=label)
+        axes.grid(alpha=0.3)
+    panels[0].set(xlabel="tokens of training, millions", ylabel="validation perplexity", yscale="log")
+    panels[1].set(xlabel="length of what is read at once", ylabel="test perplexity, WikiText-2", xscale="log")
+    panels[2].set(xlabel="tokens before a token, at least", ylabel="its loss in nats, books", xscale="log")
+    panels[1].axvline(512, color="gray", linestyle="--", linewidth=1)
+    panels[0].legend(fontsize=8)
+    save(figure, "small-causal")
+
+
 def main():
     matplotlib.use("Agg")
+    draw_small_causal()
     draw_matrix()
     draw_circulant()
     draw_gate()
