@@ -128,7 +128,8 @@ class PretrainArguments(GroupArguments):
         for name in AT_LEAST_ZERO:
             self._require(name, getattr(self, name) is None or getattr(self, name) >= 0, "at least 0")
         self._require("learning_rate", self.learning_rate > 0, "above 0")
-        build_scheduler(self, torch.optim.SGD([torch.zeros(1)]))  # an error now, not after the data are read
+        # An error now, not after the data are read. Some schedules compare their end with the learning rate.
+        build_scheduler(self, torch.optim.SGD([torch.zeros(1)], lr=self.learning_rate))
         self._require("mlm_probability", 0 < self.mlm_probability < 1, "in (0, 1)")
         self._check_sources()
         if self.report_to != "none" and find_spec(self.report_to) is None:

@@ -322,6 +322,13 @@ def test_refused_options(given, message, capsys):
     assert re.search(message, capsys.readouterr().err)
 
 
+def test_the_end_of_a_schedule_is_compared_with_the_learning_rate():
+    schedule = {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": '{"lr_end": 0.005}'}
+    PretrainArguments(learning_rate=0.01, **schedule)
+    with pytest.raises(ValueError, match="--lr_scheduler_kwargs must be .* for polynomial, got .*lr_end"):
+        PretrainArguments(learning_rate=0.001, **schedule)
+
+
 def test_another_run_is_not_resumed_or_overwritten(options, tmp_path):
     run_script("pretrain", *options, "--checkpointing_steps", 4)
     before = sorted(path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*"))
