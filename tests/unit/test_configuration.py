@@ -28,10 +28,11 @@ from modeling_tnn.tno_rtf import CONSTRAINTS, INITIAL_BOUNDS
 
 README = (Path(__file__).parents[2] / "configuration" / "README.md").read_text()
 PRESETS = sorted(path.parent for path in (Path(__file__).parents[2] / "configuration").glob("tnn-*/config.json"))
-# Trainable parameters, counted in the released code (`tnn-tiny`, `tnn-small` and those with RTF: in ours).
+# Trainable parameters, counted in the released code (those of small models and with RTF: in ours).
 PARAMETERS = {
     "tnn-tiny": 1_379_712,
     "tnn-small": 5_367_936,
+    "tnn-bidirectional-small": 3_995_520,
     "tnn-causal-rtf": 49_190_400,
     "tnn-causal-hyena-rtf": 124_978_944,
     "tnn-causal-s4-rtf": 221_520_192,

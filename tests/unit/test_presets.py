@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+import transformers
+from transformers import AutoConfig
 
 import modeling_tnn
-from modeling_tnn import TnnConfig, list_presets, load_preset
+from modeling_tnn import TnnConfig, TnnForCausalLM, TnnForMaskedLM, list_presets, load_preset
 from modeling_tnn.presets import configuration_folder, preset_folders
 
 
@@ -39,8 +40,11 @@ def test_peers_are_refused():
 @pytest.mark.parametrize("name", [name for name in list_presets() if name.startswith("peers/")])
 def test_peers_are_of_the_size_of_tnn_tiny(name):
     with torch.device("meta"):
-        peer = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(configuration_folder() / name))
-        ours = AutoModelForCausalLM.from_config(load_preset("tnn-tiny"))
+        config = AutoConfig.from_pretrained(configuration_folder() / name)
+        peer = getattr(transformers, config.architectures[0])(config)
+        masked = config.architectures[0].endswith("ForMaskedLM")
+        model_class = TnnForMaskedLM if masked else TnnForCausalLM
+        ours = model_class(load_preset("tnn-tiny", causal=not masked))
     # The rows of GPT-2's table that training does not reach.
     unused = max(getattr(peer.config, "n_positions", 512) - 512, 0) * peer.config.hidden_size
     assert peer.num_parameters() - unused == pytest.approx(ours.num_parameters(), rel=0.05)
