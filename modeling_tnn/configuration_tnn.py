@@ -41,6 +41,7 @@ CHOICES = {
     "fd_input": ("omega", "cos"),
     "rpe_input": ("lag", "normalized", "sinusoidal"),
     "ski_interpolation": SKI_INTERPOLATIONS,
+    "ski_initializer": ("normal", "local"),
     "rtf_constraint": (None, "l1_montel"),
     "rtf_initializer": ("zeros", "xavier", "montel"),
     "s4d_initializer": ("lin", "inv", "legs"),
@@ -248,6 +249,8 @@ class TnnConfig(PreTrainedConfig):
         ski_filter_size (`int`): Number of taps of the short filter of `"ski"`; an even number is raised by one.
         ski_interpolation (`str`): How `"ski"` interpolates between inducing points: `"linear"`, with two of them for
             each position, `"cubic"`, with four, or `"released"`, for models trained with the released code.
+        ski_initializer (`str`): First values of `"ski"`: `"normal"`, all from N(0, 1), as in the released code, or
+            `"local"`, a short filter of norm 1 (taps from N(0, 1/taps)) and a low-rank part of zeros.
         ski_decay (`float`): lambda of the inverse time warp x(s) = sign(s) lambda^|s|, in (0, 1].
         rtf_state_size (`int`): Order N of the rational function, below `rtf_truncation_length`.
         rtf_truncation_length (`int`, *optional*): Number of points of the unit circle at which `"rtf"` samples its
@@ -344,6 +347,7 @@ class TnnConfig(PreTrainedConfig):
     ski_rank: int = 32
     ski_filter_size: int = 16
     ski_interpolation: str = "linear"
+    ski_initializer: str = "normal"
     ski_decay: int | float = 0.99
     ski_grid_length: int | None = None
     rtf_state_size: int = 64

@@ -85,6 +85,9 @@ INTERPOLATIONS = {
 }
 KINDS = (*INTERPOLATIONS, "released")
 
+# Standard deviations of m taps and of the values alphas and betas at the start.
+INITIAL_DEVIATIONS = {"normal": lambda taps: (1.0, 1.0), "local": lambda taps: (taps**-0.5, 0.0)}
+
 
 def interpolation_weights(
     positions: torch.Tensor, num_points: int, phi: Callable[[torch.Tensor], torch.Tensor] = hat
@@ -209,7 +212,7 @@ class SkiOperator(ToeplitzOperator):
     def __init__(self, config, layer_idx: int = 0):
         super().__init__(config, layer_idx)
         self.rank, self.decay = config.ski_rank, config.ski_decay
-        self.kind = config.ski_interpolation
+        self.kind, self.initializer = config.ski_interpolation, config.ski_initializer
         self.longest = config.ski_grid_length
         self.filter_reach = config.ski_filter_size // 2
         self.filter = nn.Parameter(torch.empty(self.channels, 2 * self.filter_reach + 1))
@@ -225,8 +228,10 @@ class SkiOperator(ToeplitzOperator):
         config.require("ski_rank", 2 <= config.ski_rank <= longest, f"in [2, ski_grid_length={longest}]")
 
     def reset_parameters(self):
-        for parameter in (self.filter, self.alphas, self.betas):
-            init.normal_(parameter)
+        of_taps, of_values = INITIAL_DEVIATIONS[self.initializer](self.filter.shape[1])
+        init.normal_(self.filter, std=of_taps)
+        for values in (self.alphas, self.betas):
+            init.normal_(values, std=of_values)
 
     @property
     def dtype(self) -> torch.dtype:

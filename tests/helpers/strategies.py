@@ -52,6 +52,7 @@ def ski_fields(draw, causal):
         "ski_filter_size": draw(st.integers(1, 9)),
         "ski_decay": draw(st.floats(0.5, 1.0)),
         "ski_interpolation": draw(st.sampled_from(KINDS)),
+        "ski_initializer": draw(st.sampled_from(("local", "normal"))),
     }
 
 

@@ -25,6 +25,7 @@ from modeling_tnn.padding import POOLINGS
 from modeling_tnn.rpe import RPE_INPUTS
 from modeling_tnn.tno_2d import COMBINATIONS
 from modeling_tnn.tno_rtf import CONSTRAINTS, INITIAL_BOUNDS
+from modeling_tnn.tno_ski import INITIAL_DEVIATIONS
 
 README = (Path(__file__).parents[2] / "configuration" / "README.md").read_text()
 PRESETS = sorted(path.parent for path in (Path(__file__).parents[2] / "configuration").glob("tnn-*/config.json"))
@@ -88,6 +89,7 @@ def test_names_are_those_of_the_tables():
         "spatial_mixing": COMBINATIONS,
         "rpe_input": RPE_INPUTS,
         "rtf_initializer": INITIAL_BOUNDS,
+        "ski_initializer": INITIAL_DEVIATIONS,
         "s4d_initializer": INITIAL_MODES,
         "s4d_discretization": DISCRETIZATIONS,
         "classifier_pooling": {None: "by the direction"} | POOLINGS,
