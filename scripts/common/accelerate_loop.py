@@ -124,7 +124,7 @@ class Pretraining:
         """
         folder = find_checkpoint(self.output_dir, name)
         saved = json.loads((folder / STATE).read_text(encoding="utf-8"))
-        differing = differences(saved["fingerprint"], self.fingerprint)
+        differing = differences(saved["fingerprint"], self.fingerprint, self.config)
         if differing:
             raise ValueError("\n  ".join([f"{folder} is a checkpoint of another run.", *differing]))
         processes = saved.get("processes", saved["fingerprint"].get("processes"))

@@ -40,8 +40,16 @@ def fingerprint(
     return json.loads(json.dumps(options | model | run))
 
 
-def differences(saved: dict, present: dict) -> list[str]:
-    """Where the fingerprint of a checkpoint differs, a line for each."""
+def differences(saved: dict, present: dict, config: PreTrainedConfig) -> list[str]:
+    """Where the fingerprint of a checkpoint differs, a line for each.
+
+    Args:
+        config: the configuration of the present run.
+    """
     if "blocks_per_step" not in saved:  # of version 0.1.0, which compared each number
         saved = saved | {"blocks_per_step": math.prod(saved.get(name, 1) for name in PASSES), "sharded": False}
+    # Options and fields that came after the checkpoint had the value that is now their default.
+    options, model = dataclasses.asdict(PretrainArguments()), type(config)().to_dict()
+    defaults = json.loads(json.dumps(options | {f"config.{name}": value for name, value in model.items()}))
+    saved = defaults | saved
     return [f"{k} must be {saved.get(k)}, got {v}" for k, v in present.items() if saved.get(k) != v]

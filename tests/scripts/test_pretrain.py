@@ -20,9 +20,10 @@ from transformers import (
 
 from helpers.models import seeded, tiny_config
 from helpers.scripts import ROOT, SENTENCES, assert_same_weights, run_script, weights, write_config, write_text
-from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, find_unstable
+from modeling_tnn import TnnConfig, TnnForCausalLM, TnnForMaskedLM, find_unstable
 from tnn_scripts.common.accelerate_loop import decayed_parameters
 from tnn_scripts.common.arguments import parse_arguments
+from tnn_scripts.common.fingerprint import differences, fingerprint
 from tnn_scripts.common.lm_loss import count_targets, summed_loss, token_losses
 from tnn_scripts.common.optimizers import build_optimizer
 from tnn_scripts.common.pretrain_arguments import PretrainArguments
@@ -338,6 +339,19 @@ def test_another_run_is_not_resumed_or_overwritten(options, tmp_path):
         run_script("pretrain", *options, "--resume_from_checkpoint", "latest", "--seed", 1,
                    "--config_overrides", "rpe_dim=8")  # fmt: skip
     assert sorted(path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")) == before
+
+
+def test_a_checkpoint_from_before_an_option_or_a_field():
+    """It is resumed with their defaults, and with no other value."""
+    config = TnnConfig(tno_type="ski", causal=False)
+    now = fingerprint(PretrainArguments(learning_rate=0.01), config, {}, 4, False)
+    before = {k: v for k, v in now.items() if k not in ("parameter_groups", "optim", "config.ski_initializer")}
+    assert now["optim"] and differences(before, now, config) == []
+    local = TnnConfig(tno_type="ski", causal=False, ski_initializer="local")
+    later = fingerprint(PretrainArguments(learning_rate=0.01, optim="adafactor"), local, {}, 4, False)
+    assert differences(before, later, local) == [
+        f"optim must be {now['optim']}, got adafactor", "config.ski_initializer must be normal, got local",
+    ]  # fmt: skip
 
 
 def test_push_to_hub(options, tmp_path, monkeypatch):

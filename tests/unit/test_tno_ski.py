@@ -5,11 +5,12 @@ import math
 import pytest
 import torch
 
-from helpers.models import relative_error
+from helpers.models import relative_error, seeded, tiny_config
 from helpers.operators import OperatorTests, random_operator
 from helpers.released_ski import released_interpolation
 from modeling_tnn import numerics, tno_ski
 from modeling_tnn.ski_released import released_weights
+from modeling_tnn.tno_auto import build_tno
 from modeling_tnn.toeplitz import dense_toeplitz
 
 
@@ -35,6 +36,29 @@ def test_released_interpolation(length, rank, decay):
         found = released_weights(positions, rank, length, decay, expected)
         assert relative_error(found[:length], expected[:positions]) < 1e-12
         assert not found[length:].any()
+
+
+def initial_operator(**fields):
+    operator = seeded(build_tno, tiny_config("ski", False, ski_filter_size=16, hidden_size=512, **fields))
+    operator.reset_parameters()
+    return operator
+
+
+def test_local_start():
+    """A filter of norm 1 and no low-rank part, which training reaches nevertheless."""
+    operator = initial_operator(ski_initializer="local")
+    reach = operator.filter_reach
+    assert operator.filter.square().sum(1).mean().item() == pytest.approx(1, abs=0.05)
+    kernel = operator.coefficients(64)
+    assert kernel[:, 63 - reach : 64 + reach].all() and not kernel[:, : 63 - reach].any()
+    assert not kernel[:, 64 + reach :].any()
+    operator(torch.randn(1, 64, operator.channels)).square().sum().backward()
+    assert all(values.grad.any(dim=1).all() for values in (operator.alphas, operator.betas))
+
+
+def test_published_start():
+    for parameter in initial_operator().parameters():
+        assert parameter.square().mean().item() == pytest.approx(1, abs=0.1)
 
 
 def test_ski_is_exactly_toeplitz_at_full_rank():
