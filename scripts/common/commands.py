@@ -1,5 +1,6 @@
 """The subcommands of `tnn`: the program of each, and its summary in one line."""
 
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -28,10 +29,8 @@ COMMANDS = {
     "benchmark": ("benchmark", "compare speed and memory with peers"),
 }
 # Suggestions for a trained model: subcommands with their options.
-NEXT_STEPS = (
-    "plot-kernels --model_name_or_path {folder} --output_dir {folder}/kernels",
-    "push {folder} --repo_id USER/NAME",
-)
+OF_TNN = ("plot-kernels --model_name_or_path {folder} --output_dir {folder}/kernels",)
+LAST_STEP = ("push {folder} --repo_id USER/NAME",)
 FIRST_STEP = {
     "causal": (
         'generate --model_name_or_path {folder} --prompt "In the beginning" --do_sample true',
@@ -45,7 +44,8 @@ COMMAND_OF = {module: command for command, (module, _) in COMMANDS.items()}
 
 def next_steps(folder: str, kind: str) -> str:
     """The next commands for the model in `folder`, one on each line. `kind` is causal, masked or classifier."""
-    steps = FIRST_STEP[kind] + NEXT_STEPS
+    config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    steps = FIRST_STEP[kind] + (OF_TNN if config["model_type"] == "tnn" else ()) + LAST_STEP
     # `make demo` runs in a virtual environment that is not active in the user's shell.
     tool = "tnn" if shutil.which("tnn") else str(Path(sys.executable).with_name("tnn"))
     return "next:\n" + "\n".join(f"    {tool} {step.format(folder=folder)}" for step in steps)

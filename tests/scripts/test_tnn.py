@@ -7,7 +7,7 @@ import pytest
 
 from helpers.scripts import SCRIPTS
 from tnn_scripts import tnn
-from tnn_scripts.common.commands import COMMANDS
+from tnn_scripts.common.commands import COMMANDS, next_steps
 
 WITHOUT_TORCH = """
 import sys
@@ -21,6 +21,13 @@ assert not {"torch", "transformers"} & sys.modules.keys()
 def test_every_program_has_a_command():
     programs = {path.stem for path in SCRIPTS.glob("*.py")} - {"__init__", "tnn"}
     assert sorted(module for module, _ in COMMANDS.values()) == sorted(programs)
+
+
+@pytest.mark.parametrize(("model_type", "drawn"), [("tnn", True), ("modernbert", False)])
+def test_kernels_are_drawn_of_a_tnn_alone(model_type, drawn, tmp_path):
+    (tmp_path / "config.json").write_text(f'{{"model_type": "{model_type}"}}')
+    for kind in ("causal", "masked", "classifier"):
+        assert ("plot-kernels" in next_steps(str(tmp_path), kind)) is drawn
 
 
 def test_help_needs_no_torch():
