@@ -31,6 +31,13 @@ SMALL_CAUSAL = {
     "alibi": "ALiBi",
     "rotary": "rotary",
 }
+SMALL_MASKED = {
+    "rpe": "RPE",
+    "fd": "FD",
+    "ski": "SKI, the released start",
+    "ski_local": "SKI, local start",
+    "rotary": "rotary positions",
+}
 # Corners (a1, a2) of the stable denominators of order 2, and of Montel's region.
 TRIANGLE = [(-2, 1), (2, 1), (0, -1)]
 SQUARE = [(-1, 0), (0, 1), (1, 0), (0, -1)]
@@ -235,9 +242,22 @@ def draw_small_causal():
     save(figure, "small-causal")
 
 
+def draw_small_masked():
+    """Learning curves of the small masked models."""
+    figure, axes = pyplot.subplots(figsize=(6, 3.8), layout="constrained")
+    rows = load("small-masked-curves")["rows"]
+    for model, label in SMALL_MASKED.items():
+        axes.plot(*zip(*((row["tokens"], row[model]) for row in rows), strict=True), "o-", markersize=3, label=label)
+    axes.set(xlabel="tokens of training, millions", ylabel="validation perplexity of hidden tokens", yscale="log")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    save(figure, "small-masked")
+
+
 def main():
     matplotlib.use("Agg")
     draw_small_causal()
+    draw_small_masked()
     draw_matrix()
     draw_circulant()
     draw_gate()
