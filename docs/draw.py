@@ -36,6 +36,7 @@ SMALL_MASKED = {
     "fd": "FD",
     "ski": "SKI, the released start",
     "ski_local": "SKI, local start",
+    "rtf": "RTF",
     "rotary": "rotary positions",
 }
 # Corners (a1, a2) of the stable denominators of order 2, and of Montel's region.
