@@ -394,7 +394,7 @@ def main():
             logger.info("%s%s", message, resume)
             sys.exit(status)
     logger.info("\n%s\n\nsaved in %s", table(summaries), training.output_dir)
-    if (training.do_train or args.sweep) and len(summaries) == 1:
+    if (training.do_train or args.sweep) and len(summaries) == 1 and training.process_index == 0:
         logger.info("%s", next_steps(training.output_dir, "classifier"))
 
 

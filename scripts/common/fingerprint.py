@@ -46,8 +46,9 @@ def differences(saved: dict, present: dict, config: PreTrainedConfig) -> list[st
     Args:
         config: the configuration of the present run.
     """
-    if "blocks_per_step" not in saved:  # of version 0.1.0, which compared each number
-        saved = saved | {"blocks_per_step": math.prod(saved.get(name, 1) for name in PASSES), "sharded": False}
+    if "blocks_per_step" not in saved:  # of version 0.1.0, which compared each number and had one optimizer
+        blocks = math.prod(saved.get(name, 1) for name in PASSES)
+        saved = {"optim": "adamw_torch"} | saved | {"blocks_per_step": blocks, "sharded": False}
     # Options and fields that came after the checkpoint had the value that is now their default.
     options, model = dataclasses.asdict(PretrainArguments()), type(config)().to_dict()
     defaults = json.loads(json.dumps(options | {f"config.{name}": value for name, value in model.items()}))

@@ -347,6 +347,8 @@ def test_a_checkpoint_from_before_an_option_or_a_field():
     now = fingerprint(PretrainArguments(learning_rate=0.01), config, {}, 4, False)
     before = {k: v for k, v in now.items() if k not in ("parameter_groups", "optim", "config.ski_initializer")}
     assert now["optim"] and differences(before, now, config) == []
+    oldest = {k: v for k, v in before.items() if k not in ("blocks_per_step", "sharded")} | {"processes": 4}
+    assert differences(oldest, now, config) == [f"optim must be adamw_torch, got {now['optim']}"]
     local = TnnConfig(tno_type="ski", causal=False, ski_initializer="local")
     later = fingerprint(PretrainArguments(learning_rate=0.01, optim="adafactor"), local, {}, 4, False)
     assert differences(before, later, local) == [
