@@ -44,10 +44,10 @@ from tnn_scripts.common.dry_run import dry_run
 from tnn_scripts.common.optimizers import GroupArguments, GroupingTrainer
 from tnn_scripts.common.publishing import open_repository, upload
 from tnn_scripts.common.signals import StopRequested
-from tnn_scripts.common.tables import markdown_table
+from tnn_scripts.common.tables import ERRORS, format_metric, markdown_table
 from tnn_scripts.common.trainer import output_folder, train
 from tnn_scripts.data.glue import TASKS, TaskData, load_files, load_task, tokenize_task
-from tnn_scripts.data.glue_metrics import ERRORS, format_metric, load_metric, main_metric
+from tnn_scripts.data.glue_metrics import load_metric, main_metric
 from tnn_scripts.data.text import check_vocabulary
 
 logger = logging.getLogger("finetune_glue")

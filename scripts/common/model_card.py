@@ -20,6 +20,7 @@ import modeling_tnn
 from modeling_tnn.cache_tnn import memory_per_sequence
 from modeling_tnn.hub import AUTO_MAP
 from tnn_scripts.common.atomic import write_json
+from tnn_scripts.common.tables import format_metric
 
 # The folder is inside an installed package, or beside it in a clone.
 _FOLDERS = [Path(__file__).resolve().parents[level] / "model_cards" for level in (1, 2)]
@@ -32,6 +33,7 @@ INPUTS = {
     "metrics": "metrics.json",
     "arguments": "training_args.json",
     "evaluation": "evaluation.json",
+    "glue": "glue.json",
     "conversion": "conversion.json",
     "decoding": "decoding.json",
     "kernels": "kernels.json",
@@ -111,6 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser):
     parser.add_argument("--license", default="apache-2.0", help="Licence of the weights, by its name on the Hub.")
     parser.add_argument("--language", default="en", help="Language of the texts.")
     parser.add_argument("--evaluation", type=Path, help="JSON file of evaluate_lm.py: perplexity by length.")
+    parser.add_argument("--glue", type=Path, help="results.json of finetune_glue.py with --sweep.")
     parser.add_argument("--decoding", type=Path, help="JSON file of generate.py: speed.")
     parser.add_argument("--conversion", type=Path, help="JSON file of to_recurrent.py; from the folder unless given.")
     parser.add_argument("--kernels", type=Path, help="Output folder of plot_kernels.py.")
@@ -219,7 +222,7 @@ def collect(args: argparse.Namespace, model: PreTrainedModel, target: Path):
 
 def sources(args: argparse.Namespace) -> dict[str, Path]:
     """The files of results: those of the options, and those in the folder of the model."""
-    named = {"evaluation": args.evaluation, "decoding": args.decoding, "conversion": args.conversion}
+    named = {name: getattr(args, name) for name in ("evaluation", "glue", "decoding", "conversion")}
     named["kernels"] = args.kernels and args.kernels / "kernels.json"
     left = {"arguments": "training_args.json", "conversion": "conversion.json"}
     left["metrics"] = next((file for file in METRICS_FILES if (args.folder / file).is_file()), "")
@@ -259,7 +262,15 @@ def read_evaluation(report: dict) -> dict:
     whole = [row for row in report["results"] if row["stride"] is None]
     figures = ("length", "perplexity", "bits_per_byte", "tokens")
     rows = [{name: row[name] for name in figures if row.get(name) is not None} for row in whole]
-    return {"of": f"the text {Path(file).name}" if file else f"the {split} part of the data", "rows": rows}
+    hidden = report["settings"]["mlm_probability"] if report["settings"].get("objective") == "mlm" else None
+    found = {"of": f"the text {Path(file).name}" if file else f"the {split} part of the data", "rows": rows}
+    return found if hidden is None else found | {"mlm_probability": hidden}
+
+
+def read_glue(report: list[dict]) -> dict:
+    """The scores of finetune_glue.py on the validation sets, without its single runs."""
+    figures = ("task", "metric", "majority", "mean", "std", "seeds", "learning_rate")
+    return {"tasks": [{name: row[name] for name in figures} for row in report]}
 
 
 def read_decoding(report: dict) -> dict:
@@ -283,6 +294,7 @@ READERS = {
     "metrics": read_metrics,
     "arguments": read_training_arguments,
     "evaluation": read_evaluation,
+    "glue": read_glue,
     "decoding": read_decoding,
     "conversion": read_conversion,
     "kernels": read_kernels,
@@ -377,5 +389,6 @@ def render(folder: Path) -> str:
     template = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined).from_string(  # noqa: S701
         TEMPLATE.read_text(encoding="utf-8")
     )
-    text = template.render(card_data=card_data(inputs, rows, data), **inputs | derived | {"arguments": recipe})
+    derived |= {"arguments": recipe, "format_metric": format_metric}
+    text = template.render(card_data=card_data(inputs, rows, data), **inputs | derived)
     return str(ModelCard(text)).strip() + "\n"

@@ -1,8 +1,16 @@
-"""Tables in Markdown."""
+"""Tables in Markdown, and the scores in them."""
 
 from collections.abc import Iterable, Sequence
 
 from tabulate import tabulate
+
+# Errors: lower is better, and they are not printed in percent.
+ERRORS = {"mse"}
+
+
+def format_metric(name: str, value: float) -> str:
+    """The text of a score in percent, or of an error in its own unit."""
+    return f"{value:.4g}" if name in ERRORS else f"{100 * value:.2f}"
 
 
 def markdown_table(headers: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1) -> str:

@@ -9,8 +9,6 @@ from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef, mean_sq
 
 # The main metric of a task; the papers give F1 for MRPC.
 MAIN_METRIC = {"cola": "matthews_correlation", "mrpc": "f1", "stsb": "spearmanr"}
-# Errors: lower is better, and they are not printed in percent.
-ERRORS = {"mse"}
 Metric = Callable[[np.ndarray, np.ndarray], dict[str, float]]
 
 
@@ -48,11 +46,6 @@ def load_metric(task: str | None, regression: bool = False) -> Metric:
     except (OSError, ImportError):
         return own
     return lambda predictions, references: official.compute(predictions=predictions, references=references)
-
-
-def format_metric(name: str, value: float) -> str:
-    """The text of a score in percent, or of an error in its own unit."""
-    return f"{value:.4g}" if name in ERRORS else f"{100 * value:.2f}"
 
 
 def main_metric(task: str | None, regression: bool = False) -> str:

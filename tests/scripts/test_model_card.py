@@ -54,7 +54,7 @@ def arguments(folder: Path, **named) -> Namespace:
         "language": "en",
         "published": False,
     }
-    results = {"evaluation": None, "decoding": None, "conversion": None, "kernels": None}
+    results = dict.fromkeys(("evaluation", "glue", "decoding", "conversion", "kernels"))
     return Namespace(folder=folder, **card | results | named)
 
 
@@ -100,6 +100,25 @@ def test_perplexity_by_length_has_bits_per_byte(tmp_path):
         (tmp_path / "lengths.json").write_text(json.dumps({"settings": settings, "results": [figures]}))
         collect(arguments(trained, evaluation=tmp_path / "lengths.json"), model, tmp_path / "card")
         assert ("| 8 | 4.00 | 1.250 | 7 |" in render(tmp_path / "card")) == ("bits_per_byte" in figures)
+
+
+def test_card_of_a_masked_model(tmp_path):
+    """Its perplexity is that of hidden tokens; it may have scores of GLUE."""
+    model, trained = seeded(TnnForMaskedLM, tiny_config(causal=False)), tmp_path / "trained"
+    trained.mkdir()
+    row = {"length": 8, "perplexity": 4.0, "tokens": 7, "stride": None, "trained_length": 8}
+    settings = {"validation_file": None, "split": "test", "objective": "mlm", "mlm_probability": 0.25}
+    (tmp_path / "lengths.json").write_text(json.dumps({"settings": settings, "results": [row]}))
+    score = {"task": "cola", "metric": "matthews_correlation", "mean": 0.125, "std": 0.01, "seeds": 2, "best": 0.13}
+    without = {"task": "stsb", "metric": "pearson", "mean": 0.5, "std": 0.0, "seeds": 2, "majority": None}
+    rates = [score | {"learning_rate": 3e-4, "majority": 0.0, "runs": []}, without | {"learning_rate": 1e-3}]
+    (tmp_path / "glue.json").write_text(json.dumps(rates))
+    named = {"evaluation": tmp_path / "lengths.json", "glue": tmp_path / "glue.json"}
+    collect(arguments(trained, **named), model, tmp_path / "card")
+    text = render(tmp_path / "card")
+    assert "hidden with the probability\n0.25" in text and "before it in its row" not in text
+    assert "| cola | matthews correlation | 0.00 | 12.50 ± 1.00 | 2 | 0.0003 |" in text
+    assert "| stsb | pearson |  | 50.00 ± 0.00 | 2 | 0.001 |" in text
 
 
 def test_card_of_an_image_classifier(tmp_path):
