@@ -262,9 +262,10 @@ def read_evaluation(report: dict) -> dict:
     whole = [row for row in report["results"] if row["stride"] is None]
     figures = ("length", "perplexity", "bits_per_byte", "tokens")
     rows = [{name: row[name] for name in figures if row.get(name) is not None} for row in whole]
-    hidden = report["settings"]["mlm_probability"] if report["settings"].get("objective") == "mlm" else None
     found = {"of": f"the text {Path(file).name}" if file else f"the {split} part of the data", "rows": rows}
-    return found if hidden is None else found | {"mlm_probability": hidden}
+    if report["settings"].get("objective") == "mlm":
+        found["mlm_probability"] = report["settings"]["mlm_probability"]
+    return found
 
 
 def read_glue(report: list[dict]) -> dict:
