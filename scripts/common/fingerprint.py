@@ -8,17 +8,19 @@ from transformers import PreTrainedConfig
 
 from tnn_scripts.common.pretrain_arguments import PretrainArguments
 
-# Arguments in which a resumed run may differ. Of the first three only the product counts.
+# Arguments in which a resumed run may differ. Of the first three only the product counts; the last line says where and
+# how the same steps are computed, which changes the weights by rounding alone.
 PASSES = ("per_device_train_batch_size", "gradient_accumulation_steps", "processes")
 FREE_ARGUMENTS = {
     *PASSES, "max_steps", "lr_scheduler_kwargs", "output_dir", "per_device_eval_batch_size", "eval_steps",
     "max_eval_blocks", "logging_steps", "checkpointing_steps", "save_total_limit", "resume_from_checkpoint",
     "report_to", "push_to_hub", "hub_model_id", "hub_private_repo", "overwrite_output_dir",
     "dataloader_num_workers", "ddp_timeout",
+    "use_cpu", "torch_compile", "gradient_checkpointing",
 }  # fmt: skip
 # Arguments that are not compared: the resulting configuration and blocks, or the settings of the stream, are.
 SOURCES = {
-    "config", "config_overrides", "tokenizer_name", "vocab_size", "train_file", "validation_file", "dataset_name",
+    "config_name", "config_overrides", "tokenizer_name", "vocab_size", "train_file", "validation_file", "dataset_name",
     "dataset_config_name", "text_column", "block_size", "streaming", "interleave_probabilities",
     "shuffle_buffer_size", "num_shards",
 }  # fmt: skip

@@ -356,6 +356,18 @@ def test_a_checkpoint_from_before_an_option_or_a_field():
     ]  # fmt: skip
 
 
+def test_a_checkpoint_goes_on_where_and_how_it_can():
+    """The place of a preset, the device, compilation and recomputation are not what makes a run."""
+    config = TnnConfig(tno_type="fd")
+    saved = fingerprint(PretrainArguments(config_name="/old/configuration/tnn-tiny"), config, {}, 4, False)
+    args = PretrainArguments(
+        config_name="/new/configuration/tnn-tiny", use_cpu=True, torch_compile=True, gradient_checkpointing=True
+    )
+    assert differences(saved, fingerprint(args, config, {}, 4, False), config) == []
+    other = fingerprint(args, TnnConfig(tno_type="rtf"), {}, 4, False)
+    assert "config.tno_type must be fd, got rtf" in differences(saved, other, config)
+
+
 def test_push_to_hub(options, tmp_path, monkeypatch):
     """The repository is there before training; the final model is staged with its code, figures and a card."""
     calls, output = [], tmp_path / "out"
