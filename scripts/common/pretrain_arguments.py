@@ -1,5 +1,6 @@
 """The options of `pretrain.py`, checked before anything is loaded."""
 
+import json
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 
@@ -130,6 +131,7 @@ class PretrainArguments(GroupArguments):
         self._require("learning_rate", self.learning_rate > 0, "above 0")
         # An error now, not after the data are read. Some schedules compare their end with the learning rate.
         build_scheduler(self, torch.optim.SGD([torch.zeros(1)], lr=self.learning_rate))
+        self._check_decay()
         self._require("mlm_probability", 0 < self.mlm_probability < 1, "in (0, 1)")
         self._check_sources()
         if self.report_to != "none" and find_spec(self.report_to) is None:
@@ -156,6 +158,14 @@ class PretrainArguments(GroupArguments):
     @property
     def num_warmup_steps(self) -> int:
         return round(self.warmup_steps * (self.max_steps if self.warmup_steps < 1 else 1))
+
+    def _check_decay(self):
+        """Refuse fewer steps than warm-up and decay need: the rate would jump down when the warm-up ends."""
+        further = json.loads(self.lr_scheduler_kwargs or "{}")
+        decay = 0 if "num_stable_steps" in further else further.get("num_decay_steps", 0)
+        needed = self.num_warmup_steps + decay
+        holds = not self.num_warmup_steps < self.max_steps < needed
+        self._require("max_steps", holds, f"at least {needed}, for warm-up and decay")
 
     def _require_one_of(self, name: str, allowed):
         named = ", ".join(choice for choice in allowed if choice is not None)

@@ -330,6 +330,18 @@ def test_the_end_of_a_schedule_is_compared_with_the_learning_rate():
         PretrainArguments(learning_rate=0.001, **schedule)
 
 
+def test_a_run_has_room_for_warmup_and_decay():
+    """transformers' schedule would jump down at the end of the warm-up otherwise."""
+    decaying = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": '{"num_decay_steps": 400}'}
+    PretrainArguments(max_steps=600, warmup_steps=200, **decaying)
+    PretrainArguments(max_steps=450, warmup_steps=0.1, **decaying)
+    PretrainArguments(max_steps=3, warmup_steps=200, **decaying)  # a trial that ends in the warm-up
+    with pytest.raises(ValueError, match="--max_steps must be at least 600, for warm-up and decay, got 599"):
+        PretrainArguments(max_steps=599, warmup_steps=200, **decaying)
+    with pytest.raises(ValueError, match="--max_steps must be at least 440, for warm-up and decay, got 400"):
+        PretrainArguments(max_steps=400, warmup_steps=0.1, **decaying)
+
+
 def test_another_run_is_not_resumed_or_overwritten(options, tmp_path):
     run_script("pretrain", *options, "--checkpointing_steps", 4)
     before = sorted(path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*"))
