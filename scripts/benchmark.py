@@ -12,6 +12,7 @@ Example:
     python scripts/benchmark.py decoding --contexts 512 16384
     python scripts/benchmark.py serving --hidden_size 256
     python scripts/benchmark.py streaming --lengths 65536 262144
+    python scripts/benchmark.py models --model_name_or_path outputs/rpe outputs/rotary --contexts 512 14336
     python scripts/benchmark.py state_size
     python scripts/benchmark.py long_range --models rpe transformer
     python scripts/benchmark.py alternatives --subjects split --lengths 512 8192
@@ -42,6 +43,7 @@ SUITES = {
     "decoding": "time per new token in one operator, compared with dot products",
     "serving": "many texts at once, compared with one after the other",
     "streaming": "time and memory of a long text in segments",
+    "models": "trained models side by side: training step, new token, state",
     "state_size": "an RTF layer by its state size, compared with S4D and an associative scan",
     "long_range": "training steps per second of classifiers, by length",
     "alternatives": "products that the library leaves out, compared with its own",

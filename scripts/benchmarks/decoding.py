@@ -11,7 +11,7 @@ import torch
 from modeling_tnn import TnnConfig
 from modeling_tnn.cache_tnn import TnnCacheLayer
 from modeling_tnn.tno_auto import build_tno
-from tnn_scripts.benchmarks.arguments import add_contexts, add_ways
+from tnn_scripts.benchmarks.arguments import add_contexts, add_hidden_size, add_ways
 from tnn_scripts.benchmarks.measure import clock, markdown, ratio
 
 FORMATS = {"context": "", "way": "", "microseconds_per_token": ".0f", "best_dot_over_this": ".1f"}
@@ -64,6 +64,7 @@ class Dot:
 def add_arguments(parser: argparse.ArgumentParser):
     add_ways(parser, WAYS, DEFAULT_WAYS)
     add_contexts(parser)
+    add_hidden_size(parser)
 
 
 @torch.inference_mode()

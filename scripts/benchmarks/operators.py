@@ -12,7 +12,7 @@ import torch
 from modeling_tnn import TnnConfig
 from modeling_tnn.tno import ToeplitzOperator
 from modeling_tnn.tno_auto import OPERATORS, build_tno
-from tnn_scripts.benchmarks.arguments import add_batches, add_ways
+from tnn_scripts.benchmarks.arguments import add_batches, add_hidden_size, add_ways
 from tnn_scripts.benchmarks.measure import markdown, measure, peak_on_device, rows_of
 from tnn_scripts.benchmarks.peers import operator_sizes, released_product
 
@@ -56,6 +56,7 @@ def passes(way: str, args, batch_size: int, length: int) -> Callable[[], None]:
 def add_arguments(parser: argparse.ArgumentParser):
     add_ways(parser, WAYS, DEFAULT_WAYS)
     add_batches(parser)
+    add_hidden_size(parser)
     parser.add_argument("--bidirectional", action="store_true", help="Measure bidirectional operators.")
     parser.add_argument("--state_size", type=int, default=64, help="Order of the rtf operator.")
 

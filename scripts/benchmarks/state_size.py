@@ -18,6 +18,7 @@ from torch import nn
 
 from modeling_tnn import TnnConfig
 from modeling_tnn.tno_auto import build_tno
+from tnn_scripts.benchmarks.arguments import add_hidden_size
 from tnn_scripts.benchmarks.measure import measure, ratio, saved_bytes
 from tnn_scripts.benchmarks.s4_layer import S4Layer
 from tnn_scripts.common.tables import markdown_table
@@ -80,7 +81,7 @@ def operator_layer(way: str, channels: int, state_size: int, length: int) -> nn.
 
 
 def add_arguments(parser: argparse.ArgumentParser):
-    parser.set_defaults(hidden_size=256)
+    add_hidden_size(parser, 256)
     parser.add_argument(
         "--state_sizes", type=int, nargs="+", default=[4, 16, 64, 256, 1024, 2048], help="State sizes."
     )

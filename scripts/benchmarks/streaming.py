@@ -11,7 +11,7 @@ import statistics
 import torch
 
 from modeling_tnn import TnnConfig, TnnModel
-from tnn_scripts.benchmarks.arguments import add_ways
+from tnn_scripts.benchmarks.arguments import add_hidden_size, add_ways
 from tnn_scripts.benchmarks.measure import clock, markdown
 from tnn_scripts.benchmarks.memory import forget_peak
 from tnn_scripts.common.devices import resident_peak
@@ -61,6 +61,7 @@ def peak_bytes(args) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser):
     add_ways(parser, WAYS, DEFAULT_WAYS)
+    add_hidden_size(parser)
     parser.add_argument("--num_hidden_layers", type=int, default=1, help="Number of layers.")
     parser.add_argument("--lengths", type=int, nargs="+", default=[65536, 262144], help="Tokens in the text.")
     parser.add_argument("--segment", type=int, default=8192, help="Tokens in a segment.")

@@ -1,0 +1,136 @@
+"""The cost of trained models: a training step, a new token after a context, and the state that decoding keeps.
+
+A training step is the forward pass, the loss and the backward pass of `tnn pretrain`, without the optimizer. A
+repeat of decoding is 128 tokens, a whole decoding block of a TNN whose kernels decay, in rounds of 32 tokens. Ratios
+are over the first model. The state is that of one sequence after the context, in MiB.
+"""
+
+import argparse
+import statistics
+from collections.abc import Callable
+
+import torch
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
+
+from modeling_tnn.cache_tnn import bytes_per_sequence
+from tnn_scripts.benchmarks.measure import clock, markdown, measure, ratio
+from tnn_scripts.common.lm_loss import summed_loss
+
+TURN, TURNS = 32, 4
+CHUNK = 512  # tokens of the context that are read at once
+FORMATS = {"model": "", "context": ",", "parameters": ",", "training_tokens_per_second": ",.0f"}
+FORMATS |= {"training_time": ".2f", "ms_per_token": ".2f", "decoding_time": ".2f", "state_megabytes": ".1f"}
+
+
+def add_arguments(parser: argparse.ArgumentParser):
+    parser.add_argument("--model_name_or_path", required=True, nargs="+")
+    parser.add_argument("--block_size", type=int, default=512)
+    parser.add_argument("--tokens", type=int, default=2048, help="Tokens of a training step.")
+    parser.add_argument("--bf16", action="store_true", help="Train under autocast in bfloat16.")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[512, 8192], help="Tokens before a new one.")
+    parser.add_argument("--batch_size", type=int, default=1, help="Sequences that are decoded at once.")
+
+
+def run(args) -> list[dict]:
+    """One row for each model and context."""
+    models = {}
+    for name in args.model_name_or_path:
+        models[name] = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).to(args.device)
+    steps = {name: training_step(model, args) for name, model in models.items()}
+    training = measure(steps, args)
+    rows = []
+    for context in args.contexts:
+        decoders = {name: Decoder(model.eval(), context, args) for name, model in models.items()}
+        states = {name: decoder.state_bytes() / 2**20 for name, decoder in decoders.items()}
+        decoding = decoding_times(decoders, args)
+        for name, model in models.items():
+            size = {"model": name, "context": context, "parameters": model.num_parameters()}
+            rows.append(size | figures(name, training, decoding, args) | {"state_megabytes": states[name]})
+    return rows
+
+
+def figures(name: str, training: dict[str, list[float]], decoding: dict[str, list[float]], args) -> dict[str, float]:
+    first, tokens = next(iter(training)), rows_of_step(args) * args.block_size
+    return {
+        "training_tokens_per_second": tokens / statistics.median(training[name]),
+        "training_time": ratio(training[name], training[first]),
+        "ms_per_token": 1000 * statistics.median(decoding[name]),
+        "decoding_time": ratio(decoding[name], decoding[first]),
+    }
+
+
+def rows_of_step(args) -> int:
+    return max(1, args.tokens // args.block_size)
+
+
+def training_step(model: PreTrainedModel, args) -> Callable[[], None]:
+    ids = torch.randint(model.config.vocab_size, (rows_of_step(args), args.block_size), device=args.device)  # (B, L)
+    autocast = torch.autocast(torch.device(args.device).type, torch.bfloat16, enabled=args.bf16)
+
+    def run():
+        model.train()
+        with autocast:
+            loss = summed_loss(model, model.config, {"input_ids": ids, "labels": ids}, causal=True)
+        loss.backward()
+        model.zero_grad()
+
+    return run
+
+
+class Decoder:
+    """A model that has read a context and decodes further tokens."""
+
+    def __init__(self, model: PreTrainedModel, context: int, args):
+        self.model, self.inputs = model, {"use_cache": True, "logits_to_keep": 1}
+        prompt = torch.randint(model.config.vocab_size, (args.batch_size, context), device=args.device)
+        with torch.inference_mode():
+            for chunk in prompt.split(CHUNK, dim=1):
+                self.read(chunk)
+
+    def read(self, ids: torch.Tensor):
+        """Read ids `(B, L)`, and choose the most probable next ones."""
+        outputs = self.model(ids, **self.inputs)
+        self.argument = "past_key_values" if "past_key_values" in outputs else "cache_params"
+        self.inputs[self.argument] = outputs[self.argument]
+        self.token = outputs.logits[:, -1:].argmax(dim=2)  # (B, 1)
+
+    def decode(self):
+        with torch.inference_mode():
+            for _ in range(TURN):
+                self.read(self.token)
+
+    def state_bytes(self) -> int:
+        """Of one sequence."""
+        return sum(layer_bytes(layer, len(self.token)) for layer in self.inputs[self.argument].layers)
+
+
+def layer_bytes(layer: CacheLayerMixin, rows: int) -> int:
+    """The bytes of one of `rows` sequences in a layer of any model's cache."""
+    if hasattr(layer, "recurrence") or hasattr(layer, "keys"):
+        return bytes_per_sequence(layer)
+    tensors = [leaf for leaf in tree_leaves(vars(layer)) if isinstance(leaf, torch.Tensor)]  # states of a Mamba
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors) // rows
+
+
+def decoding_times(decoders: dict[str, Decoder], args) -> dict[str, list[float]]:
+    """Seconds per token of each repeat, after a round for warm-up."""
+    times = {name: [] for name in decoders}
+    for decoder in decoders.values():
+        decoder.decode()
+    for _ in range(args.repeats):
+        spent = dict.fromkeys(decoders, 0.0)
+        for _ in range(TURNS):
+            for name, decoder in decoders.items():
+                start = clock(args)
+                decoder.decode()
+                spent[name] += clock(args) - start
+        for name, seconds in spent.items():
+            times[name].append(seconds / (TURN * TURNS))
+    return times
+
+
+def table(rows: list[dict]) -> str:
+    """The rows as a Markdown table."""
+    return markdown(rows, FORMATS)
