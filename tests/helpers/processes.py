@@ -6,6 +6,8 @@ itself, as a new process does: variables such as HF_HOME, which are read then, h
 """
 
 import atexit
+import contextlib
+import faulthandler
 import multiprocessing
 import os
 import runpy
@@ -13,9 +15,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import types
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
+
+import psutil
 
 PRELOADED = (
     "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.export", "torch.utils.data",
@@ -77,6 +82,14 @@ class Process:
     def send_signal(self, number: int):
         os.kill(self.process.pid, number)
 
+    def write_stacks(self):
+        """Have it and the processes that it forked write on stderr what each of their threads does."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(self.process.pid)
+            for one in [process, *process.children(recursive=True)]:
+                one.send_signal(signal.SIGUSR1)
+        time.sleep(1)
+
 
 def run(command: Sequence, check: bool = False, **options) -> subprocess.CompletedProcess:
     """`subprocess.run` with both outputs as text; with `check`, it must end with the status 0."""
@@ -92,6 +105,7 @@ def _child(arguments: list[str], env: dict, cwd: str, searched: list[str], out: 
     os.chdir(cwd)
     os.dup2(out.fileno(), 1), os.dup2(err.fileno(), 2)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    faulthandler.register(signal.SIGUSR1, file=2)
     own = [folder for folder in env.get("PYTHONPATH", "").split(os.pathsep) if folder]
     sys.path[:] = own + [folder for folder in searched if folder not in own]
     try:

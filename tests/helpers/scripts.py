@@ -102,7 +102,10 @@ def run_ranks(name: str, *options, config: str = "cpu-gloo", count: int = 2, lau
         ranks = [running.enter_context(processes.Process(command, env)) for env in environments]
         deadline = time.monotonic() + 300
         while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
-            assert time.monotonic() < deadline, [rank.output()[1] for rank in ranks]
+            if time.monotonic() > deadline:
+                for rank in ranks:
+                    rank.write_stacks()
+                raise AssertionError("\n".join(f"status {rank.poll()}: {rank.output()[1]}" for rank in ranks))
             time.sleep(0.05)
         # Where one process fails, the launcher ends the others, which may be waiting for it.
         failed = [rank.output()[1] for rank in ranks if rank.poll()]
