@@ -247,7 +247,7 @@ def read_training_arguments(report: dict) -> dict:
     """The options of the training, with the name of the data but not its folder."""
     recipe = {name: report[name] for name in RECIPE if report.get(name) is not None}
     # A text in reports of other programs; of pretrain.py, sources.
-    given = {name: report[name] for name in DATA_OPTIONS if report.get(name)}
+    given = {name: report[name] for name in (*DATA_OPTIONS, "validation_file") if report.get(name)}
     data = {name: [value] if isinstance(value, str) else value for name, value in given.items()}
     return recipe | {name: " ".join(map(_without_folder, values)) for name, values in data.items()}
 
@@ -327,6 +327,8 @@ def results(inputs: dict, data: str) -> list[dict]:
     metrics = inputs["metrics"] or {}
     split = metrics.get("split", "validation")
     validation = f"{split} part of {data}" if data else f"{split} {inputs_name(inputs)}"
+    if file := (inputs["arguments"] or {}).get("validation_file"):
+        validation = f"the {inputs_name(inputs)} {file}"
     rows = []
     for key, (name, written, evaluation) in FIGURES.items():
         if isinstance(metrics.get(key), int | float):
@@ -339,11 +341,14 @@ def results(inputs: dict, data: str) -> list[dict]:
 def card_data(inputs: dict, rows: list[dict], data: str) -> ModelCardData:
     """The metadata for the Hub."""
     card, task = inputs["card"], PIPELINES[inputs["model"]["class"]]
-    named = inputs["card"]["dataset_id"] or (inputs["arguments"] or {}).get("dataset_name") or ""
+    arguments = inputs["arguments"] or {}
+    named = inputs["card"]["dataset_id"] or arguments.get("dataset_name") or ""
     hub_data = named if "/" in named else None
     kind = inputs_name(inputs)
     split = (inputs["metrics"] or {}).get("split", "validation")
     measured_on = {"dataset_type": hub_data or kind, "dataset_name": data or kind, "dataset_split": split}
+    if file := arguments.get("validation_file"):
+        measured_on |= {"dataset_type": kind, "dataset_name": file}
     evaluations = [
         EvalResult(task, **measured_on, metric_type=row["key"], metric_name=row["name"], metric_value=row["value"])
         for row in rows

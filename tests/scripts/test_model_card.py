@@ -77,7 +77,12 @@ def test_what_was_not_measured_is_left_out(head, tmp_path):
     assert "| accuracy | 0.8125 | validation part of sst2 |" in text and "| learning_rate | 0.5 |" in text
     assert "Data: sst2." in text and str(tmp_path) not in text + (target / INPUTS["arguments"]).read_text()
     (result,) = ModelCard(text).data.eval_results
-    assert (result.metric_type, result.metric_value) == ("accuracy", 0.8125)
+    assert (result.metric_type, result.metric_value, result.dataset_name) == ("accuracy", 0.8125, "sst2")
+    own = secret | {"validation_file": str(tmp_path / "mine.csv")}
+    (trained / "training_args.json").write_text(json.dumps(own))
+    collect(arguments(trained), model, target)
+    assert "| accuracy | 0.8125 | the text mine.csv |" in (text := render(target)) and str(tmp_path) not in text
+    assert ModelCard(text).data.eval_results[0].dataset_name == "mine.csv"
 
 
 @pytest.mark.parametrize("head, reason", [(TnnForCausalLM, "has just read"), (TnnForMaskedLM, "random numbers")])
