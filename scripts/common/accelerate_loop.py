@@ -44,6 +44,8 @@ from tnn_scripts.data.streaming import TextStream
 
 # A pole beyond this radius may make the sampled kernel infinite.
 LARGEST_SAFE_RADIUS = 1 - 1e-6
+# What torch.compile puts before the names of weights.
+COMPILED = "_orig_mod."
 
 TRAINING_MEMORY = (
     "give a smaller --per_device_train_batch_size with more --gradient_accumulation_steps, or --gradient_checkpointing"
@@ -299,7 +301,8 @@ class Pretraining:
         weights = self.accelerator.get_state_dict(self.model)
         if self._is_main:
             model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-            # Gathered from shards, tied weights are two.
+            # Of a compiled model, the names have a prefix. Gathered from shards, tied weights are two.
+            weights = {name.replace(COMPILED, ""): weight for name, weight in weights.items()}
             weights = {name: weight for name, weight in weights.items() if name not in model.all_tied_weights_keys}
             model.save_pretrained(folder, state_dict=weights)
             self.tokenizer.save_pretrained(folder)

@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from accelerate import Accelerator
 from datasets import Dataset
 from huggingface_hub import RepoUrl
 from transformers import (
@@ -21,6 +22,7 @@ from transformers import (
 from helpers.models import seeded, tiny_config
 from helpers.scripts import ROOT, SENTENCES, assert_same_weights, run_script, weights, write_config, write_text
 from modeling_tnn import TnnConfig, TnnForCausalLM, TnnForMaskedLM, find_unstable
+from tnn_scripts import pretrain
 from tnn_scripts.common.accelerate_loop import decayed_parameters
 from tnn_scripts.common.arguments import parse_arguments
 from tnn_scripts.common.fingerprint import differences, fingerprint
@@ -88,6 +90,17 @@ def test_accumulation_is_a_larger_batch(options, tmp_path):
     assert_same_weights(tmp_path / "one", tmp_path / "three", tolerance=2e-5)
     one, three = metrics_of(tmp_path / "one"), metrics_of(tmp_path / "three")
     assert one["loss"] == pytest.approx(three["loss"], abs=1e-5)
+
+
+def test_compiled(options, tmp_path, monkeypatch):
+    """The models that it saves are those of a run that is not compiled, without a prefix of their weights."""
+    run_script("pretrain", *options, "--output_dir", tmp_path / "plain")
+    eager = {"dynamo_backend": "eager"}  # to compile takes a minute
+    monkeypatch.setattr(pretrain, "Accelerator", lambda **given: Accelerator(**given | eager))
+    run_script("pretrain", *options, "--torch_compile", "--output_dir", tmp_path / "compiled")
+    for part in ("", "best"):
+        assert_same_weights(tmp_path / "plain" / part, tmp_path / "compiled" / part, tolerance=1e-6)
+        TnnForCausalLM.from_pretrained(tmp_path / "compiled" / part)
 
 
 def test_bfloat16(options, tmp_path):
