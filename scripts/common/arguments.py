@@ -19,6 +19,8 @@ from tnn_scripts.common.parser import RENAMED, ProgramParser
 
 # A comma outside of brackets, which hold lists and mappings.
 BETWEEN_OVERRIDES = r",(?![^\[{]*[\]}])"
+# An option of a recipe, and what replaces it on the command line.
+REPLACED_BY = {"seed": "--seeds", "seeds": "--seed"}
 
 
 def parse_overrides(text: str | None, known: PreTrainedConfig | None = None) -> dict:
@@ -59,7 +61,7 @@ def parse_arguments(dataclasses: list[type], description: str) -> tuple:
     parser.add_argument("--recipe", action="append", default=[], metavar="NAME", help=recipe_help)
     given = sys.argv[1:]
     try:
-        recipes = [option for file in _values_of("--recipe", given) for option in recipe_options(file, parser)]
+        recipes = [option for file in _values_of("--recipe", given) for option in recipe_options(file, parser, given)]
         options = recipes + given
         *filled, _, unknown = parser.parse_args_into_dataclasses(
             options + joined_overrides(options), return_remaining_strings=True, look_for_args_file=False
@@ -76,8 +78,8 @@ def joined_overrides(given: list[str]) -> list[str]:
     return ["--config_overrides", ",".join(values)] if len(values) > 1 else []
 
 
-def recipe_options(file: str, parser: ProgramParser) -> list[str]:
-    """The options of a recipe as arguments on a command line of `parser`.
+def recipe_options(file: str, parser: ProgramParser, given: list[str]) -> list[str]:
+    """The options of a recipe as arguments on a command line of `parser`, but for those that `given` replaces.
 
     Raises:
         ValueError: the recipe is missing, is not a YAML mapping, or has a key that is not an option.
@@ -92,6 +94,8 @@ def recipe_options(file: str, parser: ProgramParser) -> list[str]:
     for name, value in recipe.items():
         if name not in known and f"--{name}" not in RENAMED:
             raise ValueError(f"--recipe {file}: {name} is not an option of this program{nearest(name, known)}")
+        if name in REPLACED_BY and _values_of(REPLACED_BY[name], given):
+            continue
         values = value if isinstance(value, list) else [value]
         texts = (json.dumps(value) if isinstance(value, dict) else str(value) for value in values)
         options += [] if value is None else [f"--{name}", *texts]

@@ -1,6 +1,7 @@
 """--seed of every training script: the same one gives the same result, another one another."""
 
 import json
+import sys
 
 import pytest
 from transformers import TrainingArguments
@@ -16,7 +17,8 @@ from helpers.small_runs import (
     synthetic_options,
 )
 from tnn_scripts import demo
-from tnn_scripts.common.arguments import chosen_seeds
+from tnn_scripts.common.arguments import chosen_seeds, parse_arguments
+from tnn_scripts.run_ablation import AblationArguments
 
 
 @pytest.mark.parametrize(
@@ -73,3 +75,15 @@ def test_one_of_both(tmp_path):
     assert chosen_seeds([0, 1], TrainingArguments(str(tmp_path))) == [0, 1]
     with pytest.raises(ValueError, match="--seed must not be given together with --seeds 0 1, got 7"):
         chosen_seeds([0, 1], training)
+
+
+@pytest.mark.parametrize(
+    "recipe, given, seeds",
+    [("seed: 7", [], [7]), ("seed: 7", ["--seeds", "0", "1"], [0, 1]), ("seeds: [0, 1]", ["--seed=7"], [7])],
+)
+def test_a_recipe_gives_way(recipe, given, seeds, tmp_path, monkeypatch):
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"{recipe}\nvariants: [rpe]\n")
+    monkeypatch.setattr(sys, "argv", ["tnn", "--recipe", str(file), "--output_dir", str(tmp_path), *given])
+    args, training = parse_arguments([AblationArguments, TrainingArguments], "")
+    assert chosen_seeds(args.seeds, training) == seeds
