@@ -1,8 +1,9 @@
 """The cost of trained models: a training step, a new token after a context, and the state that decoding keeps.
 
-A training step is the forward pass, the loss and the backward pass of `tnn pretrain`, without the optimizer. A
-repeat of decoding is 128 tokens, a whole decoding block of a TNN whose kernels decay, in rounds of 32 tokens. Ratios
-are over the first model. The state is that of one sequence after the context, in MiB.
+A training step is the forward pass, the loss and the backward pass, without the optimizer. The loss of every model is
+computed by the same function, without the logits of the whole batch. A repeat of decoding is 128 tokens, a whole
+decoding block of a TNN whose kernels decay, in rounds of 32 tokens. Ratios are over the first model. The state is that
+of one sequence after the context, in MiB.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from modeling_tnn.cache_tnn import bytes_per_sequence
 from tnn_scripts.benchmarks.measure import clock, markdown, measure, ratio
-from tnn_scripts.common.lm_loss import summed_loss
+from tnn_scripts.benchmarks.peers import training_loss
 
 TURN, TURNS = 32, 4
 CHUNK = 512  # tokens of the context that are read at once
@@ -72,7 +73,7 @@ def training_step(model: PreTrainedModel, args) -> Callable[[], None]:
     def run():
         model.train()
         with autocast:
-            loss = summed_loss(model, model.config, {"input_ids": ids, "labels": ids}, causal=True)
+            loss = training_loss(model, ids)
         loss.backward()
         model.zero_grad()
 

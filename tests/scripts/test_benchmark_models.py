@@ -78,13 +78,13 @@ def test_a_training_step_is_a_backward_pass(folders, bf16, monkeypatch):
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     found = []
 
-    def loss(model, config, batch, causal):
-        found.append((tuple(batch["input_ids"].shape), causal, torch.is_autocast_enabled("cpu")))
-        return summed(model, config, batch, causal)
+    def loss(model, ids):
+        found.append((tuple(ids.shape), torch.is_autocast_enabled("cpu")))
+        return same_loss(model, ids)
 
-    summed = suite.summed_loss
-    monkeypatch.setattr(suite, "summed_loss", loss)
+    same_loss = suite.training_loss
+    monkeypatch.setattr(suite, "training_loss", loss)
     suite.training_step(model, settings(folders.values(), bf16=bf16))()
-    assert found == [((3, 9), True, bf16)]
+    assert found == [((3, 9), bf16)]
     assert seen["norm"] > 0 and all(parameter.grad is None for parameter in model.parameters())
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
