@@ -20,7 +20,7 @@ from .inputs import check_labels
 from .numerics import compute_dtype, is_fused, is_on_host, is_plain
 
 # Rows of logits at a time on the CPU (measured), and numbers in them on other devices.
-CPU_ROWS = 512
+CPU_ROWS = 256
 
 LARGE_CHUNK = 2**27
 
@@ -41,9 +41,12 @@ class LinearCrossEntropy(torch.autograd.Function):
         rows = CPU_ROWS if is_on_host(hidden) else max(CPU_ROWS, LARGE_CHUNK // len(weight))
         with maybe_autocast(device_type=hidden.device.type, enabled=False):
             w = weight.to(dtype)
+            # One buffer for all chunks: on a CPU, the memory of each would be taken from the system and given back.
+            buffer = None if dtype == wide else hidden.new_empty(min(rows, len(hidden)), len(w), dtype=wide)
             for chosen in (slice(start, start + rows) for start in range(0, len(hidden), rows)):
                 h, y = hidden[chosen].to(dtype), labels[chosen]
-                z = linear(h, w, None if bias is None else bias.to(dtype)).to(wide)  # (rows, V)
+                z = linear(h, w, None if bias is None else bias.to(dtype))  # (rows, V)
+                z = z if buffer is None else buffer[: len(z)].copy_(z)
                 losses, dz = row_losses(z, y, ignore_index)
                 total += losses.sum()
                 if any(needed):
@@ -68,12 +71,14 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 def row_losses(z: torch.Tensor, labels: torch.Tensor, ignore_index: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The losses `(N, 1)` of logits `(N, V)`, and the gradient of their sum `(N, V)`."""
+    """The losses `(N, 1)` of logits `(N, V)`; the gradient of their sum is written over the logits, and returned."""
     real = (labels != ignore_index)[:, None]
     words = labels[:, None].where(real, 0)  # (N, 1)
-    logarithms = z.log_softmax(1)  # (N, V)
-    losses = -logarithms.gather(1, words).where(real, 0)
-    dz = logarithms.exp_().scatter_add_(1, words, -torch.ones_like(losses))
+    z = z.sub_(z.amax(1, keepdim=True))
+    own = z.gather(1, words)  # (N, 1)
+    sums = z.exp_().sum(1, keepdim=True)  # (N, 1)
+    losses = (sums.log() - own).where(real, 0)
+    dz = z.mul_(sums.reciprocal()).scatter_add_(1, words, -torch.ones_like(losses))
     return losses, dz.masked_fill_(~real, 0)
 
 
