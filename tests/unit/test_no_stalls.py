@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import StaticCache
+from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING
 
 from helpers.hybrids import HYBRIDS
 from helpers.models import CAUSAL, VARIANTS, exhaustive, seeded, tiny_config
@@ -22,6 +23,7 @@ from modeling_tnn import (
     static_cache,
 )
 from modeling_tnn.cache_tnn import memory_per_sequence
+from modeling_tnn.layer_types import TOEPLITZ
 
 WAITS = {"_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "_unique2", "equal"}
 UNCONSTRAINED = {"rtf_constraint": None, "rtf_initializer": "xavier"}
@@ -213,6 +215,8 @@ def test_steps_of_fixed_shape_of_an_accelerator(tno_type, fields, monkeypatch):
     expected = model(text, use_cache=False).logits[:, 9:]
     monkeypatch.setattr(numerics, "HOST_DEVICES", ())
     monkeypatch.setattr(static_cache, "is_traced", lambda: True)
+    # A test of remote code may have put the class of its copy of the package there.
+    monkeypatch.setitem(STATIC_LAYER_TYPE_MAPPING, TOEPLITZ, static_cache.TnnStaticCacheLayer)
     cache = StaticCache(config=model.config, max_cache_len=160)
     logits = []
     with torch.no_grad(), Waits() as waits:
