@@ -37,6 +37,18 @@ def new_layer(kind: str, sliding_window: int | None) -> CacheLayerMixin:
     return TnnCacheLayer() if kind == TOEPLITZ else DYNAMIC_LAYER_TYPE_MAPPING[kind](sliding_window=sliding_window)
 
 
+def adopt(layers: list[CacheLayerMixin]):
+    """Replace the empty layers of another copy of this code, maybe of another version, by layers of this one.
+
+    transformers has one class for each kind of layer, that of the copy which was imported last, maybe from the Hub.
+    """
+    own = {kind.__name__: kind for kind in (TnnCacheLayer, *TnnCacheLayer.__subclasses__())}
+    for i, layer in enumerate(layers):
+        kind = own.get(type(layer).__name__, type(layer))
+        if kind is not type(layer) and not layer.is_initialized:
+            layers[i] = kind(max_cache_len=getattr(layer, "max_cache_len", None))
+
+
 def check_cache(past_key_values: Cache, model: nn.Module):
     """Make a cache ready for a pass of `model`, a `TnnModel`. An empty `DynamicCache()` gets its layers here.
 
@@ -51,6 +63,8 @@ def check_cache(past_key_values: Cache, model: nn.Module):
     if layers == [] and past_key_values.layer_class_to_replicate is DynamicLayer:
         past_key_values.layer_class_to_replicate = TnnCacheLayer
         layers += [new_layer(kind, model.config.sliding_window) for kind in kinds]
+    if layers and not is_traced():
+        adopt(layers)
     if not layers or not all(map(fits, layers, kinds)):
         raise ValueError(
             "`past_key_values` must be a cache for TNNs: one that this model returned, DynamicCache() or "

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, STATIC_LAYER_TYPE_MAPPING
 from transformers.dynamic_module_utils import get_class_from_dynamic_module, get_relative_import_files
 
 import modeling_tnn
@@ -38,7 +39,9 @@ from modeling_tnn import (
     TnnForTokenClassification,
     TnnModel,
 )
+from modeling_tnn.cache_tnn import TnnCacheLayer
 from modeling_tnn.hub import AUTO_MAP
+from modeling_tnn.layer_types import TOEPLITZ
 
 PACKAGE = Path(modeling_tnn.__file__).parent
 # All files but the package's own, what only programs call, and what is of the kernel of the Hub alone.
@@ -233,6 +236,25 @@ def test_both_copies_in_one_process(tno_type, tmp_path):
     past = remote(prompt, use_cache=True).past_key_values
     continued = local(prompt, past_key_values=past).logits
     assert relative_error(continued, local(whole).logits[:, 3:]) < 1e-5
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_a_copy_of_another_version_in_one_process(cache, tmp_path, monkeypatch):
+    """A model does not decode with the classes of a copy that was imported after its own."""
+    for mapping in (DYNAMIC_LAYER_TYPE_MAPPING, STATIC_LAYER_TYPE_MAPPING):
+        monkeypatch.setitem(mapping, TOEPLITZ, mapping[TOEPLITZ])  # which the copy is about to replace
+    local = perturbed_model(TnnForCausalLM, "rpe", True)
+    prompt, options = torch.tensor([[5, 6, 7]]), {"max_new_tokens": 9, "eos_token_id": None}
+    expected = local.generate(prompt, **options)
+    local.save_pretrained(tmp_path)
+    code = tmp_path / "cache_tnn.py"
+    code.write_text(code.read_text() + "\n\nTnnCacheLayer.update = None\n")
+    get_class_from_dynamic_module("modeling_tnn.TnnForCausalLM", tmp_path)
+    layer = (DYNAMIC_LAYER_TYPE_MAPPING if cache == "dynamic" else STATIC_LAYER_TYPE_MAPPING)[TOEPLITZ]
+    assert not issubclass(layer, TnnCacheLayer)
+    options |= {"cache_implementation": cache} | ({"disable_compile": True} if cache == "static" else {})
+    assert torch.equal(local.generate(prompt, **options), expected)
+    assert torch.equal(local.generate(prompt, num_beams=2, **options)[:, :3], prompt)
 
 
 TRAIN = """
