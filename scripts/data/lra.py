@@ -12,8 +12,9 @@ from pathlib import Path
 
 import numpy as np
 from datasets import Dataset, DatasetDict, load_dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from tnn_scripts.data import listops, pathfinder, text_pairs
 
@@ -62,9 +63,21 @@ def listops_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>")  # noqa: S106
 
 
-def byte_tokenizer() -> ByT5Tokenizer:
-    """A tokenizer with one id for each byte."""
-    return ByT5Tokenizer(extra_ids=0)
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer with one id for each byte. The ids are those of `ByT5Tokenizer`, which has no file `tokenizer.json`.
+
+    Without that file `AutoTokenizer` does not load it for transformers' own classes, such as ModernBERT.
+    """
+    special = ["<pad>", "</s>", "<unk>"]
+    vocabulary = {token: index for index, token in enumerate(special)}
+    vocabulary |= {letter: len(special) + byte for byte, letter in bytes_to_unicode().items()}
+    words = Tokenizer(models.BPE(vocabulary, []))
+    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    words.decoder = decoders.ByteLevel()
+    words.post_processor = processors.TemplateProcessing(
+        single="$A </s>", pair="$A </s> $B </s>", special_tokens=[("</s>", 1)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")  # noqa: S106
 
 
 def load_listops(source: str | None, rows: int | None, max_length: int) -> DatasetDict:

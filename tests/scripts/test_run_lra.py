@@ -10,14 +10,21 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoConfig, AutoModelForSequenceClassification, pipeline
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    ByT5Tokenizer,
+    ModernBertConfig,
+    pipeline,
+)
 
 from helpers.models import relative_error, seeded, tiny_config
 from modeling_tnn import TnnConfig
 from tnn_scripts import run_lra
 from tnn_scripts.common.sequence_pairs import TnnForSequencePairClassification
 from tnn_scripts.data import listops, pathfinder
-from tnn_scripts.data.lra import TASKS, load_task
+from tnn_scripts.data.lra import TASKS, byte_tokenizer, load_task
 
 ROOT = Path(__file__).parents[2]
 
@@ -119,6 +126,18 @@ def pair_inputs(lengths: list[tuple[int, int]], longest: int) -> dict[str, torch
         for side, length in enumerate(pair):
             mask[row, side, :length] = 1
     return {"input_ids": ids, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("config", [TnnConfig(), ModernBertConfig()], ids=["tnn", "transformer"])
+def test_byte_tokenizer_loads_beside_any_model(config, tmp_path):
+    config.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    texts = ["A film, <br />and  a half.", "", "日本語 é\n\t\x00\x7f"]
+    expected = ByT5Tokenizer(extra_ids=0)(texts, truncation=True, max_length=12)
+    assert loaded(texts, truncation=True, max_length=12)["input_ids"] == expected["input_ids"]
+    assert len(loaded) == 259
+    assert loaded.decode(loaded(texts[2])["input_ids"], skip_special_tokens=True) == texts[2]
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
