@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from matplotlib import pyplot
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Polygon, Rectangle
+from matplotlib.ticker import ScalarFormatter
 from page_tables import load
 from theory import FD_ACTS, FD_INPUTS, fd_envelope, initial_denominators
 
@@ -24,13 +25,14 @@ PICTURES = Path(__file__).parent / "pages" / "pictures"
 COLORS = matplotlib.colormaps["RdBu_r"]
 SIZE = 12  # rows of the matrices
 SMALL_CAUSAL = {
-    "rpe": "RPE, the papers' start",
-    "learned": "RPE, learned decays",
-    "fd": "FD",
-    "rtf": "RTF",
-    "alibi": "ALiBi",
-    "rotary": "rotary",
+    "rpe": "RPE, the papers' start, 2e-3",
+    "learned": "RPE, learned decays, 4e-3",
+    "fd": "FD, 2e-3",
+    "rtf": "RTF, 4e-3",
+    "alibi": "ALiBi, 1e-3",
+    "rotary": "rotary, 1e-3",
 }
+SMALL_CAUSAL_LONGER = {"rpe": "RPE, 4e-3", "slower": "RPE, 2e-3", "rotary": "rotary, 1e-3"}
 SMALL_MASKED = {
     "rpe": "RPE",
     "fd": "FD",
@@ -226,6 +228,13 @@ def draw_bubbles():
     save(figure, "lra-bubbles")
 
 
+def plain_numbers(axes):
+    """A logarithmic scale of perplexity whose marks are 60 and 200, not powers of ten."""
+    axes.set(yscale="log")
+    axes.yaxis.set_major_formatter(ScalarFormatter())
+    axes.yaxis.set_minor_formatter(ScalarFormatter())
+
+
 def draw_small_causal():
     """Learning curves of the small causal models, and their perplexity by length and loss by context."""
     figure, panels = pyplot.subplots(1, 3, figsize=(12, 3.8), layout="constrained")
@@ -235,7 +244,8 @@ def draw_small_causal():
         for model, label in SMALL_CAUSAL.items():
             axes.plot(*zip(*((row[key], row[model]) for row in rows), strict=True), "o-", markersize=3, label=label)
         axes.grid(alpha=0.3)
-    panels[0].set(xlabel="tokens of training, millions", ylabel="validation perplexity", yscale="log")
+    panels[0].set(xlabel="tokens of training, millions", ylabel="validation perplexity")
+    plain_numbers(panels[0])
     panels[1].set(xlabel="length of what is read at once", ylabel="test perplexity, WikiText-2", xscale="log")
     panels[2].set(xlabel="tokens before a token, at least", ylabel="its loss in nats, books", xscale="log")
     panels[1].axvline(512, color="gray", linestyle="--", linewidth=1)
@@ -243,22 +253,24 @@ def draw_small_causal():
     save(figure, "small-causal")
 
 
-def draw_small_masked():
-    """Learning curves of the small masked models."""
+def draw_learning_curves(name: str, labels: dict[str, str], perplexity: str = "validation perplexity"):
+    """One line for each model of the figures `NAME-curves`."""
     figure, axes = pyplot.subplots(figsize=(6, 3.8), layout="constrained")
-    rows = load("small-masked-curves")["rows"]
-    for model, label in SMALL_MASKED.items():
+    rows = load(f"{name}-curves")["rows"]
+    for model, label in labels.items():
         axes.plot(*zip(*((row["tokens"], row[model]) for row in rows), strict=True), "o-", markersize=3, label=label)
-    axes.set(xlabel="tokens of training, millions", ylabel="validation perplexity of hidden tokens", yscale="log")
+    axes.set(xlabel="tokens of training, millions", ylabel=perplexity)
+    plain_numbers(axes)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
-    save(figure, "small-masked")
+    save(figure, name)
 
 
 def main():
     matplotlib.use("Agg")
     draw_small_causal()
-    draw_small_masked()
+    draw_learning_curves("small-masked", SMALL_MASKED, "validation perplexity of hidden tokens")
+    draw_learning_curves("small-causal-longer", SMALL_CAUSAL_LONGER)
     draw_matrix()
     draw_circulant()
     draw_gate()

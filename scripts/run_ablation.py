@@ -156,7 +156,7 @@ def validation_ids(texts: Dataset, tokenizer: PreTrainedTokenizerFast, most: int
 def train(
     args: AblationArguments, training: TrainingArguments, variant: str, rate: float, seed: int, text: Text
 ) -> dict:
-    """Train one variant; its perplexity at each length, and the time and the loss of the training."""
+    """Train one variant: its perplexity at each length, and the time of the training and its loss by step, in nats."""
     config, training, name = args.variant_config(variant), copy.copy(training), variant.partition(":")[0]
     config.vocab_size = len(text.tokenizer)
     training.seed, training.learning_rate = seed, rate
@@ -189,6 +189,7 @@ def train(
         "parameters": model.num_parameters(),
         "steps": trainer.state.global_step,
         "train_seconds": result.metrics["train_runtime"],
+        "training_loss": {str(entry["step"]): entry["loss"] for entry in trainer.state.log_history if "loss" in entry},
     }
 
 

@@ -31,7 +31,7 @@ def test_script(monkeypatch, tmp_path, capsys):
     text, small = tmp_path / "text.txt", "hidden_size=16,num_hidden_layers=1,max_position_embeddings=16,vocab_size=300"
     text.write_text("The quick brown fox jumps over the lazy dog.\n" * 300)
     options = ["--config_overrides", small, "--max_steps", "2", "--save_strategy", "no", "--longer", "70"]
-    options += ["--eval_tokens", "100"]
+    options += ["--eval_tokens", "100", "--logging_steps", "1"]
     variants = ["rpe", "explicit:tno_type=explicit", "masked:causal=false"]
     command = ["run_ablation.py", "--dataset_name", text, "--output_dir", tmp_path / "out", *options, "--variants"]
     monkeypatch.setattr(sys, "argv", list(map(str, [*command, *variants])))
@@ -40,6 +40,8 @@ def test_script(monkeypatch, tmp_path, capsys):
     assert [row["variant"] for row in results["rows"]] == ["rpe", "explicit", "masked"]
     assert all(list(row["perplexity"]) == ["16", "70"] and row["steps"] == 2 for row in results["rows"])
     assert [row["scored_tokens"] for row in results["rows"]][:2] == [99, 99]
+    losses = [row["training_loss"] for row in results["rows"]]
+    assert all(list(loss) == ["1", "2"] and 4 < loss["1"] < 20 for loss in losses)
     assert table_rows(capsys.readouterr().out)[0][:3] == ["variant", "perplexity at 16", "perplexity at 70"]
 
 
