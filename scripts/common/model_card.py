@@ -53,8 +53,8 @@ PIPELINES = {
 RECIPE = (
     "objective", "tno_type", "block_size", "max_steps", "num_train_epochs", "batch_size",
     "per_device_train_batch_size", "gradient_accumulation_steps", "mlm_probability", "learning_rate",
-    "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2",
-    "max_grad_norm", "mixed_precision", "seed",
+    "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay", "operator_learning_rate",
+    "operator_weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm", "mixed_precision", "seed",
 )  # fmt: skip
 DATA_OPTIONS = ("dataset_name", "dataset_config_name", "task_name", "dataset", "dataset_config", "train_file")
 # The files of figures that trainings write; the first existing one counts.

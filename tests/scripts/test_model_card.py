@@ -110,9 +110,11 @@ def test_perplexity_by_length_has_bits_per_byte(tmp_path):
 
 
 def test_card_of_a_masked_model(tmp_path):
-    """Its perplexity is that of hidden tokens; it may have scores of GLUE."""
-    model, trained = seeded(TnnForMaskedLM, tiny_config(causal=False)), tmp_path / "trained"
+    """Its perplexity is that of hidden tokens; it may have scores of GLUE, and settings of the operator's own."""
+    config = tiny_config(causal=False, decay=0.01, learnable_decay=True)
+    model, trained = seeded(TnnForMaskedLM, config), tmp_path / "trained"
     trained.mkdir()
+    (trained / "training_args.json").write_text(json.dumps({"objective": "mlm", "operator_weight_decay": 0.0}))
     row = {"length": 8, "perplexity": 4.0, "tokens": 7, "stride": None, "trained_length": 8}
     settings = {"validation_file": None, "split": "test", "objective": "mlm", "mlm_probability": 0.25}
     (tmp_path / "lengths.json").write_text(json.dumps({"settings": settings, "results": [row]}))
@@ -126,6 +128,7 @@ def test_card_of_a_masked_model(tmp_path):
     assert "hidden with the probability\n0.25" in text and "before it in its row" not in text
     assert "| cola | matthews correlation | 0.00 | 12.50 ± 1.00 | 2 | 0.0003 |" in text
     assert "| stsb | pearson |  | 50.00 ± 0.00 | 2 | 0.001 |" in text
+    assert "| decay per token | learned, at least 0.01 |" in text and "| operator_weight_decay | 0.0 |" in text
 
 
 def test_card_of_an_image_classifier(tmp_path):

@@ -33,7 +33,7 @@ PRESETS = sorted(path.parent for path in (Path(__file__).parents[2] / "configura
 PARAMETERS = {
     "tnn-tiny": 1_379_712,
     "tnn-small": 5_367_936,
-    "tnn-bidirectional-small": 3_995_520,
+    "tnn-bidirectional-small": 3_998_592,
     "tnn-causal-rtf": 49_190_400,
     "tnn-causal-hyena-rtf": 124_978_944,
     "tnn-causal-s4-rtf": 221_520_192,
