@@ -33,6 +33,7 @@ SMALL_CAUSAL = {
     "rotary": "rotary, 1e-3",
 }
 SMALL_CAUSAL_LONGER = {"rpe": "RPE, 4e-3", "slower": "RPE, 2e-3", "rotary": "rotary, 1e-3"}
+LEARNED_DECAY = {"rpe": "RPE, the papers' start", "learned": "RPE, learned decays", "fd": "FD"}
 SMALL_MASKED = {
     "rpe": "RPE",
     "fd": "FD",
@@ -271,6 +272,7 @@ def main():
     draw_small_causal()
     draw_learning_curves("small-masked", SMALL_MASKED, "validation perplexity of hidden tokens")
     draw_learning_curves("small-causal-longer", SMALL_CAUSAL_LONGER)
+    draw_learning_curves("learned-decay", LEARNED_DECAY, "perplexity of the training text")
     draw_matrix()
     draw_circulant()
     draw_gate()

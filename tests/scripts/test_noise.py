@@ -19,7 +19,7 @@ OURS = (
     r"next:|.*tnn (generate|serve|plot-kernels|push|finetune-glue) .*",
     r"The.*|",  # the prompt with one token more
     r"step \d+: validation loss .*",
-    r"perplexity \(bits per byte\)",
+    r"perplexity \(bits per byte\)|loss in nats of a token",
     r"\|.*\|",
     r"\{'.*\}",  # Trainer's figures
     r"\d+ tokens in .* tokens per second",
