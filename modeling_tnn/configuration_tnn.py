@@ -226,7 +226,8 @@ class TnnConfig(PreTrainedConfig):
             `tno_type="explicit"`; `max_position_embeddings` unless set.
         decay (`float`, *optional*): Decay per lag of `"rpe"` and `"explicit"` coefficients, in (0, 1]; `None` for no
             decay.
-        learnable_decay (`bool`): Whether each channel learns a decay between `decay` and 1.
+        learnable_decay (`bool`): Whether each channel of `"rpe"` learns a decay between `decay` and 1. `"explicit"`
+            ignores it and has the decay `decay` in all channels: 0.01 leaves it little but its nearest coefficients.
         tno_implementation (`str`): How Toeplitz products are computed: `"fused"` (fast) or `"eager"` (PyTorch's own
             operations), with the same values and derivatives of any order; `"cudnn"` or `"triton"`, for GPUs, which
             multiply in the precision of the activations; or `"auto"`, the one that was measured to be the fastest on
