@@ -26,9 +26,9 @@ COLORS = matplotlib.colormaps["RdBu_r"]
 SIZE = 12  # rows of the matrices
 SMALL_CAUSAL = {
     "rpe": "RPE, the papers' start, 2e-3",
-    "learned": "RPE, learned decays, 4e-3",
+    "learned": "RPE, learned decays, 2e-3",
     "fd": "FD, 2e-3",
-    "rtf": "RTF, 4e-3",
+    "rtf": "RTF, 2e-3",
     "alibi": "ALiBi, 1e-3",
     "rotary": "rotary, 1e-3",
 }
