@@ -33,7 +33,12 @@ SMALL_CAUSAL = {
     "rotary": "rotary, 1e-3",
 }
 SMALL_CAUSAL_LONGER = {"rpe": "RPE, 4e-3", "slower": "RPE, 2e-3", "rotary": "rotary, 1e-3"}
-LEARNED_DECAY = {"rpe": "RPE, the papers' start", "learned": "RPE, learned decays", "fd": "FD"}
+LEARNED_DECAY = {
+    "rpe": "RPE, the papers' start",
+    "learned": "RPE, learned decays",
+    "fd": "FD",
+    "explicit": "free coefficients",
+}
 SMALL_MASKED = {
     "rpe": "RPE",
     "fd": "FD",
