@@ -13,6 +13,9 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -q $(CONSTRAINTS
 
 .PHONY: demo test test-browser test-triton test-images test-exhaustive test-slow test-hf test-oldest test-newest lint format docs notebooks dist audit clean
 
+# Tests of the Hub have a server of their own, on this machine.
+test test-slow test-exhaustive test-hf: export HF_HUB_OFFLINE = 0
+
 # Again and again into its own folder, but over no model in another one.
 demo: $(VENV)/.demo
 	$(BIN)/python scripts/demo.py $(if $(findstring --output_dir,$(DEMO_ARGS)),,--overwrite_output_dir) $(DEMO_ARGS)
