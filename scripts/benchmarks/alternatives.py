@@ -26,7 +26,7 @@ from modeling_tnn.toeplitz_fused import chunks, single_window
 from tnn_scripts.benchmarks.measure import markdown, measure, ratio, saved_bytes
 
 SUBJECTS = {"causal-ski": ("filter", "prefix", "intervals"), "split": ("fused", "split")}
-FORMATS = {"subject": "", "length": "", "way": "", "milliseconds": ".1f", "over_base": ".2f", "saved_megabytes": ".1f"}
+FORMATS = {"subject": "", "length": "", "way": "", "milliseconds": ".1f", "over_base": ".2f", "saved_mebibytes": ".1f"}
 
 
 def causal_by_prefix_sums(v: torch.Tensor, taps: torch.Tensor, grid: InducingGrid) -> torch.Tensor:
@@ -182,7 +182,7 @@ def run(args) -> list[dict]:
                 row = {"subject": subject, "length": length, "way": name}
                 row |= {"milliseconds": 1000 * statistics.median(times[name])}
                 row |= {"over_base": ratio(times[name], times[base])}
-                rows.append(row | {"saved_megabytes": saved_bytes(lambda p=product, x=inputs: p(*x)) / 2**20})
+                rows.append(row | {"saved_mebibytes": saved_bytes(lambda p=product, x=inputs: p(*x)) / 2**20})
     return rows
 
 

@@ -36,7 +36,7 @@ COMPILED = "-compiled"
 MODELS = (*TNN_FIELDS, *(name + COMPILED for name in TNN_FIELDS), "gpt2", "mamba", "weights")
 DEFAULT_MODELS = ("rpe", "fd", "rtf", "modal", "gpt2", "mamba", "weights")
 FORMATS = {"model": "", "context": "", "ms_per_token": ".2f", "over_shortest_context": ".2f", "gpt2_over_this": ".2f"}
-FORMATS |= {"over_weights": ".2f", "p99_over_weights": ".2f", "state_megabytes": ".2f", "conversion_seconds": ".2f"}
+FORMATS |= {"over_weights": ".2f", "p99_over_weights": ".2f", "state_mebibytes": ".2f", "conversion_seconds": ".2f"}
 # Its slow path in transformers reads a prompt token by token. Its state has a fixed size, so a short prompt suffices.
 MAMBA_PROMPT = 64
 
@@ -181,7 +181,7 @@ def row(decoder: Decoder, decoders: list[Decoder], args) -> dict:
         "gpt2_over_this": None if gpt2 is None else ratio(gpt2, decoder),
         "over_weights": None if floor is None else ratio(decoder, floor),
         "p99_over_weights": None if floor is None else percentile(decoder) / statistics.median(floor.steps),
-        "state_megabytes": decoder.state_bytes() / 2**20,
+        "state_mebibytes": decoder.state_bytes() / 2**20,
         "conversion_seconds": getattr(decoder.model, "conversion_seconds", None),
         "parameters": decoder.model.num_parameters(),
     }

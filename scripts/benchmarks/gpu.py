@@ -177,6 +177,6 @@ def as_table(rows: list[dict]) -> str:
     values = {name: value for row in rows for name, value in row.items() if value is not None}
     texts = {name: "" for name, value in values.items() if isinstance(value, (str, bool)) and name != "error"}
     numbers = {name: "," if isinstance(value, int) else ".3g" for name, value in values.items() if name not in texts}
-    numbers |= {name: ",.0f" for name in numbers if name in ("tokens_per_second", "peak_megabytes")}
+    numbers |= {name: ",.0f" for name in numbers if name in ("tokens_per_second", "peak_mebibytes")}
     error = {"error": ""} if numbers.pop("error", None) else {}
     return markdown(rows, {**texts, **numbers, **error})

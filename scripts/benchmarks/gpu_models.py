@@ -78,7 +78,7 @@ def memory(args) -> Iterator[dict]:
             except Exception as error:
                 row = {"length": length, "way": way, "error": noted(error)}
             if not args.device.startswith("cuda"):
-                row.pop("peak_megabytes", None)
+                row.pop("peak_mebibytes", None)
             yield row
 
 

@@ -69,7 +69,7 @@ def run(args) -> list[dict]:
                     "length": length,
                     "steps_per_second": 1 / statistics.median(seconds),
                     "over_first": ratio(times[args.models[0]], seconds),
-                    "saved_megabytes": saved_bytes(losses[way], models[way].parameters()) / 2**20,
+                    "saved_mebibytes": saved_bytes(losses[way], models[way].parameters()) / 2**20,
                     "parameters": models[way].num_parameters(),
                 }
                 | peak_on_device(ways[way], args)
@@ -81,7 +81,7 @@ def table(rows: list[dict]) -> str:
     """A Markdown table with a line for each model, and for each length a column of steps per second and one of MiB."""
     lengths = sorted({row["length"] for row in rows})
     speeds = {(row["way"], row["length"]): f"{row['steps_per_second']:.2f}" for row in rows}
-    kept = {(row["way"], row["length"]): f"{row['saved_megabytes']:.0f}" for row in rows}
+    kept = {(row["way"], row["length"]): f"{row['saved_mebibytes']:.0f}" for row in rows}
     ways = dict.fromkeys(row["way"] for row in rows)
     lines = ([way, *(cells[way, length] for cells in (speeds, kept) for length in lengths)] for way in ways)
     return markdown_table(["model", *map(str, lengths), *(f"{length}, MiB" for length in lengths)], lines)

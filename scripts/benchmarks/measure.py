@@ -69,7 +69,7 @@ def peak_on_device(run: Callable[[], None], args) -> dict[str, float]:
     before = torch.cuda.memory_allocated()
     run()
     torch.cuda.synchronize()
-    return {"peak_megabytes": (torch.cuda.max_memory_allocated() - before) / 2**20}
+    return {"peak_mebibytes": (torch.cuda.max_memory_allocated() - before) / 2**20}
 
 
 def markdown(rows: list[dict], formats: dict[str, str]) -> str:

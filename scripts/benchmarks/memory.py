@@ -17,7 +17,7 @@ from tnn_scripts.benchmarks.measure import markdown, peak_on_device, saved_bytes
 from tnn_scripts.benchmarks.peers import BUILDERS, build_model, training_loss
 from tnn_scripts.common.devices import resident_peak
 
-FORMATS = {"length": "", "way": "", "saved_megabytes": ".0f", "over_released_saved": ".2f", "peak_megabytes": ".0f"}
+FORMATS = {"length": "", "way": "", "saved_mebibytes": ".0f", "over_released_saved": ".2f", "peak_mebibytes": ".0f"}
 FORMATS |= {"over_released_peak": ".2f", "over_gpt2_peak": ".2f"}
 WAYS = tuple(BUILDERS)
 DEFAULT_WAYS = ("released", "eager", "fused", "gpt2", "llama")
@@ -45,9 +45,9 @@ def measure_way(way: str, args, length: int) -> dict:
     peak = peak_on_device(step, args)
     if not peak:
         step()
-        peak = {"peak_megabytes": (resident_peak() - before) / 2**20}
+        peak = {"peak_mebibytes": (resident_peak() - before) / 2**20}
     saved = saved_bytes(partial(training_loss, model, ids), model.parameters())
-    return {"length": length, "way": way, "saved_megabytes": saved / 2**20} | peak
+    return {"length": length, "way": way, "saved_mebibytes": saved / 2**20} | peak
 
 
 def add_arguments(parser: argparse.ArgumentParser):
@@ -67,7 +67,7 @@ def run(args) -> list[dict]:
         base = {row["way"]: row for row in found}
         for row in found:
             for figure, peer in (("saved", "released"), ("peak", "released"), ("peak", "gpt2")):
-                name = f"{figure}_megabytes"
+                name = f"{figure}_mebibytes"
                 if peer in base and base[peer][name]:
                     row[f"over_{peer}_{figure}"] = row[name] / base[peer][name]
         rows += found

@@ -22,7 +22,7 @@ from tnn_scripts.benchmarks.peers import training_loss
 TURN, TURNS = 32, 4
 CHUNK = 512  # tokens of the context that are read at once
 FORMATS = {"model": "", "context": ",", "parameters": ",", "training_tokens_per_second": ",.0f"}
-FORMATS |= {"training_time": ".2f", "ms_per_token": ".2f", "decoding_time": ".2f", "state_megabytes": ".1f"}
+FORMATS |= {"training_time": ".2f", "ms_per_token": ".2f", "decoding_time": ".2f", "state_mebibytes": ".1f"}
 
 
 def add_arguments(parser: argparse.ArgumentParser):
@@ -48,7 +48,7 @@ def run(args) -> list[dict]:
         decoding = decoding_times(decoders, args)
         for name, model in models.items():
             size = {"model": name, "context": context, "parameters": model.num_parameters()}
-            rows.append(size | figures(name, training, decoding, args) | {"state_megabytes": states[name]})
+            rows.append(size | figures(name, training, decoding, args) | {"state_mebibytes": states[name]})
     return rows
 
 

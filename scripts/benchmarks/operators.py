@@ -17,7 +17,7 @@ from tnn_scripts.benchmarks.measure import markdown, measure, peak_on_device, ro
 from tnn_scripts.benchmarks.peers import operator_sizes, released_product
 
 FORMATS = {"length": "", "way": "", "milliseconds": ".0f", "released_over_this": ".2f", "rpe_over_this": ".2f"}
-FORMATS |= {"tokens_per_second": ".0f", "peak_megabytes": ".0f"}
+FORMATS |= {"tokens_per_second": ".0f", "peak_mebibytes": ".0f"}
 WAYS = ("released", *(way for name in OPERATORS for way in (name, f"{name} eager")))
 DEFAULT_WAYS = ("released", "rpe", "rpe eager")
 

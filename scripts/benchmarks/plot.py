@@ -12,7 +12,7 @@ matplotlib.use("Agg")
 AXES = {
     "operators": ("length", "way", "tokens_per_second", "sequence length", "tokens per second, forward and backward"),
     "training": ("length", "way", "tokens_per_second", "sequence length", "tokens per second in training"),
-    "memory": ("length", "way", "peak_megabytes", "sequence length", "peak of a training step, MiB"),
+    "memory": ("length", "way", "peak_mebibytes", "sequence length", "peak of a training step, MiB"),
     "generation": ("context", "model", "ms_per_token", "tokens seen before", "ms per new token"),
     "models": ("context", "model", "ms_per_token", "tokens seen before", "ms per new token"),
     "decoding": ("context", "way", "microseconds_per_token", "tokens seen before", "µs per token in one operator"),

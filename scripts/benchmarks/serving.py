@@ -23,7 +23,7 @@ ARRIVALS = ("at once", "in turn")
 DEFAULT_MODELS = ("rpe", "fd", "rtf", "modal")
 FORMATS = {"model": "", "arrivals": "", "alone_tokens_per_second": ".0f", "tokens_per_second": ".0f"}
 FORMATS |= {"over_alone": ".2f", "first_token_ms": ".0f", "first_token_ms_p99": ".0f"}
-FORMATS |= {"token_ms": ".0f", "token_ms_p99": ".0f", "state_megabytes": ".1f"}
+FORMATS |= {"token_ms": ".0f", "token_ms_p99": ".0f", "state_mebibytes": ".1f"}
 
 
 class Stopwatch(BaseStreamer):
@@ -120,7 +120,7 @@ def row(name: str, arrivals: str, one: list[float], all_: list[float], watches: 
         "first_token_ms_p99": percentile(first),
         "token_ms": statistics.median(steps),
         "token_ms_p99": percentile(steps),
-        "state_megabytes": state / 2**20,
+        "state_mebibytes": state / 2**20,
     }
 
 

@@ -124,7 +124,7 @@ def rows_of_length(args, length: int) -> list[dict]:
                 "milliseconds": 1000 * statistics.median(seconds),
                 "over_smallest": ratio(seconds, times[way, min(s for w, s in times if w == way)]),
                 "over_rtf": ratio(seconds, times["rtf", size]) if ("rtf", size) in times else None,
-                "saved_megabytes": saved_bytes(partial(layers[way, size], v)) / 2**20,
+                "saved_mebibytes": saved_bytes(partial(layers[way, size], v)) / 2**20,
                 "parameters": sum(parameter.numel() for parameter in layers[way, size].parameters()),
             }
         )
@@ -135,7 +135,7 @@ def table(rows: list[dict]) -> str:
     """The rows as a Markdown table."""
     smallest = min(row["state_size"] for row in rows)
     headers = ["layer", "state size", "length", "ms", f"over state size {smallest}", "over rtf"]
-    figures = {"milliseconds": ".1f", "over_smallest": ".2f", "over_rtf": ".2f", "saved_megabytes": ".1f"}
+    figures = {"milliseconds": ".1f", "over_smallest": ".2f", "over_rtf": ".2f", "saved_mebibytes": ".1f"}
 
     def cells(row: dict) -> list[str]:
         return ["" if row[name] is None else format(row[name], form) for name, form in figures.items()]

@@ -17,7 +17,7 @@ from tnn_scripts.benchmarks.memory import forget_peak
 from tnn_scripts.common.devices import resident_peak
 
 FORMATS = {"way": "", "tokens": "", "microseconds_per_token": ".1f", "over_shortest": ".2f"}
-FORMATS |= {"peak_megabytes": ".0f", "growth": ".3f"}
+FORMATS |= {"peak_mebibytes": ".0f", "growth": ".3f"}
 FIELDS = {
     "rpe": {"tno_type": "rpe"},
     "fd": {"tno_type": "fd"},
@@ -50,7 +50,7 @@ def stream(way: str, args, tokens: int) -> dict:
         "tokens": tokens,
         "microseconds_per_token": 1e6 * seconds / args.segment,
         "mean_microseconds_per_token": 1e6 * statistics.mean(times[WARM_UP:]) / args.segment,
-        "peak_megabytes": peak_bytes(args) / 2**20,
+        "peak_mebibytes": peak_bytes(args) / 2**20,
         "growth": peak_bytes(args) / before - 1,
     }
 

@@ -18,7 +18,7 @@ from tnn_scripts.benchmarks.measure import markdown, measure, peak_on_device, ro
 from tnn_scripts.benchmarks.peers import BUILDERS, build_model, training_loss
 
 FORMATS = {"length": "", "way": "", "milliseconds": ".0f", "tokens_per_second": ".0f", "rpe_over_this": ".2f"}
-FORMATS |= {"released_over_this": ".2f", "gpt2_over_this": ".2f", "matmul_over_this": ".2f", "peak_megabytes": ".0f"}
+FORMATS |= {"released_over_this": ".2f", "gpt2_over_this": ".2f", "matmul_over_this": ".2f", "peak_mebibytes": ".0f"}
 BASES = ("released", "rpe", "gpt2", "matmul")
 PLAIN_WAYS = (*BUILDERS, "matmul")
 COMPILED_WAYS = tuple(f"{way} compiled" for way in (*IMPLEMENTATIONS, "gpt2", "llama"))

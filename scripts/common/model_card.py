@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 import modeling_tnn
 from modeling_tnn.cache_tnn import memory_per_sequence
+from modeling_tnn.history import ROOM
 from modeling_tnn.hub import AUTO_MAP
 from tnn_scripts.common.atomic import write_json
 from tnn_scripts.common.tables import format_metric
@@ -183,12 +184,16 @@ def facts(model: PreTrainedModel, length: int) -> dict:
 
 @torch.no_grad()
 def decoding_state(model: PreTrainedModel, length: int) -> list[dict]:
-    """The size of the decoding state after texts of the trained length and of eight times as many tokens."""
+    """The size of the decoding state after texts of the trained length and of eight times as many tokens.
+
+    A cache keeps the end of a prompt for `crop` until its free places are filled: so many tokens are decoded first.
+    """
     rows = []
     for context in (length, 8 * length):
         ids = torch.zeros(1, context, dtype=torch.long, device=model.device)
         past = model.base_model(ids, use_cache=True).past_key_values
-        past = model.base_model(ids[:, :1], use_cache=True, past_key_values=past).past_key_values
+        for _ in range(ROOM + 1):
+            past = model.base_model(ids[:, :1], use_cache=True, past_key_values=past).past_key_values
         rows.append({"context": context, "mebibytes": memory_per_sequence(past) / 2**20})
     return rows
 

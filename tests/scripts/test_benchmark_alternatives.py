@@ -41,6 +41,6 @@ def test_suite():
     settings = {"channels": 2, "batch_size": 1, "rank": 8, "device": "cpu", "threads": 1, "repeats": 1}
     rows = alternatives.run(SimpleNamespace(subjects=list(alternatives.SUBJECTS), lengths=[64], **settings))
     assert [row["way"] for row in rows] == [way for ways in alternatives.SUBJECTS.values() for way in ways]
-    kept = {row["way"]: row["saved_megabytes"] for row in rows}
+    kept = {row["way"]: row["saved_mebibytes"] for row in rows}
     assert kept["prefix"] > 4 * kept["filter"] and kept["split"] == kept["fused"]
     assert alternatives.table(rows).count("\n") == 6

@@ -96,7 +96,7 @@ def test_state_size():
     short = [("rtf", 4), ("rtf", 8), *others]  # a transfer function has fewer states than samples
     assert ways == [(50, *way) for way in short] + [(100, *way) for way in [*short[:2], ("rtf", 64), *others]]
     rows = dict(zip(ways, rows, strict=True))
-    kept = {key: row["saved_megabytes"] for key, row in rows.items()}
+    kept = {key: row["saved_mebibytes"] for key, row in rows.items()}
     assert kept[100, "scan", 8] > 1.5 * kept[100, "scan", 4]
     assert kept[100, "s4d", 64] < 0.2 * (6 * 32 * 100 * 16 / 2**20), "no Vandermonde matrix"
     assert kept[100, "s4", 64] < 0.5 * (6 * 64 * 51 * 8 / 2**20), "no Cauchy matrix"
@@ -114,7 +114,7 @@ def test_long_range():
     ]
     assert all(row["steps_per_second"] > 0 for row in rows)
     assert all(row["over_first"] == 1 for row in rows if row["way"] == "rpe")
-    kept = {(row["way"], row["length"]): row["saved_megabytes"] for row in rows}
+    kept = {(row["way"], row["length"]): row["saved_mebibytes"] for row in rows}
     assert all(0.1 < kept[way, 64] < kept[way, 70] for way in benchmark_long_range.WAYS)
     parameters = {row["way"]: row["parameters"] for row in rows if row["length"] == 64}
     assert parameters["transformer"] - 64 * 128 == pytest.approx(parameters["rpe"], rel=0.1)

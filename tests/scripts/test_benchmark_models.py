@@ -57,7 +57,7 @@ def test_one_row_for_each_model_and_context(folders):
 
 def test_the_state_is_that_of_one_sequence_after_the_context(folders):
     states = {
-        (row["model"], row["context"]): row["state_megabytes"] * 2**20 for row in suite.run(settings(folders.values()))
+        (row["model"], row["context"]): row["state_mebibytes"] * 2**20 for row in suite.run(settings(folders.values()))
     }
     for context in (5, 70):
         # keys and values of float32, of 2 heads of 4, in 3 layers

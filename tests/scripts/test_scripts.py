@@ -124,7 +124,7 @@ SHORT = ["--lengths", 16, 100, "--tokens", 200]
         ("training", [], ["released", "fused", "hybrid", "gpt2", "llama", "mamba", "matmul"], ["matmul_over_this"]),
         ("training", ["--bidirectional"], ["rpe", "fd", "ski"], ["rpe_over_this"]),
         ("training", ["--blocks_only"], ["fused", "fused bf16", "matmul"], ["tokens_per_second"]),
-        *exhaustive(("memory", ["--lengths", 100], ["released", "fused"], ["saved_megabytes", "peak_megabytes"])),
+        *exhaustive(("memory", ["--lengths", 100], ["released", "fused"], ["saved_mebibytes", "peak_mebibytes"])),
     ],
 )
 def test_benchmark_of_a_step(tmp_path, suite, options, ways, figures):
@@ -178,8 +178,8 @@ def test_benchmark_of_generation(tmp_path):
                  "--models", *models)  # fmt: skip
     rows = json.loads(output.read_text())["rows"]
     assert {row["model"] for row in rows} == set(models)
-    assert all(row["ms_per_token"] > 0 and row["state_megabytes"] > 0 for row in rows)
-    states = {(row["model"], row["context"]): row["state_megabytes"] for row in rows}
+    assert all(row["ms_per_token"] > 0 and row["state_mebibytes"] > 0 for row in rows)
+    states = {(row["model"], row["context"]): row["state_mebibytes"] for row in rows}
     assert states["gpt2", 300] > 2 * states["gpt2", 16]
     assert states["rtf", 300] == states["rtf", 16]
     grown = {model: states[model, 300] - states[model, 16] for model in models}
