@@ -15,7 +15,7 @@ B batch, D channels. A layer holds the state of the recurrence of its operator (
     modal, s4d   w + 32 inputs of the operator    memory (B, D, Q), complex; future          float32
 
 Each history also holds 64 older values, so that `crop` can remove the newest ones; after a chunk or a prompt of S
-tokens S of them, up to 1,024. A float64 model has float64 states; bfloat16 and float16 models have the dtypes of the
+tokens S of them, up to 1,024, and in assisted decoding 1,024. A float64 model has float64 states; bfloat16 and float16 models have the dtypes of the
 table.
 
 Without gradients the state after a long prompt is made at once and the inputs are freed: they take gigabytes at
@@ -43,7 +43,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from .cache_origin import Origin
 from .continuation import advance
 from .gating import NO_GATE, Gate
-from .history import HistoryBuffer
+from .history import CHUNK_SLACK, HistoryBuffer
 from .layer_types import TOEPLITZ
 from .numerics import is_on_host, is_traced, must_be_eager
 from .recurrence import DivergenceError, Recurrence
@@ -95,6 +95,7 @@ class TnnCacheLayer(CacheLayerMixin):
     is_sliding = False
     supports_early_init = False
     short: "TnnCacheLayer | None" = None  # which caches of version 0.1.0 do not have
+    record_past = False
 
     def __init__(self, **kwargs):
         super().__init__()
@@ -122,7 +123,7 @@ class TnnCacheLayer(CacheLayerMixin):
         """The layer that holds the state of the short convolution before the operator (`hyena.py`)."""
         if self.short is None:
             self.short = type(self)()
-            self.short.origin = self.origin
+            self.short.origin, self.short.record_past = self.origin, self.record_past
         return self.short
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor | None = None):
@@ -156,6 +157,14 @@ class TnnCacheLayer(CacheLayerMixin):
         self.length += key_states.shape[1]
         return outputs, None
 
+    def activate_past_recording(self):
+        """Let `crop` remove up to 1,024 tokens that came one by one. transformers calls this for assisted decoding."""
+        self.record_past = True
+        if self.history is not None:
+            self.history.slack = CHUNK_SLACK
+        if self.short is not None:
+            self.short.activate_past_recording()
+
     def renew(self):
         """Continue with the present weights: drop everything that was computed from the earlier ones."""
         if self.is_initialized:
@@ -180,6 +189,8 @@ class TnnCacheLayer(CacheLayerMixin):
         # Later calls write into the state, which they could not if inference mode had made it.
         with contextlib.nullcontext() if is_traced() else torch.inference_mode(False), torch.no_grad():
             self.recurrence.start(self, self.prefill)
+        if self.record_past:
+            self.history.slack = CHUNK_SLACK
         self.recurrence = self._begun(self.recurrence)
         self.prefill = None
 

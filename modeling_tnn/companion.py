@@ -206,7 +206,8 @@ class CompanionRecurrence(Recurrence):
     @cached_property
     def _first(self) -> torch.Tensor:
         """The coefficients c_i and a_i of the lags i = 1 .. H - 1, `(H-1, 2, D)`."""
-        return fit_taps(self._both.flip(2), BLOCK - 1).permute(2, 1, 0).contiguous()
+        first = fit_taps(self._both.flip(2).flatten(0, 1), BLOCK - 1)  # (2D, H-1)
+        return first.unflatten(0, (-1, 2)).permute(2, 1, 0).contiguous()
 
     @cached_property
     def _stable(self) -> bool:

@@ -15,7 +15,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
 from .channels import tensor_plan
-from .hub import AUTO_MAP, save_code
+from .hub import AUTO_MAP, own_classes, save_code
 from .layer_types import DERIVED as DERIVED_LAYERS
 from .layer_types import FIELDS as LAYER_FIELDS
 from .layer_types import LIMITS as LIMITS_OF_LAYERS
@@ -513,7 +513,7 @@ class TnnConfig(PreTrainedConfig):
             ValueError: a field has a value outside its limits, or two fields contradict each other.
         """
         self.check()
-        self.auto_map = dict(AUTO_MAP)
+        self.auto_map = AUTO_MAP | own_classes(self, save_directory)
         super().save_pretrained(save_directory)
         save_code(save_directory)
         if push_to_hub:

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 # Number of newest values that can be removed at any time: so many older values are kept beyond those the reader needs.
 SLACK = 64
 
-# The same number after a chunk of at least this many values.
+# The same number after a chunk of at least this many values, and in assisted decoding.
 CHUNK_SLACK = 1024
 
 # Free places after the values of a buffer that is not a ring, or not yet as long as it will be.
@@ -43,7 +43,10 @@ class HistoryBuffer:
         end: the place after that of the newest value; the next value is written there, or at the front after C.
         held: number of values in the buffer.
         is_fixed: whether the buffer keeps its length.
+        slack: number of newest values that can be removed at any time.
     """
+
+    slack = SLACK
 
     def __init__(self, first: torch.Tensor, reach: int | None):
         self.reach, self.lent, self.is_fixed = reach, False, False
@@ -71,7 +74,7 @@ class HistoryBuffer:
     def append(self, values: torch.Tensor):
         """Append `(B, D, S)` new values."""
         new = values.shape[-1]
-        wanted = None if self.reach is None else self.reach + slack_after(new)
+        wanted = None if self.reach is None else self.reach + max(self.slack, slack_after(new))
         if wanted is not None and new > wanted:
             values, new = values[..., -wanted:], wanted
             self.buffer, self.end, self.held = values[..., :0], 0, 0
@@ -115,7 +118,7 @@ class HistoryBuffer:
     def settle(self, block: int):
         """Give a ring the length for values that come one by one. The next `block` of them will lie in one piece."""
         if self.is_ring and not self.is_fixed:
-            longest, capacity = _aligned(self.reach + SLACK), self.buffer.shape[-1]
+            longest, capacity = _aligned(self.reach + self.slack), self.buffer.shape[-1]
             fits = min(longest, self.held + block) <= capacity <= longest
             if not fits or capacity % ALIGNMENT or (self.end + block) % ALIGNMENT:
                 self._move(min(longest, _aligned(self.held + max(ALIGNMENT, self.held))), -block % ALIGNMENT)
@@ -124,14 +127,16 @@ class HistoryBuffer:
         """Give the buffer the length that it keeps while values come one by one.
 
         Args:
-            longest: the length without a bound; None if the buffer may grow.
+            longest: the number of values of the whole text, if it is known. A text that is longer may need any length.
         """
         self.is_fixed = True
         capacity = self.buffer.shape[-1]
         if self.is_ring:
-            wanted = _aligned(self.reach + SLACK)
+            wanted = _aligned(self.reach + self.slack)
+            if longest is not None and self.held < longest:
+                wanted = min(wanted, _aligned(longest))
         elif self.reach is not None:
-            wanted = self.reach + SLACK + ROOM
+            wanted = self.reach + self.slack + ROOM
         else:
             wanted = max(longest or 0, capacity)
         if capacity != wanted:
@@ -139,7 +144,7 @@ class HistoryBuffer:
 
     def reserve(self):
         """Make room for one value."""
-        self._make_room(1, None if self.reach is None else self.reach + SLACK)
+        self._make_room(1, None if self.reach is None else self.reach + self.slack)
 
     def take_place(self) -> int:
         """The place of the next value, which the caller writes. `reserve` has made room for it."""
@@ -158,7 +163,7 @@ class HistoryBuffer:
         Zeros stand before the values of a row that has fewer.
         """
         if count > self.held:
-            room = self._room(count, None if self.reach is None else self.reach + SLACK)
+            room = self._room(count, None if self.reach is None else self.reach + self.slack)
             self.buffer, self.end = pad(self.last(self.held), (count - self.held, room)), count
         elif self.lent:
             self.buffer = self.buffer.clone()
@@ -173,7 +178,7 @@ class HistoryBuffer:
     def compact(self, count: int):
         """Keep at most the newest `count` values, if the buffer has more places than for so many one by one."""
         if self.buffer.shape[-1] > places(self.reach, count):
-            kept = self.last(count if self.reach is None else min(count, self.reach + SLACK)).clone()
+            kept = self.last(count if self.reach is None else min(count, self.reach + self.slack)).clone()
             self.buffer, self.end, self.held, self.lent = kept, kept.shape[-1], kept.shape[-1], False
 
     def _make_room(self, new: int, wanted: int | None):
@@ -189,7 +194,7 @@ class HistoryBuffer:
 
     def _move(self, capacity: int, end: int = 0):
         """Move the newest values to a buffer of this length: in a ring before the place `end`, else to its front."""
-        kept = self.last(capacity if self.is_ring or self.reach is None else self.reach + SLACK)
+        kept = self.last(capacity if self.is_ring or self.reach is None else self.reach + self.slack)
         buffer, count = kept.new_empty(*kept.shape[:-1], capacity), kept.shape[-1]
         end = end if self.is_ring else count
         young = min(end, count)

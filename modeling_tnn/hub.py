@@ -15,6 +15,8 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import Collection
+from itertools import count
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
@@ -40,6 +42,19 @@ AUTO_MAP = {
 }
 
 
+def own_classes(config: PreTrainedConfig, folder: str | os.PathLike) -> dict[str, str]:
+    """The entries of `auto_map` for a user's subclasses, whose files transformers has copied to `folder`."""
+    entries = (getattr(config, "auto_map", None) or {}).items()
+    ours = {place.partition(".")[0] for place in AUTO_MAP.values()}
+    return {
+        auto_class: place
+        for auto_class, place in entries
+        if isinstance(place, str)
+        and (module := place.partition(".")[0]) not in ours
+        and Path(folder, f"{module}.py").exists()
+    }
+
+
 def save_code(folder: str | os.PathLike):
     """Copy the code of the models to `folder`.
 
@@ -48,19 +63,32 @@ def save_code(folder: str | os.PathLike):
     code here imports them; the loader finds them by this line:
 
         from .heads import TnnForTokenClassification
+
+    A file that is no copy of this code, but has the name of one, is moved aside.
     """
     models = Path(__file__).with_name("heads.py")
     for file in {models, *map(Path, get_relative_import_files(models))}:
         copied = Path(folder) / file.name
         if not (copied.exists() and copied.samefile(file)):
+            move_aside(copied, file)
             shutil.copy(file, copied)
+
+
+def move_aside(found: Path, file: Path):
+    """Give `found` another name if it exists and its first line is not that of `file`, as in copies of any version."""
+    if not found.exists() or found.read_bytes().partition(b"\n")[0] == file.read_bytes().partition(b"\n")[0]:
+        return
+    names = (found.with_name(f"{found.name}.orig{number or ''}") for number in count())
+    free = next(name for name in names if not name.exists())
+    found.rename(free)
+    logger.warning("%s was not saved with a model. It is now %s: the code of the model has its name.", found, free)
 
 
 # Arguments of `from_pretrained` that say where files are.
 LOCATION_KWARGS = ("cache_dir", "local_files_only", "token", "revision", "subfolder")
 
-# Arguments that disable the checks: the weights come from elsewhere, or may have other sizes.
-UNCHECKED_KWARGS = ("state_dict", "gguf_file", "variant", "force_download", "ignore_mismatched_sizes")
+# Arguments that disable the checks: the weights come from elsewhere, or may have other sizes or names.
+UNCHECKED_KWARGS = ("state_dict", "gguf_file", "variant", "force_download", "ignore_mismatched_sizes", "key_mapping")
 
 logger = logging.getLogger(__name__)
 
@@ -166,20 +194,25 @@ def check_sizes(declared: dict[str, torch.Size], stored: dict[str, torch.Size]):
         )
 
 
-def check_names(declared: dict[str, torch.Size], stored: dict[str, torch.Size], saved_as: str = "another model"):
-    """Compare the names of a model with those of a checkpoint of plain tensors, which was `saved_as` this class.
+def check_names(declared: dict[str, torch.Size], stored: dict[str, torch.Size], saved_as: Collection[str] = ()):
+    """Compare the names of a model with those of a checkpoint of plain tensors.
 
     A model may have additional parameters, which are initialised, or lack some of the checkpoint. If both occur, the
-    names are damaged or it is another model, and random weights would pass for trained ones.
+    names are damaged or it is another model, and random weights would pass for trained ones. A checkpoint of other
+    classes may lack the head of the model and have one of its own.
+
+    Args:
+        saved_as: the names of other classes that the checkpoint was saved as.
 
     Raises:
         CheckpointMismatchError: names are missing, and others are left over that belong to no head.
     """
     left_over = [name for name in stored if name not in declared and not name.startswith(HEADS)]
-    missing = [name for name in declared if name not in stored]
+    missing = [name for name in declared if name not in stored and not (saved_as and name.startswith(HEADS))]
     if missing and left_over:
+        owners = " or ".join([*sorted(saved_as), "another model"])
         raise CheckpointMismatchError(
-            f"The weights are damaged or belong to {saved_as}: {missing[0]} is missing, and {left_over[0]} is not in "
+            f"The weights are damaged or belong to {owners}: {missing[0]} is missing, and {left_over[0]} is not in "
             "the model. Load with ignore_mismatched_sizes=True to use the weights that fit."
         )
 
@@ -244,5 +277,4 @@ def check_before_loading(model_class: type["PreTrainedModel"], source, options: 
     if config.tie_word_embeddings:
         declared = {name: shape for name, shape in declared.items() if name not in (model._tied_weights_keys or {})}
     if getattr(config, "quantization_config", None) is None:
-        names = set(config.architectures or []) - {model_class.__name__}
-        check_names(declared, stored, " or ".join([*sorted(names), "another model"]))
+        check_names(declared, stored, set(config.architectures or []) - {model_class.__name__})

@@ -91,8 +91,13 @@ def check_tokens(input_ids: Any, inputs_embeds: Any, embedding: torch.nn.Module)
         raise ValueError(f"`{name}` must be on the device of the model, {weight.device}, got {tokens.device}")
 
 
-def check_prompt(input_ids: Any, inputs_embeds: Any, attention_mask: Any, embedding: torch.nn.Module):
+def check_prompt(
+    input_ids: Any, inputs_embeds: Any, attention_mask: Any, embedding: torch.nn.Module, past_length: int = 0
+):
     """Check the tokens and the mask that `generate` takes. Both kinds of tokens may be given, or none.
+
+    Args:
+        past_length: the number of tokens in a cache. The mask may include them where the tokens do not.
 
     Raises:
         TypeError, ValueError: those of `check_tokens`; or the mask is not a tensor of the shape of the prompt.
@@ -105,10 +110,11 @@ def check_prompt(input_ids: Any, inputs_embeds: Any, attention_mask: Any, embedd
     if attention_mask is None or prompt is None:
         return
     require_tensor("attention_mask", attention_mask, "(B, L)")
-    shape = tuple(prompt.shape[:2])
-    if attention_mask.shape != shape or attention_mask.is_meta != prompt.is_meta:
+    shape, whole = tuple(prompt.shape[:2]), (prompt.shape[0], past_length + prompt.shape[1])
+    if attention_mask.shape not in (shape, whole) or attention_mask.is_meta != prompt.is_meta:
+        with_past = f", or {whole} with the tokens of `past_key_values`" if past_length else ""
         raise ValueError(
-            f"`attention_mask` must have shape {shape} on {prompt.device}, as the prompt, got "
+            f"`attention_mask` must have shape {shape} on {prompt.device}, as the prompt{with_past}, got "
             f"{tuple(attention_mask.shape)} on {attention_mask.device}"
         )
 

@@ -169,7 +169,9 @@ class TnnPreTrainedModel(FixedKernelsMixin, PreTrainedModel):
             self._keep_in_fp32_modules = self._keep_in_fp32_modules_strict = []
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, use_safetensors: bool = True, **kwargs):
+    def from_pretrained(
+        cls, pretrained_model_name_or_path, *model_args, use_safetensors: bool | None = True, **kwargs
+    ):
         """Load a model as in transformers, with two precautions against untrusted checkpoints.
 
         Weights are read only from safetensors, never from pickle, unless `use_safetensors=False`. The sizes that the
@@ -178,6 +180,7 @@ class TnnPreTrainedModel(FixedKernelsMixin, PreTrainedModel):
         Raises:
             CheckpointMismatchError: the configuration does not fit the weights.
         """
+        use_safetensors = use_safetensors is not False
         if use_safetensors:
             check_before_loading(cls, pretrained_model_name_or_path, kwargs)
         return super().from_pretrained(
@@ -318,6 +321,11 @@ class TnnModel(TnnPreTrainedModel):
             check_cache(past_key_values, self)
         # A graph of one step knows neither the length nor the mask of the text before it.
         past_length = 0 if past_key_values is None or ready else int(past_key_values.get_seq_length(first))
+        if past_length and recomputes(self):
+            raise ValueError(
+                "`past_key_values` must be empty with gradient checkpointing, whose layers get no cache, got "
+                f"{past_length} tokens. Call gradient_checkpointing_disable() or eval() first."
+            )
         whole_mask = attention_mask
         attention_mask = attention_mask[TOEPLITZ] if ready and isinstance(attention_mask, dict) else attention_mask
         attention_mask = check_attention_mask(attention_mask, inputs_embeds, past_length)
@@ -349,6 +357,11 @@ class TnnModel(TnnPreTrainedModel):
             last_hidden_state=with_mask(self.norm, attention_mask)(hidden_states),
             past_key_values=past_key_values if use_cache else None,
         )
+
+
+def recomputes(model: TnnModel) -> bool:
+    """Whether the layers of a model compute their activations again in the backward pass. They then get no cache."""
+    return model.training and any(layer.gradient_checkpointing for layer in model.layers)
 
 
 class TnnPredictionHeadTransform(nn.Module):
@@ -418,14 +431,21 @@ class TnnForCausalLM(TnnPreTrainedModel, GenerationMixin):
     def generate(self, inputs: torch.LongTensor | None = None, *args, **kwargs):
         """Generate tokens as in transformers, after a check of the prompt. A batch without rows is returned unchanged.
 
+        The attention mask may cover the tokens of `past_key_values` too. While training with gradient checkpointing,
+        whose layers get no cache, tokens are generated without one.
+
         Raises:
             TypeError, ValueError: those of [`TnnModel.forward`].
         """
         input_ids = kwargs.get("input_ids") if inputs is None else inputs
         inputs_embeds = kwargs.get("inputs_embeds")
-        check_prompt(input_ids, inputs_embeds, kwargs.get("attention_mask"), self.get_input_embeddings())
+        past = kwargs.get("past_key_values")
+        past_length = int(past.get_seq_length()) if isinstance(past, Cache) else 0
+        check_prompt(input_ids, inputs_embeds, kwargs.get("attention_mask"), self.get_input_embeddings(), past_length)
         if input_ids is not None and len(input_ids) == 0:
             return input_ids
+        if recomputes(self.model):
+            kwargs["use_cache"] = False
         # An assistant that exits early lowers the number of layers, and an error would leave it lowered.
         layers = self.config.num_hidden_layers
         try:

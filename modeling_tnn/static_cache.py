@@ -33,7 +33,7 @@ class TnnStaticCacheLayer(TnnCacheLayer):
     """The decoding state of one layer, in tensors whose shapes and addresses stay the same from token to token.
 
     Args:
-        max_cache_len: number of places for kernels without an end, whose state grows with the text.
+        max_cache_len: number of tokens of the whole text, which bounds the places for a long kernel.
 
     Attributes:
         is_ready: whether `prepare` has been called for the next token.
@@ -158,6 +158,8 @@ def prepare_step(model: nn.Module, inputs: dict) -> dict:
     tokens, cache = inputs.get("input_ids"), inputs.get("past_key_values")
     if tokens is None or tokens.shape[1] != 1 or torch.is_grad_enabled() or not can_be_prepared(cache):
         return inputs
+    if not tokens.is_meta and any(parameter.is_meta for parameter in model.parameters()):
+        return inputs  # offloaded weights are there in a forward pass alone
     # The states are written in place later, also outside of inference mode.
     with contextlib.nullcontext() if is_traced() else torch.inference_mode(False), torch.no_grad():
         check_cache(cache, model)

@@ -136,9 +136,9 @@ class ModalRecurrence(FilterRecurrence):
         return state.length - state.counters["covered"]
 
     def _fill(self, state, like: torch.Tensor):
-        self._advance_memory(state, self._past(state), state.length - self.window - SLACK)
+        longest = self.window + state.history.slack
+        self._advance_memory(state, self._past(state), state.length - longest)
         past = self._past(state)
-        longest = self.window + SLACK
         padded = pad(past, (max(0, longest - past.shape[-1]), 0))  # one transform length for all fills
         keep = padded.shape[-1] == longest
         near = self._continue(padded, padded.shape[-1], BLOCK, keep)

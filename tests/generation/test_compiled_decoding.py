@@ -221,3 +221,18 @@ def test_the_compiler(name):
     model = built(name)
     expected = generate(model, TEXT[:, :20], 200)
     assert torch.equal(generate(model, TEXT[:, :20], 200, compiling("inductor")), expected)
+
+
+@pytest.mark.parametrize("length, new", [(1, 20), (150, 300), (600, 20)])
+def test_a_static_cache_is_no_longer_than_its_text(length, new):
+    """The kernel of a slow decay has 20,000 taps, and the text has none so far away."""
+    model, prompt = model_of("rpe", decay=0.999), TEXT[:1].repeat(1, 4)[:, :length]
+    options = {"max_new_tokens": new, "do_sample": False, "return_dict_in_generate": True}
+    dynamic, static = (model.generate(prompt, cache_implementation=kind, **options) for kind in (None, "static"))
+    assert torch.equal(static.sequences, dynamic.sequences)
+    places = static.past_key_values.layers[0].history.buffer.shape[-1]
+    assert length + new - 1 <= places <= length + new + 128
+    more = model.generate(
+        static.sequences, past_key_values=static.past_key_values, max_new_tokens=200, do_sample=False
+    )
+    assert torch.equal(more, model.generate(static.sequences, max_new_tokens=200, do_sample=False))

@@ -155,6 +155,15 @@ def test_assisted_is_greedy(name, length, new):
     assert torch.equal(generate(model, prompt, new, assistant_model=assistant), generate(model, prompt, new))
 
 
+@pytest.mark.parametrize("assistant", ["rtf", "s4d", "explicit", "hyena", "hybrid-sliding", *exhaustive("rpe", "fd")])
+def test_long_drafts(assistant):
+    """An assistant whose drafts are longer than what its cache can take back otherwise."""
+    model, prompt, drafting = model_of("rpe"), prompt_of(7, 1), model_of(assistant)
+    settings = {"num_assistant_tokens": 90, "num_assistant_tokens_schedule": "constant"}
+    drafting.generation_config.update(assistant_confidence_threshold=0.0, **settings)
+    assert torch.equal(generate(model, prompt, 100, assistant_model=drafting), generate(model, prompt, 100))
+
+
 @EVERY_MODEL
 @EVERY_PROMPT
 def test_sampling_with_a_seed(name, length, new):

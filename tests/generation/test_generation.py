@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, TextStreamer, pipeline
 
-from helpers.models import CAUSAL, lively_language_model, relative_error
+from helpers.models import CAUSAL, checkpoint_activations, lively_language_model, relative_error
 
 EVERY_VARIANT = pytest.mark.parametrize("tno_type", CAUSAL)
 PROMPT = torch.arange(14).view(2, 7) * 5 + 3
@@ -97,3 +98,46 @@ def test_no_cache_unless_wanted():
     model = language_model("rpe")
     assert model(PROMPT, use_cache=False).past_key_values is None
     assert model(PROMPT).past_key_values is not None
+
+
+@pytest.mark.parametrize("padded", [0, 3])
+def test_new_tokens_after_a_cache_with_the_mask_of_the_whole_text(padded):
+    """The mask covers the cache too, as in transformers' documentation, or only the new tokens."""
+    model, text = language_model("rpe", decay=0.9), torch.arange(32).view(2, 16) * 3 + 2
+    mask = torch.ones_like(text)
+    mask[0, :padded] = 0
+    options = {"max_new_tokens": 9, "do_sample": False}
+    expected = model.generate(text, attention_mask=mask, **options)[:, 12:]
+    with torch.no_grad():
+        past = model(text[:, :12], attention_mask=mask[:, :12], use_cache=True).past_key_values
+    with pytest.raises(
+        ValueError, match=r"`attention_mask` must have shape \(2, 4\) .*, or \(2, 16\) with the tokens"
+    ):
+        model.generate(text[:, 12:], attention_mask=mask[:, 1:], past_key_values=past, **options)
+    assert torch.equal(model.generate(text[:, 12:], attention_mask=mask, past_key_values=past, **options), expected)
+
+
+def test_generation_and_caches_with_activation_checkpointing():
+    """Its layers get no cache: `generate` goes without one, and a cache that holds text is refused."""
+    model = language_model("rpe", decay=0.9, hidden_dropout_prob=0.0)
+    with torch.no_grad():
+        past = model(PROMPT, use_cache=True).past_key_values
+    expected = model.generate(PROMPT, max_new_tokens=9, do_sample=False)
+    checkpoint_activations(model)
+    model.train()
+    assert torch.equal(model.generate(PROMPT, max_new_tokens=9, do_sample=False), expected)
+    with pytest.raises(
+        ValueError, match="`past_key_values` must be empty with gradient checkpointing, .* got 7 tokens"
+    ):
+        model(PROMPT, past_key_values=past)
+
+
+@pytest.mark.parametrize("implementation", [None, "static"])
+@pytest.mark.parametrize("tno_type", CAUSAL)
+def test_offloaded_weights(tno_type, implementation):
+    """The weights of each module come to the device while it runs."""
+    model = language_model(tno_type)
+    options = {"max_new_tokens": 9, "do_sample": False}
+    expected = model.generate(PROMPT, **options)
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    assert torch.equal(model.generate(PROMPT, cache_implementation=implementation, **options), expected)

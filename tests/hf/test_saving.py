@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -15,6 +15,7 @@ from transformers import (
 from helpers import processes
 from helpers.models import AUTO, BIDIRECTIONAL, CAUSAL, INPUT_IDS, VARIANTS, perturbed_model, seeded, tiny_config
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification, TnnModel
+from modeling_tnn.hub import AUTO_MAP, CheckpointMismatchError
 from modeling_tnn.tno_auto import OPERATORS
 
 HEADS = [(TnnForCausalLM, t, True) for t in CAUSAL] + [(TnnForMaskedLM, t, False) for t in BIDIRECTIONAL]
@@ -138,3 +139,79 @@ def test_modules_kept_in_float32_exist(variant):
     model = TnnModel(tiny_config(*variant))
     names = ".".join(model.state_dict())
     assert all(name in names for name in model._keep_in_fp32_modules_strict)
+
+
+class WithValues(TnnForCausalLM):
+    """A user's model: the body, its head, and another head."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.value_head = torch.nn.Linear(config.hidden_size, 1)
+        self.post_init()
+
+
+def test_another_head_on_the_body_of_a_subclass(tmp_path):
+    model = seeded(WithValues, tiny_config())
+    model.save_pretrained(tmp_path)
+    classifier = TnnForSequenceClassification.from_pretrained(tmp_path)
+    assert torch.equal(classifier.model(INPUT_IDS)[0], model.model(INPUT_IDS)[0])
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file({name.replace("u_proj", "x_proj"): one for name, one in weights.items()}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointMismatchError, match="damaged or belong to WithValues or another model"):
+        TnnForSequenceClassification.from_pretrained(tmp_path)
+
+
+def test_key_mapping(tmp_path):
+    model = seeded(TnnForCausalLM, tiny_config())
+    model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    renamed = {name.replace("model.", "backbone.", 1): one for name, one in weights.items()}
+    save_file(renamed, tmp_path / "model.safetensors", {"format": "pt"})
+    loaded = TnnForCausalLM.from_pretrained(tmp_path, key_mapping={"^backbone.": "model."})
+    assert torch.equal(loaded(INPUT_IDS)[0], model(INPUT_IDS)[0])
+
+
+SUBCLASS = """
+from modeling_tnn import TnnForCausalLM
+
+
+class Scaled(TnnForCausalLM):
+    def forward(self, *args, **kwargs):
+        outputs = super().forward(*args, **kwargs)
+        outputs.logits = outputs.logits * 2
+        return outputs
+"""
+
+
+def test_a_registered_subclass(tmp_path, monkeypatch):
+    """`auto_map` names it where transformers has copied its file, and our class elsewhere."""
+    (tmp_path / "scaled_models.py").write_text(SUBCLASS)
+    monkeypatch.syspath_prepend(tmp_path)
+    from scaled_models import Scaled
+
+    Scaled.register_for_auto_class("AutoModelForCausalLM")
+    model = seeded(Scaled, tiny_config())
+    model.save_pretrained(tmp_path / "scaled")
+    read = lambda name: json.loads((tmp_path / name / "config.json").read_text())["auto_map"]  # noqa: E731
+    assert read("scaled") == AUTO_MAP | {"AutoModelForCausalLM": "scaled_models.Scaled"}
+    assert (tmp_path / "scaled" / "scaled_models.py").exists()
+    TnnForCausalLM.from_pretrained(tmp_path / "scaled").save_pretrained(tmp_path / "plain")
+    assert read("plain") == AUTO_MAP
+
+
+def test_files_of_a_user_with_names_of_the_code_are_moved_aside(tmp_path, caplog):
+    model = seeded(TnnForCausalLM, tiny_config())
+    for text in ("mine = 1\n", "mine = 2\n"):
+        (tmp_path / "loss.py").write_text(text)
+        with caplog.at_level("WARNING"):
+            model.save_pretrained(tmp_path)
+    assert "loss.py was not saved with a model. It is now" in caplog.text
+    assert [(tmp_path / name).read_text() for name in ("loss.py.orig", "loss.py.orig1")] == [
+        "mine = 1\n",
+        "mine = 2\n",
+    ]
+    own = (tmp_path / "loss.py").read_text()
+    (tmp_path / "loss.py").write_text(own + "# an older version\n")
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "loss.py").read_text() == own
+    assert len(list(tmp_path.glob("*.orig*"))) == 2

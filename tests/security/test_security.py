@@ -143,8 +143,9 @@ def test_pickles_are_not_read(load, folder, tmp_path):
         load.from_pretrained(tmp_path, use_safetensors=False)
     assert not victim.exists()
     torch.save(load_file(folder / "model.safetensors"), tmp_path / "pytorch_model.bin")
-    with pytest.raises(OSError, match="model.safetensors"):
-        load.from_pretrained(tmp_path)
+    for unset in ({}, {"use_safetensors": None}):  # None is the default of transformers
+        with pytest.raises(OSError, match="model.safetensors"):
+            load.from_pretrained(tmp_path, **unset)
     assert load.from_pretrained(tmp_path, use_safetensors=False).config.tno_type == "rpe"
 
 
