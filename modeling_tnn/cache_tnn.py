@@ -15,8 +15,8 @@ B batch, D channels. A layer holds the state of the recurrence of its operator (
     modal, s4d   w + 32 inputs of the operator    memory (B, D, Q), complex; future          float32
 
 Each history also holds 64 older values, so that `crop` can remove the newest ones; after a chunk or a prompt of S
-tokens S of them, up to 1,024, and in assisted decoding 1,024. A float64 model has float64 states; bfloat16 and float16 models have the dtypes of the
-table.
+tokens S of them, up to 1,024, and in assisted decoding 1,024. A float64 model has float64 states; bfloat16 and float16
+models have the dtypes of the table.
 
 Without gradients the state after a long prompt is made at once and the inputs are freed: they take gigabytes at
 100,000 tokens. The inputs of a prompt that is not much larger than its state are kept and, where the state takes time

@@ -425,6 +425,7 @@ class TnnForCausalLM(TnnPreTrainedModel, GenerationMixin):
 
     def prepare_inputs_for_generation(self, *args, inputs_embeds: torch.Tensor | None = None, **kwargs) -> dict:
         """The inputs of the next pass, as in transformers. A static cache is made ready for a compiled step."""
+        kwargs.pop("tokenizer", None)  # that of `stop_strings`, which transformers hands on to the model
         inputs = super().prepare_inputs_for_generation(*args, inputs_embeds=inputs_embeds, **kwargs)
         return prepare_step(self.model, inputs)
 

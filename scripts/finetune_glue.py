@@ -72,6 +72,9 @@ class GlueArguments(GroupArguments):
     max_eval_samples: int | None = None
     max_predict_samples: int | None = field(default=None, metadata={"help": "Predict the first so many rows."})
     from_scratch: bool = field(default=False, metadata={"help": "Random weights instead of the trained ones."})
+    ignore_mismatched_sizes: bool = field(
+        default=False, metadata={"help": "Draw a new head if the model is a classifier of other classes."}
+    )
     sweep: bool = field(default=False, metadata={"help": "Train with each learning rate and seed; keep the best."})
     sweep_learning_rates: list[float] = field(default_factory=lambda: [1e-5, 3e-5, 6e-5, 1e-4])  # of the TNN paper
     sweep_seeds: list[int] = field(default_factory=lambda: [0, 1, 2], metadata={"help": "Seeds of the sweep."})
@@ -141,6 +144,7 @@ class Task:
             config.label2id = {name: index for index, name in config.id2label.items()}
         if self.args.from_scratch:
             return AutoModelForSequenceClassification.from_config(config, **code)
+        code |= {"ignore_mismatched_sizes": self.args.ignore_mismatched_sizes}
         return AutoModelForSequenceClassification.from_pretrained(source, config=config, **code)
 
     def predictions(self, logits: np.ndarray) -> np.ndarray:

@@ -90,12 +90,21 @@ def batches(args: argparse.Namespace, tokenizer) -> Iterator[list[str]]:
         raise ValueError("--prompt, --prompt_file or a line on the standard input must be given")
 
 
+# Fields of GenerationConfig after which `generate` returns something else than tokens, or is part of another one.
+OTHER_OUTPUTS = ("return_dict_in_generate", "is_assistant")
+# Fields that need the tokenizer.
+READ_TEXT = {"stop_strings", "token_healing"}
+
+
 def generation_options(parser: argparse.ArgumentParser, rest: list[str]) -> dict:
     """The `--name value` pairs for fields of GenerationConfig. A value is read as JSON if it is JSON."""
     fields = GenerationConfig().to_dict()
     options = {}
+    rest = [part for word in rest for part in (word.split("=", 1) if word.startswith("--") else [word])]
     for name, value in zip(rest[::2], rest[1::2] + [None] * (len(rest) % 2), strict=True):
         field = name.removeprefix("--")
+        if field in OTHER_OUTPUTS:
+            parser.error(f"{name} must not be given: this program writes text")
         if not name.startswith("--") or field not in fields or value is None:
             hint = nearest(field, fields, "--")
             given = f"{name} {value or '(no value)'}"
@@ -111,6 +120,7 @@ def continue_batch(model, tokenizer, prompts: list[str], options: dict, stream: 
     """The texts of all sequences of the prompts, and the number of new tokens."""
     inputs = tokenizer(prompts, return_tensors="pt", padding=len(prompts) > 1, return_token_type_ids=False)
     streamer = TextStreamer(tokenizer, skip_special_tokens=True) if stream else None
+    options = options | ({"tokenizer": tokenizer} if options.keys() & READ_TEXT else {})
     output = model.generate(**inputs.to(model.device), streamer=streamer, **options)
     new = output[:, inputs["input_ids"].shape[1] :]
     count = new.numel() if tokenizer.pad_token_id is None else int((new != tokenizer.pad_token_id).sum())
@@ -132,7 +142,7 @@ def main():
         args.model_name_or_path, dtype=args.dtype, trust_remote_code=args.trust_remote_code
     ).to(args.device)
     check_vocabulary(tokenizer, model.config.vocab_size)
-    options = {"max_new_tokens": 100} | options
+    options = options if "max_length" in options else {"max_new_tokens": 100} | options
     stream = args.batch_size == 1 and options.get("num_beams", 1) == 1 and options.get("num_return_sequences", 1) == 1
     set_seed(args.seed)
     prompts, texts, tokens, seconds = [], [], 0, 0.0

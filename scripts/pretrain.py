@@ -140,7 +140,7 @@ def fit_length(args: PretrainArguments, config: PreTrainedConfig, overrides: dic
     """Set the block size: that of the arguments, or else the length that the model is made for.
 
     Raises:
-        ValueError: the blocks are longer than the positions of the model.
+        ValueError: the blocks are longer than the positions of the model, or have no token to predict.
     """
     field = "max_position_embeddings"
     longest = overrides.get(field, getattr(config, field, None))
@@ -151,6 +151,9 @@ def fit_length(args: PretrainArguments, config: PreTrainedConfig, overrides: dic
             raise ValueError(f"--block_size must be at most {field}={longest} of the model, got {args.block_size}")
         # A TNN takes any length, but the fields that follow from this number must be derived again.
         overrides |= {field: args.block_size} | {name: overrides.get(name) for name in GRIDS}
+    shortest = 3 if args.objective == "mlm" else 2
+    if args.block_size < shortest:
+        raise ValueError(f"--block_size must be at least {shortest} for a token to predict, got {args.block_size}")
 
 
 def build_tokenizer(

@@ -10,6 +10,7 @@ Example:
     python scripts/push_to_hub.py outputs/demo --repo_id user/tnn-demo --space
 """
 
+import shlex
 import sys
 
 from tnn_scripts.common.errors import report_errors
@@ -19,7 +20,7 @@ from tnn_scripts.common.publishing import build_parser, run
 
 @report_errors
 def main():
-    for url in run(build_parser().parse_args()):
+    for url in run(build_parser().parse_args(), shlex.join(["tnn", "push", *sys.argv[1:]])):
         sys.stdout.write(f"published at {url}\n")
 
 

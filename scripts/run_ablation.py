@@ -84,6 +84,8 @@ class AblationArguments(GroupArguments):
             ValueError: a field is unknown, or has a value outside its limits.
         """
         name, _, changes = variant.partition(":")
+        if "=" in name:
+            raise ValueError(f"--variants must be NAME or NAME:FIELD=VALUE,..., got {variant}")
         try:
             return load_config(self.config_name, parse_overrides(self.config_overrides), parse_overrides(changes))
         except ValueError as error:

@@ -130,6 +130,8 @@ def variant_config(args: SyntheticArguments, variant: str) -> TnnConfig:
         ValueError: a field is unknown, or has a value outside its limits.
     """
     name, _, changes = variant.partition(":")
+    if "=" in name:
+        raise ValueError(f"--variants must be NAME or NAME:FIELD=VALUE,..., got {variant}")
     fields = {
         "vocab_size": args.num_tokens,
         "hidden_size": args.hidden_size,

@@ -39,6 +39,7 @@ INPUTS = {
     "decoding": "decoding.json",
     "kernels": "kernels.json",
 }
+PICTURES = ("kernels.png", "length_extrapolation.png")
 CARD_OPTIONS = ("repo_id", "description", "data", "dataset_id", "license", "language")
 PIPELINES = {
     "TnnForCausalLM": "text-generation",
@@ -137,10 +138,10 @@ def check_folder(target: Path, folder: Path):
     """Refuse to write a card into the folder of a model, because some files have the same names.
 
     Raises:
-        ValueError: `target` is the folder of the model.
+        ValueError: `target` is the folder of this or of another model.
     """
-    if target.resolve() == folder.resolve():
-        raise ValueError(f"The folder of the card must not be that of the model, got {target}")
+    if target.resolve() == folder.resolve() or any(target.glob("*.safetensors")):
+        raise ValueError(f"The folder of the card must not be that of a model, got {target}")
 
 
 def load(folder: Path) -> PreTrainedModel:
@@ -205,6 +206,8 @@ def collect(args: argparse.Namespace, model: PreTrainedModel, target: Path):
         ValueError: a file is missing, not JSON, or not written by the program.
     """
     target.mkdir(parents=True, exist_ok=True)
+    for name in (*INPUTS.values(), *PICTURES):  # of an earlier card
+        (target / name).unlink(missing_ok=True)
     card = {
         name: getattr(args, name) for name in ("repo_id", "description", "data", "dataset_id", "license", "language")
     }
@@ -215,7 +218,9 @@ def collect(args: argparse.Namespace, model: PreTrainedModel, target: Path):
     write_json(target / INPUTS["model"], facts(model, length))
     for name, path in sources(args).items():
         try:
-            write_json(target / INPUTS[name], READERS[name](read_json(path)))
+            report = read_json(path)
+            report = of_model(report, args.folder, model.config) if name == "evaluation" else report
+            write_json(target / INPUTS[name], READERS[name](report))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not a JSON file that the card can read as {name}: {error!r}") from error
     if args.kernels is not None:
@@ -259,6 +264,24 @@ def read_training_arguments(report: dict) -> dict:
 
 def _without_folder(source: str) -> str:
     return Path(source).name if Path(source).is_absolute() or Path(source).exists() else source
+
+
+def of_model(report: dict, folder: Path, config: modeling_tnn.TnnConfig) -> dict:
+    """The report of evaluate_lm.py with the rows of one of its models, the one in `folder` if there are several.
+
+    Raises:
+        ValueError: `folder` is none of them, or the report is of another kind of language model.
+    """
+    masked = report["settings"].get("objective") == "mlm"
+    if masked == config.causal:
+        raise ValueError(f"it must be for a {'causal' if config.causal else 'masked'} language model")
+    models = sorted({row["model"] for row in report["results"] if "model" in row})
+    if len(models) < 2:  # the folder may have been moved since
+        return report
+    own = [name for name in models if Path(name).resolve() == folder.resolve()]
+    if not own:
+        raise ValueError(f"it must have {folder} among its models, got {', '.join(models)}")
+    return report | {"results": [row for row in report["results"] if row["model"] in own]}
 
 
 def read_evaluation(report: dict) -> dict:

@@ -6,6 +6,7 @@ and carries the code of this package. The upload is a single commit, so an inter
 
 import argparse
 import logging
+import shlex
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -81,15 +82,17 @@ def publish(folder: Path, repo_id: str, private: bool, repo_type: str = "model")
     return url
 
 
-def run(args: argparse.Namespace) -> list[RepoUrl]:
+def run(args: argparse.Namespace, command: str) -> list[RepoUrl]:
     """Stage and publish a model; the addresses of the repository and, with `--space`, of its Space.
+
+    Args:
+        command: what publishes it later if this fails.
 
     Raises:
         ValueError: the folder holds no complete model, or no causal one for a Space, or a file of results cannot be
             read.
         PublishingError: the upload failed.
     """
-    command = f"python scripts/push_to_hub.py {args.folder} --repo_id {args.repo_id}"
     if args.space:
         space.check_model(args.folder)
     with tempfile.TemporaryDirectory() as folder:
@@ -100,7 +103,7 @@ def run(args: argparse.Namespace) -> list[RepoUrl]:
         return [model]
     with tempfile.TemporaryDirectory() as folder:
         space.write_space(Path(folder), model.repo_id, args.license, args.package or space.PACKAGE)
-        with publishing_errors(args.folder, f"{command} --space", lost="The Space was not published"):
+        with publishing_errors(args.folder, command, lost="The Space was not published"):
             return [model, publish(Path(folder), model.repo_id, args.private, "space")]
 
 
@@ -140,7 +143,8 @@ def upload(folder: str, repository: str, model_type: str):
         PublishingError: the upload failed.
     """
     if model_type == "tnn":
-        run(build_parser().parse_args([str(folder), "--repo_id", repository]))
+        given = [str(folder), "--repo_id", repository]
+        run(build_parser().parse_args(given), shlex.join(["tnn", "push", *given]))
     else:
         with publishing_errors(folder, f"hf upload {repository} {folder}"):
             upload_folder(repo_id=repository, folder_path=folder, ignore_patterns=NOT_UPLOADED)

@@ -52,8 +52,7 @@ def exit_with_message(training: TrainingArguments, overwrite: bool, dry_run: boo
     try:
         if training.push_to_hub:  # Trainer itself would publish pickles and no code
             raise ValueError(
-                "--push_to_hub must not be given for this program: publish the trained model with "
-                "scripts/push_to_hub.py"
+                "--push_to_hub must not be given for this program: publish the trained model with tnn push"
             )
         with output_folder(training, dry_run):
             check_run(Path(training.output_dir), overwrite, training.resume_from_checkpoint)

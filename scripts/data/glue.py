@@ -1,12 +1,11 @@
 """The data of the nine GLUE tasks, or of files of the same form: columns, labels, splits."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from datasets import ClassLabel, Dataset, DatasetDict, Value, load_dataset
 from transformers import PreTrainedTokenizerBase
 
-from tnn_scripts.data.text import BUILDERS, check_file, load_file
+from tnn_scripts.data.text import builder_of, check_file, load_file
 
 # The columns that hold text.
 TASKS = {
@@ -72,28 +71,34 @@ def load_task(name: str, path: str | None = None) -> TaskData:
 def load_files(train: str, validation: str, test: str | None = None, sentence_keys: tuple[str, ...] = ()) -> TaskData:
     """CSV, JSON or parquet files with a column `label` and one or two columns of text.
 
-    Labels are classes (text or whole numbers), or values to predict (other numbers).
+    Labels are classes (text or whole numbers), or values to predict (other numbers). In CSV files `NA` and its like
+    are text, and an empty cell is a missing value.
 
     Args:
         sentence_keys: names of the columns of text; unless given, `find_sentences` finds them.
 
     Raises:
         ValueError: a file is missing, empty or of another kind, lacks columns of the training file, or has several
-            columns of text and `sentence_keys` is not given.
+            columns of text and `sentence_keys` is not given. A text is missing, or a label outside the test file;
+            labels are of several kinds, of one class alone, or not in the training file.
     """
     files = {"train": train, "validation": validation} | ({} if test is None else {"test": test})
     for file in files.values():
         check_file(file)
-        if BUILDERS.get(Path(file).suffix, "text") == "text":
+        if builder_of(file) == "text":
             raise ValueError(f"Files must be .csv, .json, .jsonl or .parquet, got {file}")
-    splits = DatasetDict({split: load_file(file) for split, file in files.items()})
+    splits = DatasetDict({split: load_file(file, na_is_text=True) for split, file in files.items()})
     data = TaskData(None, splits, sentence_keys or find_sentences(train, splits["train"]), None)
     for number, key in enumerate(sentence_keys, 1):
         _check_sentences(f"--sentence{number}_key", key, splits["train"])
     _check_columns(train, data)
-    labels = splits["train"]["label"]
-    if not isinstance(labels[0], float):
-        names = sorted(set(labels))
+    for split, rows in splits.items():
+        for column in (*data.text_columns, *(["label"] if split != "test" else [])):
+            _check_values(files[split], rows, column)
+    if not _are_values(splits):
+        names = sorted(set(splits["train"]["label"]))
+        if len(names) < 2:
+            raise ValueError(f"The labels of {train} must have at least two classes, got {names[0]!r} alone")
         data.label_names = list(map(str, names))
         for split, rows in splits.items():
             given = rows["label"] if "label" in rows.column_names else [None] * len(rows)
@@ -159,6 +164,27 @@ def _check_columns(source: str, data: TaskData):
             raise ValueError(f"The {split} split of {source} must have the columns {columns}, got {found}")
         if len(rows) == 0:
             raise ValueError(f"The {split} split of {source} must have rows, got none")
+
+
+def _check_values(file: str, rows: Dataset, column: str):
+    """Check that no text and no label is missing."""
+    missing = next((number for number, value in enumerate(rows[column], 1) if value is None), None)
+    if missing is not None:
+        raise ValueError(f"The column {column} of {file} must have a value in each row, got none in row {missing}")
+
+
+def _are_values(splits: DatasetDict) -> bool:
+    """Whether the labels are values to predict, in all splits that have labels."""
+    features = {split: rows.features["label"] for split, rows in splits.items() if "label" in rows.column_names}
+    kinds = {split: getattr(feature, "dtype", str(feature)) for split, feature in features.items()}
+    for split, kind in kinds.items():
+        if not kind.startswith(("float", "double", "int", "uint", "string", "large_string", "bool", "null")):
+            raise ValueError(f"Labels must be text or numbers, got {kind} in the {split} file")
+    are_values = {split: kind.startswith(("float", "double")) for split, kind in kinds.items() if kind != "null"}
+    if len(set(are_values.values())) > 1:
+        found = ", ".join(f"{kinds[split]} in the {split} file" for split in are_values)
+        raise ValueError(f"Labels must be classes or values in all files, got {found}")
+    return are_values["train"]
 
 
 def _index(names: list, label) -> int:

@@ -4,13 +4,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
 from datasets import IterableDataset, IterableDatasetDict, load_dataset
 from datasets.exceptions import DatasetsError
 
-from tnn_scripts.data.text import BUILDERS, looks_like_file
+from tnn_scripts.data.text import builder_of, looks_like_file
 
 # Lines of a text file that stay together.
 LINES = 100
@@ -29,7 +28,7 @@ def open_source(name: str, config_name: str | None = None) -> IterableDatasetDic
         ValueError: it cannot be read, or has no train split.
     """
     if looks_like_file(name):
-        builder = BUILDERS.get(Path(name).suffix, "text")
+        builder = builder_of(name)
         try:
             return load_dataset(builder, data_files=name, streaming=True)
         except (DatasetsError, ValueError) as error:
@@ -109,8 +108,10 @@ class Mixture:
         """The texts of each row."""
         # Not `for row in rows`: in a worker of a loader, that would be a part of the rows.
         for batch in rows.iter(batch_size=1):
-            texts = batch[self.text_column]
-            yield [text or "" for text in (texts[0] if self.documents == "lines" else texts)]
+            texts = batch[self.text_column][0] if self.documents == "lines" else batch[self.text_column]
+            if wrong := [text for text in texts if not isinstance(text, str | None)]:
+                raise ValueError(f"--text_column must be a column of text, got {self.text_column} with {wrong[0]!r}")
+            yield [text or "" for text in texts]
 
     def first_texts(self) -> IterableDataset:
         """The first texts of all sources, on which a tokenizer is trained."""

@@ -6,11 +6,12 @@ causal model gets the tokenizer's end of text.
 """
 
 import collections
+import gzip
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from datasets import Dataset, DatasetDict, load_dataset
+from datasets import Dataset, DatasetDict, Value, load_dataset
 from datasets.exceptions import DatasetsError
 from tokenizers import ByteLevelBPETokenizer
 from tokenizers.processors import RobertaProcessing
@@ -24,6 +25,7 @@ SPECIAL_TOKENS = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>",
 MASKED_TOKENS = {"cls_token": "<s>", "sep_token": "</s>", "mask_token": "<mask>"}
 VALIDATION_SHARE = 0.05
 DEMO_DOCUMENTS = "book,chapter"
+TEXT_TYPES = ("string", "large_string")
 BUILDERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
@@ -47,7 +49,8 @@ def load_corpus(
     In a source without a validation split, the last 5% become this split.
 
     Raises:
-        ValueError: a file is missing or empty, or the column does not exist.
+        ValueError: a file is missing or empty, the column does not exist or is no text, or a single row is to be
+            divided.
         ModuleNotFoundError: the demo corpus is not installed.
     """
     files = {"train": source} if source is not None and looks_like_file(source) else {}
@@ -64,6 +67,8 @@ def load_corpus(
         corpus["validation"] = load_file(validation_file)
     splits = {name: rows for name, rows in corpus.items() if name in ("train", "validation")}
     corpus = DatasetDict({name: _texts(rows, name, text_column, documents) for name, rows in splits.items()})
+    if "validation" not in corpus and len(corpus["train"]) < 2:
+        raise ValueError("The text must have at least two rows unless --validation_file is given, got one")
     if "validation" not in corpus:
         halves = corpus["train"].train_test_split(test_size=VALIDATION_SHARE, shuffle=False)
         corpus = DatasetDict(train=halves["train"], validation=halves["test"])
@@ -100,22 +105,40 @@ def check_file(file: str, whole: bool = True):
         raise ValueError(f"The file {file} does not exist.")
     if path.stat().st_size == 0:
         raise ValueError(f"The file {file} is empty.")
-    if whole and BUILDERS.get(path.suffix, "text") != "parquet":
+    if whole and builder_of(file) != "parquet":
         try:
-            with path.open(encoding="utf-8") as lines:
+            with (gzip.open if path.suffix.lower() == ".gz" else open)(path, "rt", encoding="utf-8") as lines:
                 collections.deque(lines, maxlen=0)
-        except UnicodeDecodeError as error:
+        except (UnicodeDecodeError, gzip.BadGzipFile, EOFError) as error:
             raise ValueError(f"The file {file} is not text in UTF-8: {error}") from error
 
 
-def load_file(file: str) -> Dataset:
+def builder_of(file: str) -> str:
+    """The kind of a file by its suffix, also below .gz; text if it has another suffix or none.
+
+    Raises:
+        ValueError: it is a table with another separator than commas.
+    """
+    path = Path(file.lower())
+    suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+    if suffix == ".tsv":
+        raise ValueError(f"Tables must be .csv, .json, .jsonl or .parquet files, got {file}")
+    return BUILDERS.get(suffix, "text")
+
+
+def load_file(file: str, na_is_text: bool = False) -> Dataset:
     """The rows of a local file.
+
+    Args:
+        na_is_text: whether the words with which pandas marks missing values in CSV files, such as NA, are text.
 
     Raises:
         ValueError: the file has no rows, or they cannot be read.
     """
     try:
-        return load_dataset(BUILDERS.get(Path(file).suffix, "text"), data_files=file, split="train")
+        builder = builder_of(file)
+        options = {"keep_default_na": False, "na_values": [""]} if na_is_text and builder == "csv" else {}
+        return load_dataset(builder, data_files=file, split="train", **options)
     except (DatasetsError, ValueError) as error:
         raise ValueError(f"The file {file} has no rows that can be read: {error.__cause__ or error}") from error
 
@@ -206,13 +229,18 @@ def enclosing_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], lis
 
 def looks_like_file(source: str) -> bool:
     """Whether a source is a local file, not a folder or a Hub id."""
-    return not Path(source).is_dir() and (Path(source).is_file() or Path(source).suffix in BUILDERS)
+    return not Path(source).is_dir() and (Path(source).is_file() or Path(source).suffix.lower() in BUILDERS)
 
 
 def _texts(split: Dataset, name: str, column: str, documents: str | None) -> Dataset:
     if column not in split.column_names:
         found = ", ".join(split.column_names)
         raise ValueError(f"--text_column must be a column of the {name} split, one of {found}, got {column}")
+    feature = split.features[column]
+    if not (isinstance(feature, Value) and feature.dtype in TEXT_TYPES):
+        raise ValueError(f"--text_column must be a column of text, got {column} of {feature} in the {name} split")
+    if split.data.column(column).null_count:  # an empty cell of a table
+        split = split.map(lambda rows: {column: [text or "" for text in rows[column]]}, batched=True)
     ends = document_ends(split, column, documents)
     texts = split.select_columns(column)
     return (texts if column == "text" else texts.rename_column(column, "text")).add_column("ends", ends)

@@ -34,9 +34,9 @@ def hang_up():
 def test_push_without_a_network(hub, tmp_path, monkeypatch):
     """In the middle of the upload, then from the start: what to do later is in the error, and it works."""
     folder = save_model(tmp_path / "model", tno_type="rpe", decay=0.9)
-    command = ["push_to_hub", folder, "--repo_id", "user/tnn"]
+    command = ["push_to_hub", folder, "--repo_id", "user/tnn", "--private"]
     hub.on_upload = hang_up
-    message = rf"(?s)Nothing was published: .*\n  python scripts/push_to_hub.py {folder} --repo_id user/tnn"
+    message = rf"(?s)Nothing was published: .*\n  tnn push {folder} --repo_id user/tnn --private"
     with pytest.raises(SystemExit, match=message):
         run_script(*command)
     assert hub.files("user/tnn") == {}
@@ -44,7 +44,7 @@ def test_push_without_a_network(hub, tmp_path, monkeypatch):
     run_script(*command)
     assert {"model.safetensors", "config.json", "README.md"} < hub.files("user/tnn").keys()
     monkeypatch.setattr("tnn_scripts.common.publishing.HfApi", lambda: NOWHERE)
-    with pytest.raises(SystemExit, match="(?s)Nothing was published: ConnectError.*push_to_hub.py"):
+    with pytest.raises(SystemExit, match="(?s)Nothing was published: ConnectError.*tnn push"):
         run_script(*command)
 
 
@@ -53,7 +53,7 @@ def test_pretraining_without_a_network(hub, tmp_path):
     config, text = write_config(tmp_path / "config"), write_text(tmp_path / "text.txt")
     options = ["--config_name", config, "--train_file", text, "--output_dir", tmp_path / "out", "--max_steps", 2]
     hub.on_upload = hang_up
-    with pytest.raises(SystemExit, match=r"(?s)Nothing was published: .*\n  python .*/out --repo_id user/out"):
+    with pytest.raises(SystemExit, match=r"(?s)Nothing was published: .*\n  tnn push .*/out --repo_id user/out"):
         run_script("pretrain", *options, "--push_to_hub")
     assert (tmp_path / "out" / "metrics.json").exists()
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")

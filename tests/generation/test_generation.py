@@ -3,10 +3,13 @@
 import pytest
 import torch
 from accelerate import cpu_offload
+from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, TextStreamer, pipeline
 
 from helpers.models import CAUSAL, checkpoint_activations, lively_language_model, relative_error
+from helpers.scripts import SENTENCES
+from tnn_scripts.data.text import train_tokenizer
 
 EVERY_VARIANT = pytest.mark.parametrize("tno_type", CAUSAL)
 PROMPT = torch.arange(14).view(2, 7) * 5 + 3
@@ -141,3 +144,14 @@ def test_offloaded_weights(tno_type, implementation):
     expected = model.generate(PROMPT, **options)
     cpu_offload(model, execution_device=torch.device("cpu"))
     assert torch.equal(model.generate(PROMPT, cache_implementation=implementation, **options), expected)
+
+
+def test_stop_strings():
+    """transformers hands the tokenizer that they need on to every pass of the model."""
+    tokenizer = train_tokenizer(Dataset.from_dict({"text": SENTENCES}), 300)
+    model, prompt = language_model("rpe", vocab_size=300), tokenizer("The quick", return_tensors="pt").input_ids
+    options = {"max_new_tokens": 15, "do_sample": False}
+    whole = model.generate(prompt, **options)
+    text = tokenizer.decode(whole[0, prompt.shape[1] + 4])
+    stopped = model.generate(prompt, stop_strings=[text], tokenizer=tokenizer, **options)
+    assert stopped.shape[1] <= prompt.shape[1] + 5 and torch.equal(stopped, whole[:, : stopped.shape[1]])

@@ -169,7 +169,7 @@ def test_a_space_without_a_page(model_folder, tmp_path):
     (folder / "config.json").write_text(config.replace("TnnForCausalLM", "TnnModel"))
     args = push_to_hub.build_parser().parse_args([str(folder), "--repo_id", REPO, "--space"])
     with pytest.raises(ValueError, match="holds a TnnModel: only a TnnForCausalLM has a page"):
-        push_to_hub.run(args)
+        push_to_hub.run(args, "tnn push")
 
 
 BY_METHODS = """

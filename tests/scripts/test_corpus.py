@@ -1,5 +1,6 @@
 """Where documents end in what a language model is trained and evaluated on."""
 
+import gzip
 import json
 
 import pytest
@@ -9,7 +10,7 @@ from transformers import AutoTokenizer, pipeline
 from helpers.models import lively_language_model
 from helpers.scripts import ROOT, SENTENCES, run_script, write_config, write_text
 from tnn_scripts.data.document_ends import document_ends
-from tnn_scripts.data.text import load_corpus, load_texts, pack, tokenize, train_tokenizer
+from tnn_scripts.data.text import check_file, load_corpus, load_texts, pack, tokenize, train_tokenizer
 
 ARTICLES = ["", " = Lobster = \n", "", " It swims where a \n", " = b = \n", "", " = Pike = \n", ""]
 WIKITEXT = ROOT.parent / "shared" / "data" / "wikitext"
@@ -138,3 +139,32 @@ def test_batches_of_a_pipeline(tokenizer):
     generate = pipeline("text-generation", model=model, tokenizer=tokenizer)
     prompts, options = ["The quick brown fox", "A", "Pack my box"], {"max_new_tokens": 12, "do_sample": False}
     assert generate(prompts, batch_size=3, **options) == [generate(prompt, **options) for prompt in prompts]
+
+
+def test_rows_without_text(tmp_path):
+    """An empty cell is an empty text; a column of numbers is refused."""
+    (tmp_path / "rows.csv").write_text("text,stars\none,1\n,2\nthree,3\n")
+    texts = load_texts(str(tmp_path / "rows.csv"))
+    assert texts["text"][:] == ["one", "", "three"]
+    with pytest.raises(ValueError, match=r"--text_column must be a column of text, got stars of .*int64"):
+        load_texts(str(tmp_path / "rows.csv"), text_column="stars")
+
+
+def test_suffixes(tmp_path):
+    """Large letters and compressed files; tables with another separator are refused."""
+    rows = "".join(json.dumps({"text": sentence}) + "\n" for sentence in SENTENCES)
+    (tmp_path / "ROWS.JSONL").write_text(rows)
+    (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(rows.encode()))
+    (tmp_path / "lines.txt.gz").write_bytes(gzip.compress("".join(f"{line}\n" for line in SENTENCES).encode()))
+    for name in ("ROWS.JSONL", "rows.jsonl.gz", "lines.txt.gz"):
+        check_file(str(tmp_path / name))
+        assert load_texts(str(tmp_path / name))["text"][:] == list(SENTENCES), name
+    (tmp_path / "rows.tsv").write_text("text\tlabel\nx\t1\n")
+    with pytest.raises(ValueError, match=r"Tables must be .csv, .json, .jsonl or .parquet files, got .*rows.tsv"):
+        load_corpus(str(tmp_path / "rows.tsv"))
+
+
+def test_a_text_of_one_row(tmp_path):
+    (tmp_path / "line.txt").write_text("one line alone")
+    with pytest.raises(ValueError, match="at least two rows unless --validation_file is given, got one"):
+        load_corpus(str(tmp_path / "line.txt"))

@@ -268,6 +268,9 @@ def test_refused_options(given, message, tmp_path, capsys):
         ("sentence,class\nx,1\n", "must have the columns label"),
         ("text,label\nx,1\n", "must have the columns sentence"),
         ("sentence,label\nx,7\n", r"label must be one of those in the training file, \[0, 1\], got 7"),
+        ("sentence,label\nx,1\n,0\n", "column sentence of .*validation.csv must have a value in each row, .* row 2"),
+        ("sentence,label\nx,1\ny,\n", "column label of .*validation.csv must have a value in each row, .* row 2"),
+        ("sentence,label\nx,1.5\n", "classes or values in all files, got int64 in the train file, float64 in"),
     ],
 )
 def test_refused_files(content, message, encoder, tmp_path):
@@ -303,3 +306,32 @@ def test_real_tasks(task):
     expected = {"mnli": 3, "stsb": 0}.get(task, 2)
     assert len(data.label_names or []) == expected
     assert isinstance(data.splits, DatasetDict) and data.validation_splits
+
+
+def test_classes_of_files(tmp_path):
+    """One class is no task; NA is a word, and an empty cell is none."""
+    file = tmp_path / "rows.csv"
+    file.write_text("sentence,label\nNA,1\nnull,1\n")
+    with pytest.raises(ValueError, match="must have at least two classes, got 1 alone"):
+        load_files(str(file), str(file))
+    file.write_text("sentence,label\nNA,null\nnull,NA\n")
+    data = load_files(str(file), str(file))
+    assert data.label_names == ["NA", "null"] and data.splits["train"]["sentence"][:] == ["NA", "null"]
+    lists = tmp_path / "rows.jsonl"
+    lists.write_text('{"sentence": "x", "label": [0]}\n{"sentence": "y", "label": [1]}\n')
+    with pytest.raises(ValueError, match="Labels must be text or numbers, got List"):
+        load_files(str(lists), str(lists))
+
+
+def test_a_new_head_for_other_classes(encoder, glue, tmp_path):
+    """That of a classifier of other classes goes, if it is asked for."""
+    task = ["--task_name", "sst2", "--dataset_path", glue, "--max_steps", 2]
+    run_script("finetune_glue", *glue_options(encoder, tmp_path / "two", *task))
+    file = tmp_path / "rows.csv"
+    file.write_text("sentence,label\nx,a\ny,b\nz,c\n")
+    files = ["--train_file", file, "--validation_file", file, "--max_steps", 2]
+    with pytest.raises(SystemExit, match="ignore_mismatched_sizes"):
+        run_script("finetune_glue", *glue_options(tmp_path / "two", tmp_path / "three", *files))
+    options = [*glue_options(tmp_path / "two", tmp_path / "three", *files), "--ignore_mismatched_sizes"]
+    run_script("finetune_glue", *options)
+    assert AutoModelForSequenceClassification.from_pretrained(tmp_path / "three").config.num_labels == 3

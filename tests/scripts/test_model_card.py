@@ -109,6 +109,37 @@ def test_perplexity_by_length_has_bits_per_byte(tmp_path):
         assert ("bits per byte" in render(tmp_path / "card")) == with_bits
 
 
+def test_the_rows_of_one_model(tmp_path):
+    """A report of several models: those of another one, or of another kind, are not put into the card."""
+    model, trained, other = seeded(TnnForCausalLM, tiny_config()), tmp_path / "trained", tmp_path / "other"
+    trained.mkdir()
+    row = {"length": 8, "perplexity": 4.0, "tokens": 7, "stride": None, "trained_length": 8}
+    rows = [row | {"model": str(trained)}, row | {"model": str(other), "perplexity": 2.0}]
+    report = {"settings": {"validation_file": None, "split": "test"}, "results": rows}
+    (tmp_path / "lengths.json").write_text(json.dumps(report))
+    collect(arguments(trained, evaluation=tmp_path / "lengths.json"), model, tmp_path / "card")
+    text = render(tmp_path / "card")
+    assert "| 8 | 4.00 | 7 |" in text and "2.00" not in text
+    with pytest.raises(ValueError, match="must have .*third among its models"):
+        collect(arguments(tmp_path / "third", evaluation=tmp_path / "lengths.json"), model, tmp_path / "card")
+    report["settings"] |= {"objective": "mlm", "mlm_probability": 0.2}
+    (tmp_path / "lengths.json").write_text(json.dumps(report))
+    with pytest.raises(ValueError, match="must be for a causal language model"):
+        collect(arguments(trained, evaluation=tmp_path / "lengths.json"), model, tmp_path / "card")
+
+
+def test_nothing_is_left_of_an_earlier_card(tmp_path):
+    model, trained, target = seeded(TnnForCausalLM, tiny_config()), tmp_path / "trained", tmp_path / "card"
+    trained.mkdir()
+    row = {"length": 8, "perplexity": 4.0, "tokens": 7, "stride": None, "trained_length": 8}
+    report = {"settings": {"validation_file": None, "split": "test"}, "results": [row]}
+    (tmp_path / "lengths.json").write_text(json.dumps(report))
+    collect(arguments(trained, evaluation=tmp_path / "lengths.json"), model, target)
+    assert "## Longer texts" in render(target) and (target / "length_extrapolation.png").exists()
+    collect(arguments(trained), model, target)
+    assert "## Longer texts" not in render(target) and not (target / "length_extrapolation.png").exists()
+
+
 def test_card_of_a_masked_model(tmp_path):
     """Its perplexity is that of hidden tokens; it may have scores of GLUE, and settings of the operator's own."""
     config = tiny_config(causal=False, decay=0.01, learnable_decay=True)

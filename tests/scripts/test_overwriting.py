@@ -84,7 +84,7 @@ def test_the_source_of_a_conversion(tmp_path):
 def test_a_card_over_its_model(program, finished):
     before = tree(finished)
     option = "--output_dir" if program == "model_card" else "--card_dir"
-    with pytest.raises(SystemExit, match="folder of the card must not be that of the model"):
+    with pytest.raises(SystemExit, match="folder of the card must not be that of a model"):
         run_script(program, finished, "--repo_id", "user/name", option, finished)
     assert tree(finished) == before
 

@@ -74,6 +74,7 @@ def test_every_length_scores_the_same_tokens():
     [
         (["a:width=3"], "--variants a: overrides must be fields of TnnConfig, got width"),
         (["a:decay=2"], r"--variants a: `decay` must be in \(0, 1\] or None, got 2"),
+        (["decay=1"], "--variants must be NAME or NAME:FIELD=VALUE,..., got decay=1"),
         (["a", "a:decay=1"], "--variants must have different names, got a, a"),
     ],
 )

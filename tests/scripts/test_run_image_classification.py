@@ -123,7 +123,7 @@ def test_imagenet_has_the_settings_of_table_12(monkeypatch):
     [
         (["--label_column_name", "id"], "with the columns id, img, kind"),
         (["--config_overrides", "width=3"], "must be fields of TnnConfig, got width"),
-        (["--push_to_hub"], "publish the trained model with scripts/push_to_hub.py"),
+        (["--push_to_hub"], "publish the trained model with tnn push"),
         (["--config_overrides", TINY + ",image_size=25"], "image_size=25"),
     ],
 )

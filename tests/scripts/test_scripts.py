@@ -33,6 +33,15 @@ def test_generate(model_folder, tmp_path):
     assert json.loads(output.read_text())["texts"] == result["texts"], again.stdout
 
 
+def test_fields_of_generation_config(model_folder, tmp_path):
+    """`--name=value` too; a largest length in place of new tokens; texts that end a sequence."""
+    options = ["--model_name_or_path", model_folder, "--prompt", "The quick", "--output_file", tmp_path / "texts.json"]
+    run("generate.py", *options, "--max_length=12", "--top_k=5")
+    assert json.loads((tmp_path / "texts.json").read_text())["options"] == {"max_length": 12, "top_k": 5}
+    run("generate.py", *options, "--stop_strings", " ", "--max_new_tokens", 40)
+    assert len(json.loads((tmp_path / "texts.json").read_text())["texts"][0]) < 60
+
+
 def test_generate_from_a_file_in_batches(model_folder, tmp_path):
     """Greedy, so that one by one and batched are the same."""
     prompts, output = tmp_path / "prompts.txt", tmp_path / "result.json"
@@ -50,6 +59,7 @@ def test_generate_from_a_file_in_batches(model_folder, tmp_path):
     [
         (["--prompt", "x", "--top_pp", "0.5"], "did you mean --top_p"),
         (["--prompt", "x", "--top_p"], "no value"),
+        (["--prompt", "x", "--return_dict_in_generate", "true"], "must not be given: this program writes text"),
         ([], "--prompt, --prompt_file or a line"),
     ],
 )
