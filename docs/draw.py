@@ -40,12 +40,13 @@ LEARNED_DECAY = {
     "explicit": "free coefficients",
 }
 SMALL_MASKED = {
-    "rpe": "RPE",
-    "fd": "FD",
-    "ski": "SKI, the released start",
-    "ski_local": "SKI, local start",
-    "rtf": "RTF",
-    "rotary": "rotary positions",
+    "rpe": "RPE, the papers' start, 2e-3",
+    "learned": "RPE, learned decays, 2e-3",
+    "fd": "FD, 2e-3",
+    "ski": "SKI, the released start, 4e-3",
+    "ski_local": "SKI, local start, 2e-3",
+    "rtf": "RTF, 2e-3",
+    "rotary": "rotary positions, 2e-3",
 }
 # Corners (a1, a2) of the stable denominators of order 2, and of Montel's region.
 TRIANGLE = [(-2, 1), (2, 1), (0, -1)]

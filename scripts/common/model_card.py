@@ -274,7 +274,7 @@ def of_model(report: dict, folder: Path, config: modeling_tnn.TnnConfig) -> dict
     """
     masked = report["settings"].get("objective") == "mlm"
     if masked == config.causal:
-        raise ValueError(f"it must be for a {'causal' if config.causal else 'masked'} language model")
+        raise ValueError(f"`causal` of its models must be {config.causal}, got {not masked}")
     models = sorted({row["model"] for row in report["results"] if "model" in row})
     if len(models) < 2:  # the folder may have been moved since
         return report

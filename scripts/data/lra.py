@@ -242,5 +242,12 @@ def limit(rows: Dataset, count: int | None) -> Dataset:
 
 
 def encode_split(task: Task, rows: Dataset) -> Dataset:
-    """The `input_ids` and `labels` of raw rows."""
-    return rows.map(task.encode, batched=True, fn_kwargs={"task": task}, remove_columns=rows.column_names)
+    """The `input_ids` and `labels` of raw rows.
+
+    Raises:
+        ValueError: all rows are too long.
+    """
+    encoded = rows.map(task.encode, batched=True, fn_kwargs={"task": task}, remove_columns=rows.column_names)
+    if len(encoded) == 0:
+        raise ValueError(f"--max_length must be at least the length of a sample, got {task.max_length}")
+    return encoded

@@ -124,7 +124,7 @@ def test_the_rows_of_one_model(tmp_path):
         collect(arguments(tmp_path / "third", evaluation=tmp_path / "lengths.json"), model, tmp_path / "card")
     report["settings"] |= {"objective": "mlm", "mlm_probability": 0.2}
     (tmp_path / "lengths.json").write_text(json.dumps(report))
-    with pytest.raises(ValueError, match="must be for a causal language model"):
+    with pytest.raises(ValueError, match="`causal` of its models must be True, got False"):
         collect(arguments(trained, evaluation=tmp_path / "lengths.json"), model, tmp_path / "card")
 
 

@@ -4,6 +4,7 @@ import json
 import random
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ from modeling_tnn import TnnConfig
 from tnn_scripts import run_lra
 from tnn_scripts.common.sequence_pairs import TnnForSequencePairClassification
 from tnn_scripts.data import listops, pathfinder
-from tnn_scripts.data.lra import TASKS, byte_tokenizer, load_task
+from tnn_scripts.data.lra import TASKS, byte_tokenizer, encode_split, load_task
 
 ROOT = Path(__file__).parents[2]
 
@@ -62,6 +63,12 @@ def test_generated_listops_keep_the_rules():
         assert depth.max() <= 9
     assert {token for row in rows for token in row["source"].split()} == set(listops.TOKENS)
     assert all(10 < row["length"] < 40 for row in listops.samples(20, seed=0, shorter=10, longer=40))
+
+
+def test_listops_that_are_all_too_long(tmp_path):
+    rows = Dataset.from_dict({"source": ["[MAX 1 2 3 ]"] * 3, "target": [3] * 3})
+    with pytest.raises(ValueError, match="--max_length must be at least the length of a sample, got 2"):
+        encode_split(replace(TASKS["listops"], max_length=2), rows)
 
 
 def test_share_of_operators_in_listops():
