@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from datasets import ClassLabel, Dataset, DatasetDict, Value, load_dataset
+from datasets import ClassLabel, Dataset, DatasetDict, load_dataset
 from transformers import PreTrainedTokenizerBase
 
-from tnn_scripts.data.text import builder_of, check_file, load_file
+from tnn_scripts.data.text import builder_of, check_file, is_text, load_file
 
 # The columns that hold text.
 TASKS = {
@@ -114,7 +114,7 @@ def find_sentences(source: str, rows: Dataset) -> tuple[str, ...]:
     Raises:
         ValueError: there is no column of text, or several. (run_glue.py would use the first two.)
     """
-    names = [name for name in rows.column_names if name not in NO_SENTENCES and _is_text(rows, name)]
+    names = [name for name in rows.column_names if name not in NO_SENTENCES and is_text(rows, name)]
     if {"sentence1", "sentence2"} <= set(names):
         return "sentence1", "sentence2"
     for columns in TASKS.values():
@@ -141,15 +141,10 @@ def tokenize_task(data: TaskData, tokenizer: PreTrainedTokenizerBase, max_length
     return data.splits.map(tokenize, batched=True, desc=f"tokenizing {data.name or 'files'}")
 
 
-def _is_text(rows: Dataset, name: str) -> bool:
-    feature = rows.features[name]
-    return isinstance(feature, Value) and feature.dtype in ("string", "large_string")
-
-
 def _check_sentences(option: str, name: str, rows: Dataset):
     if name not in rows.column_names:
         raise ValueError(f"{option} must be a column of the file, one of {', '.join(rows.column_names)}, got {name}")
-    if not _is_text(rows, name):
+    if not is_text(rows, name):
         raise ValueError(f"{option} must be a column of text, got {name} of {rows.features[name]}")
 
 

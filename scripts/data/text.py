@@ -25,7 +25,6 @@ SPECIAL_TOKENS = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>",
 MASKED_TOKENS = {"cls_token": "<s>", "sep_token": "</s>", "mask_token": "<mask>"}
 VALIDATION_SHARE = 0.05
 DEMO_DOCUMENTS = "book,chapter"
-TEXT_TYPES = ("string", "large_string")
 BUILDERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
@@ -232,13 +231,19 @@ def looks_like_file(source: str) -> bool:
     return not Path(source).is_dir() and (Path(source).is_file() or Path(source).suffix.lower() in BUILDERS)
 
 
+def is_text(rows: Dataset, column: str) -> bool:
+    """Whether a column holds text."""
+    feature = rows.features[column]
+    return isinstance(feature, Value) and feature.dtype in ("string", "large_string")
+
+
 def _texts(split: Dataset, name: str, column: str, documents: str | None) -> Dataset:
     if column not in split.column_names:
         found = ", ".join(split.column_names)
         raise ValueError(f"--text_column must be a column of the {name} split, one of {found}, got {column}")
-    feature = split.features[column]
-    if not (isinstance(feature, Value) and feature.dtype in TEXT_TYPES):
-        raise ValueError(f"--text_column must be a column of text, got {column} of {feature} in the {name} split")
+    if not is_text(split, column):
+        kind = split.features[column]
+        raise ValueError(f"--text_column must be a column of text, got {column} of {kind} in the {name} split")
     if split.data.column(column).null_count:  # an empty cell of a table
         split = split.map(lambda rows: {column: [text or "" for text in rows[column]]}, batched=True)
     ends = document_ends(split, column, documents)

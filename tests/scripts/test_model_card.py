@@ -128,6 +128,13 @@ def test_the_rows_of_one_model(tmp_path):
         collect(arguments(trained, evaluation=tmp_path / "lengths.json"), model, tmp_path / "card")
 
 
+def test_the_state_is_that_of_decoding():
+    """Not that of a prompt, whose end `crop` may need: the state of a rational function is the same after any."""
+    model = seeded(TnnForCausalLM, tiny_config(tno_type="rtf"))
+    short, long = model_card.decoding_state(model, 64)
+    assert short["mebibytes"] == long["mebibytes"] > 0
+
+
 def test_nothing_is_left_of_an_earlier_card(tmp_path):
     model, trained, target = seeded(TnnForCausalLM, tiny_config()), tmp_path / "trained", tmp_path / "card"
     trained.mkdir()

@@ -278,6 +278,7 @@ def test_stops_before_the_weights_diverge(options, tmp_path, capsys):
 REFUSED = {
     "missing file": (["--train_file", "nowhere.txt"], "nowhere.txt does not exist"),
     "empty file": (["--validation_file", "EMPTY"], "is empty"),
+    "short blocks": (["--block_size", 1], "--block_size must be at least 2 for a token to predict, got 1"),
     "short text": (["--block_size", 30000], "The train text is shorter than one block of 30000 tokens"),
     "large vocabulary": (
         ["--tokenizer_name", "TOKENIZER", "--vocab_size", 290],

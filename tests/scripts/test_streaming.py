@@ -223,6 +223,7 @@ def test_another_stream_is_refused(options, folder, tmp_path):
         (["--interleave_probabilities", 1], "--interleave_probabilities must be one for each --dataset_name, got"),
         (["--interleave_probabilities", 1, -1], "--interleave_probabilities must be above 0, got"),
         (["--text_column", "body"], "--text_column must be a column of .*a.parquet, one of text, other, got body"),
+        (["--text_column", "other"], "--text_column must be a column of text, got other with "),
         (["--documents", "headings"], "--documents must be rows or lines with --streaming, got headings"),
         (["--block_size", 8000], "must have 2 blocks of 8000 tokens for validation, got 0"),
         (["--dataset_config_name", "one"], "--dataset_config_name must be one for each --dataset_name"),
