@@ -16,7 +16,7 @@ from tnn_scripts.common.errors import report_errors
 
 import torch
 
-from tnn_scripts.common.parser import ProgramParser
+from tnn_scripts.common.parser import ProgramParser, check_counts
 from tnn_scripts.common.served import check_address, load_causal, name_of
 
 logger = logging.getLogger("api")
@@ -44,12 +44,8 @@ class ApiArguments:
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
 
     def __post_init__(self):
-        names = ("max_batch_size", "max_waiting", "prefill_tokens", "max_prompt_tokens", "max_new_tokens")
-        for name in (*names, "max_body_bytes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name} must be at least 1, got {getattr(self, name)}.")
-        if self.memory_limit is not None and self.memory_limit < 1:
-            raise ValueError(f"--memory_limit must be at least 1 byte, got {self.memory_limit}.")
+        check_counts(self, "max_batch_size", "max_waiting", "memory_limit", "prefill_tokens")
+        check_counts(self, "max_prompt_tokens", "max_new_tokens", "max_body_bytes")
 
 
 def serve(args: ApiArguments):

@@ -88,6 +88,8 @@ def main():
     tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path, **code)
     model = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, dtype=args.dtype, **code).to(args.device)
     check_vocabulary(tokenizer, model.config.vocab_size)
+    if args.system is not None and tokenizer.chat_template is None:
+        raise ValueError(f"--system must be given with a tokenizer that has a chat template, got {args.system!r}")
     set_seed(args.seed)
     drawn = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p}
     options = {"max_new_tokens": args.max_new_tokens} | (drawn if args.temperature else {"do_sample": False})

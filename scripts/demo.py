@@ -60,9 +60,12 @@ def build_config(args: DemoArguments) -> PreTrainedConfig:
     """The configuration of the preset with the chosen operator.
 
     Raises:
-        ValueError: the operator is not causal.
+        ValueError: it is no TNN, or the operator is not causal.
     """
-    return load_config(args.config_name, {} if args.tno_type is None else {"tno_type": args.tno_type})
+    config = load_config(args.config_name, {} if args.tno_type is None else {"tno_type": args.tno_type})
+    if config.model_type != "tnn":
+        raise ValueError(f"--config_name must be a TNN, got {args.config_name} of {config.model_type}")
+    return config
 
 
 def build_trainer(args: DemoArguments, config: PreTrainedConfig) -> Trainer:

@@ -30,6 +30,7 @@ import json
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -45,7 +46,7 @@ from tnn_scripts.common.arguments import parse_overrides
 from tnn_scripts.common.atomic import claim, saving_errors, write_json, write_text
 from tnn_scripts.common.devices import check_device, suggest_smaller
 from tnn_scripts.common.masked_scoring import hidden_tokens, score_masked
-from tnn_scripts.common.parser import ProgramParser
+from tnn_scripts.common.parser import ProgramParser, check_counts
 from tnn_scripts.common.scoring import by_context, interval, score_tokens
 from tnn_scripts.common.tables import markdown_table
 from tnn_scripts.data.text import check_file, check_vocabulary, enclosing_tokens, load_texts, tokenize
@@ -83,8 +84,7 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"--stride must not be given with --objective mlm, whose rows do not overlap, got {args.stride}")
     if not 0 < args.mlm_probability < 1:
         parser.error(f"--mlm_probability must be in (0, 1), got {args.mlm_probability}")
-    if args.tokens_per_pass < 1:
-        parser.error(f"--tokens_per_pass must be at least 1, got {args.tokens_per_pass}")
+    check_counts(args, "tokens_per_pass", "max_tokens")
     if args.stride is not None and not 1 <= args.stride < min(args.lengths):
         parser.error(f"--stride must be at least 1 and below the smallest of --lengths, got {args.stride}")
     return args
@@ -161,9 +161,15 @@ def evaluate_model(name: str, texts, args: argparse.Namespace) -> list[dict]:
 
 
 def causal_figures(model, tokenizer, texts, args: argparse.Namespace) -> tuple[int, Callable]:
-    """The number of tokens of the text, and a function from a length and a stride to the figures of causal models."""
+    """The number of tokens of the text, and a function from a length and a stride to the figures of causal models.
+
+    Raises:
+        ValueError: the text has no token to predict.
+    """
     lines = tokenize(texts["text"], tokenizer, texts["ends"])
     ids = torch.tensor([token for line in lines for token in line])[: args.max_tokens]
+    if len(ids) < 2:
+        raise ValueError(f"The text must have at least 2 tokens, got {len(ids)}")
     documents = Documents(texts, lines, tokenizer, len(ids))
 
     def figures_at(length: int, stride: int | None) -> dict[str, object]:
@@ -240,27 +246,37 @@ def labels(results: list[dict]) -> list[tuple[str, int | None]]:
     return list(dict.fromkeys((result["model"], result["stride"]) for result in results))
 
 
-def label_text(model: str, stride: int | None) -> str:
-    return Path(model).name + (f", stride {stride}" if stride else "")
+def short_names(results: list[dict]) -> dict[str, str]:
+    """What the models are called in tables and plots: their last folders or, where two would be one, all of it."""
+    last = {result["model"]: Path(result["model"]).name for result in results}
+    count = Counter(last.values())
+    return {model: name if count[name] == 1 else model for model, name in last.items()}
+
+
+def label_texts(results: list[dict]) -> dict[tuple, str]:
+    """What stands above a column of the tables and beside a line of the plot."""
+    names = short_names(results)
+    return {(model, s): names[model] + (f", stride {s}" if s else "") for model, s in labels(results)}
 
 
 def tables(results: list[dict]) -> str:
     """Markdown tables: perplexity and bits per byte by length, differences to the first model, loss by context."""
+    titles, short = label_texts(results), short_names(results)
     if "bits_per_byte" not in results[0]:
         cells = {(*column_of(r), r["length"]): f"{r['perplexity']:.2f}" for r in results}
-        return "perplexity of hidden tokens\n\n" + by_length(cells, labels(results))
+        return "perplexity of hidden tokens\n\n" + by_length(cells, titles)
     cells = {(*column_of(r), r["length"]): f"{r['perplexity']:.2f} ({figure_text(r)})" for r in results}
-    text = "perplexity (bits per byte)\n\n" + by_length(cells, labels(results))
+    text = "perplexity (bits per byte)\n\n" + by_length(cells, titles)
     if differing := [result for result in results if "over_first" in result]:
         cells = {(*column_of(r), r["length"]): figure_text(r, "over_first", "+.3f") for r in differing}
-        first = Path(results[0]["model"]).name
-        text += f"\n\nbits per byte more than {first}\n\n" + by_length(cells, labels(differing))
+        shown = {column: titles[column] for column in labels(differing)}
+        text += f"\n\nbits per byte more than {short[results[0]['model']]}\n\n" + by_length(cells, shown)
     shown = longest(results)
     bins = max((result["by_context"] for result in shown), key=len)
     rows = [[f"{bin['first']} to {bin['last']}" if bin["first"] < bin["last"] else f"{bin['first']}"] for bin in bins]
     for line, row in enumerate(rows):
         row += [f"{r['by_context'][line]['loss']:.3f}" if line < len(r["by_context"]) else "" for r in shown]
-    names = [f"{Path(r['model']).name}, {r['length']}" for r in shown]
+    names = [f"{short[r['model']]}, {r['length']}" for r in shown]
     return f"{text}\n\nloss in nats of a token\n\n" + markdown_table(["tokens before it", *names], rows, texts=1)
 
 
@@ -273,10 +289,10 @@ def figure_text(result: dict, name: str = "bits_per_byte", form: str = ".3f") ->
     return format(result[name], form) + ("" if half is None else f" ± {half:.3f}")
 
 
-def by_length(cells: dict[tuple, str], columns: list[tuple]) -> str:
+def by_length(cells: dict[tuple, str], titles: dict[tuple, str]) -> str:
     lengths = sorted({key[-1] for key in cells})
-    rows = [[length, *(cells.get((*column, length), "") for column in columns)] for length in lengths]
-    return markdown_table(["length", *(label_text(*column) for column in columns)], rows, texts=0)
+    rows = [[length, *(cells.get((*column, length), "") for column in titles)] for length in lengths]
+    return markdown_table(["length", *titles.values()], rows, texts=0)
 
 
 def longest(results: list[dict]) -> list[dict]:
@@ -291,9 +307,9 @@ def plot(results: list[dict], file: Path):
     parts = {"layout": "constrained", "squeeze": False}
     figure, panels = pyplot.subplots(1, 1 + is_causal, figsize=(5.5 * (1 + is_causal), 4.5), **parts)
     axes = panels[0, 0]
-    for column in labels(results):
+    for column, title in label_texts(results).items():
         points = [(r["length"], r["perplexity"]) for r in results if column_of(r) == column]
-        (line,) = axes.plot(*zip(*sorted(points), strict=True), marker="o", label=label_text(*column))
+        (line,) = axes.plot(*zip(*sorted(points), strict=True), marker="o", label=title)
         if is_causal and column[1] is None:
             plot_context(next(r for r in longest(results) if column_of(r) == column)["by_context"], panels[0, 1], line)
     for length in {result["trained_length"] for result in results} - {None}:

@@ -42,6 +42,7 @@ from tnn_scripts.common.commands import next_steps
 from tnn_scripts.common.devices import suggest_smaller
 from tnn_scripts.common.dry_run import dry_run
 from tnn_scripts.common.optimizers import GroupArguments, GroupingTrainer
+from tnn_scripts.common.parser import check_counts
 from tnn_scripts.common.publishing import open_repository, upload
 from tnn_scripts.common.signals import StopRequested
 from tnn_scripts.common.tables import ERRORS, format_metric, markdown_table
@@ -96,6 +97,7 @@ class GlueArguments(GroupArguments):
         for task in self.task_name or []:
             if task not in TASKS:
                 raise ValueError(f"--task_name must be all or one of {', '.join(TASKS)}, got {task}")
+        check_counts(self, "max_train_samples", "max_eval_samples", "max_predict_samples", "max_seq_length")
         if self.dry_run and len(self.task_name or []) > 1:
             raise ValueError(f"--dry_run must be given with one task, got {', '.join(self.task_name)}")
 
@@ -189,7 +191,7 @@ def run(task: Task, training: TrainingArguments, keep: bool = False) -> tuple[Tr
         dry_run(trainer, task.args.number_of_runs())
     results = {}
     if training.do_train:
-        results |= train(trainer)
+        results |= train(trainer, task.splits["train"]["label"], max_seq_length=task.args.max_seq_length)
     if keep:
         save_model(trainer, task, Path(training.output_dir))
     with suggest_smaller("evaluation", "give a smaller --per_device_eval_batch_size or --max_seq_length"):

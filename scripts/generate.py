@@ -25,7 +25,7 @@ import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
 from tnn_scripts.common.atomic import check_writable, write_json
 from tnn_scripts.common.devices import check_device
 from tnn_scripts.common.nearest import nearest
-from tnn_scripts.common.parser import ProgramParser
+from tnn_scripts.common.parser import ProgramParser, check_counts
 from tnn_scripts.common.terminal import read_lines
 from tnn_scripts.data.text import check_file, check_vocabulary
 
@@ -45,8 +45,7 @@ def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, dict]:
     known, rest = parser.parse_known_args(arguments)
     if known.prompt_file is not None:
         known.prompt += read_prompts(known.prompt_file)
-    if known.batch_size < 1:
-        parser.error(f"--batch_size must be at least 1, got {known.batch_size}")
+    check_counts(known, "batch_size")
     return known, generation_options(parser, rest)
 
 
@@ -61,11 +60,16 @@ def read_prompts(file: Path) -> list[str]:
 
 
 def check_prompts(prompts: list[str], tokenizer):
-    """Check that every prompt has tokens, before the first one is continued.
+    """Check that every prompt is text and has tokens, before the first one is continued.
 
     Raises:
-        ValueError: a prompt has no tokens.
+        ValueError: a prompt has no tokens, or has bytes that are not UTF-8.
     """
+    for prompt in prompts:
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:  # Python reads other bytes of a command line as surrogates
+            raise ValueError(f"--prompt must be text in UTF-8, got {prompt!r}") from error
     if empty := [prompt for prompt, ids in zip(prompts, tokenizer(prompts)["input_ids"], strict=True) if not ids]:
         raise ValueError(f"--prompt must have at least one token, got {empty[0]!r}")
 

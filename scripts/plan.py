@@ -28,7 +28,7 @@ from modeling_tnn.configuration_tnn import DERIVED
 from tnn_scripts.common.arguments import find_config, load_config, parse_overrides
 from tnn_scripts.common.atomic import check_writable, write_json
 from tnn_scripts.common.optimizers import OPTIMIZERS
-from tnn_scripts.common.parser import ProgramParser
+from tnn_scripts.common.parser import ProgramParser, check_counts
 from tnn_scripts.common.tables import markdown_table
 from tnn_scripts.planning.engines import ENGINES
 from tnn_scripts.planning.recorder import PARTS
@@ -55,9 +55,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--measure", action="store_true", help=measured)
     parser.add_argument("--output_file", type=Path)
     args = parser.parse_args()
-    for name in ("processes", "per_device_train_batch_size"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
+    check_counts(args, "processes", "per_device_train_batch_size")
     if min(args.lengths) < 2:
         parser.error(f"--lengths must be at least 2, got {min(args.lengths)}")
     if args.measure and args.processes != started:

@@ -31,6 +31,7 @@ from tnn_scripts.common.classification import accuracy, describe, report, save, 
 from tnn_scripts.common.dry_run import dry_run
 from tnn_scripts.common.mixing_trainer import MixingTrainer
 from tnn_scripts.common.optimizers import GroupArguments, GroupingTrainer
+from tnn_scripts.common.parser import check_counts
 from tnn_scripts.common.peers import vit_like
 from tnn_scripts.common.trainer import exit_with_message, train
 from tnn_scripts.data.augmentation import AUGMENTATIONS, ToPixels, unchanged
@@ -61,6 +62,10 @@ class ImageArguments(GroupArguments):
     transformer: bool = False
     overwrite_output_dir: bool = False
     dry_run: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_counts(self, "max_train_samples", "max_eval_samples")
 
 
 @dataclass(frozen=True)
@@ -157,7 +162,7 @@ def run(args: ImageArguments, training: TrainingArguments):
     )
     if args.dry_run:
         dry_run(trainer)
-    train(trainer)
+    train(trainer, pictures.splits["train"][pictures.label], augmentation=args.augmentation)
     save(trainer, vars(args))  # before the evaluations, which may run out of memory
     results = {
         "task": args.dataset_name,

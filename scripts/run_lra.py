@@ -32,6 +32,7 @@ from tnn_scripts.common.arguments import load_config, parse_arguments, parse_ove
 from tnn_scripts.common.classification import accuracy, describe, report, save, score
 from tnn_scripts.common.dry_run import dry_run
 from tnn_scripts.common.optimizers import GroupArguments, GroupingTrainer
+from tnn_scripts.common.parser import check_counts
 from tnn_scripts.common.peers import modernbert_like
 from tnn_scripts.common.sequence_pairs import (
     ModernBertForSequencePairClassification,
@@ -67,6 +68,7 @@ class LraArguments(GroupArguments):
 
     def __post_init__(self):
         super().__post_init__()
+        check_counts(self, "max_train_samples", "max_eval_samples", "max_length")
         if self.pair_column is not None and self.task != "retrieval":
             raise ValueError(f"--pair_column must be given for retrieval alone, got {self.task}")
         if self.extra_test is not None and self.dataset_path is None:
@@ -140,7 +142,7 @@ def run(args: LraArguments, training: TrainingArguments):
     )
     if args.dry_run:
         dry_run(trainer)
-    train(trainer)
+    train(trainer, data["train"]["labels"])
     save(trainer, vars(args))  # before the evaluations, which may run out of memory
     tests = {"validation": data["validation"], "test": data["test"]}
     if args.extra_test is not None:

@@ -15,6 +15,7 @@ from types import ModuleType
 import torch
 from transformers import PreTrainedModel
 
+from tnn_scripts.common.parser import check_counts
 from tnn_scripts.common.served import check_address, load_causal
 from tnn_scripts.common.sessions import Sessions
 from tnn_scripts.common.writing import Settings, Writer
@@ -47,9 +48,7 @@ class PageArguments:
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
 
     def __post_init__(self):
-        for name in ("max_input_tokens", "max_new_tokens", "concurrency_limit"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name} must be at least 1, got {getattr(self, name)}.")
+        check_counts(self, "max_input_tokens", "max_new_tokens", "concurrency_limit")
 
 
 def import_gradio() -> ModuleType:

@@ -130,6 +130,18 @@ OF_TRAINER = set(TrainingArguments.__dataclass_fields__)
 EXAMPLE = re.compile(r"\n\nExample:\n(.*?)(?=\n\n|\Z)", re.DOTALL)
 
 
+def check_counts(options, *names: str):
+    """Check that each of these options is at least 1, or None, which is an option that was not given.
+
+    Raises:
+        ValueError: one is below 1.
+    """
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name} must be at least 1, got {value}")
+
+
 class _Formatter(argparse.RawDescriptionHelpFormatter):
     """A formatter that shows one name of each option, the kind of its value, and its default."""
 

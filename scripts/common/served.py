@@ -38,10 +38,13 @@ def check_address(host: str | None, port: int | None):
     """Refuse an address that cannot be served, before the model is loaded.
 
     Raises:
+        ValueError: the port is no number of a port.
         UserError: another program has it, or it is none of this machine.
     """
     if host is None or port is None:
         return
+    if not 0 <= port < 2**16:
+        raise ValueError(f"--port must be from 0 to {2**16 - 1}, got {port}")
     try:
         socket.create_server((host, port)).close()
     except OSError as error:

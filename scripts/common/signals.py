@@ -13,6 +13,7 @@ from accelerate import PartialState
 from accelerate.utils import reduce
 from transformers import TrainerCallback
 
+from tnn_scripts.common.belonging import write_run
 from tnn_scripts.common.checkpoints import write_checksums
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -54,10 +55,13 @@ class StopCallback(TrainerCallback):
 
     Trainer's own `enable_jit_checkpoint` saves before the optimizer's step, and each process at another step. After it
     the run looks finished.
+
+    Args:
+        run: what the checkpoints say of the run that they belong to, see `belonging.py`.
     """
 
-    def __init__(self, stop: StopRequest):
-        self.stop, self.stopped = stop, False
+    def __init__(self, stop: StopRequest, run: dict):
+        self.stop, self.run, self.stopped = stop, run, False
 
     def on_step_end(self, args, state, control, **kwargs):
         asked = torch.tensor(float(self.stop.signal != 0))
@@ -71,4 +75,6 @@ class StopCallback(TrainerCallback):
     def on_save(self, args, state, control, **kwargs):
         PartialState().wait_for_everyone()  # each process writes its random states
         if state.is_world_process_zero:
-            write_checksums(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            write_run(folder, self.run)
+            write_checksums(folder)

@@ -3,14 +3,15 @@
 import contextlib
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from transformers import Trainer, TrainingArguments
+from transformers import TrainingArguments
 
 from tnn_scripts.common.atomic import SavingError, claim, saving_errors
+from tnn_scripts.common.belonging import check_belonging, describe_run
 from tnn_scripts.common.checkpoints import (
     check_run,
     find_checkpoint,
@@ -20,6 +21,7 @@ from tnn_scripts.common.checkpoints import (
     verify_checksums,
 )
 from tnn_scripts.common.devices import suggest_smaller
+from tnn_scripts.common.optimizers import GroupingTrainer
 from tnn_scripts.common.signals import StopCallback, StopRequest, StopRequested
 
 logger = logging.getLogger("resumable")
@@ -63,25 +65,29 @@ def exit_with_message(training: TrainingArguments, overwrite: bool, dry_run: boo
         sys.exit(status)
 
 
-def train(trainer: Trainer) -> dict:
+def train(trainer: GroupingTrainer, labels: Sequence, **options) -> dict:
     """Train from the beginning, or from the checkpoint in the arguments; the figures of the training.
+
+    Args:
+        labels, options: the training data, see `describe_run`.
 
     Raises:
         StopRequested: a process got a signal during the training; the last step is in a checkpoint. The exception has
             the exit status and a message for the user.
-        ValueError: the checkpoint is missing or damaged.
+        ValueError: the checkpoint is missing, damaged, or of another run.
         MemoryExceededError: a batch does not fit into memory.
         SavingError: a checkpoint could not be written.
     """
     folder = Path(trainer.args.output_dir)
-    resumed = settle(folder, trainer.args.resume_from_checkpoint)
+    resumed, run = settle(folder, trainer.args.resume_from_checkpoint), describe_run(trainer, labels, **options)
     if resumed is not None:
         resumed = find_checkpoint(folder, resumed)
         verify_checksums(resumed)
+        check_belonging(resumed, run)
     elif trainer.is_world_process_zero():
         remove_checkpoints(folder)  # of a run that is overwritten: `latest` must not be one of them
     stop = StopRequest()
-    leave = StopCallback(stop)
+    leave = StopCallback(stop, run)
     trainer.add_callback(leave)
     advice = "give a smaller --per_device_train_batch_size with more --gradient_accumulation_steps"
     try:

@@ -275,8 +275,9 @@ def test_checkpoints_of_trainer(tmp_path):
             (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(content)
     assert find_checkpoint(tmp_path, "latest").name == "checkpoint-7"
     args = TrainingArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True)
-    StopCallback(StopRequest()).on_save(args, state, TrainerControl())
-    assert list(json.loads((tmp_path / "checkpoint-7" / "checksums.json").read_text())) == ["trainer_state.json"]
+    StopCallback(StopRequest(), {"seed": 3}).on_save(args, state, TrainerControl())
+    sums = json.loads((tmp_path / "checkpoint-7" / "checksums.json").read_text())
+    assert list(sums) == ["run.json", "trainer_state.json"]
 
 
 def test_new_files_after_a_killed_move(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -164,6 +165,45 @@ def test_long_range_training_stops_and_goes_on(tmp_path, monkeypatch, caplog):
     assert not (tmp_path / "stopped" / "all_results.json").exists()
     run_script("run_lra", *stopped, "--resume_from_checkpoint", "latest")
     assert_same_weights(tmp_path / "whole", tmp_path / "stopped")
+
+
+@pytest.fixture(scope="module")
+def half(tmp_path_factory):
+    """A run on ListOps of 3 steps, with its checkpoint."""
+    folder = tmp_path_factory.mktemp("half")
+    run_script("run_lra", *LISTOPS, "--output_dir", folder, "--max_steps", 3, "--save_strategy", "steps",
+               "--save_steps", 3)  # fmt: skip
+    return folder
+
+
+OTHER_RUNS = {
+    "rate": (["--learning_rate", "1e-3"], "learning_rate must be 5e-05, got 0.001"),
+    "rate of the operators": (["--operator_learning_rate", "1e-3"], "groups must be {}, got"),
+    "data": (["--max_train_samples", "40"], r"rows must be 50, got 40\n  labels must be"),
+    "model": (["--config_overrides", "decay=0.9"], "config.decay must be 1.0, got 0.9"),
+    "batch": (["--gradient_accumulation_steps", "2"], "batch must be 2, got 4"),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_RUNS)
+def test_trainer_resumes_no_other_run(case, half, tmp_path):
+    """Every difference has a line. The same data, model and optimisation are resumed, to a later end too."""
+    given, message = OTHER_RUNS[case]
+    shutil.copytree(half, tmp_path / "out")
+    resume = [*LISTOPS, "--output_dir", tmp_path / "out", "--resume_from_checkpoint", "latest"]
+    with pytest.raises(SystemExit, match=rf"checkpoint-3 is a checkpoint of another run.\n  {message}"):
+        run_script("run_lra", *resume, *given)
+
+
+def test_trainer_resumes_what_has_no_description(half, tmp_path):
+    """Checkpoints of version 0.1.0 say nothing of their run."""
+    shutil.copytree(half, tmp_path / "out")
+    checkpoint = tmp_path / "out" / "checkpoint-3"
+    (checkpoint / "run.json").unlink()
+    (checkpoint / "checksums.json").unlink()
+    resume = ["--output_dir", tmp_path / "out", "--resume_from_checkpoint", "latest", "--learning_rate", "1e-3"]
+    run_script("run_lra", *LISTOPS, *resume)
+    assert json.loads((tmp_path / "out" / "all_results.json").read_text())["steps"] == 6
 
 
 def test_finetuning_refuses_to_resume_a_sweep(encoder, tmp_path):

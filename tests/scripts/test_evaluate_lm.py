@@ -245,6 +245,20 @@ def test_report(folder, tmp_path, capsys):
     assert table_rows(captured.out)[0] == ["length", "tnn", "tnn, stride 12", "gpt2", "gpt2, stride 12"]
 
 
+@pytest.mark.parametrize("plain", [False, True], ids=["strides", "one number a length"])
+def test_models_of_one_folder_name(plain):
+    """Only theirs are written whole."""
+    figures = {"perplexity": 3.0, "length": 8, "bits_per_byte": 1.0, "bits_per_byte_interval": None}
+    figures |= {"by_context": [{"first": 1, "last": 7, "loss": 1.0}], "stride": None, "over_first": 0.0}
+    figures |= {"over_first_interval": None}
+    results = [{"model": model, **figures} for model in ("a/best", "b/best", "c/tnn")]
+    if plain:
+        results = [{name: r[name] for name in ("model", "perplexity", "length", "stride")} for r in results]
+    text = evaluate_lm.tables(results)
+    assert table_rows(text)[0] == ["length", "a/best", "b/best", "tnn"]
+    assert plain or ("bits per byte more than a/best" in text and "b/best, 8" in text)
+
+
 @pytest.mark.parametrize(
     "given, message",
     [

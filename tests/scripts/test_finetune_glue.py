@@ -247,6 +247,8 @@ def test_official_metrics_come_first(monkeypatch):
 @pytest.mark.parametrize(
     "given, message",
     [
+        (["--task_name", "sst2", "--max_eval_samples", "-1"], "--max_eval_samples must be at least 1, got -1"),
+        (["--task_name", "sst2", "--max_seq_length", "0"], "--max_seq_length must be at least 1, got 0"),
         (["--task_name", "sst3"], "--task_name must be all or one of cola, "),
         ([], "either --task_name or both --train_file and --validation_file must be given"),
         (["--train_file", "a.csv"], "either --task_name or both"),

@@ -85,6 +85,42 @@ REFUSED = {
         2,
         r"error: overrides must have the form name=value,name=value, got decay=\[1: while parsing",
     ),
+    "prompt of other bytes": (  # as Python reads them from a command line
+        ["generate", "--model_name_or_path", "tnn", "--prompt", "a\udcff"],
+        2,
+        r"error: --prompt must be text in UTF-8, got 'a\\udcff'",
+    ),
+    "one token of a text": (
+        ["evaluate_lm", "--model_name_or_path", "tnn", "--validation_file", "good.txt", "--max_tokens", "1"],
+        2,
+        "error: The text must have at least 2 tokens, got 1",
+    ),
+    "no tokens of a text": (
+        ["evaluate_lm", "--model_name_or_path", "tnn", "--validation_file", "good.txt", "--max_tokens", "0"],
+        2,
+        "error: --max_tokens must be at least 1, got 0",
+    ),
+    "no texts in a batch": (
+        ["generate", "--model_name_or_path", "tnn", "--prompt", "a", "--batch_size", "0"],
+        2,
+        "error: --batch_size must be at least 1, got 0",
+    ),
+    "no processes": (["plan", "--config_name", "tnn-tiny", "--processes", "0"], 2, "error: --processes must be at"),
+    "no tokens of a sample": (
+        ["run_lra", "--recipe", "lra/small-listops", "--max_length", "0"],
+        2,
+        "error: --max_length must be at least 1, got 0",
+    ),
+    "no pictures": (
+        ["run_image_classification", "--recipe", "images/small-cifar10", "--max_eval_samples", "-1"],
+        2,
+        "error: --max_eval_samples must be at least 1, got -1",
+    ),
+    "a demo of another model": (
+        ["demo", "--config_name", "gpt2"],
+        2,
+        "error: --config_name must be a TNN, got gpt2 of gpt2",
+    ),
     "operator of the demo": (
         ["demo", "--tno_type", "ski"],
         2,
@@ -117,7 +153,7 @@ def test_one_line(case, folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     before = sorted(folder.rglob("*"))
-    output = [] if program == "generate" or "--recipe" in given else ["--output_dir", tmp_path / "out"]
+    output = [] if program in ("generate", "plan") or "--recipe" in given else ["--output_dir", tmp_path / "out"]
     with pytest.raises(SystemExit) as left:
         run_script(program, *given, *output)
     *_, line = capsys.readouterr().err.splitlines()

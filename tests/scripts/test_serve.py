@@ -248,6 +248,13 @@ def test_an_address_that_is_taken(monkeypatch):
     assert done.returncode == 1 and f"error: --host 127.0.0.1 --port {port} cannot be served: " in done.stderr
 
 
+@pytest.mark.parametrize("program", ["serve.py", "api.py"])
+def test_a_port_that_is_none(program, monkeypatch):
+    monkeypatch.setattr("tnn_scripts.common.page.import_gradio", lambda: None)
+    done = run(program, "--model_name_or_path", "nowhere", "--port", 70000, check=False)
+    assert done.returncode == 2 and "error: --port must be from 0 to 65535, got 70000" in done.stderr
+
+
 @pytest.mark.parametrize("given", [[], ["--overwrite_output_dir"]])
 def test_the_demo_and_its_page(folder, given, monkeypatch):
     """It is trained first; where there is a model already, the error says how to serve that one."""
