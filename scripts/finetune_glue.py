@@ -228,12 +228,15 @@ def write_predictions(trainer: Trainer, task: Task, split: str):
 
 
 def save_model(trainer: Trainer, task: Task, folder: Path):
-    """Save the model, its tokenizer and the options of the training."""
+    """Save the model, its tokenizer and the options of the training. Predictions of an earlier model go."""
     options = trainer.args.to_dict() | dataclasses.asdict(task.args) | {"task_name": task.data.name}
     with new_files(folder, trainer.accelerator) as files:
         trainer.save_model(str(files))
         if trainer.is_world_process_zero():
             write_json(files / "training_args.json", options)
+    if trainer.is_world_process_zero():
+        for predictions in folder.glob("predict_results_*.txt"):
+            predictions.unlink()
 
 
 def single(task: Task, training: TrainingArguments, folder: Path) -> list[dict]:

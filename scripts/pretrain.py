@@ -72,7 +72,8 @@ def build_accelerator(args: PretrainArguments) -> Accelerator:
     """The Accelerator, as `accelerate launch` or its configuration file sets it up.
 
     Raises:
-        ValueError: several processes were started, but are not connected, or with an engine that does not fit.
+        ValueError: several processes were started, but are not connected, or with an engine that does not fit; or
+            the precision is none of the device.
     """
     refuse_deepspeed()
     timeout = timedelta(seconds=args.ddp_timeout)
@@ -99,6 +100,9 @@ def build_accelerator(args: PretrainArguments) -> Accelerator:
             "`accelerate launch`."
         )
     check_engine(accelerator)
+    # Accelerate would train in float32.
+    if accelerator.device.type == "cpu" and accelerator.mixed_precision == "fp16":
+        raise ValueError("--mixed_precision must be no or bf16 on a CPU, got fp16")
     return accelerator
 
 

@@ -50,7 +50,9 @@ def test_a_model_stays(program, finished, tmp_path):
 
 
 def test_finetuning(encoder, glue, finished, tmp_path):
+    """Predictions of the earlier model go with it."""
     given = ["--task_name", "sst2", "--dataset_path", glue, "--max_steps", 1]
+    (finished / "predict_results_qqp.txt").touch()
     before = tree(finished)
     with pytest.raises(SystemExit, match=HOLDS):
         run_script("finetune_glue", *glue_options(encoder, finished, *given))
@@ -58,7 +60,7 @@ def test_finetuning(encoder, glue, finished, tmp_path):
         run_script("finetune_glue", *glue_options(encoder, finished, *given, "--sweep"))
     assert tree(finished) == before
     run_script("finetune_glue", *glue_options(encoder, finished, *given, "--overwrite_output_dir"))
-    assert tree(finished) != before
+    assert tree(finished) != before and not list(finished.glob("predict_results_*"))
     with pytest.raises(SystemExit, match=SOURCE):
         run_script("finetune_glue", *glue_options(finished, finished, *given, "--overwrite_output_dir"))
 

@@ -293,6 +293,7 @@ REFUSED = {
     "wrong column": (["--text_column", "body"], "--text_column must be a column of .*, got body"),
     "unknown field": (["--config_overrides", "tno=fd"], "overrides must be fields of TnnConfig, got tno"),
     "wrong field": (["--config_overrides", "tno_type=fdd"], "`tno_type` must be one of .*, got 'fdd'"),
+    "precision of a GPU": (["--mixed_precision", "fp16", "--use_cpu"], "must be no or bf16 on a CPU, got fp16"),
     "nothing to resume": (["--resume_from_checkpoint", "latest"], "holds no complete checkpoint"),
     "no checkpoint": (["--resume_from_checkpoint", "nowhere"], "the folder of a complete checkpoint, got nowhere"),
 }
