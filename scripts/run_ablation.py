@@ -155,10 +155,10 @@ def validation_ids(texts: Dataset, tokenizer: PreTrainedTokenizerFast, most: int
     return ids[: max(most, *lengths)]
 
 
-def train(
+def build_trainer(
     args: AblationArguments, training: TrainingArguments, variant: str, rate: float, seed: int, text: Text
-) -> dict:
-    """Train one variant: its perplexity at each length, and the time of the training and its loss by step, in nats."""
+) -> GroupingTrainer:
+    """The Trainer of one variant, with its model."""
     config, training, name = args.variant_config(variant), copy.copy(training), variant.partition(":")[0]
     config.vocab_size = len(text.tokenizer)
     training.seed, training.learning_rate = seed, rate
@@ -167,7 +167,7 @@ def train(
     set_seed(seed)
     auto_class = AutoModelForCausalLM if config.causal else AutoModelForMaskedLM
     collator = DataCollatorForLanguageModeling(text.tokenizer, mlm=not config.causal, mlm_probability=MASK_PROBABILITY)
-    trainer = GroupingTrainer(
+    return GroupingTrainer(
         model=auto_class.from_config(config),
         args=training,
         train_dataset=text.blocks,
@@ -175,17 +175,20 @@ def train(
         callbacks=[PoleCallback()],
         groups=args.groups(),
     )
-    if args.dry_run:
-        dry_run(trainer, len(args.variants) * len(args.seeds) * len(args.learning_rates(training)))
+
+
+def train(trainer: GroupingTrainer, variant: str, text: Text) -> dict:
+    """Train one variant: its perplexity at each length, and the time of the training and its loss by step, in nats."""
+    training = trainer.args
     with saving_errors(Path(training.output_dir)):
         result = trainer.train()
     model, rows = trainer.model.eval(), training.per_device_eval_batch_size
     scores = {length: score(model, text.validation, text.tokenizer, length, rows * length) for length in text.lengths}
     return {
-        "variant": name,
+        "variant": variant.partition(":")[0],
         "changes": variant.partition(":")[2],
-        "learning_rate": rate,
-        "seed": seed,
+        "learning_rate": training.learning_rate,
+        "seed": training.seed,
         "perplexity": {str(length): math.exp(loss) for length, (loss, _) in scores.items()},
         "scored_tokens": scores[text.lengths[0]][1],
         "parameters": model.num_parameters(),
@@ -215,6 +218,20 @@ def means_of(rows: list[dict], name: str, rate: float) -> dict:
     return {"learning_rate": rate, "perplexity": means, "parameters": own[0]["parameters"], "seeds": len(own)}
 
 
+def load_text(args: AblationArguments) -> Text:
+    """The text in blocks of the first variant's length, with a tokenizer trained on it.
+
+    Raises:
+        ValueError: the validation text is too short.
+    """
+    config = args.variant_config(args.variants[0])
+    corpus = load_corpus(args.dataset_name, args.dataset_config_name, documents=args.documents)
+    tokenizer = tokenizer_for(corpus["train"], config.vocab_size)
+    lengths = [config.max_position_embeddings, *args.longer]
+    validation = validation_ids(corpus["validation"], tokenizer, args.eval_tokens, lengths)
+    return Text(tokenizer, pack(corpus["train"], tokenizer, lengths[0]), validation, lengths)
+
+
 def run(args: AblationArguments, training: TrainingArguments):
     """Train all variants, one after the other, and write the results after each.
 
@@ -222,16 +239,14 @@ def run(args: AblationArguments, training: TrainingArguments):
         ValueError: --seed and --seeds contradict each other, or the validation text is too short.
     """
     args.seeds = chosen_seeds(args.seeds, training)
-    config = args.variant_config(args.variants[0])
-    corpus = load_corpus(args.dataset_name, args.dataset_config_name, documents=args.documents)
-    tokenizer = tokenizer_for(corpus["train"], config.vocab_size)
-    lengths = [config.max_position_embeddings, *args.longer]
-    validation = validation_ids(corpus["validation"], tokenizer, args.eval_tokens, lengths)
-    text = Text(tokenizer, pack(corpus["train"], tokenizer, lengths[0]), validation, lengths)
+    text, rates = load_text(args), args.learning_rates(training)
     rows, output = [], Path(training.output_dir) / "all_results.json"
     settings = vars(args) | {"batch_size": training.train_batch_size, "torch_threads": torch.get_num_threads()}
-    for variant, rate, seed in itertools.product(args.variants, args.learning_rates(training), args.seeds):
-        rows.append(train(args, training, variant, rate, seed, text))
+    for variant, rate, seed in itertools.product(args.variants, rates, args.seeds):
+        trainer = build_trainer(args, training, variant, rate, seed, text)
+        if args.dry_run:
+            dry_run(trainer, len(args.variants) * len(args.seeds) * len(rates))
+        rows.append(train(trainer, variant, text))
         write_json(output, {"settings": settings, "rows": rows})
         logger.info("%s, rate %g, seed %d: perplexity %s", rows[-1]["variant"], rate, seed, rows[-1]["perplexity"])
     sys.stdout.write(f"{table(rows)}\nsaved in {output}\n")

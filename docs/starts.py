@@ -1,0 +1,259 @@
+"""Train the model of the recipe `ablations/start` from other first kernels: which start lets it learn soon?
+
+A start is a change of the model before the training. Most set the taps of `explicit`, which can have any kernel, or
+the encoder of `rpe`; some give the operator a rate of its own. Kernels have a norm of 1 over the lags, unless named
+otherwise. The program writes the validation perplexity and, of the kernels before and after the training, the
+effective rank and the horizon, as means over the layers:
+
+    effective rank = exp(-sum_i p_i ln p_i),    p_i = s_i^2 / sum_j s_j^2,    s the singular values
+
+D channels, P lags. The horizon is the median over the channels of the lags that hold 90% of a kernel.
+
+Example:
+    python docs/starts.py --recipe ablations/start --dataset_name Salesforce/wikitext \\
+        --dataset_config_name wikitext-2-v1 --bf16 true --use_cpu true --seeds 0 1 --output_dir outputs/starts
+"""
+
+import dataclasses
+import itertools
+import logging
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tnn_scripts.common.errors import report_errors
+
+import numpy as np
+import torch
+from scipy.stats import entropy
+from transformers import PreTrainedModel, TrainingArguments
+
+from modeling_tnn.tno import ToeplitzOperator
+from tnn_scripts.common.arguments import chosen_seeds, parse_arguments
+from tnn_scripts.common.atomic import write_json
+from tnn_scripts.common.trainer import output_folder
+from tnn_scripts.plotting.statistics import Kernel
+from tnn_scripts.run_ablation import AblationArguments, Text, build_trainer, load_text, train
+
+logger = logging.getLogger("starts")
+Maker = Callable[[int, int], torch.Tensor]
+ENCODER, NOT_TRAINED = r"\.tno\.rpe\.", r"\.tno\.:learning_rate=0"
+EXPLICIT, RTF = "tno_type=explicit", "tno_type=rtf,rtf_state_size=16,rtf_initializer=xavier"
+
+
+@dataclass(frozen=True)
+class Start:
+    """A model before its training.
+
+    Attributes:
+        fields: changes of the configuration, as in `--config_overrides`.
+        change: what is done to the model.
+        groups: parameters with other settings, as in `--parameter_groups`.
+    """
+
+    fields: str = ""
+    change: Callable[[PreTrainedModel], None] = lambda model: None
+    groups: tuple[str, ...] = ()
+
+
+def operators(model: PreTrainedModel) -> list[ToeplitzOperator]:
+    return [module for module in model.modules() if isinstance(module, ToeplitzOperator)]
+
+
+def unit(kernels: torch.Tensor) -> torch.Tensor:
+    """Kernels `(D, P)` with a norm of 1."""
+    return kernels / kernels.norm(dim=1, keepdim=True)
+
+
+def identity(channels: int, length: int) -> torch.Tensor:
+    """The kernel that leaves a text as it is, `(D, P)`."""
+    return torch.eye(1, length).expand(channels, length)
+
+
+def noise(channels: int, length: int, lags: int | None = None) -> torch.Tensor:
+    """Random taps on the first `lags`, or on all, `(D, P)`."""
+    return unit(torch.randn(channels, length) * (torch.arange(length) < (lags or length)))
+
+
+def constant(channels: int, length: int) -> torch.Tensor:
+    """The same tap at all lags, of either sign, `(D, P)`."""
+    return unit(torch.randn(channels, 1).sign().expand(channels, length))
+
+
+def one_lag(channels: int, length: int, longest: int = 16) -> torch.Tensor:
+    """One lag below `longest` in each channel, `(D, P)`."""
+    return torch.eye(length)[torch.randint(longest, (channels,))]
+
+
+def exponentials(channels: int, length: int, longest: int = 128, oscillating: bool = False) -> torch.Tensor:
+    """Decaying exponentials with time scales of 1 to `longest` lags, `(D, P)`; times cosines of any frequency."""
+    lags = torch.arange(length)
+    scales, angles = longest ** torch.rand(channels, 1), math.pi * torch.rand(channels, 1)
+    phases = angles * lags + 2 * math.pi * torch.rand(channels, 1) if oscillating else torch.zeros(channels, 1)
+    return unit(torch.exp(-lags / scales) * phases.cos())
+
+
+def oscillations(longest: int) -> Maker:
+    return lambda channels, length: exponentials(channels, length, longest, oscillating=True)
+
+
+def both(first: Maker, second: Maker, share: float) -> Maker:
+    """The first kernels, and a share of the second."""
+    return lambda *size: first(*size) + share * second(*size)
+
+
+LOCAL = both(identity, oscillations(16), 0.3)
+
+
+def with_taps(make: Maker) -> Callable[[PreTrainedModel], None]:
+    """The change of `explicit` that gives it these kernels."""
+
+    def change(model: PreTrainedModel):
+        for operator in operators(model):
+            kernels = make(*operator.taps.shape)
+            operator.taps.copy_(kernels / operator.decay ** torch.arange(kernels.shape[1]))
+
+    return change
+
+
+def hats(width: int, length: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Features of a lag k: triangles on a logarithmic scale, divided by 1 + k."""
+
+    def features(lags: torch.Tensor) -> torch.Tensor:
+        peaks = torch.linspace(0, math.log(length), width, dtype=lags.dtype)  # (w,)
+        place = torch.log1p(lags)[:, None]  # (M, 1)
+        return (1 - (place - peaks).abs() / peaks[1]).clamp(min=0) / (1 + lags[:, None])  # (M, w)
+
+    return features
+
+
+def fitted(make: Maker, with_hats: bool = False) -> Callable[[PreTrainedModel], None]:
+    """The change of `rpe` that fits the last map of its encoder to these kernels, by least squares.
+
+    Without a limit of the condition, its weights would be 70,000 for the MLP of the papers.
+    """
+
+    def change(model: PreTrainedModel):
+        length = model.config.max_position_embeddings
+        for operator in operators(model):
+            if with_hats:
+                operator.rpe.features = hats(operator.rpe.out.linear.in_features, length)
+            lags = torch.arange(length, dtype=operator.rpe.dtype)
+            kernels = make(operator.channels, length).to(lags.dtype)  # (D, P)
+            features = torch.cat([operator.rpe.features(lags), torch.ones_like(lags)[:, None]], dim=1)  # (P, w+1)
+            weights = operator.decay ** lags[:, None]
+            parts = ((weights * features).double(), kernels.t().double())
+            found = torch.linalg.lstsq(*parts, rcond=1e-3, driver="gelsd").solution  # (w+1, D)
+            operator.rpe.out.linear.weight.copy_(found[:-1].t())
+            operator.rpe.out.linear.bias.copy_(found[-1])
+
+    return change
+
+
+def scale_encoder(model: PreTrainedModel):
+    for operator in operators(model):
+        for parameter in operator.rpe.out.linear.parameters():
+            parameter.mul_(0.1)
+
+
+def scale_logits(model: PreTrainedModel):
+    factor = 3 / math.sqrt(model.config.hidden_size)
+    model.model.norm.register_forward_hook(lambda module, inputs, output: output * factor)
+
+
+STARTS = {
+    "`rpe`, the papers' start": Start(),
+    "the same, logits times 3/sqrt(d)": Start(change=scale_logits),
+    "the same, kernels times 0.1": Start(change=scale_encoder),
+    "the same, encoder at 5 times the rate": Start(groups=(ENCODER + ":learning_rate=0.04",)),
+    "`rpe`, decay 0.9": Start("decay=0.9"),
+    "`rpe`, learned decays from 0.01": Start("decay=0.01,learnable_decay=true"),
+    "`rpe`, fitted to the identity and 0.3 of oscillations to 16": Start(change=fitted(LOCAL)),
+    'the same, `rpe_input="sinusoidal"`': Start("rpe_input=sinusoidal", fitted(LOCAL)),
+    "the same, hat functions in place of the MLP": Start(change=fitted(LOCAL, with_hats=True)),
+    "free: its usual start, noise on all lags": Start(EXPLICIT),
+    "free: noise of norm 1 on the first 8 lags": Start(EXPLICIT, with_taps(lambda *size: noise(*size, lags=8))),
+    "free: all lags of a channel equal": Start(EXPLICIT, with_taps(constant)),
+    "free: the identity, not trained": Start(EXPLICIT, with_taps(identity), (NOT_TRAINED,)),
+    "free: the identity": Start(EXPLICIT, with_taps(identity)),
+    "free: the identity and 0.5 of noise": Start(EXPLICIT, with_taps(both(identity, noise, 0.5))),
+    "free: one lag for each channel, below 16": Start(EXPLICIT, with_taps(one_lag)),
+    "free: exponentials, time scales to 128": Start(EXPLICIT, with_taps(exponentials)),
+    "free: oscillations that decay, to 128, not trained": Start(
+        EXPLICIT, with_taps(oscillations(128)), (NOT_TRAINED,)
+    ),
+    "free: oscillations that decay, to 128": Start(EXPLICIT, with_taps(oscillations(128))),
+    "free: oscillations that decay, to 16": Start(EXPLICIT, with_taps(oscillations(16))),
+    "free: the identity and 0.3 of these": Start(EXPLICIT, with_taps(LOCAL)),
+    "`fd`": Start("tno_type=fd"),
+    "`rtf`, 16 states, Xavier": Start(RTF),
+    "the same, not trained": Start(RTF, groups=(NOT_TRAINED,)),
+    "the same, denominators not trained": Start(RTF, groups=(r"\.denominator$:learning_rate=0",)),
+}
+
+
+@dataclass(kw_only=True)
+class StartArguments(AblationArguments):
+    """The starts, and the settings of the ablation."""
+
+    starts: list[int] = field(
+        default_factory=lambda: list(range(len(STARTS))), metadata={"help": "Numbers of the starts, from 0."}
+    )
+
+
+@torch.no_grad()
+def kernels_of(model: PreTrainedModel) -> list[np.ndarray]:
+    """The kernels of each layer, `(D, P)`."""
+    length = model.config.max_position_embeddings
+    return [operator.coefficients(length).double().numpy() for operator in operators(model)]
+
+
+def effective_rank(kernels: np.ndarray) -> float:
+    """That of kernels `(D, P)`."""
+    return float(np.exp(entropy(np.linalg.svd(kernels, compute_uv=False) ** 2)))
+
+
+def horizon(kernels: np.ndarray) -> float:
+    """The median horizon of kernels `(D, P)`, in lags."""
+    return Kernel("", kernels, np.arange(kernels.shape[1])).horizon_percentile(50)[0]
+
+
+def measure(args: StartArguments, training: TrainingArguments, name: str, seed: int, text: Text) -> dict:
+    """Train from one start; the perplexity, and the figures of the kernels."""
+    start, variant = STARTS[name], f"start {list(STARTS).index(name)}"
+    variant += f":{STARTS[name].fields}" if start.fields else ""
+    own = dataclasses.replace(args, variants=[variant], parameter_groups=list(start.groups))
+    trainer = build_trainer(own, training, variant, training.learning_rate, seed, text)
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(seed)
+        start.change(trainer.model)
+    before = kernels_of(trainer.model)
+    (perplexity,) = train(trainer, variant, text)["perplexity"].values()
+    after = kernels_of(trainer.model)
+    return {
+        "kernels": name,
+        "seed": seed,
+        "rank": statistics.mean(map(effective_rank, before)),
+        "end": statistics.mean(map(effective_rank, after)),
+        "horizon": statistics.mean(map(horizon, after)),
+        "perplexity": perplexity,
+    }
+
+
+@report_errors
+def main():
+    args, training = parse_arguments([StartArguments, TrainingArguments], __doc__)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    args.seeds, names, rows = chosen_seeds(args.seeds, training), list(STARTS), []
+    with output_folder(training, dry_run=False):
+        text = load_text(args)
+        for number, seed in itertools.product(args.starts, args.seeds):
+            rows.append(measure(args, training, names[number], seed, text))
+            write_json(Path(training.output_dir) / "all_results.json", {"rows": rows})
+            logger.info("%s", rows[-1])
+
+
+if __name__ == "__main__":
+    main()
