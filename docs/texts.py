@@ -113,6 +113,13 @@ def authors(books: DatasetDict) -> dict[str, Dataset]:
     return splits
 
 
+def film_reviews(imdb: DatasetDict) -> dict[str, Dataset]:
+    """12,000 film reviews with their class for training, and 1,000 for the test."""
+    counts = {"train": 12_000, "test": 1_000}
+    chosen = {split: imdb[split].shuffle(seed=0).select(range(count)) for split, count in counts.items()}
+    return {split: rows.select_columns(["text", "label"]) for split, rows in chosen.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--books", required=True, help="Folder of the novels.")
@@ -133,9 +140,10 @@ def main() -> None:
         for split, rows in splits.items():
             rows.to_parquet(folder / f"{split}.parquet")
             print(f"{folder / split}.parquet: {len(rows)} rows, {sum(map(len, rows['text'])):,} characters")
-    for split, rows in authors(books).items():
-        rows.to_csv(file := Path(args.output_dir, f"authors-{split}.csv"))
-        print(f"{file}: {len(rows)} passages")
+    for name, splits in {"authors": authors(books), "reviews": film_reviews(imdb)}.items():
+        for split, rows in splits.items():
+            rows.to_csv(file := Path(args.output_dir, f"{name}-{split}.csv"))
+            print(f"{file}: {len(rows)} texts")
 
 
 if __name__ == "__main__":

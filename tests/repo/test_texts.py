@@ -76,3 +76,13 @@ def test_passages_of_the_test_are_from_another_novel():
     assert [len(splits[name]) for name in ("train", "test")] == [1500, 125]
     assert all("Emma" in text and len(text.split()) == 64 for text in splits["test"]["text"])
     assert not any("Emma" in text for text in splits["train"]["text"])
+
+
+def test_reviews_keep_their_class():
+    """A fixed choice, without columns that another copy of the data may have."""
+    rows = {"text": [f"Film {i}." for i in range(13_000)], "label": [i % 2 for i in range(13_000)]}
+    imdb = DatasetDict({split: Dataset.from_dict(rows | {"idx": rows["label"]}) for split in ("train", "test")})
+    splits = TEXTS["film_reviews"](imdb)
+    assert [len(splits[name]) for name in ("train", "test")] == [12_000, 1_000]
+    assert all(int(row["text"][5:-1]) % 2 == row["label"] and len(row) == 2 for row in splits["test"])
+    assert sum(splits["test"]["label"]) != 500
