@@ -1,4 +1,4 @@
-"""Train the model of the recipe `ablations/start` from other first kernels: which start lets it learn soon?
+"""Train the small model of an ablation from other first kernels: which start lets it learn soon?
 
 A start is a change of the model before the training. Most set the taps of `explicit`, which can have any kernel, or
 the encoder of `rpe`; some give the operator a rate of its own. Kernels have a norm of 1 over the lags, unless named
@@ -7,11 +7,17 @@ effective rank and the horizon, as means over the layers:
 
     effective rank = exp(-sum_i p_i ln p_i),    p_i = s_i^2 / sum_j s_j^2,    s the singular values
 
-D channels, P lags. The horizon is the median over the channels of the lags that hold 90% of a kernel.
+D channels, P lags; a bidirectional kernel has 2P - 1. The horizon is the median over the channels of the lags that hold
+90% of a kernel.
+
+`--family` chooses the starts: kernels for the recipe `ablations/start`, ski for `ablations/ski`, fd for
+`ablations/fd`.
 
 Example:
     python docs/starts.py --recipe ablations/start --dataset_name Salesforce/wikitext \\
         --dataset_config_name wikitext-2-v1 --bf16 true --use_cpu true --seeds 0 1 --output_dir outputs/starts
+    python docs/starts.py --family ski --recipe ablations/ski --dataset_name Salesforce/wikitext \\
+        --dataset_config_name wikitext-2-v1 --bf16 true --use_cpu true --learning_rate 8e-3 --output_dir outputs/ski
 """
 
 import dataclasses
@@ -152,10 +158,35 @@ def fitted(make: Maker, with_hats: bool = False) -> Callable[[PreTrainedModel], 
     return change
 
 
-def scale_encoder(model: PreTrainedModel):
+def scaled(part: str, factor: float) -> Callable[[PreTrainedModel], None]:
+    """The change that multiplies a part of the encoder, `out.linear` or `in_proj`."""
+
+    def change(model: PreTrainedModel):
+        for operator in operators(model):
+            for parameter in operator.rpe.get_submodule(part).parameters():
+                parameter.mul_(factor)
+
+    return change
+
+
+def add_identity(model: PreTrainedModel):
+    """Add 1 to the response of `fd` at each frequency."""
     for operator in operators(model):
-        for parameter in operator.rpe.out.linear.parameters():
-            parameter.mul_(0.1)
+        operator.rpe.out.linear.bias.add_(1)
+
+
+def scaled_ski(values: float, taps: float, identity: bool = False) -> Callable[[PreTrainedModel], None]:
+    """The change of `ski` that multiplies the values of the low-rank part and the taps of the filter."""
+
+    def change(model: PreTrainedModel):
+        for operator in operators(model):
+            operator.alphas.mul_(values)
+            operator.betas.mul_(values)
+            operator.filter.mul_(taps)
+            if identity:
+                operator.filter[:, operator.filter_reach] += 1
+
+    return change
 
 
 def scale_logits(model: PreTrainedModel):
@@ -163,10 +194,10 @@ def scale_logits(model: PreTrainedModel):
     model.model.norm.register_forward_hook(lambda module, inputs, output: output * factor)
 
 
-STARTS = {
+KERNELS = {
     "`rpe`, the papers' start": Start(),
     "the same, logits times 3/sqrt(d)": Start(change=scale_logits),
-    "the same, kernels times 0.1": Start(change=scale_encoder),
+    "the same, kernels times 0.1": Start(change=scaled("out.linear", 0.1)),
     "the same, encoder at 5 times the rate": Start(groups=(ENCODER + ":learning_rate=0.04",)),
     "`rpe`, decay 0.9": Start("decay=0.9"),
     "`rpe`, learned decays from 0.01": Start("decay=0.01,learnable_decay=true"),
@@ -192,38 +223,58 @@ STARTS = {
     "the same, not trained": Start(RTF, groups=(NOT_TRAINED,)),
     "the same, denominators not trained": Start(RTF, groups=(r"\.denominator$:learning_rate=0",)),
 }
+SKI = {
+    "values x 0.1": Start(change=scaled_ski(0.1, 1)),
+    "values 0": Start(change=scaled_ski(0, 1)),
+    "values x 0.1, taps x 0.3": Start(change=scaled_ski(0.1, 0.3)),
+    "values x 0.1, the identity and taps x 0.1": Start(change=scaled_ski(0.1, 0.1, identity=True)),
+    "values x 0.01, taps x 0.24": Start(change=scaled_ski(0.01, 0.24)),
+    "values 0, taps x 0.12": Start(change=scaled_ski(0, 0.12)),
+    "values 0, taps x 0.06": Start(change=scaled_ski(0, 0.06)),
+    "all 0": Start(change=scaled_ski(0, 0)),
+    "the identity alone": Start(change=scaled_ski(0, 0, identity=True)),
+}
+FD = {
+    "output x 0.3": Start(change=scaled("out.linear", 0.3)),
+    "output x 3": Start(change=scaled("out.linear", 3)),
+    "frequencies x 4": Start(change=scaled("in_proj", 4)),
+    "frequencies x 16": Start(change=scaled("in_proj", 16)),
+    "plus the identity": Start(change=add_identity),
+}
+FAMILIES = {"kernels": KERNELS, "ski": SKI, "fd": FD}
 
 
 @dataclass(kw_only=True)
 class StartArguments(AblationArguments):
     """The starts, and the settings of the ablation."""
 
-    starts: list[int] = field(
-        default_factory=lambda: list(range(len(STARTS))), metadata={"help": "Numbers of the starts, from 0."}
-    )
+    family: str = field(default="kernels", metadata={"choices": tuple(FAMILIES), "help": "Starts of one operator."})
+    starts: list[int] | None = field(default=None, metadata={"help": "Numbers of some of the starts, from 0."})
 
 
 @torch.no_grad()
 def kernels_of(model: PreTrainedModel) -> list[np.ndarray]:
-    """The kernels of each layer, `(D, P)`."""
+    """The kernels of each layer, `(D, P)` or `(D, 2P-1)`."""
     length = model.config.max_position_embeddings
     return [operator.coefficients(length).double().numpy() for operator in operators(model)]
 
 
 def effective_rank(kernels: np.ndarray) -> float:
-    """That of kernels `(D, P)`."""
+    """That of kernels `(D, M)`."""
     return float(np.exp(entropy(np.linalg.svd(kernels, compute_uv=False) ** 2)))
 
 
 def horizon(kernels: np.ndarray) -> float:
-    """The median horizon of kernels `(D, P)`, in lags."""
-    return Kernel("", kernels, np.arange(kernels.shape[1])).horizon_percentile(50)[0]
+    """The median horizon of kernels `(D, P)` or `(D, 2P-1)`, in lags."""
+    count = kernels.shape[1]
+    first = -(count // 2) if count % 2 else 0  # P is even in the recipes
+    return Kernel("", kernels, np.arange(first, first + count)).horizon_percentile(50)[0]
 
 
-def measure(args: StartArguments, training: TrainingArguments, name: str, seed: int, text: Text) -> dict:
+def measure(args: StartArguments, training: TrainingArguments, number: int, seed: int, text: Text) -> dict:
     """Train from one start; the perplexity, and the figures of the kernels."""
-    start, variant = STARTS[name], f"start {list(STARTS).index(name)}"
-    variant += f":{STARTS[name].fields}" if start.fields else ""
+    name, start = list(FAMILIES[args.family].items())[number]
+    variant = f"start {number}" + (f":{start.fields}" if start.fields else "")
     own = dataclasses.replace(args, variants=[variant], parameter_groups=list(start.groups))
     trainer = build_trainer(own, training, variant, training.learning_rate, seed, text)
     with torch.no_grad(), torch.random.fork_rng():
@@ -234,7 +285,9 @@ def measure(args: StartArguments, training: TrainingArguments, name: str, seed: 
     after = kernels_of(trainer.model)
     return {
         "kernels": name,
+        "learning_rate": training.learning_rate,
         "seed": seed,
+        "norm": statistics.mean(np.linalg.norm(kernels, axis=1).mean() for kernels in before),
         "rank": statistics.mean(map(effective_rank, before)),
         "end": statistics.mean(map(effective_rank, after)),
         "horizon": statistics.mean(map(horizon, after)),
@@ -246,11 +299,12 @@ def measure(args: StartArguments, training: TrainingArguments, name: str, seed: 
 def main():
     args, training = parse_arguments([StartArguments, TrainingArguments], __doc__)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    args.seeds, names, rows = chosen_seeds(args.seeds, training), list(STARTS), []
+    args.seeds, rows = chosen_seeds(args.seeds, training), []
+    numbers = range(len(FAMILIES[args.family])) if args.starts is None else args.starts
     with output_folder(training, dry_run=False):
         text = load_text(args)
-        for number, seed in itertools.product(args.starts, args.seeds):
-            rows.append(measure(args, training, names[number], seed, text))
+        for number, seed in itertools.product(numbers, args.seeds):
+            rows.append(measure(args, training, number, seed, text))
             write_json(Path(training.output_dir) / "all_results.json", {"rows": rows})
             logger.info("%s", rows[-1])
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, TrainingArguments
 
 from tnn_scripts.common.arguments import load_config, parse_overrides
 from tnn_scripts.common.optimizers import GroupArguments, GroupingTrainer
@@ -15,21 +15,28 @@ STARTS = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "starts.py"))
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "max_position_embeddings": 64, "vocab_size": 300}
 
 
-def model_of(name: str):
-    start = STARTS["STARTS"][name]
+# The recipes of the families have these.
+RECIPES = {"kernels": {}, "ski": {"tno_type": "ski", "causal": False, "ski_rank": 8}, "fd": {"tno_type": "fd"}}
+
+
+def model_of(name: str, family: str = "kernels"):
+    start, fields = STARTS["FAMILIES"][family][name], SMALL | RECIPES[family]
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(load_config("tnn-tiny", SMALL, parse_overrides(start.fields)))
+    auto_class = AutoModelForMaskedLM if family == "ski" else AutoModelForCausalLM
+    model = auto_class.from_config(load_config("tnn-tiny", fields, parse_overrides(start.fields)))
     with torch.no_grad():
         start.change(model)
     return model
 
 
-@pytest.mark.parametrize("name", STARTS["STARTS"])
-def test_every_start(name, tmp_path):
+@pytest.mark.parametrize("family, name", [(family, name) for family in RECIPES for name in STARTS["FAMILIES"][family]])
+def test_every_start(family, name, tmp_path):
     """A model is built, and only what a start says has a rate of its own."""
-    groups = list(STARTS["STARTS"][name].groups)
+    groups = list(STARTS["FAMILIES"][family][name].groups)
     arguments = TrainingArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True, learning_rate=0.01)
-    trainer = GroupingTrainer(model_of(name), arguments, groups=GroupArguments(parameter_groups=groups).groups())
+    trainer = GroupingTrainer(
+        model_of(name, family), arguments, groups=GroupArguments(parameter_groups=groups).groups()
+    )
     found = {group["lr"] for group in trainer.create_optimizer().param_groups}
     rates = {0.01} if not groups else {0.01, float(groups[0].split("=")[-1])}
     assert found == rates
@@ -70,3 +77,13 @@ def test_effective_rank_and_horizon():
     assert STARTS["effective_rank"](np.eye(8)) == pytest.approx(8)
     assert STARTS["effective_rank"](np.ones((8, 5))) == pytest.approx(1)
     assert STARTS["horizon"](np.array([[1.0, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 1]])) == 3
+    assert STARTS["horizon"](np.array([[0.0, 0, 1, 0, 0], [0, 1, 1, 1, 0], [1, 0, 0, 0, 0]])) == 1
+
+
+def test_other_operators():
+    """SKI with all values 0 is its filter, alone the identity; 1 at each frequency of FD is the identity too."""
+    for kernels in STARTS["kernels_of"](model_of("the identity alone", "ski")):
+        assert kernels == pytest.approx(np.eye(1, 127, 63).repeat(len(kernels), axis=0), abs=1e-6)
+    usual, more = (STARTS["kernels_of"](model_of(name, "fd")) for name in ("output x 3", "plus the identity"))
+    for first, second in zip(usual, more, strict=True):
+        assert second - first / 3 == pytest.approx(np.eye(1, 64).repeat(len(first), axis=0), abs=1e-5)
