@@ -7,8 +7,8 @@ effective rank and the horizon, as means over the layers:
 
     effective rank = exp(-sum_i p_i ln p_i),    p_i = s_i^2 / sum_j s_j^2,    s the singular values
 
-D channels, P lags; a bidirectional kernel has 2P - 1. The horizon is the median over the channels of the lags that hold
-90% of a kernel.
+D channels, P lags; a bidirectional kernel has 2P - 1. The horizon is the median over the channels of the lags that
+hold 90% of a kernel.
 
 `--family` chooses the starts: kernels for the recipe `ablations/start`, ski for `ablations/ski`, fd for
 `ablations/fd`.
