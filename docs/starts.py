@@ -223,17 +223,18 @@ KERNELS = {
     "the same, not trained": Start(RTF, groups=(NOT_TRAINED,)),
     "the same, denominators not trained": Start(RTF, groups=(r"\.denominator$:learning_rate=0",)),
 }
-SKI = {
-    "values x 0.1": Start(change=scaled_ski(0.1, 1)),
-    "values 0": Start(change=scaled_ski(0, 1)),
-    "values x 0.1, taps x 0.3": Start(change=scaled_ski(0.1, 0.3)),
-    "values x 0.1, the identity and taps x 0.1": Start(change=scaled_ski(0.1, 0.1, identity=True)),
-    "values x 0.01, taps x 0.24": Start(change=scaled_ski(0.01, 0.24)),
-    "values 0, taps x 0.12": Start(change=scaled_ski(0, 0.12)),
-    "values 0, taps x 0.06": Start(change=scaled_ski(0, 0.06)),
-    "all 0": Start(change=scaled_ski(0, 0)),
-    "the identity alone": Start(change=scaled_ski(0, 0, identity=True)),
+OF_SKI = {
+    "values x 0.1": scaled_ski(0.1, 1),
+    "values 0": scaled_ski(0, 1),
+    "values x 0.1, taps x 0.3": scaled_ski(0.1, 0.3),
+    "values x 0.1, the identity and taps x 0.1": scaled_ski(0.1, 0.1, identity=True),
+    "values x 0.01, taps x 0.24": scaled_ski(0.01, 0.24),
+    "values 0, taps x 0.12": scaled_ski(0, 0.12),
+    "values 0, taps x 0.06": scaled_ski(0, 0.06),
+    "all 0": scaled_ski(0, 0),
+    "the identity alone": scaled_ski(0, 0, identity=True),
 }
+SKI = {name: Start("ski_rank=32", change) for name, change in OF_SKI.items()}
 FD = {
     "output x 0.3": Start(change=scaled("out.linear", 0.3)),
     "output x 3": Start(change=scaled("out.linear", 3)),

@@ -16,7 +16,7 @@ SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "max_position_embeddings": 6
 
 
 # The recipes of the families have these.
-RECIPES = {"kernels": {}, "ski": {"tno_type": "ski", "causal": False, "ski_rank": 8}, "fd": {"tno_type": "fd"}}
+RECIPES = {"kernels": {}, "ski": {"tno_type": "ski", "causal": False}, "fd": {"tno_type": "fd"}}
 
 
 def model_of(name: str, family: str = "kernels"):
