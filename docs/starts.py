@@ -46,6 +46,7 @@ from tnn_scripts.run_ablation import AblationArguments, Text, build_trainer, loa
 logger = logging.getLogger("starts")
 Maker = Callable[[int, int], torch.Tensor]
 ENCODER, NOT_TRAINED = r"\.tno\.rpe\.", r"\.tno\.:learning_rate=0"
+LEARNED = "decay=1.0e-6,learnable_decay=true"
 EXPLICIT, RTF = "tno_type=explicit", "tno_type=rtf,rtf_state_size=16,rtf_initializer=xavier"
 
 
@@ -158,6 +159,22 @@ def fitted(make: Maker, with_hats: bool = False) -> Callable[[PreTrainedModel], 
     return change
 
 
+def spread(longest: float) -> Callable[[PreTrainedModel], None]:
+    """The change of learned decays to time constants of 0.1 to `longest` lags, evenly on a logarithmic scale."""
+
+    def change(model: PreTrainedModel):
+        length = model.config.max_position_embeddings
+        for operator in operators(model):
+            constants = torch.logspace(-1, math.log10(longest), operator.channels, dtype=torch.float64)
+            shares = (torch.exp(-1 / constants) - operator.decay) / (1 - operator.decay)
+            operator.decay_logit.copy_(shares.clamp(min=1e-6).logit())
+            norms = operator.coefficients(length).norm(dim=1)  # (D,)
+            operator.rpe.out.linear.weight.div_(norms[:, None])
+            operator.rpe.out.linear.bias.div_(norms)
+
+    return change
+
+
 def scaled(part: str, factor: float) -> Callable[[PreTrainedModel], None]:
     """The change that multiplies a part of the encoder, `out.linear` or `in_proj`."""
 
@@ -201,6 +218,8 @@ KERNELS = {
     "the same, encoder at 5 times the rate": Start(groups=(ENCODER + ":learning_rate=0.04",)),
     "`rpe`, decay 0.9": Start("decay=0.9"),
     "`rpe`, learned decays from 0.01": Start("decay=0.01,learnable_decay=true"),
+    "`rpe`, learned decays of 0.1 to 16 lags": Start(LEARNED, spread(16)),
+    "`rpe`, learned decays of 0.1 to 100 lags": Start(LEARNED, spread(100)),
     "`rpe`, fitted to the identity and 0.3 of oscillations to 16": Start(change=fitted(LOCAL)),
     'the same, `rpe_input="sinusoidal"`': Start("rpe_input=sinusoidal", fitted(LOCAL)),
     "the same, hat functions in place of the MLP": Start(change=fitted(LOCAL, with_hats=True)),

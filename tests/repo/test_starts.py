@@ -80,6 +80,16 @@ def test_effective_rank_and_horizon():
     assert STARTS["horizon"](np.array([[0.0, 0, 1, 0, 0], [0, 1, 1, 1, 0], [1, 0, 0, 0, 0]])) == 1
 
 
+def test_spread_decays():
+    """Time constants of 0.1 to 16 lags, and kernels of norm 1."""
+    model = model_of("`rpe`, learned decays of 0.1 to 16 lags")
+    for operator, kernels in zip(STARTS["operators"](model), STARTS["kernels_of"](model), strict=True):
+        assert np.linalg.norm(kernels, axis=1) == pytest.approx(1, rel=1e-4)
+        with torch.no_grad():
+            rates = operator._decay_rate(torch.float32)[:, 0].numpy()
+        assert rates[[0, -1]] == pytest.approx(np.exp([-10, -1 / 16]), abs=1e-4) and (np.diff(rates) > 0).all()
+
+
 def test_other_operators():
     """SKI with all values 0 is its filter, alone the identity; 1 at each frequency of FD is the identity too."""
     for kernels in STARTS["kernels_of"](model_of("the identity alone", "ski")):
