@@ -1,0 +1,159 @@
+"""Options of pretraining: what is refused and when, recipes, presets, and the estimate of a run."""
+
+import json
+import logging
+import re
+
+import pytest
+from transformers import GPT2Config, TrainingArguments
+
+from helpers.scripts import ROOT, pretrain_options, run_script, write_config, write_text
+from tnn_scripts.common.arguments import parse_arguments
+from tnn_scripts.common.pretrain_arguments import PretrainArguments
+from tnn_scripts.data.text import load_corpus, train_tokenizer
+from tnn_scripts.finetune_glue import GlueArguments
+from tnn_scripts.pretrain import build_config
+
+REFUSED = {
+    "missing file": (["--train_file", "nowhere.txt"], "nowhere.txt does not exist"),
+    "empty file": (["--validation_file", "EMPTY"], "is empty"),
+    "short blocks": (["--block_size", 1], "--block_size must be at least 2 for a token to predict, got 1"),
+    "short text": (["--block_size", 30000], "The train text is shorter than one block of 30000 tokens"),
+    "large vocabulary": (
+        ["--tokenizer_name", "TOKENIZER", "--vocab_size", 290],
+        r"below vocab_size=290 .*--vocab_size 300",
+    ),
+    "small vocabulary": (["--vocab_size", 100], "--vocab_size must be at least 260 .*, got 100"),
+    "no mask token": (
+        ["--tokenizer_name", "TOKENIZER", "--objective", "mlm", "--config_overrides", "causal=false"],
+        "must have a mask token",
+    ),
+    "wrong objective": (["--objective", "mlm"], "`causal` must be False for TnnForMaskedLM"),
+    "wrong column": (["--text_column", "body"], "--text_column must be a column of .*, got body"),
+    "unknown field": (["--config_overrides", "tno=fd"], "overrides must be fields of TnnConfig, got tno"),
+    "wrong field": (["--config_overrides", "tno_type=fdd"], "`tno_type` must be one of .*, got 'fdd'"),
+    "precision of a GPU": (["--mixed_precision", "fp16", "--use_cpu"], "must be no or bf16 on a CPU, got fp16"),
+    "nothing to resume": (["--resume_from_checkpoint", "latest"], "holds no complete checkpoint"),
+    "no checkpoint": (["--resume_from_checkpoint", "nowhere"], "the folder of a complete checkpoint, got nowhere"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name, tmp_path):
+    given, message = REFUSED[name]
+    options = [*pretrain_options(tmp_path, "clm"), "--output_dir", tmp_path / "out"]
+    (tmp_path / "empty.txt").touch()
+    if "TOKENIZER" in given:
+        train_tokenizer(load_corpus(str(tmp_path / "text.txt"))["train"], 300).save_pretrained(tmp_path / "tokenizer")
+    given = [
+        {"EMPTY": tmp_path / "empty.txt", "TOKENIZER": tmp_path / "tokenizer"}.get(value, value) for value in given
+    ]
+    with pytest.raises(SystemExit, match=message):
+        run_script("pretrain", *options, *given)
+    assert not list(tmp_path.glob("out/checkpoint-*"))
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        (["--objective", "seq2seq"], "--objective must be one of clm, mlm, got seq2seq"),
+        (["--lr_scheduler_type", "cos"], "--lr_scheduler_type must be one of linear, cosine"),
+        (["--lr_scheduler_type", "greedy"], "--lr_scheduler_type must be one of .*, got greedy"),
+        (["--lr_scheduler_type", "warmup_stable_decay"], "--lr_scheduler_kwargs must be .* 'num_decay_steps'"),
+        (["--lr_scheduler_kwargs", '{"x": 1}'], "must be a JSON object for cosine, got .* argument 'x'"),
+        (["--lr_scheduler_kwargs", "x=1"], "--lr_scheduler_kwargs must be a JSON object for cosine, got x=1"),
+        (["--max_pole_radius", "1"], r"--max_pole_radius must be in \(0, 1\), got 1.0"),
+        (["--max_steps", "0"], "--max_steps must be at least 1, got 0"),
+        (["--report_to", "mlflow"], "one of none, tensorboard, wandb, trackio"),
+        (["--dataset_name", "x", "--train_file", "y"], "--dataset_name must be absent with --train_file, got x"),
+        (["--validation_file", "y"], "given together with --train_file"),
+        (["--recipe", "nowhere.yaml"], "--recipe must be a file or one of .*, got nowhere.yaml"),
+        (["--recepi", "x"], "--recepi is not an option of this program; did you mean --recipe[?]"),
+    ],
+)
+def test_refused_options(given, message, capsys):
+    with pytest.raises(SystemExit) as error:
+        run_script("pretrain", *given)
+    assert error.value.code == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_the_end_of_a_schedule_is_compared_with_the_learning_rate():
+    schedule = {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": '{"lr_end": 0.005}'}
+    PretrainArguments(learning_rate=0.01, **schedule)
+    with pytest.raises(ValueError, match="--lr_scheduler_kwargs must be .* for polynomial, got .*lr_end"):
+        PretrainArguments(learning_rate=0.001, **schedule)
+
+
+def test_a_run_has_room_for_warmup_and_decay():
+    """transformers' schedule would jump down at the end of the warm-up otherwise."""
+    decaying = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": '{"num_decay_steps": 400}'}
+    PretrainArguments(max_steps=600, warmup_steps=200, **decaying)
+    PretrainArguments(max_steps=450, warmup_steps=0.1, **decaying)
+    PretrainArguments(max_steps=3, warmup_steps=200, **decaying)  # a trial that ends in the warm-up
+    with pytest.raises(ValueError, match="--max_steps must be at least 600, for warm-up and decay, got 599"):
+        PretrainArguments(max_steps=599, warmup_steps=200, **decaying)
+    with pytest.raises(ValueError, match="--max_steps must be at least 440, for warm-up and decay, got 400"):
+        PretrainArguments(max_steps=400, warmup_steps=0.1, **decaying)
+
+
+@pytest.mark.parametrize("script", ["pretrain", "finetune_glue", "evaluate_lm"])
+def test_help(script, capsys):
+    with pytest.raises(SystemExit) as error:
+        run_script(script, "--help")
+    shown = capsys.readouterr().out
+    assert error.value.code == 0 and f"\n    python scripts/{script}.py --" in shown and "--output_dir" in shown
+
+
+def test_recipe_comes_before_options(tmp_path):
+    text, recipe = write_text(tmp_path / "text.txt"), tmp_path / "recipe.yaml"
+    recipe.write_text(f"# a comment\nconfig: {write_config(tmp_path / 'config')}\ntrain_file: {text}\n"
+                      "max_steps: 99\nlearning_rate: 1.0e-3\ngradient_checkpointing: true\n")  # fmt: skip
+    run_script("pretrain", "--max_steps", 2, "--recipe", recipe, "--output_dir", tmp_path / "out")
+    args = json.loads((tmp_path / "out" / "training_args.json").read_text())
+    assert (args["max_steps"], args["learning_rate"], args["gradient_checkpointing"]) == (2, 1e-3, True)
+
+
+@pytest.mark.parametrize(
+    "recipe", sorted((ROOT / "configuration" / "recipes").glob("*.yaml")), ids=lambda path: path.stem
+)
+def test_recipes(recipe, monkeypatch):
+    """Every option is known, every configuration is a model of the objective."""
+    if recipe.stem.startswith("glue"):
+        monkeypatch.setattr("sys.argv", ["x", "--recipe", str(recipe), "--model_name_or_path", "x"])
+        args, training = parse_arguments([GlueArguments, TrainingArguments], "")
+        assert args.task_name and training.num_train_epochs > 0
+    else:
+        monkeypatch.setattr("sys.argv", ["x", "--recipe", str(recipe)])
+        (args,) = parse_arguments([PretrainArguments], "")
+        assert build_config(args).max_position_embeddings >= args.block_size
+
+
+def test_length_of_the_model_follows_the_blocks(tmp_path):
+    tnn = write_config(tmp_path / "tnn", tno_type="fd")
+    assert build_config(PretrainArguments(config_name=str(tnn), block_size=100)).fd_resolution == 256
+    args = PretrainArguments(config_name=str(tnn), config_overrides="max_position_embeddings=48")
+    assert build_config(args).max_position_embeddings == args.block_size == 48
+    GPT2Config(n_positions=64).save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(
+        ValueError, match="--block_size must be at most max_position_embeddings=64 of the model, got 100"
+    ):
+        build_config(PretrainArguments(config_name=str(tmp_path / "gpt2"), block_size=100))
+
+
+def test_preset_by_name():
+    assert PretrainArguments(config_name="tnn-causal").config_name == str(ROOT / "configuration" / "tnn-causal")
+    with pytest.raises(ValueError, match="--config_name must be .* gpt2-tiny, .*, got tnn-nowhere"):
+        PretrainArguments(config_name="tnn-nowhere")
+
+
+@pytest.mark.parametrize("objective", ["clm", "mlm"])
+def test_dry_run(objective, tmp_path, caplog):
+    """It needs no text, and writes nothing."""
+    config, output = write_config(tmp_path / "config", causal=objective == "clm"), tmp_path / "out"
+    options = ["--objective", objective, "--config_name", config, "--output_dir", output, "--max_steps", 7]
+    with caplog.at_level(logging.INFO, "pretrain"):
+        run_script("pretrain", *options, "--gradient_accumulation_steps", 3, "--gradient_checkpointing", "--dry_run")
+    assert "7 steps of 768 tokens: 5,376 tokens" in caplog.text  # 8 blocks of 32, three times
+    assert re.search(r"about \d+ seconds on 1 x cpu: .* tokens/s\nabout \d+\.\d GiB of memory", caplog.text)
+    assert not output.exists()
