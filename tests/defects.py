@@ -228,6 +228,8 @@ DEFECTS = [
            "scripts/test_pretrain faults/test_interruption"),
     Defect("resuming: schedule from the start", S + "common/accelerate_loop.py",
            "            self.scheduler.load_state_dict(saved[\"scheduler\"])\n", "", "faults/test_interruption"),
+    Defect("resuming: Trainer goes on with another run", S + "common/belonging.py",
+           "if n in saved and saved[n] != v", "if n not in saved", "faults/test_faults_training"),
     Defect("checkpoints: damaged files are taken", S + "common/checkpoints.py",
            "if not path.is_file() or _sha256(path) != checksum:", "if not path.is_file():",
            "faults/test_faults_saving faults/test_faults_training scripts/test_pretrain"),
