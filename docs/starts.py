@@ -5,10 +5,10 @@ the encoder of `rpe`; some give the operator a rate of its own. Kernels have a n
 otherwise. The program writes the validation perplexity and, of the kernels before and after the training, the
 effective rank and the horizon, as means over the layers:
 
-    effective rank = exp(-sum_i p_i ln p_i),    p_i = s_i^2 / sum_j s_j^2,    s the singular values
+    effective rank = exp(-sum_i p_i ln p_i),    p_i = s_i^2 / sum_j s_j^2,    s the singular values of (t_c / |t_c|)_c
 
-D channels, P lags; a bidirectional kernel has 2P - 1. The horizon is the median over the channels of the lags that
-hold 90% of a kernel.
+D channels, P lags, t_c the kernel of channel c; a bidirectional one has 2P - 1. The horizon is the median over the
+channels of the lags that hold 90% of a kernel.
 
 `--family` chooses the starts: kernels for the recipe `ablations/start`, ski for `ablations/ski`, fd for
 `ablations/fd`.
@@ -280,8 +280,9 @@ def kernels_of(model: PreTrainedModel) -> list[np.ndarray]:
 
 
 def effective_rank(kernels: np.ndarray) -> float:
-    """That of kernels `(D, M)`."""
-    return float(np.exp(entropy(np.linalg.svd(kernels, compute_uv=False) ** 2)))
+    """That of kernels `(D, M)`, each with a norm of 1."""
+    norms = np.linalg.norm(kernels, axis=1, keepdims=True)
+    return float(np.exp(entropy(np.linalg.svd(kernels / norms.clip(1e-30), compute_uv=False) ** 2)))
 
 
 def horizon(kernels: np.ndarray) -> float:
@@ -307,7 +308,7 @@ def measure(args: StartArguments, training: TrainingArguments, number: int, seed
         "kernels": name,
         "learning_rate": training.learning_rate,
         "seed": seed,
-        "norm": statistics.mean(np.linalg.norm(kernels, axis=1).mean() for kernels in before),
+        "norm": float(np.mean([np.linalg.norm(kernels, axis=1).mean() for kernels in before])),
         "rank": statistics.mean(map(effective_rank, before)),
         "end": statistics.mean(map(effective_rank, after)),
         "horizon": statistics.mean(map(horizon, after)),
