@@ -272,6 +272,13 @@ class StartArguments(AblationArguments):
     family: str = field(default="kernels", metadata={"choices": tuple(FAMILIES), "help": "Starts of one operator."})
     starts: list[int] | None = field(default=None, metadata={"help": "Numbers of some of the starts, from 0."})
 
+    def __post_init__(self):
+        super().__post_init__()
+        count = len(FAMILIES[self.family])
+        if self.starts and not 0 <= min(self.starts) <= max(self.starts) < count:
+            listed = " ".join(map(str, self.starts))
+            raise ValueError(f"--starts must be from 0 to {count - 1} with --family {self.family}, got {listed}")
+
 
 @torch.no_grad()
 def kernels_of(model: PreTrainedModel) -> list[np.ndarray]:

@@ -80,6 +80,12 @@ def test_effective_rank_and_horizon():
     assert STARTS["horizon"](np.array([[0.0, 0, 1, 0, 0], [0, 1, 1, 1, 0], [1, 0, 0, 0, 0]])) == 1
 
 
+def test_numbers_of_starts():
+    with pytest.raises(ValueError, match="--starts must be from 0 to 4 with --family fd, got 3 5"):
+        STARTS["StartArguments"](variants=["rpe"], family="fd", starts=[3, 5])
+    assert STARTS["StartArguments"](variants=["rpe"], family="fd", starts=[4]).starts == [4]
+
+
 def test_spread_decays():
     """Time constants of 0.1 to 16 lags, and kernels of norm 1."""
     model = model_of("`rpe`, learned decays of 0.1 to 16 lags")
