@@ -45,7 +45,7 @@ from tnn_scripts.run_ablation import AblationArguments, Text, build_trainer, loa
 
 logger = logging.getLogger("starts")
 Maker = Callable[[int, int], torch.Tensor]
-ENCODER, NOT_TRAINED = r"\.tno\.rpe\.", r"\.tno\.:learning_rate=0"
+NOT_TRAINED = (r"\.tno\.", 0)
 LEARNED = "decay=1.0e-6,learnable_decay=true"
 EXPLICIT, RTF = "tno_type=explicit", "tno_type=rtf,rtf_state_size=16,rtf_initializer=xavier"
 
@@ -57,12 +57,16 @@ class Start:
     Attributes:
         fields: changes of the configuration, as in `--config_overrides`.
         change: what is done to the model.
-        groups: parameters with other settings, as in `--parameter_groups`.
+        rate: a pattern of parameter names, and their learning rate over that of the rest.
     """
 
     fields: str = ""
     change: Callable[[PreTrainedModel], None] = lambda model: None
-    groups: tuple[str, ...] = ()
+    rate: tuple[str, float] | None = None
+
+    def groups(self, learning_rate: float) -> list[str]:
+        """As in `--parameter_groups`."""
+        return [] if self.rate is None else [f"{self.rate[0]}:learning_rate={self.rate[1] * learning_rate:g}"]
 
 
 def operators(model: PreTrainedModel) -> list[ToeplitzOperator]:
@@ -215,7 +219,7 @@ KERNELS = {
     "`rpe`, the papers' start": Start(),
     "the same, logits times 3/sqrt(d)": Start(change=scale_logits),
     "the same, kernels times 0.1": Start(change=scaled("out.linear", 0.1)),
-    "the same, encoder at 5 times the rate": Start(groups=(ENCODER + ":learning_rate=0.04",)),
+    "the same, encoder at 5 times the rate": Start(rate=(r"\.tno\.rpe\.", 5)),
     'the same, `rpe_input="sinusoidal"`': Start("rpe_input=sinusoidal"),
     "`rpe`, decay 0.9": Start("decay=0.9"),
     "`rpe`, learned decays from 0.01": Start("decay=0.01,learnable_decay=true"),
@@ -227,21 +231,19 @@ KERNELS = {
     "free: its usual start, noise on all lags": Start(EXPLICIT),
     "free: noise of norm 1 on the first 8 lags": Start(EXPLICIT, with_taps(lambda *size: noise(*size, lags=8))),
     "free: all lags of a channel equal": Start(EXPLICIT, with_taps(constant)),
-    "free: the identity, not trained": Start(EXPLICIT, with_taps(identity), (NOT_TRAINED,)),
+    "free: the identity, not trained": Start(EXPLICIT, with_taps(identity), NOT_TRAINED),
     "free: the identity": Start(EXPLICIT, with_taps(identity)),
     "free: the identity and 0.5 of noise": Start(EXPLICIT, with_taps(both(identity, noise, 0.5))),
     "free: one lag for each channel, below 16": Start(EXPLICIT, with_taps(one_lag)),
     "free: exponentials, time scales to 128": Start(EXPLICIT, with_taps(exponentials)),
-    "free: oscillations that decay, to 128, not trained": Start(
-        EXPLICIT, with_taps(oscillations(128)), (NOT_TRAINED,)
-    ),
+    "free: oscillations that decay, to 128, not trained": Start(EXPLICIT, with_taps(oscillations(128)), NOT_TRAINED),
     "free: oscillations that decay, to 128": Start(EXPLICIT, with_taps(oscillations(128))),
     "free: oscillations that decay, to 16": Start(EXPLICIT, with_taps(oscillations(16))),
     "free: the identity and 0.3 of these": Start(EXPLICIT, with_taps(LOCAL)),
     "`fd`": Start("tno_type=fd"),
     "`rtf`, 16 states, Xavier": Start(RTF),
-    "the same, not trained": Start(RTF, groups=(NOT_TRAINED,)),
-    "the same, denominators not trained": Start(RTF, groups=(r"\.denominator$:learning_rate=0",)),
+    "the same, not trained": Start(RTF, rate=NOT_TRAINED),
+    "the same, denominators not trained": Start(RTF, rate=(r"\.denominator$", 0)),
 }
 OF_SKI = {
     "values x 0.1": scaled_ski(0.1, 1),
@@ -274,6 +276,8 @@ class StartArguments(AblationArguments):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.dry_run:
+            raise ValueError("--dry_run must not be given: `tnn ablation --dry_run` has the same model")
         count = len(FAMILIES[self.family])
         if self.starts and not 0 <= min(self.starts) <= max(self.starts) < count:
             listed = " ".join(map(str, self.starts))
@@ -300,21 +304,23 @@ def horizon(kernels: np.ndarray) -> float:
     return Kernel("", kernels, np.arange(first, first + count)).horizon_percentile(50)[0]
 
 
-def measure(args: StartArguments, training: TrainingArguments, number: int, seed: int, text: Text) -> dict:
+def measure(
+    args: StartArguments, training: TrainingArguments, number: int, rate: float, seed: int, text: Text
+) -> dict:
     """Train from one start; the perplexity, and the figures of the kernels."""
     name, start = list(FAMILIES[args.family].items())[number]
     variant = f"start {number}" + (f":{start.fields}" if start.fields else "")
-    own = dataclasses.replace(args, variants=[variant], parameter_groups=list(start.groups))
-    trainer = build_trainer(own, training, variant, training.learning_rate, seed, text)
+    own = dataclasses.replace(args, variants=[variant], parameter_groups=start.groups(rate))
+    trainer = build_trainer(own, training, variant, rate, seed, text)
     with torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(seed)
         start.change(trainer.model)
     before = kernels_of(trainer.model)
-    (perplexity,) = train(trainer, variant, text)["perplexity"].values()
+    perplexity = next(iter(train(trainer, variant, text)["perplexity"].values()))
     after = kernels_of(trainer.model)
     return {
         "kernels": name,
-        "learning_rate": training.learning_rate,
+        "learning_rate": rate,
         "seed": seed,
         "norm": float(np.mean([np.linalg.norm(kernels, axis=1).mean() for kernels in before])),
         "rank": statistics.mean(map(effective_rank, before)),
@@ -332,8 +338,8 @@ def main():
     numbers = range(len(FAMILIES[args.family])) if args.starts is None else args.starts
     with output_folder(training, dry_run=False):
         text = load_text(args)
-        for number, seed in itertools.product(numbers, args.seeds):
-            rows.append(measure(args, training, number, seed, text))
+        for number, rate, seed in itertools.product(numbers, args.learning_rates(training), args.seeds):
+            rows.append(measure(args, training, number, rate, seed, text))
             write_json(Path(training.output_dir) / "all_results.json", {"rows": rows})
             logger.info("%s", rows[-1])
 

@@ -269,8 +269,8 @@ def tables(results: list[dict]) -> str:
     text = "perplexity (bits per byte)\n\n" + by_length(cells, titles)
     if differing := [result for result in results if "over_first" in result]:
         cells = {(*column_of(r), r["length"]): figure_text(r, "over_first", "+.3f") for r in differing}
-        shown = {column: titles[column] for column in labels(differing)}
-        text += f"\n\nbits per byte more than {short[results[0]['model']]}\n\n" + by_length(cells, shown)
+        compared = {column: titles[column] for column in labels(differing)}
+        text += f"\n\nbits per byte more than {short[results[0]['model']]}\n\n" + by_length(cells, compared)
     shown = longest(results)
     bins = max((result["by_context"] for result in shown), key=len)
     rows = [[f"{bin['first']} to {bin['last']}" if bin["first"] < bin["last"] else f"{bin['first']}"] for bin in bins]
