@@ -5,7 +5,7 @@ model with the best validation score for each task.
 
 Example:
     python scripts/finetune_glue.py --model_name_or_path outputs/masked --task_name sst2 --do_train --do_eval \\
-        --learning_rate 1e-4 --num_train_epochs 3 --output_dir outputs/sst2
+        --learning_rate 1e-3 --num_train_epochs 3 --output_dir outputs/sst2
     python scripts/finetune_glue.py --model_name_or_path outputs/masked --task_name all --sweep \\
         --output_dir outputs/glue
     python scripts/finetune_glue.py --model_name_or_path outputs/masked --train_file train.csv \\
