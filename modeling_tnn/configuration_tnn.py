@@ -380,6 +380,8 @@ class TnnConfig(PreTrainedConfig):
         for old, name in OLD_NAMES.items():
             if old in kwargs:
                 setattr(self, name, kwargs.pop(old))
+        if self.dtype is None:
+            self.dtype = kwargs.pop("torch_dtype", None)  # its name in older versions of transformers
         self._automatic = frozenset(name for name in DERIVED if getattr(self, name) is None)
         self._derive()
         self._check_fields()

@@ -105,7 +105,7 @@ class TnnForQuestionAnswering(TnnPreTrainedModel):
         check_one_document(tokens, attention_mask, **kwargs)
         logits = self.qa_outputs(outputs.last_hidden_state)  # (B, L, 2)
         if attention_mask is not None:
-            hidden = attention_mask[:, -logits.shape[1] :, None] == 0
+            hidden = attention_mask[:, -logits.shape[1] :, None].to(logits.device) == 0
             logits = logits.masked_fill(hidden, torch.finfo(logits.dtype).min)
         start_logits, end_logits = logits.unbind(-1)
         loss = None
@@ -166,7 +166,7 @@ class TnnForMultipleChoice(TnnPreTrainedModel):
         loss = None
         if labels is not None:
             check_class_labels(labels, logits)
-            loss = nn.functional.cross_entropy(logits.float(), labels.view(-1))
+            loss = nn.functional.cross_entropy(logits.float(), labels.view(-1).to(logits.device))
         states = {"hidden_states": outputs.hidden_states, "attentions": outputs.attentions}
         return MultipleChoiceModelOutput(loss=loss, logits=logits, **states)
 

@@ -41,6 +41,7 @@ def split_packed(
     position_ids: torch.Tensor | None = None,
     seq_idx: torch.Tensor | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
+    together: bool = False,
 ) -> list[DocumentBatch] | None:
     """The documents of packed rows, or None if every row is one text.
 
@@ -54,6 +55,7 @@ def split_packed(
         position_ids: `(B, L)` or `(1, L)`.
         seq_idx: `(B, L)` or `(1, L)`, the number of the document of each token.
         cu_seq_lens_q: the offsets of the documents among all tokens, from 0 to T.
+        together: whether all documents form one padded batch, for a batch norm, which sees all tokens.
 
     Raises:
         TypeError: an argument is not a tensor of integers.
@@ -65,7 +67,7 @@ def split_packed(
     if not boundaries or tokens.shape[1] <= 1 or any(tensor.is_meta for tensor in known):
         return None
     starts = find_starts(tokens, attention_mask, position_ids, seq_idx, cu_seq_lens_q)
-    return None if not starts[:, 1:].any() else batches_of_similar_length(starts, tokens.device)
+    return batches_of_similar_length(starts, tokens.device, together) if starts[:, 1:].any() else None
 
 
 def given_boundaries(
@@ -135,6 +137,9 @@ def forward_packed(
     Args:
         forward: a model, `forward(input_ids, attention_mask, inputs_embeds=...)`.
         kwargs: further arguments of `forward`.
+
+    Raises:
+        ValueError: the weights of attention are wanted, which have another shape for each batch of documents.
     """
     outputs = []
     attention_mask = check_attention_mask(attention_mask, inputs_embeds if input_ids is None else input_ids, 0)
@@ -142,6 +147,11 @@ def forward_packed(
         real = batch.real if attention_mask is None else batch.real & batch.take(attention_mask)
         ids, embeds = (None if x is None else batch.take(x) for x in (input_ids, inputs_embeds))
         outputs.append(forward(ids, real, inputs_embeds=embeds, use_cache=False, return_dict=True, **kwargs))
+        if outputs[-1].attentions:
+            raise ValueError(
+                "`output_attentions` must be False if a row holds several documents (by `position_ids`, `seq_idx` or "
+                "`cu_seq_lens_q`), got True. Pad instead of packing."
+            )
     shape = (inputs_embeds if input_ids is None else input_ids).shape[:2]
     last = pack([output.last_hidden_state for output in outputs], documents, shape)
     hidden_states = None
@@ -154,9 +164,10 @@ def forward_packed(
 def pack(parts: Sequence[torch.Tensor], documents: list[DocumentBatch], shape: torch.Size) -> torch.Tensor:
     """The rows `(B, L, d)` from the `parts` `(N, M, d)` of `documents`, for `shape` `(B, L)`."""
     pairs = zip(parts, documents, strict=True)
-    outputs = torch.cat([part.flatten(0, 1)[batch.slots] for part, batch in pairs])  # (T, d)
+    # The last layers can be on another device, if `device_map` divides the model.
+    outputs = torch.cat([part.flatten(0, 1)[batch.slots.to(part.device)] for part, batch in pairs])  # (T, d)
     places = torch.cat([batch.index.flatten()[batch.slots] for batch in documents])  # (T,)
-    return outputs[places.argsort()].unflatten(0, shape)
+    return outputs[places.argsort().to(outputs.device)].unflatten(0, shape)
 
 
 def _check_integers(name: str, given: torch.Tensor, tokens: torch.Tensor):
@@ -201,11 +212,13 @@ def _offsets_as_starts(cu_seq_lens: torch.Tensor, shape: torch.Size) -> torch.Te
     return starts.unflatten(0, shape)
 
 
-def batches_of_similar_length(starts: torch.Tensor, device: torch.device) -> list[DocumentBatch]:
-    """The padded batches on `device` of documents that begin at `starts` `(B, L)`."""
+def batches_of_similar_length(
+    starts: torch.Tensor, device: torch.device, together: bool = False
+) -> list[DocumentBatch]:
+    """The padded batches on `device` of documents that begin at `starts` `(B, L)`; one batch if `together`."""
     first = starts.flatten().nonzero()[:, 0]  # of each document
     lengths = torch.diff(first, append=first.new_tensor([starts.numel()]))
-    octaves = lengths.double().log2().ceil()
+    octaves = torch.zeros(len(lengths)) if together else lengths.double().log2().ceil()
     batches = []
     for octave in octaves.unique():
         chosen = octaves == octave

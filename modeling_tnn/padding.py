@@ -95,6 +95,10 @@ POOLINGS = {"last": last_real_token, "mean": mean_of_real_tokens}
 
 def pool_tokens(pooling: str, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
     """One vector for each sequence, `(B, L, d)` to `(B, d)`. `pooling` is a name in `POOLINGS`."""
+    if attention_mask is not None:
+        attention_mask = attention_mask.to(
+            hidden_states.device
+        )  # of the last layers, if `device_map` divides the model
     return POOLINGS[pooling](hidden_states, attention_mask)
 
 

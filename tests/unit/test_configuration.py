@@ -112,6 +112,8 @@ def test_derived_defaults():
         ),
         ({"tno_type": "modal", "causal": False}, "`causal` must be .*True with tno_type='modal'.*, got False"),
         ({"tno_type": "ski", "causal": True}, "`causal` must be .*False with tno_type='ski'.*, got True"),
+        ({"torch_dtype": "x"}, "`dtype` must be the name of a dtype of torch.*, got 'x'"),
+        ({"torch_dtype": []}, r"`dtype` must be the name of a dtype of torch.*, got \[\]"),
         ({"decay": 0}, r"`decay` must be .*\(0, 1\].*, got 0"),
         ({"decay": 1.5}, r"`decay` must be .*\(0, 1\].*, got 1.5"),
         ({"decay": -0.5}, r"`decay` must be .*\(0, 1\].*, got -0.5"),

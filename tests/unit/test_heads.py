@@ -36,6 +36,25 @@ def build(head, tno_type="rpe", causal=False, **fields):
     return seeded(head, tiny_config(tno_type, causal, **fields)).double().eval()
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("head", [TnnForSequenceClassification, TnnForQuestionAnswering, TnnForMultipleChoice])
+def test_a_head_on_another_device(head, causal):
+    """`device_map` may put the last layers elsewhere than the inputs; a CPU alone has the meta device for that."""
+    model = build(head, causal=causal)
+    model.model.register_forward_hook(lambda module, args, outputs: to_meta(outputs))
+    (model.qa_outputs if head is TnnForQuestionAnswering else model.classifier).to("meta")
+    given = padded(texts())
+    if head is TnnForMultipleChoice:
+        given = {name: value[:, None] for name, value in given.items()}
+    outputs = model(**given)
+    assert (outputs.start_logits if head is TnnForQuestionAnswering else outputs.logits).is_meta
+
+
+def to_meta(outputs):
+    outputs.last_hidden_state = outputs.last_hidden_state.to("meta")
+    return outputs
+
+
 @EVERY_VARIANT
 @pytest.mark.parametrize("left", [False, True])
 def test_tags_do_not_depend_on_padding(tno_type, causal, left):

@@ -3,7 +3,15 @@
 import pytest
 import torch
 
-from helpers.models import BIDIRECTIONAL, lively_language_model, padded, relative_error, seeded, tiny_config
+from helpers.models import (
+    BIDIRECTIONAL,
+    checkpoint_activations,
+    lively_language_model,
+    padded,
+    relative_error,
+    seeded,
+    tiny_config,
+)
 from helpers.operators import random_input, random_operator
 from modeling_tnn import TnnForSequenceClassification, TnnModel
 from modeling_tnn.norms import BatchNorm
@@ -115,6 +123,44 @@ def test_statistics_do_not_see_padding(causal):
         memories.append(torch.cat([b.flatten() for name, b in model.named_buffers() if "running" in name]))
     assert relative_error(outputs[1], outputs[0]) < 5e-5
     assert relative_error(memories[1], memories[0]) < 5e-6 and len(memories[0]) == 2 * 5 * 32
+
+
+def memories_of(model) -> dict[str, torch.Tensor]:
+    return {name: buffer.clone() for name, buffer in model.named_buffers() if "running" in name or "batches" in name}
+
+
+@pytest.mark.parametrize("left", [0, 3])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_counts_a_batch_once(reentrant, left):
+    """What a batch norm remembers does not change because the backward pass computes activations again."""
+    text, found = padded(torch.randint(99, (23,)), left, 0), []
+    for checkpointing in (False, True):
+        model = seeded(TnnModel, tiny_config("rpe", **LRA, hidden_dropout_prob=0.0)).train()
+        if checkpointing:
+            checkpoint_activations(model, {"use_reentrant": reentrant})
+        model(**text).last_hidden_state.square().sum().backward()
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        found.append(memories_of(model) | gradients)
+    assert found[0]["norm.num_batches_tracked"] == 1
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_packed_rows_have_the_statistics_of_their_batch():
+    """Training: documents of many lengths in a row, one of a single token, as in one padded batch."""
+    lengths = (1, 23, 4, 9)
+    texts, found = [torch.randint(99, (length,)) for length in lengths], []
+    rows, mask = torch.zeros(4, 23, dtype=torch.long), torch.zeros(4, 23, dtype=torch.long)
+    for index, text in enumerate(texts):
+        rows[index, : len(text)], mask[index, : len(text)] = text, 1
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    for given in (
+        {"input_ids": rows, "attention_mask": mask},
+        {"input_ids": torch.cat(texts)[None], "position_ids": positions},
+    ):
+        model = seeded(TnnModel, tiny_config("rpe", **LRA, hidden_dropout_prob=0.0)).train()
+        hidden = model(**given).last_hidden_state
+        found.append((hidden[mask == 1] if "attention_mask" in given else hidden[0], memories_of(model)))
+    torch.testing.assert_close(found[1], found[0])
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
