@@ -39,7 +39,7 @@ from transformers import PreTrainedModel, TrainingArguments
 from modeling_tnn.tno import ToeplitzOperator
 from tnn_scripts.common.arguments import chosen_seeds, parse_arguments
 from tnn_scripts.common.atomic import write_json
-from tnn_scripts.common.trainer import output_folder
+from tnn_scripts.common.trainer import output_folder, refuse_resume
 from tnn_scripts.plotting.statistics import Kernel
 from tnn_scripts.run_ablation import AblationArguments, Text, build_trainer, load_text, train
 
@@ -310,14 +310,15 @@ def measure(
     """Train from one start; the perplexity, and the figures of the kernels."""
     name, start = list(FAMILIES[args.family].items())[number]
     variant = f"start {number}" + (f":{start.fields}" if start.fields else "")
-    own = dataclasses.replace(args, variants=[variant], parameter_groups=start.groups(rate))
+    own = dataclasses.replace(args, variants=[variant], parameter_groups=[*start.groups(rate), *args.parameter_groups])
     trainer = build_trainer(own, training, variant, rate, seed, text)
     with torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(seed)
-        start.change(trainer.model)
+        start.change(trainer.model.cpu())
     before = kernels_of(trainer.model)
+    trainer.model.to(trainer.args.device)
     perplexity = next(iter(train(trainer, variant, text)["perplexity"].values()))
-    after = kernels_of(trainer.model)
+    after = kernels_of(trainer.model.cpu())
     return {
         "kernels": name,
         "learning_rate": rate,
@@ -336,6 +337,7 @@ def main():
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     args.seeds, rows = chosen_seeds(args.seeds, training), []
     numbers = range(len(FAMILIES[args.family])) if args.starts is None else args.starts
+    refuse_resume(training)
     with output_folder(training, dry_run=False):
         text = load_text(args)
         for number, rate, seed in itertools.product(numbers, args.learning_rates(training), args.seeds):

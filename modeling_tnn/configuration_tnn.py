@@ -135,6 +135,8 @@ DERIVED: dict[str, Callable[["TnnConfig"], Any]] = DERIVED_LAYERS | {
 SOURCES = ("hidden_size", "max_position_embeddings", "spatial_dims", *SOURCES_OF_LAYERS)
 # Those that a trained model keeps if the fields that they followed from are changed at load.
 FIXED = DERIVED.keys() - DERIVED_LAYERS.keys()
+# Those that follow from the length of the training.
+LENGTH_FIELDS = FIXED - {"intermediate_size"}
 # Names and values of earlier versions, which still load.
 OLD_NAMES = {
     "product": "tno_implementation",

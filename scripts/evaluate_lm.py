@@ -94,7 +94,9 @@ def trained_length(folder: str, config) -> int | None:
     """The length of the training blocks: from training_args.json beside the model, or else from its configuration."""
     arguments = Path(folder) / "training_args.json"
     if arguments.is_file():
-        return json.loads(arguments.read_text(encoding="utf-8")).get("block_size")
+        blocks = json.loads(arguments.read_text(encoding="utf-8")).get("block_size")  # None: of another program
+        if blocks is not None:
+            return blocks
     return getattr(config, "max_position_embeddings", None)
 
 

@@ -15,6 +15,7 @@ Example:
 import contextlib
 import dataclasses
 import itertools
+import json
 import logging
 import statistics
 import sys
@@ -150,7 +151,8 @@ class Task:
         return AutoModelForSequenceClassification.from_pretrained(source, config=config, **code)
 
     def predictions(self, logits: np.ndarray) -> np.ndarray:
-        """The predicted classes or values `(N,)` from logits `(N, C)`."""
+        """The predicted classes or values `(N,)` from logits `(N, C)`, or from outputs that begin with them."""
+        logits = logits[0] if isinstance(logits, tuple) else logits
         return logits[:, 0] if self.data.label_names is None else logits.argmax(axis=1)
 
     def compute_metrics(self, evaluated) -> dict[str, float]:
@@ -239,12 +241,20 @@ def save_model(trainer: Trainer, task: Task, folder: Path):
             predictions.unlink()
 
 
+def is_trained(folder: Path) -> bool:
+    """Whether `save_model` has saved a model in `folder`."""
+    return (folder / "training_args.json").is_file()
+
+
 def single(task: Task, training: TrainingArguments, folder: Path) -> list[dict]:
     """Do one run with the learning rate and the seed of the command line, and save the model if it was trained."""
     options = dataclasses.replace(training, output_dir=str(folder))
     trainer, results = run(task, options, keep=training.do_train)
     if trainer.is_world_process_zero():
-        write_json(folder / "all_results.json", results)
+        file, earlier = folder / "all_results.json", {}
+        if not training.do_train and is_trained(folder) and file.is_file():
+            earlier = json.loads(file.read_text(encoding="utf-8"))
+        write_json(file, earlier | results)
     return [{"learning_rate": training.learning_rate, "seed": training.seed} | results]
 
 
@@ -378,7 +388,8 @@ def run_all(args: GlueArguments, training: TrainingArguments) -> list[dict]:
         folder = folder_of(output_dir, one, len(data) > 1)
         repository = repository_of(training, folder, len(data) > 1) if push else None
         summaries.append(summarize(task, (sweep if args.sweep else single)(task, trained, folder)))
-        if main_process:
+        # What only reads a trained model leaves the table of its training.
+        if main_process and (training.do_train or args.sweep or not is_trained(folder)):
             write_json(output_dir / "results.json", summaries)
             write_text(output_dir / "results.md", table(summaries) + "\n")
         if repository is not None:
@@ -399,7 +410,9 @@ def main():
             summaries = run_all(args, training)
         except StopRequested as request:
             status, message = request.args
-            resume = "" if args.sweep else " Continue with --resume_from_checkpoint latest."
+            # Of several tasks, those that have not begun have no checkpoint.
+            checkpoint = "auto" if len(args.task_name or []) > 1 else "latest"
+            resume = "" if args.sweep else f" Continue with --resume_from_checkpoint {checkpoint}."
             logger.info("%s%s", message, resume)
             sys.exit(status)
     logger.info("\n%s\n\nsaved in %s", table(summaries), training.output_dir)

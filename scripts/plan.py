@@ -24,7 +24,7 @@ from tnn_scripts.common.errors import report_errors
 
 import torch
 
-from modeling_tnn.configuration_tnn import DERIVED
+from modeling_tnn.configuration_tnn import LENGTH_FIELDS
 from tnn_scripts.common.arguments import find_config, load_config, parse_overrides
 from tnn_scripts.common.atomic import check_writable, write_json
 from tnn_scripts.common.optimizers import OPTIMIZERS
@@ -72,7 +72,7 @@ def configuration(name: str, overrides: str | None, length: int):
     if length <= config.max_position_embeddings or "max_position_embeddings" in changed:
         return config
     # The fields that follow from this number must be derived again.
-    derived = {field: changed.get(field) for field in DERIVED}
+    derived = {field: changed.get(field) for field in LENGTH_FIELDS}
     return load_config(name, changed | derived | {"max_position_embeddings": length})
 
 

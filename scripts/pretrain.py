@@ -37,6 +37,7 @@ from transformers import (
 )
 
 import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
+from modeling_tnn.configuration_tnn import LENGTH_FIELDS
 from tnn_scripts.common.accelerate_loop import Pretraining, perplexity
 from tnn_scripts.common.arguments import load_config, parse_arguments, parse_overrides
 from tnn_scripts.common.atomic import SavingError, claim, new_files, new_folder, write_json
@@ -64,8 +65,6 @@ from tnn_scripts.data.text import check_file, check_vocabulary, load_corpus, pac
 logger = logging.getLogger("pretrain")
 RESUME = " Continue with --resume_from_checkpoint latest."
 AUTO_MODELS = {"clm": AutoModelForCausalLM, "mlm": AutoModelForMaskedLM}
-# Fields that a TNN derives from the length of its training, unless they are given.
-GRIDS = ("fd_resolution", "ski_grid_length", "rtf_truncation_length", "rpe_input_length")
 
 
 def build_accelerator(args: PretrainArguments) -> Accelerator:
@@ -154,7 +153,7 @@ def fit_length(args: PretrainArguments, config: PreTrainedConfig, overrides: dic
         if config.model_type != "tnn":
             raise ValueError(f"--block_size must be at most {field}={longest} of the model, got {args.block_size}")
         # A TNN takes any length, but the fields that follow from this number must be derived again.
-        overrides |= {field: args.block_size} | {name: overrides.get(name) for name in GRIDS}
+        overrides |= {field: args.block_size} | {name: overrides.get(name) for name in LENGTH_FIELDS}
     shortest = 3 if args.objective == "mlm" else 2
     if args.block_size < shortest:
         raise ValueError(f"--block_size must be at least {shortest} for a token to predict, got {args.block_size}")

@@ -36,12 +36,13 @@ from transformers import (
 from modeling_tnn import PoleCallback, TnnConfig
 from tnn_scripts.common.arguments import chosen_seeds, load_config, parse_arguments, parse_overrides
 from tnn_scripts.common.atomic import saving_errors, write_json
+from tnn_scripts.common.belonging import rows_of_a_step
 from tnn_scripts.common.dry_run import dry_run
 from tnn_scripts.common.lm_loss import token_losses
 from tnn_scripts.common.optimizers import GroupArguments, GroupingTrainer
 from tnn_scripts.common.scoring import batches, evaluate
 from tnn_scripts.common.tables import markdown_table
-from tnn_scripts.common.trainer import output_folder
+from tnn_scripts.common.trainer import output_folder, refuse_resume
 from tnn_scripts.data.text import load_corpus, pack, tokenize, train_tokenizer
 
 logger = logging.getLogger("run_ablation")
@@ -241,7 +242,7 @@ def run(args: AblationArguments, training: TrainingArguments):
     args.seeds = chosen_seeds(args.seeds, training)
     text, rates = load_text(args), args.learning_rates(training)
     rows, output = [], Path(training.output_dir) / "all_results.json"
-    settings = vars(args) | {"batch_size": training.train_batch_size, "torch_threads": torch.get_num_threads()}
+    settings = vars(args) | {"batch_size": rows_of_a_step(training), "torch_threads": torch.get_num_threads()}
     for variant, rate, seed in itertools.product(args.variants, rates, args.seeds):
         trainer = build_trainer(args, training, variant, rate, seed, text)
         if args.dry_run:
@@ -256,6 +257,7 @@ def run(args: AblationArguments, training: TrainingArguments):
 def main():
     args, training = parse_arguments([AblationArguments, TrainingArguments], __doc__)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
+    refuse_resume(training)
     with output_folder(training, args.dry_run):
         run(args, training)
 

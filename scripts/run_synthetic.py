@@ -30,10 +30,11 @@ from modeling_tnn import PoleCallback, TnnConfig, TnnForCausalLM
 from modeling_tnn.tno_auto import build_tno
 from tnn_scripts.common.arguments import chosen_seeds, parse_arguments, parse_overrides
 from tnn_scripts.common.atomic import saving_errors, write_json
+from tnn_scripts.common.belonging import rows_of_a_step
 from tnn_scripts.common.dry_run import dry_run
 from tnn_scripts.common.optimizers import GroupArguments, GroupingTrainer
 from tnn_scripts.common.tables import markdown_table
-from tnn_scripts.common.trainer import output_folder
+from tnn_scripts.common.trainer import output_folder, refuse_resume
 from tnn_scripts.data.synthetic import IGNORED, Copying, Delay, Passkey, Recall
 
 
@@ -293,7 +294,7 @@ def run(args: SyntheticArguments, training: TrainingArguments):
     for name in args.models():
         for seed in args.seeds:
             rows.append(train(args, training, name, seed))
-            settings = vars(args) | {"batch_size": training.train_batch_size, "torch_threads": torch.get_num_threads()}
+            settings = vars(args) | {"batch_size": rows_of_a_step(training), "torch_threads": torch.get_num_threads()}
             write_json(output, {"settings": settings, "rows": rows})
             compared = "state size " if args.state_sizes else ""
             sys.stdout.write(f"{compared}{name}, seed {seed}: {metric} {rows[-1][metric]:.4f}\n")
@@ -303,6 +304,7 @@ def run(args: SyntheticArguments, training: TrainingArguments):
 @report_errors
 def main():
     args, training = parse_arguments([SyntheticArguments, TrainingArguments], __doc__)
+    refuse_resume(training)
     with output_folder(training, args.dry_run):
         run(args, training)
 

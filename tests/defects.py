@@ -182,7 +182,7 @@ DEFECTS = [
            "return real & ~first & rises & (position_ids == 0)", "return ~first & rises & (position_ids == 0)",
            "unit/test_inputs unit/test_documents"),
     Defect("packing: outputs in the order of their lengths", P + "packing.py",
-           "outputs[places.argsort()].unflatten", "outputs.unflatten", "unit/test_documents"),
+           "outputs[places.argsort().to(outputs.device)].unflatten", "outputs.unflatten", "unit/test_documents"),
     # Saving, loading, converting
     Defect("saving: code of the models is left out", P + "configuration_tnn.py", "        save_code(save_directory)\n",
            "", "hf/test_remote_code"),

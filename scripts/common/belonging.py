@@ -8,6 +8,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from transformers import TrainingArguments
+
 from tnn_scripts.common.atomic import write_json
 from tnn_scripts.common.optimizers import GroupingTrainer
 
@@ -21,6 +23,11 @@ COMPARED = (
 OF_MODEL = {"transformers_version", "_name_or_path"}
 
 
+def rows_of_a_step(args: TrainingArguments) -> int:
+    """The rows that one step of the optimizer sees, those of all processes together."""
+    return args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+
+
 def describe_run(trainer: GroupingTrainer, labels: Sequence, **options) -> dict:
     """What a checkpoint must agree with.
 
@@ -30,7 +37,7 @@ def describe_run(trainer: GroupingTrainer, labels: Sequence, **options) -> dict:
     """
     args = trainer.args.to_dict()
     model = {f"config.{k}": v for k, v in trainer.model.config.to_dict().items() if k not in OF_MODEL}
-    batch = trainer.args.train_batch_size * trainer.args.gradient_accumulation_steps * trainer.args.world_size
+    batch = rows_of_a_step(trainer.args)
     data = {"rows": len(labels), "labels": hashlib.sha256(json.dumps(list(labels)).encode()).hexdigest()[:16]}
     run = {name: args.get(name) for name in COMPARED} | {"groups": trainer.groups, "batch": batch}
     return json.loads(json.dumps(run | options | data | model))

@@ -10,6 +10,7 @@ from datasets import Dataset
 from transformers import EvalPrediction, Trainer
 
 from tnn_scripts.common.atomic import new_files, write_json
+from tnn_scripts.common.belonging import rows_of_a_step
 from tnn_scripts.common.commands import next_steps
 from tnn_scripts.common.devices import suggest_smaller
 
@@ -27,7 +28,7 @@ def describe(trainer: Trainer) -> dict:
         "parameters": trainer.model.num_parameters(),
         "train_rows": len(trainer.train_dataset),
         "steps": trainer.state.global_step,
-        "batch_size": trainer.args.train_batch_size * trainer.args.gradient_accumulation_steps,
+        "batch_size": rows_of_a_step(trainer.args),
         "seed": trainer.args.seed,
         "train_seconds": summary["train_runtime"],
         "steps_per_second": summary["train_steps_per_second"],

@@ -19,7 +19,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from modeling_tnn.conversion import fit_layer, kernel_to_fit
+from modeling_tnn.conversion import fit_layer, kernel_to_fit, own_weights
+from modeling_tnn.numerics import compute_dtype
 from modeling_tnn.tno import ToeplitzOperator
 from modeling_tnn.tno_auto import build_tno
 
@@ -89,7 +90,7 @@ def fitted_config(config, fit: GradientFit, order: int, length: int):
     """The configuration of a model whose kernels of `length` taps become recurrences."""
     fitted = copy.deepcopy(config)
     fitted.tno_type, fitted.converted_from = fit.tno_type, config.tno_type
-    fitted.max_position_embeddings = fitted.rtf_truncation_length = length
+    fitted.rtf_truncation_length = length
     for name, value in fit.fields(order).items():
         setattr(fitted, name, value)
     return fitted
@@ -164,7 +165,8 @@ def convert_by_gradient(
         fit: a name in `FITS`.
 
     Raises:
-        ValueError: the model is bidirectional, or already a recurrence, or the fit is unknown.
+        ValueError: the model is bidirectional, or already a recurrence, the fit is unknown, or the weights cannot be
+            copied, as for `to_recurrent`.
     """
     config = model.config
     if fit not in FITS:
@@ -175,13 +177,14 @@ def convert_by_gradient(
             "The model must be causal and not a recurrence already, got "
             f"tno_type={config.tno_type!r} with causal={config.causal}"
         )
+    weights = own_weights(model)
     fits = [fit_operator(operator, config, FITS[fit], order, window, steps, learning_rate) for operator in operators]
     longest = max(report["taps"] for _, report in fits)
-    converted = type(model)(fitted_config(config, FITS[fit], order, longest)).to(model.device)
-    kept = {name: value for name, value in model.state_dict().items() if ".gtu.tno." not in name}
-    converted.load_state_dict(kept, strict=False)
+    converted = type(model)(fitted_config(config, FITS[fit], order, longest)).to(model.device, model.dtype)
+    converted.load_state_dict(converted.state_dict() | weights)
     mixers = [layer.gtu for layer in converted.base_model.layers if layer.gtu is not None]
     for mixer, (operator, _) in zip(mixers, fits, strict=True):
-        mixer.tno.load_state_dict(operator.state_dict())
+        mixer.tno.to(compute_dtype(model.dtype)).load_state_dict(operator.state_dict())
     converted.tie_weights()
+    converted.generation_config = copy.deepcopy(model.generation_config)
     return converted.train(model.training), [report for _, report in fits]

@@ -371,10 +371,14 @@ def card_data(inputs: dict, rows: list[dict], data: str) -> ModelCardData:
     card, task = inputs["card"], PIPELINES[inputs["model"]["class"]]
     arguments = inputs["arguments"] or {}
     named = inputs["card"]["dataset_id"] or arguments.get("dataset_name") or ""
-    hub_data = named if "/" in named else None
+    hub_data = [name for name in named.split() if "/" in name]
     kind = inputs_name(inputs)
     split = (inputs["metrics"] or {}).get("split", "validation")
-    measured_on = {"dataset_type": hub_data or kind, "dataset_name": data or kind, "dataset_split": split}
+    measured_on = {
+        "dataset_type": hub_data[0] if len(hub_data) == 1 else kind,
+        "dataset_name": data or kind,
+        "dataset_split": split,
+    }
     if file := arguments.get("validation_file"):
         measured_on |= {"dataset_type": kind, "dataset_name": file}
     evaluations = [
@@ -388,7 +392,7 @@ def card_data(inputs: dict, rows: list[dict], data: str) -> ModelCardData:
         library_name="transformers",
         pipeline_tag=task,
         tags=["tnn", "toeplitz", inputs["config"]["tno_type"], "custom_code"],
-        datasets=[hub_data] if hub_data else None,
+        datasets=hub_data or None,
         model_name=short_name(inputs),
         eval_results=evaluations or None,
     )

@@ -38,6 +38,29 @@ def output_folder(training: TrainingArguments, dry_run: bool) -> Iterator[None]:
         yield
 
 
+def refuse_push(training: TrainingArguments):
+    """Refuse Trainer's own publishing, which would upload pickles and no code.
+
+    Raises:
+        ValueError: `--push_to_hub` was given.
+    """
+    if training.push_to_hub:
+        raise ValueError("--push_to_hub must not be given for this program: publish the trained model with tnn push")
+
+
+def refuse_resume(training: TrainingArguments):
+    """Refuse what a program that trains several models and keeps no checkpoint does not do.
+
+    Raises:
+        ValueError: `--push_to_hub` or `--resume_from_checkpoint` was given.
+    """
+    refuse_push(training)
+    if training.resume_from_checkpoint is not None:
+        raise ValueError(
+            "--resume_from_checkpoint must not be given for this program: it always starts from the beginning"
+        )
+
+
 @contextmanager
 def exit_with_message(training: TrainingArguments, overwrite: bool, dry_run: bool = False) -> Iterator[None]:
     """Lock the output folder for the block. If a signal stops the block, the process exits with status and message.
@@ -52,10 +75,7 @@ def exit_with_message(training: TrainingArguments, overwrite: bool, dry_run: boo
     """
     logger.setLevel(logging.INFO if training.process_index == 0 else logging.ERROR)
     try:
-        if training.push_to_hub:  # Trainer itself would publish pickles and no code
-            raise ValueError(
-                "--push_to_hub must not be given for this program: publish the trained model with tnn push"
-            )
+        refuse_push(training)
         with output_folder(training, dry_run):
             check_run(Path(training.output_dir), overwrite, training.resume_from_checkpoint)
             yield

@@ -149,6 +149,17 @@ def test_other_weights_and_settings_are_kept():
     assert tied.lm_head.weight is not tied.model.embed_tokens.weight
 
 
+def test_a_model_of_bfloat16_has_the_kernels_of_the_report():
+    """The operators stay in float32: poles in bfloat16 are wrong after a few lags."""
+    model = seeded(TnnForCausalLM, tiny_config(decay=0.95)).bfloat16()
+    converted, reports = model.to_recurrent(order=32)
+    assert converted.dtype is torch.bfloat16
+    for original, operator, report in zip(operators(model), operators(converted), reports, strict=True):
+        exact = original.coefficients(report.taps).double()
+        assert report.l2_layer < 1e-6
+        assert (operator.coefficients(report.taps) - exact).norm() / exact.norm() < 1e-5
+
+
 def test_rtf_and_converted_models_are_recurrences_already():
     for tno_type in ("rtf", "modal"):
         model = lively_language_model(tno_type=tno_type)

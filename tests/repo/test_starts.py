@@ -42,6 +42,23 @@ def test_every_start(family, name, tmp_path):
     assert all(np.isfinite(kernels).all() for kernels in STARTS["kernels_of"](trainer.model))
 
 
+def test_groups_of_the_command_line_stay(tmp_path, monkeypatch):
+    """Beside those of a start."""
+    given = {}
+    scope = STARTS["measure"].__globals__
+
+    def stop(args, *rest):
+        given["groups"] = args.parameter_groups
+        raise StopIteration
+
+    monkeypatch.setitem(scope, "build_trainer", stop)
+    args = STARTS["StartArguments"](variants=["rpe"], parameter_groups=["embed:learning_rate=1e-5"])
+    number = list(STARTS["FAMILIES"]["kernels"]).index("the same, encoder at 5 times the rate")
+    with pytest.raises(StopIteration):
+        STARTS["measure"](args, None, number, 0.01, 0, None)
+    assert len(given["groups"]) == 2 and given["groups"][1] == "embed:learning_rate=1e-5"
+
+
 @pytest.mark.parametrize(
     "name, rank",
     [

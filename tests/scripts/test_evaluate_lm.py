@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from helpers.models import exhaustive, lively_language_model
+from helpers.models import exhaustive, lively_language_model, tiny_config
 from helpers.scripts import SENTENCES, run_script, table_rows, write_text
 from tnn_scripts import evaluate_lm
 from tnn_scripts.common import scoring
@@ -243,6 +243,15 @@ def test_report(folder, tmp_path, capsys):
         assert ("by_context" in result) == (key[1] is None)
     assert "bits per byte more than tnn" in captured.out and "| 64 to 127" in captured.out
     assert table_rows(captured.out)[0] == ["length", "tnn", "tnn, stride 12", "gpt2", "gpt2, stride 12"]
+
+
+def test_trained_length(tmp_path):
+    """That of the blocks; other programs than `tnn pretrain` have none in their options."""
+    config = tiny_config(max_position_embeddings=64)
+    assert evaluate_lm.trained_length(str(tmp_path), config) == 64
+    for options, length in (({"max_steps": 3}, 64), ({"block_size": 32}, 32)):
+        (tmp_path / "training_args.json").write_text(json.dumps(options))
+        assert evaluate_lm.trained_length(str(tmp_path), config) == length
 
 
 @pytest.mark.parametrize("plain", [False, True], ids=["strides", "one number a length"])

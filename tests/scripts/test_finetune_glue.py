@@ -11,7 +11,9 @@ from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassificatio
 
 from helpers.glue import glue_options, rows
 from helpers.scripts import ROOT, run_script, table_rows
+from tnn_scripts import finetune_glue
 from tnn_scripts.common.model_card import read_metrics
+from tnn_scripts.common.signals import StopRequested
 from tnn_scripts.data.glue import TASKS, load_files, load_task
 from tnn_scripts.data.glue_metrics import OWN_METRICS, load_metric, main_metric
 
@@ -195,6 +197,32 @@ def test_only_what_is_trained_is_saved(encoder, glue, tmp_path):
     run_script("finetune_glue", *given, "--output_dir", tmp_path, "--do_eval")
     assert "eval_accuracy" in json.loads((tmp_path / "all_results.json").read_text())
     assert not list(tmp_path.glob("*.safetensors")) and not (tmp_path / "config.json").exists()
+
+
+def test_reading_a_trained_model_keeps_its_figures(encoder, glue, tmp_path):
+    """In the folder of the model, an evaluation renews its own figures, and a prediction adds none."""
+    task = ["--task_name", "sst2", "--dataset_path", glue]
+    run_script("finetune_glue", *glue_options(encoder, tmp_path, *task, "--learning_rate", "1e-3", "--max_steps", 2))
+    trained, table = json.loads((tmp_path / "all_results.json").read_text()), (tmp_path / "results.md").read_text()
+    read = ["--model_name_or_path", tmp_path, "--output_dir", tmp_path, "--report_to", "none", *task]
+    run_script("finetune_glue", *read, "--do_predict")
+    assert json.loads((tmp_path / "all_results.json").read_text()) == trained
+    run_script("finetune_glue", *read, "--do_eval")
+    found = json.loads((tmp_path / "all_results.json").read_text())
+    assert found.keys() >= trained.keys() and found["train_loss"] == trained["train_loss"]
+    assert (tmp_path / "results.md").read_text() == table
+
+
+def test_a_stopped_run_says_how_to_go_on(encoder, glue, tmp_path, monkeypatch, caplog):
+    """Of several tasks, those that have not begun have no checkpoint."""
+    monkeypatch.setattr(finetune_glue, "run_all", lambda *_: (_ for _ in ()).throw(StopRequested(143, "stopped.")))
+    for tasks, checkpoint in ((["sst2"], "latest"), (["sst2", "stsb"], "auto")):
+        caplog.clear()
+        with pytest.raises(SystemExit):
+            run_script(
+                "finetune_glue", *glue_options(encoder, tmp_path, "--task_name", *tasks, "--dataset_path", glue)
+            )
+        assert f"stopped. Continue with --resume_from_checkpoint {checkpoint}." in caplog.text
 
 
 @pytest.mark.parametrize(

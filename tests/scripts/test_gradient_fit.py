@@ -63,6 +63,20 @@ def test_script_decodes_with_the_fit(fit, tmp_path):
     assert torch.equal(converted.generate(prompt, **options), expected)
 
 
+@EVERY_FIT
+def test_settings_of_the_model_stay(fit):
+    """All but the operator is that of the model: its dtype, its length and its options of generation."""
+    model = lively_language_model().bfloat16()
+    model.generation_config.update(max_new_tokens=7, do_sample=True, top_p=0.8)
+    converted, _ = convert_by_gradient(model, 4, 4, 1, 0.1, fit)
+    assert converted.dtype is torch.bfloat16 and converted.generation_config == model.generation_config
+    assert converted.config.max_position_embeddings == model.config.max_position_embeddings
+    assert all(one.dtype is torch.float32 for one in converted.model.layers[0].gtu.tno.parameters())
+    mixers = {name for name, _ in model.named_parameters() if ".tno." not in name}
+    given, found = dict(model.named_parameters()), dict(converted.named_parameters())
+    assert all(torch.equal(found[name], given[name]) for name in mixers)
+
+
 def test_refused_models():
     with pytest.raises(ValueError, match="`fit` must be one of gradient, modal-gradient, got 'direct'"):
         convert_by_gradient(lively_language_model(), 4, 4, 1, 0.1, "direct")

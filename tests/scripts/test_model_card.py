@@ -6,6 +6,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
+import yaml
 from huggingface_hub import ModelCard
 
 from helpers.models import AUTO, seeded, tiny_config
@@ -107,6 +108,23 @@ def test_perplexity_by_length_has_bits_per_byte(tmp_path):
         with_bits = "bits_per_byte" in figures
         assert ("| 8 | 4.00 | 1.250 | 7 |" if with_bits else "| 8 | 4.00 | 7 |") in render(tmp_path / "card")
         assert ("bits per byte" in render(tmp_path / "card")) == with_bits
+
+
+def test_several_sources_of_text(tmp_path):
+    """Each of those on the Hub is named by its own id in the metadata."""
+    model, trained = seeded(TnnForCausalLM, tiny_config()), tmp_path / "trained"
+    trained.mkdir()
+    (trained / "metrics.json").write_text(json.dumps({"perplexity": 3.0}))
+    for sources, listed, kind in (
+        (["user/web", "user/code"], ["user/web", "user/code"], "text"),
+        (["user/web", str(tmp_path)], ["user/web"], "user/web"),
+        ([str(tmp_path)], None, "text"),
+    ):
+        (trained / "training_args.json").write_text(json.dumps({"dataset_name": sources, "objective": "clm"}))
+        collect(arguments(trained), model, tmp_path / "card")
+        data = yaml.safe_load(render(tmp_path / "card").split("---")[1])
+        assert data.get("datasets") == listed
+        assert data["model-index"][0]["results"][0]["dataset"]["type"] == kind
 
 
 def test_the_rows_of_one_model(tmp_path):

@@ -174,6 +174,17 @@ def test_length_of_the_configuration():
     assert plan.configuration("tnn-causal-fd", None, 64).max_position_embeddings == 512
 
 
+def test_only_what_follows_from_the_length_changes(tmp_path):
+    """The width of a preset's GLU and the layers of a saved hybrid stay."""
+    assert plan.configuration("tnn-causal-s4-rtf", None, 4096).intermediate_size == 2730
+    fields = {"num_hidden_layers": 2, "layer_types": ["toeplitz", "full_attention"], "intermediate_size": 48}
+    saved = TnnConfig(**SIZES | fields)
+    saved.save_pretrained(tmp_path)
+    longer = plan.configuration(str(tmp_path), None, 4096)
+    assert longer.layer_types == saved.layer_types
+    assert (longer.intermediate_size, longer.max_position_embeddings) == (48, 4096)
+
+
 def test_refusals():
     for options, message in {
         ("--processes", 0): "--processes must be at least 1, got 0",

@@ -8,6 +8,7 @@ import pytest
 from transformers import GPT2Config, TrainingArguments
 
 from helpers.scripts import ROOT, pretrain_options, run_script, write_config, write_text
+from modeling_tnn.configuration_tnn import LENGTH_FIELDS
 from tnn_scripts.common.arguments import parse_arguments
 from tnn_scripts.common.pretrain_arguments import PretrainArguments
 from tnn_scripts.data.text import load_corpus, train_tokenizer
@@ -132,6 +133,9 @@ def test_recipes(recipe, monkeypatch):
 def test_length_of_the_model_follows_the_blocks(tmp_path):
     tnn = write_config(tmp_path / "tnn", tno_type="fd")
     assert build_config(PretrainArguments(config_name=str(tnn), block_size=100)).fd_resolution == 256
+    for name in sorted(LENGTH_FIELDS - {"fd_resolution"}):
+        config = build_config(PretrainArguments(config_name=str(tnn), block_size=100))
+        assert getattr(config, name) == 100, name
     args = PretrainArguments(config_name=str(tnn), config_overrides="max_position_embeddings=48")
     assert build_config(args).max_position_embeddings == args.block_size == 48
     GPT2Config(n_positions=64).save_pretrained(tmp_path / "gpt2")

@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 
 from helpers.models import seeded, tiny_config
-from helpers.scripts import table_rows
+from helpers.scripts import run_script, table_rows
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM
 from tnn_scripts import run_ablation
 from tnn_scripts.common.scoring import evaluate
@@ -67,6 +67,24 @@ def test_every_length_scores_the_same_tokens():
         losses.append(torch.nn.functional.cross_entropy(logits, labels[row], reduction="sum").item())
     loss, count = run_ablation.score(masked, ids, tokenizer, 33, 99)
     assert sum(losses) / count == pytest.approx(loss, rel=1e-5)
+
+
+PROGRAMS = [["run_ablation", "--variants", "rpe"], ["run_synthetic", "--task", "copying", "--state_sizes", "8"]]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        (["--resume_from_checkpoint", "latest"], "--resume_from_checkpoint must not be given for this program: it"),
+        (["--push_to_hub"], "--push_to_hub must not be given for this program: publish"),
+    ],
+)
+def test_no_checkpoints_and_no_publishing(program, given, message, tmp_path, capsys):
+    """These programs train several models, and keep none."""
+    with pytest.raises(SystemExit) as error:
+        run_script(*program, "--output_dir", tmp_path / "out", *given)
+    assert message in str(error.value.code) + capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
