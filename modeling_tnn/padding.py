@@ -96,9 +96,8 @@ POOLINGS = {"last": last_real_token, "mean": mean_of_real_tokens}
 def pool_tokens(pooling: str, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
     """One vector for each sequence, `(B, L, d)` to `(B, d)`. `pooling` is a name in `POOLINGS`."""
     if attention_mask is not None:
-        attention_mask = attention_mask.to(
-            hidden_states.device
-        )  # of the last layers, if `device_map` divides the model
+        # `device_map` may put the last layers on another device than the inputs.
+        attention_mask = attention_mask.to(hidden_states.device)
     return POOLINGS[pooling](hidden_states, attention_mask)
 
 
