@@ -283,7 +283,8 @@ class TnnModel(TnnPreTrainedModel):
         tokens = inputs_embeds if input_ids is None else input_ids
         boundaries = (position_ids, kwargs.get("seq_idx"), kwargs.get("cu_seq_lens_q"))
         recorded = documents_of_graph(self, past_key_values, use_cache, tokens, attention_mask, *boundaries)
-        documents = split_packed(tokens, attention_mask, *boundaries) if recorded is None else None
+        together = self.training and self.config.norm_type == "batchnorm"
+        documents = None if recorded is not None else split_packed(tokens, attention_mask, *boundaries, together)
         if documents is None:
             kwargs |= {"inputs_embeds": inputs_embeds, "past_key_values": past_key_values, "documents": recorded}
             kwargs |= {"use_cache": use_cache if recorded is None else False, "position_ids": position_ids}

@@ -41,6 +41,7 @@ def split_packed(
     position_ids: torch.Tensor | None = None,
     seq_idx: torch.Tensor | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
+    together: bool = False,
 ) -> list[DocumentBatch] | None:
     """The documents of packed rows, or None if every row is one text.
 
@@ -54,6 +55,7 @@ def split_packed(
         position_ids: `(B, L)` or `(1, L)`.
         seq_idx: `(B, L)` or `(1, L)`, the number of the document of each token.
         cu_seq_lens_q: the offsets of the documents among all tokens, from 0 to T.
+        together: whether all documents form one padded batch, for a batch norm, which sees all tokens.
 
     Raises:
         TypeError: an argument is not a tensor of integers.
@@ -65,7 +67,7 @@ def split_packed(
     if not boundaries or tokens.shape[1] <= 1 or any(tensor.is_meta for tensor in known):
         return None
     starts = find_starts(tokens, attention_mask, position_ids, seq_idx, cu_seq_lens_q)
-    return batches_of_similar_length(starts, tokens.device) if starts[:, 1:].any() else None
+    return batches_of_similar_length(starts, tokens.device, together) if starts[:, 1:].any() else None
 
 
 def given_boundaries(
@@ -210,11 +212,13 @@ def _offsets_as_starts(cu_seq_lens: torch.Tensor, shape: torch.Size) -> torch.Te
     return starts.unflatten(0, shape)
 
 
-def batches_of_similar_length(starts: torch.Tensor, device: torch.device) -> list[DocumentBatch]:
-    """The padded batches on `device` of documents that begin at `starts` `(B, L)`."""
+def batches_of_similar_length(
+    starts: torch.Tensor, device: torch.device, together: bool = False
+) -> list[DocumentBatch]:
+    """The padded batches on `device` of documents that begin at `starts` `(B, L)`; one batch if `together`."""
     first = starts.flatten().nonzero()[:, 0]  # of each document
     lengths = torch.diff(first, append=first.new_tensor([starts.numel()]))
-    octaves = lengths.double().log2().ceil()
+    octaves = torch.zeros(len(lengths)) if together else lengths.double().log2().ceil()
     batches = []
     for octave in octaves.unique():
         chosen = octaves == octave

@@ -145,6 +145,24 @@ def test_checkpointing_counts_a_batch_once(reentrant, left):
     torch.testing.assert_close(found[1], found[0])
 
 
+def test_packed_rows_have_the_statistics_of_their_batch():
+    """Training: documents of many lengths in a row, one of a single token, as in one padded batch."""
+    lengths = (1, 23, 4, 9)
+    texts, found = [torch.randint(99, (length,)) for length in lengths], []
+    rows, mask = torch.zeros(4, 23, dtype=torch.long), torch.zeros(4, 23, dtype=torch.long)
+    for index, text in enumerate(texts):
+        rows[index, : len(text)], mask[index, : len(text)] = text, 1
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    for given in (
+        {"input_ids": rows, "attention_mask": mask},
+        {"input_ids": torch.cat(texts)[None], "position_ids": positions},
+    ):
+        model = seeded(TnnModel, tiny_config("rpe", **LRA, hidden_dropout_prob=0.0)).train()
+        hidden = model(**given).last_hidden_state
+        found.append((hidden[mask == 1] if "attention_mask" in given else hidden[0], memories_of(model)))
+    torch.testing.assert_close(found[1], found[0])
+
+
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
 @pytest.mark.parametrize("left, right", [(1, 0), (13, 0), (0, 13), (7, 9)])
 def test_padding_changes_nothing(causal, left, right):

@@ -133,11 +133,14 @@ def test_wrong_boundaries():
     "fields", [{"tno_implementation": "eager"}, {"norm_type": "batchnorm"}, {"use_cache": True}], ids=str
 )
 def test_what_is_split_outside_of_the_graph(fields):
-    """PyTorch's own operations in the graph; a norm over each batch; rows of one document, which may have a cache."""
+    """PyTorch's own operations in the graph; a norm over all documents; rows of one document with a cache."""
     model = language_model(**fields).train("norm_type" in fields)
     inputs = {"position_ids": BOUNDARIES["position_ids"]}
     call, backend = compiled(model, fullgraph=False)
-    assert_same(results(call, model, **inputs), results(model, model, **inputs))
+    # The gradient of a bias before a batch norm is rounding: the errors are relative to the largest gradient.
+    logits, *gradients = zip(results(call, model, **inputs), results(model, model, **inputs), strict=True)
+    found, expected = (torch.cat([part.flatten() for part in parts]) for parts in zip(*gradients, strict=True))
+    assert_same([logits[0], found], [logits[1], expected])
     names = [str(node.target) for graph in backend.graphs for node in graph.graph.nodes]
     assert not any("document_convolution" in name for name in names)
     if "use_cache" in fields:
