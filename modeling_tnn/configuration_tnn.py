@@ -194,8 +194,8 @@ class TnnConfig(PreTrainedConfig):
             the GLU.
         hidden_act (`str`): Activation of the GTU (or in another mixer) and of the gate of the GLU.
         norm_type (`str`): Norm of the blocks, of the GTU (`gtu_norm`) and of the RPE: `"simplermsnorm"` (without
-            parameters), `"rmsnorm"`, `"gatedrmsnorm"`, `"scalenorm"`, `"layernorm"` or `"batchnorm"` (over real
-            tokens, for the blocks only).
+            parameters), `"rmsnorm"`, `"gatedrmsnorm"`, `"scalenorm"`, `"layernorm"` or `"batchnorm"` (over the
+            real tokens of a batch, in each process alone; for the blocks only).
         norm_position (`str`): `"pre"`: x + f(norm(x)), with a final LayerNorm (or batch norm); `"post"`:
             norm(x + f(x)); `"res_post"`: x + norm(f(x)).
         scale_embedding (`bool`): Whether embeddings are multiplied by sqrt(hidden_size).

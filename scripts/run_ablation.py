@@ -248,15 +248,17 @@ def run(args: AblationArguments, training: TrainingArguments):
         if args.dry_run:
             dry_run(trainer, len(args.variants) * len(args.seeds) * len(rates))
         rows.append(train(trainer, variant, text))
-        write_json(output, {"settings": settings, "rows": rows})
+        if training.process_index == 0:
+            write_json(output, {"settings": settings, "rows": rows})
         logger.info("%s, rate %g, seed %d: perplexity %s", rows[-1]["variant"], rate, seed, rows[-1]["perplexity"])
-    sys.stdout.write(f"{table(rows)}\nsaved in {output}\n")
+    if training.process_index == 0:
+        sys.stdout.write(f"{table(rows)}\nsaved in {output}\n")
 
 
 @report_errors
 def main():
     args, training = parse_arguments([AblationArguments, TrainingArguments], __doc__)
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logging.basicConfig(level=logging.INFO if training.process_index == 0 else logging.ERROR, format="%(message)s")
     refuse_resume(training)
     with output_folder(training, args.dry_run):
         run(args, training)

@@ -291,14 +291,16 @@ def run(args: SyntheticArguments, training: TrainingArguments):
     args.seeds = chosen_seeds(args.seeds, training)
     rows, metric = [], TASKS[args.task].metric
     output = Path(training.output_dir) / "all_results.json"
+    settings = vars(args) | {"batch_size": rows_of_a_step(training), "torch_threads": torch.get_num_threads()}
     for name in args.models():
         for seed in args.seeds:
             rows.append(train(args, training, name, seed))
-            settings = vars(args) | {"batch_size": rows_of_a_step(training), "torch_threads": torch.get_num_threads()}
-            write_json(output, {"settings": settings, "rows": rows})
-            compared = "state size " if args.state_sizes else ""
-            sys.stdout.write(f"{compared}{name}, seed {seed}: {metric} {rows[-1][metric]:.4f}\n")
-    sys.stdout.write(f"{table(rows, metric)}\nsaved in {output}\n")
+            if training.process_index == 0:
+                write_json(output, {"settings": settings, "rows": rows})
+                compared = "state size " if args.state_sizes else ""
+                sys.stdout.write(f"{compared}{name}, seed {seed}: {metric} {rows[-1][metric]:.4f}\n")
+    if training.process_index == 0:
+        sys.stdout.write(f"{table(rows, metric)}\nsaved in {output}\n")
 
 
 @report_errors

@@ -7,7 +7,13 @@ import re
 import numpy as np
 import pytest
 from datasets import Dataset, DatasetDict
-from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BartConfig,
+    BartForSequenceClassification,
+)
 
 from helpers.glue import glue_options, rows
 from helpers.scripts import ROOT, run_script, table_rows
@@ -54,6 +60,23 @@ def test_sweep_keeps_the_best(encoder, glue, tmp_path):
     report = (tmp_path / "results.md").read_text()
     assert [row[0] for row in table_rows(report)[2:]] == ["sst2", "stsb", "average"]
     AutoModelForSequenceClassification.from_pretrained(tmp_path / "stsb")
+
+
+def test_a_model_of_more_outputs(encoder, glue, tmp_path):
+    """BART's classifier also returns the states of its encoder."""
+    tokenizer = AutoTokenizer.from_pretrained(encoder)
+    names = ("attention_heads", "ffn_dim", "layers")
+    sizes = {f"{part}_{name}": 2 for part in ("encoder", "decoder") for name in names}
+    special = {"eos_token_id": tokenizer("good")["input_ids"][-1], "pad_token_id": tokenizer.pad_token_id}
+    config = BartConfig(
+        vocab_size=len(tokenizer), d_model=16, max_position_embeddings=64, num_labels=2, **sizes, **special
+    )
+    BartForSequenceClassification(config).save_pretrained(tmp_path / "bart")
+    tokenizer.save_pretrained(tmp_path / "bart")
+    more = ["--task_name", "sst2", "--dataset_path", glue, "--max_steps", 1, "--do_predict"]
+    run_script("finetune_glue", *glue_options(tmp_path / "bart", tmp_path / "out", *more))
+    assert 0 <= json.loads((tmp_path / "out" / "all_results.json").read_text())["eval_accuracy"] <= 1
+    assert len((tmp_path / "out" / "predict_results_sst2.txt").read_text().splitlines()) == 21
 
 
 def test_fields_of_the_configuration(encoder, glue, tmp_path):
