@@ -30,6 +30,7 @@ from transformers.models.llama.modeling_llama import (
     eager_attention_forward,
 )
 
+from .cache_name import CACHE
 from .cache_tnn import check_rows
 from .layer_types import FULL, SLIDING, has_attention
 from .packing_recorded import Documents
@@ -195,7 +196,7 @@ def mask_of(
     like = like.float() if like.dtype == torch.float64 else like
     given = {"config": config, "inputs_embeds": like, "attention_mask": attention_mask}
     if config.causal:
-        given |= {"past_key_values": past_key_values, "layer_idx": layer_idx}
+        given |= {CACHE: past_key_values, "layer_idx": layer_idx}
     if documents is not None:
         number = documents.starts.to(hidden_states.device).cumsum(dim=1)  # of the document of each token
         given["and_mask_function"] = lambda row, head, query, key: number[row, query] == number[row, key]

@@ -283,7 +283,7 @@ class TnnConfig(PreTrainedConfig):
             causal models of the papers); `"normal"`: N(0, initializer_range^2) and zero biases (as BERT);
             `"normal_gtu"`: as `"torch"`, but N(0, initializer_range^2) for weights and biases of the GTU.
         initializer_range (`float`): Standard deviation for `"normal"` and `"normal_gtu"`.
-        use_cache (`bool`): Whether causal models return `past_key_values`, the state that continues a sequence.
+        use_cache (`bool`): Whether causal models return a cache, the state that continues a sequence.
         tie_word_embeddings (`bool`): Whether the language modelling heads share the input embeddings.
 
     Raises:
@@ -291,7 +291,7 @@ class TnnConfig(PreTrainedConfig):
     """
 
     model_type = "tnn"
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = ["past_key_values", "cache"]
     attribute_map = OLD_NAMES
     base_model_tp_plan = tensor_plan([TOEPLITZ])
     base_model_pp_plan = PIPELINE_PLAN

@@ -39,6 +39,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .attention import TnnAttention, View, build_rotary, views_of_layers
 from .cache_checks import check_cache
+from .cache_name import CACHE, takes_cache, with_cache_as
 from .configuration_tnn import TnnConfig
 from .conversion import LayerReport, to_recurrent
 from .fixed_kernels import FixedKernelsMixin
@@ -155,7 +156,7 @@ class TnnPreTrainedModel(FixedKernelsMixin, PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["TnnBlock"]
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = [CACHE]
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = True
     _can_record_outputs = {"hidden_states": TnnBlock, "attentions": OutputRecorder(TnnAttention, index=1)}
     # The operators make the kernels: they stay in float32, and quantizers skip them. Patterns, matched from the start.
@@ -246,6 +247,7 @@ class TnnModel(TnnPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
+    @takes_cache
     @can_return_tuple
     def forward(
         self,
@@ -262,9 +264,10 @@ class TnnModel(TnnPreTrainedModel):
         Args:
             input_ids: `(B, L)` token ids.
             attention_mask: `(B, past + L)`, 0 at padding, on any side. Without it all tokens are real.
-            past_key_values: the cache that a causal model returned for the tokens before these.
+            past_key_values: the cache that a causal model returned for the tokens before these. `cache` is the same.
             inputs_embeds: `(B, L, d)` embeddings instead of `input_ids`, before `scale_embedding`.
-            use_cache: whether to return `past_key_values` (causal models only).
+            use_cache: whether to return the cache (causal models only), as `cache` from transformers 5.24 on, and as
+                `past_key_values` before.
             position_ids: `(B, L)`. Where they are 0 again within a row, another document begins. Documents do not see
                 each other. `seq_idx` and `cu_seq_lens_q` mark documents too, see `packing.py`.
 
@@ -348,7 +351,9 @@ class TnnModel(TnnPreTrainedModel):
                 size, dtype = self.config.hidden_size, hidden_states.dtype
                 hidden_states = hidden_states + sinusoidal_embedding(positions, size, dtype)
             hidden_states = self.dropout(self.embed_norm(hidden_states))
-        given = {"attention_mask": attention_mask, "past_key_values": past_key_values}
+        # A layer that computes its activations again would read its tokens twice into a cache.
+        kept = None if recomputes(self) else past_key_values
+        given = {"attention_mask": attention_mask, "past_key_values": kept}
         layers = self.layers[: self.config.num_hidden_layers]
         kernels = [None] * len(layers) if past_length or ready else kernels_of_layers(layers, hidden_states)
         views = views_of_layers(self, layers, hidden_states, whole_mask, past_key_values, positions, documents)
@@ -356,7 +361,7 @@ class TnnModel(TnnPreTrainedModel):
             hidden_states = layer(hidden_states, kernel=documents or kernel, view=view, **given)
         return BaseModelOutputWithPast(
             last_hidden_state=with_mask(self.norm, attention_mask)(hidden_states),
-            past_key_values=past_key_values if use_cache else None,
+            **{CACHE: past_key_values if use_cache else None},
         )
 
 
@@ -441,7 +446,8 @@ class TnnForCausalLM(TnnPreTrainedModel, GenerationMixin):
         """
         input_ids = kwargs.get("input_ids") if inputs is None else inputs
         inputs_embeds = kwargs.get("inputs_embeds")
-        past = kwargs.get("past_key_values")
+        kwargs = with_cache_as(CACHE, kwargs)
+        past = kwargs.get(CACHE)
         past_length = int(past.get_seq_length()) if isinstance(past, Cache) else 0
         check_prompt(input_ids, inputs_embeds, kwargs.get("attention_mask"), self.get_input_embeddings(), past_length)
         if input_ids is not None and len(input_ids) == 0:
@@ -455,6 +461,7 @@ class TnnForCausalLM(TnnPreTrainedModel, GenerationMixin):
         finally:
             self.config.num_hidden_layers = layers
 
+    @takes_cache
     @can_return_tuple
     def forward(
         self,
@@ -504,9 +511,9 @@ class TnnForCausalLM(TnnPreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
+            **{CACHE: getattr(outputs, CACHE)},
         )
 
 
@@ -571,6 +578,7 @@ class TnnForSequenceClassification(TnnPreTrainedModel):
         self.classifier = TnnClassificationHead(config)
         self.post_init()
 
+    @takes_cache
     @can_return_tuple
     def forward(
         self,
@@ -614,9 +622,9 @@ class TnnForSequenceClassification(TnnPreTrainedModel):
         return SequenceClassifierOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
+            **{CACHE: getattr(outputs, CACHE)},
         )
 
 

@@ -26,6 +26,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from .cache_name import takes_cache
 from .channels import OF_THE_WHOLE, Part, filters_of_parameters, restricted
 from .gating import NO_GATE, Gate
 from .inputs import check_keywords, check_labels, check_tokens, require_tensor
@@ -267,7 +268,7 @@ class SequenceParallel:
 
     def _replace(self, module: nn.Module, forward):
         original = module.forward
-        module.forward = functools.wraps(original)(functools.partial(forward, original))
+        module.forward = takes_cache(functools.wraps(original)(functools.partial(forward, original)))
 
     def _mix(
         self, operator, v: torch.Tensor, past_key_values=None, gate: Gate = NO_GATE, kernel: Layout | None = None

@@ -21,6 +21,7 @@ from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, Cache
 
 from .attention import mask_of
 from .cache_checks import check_cache, past_length
+from .cache_name import CACHE
 from .cache_tnn import TnnCacheLayer
 from .gating import NO_GATE, Gate
 from .layer_types import TOEPLITZ
@@ -155,7 +156,7 @@ def prepare_step(model: nn.Module, inputs: dict) -> dict:
         model: the `TnnModel`.
         inputs: what `prepare_inputs_for_generation` of transformers returns.
     """
-    tokens, cache = inputs.get("input_ids"), inputs.get("past_key_values")
+    tokens, cache = inputs.get("input_ids"), inputs.get(CACHE)
     if tokens is None or tokens.shape[1] != 1 or torch.is_grad_enabled() or not can_be_prepared(cache):
         return inputs
     # Offloaded weights are there in a forward pass alone. A block is offloaded as a whole; to walk all its parameters

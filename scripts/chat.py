@@ -17,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, TextStreamer, set_seed
 
 import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
+from modeling_tnn.cache_name import CACHE
 from tnn_scripts.common.devices import check_device
 from tnn_scripts.common.parser import ProgramParser
 from tnn_scripts.common.terminal import read_lines
@@ -60,7 +61,7 @@ class Conversation:
         ids = self.ids.to(self.model.device)
         mask = torch.ones_like(ids)
         self.ids = self.model.generate(
-            ids, attention_mask=mask, past_key_values=self.cache, streamer=streamer, **self.options
+            ids, attention_mask=mask, streamer=streamer, **self.options, **{CACHE: self.cache}
         ).cpu()
         text = self.tokenizer.decode(self.ids[0, before:], skip_special_tokens=True)
         self.messages.append({"role": "assistant", "content": text})

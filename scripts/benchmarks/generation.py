@@ -17,6 +17,7 @@ import torch
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausalLM, StaticCache
 
 from modeling_tnn import TnnConfig, TnnForCausalLM
+from modeling_tnn.cache_name import CACHE
 from modeling_tnn.cache_tnn import memory_per_sequence
 from tnn_scripts.benchmarks.arguments import add_contexts, add_sizes
 from tnn_scripts.benchmarks.measure import clock, markdown
@@ -76,7 +77,7 @@ class Decoder:
         if self.is_compiled:
             self.compiled = torch.compile(model.__call__, fullgraph=True, dynamic=False)
         self.token = torch.zeros(batch_size, 1, dtype=torch.long, device=model.device)
-        self.cache_argument = "cache_params" if name == "mamba" else "past_key_values"
+        self.cache_argument = "cache_params" if name == "mamba" and CACHE != "cache" else CACHE
         prompt = torch.randint(model.config.vocab_size, (batch_size, MAMBA_PROMPT if name == "mamba" else context))
         self.times: list[float] = []  # seconds per token of each block
         self.steps: list[float] = []  # seconds of each token

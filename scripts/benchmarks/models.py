@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
+from modeling_tnn.cache_name import CACHE
 from modeling_tnn.cache_tnn import bytes_per_sequence
 from tnn_scripts.benchmarks.measure import clock, markdown, measure, ratio
 from tnn_scripts.benchmarks.peers import training_loss
@@ -93,7 +94,7 @@ class Decoder:
     def read(self, ids: torch.Tensor):
         """Read ids `(B, L)`, and choose the most probable next ones."""
         outputs = self.model(ids, **self.inputs)
-        self.argument = "past_key_values" if "past_key_values" in outputs else "cache_params"
+        self.argument = CACHE if CACHE in outputs else "cache_params"
         self.inputs[self.argument] = outputs[self.argument]
         self.token = outputs.logits[:, -1:].argmax(dim=2)  # (B, 1)
 

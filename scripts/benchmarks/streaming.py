@@ -11,6 +11,7 @@ import statistics
 import torch
 
 from modeling_tnn import TnnConfig, TnnModel
+from modeling_tnn.cache_name import CACHE
 from tnn_scripts.benchmarks.arguments import add_hidden_size, add_ways
 from tnn_scripts.benchmarks.measure import clock, markdown
 from tnn_scripts.benchmarks.memory import forget_peak
@@ -39,7 +40,7 @@ def stream(way: str, args, tokens: int) -> dict:
     for segment in range(tokens // args.segment):
         embeddings = torch.randn(1, args.segment, args.hidden_size, device=args.device)
         start = clock(args)
-        cache = model(inputs_embeds=embeddings, past_key_values=cache, use_cache=True).past_key_values
+        cache = model(inputs_embeds=embeddings, use_cache=True, **{CACHE: cache})[CACHE]
         times.append(clock(args) - start)
         if segment == WARM_UP - 1:
             before = peak_bytes(args)

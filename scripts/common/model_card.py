@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from transformers import PreTrainedModel
 
 import modeling_tnn
+from modeling_tnn.cache_name import CACHE
 from modeling_tnn.cache_tnn import memory_per_sequence
 from modeling_tnn.history import ROOM
 from modeling_tnn.hub import AUTO_MAP
@@ -192,9 +193,9 @@ def decoding_state(model: PreTrainedModel, length: int) -> list[dict]:
     rows = []
     for context in (length, 8 * length):
         ids = torch.zeros(1, context, dtype=torch.long, device=model.device)
-        past = model.base_model(ids, use_cache=True).past_key_values
+        past = model.base_model(ids, use_cache=True)[CACHE]
         for _ in range(ROOM + 1):
-            past = model.base_model(ids[:, :1], use_cache=True, past_key_values=past).past_key_values
+            past = model.base_model(ids[:, :1], use_cache=True, **{CACHE: past})[CACHE]
         rows.append({"context": context, "mebibytes": memory_per_sequence(past) / 2**20})
     return rows
 

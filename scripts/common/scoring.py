@@ -10,6 +10,8 @@ import torch
 from scipy import stats
 from torch.nn.functional import cross_entropy
 
+from modeling_tnn.cache_name import CACHE
+
 
 def score_rows(model, rows: torch.Tensor, tokens_per_pass: int) -> torch.Tensor:
     """The loss in nats of each token of `rows` `(B, L)` except the first, given those before it, `(B, L-1)`."""
@@ -17,8 +19,8 @@ def score_rows(model, rows: torch.Tensor, tokens_per_pass: int) -> torch.Tensor:
     cached = part < rows.shape[1]
     nats, cache = [], None
     for start in range(0, rows.shape[1], part):
-        output = model(rows[:, start : start + part], past_key_values=cache, use_cache=cached)
-        cache = output.past_key_values
+        output = model(rows[:, start : start + part], use_cache=cached, **{CACHE: cache})
+        cache = getattr(output, CACHE)
         targets = rows[:, start + 1 : start + part + 1]  # (B, P), one less in the last part
         logits = output.logits[:, : targets.shape[1]].float()  # (B, P, V)
         nats.append(cross_entropy(logits.transpose(1, 2), targets, reduction="none"))

@@ -33,7 +33,7 @@ class BlockStream(Dataset):
     ):
         self.blocks = blocks.with_format("torch")
         self.seed, self.shuffle = seed, shuffle
-        self.masking = make_masking(tokenizer, mlm_probability, seed) if masked else None
+        self.masking = make_masking(tokenizer, mlm_probability) if masked else None
 
     def __len__(self) -> int:
         """The number of blocks. The stream continues beyond it."""
@@ -82,10 +82,9 @@ class BlockStream(Dataset):
         )
 
 
-def make_masking(
-    tokenizer: PreTrainedTokenizerBase, mlm_probability: float, seed: int
-) -> DataCollatorForLanguageModeling:
-    return DataCollatorForLanguageModeling(tokenizer, mlm_probability=mlm_probability, seed=seed)
+def make_masking(tokenizer: PreTrainedTokenizerBase, mlm_probability: float) -> DataCollatorForLanguageModeling:
+    """The masking without a seed of its own: with one it would replace the generators of `as_example`."""
+    return DataCollatorForLanguageModeling(tokenizer, mlm_probability=mlm_probability)
 
 
 def as_example(

@@ -117,7 +117,7 @@ class TextStream:
         device: torch.device | str = "cpu",
     ):
         self.mixture, self.tokenizer, self.block_size, self.masked = mixture, tokenizer, block_size, masked
-        self.masking = make_masking(tokenizer, mlm_probability, mixture.seed) if masked else None
+        self.masking = make_masking(tokenizer, mlm_probability) if masked else None
         self.buffer_size, self.window = buffer_size, -(-buffer_size // mixture.parts)
         self.process, self.device = process, device
         self.states: list[str | None] = [None] * mixture.parts

@@ -5,10 +5,12 @@ import re
 import peft
 import pytest
 import torch
+from packaging.version import Version
 from transformers import AutoTokenizer, DataCollatorForSeq2Seq, Trainer, TrainingArguments, pipeline
 
 from helpers.models import lively_language_model
 from helpers.scripts import ROOT, save_model
+from modeling_tnn.cache_name import CACHE
 
 IDS = torch.arange(3, 21).view(2, 9)
 CAUSAL = {"task_type": "CAUSAL_LM"}
@@ -22,7 +24,16 @@ WORKING = {
 }
 
 
-@pytest.mark.parametrize("name", WORKING)
+# PEFT puts its soft prompts before every token where the cache is not called `past_key_values`: with transformers 5.24
+# GPT-2 and Llama write other tokens with a cache, too.
+SOFT_PROMPTS = pytest.mark.xfail(
+    CACHE == "cache" and Version(peft.__version__) <= Version("0.21.2"), reason="PEFT 0.21.2", strict=True
+)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=SOFT_PROMPTS if name.endswith("tuning") else ()) for name in WORKING]
+)
 def test_adapters(name):
     """The adapter alone has gradients, and the cache gives the tokens of the full forward pass."""
     model = peft.get_peft_model(lively_language_model(vocab_size=300).float(), WORKING[name]())

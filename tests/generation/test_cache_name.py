@@ -1,0 +1,70 @@
+"""The cache by both of its names: `cache`, that of transformers from 5.24 on, and `past_key_values`."""
+
+import inspect
+import logging
+
+import pytest
+import torch
+from transformers.utils.logging import warning_once
+
+from helpers.models import lively_language_model, relative_error, tiny_config
+from modeling_tnn import TnnForSequenceClassification, TnnModel
+from modeling_tnn.cache_name import CACHE
+
+NAMES = ["cache", "past_key_values"]
+TEXT = torch.arange(2, 26).view(2, 12)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_forward_takes_both_names(name):
+    """The language model, and its base model, whose outputs have the name of the installed transformers."""
+    model = lively_language_model(decay=0.9)
+    for one, output in ((model, "logits"), (model.model, "last_hidden_state")):
+        cache = one(TEXT[:, :7], use_cache=True)[CACHE]
+        outputs = one(TEXT[:, 7:], use_cache=True, **{name: cache})
+        assert outputs[CACHE] is cache and cache.get_seq_length() == 12
+        assert relative_error(outputs[output], one(TEXT, use_cache=False)[output][:, 7:]) < 1e-12
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_classifier_takes_both_names(name):
+    model = TnnForSequenceClassification(tiny_config(decay=0.9)).double().eval()
+    cache = model(TEXT[:, :7], use_cache=True)[CACHE]
+    assert relative_error(model(TEXT[:, 7:], **{name: cache}).logits, model(TEXT).logits) < 1e-12
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_generate_takes_both_names(name):
+    model, options = lively_language_model(decay=0.9), {"max_new_tokens": 9, "do_sample": False}
+    expected = model.generate(TEXT, **options)
+    with torch.no_grad():
+        cache = model(TEXT[:, :7], use_cache=True)[CACHE]
+    assert torch.equal(model.generate(TEXT, **{name: cache}, **options), expected)
+
+
+def test_both_names_at_once_are_refused():
+    model = lively_language_model()
+    cache = model(TEXT, use_cache=True)[CACHE]
+    given = dict.fromkeys(NAMES, cache)
+    for call in (model, model.model):
+        with pytest.raises(ValueError, match="two names of one argument"):
+            call(TEXT, **given)
+    with pytest.raises(ValueError, match="two names of one argument"):
+        model.generate(TEXT, **given)
+    assert model(TEXT, cache=None, past_key_values=cache)[CACHE] is cache
+
+
+def test_signature_has_both_names():
+    """Tools of transformers look for the cache there."""
+    assert {*NAMES} <= set(inspect.signature(TnnModel.forward).parameters)
+
+
+@pytest.mark.filterwarnings("error:.*past_key_values")
+def test_no_name_is_deprecated(caplog):
+    """Passes of ours use the name of the installed transformers, which warns of the other one."""
+    model = lively_language_model(decay=0.9)
+    warning_once.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        model.generate(TEXT, max_new_tokens=3, do_sample=False)
+        model.generate(TEXT, max_new_tokens=3, do_sample=False, cache=model(TEXT[:, :7], use_cache=True)[CACHE])
+    assert "past_key_values" not in caplog.text
