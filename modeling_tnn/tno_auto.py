@@ -2,6 +2,7 @@
 
 import copy
 
+from .numerics import compute_dtype
 from .tno import ToeplitzOperator
 from .tno_2d import TwoAxisOperator
 from .tno_explicit import ExplicitOperator
@@ -83,7 +84,16 @@ def build_tno(config, layer_idx: int = 0) -> ToeplitzOperator:
     """
     cls = operator_class(config.tno_type)
     if config.spatial_dims == 1:
-        return cls(config, layer_idx)
+        return with_fp32_parameters(cls(config, layer_idx))
     axis = copy.copy(config)
     axis.spatial_dims, axis.max_position_embeddings = 1, config.axis_length
-    return TwoAxisOperator(config, layer_idx, cls(axis, layer_idx), cls(axis, layer_idx))
+    pair = (with_fp32_parameters(cls(axis, layer_idx)) for _ in range(2))
+    return TwoAxisOperator(config, layer_idx, *pair)
+
+
+def with_fp32_parameters(operator: ToeplitzOperator) -> ToeplitzOperator:
+    """The operator with its `fp32_parameters` in float32, also where the model is built in half precision."""
+    for name in operator.fp32_parameters:
+        parameter = operator.get_parameter(name)
+        parameter.data = parameter.data.to(compute_dtype(parameter.dtype))
+    return operator

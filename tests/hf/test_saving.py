@@ -93,6 +93,17 @@ def test_dtypes(head, tno_type, causal, tmp_path):
     assert all(parameter.dtype == torch.float32 for parameter in wide.parameters())
 
 
+@EVERY_HEAD
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_dtypes_of_a_new_model(head, tno_type, causal, dtype):
+    """Poles are in float32 where a model is built in half precision, as where it is loaded."""
+    model = AUTO[head].from_config(tiny_config(tno_type, causal), dtype=dtype).eval()
+    for name, parameter in model.named_parameters():
+        poles = name.endswith(OPERATORS[tno_type].fp32_parameters)
+        assert parameter.dtype == (torch.promote_types(dtype, torch.float32) if poles else dtype), name
+    assert model(INPUT_IDS)[0].dtype == dtype
+
+
 @pytest.mark.parametrize("tno_type, causal", VARIANTS)
 def test_another_head_on_the_same_body(tno_type, causal, tmp_path):
     """Fine-tuning: the body comes from the checkpoint, the head is new and initialised."""

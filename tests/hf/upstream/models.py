@@ -4,6 +4,7 @@ Run by `make test-hf`: not part of the usual tests.
 """
 
 import unittest
+import warnings
 from unittest.mock import patch
 
 import harness  # noqa: F401
@@ -26,6 +27,7 @@ from modeling_tnn import (
     TnnForSequenceClassification,
     TnnForTokenClassification,
     TnnModel,
+    TnnPreTrainedModel,
 )
 from tests import test_modeling_common as common
 from tnn_scripts.common.sequence_pairs import TnnForSequencePairClassification
@@ -90,6 +92,18 @@ class ModelTests(ModelTesterMixin):
         """Without our guard: the file of this test holds nothing of the model, which we refuse to load."""
         with patch("modeling_tnn.modeling_tnn.check_before_loading"):
             super().test_model_weights_reload_no_missing_tied_weights()
+
+    def test_bc_cache_name_forward(self):
+        """With a warning in our place: both names are right with every release of transformers, so we warn of none."""
+        forward = TnnPreTrainedModel.__call__
+
+        def call(model, *args, **kwargs):
+            if "past_key_values" in kwargs:
+                warnings.warn("`past_key_values` is deprecated", FutureWarning, stacklevel=2)
+            return forward(model, *args, **kwargs)
+
+        with patch.object(TnnPreTrainedModel, "__call__", call):
+            super().test_bc_cache_name_forward()
 
     def test_model_rope_scaling_from_config_1_dynamic(self):
         """Refused: what a causal model gives for the first tokens would depend on how many follow."""
@@ -159,13 +173,14 @@ def add_text_models(name, tno_type, causal, **fields):
 
 
 for tno_type, causal in VARIANTS:
-    add_text_models(f"Tnn{tno_type.title()}{'Causal' if causal else 'Bidirectional'}Test", tno_type, causal)
+    name_of_test = f"Tnn{tno_type.title()}{'Causal' if causal else 'Bidirectional'}Test"
+    # The text of `test_training_overfit` begins with the token 1, which generate would take for padding.
+    add_text_models(name_of_test, tno_type, causal, pad_token_id=0)
 
 
 for name, fields in HYBRIDS.items():
     for causal in (True, False):
         name_of_test = f"Tnn{name.title()}{'Causal' if causal else 'Bidirectional'}Test"
-        # The text of `test_training_overfit` begins with the token 1, which generate would take for padding.
         add_text_models(name_of_test, "rpe", causal, pad_token_id=0, hidden_dropout_prob=0.0, **fields)
 
 
