@@ -330,6 +330,8 @@ class TnnModel(TnnPreTrainedModel):
                 "`past_key_values` must be empty with gradient checkpointing, whose layers get no cache, got "
                 f"{past_length} tokens. Call gradient_checkpointing_disable() or eval() first."
             )
+        if recomputes(self):  # a layer would read its tokens into the cache twice
+            past_key_values, use_cache = None, False
         whole_mask = attention_mask
         attention_mask = attention_mask[TOEPLITZ] if ready and isinstance(attention_mask, dict) else attention_mask
         attention_mask = check_attention_mask(attention_mask, inputs_embeds, past_length)
@@ -351,9 +353,7 @@ class TnnModel(TnnPreTrainedModel):
                 size, dtype = self.config.hidden_size, hidden_states.dtype
                 hidden_states = hidden_states + sinusoidal_embedding(positions, size, dtype)
             hidden_states = self.dropout(self.embed_norm(hidden_states))
-        # A layer that computes its activations again would read its tokens twice into a cache.
-        kept = None if recomputes(self) else past_key_values
-        given = {"attention_mask": attention_mask, "past_key_values": kept}
+        given = {"attention_mask": attention_mask, "past_key_values": past_key_values}
         layers = self.layers[: self.config.num_hidden_layers]
         kernels = [None] * len(layers) if past_length or ready else kernels_of_layers(layers, hidden_states)
         views = views_of_layers(self, layers, hidden_states, whole_mask, past_key_values, positions, documents)

@@ -5,8 +5,10 @@ import logging
 
 import pytest
 import torch
+from transformers import Trainer, TrainingArguments
 from transformers.utils.logging import warning_once
 
+from helpers.hybrids import HYBRIDS
 from helpers.models import lively_language_model, relative_error, tiny_config
 from modeling_tnn import TnnForSequenceClassification, TnnModel
 from modeling_tnn.cache_name import CACHE
@@ -59,10 +61,20 @@ def test_signature_has_both_names():
     assert {*NAMES} <= set(inspect.signature(TnnModel.forward).parameters)
 
 
+def test_trainer_predicts_no_cache(tmp_path):
+    """Trainer leaves the cache out of the predictions, by its name in the outputs."""
+    model = TnnForSequenceClassification(tiny_config(decay=0.9, num_labels=3))
+    arguments = TrainingArguments(tmp_path, report_to="none", use_cpu=True)
+    rows = [{"input_ids": row, "labels": 0} for row in TEXT]
+    assert CACHE in model(TEXT)
+    assert Trainer(model, arguments).predict(rows).predictions.shape == (2, 3)
+
+
 @pytest.mark.filterwarnings("error:.*past_key_values")
-def test_no_name_is_deprecated(caplog):
+@pytest.mark.parametrize("fields", [{"decay": 0.9}, HYBRIDS["full"]], ids=["toeplitz", "hybrid"])
+def test_no_name_is_deprecated(fields, caplog):
     """Passes of ours use the name of the installed transformers, which warns of the other one."""
-    model = lively_language_model(decay=0.9)
+    model = lively_language_model(**fields)
     warning_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         model.generate(TEXT, max_new_tokens=3, do_sample=False)

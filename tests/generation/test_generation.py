@@ -5,7 +5,7 @@ import torch
 from accelerate import cpu_offload
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, TextStreamer, pipeline
+from transformers import DynamicCache, PreTrainedTokenizerFast, TextStreamer, pipeline
 
 from helpers.models import CAUSAL, checkpoint_activations, lively_language_model, relative_error
 from helpers.scripts import SENTENCES
@@ -133,6 +133,22 @@ def test_generation_and_caches_with_activation_checkpointing():
         ValueError, match="`past_key_values` must be empty with gradient checkpointing, .* got 7 tokens"
     ):
         model(PROMPT, past_key_values=past)
+
+
+@pytest.mark.parametrize("differentiated", [True, False])
+def test_no_cache_is_filled_with_activation_checkpointing(differentiated):
+    """An empty cache stays empty, and none is returned: neither one without tokens nor one with each token twice."""
+    model = language_model("rpe", decay=0.9, hidden_dropout_prob=0.0)
+    expected = model(PROMPT, use_cache=False).logits
+    checkpoint_activations(model)
+    model.train()
+    with torch.set_grad_enabled(differentiated):
+        for given in (None, DynamicCache(config=model.config)):
+            outputs = model(PROMPT, past_key_values=given, use_cache=True)
+            if differentiated:
+                outputs.logits.sum().backward()
+            assert relative_error(outputs.logits, expected) < 1e-12 and outputs[1:] == ()
+            assert given is None or given.get_seq_length() == 0
 
 
 @pytest.mark.parametrize("implementation", [None, "static"])
