@@ -64,7 +64,7 @@ def test_signature_has_both_names():
 def test_trainer_predicts_no_cache(tmp_path):
     """Trainer leaves the cache out of the predictions, by its name in the outputs."""
     model = TnnForSequenceClassification(tiny_config(decay=0.9, num_labels=3))
-    arguments = TrainingArguments(tmp_path, report_to="none", use_cpu=True)
+    arguments = TrainingArguments(tmp_path, report_to="none", use_cpu=True, use_cache=True)
     rows = [{"input_ids": row, "labels": 0} for row in TEXT]
     assert CACHE in model(TEXT)
     assert Trainer(model, arguments).predict(rows).predictions.shape == (2, 3)
