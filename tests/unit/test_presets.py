@@ -1,4 +1,7 @@
-"""Configurations by name."""
+"""Configurations by name, and the learning rates that belong to them."""
+
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +11,9 @@ from transformers import AutoConfig
 import modeling_tnn
 from modeling_tnn import TnnConfig, TnnForCausalLM, TnnForMaskedLM, list_presets, load_preset
 from modeling_tnn.presets import configuration_folder, preset_folders
+from tnn_scripts.common.preset_training import find_training, read_presets, rule_of
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_every_folder_is_a_preset():
@@ -54,3 +60,28 @@ def test_unknown_name_of_the_package():
     with pytest.raises(AttributeError, match="no attribute 'TnnForEverything'"):
         modeling_tnn.TnnForEverything  # noqa: B018
     assert {"TnnForCausalLM", "load_preset"} <= set(dir(modeling_tnn))
+
+
+def test_every_preset_says_how_it_was_trained():
+    page = (ROOT / "docs/pages/reference/presets.md").read_text()
+    for name, preset in read_presets().items():
+        assert re.search(rf"\| `{name}` .* {preset.parameters:,} \|", page), name
+        assert (preset.recipe is None) == (preset.learning_rate is None)
+        assert preset.figures is None or (ROOT / f"docs/figures/{preset.figures}.json").is_file()
+        assert (preset.minutes is None) or preset.figures
+    assert set(read_presets()) == set(list_presets())
+
+
+def test_rates_are_the_measured_ones():
+    rates = {name: read_presets()[name].learning_rate for name in ("tnn-tiny", "tnn-small", "peers/mamba2-tiny")}
+    assert rates == {"tnn-tiny": 8e-3, "tnn-small": 4e-3, "peers/mamba2-tiny": 1.6e-2}
+    assert [rule_of(width, True).learning_rate for width in (128, 256)] == [8e-3, 4e-3]
+    assert rule_of(128, False).learning_rate == 4e-3
+
+
+def test_schedules_keep_their_shares():
+    small = find_training(str(preset_folders()["tnn-small"]))
+    assert small.schedule(240) == {
+        "lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": 40}, "warmup_steps": 20,
+    }  # fmt: skip
+    assert find_training("small-other") is None
