@@ -44,8 +44,8 @@ def load_preset(name: str, **fields: Any) -> TnnConfig:
     found = [folder for key, folder in folders.items() if name in (key, folder.name)]
     if not found:
         close = get_close_matches(name, folders, n=1)
-        hint = f". Did you mean {close[0]}?" if close else ""
-        raise ValueError(f"The name of a preset must be one of {', '.join(folders)}, got {name!r}{hint}")
+        hint = f"; did you mean {close[0]}?" if close else "."
+        raise ValueError(f"`name` must be a preset, got {name!r}{hint} `list_presets()` and `tnn presets` list them.")
     # Read the file: a built configuration has derived fields from the old values.
     saved, _ = PreTrainedConfig.get_config_dict(found[0])
     model_type = saved["model_type"]

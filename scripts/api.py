@@ -16,6 +16,7 @@ from tnn_scripts.common.errors import report_errors
 
 import torch
 
+from tnn_scripts.common.model_path import check_model_path
 from tnn_scripts.common.parser import ProgramParser, check_counts
 from tnn_scripts.common.served import check_address, load_causal, name_of
 
@@ -44,6 +45,7 @@ class ApiArguments:
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
 
     def __post_init__(self):
+        check_model_path(self.model_name_or_path, tokenizer=True)
         check_counts(self, "max_batch_size", "max_waiting", "memory_limit", "prefill_tokens")
         check_counts(self, "max_prompt_tokens", "max_new_tokens", "max_body_bytes")
 

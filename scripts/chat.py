@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
 from modeling_tnn.cache_name import CACHE
 from tnn_scripts.common.devices import check_device
+from tnn_scripts.common.model_path import check_model_path
 from tnn_scripts.common.parser import ProgramParser
 from tnn_scripts.common.terminal import read_lines
 from tnn_scripts.data.text import check_vocabulary
@@ -36,6 +37,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--trust_remote_code", action="store_true")
     args = parser.parse_args()
+    check_model_path(args.model_name_or_path, tokenizer=True)
     if args.max_new_tokens < 1 or args.temperature < 0 or not 0 < args.top_p <= 1:
         parser.error(
             "--max_new_tokens must be at least 1, --temperature at least 0, and --top_p in (0, 1], got "

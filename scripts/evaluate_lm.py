@@ -46,6 +46,7 @@ from tnn_scripts.common.arguments import parse_overrides
 from tnn_scripts.common.atomic import claim, saving_errors, write_json, write_text
 from tnn_scripts.common.devices import check_device, suggest_smaller
 from tnn_scripts.common.masked_scoring import hidden_tokens, score_masked
+from tnn_scripts.common.model_path import check_model_path
 from tnn_scripts.common.parser import ProgramParser, check_counts
 from tnn_scripts.common.scoring import by_context, interval, score_tokens
 from tnn_scripts.common.tables import markdown_table
@@ -76,6 +77,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--trust_remote_code", action="store_true")
     args = parser.parse_args()
+    for name in args.model_name_or_path:
+        check_model_path(name, tokenizer=True)
     if (args.validation_file is None) == (args.dataset_name is None):
         parser.error("either --validation_file or --dataset_name must be given, and not both")
     if min(args.lengths) < 2:

@@ -42,6 +42,7 @@ from tnn_scripts.common.checkpoints import check_run
 from tnn_scripts.common.commands import next_steps
 from tnn_scripts.common.devices import suggest_smaller
 from tnn_scripts.common.dry_run import dry_run
+from tnn_scripts.common.model_path import check_model_path, check_path
 from tnn_scripts.common.optimizers import GroupArguments, GroupingTrainer
 from tnn_scripts.common.parser import check_counts
 from tnn_scripts.common.publishing import open_repository, upload
@@ -86,6 +87,9 @@ class GlueArguments(GroupArguments):
 
     def __post_init__(self):
         super().__post_init__()
+        check_model_path(self.model_name_or_path, tokenizer=True)
+        if self.dataset_path is not None:
+            check_path(self.dataset_path, "--dataset_path")
         files = (self.train_file is not None) + (self.validation_file is not None)
         if (self.task_name is None) == (files == 0) or files == 1:
             raise ValueError("either --task_name or both --train_file and --validation_file must be given")

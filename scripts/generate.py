@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
 from tnn_scripts.common.atomic import check_writable, write_json
 from tnn_scripts.common.devices import check_device
+from tnn_scripts.common.model_path import check_model_path
 from tnn_scripts.common.nearest import nearest
 from tnn_scripts.common.parser import ProgramParser, check_counts
 from tnn_scripts.common.terminal import read_lines
@@ -43,6 +44,7 @@ def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, dict]:
     parser.add_argument("--output_file", type=Path)
     parser.add_argument("--trust_remote_code", action="store_true")
     known, rest = parser.parse_known_args(arguments)
+    check_model_path(known.model_name_or_path, tokenizer=True)
     if known.prompt_file is not None:
         known.prompt += read_prompts(known.prompt_file)
     check_counts(known, "batch_size")

@@ -25,8 +25,9 @@ from tnn_scripts.common.errors import report_errors
 import torch
 
 from modeling_tnn.configuration_tnn import LENGTH_FIELDS
-from tnn_scripts.common.arguments import find_config, load_config, parse_overrides
+from tnn_scripts.common.arguments import load_config, parse_overrides
 from tnn_scripts.common.atomic import check_writable, write_json
+from tnn_scripts.common.names import find_config
 from tnn_scripts.common.optimizers import OPTIMIZERS
 from tnn_scripts.common.parser import ProgramParser, check_counts
 from tnn_scripts.common.tables import markdown_table

@@ -25,6 +25,7 @@ from transformers.utils import logging
 
 from modeling_tnn import TnnForImageClassification
 from tnn_scripts.common.atomic import claim, saving_errors, write_json, write_text
+from tnn_scripts.common.model_path import check_model_path
 from tnn_scripts.common.parser import ProgramParser
 from tnn_scripts.plotting import figures as kernel_figures
 from tnn_scripts.plotting.reading import LONGEST, read_model
@@ -52,6 +53,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--matrix_size", type=int, default=64, help="Rows and columns of the matrices that are drawn.")
     parser.add_argument("--dpi", type=int, default=100, help="Resolution of the pictures.")
     args = parser.parse_args(arguments)
+    check_model_path(args.model_name_or_path)
     for name in ("length", "matrix_size", "dpi"):
         if (value := getattr(args, name)) is not None and value < 2:
             parser.error(f"--{name} must be at least 2, got {value}")

@@ -30,6 +30,7 @@ from tnn_scripts.common.arguments import load_config, parse_arguments, parse_ove
 from tnn_scripts.common.classification import accuracy, describe, report, save, score
 from tnn_scripts.common.dry_run import dry_run
 from tnn_scripts.common.mixing_trainer import MixingTrainer
+from tnn_scripts.common.model_path import check_path
 from tnn_scripts.common.optimizers import GroupArguments, GroupingTrainer
 from tnn_scripts.common.parser import check_counts
 from tnn_scripts.common.peers import vit_like
@@ -87,6 +88,7 @@ def load_pictures(args: ImageArguments) -> Pictures:
     Raises:
         ValueError: a column of pictures or of classes is missing, or a split for training or evaluation.
     """
+    check_path(args.dataset_name, "--dataset_name")
     splits = load_dataset(args.dataset_name, args.dataset_config_name)
     evaluated = [name for name in EVALUATED if name in splits]
     if "train" not in splits or not evaluated:

@@ -31,6 +31,7 @@ from modeling_tnn import PoleCallback, TnnConfig
 from tnn_scripts.common.arguments import load_config, parse_arguments, parse_overrides
 from tnn_scripts.common.classification import accuracy, describe, report, save, score
 from tnn_scripts.common.dry_run import dry_run
+from tnn_scripts.common.model_path import check_path
 from tnn_scripts.common.optimizers import GroupArguments, GroupingTrainer
 from tnn_scripts.common.parser import check_counts
 from tnn_scripts.common.peers import modernbert_like
@@ -69,6 +70,8 @@ class LraArguments(GroupArguments):
     def __post_init__(self):
         super().__post_init__()
         check_counts(self, "max_train_samples", "max_eval_samples", "max_length")
+        if self.dataset_path is not None:
+            check_path(self.dataset_path, "--dataset_path")
         if self.pair_column is not None and self.task != "retrieval":
             raise ValueError(f"--pair_column must be given for retrieval alone, got {self.task}")
         if self.extra_test is not None and self.dataset_path is None:

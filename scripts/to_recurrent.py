@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
 from tnn_scripts.common.atomic import check_overwriting, claim, new_files, write_json
 from tnn_scripts.common.gradient_fit import FITS, convert_by_gradient
+from tnn_scripts.common.model_path import check_model_path
 from tnn_scripts.common.parser import ProgramParser
 from tnn_scripts.data.text import check_vocabulary, load_corpus, pack
 
@@ -51,6 +52,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--block_size", type=int)
     parser.add_argument("--rows", type=int, default=8, help="Number of rows of text to measure on.")
     args = parser.parse_args()
+    check_model_path(args.model_name_or_path, tokenizer=True)
     if args.fit in FITS and (args.tolerance is not None or args.steps < 1):
         parser.error(
             f"--fit {args.fit} must be given without --tolerance and with --steps of at least 1, got "

@@ -7,13 +7,12 @@ Options on the command line override those of the recipe. Of `--config_overrides
 import json
 import re
 import sys
-from pathlib import Path
 
 import yaml
 from transformers import AutoConfig, PreTrainedConfig, TrainingArguments
 
 import modeling_tnn
-from modeling_tnn.presets import configuration_folder, preset_folders
+from tnn_scripts.common.names import find_config, find_recipe
 from tnn_scripts.common.nearest import nearest
 from tnn_scripts.common.parser import RENAMED, ProgramParser
 
@@ -114,37 +113,6 @@ def chosen_seeds(seeds: list[int] | None, training: TrainingArguments) -> list[i
         listed = " ".join(map(str, seeds))
         raise ValueError(f"--seed must not be given together with --seeds {listed}, got {training.seed}")
     return seeds
-
-
-def find_config(name: str) -> str:
-    """The folder of the preset called `name`; any other `name` is returned as a folder or a Hub id.
-
-    Raises:
-        ValueError: the name begins with "tnn-" and is not that of a preset.
-    """
-    presets = {folder.name: str(folder) for folder in preset_folders().values()}
-    if Path(name).exists() or not (name in presets or name.startswith("tnn-")):
-        return name
-    if name not in presets:
-        known = ", ".join(sorted(presets))
-        raise ValueError(f"--config_name must be a folder, a Hub id or one of {known}, got {name}")
-    return presets[name]
-
-
-def find_recipe(name: str) -> Path:
-    """The file of a recipe. `name` is that of a recipe, such as wikitext2 or lra/small-text, or a file.
-
-    Raises:
-        ValueError: there is no such recipe or file.
-    """
-    folder = configuration_folder() / "recipes"
-    recipes = {file.relative_to(folder).with_suffix("").as_posix(): file for file in sorted(folder.rglob("*.yaml"))}
-    if Path(name).is_file():
-        return Path(name)
-    if name in recipes:
-        return recipes[name]
-    hint = nearest(name, recipes)
-    raise ValueError(f"--recipe must be a file or one of {', '.join(recipes)}, got {name}{hint}")
 
 
 def _values_of(option: str, given: list[str]) -> list[str]:

@@ -22,6 +22,7 @@ from modeling_tnn.cache_tnn import memory_per_sequence
 from modeling_tnn.history import ROOM
 from modeling_tnn.hub import AUTO_MAP
 from tnn_scripts.common.atomic import write_json
+from tnn_scripts.common.model_path import check_model_path
 from tnn_scripts.common.tables import format_metric
 
 # The folder is inside an installed package, or beside it in a clone.
@@ -151,6 +152,7 @@ def load(folder: Path) -> PreTrainedModel:
     Raises:
         ValueError: the folder holds no complete model of this package.
     """
+    check_model_path(folder, "folder")
     config = read_json(folder / "config.json")
     name = (config.get("architectures") or ["TnnModel"])[0]
     if config.get("model_type") != "tnn" or name not in PIPELINES:

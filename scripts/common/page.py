@@ -15,6 +15,7 @@ from types import ModuleType
 import torch
 from transformers import PreTrainedModel
 
+from tnn_scripts.common.model_path import check_model_path
 from tnn_scripts.common.parser import check_counts
 from tnn_scripts.common.served import check_address, load_causal
 from tnn_scripts.common.sessions import Sessions
@@ -48,6 +49,7 @@ class PageArguments:
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
 
     def __post_init__(self):
+        check_model_path(self.model_name_or_path, tokenizer=True)
         check_counts(self, "max_input_tokens", "max_new_tokens", "concurrency_limit")
 
 

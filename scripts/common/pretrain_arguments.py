@@ -6,7 +6,8 @@ from importlib.util import find_spec
 
 import torch
 
-from tnn_scripts.common.arguments import find_config
+from tnn_scripts.common.model_path import check_path
+from tnn_scripts.common.names import find_config
 from tnn_scripts.common.optimizers import MUON, OPTIMIZERS, SCHEDULES, GroupArguments, build_scheduler
 
 OBJECTIVES = ("clm", "mlm")
@@ -116,6 +117,8 @@ class PretrainArguments(GroupArguments):
     def __post_init__(self):
         super().__post_init__()
         self.config_name = find_config(self.config_name)
+        if self.tokenizer_name is not None:
+            check_path(self.tokenizer_name, "--tokenizer_name")
         self._require_one_of("objective", OBJECTIVES)
         self._require_one_of("report_to", TRACKERS)
         self._require_one_of("optim", OPTIMIZERS)

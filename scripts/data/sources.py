@@ -9,6 +9,7 @@ import numpy as np
 from datasets import IterableDataset, IterableDatasetDict, load_dataset
 from datasets.exceptions import DatasetsError
 
+from tnn_scripts.common.model_path import check_path
 from tnn_scripts.data.text import builder_of, looks_like_file
 
 # Lines of a text file that stay together.
@@ -33,6 +34,7 @@ def open_source(name: str, config_name: str | None = None) -> IterableDatasetDic
             return load_dataset(builder, data_files=name, streaming=True)
         except (DatasetsError, ValueError) as error:
             raise ValueError(f"{name} cannot be read: {error.__cause__ or error}") from error
+    check_path(name, "--dataset_name")
     splits = load_dataset(name, config_name, streaming=True)
     if "train" not in splits:
         raise ValueError(f"{name} must have a train split, got {', '.join(splits)}")

@@ -17,6 +17,7 @@ from tokenizers import ByteLevelBPETokenizer
 from tokenizers.processors import RobertaProcessing
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from tnn_scripts.common.model_path import check_path
 from tnn_scripts.data.document_ends import document_ends
 from tnn_scripts.data.token_bytes import with_line_break
 
@@ -59,6 +60,7 @@ def load_corpus(
     if source is None:
         corpus, documents = load_dataset("json", data_files=_demo_file()), documents or DEMO_DOCUMENTS
     elif "train" not in files:
+        check_path(source, "--dataset_name")
         corpus = load_dataset(source, config_name)
     else:
         corpus = DatasetDict(train=load_file(files["train"]))
@@ -86,7 +88,10 @@ def load_texts(
     Raises:
         ValueError: the column does not exist.
     """
-    texts = load_file(source) if looks_like_file(source) else load_dataset(source, config_name, split=split)
+    if looks_like_file(source):
+        return _texts(load_file(source), split, text_column, documents)
+    check_path(source, "--dataset_name")
+    texts = load_dataset(source, config_name, split=split)
     return _texts(texts, split, text_column, documents)
 
 

@@ -15,8 +15,8 @@ from transformers import GenerationConfig
 
 from helpers import processes
 from helpers.scripts import save_model
-from tnn_scripts.common.arguments import find_recipe
 from tnn_scripts.common.commands import COMMAND_OF, COMMANDS
+from tnn_scripts.common.names import find_recipe
 from tnn_scripts.common.parser import RENAMED
 
 ROOT = Path(__file__).parents[2]

@@ -7,7 +7,7 @@ import pytest
 from transformers import TrainingArguments
 
 from helpers.scripts import SCRIPTS, run_script
-from tnn_scripts.common.arguments import find_recipe
+from tnn_scripts.common.names import find_recipe
 from tnn_scripts.common.parser import HELP, RENAMED, rename_options
 
 PROGRAMS = sorted(path.stem for path in SCRIPTS.glob("*.py") if path.stem not in ("__init__", "tnn"))

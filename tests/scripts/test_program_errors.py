@@ -24,8 +24,44 @@ REFUSED = {
     ),
     "model that is not there": (
         ["generate", "--model_name_or_path", "./nowhere", "--prompt", "a"],
-        1,
-        "error: .*nowhere",
+        2,
+        "error: --model_name_or_path must be a folder or a Hub id, got './nowhere', which is not a folder here",
+    ),
+    "model that is nearly there": (
+        ["evaluate_lm", "--model_name_or_path", "../inputs0/gtp2", "--validation_file", "good.txt"],
+        2,
+        "which is not a folder here; did you mean ../inputs0/gpt2[?]",
+    ),
+    "folder above the models": (
+        ["plot_kernels", "--model_name_or_path", "."],
+        2,
+        "error: --model_name_or_path must be a folder with a model, got . without config.json; did you mean config or",
+    ),
+    "model without a tokenizer": (
+        ["finetune_glue", "--model_name_or_path", "config", "--task_name", "sst2"],
+        2,
+        "error: --model_name_or_path must be a folder with a tokenizer, got config without tokenizer.json",
+    ),
+    "file for a model": (
+        ["to_recurrent", "--model_name_or_path", "good.txt"],
+        2,
+        "error: --model_name_or_path must be a folder or a Hub id, got the file good.txt",
+    ),
+    "model of the page that is not there": (
+        ["serve", "--model_name_or_path", "outputs/a"],
+        2,
+        "'outputs/a', which is",
+    ),
+    "model of the API that is not there": (["api", "--model_name_or_path", "config/a"], 2, "'config/a', which is not"),
+    "text that is not there": (
+        ["pretrain", "--config_name", "config", "--dataset_name", "config/text"],
+        2,
+        "error: --dataset_name must be a folder or a Hub id, got 'config/text', which is not a folder here",
+    ),
+    "preset that is nearly one": (
+        ["plan", "--config_name", "tnn-cuasal"],
+        2,
+        "error: --config_name must be a preset, a folder or a Hub id, got tnn-cuasal; did you mean tnn-causal[?] `tnn pr",
     ),
     "prompts in another encoding": (["generate", "--model_name_or_path", "tnn", "--prompt_file", "bad.txt"], 2, UTF8),
     "prompts that are not there": (
@@ -131,7 +167,8 @@ REFUSED = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("inputs")
+    folder = tmp_path_factory.mktemp("inputs") / "inputs0"
+    folder.mkdir()
     save_model(folder / "tnn", tno_type="rpe", decay=0.9)
     save_model(folder / "gpt2")
     GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, n_positions=64, vocab_size=300)).save_pretrained(
@@ -153,7 +190,11 @@ def test_one_line(case, folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     before = sorted(folder.rglob("*"))
-    output = [] if program in ("generate", "plan") or "--recipe" in given else ["--output_dir", tmp_path / "out"]
+    output = (
+        []
+        if program in ("generate", "plan", "serve", "api") or "--recipe" in given
+        else ["--output_dir", tmp_path / "out"]
+    )
     with pytest.raises(SystemExit) as left:
         run_script(program, *given, *output)
     *_, line = capsys.readouterr().err.splitlines()

@@ -34,7 +34,7 @@ def test_fields_are_derived_from():
 
 
 def test_unknown_preset():
-    with pytest.raises(ValueError, match="name of a preset must be one of .*, got 'tnn-casual'. Did you mean tnn-c"):
+    with pytest.raises(ValueError, match="`name` must be a preset, got 'tnn-casual'; did you mean tnn-causal"):
         load_preset("tnn-casual")
 
 
