@@ -72,6 +72,11 @@ def read_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], dict]:
     Raises:
         ValueError: the file is of another kind, damaged, or a pickle with other objects than tensors and options.
     """
+    if path.is_dir():
+        raise ValueError(
+            f"The checkpoint must be a file, got the folder {path}. A folder of this package needs no conversion: "
+            "`from_pretrained` and the commands load it."
+        )
     if path.suffix == ".safetensors":
         try:
             return load_file(path), {}
@@ -126,18 +131,43 @@ def rename(tensors: dict[str, torch.Tensor], names: tuple) -> tuple[dict[str, to
     return renamed, official_names
 
 
-def take_decay(tensors: dict, options: dict) -> dict:
+def refuse_ours(tensors: dict[str, torch.Tensor], names: tuple):
+    """Refuse weights of this package: a conversion would lose what their configuration says.
+
+    Raises:
+        ValueError: the tensors have layers, and all of their names are ours.
+    """
+    if any("gtu." in name for name in tensors) and all(our_name(name, names) == name for name in tensors):
+        raise ValueError(
+            "The checkpoint must be one of the released code, got one of this package. It needs no conversion: "
+            "`from_pretrained` and the commands load its folder."
+        )
+
+
+def take_decay(tensors: dict, options: dict, num_layers: int) -> dict:
     """The decay fields of the configuration. Fixed decays are not parameters here, so they are taken out of `tensors`.
 
     Raises:
-        ValueError: the fixed decays differ from each other or from the option.
+        ValueError: layers have no fixed decay although the options say so, or one although the options deny it, or
+            the fixed decays differ from each other or from the option.
     """
     if options.get("use_multi_decay"):
         return {"decay": options.get("gamma", 0.99), "learnable_decay": True}
-    stored = [tensors.pop(name).flatten() for name in list(tensors) if name.endswith("tno.decay_logit")]
+    layers = {f"layers.{layer}.gtu.tno.decay_logit": layer for layer in range(num_layers)}
+    stored = {name: tensors.pop(name).flatten() for name in layers if name in tensors}
+    missing = [layers[name] for name in layers if name not in stored]
+    # The released FD operator accepts the option and has no decay.
+    declared = options.get("use_decay") if operator_of(options) != "fd" else bool(stored)
+    if missing and (declared or stored):
+        raise ValueError(
+            f"The checkpoint must hold the decay, `gamma`, of each layer (option use_decay), got none for the layers "
+            f"{', '.join(map(str, missing))}"
+        )
     if not stored:
         return {"decay": None}
-    values = torch.cat(stored).unique().tolist()
+    values = torch.cat([*stored.values()]).unique().tolist()
+    if declared is False:
+        raise ValueError(f"use_decay must be true, as in the checkpoint with the decay {values[:4]}, got false")
     # Half precision stores 0.99 as 0.9897.
     if len(values) > 1 or abs(values[0] - options.get("gamma", values[0])) > 1e-3:
         raise ValueError(f"gamma must be the decay in the checkpoint, {values[:4]}, got {options.get('gamma')}")
@@ -239,7 +269,7 @@ def destinations(tensors: dict, official_names: dict, converted: dict, head: str
 def build_config(tensors: dict, options: dict, built: Architecture, published_ski: bool) -> TnnConfig:
     """The configuration of the weights and the options. It takes fixed decays and tied weights out of `tensors`."""
     found = built.sizes(tensors)
-    fields = built.fields(options, found) | take_decay(tensors, options)
+    fields = built.fields(options, found) | take_decay(tensors, options, found["num_hidden_layers"])
     fields |= {"tie_word_embeddings": take_tie(tensors, options)}
     fields["ski_interpolation"] = "linear" if published_ski else "released"
     found.pop("gtu_dim")
@@ -265,6 +295,7 @@ def convert(tensors: dict, options: dict, architecture: str, head: str | None = 
         ValueError: the checkpoint does not fit the options, or cannot be converted.
     """
     built = ARCHITECTURES[architecture]
+    refuse_ours(tensors, built.names)
     head, options = head or built.head, built.options | options
     if missing := [name for name in built.required if name not in options]:
         raise ValueError(f"{', '.join(missing)} must be given by --hparams for the architecture {architecture}")

@@ -262,6 +262,8 @@ def s4_model(head: str = "sequence-classification", **options) -> Architecture:
         refuse_other_parts(tensors)
         check_values(given, S4_VALUES)
 
+    # The norms of all experiments. Weights without their buffers would pass for another norm.
+    options = {"norm": "batch", "prenorm": True} | options
     return Architecture(
         s4_fields, head, options, names=S4_NAMES, check=check, prepare=prepare_s4, sizes=s4_sizes
     )  # fmt: skip
@@ -297,7 +299,7 @@ ARCHITECTURES = {
     "tnn_v2_decay_99_post": Architecture(
         decoder_fields, "causal-lm", CAUSAL | DECAY | {"decoder_normalize_before": False}
     ),
-    "tnn_v2_no_decay": Architecture(decoder_fields, "causal-lm", CAUSAL),
+    "tnn_v2_no_decay": Architecture(decoder_fields, "causal-lm", CAUSAL | {"use_decay": False}),
     "roberta_tnn_v2_decay_99": Architecture(encoder_fields, "masked-lm", MASKED | DECAY),
     "laxtnn_alm_tno_fd": Architecture(decoder_fields, "causal-lm", CAUSAL | {"tno_type": "tno_fd"}),
     "laxtnn_alm_tno_fd_3lyrs": Architecture(decoder_fields, "causal-lm", CAUSAL | {"tno_type": "tno_fd"}),
@@ -311,5 +313,5 @@ ARCHITECTURES = {
     "rtf-cifar": s4_model(trunc_len=1024, dataset="cifar"),
     "rtf-pathfinder": s4_model(trunc_len=1024, dataset="pathfinder"),
     "rtf-pathx": s4_model(trunc_len=16384, dataset="pathfinder"),
-    "hyena_rtf": hyena_model(trunc_len=1024),
+    "hyena_rtf": hyena_model(trunc_len=1024, constraint="l1_montel"),
 }

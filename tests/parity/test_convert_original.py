@@ -21,6 +21,7 @@ from helpers import processes
 from helpers.models import relative_error
 from helpers.parity import CASES, Case, named_cases
 from helpers.scripts import Malicious
+from modeling_tnn import TnnConfig, TnnForCausalLM
 from tnn_scripts import convert_original
 from tnn_scripts.convert_original import convert, read_checkpoint
 from tnn_scripts.original.options import ARCHITECTURES
@@ -204,6 +205,36 @@ def test_tensors_that_do_not_fit():
     del tensors["decoder.layers.2.glu.l3.weight"]
     with pytest.raises(ValueError, match="missing layers.2.glu.down_proj.weight"):
         convert(tensors, options, architecture)
+
+
+@pytest.mark.parametrize(("changes", "lost", "message"), [
+    ({}, range(3), r"must hold the decay, `gamma`, .* got none for the layers 0, 1, 2"),
+    ({}, [1], "got none for the layers 1"),
+    ({"use_decay": False}, [], r"use_decay must be true, .* decay \[0.99.*, got false"),
+    ({"use_multi_decay": True}, [0], "missing layers.0.gtu.tno.decay_logit"),
+])  # fmt: skip
+def test_decay_of_the_architecture_is_in_the_checkpoint(changes, lost, message):
+    tensors, options, architecture = first("lm/decay_prenorm")
+    for layer in lost:
+        del tensors[f"decoder.layers.{layer}.self_attn.gtu.toep.gamma"]
+    with pytest.raises(ValueError, match=message):
+        convert(tensors, options | changes, architecture)
+
+
+@pytest.mark.parametrize("fields", [{}, {"tno_type": "fd"}, {"tno_type": "rtf", "toeplitz_mixer": "hyena"}])
+def test_own_weights_are_refused(fields):
+    """`tnn convert` of a folder that needs no conversion: its decay would be lost."""
+    with torch.device("meta"):
+        model = TnnForCausalLM(TnnConfig(vocab_size=11, hidden_size=8, num_hidden_layers=2, **fields))
+    for architecture in ARCHITECTURES:
+        for tensors in (model.state_dict(), model.model.state_dict()):
+            with pytest.raises(ValueError, match="got one of this package. It needs no conversion"):
+                convert(tensors, {}, architecture)
+
+
+def test_folders_are_no_checkpoints(tmp_path):
+    with pytest.raises(ValueError, match="must be a file, got the folder .* needs no conversion"):
+        read_checkpoint(tmp_path)
 
 
 def test_inner_width_of_the_classifier_is_checked():

@@ -5,6 +5,7 @@ compared with the intended product, which the released code misses (golden vecto
 """
 
 import json
+import re
 import sys
 
 import pytest
@@ -53,7 +54,8 @@ def check_equal(converted: torch.Tensor, expected: torch.Tensor):
 ])  # fmt: skip
 def test_text_models(form, tmp_path):
     state = s4_state(words(), classifier(), **form)
-    model, report = convert(state, SHORT, "rtf-listops")
+    norm = {"prenorm": form.get("prenorm", True), "norm": "batch" if form.get("batch", True) else "layer"}
+    model, report = convert(state, SHORT | norm, "rtf-listops")
     assert report["tensors"].keys() == state.keys() and not any("left" in name for name in report["tensors"].values())
     model.save_pretrained(tmp_path)
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float64)
@@ -101,7 +103,8 @@ def test_models_of_pairs():
 def test_language_model(form, tmp_path):
     """The logits, and tokens that the cached model writes."""
     state = hyena_state(**form)
-    model, report = convert(state, SHORT, "hyena_rtf")
+    constraint = {"constraint": "l1_montel" if form.get("constraint", True) else "no"}
+    model, report = convert(state, SHORT | constraint, "hyena_rtf")
     assert report["tensors"].keys() == state.keys()
     assert report["tensors"]["model.lm_head.weight"] == "left out: tied to the input embedding"
     model.save_pretrained(tmp_path)
@@ -193,8 +196,12 @@ def test_what_does_not_fit_the_language_model(options, added, message):
     ("hyena_rtf", hyena_state(), "model.backbone.layers.1.mlp.fc2.weight", "missing layers.1.glu.down_proj.weight"),
     ("hyena_rtf", hyena_state(), "model.backbone.layers.0.mixer.norm.weight",
      "left over .*layers.1.mixer.norm.weight"),
+    ("rtf-imdb", s4_state(words(), classifier()), r"\.(running_mean|running_var|num_batches_tracked)$",
+     "norm must be 'layer', as in the weights .*, got 'batch'"),
+    ("rtf-imdb", s4_state(words(), classifier()), r"^model\.norm\.", "prenorm must be False, as in the weights"),
+    ("hyena_rtf", hyena_state(), r"filter_fn\.scalar$", "constraint must be 'no', as in the weights"),
 ])  # fmt: skip
 def test_missing_tensors(architecture, state, lost, message):
-    del state[lost]
+    state = {name: value for name, value in state.items() if not re.search(lost, name)}
     with pytest.raises(ValueError, match=message):
         convert(state, SHORT, architecture)
