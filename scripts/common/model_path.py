@@ -31,7 +31,7 @@ def check_path(name: str, option: str):
     if name and (path.exists() or not is_only_a_path(name)):
         return
     beside = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
-    hint = nearest(path.name, beside, f"{path.parent}/")
+    hint = nearest(path.name, beside, name.removesuffix("/").removesuffix(path.name))
     raise ValueError(f"{option} must be a folder or a Hub id, got {name!r}, which is not a folder here{hint}")
 
 

@@ -28,9 +28,9 @@ REFUSED = {
         "error: --model_name_or_path must be a folder or a Hub id, got './nowhere', which is not a folder here",
     ),
     "model that is nearly there": (
-        ["evaluate_lm", "--model_name_or_path", "../inputs0/gtp2", "--validation_file", "good.txt"],
+        ["evaluate_lm", "--model_name_or_path", "./gtp2", "--validation_file", "good.txt"],
         2,
-        "which is not a folder here; did you mean ../inputs0/gpt2[?]",
+        "which is not a folder here; did you mean ./gpt2[?]",
     ),
     "folder above the models": (
         ["plot_kernels", "--model_name_or_path", "."],
@@ -61,7 +61,7 @@ REFUSED = {
     "preset that is nearly one": (
         ["plan", "--config_name", "tnn-cuasal"],
         2,
-        "error: --config_name must be a preset, a folder or a Hub id, got tnn-cuasal; did you mean tnn-causal[?] `tnn pr",
+        "error: --config_name must be a preset, a folder or a Hub id, got tnn-cuasal; did you mean tnn-causal[?] ",
     ),
     "prompts in another encoding": (["generate", "--model_name_or_path", "tnn", "--prompt_file", "bad.txt"], 2, UTF8),
     "prompts that are not there": (
@@ -167,8 +167,7 @@ REFUSED = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("inputs") / "inputs0"
-    folder.mkdir()
+    folder = tmp_path_factory.mktemp("inputs")
     save_model(folder / "tnn", tno_type="rpe", decay=0.9)
     save_model(folder / "gpt2")
     GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, n_positions=64, vocab_size=300)).save_pretrained(
