@@ -14,13 +14,14 @@ import argparse
 from tnn_scripts.common.errors import report_errors
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, TextStreamer, set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, set_seed
 
 import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
 from modeling_tnn.cache_name import CACHE
 from tnn_scripts.common.devices import check_device
 from tnn_scripts.common.model_path import check_model_path
 from tnn_scripts.common.parser import ProgramParser
+from tnn_scripts.common.pieces import PieceStreamer
 from tnn_scripts.common.terminal import read_lines
 from tnn_scripts.data.text import check_vocabulary
 
@@ -58,16 +59,14 @@ class Conversation:
     def answer(self, line: str) -> str:
         """The answer of the model to `line`. It also streams to stdout."""
         self.ids = self._prompt(line)  # (1, L)
-        streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
-        before = self.ids.shape[1]
+        streamer = PieceStreamer(self.tokenizer, skip_prompt=True)
         ids = self.ids.to(self.model.device)
         mask = torch.ones_like(ids)
         self.ids = self.model.generate(
             ids, attention_mask=mask, streamer=streamer, **self.options, **{CACHE: self.cache}
         ).cpu()
-        text = self.tokenizer.decode(self.ids[0, before:], skip_special_tokens=True)
-        self.messages.append({"role": "assistant", "content": text})
-        return text
+        self.messages.append({"role": "assistant", "content": streamer.text})
+        return streamer.text
 
     def _prompt(self, line: str) -> torch.Tensor:
         """The tokens of the conversation and of the new `line`, `(1, L)`."""

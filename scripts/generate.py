@@ -19,7 +19,7 @@ from pathlib import Path
 from tnn_scripts.common.errors import report_errors
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TextStreamer, set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, set_seed
 
 import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
 from tnn_scripts.common.atomic import check_writable, write_json
@@ -27,6 +27,7 @@ from tnn_scripts.common.devices import check_device
 from tnn_scripts.common.model_path import check_model_path
 from tnn_scripts.common.nearest import nearest
 from tnn_scripts.common.parser import ProgramParser, check_counts
+from tnn_scripts.common.pieces import PieceStreamer
 from tnn_scripts.common.terminal import read_lines
 from tnn_scripts.data.text import check_file, check_vocabulary
 
@@ -125,7 +126,7 @@ def generation_options(parser: argparse.ArgumentParser, rest: list[str]) -> dict
 def continue_batch(model, tokenizer, prompts: list[str], options: dict, stream: bool) -> tuple[list[str], int]:
     """The texts of all sequences of the prompts, and the number of new tokens."""
     inputs = tokenizer(prompts, return_tensors="pt", padding=len(prompts) > 1, return_token_type_ids=False)
-    streamer = TextStreamer(tokenizer, skip_special_tokens=True) if stream else None
+    streamer = PieceStreamer(tokenizer) if stream else None
     options = options | ({"tokenizer": tokenizer} if options.keys() & READ_TEXT else {})
     output = model.generate(**inputs.to(model.device), streamer=streamer, **options)
     new = output[:, inputs["input_ids"].shape[1] :]

@@ -20,9 +20,10 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
     TemperatureLogitsWarper,
-    TextIteratorStreamer,
     TopPLogitsWarper,
 )
+
+from tnn_scripts.common.pieces import PieceQueue
 
 # A text is cut to so many characters for each token that may be read, before the tokenizer sees it.
 CHARACTERS_PER_TOKEN = 32
@@ -148,7 +149,7 @@ class Writer:
         if settings.max_new_tokens > self.max_new_tokens:
             raise ValueError(f"max_new_tokens must be at most {self.max_new_tokens:,}, got {settings.max_new_tokens}.")
         ids, is_cut = self.read(prompt)
-        streamer = TextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        streamer = PieceQueue(self.tokenizer, skip_prompt=True)
         watch, text = Watch(stop), ""
 
         def progress(end: str = "") -> Progress:
@@ -180,7 +181,7 @@ class Writer:
             raise ValueError("The text is empty: write something for the model to continue.")
         return ids[:, -self.max_input_tokens :], len(kept) < len(prompt) or ids.shape[1] > self.max_input_tokens
 
-    def _generate(self, ids: torch.Tensor, settings: Settings, streamer: TextIteratorStreamer, watch: Watch) -> int:
+    def _generate(self, ids: torch.Tensor, settings: Settings, streamer: PieceQueue, watch: Watch) -> int:
         """The last token."""
         ids = ids.to(self.model.device)
         output = self.model.generate(

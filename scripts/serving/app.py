@@ -138,7 +138,11 @@ async def answer(service: Service, request: Request, body: Body, prompts: list[l
         stops = body.stops()
     except ValueError as error:
         raise ApiError(400, str(error), "stop", "stop") from error
-    texts = [Text(service.tokenizer, index, stops, news) for index in range(len(prompts) * (body.n or 1))]
+    answers = body.n or 1
+    texts = [
+        Text(service.tokenizer, index, prompts[index // answers], stops, news)
+        for index in range(len(prompts) * answers)
+    ]
     form, read = Form(service.name, isinstance(body, ChatBody)), sum(map(len, prompts))
     await run_in_threadpool(service.submit, body, prompts, texts)
     if body.stream:

@@ -2,21 +2,26 @@
 
 import asyncio
 import time
+from bisect import bisect_right
 from collections.abc import Sequence
 
 import torch
-from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerBase, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from modeling_tnn.request import Request
+from tnn_scripts.common.pieces import Pieces
 
 
 class Text(BaseStreamer, StoppingCriteria):
     """A streamer and a stopping criterion: it decodes tokens as they come, and ends the text at a stop string.
 
+    Special tokens are not in the text, but a stop string may be one, have one in it, or be a part of one. So stop
+    strings are searched in the text with special tokens too, and a token that is a stop string is known by its id.
+
     Args:
         index: the number of the answer.
+        prompt: the tokens before the text.
         stops: strings that end the text, and are not in it.
         news: gets this object after each token and at the end. Its event loop is the running one.
 
@@ -25,13 +30,25 @@ class Text(BaseStreamer, StoppingCriteria):
         times: of the beginning, and of each token, in seconds.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, index: int, stops: Sequence[str], news: asyncio.Queue):
-        self.tokenizer, self.index, self.stops = tokenizer, index, stops
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        index: int,
+        prompt: Sequence[int],
+        stops: Sequence[str],
+        news: asyncio.Queue,
+    ):
+        self.index, self.stops = index, stops
         self.request: Request | None = None
         self.times = [time.perf_counter()]
-        self._decoder = DecodeStream(skip_special_tokens=True)
+        added = tokenizer.get_added_vocab() if stops else {}
+        self._stop_ids = {added[stop] for stop in stops if stop in added}
+        self._pieces = Pieces(tokenizer, prompt)
+        self._full_pieces = Pieces(tokenizer, prompt, skip_special_tokens=False) if stops else None
+        # The text, that with special tokens, the lengths of both before each token, and how much may be taken.
+        self._written, self._full, self._lengths, self._ready = "", "", [(0, 0)], 0
         self._loop, self._news = asyncio.get_running_loop(), news
-        self._written, self._end, self._taken, self._has_read = "", None, 0, False
+        self._end, self._taken, self._has_read = None, 0, False
 
     def put(self, value: torch.Tensor):
         """Take note of the time; the criterion decodes the token."""
@@ -41,11 +58,8 @@ class Text(BaseStreamer, StoppingCriteria):
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor | None, **kwargs) -> torch.BoolTensor:
         """Whether a stop string has ended the text."""
-        piece = self._decoder.step(self.tokenizer.backend_tokenizer, int(input_ids[0, -1])) or ""
-        start = len(self._written)
-        self._written += piece
-        places = [self._written.find(stop, max(0, start - len(stop) + 1)) for stop in self.stops if piece]
-        self._end = min((place for place in places if place >= 0), default=None)
+        token = int(input_ids[0, -1])
+        self._add(self._pieces.add(token), self._full_pieces.add(token) if self.stops else "", token in self._stop_ids)
         self._tell()
         return torch.tensor([self._end is not None])
 
@@ -67,20 +81,37 @@ class Text(BaseStreamer, StoppingCriteria):
 
     def take(self) -> str:
         """What has been added since the last call. What may be the beginning of a stop string is held back."""
-        done, text = self.is_done, self._written
-        if self._end is not None:
-            text = text[: self._end]
-        elif done:
-            text = self._whole(text)
-        else:
-            text = text[: len(text) - self._held_back(text)]
-        piece, self._taken = text[self._taken :], max(self._taken, len(text))
+        if self.is_done and self._end is None:
+            self._add(self._pieces.finish(), self._full_pieces.finish() if self.stops else "")
+            self._ready = len(self._written) if self._end is None else self._end
+        piece, self._taken = self._written[self._taken : self._ready], max(self._taken, self._ready)
         return piece
 
-    def _whole(self, text: str) -> str:
-        """The decoded tokens, which may end within a character."""
-        whole = self.tokenizer.decode(self.request.tokens, skip_special_tokens=True)
-        return whole if whole.startswith(text) else text
+    def _add(self, piece: str, full: str, is_stop: bool = False):
+        """Add what a token has brought to both texts, and find the first stop string that ends in it."""
+        written, searched = len(self._written), len(self._full)
+        self._lengths.append((searched, written))
+        self._written += piece
+        self._full += full
+        places = [written] * is_stop
+        for stop in self.stops:
+            places.append(self._written.find(stop, max(0, written - len(stop) + 1)))
+            if (place := self._full.find(stop, max(0, searched - len(stop) + 1))) >= 0:
+                places.append(self._place(place))
+        self._end = min((place for place in places if place >= 0), default=None)
+        self._ready = self._safe() if self._end is None else self._end
+
+    def _place(self, full: int) -> int:
+        """The place in the text of a place in the one with special tokens."""
+        number = bisect_right(self._lengths, full, key=lambda lengths: lengths[0])
+        searched, written = self._lengths[number - 1]
+        following = self._lengths[number][1] if number < len(self._lengths) else len(self._written)
+        return min(written + full - searched, following)
+
+    def _safe(self) -> int:
+        """Where the text ends that no further token can make a part of a stop string."""
+        written, full = (len(text) - self._held_back(text) for text in (self._written, self._full))
+        return min(written, self._place(full)) if self.stops else written
 
     def _held_back(self, text: str) -> int:
         lengths = (length for stop in self.stops for length in range(1, len(stop)) if text.endswith(stop[:length]))

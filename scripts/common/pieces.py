@@ -1,0 +1,91 @@
+"""The text of tokens as they come: the pieces of an answer after its prompt, for streams and for search.
+
+The text of a token depends on those before it: tokenizers of the sentencepiece kind drop the space of a first token,
+and those with a byte fallback write a character as several tokens. So tokens are decoded after the prompt, whose text
+is then left out, and a piece that ends within a character waits for the next token.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedTokenizerBase, TextIteratorStreamer, TextStreamer
+
+# What a tokenizer writes for bytes that are no character, or not yet.
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+
+
+class Pieces:
+    """Decodes tokens as they come.
+
+    Args:
+        context: the tokens before, whose text is not part of the pieces.
+        skip_special_tokens: whether special tokens have no text.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, context: Sequence[int], skip_special_tokens: bool = True):
+        self._tokenizer, self._skip = tokenizer, skip_special_tokens
+        self._context, self._new = list(context), []
+        self._before = self._decode(self._context)
+
+    def add(self, token: int) -> str:
+        """The text that this token completes; none while it ends within a character."""
+        self._new.append(token)
+        return self._piece(is_last=False)
+
+    def finish(self) -> str:
+        """The text of tokens that wait for others, which do not come."""
+        return self._piece(is_last=True) if self._new else ""
+
+    def _piece(self, is_last: bool) -> str:
+        text = self._decode(self._context + self._new)
+        if text == self._before or (text.endswith(INCOMPLETE) and not is_last):
+            return ""
+        for before in (self._before, self._before.rstrip(INCOMPLETE)):  # a prompt may end within a character
+            if text.startswith(before):
+                piece = text[len(before) :]
+                break
+        else:  # a byte that belongs to no character has undone those before it
+            piece = self._decode(self._new)
+        if self._decode(self._new).endswith(INCOMPLETE):  # its first byte stands in the context
+            self._new = self._context + self._new
+        self._context, self._new = self._new, []
+        self._before = self._decode(self._context)
+        return piece
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skip)
+
+
+class PieceStreamer(TextStreamer):
+    """Prints the text of a generation as `Pieces`: the whole text is that of the tokens after the prompt.
+
+    Attributes:
+        text: what has been written so far, without the prompt.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, skip_prompt: bool = False, **options):
+        super().__init__(tokenizer, skip_prompt, skip_special_tokens=True, **options)
+        self.text, self._pieces = "", None
+
+    def put(self, value: torch.Tensor):
+        """Take the prompt, or new tokens; the end of `generate` makes the next ones a prompt again."""
+        tokens = value.flatten().tolist()
+        if self.next_tokens_are_prompt:
+            self.next_tokens_are_prompt, self.text = False, ""
+            self._pieces = Pieces(self.tokenizer, tokens)
+            self.on_finalized_text("" if self.skip_prompt else self.tokenizer.decode(tokens, skip_special_tokens=True))
+            return
+        piece = "".join(map(self._pieces.add, tokens))
+        self.text += piece
+        self.on_finalized_text(piece)
+
+    def end(self):
+        """Write the tokens that wait for others."""
+        piece = self._pieces.finish()
+        self.text += piece
+        self.next_tokens_are_prompt = True
+        self.on_finalized_text(piece, stream_end=True)
+
+
+class PieceQueue(PieceStreamer, TextIteratorStreamer):
+    """A `PieceStreamer` whose pieces are those of an iterator."""

@@ -1,0 +1,189 @@
+"""Tokenizers that drop a first space or write characters as bytes: the page, chats, `tnn generate`, the API."""
+
+import functools
+import itertools
+import random
+from threading import Event
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from helpers.scripts import run, save_model
+from modeling_tnn import TnnForCausalLM
+from modeling_tnn.request import Request
+from tnn_scripts.chat import Conversation
+from tnn_scripts.common.pieces import Pieces
+from tnn_scripts.common.writing import Settings, Writer
+
+SPECIAL = ["<unk>", "<s>", "</s>", "<|stop▁here|>"]
+WORDS = ["▁the", "▁cat", "▁", "s", "a", ".", "\n", "▁é"]
+VOCABULARY = {token: id for id, token in enumerate([*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *WORDS])}
+
+
+def llama() -> Tokenizer:
+    """As that of Llama 2, Mistral and Gemma."""
+    tokenizer = Tokenizer(models.BPE(VOCABULARY, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    strip = decoders.Strip(" ", 1, 0)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip]
+    )
+    return tokenizer
+
+
+def unigram() -> Tokenizer:
+    """As those of T5 and of sentencepiece's usual models, with bytes."""
+    scores = [(token, -2.0 if token in WORDS else -9.0) for token in VOCABULARY]
+    tokenizer = Tokenizer(models.Unigram(scores, 0, byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    return tokenizer
+
+
+@pytest.fixture(scope="module", params=[llama, unigram])
+def tokenizer(request):
+    built = request.param()
+    built.add_special_tokens([AddedToken(token, normalized=False) for token in SPECIAL])
+    return PreTrainedTokenizerFast(tokenizer_object=built, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+@pytest.fixture(scope="module")
+def folder(tokenizer, tmp_path_factory):
+    folder = save_model(tmp_path_factory.mktemp("model"), tno_type="rtf")
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def ids(*tokens: str) -> list[int]:
+    return [VOCABULARY[token] for token in tokens]
+
+
+def bytes_of(text: str) -> list[int]:
+    return ids(*(f"<0x{byte:02X}>" for byte in text.encode()))
+
+
+PROMPT = ids("▁the", "▁cat")
+STOP = ids("<|stop▁here|>")
+# Tokens of an answer -> its text.
+ANSWERS = {
+    "first space": (ids("▁cat", "s", "▁the"), " cats the"),
+    "bytes of a character": (ids("▁cat") + bytes_of("€") + ids("▁the"), " cat€ the"),
+    "bytes of two": (bytes_of("€漢") + ids("s"), "€漢s"),
+    "a byte of none": (ids("<0x82>", "s", "▁the"), "\ufffds the"),
+    "a byte after a character": (bytes_of("€") + ids("<0x82>", "s"), "€\ufffds"),
+    "an end within a character": (ids("▁cat") + bytes_of("€")[:2], " cat\ufffd\ufffd"),
+    "a space after a line": (ids("s", "\n", "▁the", "\n", "▁", "▁cat"), "s\n the\n  cat"),
+    "special tokens within": (ids("▁cat") + STOP + ids("▁the"), " cat the"),
+}
+ANSWER = pytest.mark.parametrize("answer, text", ANSWERS.values(), ids=ANSWERS)
+
+
+def write(monkeypatch, answer: list[int]):
+    """Have models write these tokens again and again."""
+    original, tokens = TnnForCausalLM.forward, itertools.cycle(answer)
+
+    @functools.wraps(original)  # `generate` looks at the arguments
+    def forward(*given, **options):
+        output = original(*given, **options)
+        output.logits[:] = -9.0
+        output.logits[..., next(tokens)] = 9.0
+        return output
+
+    monkeypatch.setattr(TnnForCausalLM, "forward", forward)
+
+
+@ANSWER
+def test_pieces(tokenizer, answer, text):
+    """After any prompt; the pieces are what a decoder of the whole gives, where that takes nothing back."""
+    for prompt in (PROMPT, ids("<s>", "▁the"), ids("▁the", "\n"), PROMPT + STOP, PROMPT + bytes_of("€")):
+        pieces = Pieces(tokenizer, prompt)
+        assert "".join(map(pieces.add, answer)) + pieces.finish() == text
+    pieces = Pieces(tokenizer, PROMPT + bytes_of("€")[:1])
+    assert "".join(map(pieces.add, [*bytes_of("€")[1:], *answer])) + pieces.finish() == "€" + text
+
+
+def test_any_tokens(tokenizer):
+    """Nothing raises, and without bytes the text is that of all tokens after that of the prompt."""
+    for seed in range(200):
+        chance = random.Random(seed)
+        first = 260 if seed % 2 else 0
+        tokens = chance.choices(range(first, len(VOCABULARY)), k=24)
+        pieces = Pieces(tokenizer, PROMPT)
+        written = "".join(map(pieces.add, tokens)) + pieces.finish()
+        before, whole = (tokenizer.decode(part, skip_special_tokens=True) for part in (PROMPT, PROMPT + tokens))
+        assert not first or written == whole[len(before) :]
+
+
+def test_page_and_chat(folder, tokenizer, monkeypatch, capsys):
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    for answer, text in ANSWERS.values():
+        with monkeypatch.context() as patch:
+            write(patch, answer)
+            *_, last = Writer(model, tokenizer).write("the cat", Settings(len(answer), temperature=0), Event())
+            assert last.text == text
+            options = {"max_new_tokens": len(answer), "do_sample": False, "eos_token_id": None}
+            assert Conversation(model, tokenizer, None, options).answer("the cat") == text
+            assert capsys.readouterr().out == f"{text}\n"
+
+
+def test_generate(folder, monkeypatch):
+    answer = [token for answer, _ in ANSWERS.values() for token in answer]
+    write(monkeypatch, answer)
+    done = run(
+        "generate.py", "--model_name_or_path", folder, "--prompt", "the cat", "--do_sample", "false",
+        "--eos_token_id", "null", "--max_new_tokens", len(answer),
+    )  # fmt: skip
+    assert done.stdout.startswith(f"the cat{''.join(text for _, text in ANSWERS.values())}\n")
+
+
+@pytest.fixture(scope="module")
+def service(folder):
+    for package in ("fastapi", "uvicorn", "prometheus_client"):
+        pytest.importorskip(package)
+    from helpers.api_server import serving
+
+    with serving(folder) as service:
+        yield service
+
+
+def asked(service, answer: list[int], stream: bool, monkeypatch, **fields) -> tuple[str, str]:
+    """The text of the API if the model writes these tokens, and why it has ended."""
+    openai = pytest.importorskip("openai")
+    monkeypatch.setattr(Request, "choose", lambda request, logits, likeliest: answer[len(request.tokens)])
+    with openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0) as client:
+        done = client.completions.create(
+            model=service.name, prompt="the cat", max_tokens=len(answer), stream=stream, **fields
+        )
+        choices = [chunk.choices[0] for chunk in done] if stream else done.choices
+        return "".join(choice.text for choice in choices), choices[-1].finish_reason
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_api(service, stream, monkeypatch):
+    for answer, text in ANSWERS.values():
+        assert asked(service, answer, stream, monkeypatch) == (text, "length")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "stop, text",
+    [
+        ("<|stop▁here|>", " cat"),  # whose text some decoders write with a space
+        (["never", "<|stop▁here|>"], " cat"),
+        ("</s>", " cats the"),
+        ("here|>s", " cat"),  # from a special token to the one after it
+        ("t<|stop", " ca"),
+        ("cats", " "),  # what a special token parts
+        (" the", " cats"),
+        ("\ufffd", " cats the"),
+    ],
+)
+def test_stops(service, stop, text, stream, monkeypatch):
+    monkeypatch.setattr(service.engine.scheduler.model.generation_config, "eos_token_id", None)
+    answer = ids("▁cat", *["<|stop▁here|>"], "s", "▁the", "</s>", "<0x82>", "s")
+    if stop == "\ufffd":
+        answer = ids("▁cat", "s", "▁the", "<0x82>")
+    if stop in ("cats", "</s>", " the"):
+        answer = [token for token in answer if stop == "cats" or token not in STOP]
+    assert asked(service, answer, stream, monkeypatch, stop=stop) == (text, "stop")
