@@ -27,6 +27,7 @@ from modeling_tnn.presets import configuration_folder, preset_folders
 from tnn_scripts.common import sequence_pairs
 from tnn_scripts.common.commands import COMMANDS
 from tnn_scripts.common.parser import ProgramParser, default_of
+from tnn_scripts.common.preset_training import read_presets
 from tnn_scripts.common.tables import markdown_table
 
 PAGES = Path(__file__).parent / "pages" / "reference"
@@ -134,14 +135,24 @@ def _options(parser: ProgramParser) -> str:
 
 def presets_page() -> str:
     """The presets with their sizes, the recipes with their first line."""
-    rows = []
+    rows, trained = [], read_presets()
     for name, folder in preset_folders().items():
         config = AutoConfig.from_pretrained(folder)
         longest = getattr(config, "max_position_embeddings", "any")  # a Bloom has none
         size = [config.num_hidden_layers, config.hidden_size, longest]
-        operator = getattr(config, "tno_type", "")
-        rows.append([f"`{name}`", operator, *map(str, size), f"{_parameters(config):,}"])
-    columns = ["preset", "`tno_type`", "layers", "width", "length", "parameters"]
+        operator, training = getattr(config, "tno_type", ""), trained[name]
+        rate = "" if training.learning_rate is None else f"{training.learning_rate:g}"
+        rows.append(
+            [
+                f"`{name}`",
+                operator,
+                *map(str, size),
+                f"{_parameters(config):,}",
+                rate,
+                "yes" if training.figures else "",
+            ]
+        )
+    columns = ["preset", "`tno_type`", "layers", "width", "length", "parameters", "rate", "measured"]
     recipes = configuration_folder() / "recipes"
     files = sorted(recipes.rglob("*.yaml"))
     named = [[f"`{file.relative_to(recipes).with_suffix('')}`", _about(file)] for file in files]
@@ -152,7 +163,8 @@ def presets_page() -> str:
             "line. [configuration/](../../../configuration/README.md) says where their values come from; where "
             "they differ from the papers is "
             "[listed](../concepts/differences.md#differences-of-the-recipes-from-the-papers). Parameters are those "
-            "that are trained, with the head that the preset names.\n",
+            "that are trained, with the head that the preset names. The rate is that of `tnn pretrain` without "
+            "`--learning_rate`: one that was measured here, or that of a paper.\n",
             markdown_table(columns, rows, texts=2) + "\n",
             "A recipe is a file of options by name: `tnn pretrain --recipe wikitext2`. Options of the command line go "
             "before those of the recipe.\n",

@@ -49,6 +49,7 @@ from tnn_scripts.common.checkpoints import (
     settle,
     verify_checksums,
 )
+from tnn_scripts.common.chosen_schedule import choose_schedule
 from tnn_scripts.common.commands import next_steps
 from tnn_scripts.common.devices import MemoryExceededError, suggest_smaller
 from tnn_scripts.common.dry_run import describe_run, measure_step
@@ -246,6 +247,8 @@ def build(args: PretrainArguments, accelerator: Accelerator) -> Pretraining:
     """The run with all its parts, in the state of the checkpoint if there is one."""
     check_before_start(args)
     config = build_config(args)
+    if (line := choose_schedule(args, config)) is not None:
+        logger.info("%s", line)
     tokenizer, train, validation = build_data(args, accelerator, config)
     set_seed(args.seed)
     model = build_model(args, config)

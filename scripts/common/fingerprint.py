@@ -6,7 +6,7 @@ import math
 
 from transformers import PreTrainedConfig
 
-from tnn_scripts.common.pretrain_arguments import PretrainArguments
+from tnn_scripts.common.pretrain_arguments import DEFAULT_SCHEDULE, PretrainArguments
 
 # Arguments in which a resumed run may differ. Of the first three only the product counts; the last line says where and
 # how the same steps are computed, which changes the weights by rounding alone.
@@ -52,7 +52,7 @@ def differences(saved: dict, present: dict, config: PreTrainedConfig) -> list[st
         blocks = math.prod(saved.get(name, 1) for name in PASSES)
         saved = {"optim": "adamw_torch"} | saved | {"blocks_per_step": blocks, "sharded": False}
     # Options and fields that came after the checkpoint had the value that is now their default.
-    options, model = dataclasses.asdict(PretrainArguments()), type(config)().to_dict()
+    options, model = dataclasses.asdict(PretrainArguments(**DEFAULT_SCHEDULE)), type(config)().to_dict()
     defaults = json.loads(json.dumps(options | {f"config.{name}": value for name, value in model.items()}))
     saved = defaults | saved
     return [f"{k} must be {saved.get(k)}, got {v}" for k, v in present.items() if saved.get(k) != v]

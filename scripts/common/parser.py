@@ -56,11 +56,14 @@ SECTIONS = {
         "per_device_eval_batch_size": "Rows on a device in a forward pass of the evaluation.",
         "mixed_precision": "Precision: no, bf16 or fp16; that of accelerate unless given, or no.",
         "gradient_accumulation_steps": "Forward passes in an optimizer step.",
-        "learning_rate": "Peak of the learning rate.",
-        "lr_scheduler_type": "Schedule of the learning rate, by the name in transformers: linear, cosine, ...",
+        "learning_rate": "Peak of the learning rate. pretrain.py takes that of the preset, with its schedule, unless "
+        "given.",
+        "lr_scheduler_type": "Schedule of the learning rate, by the name in transformers: linear, cosine, ... "
+        "pretrain.py has cosine with a rate that is given.",
         "lr_scheduler_kwargs": "Further arguments of the schedule, as JSON; warmup_stable_decay needs "
         '{"num_decay_steps": N}.',
-        "warmup_steps": "Steps of linear warm-up; below 1, a fraction of all steps.",
+        "warmup_steps": "Steps of linear warm-up; below 1, a fraction of all steps. pretrain.py has 0.1 with a rate "
+        "that is given.",
         "weight_decay": "Weight decay of matrices; biases and norms have none.",
         "operator_learning_rate": "Learning rate of the Toeplitz operators, which then have no weight decay unless "
         "--operator_weight_decay is given.",

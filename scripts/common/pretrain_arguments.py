@@ -28,6 +28,8 @@ AT_LEAST_ONE = (
     "shuffle_buffer_size",
     "num_shards",
 )
+# The schedule of a learning rate that was given.
+DEFAULT_SCHEDULE = {"lr_scheduler_type": "cosine", "warmup_steps": 0.1}
 AT_LEAST_ZERO = ("weight_decay", "warmup_steps", "max_grad_norm", "seed", "dataloader_num_workers")
 
 
@@ -74,10 +76,10 @@ class PretrainArguments(GroupArguments):
     per_device_train_batch_size: int = 8
     per_device_eval_batch_size: int = 8
     gradient_accumulation_steps: int = 1
-    learning_rate: float = 5e-4
-    lr_scheduler_type: str = "cosine"
+    learning_rate: float | None = None
+    lr_scheduler_type: str | None = None
     lr_scheduler_kwargs: str | None = None
-    warmup_steps: float = 0.1
+    warmup_steps: float | None = None
     weight_decay: float = 0.1
     optim: str = "adamw_torch_fused"
     optim_args: str | None = None
@@ -123,7 +125,7 @@ class PretrainArguments(GroupArguments):
         self._require_one_of("report_to", TRACKERS)
         self._require_one_of("optim", OPTIMIZERS)
         self._require("optim_args", self.optim_args is None or self.optim != MUON, f"absent with --optim {MUON}")
-        self._require_one_of("lr_scheduler_type", SCHEDULES)
+        self._require_one_of("lr_scheduler_type", (None, *SCHEDULES))
         self._require_one_of("mixed_precision", (None, "no", "bf16", "fp16"))
         radius = self.max_pole_radius
         self._require("max_pole_radius", radius is None or 0 < radius < 1, "in (0, 1)")
@@ -131,10 +133,10 @@ class PretrainArguments(GroupArguments):
             self._require(name, getattr(self, name) is None or getattr(self, name) >= 1, "at least 1")
         for name in AT_LEAST_ZERO:
             self._require(name, getattr(self, name) is None or getattr(self, name) >= 0, "at least 0")
-        self._require("learning_rate", self.learning_rate > 0, "above 0")
-        # An error now, not after the data are read. Some schedules compare their end with the learning rate.
-        build_scheduler(self, torch.optim.SGD([torch.zeros(1)], lr=self.learning_rate))
-        self._check_decay()
+        self._require("learning_rate", self.learning_rate is None or self.learning_rate > 0, "above 0")
+        if self.lr_scheduler_kwargs is not None:  # they belong to a schedule
+            self.lr_scheduler_type = self.lr_scheduler_type or DEFAULT_SCHEDULE["lr_scheduler_type"]
+        self.check_schedule()
         self._require("mlm_probability", 0 < self.mlm_probability < 1, "in (0, 1)")
         self._check_sources()
         if self.report_to != "none" and find_spec(self.report_to) is None:
@@ -160,10 +162,20 @@ class PretrainArguments(GroupArguments):
 
     @property
     def num_warmup_steps(self) -> int:
-        return round(self.warmup_steps * (self.max_steps if self.warmup_steps < 1 else 1))
+        warmup = DEFAULT_SCHEDULE["warmup_steps"] if self.warmup_steps is None else self.warmup_steps
+        return round(warmup * (self.max_steps if warmup < 1 else 1))
 
-    def _check_decay(self):
-        """Refuse fewer steps than warm-up and decay need: the rate would jump down when the warm-up ends."""
+    def check_schedule(self):
+        """Refuse a schedule that cannot be built, and fewer steps than warm-up and decay need.
+
+        With fewer, the rate would jump down when the warm-up ends.
+
+        Raises:
+            ValueError: see above.
+        """
+        if self.lr_scheduler_type is not None:
+            # Some schedules compare their end with the learning rate.
+            build_scheduler(self, torch.optim.SGD([torch.zeros(1)], lr=self.learning_rate or 1.0))
         further = json.loads(self.lr_scheduler_kwargs or "{}")
         decay = 0 if "num_stable_steps" in further else further.get("num_decay_steps", 0)
         needed = self.num_warmup_steps + decay

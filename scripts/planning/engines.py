@@ -135,7 +135,7 @@ def build_model(config: TnnConfig, gradient_checkpointing: bool) -> PreTrainedMo
 
 def optimizer_of(model: PreTrainedModel, name: str) -> torch.optim.Optimizer:
     """The optimizer of `pretrain.py`; fused optimizers take groups of divided parameters, or of others."""
-    optimizer = build_optimizer(model, PretrainArguments(optim=name), decayed_parameters(model))
+    optimizer = build_optimizer(model, PretrainArguments(optim=name, learning_rate=1e-3), decayed_parameters(model))
     groups = list(optimizer.param_groups)
     optimizer.param_groups.clear()
     for group in groups:

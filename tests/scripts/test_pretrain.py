@@ -147,7 +147,7 @@ def test_weight_decay_is_for_matrices(tmp_path):
     config = write_config(tmp_path / "config", norm_type="rmsnorm", tno_type="rtf")
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config))
     decayed, plain = build_optimizer(
-        model, PretrainArguments(weight_decay=0.3), decayed_parameters(model)
+        model, PretrainArguments(weight_decay=0.3, learning_rate=0.01), decayed_parameters(model)
     ).param_groups
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.3, 0.0)
     assert {parameter.ndim for parameter in decayed["params"]} == {2}
@@ -280,6 +280,19 @@ def test_another_run_is_not_resumed_or_overwritten(options, tmp_path):
         run_script("pretrain", *options, "--resume_from_checkpoint", "latest", "--seed", 1,
                    "--config_overrides", "rpe_dim=8")  # fmt: skip
     assert sorted(path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")) == before
+
+
+def test_a_resumed_run_keeps_the_rate_of_its_checkpoint(options, tmp_path, caplog):
+    """Whether it was given, or another default when the run began. A run says which rate it takes."""
+    place = options.index("--learning_rate")
+    plain = options[:place] + options[place + 2 :]
+    run_script("pretrain", *options, "--checkpointing_steps", 4, "--save_total_limit", 2)
+    caplog.clear()
+    run_script("pretrain", *plain, "--max_steps", 12, "--resume_from_checkpoint", "latest")
+    assert f"learning rate 0.01, that of {tmp_path / 'out' / 'checkpoint-8'}; --learning_rate" in caplog.text
+    assert json.loads((tmp_path / "out" / "training_args.json").read_text())["learning_rate"] == 0.01
+    run_script("pretrain", *plain, "--output_dir", tmp_path / "new", "--max_steps", 1)
+    assert "learning rate 0.032, by the rule for a width of 32" in caplog.text
 
 
 def test_a_checkpoint_from_before_an_option_or_a_field():

@@ -10,6 +10,7 @@ from transformers import GPT2Config, TrainingArguments
 from helpers.scripts import ROOT, pretrain_options, run_script, write_config, write_text
 from modeling_tnn.configuration_tnn import LENGTH_FIELDS
 from tnn_scripts.common.arguments import parse_arguments
+from tnn_scripts.common.chosen_schedule import choose_schedule
 from tnn_scripts.common.pretrain_arguments import PretrainArguments
 from tnn_scripts.data.text import load_corpus, train_tokenizer
 from tnn_scripts.finetune_glue import GlueArguments
@@ -161,3 +162,27 @@ def test_dry_run(objective, tmp_path, caplog):
     assert "7 steps of 768 tokens: 5,376 tokens" in caplog.text  # 8 blocks of 32, three times
     assert re.search(r"about \d+ seconds on 1 x cpu: .* tokens/s\nabout \d+\.\d GiB of memory", caplog.text)
     assert not output.exists()
+
+
+@pytest.mark.parametrize(
+    "given, rate, schedule, source",
+    [
+        ({}, 8e-3, ("cosine", 0.1), "measured for tnn-tiny"),
+        ({"config_name": "tnn-small", "max_steps": 240}, 4e-3, ("warmup_stable_decay", 20), "measured for tnn-small"),
+        ({"config_name": "tnn-small", "lr_scheduler_type": "linear"}, 4e-3, ("linear", 83), "measured for tnn-small"),
+        ({"config_name": "gpt2-tiny"}, 4e-3, ("cosine", 0.1), "measured for peers/gpt2-tiny"),
+        ({"config_name": "tnn-causal", "max_steps": 500}, 5e-4, ("inverse_sqrt", 40), "after a paper; not measured"),
+        ({"config_name": "tnn-causal-rtf"}, 2e-3, ("cosine", 0.1), "by the rule for a width of 512, not measured"),
+        ({"config_overrides": "hidden_size=256"}, 4e-3, ("cosine", 0.1), "by the rule for a width of 256"),
+        ({"objective": "mlm", "config_overrides": "causal=false"}, 8e-3, ("cosine", 0.1), "by the rule for a width"),
+        ({"learning_rate": 0.02, "config_name": "tnn-small"}, 0.02, ("cosine", 0.1), None),
+    ],
+)  # fmt: skip
+def test_the_rate_of_a_run_that_names_none(given, rate, schedule, source):
+    """The preset's, with its schedule as long as the run; what was given stays."""
+    args = PretrainArguments(**given)
+    line = choose_schedule(args, build_config(args))
+    assert args.learning_rate == rate and (args.lr_scheduler_type, args.warmup_steps) == schedule
+    assert line is None if source is None else line.startswith(f"learning rate {rate:g}, ") and source in line
+    if schedule[0] == "warmup_stable_decay":
+        assert json.loads(args.lr_scheduler_kwargs) == {"num_decay_steps": 40}
