@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from tnn_scripts.common.pieces import PieceQueue
+from tnn_scripts.common.sampling import TEMPERATURE, TOP_P
 
 # A text is cut to so many characters for each token that may be read, before the tokenizer sees it.
 CHARACTERS_PER_TOKEN = 32
@@ -37,8 +38,8 @@ class Settings:
     """How a text goes on."""
 
     max_new_tokens: int = 100
-    temperature: float = 1.0
-    top_p: float = 0.95
+    temperature: float = TEMPERATURE
+    top_p: float = TOP_P
     seed: int = 0
 
     def __post_init__(self):

@@ -27,6 +27,7 @@ class ApiError(Exception):
 def content(status: int, message: str, code: str | None = None, parameter: str | None = None) -> dict:
     """The body of an error."""
     kind = KINDS.get(status, "invalid_request_error")
+    message = message.encode(errors="backslashreplace").decode()  # of a lone surrogate no response could be written
     return {"error": {"message": message, "type": kind, "param": parameter, "code": code}}
 
 

@@ -1,8 +1,12 @@
 """The bodies of requests, as OpenAI's clients send them. What is not supported is refused by its name."""
 
-from typing import Literal
+import json
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, Json, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Json, model_validator
+from pydantic_core import PydanticCustomError
+
+from tnn_scripts.common.sampling import sampling
 
 # The most stop strings of a text, and the characters of one.
 STOPS, STOP_LENGTH = 4, 200
@@ -10,33 +14,93 @@ STOPS, STOP_LENGTH = 4, 200
 # The most answers to a prompt, and prompts of a request.
 ANSWERS, PROMPTS = 128, 128
 
-StopString = Field(min_length=1, max_length=STOP_LENGTH)
+Temperature = Field(None, ge=0, le=2, allow_inf_nan=False)
+TopP = Field(None, gt=0, le=1, allow_inf_nan=False)
 
 
-class StreamOptions(BaseModel):
-    """What a stream has besides the text."""
+def nothing(*values):
+    """The type of a field that is not supported: it may have these values alone, which ask for nothing."""
+
+    def check(given):
+        if any(given == value and type(given) in (type(value), float) for value in values):
+            return given
+        allowed = " or ".join(map(json.dumps, values))
+        raise PydanticCustomError("literal_error", "must be left out or be {allowed}", {"allowed": allowed})
+
+    return Annotated[Any, AfterValidator(check)]
+
+
+class Given(BaseModel):
+    """A part of a body. A field that is null is one that was left out."""
 
     model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def leave_out_nulls(cls, given):
+        """The fields that have a value.
+
+        Raises:
+            ValueError: there is a lone surrogate, in a value or a name, which is no text and which no answer could
+                name.
+        """
+        if not isinstance(given, dict):
+            return given
+        try:
+            json.dumps(given, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise PydanticCustomError("no_text", "The body must be text in UTF-8, got a lone surrogate.") from error
+        except RecursionError as error:
+            raise PydanticCustomError("too_deep", "The body must have fewer levels.") from error
+        return {name: value for name, value in given.items() if value is not None}
+
+
+class StreamOptions(Given):
+    """What a stream has besides the text."""
+
     include_usage: bool = False
+    include_obfuscation: nothing(False) = False
+    continuous_usage_stats: nothing(False) = False
 
 
-class Body(BaseModel):
+class Body(Given):
     """What completions and chats have in common."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(strict=True)
     model: str
     n: int | None = Field(1, ge=1, le=ANSWERS)
-    temperature: float | None = Field(1.0, ge=0, le=2, allow_inf_nan=False)
-    top_p: float | None = Field(1.0, gt=0, le=1, allow_inf_nan=False)
+    temperature: float | None = Temperature
+    top_p: float | None = TopP
     seed: int | None = Field(None, ge=0, lt=2**63 - ANSWERS * PROMPTS)
     stop: str | list[str] | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    user: str | None = None  # for statistics of OpenAI; not used
-    # What has no effect is allowed if it asks for nothing.
-    frequency_penalty: Literal[0, 0.0] | None = None
-    presence_penalty: Literal[0, 0.0] | None = None
-    logit_bias: dict[str, float] | None = Field(None, max_length=0)
+    # For statistics and caches of OpenAI; not used.
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    metadata: dict | None = None
+    # What is not supported is allowed if it asks for nothing.
+    frequency_penalty: nothing(0) = None
+    presence_penalty: nothing(0) = None
+    logit_bias: nothing({}, []) = None
+    logprobs: nothing(False) = None
+    top_logprobs: nothing(0) = None
+    best_of: nothing(1) = None
+    echo: nothing(False) = None
+    suffix: nothing("") = None
+    store: nothing(False) = None
+    service_tier: nothing("auto", "default") = None
+    response_format: nothing({"type": "text"}) = None
+    # The same of vLLM and llama.cpp.
+    top_k: nothing(0, -1) = None
+    min_p: nothing(0) = None
+    typical_p: nothing(1) = None
+    repetition_penalty: nothing(1) = None
+    min_tokens: nothing(0) = None
+    ignore_eos: nothing(False) = None
+    skip_special_tokens: nothing(True) = None
 
     def stops(self) -> list[str]:
         """The stop strings.
@@ -44,7 +108,7 @@ class Body(BaseModel):
         Raises:
             ValueError: they are too many, too long or empty.
         """
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        stops = [self.stop] if self.stop and isinstance(self.stop, str) else self.stop or []
         if len(stops) > STOPS or not all(0 < len(stop) <= STOP_LENGTH for stop in stops):
             raise ValueError(
                 f"`stop` must be at most {STOPS} strings of 1 to {STOP_LENGTH} characters, got {stops!r:.200}"
@@ -53,10 +117,7 @@ class Body(BaseModel):
 
     def sampling(self) -> dict:
         """The options of `generate`. A `generation_config.json` has no part in them."""
-        if not (temperature := 1.0 if self.temperature is None else self.temperature):
-            return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-        top_p = 1.0 if self.top_p is None else self.top_p
-        return {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
+        return sampling(self.temperature, self.top_p)
 
 
 class CompletionBody(Body):
@@ -64,10 +125,6 @@ class CompletionBody(Body):
 
     prompt: str | list[str] | list[int] | list[list[int]]
     max_tokens: int | None = Field(16, ge=1)
-    best_of: Literal[1] | None = None
-    echo: Literal[False] | None = None
-    logprobs: None = None
-    suffix: None = None
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts, each a text or token ids.
@@ -86,27 +143,29 @@ class CompletionBody(Body):
         return 16 if self.max_tokens is None else self.max_tokens
 
 
-class LoadBody(BaseModel):
+class LoadBody(Given):
     """The body of `/load_model`."""
 
+    model_config = ConfigDict(extra="ignore")
     model: str
 
 
-class TextPart(BaseModel):
+class TextPart(Given):
     """A part of a message."""
 
-    model_config = ConfigDict(extra="forbid")
     type: Literal["text"]
     text: str
 
 
-class Message(BaseModel):
-    """A message of a chat."""
+class Message(Given):
+    """A message of a chat, which may be one that a client got."""
 
-    model_config = ConfigDict(extra="forbid")
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
     name: str | None = None
+    refusal: nothing("") = None
+    annotations: nothing([]) = None
+    tool_calls: nothing([]) = None
 
     def plain(self) -> dict[str, str]:
         """The message with its parts in one text."""
@@ -114,32 +173,36 @@ class Message(BaseModel):
         return {"role": self.role, "content": content}
 
 
-class ChatSettings(BaseModel):
+class ChatSettings(Given):
     """The fields of a `GenerationConfig` that `transformers chat` sends."""
 
-    model_config = ConfigDict(extra="forbid")
     do_sample: bool = True
-    temperature: float | None = None
-    top_p: float | None = None
-    max_new_tokens: int | None = None
+    temperature: float | None = Temperature
+    top_p: float | None = TopP
+    max_new_tokens: int | None = Field(None, ge=1)
     transformers_version: str | None = None  # not used
 
 
 class ChatBody(Body):
     """The body of `/v1/chat/completions`."""
 
-    model_config = ConfigDict(validate_assignment=True)
     messages: list[Message] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    logprobs: Literal[False] | None = None
-    tools: None = None
+    tools: nothing([]) = None
+    functions: nothing([]) = None
+    tool_choice: nothing("none", "auto") = None
+    function_call: nothing("none", "auto") = None
+    parallel_tool_calls: nothing(False, True) = None
+    modalities: nothing(["text"]) = None
+    verbosity: nothing("medium") = None
+    reasoning_effort: nothing("none") = None
     generation_config: Json[ChatSettings] | None = None
 
     @model_validator(mode="after")
     def use_generation_config(self):
         """Take the settings of `transformers chat`, which has no others."""
-        given, self.__dict__["generation_config"] = self.generation_config, None
+        given = self.generation_config
         if given is not None:
             self.temperature = given.temperature if given.do_sample else 0.0
             self.top_p, self.max_tokens = given.top_p, given.max_new_tokens

@@ -145,6 +145,85 @@ def test_an_end_of_the_text(client, service, loaded, monkeypatch):
     assert done.choices[0].finish_reason == "stop" and done.usage.completion_tokens <= 3
 
 
+# What clients send that asks for nothing: fields without a value, and those whose value is what happens anyway.
+NOTHING = {
+    "n": 1, "stream": False, "stop": [], "logit_bias": {}, "presence_penalty": 0, "frequency_penalty": 0.0,
+    "logprobs": False, "response_format": {"type": "text"}, "seed": None, "user": None, "stream_options": None,
+    "best_of": None, "echo": None, "suffix": None, "functions": None, "top_k": -1, "repetition_penalty": 1.0,
+    "service_tier": "auto", "store": False, "metadata": {"session": "1"}, "prompt_cache_key": "x",
+    "no such field": None,
+}  # fmt: skip
+NOTHING_OF_A_CHAT = {
+    "tools": [], "tool_choice": "none", "parallel_tool_calls": True, "modalities": ["text"], "top_logprobs": 0,
+    "functions": [], "max_completion_tokens": None, "audio": None,
+}  # fmt: skip
+
+
+def test_fields_that_ask_for_nothing(client, service, loaded):
+    """As the text without them; an answer is a message of the next request as it came."""
+    body = {"model": service.name, "prompt": PROMPT} | GREEDY | NOTHING | {"suffix": "", "stop": "", "best_of": 1}
+    answer = httpx.post(f"{service.url}/v1/completions", json=body).json()
+    assert answer["choices"][0]["text"] == written(loaded)
+    message = {"role": "user", "content": "The", "name": None}
+    chat = {"model": service.name, "messages": [message], "temperature": 0, "max_tokens": 3}
+    first = client.chat.completions.create(**chat, extra_body=NOTHING | NOTHING_OF_A_CHAT)
+    assert first == client.chat.completions.create(**chat).model_copy(
+        update={"id": first.id, "created": first.created}
+    )
+    chat["messages"] += [first.choices[0].message.model_dump(), message]
+    chat["messages"][1] |= {"tool_calls": [], "annotations": []}
+    assert client.chat.completions.create(**chat, extra_body={"stream_options": {"include_usage": None}}).choices
+
+
+@pytest.mark.parametrize(
+    "fields", [{"tools": [{}]}, {"logprobs": True}, {"response_format": {"type": "json_object"}}, {"store": True}]
+)
+def test_fields_that_ask_for_something(client, service, fields):
+    with pytest.raises(openai.BadRequestError, match=f"`{next(iter(fields))}`: must be left out or be "):
+        messages = [{"role": "user", "content": PROMPT}]
+        client.chat.completions.create(model=service.name, messages=messages, extra_body=fields)
+
+
+@pytest.mark.parametrize("route", ["completions", "chat/completions"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model": "\ud800"},
+        {"prompt": "a\udfff"},
+        {"prompt": ["a\udfff"]},
+        {"stop": ["\udc80"]},
+        {"user": "\ud800"},
+        {"\ud800": 1},
+        {"logit_bias": {"\ud800": 1}},
+        {"stream_options": {"\ud800": True}},
+        {"messages": [{"role": "\ud800", "content": "x"}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}]},
+        {"generation_config": '{"a": "\\ud800"}'},
+    ],
+    ids=str,
+)
+def test_lone_surrogates(service, route, fields):
+    """They are no text: status 400, in values and in names."""
+    body = {"model": service.name, "prompt": PROMPT, "messages": [{"role": "user", "content": PROMPT}]}
+    body.pop("messages" if route == "completions" else "prompt")
+    answer = httpx.post(f"{service.url}/v1/{route}", content=json.dumps(body | fields).encode())
+    assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error"
+    answer = httpx.post(f"{service.url}/load_model", content=json.dumps({"model": "\ud800"}))
+    assert answer.status_code == 400
+
+
+def test_bodies_that_are_no_json(service):
+    for content in (
+        b'{"model": "\xed\xa0\x80"}',
+        b"[" * 50_000,
+        b'{"metadata":' * 900 + b"1" + b"}" * 900,
+        b"[]",
+        b"1",
+    ):
+        answer = httpx.post(f"{service.url}/v1/completions", content=content[:4000])
+        assert answer.status_code == 400 and answer.json()["error"]["message"]
+
+
 REFUSED = [
     ({"model": "other"}, openai.NotFoundError, "model_not_found"),
     ({"prompt": "word " * 60}, openai.BadRequestError, "context_length_exceeded"),
