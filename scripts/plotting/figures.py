@@ -26,8 +26,9 @@ EXAMPLES = (0.05, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 1.0)
 
 def overview(kernels: list[Kernel], title: str) -> Figure:
     """A figure of all layers: the share of weight by distance, and the horizon."""
-    names = list(octave_shares(kernels[0]))
-    shares = np.array([list(octave_shares(kernel).values()) for kernel in kernels])  # (layers, octaves)
+    found = [octave_shares(kernel) for kernel in kernels]
+    names = list(max(found, key=len))  # kernels that end within the drawn lags have no shares beyond
+    shares = np.array([[row.get(name, 0.0) for name in names] for row in found])  # (layers, octaves)
     width = max(9, 2.5 + 0.62 * len(names) + 3.5)
     figure = Figure(figsize=(width, 1.9 + 0.42 * len(kernels)), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=[0.62 * len(names), 3.5], sharey=True)
@@ -185,7 +186,8 @@ def _linear_taps(axes: Axes, kernel: Kernel):
         horizon = kernel.horizons()[channel]
         axes.plot(lags, taps[channel], color=colour, linewidth=1.2, label=f"channel {channel}, horizon {horizon}")
     axes.axhline(0, color="0.6", linewidth=0.6)
-    axes.legend(fontsize=7)
+    # Below the axes: the curves of a causal kernel start high, and may be anywhere after a few lags.
+    axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2, frameon=False)
     axes.set(
         title=f"coefficients of lags up to {np.abs(lags).max()}, linear axes",
         xlabel="lag i\N{MINUS SIGN}j",

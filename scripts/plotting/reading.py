@@ -66,7 +66,9 @@ def known_of(whole: Kernel, drawn: Kernel) -> Whole:
     """The figures of a whole kernel for its pictures. For open channels, shares and response cover the drawn lags."""
     is_open = np.zeros(len(whole.taps), dtype=bool) if whole.open is None else whole.open
     frequency, magnitude = whole.response()
+    shares = np.where(is_open[:, None], 0, whole.shares()).mean(axis=0)  # (M,)
     return Whole(
+        beyond=(shares[whole.lags < drawn.lags[0]].sum(), shares[whole.lags > drawn.lags[-1]].sum()),
         weights=np.where(is_open, drawn.weights(), whole.weights()),
         horizons=whole.horizons(),
         response=(frequency, np.where(is_open[:, None], drawn.response()[1], magnitude)),

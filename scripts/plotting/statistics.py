@@ -26,11 +26,13 @@ class Whole:
         weights: the sum of |t_k| of each channel, `(D,)`.
         horizons: the horizon of each channel, `(D,)`.
         response: the result of `Kernel.response`.
+        beyond: the mean shares of the channels further ahead and further back than what is drawn.
     """
 
     weights: np.ndarray
     horizons: np.ndarray
     response: tuple[np.ndarray, np.ndarray]
+    beyond: tuple[float, float] = (0.0, 0.0)
 
 
 @dataclass
@@ -125,17 +127,22 @@ def range_name(first: int, last: int) -> str:
 def octave_shares(kernel: Kernel) -> dict[str, float]:
     """The mean share of the channels in each octave, from the furthest ahead to the furthest back.
 
-    A causal kernel looks only back, and its octaves have plain numbers as names.
+    A causal kernel looks only back, and its octaves have plain numbers as names. What a whole kernel has beyond the
+    drawn lags is in ranges of its own at the ends.
     """
     mean = kernel.shares().mean(axis=0)  # (M,)
-    ranges = octaves(int(np.abs(kernel.lags).max()))
-    shares = {}
+    longest = int(np.abs(kernel.lags).max())
+    ranges, rest = octaves(longest), f"\N{GREATER-THAN OR EQUAL TO} {longest + 1}"
+    ahead, back = (0.0, 0.0) if kernel.whole is None else kernel.whole.beyond
+    shares = {f"{rest} ahead": ahead} if ahead + back > 0 and not kernel.causal else {}
     if not kernel.causal:
         for first, last in reversed(ranges[1:]):
             shares[f"{range_name(first, last)} ahead"] = mean[(-kernel.lags >= first) & (-kernel.lags <= last)].sum()
     for first, last in ranges:
         name = range_name(first, last) + (" back" if first and not kernel.causal else "")
         shares[name] = mean[(kernel.lags >= first) & (kernel.lags <= last)].sum()
+    if ahead + back > 0:
+        shares[rest + ("" if kernel.causal else " back")] = back
     return {name: float(share) for name, share in shares.items()}
 
 

@@ -127,6 +127,27 @@ def test_extreme_kernels_can_be_drawn(taps):
     assert summary(kernel)["largest_pole"] is None
 
 
+@pytest.mark.parametrize(("causal", "columns"), [(True, ["≥ 16"]), (False, ["≥ 16 ahead", "≥ 16 back"])])
+def test_shares_beyond_what_is_drawn_have_columns(causal, columns):
+    """A decay of 0.99 leaves much behind 16 positions; each row of the heat map has the whole weight."""
+    operator = seeded(build_tno, tiny_config(causal=causal, decay=0.99))
+    ((kernel, _),) = read_layer(operator, 16, 0)
+    ended = Kernel("layer 1", np.eye(1, len(kernel.lags)), kernel.lags)
+    shares = octave_shares(kernel)
+    assert sum(shares.values()) == pytest.approx(1) and all(shares[name] > 0.1 for name in columns)
+    axes = kernel_figures.overview([ended, kernel], "title").axes[0]
+    assert [label.get_text() for label in axes.get_xticklabels()] == list(shares)
+    assert axes.texts[-1].get_text() == f"{100 * shares[columns[-1]]:.0f}"
+    assert columns[-1] not in octave_shares(ended)
+
+
+def test_the_legend_hides_no_curve():
+    figure = kernel_figures.layer(Kernel("layer 0", np.ones((4, 40)), np.arange(40)), 4)
+    figure.canvas.draw()
+    (axes,) = (axes for axes in figure.axes if "linear axes" in axes.get_title())
+    assert axes.get_legend().get_window_extent().y1 < axes.get_window_extent().y0
+
+
 def test_bidirectional_kernel_is_read_with_its_lags():
     operator = seeded(build_tno, tiny_config("rtf", causal=False)).double()
     operator.reset_parameters()
