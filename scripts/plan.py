@@ -1,8 +1,9 @@
 """Count memory and communication of a training step on several devices, without the devices.
 
 The step runs in this process as one of --processes, with the code of each engine, on tensors without memory. A row has
-GiB on a device when most is taken, by part, and what the device sends to others in a step. Not counted: what libraries
-take besides tensors (CUDA, NCCL, workspaces), and what the allocator cannot use of its pieces.
+GiB on a device when most is taken, by part, the same on all devices, and GiB that a device sends to others in a step.
+Not counted: what libraries take besides tensors (CUDA, NCCL, workspaces), and what the allocator cannot use of its
+pieces.
 
 ddp has a copy of the model on each device, fsdp2 shards of it, tp parts of each layer, and sp parts of each text; each
 device has --per_device_train_batch_size texts with ddp and fsdp2, and all together have them with the others.
@@ -31,7 +32,7 @@ from tnn_scripts.common.names import find_config
 from tnn_scripts.common.optimizers import OPTIMIZERS
 from tnn_scripts.common.parser import ProgramParser, check_counts
 from tnn_scripts.common.tables import markdown_table
-from tnn_scripts.planning.engines import ENGINES
+from tnn_scripts.planning.engines import ENGINES, build_model
 from tnn_scripts.planning.recorder import PARTS
 from tnn_scripts.planning.steps import Settings, count, measure_all
 
@@ -125,19 +126,35 @@ def table(rows: list[dict]) -> str:
     extra = [name for name in ("measured_peak", "fewest_devices") if any(name in row for row in rows)]
     lines = [
         [row["engine"], *(f"{row[name]:,}" for name in ("processes", "length", "tokens"))]
-        + [f"{row[part] / GIB:,.2f}" for part in (*PARTS, "peak")]
-        + [f"{row['sent_bytes'] / GIB:,.2f}"]
+        + [f"{row[part] / GIB:,.3f}" for part in (*PARTS, "peak")]
+        + [f"{number / GIB:,.3f}" for number in (row["processes"] * row["peak"], row["sent_bytes"])]
         + [shown(name, row.get(name)) for name in extra]
         for row in rows
     ]
-    heads = ["engine", "devices", "length", "tokens", *PARTS, "peak", "sent", *extra]
+    heads = ["engine", "devices", "length", "tokens", *PARTS, "peak", "all devices", "sent per step", *extra]
     return markdown_table([head.replace("_", " ") for head in heads], lines)
+
+
+def heading(args: argparse.Namespace) -> str:
+    """What the table counts, in which units, and with which settings."""
+    config = configuration(args.config_name, args.config_overrides, args.lengths[0])
+    with torch.device("meta"):
+        parameters = build_model(config, False).num_parameters()
+    precision = "bfloat16 autocast" if args.mixed_precision == "bf16" else "float32"
+    saving = "with" if args.gradient_checkpointing else "without"
+    return (
+        f"{args.config_name}: {parameters:,} parameters; --processes {args.processes}, --per_device_train_batch_size "
+        f"{args.per_device_train_batch_size}, {precision}, --optim {args.optim}, {saving} gradient checkpointing.\n"
+        "Memory in GiB per device at the peak of a training step: the parts add up to the peak. `all devices` is the "
+        "peak of\nall of them together, `sent` what a device sends to others in a step, in GiB; `tokens` are those of "
+        "a step on all devices.\n\n"
+    )
 
 
 def shown(name: str, value: int | None) -> str:
     if value is None:
         return "none"
-    return f"{value / GIB:,.2f}" if name == "measured_peak" else f"{value:,}"
+    return f"{value / GIB:,.3f}" if name == "measured_peak" else f"{value:,}"
 
 
 @report_errors
@@ -156,7 +173,7 @@ def main():
                 for row, one in zip(rows, measured, strict=False)]  # fmt: skip
     if not first:
         return
-    sys.stdout.write(table(rows) + "\n")
+    sys.stdout.write(heading(args) + table(rows) + "\n")
     if args.output_file is not None:
         settings = {name: value for name, value in vars(args).items() if name != "output_file"}
         write_json(args.output_file, {"settings": settings, "versions": {"torch": torch.__version__}, "rows": rows})

@@ -164,7 +164,12 @@ def test_program(tmp_path):
     assert (ddp["tokens"], sp["tokens"]) == (256, 64)
     assert ddp["peak"] == sum(ddp[part] for part in ("weights", "gradients", "optimizer", "activations", "working"))
     assert sp["peak"] < ddp["peak"] and ddp["fewest_devices"] == sp["fewest_devices"] == 1
-    assert "| ddp " in done.stdout
+    table = {line.split(" ", 2)[1]: line.split("|") for line in done.stdout.splitlines() if line.startswith("| ")}
+    every = [name.strip() for name in table["engine"]].index("all devices")
+    assert float(table["ddp"][every]) == pytest.approx(4 * ddp["peak"] / 2**30, abs=6e-4)
+    parameters = f"{TnnForCausalLM(plan.configuration('tnn-causal', fields, 64)).num_parameters():,} parameters"
+    for said in (parameters, "--processes 4", "float32", "GiB per device", "sent per step", "fewest devices"):
+        assert said in done.stdout
 
 
 def test_length_of_the_configuration():
