@@ -37,8 +37,9 @@ from scipy.stats import entropy
 from transformers import PreTrainedModel, TrainingArguments
 
 from modeling_tnn.tno import ToeplitzOperator
-from tnn_scripts.common.arguments import chosen_seeds, parse_arguments
+from tnn_scripts.common.arguments import chosen_seeds, parse_arguments, training_options
 from tnn_scripts.common.atomic import write_json
+from tnn_scripts.common.declared import changed
 from tnn_scripts.common.trainer import output_folder, refuse_resume
 from tnn_scripts.plotting.statistics import Kernel
 from tnn_scripts.run_ablation import AblationArguments, Text, build_trainer, load_text, train
@@ -333,7 +334,8 @@ def measure(
 
 @report_errors
 def main():
-    args, training = parse_arguments([StartArguments, TrainingArguments], __doc__)
+    args, options = parse_arguments([StartArguments, training_options()], __doc__)
+    training = TrainingArguments(**changed(options))
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     args.seeds, rows = chosen_seeds(args.seeds, training), []
     numbers = range(len(FAMILIES[args.family])) if args.starts is None else args.starts

@@ -50,8 +50,10 @@ from tnn_scripts.common.model_path import check_model_path
 from tnn_scripts.common.parser import ProgramParser, check_counts
 from tnn_scripts.common.scoring import by_context, interval, score_tokens
 from tnn_scripts.common.tables import markdown_table
-from tnn_scripts.data.text import check_file, check_vocabulary, enclosing_tokens, load_texts, tokenize
+from tnn_scripts.data.files import check_file
+from tnn_scripts.data.text import enclosing_tokens, load_texts, tokenize
 from tnn_scripts.data.token_bytes import bytes_until, with_line_break
+from tnn_scripts.data.vocabulary import check_vocabulary
 
 
 def parse_arguments() -> argparse.Namespace:

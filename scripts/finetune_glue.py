@@ -36,10 +36,11 @@ from transformers import (
 )
 
 import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
-from tnn_scripts.common.arguments import parse_arguments, parse_overrides
+from tnn_scripts.common.arguments import parse_arguments, parse_overrides, training_options
 from tnn_scripts.common.atomic import new_files, write_json, write_text
 from tnn_scripts.common.checkpoints import check_run
 from tnn_scripts.common.commands import next_steps
+from tnn_scripts.common.declared import changed
 from tnn_scripts.common.devices import suggest_smaller
 from tnn_scripts.common.dry_run import dry_run
 from tnn_scripts.common.model_path import check_model_path, check_path
@@ -51,7 +52,7 @@ from tnn_scripts.common.tables import ERRORS, format_metric, markdown_table
 from tnn_scripts.common.trainer import output_folder, train
 from tnn_scripts.data.glue import TASKS, TaskData, load_files, load_task, tokenize_task
 from tnn_scripts.data.glue_metrics import load_metric, main_metric
-from tnn_scripts.data.text import check_vocabulary
+from tnn_scripts.data.vocabulary import check_vocabulary
 
 logger = logging.getLogger("finetune_glue")
 
@@ -403,7 +404,8 @@ def run_all(args: GlueArguments, training: TrainingArguments) -> list[dict]:
 
 @report_errors
 def main():
-    args, training = parse_arguments([GlueArguments, TrainingArguments], __doc__)
+    args, options = parse_arguments([GlueArguments, training_options()], __doc__)
+    training = TrainingArguments(**changed(options))
     logging.basicConfig(format="%(message)s")
     for name in ("finetune_glue", "push_to_hub"):
         logging.getLogger(name).setLevel(logging.INFO if training.process_index == 0 else logging.ERROR)

@@ -60,8 +60,10 @@ from tnn_scripts.common.sharding import allow_on_cpu, check_engine, held_paramet
 from tnn_scripts.common.signals import StopRequested
 from tnn_scripts.common.streaming_corpus import build_text_streams, open_corpus
 from tnn_scripts.data.blocks import BlockStream
+from tnn_scripts.data.files import check_file
 from tnn_scripts.data.streaming import TextStream
-from tnn_scripts.data.text import check_file, check_vocabulary, load_corpus, pack, train_tokenizer
+from tnn_scripts.data.text import load_corpus, pack, train_tokenizer
+from tnn_scripts.data.vocabulary import check_vocabulary
 
 logger = logging.getLogger("pretrain")
 RESUME = " Continue with --resume_from_checkpoint latest."

@@ -34,9 +34,10 @@ from transformers import (
 )
 
 from modeling_tnn import PoleCallback, TnnConfig
-from tnn_scripts.common.arguments import chosen_seeds, load_config, parse_arguments, parse_overrides
+from tnn_scripts.common.arguments import chosen_seeds, load_config, parse_arguments, parse_overrides, training_options
 from tnn_scripts.common.atomic import saving_errors, write_json
 from tnn_scripts.common.belonging import rows_of_a_step
+from tnn_scripts.common.declared import changed
 from tnn_scripts.common.dry_run import dry_run
 from tnn_scripts.common.lm_loss import token_losses
 from tnn_scripts.common.optimizers import GroupArguments, GroupingTrainer
@@ -257,7 +258,8 @@ def run(args: AblationArguments, training: TrainingArguments):
 
 @report_errors
 def main():
-    args, training = parse_arguments([AblationArguments, TrainingArguments], __doc__)
+    args, options = parse_arguments([AblationArguments, training_options()], __doc__)
+    training = TrainingArguments(**changed(options))
     logging.basicConfig(level=logging.INFO if training.process_index == 0 else logging.ERROR, format="%(message)s")
     refuse_resume(training)
     with output_folder(training, args.dry_run):

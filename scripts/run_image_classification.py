@@ -26,8 +26,9 @@ from transformers import (
 )
 
 from modeling_tnn import PoleCallback
-from tnn_scripts.common.arguments import load_config, parse_arguments, parse_overrides
+from tnn_scripts.common.arguments import load_config, parse_arguments, parse_overrides, training_options
 from tnn_scripts.common.classification import accuracy, describe, report, save, score
+from tnn_scripts.common.declared import changed
 from tnn_scripts.common.dry_run import dry_run
 from tnn_scripts.common.mixing_trainer import MixingTrainer
 from tnn_scripts.common.model_path import check_path
@@ -180,7 +181,8 @@ def run(args: ImageArguments, training: TrainingArguments):
 
 @report_errors
 def main():
-    args, training = parse_arguments([ImageArguments, TrainingArguments], __doc__)
+    args, options = parse_arguments([ImageArguments, training_options()], __doc__)
+    training = TrainingArguments(**changed(options))
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     with exit_with_message(training, args.overwrite_output_dir, args.dry_run):
         run(args, training)

@@ -28,8 +28,9 @@ from transformers import (
 )
 
 from modeling_tnn import PoleCallback, TnnConfig
-from tnn_scripts.common.arguments import load_config, parse_arguments, parse_overrides
+from tnn_scripts.common.arguments import load_config, parse_arguments, parse_overrides, training_options
 from tnn_scripts.common.classification import accuracy, describe, report, save, score
+from tnn_scripts.common.declared import changed
 from tnn_scripts.common.dry_run import dry_run
 from tnn_scripts.common.model_path import check_path
 from tnn_scripts.common.optimizers import GroupArguments, GroupingTrainer
@@ -165,7 +166,8 @@ def run(args: LraArguments, training: TrainingArguments):
 
 @report_errors
 def main():
-    args, training = parse_arguments([LraArguments, TrainingArguments], __doc__)
+    args, options = parse_arguments([LraArguments, training_options()], __doc__)
+    training = TrainingArguments(**changed(options))
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     with exit_with_message(training, args.overwrite_output_dir, args.dry_run):
         run(args, training)

@@ -28,9 +28,10 @@ from transformers import TrainingArguments, set_seed
 
 from modeling_tnn import PoleCallback, TnnConfig, TnnForCausalLM
 from modeling_tnn.tno_auto import build_tno
-from tnn_scripts.common.arguments import chosen_seeds, parse_arguments, parse_overrides
+from tnn_scripts.common.arguments import chosen_seeds, parse_arguments, parse_overrides, training_options
 from tnn_scripts.common.atomic import saving_errors, write_json
 from tnn_scripts.common.belonging import rows_of_a_step
+from tnn_scripts.common.declared import changed
 from tnn_scripts.common.dry_run import dry_run
 from tnn_scripts.common.optimizers import GroupArguments, GroupingTrainer
 from tnn_scripts.common.tables import markdown_table
@@ -305,7 +306,8 @@ def run(args: SyntheticArguments, training: TrainingArguments):
 
 @report_errors
 def main():
-    args, training = parse_arguments([SyntheticArguments, TrainingArguments], __doc__)
+    args, options = parse_arguments([SyntheticArguments, training_options()], __doc__)
+    training = TrainingArguments(**changed(options))
     refuse_resume(training)
     with output_folder(training, args.dry_run):
         run(args, training)

@@ -27,7 +27,8 @@ from tnn_scripts.common.atomic import check_overwriting, claim, new_files, write
 from tnn_scripts.common.gradient_fit import FITS, convert_by_gradient
 from tnn_scripts.common.model_path import check_model_path
 from tnn_scripts.common.parser import ProgramParser
-from tnn_scripts.data.text import check_vocabulary, load_corpus, pack
+from tnn_scripts.data.text import load_corpus, pack
+from tnn_scripts.data.vocabulary import check_vocabulary
 
 GRADIENT_COLUMNS = (
     "order", "taps", "l2_layer", "l2_worst", "mse", "largest_pole", "direct_l2_layer", "direct_l2_worst", "direct_mse",

@@ -7,14 +7,17 @@ Options on the command line override those of the recipe. Of `--config_overrides
 import json
 import re
 import sys
+from typing import TYPE_CHECKING
 
 import yaml
-from transformers import AutoConfig, PreTrainedConfig, TrainingArguments
 
-import modeling_tnn
+from tnn_scripts.common.declared import dataclass_like
 from tnn_scripts.common.names import find_config, find_recipe
 from tnn_scripts.common.nearest import nearest
 from tnn_scripts.common.parser import RENAMED, ProgramParser
+
+if TYPE_CHECKING:  # a command line is read before these are imported
+    from transformers import PreTrainedConfig, TrainingArguments
 
 # A comma outside of brackets, which hold lists and mappings.
 BETWEEN_OVERRIDES = r",(?![^\[{]*[\]}])"
@@ -22,13 +25,15 @@ BETWEEN_OVERRIDES = r",(?![^\[{]*[\]}])"
 REPLACED_BY = {"seed": "--seeds", "seeds": "--seed"}
 
 
-def parse_overrides(text: str | None, known: PreTrainedConfig | None = None) -> dict:
+def parse_overrides(text: str | None, known: "PreTrainedConfig | None" = None) -> dict:
     """The overrides `name=value,name=value` as a dictionary. Values are read as YAML: `[a, b]` is a list.
 
     Raises:
         ValueError: a value cannot be read, or a name is not a field of `known` (by default a `TnnConfig`).
     """
-    known = known or modeling_tnn.TnnConfig()
+    from modeling_tnn import TnnConfig
+
+    known = known or TnnConfig()
     parts = re.split(BETWEEN_OVERRIDES, text or "")
     pairs = [pair.partition("=") for pair in parts if pair.strip()]
     try:
@@ -41,8 +46,12 @@ def parse_overrides(text: str | None, known: PreTrainedConfig | None = None) -> 
     return fields
 
 
-def load_config(name: str, *overrides: dict) -> PreTrainedConfig:
+def load_config(name: str, *overrides: dict) -> "PreTrainedConfig":
     """The configuration of a preset, folder or Hub id with overrides. Derived fields follow from the new values."""
+    from transformers import AutoConfig, PreTrainedConfig
+
+    import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
+
     # Read the file: a built configuration has derived fields from the old values.
     fields, _ = PreTrainedConfig.get_config_dict(find_config(name))
     for changed in overrides:
@@ -62,9 +71,8 @@ def parse_arguments(dataclasses: list[type], description: str) -> tuple:
     try:
         recipes = [option for file in _values_of("--recipe", given) for option in recipe_options(file, parser, given)]
         options = recipes + given
-        *filled, _, unknown = parser.parse_args_into_dataclasses(
-            options + joined_overrides(options), return_remaining_strings=True, look_for_args_file=False
-        )
+        found, unknown = parser.parse_known_args(options + joined_overrides(options))
+        filled = parser.fill(found)
     except ValueError as error:
         parser.error(str(error))
     parser.refuse(unknown)
@@ -101,7 +109,7 @@ def recipe_options(file: str, parser: ProgramParser, given: list[str]) -> list[s
     return options
 
 
-def chosen_seeds(seeds: list[int] | None, training: TrainingArguments) -> list[int]:
+def chosen_seeds(seeds: list[int] | None, training: "TrainingArguments") -> list[int]:
     """The seeds of `--seeds`, or the one of `--seed`, which has Trainer's default.
 
     Raises:
@@ -109,10 +117,15 @@ def chosen_seeds(seeds: list[int] | None, training: TrainingArguments) -> list[i
     """
     if seeds is None:
         return [training.seed]
-    if training.seed not in (TrainingArguments.seed, *seeds):
+    if training.seed not in (type(training).seed, *seeds):
         listed = " ".join(map(str, seeds))
         raise ValueError(f"--seed must not be given together with --seeds {listed}, got {training.seed}")
     return seeds
+
+
+def training_options() -> type:
+    """A dataclass like transformers' `TrainingArguments`, whose fields are options of a program."""
+    return dataclass_like("transformers.training_args", "TrainingArguments")
 
 
 def _values_of(option: str, given: list[str]) -> list[str]:

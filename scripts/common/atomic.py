@@ -11,12 +11,15 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tnn_scripts.common.errors import UserError
 
-from accelerate import Accelerator
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 LOCK = ".lock"
 PARTIAL, OLD = ".partial", ".old"
@@ -65,7 +68,7 @@ def claim(folder: Path, main: bool = True) -> Iterator[Path]:
 
 
 @contextmanager
-def new_folder(target: Path, accelerator: Accelerator | None = None) -> Iterator[Path]:
+def new_folder(target: Path, accelerator: "Accelerator | None" = None) -> Iterator[Path]:
     """A hidden folder to write to. When the block ends, it replaces the folder `target`.
 
     With an accelerator, all its processes write and the main one renames.
@@ -81,7 +84,7 @@ def new_folder(target: Path, accelerator: Accelerator | None = None) -> Iterator
 
 
 @contextmanager
-def new_files(target: Path, accelerator: Accelerator | None = None) -> Iterator[Path]:
+def new_files(target: Path, accelerator: "Accelerator | None" = None) -> Iterator[Path]:
     """A hidden folder to write a model to. When the block ends, its files move to the folder `target`.
 
     With an accelerator, all its processes write and the main one moves.
@@ -199,7 +202,7 @@ def saving_errors(target: Path, unfinished: Path | None = None) -> Iterator[None
 
 
 @contextmanager
-def _written(hidden: Path, target: Path, accelerator: Accelerator | None) -> Iterator[Path]:
+def _written(hidden: Path, target: Path, accelerator: "Accelerator | None") -> Iterator[Path]:
     # Where one process fails, another may still be writing to the folder.
     with saving_errors(target, hidden if _is_main(accelerator) else None):
         if _is_main(accelerator):
@@ -210,11 +213,11 @@ def _written(hidden: Path, target: Path, accelerator: Accelerator | None) -> Ite
         _wait(accelerator)
 
 
-def _is_main(accelerator: Accelerator | None) -> bool:
+def _is_main(accelerator: "Accelerator | None") -> bool:
     return accelerator is None or accelerator.is_main_process
 
 
-def _wait(accelerator: Accelerator | None):
+def _wait(accelerator: "Accelerator | None"):
     if accelerator is not None:
         accelerator.wait_for_everyone()
 

@@ -7,15 +7,15 @@ from contextlib import contextmanager
 from tnn_scripts.common.errors import UserError
 
 import torch
-from accelerate.utils.memory import should_reduce_batch_size
 
 
-def check_device(name: str) -> str:
-    """The name of a device, for a command line.
+def check_device(name: str | None) -> str:
+    """The name of a device, for a command line: the accelerator if there is one, else the CPU, unless given.
 
     Raises:
         ValueError: the name is not that of a device, or this machine does not have it.
     """
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.empty(0, device=name)
     except (AssertionError, RuntimeError) as error:
@@ -46,6 +46,8 @@ def suggest_smaller(what: str, advice: str) -> Iterator[None]:
 
 def is_out_of_memory(error: Exception) -> bool:
     """Whether an error is a failed allocation. Some libraries below PyTorch have messages of their own."""
+    from accelerate.utils.memory import should_reduce_batch_size  # not installed with the package alone
+
     return (
         isinstance(error, MemoryError)
         or should_reduce_batch_size(error)

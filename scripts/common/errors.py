@@ -5,10 +5,13 @@ This module is imported first (isort's `force-to-top`), because some libraries l
 
 import functools
 import logging
+import os
+import signal
 import sys
 import threading
 from _thread import interrupt_main
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from signal import SIGINT
 
 # transformers imports torchao if it is installed. torchao warns that it lacks code for other devices, and PyTorch that
@@ -35,6 +38,48 @@ def interrupt_again(unraisable):
         sys.__unraisablehook__(unraisable)
 
 
+def end_quietly(kind: type, error: BaseException, trace):
+    """A `sys.excepthook` without a traceback for Ctrl-C: while the modules of a program are imported."""
+    if issubclass(kind, KeyboardInterrupt):
+        os._exit(128 + SIGINT)
+    sys.__excepthook__(kind, error, trace)
+
+
+sys.excepthook = end_quietly
+
+
+@contextmanager
+def importing(extra: str | None = None) -> Iterator[None]:
+    """Import what a program computes with, after its command line is read. Ctrl-C ends the process at once.
+
+    Libraries that are interrupted while they are imported raise any error, or write tracebacks.
+
+    Args:
+        extra: the extra of the package that brings what the program needs besides PyTorch and transformers.
+
+    Raises:
+        ImportError: a package is not installed; the message says how to install it.
+    """
+    # Ctrl-C is ignored in what a shell runs in the background, and another thread cannot change that.
+    replaced = signal.getsignal(SIGINT) is signal.default_int_handler and in_main_thread()
+    if replaced:
+        signal.signal(SIGINT, lambda *_: os._exit(128 + SIGINT))
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if extra is None:
+            raise
+        message = f'{os.path.basename(sys.argv[0])} needs {error.name}: pip install "modeling-tnn[{extra}]"'
+        raise ImportError(message) from error
+    finally:
+        if replaced:
+            signal.signal(SIGINT, signal.default_int_handler)
+
+
+def in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
 def report_errors(main: Callable[[], None]) -> Callable[[], None]:
     """A `main` that ends with a line `error: ...` and a status: 2 for wrong inputs, 1 for failures, 130 for Ctrl-C.
 
@@ -50,7 +95,6 @@ def report_errors(main: Callable[[], None]) -> Callable[[], None]:
         try:
             main()
         except KeyboardInterrupt:
-            sys.stderr.write("stopped by Ctrl-C\n")
             sys.exit(128 + SIGINT)
         except (ValueError, FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
             leave(str(error), 2)

@@ -4,15 +4,17 @@ This module describes the options that several programs share. A program describ
 """
 
 import argparse
+import dataclasses
 import logging
 import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-
-from transformers import HfArgumentParser, TrainingArguments
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from tnn_scripts.common.commands import COMMAND_OF
+from tnn_scripts.common.declared import field_default
 from tnn_scripts.common.nearest import nearest
 
 logger = logging.getLogger("arguments")
@@ -101,7 +103,7 @@ SECTIONS = {
         "report_to": "Tracker: none, tensorboard, wandb, trackio.",
     },
     "device": {
-        "device": "Device: cpu, cuda, cuda:1, mps, ...",
+        "device": "Device: cpu, cuda, cuda:1, mps, ...; cuda if there is one, else cpu, unless given.",
         "dtype": "Data type of the weights: auto (as saved), float32, bfloat16, float16.",
         "use_cpu": "Use the CPU even if there is an accelerator.",
         "torch_compile": "Compile the model with torch.compile.",
@@ -129,7 +131,6 @@ RENAMED = {
     "--json": "--output_file",
     "--length": "--block_size",
 }
-OF_TRAINER = set(TrainingArguments.__dataclass_fields__)
 EXAMPLE = re.compile(r"\n\nExample:\n(.*?)(?=\n\n|\Z)", re.DOTALL)
 
 
@@ -175,12 +176,57 @@ def default_of(action: argparse.Action) -> str:
     return " ".join(map(str, action.default)) if isinstance(action.default, (list, tuple)) else str(action.default)
 
 
-class ProgramParser(HfArgumentParser):
-    """The parser of a program. `description` is its docstring: a summary, a text, and an example at the end."""
+def string_to_bool(text: str) -> bool:
+    """The value of an option that is true or false.
 
-    def __init__(self, dataclasses: Sequence[type] = (), description: str = "", **options):
+    Raises:
+        ArgumentTypeError: it is neither.
+    """
+    known = dict.fromkeys(("yes", "true", "t", "y", "1"), True) | dict.fromkeys(("no", "false", "f", "n", "0"), False)
+    if text.lower() not in known:
+        raise argparse.ArgumentTypeError(f"must be true or false, got {text}")
+    return known[text.lower()]
+
+
+class ProgramParser(argparse.ArgumentParser):
+    """The parser of a program. `description` is its docstring: a summary, a text, and an example at the end.
+
+    Args:
+        classes: dataclasses whose fields are options.
+    """
+
+    def __init__(self, classes: Sequence[type] = (), description: str = "", **options):
         options = {"formatter_class": _Formatter, "allow_abbrev": False, "prog": _program()} | options
-        super().__init__(list(dataclasses), description=description, **options)
+        super().__init__(description=description, **options)
+        self.classes = classes
+        for one in classes:
+            hints = get_type_hints(one)
+            for field in dataclasses.fields(one):
+                self._add_field(field, hints[field.name])
+
+    def _add_field(self, field: dataclasses.Field, kind: Any):
+        """Add the option of a field, as transformers' HfArgumentParser does; a field that is True gets a --no_ too."""
+        names = [f"--{field.name}", f"--{field.name.replace('_', '-')}"]
+        if get_origin(kind) in (Union, UnionType):
+            kind = next(one for one in get_args(kind) if one is not NoneType)
+        default = field_default(field)
+        options = {"required": True} if default is dataclasses.MISSING else {"default": default}
+        if get_origin(kind) is list:
+            kind, options = get_args(kind)[0], options | {"nargs": "+"}
+        if get_origin(kind) is Literal:
+            kind, options = str, options | {"choices": get_args(kind)}
+        if kind is bool:
+            kind, options = string_to_bool, options | ({} if default is None else {"nargs": "?", "const": True})
+        self.add_argument(*dict.fromkeys(names), type=kind, **options | field.metadata)
+        if default is True:
+            negated = [f"--no_{field.name}", f"--no-{field.name.replace('_', '-')}"]
+            text = field.metadata.get("help")
+            self.add_argument(*negated, action="store_false", dest=field.name, default=False, help=text)
+
+    def fill(self, found: argparse.Namespace) -> list:
+        """Instances of the dataclasses with the options that were found."""
+        return [one(**{field.name: getattr(found, field.name) for field in dataclasses.fields(one)})
+                for one in self.classes]  # fmt: skip
 
     def add_argument(self, *names, **options):
         action = super().add_argument(*names, **options)
@@ -245,11 +291,13 @@ class ProgramParser(HfArgumentParser):
     def sections(self) -> Iterator[tuple[str, list[argparse.Action]]]:
         """The sections of the help with their options. The formatter leaves out sections without options."""
         actions = [action for action in self._actions if action.help != argparse.SUPPRESS]
-        shared = set(HELP) | (OF_TRAINER if TrainingArguments in self.dataclass_types else set())
+        trainer = [one for one in self.classes if one.__name__ == "TrainingArguments"]
+        of_trainer = {field.name for one in trainer for field in dataclasses.fields(one)}
+        shared = set(HELP) | of_trainer
         yield "options", [a for a in actions if a.dest not in shared]
         for title, names in SECTIONS.items():
             yield title, [a for a in actions if a.dest in names]
-        others = [a for a in actions if a.dest in OF_TRAINER & shared - set(HELP)]
+        others = [a for a in actions if a.dest in of_trainer - set(HELP)]
         yield "transformers.TrainingArguments, the rest", others
 
 

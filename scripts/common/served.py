@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
 from tnn_scripts.common.devices import check_device
-from tnn_scripts.data.text import check_vocabulary
+from tnn_scripts.data.vocabulary import check_vocabulary
 
 
 def load_causal(name: str, dtype: str, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

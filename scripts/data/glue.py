@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from datasets import ClassLabel, Dataset, DatasetDict, load_dataset
 from transformers import PreTrainedTokenizerBase
 
-from tnn_scripts.data.text import builder_of, check_file, is_text, load_file
+from tnn_scripts.data.files import builder_of, check_file
+from tnn_scripts.data.text import is_text, load_file
 
 # The columns that hold text.
 TASKS = {

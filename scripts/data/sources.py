@@ -10,7 +10,7 @@ from datasets import IterableDataset, IterableDatasetDict, load_dataset
 from datasets.exceptions import DatasetsError
 
 from tnn_scripts.common.model_path import check_path
-from tnn_scripts.data.text import builder_of, looks_like_file
+from tnn_scripts.data.files import builder_of, looks_like_file
 
 # Lines of a text file that stay together.
 LINES = 100

@@ -5,8 +5,6 @@ local folder of one. Texts are in one column, `text` unless given. At the end of
 causal model gets the tokenizer's end of text.
 """
 
-import collections
-import gzip
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +17,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from tnn_scripts.common.model_path import check_path
 from tnn_scripts.data.document_ends import document_ends
+from tnn_scripts.data.files import builder_of, check_file, looks_like_file
 from tnn_scripts.data.token_bytes import with_line_break
 
 SPECIAL_TOKENS = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
@@ -26,7 +25,6 @@ SPECIAL_TOKENS = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>",
 MASKED_TOKENS = {"cls_token": "<s>", "sep_token": "</s>", "mask_token": "<mask>"}
 VALIDATION_SHARE = 0.05
 DEMO_DOCUMENTS = "book,chapter"
-BUILDERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
 def load_corpus(
@@ -95,41 +93,6 @@ def load_texts(
     return _texts(texts, split, text_column, documents)
 
 
-def check_file(file: str, whole: bool = True):
-    """Check a file at the start of a program.
-
-    Args:
-        whole: whether it is read to its end.
-
-    Raises:
-        ValueError: the file is missing, empty, or a text that is not UTF-8.
-    """
-    path = Path(file)
-    if not path.is_file():
-        raise ValueError(f"The file {file} does not exist.")
-    if path.stat().st_size == 0:
-        raise ValueError(f"The file {file} is empty.")
-    if whole and builder_of(file) != "parquet":
-        try:
-            with (gzip.open if path.suffix.lower() == ".gz" else open)(path, "rt", encoding="utf-8") as lines:
-                collections.deque(lines, maxlen=0)
-        except (UnicodeDecodeError, gzip.BadGzipFile, EOFError) as error:
-            raise ValueError(f"The file {file} is not text in UTF-8: {error}") from error
-
-
-def builder_of(file: str) -> str:
-    """The kind of a file by its suffix, also below .gz; text if it has another suffix or none.
-
-    Raises:
-        ValueError: it is a table with another separator than commas.
-    """
-    path = Path(file.lower())
-    suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
-    if suffix == ".tsv":
-        raise ValueError(f"Tables must be .csv, .json, .jsonl or .parquet files, got {file}")
-    return BUILDERS.get(suffix, "text")
-
-
 def load_file(file: str, na_is_text: bool = False) -> Dataset:
     """The rows of a local file.
 
@@ -176,20 +139,6 @@ def train_tokenizer(
     return PreTrainedTokenizerFast(tokenizer_object=bpe, padding_side="right" if masked else "left", **names)
 
 
-def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int):
-    """Check that a model has an embedding for every id of its tokenizer. Without one, a GPU would end the process.
-
-    Raises:
-        ValueError: an id is `vocab_size` or more.
-    """
-    token, highest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    if highest >= vocab_size:
-        raise ValueError(
-            f"Ids of the tokenizer must be below vocab_size={vocab_size} of the model, got {highest} for {token!r}."
-            f" It has {len(tokenizer)} tokens."
-        )
-
-
 def tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase, ends: list[bool] | None = None) -> list[list[int]]:
     """The ids of each text with its line break, and an end of text where `ends` is True. No other special tokens.
 
@@ -229,11 +178,6 @@ def enclosing_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], lis
     whole = tokenizer("a")["input_ids"]
     start = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
     return whole[:start], whole[start + len(bare) :]
-
-
-def looks_like_file(source: str) -> bool:
-    """Whether a source is a local file, not a folder or a Hub id."""
-    return not Path(source).is_dir() and (Path(source).is_file() or Path(source).suffix.lower() in BUILDERS)
 
 
 def is_text(rows: Dataset, column: str) -> bool:

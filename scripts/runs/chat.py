@@ -1,17 +1,6 @@
-"""Chat with a causal model in the terminal: it reads a line and continues the conversation.
-
-The conversation stays in the cache, so that each turn reads only its own tokens. A tokenizer with a chat template
-marks the turns by it. Without a template, the model continues the plain text. An empty line, Ctrl-D or Ctrl-C ends the
-chat; /new starts a new conversation.
-
-Example:
-    python scripts/chat.py --model_name_or_path outputs/demo
-    python scripts/chat.py --model_name_or_path outputs/demo --max_new_tokens 40 --temperature 0.7
-"""
+"""A conversation with a causal model in the terminal."""
 
 import argparse
-
-from tnn_scripts.common.errors import report_errors
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, set_seed
@@ -19,32 +8,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
 from modeling_tnn.cache_name import CACHE
 from tnn_scripts.common.devices import check_device
-from tnn_scripts.common.model_path import check_model_path
-from tnn_scripts.common.parser import ProgramParser
 from tnn_scripts.common.pieces import PieceStreamer
 from tnn_scripts.common.terminal import read_lines
-from tnn_scripts.data.text import check_vocabulary
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = ProgramParser(description=__doc__)
-    parser.add_argument("--model_name_or_path", required=True)
-    parser.add_argument("--max_new_tokens", type=int, default=100)
-    parser.add_argument("--temperature", type=float, default=1.0, help="Sampling temperature; 0 is greedy.")
-    parser.add_argument("--top_p", type=float, default=0.95, help="Sample from the likeliest tokens of this mass.")
-    parser.add_argument("--system", help="System message, for a tokenizer with a chat template.")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--trust_remote_code", action="store_true")
-    args = parser.parse_args()
-    check_model_path(args.model_name_or_path, tokenizer=True)
-    if args.max_new_tokens < 1 or args.temperature < 0 or not 0 < args.top_p <= 1:
-        parser.error(
-            "--max_new_tokens must be at least 1, --temperature at least 0, and --top_p in (0, 1], got "
-            f"{args.max_new_tokens}, {args.temperature:g} and {args.top_p:g}"
-        )
-    return args
+from tnn_scripts.data.vocabulary import check_vocabulary
 
 
 class Conversation:
@@ -82,13 +48,16 @@ class Conversation:
         return ids
 
 
-@report_errors
-def main():
-    args = parse_arguments()
-    check_device(args.device)
+def run(args: argparse.Namespace):
+    """Answer each line that is read, until an empty one.
+
+    Raises:
+        ValueError: the model or the device is wrong, or its tokenizer has no template for `--system`.
+    """
+    device = check_device(args.device)
     code = {"trust_remote_code": args.trust_remote_code}
     tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path, **code)
-    model = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, dtype=args.dtype, **code).to(args.device)
+    model = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, dtype=args.dtype, **code).to(device)
     check_vocabulary(tokenizer, model.config.vocab_size)
     if args.system is not None and tokenizer.chat_template is None:
         raise ValueError(f"--system must be given with a tokenizer that has a chat template, got {args.system!r}")
@@ -101,7 +70,3 @@ def main():
             conversation = Conversation(model, tokenizer, args.system, options)
             continue
         conversation.answer(line)
-
-
-if __name__ == "__main__":
-    main()

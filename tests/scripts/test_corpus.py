@@ -10,7 +10,8 @@ from transformers import AutoTokenizer, pipeline
 from helpers.models import lively_language_model
 from helpers.scripts import ROOT, SENTENCES, run_script, write_config, write_text
 from tnn_scripts.data.document_ends import document_ends
-from tnn_scripts.data.text import check_file, load_corpus, load_texts, pack, tokenize, train_tokenizer
+from tnn_scripts.data.files import check_file
+from tnn_scripts.data.text import load_corpus, load_texts, pack, tokenize, train_tokenizer
 
 ARTICLES = ["", " = Lobster = \n", "", " It swims where a \n", " = b = \n", "", " = Pike = \n", ""]
 WIKITEXT = ROOT.parent / "shared" / "data" / "wikitext"

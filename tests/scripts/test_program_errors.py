@@ -269,4 +269,4 @@ def test_ctrl_c(program, folder, tmp_path):
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "Traceback" not in errors and errors.endswith("stopped by Ctrl-C\n")
+    assert "Traceback" not in errors and "Ctrl-C" not in errors

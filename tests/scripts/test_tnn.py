@@ -9,12 +9,19 @@ from helpers.scripts import SCRIPTS
 from tnn_scripts import tnn
 from tnn_scripts.common.commands import COMMANDS, next_steps
 
-WITHOUT_TORCH = """
-import sys
+# What takes seconds to import. Of other modules an answer needs few: argparse, json, logging and what these import.
+SLOW = {"torch", "transformers", "datasets", "scipy", "matplotlib", "numpy", "accelerate", "huggingface_hub"}
+FAST = ["generate", "chat"]
+ANSWERS = f"""
+import contextlib, io, sys
 from tnn_scripts.tnn import main
-sys.argv = ["tnn", "--help"]
-main()
-assert not {"torch", "transformers"} & sys.modules.keys()
+for line in {{lines}}:
+    sys.argv, shown = ["tnn", *line], io.StringIO()
+    with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown), contextlib.suppress(SystemExit):
+        main()
+    assert "usage: " in shown.getvalue() or shown.getvalue().startswith("error: "), (line, shown.getvalue())
+    assert not {SLOW} & sys.modules.keys(), (line, {SLOW} & sys.modules.keys())
+assert len(sys.modules) < 300, len(sys.modules)
 """
 
 
@@ -30,17 +37,21 @@ def test_kernels_are_drawn_of_a_tnn_alone(model_type, drawn, tmp_path):
         assert ("plot-kernels" in next_steps(str(tmp_path), kind)) is drawn
 
 
-def test_help_needs_no_torch():
-    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True)
+def test_answers_before_anything_slow_is_imported():
+    """Help, and wrong options; by modules and not by seconds, which other programs change."""
+    lines = [["--help"], ["no-such-command"]]
+    lines += [[command, given] for command in FAST for given in ("--help", "--no_such_option")]
+    done = subprocess.run([sys.executable, "-c", ANSWERS.format(lines=lines)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert all(f"  {command} " in done.stdout for command in COMMANDS)
 
 
 @pytest.mark.parametrize("given", [[], ["-h"]])
 def test_help(given, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["tnn", *given])
     tnn.main()
-    assert capsys.readouterr().out.startswith("usage: tnn COMMAND [options]\n")
+    shown = capsys.readouterr().out
+    assert shown.startswith("usage: tnn COMMAND [options]\n")
+    assert all(f"  {command} " in shown for command in COMMANDS)
 
 
 def test_version(monkeypatch, capsys):

@@ -1,0 +1,121 @@
+"""What modules declare, read from their source: names and fields of classes of libraries that take seconds to import.
+
+A command line is checked with these before anything is imported. They follow the installed releases.
+"""
+
+import ast
+import dataclasses
+from functools import cache
+from importlib.util import find_spec, resolve_name
+from pathlib import Path
+from typing import Any, Literal
+
+BUILT_IN = {kind.__name__: kind for kind in (bool, int, float, str)}
+
+
+def module_file(name: str) -> Path:
+    """The file of a module, which is not imported."""
+    package, *parts = name.split(".")
+    folder = Path(find_spec(package).submodule_search_locations[0])
+    return folder.joinpath(*parts).with_suffix(".py") if parts else folder / "__init__.py"
+
+
+@cache
+def declared_class(module: str, name: str) -> ast.ClassDef | None:
+    """The definition of a class that `module` has, or imports from a module of its own package."""
+    for node in _tree(module).body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return node
+        if isinstance(node, ast.ImportFrom) and node.level and name in (alias.name for alias in node.names):
+            package = module.rpartition(".")[0]
+            return declared_class(resolve_name("." * node.level + node.module, package), name)
+    return None
+
+
+def enum_values(module: str, name: str) -> list[str]:
+    """The values of an Enum of texts; none of another class."""
+    body = getattr(declared_class(module, name), "body", [])
+    values = [
+        node.value.value for node in body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+    ]
+    return [value for value in values if isinstance(value, str)]
+
+
+@cache
+def generation_fields() -> list[str]:
+    """The fields of transformers' GenerationConfig, which are the keywords that it takes."""
+    found = declared_class("transformers.generation.configuration_utils", "GenerationConfig")
+    start = next(node for node in found.body if getattr(node, "name", "") == "__init__")
+    calls = [node for node in ast.walk(start) if isinstance(node, ast.Call) and node.args]
+    return [call.args[0].value for call in calls if getattr(call.func, "attr", "") == "pop"]
+
+
+@cache
+def dataclass_like(module: str, name: str) -> type:
+    """A dataclass with the fields of another: kinds that a command line can give, help texts, and plain defaults."""
+    body = declared_class(module, name).body
+    declared = [node for node in body if isinstance(node, ast.AnnAssign) and node.value is not None]
+    made = [(node.target.id, _kind(node.annotation, module), _field(node.value)) for node in declared]
+    return dataclasses.make_dataclass(name, made, kw_only=True)
+
+
+def changed(options: Any) -> dict:
+    """The fields of a dataclass that have not their defaults."""
+    values = {
+        field.name: (getattr(options, field.name), field_default(field)) for field in dataclasses.fields(options)
+    }
+    return {name: value for name, (value, default) in values.items() if value != default}
+
+
+def field_default(field: dataclasses.Field) -> Any:
+    """The default of a field; `MISSING` if it must be given."""
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+@cache
+def _tree(module: str) -> ast.Module:
+    return ast.parse(module_file(module).read_text(encoding="utf-8"))
+
+
+def _field(value: ast.expr) -> dataclasses.Field:
+    """The field with the default and the metadata of `field(...)`, or with a default. What is computed is left out."""
+    given = {part.arg: part.value for part in value.keywords} if isinstance(value, ast.Call) else {"default": value}
+    default = _literal(given.get("default"))
+    described = given.get("metadata", ast.Dict([], []))
+    metadata = {_literal(name): _literal(text) for name, text in zip(described.keys, described.values, strict=True)}
+    metadata = {name: text for name, text in metadata.items() if text is not None}
+    if isinstance(default, (list, dict)):
+        return dataclasses.field(default_factory=lambda: default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def _literal(node: ast.expr | None) -> Any:
+    try:
+        return node and ast.literal_eval(node)
+    except ValueError:
+        return None
+
+
+def _kind(annotation: ast.expr, module: str) -> Any:
+    """The type of an option as transformers chooses it, which has one of several that a field can have."""
+    kinds = _alternatives(annotation)
+    names = [ast.unparse(kind) for kind in kinds]
+    if len(kinds) == 1 or "None" not in names:
+        return _plain(kinds[names[1:2] != ["str"] and len(kinds) > 1], module)
+    if "bool" in names:
+        return bool | None
+    return _plain(kinds[names[1] != "None"], module) | None
+
+
+def _alternatives(annotation: ast.expr) -> list[ast.expr]:
+    if isinstance(annotation, ast.BinOp):
+        return [*_alternatives(annotation.left), *_alternatives(annotation.right)]
+    return [annotation]
+
+
+def _plain(kind: ast.expr, module: str) -> Any:
+    if isinstance(kind, ast.Subscript) and ast.unparse(kind.value) == "list":
+        return list[_plain(kind.slice, module)]
+    name = ast.unparse(kind)
+    values = [] if name in BUILT_IN else enum_values(module, name)
+    return Literal[tuple(values)] if values else BUILT_IN.get(name, str)

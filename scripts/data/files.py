@@ -1,0 +1,47 @@
+"""Local files of text and of tables: their kinds, and a check at the start of a program."""
+
+import collections
+import gzip
+from pathlib import Path
+
+BUILDERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
+
+
+def check_file(file: str, whole: bool = True):
+    """Check a file at the start of a program.
+
+    Args:
+        whole: whether it is read to its end.
+
+    Raises:
+        ValueError: the file is missing, empty, or a text that is not UTF-8.
+    """
+    path = Path(file)
+    if not path.is_file():
+        raise ValueError(f"The file {file} does not exist.")
+    if path.stat().st_size == 0:
+        raise ValueError(f"The file {file} is empty.")
+    if whole and builder_of(file) != "parquet":
+        try:
+            with (gzip.open if path.suffix.lower() == ".gz" else open)(path, "rt", encoding="utf-8") as lines:
+                collections.deque(lines, maxlen=0)
+        except (UnicodeDecodeError, gzip.BadGzipFile, EOFError) as error:
+            raise ValueError(f"The file {file} is not text in UTF-8: {error}") from error
+
+
+def builder_of(file: str) -> str:
+    """The kind of a file by its suffix, also below .gz; text if it has another suffix or none.
+
+    Raises:
+        ValueError: it is a table with another separator than commas.
+    """
+    path = Path(file.lower())
+    suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+    if suffix == ".tsv":
+        raise ValueError(f"Tables must be .csv, .json, .jsonl or .parquet files, got {file}")
+    return BUILDERS.get(suffix, "text")
+
+
+def looks_like_file(source: str) -> bool:
+    """Whether a source is a local file, not a folder or a Hub id."""
+    return not Path(source).is_dir() and (Path(source).is_file() or Path(source).suffix.lower() in BUILDERS)
