@@ -15,7 +15,7 @@ FAST = ["generate", "chat"]
 ANSWERS = f"""
 import contextlib, io, sys
 from tnn_scripts.tnn import main
-for line in {{lines}}:
+for line in LINES:
     sys.argv, shown = ["tnn", *line], io.StringIO()
     with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown), contextlib.suppress(SystemExit):
         main()
@@ -41,7 +41,9 @@ def test_answers_before_anything_slow_is_imported():
     """Help, and wrong options; by modules and not by seconds, which other programs change."""
     lines = [["--help"], ["no-such-command"]]
     lines += [[command, given] for command in FAST for given in ("--help", "--no_such_option")]
-    done = subprocess.run([sys.executable, "-c", ANSWERS.format(lines=lines)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", ANSWERS.replace("LINES", repr(lines))], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 
