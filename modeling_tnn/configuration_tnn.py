@@ -260,8 +260,10 @@ class TnnConfig(PreTrainedConfig):
             function, rounded up to an even number; `max_position_embeddings` unless set.
         rtf_num_denominators (`int`, *optional*): Number of denominators shared by groups of consecutive
             channels; a divisor of the GTU width, which is also the default (no sharing).
-        rtf_constraint (`str`, *optional*): `"l1_montel"` keeps all poles inside the unit circle.
-        rtf_initializer (`str`): `"zeros"`, `"xavier"` (uniform, 1/sqrt(N)) or `"montel"` (uniform, 1/N).
+        rtf_constraint (`str`, *optional*): `"l1_montel"` keeps all poles inside the unit circle. With None they may
+            leave it in training; then a text cannot be continued from a cache.
+        rtf_initializer (`str`): First coefficients: `"zeros"`, `"xavier"` (uniform, 1/sqrt(N)) or `"montel"` (uniform,
+            1/N).
         s4d_state_size (`int`): Number N of real states of each channel of `"s4d"`, an even number: N/2 pairs of
             complex poles.
         s4d_initializer (`str`): First poles: `"lin"` (S4D-Lin, frequencies 0, pi, 2 pi, ..), `"inv"` (S4D-Inv) or
@@ -356,8 +358,8 @@ class TnnConfig(PreTrainedConfig):
     rtf_state_size: int = 64
     rtf_truncation_length: int | None = None
     rtf_num_denominators: int | None = None
-    rtf_constraint: str | None = None
-    rtf_initializer: str = "zeros"
+    rtf_constraint: str | None = "l1_montel"
+    rtf_initializer: str = "xavier"
     s4d_state_size: int = 64
     s4d_initializer: str = "lin"
     s4d_discretization: str = "zoh"

@@ -15,6 +15,18 @@ which is the c of b = c (I - A^F), A the companion matrix (paper, equation 13), 
 onto lag 0, its direct term is the tap k_0, not h_0. Beyond F the taps are
 
     k_t = sum_{i=1}^{N} c_i g_{t-i},    g the power series of 1/a(z)                                        (3)
+
+a(z) has all its roots inside the unit circle if and only if every reflection coefficient r_n of the step-down
+recursion (Schur 1917, Cohn 1922) is below 1 in magnitude:
+
+    r_n = a_n,    a_i <- (a_i - r_n a_{n-i}) / (1 - r_n^2),  i = 1 .. n-1,    for n = N .. 1                  (4)
+
+It is so if
+
+    |a_1| + .. + |a_N| < 1,                                                                                  (5)
+
+because a(z) is not 0 on the circle or outside it then. With a_i / r^i in place of a_i, both are for the circle of
+radius r.
 """
 
 import torch
@@ -193,3 +205,37 @@ def kernel_of_any_length(denominator: torch.Tensor, taps: torch.Tensor, length: 
     below = per_filter(monic(denominator * scale), len(taps))  # (D, N+1)
     beyond = exported_quotient(delayed(numerator * scale), below, size, length) / fading  # (D, L)
     return torch.where(position < count, fit_taps(taps, length), beyond)
+
+
+def is_stable(denominator: torch.Tensor, radius: float = 1.0) -> torch.Tensor:
+    """Whether all roots of each denominator `(Q, N)` lie inside the circle of `radius`, `(Q,)`, in float64.
+
+    By (5) where it holds, which is cheap, and by (4) for the others.
+    """
+    powers = torch.arange(1, denominator.shape[1] + 1, device=denominator.device, dtype=torch.float64)
+    a = denominator.double() / radius**powers  # (Q, N)
+    stable = a.abs().sum(dim=1) < 1  # (Q,)
+    others = (~stable).nonzero()[:, 0]  # (M,)
+    if len(others):
+        stable[others] = _step_down(a[others])
+    return stable
+
+
+def _step_down(a: torch.Tensor) -> torch.Tensor:
+    """Whether all roots of polynomials `(Q, N)` lie inside the unit circle, `(Q,)`, by (4)."""
+    a = a.T.contiguous()  # (N, Q)
+    reflections = []
+    for n in range(len(a), 0, -1):
+        k, rest = a[n - 1], a[: n - 1]  # (Q,), (n-1, Q)
+        reflections.append(k)
+        a = torch.addcmul(rest, k, rest.flip(0), value=-1).div_(1 - k.square())
+    # What is not a number stays so until it is a reflection coefficient itself.
+    return (torch.stack(reflections).abs() < 1).all(dim=0)
+
+
+def spectral_radius(denominator: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude of a root of each denominator `(Q, N)`, `(Q,)` in float64; infinite if not finite."""
+    finite = denominator.isfinite().all(dim=1)
+    matrices = companion_matrix(denominator.double().where(finite[:, None], 0.0))  # (Q, N, N)
+    radii = torch.linalg.eigvals(matrices).abs().amax(dim=1)
+    return radii.where(finite, torch.inf)

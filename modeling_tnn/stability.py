@@ -2,18 +2,8 @@
 
     a(z) = 1 + a_1 z^-1 + .. + a_N z^-N
 
-has all its roots inside the unit circle if and only if every reflection coefficient k_n of the step-down recursion
-(Schur 1917, Cohn 1922) is below 1 in magnitude:
-
-    k_n = a_n,    a_i <- (a_i - k_n a_{n-i}) / (1 - k_n^2),  i = 1 .. n-1,    for n = N .. 1                  (1)
-
-It is so if
-
-    |a_1| + .. + |a_N| < 1,                                                                                  (2)
-
-because a(z) is not 0 on the circle or outside it then. With a_i / r^i instead of a_i, both are for the circle of
-radius r. Scaling a_i by s^i multiplies the radius of every pole by s and keeps its angle; this projects a denominator
-onto a circle. Q denominators, N order.
+`rational.is_stable` finds the denominators with roots outside a circle. Scaling a_i by s^i multiplies the radius of
+every pole by s and keeps its angle; this projects a denominator onto a circle. Q denominators, N order.
 
 An RTF kernel with a pole outside the unit circle trains well, because training samples it only at
 `rtf_truncation_length` points (RTF paper, section 3.4). But it grows beyond that length, and its recurrence diverges.
@@ -27,8 +17,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel, TrainerCallback
 
 from .numerics import is_on_host
-from .rational import companion_matrix
-from .tno_rtf import RtfOperator
+from .rational import is_stable, spectral_radius
+from .tno_rtf import OUTSIDE, RtfOperator
 
 logger = logging.getLogger(__name__)
 
@@ -53,40 +43,6 @@ class UnstableLayer(NamedTuple):
             f"layer {self.layer}: {self.denominators} denominators with poles outside, the largest of radius "
             f"{self.radius:.6f} (denominator {self.index})"
         )
-
-
-def is_stable(denominator: torch.Tensor, radius: float = 1.0) -> torch.Tensor:
-    """Whether all roots of each denominator `(Q, N)` lie inside the circle of `radius`, `(Q,)`, in float64.
-
-    By (2) where it holds, which is cheap, and by (1) for the others.
-    """
-    powers = torch.arange(1, denominator.shape[1] + 1, device=denominator.device, dtype=torch.float64)
-    a = denominator.double() / radius**powers  # (Q, N)
-    stable = a.abs().sum(dim=1) < 1  # (Q,)
-    others = (~stable).nonzero()[:, 0]  # (M,)
-    if len(others):
-        stable[others] = _step_down(a[others])
-    return stable
-
-
-def _step_down(a: torch.Tensor) -> torch.Tensor:
-    """Whether all roots of polynomials `(Q, N)` lie inside the unit circle, `(Q,)`, by (1)."""
-    a = a.T.contiguous()  # (N, Q)
-    reflections = []
-    for n in range(len(a), 0, -1):
-        k, rest = a[n - 1], a[: n - 1]  # (Q,), (n-1, Q)
-        reflections.append(k)
-        a = torch.addcmul(rest, k, rest.flip(0), value=-1).div_(1 - k.square())
-    # What is not a number stays so until it is a reflection coefficient itself.
-    return (torch.stack(reflections).abs() < 1).all(dim=0)
-
-
-def spectral_radius(denominator: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude of a root of each denominator `(Q, N)`, `(Q,)` in float64; infinite if not finite."""
-    finite = denominator.isfinite().all(dim=1)
-    matrices = companion_matrix(denominator.double().where(finite[:, None], 0.0))  # (Q, N, N)
-    radii = torch.linalg.eigvals(matrices).abs().amax(dim=1)
-    return radii.where(finite, torch.inf)
 
 
 def rational_operators(model: torch.nn.Module) -> list[RtfOperator]:
@@ -181,7 +137,6 @@ class PoleCallback(TrainerCallback):
 
     def __init__(self, max_radius: float | None = None, every: int = 10):
         self.max_radius, self.every = max_radius, every
-        self.warned: set[int] = set()
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
         pauses = control.should_evaluate or control.should_save or control.should_training_stop
@@ -202,12 +157,7 @@ class PoleCallback(TrainerCallback):
 
     def warn(self, model: PreTrainedModel, step: int):
         """Log each layer with poles outside the unit circle, once per layer."""
-        for layer in find_unstable(model):
-            if layer.layer not in self.warned:
-                self.warned.add(layer.layer)
-                logger.warning(
-                    "Step %d, %s. Their kernels grow beyond the trained length, and generation from a cache may fail. "
-                    "Train with rtf_constraint='l1_montel', or with max_radius below 1.",
-                    step,
-                    layer,
-                )
+        for operator, outside in unstable_operators(model, 1.0):
+            if not operator.has_warned:
+                operator.has_warned = True
+                logger.warning("Step %d, %s. %s", step, _describe(operator, outside), OUTSIDE)

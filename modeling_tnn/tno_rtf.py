@@ -11,8 +11,11 @@ operator has a second filter for negative lags, t_{-k} = its tap k - 1 (its h_0 
 all poles lie inside the unit circle (RTF paper, section 3.4, with the scaling of its code).
 
 `companion.py` decodes it token by token.
+
+Without a constraint poles may leave the unit circle in training. The operator then warns, see `RtfOperator.train`.
 """
 
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -26,6 +29,7 @@ from .rational import (
     RationalTaps,
     companion_matrix,
     extend_kernel,
+    is_stable,
     kernel_of_any_length,
     per_filter,
     rational_kernel,
@@ -33,6 +37,15 @@ from .rational import (
 )
 from .stacking import joined
 from .tno import ToeplitzOperator
+
+logger = logging.getLogger(__name__)
+
+OUTSIDE = (
+    "Their kernels grow beyond the trained length, and generation from a cache may fail. Train with "
+    "rtf_constraint='l1_montel', the default of new configurations, or keep the poles inside: "
+    "`PoleCallback(max_radius=0.99)` in a Trainer, `--max_pole_radius 0.99` with `tnn pretrain`. "
+    "`project_poles(model, 0.99)` moves those of a trained model."
+)
 
 
 def l1_montel(denominator: torch.Tensor, slack: torch.Tensor) -> torch.Tensor:
@@ -43,13 +56,22 @@ def l1_montel(denominator: torch.Tensor, slack: torch.Tensor) -> torch.Tensor:
 
 CONSTRAINTS = {None: lambda denominator, slack: denominator, "l1_montel": l1_montel}
 
+# Numbers of `train()` calls without an `eval()` between them after which poles are looked for.
+WATCHED = {2**power for power in range(3, 40)}
+
 INITIAL_BOUNDS = {"zeros": lambda order: 0.0, "xavier": lambda order: order**-0.5, "montel": lambda order: 1 / order}
 
 
 class RtfOperator(ToeplitzOperator):
-    """The operator of rational transfer functions."""
+    """The operator of rational transfer functions.
+
+    Attributes:
+        has_warned: whether it has warned of poles outside the unit circle.
+    """
 
     is_recurrence = True
+    has_warned = False
+    _train_calls = 0
 
     def __init__(self, config, layer_idx: int = 0):
         super().__init__(config, layer_idx)
@@ -81,6 +103,33 @@ class RtfOperator(ToeplitzOperator):
         init.ones_(self.direct)
         if self.slack is not None:
             init.uniform_(self.slack)
+
+    def train(self, mode: bool = True) -> "RtfOperator":
+        """Set the mode as in PyTorch, and warn once of poles outside the unit circle.
+
+        They are looked for when a training ends, at the first call of `eval()` after it. A Trainer may end without
+        one, but calls `train()` in each step: they are also looked for at steps 8, 16, 32, 64, ..
+        """
+        ends = self.training and not mode
+        self._train_calls = self._train_calls + 1 if mode else 0
+        if ends or self._train_calls in WATCHED:
+            self._warn_of_poles()
+        return super().train(mode)
+
+    def _warn_of_poles(self):
+        whole = type(self.denominator.data) is torch.Tensor and self.denominator.numel() > 0  # not a shard
+        if self.constraint is not None or self.has_warned or not whole or self.denominator.is_meta:
+            return
+        outside = int((~is_stable(self.denominator.detach())).sum())
+        if outside:
+            self.has_warned = True
+            logger.warning(
+                "Layer %d: %d of %d denominators have poles outside the unit circle. %s",
+                self.layer_idx,
+                outside,
+                len(self.denominator),
+                OUTSIDE,
+            )
 
     def coefficients(self, length: int, device: torch.device | None = None) -> torch.Tensor:
         if is_fused(self.implementation) and length <= self.size:

@@ -25,7 +25,7 @@ from transformers import (
     set_seed,
 )
 
-import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
+from modeling_tnn import find_unstable
 from tnn_scripts.common.arguments import load_config, parse_arguments
 from tnn_scripts.common.atomic import check_overwriting, claim, holds_model, new_files, write_json
 from tnn_scripts.common.commands import next_steps
@@ -112,13 +112,17 @@ def perplexity(trainer: Trainer) -> float:
     return math.exp(trainer.evaluate()["eval_loss"])
 
 
-def continuation(folder: str, prompt: str, max_new_tokens: int, seed: int) -> str:
+def continuation(folder: str, prompt: str, max_new_tokens: int, seed: int, use_cache: bool) -> str:
     """The text that the saved model generates after it is loaded."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
     set_seed(seed)
     output = model.generate(
-        **tokenizer(prompt, return_tensors="pt"), max_new_tokens=max_new_tokens, do_sample=True, top_p=0.9
+        **tokenizer(prompt, return_tensors="pt"),
+        max_new_tokens=max_new_tokens,
+        do_sample=True,
+        top_p=0.9,
+        use_cache=use_cache,
     )
     return tokenizer.decode(output[0], skip_special_tokens=True)
 
@@ -139,7 +143,8 @@ def run(args: DemoArguments, config: PreTrainedConfig):
     with new_files(Path(args.output_dir)) as folder:
         trainer.save_model(str(folder))
         write_json(folder / "training_args.json", asdict(args))
-    text = continuation(args.output_dir, args.prompt, args.max_new_tokens, args.seed)
+    unstable = find_unstable(trainer.model)
+    text = continuation(args.output_dir, args.prompt, args.max_new_tokens, args.seed, use_cache=not unstable)
     metrics = {
         "perplexity_before": before,
         "perplexity": after,
@@ -153,7 +158,7 @@ def run(args: DemoArguments, config: PreTrainedConfig):
     write_json(Path(args.output_dir) / "metrics.json", metrics)
     logger.info("\nvalidation perplexity: %.1f before, %.1f after training; %.0f s", before, after, metrics["seconds"])
     logger.info("saved in %s; loaded from there, the model continues:\n\n%s\n", args.output_dir, text)
-    logger.info("%s", next_steps(args.output_dir, "causal"))
+    logger.info("%s", next_steps(args.output_dir, "causal", unstable))
 
 
 def check_serving(args: DemoArguments):

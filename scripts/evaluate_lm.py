@@ -41,7 +41,7 @@ import torch
 from matplotlib import pyplot
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
-import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
+from modeling_tnn import find_unstable
 from tnn_scripts.common.arguments import parse_overrides
 from tnn_scripts.common.atomic import claim, saving_errors, write_json, write_text
 from tnn_scripts.common.devices import check_device, suggest_smaller
@@ -135,6 +135,13 @@ class Documents:
         return torch.zeros_like(self.bytes).index_add_(0, self.owners, nats) / math.log(2)
 
 
+# Sampled at so many points, a pole outside the circle belongs to a filter that runs backwards, which does not grow.
+OVERFLOW = (
+    "Kernels of RTF overflow beyond the trained length if poles lie outside the unit circle. "
+    "--config_overrides rtf_truncation_length={points} samples them at twice as many points as tokens instead."
+)
+
+
 def evaluate_model(name: str, texts, args: argparse.Namespace) -> list[dict]:
     """Evaluate a model; one result for each length and stride.
 
@@ -160,10 +167,15 @@ def evaluate_model(name: str, texts, args: argparse.Namespace) -> list[dict]:
             with suggest_smaller(f"{name} at length {length}", advice):
                 start = time.perf_counter()
                 figures = figures_at(length, stride)
+            if not math.isfinite(figures["loss"]):
+                hint = " " + OVERFLOW.format(points=2 * length) if find_unstable(model) else ""
+                sys.stderr.write(f"{name}: length {length} is left out, because the loss is not finite.{hint}\n")
+                continue
             about = {"model": name, "trained_length": trained_length(name, model.config), "length": length}
             results.append({**about, "stride": stride, **figures, "seconds": time.perf_counter() - start})
     if not results:
-        raise ValueError(f"--lengths must have one that fits {name} and the {count} tokens of the text, got none")
+        listed = " ".join(map(str, args.lengths))
+        raise ValueError(f"--lengths must have one that fits {name} and the {count} tokens of the text, got {listed}")
     return results
 
 

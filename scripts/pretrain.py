@@ -36,7 +36,7 @@ from transformers import (
     set_seed,
 )
 
-import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
+from modeling_tnn import find_unstable
 from modeling_tnn.configuration_tnn import LENGTH_FIELDS
 from tnn_scripts.common.accelerate_loop import Pretraining, perplexity
 from tnn_scripts.common.arguments import load_config, parse_arguments, parse_overrides
@@ -301,6 +301,7 @@ def finish(args: PretrainArguments, pretraining: Pretraining) -> dict:
         "device": accelerator.device.type,
         "torch_threads": torch.get_num_threads(),
         "evaluations": state.history,
+        "unstable_layers": [str(layer) for layer in find_unstable(accelerator.unwrap_model(pretraining.model))],
     }
     with new_files(Path(args.output_dir), accelerator) as folder:
         pretraining.save_model(folder)
@@ -358,7 +359,8 @@ def report(metrics: dict, args: PretrainArguments):
         metrics["best_step"], metrics["tokens_per_second"], args.output_dir,
     )  # fmt: skip
     logger.info("the best model is in %s/best", args.output_dir)
-    logger.info("%s", next_steps(args.output_dir, "causal" if args.objective == "clm" else "masked"))
+    kind = "causal" if args.objective == "clm" else "masked"
+    logger.info("%s", next_steps(args.output_dir, kind, metrics["unstable_layers"]))
 
 
 def dry_run(args: PretrainArguments, accelerator: Accelerator):

@@ -34,6 +34,8 @@ from transformers import (
 )
 
 from modeling_tnn import PoleCallback, TnnConfig
+from modeling_tnn.stability import spectral_radius
+from modeling_tnn.tno_rtf import RtfOperator
 from tnn_scripts.common.arguments import chosen_seeds, load_config, parse_arguments, parse_overrides, training_options
 from tnn_scripts.common.atomic import saving_errors, write_json
 from tnn_scripts.common.belonging import rows_of_a_step
@@ -63,6 +65,9 @@ class AblationArguments(GroupArguments):
     documents: str | None = None
     longer: list[int] = field(default_factory=list)
     eval_tokens: int = field(default=65_536, metadata={"help": "Validation tokens to read, at least one row."})
+    max_pole_radius: float | None = field(
+        default=None, metadata={"help": "Radius below 1: poles of RTF outside it are moved onto it."}
+    )
     seeds: list[int] | None = None
     sweep_learning_rates: list[float] = field(default_factory=list)
     dry_run: bool = False
@@ -174,7 +179,7 @@ def build_trainer(
         args=training,
         train_dataset=text.blocks,
         data_collator=collator,
-        callbacks=[PoleCallback()],
+        callbacks=[PoleCallback(args.max_pole_radius)],
         groups=args.groups(),
     )
 
@@ -193,11 +198,19 @@ def train(trainer: GroupingTrainer, variant: str, text: Text) -> dict:
         "seed": training.seed,
         "perplexity": {str(length): math.exp(loss) for length, (loss, _) in scores.items()},
         "scored_tokens": scores[text.lengths[0]][1],
+        "largest_pole": largest_pole(model),
         "parameters": model.num_parameters(),
         "steps": trainer.state.global_step,
         "train_seconds": result.metrics["train_runtime"],
         "training_loss": {str(entry["step"]): entry["loss"] for entry in trainer.state.log_history if "loss" in entry},
     }
+
+
+@torch.no_grad()
+def largest_pole(model: PreTrainedModel) -> float | None:
+    """The largest magnitude of a pole in all RTF layers, or None without such layers. Below 1 generation is stable."""
+    found = [spectral_radius(module.denominators()) for module in model.modules() if isinstance(module, RtfOperator)]
+    return torch.cat(found).max().item() if found else None
 
 
 def table(rows: list[dict]) -> str:

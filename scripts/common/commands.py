@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 # Subcommand -> (module of a program, summary).
@@ -36,16 +37,31 @@ FIRST_STEP = {
         'generate --model_name_or_path {folder} --prompt "In the beginning" --do_sample true',
         "serve --model_name_or_path {folder}",
     ),
+    "unstable": ('generate --model_name_or_path {folder} --prompt "In the beginning" --use_cache false',),
     "masked": ("finetune-glue --model_name_or_path {folder} --task_name sst2 --do_train --output_dir outputs/sst2",),
     "classifier": (),
 }
+UNSTABLE = (
+    "The training ended with poles outside the unit circle: {layers}. Longer texts may overflow, and none can be "
+    "continued from a cache. Train again with --config_overrides rtf_constraint=l1_montel, the default of new "
+    "configurations, or with --max_pole_radius 0.99.\n"
+)
 COMMAND_OF = {module: command for command, (module, _) in COMMANDS.items()}
 
 
-def next_steps(folder: str, kind: str) -> str:
-    """The next commands for the model in `folder`, one on each line. `kind` is causal, masked or classifier."""
+def next_steps(folder: str, kind: str, unstable: Sequence[object] = ()) -> str:
+    """The next commands for the model in `folder`, one on each line.
+
+    Args:
+        folder: folder of the saved model.
+        kind: causal, masked or classifier.
+        unstable: layers with poles outside the unit circle, as `find_unstable` names them. Then the text begins with
+            what they prevent, and a causal model is continued without a cache.
+    """
     config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-    steps = FIRST_STEP[kind] + (OF_TNN if config["model_type"] == "tnn" else ()) + LAST_STEP
+    steps = FIRST_STEP["unstable" if unstable and kind == "causal" else kind]
+    steps += (OF_TNN if config["model_type"] == "tnn" else ()) + LAST_STEP
     # `make demo` runs in a virtual environment that is not active in the user's shell.
     tool = "tnn" if shutil.which("tnn") else str(Path(sys.executable).with_name("tnn"))
-    return "next:\n" + "\n".join(f"    {tool} {step.format(folder=folder)}" for step in steps)
+    warning = UNSTABLE.format(layers="; ".join(map(str, unstable))) if unstable else ""
+    return f"{warning}next:\n" + "\n".join(f"    {tool} {step.format(folder=folder)}" for step in steps)

@@ -11,11 +11,22 @@ from scipy import stats
 from torch.nn.functional import cross_entropy
 
 from modeling_tnn.cache_name import CACHE
+from modeling_tnn.recurrence import DivergenceError
 
 
 def score_rows(model, rows: torch.Tensor, tokens_per_pass: int) -> torch.Tensor:
-    """The loss in nats of each token of `rows` `(B, L)` except the first, given those before it, `(B, L-1)`."""
-    part = max(1, tokens_per_pass // len(rows))
+    """The loss in nats of each token of `rows` `(B, L)` except the first, given those before it, `(B, L-1)`.
+
+    Long rows are read in parts with a cache, to save memory. Where the state of a recurrence diverges, they are read
+    at once: the convolution has a result for any poles.
+    """
+    try:
+        return _score_parts(model, rows, max(1, tokens_per_pass // len(rows)))
+    except DivergenceError:
+        return _score_parts(model, rows, rows.shape[1])
+
+
+def _score_parts(model, rows: torch.Tensor, part: int) -> torch.Tensor:
     cached = part < rows.shape[1]
     nats, cache = [], None
     for start in range(0, rows.shape[1], part):

@@ -12,7 +12,18 @@ from transformers import Trainer, TrainingArguments
 
 from helpers.models import RandomTexts, relative_error, seeded, tiny_config
 from helpers.strategies import noise, seeds
-from modeling_tnn import PoleCallback, TnnForCausalLM, find_unstable, project_poles, stability
+from modeling_tnn import (
+    PoleCallback,
+    TnnConfig,
+    TnnForCausalLM,
+    TnnForMaskedLM,
+    companion,
+    find_unstable,
+    project_poles,
+    stability,
+)
+from modeling_tnn.cache_name import CACHE
+from modeling_tnn.recurrence import DivergenceError
 from modeling_tnn.stability import is_stable, spectral_radius
 
 UNCONSTRAINED = {"tno_type": "rtf", "rtf_constraint": None, "rtf_initializer": "zeros", "eos_token_id": None}
@@ -131,19 +142,85 @@ def test_training_has_finite_gradients(radius):
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
 
 
-def train(model, callback, folder, steps=4):
-    args = TrainingArguments(
-        str(folder), max_steps=steps, use_cpu=True, report_to="none", learning_rate=1e-3, disable_tqdm=True
-    )
-    trainer = Trainer(model=model, args=args, train_dataset=RandomTexts(), callbacks=[callback])
+def train(model, callbacks, folder, steps=4, **options):
+    options = {"learning_rate": 1e-3, "use_cpu": True, "report_to": "none", "disable_tqdm": True} | options
+    args = TrainingArguments(str(folder), max_steps=steps, **options)
+    trainer = Trainer(model=model, args=args, train_dataset=RandomTexts(), callbacks=callbacks)
     return trainer.train()
 
 
-def test_trainer_warns_once_of_each_layer(tmp_path, caplog):
-    with caplog.at_level(logging.WARNING, logger="modeling_tnn.stability"):
-        train(model_with_pole(1.25), PoleCallback(every=1), tmp_path)
-    (message,) = [record.getMessage() for record in caplog.records if record.name == "modeling_tnn.stability"]
+@pytest.fixture
+def warnings(caplog):
+    """The warnings of the library, in order."""
+    caplog.set_level(logging.WARNING, logger="modeling_tnn")
+    return lambda: [r.getMessage() for r in caplog.records if r.name.startswith("modeling_tnn.")]
+
+
+def test_callback_warns_once_of_each_layer(tmp_path, warnings):
+    train(model_with_pole(1.25), [PoleCallback(every=1)], tmp_path)
+    (message,) = warnings()
     assert message.startswith("Step 1, layer 1: 1 denominators") and "radius 1.2" in message and "l1_montel" in message
+
+
+def test_trainer_warns_without_a_callback(tmp_path, warnings):
+    """At the eighth step, though this run has no evaluation and saves nothing."""
+    model = model_with_pole(1.25)
+    train(model, [], tmp_path, steps=8, save_strategy="no")
+    model.eval()
+    (message,) = warnings()
+    assert message.startswith("Layer 1: 1 of 4 denominators have poles outside") and "l1_montel" in message
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_training_warns_when_it_ends(causal, tmp_path, warnings):
+    """Also a training loop without Trainer, and loading what was saved before."""
+    build = TnnForCausalLM if causal else TnnForMaskedLM
+    model = seeded(build, tiny_config(**UNCONSTRAINED, causal=causal))
+    model.train().eval()
+    assert warnings() == []
+    model.train()
+    with torch.no_grad():
+        model.model.layers[0].gtu.tno.denominator[:, 0] = 2
+    model.eval().train().eval()
+    assert len(warnings()) == 1
+    model.save_pretrained(tmp_path)
+    build.from_pretrained(tmp_path)
+    assert len(warnings()) == 2
+
+
+@pytest.mark.parametrize("rate", [3e-3, 8e-3, 3e-2])
+def test_default_rtf_generates_after_training(rate, tmp_path, warnings):
+    """What a user gets who names nothing but the operator: poles stay inside, and the cache gives the same tokens."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "rtf_state_size": 16, "max_position_embeddings": 64}
+    model = seeded(TnnForCausalLM, TnnConfig(vocab_size=99, tno_type="rtf", eos_token_id=None, **sizes))
+    train(model, [], tmp_path, steps=60, learning_rate=rate, lr_scheduler_type="constant", save_strategy="no")
+    model.eval()
+    radii = [spectral_radius(layer.gtu.tno.denominators()).max().item() for layer in model.model.layers]
+    assert warnings() == [] and max(radii) < 1
+    prompt, options = torch.arange(2, 9)[None], {"max_new_tokens": 300, "do_sample": False}
+    assert torch.equal(model.generate(prompt, **options), model.generate(prompt, use_cache=False, **options))
+
+
+def test_old_folders_keep_what_their_configuration_says(tmp_path):
+    """Those of before the constraint was the default; whatever else is overridden at load."""
+    model_with_pole(0.9).save_pretrained(tmp_path)
+    assert '"rtf_constraint": null' in (tmp_path / "config.json").read_text()
+    for options in ({}, {"max_position_embeddings": 128}):
+        config = TnnConfig.from_pretrained(tmp_path, **options)
+        assert (config.rtf_constraint, config.rtf_initializer) == (None, "zeros")
+    assert TnnConfig(tno_type="rtf").rtf_constraint == "l1_montel"
+
+
+def test_long_prompts_need_no_state(monkeypatch):
+    """A pass over a long text has its result with poles outside too, and only its continuation ends in an error."""
+    monkeypatch.setattr(companion, "LONG_PROMPT", 16)
+    model = model_with_pole(1.25, max_position_embeddings=256)
+    ids = torch.arange(90)[None]
+    with torch.inference_mode():
+        output = model(ids, use_cache=True)
+        assert torch.equal(output.logits, model(ids, use_cache=False).logits)
+        with pytest.raises(DivergenceError, match=r"Layer 1, channel \d+: a pole of radius 1.25"):
+            model(ids[:, :1], **{CACHE: output[CACHE]})
 
 
 def test_trainer_projects_on_an_accelerator(tmp_path, monkeypatch):
@@ -151,13 +228,13 @@ def test_trainer_projects_on_an_accelerator(tmp_path, monkeypatch):
     steps = []
     monkeypatch.setattr(stability, "is_on_host", lambda tensor: False)
     monkeypatch.setattr(stability, "project_poles", lambda model, radius: steps.append(radius))
-    train(model_with_pole(1.25), PoleCallback(max_radius=0.95, every=3), tmp_path)
+    train(model_with_pole(1.25), [PoleCallback(max_radius=0.95, every=3)], tmp_path)
     assert steps == [0.95] * 2, "after steps 3 and 4"
 
 
 def test_trainer_projects(tmp_path):
     model = model_with_pole(1.25)
-    train(model, PoleCallback(max_radius=0.95), tmp_path)
+    train(model, [PoleCallback(max_radius=0.95)], tmp_path)
     model.eval()
     assert find_unstable(model, 0.9501) == []
     assert spectral_radius(model.model.layers[1].gtu.tno.denominator[3:4]).item() > 0.9

@@ -10,7 +10,7 @@ import torch
 from datasets import Dataset
 from scipy import stats
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from helpers.models import exhaustive, lively_language_model, tiny_config
@@ -69,6 +69,24 @@ def test_definition(name, stride, tokens_per_pass, folder):
             result = scoring.evaluate(model, ids, length, stride, tokens_per_pass)
             loss, count = direct(model, tokens, length, stride)
             assert result["tokens"] == count == tokens - 1 and result["loss"] == pytest.approx(loss, rel=1e-5)
+
+
+def test_poles_outside_the_unit_circle(folder, tmp_path, capsys):
+    """A convolution needs no state: lengths are evaluated in parts or at once, and those that overflow are named."""
+    tokens = AutoTokenizer.from_pretrained(folder / "tnn")
+    fields = {"tno_type": "rtf", "rtf_constraint": None, "rtf_initializer": "zeros"}
+    model = lively_language_model(vocab_size=300, **fields).float()
+    with torch.no_grad():
+        operator = model.model.layers[0].gtu.tno
+        operator.denominator[:, 0] = -1.3  # a pole of radius 1.3
+        operator.numerator.normal_()
+    for one in (model, tokens):
+        one.save_pretrained(tmp_path / "rtf")
+    options = ["--validation_file", folder / "text.txt", "--tokens_per_pass", 10, "--lengths", 32, 48, 600]
+    run_script("evaluate_lm", "--model_name_or_path", tmp_path / "rtf", *options, "--output_dir", tmp_path / "out")
+    found = json.loads((tmp_path / "out" / "all_results.json").read_text())["results"]
+    assert [(one["length"], math.isfinite(one["loss"])) for one in found] == [(32, True), (48, True)]
+    assert "length 600 is left out, because the loss is not finite. Kernels of RTF overflow" in capsys.readouterr().err
 
 
 def test_a_model_without_context_has_one_loss(folder):

@@ -153,7 +153,7 @@ def test_weight_decay_is_for_matrices(tmp_path):
     assert {parameter.ndim for parameter in decayed["params"]} == {2}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     plain = [names[id(parameter)] for parameter in plain["params"]]
-    assert all("bias" in name or "norm" in name or name.endswith("tno.direct") for name in plain), plain
+    assert all("bias" in name or "norm" in name or name.endswith(("tno.direct", "tno.slack")) for name in plain), plain
     assert len(plain) + len(decayed["params"]) == len(names)
 
 
@@ -250,11 +250,14 @@ def test_lowercase(options, tmp_path):
     assert tokenizer.decode(tokenizer("The Fox")["input_ids"]) == "the fox"
 
 
-def test_poles_are_kept_inside(options, tmp_path):
-    """With rates that drive them out; without the option they are named, which is all that changes."""
-    options += ["--config_overrides", "tno_type=rtf,rtf_initializer=xavier", "--learning_rate", 0.3]
+def test_poles_are_kept_inside(options, tmp_path, caplog):
+    """With rates that drive them out; without the option they are named, and no cached generation is suggested."""
+    caplog.set_level("INFO")
+    options += ["--config_overrides", "tno_type=rtf,rtf_constraint=null,rtf_initializer=xavier", "--learning_rate", 0.3]
     run_script("pretrain", *options, "--max_pole_radius", 0.9, "--output_dir", tmp_path / "inside")
+    assert "The training ended with poles outside" not in caplog.text and "--use_cache false" not in caplog.text
     run_script("pretrain", *options)
+    assert "The training ended with poles outside" in caplog.text and "--use_cache false" in caplog.text
     model, other = (AutoModelForCausalLM.from_pretrained(tmp_path / folder) for folder in ("inside", "out"))
     assert find_unstable(other) and not find_unstable(model, 0.901)
 
