@@ -13,6 +13,7 @@ Example:
 """
 
 import contextlib
+import copy
 import dataclasses
 import itertools
 import json
@@ -29,6 +30,7 @@ from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     Trainer,
     TrainingArguments,
@@ -50,6 +52,7 @@ from tnn_scripts.common.publishing import open_repository, upload
 from tnn_scripts.common.signals import StopRequested
 from tnn_scripts.common.tables import ERRORS, format_metric, markdown_table
 from tnn_scripts.common.trainer import output_folder, train
+from tnn_scripts.data.class_labels import outputs_of_classes
 from tnn_scripts.data.glue import TASKS, TaskData, load_files, load_task, tokenize_task
 from tnn_scripts.data.glue_metrics import load_metric, main_metric
 from tnn_scripts.data.vocabulary import check_vocabulary
@@ -124,7 +127,6 @@ class Task:
         self.data, self.args = data, args
         self.name = data.name or "files"
         regression = data.label_names is None
-        self.num_labels = 1 if regression else len(data.label_names)
         self.metric = load_metric(data.name, regression)
         self.main_metric = main_metric(data.name, regression)
         self.tokenizer = AutoTokenizer.from_pretrained(
@@ -137,39 +139,86 @@ class Task:
         ):
             for name in names if limit is not None else []:
                 data.splits[name] = data.splits[name].select(range(min(limit, len(data.splits[name]))))
+        self.new_head = False
+        self.config = self.build_config()
         self.splits = tokenize_task(data, self.tokenizer, args.max_seq_length, args.pad_to_max_length)
 
-    def build_model(self) -> PreTrainedModel:
-        """The model: a new head on the pretrained weights, or on random ones."""
-        source, code = self.args.model_name_or_path, {"trust_remote_code": self.args.trust_remote_code}
-        config = AutoConfig.from_pretrained(source, num_labels=self.num_labels, **code)
-        config.update(parse_overrides(self.args.config_overrides, config))
+    def build_config(self) -> PreTrainedConfig:
+        """The configuration of the model. The labels of the data become numbers of its outputs.
+
+        Raises:
+            ValueError: the model is a classifier of other classes.
+        """
+        source, args, names = self.args.model_name_or_path, self.args, self.data.label_names
+        config = AutoConfig.from_pretrained(source, trust_remote_code=args.trust_remote_code)
+        config.update(parse_overrides(args.config_overrides, config))
         check_vocabulary(self.tokenizer, config.vocab_size)
-        config.problem_type = "regression" if self.data.label_names is None else "single_label_classification"
-        config.pad_token_id = self.tokenizer.pad_token_id
-        if self.data.label_names is not None:
-            config.id2label = dict(enumerate(self.data.label_names))
+        self.outputs, given = list(range(len(names or []))), None
+        if names is None:
+            config.num_labels = 1
+        elif not args.from_scratch:
+            try:
+                given = outputs_of_classes(config, names, source, some=self.data.name is None)
+            except ValueError:
+                if not args.ignore_mismatched_sizes:
+                    raise
+                self.new_head = True
+        if given is not None:
+            self.outputs = given
+            self.data.relabel(dict(enumerate(given)) | {-1: -1})
+        elif names is not None:
+            config.id2label = dict(enumerate(names))
             config.label2id = {name: index for index, name in config.id2label.items()}
-        if self.args.from_scratch:
+        config.problem_type = "regression" if names is None else "single_label_classification"
+        config.pad_token_id = self.tokenizer.pad_token_id
+        return config
+
+    def build_model(self) -> PreTrainedModel:
+        """The model: a new head on the pretrained weights, its own head, or random weights."""
+        args, config = self.args, copy.deepcopy(self.config)
+        code = {"trust_remote_code": args.trust_remote_code}
+        if args.from_scratch:
             return AutoModelForSequenceClassification.from_config(config, **code)
-        code |= {"ignore_mismatched_sizes": self.args.ignore_mismatched_sizes}
-        return AutoModelForSequenceClassification.from_pretrained(source, config=config, **code)
+        code |= {"ignore_mismatched_sizes": args.ignore_mismatched_sizes}
+        model = AutoModelForSequenceClassification.from_pretrained(args.model_name_or_path, config=config, **code)
+        if self.new_head:  # transformers draws one only if its size is another
+            loaded, model = model, type(model)(config).to(model.dtype)
+            setattr(model, model.base_model_prefix, loaded.base_model)
+        return model
 
     def predictions(self, logits: np.ndarray) -> np.ndarray:
-        """The predicted classes or values `(N,)` from logits `(N, C)`, or from outputs that begin with them."""
-        logits = logits[0] if isinstance(logits, tuple) else logits
-        return logits[:, 0] if self.data.label_names is None else logits.argmax(axis=1)
+        """The predicted classes of the data or values `(N,)`, from logits `(N, C)` or outputs that begin with them."""
+        logits = _logits(logits)
+        return logits[:, 0] if self.data.label_names is None else self.classes(logits.argmax(axis=1))
+
+    def classes(self, outputs: np.ndarray) -> np.ndarray:
+        """The classes of the data for numbers of outputs, -1 for an output that is none of them. Values stay."""
+        if self.data.label_names is None:
+            return np.asarray(outputs)
+        found = {output: number for number, output in enumerate(self.outputs)}
+        return np.array([found.get(int(output), -1) for output in outputs])
+
+    def shown(self, logits: np.ndarray) -> list[str]:
+        """What is written of each row: the value, or the name of its class as in the data, or else as in the model."""
+        if self.data.label_names is None:
+            return [f"{value:.3f}" for value in self.predictions(logits)]
+        names = self.config.id2label | dict(zip(self.outputs, self.data.label_names, strict=True))
+        return [names[output] for output in _logits(logits).argmax(axis=1)]
 
     def compute_metrics(self, evaluated) -> dict[str, float]:
-        return self.metric(self.predictions(evaluated.predictions), evaluated.label_ids)
+        return self.metric(self.predictions(evaluated.predictions), self.classes(evaluated.label_ids))
 
     def majority(self) -> float | None:
         """The main metric of a model that always answers the most frequent class of the training data."""
         if self.data.label_names is None:
             return None
-        references = np.array(self.splits[self.data.validation_splits[0]]["label"])
-        answer = statistics.mode(self.splits["train"]["label"])
+        references = self.classes(self.splits[self.data.validation_splits[0]]["label"])
+        answer = statistics.mode(self.classes(self.splits["train"]["label"]).tolist())
         return self.metric(np.full_like(references, answer), references)[self.main_metric]
+
+
+def _logits(outputs: np.ndarray | tuple) -> np.ndarray:
+    return outputs[0] if isinstance(outputs, tuple) else outputs
 
 
 def run(task: Task, training: TrainingArguments, keep: bool = False) -> tuple[Trainer, dict]:
@@ -225,9 +274,8 @@ def write_predictions(trainer: Trainer, task: Task, split: str):
     """Write `predict_results_TASK.txt` in the format of run_glue.py."""
     rows = task.splits[split]
     columns = [name for name in rows.column_names if name != "label"]
-    predictions = task.predictions(trainer.predict(rows.select_columns(columns)).predictions)
-    names = task.data.label_names
-    shown = [f"{value:.3f}" if names is None else names[value] for value in predictions]
+    logits = trainer.predict(rows.select_columns(columns)).predictions
+    shown = task.shown(logits)
     lines = [f"{index}\t{value}" for index, value in enumerate(shown)]
     if trainer.is_world_process_zero():
         file = Path(trainer.args.output_dir) / f"predict_results_{task.name}{split.removeprefix('test')}.txt"

@@ -20,6 +20,17 @@ TASKS = {
     "stsb": ("sentence1", "sentence2"),
     "wnli": ("sentence1", "sentence2"),
 }
+# The names of the classes, in the order of their numbers; STS-B has values.
+CLASSES = {
+    "cola": ("unacceptable", "acceptable"),
+    "mnli": ("entailment", "neutral", "contradiction"),
+    "mrpc": ("not_equivalent", "equivalent"),
+    "qnli": ("entailment", "not_entailment"),
+    "qqp": ("not_duplicate", "duplicate"),
+    "rte": ("entailment", "not_entailment"),
+    "sst2": ("negative", "positive"),
+    "wnli": ("not_entailment", "entailment"),
+}
 HUB_NAME = "nyu-mll/glue"
 # Columns of files that are never sentences.
 NO_SENTENCES = ("label", "idx", "id")
@@ -40,6 +51,21 @@ class TaskData:
     splits: DatasetDict
     text_columns: tuple[str, ...]
     label_names: list[str] | None
+
+    def relabel(self, numbers: dict):
+        """Replace labels by numbers, those of rows without a label by -1, as in the test splits of GLUE.
+
+        Raises:
+            ValueError: a label is not among them.
+        """
+        for split, rows in self.splits.items():
+            given = rows["label"] if "label" in rows.column_names else [None] * len(rows)
+            wrong = next((label for label in given if label not in (*numbers, None)), None)
+            if wrong is not None:
+                raise ValueError(f"A label must be one of those in the training file, {list(numbers)}, got {wrong!r}")
+            column = [numbers.get(label, -1) for label in given]
+            kept = [name for name in rows.column_names if name != "label"]
+            self.splits[split] = rows.select_columns(kept).add_column("label", column)
 
     @property
     def validation_splits(self) -> list[str]:
@@ -63,9 +89,15 @@ def load_task(name: str, path: str | None = None) -> TaskData:
         raise ValueError(f"{name} must have the splits train and validation, got {', '.join(splits)}")
     _check_columns(name, data)
     label = splits["train"].features["label"]
-    if name != "stsb":
-        names = label.names if isinstance(label, ClassLabel) else sorted(set(splits["train"]["label"]))
+    if isinstance(label, ClassLabel):
+        data.label_names = list(label.names)
+    elif name != "stsb":  # a copy without names, or with names in place of numbers
+        found, known = set(splits["train"]["label"]), list(CLASSES[name])
+        numbered = found <= set(range(len(known)))
+        names = known if numbered or found <= set(known) else sorted(found)
         data.label_names = list(map(str, names))
+        given = range(len(names)) if numbered else names
+        data.relabel({label: number for number, label in enumerate(given)} | {-1: -1})
     return data
 
 
@@ -101,11 +133,7 @@ def load_files(train: str, validation: str, test: str | None = None, sentence_ke
         if len(names) < 2:
             raise ValueError(f"The labels of {train} must have at least two classes, got {names[0]!r} alone")
         data.label_names = list(map(str, names))
-        for split, rows in splits.items():
-            given = rows["label"] if "label" in rows.column_names else [None] * len(rows)
-            indices = [_index(names, label) for label in given]
-            kept = [name for name in rows.column_names if name != "label"]
-            data.splits[split] = rows.select_columns(kept).add_column("label", indices)
+        data.relabel({label: number for number, label in enumerate(names)})
     return data
 
 
@@ -181,10 +209,3 @@ def _are_values(splits: DatasetDict) -> bool:
         found = ", ".join(f"{kinds[split]} in the {split} file" for split in are_values)
         raise ValueError(f"Labels must be classes or values in all files, got {found}")
     return are_values["train"]
-
-
-def _index(names: list, label) -> int:
-    """The index of a label, or -1 without a label, as in the test splits of GLUE."""
-    if label is not None and label not in names:
-        raise ValueError(f"A label must be one of those in the training file, {names}, got {label!r}")
-    return -1 if label is None else names.index(label)

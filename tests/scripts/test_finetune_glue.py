@@ -3,11 +3,14 @@
 import json
 import math
 import re
+import shutil
 
 import numpy as np
 import pytest
+import torch
 from datasets import Dataset, DatasetDict
 from transformers import (
+    AutoConfig,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -388,3 +391,110 @@ def test_a_new_head_for_other_classes(encoder, glue, tmp_path):
     options = [*glue_options(tmp_path / "two", tmp_path / "three", *files), "--ignore_mismatched_sizes"]
     run_script("finetune_glue", *options)
     assert AutoModelForSequenceClassification.from_pretrained(tmp_path / "three").config.num_labels == 3
+
+
+def write_rows(file, texts: list[str], labels: list):
+    rows = Dataset.from_dict({"sentence": texts, "label": labels})
+    rows.to_csv(str(file)) if file.suffix == ".csv" else rows.to_json(str(file))
+
+
+@pytest.fixture(scope="module")
+def exchanged(encoder, glue, tmp_path_factory):
+    """A trained classifier of the films whose outputs are in another order than the classes of the data."""
+    folder = tmp_path_factory.mktemp("exchanged")
+    run_script("finetune_glue", *glue_options(encoder, folder, "--task_name", "sst2", "--dataset_path", glue))
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    for parameter in (model.classifier.out_proj.weight, model.classifier.out_proj.bias):
+        parameter.data = parameter.data.flip(0)
+    model.config.id2label, model.config.label2id = {0: "positive", 1: "negative"}, {"positive": 0, "negative": 1}
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "kind, labels, fields",
+    [
+        ("task", None, {}),
+        ("csv", ["negative", "positive"], {}),
+        ("json", ["Negative", "POSITIVE"], {}),
+        ("json", [1, 0], {}),  # the outputs themselves
+        ("csv", ["negative", "positive"], {"id2label": {0: "LABEL_0", 1: "LABEL_1"}}),  # names in label2id alone
+        ("json", ["LABEL_1", "LABEL_0"], {"id2label": None, "label2id": None}),
+    ],
+)
+def test_a_trained_classifier_keeps_its_labels(kind, labels, fields, exchanged, glue, tmp_path):
+    """In evaluation, prediction and further training, classes of the data are those of the same name."""
+    model, sentences = tmp_path / "model", rows(20, seed=20)
+    shutil.copytree(exchanged, model)
+    saved = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(saved | fields))
+    if kind == "task":
+        data, labels = ["--task_name", "sst2", "--dataset_path", glue], ["negative", "positive"]
+    else:
+        for split in ("train", "validation", "test"):
+            named = [labels[label] for label in sentences["label"]]
+            write_rows(tmp_path / f"{split}.{kind}", sentences["sentence"], named)
+        data = [part for split in ("train", "validation", "test")
+                for part in (f"--{split}_file", tmp_path / f"{split}.{kind}")]  # fmt: skip
+    given = ["--model_name_or_path", model, "--output_dir", tmp_path / "out", "--report_to", "none", *data]
+    run_script("finetune_glue", *given, "--do_eval", "--do_predict")
+    assert json.loads((tmp_path / "out" / "all_results.json").read_text())["eval_accuracy"] > 0.9
+    (file,) = (tmp_path / "out").glob("predict_results_*.txt")
+    predicted = [line.split("\t")[1] for line in file.read_text().splitlines()[1:]]
+    assert (
+        np.mean([name == str(labels[label]) for name, label in zip(predicted, sentences["label"], strict=True)]) > 0.9
+    )
+    run_script("finetune_glue", *given, "--do_train", "--do_eval", "--max_steps", 1, "--learning_rate", 1e-9)
+    assert json.loads((tmp_path / "out" / "all_results.json").read_text())["eval_accuracy"] > 0.9
+    own = AutoConfig.from_pretrained(model)
+    assert AutoConfig.from_pretrained(tmp_path / "out").id2label == own.id2label
+
+
+@pytest.mark.parametrize(
+    "labels, fields, message",
+    [
+        (
+            ["bad", "good"],
+            {},
+            "labels must be classes of .*, positive, negative, got bad, good. .*--ignore_mismatched",
+        ),
+        ([1, 2], {}, "labels must be classes of .*, positive, negative, got 1, 2"),
+        ([0, 1], {"id2label": {0: "1", 1: "2"}, "label2id": {"1": 0, "2": 1}}, "classes of .*, 1, 2, got 0, 1"),
+        (
+            ["negative", "positive"],
+            {"label2id": {"negative": 0, "positive": 1}},
+            "id2label and label2id of .* must agr",
+        ),
+    ],
+)
+def test_labels_of_another_classifier_are_refused(labels, fields, message, exchanged, tmp_path):
+    model, sentences = tmp_path / "model", rows(8)
+    shutil.copytree(exchanged, model)
+    saved = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(saved | fields))
+    write_rows(tmp_path / "rows.csv", sentences["sentence"], [labels[label] for label in sentences["label"]])
+    files = ["--train_file", tmp_path / "rows.csv", "--validation_file", tmp_path / "rows.csv"]
+    given = ["--model_name_or_path", model, "--output_dir", tmp_path / "out", "--report_to", "none", *files]
+    with pytest.raises(SystemExit, match=message):
+        run_script("finetune_glue", *given, "--do_eval")
+    if not fields:  # of the same size, which transformers would keep
+        run_script("finetune_glue", *given, "--do_train", "--max_steps", 1, "--learning_rate", 1e-9,
+                   "--ignore_mismatched_sizes")  # fmt: skip
+        heads = [AutoModelForSequenceClassification.from_pretrained(f) for f in (model, tmp_path / "out")]
+        old, new = (head.classifier.out_proj.weight for head in heads)
+        assert (old - new).abs().max() > 1e-3 and heads[1].config.id2label == {0: str(labels[0]), 1: str(labels[1])}
+        torch.testing.assert_close(*(head.model.layers[0].gtu.u_proj.weight for head in heads))
+
+
+@pytest.mark.parametrize("labels", [[0, 1], ["not_equivalent", "equivalent"], ["equivalent", "not_equivalent"]])
+def test_a_copy_of_a_task_without_names_of_classes(labels, tmp_path):
+    """Its numbers are GLUE's; names are those of GLUE in the order of their numbers, which F1 of MRPC depends on."""
+    pairs = {"sentence1": ["a", "b"], "sentence2": ["a", "b"], "label": labels}
+    files = [{"split": split, "path": f"{split}.json"} for split in ("train", "validation")]
+    for split in ("train", "validation"):
+        Dataset.from_dict(pairs).to_json(str(tmp_path / f"{split}.json"))
+    known = {"configs": [{"config_name": "mrpc", "data_files": files}]}
+    (tmp_path / "README.md").write_text(f"---\n{json.dumps(known)}\n---\n")
+    data = load_task("mrpc", str(tmp_path))
+    assert data.label_names == ["not_equivalent", "equivalent"]
+    assert data.splits["train"]["label"][:] == ([1, 0] if labels[0] == "equivalent" else [0, 1])
