@@ -184,6 +184,9 @@ def test_fields_that_ask_for_something(client, service, fields):
         client.chat.completions.create(model=service.name, messages=messages, extra_body=fields)
 
 
+JSON = {"Content-Type": "application/json"}
+
+
 @pytest.mark.parametrize("route", ["completions", "chat/completions"])
 @pytest.mark.parametrize(
     "fields",
@@ -206,9 +209,9 @@ def test_lone_surrogates(service, route, fields):
     """They are no text: status 400, in values and in names."""
     body = {"model": service.name, "prompt": PROMPT, "messages": [{"role": "user", "content": PROMPT}]}
     body.pop("messages" if route == "completions" else "prompt")
-    answer = httpx.post(f"{service.url}/v1/{route}", content=json.dumps(body | fields).encode())
+    answer = httpx.post(f"{service.url}/v1/{route}", content=json.dumps(body | fields), headers=JSON)
     assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error"
-    answer = httpx.post(f"{service.url}/load_model", content=json.dumps({"model": "\ud800"}))
+    answer = httpx.post(f"{service.url}/load_model", content=json.dumps({"model": "\ud800"}), headers=JSON)
     assert answer.status_code == 400
 
 
