@@ -10,6 +10,7 @@ Example:
 """
 
 import logging
+import os
 from dataclasses import dataclass, field
 
 from tnn_scripts.common.errors import report_errors
@@ -21,6 +22,9 @@ from tnn_scripts.common.parser import ProgramParser, check_counts
 from tnn_scripts.common.served import check_address, load_causal, name_of
 
 logger = logging.getLogger("api")
+
+# The variable with the key, which other users of the machine cannot see.
+KEY = "TNN_API_KEY"
 
 
 def option(default, text: str):
@@ -39,6 +43,11 @@ class ApiArguments:
     max_prompt_tokens: int = option(8192, "Most tokens of a prompt; a request with more gets status 400.")
     max_new_tokens: int = 1000
     max_body_bytes: int = option(2**20, "Most bytes of the body of a request; one with more gets status 413.")
+    max_seconds: int = option(600, "Most seconds until a request is answered; one that takes more gets status 504.")
+    read_seconds: int = option(30, "Most seconds that a client may take to send a request, or to read an answer.")
+    drain_seconds: int = option(10, "Seconds that running requests may take after Ctrl-C or SIGTERM.")
+    max_concurrent: int = option(512, "Most connections that are served at the same time; others get status 503.")
+    api_key: str | None = option(None, "Key that clients must send; the variable TNN_API_KEY unless given.")
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 for every address of this machine.")
     port: int = option(8000, "Port to listen on.")
     dtype: str = "auto"
@@ -48,6 +57,19 @@ class ApiArguments:
         check_model_path(self.model_name_or_path, tokenizer=True)
         check_counts(self, "max_batch_size", "max_waiting", "memory_limit", "prefill_tokens")
         check_counts(self, "max_prompt_tokens", "max_new_tokens", "max_body_bytes")
+        check_counts(self, "max_seconds", "read_seconds", "drain_seconds", "max_concurrent")
+
+
+def key_of(args: ApiArguments) -> str | None:
+    """The key that clients must send.
+
+    Raises:
+        ValueError: it cannot be sent in a header, or is empty.
+    """
+    name, key = ("--api_key", args.api_key) if args.api_key is not None else (KEY, os.environ.get(KEY))
+    if key is not None and not (key.isascii() and key.isprintable() and key.strip() == key != ""):
+        raise ValueError(f"{name} must be ASCII characters without spaces around them, got {len(key)} characters")
+    return key
 
 
 def serve(args: ApiArguments):
@@ -59,15 +81,17 @@ def serve(args: ApiArguments):
         UserError: the address cannot.
     """
     try:
-        import uvicorn
-
         from tnn_scripts.serving.app import Limits, Service, build_app
         from tnn_scripts.serving.engine import Engine
+        from tnn_scripts.serving.server import Server
     except ImportError as error:
         raise ImportError(f'the API needs more packages ({error}): pip install "modeling-tnn[api]"') from error
     check_address(args.host, args.port)
+    key = key_of(args)
     model, tokenizer = load_causal(args.model_name_or_path, args.dtype, args.device)
-    limits = Limits(args.max_prompt_tokens, args.max_new_tokens, args.max_body_bytes)
+    limits = Limits(
+        args.max_prompt_tokens, args.max_new_tokens, args.max_body_bytes, args.read_seconds, args.max_seconds
+    )
     engine = Engine(
         model,
         max_batch_size=args.max_batch_size,
@@ -77,9 +101,12 @@ def serve(args: ApiArguments):
     )
     service = Service(name_of(args.model_name_or_path), engine, tokenizer, limits)
     logger.info("serving %s at http://%s:%d/v1; Ctrl-C ends it", service.name, args.host, args.port)
-    settings = {"log_level": "warning", "timeout_graceful_shutdown": 3}
+    if key is None and args.host not in ("127.0.0.1", "::1", "localhost"):
+        logger.warning("--host %s opens the server to others, without a key (--api_key)", args.host)
+    times = {"read_seconds": args.read_seconds, "drain_seconds": args.drain_seconds}
+    app = build_app(service, key)
     try:
-        uvicorn.Server(uvicorn.Config(build_app(service), args.host, args.port, **settings)).run()
+        Server(app, args.host, args.port, engine.close, max_concurrent=args.max_concurrent, **times).run()
     finally:
         engine.close()
 

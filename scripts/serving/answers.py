@@ -5,7 +5,7 @@ import time
 import uuid
 from collections.abc import Iterable
 
-from tnn_scripts.serving.errors import content
+from tnn_scripts.serving.errors import ApiError
 from tnn_scripts.serving.text import Text
 
 
@@ -66,6 +66,8 @@ def event(data: dict | str) -> str:
     return f"data: {data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)}\n\n"
 
 
-def failure(error: Exception) -> dict:
-    """An event for an error after the stream has begun."""
-    return content(500, f"The text was not finished: {type(error).__name__}.")
+def failure(error: Exception) -> ApiError:
+    """The error of a text, as its client gets it."""
+    return (
+        error if isinstance(error, ApiError) else ApiError(500, f"The text was not finished: {type(error).__name__}.")
+    )

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from modeling_tnn.batching import QueueFullError
 from tnn_scripts.serving.answers import Form, event, failure
 from tnn_scripts.serving.engine import Engine
-from tnn_scripts.serving.errors import ApiError, BodyLimit, handle
+from tnn_scripts.serving.errors import ApiError, ApiKey, BodyLimit, handle
 from tnn_scripts.serving.metrics import CountResponses, Metrics
 from tnn_scripts.serving.schema import Body, ChatBody, CompletionBody, LoadBody
 from tnn_scripts.serving.text import Text
@@ -31,11 +31,18 @@ GONE = 499
 
 @dataclass(frozen=True)
 class Limits:
-    """What a request may ask for: tokens of a prompt and of a text, bytes of a body."""
+    """What a request may ask for: tokens of a prompt and of a text, bytes of a body, and seconds.
+
+    Attributes:
+        read_seconds: for the body to come.
+        max_seconds: from then to the end of all texts.
+    """
 
     max_prompt_tokens: int = 8192
     max_new_tokens: int = 1000
     max_body_bytes: int = 2**20
+    read_seconds: float = 30
+    max_seconds: float = 600
 
 
 class Service:
@@ -79,12 +86,23 @@ class Service:
         ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return self.tokens(ids)
 
+    def check_engine(self):
+        """Refuse texts that nobody would write.
+
+        Raises:
+            ApiError: the thread that writes has ended.
+        """
+        if not self.engine.is_alive:
+            raise ApiError(503, "The thread that writes has ended; the log of the server has the reason.")
+
     def submit(self, body: Body, prompts: list[list[int]], texts: list[Text]):
         """Queue the texts, as many for each prompt.
 
         Raises:
-            ApiError: more is asked for than the server gives, or the queue is full. No text is left in it.
+            ApiError: more is asked for than the server gives, the queue is full, or nothing is written any more. No
+                text is left in it.
         """
+        self.check_engine()
         most = body.most_tokens() or self.limits.max_new_tokens
         if most > self.limits.max_new_tokens:
             message = f"`max_tokens` must be at most {self.limits.max_new_tokens:,}, got {most:,}"
@@ -102,6 +120,12 @@ class Service:
             if isinstance(error, ValueError):
                 raise ApiError(400, str(error)) from error
             raise
+
+    def end_late(self, texts: list[Text]):
+        """End the texts that have not ended: their time is over."""
+        for text in texts:
+            text.is_late = True
+            self.engine.cancel(text.request)
 
     def leave(self, texts: list[Text]):
         """End the texts that have not ended, and count all."""
@@ -145,16 +169,22 @@ async def answer(service: Service, request: Request, body: Body, prompts: list[l
     ]
     form, read = Form(service.name, isinstance(body, ChatBody)), sum(map(len, prompts))
     await run_in_threadpool(service.submit, body, prompts, texts)
+    timer = asyncio.get_running_loop().call_later(service.limits.max_seconds, service.end_late, texts)
+
+    def leave():
+        timer.cancel()
+        service.leave(texts)
+
     if body.stream:
         with_usage = body.stream_options is not None and body.stream_options.include_usage
-        return EventStream(events(texts, news, form, read if with_usage else None), lambda: service.leave(texts))
+        return EventStream(events(texts, news, form, read if with_usage else None), leave)
     try:
         if not await finished(texts, news, request):
             return Response(status_code=GONE)
     finally:
-        service.leave(texts)
-    for error in filter(None, (text.request.error for text in texts)):
-        raise ApiError(500, f"The text was not finished: {type(error).__name__}.")
+        leave()
+    for error in filter(None, (text.error for text in texts)):
+        raise failure(error)
     return JSONResponse(form.whole(texts, read))
 
 
@@ -189,8 +219,8 @@ async def events(texts: list[Text], news: asyncio.Queue, form: Form, read: int |
             continue
         if text.is_done:
             open_texts.remove(text)
-        if text.is_done and text.request.error is not None:
-            yield event(failure(text.request.error))
+        if text.is_done and text.error is not None:
+            yield event(failure(text.error).content())
         elif (piece := text.take()) or text.is_done:
             yield event(form.piece(text, piece))
     if read is not None:
@@ -198,12 +228,14 @@ async def events(texts: list[Text], news: asyncio.Queue, form: Form, read: int |
     yield event("[DONE]")
 
 
-def build_app(service: Service) -> FastAPI:
-    """The application with all routes."""
+def build_app(service: Service, api_key: str | None = None) -> FastAPI:
+    """The application with all routes, for those who have the key if there is one."""
     app = FastAPI(title=f"{service.name}, a Toeplitz neural network", docs_url=None, redoc_url=None)
     handle(app)
 
-    app.add_middleware(BodyLimit, most=service.limits.max_body_bytes)
+    app.add_middleware(BodyLimit, most=service.limits.max_body_bytes, seconds=service.limits.read_seconds)
+    if api_key is not None:
+        app.add_middleware(ApiKey, key=api_key)
     app.add_middleware(CountResponses, metrics=service.metrics)
 
     def check_model(name: str):
@@ -244,8 +276,7 @@ def build_app(service: Service) -> FastAPI:
 
     @app.get("/health")
     async def health():
-        if not service.engine.is_alive:
-            raise ApiError(503, "The thread that writes has ended; the log of the server has the reason.")
+        service.check_engine()
         return {"status": "ok"}
 
     @app.get("/metrics")

@@ -1,5 +1,7 @@
 """Errors in the form that OpenAI's clients read."""
 
+import asyncio
+import hmac
 from collections.abc import Callable
 
 from fastapi import FastAPI, Request
@@ -8,7 +10,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 # Status -> kind of error.
-KINDS = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
+KINDS = {429: "rate_limit_error", 500: "server_error", 503: "server_error", 504: "server_error"}
 
 
 class ApiError(Exception):
@@ -22,6 +24,15 @@ class ApiError(Exception):
     def __init__(self, status: int, message: str, code: str | None = None, parameter: str | None = None):
         super().__init__(message)
         self.status, self.code, self.parameter = status, code, parameter
+
+    def content(self) -> dict:
+        """The body of the error."""
+        return content(self.status, str(self), self.code, self.parameter)
+
+    def response(self) -> JSONResponse:
+        """The error as a response. OpenAI's clients try again but for what took too long."""
+        headers = {429: {"Retry-After": "1"}, 504: {"X-Should-Retry": "false"}}.get(self.status)
+        return JSONResponse(self.content(), self.status, headers)
 
 
 def content(status: int, message: str, code: str | None = None, parameter: str | None = None) -> dict:
@@ -40,8 +51,7 @@ def handle(app: FastAPI):
     """Answer every error of the routes in this form."""
 
     async def of_api(request: Request, error: ApiError):
-        headers = {"Retry-After": "1"} if error.status == 429 else None
-        return response(error.status, str(error), error.code, error.parameter, headers=headers)
+        return error.response()
 
     async def of_body(request: Request, error: RequestValidationError):
         first = error.errors()[0]
@@ -63,10 +73,10 @@ def handle(app: FastAPI):
 
 
 class BodyLimit:
-    """Middleware that reads at most so many bytes of a body."""
+    """Middleware that reads at most so many bytes of a body, in so many seconds."""
 
-    def __init__(self, app, most: int):
-        self.app, self.most = app, most
+    def __init__(self, app, most: int, seconds: float):
+        self.app, self.most, self.seconds = app, most, seconds
 
     async def __call__(self, scope, receive, send):
         """Answer 413 to a longer body, whether it says its length or comes in chunks."""
@@ -79,12 +89,36 @@ class BodyLimit:
             await refused(scope, receive, send)
             return
 
+        end, is_whole = asyncio.get_running_loop().time() + self.seconds, False
+
         async def counted():
-            nonlocal read
-            message = await receive()
+            nonlocal read, is_whole
+            try:
+                async with asyncio.timeout_at(None if is_whole else end):
+                    message = await receive()
+            except TimeoutError:
+                raise HTTPException(408, f"The body must come within {self.seconds:g} seconds.") from None
             read += len(message.get("body", b""))
+            is_whole = not message.get("more_body", False)
             if read > self.most:
                 raise HTTPException(413, f"The body must have at most {self.most:,} bytes.")  # FastAPI hides others
             return message
 
         await self.app(scope, counted, send)
+
+
+class ApiKey:
+    """Middleware that asks for a key, but for `/health`."""
+
+    def __init__(self, app, key: str):
+        self.app, self.expected = app, f"Bearer {key}".encode()
+
+    async def __call__(self, scope, receive, send):
+        """Answer 401 to who has not the key, before anything is read."""
+        given = dict(scope.get("headers", ())).get(b"authorization", b"")
+        if scope["type"] == "http" and scope["path"] != "/health" and not hmac.compare_digest(given, self.expected):
+            message = "The key must be that of the server, in a header `Authorization: Bearer KEY`."
+            refused = response(401, message, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+            await refused(scope, receive, send)
+            return
+        await self.app(scope, receive, send)

@@ -11,6 +11,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from modeling_tnn.request import Request
 from tnn_scripts.common.pieces import Pieces
+from tnn_scripts.serving.errors import ApiError
 
 
 class Text(BaseStreamer, StoppingCriteria):
@@ -28,6 +29,7 @@ class Text(BaseStreamer, StoppingCriteria):
     Attributes:
         request: that of the scheduler, set by who submits it.
         times: of the beginning, and of each token, in seconds.
+        is_late: whether it has been cancelled because its time was over.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class Text(BaseStreamer, StoppingCriteria):
     ):
         self.index, self.stops = index, stops
         self.request: Request | None = None
+        self.is_late = False
         self.times = [time.perf_counter()]
         added = tokenizer.get_added_vocab() if stops else {}
         self._stop_ids = {added[stop] for stop in stops if stop in added}
@@ -71,6 +74,15 @@ class Text(BaseStreamer, StoppingCriteria):
     def is_done(self) -> bool:
         """Whether the text has ended, and all of it may be taken."""
         return self.request.is_done
+
+    @property
+    def error(self) -> Exception | None:
+        """Why it was not finished, if it was not."""
+        if self.request.reason != "cancelled":
+            return self.request.error
+        if self.is_late:
+            return ApiError(504, "The text was not finished in the time that a request may take.", "timeout")
+        return ApiError(503, "The text was not finished: the server is shutting down.", "shutting_down")
 
     @property
     def finish_reason(self) -> str | None:

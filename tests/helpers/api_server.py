@@ -5,22 +5,25 @@ import threading
 import time
 from pathlib import Path
 
-import uvicorn
-
 from helpers.scripts import free_port
 from tnn_scripts.common.served import load_causal, name_of
 from tnn_scripts.serving.app import Limits, Service, build_app
 from tnn_scripts.serving.engine import Engine
+from tnn_scripts.serving.server import Server
 
 
 @contextlib.contextmanager
-def serving(folder: Path, limits: Limits | None = None, **settings):
+def serving(
+    folder: Path, limits: Limits | None = None, server: dict | None = None, key: str | None = None, **settings
+):
     """The service of the model in `folder`, with its `url`; `settings` are those of the scheduler."""
     model, tokenizer = load_causal(str(folder), "auto", "cpu")
     service = Service(name_of(str(folder)), Engine(model, **settings), tokenizer, limits or Limits())
     port = free_port()
-    config = uvicorn.Config(build_app(service), "127.0.0.1", port, log_level="error", timeout_graceful_shutdown=1)
-    server = uvicorn.Server(config)
+    server = Server(
+        build_app(service, key), "127.0.0.1", port, service.engine.close, **{"drain_seconds": 1} | (server or {})
+    )
+    service.server = server
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:

@@ -1,0 +1,256 @@
+"""What a server of the API promises: its key, limits of connections and of time, one line in its log, a drain."""
+
+import errno
+import json
+import resource
+import signal
+import socket
+import threading
+import time
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from helpers.scripts import free_port, run, save_model, start_script
+
+openai, httpx = pytest.importorskip("openai"), pytest.importorskip("httpx")
+pytest.importorskip("fastapi"), pytest.importorskip("uvicorn"), pytest.importorskip("prometheus_client")
+
+from helpers.api_server import serving, wait_until_idle  # noqa: E402
+from tnn_scripts.serving.app import Limits  # noqa: E402
+
+LONG = {"prompt": "The quick", "max_tokens": 5000, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("model"), tno_type="rpe")
+
+
+def port_of(service) -> int:
+    return int(service.url.rpartition(":")[2])
+
+
+def is_closed(client: socket.socket, seconds: float = 5) -> bool:
+    """Whether the server closes a connection, without a word, within some seconds."""
+    client.settimeout(seconds)
+    try:
+        return client.recv(1) == b""
+    except ConnectionResetError:
+        return True
+    except TimeoutError:
+        return False
+
+
+def test_a_key(folder):
+    """All routes but /health ask for it, those that are none too; the client of OpenAI sends it."""
+    with serving(folder, key="a secret") as service:
+        assert httpx.get(f"{service.url}/health").status_code == 200
+        for headers in ({}, {"Authorization": "Bearer a"}, {"Authorization": "a secret"}, {"X-Key": "a secret"}):
+            for path in ("/v1/models", "/metrics", "/nowhere", "//health", "/health/"):
+                answer = httpx.get(service.url + path, headers=headers)
+                assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+        with openai.OpenAI(base_url=f"{service.url}/v1", api_key="a secret", max_retries=0) as client:
+            assert client.models.list().data[0].id == service.name
+        with (
+            openai.OpenAI(base_url=f"{service.url}/v1", api_key="other", max_retries=0) as client,
+            pytest.raises(openai.AuthenticationError),
+        ):
+            client.completions.create(model=service.name, prompt="The")
+
+
+@pytest.mark.parametrize("given", ["option", "variable"])
+def test_the_key_of_the_program(folder, given, monkeypatch):
+    """By an option or a variable; one that no client could send, or nobody would notice, is refused."""
+    asked = []
+    monkeypatch.setattr("tnn_scripts.serving.app.build_app", lambda service, key: asked.append(key))
+    monkeypatch.setattr("tnn_scripts.serving.server.Server.run", lambda server: None)
+
+    def serve(key: str, **options):
+        if given == "variable":
+            monkeypatch.setenv("TNN_API_KEY", key)
+        options = ["--api_key", key] if given == "option" else []
+        return run("api.py", "--model_name_or_path", folder, "--port", 0, *options, check=False)
+
+    serve("a secret")
+    assert asked == ["a secret"]
+    for key in ("", "a\nb", "schlüssel", " a"):
+        done = serve(key)
+        name = "--api_key" if given == "option" else "TNN_API_KEY"
+        assert done.returncode == 2 and f"error: {name} must be ASCII characters" in done.stderr
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_time_of_a_request(folder, stream):
+    """It ends with an error, and a client need not try again; nothing runs on."""
+    with serving(folder, Limits(max_new_tokens=5000, max_seconds=1.5)) as service:
+        with httpx.stream(
+            "POST", f"{service.url}/v1/completions", json=LONG | {"model": service.name, "stream": stream}
+        ) as answer:
+            lines = [line for line in answer.iter_lines() if line]
+        if stream:
+            assert lines[-1] == "data: [DONE]" and len(lines) > 2
+            error = json.loads(lines[-2].removeprefix("data: "))["error"]
+        else:
+            assert answer.status_code == 504 and answer.headers["X-Should-Retry"] == "false"
+            error = json.loads(lines[0])["error"]
+        assert error["code"] == "timeout" and error["type"] == "server_error"
+        wait_until_idle(service)
+
+
+@pytest.mark.parametrize(
+    "sent, answered",
+    [
+        (b"", b""),
+        (b"POST /v1/comp", b""),
+        (
+            b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n"
+            b"Content-Type: application/json\r\nContent-Length: 90\r\n\r\n{",
+            b" 408 ",
+        ),
+    ],
+    ids=["nothing", "half a header", "half a body"],
+)
+def test_a_client_that_sends_slowly(folder, sent, answered):
+    """It is disconnected, however it drips."""
+    with (
+        serving(folder, Limits(read_seconds=0.3), {"read_seconds": 0.3}) as service,
+        socket.create_connection(("127.0.0.1", port_of(service))) as client,
+    ):
+        client.sendall(sent)
+        received, is_open, deadline = b"", True, time.monotonic() + 5
+        client.settimeout(0.1)
+        while is_open and time.monotonic() < deadline:
+            try:
+                client.sendall(b"x" if sent else b"")
+                part = client.recv(1000)
+                received, is_open = received + part, bool(part)
+            except TimeoutError:
+                continue
+            except OSError:
+                is_open = False
+        assert not is_open and answered in received
+
+
+def test_a_client_that_does_not_read(folder):
+    """It is disconnected, and its text ends."""
+    with serving(folder, Limits(max_new_tokens=100_000), {"read_seconds": 0.3}) as service:
+        body = LONG | {"model": service.name, "stream": True, "max_tokens": 100_000}
+        with httpx.stream("POST", f"{service.url}/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            (connection,) = service.server.server_state.connections
+            connection.loop.call_soon_threadsafe(
+                connection.pause_writing
+            )  # as when the buffers of the socket are full
+            with pytest.raises(httpx.TransportError):
+                list(lines)
+        wait_until_idle(service)
+
+
+def test_many_connections(folder, caplog):
+    """Above --max_concurrent requests get status 503, above twice as many connections are closed; it logs a line."""
+    with serving(folder, server={"max_concurrent": 8}) as service:
+        address = ("127.0.0.1", port_of(service))
+        clients = [socket.create_connection(address) for _ in range(8)]
+        time.sleep(0.2)
+        assert httpx.get(f"{service.url}/health").status_code == 503
+        clients += [socket.create_connection(address) for _ in range(60)]
+        assert all(map(is_closed, clients[20:]))
+        assert len(service.server.server_state.connections) <= 18
+        for client in clients:
+            client.close()
+        deadline = time.monotonic() + 5
+        while httpx.get(f"{service.url}/health").status_code != 200:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    assert len(caplog.records) == 1 and "--max_concurrent: 8 connections are open" in caplog.text
+
+
+def test_too_many_open_files(folder, caplog):
+    """asyncio tells it once for each waiting connection, each second, with a traceback: the log has a line."""
+    with serving(folder) as service:
+        server = service.server
+        context = {"message": "socket.accept() out of system resource", "exception": OSError(errno.EMFILE, "Too many")}
+        for _ in range(1000):
+            server.report(server._loop, context)
+        assert [record.getMessage() for record in caplog.records] == [
+            "socket.accept() out of system resource: Too many"
+        ]
+        assert not caplog.records[0].exc_info
+        server.report(server._loop, {"message": "a mistake", "exception": ZeroDivisionError()})
+        assert caplog.records[1].exc_info
+
+
+@pytest.mark.parametrize("drain_seconds", [0.2, 60])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_shutdown(folder, drain_seconds, stream, caplog):
+    """Texts end; those that take longer than the drain end with an error that says so. The log stays empty."""
+    tokens = 5000 if drain_seconds < 1 else 300
+    answers = []
+
+    def ask(service):
+        body = LONG | {"model": service.name, "stream": stream, "max_tokens": tokens}
+        answers.append(httpx.post(f"{service.url}/v1/completions", json=body, timeout=60))
+
+    with serving(folder, Limits(max_new_tokens=5000), {"drain_seconds": drain_seconds}) as service:
+        clients = [threading.Thread(target=ask, args=(service,)) for _ in range(3)]
+        for client in clients:
+            client.start()
+        while service.engine.scheduler.num_running < 3:
+            time.sleep(0.01)
+    for client in clients:
+        client.join()
+    for answer in answers:
+        if drain_seconds > 1:
+            assert answer.status_code == 200 and '"length"' in answer.text
+        else:
+            assert answer.status_code == (200 if stream else 503) and "the server is shutting down" in answer.text
+        assert not stream or answer.text.endswith("data: [DONE]\n\n")
+    assert not [record for record in caplog.records if not record.name.startswith("transformers")]
+
+
+@pytest.mark.slow
+def test_a_flood_of_the_program(folder, tmp_path):
+    """With few open files: it answers afterwards, its log is short, and two signals end it while a stream runs."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.save_pretrained(tmp_path)
+    port = free_port()
+    server = start_script(
+        "api", "--model_name_or_path", folder, "--port", port, "--read_seconds", 2, "--max_new_tokens", 100_000,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (90, 90)),
+    )  # fmt: skip
+    url, clients = f"http://127.0.0.1:{port}", []
+    with server:
+        while not is_up(url):
+            assert server.poll() is None
+            time.sleep(0.1)
+        end = time.monotonic() + 10
+        while time.monotonic() < end:
+            clients.append(socket.socket())
+            clients[-1].setblocking(False)
+            clients[-1].connect_ex(("127.0.0.1", port))
+            time.sleep(0.002)
+            if len(clients) > 400:
+                clients.pop(0).close()
+        for client in clients:
+            client.close()
+        time.sleep(3)
+        assert is_up(url)
+        body = {"model": folder.name, "prompt": "The", "max_tokens": 100_000, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            for _ in range(2):
+                server.send_signal(signal.SIGINT)
+                time.sleep(0.3)
+            assert "shutting down" in "".join(lines)
+        written = server.stdout.read()
+    assert server.returncode == 130 and "Traceback" not in written and written.count("\n") < 12, written
+
+
+def is_up(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=5).status_code == 200
+    except httpx.TransportError:
+        return False
