@@ -2,7 +2,7 @@
 
 The conversation stays in the cache, so that each turn reads only its own tokens. A tokenizer with a chat template
 marks the turns by it. Without a template, the model continues the plain text. An empty line, Ctrl-D or Ctrl-C ends the
-chat; /new starts a new conversation.
+chat; /new starts a new conversation, /help says this again.
 
 Example:
     python scripts/chat.py --model_name_or_path outputs/demo

@@ -1,6 +1,7 @@
 """A conversation with a causal model in the terminal."""
 
 import argparse
+import sys
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, set_seed
@@ -48,6 +49,14 @@ class Conversation:
         return ids
 
 
+def show_help(tokenizer):
+    """Say on stderr how to chat, and whether the model gets the lines as messages."""
+    turns = "messages (chat template)" if tokenizer.chat_template else "plain text, which it continues"
+    sys.stderr.write(
+        f"The model reads your lines as {turns}. /new starts anew, /help shows this, an empty line or Ctrl-D ends.\n"
+    )
+
+
 def run(args: argparse.Namespace):
     """Answer each line that is read, until an empty one.
 
@@ -65,8 +74,11 @@ def run(args: argparse.Namespace):
     drawn = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p}
     options = {"max_new_tokens": args.max_new_tokens} | (drawn if args.temperature else {"do_sample": False})
     conversation = Conversation(model, tokenizer, args.system, options)
+    show_help(tokenizer)
     for line in read_lines():
         if line.strip() == "/new":
             conversation = Conversation(model, tokenizer, args.system, options)
-            continue
-        conversation.answer(line)
+        elif line.strip() == "/help":
+            show_help(tokenizer)
+        else:
+            conversation.answer(line)

@@ -46,10 +46,12 @@ def test_the_first_message(loaded):
 
 @pytest.mark.parametrize("temperature", ["0", "0.7"])
 def test_program(loaded, temperature, monkeypatch, capsys):
-    """An empty line ends it."""
-    monkeypatch.setattr("sys.stdin", io.StringIO("The quick\n/new\nbrown fox\n\nnot read\n"))
+    """An empty line ends it. How to use it is said at the start and on request, beside the text and not in it."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("The quick\n/new\nbrown fox\n/help\n\nnot read\n"))
     run_script("chat", "--model_name_or_path", loaded[0], "--max_new_tokens", 5, "--temperature", temperature)
-    assert len(capsys.readouterr().out.strip()) > 5
+    written = capsys.readouterr()
+    assert len(written.out.strip()) > 5
+    assert written.err.count("plain text, which it continues. /new starts anew, /help shows this, an empty line") == 2
 
 
 def test_a_system_message_needs_a_template(loaded, monkeypatch, capsys):
