@@ -31,7 +31,7 @@ from tnn_scripts.common.atomic import check_overwriting, claim, holds_model, new
 from tnn_scripts.common.commands import next_steps
 from tnn_scripts.common.optimizers import GroupingTrainer
 from tnn_scripts.common.page import PageArguments, import_gradio, serve
-from tnn_scripts.data.text import load_corpus, pack, train_tokenizer
+from tnn_scripts.data.text import DEMO_CORPUS, load_corpus, pack, train_tokenizer
 
 logger = logging.getLogger("demo")
 
@@ -142,7 +142,7 @@ def run(args: DemoArguments, config: PreTrainedConfig):
     after = perplexity(trainer)
     with new_files(Path(args.output_dir)) as folder:
         trainer.save_model(str(folder))
-        write_json(folder / "training_args.json", asdict(args))
+        write_json(folder / "training_args.json", asdict(args) | {"dataset_name": args.dataset_name or DEMO_CORPUS})
     unstable = find_unstable(trainer.model)
     text = continuation(args.output_dir, args.prompt, args.max_new_tokens, args.seed, use_cache=not unstable)
     metrics = {

@@ -1,8 +1,8 @@
-"""Render the card of a model from the measurements of the programs. No number in a card is typed by hand.
+"""Write the card of a model from the measurements of the programs. No number in a card is typed by hand.
 
-`collect` gathers a folder of inputs: the configuration, facts about the model, the JSON files of the programs, and
-pictures. `render` turns such a folder into the text of the card, by `model_cards/TEMPLATE.md`. It leaves out parts
-whose file is missing. The same inputs give the same card.
+The figures of the training, training_args.json and metrics.json, are read from the folder of the model; --evaluation,
+--glue, --decoding, --conversion and --kernels name the results of other programs. What was not measured is left out.
+--output_dir gets the card, README.md, with the figures that are in it. The same figures give the same card.
 
 Example:
     python scripts/model_card.py outputs/demo --repo_id user/tnn-demo --output_dir model_cards/tnn-demo

@@ -8,6 +8,7 @@ Example:
     python scripts/push_to_hub.py outputs/wikitext --repo_id user/tnn-wikitext --evaluation outputs/lengths.json \\
         --kernels outputs/kernels --card_dir model_cards/tnn-wikitext
     python scripts/push_to_hub.py outputs/demo --repo_id user/tnn-demo --space
+    python scripts/push_to_hub.py outputs/demo --repo_id user/tnn-demo --dry_run --output_dir outputs/to-push
 """
 
 import shlex
@@ -15,12 +16,20 @@ import sys
 
 from tnn_scripts.common.errors import report_errors
 
-from tnn_scripts.common.publishing import build_parser, run
+from tnn_scripts.common.publishing import build_parser, rehearse, run
 
 
 @report_errors
 def main():
-    for url in run(build_parser().parse_args(), shlex.join(["tnn", "push", *sys.argv[1:]])):
+    parser = build_parser(__doc__)
+    args = parser.parse_args()
+    if args.output_dir is not None and not args.dry_run:
+        parser.error(f"--output_dir must be given with --dry_run, got {args.output_dir} alone")
+    if args.dry_run:
+        sys.stdout.writelines(f"{line}\n" for line in rehearse(args))
+        sys.stdout.write("Nothing was published, and the Hub was not contacted.\n")
+        return
+    for url in run(args, shlex.join(["tnn", "push", *sys.argv[1:]])):
         sys.stdout.write(f"published at {url}\n")
 
 

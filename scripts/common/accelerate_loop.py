@@ -41,6 +41,7 @@ from tnn_scripts.common.signals import StopRequest, StopRequested
 from tnn_scripts.common.step_reports import StepReports, report_of
 from tnn_scripts.data.blocks import BlockStream
 from tnn_scripts.data.streaming import TextStream
+from tnn_scripts.data.text import DEMO_CORPUS
 
 # A pole beyond this radius may make the sampled kernel infinite.
 LARGEST_SAFE_RADIUS = 1 - 1e-6
@@ -306,7 +307,10 @@ class Pretraining:
             weights = {name: weight for name, weight in weights.items() if name not in model.all_tied_weights_keys}
             model.save_pretrained(folder, state_dict=weights)
             self.tokenizer.save_pretrained(folder)
-            write_json(folder / "training_args.json", dataclasses.asdict(self.args))
+            options = dataclasses.asdict(self.args)
+            if self.args.train_file is None and not self.args.dataset_name:
+                options["dataset_name"] = [DEMO_CORPUS]
+            write_json(folder / "training_args.json", options)
 
     @property
     def is_evaluated(self) -> bool:

@@ -85,7 +85,6 @@ SECTIONS = {
         "eval_steps": "Evaluate every so many steps.",
         "logging_steps": "Log loss, learning rate and speed every so many steps.",
         "save_total_limit": "Keep only the newest so many checkpoints.",
-        "dry_run": "Estimate parameters, tokens, time and memory of the run, and end; nothing is written.",
         "ddp_timeout": "Seconds that a process waits for the others before the run ends.",
         "resume_from_checkpoint": "Continue from a checkpoint: latest (in the output folder), auto "
         "(latest if there is one), or a folder.",
@@ -100,6 +99,8 @@ SECTIONS = {
         "overwrite_output_dir": "Replace the model or the unfinished run in --output_dir; without this option that is "
         "an error.",
         "output_file": "JSON file for the figures.",
+        "dry_run": "Say what would be done, and end: parameters, tokens, time and memory of a training; the files of "
+        "an upload, without contacting the Hub.",
         "report_to": "Tracker: none, tensorboard, wandb, trackio.",
     },
     "device": {

@@ -17,6 +17,7 @@ from tnn_scripts.common.errors import UserError
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, RepoUrl, create_repo, upload_folder
 from huggingface_hub.errors import HTTPError
+from huggingface_hub.utils import validate_repo_id
 from transformers import AutoTokenizer
 from transformers.utils import IMAGE_PROCESSOR_NAME
 
@@ -34,13 +35,15 @@ class PublishingError(UserError):
     """The error for a failed upload. The files on this machine are unchanged."""
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = ProgramParser(description=__doc__)
+def build_parser(description: str = "") -> argparse.ArgumentParser:
+    parser = ProgramParser(description=description)
     model_card.add_arguments(parser)
     parser.set_defaults(published=True)
     parser.add_argument("--private", action="store_true", help="Make a new repository private.")
     parser.add_argument("--max_shard_size", default="5GB", help="Largest size of a file of weights.")
     parser.add_argument("--card_dir", type=Path, help="Folder for a copy of the card and its inputs.")
+    parser.add_argument("--dry_run", action="store_true")
+    parser.add_argument("--output_dir", type=Path, help="With --dry_run: a new folder for the files.")
     parser.add_argument("--space", action="store_true", help="Publish a Space with a page of the model, too.")
     parser.add_argument("--package", help="What pip installs in the Space; this release of modeling-tnn unless given.")
     return parser
@@ -105,6 +108,39 @@ def run(args: argparse.Namespace, command: str) -> list[RepoUrl]:
         space.write_space(Path(folder), model.repo_id, args.license, args.package or space.PACKAGE)
         with publishing_errors(args.folder, command, lost="The Space was not published"):
             return [model, publish(Path(folder), model.repo_id, args.private, "space")]
+
+
+def rehearse(args: argparse.Namespace) -> Iterator[str]:
+    """Lines on what `run` would publish. Without contact to the Hub; `--output_dir` gets the files.
+
+    Raises:
+        ValueError: as for `run`, or the repository has no valid name, or the output folder has files.
+    """
+    validate_repo_id(args.repo_id)
+    if args.space:
+        space.check_model(args.folder)
+    if args.output_dir is not None and args.output_dir.exists() and any(args.output_dir.iterdir()):
+        raise ValueError(f"--output_dir must be a new or an empty folder, got {args.output_dir}")
+    with tempfile.TemporaryDirectory() as folder:
+        model, page = Path(folder) / "model", Path(folder) / "space"
+        stage(args, model)
+        if args.space:
+            page.mkdir()
+            space.write_space(page, args.repo_id, args.license, args.package or space.PACKAGE)
+        if args.output_dir is not None:
+            shutil.copytree(folder if args.space else model, args.output_dir, dirs_exist_ok=True)
+        for kind, root in {"model": model, "Space": page}.items():
+            if root.is_dir():
+                yield from _listing(f"{kind} {args.repo_id}", root, args.private)
+
+
+def _listing(what: str, folder: Path, private: bool) -> Iterator[str]:
+    """Lines on a repository that would have the files of `folder`."""
+    sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in sorted(folder.rglob("*"))
+             if path.is_file()}  # fmt: skip
+    seen = "private" if private else "public"
+    yield f"would publish the {what} ({seen} if it is new): {len(sizes)} files, {sum(sizes.values()) / 1e6:,.2f} MB"
+    yield from (f"  {name}  {size:,} bytes" for name, size in sizes.items())
 
 
 @contextmanager

@@ -24,6 +24,8 @@ SPECIAL_TOKENS = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>",
 # Further tokens of a masked language model; its sentences are between <s> and </s>.
 MASKED_TOKENS = {"cls_token": "<s>", "sep_token": "</s>", "mask_token": "<mask>"}
 VALIDATION_SHARE = 0.05
+# The text that is read unless a source is given.
+DEMO_CORPUS = "the King James Bible"
 DEMO_DOCUMENTS = "book,chapter"
 
 

@@ -18,7 +18,7 @@ import modeling_tnn
 from helpers import processes
 from helpers.hub_client import client, environment
 from helpers.hub_server import TOKEN, HubServer
-from helpers.scripts import save_model
+from helpers.scripts import run_script, save_model
 from tnn_scripts import push_to_hub as program
 from tnn_scripts.common import publishing as push_to_hub
 from tnn_scripts.common import space
@@ -150,6 +150,30 @@ def test_space(hub, model_folder, tmp_path, monkeypatch):
     assert [(args.model_name_or_path, args.host, args.port) for args in served] == [("user/paged", None, None)]
 
 
+def test_dry_run(model_folder, tmp_path, monkeypatch, capsys):
+    """It lists and writes what would be published, and opens no connection."""
+    monkeypatch.setattr("socket.socket.connect", lambda *given: pytest.fail(f"it connects to {given[1]}"))
+    given = [model_folder, "--repo_id", REPO, "--private", "--dry_run"]
+    run_script("push_to_hub", *given, "--output_dir", tmp_path / "model")
+    said = capsys.readouterr().out
+    files = {path.name: path.stat().st_size for path in (tmp_path / "model").iterdir()}
+    assert {"README.md", "config.json", "model.safetensors", "tokenizer.json", "modeling_tnn.py"} <= files.keys()
+    assert f"model {REPO} (private if it is new): {len(files)} files" in said and "optimizer.pt" not in said
+    assert all(f"  {name}  {size:,} bytes" in said for name, size in files.items())
+    assert continuation(tmp_path / "model") == continuation(model_folder)
+    with pytest.raises(SystemExit, match="--output_dir must be a new or an empty folder, got"):
+        run_script("push_to_hub", *given, "--output_dir", tmp_path / "model")
+    run_script("push_to_hub", *given, "--space")
+    assert f"Space {REPO} (private if it is new): 3 files" in capsys.readouterr().out
+    for options, message in (
+        (["--repo_id", "a/b/c"], "Repo id must be in the form"),
+        (["--output_dir", "x"], "with --dry_run"),
+    ):
+        with pytest.raises(SystemExit) as left:
+            run_script("push_to_hub", *(given if "a/b/c" in options else given[:-1]), *options)
+        assert message in f"{left.value.code} {capsys.readouterr().err}"
+
+
 def test_what_a_space_installs():
     """This release with what the page imports, and the Gradio that pyproject.toml allows and CI pins."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -244,7 +268,7 @@ def test_errors_of_the_script(model_folder, tmp_path, monkeypatch):
     arguments = ["push_to_hub.py", "--repo_id", REPO]
     monkeypatch.setattr(push_to_hub, "publish", None)
     for more, message in [
-        ([tmp_path / "nothing"], "config.json cannot be read"),
+        ([tmp_path / "nothing"], "folder must be a folder .*nothing', which is not a folder here"),
         ([tmp_path], "model must be a TnnForCausalLM or .*, got bert TnnModel"),
         (
             [model_folder, "--evaluation", model_folder / "metrics.json"],

@@ -10,6 +10,7 @@ import yaml
 from huggingface_hub import ModelCard
 
 from helpers.models import AUTO, seeded, tiny_config
+from helpers.scripts import SENTENCES, run_script, write_config
 from modeling_tnn import (
     TnnForCausalLM,
     TnnForImageClassification,
@@ -94,6 +95,20 @@ def test_a_perplexity_above_the_vocabulary_is_explained(head, reason, tmp_path):
         (trained / "metrics.json").write_text(json.dumps({"perplexity_before": before, "perplexity": 2.0}))
         collect(arguments(trained), model, tmp_path / "card")
         assert (reason in render(tmp_path / "card")) == (before > model.config.vocab_size)
+
+
+@pytest.mark.parametrize("program", ["demo", "pretrain"])
+def test_the_text_of_the_demo_is_named(program, tmp_path, monkeypatch):
+    """A training that was given no data says which it had, and so does its card."""
+    verses = [{"text": text, "book": "Genesis", "chapter": 1} for text in SENTENCES * 40]
+    (tmp_path / "kjv.jsonl").write_text("\n".join(map(json.dumps, verses)))
+    monkeypatch.setattr("tnn_scripts.data.text._demo_file", lambda: str(tmp_path / "kjv.jsonl"))
+    write_config(tmp_path / "config")
+    run_script(program, "--config_name", tmp_path / "config", "--output_dir", tmp_path / "out", "--max_steps", 1)
+    run_script("model_card", tmp_path / "out", "--repo_id", "user/demo", "--output_dir", tmp_path / "card")
+    card = ModelCard.load(tmp_path / "card" / "README.md")
+    assert "Data: the King James Bible." in card.text and card.data.datasets is None
+    assert card.data.eval_results[0].dataset_name == "the King James Bible"
 
 
 def test_perplexity_by_length_has_bits_per_byte(tmp_path):

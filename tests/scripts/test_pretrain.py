@@ -253,7 +253,12 @@ def test_lowercase(options, tmp_path):
 def test_poles_are_kept_inside(options, tmp_path, caplog):
     """With rates that drive them out; without the option they are named, and no cached generation is suggested."""
     caplog.set_level("INFO")
-    options += ["--config_overrides", "tno_type=rtf,rtf_constraint=null,rtf_initializer=xavier", "--learning_rate", 0.3]
+    options += [
+        "--config_overrides",
+        "tno_type=rtf,rtf_constraint=null,rtf_initializer=xavier",
+        "--learning_rate",
+        0.3,
+    ]
     run_script("pretrain", *options, "--max_pole_radius", 0.9, "--output_dir", tmp_path / "inside")
     assert "The training ended with poles outside" not in caplog.text and "--use_cache false" not in caplog.text
     run_script("pretrain", *options)

@@ -138,7 +138,12 @@ def test_poles_are_moved_where_the_run_waits_anyway(options, tmp_path, monkeypat
         found[step] = len(waits.found)
 
     monkeypatch.setattr(PoleCallback, "on_step", counted)
-    options += ["--config_overrides", "tno_type=rtf,rtf_constraint=null,rtf_initializer=xavier", "--learning_rate", 0.3]
+    options += [
+        "--config_overrides",
+        "tno_type=rtf,rtf_constraint=null,rtf_initializer=xavier",
+        "--learning_rate",
+        0.3,
+    ]
     options += ["--max_pole_radius", 0.9, "--checkpointing_steps", 4, "--logging_steps", 5, "--max_steps", 8]
     run_script("pretrain", *options)
     assert all(found.values()), "on the CPU, poles are moved after every step"
