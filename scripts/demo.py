@@ -73,7 +73,8 @@ def build_trainer(args: DemoArguments, config: PreTrainedConfig) -> Trainer:
     corpus = load_corpus(args.dataset_name, args.dataset_config_name, documents=args.documents)
     tokenizer = train_tokenizer(corpus["train"], config.vocab_size)
     config.vocab_size = len(tokenizer)
-    blocks = {split: pack(texts, tokenizer, config.max_position_embeddings) for split, texts in corpus.items()}
+    length = config.max_position_embeddings
+    blocks = {split: pack(texts, tokenizer, length, split=split) for split, texts in corpus.items()}
     model = AutoModelForCausalLM.from_config(config)
     logger.info(
         "%s parameters, operator %s; %d training and %d validation blocks of %d tokens",

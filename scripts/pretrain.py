@@ -210,7 +210,7 @@ def build_streams(
     streams = []
     for split in ("train", "validation"):
         with accelerator.main_process_first():
-            blocks = pack(corpus[split], tokenizer, args.block_size, enclose=masked)
+            blocks = pack(corpus[split], tokenizer, args.block_size, masked, split)
         if len(blocks) == 0:
             raise ValueError(
                 f"The {split} text is shorter than one block of {args.block_size} tokens. Give a longer text or a "
@@ -313,7 +313,7 @@ def finish(args: PretrainArguments, pretraining: Pretraining) -> dict:
 def configure_logging(accelerator: Accelerator):
     """Log important messages from one process. Without this, accelerate would log each file that it writes."""
     logging.basicConfig(format="%(message)s")
-    for name in ("pretrain", "push_to_hub"):
+    for name in ("pretrain", "push_to_hub", "data"):
         logging.getLogger(name).setLevel(logging.INFO if accelerator.is_main_process else logging.ERROR)
     logging.getLogger("accelerate").setLevel(logging.ERROR)
     transformers.utils.logging.disable_progress_bar()

@@ -11,6 +11,7 @@ from tnn_scripts.common.pretrain_arguments import PretrainArguments
 from tnn_scripts.data.blocks import BlockStream
 from tnn_scripts.data.sources import Mixture, open_source
 from tnn_scripts.data.streaming import Packer, TextStream
+from tnn_scripts.data.text import say_what_is_left_out
 
 # Validation blocks, unless --max_eval_blocks or validation data are given.
 HELD_OUT_BLOCKS = 100
@@ -63,6 +64,8 @@ def build_text_streams(
         packer = Packer(validation, tokenizer, args.block_size, masked)
         rows = validation.texts_of(validation.rows_of(0, 0))
         blocks, _ = packer.first(rows, args.max_eval_blocks or math.inf)
+        if args.max_eval_blocks is None:
+            say_what_is_left_out(len(packer.rest), "validation", args.block_size)
     if len(blocks) == 0:
         raise ValueError(f"The validation text is shorter than one block of {args.block_size} tokens.")
     held = Dataset.from_dict({"input_ids": blocks.astype(np.int64)})
@@ -84,20 +87,23 @@ def hold_out(
 ) -> np.ndarray:
     """The first blocks of the parts of each source, `count` in all. The mixture skips their rows from now on.
 
+    The last of these rows may have more text than the blocks: the training begins with it.
+
     Raises:
         ValueError: a part has fewer.
     """
     held = [np.zeros((0, block_size), dtype=np.int32)]
     for number, part, wanted in _shares(mixture, count):
         rows = mixture.texts_of(mixture.rows_of(number, part))
-        blocks, read = Packer(mixture, tokenizer, block_size, masked).first(rows, wanted)
+        packer = Packer(mixture, tokenizer, block_size, masked)
+        blocks, read = packer.first(rows, wanted)
         if len(blocks) < wanted:
             raise ValueError(
                 f"Shard {part + 1} of {mixture.parts} of {mixture.names[number]} must have {wanted} blocks of "
                 f"{block_size} tokens for validation, got {len(blocks)}. Give --validation_file, a longer text, or a "
                 "smaller --max_eval_blocks, --num_shards or --block_size."
             )
-        mixture.skipped[number, part] = read
+        mixture.skipped[number, part], mixture.unused[number, part] = read, packer.rest
         held.append(blocks)
     return np.concatenate(held)
 

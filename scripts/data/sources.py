@@ -54,6 +54,7 @@ class Mixture:
         parts: the number of parts.
         seed: seed of the order of files and of the draws between sources.
         skipped: rows at the beginning of each part of each source that are left out.
+        unused: the tokens of these rows that nothing else uses, with which the part begins once.
     """
 
     names: Sequence[str]
@@ -64,6 +65,7 @@ class Mixture:
     parts: int = 1
     seed: int = 0
     skipped: dict[tuple[int, int], int] = field(default_factory=dict)
+    unused: dict[tuple[int, int], list[int]] = field(default_factory=dict)
 
     def __post_init__(self):
         for name, source in zip(self.names, self.sources, strict=True):

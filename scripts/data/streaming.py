@@ -46,12 +46,19 @@ class Packer:
         return np.array(blocks, dtype=np.int32).reshape(-1, self.block_size)
 
     def first(self, rows: Iterator[list[str]], count: float) -> tuple[np.ndarray, int]:
-        """The first `count` blocks of the rows, or fewer if there are no more, and the number of rows read."""
-        blocks, number, read = [self.blocks([])], 0, 0
+        """The first `count` blocks of the rows, or fewer if there are no more, and the number of rows read.
+
+        `rest` has the further tokens of these rows.
+        """
+        found, number, read = [self.blocks([])], 0, 0
         while number < count and (texts := next(rows, None)) is not None:
-            blocks.append(self.blocks(texts))
-            number, read = number + len(blocks[-1]), read + 1
-        return np.concatenate(blocks)[: None if math.isinf(count) else int(count)], read
+            found.append(self.blocks(texts))
+            number, read = number + len(found[-1]), read + 1
+        blocks = np.concatenate(found)
+        end = int(min(count, len(blocks)))
+        inner = slice(len(self.before), self.block_size - len(self.after))
+        self.rest = blocks[end:, inner].flatten().tolist() + self.rest
+        return blocks[:end], read
 
 
 class PartReader:
@@ -62,7 +69,9 @@ class PartReader:
     """
 
     def __init__(self, mixture: Mixture, packer: Packer, part: int, window: int, state: str | None = None):
-        given = json.loads(state) if state else {"first": 0, "rows": None, "rest": []}
+        held = sorted(key for key in mixture.unused if key[1] == part)
+        rest = [token for key in held for token in mixture.unused[key]]
+        given = json.loads(state) if state else {"first": 0, "rows": None, "rest": rest}
         self.rows, self.packer, self.first = MixedRows(mixture, part, given["rows"]), packer, given["first"]
         packer.rest = given["rest"]
         self.window_size, self.state, self.window = window, None, packer.blocks([])

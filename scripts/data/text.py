@@ -5,6 +5,7 @@ local folder of one. Texts are in one column, `text` unless given. At the end of
 causal model gets the tokenizer's end of text.
 """
 
+import logging
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,9 +21,11 @@ from tnn_scripts.data.document_ends import document_ends
 from tnn_scripts.data.files import builder_of, check_file, looks_like_file
 from tnn_scripts.data.token_bytes import with_line_break
 
+logger = logging.getLogger("data")
 SPECIAL_TOKENS = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
 # Further tokens of a masked language model; its sentences are between <s> and </s>.
 MASKED_TOKENS = {"cls_token": "<s>", "sep_token": "</s>", "mask_token": "<mask>"}
+ROWS_AT_ONCE = 10_000
 VALIDATION_SHARE = 0.05
 # The text that is read unless a source is given.
 DEMO_CORPUS = "the King James Bible"
@@ -153,25 +156,44 @@ def tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase, ends: list[bo
     return [[*line, tokenizer.eos_token_id] if end else line for line, end in zip(ids, ends, strict=True)]
 
 
-def pack(texts: Dataset, tokenizer: PreTrainedTokenizerBase, block_size: int, enclose: bool = False) -> Dataset:
+def pack(
+    texts: Dataset, tokenizer: PreTrainedTokenizerBase, block_size: int, enclose: bool = False, split: str = "train"
+) -> Dataset:
     """The texts, one after the other with a line break between them, as blocks `input_ids` of `block_size` tokens.
 
-    `datasets` caches the result on disk.
+    What does not fill a block at the end is left out, with a message. `datasets` caches the result on disk.
 
     Args:
         enclose: whether each block begins and ends with the special tokens of a sentence. Otherwise there is an end
             of text at the end of each document.
+        split: what the message calls the texts.
     """
     before, after = enclosing_tokens(tokenizer) if enclose else ([], [])
-    size = block_size - len(before) - len(after)
+    size, last = block_size - len(before) - len(after), len(texts) - 1
+    rest: list[int] = []
 
-    def to_blocks(batch: dict[str, list]) -> dict[str, list]:
+    def to_blocks(batch: dict[str, list], rows: list[int]) -> dict[str, list]:
         lines = tokenize(batch["text"], tokenizer, None if enclose else batch["ends"])
-        tokens = [token for line in lines for token in line]
+        tokens = rest + [token for line in lines for token in line]
         whole = len(tokens) // size * size
-        return {"input_ids": [before + tokens[start : start + size] + after for start in range(0, whole, size)]}
+        rest[:] = tokens[whole:]  # waits for the next rows
+        blocks = [before + tokens[start : start + size] + after for start in range(0, whole, size)]
+        # The last row of the cached result is the rest, which is no block.
+        return {"input_ids": [*blocks, rest] if rows[-1] == last else blocks}
 
-    return texts.map(to_blocks, batched=True, batch_size=10_000, remove_columns=texts.column_names)
+    packed = texts.map(
+        to_blocks, with_indices=True, batched=True, batch_size=ROWS_AT_ONCE, remove_columns=texts.column_names
+    )
+    count = len(packed) - 1 if len(texts) else 0
+    if count:
+        say_what_is_left_out(len(packed[count]["input_ids"]), split, block_size)
+    return packed.select(range(count))
+
+
+def say_what_is_left_out(tokens: int, split: str, block_size: int):
+    """Log the number of tokens at the end of a split that fill no block."""
+    if tokens:
+        logger.info("the last %d tokens of the %s text fill no block of %d: left out", tokens, split, block_size)
 
 
 def enclosing_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:

@@ -87,6 +87,26 @@ def test_masked_blocks_are_as_before():
     assert {block.count(tokenizer.eos_token_id) for block in blocks} == {1}
 
 
+@pytest.mark.parametrize("enclose", [False, True])
+@pytest.mark.parametrize("rows, block_size", [(1, 17), (7, 17), (100, 17), (100, 900), (10_000, 900)])
+def test_no_text_is_lost_between_blocks(rows, block_size, enclose, monkeypatch, caplog):
+    """Whatever number of rows is tokenized at once; what fills no block at the end is said, from the cache too."""
+    texts = Dataset.from_dict({"text": SENTENCES * 100, "ends": [True, False, True] * 100})
+    tokenizer = train_tokenizer(texts, 300, masked=True)
+    monkeypatch.setattr("tnn_scripts.data.text.ROWS_AT_ONCE", rows)
+    lines = tokenize(texts["text"][:], tokenizer, None if enclose else texts["ends"][:])
+    expected, extra = [token for line in lines for token in line], 1 if enclose else 0
+    for _ in range(2):
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            blocks = pack(texts, tokenizer, block_size, enclose, "validation")["input_ids"]
+        assert {len(block) for block in blocks} == {block_size}
+        found = [token for block in blocks for token in block[extra : block_size - extra]]
+        left = len(expected) - len(found)
+        assert found == expected[: len(found)] and 0 < left < block_size - 2 * extra
+        assert f"the last {left} tokens of the validation text fill no block of {block_size}: left out" in caplog.text
+
+
 def test_no_end_without_a_token():
     tokenizer = train_tokenizer(Dataset.from_dict({"text": SENTENCES}), 300)
     tokenizer.eos_token = None

@@ -21,7 +21,7 @@ from tnn_scripts.common.accelerate_loop import Pretraining
 from tnn_scripts.common.streaming_corpus import hold_out
 from tnn_scripts.data.sources import MixedRows, Mixture, open_source
 from tnn_scripts.data.streaming import TextStream
-from tnn_scripts.data.text import train_tokenizer
+from tnn_scripts.data.text import tokenize, train_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +175,25 @@ def test_held_out(folder, tokenizer):
     for epoch in (0, 1):
         left = all_texts(mixed, epoch)
         assert left < before and len(before - left) == sum(mixed.skipped.values()) == held.count(".")
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_no_text_is_lost_after_what_is_held_out(masked, tokenizer, tmp_path):
+    """The rest of a long row that is held out is what the training of its part begins with."""
+    rows = [" ".join(f"{row}-{word}" for word in range(100)) for row in range(8)]
+    Dataset.from_dict({"text": rows}).to_parquet(tmp_path / "long.parquet")
+    mixed = mixture(tmp_path, "long.parquet", parts=2)
+    texts = texts_of(mixed)
+    held = hold_out(mixed, 4, tokenizer, 16, masked)
+    inner = slice(1, -1) if masked else slice(None)
+    for part in range(2):
+        lines = tokenize(texts[part], tokenizer, None if masked else [True] * 4)
+        expected = [token for line in lines for token in line]
+        reader = TextStream(mixed, tokenizer, 16, masked).reader(part, 1)
+        count = len(expected) // (14 if masked else 16)
+        blocks = [*held[2 * part : 2 * part + 2], *(reader.block(number) for number in range(count - 2))]
+        found = [token for block in blocks for token in block[inner].tolist()]
+        assert found == expected[: len(found)] and len(expected) - len(found) < 16
 
 
 @pytest.fixture
