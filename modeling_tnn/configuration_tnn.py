@@ -7,7 +7,7 @@ The fields follow "Toeplitz Neural Network for Sequence Modeling" (Qin et al., I
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -297,6 +297,7 @@ class TnnConfig(PreTrainedConfig):
     attribute_map = OLD_NAMES
     base_model_tp_plan = tensor_plan([TOEPLITZ])
     base_model_pp_plan = PIPELINE_PLAN
+    _automatic = frozenset()  # the names of fields that follow from others
 
     vocab_size: int = 50265
     hidden_size: int = 512
@@ -381,6 +382,7 @@ class TnnConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = 2
 
     def __post_init__(self, **kwargs):
+        _check_names(type(self), kwargs)
         for old, name in OLD_NAMES.items():
             if old in kwargs:
                 setattr(self, name, kwargs.pop(old))
@@ -397,6 +399,9 @@ class TnnConfig(PreTrainedConfig):
         # The base class makes a list of this length.
         if (num_labels := kwargs.get("num_labels") or 0) > MOST_LABELS:
             raise ValueError(f"`num_labels` must be at most {MOST_LABELS:,}, got {num_labels}")
+        names = self.architectures or []
+        listed = isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names)
+        self.require("architectures", listed, "a list of names")
         without_rope = not (self.rope_parameters or kwargs.get("rope_theta") or kwargs.get("rope_scaling"))
         self.rope_parameters = dict(self.rope_parameters or {})  # the base class writes into it
         super().__post_init__(**kwargs)
@@ -439,14 +444,17 @@ class TnnConfig(PreTrainedConfig):
         has no derived fields: they are derived after the overrides.
 
         Raises:
-            ValueError: the fields contradict each other.
+            ValueError: the fields contradict each other, or have values of another kind.
         """
-        config_dict, kwargs = cls.rename_old(config_dict), cls.rename_old(kwargs)
-        if "transformers_version" in config_dict and any(config_dict.get(name) is None for name in FIXED):
-            trained = cls(**config_dict)
-            config_dict |= {name: getattr(trained, name) for name in FIXED}
-        overrides = {name: kwargs.pop(name) for name in list(kwargs) if name in cls.__annotations__}
-        return super().from_dict(config_dict | overrides, **kwargs)
+        try:
+            config_dict, kwargs = cls.rename_old(config_dict), cls.rename_old(kwargs)
+            if "transformers_version" in config_dict and any(config_dict.get(name) is None for name in FIXED):
+                trained = cls(**config_dict)
+                config_dict |= {name: getattr(trained, name) for name in FIXED}
+            overrides = {name: kwargs.pop(name) for name in list(kwargs) if name in cls.__annotations__}
+            return super().from_dict(config_dict | overrides, **kwargs)
+        except (AttributeError, TypeError) as error:  # a file may hold anything, and transformers checks few fields
+            raise ValueError(f"The configuration has a field of a wrong kind: {error}") from error
 
     @staticmethod
     def rename_old(fields: dict[str, Any]) -> dict[str, Any]:
@@ -565,6 +573,14 @@ class TnnConfig(PreTrainedConfig):
             ValueError: `holds` is False.
         """
         _check_limit(name, getattr(self, name), (lambda _: holds, allowed))
+
+
+def _check_names(config_class: type, names: Iterable[str]):
+    """Refuse fields of a configuration file that would replace methods and properties of the class."""
+    for name in names:
+        replaceable = name == "model_type" or getattr(getattr(config_class, name, None), "fset", None) is not None
+        if hasattr(config_class, name) and not replaceable:
+            raise ValueError(f"`{name}` is not a field: it belongs to the class {config_class.__name__}. Remove it.")
 
 
 def _check_limit(name: str, value: Any, limit: Limit):

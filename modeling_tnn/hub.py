@@ -264,9 +264,8 @@ def check_before_loading(model_class: type["PreTrainedModel"], source, options: 
             config or source, return_unused_kwargs=True, **where, **fields
         )
     if (beside := cached_file(source, CONFIG_NAME, _raise_exceptions_for_missing_entries=False, **where)) is not None:
-        check_function(
-            config, model_class.config_class.rename_old(json.loads(Path(beside).read_text(encoding="utf-8")))
-        )
+        trained, _ = PreTrainedConfig.get_config_dict(Path(beside).parent)
+        check_function(config, model_class.config_class.rename_old(trained))
     with torch.device("meta"):
         model = model_class(config)
     # The names of the body may have a prefix in both.

@@ -45,6 +45,7 @@ from modeling_tnn import find_unstable
 from tnn_scripts.common.arguments import parse_overrides
 from tnn_scripts.common.atomic import claim, saving_errors, write_json, write_text
 from tnn_scripts.common.devices import check_device, suggest_smaller
+from tnn_scripts.common.loading import fault_of, load
 from tnn_scripts.common.masked_scoring import hidden_tokens, score_masked
 from tnn_scripts.common.model_path import check_model_path
 from tnn_scripts.common.parser import ProgramParser, check_counts
@@ -99,8 +100,10 @@ def trained_length(folder: str, config) -> int | None:
     """The length of the training blocks: from training_args.json beside the model, or else from its configuration."""
     arguments = Path(folder) / "training_args.json"
     if arguments.is_file():
+        if fault := fault_of(arguments):
+            raise ValueError(f"{arguments} cannot be read: {fault}")
         blocks = json.loads(arguments.read_text(encoding="utf-8")).get("block_size")  # None: of another program
-        if blocks is not None:
+        if isinstance(blocks, int):
             return blocks
     return getattr(config, "max_position_embeddings", None)
 
@@ -149,10 +152,10 @@ def evaluate_model(name: str, texts, args: argparse.Namespace) -> list[dict]:
         ValueError: the text is shorter than the shortest length.
     """
     code = {"trust_remote_code": args.trust_remote_code}
-    tokenizer = AutoTokenizer.from_pretrained(name, **code)
-    fields = parse_overrides(args.config_overrides, AutoConfig.from_pretrained(name, **code))
+    tokenizer = load(AutoTokenizer, name, **code)
+    fields = parse_overrides(args.config_overrides, load(AutoConfig, name, **code))
     build, prepare = OBJECTIVES[args.objective]
-    model = build.from_pretrained(name, dtype=args.dtype, **code, **fields).eval().to(args.device)
+    model = load(build, name, dtype=args.dtype, **code, **fields).eval().to(args.device)
     check_vocabulary(tokenizer, model.config.vocab_size)
     count, figures_at = prepare(model, tokenizer, texts, args)
     longest = None if model.config.model_type == "tnn" else getattr(model.config, "max_position_embeddings", None)

@@ -45,6 +45,7 @@ from tnn_scripts.common.commands import next_steps
 from tnn_scripts.common.declared import changed
 from tnn_scripts.common.devices import suggest_smaller
 from tnn_scripts.common.dry_run import dry_run
+from tnn_scripts.common.loading import load
 from tnn_scripts.common.model_path import check_model_path, check_path
 from tnn_scripts.common.optimizers import GroupArguments, GroupingTrainer
 from tnn_scripts.common.parser import check_counts
@@ -129,9 +130,7 @@ class Task:
         regression = data.label_names is None
         self.metric = load_metric(data.name, regression)
         self.main_metric = main_metric(data.name, regression)
-        self.tokenizer = AutoTokenizer.from_pretrained(
-            args.model_name_or_path, trust_remote_code=args.trust_remote_code
-        )
+        self.tokenizer = load(AutoTokenizer, args.model_name_or_path, trust_remote_code=args.trust_remote_code)
         for names, limit in (
             (["train"], args.max_train_samples),
             (data.validation_splits, args.max_eval_samples),
@@ -150,7 +149,7 @@ class Task:
             ValueError: the model is a classifier of other classes.
         """
         source, args, names = self.args.model_name_or_path, self.args, self.data.label_names
-        config = AutoConfig.from_pretrained(source, trust_remote_code=args.trust_remote_code)
+        config = load(AutoConfig, source, trust_remote_code=args.trust_remote_code)
         config.update(parse_overrides(args.config_overrides, config))
         check_vocabulary(self.tokenizer, config.vocab_size)
         self.outputs, given = list(range(len(names or []))), None
@@ -180,7 +179,7 @@ class Task:
         if args.from_scratch:
             return AutoModelForSequenceClassification.from_config(config, **code)
         code |= {"ignore_mismatched_sizes": args.ignore_mismatched_sizes}
-        model = AutoModelForSequenceClassification.from_pretrained(args.model_name_or_path, config=config, **code)
+        model = load(AutoModelForSequenceClassification, args.model_name_or_path, config=config, **code)
         if self.new_head:  # transformers draws one only if its size is another
             loaded, model = model, type(model)(config).to(model.dtype)
             setattr(model, model.base_model_prefix, loaded.base_model)

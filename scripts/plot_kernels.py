@@ -25,6 +25,7 @@ from transformers.utils import logging
 
 from modeling_tnn import TnnForImageClassification
 from tnn_scripts.common.atomic import claim, saving_errors, write_json, write_text
+from tnn_scripts.common.loading import load
 from tnn_scripts.common.model_path import check_model_path
 from tnn_scripts.common.parser import ProgramParser
 from tnn_scripts.plotting import figures as kernel_figures
@@ -112,13 +113,11 @@ def describe(config, length: int, rows: list[dict]) -> str:
 def run(args: argparse.Namespace):
     """Read the kernels, draw them, and report their horizons."""
     logging.set_verbosity_error()  # the heads of a checkpoint are not needed here
-    config = AutoConfig.from_pretrained(args.model_name_or_path)
+    config = load(AutoConfig, args.model_name_or_path)
     if config.model_type != "tnn":
         raise ValueError(f"--model_name_or_path must be a TNN, got {args.model_name_or_path} of {config.model_type}")
     images = TnnForImageClassification.__name__ in (config.architectures or [])  # AutoModel would load a text model
-    model = (
-        (AutoModelForImageClassification if images else AutoModel).from_pretrained(args.model_name_or_path).base_model
-    )
+    model = load(AutoModelForImageClassification if images else AutoModel, args.model_name_or_path).base_model
     length = args.length or model.config.axis_length
     kernels, rows = read_model(model, length)
     title = f"What the layers of {Path(args.model_name_or_path).name} attend to"

@@ -53,6 +53,7 @@ from tnn_scripts.common.chosen_schedule import choose_schedule
 from tnn_scripts.common.commands import next_steps
 from tnn_scripts.common.devices import MemoryExceededError, suggest_smaller
 from tnn_scripts.common.dry_run import describe_run, measure_step
+from tnn_scripts.common.loading import load
 from tnn_scripts.common.pretrain_arguments import PretrainArguments
 from tnn_scripts.common.processes import LostProcessError, watching_processes
 from tnn_scripts.common.publishing import open_repository, upload
@@ -131,7 +132,7 @@ def build_config(args: PretrainArguments) -> PreTrainedConfig:
     Raises:
         ValueError: an override is not a field, or the configuration does not fit the objective.
     """
-    known = AutoConfig.from_pretrained(args.config_name)
+    known = load(AutoConfig, args.config_name)
     overrides = parse_overrides(args.config_overrides, known)
     fit_length(args, known, overrides)
     if args.vocab_size is not None:
@@ -182,7 +183,7 @@ def build_tokenizer(
             with new_folder(source) as folder:
                 trained.save_pretrained(folder)
         accelerator.wait_for_everyone()
-    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer = load(AutoTokenizer, source)
     if not masked:
         tokenizer.padding_side = "left"  # as generation needs it
     if args.tokenizer_name is None and args.vocab_size is None:

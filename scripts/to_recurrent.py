@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
 from tnn_scripts.common.atomic import check_overwriting, claim, new_files, write_json
 from tnn_scripts.common.gradient_fit import FITS, convert_by_gradient
+from tnn_scripts.common.loading import load
 from tnn_scripts.common.model_path import check_model_path
 from tnn_scripts.common.parser import ProgramParser
 from tnn_scripts.data.text import load_corpus, pack
@@ -103,8 +104,8 @@ def run(args: argparse.Namespace) -> dict:
         ValueError: model, tokenizer, options and text do not fit together.
         SavingError: the model could not be written.
     """
-    tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
-    model = AutoModelForCausalLM.from_pretrained(args.model_name_or_path).eval()
+    tokenizer = load(AutoTokenizer, args.model_name_or_path)
+    model = load(AutoModelForCausalLM, args.model_name_or_path).eval()
     if model.config.model_type != "tnn":
         raise ValueError(
             f"--model_name_or_path must be a TNN, got {args.model_name_or_path} of {model.config.model_type}"

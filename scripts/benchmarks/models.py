@@ -19,6 +19,7 @@ from modeling_tnn.cache_name import CACHE
 from modeling_tnn.cache_tnn import bytes_per_sequence
 from tnn_scripts.benchmarks.measure import clock, markdown, measure, ratio
 from tnn_scripts.benchmarks.peers import training_loss
+from tnn_scripts.common.loading import load
 from tnn_scripts.common.model_path import check_model_path
 
 TURN, TURNS = 32, 4
@@ -41,7 +42,7 @@ def run(args) -> list[dict]:
     models = {}
     for name in args.model_name_or_path:
         check_model_path(name)
-        models[name] = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).to(args.device)
+        models[name] = load(AutoModelForCausalLM, name, dtype=torch.float32).to(args.device)
     steps = {name: training_step(model, args) for name, model in models.items()}
     training = measure(steps, args)
     rows = []

@@ -47,16 +47,29 @@ def parse_overrides(text: str | None, known: "PreTrainedConfig | None" = None) -
 
 
 def load_config(name: str, *overrides: dict) -> "PreTrainedConfig":
-    """The configuration of a preset, folder or Hub id with overrides. Derived fields follow from the new values."""
+    """The configuration of a preset, folder or Hub id with overrides. Derived fields follow from the new values.
+
+    Raises:
+        ValueError: it cannot be read, or its fields contradict each other.
+    """
     from transformers import AutoConfig, PreTrainedConfig
 
     import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
+    from tnn_scripts.common.loading import PARTS, naming
 
+    folder, changed = find_config(name), {}
+    for fields in overrides:
+        changed |= fields
     # Read the file: a built configuration has derived fields from the old values.
-    fields, _ = PreTrainedConfig.get_config_dict(find_config(name))
-    for changed in overrides:
-        fields |= changed
-    return AutoConfig.for_model(**fields)
+    with naming(folder, *PARTS[AutoConfig]):
+        fields, _ = PreTrainedConfig.get_config_dict(folder)
+        fields["return_dict"] = True  # the programs read outputs by name
+        config = AutoConfig.for_model(**fields)
+    if not changed:
+        return config
+    listed = ",".join(f"{field}={value}" for field, value in changed.items())
+    with naming(f"{name} with {listed}", "configuration", ()):
+        return AutoConfig.for_model(**fields | changed)
 
 
 def parse_arguments(dataclasses: list[type], description: str) -> tuple:

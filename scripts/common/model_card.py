@@ -14,13 +14,14 @@ import torch
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from jinja2 import Environment, StrictUndefined
 from matplotlib.figure import Figure
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 import modeling_tnn
 from modeling_tnn.cache_name import CACHE
 from modeling_tnn.cache_tnn import memory_per_sequence
 from modeling_tnn.history import ROOM
 from modeling_tnn.hub import AUTO_MAP
+from tnn_scripts.common import loading
 from tnn_scripts.common.atomic import write_json
 from tnn_scripts.common.model_path import check_model_path
 from tnn_scripts.common.tables import format_metric
@@ -132,7 +133,7 @@ def read_json(path: Path) -> dict:
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read as a JSON file: {error}") from error
 
 
@@ -153,12 +154,12 @@ def load(folder: Path) -> PreTrainedModel:
         ValueError: the folder holds no complete model of this package.
     """
     check_model_path(folder, "folder")
-    config = read_json(folder / "config.json")
-    name = (config.get("architectures") or ["TnnModel"])[0]
-    if config.get("model_type") != "tnn" or name not in PIPELINES:
-        found = f"{config.get('model_type')} {name} in {folder}"
+    config = loading.load(AutoConfig, folder)
+    name = (config.architectures or ["TnnModel"])[0]
+    if config.model_type != "tnn" or name not in PIPELINES:
+        found = f"{config.model_type} {name} in {folder}"
         raise ValueError(f"The model must be a {' or '.join(PIPELINES)}, got {found}")
-    model, info = getattr(modeling_tnn, name).from_pretrained(folder, output_loading_info=True)
+    model, info = loading.load(getattr(modeling_tnn, name), folder, output_loading_info=True)
     if problems := {kind: sorted(names)[:5] for kind, names in info.items() if names}:
         raise ValueError(f"The weights in {folder} must be those of a {name}, got {problems}")
     return model.eval()
@@ -167,6 +168,8 @@ def load(folder: Path) -> PreTrainedModel:
 def trained_length(folder: Path, config: modeling_tnn.TnnConfig) -> int:
     """The length of the training sequences of the model in `folder`, or else the length that it is made for."""
     arguments = folder / "training_args.json"
+    if arguments.is_file() and (fault := loading.fault_of(arguments)):
+        raise ValueError(f"{arguments} cannot be read: {fault}")
     recipe = read_json(arguments) if arguments.is_file() else {}
     return recipe.get("block_size") or config.max_position_embeddings
 

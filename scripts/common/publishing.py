@@ -22,6 +22,7 @@ from transformers import AutoTokenizer
 from transformers.utils import IMAGE_PROCESSOR_NAME
 
 from tnn_scripts.common import model_card, space
+from tnn_scripts.common.loading import load
 from tnn_scripts.common.parser import ProgramParser
 
 logger = logging.getLogger("push_to_hub")
@@ -65,7 +66,7 @@ def stage(args: argparse.Namespace, target: Path):
         shutil.copytree(target, args.card_dir, dirs_exist_ok=True)
     model.save_pretrained(target, max_shard_size=args.max_shard_size)
     if any((args.folder / name).is_file() for name in TOKENIZER_FILES):
-        AutoTokenizer.from_pretrained(args.folder).save_pretrained(target)
+        load(AutoTokenizer, args.folder).save_pretrained(target)
     # The file is copied, because transformers 5.17 needs torchvision to load it.
     if (args.folder / IMAGE_PROCESSOR_NAME).is_file():
         shutil.copyfile(args.folder / IMAGE_PROCESSOR_NAME, target / IMAGE_PROCESSOR_NAME)

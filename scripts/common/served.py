@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
 from tnn_scripts.common.devices import check_device
+from tnn_scripts.common.loading import check_writing, load
 from tnn_scripts.data.vocabulary import check_vocabulary
 
 
@@ -19,12 +20,13 @@ def load_causal(name: str, dtype: str, device: str) -> tuple[PreTrainedModel, Pr
         ValueError: it is no causal TNN, or its tokenizer is that of another model.
     """
     check_device(device)
-    config = AutoConfig.from_pretrained(name)
+    config = load(AutoConfig, name)
     if config.model_type != "tnn" or not config.causal:
         kind = "bidirectional TNN" if config.model_type == "tnn" else config.model_type
         raise ValueError(f"model={name} is a {kind}: only a causal TNN can be served.")
-    tokenizer = AutoTokenizer.from_pretrained(name)
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device)
+    tokenizer = load(AutoTokenizer, name)
+    model = load(AutoModelForCausalLM, name, dtype=dtype).to(device)
+    check_writing(model, name)
     check_vocabulary(tokenizer, model.config.vocab_size)
     return model.eval(), tokenizer
 

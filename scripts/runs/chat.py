@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
 from modeling_tnn.cache_name import CACHE
 from tnn_scripts.common.devices import check_device
+from tnn_scripts.common.loading import PARTS, check_writing, load, naming
 from tnn_scripts.common.pieces import PieceStreamer
 from tnn_scripts.common.terminal import read_lines
 from tnn_scripts.data.vocabulary import check_vocabulary
@@ -41,9 +42,10 @@ class Conversation:
         if self.tokenizer.chat_template is None:
             new = self.tokenizer(line, return_tensors="pt", add_special_tokens=not self.ids.shape[1])["input_ids"]
             return torch.cat([self.ids, new], dim=1)
-        ids = self.tokenizer.apply_chat_template(
-            self.messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )["input_ids"]
+        with naming(self.tokenizer.name_or_path, *PARTS[AutoTokenizer]):  # a template is code of the folder
+            ids = self.tokenizer.apply_chat_template(
+                self.messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )["input_ids"]
         if not torch.equal(ids[:, : self.ids.shape[1]], self.ids):
             self.cache = DynamicCache(config=self.model.config)  # the template has changed the earlier text
         return ids
@@ -65,8 +67,9 @@ def run(args: argparse.Namespace):
     """
     device = check_device(args.device)
     code = {"trust_remote_code": args.trust_remote_code}
-    tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path, **code)
-    model = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, dtype=args.dtype, **code).to(device)
+    tokenizer = load(AutoTokenizer, args.model_name_or_path, **code)
+    model = load(AutoModelForCausalLM, args.model_name_or_path, dtype=args.dtype, **code).to(device)
+    check_writing(model, args.model_name_or_path)
     check_vocabulary(tokenizer, model.config.vocab_size)
     if args.system is not None and tokenizer.chat_template is None:
         raise ValueError(f"--system must be given with a tokenizer that has a chat template, got {args.system!r}")

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
 from tnn_scripts.common.atomic import write_json
 from tnn_scripts.common.devices import check_device
+from tnn_scripts.common.loading import check_writing, load
 from tnn_scripts.common.pieces import PieceStreamer
 from tnn_scripts.common.terminal import read_lines
 from tnn_scripts.data.vocabulary import check_vocabulary
@@ -72,12 +73,13 @@ def run(args: argparse.Namespace, options: dict):
         ValueError: the model, the device or a prompt is wrong.
     """
     device = check_device(args.device)
-    tokenizer = AutoTokenizer.from_pretrained(
-        args.model_name_or_path, padding_side="left", trust_remote_code=args.trust_remote_code
+    tokenizer = load(
+        AutoTokenizer, args.model_name_or_path, padding_side="left", trust_remote_code=args.trust_remote_code
     )
-    model = AutoModelForCausalLM.from_pretrained(
-        args.model_name_or_path, dtype=args.dtype, trust_remote_code=args.trust_remote_code
+    model = load(
+        AutoModelForCausalLM, args.model_name_or_path, dtype=args.dtype, trust_remote_code=args.trust_remote_code
     ).to(device)
+    check_writing(model, args.model_name_or_path)
     check_vocabulary(tokenizer, model.config.vocab_size)
     options = options if "max_length" in options else {"max_new_tokens": 100} | options
     stream = args.batch_size == 1 and options.get("num_beams", 1) == 1 and options.get("num_return_sequences", 1) == 1

@@ -1,0 +1,115 @@
+"""Load a configuration, a tokenizer or a model from a folder or the Hub for a program.
+
+A folder may be damaged, or made to do harm. The libraries that read it raise errors of any type, with a message about
+their own variables. Here every failure becomes an error of one line that names the files.
+"""
+
+import json
+import textwrap
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from inspect import signature
+from pathlib import Path
+
+from tnn_scripts.common.errors import UserError
+
+import torch
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+
+from tnn_scripts.common.model_path import CONFIGS, TOKENIZERS
+
+WEIGHTS = ("*.safetensors", "*.index.json", "*.bin")
+# Class -> what it loads, and patterns of the files.
+PARTS = {AutoConfig: ("configuration", CONFIGS), AutoTokenizer: ("tokenizer", (*TOKENIZERS, "chat_template*"))}
+MODEL = ("model", (*CONFIGS, "generation_config.json", *WEIGHTS))
+# Longer reasons are cut, such as a list of all models of transformers.
+LONGEST = 500
+
+
+def load(loader: type, source: str | Path, **options):
+    """The object `loader.from_pretrained(source, **options)`, after it was used once.
+
+    Raises:
+        ValueError: it cannot be loaded or used.
+        UserError: a file cannot be read or fetched, or a package is missing.
+    """
+    with naming(source, *PARTS.get(loader, MODEL)):
+        loaded = loader.from_pretrained(source, **options)
+        if loader is AutoTokenizer:
+            loaded.decode(loaded("a")["input_ids"])
+        model = loaded[0] if isinstance(loaded, tuple) else loaded  # with output_loading_info
+        if isinstance(model, PreTrainedModel):
+            model.config.return_dict = True  # the programs read outputs by name
+            if model.main_input_name == "input_ids":
+                check_output(model)
+        return loaded
+
+
+def check_output(model: PreTrainedModel):
+    """Let a model read one token.
+
+    Raises:
+        ValueError: the output has NaN or infinity.
+    """
+    options = {"use_cache": False} if "use_cache" in signature(model.forward).parameters else {}
+    with torch.no_grad():
+        check_finite(model(torch.zeros(1, 1, dtype=torch.long, device=model.device), **options)[0])
+
+
+def check_writing(model: PreTrainedModel, source: str | Path):
+    """Let a causal model write one token, and check the scores of every token that it writes from now on.
+
+    Raises:
+        ValueError: it cannot be written, such as for wrong fields of its generation_config.json.
+    """
+    model.register_forward_hook(lambda module, inputs, output: check_finite(output[0]))
+    ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    with naming(source, *MODEL):
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=1)
+
+
+def check_finite(output: torch.Tensor):
+    # Not isfinite(): scores of minus infinity are tokens that a model never writes.
+    if not output.amax(-1).isfinite().all():
+        raise ValueError("the model's output is not finite: a weight is NaN or infinite, or too large for its dtype")
+
+
+@contextmanager
+def naming(source: str | Path, part: str, patterns: tuple[str, ...]) -> Iterator[None]:
+    """Turn any failure of what reads `source` into an error of one line that names its files.
+
+    Raises:
+        ValueError: it cannot be loaded or used.
+        UserError: a file cannot be read or fetched, or a package is missing.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, UserError):
+        raise
+    except BaseException as error:  # not Exception: the tokenizers library panics with other ones
+        found = [file for pattern in patterns for file in Path(source).glob(pattern) if file.is_file()]
+        broken = {file.name: fault for file in found if file.suffix == ".json" and (fault := fault_of(file))}
+        names = ", ".join(broken or [file.name for file in found])
+        kind = "" if isinstance(error, (ValueError, OSError, ImportError)) else f"{type(error).__name__}: "
+        reason = "; ".join(broken.values()) or f"{kind}{error}"
+        at = f" ({names})" if names else ""
+        line = textwrap.shorten(f"The {part} of {source}{at} cannot be loaded: {reason}", LONGEST, placeholder=" ...")
+        raise (UserError if isinstance(error, (OSError, ImportError)) else ValueError)(line) from error
+
+
+def fault_of(file: Path) -> str:
+    """What is wrong with a file that must hold a JSON object, or an empty text."""
+    keys = Counter()
+
+    def count(pairs: list[tuple]) -> dict:
+        keys.update(Counter(name for name, _ in pairs) - Counter({name: 1 for name, _ in pairs}))
+        return dict(pairs)
+
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=count)
+    except (OSError, ValueError, RecursionError) as error:
+        return f"it is not JSON: {error}"
+    if not isinstance(content, dict):
+        return f"it must be a JSON object, got {type(content).__name__}"
+    return f"it has the key {next(iter(keys))!r} twice" if keys else ""
