@@ -67,9 +67,13 @@ def load_config(name: str, *overrides: dict) -> "PreTrainedConfig":
         config = AutoConfig.for_model(**fields)
     if not changed:
         return config
-    listed = ",".join(f"{field}={value}" for field, value in changed.items())
-    with naming(f"{name} with {listed}", "configuration", ()):
+    try:
         return AutoConfig.for_model(**fields | changed)
+    except ValueError:
+        raise
+    except Exception as error:  # a value of another kind, for which each model has its own error
+        listed = ",".join(f"{field}={value}" for field, value in changed.items())
+        raise ValueError(f"{name} cannot have the overrides {listed}: {' '.join(str(error).split())}") from error
 
 
 def parse_arguments(dataclasses: list[type], description: str) -> tuple:

@@ -34,6 +34,9 @@ def load(loader: type, source: str | Path, **options):
         ValueError: it cannot be loaded or used.
         UserError: a file cannot be read or fetched, or a package is missing.
     """
+    dtype = str(options.get("dtype", "auto")).removeprefix("torch.")
+    if dtype != "auto" and not getattr(getattr(torch, dtype, None), "is_floating_point", False):
+        raise ValueError(f"--dtype must be auto or a dtype of torch for weights, such as bfloat16, got {dtype}")
     with naming(source, *PARTS.get(loader, MODEL)):
         loaded = loader.from_pretrained(source, **options)
         if loader is AutoTokenizer:

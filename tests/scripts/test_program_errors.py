@@ -82,7 +82,7 @@ REFUSED = {
     "no such dtype": (
         ["generate", "--model_name_or_path", "tnn", "--prompt", "a", "--dtype", "x"],
         2,
-        "error: `dtype` must be the name of a dtype",
+        "error: --dtype must be auto or a dtype of torch",
     ),
     "texts in another encoding": (
         ["evaluate_lm", "--model_name_or_path", "tnn", "--validation_file", "bad.txt"],
