@@ -9,7 +9,6 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from inspect import signature
 from pathlib import Path
 
 from tnn_scripts.common.errors import UserError
@@ -44,20 +43,20 @@ def load(loader: type, source: str | Path, **options):
         model = loaded[0] if isinstance(loaded, tuple) else loaded  # with output_loading_info
         if isinstance(model, PreTrainedModel):
             model.config.return_dict = True  # the programs read outputs by name
-            if model.main_input_name == "input_ids":
-                check_output(model)
+            if model.config.model_type == "tnn" and model.main_input_name == "input_ids":
+                check_output(model)  # other models may ask for more, as BART for an end of the text
         return loaded
 
 
 def check_output(model: PreTrainedModel):
-    """Let a model read one token.
+    """Let a TNN read one token.
 
     Raises:
         ValueError: the output has NaN or infinity.
     """
-    options = {"use_cache": False} if "use_cache" in signature(model.forward).parameters else {}
+    ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     with torch.no_grad():
-        check_finite(model(torch.zeros(1, 1, dtype=torch.long, device=model.device), **options)[0])
+        check_finite(model(ids, **{"use_cache": False} if model.config.causal else {})[0])
 
 
 def check_writing(model: PreTrainedModel, source: str | Path):
