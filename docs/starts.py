@@ -41,8 +41,9 @@ from tnn_scripts.common.arguments import chosen_seeds, parse_arguments, training
 from tnn_scripts.common.atomic import write_json
 from tnn_scripts.common.declared import changed
 from tnn_scripts.common.trainer import output_folder, refuse_resume
+from tnn_scripts.options.ablation import AblationArguments
 from tnn_scripts.plotting.statistics import Kernel
-from tnn_scripts.run_ablation import AblationArguments, Text, build_trainer, load_text, train
+from tnn_scripts.runs.run_ablation import Text, build_trainer, load_text, train
 
 logger = logging.getLogger("starts")
 Maker = Callable[[int, int], torch.Tensor]

@@ -13,13 +13,10 @@ import logging
 import os
 from dataclasses import dataclass, field
 
-from tnn_scripts.common.errors import report_errors
-
-import torch
+from tnn_scripts.common.errors import importing, report_errors
 
 from tnn_scripts.common.model_path import check_model_path
 from tnn_scripts.common.parser import ProgramParser, check_counts
-from tnn_scripts.common.served import check_address, load_causal, name_of
 
 logger = logging.getLogger("api")
 
@@ -51,7 +48,7 @@ class ApiArguments:
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 for every address of this machine.")
     port: int = option(8000, "Port to listen on.")
     dtype: str = "auto"
-    device: str = "cuda" if torch.cuda.is_available() else "cpu"
+    device: str | None = None
 
     def __post_init__(self):
         check_model_path(self.model_name_or_path, tokenizer=True)
@@ -80,12 +77,11 @@ def serve(args: ApiArguments):
         ValueError: the model cannot be served.
         UserError: the address cannot.
     """
-    try:
+    with importing("api"):
+        from tnn_scripts.common.served import check_address, load_causal, name_of
         from tnn_scripts.serving.app import Limits, Service, build_app
         from tnn_scripts.serving.engine import Engine
         from tnn_scripts.serving.server import Server
-    except ImportError as error:
-        raise ImportError(f'the API needs more packages ({error}): pip install "modeling-tnn[api]"') from error
     check_address(args.host, args.port)
     key = key_of(args)
     model, tokenizer = load_causal(args.model_name_or_path, args.dtype, args.device)

@@ -13,18 +13,16 @@ import shutil
 import sys
 from pathlib import Path
 
-from tnn_scripts.common.errors import report_errors
+from tnn_scripts.common.errors import importing, report_errors
 
-from transformers.dynamic_module_utils import get_relative_import_files
-
-import modeling_tnn
 from tnn_scripts.common.atomic import claim, new_folder, write_json, write_text
+from tnn_scripts.common.declared import module_file
 from tnn_scripts.common.parser import ProgramParser
 
 NAME, VERSION, LICENSE = "tnn-toeplitz", 1, "apache-2.0"
 
 # The file of the layers, and what the library calls it.
-LAYERS = Path(modeling_tnn.__file__).with_name("toeplitz_hub.py")
+LAYERS = module_file("modeling_tnn.toeplitz_hub")
 INIT = f'"""Gated Toeplitz products in Triton."""\n\nfrom . import {LAYERS.stem} as layers\n\n__all__ = ["layers"]\n'
 
 CARD = f"""---
@@ -54,6 +52,8 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 
 def write_variant(folder: Path, backend: str):
     """The files for a backend. The id in the metadata, their name in Python, is another one for other code."""
+    with importing():
+        from transformers.dynamic_module_utils import get_relative_import_files
     files = sorted(map(Path, {str(LAYERS), *get_relative_import_files(LAYERS)}))
     folder.mkdir(parents=True)
     for file in files:

@@ -12,11 +12,12 @@ import argparse
 import sys
 from pathlib import Path
 
-from tnn_scripts.common.errors import report_errors
+from tnn_scripts.common.errors import importing, report_errors
 
 from tnn_scripts.common.atomic import write_text
-from tnn_scripts.common.model_card import add_arguments, check_folder, collect, load, render
+from tnn_scripts.common.model_path import check_model_path
 from tnn_scripts.common.parser import ProgramParser
+from tnn_scripts.options.card import add_arguments
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -29,6 +30,9 @@ def parse_arguments() -> argparse.Namespace:
 @report_errors
 def main():
     args = parse_arguments()
+    check_model_path(args.folder, "folder")
+    with importing("scripts"):
+        from tnn_scripts.common.model_card import check_folder, collect, load, render
     check_folder(args.output_dir, args.folder)
     collect(args, load(args.folder), args.output_dir)
     write_text(args.output_dir / "README.md", render(args.output_dir))

@@ -14,17 +14,21 @@ Example:
 import shlex
 import sys
 
-from tnn_scripts.common.errors import report_errors
+from tnn_scripts.common.errors import importing, report_errors
 
-from tnn_scripts.common.publishing import build_parser, rehearse, run
+from tnn_scripts.common.model_path import check_model_path
+from tnn_scripts.options.card import build_publishing_parser
 
 
 @report_errors
 def main():
-    parser = build_parser(__doc__)
+    parser = build_publishing_parser(__doc__)
     args = parser.parse_args()
     if args.output_dir is not None and not args.dry_run:
         parser.error(f"--output_dir must be given with --dry_run, got {args.output_dir} alone")
+    check_model_path(args.folder, "folder")
+    with importing("scripts"):
+        from tnn_scripts.common.publishing import rehearse, run
     if args.dry_run:
         sys.stdout.writelines(f"{line}\n" for line in rehearse(args))
         sys.stdout.write("Nothing was published, and the Hub was not contacted.\n")

@@ -10,16 +10,18 @@ Example:
 
 import logging
 
-from tnn_scripts.common.errors import report_errors
+from tnn_scripts.common.errors import importing, report_errors
 
-from tnn_scripts.common.page import PageArguments, serve
 from tnn_scripts.common.parser import ProgramParser
+from tnn_scripts.options.page import PageArguments
 
 
 @report_errors
 def main():
     args = PageArguments(**vars(ProgramParser([PageArguments], __doc__).parse_args()))
     logging.basicConfig(level=logging.INFO, format="%(message)s")
+    with importing("scripts,space"):
+        from tnn_scripts.common.page import serve
     serve(args)
 
 

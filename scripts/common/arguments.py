@@ -9,6 +9,8 @@ import re
 import sys
 from typing import TYPE_CHECKING
 
+from tnn_scripts.common.errors import importing
+
 import yaml
 
 from tnn_scripts.common.declared import dataclass_like
@@ -31,9 +33,10 @@ def parse_overrides(text: str | None, known: "PreTrainedConfig | None" = None) -
     Raises:
         ValueError: a value cannot be read, or a name is not a field of `known` (by default a `TnnConfig`).
     """
-    from modeling_tnn import TnnConfig
-
-    known = known or TnnConfig()
+    if known is None:
+        with importing():
+            from modeling_tnn import TnnConfig
+        known = TnnConfig()
     parts = re.split(BETWEEN_OVERRIDES, text or "")
     pairs = [pair.partition("=") for pair in parts if pair.strip()]
     try:
@@ -52,10 +55,11 @@ def load_config(name: str, *overrides: dict) -> "PreTrainedConfig":
     Raises:
         ValueError: it cannot be read, or its fields contradict each other.
     """
-    from transformers import AutoConfig, PreTrainedConfig
+    with importing():
+        from transformers import AutoConfig, PreTrainedConfig
 
-    import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
-    from tnn_scripts.common.loading import PARTS, naming
+        import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
+        from tnn_scripts.common.loading import PARTS, naming
 
     folder, changed = find_config(name), {}
     for fields in overrides:

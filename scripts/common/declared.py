@@ -41,6 +41,15 @@ def enum_values(module: str, name: str) -> list[str]:
     return [value for value in values if isinstance(value, str)]
 
 
+def declared_keys(module: str, name: str) -> list[str]:
+    """The keys of a dictionary that a module writes out."""
+    for node in _tree(module).body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if name in (getattr(target, "id", None) for target in targets):
+            return [key.value for key in node.value.keys]
+    raise LookupError(f"{module} has no dictionary {name}")
+
+
 @cache
 def generation_fields() -> list[str]:
     """The fields of transformers' GenerationConfig, which are the keywords that it takes."""

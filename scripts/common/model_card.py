@@ -108,23 +108,6 @@ CITATIONS = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser):
-    """Add the options for a card, which `push_to_hub.py` has as well."""
-    parser.add_argument("folder", type=Path, help="Saved model, with the metrics.json of its training.")
-    parser.add_argument("--repo_id", required=True)
-    parser.add_argument("--description", default="", help="One or two sentences for the top of the card.")
-    parser.add_argument("--data", default="", help="Training data; from training_args.json unless given.")
-    parser.add_argument("--dataset_id", default="", help="Hub id of the data; from training_args.json unless given.")
-    parser.add_argument("--license", default="apache-2.0", help="Licence of the weights, by its name on the Hub.")
-    parser.add_argument("--language", default="en", help="Language of the texts.")
-    parser.add_argument("--evaluation", type=Path, help="JSON file of evaluate_lm.py: perplexity by length.")
-    parser.add_argument("--glue", type=Path, help="results.json of finetune_glue.py with --sweep.")
-    parser.add_argument("--decoding", type=Path, help="JSON file of generate.py: speed.")
-    parser.add_argument("--conversion", type=Path, help="JSON file of to_recurrent.py; from the folder unless given.")
-    parser.add_argument("--kernels", type=Path, help="Output folder of plot_kernels.py.")
-    parser.set_defaults(published=False)
-
-
 def read_json(path: Path) -> dict:
     """The contents of a JSON file.
 

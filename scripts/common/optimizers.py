@@ -6,70 +6,13 @@ their own and no weight decay (table 9).
 
 import json
 import re
-from dataclasses import dataclass, field
 
 import torch
-from transformers import PreTrainedModel, SchedulerType, Trainer, TrainingArguments, get_scheduler
-from transformers.training_args import OptimizerNames
+from transformers import PreTrainedModel, Trainer, TrainingArguments, get_scheduler
 
 from tnn_scripts.common.muon import MuonWithAdamW
+from tnn_scripts.common.optimizer_arguments import MUON, OPERATOR
 from tnn_scripts.common.progress import show_figures
-
-OPERATOR = r"(^|\.)tno\."
-SETTINGS = {"learning_rate": "lr", "weight_decay": "weight_decay"}
-# They choose the layers themselves, and need what only Trainer has.
-OF_TRAINER = ("galore", "apollo", "lomo", "adalomo")
-MUON = "muon"
-# They follow measured losses or gradients, which the loop of `pretrain.py` does not give them.
-OF_METRICS = ("reduce_lr_on_plateau", "greedy")
-SCHEDULES = [kind.value for kind in SchedulerType if not kind.value.startswith(OF_METRICS)]
-OPTIMIZERS = [name.value for name in OptimizerNames if not name.value.startswith(OF_TRAINER)] + [MUON]
-
-
-@dataclass(kw_only=True)
-class GroupArguments:
-    """What parameters have other settings than the rest."""
-
-    operator_learning_rate: float | None = None
-    operator_weight_decay: float | None = None
-    parameter_groups: list[str] = field(default_factory=list)
-
-    def __post_init__(self):
-        for name in ("operator_learning_rate", "operator_weight_decay"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                raise ValueError(f"`{name}` must be at least 0, got {value}.")
-        for text in self.parameter_groups:
-            parse_group(text)
-
-    def groups(self) -> dict[str, dict[str, float]]:
-        """Regular expressions of parameter names -> settings; the first one that finds a parameter counts."""
-        groups = dict(parse_group(text) for text in self.parameter_groups)
-        operator = {"lr": self.operator_learning_rate, "weight_decay": self.operator_weight_decay}
-        if self.operator_learning_rate is not None and self.operator_weight_decay is None:
-            operator["weight_decay"] = 0.0
-        operator = {name: value for name, value in operator.items() if value is not None}
-        return groups | ({OPERATOR: operator} if operator else {})
-
-
-def parse_group(text: str) -> tuple[str, dict[str, float]]:
-    """`PATTERN:learning_rate=X,weight_decay=X` as a regular expression and the settings of an optimizer.
-
-    Raises:
-        ValueError: it cannot be read so.
-    """
-    pattern, _, given = text.rpartition(":")
-    try:
-        re.compile(pattern)
-        pairs = [pair.split("=") for pair in given.split(",")]
-        settings = {SETTINGS[name.strip()]: float(value) for name, value in pairs}
-    except (KeyError, ValueError, re.error) as error:
-        raise ValueError(
-            f"`parameter_groups` must be of the form PATTERN:{'=X,'.join(SETTINGS)}=X, got {text!r}."
-        ) from error
-    if not pattern or min(settings.values()) < 0:
-        raise ValueError(f"`parameter_groups` must have a pattern and numbers of at least 0, got {text!r}.")
-    return pattern, settings
 
 
 def regroup(

@@ -13,6 +13,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from tnn_scripts.common.errors import leave
+
 from tnn_scripts.common.commands import COMMAND_OF
 from tnn_scripts.common.declared import field_default
 from tnn_scripts.common.nearest import nearest
@@ -259,7 +261,7 @@ class ProgramParser(argparse.ArgumentParser):
         return super().parse_known_args(rename_options(given, self), namespace)
 
     def error(self, message: str):
-        self.exit(2, f"error: {message}\n")
+        leave(message, 2)
 
     def format_usage(self) -> str:
         return f"usage: {self.prog} [options]\n"

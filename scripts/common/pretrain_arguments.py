@@ -4,11 +4,12 @@ import json
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 
-import torch
+from tnn_scripts.common.errors import importing
 
 from tnn_scripts.common.model_path import check_path
 from tnn_scripts.common.names import find_config
-from tnn_scripts.common.optimizers import MUON, OPTIMIZERS, SCHEDULES, GroupArguments, build_scheduler
+from tnn_scripts.common.optimizer_arguments import MUON, OPTIMIZERS, SCHEDULES, GroupArguments
+from tnn_scripts.data.files import check_file, check_source
 
 OBJECTIVES = ("clm", "mlm")
 TRACKERS = ("none", "tensorboard", "wandb", "trackio")
@@ -136,11 +137,15 @@ class PretrainArguments(GroupArguments):
         self._require("learning_rate", self.learning_rate is None or self.learning_rate > 0, "above 0")
         if self.lr_scheduler_kwargs is not None:  # they belong to a schedule
             self.lr_scheduler_type = self.lr_scheduler_type or DEFAULT_SCHEDULE["lr_scheduler_type"]
-        self.check_schedule()
         self._require("mlm_probability", 0 < self.mlm_probability < 1, "in (0, 1)")
         self._check_sources()
         if self.report_to != "none" and find_spec(self.report_to) is None:
             raise ValueError(f"--report_to must be an installed tracker, got {self.report_to}. Install it with pip.")
+        for file in filter(None, (self.train_file, self.validation_file)):
+            check_file(file, whole=False)
+        for source in self.dataset_name:
+            check_source(source)
+        self.check_schedule()
 
     def _check_sources(self):
         streaming, names = self.streaming, self.dataset_name
@@ -174,6 +179,10 @@ class PretrainArguments(GroupArguments):
             ValueError: see above.
         """
         if self.lr_scheduler_type is not None:
+            with importing("training"):
+                import torch
+
+                from tnn_scripts.common.optimizers import build_scheduler
             # Some schedules compare their end with the learning rate.
             build_scheduler(self, torch.optim.SGD([torch.zeros(1)], lr=self.learning_rate or 1.0))
         further = json.loads(self.lr_scheduler_kwargs or "{}")

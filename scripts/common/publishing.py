@@ -23,7 +23,7 @@ from transformers.utils import IMAGE_PROCESSOR_NAME
 
 from tnn_scripts.common import model_card, space
 from tnn_scripts.common.loading import load
-from tnn_scripts.common.parser import ProgramParser
+from tnn_scripts.options.card import build_publishing_parser
 
 logger = logging.getLogger("push_to_hub")
 KEPT = {".gitattributes", "LICENSE"}
@@ -34,20 +34,6 @@ NOT_UPLOADED = ["checkpoint-*", "best/*", "tokenizer/*", ".*", "training_args.bi
 
 class PublishingError(UserError):
     """The error for a failed upload. The files on this machine are unchanged."""
-
-
-def build_parser(description: str = "") -> argparse.ArgumentParser:
-    parser = ProgramParser(description=description)
-    model_card.add_arguments(parser)
-    parser.set_defaults(published=True)
-    parser.add_argument("--private", action="store_true", help="Make a new repository private.")
-    parser.add_argument("--max_shard_size", default="5GB", help="Largest size of a file of weights.")
-    parser.add_argument("--card_dir", type=Path, help="Folder for a copy of the card and its inputs.")
-    parser.add_argument("--dry_run", action="store_true")
-    parser.add_argument("--output_dir", type=Path, help="With --dry_run: a new folder for the files.")
-    parser.add_argument("--space", action="store_true", help="Publish a Space with a page of the model, too.")
-    parser.add_argument("--package", help="What pip installs in the Space; this release of modeling-tnn unless given.")
-    return parser
 
 
 def stage(args: argparse.Namespace, target: Path):
@@ -181,7 +167,7 @@ def upload(folder: str, repository: str, model_type: str):
     """
     if model_type == "tnn":
         given = [str(folder), "--repo_id", repository]
-        run(build_parser().parse_args(given), shlex.join(["tnn", "push", *given]))
+        run(build_publishing_parser().parse_args(given), shlex.join(["tnn", "push", *given]))
     else:
         with publishing_errors(folder, f"hf upload {repository} {folder}"):
             upload_folder(repo_id=repository, folder_path=folder, ignore_patterns=NOT_UPLOADED)

@@ -13,13 +13,13 @@ from tnn_scripts.common.loading import check_writing, load
 from tnn_scripts.data.vocabulary import check_vocabulary
 
 
-def load_causal(name: str, dtype: str, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_causal(name: str, dtype: str, device: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model and its tokenizer.
 
     Raises:
         ValueError: it is no causal TNN, or its tokenizer is that of another model.
     """
-    check_device(device)
+    device = check_device(device)
     config = load(AutoConfig, name)
     if config.model_type != "tnn" or not config.causal:
         kind = "bidirectional TNN" if config.model_type == "tnn" else config.model_type

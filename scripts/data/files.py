@@ -4,6 +4,8 @@ import collections
 import gzip
 from pathlib import Path
 
+from tnn_scripts.common.model_path import check_path
+
 BUILDERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
@@ -45,3 +47,15 @@ def builder_of(file: str) -> str:
 def looks_like_file(source: str) -> bool:
     """Whether a source is a local file, not a folder or a Hub id."""
     return not Path(source).is_dir() and (Path(source).is_file() or Path(source).suffix.lower() in BUILDERS)
+
+
+def check_source(source: str):
+    """Check the name of a text or a data set at the start of a program.
+
+    Raises:
+        ValueError: it is a file that is missing or empty, or a path without a folder.
+    """
+    if looks_like_file(source):
+        check_file(source, whole=False)
+    else:
+        check_path(source, "--dataset_name")

@@ -1,15 +1,4 @@
-"""Convert a checkpoint of the released TNN, FD, SKI or RTF code to a folder that `from_pretrained` loads.
-
-Every tensor of the checkpoint goes to the model, or the report says why it does not. Every parameter of the model gets
-a value. Files are `.safetensors`, or `.pt` and `.ckpt` as fairseq and Lightning write them. Of these only tensors and
-plain options are read. A pickle with other objects is refused, because reading it would run its code.
-
-Example:
-    python scripts/convert_original.py checkpoint_best.pt outputs/converted --architecture tnn_v2_decay_99_pre
-    python scripts/convert_original.py model.safetensors outputs/converted --architecture roberta_tnn_v2_decay_99 \\
-        --hparams hparams.json
-    python scripts/convert_original.py last.safetensors outputs/converted --architecture rtf-listops
-"""
+"""Convert a checkpoint of the released implementations, and report where each tensor goes."""
 
 import argparse
 import json
@@ -18,15 +7,12 @@ import re
 import sys
 from pathlib import Path
 
-from tnn_scripts.common.errors import report_errors
-
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from modeling_tnn import TnnConfig
-from tnn_scripts.common.atomic import check_overwriting, claim, new_files, write_json
-from tnn_scripts.common.parser import ProgramParser
+from tnn_scripts.common.atomic import new_files, write_json
 from tnn_scripts.original.names import BOOKKEEPING, heads_together, our_layout, our_name, split_rational
 from tnn_scripts.original.options import ARCHITECTURES, HEADS, Architecture, operator_of
 
@@ -48,22 +34,6 @@ LEFT_OUT = {
     r"^embed_tokens\.bias$": "added to each row of the embedding",
     "": "part of another head (--head)",
 }
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = ProgramParser(description=__doc__)
-    parser.add_argument("checkpoint", type=Path, help="Checkpoint: .safetensors, .pt or .ckpt.")
-    parser.add_argument("output_dir", type=Path, help="Folder for the model and the report.")
-    parser.add_argument("--architecture", required=True, choices=list(ARCHITECTURES), help="Name of the architecture.")
-    parser.add_argument("--overwrite_output_dir", action="store_true")
-    parser.add_argument("--hparams", type=Path, help="JSON file of official options that differ from its defaults.")
-    parser.add_argument("--head", choices=list(HEADS), help="Head, if not that of the architecture.")
-    parser.add_argument(
-        "--published_ski",
-        action="store_true",
-        help="Let SKI interpolate as published, not as released: outputs differ from the released model.",
-    )
-    return parser.parse_args()
 
 
 def read_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], dict]:
@@ -340,18 +310,15 @@ def read_options(file: Path) -> dict:
         raise ValueError(f"--hparams must be a file with a JSON object, got {file}: {error}") from error
 
 
-@report_errors
-def main():
-    args = parse_arguments()
-    with claim(args.output_dir):
-        check_overwriting(args.output_dir, args.overwrite_output_dir, args.checkpoint)
-        tensors, options = read_checkpoint(args.checkpoint)
-        if args.hparams is not None:
-            options |= read_options(args.hparams)
-        model, report = convert(tensors, options, args.architecture, args.head, args.published_ski)
-        with new_files(args.output_dir) as folder:
-            model.save_pretrained(folder)
-            write_json(folder / "original.json", json.loads(json.dumps(report, default=str)))
+def run(args: argparse.Namespace):
+    """Convert the checkpoint, save the model and the report, and say what became of the tensors."""
+    tensors, options = read_checkpoint(args.checkpoint)
+    if args.hparams is not None:
+        options |= read_options(args.hparams)
+    model, report = convert(tensors, options, args.architecture, args.head, args.published_ski)
+    with new_files(args.output_dir) as folder:
+        model.save_pretrained(folder)
+        write_json(folder / "original.json", json.loads(json.dumps(report, default=str)))
     for warning in report["warnings"]:
         sys.stderr.write(f"warning: {warning}\n")
     left_out = sum(became.startswith("left out") for became in report["tensors"].values())
@@ -359,7 +326,3 @@ def main():
         f"{type(model).__name__} with {model.num_parameters():,} parameters from {len(tensors)} tensors; {left_out} "
         f"left out (original.json says why); saved in {args.output_dir}\n"
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,18 +1,10 @@
-"""Train a small TNN language model on real text, save it, load it back and let it continue a prompt.
-
-Example:
-    python scripts/demo.py --max_steps 300 --prompt "In the beginning"
-    python scripts/demo.py --dataset_name my_book.txt --tno_type rtf
-    python scripts/demo.py --serve
-"""
+"""Train a small TNN language model on real text, save it, load it back and let it continue a prompt."""
 
 import logging
 import math
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-
-from tnn_scripts.common.errors import report_errors
 
 import torch
 from transformers import (
@@ -26,34 +18,15 @@ from transformers import (
 )
 
 from modeling_tnn import find_unstable
-from tnn_scripts.common.arguments import load_config, parse_arguments
+from tnn_scripts.common.arguments import load_config
 from tnn_scripts.common.atomic import check_overwriting, claim, holds_model, new_files, write_json
 from tnn_scripts.common.commands import next_steps
 from tnn_scripts.common.optimizers import GroupingTrainer
 from tnn_scripts.common.page import PageArguments, import_gradio, serve
 from tnn_scripts.data.text import DEMO_CORPUS, load_corpus, pack, train_tokenizer
+from tnn_scripts.options.demo import DemoArguments
 
 logger = logging.getLogger("demo")
-
-
-@dataclass
-class DemoArguments:
-    """The options of the demo."""
-
-    config_name: str = "tnn-tiny"
-    tno_type: str | None = None
-    dataset_name: str | None = None
-    dataset_config_name: str | None = None
-    documents: str | None = None
-    output_dir: str = "outputs/demo"
-    overwrite_output_dir: bool = False
-    max_steps: int = 300
-    per_device_train_batch_size: int = 16
-    learning_rate: float = 4e-3
-    prompt: str = "And God said unto"
-    max_new_tokens: int = 60
-    seed: int = 0
-    serve: bool = field(default=False, metadata={"help": "Then serve a page with the model, as tnn serve does."})
 
 
 def build_config(args: DemoArguments) -> PreTrainedConfig:
@@ -177,9 +150,8 @@ def check_serving(args: DemoArguments):
         )
 
 
-@report_errors
-def main():
-    (args,) = parse_arguments([DemoArguments], __doc__)
+def start(args: DemoArguments):
+    """Train, save, load and sample, and serve the model with `--serve`."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     config = build_config(args)
     if args.serve:
@@ -189,7 +161,3 @@ def main():
         run(args, config)
     if args.serve:
         serve(PageArguments(args.output_dir))
-
-
-if __name__ == "__main__":
-    main()

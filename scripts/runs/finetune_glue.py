@@ -1,16 +1,4 @@
-"""Fine-tune a model on GLUE tasks, or on files of the same form, with transformers' Trainer.
-
-The options are those of run_glue.py of transformers. --sweep trains with each learning rate and seed, and keeps the
-model with the best validation score for each task.
-
-Example:
-    python scripts/finetune_glue.py --model_name_or_path outputs/masked --task_name sst2 --do_train --do_eval \\
-        --learning_rate 1e-3 --num_train_epochs 3 --output_dir outputs/sst2
-    python scripts/finetune_glue.py --model_name_or_path outputs/masked --task_name all --sweep \\
-        --output_dir outputs/glue
-    python scripts/finetune_glue.py --model_name_or_path outputs/masked --train_file train.csv \\
-        --validation_file validation.csv --do_train --do_eval --output_dir outputs/mine
-"""
+"""Fine-tune a model on GLUE tasks, or on files of the same form."""
 
 import contextlib
 import copy
@@ -20,10 +8,7 @@ import json
 import logging
 import statistics
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
-
-from tnn_scripts.common.errors import report_errors
 
 import numpy as np
 from transformers import (
@@ -38,87 +23,25 @@ from transformers import (
 )
 
 import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
-from tnn_scripts.common.arguments import parse_arguments, parse_overrides, training_options
+from tnn_scripts.common.arguments import parse_overrides
 from tnn_scripts.common.atomic import new_files, write_json, write_text
 from tnn_scripts.common.checkpoints import check_run
 from tnn_scripts.common.commands import next_steps
-from tnn_scripts.common.declared import changed
 from tnn_scripts.common.devices import suggest_smaller
 from tnn_scripts.common.dry_run import dry_run
 from tnn_scripts.common.loading import load
-from tnn_scripts.common.model_path import check_model_path, check_path
-from tnn_scripts.common.optimizers import GroupArguments, GroupingTrainer
-from tnn_scripts.common.parser import check_counts
+from tnn_scripts.common.optimizers import GroupingTrainer
 from tnn_scripts.common.publishing import open_repository, upload
 from tnn_scripts.common.signals import StopRequested
 from tnn_scripts.common.tables import ERRORS, format_metric, markdown_table
 from tnn_scripts.common.trainer import output_folder, train
 from tnn_scripts.data.class_labels import outputs_of_classes
-from tnn_scripts.data.glue import TASKS, TaskData, load_files, load_task, tokenize_task
+from tnn_scripts.data.glue import TaskData, load_files, load_task, tokenize_task
 from tnn_scripts.data.glue_metrics import load_metric, main_metric
 from tnn_scripts.data.vocabulary import check_vocabulary
+from tnn_scripts.options.glue import GlueArguments
 
 logger = logging.getLogger("finetune_glue")
-
-
-@dataclass(kw_only=True)
-class GlueArguments(GroupArguments):
-    """The options for the model and the data."""
-
-    model_name_or_path: str
-    task_name: list[str] | None = field(default=None, metadata={"help": f"all, or some of: {', '.join(TASKS)}."})
-    config_overrides: str | None = None
-    dataset_path: str | None = None
-    train_file: str | None = None
-    validation_file: str | None = None
-    test_file: str | None = field(default=None, metadata={"help": "File to predict; it needs no labels."})
-    sentence1_key: str | None = field(default=None, metadata={"help": "Column of the files with the first sentences."})
-    sentence2_key: str | None = field(default=None, metadata={"help": "Column with the second sentences of pairs."})
-    max_seq_length: int = field(default=128, metadata={"help": "Longer texts are cut."})
-    pad_to_max_length: bool = field(default=False, metadata={"help": "Pad all texts to max_seq_length."})
-    max_train_samples: int | None = None
-    max_eval_samples: int | None = None
-    max_predict_samples: int | None = field(default=None, metadata={"help": "Predict the first so many rows."})
-    from_scratch: bool = field(default=False, metadata={"help": "Random weights instead of the trained ones."})
-    ignore_mismatched_sizes: bool = field(
-        default=False, metadata={"help": "Draw a new head if the model is a classifier of other classes."}
-    )
-    sweep: bool = field(default=False, metadata={"help": "Train with each learning rate and seed; keep the best."})
-    sweep_learning_rates: list[float] = field(default_factory=lambda: [1e-5, 3e-5, 6e-5, 1e-4])  # of the TNN paper
-    sweep_seeds: list[int] = field(default_factory=lambda: [0, 1, 2], metadata={"help": "Seeds of the sweep."})
-    trust_remote_code: bool = False
-    overwrite_output_dir: bool = False
-    dry_run: bool = False
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_model_path(self.model_name_or_path, tokenizer=True)
-        if self.dataset_path is not None:
-            check_path(self.dataset_path, "--dataset_path")
-        files = (self.train_file is not None) + (self.validation_file is not None)
-        if (self.task_name is None) == (files == 0) or files == 1:
-            raise ValueError("either --task_name or both --train_file and --validation_file must be given")
-        if self.sentence2_key is not None and self.sentence1_key is None:
-            raise ValueError(f"--sentence2_key must be given with --sentence1_key, got only {self.sentence2_key}")
-        if self.sentence1_key is not None and not files:
-            raise ValueError("--sentence1_key and --sentence2_key must be given with --train_file, not with a task")
-        if self.task_name == ["all"]:
-            self.task_name = list(TASKS)
-        for task in self.task_name or []:
-            if task not in TASKS:
-                raise ValueError(f"--task_name must be all or one of {', '.join(TASKS)}, got {task}")
-        check_counts(self, "max_train_samples", "max_eval_samples", "max_predict_samples", "max_seq_length")
-        if self.dry_run and len(self.task_name or []) > 1:
-            raise ValueError(f"--dry_run must be given with one task, got {', '.join(self.task_name)}")
-
-    def number_of_runs(self) -> int:
-        """How many models of a task are trained."""
-        return len(self.sweep_learning_rates) * len(self.sweep_seeds) if self.sweep else 1
-
-    @property
-    def sentence_keys(self) -> tuple[str, ...]:
-        """The columns of text that the options name."""
-        return tuple(key for key in (self.sentence1_key, self.sentence2_key) if key is not None)
 
 
 class Task:
@@ -449,10 +372,9 @@ def run_all(args: GlueArguments, training: TrainingArguments) -> list[dict]:
     return summaries
 
 
-@report_errors
-def main():
-    args, options = parse_arguments([GlueArguments, training_options()], __doc__)
-    training = TrainingArguments(**changed(options))
+def start(args: GlueArguments, options: dict):
+    """Run with the options of the program, and those of `TrainingArguments`."""
+    training = TrainingArguments(**options)
     logging.basicConfig(format="%(message)s")
     for name in ("finetune_glue", "push_to_hub"):
         logging.getLogger(name).setLevel(logging.INFO if training.process_index == 0 else logging.ERROR)
@@ -471,7 +393,3 @@ def main():
     logger.info("\n%s\n\nsaved in %s", table(summaries), training.output_dir)
     if (training.do_train or args.sweep) and len(summaries) == 1 and training.process_index == 0:
         logger.info("%s", next_steps(training.output_dir, "classifier"))
-
-
-if __name__ == "__main__":
-    main()

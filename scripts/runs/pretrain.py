@@ -1,13 +1,4 @@
-"""Pretrain a causal or masked language model, on one device or many, and save it with its tokenizer.
-
-Example:
-    python scripts/pretrain.py --config_name tnn-tiny --train_file book.txt --output_dir outputs/book --max_steps 500
-    python scripts/pretrain.py --recipe wikitext2 --checkpointing_steps 100
-    python scripts/pretrain.py --recipe wikitext2 --resume_from_checkpoint latest
-    python scripts/pretrain.py --streaming --dataset_name HuggingFaceFW/fineweb code/ --tokenizer_name gpt2 \\
-        --vocab_size 50257 --interleave_probabilities 0.8 0.2 --checkpointing_steps 1000
-    accelerate launch --config_file configuration/accelerate/ddp.yaml scripts/pretrain.py --recipe wikitext103
-"""
+"""Pretrain a causal or masked language model, on one device or many."""
 
 import contextlib
 import dataclasses
@@ -17,8 +8,6 @@ import os
 import sys
 from datetime import timedelta
 from pathlib import Path
-
-from tnn_scripts.common.errors import report_errors
 
 import datasets
 import torch
@@ -39,7 +28,7 @@ from transformers import (
 from modeling_tnn import find_unstable
 from modeling_tnn.configuration_tnn import LENGTH_FIELDS
 from tnn_scripts.common.accelerate_loop import Pretraining, perplexity
-from tnn_scripts.common.arguments import load_config, parse_arguments, parse_overrides
+from tnn_scripts.common.arguments import load_config, parse_overrides
 from tnn_scripts.common.atomic import SavingError, claim, new_files, new_folder, write_json
 from tnn_scripts.common.checkpoints import (
     check_run,
@@ -380,9 +369,8 @@ def dry_run(args: PretrainArguments, accelerator: Accelerator):
     logger.info("%s", describe_run(model.num_parameters(), args.max_steps, tokens, seconds * passes, memory, device))
 
 
-@report_errors
-def main():
-    (args,) = parse_arguments([PretrainArguments], __doc__)
+def start(args: PretrainArguments):
+    """Train, save and publish as the options say, or measure a step with `--dry_run`."""
     with contextlib.ExitStack() as held:
         try:
             accelerator = build_accelerator(args)
@@ -403,7 +391,3 @@ def main():
     # A process group that lives longer than the model sometimes aborts at exit.
     del pretraining
     gc.collect()
-
-
-if __name__ == "__main__":
-    main()

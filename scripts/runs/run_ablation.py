@@ -1,14 +1,4 @@
-"""Train variants of a small language model by one recipe and compare their validation perplexity.
-
-A variant is `name` or `name:field=value,field=value`, with the fields of the configuration that it changes. Causal
-models predict the next token, bidirectional models (causal=false) predict masked tokens. All models are scored on the
-same tokens at every length, and masked models with the same masks. configuration/recipes/ablations/ has one recipe
-for each table of ablations of the papers.
-
-Example:
-    python scripts/run_ablation.py --recipe ablations/rpe-input --output_dir outputs/input
-    python scripts/run_ablation.py --output_dir outputs/decay --variants "0.9:decay=0.9" "0.99:decay=0.99"
-"""
+"""Train variants of a small language model and compare their validation perplexity."""
 
 import copy
 import itertools
@@ -16,10 +6,8 @@ import logging
 import math
 import statistics
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-
-from tnn_scripts.common.errors import report_errors
 
 import torch
 from datasets import Dataset
@@ -33,70 +21,24 @@ from transformers import (
     set_seed,
 )
 
-from modeling_tnn import PoleCallback, TnnConfig
+from modeling_tnn import PoleCallback
 from modeling_tnn.stability import spectral_radius
 from modeling_tnn.tno_rtf import RtfOperator
-from tnn_scripts.common.arguments import chosen_seeds, load_config, parse_arguments, parse_overrides, training_options
+from tnn_scripts.common.arguments import chosen_seeds
 from tnn_scripts.common.atomic import saving_errors, write_json
 from tnn_scripts.common.belonging import rows_of_a_step
-from tnn_scripts.common.declared import changed
 from tnn_scripts.common.dry_run import dry_run
 from tnn_scripts.common.lm_loss import token_losses
-from tnn_scripts.common.optimizers import GroupArguments, GroupingTrainer
+from tnn_scripts.common.optimizers import GroupingTrainer
 from tnn_scripts.common.scoring import batches, evaluate
 from tnn_scripts.common.tables import markdown_table
 from tnn_scripts.common.trainer import output_folder, refuse_resume
 from tnn_scripts.data.text import load_corpus, pack, tokenize, train_tokenizer
+from tnn_scripts.options.ablation import AblationArguments
 
 logger = logging.getLogger("run_ablation")
 MASK_PROBABILITY = 0.15
 IGNORED = -100
-
-
-@dataclass(kw_only=True)
-class AblationArguments(GroupArguments):
-    """The variants and the settings that they share."""
-
-    variants: list[str]
-    config_name: str = "tnn-tiny"
-    config_overrides: str | None = None
-    dataset_name: str | None = None
-    dataset_config_name: str | None = None
-    documents: str | None = None
-    longer: list[int] = field(default_factory=list)
-    eval_tokens: int = field(default=65_536, metadata={"help": "Validation tokens to read, at least one row."})
-    max_pole_radius: float | None = field(
-        default=None, metadata={"help": "Radius below 1: poles of RTF outside it are moved onto it."}
-    )
-    seeds: list[int] | None = None
-    sweep_learning_rates: list[float] = field(default_factory=list)
-    dry_run: bool = False
-
-    def __post_init__(self):
-        super().__post_init__()
-        names = [variant.partition(":")[0] for variant in self.variants]
-        if len(set(names)) != len(names):
-            raise ValueError(f"--variants must have different names, got {', '.join(names)}")
-        for variant in self.variants:
-            self.variant_config(variant)
-
-    def learning_rates(self, training: TrainingArguments) -> list[float]:
-        """Those that each variant is trained with."""
-        return self.sweep_learning_rates or [training.learning_rate]
-
-    def variant_config(self, variant: str) -> TnnConfig:
-        """The configuration of a variant.
-
-        Raises:
-            ValueError: a field is unknown, or has a value outside its limits.
-        """
-        name, _, changes = variant.partition(":")
-        if "=" in name:
-            raise ValueError(f"--variants must be NAME or NAME:FIELD=VALUE,..., got {variant}")
-        try:
-            return load_config(self.config_name, parse_overrides(self.config_overrides), parse_overrides(changes))
-        except ValueError as error:
-            raise ValueError(f"--variants {name}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -269,15 +211,10 @@ def run(args: AblationArguments, training: TrainingArguments):
         sys.stdout.write(f"{table(rows)}\nsaved in {output}\n")
 
 
-@report_errors
-def main():
-    args, options = parse_arguments([AblationArguments, training_options()], __doc__)
-    training = TrainingArguments(**changed(options))
+def start(args: AblationArguments, options: dict):
+    """Run with the options of the program, and those of `TrainingArguments`."""
+    training = TrainingArguments(**options)
     logging.basicConfig(level=logging.INFO if training.process_index == 0 else logging.ERROR, format="%(message)s")
     refuse_resume(training)
     with output_folder(training, args.dry_run):
         run(args, training)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,20 +1,7 @@
-"""Train and evaluate an image classifier, a TNN that mixes patches along rows and columns, with transformers' Trainer.
-
-The data are a Hub id or a folder that `datasets` reads, such as one folder of pictures for each class. The program
-uses the first column with pictures and the first with classes. `--augmentation` changes the training pictures at
-random; evaluation sees them as they are.
-
-Example:
-    python scripts/run_image_classification.py --recipe images/small-cifar10 \\
-        --output_dir outputs/cifar10
-    python scripts/run_image_classification.py --config_name tnn-image-tiny --dataset_name pictures --max_steps 1000 \\
-        --output_dir outputs/mine
-"""
+"""Train and evaluate an image classifier."""
 
 import logging
-from dataclasses import dataclass, field
-
-from tnn_scripts.common.errors import report_errors
+from dataclasses import dataclass
 
 import torch
 from datasets import ClassLabel, Dataset, DatasetDict, Image, load_dataset
@@ -26,48 +13,19 @@ from transformers import (
 )
 
 from modeling_tnn import PoleCallback
-from tnn_scripts.common.arguments import load_config, parse_arguments, parse_overrides, training_options
+from tnn_scripts.common.arguments import load_config, parse_overrides
 from tnn_scripts.common.classification import accuracy, describe, report, save, score
-from tnn_scripts.common.declared import changed
 from tnn_scripts.common.dry_run import dry_run
 from tnn_scripts.common.mixing_trainer import MixingTrainer
 from tnn_scripts.common.model_path import check_path
-from tnn_scripts.common.optimizers import GroupArguments, GroupingTrainer
-from tnn_scripts.common.parser import check_counts
+from tnn_scripts.common.optimizers import GroupingTrainer
 from tnn_scripts.common.peers import vit_like
 from tnn_scripts.common.trainer import exit_with_message, train
 from tnn_scripts.data.augmentation import AUGMENTATIONS, ToPixels, unchanged
 from tnn_scripts.data.lra import limit
+from tnn_scripts.options.images import ImageArguments
 
 EVALUATED = ("validation", "test")
-
-
-@dataclass(kw_only=True)
-class ImageArguments(GroupArguments):
-    """The options for the model and the pictures."""
-
-    config_name: str
-    config_overrides: str | None = None
-    dataset_name: str = "uoft-cs/cifar10"
-    dataset_config_name: str | None = None
-    label_column_name: str | None = field(default=None, metadata={"help": "Column of the classes, if not the first."})
-    max_train_samples: int | None = None
-    max_eval_samples: int | None = None
-    augmentation: str = field(
-        default="flip",
-        metadata={
-            "choices": tuple(AUGMENTATIONS),
-            "help": "Changes of training pictures: flip mirrors half of them; deit is DeiT's recipe (random parts, "
-            "RandAugment, random erasing, mixup, CutMix, repeated pictures), which evaluates the middle of a picture.",
-        },
-    )
-    transformer: bool = False
-    overwrite_output_dir: bool = False
-    dry_run: bool = False
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_counts(self, "max_train_samples", "max_eval_samples")
 
 
 @dataclass(frozen=True)
@@ -179,14 +137,9 @@ def run(args: ImageArguments, training: TrainingArguments):
     report(trainer, results)
 
 
-@report_errors
-def main():
-    args, options = parse_arguments([ImageArguments, training_options()], __doc__)
-    training = TrainingArguments(**changed(options))
+def start(args: ImageArguments, options: dict):
+    """Run with the options of the program, and those of `TrainingArguments`."""
+    training = TrainingArguments(**options)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     with exit_with_message(training, args.overwrite_output_dir, args.dry_run):
         run(args, training)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,20 +1,6 @@
-"""Train and evaluate a classifier on a task of the Long Range Arena with transformers' Trainer.
-
-The recipes have the sizes and settings of the papers; options on the command line override them. Without
---dataset_path, the data come from the Hub (text, image) or are generated (listops, pathfinder, path-x). Retrieval
-needs the files of the LRA release, or any texts: with --pair_column title the question is whether two passages are of
-one book.
-
-Example:
-    python scripts/run_lra.py --recipe lra/tnn-listops --output_dir outputs/listops
-    python scripts/run_lra.py --recipe lra/small-image --output_dir outputs/image \\
-        --config_overrides tno_type=fd
-"""
+"""Train and evaluate a classifier on a task of the Long Range Arena."""
 
 import logging
-from dataclasses import dataclass, field
-
-from tnn_scripts.common.errors import report_errors
 
 import torch
 from datasets import load_dataset
@@ -28,55 +14,18 @@ from transformers import (
 )
 
 from modeling_tnn import PoleCallback, TnnConfig
-from tnn_scripts.common.arguments import load_config, parse_arguments, parse_overrides, training_options
+from tnn_scripts.common.arguments import load_config, parse_overrides
 from tnn_scripts.common.classification import accuracy, describe, report, save, score
-from tnn_scripts.common.declared import changed
 from tnn_scripts.common.dry_run import dry_run
-from tnn_scripts.common.model_path import check_path
-from tnn_scripts.common.optimizers import GroupArguments, GroupingTrainer
-from tnn_scripts.common.parser import check_counts
+from tnn_scripts.common.optimizers import GroupingTrainer
 from tnn_scripts.common.peers import modernbert_like
 from tnn_scripts.common.sequence_pairs import (
     ModernBertForSequencePairClassification,
     TnnForSequencePairClassification,
 )
 from tnn_scripts.common.trainer import exit_with_message, train
-from tnn_scripts.data.lra import TASKS, Task, encode_split, limit, load_task
-
-
-@dataclass(kw_only=True)
-class LraArguments(GroupArguments):
-    """The task, its data and the model."""
-
-    task: str = field(metadata={"choices": tuple(TASKS)})
-    config_name: str
-    config_overrides: str | None = None
-    dataset_path: str | None = None
-    max_train_samples: int | None = None
-    max_eval_samples: int | None = None
-    max_length: int | None = field(
-        default=None, metadata={"help": "Largest number of tokens. Longer texts are cut; ListOps has shorter samples."}
-    )
-    pair_column: str | None = field(
-        default=None,
-        metadata={"help": "Retrieval: column of --dataset_path; the passages of a pair have one value in it, or two."},
-    )
-    extra_test: str | None = field(
-        default=None, metadata={"help": "Another configuration of --dataset_path whose test split is evaluated too."}
-    )
-    transformer: bool = False
-    overwrite_output_dir: bool = False
-    dry_run: bool = False
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_counts(self, "max_train_samples", "max_eval_samples", "max_length")
-        if self.dataset_path is not None:
-            check_path(self.dataset_path, "--dataset_path")
-        if self.pair_column is not None and self.task != "retrieval":
-            raise ValueError(f"--pair_column must be given for retrieval alone, got {self.task}")
-        if self.extra_test is not None and self.dataset_path is None:
-            raise ValueError(f"--extra_test must be given with --dataset_path, got only {self.extra_test}")
+from tnn_scripts.data.lra import Task, encode_split, limit, load_task
+from tnn_scripts.options.lra import LraArguments
 
 
 def build_config(args: LraArguments, task: Task) -> TnnConfig:
@@ -164,14 +113,9 @@ def run(args: LraArguments, training: TrainingArguments):
     report(trainer, results)
 
 
-@report_errors
-def main():
-    args, options = parse_arguments([LraArguments, training_options()], __doc__)
-    training = TrainingArguments(**changed(options))
+def start(args: LraArguments, options: dict):
+    """Run with the options of the program, and those of `TrainingArguments`."""
+    training = TrainingArguments(**options)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     with exit_with_message(training, args.overwrite_output_dir, args.dry_run):
         run(args, training)
-
-
-if __name__ == "__main__":
-    main()

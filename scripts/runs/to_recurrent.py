@@ -1,33 +1,17 @@
-"""Convert a causal model to a recurrence of low order, save it, and measure the change on a text.
-
---fit direct computes poles from the kernels (tno_type="modal"). --fit gradient trains a rational transfer function to
-match each kernel (tno_type="rtf"), as the RTF paper distils filters; --fit modal-gradient trains a sum of complex
-exponentials (tno_type="s4d"), the baseline of that paper. Both also report the direct fit.
-
-Example:
-    python scripts/to_recurrent.py --model_name_or_path outputs/demo --output_dir outputs/modal --dataset_name book.txt
-    python scripts/to_recurrent.py --model_name_or_path outputs/demo --output_dir outputs/modal --tolerance 1e-4
-    python scripts/to_recurrent.py --model_name_or_path outputs/demo --output_dir outputs/rtf --fit gradient --order 16
-"""
+"""Convert a causal model to a recurrence, and measure the change on a text."""
 
 import argparse
 import math
-import sys
 import time
-from pathlib import Path
-
-from tnn_scripts.common.errors import report_errors
 
 import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
-from tnn_scripts.common.atomic import check_overwriting, claim, new_files, write_json
+from tnn_scripts.common.atomic import new_files, write_json
 from tnn_scripts.common.gradient_fit import FITS, convert_by_gradient
 from tnn_scripts.common.loading import load
-from tnn_scripts.common.model_path import check_model_path
-from tnn_scripts.common.parser import ProgramParser
 from tnn_scripts.data.text import load_corpus, pack
 from tnn_scripts.data.vocabulary import check_vocabulary
 
@@ -35,32 +19,6 @@ GRADIENT_COLUMNS = (
     "order", "taps", "l2_layer", "l2_worst", "mse", "largest_pole", "direct_l2_layer", "direct_l2_worst", "direct_mse",
 )  # fmt: skip
 COLUMNS = ("order", "taps", "l2_layer", "l2_median", "l2_worst", "l1_median", "l1_worst", "tail_bound", "largest_pole")
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = ProgramParser(description=__doc__)
-    parser.add_argument("--model_name_or_path", required=True)
-    parser.add_argument("--output_dir", type=Path, required=True)
-    parser.add_argument("--overwrite_output_dir", action="store_true")
-    parser.add_argument("--order", type=int, default=64, help="Number of real states per channel.")
-    parser.add_argument("--window", type=int, default=16, help="Number of first taps that are kept exactly.")
-    parser.add_argument("--tolerance", type=float, help="Use the smallest order with this relative error instead.")
-    parser.add_argument("--fit", choices=("direct", *FITS), default="direct", help="Method that finds the poles.")
-    parser.add_argument("--steps", type=int, default=2000, help="Steps of the gradient fit, for each layer.")
-    parser.add_argument("--learning_rate", type=float, default=0.02)
-    parser.add_argument("--dataset_name")
-    parser.add_argument("--dataset_config_name")
-    parser.add_argument("--documents")
-    parser.add_argument("--block_size", type=int)
-    parser.add_argument("--rows", type=int, default=8, help="Number of rows of text to measure on.")
-    args = parser.parse_args()
-    check_model_path(args.model_name_or_path, tokenizer=True)
-    if args.fit in FITS and (args.tolerance is not None or args.steps < 1):
-        parser.error(
-            f"--fit {args.fit} must be given without --tolerance and with --steps of at least 1, got "
-            f"--tolerance {args.tolerance} --steps {args.steps}"
-        )
-    return args
 
 
 def compare(model, converted, blocks: torch.Tensor) -> dict:
@@ -138,15 +96,6 @@ def run(args: argparse.Namespace) -> dict:
     return result
 
 
-@report_errors
-def main():
-    args = parse_arguments()
-    with claim(args.output_dir):
-        check_overwriting(args.output_dir, args.overwrite_output_dir, args.model_name_or_path)
-        result = run(args)
-    sys.stdout.write(summary(result) + f"\nsaved in {args.output_dir}\n")
-
-
 def summary(result: dict) -> str:
     if not result["layers"]:
         lines = [f"A model with tno_type='{result['converted_from']}' is a recurrence already: saved as it is."]
@@ -166,7 +115,3 @@ def summary(result: dict) -> str:
         f"{measured['length']}"
     )
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    main()

@@ -134,7 +134,7 @@ def test_full_disk_in_a_conversion(arguments, tmp_path, largest_file, monkeypatc
     folder, output = save_model(tmp_path / "model", tno_type="rpe", decay=0.9), tmp_path / "out"
     converted = seeded(TnnForCausalLM, tiny_config("rtf"))
     report = {"tensors": {}, "warnings": []}
-    monkeypatch.setattr("tnn_scripts.convert_original.convert", lambda *options: (converted, report))
+    monkeypatch.setattr("tnn_scripts.runs.convert_original.convert", lambda *options: (converted, report))
     seeded(TnnForCausalLM, tiny_config()).save_pretrained(output)
     before, command = tree(output), [*arguments(folder, output), "--overwrite_output_dir"]
     largest_file(40_000)

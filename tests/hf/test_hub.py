@@ -22,6 +22,7 @@ from helpers.scripts import run_script, save_model
 from tnn_scripts import push_to_hub as program
 from tnn_scripts.common import publishing as push_to_hub
 from tnn_scripts.common import space
+from tnn_scripts.options.card import build_publishing_parser
 
 ROOT = Path(__file__).parents[2]
 REPO = "user/tnn"
@@ -191,7 +192,7 @@ def test_a_space_without_a_page(model_folder, tmp_path):
     shutil.copytree(model_folder, folder)
     config = (folder / "config.json").read_text()
     (folder / "config.json").write_text(config.replace("TnnForCausalLM", "TnnModel"))
-    args = push_to_hub.build_parser().parse_args([str(folder), "--repo_id", REPO, "--space"])
+    args = build_publishing_parser().parse_args([str(folder), "--repo_id", REPO, "--space"])
     with pytest.raises(ValueError, match="holds a TnnModel: only a TnnForCausalLM has a page"):
         push_to_hub.run(args, "tnn push")
 

@@ -23,8 +23,8 @@ from helpers.parity import CASES, Case, named_cases
 from helpers.scripts import Malicious
 from modeling_tnn import TnnConfig, TnnForCausalLM
 from tnn_scripts import convert_original
-from tnn_scripts.convert_original import convert, read_checkpoint
 from tnn_scripts.original.options import ARCHITECTURES
+from tnn_scripts.runs.convert_original import convert, read_checkpoint
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "convert_original.py"
 LANGUAGE_MODELS = named_cases("causal_lm") + named_cases("masked_lm")

@@ -24,7 +24,7 @@ from helpers.released_rtf import (
     s4_state,
 )
 from tnn_scripts import convert_original
-from tnn_scripts.convert_original import convert
+from tnn_scripts.runs.convert_original import convert, read_checkpoint
 
 TRUNCATION, WIDTH, CLASSES = 17, 6, 3
 LENGTHS = [11, 7, 1]
@@ -130,7 +130,7 @@ def test_script_reads_a_file_of_lightning(tmp_path, monkeypatch, capsys):
     assert "TnnForCausalLM" in capsys.readouterr().out
     save_file({"a": torch.zeros(1)}, tmp_path / "other.safetensors")  # and a file that is none
     with pytest.raises(ValueError, match="must hold a whole model"):
-        convert(*convert_original.read_checkpoint(tmp_path / "other.safetensors"), "hyena_rtf")
+        convert(*read_checkpoint(tmp_path / "other.safetensors"), "hyena_rtf")
 
 
 S4_ERRORS = [

@@ -96,7 +96,9 @@ def test_two_processes_resume(runs):
 @pytest.mark.slow
 def test_processes_that_do_not_know_of_each_other(runs, monkeypatch, tmp_path):
     """Two of them would write into one folder."""
-    monkeypatch.setattr("tnn_scripts.pretrain.Accelerator", lambda **options: type("One", (), {"num_processes": 1}))
+    monkeypatch.setattr(
+        "tnn_scripts.runs.pretrain.Accelerator", lambda **options: type("One", (), {"num_processes": 1})
+    )
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit, match="2 processes were started, but accelerate sees 1"):
         run_script("pretrain", *runs[1], "--output_dir", tmp_path / "out")

@@ -7,7 +7,7 @@ import pytest
 from helpers.glue import glue_options
 from helpers.scripts import run_script
 from helpers.small_runs import ablation_options, image_options, listops_options, synthetic_options
-from tnn_scripts import finetune_glue
+from tnn_scripts.runs import finetune_glue
 
 ESTIMATE = r"about \d+ seconds on 1 x cpu: \d+\.\d\d s a step, [\d,]+ {unit}/s\nabout \d+\.\d GiB of memory\n"
 

@@ -15,11 +15,11 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from helpers.models import exhaustive, lively_language_model, tiny_config
 from helpers.scripts import SENTENCES, run_script, table_rows, write_text
-from tnn_scripts import evaluate_lm
 from tnn_scripts.common import scoring
 from tnn_scripts.common.model_card import read_evaluation
 from tnn_scripts.data.text import tokenize, train_tokenizer
 from tnn_scripts.data.token_bytes import bytes_until
+from tnn_scripts.runs import evaluate_lm
 
 
 @pytest.fixture(scope="module")

@@ -20,11 +20,11 @@ from transformers import (
 
 from helpers.glue import glue_options, rows
 from helpers.scripts import ROOT, run_script, table_rows
-from tnn_scripts import finetune_glue
 from tnn_scripts.common.model_card import read_metrics
 from tnn_scripts.common.signals import StopRequested
 from tnn_scripts.data.glue import TASKS, load_files, load_task
 from tnn_scripts.data.glue_metrics import OWN_METRICS, load_metric, main_metric
+from tnn_scripts.runs import finetune_glue
 
 SHARED = ROOT.parent / "shared" / "data" / "glue"
 

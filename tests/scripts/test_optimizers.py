@@ -12,7 +12,8 @@ from helpers.models import seeded, tiny_config
 from helpers.scripts import assert_same_weights, figures, pretrain_options, run_script, weights
 from modeling_tnn import TnnForCausalLM
 from tnn_scripts.common.accelerate_loop import decayed_parameters
-from tnn_scripts.common.optimizers import GroupArguments, GroupingTrainer, build_optimizer, fit_to_device
+from tnn_scripts.common.optimizer_arguments import GroupArguments
+from tnn_scripts.common.optimizers import GroupingTrainer, build_optimizer, fit_to_device
 from tnn_scripts.common.pretrain_arguments import PretrainArguments
 
 

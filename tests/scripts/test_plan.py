@@ -7,9 +7,9 @@ import pytest
 from helpers.models import VARIANTS
 from helpers.scripts import ROOT, run, run_ranks
 from modeling_tnn import TnnConfig, TnnForCausalLM
-from tnn_scripts import plan
 from tnn_scripts.planning import steps
 from tnn_scripts.planning.steps import Settings, count, measure_all
+from tnn_scripts.runs import plan
 
 SIZES = {"vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 3, "rpe_dim": 16, "rpe_layers": 2, "decay": 0.9}
 SIZES |= {"rtf_state_size": 8, "ski_rank": 8, "hidden_dropout_prob": 0.0}

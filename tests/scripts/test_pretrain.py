@@ -21,7 +21,6 @@ from transformers import (
 from helpers.models import seeded, tiny_config
 from helpers.scripts import SENTENCES, assert_same_weights, run_script, weights, write_config, write_text
 from modeling_tnn import TnnConfig, TnnForCausalLM, TnnForMaskedLM, find_unstable
-from tnn_scripts import pretrain
 from tnn_scripts.common.accelerate_loop import decayed_parameters
 from tnn_scripts.common.fingerprint import differences, fingerprint
 from tnn_scripts.common.lm_loss import count_targets, summed_loss, token_losses
@@ -30,6 +29,7 @@ from tnn_scripts.common.pretrain_arguments import PretrainArguments
 from tnn_scripts.common.publishing import NOT_UPLOADED, upload
 from tnn_scripts.data.blocks import BlockStream
 from tnn_scripts.data.text import load_corpus, pack, train_tokenizer
+from tnn_scripts.runs import pretrain
 
 
 @pytest.fixture(scope="module")

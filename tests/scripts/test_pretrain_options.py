@@ -5,16 +5,16 @@ import logging
 import re
 
 import pytest
-from transformers import GPT2Config, TrainingArguments
+from transformers import GPT2Config
 
 from helpers.scripts import ROOT, pretrain_options, run_script, write_config, write_text
 from modeling_tnn.configuration_tnn import LENGTH_FIELDS
-from tnn_scripts.common.arguments import parse_arguments
+from tnn_scripts.common.arguments import parse_arguments, training_options
 from tnn_scripts.common.chosen_schedule import choose_schedule
 from tnn_scripts.common.pretrain_arguments import PretrainArguments
 from tnn_scripts.data.text import load_corpus, train_tokenizer
-from tnn_scripts.finetune_glue import GlueArguments
-from tnn_scripts.pretrain import build_config
+from tnn_scripts.options.glue import GlueArguments
+from tnn_scripts.runs.pretrain import build_config
 
 REFUSED = {
     "missing file": (["--train_file", "nowhere.txt"], "nowhere.txt does not exist"),
@@ -123,7 +123,7 @@ def test_recipes(recipe, monkeypatch):
     """Every option is known, every configuration is a model of the objective."""
     if recipe.stem.startswith("glue"):
         monkeypatch.setattr("sys.argv", ["x", "--recipe", str(recipe), "--model_name_or_path", "x"])
-        args, training = parse_arguments([GlueArguments, TrainingArguments], "")
+        args, training = parse_arguments([GlueArguments, training_options()], "")
         assert args.task_name and training.num_train_epochs > 0
     else:
         monkeypatch.setattr("sys.argv", ["x", "--recipe", str(recipe)])

@@ -11,8 +11,9 @@ from datasets import Dataset
 from helpers.models import seeded, tiny_config
 from helpers.scripts import run_script, table_rows
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM
-from tnn_scripts import run_ablation
+from tnn_scripts.common.arguments import parse_arguments, training_options
 from tnn_scripts.common.scoring import evaluate
+from tnn_scripts.runs import run_ablation
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,7 +23,7 @@ RECIPES = sorted((ROOT / "configuration" / "recipes" / "ablations").glob("*.yaml
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
 def test_recipe_is_read(recipe, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["run_ablation.py", "--recipe", str(recipe)])
-    args, _ = run_ablation.parse_arguments([run_ablation.AblationArguments, run_ablation.TrainingArguments], "")
+    args, _ = parse_arguments([run_ablation.AblationArguments, training_options()], "")
     configs = [args.variant_config(variant).to_dict() for variant in args.variants]
     assert len({json.dumps(config, sort_keys=True) for config in configs}) == len(args.variants)
 

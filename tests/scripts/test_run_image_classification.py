@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import ClassLabel, Dataset, Features, Image, Value
-from transformers import AutoModelForImageClassification, TrainingArguments, ViTConfig, ViTImageProcessor, pipeline
+from transformers import AutoModelForImageClassification, ViTConfig, ViTImageProcessor, pipeline
 
 from helpers.scripts import run_script
-from tnn_scripts import run_image_classification as script
-from tnn_scripts.common.arguments import load_config, parse_arguments
+from tnn_scripts.common.arguments import load_config, parse_arguments, training_options
 from tnn_scripts.common.peers import vit_like
-from tnn_scripts.common.publishing import build_parser, stage
+from tnn_scripts.common.publishing import stage
+from tnn_scripts.options.card import build_publishing_parser
+from tnn_scripts.runs import run_image_classification as script
 
 RECIPES = sorted((Path(__file__).parents[2] / "configuration" / "recipes" / "images").glob("*.yaml"))
 CLASSES = ["vertical", "horizontal", "diagonal"]
@@ -60,7 +61,7 @@ def test_it_learns_and_classifies(data, tmp_path, capsys):
     processor = ViTImageProcessor.from_pretrained(tmp_path)
     answer = pipeline("image-classification", model=str(tmp_path), image_processor=processor)(image["img"], top_k=1)
     assert answer[0]["label"] == CLASSES[image["kind"]]
-    stage(build_parser().parse_args([str(tmp_path), "--repo_id", "user/stripes"]), tmp_path / "published")
+    stage(build_publishing_parser().parse_args([str(tmp_path), "--repo_id", "user/stripes"]), tmp_path / "published")
     published = {path.name for path in (tmp_path / "published").iterdir()}
     assert {"config.json", "model.safetensors", "preprocessor_config.json", "modeling_tnn.py"} <= published
     assert "training_args.bin" not in published
@@ -100,7 +101,7 @@ def test_half_of_the_training_pictures_are_mirrored(data):
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
 def test_recipe_is_read(recipe, monkeypatch):
     monkeypatch.setattr("sys.argv", ["run_image_classification.py", "--recipe", str(recipe), "--bf16", "false"])
-    args, _ = parse_arguments([script.ImageArguments, TrainingArguments], "")
+    args, _ = parse_arguments([script.ImageArguments, training_options()], "")
     with torch.device("meta"):
         AutoModelForImageClassification.from_config(script.build_config(args, CLASSES))
 
@@ -109,7 +110,7 @@ def test_imagenet_has_the_settings_of_table_12(monkeypatch):
     """Of the TNN paper: 2,048 pictures in a step, 300 epochs of which 5 warm up."""
     recipe = next(recipe for recipe in RECIPES if recipe.stem == "imagenet")
     monkeypatch.setattr("sys.argv", ["run_image_classification.py", "--recipe", str(recipe), "--bf16", "false"])
-    args, training = parse_arguments([script.ImageArguments, TrainingArguments], "")
+    args, training = parse_arguments([script.ImageArguments, training_options()], "")
     assert training.per_device_train_batch_size * training.gradient_accumulation_steps == 2048
     assert (training.num_train_epochs, training.learning_rate, training.lr_scheduler_type) == (300, 2.5e-4, "cosine")
     assert training.warmup_steps * training.num_train_epochs == pytest.approx(5, abs=0.02)

@@ -22,10 +22,11 @@ from transformers import (
 
 from helpers.models import relative_error, seeded, tiny_config
 from modeling_tnn import TnnConfig
-from tnn_scripts import run_lra
+from tnn_scripts.common.arguments import parse_arguments, training_options
 from tnn_scripts.common.sequence_pairs import TnnForSequencePairClassification
 from tnn_scripts.data import listops, pathfinder
 from tnn_scripts.data.lra import TASKS, byte_tokenizer, encode_split, load_task
+from tnn_scripts.runs import run_lra
 
 ROOT = Path(__file__).parents[2]
 
@@ -119,7 +120,7 @@ def test_pathfinder_pictures():
 def test_smaller_pathfinder(monkeypatch):
     """Pictures of the size that `--max_length` says, for a model of as many positions."""
     monkeypatch.setattr(sys, "argv", ["run_lra.py", "--recipe", "lra/small-pathfinder"])
-    args, _ = run_lra.parse_arguments([run_lra.LraArguments, run_lra.TrainingArguments], "")
+    args, _ = parse_arguments([run_lra.LraArguments, training_options()], "")
     task, data = load_task(args.task, None, 20, args.max_length)
     assert task.max_length == run_lra.build_config(args, task).max_position_embeddings == 256
     assert {len(row) for split in data.values() for row in split["input_ids"]} == {256}
@@ -195,7 +196,7 @@ def test_preset(folder):
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
 def test_recipe_is_read(recipe, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["run_lra.py", "--recipe", str(recipe), "--max_steps", "7"])
-    args, training = run_lra.parse_arguments([run_lra.LraArguments, run_lra.TrainingArguments], "")
+    args, training = parse_arguments([run_lra.LraArguments, training_options()], "")
     assert args.task in recipe.stem and training.max_steps == 7
     config = run_lra.build_config(args, TASKS[args.task])
     with torch.device("meta"):
@@ -206,7 +207,7 @@ def test_overrides_beside_those_of_the_recipe(monkeypatch):
     """Each field of the command line goes before that of the recipe, and the others stay."""
     options = ["--recipe", "lra/small-listops", "--config_overrides", "tno_type=rtf,hidden_size=32"]
     monkeypatch.setattr(sys, "argv", ["run_lra.py", *options])
-    args, _ = run_lra.parse_arguments([run_lra.LraArguments, run_lra.TrainingArguments], "")
+    args, _ = parse_arguments([run_lra.LraArguments, training_options()], "")
     config = run_lra.build_config(args, TASKS[args.task])
     assert (config.tno_type, config.hidden_size, config.rtf_state_size, config.num_hidden_layers) == ("rtf", 32, 16, 2)
 

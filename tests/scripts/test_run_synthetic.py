@@ -12,8 +12,9 @@ import torch
 from helpers.models import exhaustive
 from helpers.scripts import table_rows
 from modeling_tnn import TnnForCausalLM
-from tnn_scripts import run_synthetic
+from tnn_scripts.common.arguments import parse_arguments, training_options
 from tnn_scripts.data.synthetic import BAND, IGNORED, Copying, Delay, Passkey, Recall
+from tnn_scripts.runs import run_synthetic
 
 ROOT = Path(__file__).parents[2]
 
@@ -174,7 +175,7 @@ def test_variants(task, monkeypatch, tmp_path, capsys):
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
 def test_recipe_is_read(recipe, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["run_synthetic.py", "--recipe", str(recipe)])
-    args, _ = run_synthetic.parse_arguments([run_synthetic.SyntheticArguments, run_synthetic.TrainingArguments], "")
+    args, _ = parse_arguments([run_synthetic.SyntheticArguments, training_options()], "")
     assert args.task in recipe.stem and args.models()
 
 

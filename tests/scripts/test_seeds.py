@@ -16,9 +16,9 @@ from helpers.small_runs import (
     small_pretrain_options,
     synthetic_options,
 )
-from tnn_scripts import demo
-from tnn_scripts.common.arguments import chosen_seeds, parse_arguments
-from tnn_scripts.run_ablation import AblationArguments
+from tnn_scripts.common.arguments import chosen_seeds, parse_arguments, training_options
+from tnn_scripts.options.ablation import AblationArguments
+from tnn_scripts.runs import demo
 
 
 @pytest.mark.parametrize(
@@ -85,5 +85,5 @@ def test_a_recipe_gives_way(recipe, given, seeds, tmp_path, monkeypatch):
     file = tmp_path / "mine.yaml"
     file.write_text(f"{recipe}\nvariants: [rpe]\n")
     monkeypatch.setattr(sys, "argv", ["tnn", "--recipe", str(file), "--output_dir", str(tmp_path), *given])
-    args, training = parse_arguments([AblationArguments, TrainingArguments], "")
+    args, training = parse_arguments([AblationArguments, training_options()], "")
     assert chosen_seeds(args.seeds, training) == seeds

@@ -258,7 +258,7 @@ def test_a_port_that_is_none(program, monkeypatch):
 @pytest.mark.parametrize("given", [[], ["--overwrite_output_dir"]])
 def test_the_demo_and_its_page(folder, given, monkeypatch):
     """It is trained first; where there is a model already, the error says how to serve that one."""
-    done, page = [], "tnn_scripts.demo"
+    done, page = [], "tnn_scripts.runs.demo"
     monkeypatch.setattr(f"{page}.import_gradio", lambda: None)
     monkeypatch.setattr(f"{page}.run", lambda args, config: done.append("trained"))
     monkeypatch.setattr(f"{page}.serve", lambda args: done.append(args.model_name_or_path))

@@ -114,7 +114,7 @@ import json, sys, torch
 from modeling_tnn import TnnConfig, TnnForCausalLM, rpe, modeling_tnn
 from tnn_scripts.common.sharding import prepare
 from tnn_scripts.common.pretrain_arguments import PretrainArguments
-from tnn_scripts.pretrain import build_accelerator
+from tnn_scripts.runs.pretrain import build_accelerator
 
 accelerator, seen = build_accelerator(PretrainArguments()), {}
 for name, owner in (("kernels", rpe.RelativePositionEncoder), ("blocks", modeling_tnn.TnnGatedLinearUnit)):

@@ -9,10 +9,10 @@ from datasets import Dataset, DatasetDict
 from transformers import ModernBertConfig
 
 from helpers.models import relative_error, seeded
-from tnn_scripts import run_lra
 from tnn_scripts.common.sequence_pairs import ModernBertForSequencePairClassification
 from tnn_scripts.data import text_pairs
 from tnn_scripts.data.lra import load_task
+from tnn_scripts.runs import run_lra
 
 TEXTS = ["".join(chr(1000 * book + place) for place in range(500)) for book in (1, 2, 3)]
 

@@ -1,0 +1,57 @@
+"""Convert a checkpoint of the released TNN, FD, SKI or RTF code to a folder that `from_pretrained` loads.
+
+Every tensor of the checkpoint goes to the model, or the report says why it does not. Every parameter of the model gets
+a value. Files are `.safetensors`, or `.pt` and `.ckpt` as fairseq and Lightning write them. Of these only tensors and
+plain options are read. A pickle with other objects is refused, because reading it would run its code.
+
+Example:
+    python scripts/convert_original.py checkpoint_best.pt outputs/converted --architecture tnn_v2_decay_99_pre
+    python scripts/convert_original.py model.safetensors outputs/converted --architecture roberta_tnn_v2_decay_99 \\
+        --hparams hparams.json
+    python scripts/convert_original.py last.safetensors outputs/converted --architecture rtf-listops
+"""
+
+import argparse
+from pathlib import Path
+
+from tnn_scripts.common.errors import importing, report_errors
+
+from tnn_scripts.common.atomic import check_overwriting, claim
+from tnn_scripts.common.declared import declared_keys
+from tnn_scripts.common.parser import ProgramParser
+
+ARCHITECTURES, HEADS = (declared_keys("tnn_scripts.original.options", name) for name in ("ARCHITECTURES", "HEADS"))
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = ProgramParser(description=__doc__)
+    parser.add_argument("checkpoint", type=Path, help="Checkpoint: .safetensors, .pt or .ckpt.")
+    parser.add_argument("output_dir", type=Path, help="Folder for the model and the report.")
+    parser.add_argument("--architecture", required=True, choices=ARCHITECTURES, help="Name of the architecture.")
+    parser.add_argument("--overwrite_output_dir", action="store_true")
+    parser.add_argument("--hparams", type=Path, help="JSON file of official options that differ from its defaults.")
+    parser.add_argument("--head", choices=HEADS, help="Head, if not that of the architecture.")
+    parser.add_argument(
+        "--published_ski",
+        action="store_true",
+        help="Let SKI interpolate as published, not as released: outputs differ from the released model.",
+    )
+    args = parser.parse_args()
+    for file in filter(None, (args.checkpoint, args.hparams)):
+        if not file.exists():
+            raise FileNotFoundError(f"The file {file} does not exist.")
+    return args
+
+
+@report_errors
+def main():
+    args = parse_arguments()
+    with importing("scripts"):
+        from tnn_scripts.runs.convert_original import run
+    with claim(args.output_dir):
+        check_overwriting(args.output_dir, args.overwrite_output_dir, args.checkpoint)
+        run(args)
+
+
+if __name__ == "__main__":
+    main()

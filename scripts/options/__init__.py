@@ -1,0 +1,1 @@
+"""The options of programs whose runs read them as one object. No module here imports PyTorch or transformers."""

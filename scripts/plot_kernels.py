@@ -1,0 +1,50 @@
+"""Draw the kernels of every layer of a trained model: PNG files and one self-contained HTML page.
+
+It works on any folder or Hub id of a TNN, also on one that `to_recurrent.py` converted. The page starts with an
+overview of all layers. For each layer it shows the Toeplitz matrices, the coefficients by lag on linear and
+logarithmic axes, the frequency response, the horizon (the distance within which 90% of the weight lies) and, for a
+recurrence, the poles. The numbers are in kernels.json. They describe the whole kernel, for any --length that is drawn.
+A kernel that has not decayed within 32,768 positions has no horizon; a lower bound is shown instead, with a sign.
+
+Example:
+    python scripts/plot_kernels.py --model_name_or_path outputs/demo --output_dir outputs/kernels
+    python scripts/plot_kernels.py --model_name_or_path outputs/demo-modal --output_dir outputs/kernels --length 1024
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from tnn_scripts.common.errors import importing, report_errors
+
+from tnn_scripts.common.atomic import claim
+from tnn_scripts.common.model_path import check_model_path
+from tnn_scripts.common.parser import ProgramParser
+
+
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    parser = ProgramParser(description=__doc__)
+    parser.add_argument("--model_name_or_path", required=True)
+    parser.add_argument("--output_dir", type=Path, required=True)
+    parser.add_argument("--length", type=int)
+    parser.add_argument("--matrix_size", type=int, default=64, help="Rows and columns of the matrices that are drawn.")
+    parser.add_argument("--dpi", type=int, default=100, help="Resolution of the pictures.")
+    args = parser.parse_args(arguments)
+    check_model_path(args.model_name_or_path)
+    for name in ("length", "matrix_size", "dpi"):
+        if (value := getattr(args, name)) is not None and value < 2:
+            parser.error(f"--{name} must be at least 2, got {value}")
+    return args
+
+
+@report_errors
+def main():
+    args = parse_arguments(sys.argv[1:])
+    with importing("scripts"):
+        from tnn_scripts.runs.plot_kernels import run
+    with claim(args.output_dir):
+        run(args)
+
+
+if __name__ == "__main__":
+    main()
