@@ -20,21 +20,18 @@ Example:
 """
 
 import argparse
-import importlib
 import platform
 import sys
-from types import ModuleType
+from importlib import import_module
 
-from tnn_scripts.common.errors import report_errors
+from tnn_scripts.common.errors import importing, report_errors
 
-import torch
-import transformers
-
-from tnn_scripts.benchmarks.arguments import add_common
 from tnn_scripts.common.atomic import check_writable, write_json
+from tnn_scripts.common.declared import declared_text
 from tnn_scripts.common.parser import ProgramParser
+from tnn_scripts.options.benchmark import ADD, add_common
 
-# Each is a module of `benchmarks/` with `add_arguments`, `run` and `table`.
+# Each is a module of `benchmarks/` with `run` and `table`.
 SUITES = {
     "operators": "forward and backward of one operator, compared with the released form",
     "training": "a training step, compared with the released form and transformers' models",
@@ -51,29 +48,35 @@ SUITES = {
 }
 
 
-def parse_arguments(modules: dict[str, ModuleType]) -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = ProgramParser(description=__doc__)
     suites = parser.add_subparsers(dest="suite", required=True)
-    for name, module in modules.items():
-        suite = suites.add_parser(name, help=SUITES[name], description=module.__doc__)
+    for name, summary in SUITES.items():
+        suite = suites.add_parser(name, help=summary, description=declared_text(f"tnn_scripts.benchmarks.{name}"))
         add_common(suite)
-        module.add_arguments(suite)
+        ADD[name](suite)
     return parser.parse_args()
 
 
 @report_errors
 def main():
-    # Imported here, because processes that a suite starts need only that suite.
-    modules = {name: importlib.import_module(f"tnn_scripts.benchmarks.{name}") for name in SUITES}
-    args = parse_arguments(modules)
+    args = parse_arguments()
     for file in filter(None, (args.output_file, args.plot)):
         check_writable(file)
+    with importing("scripts"):
+        import torch
+        import transformers
+
+        from tnn_scripts.common.devices import check_device
+
+        suite = import_module(f"tnn_scripts.benchmarks.{args.suite}")
+    args.device = check_device(args.device)
     torch.set_num_threads(args.threads)
     settings = {name: value for name, value in vars(args).items() if name not in ("output_file", "plot")}
     machine = torch.cuda.get_device_name() if args.device.startswith("cuda") else platform.machine()
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "machine": machine}
-    rows = modules[args.suite].run(args)
-    sys.stdout.write(modules[args.suite].table(rows) + "\n")
+    rows = suite.run(args)
+    sys.stdout.write(suite.table(rows) + "\n")
     if args.output_file is not None:
         write_json(args.output_file, {"settings": settings, "versions": versions, "rows": rows})
     if args.plot is not None:

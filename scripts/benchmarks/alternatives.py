@@ -13,7 +13,6 @@ B batch, L length, D channels, K inducing points h positions apart. All are writ
 chunks of channels that fit into the processor's cache (but `prefix`, which fits in no cache).
 """
 
-import argparse
 import math
 import statistics
 from collections.abc import Callable
@@ -158,14 +157,6 @@ def split_ways(args, length: int) -> dict[str, tuple[Callable, list[torch.Tensor
 
 
 WAYS = {"causal-ski": causal_ski_ways, "split": split_ways}
-
-
-def add_arguments(parser: argparse.ArgumentParser):
-    parser.add_argument("--subjects", nargs="+", choices=SUBJECTS, default=list(SUBJECTS), help="What to compare.")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 8192], help="Tokens in a sequence.")
-    parser.add_argument("--channels", type=int, default=64, help="Number of channels.")
-    parser.add_argument("--batch_size", type=int, default=1)
-    parser.add_argument("--rank", type=int, default=64, help="Largest number of inducing points.")
 
 
 def run(args) -> list[dict]:

@@ -4,14 +4,11 @@ Each repeat of a recurrence covers a whole block of its transforms. Dot products
 method. `matmul` and `vecdot` are two ways to compute them; which one is faster depends on the size.
 """
 
-import argparse
-
 import torch
 
 from modeling_tnn import TnnConfig
 from modeling_tnn.cache_tnn import TnnCacheLayer
 from modeling_tnn.tno_auto import build_tno
-from tnn_scripts.benchmarks.arguments import add_contexts, add_hidden_size, add_ways
 from tnn_scripts.benchmarks.measure import clock, markdown, ratio
 
 FORMATS = {"context": "", "way": "", "microseconds_per_token": ".0f", "best_dot_over_this": ".1f"}
@@ -25,8 +22,6 @@ FIELDS = {
     "rtf": {"tno_type": "rtf", "rtf_constraint": "l1_montel", "rtf_initializer": "xavier"},
     "modal": {"tno_type": "modal"},
 }
-WAYS = (*FIELDS, *DOTS)
-DEFAULT_WAYS = ("rpe-no-decay", *DOTS)
 
 
 class Recurrent:
@@ -59,12 +54,6 @@ class Dot:
             torch.linalg.vecdot(self.inputs, self.taps)
         else:
             torch.matmul(self.inputs.transpose(0, 1), self.taps[..., None])  # (D, B, 1)
-
-
-def add_arguments(parser: argparse.ArgumentParser):
-    add_ways(parser, WAYS, DEFAULT_WAYS)
-    add_contexts(parser)
-    add_hidden_size(parser)
 
 
 @torch.inference_mode()

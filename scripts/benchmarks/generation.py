@@ -9,7 +9,6 @@ multiple of the decoding block (128; 2048 for a kernel without decay), so that i
 Names that end in `-compiled` decode with a static cache and `torch.compile`, as `cache_implementation="static"` does.
 """
 
-import argparse
 import statistics
 import time
 
@@ -19,7 +18,6 @@ from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, MambaConfig,
 from modeling_tnn import TnnConfig, TnnForCausalLM
 from modeling_tnn.cache_name import CACHE
 from modeling_tnn.cache_tnn import memory_per_sequence
-from tnn_scripts.benchmarks.arguments import add_contexts, add_sizes
 from tnn_scripts.benchmarks.measure import clock, markdown
 from tnn_scripts.benchmarks.measure import ratio as measured_ratio
 from tnn_scripts.benchmarks.peers import ATTENTION, attention_fields
@@ -34,8 +32,6 @@ TNN_FIELDS = {
     **dict.fromkeys(ATTENTION, {"tno_type": "rpe", "decay": 0.99}),
 }
 COMPILED = "-compiled"
-MODELS = (*TNN_FIELDS, *(name + COMPILED for name in TNN_FIELDS), "gpt2", "mamba", "weights")
-DEFAULT_MODELS = ("rpe", "fd", "rtf", "modal", "gpt2", "mamba", "weights")
 FORMATS = {"model": "", "context": "", "ms_per_token": ".2f", "over_shortest_context": ".2f", "gpt2_over_this": ".2f"}
 FORMATS |= {"over_weights": ".2f", "p99_over_weights": ".2f", "state_mebibytes": ".2f", "conversion_seconds": ".2f"}
 # Its slow path in transformers reads a prompt token by token. Its state has a fixed size, so a short prompt suffices.
@@ -132,13 +128,6 @@ class Decoder:
         else:
             return memory_per_sequence(self.cache)
         return sum(s.numel() * s.element_size() // s.shape[0] for s in states)
-
-
-def add_arguments(parser: argparse.ArgumentParser):
-    add_sizes(parser, num_hidden_layers=6, vocab_size=50265)
-    add_contexts(parser)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=DEFAULT_MODELS, help="Models to compare.")
-    parser.add_argument("--block", type=int, default=128, help="Tokens in a repeat, in rounds of 32.")
 
 
 def run(args) -> list[dict]:

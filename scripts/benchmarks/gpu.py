@@ -56,16 +56,6 @@ def parts() -> dict[str, Part]:
     }
 
 
-def add_arguments(parser: argparse.ArgumentParser):
-    parser.add_argument("--output_dir", type=Path, default=Path("outputs/gpu"))
-    parser.add_argument("--quick", action="store_true", help="Tiny sizes, in less than a minute on a CPU.")
-    parser.add_argument("--parts", nargs="+", choices=parts(), default=list(parts()), help="Parts to run.")
-    parser.add_argument(
-        "--minutes", type=float, default=9.5, help="Parts that begin or last beyond this are left out."
-    )
-    parser.add_argument("--install", action="store_true", help="Replace the rows of this device that auto reads.")
-
-
 def run(args) -> list[dict]:
     """One row for each part, with its own rows and its error."""
     args.output_dir.mkdir(parents=True, exist_ok=True)

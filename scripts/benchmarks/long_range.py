@@ -5,21 +5,17 @@ layer. Every repeat measures all models once. The memory is what a forward pass 
 excluded; on a GPU also the peak of a step.
 """
 
-import argparse
 import statistics
 from functools import partial
 
 import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from modeling_tnn.tno_auto import OPERATORS
 from tnn_scripts.benchmarks.measure import measure, peak_on_device, ratio, saved_bytes
 from tnn_scripts.common.arguments import load_config, parse_overrides
 from tnn_scripts.common.peers import modernbert_like
 from tnn_scripts.common.tables import markdown_table
 
-WAYS = (*(name for name, cls in OPERATORS.items() if cls.supports_bidirectional), "transformer")
-DEFAULT_WAYS = ("rpe", "fd", "ski", "rtf", "s4d", "transformer")
 PRESET = "tnn-text"
 
 
@@ -40,15 +36,6 @@ def classifier(way: str, length: int, args) -> PreTrainedModel:
 
 def training_loss(model: PreTrainedModel, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return model(ids, labels=labels).loss
-
-
-def add_arguments(parser: argparse.ArgumentParser):
-    parser.add_argument("--models", nargs="+", choices=WAYS, default=DEFAULT_WAYS, help="Models to compare.")
-    parser.add_argument(
-        "--lengths", type=int, nargs="+", default=[1024, 2048, 3072, 4096, 5120], help="Tokens in a sequence."
-    )
-    parser.add_argument("--batch_size", type=int, default=1)
-    parser.add_argument("--config_overrides", help="Fields of the configuration to change: hidden_size=48.")
 
 
 def run(args) -> list[dict]:

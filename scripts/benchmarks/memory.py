@@ -5,22 +5,18 @@ peak    growth of the process during the step, optimizer excluded; each variant 
         reuse memory of another one; on a GPU the allocator's peak
 """
 
-import argparse
 import multiprocessing
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from tnn_scripts.benchmarks.arguments import add_batches, add_sizes, add_ways
 from tnn_scripts.benchmarks.measure import markdown, peak_on_device, saved_bytes
-from tnn_scripts.benchmarks.peers import BUILDERS, build_model, training_loss
+from tnn_scripts.benchmarks.peers import build_model, training_loss
 from tnn_scripts.common.devices import resident_peak
 
 FORMATS = {"length": "", "way": "", "saved_mebibytes": ".0f", "over_released_saved": ".2f", "peak_mebibytes": ".0f"}
 FORMATS |= {"over_released_peak": ".2f", "over_gpt2_peak": ".2f"}
-WAYS = tuple(BUILDERS)
-DEFAULT_WAYS = ("released", "eager", "fused", "gpt2", "llama")
 
 
 def forget_peak():
@@ -48,12 +44,6 @@ def measure_way(way: str, args, length: int) -> dict:
         peak = {"peak_mebibytes": (resident_peak() - before) / 2**20}
     saved = saved_bytes(partial(training_loss, model, ids), model.parameters())
     return {"length": length, "way": way, "saved_mebibytes": saved / 2**20} | peak
-
-
-def add_arguments(parser: argparse.ArgumentParser):
-    add_ways(parser, WAYS, DEFAULT_WAYS)
-    add_batches(parser)
-    add_sizes(parser, num_hidden_layers=2, vocab_size=1000)
 
 
 def run(args) -> list[dict]:

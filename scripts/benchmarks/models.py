@@ -6,7 +6,6 @@ decoding block of a TNN whose kernels decay, in rounds of 32 tokens. Ratios are 
 of one sequence after the context, in MiB.
 """
 
-import argparse
 import statistics
 from collections.abc import Callable
 
@@ -26,15 +25,6 @@ TURN, TURNS = 32, 4
 CHUNK = 512  # tokens of the context that are read at once
 FORMATS = {"model": "", "context": ",", "parameters": ",", "training_tokens_per_second": ",.0f"}
 FORMATS |= {"training_time": ".2f", "ms_per_token": ".2f", "decoding_time": ".2f", "state_mebibytes": ".1f"}
-
-
-def add_arguments(parser: argparse.ArgumentParser):
-    parser.add_argument("--model_name_or_path", required=True, nargs="+")
-    parser.add_argument("--block_size", type=int, default=512)
-    parser.add_argument("--tokens", type=int, default=2048, help="Tokens of a training step.")
-    parser.add_argument("--bf16", action="store_true", help="Train under autocast in bfloat16.")
-    parser.add_argument("--contexts", type=int, nargs="+", default=[512, 8192], help="Tokens before a new one.")
-    parser.add_argument("--batch_size", type=int, default=1, help="Sequences that are decoded at once.")
 
 
 def run(args) -> list[dict]:

@@ -4,22 +4,18 @@ Every variant gets its input in the memory layout of its model: the released for
 channel.
 """
 
-import argparse
 from collections.abc import Callable
 
 import torch
 
 from modeling_tnn import TnnConfig
 from modeling_tnn.tno import ToeplitzOperator
-from modeling_tnn.tno_auto import OPERATORS, build_tno
-from tnn_scripts.benchmarks.arguments import add_batches, add_hidden_size, add_ways
+from modeling_tnn.tno_auto import build_tno
 from tnn_scripts.benchmarks.measure import markdown, measure, peak_on_device, rows_of
 from tnn_scripts.benchmarks.peers import operator_sizes, released_product
 
 FORMATS = {"length": "", "way": "", "milliseconds": ".0f", "released_over_this": ".2f", "rpe_over_this": ".2f"}
 FORMATS |= {"tokens_per_second": ".0f", "peak_mebibytes": ".0f"}
-WAYS = ("released", *(way for name in OPERATORS for way in (name, f"{name} eager")))
-DEFAULT_WAYS = ("released", "rpe", "rpe eager")
 
 
 def build_operator(tno_type: str, args, length: int) -> ToeplitzOperator:
@@ -51,14 +47,6 @@ def passes(way: str, args, batch_size: int, length: int) -> Callable[[], None]:
     v.requires_grad_()
     run = released_product if way == "released" else type(operator).__call__
     return lambda: run(operator, v).backward(gradient)
-
-
-def add_arguments(parser: argparse.ArgumentParser):
-    add_ways(parser, WAYS, DEFAULT_WAYS)
-    add_batches(parser)
-    add_hidden_size(parser)
-    parser.add_argument("--bidirectional", action="store_true", help="Measure bidirectional operators.")
-    parser.add_argument("--state_size", type=int, default=64, help="Order of the rtf operator.")
 
 
 def run(args) -> list[dict]:

@@ -7,7 +7,6 @@ one ends for each that comes once all rows are taken.
 The time to the first token is that from `submit`; tokens follow each other by the step of all texts.
 """
 
-import argparse
 import statistics
 
 import torch
@@ -15,12 +14,10 @@ from transformers.generation.streamers import BaseStreamer
 
 from modeling_tnn import BatchScheduler
 from modeling_tnn.cache_rows import bytes_of_text
-from tnn_scripts.benchmarks.arguments import add_sizes
-from tnn_scripts.benchmarks.generation import TNN_FIELDS, build
+from tnn_scripts.benchmarks.generation import build
 from tnn_scripts.benchmarks.measure import clock, markdown
 
 ARRIVALS = ("at once", "in turn")
-DEFAULT_MODELS = ("rpe", "fd", "rtf", "modal")
 FORMATS = {"model": "", "arrivals": "", "alone_tokens_per_second": ".0f", "tokens_per_second": ".0f"}
 FORMATS |= {"over_alone": ".2f", "first_token_ms": ".0f", "first_token_ms_p99": ".0f"}
 FORMATS |= {"token_ms": ".0f", "token_ms_p99": ".0f", "state_mebibytes": ".1f"}
@@ -38,15 +35,6 @@ class Stopwatch(BaseStreamer):
 
     def end(self):
         """Nothing is left to do."""
-
-
-def add_arguments(parser: argparse.ArgumentParser):
-    add_sizes(parser, num_hidden_layers=6, vocab_size=10000)
-    parser.add_argument("--models", nargs="+", choices=TNN_FIELDS, default=DEFAULT_MODELS, help="Models to compare.")
-    parser.add_argument("--requests", type=int, default=32, help="Number of texts.")
-    parser.add_argument("--alone", type=int, default=4, help="How many of them `generate` writes in a repeat.")
-    parser.add_argument("--prompts", type=int, nargs=2, default=[16, 64], help="Least and most tokens of a prompt.")
-    parser.add_argument("--new_tokens", type=int, default=128, help="Tokens that are written after a prompt.")
 
 
 def prompts_of(args) -> list[torch.Tensor]:

@@ -9,7 +9,6 @@ B batch, L length, D channels, N states. The first three never compute a state. 
 and all its channels share them. Every repeat measures all sizes of all layers of a length once.
 """
 
-import argparse
 import statistics
 from functools import partial
 
@@ -18,7 +17,6 @@ from torch import nn
 
 from modeling_tnn import TnnConfig
 from modeling_tnn.tno_auto import build_tno
-from tnn_scripts.benchmarks.arguments import add_hidden_size
 from tnn_scripts.benchmarks.measure import measure, ratio, saved_bytes
 from tnn_scripts.benchmarks.s4_layer import S4Layer
 from tnn_scripts.common.tables import markdown_table
@@ -78,16 +76,6 @@ def operator_layer(way: str, channels: int, state_size: int, length: int) -> nn.
     with torch.no_grad():
         operator.reset_parameters()
     return operator
-
-
-def add_arguments(parser: argparse.ArgumentParser):
-    add_hidden_size(parser, 256)
-    parser.add_argument(
-        "--state_sizes", type=int, nargs="+", default=[4, 16, 64, 256, 1024, 2048], help="State sizes."
-    )
-    parser.add_argument("--largest_scan", type=int, default=256, help="Largest state size of the scan.")
-    parser.add_argument("--length", type=int, nargs="+", default=[4096], help="Lengths of a sequence.")
-    parser.add_argument("--batch_size", type=int, default=2)
 
 
 def run(args) -> list[dict]:

@@ -4,7 +4,6 @@ Each length runs in its own process. Memory is the growth of this process after 
 its full size.
 """
 
-import argparse
 import multiprocessing
 import statistics
 
@@ -12,7 +11,6 @@ import torch
 
 from modeling_tnn import TnnConfig, TnnModel
 from modeling_tnn.cache_name import CACHE
-from tnn_scripts.benchmarks.arguments import add_hidden_size, add_ways
 from tnn_scripts.benchmarks.measure import clock, markdown
 from tnn_scripts.benchmarks.memory import forget_peak
 from tnn_scripts.common.devices import resident_peak
@@ -24,8 +22,6 @@ FIELDS = {
     "fd": {"tno_type": "fd"},
     "rtf": {"tno_type": "rtf", "rtf_constraint": "l1_montel", "rtf_initializer": "xavier"},
 }
-WAYS = tuple(FIELDS)
-DEFAULT_WAYS = ("rpe",)
 WARM_UP = 3
 
 
@@ -58,14 +54,6 @@ def stream(way: str, args, tokens: int) -> dict:
 
 def peak_bytes(args) -> int:
     return torch.cuda.max_memory_allocated() if args.device.startswith("cuda") else resident_peak()
-
-
-def add_arguments(parser: argparse.ArgumentParser):
-    add_ways(parser, WAYS, DEFAULT_WAYS)
-    add_hidden_size(parser)
-    parser.add_argument("--num_hidden_layers", type=int, default=1, help="Number of layers.")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[65536, 262144], help="Tokens in the text.")
-    parser.add_argument("--segment", type=int, default=8192, help="Tokens in a segment.")
 
 
 def run(args) -> list[dict]:

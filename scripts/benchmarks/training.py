@@ -7,23 +7,16 @@ positions; the rest is that of a TNN. After the name of a variant, `bf16` means 
 torch.compile.
 """
 
-import argparse
 from collections.abc import Callable
 
 import torch
 
-from modeling_tnn.numerics import IMPLEMENTATIONS
-from tnn_scripts.benchmarks.arguments import add_batches, add_sizes, add_ways
 from tnn_scripts.benchmarks.measure import markdown, measure, peak_on_device, rows_of
-from tnn_scripts.benchmarks.peers import BUILDERS, build_model, training_loss
+from tnn_scripts.benchmarks.peers import build_model, training_loss
 
 FORMATS = {"length": "", "way": "", "milliseconds": ".0f", "tokens_per_second": ".0f", "rpe_over_this": ".2f"}
 FORMATS |= {"released_over_this": ".2f", "gpt2_over_this": ".2f", "matmul_over_this": ".2f", "peak_mebibytes": ".0f"}
 BASES = ("released", "rpe", "gpt2", "matmul")
-PLAIN_WAYS = (*BUILDERS, "matmul")
-COMPILED_WAYS = tuple(f"{way} compiled" for way in (*IMPLEMENTATIONS, "gpt2", "llama"))
-WAYS = tuple(f"{way}{precision}" for precision in ("", " bf16") for way in (*PLAIN_WAYS, *COMPILED_WAYS))
-DEFAULT_WAYS = ("released", "eager", "fused", "gpt2", "llama", "matmul")
 
 
 def step(way: str, args, ids: torch.Tensor) -> Callable[[], None]:
@@ -68,14 +61,6 @@ def matmul_step(args, tokens: int, dtype: torch.dtype) -> Callable[[], None]:
             torch.mm(inputs[size_out].t(), inputs[size_in], out=gradient)
 
     return run
-
-
-def add_arguments(parser: argparse.ArgumentParser):
-    add_ways(parser, WAYS, DEFAULT_WAYS)
-    add_batches(parser)
-    add_sizes(parser, num_hidden_layers=2, vocab_size=1000)
-    parser.add_argument("--bidirectional", action="store_true", help="Measure bidirectional models of the TNN.")
-    parser.add_argument("--blocks_only", action="store_true", help="Leave out embeddings, head and loss.")
 
 
 def run(args) -> list[dict]:

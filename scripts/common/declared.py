@@ -42,12 +42,18 @@ def enum_values(module: str, name: str) -> list[str]:
 
 
 def declared_keys(module: str, name: str) -> list[str]:
-    """The keys of a dictionary that a module writes out."""
+    """The keys of a dictionary that a module writes out, or the texts of a tuple."""
     for node in _tree(module).body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         if name in (getattr(target, "id", None) for target in targets):
-            return [key.value for key in node.value.keys]
-    raise LookupError(f"{module} has no dictionary {name}")
+            written = node.value.keys if isinstance(node.value, ast.Dict) else node.value.elts
+            return [key.value for key in written if key is not None]
+    raise LookupError(f"{module} has no {name}")
+
+
+def declared_text(module: str) -> str:
+    """The docstring of a module."""
+    return ast.get_docstring(_tree(module))
 
 
 @cache

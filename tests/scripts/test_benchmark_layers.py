@@ -10,6 +10,7 @@ from tnn_scripts.benchmarks import long_range as benchmark_long_range
 from tnn_scripts.benchmarks import s4_layer
 from tnn_scripts.benchmarks import state_size as benchmark_state_size
 from tnn_scripts.benchmarks.measure import saved_bytes
+from tnn_scripts.options.benchmark import WAYS
 
 SETTINGS = {"batch_size": 1, "device": "cpu", "threads": 1, "repeats": 1}
 
@@ -108,16 +109,14 @@ def test_state_size():
 def test_long_range():
     """The transformer has as many parameters as the TNN, but for its table of positions."""
     settings = SETTINGS | {"batch_size": 2, "config_overrides": "num_hidden_layers=2"}
-    rows = benchmark_long_range.run(SimpleNamespace(lengths=[64, 70], models=benchmark_long_range.WAYS, **settings))
-    assert [(row["length"], row["way"]) for row in rows] == [
-        (n, way) for n in (64, 70) for way in benchmark_long_range.WAYS
-    ]
+    rows = benchmark_long_range.run(SimpleNamespace(lengths=[64, 70], models=WAYS["long_range"], **settings))
+    assert [(row["length"], row["way"]) for row in rows] == [(n, way) for n in (64, 70) for way in WAYS["long_range"]]
     assert all(row["steps_per_second"] > 0 for row in rows)
     assert all(row["over_first"] == 1 for row in rows if row["way"] == "rpe")
     kept = {(row["way"], row["length"]): row["saved_mebibytes"] for row in rows}
-    assert all(0.1 < kept[way, 64] < kept[way, 70] for way in benchmark_long_range.WAYS)
+    assert all(0.1 < kept[way, 64] < kept[way, 70] for way in WAYS["long_range"])
     parameters = {row["way"]: row["parameters"] for row in rows if row["length"] == 64}
     assert parameters["transformer"] - 64 * 128 == pytest.approx(parameters["rpe"], rel=0.1)
     headings, _, *lines = table_rows(benchmark_long_range.table(rows))
     assert headings == ["model", "64", "70", "64, MiB", "70, MiB"]
-    assert [line[0] for line in lines] == list(benchmark_long_range.WAYS)
+    assert [line[0] for line in lines] == list(WAYS["long_range"])

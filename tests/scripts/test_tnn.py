@@ -11,7 +11,7 @@ from tnn_scripts.common.commands import COMMANDS, next_steps
 
 # What takes seconds to import. Of other modules an answer needs few: argparse, json, logging and what these import.
 SLOW = {"torch", "transformers", "datasets", "scipy", "matplotlib", "numpy", "accelerate", "huggingface_hub"}
-FAST = [command for command in COMMANDS if command != "benchmark"]
+FAST = COMMANDS
 ANSWERS = f"""
 import contextlib, io, sys
 from tnn_scripts.tnn import main
