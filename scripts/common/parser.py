@@ -81,6 +81,8 @@ SECTIONS = {
         "adam_beta2": "Second momentum of AdamW.",
         "adam_epsilon": "Epsilon of AdamW.",
         "max_grad_norm": "Gradients are clipped to this norm; 0 for no clipping.",
+        "max_pole_radius": "Keep the poles of RTF inside this radius, below 1: after each step or, on an accelerator, "
+        "every --logging_steps. Unless given, poles outside 1 are logged.",
         "seed": "Seed of weights, order of the data, masks, dropout and sampling.",
         "sweep_learning_rates": "Learning rates to try; the best one is reported.",
         "seeds": "Train one model for each of these seeds; only --seed unless given.",

@@ -88,11 +88,7 @@ class PretrainArguments(GroupArguments):
     adam_beta2: float = 0.98
     adam_epsilon: float = 1e-8
     max_grad_norm: float = 1.0
-    max_pole_radius: float | None = option(
-        None,
-        "Keep the poles of RTF inside this radius, below 1: after each step or, on an accelerator, every "
-        "--logging_steps. Unless given, poles outside 1 are logged.",
-    )
+    max_pole_radius: float | None = None
     seed: int = 0
 
     eval_steps: int | None = None

@@ -26,9 +26,7 @@ class AblationArguments(GroupArguments):
     documents: str | None = None
     longer: list[int] = field(default_factory=list)
     eval_tokens: int = field(default=65_536, metadata={"help": "Validation tokens to read, at least one row."})
-    max_pole_radius: float | None = field(
-        default=None, metadata={"help": "Radius below 1: poles of RTF outside it are moved onto it."}
-    )
+    max_pole_radius: float | None = None
     seeds: list[int] | None = None
     sweep_learning_rates: list[float] = field(default_factory=list)
     dry_run: bool = False
