@@ -15,14 +15,15 @@ from tnn_scripts.common.errors import importing, report_errors
 
 from tnn_scripts.common.model_path import check_model_path
 from tnn_scripts.common.parser import ProgramParser
+from tnn_scripts.common.sampling import TEMPERATURE, TOP_P
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = ProgramParser(description=__doc__)
     parser.add_argument("--model_name_or_path", required=True)
     parser.add_argument("--max_new_tokens", type=int, default=100)
-    parser.add_argument("--temperature", type=float, default=1.0, help="Sampling temperature; 0 is greedy.")
-    parser.add_argument("--top_p", type=float, default=0.95, help="Sample from the likeliest tokens of this mass.")
+    parser.add_argument("--temperature", type=float, default=TEMPERATURE, help="Sampling temperature; 0 is greedy.")
+    parser.add_argument("--top_p", type=float, default=TOP_P, help="Sample from the likeliest tokens of this mass.")
     parser.add_argument("--system", help="System message, for a tokenizer with a chat template.")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device")
@@ -30,7 +31,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--trust_remote_code", action="store_true")
     args = parser.parse_args()
     check_model_path(args.model_name_or_path, tokenizer=True)
-    if args.max_new_tokens < 1 or args.temperature < 0 or not 0 < args.top_p <= 1:
+    if args.max_new_tokens < 1 or not 0 <= args.temperature < float("inf") or not 0 < args.top_p <= 1:
         parser.error(
             "--max_new_tokens must be at least 1, --temperature at least 0, and --top_p in (0, 1], got "
             f"{args.max_new_tokens}, {args.temperature:g} and {args.top_p:g}"

@@ -4,13 +4,15 @@ Every field of transformers' GenerationConfig is an option by its name. The prog
 streams the text to the terminal. With --batch_size it decodes several prompts at once. Without a prompt, each line of
 the standard input is one; an empty line ends the program.
 
+Texts are sampled, with temperature 1 and top_p 0.95 unless given. `--do_sample false` writes the likeliest tokens, as
+does `--temperature 0`, and `--num_beams` searches.
+
 Example:
-    python scripts/generate.py --model_name_or_path outputs/demo --prompt "In the" --do_sample true --top_p 0.9
+    python scripts/generate.py --model_name_or_path outputs/demo --prompt "In the" --temperature 0.7
     python scripts/generate.py --model_name_or_path outputs/demo --prompt_file prompts.txt --batch_size 8 --num_beams 4
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
@@ -18,9 +20,11 @@ from tnn_scripts.common.errors import importing, report_errors
 
 from tnn_scripts.common.atomic import check_writable
 from tnn_scripts.common.declared import generation_fields
+from tnn_scripts.common.generation_fields import read_value
 from tnn_scripts.common.model_path import check_model_path
 from tnn_scripts.common.nearest import nearest
 from tnn_scripts.common.parser import ProgramParser, check_counts
+from tnn_scripts.common.sampling import check_sampling
 from tnn_scripts.data.files import check_file
 
 # Fields of GenerationConfig after which `generate` returns something else than tokens, or is part of another one.
@@ -58,7 +62,11 @@ def read_prompts(file: Path) -> list[str]:
 
 
 def generation_options(parser: argparse.ArgumentParser, rest: list[str]) -> dict:
-    """The `--name value` pairs for fields of GenerationConfig. A value is read as JSON if it is JSON."""
+    """The `--name value` pairs for fields of GenerationConfig. A value is read as JSON if it is JSON.
+
+    Raises:
+        ValueError: a value is of another kind than its field, or contradicts another one.
+    """
     fields = generation_fields()
     options = {}
     rest = [part for word in rest for part in (word.split("=", 1) if word.startswith("--") else [word])]
@@ -70,10 +78,8 @@ def generation_options(parser: argparse.ArgumentParser, rest: list[str]) -> dict
             hint = nearest(field, fields, "--")
             given = f"{name} {value or '(no value)'}"
             parser.error(f"options must be those of this program or GenerationConfig, got {given}{hint}")
-        try:
-            options[field] = json.loads(value)
-        except json.JSONDecodeError:
-            options[field] = value
+        options[field] = read_value(field, value)
+    check_sampling(options)
     return options
 
 

@@ -34,7 +34,7 @@ OF_TNN = ("plot-kernels --model_name_or_path {folder} --output_dir {folder}/kern
 LAST_STEP = ("push {folder} --repo_id USER/NAME",)
 FIRST_STEP = {
     "causal": (
-        'generate --model_name_or_path {folder} --prompt "In the beginning" --do_sample true',
+        'generate --model_name_or_path {folder} --prompt "In the beginning"',
         "serve --model_name_or_path {folder}",
     ),
     "unstable": ('generate --model_name_or_path {folder} --prompt "In the beginning" --use_cache false',),

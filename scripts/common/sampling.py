@@ -3,6 +3,9 @@
 # Tokens are drawn from the likeliest ones of this mass, at this temperature, whatever a `generation_config.json` says.
 TEMPERATURE, TOP_P = 1.0, 0.95
 
+# Fields of GenerationConfig that have no meaning without sampling.
+OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+
 
 def sampling(temperature: float | None = None, top_p: float | None = None) -> dict:
     """The options of `generate`; a temperature of 0 is greedy."""
@@ -10,3 +13,37 @@ def sampling(temperature: float | None = None, top_p: float | None = None) -> di
         return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     temperature = TEMPERATURE if temperature is None else temperature
     return {"do_sample": True, "temperature": temperature, "top_p": TOP_P if top_p is None else top_p, "top_k": 0}
+
+
+def check_sampling(options: dict):
+    """Check that options of `generate` do not ask for sampling and for the likeliest tokens.
+
+    Raises:
+        ValueError: they do.
+    """
+    given, temperature = given_sampling(options), options.get("temperature")
+    if options.get("do_sample") is False and given and temperature != 0:
+        raise ValueError(f"--do_sample must be true with --{next(iter(given))}, which means sampling, got false")
+    if options.get("do_sample") and temperature == 0:
+        raise ValueError("--temperature must be above 0 with --do_sample true, got 0, which is greedy")
+
+
+def given_sampling(options: dict) -> dict:
+    """The options that have no meaning without sampling."""
+    return {name: options[name] for name in OF_SAMPLING if options.get(name) is not None}
+
+
+def with_sampling(options: dict, is_plain: bool) -> dict:
+    """The options of `generate`, with sampling unless they ask for the likeliest tokens.
+
+    Args:
+        is_plain: whether the options choose one token after the other, and not by beams or the like, which are as
+            transformers has them unless sampling is asked for.
+    """
+    given = given_sampling(options)
+    others = {name: value for name, value in options.items() if name not in OF_SAMPLING}
+    if options.get("do_sample") is False or options.get("temperature") == 0:
+        return others | sampling(temperature=0)
+    if is_plain or given or options.get("do_sample"):
+        return others | sampling() | given
+    return options

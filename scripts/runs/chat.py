@@ -11,6 +11,7 @@ from modeling_tnn.cache_name import CACHE
 from tnn_scripts.common.devices import check_device
 from tnn_scripts.common.loading import PARTS, check_writing, load, naming
 from tnn_scripts.common.pieces import PieceStreamer
+from tnn_scripts.common.sampling import sampling
 from tnn_scripts.common.terminal import read_lines
 from tnn_scripts.data.vocabulary import check_vocabulary
 
@@ -74,8 +75,7 @@ def run(args: argparse.Namespace):
     if args.system is not None and tokenizer.chat_template is None:
         raise ValueError(f"--system must be given with a tokenizer that has a chat template, got {args.system!r}")
     set_seed(args.seed)
-    drawn = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p}
-    options = {"max_new_tokens": args.max_new_tokens} | (drawn if args.temperature else {"do_sample": False})
+    options = {"max_new_tokens": args.max_new_tokens} | sampling(args.temperature, args.top_p)
     conversation = Conversation(model, tokenizer, args.system, options)
     show_help(tokenizer)
     for line in read_lines():

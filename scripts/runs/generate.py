@@ -1,18 +1,21 @@
 """Continue prompts, one at a time or in batches, and report the speed."""
 
 import argparse
+import copy
 import sys
 import time
 from collections.abc import Iterator
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+from transformers.generation import GenerationMode
 
 import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
 from tnn_scripts.common.atomic import write_json
 from tnn_scripts.common.devices import check_device
 from tnn_scripts.common.loading import check_writing, load
 from tnn_scripts.common.pieces import PieceStreamer
+from tnn_scripts.common.sampling import with_sampling
 from tnn_scripts.common.terminal import read_lines
 from tnn_scripts.data.vocabulary import check_vocabulary
 
@@ -82,12 +85,15 @@ def run(args: argparse.Namespace, options: dict):
     check_writing(model, args.model_name_or_path)
     check_vocabulary(tokenizer, model.config.vocab_size)
     options = options if "max_length" in options else {"max_new_tokens": 100} | options
+    asked = copy.deepcopy(model.generation_config)
+    asked.update(**(options | {"do_sample": None}))
+    used = with_sampling(options, is_plain=asked.get_generation_mode() == GenerationMode.GREEDY_SEARCH)
     stream = args.batch_size == 1 and options.get("num_beams", 1) == 1 and options.get("num_return_sequences", 1) == 1
     set_seed(args.seed)
     prompts, texts, tokens, seconds = [], [], 0, 0.0
     for batch in batches(args, tokenizer):
         start = time.perf_counter()
-        written, count = continue_batch(model, tokenizer, batch, options, stream)
+        written, count = continue_batch(model, tokenizer, batch, used, stream)
         seconds += time.perf_counter() - start
         prompts, texts, tokens = prompts + batch, texts + written, tokens + count
         if not stream:
@@ -97,6 +103,7 @@ def run(args: argparse.Namespace, options: dict):
     sys.stdout.write(f"\n{tokens} tokens in {seconds:.2f} s: {tokens / seconds:.1f} tokens per second\n")
     if args.output_file is not None:
         result = {"model": args.model_name_or_path, "prompts": prompts, "texts": texts, "options": options}
+        result["sampling"] = {name: value for name, value in used.items() if value is not None and name not in options}
         speed = {"new_tokens": tokens, "seconds": seconds, "tokens_per_second": tokens / seconds}
         speed |= {"device": device, "torch_threads": torch.get_num_threads()}
         write_json(args.output_file, result | speed)

@@ -63,7 +63,9 @@ def test_a_system_message_needs_a_template(loaded, monkeypatch, capsys):
     assert left.value.code == 2 and "--system must be given with a tokenizer that has a chat template" in error
 
 
-@pytest.mark.parametrize("given", [["--max_new_tokens", 0], ["--temperature", -1], ["--top_p", 0]])
+@pytest.mark.parametrize(
+    "given", [["--max_new_tokens", 0], ["--temperature", -1], ["--temperature", "nan"], ["--top_p", 0]]
+)
 def test_refused_options(loaded, given, capsys):
     with pytest.raises(SystemExit) as left:
         run_script("chat", "--model_name_or_path", loaded[0], *given)

@@ -2,15 +2,18 @@
 
 import io
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from helpers.models import exhaustive, tiny_config
 from helpers.scripts import TEXT, run, save_model, table_rows
 from modeling_tnn.tno_auto import build_tno
+from tnn_scripts.common.sampling import sampling
+from tnn_scripts.common.writing import Settings
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,6 +45,44 @@ def test_fields_of_generation_config(model_folder, tmp_path):
     assert len(json.loads((tmp_path / "texts.json").read_text())["texts"][0]) < 60
 
 
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        ([], {"do_sample": True, "temperature": 1.0, "top_p": 0.95, "top_k": 0}),
+        (["--temperature", 0.7], {"do_sample": True, "temperature": 0.7, "top_p": 0.95, "top_k": 0}),
+        (["--top_k", 5, "--do_sample", "null"], {"do_sample": True, "temperature": 1.0, "top_p": 0.95, "top_k": 5}),
+        (["--min_p", 0.1], {"do_sample": True, "top_p": 0.95, "top_k": 0, "min_p": 0.1}),
+        (["--do_sample", "False"], {"do_sample": False}),
+        (["--temperature", 0, "--top_p", 0.5], {"do_sample": False}),
+        (["--num_beams", 2], {"do_sample": False, "num_beams": 2}),
+        (["--num_beams", 2, "--temperature", 2], {"do_sample": True, "num_beams": 2, "temperature": 2.0, "top_k": 0,
+                                                  "top_p": 0.95}),
+        (["--prompt_lookup_num_tokens", 2], {"do_sample": False, "prompt_lookup_num_tokens": 2}),
+    ],
+)  # fmt: skip
+def test_sampling_is_the_default(model_folder, tmp_path, options, expected):
+    """Unless the likeliest tokens, beams or the like are asked for; `generation_config.json` has no say."""
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    (folder / "generation_config.json").write_text('{"temperature": 0.1, "top_k": 3, "eos_token_id": null}')
+    given = ["--model_name_or_path", folder, "--prompt", "The quick", "--max_new_tokens", 30, "--eos_token_id", "null"]
+    run("generate.py", *given, *options, "--output_file", tmp_path / "texts.json")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(model_folder), AutoTokenizer.from_pretrained(model_folder)
+    set_seed(0)
+    inputs = tokenizer("The quick", return_tensors="pt")
+    output = model.generate(**inputs, max_new_tokens=30, eos_token_id=None, **expected)
+    assert json.loads((tmp_path / "texts.json").read_text())["texts"] == tokenizer.batch_decode(output)
+
+
+def test_one_default_of_four_commands():
+    """`generate` (above), `chat`, `serve` and `api`."""
+    from tnn_scripts.chat import TEMPERATURE, TOP_P
+    from tnn_scripts.serving.schema import CompletionBody
+
+    expected = {"do_sample": True, "temperature": 1.0, "top_p": 0.95, "top_k": 0}
+    assert CompletionBody(model="a", prompt="b").sampling() == expected == sampling(TEMPERATURE, TOP_P)
+    assert (Settings().temperature, Settings().top_p) == (TEMPERATURE, TOP_P)
+
+
 def test_generate_from_a_file_in_batches(model_folder, tmp_path):
     """Greedy, so that one by one and batched are the same."""
     prompts, output = tmp_path / "prompts.txt", tmp_path / "result.json"
@@ -59,6 +100,18 @@ def test_generate_from_a_file_in_batches(model_folder, tmp_path):
     [
         (["--prompt", "x", "--top_pp", "0.5"], "did you mean --top_p"),
         (["--prompt", "x", "--top_p"], "no value"),
+        (["--prompt", "x", "--temperature", "hot"], "--temperature must be a number, or null, got hot"),
+        (["--prompt", "x", "--temperature", "NaN"], "--temperature must be a number"),
+        (["--prompt", "x", "--temperature=-1"], "--temperature must be at least 0, got -1"),
+        (["--prompt", "x", "--top_p", "1.5"], "--top_p must be above 0 and at most 1, got 1.5"),
+        (["--prompt", "x", "--top_k", "2.5"], "--top_k must be a whole number"),
+        (["--prompt", "x", "--max_new_tokens", "0"], "--max_new_tokens must be at least 1, got 0"),
+        (["--prompt", "x", "--num_beams", "true"], "--num_beams must be a whole number"),
+        (["--prompt", "x", "--do_sample", "maybe"], "--do_sample must be true or false, or null, got maybe"),
+        (["--prompt", "x", "--eos_token_id", '["a"]'], "--eos_token_id must have whole numbers"),
+        (["--prompt", "x", "--prefill_chunk_size", "x"], "--prefill_chunk_size must be a whole number"),
+        (["--prompt", "x", "--do_sample", "false", "--top_k", "5"], "--do_sample must be true with --top_k"),
+        (["--prompt", "x", "--do_sample", "true", "--temperature", "0"], "--temperature must be above 0 with"),
         (["--prompt", "x", "--return_dict_in_generate", "true"], "must not be given: this program writes text"),
         ([], "--prompt, --prompt_file or a line"),
     ],
