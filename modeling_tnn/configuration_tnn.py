@@ -83,7 +83,11 @@ AT_MOST = dict.fromkeys((*AT_LEAST_ONE, "ski_rank"), LARGEST_SIZE) | {
     "fd_resolution": 2 * LARGEST_SIZE,
 }
 
-MOST_LABELS = 2**20
+# A longer list of labels has to name them, in `id2label`.
+MOST_LABELS = 2**16
+
+# The grids of kernels are no parameters: a small folder could ask for any size.
+SHORTEST_GRID, LONGEST_GRID, GRID_OF_LENGTH = 2**16, 2**19, 128
 
 Limit = tuple[Callable[[Any], bool], str]
 
@@ -237,6 +241,10 @@ class TnnConfig(PreTrainedConfig):
             unless it is `"auto"`: it concerns the machine, not the model.
         tno_class (`str`, *optional*): Module and name of the class of an operator that `register_operator` added. It
             is set when a model is built or saved, so that a failed load can say what to import first.
+        max_kernel_length (`int`, *optional*): Largest `fd_resolution`, `rtf_truncation_length` or `ski_grid_length` of
+            a saved configuration that loads, for the operator that has it; 128 `max_position_embeddings` unless set,
+            but at least 65,536 and at most 524,288. It lifts a limit against folders that ask for much memory, so only
+            who loads a folder can set it, as an argument of `from_pretrained`; it is not saved.
         max_position_embeddings (`int`): Length the model is trained for. It does not limit the length of inputs. The
             defaults of `fd_resolution`, `ski_grid_length`, `rtf_truncation_length`, `rpe_input_length` and
             `explicit_length` follow from it (from its square root when `spatial_dims=2`) until a model is built or
@@ -336,6 +344,7 @@ class TnnConfig(PreTrainedConfig):
     rpe_layers: int = 6
     rpe_input: str = "lag"
     rpe_input_length: int | None = None
+    max_kernel_length: int | None = None
     explicit_length: int | None = None
     rpe_act: str = "relu"
     rpe_residual: bool = False
@@ -452,9 +461,16 @@ class TnnConfig(PreTrainedConfig):
                 trained = cls(**config_dict)
                 config_dict |= {name: getattr(trained, name) for name in FIXED}
             overrides = {name: kwargs.pop(name) for name in list(kwargs) if name in cls.__annotations__}
-            return super().from_dict(config_dict | overrides, **kwargs)
+            if config_dict.get("max_kernel_length") is not None and "max_kernel_length" not in overrides:
+                found = config_dict["max_kernel_length"]
+                raise ValueError(f"`max_kernel_length` must be given to from_pretrained, not in a file, got {found!r}")
+            loaded = super().from_dict(config_dict | overrides, **kwargs)
         except (AttributeError, TypeError) as error:  # a file may hold anything, and transformers checks few fields
             raise ValueError(f"The configuration has a field of a wrong kind: {error}") from error
+        config = loaded[0] if isinstance(loaded, tuple) else loaded  # with the arguments that are no fields
+        if not overrides.keys() & LENGTH_FIELDS:
+            config.check_kernel_length()
+        return loaded
 
     @staticmethod
     def rename_old(fields: dict[str, Any]) -> dict[str, Any]:
@@ -467,7 +483,8 @@ class TnnConfig(PreTrainedConfig):
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as a dictionary, as in transformers; without those of attention and of other mixers if unused."""
-        left_out = {"_automatic"} if has_attention(self) else {"_automatic", *LAYER_FIELDS}
+        left_out = {"_automatic", "max_kernel_length"}
+        left_out |= set() if has_attention(self) else {*LAYER_FIELDS}
         left_out |= {*MIXER_FIELDS} if self.toeplitz_mixer == GTU else set()
         return {name: value for name, value in super().to_dict().items() if name not in left_out}
 
@@ -565,6 +582,18 @@ class TnnConfig(PreTrainedConfig):
         directions = {True: operator.supports_causal, False: operator.supports_bidirectional}
         self.require("causal", directions[self.causal], f"{not self.causal} with tno_type={self.tno_type!r}")
         operator.check_config(self)
+
+    def check_kernel_length(self):
+        """Compare the grid of the kernels with the length that the model is made for.
+
+        Raises:
+            ValueError: it is out of proportion.
+        """
+        usual = min(LONGEST_GRID, max(SHORTEST_GRID, GRID_OF_LENGTH * self.axis_length))
+        limit = self.max_kernel_length or usual
+        for name in operator_class(self.tno_type, self.tno_class).grid_fields if TOEPLITZ in self.layer_types else ():
+            allowed = f"at most {limit:,}, or max_kernel_length must be given to from_pretrained to allow more"
+            self.require(name, getattr(self, name) <= limit, allowed)
 
     def require(self, name: str, holds: bool, allowed: str):
         """Check a condition on the field `name`. The error is "`name` must be {allowed}, got {value}".

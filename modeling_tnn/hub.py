@@ -92,6 +92,9 @@ UNCHECKED_KWARGS = ("state_dict", "gguf_file", "variant", "force_download", "ign
 
 logger = logging.getLogger(__name__)
 
+# So many layers are compared by their parameters.
+FEW_LAYERS = 128
+
 # Prefixes of the parameters of heads. All other parameters are the body, which all models share.
 HEADS = ("lm_head.", "transform.", "classifier.", "qa_outputs.")
 
@@ -165,11 +168,24 @@ def shapes_of(files: dict[Path, list[str]]) -> dict[str, torch.Size]:
     return shapes
 
 
+def check_number_of_layers(declared: int, stored: Collection[str]):
+    """Compare the number of layers with that of a checkpoint: a thousand layers take seconds, even without memory.
+
+    Raises:
+        CheckpointMismatchError: the layers are many more than those of the checkpoint.
+    """
+    held = {name.split(".")[1] for name in stored if name.startswith("layers.")}
+    if declared > max(FEW_LAYERS, 2 * len(held)):
+        raise CheckpointMismatchError(
+            f"The configuration declares more than the checkpoint holds: {declared} layers instead of {len(held)}."
+        )
+
+
 def check_sizes(declared: dict[str, torch.Size], stored: dict[str, torch.Size]):
     """Compare the shapes of a model with those of a checkpoint.
 
-    A head that the checkpoint lacks is initialised, as in transformers. The layers may lack parameters too, as long
-    as these have fewer numbers than the whole checkpoint.
+    Parameters that the checkpoint lacks, as those of a head, are initialised, as in transformers. They must have
+    fewer numbers than the whole checkpoint.
 
     Raises:
         CheckpointMismatchError: a parameter has another shape, or the model declares more than the checkpoint holds.
@@ -186,11 +202,10 @@ def check_sizes(declared: dict[str, torch.Size], stored: dict[str, torch.Size]):
         )
     # Quantised weights are stored in parts, under longer names.
     missing = {name: shape for name, shape in declared.items() if not any(known.startswith(name) for known in stored)}
-    layers = {name: shape.numel() for name, shape in missing.items() if name.startswith("layers.")}
-    if sum(layers.values()) > sum(shape.numel() for shape in stored.values()):
+    if sum(shape.numel() for shape in missing.values()) > sum(shape.numel() for shape in stored.values()):
         raise CheckpointMismatchError(
-            f"The configuration declares more than the checkpoint holds: {len(layers)} parameters of layers are "
-            f"missing, such as {next(iter(layers))}."
+            f"The configuration declares more than the checkpoint holds: {len(missing)} parameters are missing, such "
+            f"as {next(iter(missing))}."
         )
 
 
@@ -266,12 +281,13 @@ def check_before_loading(model_class: type["PreTrainedModel"], source, options: 
     if (beside := cached_file(source, CONFIG_NAME, _raise_exceptions_for_missing_entries=False, **where)) is not None:
         trained, _ = PreTrainedConfig.get_config_dict(Path(beside).parent)
         check_function(config, model_class.config_class.rename_old(trained))
-    with torch.device("meta"):
-        model = model_class(config)
     # The names of the body may have a prefix in both.
     prefix = f"{model_class.base_model_prefix}."
-    declared = {name.removeprefix(prefix): value.shape for name, value in model.state_dict().items()}
     stored = {name.removeprefix(prefix): shape for name, shape in shapes_of(files).items()}
+    check_number_of_layers(config.num_hidden_layers, stored)
+    with torch.device("meta"):
+        model = model_class(config)
+    declared = {name.removeprefix(prefix): value.shape for name, value in model.state_dict().items()}
     check_sizes(declared, stored)
     if config.tie_word_embeddings:
         declared = {name: shape for name, shape in declared.items() if name not in (model._tied_weights_keys or {})}

@@ -65,6 +65,7 @@ class ToeplitzOperator(nn.Module):
     the configuration, because `TnnConfig` keeps unknown fields.
 
     Class attributes:
+        grid_fields: fields of the configuration with sizes that no parameter has.
         supports_causal, supports_bidirectional: whether `config.causal` may be True, and False.
         fp32_parameters: names of parameters that stay in float32 (or float64) in a model of lower precision.
         is_recurrence: whether the size of its decoding state is independent of the kernel length. `to_recurrent` then
@@ -82,6 +83,7 @@ class ToeplitzOperator(nn.Module):
     """
 
     supports_causal = True
+    grid_fields: tuple[str, ...] = ()
     supports_bidirectional = True
     fp32_parameters: tuple[str, ...] = ()
     is_recurrence = False

@@ -70,6 +70,7 @@ class RtfOperator(ToeplitzOperator):
     """
 
     is_recurrence = True
+    grid_fields = ("rtf_truncation_length",)
     has_warned = False
     _train_calls = 0
 

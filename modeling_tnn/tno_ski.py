@@ -207,6 +207,7 @@ class SkiOperator(ToeplitzOperator):
     """The sparse plus low-rank operator, bidirectional only. It is not shift-invariant."""
 
     supports_causal = False
+    grid_fields = ("ski_grid_length",)
     shift_invariant = False
 
     def __init__(self, config, layer_idx: int = 0):

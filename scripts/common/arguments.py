@@ -68,6 +68,7 @@ def load_config(name: str, *overrides: dict) -> "PreTrainedConfig":
     with naming(folder, *PARTS[AutoConfig]):
         fields, _ = PreTrainedConfig.get_config_dict(folder)
         fields["return_dict"] = True  # the programs read outputs by name
+        AutoConfig.from_pretrained(folder)  # it checks what a file may ask for
         config = AutoConfig.for_model(**fields)
     if not changed:
         return config

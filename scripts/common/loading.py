@@ -16,6 +16,7 @@ from tnn_scripts.common.errors import UserError
 import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
+from modeling_tnn import TnnForMultipleChoice
 from tnn_scripts.common.model_path import CONFIGS, TOKENIZERS
 
 WEIGHTS = ("*.safetensors", "*.index.json", "*.bin")
@@ -54,7 +55,8 @@ def check_output(model: PreTrainedModel):
     Raises:
         ValueError: the output has NaN or infinity.
     """
-    ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    shape = (1, 1, 1) if isinstance(model, TnnForMultipleChoice) else (1, 1)
+    ids = torch.zeros(shape, dtype=torch.long, device=model.device)
     with torch.no_grad():
         check_finite(model(ids, **{"use_cache": False} if model.config.causal else {})[0])
 

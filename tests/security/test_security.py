@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from helpers.models import seeded, tiny_config
-from helpers.scripts import Malicious
-from modeling_tnn import TnnConfig, TnnForCausalLM, TnnModel
+from helpers.scripts import Malicious, run
+from modeling_tnn import TnnConfig, TnnForCausalLM, TnnForMaskedLM, TnnModel
 
 TAMPERED = [
     # Huge sizes.
@@ -93,6 +93,7 @@ def test_tampered_configuration(field, value, message, folder):
         ("intermediate_size", 10**7, r"gate_proj.weight must be .*, got \(10000000, 32\)"),
         ("rpe_dim", 10**7, r"in_proj.weight must be .*, got \(10000000, 1\)"),
         ("num_hidden_layers", 99, "declares more than the checkpoint holds: .* layers.2."),
+        ("num_hidden_layers", 1000, "declares more than the checkpoint holds: 1000 layers instead of 2"),
     ],
 )
 @pytest.mark.parametrize("shards", [1, 3])
@@ -109,6 +110,55 @@ def test_sizes_that_are_not_those_of_the_weights(field, value, message, shards, 
         with pytest.raises(ValueError, match=message):
             load.from_pretrained(tmp_path)
     assert peak_megabytes() - before < 200
+
+
+GRIDS = [
+    ("fd", {"fd_resolution": 2**25}, "fd_resolution"),
+    ("fd", {"fd_resolution": None, "max_position_embeddings": 2**24}, "fd_resolution"),
+    ("rtf", {"rtf_truncation_length": 2**20}, "rtf_truncation_length"),
+    ("rtf", {"rtf_truncation_length": 2**20, "max_position_embeddings": 2**20}, "rtf_truncation_length"),
+    ("ski", {"ski_grid_length": 2**24}, "ski_grid_length"),
+]
+
+
+@pytest.mark.parametrize("tno_type, fields, name", GRIDS)
+def test_grids_out_of_proportion(tno_type, fields, name, tmp_path, capsys):
+    """No weight has their size. A folder cannot lift the limit, who loads it can, and nothing is built before."""
+    head = TnnForMaskedLM if tno_type == "ski" else TnnForCausalLM
+    seeded(head, tiny_config(tno_type, tno_type != "ski")).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text()) | fields
+    path.write_text(json.dumps(config))
+    for load in (AutoConfig, head, TnnModel):
+        with pytest.raises(
+            ValueError, match=f"`{name}` must be at most .*max_kernel_length must be given to from_p"
+        ):
+            load.from_pretrained(tmp_path)
+    assert run("plan", "--config_name", tmp_path, "--lengths", 16, check=False).returncode == 2
+    assert getattr(AutoConfig.from_pretrained(tmp_path, max_kernel_length=2**25), name) >= 2**20
+    assert getattr(AutoConfig.from_pretrained(tmp_path, **{name: 2**21}), name) == 2**21  # asked for by the caller
+    path.write_text(json.dumps(config | {"max_kernel_length": 2**30}))
+    with pytest.raises(ValueError, match="`max_kernel_length` must be given to from_pretrained, not in a file"):
+        AutoConfig.from_pretrained(tmp_path)
+
+
+def test_grids_of_operators_that_are_not_used(tmp_path):
+    TnnConfig(max_position_embeddings=2**22).save_pretrained(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path).fd_resolution == 2**23
+    TnnConfig(max_position_embeddings=2**18, tno_type="fd", max_kernel_length=5).save_pretrained(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path).max_kernel_length is None
+
+
+def test_an_embedding_that_is_missing(tmp_path):
+    """A vocabulary that no weight has."""
+    model = seeded(TnnForCausalLM, tiny_config("rpe"))
+    model.save_pretrained(tmp_path)
+    weights = {name: value for name, value in model.state_dict().items() if "layers" in name}
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": 2**24}))
+    with pytest.raises(ValueError, match="declares more than the checkpoint holds: .* embed_tokens"):
+        TnnForCausalLM.from_pretrained(tmp_path)
 
 
 def test_a_size_that_is_changed_on_purpose(folder):
