@@ -130,9 +130,7 @@ def test_grids_out_of_proportion(tno_type, fields, name, tmp_path, capsys):
     config = json.loads(path.read_text()) | fields
     path.write_text(json.dumps(config))
     for load in (AutoConfig, head, TnnModel):
-        with pytest.raises(
-            ValueError, match=f"`{name}` must be at most .*max_kernel_length must be given to from_p"
-        ):
+        with pytest.raises(ValueError, match=f"`{name}` must be at most .*max_kernel_length must be given to from_p"):
             load.from_pretrained(tmp_path)
     assert run("plan", "--config_name", tmp_path, "--lengths", 16, check=False).returncode == 2
     assert getattr(AutoConfig.from_pretrained(tmp_path, max_kernel_length=2**25), name) >= 2**20
