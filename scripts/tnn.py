@@ -8,7 +8,8 @@ Example:
 
 import sys
 from importlib import import_module
-from importlib.metadata import version
+
+from tnn_scripts.common.errors import report_errors
 
 from tnn_scripts.common.commands import COMMANDS
 from tnn_scripts.common.nearest import nearest
@@ -25,12 +26,15 @@ def help_text() -> str:
     )
 
 
+@report_errors
 def main():
     """Run the program that the first argument names, with the other arguments."""
     command, *options = sys.argv[1:] or ["--help"]
     if command in ("-h", "--help"):
         sys.stdout.write(help_text())
     elif command == "--version":
+        from importlib.metadata import version
+
         sys.stdout.write(f"modeling-tnn {version('modeling-tnn')}\n")
     elif command in COMMANDS:
         sys.argv = [f"tnn {command}", *options]

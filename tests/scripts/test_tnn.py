@@ -11,7 +11,6 @@ from tnn_scripts.common.commands import COMMANDS, next_steps
 
 # What takes seconds to import. Of other modules an answer needs few: argparse, json, logging and what these import.
 SLOW = {"torch", "transformers", "datasets", "scipy", "matplotlib", "numpy", "accelerate", "huggingface_hub"}
-FAST = COMMANDS
 ANSWERS = f"""
 import contextlib, io, sys
 from tnn_scripts.tnn import main
@@ -22,6 +21,33 @@ for line in LINES:
     assert "usage: " in shown.getvalue() or shown.getvalue().startswith("error: "), (line, shown.getvalue())
     assert not {SLOW} & sys.modules.keys(), (line, {SLOW} & sys.modules.keys())
 assert len(sys.modules) < 300, len(sys.modules)
+"""
+# Ctrl-C while a module is imported.
+INTERRUPTED = """
+import signal, sys
+class Finder:
+    def find_spec(self, name, *rest):
+        if name == "MODULE":
+            signal.raise_signal(signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
+sys.argv = ["tnn", *LINE]
+from tnn_scripts.tnn import main
+main()
+"""
+# What the package brings alone.
+WITHOUT_EXTRAS = """
+import sys
+for name in ("accelerate", "datasets", "evaluate", "matplotlib", "scipy", "sklearn", "tabulate", "fastapi", "gradio"):
+    sys.modules[name] = None
+from tnn_scripts.runs import chat, generate
+from tnn_scripts.tnn import main
+for line in LINES:
+    sys.argv = ["tnn", *line]
+    try:
+        main()
+    except SystemExit as end:
+        assert end.code == 1, line
 """
 
 
@@ -38,13 +64,66 @@ def test_kernels_are_drawn_of_a_tnn_alone(model_type, drawn, tmp_path):
 
 
 def test_answers_before_anything_slow_is_imported():
-    """Help, and wrong options; by modules and not by seconds, which other programs change."""
+    """Help, wrong options, names and files; by modules and not by seconds, which other programs change."""
     lines = [["--help"], ["no-such-command"]]
-    lines += [[command, given] for command in FAST for given in ("--help", "--no_such_option")]
+    lines += [[command, given] for command in COMMANDS for given in ("--help", "--no_such_option")]
+    lines += [[command, *given] for command, given in WRONG.items()]
     done = subprocess.run(
         [sys.executable, "-c", ANSWERS.replace("LINES", repr(lines))], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+# Names and files that are not there, and texts in place of numbers.
+WRONG = {
+    "generate": ["--model_name_or_path", "outputs/none", "--prompt", "a"],
+    "chat": ["--model_name_or_path", "outputs/none"],
+    "serve": ["--model_name_or_path", "outputs/none"],
+    "api": ["--model_name_or_path", "outputs/none"],
+    "card": ["outputs/none", "--repo_id", "a/b", "--output_dir", "out"],
+    "push": ["outputs/none", "--repo_id", "a/b"],
+    "plot-kernels": ["--model_name_or_path", "outputs/none", "--output_dir", "out"],
+    "to-recurrent": ["--model_name_or_path", "outputs/none", "--output_dir", "out"],
+    "evaluate": ["--model_name_or_path", "a/b", "--validation_file", "none.txt", "--output_dir", "out"],
+    "convert": ["none.pt", "out", "--architecture", "tnn_v2_decay_99_pre"],
+    "pretrain": ["--train_file", "none.txt"],
+    "demo": ["--tno_type", "rpee"],
+    "plan": ["--config_name", "tnn-cuasal"],
+    "finetune-glue": ["--model_name_or_path", "a/b", "--task_name", "sst3", "--do_train"],
+    "lra": ["--task", "listop", "--config_name", "tnn-listops"],
+    "images": ["--config_name", "tnn-image-tny", "--output_dir", "out"],
+    "synthetic": ["--task", "copying", "--learning_rate", "fast", "--output_dir", "out"],
+    "ablation": ["--variants", "rpe", "--dataset_name", "none.txt", "--output_dir", "out"],
+    "benchmark": ["operators", "--ways", "rpee"],
+    "hub-kernel": ["--output_dir", "out", "--backends", "tpu"],
+}
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [("tnn_scripts.common.parser", ["chat"]), ("torch", ["chat", "--model_name_or_path", "a/b"])],
+    ids=["ours", "torch"],
+)
+def test_ctrl_c_while_modules_are_imported(module, line):
+    code = INTERRUPTED.replace("MODULE", module).replace("LINE", repr(line))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+@pytest.mark.slow
+def test_without_extras():
+    """generate and chat need none; the others name theirs."""
+    needed = {"plan": "scripts", "synthetic": "training", "api": "api", "demo": "demo", "serve": "scripts,space"}
+    options = {"synthetic": ["--recipe", "synthetic/small-copying"]}
+    options |= dict.fromkeys(("api", "serve"), ["--model_name_or_path", "a/b"])
+    lines = [[command, *options.get(command, [])] for command in needed]
+    code = WITHOUT_EXTRAS.replace("LINES", repr(lines))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    for error, (command, extra) in zip(errors, needed.items(), strict=True):
+        assert error.startswith(f"error: tnn {command} needs ")
+        assert error.endswith(f': pip install "modeling-tnn[{extra}]"')
 
 
 @pytest.mark.parametrize("given", [[], ["-h"]])
