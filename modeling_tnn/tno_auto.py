@@ -1,6 +1,7 @@
 """The table of operators, by the names of `TnnConfig.tno_type`. The configuration and the tests read it."""
 
 import copy
+from difflib import get_close_matches
 
 from .numerics import compute_dtype
 from .tno import ToeplitzOperator
@@ -68,7 +69,8 @@ def operator_class(tno_type: str, registered_as: str | None = None) -> type[Toep
         return OPERATORS[tno_type]
     names = ", ".join(map(repr, OPERATORS))
     if registered_as is None:
-        raise ValueError(f"`tno_type` must be one of {names}, got {tno_type!r}")
+        hint = "".join(f"did you mean {near!r}? " for near in get_close_matches(tno_type, OPERATORS, 1))
+        raise ValueError(f"{hint}`tno_type` must be one of {names}, got {tno_type!r}")
     module, _, name = registered_as.rpartition(".")
     raise ValueError(
         f"`tno_type` must be one of {names}, got {tno_type!r}. The model was saved with the operator {registered_as}. "

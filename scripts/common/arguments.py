@@ -45,7 +45,8 @@ def parse_overrides(text: str | None, known: "PreTrainedConfig | None" = None) -
         reason = " ".join(str(error).split())
         raise ValueError(f"overrides must have the form name=value,name=value, got {text}: {reason}") from error
     if unknown := [name for name in fields if not hasattr(known, name)]:
-        raise ValueError(f"overrides must be fields of {type(known).__name__}, got {', '.join(unknown)}")
+        hint = nearest(unknown[0], known.to_dict())
+        raise ValueError(f"overrides must be fields of {type(known).__name__}, got {', '.join(unknown)}{hint}")
     return fields
 
 

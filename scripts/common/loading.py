@@ -49,6 +49,20 @@ def load(loader: type, source: str | Path, **options):
         return loaded
 
 
+def require_padding(tokenizer, option: str):
+    """Let a tokenizer without a padding token pad with its end of text: the mask says what is padding.
+
+    Raises:
+        ValueError: it has neither.
+    """
+    if tokenizer.pad_token is None and tokenizer.eos_token is None:
+        name = tokenizer.name_or_path
+        raise ValueError(
+            f"The tokenizer must have a padding token or an end of text with {option}, got that of {name}"
+        )
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+
+
 def check_output(model: PreTrainedModel):
     """Let a TNN read one token.
 

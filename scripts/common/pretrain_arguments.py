@@ -8,10 +8,12 @@ from tnn_scripts.common.errors import importing
 
 from tnn_scripts.common.model_path import check_path
 from tnn_scripts.common.names import find_config
+from tnn_scripts.common.nearest import nearest
 from tnn_scripts.common.optimizer_arguments import MUON, OPTIMIZERS, SCHEDULES, GroupArguments
 from tnn_scripts.data.files import check_file, check_source
 
 OBJECTIVES = ("clm", "mlm")
+DEFAULT_PRESETS = {"clm": "tnn-tiny", "mlm": "tnn-bidirectional-small"}
 TRACKERS = ("none", "tensorboard", "wandb", "trackio")
 AT_LEAST_ONE = (
     "max_steps",
@@ -43,7 +45,7 @@ class PretrainArguments(GroupArguments):
     """The options of a pretraining run."""
 
     objective: str = "clm"
-    config_name: str = "tnn-tiny"
+    config_name: str | None = None
     config_overrides: str | None = None
     tokenizer_name: str | None = option(None, "Tokenizer: folder or Hub id; trained on the text unless given.")
     do_lower_case: bool = option(False, "Let a tokenizer trained on the text ignore case.")
@@ -115,10 +117,10 @@ class PretrainArguments(GroupArguments):
 
     def __post_init__(self):
         super().__post_init__()
-        self.config_name = find_config(self.config_name)
+        self._require_one_of("objective", OBJECTIVES)
+        self.config_name = find_config(self.config_name or DEFAULT_PRESETS[self.objective])
         if self.tokenizer_name is not None:
             check_path(self.tokenizer_name, "--tokenizer_name")
-        self._require_one_of("objective", OBJECTIVES)
         self._require_one_of("report_to", TRACKERS)
         self._require_one_of("optim", OPTIMIZERS)
         self._require("optim_args", self.optim_args is None or self.optim != MUON, f"absent with --optim {MUON}")
@@ -188,8 +190,11 @@ class PretrainArguments(GroupArguments):
         self._require("max_steps", holds, f"at least {needed}, for warm-up and decay")
 
     def _require_one_of(self, name: str, allowed):
-        named = ", ".join(choice for choice in allowed if choice is not None)
-        self._require(name, getattr(self, name) in allowed, f"one of {named}")
+        named, value = [choice for choice in allowed if choice is not None], getattr(self, name)
+        if value not in allowed:
+            hint = nearest(value, named, f"--{name} ")
+            first = f"{hint[2:]} " if hint != "." else ""  # the list may be long
+            raise ValueError(f"{first}--{name} must be one of {', '.join(named)}, got {value}")
 
     def _require(self, name: str, holds: bool, allowed: str):
         if not holds:

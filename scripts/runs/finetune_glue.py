@@ -29,7 +29,7 @@ from tnn_scripts.common.checkpoints import check_run
 from tnn_scripts.common.commands import next_steps
 from tnn_scripts.common.devices import suggest_smaller
 from tnn_scripts.common.dry_run import dry_run
-from tnn_scripts.common.loading import load
+from tnn_scripts.common.loading import load, require_padding
 from tnn_scripts.common.optimizers import GroupingTrainer
 from tnn_scripts.common.publishing import open_repository, upload
 from tnn_scripts.common.signals import StopRequested
@@ -54,6 +54,7 @@ class Task:
         self.metric = load_metric(data.name, regression)
         self.main_metric = main_metric(data.name, regression)
         self.tokenizer = load(AutoTokenizer, args.model_name_or_path, trust_remote_code=args.trust_remote_code)
+        require_padding(self.tokenizer, "tnn finetune-glue")
         for names, limit in (
             (["train"], args.max_train_samples),
             (data.validation_splits, args.max_eval_samples),

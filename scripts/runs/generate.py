@@ -13,7 +13,7 @@ from transformers.generation import GenerationMode
 import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
 from tnn_scripts.common.atomic import write_json
 from tnn_scripts.common.devices import check_device
-from tnn_scripts.common.loading import check_writing, load
+from tnn_scripts.common.loading import check_writing, load, require_padding
 from tnn_scripts.common.pieces import PieceStreamer
 from tnn_scripts.common.sampling import with_sampling
 from tnn_scripts.common.terminal import read_lines
@@ -83,6 +83,8 @@ def run(args: argparse.Namespace, options: dict):
         AutoModelForCausalLM, args.model_name_or_path, dtype=args.dtype, trust_remote_code=args.trust_remote_code
     ).to(device)
     check_writing(model, args.model_name_or_path)
+    if args.batch_size > 1:
+        require_padding(tokenizer, "--batch_size")
     check_vocabulary(tokenizer, model.config.vocab_size)
     options = options if "max_length" in options else {"max_new_tokens": 100} | options
     asked = copy.deepcopy(model.generation_config)

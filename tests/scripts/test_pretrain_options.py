@@ -32,8 +32,11 @@ REFUSED = {
     ),
     "wrong objective": (["--objective", "mlm"], "`causal` must be False for TnnForMaskedLM"),
     "wrong column": (["--text_column", "body"], "--text_column must be a column of .*, got body"),
-    "unknown field": (["--config_overrides", "tno=fd"], "overrides must be fields of TnnConfig, got tno"),
-    "wrong field": (["--config_overrides", "tno_type=fdd"], "`tno_type` must be one of .*, got 'fdd'"),
+    "unknown field": (["--config_overrides", "tno_typ=fd"], "fields of TnnConfig, got tno_typ; did you mean tno_type"),
+    "wrong field": (
+        ["--config_overrides", "tno_type=fdd"],
+        "did you mean 'fd'. `tno_type` must be one of .*, got 'fdd'",
+    ),
     "precision of a GPU": (["--mixed_precision", "fp16", "--use_cpu"], "must be no or bf16 on a CPU, got fp16"),
     "nothing to resume": (["--resume_from_checkpoint", "latest"], "holds no complete checkpoint"),
     "no checkpoint": (["--resume_from_checkpoint", "nowhere"], "the folder of a complete checkpoint, got nowhere"),
@@ -66,6 +69,7 @@ def test_refused(name, tmp_path):
         (["--lr_scheduler_kwargs", "x=1"], "--lr_scheduler_kwargs must be a JSON object for cosine, got x=1"),
         (["--max_pole_radius", "1"], r"--max_pole_radius must be in \(0, 1\), got 1.0"),
         (["--max_steps", "0"], "--max_steps must be at least 1, got 0"),
+        (["--optim", "adamw_troch"], "did you mean --optim adamw_torch[?] --optim must be one of"),
         (["--report_to", "mlflow"], "one of none, tensorboard, wandb, trackio"),
         (["--dataset_name", "x", "--train_file", "y"], "--dataset_name must be absent with --train_file, got x"),
         (["--validation_file", "y"], "given together with --train_file"),
@@ -186,3 +190,8 @@ def test_the_rate_of_a_run_that_names_none(given, rate, schedule, source):
     assert line is None if source is None else line.startswith(f"learning rate {rate:g}, ") and source in line
     if schedule[0] == "warmup_stable_decay":
         assert json.loads(args.lr_scheduler_kwargs) == {"num_decay_steps": 40}
+
+
+def test_the_preset_of_an_objective():
+    for objective, preset in {"clm": "tnn-tiny", "mlm": "tnn-bidirectional-small"}.items():
+        assert PretrainArguments(objective=objective).config_name.endswith(f"configuration/{preset}")

@@ -83,14 +83,22 @@ def test_one_default_of_four_commands():
     assert (Settings().temperature, Settings().top_p) == (TEMPERATURE, TOP_P)
 
 
-def test_generate_from_a_file_in_batches(model_folder, tmp_path):
-    """Greedy, so that one by one and batched are the same."""
+@pytest.mark.parametrize("missing", [(), ("pad_token",), ("pad_token", "eos_token")])
+def test_generate_from_a_file_in_batches(missing, model_folder, tmp_path):
+    """Greedy, so that one by one and batched are the same. Without a padding token the end of a text pads."""
+    folder, config = tmp_path / "model", json.loads((model_folder / "tokenizer_config.json").read_text())
+    shutil.copytree(model_folder, folder)
+    (folder / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in config.items() if k not in missing}))
     prompts, output = tmp_path / "prompts.txt", tmp_path / "result.json"
     prompts.write_text("The quick\n\nA dog jumps over\nThe\n")
     texts = []
     for size in (1, 3):
-        run("generate.py", "--model_name_or_path", model_folder, "--prompt_file", prompts, "--batch_size", size,
-            "--max_new_tokens", 8, "--do_sample", "false", "--output_file", output)  # fmt: skip
+        ran = run("generate.py", "--model_name_or_path", folder, "--prompt_file", prompts, "--batch_size", size,
+                  "--max_new_tokens", 8, "--do_sample", "false", "--output_file", output,
+                  check=not (size > 1 and "eos_token" in missing))  # fmt: skip
+        if ran.returncode:
+            assert "must have a padding token or an end of text with --batch_size" in ran.stderr
+            return
         texts.append(json.loads(output.read_text())["texts"])
     assert texts[0] == texts[1] and len(texts[0]) == 3
 
