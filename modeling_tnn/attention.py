@@ -33,6 +33,7 @@ from transformers.models.llama.modeling_llama import (
 from .cache_name import CACHE
 from .cache_tnn import check_rows
 from .layer_types import FULL, SLIDING, has_attention
+from .numerics import without_narrowing
 from .packing_recorded import Documents
 
 MASKS = {
@@ -110,12 +111,7 @@ class TnnRotaryEmbedding(LlamaRotaryEmbedding):
     """Rotary positions, whose frequencies stay in float32 when the model gets another dtype."""
 
     def _apply(self, fn, recurse=True):
-        kept = {name: buffer for name, buffer in self._buffers.items() if not buffer.is_meta}
-        super()._apply(fn, recurse)
-        for name, buffer in kept.items():
-            if self._buffers[name].dtype != buffer.dtype:
-                self._buffers[name] = buffer.to(self._buffers[name].device)
-        return self
+        return super()._apply(without_narrowing(fn, self.buffers()), recurse)
 
 
 def build_rotary(config: PreTrainedConfig) -> TnnRotaryEmbedding | None:

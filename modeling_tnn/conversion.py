@@ -16,8 +16,6 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from .numerics import compute_dtype
-
 ORDERS = (8, 16, 32, 64, 128)
 
 LARGEST_RADIUS = 1 - 1e-6
@@ -263,7 +261,6 @@ def to_recurrent(model, order: int = 64, window: int = 16, tolerance: float | No
     converted.load_state_dict(converted.state_dict() | weights)
     mixers = [layer.gtu for layer in converted.base_model.layers if layer.gtu is not None]
     for mixer, (taps, fit, _) in zip(mixers, fits, strict=True):
-        mixer.tno.to(compute_dtype(model.dtype))  # in bfloat16 the kernels would be further off than the report says
         fill_operator(mixer.tno, taps, fit)
     converted.tie_weights()
     converted.train(model.training)

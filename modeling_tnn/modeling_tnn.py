@@ -81,7 +81,6 @@ from .stacking import kernels_of_layers, layout_of
 from .static_cache import is_ready, prepare_step
 from .tensor_parallel import HEAD_PLAN
 from .tno import ToeplitzOperator
-from .tno_auto import operator_class
 
 # From `toeplitz_mixer` to the class. Each stands in a block under the name `gtu`, with its operator at `gtu.tno`: all
 # that walks the operators of a model (precision, conversion, caches, plans, pictures) then knows every mixer.
@@ -165,9 +164,8 @@ class TnnPreTrainedModel(FixedKernelsMixin, PreTrainedModel):
     def __init__(self, config: TnnConfig):
         config.check()
         super().__init__(config)
-        self._keep_in_fp32_modules_strict = list(operator_class(config.tno_type).fp32_parameters)
         if TOEPLITZ not in config.layer_types:  # there is no operator
-            self._keep_in_fp32_modules = self._keep_in_fp32_modules_strict = []
+            self._keep_in_fp32_modules = []
 
     @classmethod
     def from_pretrained(

@@ -8,7 +8,7 @@ torch.export if the caller asks for it (`keep_products`).
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -152,6 +152,20 @@ def next_fast_len(minimum: int) -> int:
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The precision of transforms and kernels for inputs of `dtype`: float64 for float64, else float32."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def without_narrowing(fn: Callable, kept: Iterable[torch.Tensor | None]) -> Callable:
+    """`fn` of `nn.Module._apply`, such as a cast, after which the tensors `kept` are in float32 or float64 still."""
+    kept = [tensor for tensor in kept if tensor is not None]  # their ids are taken as long as they are here
+
+    def apply(tensor: torch.Tensor) -> torch.Tensor:
+        moved = fn(tensor)
+        wide = compute_dtype(moved.dtype)
+        if moved.dtype == wide or not any(tensor is one for one in kept):
+            return moved
+        return tensor.to(moved.device, wide)
+
+    return apply
 
 
 def float64_or_widest(device: torch.device) -> torch.dtype:

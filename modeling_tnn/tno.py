@@ -6,7 +6,7 @@ B batch, L length, D channels. A variant is a subclass that defines the coeffici
 one line in `tno_auto.py` or, outside the package, one call of `register_operator`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from types import MethodType
 
@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 from transformers.utils.generic import maybe_autocast
 
 from .gating import NO_GATE, Gate
-from .numerics import is_exported, must_be_eager
+from .numerics import is_exported, must_be_eager, without_narrowing
 from .packing_recorded import Documents
 from .recurrence import FilterRecurrence, Recurrence
 from .stacking import stacked
@@ -67,7 +67,8 @@ class ToeplitzOperator(nn.Module):
     Class attributes:
         grid_fields: fields of the configuration with sizes that no parameter has.
         supports_causal, supports_bidirectional: whether `config.causal` may be True, and False.
-        fp32_parameters: names of parameters that stay in float32 (or float64) in a model of lower precision.
+        fp32_parameters: names of parameters that stay in float32 (or float64) in a model of lower precision, however
+            it is built, loaded or cast.
         is_recurrence: whether the size of its decoding state is independent of the kernel length. `to_recurrent` then
             leaves the model unchanged.
         shift_invariant: whether it commutes with a shift of the sequence. If not, sequences are aligned to their first
@@ -120,6 +121,11 @@ class ToeplitzOperator(nn.Module):
     def on_this_process(self) -> "ToeplitzOperator":
         """The operator of the channels that this process computes: all, unless they are divided over processes."""
         return self
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> "ToeplitzOperator":
+        """All ways to cast a model (`to`, `half`, evaluation in half precision) leave `fp32_parameters` in float32."""
+        parameters = [one for name, one in self.named_parameters() if name in self.fp32_parameters]
+        return super()._apply(without_narrowing(fn, [*parameters, *(one.grad for one in parameters)]), recurse)
 
     def reset_parameters(self):
         """Initialise the operator's own parameters, without those of its submodules.

@@ -3,7 +3,6 @@
 import copy
 from difflib import get_close_matches
 
-from .numerics import compute_dtype
 from .tno import ToeplitzOperator
 from .tno_2d import TwoAxisOperator
 from .tno_explicit import ExplicitOperator
@@ -95,7 +94,4 @@ def build_tno(config, layer_idx: int = 0) -> ToeplitzOperator:
 
 def with_fp32_parameters(operator: ToeplitzOperator) -> ToeplitzOperator:
     """The operator with its `fp32_parameters` in float32, also where the model is built in half precision."""
-    for name in operator.fp32_parameters:
-        parameter = operator.get_parameter(name)
-        parameter.data = parameter.data.to(compute_dtype(parameter.dtype))
-    return operator
+    return operator._apply(lambda parameter: parameter)

@@ -199,8 +199,8 @@ class ModalOperator(ToeplitzOperator):
     """The operator of first taps and complex exponentials, equation (1). Causal only."""
 
     supports_bidirectional = False
-    # The poles stay in float32: in bfloat16 their phases are wrong after a few lags.
-    fp32_parameters = ("log_rate", "angle")
+    # In bfloat16 the phases of poles are wrong after a few lags, and residues of a fit do not cancel any more.
+    fp32_parameters = ("head", "residues", "log_rate", "angle")
     is_recurrence = True
 
     def __init__(self, config, layer_idx: int = 0):

@@ -69,6 +69,8 @@ class RtfOperator(ToeplitzOperator):
         has_warned: whether it has warned of poles outside the unit circle.
     """
 
+    # In bfloat16 the poles would move by more than their distance from the unit circle.
+    fp32_parameters = ("denominator", "numerator", "direct", "slack")
     is_recurrence = True
     grid_fields = ("rtf_truncation_length",)
     has_warned = False

@@ -1,5 +1,6 @@
 """Saving and loading: in a fresh process, sharded, in other dtypes, through the Auto classes."""
 
+import copy
 import json
 import sys
 
@@ -10,10 +11,22 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    Trainer,
+    TrainingArguments,
 )
 
 from helpers import processes
-from helpers.models import AUTO, BIDIRECTIONAL, CAUSAL, INPUT_IDS, VARIANTS, perturbed_model, seeded, tiny_config
+from helpers.models import (
+    AUTO,
+    BIDIRECTIONAL,
+    CAUSAL,
+    INPUT_IDS,
+    VARIANTS,
+    RandomTexts,
+    perturbed_model,
+    seeded,
+    tiny_config,
+)
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification, TnnModel
 from modeling_tnn.hub import AUTO_MAP, CheckpointMismatchError
 from modeling_tnn.tno_auto import OPERATORS
@@ -102,6 +115,73 @@ def test_dtypes_of_a_new_model(head, tno_type, causal, dtype):
         poles = name.endswith(OPERATORS[tno_type].fp32_parameters)
         assert parameter.dtype == (torch.promote_types(dtype, torch.float32) if poles else dtype), name
     assert model(INPUT_IDS)[0].dtype == dtype
+
+
+def slow_model(tno_type, causal):
+    """A loud model whose kernels do not fade within 512 tokens. "converted" is one with fitted poles."""
+    fields = {"max_position_embeddings": 512, "s4d_state_size": 32, "decay": None, "explicit_length": 512}
+    fields |= {"rtf_constraint": None, "rtf_initializer": "zeros"}
+    name = "rpe" if tno_type == "converted" else tno_type
+    model = seeded(TnnForCausalLM if causal else TnnForMaskedLM, tiny_config(name, causal, **fields))
+    with torch.no_grad():
+        for mixer in (layer.gtu for layer in model.model.layers):
+            mixer.v_proj.weight.mul_(4)
+            if tno_type == "rtf":  # 1 / (1 - 1.9 z + 0.995 z^2): poles of radius 0.9975
+                mixer.tno.denominator[:, :2] = torch.tensor([-1.9, 0.995])
+                mixer.tno.numerator.normal_()
+            elif tno_type == "modal":
+                mixer.tno.log_rate.uniform_(-9, -6)
+    return model.to_recurrent(order=128)[0] if tno_type == "converted" else model
+
+
+def cast_in_evaluation(model, dtype, folder):
+    """By Trainer, which leaves the model so."""
+    full = {torch.float16: "fp16_full_eval", torch.bfloat16: "bf16_full_eval"}[dtype]
+    arguments = TrainingArguments(str(folder), **{full: True, "use_cpu": True, "report_to": "none"})
+    Trainer(model, arguments).predict([RandomTexts()[0]])
+    return model
+
+
+def cast_and_load(model, dtype, folder):
+    model.to(dtype).save_pretrained(folder / "cast")
+    return type(model).from_pretrained(folder / "cast")
+
+
+def build_and_fill(model, dtype, folder):
+    built = AUTO[type(model)].from_config(model.config, dtype=dtype).eval()
+    built.load_state_dict(model.state_dict())
+    return built
+
+
+CASTS = [
+    lambda model, dtype, folder: model.to(dtype),
+    lambda model, dtype, folder: model.apply(
+        torch.nn.Module.half if dtype == torch.float16 else torch.nn.Module.bfloat16
+    ),
+    cast_in_evaluation,
+    cast_and_load,
+    build_and_fill,
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tno_type, causal", [*VARIANTS, ("converted", True)])
+def test_every_cast_is_as_good_as_loading(tno_type, causal, dtype, tmp_path):
+    """What must stay in float32 does, however the model came to half precision."""
+    model, ids = slow_model(tno_type, causal), torch.arange(512)[None] % 97
+    model.save_pretrained(tmp_path)
+
+    def error(cast):
+        logits = cast(ids).logits.double()
+        return ((logits - expected).norm() / expected.norm()).item()
+
+    with torch.no_grad():
+        expected = copy.deepcopy(model).double()(ids).logits
+        assert expected.dtype == torch.float64
+        loaded = error(type(model).from_pretrained(tmp_path, dtype=dtype))
+        assert loaded < {torch.bfloat16: 4e-2, torch.float16: 5e-3}[dtype]
+        errors = [error(cast(copy.deepcopy(model), dtype, tmp_path)) for cast in CASTS]
+    assert max(errors) <= 2 * loaded, (loaded, errors)
 
 
 @pytest.mark.parametrize("tno_type, causal", VARIANTS)
