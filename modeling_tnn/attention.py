@@ -33,6 +33,7 @@ from transformers.models.llama.modeling_llama import (
 from .cache_name import CACHE
 from .cache_tnn import check_rows
 from .layer_types import FULL, SLIDING, has_attention
+from .linear import apply_linear
 from .numerics import without_narrowing
 from .packing_recorded import Documents
 
@@ -81,7 +82,7 @@ class TnnAttention(nn.Module):
         The second result is softmax(..), `(B, H, L, S)`, after dropout; None for products that do not compute it.
         """
         query, key, value = (
-            self._heads(project(hidden_states)) for project in (self.q_proj, self.k_proj, self.v_proj)
+            self._heads(apply_linear(layer, hidden_states)) for layer in (self.q_proj, self.k_proj, self.v_proj)
         )
         if view.rotation is not None:
             query, key = (one.to(value.dtype) for one in apply_rotary_pos_emb(query, key, *view.rotation))
@@ -91,7 +92,7 @@ class TnnAttention(nn.Module):
         options = {"scaling": self.scaling, "sliding_window": self.sliding_window}
         options |= {"dropout": self.dropout if self.training else 0.0}
         mixed, weights = attend(self, query, key, value, view.mask, **options)  # (B, L, H, d_h)
-        return self.o_proj(mixed.flatten(2)), weights
+        return apply_linear(self.o_proj, mixed.flatten(2)), weights
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
         """`(B, L, H d_h)` to `(B, H, L, d_h)`; of a divided projection, the heads of this process.

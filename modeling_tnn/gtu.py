@@ -2,7 +2,7 @@
 
     y = W_o( u * TNO(v) ),  u = act(W_u x),  v = act(W_v x)                TNN paper, "token mixer"
 
-B batch, L length, d hidden size, D = gtu_dim channels of the Toeplitz operator, N tokens of all sequences.
+B batch, L length, d hidden size, D = gtu_dim channels of the Toeplitz operator.
 """
 
 import torch
@@ -12,29 +12,12 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 
 from .gating import Gate
+from .linear import apply_channel_major, apply_linear
 from .norms import build_norm
-from .numerics import is_exported, is_plain_tensor
 from .packing_recorded import Documents
 from .padding import first_real_token, roll
 from .tno import ToeplitzOperator
 from .tno_auto import build_tno
-
-
-class ChannelMajorLinear(nn.Linear):
-    """A `torch.nn.Linear` whose result lies channel by channel in memory. Values and gradients are the same.
-
-    The result `(..., D)` is the transposed view of a `(D, N)` matrix, N tokens of all sequences. W x^T costs the same
-    as x W^T. A Toeplitz product on `(N, D)` memory would spend half of its time (measured) in strided copies.
-    """
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`(..., L, d)` to `(..., L, D)`."""
-        # A quantised or sharded weight is a tensor class that supports only `linear`; one token has no sequence.
-        if is_exported() or x.shape[-2] == 1 or not is_plain_tensor(self.weight.data):
-            return super().forward(x)
-        columns = x.reshape(-1, self.in_features).t()  # (d, N)
-        y = torch.addmm(self.bias[:, None], self.weight, columns)  # (D, N)
-        return y.t().view(*x.shape[:-1], len(self.weight))  # of a shard, not all out_features
 
 
 class TnnGatedToeplitzUnit(nn.Module):
@@ -42,8 +25,8 @@ class TnnGatedToeplitzUnit(nn.Module):
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int):
         super().__init__()
-        self.u_proj = ChannelMajorLinear(config.hidden_size, config.gtu_dim)
-        self.v_proj = ChannelMajorLinear(config.hidden_size, config.gtu_dim)
+        self.u_proj = nn.Linear(config.hidden_size, config.gtu_dim)
+        self.v_proj = nn.Linear(config.hidden_size, config.gtu_dim)
         self.o_proj = nn.Linear(config.gtu_dim, config.hidden_size)
         for projection in (self.u_proj, self.v_proj, self.o_proj):
             projection.is_gtu_projection = True  # transformers initialises linear layers without their parent
@@ -62,9 +45,9 @@ class TnnGatedToeplitzUnit(nn.Module):
 
         `kernel` is that of the operator for L positions, if it is known already.
         """
-        u, v = self.u_proj(hidden_states), self.v_proj(hidden_states)  # (B, L, D) each
+        u, v = (apply_channel_major(layer, hidden_states) for layer in (self.u_proj, self.v_proj))  # (B, L, D) each
         gated = mix_tokens(self.tno, v, Gate(u, self.act, attention_mask), past_key_values, kernel)  # (B, L, D)
-        return self.o_proj(self.norm(gated))
+        return apply_linear(self.o_proj, self.norm(gated))
 
 
 def mix_tokens(

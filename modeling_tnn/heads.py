@@ -15,6 +15,7 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 
 from .configuration_tnn import TnnConfig
 from .inputs import check_choices, check_class_labels, check_labels, check_spans
+from .linear import apply_linear
 from .modeling_tnn import TnnClassificationHead, TnnModel, TnnPreTrainedModel, head_dropout
 from .packing import check_one_document
 from .padding import pool_tokens, real_tokens
@@ -55,7 +56,7 @@ class TnnForTokenClassification(TnnPreTrainedModel):
         outputs = self.model(
             input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, return_dict=True, **kwargs
         )
-        logits = self.classifier(self.dropout(outputs.last_hidden_state))
+        logits = apply_linear(self.classifier, self.dropout(outputs.last_hidden_state))
         loss = None
         if labels is not None:
             check_labels(labels, logits, self.num_labels, limit="num_labels")
@@ -103,7 +104,7 @@ class TnnForQuestionAnswering(TnnPreTrainedModel):
             input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, return_dict=True, **kwargs
         )
         check_one_document(tokens, attention_mask, **kwargs)
-        logits = self.qa_outputs(outputs.last_hidden_state)  # (B, L, 2)
+        logits = apply_linear(self.qa_outputs, outputs.last_hidden_state)  # (B, L, 2)
         if attention_mask is not None:
             hidden = attention_mask[:, -logits.shape[1] :, None].to(logits.device) == 0
             logits = logits.masked_fill(hidden, torch.finfo(logits.dtype).min)

@@ -8,7 +8,8 @@ registered classes are used instead of the copies.
 Loading. A configuration may declare any size, and transformers allocates this size before it compares it with the
 weights. The checks here come first. They compare the names and shapes in the headers of the safetensors files with the
 model on the meta device, and with the index of a checkpoint in several files. A file that is cut off or has a damaged
-header is refused. Safetensors has no checksums, so values are not checked.
+header is refused. Safetensors has no checksums, so values are not checked. Every method of quantization packs numbers
+under names and in shapes of its own: of quantized weights the total alone is compared.
 """
 
 import json
@@ -200,12 +201,24 @@ def check_sizes(declared: dict[str, torch.Size], stored: dict[str, torch.Size]):
             f"The configuration does not fit the weights: {'; '.join(wrong[:3])} ({len(wrong)} in all). "
             "Load with ignore_mismatched_sizes=True to initialise these parameters instead."
         )
-    # Quantised weights are stored in parts, under longer names.
-    missing = {name: shape for name, shape in declared.items() if not any(known.startswith(name) for known in stored)}
+    missing = {name: shape for name, shape in declared.items() if name not in stored}
     if sum(shape.numel() for shape in missing.values()) > sum(shape.numel() for shape in stored.values()):
         raise CheckpointMismatchError(
             f"The configuration declares more than the checkpoint holds: {len(missing)} parameters are missing, such "
             f"as {next(iter(missing))}."
+        )
+
+
+def check_packed(declared: dict[str, torch.Size], size: int):
+    """Compare the numbers of a model, without those of a head, with a quantized checkpoint of `size` bytes.
+
+    Raises:
+        CheckpointMismatchError: the checkpoint has less than one bit for each of them.
+    """
+    count = sum(shape.numel() for name, shape in declared.items() if not name.startswith(HEADS))
+    if count > 8 * size:
+        raise CheckpointMismatchError(
+            f"The configuration declares more than the checkpoint holds: {count:,} numbers in {size:,} bytes."
         )
 
 
@@ -288,8 +301,10 @@ def check_before_loading(model_class: type["PreTrainedModel"], source, options: 
     with torch.device("meta"):
         model = model_class(config)
     declared = {name.removeprefix(prefix): value.shape for name, value in model.state_dict().items()}
+    if getattr(config, "quantization_config", None) is not None:
+        check_packed(declared, sum(file.stat().st_size for file in files))
+        return
     check_sizes(declared, stored)
     if config.tie_word_embeddings:
         declared = {name: shape for name, shape in declared.items() if name not in (model._tied_weights_keys or {})}
-    if getattr(config, "quantization_config", None) is None:
-        check_names(declared, stored, set(config.architectures or []) - {model_class.__name__})
+    check_names(declared, stored, set(config.architectures or []) - {model_class.__name__})

@@ -32,7 +32,8 @@ from transformers.cache_utils import Cache
 from transformers.utils.generic import maybe_autocast
 
 from .gating import NO_GATE, Gate
-from .gtu import ChannelMajorLinear, mix_tokens
+from .gtu import mix_tokens
+from .linear import apply_channel_major, apply_linear
 from .norms import RootRMSNorm, build_norm
 from .numerics import compute_dtype
 from .packing_recorded import Documents
@@ -73,7 +74,7 @@ class ShortConvolution(ToeplitzOperator):
         """The product by definition: m shifted copies. For so few taps a transform would take longer."""
         taps = self.taps.to(compute_dtype(torch.promote_types(v.dtype, self.taps.dtype)))
         length, count = v.shape[1], taps.shape[1]
-        x = v.permute(2, 0, 1).to(taps.dtype)  # (3D, B, L), as `ChannelMajorLinear` lays it
+        x = v.permute(2, 0, 1).to(taps.dtype)  # (3D, B, L), as `apply_channel_major` lays it
         whole = pad(x, (count - 1 + self.first, -self.first))  # (3D, B, L + m - 1)
         shifted = (whole[..., count - 1 - lag : count - 1 - lag + length] for lag in range(count))
         y = sum(x * tap[:, None, None] for x, tap in zip(shifted, taps.unbind(1), strict=True))
@@ -116,7 +117,7 @@ class TnnHyena(nn.Module):
     def __init__(self, config: PreTrainedConfig, layer_idx: int):
         super().__init__()
         rank = config.hyena_rank
-        self.in_proj = ChannelMajorLinear(config.hidden_size, 3 * config.gtu_dim)
+        self.in_proj = nn.Linear(config.hidden_size, 3 * config.gtu_dim)
         self.short = ShortConvolution(config, layer_idx)
         self.tno = build_tno(config, layer_idx)
         self.norm = build_norm(config.norm_type, config.gtu_dim) if config.gtu_norm else nn.Identity()
@@ -138,9 +139,10 @@ class TnnHyena(nn.Module):
         """`(B, L, d)` to `(B, L, d)`, with the arguments of the gated Toeplitz unit."""
         gate = Gate(mask=attention_mask)
         documents = kernel if isinstance(kernel, Documents) else None
-        projected = self.short(self.in_proj(hidden_states), past_key_values, gate, documents)  # (B, L, 3D)
+        projected = apply_channel_major(self.in_proj, hidden_states)  # (B, L, 3D)
+        projected = self.short(projected, past_key_values, gate, documents)
         p, q, v = projected.chunk(3, dim=-1)  # (B, L, D) each
         mixed = self.norm(p * mix_tokens(self.tno, q * v, gate, past_key_values, kernel))
         if self.low_rank is not None:
-            mixed = self.act(self.low_rank(mixed))  # (B, L, r)
-        return self.o_proj(mixed)
+            mixed = self.act(apply_linear(self.low_rank, mixed))  # (B, L, r)
+        return apply_linear(self.o_proj, mixed)

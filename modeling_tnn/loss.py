@@ -9,7 +9,6 @@ few rows of them exist at a time; their gradients are computed in the forward pa
 """
 
 import torch
-from torch import nn
 from torch.nn.functional import cross_entropy, linear, pad
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
@@ -17,7 +16,8 @@ from transformers.utils.generic import maybe_autocast
 
 from .gating import differentiable_gradients, must_differentiate
 from .inputs import check_labels
-from .numerics import compute_dtype, is_fused, is_on_host, is_plain
+from .linear import apply_linear, is_plain_linear
+from .numerics import compute_dtype, is_fused, is_on_host
 
 # Rows of logits at a time on the CPU (measured), and numbers in them on other devices.
 CPU_ROWS = 256
@@ -166,7 +166,7 @@ def language_model_head(
     if labels is None and shift_labels is None:
         if skip_logits:
             raise ValueError("`labels` must be given with skip_logits=True, got None")
-        return None, model.lm_head(hidden_states)
+        return None, apply_linear(model.lm_head, hidden_states)
     skip_logits = model.training if skip_logits is None else skip_logits
     if skip_logits and can_skip_logits(model):
         if shift_labels is None:
@@ -174,7 +174,7 @@ def language_model_head(
         head, shift_labels = model.lm_head, shift_labels.flatten()
         loss = linear_cross_entropy(hidden_states.flatten(0, 1), head.weight, head.bias, shift_labels, ignore_index)
         return loss / count_items(num_items_in_batch, shift_labels, ignore_index), None
-    logits = model.lm_head(hidden_states)
+    logits = apply_linear(model.lm_head, hidden_states)
     shifted = {} if shift_labels is None else {"shift_labels": shift_labels}
     options = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index} | shifted | kwargs
     loss = model.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[2], **options)
@@ -187,8 +187,7 @@ def can_skip_logits(model: PreTrainedModel) -> bool:
     return (
         is_fused(model.config.tno_implementation)
         and model.loss_function is (ForCausalLMLoss if model.config.causal else ForMaskedLMLoss)
-        and type(head) is nn.Linear
-        and is_plain(head)
+        and is_plain_linear(head)
     )
 
 

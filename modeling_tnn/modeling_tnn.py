@@ -61,6 +61,7 @@ from .inputs import (
     take_options,
 )
 from .layer_types import TOEPLITZ
+from .linear import apply_linear
 from .loss import language_model_head
 from .mixer_types import GTU, HYENA, S4
 from .norms import NORM_POSITIONS, GatedRMSNorm, LayerNorm, ScaleNorm, build_final_norm, build_norm, with_mask
@@ -102,9 +103,10 @@ class TnnGatedLinearUnit(nn.Module):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`(B, L, d)` to `(B, L, d)`."""
         if self.gate_proj is None:
-            return self.down_proj(self.act(self.up_proj(hidden_states)))
-        gate, up = self.gate_proj(hidden_states), self.up_proj(hidden_states)  # (B, L, intermediate_size) each
-        return self.down_proj(activated_product(gate, up, self.act, self.implementation))
+            return apply_linear(self.down_proj, self.act(apply_linear(self.up_proj, hidden_states)))
+        gate = apply_linear(self.gate_proj, hidden_states)  # (B, L, intermediate_size)
+        up = apply_linear(self.up_proj, hidden_states)
+        return apply_linear(self.down_proj, activated_product(gate, up, self.act, self.implementation))
 
 
 class TnnBlock(GradientCheckpointingLayer):
@@ -378,7 +380,7 @@ class TnnPredictionHeadTransform(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`(B, L, d)` to `(B, L, d)`."""
-        return self.norm(nn.functional.gelu(self.dense(hidden_states)))
+        return self.norm(nn.functional.gelu(apply_linear(self.dense, hidden_states)))
 
 
 def head_dropout(config: TnnConfig) -> nn.Dropout:
@@ -402,7 +404,9 @@ class TnnClassificationHead(nn.Module):
     def forward(self, pooled: torch.Tensor) -> torch.Tensor:
         """`(B, num_features)` to `(B, num_labels)`."""
         pooled = self.dropout(pooled)
-        return self.out_proj(pooled if self.dense is None else self.dropout(self.act(self.dense(pooled))))
+        if self.dense is not None:
+            pooled = self.dropout(self.act(apply_linear(self.dense, pooled)))
+        return apply_linear(self.out_proj, pooled)
 
 
 class TnnForCausalLM(TnnPreTrainedModel, GenerationMixin):
@@ -718,7 +722,7 @@ class TnnForImageClassification(TnnPreTrainedModel):
         check_keywords(kwargs)
         outputs = self.model(pixel_values, return_dict=True, **kwargs)
         pooled = outputs.last_hidden_state.mean(dim=1)  # (B, d)
-        logits = self.classifier(self.norm(pooled[:, None])[:, 0])
+        logits = apply_linear(self.classifier, self.norm(pooled[:, None])[:, 0])
         loss = None
         if labels is not None:
             check_class_labels(labels, logits)

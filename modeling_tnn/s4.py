@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache
 
 from .gating import Gate
 from .gtu import mix_tokens
+from .linear import apply_linear
 from .tno_auto import build_tno
 
 
@@ -38,4 +39,4 @@ class TnnS4Mixer(nn.Module):
     ) -> torch.Tensor:
         """`(B, L, d)` to `(B, L, d)`, with the arguments of the gated Toeplitz unit."""
         mixed = mix_tokens(self.tno, hidden_states, Gate(mask=attention_mask), past_key_values, kernel)
-        return nn.functional.glu(self.o_proj(self.act(mixed)))
+        return nn.functional.glu(apply_linear(self.o_proj, self.act(mixed)))

@@ -119,7 +119,7 @@ class Exchange(torch.autograd.Function):
 def to_own_channels(x: torch.Tensor, shares: Shares) -> torch.Tensor:
     """All tokens `(B, L, D / P)` of the channels of this process, from all channels `(B, L / P, D)` of its tokens."""
     own, rows = len(shares.channels[shares.index]), len(x)
-    sent = x.permute(2, 0, 1).contiguous()  # (D, B, L/P), which is how a `ChannelMajorLinear` lays it
+    sent = x.permute(2, 0, 1).contiguous()  # (D, B, L/P), as `apply_channel_major` lays it
     sizes = [len(channels) * rows * x.shape[1] for channels in shares.channels]
     received = exchanged(sent, sizes, [own * rows * len(tokens) for tokens in shares.tokens], shares.group)
     pieces = [part.view(own, rows, len(tokens)) for part, tokens in zip(received, shares.tokens, strict=True)]

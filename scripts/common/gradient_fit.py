@@ -20,6 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from modeling_tnn.conversion import fit_layer, kernel_to_fit, own_weights
+from modeling_tnn.numerics import compute_dtype
 from modeling_tnn.tno import ToeplitzOperator
 from modeling_tnn.tno_auto import build_tno
 
@@ -183,7 +184,7 @@ def convert_by_gradient(
     converted.load_state_dict(converted.state_dict() | weights)
     mixers = [layer.gtu for layer in converted.base_model.layers if layer.gtu is not None]
     for mixer, (operator, _) in zip(mixers, fits, strict=True):
-        mixer.tno.load_state_dict(operator.state_dict())
+        mixer.tno.to(compute_dtype(model.dtype)).load_state_dict(operator.state_dict())
     converted.tie_weights()
     converted.generation_config = copy.deepcopy(model.generation_config)
     return converted.train(model.training), [report for _, report in fits]

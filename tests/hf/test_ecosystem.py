@@ -12,6 +12,7 @@ from threading import Thread
 import pytest
 import torch
 from datasets import Dataset
+from safetensors.torch import save_file
 from transformers import (
     AutoModel,
     AutoTokenizer,
@@ -34,6 +35,7 @@ from modeling_tnn import (
     TnnForTokenClassification,
     TnnModel,
 )
+from modeling_tnn.hub import CheckpointMismatchError, check_before_loading
 
 heads = Matrix()
 
@@ -160,6 +162,50 @@ def test_quantized(head, bits, tolerance, folder, inputs, tmp_path):
     quantized.save_pretrained(tmp_path / "quantized")
     loaded = AUTO[head].from_pretrained(tmp_path / "quantized")
     assert torch.equal(first_output(loaded, inputs), output)
+
+
+class Ordered(torch.nn.Linear):
+    """A layer that reads its input as if it were contiguous, as those of bitsandbytes do on some CPUs."""
+
+    def forward(self, x):
+        return super().forward(x.as_strided(x.shape, torch.empty(x.shape, device="meta").stride()))
+
+
+MIXERS = [
+    {},
+    {"toeplitz_mixer": "hyena", "hyena_rank": 8},
+    {"toeplitz_mixer": "s4", "gtu_expansion": 1},
+    {"layer_types": ["full_attention", "toeplitz"], "num_attention_heads": 4},
+]
+
+
+@pytest.mark.parametrize("head, fields", [*((TnnForCausalLM, fields) for fields in MIXERS), *((h, {}) for h in AUTO)])
+def test_layers_of_quantizers_get_contiguous_inputs(head, fields):
+    """All linear layers but those of kernels are of the class that quantizers replace."""
+    causal = head is not TnnForMaskedLM
+    model = seeded(head, tiny_config(causal=causal, classifier_pooling="last" if causal else "mean", **fields))
+    x = torch.randn(32, 7, 2).permute(2, 1, 0)  # (B, L, d)
+    x = x[:, None] if head is TnnForMultipleChoice else x
+    options = {"logits_to_keep": 2} if head is TnnForCausalLM else {}
+    expected = model(inputs_embeds=x, **options)[0]
+    for name, part in model.named_modules():
+        if isinstance(part, torch.nn.Linear) and ".tno." not in name:
+            assert type(part) is torch.nn.Linear, name
+            part.__class__ = Ordered
+    assert relative_error(model(inputs_embeds=x, **options)[0], expected) < 1e-6
+
+
+def test_a_saved_folder_of_any_quantizer_is_not_measured(tmp_path):
+    """Its numbers are packed: names and shapes are the quantizer's. A bomb stays one."""
+    config = tiny_config(quantization_config={"quant_method": "gptq", "bits": 4})
+    model = seeded(TnnForCausalLM, tiny_config())
+    config.save_pretrained(tmp_path)
+    packed = {name.replace("_proj.weight", "_proj.qweight"): value for name, value in model.state_dict().items()}
+    packed = {name: value.flatten()[: -(-value.numel() // 8)].clone() for name, value in packed.items()}
+    save_file(packed, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    check_before_loading(TnnForCausalLM, tmp_path, {})
+    with pytest.raises(CheckpointMismatchError, match="declares more than the checkpoint holds"):
+        check_before_loading(TnnForCausalLM, tmp_path, {"num_hidden_layers": 99})
 
 
 def test_lora_and_int8_on_every_operator(variant, tmp_path):

@@ -10,7 +10,7 @@ from transformers.activations import ACT2FN
 from helpers.models import random, relative_error
 from modeling_tnn import toeplitz_fused
 from modeling_tnn.gating import Gate, activated_product
-from modeling_tnn.gtu import ChannelMajorLinear
+from modeling_tnn.linear import apply_channel_major
 from modeling_tnn.toeplitz import gated_causal_toeplitz_matmul, gated_toeplitz_matmul
 
 ACTIVATIONS = ["silu", "linear", "relu2", "gelu", "tanh"]
@@ -110,22 +110,27 @@ def test_gate_in_low_precision_is_computed_in_float32(dtype):
     assert relative_error(actual, exact) < torch.finfo(dtype).eps  # one rounding, of the result
 
 
+class Wrapped(nn.Linear):
+    """As adapters and quantizers put it in the place of a linear layer."""
+
+
+@pytest.mark.parametrize("cls", [nn.Linear, Wrapped])
 @pytest.mark.parametrize("shape", [(2, 7, 5), (1, 1, 5), (3, 1, 5), (7, 5)])
-def test_channel_major_linear(shape):
-    layer = ChannelMajorLinear(5, 4).double()
-    ordinary = nn.Linear(5, 4).double()
+def test_channel_major_linear(shape, cls):
+    layer, ordinary = cls(5, 4).double(), nn.Linear(5, 4).double()
     ordinary.load_state_dict(layer.state_dict())
     x = random(*shape)
-    compare(layer, ordinary, (x,))
-    for module in (layer, ordinary):
-        module(x).square().sum().backward()
+    compare(partial(apply_channel_major, layer), ordinary, (x,))
+    for y in (apply_channel_major(layer, x), ordinary(x)):
+        y.square().sum().backward()
     assert relative_error(layer.weight.grad, ordinary.weight.grad) < 1e-13
     assert relative_error(layer.bias.grad, ordinary.bias.grad) < 1e-13
 
 
-def test_results_lie_channel_by_channel():
+@pytest.mark.parametrize("cls", [nn.Linear, Wrapped])
+def test_results_lie_channel_by_channel(cls):
     """Through the whole gated unit: no step falls back to the other layout."""
-    u = ChannelMajorLinear(5, 4)(torch.randn(2, 7, 5))
+    u = apply_channel_major(cls(5, 4), torch.randn(2, 7, 5))
     y = gated_causal_toeplitz_matmul(u, torch.randn(4, 7), "fused", Gate(u, ACT2FN["silu"]))
     assert u.permute(2, 0, 1).is_contiguous() and y.permute(2, 0, 1).is_contiguous()
     (gradient,) = torch.autograd.grad(y.sum(), u)

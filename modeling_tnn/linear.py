@@ -1,0 +1,41 @@
+"""Linear layers of the models: the memory that they read, and the memory that they write.
+
+Quantizers put classes of their own in place of `torch.nn.Linear`, whose kernels may read an input as if it were
+contiguous (bitsandbytes on CPUs with AVX512-BF16), and they take exactly the class `torch.nn.Linear`. So the layers
+are of this class, and what is particular about an input or a result is done here, around the layer.
+
+d inputs, D outputs, L length, N tokens of all sequences.
+"""
+
+import torch
+from torch import nn
+
+from .numerics import is_exported, is_plain, is_traced
+
+
+def is_plain_linear(layer: nn.Module) -> bool:
+    """Whether a layer is a `torch.nn.Linear` and nothing else: no adapter, quantizer, shard or hook."""
+    return type(layer) is nn.Linear and is_plain(layer)
+
+
+def apply_linear(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """`layer(x)`, `(..., d)` to `(..., D)`. A layer that is not plain gets a contiguous input."""
+    # Not asked in a graph, where the answer would be a condition on its lengths. Elsewhere it is the faster question.
+    ordered = not is_traced() and x.is_contiguous()
+    return layer(x if ordered or is_plain_linear(layer) else x.contiguous())
+
+
+def apply_channel_major(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """`layer(x)`, `(..., L, d)` to `(..., L, D)`, whose result lies channel by channel in memory.
+
+    It is the transposed view of a `(D, N)` matrix. W x^T costs the same as x W^T. On `(N, D)` memory, a product
+    with Toeplitz matrices would spend half of its time (measured) in strided copies, so the result of a layer that is not plain is copied.
+    """
+    if is_exported() or x.shape[-2] == 1:  # one token has no sequence
+        return apply_linear(layer, x)
+    if is_plain_linear(layer):
+        columns = x.reshape(-1, layer.in_features).t()  # (d, N)
+        y = torch.addmm(layer.bias[:, None], layer.weight, columns)  # (D, N)
+        return y.t().view(*x.shape[:-1], layer.out_features)
+    y = apply_linear(layer, x)
+    return y.flatten(0, -2).t().contiguous().t().view(y.shape)
