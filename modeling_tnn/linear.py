@@ -28,8 +28,8 @@ def apply_linear(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def apply_channel_major(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """`layer(x)`, `(..., L, d)` to `(..., L, D)`, whose result lies channel by channel in memory.
 
-    It is the transposed view of a `(D, N)` matrix. W x^T costs the same as x W^T. On `(N, D)` memory, a product
-    with Toeplitz matrices would spend half of its time (measured) in strided copies, so the result of a layer that is not plain is copied.
+    It is the transposed view of a `(D, N)` matrix. W x^T costs the same as x W^T. A Toeplitz product on other memory
+    would spend half of its time (measured) in strided copies. So the result of a layer that is not plain is copied.
     """
     if is_exported() or x.shape[-2] == 1:  # one token has no sequence
         return apply_linear(layer, x)

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 from transformers.utils.generic import maybe_autocast
 
+from .deferred_logits import DeferredLogits
 from .gating import differentiable_gradients, must_differentiate
 from .inputs import check_labels
 from .linear import apply_linear, is_plain_linear
@@ -146,13 +147,16 @@ def language_model_head(
     ignore_index: int = -100,
     num_items_in_batch: torch.Tensor | int | None = None,
     **kwargs,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+) -> tuple[torch.Tensor | None, torch.Tensor | DeferredLogits | None]:
     """Loss and logits `(B, L, V)` of hidden states `(B, L, d)`; None for what is not asked for.
+
+    In training with labels and `num_items_in_batch`, as by the loss of Trainer, the logits are computed when they are
+    read, if they are: see `deferred_logits.py`.
 
     Args:
         model: a language model with `lm_head`, `loss_function` and `config`.
         labels: `(B, L)`; a causal model shifts them.
-        skip_logits: whether the logits are left out; None: in training, if there are labels.
+        skip_logits: whether the logits are left out; None: whether they are deferred.
         shift_labels: `(B, L)`, labels that are shifted already.
         num_items_in_batch: what the sum over labels is divided by; their number unless given.
 
@@ -167,13 +171,14 @@ def language_model_head(
         if skip_logits:
             raise ValueError("`labels` must be given with skip_logits=True, got None")
         return None, apply_linear(model.lm_head, hidden_states)
-    skip_logits = model.training if skip_logits is None else skip_logits
-    if skip_logits and can_skip_logits(model):
+    deferred = skip_logits is None and model.training and num_items_in_batch is not None
+    if (skip_logits or deferred) and can_skip_logits(model):
         if shift_labels is None:
             shift_labels = pad(labels[:, 1:], (0, 1), value=ignore_index) if model.config.causal else labels
         head, shift_labels = model.lm_head, shift_labels.flatten()
         loss = linear_cross_entropy(hidden_states.flatten(0, 1), head.weight, head.bias, shift_labels, ignore_index)
-        return loss / count_items(num_items_in_batch, shift_labels, ignore_index), None
+        logits = DeferredLogits(head, hidden_states) if deferred else None
+        return loss / count_items(num_items_in_batch, shift_labels, ignore_index), logits
     logits = apply_linear(model.lm_head, hidden_states)
     shifted = {} if shift_labels is None else {"shift_labels": shift_labels}
     options = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index} | shifted | kwargs

@@ -42,6 +42,7 @@ from .cache_checks import check_cache
 from .cache_name import CACHE, takes_cache, with_cache_as
 from .configuration_tnn import TnnConfig
 from .conversion import LayerReport, to_recurrent
+from .deferred_logits import language_model_output
 from .fixed_kernels import FixedKernelsMixin
 from .gating import activated_product
 from .gtu import TnnGatedToeplitzUnit
@@ -482,8 +483,8 @@ class TnnForCausalLM(TnnPreTrainedModel, GenerationMixin):
 
         Args:
             labels: `(B, L)`, usually the `input_ids`. They are shifted inside; -100 is ignored.
-            skip_logits: whether only the loss is computed, which takes less time and memory. Unless given, this is so
-                in training mode with labels; `skip_logits=False` asks for the logits too.
+            skip_logits: whether only the loss is computed, which takes less time and memory. Unless given, a training
+                step with `labels` and `num_items_in_batch`, as by Trainer, computes the logits when they are read.
             logits_to_keep: the number of last positions that get logits (0: all), or a tensor of positions.
             kwargs: `shift_labels` `(B, L)`, the token after each position, replace `labels`; trainers that split
                 sequences over devices give them. `ignore_index` replaces -100.
@@ -510,9 +511,10 @@ class TnnForCausalLM(TnnPreTrainedModel, GenerationMixin):
         loss, logits = language_model_head(
             self, outputs.last_hidden_state[:, kept], labels, skip_logits, **loss_options | kwargs
         )
-        return CausalLMOutputWithPast(
+        return language_model_output(
+            CausalLMOutputWithPast,
+            logits,
             loss=loss,
-            logits=logits,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             **{CACHE: getattr(outputs, CACHE)},
@@ -563,7 +565,7 @@ class TnnForMaskedLM(TnnPreTrainedModel):
         transformed = self.transform(outputs.last_hidden_state)
         loss, logits = language_model_head(self, transformed, labels, skip_logits, **loss_options | kwargs)
         states = {"hidden_states": outputs.hidden_states, "attentions": outputs.attentions}
-        return MaskedLMOutput(loss=loss, logits=logits, **states)
+        return language_model_output(MaskedLMOutput, logits, loss=loss, **states)
 
 
 class TnnForSequenceClassification(TnnPreTrainedModel):

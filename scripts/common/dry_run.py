@@ -4,26 +4,23 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from torch import nn
-from transformers import PreTrainedModel, Trainer
+from transformers import Trainer
 
 from tnn_scripts.common.devices import resident_peak, suggest_smaller
 
 BYTES_OF_A_GIB = 2**30
 
 
-def loss_of(model: PreTrainedModel, inputs: Mapping) -> torch.Tensor:
-    return model(**inputs).loss
-
-
 def measure_step(
-    model: nn.Module, inputs: Mapping, accelerator: Accelerator, compute_loss: Callable = loss_of
+    model: nn.Module, inputs: Mapping, accelerator: Accelerator, compute_loss: Callable
 ) -> tuple[float, float]:
-    """The seconds of a training step with AdamW on `inputs`, and the peak memory in GiB.
+    """The seconds of a training step with AdamW on `inputs`, and the peak memory in GiB. `compute_loss` takes both.
 
     On a CPU the memory is the peak of this process.
 
@@ -59,7 +56,8 @@ def dry_run(trainer: Trainer, runs: int = 1):
     args, loader = trainer.args, trainer.get_train_dataloader()
     inputs = next(iter(loader))
     with suggest_smaller("a training step", "give a smaller --per_device_train_batch_size"):
-        seconds, memory = measure_step(trainer.model, inputs, trainer.accelerator, trainer.compute_loss)
+        compute_loss = partial(trainer.compute_loss, num_items_in_batch=1)  # as in training: without logits
+        seconds, memory = measure_step(trainer.model, inputs, trainer.accelerator, compute_loss)
     passes = args.gradient_accumulation_steps
     steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * len(loader) / passes)
     unit = "tokens" if "input_ids" in inputs else "rows"

@@ -42,6 +42,7 @@ from tnn_scripts.common.chosen_schedule import choose_schedule
 from tnn_scripts.common.commands import next_steps
 from tnn_scripts.common.devices import MemoryExceededError, suggest_smaller
 from tnn_scripts.common.dry_run import describe_run, measure_step
+from tnn_scripts.common.lm_loss import summed_loss
 from tnn_scripts.common.loading import load
 from tnn_scripts.common.pretrain_arguments import PretrainArguments
 from tnn_scripts.common.processes import LostProcessError, watching_processes
@@ -362,7 +363,12 @@ def dry_run(args: PretrainArguments, accelerator: Accelerator):
     model = build_model(args, build_config(args))
     with suggest_smaller("a training step", "--per_device_train_batch_size, --block_size or --gradient_checkpointing"):
         ids = torch.randint(model.config.vocab_size, (args.per_device_train_batch_size, args.block_size))
-        seconds, memory = measure_step(model, {"input_ids": ids, "labels": ids}, accelerator)
+        seconds, memory = measure_step(
+            model,
+            {"input_ids": ids, "labels": ids},
+            accelerator,
+            lambda model, batch: summed_loss(model, model.config, batch, args.objective == "clm"),
+        )
     passes = args.gradient_accumulation_steps
     tokens = args.per_device_train_batch_size * args.block_size * passes * accelerator.num_processes
     device = f"{accelerator.num_processes} x {accelerator.device.type}"

@@ -1,11 +1,16 @@
 """The loss of a language model without the logits of the whole batch, beside the one with them."""
 
+import pickle
+
 import pytest
 import torch
+from accelerate.utils import convert_to_fp32
 from torch import nn
+from torch.utils._pytree import tree_map
+from transformers import Trainer, TrainingArguments
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
-from helpers.models import seeded, tiny_config
+from helpers.models import RandomTexts, relative_error, seeded, tiny_config
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, loss
 from modeling_tnn.loss import can_skip_logits, eager_loss, linear_cross_entropy
 
@@ -116,9 +121,9 @@ def test_a_model_in_training(causal, tie, items):
     """The loss and every gradient are those of the way with logits; the logits are given when asked for."""
     model, batch = model_and_batch(causal, tie_word_embeddings=tie)
     gradients, losses = [], []
-    for skip in (None, False):
+    for skip in (True, False):
         outputs = model(**batch, num_items_in_batch=items, skip_logits=skip)
-        assert (outputs.logits is None) is (skip is None)
+        assert (outputs.logits is None) is skip
         model.zero_grad()
         outputs.loss.backward()
         losses.append(outputs.loss)
@@ -130,7 +135,7 @@ def test_a_model_in_training(causal, tie, items):
 def test_shifted_labels():
     model, batch = model_and_batch(True)
     shifted = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=7)
-    found = model(batch["input_ids"], shift_labels=shifted)
+    found = model(batch["input_ids"], shift_labels=shifted, skip_logits=True)
     expected = model(batch["input_ids"], shift_labels=shifted, skip_logits=False)
     assert found.logits is None
     torch.testing.assert_close(found.loss, expected.loss)
@@ -158,7 +163,8 @@ def test_no_tensor_has_the_size_of_the_logits():
     model, batch = model_and_batch(causal=True, vocab_size=5000, hidden_size=8)
     logits = 3 * 13 * 5000
     assert largest_tensor(lambda: model(**batch, skip_logits=False).loss.backward()) >= logits
-    assert largest_tensor(lambda: model(**batch).loss.backward()) < logits / 2
+    for options in ({"skip_logits": True}, {"num_items_in_batch": 5}):
+        assert largest_tensor(lambda options=options: model(**batch, **options).loss.backward()) < logits / 2
 
 
 def hook(model):
@@ -194,9 +200,70 @@ def test_what_changes_head_or_loss_takes_part(change):
     before = model(**batch).loss.item()
     change(model)
     assert not can_skip_logits(model)
-    found = model(**batch)
+    found = model(**batch, skip_logits=True)
     assert found.logits is None and found.loss.item() != pytest.approx(before)
     torch.testing.assert_close(found.loss, model(**batch, skip_logits=False).loss)
+
+
+READERS = {
+    "attribute": lambda outputs: outputs.logits,
+    "key": lambda outputs: outputs["logits"],
+    "get": lambda outputs: outputs.get("logits"),
+    "index": lambda outputs: outputs[1],
+    "tuple": lambda outputs: outputs.to_tuple()[1],
+    "pickle": lambda outputs: pickle.loads(pickle.dumps(outputs)).logits,
+    "accelerate": lambda outputs: convert_to_fp32(outputs).logits,
+    "pytree": lambda outputs: tree_map(lambda leaf: leaf, outputs).logits,
+}
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("items", [None, 5])
+def test_logits_in_training(causal, items):
+    """As of the models of transformers, with their gradients, however they are read."""
+    model, batch = model_and_batch(causal)
+    expected = model(batch["input_ids"]).logits
+    for name, read in READERS.items():
+        torch.testing.assert_close(read(model(**batch, num_items_in_batch=items)), expected, msg=name)
+    logits = model(**batch, num_items_in_batch=items, return_dict=False)[1]
+    wanted, found = (torch.autograd.grad(one.square().sum(), model.lm_head.weight) for one in (expected, logits))
+    torch.testing.assert_close(found, wanted)
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = model(**batch, num_items_in_batch=items)
+    assert relative_error(outputs.logits, expected) < 0.02
+
+
+def test_logits_of_weights_that_have_changed():
+    model, batch = model_and_batch(causal=True)
+    outputs = model(**batch, num_items_in_batch=5)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="`logits` must be read before the optimizer's step"):
+        _ = outputs.logits
+
+
+class OwnLoss(Trainer):
+    """With a loss of the user's own, from logits."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        ours = model(**inputs).logits
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        torch.testing.assert_close(outputs.logits, ours, atol=0.02, rtol=0.02)
+        found = self.model.loss_function(outputs["logits"], inputs["labels"], vocab_size=99)
+        return (found, outputs) if return_outputs else found
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_loss_of_the_users_own(bf16, tmp_path):
+    """Trainer wraps models for bfloat16: the output comes to the user as another one."""
+    trained = []
+    for cls in (Trainer, OwnLoss):
+        options = {"max_steps": 3, "report_to": "none", "use_cpu": True, "bf16": bf16, "learning_rate": 1e-2}
+        trainer = cls(
+            model_and_batch(True)[0], TrainingArguments(str(tmp_path), **options), train_dataset=RandomTexts()
+        )
+        trained.append(trainer.train().training_loss)
+    assert trained[0] == pytest.approx(trained[1], abs=1e-2 if bf16 else 1e-5)
 
 
 def test_the_eager_implementation_goes_the_way_with_logits():
