@@ -201,7 +201,7 @@ DEFECTS = [
            "unit/test_inputs unit/test_loss"),
     Defect("loss: rows without a label have a gradient", P + "loss.py", "dz.masked_fill_(~real, 0)", "dz",
            "unit/test_loss"),
-    Defect("loss: a head with an adapter is passed over", P + "loss.py", "type(head) is nn.Linear",
+    Defect("loss: a head with an adapter is passed over", P + "linear.py", "type(layer) is nn.Linear",
            "isinstance(head, nn.Linear)", "unit/test_loss"),
     Defect("accelerators: a mask is read in every pass", P + "padding.py", "can_be_read(attention_mask) and ", "",
            "unit/test_no_stalls"),
