@@ -170,6 +170,7 @@ def sinusoidal_embedding(positions: torch.Tensor, size: int, dtype: torch.dtype)
     Channel c has the rate 10000^(-2 floor(c/2) / size) (Vaswani et al., 2017, section 3.5).
     """
     channel = torch.arange(size, device=positions.device)
-    rates = torch.exp(channel.div(2, rounding_mode="floor") * (-2 * math.log(10000.0) / size))  # (size,)
+    # In float32 whatever the default dtype is, which whole numbers times a float would have.
+    rates = torch.exp(channel.div(2, rounding_mode="floor").float() * (-2 * math.log(10000.0) / size))  # (size,)
     angles = positions[..., None] * rates  # (B, L, size)
     return torch.where(channel % 2 == 0, angles.sin(), angles.cos()).to(dtype)

@@ -241,7 +241,7 @@ class SkiOperator(ToeplitzOperator):
 
     def warped_kernel(self, lags: torch.Tensor) -> torch.Tensor:
         """The kernel without the short filter at the `lags` `(M,)`, `(D, M)`."""
-        warped = torch.where(lags < 0, -1.0, 1.0) * self.decay ** lags.abs()  # (M,)
+        warped = torch.where(lags < 0, -1.0, 1.0).to(lags.dtype) * self.decay ** lags.abs()  # (M,)
         values = torch.cat([self.betas, torch.zeros_like(self.betas[:, :1]), self.alphas], dim=1)  # (D, 2R+1)
         return values.to(lags.dtype) @ interpolation_weights((warped + 1) * self.rank, 2 * self.rank + 1).t()
 

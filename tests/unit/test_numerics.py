@@ -103,3 +103,25 @@ def test_large_values_in_float16(variant):
     x = 3e4 * noise(2, 9, 32, seed=0, dtype=torch.float32).clamp(-1, 1)
     model.embedding_scale = 1.0
     assert model(inputs_embeds=x.half()).last_hidden_state.isfinite().all()
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    "head, fields",
+    [
+        (TnnModel, {"position_embedding": "sinusoidal"}),
+        (TnnModel, {"rpe_input": "sinusoidal"}),
+        (TnnModel, {"tno_type": "ski", "causal": False}),
+    ],
+)
+def test_values_do_not_follow_the_default_dtype(head, fields, default):
+    """It is the dtype of new parameters, and of whole numbers times a float."""
+    model = seeded(head, tiny_config(**fields))
+    ids = torch.arange(140).view(2, 70) % 97
+    expected = model(ids).last_hidden_state
+    torch.set_default_dtype(default)
+    try:
+        found = model(ids).last_hidden_state
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found, expected)
