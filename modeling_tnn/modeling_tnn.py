@@ -15,6 +15,8 @@ padding adds nothing to a Toeplitz product. The product depends only on differen
 real positions are those of the text without padding.
 """
 
+import copy
+
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -457,12 +459,16 @@ class TnnForCausalLM(TnnPreTrainedModel, GenerationMixin):
             return input_ids
         if recomputes(self.model):
             kwargs["use_cache"] = False
-        # An assistant that exits early lowers the number of layers, and an error would leave it lowered.
-        layers = self.config.num_hidden_layers
-        try:
-            return super().generate(inputs, *args, **kwargs)
-        finally:
-            self.config.num_hidden_layers = layers
+        return super().generate(inputs, *args, **kwargs)
+
+    def _get_candidate_generator(self, generation_config, *args, **kwargs):
+        """As in transformers, which lowers the number of layers of an assistant that exits early while it proposes.
+
+        The assistant is the model itself, which other threads use. So it gets a configuration of its own.
+        """
+        early = generation_config.assistant_early_exit is not None
+        model = with_own_config(self) if early else self
+        return GenerationMixin._get_candidate_generator(model, generation_config, *args, **kwargs)
 
     @takes_cache
     @can_return_tuple
@@ -519,6 +525,16 @@ class TnnForCausalLM(TnnPreTrainedModel, GenerationMixin):
             attentions=outputs.attentions,
             **{CACHE: getattr(outputs, CACHE)},
         )
+
+
+def with_own_config(model: TnnForCausalLM) -> TnnForCausalLM:
+    """A model of the same modules and parameters, and of a configuration that may change without the first one."""
+    copied, base = copy.copy(model), copy.copy(model.model)
+    copied._modules = model._modules | {"model": base}
+    copied.config = base.config = copy.copy(model.config)
+    for one in (copied, base):  # what devices or compilers have put there belongs to the first model
+        vars(one).pop("forward", None)
+    return copied
 
 
 class TnnForMaskedLM(TnnPreTrainedModel):

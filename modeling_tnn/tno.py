@@ -282,10 +282,10 @@ class ToeplitzOperator(nn.Module):
         return matmul(v, kernel, self.implementation, gate, self.product)
 
     def _kernel_for(self, v: torch.Tensor) -> torch.Tensor:
-        given = v.shape[1], v.device, self.takes_taps(v)
-        if self.kept_kernels is None or torch.is_grad_enabled() or must_be_eager():
+        given, kept = (v.shape[1], v.device, self.takes_taps(v)), self.kept_kernels  # another thread may end them
+        if kept is None or torch.is_grad_enabled() or must_be_eager():
             return self.kernel_of(*given)
-        return self.kept_kernels.get(given, self, lambda: self.kernel_of(*given))
+        return kept.get(given, self, lambda: self.kernel_of(*given))
 
     def dense(self, length: int) -> torch.Tensor:
         """The matrices of the product, `(D, L, L)`, with row i and column j of the equation: an oracle for tests."""
