@@ -28,7 +28,7 @@ class DeferredLogits:
         """
         if self.head.weight is not self.weight or self.weight._version != self.version:
             raise RuntimeError(
-                "`logits` must be read before the optimizer's step, while the weights of the pass are there. Read "
+                "`logits` must be read before the optimizer's step, got other weights than those of the pass. Read "
                 "them earlier, or call the model with skip_logits=False."
             )
         return self.head(self.hidden_states.to(self.weight.dtype))  # autocast may have given them another one
