@@ -1,9 +1,8 @@
 """Outputs of language models whose logits are computed when they are read.
 
-Trainer asks for the loss of a training step alone, and the logits `(B, L, V)` are the largest tensor of it. But a
-`compute_loss` of the user's own, which calls that of Trainer, may read them from the outputs. Until then a
-`DeferredLogits` is in their place, which passes through what only hands outputs on: DistributedDataParallel, FSDP, and
-accelerate, which makes an output anew with the tensors in float32.
+Most training steps need the loss alone, and the logits `(B, L, V)` are the largest tensor of one. But a `compute_loss`
+of the user's own reads them. Until then a `DeferredLogits` is in their place, which passes through what only hands
+outputs on: DistributedDataParallel, FSDP, and accelerate, which makes an output anew with the tensors in float32.
 """
 
 from dataclasses import dataclass

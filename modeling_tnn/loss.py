@@ -150,8 +150,7 @@ def language_model_head(
 ) -> tuple[torch.Tensor | None, torch.Tensor | DeferredLogits | None]:
     """Loss and logits `(B, L, V)` of hidden states `(B, L, d)`; None for what is not asked for.
 
-    In training with labels and `num_items_in_batch`, as by the loss of Trainer, the logits are computed when they are
-    read, if they are: see `deferred_logits.py`.
+    In training with labels the logits are computed when they are read, if they are: see `deferred_logits.py`.
 
     Args:
         model: a language model with `lm_head`, `loss_function` and `config`.
@@ -171,7 +170,7 @@ def language_model_head(
         if skip_logits:
             raise ValueError("`labels` must be given with skip_logits=True, got None")
         return None, apply_linear(model.lm_head, hidden_states)
-    deferred = skip_logits is None and model.training and num_items_in_batch is not None
+    deferred = skip_logits is None and model.training
     if (skip_logits or deferred) and can_skip_logits(model):
         if shift_labels is None:
             shift_labels = pad(labels[:, 1:], (0, 1), value=ignore_index) if model.config.causal else labels

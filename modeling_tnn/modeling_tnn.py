@@ -490,7 +490,7 @@ class TnnForCausalLM(TnnPreTrainedModel, GenerationMixin):
         Args:
             labels: `(B, L)`, usually the `input_ids`. They are shifted inside; -100 is ignored.
             skip_logits: whether only the loss is computed, which takes less time and memory. Unless given, a training
-                step with `labels` and `num_items_in_batch`, as by Trainer, computes the logits when they are read.
+                step with labels computes the logits when they are read; `skip_logits=False` computes them at once.
             logits_to_keep: the number of last positions that get logits (0: all), or a tensor of positions.
             kwargs: `shift_labels` `(B, L)`, the token after each position, replace `labels`; trainers that split
                 sequences over devices give them. `ignore_index` replaces -100.
