@@ -16,6 +16,7 @@ from tnn_scripts.common.errors import importing, report_errors
 from tnn_scripts.common.model_path import check_model_path
 from tnn_scripts.common.parser import ProgramParser
 from tnn_scripts.common.sampling import TEMPERATURE, TOP_P
+from tnn_scripts.common.terminal import check_text
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -30,6 +31,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--trust_remote_code", action="store_true")
     args = parser.parse_args()
+    check_text("--system", args.system or "")
     check_model_path(args.model_name_or_path, tokenizer=True)
     if args.max_new_tokens < 1 or not 0 <= args.temperature < float("inf") or not 0 < args.top_p <= 1:
         parser.error(

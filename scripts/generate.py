@@ -25,6 +25,7 @@ from tnn_scripts.common.model_path import check_model_path
 from tnn_scripts.common.nearest import nearest
 from tnn_scripts.common.parser import ProgramParser, check_counts
 from tnn_scripts.common.sampling import check_sampling
+from tnn_scripts.common.terminal import check_text
 from tnn_scripts.data.files import check_file
 
 # Fields of GenerationConfig after which `generate` returns something else than tokens, or is part of another one.
@@ -78,6 +79,7 @@ def generation_options(parser: argparse.ArgumentParser, rest: list[str]) -> dict
             hint = nearest(field, fields, "--")
             given = f"{name} {value or '(no value)'}"
             parser.error(f"options must be those of this program or GenerationConfig, got {given}{hint}")
+        check_text(name, value)
         options[field] = read_value(field, value)
     check_sampling(options)
     return options

@@ -25,6 +25,7 @@ from transformers import (
 
 from tnn_scripts.common.pieces import PieceQueue
 from tnn_scripts.common.sampling import TEMPERATURE, TOP_P
+from tnn_scripts.common.terminal import check_text
 
 # A text is cut to so many characters for each token that may be read, before the tokenizer sees it.
 CHARACTERS_PER_TOKEN = 32
@@ -174,8 +175,9 @@ class Writer:
         """The tokens of a prompt `(1, L)`, and whether it has more before them.
 
         Raises:
-            ValueError: it has no tokens.
+            ValueError: it has no tokens, or is not UTF-8.
         """
+        check_text("The text", prompt)
         kept = prompt[-CHARACTERS_PER_TOKEN * self.max_input_tokens :]
         ids = self.tokenizer(kept, return_tensors="pt", verbose=False)["input_ids"]
         if not ids.shape[1]:

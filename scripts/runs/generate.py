@@ -16,7 +16,7 @@ from tnn_scripts.common.devices import check_device
 from tnn_scripts.common.loading import check_writing, load, require_padding
 from tnn_scripts.common.pieces import PieceStreamer
 from tnn_scripts.common.sampling import with_sampling
-from tnn_scripts.common.terminal import read_lines
+from tnn_scripts.common.terminal import check_text, read_lines
 from tnn_scripts.data.vocabulary import check_vocabulary
 
 # Fields that need the tokenizer.
@@ -30,10 +30,7 @@ def check_prompts(prompts: list[str], tokenizer):
         ValueError: a prompt has no tokens, or has bytes that are not UTF-8.
     """
     for prompt in prompts:
-        try:
-            prompt.encode()
-        except UnicodeEncodeError as error:  # Python reads other bytes of a command line as surrogates
-            raise ValueError(f"--prompt must be text in UTF-8, got {prompt!r}") from error
+        check_text("--prompt", prompt)
     if empty := [prompt for prompt, ids in zip(prompts, tokenizer(prompts)["input_ids"], strict=True) if not ids]:
         raise ValueError(f"--prompt must have at least one token, got {empty[0]!r}")
 

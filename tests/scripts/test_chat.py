@@ -54,6 +54,15 @@ def test_program(loaded, temperature, monkeypatch, capsys):
     assert written.err.count("plain text, which it continues. /new starts anew, /help shows this, an empty line") == 2
 
 
+@pytest.mark.parametrize("line, options", [("a\udcff\n", []), ("a\n", ["--system", "a\udcff"])])
+def test_other_bytes(loaded, line, options, monkeypatch, capsys):
+    """As Python reads them from a terminal or a command line that is not UTF-8."""
+    monkeypatch.setattr("sys.stdin", io.StringIO(line))
+    with pytest.raises(SystemExit) as left:
+        run_script("chat", "--model_name_or_path", loaded[0], *options)
+    assert left.value.code == 2 and "must be text in UTF-8, got 'a\\udcff'" in capsys.readouterr().err
+
+
 def test_a_system_message_needs_a_template(loaded, monkeypatch, capsys):
     """The model would never read it."""
     monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))

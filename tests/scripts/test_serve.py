@@ -143,6 +143,8 @@ def test_a_long_text_is_read_from_its_end(writer, copies):
 
 
 def test_no_text(writer):
+    with pytest.raises(ValueError, match="The text must be text in UTF-8"):
+        list(writer.write("a\ud800", SETTINGS, Event()))
     with pytest.raises(ValueError, match="The text is empty: write something"):
         list(writer.write("", SETTINGS, Event()))
 
