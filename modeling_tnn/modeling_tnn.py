@@ -171,6 +171,7 @@ class TnnPreTrainedModel(FixedKernelsMixin, PreTrainedModel):
         super().__init__(config)
         if TOEPLITZ not in config.layer_types:  # there is no operator
             self._keep_in_fp32_modules = []
+        self._use_cache_before_training, self._is_trained = config.use_cache, False
 
     @classmethod
     def from_pretrained(
@@ -190,6 +191,23 @@ class TnnPreTrainedModel(FixedKernelsMixin, PreTrainedModel):
         return super().from_pretrained(
             pretrained_model_name_or_path, *model_args, use_safetensors=use_safetensors, **kwargs
         )
+
+    def train(self, mode: bool = True) -> "TnnPreTrainedModel":
+        self._is_trained = self._is_trained or mode
+        return super().train(mode)
+
+    def save_pretrained(self, *arguments, **options):
+        """Save the model as in transformers. After a training, `use_cache` is saved as the model was built with it.
+
+        Trainer of transformers 5.24 sets it to False, and would save that.
+        """
+        present = self.config.use_cache
+        if self._is_trained:
+            self.config.use_cache = self._use_cache_before_training
+        try:
+            return super().save_pretrained(*arguments, **options)
+        finally:
+            self.config.use_cache = present
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):

@@ -115,12 +115,15 @@ def fit_to_device(args: TrainingArguments):
 class GroupingTrainer(Trainer):
     """Trainer with parameters that have settings of their own, and a bar with loss and tokens per second.
 
+    It saves the `use_cache` that the model had before, where it had one; Trainer sets it to False.
+
     Args:
         groups: see `GroupArguments.groups`.
     """
 
-    def __init__(self, *arguments, groups: dict[str, dict[str, float]] | None = None, **options):
-        super().__init__(*arguments, **options)
+    def __init__(self, model, *arguments, groups: dict[str, dict[str, float]] | None = None, **options):
+        self.saved_cache = {"use_cache": model.config.use_cache} if hasattr(model.config, "use_cache") else {}
+        super().__init__(model, *arguments, **options)
         self.groups = groups or {}
         self.bar = show_figures(self)
         fit_to_device(self.args)
@@ -130,6 +133,15 @@ class GroupingTrainer(Trainer):
             optimizer, own = super().create_optimizer(model), self.model if model is None else model
             regroup(optimizer, own, self.groups, set(self.get_decay_parameter_names(own)))
         return self.optimizer
+
+    def _save(self, *arguments, **options):
+        fields = vars(self.model.config)
+        present = {"use_cache": fields.pop("use_cache")} if "use_cache" in fields else {}
+        fields |= self.saved_cache
+        try:
+            super()._save(*arguments, **options)
+        finally:
+            fields |= present
 
     def training_step(self, model: torch.nn.Module, inputs: dict, *arguments, **options) -> torch.Tensor:
         if self.bar is not None:

@@ -1,12 +1,13 @@
 """Groups of parameters with a learning rate or weight decay of their own, and optimizers by name."""
 
 import copy
+import json
 import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import TrainingArguments
+from transformers import ModernBertConfig, ModernBertForMaskedLM, Trainer, TrainingArguments
 
 from helpers.models import seeded, tiny_config
 from helpers.scripts import assert_same_weights, figures, pretrain_options, run_script, weights
@@ -175,3 +176,31 @@ def test_trainer_does_not_read_every_loss_of_an_accelerator(device, on_cpu):
     args = SimpleNamespace(device=torch.device(device), dataloader_pin_memory=True, logging_nan_inf_filter=True)
     fit_to_device(args)
     assert (args.dataloader_pin_memory, args.logging_nan_inf_filter) == (not on_cpu, on_cpu)
+
+
+@pytest.mark.parametrize("trainer", [Trainer, GroupingTrainer])
+@pytest.mark.parametrize("cached", [True, False])
+def test_saved_models_keep_their_use_cache(trainer, cached, tmp_path):
+    """Trainer sets it to False. Checkpoints and the last model have the value of before, also with recomputation."""
+    model = seeded(TnnForCausalLM, tiny_config(use_cache=cached))
+    rows = [{"input_ids": torch.arange(1, 9), "labels": torch.arange(1, 9)}] * 4
+    args = TrainingArguments(str(tmp_path), max_steps=2, save_steps=1, report_to="none", gradient_checkpointing=cached)
+    run = trainer(model, args, train_dataset=rows)
+    run.train()
+    run.save_model()
+    for folder in (tmp_path, tmp_path / "checkpoint-1", tmp_path / "checkpoint-2"):
+        assert json.loads((folder / "config.json").read_text()).get("use_cache", True) is cached
+    assert model.config.use_cache is False  # for the session, as Trainer wants it
+    other = seeded(TnnForCausalLM, tiny_config()).eval()
+    other.config.use_cache = False  # a choice of the user's, who trains nothing
+    other.save_pretrained(tmp_path)
+    assert TnnForCausalLM.from_pretrained(tmp_path).config.use_cache is False
+
+
+def test_a_model_without_a_cache_gets_none(tmp_path):
+    """Trainer gives every configuration a `use_cache`; it is not saved with one that has no such field."""
+    sizes = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    config = ModernBertConfig(vocab_size=50, pad_token_id=0, eos_token_id=1, bos_token_id=1, **sizes)
+    args = TrainingArguments(str(tmp_path), report_to="none")
+    GroupingTrainer(ModernBertForMaskedLM(config), args).save_model()
+    assert "use_cache" not in json.loads((tmp_path / "config.json").read_text())
