@@ -16,12 +16,12 @@ from tnn_scripts.common.errors import importing, report_errors
 
 from tnn_scripts.common.arguments import parse_arguments, training_options
 from tnn_scripts.common.declared import changed
-from tnn_scripts.options.glue import GlueArguments
+from tnn_scripts.options.glue import TRAINING, GlueArguments
 
 
 @report_errors
 def main():
-    args, options = parse_arguments([GlueArguments, training_options()], __doc__)
+    args, options = parse_arguments([GlueArguments, training_options(**TRAINING)], __doc__)
     with importing("training"):
         from tnn_scripts.runs.finetune_glue import start
     start(args, changed(options))

@@ -1,12 +1,15 @@
 """Command lines of the programs: recipes, presets, overrides of a configuration.
 
 A recipe is a YAML file of options by name. `--recipe NAME` reads a recipe of `configuration/recipes/` or another file.
-Options on the command line override those of the recipe. Of `--config_overrides`, each field does so alone.
+Options on the command line override those of the recipe, and data on the command line all options that describe the
+recipe's data. Of `--config_overrides`, each field does so alone.
 """
 
 import json
 import re
 import sys
+from dataclasses import field, make_dataclass
+from dataclasses import fields as fields_of
 from typing import TYPE_CHECKING
 
 from tnn_scripts.common.errors import importing
@@ -25,6 +28,12 @@ if TYPE_CHECKING:  # a command line is read before these are imported
 BETWEEN_OVERRIDES = r",(?![^\[{]*[\]}])"
 # An option of a recipe, and what replaces it on the command line.
 REPLACED_BY = {"seed": "--seeds", "seeds": "--seed"}
+# Other data replace those of a recipe, with all options that describe these.
+DATA = {"--train_file", "--dataset_name"}
+OF_DATA = {
+    "train_file", "validation_file", "test_file", "dataset_name", "dataset_config_name", "dataset_path", "task_name",
+    "text_column", "documents", "sentence1_key", "sentence2_key", "label_column_name", "interleave_probabilities",
+}  # fmt: skip
 
 
 def parse_overrides(text: str | None, known: "PreTrainedConfig | None" = None) -> dict:
@@ -92,8 +101,9 @@ def parse_arguments(dataclasses: list[type], description: str) -> tuple:
     parser.add_argument("--recipe", action="append", default=[], metavar="NAME", help=recipe_help)
     given = sys.argv[1:]
     try:
-        recipes = [option for file in _values_of("--recipe", given) for option in recipe_options(file, parser, given)]
-        options = recipes + given
+        options = given
+        for file in reversed(_values_of("--recipe", given)):  # a later recipe overrides an earlier one
+            options = recipe_options(file, parser, options) + options
         found, unknown = parser.parse_known_args(options + joined_overrides(options))
         filled = parser.fill(found)
     except ValueError as error:
@@ -124,12 +134,19 @@ def recipe_options(file: str, parser: ProgramParser, given: list[str]) -> list[s
     for name, value in recipe.items():
         if name not in known and f"--{name}" not in RENAMED:
             raise ValueError(f"--recipe {file}: {name} is not an option of this program{nearest(name, known)}")
-        if name in REPLACED_BY and _values_of(REPLACED_BY[name], given):
+        if _is_replaced(name, given):
             continue
         values = value if isinstance(value, list) else [value]
         texts = (json.dumps(value) if isinstance(value, dict) else str(value) for value in values)
         options += [] if value is None else [f"--{name}", *texts]
     return options
+
+
+def _is_replaced(name: str, given: list[str]) -> bool:
+    """Whether an option of a recipe has no meaning beside those that are given."""
+    names = [argument.partition("=")[0] for argument in given]
+    names = {RENAMED.get(argument, argument) for argument in names}
+    return REPLACED_BY.get(name) in names or (name in OF_DATA and not names.isdisjoint(DATA))
 
 
 def chosen_seeds(seeds: list[int] | None, training: "TrainingArguments") -> list[int]:
@@ -146,9 +163,17 @@ def chosen_seeds(seeds: list[int] | None, training: "TrainingArguments") -> list
     return seeds
 
 
-def training_options() -> type:
-    """A dataclass like transformers' `TrainingArguments`, whose fields are options of a program."""
-    return dataclass_like("transformers.training_args", "TrainingArguments")
+def training_options(**defaults) -> type:
+    """A dataclass like transformers' `TrainingArguments`, whose fields are options of a program.
+
+    Args:
+        defaults: other defaults than transformers'; None for a field that is None unless it is given.
+    """
+    like = dataclass_like("transformers.training_args", "TrainingArguments")
+    kinds = {one.name: one.type for one in fields_of(like)}
+    changed = [(name, kinds[name] | None if value is None else kinds[name], field(default=value))
+               for name, value in defaults.items()]  # fmt: skip
+    return make_dataclass(like.__name__, changed, bases=(like,), kw_only=True)
 
 
 def _values_of(option: str, given: list[str]) -> list[str]:

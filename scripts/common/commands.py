@@ -31,6 +31,10 @@ COMMANDS = {
 }
 # Suggestions for a trained model: subcommands with their options.
 OF_TNN = ("plot-kernels --model_name_or_path {folder} --output_dir {folder}/kernels",)
+CLASSIFY = (
+    "python -c 'import modeling_tnn, transformers; "
+    'print(transformers.pipeline("text-classification", model="{folder}")(TEXT))\''
+)
 LAST_STEP = ("push {folder} --repo_id USER/NAME",)
 FIRST_STEP = {
     "causal": (
@@ -40,6 +44,8 @@ FIRST_STEP = {
     "unstable": ('generate --model_name_or_path {folder} --prompt "In the beginning" --use_cache false',),
     "masked": ("finetune-glue --model_name_or_path {folder} --task_name sst2 --do_train --output_dir outputs/sst2",),
     "classifier": (),
+    "sentences": (CLASSIFY.replace("TEXT", '"A sentence."'),),
+    "pairs": (CLASSIFY.replace("TEXT", '{{"text": "A sentence.", "text_pair": "Another one."}}'),),
 }
 UNSTABLE = (
     "The training ended with poles outside the unit circle: {layers}. Longer texts may overflow, and none can be "
@@ -54,7 +60,7 @@ def next_steps(folder: str, kind: str, unstable: Sequence[object] = ()) -> str:
 
     Args:
         folder: folder of the saved model.
-        kind: causal, masked or classifier.
+        kind: causal, masked or classifier, or what a classifier of text reads: sentences or pairs.
         unstable: layers with poles outside the unit circle, as `find_unstable` names them. Then the text begins with
             what they prevent, and a causal model is continued without a cache.
     """
@@ -64,4 +70,7 @@ def next_steps(folder: str, kind: str, unstable: Sequence[object] = ()) -> str:
     # `make demo` runs in a virtual environment that is not active in the user's shell.
     tool = "tnn" if shutil.which("tnn") else str(Path(sys.executable).with_name("tnn"))
     warning = UNSTABLE.format(layers="; ".join(map(str, unstable))) if unstable else ""
-    return f"{warning}next:\n" + "\n".join(f"    {tool} {step.format(folder=folder)}" for step in steps)
+    lines = [step.format(folder=folder) for step in steps]
+    python = str(Path(sys.executable)) if tool != "tnn" else "python"
+    named = [line.replace("python", python, 1) if line.startswith("python ") else f"{tool} {line}" for line in lines]
+    return f"{warning}next:\n" + "\n".join(f"    {line}" for line in named)

@@ -62,7 +62,7 @@ SECTIONS = {
         "mixed_precision": "Precision: no, bf16 or fp16; that of accelerate unless given, or no.",
         "gradient_accumulation_steps": "Forward passes in an optimizer step.",
         "learning_rate": "Peak of the learning rate. pretrain.py takes that of the preset, with its schedule, unless "
-        "given.",
+        "given, and finetune_glue.py that of the size of a TNN.",
         "lr_scheduler_type": "Schedule of the learning rate, by the name in transformers: linear, cosine, ... "
         "pretrain.py has cosine with a rate that is given.",
         "lr_scheduler_kwargs": "Further arguments of the schedule, as JSON; warmup_stable_decay needs "

@@ -79,6 +79,15 @@ def rule_of(hidden_size: int, is_tnn: bool) -> PresetTraining:
     return PresetTraining(name="", kind="", parameters=0, learning_rate=float(f"{rate:.2g}"), **schedule)
 
 
+def fine_tuning_of(hidden_size: int) -> tuple[float, str] | None:
+    """The learning rate at which a TNN of such a width is fine-tuned, and where it comes from; None for a wide one."""
+    known = _read("training.yaml")["fine_tuning"]
+    if hidden_size > known["hidden_size"]:
+        return None
+    source = f"measured for TNNs up to {known['hidden_size']} wide, docs/figures/{known['figures']}.json"
+    return known["learning_rate"], source
+
+
 def configuration() -> Path:
     """The folder `configuration/`, found without importing the package that may contain it."""
     package = Path(find_spec("modeling_tnn").origin).parent

@@ -8,6 +8,8 @@ from tnn_scripts.common.optimizer_arguments import GroupArguments
 from tnn_scripts.common.parser import check_counts
 from tnn_scripts.data.files import check_file
 
+# Where the program differs from Trainer: a rate that follows from the model, and a loss in the bar.
+TRAINING = {"learning_rate": None, "logging_steps": 10}
 TASKS = declared_keys("tnn_scripts.data.glue", "TASKS")
 
 

@@ -25,12 +25,14 @@ from transformers import (
 import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
 from tnn_scripts.common.arguments import parse_overrides
 from tnn_scripts.common.atomic import new_files, write_json, write_text
-from tnn_scripts.common.checkpoints import check_run
+from tnn_scripts.common.belonging import FILE
+from tnn_scripts.common.checkpoints import check_run, find_checkpoint, settle
 from tnn_scripts.common.commands import next_steps
 from tnn_scripts.common.devices import suggest_smaller
 from tnn_scripts.common.dry_run import dry_run
 from tnn_scripts.common.loading import load, require_padding
 from tnn_scripts.common.optimizers import GroupingTrainer
+from tnn_scripts.common.preset_training import fine_tuning_of
 from tnn_scripts.common.publishing import open_repository, upload
 from tnn_scripts.common.signals import StopRequested
 from tnn_scripts.common.tables import ERRORS, format_metric, markdown_table
@@ -39,7 +41,7 @@ from tnn_scripts.data.class_labels import outputs_of_classes
 from tnn_scripts.data.glue import TaskData, load_files, load_task, tokenize_task
 from tnn_scripts.data.glue_metrics import load_metric, main_metric
 from tnn_scripts.data.vocabulary import check_vocabulary
-from tnn_scripts.options.glue import GlueArguments
+from tnn_scripts.options.glue import TRAINING, GlueArguments
 
 logger = logging.getLogger("finetune_glue")
 
@@ -129,7 +131,9 @@ class Task:
         return [names[output] for output in _logits(logits).argmax(axis=1)]
 
     def compute_metrics(self, evaluated) -> dict[str, float]:
-        return self.metric(self.predictions(evaluated.predictions), self.classes(evaluated.label_ids))
+        figures = self.metric(self.predictions(evaluated.predictions), self.classes(evaluated.label_ids))
+        self.metric_names = list(figures)
+        return figures
 
     def majority(self) -> float | None:
         """The main metric of a model that always answers the most frequent class of the training data."""
@@ -224,6 +228,7 @@ def is_trained(folder: Path) -> bool:
 
 def single(task: Task, training: TrainingArguments, folder: Path) -> list[dict]:
     """Do one run with the learning rate and the seed of the command line, and save the model if it was trained."""
+    training = with_rate(task, training, folder)
     options = dataclasses.replace(training, output_dir=str(folder))
     trainer, results = run(task, options, keep=training.do_train)
     if trainer.is_world_process_zero():
@@ -232,6 +237,23 @@ def single(task: Task, training: TrainingArguments, folder: Path) -> list[dict]:
             earlier = json.loads(file.read_text(encoding="utf-8"))
         write_json(file, earlier | results)
     return [{"learning_rate": training.learning_rate, "seed": training.seed} | results]
+
+
+def with_rate(task: Task, training: TrainingArguments, folder: Path) -> TrainingArguments:
+    """The options with a learning rate: the given one, that of the checkpoint to resume from, or that of the model."""
+    if training.learning_rate is not None:
+        return training
+    rate, source = TrainingArguments.learning_rate, None
+    if task.config.model_type == "tnn" and (known := fine_tuning_of(task.config.hidden_size)):
+        rate, source = known
+    if (resumed := settle(folder, training.resume_from_checkpoint)) is not None:
+        checkpoint = find_checkpoint(folder, resumed)
+        if (checkpoint / FILE).is_file():
+            rate = json.loads((checkpoint / FILE).read_text(encoding="utf-8"))["learning_rate"]
+            source = f"that of {checkpoint}"
+    if training.do_train and source is not None:
+        logger.info("learning rate %g, %s; --learning_rate sets another", rate, source)
+    return dataclasses.replace(training, learning_rate=rate)
 
 
 def sweep(task: Task, training: TrainingArguments, folder: Path) -> list[dict]:
@@ -258,7 +280,7 @@ def summarize(task: Task, runs: list[dict]) -> dict:
     """The summary of a task: the learning rate with the best mean over the seeds, and the best run."""
     key = f"eval_{task.main_metric}"
     if any(key not in run for run in runs):
-        return {"task": task.name, "runs": runs}
+        return {"task": task.name, "pairs": task.data.is_pairs, "runs": runs}
     choose = min if task.main_metric in ERRORS else max
     by_rate = {}
     for one in runs:
@@ -266,6 +288,7 @@ def summarize(task: Task, runs: list[dict]) -> dict:
     rate, scores = choose(by_rate.items(), key=lambda item: statistics.mean(item[1]))
     return {
         "task": task.name,
+        "pairs": task.data.is_pairs,
         "metric": task.main_metric,
         "learning_rate": rate,
         "mean": statistics.mean(scores),
@@ -273,8 +296,15 @@ def summarize(task: Task, runs: list[dict]) -> dict:
         "seeds": len(scores),
         "best": choose(run[key] for run in runs),
         "majority": task.majority(),
+        "others": other_metrics(task, [run for run in runs if run["learning_rate"] == rate]),
         "runs": runs,
     }
+
+
+def other_metrics(task: Task, runs: list[dict]) -> dict[str, float]:
+    """The means over runs of what a task is measured by beside its main metric, such as the accuracy of MRPC."""
+    names = [name for name in task.metric_names if name != task.main_metric]
+    return {name: statistics.mean(run[f"eval_{name}"] for run in runs) for name in names}
 
 
 def table(summaries: list[dict]) -> str:
@@ -285,11 +315,14 @@ def table(summaries: list[dict]) -> str:
         shown = {name: format_metric(row["metric"], value) for name, value in figures.items()}
         score = f"{shown['mean']} ± {shown['std']}"
         rate = f"{row['learning_rate']:g}"
-        lines.append([row["task"], row["metric"], shown.get("majority"), score, row["seeds"], shown["best"], rate])
+        others = ", ".join(f"{name} {format_metric(name, value)}" for name, value in row.get("others", {}).items())
+        lines.append(
+            [row["task"], row["metric"], shown.get("majority"), score, row["seeds"], shown["best"], rate, others]
+        )
     if len(rows) > 1:
         mean, best = (100 * statistics.mean(row[name] for row in rows) for name in ("mean", "best"))
-        lines.append(["average", None, None, f"{mean:.2f}", None, f"{best:.2f}", None])
-    headers = ["task", "metric", "majority class", "mean ± std", "seeds", "best run", "learning rate"]
+        lines.append(["average", None, None, f"{mean:.2f}", None, f"{best:.2f}", None, None])
+    headers = ["task", "metric", "majority class", "mean ± std", "seeds", "best run", "learning rate", "other metrics"]
     return markdown_table(headers, lines, texts=2)
 
 
@@ -316,7 +349,7 @@ def check_before_start(args: GlueArguments, training: TrainingArguments):
         )
     for name, several in {"learning_rate": "sweep_learning_rates", "seed": "sweep_seeds"}.items():
         value = getattr(training, name)
-        if args.sweep and value != getattr(TrainingArguments, name):
+        if args.sweep and value not in (None, getattr(TrainingArguments, name)):
             raise ValueError(f"--{name} must not be given with --sweep, which reads --{several}, got {value}")
 
 
@@ -375,7 +408,7 @@ def run_all(args: GlueArguments, training: TrainingArguments) -> list[dict]:
 
 def start(args: GlueArguments, options: dict):
     """Run with the options of the program, and those of `TrainingArguments`."""
-    training = TrainingArguments(**options)
+    training = TrainingArguments(**TRAINING | options)
     logging.basicConfig(format="%(message)s")
     for name in ("finetune_glue", "push_to_hub"):
         logging.getLogger(name).setLevel(logging.INFO if training.process_index == 0 else logging.ERROR)
@@ -393,4 +426,4 @@ def start(args: GlueArguments, options: dict):
             sys.exit(status)
     logger.info("\n%s\n\nsaved in %s", table(summaries), training.output_dir)
     if (training.do_train or args.sweep) and len(summaries) == 1 and training.process_index == 0:
-        logger.info("%s", next_steps(training.output_dir, "classifier"))
+        logger.info("%s", next_steps(training.output_dir, "pairs" if summaries[0]["pairs"] else "sentences"))

@@ -3,7 +3,9 @@
 import json
 import math
 import re
+import shlex
 import shutil
+from subprocess import run as run_command
 
 import numpy as np
 import pytest
@@ -498,3 +500,29 @@ def test_a_copy_of_a_task_without_names_of_classes(labels, tmp_path):
     data = load_task("mrpc", str(tmp_path))
     assert data.label_names == ["not_equivalent", "equivalent"]
     assert data.splits["train"]["label"][:] == ([1, 0] if labels[0] == "equivalent" else [0, 1])
+
+
+def test_what_is_said_of_a_run(encoder, tmp_path, caplog, capsys):
+    """The rate that was not given, the loss in the bar, the accuracy beside F1, and how to classify next."""
+    for split in ("train", "validation"):
+        pairs = rows(20) | {"sentence1": rows(20)["sentence"], "sentence2": rows(20)["sentence"]}
+        del pairs["sentence"]
+        Dataset.from_dict(pairs).to_json(str(tmp_path / f"{split}.json"))
+    files = [{"split": split, "path": f"{split}.json"} for split in ("train", "validation")]
+    known = {"configs": [{"config_name": "mrpc", "data_files": files}]}
+    (tmp_path / "README.md").write_text(f"---\n{json.dumps(known)}\n---\n")
+    given = ["--model_name_or_path", encoder, "--task_name", "mrpc", "--dataset_path", tmp_path, "--max_steps", 10,
+             "--output_dir", tmp_path / "out", "--report_to", "none", "--do_train"]  # fmt: skip
+    run_script("finetune_glue", *given, "--do_eval", "--save_steps", 5)
+    assert "learning rate 0.001, measured for TNNs up to 256 wide, docs/figures/glue-rates.json" in caplog.text
+    assert re.search(r"loss \d", capsys.readouterr().err)
+    (row,) = [cells for cells in table_rows((tmp_path / "out" / "results.md").read_text()) if cells[0] == "mrpc"]
+    assert row[1] == "f1" and re.fullmatch(r"accuracy [\d.]+", row[-1])
+    command = next(line for line in caplog.text.splitlines() if "text-classification" in line)
+    answer = run_command(shlex.split(command), capture_output=True, text=True, check=True).stdout
+    assert "equivalent" in answer
+    options = json.loads((tmp_path / "out" / "training_args.json").read_text())
+    assert options["learning_rate"] == 1e-3 and options["logging_steps"] == 10
+    caplog.clear()
+    run_script("finetune_glue", *given, "--max_steps", 12, "--resume_from_checkpoint", "latest")
+    assert f"learning rate 0.001, that of {tmp_path / 'out' / 'checkpoint-10'}" in caplog.text

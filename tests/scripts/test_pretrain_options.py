@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+from dataclasses import dataclass
 
 import pytest
 from transformers import GPT2Config
@@ -15,6 +16,12 @@ from tnn_scripts.common.pretrain_arguments import PretrainArguments
 from tnn_scripts.data.text import load_corpus, train_tokenizer
 from tnn_scripts.options.glue import GlueArguments
 from tnn_scripts.runs.pretrain import build_config
+
+
+@dataclass
+class Nothing:
+    """No options."""
+
 
 REFUSED = {
     "missing file": (["--train_file", "nowhere.txt"], "nowhere.txt does not exist"),
@@ -195,3 +202,34 @@ def test_the_rate_of_a_run_that_names_none(given, rate, schedule, source):
 def test_the_preset_of_an_objective():
     for objective, preset in {"clm": "tnn-tiny", "mlm": "tnn-bidirectional-small"}.items():
         assert PretrainArguments(objective=objective).config_name.endswith(f"configuration/{preset}")
+
+
+@pytest.mark.parametrize(
+    "kind, given, expected",
+    [
+        (PretrainArguments, ["--recipe", "wikitext2", "--train_file", "my.txt"],
+         {"train_file": "my.txt", "dataset_name": [], "dataset_config_name": [], "vocab_size": 4096}),
+        (PretrainArguments, ["--recipe=wikitext2", "--dataset=other"],
+         {"dataset_name": ["other"], "dataset_config_name": []}),
+        (PretrainArguments, ["--recipe", "wikitext2", "--validation_file", "my.txt"],
+         {"dataset_config_name": ["wikitext-2-v1"], "validation_file": "my.txt"}),
+        (PretrainArguments, ["--recipe", "wikitext2", "--recipe", "OWN"],
+         {"train_file": "my.txt", "documents": "rows", "dataset_name": [], "learning_rate": 8e-3}),
+        (PretrainArguments, ["--recipe", "OWN", "--dataset_name", "other"],
+         {"train_file": None, "dataset_name": ["other"], "documents": None}),
+        (GlueArguments, ["--recipe", "glue", "--train_file", "my.csv", "--validation_file", "my.csv"],
+         {"task_name": None, "train_file": "my.csv", "max_seq_length": 512}),
+    ],
+)  # fmt: skip
+def test_given_data_replace_those_of_a_recipe(kind, given, expected, tmp_path, monkeypatch):
+    """With all that describes them; an option that only adds to them does not."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("my.txt", "my.csv"):
+        (tmp_path / name).write_text("text,label\na,b\n")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "own.yaml").write_text("train_file: my.txt\ndocuments: rows\n")
+    model = [] if kind is PretrainArguments else ["--model_name_or_path", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", ["program", *(part.replace("OWN", "own.yaml") for part in given), *model])
+    args, _ = parse_arguments([kind, training_options()] if kind is GlueArguments else [kind, Nothing], "A program.")
+    assert {name: getattr(args, name) for name in expected} == expected
