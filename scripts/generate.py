@@ -26,7 +26,7 @@ from tnn_scripts.common.nearest import nearest
 from tnn_scripts.common.parser import ProgramParser, check_counts
 from tnn_scripts.common.sampling import check_sampling
 from tnn_scripts.common.terminal import check_text
-from tnn_scripts.data.files import check_file
+from tnn_scripts.data.files import read_lines_of
 
 # Fields of GenerationConfig after which `generate` returns something else than tokens, or is part of another one.
 OTHER_OUTPUTS = ("return_dict_in_generate", "is_assistant")
@@ -58,8 +58,7 @@ def read_prompts(file: Path) -> list[str]:
     Raises:
         ValueError: the file is missing, empty or not UTF-8.
     """
-    check_file(str(file))
-    return [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return [line for line in read_lines_of(str(file)) if line.strip()]
 
 
 def generation_options(parser: argparse.ArgumentParser, rest: list[str]) -> dict:

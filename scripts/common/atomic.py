@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tnn_scripts.common.errors import UserError
+from tnn_scripts.common.errors import UserError, is_disk_full
 
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
@@ -196,8 +196,9 @@ def saving_errors(target: Path, unfinished: Path | None = None) -> Iterator[None
         of_torch = any(text in str(error) for text in TORCH_WRITER)
         if isinstance(error, SavingError) or (isinstance(error, RuntimeError) and not of_torch):
             raise
+        full = "disk full: " if is_disk_full(error) else ""
         raise SavingError(
-            f"{target} could not be saved: {error} ({free:,} MB were free there). Earlier files are unchanged."
+            f"{full}{target} could not be saved: {error} ({free:,} MB were free there). Earlier files are unchanged."
         ) from error
 
 

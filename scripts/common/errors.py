@@ -3,6 +3,7 @@
 This module is imported first (isort's `force-to-top`), because some libraries log messages while they are imported.
 """
 
+import errno
 import functools
 import logging
 import os
@@ -20,6 +21,20 @@ for _imported in ("torchao", "torch.utils._pytree"):
     logging.getLogger(_imported).setLevel(logging.ERROR)
 # These libraries log each attempt to reach the Hub, or a damaged file, and then raise an error that says the same.
 QUIET = {"huggingface_hub": logging.ERROR, "datasets": logging.CRITICAL}
+
+
+# How libraries that give no number say that a file cannot grow; the last two are torch.save's.
+NO_SPACE = ("No space left", "Disk quota exceeded", "File too large", "unexpected pos", "failed writing file")
+
+
+def is_disk_full(error: BaseException | None) -> bool:
+    """Whether an error or its cause is a lack of space. A limit of file sizes ends a write in the same way."""
+    while error is not None:
+        numbers = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        if getattr(error, "errno", None) in numbers or any(text in str(error) for text in NO_SPACE):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 class UserError(RuntimeError):
@@ -99,13 +114,16 @@ def report_errors(main: Callable[[], None]) -> Callable[[], None]:
         except (ValueError, FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
             leave(str(error), 2)
         except (OSError, ImportError) as error:
-            leave(" ".join(str(error).split()), 1)  # libraries break their lines
+            full = "disk full: " if is_disk_full(error) else ""
+            leave(full + " ".join(str(error).split()), 1)  # libraries break their lines
         except UserError as error:
             leave(str(error), 1)
         except Exception as error:
             # Errors of `datasets`, which is not imported here, since most programs do not need it.
             if not type(error).__module__.startswith("datasets."):
                 raise
+            if is_disk_full(error):
+                leave(f"disk full: {error}: {error.__cause__}", 1)
             leave(f"{error}: {error.__cause__}", 2)
 
     return reporting

@@ -10,10 +10,12 @@ def read_lines() -> Iterator[str]:
     Raises:
         ValueError: a line is not UTF-8.
     """
+    mark = "\ufeff"  # of a file that is redirected
     while True:
         sys.stdout.write("> " if sys.stdin.isatty() else "")
         sys.stdout.flush()
-        line = sys.stdin.readline().rstrip("\n")
+        line = sys.stdin.readline().removesuffix("\n").removeprefix(mark)
+        mark = ""
         if not line.strip():
             return
         check_text("a line", line)

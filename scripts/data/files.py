@@ -3,9 +3,12 @@
 import collections
 import gzip
 from pathlib import Path
+from typing import IO
 
 from tnn_scripts.common.model_path import check_path
 
+# UTF-8, with or without the byte order mark that some editors write.
+ENCODING = "utf-8-sig"
 BUILDERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
@@ -25,10 +28,31 @@ def check_file(file: str, whole: bool = True):
         raise ValueError(f"The file {file} is empty.")
     if whole and builder_of(file) != "parquet":
         try:
-            with (gzip.open if path.suffix.lower() == ".gz" else open)(path, "rt", encoding="utf-8") as lines:
+            with open_text(file) as lines:
                 collections.deque(lines, maxlen=0)
         except (UnicodeDecodeError, gzip.BadGzipFile, EOFError) as error:
             raise ValueError(f"The file {file} is not text in UTF-8: {error}") from error
+
+
+def read_lines_of(file: str) -> list[str]:
+    """The lines of a text file, as `datasets` reads those of a training text: without line breaks and byte order mark.
+
+    Raises:
+        ValueError: see `check_file`.
+    """
+    check_file(file)
+    with open_text(file) as lines:
+        return [line.removesuffix("\n") for line in lines]
+
+
+def open_text(file: str) -> IO[str]:
+    """A text file, or one below .gz, for reading. Not `str.splitlines`: it divides lines at U+2028 and the like."""
+    return (gzip.open if Path(file).suffix.lower() == ".gz" else open)(file, "rt", encoding=ENCODING)
+
+
+def reading_options(builder: str) -> dict[str, str]:
+    """Options of `datasets` for a kind of file: those of text would keep a byte order mark as a character."""
+    return {"encoding": ENCODING} if builder == "text" else {}
 
 
 def builder_of(file: str) -> str:

@@ -10,7 +10,7 @@ from datasets import IterableDataset, IterableDatasetDict, load_dataset
 from datasets.exceptions import DatasetsError
 
 from tnn_scripts.common.model_path import check_path
-from tnn_scripts.data.files import builder_of, looks_like_file
+from tnn_scripts.data.files import builder_of, looks_like_file, reading_options
 
 # Lines of a text file that stay together.
 LINES = 100
@@ -31,7 +31,7 @@ def open_source(name: str, config_name: str | None = None) -> IterableDatasetDic
     if looks_like_file(name):
         builder = builder_of(name)
         try:
-            return load_dataset(builder, data_files=name, streaming=True)
+            return load_dataset(builder, data_files=name, streaming=True, **reading_options(builder))
         except (DatasetsError, ValueError) as error:
             raise ValueError(f"{name} cannot be read: {error.__cause__ or error}") from error
     check_path(name, "--dataset_name")

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from tnn_scripts.common.model_path import check_path
 from tnn_scripts.data.document_ends import document_ends
-from tnn_scripts.data.files import builder_of, check_file, looks_like_file
+from tnn_scripts.data.files import builder_of, check_file, looks_like_file, reading_options
 from tnn_scripts.data.token_bytes import with_line_break
 
 logger = logging.getLogger("data")
@@ -109,7 +109,9 @@ def load_file(file: str, na_is_text: bool = False) -> Dataset:
     """
     try:
         builder = builder_of(file)
-        options = {"keep_default_na": False, "na_values": [""]} if na_is_text and builder == "csv" else {}
+        options = reading_options(builder)
+        if na_is_text and builder == "csv":
+            options = {"keep_default_na": False, "na_values": [""]}
         return load_dataset(builder, data_files=file, split="train", **options)
     except (DatasetsError, ValueError) as error:
         raise ValueError(f"The file {file} has no rows that can be read: {error.__cause__ or error}") from error

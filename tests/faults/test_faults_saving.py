@@ -1,5 +1,6 @@
 """A full disk, a folder that cannot be written to, two writers, damaged checkpoints: what was complete stays so."""
 
+import errno
 import json
 import os
 import resource
@@ -9,8 +10,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tnn_scripts.common.errors import report_errors
+
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Trainer, TrainerControl, TrainerState, TrainingArguments
 
@@ -28,7 +32,7 @@ from helpers.scripts import (
     write_text,
 )
 from modeling_tnn import TnnForCausalLM
-from tnn_scripts.common.atomic import LOCK, SavingError, claim, new_files, new_folder, write_json
+from tnn_scripts.common.atomic import LOCK, SavingError, claim, new_files, new_folder, saving_errors, write_json
 from tnn_scripts.common.checkpoints import find_checkpoint, verify_checksums, write_checksums
 from tnn_scripts.common.signals import StopCallback, StopRequest
 
@@ -67,7 +71,7 @@ def test_full_disk_in_pretraining(size, options, tmp_path, largest_file):
     before = tree(out)
     largest_file(size)
     with pytest.raises(
-        SystemExit, match=r"checkpoint-8 could not be saved: .* MB were free .*--resume_from_checkpoint"
+        SystemExit, match=r"disk full: .*checkpoint-8 could not be saved: .* MB were free .*--resume_from_checkpoint"
     ):
         run_script("pretrain", *options, "--resume_from_checkpoint", "latest")
     assert tree(out) == before
@@ -88,7 +92,7 @@ def test_full_disk_at_the_last_model(options, tmp_path, largest_file, monkeypatc
 
     original = TnnForCausalLM.save_pretrained
     monkeypatch.setattr(TnnForCausalLM, "save_pretrained", fill)
-    with pytest.raises(SystemExit, match="best could not be saved"):
+    with pytest.raises(SystemExit, match="disk full: .*best could not be saved"):
         run_script("pretrain", *options)
     largest_file(resource.RLIM_INFINITY)
     assert len(saved) == 1 and set(os.listdir(out)) - {LOCK} == {"checkpoint-4", "checkpoint-8", "tokenizer"}
@@ -107,7 +111,7 @@ def test_full_disk_in_finetuning(encoder, glue, tmp_path, largest_file, monkeypa
     full = glue_options(encoder, tmp_path / "full", *given)
     with monkeypatch.context() as patched:
         at_call(patched, Trainer, "_save_optimizer_and_scheduler", 2, lambda: largest_file(50_000))
-        with pytest.raises(SystemExit, match="full could not be saved: .* Earlier files are unchanged"):
+        with pytest.raises(SystemExit, match="disk full: .*full could not be saved: .* Earlier files are unchanged"):
             run_script("finetune_glue", *full)
     assert [path.name for path in (tmp_path / "full").glob("checkpoint-*")] == ["checkpoint-4"]
     largest_file(resource.RLIM_INFINITY)
@@ -138,7 +142,7 @@ def test_full_disk_in_a_conversion(arguments, tmp_path, largest_file, monkeypatc
     seeded(TnnForCausalLM, tiny_config()).save_pretrained(output)
     before, command = tree(output), [*arguments(folder, output), "--overwrite_output_dir"]
     largest_file(40_000)
-    with pytest.raises(SystemExit, match="out could not be saved: .*Earlier files are unchanged"):
+    with pytest.raises(SystemExit, match="disk full: .*out could not be saved: .*Earlier files are unchanged"):
         run_script(*command)
     assert tree(output) == before
     largest_file(resource.RLIM_INFINITY)
@@ -149,7 +153,7 @@ def test_full_disk_in_a_conversion(arguments, tmp_path, largest_file, monkeypatc
 def test_full_disk_and_a_json_file(tmp_path, largest_file):
     write_json(tmp_path / "results.json", {"score": 1})
     largest_file(1000)
-    with pytest.raises(SavingError, match="results.json could not be saved: .*File too large"):
+    with pytest.raises(SavingError, match="disk full: .*results.json could not be saved: .*File too large"):
         write_json(tmp_path / "results.json", {"scores": list(range(1000))})
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
     assert json.loads((tmp_path / "results.json").read_text()) == {"score": 1}
@@ -287,3 +291,25 @@ def test_new_files_after_a_killed_move(tmp_path):
     with new_files(tmp_path) as written:
         (written / "config.json").write_text("newer")
     assert (tmp_path / "config.json").read_text() == "newer" and os.listdir(tmp_path) == ["config.json"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        OSError(errno.EDQUOT, "Disk quota exceeded"),
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+        RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 4609344 vs 4609236"),
+    ],
+    ids=["space", "quota", "safetensors", "torch"],
+)
+def test_a_full_disk_is_said_first(error, tmp_path, capsys):
+    """Whichever library wrote, in a save and elsewhere."""
+    target, full = tmp_path / "model", r"^disk full: .*model could not be saved: .* MB were free there"
+    with pytest.raises(SavingError, match=full), saving_errors(target):
+        raise error
+    if isinstance(error, OSError):
+        with pytest.raises(SystemExit, match="^error: disk full: "):
+            report_errors(lambda: (_ for _ in ()).throw(error))()
+    with pytest.raises(SavingError, match="^[^ ]*model could not be saved: .*Permission"), saving_errors(target):
+        raise PermissionError(errno.EACCES, "Permission denied")

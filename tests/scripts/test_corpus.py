@@ -9,9 +9,12 @@ from transformers import AutoTokenizer, pipeline
 
 from helpers.models import lively_language_model
 from helpers.scripts import ROOT, SENTENCES, run_script, write_config, write_text
+from tnn_scripts.common.terminal import read_lines
 from tnn_scripts.data.document_ends import document_ends
 from tnn_scripts.data.files import check_file
+from tnn_scripts.data.sources import open_source
 from tnn_scripts.data.text import load_corpus, load_texts, pack, tokenize, train_tokenizer
+from tnn_scripts.generate import read_prompts
 
 ARTICLES = ["", " = Lobster = \n", "", " It swims where a \n", " = b = \n", "", " = Pike = \n", ""]
 WIKITEXT = ROOT.parent / "shared" / "data" / "wikitext"
@@ -189,3 +192,28 @@ def test_a_text_of_one_row(tmp_path):
     (tmp_path / "line.txt").write_text("one line alone")
     with pytest.raises(ValueError, match="at least two rows unless --validation_file is given, got one"):
         load_corpus(str(tmp_path / "line.txt"))
+
+
+@pytest.mark.parametrize("mark", ["", "\ufeff"], ids=["plain", "marked"])
+@pytest.mark.parametrize("kind", ["prompts", "gzip", "input", "text", "stream", "csv", "jsonl"])
+def test_lines_of_a_file(kind, mark, tmp_path, monkeypatch):
+    """A line ends at a line break alone, and a byte order mark is none of its text, whatever reads it."""
+    expected = ["one\u2028more\x85a\x0cb\x1cc", " two", "three"]
+    content = {
+        "csv": "text\n" + "\n".join(expected),
+        "jsonl": "\n".join(json.dumps({"text": line}, ensure_ascii=False) for line in expected),
+    }.get(kind, "\r\n".join(expected) + "\n")
+    suffix = {"csv": ".csv", "jsonl": ".jsonl", "gzip": ".txt.gz"}.get(kind, ".txt")
+    file = tmp_path / f"lines{suffix}"
+    (gzip.open if kind == "gzip" else open)(file, "wb").write((mark + content).encode())
+    if kind in ("prompts", "gzip"):
+        found = read_prompts(file)
+    elif kind == "input":
+        with file.open(encoding="utf-8") as opened:
+            monkeypatch.setattr("sys.stdin", opened)
+            found = list(read_lines())
+    elif kind == "stream":
+        found = [row["text"] for row in open_source(str(file))["train"]]
+    else:
+        found = load_texts(str(file))["text"][:]
+    assert found == expected

@@ -227,7 +227,8 @@ def test_given_data_replace_those_of_a_recipe(kind, given, expected, tmp_path, m
     for name in ("my.txt", "my.csv"):
         (tmp_path / name).write_text("text,label\na,b\n")
     (tmp_path / "other").mkdir()
-    (tmp_path / "config.json").write_text("{}")
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_text("{}")
     (tmp_path / "own.yaml").write_text("train_file: my.txt\ndocuments: rows\n")
     model = [] if kind is PretrainArguments else ["--model_name_or_path", str(tmp_path)]
     monkeypatch.setattr("sys.argv", ["program", *(part.replace("OWN", "own.yaml") for part in given), *model])
