@@ -185,7 +185,9 @@ def test_dry_run(objective, tmp_path, caplog):
         ({"config_name": "tnn-causal", "max_steps": 500}, 5e-4, ("inverse_sqrt", 40), "after a paper; not measured"),
         ({"config_name": "tnn-causal-rtf"}, 2e-3, ("cosine", 0.1), "by the rule for a width of 512, not measured"),
         ({"config_overrides": "hidden_size=256"}, 4e-3, ("cosine", 0.1), "by the rule for a width of 256"),
-        ({"objective": "mlm", "config_overrides": "causal=false"}, 8e-3, ("cosine", 0.1), "by the rule for a width"),
+        ({"objective": "mlm"}, 2e-3, ("warmup_stable_decay", 50), "measured for tnn-bidirectional-small"),
+        ({"objective": "mlm", "config_name": "tnn-tiny", "config_overrides": "causal=false"}, 8e-3, ("cosine", 0.1),
+         "by the rule for a width"),
         ({"learning_rate": 0.02, "config_name": "tnn-small"}, 0.02, ("cosine", 0.1), None),
     ],
 )  # fmt: skip
@@ -196,7 +198,7 @@ def test_the_rate_of_a_run_that_names_none(given, rate, schedule, source):
     assert args.learning_rate == rate and (args.lr_scheduler_type, args.warmup_steps) == schedule
     assert line is None if source is None else line.startswith(f"learning rate {rate:g}, ") and source in line
     if schedule[0] == "warmup_stable_decay":
-        assert json.loads(args.lr_scheduler_kwargs) == {"num_decay_steps": 40}
+        assert json.loads(args.lr_scheduler_kwargs) == {"num_decay_steps": 200 if args.objective == "mlm" else 40}
 
 
 def test_the_preset_of_an_objective():
