@@ -143,7 +143,7 @@ def draw_architecture():
     }
     figure, axes = pyplot.subplots(figsize=(10, 8), layout="constrained")
     for name, below in imported.items():
-        for other in below:
+        for other in sorted(below):  # lines that cross are mixed in the order in which they are drawn
             axes.plot(*zip(places[name], places[other], strict=True), color="#9ecae1", linewidth=0.7, zorder=1)
     box = {"boxstyle": "round,pad=0.35", "facecolor": "white", "edgecolor": "#3182bd"}
     for name, place in places.items():
@@ -159,9 +159,11 @@ def draw_decay():
     figure, panels = pyplot.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
     for axes, (fd_input, title) in zip(panels, FD_INPUTS.items(), strict=True):
         for (act, name), marker in zip(FD_ACTS.items(), "osv", strict=True):
-            axes.loglog(lags, fd_envelope(act, fd_input, lags), marker=marker, markersize=4, label=name)
+            # Below that is rounding, which depends on the machine: the picture does not.
+            envelope = np.maximum(fd_envelope(act, fd_input, lags), 1e-12)
+            axes.loglog(lags, envelope, marker=marker, markersize=4, label=name)
         axes.loglog(lags[2:], [lag**-2.0 for lag in lags[2:]], color="gray", linestyle="--", label="1 / lag$^2$")
-        axes.set(xlabel="lag", title=f"input of the encoder: {title}", ylim=(1e-18, 2))
+        axes.set(xlabel="lag", title=f"input of the encoder: {title}", ylim=(1e-13, 2))
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("tap, over the largest")
     panels[0].legend()

@@ -135,6 +135,17 @@ def test_generated_pages(page):
     assert (generate.PAGES / page).read_text() == generate.NOTE + generate.GENERATED[page]()
 
 
+def test_the_picture_of_the_files_does_not_depend_on_the_order_of_sets(tmp_path, monkeypatch):
+    """`make docs` leaves a clean clone clean: a set of names has another order in each process."""
+    draw, drawn = import_module("draw"), []
+    monkeypatch.setattr(draw, "PICTURES", tmp_path)
+    for order in ("abc", "cab"):
+        monkeypatch.setattr(draw, "imports", lambda order=order: {**dict.fromkeys("abc", ""), "d": order, "e": order})
+        draw.draw_architecture()
+        drawn.append((tmp_path / "architecture.png").read_bytes())
+    assert drawn[0] == drawn[1]
+
+
 @pytest.mark.parametrize("page", page_tables.pages_with_tables(), ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_generated_tables(page):
     assert page.read_text() == page_tables.with_tables(page)
