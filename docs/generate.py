@@ -17,7 +17,6 @@ from pathlib import Path
 
 import torch
 import transformers
-import yaml
 from page_tables import pages_with_tables, with_tables
 from transformers import AutoConfig
 
@@ -27,8 +26,9 @@ from modeling_tnn.presets import configuration_folder, preset_folders
 from tnn_scripts.common import sequence_pairs
 from tnn_scripts.common.commands import COMMANDS
 from tnn_scripts.common.parser import ProgramParser, default_of
-from tnn_scripts.common.preset_training import read_presets
+from tnn_scripts.common.preset_training import PresetTraining
 from tnn_scripts.common.tables import markdown_table
+from tnn_scripts.presets import HEADS, about, cells, grouped_presets, recipe_files, trainer_of
 
 PAGES = Path(__file__).parent / "pages" / "reference"
 NOTE = "<!-- Written by docs/generate.py. -->\n\n"
@@ -134,43 +134,38 @@ def _options(parser: ProgramParser) -> str:
 
 
 def presets_page() -> str:
-    """The presets with their sizes, the recipes with their first line."""
-    rows, trained = [], read_presets()
-    for name, folder in preset_folders().items():
-        config = AutoConfig.from_pretrained(folder)
-        longest = getattr(config, "max_position_embeddings", "any")  # a Bloom has none
-        size = [config.num_hidden_layers, config.hidden_size, longest]
-        operator, training = getattr(config, "tno_type", ""), trained[name]
-        rate = "" if training.learning_rate is None else f"{training.learning_rate:g}"
-        rows.append(
-            [
-                f"`{name}`",
-                operator,
-                *map(str, size),
-                f"{_parameters(config):,}",
-                rate,
-                "yes" if training.figures else "",
-            ]
-        )
-    columns = ["preset", "`tno_type`", "layers", "width", "length", "parameters", "rate", "measured"]
-    recipes = configuration_folder() / "recipes"
-    files = sorted(recipes.rglob("*.yaml"))
-    named = [[f"`{file.relative_to(recipes).with_suffix('')}`", _about(file)] for file in files]
-    return "\n".join(
-        [
-            "# Presets and recipes\n",
-            "A preset is a configuration by name: `load_preset(name)` in Python, `--config_name NAME` on the command "
-            "line. [configuration/](../../../configuration/README.md) says where their values come from; where "
-            "they differ from the papers is "
-            "[listed](../concepts/differences.md#differences-of-the-recipes-from-the-papers). Parameters are those "
-            "that are trained, with the head that the preset names. The rate is that of `tnn pretrain` without "
-            "`--learning_rate`: one that was measured here, or that of a paper.\n",
-            markdown_table(columns, rows, texts=2) + "\n",
-            "A recipe is a file of options by name: `tnn pretrain --recipe wikitext2`. Options of the command line go "
-            "before those of the recipe.\n",
-            markdown_table(["recipe", "what"], named, texts=2) + "\n",
-        ]
-    )
+    """The presets with their sizes and how they are trained, by use; the recipes with what they say of themselves."""
+    parts = [
+        "# Presets and recipes\n",
+        "A preset is a configuration by name: `load_preset(name)` in Python, `--config_name NAME` on the command "
+        "line. `tnn presets` lists them, `tnn presets NAME` shows the fields of one and the command that trains it. "
+        "[configuration/](../../../configuration/README.md) says where their values come from; where they differ from "
+        "the papers is [listed](../concepts/differences.md#differences-of-the-recipes-from-the-papers). Parameters "
+        "are those that are trained, with the head that the preset names. The rate is the learning rate that a "
+        "training has unless one is given: the best one that was measured, or that of a paper. Minutes are those of "
+        "the recipe on one core of a CPU.\n",
+    ]
+    columns = [HEADS[0], HEADS[1], "`tno_type`", "layers", "width", "length", *HEADS[2:]]
+    for title, presets in grouped_presets().items():
+        rows = [_preset_row(preset) for preset in presets]
+        parts += [f"## {title}\n", markdown_table(columns, rows, texts=3) + "\n"]
+    named = [[f"`{name}`", f"`tnn {trainer_of(name)}`", about(file)] for name, file in recipe_files().items()]
+    parts += [
+        "## Recipes\n",
+        "A recipe is a file of options by name: `tnn pretrain --recipe wikitext2`. Options of the command line go "
+        "before those of the recipe.\n",
+        markdown_table(["recipe", "command", "what"], named, texts=3) + "\n",
+    ]
+    return "\n".join(parts)
+
+
+def _preset_row(preset: PresetTraining) -> list[str]:
+    config = AutoConfig.from_pretrained(configuration_folder() / preset.name)
+    name, kind, _, rate, origin, minutes, recipe = cells(preset)
+    longest = getattr(config, "max_position_embeddings", "any")  # a Bloom has none
+    size = map(str, (config.num_hidden_layers, config.hidden_size, longest))
+    operator, parameters = getattr(config, "tno_type", ""), f"{_parameters(config):,}"
+    return [f"`{name}`", kind, operator, *size, parameters, rate, origin, minutes, recipe and f"`{recipe}`"]
 
 
 def _parameters(config) -> int:
@@ -180,14 +175,6 @@ def _parameters(config) -> int:
     head = next(getattr(place, name) for place in places if hasattr(place, name))
     with torch.device("meta"):
         return head(config).num_parameters(only_trainable=True)
-
-
-def _about(recipe: Path) -> str:
-    """The comment at its beginning, or the task and the preset."""
-    text = recipe.read_text()
-    comment = " ".join(line[1:].strip() for line in re.match(r"(#[^\n]*\n)*", text)[0].splitlines())
-    options = yaml.safe_load(text)
-    return comment or f"The task {options['task']} with the preset `{options['config_name']}`."
 
 
 GENERATED = {

@@ -9,6 +9,7 @@ from pathlib import Path
 # Subcommand -> (module of a program, summary).
 COMMANDS = {
     "demo": ("demo", "train a small model on real text, save it, load it and let it write"),
+    "presets": ("presets", "list the presets and recipes, with sizes, learning rates and minutes"),
     "pretrain": ("pretrain", "pretrain a causal or masked language model, on one device or many"),
     "finetune-glue": ("finetune_glue", "fine-tune on GLUE tasks or on files of sentences with labels"),
     "plan": ("plan", "count memory and communication of training on several devices"),

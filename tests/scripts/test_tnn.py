@@ -1,13 +1,20 @@
 """The command `tnn`: what it lists, what it runs, what it refuses."""
 
+import json
+import re
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import yaml
 
-from helpers.scripts import SCRIPTS
-from tnn_scripts import tnn
+from helpers.scripts import SCRIPTS, run_script
+from tnn_scripts import presets, tnn
 from tnn_scripts.common.commands import COMMANDS, next_steps
+from tnn_scripts.common.names import find_config, find_recipe
+from tnn_scripts.common.preset_training import read_presets
 
 # What takes seconds to import. Of other modules an answer needs few: argparse, json, logging and what these import.
 SLOW = {"torch", "transformers", "datasets", "scipy", "matplotlib", "numpy", "accelerate", "huggingface_hub"}
@@ -89,6 +96,7 @@ WRONG = {
     "pretrain": ["--train_file", "none.txt"],
     "demo": ["--tno_type", "rpee"],
     "plan": ["--config_name", "tnn-cuasal"],
+    "presets": ["tnn-smal"],
     "finetune-glue": ["--model_name_or_path", "a/b", "--task_name", "sst3", "--do_train"],
     "lra": ["--task", "listop", "--config_name", "tnn-listops"],
     "images": ["--config_name", "tnn-image-tny", "--output_dir", "out"],
@@ -124,6 +132,40 @@ def test_without_extras():
     for error, (command, extra) in zip(errors, needed.items(), strict=True):
         assert error.startswith(f"error: tnn {command} needs ")
         assert error.endswith(f': pip install "modeling-tnn[{extra}]"')
+
+
+def test_presets_are_listed(capsys):
+    """All of them with kind, size, rate and minutes, and all recipes; before anything slow is imported (above)."""
+    run_script("presets")
+    lines = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines() if line[:2] == "  "}
+    assert lines["tnn-small"] == ["causal", "5,367,936", "0.004", "measured", "25", "small-causal"]
+    assert lines.keys() >= read_presets().keys() | presets.recipe_files().keys()
+
+
+def test_a_preset_and_a_recipe_are_shown(capsys):
+    """By any of their names, with a command that names what exists."""
+    for name, preset in read_presets().items():
+        run_script("presets", name.rpartition("/")[2])
+        shown = capsys.readouterr().out
+        assert f"preset {name}: {preset.kind}, {preset.parameters:,} parameters" in shown
+        assert all(
+            f"    {field}: " in shown for field in json.loads((Path(find_config(name)) / "config.json").read_text())
+        )
+        _, program, *options = shlex.split(re.search(r"train it +(.*)", shown)[1])
+        given = dict(zip(options[::2], options[1::2], strict=True))
+        assert program in COMMANDS and given.keys() & {"--recipe", "--config_name"}
+        recipe = yaml.safe_load(find_recipe(given["--recipe"]).read_text()) if "--recipe" in given else {}
+        assert find_config(given.get("--config_name") or recipe["config_name"]) == find_config(name)
+        assert float(given.get("--learning_rate") or recipe.get("learning_rate", 0)) == (preset.learning_rate or 0)
+    run_script("presets", "wikitext2")
+    shown = capsys.readouterr().out
+    assert "train by it    tnn pretrain --recipe wikitext2" in shown and '    config_name: "tnn-tiny"' in shown
+
+
+def test_an_unknown_preset(capsys):
+    with pytest.raises(SystemExit):
+        run_script("presets", "tnn-smal")
+    assert "preset or a recipe, got tnn-smal; did you mean tnn-small?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("given", [[], ["-h"]])
