@@ -25,8 +25,8 @@ logger = logging.getLogger("arguments")
 SECTIONS = {
     "model": {
         "model_name_or_path": "Model: a folder or a Hub id.",
-        "config_name": "Preset (`tnn presets` lists them), or a folder or Hub id with a config.json. `tnn pretrain` uses "
-        "tnn-tiny unless given, and tnn-bidirectional-small with --objective mlm.",
+        "config_name": "Preset (`tnn presets` lists them), or a folder or Hub id with a config.json. `tnn pretrain` "
+        "uses tnn-tiny unless given, and tnn-bidirectional-small with --objective mlm.",
         "config_overrides": "Fields to change in the configuration, beside a recipe's: tno_type=fd,rpe_layers=3.",
         "tno_type": "Operator, instead of the configuration's: rpe, fd, ski, rtf, s4d, ...",
         "objective": "Kind of language model: clm (causal) or mlm (masked).",
