@@ -261,7 +261,8 @@ class CompanionRecurrence(Recurrence):
         radius = torch.linalg.eigvals(companion).abs().max().item()
         return (
             f"Layer {self.operator.layer_idx}, channel {channel}: a pole of radius {radius:.6f} makes the recurrence "
-            f"diverge {where}. Generate with use_cache=False, or train with rtf_constraint='l1_montel'."
+            f"diverge {where}. Generate with use_cache=False (`tnn generate --use_cache false`), or train with "
+            f"rtf_constraint='l1_montel' (`--config_overrides rtf_constraint=l1_montel`)."
         )
 
 

@@ -36,8 +36,13 @@ OF_DATA = {
 }  # fmt: skip
 
 
-def parse_overrides(text: str | None, known: "PreTrainedConfig | None" = None) -> dict:
+def parse_overrides(
+    text: str | None, known: "PreTrainedConfig | None" = None, option: str = "--config_overrides"
+) -> dict:
     """The overrides `name=value,name=value` as a dictionary. Values are read as YAML: `[a, b]` is a list.
+
+    Args:
+        option: what the user gave the overrides to.
 
     Raises:
         ValueError: a value cannot be read, or a name is not a field of `known` (by default a `TnnConfig`).
@@ -52,10 +57,10 @@ def parse_overrides(text: str | None, known: "PreTrainedConfig | None" = None) -
         fields = {name.strip(): yaml.safe_load(value) for name, _, value in pairs}
     except yaml.YAMLError as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"overrides must have the form name=value,name=value, got {text}: {reason}") from error
+        raise ValueError(f"{option} must have the form name=value,name=value, got {text}: {reason}") from error
     if unknown := [name for name in fields if not hasattr(known, name)]:
         hint = nearest(unknown[0], known.to_dict())
-        raise ValueError(f"overrides must be fields of {type(known).__name__}, got {', '.join(unknown)}{hint}")
+        raise ValueError(f"{option} must be fields of {type(known).__name__}, got {', '.join(unknown)}{hint}")
     return fields
 
 

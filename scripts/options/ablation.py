@@ -56,6 +56,8 @@ class AblationArguments(GroupArguments):
         if "=" in name:
             raise ValueError(f"--variants must be NAME or NAME:FIELD=VALUE,..., got {variant}")
         try:
-            return load_config(self.config_name, parse_overrides(self.config_overrides), parse_overrides(changes))
+            return load_config(
+                self.config_name, parse_overrides(self.config_overrides), parse_overrides(changes, option="changes")
+            )
         except ValueError as error:
             raise ValueError(f"--variants {name}: {error}") from error

@@ -83,7 +83,7 @@ def variant_config(args: "SyntheticArguments", variant: str) -> "TnnConfig":
         "hidden_dropout_prob": 0.0,
     }
     try:
-        return build(fields | parse_overrides(args.config_overrides) | parse_overrides(changes))
+        return build(fields | parse_overrides(args.config_overrides) | parse_overrides(changes, option="changes"))
     except ValueError as error:
         raise ValueError(f"--variants {name}: {error}") from error
 

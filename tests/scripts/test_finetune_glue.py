@@ -101,7 +101,9 @@ def test_fields_of_the_configuration(encoder, glue, tmp_path):
 
 def test_refused_fields_of_the_configuration(encoder, glue, tmp_path):
     more = ["--task_name", "sst2", "--dataset_path", glue, "--config_overrides", "classifier_poling=mean"]
-    with pytest.raises(SystemExit, match="error: overrides must be fields of TnnConfig, got classifier_poling"):
+    with pytest.raises(
+        SystemExit, match="error: --config_overrides must be fields of TnnConfig, got classifier_poling"
+    ):
         run_script("finetune_glue", *glue_options(encoder, tmp_path, *more))
 
 

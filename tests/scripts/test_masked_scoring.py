@@ -100,7 +100,7 @@ def test_report(folder, tmp_path, capsys):
         (["--mlm_probability", 1.0], "--mlm_probability must be in (0, 1), got 1.0"),
         (["--lengths", 2], "--lengths must be at least 3 with --objective mlm, got 2"),
         (["--mlm_probability", 1e-9, "--max_tokens", 50], "--mlm_probability must hide a token of the text"),
-        (["--config_overrides", "grid=3"], "overrides must be fields of TnnConfig, got grid"),
+        (["--config_overrides", "grid=3"], "--config_overrides must be fields of TnnConfig, got grid"),
     ],
 )
 def test_refused(options, message, folder, tmp_path, capsys):

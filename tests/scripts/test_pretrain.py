@@ -318,13 +318,14 @@ def test_a_checkpoint_from_before_an_option_or_a_field():
     ]  # fmt: skip
 
 
-def test_a_checkpoint_goes_on_where_and_how_it_can():
+def test_a_checkpoint_goes_on_where_and_how_it_can(tmp_path):
     """The place of a preset, the device, compilation and recomputation are not what makes a run."""
-    config = TnnConfig(tno_type="fd")
-    saved = fingerprint(PretrainArguments(config_name="/old/configuration/tnn-tiny"), config, {}, 4, False)
-    args = PretrainArguments(
-        config_name="/new/configuration/tnn-tiny", use_cpu=True, torch_compile=True, gradient_checkpointing=True
-    )
+    config, preset = TnnConfig(tno_type="fd"), tmp_path / "new" / "configuration" / "tnn-tiny"
+    preset.mkdir(parents=True)  # a folder that was there when the run began needs to be there no longer
+    args = PretrainArguments(config_name=str(preset), use_cpu=True, torch_compile=True, gradient_checkpointing=True)
+    before = PretrainArguments(config_name=str(preset))
+    before.config_name = "/old/configuration/tnn-tiny"
+    saved = fingerprint(before, config, {}, 4, False)
     assert differences(saved, fingerprint(args, config, {}, 4, False), config) == []
     other = fingerprint(args, TnnConfig(tno_type="rtf"), {}, 4, False)
     assert "config.tno_type must be fd, got rtf" in differences(saved, other, config)

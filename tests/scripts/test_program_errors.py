@@ -119,7 +119,7 @@ REFUSED = {
     "broken overrides": (
         ["pretrain", "--config_name", "config", "--train_file", "good.txt", "--config_overrides", "decay=[1"],
         2,
-        r"error: overrides must have the form name=value,name=value, got decay=\[1: while parsing",
+        r"error: --config_overrides must have the form name=value,name=value, got decay=\[1: while parsing",
     ),
     "prompt of other bytes": (  # as Python reads them from a command line
         ["generate", "--model_name_or_path", "tnn", "--prompt", "a\udcff"],

@@ -91,7 +91,7 @@ def test_no_checkpoints_and_no_publishing(program, given, message, tmp_path, cap
 @pytest.mark.parametrize(
     "variants, message",
     [
-        (["a:width=3"], "--variants a: overrides must be fields of TnnConfig, got width"),
+        (["a:width=3"], "--variants a: changes must be fields of TnnConfig, got width"),
         (["a:decay=2"], r"--variants a: `decay` must be in \(0, 1\] or None, got 2"),
         (["decay=1"], "--variants must be NAME or NAME:FIELD=VALUE,..., got decay=1"),
         (["a", "a:decay=1"], "--variants must have different names, got a, a"),
