@@ -3,6 +3,7 @@
 import copy
 from difflib import get_close_matches
 
+from .numerics import compute_dtype
 from .tno import ToeplitzOperator
 from .tno_2d import TwoAxisOperator
 from .tno_explicit import ExplicitOperator
@@ -94,4 +95,6 @@ def build_tno(config, layer_idx: int = 0) -> ToeplitzOperator:
 
 def with_fp32_parameters(operator: ToeplitzOperator) -> ToeplitzOperator:
     """The operator with its `fp32_parameters` in float32, also where the model is built in half precision."""
+    if all(parameter.dtype == compute_dtype(parameter.dtype) for parameter in operator.parameters()):
+        return operator
     return operator._apply(lambda parameter: parameter)

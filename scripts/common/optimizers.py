@@ -122,7 +122,8 @@ class GroupingTrainer(Trainer):
     """
 
     def __init__(self, model, *arguments, groups: dict[str, dict[str, float]] | None = None, **options):
-        self.saved_cache = {"use_cache": model.config.use_cache} if hasattr(model.config, "use_cache") else {}
+        config = getattr(model, "config", None)  # a plain module has none
+        self.saved_cache = {"use_cache": config.use_cache} if hasattr(config, "use_cache") else {}
         super().__init__(model, *arguments, **options)
         self.groups = groups or {}
         self.bar = show_figures(self)
@@ -135,6 +136,8 @@ class GroupingTrainer(Trainer):
         return self.optimizer
 
     def _save(self, *arguments, **options):
+        if not hasattr(self.model, "config"):
+            return super()._save(*arguments, **options)
         fields = vars(self.model.config)
         present = {"use_cache": fields.pop("use_cache")} if "use_cache" in fields else {}
         fields |= self.saved_cache

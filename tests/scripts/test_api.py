@@ -326,6 +326,7 @@ def test_an_engine_that_has_died(folder):
 def test_without_fastapi(monkeypatch):
     """One line, before anything is loaded."""
     monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.delitem(sys.modules, "tnn_scripts.serving.server", raising=False)  # another test may have loaded it
     done = run("api.py", "--model_name_or_path", "nowhere", check=False)
     assert done.returncode == 1 and done.stderr.count("\n") == 1
     assert 'pip install "modeling-tnn[api]"' in done.stderr

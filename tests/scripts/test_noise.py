@@ -19,6 +19,7 @@ OURS = (
     r"next:|.*tnn (generate|serve|plot-kernels|push|finetune-glue) .*",
     r"The.*|",  # the prompt with one token more
     r"step \d+: validation loss .*",
+    r"the last \d+ tokens of the \w+ text fill no block of \d+: left out",
     r"perplexity \(bits per byte\)|loss in nats of a token",
     r"\|.*\|",
     r"\{'.*\}",  # Trainer's figures

@@ -77,8 +77,9 @@ def test_the_source_of_a_conversion(tmp_path):
         with pytest.raises(SystemExit, match=SOURCE):
             run_script("convert_original", folder / "model.safetensors", output, "--architecture", "rtf",
                        "--overwrite_output_dir")  # fmt: skip
+    (tmp_path / "weights.pt").write_bytes(b"not read")
     with pytest.raises(SystemExit, match=HOLDS):
-        run_script("convert_original", tmp_path / "nowhere.pt", folder, "--architecture", "rtf")
+        run_script("convert_original", tmp_path / "weights.pt", folder, "--architecture", "rtf")
     assert tree(folder) == before
 
 

@@ -13,6 +13,7 @@ from helpers.scripts import run_script, table_rows
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM
 from tnn_scripts.common.arguments import parse_arguments, training_options
 from tnn_scripts.common.scoring import evaluate
+from tnn_scripts.run_ablation import main
 from tnn_scripts.runs import run_ablation
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +37,7 @@ def test_script(monkeypatch, tmp_path, capsys):
     variants = ["rpe", "explicit:tno_type=explicit", "masked:causal=false"]
     command = ["run_ablation.py", "--dataset_name", text, "--output_dir", tmp_path / "out", *options, "--variants"]
     monkeypatch.setattr(sys, "argv", list(map(str, [*command, *variants])))
-    run_ablation.main()
+    main()
     results = json.loads((tmp_path / "out" / "all_results.json").read_text())
     assert [row["variant"] for row in results["rows"]] == ["rpe", "explicit", "masked"]
     assert all(list(row["perplexity"]) == ["16", "70"] and row["steps"] == 2 for row in results["rows"])

@@ -26,6 +26,7 @@ from tnn_scripts.common.arguments import parse_arguments, training_options
 from tnn_scripts.common.sequence_pairs import TnnForSequencePairClassification
 from tnn_scripts.data import listops, pathfinder
 from tnn_scripts.data.lra import TASKS, byte_tokenizer, encode_split, load_task
+from tnn_scripts.run_lra import main
 from tnn_scripts.runs import run_lra
 
 ROOT = Path(__file__).parents[2]
@@ -215,7 +216,7 @@ def test_overrides_beside_those_of_the_recipe(monkeypatch):
 def run(monkeypatch, output: Path, *arguments) -> dict:
     options = ["--output_dir", output, "--max_steps", 2, "--per_device_train_batch_size", 2, "--report_to", "none"]
     monkeypatch.setattr(sys, "argv", ["run_lra.py", *map(str, [*arguments, *options])])
-    run_lra.main()
+    main()
     return json.loads((output / "all_results.json").read_text())
 
 
@@ -307,5 +308,5 @@ def test_script_refuses(arguments, message, monkeypatch, capsys, tmp_path):
     options = ["--config_name", "tnn-listops", "--output_dir", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["run_lra.py", *options, *arguments])
     with pytest.raises(SystemExit) as error:
-        run_lra.main()
+        main()
     assert message in str(error.value) + capsys.readouterr().err

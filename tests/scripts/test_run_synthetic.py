@@ -14,6 +14,8 @@ from helpers.scripts import table_rows
 from modeling_tnn import TnnForCausalLM
 from tnn_scripts.common.arguments import parse_arguments, training_options
 from tnn_scripts.data.synthetic import BAND, IGNORED, Copying, Delay, Passkey, Recall
+from tnn_scripts.options.synthetic import state_config
+from tnn_scripts.run_synthetic import main
 from tnn_scripts.runs import run_synthetic
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +39,7 @@ def test_copying_is_scored_where_the_loss_is():
     labels = torch.stack([row["labels"] for row in rows])
     answers = torch.zeros_like(labels)
     answers[:, 5:10] = labels[:, 6:]
-    model = TnnForCausalLM(run_synthetic.state_config(arguments(memory=5, num_tokens=8), 2))
+    model = TnnForCausalLM(state_config(arguments(memory=5, num_tokens=8), 2))
     for shift, accuracy in ((0, 1.0), (1, None)):
         shifted = answers.roll(shift, dims=1)
         logits = 100.0 * torch.nn.functional.one_hot(shifted, 8)
@@ -118,7 +120,7 @@ def test_other_blocks(fields):
 def test_enough_states_hold_a_delay():
     """The filter z^-lag is a solution as soon as the state holds the lag."""
     args = arguments(task="delay", memory=6, length=40, hidden_size=2, state_sizes=[6], rtf_initializer="zeros")
-    model = run_synthetic.DelayModel(run_synthetic.state_config(args, 6))
+    model = run_synthetic.DelayModel(state_config(args, 6))
     with torch.no_grad():
         model.encoder.weight.fill_(1), model.encoder.bias.zero_()
         model.decoder.weight.fill_(0.5), model.decoder.bias.zero_()
@@ -137,7 +139,7 @@ def test_script(task, metric, monkeypatch, tmp_path, capsys):
     options += " --num_hidden_layers 1 --eval_rows 10 --max_steps 3 --learning_rate 0.01 --save_strategy no"
     command = ["run_synthetic.py", "--task", task, *options.split(), "--output_dir", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", command)
-    run_synthetic.main()
+    main()
     results = json.loads((tmp_path / "all_results.json").read_text())
     assert [(row["state_size"], row["seed"]) for row in results["rows"]] == [(2, 0), (2, 1), (8, 0), (8, 1)]
     assert all(np.isfinite(row[metric]) and row["steps"] == 3 for row in results["rows"])
@@ -161,7 +163,7 @@ def test_variants(task, monkeypatch, tmp_path, capsys):
         return forward(self, input_ids, **inputs)
 
     monkeypatch.setattr(TnnForCausalLM, "forward", record)
-    run_synthetic.main()
+    main()
     kinds = ("toeplitz", "full_attention")
     assert seen == {(training, kind, n) for kind in kinds for training, n in ((True, 12), (False, 12), (False, 24))}
     rows = json.loads((tmp_path / "all_results.json").read_text())["rows"]

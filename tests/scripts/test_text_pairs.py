@@ -12,7 +12,7 @@ from helpers.models import relative_error, seeded
 from tnn_scripts.common.sequence_pairs import ModernBertForSequencePairClassification
 from tnn_scripts.data import text_pairs
 from tnn_scripts.data.lra import load_task
-from tnn_scripts.runs import run_lra
+from tnn_scripts.run_lra import main
 
 TEXTS = ["".join(chr(1000 * book + place) for place in range(500)) for book in (1, 2, 3)]
 
@@ -114,7 +114,7 @@ def test_script(model, books, monkeypatch, tmp_path):
     options += ["--output_dir", tmp_path / "out", "--max_steps", 80]
     options += ["--transformer"] if model == "transformer" else []
     monkeypatch.setattr(sys, "argv", ["run_lra.py", *map(str, options)])
-    run_lra.main()
+    main()
     results = json.loads((tmp_path / "out" / "all_results.json").read_text())
     assert results["model"] == model and results["test_accuracy"] > 0.9 > results["test_majority"]
 
@@ -130,5 +130,5 @@ def test_refused(options, message, monkeypatch, capsys, tmp_path):
     fixed = ["--config_name", "tnn-retrieval", "--output_dir", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["run_lra.py", *fixed, *options])
     with pytest.raises(SystemExit) as error:
-        run_lra.main()
+        main()
     assert message in str(error.value) + capsys.readouterr().err
