@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 # pretrain.py in which something happens to the last process at step 5.
 WITH_A_FAULT = """
 import os, signal, sys, time
-from tnn_scripts.runs import pretrain
+from tnn_scripts import pretrain
 from tnn_scripts.common import accelerate_loop, atomic
 
 def train_step(self, batches, original=accelerate_loop.Pretraining.train_step):

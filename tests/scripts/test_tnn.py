@@ -45,7 +45,8 @@ main()
 # What the package brings alone.
 WITHOUT_EXTRAS = """
 import sys
-for name in ("accelerate", "datasets", "evaluate", "matplotlib", "scipy", "sklearn", "tabulate", "fastapi", "gradio"):
+extras = ("accelerate", "datasets", "evaluate", "matplotlib", "scipy", "sklearn", "tabulate", "fastapi", "gradio")
+for name in (*extras, "peft"):  # which transformers imports if it is there, and needs accelerate
     sys.modules[name] = None
 from tnn_scripts.runs import chat, generate
 from tnn_scripts.tnn import main
