@@ -1,9 +1,9 @@
 """All that only a GPU can tell, in less than ten minutes: are products right on it, and how fast are models?
 
-Writes into --output_dir: gpu.json (all figures), gpu.md (a page) and toeplitz_measured.py (the rows that "auto" reads,
-to be copied into modeling_tnn; --install does it). Each part runs in a process of its own, so that a fault of the
-device ends that part alone. A part that fails or takes too long says so, with the rows that it had, and the others go
-on. `gpu-PART.log` has its messages. With --device cpu --quick the parts run with tiny sizes: a test of the program.
+Writes into --output_dir: gpu.json (all figures) and gpu.md (a page). Each part runs in a process of its own, so that a
+fault of the device ends that part alone. A part that fails or takes too long says so, with the rows that it had, and
+the others go on. `gpu-PART.log` has its messages. With --device cpu --quick the parts run with tiny sizes: a test of
+the program.
 """
 
 import argparse
@@ -16,14 +16,10 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from modeling_tnn import toeplitz_measured
-from modeling_tnn.numerics import IMPLEMENTATIONS
-from modeling_tnn.toeplitz_choice import device_name
 from tnn_scripts.benchmarks import gpu_models, gpu_pretraining, gpu_products
 from tnn_scripts.benchmarks.measure import markdown
 from tnn_scripts.common.atomic import write_json, write_text
@@ -44,7 +40,9 @@ class Part(NamedTuple):
 def parts() -> dict[str, Part]:
     """In the order of what must be known first."""
     title = "Toeplitz products against float64"
-    oracles = {f"oracles-{name}": Part(title, 120, partial(gpu_products.oracles, name)) for name in IMPLEMENTATIONS}
+    oracles = {
+        f"oracles-{name}": Part(title, 120, partial(gpu_products.oracles, name)) for name in gpu_products.ORACLES
+    }
     return oracles | {
         "products": Part("Toeplitz products, forward and backward", 120, gpu_products.products),
         "blocks": Part("Blocks over their matrix products", 100, gpu_models.blocks),
@@ -73,15 +71,9 @@ def run(args) -> list[dict]:
 
 def write_results(found: list[dict], args):
     """After each part, so that nothing is lost if the program is ended."""
-    name = device_name(torch.device(args.device))
-    device = {"name": machine(args.device), "called": name, "torch": torch.__version__, "date": time.strftime("%F")}
-    measured = {} if args.device == "cpu" else {name: gpu_products.fastest_rows(found)}
-    source = gpu_products.measured_source(toeplitz_measured, measured)
+    device = {"name": machine(args.device), "torch": torch.__version__, "date": time.strftime("%F")}
     write_json(args.output_dir / "gpu.json", {"device": device, "quick": args.quick, "parts": found})
     write_text(args.output_dir / "gpu.md", page(found, device, args.device == "cpu" or args.quick))
-    write_text(args.output_dir / "toeplitz_measured.py", source)
-    if args.install and measured and not args.quick:
-        write_text(Path(toeplitz_measured.__file__), source)
 
 
 def machine(device: str) -> str:
@@ -143,7 +135,7 @@ def work(name: str, args, sending: Connection):
 
 def page(found: list[dict], device: dict, is_trial: bool) -> str:
     """The page for the documentation."""
-    where = f"Measured on {device['name']} ({device['called']}), {device['date']}, PyTorch {device['torch']}."
+    where = f"Measured on {device['name']}, {device['date']}, PyTorch {device['torch']}."
     return "\n\n".join(["# Figures of a GPU", NOT_A_GPU if is_trial else where, table(found)]) + "\n"
 
 

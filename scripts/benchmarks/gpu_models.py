@@ -14,7 +14,7 @@ from tnn_scripts.benchmarks.gpu_products import noted
 from tnn_scripts.benchmarks.measure import measure, peak_on_device, rows_of
 from tnn_scripts.benchmarks.training import step
 
-TNN_WAYS = ("fused", "triton", "cudnn", "auto")
+TNN_WAYS = ("fused", "triton", "auto")
 PEERS = ("gpt2", "llama", "mamba2")
 
 # Of a kernel with the decay 0.99 in float32.

@@ -1,17 +1,11 @@
-"""Toeplitz products on a device: right or not, how fast, and the rows of the table that `auto` reads.
+"""Toeplitz products on a device: right or not, and how fast."""
 
-A row of the table is written for an implementation that was right in all cases of a dtype, and the fastest.
-"""
-
-import json
 import math
 import statistics
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from types import ModuleType
 
 import torch
 from torch import nn
@@ -19,7 +13,6 @@ from torch import nn
 from modeling_tnn.gating import Gate
 from modeling_tnn.toeplitz import gated_causal_toeplitz_matmul, gated_toeplitz_matmul
 from modeling_tnn.toeplitz_choice import REFUSALS, choose
-from modeling_tnn.toeplitz_measured import Row
 from tnn_scripts.benchmarks.measure import measure
 
 # The largest relative error of values, in the norm; gradients may have twice as much.
@@ -29,8 +22,8 @@ ALLOWED = {"float64": 1e-11, "float32": 1e-5, "float16": 1e-3, "bfloat16": 4e-3}
 CASES = ((1, 1), (17, 40), (512, 512), (2048, 1587), (4099, 200), (8192, 2048))
 QUICK_CASES = ((1, 1), (17, 5), (300, 33))
 
-# What `auto` chooses among.
-CANDIDATES = ("fused", "triton", "cudnn")
+TIMED = ("fused", "triton")  # what `auto` chooses between
+ORACLES = ("eager", *TIMED)
 POISON = 2**28
 
 
@@ -143,7 +136,7 @@ def timed_products(dtype: str, taps: int, shape: tuple[int, int, int], args) -> 
     row = {"dtype": dtype, "taps": taps, "length": shape[1]}
     v, u, gradient = (torch.randn(shape, device=args.device).to(getattr(torch, dtype)) for _ in range(3))
     kernel, ways = torch.randn(shape[2], taps, device=args.device) * 0.99 ** torch.arange(taps, device=args.device), {}
-    for name in CANDIDATES:
+    for name in TIMED:
         if choose(name, v, min(taps, shape[1]), torch.float32) == name:
             way = passes(name, v, kernel, u, gradient)
             try:
@@ -164,46 +157,3 @@ def timed_products(dtype: str, taps: int, shape: tuple[int, int, int], args) -> 
 
 def passes(name: str, v, kernel, u, gradient) -> Callable[[], None]:
     return lambda: with_gradients(name, True, v, kernel, u, None, gradient) and None
-
-
-def fastest_rows(parts: list[dict]) -> tuple[Row, ...]:
-    """The rows for `auto` from the rows of the oracles and products. Oracles that did not all run prove nothing."""
-    rows = {part["part"]: part["rows"] for part in parts if part["part"] == "products" or not part["error"]}
-    right, speed = defaultdict(lambda: True), defaultdict(list)
-    for name in CANDIDATES:
-        proved = [row for row in rows.get(f"oracles-{name}", []) if row.get("computed_by", name) == name]
-        for dtype in ALLOWED:
-            of_dtype = [row["right"] for row in proved if row["dtype"] == dtype]
-            right[name, dtype] = bool(of_dtype) and all(of_dtype)
-    for row in rows.get("products", []):
-        if row.get("fused_over_this") and right[row["implementation"], row["dtype"]]:
-            speed[row["dtype"], row["taps"], row["implementation"]].append(row["fused_over_this"])
-    best = defaultdict(dict)  # dtype -> taps -> the implementation with the largest geometric mean over the lengths
-    for (dtype, taps, name), found in sorted(speed.items()):
-        mean = statistics.geometric_mean(found)
-        if mean > best[dtype].get(taps, ("", 0.0))[1]:
-            best[dtype][taps] = (name, mean)
-    return tuple(row for dtype, by_taps in best.items() for row in merged(dtype, by_taps))
-
-
-def merged(dtype: str, best: dict[int, tuple[str, float]]) -> list[Row]:
-    """One row for neighbouring numbers of taps with one winner. Beyond the last one, `auto` is the fused product."""
-    rows = []
-    for taps, (name, _) in sorted(best.items()):
-        if rows and rows[-1].implementation == name:
-            rows.pop()
-        rows.append(Row(dtype, taps, name))
-    return rows[:-1] if rows and rows[-1].implementation == "fused" else rows
-
-
-def measured_source(module: ModuleType, found: dict[str, tuple[Row, ...]]) -> str:
-    """The source of `toeplitz_measured.py` with the rows of a device replaced, in the form of the formatter."""
-    before = Path(module.__file__).read_text().partition("MEASURED:")[0]
-    table = {name: rows for name, rows in (module.MEASURED | found).items() if rows}
-    if not table:
-        return f"{before}MEASURED: dict[str, tuple[Row, ...]] = {{}}\n"
-    lines = []
-    for name, rows in table.items():
-        written = (f"        Row({json.dumps(r.dtype)}, {r.taps}, {json.dumps(r.implementation)}),\n" for r in rows)
-        lines.append(f"    {json.dumps(name)}: (\n{''.join(written)}    ),\n")
-    return f"{before}MEASURED: dict[str, tuple[Row, ...]] = {{\n{''.join(lines)}}}\n"

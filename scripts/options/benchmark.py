@@ -177,7 +177,6 @@ def add_gpu(parser: argparse.ArgumentParser):
     parser.add_argument(
         "--minutes", type=float, default=9.5, help="Parts that begin or last beyond this are left out."
     )
-    parser.add_argument("--install", action="store_true", help="Replace the rows of this device that auto reads.")
 
 
 ADD = {
