@@ -148,7 +148,10 @@ OLD_NAMES = {
     "num_axes": "spatial_dims",
     "axis_combination": "spatial_mixing",
 }
-OLD_VALUES = {"tno_type": {"free": "explicit"}, "tno_implementation": {"chunked": "fused", "plain": "eager"}}
+OLD_VALUES = {
+    "tno_type": {"free": "explicit"},
+    "tno_implementation": {"chunked": "fused", "plain": "eager", "cudnn": "auto"},
+}
 
 
 @strict
@@ -235,10 +238,11 @@ class TnnConfig(PreTrainedConfig):
         learnable_decay (`bool`): Whether each channel of `"rpe"` learns a decay between `decay` and 1. `"explicit"`
             ignores it and has the decay `decay` in all channels: 0.01 leaves it little but its nearest coefficients.
         tno_implementation (`str`): How Toeplitz products are computed: `"fused"` (fast) or `"eager"` (PyTorch's own
-            operations), with the same values and derivatives of any order; `"cudnn"` or `"triton"`, for GPUs, which
-            multiply in the precision of the activations; or `"auto"`, the one that was measured to be the fastest on
-            the device (`"fused"` where none was). Where one cannot run, `"fused"` does, with a warning. It is saved
-            unless it is `"auto"`: it concerns the machine, not the model.
+            operations), with the same values and derivatives of any order; `"triton"`, for GPUs, which multiplies in
+            the precision of the activations; or `"auto"`: `"triton"` on NVIDIA's GPUs of compute capability 8.0 and
+            newer for kernels of up to 4,096 taps (512 in float32), counted on both sides, else `"fused"`. Where
+            `"triton"` cannot run, `"fused"` does, with a warning. It is saved unless it is `"auto"`: it concerns the
+            machine, not the model.
         tno_class (`str`, *optional*): Module and name of the class of an operator that `register_operator` added. It
             is set when a model is built or saved, so that a failed load can say what to import first.
         max_kernel_length (`int`, *optional*): Largest `fd_resolution`, `rtf_truncation_length` or `ski_grid_length` of

@@ -52,8 +52,8 @@ def toeplitz_matmul(v: torch.Tensor, coefficients: torch.Tensor, implementation:
         coefficients: `(D, 2L - 1)`, the lags -(L-1) .. L-1 in this order. Or `(D, 2R - 1)` for another number of
             lags: missing lags (R < L) are zero, and lags beyond the sequence (R > L) are not used.
         implementation: `"fused"` (fast) or `"eager"` (PyTorch's own operations), with the same values and derivatives.
-            `"cudnn"` and `"triton"` are for GPUs, and round the coefficients to the dtype of `v`. `"auto"` takes the
-            one that was measured to be the fastest on the device.
+            `"triton"` is for GPUs, and rounds the coefficients to the dtype of `v`. `"auto"` takes it on NVIDIA's GPUs
+            of compute capability 8.0 and newer where it is the faster one, else `"fused"`.
 
     Returns:
         `(B, L, D)` in the dtype of `v`. It is computed in float32, or in float64 if `v` or `coefficients` are float64.

@@ -8,7 +8,7 @@ import torch
 from transformers import CompileConfig, StoppingCriteria, StoppingCriteriaList
 
 from modeling_tnn import TnnConfig, TnnForCausalLM
-from modeling_tnn.toeplitz_choice import REFUSALS
+from modeling_tnn.toeplitz_choice import refused_by_triton
 from tnn_scripts.benchmarks import memory as memory_suite
 from tnn_scripts.benchmarks.gpu_products import noted
 from tnn_scripts.benchmarks.measure import measure, peak_on_device, rows_of
@@ -52,7 +52,7 @@ def timed_steps(ways: list[str], args: Namespace, tokens: int, length: int, base
     running = {}
     for way in ways:
         name = way.split()[0]
-        reason = REFUSALS[name](like, min(length, TAPS), torch.float32) if name in REFUSALS else None
+        reason = refused_by_triton(like, min(length, TAPS), torch.float32) if name == "triton" else None
         if reason is not None:
             yield {"length": length, "way": way, "error": f"not measured: it {reason}"}
             continue

@@ -12,7 +12,7 @@ from torch import nn
 
 from modeling_tnn.gating import Gate
 from modeling_tnn.toeplitz import gated_causal_toeplitz_matmul, gated_toeplitz_matmul
-from modeling_tnn.toeplitz_choice import REFUSALS, choose
+from modeling_tnn.toeplitz_choice import choose, refused_by_triton
 from tnn_scripts.benchmarks.measure import measure
 
 # The largest relative error of values, in the norm; gradients may have twice as much.
@@ -90,7 +90,7 @@ def errors_of(implementation: str, dtype: torch.dtype, causal: bool, length: int
     errors = [relative_error(a.cpu(), b) for a, b in zip(actual, expected, strict=True)]
     found = torch.empty(2, length, 5, dtype=dtype, device=args.device)
     by = choose(implementation, found, kernel.shape[1], kernel.dtype)
-    reason = REFUSALS[implementation](found, kernel.shape[1], kernel.dtype) if implementation in REFUSALS else None
+    reason = refused_by_triton(found, kernel.shape[1], kernel.dtype) if implementation == "triton" else None
     return {"computed_by": by, "because": reason, "value_error": errors[0], "gradient_error": max(errors[1:])}
 
 

@@ -84,7 +84,7 @@ def test_every_product_of_taps_is_of_the_layer(tno_type, causal, monkeypatch):
         called.append(kernel.shape[1])
         return type(self).forward(self, v, kernel, first, implementation, gate)
 
-    monkeypatch.setattr("modeling_tnn.toeplitz_choice.REFUSALS", {"triton": lambda *_: None})
+    monkeypatch.setattr("modeling_tnn.toeplitz_choice.refused_by_triton", lambda *_: None)
     model, ids = model_of(tno_type, causal), torch.arange(140).view(2, 70) % 99
     expected = model(ids).logits
     replace(model, ToeplitzProduct.forward)  # what `kernelize` does if it has no kernel for a device

@@ -14,7 +14,7 @@ FLOORS = [
     {"numerics", "hub", "history", "cache_name", "cache_origin", "pipeline"},
     {"conversion", "deferred_logits", "fixed_kernels", "fourier", "gating", "inputs", "linear", "norms", "stacking"},
     {"padding", "rpe", "loss", "toeplitz_fused", "channels"},
-    {"toeplitz_triton", "toeplitz_cudnn", "toeplitz_measured"},
+    {"toeplitz_triton"},
     {"toeplitz_choice", "toeplitz_hub"},
     {"toeplitz_recorded"},
     {"toeplitz", "packing"},

@@ -1,4 +1,4 @@
-"""Which product computes: by name, by what was measured on a device, and by what can run."""
+"""Which product computes: by name, by the rule of `auto`, and by what can run."""
 
 import json
 
@@ -10,8 +10,7 @@ from transformers.dynamic_module_utils import get_imports
 from helpers.models import random, seeded, tiny_config
 from modeling_tnn import TnnForCausalLM, numerics, toeplitz, toeplitz_choice
 from modeling_tnn.toeplitz import causal_toeplitz_matmul
-from modeling_tnn.toeplitz_choice import choose, describe
-from modeling_tnn.toeplitz_measured import MEASURED, Row
+from modeling_tnn.toeplitz_choice import MISSING, choose, describe
 
 
 @pytest.fixture(autouse=True)
@@ -20,57 +19,60 @@ def every_warning():
 
 
 @pytest.fixture
-def measured(monkeypatch):
-    """An accelerator on which two implementations were measured, and both can run."""
+def recent_gpu(monkeypatch):
+    """The CPU as an accelerator whose Triton takes up to 4,096 taps in float32 and half precision."""
+
+    def refused(v, taps, dtype):
+        return "refuses" if dtype is torch.float64 or taps > 4096 else None
+
     monkeypatch.setattr(numerics, "HOST_DEVICES", ())
-    rows = (Row("float32", 8, "triton"), Row("float32", 64, "cudnn"), Row("bfloat16", 16, "cudnn"))
-    monkeypatch.setitem(MEASURED, "cpu", rows)
-    monkeypatch.setattr(toeplitz_choice, "REFUSALS", {name: lambda *_: None for name in ("triton", "cudnn")})
+    monkeypatch.setattr(toeplitz_choice, "is_recent_gpu", lambda device: True)
+    monkeypatch.setattr(toeplitz_choice, "refused_by_triton", refused)
+
+
+@pytest.fixture
+def without_triton(monkeypatch):
+    monkeypatch.setattr(toeplitz_choice, "is_installed", lambda package: False)
 
 
 def of(dtype=torch.float32) -> torch.Tensor:
     return torch.ones(2, 5, 3, dtype=dtype)
 
 
-def test_no_gpu_was_measured():
-    """Whoever adds a row has measured it there: README and docs say so then."""
-    assert MEASURED == {}
+def said(caplog) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "Toeplitz" in record.getMessage()]
 
 
 @pytest.mark.parametrize(
-    ("implementation", "chosen"),
-    [("auto", "fused"), ("fused", "fused"), ("eager", "eager"), ("cudnn", "fused"), ("triton", "fused")],
+    ("implementation", "chosen"), [("auto", "fused"), ("fused", "fused"), ("eager", "eager"), ("triton", "fused")]
 )
-def test_on_the_cpu(implementation, chosen, monkeypatch):
-    monkeypatch.setattr(toeplitz_choice, "find_spec", lambda name: None)
+def test_on_the_cpu(implementation, chosen, without_triton):
     assert choose(implementation, of(), 3, torch.float32) == chosen
 
 
 @pytest.mark.parametrize(
     ("dtype", "taps", "chosen"),
     [
-        (torch.float32, 1, "triton"), (torch.float32, 8, "triton"), (torch.float32, 9, "cudnn"),
-        (torch.float32, 65, "fused"), (torch.bfloat16, 8, "cudnn"), (torch.float64, 8, "fused"),
+        (torch.float32, 512, "triton"), (torch.float32, 513, "fused"), (torch.bfloat16, 4096, "triton"),
+        (torch.float16, 4096, "triton"), (torch.float16, 4097, "fused"), (torch.float64, 8, "fused"),
     ],
 )  # fmt: skip
-def test_auto_takes_what_was_measured(measured, dtype, taps, chosen):
-    assert choose("auto", of(dtype), taps, torch.float32) == chosen
+def test_auto_is_a_rule(recent_gpu, caplog, dtype, taps, chosen):
+    """What it does not take, it leaves to the fused product in silence."""
+    assert choose("auto", of(dtype), taps, torch.promote_types(dtype, torch.float32)) == chosen
+    assert not said(caplog)
 
 
-def test_auto_on_an_accelerator_without_measurements(monkeypatch):
-    monkeypatch.setattr(numerics, "HOST_DEVICES", ())
-    assert choose("auto", of(), 3, torch.float32) == "fused"
+def test_auto_on_an_accelerator_without_values():
     assert choose("auto", of().to("meta"), 3, torch.float32) == "fused"
 
 
-def test_a_name_overrules_the_measurement(measured):
-    assert [choose(name, of(), 99, torch.float32) for name in ("fused", "cudnn", "triton")] == [
-        "fused", "cudnn", "triton",
-    ]  # fmt: skip
+def test_a_name_overrules_the_rule(recent_gpu):
+    assert [choose(name, of(), 999, torch.float32) for name in ("fused", "triton")] == ["fused", "triton"]
 
 
-@pytest.mark.parametrize("implementation", ["auto", "fused", "cudnn", "triton"])
-def test_recorded_graphs_are_eager(measured, implementation):
+@pytest.mark.parametrize("implementation", ["auto", "fused", "triton"])
+def test_recorded_graphs_are_eager(recent_gpu, implementation):
     """So are functions under torch.func."""
     chosen = []
 
@@ -83,33 +85,29 @@ def test_recorded_graphs_are_eager(measured, implementation):
     assert chosen == ["eager", "eager"]
 
 
-def test_what_cannot_run_is_said_once(monkeypatch, caplog):
-    monkeypatch.setattr(toeplitz_choice, "find_spec", lambda name: None)
-    with caplog.at_level("WARNING"):
-        model = seeded(TnnForCausalLM, tiny_config(tno_implementation="triton"))
-        model(torch.arange(20).view(2, 10))
-    said = [record.getMessage() for record in caplog.records if "Toeplitz" in record.getMessage()]
-    assert said == [
-        "Toeplitz products are computed by 'fused' instead of 'triton', which needs the package triton, which is not "
-        "installed."
-    ]
+@pytest.mark.parametrize(("implementation", "recent"), [("triton", False), ("triton", True), ("auto", True)])
+def test_a_missing_package_is_said_once(implementation, recent, without_triton, monkeypatch, caplog):
+    """Of `auto` on a GPU that could use it."""
+    monkeypatch.setattr(numerics, "HOST_DEVICES", ())
+    monkeypatch.setattr(toeplitz_choice, "is_recent_gpu", lambda device: recent)
+    model = seeded(TnnForCausalLM, tiny_config(tno_implementation=implementation))
+    model(torch.arange(20).view(2, 10))
+    assert said(caplog) == [f"Toeplitz products are computed by 'fused' instead of 'triton', which {MISSING}."]
 
 
 def test_nothing_is_said_of_auto(caplog):
-    with caplog.at_level("WARNING"):
-        seeded(TnnForCausalLM, tiny_config())(torch.arange(20).view(2, 10))
-    assert not [record for record in caplog.records if "Toeplitz" in record.getMessage()]
+    seeded(TnnForCausalLM, tiny_config())(torch.arange(20).view(2, 10))
+    assert not said(caplog)
 
 
-def test_the_chosen_product_computes(measured, monkeypatch):
+def test_the_chosen_product_computes(recent_gpu, monkeypatch):
     """Kernels are cut to the sequence before the number of taps counts."""
     called = []
-    for name in ("triton", "cudnn"):
-        monkeypatch.setitem(toeplitz.KERNELS, name, lambda v, *_, name=name: called.append(name) or v)
-    for length, taps in ((20, 8), (8, 200), (20, 9)):
+    monkeypatch.setitem(toeplitz.KERNELS, "triton", lambda v, kernel, *_: called.append(kernel.shape[1]) or v)
+    for length, taps in ((20, 8), (8, 600), (600, 600)):
         causal_toeplitz_matmul(random(2, length, 3).float(), random(3, taps).float(), "auto")
     causal_toeplitz_matmul(torch.ones(0, 5, 3), torch.ones(3, 2), "auto")  # no sequence: nothing to compute
-    assert called == ["triton", "triton", "cudnn"]
+    assert called == [8, 8]
 
 
 def test_auto_on_the_cpu_is_fused_bit_for_bit():
@@ -129,14 +127,16 @@ def test_repr(implementation):
     assert model.config.tno_implementation == implementation
 
 
-def test_description_of_a_measured_device(measured):
-    shown = "triton to 8 taps in float32, cudnn to 64 taps in float32, cudnn to 16 taps in bfloat16, else fused on cpu"
-    assert describe("auto", torch.device("cpu")) == f"auto ({shown})"
+def test_description_of_a_gpu(recent_gpu, monkeypatch):
+    device = torch.device("cpu")
+    assert describe("auto", device) == "auto (triton on cpu, to 512 taps in float32, else fused)"
+    monkeypatch.setattr(toeplitz_choice, "refused_by_triton", lambda *_: MISSING)
+    assert describe("auto", device) == f"auto (fused on cpu: triton {MISSING})"
 
 
 def test_auto_is_not_saved(tmp_path):
     """Which product is the fastest is a matter of the machine, and earlier versions know no `"auto"`."""
-    for implementation in ("auto", "fused", "eager", "triton", "cudnn"):
+    for implementation in ("auto", "fused", "eager", "triton"):
         config = tiny_config(tno_implementation=implementation)
         config.save_pretrained(tmp_path)
         saved = json.loads((tmp_path / "config.json").read_text())
@@ -146,17 +146,25 @@ def test_auto_is_not_saved(tmp_path):
         assert config.to_dict()["tno_implementation"] == implementation
 
 
+def test_a_folder_that_names_the_product_that_is_gone(tmp_path):
+    """It loads, and the machine chooses."""
+    seeded(TnnForCausalLM, tiny_config()).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"tno_implementation": "cudnn"}))
+    assert TnnForCausalLM.from_pretrained(tmp_path).model.layers[0].gtu.tno.implementation == "auto"
+
+
 def test_a_saved_folder_needs_no_package_of_gpus(tmp_path):
     """It carries their code; transformers refuses to load a file that needs a package which is not there."""
     TnnForCausalLM(tiny_config()).save_pretrained(tmp_path)
     files = {file.name: get_imports(file) for file in tmp_path.glob("*.py")}
-    assert {"toeplitz_triton.py", "toeplitz_cudnn.py", "toeplitz_measured.py"} <= files.keys()
-    assert not {"triton", "cudnn"} & {name for imports in files.values() for name in imports}
+    assert "toeplitz_triton.py" in files
+    assert "triton" not in {name for imports in files.values() for name in imports}
 
 
 def test_unknown_names():
-    names = "auto, fused, eager, cudnn, triton"
+    names = "auto, fused, eager, triton"
     with pytest.raises(ValueError, match=f"`implementation` must be one of {names}, got 'flash'"):
         causal_toeplitz_matmul(torch.ones(1, 2, 3), torch.ones(3, 2), "flash")
-    with pytest.raises(ValueError, match="one of 'auto', 'fused', 'eager', 'cudnn', 'triton', got 'flash'"):
+    with pytest.raises(ValueError, match="one of 'auto', 'fused', 'eager', 'triton', got 'flash'"):
         tiny_config(tno_implementation="flash")
