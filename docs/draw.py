@@ -1,6 +1,6 @@
 """Draw the pictures of the pages: a kernel, its matrix, a circulant one, the gated unit, the files of the package, how
-the kernels of FD fall, the stable denominators of RTF, time and memory by state size, and of classifiers by length,
-and how small language models learn.
+the kernels of FD fall, the stable denominators of RTF, time and memory by state size, of classifiers by length and
+of a training step on a GPU, and how small language models learn.
 
 Example:
     python docs/draw.py
@@ -237,6 +237,25 @@ def draw_bubbles():
     save(figure, "lra-bubbles")
 
 
+def draw_gpu_step():
+    """Time of a training step by length on a GPU, before and with the prototypes, beside transformers."""
+    lines = [
+        ("gpu-step", "`fused`, which `auto` took", "TNN (rpe), commit c73b996", "C0o--"),
+        ("gpu-step", "GPT-2", "GPT-2, the same loss", "C1o--"),
+        ("gpu-step-prototypes", "and 828 taps for 1,587", "TNN (rpe), prototypes", "C0o-"),
+        ("gpu-step-prototypes", "Llama with the loss, compiled", "Llama, compiled", "C2o-"),
+        ("gpu-step-prototypes", "GPT-2 with a compiled loss, compiled", "GPT-2, compiled", "C1o-"),
+    ]
+    figure, axes = pyplot.subplots(figsize=(6.5, 3.8), layout="constrained")
+    for name, what, label, style in lines:
+        milliseconds = next(row["ms"] for row in load(name)["rows"] if row["what"] == what)
+        axes.plot(("512", "2,048", "8,192"), milliseconds, style, markersize=4, label=label)
+    axes.set(xlabel="positions", ylabel="ms of a step of 16,384 tokens", ylim=(0, 100))
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8, loc="center left")
+    save(figure, "gpu-step")
+
+
 def plain_numbers(axes):
     """A logarithmic scale of perplexity whose marks are 60 and 200, not powers of ten."""
     axes.set(yscale="log")
@@ -290,6 +309,7 @@ def main():
     draw_state_size()
     draw_long_range()
     draw_bubbles()
+    draw_gpu_step()
 
 
 if __name__ == "__main__":

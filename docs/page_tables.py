@@ -10,10 +10,13 @@ A page has a table between `<!-- table NAME -->` and `<!-- end -->`. The file do
 
 A value in a row is a number, a text, a list (one value for each seed, or for each part of the cell), or a selection of
 another table, {"from": NAME, "where": {KEY: VALUE or [VALUES]}, "value": KEY}. A table of which README shows a part is
-a file with "from", "where" and columns of its own instead of rows.
+a file with "from", "where" and columns of its own instead of rows. What a program wrote stands in a folder below
+docs/figures ("from": "h100/gpu"), as it was or with the rows that the tables need. The parts of `tnn benchmark gpu`
+are rows with the key "part".
 
 Formats are those of Python, with one or two words before them: "bits" turns perplexity into bits per byte, "mean"
-takes the mean of a list, "range" adds its smallest and largest value. Otherwise a list is shown side by side.
+and "max" take the mean and the largest value of a list, "range" adds its smallest and largest value to the mean.
+Otherwise a list is shown side by side, and "{key[0]}" is its first value.
 
 `python docs/generate.py` writes all tables. A new row is a line in the JSON file.
 """
@@ -30,7 +33,7 @@ from tabulate import tabulate
 ROOT = Path(__file__).parents[1]
 FIGURES = ROOT / "docs" / "figures"
 TABLE = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-FORMAT = re.compile(r"(bits)?(mean|range)?(.*)")
+FORMAT = re.compile(r"(bits)?(mean|max|range)?(.*)")
 
 
 class Cells(Formatter):
@@ -48,6 +51,8 @@ class Cells(Formatter):
             values = [math.log2(perplexity) / self.bytes_per_token for perplexity in values]
         if not summary:
             return " / ".join(format(one, number) for one in values)
+        if summary == "max":
+            return format(max(values), number)
         mean = format(statistics.mean(values), number)
         return mean if summary == "mean" else f"{mean} ({min(values):{number}} to {max(values):{number}})"
 
@@ -59,6 +64,8 @@ def load(name: str) -> dict:
         ValueError: a selection finds nothing.
     """
     figures = json.loads((FIGURES / f"{name}.json").read_text(encoding="utf-8"))
+    if "parts" in figures:
+        figures["rows"] = [{"part": part["part"]} | row for part in figures["parts"] for row in part["rows"]]
     if "from" in figures:
         other = load(figures["from"])
         return {"bytes_per_token": other.get("bytes_per_token")} | figures | {"rows": select(other["rows"], figures)}
@@ -117,7 +124,7 @@ def side(cells: tuple[str, ...]) -> str:
 def keys_of(template: str) -> set[str]:
     """Of the row, those inside formats too."""
     fields = [(name, spec) for _, name, spec, _ in Formatter().parse(template) if name]
-    return {name for name, _ in fields} | {key for _, spec in fields for key in keys_of(spec)}
+    return {name.partition("[")[0] for name, _ in fields} | {key for _, spec in fields for key in keys_of(spec)}
 
 
 def origin(figures: dict) -> list[str]:

@@ -183,8 +183,20 @@ def test_cells_of_a_table(figures):
     figures("part", **{"from": "one", "where": {"model": "b"}, "columns": {"bits": "{perplexity:bits.1f}"}})
     assert "1.0" in page_tables.table("part") and "2.0" not in page_tables.table("part")
     chosen = {"from": "one", "where": {"model": ["a", "b"]}, "value": "perplexity"}
-    figures("other", columns={"both": "{both:.0f}"}, rows=[{"both": [chosen, 1]}])
-    assert "16 / 4 / 1" in page_tables.table("other")
+    columns = {"all": "{all:.0f}", "second": "{all[1]:.1f}", "largest": "{all:max.2f}"}
+    figures("other", columns=columns, rows=[{"all": [chosen, 1]}])
+    assert [cell.strip() for cell in page_tables.table("other").splitlines()[2].split("|")[1:-1]] == [
+        "16 / 4 / 1",
+        "4.0",
+        "16.00",
+    ]
+
+
+def test_parts_of_the_benchmark_of_a_gpu_are_rows(figures):
+    figures("gpu", parts=[{"part": "training", "rows": [{"way": "fused", "ms": 2}]}, {"part": "memory", "rows": []}])
+    chosen = {"from": "gpu", "where": {"part": "training", "way": "fused"}, "value": "ms"}
+    figures("one", columns={"ms": "{ms}"}, rows=[{"ms": chosen}])
+    assert "|    2 |" in page_tables.table("one")
 
 
 def test_figures_that_are_not_there(figures):
