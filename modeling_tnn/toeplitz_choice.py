@@ -18,7 +18,7 @@ from .numerics import check_implementation, compute_dtype, is_on_host, keeps_pro
 logger = logging.get_logger(__name__)
 
 # In float32 each product is three on the tensor cores. With more taps, counted on both sides, "auto" takes the fused
-# product (measured on an H100: 1.05 to 1.47 times as fast as fused up to here, 0.38 to 0.84 beyond, for long inputs).
+# product (measured on an H100: 0.96 to 1.47 times as fast as fused up to here, 0.38 to 0.84 beyond, for long inputs).
 MOST_TAPS_OF_FLOAT32 = 512
 
 MISSING = "needs the package triton, which is not installed (`pip install triton`, on Windows `triton-windows`)"
