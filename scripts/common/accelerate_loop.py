@@ -49,7 +49,8 @@ LARGEST_SAFE_RADIUS = 1 - 1e-6
 COMPILED = "_orig_mod."
 
 TRAINING_MEMORY = (
-    "give a smaller --per_device_train_batch_size with more --gradient_accumulation_steps, or --gradient_checkpointing"
+    "give a smaller --per_device_train_batch_size with more --gradient_accumulation_steps (which follow from "
+    "--global_batch_tokens), or --gradient_checkpointing"
 )
 
 

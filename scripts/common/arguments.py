@@ -27,7 +27,12 @@ if TYPE_CHECKING:  # a command line is read before these are imported
 # A comma outside of brackets, which hold lists and mappings.
 BETWEEN_OVERRIDES = r",(?![^\[{]*[\]}])"
 # An option of a recipe, and what replaces it on the command line.
-REPLACED_BY = {"seed": "--seeds", "seeds": "--seed"}
+REPLACED_BY = {
+    "seed": "--seeds",
+    "seeds": "--seed",
+    "global_batch_tokens": "--gradient_accumulation_steps",
+    "gradient_accumulation_steps": "--global_batch_tokens",
+}
 # Other data replace those of a recipe, with all options that describe these.
 DATA = {"--train_file", "--dataset_name"}
 OF_DATA = {

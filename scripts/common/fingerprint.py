@@ -12,9 +12,9 @@ from tnn_scripts.common.pretrain_arguments import DEFAULT_SCHEDULE, PretrainArgu
 # how the same steps are computed, which changes the weights by rounding alone.
 PASSES = ("per_device_train_batch_size", "gradient_accumulation_steps", "processes")
 FREE_ARGUMENTS = {
-    *PASSES, "max_steps", "lr_scheduler_kwargs", "output_dir", "per_device_eval_batch_size", "eval_steps",
-    "max_eval_blocks", "logging_steps", "checkpointing_steps", "save_total_limit", "resume_from_checkpoint",
-    "report_to", "push_to_hub", "hub_model_id", "hub_private_repo", "overwrite_output_dir",
+    *PASSES, "global_batch_tokens", "max_steps", "lr_scheduler_kwargs", "output_dir", "per_device_eval_batch_size",
+    "eval_steps", "max_eval_blocks", "logging_steps", "checkpointing_steps", "save_total_limit",
+    "resume_from_checkpoint", "report_to", "push_to_hub", "hub_model_id", "hub_private_repo", "overwrite_output_dir",
     "dataloader_num_workers", "ddp_timeout",
     "use_cpu", "torch_compile", "gradient_checkpointing",
 }  # fmt: skip

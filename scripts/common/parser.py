@@ -57,10 +57,11 @@ SECTIONS = {
     },
     "training": {
         "max_steps": "Number of optimizer steps; a positive number overrides the number of epochs.",
-        "per_device_train_batch_size": "Rows on a device in a forward pass.",
+        "per_device_train_batch_size": "Rows on a device in a forward pass. pretrain.py has 8 unless given, but see "
+        "--global_batch_tokens.",
         "per_device_eval_batch_size": "Rows on a device in a forward pass of the evaluation.",
         "mixed_precision": "Precision: no, bf16 or fp16; that of accelerate unless given, or no.",
-        "gradient_accumulation_steps": "Forward passes in an optimizer step.",
+        "gradient_accumulation_steps": "Forward passes in an optimizer step; they follow from --global_batch_tokens.",
         "learning_rate": "Peak of the learning rate. pretrain.py takes that of the preset, with its schedule, unless "
         "given, and finetune_glue.py that of the size of a TNN.",
         "lr_scheduler_type": "Schedule of the learning rate, by the name in transformers: linear, cosine, ... "

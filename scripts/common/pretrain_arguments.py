@@ -20,6 +20,7 @@ AT_LEAST_ONE = (
     "per_device_train_batch_size",
     "per_device_eval_batch_size",
     "gradient_accumulation_steps",
+    "global_batch_tokens",
     "logging_steps",
     "checkpointing_steps",
     "save_total_limit",
@@ -31,6 +32,8 @@ AT_LEAST_ONE = (
     "shuffle_buffer_size",
     "num_shards",
 )
+# The blocks of a forward pass, unless given or found by what fits a GPU.
+DEFAULT_BLOCKS = 8
 # The schedule of a learning rate that was given.
 DEFAULT_SCHEDULE = {"lr_scheduler_type": "cosine", "warmup_steps": 0.1}
 AT_LEAST_ZERO = ("weight_decay", "warmup_steps", "max_grad_norm", "seed", "dataloader_num_workers")
@@ -76,9 +79,14 @@ class PretrainArguments(GroupArguments):
 
     dry_run: bool = False
     max_steps: int = 1000
-    per_device_train_batch_size: int = 8
+    global_batch_tokens: int | None = option(
+        None,
+        "Tokens in a step of the optimizer, over all devices. The rows of a forward pass are then what fits a GPU (8 "
+        "on a CPU) unless given, and the number of passes follows.",
+    )
+    per_device_train_batch_size: int | None = None
     per_device_eval_batch_size: int = 8
-    gradient_accumulation_steps: int = 1
+    gradient_accumulation_steps: int | None = None
     learning_rate: float | None = None
     lr_scheduler_type: str | None = None
     lr_scheduler_kwargs: str | None = None
@@ -136,6 +144,7 @@ class PretrainArguments(GroupArguments):
         if self.lr_scheduler_kwargs is not None:  # they belong to a schedule
             self.lr_scheduler_type = self.lr_scheduler_type or DEFAULT_SCHEDULE["lr_scheduler_type"]
         self._require("mlm_probability", 0 < self.mlm_probability < 1, "in (0, 1)")
+        self._check_batch()
         self._check_sources()
         if self.report_to != "none" and find_spec(self.report_to) is None:
             raise ValueError(f"--report_to must be an installed tracker, got {self.report_to}. Install it with pip.")
@@ -144,6 +153,15 @@ class PretrainArguments(GroupArguments):
         for source in self.dataset_name:
             check_source(source)
         self.check_schedule()
+
+    def _check_batch(self):
+        """Fill in the numbers that were not given, unless they follow from the global batch."""
+        if self.global_batch_tokens is None:
+            self.per_device_train_batch_size = self.per_device_train_batch_size or DEFAULT_BLOCKS
+            self.gradient_accumulation_steps = self.gradient_accumulation_steps or 1
+        else:
+            passes = self.gradient_accumulation_steps
+            self._require("gradient_accumulation_steps", passes is None, "absent with --global_batch_tokens")
 
     def _check_sources(self):
         streaming, names = self.streaming, self.dataset_name

@@ -44,6 +44,7 @@ from tnn_scripts.common.devices import MemoryExceededError, suggest_smaller
 from tnn_scripts.common.dry_run import describe_run, measure_step
 from tnn_scripts.common.lm_loss import summed_loss
 from tnn_scripts.common.loading import load
+from tnn_scripts.common.micro_batch import blocks_of_process, choose_micro_batch
 from tnn_scripts.common.pretrain_arguments import PretrainArguments
 from tnn_scripts.common.processes import LostProcessError, watching_processes
 from tnn_scripts.common.publishing import open_repository, upload
@@ -78,9 +79,7 @@ def build_accelerator(args: PretrainArguments) -> Accelerator:
         mixed_precision=args.mixed_precision,
         dynamo_backend="inductor" if args.torch_compile else None,
         # All forward passes of a step are fetched at once, so the end of the data does not mark the last one.
-        gradient_accumulation_plugin=GradientAccumulationPlugin(
-            num_steps=args.gradient_accumulation_steps, sync_with_dataloader=False
-        ),
+        gradient_accumulation_plugin=GradientAccumulationPlugin(sync_with_dataloader=False),
         dataloader_config=DataLoaderConfiguration(non_blocking=True),
         log_with=None if args.report_to == "none" else args.report_to,
         project_dir=args.output_dir,
@@ -240,6 +239,7 @@ def build(args: PretrainArguments, accelerator: Accelerator) -> Pretraining:
     """The run with all its parts, in the state of the checkpoint if there is one."""
     check_before_start(args)
     config = build_config(args)
+    blocks_of_process(args, accelerator.num_processes)  # before the text is read
     if (line := choose_schedule(args, config)) is not None:
         logger.info("%s", line)
     tokenizer, train, validation = build_data(args, accelerator, config)
@@ -255,6 +255,9 @@ def build(args: PretrainArguments, accelerator: Accelerator) -> Pretraining:
         "" if accelerator.num_processes == 1 else "es",
         accelerator.device.type,
     )
+    line = choose_micro_batch(args, accelerator, model)
+    if args.global_batch_tokens is not None:
+        logger.info("%s", line)
     if args.resume_from_checkpoint is None and accelerator.is_main_process:
         remove_checkpoints(Path(args.output_dir))  # of a run that is overwritten
     pretraining = Pretraining(args, accelerator, model, tokenizer, train, validation)
@@ -362,6 +365,7 @@ def dry_run(args: PretrainArguments, accelerator: Accelerator):
     """
     model = build_model(args, build_config(args))
     with suggest_smaller("a training step", "--per_device_train_batch_size, --block_size or --gradient_checkpointing"):
+        line = choose_micro_batch(args, accelerator, model)
         ids = torch.randint(model.config.vocab_size, (args.per_device_train_batch_size, args.block_size))
         seconds, memory = measure_step(
             model,
@@ -372,7 +376,8 @@ def dry_run(args: PretrainArguments, accelerator: Accelerator):
     passes = args.gradient_accumulation_steps
     tokens = args.per_device_train_batch_size * args.block_size * passes * accelerator.num_processes
     device = f"{accelerator.num_processes} x {accelerator.device.type}"
-    logger.info("%s", describe_run(model.num_parameters(), args.max_steps, tokens, seconds * passes, memory, device))
+    estimate = describe_run(model.num_parameters(), args.max_steps, tokens, seconds * passes, memory, device)
+    logger.info("%s\n%s", line, estimate)
 
 
 def start(args: PretrainArguments):

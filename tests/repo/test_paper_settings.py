@@ -124,7 +124,10 @@ def settings_of(recipe: str) -> dict:
     fields = yaml.safe_load((ROOT / "configuration" / "recipes" / f"{recipe}.yaml").read_text())
     numbers = {name: float(value) for name, value in fields.items() if name.endswith(("_rate", "_epsilon"))}
     fields |= numbers  # YAML reads 1e-6 as a text
-    fields["batch"] = fields["per_device_train_batch_size"] * fields.get("gradient_accumulation_steps", 1)
+    if "global_batch_tokens" in fields:
+        fields["batch"] = fields["global_batch_tokens"] / fields["block_size"]
+    else:
+        fields["batch"] = fields["per_device_train_batch_size"] * fields.get("gradient_accumulation_steps", 1)
     if recipe.startswith("lra/"):
         fields["hidden_dropout_prob"] = load_preset(fields["config_name"]).hidden_dropout_prob
         if fields.get("operator_learning_rate") is not None:  # such operators have no decay unless one is given

@@ -64,7 +64,7 @@ def runs(tmp_path_factory):
                "--max_steps", 12, "--learning_rate", 0.01, "--checkpointing_steps", 6, "--eval_steps", 5,
                "--per_device_eval_batch_size", 5]  # fmt: skip
     run_script("pretrain", *options, "--output_dir", folder / "one", "--per_device_train_batch_size", 6)
-    two = [*options, "--output_dir", folder / "two", "--per_device_train_batch_size", 3]
+    two = [*options, "--output_dir", folder / "two", "--global_batch_tokens", 6 * 32]
     output = launch(*two)
     assert (folder / "two" / "metrics.json").exists(), output
     return folder, two

@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import shutil
 
 import pytest
 import torch
@@ -86,6 +87,26 @@ def test_accumulation_is_a_larger_batch(options, tmp_path):
     assert_same_weights(tmp_path / "one", tmp_path / "three", tolerance=2e-5)
     one, three = metrics_of(tmp_path / "one"), metrics_of(tmp_path / "three")
     assert one["loss"] == pytest.approx(three["loss"], abs=1e-5)
+
+
+def test_a_global_batch_in_tokens(options, tmp_path):
+    """It is the batch of the same blocks, and a run goes on from a checkpoint with any number of them in a pass."""
+    options += ["--config_overrides", "hidden_dropout_prob=0", "--max_steps", 6, "--checkpointing_steps", 3]
+    whole, tokens = tmp_path / "whole", tmp_path / "tokens"
+    run_script("pretrain", *options, "--output_dir", whole, "--per_device_train_batch_size", 8)
+    place = options.index("--per_device_train_batch_size")
+    del options[place : place + 2]
+    run_script("pretrain", *options, "--global_batch_tokens", 256, "--output_dir", tokens)
+    assert_same_weights(whole, tokens)
+    given = json.loads((tokens / "training_args.json").read_text())
+    assert (given["per_device_train_batch_size"], given["gradient_accumulation_steps"]) == (8, 1)
+    for folder in (tokens / "best", tokens / "checkpoint-6"):
+        shutil.rmtree(folder)
+    run_script("pretrain", *options, "--global_batch_tokens", 256, "--per_device_train_batch_size", 2,
+               "--resume_from_checkpoint", "latest", "--output_dir", tokens)  # fmt: skip
+    given = json.loads((tokens / "training_args.json").read_text())
+    assert (given["per_device_train_batch_size"], given["gradient_accumulation_steps"]) == (2, 4)
+    assert_same_weights(whole, tokens, tolerance=2e-5)
 
 
 def test_compiled(options, tmp_path, monkeypatch):

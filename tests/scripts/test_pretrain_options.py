@@ -1,17 +1,25 @@
 """Options of pretraining: what is refused and when, recipes, presets, and the estimate of a run."""
 
+import copy
 import json
 import logging
 import re
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
+import torch
+from accelerate import Accelerator
 from transformers import GPT2Config
 
+from helpers.models import seeded, tiny_config
 from helpers.scripts import ROOT, pretrain_options, run_script, write_config, write_text
+from modeling_tnn import TnnForCausalLM
 from modeling_tnn.configuration_tnn import LENGTH_FIELDS
+from tnn_scripts.common import micro_batch
 from tnn_scripts.common.arguments import parse_arguments, training_options
 from tnn_scripts.common.chosen_schedule import choose_schedule
+from tnn_scripts.common.devices import MemoryExceededError
 from tnn_scripts.common.pretrain_arguments import PretrainArguments
 from tnn_scripts.data.text import load_corpus, train_tokenizer
 from tnn_scripts.options.glue import GlueArguments
@@ -76,6 +84,7 @@ def test_refused(name, tmp_path):
         (["--lr_scheduler_kwargs", "x=1"], "--lr_scheduler_kwargs must be a JSON object for cosine, got x=1"),
         (["--max_pole_radius", "1"], r"--max_pole_radius must be in \(0, 1\), got 1.0"),
         (["--max_steps", "0"], "--max_steps must be at least 1, got 0"),
+        (["--global_batch_tokens", 64, "--gradient_accumulation_steps", 2], "absent with --global_batch_tokens, got"),
         (["--optim", "adamw_troch"], "did you mean --optim adamw_torch[?] --optim must be one of"),
         (["--report_to", "mlflow"], "one of none, tensorboard, wandb, trackio"),
         (["--dataset_name", "x", "--train_file", "y"], "--dataset_name must be absent with --train_file, got x"),
@@ -116,6 +125,78 @@ def test_help(script, capsys):
         run_script(script, "--help")
     shown = capsys.readouterr().out
     assert error.value.code == 0 and f"\n    python scripts/{script}.py --" in shown and "--output_dir" in shown
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        ([], (65536, None, None)),
+        (["--per_device_train_batch_size", 4], (65536, 4, None)),
+        (["--gradient_accumulation_steps", 4], (None, 8, 4)),  # as before the recipe had tokens
+    ],
+)
+def test_the_batch_of_a_recipe(given, expected, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["x", "--recipe", "wikitext103", *map(str, given)])
+    (args,) = parse_arguments([PretrainArguments], "")
+    found = args.global_batch_tokens, args.per_device_train_batch_size, args.gradient_accumulation_steps
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    "tokens, size, processes, message",
+    [
+        (100, None, 1, r"--global_batch_tokens must be a multiple of 32 \(the --block_size\), got 100"),
+        (96, None, 2, r"must be a multiple of 64 \(2 x 32, a block for each process\), got 96"),
+        (384, 4, 2, r"--per_device_train_batch_size must divide the 6 blocks of a process in a step .*, got 4"),
+    ],
+)
+def test_a_batch_of_no_whole_passes(tokens, size, processes, message):
+    args = PretrainArguments(global_batch_tokens=tokens, per_device_train_batch_size=size, block_size=32)
+    with pytest.raises(ValueError, match=message):
+        micro_batch.blocks_of_process(args, processes)
+
+
+def batch_on_a_gpu(fitting, processes=1, **fields):
+    """Arguments with the blocks of a pass that are chosen for GPUs on which so many blocks fit, for each process."""
+    args = PretrainArguments(global_batch_tokens=96 * 32 * processes, block_size=32, **fields)
+    state = SimpleNamespace(device=torch.device("cuda"), num_processes=processes, distributed_type="MULTI_GPU")
+
+    def try_step(args, accelerator, model, size):
+        if size > fitting[0]:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    def gather_object(own):
+        return own + [micro_batch.largest_divisor(96, int(most)) for most in fitting[1:]]
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(micro_batch, "try_step", try_step)
+        patched.setattr(micro_batch, "gather_object", gather_object)
+        line = micro_batch.choose_micro_batch(args, state, None)
+    assert state.gradient_accumulation_steps == args.gradient_accumulation_steps
+    return line, args.per_device_train_batch_size, args.gradient_accumulation_steps
+
+
+def test_a_batch_that_fits_the_gpu(monkeypatch):
+    """The largest one of the whole, a half and so on; the same for all processes."""
+    assert batch_on_a_gpu([1000])[1:] == (96, 1)
+    assert batch_on_a_gpu([50])[1:] == (48, 2)
+    assert batch_on_a_gpu([20])[1:] == (12, 8)
+    assert batch_on_a_gpu([1000, 6], processes=2)[1:] == (6, 16)
+    assert batch_on_a_gpu([0.5], per_device_train_batch_size=32)[1:] == (32, 3), "by hand"
+    with pytest.raises(MemoryExceededError, match="not enough memory for a training step with one block"):
+        batch_on_a_gpu([1000, 0.5], processes=2)
+    monkeypatch.setattr(micro_batch, "MOST_TOKENS", 1000)
+    assert batch_on_a_gpu([1000])[0] == "24 blocks of 32 tokens in a forward pass, 4 passes in a step of each process"
+
+
+def test_a_trial_leaves_no_trace(monkeypatch):
+    memory = SimpleNamespace(total_memory=1000)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
+    model = seeded(TnnForCausalLM, tiny_config(norm_type="batchnorm", hidden_dropout_prob=0.1))
+    before = copy.deepcopy(model.state_dict())
+    micro_batch.try_step(PretrainArguments(block_size=16), Accelerator(cpu=True), model, 3)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_recipe_comes_before_options(tmp_path):
@@ -170,6 +251,7 @@ def test_dry_run(objective, tmp_path, caplog):
     options = ["--objective", objective, "--config_name", config, "--output_dir", output, "--max_steps", 7]
     with caplog.at_level(logging.INFO, "pretrain"):
         run_script("pretrain", *options, "--gradient_accumulation_steps", 3, "--gradient_checkpointing", "--dry_run")
+    assert "8 blocks of 32 tokens in a forward pass, 3 passes in a step of each process\n" in caplog.text
     assert "7 steps of 768 tokens: 5,376 tokens" in caplog.text  # 8 blocks of 32, three times
     assert re.search(r"about \d+ seconds on 1 x cpu: .* tokens/s\nabout \d+\.\d GiB of memory", caplog.text)
     assert not output.exists()

@@ -1,0 +1,123 @@
+"""The blocks of a forward pass, where the global batch is given in tokens.
+
+A step of the optimizer has the same blocks, and the same mean loss, for any of them. So the largest that fits a GPU is
+taken, and the number of forward passes follows. On other devices the number is small and fixed.
+"""
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, gather_object
+from accelerate.utils.memory import clear_device_cache
+
+from tnn_scripts.common.devices import MemoryExceededError, is_out_of_memory
+from tnn_scripts.common.lm_loss import summed_loss
+from tnn_scripts.common.pretrain_arguments import DEFAULT_BLOCKS, PretrainArguments
+
+# More tokens in a forward pass only take more memory.
+MOST_TOKENS = 65_536
+# The part of a GPU that a trial leaves free: evaluations, workspaces of libraries, memory between pieces.
+FREE_SHARE = 0.1
+
+
+def blocks_of_process(args: PretrainArguments, processes: int) -> int:
+    """The blocks that each process computes in a step.
+
+    Raises:
+        ValueError: the global batch is not made of blocks, as many for each process, or the given micro-batch does not
+            divide them.
+    """
+    if args.global_batch_tokens is None:
+        return args.per_device_train_batch_size * args.gradient_accumulation_steps
+    unit, size = args.block_size * processes, args.per_device_train_batch_size
+    blocks, rest = divmod(args.global_batch_tokens, unit)
+    if rest:
+        of = f"{processes} x {args.block_size}, a block for each process" if processes > 1 else "the --block_size"
+        raise ValueError(f"--global_batch_tokens must be a multiple of {unit} ({of}), got {args.global_batch_tokens}")
+    if size is not None and blocks % size:
+        raise ValueError(
+            f"--per_device_train_batch_size must divide the {blocks} blocks of a process in a step "
+            f"(--global_batch_tokens {args.global_batch_tokens}), got {size}"
+        )
+    return blocks
+
+
+def choose_micro_batch(args: PretrainArguments, accelerator: Accelerator, model: torch.nn.Module) -> str:
+    """Set the blocks of a forward pass and the number of passes of `args` and `accelerator`. Says them.
+
+    Args:
+        model: not prepared by the accelerator; it moves to the device. Its gradients are removed.
+
+    Raises:
+        MemoryExceededError: not even one block fits into the memory of a process.
+    """
+    blocks, size = blocks_of_process(args, accelerator.num_processes), args.per_device_train_batch_size
+    if size is None:
+        sharded = accelerator.distributed_type == DistributedType.FSDP
+        if accelerator.device.type != "cuda" or sharded:  # a shard cannot be tried alone
+            size = largest_divisor(blocks, DEFAULT_BLOCKS)
+        else:
+            size = largest_that_fits(args, accelerator, model, blocks)
+    passes = blocks // size
+    args.per_device_train_batch_size = size
+    args.gradient_accumulation_steps = accelerator.gradient_accumulation_steps = passes
+    return f"{size} blocks of {args.block_size} tokens in a forward pass, {passes} passes in a step of each process"
+
+
+def largest_that_fits(args: PretrainArguments, accelerator: Accelerator, model: torch.nn.Module, blocks: int) -> int:
+    """The largest of `blocks`, their half and so on that fits into the memory of every process.
+
+    Each process tries its own copy of the model, without messages: one that runs out of memory keeps none waiting.
+
+    Raises:
+        MemoryExceededError: none does.
+    """
+    size = largest_divisor(blocks, max(1, MOST_TOKENS // args.block_size))
+    while size:
+        clear_device_cache(garbage_collection=True)
+        try:
+            try_step(args, accelerator, model, size)
+            break
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+        size = largest_divisor(size, size // 2)
+    clear_device_cache(garbage_collection=True)
+    size = min(gather_object([size]))
+    if not size:
+        raise MemoryExceededError(
+            f"There is not enough memory for a training step with one block: give a --block_size below "
+            f"{args.block_size}, or --gradient_checkpointing."
+        )
+    return size
+
+
+def try_step(args: PretrainArguments, accelerator: Accelerator, model: torch.nn.Module, size: int):
+    """Compute two forward and backward passes with `size` blocks, beside what else a training takes of the memory.
+
+    Raises:
+        torch.OutOfMemoryError: they do not fit.
+    """
+    device = accelerator.device
+    model.train().to(device)
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    copies = 2 + (accelerator.num_processes > 1)  # AdamW's moments; DDP's buckets
+    free = int(FREE_SHARE * torch.cuda.get_device_properties(device).total_memory)
+    held = torch.empty(copies * weights + free, dtype=torch.uint8, device=device)
+    statistics = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    ids = torch.randint(model.config.vocab_size, (size, args.block_size), device=device)
+    try:
+        for _ in range(2):  # the second has the gradients of the first
+            with accelerator.autocast():
+                batch = {"input_ids": ids, "labels": ids}
+                loss = summed_loss(model, model.config, batch, args.objective == "clm")
+            loss.backward()
+    finally:
+        del held
+        model.zero_grad(set_to_none=True)
+        for buffer, before in statistics:
+            buffer.copy_(before)
+
+
+def largest_divisor(number: int, most: int) -> int:
+    """The largest divisor of `number` that is at most `most`; 0 if there is none."""
+    return next((divisor for divisor in range(min(number, most), 0, -1) if number % divisor == 0), 0)
