@@ -33,7 +33,7 @@ CHOICES = {
     "norm_type": ("simplermsnorm", "rmsnorm", "gatedrmsnorm", "scalenorm", "layernorm", "batchnorm"),
     "rpe_norm_type": (None, "simplermsnorm", "rmsnorm", "gatedrmsnorm", "scalenorm", "layernorm"),
     "norm_position": ("pre", "post", "res_post"),
-    "initializer": ("torch", "normal", "normal_gtu"),
+    "initializer": ("torch", "normal", "normal_gtu", "small_embeddings"),
     "spatial_dims": (1, 2),
     "spatial_mixing": ("product", "sum"),
     "position_embedding": (None, "sinusoidal"),
@@ -296,6 +296,8 @@ class TnnConfig(PreTrainedConfig):
         initializer (`str`): `"torch"`: PyTorch's default for linear layers and N(0, 1/d) for embeddings (the
             causal models of the papers); `"normal"`: N(0, initializer_range^2) and zero biases (as BERT);
             `"normal_gtu"`: as `"torch"`, but N(0, initializer_range^2) for weights and biases of the GTU.
+            `"small_embeddings"`: as `"torch"`, but N(0, d^-1.5) for embeddings. Then the loss of a new language model
+            is near the logarithm of the vocabulary, since the token just read no longer has the largest logit.
         initializer_range (`float`): Standard deviation for `"normal"` and `"normal_gtu"`.
         use_cache (`bool`): Whether causal models return a cache, the state that continues a sequence.
         tie_word_embeddings (`bool`): Whether the language modelling heads share the input embeddings.

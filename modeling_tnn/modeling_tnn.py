@@ -90,6 +90,10 @@ from .tno import ToeplitzOperator
 # that walks the operators of a model (precision, conversion, caches, plans, pictures) then knows every mixer.
 TOEPLITZ_MIXERS = {GTU: TnnGatedToeplitzUnit, HYENA: TnnHyena, S4: TnnS4Mixer}
 
+# From `initializer` to the standard deviation of embeddings, as a power of d. With -0.5 and tied output weights the
+# token just read has a logit of up to d^0.5, with -0.75 of up to d^0.25; other logits have a deviation of d^-0.25.
+EMBEDDING_POWERS = {"torch": -0.5, "normal_gtu": -0.5, "small_embeddings": -0.75}
+
 
 class TnnGatedLinearUnit(nn.Module):
     """The channel mixer: a gated linear unit, or with `mlp_act` an MLP, which has no gate."""
@@ -217,8 +221,8 @@ class TnnPreTrainedModel(FixedKernelsMixin, PreTrainedModel):
             init.normal_(module.bias, std=self.config.initializer_range)
         elif self.config.initializer != "normal" and isinstance(module, (nn.Linear, nn.Conv2d)):
             module.reset_parameters()
-        if self.config.initializer != "normal" and isinstance(module, nn.Embedding):
-            init.normal_(module.weight, std=self.config.hidden_size**-0.5)
+        if self.config.initializer in EMBEDDING_POWERS and isinstance(module, nn.Embedding):
+            init.normal_(module.weight, std=self.config.hidden_size ** EMBEDDING_POWERS[self.config.initializer])
         if module is getattr(self, "lm_head", None) and module.bias is not None:
             init.zeros_(module.bias)
         if isinstance(module, GatedRMSNorm):

@@ -1,6 +1,7 @@
 """The behaviour of transformers models: outputs, losses, gradients, precision, tracing."""
 
 import copy
+import math
 import pickle
 
 import pytest
@@ -282,19 +283,45 @@ def test_lengths_have_no_maximum(variant):
         assert model(**batch(length)).last_hidden_state.isfinite().all()
 
 
-@pytest.mark.parametrize("initializer", ["torch", "normal"])
-def test_initialisation(initializer):
+@pytest.mark.parametrize(
+    "initializer, deviation", [("torch", 32**-0.5), ("normal", 0.05), ("small_embeddings", 32**-0.75)]
+)
+def test_initialisation(initializer, deviation):
     config = tiny_config("rpe", False, initializer=initializer, initializer_range=0.05, vocab_size=5000)
     model = seeded(TnnForMaskedLM, config)
     embeddings, linear = model.model.embed_tokens.weight, model.model.layers[0].gtu.u_proj
-    expected = 32**-0.5 if initializer == "torch" else 0.05
-    assert embeddings.std().item() == pytest.approx(expected, rel=0.02)
+    assert embeddings.std().item() == pytest.approx(deviation, rel=0.02)
     bound = 32**-0.5
     assert not model.lm_head.bias.any()
-    if initializer == "torch":
-        assert bound * 0.95 < linear.weight.abs().max() <= bound and linear.bias.abs().max() > 0
-    else:
+    if initializer == "normal":
         assert linear.weight.std().item() == pytest.approx(0.05, rel=0.1) and linear.bias.abs().max() == 0
+    else:
+        assert bound * 0.95 < linear.weight.abs().max() <= bound and linear.bias.abs().max() > 0
+
+
+# Of commit 1c5047e: the first three embeddings, and weights of the last output projection.
+FIRST_WEIGHTS = {
+    "torch": [-0.041459, -0.208515, 0.190742, 0.019053, 0.039766, 0.096523],
+    "normal": [-0.004749, 0.007069, -0.04192, 0.016341, -0.00146, 0.001901],
+    "normal_gtu": [-0.041459, -0.208515, 0.190742, -0.026095, -0.025496, 0.000718],
+}
+
+
+@pytest.mark.parametrize("initializer", FIRST_WEIGHTS)
+def test_equal_seeds_give_the_weights_of_earlier_versions(initializer):
+    model = seeded(TnnForCausalLM, tiny_config(initializer=initializer)).model
+    found = [*model.embed_tokens.weight[0, :3].tolist(), *model.layers[1].gtu.o_proj.weight[0, :3].tolist()]
+    assert found == pytest.approx(FIRST_WEIGHTS[initializer], abs=1e-6)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_new_language_model_prefers_no_word(variant, tied):
+    """With embeddings of width 1, tied, the token just read is preferred: ln V + 2 here, more in wider models."""
+    fields = {"hidden_size": 64, "vocab_size": 1000, "scale_embedding": True, "tie_word_embeddings": tied}
+    text = torch.randint(1000, (2, 64), generator=torch.Generator().manual_seed(0))
+    head = TnnForCausalLM if variant[1] else TnnForMaskedLM
+    model = seeded(head, tiny_config(*variant, initializer="small_embeddings", **fields))
+    assert model(input_ids=text, labels=text.roll(-1, 1)).loss.item() == pytest.approx(math.log(1000), abs=0.3)
 
 
 def test_initialisation_is_reproducible(variant):
