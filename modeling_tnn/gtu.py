@@ -23,6 +23,9 @@ from .tno_auto import build_tno
 class TnnGatedToeplitzUnit(nn.Module):
     """The token mixer: a Toeplitz operator inside a gate."""
 
+    # Whether the inputs of its operator are those of a linear layer.
+    projects_inputs = True
+
     def __init__(self, config: PreTrainedConfig, layer_idx: int):
         super().__init__()
         self.u_proj = nn.Linear(config.hidden_size, config.gtu_dim)

@@ -114,6 +114,9 @@ class ShortConvolution(ToeplitzOperator):
 class TnnHyena(nn.Module):
     """The token mixer of the equations above. Its operator is at `tno`, as in the gated Toeplitz unit."""
 
+    # Whether the inputs of its operator are those of a linear layer.
+    projects_inputs = True
+
     def __init__(self, config: PreTrainedConfig, layer_idx: int):
         super().__init__()
         rank = config.hyena_rank

@@ -154,6 +154,14 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def projected_dtype(x: torch.Tensor) -> torch.dtype:
+    """The dtype of a linear map of `x` in the present context: autocast has one of its own."""
+    kind = x.device.type
+    if x.is_meta or x.dtype is torch.float64 or not torch.is_autocast_enabled(kind):
+        return x.dtype
+    return torch.get_autocast_dtype(kind)
+
+
 def without_narrowing(fn: Callable, kept: Iterable[torch.Tensor | None]) -> Callable:
     """`fn` of `nn.Module._apply`, such as a cast, after which the tensors `kept` are in float32 or float64 still."""
     kept = [tensor for tensor in kept if tensor is not None]  # their ids are taken as long as they are here

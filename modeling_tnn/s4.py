@@ -23,6 +23,9 @@ from .tno_auto import build_tno
 class TnnS4Mixer(nn.Module):
     """The token mixer of the equation above. Its operator is at `tno`, as in the gated Toeplitz unit."""
 
+    # Whether the inputs of its operator are those of a linear layer.
+    projects_inputs = False
+
     def __init__(self, config: PreTrainedConfig, layer_idx: int):
         super().__init__()
         self.tno = build_tno(config, layer_idx)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers.utils.generic import maybe_autocast
 
-from .numerics import is_fused, is_on_host, is_plain, must_be_eager
+from .numerics import is_fused, is_on_host, is_plain, must_be_eager, projected_dtype
 
 PACKAGE = __name__.rpartition(".")[0]
 
@@ -54,11 +54,14 @@ def kernels_of_layers(layers: Sequence[nn.Module], hidden_states: torch.Tensor) 
     recomputed = any(layer.gradient_checkpointing and layer.training for layer in layers)
     if recomputed or not are_alike(operators, device) or not is_fused(operators[0].implementation):
         return apart
-    first, taps = operators[0], min(length, operators[0].kernel_length() or length)
+    dtype = projected_dtype(hidden_states) if layers[0].gtu.projects_inputs else hidden_states.dtype
+    like = hidden_states.new_empty(*hidden_states.shape[:2], 0, dtype=dtype)
+    first = operators[0]
+    taps = min(first.lags_of(like), first.kernel_length() or length)
     if len(layers) * first.channels * taps * (1 if first.causal else 2) > LARGEST:
         return apart
     with maybe_autocast(device_type=device.type, enabled=False):
-        return first.kernels_of_layers(operators, hidden_states)
+        return first.kernels_of_layers(operators, like)
 
 
 def layout_of(layers: Sequence[nn.Module]) -> tuple | None:

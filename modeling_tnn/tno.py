@@ -4,8 +4,12 @@
 
 B batch, L length, D channels. A variant is a subclass that defines the coefficients t. It needs a file of its own, and
 one line in `tno_auto.py` or, outside the package, one call of `register_operator`.
+
+For v in half precision, a kernel with a given decay ends where its other taps hold less than 2^-12 of its mass: the
+error of the product grows by a sixteenth of a rounding of bfloat16.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from types import MethodType
@@ -30,6 +34,9 @@ from .toeplitz import (
 )
 from .toeplitz_choice import describe, takes_taps
 from .toeplitz_fused import is_response
+
+# The share of the mass of a kernel, the sum of all |taps|, that products in half precision leave out.
+NEGLIGIBLE = 2**-12
 
 
 class ToeplitzProduct(nn.Module):
@@ -71,6 +78,7 @@ class ToeplitzOperator(nn.Module):
             it is built, loaded or cast.
         is_recurrence: whether the size of its decoding state is independent of the kernel length. `to_recurrent` then
             leaves the model unchanged.
+        given_decay: a decay per lag that all coefficients have whatever the parameters are, or None. Variants set it.
         shift_invariant: whether it commutes with a shift of the sequence. If not, sequences are aligned to their first
             real token before the operator.
 
@@ -88,6 +96,7 @@ class ToeplitzOperator(nn.Module):
     supports_bidirectional = True
     fp32_parameters: tuple[str, ...] = ()
     is_recurrence = False
+    given_decay: float | None = None
     shift_invariant = True
     # A `fixed_kernels.KeptKernels` while the parameters are known to stay as they are.
     kept_kernels = None
@@ -184,11 +193,20 @@ class ToeplitzOperator(nn.Module):
             length = min(length, longest)
         return self.coefficients(length, device)
 
+    def lags_of(self, v: torch.Tensor) -> int:
+        """The number of lags, on each side, of the product with `v` `(B, L, ...)`: L, or fewer in half precision.
+
+        Decoding has all lags: its states are in float32, and serve inputs of any dtype.
+        """
+        if self.given_decay is None or v.dtype.itemsize > 2 or is_exported():
+            return v.shape[1]
+        return min(v.shape[1], taps_above(self.given_decay, NEGLIGIBLE) or v.shape[1])
+
     def takes_taps(self, v: torch.Tensor) -> bool:
         """Whether the product with `v` `(B, L, ...)` is computed from taps even if there is a response."""
         if type(self).response is ToeplitzOperator.response:
             return False
-        lags = min(v.shape[1], self.kernel_length() or v.shape[1])
+        lags = min(self.lags_of(v), self.kernel_length() or v.shape[1])
         implementation = "triton" if self.product.is_replaced() else self.implementation
         return takes_taps(implementation, v, lags if self.causal else 2 * lags - 1)
 
@@ -199,8 +217,8 @@ class ToeplitzOperator(nn.Module):
         Args:
             v: `(B, L, ...)`, of the shape, dtype and device of the inputs.
         """
-        as_taps = operators[0].takes_taps(v)
-        return stacked(operators, lambda operator: operator.kernel_of(v.shape[1], v.device, as_taps))
+        lags, as_taps = operators[0].lags_of(v), operators[0].takes_taps(v)
+        return stacked(operators, lambda operator: operator.kernel_of(lags, v.device, as_taps))
 
     def matmul(self, v: torch.Tensor) -> torch.Tensor:
         """The product with `v`, `(B, L, D)` to `(B, L, D)`. Override it for a product faster than a convolution."""
@@ -211,7 +229,7 @@ class ToeplitzOperator(nn.Module):
 
         An operator that overrides `matmul` alone computes packed rows outside of graphs.
         """
-        kernel = self.kernel_of(v.shape[1], v.device, as_taps=True)
+        kernel = self.kernel_of(self.lags_of(v), v.device, as_taps=True)
         return documents.convolve(v, kernel, self.causal, self.implementation)
 
     def records_documents(self) -> bool:
@@ -282,7 +300,7 @@ class ToeplitzOperator(nn.Module):
         return matmul(v, kernel, self.implementation, gate, self.product)
 
     def _kernel_for(self, v: torch.Tensor) -> torch.Tensor:
-        given, kept = (v.shape[1], v.device, self.takes_taps(v)), self.kept_kernels  # another thread may end them
+        given, kept = (self.lags_of(v), v.device, self.takes_taps(v)), self.kept_kernels  # another thread may end them
         if kept is None or torch.is_grad_enabled() or must_be_eager():
             return self.kernel_of(*given)
         return kept.get(given, self, lambda: self.kernel_of(*given))
@@ -296,3 +314,13 @@ class ToeplitzOperator(nn.Module):
         parameter = next(self.parameters(), None)
         device = torch.device("cpu") if parameter is None else parameter.device
         return f"channels={self.channels}, causal={self.causal}, product={describe(self.implementation, device)}"
+
+
+def taps_above(decay: float, share: float) -> int | None:
+    """The number of taps beyond which those of the form decay^k hold less than `share` of the sum of all.
+
+    These are m = ln(share) / ln(decay) taps. It is None without a decay.
+    """
+    if decay >= 1:
+        return None
+    return max(1, math.ceil(math.log(share) / math.log(decay)))

@@ -21,6 +21,7 @@ class ExplicitOperator(ToeplitzOperator):
     def __init__(self, config, layer_idx: int = 0):
         super().__init__(config, layer_idx)
         self.longest, self.decay = config.explicit_length, config.decay
+        self.given_decay = config.decay
         sides = 1 if self.causal else 2
         self.taps = nn.Parameter(torch.empty(self.channels, sides * self.longest - (sides - 1)))
 

@@ -7,8 +7,6 @@ lambda_c = decay + (1 - decay) sigmoid(theta_c). The coefficient of a lag does n
 t_k = 0 for |k| >= W.
 """
 
-import math
-
 import torch
 from torch import nn
 from transformers import initialization as init
@@ -16,7 +14,7 @@ from transformers import initialization as init
 from .numerics import is_exported, is_on_host
 from .recurrence import LONG_PROMPT, FilterRecurrence
 from .rpe import RelativePositionEncoder, build_rpe_input
-from .tno import ToeplitzOperator
+from .tno import ToeplitzOperator, taps_above
 from .toeplitz import fit_lags, fit_taps
 
 
@@ -59,6 +57,7 @@ class RpeOperator(ToeplitzOperator):
         )
         self.decay, self.window = config.decay, config.rpe_window
         self.decay_logit = nn.Parameter(torch.empty(self.channels)) if config.learnable_decay else None
+        self.given_decay = None if config.learnable_decay else config.decay
 
     def channel_parameters(self) -> dict[str, int]:
         return {"rpe.out.linear.weight": 1, "rpe.out.linear.bias": 1, "decay_logit": 1}
@@ -85,7 +84,7 @@ class RpeOperator(ToeplitzOperator):
         return self.rpe.emit(features * weights[:, None], weights)  # (D, M)
 
     def kernel_length(self) -> int | None:
-        return self._taps_until(None if self.decay_logit is not None else self.decay)
+        return self._taps_until(self.given_decay)
 
     def effective_length(self) -> int | None:
         return self._taps_until(self._slowest_rate())
@@ -101,7 +100,7 @@ class RpeOperator(ToeplitzOperator):
         return None if self.window is not None else self._slowest_rate()
 
     def _taps_until(self, decay: float | None) -> int | None:
-        taps = None if decay is None else taps_above_resolution(decay, self.rpe.dtype)
+        taps = None if decay is None else taps_above(decay, torch.finfo(self.rpe.dtype).eps)
         return taps if self.window is None else min(self.window, taps or self.window)
 
     def _slowest_rate(self) -> float | None:
@@ -113,13 +112,3 @@ class RpeOperator(ToeplitzOperator):
         if self.decay_logit is None:
             return self.decay
         return self.decay + (1 - self.decay) * torch.sigmoid(self.decay_logit.to(dtype))[:, None]  # (D, 1)
-
-
-def taps_above_resolution(decay: float, dtype: torch.dtype) -> int | None:
-    """The number of lags after which a decaying kernel is below the resolution of `dtype`, or None without decay.
-
-    For taps of the form decay^k, those beyond m = ln(eps) / ln(decay) hold less than eps of the sum of all |taps|.
-    """
-    if decay >= 1:
-        return None
-    return max(1, math.ceil(math.log(torch.finfo(dtype).eps) / math.log(decay)))

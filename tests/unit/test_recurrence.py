@@ -10,8 +10,8 @@ from helpers.models import CAUSAL, relative_error, seeded, tiny_config
 from modeling_tnn import TnnForCausalLM, companion, recurrence, tno_modal
 from modeling_tnn.cache_tnn import TnnCacheLayer, memory_per_sequence
 from modeling_tnn.history import SLACK, HistoryBuffer
+from modeling_tnn.tno import taps_above
 from modeling_tnn.tno_auto import build_tno
-from modeling_tnn.tno_rpe import taps_above_resolution
 
 # Operators that need different ways to decode.
 KINDS = {
@@ -260,11 +260,11 @@ def test_memory_counts_all_layers():
     assert memory_per_sequence(cache) == sum(buffer.numel() * buffer.element_size() // 2 for buffer in buffers)
 
 
-@pytest.mark.parametrize("decay, dtype", [(0.99, torch.float32), (0.99, torch.float64), (0.5, torch.float32)])
-def test_number_of_taps_follows_from_the_decay(decay, dtype):
-    taps = taps_above_resolution(decay, dtype)
-    assert decay**taps <= torch.finfo(dtype).eps < decay ** (taps - 1)
-    assert taps_above_resolution(1.0, dtype) is None
+@pytest.mark.parametrize("decay, share", [(0.99, 2**-23), (0.99, 2**-52), (0.5, 2**-12)])
+def test_number_of_taps_follows_from_the_decay(decay, share):
+    taps = taps_above(decay, share)
+    assert decay**taps <= share < decay ** (taps - 1)
+    assert taps_above(1.0, share) is None
 
 
 def test_register():
