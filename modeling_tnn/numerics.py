@@ -40,7 +40,8 @@ def is_traced() -> bool:
 
 def is_exported() -> bool:
     """Whether the code runs inside torch.export, torch.onnx.export (which uses it) or torch.jit.trace."""
-    return torch.compiler.is_exporting() or torch.jit.is_tracing()
+    # Not torch.compiler.is_exporting(), which torch.compile of PyTorch 2.11 takes for True (pytorch/pytorch#176347).
+    return torch.compiler._is_exporting_flag or torch.jit.is_tracing()
 
 
 def is_exported_to_onnx() -> bool:

@@ -64,6 +64,19 @@ def test_one_graph(tno_type, causal, masked):
     assert sum("document_convolution" in name for name in names) == (4 if tno_type == "ski" else 2)
 
 
+@pytest.mark.parametrize("way", ["tokens", "mask", "trainer"])
+def test_no_documents_unless_they_are_given(way):
+    """Nor the operations of an exported graph, which PyTorch 2.11 says that every compiled one is."""
+    call, backend = compiled(language_model())
+    inputs = {"attention_mask": torch.ones_like(IDS)} if way != "tokens" else {}
+    inputs |= {"num_items_in_batch": torch.tensor(78)} if way == "trainer" else {}
+    call(input_ids=IDS, labels=IDS, **inputs).loss.backward()
+    (graph,) = backend.graphs
+    names = " ".join(str(node.target) for node in graph.graph.nodes)
+    assert names.count("modeling_tnn.convolution") == 2
+    assert not any(word in names for word in ("document", "index_select", "fft"))
+
+
 @pytest.mark.parametrize("size", [1, 2, 7])
 def test_short_documents_of_cubic_ski(size):
     """It has more points than a document has tokens."""
