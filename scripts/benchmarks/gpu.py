@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from tnn_scripts.benchmarks import gpu_models, gpu_pretraining, gpu_products
+from tnn_scripts.benchmarks import gpu_models, gpu_pretraining, gpu_products, gpu_sizes
 from tnn_scripts.benchmarks.measure import markdown
 from tnn_scripts.common.atomic import write_json, write_text
 
@@ -40,18 +40,14 @@ class Part(NamedTuple):
 def parts() -> dict[str, Part]:
     """In the order of what must be known first."""
     title = "Toeplitz products against float64"
-    oracles = {
-        f"oracles-{name}": Part(title, 120, partial(gpu_products.oracles, name)) for name in gpu_products.ORACLES
-    }
-    return oracles | {
-        "products": Part("Toeplitz products, forward and backward", 120, gpu_products.products),
-        "blocks": Part("Blocks over their matrix products", 100, gpu_models.blocks),
-        "training": Part("Training", 100, gpu_models.training),
-        "memory": Part("Memory of a training step", 45, gpu_models.memory),
+    oracles = {f"oracles-{name}": Part(title, 150, partial(gpu_products.oracles, name)) for name in gpu_products.ORACLES}
+    return {
+        "losses": Part("The loss of a training step alone", 60, gpu_models.losses),
+        "steps": Part("Training steps", 240, gpu_models.steps),
         "decoding": Part("Decoding", 110, gpu_models.decoding),
-        "pretrain": Part("A step of pretrain.py in bfloat16", 60, gpu_pretraining.one_step),
         "recipe": Part("Two minutes of the recipe wikitext103 on generated text", 170, gpu_pretraining.recipe),
-    }
+        "products": Part("Toeplitz products and tap gradients", 60, gpu_products.products),
+    } | oracles
 
 
 def run(args) -> list[dict]:
@@ -61,16 +57,15 @@ def run(args) -> list[dict]:
     multiprocessing.get_context("forkserver").set_forkserver_preload(["tnn_scripts.common.errors", __name__])
     end, found, all_parts = time.monotonic() + 60 * args.minutes, [], parts()
     for name in args.parts:
-        seconds = min(all_parts[name].seconds, end - time.monotonic())
-        found.append(run_part(name, args, seconds) if seconds > 1 else failed(name, "no time was left for it"))
+        found.append({"part": name, "seconds": 0.0, "error": None, "rows": []})
+        run_part(found[-1], min(all_parts[name].seconds, end - time.monotonic()), args, partial(save, found, args))
         sys.stderr.write(f"{name}: {len(found[-1]['rows'])} rows in {found[-1]['seconds']:.0f} s")
         sys.stderr.write(f", {found[-1]['error']}\n" if found[-1]["error"] else "\n")
-        write_results(found, args)
     return found
 
 
-def write_results(found: list[dict], args):
-    """After each part, so that nothing is lost if the program is ended."""
+def save(found: list[dict], args):
+    """Write all files, after each row: nothing is lost if the program is ended."""
     device = {"name": machine(args.device), "torch": torch.__version__, "date": time.strftime("%F")}
     write_json(args.output_dir / "gpu.json", {"device": device, "quick": args.quick, "parts": found})
     write_text(args.output_dir / "gpu.md", page(found, device, args.device == "cpu" or args.quick))
@@ -80,33 +75,33 @@ def machine(device: str) -> str:
     return torch.cuda.get_device_name(device) if device.startswith("cuda") else f"{device} of {platform.machine()}"
 
 
-def run_part(name: str, args, seconds: float) -> dict:
-    """The result of a part, from a process of its own that is ended after so many seconds."""
+def run_part(part: dict, seconds: float, args, save: Callable[[], None]):
+    """Fill the result of a part, from a process of its own that is ended after so many seconds."""
+    if seconds < 1:
+        part["error"] = "no time was left for it"
+        return save()
     context, start = multiprocessing.get_context("forkserver"), time.monotonic()
     receiving, sending = context.Pipe(duplex=False)
-    process = context.Process(target=work, args=(name, args, sending))
+    process = context.Process(target=work, args=(part["part"], args, sending))
     process.start()
     sending.close()
-    rows, error, is_done = [], None, False
+    row = {}
     try:
-        while not is_done and error is None:
-            if not receiving.poll(max(0.0, start + seconds - time.monotonic())):
-                error = f"it was ended after {seconds:.0f} s"
+        while row is not None and part["error"] is None:
+            if receiving.poll(max(0.0, start + seconds - time.monotonic())):
+                row, part["error"] = receiving.recv()
+                part["rows"] += [row] if row else []
+            else:
+                part["error"] = f"it was ended after {seconds:.0f} s"
                 process.terminate()
-                break
-            row, error = receiving.recv()
-            is_done = row is None and error is None
-            rows += [] if row is None else [row]
+            part["seconds"] = time.monotonic() - start
+            save()
     except EOFError:
         process.join()
-        error = f"its process ended with the status {process.exitcode}, see gpu-{name}.log"
+        part["error"] = f"its process ended with the status {process.exitcode}, see gpu-{part['part']}.log"
+        save()
     finally:
         end(process)
-    return {"part": name, "seconds": time.monotonic() - start, "error": error, "rows": rows}
-
-
-def failed(name: str, error: str) -> dict:
-    return {"part": name, "seconds": 0.0, "error": error, "rows": []}
 
 
 def end(process: multiprocessing.Process):
@@ -126,7 +121,7 @@ def work(name: str, args, sending: Connection):
     os.dup2(log, 1), os.dup2(log, 2)
     torch.set_num_threads(args.threads)
     try:
-        for row in parts()[name].rows(args):
+        for row in parts()[name].rows(gpu_sizes.sized(args)):
             sending.send((row, None))
         sending.send((None, None))
     except Exception as error:

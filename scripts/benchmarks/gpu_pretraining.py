@@ -1,4 +1,4 @@
-"""`pretrain.py` on a device: one step in bfloat16, and two minutes of a recipe, on generated text."""
+"""`pretrain.py` on a device: some minutes of a recipe in bfloat16, on generated text."""
 
 import re
 import signal
@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Timer
 
 import numpy as np
 from datasets import Dataset
@@ -13,11 +14,9 @@ from datasets import Dataset
 from tnn_scripts.data.text import train_tokenizer
 
 PROGRAM = Path(__file__).parents[1] / "pretrain.py"
-RECIPE_SECONDS = 120
 
 # The bar of the program: "training:  50%|..| 1/2 [00:00<00:00, 5.1step/s, loss 6.864, lr 1.2e-07, 25977 tokens/s]".
 LOGGED = re.compile(r"(\d+)/\d+ \[.*, loss (\S+), lr \S+, (\d+) tokens/s\]")
-TINY = "hidden_size=32,num_hidden_layers=1,intermediate_size=32,rpe_dim=8,gtu_expansion=2,vocab_size=600"
 
 
 def generated_text(file: Path, lines: int, words: int) -> Path:
@@ -31,52 +30,36 @@ def generated_text(file: Path, lines: int, words: int) -> Path:
     return file
 
 
-def prepared(args) -> list:
-    """The options for the data, in files of the output folder."""
-    folder = args.output_dir
-    text = generated_text(folder / "generated.txt", 400 if args.quick else 10000, 500 if args.quick else 30000)
-    size = 600 if args.quick else 50265
-    train_tokenizer(Dataset.from_text(str(text)), size).save_pretrained(folder / "tokenizer")
-    return ["--tokenizer_name", folder / "tokenizer", *(["--use_cpu"] if args.device == "cpu" else [])]
-
-
-def one_step(args) -> Iterator[dict]:
-    """Two steps (the first one also compiles and allocates) of the preset of the paper."""
-    options = ["--config_name", "tnn-causal", "--train_file", args.output_dir / "generated.txt"]
-    options += ["--mixed_precision", "bf16", "--max_steps", 2, "--logging_steps", 1]
-    yield from pretrain([*prepared(args), *options], "one-step", args, seconds=None)
+def options_of(args) -> list:
+    """The options of the program, for data in files of the output folder."""
+    text = generated_text(args.output_dir / "generated.txt", args.lines, args.words)
+    train_tokenizer(Dataset.from_text(str(text)), args.vocab_size).save_pretrained(args.output_dir / "tokenizer")
+    options = ["--recipe", "wikitext103", "--dataset_name", text, "--tokenizer_name", args.output_dir / "tokenizer"]
+    options += ["--output_dir", args.output_dir / "recipe", "--overwrite_output_dir", "--max_eval_blocks", 4]
+    options += ["--mixed_precision", "bf16", "--logging_steps", 1, *args.recipe_options]
+    return [*options, *(["--use_cpu"] if args.device == "cpu" else [])]
 
 
 def recipe(args) -> Iterator[dict]:
-    """The recipe with its batch and its model, in bfloat16, ended by the signal that saves it."""
-    options = ["--recipe", "wikitext103", "--dataset_name", args.output_dir / "generated.txt"]
-    options += ["--mixed_precision", "bf16", "--logging_steps", 1]
-    if args.quick:
-        options += ["--max_steps", 2, "--gradient_accumulation_steps", 1]
-    yield from pretrain([*prepared(args), *options], "recipe", args, None if args.quick else RECIPE_SECONDS)
-
-
-def pretrain(options: list, name: str, args, seconds: float | None) -> Iterator[dict]:
-    """The logged steps of a run.
+    """The logged steps of the recipe with its batch and its model, ended by the signal that saves it.
 
     Raises:
         RuntimeError: it failed.
     """
-    options += ["--output_dir", args.output_dir / name, "--overwrite_output_dir", "--max_eval_blocks", 4]
-    options += ["--config_overrides", TINY, "--block_size", 64] if args.quick else []
-    command = [str(part) for part in (sys.executable, PROGRAM, *options)]
+    command = [str(part) for part in (sys.executable, PROGRAM, *options_of(args))]
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    process = subprocess.Popen(command, **output)  # noqa: S603 - the command is this program's own
-    try:
-        log, _ = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGTERM)
-        log, _ = process.communicate()
-    sys.stdout.write(log)
-    steps = {int(step): (loss, float(speed)) for step, loss, speed in LOGGED.findall(log)}
-    # Few rows tell the course of the loss.
-    for step in sorted({*list(steps)[:: max(1, len(steps) // 8)], *list(steps)[-1:]}):
-        yield {"step": step, "loss": steps[step][0], "tokens_per_second": steps[step][1]}
-    stopped = 128 + signal.SIGTERM if seconds is not None else 0
-    if process.returncode not in (0, stopped):
-        raise RuntimeError(f"pretrain.py ended with the status {process.returncode}: {log.strip().splitlines()[-1]}")
+    process, row, last = subprocess.Popen(command, **output), {}, ""  # noqa: S603 - the command is this program's own
+    end = Timer(args.recipe_seconds, process.terminate)
+    end.start()
+    for line in process.stdout:
+        sys.stdout.write(line)
+        last = line if line.strip() else last
+        for step, loss, speed in LOGGED.findall(line):
+            row = {"step": int(step), "loss": loss, "tokens_per_second": float(speed)}
+            if row["step"].bit_count() == 1:  # few rows tell the course of the loss
+                yield row
+    end.cancel()
+    if row and row["step"].bit_count() > 1:
+        yield row
+    if process.wait() not in (0, 128 + signal.SIGTERM):
+        raise RuntimeError(f"pretrain.py ended with the status {process.returncode}: {last.strip()}")

@@ -3,8 +3,10 @@
 import statistics
 import time
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch.autograd import DeviceType
 
 from tnn_scripts.common.tables import markdown_table
 
@@ -70,6 +72,23 @@ def peak_on_device(run: Callable[[], None], args) -> dict[str, float]:
     run()
     torch.cuda.synchronize()
     return {"peak_mebibytes": (torch.cuda.max_memory_allocated() - before) / 2**20}
+
+
+def kernels_on_device(run: Callable[[], None], args) -> dict[str, int]:
+    """The number of kernels that `run` launches on a GPU, one by one or in a CUDA graph."""
+    if not args.device.startswith("cuda"):
+        return {}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    events = (event for event in profile.events() if event.device_type == DeviceType.CUDA)
+    return {"kernels": sum(not (e.is_user_annotation or e.name.startswith(("Memcpy", "Memset"))) for e in events)}
+
+
+def autocast(args, enabled: bool = True) -> AbstractContextManager:
+    """Autocast in bfloat16 where the device has it: the meta device, on which tests build all, has not."""
+    kind = torch.device(args.device).type
+    return torch.autocast(kind, torch.bfloat16, enabled) if torch.amp.is_autocast_available(kind) else nullcontext()
 
 
 def markdown(rows: list[dict], formats: dict[str, str]) -> str:

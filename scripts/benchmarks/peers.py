@@ -7,6 +7,7 @@ length along the second-last axis, with every intermediate result saved for the 
 from functools import partial
 
 import torch
+from torch.nn.functional import cross_entropy, linear, pad
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -106,7 +107,8 @@ BUILDERS |= {"gpt2": gpt2, "llama": llama, "mamba": mamba, "mamba2": mamba2}
 def build_model(way: str, args, length: int) -> torch.nn.Module:
     """A language model with random weights for training on sequences of `length`."""
     torch.manual_seed(0)
-    return BUILDERS[way](way, args, length).train().to(args.device)
+    with torch.device(args.device):
+        return BUILDERS[way](way, args, length).train()
 
 
 def heads(args) -> int:
@@ -126,3 +128,16 @@ def training_loss(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     hidden, head = model.base_model(ids).last_hidden_state, model.get_output_embeddings()
     labels = ids[:, 1:].flatten()
     return linear_cross_entropy(hidden[:, :-1].flatten(0, 1), head.weight, head.bias, labels) / labels.numel()
+
+
+def plain_training_loss(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    """The same with all logits, for torch.compile to fuse."""
+    hidden, head = model.base_model(ids).last_hidden_state, model.get_output_embeddings()
+    return plain_loss(hidden[:, :-1].flatten(0, 1), head.weight, ids[:, 1:].flatten())
+
+
+def plain_loss(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The mean loss of hidden states `(N, d)`. The words are padded to rows of logits that a GPU reads aligned."""
+    words = len(weight)
+    logits = linear(hidden, pad(weight, (0, 0, 0, -words % 128)))[:, :words]  # (N, V)
+    return cross_entropy(logits.float(), labels)

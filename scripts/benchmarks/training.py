@@ -4,15 +4,15 @@ The name of an operator is a TNN with it; `fused` and `eager` have `rpe`.
 `matmul` computes only the matrix products of the linear layers of a TNN, forward and backward: a lower bound for a
 model of this size. `hybrid` has attention in every fourth layer, from the second, `attention` in all, with rotary
 positions; the rest is that of a TNN. After the name of a variant, `bf16` means autocast in bfloat16, and `compiled`
-torch.compile.
+torch.compile, `compiled with loss` with the plain cross entropy in the graph.
 """
 
 from collections.abc import Callable
 
 import torch
 
-from tnn_scripts.benchmarks.measure import markdown, measure, peak_on_device, rows_of
-from tnn_scripts.benchmarks.peers import build_model, training_loss
+from tnn_scripts.benchmarks.measure import autocast, markdown, measure, peak_on_device, rows_of
+from tnn_scripts.benchmarks.peers import build_model, plain_training_loss, training_loss
 
 FORMATS = {"length": "", "way": "", "milliseconds": ".0f", "tokens_per_second": ".0f", "rpe_over_this": ".2f"}
 FORMATS |= {"released_over_this": ".2f", "gpt2_over_this": ".2f", "matmul_over_this": ".2f", "peak_mebibytes": ".0f"}
@@ -22,22 +22,24 @@ BASES = ("released", "rpe", "gpt2", "matmul")
 def step(way: str, args, ids: torch.Tensor) -> Callable[[], None]:
     """One training step, or with `args.blocks_only` a pass through the blocks."""
     name, *words = way.split()
-    autocast = torch.autocast(args.device.split(":")[0], torch.bfloat16, enabled="bf16" in words)
+    precision, loss_of = autocast(args, "bf16" in words), training_loss
     if name == "matmul":
         return matmul_step(args, ids.numel(), torch.bfloat16 if words else torch.float32)
     model = build_model(name, args, ids.shape[1])
-    if "compiled" in words:
-        model.base_model.compile()
+    if "loss" in words:
+        loss_of = torch.compile(plain_training_loss, dynamic=False)
+    elif "compiled" in words:
+        model.base_model.compile(dynamic=False)
     embeddings = torch.randn(*ids.shape, args.hidden_size, device=args.device, requires_grad=True)
     gradient = torch.randn_like(embeddings)
     model.config.use_cache = False
 
     def run():
-        with autocast:
+        with precision:
             if args.blocks_only:
                 hidden = model.base_model(inputs_embeds=embeddings).last_hidden_state
             else:
-                loss = training_loss(model, ids)
+                loss = loss_of(model, ids)
         hidden.backward(gradient.to(hidden.dtype)) if args.blocks_only else loss.backward()
 
     return run

@@ -30,8 +30,8 @@ WAYS = {
     "long_range": [name for name in (*OPERATORS, "transformer") if name != "modal"],  # which is causal
     "alternatives": declared_keys("tnn_scripts.benchmarks.alternatives", "SUBJECTS"),
     "gpu": [
-        *(f"oracles-{name}" for name in IMPLEMENTATIONS),
-        *("products", "blocks", "training", "memory", "decoding", "pretrain", "recipe"),
+        *("losses", "steps", "decoding", "recipe", "products"),
+        *(f"oracles-{name}" for name in ("triton", "fused", "eager")),
     ],
 }
 # What they compare unless told.
@@ -174,6 +174,7 @@ def add_gpu(parser: argparse.ArgumentParser):
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/gpu"))
     parser.add_argument("--quick", action="store_true", help="Tiny sizes, in less than a minute on a CPU.")
     add_ways(parser, "gpu", "--parts", "Parts to run.")
+    parser.set_defaults(repeats=10)
     parser.add_argument(
         "--minutes", type=float, default=9.5, help="Parts that begin or last beyond this are left out."
     )
