@@ -40,7 +40,9 @@ class Part(NamedTuple):
 def parts() -> dict[str, Part]:
     """In the order of what must be known first."""
     title = "Toeplitz products against float64"
-    oracles = {f"oracles-{name}": Part(title, 150, partial(gpu_products.oracles, name)) for name in gpu_products.ORACLES}
+    oracles = {
+        f"oracles-{name}": Part(title, 150, partial(gpu_products.oracles, name)) for name in gpu_products.ORACLES
+    }
     return {
         "losses": Part("The loss of a training step alone", 60, gpu_models.losses),
         "steps": Part("Training steps", 240, gpu_models.steps),

@@ -153,8 +153,8 @@ def tap_gradient(g: torch.Tensor, x: torch.Tensor, taps: int):
 def timed(make: Callable[[], Callable[[], object]], args) -> dict:
     """The milliseconds of what `make` returns, and on a GPU its kernels and peak memory; its error if it fails."""
     torch._dynamo.reset()
-    gc.collect()
     if args.device.startswith("cuda"):
+        gc.collect()
         torch.cuda.empty_cache()
     try:
         run = make()

@@ -60,7 +60,16 @@ QUICK = Sizes(
     numbers=2**20,
     lines=400,
     words=500,
-    recipe_options=("--max_steps", 2, "--gradient_accumulation_steps", 1, "--config_overrides", TINY, "--block_size", 64),
+    recipe_options=(
+        "--max_steps",
+        2,
+        "--gradient_accumulation_steps",
+        1,
+        "--config_overrides",
+        TINY,
+        "--block_size",
+        64,
+    ),
     recipe_seconds=300,
 )
 
