@@ -24,6 +24,7 @@ from transformers.trainer_pt_utils import get_parameter_names
 
 from modeling_tnn import PoleCallback, find_unstable
 from tnn_scripts.common.atomic import new_folder, write_json
+from tnn_scripts.common.captured_step import CapturedStep, recorder_for
 from tnn_scripts.common.checkpoints import (
     STATE,
     checkpoints,
@@ -31,6 +32,7 @@ from tnn_scripts.common.checkpoints import (
     prune,
     write_checksums,
 )
+from tnn_scripts.common.compiled_blocks import load_compiled, uncompiled
 from tnn_scripts.common.devices import MemoryExceededError, suggest_smaller
 from tnn_scripts.common.fingerprint import differences, fingerprint
 from tnn_scripts.common.lm_loss import count_targets, logits_of, summed_loss, token_losses
@@ -45,8 +47,6 @@ from tnn_scripts.data.text import DEMO_CORPUS
 
 # A pole beyond this radius may make the sampled kernel infinite.
 LARGEST_SAFE_RADIUS = 1 - 1e-6
-# What torch.compile puts before the names of weights.
-COMPILED = "_orig_mod."
 
 TRAINING_MEMORY = (
     "give a smaller --per_device_train_batch_size with more --gradient_accumulation_steps (which follow from "
@@ -105,6 +105,8 @@ class Pretraining:
         optimizer = build_optimizer(model, args, decayed_parameters(model))
         self.scheduler = build_scheduler(args, optimizer)
         self.model, self.optimizer, self.validation = prepare(accelerator, model, optimizer, validation_loader)
+        recorder = recorder_for(accelerator) if args.cuda_graph else None
+        self.passes = CapturedStep(self._pass, self.model, args.gradient_accumulation_steps, recorder)
         # After the weights are initialised, each process has its own dropout.
         set_seed(args.seed, device_specific=True)
 
@@ -134,8 +136,10 @@ class Pretraining:
         processes = saved.get("processes", saved["fingerprint"].get("processes"))
         try:
             check_tables(folder)
+            hook = self.accelerator.register_load_state_pre_hook(load_compiled)
             with shard_errors(RuntimeError):
                 self.accelerator.load_state(str(folder), load_kwargs={"weights_only": True})
+            hook.remove()
             # A count of forward passes, by which accelerate knows the last one of a step.
             self.accelerator.step = 0
             if processes == self.accelerator.num_processes:
@@ -211,9 +215,7 @@ class Pretraining:
         total = torch.zeros((), device=accelerator.device)
         for batch in batches:
             with accelerator.accumulate(self.model):
-                loss = summed_loss(self.model, self.config, batch, self.causal)
-                accelerator.backward(loss * scale)
-                total += loss.detach()
+                total += self.passes(batch, scale)
                 if accelerator.sync_gradients:
                     # All processes learn of a signal at the same step, with the loss.
                     loss, signals = accelerator.reduce(torch.stack([total, self._stop_flag()]), reduction="sum")
@@ -222,7 +224,12 @@ class Pretraining:
                 self.optimizer.step()
                 if accelerator.sync_gradients and not accelerator.optimizer_step_was_skipped:
                     self.scheduler.step()
-                self.optimizer.zero_grad()
+                self.optimizer.zero_grad(set_to_none=not self.passes.is_captured)
+
+    def _pass(self, batch: dict[str, torch.Tensor], scale: torch.Tensor) -> torch.Tensor:
+        loss = summed_loss(self.model, self.config, batch, self.causal)
+        self.accelerator.backward(loss * scale)
+        return loss.detach()
 
     def _report(self, loss: torch.Tensor, norm: torch.Tensor | float | None, signals: torch.Tensor):
         step, optimizer = self.state.step + 1, getattr(self.optimizer, "optimizer", self.optimizer)
@@ -241,7 +248,7 @@ class Pretraining:
         size = self.args.per_device_eval_batch_size
         advice = f"give a --per_device_eval_batch_size below {size}" if size > 1 else "give a smaller --block_size"
         try:
-            with suggest_smaller("evaluation", advice):
+            with suggest_smaller("evaluation", advice), uncompiled(self.args):
                 return self._evaluate()
         except MemoryExceededError:
             # Saving needs all processes, but only one may have run out of memory.
@@ -302,9 +309,8 @@ class Pretraining:
         """Save weights, configuration and tokenizer for `from_pretrained`, and the arguments of the run."""
         weights = self.accelerator.get_state_dict(self.model)
         if self._is_main:
-            model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-            # Of a compiled model, the names have a prefix. Gathered from shards, tied weights are two.
-            weights = {name.replace(COMPILED, ""): weight for name, weight in weights.items()}
+            model = self.accelerator.unwrap_model(self.model)
+            # Gathered from shards, tied weights are two.
             weights = {name: weight for name, weight in weights.items() if name not in model.all_tied_weights_keys}
             model.save_pretrained(folder, state_dict=weights)
             self.tokenizer.save_pretrained(folder)

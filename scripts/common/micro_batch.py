@@ -10,8 +10,8 @@ from accelerate.utils import DistributedType, gather_object
 from accelerate.utils.memory import clear_device_cache
 
 from tnn_scripts.common.devices import MemoryExceededError, is_out_of_memory
-from tnn_scripts.common.lm_loss import summed_loss
 from tnn_scripts.common.pretrain_arguments import DEFAULT_BLOCKS, PretrainArguments
+from tnn_scripts.common.trial import try_passes
 
 # More tokens in a forward pass only take more memory.
 MOST_TOKENS = 65_536
@@ -92,30 +92,17 @@ def largest_that_fits(args: PretrainArguments, accelerator: Accelerator, model: 
 
 
 def try_step(args: PretrainArguments, accelerator: Accelerator, model: torch.nn.Module, size: int):
-    """Compute two forward and backward passes with `size` blocks, beside what else a training takes of the memory.
+    """Compute passes of `size` blocks beside what else a training takes of the memory of a GPU.
 
     Raises:
         torch.OutOfMemoryError: they do not fit.
     """
-    device = accelerator.device
-    model.train().to(device)
     weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     copies = 2 + (accelerator.num_processes > 1)  # AdamW's moments; DDP's buckets
-    free = int(FREE_SHARE * torch.cuda.get_device_properties(device).total_memory)
-    held = torch.empty(copies * weights + free, dtype=torch.uint8, device=device)
-    statistics = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    ids = torch.randint(model.config.vocab_size, (size, args.block_size), device=device)
-    try:
-        for _ in range(2):  # the second has the gradients of the first
-            with accelerator.autocast():
-                batch = {"input_ids": ids, "labels": ids}
-                loss = summed_loss(model, model.config, batch, args.objective == "clm")
-            loss.backward()
-    finally:
-        del held
-        model.zero_grad(set_to_none=True)
-        for buffer, before in statistics:
-            buffer.copy_(before)
+    free = int(FREE_SHARE * torch.cuda.get_device_properties(accelerator.device).total_memory)
+    others = torch.empty(copies * weights + free, dtype=torch.uint8, device=accelerator.device)
+    try_passes(args, accelerator, model, size)
+    del others
 
 
 def largest_divisor(number: int, most: int) -> int:

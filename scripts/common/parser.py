@@ -113,7 +113,7 @@ SECTIONS = {
         "device": "Device: cpu, cuda, cuda:1, mps, ...; cuda if there is one, else cpu, unless given.",
         "dtype": "Data type of the weights: auto (as saved), float32, bfloat16, float16.",
         "use_cpu": "Use the CPU even if there is an accelerator.",
-        "torch_compile": "Compile the model with torch.compile.",
+        "torch_compile": "Compile the model with torch.compile. pretrain.py does so on a GPU unless this is false.",
         "dataloader_num_workers": "Processes that load data; pretrain.py has 2 for an accelerator unless given.",
         "batch_size": "Sequences in a batch.",
     },

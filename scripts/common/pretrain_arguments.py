@@ -118,7 +118,8 @@ class PretrainArguments(GroupArguments):
     dataloader_num_workers: int | None = None
     mixed_precision: str | None = None
     gradient_checkpointing: bool = False
-    torch_compile: bool = False
+    torch_compile: bool | None = field(default=None, metadata={"nargs": "?", "const": True})
+    cuda_graph: bool = option(True, "On one GPU, start all kernels of a forward and backward pass at once.")
     push_to_hub: bool = False
     hub_model_id: str | None = None
     hub_private_repo: bool = False

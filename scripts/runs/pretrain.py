@@ -40,6 +40,7 @@ from tnn_scripts.common.checkpoints import (
 )
 from tnn_scripts.common.chosen_schedule import choose_schedule
 from tnn_scripts.common.commands import next_steps
+from tnn_scripts.common.compiled_blocks import compile_blocks
 from tnn_scripts.common.devices import MemoryExceededError, suggest_smaller
 from tnn_scripts.common.dry_run import describe_run, measure_step
 from tnn_scripts.common.lm_loss import summed_loss
@@ -77,7 +78,6 @@ def build_accelerator(args: PretrainArguments) -> Accelerator:
     accelerator = Accelerator(
         cpu=on_cpu,
         mixed_precision=args.mixed_precision,
-        dynamo_backend="inductor" if args.torch_compile else None,
         # All forward passes of a step are fetched at once, so the end of the data does not mark the last one.
         gradient_accumulation_plugin=GradientAccumulationPlugin(sync_with_dataloader=False),
         dataloader_config=DataLoaderConfiguration(non_blocking=True),
@@ -258,6 +258,7 @@ def build(args: PretrainArguments, accelerator: Accelerator) -> Pretraining:
     line = choose_micro_batch(args, accelerator, model)
     if args.global_batch_tokens is not None:
         logger.info("%s", line)
+    compile_blocks(args, accelerator, model)
     if args.resume_from_checkpoint is None and accelerator.is_main_process:
         remove_checkpoints(Path(args.output_dir))  # of a run that is overwritten
     pretraining = Pretraining(args, accelerator, model, tokenizer, train, validation)

@@ -7,9 +7,9 @@ import shutil
 
 import pytest
 import torch
-from accelerate import Accelerator
 from datasets import Dataset
 from huggingface_hub import RepoUrl
+from safetensors.torch import save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -23,6 +23,7 @@ from helpers.models import seeded, tiny_config
 from helpers.scripts import SENTENCES, assert_same_weights, run_script, weights, write_config, write_text
 from modeling_tnn import TnnConfig, TnnForCausalLM, TnnForMaskedLM, find_unstable
 from tnn_scripts.common.accelerate_loop import decayed_parameters
+from tnn_scripts.common.checkpoints import write_checksums
 from tnn_scripts.common.fingerprint import differences, fingerprint
 from tnn_scripts.common.lm_loss import count_targets, summed_loss, token_losses
 from tnn_scripts.common.optimizers import build_optimizer
@@ -30,7 +31,6 @@ from tnn_scripts.common.pretrain_arguments import PretrainArguments
 from tnn_scripts.common.publishing import NOT_UPLOADED, upload
 from tnn_scripts.data.blocks import BlockStream
 from tnn_scripts.data.text import load_corpus, pack, train_tokenizer
-from tnn_scripts.runs import pretrain
 
 
 @pytest.fixture(scope="module")
@@ -109,15 +109,53 @@ def test_a_global_batch_in_tokens(options, tmp_path):
     assert_same_weights(whole, tokens, tolerance=2e-5)
 
 
-def test_compiled(options, tmp_path, monkeypatch):
-    """The models that it saves are those of a run that is not compiled, without a prefix of their weights."""
+@pytest.fixture
+def compiler(monkeypatch):
+    """Blocks compiled without Inductor, which takes a minute; the number of their graphs, or an error in its place."""
+    compile_module, found = torch.nn.Module.compile, {"graphs": 0, "error": None}
+
+    def backend(graph, inputs):
+        found["graphs"] += 1
+        if found["error"] is not None:
+            raise found["error"]
+        return graph.forward
+
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda self, **given: compile_module(self, backend=backend, **given)
+    )
+    yield found
+    torch.compiler.reset()
+
+
+def test_compiled(options, tmp_path, compiler):
+    """One graph for all layers. The models that it saves, and checkpoints, are those of a run that is not compiled."""
+    options += ["--checkpointing_steps", 4]
     run_script("pretrain", *options, "--output_dir", tmp_path / "plain")
-    eager = {"dynamo_backend": "eager"}  # to compile takes a minute
-    monkeypatch.setattr(pretrain, "Accelerator", lambda **given: Accelerator(**given | eager))
     run_script("pretrain", *options, "--torch_compile", "--output_dir", tmp_path / "compiled")
-    for part in ("", "best"):
+    assert compiler["graphs"] == 1
+    for part in ("", "best", "checkpoint-4"):
         assert_same_weights(tmp_path / "plain" / part, tmp_path / "compiled" / part, tolerance=1e-6)
         TnnForCausalLM.from_pretrained(tmp_path / "compiled" / part)
+
+
+def test_a_checkpoint_of_a_model_that_was_compiled_as_a_whole(options, tmp_path):
+    """As earlier versions wrote it."""
+    run_script("pretrain", *options, "--checkpointing_steps", 4)
+    for folder in (tmp_path / "out" / "checkpoint-4", tmp_path / "out" / "checkpoint-8"):
+        named = {f"_orig_mod.{name}": tensor for name, tensor in weights(folder).items()}
+        save_file(named, folder / "model.safetensors")
+        write_checksums(folder)
+    shutil.move(tmp_path / "out" / "checkpoint-4", tmp_path / "old" / "checkpoint-4")
+    run_script("pretrain", *options, "--output_dir", tmp_path / "old", "--resume_from_checkpoint", "latest")
+    assert_same_weights(tmp_path / "out", tmp_path / "old")
+
+
+def test_a_model_that_cannot_be_compiled(options, tmp_path, compiler, caplog):
+    compiler["error"] = ValueError("no compiler here")
+    run_script("pretrain", *options, "--output_dir", tmp_path / "plain")
+    run_script("pretrain", *options, "--torch_compile", "--output_dir", tmp_path / "compiled")
+    assert caplog.text.count("cannot be compiled and is trained without") == 1 and "no compiler here" in caplog.text
+    assert_same_weights(tmp_path / "plain", tmp_path / "compiled")
 
 
 def test_bfloat16(options, tmp_path):

@@ -196,6 +196,7 @@ def test_a_trial_leaves_no_trace(monkeypatch):
     before = copy.deepcopy(model.state_dict())
     micro_batch.try_step(PretrainArguments(block_size=16), Accelerator(cpu=True), model, 3)
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert model.training
     assert all(parameter.grad is None for parameter in model.parameters())
 
 

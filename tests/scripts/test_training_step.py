@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.utils import DistributedType
 from datasets import Dataset
 from safetensors.torch import load_file
 from torch.overrides import TorchFunctionMode
@@ -30,7 +31,7 @@ from helpers.scripts import (
 )
 from modeling_tnn import PoleCallback, stability
 from modeling_tnn.stability import is_stable
-from tnn_scripts.common import accelerate_loop
+from tnn_scripts.common import accelerate_loop, captured_step
 from tnn_scripts.common.accelerate_loop import Pretraining
 from tnn_scripts.common.checkpoints import checkpoints
 from tnn_scripts.common.pretrain_arguments import PretrainArguments
@@ -176,6 +177,81 @@ def test_a_signal_that_is_read_later(late, tmp_path, monkeypatch, caplog):
     assert left.value.code == 143 and [path.name for path in checkpoints(tmp_path / "out")] == ["checkpoint-5"]
     run_script("pretrain", *options, "--output_dir", tmp_path / "out", "--resume_from_checkpoint", "latest")
     assert_same_weights(tmp_path / "whole", tmp_path / "out")
+
+
+class Recorder:
+    """In place of a CUDA graph: recording computes no values, and replays write them to the places it recorded."""
+
+    def __init__(self, model, error=None):
+        self.model, self.error, self.replays = model, error, 0
+
+    def aside(self):
+        return contextlib.nullcontext()
+
+    def record(self, function):
+        if self.error is not None:
+            raise self.error
+        parameters = list(self.model.parameters())
+        added = [p for p in parameters if p.grad is not None]
+        loss = function()
+        for place in (loss, *(p.grad for p in parameters)):
+            place.fill_(torch.nan)
+        for parameter in added:
+            parameter.grad.zero_()
+        places = [p.grad for p in parameters]
+
+        def replay():
+            self.replays += 1
+            for parameter, place in zip(parameters, places, strict=True):
+                assert parameter.grad is place, "a gradient has moved"
+                parameter.grad = place if parameter in set(added) else None
+            loss.copy_(function())
+            for parameter, place in zip(parameters, places, strict=True):
+                if parameter.grad is not place:
+                    place.copy_(parameter.grad)
+                    parameter.grad = place
+
+        return loss, replay
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+def test_a_recorded_step(passes, options, tmp_path, monkeypatch, caplog):
+    """The weights of steps that are not recorded, bit for bit: dropout, accumulation, clipping and the schedule too.
+
+    A recording that fails is one warning.
+    """
+    options += ["--gradient_accumulation_steps", passes, "--config_overrides", "norm_type=batchnorm"]
+    run_script("pretrain", *options, "--output_dir", tmp_path / "plain")
+    recorders = []
+
+    def recorder_for(accelerator, error=None):
+        recorders.append(Recorder(accelerator._models[0], error))
+        return recorders[-1]
+
+    monkeypatch.setattr(accelerate_loop, "recorder_for", recorder_for)
+    run_script("pretrain", *options, "--output_dir", tmp_path / "recorded")
+    assert recorders[0].replays == 6 * passes
+    failed = RuntimeError("operation not permitted when stream is capturing")
+    monkeypatch.setattr(accelerate_loop, "recorder_for", lambda accelerator: recorder_for(accelerator, failed))
+    run_script("pretrain", *options, "--output_dir", tmp_path / "failed")
+    assert caplog.text.count("cannot be recorded as a CUDA graph, so its kernels start one by one: operation not") == 1
+    for other in ("recorded", "failed"):
+        assert_same_weights(tmp_path / "plain", tmp_path / other)
+        assert figures(tmp_path / "plain") == figures(tmp_path / other)
+    monkeypatch.setattr(accelerate_loop, "recorder_for", None)
+    run_script("pretrain", *options, "--cuda_graph", "false", "--max_steps", 1, "--output_dir", tmp_path / "without")
+
+
+@pytest.mark.parametrize(
+    "device, engine, scaler, records",
+    [("cuda", "NO", None, True), ("cpu", "NO", None, False), ("cuda", "MULTI_GPU", None, False),
+     ("cuda", "NO", "fp16", False)],
+)  # fmt: skip
+def test_what_is_recorded(device, engine, scaler, records, monkeypatch):
+    """One GPU, without the scaler of fp16."""
+    monkeypatch.setattr(captured_step, "CudaRecorder", lambda device: "recorder")
+    given = {"device": torch.device(device), "distributed_type": DistributedType(engine), "scaler": scaler}
+    assert (captured_step.recorder_for(SimpleNamespace(**given)) == "recorder") == records
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "muon"])
