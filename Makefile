@@ -39,7 +39,7 @@ test-browser: $(VENV)/.dev $(VENV)/.browser
 # The Triton kernels: first in Triton's interpreter against the product by definition, also as a kernel of the Hub, then
 # compiled for GPUs that need not be here.
 test-triton: $(VENV)/.dev $(VENV)/.kernels
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit/test_toeplitz_triton.py tests/hf/test_hub_kernel.py $(TEST_ARGS)
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit/test_toeplitz_triton.py tests/unit/test_loss_triton.py tests/hf/test_hub_kernel.py $(TEST_ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit/test_triton_compiles.py $(TEST_ARGS)
 
 # DeiT's augmentation by timm, which stands in a folder of its own with torchvision: the registry has torchvision for

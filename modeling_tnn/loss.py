@@ -5,13 +5,22 @@
     dh = (p - e_y) W,   dW = (p - e_y)^T h,   p = softmax(z)          e_y: one-hot rows of the labels
 
 N tokens with a label, d hidden size, V words. The logits z `(N, V)` are the largest tensor of a training step. Here a
-few rows of them exist at a time; their gradients are computed in the forward pass, while they exist.
+chunk of their rows exists at a time; its gradients are computed in the forward pass, while it exists.
+
+On an accelerator the logits have C columns: V and zeros up to a multiple of 128. With an odd V their rows are not
+aligned, and the products take several times as long (measured on an H100). The weight of the model stays as it is.
+Where Triton is installed, one kernel turns a chunk of logits into losses and p - e_y (`loss_triton.py`).
 """
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from importlib.util import find_spec
 
 import torch
 from torch.nn.functional import cross_entropy, linear, pad
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
+from transformers.utils import logging
 from transformers.utils.generic import maybe_autocast
 
 from .deferred_logits import DeferredLogits
@@ -20,10 +29,16 @@ from .inputs import check_labels
 from .linear import apply_linear, is_plain_linear
 from .numerics import compute_dtype, is_fused, is_on_host
 
-# Rows of logits at a time on the CPU (measured), and numbers in them on other devices.
-CPU_ROWS = 256
+logger = logging.get_logger(__name__)
 
-LARGE_CHUNK = 2**27
+# Rows of a chunk on the CPU (measured). On an accelerator: rows, unless they take more bytes. The gradient of the
+# weight is read and written once for each chunk, which would take more time with fewer rows.
+CPU_ROWS = 256
+LARGE_ROWS = 4096
+LARGE_BYTES = 2**29
+
+# On an accelerator the columns of the logits are a multiple of this.
+ALIGNMENT = 128
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -34,24 +49,9 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, labels, dtype: torch.dtype, ignore_index: int) -> torch.Tensor:
-        wide, inputs = compute_dtype(dtype), (hidden, weight, bias)
-        total = hidden.new_zeros((), dtype=wide)
+        inputs = (hidden, weight, bias)
         needed = [x is not None and need for x, need in zip(inputs, ctx.needs_input_grad, strict=False)]
-        # The rows of dh are written once; dW and db are sums over rows.
-        gradients = [torch.zeros_like(x, dtype=wide) if need else None for x, need in zip(inputs, needed, strict=True)]
-        rows = CPU_ROWS if is_on_host(hidden) else max(CPU_ROWS, LARGE_CHUNK // len(weight))
-        with maybe_autocast(device_type=hidden.device.type, enabled=False):
-            w = weight.to(dtype)
-            # One buffer for all chunks: on a CPU, the memory of each would be taken from the system and given back.
-            buffer = None if dtype == wide else hidden.new_empty(min(rows, len(hidden)), len(w), dtype=wide)
-            for chosen in (slice(start, start + rows) for start in range(0, len(hidden), rows)):
-                h, y = hidden[chosen].to(dtype), labels[chosen]
-                z = linear(h, w, None if bias is None else bias.to(dtype))  # (rows, V)
-                z = z if buffer is None else buffer[: len(z)].copy_(z)
-                losses, dz = row_losses(z, y, ignore_index)
-                total += losses.sum()
-                if any(needed):
-                    add_gradients(gradients, chosen, h, w, dz)
+        total, gradients = loss_and_gradients(inputs, labels, dtype, ignore_index, needed)
         ctx.save_for_backward(*inputs, labels, *gradients)
         ctx.ignore_index = ignore_index
         return total
@@ -71,32 +71,133 @@ class LinearCrossEntropy(torch.autograd.Function):
         return *[None if g is None else (g * gradient).to(x.dtype) for g, x in pairs], None, None, None
 
 
-def row_losses(z: torch.Tensor, labels: torch.Tensor, ignore_index: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The losses `(N, 1)` of logits `(N, V)`; the gradient of their sum is written over the logits, and returned."""
+def loss_and_gradients(
+    inputs: Sequence[torch.Tensor | None],
+    labels: torch.Tensor,
+    dtype: torch.dtype,
+    ignore_index: int,
+    needed: Sequence[bool],
+) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    """The loss, and its gradients of hidden, weight and bias where they are `needed`, in float32 or float64."""
+    (hidden, weight, bias), wide = inputs, compute_dtype(dtype)
+    words, size = weight.shape
+    columns = words if is_on_host(hidden) else -(-words // ALIGNMENT) * ALIGNMENT
+    fill = find_kernel(hidden.device, dtype, words, columns) or fill_by_pytorch
+    converts = fill is fill_by_pytorch and dtype != wide
+    rows = rows_of_chunk(hidden, columns * (dtype.itemsize + converts * wide.itemsize))
+    # The rows of dh are written once; dW and db are sums over rows.
+    shapes = [(hidden.new_empty, hidden.shape), (hidden.new_zeros, (columns, size)), (hidden.new_zeros, (columns,))]
+    gradients = [make(shape, dtype=wide) if need else None for (make, shape), need in zip(shapes, needed, strict=True)]
+    losses, labels = hidden.new_empty(len(hidden), dtype=wide), labels.contiguous()
+    with maybe_autocast(device_type=hidden.device.type, enabled=False):
+        w, b = lengthened(weight, columns, dtype), None if bias is None else lengthened(bias, columns, dtype)
+        # One buffer for all chunks: on a CPU, the memory of each would be taken from the system and given back.
+        buffer = hidden.new_empty(min(rows, len(hidden)), columns, dtype=dtype)
+        wide_buffer = torch.empty_like(buffer, dtype=wide) if converts else buffer
+        for start in range(0, len(hidden), rows):
+            chosen = slice(start, start + rows)
+            h = hidden[chosen].to(dtype)
+            z = buffer[: len(h)]
+            torch.mm(h, w.t(), out=z) if b is None else torch.addmm(b, h, w.t(), out=z)
+            logits = wide_buffer[: len(h)].copy_(z) if converts else z
+            fill(logits, words, labels[chosen], losses[chosen], ignore_index, any(needed))
+            if any(needed):
+                add_gradients(gradients, chosen, h, w, logits, z)
+    dh, *sums = gradients
+    return losses.sum(), [dh, *(None if g is None else g[:words] for g in sums)]
+
+
+def rows_of_chunk(hidden: torch.Tensor, row_bytes: int) -> int:
+    """The rows of a chunk of logits, for `hidden` `(N, d)`."""
+    if is_on_host(hidden):
+        return CPU_ROWS
+    return min(LARGE_ROWS, max(1, LARGE_BYTES // row_bytes // ALIGNMENT) * ALIGNMENT)
+
+
+def lengthened(x: torch.Tensor, rows: int, dtype: torch.dtype) -> torch.Tensor:
+    """`x` `(V, ...)` in `dtype`, with zeros up to so many rows."""
+    if len(x) == rows:
+        return x.to(dtype)
+    longer = x.new_empty(rows, *x.shape[1:], dtype=dtype)
+    longer[: len(x)].copy_(x)
+    longer[len(x) :].zero_()
+    return longer
+
+
+@lru_cache
+def find_kernel(device: torch.device, dtype: torch.dtype, words: int, columns: int) -> Callable | None:
+    """The kernel that fills as `fill_by_pytorch` does, or None. It is tried once for each shape of a row."""
+    if dtype == torch.float64 or find_spec("triton") is None:
+        return None
+    from .loss_triton import fill_by_kernel, runs_on
+
+    if not runs_on(device):
+        return None
+    try:
+        z, labels = (
+            torch.zeros(1, columns, dtype=dtype, device=device),
+            torch.zeros(1, dtype=torch.long, device=device),
+        )
+        fill_by_kernel(z, words, labels, z.new_empty(1, dtype=torch.float32), -100, True)
+    except Exception as error:
+        logger.warning(f"The loss is computed by PyTorch's operations, because its Triton kernel failed: {error}")
+        return None
+    return fill_by_kernel
+
+
+def fill_by_pytorch(
+    z: torch.Tensor, words: int, labels: torch.Tensor, losses: torch.Tensor, ignore_index: int, write: bool
+):
+    """Write the `losses` `(N,)` of logits `(N, C)`, and over the logits the gradient of their sum.
+
+    Both are 0 in rows with `ignore_index`. Without `write` the logits mean nothing afterwards.
+    """
     real = (labels != ignore_index)[:, None]
-    words = labels[:, None].where(real, 0)  # (N, 1)
-    z = z.sub_(z.amax(1, keepdim=True))
-    own = z.gather(1, words)  # (N, 1)
+    own_words = labels[:, None].where(real, 0)  # (N, 1)
+    if words < z.shape[1]:
+        z[:, words:].zero_()
+        z = z[:, :words]
+    z.sub_(z.amax(1, keepdim=True))
+    own = z.gather(1, own_words)  # (N, 1)
     sums = z.exp_().sum(1, keepdim=True)  # (N, 1)
-    losses = (sums.log() - own).where(real, 0)
-    dz = z.mul_(sums.reciprocal()).scatter_add_(1, words, -torch.ones_like(losses))
-    return losses, dz.masked_fill_(~real, 0)
+    losses.copy_((sums.log() - own).where(real, 0)[:, 0])
+    if write:
+        z.mul_(sums.reciprocal()).scatter_add_(1, own_words, -torch.ones_like(own)).masked_fill_(~real, 0)
 
 
 def add_gradients(
-    gradients: list[torch.Tensor | None], chosen: slice, h: torch.Tensor, w: torch.Tensor, dz: torch.Tensor
+    gradients: list[torch.Tensor | None],
+    chosen: slice,
+    h: torch.Tensor,
+    w: torch.Tensor,
+    dz: torch.Tensor,
+    narrow: torch.Tensor,
 ):
-    """Write dh of the chosen rows, and add their part to dW and db, where each is wanted."""
+    """Write dh of the chosen rows, and add their part to dW and db, where each is wanted.
+
+    `narrow` is memory for dz in the dtype of the products, or dz itself.
+    """
     dh, dw, db = gradients
     if db is not None:
-        db += dz.sum(0)
-    dz = dz.to(h.dtype)
+        db += dz.sum(0, dtype=db.dtype)
+    if narrow is not dz:
+        narrow.copy_(dz)
     if dh is not None:
-        dh[chosen] = dz @ w
-    if dw is not None and dz.dtype == dw.dtype:
-        dw.addmm_(dz.t(), h)
-    elif dw is not None:
-        dw += dz.t() @ h
+        multiply(narrow, w, dh[chosen], 0)
+    if dw is not None:
+        multiply(narrow.t(), h, dw, 1)
+
+
+def multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, beta: int):
+    """out = beta out + a b, summed in the dtype of `out` where the device can."""
+    if a.dtype == out.dtype:
+        torch.addmm(out, a, b, beta=beta, out=out)
+    elif a.is_cuda:
+        torch.addmm(out, a, b, out_dtype=out.dtype, beta=beta, out=out)
+    elif beta:
+        out += a @ b
+    else:
+        out.copy_(a @ b)
 
 
 def eager_loss(

@@ -12,7 +12,8 @@ FILES = {path.stem: path for path in (ROOT / "modeling_tnn").glob("*.py")}
 FLOORS = [
     {"layer_types", "mixer_types"},
     {"numerics", "hub", "history", "cache_name", "cache_origin", "pipeline"},
-    {"conversion", "deferred_logits", "fixed_kernels", "fourier", "gating", "inputs", "linear", "norms", "stacking"},
+    {"conversion", "deferred_logits", "fixed_kernels", "fourier", "gating", "inputs", "linear", "loss_triton", "norms"}
+    | {"stacking"},
     {"padding", "rpe", "loss", "toeplitz_fused", "channels"},
     {"toeplitz_triton"},
     {"toeplitz_choice", "toeplitz_hub"},

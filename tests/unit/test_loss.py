@@ -11,7 +11,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
 from helpers.models import RandomTexts, relative_error, seeded, tiny_config
-from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, loss
+from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, loss, numerics
 from modeling_tnn.loss import can_skip_logits, eager_loss, linear_cross_entropy
 
 ROWS, WORDS, SIZE = 37, 23, 11
@@ -21,6 +21,7 @@ ROWS, WORDS, SIZE = 37, 23, 11
 def few_rows(monkeypatch):
     """Several pieces, the last one not full."""
     monkeypatch.setattr(loss, "CPU_ROWS", 8)
+    monkeypatch.setattr(loss, "LARGE_ROWS", 8)
 
 
 def head_inputs(bias: bool, dtype=torch.float64):
@@ -51,15 +52,27 @@ def test_values_and_gradients(bias, ignore_index):
         torch.testing.assert_close(ours, theirs)
 
 
-def test_rows_without_a_label_on_an_accelerator():
-    """Where the rows are not picked, which would need a stop, their part is zero."""
-    inputs, labels = head_inputs(bias=True)
-    found = loss.LinearCrossEntropy.apply(*inputs, labels, torch.float64, -100)
-    torch.testing.assert_close(found, eager_loss(*inputs, labels=labels))
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+@pytest.mark.parametrize("bias", [False, True])
+def test_an_accelerator(bias, dtype, monkeypatch):
+    """The words are padded. Rows without a label are not picked, which would be a device sync; their part is zero."""
+    inputs, labels = head_inputs(bias, dtype)
+    expected = fused(inputs, labels)
+    wanted = torch.autograd.grad(expected, inputs)
+    monkeypatch.setattr(numerics, "HOST_DEVICES", ())
+    found = fused(inputs, labels)
+    torch.testing.assert_close(found, expected)
     gradients = torch.autograd.grad(found, inputs)
-    for ours, theirs in zip(gradients, torch.autograd.grad(fused(inputs, labels), inputs), strict=True):
-        torch.testing.assert_close(ours, theirs)
+    for ours, theirs in zip(gradients, wanted, strict=True):
+        assert relative_error(ours, theirs) < (1e-12 if dtype == torch.float64 else 1e-3)
     assert (gradients[0][[0, 8, 9, 36]] == 0).all()
+
+
+@pytest.mark.parametrize(("words", "rows"), [(99, 4096), (50304, 4096), (256_000, 1024), (10**7, 128)])
+def test_rows_of_a_chunk(words, rows, monkeypatch):
+    """In half precision, on an accelerator: as many as fit the memory for them, in whole tiles of a product."""
+    monkeypatch.setattr(loss, "LARGE_ROWS", 4096)
+    assert loss.rows_of_chunk(torch.empty(1, device="meta"), 2 * words) == rows
 
 
 @pytest.mark.parametrize("fixed", [0, 1, 2])

@@ -16,6 +16,7 @@ if triton.knobs.runtime.interpret:
 from triton.backends.compiler import GPUTarget  # noqa: E402 - it needs triton
 from triton.compiler import ASTSource  # noqa: E402 - as above
 
+from modeling_tnn import loss_triton  # noqa: E402 - as above
 from modeling_tnn import toeplitz_triton as kernels  # noqa: E402 - as above
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -89,3 +90,23 @@ def test_sizes_of_one(form):
 def test_elementwise_kernels(kernel, act, device, tmp_path):
     used = usage(compiled(kernel, {"ACT": act, "BLOCK": kernels.BLOCK}, "bf16", device), tmp_path)
     assert used["REG"] <= REGISTERS and used["STACK"] == 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("write", [True, False])
+def test_loss(write, dtype, device, tmp_path):
+    """A program has all 1,024 threads that a block may have, no registers spill, and each load has 16 bytes."""
+    kernel, sizes = loss_triton.loss_kernel, {"BLOCK": loss_triton.BLOCK, "VECTOR": loss_triton.VECTOR}
+    types = {"z": f"*{dtype}", "labels": "*i64", "losses": "*fp32"} | dict.fromkeys(("WRITE", *sizes), "constexpr")
+    signature = {name: types.get(name, "i32") for name in kernel.arg_names}
+    attributes = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(signature)
+        if name in ("z", "labels", "losses", "columns")
+    }
+    source = ASTSource(fn=kernel, signature=signature, constexprs=sizes | {"WRITE": write}, attrs=attributes)
+    built = triton.compile(source, target=GPUTarget("cuda", device, 32), options={"num_warps": 32})
+    used = usage(built, tmp_path)
+    assert used["STACK"] == 0 and used["REG"] <= 2**16 // 1024
+    assert len(re.findall(r"ld\.global\S*\.v4\.b32", built.asm["ptx"])) == (1 + write) * (1 + (dtype == "fp32"))
