@@ -193,10 +193,11 @@ def test_cells_of_a_table(figures):
 
 
 def test_parts_of_the_benchmark_of_a_gpu_are_rows(figures):
+    chosen = {"from": "gpu", "where": {"part": "training", "way": "fused"}, "value": "ms", "until": "not measured"}
+    figures("one", columns={"ms": "{ms:.1f}"}, rows=[{"ms": chosen}])
+    assert "| not measured |" in page_tables.table("one")
     figures("gpu", parts=[{"part": "training", "rows": [{"way": "fused", "ms": 2}]}, {"part": "memory", "rows": []}])
-    chosen = {"from": "gpu", "where": {"part": "training", "way": "fused"}, "value": "ms"}
-    figures("one", columns={"ms": "{ms}"}, rows=[{"ms": chosen}])
-    assert "|    2 |" in page_tables.table("one")
+    assert "|  2.0 |" in page_tables.table("one")
 
 
 def test_figures_that_are_not_there(figures):
