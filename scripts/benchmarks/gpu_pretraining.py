@@ -16,7 +16,7 @@ from tnn_scripts.data.text import train_tokenizer
 PROGRAM = Path(__file__).parents[1] / "pretrain.py"
 
 # The bar of the program: "training:  50%|..| 1/2 [00:00<00:00, 5.1step/s, loss 6.864, lr 1.2e-07, 25977 tokens/s]".
-LOGGED = re.compile(r"(\d+)/\d+ \[.*, loss (\S+), lr \S+, (\d+) tokens/s\]")
+LOGGED = re.compile(r"(\d+)/\d+ \[.*, loss (\S+), lr \S+, (\d+) tokens/s")
 
 
 def generated_text(file: Path, lines: int, words: int) -> Path:

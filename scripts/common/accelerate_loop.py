@@ -36,6 +36,7 @@ from tnn_scripts.common.compiled_blocks import load_compiled, uncompiled
 from tnn_scripts.common.devices import MemoryExceededError, suggest_smaller
 from tnn_scripts.common.fingerprint import differences, fingerprint
 from tnn_scripts.common.lm_loss import count_targets, logits_of, summed_loss, token_losses
+from tnn_scripts.common.model_flops import flops_of_token, peak_of
 from tnn_scripts.common.optimizers import build_optimizer, build_scheduler
 from tnn_scripts.common.pretrain_arguments import PretrainArguments
 from tnn_scripts.common.sharding import check_tables, prepare, shard_errors
@@ -101,6 +102,7 @@ class Pretraining:
         self.stop = StopRequest()
         self.reports = StepReports(accelerator.device, self._check_finite)
         self._saved_step = None
+        self._flops_of_token = flops_of_token(model, train.block_size)
         validation_loader = self._loader(validation, args.per_device_eval_batch_size, 0, len(validation))
         optimizer = build_optimizer(model, args, decayed_parameters(model))
         self.scheduler = build_scheduler(args, optimizer)
@@ -380,17 +382,20 @@ class Pretraining:
             self.save_model(folder)
 
     def _log(self, progress: tqdm, loss: float):
-        state = self.state
-        tokens = state.step * self.blocks_per_step * self.train_stream.block_size
-        values = {
-            "loss": loss,
-            "learning_rate": self.scheduler.get_last_lr()[0],
-            "tokens_per_second": tokens / state.train_seconds,
-        }
-        self.accelerator.log(values, step=state.step)
-        progress.set_postfix_str(
-            f"loss {loss:.3f}, lr {values['learning_rate']:.1e}, {values['tokens_per_second']:.0f} tokens/s"
-        )
+        rate, speed = self.scheduler.get_last_lr()[0], self.speed()
+        known = {name: value for name, value in speed.items() if value is not None}
+        self.accelerator.log({"loss": loss, "learning_rate": rate} | known, step=self.state.step)
+        use = f", {speed['model_flop_use']:.0%} of the peak" if "model_flop_use" in known else ""
+        progress.set_postfix_str(f"loss {loss:.3f}, lr {rate:.1e}, {speed['tokens_per_second']:.0f} tokens/s{use}")
+
+    def speed(self) -> dict[str, float | None]:
+        """Tokens and the model's FLOPs per second so far, and the part of the peak that they are, if it is known."""
+        state, accelerator = self.state, self.accelerator
+        tokens = state.step * self.blocks_per_step * self.train_stream.block_size / state.train_seconds
+        flops = tokens * self._flops_of_token
+        peak = peak_of(accelerator.device, accelerator.mixed_precision)
+        use = None if peak is None else flops / (peak * accelerator.num_processes)
+        return {"tokens_per_second": tokens, "flops_per_second": flops, "model_flop_use": use}
 
 
 def perplexity(loss: float) -> float:

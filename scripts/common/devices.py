@@ -55,6 +55,11 @@ def is_out_of_memory(error: Exception) -> bool:
     )
 
 
+def reserved_memory(device: torch.device) -> float | None:
+    """The most memory of a GPU in GiB that PyTorch has taken so far, CUDA graphs included; None for other devices."""
+    return torch.cuda.max_memory_reserved(device) / 2**30 if device.type == "cuda" else None
+
+
 def resident_peak() -> int:
     """The largest resident size of this process so far, in bytes."""
     import resource  # Windows has none

@@ -15,7 +15,7 @@ FREE_ARGUMENTS = {
     *PASSES, "global_batch_tokens", "max_steps", "lr_scheduler_kwargs", "output_dir", "per_device_eval_batch_size",
     "eval_steps", "max_eval_blocks", "logging_steps", "checkpointing_steps", "save_total_limit",
     "resume_from_checkpoint", "report_to", "push_to_hub", "hub_model_id", "hub_private_repo", "overwrite_output_dir",
-    "dataloader_num_workers", "ddp_timeout",
+    "dataloader_num_workers", "preprocessing_num_workers", "ddp_timeout",
     "use_cpu", "torch_compile", "cuda_graph", "gradient_checkpointing",
 }  # fmt: skip
 # Arguments that are not compared: the resulting configuration and blocks, or the settings of the stream, are.

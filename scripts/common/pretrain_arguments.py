@@ -29,6 +29,7 @@ AT_LEAST_ONE = (
     "block_size",
     "vocab_size",
     "ddp_timeout",
+    "preprocessing_num_workers",
     "shuffle_buffer_size",
     "num_shards",
 )
@@ -73,6 +74,9 @@ class PretrainArguments(GroupArguments):
     text_column: str = "text"
     documents: str | None = None
     block_size: int | None = None
+    preprocessing_num_workers: int | None = option(
+        None, "Processes that tokenize the text; follow from its rows and the cores unless given."
+    )
     mlm_probability: float = 0.15
     output_dir: str = "outputs/pretrain"
     overwrite_output_dir: bool = False

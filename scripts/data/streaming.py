@@ -175,6 +175,7 @@ class StreamLoader:
     """Batches on the device, each put together from the examples that the workers have made of it."""
 
     def __init__(self, stream: TextStream, batch_size: int, start: int, stop: int, workers: int, pin_memory: bool):
+        self.pin_memory = pin_memory
         self.stream, self.workers = stream, min(workers, len(stream.own_parts()))
         self.loader = DataLoader(
             _Pieces(stream, batch_size, start, stop),
@@ -193,6 +194,8 @@ class StreamLoader:
                     self.stream.states[part] = state
             order = torch.cat([piece.pop("numbers") for piece in batch]).argsort()
             whole = {name: torch.cat([piece[name] for piece in batch])[order] for name in batch[0]}
+            if self.pin_memory:  # what is put together of pinned pieces is not
+                whole = {name: tensor.pin_memory() for name, tensor in whole.items()}
             yield send_to_device(whole, self.stream.device, non_blocking=True)
 
 

@@ -6,6 +6,7 @@ causal model gets the tokenizer's end of text.
 """
 
 import logging
+import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,6 +27,9 @@ SPECIAL_TOKENS = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>",
 # Further tokens of a masked language model; its sentences are between <s> and </s>.
 MASKED_TOKENS = {"cls_token": "<s>", "sep_token": "</s>", "mask_token": "<mask>"}
 ROWS_AT_ONCE = 10_000
+# Rows that are worth a further process, and the most processes unless they are given.
+ROWS_OF_PROCESS = 100_000
+MOST_PROCESSES = 8
 VALIDATION_SHARE = 0.05
 # The text that is read unless a source is given.
 DEMO_CORPUS = "the King James Bible"
@@ -158,8 +162,18 @@ def tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase, ends: list[bo
     return [[*line, tokenizer.eos_token_id] if end else line for line, end in zip(ids, ends, strict=True)]
 
 
+def workers_for(texts: Dataset) -> int:
+    """The number of processes that tokenize texts: one for a small text."""
+    return max(1, min(MOST_PROCESSES, (os.cpu_count() or 1) // 2, len(texts) // ROWS_OF_PROCESS))
+
+
 def pack(
-    texts: Dataset, tokenizer: PreTrainedTokenizerBase, block_size: int, enclose: bool = False, split: str = "train"
+    texts: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    block_size: int,
+    enclose: bool = False,
+    split: str = "train",
+    num_proc: int = 1,
 ) -> Dataset:
     """The texts, one after the other with a line break between them, as blocks `input_ids` of `block_size` tokens.
 
@@ -169,13 +183,17 @@ def pack(
         enclose: whether each block begins and ends with the special tokens of a sentence. Otherwise there is an end
             of text at the end of each document.
         split: what the message calls the texts.
+        num_proc: processes that tokenize. The blocks are the same for any number.
     """
     before, after = enclosing_tokens(tokenizer) if enclose else ([], [])
     size, last = block_size - len(before) - len(after), len(texts) - 1
     rest: list[int] = []
 
+    def to_lines(batch: dict[str, list]) -> dict[str, list]:
+        return {"lines": tokenize(batch["text"], tokenizer, None if enclose else batch["ends"])}
+
     def to_blocks(batch: dict[str, list], rows: list[int]) -> dict[str, list]:
-        lines = tokenize(batch["text"], tokenizer, None if enclose else batch["ends"])
+        lines = batch["lines"] if num_proc > 1 else to_lines(batch)["lines"]
         tokens = rest + [token for line in lines for token in line]
         whole = len(tokens) // size * size
         rest[:] = tokens[whole:]  # waits for the next rows
@@ -183,6 +201,9 @@ def pack(
         # The last row of the cached result is the rest, which is no block.
         return {"input_ids": [*blocks, rest] if rows[-1] == last else blocks}
 
+    if num_proc > 1:
+        given = {"batched": True, "batch_size": ROWS_AT_ONCE, "remove_columns": texts.column_names}
+        texts = texts.map(to_lines, num_proc=min(num_proc, max(1, len(texts))), **given)
     packed = texts.map(
         to_blocks, with_indices=True, batched=True, batch_size=ROWS_AT_ONCE, remove_columns=texts.column_names
     )

@@ -41,7 +41,7 @@ from tnn_scripts.common.checkpoints import (
 from tnn_scripts.common.chosen_schedule import choose_schedule
 from tnn_scripts.common.commands import next_steps
 from tnn_scripts.common.compiled_blocks import compile_blocks
-from tnn_scripts.common.devices import MemoryExceededError, suggest_smaller
+from tnn_scripts.common.devices import MemoryExceededError, reserved_memory, suggest_smaller
 from tnn_scripts.common.dry_run import describe_run, measure_step
 from tnn_scripts.common.lm_loss import summed_loss
 from tnn_scripts.common.loading import load
@@ -55,7 +55,7 @@ from tnn_scripts.common.streaming_corpus import build_text_streams, open_corpus
 from tnn_scripts.data.blocks import BlockStream
 from tnn_scripts.data.files import check_file
 from tnn_scripts.data.streaming import TextStream
-from tnn_scripts.data.text import load_corpus, pack, train_tokenizer
+from tnn_scripts.data.text import load_corpus, pack, train_tokenizer, workers_for
 from tnn_scripts.data.vocabulary import check_vocabulary
 
 logger = logging.getLogger("pretrain")
@@ -199,8 +199,10 @@ def build_streams(
     masked = args.objective == "mlm"
     streams = []
     for split in ("train", "validation"):
+        texts, workers = corpus[split], args.preprocessing_num_workers
         with accelerator.main_process_first():
-            blocks = pack(corpus[split], tokenizer, args.block_size, masked, split)
+            workers = workers_for(texts) if workers is None else workers
+            blocks = pack(texts, tokenizer, args.block_size, masked, split, workers)
         if len(blocks) == 0:
             raise ValueError(
                 f"The {split} text is shorter than one block of {args.block_size} tokens. Give a longer text or a "
@@ -286,7 +288,7 @@ def finish(args: PretrainArguments, pretraining: Pretraining) -> dict:
         "best_step": state.best_step,
         "steps": state.step,
         "tokens": tokens,
-        "tokens_per_second": tokens / state.train_seconds,
+        **pretraining.speed(),
         "train_seconds": state.train_seconds,
         "train_cpu_seconds": state.train_cpu_seconds,
         "parameters": accelerator.unwrap_model(pretraining.model).num_parameters(),
@@ -294,6 +296,7 @@ def finish(args: PretrainArguments, pretraining: Pretraining) -> dict:
         "distributed_type": accelerator.distributed_type.value,
         "parameters_per_process": held_parameters(pretraining.model),
         "device": accelerator.device.type,
+        "peak_memory_gib": reserved_memory(accelerator.device),
         "torch_threads": torch.get_num_threads(),
         "evaluations": state.history,
         "unstable_layers": [str(layer) for layer in find_unstable(accelerator.unwrap_model(pretraining.model))],

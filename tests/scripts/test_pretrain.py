@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import re
 import shutil
 
@@ -10,6 +11,8 @@ import torch
 from datasets import Dataset
 from huggingface_hub import RepoUrl
 from safetensors.torch import save_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -19,18 +22,20 @@ from transformers import (
     set_seed,
 )
 
+from helpers.hybrids import HYBRIDS
 from helpers.models import seeded, tiny_config
 from helpers.scripts import SENTENCES, assert_same_weights, run_script, weights, write_config, write_text
-from modeling_tnn import TnnConfig, TnnForCausalLM, TnnForMaskedLM, find_unstable
+from modeling_tnn import TnnConfig, TnnForCausalLM, TnnForMaskedLM, ToeplitzOperator, find_unstable
 from tnn_scripts.common.accelerate_loop import decayed_parameters
 from tnn_scripts.common.checkpoints import write_checksums
 from tnn_scripts.common.fingerprint import differences, fingerprint
 from tnn_scripts.common.lm_loss import count_targets, summed_loss, token_losses
+from tnn_scripts.common.model_flops import flops_of_token, peak_of
 from tnn_scripts.common.optimizers import build_optimizer
 from tnn_scripts.common.pretrain_arguments import PretrainArguments
 from tnn_scripts.common.publishing import NOT_UPLOADED, upload
 from tnn_scripts.data.blocks import BlockStream
-from tnn_scripts.data.text import load_corpus, pack, train_tokenizer
+from tnn_scripts.data.text import load_corpus, pack, train_tokenizer, workers_for
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +70,7 @@ def test_run(kind, options, tmp_path):
     assert metrics["perplexity_before"] > 200 > metrics["perplexity"] == metrics["evaluations"][-1]["perplexity"]
     assert [evaluation["step"] for evaluation in metrics["evaluations"]] == [8, 16, 24]
     assert metrics["tokens"] == 24 * 4 * 32 and metrics["tokens_per_second"] > 0
+    assert metrics["flops_per_second"] > 0 and metrics["model_flop_use"] is None, "a CPU has no peak here"
     assert json.loads((output / "training_args.json").read_text())["learning_rate"] == 0.01
     assert {path.name for path in output.iterdir() if path.is_dir()} == {
         "best", "checkpoint-18", "checkpoint-24", "tokenizer"
@@ -107,6 +113,52 @@ def test_a_global_batch_in_tokens(options, tmp_path):
     given = json.loads((tokens / "training_args.json").read_text())
     assert (given["per_device_train_batch_size"], given["gradient_accumulation_steps"]) == (2, 4)
     assert_same_weights(whole, tokens, tolerance=2e-5)
+
+
+class ProductCounter(TorchDispatchMode):
+    """Adds up the operations of matrix products, by PyTorch's formulas."""
+
+    def __init__(self):
+        super().__init__()
+        self.total = 0
+        self.formulas = flop_registry | {torch.ops.aten.addmm_: flop_registry[torch.ops.aten.addmm]}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **kwargs or {})
+        if formula := self.formulas.get(function.overloadpacket):
+            self.total += formula(*args, **kwargs or {}, out_val=result)
+        return result
+
+
+@pytest.mark.parametrize("kind", ["fd", "rpe", "hybrid", "gpt2"])
+def test_the_operations_of_a_token(kind):
+    """Those that PyTorch counts of matrix products, without what a pass computes once; transforms by themselves."""
+    sizes = {"vocab_size": 90, "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2}
+    if kind == "gpt2":
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **sizes))
+    else:
+        fields = HYBRIDS["full"] if kind == "hybrid" else {"tno_type": kind}
+        model = TnnForCausalLM(tiny_config(**fields))
+    model.train().set_attn_implementation("eager")  # its products are operations of their own
+    totals = []
+    for blocks in (1, 2):
+        ids = torch.zeros(blocks, 48, dtype=torch.long)
+        with ProductCounter() as counter:
+            summed_loss(model, model.config, {"input_ids": ids, "labels": ids}, True).backward()
+        totals.append(counter.total)
+    operators = [module for module in model.modules() if isinstance(module, ToeplitzOperator)]
+    transforms = 20 * math.log2(96) * sum(operator.channels for operator in operators)
+    products = flops_of_token(model, 48) - transforms
+    assert products == pytest.approx((totals[1] - totals[0]) / 48, rel=0.05)
+
+
+def test_the_peak_of_a_device(monkeypatch):
+    names = iter(["NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA A100-SXM4-80GB", "NVIDIA L40S", "NVIDIA L4",
+                  "NVIDIA GeForce RTX 4090", "Tesla K80"])  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: next(names))
+    peaks = [peak_of(torch.device("cuda"), "bf16") for _ in range(7)]
+    assert peaks == [989e12, 756e12, 312e12, 362e12, 121e12, 165e12, None]
+    assert peak_of(torch.device("cpu"), "bf16") is None
 
 
 @pytest.fixture
@@ -289,6 +341,15 @@ def test_blocks_are_cached(text):
     tokenizer = train_tokenizer(texts, 300)
     first, second = (pack(texts, tokenizer, 16) for _ in range(2))
     assert first.cache_files and first.cache_files == second.cache_files
+
+
+@pytest.mark.parametrize("enclose", [False, True])
+def test_processes_that_tokenize_change_nothing(enclose, text):
+    texts = load_corpus(str(text))["train"]
+    tokenizer = train_tokenizer(texts, 300, masked=enclose)
+    one, two = (pack(texts, tokenizer, 32, enclose, num_proc=number)["input_ids"][:] for number in (1, 2))
+    assert list(one) == list(two)
+    assert workers_for(texts) == 1
 
 
 def test_enclosed_blocks(text):

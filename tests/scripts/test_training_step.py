@@ -37,6 +37,7 @@ from tnn_scripts.common.checkpoints import checkpoints
 from tnn_scripts.common.pretrain_arguments import PretrainArguments
 from tnn_scripts.common.step_reports import StepReports
 from tnn_scripts.data.blocks import BlockStream
+from tnn_scripts.data.streaming import StreamLoader
 
 WAITS = {"aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero", "aten::equal", "aten::masked_select"}
 COPIES = {"tolist", "cpu", "numpy", "__array__"}  # they have no operation of their own on a CPU
@@ -71,6 +72,18 @@ class Copies(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if getattr(function, "__name__", "") in COPIES:
             self.waits.found.append(function.__name__)
+        return function(*args, **kwargs or {})
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations, but for views."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += not function.is_view
         return function(*args, **kwargs or {})
 
 
@@ -121,6 +134,24 @@ def test_a_step_does_not_wait(optim, options, waits):
     """Backward, clipping, check for divergence and optimizer. Loss and signals are read outside, a step later."""
     run_script("pretrain", *options, "--optim", optim)
     assert waits == [[]] * 6
+
+
+def test_a_step_starts_little_outside_its_passes(options, monkeypatch):
+    """Counts, loss, clipping, the check and the optimizer, for two passes: what no graph or compiler starts."""
+    found = {"step": [], "pass": []}
+    for method, part in (("_train_step", "step"), ("_pass", "pass")):
+        original = getattr(Pretraining, method)
+
+        def counted(self, *arguments, original=original, part=part):
+            with Operations() as operations:
+                result = original(self, *arguments)
+            found[part].append(operations.count)
+            return result
+
+        monkeypatch.setattr(Pretraining, method, counted)
+    run_script("pretrain", *options)
+    outside = found["step"][-1] - sum(found["pass"][-2:])
+    assert 0 < outside <= 50, outside
 
 
 def test_other_optimizers_wait_for_the_check(options, waits):
@@ -363,3 +394,16 @@ def test_loader_for_an_accelerator(monkeypatch):
         run = SimpleNamespace(args=args, accelerator=SimpleNamespace(device=torch.device(device)))
         loader = Pretraining._loader(run, stream, 1, 0, 1)
         assert (loader.num_workers, loader.persistent_workers, loader.pin_memory) == (workers, workers > 0, pinned)
+
+
+@pytest.mark.parametrize("pins", [True, False])
+def test_streamed_batches_are_pinned(pins, monkeypatch):
+    """The pieces of the workers are, but what is put together of them is new memory."""
+    pinned = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self.shape) or self)
+    batches = StreamLoader.__new__(StreamLoader)
+    stream = SimpleNamespace(states={}, device=torch.device("cpu"))
+    pieces = [{"input_ids": torch.ones(2, 3), "numbers": torch.tensor(n), "states": {}} for n in ([0, 2], [1, 3])]
+    batches.stream, batches.loader, batches.workers, batches.pin_memory = stream, pieces, 2, pins
+    assert [batch["input_ids"].shape for batch in batches] == [(4, 3)]
+    assert pinned == ([(4, 3)] if pins else [])
