@@ -1,10 +1,14 @@
 """The losses of language models on batches of blocks, in nats per predicted token."""
 
+from functools import partial
+
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from modeling_tnn import TnnConfig
+from modeling_tnn.linear import is_plain_linear
+from modeling_tnn.loss import linear_cross_entropy
 
 
 def token_losses(logits: torch.Tensor, labels: torch.Tensor, causal: bool) -> torch.Tensor:
@@ -28,13 +32,39 @@ def logits_of(model: torch.nn.Module, batch: dict[str, torch.Tensor], causal: bo
 def summed_loss(
     model: torch.nn.Module, config: PreTrainedConfig, batch: dict[str, torch.Tensor], causal: bool
 ) -> torch.Tensor:
-    """The sum of the losses of a batch with labels. A TNN computes it without the logits of the whole batch.
+    """The sum of the losses of a batch with labels, without the logits of the whole batch if the head allows it.
 
     Args:
         model: in training mode, maybe wrapped for several devices.
         config: the configuration of the model inside.
     """
-    if not isinstance(config, TnnConfig):
-        return token_losses(logits_of(model, batch, causal), batch["labels"], causal).sum()
-    options = {"use_cache": False} if causal else {}
-    return model(input_ids=batch["input_ids"], labels=batch["labels"], num_items_in_batch=1, **options).loss
+    if isinstance(config, TnnConfig):
+        options = {"use_cache": False} if causal else {}
+        return model(input_ids=batch["input_ids"], labels=batch["labels"], num_items_in_batch=1, **options).loss
+    inner = getattr(model, "module", model)  # as DistributedDataParallel and FSDP name it
+    head = inner.get_output_embeddings() if isinstance(inner, PreTrainedModel) else None
+    if head is not None and is_plain_linear(head):
+        made = []
+        head.forward = partial(loss_of_head, head, batch["labels"], causal, made)
+        try:
+            found = logits_of(model, batch, causal)
+        finally:
+            del head.forward
+        # Some models scale or cap their logits after the head, and need them.
+        if len(made) == 1 and found is made[0] and found._version == 0:
+            return found.sum()
+    return token_losses(logits_of(model, batch, causal), batch["labels"], causal).sum()
+
+
+def loss_of_head(
+    head: torch.nn.Linear, labels: torch.Tensor, causal: bool, made: list[torch.Tensor], hidden: torch.Tensor
+) -> torch.Tensor:
+    """The loss of hidden states `(B, L, d)`, in the place and with the dimensions of logits: `(1, 1, 1)`.
+
+    It is computed where the head is called, because engines of several devices have its weight there alone.
+    """
+    if causal:
+        hidden, labels = hidden[:, :-1], labels[:, 1:]
+    loss = linear_cross_entropy(hidden.flatten(0, 1), head.weight, head.bias, labels.flatten())
+    made.append(loss.expand(1, 1, 1))
+    return made[-1]

@@ -26,6 +26,7 @@ from helpers.hybrids import HYBRIDS
 from helpers.models import seeded, tiny_config
 from helpers.scripts import SENTENCES, assert_same_weights, run_script, weights, write_config, write_text
 from modeling_tnn import TnnConfig, TnnForCausalLM, TnnForMaskedLM, ToeplitzOperator, find_unstable
+from tnn_scripts.common import lm_loss
 from tnn_scripts.common.accelerate_loop import decayed_parameters
 from tnn_scripts.common.checkpoints import write_checksums
 from tnn_scripts.common.fingerprint import differences, fingerprint
@@ -232,10 +233,11 @@ def test_loss_of_the_model(options):
         torch.testing.assert_close(token_losses(logits, labels, causal).sum() / count.sum(), expected)
 
 
-@pytest.mark.parametrize("objective", ["clm", "mlm"])
-@pytest.mark.parametrize("kind", ["tnn", "transformer"])
-def test_summed_loss(objective, kind):
-    """For the TNN, which computes it without logits, and for another model: the sum of the losses of the tokens."""
+@pytest.mark.parametrize(
+    ("objective", "kind"), [("clm", "tnn"), ("mlm", "tnn"), ("clm", "gpt2"), ("mlm", "bert"), ("clm", "gemma2")]
+)
+def test_summed_loss(objective, kind, monkeypatch):
+    """The sum of the losses of the tokens, without logits unless they change after the head, as those of Gemma2 do."""
     causal = objective == "clm"
     if kind == "tnn":
         model = seeded(
@@ -244,14 +246,20 @@ def test_summed_loss(objective, kind):
     else:
         sizes = {"vocab_size": 50, "num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
         model = (AutoModelForCausalLM if causal else AutoModelForMaskedLM).from_config(
-            AutoConfig.for_model("gpt2" if causal else "bert", **sizes, intermediate_size=16)
+            AutoConfig.for_model(kind, **sizes, intermediate_size=16, num_key_value_heads=2)
         ).eval()  # fmt: skip
     ids = torch.randint(10, 50, (3, 7), generator=torch.Generator().manual_seed(0))
     labels = ids.clone()
     labels[0, 3:5] = -100
     expected = token_losses(model(ids).logits, labels, causal).sum()
+    parameters = list(model.parameters())
+    wanted = torch.autograd.grad(expected, parameters, allow_unused=True)
+    if kind != "gemma2":
+        monkeypatch.setattr(lm_loss, "token_losses", None)
     found = summed_loss(model, model.config, {"input_ids": ids, "labels": labels}, causal)
     torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(torch.autograd.grad(found, parameters, allow_unused=True), wanted)
+    assert model(ids).logits.shape == (3, 7, model.config.vocab_size)
 
 
 def test_weight_decay_is_for_matrices(tmp_path):
