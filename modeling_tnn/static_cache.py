@@ -11,9 +11,16 @@ Python's counters choose transforms, blocks and places, and a graph that reads t
 the token, and writes the cursor. `generate` calls it in `prepare_inputs_for_generation`, outside of the graph. The
 state is that of `TnnCacheLayer`. A step that is not compiled takes the count back and goes the usual way, which reads
 less.
+
+A CUDA graph reads and writes at the addresses that it was recorded with, and is recorded again for others. So the
+tensors that a step reads have places that stay the same, from token to token and from text to text. They belong to the
+operator, and hold the text that took the last step; the memory of the last text stays in use. The other inputs of a
+step are small and copied into the graph. They have the same strides for every token.
 """
 
 import contextlib
+import threading
+import weakref
 
 import torch
 from torch import nn
@@ -28,6 +35,41 @@ from .layer_types import TOEPLITZ
 from .numerics import is_traced
 from .padding import token_positions
 from .recurrence import Recurrence
+
+
+class Places(threading.local):
+    """The tensors that compiled steps of an operator read, by name, and the layer whose state they hold.
+
+    Each thread has its own, as it has its own CUDA graphs.
+    """
+
+    def __init__(self):
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.holds = lambda: None  # a weak reference
+
+    def give(self, layer: "TnnStaticCacheLayer"):
+        """Give the places to a layer. The one that had them gets copies: its cache may be in use."""
+        earlier = self.holds()
+        if earlier is layer:
+            return
+        if earlier is not None:
+            earlier.leave()
+        layer.cursor = layer.computed = None
+        self.holds = weakref.ref(layer)
+
+    def put(self, name: str, fresh: torch.Tensor) -> torch.Tensor:
+        """`fresh`, copied to the place of that name if it fits there, else in a place of its own."""
+        place = self.tensors.get(name)
+        if place is fresh:
+            return place
+        if place is not None and (place.shape, place.dtype, place.device) == (fresh.shape, fresh.dtype, fresh.device):
+            return place.copy_(fresh)
+        torch._dynamo.mark_static_address(fresh)
+        self.tensors[name] = fresh
+        return fresh
+
+
+PLACES: weakref.WeakKeyDictionary[nn.Module, Places] = weakref.WeakKeyDictionary()
 
 
 class TnnStaticCacheLayer(TnnCacheLayer):
@@ -51,12 +93,12 @@ class TnnStaticCacheLayer(TnnCacheLayer):
         """Empty the layer."""
         super().reset()
         self.is_ready, self.before = False, (0, 0)
-        self.cursor = self.constants = self.pinned_future = self.pinned_buffer = None
+        self.cursor = self.constants = self.computed = None
 
     def __getstate__(self) -> dict:
         """The state without what `prepare` makes again."""
         self.retract()
-        return super().__getstate__() | dict.fromkeys(("cursor", "constants", "pinned_future", "pinned_buffer"))
+        return super().__getstate__() | dict.fromkeys(("cursor", "constants", "computed"))
 
     def update(self, key_states: torch.Tensor, value_states, operator, gate: Gate = NO_GATE, kernel=None):
         """As for `TnnCacheLayer`. A compiled step of one token after `prepare` has a fixed shape."""
@@ -80,11 +122,12 @@ class TnnStaticCacheLayer(TnnCacheLayer):
             self._start()
         like = self.history.buffer[..., :1]
         self.recurrence.make_ready(self, like)
-        constants = self.recurrence.constants(like)
-        if self.constants is None or any(new is not old for new, old in zip(constants, self.constants, strict=True)):
-            for tensor in constants:
-                torch._dynamo.mark_static_address(tensor)
-        self.constants = constants
+        places = PLACES.get(operator) or PLACES.setdefault(operator, Places())
+        places.give(self)
+        computed = self.recurrence.constants(like)
+        if self.computed is None or any(new is not old for new, old in zip(computed, self.computed, strict=True)):
+            constants = (places.put(f"constant {i}", one.clone()) for i, one in enumerate(computed))
+            self.computed, self.constants = computed, tuple(constants)
         self.history.fix(self.max_cache_len)
         self.history.reserve()
         self.before = self.history.end, self.history.held
@@ -93,7 +136,7 @@ class TnnStaticCacheLayer(TnnCacheLayer):
             self.counters["position"] += 1
         self.length += 1
         self.is_ready = True
-        self._pin()
+        self._pin(places)
         return slot, position
 
     def retract(self):
@@ -117,36 +160,33 @@ class TnnStaticCacheLayer(TnnCacheLayer):
         self.retract()
         super()._select(choose)
 
-    def _pin(self):
-        """Keep the tensors of a step at their addresses: a CUDA graph reads and writes there."""
-        self.pinned_buffer = self.history.buffer = pinned(self.pinned_buffer, self.history.buffer)
+    def leave(self):
+        """Take the state out of its places, which another layer gets."""
+        self.retract()
+        self.cursor = self.constants = self.computed = None
+        if self.history is not None:
+            self._select(torch.clone)
+
+    def _pin(self, places: Places):
+        """Keep the tensors of a step at their places."""
+        self.history.buffer = places.put("buffer", self.history.buffer)
         future, ahead = self.tensors.get("future"), self.tensors.get("ahead")
         if future is None:
             return
-        if ahead is not None and ahead is self.pinned_future:  # the two have changed places
+        if ahead is not None and ahead is places.tensors.get("future"):  # the two have changed places
             begun = ahead.clone()
             ahead.copy_(future)
             self.tensors |= {"future": ahead, "ahead": future.copy_(begun)}
         else:
-            self.pinned_future = self.tensors["future"] = pinned(self.pinned_future, future)
-
-
-def pinned(place: torch.Tensor | None, fresh: torch.Tensor) -> torch.Tensor:
-    """`fresh`, copied to `place` if that has its shape."""
-    if place is fresh:
-        return fresh
-    if place is not None and place.shape == fresh.shape:
-        return place.copy_(fresh)
-    torch._dynamo.mark_static_address(fresh)
-    return fresh
+            self.tensors["future"] = places.put("future", future)
 
 
 def is_ready(past_key_values: Cache | None, tokens: torch.Tensor, attention_mask) -> bool:
     """Whether `prepare_step` has made the cache ready for `tokens` `(B, 1, ...)`, with masks if there is attention."""
     if past_key_values is None or tokens.shape[1] != 1:
         return False
-    layers = getattr(past_key_values, "layers", None)
-    return bool(layers) and (isinstance(attention_mask, dict) or getattr(layers[0], "is_ready", False))
+    layers = getattr(past_key_values, "layers", ())  # `bool` of a list cannot be traced by PyTorch 2.11
+    return len(layers) > 0 and (isinstance(attention_mask, dict) or getattr(layers[0], "is_ready", False))
 
 
 def prepare_step(model: nn.Module, inputs: dict) -> dict:
@@ -178,12 +218,12 @@ def prepare_step(model: nn.Module, inputs: dict) -> dict:
         ]
         mask = inputs.get("attention_mask")
         masks = masks_of_step(model, cache, tokens, mask)
-        places = [layer.prepare(operator.on_this_process()) for layer, operator in pairs]
-        point([layer for layer, _ in pairs], places)
+        pairs = [(layer, operator.on_this_process()) for layer, operator in pairs]
+        point(pairs, [layer.prepare(operator) for layer, operator in pairs])
     positions = None
     if model.config.position_embedding == "sinusoidal" or model.rotary is not None:
-        positions = token_positions(mask, length, tokens).contiguous()
-    mask = None if mask is None else mask[:, -1:].contiguous()
+        positions = laid_out(token_positions(mask, length, tokens))
+    mask = None if mask is None else laid_out(mask[:, -1:])
     return inputs | {"attention_mask": masks | {TOEPLITZ: mask} if masks else mask, "position_ids": positions}
 
 
@@ -192,7 +232,12 @@ def masks_of_step(model: nn.Module, cache: Cache, tokens: torch.Tensor, mask: to
     like = torch.empty(*tokens.shape, 0, dtype=model.dtype, device=tokens.device)
     kinds = model.config.layer_types
     found = {kind: mask_of(kind, model.config, like, mask, cache, kinds.index(kind)) for kind in {*kinds} - {TOEPLITZ}}
-    return {kind: one.contiguous() if isinstance(one, torch.Tensor) else one for kind, one in found.items()}
+    return {kind: laid_out(one) if isinstance(one, torch.Tensor) else one for kind, one in found.items()}
+
+
+def laid_out(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy whose strides follow from its shape. A slice of one row counts as contiguous whatever its strides."""
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def can_be_prepared(cache: Cache | None) -> bool:
@@ -206,18 +251,19 @@ def can_be_prepared(cache: Cache | None) -> bool:
     return all(map(can, getattr(cache, "layers", None) or [None]))
 
 
-def point(layers: list[TnnStaticCacheLayer], places: list[tuple[int, int]]):
-    """Write the cursors of all layers with one copy to the device."""
-    if not layers:
+def point(pairs: list[tuple[TnnStaticCacheLayer, nn.Module]], places: list[tuple[int, int]]):
+    """Write the cursors of all layers, which are given with their operators, with one copy to the device."""
+    if not pairs:
         return
+    first, operator = pairs[0]
     fresh = torch.tensor(places)  # (layers, 2)
-    cursors = None if layers[0].cursor is None else layers[0].cursor._base
-    if cursors is None or cursors.shape != fresh.shape or cursors.device != layers[0].device:
-        cursors = fresh.to(layers[0].device, copy=True)
-        for layer, cursor in zip(layers, cursors, strict=True):
+    moved = any(layer.cursor is None or layer.cursor.device != layer.device for layer, _ in pairs)
+    if moved or first.cursor._base.shape != fresh.shape:
+        cursors = PLACES[operator].put("cursors", fresh.to(first.device, copy=True))
+        for (layer, _), cursor in zip(pairs, cursors, strict=True):
             layer.cursor = cursor
             torch._dynamo.mark_static_address(cursor)
-    cursors.copy_(fresh, non_blocking=True)
+    first.cursor._base.copy_(fresh, non_blocking=True)
 
 
 STATIC_LAYER_TYPE_MAPPING[TOEPLITZ] = TnnStaticCacheLayer
