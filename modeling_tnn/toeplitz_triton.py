@@ -12,14 +12,19 @@ of the result is the sum over j of T_j times block c - j, where T_j is a Toeplit
 A program makes the tiles of one channel from its taps, one after the other, and multiplies each with many columns on
 the tensor cores. That is about 2 (K + R) operations for an entry.
 
-Backward. The gradient of the inputs is (1) with the taps in reverse. The gradient of the taps is a correlation. Tap
-p Q + q is entry (q, p) of one product of shifted copies, which needs no tiles and no sums along diagonals:
+Backward. The gradient of the inputs is (1) with the taps in reverse. The gradient of the taps adds products of blocks
+of g, the gradient of the result, with windows of x: the W > R entries from position c R - j R on, `X_j` `(W, C)`:
 
-    dk[p Q + q] = sum_n g[n + q] x[n + first - p Q]                                                        (2)
+    D_j[r, s] = sum_c G[r, c] X_j[s, c],    dk[first + j R + r - s] = sum of D_j along its diagonals         (2)
 
-Operands have the dtype of `v`, sums are float32 (of float32 operands by three products in TF32). Nothing is added by
-atomic operations: with one choice of the autotuner, equal inputs give equal bits. Higher derivatives are those of
-`toeplitz_fused.eager_windows`.
+A program has one channel and one window, walks all columns, and adds along the diagonals once at the end. It has the
+whole of W - R + 1 lags, and parts of R - 1 lags on either side, of which the programs of the next windows have the
+other parts. So there are two sums for a tap, and they are added afterwards.
+
+Operands have the dtype of `v`, sums are float32 (of float32 operands by three products in TF32). The sizes of tiles
+follow from the shapes, and nothing is added by atomic operations: equal inputs give equal bits. The programs of one
+channel are neighbours, so that its entries are read from memory once, and then from the cache. Higher derivatives are
+those of `toeplitz_fused.eager_windows`.
 
 This file is imported only where Triton is installed. With the environment variable TRITON_INTERPRET=1, Triton
 computes on the CPU, slowly; tests do.
@@ -39,18 +44,8 @@ try:  # transformers refuses files of a checkpoint that need packages which are 
 except ImportError as error:
     raise ImportError("tno_implementation='triton' needs the package triton, which is not installed") from error
 
-# Filters up to this length are activated in each load of an entry, which happens once for each tile. Longer ones have
-# many tiles, and their inputs are activated once, before the product. (By arithmetic: not measured.)
-FEW_TAPS = 256
-
-# Zeros before and after the taps of a channel: at least two tiles. Then the loads of a tile need no test.
-MARGIN = tl.constexpr(256)
-
-# Numbers that a program of an elementwise kernel has.
-BLOCK = 1024
-
-# What the kernels take: taps on both sides together, positions of all sequences (CUDA limits the programs of a channel
-# to 65,535), and the inputs.
+# What the kernels take: taps on both sides together, positions of all sequences (offsets in a channel have 32 bits),
+# and dtypes of inputs.
 MOST_TAPS, MOST_POSITIONS = 2**12, 2**25
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -66,20 +61,22 @@ FUNCTIONS = {
     "transformers.activations.SiLUActivation": "silu",
 }
 
-# What the autotuner tries: the sizes of a tile, then warps and stages. The first one has no spilled registers in any
-# precision and fits every GPU. The interpreter cannot measure, and takes it.
-PRODUCT_SIZES = [(64, 32, 4, 3), (64, 64, 4, 3), (64, 128, 8, 3), (128, 64, 8, 2)]
+# Rows of a tile (128 were slower), and zeros before and after the taps of a channel: two tiles. Then the loads of a
+# tile need no test.
+ROWS = 64
+MARGIN = tl.constexpr(128)
 
-# A program has the product of the first two as many taps: 256 in the last one, for short filters.
-CORRELATION_SIZES = [(64, 32, 64, 4, 3), (64, 16, 64, 4, 3), (128, 16, 64, 4, 3), (16, 16, 64, 1, 3)]
+# Warps and stages of the product by its columns, for operands of two bytes and of four. The last ones are for GPUs of
+# the LARGE generations (Hopper, Blackwell of data centres): others have too little shared memory, or spill registers.
+# An H100 was fastest with 128 and 256 in bfloat16. The others follow from registers and memory.
+PRODUCT_SIZES = {2: {32: (4, 3), 64: (4, 3), 128: (4, 3), 256: (8, 3)}, 4: {32: (4, 3), 64: (4, 3)}}
+LARGE = (9, 10)
 
+# Columns at a time, entries of a window, warps and stages of the gradient of the taps, likewise.
+TAP_SIZES = {2: (64, 128, 4, 3), 4: (16, 128, 4, 3)}
 
-def configs(choices: list[tuple[int, ...]], *names: str) -> list[triton.Config]:
-    """The `choices` for the autotuner, with the `names` of the sizes."""
-    return [
-        triton.Config(dict(zip(names, choice, strict=False)), num_warps=choice[-2], num_stages=choice[-1])
-        for choice in (choices[:1] if triton.knobs.runtime.interpret else choices)
-    ]
+# Channels and positions of a program of the pointwise kernel, and numbers of one of the padding kernel.
+CHANNELS, NUMBERS, BLOCK = 32, 64, 1024
 
 
 @triton.jit
@@ -109,68 +106,76 @@ def slope(x, ACT: tl.constexpr):
     return x
 
 
-@triton.jit
-def input_kernel(v, mask, out, v_d, numbers, ACT: tl.constexpr, BLOCK: tl.constexpr):
-    """out = mask act(v), for a part of the `numbers` B L of one channel."""
-    d, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    keep = at < numbers
-    x = activated(tl.load(v + d * v_d + at, mask=keep, other=0.0).to(tl.float32), ACT)
-    if mask is not None:
-        x = tl.where(tl.load(mask + at, mask=keep, other=0) != 0, x, 0.0)
-    tl.store(out + d * numbers + at, x.to(out.dtype.element_ty), mask=keep)
+@triton.jit(do_not_specialize=["num_taps", "width"])
+def padding_kernel(kernel, taps, kernel_d, kernel_k, num_taps, width, BLOCK: tl.constexpr):
+    """`taps` of one channel: those of `kernel`, with zeros on both sides."""
+    parts = tl.cdiv(width, BLOCK)
+    d, at = (tl.program_id(0) // parts).to(tl.int64), tl.program_id(0) % parts * BLOCK + tl.arange(0, BLOCK)
+    tap = at - MARGIN
+    value = tl.load(kernel + d * kernel_d + tap * kernel_k, mask=(tap >= 0) & (tap < num_taps), other=0.0)
+    tl.store(taps + d * width + at, value.to(taps.dtype.element_ty), mask=at < width)
 
 
-@triton.jit
-def gate_kernel(h, u, mixed, g, u_gradient, h_d, u_d, numbers, ACT: tl.constexpr, BLOCK: tl.constexpr):
-    """From the gradient `h` of act(u) y: those of y, `g`, and of u, for a part of the numbers of one channel."""
-    d, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    keep, place = at < numbers, d * numbers + at
-    gradient = tl.load(h + d * h_d + at, mask=keep, other=0.0).to(tl.float32)
-    gate = tl.load(u + d * u_d + at, mask=keep, other=0.0).to(tl.float32)
-    tl.store(g + place, (gradient * activated(gate, ACT)).to(g.dtype.element_ty), mask=keep)
-    y = tl.load(mixed + place, mask=keep, other=0.0).to(tl.float32)
-    tl.store(u_gradient + place, (gradient * y * slope(gate, ACT)).to(u_gradient.dtype.element_ty), mask=keep)
-
-
-@triton.autotune(configs=configs(PRODUCT_SIZES, "ROWS", "COLUMNS"), key=["taps_class", "columns_class", "BACKWARD"])
-@triton.jit(do_not_specialize=["first", "taps_class", "columns_class"])
-def product_kernel(
-    v, taps, out, mask, side, mixed, v_d, taps_d, side_d, batch, length, num_taps, first, taps_class, columns_class,
-    ACT: tl.constexpr, ACTIVATE: tl.constexpr, BACKWARD: tl.constexpr, PRECISION: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+@triton.jit(do_not_specialize=["channels"])
+def pointwise_kernel(
+    v, mask, x, h, u, y, g, u_gradient, v_d, v_n, h_d, h_n, u_d, u_n, channels, numbers,
+    ACT: tl.constexpr, CHANNELS: tl.constexpr, NUMBERS: tl.constexpr,
 ):  # fmt: skip
-    """Equation (1) for one channel and some columns, with what comes before and after it.
+    """x = mask act(v), and from the gradient `h` of act(u) y those of y, `g`, and of u; each is left out if None.
 
-    `taps` has zeros on both sides. `side` is None or the gate u; for `BACKWARD`, the v at which act is
-    differentiated.
+    Inputs may have any strides: a gradient mostly comes token by token, and is read here without a copy.
     """
-    d = tl.program_id(0).to(tl.int64)
-    blocks = (length + ROWS - 1) // ROWS
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    parts = tl.cdiv(numbers, NUMBERS)
+    d = (tl.program_id(0) // parts * CHANNELS + tl.arange(0, CHANNELS)).to(tl.int64)[:, None]
+    n = (tl.program_id(0) % parts * NUMBERS + tl.arange(0, NUMBERS)).to(tl.int64)[None, :]
+    keep, place = (d < channels) & (n < numbers), d * numbers + n
+    if x is not None:
+        inputs = activated(tl.load(v + d * v_d + n * v_n, mask=keep, other=0.0).to(tl.float32), ACT)
+        if mask is not None:
+            inputs = tl.where(tl.load(mask + n, mask=n < numbers, other=0) != 0, inputs, 0.0)
+        tl.store(x + place, inputs.to(x.dtype.element_ty), mask=keep)
+    if g is not None:
+        gradient = tl.load(h + d * h_d + n * h_n, mask=keep, other=0.0).to(tl.float32)
+        gate = tl.load(u + d * u_d + n * u_n, mask=keep, other=0.0).to(tl.float32)
+        tl.store(g + place, (gradient * activated(gate, ACT)).to(g.dtype.element_ty), mask=keep)
+        mixed = tl.load(y + place, mask=keep, other=0.0).to(tl.float32)
+        of_gate = gradient * mixed * slope(gate, ACT)
+        tl.store(u_gradient + place, of_gate.to(u_gradient.dtype.element_ty), mask=keep)
+
+
+@triton.jit(do_not_specialize=["batch", "num_taps", "first"])
+def product_kernel(
+    x, taps, out, mask, side, mixed, x_d, taps_d, side_d, batch, length, num_taps, first,
+    ACT: tl.constexpr, BACKWARD: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Equation (1) for one channel and some columns, with what comes after it.
+
+    `taps` has zeros on both sides. `side` is None or the gate u. `BACKWARD` takes the taps in reverse, and `side` is
+    the v at which act is differentiated.
+    """
+    blocks = tl.cdiv(length, ROWS)
+    tl.assume((batch > 0) & (length > 0))  # without it the divisions take registers, and fewer programs run at once
+    parts = tl.cdiv(batch * blocks, COLUMNS)
+    d, begin = (tl.program_id(0) // parts).to(tl.int64), tl.program_id(0) % parts * COLUMNS
+    column = begin + tl.arange(0, COLUMNS)
     block, b = column // batch, column % batch  # early blocks of all sequences come first
     row = tl.arange(0, ROWS)
     # Tiles outside the filter, or that meet no block of the sequences, are left out.
-    lowest = tl.program_id(1) * COLUMNS // batch
-    highest = tl.minimum(blocks - 1, (tl.program_id(1) * COLUMNS + COLUMNS - 1) // batch)
+    lowest, highest = begin // batch, tl.minimum(blocks - 1, (begin + COLUMNS - 1) // batch)
     start = tl.maximum(-((first + ROWS - 1) // ROWS), lowest - (blocks - 1))
     stop = tl.minimum((num_taps - 1 - first + ROWS - 1) // ROWS, highest) + 1
     # A scalar pointer and small offsets: a pointer for each entry would take most registers.
-    taps += d * taps_d + MARGIN + first
-    v += d * v_d
+    taps += d * taps_d + MARGIN + (num_taps - 1 - first if BACKWARD else first)
+    x += d * x_d
     at = block[None, :] * ROWS + row[:, None]
     start_of_text = b[None, :] * length
     total = tl.full((ROWS, COLUMNS), 0.0, tl.float32)
     for j in range(start, stop):
-        tile = tl.load(taps + j * ROWS + (row[:, None] - row[None, :]))
+        lag = row[:, None] - row[None, :]
+        tile = tl.load((taps - j * ROWS) - lag if BACKWARD else (taps + j * ROWS) + lag)
         source = at - j * ROWS
-        inside = (source >= 0) & (source < length)
-        x = tl.load(v + (start_of_text + source), mask=inside, other=0.0)
-        if ACTIVATE:
-            y = activated(x.to(tl.float32), ACT)
-            if mask is not None:
-                y = tl.where(tl.load(mask + (start_of_text + source), mask=inside, other=0) != 0, y, 0.0)
-            x = y.to(x.dtype)
-        total = tl.dot(tile, x, total, input_precision=PRECISION)
+        entries = tl.load(x + (start_of_text + source), mask=(source >= 0) & (source < length), other=0.0)
+        total = tl.dot(tile, entries, total, input_precision=PRECISION)
     keep, place = at < length, start_of_text + at
     row_of_channel = d * batch * length
     if mixed is not None:
@@ -183,29 +188,40 @@ def product_kernel(
     tl.store(out + row_of_channel + place, total.to(out.dtype.element_ty), mask=keep)
 
 
-@triton.autotune(configs=configs(CORRELATION_SIZES, "LOW", "HIGH", "STEP"), key=["taps_class", "columns_class"])
-@triton.jit(do_not_specialize=["first", "taps_class", "columns_class"])
-def correlation_kernel(
-    g, x, out, g_d, x_d, batch, length, num_taps, first, taps_class, columns_class,
-    PRECISION: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, STEP: tl.constexpr,
+@triton.jit(do_not_specialize=["batch", "windows", "lag", "tap"])
+def tap_gradient_kernel(
+    g, x, sums, g_d, x_d, batch, length, windows, lag, tap,
+    PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Equation (2) for one channel and LOW x HIGH taps, Q = LOW."""
-    d = tl.program_id(0).to(tl.int64)
-    q, p = tl.arange(0, LOW), tl.program_id(1) * HIGH + tl.arange(0, HIGH)
+    """Equation (2) for one channel and window. Window 0 is `lag` blocks late, and has in its entry (0, 0) the `tap`.
+
+    Each window writes W numbers to both rows of `sums` `(D, 2, windows W)`: the parts of the tap of its entry (0, 0)
+    and of later ones, and those of the W taps before it. Negative taps are counted from the end of a row.
+    """
+    d, window = (tl.program_id(0) // windows).to(tl.int64), tl.program_id(0) % windows
+    blocks, wide = tl.cdiv(length, ROWS), WINDOW // ROWS
+    lag += window * wide
+    row, entry = tl.arange(0, ROWS)[:, None], tl.arange(0, WINDOW)[None, :]
     g += d * g_d
     x += d * x_d
-    n = tl.arange(0, STEP)
-    steps = (length + LOW + STEP - 1) // STEP  # n runs from -LOW to length - 1
-    total = tl.full((LOW, HIGH), 0.0, tl.float32)
-    for step in range(0, batch * steps):
-        start, text = (step % steps) * STEP - LOW, step // steps * length
-        at = start + (n[None, :] + q[:, None])
-        later = tl.load(g + text + at, mask=(at >= 0) & (at < length), other=0.0)
-        at = start + first + (n[:, None] - p[None, :] * LOW)
-        earlier = tl.load(x + text + at, mask=(at >= 0) & (at < length), other=0.0)
-        total = tl.dot(later, earlier, total, input_precision=PRECISION)
-    tap = p[None, :] * LOW + q[:, None]
-    tl.store(out + d * num_taps + tap, total, mask=tap < num_taps)
+    # Early blocks of all sequences come first. Those whose window is outside the sequence are left out.
+    start, stop = tl.maximum(lag - (wide - 1), 0) * batch, tl.minimum(blocks, blocks + lag) * batch
+    total = tl.full((ROWS, WINDOW), 0.0, tl.float32)
+    for begin in range(start, stop, COLUMNS):
+        column = begin + tl.arange(0, COLUMNS)[:, None]
+        block, text, keep = column // batch, column % batch * length, column < stop
+        at = block * ROWS + tl.arange(0, ROWS)[None, :]
+        later = tl.load(g + (text + at), mask=keep & (at < length), other=0.0)
+        at = (block - lag) * ROWS + entry
+        earlier = tl.load(x + (text + at), mask=keep & (at >= 0) & (at < length), other=0.0)
+        total = tl.dot(tl.trans(later), earlier, total, input_precision=PRECISION)
+    # Column m gets the diagonal r - s = m, where r >= m, and m - W.
+    total = tl.gather(total, (row - entry) & (WINDOW - 1), 1)
+    size, m = windows * WINDOW, tl.arange(0, WINDOW)
+    sums += d * 2 * size
+    tap += window * WINDOW + m
+    tl.store(sums + tap % size, tl.sum(tl.where(row >= entry, total, 0.0), 0))
+    tl.store(sums + size + (tap - WINDOW + size) % size, tl.sum(tl.where(row < entry, total, 0.0), 0))
 
 
 class TiledConvolution(torch.autograd.Function):
@@ -218,32 +234,29 @@ class TiledConvolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx, v, kernel, u, mask, act, first: int) -> torch.Tensor:
         mixed = v.new_empty(v.shape) if u is not None and any(ctx.needs_input_grad[:3]) else None
-        activate = kernel.shape[1] <= FEW_TAPS and (act is not None or mask is not None)
-        x = v if activate else inputs(v, mask, act)
-        h = product(x, kernel, first, mask, act, side=u, mixed=mixed, activate=activate)
-        ctx.save_for_backward(v, kernel, u, mask, mixed)
+        taps = padded(kernel, v.dtype)
+        h = product(pointwise(v, mask, act)[0], kernel, first, mask, act, u, mixed, taps=taps)
+        ctx.save_for_backward(v, kernel, u, mask, mixed, taps)
         ctx.act, ctx.first = act, first
         return h
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor):
-        v, kernel, u, mask, mixed = ctx.saved_tensors
-        act, first, taps = ctx.act, ctx.first, kernel.shape[1]
+        v, kernel, u, mask, mixed, taps = ctx.saved_tensors
+        act, first, num_taps = ctx.act, ctx.first, kernel.shape[1]
         if must_differentiate(gradient):
-            windows = single_window(next_fast_len(v.shape[2] + max(first, taps - 1 - first)), first)
+            windows = single_window(next_fast_len(v.shape[2] + max(first, num_taps - 1 - first)), first)
             eager = partial(eager_windows, mask=mask, act=act, windows=windows)
             found = differentiable_gradients(eager, (v, kernel, u), ctx.needs_input_grad, gradient)
             return *found, None, None, None
         want_v, want_kernel, want_u = ctx.needs_input_grad[:3]
-        v_gradient = kernel_gradient = u_gradient = None
-        g = gradient
-        if u is not None:
-            g, u_gradient = gate_gradients(gradient, u, mixed, act)
+        x, g, u_gradient = pointwise(v, mask, act, want_kernel, gradient, u, mixed)
+        g, v_gradient, kernel_gradient = rows(g), None, None
         if want_kernel:
-            kernel_gradient = correlation(g, inputs(v, mask, act), taps, first)
+            kernel_gradient = tap_gradient(g, x, num_taps, first)
         if want_v:
             side = v if function(act) != "none" else None
-            v_gradient = product(g, kernel.flip(1), taps - 1 - first, mask, act, side, backward=True)
+            v_gradient = product(g, kernel, num_taps - 1 - first, mask, act, side, backward=True, taps=taps)
         return v_gradient, kernel_gradient, u_gradient if want_u else None, None, None, None
 
 
@@ -285,65 +298,91 @@ def runs_on(device: torch.device) -> bool:
     return device.type == "cpu" and triton.knobs.runtime.interpret
 
 
-def inputs(v: torch.Tensor, mask: torch.Tensor | None, act: Activation | None) -> torch.Tensor:
-    """mask act(v), `(D, B, L)`; `v` itself if it is the same."""
-    if function(act) == "none" and mask is None:
-        return v
-    v, out = rows(v), v.new_empty(v.shape)
-    numbers = v[0].numel()
+def pointwise(v, mask, act, activate=True, h=None, u=None, mixed=None) -> tuple[torch.Tensor | None, ...]:
+    """mask act(v), unless not to `activate`, and from the gradient `h` of act(u) y those of y and u, `(D, B, L)` each.
+
+    `mixed` is y; without `u` its gradient is `h`. One launch, or none if nothing changes.
+    """
+    activate = activate and (function(act) != "none" or mask is not None)
+    x = v.new_empty(v.shape) if activate else v
+    g, u_gradient = (h, None) if u is None else (v.new_empty(v.shape), v.new_empty(v.shape, dtype=u.dtype))
+    if not activate and u is None:
+        return x, g, u_gradient
+    channels, numbers = v.shape[0], v[0].numel()
+    given = (v if activate else None, h if u is not None else None, u)
+    given = [None if one is None else one.reshape(channels, numbers) for one in given]
+    strides = [stride for one in given for stride in ((0, 0) if one is None else one.stride())]
+    grid = triton.cdiv(channels, CHANNELS) * triton.cdiv(numbers, NUMBERS)
     with torch.cuda.device_of(v):
-        input_kernel[v.shape[0], triton.cdiv(numbers, BLOCK)](
-            v, as_bytes(mask), out, v.stride(0), numbers, ACT=function(act), BLOCK=BLOCK
-        )
-    return out
-
-
-def gate_gradients(gradient: torch.Tensor, u: torch.Tensor, mixed: torch.Tensor, act: Activation | None):
-    """From the gradient of act(u) y, `(D, B, L)`: those of y, in the dtype of `mixed`, and of u."""
-    gradient, u, g, u_gradient = rows(gradient), rows(u), torch.empty_like(mixed), u.new_empty(u.shape)
-    numbers = mixed[0].numel()
-    with torch.cuda.device_of(u):
-        gate_kernel[u.shape[0], triton.cdiv(numbers, BLOCK)](
-            gradient, u, mixed, g, u_gradient, gradient.stride(0), u.stride(0), numbers,
-            ACT=function(act), BLOCK=BLOCK,
+        pointwise_kernel[(grid,)](
+            given[0], as_bytes(mask), x if activate else None, given[1], given[2], mixed, None if u is None else g,
+            u_gradient, *strides, channels, numbers, ACT=function(act), CHANNELS=CHANNELS, NUMBERS=NUMBERS,
         )  # fmt: skip
-    return g, u_gradient
+    return x, g, u_gradient
 
 
-def product(v, kernel, first, mask, act, side=None, mixed=None, activate=False, backward=False) -> torch.Tensor:
-    """Equation (1) for `v` `(D, B, L)`, with the activations of `product_kernel`; also writes to `mixed`."""
+def product(v, kernel, first, mask, act, side=None, mixed=None, backward=False, taps=None) -> torch.Tensor:
+    """Equation (1) for `v` `(D, B, L)` with the gate of `product_kernel`; also writes to `mixed`.
+
+    `backward` takes the taps of `kernel` in reverse, and `first` is that of the reversed ones. `taps` are those of
+    `padded`, if they are known.
+    """
     (channels, batch, length), num_taps = v.shape, kernel.shape[1]
     v, side, out = rows(v), None if side is None else rows(side), v.new_empty(v.shape)
-    taps = v.new_zeros(channels, num_taps + 2 * MARGIN)
-    taps[:, MARGIN : MARGIN + num_taps] = kernel
-
-    def grid(sizes):
-        return channels, triton.cdiv(batch * triton.cdiv(length, sizes["ROWS"]), sizes["COLUMNS"])
-
+    taps = padded(kernel, v.dtype) if taps is None else taps
+    large = v.device.type != "cuda" or torch.cuda.get_device_capability(v.device)[0] in LARGE
+    columns, warps, stages = product_sizes(num_taps, batch, length, v.element_size(), large)
+    grid = channels * triton.cdiv(batch * triton.cdiv(length, ROWS), columns)
     with torch.cuda.device_of(v):
-        product_kernel[grid](
+        product_kernel[(grid,)](
             v, taps, out, as_bytes(mask), side, mixed,
             v.stride(0), taps.stride(0), 0 if side is None else side.stride(0), batch, length, num_taps, first,
-            size_class(num_taps), size_class(batch * length),
-            ACT=function(act), ACTIVATE=activate, BACKWARD=backward, PRECISION=precision(v.dtype),
+            ACT=function(act), BACKWARD=backward, PRECISION=precision(v.dtype), ROWS=ROWS, COLUMNS=columns,
+            num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return out
 
 
-def correlation(g: torch.Tensor, x: torch.Tensor, num_taps: int, first: int) -> torch.Tensor:
+def padded(kernel: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`kernel` `(D, K)` in `dtype` with a margin of zeros on both sides."""
+    (channels, num_taps), margin = kernel.shape, MARGIN.value
+    taps = kernel.new_empty(channels, num_taps + 2 * margin, dtype=dtype)
+    with torch.cuda.device_of(kernel):
+        padding_kernel[(channels * triton.cdiv(taps.shape[1], BLOCK),)](
+            kernel, taps, *kernel.stride(), num_taps, taps.shape[1], BLOCK=BLOCK
+        )
+    return taps
+
+
+def product_sizes(num_taps: int, batch: int, length: int, bytes_of_entry: int, large: bool) -> tuple[int, int, int]:
+    """Columns, warps and stages of the product; `large`: on a GPU of the `LARGE` generations.
+
+    The more columns share a tile the better, if there are many tiles. But a program of early and late blocks
+    multiplies the early ones with tiles that reach before the sequence, which are many if the filter is long.
+    """
+    sizes = PRODUCT_SIZES[bytes_of_entry]
+    many = bytes_of_entry == 4 or 4 * ROWS <= num_taps <= length // 2
+    widest = max(sizes) if large and many else max(sizes) // 2
+    columns = min(widest, max(min(sizes), triton.next_power_of_2(batch * triton.cdiv(length, ROWS))))
+    return columns, *sizes[columns]
+
+
+def tap_gradient(g: torch.Tensor, x: torch.Tensor, num_taps: int, first: int) -> torch.Tensor:
     """Equation (2): the gradient of the taps, float32 `(D, K)`, from `g` and `x`, `(D, B, L)` each."""
     channels, batch, length = x.shape
-    g, x, out = rows(g), rows(x), x.new_empty(channels, num_taps, dtype=torch.float32)
-
-    def grid(sizes):
-        return channels, triton.cdiv(num_taps, sizes["LOW"] * sizes["HIGH"])
-
+    g, x = rows(g), rows(x)
+    columns, window, warps, stages = TAP_SIZES[x.element_size()]
+    # The lags W - R before entry (0, 0) are whole. Tap 0 is among them, and the first window begins with a block.
+    tap = window - ROWS - -first % ROWS
+    windows = 1 + max(0, triton.cdiv(num_taps - 1 - tap, window))
+    sums = x.new_empty(channels, 2, windows * window, dtype=torch.float32)
     with torch.cuda.device_of(x):
-        correlation_kernel[grid](
-            g, x, out, g.stride(0), x.stride(0), batch, length, num_taps, first,
-            size_class(num_taps), size_class(batch * length), PRECISION=precision(x.dtype),
+        tap_gradient_kernel[(channels * windows,)](
+            g, x, sums, g.stride(0), x.stride(0), batch, length, windows, (tap - first) // ROWS, tap,
+            PRECISION=precision(x.dtype), ROWS=ROWS, COLUMNS=columns, WINDOW=window,
+            num_warps=warps, num_stages=stages,
         )  # fmt: skip
-    return out
+    return sums[:, 0, :num_taps] + sums[:, 1, :num_taps]
 
 
 def rows(x: torch.Tensor) -> torch.Tensor:
@@ -354,11 +393,6 @@ def rows(x: torch.Tensor) -> torch.Tensor:
 def as_bytes(mask: torch.Tensor | None) -> torch.Tensor | None:
     """A mask `(B, L)` as numbers without gaps."""
     return None if mask is None else mask.contiguous().view(torch.uint8)
-
-
-def size_class(size: int) -> int:
-    """The sizes that share one result of the autotuner: up to the same power of two."""
-    return size.bit_length()
 
 
 def precision(dtype: torch.dtype) -> str:

@@ -36,14 +36,6 @@ if DEVICE == "cuda":
 ACTIVATIONS = {name: ACT2FN[name] for name in ("silu", "relu", "gelu", "linear")}
 
 
-@pytest.fixture(params=[False, True], ids=["activated before", "activated in the loads"])
-def few_taps(request, monkeypatch):
-    monkeypatch.setattr(toeplitz_triton, "FEW_TAPS", 10**6 if request.param else 0)
-
-
-both_ways = pytest.mark.usefixtures("few_taps")
-
-
 def dense_product(v, kernel, first: int, gate: Gate):
     """By definition: lags from -first on."""
     missing = kernel.shape[1] - 1 - 2 * first
@@ -52,15 +44,19 @@ def dense_product(v, kernel, first: int, gate: Gate):
     return gate.apply(torch.einsum("dij,bjd->bid", matrices, gate.inputs(v)), "eager")
 
 
-def check(dtype, v, kernel, first: int, u=None, mask=None, act=None):
-    """Values and gradients of `tiled_convolution`; v and u are float64 and are rounded to `dtype` first."""
+def check(dtype, v, kernel, first: int, u=None, mask=None, act=None, laid_out=lambda x: x):
+    """Values and gradients of `tiled_convolution`; v and u are float64 and are rounded to `dtype` first.
+
+    Args:
+        laid_out: gives the gradient of the result another memory layout.
+    """
     given = [x if x is None else x.detach().to(DEVICE, dtype).requires_grad_() for x in (v, u)]
     taps = kernel.detach().to(DEVICE).float().requires_grad_()
     y = tiled_convolution(given[0], taps, first, Gate(given[1], act, mask))
     exact = [x if x is None else x.detach().double().requires_grad_() for x in (*given, taps)]
     expected = dense_product(exact[0], exact[2], first, Gate(exact[1], act, mask))
     assert y.dtype == dtype and relative_error(y.double(), expected) < TOLERANCE[dtype]
-    cotangent = random(*y.shape).detach().to(y)
+    cotangent = laid_out(random(*y.shape).detach().to(y))
     found = torch.autograd.grad((y * cotangent).sum(), [x for x in (*given, taps) if x is not None])
     wanted = torch.autograd.grad((expected * cotangent.double()).sum(), [x for x in exact if x is not None])
     for actual, gradient in zip(found, wanted, strict=True):
@@ -76,7 +72,6 @@ def single(*shape) -> torch.Tensor:
     return random(*shape).detach().float().to(DEVICE).requires_grad_()
 
 
-@both_ways
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("length", [1, 3, 63, 130])
 @pytest.mark.parametrize("taps", [1, 5, 64, 200])
@@ -86,7 +81,6 @@ def test_causal_product(length, taps, dtype):
     check(dtype, v, kernel[:, :length], 0, u, masked(2, length), ACTIVATIONS["silu"])
 
 
-@both_ways
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("length", [2, 17, 64, 191])
 @pytest.mark.parametrize("reach", [1, 4, 70])
@@ -104,7 +98,6 @@ def test_filters_of_real_models(length, taps, first, dtype):
     check(dtype, v, kernel, first, u, masked(2, length), ACTIVATIONS["silu"])
 
 
-@both_ways
 @pytest.mark.parametrize("act", ACTIVATIONS)
 @pytest.mark.parametrize("with_gate", [False, True])
 @pytest.mark.parametrize("with_mask", [False, True])
@@ -117,15 +110,18 @@ def test_without_an_activation():
     check(torch.float32, random(2, 65, 3), random(3, 9), 4)
 
 
-@both_ways
 def test_memory_layouts():
-    """Every order of the three dimensions, and views with gaps and of one number."""
+    """Every order of the three dimensions, of the gradient too, and views with gaps and of one number."""
     kernel, act = random(4, 9).detach(), ACTIVATIONS["silu"]
     v, u = random(3, 70, 4).detach(), random(3, 70, 4).detach()
     for order in ((0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)):
         back = [order.index(axis) for axis in range(3)]
-        laid_out = [x.permute(order).contiguous().permute(back) for x in (v, u)]
-        check(torch.float32, laid_out[0], kernel, 0, laid_out[1], masked(3, 70), act)
+
+        def laid_out(x, order=order, back=back):
+            return x.permute(order).contiguous().permute(back)
+
+        check(torch.float32, laid_out(v), kernel, 0, laid_out(u), masked(3, 70), act, laid_out)
+        check(torch.float32, laid_out(v), kernel, 0, laid_out=laid_out)
     wide = random(6, 140, 8).detach()
     check(torch.float32, wide[::2, ::2, ::2], kernel, 0, wide[1::2, 1::2, 1::2], masked(6, 140)[::2, ::2], act)
     check(torch.float32, v[:1, :1].expand(3, 70, 4), kernel, 0, u, None, act)
@@ -161,7 +157,6 @@ def test_second_derivatives():
         assert relative_error(actual, expected) < 1e-5
 
 
-@both_ways
 def test_nan_at_padding_reaches_nothing():
     v = single(2, 70, 3).detach()
     mask, kernel, u = masked(2, 70), single(3, 20).detach(), single(2, 70, 3).detach()
@@ -170,7 +165,6 @@ def test_nan_at_padding_reaches_nothing():
     assert torch.equal(tiled_convolution(v.masked_fill(~mask[..., None], torch.nan), kernel, 0, gate), clean)
 
 
-@both_ways
 @pytest.mark.parametrize("length", [1, 70])
 def test_every_number_is_written(length):
     """PyTorch's deterministic algorithms fill fresh memory with NaN."""
@@ -190,20 +184,62 @@ def test_a_row_is_computed_alone():
         torch.testing.assert_close(together[row : row + 1], tiled_convolution(v[row : row + 1], kernel, 0))
 
 
-@both_ways
-@pytest.mark.parametrize("config", range(1, 4))
-def test_every_configuration_of_the_autotuner(config, monkeypatch):
-    """Tiles of other sizes. The interpreter uses the first one alone."""
-    products, correlations = toeplitz_triton.PRODUCT_SIZES, toeplitz_triton.CORRELATION_SIZES
-    for kernel, names, sizes in (
-        (toeplitz_triton.product_kernel, ("ROWS", "COLUMNS"), products[config % len(products)]),
-        (toeplitz_triton.correlation_kernel, ("LOW", "HIGH", "STEP"), correlations[config % len(correlations)]),
-    ):
-        chosen = triton.Config(dict(zip(names, sizes, strict=False)))
-        monkeypatch.setattr(kernel, "configs", [chosen])
-    for first in (0, 99):
-        v, u, kernel = random(2, 201, 2), random(2, 201, 2), random(2, 199) / 10
-        check(torch.float32, v, kernel, first, u, masked(2, 201), ACTIVATIONS["silu"])
+SIZES = [
+    (torch.float32, 1, 201, 99, True, 32),
+    (torch.float32, 3, 1100, 99, True, 64),
+    (torch.float32, 3, 1100, 99, False, 32),
+    (torch.float16, 1, 201, 99, True, 32),
+    (torch.float16, 3, 1100, 99, True, 64),
+    (torch.float16, 9, 543, 271, False, 128),
+    (torch.float16, 15, 543, 255, True, 128),
+    (torch.float16, 15, 543, 271, True, 256),
+    (torch.float16, 15, 543, 272, True, 128),
+]
+
+
+@pytest.mark.parametrize(("dtype", "batch", "length", "taps", "large", "columns"), SIZES)
+@pytest.mark.parametrize("two_sided", [False, True])
+def test_every_size(dtype, batch, length, taps, large, columns, two_sided, monkeypatch):
+    """Tiles of all rows of the table, by what is computed and by the generation of the GPU."""
+    sizes = toeplitz_triton.product_sizes(taps, batch, length, dtype.itemsize, large)
+    assert sizes[0] == columns
+    monkeypatch.setattr(toeplitz_triton, "product_sizes", lambda *_: sizes)
+    v, u, kernel = random(batch, length, 1), random(batch, length, 1), random(1, taps) / taps**0.5
+    check(dtype, v, kernel, taps // 2 * two_sided, u, masked(batch, length), ACTIVATIONS["silu"])
+
+
+def test_every_row_of_the_table_is_tested():
+    rows = {(size, columns) for size, sizes in toeplitz_triton.PRODUCT_SIZES.items() for columns in sizes}
+    assert rows == {(dtype.itemsize, columns) for dtype, *_, columns in SIZES}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("length", [1, 63, 64, 130, 300])
+@pytest.mark.parametrize(
+    ("taps", "first"), [(1, 0), (3, 2), (64, 0), (65, 0), (66, 0), (193, 0), (194, 0), (400, 0), (399, 199), (40, 300)]
+)
+def test_gradient_of_taps(taps, first, length, dtype):
+    """By definition, tap by tap: with fewer taps than a tile and more than positions, and any first lag."""
+    g, x = (random(2, 3, length).detach().to(DEVICE, dtype) for _ in range(2))
+    found, expected = toeplitz_triton.tap_gradient(g, x, taps, first), torch.zeros(2, taps, dtype=torch.float64)
+    assert found.dtype == torch.float32 and found.is_contiguous()
+    for tap in range(taps):
+        n = torch.arange(length, device=DEVICE)
+        n = n[(n + first - tap >= 0) & (n + first - tap < length)]
+        expected[:, tap] = (g[..., n].double() * x[..., n + first - tap].double()).sum((1, 2)).cpu()
+    assert relative_error(found.cpu().double(), expected, scale=expected.abs().max().clamp_min(1).item()) < 5e-7
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_equal_bits(dtype):
+    """Nothing depends on the order of the programs."""
+    v, u, kernel = (single(*shape) for shape in ((2, 700, 3), (2, 700, 3), (3, 300)))
+    v, u, found = v.to(dtype), u.to(dtype), []
+    for _ in range(2):
+        y = tiled_convolution(v, kernel, 150, Gate(u, ACTIVATIONS["silu"], masked(2, 700)))
+        found.append([y, *torch.autograd.grad(y.square().sum(), (v, kernel, u))])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_two_sided_kernel_of_a_causal_one():

@@ -23,25 +23,25 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 # Bytes of shared memory that a block may have: A100, H100, B200. Then the instruction of the tensor cores.
 DEVICES = {80: (163 * 1024, "mma.sync"), 90: (227 * 1024, "wgmma.mma_async"), 100: (227 * 1024, "tcgen05.mma")}
 REGISTERS = 255
-# What the consumer cards of these generations have; the first choice of the autotuner fits them too.
+# What the consumer cards of these generations have. All sizes fit them but the last ones, which they do not take.
 SMALLEST_SHARED = 99 * 1024
 FORMS = {
-    "forward": (kernels.product_kernel, {"ACT": "silu", "ACTIVATE": False, "BACKWARD": False}),
-    "forward, activated in the loads": (kernels.product_kernel, {"ACT": "silu", "ACTIVATE": True, "BACKWARD": False}),
-    "backward": (kernels.product_kernel, {"ACT": "silu", "ACTIVATE": False, "BACKWARD": True, "mixed": None}),
-    "taps": (kernels.correlation_kernel, {}),
+    "forward": {"ACT": "silu", "BACKWARD": False},
+    "backward": {"ACT": "silu", "BACKWARD": True, "mixed": None},
 }
-ELEMENTWISE = [(kernel, act) for kernel in (kernels.input_kernel, kernels.gate_kernel) for act in ("silu", "gelu")]
+BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+POINTWISE = {
+    "inputs": dict.fromkeys(("h", "u", "y", "g", "u_gradient")) | {"v_n": 1},
+    "gradients": {"v_n": 1, "h_d": 1, "u_n": 1},
+}
 
 
 def compiled(function, constants: dict, dtype: str, device: int, **options):
     """The kernel for a device, as a launch with lengths that are multiples of 16 compiles it."""
-    types = dict.fromkeys(("v", "taps", "out", "side", "mixed", "g", "x", "h", "u", "u_gradient"), f"*{dtype}")
-    types["mask"] = "*u8"
-    if function.__name__ == "correlation_kernel":
-        types["out"] = "*fp32"
+    types = dict.fromkeys(("v", "taps", "out", "side", "mixed", "g", "x", "h", "u", "y", "u_gradient"), f"*{dtype}")
+    types |= {"mask": "*u8", "sums": "*fp32", "kernel": "*fp32"}
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in function.arg_names}
-    whole = {*types, "length", "numbers", "v_d", "taps_d", "side_d", "g_d", "x_d", "h_d", "u_d"}
+    whole = {*types, "length", "numbers", "v_d", "x_d", "taps_d", "side_d", "g_d", "h_n", "u_d"}
     attributes = {
         (i,): [["tt.divisibility", 16]] for i, name in enumerate(signature) if name in whole - constants.keys()
     }
@@ -57,38 +57,56 @@ def usage(kernel, folder: Path) -> dict[str, int]:
     return {name: int(number) for name, number in re.findall(r"\b(REG|STACK):(\d+)", report)}
 
 
+def check_tiles(kernel, constants: dict, dtype: str, device: int, sizes: tuple[int, int], folder: Path, shared: int):
+    """A kernel of tiles fits the memory, spills no registers, copies 16 bytes at a time, and uses the tensor cores."""
+    constants = constants | {"PRECISION": "tf32x3" if dtype == "fp32" else "tf32", "ROWS": kernels.ROWS}
+    built = compiled(kernel, constants, dtype, device, num_warps=sizes[0], num_stages=sizes[1])
+    used = usage(built, folder)
+    assert built.metadata.shared <= shared and used["REG"] <= REGISTERS and used["STACK"] == 0, used
+    assert "cp.async.cg.shared.global" in built.asm["ptx"] and DEVICES[device][1] in built.asm["ptx"]
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_products(form, dtype, device, tmp_path):
-    """All choices of the autotuner fit. Registers spill in none of half precision, and not in the first of float32."""
-    kernel, constants = FORMS[form]
-    shared, instruction = DEVICES[device]
-    precise = "tf32x3" if dtype == "fp32" else "tf32"
-    for config in kernel.configs[: 1 if dtype == "fp32" else None]:
-        sizes = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-        built = compiled(kernel.fn, constants | {"PRECISION": precise} | config.kwargs, dtype, device, **sizes)
-        used = usage(built, tmp_path)
-        limit = SMALLEST_SHARED if config is kernel.configs[0] else shared
-        assert built.metadata.shared <= limit and used["REG"] <= REGISTERS, config
-        assert used["STACK"] == 0, (config, used)
-        small = config.kwargs.get("LOW", 64) < 64  # the instructions of later GPUs have 64 rows
-        assert ("mma.sync" if small else instruction) in built.asm["ptx"], config
+@pytest.mark.parametrize(
+    ("dtype", "columns"), [(d, c) for d in ("bf16", "fp32") for c in kernels.PRODUCT_SIZES[BYTES[d]]]
+)
+def test_products(form, dtype, columns, device, tmp_path):
+    """All sizes of the table, the last ones of the generations that take them."""
+    sizes = kernels.PRODUCT_SIZES[BYTES[dtype]]
+    large = columns == max(sizes)
+    if large and device // 10 not in kernels.LARGE:
+        pytest.skip("this GPU takes fewer columns")
+    shared = DEVICES[device][0] if large else SMALLEST_SHARED
+    constants = FORMS[form] | {"COLUMNS": columns}
+    check_tiles(kernels.product_kernel, constants, dtype, device, sizes[columns], tmp_path, shared)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_sizes_of_one(form):
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", BYTES)
+def test_gradients_of_taps(dtype, device, tmp_path):
+    columns, window, *sizes = kernels.TAP_SIZES[BYTES[dtype]]
+    constants = {"COLUMNS": columns, "WINDOW": window}
+    check_tiles(kernels.tap_gradient_kernel, constants, dtype, device, sizes, tmp_path, SMALLEST_SHARED)
+
+
+ONES = ("length", "numbers", "v_d", "x_d", "g_d", "side_d", "h_d")
+
+
+@pytest.mark.parametrize("kernel", [kernels.product_kernel, kernels.tap_gradient_kernel, kernels.pointwise_kernel])
+def test_sizes_of_one(kernel):
     """A launch makes constants of integers that are 1."""
-    kernel, constants = FORMS[form]
-    ones = {name: 1 for name in kernel.fn.arg_names if name in ("batch", "length", "num_taps", "v_d", "g_d", "x_d")}
-    sizes = kernel.configs[0].kwargs
-    compiled(kernel.fn, constants | ones | {"PRECISION": "tf32"} | sizes, "bf16", 90)
+    given = FORMS["forward"] | {"PRECISION": "tf32", "ROWS": 64, "COLUMNS": 32, "WINDOW": 128, "CHANNELS": 32}
+    given |= {"NUMBERS": 64} | dict.fromkeys(ONES, 1)
+    compiled(kernel, {name: value for name, value in given.items() if name in kernel.arg_names}, "bf16", 90)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("kernel", "act"), ELEMENTWISE, ids=lambda one: getattr(one, "__name__", one))
-def test_elementwise_kernels(kernel, act, device, tmp_path):
-    used = usage(compiled(kernel, {"ACT": act, "BLOCK": kernels.BLOCK}, "bf16", device), tmp_path)
+@pytest.mark.parametrize("act", ["silu", "gelu"])
+@pytest.mark.parametrize("form", POINTWISE)
+def test_pointwise_kernel(form, act, device, tmp_path):
+    constants = POINTWISE[form] | {"ACT": act, "CHANNELS": kernels.CHANNELS, "NUMBERS": kernels.NUMBERS}
+    used = usage(compiled(kernels.pointwise_kernel, constants, "bf16", device), tmp_path)
     assert used["REG"] <= REGISTERS and used["STACK"] == 0
 
 
@@ -110,3 +128,8 @@ def test_loss(write, dtype, device, tmp_path):
     used = usage(built, tmp_path)
     assert used["STACK"] == 0 and used["REG"] <= 2**16 // 1024
     assert len(re.findall(r"ld\.global\S*\.v4\.b32", built.asm["ptx"])) == (1 + write) * (1 + (dtype == "fp32"))
+
+
+def test_padding_kernel(tmp_path):
+    used = usage(compiled(kernels.padding_kernel, {"BLOCK": kernels.BLOCK, "kernel_k": 1}, "bf16", 90), tmp_path)
+    assert used["STACK"] == 0
