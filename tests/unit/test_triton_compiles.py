@@ -66,18 +66,21 @@ def check_tiles(kernel, constants: dict, dtype: str, device: int, sizes: tuple[i
     assert "cp.async.cg.shared.global" in built.asm["ptx"] and DEVICES[device][1] in built.asm["ptx"]
 
 
-@pytest.mark.parametrize("device", DEVICES)
+# All sizes of the table, the last ones for the generations that take them.
+PRODUCTS = [
+    (device, dtype, columns)
+    for device in DEVICES
+    for dtype in ("bf16", "fp32")
+    for columns in kernels.PRODUCT_SIZES[BYTES[dtype]]
+    if device // 10 in kernels.LARGE or columns < max(kernels.PRODUCT_SIZES[BYTES[dtype]])
+]
+
+
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(
-    ("dtype", "columns"), [(d, c) for d in ("bf16", "fp32") for c in kernels.PRODUCT_SIZES[BYTES[d]]]
-)
-def test_products(form, dtype, columns, device, tmp_path):
-    """All sizes of the table, the last ones of the generations that take them."""
+@pytest.mark.parametrize(("device", "dtype", "columns"), PRODUCTS)
+def test_products(device, dtype, columns, form, tmp_path):
     sizes = kernels.PRODUCT_SIZES[BYTES[dtype]]
-    large = columns == max(sizes)
-    if large and device // 10 not in kernels.LARGE:
-        pytest.skip("this GPU takes fewer columns")
-    shared = DEVICES[device][0] if large else SMALLEST_SHARED
+    shared = DEVICES[device][0] if columns == max(sizes) else SMALLEST_SHARED
     constants = FORMS[form] | {"COLUMNS": columns}
     check_tiles(kernels.product_kernel, constants, dtype, device, sizes[columns], tmp_path, shared)
 
