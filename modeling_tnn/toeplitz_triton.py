@@ -116,7 +116,7 @@ def padding_kernel(kernel, taps, kernel_d, kernel_k, num_taps, width, BLOCK: tl.
     tl.store(taps + d * width + at, value.to(taps.dtype.element_ty), mask=at < width)
 
 
-@triton.jit(do_not_specialize=["channels"])
+@triton.jit
 def pointwise_kernel(
     v, mask, x, h, u, y, g, u_gradient, v_d, v_n, h_d, h_n, u_d, u_n, channels, numbers,
     ACT: tl.constexpr, CHANNELS: tl.constexpr, NUMBERS: tl.constexpr,

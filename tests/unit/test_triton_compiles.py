@@ -41,7 +41,7 @@ def compiled(function, constants: dict, dtype: str, device: int, **options):
     types = dict.fromkeys(("v", "taps", "out", "side", "mixed", "g", "x", "h", "u", "y", "u_gradient"), f"*{dtype}")
     types |= {"mask": "*u8", "sums": "*fp32", "kernel": "*fp32"}
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in function.arg_names}
-    whole = {*types, "length", "numbers", "v_d", "x_d", "taps_d", "side_d", "g_d", "h_n", "u_d"}
+    whole = {*types, "length", "channels", "numbers", "v_d", "x_d", "taps_d", "side_d", "g_d", "h_n", "u_d"}
     attributes = {
         (i,): [["tt.divisibility", 16]] for i, name in enumerate(signature) if name in whole - constants.keys()
     }
@@ -93,7 +93,7 @@ def test_gradients_of_taps(dtype, device, tmp_path):
     check_tiles(kernels.tap_gradient_kernel, constants, dtype, device, sizes, tmp_path, SMALLEST_SHARED)
 
 
-ONES = ("length", "numbers", "v_d", "x_d", "g_d", "side_d", "h_d")
+ONES = ("length", "channels", "numbers", "v_d", "x_d", "g_d", "side_d", "h_d")
 
 
 @pytest.mark.parametrize("kernel", [kernels.product_kernel, kernels.tap_gradient_kernel, kernels.pointwise_kernel])
@@ -109,8 +109,10 @@ def test_sizes_of_one(kernel):
 @pytest.mark.parametrize("form", POINTWISE)
 def test_pointwise_kernel(form, act, device, tmp_path):
     constants = POINTWISE[form] | {"ACT": act, "CHANNELS": kernels.CHANNELS, "NUMBERS": kernels.NUMBERS}
-    used = usage(compiled(kernels.pointwise_kernel, constants, "bf16", device), tmp_path)
+    built = compiled(kernels.pointwise_kernel, constants, "bf16", device)
+    used = usage(built, tmp_path)
     assert used["REG"] <= REGISTERS and used["STACK"] == 0
+    assert not re.search(r"(ld|st)\.global\.b16", built.asm["ptx"])  # 16 bytes at a time, of a gradient by tokens too
 
 
 @pytest.mark.parametrize("device", DEVICES)
