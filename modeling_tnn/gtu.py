@@ -12,7 +12,7 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 
 from .gating import Gate
-from .linear import apply_channel_major, apply_linear
+from .linear import apply_channel_major, apply_linear, apply_together
 from .norms import build_norm
 from .packing_recorded import Documents
 from .padding import first_real_token, roll
@@ -48,7 +48,7 @@ class TnnGatedToeplitzUnit(nn.Module):
 
         `kernel` is that of the operator for L positions, if it is known already.
         """
-        u, v = (apply_channel_major(layer, hidden_states) for layer in (self.u_proj, self.v_proj))  # (B, L, D) each
+        u, v = apply_together(apply_channel_major, (self.u_proj, self.v_proj), hidden_states)  # (B, L, D) each
         gated = mix_tokens(self.tno, v, Gate(u, self.act, attention_mask), past_key_values, kernel)  # (B, L, D)
         return apply_linear(self.o_proj, self.norm(gated))
 

@@ -7,6 +7,8 @@ are of this class, and what is particular about an input or a result is done her
 d inputs, D outputs, L length, N tokens of all sequences.
 """
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import nn
 
@@ -34,8 +36,31 @@ def apply_channel_major(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     if is_exported() or x.shape[-2] == 1:  # one token has no sequence
         return apply_linear(layer, x)
     if is_plain_linear(layer):
-        columns = x.reshape(-1, layer.in_features).t()  # (d, N)
-        y = torch.addmm(layer.bias[:, None], layer.weight, columns)  # (D, N)
-        return y.t().view(*x.shape[:-1], layer.out_features)
+        return channel_major(x, layer.weight, layer.bias)
     y = apply_linear(layer, x)
     return y.flatten(0, -2).t().contiguous().t().view(y.shape)
+
+
+def channel_major(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """The product x W^T + b, `(..., L, d)` to `(..., L, D)`, channel by channel in memory."""
+    columns = x.reshape(-1, x.shape[-1]).t()  # (d, N)
+    y = torch.addmm(bias[:, None], weight, columns)  # (D, N)
+    return y.t().view(*x.shape[:-1], len(weight))
+
+
+# From a function of a layer and its input to the product that it is of, with the weight and the bias of a plain layer.
+PRODUCTS = {apply_linear: nn.functional.linear, apply_channel_major: channel_major}
+
+
+def apply_together(apply: Callable, layers: Sequence[nn.Module], x: torch.Tensor) -> Sequence[torch.Tensor]:
+    """`apply(layer, x)` for each of several layers with biases.
+
+    In the graph of a training step it is one product with all weights, and so is the gradient of `x`. Elsewhere the
+    copy of the weights would be in the way.
+    """
+    recorded = is_traced() and not is_exported() and torch.is_grad_enabled()
+    if not (recorded and x.shape[-2] > 1 and all(map(is_plain_linear, layers))):
+        return [apply(layer, x) for layer in layers]
+    # In their own dtype: autocast converts the result, in one launch, and one its gradient.
+    weight, bias = (torch.cat([getattr(layer, name) for layer in layers]) for name in ("weight", "bias"))
+    return PRODUCTS[apply](x, weight, bias).split([layer.out_features for layer in layers], dim=-1)

@@ -64,7 +64,7 @@ from .inputs import (
     take_options,
 )
 from .layer_types import TOEPLITZ
-from .linear import apply_linear
+from .linear import apply_linear, apply_together
 from .loss import language_model_head
 from .mixer_types import GTU, HYENA, S4
 from .norms import NORM_POSITIONS, GatedRMSNorm, LayerNorm, ScaleNorm, build_final_norm, build_norm, with_mask
@@ -79,6 +79,7 @@ from .padding import (
 )
 from .pipeline import HEAD_PLAN as HEAD_PIPELINE_PLAN
 from .pipeline import first_layer
+from .regional_compilation import Regions
 from .rpe import sinusoidal_embedding
 from .s4 import TnnS4Mixer
 from .stacking import kernels_of_layers, layout_of
@@ -111,13 +112,15 @@ class TnnGatedLinearUnit(nn.Module):
         """`(B, L, d)` to `(B, L, d)`."""
         if self.gate_proj is None:
             return apply_linear(self.down_proj, self.act(apply_linear(self.up_proj, hidden_states)))
-        gate = apply_linear(self.gate_proj, hidden_states)  # (B, L, intermediate_size)
-        up = apply_linear(self.up_proj, hidden_states)
+        gate, up = apply_together(apply_linear, (self.gate_proj, self.up_proj), hidden_states)
         return apply_linear(self.down_proj, activated_product(gate, up, self.act, self.implementation))
 
 
 class TnnBlock(GradientCheckpointingLayer):
     """One layer of the model: a token mixer (GTU) and a GLU, each with a norm and a residual connection."""
+
+    # What compiles the layer while it is trained, see `regional_compilation.py`.
+    regions: Regions | None = None
 
     def __init__(self, config: TnnConfig, layer_idx: int):
         super().__init__()
@@ -142,6 +145,21 @@ class TnnBlock(GradientCheckpointingLayer):
         **kwargs: Unpack[TransformersKwargs],
     ) -> torch.Tensor:
         """`(B, L, d)` to `(B, L, d)`, with the arguments of the GTU, or the `view` of an attention layer."""
+        if self.regions is None or not self.training or past_key_values is not None:
+            return self.mix(hidden_states, attention_mask, past_key_values, kernel, view)
+        if self.gtu is None or layout_of([self]) is not None:  # hooks that record attention; exchange of processes
+            return self.mix(hidden_states, attention_mask, None, kernel, view)
+        return self.regions(TnnBlock.mix, self, hidden_states, attention_mask, None, kernel)
+
+    def mix(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        past_key_values: Cache | None,
+        kernel: torch.Tensor | tuple | None,
+        view: View | None = None,
+    ) -> torch.Tensor:
+        """The same, as one graph of torch.compile may have it."""
 
         def mix_tokens(x):
             if self.gtu is None:

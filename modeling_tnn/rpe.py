@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from .norms import build_norm
-from .numerics import compute_dtype
+from .numerics import compute_dtype, is_exported, is_traced
 
 
 class CastingLinear(nn.Linear):
@@ -36,6 +36,8 @@ class OutputLinear(CastingLinear):
         """`(M, w)` to `(M, D)`: x W^T + ones b^T, for `ones` `(M,)`; without `ones` an ordinary linear map."""
         if ones is None:
             return super().forward(x)
+        if is_traced() and not is_exported():  # joined under vmap, they would be a graph for one length
+            return (self.weight.to(x.dtype) @ x.t() + self.bias.to(x.dtype)[:, None] * ones).t()
         weight = torch.cat([self.weight, self.bias[:, None]], dim=1).to(x.dtype)  # (D, w+1)
         return (weight @ torch.cat([x.t(), ones[None]])).t()  # a view of (D, M)
 

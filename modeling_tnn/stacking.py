@@ -70,14 +70,41 @@ def layout_of(layers: Sequence[nn.Module]) -> tuple | None:
     return None if gtu is None else gtu.tno.layout
 
 
-def stacked(modules: Sequence[nn.Module], function: Callable[[nn.Module], torch.Tensor | tuple]) -> list:
-    """`function(module)` of each of several modules that are alike, in one go."""
+def stacked(modules: Sequence[nn.Module], function: Callable[[nn.Module], torch.Tensor | tuple]):
+    """`function(module)` of each of several modules that are alike, in one go, stacked."""
     parameters = [torch.stack(group) for group in zip(*map(own_parameters, modules), strict=True)]
     for parameter in parameters:
         if parameter.requires_grad:
             # Some gradients are transposes, of which each layer would copy its part.
             parameter.register_hook(lambda gradient: gradient.contiguous().flatten().view(gradient.shape))
-    results = torch.vmap(lambda given: function(with_parameters(modules[0], iter(given))))(parameters)
+    return torch.vmap(lambda given: function(with_parameters(modules[0], iter(given))))(parameters)
+
+
+class KernelOf(nn.Module):
+    """The method `kernel_of` of an operator as the forward pass of a module."""
+
+    def __init__(self, operator: nn.Module):
+        super().__init__()
+        self.operator = operator
+
+    def forward(self, *given) -> torch.Tensor | tuple:
+        return self.operator.kernel_of(*given)
+
+
+def named_groups(operators: Sequence[nn.Module]) -> dict[str, list[torch.Tensor]]:
+    """The parameters of several operators that are alike, by their names in a `KernelOf`."""
+    groups = zip(*(operator.named_parameters(prefix="operator") for operator in operators), strict=True)
+    return {group[0][0]: [parameter for _, parameter in group] for group in groups}
+
+
+def stacked_in_graph(module: KernelOf, groups: dict[str, list[torch.Tensor]], *given):
+    """`stacked` for torch.compile, which cannot record the copy of a module. `given` are arguments of `kernel_of`."""
+    parameters = {name: torch.stack(group) for name, group in groups.items()}
+    return torch.vmap(lambda one: torch.func.functional_call(module, one, given))(parameters)
+
+
+def unstacked(results: torch.Tensor | tuple) -> list:
+    """The results of each module from those of `stacked`."""
     if isinstance(results, tuple):
         return list(zip(*(part.unbind() for part in results), strict=True))
     return list(results.unbind())

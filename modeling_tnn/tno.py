@@ -23,7 +23,7 @@ from .gating import NO_GATE, Gate
 from .numerics import is_exported, must_be_eager, without_narrowing
 from .packing_recorded import Documents
 from .recurrence import FilterRecurrence, Recurrence
-from .stacking import stacked
+from .stacking import KernelOf, named_groups, stacked, stacked_in_graph, unstacked
 from .toeplitz import (
     dense_toeplitz,
     filter_by_response,
@@ -98,6 +98,8 @@ class ToeplitzOperator(nn.Module):
     is_recurrence = False
     given_decay: float | None = None
     shift_invariant = True
+    # What compiles the kernels of all layers while they are trained, see `regional_compilation.py`.
+    regions = None
     # A `fixed_kernels.KeptKernels` while the parameters are known to stay as they are.
     kept_kernels = None
     # How the text of a pass lies on several processes, see `sequence_parallel.py`; set for the time of the pass.
@@ -217,8 +219,11 @@ class ToeplitzOperator(nn.Module):
         Args:
             v: `(B, L, ...)`, of the shape, dtype and device of the inputs.
         """
-        lags, as_taps = operators[0].lags_of(v), operators[0].takes_taps(v)
-        return stacked(operators, lambda operator: operator.kernel_of(lags, v.device, as_taps))
+        first = operators[0]
+        given = first.lags_of(v), v.device, first.takes_taps(v)
+        if first.regions is not None and first.training:
+            return unstacked(first.regions(stacked_in_graph, KernelOf(first), named_groups(operators), *given))
+        return unstacked(stacked(operators, lambda operator: operator.kernel_of(*given)))
 
     def matmul(self, v: torch.Tensor) -> torch.Tensor:
         """The product with `v`, `(B, L, D)` to `(B, L, D)`. Override it for a product faster than a convolution."""

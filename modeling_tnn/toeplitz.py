@@ -39,6 +39,7 @@ from .toeplitz_fused import (
     fused_convolution,
     is_response,
     lay_windows,
+    mask_out,
     single_window,
 )
 from .toeplitz_recorded import recorded_convolution
@@ -217,8 +218,17 @@ def _widened(v: torch.Tensor, kernel: torch.Tensor) -> torch.Tensor:
 
 
 def _recorded(v: torch.Tensor, kernel: torch.Tensor, first: int, implementation: str, gate: Gate) -> torch.Tensor:
-    """The product in a graph of torch.compile, which fuses the gate with what is next to it."""
-    return gate.apply(recorded_convolution(gate.inputs(v), kernel, first, implementation), "eager")
+    """The product in a graph of torch.compile, which fuses the gate with what is next to it.
+
+    The gate is computed as `(D, B, L)`, the order of its memory. The compiler lays results out in the order of their
+    dimensions, and would copy one of `(B, L, D)` for the next matrix product.
+    """
+    x = v.permute(2, 0, 1)
+    x = mask_out(x if gate.act is None else gate.act(x), gate.mask)
+    y = recorded_convolution(x.permute(1, 2, 0), kernel, first, implementation)
+    if gate.u is None:
+        return y
+    return (gate.act(gate.u.permute(2, 0, 1)) * y.permute(2, 0, 1)).permute(1, 2, 0)
 
 
 def _filter(v: torch.Tensor, kernel: torch.Tensor, windows: Windows, fused: bool, gate: Gate) -> torch.Tensor:

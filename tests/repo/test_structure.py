@@ -14,7 +14,7 @@ FLOORS = [
     {"numerics", "hub", "history", "cache_name", "cache_origin", "pipeline"},
     {"conversion", "deferred_logits", "fixed_kernels", "fourier", "gating", "inputs", "linear", "loss_triton", "norms"}
     | {"stacking"},
-    {"padding", "rpe", "loss", "toeplitz_fused", "channels"},
+    {"padding", "rpe", "loss", "toeplitz_fused", "channels", "regional_compilation"},
     {"toeplitz_triton"},
     {"toeplitz_choice", "toeplitz_hub"},
     {"toeplitz_recorded"},
