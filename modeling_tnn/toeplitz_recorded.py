@@ -9,6 +9,9 @@ activations and the mask around it stay PyTorch's own operations, which the comp
 When the graph runs, the operator computes as the uncompiled code does, with windows for the length at hand, so one
 graph serves all lengths. The gradient of `x` is (1) with the taps in reverse and K - 1 - first.
 
+The operators take and give `(D, B, L)` without gaps. Where something else comes in, the graph says so, and the compiler
+writes what it computes there in that order, without a copy.
+
 Remote code is a copy of this package under another name. A copy registers operators under a name of its own.
 """
 
@@ -16,36 +19,26 @@ import re
 
 import torch
 
-from .gating import NO_GATE
 from .numerics import next_fast_len
-from .toeplitz_choice import KERNELS, choose
-from .toeplitz_fused import Windows, fused_convolution, is_response, lay_windows, single_window, window_gradients
+from .toeplitz_choice import choose
+from .toeplitz_fused import GatedConvolution, Windows, is_response, lay_windows, single_window, window_gradients
 
 NAMESPACE = re.sub(r"\W", "_", __name__.rpartition(".")[0])
 
 
 def windows_of(x: torch.Tensor, kernel: torch.Tensor, first: int) -> Windows:
-    """The layout of `x` `(B, L, D)` for taps `(D, K)` or a response `(2, D, F/2 + 1)`."""
+    """The layout of `x` `(D, B, L)` for taps `(D, K)` or a response `(2, D, F/2 + 1)`."""
     if is_response(kernel):
         return single_window(2 * (kernel.shape[2] - 1), first)
-    length, taps = x.shape[1], kernel.shape[1]
+    length, taps = x.shape[2], kernel.shape[1]
     return lay_windows(length, taps, first, next_fast_len(length + max(first, taps - 1 - first)))
 
 
-def computing(implementation: str, x: torch.Tensor, kernel: torch.Tensor):
-    """The product for GPUs that computes, or None for the fused one."""
-    chosen = "fused" if is_response(kernel) else choose(implementation, x, kernel.shape[1], kernel.dtype)
-    return KERNELS.get(chosen)
-
-
-def channel_major(x: torch.Tensor) -> torch.Tensor:
-    """`x` `(B, L, D)`, channel by channel in memory. A graph needs to know the layout of each result."""
-    return x.permute(2, 0, 1).contiguous().permute(1, 2, 0)
-
-
-def like(x: torch.Tensor) -> torch.Tensor:
-    """A new tensor of the shape of `x` `(B, L, D)`, channel by channel in memory."""
-    return x.new_empty(x.shape[2], x.shape[0], x.shape[1]).permute(1, 2, 0)
+def is_tiled(implementation: str, x: torch.Tensor, kernel: torch.Tensor) -> bool:
+    """Whether the Triton kernels compute the product of `x` `(D, B, L)`."""
+    if is_response(kernel):
+        return False
+    return choose(implementation, x.permute(1, 2, 0), kernel.shape[1], kernel.dtype) == "triton"
 
 
 @torch.library.custom_op(
@@ -54,13 +47,15 @@ def like(x: torch.Tensor) -> torch.Tensor:
     schema="(Tensor x, Tensor kernel, SymInt first, str implementation) -> Tensor",
 )
 def convolution(x, kernel, first, implementation):
-    """Equation (1) for `x` `(B, L, D)`."""
+    """Equation (1) for `x` `(D, B, L)`."""
+    x = x.contiguous()
     if x.numel() == 0:
-        return like(x)
-    product = computing(implementation, x, kernel)
-    if product is not None:
-        return channel_major(product(x, kernel, first, NO_GATE))
-    return channel_major(fused_convolution(x, kernel, windows_of(x, kernel, first)))
+        return torch.empty_like(x)
+    if is_tiled(implementation, x, kernel):
+        from .toeplitz_triton import TiledConvolution
+
+        return TiledConvolution.apply(x, kernel, None, None, None, first)
+    return GatedConvolution.apply(x, kernel, None, None, None, windows_of(x, kernel, first))
 
 
 @torch.library.custom_op(
@@ -71,31 +66,40 @@ def convolution(x, kernel, first, implementation):
 )
 def convolution_gradients(gradient, x, kernel, first, implementation, want_x, want_kernel):
     """The gradients of `x` and of the kernel. One that is not wanted has no entries."""
-    x_gradient, kernel_gradient = (
-        like(x) if want_x else x.new_empty(0),
-        kernel.new_zeros(kernel.shape if want_kernel else 0),
-    )
+    gradient, x, wanted = gradient.contiguous(), x.contiguous(), (want_x, want_kernel)
     if x.numel() == 0:
-        return x_gradient, kernel_gradient
-    product = computing(implementation, x, kernel)
-    if product is not None and want_x:
-        x_gradient = channel_major(product(gradient, kernel.flip(1), kernel.shape[1] - 1 - first, NO_GATE))
-    inputs = (gradient.permute(2, 0, 1), x.permute(2, 0, 1), kernel, None, None, None, None)
-    wanted = (want_x and product is None, want_kernel, False)
-    found = window_gradients(*inputs, windows_of(x, kernel, first), wanted)
-    x_gradient = channel_major(found[0].permute(1, 2, 0)) if wanted[0] else x_gradient
-    return x_gradient, found[1] if want_kernel else kernel_gradient
+        found = torch.empty_like(x), torch.zeros_like(kernel)
+    elif is_tiled(implementation, x, kernel):
+        found = tile_gradients(gradient, x, kernel, first, *wanted)
+    else:
+        inputs = (gradient, x, kernel, None, None, None, None)
+        found = window_gradients(*inputs, windows_of(x, kernel, first), (*wanted, False))
+    kinds = zip(found, (x, kernel), wanted, strict=False)
+    return tuple(one.contiguous() if is_wanted else like.new_empty(0) for one, like, is_wanted in kinds)
+
+
+def tile_gradients(gradient, x, kernel, first: int, want_x: bool, want_kernel: bool) -> tuple:
+    """The gradients of `x` and of the kernel by the Triton kernels, each None unless wanted."""
+    from .toeplitz_triton import product, tap_gradient
+
+    taps = kernel.shape[1]
+    x_gradient = product(gradient, kernel.flip(1), taps - 1 - first, None, None) if want_x else None
+    return x_gradient, tap_gradient(gradient, x, taps, first) if want_kernel else None
 
 
 @convolution.register_fake
 def _(x, kernel, first, implementation):
-    return like(x)
+    return x.new_empty(x.shape)
 
 
 @convolution_gradients.register_fake
 def _(gradient, x, kernel, first, implementation, want_x, want_kernel):
-    kernel_gradient = torch.empty_like(kernel, memory_format=torch.contiguous_format)
-    return like(x) if want_x else x.new_empty(0), kernel_gradient if want_kernel else kernel.new_empty(0)
+    return x.new_empty(x.shape if want_x else 0), kernel.new_empty(kernel.shape if want_kernel else 0)
+
+
+def ordered(x: torch.Tensor) -> torch.Tensor:
+    """`x` `(B, L, D)` as `(D, B, L)` without gaps."""
+    return x.permute(2, 0, 1).contiguous()
 
 
 def save(ctx, inputs, output):
@@ -106,7 +110,7 @@ def save(ctx, inputs, output):
 def backward(ctx, gradient):
     wanted = ctx.needs_input_grad[:2]
     operator = getattr(torch.ops, NAMESPACE).convolution_gradients
-    found = operator(gradient, *ctx.saved_tensors, ctx.first, ctx.implementation, *wanted)
+    found = operator(gradient.contiguous(), *ctx.saved_tensors, ctx.first, ctx.implementation, *wanted)
     return *(one if wanted_one else None for one, wanted_one in zip(found, wanted, strict=True)), None, None
 
 
@@ -114,5 +118,9 @@ convolution.register_autograd(backward, setup_context=save)
 
 
 def recorded_convolution(x: torch.Tensor, kernel: torch.Tensor, first: int, implementation: str) -> torch.Tensor:
-    """Equation (1), as one node of a graph. If a module of this name is imported again, the newest operator counts."""
-    return getattr(torch.ops, NAMESPACE).convolution(x, kernel, first, implementation)
+    """Equation (1) for `x` `(B, L, D)`, as one node of a graph.
+
+    If a module of this name is imported again, the newest operator counts.
+    """
+    operator = getattr(torch.ops, NAMESPACE).convolution
+    return operator(ordered(x), kernel, first, implementation).permute(1, 2, 0)

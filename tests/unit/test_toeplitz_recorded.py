@@ -3,14 +3,16 @@
 import importlib.util
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from helpers.models import VARIANTS, exhaustive, random, relative_error, seeded, tiny_config
-from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, toeplitz_recorded
+from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, numerics, toeplitz_choice, toeplitz_recorded
 from modeling_tnn.toeplitz import causal_toeplitz_matmul, filter_by_response, toeplitz_matmul
+from modeling_tnn.toeplitz_fused import GatedConvolution, window_gradients
 from modeling_tnn.toeplitz_recorded import convolution, convolution_gradients
 
 # Operator, causal, with a mask.
@@ -123,36 +125,54 @@ def test_products(kind, dtype):
         assert_same(*found, tolerance)
 
 
-@pytest.mark.parametrize("shape", [(2, 30, 3), (0, 30, 3), (2, 30, 0), (1, 3, 1)])
+@pytest.mark.parametrize("shape", [(3, 2, 30), (3, 0, 30), (0, 2, 30), (1, 1, 3)])
 def test_operators(shape):
     """PyTorch's own checks: schema, fake tensors, gradients, and graphs of any shape."""
-    x, kernel = torch.randn(shape, dtype=torch.float64), torch.randn(shape[2], 5, dtype=torch.float64)
-    for tensor in (x, x.permute(2, 0, 1).contiguous().permute(1, 2, 0)):
-        arguments = (tensor.detach().requires_grad_(), kernel.detach().requires_grad_(), 2, "fused")
+    x, kernel = torch.randn(shape, dtype=torch.float64), torch.randn(shape[0], 5, dtype=torch.float64)
+    for tensor, taps in ((x, kernel), (x.permute(1, 2, 0).contiguous().permute(2, 0, 1), kernel.t().contiguous().t())):
+        arguments = (tensor.detach().requires_grad_(), taps.detach().requires_grad_(), 2, "fused")
         torch.library.opcheck(convolution, arguments)
         for wanted in ((True, True), (True, False), (False, True)):
-            given = (tensor, tensor, kernel, 2, "fused", *wanted)
+            given = (tensor, tensor, taps, 2, "fused", *wanted)
             tests = ("test_schema", "test_faketensor")
             torch.library.opcheck(convolution_gradients, given, test_utils=tests)
 
 
-def test_products_for_gpus_compute_in_a_graph(monkeypatch):
-    """Forward, and the gradient of the inputs by the same product with the taps in reverse."""
-    from modeling_tnn.toeplitz_fused import fused_convolution
-
+@pytest.fixture
+def triton_of_the_cpu(monkeypatch) -> list[str]:
+    """A stand-in for the Triton kernels, and what was called of them. Their inputs have no gaps."""
     called = []
 
-    def product(x, kernel, first, gate):
-        called.append(first)
-        return fused_convolution(x, kernel, toeplitz_recorded.windows_of(x, kernel, first), gate)
+    def product(x, kernel, first, *_):
+        called.append("product")
+        return GatedConvolution.apply(x, kernel, None, None, None, toeplitz_recorded.windows_of(x, kernel, first))
 
-    monkeypatch.setattr(toeplitz_recorded, "choose", lambda *_: "triton")
-    monkeypatch.setitem(toeplitz_recorded.KERNELS, "triton", product)
-    call, _ = compiled(toeplitz_matmul)
-    inputs = (random(2, 30, 3), random(3, 15))
-    found = [torch.autograd.grad((way(*inputs) ** 2).sum(), inputs) for way in (call, toeplitz_matmul)]
-    assert_same(*found, 1e-12)
-    assert called == [7, 7]
+    def tap_gradient(g, x, num_taps, first):
+        called.append("tap_gradient")
+        kernel = g.new_zeros(g.shape[0], num_taps)
+        windows = toeplitz_recorded.windows_of(x, kernel, first)
+        return window_gradients(g, x, kernel, None, None, None, None, windows, (False, True, False))[1]
+
+    def tiled(x, kernel, u, mask, act, first):
+        assert x.is_contiguous() and u is None and mask is None and act is None
+        return product(x, kernel, first)
+
+    kernels = SimpleNamespace(TiledConvolution=SimpleNamespace(apply=tiled), product=product, tap_gradient=tap_gradient)
+    monkeypatch.setitem(sys.modules, "modeling_tnn.toeplitz_triton", kernels)
+    monkeypatch.setattr(toeplitz_choice, "refused_by_triton", lambda *_: None)
+    monkeypatch.setattr(numerics, "HOST_DEVICES", ())
+    return called
+
+
+@pytest.mark.parametrize(("tno_type", "causal"), [("rpe", True), ("fd", False)])
+def test_a_training_step_is_of_the_products_for_gpus(tno_type, causal, triton_of_the_cpu):
+    """Forward, and both gradients. FD gives taps to the graph, not a response, which these products do not take."""
+    model, inputs = language_model(tno_type, causal, tno_implementation="auto"), {"input_ids": ids_of(40)}
+    found = results(compiled(model)[0], model, inputs)
+    assert triton_of_the_cpu == ["product"] * 2 + ["product", "tap_gradient"] * 2
+    for layer in model.model.layers:
+        layer.gtu.tno.implementation = "fused"
+    assert_same(found, results(model, model, inputs), 5e-6)
 
 
 def test_two_copies_of_the_package():
