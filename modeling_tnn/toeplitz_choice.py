@@ -7,11 +7,11 @@ A graph of torch.compile chooses when it runs (`toeplitz_recorded.py`).
 """
 
 from functools import lru_cache
-from importlib.util import find_spec
 
 import torch
 from transformers.utils import logging
 
+from .fallback import FAILED
 from .gating import Gate
 from .numerics import check_implementation, compute_dtype, is_on_host, keeps_products, must_be_eager
 
@@ -21,7 +21,7 @@ logger = logging.get_logger(__name__)
 # product (measured on an H100: 0.96 to 1.47 times as fast as fused up to here, 0.38 to 0.84 beyond, for long inputs).
 MOST_TAPS_OF_FLOAT32 = 512
 
-MISSING = "needs the package triton, which is not installed (`pip install triton`, on Windows `triton-windows`)"
+MISSING = "needs the package triton, which cannot be imported (`pip install triton`, on Windows `triton-windows`)"
 
 
 def choose(implementation: str, v: torch.Tensor, taps: int, dtype: torch.dtype) -> str:
@@ -40,7 +40,8 @@ def choose(implementation: str, v: torch.Tensor, taps: int, dtype: torch.dtype) 
     if reason is None:
         logger.info_once(f"Toeplitz products are computed by 'triton' on {v.device}.")
         return "triton"
-    if not automatic or (reason == MISSING and is_recent_gpu(v.device)):
+    said = reason in FAILED.values()  # when they failed
+    if not said and (not automatic or (reason == MISSING and is_recent_gpu(v.device))):
         logger.warning_once(f"Toeplitz products are computed by 'fused' instead of 'triton', which {reason}.")
     return "fused"
 
@@ -79,7 +80,7 @@ def describe(implementation: str, device: torch.device) -> str:
 
 def refused_by_triton(v: torch.Tensor, taps: int, dtype: torch.dtype) -> str | None:
     """Why the Triton kernels cannot compute a product, or None."""
-    if not is_installed("triton"):
+    if not has_triton():
         return MISSING
     from .toeplitz_triton import refused
 
@@ -87,9 +88,13 @@ def refused_by_triton(v: torch.Tensor, taps: int, dtype: torch.dtype) -> str | N
 
 
 @lru_cache
-def is_installed(package: str) -> bool:
-    """Whether a package can be imported."""
-    return find_spec(package) is not None
+def has_triton() -> bool:
+    """Whether the kernels can be imported."""
+    try:
+        from .toeplitz_triton import refused  # noqa: F401
+    except ImportError:
+        return False
+    return True
 
 
 def triton_product(v: torch.Tensor, kernel: torch.Tensor, first: int, gate: Gate) -> torch.Tensor:

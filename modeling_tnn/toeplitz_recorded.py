@@ -9,16 +9,18 @@ activations and the mask around it stay PyTorch's own operations, which the comp
 When the graph runs, the operator computes as the uncompiled code does, with windows for the length at hand, so one
 graph serves all lengths. The gradient of `x` is (1) with the taps in reverse and K - 1 - first.
 
-The operators take and give `(D, B, L)` without gaps. Where something else comes in, the graph says so, and the compiler
-writes what it computes there in that order, without a copy.
+The operators take and give `(D, B, L)` without gaps. The graph has a copy where something else comes in, which the
+compiler fuses with what computes it.
 
 Remote code is a copy of this package under another name. A copy registers operators under a name of its own.
 """
 
 import re
+from functools import partial
 
 import torch
 
+from .fallback import attempt
 from .numerics import next_fast_len
 from .toeplitz_choice import choose
 from .toeplitz_fused import GatedConvolution, Windows, is_response, lay_windows, single_window, window_gradients
@@ -70,21 +72,26 @@ def convolution_gradients(gradient, x, kernel, first, implementation, want_x, wa
     if x.numel() == 0:
         found = torch.empty_like(x), torch.zeros_like(kernel)
     elif is_tiled(implementation, x, kernel):
-        found = tile_gradients(gradient, x, kernel, first, *wanted)
+        found = by_tiles(gradient, x, kernel, first, wanted)
     else:
-        inputs = (gradient, x, kernel, None, None, None, None)
-        found = window_gradients(*inputs, windows_of(x, kernel, first), (*wanted, False))
+        found = by_windows(gradient, x, kernel, first, wanted)
     kinds = zip(found, (x, kernel), wanted, strict=False)
     return tuple(one.contiguous() if is_wanted else like.new_empty(0) for one, like, is_wanted in kinds)
 
 
-def tile_gradients(gradient, x, kernel, first: int, want_x: bool, want_kernel: bool) -> tuple:
-    """The gradients of `x` and of the kernel by the Triton kernels, each None unless wanted."""
-    from .toeplitz_triton import product, tap_gradient
+def by_windows(gradient, x, kernel, first: int, wanted: tuple[bool, bool]) -> tuple:
+    """The gradients of `x` and of the kernel as the fused product has them, each None unless wanted."""
+    inputs = (gradient, x, kernel, None, None, None, None)
+    return window_gradients(*inputs, windows_of(x, kernel, first), (*wanted, False))
 
-    taps = kernel.shape[1]
-    x_gradient = product(gradient, kernel.flip(1), taps - 1 - first, None, None) if want_x else None
-    return x_gradient, tap_gradient(gradient, x, taps, first) if want_kernel else None
+
+def by_tiles(gradient, x, kernel, first: int, wanted: tuple[bool, bool]) -> tuple:
+    """The same by the Triton kernels."""
+    from .toeplitz_triton import KERNELS, tile_gradients
+
+    inputs = (gradient, x, kernel, None, None, None, None)
+    by_kernels = partial(tile_gradients, *inputs, first, (*wanted, False))
+    return attempt(KERNELS, by_kernels, partial(by_windows, gradient, x, kernel, first, wanted))
 
 
 @convolution.register_fake

@@ -30,10 +30,12 @@ This file is imported only where Triton is installed. With the environment varia
 computes on the CPU, slowly; tests do.
 """
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 
+from .fallback import FAILED, attempt
 from .gating import NO_GATE, Activation, Gate, differentiable_gradients, must_differentiate
 from .numerics import next_fast_len
 from .toeplitz_fused import eager_windows, single_window
@@ -43,6 +45,9 @@ try:  # transformers refuses files of a checkpoint that need packages which are 
     import triton.language as tl
 except ImportError as error:
     raise ImportError("tno_implementation='triton' needs the package triton, which is not installed") from error
+
+# Their name where they fail.
+KERNELS = "The Triton kernels of Toeplitz products"
 
 # What the kernels take: taps on both sides together, positions of all sequences (offsets in a channel have 32 bits),
 # and dtypes of inputs.
@@ -234,8 +239,12 @@ class TiledConvolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx, v, kernel, u, mask, act, first: int) -> torch.Tensor:
         mixed = v.new_empty(v.shape) if u is not None and any(ctx.needs_input_grad[:3]) else None
-        taps = padded(kernel, v.dtype)
-        h = product(pointwise(v, mask, act)[0], kernel, first, mask, act, u, mixed, taps=taps)
+
+        def by_tiles() -> tuple:
+            taps = padded(kernel, v.dtype)
+            return product(pointwise(v, mask, act)[0], kernel, first, mask, act, u, mixed, taps=taps), taps
+
+        h, taps = attempt(KERNELS, by_tiles, lambda: (by_operations(v, kernel, u, mask, act, first), None))
         ctx.save_for_backward(v, kernel, u, mask, mixed, taps)
         ctx.act, ctx.first = act, first
         return h
@@ -243,21 +252,43 @@ class TiledConvolution(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: torch.Tensor):
         v, kernel, u, mask, mixed, taps = ctx.saved_tensors
-        act, first, num_taps = ctx.act, ctx.first, kernel.shape[1]
-        if must_differentiate(gradient):
-            windows = single_window(next_fast_len(v.shape[2] + max(first, num_taps - 1 - first)), first)
-            eager = partial(eager_windows, mask=mask, act=act, windows=windows)
-            found = differentiable_gradients(eager, (v, kernel, u), ctx.needs_input_grad, gradient)
-            return *found, None, None, None
-        want_v, want_kernel, want_u = ctx.needs_input_grad[:3]
-        x, g, u_gradient = pointwise(v, mask, act, want_kernel, gradient, u, mixed)
-        g, v_gradient, kernel_gradient = rows(g), None, None
-        if want_kernel:
-            kernel_gradient = tap_gradient(g, x, num_taps, first)
-        if want_v:
-            side = v if function(act) != "none" else None
-            v_gradient = product(g, kernel, num_taps - 1 - first, mask, act, side, backward=True, taps=taps)
-        return v_gradient, kernel_gradient, u_gradient if want_u else None, None, None, None
+        needed, act, first = ctx.needs_input_grad, ctx.act, ctx.first
+
+        def by_autograd() -> tuple:
+            eager = partial(by_operations, mask=mask, act=act, first=first)
+            return differentiable_gradients(eager, (v, kernel, u), needed, gradient)
+
+        def by_tiles() -> tuple:
+            return tile_gradients(gradient, v, kernel, u, mask, mixed, act, first, needed[:3], taps)
+
+        found = by_autograd() if must_differentiate(gradient) else attempt(KERNELS, by_tiles, by_autograd)
+        return *found, None, None, None
+
+
+def by_operations(v, kernel, u, mask, act, first: int) -> torch.Tensor:
+    """The result of `TiledConvolution` for the same arguments, by operations that autograd can differentiate."""
+    size = next_fast_len(v.shape[2] + max(first, kernel.shape[1] - 1 - first))
+    return eager_windows(v, kernel, u, mask, act, single_window(size, first))
+
+
+def tile_gradients(
+    gradient, v, kernel, u, mask, mixed, act, first: int, wanted: Sequence[bool], taps: torch.Tensor | None = None
+) -> tuple:
+    """The gradients of `v`, `kernel` and `u`, each None unless wanted, from that of the result.
+
+    The arguments are those of `TiledConvolution`, the `mixed` values (the result without the gate) and the `taps` of
+    `padded`, if they are known.
+    """
+    want_v, want_kernel, want_u = wanted
+    num_taps, v_gradient, kernel_gradient = kernel.shape[1], None, None
+    x, g, u_gradient = pointwise(v, mask, act, want_kernel, gradient, u, mixed)
+    g = rows(g)
+    if want_kernel:
+        kernel_gradient = tap_gradient(g, x, num_taps, first)
+    if want_v:
+        side = v if function(act) != "none" else None
+        v_gradient = product(g, kernel, num_taps - 1 - first, mask, act, side, backward=True, taps=taps)
+    return v_gradient, kernel_gradient, u_gradient if want_u else None
 
 
 def tiled_convolution(v: torch.Tensor, kernel: torch.Tensor, first: int, gate: Gate = NO_GATE) -> torch.Tensor:
@@ -280,6 +311,8 @@ def function(act: Activation | None) -> str | None:
 
 def refused(v: torch.Tensor, taps: int, dtype: torch.dtype) -> str | None:
     """Why the kernels cannot compute a product of `v` `(B, L, D)` with so many `taps` in `dtype`, or None."""
+    if KERNELS in FAILED:
+        return FAILED[KERNELS]
     if not runs_on(v.device):
         return f"needs a GPU of NVIDIA of compute capability 8.0 or newer, got {v.device}"
     if dtype is not torch.float32 or v.dtype not in DTYPES:

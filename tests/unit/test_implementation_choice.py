@@ -8,7 +8,7 @@ from transformers import AutoConfig
 from transformers.dynamic_module_utils import get_imports
 
 from helpers.models import random, seeded, tiny_config
-from modeling_tnn import TnnForCausalLM, numerics, toeplitz, toeplitz_choice
+from modeling_tnn import TnnForCausalLM, fallback, numerics, toeplitz, toeplitz_choice
 from modeling_tnn.toeplitz import causal_toeplitz_matmul
 from modeling_tnn.toeplitz_choice import MISSING, choose, describe
 
@@ -32,7 +32,7 @@ def recent_gpu(monkeypatch):
 
 @pytest.fixture
 def without_triton(monkeypatch):
-    monkeypatch.setattr(toeplitz_choice, "is_installed", lambda package: False)
+    monkeypatch.setattr(toeplitz_choice, "has_triton", lambda: False)
 
 
 def of(dtype=torch.float32) -> torch.Tensor:
@@ -93,6 +93,30 @@ def test_a_missing_package_is_said_once(implementation, recent, without_triton, 
     model = seeded(TnnForCausalLM, tiny_config(tno_implementation=implementation))
     model(torch.arange(20).view(2, 10))
     assert said(caplog) == [f"Toeplitz products are computed by 'fused' instead of 'triton', which {MISSING}."]
+
+
+def test_kernels_that_fail_are_left_after_one_warning(monkeypatch, caplog):
+    """Not where the memory ends, and not in Triton's interpreter, which tests use."""
+    monkeypatch.setattr(fallback, "FAILED", {})
+    calls = []
+
+    def compute(error: Exception):
+        calls.append(error)
+        raise error
+
+    for error in (torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("Triton Error [CUDA]: out of memory")):
+        with pytest.raises(torch.OutOfMemoryError):
+            fallback.attempt("These", lambda error=error: compute(error), lambda: None)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(TypeError):
+        fallback.attempt("These", lambda: compute(TypeError()), lambda: None)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    for _ in range(3):
+        assert fallback.attempt("These", lambda: compute(RuntimeError("no C compiler")), lambda: 5) == 5
+    assert len(calls) == 4 and fallback.FAILED == {"These": "RuntimeError: no C compiler"}
+    assert [record.getMessage() for record in caplog.records] == [
+        "These do not run here, and others compute instead of them: RuntimeError: no C compiler"
+    ]
 
 
 def test_nothing_is_said_of_auto(caplog):

@@ -15,18 +15,24 @@ from transformers.activations import ACT2FN
 
 from helpers import processes
 from helpers.hub_client import WITHOUT_THE_PACKAGE
-from helpers.models import random, relative_error, seeded, tiny_config
-from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, list_presets, load_preset
+from helpers.models import VARIANTS, random, relative_error, seeded, tiny_config
+from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, fallback, list_presets, load_preset, numerics
 from modeling_tnn.gating import Gate
-from modeling_tnn.toeplitz import dense_toeplitz, fit_lags, gated_toeplitz_matmul, two_sided
+from modeling_tnn.toeplitz import (
+    dense_toeplitz,
+    fit_lags,
+    gated_causal_toeplitz_matmul,
+    gated_toeplitz_matmul,
+    two_sided,
+)
 
 triton = pytest.importorskip("triton", reason="needs the package triton: `make test-triton` installs it")
 DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
 if DEVICE == "cuda" and not torch.cuda.is_available():
     pytest.skip("needs TRITON_INTERPRET=1 (see `make test-triton`) or a GPU", allow_module_level=True)
 
-from modeling_tnn import toeplitz_triton  # noqa: E402 - it needs triton
-from modeling_tnn.toeplitz_choice import refused_by_triton  # noqa: E402 - as above
+from modeling_tnn import toeplitz_choice, toeplitz_triton  # noqa: E402 - it needs triton
+from modeling_tnn.toeplitz_choice import choose, refused_by_triton  # noqa: E402 - as above
 from modeling_tnn.toeplitz_triton import tiled_convolution  # noqa: E402 - as above
 
 TOLERANCE = {torch.float32: 5e-7, torch.float16: 2e-3}
@@ -34,6 +40,13 @@ if DEVICE == "cuda":
     TOLERANCE[torch.bfloat16] = 1.6e-2
 # By the names in configurations.
 ACTIVATIONS = {name: ACT2FN[name] for name in ("silu", "relu", "gelu", "linear")}
+
+
+@pytest.fixture(autouse=True)
+def nothing_fails():
+    """On a GPU, kernels that fail would be replaced."""
+    yield
+    assert not fallback.FAILED
 
 
 def dense_product(v, kernel, first: int, gate: Gate):
@@ -266,20 +279,98 @@ def test_other_activations(act):
         assert relative_error(actual, expected) < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("model_class", "tno_type"), [(TnnForCausalLM, "rpe"), (TnnForMaskedLM, "rpe"), (TnnForMaskedLM, "fd")]
-)
-def test_a_model(model_class, tno_type):
-    """By its configuration: logits and gradients of all parameters."""
-    ids, found = torch.arange(140, device=DEVICE).view(2, 70) % 99, []  # FD would take its response at this length
-    for way in ("triton", "eager"):
-        fields = {"tno_implementation": way, "hidden_dropout_prob": 0.0, "hidden_size": 8}
-        config = tiny_config(tno_type, model_class is TnnForCausalLM, **fields)
-        model = seeded(model_class, config).to(DEVICE).train()
-        loss = model(ids, attention_mask=masked(2, 70).long()).logits.square().mean()
-        found.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
-    for actual, expected in zip(*found, strict=True):
-        assert relative_error(actual, expected, scale=1e-2) < 1e-4
+@pytest.fixture
+def products(monkeypatch) -> list[int]:
+    """The numbers of taps of the products that the kernels compute, on a device that `auto` takes for a GPU."""
+    found, compute = [], toeplitz_triton.product
+
+    def product(v, kernel, *args, **kwargs):
+        found.append(kernel.shape[1])
+        return compute(v, kernel, *args, **kwargs)
+
+    monkeypatch.setattr(toeplitz_triton, "product", product)
+    monkeypatch.setattr(numerics, "HOST_DEVICES", ())
+    return found
+
+
+def training_model(tno_type: str, causal: bool, **fields):
+    fields = {"hidden_dropout_prob": 0.0, "hidden_size": 8, "use_cache": False} | fields
+    cls = TnnForCausalLM if causal else TnnForMaskedLM
+    return seeded(cls, tiny_config(tno_type, causal, **fields)).to(DEVICE).train()
+
+
+def outcome(model, call=None, **inputs) -> list[torch.Tensor]:
+    """The loss and the gradients of all parameters."""
+    call = model if call is None else call
+    loss = call(torch.arange(140, device=DEVICE).view(2, 70) % 99, **inputs).logits.float().square().mean()
+    return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
+
+
+def assert_close(found, expected, tolerance: float = 1e-4):
+    for actual, wanted in zip(found, expected, strict=True):
+        assert relative_error(actual, wanted, scale=1e-2) < tolerance
+
+
+MIXERS = [("rpe", True, {"toeplitz_mixer": "hyena"}), ("rtf", True, {"toeplitz_mixer": "s4", "gtu_expansion": 1})]
+
+
+@pytest.mark.parametrize(("tno_type", "causal", "fields"), [*((*variant, {}) for variant in VARIANTS), *MIXERS])
+def test_every_operator_goes_this_way(tno_type, causal, fields, products):
+    """By `auto`, FD too, which would take its response at this length: logits and gradients of all parameters."""
+    model, mask = training_model(tno_type, causal, **fields), masked(2, 70).long()
+    found = outcome(model, attention_mask=mask)
+    assert len(products) == (8 if tno_type == "ski" else 4)  # of two layers, forward and backward
+    fused = training_model(tno_type, causal, tno_implementation="fused", **fields)
+    assert_close(found, outcome(fused, attention_mask=mask))
+
+
+@pytest.mark.parametrize(("tno_type", "causal"), [("rpe", True), ("fd", False), ("rtf", True)])
+def test_in_half_precision(tno_type, causal, products):
+    """Under autocast, in a graph of torch.compile, and with kernels that are kept. RPE has 31 of its 70 taps."""
+    dtype = torch.bfloat16 if torch.bfloat16 in TOLERANCE else torch.float16
+    model = training_model(tno_type, causal, decay=0.76)
+    expected = outcome(training_model(tno_type, causal, decay=0.76, tno_implementation="fused"))
+    torch._dynamo.reset()
+    for call in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+        with torch.autocast(DEVICE, dtype):
+            found = outcome(model, call)
+        assert_close(found, expected, 0.1)
+    assert products == [{"rpe": 31, "fd": 139, "rtf": 70}[tno_type]] * 8
+    torch._dynamo.reset()
+    with torch.no_grad(), model.eval().fixed_kernels():
+        for _ in range(2):
+            model(torch.arange(140, device=DEVICE).view(2, 70) % 99)
+    assert len(products) == 12
+
+
+@pytest.mark.parametrize("name", ["product", "tap_gradient"])
+def test_a_kernel_that_does_not_compile(name, monkeypatch, caplog):
+    """In the forward or in the backward pass alone: one warning, the same values, and the fused product after it."""
+
+    failed = {}
+
+    def fails(*args, **kwargs):
+        raise RuntimeError("out of resource: shared memory")
+
+    monkeypatch.setattr(fallback, "is_interpreted", lambda: False)
+    for module in (fallback, toeplitz_triton, toeplitz_choice):
+        monkeypatch.setattr(module, "FAILED", failed)
+    monkeypatch.setattr(toeplitz_triton, name, fails)
+    v, kernel, u = single(2, 33, 2), single(2, 9), single(2, 33, 2)
+    gate = Gate(u, ACTIVATIONS["silu"], masked(2, 33))
+    for _ in range(2):
+        found = gated_causal_toeplitz_matmul(v, kernel, "triton", gate)
+        found = [found, *torch.autograd.grad(found.square().sum(), (v, kernel, u))]
+    expected = gated_causal_toeplitz_matmul(v, kernel, "eager", gate)
+    for actual, wanted in zip(
+        found, [expected, *torch.autograd.grad(expected.square().sum(), (v, kernel, u))], strict=True
+    ):
+        assert relative_error(actual, wanted) < 1e-5
+    assert [record.getMessage() for record in caplog.records] == [
+        "The Triton kernels of Toeplitz products do not run here, and others compute instead of them: RuntimeError: "
+        "out of resource: shared memory"
+    ]
+    assert choose("triton", v, 9, torch.float32) == "fused"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,53 @@
+"""Kernels that a machine may be unable to run. The first failure is said once, and others compute from then on.
+
+A Triton kernel is compiled when it is first launched. That needs a C compiler, a driver that fits, and a GPU with
+enough shared memory.
+"""
+
+import logging
+import os
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+# From the name of kernels to the reason why they are not used any more in this process.
+FAILED: dict[str, str] = {}
+
+
+def attempt(kernels: str, compute: Callable[[], Result], instead: Callable[[], Result]) -> Result:
+    """`compute()` by some kernels, or `instead()` once they have failed.
+
+    Args:
+        kernels: their name, which begins the warning.
+
+    Raises:
+        torch.OutOfMemoryError: the device has no memory left, which says nothing about the kernels.
+        Exception: any error in Triton's interpreter, which tests use, and while a CUDA graph is captured.
+    """
+    if kernels not in FAILED:
+        try:
+            return compute()
+        except Exception as error:  # compilers, drivers and loaders have many
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            if isinstance(error, torch.OutOfMemoryError) or is_interpreted() or is_captured():
+                raise
+            if "out of memory" in reason:  # of the driver, for the code of a kernel
+                raise torch.OutOfMemoryError(reason) from error
+            FAILED[kernels] = reason
+            logger.warning("%s do not run here, and others compute instead of them: %s", kernels, reason)
+    return instead()
+
+
+def is_interpreted() -> bool:
+    """Whether Triton computes on the CPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def is_captured() -> bool:
+    """Whether a CUDA graph is captured, during which much is forbidden."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
