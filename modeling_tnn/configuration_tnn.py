@@ -234,7 +234,7 @@ class TnnConfig(PreTrainedConfig):
         explicit_length (`int`, *optional*): Number of lags, on each side, that have a parameter when
             `tno_type="explicit"`; `max_position_embeddings` unless set.
         decay (`float`, *optional*): Decay per lag of `"rpe"` and `"explicit"` coefficients, in (0, 1]; `None` for no
-            decay.
+            decay. In half precision, the lags that hold less than 2^-12 of a kernel with it are not computed.
         learnable_decay (`bool`): Whether each channel of `"rpe"` learns a decay between `decay` and 1. `"explicit"`
             ignores it and has the decay `decay` in all channels: 0.01 leaves it little but its nearest coefficients.
         tno_implementation (`str`): How Toeplitz products are computed: `"fused"` (fast) or `"eager"` (PyTorch's own
