@@ -29,14 +29,17 @@ def ski_section_52(decay: float, rank: int, taps: int) -> dict:
     return {"tno_type": "ski", "ski_rank": rank, "ski_filter_size": taps, "ski_decay": decay}
 
 
+# PyTorch's linear layers and embeddings of N(0, 1/d), in the released code of both papers; no table has it.
+START = {"initializer": "torch"}
+
 # Preset -> what a paper says of it. For SKI the decay is that of the TNN's preset, or 0.99 if that has none.
 PRESETS = {
-    "tnn-causal": tnn_table_13(6, 512, 6, 64, 0.99),
+    "tnn-causal": tnn_table_13(6, 512, 6, 64, 0.99) | START,
     "tnn-bidirectional": tnn_table_13(12, 768, 6, 64, 0.99),
     "tnn-image-tiny": tnn_table_13(12, 192, 1, 48, 0.95),
     "tnn-image-small": tnn_table_13(12, 384, 1, 48, 0.9),
-    "tnn-causal-rpe3": {"rpe_layers": 3},  # SKI table 1
-    "tnn-causal-fd": {"rpe_layers": 3, "tno_type": "fd"},
+    "tnn-causal-rpe3": {"rpe_layers": 3} | START,  # SKI table 1
+    "tnn-causal-fd": {"rpe_layers": 3, "tno_type": "fd"} | START,
     "lra/fd-image": {"rpe_layers": 3, "tno_type": "fd"},  # SKI section 5.2
     "lra/ski-listops": ski_section_52(0.99, 64, 32),
     "lra/ski-text": ski_section_52(0.9, 64, 32),
@@ -108,6 +111,9 @@ RECIPES = {
 # What is here instead. `docs/pages/concepts/differences.md` gives the reasons.
 DIFFERENT = {
     ("tnn-causal", "num_hidden_layers"): 7,
+    ("tnn-causal", "initializer"): "small_embeddings",
+    ("tnn-causal-rpe3", "initializer"): "small_embeddings",
+    ("tnn-causal-fd", "initializer"): "small_embeddings",
     ("tnn-image-tiny", "decay"): 0.9,
     ("lra/rtf-path-x", "rtf_state_size"): 2048,
     ("lra/rtf-s4-path-x", "rtf_state_size"): 2048,
