@@ -11,7 +11,7 @@ AUDIT_ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q $(CONSTRAINTS:%=-c %) $(PIP_ARGS)
 
-.PHONY: demo test test-browser test-triton test-images test-exhaustive test-slow test-hf test-oldest test-newest lint format docs notebooks dist audit clean
+.PHONY: demo test test-browser test-triton test-gpu test-images test-exhaustive test-slow test-hf test-oldest test-newest lint format docs notebooks dist audit clean
 
 # Tests of the Hub have a server of their own, on this machine.
 test test-slow test-exhaustive test-hf: export HF_HUB_OFFLINE = 0
@@ -41,6 +41,10 @@ test-browser: $(VENV)/.dev $(VENV)/.browser
 test-triton: $(VENV)/.dev $(VENV)/.kernels
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit/test_toeplitz_triton.py tests/unit/test_loss_triton.py tests/hf/test_hub_kernel.py $(TEST_ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit/test_triton_compiles.py $(TEST_ARGS)
+
+# What only a GPU can prove, on a machine that has one: less than eight minutes.
+test-gpu: $(VENV)/.dev
+	$(BIN)/python -m pytest tests/gpu $(TEST_ARGS)
 
 # DeiT's augmentation by timm, which stands in a folder of its own with torchvision: the registry has torchvision for
 # CUDA alone, and beside a PyTorch for CPUs transformers could not be imported.
