@@ -117,7 +117,7 @@ def test_a_part_that_fails_says_so(tmp_path):
 def test_a_killed_program_leaves_its_rows(tmp_path):
     options = ["--device", "cpu", "--quick", "--parts", "oracles-eager", "decoding", "--output_dir", tmp_path]
     process, figures = start_script("benchmark", "gpu", *options), tmp_path / "gpu.json"
-    while not (figures.exists() and json.loads(figures.read_text())["parts"][0]["rows"]):
+    while not ((tmp_path / "gpu.md").exists() and json.loads(figures.read_text())["parts"][0]["rows"]):
         assert process.poll() is None
         time.sleep(0.01)
     process.kill()
