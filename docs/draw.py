@@ -136,12 +136,12 @@ def draw_architecture():
     floors: dict[int, list[str]] = {}
     for name in imported:
         floors.setdefault(floor_of(name, imported), []).append(name)
-    places = {
-        name: ((place + 0.5) / len(names), floor)
-        for floor, names in floors.items()
-        for place, name in enumerate(sorted(names))
-    }
-    figure, axes = pyplot.subplots(figsize=(10, 8), layout="constrained")
+    places = {}
+    for floor, names in floors.items():
+        edges = np.cumsum([0, *(len(name) + 3 for name in sorted(names))])  # long names have more room
+        middles = (edges[:-1] + edges[1:]) / (2 * edges[-1])
+        places |= {name: (middle, floor) for name, middle in zip(sorted(names), middles, strict=True)}
+    figure, axes = pyplot.subplots(figsize=(11, 8), layout="constrained")
     for name, below in imported.items():
         for other in sorted(below):  # lines that cross are mixed in the order in which they are drawn
             axes.plot(*zip(places[name], places[other], strict=True), color="#9ecae1", linewidth=0.7, zorder=1)
