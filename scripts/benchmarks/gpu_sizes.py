@@ -42,7 +42,7 @@ REAL = Sizes(
     numbers=2**28,
     lines=10000,
     words=30000,
-    recipe_options=(),
+    recipe_options=("--logging_steps", 8),  # the host waits for a step that it logs
     recipe_seconds=120,
 )
 TINY = "hidden_size=32,num_hidden_layers=1,intermediate_size=32,rpe_dim=8,gtu_expansion=2,vocab_size=600"

@@ -15,8 +15,10 @@ from tnn_scripts.common.trial import try_passes
 
 # More tokens in a forward pass only take more memory.
 MOST_TOKENS = 65_536
-# The part of a GPU that a trial leaves free: evaluations, workspaces of libraries, memory between pieces.
-FREE_SHARE = 0.1
+# The part of a GPU that a trial leaves free, for workspaces of libraries and memory between pieces.
+FREE_SHARE = 0.05
+# Bytes that an evaluation takes for each logit: in half precision, in float32 and shifted, and as probabilities.
+BYTES_OF_LOGIT = 2 + 4 + 4 + 4
 
 
 def blocks_of_process(args: PretrainArguments, processes: int) -> int:
@@ -99,8 +101,11 @@ def try_step(args: PretrainArguments, accelerator: Accelerator, model: torch.nn.
     """
     weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     copies = 2 + (accelerator.num_processes > 1)  # AdamW's moments; DDP's buckets
+    # The memory of a pass that was recorded as a CUDA graph is not there for an evaluation.
+    logits = args.per_device_eval_batch_size * args.block_size * model.config.vocab_size
     free = int(FREE_SHARE * torch.cuda.get_device_properties(accelerator.device).total_memory)
-    others = torch.empty(copies * weights + free, dtype=torch.uint8, device=accelerator.device)
+    size_of_others = copies * weights + BYTES_OF_LOGIT * logits + free
+    others = torch.empty(size_of_others, dtype=torch.uint8, device=accelerator.device)
     try_passes(args, accelerator, model, size)
     del others
 

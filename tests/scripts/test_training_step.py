@@ -1,6 +1,7 @@
 """A training step does not wait for the device, and still changes no weights where it is not finite."""
 
 import contextlib
+import inspect
 import json
 import os
 import pickle
@@ -271,6 +272,48 @@ def test_a_recorded_step(passes, options, tmp_path, monkeypatch, caplog):
         assert figures(tmp_path / "plain") == figures(tmp_path / other)
     monkeypatch.setattr(accelerate_loop, "recorder_for", None)
     run_script("pretrain", *options, "--cuda_graph", "false", "--max_steps", 1, "--output_dir", tmp_path / "without")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_calls_of_a_recording(fails, monkeypatch):
+    """On a stream of its own, which is left also where a recording fails; other threads may allocate meanwhile."""
+    calls, real = [], inspect.signature(torch.cuda.graph)
+
+    class Stream(str):
+        device = torch.device("cuda")
+
+        def wait_stream(self, other):
+            calls.append(f"{self} waits for {other}")
+
+    @contextlib.contextmanager
+    def inside(name):
+        calls.append(f"into {name}")
+        try:
+            yield
+        finally:
+            calls.append(f"out of {name}")
+
+    def graph(*given, **named):
+        bound = real.bind(*given, **named).arguments
+        assert (bound["cuda_graph"].name, bound["capture_error_mode"]) == ("graph", "thread_local")
+        return inside(f"recording on {bound['stream']}")
+
+    recorded = SimpleNamespace(name="graph", replay="replay")
+    fakes = {"Stream": lambda device: Stream("side"), "current_stream": lambda device: Stream("main"),
+             "stream": inside, "graph": graph, "CUDAGraph": lambda: recorded}  # fmt: skip
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    recorder = captured_step.CudaRecorder(torch.device("cuda"))
+    with contextlib.suppress(ZeroDivisionError), recorder.aside():
+        assert recorder.record(lambda: 1 / (not fails)) == (1, "replay")
+    expected = [
+        "side waits for main",
+        "into side",
+        "into recording on side",
+        "out of recording on side",
+        "out of side",
+    ]
+    assert calls == expected + ([] if fails else ["main waits for side"])
 
 
 @pytest.mark.parametrize(
