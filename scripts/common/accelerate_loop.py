@@ -108,7 +108,7 @@ class Pretraining:
         self.scheduler = build_scheduler(args, optimizer)
         self.model, self.optimizer, self.validation = prepare(accelerator, model, optimizer, validation_loader)
         recorder = recorder_for(accelerator) if args.cuda_graph else None
-        self.passes = CapturedStep(self._pass, self.model, args.gradient_accumulation_steps, recorder)
+        self.run_pass = CapturedStep(self._pass, self.model, args.gradient_accumulation_steps, recorder)
         # After the weights are initialised, each process has its own dropout.
         set_seed(args.seed, device_specific=True)
 
@@ -217,7 +217,7 @@ class Pretraining:
         total = torch.zeros((), device=accelerator.device)
         for batch in batches:
             with accelerator.accumulate(self.model):
-                total += self.passes(batch, scale)
+                total += self.run_pass(batch, scale)
                 if accelerator.sync_gradients:
                     # All processes learn of a signal at the same step, with the loss.
                     loss, signals = accelerator.reduce(torch.stack([total, self._stop_flag()]), reduction="sum")
@@ -226,7 +226,7 @@ class Pretraining:
                 self.optimizer.step()
                 if accelerator.sync_gradients and not accelerator.optimizer_step_was_skipped:
                     self.scheduler.step()
-                self.optimizer.zero_grad(set_to_none=not self.passes.is_captured)
+                self.optimizer.zero_grad(set_to_none=not self.run_pass.is_captured)
 
     def _pass(self, batch: dict[str, torch.Tensor], scale: torch.Tensor) -> torch.Tensor:
         loss = summed_loss(self.model, self.config, batch, self.causal)

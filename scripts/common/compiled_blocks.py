@@ -1,4 +1,4 @@
-"""`torch.compile` for the blocks of a model: one graph, which all its layers share."""
+"""`torch.compile` for the blocks of a model: one graph that all its layers share, and one for the kernels of a TNN."""
 
 import contextlib
 import logging
@@ -7,10 +7,13 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from modeling_tnn import TnnConfig
+from modeling_tnn.regional_compilation import compile_regions
 from tnn_scripts.common.pretrain_arguments import PretrainArguments
 from tnn_scripts.common.trial import try_passes
 
@@ -29,9 +32,12 @@ def compile_blocks(args: PretrainArguments, accelerator: Accelerator, model: Pre
         args.torch_compile = accelerator.device.type == "cuda" and not sharded
     if not args.torch_compile:
         return
-    for block in model.modules():
-        if isinstance(block, GradientCheckpointingLayer):  # the class of transformers' blocks
-            block.compile(dynamic=False)
+    if isinstance(model.config, TnnConfig):
+        compile_regions(model, dynamic=False)
+    else:
+        for block in model.modules():
+            if isinstance(block, GradientCheckpointingLayer):  # the class of transformers' blocks
+                block.compile(dynamic=False)
     if sharded:  # the whole may not fit
         return
     try:
@@ -42,6 +48,8 @@ def compile_blocks(args: PretrainArguments, accelerator: Accelerator, model: Pre
         args.torch_compile = False
         for block in model.modules():
             block._compiled_call_impl = None
+            if getattr(block, "regions", None) is not None:
+                block.regions = None
 
 
 def uncompiled(args: PretrainArguments) -> contextlib.AbstractContextManager:
@@ -52,7 +60,10 @@ def uncompiled(args: PretrainArguments) -> contextlib.AbstractContextManager:
 def load_compiled(models: list[torch.nn.Module], folder: str):
     """Load the weights of a checkpoint that names them as those of a compiled model. A hook of `load_state`."""
     file = Path(folder) / "model.safetensors"
-    weights = load_file(file) if file.is_file() else {}
-    if any(PREFIX in name for name in weights):
-        # Tied weights are there once.
-        models.pop().load_state_dict({name.replace(PREFIX, ""): one for name, one in weights.items()}, strict=False)
+    if not file.is_file():  # in shards, which the engine has loaded
+        return
+    with safe_open(file, "pt") as opened:
+        if not any(PREFIX in name for name in opened.keys()):  # noqa: SIM118 - it is no mapping
+            return
+    weights = {name.replace(PREFIX, ""): tensor for name, tensor in load_file(file).items()}
+    models.pop().load_state_dict(weights, strict=False)  # tied weights are there once

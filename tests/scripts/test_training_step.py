@@ -224,19 +224,19 @@ class Recorder:
         if self.error is not None:
             raise self.error
         parameters = list(self.model.parameters())
-        added = [p for p in parameters if p.grad is not None]
+        before = {p: p.grad.clone() for p in parameters if p.grad is not None}
         loss = function()
         for place in (loss, *(p.grad for p in parameters)):
             place.fill_(torch.nan)
-        for parameter in added:
-            parameter.grad.zero_()
+        for parameter, gradient in before.items():
+            parameter.grad.copy_(gradient)
         places = [p.grad for p in parameters]
 
         def replay():
             self.replays += 1
             for parameter, place in zip(parameters, places, strict=True):
                 assert parameter.grad is place, "a gradient has moved"
-                parameter.grad = place if parameter in set(added) else None
+                parameter.grad = place if parameter in before else None
             loss.copy_(function())
             for parameter, place in zip(parameters, places, strict=True):
                 if parameter.grad is not place:
