@@ -9,7 +9,8 @@ chunk of their rows exists at a time; its gradients are computed in the forward 
 
 On an accelerator the logits have C columns: V and zeros up to a multiple of 128. With an odd V their rows are not
 aligned, and the products take several times as long (measured on an H100). The weight of the model stays as it is.
-Where Triton is installed, one kernel turns a chunk of logits into losses and p - e_y (`loss_triton.py`).
+Where Triton is installed, one kernel turns a chunk of logits into losses and p - e_y (`loss_triton.py`). A graph of
+torch.compile has all logits, aligned too: what follows the products is fused by the compiler.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +28,7 @@ from .deferred_logits import DeferredLogits
 from .gating import differentiable_gradients, must_differentiate
 from .inputs import check_labels
 from .linear import apply_linear, is_plain_linear
-from .numerics import compute_dtype, is_fused, is_on_host
+from .numerics import compute_dtype, is_fused, is_on_host, is_traced, keeps_products
 
 logger = logging.get_logger(__name__)
 
@@ -200,6 +201,15 @@ def multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, beta: int):
         out.copy_(a @ b)
 
 
+def aligned_linear(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """The logits `(..., V)`, on an accelerator as a part of aligned rows. A compiler fuses the padding."""
+    words = len(weight)
+    missing = 0 if is_on_host(hidden) else -words % ALIGNMENT
+    if missing:
+        weight, bias = pad(weight, (0, 0, 0, missing)), None if bias is None else pad(bias, (0, missing))
+    return linear(hidden, weight, bias)[..., :words]
+
+
 def eager_loss(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -209,7 +219,7 @@ def eager_loss(
     ignore_index: int = -100,
 ) -> torch.Tensor:
     """The sum of the loss above by autograd, with all logits. Shapes as for `linear_cross_entropy`."""
-    logits = linear(hidden, weight, bias)
+    logits = aligned_linear(hidden, weight, bias)
     return cross_entropy(logits.to(compute_dtype(logits.dtype)), labels, ignore_index=ignore_index, reduction="sum")
 
 
@@ -228,6 +238,8 @@ def linear_cross_entropy(
         bias: `(V,)` or None.
         labels: `(N,)`; rows with `ignore_index` have no part in it.
     """
+    if is_traced():  # a compiler fuses what follows the products
+        return eager_loss(hidden, weight, bias, labels=labels, ignore_index=ignore_index)
     device, dtype = hidden.device.type, hidden.dtype
     autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     if autocast and dtype != torch.float64:
@@ -279,7 +291,10 @@ def language_model_head(
         loss = linear_cross_entropy(hidden_states.flatten(0, 1), head.weight, head.bias, shift_labels, ignore_index)
         logits = DeferredLogits(head, hidden_states) if deferred else None
         return loss / count_items(num_items_in_batch, shift_labels, ignore_index), logits
-    logits = apply_linear(model.lm_head, hidden_states)
+    if keeps_products() and is_plain_linear(model.lm_head):
+        logits = aligned_linear(hidden_states, model.lm_head.weight, model.lm_head.bias)
+    else:
+        logits = apply_linear(model.lm_head, hidden_states)
     shifted = {} if shift_labels is None else {"shift_labels": shift_labels}
     options = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index} | shifted | kwargs
     loss = model.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[2], **options)

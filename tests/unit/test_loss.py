@@ -292,7 +292,24 @@ def test_a_batch_without_labels_is_nan_as_in_transformers():
     assert summed == 0 and all((p.grad == 0).all() for p in model.parameters() if p.grad is not None)
 
 
-def test_compiled():
-    model, batch = model_and_batch(causal=True)
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(**batch).loss, model(**batch).loss)
+@pytest.mark.parametrize("hosts", [("cpu",), ()])
+@pytest.mark.parametrize("causal", [True, False])
+def test_compiled(causal, hosts, monkeypatch):
+    """One graph, with logits in rows that an accelerator reads aligned, and the gradients of the uncompiled model."""
+    model, batch = model_and_batch(causal)
+    model(**batch).loss.backward()
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    monkeypatch.setattr(numerics, "HOST_DEVICES", hosts)
+    model.zero_grad()
+    torch._dynamo.reset()
+    outputs = torch.compile(model, backend="eager", fullgraph=True)(**batch)
+    assert outputs.logits.shape == (3, 13, 99) and outputs.logits.stride(1) == (99 if hosts else 128)
+    outputs.loss.backward()
+    torch.testing.assert_close({name: p.grad for name, p in model.named_parameters()}, expected)
+
+
+def test_the_function_compiled():
+    inputs, labels = head_inputs(bias=True)
+    found = torch.compile(fused, backend="eager", fullgraph=True)(inputs, labels)
+    torch.testing.assert_close(found, fused(inputs, labels))
+    torch.testing.assert_close(torch.autograd.grad(found, inputs), torch.autograd.grad(fused(inputs, labels), inputs))
