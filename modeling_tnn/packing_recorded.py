@@ -16,7 +16,7 @@ from .layer_types import has_attention
 from .numerics import compute_dtype, keeps_products
 from .packing import DocumentBatch, batches_of_similar_length, find_starts, given_boundaries
 from .padding import check_attention_mask
-from .toeplitz_recorded import NAMESPACE, convolution, convolution_gradients, ordered
+from .toeplitz_recorded import NAMESPACE, by_channel, convolution, convolution_gradients, like
 
 
 class Documents(NamedTuple):
@@ -60,7 +60,7 @@ class Documents(NamedTuple):
         kernel = kernel.to(compute_dtype(torch.promote_types(v.dtype, kernel.dtype)))
         first = 0 if causal else (kernel.shape[1] - 1) // 2
         operator = getattr(torch.ops, NAMESPACE).document_convolution
-        return operator(ordered(v), kernel, first, self.starts, implementation).permute(1, 2, 0)
+        return operator(by_channel(v), kernel, first, self.starts, implementation)
 
 
 def documents_of_graph(
@@ -122,9 +122,8 @@ def _(tokens, attention_mask, position_ids, seq_idx, cu_seq_lens_q):
     schema="(Tensor x, Tensor kernel, SymInt first, Tensor starts, str implementation) -> Tensor",
 )
 def document_convolution(x, kernel, first, starts, implementation):
-    """Entries `first` and later of the convolution of each document of `x` `(D, B, L)` with `kernel` `(D, K)`."""
-    x = x.contiguous()
-    result, rows = torch.empty_like(x), x.flatten(1)
+    """Entries `first` and later of the convolution of each document of `x` `(B, L, D)` with `kernel` `(D, K)`."""
+    result, rows = like(x), channel_rows(x)
     for batch in batches_of_similar_length(starts, x.device) if x.numel() else ():
         kept = lags_within(kernel, first, batch.index.shape[1])
         y = convolution(take(rows, batch), kernel[:, kept], first - kept.start, implementation)
@@ -140,9 +139,9 @@ def document_convolution(x, kernel, first, starts, implementation):
 )
 def document_convolution_gradients(gradient, x, kernel, first, starts, implementation, want_x, want_kernel):
     """The gradients of `x` and of the kernel. One that is not wanted has no entries."""
-    x_gradient = x.new_empty(x.shape if want_x else 0)
+    x_gradient = like(x) if want_x else x.new_empty(0)
     kernel_gradient = kernel.new_zeros(kernel.shape if want_kernel else 0)
-    g_rows, x_rows = gradient.flatten(1), x.flatten(1)
+    g_rows, x_rows = channel_rows(gradient), channel_rows(x)
     for batch in batches_of_similar_length(starts, x.device) if x.numel() else ():
         kept = lags_within(kernel, first, batch.index.shape[1])
         given = (take(g_rows, batch), take(x_rows, batch), kernel[:, kept], first - kept.start, implementation)
@@ -156,23 +155,29 @@ def document_convolution_gradients(gradient, x, kernel, first, starts, implement
 
 @document_convolution.register_fake
 def _(x, kernel, first, starts, implementation):
-    return x.new_empty(x.shape)
+    return like(x)
 
 
 @document_convolution_gradients.register_fake
 def _(gradient, x, kernel, first, starts, implementation, want_x, want_kernel):
-    return x.new_empty(x.shape if want_x else 0), kernel.new_empty(kernel.shape if want_kernel else 0)
+    kernel_gradient = torch.empty_like(kernel, memory_format=torch.contiguous_format)
+    return like(x) if want_x else x.new_empty(0), kernel_gradient if want_kernel else kernel.new_empty(0)
+
+
+def channel_rows(x: torch.Tensor) -> torch.Tensor:
+    """`x` `(B, L, D)` as `(D, B L)`."""
+    return x.permute(2, 0, 1).flatten(1)
 
 
 def take(rows: torch.Tensor, batch: DocumentBatch) -> torch.Tensor:
-    """The entries of `rows` `(D, B L)` for a batch of documents, `(D, N, M)`; 0 after the end of a document."""
-    return rows[:, batch.index].masked_fill_(~batch.real, 0)
+    """The entries of `rows` `(D, B L)` for a batch of documents, `(N, M, D)`; 0 after the end of a document."""
+    return rows[:, batch.index].masked_fill_(~batch.real, 0).permute(1, 2, 0)
 
 
 def put(y: torch.Tensor, batch: DocumentBatch, result: torch.Tensor):
-    """Write the real entries of `y` `(D, N, M)` to their places in `result` `(D, B, L)`, which has no gaps."""
+    """Write the real entries of `y` `(N, M, D)` to their places in `result` `(B, L, D)`, which lies as `like` says."""
     places = batch.index.flatten()[batch.slots]
-    result.flatten(1).index_copy_(1, places, y.flatten(1).index_select(1, batch.slots))
+    channel_rows(result).index_copy_(1, places, channel_rows(y).index_select(1, batch.slots))
 
 
 def lags_within(kernel: torch.Tensor, first: int, length: int) -> slice:
@@ -189,7 +194,7 @@ def backward(ctx, gradient):
     x, kernel, starts = ctx.saved_tensors
     wanted = ctx.needs_input_grad[:2]
     operator = getattr(torch.ops, NAMESPACE).document_convolution_gradients
-    found = operator(gradient.contiguous(), x, kernel, ctx.first, starts, ctx.implementation, *wanted)
+    found = operator(by_channel(gradient), x, kernel, ctx.first, starts, ctx.implementation, *wanted)
     found = (one if wanted_one else None for one, wanted_one in zip(found, wanted, strict=True))
     return *found, None, None, None
 

@@ -9,8 +9,8 @@ activations and the mask around it stay PyTorch's own operations, which the comp
 When the graph runs, the operator computes as the uncompiled code does, with windows for the length at hand, so one
 graph serves all lengths. The gradient of `x` is (1) with the taps in reverse and K - 1 - first.
 
-The operators take and give `(D, B, L)` without gaps. The graph has a copy where something else comes in, which the
-compiler fuses with what computes it.
+The operators take and give `(B, L, D)`, channel by channel in memory. Where something else comes in, the graph has a
+copy, which the compiler fuses with what computes it.
 
 Remote code is a copy of this package under another name. A copy registers operators under a name of its own.
 """
@@ -49,15 +49,15 @@ def is_tiled(implementation: str, x: torch.Tensor, kernel: torch.Tensor) -> bool
     schema="(Tensor x, Tensor kernel, SymInt first, str implementation) -> Tensor",
 )
 def convolution(x, kernel, first, implementation):
-    """Equation (1) for `x` `(D, B, L)`."""
-    x = x.contiguous()
+    """Equation (1) for `x` `(B, L, D)`."""
     if x.numel() == 0:
-        return torch.empty_like(x)
+        return like(x)
+    x = channel_major(x)
     if is_tiled(implementation, x, kernel):
         from .toeplitz_triton import TiledConvolution
 
-        return TiledConvolution.apply(x, kernel, None, None, None, first)
-    return GatedConvolution.apply(x, kernel, None, None, None, windows_of(x, kernel, first))
+        return TiledConvolution.apply(x, kernel, None, None, None, first).permute(1, 2, 0)
+    return GatedConvolution.apply(x, kernel, None, None, None, windows_of(x, kernel, first)).permute(1, 2, 0)
 
 
 @torch.library.custom_op(
@@ -68,15 +68,15 @@ def convolution(x, kernel, first, implementation):
 )
 def convolution_gradients(gradient, x, kernel, first, implementation, want_x, want_kernel):
     """The gradients of `x` and of the kernel. One that is not wanted has no entries."""
-    gradient, x, wanted = gradient.contiguous(), x.contiguous(), (want_x, want_kernel)
+    gradient, x, wanted = channel_major(gradient), channel_major(x), (want_x, want_kernel)
     if x.numel() == 0:
         found = torch.empty_like(x), torch.zeros_like(kernel)
     elif is_tiled(implementation, x, kernel):
         found = by_tiles(gradient, x, kernel, first, wanted)
     else:
         found = by_windows(gradient, x, kernel, first, wanted)
-    kinds = zip(found, (x, kernel), wanted, strict=False)
-    return tuple(one.contiguous() if is_wanted else like.new_empty(0) for one, like, is_wanted in kinds)
+    x_gradient = found[0].permute(1, 2, 0) if want_x else x.new_empty(0)
+    return x_gradient, found[1].contiguous() if want_kernel else kernel.new_empty(0)
 
 
 def by_windows(gradient, x, kernel, first: int, wanted: tuple[bool, bool]) -> tuple:
@@ -96,17 +96,27 @@ def by_tiles(gradient, x, kernel, first: int, wanted: tuple[bool, bool]) -> tupl
 
 @convolution.register_fake
 def _(x, kernel, first, implementation):
-    return x.new_empty(x.shape)
+    return like(x)
 
 
 @convolution_gradients.register_fake
 def _(gradient, x, kernel, first, implementation, want_x, want_kernel):
-    return x.new_empty(x.shape if want_x else 0), kernel.new_empty(kernel.shape if want_kernel else 0)
+    return like(x) if want_x else x.new_empty(0), kernel.new_empty(kernel.shape if want_kernel else 0)
 
 
-def ordered(x: torch.Tensor) -> torch.Tensor:
+def channel_major(x: torch.Tensor) -> torch.Tensor:
     """`x` `(B, L, D)` as `(D, B, L)` without gaps."""
     return x.permute(2, 0, 1).contiguous()
+
+
+def by_channel(x: torch.Tensor) -> torch.Tensor:
+    """`x` `(B, L, D)`, channel by channel in memory."""
+    return channel_major(x).permute(1, 2, 0)
+
+
+def like(x: torch.Tensor) -> torch.Tensor:
+    """A new tensor of the shape of `x` `(B, L, D)`, channel by channel in memory."""
+    return x.new_empty(x.shape[2], x.shape[0], x.shape[1]).permute(1, 2, 0)
 
 
 def save(ctx, inputs, output):
@@ -117,7 +127,7 @@ def save(ctx, inputs, output):
 def backward(ctx, gradient):
     wanted = ctx.needs_input_grad[:2]
     operator = getattr(torch.ops, NAMESPACE).convolution_gradients
-    found = operator(gradient.contiguous(), *ctx.saved_tensors, ctx.first, ctx.implementation, *wanted)
+    found = operator(by_channel(gradient), *ctx.saved_tensors, ctx.first, ctx.implementation, *wanted)
     return *(one if wanted_one else None for one, wanted_one in zip(found, wanted, strict=True)), None, None
 
 
@@ -129,5 +139,4 @@ def recorded_convolution(x: torch.Tensor, kernel: torch.Tensor, first: int, impl
 
     If a module of this name is imported again, the newest operator counts.
     """
-    operator = getattr(torch.ops, NAMESPACE).convolution
-    return operator(ordered(x), kernel, first, implementation).permute(1, 2, 0)
+    return getattr(torch.ops, NAMESPACE).convolution(by_channel(x), kernel, first, implementation)

@@ -166,19 +166,19 @@ def test_operators(first, dtype):
     """PyTorch's own checks, then each document alone by the definition."""
     starts = torch.zeros(2, 11, dtype=torch.bool)
     starts[:, 0] = starts[0, 3] = starts[1, 8] = starts[1, 9] = True
-    x, kernel = random(3, 2, 11, dtype=dtype), random(3, 9, dtype=torch.promote_types(dtype, torch.float32))
+    x, kernel = random(2, 11, 3, dtype=dtype), random(3, 9, dtype=torch.promote_types(dtype, torch.float32))
     given = (x.detach().requires_grad_(), kernel.detach().requires_grad_(), first, starts, "fused")
     torch.library.opcheck(document_convolution, given)
     tests = ("test_schema", "test_faketensor")
     for wanted in ((True, True), (True, False), (False, True)):
         torch.library.opcheck(document_convolution_gradients, (x, *given, *wanted), test_utils=tests)
     positions = torch.arange(11).expand(2, 11)
-    torch.library.opcheck(document_starts, (positions, None, positions, positions, None), test_utils=tests)
+    torch.library.opcheck(document_starts, (x, None, positions, positions, None), test_utils=tests)
     lag = torch.arange(11)[:, None] - torch.arange(11) + first
     matrices = kernel[:, lag.clamp(0, 8)] * ((lag >= 0) & (lag < 9))  # (D, L, L)
     document = starts.cumsum(dim=1)
     together = document[:, :, None] == document[:, None, :]  # (B, L, L)
-    expected = torch.einsum("dij,bij,dbj->dbi", matrices.double(), together.double(), x.double())
+    expected = torch.einsum("dij,bij,bjd->bid", matrices.double(), together.double(), x.double())
     y = document_convolution(*given)
     assert y.dtype == dtype
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-6}.get(dtype, 1e-2)
@@ -187,7 +187,7 @@ def test_operators(first, dtype):
 
 
 def test_empty_batches():
-    x, starts = torch.empty(3, 0, 11), torch.empty(0, 11, dtype=torch.bool)
+    x, starts = torch.empty(0, 11, 3), torch.empty(0, 11, dtype=torch.bool)
     given = (x.requires_grad_(), torch.ones(3, 9).requires_grad_(), 0, starts, "fused")
     y = document_convolution(*given)
     assert [g.shape for g in torch.autograd.grad(y.sum(), given[:2])] == [x.shape, (3, 9)]
