@@ -52,8 +52,8 @@ class Regions:
             return self._compiled[function](*arguments)
         except TorchDynamoException as error:
             self.has_failed = True
-            reason = str(error).strip().partition("\n")[0]
-            logger.warning(f"The model is trained uncompiled: {type(error).__name__}: {reason}")
+            reason = " ".join(str(error).split())[:300]
+            logger.warning(f"The model cannot be compiled and is trained without: {reason}")
             return function(*arguments)
 
 

@@ -4,13 +4,14 @@ The name of an operator is a TNN with it; `fused` and `eager` have `rpe`.
 `matmul` computes only the matrix products of the linear layers of a TNN, forward and backward: a lower bound for a
 model of this size. `hybrid` has attention in every fourth layer, from the second, `attention` in all, with rotary
 positions; the rest is that of a TNN. After the name of a variant, `bf16` means autocast in bfloat16, and `compiled`
-torch.compile, `compiled with loss` with the plain cross entropy in the graph.
+torch.compile, by regions for a TNN as in `tnn pretrain`; `compiled with loss` with the plain cross entropy in it.
 """
 
 from collections.abc import Callable
 
 import torch
 
+from modeling_tnn.regional_compilation import compile_regions
 from tnn_scripts.benchmarks.measure import autocast, markdown, measure, peak_on_device, rows_of
 from tnn_scripts.benchmarks.peers import build_model, plain_training_loss, training_loss
 
@@ -29,7 +30,8 @@ def step(way: str, args, ids: torch.Tensor) -> Callable[[], None]:
     if "loss" in words:
         loss_of = torch.compile(plain_training_loss, dynamic=False)
     elif "compiled" in words:
-        model.base_model.compile(dynamic=False)
+        regional = any(hasattr(module, "regions") for module in model.modules())
+        compile_regions(model, dynamic=False) if regional else model.base_model.compile(dynamic=False)
     embeddings = torch.randn(*ids.shape, args.hidden_size, device=args.device, requires_grad=True)
     gradient = torch.randn_like(embeddings)
     model.config.use_cache = False

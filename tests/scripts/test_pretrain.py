@@ -210,7 +210,7 @@ def test_a_model_that_cannot_be_compiled(kind, options, tmp_path, compiler, capl
         options += ["--vocab_size", 300]
     run_script("pretrain", *options, "--output_dir", tmp_path / "plain")
     run_script("pretrain", *options, "--torch_compile", "--output_dir", tmp_path / "compiled")
-    assert caplog.text.count("cannot be compiled and is trained without") == (kind == "gpt2")
+    assert caplog.text.count("cannot be compiled and is trained without") == caplog.text.count("no compiler here") == 1
     assert_same_weights(tmp_path / "plain", tmp_path / "compiled")
 
 

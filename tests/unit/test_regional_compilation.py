@@ -134,6 +134,4 @@ def test_a_failure_to_compile_is_one_warning(caplog):
     with caplog.at_level("WARNING"):
         for _ in range(2):
             assert_same(step(regional), step(model))
-    assert [record.getMessage() for record in caplog.records if "uncompiled" in record.getMessage()] == [
-        "The model is trained uncompiled: BackendCompilerFailed: backend='broken' raised:"
-    ]
+    assert caplog.text.count("cannot be compiled and is trained without") == caplog.text.count("no compiler") == 1
