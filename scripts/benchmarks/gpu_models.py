@@ -2,11 +2,14 @@
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
+from unittest.mock import patch
 
 import torch
 from torch.nn import functional
 from transformers import CompileConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
+from modeling_tnn import loss as loss_module
 from modeling_tnn.loss import linear_cross_entropy
 from tnn_scripts.benchmarks.gpu_products import noted, timed
 from tnn_scripts.benchmarks.measure import autocast
@@ -32,7 +35,14 @@ def compiled(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -
     return torch.compile(plain_loss, dynamic=False)(hidden, weight, labels)
 
 
+def ours_in_chunks(rows: int, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Ours with so many rows of logits at a time."""
+    with patch.multiple(loss_module, LARGE_ROWS=rows, LARGE_BYTES=2**40):
+        return ours(hidden, weight, labels)
+
+
 LOSSES = {"ours": ours, "PyTorch's linear_cross_entropy": that_of_pytorch, "plain, compiled": compiled}
+LOSSES |= {f"ours, {rows:,} rows at a time": partial(ours_in_chunks, rows) for rows in (2048, 16384)}
 
 
 def losses(args) -> Iterator[dict]:
