@@ -16,8 +16,9 @@ from tnn_scripts.benchmarks.measure import autocast
 from tnn_scripts.benchmarks.peers import build_model, plain_loss
 from tnn_scripts.benchmarks.training import step
 
-WAYS = ("auto", "auto compiled", "gpt2", "gpt2 compiled", "gpt2 compiled with loss")
-WAYS += ("llama compiled", "llama compiled with loss", "mamba2", "fused", "matmul")
+WAYS = ("auto compiled captured", "auto compiled", "auto", "gpt2 compiled with loss captured")
+WAYS += ("gpt2 compiled with loss", "gpt2 compiled", "gpt2", "llama compiled with loss", "llama compiled", "mamba2")
+WAYS += ("fused", "matmul")
 DECODED = (("auto", "static"), ("gpt2", "static"), ("auto", "dynamic"))  # models and caches
 
 

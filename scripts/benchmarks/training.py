@@ -4,7 +4,8 @@ The name of an operator is a TNN with it; `fused` and `eager` have `rpe`.
 `matmul` computes only the matrix products of the linear layers of a TNN, forward and backward: a lower bound for a
 model of this size. `hybrid` has attention in every fourth layer, from the second, `attention` in all, with rotary
 positions; the rest is that of a TNN. After the name of a variant, `bf16` means autocast in bfloat16, and `compiled`
-torch.compile, by regions for a TNN as in `tnn pretrain`; `compiled with loss` with the plain cross entropy in it.
+torch.compile, by regions for a TNN as in `tnn pretrain`; `compiled with loss` with the plain cross entropy in it,
+`captured` a CUDA graph of the pass, as there too.
 """
 
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import torch
 from modeling_tnn.regional_compilation import compile_regions
 from tnn_scripts.benchmarks.measure import autocast, markdown, measure, peak_on_device, rows_of
 from tnn_scripts.benchmarks.peers import build_model, plain_training_loss, training_loss
+from tnn_scripts.common.captured_step import WARM_UP_PASSES, CudaRecorder
 
 FORMATS = {"length": "", "way": "", "milliseconds": ".0f", "tokens_per_second": ".0f", "rpe_over_this": ".2f"}
 FORMATS |= {"released_over_this": ".2f", "gpt2_over_this": ".2f", "matmul_over_this": ".2f", "peak_mebibytes": ".0f"}
@@ -44,7 +46,18 @@ def step(way: str, args, ids: torch.Tensor) -> Callable[[], None]:
                 loss = loss_of(model, ids)
         hidden.backward(gradient.to(hidden.dtype)) if args.blocks_only else loss.backward()
 
-    return run
+    return captured(run, model, args) if "captured" in words and args.device.startswith("cuda") else run
+
+
+def captured(run: Callable[[], None], model: torch.nn.Module, args) -> Callable[[], None]:
+    """A pass as one CUDA graph, which writes its gradients, as that of `tnn pretrain`."""
+    recorder = CudaRecorder(torch.device(args.device))
+    with recorder.aside():
+        for _ in range(WARM_UP_PASSES):
+            run()
+        model.zero_grad()
+        _, replay = recorder.record(run)
+    return replay
 
 
 def matmul_step(args, tokens: int, dtype: torch.dtype) -> Callable[[], None]:
