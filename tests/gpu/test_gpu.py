@@ -13,11 +13,11 @@ import torch
 from torch._dynamo.utils import counters
 from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
 from transformers import CompileConfig
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from helpers.models import relative_error, seeded, tiny_config
 from helpers.scripts import pretrain_options, run_script
 from modeling_tnn import TnnForCausalLM, loss
+from modeling_tnn.regional_compilation import compile_regions
 from modeling_tnn.toeplitz import causal_toeplitz_matmul, toeplitz_matmul
 from modeling_tnn.toeplitz_choice import choose
 from tnn_scripts.benchmarks.gpu_products import ALLOWED, ORACLES, errors_of
@@ -111,15 +111,13 @@ def test_loss(dtype, tolerance, rows, words):
 
 @pytest.mark.parametrize("tno_type", ["rpe", "fd", "rtf"])
 def test_a_compiled_step(tno_type):
-    """Blocks are compiled as `tnn pretrain` does. With few taps no transform is left, also in the gradients."""
+    """Regions are compiled, as `tnn pretrain` does. With few taps no transform is left, also in the gradients."""
     model, ids = model_of(tno_type), TEXT[:, :128].to(DEVICE)
     expected = loss_in_bfloat16(model, ids)
     expected.backward()
     twin = copy.deepcopy(model)
     twin.zero_grad()
-    for block in twin.modules():
-        if isinstance(block, GradientCheckpointingLayer):
-            block.compile(dynamic=False)
+    compile_regions(twin, dynamic=False)
     loss_in_bfloat16(twin, ids).backward()
     twin.zero_grad()
     activities = [torch.profiler.ProfilerActivity.CUDA if ON_GPU else torch.profiler.ProfilerActivity.CPU]
