@@ -1,7 +1,7 @@
 """Models on a device: the loss alone, training steps beside peers, and decoding over its floor."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from unittest.mock import patch
 
@@ -57,14 +57,20 @@ def losses(args) -> Iterator[dict]:
             value = loss(hidden, weight, labels)
         value.backward()
 
-    for name, loss in LOSSES.items():
+    for name in usable(LOSSES, args):
+        loss = LOSSES[name]
         yield {"way": name, "tokens": args.tokens} | timed(lambda loss=loss: lambda: run(loss), args)
+
+
+def usable(ways: Iterable[str], args) -> list[str]:
+    """The `ways`; in a trial of the program without those that take a compiler many seconds."""
+    return [way for way in ways if not (args.quick and "compiled" in way)]
 
 
 def steps(args) -> Iterator[dict]:
     """Training steps in bfloat16, without the optimizer, of the TNN and of transformers' models of its size."""
     for length in args.lengths:
-        for way in WAYS:
+        for way in usable(WAYS, args):
             yield {"length": length, "way": way} | fitting_step(way, length, args)
 
 
