@@ -55,8 +55,9 @@ def recipe(args) -> Iterator[dict]:
         sys.stdout.write(line)
         last = line if line.strip() else last
         for step, loss, speed in LOGGED.findall(line):
+            is_new = int(step) > row.get("step", 0)  # a bar is drawn again and again
             row = {"step": int(step), "loss": loss, "tokens_per_second": float(speed)}
-            if row["step"].bit_count() == 1:  # few rows tell the course of the loss
+            if is_new and row["step"].bit_count() == 1:  # few rows tell the course of the loss
                 yield row
     end.cancel()
     if row and row["step"].bit_count() > 1:
