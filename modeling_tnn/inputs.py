@@ -81,14 +81,18 @@ def check_tokens(input_ids: Any, inputs_embeds: Any, embedding: torch.nn.Module)
         check_tensor("inputs_embeds", inputs_embeds, shape, 3)
         if inputs_embeds.shape[2] != weight.shape[1]:
             raise ValueError(f"`inputs_embeds` must have shape {shape}, got {tuple(inputs_embeds.shape)}")
-        device = inputs_embeds.device.type
-        autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-        if inputs_embeds.dtype != weight.dtype and weight.is_floating_point() and not autocast:
+        differs = inputs_embeds.dtype != weight.dtype and weight.is_floating_point()
+        if differs and not is_autocast_on(inputs_embeds.device.type):  # PyTorch 2.11 cannot compile the question
             raise TypeError(f"`inputs_embeds` must have dtype {weight.dtype} as the model, got {inputs_embeds.dtype}")
     name, tokens = ("input_ids", input_ids) if inputs_embeds is None else ("inputs_embeds", inputs_embeds)
     # A hook of accelerate loads the weights of an offloaded model when they are used.
     if tokens.is_meta != weight.is_meta and not hasattr(embedding, "_hf_hook"):
         raise ValueError(f"`{name}` must be on the device of the model, {weight.device}, got {tokens.device}")
+
+
+def is_autocast_on(device: str) -> bool:
+    """Whether autocast is on for devices of this type, of which some have none."""
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 def check_prompt(
