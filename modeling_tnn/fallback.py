@@ -7,6 +7,7 @@ enough shared memory.
 import logging
 import os
 from collections.abc import Callable
+from functools import lru_cache
 from typing import TypeVar
 
 import torch
@@ -41,6 +42,19 @@ def attempt(kernels: str, compute: Callable[[], Result], instead: Callable[[], R
             FAILED[kernels] = reason
             logger.warning("%s do not run here, and others compute instead of them: %s", kernels, reason)
     return instead()
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether our Triton kernels are made for a device, where triton is installed."""
+    return is_recent_gpu(device) or (device.type == "cpu" and is_interpreted())
+
+
+@lru_cache
+def is_recent_gpu(device: torch.device) -> bool:
+    """Whether a device is a GPU of NVIDIA of compute capability 8.0 or newer."""
+    if device.type != "cuda" or torch.version.hip:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def is_interpreted() -> bool:

@@ -21,16 +21,14 @@ import torch
 from torch.nn.functional import cross_entropy, linear, pad
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
-from transformers.utils import logging
 from transformers.utils.generic import maybe_autocast
 
 from .deferred_logits import DeferredLogits
+from .fallback import attempt, runs_on
 from .gating import differentiable_gradients, must_differentiate
 from .inputs import check_labels
 from .linear import apply_linear, is_plain_linear
 from .numerics import compute_dtype, is_fused, is_on_host, is_traced, keeps_products
-
-logger = logging.get_logger(__name__)
 
 # Rows of a chunk on the CPU (measured). On an accelerator: rows, unless they take more bytes. The gradient of the
 # weight is read and written once for each chunk, which would take more time with fewer rows.
@@ -130,20 +128,17 @@ def find_kernel(device: torch.device, dtype: torch.dtype, words: int, columns: i
     """The kernel that fills as `fill_by_pytorch` does, or None. It is tried once for each shape of a row."""
     if dtype == torch.float64 or find_spec("triton") is None:
         return None
-    from .loss_triton import fill_by_kernel, runs_on
-
     if not runs_on(device):
         return None
-    try:
-        z, labels = (
-            torch.zeros(1, columns, dtype=dtype, device=device),
-            torch.zeros(1, dtype=torch.long, device=device),
-        )
+    from .loss_triton import fill_by_kernel
+
+    def try_kernel() -> Callable:
+        z = torch.zeros(1, columns, dtype=dtype, device=device)
+        labels = torch.zeros(1, dtype=torch.long, device=device)
         fill_by_kernel(z, words, labels, z.new_empty(1, dtype=torch.float32), -100, True)
-    except Exception as error:
-        logger.warning(f"The loss is computed by PyTorch's operations, because its Triton kernel failed: {error}")
-        return None
-    return fill_by_kernel
+        return fill_by_kernel
+
+    return attempt("The Triton kernel of the loss", try_kernel, lambda: None)
 
 
 def fill_by_pytorch(

@@ -86,10 +86,3 @@ def fill_by_kernel(
             z, labels, losses, words, z.shape[1], ignore_index,
             WRITE=write, BLOCK=block, VECTOR=VECTOR, num_warps=block // (32 * VECTOR),
         )  # fmt: skip
-
-
-def runs_on(device: torch.device) -> bool:
-    """Whether the kernel computes on a device."""
-    if device.type == "cuda":
-        return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
-    return device.type == "cpu" and triton.knobs.runtime.interpret

@@ -11,7 +11,7 @@ from functools import lru_cache
 import torch
 from transformers.utils import logging
 
-from .fallback import FAILED
+from .fallback import FAILED, is_recent_gpu
 from .gating import Gate
 from .numerics import check_implementation, compute_dtype, is_on_host, keeps_products, must_be_eager
 
@@ -56,14 +56,6 @@ def takes_taps(implementation: str, v: torch.Tensor, taps: int) -> bool:
     if keeps_products():  # the product is chosen when the graph runs, and taps serve all of them
         return implementation in ("auto", *KERNELS) and not is_on_host(v)
     return choose(implementation, v, taps, compute_dtype(v.dtype)) in KERNELS
-
-
-@lru_cache
-def is_recent_gpu(device: torch.device) -> bool:
-    """Whether a device is a GPU of NVIDIA of compute capability 8.0 or newer."""
-    if device.type != "cuda" or torch.version.hip:
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def describe(implementation: str, device: torch.device) -> str:

@@ -35,7 +35,7 @@ from functools import partial
 
 import torch
 
-from .fallback import FAILED, attempt
+from .fallback import FAILED, attempt, runs_on
 from .gating import NO_GATE, Activation, Gate, differentiable_gradients, must_differentiate
 from .numerics import next_fast_len
 from .toeplitz_fused import eager_windows, single_window
@@ -322,13 +322,6 @@ def refused(v: torch.Tensor, taps: int, dtype: torch.dtype) -> str | None:
     if v.shape[0] * v.shape[1] > MOST_POSITIONS:
         return f"takes at most {MOST_POSITIONS:,} positions, got {v.shape[0] * v.shape[1]:,}"
     return None
-
-
-def runs_on(device: torch.device) -> bool:
-    """Whether the kernels compute on a device."""
-    if device.type == "cuda":
-        return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
-    return device.type == "cpu" and triton.knobs.runtime.interpret
 
 
 def pointwise(v, mask, act, activate=True, h=None, u=None, mixed=None) -> tuple[torch.Tensor | None, ...]:

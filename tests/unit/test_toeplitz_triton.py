@@ -353,6 +353,7 @@ def test_a_kernel_that_does_not_compile(name, monkeypatch, caplog):
         raise RuntimeError("out of resource: shared memory")
 
     monkeypatch.setattr(fallback, "is_interpreted", lambda: False)
+    monkeypatch.setattr(toeplitz_triton, "runs_on", lambda device: True)
     for module in (fallback, toeplitz_triton, toeplitz_choice):
         monkeypatch.setattr(module, "FAILED", failed)
     monkeypatch.setattr(toeplitz_triton, name, fails)
