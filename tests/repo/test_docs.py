@@ -154,7 +154,7 @@ def test_generated_tables(page):
 
 def test_tables_are_written_by_the_program():
     """No table of bare numbers is typed by hand there."""
-    for document in ("README.md", *(f"docs/pages/{page}.md" for page in ("development/benchmarks", "results"))):
+    for document in ("README.md", *(f"docs/pages/{page}.md" for page in ("research/benchmarks", "research/results"))):
         typed = page_tables.TABLE.sub("", DOCUMENTS[document])
         rows = [row for row in re.findall(r"^\|.*\d.*\|$", typed, flags=re.MULTILINE) if "`" not in row]
         assert not [row for row in rows if re.search(r"\| *-?[\d,.]+%? *\|", row)], document

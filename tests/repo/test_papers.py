@@ -5,7 +5,7 @@ from collections import Counter
 from pathlib import Path
 
 PAGES = Path(__file__).parents[2] / "docs" / "pages"
-PAGE = (PAGES / "development" / "papers.md").read_text()
+PAGE = (PAGES / "research" / "papers.md").read_text()
 # How many tables and figures each paper has.
 TABLES = {"TNN": 15, "SKI": 2, "RTF": 13}
 FIGURES = {"TNN": 3, "SKI": 3, "RTF": 5}
@@ -32,7 +32,7 @@ def numbers_in(text: str) -> set[int]:
 
 def test_every_table_and_figure_has_a_place():
     """The first column of "Where each table stands": "TNN 12, 13; RTF 8 to 11, figures 1, 3"."""
-    section = (PAGES / "results.md").read_text().split("## Where each table stands")[1].split("\n## ")[0]
+    section = (PAGES / "research" / "results.md").read_text().split("## Where each table stands")[1].split("\n## ")[0]
     found = {kind: {paper: set() for paper in TABLES} for kind in ("table", "figure")}
     for cell in re.findall(r"^\| ((?:TNN|SKI|RTF) .*?) \|", section, re.MULTILINE):
         for part in re.split(r"(?=TNN|SKI|RTF)", cell)[1:]:
