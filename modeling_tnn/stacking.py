@@ -24,8 +24,8 @@ ACTIVATIONS += ("transformers.activations",)
 
 PLAIN = (bool, int, float, str, tuple)
 
-# Attributes of an operator that differ from layer to layer or may be foreign code, and that no kernel depends on.
-OF_THE_LAYER = {"layer_idx", "refill_phase", "product"}
+# Attributes of an operator that differ from layer to layer, and that no kernel depends on.
+OF_THE_LAYER = {"layer_idx", "refill_phase"}
 
 # Numbers in all kernels together. Beyond, arithmetic takes longer than launches, and the kernels take memory.
 LARGEST = 2**27
@@ -149,13 +149,13 @@ def are_alike(modules: Sequence[nn.Module], device: torch.device) -> bool:
     known = is_ours(first) or (type(first).__module__.startswith(ACTIVATIONS) and not first._parameters)
     if not (known and all(map(is_plain, modules))) or first._buffers:
         return False
-    kinds, children = kinds_of(first), set(first._modules) - OF_THE_LAYER
+    kinds, children = kinds_of(first), first._modules.keys()
     settings = [(name, x) for name, x in vars(first).items() if name[0] != "_" and name not in OF_THE_LAYER]
     for one in others:
         theirs = vars(one)
         if type(one) is not type(first) or theirs.keys() != vars(first).keys() or one._buffers:
             return False
-        if kinds_of(one) != kinds or set(one._modules) - OF_THE_LAYER != children:
+        if kinds_of(one) != kinds or one._modules.keys() != children:
             return False
         if not all(x is theirs[name] or is_same(x, theirs[name]) for name, x in settings):
             return False

@@ -11,8 +11,6 @@ error of the product grows by a sixteenth of a rounding of bfloat16.
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
-from types import MethodType
 
 import torch
 from torch import nn
@@ -28,7 +26,6 @@ from .toeplitz import (
     dense_toeplitz,
     filter_by_response,
     gated_causal_toeplitz_matmul,
-    gated_convolution,
     gated_toeplitz_matmul,
     two_sided,
 )
@@ -37,32 +34,6 @@ from .toeplitz_fused import is_response
 
 # The share of the mass of a kernel, the sum of all |taps|, that products in half precision leave out.
 NEGLIGIBLE = 2**-12
-
-
-class ToeplitzProduct(nn.Module):
-    """The convolution of an operator, as a module because a kernel of the Hub can only replace the `forward` of one.
-
-    It has no parameters. Without the library `kernels`, it is nothing but `gated_convolution`.
-    """
-
-    def forward(
-        self, v: torch.Tensor, kernel: torch.Tensor, first: int, implementation: str, gate: Gate
-    ) -> torch.Tensor:
-        """`gated_convolution` for the same arguments, `(B, L, D)`."""
-        return gated_convolution(v, kernel, first, implementation, gate)
-
-    def is_replaced(self) -> bool:
-        """Whether a kernel of the Hub computes. Without one for the device, `kernelize` puts our `forward` back."""
-        forward = vars(self).get("forward")
-        return isinstance(forward, MethodType) and forward.__func__ is not type(self).forward
-
-
-@cache
-def replaceable_product() -> type[ToeplitzProduct]:
-    """The class, marked as a layer that kernels of the Hub may replace."""
-    from transformers.integrations import use_kernel_forward_from_hub  # takes long to import; only models need it
-
-    return use_kernel_forward_from_hub("ToeplitzProduct")(ToeplitzProduct)
 
 
 class ToeplitzOperator(nn.Module):
@@ -87,7 +58,6 @@ class ToeplitzOperator(nn.Module):
         channels: number of channels D.
         layer_idx: index of the layer in the model.
         implementation: `config.tno_implementation`, see `toeplitz_choice.py`.
-        product: computes convolutions with taps, see `ToeplitzProduct`.
         refill_phase: number in [0, 1), different for every layer, see `recurrence.FilterRecurrence`.
     """
 
@@ -112,7 +82,6 @@ class ToeplitzOperator(nn.Module):
         self.causal = config.causal
         self.implementation = config.tno_implementation
         self.channels = config.gtu_dim
-        self.product = replaceable_product()()
 
     @classmethod
     def check_config(cls, config):
@@ -209,8 +178,7 @@ class ToeplitzOperator(nn.Module):
         if type(self).response is ToeplitzOperator.response:
             return False
         lags = min(self.lags_of(v), self.kernel_length() or v.shape[1])
-        implementation = "triton" if self.product.is_replaced() else self.implementation
-        return takes_taps(implementation, v, lags if self.causal else 2 * lags - 1)
+        return takes_taps(self.implementation, v, lags if self.causal else 2 * lags - 1)
 
     @classmethod
     def kernels_of_layers(cls, operators: Sequence["ToeplitzOperator"], v: torch.Tensor) -> list:
@@ -302,7 +270,7 @@ class ToeplitzOperator(nn.Module):
         if is_response(kernel):
             return filter_by_response(v, kernel, self.implementation, gate)
         matmul = gated_causal_toeplitz_matmul if self.causal else gated_toeplitz_matmul
-        return matmul(v, kernel, self.implementation, gate, self.product)
+        return matmul(v, kernel, self.implementation, gate)
 
     def _kernel_for(self, v: torch.Tensor) -> torch.Tensor:
         given, kept = (self.lags_of(v), v.device, self.takes_taps(v)), self.kept_kernels  # another thread may end them

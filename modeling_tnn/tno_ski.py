@@ -327,7 +327,7 @@ class SkiOperator(ToeplitzOperator):
         return is_on_host(x) or grid.length * grid.num_points > LARGEST_MATRIX
 
     def _convolve_channels(self, x: torch.Tensor, coefficients: torch.Tensor) -> torch.Tensor:
-        y = gated_toeplitz_matmul(x.permute(1, 2, 0), coefficients, self.implementation, convolve=self.product)
+        y = gated_toeplitz_matmul(x.permute(1, 2, 0), coefficients, self.implementation)
         return y.permute(2, 0, 1)
 
     def dense(self, length: int) -> torch.Tensor:

@@ -16,8 +16,6 @@ L - 1, so the product is at the entries L-1 .. 2L-2. A causal kernel (t_k = 0 fo
 F >= L + K - 1 for K taps.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch.nn.functional import pad
 
@@ -103,13 +101,9 @@ def gated_convolution(
 
 
 def gated_toeplitz_matmul(
-    v: torch.Tensor,
-    coefficients: torch.Tensor,
-    implementation: str = "fused",
-    gate: Gate = NO_GATE,
-    convolve: Callable[..., torch.Tensor] = gated_convolution,
+    v: torch.Tensor, coefficients: torch.Tensor, implementation: str = "fused", gate: Gate = NO_GATE
 ) -> torch.Tensor:
-    """The product of `toeplitz_matmul` inside a gate, by a function with the arguments of `gated_convolution`."""
+    """The product of `toeplitz_matmul` inside a gate."""
     length, channels = _checked_shape(v, "coefficients", coefficients)
     if coefficients.dim() != 2 or coefficients.shape[0] != channels or coefficients.shape[1] % 2 == 0:
         raise ValueError(
@@ -117,22 +111,18 @@ def gated_toeplitz_matmul(
             f"{tuple(v.shape)}, or another odd number of lags, got {tuple(coefficients.shape)}"
         )
     reach = length if is_exported() else min(length, (coefficients.shape[1] + 1) // 2)
-    return convolve(v, _widened(v, fit_lags(coefficients, reach)), reach - 1, implementation, gate)
+    return gated_convolution(v, _widened(v, fit_lags(coefficients, reach)), reach - 1, implementation, gate)
 
 
 def gated_causal_toeplitz_matmul(
-    v: torch.Tensor,
-    kernel: torch.Tensor,
-    implementation: str = "fused",
-    gate: Gate = NO_GATE,
-    convolve: Callable[..., torch.Tensor] = gated_convolution,
+    v: torch.Tensor, kernel: torch.Tensor, implementation: str = "fused", gate: Gate = NO_GATE
 ) -> torch.Tensor:
     """The product of `causal_toeplitz_matmul` inside a gate, as `gated_toeplitz_matmul`."""
     length, channels = _checked_shape(v, "kernel", kernel)
     if kernel.dim() != 2 or kernel.shape[0] != channels or kernel.shape[1] == 0:
         raise ValueError(f"`kernel` must have shape (D, K) with D={channels} and K >= 1, got {tuple(kernel.shape)}")
     kernel = fit_taps(kernel, length) if is_exported() else kernel[:, :length]
-    return convolve(v, _widened(v, kernel), 0, implementation, gate)
+    return gated_convolution(v, _widened(v, kernel), 0, implementation, gate)
 
 
 def dense_toeplitz(coefficients: torch.Tensor) -> torch.Tensor:

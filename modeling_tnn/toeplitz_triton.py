@@ -34,6 +34,8 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
+from torch import nn
+from transformers.activations import GELUActivation, LinearActivation, SiLUActivation
 
 from .fallback import FAILED, attempt, runs_on
 from .gating import NO_GATE, Activation, Gate, differentiable_gradients, must_differentiate
@@ -54,16 +56,15 @@ KERNELS = "The Triton kernels of Toeplitz products"
 MOST_TAPS, MOST_POSITIONS = 2**12, 2**25
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-# Activations that the kernels have, by their classes. These have names here because a kernel of the Hub, which this
-# file is too, may import nothing but PyTorch and Triton.
+# Activations that the kernels have, by their classes.
 FUNCTIONS = {
-    "builtins.NoneType": "none",
-    "torch.nn.modules.linear.Identity": "none",
-    "torch.nn.modules.activation.ReLU": "relu",
-    "torch.nn.modules.activation.SiLU": "silu",
-    "transformers.activations.LinearActivation": "none",
-    "transformers.activations.GELUActivation": "gelu",
-    "transformers.activations.SiLUActivation": "silu",
+    type(None): "none",
+    nn.Identity: "none",
+    nn.ReLU: "relu",
+    nn.SiLU: "silu",
+    LinearActivation: "none",
+    GELUActivation: "gelu",
+    SiLUActivation: "silu",
 }
 
 # Rows of a tile (128 were slower), and zeros before and after the taps of a channel: two tiles. Then the loads of a
@@ -306,7 +307,7 @@ def gated_tiles(v: torch.Tensor, kernel: torch.Tensor, first: int, gate: Gate) -
 
 def function(act: Activation | None) -> str | None:
     """The name of an activation in the kernels, or None if they do not have it."""
-    return FUNCTIONS.get(f"{type(act).__module__}.{type(act).__qualname__}")
+    return FUNCTIONS.get(type(act))
 
 
 def refused(v: torch.Tensor, taps: int, dtype: torch.dtype) -> str | None:

@@ -23,7 +23,6 @@ COMMANDS = {
     "convert": ("convert_original", "convert a checkpoint of the released implementations"),
     "push": ("push_to_hub", "publish a model with its card on the Hub"),
     "card": ("model_card", "write the card of a model"),
-    "hub-kernel": ("hub_kernel", "write the Triton product as a kernel of the Hub"),
     "lra": ("run_lra", "train on a task of the Long Range Arena"),
     "images": ("run_image_classification", "train an image classifier"),
     "synthetic": ("run_synthetic", "train on synthetic tasks: copying, delay, recall, passkey"),

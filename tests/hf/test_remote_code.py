@@ -44,14 +44,13 @@ from modeling_tnn.hub import AUTO_MAP
 from modeling_tnn.layer_types import TOEPLITZ
 
 PACKAGE = Path(modeling_tnn.__file__).parent
-# All files but the package's own, what only programs call, and what is of the kernel of the Hub alone.
+# All files but the package's own, and what only programs call.
 OTHERS = {
     "__init__.py",
     "auto_classes.py",
     "presets.py",
     "stability.py",
     "sequence_parallel.py",
-    "toeplitz_hub.py",
     "state_space.py",
 }
 OTHERS |= {"batching.py", "cache_rows.py", "request.py", "decoding_step.py"}  # needed by what is imported by name

@@ -16,7 +16,7 @@ FLOORS = [
     | {"stacking"},
     {"padding", "rpe", "loss", "toeplitz_fused", "channels", "regional_compilation"},
     {"toeplitz_triton"},
-    {"toeplitz_choice", "toeplitz_hub"},
+    {"toeplitz_choice"},
     {"toeplitz_recorded"},
     {"toeplitz", "packing"},
     {"packing_recorded", "rational", "diagonal", "recurrence", "ski_released"},

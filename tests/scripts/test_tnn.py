@@ -104,7 +104,6 @@ WRONG = {
     "synthetic": ["--task", "copying", "--learning_rate", "fast", "--output_dir", "out"],
     "ablation": ["--variants", "rpe", "--dataset_name", "none.txt", "--output_dir", "out"],
     "benchmark": ["operators", "--ways", "rpee"],
-    "hub-kernel": ["--output_dir", "out", "--backends", "tpu"],
 }
 
 
