@@ -101,9 +101,15 @@ def part_of(operator: nn.Module, chosen: range, group) -> nn.Module:
     return with_channels(operator, len(chosen), replace)
 
 
+# PyTorch 2.11 takes a `_StridedShard` for an order of mesh dimensions, and cannot gather one over a single dimension
+# for a gradient or a saved folder. So with it, parameters of several filters lie on every process.
+DIVIDES_FILTERS = torch.__version__ >= "2.12"
+
+
 def can_be_divided(rows: int, filters: int, channels: int, parts: int) -> bool:
     """Whether a `DTensor` can hold the rows of a parameter, those of each filter apart, next to their channels."""
-    return are_whole_groups(rows, filters, channels, parts) and (filters == 1 or channels % parts == 0)
+    apart = filters == 1 or (DIVIDES_FILTERS and channels % parts == 0)
+    return apart and are_whole_groups(rows, filters, channels, parts)
 
 
 def local_parameters(module: nn.Module, group) -> dict[str, torch.Tensor]:

@@ -11,6 +11,7 @@ from helpers import ranks, tensor_ranks
 from helpers.models import CAUSAL, tiny_config
 from modeling_tnn import TnnConfig, TnnForCausalLM, TnnForMaskedLM
 from modeling_tnn.channels import chunk_of, restricted
+from modeling_tnn.tensor_parallel import DIVIDES_FILTERS
 from modeling_tnn.tno_auto import build_tno
 
 
@@ -60,9 +61,14 @@ def test_other_heads(world):
 
 
 def test_what_is_divided(two):
-    """All that belongs to channels, unless all channels of two processes share a denominator."""
+    """All that belongs to channels, unless all channels of two processes share a denominator.
+
+    PyTorch 2.11 cannot divide the rows of two filters.
+    """
     assert two["explicit-causal"]["replicated"] == two["ski-bidirectional"]["replicated"] == []
-    assert two["rtf-bidirectional"]["replicated"] == two["s4d-causal"]["replicated"] == []
+    assert two["s4d-causal"]["replicated"] == two["rtf-causal"]["replicated"] == []
+    filters = [] if DIVIDES_FILTERS else ["denominator", "direct", "numerator"]
+    assert two["rtf-bidirectional"]["replicated"] == filters
     assert two["modal-causal"]["replicated"] == ["angle", "log_rate"]
     assert two["one denominator"]["replicated"] == ["denominator", "slack"]
     assert not any("out.linear" in name for name in two["rpe-causal"]["replicated"])
