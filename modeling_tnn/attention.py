@@ -135,7 +135,10 @@ def remember(
     if layer.is_initialized and layer.keys.numel():
         check_rows(layer.keys.shape[0], key.shape[0])
     past = int(past_key_values.get_seq_length(layer_idx)) if differentiated else 0
+    # While a window records its past, transformers 5.17 returns all of it, and the mask covers the newest keys.
+    newest = layer.get_mask_sizes(key.shape[2])[0] if getattr(layer, "record_past", False) else 0
     kept = past_key_values.update(key.detach(), value.detach(), layer_idx)
+    kept = tuple(one[:, :, -newest:] for one in kept) if newest else kept
     if not differentiated:
         return kept
     length = key.shape[2]

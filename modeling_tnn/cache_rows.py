@@ -81,6 +81,8 @@ def put_keys(layer: DynamicLayer, new: DynamicLayer, rows: list[int], length: in
         setattr(layer, name, put_rows(padded[0], rows, padded[1]))
     if hasattr(layer, "cumulative_length"):
         layer.cumulative_length = length
+    # `reset` of transformers 5.17 leaves as many keys, all zero.
+    new.keys, new.values, new.is_initialized = None, None, False
     new.reset()
 
 

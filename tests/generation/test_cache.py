@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from helpers.cache_models import EVERY_MODEL, TEXT, WITH_HYBRIDS, model_of
 from helpers.models import lively_language_model, relative_error, seeded, tiny_config
@@ -62,6 +63,14 @@ def test_weights_only(name):
     assert torch.equal(model(TEXT[:, 31:], past_key_values=loaded).logits, expected)
 
 
+def reset_empties_attention():
+    """Whether transformers' own layer is empty after `reset`. That of 5.17 still has as many keys, all zero."""
+    layer, key = DynamicLayer(), torch.ones(1, 1, 3, 1)
+    layer.update(key, key)
+    layer.reset()
+    return layer.get_seq_length() == 0
+
+
 @WITH_HYBRIDS
 @pytest.mark.parametrize("steps", [0, 5])
 def test_a_saved_cache_has_all_its_methods(name, steps):
@@ -85,6 +94,10 @@ def test_a_saved_cache_has_all_its_methods(name, steps):
         assert relative_error(logits, model(text, use_cache=False).logits[:, 38 + steps :]) < 1e-10
         cache.reset()
         assert cache.get_seq_length() == 0
+        if name == "hybrid" and not reset_empties_attention():
+            with pytest.raises(ValueError, match="`past_key_values` is incomplete.* Start with an empty cache"):
+                model(TEXT, past_key_values=cache)
+            return
         assert relative_error(model(TEXT, past_key_values=cache).logits, model(TEXT).logits) < 1e-12
 
 

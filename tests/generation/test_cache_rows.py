@@ -65,6 +65,7 @@ class Batch:
 
     def put(self, other, rows):
         put_texts(self.cache, other.cache, rows)
+        assert not any(layer.get_seq_length() for layer in other.cache.layers)
         for row, text in zip(rows, other.texts, strict=True):
             self.texts[row : row + 1] = [text]
         self.drop()

@@ -24,7 +24,8 @@ def trainer_of(folder, **options):
 
 
 @pytest.mark.parametrize("passes", [1, 3])
-def test_figures_of_a_training(tmp_path, capsys, passes):
+def test_figures_of_a_training(tmp_path, capsys, monkeypatch, passes):
+    monkeypatch.delenv("COLUMNS", raising=False)  # tqdm 4.66 cuts the line there, without a terminal too
     trainer = trainer_of(tmp_path, gradient_accumulation_steps=passes)
     trainer.train()
     shown, last = capsys.readouterr(), trainer.state.log_history[-2]
