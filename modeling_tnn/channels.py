@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .fixed_kernels import state_of
 from .layer_types import TOEPLITZ
 from .mixer_types import GTU
 from .numerics import is_traced
@@ -46,7 +45,7 @@ def tensor_plan(layer_types: Sequence[str], mixer: str = GTU, use_glu: bool = Tr
 
 
 # What a divided operator has in place of the methods and attributes of its class. Its part has those of the class.
-OF_THE_WHOLE = ("forward", "on_this_process", "shift_invariant", "layout", "kept_kernels")
+OF_THE_WHOLE = ("forward", "on_this_process", "shift_invariant", "layout")
 
 
 def chunk_of(count: int, parts: int, index: int) -> range:
@@ -137,3 +136,8 @@ class Part:
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a tensor that this process has."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def state_of(parameter: torch.Tensor) -> tuple:
+    """What differs when a parameter has other values: their place, and the changes that PyTorch has counted."""
+    return parameter.data_ptr(), parameter.dtype, None if parameter.is_inference() else parameter._version

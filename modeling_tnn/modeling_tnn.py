@@ -45,7 +45,6 @@ from .cache_name import CACHE, takes_cache, with_cache_as
 from .configuration_tnn import TnnConfig
 from .conversion import LayerReport, to_recurrent
 from .deferred_logits import language_model_output
-from .fixed_kernels import FixedKernelsMixin
 from .gating import activated_product
 from .gtu import TnnGatedToeplitzUnit
 from .hub import check_before_loading
@@ -175,7 +174,7 @@ class TnnBlock(GradientCheckpointingLayer):
         return hidden_states if self.glu is None else self.add_residual(hidden_states, glu_norm, mix_channels)
 
 
-class TnnPreTrainedModel(FixedKernelsMixin, PreTrainedModel):
+class TnnPreTrainedModel(PreTrainedModel):
     """Base class of all TNN models: configuration class, initialisation, loading and conversion."""
 
     config_class = TnnConfig

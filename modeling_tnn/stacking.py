@@ -48,8 +48,6 @@ def kernels_of_layers(layers: Sequence[nn.Module], hidden_states: torch.Tensor) 
     if not all(is_ours(layer) and is_ours(layer.gtu) for layer in layers):
         return apart
     operators = [layer.gtu.tno for layer in layers]
-    if any(operator.kept_kernels is not None for operator in operators):
-        return apart
     # A layer whose activations are computed again computes its kernel again too.
     recomputed = any(layer.gradient_checkpointing and layer.training for layer in layers)
     if recomputed or not are_alike(operators, device) or not is_fused(operators[0].implementation):

@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 from transformers.utils.generic import maybe_autocast
 
 from .gating import NO_GATE, Gate
-from .numerics import is_exported, must_be_eager, without_narrowing
+from .numerics import is_exported, without_narrowing
 from .packing_recorded import Documents
 from .recurrence import FilterRecurrence, Recurrence
 from .stacking import KernelOf, named_groups, stacked, stacked_in_graph, unstacked
@@ -70,8 +70,6 @@ class ToeplitzOperator(nn.Module):
     shift_invariant = True
     # What compiles the kernels of all layers while they are trained, see `regional_compilation.py`.
     regions = None
-    # A `fixed_kernels.KeptKernels` while the parameters are known to stay as they are.
-    kept_kernels = None
     # How the text of a pass lies on several processes, see `sequence_parallel.py`; set for the time of the pass.
     layout = None
 
@@ -266,17 +264,12 @@ class ToeplitzOperator(nn.Module):
         return gate.apply(self.matmul(gate.inputs(v), *given), self.implementation)
 
     def _convolve(self, v: torch.Tensor, gate: Gate, kernel: torch.Tensor | None = None) -> torch.Tensor:
-        kernel = self._kernel_for(v) if kernel is None else kernel
+        if kernel is None:
+            kernel = self.kernel_of(self.lags_of(v), v.device, self.takes_taps(v))
         if is_response(kernel):
             return filter_by_response(v, kernel, self.implementation, gate)
         matmul = gated_causal_toeplitz_matmul if self.causal else gated_toeplitz_matmul
         return matmul(v, kernel, self.implementation, gate)
-
-    def _kernel_for(self, v: torch.Tensor) -> torch.Tensor:
-        given, kept = (self.lags_of(v), v.device, self.takes_taps(v)), self.kept_kernels  # another thread may end them
-        if kept is None or torch.is_grad_enabled() or must_be_eager():
-            return self.kernel_of(*given)
-        return kept.get(given, self, lambda: self.kernel_of(*given))
 
     def dense(self, length: int) -> torch.Tensor:
         """The matrices of the product, `(D, L, L)`, with row i and column j of the equation: an oracle for tests."""

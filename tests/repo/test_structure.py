@@ -12,8 +12,7 @@ FILES = {path.stem: path for path in (ROOT / "modeling_tnn").glob("*.py")}
 FLOORS = [
     {"layer_types", "mixer_types"},
     {"numerics", "fallback", "hub", "history", "cache_name", "cache_origin", "pipeline"},
-    {"conversion", "deferred_logits", "fixed_kernels", "fourier", "gating", "inputs", "linear", "loss_triton", "norms"}
-    | {"stacking"},
+    {"conversion", "deferred_logits", "fourier", "gating", "inputs", "linear", "loss_triton", "norms", "stacking"},
     {"padding", "rpe", "loss", "toeplitz_fused", "channels", "regional_compilation"},
     {"toeplitz_triton"},
     {"toeplitz_choice"},

@@ -178,14 +178,6 @@ def test_kernels_of_all_layers_at_once(causal, monkeypatch):
     assert relative_error(model(IDS).logits, expected) < 1e-5 and made == [3]
 
 
-def test_kept_kernels():
-    model = language_model("full")
-    with torch.no_grad():
-        expected = model(IDS).logits
-        with model.fixed_kernels():
-            assert all(torch.equal(model(IDS).logits, expected) for _ in range(2))
-
-
 SHARDS = """
 import torch
 import torch.distributed as dist
