@@ -31,7 +31,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from .cache_name import CACHE
-from .cache_tnn import check_rows
+from .cache_tnn import check_rows, refuse_backward
 from .layer_types import FULL, SLIDING, has_attention
 from .linear import apply_linear
 from .numerics import without_narrowing
@@ -125,28 +125,23 @@ def remember(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """All keys and values of a layer, those of earlier tokens from the cache and the new ones `(B, G, L, d_h)`.
 
-    The cache is a constant for gradients, as that of a Toeplitz layer is. The new tokens have gradients.
+    The first tokens have gradients. The cache is a constant: a backward pass through later tokens raises an error.
 
     Raises:
         ValueError: the cache has another number of sequences.
     """
-    differentiated = torch.is_grad_enabled() and (key.requires_grad or value.requires_grad)
     layer = past_key_values.layers[layer_idx]
     if layer.is_initialized and layer.keys.numel():
         check_rows(layer.keys.shape[0], key.shape[0])
-    past = int(past_key_values.get_seq_length(layer_idx)) if differentiated else 0
+    fills = torch.is_grad_enabled() and not int(past_key_values.get_seq_length(layer_idx))
     # While a window records its past, transformers 5.17 returns all of it, and the mask covers the newest keys.
     newest = layer.get_mask_sizes(key.shape[2])[0] if getattr(layer, "record_past", False) else 0
-    kept = past_key_values.update(key.detach(), value.detach(), layer_idx)
-    kept = tuple(one[:, :, -newest:] for one in kept) if newest else kept
-    if not differentiated:
-        return kept
-    length = key.shape[2]
-    start = min(past, kept[0].shape[2] - length)  # a static cache has free places behind the new tokens
-    return tuple(
-        torch.cat([old[:, :, :start], new, old[:, :, start + length :]], dim=2)
-        for old, new in zip(kept, (key, value), strict=True)
-    )
+    stored = past_key_values.update(key.detach(), value.detach(), layer_idx)
+    if not fills:
+        return tuple(refuse_backward(one[:, :, -newest:], (key, value)) for one in stored)
+    # A static cache has unused slots after the new tokens.
+    pairs = zip((key, value), stored, strict=True)
+    return tuple(torch.cat([new, old[:, :, new.shape[2] :]], dim=2) for new, old in pairs)
 
 
 def views_of_layers(

@@ -22,9 +22,10 @@ Without gradients the state after a long prompt is made at once and the inputs a
 100,000 tokens. The inputs of a prompt that is not much larger than its state are kept and, where the state takes time
 to make, those of longer ones too (see `Recurrence.is_early`).
 
-The backward pass treats a state as a constant: gradients reach the new tokens and the weights of each call, but no
-earlier call (see `continuation.py`). A state belongs to the weights that made it (see `cache_origin.py`). Another
-model can continue it if it has the same weights. It is an error if the weights have changed since, except while
+The first call, which fills the cache, has the gradients of a pass without a cache. A state is a constant, so a
+backward pass through a later call raises an error. A state belongs to the weights that made it (see
+`cache_origin.py`). Another model can continue it if it has the same weights. It is an error if the weights have
+changed since, except while
 training with gradients: there, truncated back-propagation continues the old state with the new weights.
 
 A cache can be pickled and saved by `torch.save`. `torch.load(path, weights_only=True)` reads it under
@@ -33,6 +34,7 @@ A cache can be pickled and saved by `torch.save`. `torch.load(path, weights_only
 
 import contextlib
 import copy
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
@@ -41,7 +43,6 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from .cache_origin import Origin
-from .continuation import advance
 from .gating import NO_GATE, Gate
 from .history import CHUNK_SLACK, HistoryBuffer
 from .layer_types import TOEPLITZ
@@ -49,6 +50,28 @@ from .numerics import is_on_host, is_traced, must_be_eager
 from .recurrence import DivergenceError, Recurrence
 
 ANOTHER_MODEL = "`past_key_values` belongs to another model. Start with an empty cache."
+
+NO_GRADIENTS = (
+    "A sequence that continues a cache has no gradients, because the cache is a constant. Run the whole sequence "
+    "through an empty cache or without a cache, or decode under torch.no_grad()."
+)
+
+
+class Constant(torch.autograd.Function):
+    """The identity of a tensor that was computed without gradients. Its backward pass raises an error."""
+
+    @staticmethod
+    def forward(ctx, y: torch.Tensor, *sources: torch.Tensor) -> torch.Tensor:
+        return y
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        raise RuntimeError(NO_GRADIENTS)
+
+
+def refuse_backward(y: torch.Tensor, sources: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return `y`, through which a backward pass raises an error if any of its `sources` needs gradients."""
+    return Constant.apply(y, *sources) if torch.is_grad_enabled() else y
 
 
 class Prefill(NamedTuple):
@@ -153,7 +176,9 @@ class TnnCacheLayer(CacheLayerMixin):
         else:
             self._check_rows(key_states)
             self._attach(operator, key_states.device)
-            outputs = gate.apply(self._continue(gate.inputs(key_states)), operator.implementation)
+            v = gate.inputs(key_states)
+            y = refuse_backward(self._continue(v), itertools.chain([v], operator.parameters()))
+            outputs = gate.apply(y, operator.implementation)
         self.length += key_states.shape[1]
         return outputs, None
 
@@ -201,7 +226,7 @@ class TnnCacheLayer(CacheLayerMixin):
     def _continue(self, v: torch.Tensor) -> torch.Tensor:
         if self.prefill is not None:
             self._start()
-        return self.recurrence.advance(self, v) if is_traced() else advance(self.recurrence, self, v)
+        return self.recurrence.advance(self, v)
 
     def _attach(self, operator, device: torch.device):
         """Continue with another operator of the same kind: that of a copy of the model, or after unpickling."""

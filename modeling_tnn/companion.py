@@ -86,7 +86,7 @@ class CompanionRecurrence(Recurrence):
         w = series.new_zeros(len(prompt.v), len(series), self.order)  # (B, D, N)
         for piece in prompt.pieces(PIECE):
             x = self.channel_major(piece.inputs())  # (B, D, S)
-            newest = self._filter(self._denominator, x, w[..., -self.order :], series[:, : x.shape[-1]])
+            newest = self._filter(x, w[..., -self.order :], series[:, : x.shape[-1]])
             self._check_finite(newest)
             w = torch.cat([w, newest], dim=-1)[..., -kept:]
         state.history = HistoryBuffer(w, self.order)
@@ -144,19 +144,12 @@ class CompanionRecurrence(Recurrence):
 
     def chunk(self, state, x: torch.Tensor) -> torch.Tensor:
         past = state.history.last(self.order)
-        w = self._filter(self._denominator, x, past)  # (B, D, L)
+        w = self._filter(x, past)  # (B, D, L)
         self._check_finite(w)
-        y = self._read(self._form, x, past, w)
+        y = self._read(x, past, w)
         state.history.append(w)
         end_block(state)
         return y
-
-    def hold(self, state) -> tuple:
-        return (state.history.lend(self.order),)
-
-    def outputs(self, held: tuple, x: torch.Tensor) -> torch.Tensor:
-        form = self.operator.companion_form()
-        return self._read(form, x, held[0], self._filter(form.denominator, x, held[0]))
 
     def max_crop(self, state) -> int:
         return min(state.length, state.history.held - self.order)
@@ -213,29 +206,25 @@ class CompanionRecurrence(Recurrence):
     def _stable(self) -> bool:
         return is_contracting(self._denominator)
 
-    def _filter(
-        self, denominator: torch.Tensor, x: torch.Tensor, past: torch.Tensor, series: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def _filter(self, x: torch.Tensor, past: torch.Tensor, series: torch.Tensor | None = None) -> torch.Tensor:
         """The values w of (1) for the inputs `x` `(B, D, L)`, after the earlier values `past` `(B, D, N)`.
 
         `series` `(D, L)` is g, which is computed if it is not given.
         """
         order, length, implementation = self.order, x.shape[-1], self.operator.implementation
-        taps = monic(denominator)  # (D, N+1)
+        taps = monic(self._denominator)  # (D, N+1)
         after = pad(past, (0, order)).transpose(1, 2)  # (B, 2N, D)
         echoed = causal_toeplitz_matmul(after, taps, implementation)[:, order:]  # (B, N, D): -e
         driven = x - pad(echoed.transpose(1, 2), (0, length - order))  # (B, D, L)
-        series = reciprocal_series(denominator, length) if series is None else series  # (D, L)
+        series = reciprocal_series(self._denominator, length) if series is None else series  # (D, L)
         return causal_toeplitz_matmul(driven.transpose(1, 2), series, implementation).transpose(1, 2)
 
-    def _read(self, form: CompanionForm, x: torch.Tensor, past: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    def _read(self, x: torch.Tensor, past: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         """The outputs y of (1) for the inputs `x` and the values `w`, `(B, D, L)` each, after `past` `(B, D, N)`."""
         whole = torch.cat([past, w], dim=-1).transpose(1, 2)  # (B, N+L, D)
-        taps = pad(form.numerator, (1, 0))  # (D, N+1)
-        y = causal_toeplitz_matmul(whole, taps, self.operator.implementation)[:, self.order :].transpose(
-            1, 2
-        )  # (B, D, L)
-        return y + form.direct[:, None] * x
+        taps = pad(self._form.numerator, (1, 0))  # (D, N+1)
+        y = causal_toeplitz_matmul(whole, taps, self.operator.implementation)[:, self.order :]  # (B, L, D)
+        return y.transpose(1, 2) + self._form.direct[:, None] * x
 
     def _check_growth(self, denominator: torch.Tensor):
         growth = reciprocal_series(denominator, self.trained_length).abs().amax(dim=1)  # (D,)

@@ -49,18 +49,13 @@ class HistoryBuffer:
     slack = SLACK
 
     def __init__(self, first: torch.Tensor, reach: int | None):
-        self.reach, self.lent, self.is_fixed = reach, False, False
+        self.reach, self.is_fixed = reach, False
         self.buffer, self.end, self.held = first[..., :0], 0, 0
         self.append(first)
 
     def __getstate__(self) -> dict:
         """The state without the free places, whose memory may hold unrelated data."""
-        return vars(self) | {
-            "buffer": self.last(self.held).clone(),
-            "end": self.held,
-            "lent": False,
-            "is_fixed": False,
-        }
+        return vars(self) | {"buffer": self.last(self.held).clone(), "end": self.held, "is_fixed": False}
 
     def __setstate__(self, state: dict):
         """Read the states of version 0.1.0, too, which had no rings."""
@@ -99,17 +94,8 @@ class HistoryBuffer:
         older = self.buffer[:, channels, start:]
         return torch.cat([older, self.buffer[:, channels, : self.end]], dim=-1) if self.end else older
 
-    def lend(self, count: int) -> torch.Tensor:
-        """`last` for a reader that keeps it, such as a backward pass: no later value is written into it."""
-        if self.is_ring:
-            return self.last(count).clone()
-        self.lent = True
-        return self.last(count)
-
     def drop(self, count: int):
         """Remove the newest `count` values. The caller checks that enough values remain."""
-        if self.lent:
-            self.buffer, self.lent = self.buffer.clone(), False
         self.end -= count
         if self.end < 0:
             self.end += self.buffer.shape[-1]
@@ -165,9 +151,7 @@ class HistoryBuffer:
         if count > self.held:
             room = self._room(count, None if self.reach is None else self.reach + self.slack)
             self.buffer, self.end = pad(self.last(self.held), (count - self.held, room)), count
-        elif self.lent:
-            self.buffer = self.buffer.clone()
-        self.held, self.lent = count, False
+        self.held = count
         values, young = other.last(count), min(self.end, count)
         values = pad(values, (count - values.shape[-1], 0))  # (N, D, count)
         self.buffer = put_rows(self.buffer, rows, values[..., count - young :], self.end - young)
@@ -179,7 +163,7 @@ class HistoryBuffer:
         """Keep at most the newest `count` values, if the buffer has more places than for so many one by one."""
         if self.buffer.shape[-1] > places(self.reach, count):
             kept = self.last(count if self.reach is None else min(count, self.reach + self.slack)).clone()
-            self.buffer, self.end, self.held, self.lent = kept, kept.shape[-1], kept.shape[-1], False
+            self.buffer, self.end, self.held = kept, kept.shape[-1], kept.shape[-1]
 
     def _make_room(self, new: int, wanted: int | None):
         """Make the buffer so long that `new` values fit, and that it holds `wanted` values (None: all)."""
@@ -190,7 +174,7 @@ class HistoryBuffer:
         count = kept.shape[-1] + new
         buffer = kept.new_empty(*kept.shape[:-1], count + self._room(count, wanted))
         buffer[..., : kept.shape[-1]] = kept
-        self.buffer, self.end, self.held, self.lent = buffer, kept.shape[-1], kept.shape[-1], False
+        self.buffer, self.end, self.held = buffer, kept.shape[-1], kept.shape[-1]
 
     def _move(self, capacity: int, end: int = 0):
         """Move the newest values to a buffer of this length: in a ring before the place `end`, else to its front."""
@@ -200,7 +184,7 @@ class HistoryBuffer:
         young = min(end, count)
         buffer[..., end - young : end] = kept[..., count - young :]
         buffer[..., capacity - (count - young) :] = kept[..., : count - young]
-        self.buffer, self.end, self.held, self.lent = buffer, end, count, False
+        self.buffer, self.end, self.held = buffer, end, count
 
     def _room(self, count: int, wanted: int | None) -> int:
         if wanted is None:

@@ -102,22 +102,6 @@ class Recurrence:
         """`(B, L, D)` to `(B, D, L)` in the dtype of the state."""
         return v.transpose(1, 2).to(compute_dtype(v.dtype))
 
-    def replay(self, held: tuple, v: torch.Tensor) -> torch.Tensor:
-        """The outputs of `advance`, by differentiable operations on `v` and the parameters of the operator.
-
-        Args:
-            held: the tensors that `hold` returned before `advance`.
-        """
-        return self.outputs(held, self.channel_major(v)).transpose(1, 2).to(v.dtype)
-
-    def hold(self, state) -> tuple:
-        """The part of the state that the next outputs depend on, in tensors that no later call changes."""
-        raise NotImplementedError
-
-    def outputs(self, held: tuple, x: torch.Tensor) -> torch.Tensor:
-        """The outputs for the inputs `x`, `(B, D, L)` to `(B, D, L)`."""
-        raise NotImplementedError
-
     def is_early(self, prompt) -> bool:
         """Whether a pass without gradients makes the state after its `prompt` at once, so that the inputs are freed.
 
@@ -207,14 +191,6 @@ class FilterRecurrence(Recurrence):
         self._kernel: torch.Tensor | None = None
         self._head: torch.Tensor | None = None
         self._spectra: dict[tuple[int, int, int], torch.Tensor] = {}
-
-    def hold(self, state) -> tuple:
-        return (state.history.lend(self._reach(state)),)
-
-    def outputs(self, held: tuple, x: torch.Tensor) -> torch.Tensor:
-        past = held[0]  # (B, D, P)
-        whole = torch.cat([past, x], dim=-1).transpose(1, 2)  # (B, P+L, D)
-        return self.operator.matmul(whole)[:, past.shape[-1] :].transpose(1, 2)
 
     def is_early(self, prompt) -> bool:
         return 2 * self._needed(prompt) <= prompt.length  # else the copy takes time and frees little

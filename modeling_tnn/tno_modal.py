@@ -50,22 +50,6 @@ class ModalRecurrence(FilterRecurrence):
         self._powers: dict[tuple[int, int], torch.Tensor] = {}
         self._cached_residues: torch.Tensor | None = None
 
-    def hold(self, state) -> tuple:
-        return *super().hold(state), state.tensors["memory"], self._age(state)
-
-    def outputs(self, held: tuple, x: torch.Tensor) -> torch.Tensor:
-        past, memory, age = held
-        y = super().outputs((past,), x)
-        if age is None:
-            return y
-        return y + self.far_part(memory, age, x.shape[-1])
-
-    def far_part(self, memory: torch.Tensor, age: int, count: int) -> torch.Tensor:
-        """The part `(B, D, count)` of a memory `(B, D, Q)` in the outputs, differentiable in the parameters."""
-        exponents = torch.arange(age, age + count, device=memory.device)
-        powers, residues = self.operator.powers(exponents), self.operator.complex_residues()
-        return far_outputs(memory, residues.to(memory.dtype), powers.to(memory.dtype))
-
     def is_early(self, prompt) -> bool:
         return prompt.length > LONG_PROMPT
 
@@ -166,7 +150,8 @@ class ModalRecurrence(FilterRecurrence):
         memory, age = state.tensors["memory"], self._age(state)
         if age is None:
             return memory.real.new_zeros(*memory.shape[:2], count)
-        return far_outputs(memory, self._residues(memory), self._power(age, count, memory))
+        weighted, powers = memory * self._residues(memory), self._power(age, count, memory)  # (B, D, Q), (Q, count)
+        return weighted.real @ powers.real - weighted.imag @ powers.imag
 
     def _age(self, state) -> int | None:
         """The exponent in (2) for the next output, or None while the memory covers no token."""
@@ -187,12 +172,6 @@ class ModalRecurrence(FilterRecurrence):
         if self._cached_residues is None:
             self._cached_residues = self.operator.complex_residues().to(like.dtype)
         return self._cached_residues
-
-
-def far_outputs(memory: torch.Tensor, residues: torch.Tensor, powers: torch.Tensor) -> torch.Tensor:
-    """The part `(B, D, count)` of a memory `(B, D, Q)` in the outputs, for residues `(D, Q)`, powers `(Q, count)`."""
-    weighted = memory * residues  # (B, D, Q)
-    return weighted.real @ powers.real - weighted.imag @ powers.imag
 
 
 class ModalOperator(ToeplitzOperator):

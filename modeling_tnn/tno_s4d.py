@@ -39,13 +39,6 @@ class DiagonalRecurrence(ModalRecurrence):
         self._table: torch.Tensor | None = None
         self._aged: tuple[int, torch.Tensor] | None = None
 
-    def far_part(self, memory: torch.Tensor, age: int, count: int) -> torch.Tensor:
-        poles, weights = self.operator.modes()
-        held = memory.transpose(0, 1)  # (D, B, Q)
-        weights = Pair(*(part[:, None] for part in aged(poles, weights, age)))
-        weights = Pair(held.real, held.imag).times(weights)
-        return vandermonde_product(weights, poles, count, memory.real.dtype).transpose(0, 1)
-
     def _powers_of_piece(self, x: torch.Tensor) -> None:
         return None  # the table has those of a block
 

@@ -114,38 +114,6 @@ def test_rows(name):
         assert relative_error(found, model(TEXT[rows]).logits[:, 40:]) < 1e-10
 
 
-@EVERY_HYBRID
-def test_the_cache_is_a_constant_for_gradients(name):
-    """The gradients of a piece are those with a past of numbers alone, and the graph of the past is not needed."""
-    model = model_of(name)
-    gradients = []
-    for with_graph in (False, True):
-        cache = DynamicCache(config=model.config)
-        with torch.set_grad_enabled(with_graph):
-            model(TEXT[:, :20], past_key_values=cache).logits.sum()
-        for piece in (TEXT[:, 20:21], TEXT[:, 21:60]):
-            model.zero_grad()
-            model(piece, past_key_values=cache).logits.square().sum().backward()
-        gradients.append([parameter.grad for parameter in model.parameters()])
-    assert all(gradient.isfinite().all() and gradient.abs().max() > 0 for gradient in gradients[0])
-    assert max(relative_error(a, b) for a, b in zip(*gradients, strict=True)) < 1e-12
-
-
-@EVERY_HYBRID
-def test_gradients_through_a_static_cache(name):
-    """Its free places are no tokens."""
-    model = model_of(name)
-    gradients = []
-    for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=70)):
-        with torch.no_grad():
-            model(TEXT[:, :20], past_key_values=cache)
-        for piece in (TEXT[:, 20:21], TEXT[:, 21:60]):
-            model.zero_grad()
-            model(piece, past_key_values=cache).logits.square().sum().backward()
-        gradients.append([parameter.grad for parameter in model.parameters()])
-    assert max(relative_error(a, b) for a, b in zip(*gradients, strict=True)) < 1e-10
-
-
 @pytest.mark.parametrize("name", ["full", "attention"])
 def test_weights_that_changed_under_a_cache(name):
     model = model_of(name)

@@ -19,7 +19,7 @@ FLOORS = [
     {"toeplitz_recorded"},
     {"toeplitz", "packing"},
     {"packing_recorded", "rational", "diagonal", "recurrence", "ski_released"},
-    {"continuation", "tno"},
+    {"tno"},
     {"cache_tnn"},
     {"attention", "cache_checks"},
     {"static_cache", "cache_rows", "request"},

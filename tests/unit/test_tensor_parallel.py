@@ -80,7 +80,7 @@ def test_training(two):
 
 
 def test_texts_that_are_continued(two):
-    assert two["continue"]["gradients"] < 1e-9 and two["continue"]["pickled"] == 0
+    assert two["continue"]["logits"] < 1e-9 and two["continue"]["pickled"] == 0
 
 
 @pytest.mark.parametrize("tno_type", CAUSAL)
