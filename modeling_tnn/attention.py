@@ -134,7 +134,7 @@ def remember(
     if layer.is_initialized and layer.keys.numel():
         check_rows(layer.keys.shape[0], key.shape[0])
     fills = torch.is_grad_enabled() and not int(past_key_values.get_seq_length(layer_idx))
-    # While a window records its past, transformers 5.17 returns all of it, and the mask covers the newest keys.
+    # While a window records its past, transformers 5.17 returns all of it, the mask covers the newest. 0: all.
     newest = layer.get_mask_sizes(key.shape[2])[0] if getattr(layer, "record_past", False) else 0
     stored = past_key_values.update(key.detach(), value.detach(), layer_idx)
     if not fills:

@@ -5,13 +5,20 @@ Layers of attention hold keys and values in transformers' own layers; the others
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, CacheLayerMixin, DynamicLayer
 
-from .cache_origin import Origin
-from .cache_tnn import ANOTHER_MODEL, TnnCacheLayer, with_short
+from .cache_tnn import TnnCacheLayer, with_short
 from .layer_types import SLIDING, TOEPLITZ
 from .numerics import is_traced
 from .pipeline import is_elsewhere
+
+# Fields of the configuration that may differ between the models that fill and continue a cache.
+OTHER_FIELDS = {
+    "num_hidden_layers", "use_cache", "tno_implementation", "tno_class", "hidden_dropout_prob", "classifier_dropout",
+    "initializer", "initializer_range", "converted_from", "tie_word_embeddings", "bos_token_id", "pad_token_id",
+    "eos_token_id",
+}  # fmt: skip
 
 
 def seen(layer: CacheLayerMixin) -> int | torch.Tensor:
@@ -53,8 +60,8 @@ def check_cache(past_key_values: Cache, model: nn.Module):
     """Make a cache ready for a pass of `model`, a `TnnModel`. An empty `DynamicCache()` gets its layers here.
 
     Raises:
-        ValueError: the cache cannot hold the state of a TNN, belongs to another model or to weights that have changed,
-            has too few layers, or is incomplete after an interrupted pass.
+        ValueError: the cache cannot hold the state of a TNN, belongs to a model of another configuration, has too few
+            layers, or is incomplete after an interrupted pass.
     """
     count = min(model.config.num_hidden_layers, len(model.layers))
     if count < 1:
@@ -84,29 +91,25 @@ def check_cache(past_key_values: Cache, model: nn.Module):
             f"{min(lengths)} to {max(lengths)} tokens. Start with an empty cache."
         )
     if not is_traced():
-        claim(held, model)
+        claim(past_key_values, held, fields_of(model.config))
 
 
-def claim(layers: list[TnnCacheLayer], model: nn.Module):
-    """Record `model` as the origin of the states of `layers`.
+def claim(past_key_values: Cache, layers: list[CacheLayerMixin], fields: dict):
+    """Record the configuration that a cache belongs to.
+
+    Args:
+        layers: those of the cache that this process fills.
+        fields: `fields_of` the configuration.
 
     Raises:
-        ValueError: the states belong to another model, or to weights that have changed since.
+        ValueError: the cache has tokens of a model with another configuration.
     """
-    origin = getattr(layers[0], "origin", None) if past_length(layers) else None
-    if origin is not None and origin.model is model:
-        if origin.is_unchanged():
-            return
-        if not (model.training and torch.is_grad_enabled()):
-            raise ValueError(
-                "The weights of the model have changed since `past_key_values` was made, for example by an optimizer "
-                "step or an adapter. Start with an empty cache."
-            )
-        for layer in layers:
-            if hasattr(layer, "renew"):
-                layer.renew()
-    elif origin is not None and not origin.fits(model):
-        raise ValueError(ANOTHER_MODEL)
-    origin = Origin(model)
-    for layer in layers:
-        layer.origin = origin
+    if past_length(layers) and getattr(past_key_values, "tnn_fields", fields) != fields:
+        raise ValueError("`past_key_values` belongs to another model. Start with an empty cache.")
+    past_key_values.tnn_fields = fields
+
+
+def fields_of(config: PreTrainedConfig) -> dict:
+    """The fields of a `TnnConfig` that a state depends on."""
+    values = vars(config)
+    return {name: values[name] for name in type(config).__annotations__ if name not in OTHER_FIELDS}

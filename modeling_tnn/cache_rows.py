@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
-from .cache_checks import past_length
+from .cache_checks import claim, past_length
 from .history import put_rows
 from .layer_types import SLIDING, TOEPLITZ
 
@@ -47,6 +47,7 @@ def put_texts(past_key_values: Cache, other: Cache, rows: list[int]):
     if not past_key_values.layers:
         past_key_values.layers += [type(layer)(**window_of(layer)) for layer in other.layers]
         past_key_values.layer_class_to_replicate = other.layer_class_to_replicate
+    claim(past_key_values, past_key_values.layers, other.tnn_fields)
     check_new_rows(rows, rows_of(past_key_values), rows_of(other))
     length = max(past_length(past_key_values.layers), past_length(other.layers))
     for layer, new in zip(past_key_values.layers, other.layers, strict=True):

@@ -23,10 +23,8 @@ Without gradients the state after a long prompt is made at once and the inputs a
 to make, those of longer ones too (see `Recurrence.is_early`).
 
 The first call, which fills the cache, has the gradients of a pass without a cache. A state is a constant, so a
-backward pass through a later call raises an error. A state belongs to the weights that made it (see
-`cache_origin.py`). Another model can continue it if it has the same weights. It is an error if the weights have
-changed since, except while
-training with gradients: there, truncated back-propagation continues the old state with the new weights.
+backward pass through a later call raises an error. After a change of the weights start with an empty cache:
+an old one, which is not refused, continues with a mixture of both.
 
 A cache can be pickled and saved by `torch.save`. `torch.load(path, weights_only=True)` reads it under
 `torch.serialization.safe_globals([DynamicCache, *saved_classes(cache)])`.
@@ -42,14 +40,11 @@ from typing import NamedTuple
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from .cache_origin import Origin
 from .gating import NO_GATE, Gate
 from .history import CHUNK_SLACK, HistoryBuffer
 from .layer_types import TOEPLITZ
 from .numerics import is_on_host, is_traced, must_be_eager
 from .recurrence import DivergenceError, Recurrence
-
-ANOTHER_MODEL = "`past_key_values` belongs to another model. Start with an empty cache."
 
 NO_GRADIENTS = (
     "A sequence that continues a cache has no gradients, because the cache is a constant. Run the whole sequence "
@@ -117,7 +112,6 @@ class TnnCacheLayer(CacheLayerMixin):
     is_croppable = True
     is_sliding = False
     supports_early_init = False
-    short: "TnnCacheLayer | None" = None  # which caches of version 0.1.0 do not have
     record_past = False
 
     def __init__(self, **kwargs):
@@ -126,7 +120,8 @@ class TnnCacheLayer(CacheLayerMixin):
 
     def reset(self):
         """Empty the layer."""
-        self.recurrence = self.history = self.prefill = self.origin = self.short = None
+        self.recurrence = self.history = self.prefill = None
+        self.short: TnnCacheLayer | None = None
         self.tensors: dict[str, torch.Tensor] = {}
         self.counters: dict[str, int] = {}
         self.length = 0
@@ -146,7 +141,7 @@ class TnnCacheLayer(CacheLayerMixin):
         """The layer that holds the state of the short convolution before the operator (`hyena.py`)."""
         if self.short is None:
             self.short = type(self)()
-            self.short.origin, self.short.record_past = self.origin, self.record_past
+            self.short.record_past = self.record_past
         return self.short
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor | None = None):
@@ -165,7 +160,7 @@ class TnnCacheLayer(CacheLayerMixin):
             The outputs `(B, L, D)`, and None.
 
         Raises:
-            ValueError: the state belongs to another model, or has another number of sequences.
+            ValueError: the state has another number of sequences.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states)
@@ -189,14 +184,6 @@ class TnnCacheLayer(CacheLayerMixin):
             self.history.slack = CHUNK_SLACK
         if self.short is not None:
             self.short.activate_past_recording()
-
-    def renew(self):
-        """Continue with the present weights: drop everything that was computed from the earlier ones."""
-        if self.is_initialized:
-            self.recurrence = self.recurrence.renewed()
-            self.tensors.pop("future", None)  # made with the earlier weights
-        if self.short is not None:
-            self.short.renew()
 
     def _keep(self, prompt: Prefill):
         """Make the state after the inputs of the first call or, if it may not be needed, keep the inputs.
@@ -233,10 +220,8 @@ class TnnCacheLayer(CacheLayerMixin):
         if self.recurrence.operator is operator:
             return
         recurrence = operator.recurrence()
-        recurrence = self._begun(recurrence.settled()) if self.prefill is None else recurrence
-        if recurrence.settings() != self.recurrence.settings():
-            raise ValueError(ANOTHER_MODEL)
-        self.recurrence, self.device = recurrence, device
+        self.recurrence = self._begun(recurrence.settled()) if self.prefill is None else recurrence
+        self.device = device
         self._select(lambda tensor: tensor.to(device))
 
     def _check_rows(self, v: torch.Tensor):
@@ -283,9 +268,6 @@ class TnnCacheLayer(CacheLayerMixin):
         """Give the `rows` the states of `other`, which is empty afterwards. Rows beyond the present ones are added.
 
         All rows then have the length of the longest text. The others are as if they had padding before them.
-
-        Raises:
-            ValueError: the states belong to different models.
         """
         for one in (self, other):
             if one.prefill is not None:
@@ -293,8 +275,6 @@ class TnnCacheLayer(CacheLayerMixin):
         if not self.is_initialized:
             vars(self).update(vars(other))
             self._compact()
-        elif self.recurrence.settings() != other.recurrence.settings() or not self.origin.is_that_of(other.origin):
-            raise ValueError(ANOTHER_MODEL)
         else:
             with torch.inference_mode(False), torch.no_grad():  # later calls write into the state
                 self.recurrence.put(self, other, rows)
@@ -447,4 +427,4 @@ def saved_classes(past_key_values: Cache) -> list[type]:
     layers = with_short(past_key_values.layers)
     recurrences = {type(getattr(layer, "recurrence", None)) for layer in layers} - {type(None)}
     layers = {type(layer) for layer in past_key_values.layers}
-    return [*layers, Prefill, Gate, HistoryBuffer, Origin, *recurrences]
+    return [*layers, Prefill, Gate, HistoryBuffer, *recurrences]

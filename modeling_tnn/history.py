@@ -57,10 +57,6 @@ class HistoryBuffer:
         """The state without the free places, whose memory may hold unrelated data."""
         return vars(self) | {"buffer": self.last(self.held).clone(), "end": self.held, "is_fixed": False}
 
-    def __setstate__(self, state: dict):
-        """Read the states of version 0.1.0, too, which had no rings."""
-        vars(self).update({"held": state["end"], "is_fixed": False} | state)
-
     @property
     def is_ring(self) -> bool:
         """Whether new values overwrite the oldest ones in place."""

@@ -13,8 +13,6 @@ Kernels that never end (no decay) use a long horizon: their cost per token is ne
 Layers start their blocks at different times, so that their transforms do not all happen at the same token.
 """
 
-import copy
-
 import torch
 from torch.nn.functional import pad
 
@@ -73,16 +71,6 @@ class Recurrence:
     def __setstate__(self, state: dict):
         vars(self).update(state)
         self.forget()
-
-    def settings(self) -> dict:
-        """The settings that a state must have been made with, so that this object can continue it."""
-        return self.__getstate__() | {"kind": type(self).__name__}
-
-    def renewed(self) -> "Recurrence":
-        """The same recurrence for the present parameters of the operator."""
-        twin = copy.copy(self)
-        twin.operator = self.operator
-        return twin
 
     def forget(self):
         """Drop what was computed from the parameters of the operator."""
@@ -240,7 +228,7 @@ class FilterRecurrence(Recurrence):
             self._fill(state, like)
             counters["tiles"] = 0
         position, every = counters["position"], max(1, self.horizon // PARTS)
-        if position % self.base == 0 and counters.get("tiles", 0) < position:
+        if position % self.base == 0 and counters["tiles"] < position:
             self._pass_on_tile(state, position & -position)
         if self.looks_ahead and is_on_host(like) and position % every == 0:
             channels, parts = like.shape[1], max(1, counters["block"] // every)  # the first block may be short
@@ -354,7 +342,7 @@ class FilterRecurrence(Recurrence):
         Args:
             remaining: number of tokens before the next block.
         """
-        done = state.counters.get("ahead", 0)
+        done = state.counters["ahead"]
         if "ahead" not in state.tensors:
             buffer = state.history.buffer
             state.tensors["ahead"] = buffer.new_empty(*buffer.shape[:-1], self.horizon)  # (B, D, H)

@@ -51,6 +51,7 @@ def test_a_kernel_alone_gets_no_wrong_gradients_from_a_continued_cache(name):
         model(TEXT[:, 30:40], past_key_values=cache).logits.sum().backward()
 
 
+@pytest.mark.slow  # the compiler breaks the graph at each layer
 def test_a_compiled_pass_refuses_too():
     model = model_of("rpe")
     cache = model(TEXT[:, :20]).past_key_values

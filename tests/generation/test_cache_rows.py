@@ -172,7 +172,7 @@ def test_bytes_of_a_text(name, length):
 
 
 def test_what_is_refused():
-    model, other = model_of("rpe"), model_of("rpe")
+    model, other = model_of("rpe"), model_of("fd")
     batch, stranger, empty = (Batch(one).read(TEXTS[0, :9]).cache for one in (model, other, model))
     static = StaticCache(config=model.config, max_cache_len=50)
     with pytest.raises(ValueError, match="`past_key_values` must be a dynamic cache"):

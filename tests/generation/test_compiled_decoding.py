@@ -268,13 +268,19 @@ def test_only_static_caches_compile():
     assert not DynamicCache(config=model.config).is_compileable
 
 
-def test_a_compiled_step_with_other_weights():
-    model = built("rpe")
-    cache = started(model, TEXT, 9)
-    with torch.no_grad():
-        model.model.layers[0].gtu.u_proj.weight[0, 0] += 1
-    with pytest.raises(ValueError, match="weights of the model have changed"):
-        Steps(model, cache)(TEXT, 9, 10)
+@pytest.mark.parametrize("name", ["rpe", "rtf"])
+def test_compiled_steps_of_a_new_cache_have_the_present_weights(name):
+    """The places that steps read belong to the operator, and outlive a cache."""
+    model, earlier = built(name), None
+    for _ in range(2):
+        cache = started(model, TEXT, 9)
+        logits = Steps(model, cache)(TEXT, 9, 14)
+        assert relative_error(logits, model(TEXT, use_cache=False).logits[:, 9:14]) < 1e-10
+        assert earlier is None or relative_error(logits, earlier) > 1e-3
+        earlier = logits
+        with torch.no_grad():
+            for parameter in model.model.layers[0].gtu.tno.parameters():
+                parameter.mul_(1.1)
 
 
 def test_compiled_steps_that_diverge_are_found():

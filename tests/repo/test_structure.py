@@ -11,7 +11,7 @@ FILES = {path.stem: path for path in (ROOT / "modeling_tnn").glob("*.py")}
 # From the ground up: a file imports files of earlier lines alone.
 FLOORS = [
     {"layer_types", "mixer_types"},
-    {"numerics", "fallback", "hub", "history", "cache_name", "cache_origin", "pipeline"},
+    {"numerics", "fallback", "hub", "history", "cache_name", "pipeline"},
     {"conversion", "deferred_logits", "fourier", "gating", "inputs", "linear", "loss_triton", "norms", "stacking"},
     {"padding", "rpe", "loss", "toeplitz_fused", "channels", "regional_compilation"},
     {"toeplitz_triton"},
