@@ -19,7 +19,8 @@ from helpers import processes
 from helpers.scripts import free_port
 
 # Seconds that a process waits for another, and that all cases together may take.
-PATIENCE, LONGEST = 40, 120
+# The second is for a machine that runs much else: one that hangs has ended by the first.
+PATIENCE, LONGEST = 40, 300
 
 
 def start(world: int, extent: str | None = None) -> dict[str, dict]:
@@ -61,7 +62,7 @@ def _started(world: int, extent: str | None) -> tuple[dict[str, dict], str | Non
         for rank in range(world)
     ]
     try:
-        deadline = time.monotonic() + LONGEST * (6 if extent == "--slow" else 1)
+        deadline = time.monotonic() + LONGEST * (3 if extent == "--slow" else 1)
         while any(one.poll() is None for one in started) and not any(one.poll() for one in started):
             if time.monotonic() > deadline:
                 return {}, f"too slow, or hanging: {[one.output()[1][-2000:] for one in started]}"
