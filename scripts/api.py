@@ -78,9 +78,9 @@ def serve(args: ApiArguments):
         UserError: the address cannot.
     """
     with importing("api"):
-        from tnn_scripts.common.served import check_address, load_causal, name_of
         from tnn_scripts.serving.app import Limits, Service, build_app
         from tnn_scripts.serving.engine import Engine
+        from tnn_scripts.serving.served import check_address, load_causal, name_of
         from tnn_scripts.serving.server import Server
     check_address(args.host, args.port)
     key = key_of(args)

@@ -5,7 +5,7 @@ the text ends or its user presses Stop. Several users can write at the same time
 
 Example:
     python scripts/serve.py --model_name_or_path outputs/demo
-    python scripts/serve.py --model_name_or_path outputs/demo --host 0.0.0.0 --port 8000 --concurrency_limit 4
+    python scripts/serve.py --model_name_or_path outputs/demo --host 0.0.0.0 --port 8000 --max_batch_size 4
 """
 
 import logging
@@ -21,7 +21,7 @@ def main():
     args = PageArguments(**vars(ProgramParser([PageArguments], __doc__).parse_args()))
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     with importing("scripts,space"):
-        from tnn_scripts.common.page import serve
+        from tnn_scripts.serving.page import serve
     serve(args)
 
 

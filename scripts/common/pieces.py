@@ -8,7 +8,7 @@ is then left out, and a piece that ends within a character waits for the next to
 from collections.abc import Sequence
 
 import torch
-from transformers import PreTrainedTokenizerBase, TextIteratorStreamer, TextStreamer
+from transformers import PreTrainedTokenizerBase, TextStreamer
 
 # What a tokenizer writes for bytes that are no character, or not yet.
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
@@ -85,7 +85,3 @@ class PieceStreamer(TextStreamer):
         self.text += piece
         self.next_tokens_are_prompt = True
         self.on_finalized_text(piece, stream_end=True)
-
-
-class PieceQueue(PieceStreamer, TextIteratorStreamer):
-    """A `PieceStreamer` whose pieces are those of an iterator."""

@@ -17,7 +17,7 @@ GRADIO = "6.31.0"
 PACKAGE = f"modeling-tnn[scripts,space]=={modeling_tnn.__version__}"
 APP = '''"""The page of {repo_id}: it continues texts, beside the kernels of its layers."""
 
-from tnn_scripts.common.page import PageArguments, serve
+from tnn_scripts.serving.page import PageArguments, serve
 
 serve(PageArguments("{repo_id}", host=None, port=None))  # the Space says where
 '''

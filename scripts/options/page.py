@@ -17,7 +17,7 @@ class PageArguments:
     model_name_or_path: str
     max_input_tokens: int = option(8192, "Most tokens of a text that are read; a longer one is read from its end.")
     max_new_tokens: int = 1000
-    concurrency_limit: int = option(2, "Texts that are written at the same time; others wait.")
+    max_batch_size: int = option(32, "Most texts that are written at the same time; others wait.")
     host: str | None = option("127.0.0.1", "Address to listen on; 0.0.0.0 for every address of this machine.")
     port: int | None = option(7860, "Port to listen on.")
     dtype: str = "auto"
@@ -25,4 +25,4 @@ class PageArguments:
 
     def __post_init__(self):
         check_model_path(self.model_name_or_path, tokenizer=True)
-        check_counts(self, "max_input_tokens", "max_new_tokens", "concurrency_limit")
+        check_counts(self, "max_input_tokens", "max_new_tokens", "max_batch_size")

@@ -6,9 +6,9 @@ import time
 from pathlib import Path
 
 from helpers.scripts import free_port
-from tnn_scripts.common.served import load_causal, name_of
 from tnn_scripts.serving.app import Limits, Service, build_app
 from tnn_scripts.serving.engine import Engine
+from tnn_scripts.serving.served import load_causal, name_of
 from tnn_scripts.serving.server import Server
 
 

@@ -146,7 +146,7 @@ def test_space(hub, model_folder, tmp_path, monkeypatch):
     assert all(re.fullmatch(r"[\w-]+==[0-9.]+", line) for line in requirements[1:])
 
     served = []
-    monkeypatch.setattr("tnn_scripts.common.page.serve", served.append)
+    monkeypatch.setattr("tnn_scripts.serving.page.serve", served.append)
     exec(compile(files["app.py"], "app.py", "exec"), {})
     assert [(args.model_name_or_path, args.host, args.port) for args in served] == [("user/paged", None, None)]
 

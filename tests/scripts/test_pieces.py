@@ -1,9 +1,8 @@
-"""Tokenizers that drop a first space or write characters as bytes: the page, chats, `tnn generate`, the API."""
+"""Tokenizers that drop a first space or write characters as bytes: chats, `tnn generate`, the API and the page."""
 
 import functools
 import itertools
 import random
-from threading import Event
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -13,7 +12,6 @@ from helpers.scripts import run, save_model
 from modeling_tnn import TnnForCausalLM
 from modeling_tnn.request import Request
 from tnn_scripts.common.pieces import Pieces
-from tnn_scripts.common.writing import Settings, Writer
 from tnn_scripts.runs.chat import Conversation
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<|stop▁here|>"]
@@ -115,13 +113,11 @@ def test_any_tokens(tokenizer):
         assert not first or written == whole[len(before) :]
 
 
-def test_page_and_chat(folder, tokenizer, monkeypatch, capsys):
+def test_chat(folder, tokenizer, monkeypatch, capsys):
     model = AutoModelForCausalLM.from_pretrained(folder)
     for answer, text in ANSWERS.values():
         with monkeypatch.context() as patch:
             write(patch, answer)
-            *_, last = Writer(model, tokenizer).write("the cat", Settings(len(answer), temperature=0), Event())
-            assert last.text == text
             options = {"max_new_tokens": len(answer), "do_sample": False, "eos_token_id": None}
             assert Conversation(model, tokenizer, None, options).answer("the cat") == text
             assert capsys.readouterr().out == f"{text}\n"

@@ -13,7 +13,6 @@ from helpers.models import exhaustive, tiny_config
 from helpers.scripts import TEXT, run, save_model, table_rows
 from modeling_tnn.tno_auto import build_tno
 from tnn_scripts.common.sampling import sampling
-from tnn_scripts.common.writing import Settings
 
 ROOT = Path(__file__).parents[2]
 
@@ -80,7 +79,6 @@ def test_one_default_of_four_commands():
 
     expected = {"do_sample": True, "temperature": 1.0, "top_p": 0.95, "top_k": 0}
     assert CompletionBody(model="a", prompt="b").sampling() == expected == sampling(TEMPERATURE, TOP_P)
-    assert (Settings().temperature, Settings().top_p) == (TEMPERATURE, TOP_P)
 
 
 @pytest.mark.parametrize("missing", [(), ("pad_token",), ("pad_token", "eos_token")])

@@ -1,221 +1,178 @@
 """Texts that a page writes: alone, side by side, stopped, long, empty. No browser and no Gradio is needed."""
 
+import asyncio
 import copy
-import itertools
 import socket
 import sys
-import threading
 from pathlib import Path
-from threading import Event
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from helpers.api_server import wait_until_idle
 from helpers.scripts import run, save_model
-from tnn_scripts.common.page import PageArguments, draw_kernels, load_writer
-from tnn_scripts.common.sessions import Sessions
-from tnn_scripts.common.writing import THREAD, Draw, Settings, Writer
+from modeling_tnn.request import Request
 from tnn_scripts.plotting.reading import read_model
+from tnn_scripts.serving.engine import Engine
+from tnn_scripts.serving.page import draw_kernels
+from tnn_scripts.serving.served import load_causal
+from tnn_scripts.serving.writer import WAITING, Writer
 
-PROMPT = "The quick brown"
-SETTINGS = Settings(max_new_tokens=12, seed=3)
-
-
-@pytest.fixture(scope="module", params=["rpe", "rtf"])
-def folder(request, tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("model"), tno_type=request.param)
+PROMPT, LONG = "The quick brown", 5000
 
 
 @pytest.fixture(scope="module")
-def writer(folder) -> Writer:
-    return load_writer(PageArguments(str(folder), max_input_tokens=40, max_new_tokens=5000, device="cpu"))
+def folder(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("model"), tno_type="rpe")
 
 
-def written(writer: Writer, prompt: str = PROMPT, settings: Settings = SETTINGS):
-    *_, last = writer.write(prompt, settings, Event())
-    return last
+@pytest.fixture(scope="module")
+def writer(folder):
+    model, tokenizer = load_causal(str(folder), "auto", "cpu")
+    engine = Engine(model, max_batch_size=2, max_waiting=1)
+    yield Writer(engine, tokenizer, max_input_tokens=40)
+    engine.close()
 
 
-def generating() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith(THREAD)]
+@pytest.fixture(autouse=True)
+def nothing_is_left(request):
+    yield
+    if "writer" in request.fixturenames:
+        writer = request.getfixturevalue("writer")
+        wait_until_idle(writer)
+        assert not writer.texts
 
 
-def test_the_likeliest_text_is_that_of_generate(writer, folder):
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    ids = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
-    output = model.generate(ids, max_new_tokens=12, do_sample=False)
-    last = written(writer, settings=Settings(max_new_tokens=12, temperature=0))
-    assert last.text == tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
-    assert (last.read, last.new_tokens, last.is_cut) == (ids.shape[1], 12, False)
-    assert last.end == "Reached max_new_tokens." and "wrote 12 tokens at" in str(last)
+def begin(writer: Writer, session: str = "one", prompt: str = PROMPT, most: int = 12, top_p=0.95, seed=3, **settings):
+    return writer.write(session, prompt, most, settings.get("temperature", 1.0), top_p, seed)
 
 
-def test_a_seed_gives_a_text(writer):
-    texts = [written(writer, settings=Settings(max_new_tokens=12, seed=seed)).text for seed in (1, 2, 1)]
-    assert texts[0] == texts[2] != texts[1]
-    before = torch.get_rng_state()
-    written(writer)
-    assert torch.equal(before, torch.get_rng_state()), "the random numbers of the process have no part in it"
+async def states_of(states) -> list[tuple[str, str]]:
+    return [state async for state in states]
 
 
-def test_draws_have_the_probabilities_of_the_softmax():
-    scores = torch.tensor([[0.0, 1.0, -1.0, float("-inf"), 2.0]])
-    draw = Draw(0, scores.device)
-    tokens = torch.cat([draw(None, scores).argmax(-1) for _ in range(20_000)])
-    shares = tokens.bincount(minlength=5) / len(tokens)
-    torch.testing.assert_close(shares, scores.softmax(-1)[0], rtol=0, atol=0.015)
-    assert shares[3] == 0
+def written(*given, **settings) -> tuple[str, str]:
+    """The last state."""
+    return asyncio.run(states_of(begin(*given, **settings)))[-1]
 
 
-def test_temperature_and_top_p(writer):
-    """A hot text is another one, and of the smallest share only the likeliest token is left."""
-    likeliest = written(writer, settings=Settings(max_new_tokens=12, temperature=0)).text
-    assert written(writer, settings=Settings(max_new_tokens=12, top_p=1e-6)).text == likeliest
-    assert written(writer, settings=Settings(max_new_tokens=12, temperature=5.0, top_p=1.0)).text != likeliest
+def generated(writer: Writer, prompt: str, seed: int | None = None, **options) -> str:
+    """The text of `generate` in transformers."""
+    ids = writer.tokenizer(prompt, return_tensors="pt")["input_ids"][:, -writer.max_input_tokens :]
+    with torch.random.fork_rng():
+        torch.manual_seed(seed or 0)
+        output = writer.engine.scheduler.model.generate(ids, max_new_tokens=12, do_sample=seed is not None, **options)
+    return writer.tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
 
 
-def test_texts_side_by_side_are_those_alone(writer):
-    """Token by token in turns, from generations that run at the same time."""
-    wanted = [("The quick brown", 1), ("Pack my box", 2), ("The quick brown", 3)]
-    settings = [Settings(max_new_tokens=25, seed=seed) for _, seed in wanted]
-    alone = [written(writer, prompt, each).text for (prompt, _), each in zip(wanted, settings, strict=True)]
-    running = [writer.write(prompt, each, Event()) for (prompt, _), each in zip(wanted, settings, strict=True)]
-    turns = list(itertools.zip_longest(*running))
-    assert [[state for state in states if state][-1].text for states in zip(*turns, strict=True)] == alone
-    assert len(set(alone)) == 3
+def test_texts_are_those_of_generate(writer):
+    """The likeliest ones and those of a seed, temperature and top_p."""
+    text, line = written(writer, temperature=0)
+    assert (
+        text == generated(writer, PROMPT) and "wrote 12 tokens at" in line and line.endswith("Reached max_new_tokens.")
+    )
+    assert line.startswith(f"Read {len(writer.tokenizer(PROMPT)['input_ids'])} tokens in ")
+    settings = {"temperature": 1.5, "top_p": 0.8}
+    texts = [written(writer, seed=seed, **settings)[0] for seed in (1, 2)]
+    assert texts == [generated(writer, PROMPT, seed, top_k=0, **settings) for seed in (1, 2)]
+    assert len({text, *texts}) == 3
 
 
 def test_a_text_streams(writer):
-    """A state for each token; every text begins as the one before."""
-    states = list(writer.write(PROMPT, Settings(max_new_tokens=200), Event()))
-    assert len({state.text for state in states}) > 2 and len(states) >= 200
-    for state, following in itertools.pairwise(states):
-        assert following.text.startswith(state.text) and following.new_tokens >= state.new_tokens
-    assert not any(state.end for state in states[:-1])
+    """Every text begins as the one before."""
+    states = asyncio.run(states_of(begin(writer, most=400)))
+    assert states[0] == ("", WAITING) and len({text for text, _ in states}) > 3
+    assert all(after.startswith(before) for (before, _), (after, _) in zip(states, states[1:], strict=False))
+    assert not any("Reached" in line for _, line in states[:-1])
 
 
 def test_stop(writer):
-    """Soon, though thousands of tokens were asked for; the thread is gone."""
-    stop, states = Event(), []
-    for state in writer.write(PROMPT, Settings(max_new_tokens=5000), stop):
-        states.append(state)
-        if len(states) == 3:
-            stop.set()
-    assert states[-1].end == "Stopped." and states[-1].new_tokens < 500
-    assert not generating()
+    """Of a text that is written and of one that waits."""
+
+    async def stop_both():
+        texts = [begin(writer, name, most=LONG) for name in ("one", "two", "three")]
+        for states in texts[:2]:
+            await anext(states), await anext(states)  # it is written
+        ends = [asyncio.create_task(states_of(states)) for states in texts]
+        while not writer.engine.scheduler.num_waiting:
+            await asyncio.sleep(0.01)
+        full = (await states_of(begin(writer, "four")))[-1]
+        for name in ("three", "nobody", "one", "two"):
+            writer.stop(name)
+        return full, [(await end)[-1] for end in ends]
+
+    (_, full), states = asyncio.run(stop_both())
+    assert full == "1 texts are waiting for their turn. Try again later."
+    assert all(line.endswith("Stopped.") for _, line in states) and sorted(bool(text) for text, _ in states)[1:] == [
+        1,
+        1,
+    ]
+
+
+def test_a_new_text_takes_the_place_of_the_last_one(writer):
+    """Which shows nothing of it any more; those of others go on."""
+
+    async def write_again():
+        first, other = begin(writer, most=LONG), begin(writer, "two", most=100)
+        for states in (first, other):
+            await anext(states), await anext(states)
+        second = await states_of(begin(writer))
+        return await states_of(first), second[-1], (await states_of(other))[-1]
+
+    first, second, other = asyncio.run(write_again())
+    assert first == [] and second[0] == written(writer)[0] and "wrote 100 tokens" in other[1]
 
 
 def test_a_reader_who_leaves_ends_the_text(writer):
-    stop = Event()
-    states = writer.write(PROMPT, Settings(max_new_tokens=5000), stop)
-    next(states)
-    assert generating()
-    states.close()
-    assert stop.is_set() and not generating()
+    async def leave():
+        states = begin(writer, most=LONG)
+        await anext(states), await anext(states)
+        await states.aclose()
+
+    asyncio.run(leave())
 
 
-def test_an_error_while_it_writes_reaches_the_reader(writer, monkeypatch):
-    monkeypatch.setattr(writer.model, "generate", lambda *ids, **options: 1 / 0)
+def test_an_error_reaches_the_reader(writer, monkeypatch):
+    monkeypatch.setattr(Request, "choose", lambda *given: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        list(writer.write(PROMPT, SETTINGS, Event()))
-    assert not generating()
+        written(writer)
 
 
 def test_the_end_of_a_text(writer, monkeypatch):
     """A token that ends texts, here the first that would come."""
-    ids, _ = writer.read(PROMPT)
-    first = writer.model.generate(ids, max_new_tokens=1, do_sample=False)[0, -1].item()
-    monkeypatch.setattr(writer.model.generation_config, "eos_token_id", first)
-    last = written(writer, settings=Settings(max_new_tokens=12, temperature=0))
-    assert (last.new_tokens, last.end) == (1, "The model ended the text.")
+    model = writer.engine.scheduler.model
+    ids = torch.tensor([writer.read(PROMPT)[0]])
+    first = model.generate(ids, max_new_tokens=1, do_sample=False)[0, -1].item()
+    monkeypatch.setattr(model.generation_config, "eos_token_id", first)
+    assert written(writer, temperature=0)[1].endswith("wrote 1 token. The model ended the text.")
 
 
 @pytest.mark.parametrize("copies", [20, 3000])
 def test_a_long_text_is_read_from_its_end(writer, copies):
     """Of many characters the tokenizer sees the last alone."""
-    last = written(writer, f"{PROMPT} fox. " * copies, Settings(max_new_tokens=8, temperature=0))
-    assert (last.read, last.is_cut) == (40, True)
-    assert "Read the last 40 tokens" in str(last) and "longer than this page reads" in str(last)
-    ids = writer.tokenizer(f"{PROMPT} fox. " * 20, return_tensors="pt")["input_ids"][:, -40:]
-    output = writer.model.generate(ids, max_new_tokens=8, do_sample=False)
-    assert last.text == writer.tokenizer.decode(output[0, 40:], skip_special_tokens=True)
-
-
-def test_no_text(writer):
-    with pytest.raises(ValueError, match="The text must be text in UTF-8"):
-        list(writer.write("a\ud800", SETTINGS, Event()))
-    with pytest.raises(ValueError, match="The text is empty: write something"):
-        list(writer.write("", SETTINGS, Event()))
+    prompt = f"{PROMPT} fox. " * copies
+    text, line = written(writer, prompt=prompt, temperature=0)
+    assert "Read the last 40 tokens" in line and "longer than this page reads" in line
+    assert text == generated(writer, f"{PROMPT} fox. " * 20)
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("given", "message"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens must be a whole number from 1 up, got 0"),
-        ({"max_new_tokens": 2.5}, "max_new_tokens must be a whole number"),
-        ({"max_new_tokens": 5001}, "max_new_tokens must be at most 5,000, got 5001"),
-        ({"seed": -1}, "seed must be a whole number from 0 up, got -1"),
-        ({"seed": None}, "seed must be a whole number from 0 up, got None"),
-        ({"seed": 2**64}, "seed must be a whole number"),
-        ({"temperature": -0.1}, "temperature must be 0 or more, got -0.1"),
-        ({"temperature": float("nan")}, "temperature must be 0 or more"),
-        ({"top_p": 0}, "top_p must be above 0 and at most 1, got 0"),
-        ({"top_p": None}, "top_p must be above 0"),
+        ({"prompt": "a\ud800"}, "The text must be text in UTF-8"),
+        ({"prompt": ""}, "The text is empty: write something"),
+        ({"temperature": float("nan")}, "`temperature`"),  # a browser cannot send it
     ],
 )
-def test_settings_that_are_refused(writer, settings, message):
-    """Also by a request that does not come from the page."""
-    with pytest.raises(ValueError, match=message):
-        list(writer.write(PROMPT, Settings(**settings), Event()))
-    given = Settings.__dataclass_fields__ | settings
-    given = [getattr(value, "default", value) for value in given.values()]
-    ((text, line),) = Sessions(writer).write("one", PROMPT, *given)
-    assert text == "" and message.split(",")[0] in line
-
-
-def test_a_new_text_of_a_session_ends_the_one_before(writer):
-    """And shows nothing of it any more; those of others go on."""
-    sessions = Sessions(writer)
-    sessions.begin("one"), sessions.begin("two")
-    first = sessions.write("one", PROMPT, 5000, 1.0, 0.95, 0)
-    other = sessions.write("two", PROMPT, 25, 1.0, 0.95, 0)
-    next(first), next(other)
-    assert sessions.begin("one")[0] == ""
-    assert list(first) == []
-    second = sessions.write("one", PROMPT, 12, 1.0, 0.95, 3)
-    assert list(second)[-1][0] == written(writer).text
-    assert "wrote 25 tokens" in list(other)[-1][1]
-    assert not sessions.stops and not generating()
-
-
-def test_stop_of_a_session(writer):
-    sessions = Sessions(writer)
-    sessions.begin("one")
-    sessions.stop("one"), sessions.stop("nobody")  # while it waits
-    *_, (_, line) = sessions.write("one", PROMPT, 5000, 1.0, 0.95, 0)
-    assert "wrote 1 token. Stopped." in line
-    running = sessions.write("one", PROMPT, 5000, 1.0, 0.95, 0)
-    next(running)
-    sessions.stop("one")
-    assert "Stopped." in list(running)[-1][1]
-    assert not sessions.stops and not generating()
-
-
-@pytest.mark.parametrize("leave", [lambda sessions: sessions.leave("one"), Sessions.leave_all])
-def test_a_page_that_is_closed_ends_its_text(writer, leave):
-    sessions = Sessions(writer)
-    sessions.begin("one")
-    running = sessions.write("one", PROMPT, 5000, 1.0, 0.95, 0)
-    next(running)
-    leave(sessions)
-    assert list(running) == [] and not sessions.stops and not generating()
+def test_what_cannot_be_written(writer, given, message):
+    text, line = written(writer, **given)
+    assert text == "" and message in line
 
 
 def test_pictures_of_the_kernels(tmp_path):
     """Of a model in another precision, which it keeps."""
     folder = save_model(tmp_path / "model", tno_type="rpe", num_hidden_layers=1)
-    model = load_writer(PageArguments(str(folder), dtype="bfloat16")).model
+    model, _ = load_causal(str(folder), "bfloat16", None)
     kernels, _ = read_model(model.base_model, 32)
     expected, _ = read_model(copy.deepcopy(model).float().base_model, 32)
     assert (kernels[0].taps == expected[0].taps).all() and model.dtype == torch.bfloat16
@@ -230,7 +187,7 @@ def test_a_model_that_has_no_page(tmp_path):
     config = (folder / "config.json").read_text()
     (folder / "config.json").write_text(config.replace('"causal": true', '"causal": false'))
     with pytest.raises(ValueError, match="is a bidirectional TNN: only a causal TNN"):
-        load_writer(PageArguments(str(folder)))
+        load_causal(str(folder), "auto", None)
 
 
 def test_without_gradio(monkeypatch):
@@ -243,7 +200,7 @@ def test_without_gradio(monkeypatch):
 
 def test_an_address_that_is_taken(monkeypatch):
     """It is said before the model is loaded."""
-    monkeypatch.setattr("tnn_scripts.common.page.import_gradio", lambda: None)
+    monkeypatch.setattr("tnn_scripts.serving.page.import_gradio", lambda: None)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         done = run("serve.py", "--model_name_or_path", "nowhere", "--port", port, check=False)
@@ -252,7 +209,7 @@ def test_an_address_that_is_taken(monkeypatch):
 
 @pytest.mark.parametrize("program", ["serve.py", "api.py"])
 def test_a_port_that_is_none(program, monkeypatch):
-    monkeypatch.setattr("tnn_scripts.common.page.import_gradio", lambda: None)
+    monkeypatch.setattr("tnn_scripts.serving.page.import_gradio", lambda: None)
     done = run(program, "--model_name_or_path", "nowhere", "--port", 70000, check=False)
     assert done.returncode == 2 and "error: --port must be from 0 to 65535, got 70000" in done.stderr
 
@@ -280,7 +237,7 @@ def test_the_demo_without_gradio(monkeypatch, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("name", ["max_input_tokens", "max_new_tokens", "concurrency_limit"])
+@pytest.mark.parametrize("name", ["max_input_tokens", "max_new_tokens", "max_batch_size"])
 def test_limits_that_are_none(name):
     done = run("serve.py", "--model_name_or_path", "nowhere", f"--{name}", 0, check=False)
     assert done.returncode == 2 and f"--{name} must be at least 1, got 0" in done.stderr

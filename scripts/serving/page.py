@@ -13,18 +13,21 @@ from types import ModuleType
 
 from transformers import PreTrainedModel
 
-from tnn_scripts.common.served import check_address, load_causal
-from tnn_scripts.common.sessions import Sessions
-from tnn_scripts.common.writing import Settings, Writer
+from tnn_scripts.common.sampling import TEMPERATURE, TOP_P
 from tnn_scripts.options.page import PageArguments
 from tnn_scripts.plotting import figures
 from tnn_scripts.plotting.reading import read_model
+from tnn_scripts.serving.engine import Engine
+from tnn_scripts.serving.served import check_address, load_causal
+from tnn_scripts.serving.writer import Writer
 
 logger = logging.getLogger("page")
 # Rows and columns of the matrices that are drawn, and the resolution of the pictures.
 MATRIX_SIZE, DPI = 64, 100
 # Texts that wait for their turn; who comes after these is told to come back.
 QUEUE = 32
+# The largest seed that a browser does not round.
+MAX_SEED = 2**53 - 1
 FONTS = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}
 
 
@@ -40,16 +43,6 @@ def import_gradio() -> ModuleType:
     except ImportError as error:
         raise ImportError(f'a page needs gradio ({error}): pip install "modeling-tnn[space]"') from error
     return gradio
-
-
-def load_writer(args: PageArguments) -> Writer:
-    """The model and its tokenizer.
-
-    Raises:
-        ValueError: it is no causal TNN, or its tokenizer is that of another model.
-    """
-    model, tokenizer = load_causal(args.model_name_or_path, args.dtype, args.device)
-    return Writer(model, tokenizer, args.max_input_tokens, args.max_new_tokens)
 
 
 def draw_kernels(model: PreTrainedModel, folder: Path) -> list[tuple[str, str]]:
@@ -73,22 +66,22 @@ def describe(model: PreTrainedModel) -> str:
 
 
 def build_settings(gr: ModuleType, most: int) -> list:
-    """Where a user chooses the fields of `Settings`, in their order."""
-    default = Settings()
+    """Where a user chooses the settings of a text, in the order of `Writer.write`. Gradio refuses other values."""
     with gr.Row():
-        tokens = gr.Slider(1, most, min(default.max_new_tokens, most), step=1, label="max_new_tokens", min_width=150)
-        seed = gr.Number(default.seed, precision=0, label="seed", min_width=150)
+        tokens = gr.Slider(1, most, min(100, most), step=1, precision=0, label="max_new_tokens", min_width=150)
+        seed = gr.Number(0, precision=0, minimum=0, maximum=MAX_SEED, label="seed", min_width=150)
     with gr.Row():
-        temperature = gr.Slider(0, 2, default.temperature, step=0.05, label="temperature", min_width=150)
-        top_p = gr.Slider(0.05, 1, default.top_p, step=0.05, label="top_p", min_width=150)
+        temperature = gr.Slider(0, 2, TEMPERATURE, step=0.05, label="temperature", min_width=150)
+        top_p = gr.Slider(0.05, 1, TOP_P, step=0.05, label="top_p", min_width=150)
     return [tokens, temperature, top_p, seed]
 
 
-def build_page(name: str, sessions: Sessions, pictures: list[tuple[str, str]], concurrency_limit: int):
+def build_page(name: str, writer: Writer, pictures: list[tuple[str, str]], max_new_tokens: int):
     """The Gradio page of a model, with pictures of its kernels."""
     gr = import_gradio()
+    write, stop = handlers(gr, writer)
     with gr.Blocks(title=name, analytics_enabled=False, fill_width=True) as page:
-        gr.Markdown(f"# {name}\n{describe(sessions.writer.model)}")
+        gr.Markdown(f"# {name}\n{describe(writer.engine.scheduler.model)}")
         with gr.Row():
             with gr.Column(scale=2, min_width=340):
                 prompt = gr.Textbox(label="Text", lines=4, max_lines=12, autofocus=True)
@@ -97,37 +90,32 @@ def build_page(name: str, sessions: Sessions, pictures: list[tuple[str, str]], c
                     end = gr.Button("Stop", min_width=120)
                 output = gr.Textbox(label="What follows", lines=8, max_lines=16, buttons=["copy"], elem_id="text")
                 status = gr.Markdown(elem_id="status")
-                settings = build_settings(gr, sessions.writer.max_new_tokens)
+                settings = build_settings(gr, max_new_tokens)
             with gr.Column(scale=3, min_width=340), gr.Tabs():
                 for file, label in pictures:
                     with gr.Tab(label):
                         gr.Image(file, show_label=False, interactive=False, buttons=["fullscreen"])
-        begin, write, stop, leave = handlers(gr, sessions)
-        shown = {"outputs": [output, status], "show_progress": "hidden"}
-        begun = gr.on([start.click, prompt.submit], begin, queue=False, api_visibility="private", **shown)
-        # A second text of a page is not ignored: it ends the first.
-        begun.then(write, [prompt, *settings], concurrency_limit=concurrency_limit, trigger_mode="multiple", **shown)
+        # Texts wait in the engine. A second text of a page is not ignored: it ends the first.
+        gr.on(
+            [start.click, prompt.submit], write, [prompt, *settings], [output, status], show_progress="hidden",
+            concurrency_limit=None, trigger_mode="multiple", api_visibility="private",
+        )  # fmt: skip
         end.click(stop, queue=False, api_visibility="private")
-        page.unload(leave)
-    return page.queue(max_size=QUEUE)
+        page.unload(stop)
+    return page.queue()
 
 
-def handlers(gr: ModuleType, sessions: Sessions) -> list[Callable]:
-    """The methods of `sessions` for Gradio, which says by the annotation of a request whose it is."""
+def handlers(gr: ModuleType, writer: Writer) -> list[Callable]:
+    """The methods of `writer` for Gradio, which says by the annotation of a request whose it is."""
 
-    def begin(request: gr.Request):
-        return sessions.begin(request.session_hash)
+    async def write(prompt, max_new_tokens, temperature, top_p, seed, request: gr.Request):
+        async for state in writer.write(request.session_hash, prompt, max_new_tokens, temperature, top_p, seed):
+            yield state
 
-    def write(prompt, max_new_tokens, temperature, top_p, seed, request: gr.Request):
-        yield from sessions.write(request.session_hash, prompt, max_new_tokens, temperature, top_p, seed)
+    async def stop(request: gr.Request):
+        writer.stop(request.session_hash)
 
-    def stop(request: gr.Request):
-        sessions.stop(request.session_hash)
-
-    def leave(request: gr.Request):
-        sessions.leave(request.session_hash)
-
-    return [begin, write, stop, leave]
+    return [write, stop]
 
 
 def serve(args: PageArguments):
@@ -141,21 +129,22 @@ def serve(args: PageArguments):
     gr = import_gradio()
     check_address(args.host, args.port)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # Gradio asks itself whether it is there
-    writer = load_writer(args)
-    sessions = Sessions(writer)
+    model, tokenizer = load_causal(args.model_name_or_path, args.dtype, args.device)
+    engine = Engine(model, max_batch_size=args.max_batch_size, max_waiting=QUEUE)
+    writer = Writer(engine, tokenizer, args.max_input_tokens)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["GRADIO_TEMP_DIR"] = folder
-        logger.info("drawing the kernels of %d layers", writer.model.config.num_hidden_layers)
-        pictures = draw_kernels(writer.model, Path(folder))
-        page = build_page(Path(args.model_name_or_path).resolve().name, sessions, pictures, args.concurrency_limit)
+        logger.info("drawing the kernels of %d layers", model.config.num_hidden_layers)
+        pictures = draw_kernels(model, Path(folder))
+        page = build_page(Path(args.model_name_or_path).resolve().name, writer, pictures, args.max_new_tokens)
         _, url, _ = page.launch(
             server_name=args.host, server_port=args.port, theme=gr.themes.Default(**FONTS), footer_links=[],
             prevent_thread_lock=True, quiet=True, ssr_mode=False, max_file_size=0, enable_monitoring=False,
-            run_history=False,
+            run_history=False, max_threads=args.max_batch_size + QUEUE,
         )  # fmt: skip
         logger.info("serving %s at %s; Ctrl-C ends it", args.model_name_or_path, url)
         try:
             threading.Event().wait()
         finally:
-            sessions.leave_all()
+            engine.close()
             page.close(verbose=False)
