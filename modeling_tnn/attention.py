@@ -10,7 +10,8 @@ Positions: rotary ones are counted from the first real token of each text. Witho
 positions: Toeplitz layers carry them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -35,7 +36,7 @@ from .cache_tnn import check_rows, refuse_backward
 from .layer_types import FULL, SLIDING, has_attention
 from .linear import apply_linear
 from .numerics import without_narrowing
-from .packing_recorded import Documents
+from .packing import Batches, Documents
 
 MASKS = {
     (FULL, True): create_causal_mask,
@@ -52,10 +53,12 @@ class View(NamedTuple):
         mask: as `attn_implementation` takes it, `(B, 1, L, S)` for most.
         rotation: the cosines and sines of the positions, `(B, L, d_h)` or `(1, L, d_h)` each; None without rotary
             positions.
+        batches: the documents of packed rows outside of graphs; `mask` then has a mask for each batch.
     """
 
-    mask: torch.Tensor | None
+    mask: torch.Tensor | list[torch.Tensor | None] | None
     rotation: tuple[torch.Tensor, torch.Tensor] | None
+    batches: Batches | None = None
 
 
 class TnnAttention(nn.Module):
@@ -91,7 +94,10 @@ class TnnAttention(nn.Module):
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         options = {"scaling": self.scaling, "sliding_window": self.sliding_window}
         options |= {"dropout": self.dropout if self.training else 0.0}
-        mixed, weights = attend(self, query, key, value, view.mask, **options)  # (B, L, H, d_h)
+        attend = partial(attend, self, **options)
+        if view.batches is not None:
+            return apply_linear(self.o_proj, attend_apart(attend, (query, key, value), view)), None
+        mixed, weights = attend(query, key, value, view.mask)  # (B, L, H, d_h)
         return apply_linear(self.o_proj, mixed.flatten(2)), weights
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
@@ -108,11 +114,27 @@ class TnnAttention(nn.Module):
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 
+def attend_apart(attend: Callable[..., tuple], heads: Sequence[torch.Tensor], view: View) -> torch.Tensor:
+    """What each document of packed rows recalls, `(B, L, H d_h)`, from its queries, keys and values in `heads`."""
+    tokens = torch.cat([one.transpose(1, 2) for one in heads], dim=2)  # (B, L, H + 2G, d_h)
+    counts, sizes = [one.shape[1] for one in heads], tokens.shape[2:]
+    mixed = []
+    for part, mask in zip(view.batches.split(tokens.flatten(2)), view.mask, strict=True):
+        part = part.unflatten(2, sizes).transpose(1, 2).split(counts, dim=1)  # (N, H, M, d_h), and twice with G
+        mixed.append(attend(*part, mask)[0].flatten(2))
+    return view.batches.join(mixed, tokens.shape[:2])
+
+
 class TnnRotaryEmbedding(LlamaRotaryEmbedding):
     """Rotary positions, whose frequencies stay in float32 when the model gets another dtype."""
 
     def _apply(self, fn, recurse=True):
         return super()._apply(without_narrowing(fn, self.buffers()), recurse)
+
+
+def has_flash_attention(config: PreTrainedConfig) -> bool:
+    """Whether layers have attention by a product that takes no mask but that of padding."""
+    return has_attention(config) and "flash" in config._attn_implementation
 
 
 def build_rotary(config: PreTrainedConfig) -> TnnRotaryEmbedding | None:
@@ -158,20 +180,26 @@ def views_of_layers(
     Args:
         attention_mask: `(B, past + L)`, 0 at padding; or the masks of a step of fixed shape, by kind of layer.
         positions: those of the tokens, `(B, L)` or `(1, L)`; None without rotary positions.
-        documents: those of packed rows in a graph.
+        documents: those of packed rows.
     """
     kinds = [getattr(getattr(layer, "attention", None), "kind", None) for layer in layers]
     found = {kind: index for index, kind in reversed([*enumerate(kinds)]) if kind is not None}
     if not found:
         return kinds
     rotation = None if model.rotary is None else model.rotary(hidden_states, positions)
-    masks = attention_mask
-    if not isinstance(masks, dict):
+    masks, batches = attention_mask, None if documents is None else documents.batches
+    if batches is not None:
+        like = [hidden_states.new_empty(*shape, 0) for shape in batches.shapes]
+        pairs = [*zip(like, batches.real, strict=True)]
+        masks = {
+            kind: [mask_of(kind, model.config, *pair, None, index) for pair in pairs] for kind, index in found.items()
+        }
+    elif not isinstance(masks, dict):
         masks = {
             kind: mask_of(kind, model.config, hidden_states, attention_mask, past_key_values, index, documents)
             for kind, index in found.items()
         }
-    return [None if kind is None else View(masks[kind], rotation) for kind in kinds]
+    return [None if kind is None else View(masks[kind], rotation, batches) for kind in kinds]
 
 
 def mask_of(
@@ -193,6 +221,6 @@ def mask_of(
     if config.causal:
         given |= {CACHE: past_key_values, "layer_idx": layer_idx}
     if documents is not None:
-        number = documents.starts.to(hidden_states.device).cumsum(dim=1)  # of the document of each token
+        number = documents.numbers(hidden_states.device)
         given["and_mask_function"] = lambda row, head, query, key: number[row, query] == number[row, key]
     return MASKS[kind, config.causal](**given)

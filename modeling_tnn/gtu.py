@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 from .gating import Gate
 from .linear import apply_channel_major, apply_linear, apply_together
 from .norms import build_norm
-from .packing_recorded import Documents
+from .packing import Documents
 from .padding import first_real_token, roll
 from .tno import ToeplitzOperator
 from .tno_auto import build_tno

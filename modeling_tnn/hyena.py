@@ -36,7 +36,7 @@ from .gtu import mix_tokens
 from .linear import apply_channel_major, apply_linear
 from .norms import RootRMSNorm, build_norm
 from .numerics import compute_dtype
-from .packing_recorded import Documents
+from .packing import Documents
 from .tno import ToeplitzOperator
 from .tno_auto import build_tno
 
@@ -70,15 +70,25 @@ class ShortConvolution(ToeplitzOperator):
         lowest = 0 if self.causal else 1 - length
         return pad(taps, (self.first - lowest, length - self.kernel_length()))  # negative numbers cut
 
-    def matmul(self, v: torch.Tensor) -> torch.Tensor:
-        """The product by definition: m shifted copies. For so few taps a transform would take longer."""
+    def matmul(self, v: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
+        """The product by definition: m shifted copies. For so few taps a transform would take longer.
+
+        In packed rows no copy goes beyond its document.
+        """
         taps = self.taps.to(compute_dtype(torch.promote_types(v.dtype, self.taps.dtype)))
         length, count = v.shape[1], taps.shape[1]
         x = v.permute(2, 0, 1).to(taps.dtype)  # (3D, B, L), as `apply_channel_major` lays it
-        whole = pad(x, (count - 1 + self.first, -self.first))  # (3D, B, L + m - 1)
-        shifted = (whole[..., count - 1 - lag : count - 1 - lag + length] for lag in range(count))
-        y = sum(x * tap[:, None, None] for x, tap in zip(shifted, taps.unbind(1), strict=True))
-        return y.to(v.dtype).permute(1, 2, 0)
+        around = (count - 1 + self.first, -self.first)
+        begins = range(count - 1, -1, -1)  # of the copies, by their lag, among the L + m - 1 positions of `whole`
+        whole = pad(x, around)
+        copies = (whole[..., begin : begin + length] for begin in begins)
+        terms = (copy * tap[:, None, None] for copy, tap in zip(copies, taps.unbind(1), strict=True))
+        if documents is not None:
+            own = documents.numbers(v.device)  # (B, L)
+            numbers = pad(own, around)
+            same = (numbers[:, begin : begin + length] == own for begin in begins)
+            terms = (term.where(one, 0) for term, one in zip(terms, same, strict=True))
+        return sum(terms).to(v.dtype).permute(1, 2, 0)
 
     def forward(
         self,
@@ -91,14 +101,14 @@ class ShortConvolution(ToeplitzOperator):
 
         Args:
             gate: holds the mask of padding.
-            kernel: the documents of packed rows in a graph.
+            kernel: the documents of packed rows.
 
         Raises:
             ValueError: the cache is offloaded to the host between layers.
         """
         with maybe_autocast(device_type=v.device.type, enabled=False):
             if past_key_values is None:
-                mixed = self.gated_matmul(v, gate, kernel)
+                mixed = self.matmul(gate.inputs(v), kernel)
             else:
                 # Not through `Cache.update`, which would take the layer to be done.
                 if past_key_values.offloading:

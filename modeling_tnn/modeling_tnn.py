@@ -39,7 +39,7 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .attention import TnnAttention, View, build_rotary, views_of_layers
+from .attention import TnnAttention, View, build_rotary, has_flash_attention, views_of_layers
 from .cache_checks import check_cache
 from .cache_name import CACHE, takes_cache, with_cache_as
 from .configuration_tnn import TnnConfig
@@ -62,13 +62,13 @@ from .inputs import (
     require_tensor,
     take_options,
 )
-from .layer_types import TOEPLITZ
+from .layer_types import TOEPLITZ, has_attention
 from .linear import apply_linear, apply_together
 from .loss import language_model_head
 from .mixer_types import GTU, HYENA, S4
 from .norms import NORM_POSITIONS, GatedRMSNorm, LayerNorm, ScaleNorm, build_final_norm, build_norm, with_mask
-from .packing import check_one_document, forward_packed, split_packed
-from .packing_recorded import Documents, documents_of_graph
+from .numerics import keeps_products
+from .packing import Documents, check_one_document, documents_of
 from .padding import (
     check_attention_mask,
     check_pooled_whole,
@@ -148,6 +148,8 @@ class TnnBlock(GradientCheckpointingLayer):
             return self.mix(hidden_states, attention_mask, past_key_values, kernel, view)
         if self.gtu is None or layout_of([self]) is not None:  # hooks that record attention; exchange of processes
             return self.mix(hidden_states, attention_mask, None, kernel, view)
+        if isinstance(kernel, Documents):  # the graph finds them
+            kernel = kernel._replace(batches=None, kernel=None)
         return self.regions(TnnBlock.mix, self, hidden_states, attention_mask, None, kernel)
 
     def mix(
@@ -327,19 +329,17 @@ class TnnModel(TnnPreTrainedModel):
             require_tensor("attention_mask", attention_mask, "(B, past + L)")
         tokens = inputs_embeds if input_ids is None else input_ids
         boundaries = (position_ids, kwargs.get("seq_idx"), kwargs.get("cu_seq_lens_q"))
-        recorded = documents_of_graph(self, past_key_values, use_cache, tokens, attention_mask, *boundaries)
-        together = self.training and self.config.norm_type == "batchnorm"
-        documents = None if recorded is not None else split_packed(tokens, attention_mask, *boundaries, together)
-        if documents is None:
-            kwargs |= {"inputs_embeds": inputs_embeds, "past_key_values": past_key_values, "documents": recorded}
-            kwargs |= {"use_cache": use_cache if recorded is None else False, "position_ids": position_ids}
-            return self._forward(input_ids, attention_mask, return_dict=True, **kwargs)
-        if self.config.causal and (use_cache or past_key_values is not None):
-            raise ValueError(
-                "A row must be one document when a cache is used, got several (by `position_ids`, `seq_idx` or "
-                "`cu_seq_lens_q`). Leave out past_key_values and use_cache, or pad instead of packing."
-            )
-        return forward_packed(self._forward, documents, input_ids, attention_mask, inputs_embeds, **kwargs)
+        cached = (self.config.use_cache and not self.training) if use_cache is None else use_cache
+        cached = self.config.causal and (cached or past_key_values is not None)
+        # A cache needs to know whether rows are one document, and flash attention takes no mask that separates them.
+        in_graph = keeps_products() and not cached and not has_flash_attention(self.config)
+        documents = documents_of(tokens, attention_mask, *boundaries, in_graph=in_graph)
+        if documents is not None:
+            check_packed(self.config, past_key_values, use_cache, kwargs.get("output_attentions"))
+            use_cache = False
+        kwargs |= {"inputs_embeds": inputs_embeds, "past_key_values": past_key_values, "documents": documents}
+        kwargs |= {"use_cache": use_cache, "position_ids": position_ids}
+        return self._forward(input_ids, attention_mask, return_dict=True, **kwargs)
 
     @merge_with_config_defaults
     @capture_outputs
@@ -354,7 +354,7 @@ class TnnModel(TnnPreTrainedModel):
         documents: Documents | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPast:
-        """The hidden states of rows that hold one text each, or in a graph the `documents`."""
+        """The hidden states of rows that hold one document each, or several `documents`."""
         first = first_layer(self.layers)
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
@@ -397,13 +397,36 @@ class TnnModel(TnnPreTrainedModel):
             hidden_states = self.dropout(self.embed_norm(hidden_states))
         given = {"attention_mask": attention_mask, "past_key_values": past_key_values}
         layers = self.layers[: self.config.num_hidden_layers]
-        kernels = [None] * len(layers) if past_length or ready else kernels_of_layers(layers, hidden_states)
+        kernels = [None] * len(layers)
+        in_regions = documents is not None and self.training and any(layer.regions for layer in layers)
+        if not (past_length or ready or in_regions):  # a region makes the kernels of packed rows itself
+            longest = hidden_states if documents is None else hidden_states[:, : documents.longest]
+            kernels = kernels_of_layers(layers, longest)
         views = views_of_layers(self, layers, hidden_states, whole_mask, past_key_values, positions, documents)
         for layer, kernel, view in zip(layers, kernels, views, strict=True):
-            hidden_states = layer(hidden_states, kernel=documents or kernel, view=view, **given)
+            kernel = kernel if documents is None else documents._replace(kernel=kernel)
+            hidden_states = layer(hidden_states, kernel=kernel, view=view, **given)
         return BaseModelOutputWithPast(
             last_hidden_state=with_mask(self.norm, attention_mask)(hidden_states),
             **{CACHE: past_key_values if use_cache else None},
+        )
+
+
+def check_packed(config: TnnConfig, past_key_values: Cache | None, use_cache: bool | None, wants_weights: bool | None):
+    """Check that a pass with several documents in a row returns neither a cache nor weights of attention.
+
+    Raises:
+        ValueError: it would.
+    """
+    if config.causal and (use_cache or past_key_values is not None):
+        raise ValueError(
+            "A row must be one document when a cache is used, got several (by `position_ids`, `seq_idx` or "
+            "`cu_seq_lens_q`). Leave out past_key_values and use_cache, or pad instead of packing."
+        )
+    if has_attention(config) and (config.output_attentions if wants_weights is None else wants_weights):
+        raise ValueError(
+            "`output_attentions` must be False if a row holds several documents (by `position_ids`, `seq_idx` or "
+            "`cu_seq_lens_q`), got True. Pad instead of packing."
         )
 
 

@@ -1,49 +1,192 @@
-"""Packed documents: rows that hold several texts one after the other. No text may see another.
+"""Packed rows, which hold several documents one after the other. No document may see another.
 
-A Toeplitz product mixes all positions of a row. So the documents of a packed batch are computed as rows of padded
-batches, and their outputs are put back in place. Padding is exact, so packing is exact too. Documents whose lengths
-share the next power of two form one padded batch, so that less than half of the computed positions are padding.
+B rows of L tokens, T = B L tokens in all, D channels, K taps. A padded batch has N documents of at most M tokens, all
+padded batches together have S places.
 
-B rows of L tokens, T = B L tokens in all; a padded batch has N documents of at most M tokens.
+Only mixers see several tokens; everything else in a block acts on each token alone. So a model has the rows as they
+are, and a mixer has the documents as entries of padded batches (`Batches`). Padding is exact, so packing is exact too.
+Documents whose lengths share the next power of two form one batch, so that less than half of the places are padding.
+
+The shapes of a graph cannot depend on where documents begin. There a product is a custom operator, which makes the
+batches when the graph runs: one graph serves all documents, and rows of one document too.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from .numerics import compute_dtype, must_be_eager
 from .padding import check_attention_mask
+from .toeplitz_recorded import NAMESPACE, by_channel, convolution, convolution_gradients, like
 
 
-@dataclass(frozen=True)
-class DocumentBatch:
-    """A padded batch of documents of similar lengths.
+class Batches(NamedTuple):
+    """Padded batches of documents of similar lengths.
 
     Attributes:
-        index: `(N, M)`, the positions of their tokens among all T. Entries after the end of a document are arbitrary.
-        real: `(N, M)`, False after the end of a document.
-        slots: the places of the real entries among all N M.
+        token: `(S,)`, the number of each place's token among all T; behind the end of a document, of its last one.
+        place: `(T,)`, the place of each token.
+        inside: `(S,)`, False behind the end of a document; None if there are no such places.
+        real: for each batch `(N, M)` of booleans, False behind the end of a document and at padding; None if there is
+            no such place.
+        shapes: N and M of each batch.
+        in_order: whether each token is at its own place.
     """
 
-    index: torch.Tensor
-    real: torch.Tensor
-    slots: torch.Tensor
+    token: torch.Tensor
+    place: torch.Tensor
+    inside: torch.Tensor | None
+    real: list[torch.Tensor | None]
+    shapes: list[tuple[int, int]]
+    in_order: bool
 
-    def take(self, x: torch.Tensor) -> torch.Tensor:
-        """The entries of `x` `(B, L, ...)` for these documents, `(N, M, ...)`."""
-        return x.flatten(0, 1)[self.index]
+    def split(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """The entries of `x` `(B, L, D)` for each batch, `(N, M, D)`; 0 behind the end of a document."""
+        parts = move(x.flatten(0, 1), self, False).split([count * length for count, length in self.shapes])
+        return [part.unflatten(0, shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+    def join(self, parts: Sequence[torch.Tensor], shape: torch.Size) -> torch.Tensor:
+        """The rows `(B, L, D)` for `shape` `(B, L)` from parts `(N, M, D)`."""
+        parts = [part.flatten(0, 1) for part in parts]
+        if len(parts) == 1:
+            (places,) = parts
+        elif parts[0].stride(1) == 1:
+            places = torch.cat(parts)  # (S, D)
+        else:
+            places = torch.cat([part.t() for part in parts], dim=1).t()
+        return move(places, self, True).unflatten(0, shape)
+
+    def apart(self, function: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        """`function(part, real)` of the documents of `x` `(B, L, D)` as batch entries, put together as rows."""
+        pairs = zip(self.split(x), self.real, strict=True)
+        return self.join([function(part, real) for part, real in pairs], x.shape[:2])
 
 
-def split_packed(
-    tokens: torch.Tensor | None,
+class Move(torch.autograd.Function):
+    """From tokens `(T, D)` to places `(S, D)`, or back. Each is the derivative of the other."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, batches: Batches, back: bool) -> torch.Tensor:
+        ctx.batches, ctx.back = batches, back
+        return gathered(x, batches, back)
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        return move(gradient, ctx.batches, not ctx.back), None, None
+
+
+def move(x: torch.Tensor, batches: Batches, back: bool) -> torch.Tensor:
+    """`gathered` with a fast derivative, a gather as well."""
+    if batches.in_order:
+        return x
+    return gathered(x, batches, back) if must_be_eager() else Move.apply(x, batches, back)
+
+
+def gathered(x: torch.Tensor, batches: Batches, back: bool) -> torch.Tensor:
+    """The entries of tokens `(T, D)` at places `(S, D)`, 0 behind the end of a document, or back.
+
+    The result has the memory layout of `x`, channel by channel or token by token.
+    """
+    index = (batches.place if back else batches.token).to(x.device)
+    y = x.index_select(0, index) if x.stride(1) == 1 else x.t().gather(1, index.expand(x.shape[1], -1)).t()
+    if back or batches.inside is None:
+        return y
+    return y.mul_(batches.inside.to(x.device, x.dtype)[:, None])
+
+
+def padded_batches(starts: torch.Tensor, mask: torch.Tensor | None, device: torch.device) -> Batches:
+    """The padded batches on `device` of documents that begin at `starts` `(B, L)`; `mask` is False at padding.
+
+    Both are on the CPU.
+    """
+    first = starts.flatten().nonzero()[:, 0]  # of each document
+    lengths = torch.diff(first, append=first.new_tensor([starts.numel()]))
+    octaves = lengths.double().log2().ceil()
+    tokens, insides = [], []
+    for octave in octaves.unique():
+        chosen = octaves == octave
+        begin, length = first[chosen, None], lengths[chosen, None]  # (N, 1)
+        offset = torch.arange(int(length.max()))
+        tokens.append(begin + offset.minimum(length - 1))  # (N, M)
+        insides.append(offset < length)
+    token, inside = (torch.cat([part.flatten() for part in parts]) for parts in (tokens, insides))
+    place = torch.empty(starts.numel(), dtype=torch.long)
+    place[token[inside]] = inside.nonzero()[:, 0]
+    pairs = zip(insides, tokens, strict=True)
+    real = [one if mask is None else one & mask.flatten()[where] for one, where in pairs]
+    there = [None if one.all() else one.to(device, non_blocking=True) for one in (inside, *real)]
+    shapes = [tuple(one.shape) for one in tokens]
+    in_order = torch.equal(token, torch.arange(len(place)))
+    token, place = (one.to(device, non_blocking=True) for one in (token, place))
+    return Batches(token, place, there[0], there[1:], shapes, in_order)
+
+
+class Documents(NamedTuple):
+    """The documents of packed rows.
+
+    Attributes:
+        starts: `(B, L)` of booleans on the CPU, True at the first token of each row and at the first real token of
+            each document: padding before it belongs to the document before.
+        mask: `(B, L)` of booleans, False at padding; None if there is none.
+        device: of the tokens.
+        batches: None in a graph.
+        kernel: that of an operator for documents of up to `longest` tokens, if it is known already.
+    """
+
+    starts: torch.Tensor
+    mask: torch.Tensor | None
+    device: torch.device
+    batches: Batches | None = None
+    kernel: torch.Tensor | tuple | None = None
+
+    @property
+    def longest(self) -> int:
+        """The length of the longest document, or of a row in a graph."""
+        return self.starts.shape[1] if self.batches is None else max(length for _, length in self.batches.shapes)
+
+    def numbers(self, device: torch.device) -> torch.Tensor:
+        """The number of the document of each token in its row, `(B, L)`."""
+        return self.starts.to(device).cumsum(dim=1)
+
+    def positions(self) -> torch.Tensor:
+        """The position of each token from the first real one of its document, `(B, L)`."""
+        starts = self.starts.to(self.device)
+        return (count_real(starts, torch.ones_like(starts) if self.mask is None else self.mask) - 1).clamp(min=0)
+
+    def origins(self) -> torch.Tensor:
+        """The number of the first token of each token's document among all T, `(T,)`."""
+        starts = self.starts.to(self.device).flatten()
+        return torch.where(starts, torch.arange(starts.numel(), device=self.device), 0).cummax(dim=0).values
+
+    def spread(self, places: int) -> "Documents":
+        """The documents of rows in which each token has so many places. None of them is padding."""
+        starts = torch.nn.functional.pad(self.starts[..., None], (0, places - 1)).flatten(1)  # (B, places L)
+        return Documents(starts, None, self.device)
+
+    def convolve(self, v: torch.Tensor, kernel: torch.Tensor, causal: bool, implementation: str) -> torch.Tensor:
+        """In a graph, the product of each document of `v` `(B, L, D)` with causal taps `(D, K)` or 2R - 1 lags."""
+        kernel = kernel.to(compute_dtype(torch.promote_types(v.dtype, kernel.dtype)))
+        first = 0 if causal else (kernel.shape[1] - 1) // 2
+        operator = getattr(torch.ops, NAMESPACE).document_convolution
+        return operator(by_channel(v), kernel, first, self.starts, implementation)
+
+
+def count_real(starts: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    """The number of real tokens of the document up to each token, itself included, `(B, L)`."""
+    total = real.cumsum(dim=1)
+    return total - torch.where(starts, total - real.long(), 0).cummax(dim=1).values
+
+
+def documents_of(
+    tokens: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
     position_ids: torch.Tensor | None = None,
     seq_idx: torch.Tensor | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
-    together: bool = False,
-) -> list[DocumentBatch] | None:
-    """The documents of packed rows, or None if every row is one text.
+    in_graph: bool = False,
+) -> Documents | None:
+    """The documents of packed rows, or None if each row is one document.
 
     A document begins at the start of a row, where the position of a real token is 0 again, where `seq_idx` changes,
     and at each offset of `cu_seq_lens_q`. Other positions have no effect: those of an ordinary text with any offset
@@ -52,59 +195,33 @@ def split_packed(
     Args:
         tokens: `(B, L)` ids or `(B, L, d)` embeddings.
         attention_mask: `(B, past + L)`, 0 at padding.
-        position_ids: `(B, L)` or `(1, L)`.
-        seq_idx: `(B, L)` or `(1, L)`, the number of the document of each token.
+        position_ids, seq_idx: `(B, L)` or `(1, L)`; `seq_idx` has the number of the document of each token.
         cu_seq_lens_q: the offsets of the documents among all tokens, from 0 to T.
-        together: whether all documents form one padded batch, for a batch norm, which sees all tokens.
+        in_graph: whether a graph finds them when it runs, in rows of one document too.
 
     Raises:
         TypeError: an argument is not a tensor of integers.
         ValueError: a shape is wrong, or the offsets do not span the tokens.
     """
-    boundaries = given_boundaries(tokens, position_ids, seq_idx, cu_seq_lens_q)
-    # Without values, on the meta device, no boundary can be found.
-    known = [*boundaries.values(), *([] if attention_mask is None else [attention_mask])]
-    if not boundaries or tokens.shape[1] <= 1 or any(tensor.is_meta for tensor in known):
-        return None
-    starts = find_starts(tokens, attention_mask, position_ids, seq_idx, cu_seq_lens_q)
-    return batches_of_similar_length(starts, tokens.device, together) if starts[:, 1:].any() else None
-
-
-def given_boundaries(
-    tokens: torch.Tensor | None,
-    position_ids: torch.Tensor | None,
-    seq_idx: torch.Tensor | None,
-    cu_seq_lens_q: torch.Tensor | None,
-) -> dict[str, torch.Tensor]:
-    """Those that are given, by their names, after a check of their types."""
     boundaries = {"position_ids": position_ids, "seq_idx": seq_idx, "cu_seq_lens_q": cu_seq_lens_q}
-    boundaries = {name: given for name, given in boundaries.items() if given is not None}
     for name, given in boundaries.items():
-        _check_integers(name, given, tokens)
-    return boundaries
-
-
-def find_starts(
-    tokens: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    position_ids: torch.Tensor | None,
-    seq_idx: torch.Tensor | None,
-    cu_seq_lens_q: torch.Tensor | None,
-) -> torch.Tensor:
-    """The first tokens of documents, `(B, L)` on the CPU. The arguments are those of `split_packed`."""
-    shape = tokens.shape[:2]
-    starts = torch.zeros(shape, dtype=torch.bool)  # (B, L), on the host, where the documents are found
-    if position_ids is not None:
-        position_ids = _as_rows("position_ids", position_ids, shape)
-        real = _real_tokens(attention_mask, tokens, position_ids.device)
-        starts |= _restarts(position_ids, real).cpu()
-    if seq_idx is not None:
-        seq_idx = _as_rows("seq_idx", seq_idx, shape)
-        starts[:, 1:] |= (seq_idx[:, 1:] != seq_idx[:, :-1]).cpu()
-    if cu_seq_lens_q is not None:
-        starts |= _offsets_as_starts(cu_seq_lens_q.cpu(), shape)
-    starts[:, 0] = True
-    return starts
+        check_integers(name, given, tokens)
+    known = [one for one in (attention_mask, *boundaries.values()) if one is not None]
+    if all(one is None for one in boundaries.values()) or tokens.shape[1] <= 1:
+        return None
+    if in_graph:
+        mask = check_attention_mask(attention_mask, tokens, past_length=0)
+        starts = getattr(torch.ops, NAMESPACE).document_starts(tokens.detach(), attention_mask, *boundaries.values())
+        return Documents(starts, mask, tokens.device)
+    if any(one.is_meta for one in known):  # without values no boundary can be found
+        return None
+    mask = mask_of_tokens(attention_mask, tokens)
+    starts, real = find_starts(tokens, mask, **boundaries)
+    if (starts & real).sum(dim=1).max() <= 1:
+        return None
+    return Documents(
+        starts, mask, tokens.device, padded_batches(starts, None if mask is None else real, tokens.device)
+    )
 
 
 def check_one_document(tokens: torch.Tensor | None, attention_mask: torch.Tensor | None, **kwargs):
@@ -117,60 +234,17 @@ def check_one_document(tokens: torch.Tensor | None, attention_mask: torch.Tensor
         ValueError: a row holds several documents.
     """
     boundaries = {name: kwargs.get(name) for name in ("position_ids", "seq_idx", "cu_seq_lens_q")}
-    if split_packed(tokens, attention_mask, **boundaries) is not None:
+    if documents_of(tokens, attention_mask, **boundaries) is not None:
         raise ValueError(
             "A row must be one document for a classification, got several (by `position_ids`, `seq_idx` or "
             "`cu_seq_lens_q`). Pad instead of packing."
         )
 
 
-def forward_packed(
-    forward: Callable[..., BaseModelOutputWithPast],
-    documents: list[DocumentBatch],
-    input_ids: torch.Tensor | None,
-    attention_mask: torch.Tensor | None,
-    inputs_embeds: torch.Tensor | None,
-    **kwargs,
-) -> BaseModelOutputWithPast:
-    """The outputs of `forward` for each document alone, put together as rows `(B, L, d)`.
-
-    Args:
-        forward: a model, `forward(input_ids, attention_mask, inputs_embeds=...)`.
-        kwargs: further arguments of `forward`.
-
-    Raises:
-        ValueError: the weights of attention are wanted, which have another shape for each batch of documents.
-    """
-    outputs = []
-    attention_mask = check_attention_mask(attention_mask, inputs_embeds if input_ids is None else input_ids, 0)
-    for batch in documents:
-        real = batch.real if attention_mask is None else batch.real & batch.take(attention_mask)
-        ids, embeds = (None if x is None else batch.take(x) for x in (input_ids, inputs_embeds))
-        outputs.append(forward(ids, real, inputs_embeds=embeds, use_cache=False, return_dict=True, **kwargs))
-        if outputs[-1].attentions:
-            raise ValueError(
-                "`output_attentions` must be False if a row holds several documents (by `position_ids`, `seq_idx` or "
-                "`cu_seq_lens_q`), got True. Pad instead of packing."
-            )
-    shape = (inputs_embeds if input_ids is None else input_ids).shape[:2]
-    last = pack([output.last_hidden_state for output in outputs], documents, shape)
-    hidden_states = None
-    if outputs[0].hidden_states is not None:
-        layers = zip(*(output.hidden_states for output in outputs), strict=True)
-        hidden_states = tuple(None if parts[0] is None else pack(parts, documents, shape) for parts in layers)
-    return BaseModelOutputWithPast(last_hidden_state=last, hidden_states=hidden_states)
-
-
-def pack(parts: Sequence[torch.Tensor], documents: list[DocumentBatch], shape: torch.Size) -> torch.Tensor:
-    """The rows `(B, L, d)` from the `parts` `(N, M, d)` of `documents`, for `shape` `(B, L)`."""
-    pairs = zip(parts, documents, strict=True)
-    # The last layers can be on another device, if `device_map` divides the model.
-    outputs = torch.cat([part.flatten(0, 1)[batch.slots.to(part.device)] for part, batch in pairs])  # (T, d)
-    places = torch.cat([batch.index.flatten()[batch.slots] for batch in documents])  # (T,)
-    return outputs[places.argsort().to(outputs.device)].unflatten(0, shape)
-
-
-def _check_integers(name: str, given: torch.Tensor, tokens: torch.Tensor):
+def check_integers(name: str, given: torch.Tensor | None, tokens: torch.Tensor):
+    """Check that boundaries, if given, are a tensor of integers with values."""
+    if given is None:
+        return
     if not isinstance(given, torch.Tensor):
         raise TypeError(f"`{name}` must be a tensor of integers, got {type(given).__name__}")
     if given.is_floating_point() or given.is_complex() or given.dtype is torch.bool:
@@ -179,52 +253,135 @@ def _check_integers(name: str, given: torch.Tensor, tokens: torch.Tensor):
         raise ValueError(f"`{name}` must be on the device of the tokens, {tokens.device}, or on the CPU, got meta")
 
 
-def _as_rows(name: str, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+def mask_of_tokens(attention_mask: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor | None:
+    """The part `(B, L)` of the mask for `tokens` `(B, L, ...)`, or None if all are real."""
+    is_longer = attention_mask is not None and attention_mask.dim() > 0
+    past_length = max(0, attention_mask.shape[-1] - tokens.shape[1]) if is_longer else 0
+    return check_attention_mask(attention_mask, tokens, past_length)
+
+
+def find_starts(tokens, mask, position_ids, seq_idx, cu_seq_lens_q) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `starts` of `Documents` and the real tokens, `(B, L)` on the CPU. The `mask` is `(B, L)` or None."""
+    shape = tokens.shape[:2]
+    real = torch.ones(shape, dtype=torch.bool) if mask is None else mask.cpu()
+    starts = torch.zeros(shape, dtype=torch.bool)
+    if position_ids is not None:
+        # Where the position of a real token is 0 again; padding may have any position.
+        position_ids = as_rows("position_ids", position_ids, shape)
+        rises = (real & (position_ids > 0)).any(dim=1, keepdim=True)  # (B, 1)
+        starts |= real & rises & (position_ids == 0)
+    if seq_idx is not None:
+        seq_idx = as_rows("seq_idx", seq_idx, shape)
+        starts[:, 1:] |= seq_idx[:, 1:] != seq_idx[:, :-1]
+    if cu_seq_lens_q is not None:
+        starts |= as_starts(cu_seq_lens_q.cpu(), shape)
+    starts[:, 0] = True
+    starts = real & (count_real(starts, real) == 1)
+    starts[:, 0] = True
+    return starts, real
+
+
+def as_rows(name: str, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """`values` `(B, L)` or `(1, L)` as `(B, L)` on the CPU."""
     if values.dim() != 2 or values.shape[1] != shape[1] or values.shape[0] not in (1, shape[0]):
         raise ValueError(f"`{name}` must have shape (B, L) = {tuple(shape)} or (1, L), got {tuple(values.shape)}")
-    return values.expand(shape)
+    return values.cpu().expand(shape)
 
 
-def _real_tokens(attention_mask: torch.Tensor | None, tokens: torch.Tensor, device: torch.device) -> torch.Tensor:
-    shape = tokens.shape[:2]
-    if attention_mask is not None:
-        past_length = max(0, attention_mask.shape[-1] - shape[1]) if attention_mask.dim() else 0
-        attention_mask = check_attention_mask(attention_mask, tokens, past_length)
-    return torch.ones(shape, dtype=torch.bool, device=device) if attention_mask is None else attention_mask.to(device)
-
-
-def _restarts(position_ids: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-    """Where the position of a real token is 0 again, `(B, L)`; padding may have any position."""
-    first = real.cumsum(dim=1) == 1
-    rises = (real & (position_ids > 0)).any(dim=1, keepdim=True)  # (B, 1)
-    return real & ~first & rises & (position_ids == 0)
-
-
-def _offsets_as_starts(cu_seq_lens: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+def as_starts(offsets: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """The first tokens of documents, `(B, L)`, from their offsets among all tokens."""
     total = shape.numel()
-    grows = cu_seq_lens.dim() == 1 and len(cu_seq_lens) > 1 and bool((cu_seq_lens.diff() > 0).all())
-    if not grows or cu_seq_lens[0] != 0 or cu_seq_lens[-1] != total:
+    grows = offsets.dim() == 1 and len(offsets) > 1 and bool((offsets.diff() > 0).all())
+    if not grows or offsets[0] != 0 or offsets[-1] != total:
         raise ValueError(
-            f"`cu_seq_lens_q` must grow from 0 to the number of tokens, B * L = {total}, got {cu_seq_lens.tolist()}"
+            f"`cu_seq_lens_q` must grow from 0 to the number of tokens, B * L = {total}, got {offsets.tolist()}"
         )
     starts = torch.zeros(total, dtype=torch.bool)
-    starts[cu_seq_lens[:-1].long()] = True
+    starts[offsets[:-1].long()] = True
     return starts.unflatten(0, shape)
 
 
-def batches_of_similar_length(
-    starts: torch.Tensor, device: torch.device, together: bool = False
-) -> list[DocumentBatch]:
-    """The padded batches on `device` of documents that begin at `starts` `(B, L)`; one batch if `together`."""
-    first = starts.flatten().nonzero()[:, 0]  # of each document
-    lengths = torch.diff(first, append=first.new_tensor([starts.numel()]))
-    octaves = torch.zeros(len(lengths)) if together else lengths.double().log2().ceil()
-    batches = []
-    for octave in octaves.unique():
-        chosen = octaves == octave
-        offset = torch.arange(int(lengths[chosen].max()))
-        real = offset < lengths[chosen, None]
-        index = first[chosen, None] + offset
-        parts = (index.clamp(max=starts.numel() - 1), real, real.flatten().nonzero()[:, 0])
-        batches.append(DocumentBatch(*(part.to(device, non_blocking=True) for part in parts)))
-    return batches
+@torch.library.custom_op(
+    f"{NAMESPACE}::document_starts",
+    mutates_args=(),
+    schema="(Tensor tokens, Tensor? attention_mask, Tensor? position_ids, Tensor? seq_idx, Tensor? cu_seq_lens_q) "
+    "-> Tensor",
+)
+def document_starts(tokens, attention_mask, position_ids, seq_idx, cu_seq_lens_q):
+    """The `starts` of `Documents`."""
+    return find_starts(tokens, mask_of_tokens(attention_mask, tokens), position_ids, seq_idx, cu_seq_lens_q)[0]
+
+
+@document_starts.register_fake
+def _(tokens, attention_mask, position_ids, seq_idx, cu_seq_lens_q):
+    return torch.empty(tokens.shape[:2], dtype=torch.bool, device="cpu")
+
+
+@torch.library.custom_op(
+    f"{NAMESPACE}::document_convolution",
+    mutates_args=(),
+    schema="(Tensor x, Tensor kernel, SymInt first, Tensor starts, str implementation) -> Tensor",
+)
+def document_convolution(x, kernel, first, starts, implementation):
+    """Entries `first` and later of the convolution of each document of `x` `(B, L, D)` with `kernel` `(D, K)`."""
+
+    def product(part, _):
+        kept = lags_within(kernel, first, part.shape[1])
+        return convolution(part, kernel[:, kept], first - kept.start, implementation)
+
+    return by_channel(padded_batches(starts, None, x.device).apart(product, x)) if x.numel() else like(x)
+
+
+@torch.library.custom_op(
+    f"{NAMESPACE}::document_convolution_gradients",
+    mutates_args=(),
+    schema="(Tensor gradient, Tensor x, Tensor kernel, SymInt first, Tensor starts, str implementation, bool want_x, "
+    "bool want_kernel) -> (Tensor, Tensor)",
+)
+def document_convolution_gradients(gradient, x, kernel, first, starts, implementation, want_x, want_kernel):
+    """The gradients of `x` and of the kernel. One that is not wanted has no entries."""
+    kernel_gradient = kernel.new_zeros(kernel.shape if want_kernel else 0)
+    if x.numel() == 0:
+        return like(x) if want_x else x.new_empty(0), kernel_gradient
+    batches, parts = padded_batches(starts, None, x.device), []
+    for pair in zip(batches.split(gradient), batches.split(x), strict=True):
+        kept = lags_within(kernel, first, pair[0].shape[1])
+        given = (*pair, kernel[:, kept], first - kept.start, implementation, want_x, want_kernel)
+        part, found = convolution_gradients(*given)
+        parts.append(part)
+        if want_kernel:
+            kernel_gradient[:, kept] += found
+    return by_channel(batches.join(parts, x.shape[:2])) if want_x else x.new_empty(0), kernel_gradient
+
+
+@document_convolution.register_fake
+def _(x, kernel, first, starts, implementation):
+    return like(x)
+
+
+@document_convolution_gradients.register_fake
+def _(gradient, x, kernel, first, starts, implementation, want_x, want_kernel):
+    kernel_gradient = torch.empty_like(kernel, memory_format=torch.contiguous_format)
+    return like(x) if want_x else x.new_empty(0), kernel_gradient if want_kernel else kernel.new_empty(0)
+
+
+def lags_within(kernel: torch.Tensor, first: int, length: int) -> slice:
+    """The taps of `kernel` `(D, K)` that a document of `length` tokens meets. `first` is that of lag 0."""
+    return slice(max(0, first - length + 1), min(kernel.shape[1], first + length))
+
+
+def save(ctx, inputs, output):
+    x, kernel, ctx.first, starts, ctx.implementation = inputs
+    ctx.save_for_backward(x, kernel, starts)
+
+
+def backward(ctx, gradient):
+    x, kernel, starts = ctx.saved_tensors
+    wanted = ctx.needs_input_grad[:2]
+    operator = getattr(torch.ops, NAMESPACE).document_convolution_gradients
+    found = operator(by_channel(gradient), x, kernel, ctx.first, starts, ctx.implementation, *wanted)
+    found = (one if wanted_one else None for one, wanted_one in zip(found, wanted, strict=True))
+    return *found, None, None, None
+
+
+document_convolution.register_autograd(backward, setup_context=save)

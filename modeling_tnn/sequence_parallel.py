@@ -15,7 +15,7 @@ rows, positions and the shift of labels are those of the whole text.
 import contextlib
 import functools
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -32,7 +32,7 @@ from .gating import NO_GATE, Gate
 from .inputs import check_keywords, check_labels, check_tokens, require_tensor
 from .layer_types import has_attention
 from .mixer_types import HYENA
-from .packing import DocumentBatch, pack, split_packed
+from .packing import Documents, documents_of
 from .padding import check_attention_mask, first_real_token, roll, token_positions
 
 HEADS = ("TnnModel", "TnnForCausalLM", "TnnForMaskedLM")
@@ -56,28 +56,19 @@ class Layout(NamedTuple):
 
     tokens: list[range]
     mask: torch.Tensor | None = None
-    documents: list[DocumentBatch] | None = None
+    documents: Documents | None = None
 
     def mix(self, operator: nn.Module, x: torch.Tensor, past_key_values=None) -> torch.Tensor:
         """The product of an operator with all tokens `x` `(B, L, D / P)`, which are zero at padding."""
         if self.documents is None:
             return mix_rows(operator, x, self.mask, past_key_values)
-        mixed = [
-            mix_rows(operator, batch.take(x).masked_fill(~real[..., None], 0), real)
-            for batch, real in self._real_tokens()
-        ]
-        return pack(mixed, self.documents, x.shape[:2])
+        return operator(x, kernel=self.documents)
 
     def positions(self, tokens: torch.Tensor) -> torch.Tensor:
         """The positions of all tokens in their documents, `(B, L)` or `(1, L)`."""
         if self.documents is None:
             return token_positions(self.mask, 0, tokens)
-        found = [token_positions(real, 0, real)[..., None] for _, real in self._real_tokens()]
-        return pack(found, self.documents, tokens.shape[:2])[..., 0]
-
-    def _real_tokens(self) -> Iterator[tuple[DocumentBatch, torch.Tensor]]:
-        for batch in self.documents:
-            yield batch, batch.real if self.mask is None else batch.real & batch.take(self.mask)
+        return self.documents.positions()
 
 
 def mix_rows(operator: nn.Module, x: torch.Tensor, mask: torch.Tensor | None, past_key_values=None) -> torch.Tensor:
@@ -340,7 +331,7 @@ class SequenceParallel:
         if mask is not None:
             require_tensor("attention_mask", mask, "(B, L)")
             mask = check_attention_mask(mask, tokens, 0)
-        documents = split_packed(tokens, attention_mask, position_ids, seq_idx, cu_seq_lens_q)
+        documents = documents_of(tokens, attention_mask, position_ids, seq_idx, cu_seq_lens_q)
         return Layout(self.tokens_of(tokens.shape[1]), mask, documents)
 
     @contextlib.contextmanager

@@ -19,7 +19,7 @@ from transformers.utils.generic import maybe_autocast
 
 from .gating import NO_GATE, Gate
 from .numerics import is_exported, without_narrowing
-from .packing_recorded import Documents
+from .packing import Documents
 from .recurrence import FilterRecurrence, Recurrence
 from .stacking import KernelOf, named_groups, stacked, stacked_in_graph, unstacked
 from .toeplitz import (
@@ -198,16 +198,16 @@ class ToeplitzOperator(nn.Module):
     def matmul_of_documents(self, v: torch.Tensor, documents: Documents) -> torch.Tensor:
         """`matmul` for each document of packed rows in a graph of torch.compile. Override it where `matmul` is.
 
-        An operator that overrides `matmul` alone computes packed rows outside of graphs.
+        Raises:
+            ValueError: `matmul` is overridden, and this is not.
         """
+        if type(self).matmul is not ToeplitzOperator.matmul:
+            raise ValueError(
+                "`matmul_of_documents` must be overridden as `matmul` is for packed rows in a compiled graph, got "
+                f"none in {type(self).__name__}. Without compilation it is not needed."
+            )
         kernel = self.kernel_of(self.lags_of(v), v.device, as_taps=True)
         return documents.convolve(v, kernel, self.causal, self.implementation)
-
-    def records_documents(self) -> bool:
-        """Whether a graph can have packed rows. On several processes their exchange finds the documents."""
-        own = type(self).matmul_of_documents is not ToeplitzOperator.matmul_of_documents
-        alone = self.layout is None and self.implementation != "eager"
-        return alone and (own or type(self).matmul is ToeplitzOperator.matmul)
 
     def recurrence(self) -> Recurrence:
         """The algorithm that decodes the operator token by token, with its present parameters.
@@ -257,11 +257,22 @@ class ToeplitzOperator(nn.Module):
     def gated_matmul(self, v: torch.Tensor, gate: Gate, kernel: torch.Tensor | tuple | None = None) -> torch.Tensor:
         """The product `matmul` inside a gate, by one fused function if it is a convolution."""
         if isinstance(kernel, Documents):
-            return gate.apply(self.matmul_of_documents(gate.inputs(v), kernel), "eager")
+            return gate.apply(self._mix_documents(v, gate, kernel), self.implementation)
         if type(self).matmul is ToeplitzOperator.matmul:
             return self._convolve(v, gate, kernel)
         given = () if kernel is None else (kernel,)
         return gate.apply(self.matmul(gate.inputs(v), *given), self.implementation)
+
+    def _mix_documents(self, v: torch.Tensor, gate: Gate, documents: Documents) -> torch.Tensor:
+        """The products of all documents, without the gate around them."""
+        if documents.batches is None:
+            return self.matmul_of_documents(gate.inputs(v), documents)
+        kernel = documents.kernel
+        if kernel is None and type(self).matmul is ToeplitzOperator.matmul:
+            kernel = self.kernel_of(self.lags_of(v[:, : documents.longest]), v.device, as_taps=True)
+        return documents.batches.apart(
+            lambda part, real: self.gated_matmul(part, Gate(act=gate.act, mask=real), kernel), v
+        )
 
     def _convolve(self, v: torch.Tensor, gate: Gate, kernel: torch.Tensor | None = None) -> torch.Tensor:
         if kernel is None:

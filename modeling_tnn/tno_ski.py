@@ -34,7 +34,7 @@ from transformers import initialization as init
 
 from .fourier import exported_convolution
 from .numerics import compute_dtype, is_exported, is_fused, is_on_host, is_transformed, keeps_products, next_fast_len
-from .packing_recorded import Documents
+from .packing import Documents
 from .ski_released import ReleasedGrid
 from .tno import ToeplitzOperator
 from .toeplitz import dense_toeplitz, fit_lags, gated_toeplitz_matmul
@@ -294,17 +294,19 @@ class SkiOperator(ToeplitzOperator):
             mixed = Prolong.apply(points, near.reshape(-1, grid.length), grid).unflatten(0, x.shape[:2])  # (D, B, L)
         return mixed.permute(1, 2, 0).to(v.dtype)  # (B, L, D)
 
-    def records_documents(self) -> bool:
-        return self.kind in INTERPOLATIONS and super().records_documents()
-
     def matmul_of_documents(self, v: torch.Tensor, documents: Documents) -> torch.Tensor:
+        if self.kind not in INTERPOLATIONS:
+            raise ValueError(
+                f"`ski_interpolation` must be one of {', '.join(INTERPOLATIONS)} for packed rows in a compiled graph, "
+                f"got {self.kind!r}"
+            )
         # A document of n > 1 tokens has at most n points, and for cubic interpolation two more: they fit into `reach`
         # places for each token, from its first one on. All in whole numbers: position p lies between the points
         # p I // S and the next, I intervals and S steps.
         x = v.to(torch.promote_types(v.dtype, self.dtype))  # (B, L, D)
         band, coefficients = self.kernel_of(x.shape[1])
         near = documents.convolve(x, band, False, self.implementation)
-        grid, origins, rows = self.grid(x.shape[1]), documents.origins().flatten(), x.flatten(0, 1)  # (B L, D)
+        grid, origins, rows = self.grid(x.shape[1]), documents.origins(), x.flatten(0, 1)  # (B L, D)
         scaled = (torch.arange(rows.shape[0], device=x.device) - origins) * grid.intervals  # (B L,)
         share = (scaled % grid.steps).to(x.dtype)[:, None] / grid.steps  # (B L, 1), behind the point `behind`
         reach, _, weights_of = INTERPOLATIONS[self.kind]

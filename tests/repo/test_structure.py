@@ -18,7 +18,7 @@ FLOORS = [
     {"toeplitz_choice"},
     {"toeplitz_recorded"},
     {"toeplitz", "packing"},
-    {"packing_recorded", "rational", "diagonal", "recurrence", "ski_released"},
+    {"rational", "diagonal", "recurrence", "ski_released"},
     {"tno"},
     {"cache_tnn"},
     {"attention", "cache_checks"},

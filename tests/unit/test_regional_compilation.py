@@ -135,3 +135,15 @@ def test_a_failure_to_compile_is_one_warning(caplog):
         for _ in range(2):
             assert_same(step(regional), step(model))
     assert caplog.text.count("cannot be compiled and is trained without") == caplog.text.count("no compiler") == 1
+
+
+@pytest.mark.parametrize("tno_type", ["rpe", "fd"])
+def test_packed_rows_are_one_graph(tno_type):
+    """Whatever their documents; padding before and inside them."""
+    model = model_of(tno_type)
+    twin, backend = compiled(model)
+    for length in (7, 20, 3):
+        given = {"position_ids": torch.arange(20).expand(2, 20) % length, "attention_mask": MASK}
+        assert_same(step(twin, seq_idx=torch.arange(20).expand(2, 20) // 11, **given),
+                    step(model, seq_idx=torch.arange(20).expand(2, 20) // 11, **given))  # fmt: skip
+    assert len(backend.graphs) == 1
