@@ -169,7 +169,7 @@ class TnnCacheLayer(CacheLayerMixin):
             outputs = operator.gated_matmul(key_states, gate, kernel)
             self._keep(Prefill(key_states.detach(), gate._replace(u=None)))
         else:
-            self._check_rows(key_states)
+            check_rows(self.num_rows(), key_states.shape[0])
             self._attach(operator, key_states.device)
             v = gate.inputs(key_states)
             y = refuse_backward(self._continue(v), itertools.chain([v], operator.parameters()))
@@ -223,9 +223,6 @@ class TnnCacheLayer(CacheLayerMixin):
         self.recurrence = self._begun(recurrence.settled()) if self.prefill is None else recurrence
         self.device = device
         self._select(lambda tensor: tensor.to(device))
-
-    def _check_rows(self, v: torch.Tensor):
-        check_rows(self.num_rows(), v.shape[0])
 
     def crop(self, tokens_to_remove: int):
         """Remove the newest tokens from the state.

@@ -65,10 +65,6 @@ class CompanionRecurrence(Recurrence):
         super().__init__(operator)
         self.order, self.trained_length = order, trained_length
 
-    def forget(self):
-        for name in ("_denominator", "_form", "_reversed", "_both", "_shifted", "_first", "_stable"):
-            vars(self).pop(name, None)
-
     def channel_major(self, v: torch.Tensor) -> torch.Tensor:
         return v.transpose(1, 2).to(float64_or_widest(v.device))
 

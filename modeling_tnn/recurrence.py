@@ -73,7 +73,7 @@ class Recurrence:
         self.forget()
 
     def forget(self):
-        """Drop what was computed from the parameters of the operator."""
+        """Begin without values that are computed from the parameters of the operator."""
 
     def settled(self) -> "Recurrence":
         """The recurrence that holds a state: this one, unless its settings follow from values of parameters."""
