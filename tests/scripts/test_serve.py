@@ -116,20 +116,26 @@ def test_a_new_text_takes_the_place_of_the_last_one(writer):
         first, other = begin(writer, most=LONG), begin(writer, "two", most=100)
         for states in (first, other):
             await anext(states), await anext(states)
+        replaced = writer.texts["one"]
         second = await states_of(begin(writer))
-        return await states_of(first), second[-1], (await states_of(other))[-1]
+        return await states_of(first), second[-1], (await states_of(other))[-1], replaced.request
 
-    first, second, other = asyncio.run(write_again())
-    assert first == [] and second[0] == written(writer)[0] and "wrote 100 tokens" in other[1]
+    first, second, other, request = asyncio.run(write_again())
+    assert first == [] and request.reason == "cancelled"
+    assert second[0] == written(writer)[0] and "wrote 100 tokens" in other[1]
 
 
 def test_a_reader_who_leaves_ends_the_text(writer):
     async def leave():
         states = begin(writer, most=LONG)
         await anext(states), await anext(states)
+        text = writer.texts["one"]
         await states.aclose()
+        while not text.is_done:
+            await asyncio.sleep(0.01)
+        return text.request.reason
 
-    asyncio.run(leave())
+    assert asyncio.run(leave()) == "cancelled"
 
 
 def test_an_error_reaches_the_reader(writer, monkeypatch):
