@@ -1,21 +1,19 @@
-"""Count memory and communication of a training step on several devices, without the devices.
+"""Estimate whether a training step fits into the memory of a GPU, and how many tokens a second it trains.
 
-The step runs in this process as one of --processes, with the code of each engine, on tensors without memory. A row has
-GiB on a device when most is taken, by part, the same on all devices, and GiB that a device sends to others in a step.
-Not counted: what libraries take besides tensors (CUDA, NCCL, workspaces), and what the allocator cannot use of its
-pieces.
+Needs no GPU. Memory is counted: the step runs on the CPU with the code of accelerators, neither compiled nor recorded,
+on tensors that have shapes but no values. The memory of CUDA and NCCL, workspaces and fragments of the allocator are
+not counted: a step fits if it takes at most nine tenths of --device_memory. Speed is not measured: it is
+--model_flop_use of the peak of --gpu over the operations of the model, without communication.
 
-ddp has a copy of the model on each device, fsdp2 shards of it, tp parts of each layer, and sp parts of each text; each
-device has --per_device_train_batch_size texts with ddp and fsdp2, and all together have them with the others.
+ddp has a copy of the model on each of --processes GPUs and fsdp2 a shard, each with --per_device_train_batch_size
+sequences; sp divides sequences over the GPUs, which share them.
 
 Example:
-    python scripts/plan.py --config_name tnn-causal --lengths 2048 32768 --processes 8 --mixed_precision bf16
-    python scripts/plan.py --config_overrides hidden_size=4096,num_hidden_layers=32 --engines fsdp2 --device_memory 72
-    torchrun --nproc_per_node 4 scripts/plan.py --config_name tnn-tiny --lengths 4096 --engines fsdp2 sp --measure
+    python scripts/plan.py --config_name tnn-causal --lengths 2048 32768 --mixed_precision bf16 --device_memory 80
+    python scripts/plan.py --config_overrides hidden_size=4096,num_hidden_layers=32 --processes 1 8 --device_memory 80
 """
 
 import argparse
-import os
 from pathlib import Path
 
 from tnn_scripts.common.errors import importing, report_errors
@@ -24,43 +22,44 @@ from tnn_scripts.common.atomic import check_writable
 from tnn_scripts.common.declared import declared_keys
 from tnn_scripts.common.names import find_config
 from tnn_scripts.common.optimizer_arguments import OPTIMIZERS
-from tnn_scripts.common.parser import ProgramParser, check_counts
+from tnn_scripts.common.parser import ProgramParser
+from tnn_scripts.common.pretrain_arguments import OBJECTIVES
 
-ENGINES = declared_keys("tnn_scripts.planning.engines", "ENGINES")
+ENGINES = declared_keys("tnn_scripts.runs.plan", "ENGINES")
+GPUS = declared_keys("tnn_scripts.common.model_flops", "PEAKS")
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = ProgramParser(description=__doc__)
+    parser.add_argument("--objective", choices=OBJECTIVES, default="clm")
     parser.add_argument("--config_name", default="tnn-causal")
     parser.add_argument("--config_overrides")
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048])
-    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES, help="How a model is divided.")
-    started = int(os.environ.get("WORLD_SIZE", 1))
-    parser.add_argument("--processes", type=int, default=started if started > 1 else 8, help="Number of devices.")
+    parser.add_argument("--processes", type=int, nargs="+", default=[1], help="Numbers of GPUs.")
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES, help="How GPUs share the work.")
     parser.add_argument("--per_device_train_batch_size", type=int, default=1)
     parser.add_argument("--mixed_precision", choices=("no", "bf16"), default="no")
     parser.add_argument("--optim", choices=OPTIMIZERS, default="adamw_torch_fused")
     parser.add_argument("--gradient_checkpointing", action="store_true")
-    parser.add_argument("--device_memory", type=float, help="GiB of a device: find how many devices do.")
-    measured = "Do the step in real processes too, started by torchrun, and show what it takes of their memory."
-    parser.add_argument("--measure", action="store_true", help=measured)
+    parser.add_argument("--device_memory", type=float, help="GiB of a GPU.")
+    parser.add_argument("--gpu", choices=GPUS, default="H100", help="GPU whose peak the speed is estimated from.")
+    use = "Share of that peak that a training reaches, as metrics.json of `tnn pretrain` has it."
+    parser.add_argument("--model_flop_use", type=float, default=0.05, help=use)
     parser.add_argument("--output_file", type=Path)
     args = parser.parse_args()
-    check_counts(args, "processes", "per_device_train_batch_size")
-    args.config_name = find_config(args.config_name)
-    if min(args.lengths) < 2:
-        parser.error(f"--lengths must be at least 2, got {min(args.lengths)}")
-    if args.measure and args.processes != started:
-        parser.error(f"--processes must be the number that torchrun has started, {started}, got {args.processes}")
+    for name, least, given in (("lengths", 2, args.lengths), ("processes", 1, args.processes)):
+        if min(given) < least:
+            parser.error(f"--{name} must be at least {least}, got {min(given)}")
+    find_config(args.config_name)  # before anything slow
+    if args.output_file is not None:
+        check_writable(args.output_file)
     return args
 
 
 @report_errors
 def main():
     args = parse_arguments()
-    if args.output_file is not None:
-        check_writable(args.output_file)
-    with importing("scripts"):
+    with importing("training"):
         from tnn_scripts.runs.plan import run
     run(args)
 

@@ -12,7 +12,7 @@ COMMANDS = {
     "presets": ("presets", "list the presets and recipes, with sizes, learning rates and minutes"),
     "pretrain": ("pretrain", "pretrain a causal or masked language model, on one device or many"),
     "finetune-glue": ("finetune_glue", "fine-tune on GLUE tasks or on files of sentences with labels"),
-    "plan": ("plan", "count memory and communication of training on several devices"),
+    "plan": ("plan", "estimate memory and speed of a training step on GPUs"),
     "evaluate": ("evaluate_lm", "measure perplexity by the length of the context"),
     "generate": ("generate", "continue prompts"),
     "chat": ("chat", "chat with a model in the terminal"),

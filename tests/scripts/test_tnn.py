@@ -121,7 +121,7 @@ def test_ctrl_c_while_modules_are_imported(module, line):
 @pytest.mark.slow
 def test_without_extras():
     """generate and chat need none; the others name theirs."""
-    needed = {"plan": "scripts", "synthetic": "training", "api": "api", "demo": "demo", "serve": "scripts,space"}
+    needed = {"plan": "training", "synthetic": "training", "api": "api", "demo": "demo", "serve": "scripts,space"}
     options = {"synthetic": ["--recipe", "synthetic/small-copying"]}
     options |= dict.fromkeys(("api", "serve"), ["--model_name_or_path", "a/b"])
     lines = [[command, *options.get(command, [])] for command in needed]

@@ -1,1 +1,0 @@
-"""Memory and communication of a training step, counted without the devices."""
