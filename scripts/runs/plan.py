@@ -103,7 +103,6 @@ def training_step(args: PretrainArguments, config: TnnConfig, engine: str, mesh)
         yield loss
         loss.backward()
     optimizer.step()
-    optimizer.zero_grad()
 
 
 def count(args: PretrainArguments, config: TnnConfig, engine: str, processes: int) -> dict[str, float]:
