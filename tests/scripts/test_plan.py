@@ -55,7 +55,7 @@ def real_ddp(model: PreTrainedModel, *_) -> tuple:
         ("", 1, {}, {"mixed_precision": "bf16", "optim": "muon"}),
         ("", 1, {"tno_type": "rtf", "rtf_state_size": 8}, {"gradient_checkpointing": True}),
         ("ddp", 4, {"tno_type": "ski", "ski_rank": 8, "causal": False}, {"objective": "mlm"}),
-        ("fsdp2", 4, {"tno_type": "fd"}, {"mixed_precision": "bf16"}),
+        ("fsdp2", 4, {"tno_type": "fd", "hidden_size": 256}, {"mixed_precision": "bf16"}),
         ("sp", 4, {}, {}),
     ],
 )
