@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from .auto_classes import register
 from .configuration_tnn import TnnConfig
+from .extensions import extensions
 from .numerics import keep_products
 from .presets import list_presets, load_preset
 from .tno import ToeplitzOperator
@@ -17,12 +18,14 @@ from .toeplitz import causal_toeplitz_matmul, dense_toeplitz, toeplitz_matmul
 if TYPE_CHECKING:
     from .batching import BatchScheduler
     from .decoding_step import DecodingStep
-    from .heads import TnnForMultipleChoice, TnnForQuestionAnswering, TnnForTokenClassification
     from .modeling_tnn import (
         TnnForCausalLM,
         TnnForImageClassification,
         TnnForMaskedLM,
+        TnnForMultipleChoice,
+        TnnForQuestionAnswering,
         TnnForSequenceClassification,
+        TnnForTokenClassification,
         TnnModel,
         TnnPreTrainedModel,
     )
@@ -59,15 +62,19 @@ __all__ = [
 ]
 
 # Module -> names that are imported from it on first use.
-_HEADS = ["TnnForMultipleChoice", "TnnForQuestionAnswering", "TnnForTokenClassification"]
 _LATER = {
     "batching": ["BatchScheduler"],
     "decoding_step": ["DecodingStep"],
-    "heads": _HEADS,
-    "modeling_tnn": [name for name in __all__ if name.startswith("Tnn") and name not in ("TnnConfig", *_HEADS)],
+    "modeling_tnn": [name for name in __all__ if name.startswith("Tnn") and name != "TnnConfig"],
     "sequence_parallel": ["SequenceParallel"],
     "stability": ["PoleCallback", "find_unstable", "project_poles"],
 }
+
+# What registers functions with the core, see `extensions.py`.
+extensions.modules = [
+    f"{__name__}.{name}"
+    for name in ("checks", "conversion", "deferred_logits", "loss", "stacking", "static_cache", "tensor_parallel")
+]
 
 register()
 

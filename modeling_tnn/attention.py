@@ -33,7 +33,7 @@ from transformers.models.llama.modeling_llama import (
 
 from .cache_name import CACHE
 from .cache_tnn import check_rows, refuse_backward
-from .layer_types import FULL, SLIDING, has_attention
+from .configuration_tnn import FULL, SLIDING, has_attention
 from .linear import apply_linear
 from .numerics import without_narrowing
 from .packing import Batches, Documents

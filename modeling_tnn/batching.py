@@ -20,7 +20,7 @@ from transformers.cache_utils import DynamicCache
 
 from .cache_rows import bytes_of_text, drop_padding, put_texts
 from .cache_tnn import memory_per_sequence
-from .layer_types import has_attention
+from .configuration_tnn import has_attention
 from .recurrence import Recurrence
 from .request import Request, prepare
 

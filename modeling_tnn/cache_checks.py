@@ -9,9 +9,9 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, CacheLayerMixin, DynamicLayer
 
 from .cache_tnn import TnnCacheLayer, with_short
-from .layer_types import SLIDING, TOEPLITZ
+from .configuration_tnn import SLIDING, TOEPLITZ
+from .inputs import is_elsewhere
 from .numerics import is_traced
-from .pipeline import is_elsewhere
 
 # Fields of the configuration that may differ between the models that fill and continue a cache.
 OTHER_FIELDS = {

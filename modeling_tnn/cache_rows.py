@@ -16,8 +16,8 @@ from torch.nn.functional import pad
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from .cache_checks import claim, past_length
+from .configuration_tnn import SLIDING, TOEPLITZ
 from .history import put_rows
-from .layer_types import SLIDING, TOEPLITZ
 
 # transformers' own layers whose keys and values can be moved.
 OF_ATTENTION = (DynamicLayer, DynamicSlidingWindowLayer)

@@ -38,11 +38,12 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, Cache, CacheLayerMixin
 
+from .configuration_tnn import TOEPLITZ
+from .extensions import extensions
 from .gating import NO_GATE, Gate
 from .history import CHUNK_SLACK, HistoryBuffer
-from .layer_types import TOEPLITZ
 from .numerics import is_on_host, is_traced, must_be_eager
 from .recurrence import DivergenceError, Recurrence
 
@@ -425,3 +426,6 @@ def saved_classes(past_key_values: Cache) -> list[type]:
     recurrences = {type(getattr(layer, "recurrence", None)) for layer in layers} - {type(None)}
     layers = {type(layer) for layer in past_key_values.layers}
     return [*layers, Prefill, Gate, HistoryBuffer, *recurrences]
+
+
+STATIC_LAYER_TYPE_MAPPING.setdefault(TOEPLITZ, extensions.static_layer)  # until `static_cache.py` replaces it

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .layer_types import TOEPLITZ
-from .mixer_types import GTU
+from .configuration_tnn import GTU, TOEPLITZ
+from .extensions import extensions
 from .numerics import is_traced
 from .stacking import with_parameters
 
@@ -38,10 +38,13 @@ PLAN_OF_CHANNELS = {
 }
 
 
-def tensor_plan(layer_types: Sequence[str], mixer: str = GTU, use_glu: bool = True) -> dict[str, str]:
+def tensor_plan(layer_types: Sequence[str], mixer: str, use_glu: bool) -> dict[str, str]:
     """The plan of a model with these kinds of layer. Mixers other than the GTU lie on every process as a whole."""
     plan = PLAN_OF_TOEPLITZ if TOEPLITZ in layer_types and mixer == GTU else {}
     return plan | (PLAN_OF_ATTENTION if {*layer_types} - {TOEPLITZ} else {}) | (PLAN_OF_CHANNELS if use_glu else {})
+
+
+extensions.register(tensor_plan=tensor_plan)
 
 
 # What a divided operator has in place of the methods and attributes of its class. Its part has those of the class.

@@ -8,26 +8,42 @@ The fields follow "Toeplitz Neural Network for Sequence Modeling" (Qin et al., I
 import math
 import os
 from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 from typing import Any
 
 import torch
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from .channels import tensor_plan
+from .extensions import extensions
 from .hub import AUTO_MAP, own_classes, save_code
-from .layer_types import DERIVED as DERIVED_LAYERS
-from .layer_types import FIELDS as LAYER_FIELDS
-from .layer_types import LIMITS as LIMITS_OF_LAYERS
-from .layer_types import SOURCES as SOURCES_OF_LAYERS
-from .layer_types import TOEPLITZ, check_layers, has_attention
-from .mixer_types import FIELDS as MIXER_FIELDS
-from .mixer_types import GTU, check_mixer
-from .mixer_types import LIMITS as LIMITS_OF_MIXERS
-from .numerics import IMPLEMENTATIONS
-from .pipeline import PLAN as PIPELINE_PLAN
-from .tno_auto import BUILT_IN, operator_class, qualified_name
-from .tno_ski import KINDS as SKI_INTERPOLATIONS
+
+TOEPLITZ, FULL, SLIDING = "toeplitz", "full_attention", "sliding_attention"
+LAYER_TYPES = (TOEPLITZ, FULL, SLIDING)
+
+GTU, HYENA, S4 = "gtu", "hyena", "s4"
+MIXERS = (GTU, HYENA, S4)
+
+# How Toeplitz products are computed. "eager" consists of PyTorch's own operations, "fused" of custom functions that
+# are faster and save less for the backward pass, with the same values and derivatives of every order. "triton" is for
+# GPUs, and "auto" takes the fastest.
+IMPLEMENTATIONS = ("auto", "fused", "eager", "triton")
+
+# The operators of this package, each with the directions that it has: whether `causal` may be True, and False.
+DIRECTIONS = {
+    "rpe": (True, True),
+    "fd": (True, True),
+    "ski": (False, True),
+    "rtf": (True, True),
+    "s4d": (True, True),
+    "modal": (True, False),
+    "explicit": (True, True),
+}
+BUILT_IN = frozenset(DIRECTIONS)
+
+# The class of each operator that has been imported, by the names of `tno_type`. `tno_auto.py` fills it with those of
+# this package, and `register_operator` adds others.
+OPERATORS: dict[str, type] = {}
 
 CHOICES = {
     "norm_type": ("simplermsnorm", "rmsnorm", "gatedrmsnorm", "scalenorm", "layernorm", "batchnorm"),
@@ -40,13 +56,14 @@ CHOICES = {
     "tno_implementation": IMPLEMENTATIONS,
     "fd_input": ("omega", "cos"),
     "rpe_input": ("lag", "normalized", "sinusoidal"),
-    "ski_interpolation": SKI_INTERPOLATIONS,
+    "ski_interpolation": ("linear", "cubic", "released"),
     "ski_initializer": ("normal", "local"),
     "rtf_constraint": (None, "l1_montel"),
     "rtf_initializer": ("zeros", "xavier", "montel"),
     "s4d_initializer": ("lin", "inv", "legs"),
     "s4d_discretization": ("zoh", "bilinear"),
     "classifier_pooling": (None, "last", "mean"),
+    "toeplitz_mixer": MIXERS,
 }
 ACTIVATIONS = ("hidden_act", "rpe_act", "fd_act", "mlp_act", "classifier_act")
 # Of these None means that there is no such activation.
@@ -89,6 +106,35 @@ MOST_LABELS = 2**16
 # The grids of kernels are no parameters: a small folder could ask for any size.
 SHORTEST_GRID, LONGEST_GRID, GRID_OF_LENGTH = 2**16, 2**19, 128
 
+# Of a model without attention they are None, and are not saved. Their names are those of transformers.
+ATTENTION_FIELDS = (
+    "layer_types",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rope_parameters",
+    "sliding_window",
+    "attention_dropout",
+)
+
+# Of a model of gated Toeplitz units they have their defaults, and are not saved.
+MIXER_FIELDS = ("toeplitz_mixer", "short_conv_kernel", "hyena_rank", "hyena_norm")
+
+# Width of a head unless the configuration says otherwise.
+HEAD_DIM = 64
+
+# Largest number of taps of the short convolutions of Hyena: longer filters are what the operator is for.
+MOST_SHORT_TAPS = 64
+
+# The rotary positions that are possible, and the numbers that each needs. Frequencies that follow from the length of
+# the text ("dynamic", "longrope") are not: the outputs at the first tokens would change with the tokens behind them.
+ROPE_TYPES = {
+    "default": (),
+    "linear": ("factor",),
+    "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+
 Limit = tuple[Callable[[Any], bool], str]
 
 
@@ -104,6 +150,11 @@ def check_activation(name: str, value: str | None):
     if value is None and name in OPTIONAL_ACTIVATIONS:
         return
     _check_limit(name, value, one_of(tuple(ACT2FN)))
+
+
+def _size_or_none(least: int):
+    allowed = f"in [{least}, {LARGEST_SIZE:,}] or None"
+    return lambda value: value is None or least <= value <= LARGEST_SIZE, allowed
 
 
 # The limits of single fields: a predicate, and the text that follows "must be" in the error.
@@ -122,12 +173,40 @@ LIMITS: list[tuple[str, Limit]] = [
     ("s4d_dt_min", (lambda value: 0 < value <= 1000, "in (0, 1000]")),
     ("s4d_dt_max", (lambda value: 0 < value <= 1000, "in (0, 1000]")),
     ("fd_resolution", (lambda value: value & (value - 1) == 0, "a power of two")),
-    *LIMITS_OF_LAYERS,
-    *LIMITS_OF_MIXERS,
+    ("layer_types", (set(LAYER_TYPES).issuperset, f"a list of {', '.join(map(repr, LAYER_TYPES))}")),
+    *((name, _size_or_none(1)) for name in ("num_attention_heads", "num_key_value_heads", "head_dim")),
+    # Of a window of one token, transformers' cache would keep all tokens.
+    ("sliding_window", _size_or_none(2)),
+    ("attention_dropout", (lambda value: value is None or 0 <= value < 1, "in [0, 1)")),
+    ("short_conv_kernel", (lambda value: 1 <= value <= MOST_SHORT_TAPS, f"in [1, {MOST_SHORT_TAPS}]")),
+    ("hyena_rank", _size_or_none(1)),
 ]
 
-# Fields that follow from others unless they are set.
-DERIVED: dict[str, Callable[["TnnConfig"], Any]] = DERIVED_LAYERS | {
+
+def has_attention(config: "TnnConfig") -> bool:
+    """Whether a layer of the model is attention."""
+    return any(kind != TOEPLITZ for kind in config.layer_types)
+
+
+def all_toeplitz(config: "TnnConfig") -> list[str]:
+    """The layers of a model for which the configuration does not say them."""
+    return [TOEPLITZ] * min(config.num_hidden_layers, AT_MOST["num_hidden_layers"])
+
+
+def _in_attention(derive: Callable) -> Callable:
+    return lambda config: derive(config) if has_attention(config) else None
+
+
+# Fields that follow from others unless they are set, each from those before it.
+DERIVED_LAYERS: dict[str, Callable[["TnnConfig"], Any]] = {
+    "layer_types": all_toeplitz,
+    "num_attention_heads": _in_attention(lambda config: max(1, config.hidden_size // HEAD_DIM)),
+    "num_key_value_heads": _in_attention(lambda config: config.num_attention_heads),
+    "head_dim": _in_attention(lambda config: max(1, config.hidden_size // max(1, config.num_attention_heads))),
+    "attention_dropout": _in_attention(lambda config: 0.0),
+}
+
+DERIVED = DERIVED_LAYERS | {
     "intermediate_size": lambda config: config.hidden_size,
     "fd_resolution": lambda config: 1 << (2 * config.axis_length - 1).bit_length(),
     "ski_grid_length": lambda config: config.axis_length,
@@ -136,7 +215,14 @@ DERIVED: dict[str, Callable[["TnnConfig"], Any]] = DERIVED_LAYERS | {
     "explicit_length": lambda config: config.axis_length,
 }
 
-SOURCES = ("hidden_size", "max_position_embeddings", "spatial_dims", *SOURCES_OF_LAYERS)
+SOURCES = (
+    "hidden_size",
+    "max_position_embeddings",
+    "spatial_dims",
+    "num_hidden_layers",
+    "layer_types",
+    "num_attention_heads",
+)
 # Those that a trained model keeps if the fields that they followed from are changed at load.
 FIXED = DERIVED.keys() - DERIVED_LAYERS.keys()
 # Those that follow from the length of the training.
@@ -309,9 +395,13 @@ class TnnConfig(PreTrainedConfig):
     model_type = "tnn"
     keys_to_ignore_at_inference = ["past_key_values", "cache"]
     attribute_map = OLD_NAMES
-    base_model_tp_plan = tensor_plan([TOEPLITZ])
-    base_model_pp_plan = PIPELINE_PLAN
+    base_model_pp_plan = {
+        "embed_tokens": (["input_ids"], ["inputs_embeds"]),
+        "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
+        "norm": (["hidden_states"], ["hidden_states"]),
+    }
     _automatic = frozenset()  # the names of fields that follow from others
+    _models = None  # the file of the models, while one of them is saved
 
     vocab_size: int = 50265
     hidden_size: int = 512
@@ -440,7 +530,7 @@ class TnnConfig(PreTrainedConfig):
         if initialized and name in ACTIVATIONS:
             check_activation(name, value)
         if initialized and name == "tno_type":
-            operator_class(value)
+            require_operator(value)
         super().__setattr__(name, value)
         if initialized and name in DERIVED:
             self._automatic = self._automatic | {name} if unset else self._automatic - {name}
@@ -489,8 +579,8 @@ class TnnConfig(PreTrainedConfig):
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as a dictionary, as in transformers; without those of attention and of other mixers if unused."""
-        left_out = {"_automatic", "max_kernel_length"}
-        left_out |= set() if has_attention(self) else {*LAYER_FIELDS}
+        left_out = {"_automatic", "_models", "max_kernel_length"}
+        left_out |= set() if has_attention(self) else {*ATTENTION_FIELDS}
         left_out |= {*MIXER_FIELDS} if self.toeplitz_mixer == GTU else set()
         return {name: value for name, value in super().to_dict().items() if name not in left_out}
 
@@ -512,10 +602,8 @@ class TnnConfig(PreTrainedConfig):
         self._automatic = frozenset(self._automatic & DERIVED_LAYERS.keys())
         if self.rope_parameters:
             self.standardize_rope_params()  # they may have been set after the rest
-        if has_attention(self) or self.toeplitz_mixer != GTU:
-            others = {name: how for name, how in self.base_model_tp_plan.items() if not name.startswith("layers.")}
-            self.base_model_tp_plan = others | tensor_plan(self.layer_types, self.toeplitz_mixer, self.use_glu)
-        self.tno_class = None if self.tno_type in BUILT_IN else qualified_name(operator_class(self.tno_type))
+        self.base_model_tp_plan = extensions.tensor_plan(self.layer_types, self.toeplitz_mixer, self.use_glu)
+        self.tno_class = None if self.tno_type in BUILT_IN else qualified_name(OPERATORS[self.tno_type])
 
     @property
     def gtu_dim(self) -> int:
@@ -542,22 +630,23 @@ class TnnConfig(PreTrainedConfig):
         return self.classifier_pooling or ("last" if self.causal else "mean")
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs):
-        """Save the configuration as in transformers, and the code of the models beside it, see `hub.py`.
-
-        Models call this method when they are saved, and so does Trainer for each checkpoint.
+        """Save the configuration as in transformers. A model that is saved calls it, and saves its code, see `hub.py`.
 
         Raises:
             ValueError: a field has a value outside its limits, or two fields contradict each other.
         """
         self.check()
-        self.auto_map = AUTO_MAP | own_classes(self, save_directory)
+        self.auto_map = (AUTO_MAP if self._models is not None else {}) | own_classes(self, save_directory)
+        if not self.auto_map:
+            del self.auto_map
         super().save_pretrained(save_directory)
-        save_code(save_directory)
+        if self._models is not None:
+            save_code(save_directory, self._models)
         if push_to_hub:
             self.push_to_hub(kwargs.pop("repo_id", os.path.basename(os.path.normpath(save_directory))), **kwargs)
 
     def validate_layer_type(self):
-        """Nothing to check here: `check_layers` does, and knows Toeplitz layers."""
+        """Nothing to check here: `_check_layers` does, and knows Toeplitz layers."""
 
     def _derive(self):
         for name, derive in DERIVED.items():  # in this order: some follow from others
@@ -576,18 +665,21 @@ class TnnConfig(PreTrainedConfig):
             self.require("decay", self.decay is not None, "a number (the lower bound) when learnable_decay=True")
         self.require("gtu_norm", not (self.gtu_norm and self.norm_type == "batchnorm"), "False with a batch norm")
         self.require("mlp_act", self.use_glu or self.mlp_act is None, "None with use_glu=False")
-        check_layers(self)
-        check_mixer(self)
+        _check_layers(self)
+        _check_mixer(self)
 
     def _check_operator(self):
         if self.spatial_dims == 2:
             self.require("causal", not self.causal, "False with spatial_dims=2 (an image has no order)")
             square = self.axis_length**2 == self.max_position_embeddings
             self.require("max_position_embeddings", square, "a square with spatial_dims=2")
-        operator = operator_class(self.tno_type, self.tno_class)
-        directions = {True: operator.supports_causal, False: operator.supports_bidirectional}
-        self.require("causal", directions[self.causal], f"{not self.causal} with tno_type={self.tno_type!r}")
-        operator.check_config(self)
+        require_operator(self.tno_type, self.tno_class)
+        cls = OPERATORS[self.tno_type] if self.tno_type not in BUILT_IN else None
+        own = DIRECTIONS[self.tno_type] if cls is None else (cls.supports_causal, cls.supports_bidirectional)
+        self.require("causal", own[not self.causal], f"{not self.causal} with tno_type={self.tno_type!r}")
+        check = OPERATOR_CHECKS.get(self.tno_type) if cls is None else cls.check_config
+        if check is not None:
+            check(self)
 
     def check_kernel_length(self):
         """Compare the grid of the kernels with the length that the model is made for.
@@ -597,7 +689,9 @@ class TnnConfig(PreTrainedConfig):
         """
         usual = min(LONGEST_GRID, max(SHORTEST_GRID, GRID_OF_LENGTH * self.axis_length))
         limit = self.max_kernel_length or usual
-        for name in operator_class(self.tno_type, self.tno_class).grid_fields if TOEPLITZ in self.layer_types else ():
+        require_operator(self.tno_type, self.tno_class)
+        own = GRID_FIELDS.get(self.tno_type, ()) if self.tno_type in BUILT_IN else OPERATORS[self.tno_type].grid_fields
+        for name in own if TOEPLITZ in self.layer_types else ():
             allowed = f"at most {limit:,}, or max_kernel_length must be given to from_pretrained to allow more"
             self.require(name, getattr(self, name) <= limit, allowed)
 
@@ -608,6 +702,102 @@ class TnnConfig(PreTrainedConfig):
             ValueError: `holds` is False.
         """
         _check_limit(name, getattr(self, name), (lambda _: holds, allowed))
+
+
+def _check_layers(config: "TnnConfig"):
+    kinds, count = config.layer_types, config.num_hidden_layers
+    config.require("layer_types", len(kinds) == count, f"a list of num_hidden_layers={count} names")
+    if not has_attention(config):
+        config.require("rope_parameters", config.rope_parameters is None, "None without layers of attention")
+        return
+    heads, width = config.num_attention_heads, config.num_attention_heads * config.head_dim
+    config.require("num_key_value_heads", heads % config.num_key_value_heads == 0, f"a divisor of {heads} heads")
+    config.require("head_dim", width <= LARGEST_SIZE, f"at most {LARGEST_SIZE:,} for {heads} heads together")
+    if SLIDING in kinds:
+        config.require("sliding_window", config.sliding_window is not None, f"an integer for layers of {SLIDING!r}")
+    if config.rope_parameters is not None:
+        _check_rope(config, config.rope_parameters)
+
+
+def _check_rope(config: "TnnConfig", given: dict[str, Any]):
+    flat = not any(isinstance(value, dict) for value in given.values())
+    config.require("rope_parameters", flat, "one dict of parameters for all layers")
+    kind = given.get("rope_type", given.get("type", "default"))
+    known = isinstance(kind, str) and kind in ROPE_TYPES
+    config.require("rope_parameters", known, f"None or have a rope_type of {', '.join(map(repr, ROPE_TYPES))}")
+    for name in ("rope_theta", *ROPE_TYPES[kind]):
+        value = given.get(name, 10_000.0 if name == "rope_theta" else None)
+        positive = isinstance(value, int | float) and 0 < value < math.inf
+        config.require("rope_parameters", positive, f"a dict with a number above 0 as {name!r}")
+    whole = given.get("partial_rotary_factor") in (None, 1)
+    config.require("rope_parameters", whole, "a dict without a 'partial_rotary_factor' other than 1")
+    config.require("head_dim", config.head_dim % 2 == 0, "even with rope_parameters")
+
+
+def _check_mixer(config: "TnnConfig"):
+    if config.toeplitz_mixer == HYENA:
+        config.require("spatial_dims", config.spatial_dims == 1, "1 with toeplitz_mixer='hyena', a mixer of sequences")
+        centred = config.causal or config.short_conv_kernel % 2 == 1
+        config.require("short_conv_kernel", centred, "odd with causal=False")
+        config.require("hyena_norm", not (config.hyena_norm and config.gtu_norm), "False with gtu_norm, another norm")
+    if config.toeplitz_mixer == S4:
+        whole = config.gtu_dim == config.hidden_size
+        config.require("gtu_expansion", whole, "1 with toeplitz_mixer='s4', whose operator mixes the input itself")
+        config.require("gtu_norm", not config.gtu_norm, "False with toeplitz_mixer='s4', which has no gated product")
+
+
+def _check_ski(config: "TnnConfig"):
+    longest = config.ski_grid_length
+    config.require("ski_rank", 2 <= config.ski_rank <= longest, f"in [2, ski_grid_length={longest}]")
+
+
+def _check_rtf(config: "TnnConfig"):
+    longest = config.rtf_truncation_length
+    config.require("rtf_state_size", config.rtf_state_size < longest, f"below rtf_truncation_length={longest}")
+    count = config.rtf_num_denominators
+    divides = count is None or (count >= 1 and config.gtu_dim % count == 0)
+    config.require("rtf_num_denominators", divides, f"a divisor of the GTU width {config.gtu_dim}")
+
+
+def _check_s4d(config: "TnnConfig"):
+    config.require("s4d_state_size", config.s4d_state_size % 2 == 0, "an even number")
+    longest = config.s4d_dt_max
+    config.require("s4d_dt_min", config.s4d_dt_min <= longest, f"at most s4d_dt_max={longest}")
+
+
+# What an operator of this package asks of several fields together.
+OPERATOR_CHECKS = {"ski": _check_ski, "rtf": _check_rtf, "s4d": _check_s4d}
+
+# The fields with sizes that no parameter has.
+GRID_FIELDS = {"fd": ("fd_resolution",), "ski": ("ski_grid_length",), "rtf": ("rtf_truncation_length",)}
+
+
+def qualified_name(cls: type) -> str:
+    """The module and the name of a class, joined by a dot."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def require_operator(tno_type: str, registered_as: str | None = None):
+    """Check that there is an operator `tno_type`.
+
+    Args:
+        registered_as: `qualified_name` of the class with which the model was saved.
+
+    Raises:
+        ValueError: `tno_type` is unknown.
+    """
+    known = DIRECTIONS | OPERATORS
+    if tno_type in known:
+        return
+    names = ", ".join(map(repr, known))
+    if registered_as is None:
+        hint = "".join(f"did you mean {near!r}? " for near in get_close_matches(tno_type, known, 1))
+        raise ValueError(f"{hint}`tno_type` must be one of {names}, got {tno_type!r}")
+    module, _, name = registered_as.rpartition(".")
+    raise ValueError(
+        f"`tno_type` must be one of {names}, got {tno_type!r}. The model was saved with the operator {registered_as}. "
+        f"Import the module {module} first, or call register_operator({tno_type!r}, {name})."
+    )
 
 
 def _check_names(config_class: type, names: Iterable[str]):

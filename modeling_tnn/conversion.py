@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from .extensions import extensions
+
 ORDERS = (8, 16, 32, 64, 128)
 
 LARGEST_RADIUS = 1 - 1e-6
@@ -267,3 +269,6 @@ def to_recurrent(model, order: int = 64, window: int = 16, tolerance: float | No
     if getattr(model, "generation_config", None) is not None:
         converted.generation_config = copy.deepcopy(model.generation_config)
     return converted, [layer_report for _, _, layer_report in fits]
+
+
+extensions.register(to_recurrent=to_recurrent)

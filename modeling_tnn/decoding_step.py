@@ -14,9 +14,8 @@ counters. The two memories are the real and the imaginary part: ONNX has no comp
 import torch
 from torch import nn
 
+from .configuration_tnn import HYENA, TOEPLITZ
 from .gating import Gate
-from .layer_types import TOEPLITZ
-from .mixer_types import HYENA
 from .tno import ToeplitzOperator
 
 States = list[list[torch.Tensor]]

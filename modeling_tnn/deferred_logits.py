@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import CausalLMOutputWithPast, MaskedLMOutput
 
+from .extensions import extensions
+
 
 class DeferredLogits:
     """The logits of hidden states `(B, L, d)` by a plain linear head, not computed yet."""
@@ -71,3 +73,6 @@ DEFERRED_OUTPUTS = {CausalLMOutputWithPast: DeferredCausalLMOutput, MaskedLMOutp
 def language_model_output(cls: type, logits: torch.Tensor | DeferredLogits | None, **fields):
     """An output of the class `cls`, or of its deferred variant if the logits are deferred."""
     return (DEFERRED_OUTPUTS[cls] if isinstance(logits, DeferredLogits) else cls)(logits=logits, **fields)
+
+
+extensions.register(language_model_output=language_model_output)

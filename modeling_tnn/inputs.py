@@ -9,13 +9,17 @@ from typing import Any
 import torch
 from transformers.utils import TransformersKwargs
 
-from .layer_types import has_attention
+from .configuration_tnn import has_attention
 from .numerics import is_on_host, must_be_eager
-from .pipeline import is_elsewhere
 
 # Further arguments that models of transformers accept: those of its output classes, and outputs of tokenizers.
 # `kwargs` is what transformers' pipelines over several devices pass on of all others.
 KEYWORDS = {*TransformersKwargs.__annotations__, "return_dict", "token_type_ids", "cache_position", "kwargs"}
+
+
+def is_elsewhere(layer: torch.nn.Module) -> bool:
+    """Whether a layer lies on another stage of a pipeline, which has an identity in its place."""
+    return isinstance(layer, torch.nn.Identity)
 
 
 def check_keywords(given: dict[str, Any]):

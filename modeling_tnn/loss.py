@@ -24,10 +24,10 @@ from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 from transformers.utils.generic import maybe_autocast
 
 from .deferred_logits import DeferredLogits
+from .extensions import extensions
 from .fallback import attempt, runs_on
 from .gating import differentiable_gradients, must_differentiate
-from .inputs import check_labels
-from .linear import apply_linear, is_plain_linear
+from .linear import is_plain_linear
 from .numerics import compute_dtype, is_fused, is_on_host, is_traced, keeps_products
 
 # Rows of a chunk on the CPU (measured). On an accelerator: rows, unless they take more bytes. The gradient of the
@@ -246,54 +246,36 @@ def linear_cross_entropy(
     return LinearCrossEntropy.apply(hidden, weight, bias, labels, dtype, ignore_index)
 
 
-def language_model_head(
+def head_loss(
     model: PreTrainedModel,
     hidden_states: torch.Tensor,
     labels: torch.Tensor | None,
-    skip_logits: bool | None = None,
-    shift_labels: torch.Tensor | None = None,
-    ignore_index: int = -100,
-    num_items_in_batch: torch.Tensor | int | None = None,
-    **kwargs,
-) -> tuple[torch.Tensor | None, torch.Tensor | DeferredLogits | None]:
-    """Loss and logits `(B, L, V)` of hidden states `(B, L, d)`; None for what is not asked for.
+    skip_logits: bool | None,
+    shift_labels: torch.Tensor | None,
+    ignore_index: int,
+    num_items_in_batch: torch.Tensor | int | None,
+) -> tuple[torch.Tensor, DeferredLogits | None] | None:
+    """The loss without the logits of the whole batch, or None where all logits are needed.
 
-    In training with labels the logits are computed when they are read, if they are: see `deferred_logits.py`.
-
-    Args:
-        model: a language model with `lm_head`, `loss_function` and `config`.
-        labels: `(B, L)`; a causal model shifts them.
-        skip_logits: whether the logits are left out; None: whether they are deferred.
-        shift_labels: `(B, L)`, labels that are shifted already.
-        num_items_in_batch: what the sum over labels is divided by; their number unless given.
-
-    Raises:
-        TypeError, ValueError: those of `check_labels`.
-        ValueError: `skip_logits` leaves nothing to compute.
+    In training the logits are computed when they are read, if they are: see `deferred_logits.py`. The arguments are
+    those of `modeling_tnn.language_model_head`.
     """
-    for name, given in (("labels", labels), ("shift_labels", shift_labels)):
-        if given is not None:
-            check_labels(given, hidden_states, model.config.vocab_size, name, ignore_index)
-    if labels is None and shift_labels is None:
-        if skip_logits:
-            raise ValueError("`labels` must be given with skip_logits=True, got None")
-        return None, apply_linear(model.lm_head, hidden_states)
     deferred = skip_logits is None and model.training
-    if (skip_logits or deferred) and can_skip_logits(model):
-        if shift_labels is None:
-            shift_labels = pad(labels[:, 1:], (0, 1), value=ignore_index) if model.config.causal else labels
-        head, shift_labels = model.lm_head, shift_labels.flatten()
-        loss = linear_cross_entropy(hidden_states.flatten(0, 1), head.weight, head.bias, shift_labels, ignore_index)
-        logits = DeferredLogits(head, hidden_states) if deferred else None
-        return loss / count_items(num_items_in_batch, shift_labels, ignore_index), logits
-    if keeps_products() and is_plain_linear(model.lm_head):
-        logits = aligned_linear(hidden_states, model.lm_head.weight, model.lm_head.bias)
-    else:
-        logits = apply_linear(model.lm_head, hidden_states)
-    shifted = {} if shift_labels is None else {"shift_labels": shift_labels}
-    options = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index} | shifted | kwargs
-    loss = model.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[2], **options)
-    return loss, None if skip_logits else logits
+    if not ((skip_logits or deferred) and can_skip_logits(model)):
+        return None
+    if shift_labels is None:
+        shift_labels = pad(labels[:, 1:], (0, 1), value=ignore_index) if model.config.causal else labels
+    head, shift_labels = model.lm_head, shift_labels.flatten()
+    loss = linear_cross_entropy(hidden_states.flatten(0, 1), head.weight, head.bias, shift_labels, ignore_index)
+    logits = DeferredLogits(head, hidden_states) if deferred else None
+    return loss / count_items(num_items_in_batch, shift_labels, ignore_index), logits
+
+
+def head_logits(head: torch.nn.Module, hidden_states: torch.Tensor) -> torch.Tensor | None:
+    """The logits in a graph of torch.compile, or None elsewhere."""
+    if keeps_products() and is_plain_linear(head):
+        return aligned_linear(hidden_states, head.weight, head.bias)
+    return None
 
 
 def can_skip_logits(model: PreTrainedModel) -> bool:
@@ -311,3 +293,6 @@ def count_items(given: torch.Tensor | int | None, labels: torch.Tensor, ignore_i
     if given is None:
         return (labels != ignore_index).sum()
     return given.to(labels.device) if isinstance(given, torch.Tensor) else given
+
+
+extensions.register(head_loss=head_loss, head_logits=head_logits)

@@ -31,7 +31,10 @@ from transformers.modeling_outputs import (
     CausalLMOutputWithPast,
     ImageClassifierOutput,
     MaskedLMOutput,
+    MultipleChoiceModelOutput,
+    QuestionAnsweringModelOutput,
     SequenceClassifierOutputWithPast,
+    TokenClassifierOutput,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.processing_utils import Unpack
@@ -42,30 +45,29 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from .attention import TnnAttention, View, build_rotary, has_flash_attention, views_of_layers
 from .cache_checks import check_cache
 from .cache_name import CACHE, takes_cache, with_cache_as
-from .configuration_tnn import TnnConfig
-from .conversion import LayerReport, to_recurrent
-from .deferred_logits import language_model_output
+from .configuration_tnn import GTU, HYENA, S4, TOEPLITZ, TnnConfig, has_attention
+from .extensions import extensions
 from .gating import activated_product
 from .gtu import TnnGatedToeplitzUnit
-from .hub import check_before_loading
 from .hyena import TnnHyena
 from .inputs import (
     can_be_read,
+    check_choices,
     check_class_labels,
     check_direction,
     check_keywords,
+    check_labels,
     check_logits_to_keep,
     check_patches,
     check_pixel_values,
     check_prompt,
+    check_spans,
     check_tokens,
+    is_elsewhere,
     require_tensor,
     take_options,
 )
-from .layer_types import TOEPLITZ, has_attention
 from .linear import apply_linear, apply_together
-from .loss import language_model_head
-from .mixer_types import GTU, HYENA, S4
 from .norms import NORM_POSITIONS, GatedRMSNorm, LayerNorm, ScaleNorm, build_final_norm, build_norm, with_mask
 from .numerics import keeps_products
 from .packing import Documents, check_one_document, documents_of
@@ -76,19 +78,17 @@ from .padding import (
     real_tokens,
     token_positions,
 )
-from .pipeline import HEAD_PLAN as HEAD_PIPELINE_PLAN
-from .pipeline import first_layer
-from .regional_compilation import Regions
 from .rpe import sinusoidal_embedding
 from .s4 import TnnS4Mixer
-from .stacking import kernels_of_layers, layout_of
-from .static_cache import is_ready, prepare_step
-from .tensor_parallel import HEAD_PLAN
 from .tno import ToeplitzOperator
 
 # From `toeplitz_mixer` to the class. Each stands in a block under the name `gtu`, with its operator at `gtu.tno`: all
 # that walks the operators of a model (precision, conversion, caches, plans, pictures) then knows every mixer.
 TOEPLITZ_MIXERS = {GTU: TnnGatedToeplitzUnit, HYENA: TnnHyena, S4: TnnS4Mixer}
+
+# How transformers divides the head of a language model over processes, and over the stages of a pipeline.
+HEAD_PLAN = {"lm_head": "colwise_gather_output"}
+HEAD_PIPELINE_PLAN = {"lm_head": (["hidden_states"], ["logits"])}
 
 # From `initializer` to the standard deviation of embeddings, as a power of d. With -0.5 and tied output weights the
 # token just read has a logit of up to d^0.5, with -0.75 of up to d^0.25; other logits have a deviation of d^-0.25.
@@ -119,7 +119,7 @@ class TnnBlock(GradientCheckpointingLayer):
     """One layer of the model: a token mixer (GTU) and a GLU, each with a norm and a residual connection."""
 
     # What compiles the layer while it is trained, see `regional_compilation.py`.
-    regions: Regions | None = None
+    regions = None
 
     def __init__(self, config: TnnConfig, layer_idx: int):
         super().__init__()
@@ -146,7 +146,8 @@ class TnnBlock(GradientCheckpointingLayer):
         """`(B, L, d)` to `(B, L, d)`, with the arguments of the GTU, or the `view` of an attention layer."""
         if self.regions is None or not self.training or past_key_values is not None:
             return self.mix(hidden_states, attention_mask, past_key_values, kernel, view)
-        if self.gtu is None or layout_of([self]) is not None:  # hooks that record attention; exchange of processes
+        # Hooks that record attention, and the exchange of processes, are in no graph.
+        if self.gtu is None or extensions.layout_of([self]) is not None:
             return self.mix(hidden_states, attention_mask, None, kernel, view)
         if isinstance(kernel, Documents):  # the graph finds them
             kernel = kernel._replace(batches=None, kernel=None)
@@ -210,7 +211,7 @@ class TnnPreTrainedModel(PreTrainedModel):
         """
         use_safetensors = use_safetensors is not False
         if use_safetensors:
-            check_before_loading(cls, pretrained_model_name_or_path, kwargs)
+            extensions.check_before_loading(cls, pretrained_model_name_or_path, kwargs)
         return super().from_pretrained(
             pretrained_model_name_or_path, *model_args, use_safetensors=use_safetensors, **kwargs
         )
@@ -220,17 +221,18 @@ class TnnPreTrainedModel(PreTrainedModel):
         return super().train(mode)
 
     def save_pretrained(self, *arguments, **options):
-        """Save the model as in transformers. After a training, `use_cache` is saved as the model was built with it.
+        """Save the model as in transformers, with its code, see `hub.py`.
 
-        Trainer of transformers 5.24 sets it to False, and would save that.
+        After a training, `use_cache` is saved as the model was built with it: Trainer of transformers 5.24 sets it to
+        False.
         """
-        present = self.config.use_cache
+        present, self.config._models = self.config.use_cache, __file__
         if self._is_trained:
             self.config.use_cache = self._use_cache_before_training
         try:
             return super().save_pretrained(*arguments, **options)
         finally:
-            self.config.use_cache = present
+            self.config.use_cache, self.config._models = present, None
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
@@ -253,7 +255,7 @@ class TnnPreTrainedModel(PreTrainedModel):
 
     def to_recurrent(
         self, order: int = 64, window: int = 16, tolerance: float | None = None
-    ) -> tuple["TnnPreTrainedModel", list[LayerReport]]:
+    ) -> tuple["TnnPreTrainedModel", list]:
         """A copy of a causal model whose kernels are recurrences of low order (`tno_type="modal"`).
 
         The state and the cost per token of the copy do not depend on the length of the text. An RTF model already is
@@ -271,7 +273,7 @@ class TnnPreTrainedModel(PreTrainedModel):
         Raises:
             ValueError: the model is bidirectional, has adapters or quantized weights, or the tolerance cannot be met.
         """
-        return to_recurrent(self, order, window, tolerance)
+        return extensions.to_recurrent(self, order, window, tolerance)
 
 
 class TnnModel(TnnPreTrainedModel):
@@ -362,7 +364,7 @@ class TnnModel(TnnPreTrainedModel):
             raise ValueError("`past_key_values` must be None for a model with causal=False, got a cache")
         if self.config.causal and use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
-        ready = is_ready(past_key_values, inputs_embeds, attention_mask)
+        ready = extensions.is_ready(past_key_values, inputs_embeds, attention_mask)
         if past_key_values is not None and not ready:
             check_cache(past_key_values, self)
         # A graph of one step knows neither the length nor the mask of the text before it.
@@ -386,7 +388,7 @@ class TnnModel(TnnPreTrainedModel):
 
         hidden_states, positions = inputs_embeds, None
         if self.config.position_embedding == "sinusoidal" or self.rotary is not None:
-            known = ready or layout_of(self.layers) is not None
+            known = ready or extensions.layout_of(self.layers) is not None
             positions = position_ids if known else token_positions(whole_mask, past_length, inputs_embeds)
             positions = positions if documents is None else documents.positions()
         if first == 0:  # else these are the hidden states of an earlier stage of a pipeline
@@ -401,7 +403,7 @@ class TnnModel(TnnPreTrainedModel):
         in_regions = documents is not None and self.training and any(layer.regions for layer in layers)
         if not (past_length or ready or in_regions):  # a region makes the kernels of packed rows itself
             longest = hidden_states if documents is None else hidden_states[:, : documents.longest]
-            kernels = kernels_of_layers(layers, longest)
+            kernels = extensions.kernels_of_layers(layers, longest)
         views = views_of_layers(self, layers, hidden_states, whole_mask, past_key_values, positions, documents)
         for layer, kernel, view in zip(layers, kernels, views, strict=True):
             kernel = kernel if documents is None else documents._replace(kernel=kernel)
@@ -428,6 +430,20 @@ def check_packed(config: TnnConfig, past_key_values: Cache | None, use_cache: bo
             "`output_attentions` must be False if a row holds several documents (by `position_ids`, `seq_idx` or "
             "`cu_seq_lens_q`), got True. Pad instead of packing."
         )
+
+
+def first_layer(layers: nn.ModuleList) -> int:
+    """The index of the first layer that lies on this stage of a pipeline.
+
+    transformers (`DistributedConfig(pp_size=2)`) gives a later stage the hidden states as `inputs_embeds`.
+
+    Raises:
+        ValueError: there is none.
+    """
+    for index, layer in enumerate(layers):
+        if not is_elsewhere(layer):
+            return index
+    raise ValueError(f"A pipeline must have at most as many stages as layers, got a stage with none of {len(layers)}")
 
 
 def recomputes(model: TnnModel) -> bool:
@@ -474,6 +490,46 @@ class TnnClassificationHead(nn.Module):
         return apply_linear(self.out_proj, pooled)
 
 
+def language_model_head(
+    model: TnnPreTrainedModel,
+    hidden_states: torch.Tensor,
+    labels: torch.Tensor | None,
+    skip_logits: bool | None,
+    shift_labels: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    num_items_in_batch: torch.Tensor | int | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Loss and logits `(B, L, V)` of hidden states `(B, L, d)`; None for what is not asked for.
+
+    Args:
+        labels: `(B, L)`; a causal model shifts them.
+        skip_logits: whether the logits are left out; None: whether they are computed when they are read.
+        shift_labels: `(B, L)`, labels that are shifted already.
+        num_items_in_batch: what the sum over labels is divided by; their number unless given.
+
+    Raises:
+        TypeError, ValueError: those of `check_labels`.
+        ValueError: `skip_logits` leaves nothing to compute.
+    """
+    for name, given in (("labels", labels), ("shift_labels", shift_labels)):
+        if given is not None:
+            check_labels(given, hidden_states, model.config.vocab_size, name, ignore_index)
+    if labels is None and shift_labels is None:
+        if skip_logits:
+            raise ValueError("`labels` must be given with skip_logits=True, got None")
+        return None, apply_linear(model.lm_head, hidden_states)
+    options = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}
+    found = extensions.head_loss(model, hidden_states, labels, skip_logits, shift_labels, **options)
+    if found is not None:
+        return found
+    logits = extensions.head_logits(model.lm_head, hidden_states)
+    logits = apply_linear(model.lm_head, hidden_states) if logits is None else logits
+    options |= {} if shift_labels is None else {"shift_labels": shift_labels}
+    loss = model.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[2], **options | kwargs)
+    return loss, None if skip_logits else logits
+
+
 class TnnForCausalLM(TnnPreTrainedModel, GenerationMixin):
     """A causal TNN with a language modelling head, as in the WikiText-103 experiments of the TNN paper.
 
@@ -500,7 +556,7 @@ class TnnForCausalLM(TnnPreTrainedModel, GenerationMixin):
         """The inputs of the next pass, as in transformers. A static cache is made ready for a compiled step."""
         kwargs.pop("tokenizer", None)  # that of `stop_strings`, which transformers hands on to the model
         inputs = super().prepare_inputs_for_generation(*args, inputs_embeds=inputs_embeds, **kwargs)
-        return prepare_step(self.model, inputs)
+        return extensions.prepare_step(self.model, inputs)
 
     def generate(self, inputs: torch.LongTensor | None = None, *args, **kwargs):
         """Generate tokens as in transformers, after a check of the prompt. A batch without rows is returned unchanged.
@@ -579,7 +635,7 @@ class TnnForCausalLM(TnnPreTrainedModel, GenerationMixin):
         loss, logits = language_model_head(
             self, outputs.last_hidden_state[:, kept], labels, skip_logits, **loss_options | kwargs
         )
-        return language_model_output(
+        return extensions.language_model_output(
             CausalLMOutputWithPast,
             logits,
             loss=loss,
@@ -643,7 +699,7 @@ class TnnForMaskedLM(TnnPreTrainedModel):
         transformed = self.transform(outputs.last_hidden_state)
         loss, logits = language_model_head(self, transformed, labels, skip_logits, **loss_options | kwargs)
         states = {"hidden_states": outputs.hidden_states, "attentions": outputs.attentions}
-        return language_model_output(MaskedLMOutput, logits, loss=loss, **states)
+        return extensions.language_model_output(MaskedLMOutput, logits, loss=loss, **states)
 
 
 class TnnForSequenceClassification(TnnPreTrainedModel):
@@ -710,6 +766,157 @@ class TnnForSequenceClassification(TnnPreTrainedModel):
         )
 
 
+class TnnForTokenClassification(TnnPreTrainedModel):
+    """A TNN with a linear head on each token, for tagging such as named entities.
+
+    A causal model sees no token after the one it classifies. Rows may hold several documents, as those of a language
+    model.
+    """
+
+    def __init__(self, config: TnnConfig):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.model = TnnModel(config)
+        self.dropout = head_dropout(config)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> TokenClassifierOutput:
+        """The logits `(B, L, num_labels)`, and with `labels` the mean cross-entropy.
+
+        Args:
+            labels: `(B, L)`, the class of each token; -100 is ignored.
+            kwargs: `num_items_in_batch` is what the sum of the loss is divided by, instead of the number of labels.
+
+        The other arguments and the errors are those of [`TnnModel.forward`].
+        """
+        outputs = self.model(
+            input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, return_dict=True, **kwargs
+        )
+        logits = apply_linear(self.classifier, self.dropout(outputs.last_hidden_state))
+        loss = None
+        if labels is not None:
+            check_labels(labels, logits, self.num_labels, limit="num_labels")
+            count = kwargs.get("num_items_in_batch")
+            loss = self.loss_function(logits, labels, self.config, num_items_in_batch=count)
+        states = {"hidden_states": outputs.hidden_states, "attentions": outputs.attentions}
+        return TokenClassifierOutput(loss=loss, logits=logits, **states)
+
+
+class TnnForQuestionAnswering(TnnPreTrainedModel):
+    """A TNN that finds the span of an answer in a text: a linear head gives each token two scores."""
+
+    # The loss is a mean over sequences: Trainer must divide it by the accumulation steps itself.
+    accepts_loss_kwargs = False
+
+    def __init__(self, config: TnnConfig):
+        super().__init__(config)
+        self.model = TnnModel(config)
+        self.qa_outputs = nn.Linear(config.hidden_size, 2)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        start_positions: torch.LongTensor | None = None,
+        end_positions: torch.LongTensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> QuestionAnsweringModelOutput:
+        """The logits `(B, L)` of the first and of the last token of the answer, and with both positions the loss.
+
+        At padding the logits are the lowest number of their dtype, so that neither the loss nor the answer depends
+        on it.
+
+        Args:
+            start_positions: `(B,)`, the place of the first token of the answer; a place outside the text is ignored.
+            end_positions: `(B,)`, the place of the last token of the answer.
+
+        The other arguments and the errors are those of [`TnnModel.forward`]. Packed rows raise a ValueError.
+        """
+        tokens = input_ids if inputs_embeds is None else inputs_embeds
+        outputs = self.model(
+            input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, return_dict=True, **kwargs
+        )
+        check_one_document(tokens, attention_mask, **kwargs)
+        logits = apply_linear(self.qa_outputs, outputs.last_hidden_state)  # (B, L, 2)
+        if attention_mask is not None:
+            hidden = attention_mask[:, -logits.shape[1] :, None].to(logits.device) == 0
+            logits = logits.masked_fill(hidden, torch.finfo(logits.dtype).min)
+        start_logits, end_logits = logits.unbind(-1)
+        loss = None
+        if start_positions is not None and end_positions is not None:
+            check_spans(start_positions, end_positions, start_logits)
+            loss = self.loss_function(start_logits.float(), end_logits.float(), start_positions, end_positions)
+        return QuestionAnsweringModelOutput(
+            loss=loss,
+            start_logits=start_logits.contiguous(),
+            end_logits=end_logits.contiguous(),
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+class TnnForMultipleChoice(TnnPreTrainedModel):
+    """A TNN that chooses one of several texts: a classification head scores each text alone."""
+
+    # The loss is a mean over sequences: Trainer must divide it by the accumulation steps itself.
+    accepts_loss_kwargs = False
+
+    def __init__(self, config: TnnConfig):
+        super().__init__(config)
+        self.model = TnnModel(config)
+        self.classifier = TnnClassificationHead(config, num_labels=1)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> MultipleChoiceModelOutput:
+        """The logits `(B, C)` of C choices, and with `labels` the loss.
+
+        Args:
+            input_ids: `(B, C, L)`, or `inputs_embeds` `(B, C, L, d)`.
+            attention_mask: `(B, C, L)`. Without a mask, a causal model uses the last token that is not
+                `config.pad_token_id`.
+            labels: `(B,)`, the right choices.
+
+        The other arguments and the errors are those of [`TnnModel.forward`]. Packed rows raise a ValueError.
+        """
+        tokens, name = (inputs_embeds, "inputs_embeds") if input_ids is None else (input_ids, "input_ids")
+        choices = check_choices(name, tokens, attention_mask)
+        given = {"input_ids": input_ids, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
+        given = {key: None if value is None else value.flatten(0, 1) for key, value in given.items()}
+        outputs = self.model(**given, return_dict=True, **kwargs)
+        mask = given["attention_mask"]
+        check_one_document(tokens.flatten(0, 1), mask, **kwargs)
+        if mask is None and self.config.causal:
+            mask = real_tokens(given["input_ids"], self.config.pad_token_id)  # as in transformers
+        pooled = pool_tokens(self.config.pooling, outputs.last_hidden_state, mask)  # (B * C, d)
+        logits = self.classifier(pooled).view(-1, choices)
+        loss = None
+        if labels is not None:
+            check_class_labels(labels, logits)
+            loss = nn.functional.cross_entropy(logits.float(), labels.view(-1).to(logits.device))
+        states = {"hidden_states": outputs.hidden_states, "attentions": outputs.attentions}
+        return MultipleChoiceModelOutput(loss=loss, logits=logits, **states)
+
+
 # Trainer's label smoothing shifts the labels of the classes in this list.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[TnnConfig.model_type] = TnnForCausalLM.__name__
 
@@ -752,7 +959,7 @@ class TnnImageModel(TnnPreTrainedModel):
     def forward(self, pixel_values: torch.Tensor, **kwargs: Unpack[TransformersKwargs]) -> BaseModelOutput:
         """The hidden states of the last layer, `(B, L, d)`, for `pixel_values` `(B, C, H, W)`."""
         hidden_states = self.dropout(self.patch_embedding(pixel_values))
-        kernels = kernels_of_layers(self.layers, hidden_states)
+        kernels = extensions.kernels_of_layers(self.layers, hidden_states)
         for layer, kernel in zip(self.layers, kernels, strict=True):
             hidden_states = layer(hidden_states, kernel=kernel)
         return BaseModelOutput(last_hidden_state=hidden_states)
@@ -814,8 +1021,13 @@ __all__ = [
     "TnnForCausalLM",
     "TnnForImageClassification",
     "TnnForMaskedLM",
+    "TnnForMultipleChoice",
+    "TnnForQuestionAnswering",
     "TnnForSequenceClassification",
+    "TnnForTokenClassification",
     "TnnImageModel",
     "TnnModel",
     "TnnPreTrainedModel",
 ]
+
+extensions.load()

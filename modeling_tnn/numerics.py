@@ -15,11 +15,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-# How Toeplitz products are computed. "eager" consists of PyTorch's own operations, "fused" of custom functions that
-# are faster and save less for the backward pass, with the same values and derivatives of every order. "triton" is for
-# GPUs, and "auto" takes what is the fastest: see `toeplitz_choice.py`.
-IMPLEMENTATIONS = ("auto", "fused", "eager", "triton")
-
+from .configuration_tnn import IMPLEMENTATIONS
 
 # Devices whose values can be read at once. Tests take them away, to run the code of accelerators on a CPU.
 HOST_DEVICES = ("cpu",)

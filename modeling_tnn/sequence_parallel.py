@@ -28,10 +28,9 @@ from transformers.cache_utils import Cache
 
 from .cache_name import takes_cache
 from .channels import OF_THE_WHOLE, Part, filters_of_parameters, restricted
+from .configuration_tnn import HYENA, has_attention
 from .gating import NO_GATE, Gate
 from .inputs import check_keywords, check_labels, check_tokens, require_tensor
-from .layer_types import has_attention
-from .mixer_types import HYENA
 from .packing import Documents, documents_of
 from .padding import check_attention_mask, first_real_token, roll, token_positions
 

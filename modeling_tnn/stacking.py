@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers.utils.generic import maybe_autocast
 
+from .extensions import extensions
 from .numerics import is_fused, is_on_host, is_plain, must_be_eager, projected_dtype
 
 PACKAGE = __name__.rpartition(".")[0]
@@ -176,3 +177,6 @@ def kinds_of(module: nn.Module) -> dict[str, tuple | None]:
 def is_same(a: object, b: object) -> bool:
     """Whether two settings have the same plain value."""
     return type(a) is type(b) and isinstance(a, PLAIN) and a == b
+
+
+extensions.register(kernels_of_layers=kernels_of_layers, layout_of=layout_of)

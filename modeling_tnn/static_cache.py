@@ -30,8 +30,9 @@ from .attention import mask_of
 from .cache_checks import check_cache, past_length
 from .cache_name import CACHE
 from .cache_tnn import TnnCacheLayer
+from .configuration_tnn import TOEPLITZ
+from .extensions import extensions
 from .gating import NO_GATE, Gate
-from .layer_types import TOEPLITZ
 from .numerics import is_traced
 from .padding import token_positions
 from .recurrence import Recurrence
@@ -267,3 +268,4 @@ def point(pairs: list[tuple[TnnStaticCacheLayer, nn.Module]], places: list[tuple
 
 
 STATIC_LAYER_TYPE_MAPPING[TOEPLITZ] = TnnStaticCacheLayer
+extensions.register(is_ready=is_ready, prepare_step=prepare_step)

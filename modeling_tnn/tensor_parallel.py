@@ -181,7 +181,6 @@ class NormStyle(TensorParallelLayer):
 
 
 # The plan of a language model's head.
-HEAD_PLAN = {"lm_head": "colwise_gather_output"}
 
 # A plan names styles, and transformers looks them up in its table.
 ALL_PARALLEL_STYLES.register("tnn_operator", OperatorStyle())

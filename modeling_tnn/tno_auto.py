@@ -1,8 +1,8 @@
-"""The table of operators, by the names of `TnnConfig.tno_type`. The configuration and the tests read it."""
+"""The operators by the names of `TnnConfig.tno_type`: the table that the configuration declares is filled here."""
 
 import copy
-from difflib import get_close_matches
 
+from .configuration_tnn import BUILT_IN, OPERATORS, qualified_name, require_operator
 from .numerics import compute_dtype
 from .tno import ToeplitzOperator
 from .tno_2d import TwoAxisOperator
@@ -14,16 +14,17 @@ from .tno_rtf import RtfOperator
 from .tno_s4d import S4dOperator
 from .tno_ski import SkiOperator
 
-OPERATORS: dict[str, type[ToeplitzOperator]] = {
-    "rpe": RpeOperator,
-    "fd": FdOperator,
-    "ski": SkiOperator,
-    "rtf": RtfOperator,
-    "s4d": S4dOperator,
-    "modal": ModalOperator,
-    "explicit": ExplicitOperator,
-}
-BUILT_IN = frozenset(OPERATORS)
+OPERATORS.update(
+    {
+        "rpe": RpeOperator,
+        "fd": FdOperator,
+        "ski": SkiOperator,
+        "rtf": RtfOperator,
+        "s4d": S4dOperator,
+        "modal": ModalOperator,
+        "explicit": ExplicitOperator,
+    }
+)
 
 
 def register_operator(name: str, cls: type[ToeplitzOperator]):
@@ -51,40 +52,14 @@ def register_operator(name: str, cls: type[ToeplitzOperator]):
     OPERATORS[name] = cls
 
 
-def qualified_name(cls: type) -> str:
-    """The module and the name of a class, joined by a dot."""
-    return f"{cls.__module__}.{cls.__qualname__}"
-
-
-def operator_class(tno_type: str, registered_as: str | None = None) -> type[ToeplitzOperator]:
-    """The class of the operator `tno_type`.
-
-    Args:
-        registered_as: `qualified_name` of the class with which the model was saved.
-
-    Raises:
-        ValueError: `tno_type` is unknown.
-    """
-    if tno_type in OPERATORS:
-        return OPERATORS[tno_type]
-    names = ", ".join(map(repr, OPERATORS))
-    if registered_as is None:
-        hint = "".join(f"did you mean {near!r}? " for near in get_close_matches(tno_type, OPERATORS, 1))
-        raise ValueError(f"{hint}`tno_type` must be one of {names}, got {tno_type!r}")
-    module, _, name = registered_as.rpartition(".")
-    raise ValueError(
-        f"`tno_type` must be one of {names}, got {tno_type!r}. The model was saved with the operator {registered_as}. "
-        f"Import the module {module} first, or call register_operator({tno_type!r}, {name})."
-    )
-
-
 def build_tno(config, layer_idx: int = 0) -> ToeplitzOperator:
     """The operator that `config.tno_type` names. With `config.spatial_dims=2` there is one for each axis.
 
     Raises:
         ValueError: `config.tno_type` is unknown.
     """
-    cls = operator_class(config.tno_type)
+    require_operator(config.tno_type)
+    cls = OPERATORS[config.tno_type]
     if config.spatial_dims == 1:
         return with_fp32_parameters(cls(config, layer_idx))
     axis = copy.copy(config)

@@ -30,8 +30,6 @@ from .toeplitz_fused import complex_response
 class FdOperator(ToeplitzOperator):
     """The frequency-domain operator, FD-TNO."""
 
-    grid_fields = ("fd_resolution",)
-
     def __init__(self, config, layer_idx: int = 0):
         super().__init__(config, layer_idx)
         num_outputs = self.channels if self.causal else 2 * self.channels

@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn.functional import pad
 from transformers import initialization as init
 
+from .configuration_tnn import DIRECTIONS
 from .history import SLACK, HistoryBuffer, places, slack_after
 from .numerics import compute_dtype, float64_or_widest, is_exported, is_on_host
 from .recurrence import LONG_PROMPT, PIECE, FilterRecurrence
@@ -177,7 +178,7 @@ class ModalRecurrence(FilterRecurrence):
 class ModalOperator(ToeplitzOperator):
     """The operator of first taps and complex exponentials, equation (1). Causal only."""
 
-    supports_bidirectional = False
+    supports_causal, supports_bidirectional = DIRECTIONS["modal"]
     # In bfloat16 the phases of poles are wrong after a few lags, and residues of a fit do not cancel any more.
     fp32_parameters = ("head", "residues", "log_rate", "angle")
     is_recurrence = True

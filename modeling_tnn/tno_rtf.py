@@ -72,7 +72,6 @@ class RtfOperator(ToeplitzOperator):
     # In bfloat16 the poles would move by more than their distance from the unit circle.
     fp32_parameters = ("denominator", "numerator", "direct", "slack")
     is_recurrence = True
-    grid_fields = ("rtf_truncation_length",)
     has_warned = False
     _train_calls = 0
 
@@ -91,14 +90,6 @@ class RtfOperator(ToeplitzOperator):
     def channel_parameters(self) -> dict[str, int]:
         sides = 1 if self.causal else 2
         return {"denominator": sides, "numerator": sides, "direct": sides, "slack": 1}
-
-    @classmethod
-    def check_config(cls, config):
-        longest = config.rtf_truncation_length
-        config.require("rtf_state_size", config.rtf_state_size < longest, f"below rtf_truncation_length={longest}")
-        count = config.rtf_num_denominators
-        divides = count is None or (count >= 1 and config.gtu_dim % count == 0)
-        config.require("rtf_num_denominators", divides, f"a divisor of the GTU width {config.gtu_dim}")
 
     def reset_parameters(self):
         init.uniform_(self.denominator, -self.initial_bound, self.initial_bound)

@@ -115,12 +115,6 @@ class S4dOperator(ToeplitzOperator):
         sides = 1 if self.causal else 2
         return {"log_real": sides, "imag": sides, "log_step": sides, "weights": sides, "direct": 1}
 
-    @classmethod
-    def check_config(cls, config):
-        config.require("s4d_state_size", config.s4d_state_size % 2 == 0, "an even number")
-        longest = config.s4d_dt_max
-        config.require("s4d_dt_min", config.s4d_dt_min <= longest, f"at most s4d_dt_max={longest}")
-
     def reset_parameters(self):
         alpha, scale = INITIAL_MODES[self.initializer](2 * self.num_modes)  # (Q,) each
         init.copy_(self.log_real, (-alpha.real).log().expand_as(self.log_real))

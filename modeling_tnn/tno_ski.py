@@ -32,6 +32,7 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
+from .configuration_tnn import DIRECTIONS
 from .fourier import exported_convolution
 from .numerics import compute_dtype, is_exported, is_fused, is_on_host, is_transformed, keeps_products, next_fast_len
 from .packing import Documents
@@ -83,7 +84,6 @@ INTERPOLATIONS = {
     "linear": Interpolation(1, hat, lambda share: (1 - share, share)),
     "cubic": Interpolation(2, cubic, cubic_weights),
 }
-KINDS = (*INTERPOLATIONS, "released")
 
 # Standard deviations of m taps and of the values alphas and betas at the start.
 INITIAL_DEVIATIONS = {"normal": lambda taps: (1.0, 1.0), "local": lambda taps: (taps**-0.5, 0.0)}
@@ -206,8 +206,7 @@ def prolong(z: torch.Tensor, base: torch.Tensor | None, grid: InducingGrid) -> t
 class SkiOperator(ToeplitzOperator):
     """The sparse plus low-rank operator, bidirectional only. It is not shift-invariant."""
 
-    supports_causal = False
-    grid_fields = ("ski_grid_length",)
+    supports_causal, supports_bidirectional = DIRECTIONS["ski"]
     shift_invariant = False
 
     def __init__(self, config, layer_idx: int = 0):
@@ -222,11 +221,6 @@ class SkiOperator(ToeplitzOperator):
 
     def channel_parameters(self) -> dict[str, int]:
         return {"filter": 1, "alphas": 1, "betas": 1}
-
-    @classmethod
-    def check_config(cls, config):
-        longest = config.ski_grid_length
-        config.require("ski_rank", 2 <= config.ski_rank <= longest, f"in [2, ski_grid_length={longest}]")
 
     def reset_parameters(self):
         of_taps, of_values = INITIAL_DEVIATIONS[self.initializer](self.filter.shape[1])

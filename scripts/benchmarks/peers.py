@@ -21,9 +21,8 @@ from transformers import (
 )
 
 from modeling_tnn import TnnConfig, TnnForCausalLM, TnnForMaskedLM
-from modeling_tnn.layer_types import FULL, TOEPLITZ
+from modeling_tnn.configuration_tnn import FULL, IMPLEMENTATIONS, TOEPLITZ
 from modeling_tnn.loss import linear_cross_entropy
-from modeling_tnn.numerics import IMPLEMENTATIONS
 from modeling_tnn.tno_auto import OPERATORS
 
 # Names of models with attention in the blocks of a TNN -> whether layer i of a model has it. A model without Toeplitz

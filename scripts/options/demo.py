@@ -7,7 +7,7 @@ from tnn_scripts.common.names import find_config
 from tnn_scripts.common.nearest import nearest
 from tnn_scripts.data.files import check_source
 
-OPERATORS = declared_keys("modeling_tnn.tno_auto", "OPERATORS")
+OPERATORS = declared_keys("modeling_tnn.configuration_tnn", "DIRECTIONS")
 
 
 @dataclass

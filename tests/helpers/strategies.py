@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from helpers.models import BIDIRECTIONAL, CAUSAL
 from modeling_tnn import TnnConfig
-from modeling_tnn.mixer_types import GTU, HYENA, S4
+from modeling_tnn.configuration_tnn import CHOICES, GTU, HYENA, S4
 from modeling_tnn.norms import NORM_TYPES
-from modeling_tnn.tno_ski import KINDS
 
 VOCAB_SIZE = 37
 ACTIVATIONS = ("relu", "silu", "gelu", "tanh")
@@ -51,7 +50,7 @@ def ski_fields(draw, causal):
         "ski_rank": draw(st.integers(2, longest)),
         "ski_filter_size": draw(st.integers(1, 9)),
         "ski_decay": draw(st.floats(0.5, 1.0)),
-        "ski_interpolation": draw(st.sampled_from(KINDS)),
+        "ski_interpolation": draw(st.sampled_from(CHOICES["ski_interpolation"])),
         "ski_initializer": draw(st.sampled_from(("local", "normal"))),
     }
 

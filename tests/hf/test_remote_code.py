@@ -40,21 +40,11 @@ from modeling_tnn import (
     TnnModel,
 )
 from modeling_tnn.cache_tnn import TnnCacheLayer
+from modeling_tnn.configuration_tnn import TOEPLITZ
 from modeling_tnn.hub import AUTO_MAP
-from modeling_tnn.layer_types import TOEPLITZ
 
 PACKAGE = Path(modeling_tnn.__file__).parent
-# All files but the package's own, and what only programs call.
-OTHERS = {
-    "__init__.py",
-    "auto_classes.py",
-    "presets.py",
-    "stability.py",
-    "sequence_parallel.py",
-    "state_space.py",
-}
-OTHERS |= {"batching.py", "cache_rows.py", "request.py", "decoding_step.py"}  # needed by what is imported by name
-CODE = {path.name for path in PACKAGE.glob("*.py")} - OTHERS
+CODE = {Path(file).name for file in get_relative_import_files(PACKAGE / "modeling_tnn.py")} | {"modeling_tnn.py"}
 CAUSAL_HEADS = (TnnForCausalLM, TnnForSequenceClassification, TnnModel)
 BIDIRECTIONAL_HEADS = (TnnForMaskedLM, TnnForSequenceClassification, TnnModel)
 HEADS = [(head, tno_type, causal) for tno_type, causal in VARIANTS
@@ -135,70 +125,69 @@ OTHERS = """
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageClassification
 from safetensors.torch import save_file
-model = AutoModelForCausalLM.from_pretrained("model", trust_remote_code=True)
-converted, report = model.to_recurrent(order=8)
-converted.save_pretrained("converted")
-loaded = AutoModelForCausalLM.from_pretrained("converted", trust_remote_code=True)
-assert loaded.config.tno_type == "modal" and len(report) == 2
+converted = AutoModelForCausalLM.from_pretrained("converted", trust_remote_code=True)
+assert converted.config.tno_type == "modal"
 ids = torch.arange(22).view(2, 11) * 4
 image = AutoModelForImageClassification.from_pretrained("image", trust_remote_code=True)
-outputs = {"loaded": loaded(ids), "converted": converted(ids), "image": image(torch.ones(2, 3, 24, 24))}
+outputs = {"converted": converted(ids), "image": image(torch.ones(2, 3, 24, 24))}
 save_file({name: output.logits.detach().contiguous() for name, output in outputs.items()}, "outputs")
+for extra in (converted.to_recurrent, lambda: converted.generate(ids, cache_implementation="static")):
+    try:
+        extra()
+    except ImportError as error:
+        assert "pip install modeling-tnn" in str(error), error
+    else:
+        raise AssertionError(extra)
 """
 
 
 def test_converted_models_and_images(tmp_path):
-    """`to_recurrent` of a model loaded by remote code."""
+    """What a folder does not carry is refused with a line that names the package."""
     models = {
-        "model": seeded(TnnForCausalLM, tiny_config(decay=0.9)),
+        "converted": seeded(TnnForCausalLM, tiny_config(decay=0.9)).to_recurrent(order=8)[0],
         "image": seeded(TnnForImageClassification, image_config()),
     }
     for name, model in models.items():
         model.save_pretrained(tmp_path / name)
     run_without_the_package(OTHERS, folder=tmp_path)
     outputs = load_file(tmp_path / "outputs")
-    assert torch.equal(outputs["loaded"], outputs["converted"])
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "converted").config.converted_from == "rpe"
+    assert torch.equal(outputs["converted"], models["converted"](torch.arange(22).view(2, 11) * 4).logits)
     assert torch.equal(outputs["image"], models["image"](torch.ones(2, 3, 24, 24)).logits)
 
 
 @pytest.mark.parametrize("head", AUTO, ids=lambda head: head.__name__)
 def test_a_folder_is_complete(head, tmp_path):
-    """All files of the package, as they are, and a map that names existing classes; a configuration alone too."""
-    config = tiny_config(causal=head is not TnnForMaskedLM)
-    head(config).save_pretrained(tmp_path / "model")
-    config.save_pretrained(tmp_path / "config")
-    for folder in (tmp_path / "model", tmp_path / "config"):
-        assert {path.name for path in folder.glob("*.py")} == CODE
-        assert all((folder / name).read_bytes() == (PACKAGE / name).read_bytes() for name in CODE)
-        auto_map = json.loads((folder / "config.json").read_text())["auto_map"]
-        assert auto_map == AUTO_MAP
-        assert set(auto_map) == {"AutoConfig", "AutoModelForImageClassification"} | {a.__name__ for a in AUTO.values()}
-        for reference in auto_map.values():
-            assert get_class_from_dynamic_module(reference, folder).__name__ == reference.split(".")[1]
+    """All files that the models import, as they are, and a map that names existing classes."""
+    head(tiny_config(causal=head is not TnnForMaskedLM)).save_pretrained(tmp_path)
+    assert {path.name for path in tmp_path.glob("*.py")} == CODE
+    assert all((tmp_path / name).read_bytes() == (PACKAGE / name).read_bytes() for name in CODE)
+    auto_map = json.loads((tmp_path / "config.json").read_text())["auto_map"]
+    assert auto_map == AUTO_MAP
+    assert set(auto_map) == {"AutoConfig", "AutoModelForImageClassification"} | {a.__name__ for a in AUTO.values()}
+    for reference in auto_map.values():
+        assert get_class_from_dynamic_module(reference, tmp_path).__name__ == reference.split(".")[1]
 
 
 ALONE = """
 import json, transformers
 from pathlib import Path
-transformers.AutoConfig.from_pretrained("config", trust_remote_code=True).save_pretrained("again")
+config = transformers.AutoConfig.from_pretrained("model", trust_remote_code=True)
+modules = [module for name, module in sys.modules.items() if name.startswith("transformers_modules.model")]
+files = {Path(module.__file__).name for module in modules if getattr(module, "__file__", None)} - {"__init__.py"}
+assert files == {"configuration_tnn.py", "extensions.py", "hub.py"}, files
+config.save_pretrained("again")
+assert {path.name for path in Path("again").iterdir()} == files | {"config.json"}
 named = json.loads(Path("again/config.json").read_text())["auto_map"]
-assert "AutoConfig" in named
-assert all(Path("again", reference.split(".")[0] + ".py").exists() for reference in named.values()), named
-config = transformers.AutoConfig.from_pretrained("again", trust_remote_code=True)
-transformers.AutoModel.from_config(config, trust_remote_code=True)
+assert named == {"AutoConfig": "configuration_tnn.TnnConfig"}, named
 """
 
 
 def test_a_configuration_alone(tmp_path):
-    """Loaded by remote code and saved again, it names only files that stand beside it."""
+    """Loading one executes three files. Saved without a model, it names no file that is not there."""
     tiny_config().save_pretrained(tmp_path / "config")
+    assert [path.name for path in (tmp_path / "config").iterdir()] == ["config.json"]
+    seeded(TnnForCausalLM, tiny_config()).save_pretrained(tmp_path / "model")
     run_without_the_package(ALONE, folder=tmp_path)
-
-
-def test_every_file_is_reachable_from_the_models():
-    """A file that neither the models nor their imports name would not be shipped."""
-    assert {Path(file).name for file in get_relative_import_files(PACKAGE / "modeling_tnn.py")} == CODE
 
 
 def test_without_permission(tmp_path):
@@ -237,11 +226,10 @@ def test_both_copies_in_one_process(tno_type, tmp_path):
     assert relative_error(continued, local(whole).logits[:, 3:]) < 1e-5
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_a_copy_of_another_version_in_one_process(cache, tmp_path, monkeypatch):
+def test_a_copy_of_another_version_in_one_process(tmp_path, monkeypatch):
     """A model does not decode with the classes of a copy that was imported after its own."""
     for mapping in (DYNAMIC_LAYER_TYPE_MAPPING, STATIC_LAYER_TYPE_MAPPING):
-        monkeypatch.setitem(mapping, TOEPLITZ, mapping[TOEPLITZ])  # which the copy is about to replace
+        monkeypatch.setitem(mapping, TOEPLITZ, mapping[TOEPLITZ])  # which the copy may replace
     local = perturbed_model(TnnForCausalLM, "rpe", True)
     prompt, options = torch.tensor([[5, 6, 7]]), {"max_new_tokens": 9, "eos_token_id": None}
     expected = local.generate(prompt, **options)
@@ -250,11 +238,10 @@ def test_a_copy_of_another_version_in_one_process(cache, tmp_path, monkeypatch):
     code = tmp_path / "cache_tnn.py"
     code.write_text(code.read_text() + "\n\nTnnCacheLayer.update = None\n")
     get_class_from_dynamic_module("modeling_tnn.TnnForCausalLM", tmp_path)
-    layer = (DYNAMIC_LAYER_TYPE_MAPPING if cache == "dynamic" else STATIC_LAYER_TYPE_MAPPING)[TOEPLITZ]
-    assert not issubclass(layer, TnnCacheLayer)
-    options |= {"cache_implementation": cache} | ({"disable_compile": True} if cache == "static" else {})
-    assert torch.equal(local.generate(prompt, **options), expected)
-    assert torch.equal(local.generate(prompt, num_beams=2, **options), beams)
+    assert not issubclass(DYNAMIC_LAYER_TYPE_MAPPING[TOEPLITZ], TnnCacheLayer)
+    for cache in ({"cache_implementation": "dynamic"}, {"cache_implementation": "static", "disable_compile": True}):
+        assert torch.equal(local.generate(prompt, **options, **cache), expected)
+        assert torch.equal(local.generate(prompt, num_beams=2, **options, **cache), beams)
 
 
 TRAIN = """

@@ -28,7 +28,8 @@ from helpers.models import (
     tiny_config,
 )
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification, TnnModel
-from modeling_tnn.hub import AUTO_MAP, CheckpointMismatchError
+from modeling_tnn.checks import CheckpointMismatchError
+from modeling_tnn.hub import AUTO_MAP
 from modeling_tnn.tno_auto import OPERATORS
 
 HEADS = [(TnnForCausalLM, t, True) for t in CAUSAL] + [(TnnForMaskedLM, t, False) for t in BIDIRECTIONAL]
@@ -293,16 +294,16 @@ def test_a_registered_subclass(tmp_path, monkeypatch):
 def test_files_of_a_user_with_names_of_the_code_are_moved_aside(tmp_path, caplog):
     model = seeded(TnnForCausalLM, tiny_config())
     for text in ("mine = 1\n", "mine = 2\n"):
-        (tmp_path / "loss.py").write_text(text)
+        (tmp_path / "norms.py").write_text(text)
         with caplog.at_level("WARNING"):
             model.save_pretrained(tmp_path)
-    assert "loss.py was not saved with a model. It is now" in caplog.text
-    assert [(tmp_path / name).read_text() for name in ("loss.py.orig", "loss.py.orig1")] == [
+    assert "norms.py was not saved with a model. It is now" in caplog.text
+    assert [(tmp_path / name).read_text() for name in ("norms.py.orig", "norms.py.orig1")] == [
         "mine = 1\n",
         "mine = 2\n",
     ]
-    own = (tmp_path / "loss.py").read_text()
-    (tmp_path / "loss.py").write_text(own + "# an older version\n")
+    own = (tmp_path / "norms.py").read_text()
+    (tmp_path / "norms.py").write_text(own + "# an older version\n")
     model.save_pretrained(tmp_path)
-    assert (tmp_path / "loss.py").read_text() == own
+    assert (tmp_path / "norms.py").read_text() == own
     assert len(list(tmp_path.glob("*.orig*"))) == 2

@@ -16,11 +16,10 @@ from modeling_tnn import (
     TnnForSequenceClassification,
     TnnModel,
 )
-from modeling_tnn.configuration_tnn import CHOICES
+from modeling_tnn.configuration_tnn import CHOICES, IMPLEMENTATIONS
 from modeling_tnn.diagonal import DISCRETIZATIONS, INITIAL_MODES
 from modeling_tnn.modeling_tnn import NORM_POSITIONS
 from modeling_tnn.norms import NORM_TYPES
-from modeling_tnn.numerics import IMPLEMENTATIONS
 from modeling_tnn.padding import POOLINGS
 from modeling_tnn.rpe import RPE_INPUTS
 from modeling_tnn.tno_2d import COMBINATIONS

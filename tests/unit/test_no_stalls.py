@@ -23,7 +23,7 @@ from modeling_tnn import (
     static_cache,
 )
 from modeling_tnn.cache_tnn import memory_per_sequence
-from modeling_tnn.layer_types import TOEPLITZ
+from modeling_tnn.configuration_tnn import TOEPLITZ
 
 WAITS = {"_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "_unique2", "equal"}
 UNCONSTRAINED = {"rtf_constraint": None, "rtf_initializer": "xavier"}

@@ -9,6 +9,7 @@ from helpers.models import relative_error, seeded, tiny_config
 from helpers.operators import OperatorTests, random_operator
 from helpers.released_ski import released_interpolation
 from modeling_tnn import numerics, tno_ski
+from modeling_tnn.configuration_tnn import CHOICES
 from modeling_tnn.ski_released import released_weights
 from modeling_tnn.tno_auto import build_tno
 from modeling_tnn.toeplitz import dense_toeplitz
@@ -103,7 +104,7 @@ def test_the_kink_of_the_kernel_decides():
 
 @pytest.mark.parametrize("largest", [0, 10**6])
 @pytest.mark.parametrize("length", [1, 2, 3, 17, 64, 201])
-@pytest.mark.parametrize("kind", tno_ski.KINDS)
+@pytest.mark.parametrize("kind", CHOICES["ski_interpolation"])
 def test_on_an_accelerator(kind, length, largest, monkeypatch):
     """With the matrix of the interpolation or, where it would be too large, in blocks."""
     operator = random_operator("ski", False, ski_interpolation=kind)

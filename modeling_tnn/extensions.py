@@ -1,0 +1,86 @@
+"""What the installed package adds to the files that checkpoints carry.
+
+A saved folder has a copy of these files and of no sub-package, and they import nothing else of ours. So they ask here
+for what makes models faster, compiles them or divides them over processes: each method is what holds without the
+package. When the package is imported, its sub-packages register functions in place of the methods. Results are equal:
+without the package, speed is lost, and extras whose methods raise an error that names it.
+"""
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+
+NEEDS_PACKAGE = "needs the package, not only the files of a saved folder: pip install modeling-tnn"
+
+
+class Extensions:
+    """The functions that sub-packages replace.
+
+    Attributes:
+        modules: the names of the modules that register functions, which the package sets.
+    """
+
+    modules: Sequence[str] = ()
+
+    def load(self):
+        """Import the modules. The file of the models calls this, because most of them take long to import."""
+        for name in self.modules:
+            import_module(name)
+
+    def register(self, **functions: Callable):
+        """Replace methods of these names by functions with the same arguments.
+
+        Raises:
+            AttributeError: there is no such method.
+        """
+        for name, function in functions.items():
+            getattr(self, name)
+            setattr(self, name, function)
+
+    def check_before_loading(self, model_class: type, source, options: dict):
+        """Compare the files that `from_pretrained(source, **options)` will load with the configuration.
+
+        Raises:
+            ValueError: a file is missing or damaged, or the configuration does not fit the weights.
+        """
+
+    def head_logits(self, head, hidden_states):
+        """The logits `(B, L, V)` of a language model's head in a layout for compilers, or None."""
+
+    def head_loss(
+        self, model, hidden_states, labels, skip_logits, shift_labels, ignore_index: int, num_items_in_batch
+    ) -> tuple | None:
+        """The loss of a language model without all of its logits, and what computes them when read; or None."""
+
+    def is_ready(self, past_key_values, tokens, attention_mask) -> bool:
+        """Whether `prepare_step` has made the cache ready for these tokens."""
+        return False
+
+    def kernels_of_layers(self, layers: Sequence, hidden_states) -> Sequence:
+        """The kernels of the layers for `hidden_states` `(B, L, d)`, None for each that makes its own."""
+        return [None] * len(layers)
+
+    def language_model_output(self, cls: type, logits, **fields):
+        """An output of the class `cls` with these logits, which may be deferred."""
+        return cls(logits=logits, **fields)
+
+    def layout_of(self, layers: Sequence) -> tuple | None:
+        """How the sequence of this pass is divided over processes, or None."""
+
+    def prepare_step(self, model, inputs: dict) -> dict:
+        """The `inputs` of a forward pass in `generate`, of fixed shape if they are one token for a static cache."""
+        return inputs
+
+    def static_layer(self, **kwargs):
+        """An empty layer of a static cache."""
+        raise ImportError(f"A static cache {NEEDS_PACKAGE}")
+
+    def tensor_plan(self, layer_types: Sequence[str], mixer: str, use_glu: bool) -> dict[str, str]:
+        """The plan of a model with these kinds of layer for transformers' tensor parallelism."""
+        return {}
+
+    def to_recurrent(self, model, order: int, window: int, tolerance: float | None) -> tuple:
+        """A copy of a causal model whose kernels are recurrences of low order, and a report for each layer."""
+        raise ImportError(f"to_recurrent {NEEDS_PACKAGE}")
+
+
+extensions = Extensions()
