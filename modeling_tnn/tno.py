@@ -257,24 +257,22 @@ class ToeplitzOperator(nn.Module):
     def gated_matmul(self, v: torch.Tensor, gate: Gate, kernel: torch.Tensor | tuple | None = None) -> torch.Tensor:
         """The product `matmul` inside a gate, by one fused function if it is a convolution."""
         if isinstance(kernel, Documents):
-            return self._mix_documents(v, gate, kernel)
+            return gate.apply(self._mix_documents(v, gate, kernel), self.implementation)
         if type(self).matmul is ToeplitzOperator.matmul:
             return self._convolve(v, gate, kernel)
         given = () if kernel is None else (kernel,)
         return gate.apply(self.matmul(gate.inputs(v), *given), self.implementation)
 
     def _mix_documents(self, v: torch.Tensor, gate: Gate, documents: Documents) -> torch.Tensor:
-        """The gated products of all documents."""
-        batches, kernel = documents.batches, documents.kernel
-        if batches is None:
-            return gate.apply(self.matmul_of_documents(gate.inputs(v), documents), self.implementation)
+        """The products of all documents, without the gate around them."""
+        if documents.batches is None:
+            return self.matmul_of_documents(gate.inputs(v), documents)
+        kernel = documents.kernel
         if kernel is None and type(self).matmul is ToeplitzOperator.matmul:
             kernel = self.kernel_of(self.lags_of(v[:, : documents.longest]), v.device, as_taps=True)
-        if batches.in_order and gate.u is not None:  # documents of one length: views, so the gate can be fused
-            (x,), (u,), (real,) = batches.split(v), batches.split(gate.u), batches.real
-            return batches.join([self.gated_matmul(x, Gate(u, gate.act, real), kernel)], v.shape[:2])
-        mixed = batches.apart(lambda part, real: self.gated_matmul(part, Gate(act=gate.act, mask=real), kernel), v)
-        return gate.apply(mixed, self.implementation)
+        return documents.batches.apart(
+            lambda part, real: self.gated_matmul(part, Gate(act=gate.act, mask=real), kernel), v
+        )
 
     def _convolve(self, v: torch.Tensor, gate: Gate, kernel: torch.Tensor | None = None) -> torch.Tensor:
         if kernel is None:
