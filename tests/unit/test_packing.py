@@ -134,7 +134,7 @@ def test_ordinary_positions_mean_nothing(position_ids, mask):
 
 def test_padding_is_less_than_half():
     documents = documents_of(
-        torch.zeros(1, 700), position_ids=torch.cat([torch.arange(n) for n in (600, *[2] * 50)])[None]
+        torch.zeros(1, 700), position_ids=torch.cat([torch.arange(n) for n in (600, *[3, 4, 3] * 10)])[None]
     )
     inside = documents.batches.inside
     assert inside.numel() < 2 * 700 and inside.sum() == 700
