@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from .auto_classes import register
 from .configuration_tnn import TnnConfig
 from .extensions import extensions
-from .numerics import keep_products
 from .presets import list_presets, load_preset
 from .tno import ToeplitzOperator
 from .tno_auto import register_operator
 from .toeplitz import causal_toeplitz_matmul, dense_toeplitz, toeplitz_matmul
+from .toeplitz_recorded import keep_products
 
 if TYPE_CHECKING:
     from .batching import BatchScheduler
@@ -73,7 +73,16 @@ _LATER = {
 # What registers functions with the core, see `extensions.py`.
 extensions.modules = [
     f"{__name__}.{name}"
-    for name in ("checks", "conversion", "deferred_logits", "loss", "stacking", "static_cache", "tensor_parallel")
+    for name in (
+        "checks",
+        "conversion",
+        "deferred_logits",
+        "loss",
+        "packing_ops",
+        "stacking",
+        "static_cache",
+        "tensor_parallel",
+    )
 ]
 
 register()

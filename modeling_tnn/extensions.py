@@ -43,6 +43,21 @@ class Extensions:
             ValueError: a file is missing or damaged, or the configuration does not fit the weights.
         """
 
+    def convolve_documents(self, v, kernel, first: int, starts, implementation: str):
+        """In a graph, the product of each document of packed rows. Only asked if `keeps_products`."""
+        raise ImportError(f"A graph with packed rows {NEEDS_PACKAGE}")
+
+    def describe_product(self, implementation: str, device) -> str:
+        """An implementation of products in words."""
+        return implementation
+
+    def document_starts(self, tokens, attention_mask, position_ids, seq_idx, cu_seq_lens_q):
+        """In a graph, where the documents of packed rows begin. Only asked if `keeps_products`."""
+        raise ImportError(f"A graph with packed rows {NEEDS_PACKAGE}")
+
+    def find_product(self, implementation: str, v, kernel) -> Callable | None:
+        """A product in place of the eager and the fused one, with the arguments `v, kernel, first, gate`, or None."""
+
     def head_logits(self, head, hidden_states):
         """The logits `(B, L, V)` of a language model's head in a layout for compilers, or None."""
 
@@ -53,6 +68,10 @@ class Extensions:
 
     def is_ready(self, past_key_values, tokens, attention_mask) -> bool:
         """Whether `prepare_step` has made the cache ready for these tokens."""
+        return False
+
+    def keeps_products(self) -> bool:
+        """Whether a graph is recorded in which products are custom operators."""
         return False
 
     def kernels_of_layers(self, layers: Sequence, hidden_states) -> Sequence:
@@ -73,6 +92,10 @@ class Extensions:
     def static_layer(self, **kwargs):
         """An empty layer of a static cache."""
         raise ImportError(f"A static cache {NEEDS_PACKAGE}")
+
+    def takes_taps(self, implementation: str, v, taps: int) -> bool:
+        """Whether the product of `v` with so many `taps` is computed from them even if there is a response."""
+        return False
 
     def tensor_plan(self, layer_types: Sequence[str], mixer: str, use_glu: bool) -> dict[str, str]:
         """The plan of a model with these kinds of layer for transformers' tensor parallelism."""

@@ -28,7 +28,7 @@ from .extensions import extensions
 from .fallback import attempt, runs_on
 from .gating import differentiable_gradients, must_differentiate
 from .linear import is_plain_linear
-from .numerics import compute_dtype, is_fused, is_on_host, is_traced, keeps_products
+from .numerics import compute_dtype, is_fused, is_on_host, is_traced
 
 # Rows of a chunk on the CPU (measured). On an accelerator: rows, unless they take more bytes. The gradient of the
 # weight is read and written once for each chunk, which would take more time with fewer rows.
@@ -273,7 +273,7 @@ def head_loss(
 
 def head_logits(head: torch.nn.Module, hidden_states: torch.Tensor) -> torch.Tensor | None:
     """The logits in a graph of torch.compile, or None elsewhere."""
-    if keeps_products() and is_plain_linear(head):
+    if extensions.keeps_products() and is_plain_linear(head):
         return aligned_linear(hidden_states, head.weight, head.bias)
     return None
 

@@ -69,7 +69,6 @@ from .inputs import (
 )
 from .linear import apply_linear, apply_together
 from .norms import NORM_POSITIONS, GatedRMSNorm, LayerNorm, ScaleNorm, build_final_norm, build_norm, with_mask
-from .numerics import keeps_products
 from .packing import Documents, check_one_document, documents_of
 from .padding import (
     check_attention_mask,
@@ -334,7 +333,7 @@ class TnnModel(TnnPreTrainedModel):
         cached = (self.config.use_cache and not self.training) if use_cache is None else use_cache
         cached = self.config.causal and (cached or past_key_values is not None)
         # A cache needs to know whether rows are one document, and flash attention takes no mask that separates them.
-        in_graph = keeps_products() and not cached and not has_flash_attention(self.config)
+        in_graph = extensions.keeps_products() and not cached and not has_flash_attention(self.config)
         documents = documents_of(tokens, attention_mask, *boundaries, in_graph=in_graph)
         if documents is not None:
             check_packed(self.config, past_key_values, use_cache, kwargs.get("output_attentions"))

@@ -2,14 +2,11 @@
 
 torch.compile records a new graph when a branch on a length changes. torch.export and torch.jit.trace record one graph
 for all lengths, so code that they record must not branch on a length (torch.jit.trace would keep one side of it).
-While a graph is recorded or a function is transformed, only PyTorch's own operations are used. There is one exception:
-the Toeplitz product in a graph of torch.compile is a custom operator (`toeplitz_recorded.py`), and so it is in one of
-torch.export if the caller asks for it (`keep_products`).
+While a graph is recorded or a function is transformed, only PyTorch's own operations are used, except for the
+Toeplitz product in a graph of torch.compile (`compile/product.py`).
 """
 
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -43,34 +40,6 @@ def is_exported() -> bool:
 def is_exported_to_onnx() -> bool:
     """Whether the code runs inside torch.onnx.export: no transforms or complex numbers there, see `fourier.py`."""
     return is_exported() and torch.onnx.is_in_onnx_export()
-
-
-_kept = threading.local()  # torch.export with strict=True can read it, and no ContextVar
-
-
-@contextmanager
-def keep_products() -> Iterator[None]:
-    """Let torch.export record each Toeplitz product as one operator, as torch.compile does, instead of as transforms.
-
-    A process that loads the program must import this package, which defines the operator, and the product is then
-    chosen for the device at hand. It changes nothing for torch.onnx.export and torch.jit.trace.
-
-    Example:
-        with keep_products():
-            program = torch.export.export(model, (), {"input_ids": ids})
-    """
-    before, _kept.products = getattr(_kept, "products", False), True
-    try:
-        yield
-    finally:
-        _kept.products = before
-
-
-def keeps_products() -> bool:
-    """Whether a graph is recorded in which products are custom operators: by torch.compile, or in `keep_products`."""
-    if not torch.compiler.is_compiling() or torch.jit.is_tracing() or is_transformed():
-        return False
-    return not is_exported() or (getattr(_kept, "products", False) and not torch.onnx.is_in_onnx_export())
 
 
 def is_transformed(*gradients: torch.Tensor) -> bool:

@@ -9,6 +9,7 @@ a third of the launches of a layer; stacked, all encoders take those of one. The
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from math import isqrt
 
 import torch
 from torch import nn
@@ -16,8 +17,12 @@ from transformers.utils.generic import maybe_autocast
 
 from .extensions import extensions
 from .numerics import is_fused, is_on_host, is_plain, must_be_eager, projected_dtype
+from .tno import ToeplitzOperator
+from .tno_2d import TwoAxisOperator
+from .tno_rtf import RtfOperator
+from .tno_s4d import S4dOperator
 
-PACKAGE = __name__.rpartition(".")[0]
+PACKAGE = "modeling_tnn"
 
 # Where PyTorch and transformers define activations, and what holds them.
 ACTIVATIONS = tuple(f"torch.nn.modules.{name}" for name in ("activation", "container", "linear"))
@@ -60,7 +65,27 @@ def kernels_of_layers(layers: Sequence[nn.Module], hidden_states: torch.Tensor) 
     if len(layers) * first.channels * taps * (1 if first.causal else 2) > LARGEST:
         return apart
     with maybe_autocast(device_type=device.type, enabled=False):
-        return first.kernels_of_layers(operators, like)
+        return kernels_of_operators(operators, like)
+
+
+def kernels_of_operators(operators: Sequence[ToeplitzOperator], v: torch.Tensor) -> list:
+    """The `kernel_of` each of several operators, which are alike, in one go.
+
+    Args:
+        v: `(B, L, ...)`, of the shape, dtype and device of the inputs.
+    """
+    first = operators[0]
+    if isinstance(first, TwoAxisOperator):
+        axes, line = ([one.rows for one in operators], [one.columns for one in operators]), v[:, : isqrt(v.shape[1])]
+        return list(zip(*(kernels_of_operators(axis, line) for axis in axes), strict=True))
+    if isinstance(first, (RtfOperator, S4dOperator)):
+        # One operator with all filters: its fused function saves only its inputs, which `vmap` would not.
+        kernels = joined(operators, first.channel_parameters()).kernel_of(v.shape[1], v.device)
+        return list(kernels.unflatten(0, (len(operators), -1)).unbind())
+    given = first.lags_of(v), v.device, first.takes_taps(v)
+    if first.regions is not None and first.training:
+        return unstacked(first.regions(stacked_in_graph, KernelOf(first), named_groups(operators), *given))
+    return unstacked(stacked(operators, lambda operator: operator.kernel_of(*given)))
 
 
 def layout_of(layers: Sequence[nn.Module]) -> tuple | None:

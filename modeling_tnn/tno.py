@@ -10,18 +10,18 @@ error of the product grows by a sixteenth of a rounding of bfloat16.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import nn
 from transformers.cache_utils import Cache
 from transformers.utils.generic import maybe_autocast
 
+from .extensions import extensions
 from .gating import NO_GATE, Gate
 from .numerics import is_exported, without_narrowing
 from .packing import Documents
 from .recurrence import FilterRecurrence, Recurrence
-from .stacking import KernelOf, named_groups, stacked, stacked_in_graph, unstacked
 from .toeplitz import (
     dense_toeplitz,
     filter_by_response,
@@ -29,7 +29,6 @@ from .toeplitz import (
     gated_toeplitz_matmul,
     two_sided,
 )
-from .toeplitz_choice import describe, takes_taps
 from .toeplitz_fused import is_response
 
 # The share of the mass of a kernel, the sum of all |taps|, that products in half precision leave out.
@@ -57,7 +56,7 @@ class ToeplitzOperator(nn.Module):
         causal: whether t_k = 0 for k < 0.
         channels: number of channels D.
         layer_idx: index of the layer in the model.
-        implementation: `config.tno_implementation`, see `toeplitz_choice.py`.
+        implementation: `config.tno_implementation`.
         refill_phase: number in [0, 1), different for every layer, see `recurrence.FilterRecurrence`.
     """
 
@@ -176,20 +175,7 @@ class ToeplitzOperator(nn.Module):
         if type(self).response is ToeplitzOperator.response:
             return False
         lags = min(self.lags_of(v), self.kernel_length() or v.shape[1])
-        return takes_taps(self.implementation, v, lags if self.causal else 2 * lags - 1)
-
-    @classmethod
-    def kernels_of_layers(cls, operators: Sequence["ToeplitzOperator"], v: torch.Tensor) -> list:
-        """The `kernel_of` each of several operators, which are alike (see `stacking.py`), in one go.
-
-        Args:
-            v: `(B, L, ...)`, of the shape, dtype and device of the inputs.
-        """
-        first = operators[0]
-        given = first.lags_of(v), v.device, first.takes_taps(v)
-        if first.regions is not None and first.training:
-            return unstacked(first.regions(stacked_in_graph, KernelOf(first), named_groups(operators), *given))
-        return unstacked(stacked(operators, lambda operator: operator.kernel_of(*given)))
+        return extensions.takes_taps(self.implementation, v, lags if self.causal else 2 * lags - 1)
 
     def matmul(self, v: torch.Tensor) -> torch.Tensor:
         """The product with `v`, `(B, L, D)` to `(B, L, D)`. Override it for a product faster than a convolution."""
@@ -290,7 +276,8 @@ class ToeplitzOperator(nn.Module):
     def extra_repr(self) -> str:
         parameter = next(self.parameters(), None)
         device = torch.device("cpu") if parameter is None else parameter.device
-        return f"channels={self.channels}, causal={self.causal}, product={describe(self.implementation, device)}"
+        product = extensions.describe_product(self.implementation, device)
+        return f"channels={self.channels}, causal={self.causal}, product={product}"
 
 
 def taps_above(decay: float, share: float) -> int | None:

@@ -9,7 +9,7 @@ axes, so they commute, and one order is enough. The kernels along the two axes a
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -47,13 +47,6 @@ class TwoAxisOperator(ToeplitzOperator):
         raise ValueError(
             "`spatial_dims` must be 1 for coefficients, got 2. The operators `rows` and `columns` have coefficients."
         )
-
-    @classmethod
-    def kernels_of_layers(cls, operators: Sequence["TwoAxisOperator"], v: torch.Tensor) -> list:
-        """The kernels along rows and columns of each operator."""
-        axes = [one.rows for one in operators], [one.columns for one in operators]
-        line = v[:, : image_side(v.shape[1])]
-        return list(zip(*(axis[0].kernels_of_layers(axis, line) for axis in axes), strict=True))
 
     def matmul(self, v: torch.Tensor, kernel: tuple = (None, None)) -> torch.Tensor:
         """The product with an image, `(B, S^2, D)` to `(B, S^2, D)`.

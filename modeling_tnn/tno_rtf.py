@@ -16,7 +16,6 @@ Without a constraint poles may leave the unit circle in training. The operator t
 """
 
 import logging
-from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -35,7 +34,6 @@ from .rational import (
     rational_kernel,
     recurrence_numerator,
 )
-from .stacking import joined
 from .tno import ToeplitzOperator
 
 logger = logging.getLogger(__name__)
@@ -143,12 +141,6 @@ class RtfOperator(ToeplitzOperator):
         positive, negative = kernel.chunk(2)  # (D, L) each
         # Not negative[:, : L - 1]: L - 1 may be 1, which torch.export would rule out.
         return torch.cat([negative.flip(1), positive], dim=1)[:, 1:]  # (D, 2L-1)
-
-    @classmethod
-    def kernels_of_layers(cls, operators: Sequence["RtfOperator"], v: torch.Tensor) -> list:
-        """Those of one operator with all filters: its fused function saves only its inputs, which `vmap` would not."""
-        kernels = joined(operators, operators[0].channel_parameters()).kernel_of(v.shape[1], v.device)
-        return list(kernels.unflatten(0, (len(operators), -1)).unbind())
 
     def recurrence(self) -> CompanionRecurrence:
         self.require_causal()

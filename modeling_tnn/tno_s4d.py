@@ -14,7 +14,6 @@ A bidirectional operator has a second kernel for negative lags: t_{-k} is its ta
 """
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -22,7 +21,6 @@ from transformers import initialization as init
 
 from .diagonal import DISCRETIZATIONS, INITIAL_MODES, Pair, Poles, VandermondeProduct, vandermonde_product
 from .numerics import compute_dtype, float64_or_widest, is_fused
-from .stacking import joined
 from .tno import ToeplitzOperator
 from .tno_modal import ModalRecurrence
 
@@ -162,12 +160,6 @@ class S4dOperator(ToeplitzOperator):
         if self.causal:
             return positive
         return torch.cat([kernel[filters:].flip(1), positive], dim=1)[:, 1:]  # (D, 2L-1)
-
-    @classmethod
-    def kernels_of_layers(cls, operators: Sequence["S4dOperator"], v: torch.Tensor) -> list:
-        """Those of one operator with all filters: its fused function saves only its inputs, which `vmap` would not."""
-        kernels = joined(operators, operators[0].channel_parameters()).kernel_of(v.shape[1], v.device)
-        return list(kernels.unflatten(0, (len(operators), -1)).unbind())
 
     def recurrence(self) -> DiagonalRecurrence:
         self.require_causal()

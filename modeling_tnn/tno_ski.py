@@ -33,8 +33,9 @@ from torch import nn
 from transformers import initialization as init
 
 from .configuration_tnn import DIRECTIONS
+from .extensions import extensions
 from .fourier import exported_convolution
-from .numerics import compute_dtype, is_exported, is_fused, is_on_host, is_transformed, keeps_products, next_fast_len
+from .numerics import compute_dtype, is_exported, is_fused, is_on_host, is_transformed, next_fast_len
 from .packing import Documents
 from .ski_released import ReleasedGrid
 from .tno import ToeplitzOperator
@@ -273,7 +274,7 @@ class SkiOperator(ToeplitzOperator):
         if not is_fused(self.implementation) or not self._in_blocks(x, grid):
             weights = grid.matrix(x)  # (L, K)
             points = x @ weights  # (D, B, K)
-            if is_exported() and not keeps_products():
+            if is_exported() and not extensions.keeps_products():
                 # The size follows from L: torch.export cannot see that a size that follows from K is sufficient.
                 released = self.kind == "released"
                 size = next_fast_len(2 * (grid.num_points if released else grid.length + 2 * grid.before))

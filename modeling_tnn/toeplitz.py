@@ -19,28 +19,24 @@ F >= L + K - 1 for K taps.
 import torch
 from torch.nn.functional import pad
 
+from .extensions import extensions
 from .fourier import exported_convolution
 from .gating import NO_GATE, Gate, has_parameters
 from .numerics import (
-    check_implementation,
     compute_dtype,
     is_exported,
     is_fused,
-    keeps_products,
     must_be_eager,
     next_fast_len,
 )
-from .toeplitz_choice import KERNELS, choose
 from .toeplitz_fused import (
     Windows,
     complex_response,
     fused_convolution,
     is_response,
     lay_windows,
-    mask_out,
     single_window,
 )
-from .toeplitz_recorded import recorded_convolution
 
 
 def toeplitz_matmul(v: torch.Tensor, coefficients: torch.Tensor, implementation: str = "fused") -> torch.Tensor:
@@ -88,14 +84,10 @@ def gated_convolution(
 ) -> torch.Tensor:
     """Entries `first .. first + L - 1` of the convolution of `v` `(B, L, D)` with `kernel` `(D, K)`, inside a gate."""
     length, taps = v.shape[1], kernel.shape[1]
-    if keeps_products() and implementation != "eager":
-        check_implementation(implementation)
-        return _recorded(v, kernel, first, implementation, gate)
-    chosen = choose(implementation, v, taps, kernel.dtype)
-    if chosen in KERNELS and v.numel() > 0:
-        return KERNELS[chosen](v, kernel, first, gate)
-    size = next_fast_len(length + max(first, taps - 1 - first))
-    fused = chosen != "eager"
+    product = extensions.find_product(implementation, v, kernel)
+    if product is not None:
+        return product(v, kernel, first, gate)
+    size, fused = next_fast_len(length + max(first, taps - 1 - first)), is_fused(implementation)
     windows = lay_windows(length, taps, first, size) if fused else single_window(size, first)
     return _filter(v, kernel, windows, fused, gate)
 
@@ -184,9 +176,9 @@ def filter_by_response(
     """
     size = 2 * (response.shape[2] - 1)
     response = response.to(torch.promote_types(v.dtype, response.dtype))
-    if keeps_products() and implementation != "eager":
-        check_implementation(implementation)
-        return _recorded(v, response, 0, implementation, gate)
+    product = extensions.find_product(implementation, v, response)
+    if product is not None:
+        return product(v, response, 0, gate)
     return _filter(v, response, single_window(size, first=0), is_fused(implementation), gate)
 
 
@@ -205,20 +197,6 @@ def eager_convolution(v: torch.Tensor, kernel: torch.Tensor, windows: Windows, g
 def _widened(v: torch.Tensor, kernel: torch.Tensor) -> torch.Tensor:
     """`kernel` in the precision of the product with `v`."""
     return kernel.to(compute_dtype(torch.promote_types(v.dtype, kernel.dtype)))
-
-
-def _recorded(v: torch.Tensor, kernel: torch.Tensor, first: int, implementation: str, gate: Gate) -> torch.Tensor:
-    """The product in a graph of torch.compile, which fuses the gate with what is next to it.
-
-    The gate is computed as `(D, B, L)`, the order of its memory. The compiler lays results out in the order of their
-    dimensions, and would copy one of `(B, L, D)` for the next matrix product.
-    """
-    x = v.permute(2, 0, 1)
-    x = mask_out(x if gate.act is None else gate.act(x), gate.mask)
-    y = recorded_convolution(x.permute(1, 2, 0), kernel, first, implementation)
-    if gate.u is None:
-        return y
-    return (gate.act(gate.u.permute(2, 0, 1)) * y.permute(2, 0, 1)).permute(1, 2, 0)
 
 
 def _filter(v: torch.Tensor, kernel: torch.Tensor, windows: Windows, fused: bool, gate: Gate) -> torch.Tensor:

@@ -11,9 +11,10 @@ from functools import lru_cache
 import torch
 from transformers.utils import logging
 
+from .extensions import extensions
 from .fallback import FAILED, is_recent_gpu
 from .gating import Gate
-from .numerics import check_implementation, compute_dtype, is_on_host, keeps_products, must_be_eager
+from .numerics import check_implementation, compute_dtype, is_on_host, must_be_eager
 
 logger = logging.get_logger(__name__)
 
@@ -53,7 +54,7 @@ def prefers_fused(v: torch.Tensor, taps: int) -> bool:
 
 def takes_taps(implementation: str, v: torch.Tensor, taps: int) -> bool:
     """Whether the product of `v` with filters of so many `taps` is computed from taps, and not from a response."""
-    if keeps_products():  # the product is chosen when the graph runs, and taps serve all of them
+    if extensions.keeps_products():  # the product is chosen when the graph runs, and taps serve all of them
         return implementation in ("auto", *KERNELS) and not is_on_host(v)
     return choose(implementation, v, taps, compute_dtype(v.dtype)) in KERNELS
 
@@ -98,3 +99,5 @@ def triton_product(v: torch.Tensor, kernel: torch.Tensor, first: int, gate: Gate
 
 # From a name to a product of `v` `(B, L, D)` with `kernel` `(D, K)`: entries first .. first + L - 1, inside a gate.
 KERNELS = {"triton": triton_product}
+
+extensions.register(describe_product=describe, takes_taps=takes_taps)

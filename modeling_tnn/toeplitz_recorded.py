@@ -12,20 +12,61 @@ graph serves all lengths. The gradient of `x` is (1) with the taps in reverse an
 The operators take and give `(B, L, D)`, channel by channel in memory. Where something else comes in, the graph has a
 copy, which the compiler fuses with what computes it.
 
-Remote code is a copy of this package under another name. A copy registers operators under a name of its own.
+In a graph of torch.export a product is such an operator only if the caller asks for it (`keep_products`).
 """
 
-import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
 
+from .extensions import extensions
 from .fallback import attempt
-from .numerics import next_fast_len
-from .toeplitz_choice import choose
-from .toeplitz_fused import GatedConvolution, Windows, is_response, lay_windows, single_window, window_gradients
+from .gating import Gate
+from .numerics import check_implementation, is_exported, is_transformed, next_fast_len
+from .toeplitz_choice import KERNELS, choose
+from .toeplitz_fused import (
+    GatedConvolution,
+    Windows,
+    is_response,
+    lay_windows,
+    mask_out,
+    single_window,
+    window_gradients,
+)
 
-NAMESPACE = re.sub(r"\W", "_", __name__.rpartition(".")[0])
+# Programs of torch.export name operators by it.
+NAMESPACE = "modeling_tnn"
+
+
+_kept = threading.local()  # torch.export with strict=True can read it, and no ContextVar
+
+
+@contextmanager
+def keep_products() -> Iterator[None]:
+    """Let torch.export record each Toeplitz product as one operator, as torch.compile does, instead of as transforms.
+
+    A process that loads the program must import this package, which defines the operator, and the product is then
+    chosen for the device at hand. It changes nothing for torch.onnx.export and torch.jit.trace.
+
+    Example:
+        with keep_products():
+            program = torch.export.export(model, (), {"input_ids": ids})
+    """
+    before, _kept.products = getattr(_kept, "products", False), True
+    try:
+        yield
+    finally:
+        _kept.products = before
+
+
+def keeps_products() -> bool:
+    """Whether a graph is recorded in which products are custom operators: by torch.compile, or in `keep_products`."""
+    if not torch.compiler.is_compiling() or torch.jit.is_tracing() or is_transformed():
+        return False
+    return not is_exported() or (getattr(_kept, "products", False) and not torch.onnx.is_in_onnx_export())
 
 
 def windows_of(x: torch.Tensor, kernel: torch.Tensor, first: int) -> Windows:
@@ -87,11 +128,12 @@ def by_windows(gradient, x, kernel, first: int, wanted: tuple[bool, bool]) -> tu
 
 def by_tiles(gradient, x, kernel, first: int, wanted: tuple[bool, bool]) -> tuple:
     """The same by the Triton kernels."""
-    from .toeplitz_triton import KERNELS, tile_gradients
+    from .toeplitz_triton import KERNELS as TRITON
+    from .toeplitz_triton import tile_gradients
 
     inputs = (gradient, x, kernel, None, None, None, None)
     by_kernels = partial(tile_gradients, *inputs, first, (*wanted, False))
-    return attempt(KERNELS, by_kernels, partial(by_windows, gradient, x, kernel, first, wanted))
+    return attempt(TRITON, by_kernels, partial(by_windows, gradient, x, kernel, first, wanted))
 
 
 @convolution.register_fake
@@ -140,3 +182,33 @@ def recorded_convolution(x: torch.Tensor, kernel: torch.Tensor, first: int, impl
     If a module of this name is imported again, the newest operator counts.
     """
     return getattr(torch.ops, NAMESPACE).convolution(by_channel(x), kernel, first, implementation)
+
+
+def gated_recorded(v: torch.Tensor, kernel: torch.Tensor, first: int, gate: Gate, implementation: str) -> torch.Tensor:
+    """The product in a graph of torch.compile, which fuses the gate with what is next to it.
+
+    The gate is computed as `(D, B, L)`, the order of its memory. The compiler lays results out in the order of their
+    dimensions, and would copy one of `(B, L, D)` for the next matrix product.
+    """
+    x = v.permute(2, 0, 1)
+    x = mask_out(x if gate.act is None else gate.act(x), gate.mask)
+    y = recorded_convolution(x.permute(1, 2, 0), kernel, first, implementation)
+    if gate.u is None:
+        return y
+    return (gate.act(gate.u.permute(2, 0, 1)) * y.permute(2, 0, 1)).permute(1, 2, 0)
+
+
+def find_product(implementation: str, v: torch.Tensor, kernel: torch.Tensor):
+    """The function that computes the product of `v` `(B, L, D)` with taps `(D, K)` or a response in place of ours.
+
+    It has the arguments of `triton_product`. None for the eager and the fused product.
+    """
+    if implementation != "eager" and keeps_products():
+        check_implementation(implementation)
+        return partial(gated_recorded, implementation=implementation)
+    if is_response(kernel) or v.numel() == 0:
+        return None
+    return KERNELS.get(choose(implementation, v, kernel.shape[1], kernel.dtype))
+
+
+extensions.register(find_product=find_product, keeps_products=keeps_products)
