@@ -118,11 +118,12 @@ def draw_gate():
 
 
 def imports() -> dict[str, set[str]]:
-    """The files of the package, and those that each of them imports."""
+    """The flat files of the package, and those that each of them imports."""
     found = {}
     for path in sorted(PACKAGE.glob("*.py")):
         nodes = ast.walk(ast.parse(path.read_text()))
-        found[path.stem] = {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.level}
+        if path.stem != "__init__":
+            found[path.stem] = {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.level}
     return found
 
 

@@ -7,17 +7,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from .auto_classes import register
+from .compile.product import keep_products
 from .configuration_tnn import TnnConfig
 from .extensions import extensions
 from .presets import list_presets, load_preset
 from .tno import ToeplitzOperator
 from .tno_auto import register_operator
 from .toeplitz import causal_toeplitz_matmul, dense_toeplitz, toeplitz_matmul
-from .toeplitz_recorded import keep_products
 
 if TYPE_CHECKING:
-    from .batching import BatchScheduler
-    from .decoding_step import DecodingStep
+    from .compile.decoding_step import DecodingStep
     from .modeling_tnn import (
         TnnForCausalLM,
         TnnForImageClassification,
@@ -29,8 +28,9 @@ if TYPE_CHECKING:
         TnnModel,
         TnnPreTrainedModel,
     )
-    from .sequence_parallel import SequenceParallel
-    from .stability import PoleCallback, find_unstable, project_poles
+    from .parallel.sequence import SequenceParallel
+    from .serving.scheduler import BatchScheduler
+    from .tools.poles import PoleCallback, find_unstable, project_poles
 
 __version__ = "0.1.0"
 
@@ -63,25 +63,25 @@ __all__ = [
 
 # Module -> names that are imported from it on first use.
 _LATER = {
-    "batching": ["BatchScheduler"],
-    "decoding_step": ["DecodingStep"],
+    "compile.decoding_step": ["DecodingStep"],
     "modeling_tnn": [name for name in __all__ if name.startswith("Tnn") and name != "TnnConfig"],
-    "sequence_parallel": ["SequenceParallel"],
-    "stability": ["PoleCallback", "find_unstable", "project_poles"],
+    "parallel.sequence": ["SequenceParallel"],
+    "serving.scheduler": ["BatchScheduler"],
+    "tools.poles": ["PoleCallback", "find_unstable", "project_poles"],
 }
 
-# What registers functions with the core, see `extensions.py`.
+# What registers functions with the core, see `extensions.py`. `compile.product` is imported here already.
 extensions.modules = [
     f"{__name__}.{name}"
     for name in (
-        "checks",
-        "conversion",
-        "deferred_logits",
-        "loss",
-        "packing_ops",
-        "stacking",
-        "static_cache",
-        "tensor_parallel",
+        "compile.packing",
+        "compile.static_cache",
+        "kernels.deferred_logits",
+        "kernels.loss",
+        "kernels.stacking",
+        "parallel.tensor",
+        "tools.checks",
+        "tools.recurrent",
     )
 ]
 
@@ -97,4 +97,4 @@ def __getattr__(name: str):
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_LATER})
+    return sorted({*globals(), *__all__})

@@ -15,7 +15,7 @@ import torch
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from .extensions import extensions
+from .extensions import IMPLEMENTATIONS, extensions
 from .hub import AUTO_MAP, own_classes, save_code
 
 TOEPLITZ, FULL, SLIDING = "toeplitz", "full_attention", "sliding_attention"
@@ -23,11 +23,6 @@ LAYER_TYPES = (TOEPLITZ, FULL, SLIDING)
 
 GTU, HYENA, S4 = "gtu", "hyena", "s4"
 MIXERS = (GTU, HYENA, S4)
-
-# How Toeplitz products are computed. "eager" consists of PyTorch's own operations, "fused" of custom functions that
-# are faster and save less for the backward pass, with the same values and derivatives of every order. "triton" is for
-# GPUs, and "auto" takes the fastest.
-IMPLEMENTATIONS = ("auto", "fused", "eager", "triton")
 
 # The operators of this package, each with the directions that it has: whether `causal` may be True, and False.
 DIRECTIONS = {

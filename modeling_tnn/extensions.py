@@ -9,6 +9,11 @@ without the package, speed is lost, and extras whose methods raise an error that
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
+# How Toeplitz products are computed. "eager" consists of PyTorch's own operations, "fused" of custom functions that
+# are faster and save less for the backward pass, with the same values and derivatives of every order. "triton" is for
+# GPUs, and "auto" takes the fastest.
+IMPLEMENTATIONS = ("auto", "fused", "eager", "triton")
+
 NEEDS_PACKAGE = "needs the package, not only the files of a saved folder: pip install modeling-tnn"
 
 

@@ -4,7 +4,7 @@
     GLU:    y = W_down( act(W_gate x) * W_up x ),   or an MLP, W_down act(W_up x)  (mlp_act)
     block:  x = x + GTU(norm(x));  x = x + GLU(norm(x))                            (norm_position="pre")
     mixers: Hyena or the mixer of S4 in place of the GTU in all blocks             (toeplitz_mixer, `mixer_types.py`)
-    hybrid: attention in place of the GTU in some blocks                           (layer_types, `attention.py`)
+    hybrid: attention in place of the GTU in some blocks                           (layer_types, `mixers.py`)
     images: x = W_patch patch,  x = blocks(x),  logits = W_head norm(mean(x))      TNN paper, ImageNet models
 
 B batch, L length, d hidden size, D = gtu_dim channels of the Toeplitz operator; for images C channels, H and W sides
@@ -42,16 +42,12 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .attention import TnnAttention, View, build_rotary, has_flash_attention, views_of_layers
-from .cache_checks import check_cache
-from .cache_name import CACHE, takes_cache, with_cache_as
+from .cache_tnn import CACHE, check_cache, takes_cache, with_cache_as
 from .configuration_tnn import GTU, HYENA, S4, TOEPLITZ, TnnConfig, has_attention
 from .extensions import extensions
-from .gating import activated_product
-from .gtu import TnnGatedToeplitzUnit
-from .hyena import TnnHyena
 from .inputs import (
     can_be_read,
+    check_attention_mask,
     check_choices,
     check_class_labels,
     check_direction,
@@ -60,26 +56,34 @@ from .inputs import (
     check_logits_to_keep,
     check_patches,
     check_pixel_values,
+    check_pooled_whole,
     check_prompt,
     check_spans,
     check_tokens,
     is_elsewhere,
-    require_tensor,
-    take_options,
-)
-from .linear import apply_linear, apply_together
-from .norms import NORM_POSITIONS, GatedRMSNorm, LayerNorm, ScaleNorm, build_final_norm, build_norm, with_mask
-from .packing import Documents, check_one_document, documents_of
-from .padding import (
-    check_attention_mask,
-    check_pooled_whole,
     pool_tokens,
     real_tokens,
+    require_tensor,
+    take_options,
     token_positions,
 )
-from .rpe import sinusoidal_embedding
-from .s4 import TnnS4Mixer
+from .mixers import (
+    TnnAttention,
+    TnnGatedToeplitzUnit,
+    TnnHyena,
+    TnnS4Mixer,
+    View,
+    apply_linear,
+    apply_together,
+    build_rotary,
+    has_flash_attention,
+    views_of_layers,
+)
+from .norms import NORM_POSITIONS, GatedRMSNorm, LayerNorm, ScaleNorm, build_final_norm, build_norm, with_mask
+from .packing import Documents, check_one_document, documents_of
 from .tno import ToeplitzOperator
+from .tno_rpe import sinusoidal_embedding
+from .toeplitz_fused import activated_product
 
 # From `toeplitz_mixer` to the class. Each stands in a block under the name `gtu`, with its operator at `gtu.tno`: all
 # that walks the operators of a model (precision, conversion, caches, plans, pictures) then knows every mixer.
@@ -117,7 +121,7 @@ class TnnGatedLinearUnit(nn.Module):
 class TnnBlock(GradientCheckpointingLayer):
     """One layer of the model: a token mixer (GTU) and a GLU, each with a norm and a residual connection."""
 
-    # What compiles the layer while it is trained, see `regional_compilation.py`.
+    # What compiles the layer while it is trained, see `compile/regions.py`.
     regions = None
 
     def __init__(self, config: TnnConfig, layer_idx: int):

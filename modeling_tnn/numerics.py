@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from .configuration_tnn import IMPLEMENTATIONS
+from .extensions import IMPLEMENTATIONS
 
 # Devices whose values can be read at once. Tests take them away, to run the code of accelerators on a CPU.
 HOST_DEVICES = ("cpu",)
@@ -38,7 +38,7 @@ def is_exported() -> bool:
 
 
 def is_exported_to_onnx() -> bool:
-    """Whether the code runs inside torch.onnx.export: no transforms or complex numbers there, see `fourier.py`."""
+    """Whether the code runs inside torch.onnx.export: no transforms or complex numbers there, see `toeplitz.py`."""
     return is_exported() and torch.onnx.is_in_onnx_export()
 
 

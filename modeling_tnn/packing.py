@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 
 from .extensions import extensions
+from .inputs import check_attention_mask
 from .numerics import compute_dtype, must_be_eager
-from .padding import check_attention_mask
 
 
 class Batches(NamedTuple):

@@ -122,7 +122,7 @@ class Recurrence:
         raise NotImplementedError
 
     def fixed_step(self, state, x: torch.Tensor) -> torch.Tensor:
-        """`step` by operations on tensors alone, after `make_ready`; see `static_cache.py`."""
+        """`step` by operations on tensors alone, after `make_ready`; see `compile/static_cache.py`."""
         raise NotImplementedError
 
     def chunk(self, state, x: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,6 @@ from transformers.cache_utils import Cache
 from transformers.utils.generic import maybe_autocast
 
 from .extensions import extensions
-from .gating import NO_GATE, Gate
 from .numerics import is_exported, without_narrowing
 from .packing import Documents
 from .recurrence import FilterRecurrence, Recurrence
@@ -29,7 +28,7 @@ from .toeplitz import (
     gated_toeplitz_matmul,
     two_sided,
 )
-from .toeplitz_fused import is_response
+from .toeplitz_fused import NO_GATE, Gate, is_response
 
 # The share of the mass of a kernel, the sum of all |taps|, that products in half precision leave out.
 NEGLIGIBLE = 2**-12
@@ -67,9 +66,9 @@ class ToeplitzOperator(nn.Module):
     is_recurrence = False
     given_decay: float | None = None
     shift_invariant = True
-    # What compiles the kernels of all layers while they are trained, see `regional_compilation.py`.
+    # What compiles the kernels of all layers while they are trained, see `compile/regions.py`.
     regions = None
-    # How the text of a pass lies on several processes, see `sequence_parallel.py`; set for the time of the pass.
+    # How the text of a pass lies on several processes, see `parallel/sequence.py`; set for the time of the pass.
     layout = None
 
     def __init__(self, config, layer_idx: int = 0):
@@ -89,7 +88,7 @@ class ToeplitzOperator(nn.Module):
         """
 
     def channel_parameters(self) -> dict[str, int] | None:
-        """The names of the parameters whose rows belong to channels, each with its number of filters (`channels.py`).
+        """The names of the parameters whose rows belong to channels, each with its number of filters.
 
         None, unless a variant says it: the operator cannot be divided over processes.
         """

@@ -1,18 +1,121 @@
-"""The operators by the names of `TnnConfig.tno_type`: the table that the configuration declares is filled here."""
+"""The operators by the names of `TnnConfig.tno_type`: the table that the configuration declares is filled here.
+
+Toeplitz operators along the rows and the columns of an image, for the 2-D models of the TNN paper.
+
+    (R v)_{a,b} = sum_c r_{b-c} v_{a,c},    (C v)_{a,b} = sum_c k_{a-c} v_{c,b}
+    product     y = C R v + R C v = 2 C R v           its Long Range Arena models
+    sum         y = R v + C v                         its ImageNet models
+
+B batch, S side of the image, L = S^2 tokens in row-major order, D channels. R and C are linear and act on different
+axes, so they commute, and one order is enough. The kernels along the two axes are two operators of one variant.
+"""
 
 import copy
+import math
+from collections.abc import Callable
+from functools import partial
+
+import torch
 
 from .configuration_tnn import BUILT_IN, OPERATORS, qualified_name, require_operator
 from .numerics import compute_dtype
 from .tno import ToeplitzOperator
-from .tno_2d import TwoAxisOperator
-from .tno_explicit import ExplicitOperator
 from .tno_fd import FdOperator
 from .tno_modal import ModalOperator
-from .tno_rpe import RpeOperator
+from .tno_rpe import ExplicitOperator, RpeOperator
 from .tno_rtf import RtfOperator
 from .tno_s4d import S4dOperator
 from .tno_ski import SkiOperator
+
+Mixer = Callable[[torch.Tensor], torch.Tensor]
+
+
+class TwoAxisOperator(ToeplitzOperator):
+    """An operator on a square image, made of one operator along rows and one along columns. Bidirectional only.
+
+    Args:
+        rows: the operator along each row, for sequences of S positions.
+        columns: the operator along each column.
+    """
+
+    def __init__(self, config, layer_idx: int, rows: ToeplitzOperator, columns: ToeplitzOperator):
+        super().__init__(config, layer_idx)
+        self.rows, self.columns = rows, columns
+        self.combine = COMBINATIONS[config.spatial_mixing]
+
+    def channel_parameters(self) -> dict[str, int] | None:
+        axes = {"rows": self.rows.channel_parameters(), "columns": self.columns.channel_parameters()}
+        if None in axes.values():
+            return None
+        return {f"{axis}.{name}": filters for axis, known in axes.items() for name, filters in known.items()}
+
+    def coefficients(self, length: int, device: torch.device | None = None) -> torch.Tensor:
+        """Not available: the matrix of an image is Toeplitz in blocks.
+
+        Raises:
+            ValueError: always. The operators `rows` and `columns` have coefficients.
+        """
+        raise ValueError(
+            "`spatial_dims` must be 1 for coefficients, got 2. The operators `rows` and `columns` have coefficients."
+        )
+
+    def matmul(self, v: torch.Tensor, kernel: tuple = (None, None)) -> torch.Tensor:
+        """The product with an image, `(B, S^2, D)` to `(B, S^2, D)`.
+
+        Raises:
+            ValueError: the number of tokens is not a square.
+        """
+        side = image_side(v.shape[1])
+        image = v.unflatten(1, (side, side))  # (B, S, S, D)
+        rows, columns = partial(self._mix_rows, kernel=kernel[0]), partial(self._mix_columns, kernel=kernel[1])
+        return self.combine(rows, columns, image).flatten(1, 2)
+
+    def dense(self, length: int) -> torch.Tensor:
+        side = image_side(length)
+        rows, columns = self.rows.dense(side), self.columns.dense(side)  # (D, S, S) each
+        one = torch.eye(side, dtype=rows.dtype, device=rows.device)
+        on_rows = torch.einsum("ac,dbe->dabce", one, rows).reshape(-1, length, length)
+        on_columns = torch.einsum("dac,be->dabce", columns, one).reshape(-1, length, length)
+        return self.combine(
+            lambda x: on_rows @ x, lambda x: on_columns @ x, torch.eye(length, dtype=rows.dtype, device=rows.device)
+        )
+
+    def _mix_rows(self, image: torch.Tensor, kernel=None) -> torch.Tensor:
+        return along_last_axis(self.rows, image, kernel)
+
+    def _mix_columns(self, image: torch.Tensor, kernel=None) -> torch.Tensor:
+        return along_last_axis(self.columns, image.transpose(1, 2), kernel).transpose(1, 2)
+
+
+def product_of_axes(rows: Mixer, columns: Mixer, image: torch.Tensor) -> torch.Tensor:
+    """The product 2 C R v of an image."""
+    return 2 * columns(rows(image))
+
+
+def sum_of_axes(rows: Mixer, columns: Mixer, image: torch.Tensor) -> torch.Tensor:
+    """The sum R v + C v of an image."""
+    return rows(image) + columns(image)
+
+
+COMBINATIONS = {"product": product_of_axes, "sum": sum_of_axes}
+
+
+def along_last_axis(operator: ToeplitzOperator, image: torch.Tensor, kernel=None) -> torch.Tensor:
+    """The product of `operator` along the third dimension of `image` `(B, S, S, D)`; `kernel` as for `forward`."""
+    return operator(image.flatten(0, 1), kernel=kernel).unflatten(0, image.shape[:2])
+
+
+def image_side(length: int) -> int:
+    """The side S of an image of `length` = S^2 tokens.
+
+    Raises:
+        ValueError: `length` is not a square.
+    """
+    side = math.isqrt(length)
+    if side**2 != length:
+        raise ValueError(f"The number of tokens in a sequence must be a square with spatial_dims=2, got {length}")
+    return side
+
 
 OPERATORS.update(
     {

@@ -19,11 +19,10 @@ import math
 
 import torch
 
-from .fourier import Spectrum, inverse_matrix_transform
 from .numerics import is_exported, is_exported_to_onnx
-from .rpe import RelativePositionEncoder
 from .tno import ToeplitzOperator
-from .toeplitz import fit_lags, fit_taps
+from .tno_rpe import RelativePositionEncoder
+from .toeplitz import Spectrum, fit_lags, fit_taps, inverse_matrix_transform
 from .toeplitz_fused import complex_response
 
 

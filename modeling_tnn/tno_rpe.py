@@ -5,17 +5,196 @@
 D channels, L length. lambda is `decay` for all channels or, with `learnable_decay`, one number per channel:
 lambda_c = decay + (1 - decay) sigmoid(theta_c). The coefficient of a lag does not depend on L. With `rpe_window` W,
 t_k = 0 for |k| >= W.
+
+The relative position encoder: an MLP from one number (a lag, a frequency) to one value per channel.
+
+    z = W_in p + b_in
+    z = W_k act(norm(z)) + b_k  (+ z if residual),    k = 1 .. rpe_layers
+    out = W_out act(norm(z)) + b_out
+
+M positions, w = rpe_dim, D outputs, P = `rpe_input_length`. (TNN paper, "relative position encoder"; the order of
+norm, activation and linear map is that of the released code.) It runs in float32 or float64, because bfloat16 cannot
+distinguish integer lags above 256.
+
+The input p of a lag k (TNN paper, table 8; `rpe_input`) is k itself, k / P ("normalized"), or the sines and cosines of
+k at w/2 rates. The released code divides by the length of the input minus one, so that a longer text changes all
+coefficients. A fixed P keeps causal kernels the same for every prefix.
+
+Toeplitz coefficients as free parameters, one for each lag: the baseline of the RPE (TNN paper, table 9).
+
+    t_k = lambda^|k| theta_k,    |k| < P;    t_k = 0 beyond
+
+D channels, L length, P = `explicit_length`, lambda = `decay` (1 if there is none). The kernel ends at the lag P, so
+positions further apart do not see each other.
 """
+
+import math
 
 import torch
 from torch import nn
 from transformers import initialization as init
 
-from .numerics import is_exported, is_on_host
+from .norms import build_norm
+from .numerics import compute_dtype, is_exported, is_on_host, is_traced
 from .recurrence import LONG_PROMPT, FilterRecurrence
-from .rpe import RelativePositionEncoder, build_rpe_input
 from .tno import ToeplitzOperator, taps_above
 from .toeplitz import fit_lags, fit_taps
+
+
+class CastingLinear(nn.Linear):
+    """A linear map that computes in the dtype of its input, for parameters of any dtype."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
+
+
+class OutputLinear(CastingLinear):
+    """A `CastingLinear` that can follow a linear operation on its rows, see `RelativePositionEncoder.emit`."""
+
+    def forward(self, x: torch.Tensor, ones: torch.Tensor | None = None) -> torch.Tensor:
+        """`(M, w)` to `(M, D)`: x W^T + ones b^T, for `ones` `(M,)`; without `ones` an ordinary linear map."""
+        if ones is None:
+            return super().forward(x)
+        if is_traced() and not is_exported():  # joined under vmap, they would be a graph for one length
+            return (self.weight.to(x.dtype) @ x.t() + self.bias.to(x.dtype)[:, None] * ones).t()
+        weight = torch.cat([self.weight, self.bias[:, None]], dim=1).to(x.dtype)  # (D, w+1)
+        return (weight @ torch.cat([x.t(), ones[None]])).t()  # a view of (D, M)
+
+
+class RelativePositionLayer(nn.Module):
+    """One layer of the encoder: norm, activation, linear map."""
+
+    def __init__(self, size_in: int, size_out: int, act: str, norm_type: str, linear: type[nn.Linear] = CastingLinear):
+        from transformers.activations import ACT2FN  # takes seconds to import, too long for the configuration
+
+        super().__init__()
+        self.norm = build_norm(norm_type, size_in)
+        self.act = ACT2FN[act]
+        self.linear = linear(size_in, size_out)
+
+    def forward(self, z: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.act(self.norm(z)))
+
+
+class RelativePositionEncoder(nn.Module):
+    """The relative position encoder, an MLP by the equations above.
+
+    Args:
+        size: width w of the hidden layers.
+        num_outputs: number of outputs D.
+        num_layers: number of hidden layers besides the input and the output projection, at least 0.
+        act: name of the activation.
+        norm_type: name of the norm, see `norms.py`.
+        residual: whether hidden layers have a residual connection.
+        hidden_norm: whether hidden layers have the norm, as the output layer has.
+        in_proj: the input projection `(M, 1)` to `(M, w)`; a linear map of the position unless given.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        num_outputs: int,
+        num_layers: int,
+        act: str,
+        norm_type: str,
+        residual: bool,
+        hidden_norm: bool = True,
+        in_proj: nn.Linear | None = None,
+    ):
+        super().__init__()
+        self.residual = residual
+        self.in_proj = CastingLinear(1, size) if in_proj is None else in_proj
+        self.layers = nn.ModuleList([RelativePositionLayer(size, size, act, norm_type) for _ in range(num_layers)])
+        if not hidden_norm:
+            for layer in self.layers:
+                layer.norm = nn.Identity()
+        self.out = RelativePositionLayer(size, num_outputs, act, norm_type, OutputLinear)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that the encoder computes in."""
+        return compute_dtype(self.in_proj.weight.dtype)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the parameters."""
+        return self.in_proj.weight.device
+
+    def forward(self, positions: torch.Tensor) -> torch.Tensor:
+        """The values `(M, D)` at the `positions` `(M,)`."""
+        return self.out.linear(self.features(positions))
+
+    def features(self, positions: torch.Tensor) -> torch.Tensor:
+        """The inputs `(M, w)` of the output map at the `positions` `(M,)`."""
+        z = self.in_proj(positions.to(self.dtype)[:, None])  # (M, w)
+        for layer in self.layers:
+            z = layer(z) + z if self.residual else layer(z)  # (M, w)
+        return self.out.act(self.out.norm(z))
+
+    def emit(self, features: torch.Tensor, ones: torch.Tensor) -> torch.Tensor:
+        """The output map `(M, w)` to `(D, M)` after a linear operation A on the positions, in channel-major memory.
+
+        A commutes with the output map, A (F W^T + 1 b^T) = (A F) W^T + (A 1) b^T. Before the map it acts on w columns,
+        after the map it would act on D.
+
+        Args:
+            features: A F, `(M, w)`.
+            ones: A 1, `(M,)`.
+        """
+        return self.out.linear(features, ones).t()
+
+
+class NormalizedInput(CastingLinear):
+    """The input projection of the normalized lag k / P."""
+
+    def __init__(self, config):
+        super().__init__(1, config.rpe_dim)
+        self.longest = config.rpe_input_length
+
+    def forward(self, lags: torch.Tensor) -> torch.Tensor:
+        """`(M, 1)` to `(M, w)`."""
+        return super().forward(lags / self.longest)
+
+
+class SinusoidalInput(CastingLinear):
+    """The input projection of the sines and cosines of the lag."""
+
+    def __init__(self, config):
+        super().__init__(config.rpe_dim, config.rpe_dim)
+
+    def forward(self, lags: torch.Tensor) -> torch.Tensor:
+        """`(M, 1)` to `(M, w)`."""
+        return super().forward(sinusoidal_embedding(lags.t(), self.in_features, lags.dtype)[0])
+
+
+RPE_INPUTS = {
+    "lag": lambda config: CastingLinear(1, config.rpe_dim),
+    "normalized": NormalizedInput,
+    "sinusoidal": SinusoidalInput,
+}
+
+
+def build_rpe_input(config) -> nn.Linear:
+    """The input projection that `config.rpe_input` names.
+
+    Raises:
+        ValueError: `rpe_input` is unknown.
+    """
+    if config.rpe_input not in RPE_INPUTS:
+        raise ValueError(f"`rpe_input` must be one of {', '.join(RPE_INPUTS)}, got {config.rpe_input!r}")
+    return RPE_INPUTS[config.rpe_input](config)
+
+
+def sinusoidal_embedding(positions: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
+    """The sines (even channels) and cosines (odd channels) of positions `(B, L)` at `size` / 2 rates, `(B, L, size)`.
+
+    Channel c has the rate 10000^(-2 floor(c/2) / size) (Vaswani et al., 2017, section 3.5).
+    """
+    channel = torch.arange(size, device=positions.device)
+    # In float32 whatever the default dtype is, which whole numbers times a float would have.
+    rates = torch.exp(channel.div(2, rounding_mode="floor").float() * (-2 * math.log(10000.0) / size))  # (size,)
+    angles = positions[..., None] * rates  # (B, L, size)
+    return torch.where(channel % 2 == 0, angles.sin(), angles.cos()).to(dtype)
 
 
 class LateRecurrence(FilterRecurrence):
@@ -112,3 +291,32 @@ class RpeOperator(ToeplitzOperator):
         if self.decay_logit is None:
             return self.decay
         return self.decay + (1 - self.decay) * torch.sigmoid(self.decay_logit.to(dtype))[:, None]  # (D, 1)
+
+
+class ExplicitOperator(ToeplitzOperator):
+    """The operator with explicit coefficients, without a position encoder."""
+
+    def __init__(self, config, layer_idx: int = 0):
+        super().__init__(config, layer_idx)
+        self.longest, self.decay = config.explicit_length, config.decay
+        self.given_decay = config.decay
+        sides = 1 if self.causal else 2
+        self.taps = nn.Parameter(torch.empty(self.channels, sides * self.longest - (sides - 1)))
+
+    def channel_parameters(self) -> dict[str, int]:
+        return {"taps": 1}
+
+    def reset_parameters(self):
+        init.normal_(self.taps, std=self.longest**-0.5)
+
+    def coefficients(self, length: int, device: torch.device | None = None) -> torch.Tensor:
+        dtype = compute_dtype(self.taps.dtype)
+        first = 0 if self.causal else 1 - self.longest
+        lags = torch.arange(first, self.longest, device=device or self.taps.device, dtype=dtype)
+        taps = (
+            self.taps.to(device, dtype) * (1.0 if self.decay is None else self.decay) ** lags.abs()
+        )  # (D, P) or (D, 2P-1)
+        return (fit_taps if self.causal else fit_lags)(taps, length)
+
+    def kernel_length(self) -> int:
+        return self.longest

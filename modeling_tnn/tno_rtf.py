@@ -5,36 +5,532 @@
 D channels, L length, N order, T = `rtf_truncation_length` the truncation length.
 
 One transform on T points (T + 1 if T is odd) computes the taps, as in the released code, but in float64: for poles
-near the unit circle float32 loses all digits. Beyond T the same filter continues (see `rational.py`). A bidirectional
+near the unit circle float32 loses all digits. Beyond T the same filter continues (see `tno_rtf.py`). A bidirectional
 operator has a second filter for negative lags, t_{-k} = its tap k - 1 (its h_0 is the tap of lag -1).
 `rtf_constraint="l1_montel"` divides each denominator by sum|a_i| + |s| + 1e-6 with a learned s. Then sum|a_i| < 1, and
 all poles lie inside the unit circle (RTF paper, section 3.4, with the scaling of its code).
 
-`companion.py` decodes it token by token.
+`tno_rtf.py` decodes it token by token.
 
 Without a constraint poles may leave the unit circle in training. The operator then warns, see `RtfOperator.train`.
+
+Rational transfer functions, their taps and their recurrences. No parameters here.
+
+    H(z) = h_0 + (b_1 z^-1 + .. + b_N z^-N) / (1 + a_1 z^-1 + .. + a_N z^-N)                                 (1)
+
+D filters, Q denominators (D, or fewer shared by groups of D/Q consecutive filters), N order, L length, F transform
+length. RTF paper, sections 3.1 to 3.3.
+
+Sampling (1) at the F-th roots of unity and transforming back yields F taps k whose tails have wrapped around: tap t
+is the sum of the impulse response at t, t + F, t + 2F, ... Training fits those taps. The filter with exactly these
+taps and no wrapping has the same denominator; its numerator c follows from K(z) a(z) = c(z), read at z^-1 .. z^-N:
+
+    c_i = k_i + a_1 k_{i-1} + .. + a_{i-1} k_1                                                              (2)
+
+which is the c of b = c (I - A^F), A the companion matrix (paper, equation 13), without forming A^F. Since lag F folds
+onto lag 0, its direct term is the tap k_0, not h_0. Beyond F the taps are
+
+    k_t = sum_{i=1}^{N} c_i g_{t-i},    g the power series of 1/a(z)                                        (3)
+
+a(z) has all its roots inside the unit circle if and only if every reflection coefficient r_n of the step-down
+recursion (Schur 1917, Cohn 1922) is below 1 in magnitude:
+
+    r_n = a_n,    a_i <- (a_i - r_n a_{n-i}) / (1 - r_n^2),  i = 1 .. n-1,    for n = N .. 1                  (4)
+
+It is so if
+
+    |a_1| + .. + |a_N| < 1,                                                                                  (5)
+
+because a(z) is not 0 on the circle or outside it then. With a_i / r^i in place of a_i, both are for the circle of
+radius r.
+
+Decoding of a rational transfer function by the companion form of its recurrence (RTF paper, section 3.3).
+
+    w_t = u_t - sum_i a_i w_{t-i},    y_t = k_0 u_t + sum_i c_i w_{t-i},    i = 1 .. N                            (1)
+
+B batch, D channels, L length of a chunk, N order, H = `BLOCK` tokens of a block.
+
+c and k_0 are the exact ones of `tno_rtf.py`. The state is the last N values of w in float64; a token costs O(N). A
+chunk of L tokens costs O(L log L): the old values of w contribute e_t = -sum_{i>t} a_i w_{t-i} to (1), which ends
+after N tokens. Then w = g * (u + e), where g is the power series of 1/a(z), and y follows from w by a filter of N
+taps.
+
+For many texts on the CPU, to read the states takes longer than to read the weights. So they are read once for H
+tokens: at the start of a block, one product with shifted copies of a and c gives what the values before it add to both
+sums of (1) at all tokens of the block (the future). Each token then adds its own value to the future of the rest.
 """
 
 import logging
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 from transformers import initialization as init
 
-from .companion import CompanionForm, CompanionRecurrence
-from .numerics import compute_dtype, float64_or_widest, is_exported, is_fused, is_traced, is_transformed
-from .rational import (
-    RationalTaps,
-    companion_matrix,
-    extend_kernel,
-    is_stable,
-    kernel_of_any_length,
-    per_filter,
-    rational_kernel,
-    recurrence_numerator,
+from .history import HistoryBuffer, places, slack_after
+from .numerics import (
+    compute_dtype,
+    float64_or_widest,
+    is_exported,
+    is_exported_to_onnx,
+    is_fused,
+    is_on_host,
+    is_traced,
+    is_transformed,
+    next_fast_len,
 )
+from .recurrence import LONG_PROMPT, PIECE, DivergenceError, Recurrence, shared_values
 from .tno import ToeplitzOperator
+from .toeplitz import causal_toeplitz_matmul, dense_toeplitz, exported_quotient, fit_taps, two_sided
+from .toeplitz_fused import CHUNK, differentiable_gradients, must_differentiate
+
+# Numbers in a chunk of filters on devices other than the CPU.
+LARGE_CHUNK = 2**25
+
+
+def rational_kernel(denominator: torch.Tensor, numerator: torch.Tensor, size: int) -> torch.Tensor:
+    """The taps of (1) without h_0, from samples at `size` points.
+
+    Args:
+        denominator: `(Q, N)`, a_1 .. a_N.
+        numerator: `(D, N)`, b_1 .. b_N.
+        size: even transform length F, above N.
+
+    Returns:
+        `(D, F)`.
+    """
+    if is_exported_to_onnx():
+        return exported_quotient(delayed(numerator), per_filter(monic(denominator), len(numerator)), size, size)
+    below = monic(denominator)  # (Q, N+1)
+    # Exporters that transform in the runtime cannot repeat complex numbers.
+    below = torch.fft.rfft(per_filter(below, len(numerator)) if is_exported() else below, n=size)  # (Q or D, F/2+1)
+    above = torch.fft.rfft(delayed(numerator), n=size)  # (D, F/2+1)
+    return torch.fft.irfft(above / per_filter(below, len(numerator)), n=size)
+
+
+class RationalTaps(torch.autograd.Function):
+    """The first L <= F taps of (1), h_0 included, for a few filters at a time. Only the inputs are saved.
+
+    With A and B the transforms of denominator and numerator, k = irfft(B / A), and for a gradient g of the taps
+
+        gradient of b = irfft(rfft(g) conj(1 / A)),    gradient of a = -irfft(rfft(g) conj(B / A^2))
+
+    both at 1 .. N. So time and memory do not depend on the order, apart from the parameters. It computes in the dtype
+    `work`. For higher derivatives, autograd computes the gradients from `rational_kernel`.
+    """
+
+    @staticmethod
+    def forward(ctx, denominator, numerator, direct, size: int, length: int, work: torch.dtype) -> torch.Tensor:
+        """`(Q, N)`, `(D, N)` and `(D,)` to `(D, L)` in the dtype of `numerator`, but at least float32."""
+        ctx.save_for_backward(denominator, numerator)
+        ctx.size, ctx.work = size, work
+        taps = numerator.new_empty(len(numerator), length, dtype=torch.promote_types(numerator.dtype, torch.float32))
+        for chosen in filter_chunks(numerator, size):
+            below, above = spectra(denominator, numerator, chosen, size, work)  # (C, F/2+1) each
+            taps[chosen] = torch.fft.irfft(above.div_(below), n=size)[:, :length]
+        taps[:, 0] += direct
+        return taps
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        denominator, numerator = ctx.saved_tensors
+        order, group = numerator.shape[1], len(numerator) // len(denominator)
+        size, work = ctx.size, ctx.work
+        if must_differentiate(gradient):
+
+            def taps(a, b):
+                return rational_kernel(a.to(work), b.to(work), size)[:, : gradient.shape[1]].to(gradient.dtype)
+
+            found = differentiable_gradients(taps, (denominator, numerator), ctx.needs_input_grad, gradient)
+            return *found, gradient[:, 0], None, None, None
+        a_gradient, b_gradient = torch.zeros_like(denominator, dtype=work), torch.empty_like(numerator)
+        for chosen in filter_chunks(numerator, size):
+            below, above = spectra(denominator, numerator, chosen, size, work)  # (C, F/2+1) each
+            g = torch.fft.rfft(gradient[chosen].to(work), n=size).div_(below.conj())  # (C, F/2+1)
+            b_gradient[chosen] = torch.fft.irfft(g, n=size)[:, 1 : order + 1]
+            parts = torch.fft.irfft(g.mul_(above.div_(below).conj()), n=size)[:, 1 : order + 1]  # (C, N)
+            owner = torch.arange(chosen.start, chosen.stop, device=parts.device) // group
+            a_gradient.index_add_(0, owner, parts, alpha=-1)
+        return a_gradient.to(denominator.dtype), b_gradient, gradient[:, 0], None, None, None
+
+
+def filter_chunks(numerator: torch.Tensor, size: int) -> list[slice]:
+    """Slices of the filters of `numerator` `(D, N)` that are computed together."""
+    filters = len(numerator)
+    step = max(1, (CHUNK if is_on_host(numerator) else LARGE_CHUNK) // size)
+    return [slice(start, min(start + step, filters)) for start in range(0, filters, step)]
+
+
+def spectra(denominator: torch.Tensor, numerator: torch.Tensor, chosen: slice, size: int, work: torch.dtype):
+    """The transforms of denominator and numerator of some filters, `(C, F/2 + 1)` each."""
+    group = len(numerator) // len(denominator)
+    first = chosen.start // group
+    below = torch.fft.rfft(monic(denominator[first : (chosen.stop - 1) // group + 1].to(work)), n=size)
+    if group > 1:
+        below = below[torch.arange(chosen.start, chosen.stop, device=below.device) // group - first]
+    return below, torch.fft.rfft(delayed(numerator[chosen].to(work)), n=size)
+
+
+def delayed(numerator: torch.Tensor) -> torch.Tensor:
+    """The series 0, b_1 .. b_N: `(D, N)` to `(D, N + 1)`."""
+    return torch.cat([torch.zeros_like(numerator[:, :1]), numerator], dim=1)
+
+
+def companion_matrix(denominator: torch.Tensor) -> torch.Tensor:
+    """The companion matrices `(Q, N, N)`, whose eigenvalues are the roots of denominators `(Q, N)`."""
+    companion = torch.diag_embed(torch.ones_like(denominator[:, 1:]), offset=-1)
+    companion[:, 0] = -denominator
+    return companion
+
+
+def monic(denominator: torch.Tensor) -> torch.Tensor:
+    """The series 1, a_1 .. a_N: `(Q, N)` to `(Q, N + 1)`."""
+    return torch.cat([torch.ones_like(denominator[:, :1]), denominator], dim=1)
+
+
+def per_filter(values: torch.Tensor, filters: int) -> torch.Tensor:
+    """The values of each filter, `(Q, ...)` to `(D, ...)`: D/Q consecutive filters share a denominator."""
+    if filters == len(values):
+        return values
+    return values.repeat_interleave(filters // len(values), dim=0)
+
+
+def multiply_series(first: torch.Tensor, second: torch.Tensor, length: int) -> torch.Tensor:
+    """The first `length` coefficients of the product of two power series, `(D, K)` and `(D, M)` to `(D, length)`."""
+    first, second = first[:, :length], second[:, :length]
+    size = next_fast_len(first.shape[1] + second.shape[1])
+    product = torch.fft.irfft(torch.fft.rfft(first, n=size) * torch.fft.rfft(second, n=size), n=size)
+    return torch.nn.functional.pad(product, (0, max(0, length - size)))[:, :length]
+
+
+def reciprocal_series(denominator: torch.Tensor, length: int) -> torch.Tensor:
+    """The first `length` coefficients of 1/a(z), `(Q, N)` to `(Q, length)`.
+
+    Newton's iteration g <- g (2 - a g) doubles the number of correct coefficients: O(L log L).
+    """
+    a, g = monic(denominator), torch.ones_like(denominator[:, :1])
+    while g.shape[1] < length:
+        known = min(2 * g.shape[1], length)
+        residual = -multiply_series(a, g, known)  # (Q, known)
+        residual[:, 0] += 2
+        g = multiply_series(g, residual, known)
+    return g[:, :length]
+
+
+def recurrence_numerator(denominator: torch.Tensor, taps: torch.Tensor) -> torch.Tensor:
+    """The numerator c `(D, N)` of the filter with the taps `(D, F)`, by equation (2). Only taps 1 .. N are read."""
+    order = denominator.shape[1]
+    below, later = per_filter(monic(denominator), len(taps)), taps[:, 1 : order + 1]
+    if is_exported_to_onnx():
+        return (dense_toeplitz(two_sided(below[:, :order])) @ later[..., None])[..., 0]
+    return multiply_series(below, later, order)
+
+
+def extend_kernel(denominator: torch.Tensor, taps: torch.Tensor, length: int) -> torch.Tensor:
+    """The taps `(D, F)` continued to `(D, length)` by equation (3)."""
+    numerator = recurrence_numerator(denominator, taps)
+    series = per_filter(reciprocal_series(denominator, length), len(taps))  # (D, L)
+    beyond = multiply_series(numerator, series, length - 1)[:, taps.shape[1] - 1 :]  # taps F .. L-1
+    return torch.cat([taps, beyond], dim=1)
+
+
+def kernel_of_any_length(denominator: torch.Tensor, taps: torch.Tensor, length: int) -> torch.Tensor:
+    """The taps `(D, F)` cut or continued to `(D, length)` without a branch on the length, for torch.export.
+
+    The taps beyond F are the series of c(z)/a(z). It is sampled at M points like (1), but on a circle of radius
+    r > 1: the taps become k_t r^-t, and a tail shrinks by r^M each time it wraps around. With M > 2L and
+    r^M = 1 / eps the wrapped tail vanishes. The multiplication by r^t increases rounding errors by at most
+    eps^(-1/2), to 1e-8 of the largest tap in float64. The magnitude of poles may be up to r, so that a kernel may grow
+    by eps^(-1/2) over the sequence. This is the inversion of generating functions by Abate and Whitt (1992).
+    """
+    order, count = denominator.shape[1], taps.shape[1]
+    size = next_fast_len(2 * length + order)  # M
+    position = torch.arange(length, device=taps.device)
+    fading = torch.finfo(taps.dtype).eps ** (position.to(taps.dtype) / size)  # (L,): r^-t
+    scale = torch.finfo(taps.dtype).eps ** (torch.arange(1, order + 1, device=taps.device, dtype=taps.dtype) / size)
+    numerator = recurrence_numerator(denominator, taps)
+    below = per_filter(monic(denominator * scale), len(taps))  # (D, N+1)
+    beyond = exported_quotient(delayed(numerator * scale), below, size, length) / fading  # (D, L)
+    return torch.where(position < count, fit_taps(taps, length), beyond)
+
+
+def is_stable(denominator: torch.Tensor, radius: float = 1.0) -> torch.Tensor:
+    """Whether all roots of each denominator `(Q, N)` lie inside the circle of `radius`, `(Q,)`, in float64.
+
+    By (5) where it holds, which is cheap, and by (4) for the others.
+    """
+    powers = torch.arange(1, denominator.shape[1] + 1, device=denominator.device, dtype=torch.float64)
+    a = denominator.double() / radius**powers  # (Q, N)
+    stable = a.abs().sum(dim=1) < 1  # (Q,)
+    others = (~stable).nonzero()[:, 0]  # (M,)
+    if len(others):
+        stable[others] = _step_down(a[others])
+    return stable
+
+
+def _step_down(a: torch.Tensor) -> torch.Tensor:
+    """Whether all roots of polynomials `(Q, N)` lie inside the unit circle, `(Q,)`, by (4)."""
+    a = a.T.contiguous()  # (N, Q)
+    reflections = []
+    for n in range(len(a), 0, -1):
+        k, rest = a[n - 1], a[: n - 1]  # (Q,), (n-1, Q)
+        reflections.append(k)
+        a = torch.addcmul(rest, k, rest.flip(0), value=-1).div_(1 - k.square())
+    # What is not a number stays so until it is a reflection coefficient itself.
+    return (torch.stack(reflections).abs() < 1).all(dim=0)
+
+
+def spectral_radius(denominator: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude of a root of each denominator `(Q, N)`, `(Q,)` in float64; infinite if not finite."""
+    finite = denominator.isfinite().all(dim=1)
+    matrices = companion_matrix(denominator.double().where(finite[:, None], 0.0))  # (Q, N, N)
+    radii = torch.linalg.eigvals(matrices).abs().amax(dim=1)
+    return radii.where(finite, torch.inf)
+
+
+# Largest growth of g over the trained length. float64 then still has more correct digits than float32 needs.
+LARGEST_GROWTH = 1e6
+
+# From so many texts on, a step on the CPU is faster as a product of matrices.
+BATCH = 4
+
+# Tokens of such a step's block.
+BLOCK = 8
+
+# Tokens between two looks for values that are not finite, on an accelerator.
+PATROL = 64
+
+
+class CompanionForm(NamedTuple):
+    """The coefficients of (1) for each channel: a, c and k_0."""
+
+    denominator: torch.Tensor  # (D, N)
+    numerator: torch.Tensor  # (D, N)
+    direct: torch.Tensor  # (D,)
+
+
+class CompanionRecurrence(Recurrence):
+    """The exact decoding of an `RtfOperator`.
+
+    Args:
+        operator: an operator with `companion_form()`.
+        order: the order N.
+        trained_length: the length over which the recurrence must keep its precision.
+
+    Raises (when a text is continued):
+        DivergenceError: poles outside the unit circle make the recurrence inexact or infinite.
+    """
+
+    has_fixed_step = True
+
+    def __init__(self, operator, order: int, trained_length: int):
+        super().__init__(operator)
+        self.order, self.trained_length = order, trained_length
+
+    def channel_major(self, v: torch.Tensor) -> torch.Tensor:
+        return v.transpose(1, 2).to(float64_or_widest(v.device))
+
+    def is_early(self, prompt) -> bool:
+        return prompt.length > LONG_PROMPT and not prompt.v.is_meta  # no values there to check the poles by
+
+    def start(self, state, prompt):
+        kept = self.order + slack_after(prompt.length)
+        series = reciprocal_series(self._denominator, min(PIECE, prompt.length))  # (D, S)
+        # What g adds beyond `series` to all inputs together is below the resolution of the outputs. An accelerator
+        # reads the whole prompt sooner than it tells the bound.
+        resolution = torch.finfo(compute_dtype(prompt.v.dtype)).eps
+        if is_on_host(series) and later_bound(self._denominator, series) * prompt.length < resolution:
+            prompt = prompt.last(series.shape[1] + kept)
+        w = series.new_zeros(len(prompt.v), len(series), self.order)  # (B, D, N)
+        for piece in prompt.pieces(PIECE):
+            x = self.channel_major(piece.inputs())  # (B, D, S)
+            newest = self._filter(x, w[..., -self.order :], series[:, : x.shape[-1]])
+            self._check_finite(newest)
+            w = torch.cat([w, newest], dim=-1)[..., -kept:]
+        state.history = HistoryBuffer(w, self.order)
+
+    def step(self, state, x: torch.Tensor) -> torch.Tensor:
+        if len(x) >= BATCH and is_on_host(x):
+            y, newest = self._next_of_many(state, x)
+        else:
+            end_block(state)
+            y, newest = self._next(state.history.last(self.order), x, *self.constants(x))
+        # A value that is not finite makes all later ones so. An accelerator would wait at each look.
+        if is_on_host(newest) or state.length % PATROL == 0:
+            self._check_finite(newest)
+        state.history.append(newest)
+        return y
+
+    def make_ready(self, state, like: torch.Tensor):
+        """Look at the newest value, as `step` does."""
+        end_block(state)
+        if is_on_host(like) or state.length % PATROL == 0:
+            self._check_finite(state.history.last(1))
+
+    def constants(self, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return *self._reversed, self._form.direct
+
+    def fixed_step(self, state, x: torch.Tensor) -> torch.Tensor:
+        buffer, slot = state.history.buffer, state.cursor[0]
+        places = slot - torch.arange(self.order, 0, -1, device=x.device)  # (N,)
+        past = buffer[..., torch.where(places < 0, places + buffer.shape[-1], places)]  # (B, D, N)
+        y, newest = self._next(past, x, *state.constants)
+        buffer.index_copy_(2, slot[None], newest)
+        return y
+
+    def _next(self, past, x, denominator, numerator, direct) -> tuple[torch.Tensor, torch.Tensor]:
+        """The output and the value w for one input, `(B, D, 1)` each, after the values `past` `(B, D, N)`."""
+        now = x[..., 0]  # (B, D)
+        y = direct * now + torch.linalg.vecdot(past, numerator)
+        newest = now - torch.linalg.vecdot(past, denominator)
+        return y[..., None], newest[..., None]
+
+    def _next_of_many(self, state, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`_next` for many texts, by blocks of tokens."""
+        position = state.counters["position"] if "future" in state.tensors else BLOCK
+        if position == BLOCK:
+            past = state.history.last(self.order).permute(1, 2, 0)  # (D, N, B)
+            future = torch.bmm(self._shifted, past).unflatten(1, (BLOCK, 2))  # (D, H, 2, B)
+            state.tensors["future"], position = future.permute(3, 1, 2, 0).contiguous(), 0  # (B, H, 2, D)
+        future, now = state.tensors["future"], x[..., 0]
+        y, echo = future[:, position].unbind(1)  # (B, D) each
+        newest = now - echo
+        left = BLOCK - position - 1
+        future[:, position + 1 :].addcmul_(newest[:, None, None], self._first[:left])
+        state.counters["position"] = position + 1
+        return (self._form.direct * now + y)[..., None], newest[..., None]
+
+    def chunk(self, state, x: torch.Tensor) -> torch.Tensor:
+        past = state.history.last(self.order)
+        w = self._filter(x, past)  # (B, D, L)
+        self._check_finite(w)
+        y = self._read(x, past, w)
+        state.history.append(w)
+        end_block(state)
+        return y
+
+    def max_crop(self, state) -> int:
+        return min(state.length, state.history.held - self.order)
+
+    def crop(self, state, count: int):
+        state.history.drop(count)
+        end_block(state)
+
+    def put(self, state, other, rows: list[int]):
+        for one in (state, other):
+            end_block(one)  # a new block begins for all
+        state.history.put(other.history, rows, shared_values(state, other, extra=self.order))
+
+    def compact(self, state):
+        state.history.compact(state.length + self.order)
+
+    def bytes_per_channel(self, tokens: int, dtype: torch.dtype) -> int:
+        return (places(self.order, tokens) + 2 * BLOCK) * float64_or_widest(self.operator.numerator.device).itemsize
+
+    @cached_property
+    def _denominator(self) -> torch.Tensor:
+        denominator = self.operator.denominators().detach()  # (D, N)
+        if not is_contracting(denominator):
+            self._check_growth(denominator)
+        return denominator
+
+    @cached_property
+    def _form(self) -> CompanionForm:
+        _, *others = (part.detach() for part in self.operator.companion_form())
+        return CompanionForm(self._denominator, *others)
+
+    @cached_property
+    def _reversed(self) -> list[torch.Tensor]:
+        return [part.flip(1).contiguous() for part in self._form[:2]]  # (D, N) each, for lags N .. 1
+
+    @cached_property
+    def _both(self) -> torch.Tensor:
+        denominator, numerator = self._reversed
+        return torch.stack([numerator, denominator], dim=1)  # (D, 2, N)
+
+    @cached_property
+    def _shifted(self) -> torch.Tensor:
+        """The coefficients of the values before a block, for both sums of (1) at each of its tokens, `(D, 2H, N)`."""
+        shifted = [pad(self._both, (j, 0))[..., : self.order] for j in range(BLOCK)]
+        return torch.stack(shifted, dim=1).flatten(1, 2)
+
+    @cached_property
+    def _first(self) -> torch.Tensor:
+        """The coefficients c_i and a_i of the lags i = 1 .. H - 1, `(H-1, 2, D)`."""
+        first = fit_taps(self._both.flip(2).flatten(0, 1), BLOCK - 1)  # (2D, H-1)
+        return first.unflatten(0, (-1, 2)).permute(2, 1, 0).contiguous()
+
+    @cached_property
+    def _stable(self) -> bool:
+        return is_contracting(self._denominator)
+
+    def _filter(self, x: torch.Tensor, past: torch.Tensor, series: torch.Tensor | None = None) -> torch.Tensor:
+        """The values w of (1) for the inputs `x` `(B, D, L)`, after the earlier values `past` `(B, D, N)`.
+
+        `series` `(D, L)` is g, which is computed if it is not given.
+        """
+        order, length, implementation = self.order, x.shape[-1], self.operator.implementation
+        taps = monic(self._denominator)  # (D, N+1)
+        after = pad(past, (0, order)).transpose(1, 2)  # (B, 2N, D)
+        echoed = causal_toeplitz_matmul(after, taps, implementation)[:, order:]  # (B, N, D): -e
+        driven = x - pad(echoed.transpose(1, 2), (0, length - order))  # (B, D, L)
+        series = reciprocal_series(self._denominator, length) if series is None else series  # (D, L)
+        return causal_toeplitz_matmul(driven.transpose(1, 2), series, implementation).transpose(1, 2)
+
+    def _read(self, x: torch.Tensor, past: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        """The outputs y of (1) for the inputs `x` and the values `w`, `(B, D, L)` each, after `past` `(B, D, N)`."""
+        whole = torch.cat([past, w], dim=-1).transpose(1, 2)  # (B, N+L, D)
+        taps = pad(self._form.numerator, (1, 0))  # (D, N+1)
+        y = causal_toeplitz_matmul(whole, taps, self.operator.implementation)[:, self.order :]  # (B, L, D)
+        return y.transpose(1, 2) + self._form.direct[:, None] * x
+
+    def _check_growth(self, denominator: torch.Tensor):
+        growth = reciprocal_series(denominator, self.trained_length).abs().amax(dim=1)  # (D,)
+        diverging = ~(growth <= LARGEST_GROWTH)
+        if diverging.any():
+            channel = diverging.nonzero()[0].item()
+            raise DivergenceError(self._explain(denominator, channel, "over the length the model was trained for"))
+
+    def _check_finite(self, w: torch.Tensor):
+        if not (self._stable or w.is_meta or torch.isfinite(w).all()):
+            bad = (~torch.isfinite(w)).transpose(0, 1).flatten(1).any(dim=1)  # (D,)
+            channel = bad.nonzero()[0].item()
+            raise DivergenceError(self._explain(self._denominator, channel, "on a text of this length"))
+
+    def _explain(self, denominator: torch.Tensor, channel: int, where: str) -> str:
+        companion = companion_matrix(denominator[channel : channel + 1].cpu())  # (1, N, N)
+        radius = torch.linalg.eigvals(companion).abs().max().item()
+        return (
+            f"Layer {self.operator.layer_idx}, channel {channel}: a pole of radius {radius:.6f} makes the recurrence "
+            f"diverge {where}. Generate with use_cache=False (`tnn generate --use_cache false`), or train with "
+            f"rtf_constraint='l1_montel' (`--config_overrides rtf_constraint=l1_montel`)."
+        )
+
+
+def end_block(state):
+    """Forget the future of a block: the next step of many texts begins another one."""
+    state.tensors.pop("future", None)
+    state.counters.pop("position", None)
+
+
+def is_contracting(denominator: torch.Tensor) -> bool:
+    """Whether sum|a_i| < 1 for all denominators `(D, N)`: all poles lie inside the unit circle, nothing diverges."""
+    return denominator.is_meta or bool((denominator.abs().sum(1) < 1).all())
+
+
+def later_bound(denominator: torch.Tensor, series: torch.Tensor) -> float:
+    """A bound of the values of g after its first ones, `series` `(D, S)`, for denominators `(D, N)`, if it is below 1.
+
+    The last N values of the series are all that the later ones depend on. They echo in N inputs, each at most sum|a_i|
+    times the largest of them, and each of these inputs starts g once more.
+    """
+    order = denominator.shape[1]
+    last = series[:, -order:].abs().amax(1)  # (D,)
+    return (order * last * denominator.abs().sum(1) * series.abs().amax(1)).max().item()
+
 
 logger = logging.getLogger(__name__)
 

@@ -4,25 +4,250 @@
     s_C = sum_{p < C} lambda^(C-1-p) v_p,    its part of y_t:  2 Re sum_q c_q g_q lambda_q^(t-C+1) s_C,q     (2)
 
 B batch, D channels, L length, Q = `s4d_state_size` / 2 modes, C tokens covered by the memory s. The poles lambda and
-the gains g follow from alpha_q = -exp(`log_real`) + i `imag` and the step Delta = exp(`log_step`), see `diagonal.py`.
+the gains g follow from alpha_q = -exp(`log_real`) + i `imag` and the step Delta = exp(`log_step`), see `tno_s4d.py`.
 All poles lie inside the unit circle for all values of the parameters. A kernel depends on the products of input and
 output weights alone, so c is the only parameter of the two. (Gu, Gupta, Goel and Ré, 2022.)
 
 A bidirectional operator has a second kernel for negative lags: t_{-k} is its tap k - 1, without d.
 
 (2) is the diagonal recurrence of `ModalRecurrence` with the window 1, and with poles of each channel.
+
+Diagonal state-space models: discretisation, kernel, and initial poles. No parameters here.
+
+    x'(s) = diag(alpha) x(s) + u(s),    y(s) = 2 Re c x(s) + d u(s)                                          (1)
+    t_k = 2 Re sum_q c_q g_q lambda_q^k,    and d more at k = 0                                              (2)
+
+D channels, N state size, Q = N / 2 modes (each stands for itself and its conjugate), L length, b block, R rows of
+weights. A step of size Delta turns a pole alpha_q of (1) into the pole lambda_q of (2), and its input weight 1 into
+the gain g_q. Gu, Gupta, Goel and Ré, "On the Parameterization and Initialization of Diagonal State Space Models"
+(2022), sections 3 and 4. Complex numbers are pairs of real ones here, which every exporter knows.
+
+The kernel is the product of the weights w = 2 c g with the Vandermonde matrix lambda_q^k. With k = b i + j it is
+
+    t_{bi+j} = Re sum_q (w_q lambda_q^{bi}) lambda_q^j,    0 <= j < b                                        (3)
+
+which needs Q (L / b + b) powers instead of the Q L of the matrix, and one product of matrices for each channel. For a
+gradient G of the taps, with the sums S = sum_k G_k lambda^k and S' = sum_k k G_k lambda^k by the same two levels,
+
+    gradient of w = conj(S),    gradient of (rate, angle) = (-Re(w S'), -Im(w S'))                           (4)
 """
 
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.functional import pad
 from transformers import initialization as init
 
-from .diagonal import DISCRETIZATIONS, INITIAL_MODES, Pair, Poles, VandermondeProduct, vandermonde_product
-from .numerics import compute_dtype, float64_or_widest, is_fused
+from .numerics import compute_dtype, float64_or_widest, is_exported, is_fused, is_traced
 from .tno import ToeplitzOperator
 from .tno_modal import ModalRecurrence
+from .toeplitz import entries
+from .toeplitz_fused import differentiable_gradients, must_differentiate
+
+# The least block b, which is also that of recorded graphs, where it must not depend on the length. So the kernels of
+# all lengths up to its square are the same sums, bit for bit.
+LEAST_BLOCK = 64
+
+
+class Pair(NamedTuple):
+    """Complex numbers as their real and imaginary parts, of the same shape."""
+
+    real: torch.Tensor
+    imag: torch.Tensor
+
+    def times(self, other: "Pair") -> "Pair":
+        """The product, entry by entry."""
+        real = self.real * other.real - self.imag * other.imag
+        return Pair(real, self.real * other.imag + self.imag * other.real)
+
+    def over(self, other: "Pair") -> "Pair":
+        """The quotient, entry by entry."""
+        square = other.real.square() + other.imag.square()
+        return self.times(Pair(other.real / square, -other.imag / square))
+
+
+class Poles(NamedTuple):
+    """The discrete poles exp(-rate + i angle), `(D, Q)` each."""
+
+    rate: torch.Tensor
+    angle: torch.Tensor
+
+    def powers(self, exponents: torch.Tensor) -> Pair:
+        """The powers with the exponents `(M,)`, `(D, M, Q)`."""
+        exponents = exponents.to(self.rate.dtype)[:, None]  # (M, 1)
+        radius, turn = torch.exp(-self.rate[:, None] * exponents), self.angle[:, None] * exponents  # (D, M, Q)
+        return Pair(radius * turn.cos(), radius * turn.sin())
+
+
+def zero_order_hold(alpha: Pair, step: torch.Tensor) -> tuple[Poles, Pair]:
+    """lambda = exp(Delta alpha) and g = (lambda - 1) / alpha: the input is constant during a step.
+
+    Args:
+        alpha: poles `(D, Q)`.
+        step: sizes Delta of the steps, `(D, 1)`.
+    """
+    growth, angle = step * alpha.real, step * alpha.imag  # (D, Q)
+    # lambda - 1 without the difference of two numbers near 1.
+    real = torch.expm1(growth) * angle.cos() - 2 * torch.sin(angle / 2).square()
+    return Poles(-growth, angle), Pair(real, growth.exp() * angle.sin()).over(alpha)
+
+
+def bilinear(alpha: Pair, step: torch.Tensor) -> tuple[Poles, Pair]:
+    """lambda = (1 + Delta alpha / 2) / (1 - Delta alpha / 2) and g = Delta / (1 - Delta alpha / 2): Tustin's rule."""
+    half = Pair(step * alpha.real / 2, step * alpha.imag / 2)  # (D, Q)
+    ahead, behind = (1 + half.real).square(), (1 - half.real).square()
+    turn = half.imag.square()
+    # A pole at 0 has no logarithm.
+    squared = ((ahead + turn) / (behind + turn)).clamp(min=torch.finfo(step.dtype).tiny)
+    angle = torch.atan2(2 * half.imag, 1 - half.real.square() - turn)
+    gain = Pair(step, torch.zeros_like(step)).over(Pair(1 - half.real, -half.imag))  # (D, Q)
+    return Poles(-squared.log() / 2, angle), gain
+
+
+DISCRETIZATIONS: dict[str, Callable[[Pair, torch.Tensor], tuple[Poles, Pair]]] = {
+    "zoh": zero_order_hold,
+    "bilinear": bilinear,
+}
+
+
+class InitialModes(NamedTuple):
+    """The poles alpha and the size of the input weights of a new model, `(Q,)` each, float64."""
+
+    alpha: Pair
+    scale: torch.Tensor
+
+
+def linear_modes(size: int) -> InitialModes:
+    """alpha_n = -1/2 + i pi n (S4D-Lin)."""
+    index = torch.arange(size // 2, dtype=torch.float64)
+    return InitialModes(Pair(torch.full_like(index, -0.5), math.pi * index), torch.ones_like(index))
+
+
+def inverse_modes(size: int) -> InitialModes:
+    """alpha_n = -1/2 + i (N / pi) (N / (2n + 1) - 1) (S4D-Inv)."""
+    index = torch.arange(size // 2, dtype=torch.float64)
+    imag = size / math.pi * (size / (2 * index + 1) - 1)
+    return InitialModes(Pair(torch.full_like(index, -0.5), imag), torch.ones_like(index))
+
+
+def legendre_modes(size: int) -> InitialModes:
+    """The eigenvalues of the normal part of HiPPO-LegS, -1/2 I + S with S antisymmetric (S4D-LegS).
+
+    S_nk = -sqrt((n + 1/2) (k + 1/2)) below the diagonal. In its eigenvectors V the input weights sqrt(2n + 1) become
+    V* sqrt(2n + 1), of which only the size counts: the output weights are random.
+    """
+    root = (torch.arange(size, dtype=torch.float64) + 0.5).sqrt()
+    below = torch.tril(torch.outer(root, root), diagonal=-1)  # (N, N)
+    values, vectors = torch.linalg.eigh(1j * (below - below.T))  # of -i S, ascending; they come in pairs +-
+    imag, chosen = values[size // 2 :], vectors[:, size // 2 :]
+    scale = (chosen.conj().T @ (math.sqrt(2) * root).to(chosen.dtype)).abs()
+    return InitialModes(Pair(torch.full_like(imag, -0.5), imag), scale)
+
+
+INITIAL_MODES: dict[str, Callable[[int], InitialModes]] = {
+    "lin": linear_modes,
+    "inv": inverse_modes,
+    "legs": legendre_modes,
+}
+
+
+def vandermonde_product(weights: Pair, poles: Poles, length: int, dtype: torch.dtype) -> torch.Tensor:
+    """Re sum_q w_q lambda_q^k for k = 0 .. L-1, by (3).
+
+    Args:
+        weights: `(D, R, Q)`.
+        poles: of these channels.
+        length: L.
+        dtype: precision of the product. The powers are computed in that of the poles, whose phases need it.
+
+    Returns:
+        `(D, R, L)`.
+    """
+    block, device = block_length(length), poles.rate.device
+    within = poles.powers(torch.arange(block, device=device))  # (D, b, Q)
+    # A recorded graph has at least two blocks, one of them for nothing: a single one would make it a graph of its own.
+    blocks = length // block + 2 if is_traced() else -(-length // block)  # I
+    starts = poles.powers(block * torch.arange(blocks, device=device))  # (D, I, Q)
+    moved = Pair(*(part[:, :, None] for part in weights)).times(Pair(*(part[:, None] for part in starts)))
+    left = torch.cat([moved.real, -moved.imag], dim=-1).to(dtype)  # (D, R, I, 2Q)
+    right = torch.cat([within.real, within.imag], dim=-1).to(dtype)  # (D, b, 2Q)
+    product = (left.flatten(1, 2) @ right.mT).unflatten(1, left.shape[1:3]).flatten(2)  # (D, R, I b)
+    return entries(product, 0, length) if is_exported() else product[..., :length]
+
+
+class VandermondeProduct(torch.autograd.Function):
+    """`vandermonde_product` for one row of weights, of which only the inputs are saved; gradients by (4).
+
+    Autograd would keep the powers, which take more memory than all else in a layer. For higher derivatives, it
+    computes the gradients from `vandermonde_product`.
+    """
+
+    @staticmethod
+    def forward(ctx, real, imag, rate, angle, length: int, dtype: torch.dtype) -> torch.Tensor:
+        """`(D, Q)` each to `(D, L)`."""
+        ctx.save_for_backward(real, imag, rate, angle)
+        ctx.length, ctx.dtype = length, dtype
+        within, starts = two_levels(Poles(rate, angle), length)  # (D, b, Q), (D, I, Q)
+        moved = torch.complex(real, imag)[:, None] * starts  # (D, I, Q)
+        left = torch.cat([moved.real, -moved.imag], dim=-1).to(dtype)  # (D, I, 2Q)
+        return (left @ joined(within, dtype).mT).flatten(1)[:, :length]
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        real, imag, rate, angle = saved = ctx.saved_tensors
+        if must_differentiate(gradient):
+
+            def taps(*given):
+                row = Pair(given[0][:, None], given[1][:, None])
+                return vandermonde_product(row, Poles(*given[2:]), ctx.length, ctx.dtype)[:, 0]
+
+            return *differentiable_gradients(taps, saved, ctx.needs_input_grad, gradient), None, None
+        within, starts = two_levels(Poles(rate, angle), ctx.length)
+        block, blocks = within.shape[1], starts.shape[1]
+        g = pad(gradient, (0, block * blocks - ctx.length)).unflatten(1, (blocks, block))  # (D, I, b)
+        right, lags = joined(within, ctx.dtype), torch.arange(block, device=g.device, dtype=ctx.dtype)
+        sums = (torch.complex(*(part @ right).to(rate.dtype).chunk(2, dim=-1)) for part in (g, g * lags))
+        plain, weighted = (starts * part for part in sums)  # (D, I, Q) each
+        first = block * torch.arange(blocks, device=g.device, dtype=rate.dtype)[:, None]  # (I, 1)
+        total = plain.sum(1)  # (D, Q): S
+        slope = torch.complex(real, imag) * (weighted + first * plain).sum(1)  # (D, Q): w S'
+        return total.real, -total.imag, -slope.real, -slope.imag, None, None
+
+
+def two_levels(poles: Poles, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The powers of (3), complex: lambda^j `(D, b, Q)` and lambda^(bi) `(D, I, Q)`."""
+    block = block_length(length)
+    step = torch.exp(torch.complex(-poles.rate, poles.angle))  # (D, Q)
+    return repeated(step, block), repeated(step**block, -(-length // block))
+
+
+def repeated(step: torch.Tensor, count: int) -> torch.Tensor:
+    """The powers 0 .. count - 1 of `(D, Q)` numbers, `(D, count, Q)`, by products: exponentials take far longer."""
+    powers = torch.ones_like(step)[:, None]
+    while powers.shape[1] < count:
+        powers = torch.cat([powers, powers[:, : count - powers.shape[1]] * step[:, None]], dim=1)
+        step = step * step
+    return powers
+
+
+def joined(powers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Real parts before imaginary ones, `(..., Q)` to `(..., 2Q)`."""
+    return torch.cat([powers.real, powers.imag], dim=-1).to(dtype)
+
+
+def block_length(length: int) -> int:
+    """The block b: a power of two near the square root of the length, with which (3) has the fewest powers."""
+    return LEAST_BLOCK if is_traced() else max(LEAST_BLOCK, 1 << ((length - 1).bit_length() + 1) // 2)
+
+
+def naive_vandermonde_product(weights: Pair, poles: Poles, length: int) -> torch.Tensor:
+    """`vandermonde_product` by its definition, with the whole matrix `(D, Q, L)`: an oracle for tests."""
+    pole = torch.exp(torch.complex(-poles.rate, poles.angle))  # (D, Q)
+    matrix = pole[..., None] ** torch.arange(length, device=pole.device)  # (D, Q, L)
+    return (torch.complex(*weights) @ matrix).real
 
 
 class DiagonalRecurrence(ModalRecurrence):

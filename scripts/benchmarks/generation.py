@@ -16,8 +16,7 @@ import torch
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausalLM, StaticCache
 
 from modeling_tnn import TnnConfig, TnnForCausalLM
-from modeling_tnn.cache_name import CACHE
-from modeling_tnn.cache_tnn import memory_per_sequence
+from modeling_tnn.cache_tnn import CACHE, memory_per_sequence
 from tnn_scripts.benchmarks.measure import clock, markdown
 from tnn_scripts.benchmarks.measure import ratio as measured_ratio
 from tnn_scripts.benchmarks.peers import ATTENTION, attention_fields

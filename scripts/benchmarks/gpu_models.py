@@ -9,8 +9,8 @@ import torch
 from torch.nn import functional
 from transformers import CompileConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
-from modeling_tnn import loss as loss_module
-from modeling_tnn.loss import linear_cross_entropy
+from modeling_tnn.kernels import loss as loss_module
+from modeling_tnn.kernels.loss import linear_cross_entropy
 from tnn_scripts.benchmarks.gpu_products import noted, timed
 from tnn_scripts.benchmarks.measure import autocast
 from tnn_scripts.benchmarks.peers import build_model, plain_loss

@@ -12,9 +12,9 @@ from functools import partial
 import torch
 from torch import nn
 
-from modeling_tnn.gating import Gate
+from modeling_tnn.kernels.choice import choose, refused_by_triton
 from modeling_tnn.toeplitz import gated_causal_toeplitz_matmul, gated_toeplitz_matmul
-from modeling_tnn.toeplitz_choice import choose, refused_by_triton
+from modeling_tnn.toeplitz_fused import Gate
 from tnn_scripts.benchmarks.measure import kernels_on_device, measure, peak_on_device
 
 # The largest relative error of values, in the norm; gradients may have twice as much. What models train in is first.
@@ -145,7 +145,7 @@ def passes(name: str, kernel: torch.Tensor, v: torch.Tensor, u: torch.Tensor, gr
 
 
 def tap_gradient(g: torch.Tensor, x: torch.Tensor, taps: int):
-    from modeling_tnn.toeplitz_triton import tap_gradient
+    from modeling_tnn.kernels.triton import tap_gradient
 
     tap_gradient(g, x, taps, 0)
 

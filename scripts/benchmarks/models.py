@@ -14,8 +14,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
-from modeling_tnn.cache_name import CACHE
-from modeling_tnn.cache_tnn import bytes_per_sequence
+from modeling_tnn.cache_tnn import CACHE, bytes_per_sequence
 from tnn_scripts.benchmarks.measure import clock, markdown, measure, ratio
 from tnn_scripts.benchmarks.peers import training_loss
 from tnn_scripts.common.loading import load

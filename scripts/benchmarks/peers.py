@@ -21,8 +21,9 @@ from transformers import (
 )
 
 from modeling_tnn import TnnConfig, TnnForCausalLM, TnnForMaskedLM
-from modeling_tnn.configuration_tnn import FULL, IMPLEMENTATIONS, TOEPLITZ
-from modeling_tnn.loss import linear_cross_entropy
+from modeling_tnn.configuration_tnn import FULL, TOEPLITZ
+from modeling_tnn.extensions import IMPLEMENTATIONS
+from modeling_tnn.kernels.loss import linear_cross_entropy
 from modeling_tnn.tno_auto import OPERATORS
 
 # Names of models with attention in the blocks of a TNN -> whether layer i of a model has it. A model without Toeplitz

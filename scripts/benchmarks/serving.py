@@ -13,7 +13,7 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 from modeling_tnn import BatchScheduler
-from modeling_tnn.cache_rows import bytes_of_text
+from modeling_tnn.serving.rows import bytes_of_text
 from tnn_scripts.benchmarks.generation import build
 from tnn_scripts.benchmarks.measure import clock, markdown
 

@@ -10,7 +10,7 @@ import statistics
 import torch
 
 from modeling_tnn import TnnConfig, TnnModel
-from modeling_tnn.cache_name import CACHE
+from modeling_tnn.cache_tnn import CACHE
 from tnn_scripts.benchmarks.measure import clock, markdown
 from tnn_scripts.benchmarks.memory import forget_peak
 from tnn_scripts.common.devices import resident_peak

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from modeling_tnn.regional_compilation import compile_regions
+from modeling_tnn.compile.regions import compile_regions
 from tnn_scripts.benchmarks.measure import autocast, markdown, measure, peak_on_device, rows_of
 from tnn_scripts.benchmarks.peers import build_model, plain_training_loss, training_loss
 from tnn_scripts.common.captured_step import WARM_UP_PASSES, CudaRecorder

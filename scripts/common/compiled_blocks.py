@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from modeling_tnn import TnnConfig
-from modeling_tnn.regional_compilation import compile_regions
+from modeling_tnn.compile.regions import compile_regions
 from tnn_scripts.common.pretrain_arguments import PretrainArguments
 from tnn_scripts.common.trial import try_passes
 

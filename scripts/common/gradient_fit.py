@@ -19,10 +19,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from modeling_tnn.conversion import fit_layer, kernel_to_fit, own_weights
 from modeling_tnn.numerics import compute_dtype
 from modeling_tnn.tno import ToeplitzOperator
 from modeling_tnn.tno_auto import build_tno
+from modeling_tnn.tools.recurrent import fit_layer, kernel_to_fit, own_weights
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from modeling_tnn import TnnConfig
-from modeling_tnn.linear import is_plain_linear
-from modeling_tnn.loss import linear_cross_entropy
+from modeling_tnn.kernels.loss import linear_cross_entropy
+from modeling_tnn.mixers import is_plain_linear
 
 
 def token_losses(logits: torch.Tensor, labels: torch.Tensor, causal: bool) -> torch.Tensor:

@@ -17,8 +17,7 @@ from matplotlib.figure import Figure
 from transformers import AutoConfig, PreTrainedModel
 
 import modeling_tnn
-from modeling_tnn.cache_name import CACHE
-from modeling_tnn.cache_tnn import memory_per_sequence
+from modeling_tnn.cache_tnn import CACHE, memory_per_sequence
 from modeling_tnn.history import ROOM
 from modeling_tnn.hub import AUTO_MAP
 from tnn_scripts.common import loading

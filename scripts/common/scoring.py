@@ -10,7 +10,7 @@ import torch
 from scipy import stats
 from torch.nn.functional import cross_entropy
 
-from modeling_tnn.cache_name import CACHE
+from modeling_tnn.cache_tnn import CACHE
 from modeling_tnn.recurrence import DivergenceError
 
 

@@ -14,9 +14,8 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 
 from modeling_tnn.configuration_tnn import TnnConfig
-from modeling_tnn.inputs import check_class_labels, check_tensor, require_tensor
+from modeling_tnn.inputs import check_class_labels, check_tensor, pool_tokens, real_tokens, require_tensor
 from modeling_tnn.modeling_tnn import TnnClassificationHead, TnnModel, TnnPreTrainedModel
-from modeling_tnn.padding import pool_tokens, real_tokens
 
 
 class TnnForSequencePairClassification(TnnPreTrainedModel):

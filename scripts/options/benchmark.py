@@ -6,7 +6,7 @@ from pathlib import Path
 from tnn_scripts.common.declared import declared_keys
 
 OPERATORS = declared_keys("modeling_tnn.configuration_tnn", "DIRECTIONS")
-IMPLEMENTATIONS = declared_keys("modeling_tnn.configuration_tnn", "IMPLEMENTATIONS")
+IMPLEMENTATIONS = declared_keys("modeling_tnn.extensions", "IMPLEMENTATIONS")
 ATTENTION = declared_keys("tnn_scripts.benchmarks.peers", "ATTENTION")
 TNNS = [*declared_keys("tnn_scripts.benchmarks.generation", "TNN_FIELDS"), *ATTENTION]
 MODELS = ["released", *IMPLEMENTATIONS, *ATTENTION, *OPERATORS, "gpt2", "llama", "mamba", "mamba2"]

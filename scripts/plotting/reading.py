@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from modeling_tnn.tno_2d import TwoAxisOperator
+from modeling_tnn.tno_auto import TwoAxisOperator
 from tnn_scripts.plotting.statistics import Kernel, Whole, summary
 
 # Number of positions of an unbounded kernel that are read first, and at most.

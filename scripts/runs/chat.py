@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, set_seed
 
 import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
-from modeling_tnn.cache_name import CACHE
+from modeling_tnn.cache_tnn import CACHE
 from tnn_scripts.common.devices import check_device
 from tnn_scripts.common.loading import PARTS, check_writing, load, naming
 from tnn_scripts.common.pieces import PieceStreamer

@@ -27,7 +27,7 @@ from transformers import (
 
 from modeling_tnn import find_unstable
 from modeling_tnn.configuration_tnn import LENGTH_FIELDS
-from modeling_tnn.toeplitz_choice import describe
+from modeling_tnn.kernels.choice import describe
 from tnn_scripts.common.accelerate_loop import Pretraining, perplexity
 from tnn_scripts.common.arguments import load_config, parse_overrides
 from tnn_scripts.common.atomic import SavingError, claim, new_files, new_folder, write_json

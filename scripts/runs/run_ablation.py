@@ -22,8 +22,8 @@ from transformers import (
 )
 
 from modeling_tnn import PoleCallback
-from modeling_tnn.stability import spectral_radius
 from modeling_tnn.tno_rtf import RtfOperator
+from modeling_tnn.tools.poles import spectral_radius
 from tnn_scripts.common.arguments import chosen_seeds
 from tnn_scripts.common.atomic import saving_errors, write_json
 from tnn_scripts.common.belonging import rows_of_a_step

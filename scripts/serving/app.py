@@ -17,7 +17,7 @@ from jinja2 import TemplateError
 from prometheus_client import CONTENT_TYPE_LATEST
 from transformers import PreTrainedTokenizerBase
 
-from modeling_tnn.batching import QueueFullError
+from modeling_tnn.serving.scheduler import QueueFullError
 from tnn_scripts.serving.answers import Form, event, failure
 from tnn_scripts.serving.engine import Engine
 from tnn_scripts.serving.errors import ApiError, ApiKey, BodyLimit, handle

@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from modeling_tnn import BatchScheduler
-from modeling_tnn.request import Request
+from modeling_tnn.serving.request import Request
 
 logger = logging.getLogger("api")
 

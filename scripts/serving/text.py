@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerBase, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from modeling_tnn.request import Request
+from modeling_tnn.serving.request import Request
 from tnn_scripts.common.pieces import Pieces
 from tnn_scripts.serving.errors import ApiError
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 from transformers import PreTrainedTokenizerBase
 
-from modeling_tnn.batching import QueueFullError
+from modeling_tnn.serving.scheduler import QueueFullError
 from tnn_scripts.common.sampling import sampling
 from tnn_scripts.common.terminal import check_text
 from tnn_scripts.serving.engine import Engine

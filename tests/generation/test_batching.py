@@ -8,8 +8,8 @@ import torch
 from helpers.hybrids import HYBRIDS
 from helpers.mixers import MIXED
 from helpers.models import exhaustive, lively_language_model
-from modeling_tnn.batching import BatchScheduler, QueueFullError
-from modeling_tnn.cache_rows import bytes_of_text
+from modeling_tnn.serving.rows import bytes_of_text
+from modeling_tnn.serving.scheduler import BatchScheduler, QueueFullError
 
 MODELS = {
     "rpe": {"tno_type": "rpe", "decay": 0.9},

@@ -11,7 +11,7 @@ from transformers.utils.logging import warning_once
 from helpers.hybrids import HYBRIDS
 from helpers.models import lively_language_model, relative_error, tiny_config
 from modeling_tnn import TnnForSequenceClassification, TnnModel
-from modeling_tnn.cache_name import CACHE
+from modeling_tnn.cache_tnn import CACHE
 
 NAMES = ["cache", "past_key_values"]
 TEXT = torch.arange(2, 26).view(2, 12)

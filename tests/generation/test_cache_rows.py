@@ -9,8 +9,8 @@ from transformers import DynamicCache, StaticCache
 from helpers.hybrids import HYBRIDS
 from helpers.mixers import MIXED
 from helpers.models import exhaustive, lively_language_model, relative_error
-from modeling_tnn.cache_rows import bytes_of_text, drop_padding, put_texts, rows_of
 from modeling_tnn.cache_tnn import memory_per_sequence
+from modeling_tnn.serving.rows import bytes_of_text, drop_padding, put_texts, rows_of
 
 MODELS = {
     "rpe": {"tno_type": "rpe", "decay": 0.9},

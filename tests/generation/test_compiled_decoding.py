@@ -15,7 +15,7 @@ from transformers import CompileConfig, DynamicCache, StaticCache
 from helpers.cache_models import MODELS, TEXT, model_of
 from helpers.mixers import MIXED
 from helpers.models import exhaustive, relative_error
-from modeling_tnn.cache_name import CACHE
+from modeling_tnn.cache_tnn import CACHE
 
 KINDS = MODELS | {
     "rpe-medium-decay": {"tno_type": "rpe", "decay": 0.94},  # the history is a ring

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from helpers.models import lively_language_model, relative_error, seeded, tiny_config
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification
 from modeling_tnn.cache_tnn import TnnCacheLayer
-from modeling_tnn.conversion import ORDERS, fit_recurrence, hankel_eigenvectors
+from modeling_tnn.tools.recurrent import ORDERS, fit_recurrence, hankel_eigenvectors
 
 KERNELS = {
     "rpe": {"tno_type": "rpe", "decay": 0.99},
@@ -24,7 +24,7 @@ EVERY_KERNEL = pytest.mark.parametrize("name", KERNELS)
 @pytest.fixture(autouse=True)
 def few_taps(monkeypatch):
     """Kernels without an end are fitted over 512 taps here, not 4096."""
-    monkeypatch.setattr("modeling_tnn.conversion.MOST_TAPS", 512)
+    monkeypatch.setattr("modeling_tnn.tools.recurrent.MOST_TAPS", 512)
 
 
 def operators(model):

@@ -10,7 +10,7 @@ from transformers import DynamicCache
 
 from helpers.cache_models import EVERY_MODEL, MODELS, WITH_HYBRIDS, model_of
 from helpers.models import relative_error
-from modeling_tnn import companion, tno_modal
+from modeling_tnn import tno_modal, tno_rtf
 from modeling_tnn.cache_tnn import TnnCacheLayer, memory_per_sequence
 from modeling_tnn.history import CHUNK_SLACK
 
@@ -22,7 +22,7 @@ LONG = 7001
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """A prompt of more than 100 tokens becomes a state in several pieces."""
-    for module in (companion, tno_modal):
+    for module in (tno_rtf, tno_modal):
         monkeypatch.setattr(module, "PIECE", 100)
         monkeypatch.setattr(module, "LONG_PROMPT", 100)
 

@@ -16,10 +16,11 @@ from transformers import CompileConfig
 
 from helpers.models import relative_error, seeded, tiny_config
 from helpers.scripts import pretrain_options, run_script
-from modeling_tnn import TnnForCausalLM, loss
-from modeling_tnn.regional_compilation import compile_regions
+from modeling_tnn import TnnForCausalLM
+from modeling_tnn.compile.regions import compile_regions
+from modeling_tnn.kernels import loss
+from modeling_tnn.kernels.choice import choose
 from modeling_tnn.toeplitz import causal_toeplitz_matmul, toeplitz_matmul
-from modeling_tnn.toeplitz_choice import choose
 from tnn_scripts.benchmarks.gpu_products import ALLOWED, ORACLES, errors_of
 from tnn_scripts.common.captured_step import CapturedStep, CudaRecorder
 

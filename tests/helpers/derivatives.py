@@ -6,10 +6,10 @@ from torch.nn.functional import silu
 
 from helpers.models import BIDIRECTIONAL, CAUSAL, random, seeded, tiny_config
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM
-from modeling_tnn.gating import Gate
-from modeling_tnn.rational import rational_kernel
 from modeling_tnn.tno_auto import build_tno
+from modeling_tnn.tno_rtf import rational_kernel
 from modeling_tnn.toeplitz import gated_causal_toeplitz_matmul
+from modeling_tnn.toeplitz_fused import Gate
 
 
 def plain_taps(denominator, numerator, direct, size, length):

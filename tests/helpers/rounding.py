@@ -2,9 +2,8 @@
 
 import torch
 
-from modeling_tnn.gating import NO_GATE, Gate
 from modeling_tnn.numerics import next_fast_len
-from modeling_tnn.toeplitz_fused import eager_windows, single_window
+from modeling_tnn.toeplitz_fused import NO_GATE, Gate, eager_windows, single_window
 
 
 def by_operations(v: torch.Tensor, kernel: torch.Tensor, first: int) -> torch.Tensor:
@@ -19,7 +18,7 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
 
 
 def rounded_product(v: torch.Tensor, kernel: torch.Tensor, first: int, gate: Gate = NO_GATE) -> torch.Tensor:
-    """As `toeplitz_choice.triton_product`: inputs, activated inputs, taps and result are rounded, sums are not."""
+    """As `kernels.choice.triton_product`: inputs, activated inputs, taps and result are rounded, sums are not."""
     x = rounded(gate.inputs(rounded(v)))
     y = by_operations(x, rounded(kernel), first)
     return rounded(y if gate.u is None else gate.act(rounded(gate.u)) * y)

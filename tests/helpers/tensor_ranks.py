@@ -15,12 +15,7 @@ from helpers import ranks
 from helpers.hybrids import HYBRIDS
 from helpers.mixers import MIXED
 from helpers.models import VARIANTS, checkpoint_activations, image_config, relative_error, seeded, tiny_config
-from modeling_tnn import (
-    TnnForCausalLM,
-    TnnForImageClassification,
-    TnnForMaskedLM,
-    TnnForSequenceClassification,
-)
+from modeling_tnn import TnnForCausalLM, TnnForImageClassification, TnnForMaskedLM, TnnForSequenceClassification
 
 NORMS = ("simplermsnorm", "rmsnorm", "gatedrmsnorm", "scalenorm", "layernorm")
 # Operator, direction and fields.

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, DataCollatorForSeq2Seq, Trainer, Trainin
 
 from helpers.models import lively_language_model
 from helpers.scripts import ROOT, save_model
-from modeling_tnn.cache_name import CACHE
+from modeling_tnn.cache_tnn import CACHE
 
 IDS = torch.arange(3, 21).view(2, 9)
 CAUSAL = {"task_type": "CAUSAL_LM"}

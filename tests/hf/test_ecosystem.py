@@ -35,7 +35,7 @@ from modeling_tnn import (
     TnnForTokenClassification,
     TnnModel,
 )
-from modeling_tnn.checks import CheckpointMismatchError, check_before_loading
+from modeling_tnn.tools.checks import CheckpointMismatchError, check_before_loading
 
 heads = Matrix()
 

@@ -18,14 +18,14 @@ from modeling_tnn import (
     TnnForSequenceClassification,
     TnnModel,
 )
-from modeling_tnn.fourier import (
+from modeling_tnn.tno_rtf import extend_kernel, kernel_of_any_length, rational_kernel
+from modeling_tnn.toeplitz import (
     Spectrum,
     exported_convolution,
     exported_quotient,
     inverse_matrix_transform,
     matrix_transform,
 )
-from modeling_tnn.rational import extend_kernel, kernel_of_any_length, rational_kernel
 from tnn_scripts.common.sequence_pairs import TnnForSequencePairClassification
 
 P = 64

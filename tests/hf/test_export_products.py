@@ -11,7 +11,7 @@ from torch.export import Dim
 from helpers import processes
 from helpers.models import VARIANTS, exhaustive, relative_error, seeded, tiny_config
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, keep_products
-from modeling_tnn.toeplitz_recorded import keeps_products
+from modeling_tnn.compile.product import keeps_products
 
 LENGTHS = (1, 2, 17, 63, 64, 65, 256)
 FEW = [("rpe", True, False), ("rtf", True, True), ("ski", False, False)]

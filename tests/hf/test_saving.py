@@ -28,9 +28,9 @@ from helpers.models import (
     tiny_config,
 )
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification, TnnModel
-from modeling_tnn.checks import CheckpointMismatchError
 from modeling_tnn.hub import AUTO_MAP
 from modeling_tnn.tno_auto import OPERATORS
+from modeling_tnn.tools.checks import CheckpointMismatchError
 
 HEADS = [(TnnForCausalLM, t, True) for t in CAUSAL] + [(TnnForMaskedLM, t, False) for t in BIDIRECTIONAL]
 HEADS += [(cls, t, c) for cls in (TnnModel, TnnForSequenceClassification) for t, c in VARIANTS]

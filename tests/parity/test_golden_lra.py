@@ -5,7 +5,7 @@ import torch
 
 from helpers.parity import Case, named_cases
 from modeling_tnn import TnnConfig
-from modeling_tnn.gtu import TnnGatedToeplitzUnit
+from modeling_tnn.mixers import TnnGatedToeplitzUnit
 
 
 def lra_config(case: Case) -> TnnConfig:

@@ -5,12 +5,11 @@ import torch
 from torch.nn import functional
 
 from helpers.parity import Case, block_config, merge_heads, named_cases, operator_config
-from modeling_tnn.gtu import TnnGatedToeplitzUnit
+from modeling_tnn.mixers import TnnGatedToeplitzUnit
 from modeling_tnn.modeling_tnn import TnnBlock, TnnGatedLinearUnit
 from modeling_tnn.norms import build_norm
-from modeling_tnn.rpe import RelativePositionEncoder
 from modeling_tnn.tno_fd import FdOperator
-from modeling_tnn.tno_rpe import RpeOperator
+from modeling_tnn.tno_rpe import RelativePositionEncoder, RpeOperator
 from modeling_tnn.toeplitz import causal_toeplitz_matmul, toeplitz_matmul
 from tnn_scripts.original.names import heads_together
 

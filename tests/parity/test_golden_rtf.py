@@ -5,8 +5,7 @@ import torch
 
 from helpers.parity import Case, named_cases
 from modeling_tnn import TnnConfig
-from modeling_tnn.companion import CompanionForm
-from modeling_tnn.tno_rtf import CONSTRAINTS, RtfOperator
+from modeling_tnn.tno_rtf import CONSTRAINTS, CompanionForm, RtfOperator
 from tnn_scripts.original.names import split_rational
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])

@@ -18,7 +18,7 @@ from helpers.parity import (
     operator_config,
 )
 from modeling_tnn import TnnForMaskedLM
-from modeling_tnn.gtu import TnnGatedToeplitzUnit
+from modeling_tnn.mixers import TnnGatedToeplitzUnit
 from modeling_tnn.tno_ski import SkiOperator
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])

@@ -12,19 +12,11 @@ from transformers import Trainer, TrainingArguments
 
 from helpers.models import RandomTexts, relative_error, seeded, tiny_config
 from helpers.strategies import noise, seeds
-from modeling_tnn import (
-    PoleCallback,
-    TnnConfig,
-    TnnForCausalLM,
-    TnnForMaskedLM,
-    companion,
-    find_unstable,
-    project_poles,
-    stability,
-)
-from modeling_tnn.cache_name import CACHE
+from modeling_tnn import PoleCallback, TnnConfig, TnnForCausalLM, TnnForMaskedLM, find_unstable, project_poles, tno_rtf
+from modeling_tnn.cache_tnn import CACHE
 from modeling_tnn.recurrence import DivergenceError
-from modeling_tnn.stability import is_stable, spectral_radius
+from modeling_tnn.tools import poles
+from modeling_tnn.tools.poles import is_stable, spectral_radius
 
 UNCONSTRAINED = {"tno_type": "rtf", "rtf_constraint": None, "rtf_initializer": "zeros", "eos_token_id": None}
 
@@ -213,7 +205,7 @@ def test_old_folders_keep_what_their_configuration_says(tmp_path):
 
 def test_long_prompts_need_no_state(monkeypatch):
     """A pass over a long text has its result with poles outside too, and only its continuation ends in an error."""
-    monkeypatch.setattr(companion, "LONG_PROMPT", 16)
+    monkeypatch.setattr(tno_rtf, "LONG_PROMPT", 16)
     model = model_with_pole(1.25, max_position_embeddings=256)
     ids = torch.arange(90)[None]
     with torch.inference_mode():
@@ -226,8 +218,8 @@ def test_long_prompts_need_no_state(monkeypatch):
 def test_trainer_projects_on_an_accelerator(tmp_path, monkeypatch):
     """Every few steps, and at the end."""
     steps = []
-    monkeypatch.setattr(stability, "is_on_host", lambda tensor: False)
-    monkeypatch.setattr(stability, "project_poles", lambda model, radius: steps.append(radius))
+    monkeypatch.setattr(poles, "is_on_host", lambda tensor: False)
+    monkeypatch.setattr(poles, "project_poles", lambda model, radius: steps.append(radius))
     train(model_with_pole(1.25), [PoleCallback(max_radius=0.95, every=3)], tmp_path)
     assert steps == [0.95] * 2, "after steps 3 and 4"
 

@@ -7,30 +7,52 @@ from pathlib import Path
 from modeling_tnn.tno_auto import BUILT_IN, OPERATORS
 
 ROOT = Path(__file__).parents[2]
-FILES = {path.stem: path for path in (ROOT / "modeling_tnn").glob("*.py")}
+PACKAGE = ROOT / "modeling_tnn"
+FILES = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
+# What only the package has; checkpoints carry the other flat files.
+OWN = {"__init__", "auto_classes", "presets"}
+SHIPPED = {name for name in FILES if "." not in name} - OWN
+# Imports between sub-packages.
+ALLOWED = {("compile", "kernels"), ("parallel", "kernels")}
 
 
 def imports(name: str) -> set[str]:
     """The files of the package that a file imports, those inside functions included."""
-    tree = ast.parse(FILES[name].read_text())
-    return {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level}
+    folder, found = name.split(".")[:-1], set()
+    for node in ast.walk(ast.parse(FILES[name].read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            found.add(".".join([*folder[: len(folder) + 1 - node.level], node.module]))
+    return found
 
 
-def test_imports_go_down():
-    """No file imports one that imports it, through others or inside functions."""
-    floors = {}
-    while len(floors) < len(FILES):
-        ready = {name for name in FILES if name not in floors and imports(name) <= floors.keys()}
-        assert ready, f"imports in a circle: {sorted(FILES.keys() - floors.keys())}"
-        floors |= dict.fromkeys(ready, len(set(floors.values())))
+def floors(names: set[str]) -> dict[str, int]:
+    """The floor of each file, above all that it imports."""
+    found = {}
+    while len(found) < len(names):
+        ready = {name for name in names - found.keys() if imports(name) & names <= found.keys()}
+        assert ready, f"imports in a circle: {sorted(names - found.keys())}"
+        found |= dict.fromkeys(ready, len(set(found.values())))
+    return found
 
 
-def test_imports_are_relative_and_flat():
+def test_shipped_files_import_shipped_files():
     """transformers' loader of remote code follows `from .name import x` alone."""
+    for name in SHIPPED:
+        assert imports(name) <= SHIPPED, name
+    assert len(SHIPPED) <= 24 and max(floors(SHIPPED).values()) < 10
+
+
+def test_sub_packages_import_the_core():
+    floors(FILES.keys() - {"__init__"})
+    for name in FILES.keys() - SHIPPED:
+        folders = {other.partition(".")[0] for other in imports(name) if "." in other} - {name.partition(".")[0]}
+        assert name == "__init__" or all((name.partition(".")[0], other) in ALLOWED for other in folders), name
+
+
+def test_imports_are_relative():
     for name, path in FILES.items():
+        assert imports(name) <= FILES.keys(), name
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and node.level:
-                assert node.level == 1 and node.module in FILES, (name, node.module)
             if isinstance(node, ast.Import):
                 assert not any(alias.name.split(".")[0] == "modeling_tnn" for alias in node.names), name
 

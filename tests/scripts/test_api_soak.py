@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from helpers.models import exhaustive
 from helpers.scripts import save_model
-from modeling_tnn.request import Request
+from modeling_tnn.serving.request import Request
 
 openai, httpx = pytest.importorskip("openai"), pytest.importorskip("httpx")
 pytest.importorskip("fastapi"), pytest.importorskip("uvicorn"), pytest.importorskip("prometheus_client")

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from helpers.models import lively_language_model, seeded, tiny_config
 from helpers.scripts import TEXT, run, save_model
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM
-from modeling_tnn.conversion import kernel_to_fit
+from modeling_tnn.tools.recurrent import kernel_to_fit
 from tnn_scripts.common.gradient_fit import FITS, convert_by_gradient, fit_operator
 
 EVERY_FIT = pytest.mark.parametrize("fit", FITS)

@@ -11,11 +11,7 @@ from huggingface_hub import ModelCard
 
 from helpers.models import AUTO, seeded, tiny_config
 from helpers.scripts import SENTENCES, run_script, write_config
-from modeling_tnn import (
-    TnnForCausalLM,
-    TnnForImageClassification,
-    TnnForMaskedLM,
-)
+from modeling_tnn import TnnForCausalLM, TnnForImageClassification, TnnForMaskedLM
 from tnn_scripts.common import model_card
 from tnn_scripts.common.model_card import INPUTS, TEMPLATE, collect, render
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from helpers.scripts import run, save_model
 from modeling_tnn import TnnForCausalLM
-from modeling_tnn.request import Request
+from modeling_tnn.serving.request import Request
 from tnn_scripts.common.pieces import Pieces
 from tnn_scripts.runs.chat import Conversation
 

@@ -11,7 +11,7 @@ import torch
 
 from helpers.api_server import wait_until_idle
 from helpers.scripts import run, save_model
-from modeling_tnn.request import Request
+from modeling_tnn.serving.request import Request
 from tnn_scripts.plotting.reading import read_model
 from tnn_scripts.serving.engine import Engine
 from tnn_scripts.serving.page import draw_kernels

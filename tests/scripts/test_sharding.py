@@ -111,13 +111,13 @@ def test_an_engine_that_is_not_in_use(runs, monkeypatch, tmp_path):
 # Trains two steps in bfloat16, and writes the dtypes of the weights while they are used.
 IN_BFLOAT16 = """
 import json, sys, torch
-from modeling_tnn import TnnConfig, TnnForCausalLM, rpe, modeling_tnn
+from modeling_tnn import TnnConfig, TnnForCausalLM, tno_rpe, modeling_tnn
 from tnn_scripts.common.sharding import prepare
 from tnn_scripts.common.pretrain_arguments import PretrainArguments
 from tnn_scripts.runs.pretrain import build_accelerator
 
 accelerator, seen = build_accelerator(PretrainArguments()), {}
-for name, owner in (("kernels", rpe.RelativePositionEncoder), ("blocks", modeling_tnn.TnnGatedLinearUnit)):
+for name, owner in (("kernels", tno_rpe.RelativePositionEncoder), ("blocks", modeling_tnn.TnnGatedLinearUnit)):
     method = "features" if name == "kernels" else "forward"
     def recorded(self, *args, name=name, original=getattr(owner, method)):
         seen.setdefault(name, set()).update(str(p.dtype) for p in self.parameters())

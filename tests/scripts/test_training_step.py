@@ -30,8 +30,9 @@ from helpers.scripts import (
     write_config,
     write_text,
 )
-from modeling_tnn import PoleCallback, stability
-from modeling_tnn.stability import is_stable
+from modeling_tnn import PoleCallback
+from modeling_tnn.tools import poles
+from modeling_tnn.tools.poles import is_stable
 from tnn_scripts.common import accelerate_loop, captured_step
 from tnn_scripts.common.accelerate_loop import Pretraining
 from tnn_scripts.common.checkpoints import checkpoints
@@ -180,7 +181,7 @@ def test_poles_are_moved_where_the_run_waits_anyway(options, tmp_path, monkeypat
     options += ["--max_pole_radius", 0.9, "--checkpointing_steps", 4, "--logging_steps", 5, "--max_steps", 8]
     run_script("pretrain", *options)
     assert all(found.values()), "on the CPU, poles are moved after every step"
-    monkeypatch.setattr(stability, "is_on_host", lambda tensor: False)
+    monkeypatch.setattr(poles, "is_on_host", lambda tensor: False)
     run_script("pretrain", *options, "--output_dir", tmp_path / "late")
     assert [step for step in found if found[step]] == [4, 5, 8]
     for folder in (tmp_path / "late", tmp_path / "late" / "checkpoint-4"):

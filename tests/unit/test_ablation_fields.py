@@ -7,8 +7,8 @@ import torch
 from helpers.models import lively_language_model, padded, relative_error, seeded, tiny_config
 from helpers.operators import random_input, random_operator
 from modeling_tnn import TnnForCausalLM, TnnForSequenceClassification, TnnModel
-from modeling_tnn.rpe import RPE_INPUTS
 from modeling_tnn.tno_auto import build_tno
+from modeling_tnn.tno_rpe import RPE_INPUTS
 
 VARIANTS = [{"tno_type": "explicit"}, *({"rpe_input": name} for name in RPE_INPUTS)]
 EVERY_VARIANT = pytest.mark.parametrize("fields", VARIANTS, ids=lambda fields: "-".join(fields.values()))

@@ -16,8 +16,8 @@ from modeling_tnn import (
     TnnForTokenClassification,
     TnnModel,
 )
-from modeling_tnn.attention import views_of_layers
-from modeling_tnn.padding import token_positions
+from modeling_tnn.inputs import token_positions
+from modeling_tnn.mixers import views_of_layers
 
 IDS = torch.randint(2, 99, (3, 19), generator=torch.Generator().manual_seed(0))
 MASK = torch.ones_like(IDS)

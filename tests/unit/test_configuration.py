@@ -16,14 +16,15 @@ from modeling_tnn import (
     TnnForSequenceClassification,
     TnnModel,
 )
-from modeling_tnn.configuration_tnn import CHOICES, IMPLEMENTATIONS
-from modeling_tnn.diagonal import DISCRETIZATIONS, INITIAL_MODES
+from modeling_tnn.configuration_tnn import CHOICES
+from modeling_tnn.extensions import IMPLEMENTATIONS
+from modeling_tnn.inputs import POOLINGS
 from modeling_tnn.modeling_tnn import NORM_POSITIONS
 from modeling_tnn.norms import NORM_TYPES
-from modeling_tnn.padding import POOLINGS
-from modeling_tnn.rpe import RPE_INPUTS
-from modeling_tnn.tno_2d import COMBINATIONS
+from modeling_tnn.tno_auto import COMBINATIONS
+from modeling_tnn.tno_rpe import RPE_INPUTS
 from modeling_tnn.tno_rtf import CONSTRAINTS, INITIAL_BOUNDS
+from modeling_tnn.tno_s4d import DISCRETIZATIONS, INITIAL_MODES
 from modeling_tnn.tno_ski import INITIAL_DEVIATIONS
 
 README = (Path(__file__).parents[2] / "configuration" / "README.md").read_text()

@@ -11,9 +11,9 @@ from torch.utils._pytree import tree_leaves
 
 from helpers.derivatives import WAYS, every_operator, gated, language_model, mask_of, operator_and_input
 from helpers.models import random, relative_error
-from modeling_tnn.gating import Gate, activated_product
-from modeling_tnn.rational import RationalTaps
+from modeling_tnn.tno_rtf import RationalTaps
 from modeling_tnn.tno_ski import InducingGrid, Prolong, Restrict
+from modeling_tnn.toeplitz_fused import Gate, activated_product
 
 
 def inputs_of(length: int = 5):

@@ -9,9 +9,9 @@ from transformers.activations import ACT2FN
 
 from helpers.models import random, relative_error
 from modeling_tnn import toeplitz_fused
-from modeling_tnn.gating import Gate, activated_product
-from modeling_tnn.linear import apply_channel_major
+from modeling_tnn.mixers import apply_channel_major
 from modeling_tnn.toeplitz import gated_causal_toeplitz_matmul, gated_toeplitz_matmul
+from modeling_tnn.toeplitz_fused import Gate, activated_product
 
 ACTIVATIONS = ["silu", "linear", "relu2", "gelu", "tanh"]
 

@@ -16,7 +16,7 @@ from helpers import processes
 from helpers.hybrids import DIRECTIONS, HYBRIDS, ROPE, hybrid_config
 from helpers.models import lively_language_model, relative_error, seeded, tiny_config
 from modeling_tnn import SequenceParallel, TnnConfig, TnnForCausalLM, TnnForMaskedLM, numerics
-from modeling_tnn.attention import TnnAttention
+from modeling_tnn.mixers import TnnAttention
 from tnn_scripts.common.arguments import load_config, parse_overrides
 from tnn_scripts.plotting.reading import read_model
 

@@ -8,14 +8,15 @@ from transformers import AutoConfig
 from transformers.dynamic_module_utils import get_imports
 
 from helpers.models import random, seeded, tiny_config
-from modeling_tnn import TnnForCausalLM, fallback, numerics, toeplitz, toeplitz_choice
+from modeling_tnn import TnnForCausalLM, numerics, toeplitz
+from modeling_tnn.kernels import choice, fallback
+from modeling_tnn.kernels.choice import MISSING, choose, describe
 from modeling_tnn.toeplitz import causal_toeplitz_matmul
-from modeling_tnn.toeplitz_choice import MISSING, choose, describe
 
 
 @pytest.fixture(autouse=True)
 def every_warning():
-    toeplitz_choice.logger.warning_once.cache_clear()
+    choice.logger.warning_once.cache_clear()
 
 
 @pytest.fixture
@@ -26,13 +27,13 @@ def recent_gpu(monkeypatch):
         return "refuses" if dtype is torch.float64 or taps > 4096 else None
 
     monkeypatch.setattr(numerics, "HOST_DEVICES", ())
-    monkeypatch.setattr(toeplitz_choice, "is_recent_gpu", lambda device: True)
-    monkeypatch.setattr(toeplitz_choice, "refused_by_triton", refused)
+    monkeypatch.setattr(choice, "is_recent_gpu", lambda device: True)
+    monkeypatch.setattr(choice, "refused_by_triton", refused)
 
 
 @pytest.fixture
 def without_triton(monkeypatch):
-    monkeypatch.setattr(toeplitz_choice, "has_triton", lambda: False)
+    monkeypatch.setattr(choice, "has_triton", lambda: False)
 
 
 def of(dtype=torch.float32) -> torch.Tensor:
@@ -89,7 +90,7 @@ def test_recorded_graphs_are_eager(recent_gpu, implementation):
 def test_a_missing_package_is_said_once(implementation, recent, without_triton, monkeypatch, caplog):
     """Of `auto` on a GPU that could use it."""
     monkeypatch.setattr(numerics, "HOST_DEVICES", ())
-    monkeypatch.setattr(toeplitz_choice, "is_recent_gpu", lambda device: recent)
+    monkeypatch.setattr(choice, "is_recent_gpu", lambda device: recent)
     model = seeded(TnnForCausalLM, tiny_config(tno_implementation=implementation))
     model(torch.arange(20).view(2, 10))
     assert said(caplog) == [f"Toeplitz products are computed by 'fused' instead of 'triton', which {MISSING}."]
@@ -154,7 +155,7 @@ def test_repr(implementation):
 def test_description_of_a_gpu(recent_gpu, monkeypatch):
     device = torch.device("cpu")
     assert describe("auto", device) == "auto (triton on cpu, to 512 taps in float32, else fused)"
-    monkeypatch.setattr(toeplitz_choice, "refused_by_triton", lambda *_: MISSING)
+    monkeypatch.setattr(choice, "refused_by_triton", lambda *_: MISSING)
     assert describe("auto", device) == f"auto (fused on cpu: triton {MISSING})"
 
 
@@ -179,10 +180,9 @@ def test_a_folder_that_names_the_product_that_is_gone(tmp_path):
 
 
 def test_a_saved_folder_needs_no_package_of_gpus(tmp_path):
-    """It carries their code; transformers refuses to load a file that needs a package which is not there."""
+    """transformers refuses to load a file that needs a package which is not there."""
     TnnForCausalLM(tiny_config()).save_pretrained(tmp_path)
     files = {file.name: get_imports(file) for file in tmp_path.glob("*.py")}
-    assert "toeplitz_triton.py" in files
     assert "triton" not in {name for imports in files.values() for name in imports}
 
 

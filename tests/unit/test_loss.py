@@ -11,8 +11,9 @@ from transformers import Trainer, TrainingArguments
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
 from helpers.models import RandomTexts, relative_error, seeded, tiny_config
-from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, loss, numerics
-from modeling_tnn.loss import can_skip_logits, eager_loss, linear_cross_entropy
+from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, numerics
+from modeling_tnn.kernels import loss
+from modeling_tnn.kernels.loss import can_skip_logits, eager_loss, linear_cross_entropy
 
 ROWS, WORDS, SIZE = 37, 23, 11
 

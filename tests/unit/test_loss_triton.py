@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from helpers.models import relative_error, seeded, tiny_config
-from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, fallback, loss, numerics
-from modeling_tnn.loss import eager_loss, find_kernel, linear_cross_entropy
+from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, numerics
+from modeling_tnn.kernels import fallback, loss
+from modeling_tnn.kernels.loss import eager_loss, find_kernel, linear_cross_entropy
 
 triton = pytest.importorskip("triton", reason="needs the package triton: `make test-triton` installs it")
 DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"

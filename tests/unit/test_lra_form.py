@@ -14,10 +14,10 @@ from helpers.models import (
 )
 from helpers.operators import random_input, random_operator
 from modeling_tnn import TnnForSequenceClassification, TnnModel
+from modeling_tnn.inputs import token_positions
 from modeling_tnn.norms import BatchNorm
-from modeling_tnn.padding import token_positions
-from modeling_tnn.rpe import sinusoidal_embedding
-from modeling_tnn.tno_2d import COMBINATIONS
+from modeling_tnn.tno_auto import COMBINATIONS
+from modeling_tnn.tno_rpe import sinusoidal_embedding
 
 LRA = {"norm_type": "batchnorm", "rpe_hidden_norm": False, "rpe_window": 10, "position_embedding": "sinusoidal"}
 

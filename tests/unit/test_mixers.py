@@ -28,7 +28,7 @@ from helpers.models import (
 )
 from modeling_tnn import DecodingStep, SequenceParallel, TnnConfig, TnnForCausalLM, TnnForMaskedLM, TnnModel
 from modeling_tnn.configuration_tnn import MIXERS
-from modeling_tnn.hyena import ShortConvolution
+from modeling_tnn.mixers import ShortConvolution
 from modeling_tnn.modeling_tnn import TOEPLITZ_MIXERS
 
 EVERY_MIXER = pytest.mark.parametrize("name", MIXED)

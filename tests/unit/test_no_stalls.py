@@ -20,9 +20,9 @@ from modeling_tnn import (
     TnnForMaskedLM,
     TnnForSequenceClassification,
     numerics,
-    static_cache,
 )
 from modeling_tnn.cache_tnn import memory_per_sequence
+from modeling_tnn.compile import static_cache
 from modeling_tnn.configuration_tnn import TOEPLITZ
 
 WAITS = {"_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "_unique2", "equal"}

@@ -122,7 +122,7 @@ def test_weights_of_another_operator_are_refused(tmp_path):
 
 def test_another_direction_is_a_warning(tmp_path, caplog):
     seeded(TnnForCausalLM, tiny_config("rpe")).save_pretrained(tmp_path)
-    with caplog.at_level(logging.WARNING, "modeling_tnn.checks"):
+    with caplog.at_level(logging.WARNING, "modeling_tnn.tools.checks"):
         TnnForCausalLM.from_pretrained(tmp_path)
         assert not caplog.records
         AutoModelForMaskedLM.from_pretrained(tmp_path, causal=False)

@@ -21,7 +21,8 @@ from helpers.models import (
     tiny_config,
 )
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification, TnnModel
-from modeling_tnn.packing import document_convolution, document_convolution_gradients, document_starts, documents_of
+from modeling_tnn.compile.packing import document_convolution, document_convolution_gradients, document_starts
+from modeling_tnn.packing import documents_of
 
 LENGTHS = (1, 7, 17, 2, 40, 9, 3)
 HEADS = [(TnnForCausalLM, t, True) for t in CAUSAL] + [(TnnForMaskedLM, t, False) for t in BIDIRECTIONAL]

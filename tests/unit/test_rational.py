@@ -5,8 +5,8 @@ import torch
 
 from helpers.derivatives import plain_taps
 from helpers.models import random, relative_error
-from modeling_tnn import rational
-from modeling_tnn.rational import RationalTaps
+from modeling_tnn import tno_rtf
+from modeling_tnn.tno_rtf import RationalTaps
 
 
 def parameters(denominators: int, filters: int, order: int):
@@ -17,7 +17,7 @@ def parameters(denominators: int, filters: int, order: int):
 @pytest.mark.parametrize("denominators, filters", [(6, 6), (2, 6), (1, 7)])
 @pytest.mark.parametrize("order, size, length", [(1, 2, 1), (3, 8, 7), (3, 18, 18), (16, 64, 33)])
 def test_taps_and_gradients(denominators, filters, order, size, length, chunk, monkeypatch):
-    monkeypatch.setattr(rational, "CHUNK", chunk)
+    monkeypatch.setattr(tno_rtf, "CHUNK", chunk)
     inputs = parameters(denominators, filters, order)
     taps, expected = RationalTaps.apply(*inputs, size, length, torch.float64), plain_taps(*inputs, size, length)
     cotangent = random(filters, length).detach()

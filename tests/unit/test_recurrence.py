@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache, GPT2Config, StaticCache
 
 from helpers.models import CAUSAL, relative_error, seeded, tiny_config
-from modeling_tnn import TnnForCausalLM, companion, recurrence, tno_modal
+from modeling_tnn import TnnForCausalLM, recurrence, tno_modal, tno_rtf
 from modeling_tnn.cache_tnn import TnnCacheLayer, memory_per_sequence
 from modeling_tnn.history import SLACK, HistoryBuffer
 from modeling_tnn.tno import taps_above
@@ -43,7 +43,7 @@ def blocks(request, monkeypatch):
     monkeypatch.setattr(recurrence, "SHORT_BLOCKS", (8, 8))
     monkeypatch.setattr(recurrence, "LONG_BLOCKS", (32, 4))
     monkeypatch.setattr(tno_modal, "BLOCK", 8)
-    for module in (tno_modal, companion):
+    for module in (tno_modal, tno_rtf):
         monkeypatch.setattr(module, "PIECE", 16)
         monkeypatch.setattr(module, "LONG_PROMPT", 16)
     with torch.no_grad():
@@ -107,21 +107,21 @@ def test_random_chunks_and_crops_equal_the_product(kind, seed, blocks):
 def test_blocks_of_many_texts(order):
     """In the middle of a block, which may be longer than the order, tokens are taken back and texts end."""
     operator = operator_of("rtf", rtf_state_size=order)
-    v = random_input(150, operator, rows=2 * companion.BATCH)
+    v = random_input(150, operator, rows=2 * tno_rtf.BATCH)
     expected, layer, position = operator(v), TnnCacheLayer(), 0
     changes = {
         20: lambda: layer.crop(-3),
         40: lambda: layer.crop(-30),
-        62: lambda: layer.batch_select_indices(torch.arange(companion.BATCH)),
+        62: lambda: layer.batch_select_indices(torch.arange(tno_rtf.BATCH)),
         94: lambda: layer.batch_select_indices(torch.arange(1)),
-        99: lambda: layer.batch_repeat_interleave(companion.BATCH),
+        99: lambda: layer.batch_repeat_interleave(tno_rtf.BATCH),
     }
     while position < v.shape[1]:
         length = 5 if position in (9, 55) else 1
-        rows = slice(1) if position >= 94 else slice(companion.BATCH if position >= 62 else None)
+        rows = slice(1) if position >= 94 else slice(tno_rtf.BATCH if position >= 62 else None)
         piece = v[rows, position : position + length]
         if position >= 99:
-            piece = piece.repeat(companion.BATCH, 1, 1)
+            piece = piece.repeat(tno_rtf.BATCH, 1, 1)
         y = advance(layer, piece, operator)
         assert relative_error(y, expected[rows, position : position + length].expand_as(y)) < 1e-11
         position += length

@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from helpers.hybrids import hybrid_config
 from helpers.models import checkpoint_activations, seeded, tiny_config
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, numerics
-from modeling_tnn.regional_compilation import compile_regions
+from modeling_tnn.compile.regions import compile_regions
 
 IDS = torch.arange(40).view(2, 20) % 90 + 5
 MASK = (torch.arange(20) > torch.tensor([[4], [-1]])).long()

@@ -14,9 +14,10 @@ from torch.nn.functional import cross_entropy
 from helpers.models import relative_error, seeded, tiny_config
 from helpers.operators import random_operator
 from helpers.rounding import by_operations, rounded, rounded_product
-from modeling_tnn import TnnForCausalLM, numerics, toeplitz, toeplitz_choice
-from modeling_tnn.gating import Gate
+from modeling_tnn import TnnForCausalLM, numerics, toeplitz
+from modeling_tnn.kernels import choice
 from modeling_tnn.tno_rpe import RpeOperator
+from modeling_tnn.toeplitz_fused import Gate
 
 LAYER, PERPLEXITY = 4e-3, 1e-3
 
@@ -62,7 +63,7 @@ def test_bfloat16_on_a_trained_model(tno_type, monkeypatch):
         errors.append(((found - exact).norm() / exact.norm()).item())
         return found
 
-    monkeypatch.setattr(toeplitz_choice, "refused_by_triton", lambda *_: None)
+    monkeypatch.setattr(choice, "refused_by_triton", lambda *_: None)
     monkeypatch.setitem(toeplitz.KERNELS, "triton", product)
     before = loss_of(model, held_out, "fused")
     change = abs(loss_of(model, held_out, "triton") - before)  # of the logarithm of the perplexity

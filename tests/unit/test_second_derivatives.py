@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 from helpers.derivatives import WAYS, every_operator, gated, language_model, mask_of, operator_and_input, plain_taps
 from helpers.models import checkpoint_activations, random, relative_error
 from modeling_tnn import toeplitz_fused
-from modeling_tnn.gating import Gate, activated_product
-from modeling_tnn.rational import RationalTaps
+from modeling_tnn.tno_rtf import RationalTaps
 from modeling_tnn.tno_ski import InducingGrid, Prolong, Restrict
 from modeling_tnn.toeplitz import filter_by_response, gated_causal_toeplitz_matmul, gated_toeplitz_matmul
+from modeling_tnn.toeplitz_fused import Gate, activated_product
 
 LENGTHS = [1, 2, 3, 17, 63]
 

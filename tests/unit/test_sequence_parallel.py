@@ -6,7 +6,7 @@ import torch
 from helpers import ranks, sequence_ranks
 from helpers.models import CAUSAL, tiny_config
 from modeling_tnn import SequenceParallel, TnnForCausalLM
-from modeling_tnn.sequence_parallel import share_of
+from modeling_tnn.parallel.sequence import share_of
 
 
 def found(world: int, extent: str | None = None) -> dict[str, dict]:

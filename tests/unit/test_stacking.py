@@ -10,8 +10,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrizations
 
 from helpers.models import CAUSAL, VARIANTS, checkpoint_activations, image_config, relative_error, seeded, tiny_config
-from modeling_tnn import TnnForCausalLM, TnnForImageClassification, TnnForMaskedLM, numerics, stacking
-from modeling_tnn.stacking import kernels_of_layers
+from modeling_tnn import TnnForCausalLM, TnnForImageClassification, TnnForMaskedLM, numerics
+from modeling_tnn.extensions import extensions
+from modeling_tnn.kernels import stacking
+from modeling_tnn.kernels.stacking import kernels_of_layers
 
 FIELDS = {
     "rpe": [{}, {"decay": None}, {"learnable_decay": True}, {"rpe_window": 9, "rpe_input": "sinusoidal"},
@@ -116,7 +118,7 @@ def test_a_cache(tno_type, monkeypatch):
     monkeypatch.setattr(numerics, "HOST_DEVICES", ())
     outputs = model(ids[:, :15], use_cache=True)
     logits = [outputs.logits]
-    monkeypatch.setattr("modeling_tnn.modeling_tnn.kernels_of_layers", None)
+    monkeypatch.setattr(extensions, "kernels_of_layers", None)
     for t in (15, 16):
         outputs = model(ids[:, t : t + 1], past_key_values=outputs.past_key_values)
         logits.append(outputs.logits)

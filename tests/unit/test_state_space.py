@@ -7,8 +7,10 @@ from scipy import signal
 
 from helpers.models import relative_error, seeded, tiny_config
 from helpers.operators import random_operator
-from modeling_tnn.rational import multiply_series, reciprocal_series
-from modeling_tnn.state_space import (
+from modeling_tnn.tno_auto import build_tno
+from modeling_tnn.tno_rtf import CompanionForm, multiply_series, reciprocal_series
+from modeling_tnn.toeplitz import dense_toeplitz, two_sided
+from modeling_tnn.tools.state_space import (
     PartialFractions,
     StateSpace,
     from_partial_fractions,
@@ -22,9 +24,6 @@ from modeling_tnn.state_space import (
     to_state_space,
     to_zeros,
 )
-from modeling_tnn.tno_auto import build_tno
-from modeling_tnn.tno_rtf import CompanionForm
-from modeling_tnn.toeplitz import dense_toeplitz, two_sided
 
 ORDERS = pytest.mark.parametrize("order", [1, 2, 5, 8])
 
@@ -133,7 +132,7 @@ def test_a_numerator_that_begins_with_zero_has_fewer_zeros():
 @ORDERS
 @pytest.mark.parametrize("length", [1, 2, 3, 17, 63])
 def test_long_division_and_power_series(order, length):
-    """Two ways to the same kernel: B.3.1, and the one of `rational.py`."""
+    """Two ways to the same kernel: B.3.1, and the one of `tno_rtf.py`."""
     form = from_state_space(random_system(order))
     series = multiply_series(form.numerator, reciprocal_series(form.denominator, length), length)
     expected = torch.cat([form.direct[:, None], series], dim=1)[:, :length]

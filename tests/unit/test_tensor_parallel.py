@@ -10,8 +10,8 @@ from transformers.distributed import DistributedConfig
 from helpers import ranks, tensor_ranks
 from helpers.models import CAUSAL, tiny_config
 from modeling_tnn import TnnConfig, TnnForCausalLM, TnnForMaskedLM
-from modeling_tnn.channels import chunk_of, restricted
-from modeling_tnn.tensor_parallel import DIVIDES_FILTERS
+from modeling_tnn.parallel.channels import chunk_of, restricted
+from modeling_tnn.parallel.tensor import DIVIDES_FILTERS
 from modeling_tnn.tno_auto import build_tno
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from helpers.models import relative_error, seeded
-from modeling_tnn.rpe import RelativePositionEncoder
+from modeling_tnn.tno_rpe import RelativePositionEncoder
 
 sys.path.append(str(Path(__file__).parents[2] / "docs"))
 theory = import_module("theory")

@@ -9,8 +9,9 @@ from scipy.signal import cont2discrete
 
 from helpers.models import random, relative_error, seeded, tiny_config
 from helpers.operators import OperatorTests, random_operator
-from modeling_tnn import TnnForCausalLM, diagonal
-from modeling_tnn.diagonal import (
+from modeling_tnn import TnnForCausalLM, tno_s4d
+from modeling_tnn.tno_auto import build_tno
+from modeling_tnn.tno_s4d import (
     DISCRETIZATIONS,
     INITIAL_MODES,
     Pair,
@@ -18,7 +19,6 @@ from modeling_tnn.diagonal import (
     naive_vandermonde_product,
     vandermonde_product,
 )
-from modeling_tnn.tno_auto import build_tno
 
 
 class TestS4d(OperatorTests):
@@ -44,7 +44,7 @@ def random_modes(discretization: str, filters=3, modes=5, rows=2) -> tuple[list,
 @pytest.mark.parametrize("discretization", DISCRETIZATIONS)
 def test_two_level_powers_are_the_definition(discretization, length, traced, monkeypatch):
     """In values and gradients, also with the block of recorded graphs."""
-    monkeypatch.setattr(diagonal, "is_traced", lambda: traced)
+    monkeypatch.setattr(tno_s4d, "is_traced", lambda: traced)
     found = []
     for product in (lambda *given: vandermonde_product(*given, torch.float64), naive_vandermonde_product):
         leaves, given = random_modes(discretization)

@@ -10,8 +10,8 @@ from helpers.operators import OperatorTests, random_operator
 from helpers.released_ski import released_interpolation
 from modeling_tnn import numerics, tno_ski
 from modeling_tnn.configuration_tnn import CHOICES
-from modeling_tnn.ski_released import released_weights
 from modeling_tnn.tno_auto import build_tno
+from modeling_tnn.tno_ski import released_weights
 from modeling_tnn.toeplitz import dense_toeplitz
 
 

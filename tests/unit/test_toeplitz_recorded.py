@@ -10,10 +10,12 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from helpers.models import VARIANTS, exhaustive, random, relative_error, seeded, tiny_config
-from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, numerics, toeplitz_choice, toeplitz_recorded
+from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, numerics
+from modeling_tnn.compile import product
+from modeling_tnn.compile.product import convolution, convolution_gradients
+from modeling_tnn.kernels import choice
 from modeling_tnn.toeplitz import causal_toeplitz_matmul, filter_by_response, toeplitz_matmul
 from modeling_tnn.toeplitz_fused import GatedConvolution, window_gradients
-from modeling_tnn.toeplitz_recorded import convolution, convolution_gradients
 
 # Operator, causal, with a mask.
 FEW = [("rpe", True, False), ("fd", True, True), ("ski", False, True)]
@@ -145,13 +147,11 @@ def triton_of_the_cpu(monkeypatch) -> list[str]:
 
     def product(x, kernel, first, *_):
         called.append("product")
-        return GatedConvolution.apply(x, kernel, None, None, None, toeplitz_recorded.windows_of(x, kernel, first))
+        return GatedConvolution.apply(x, kernel, None, None, None, product.windows_of(x, kernel, first))
 
     def tile_gradients(g, x, kernel, u, mask, mixed, act, first, wanted):
         called.append("gradients")
-        return window_gradients(
-            g, x, kernel, u, mask, mixed, act, toeplitz_recorded.windows_of(x, kernel, first), wanted
-        )
+        return window_gradients(g, x, kernel, u, mask, mixed, act, product.windows_of(x, kernel, first), wanted)
 
     def tiled(x, kernel, u, mask, act, first):
         assert x.is_contiguous() and u is None and mask is None and act is None
@@ -160,8 +160,8 @@ def triton_of_the_cpu(monkeypatch) -> list[str]:
     kernels = SimpleNamespace(
         TiledConvolution=SimpleNamespace(apply=tiled), tile_gradients=tile_gradients, KERNELS="kernels"
     )
-    monkeypatch.setitem(sys.modules, "modeling_tnn.toeplitz_triton", kernels)
-    monkeypatch.setattr(toeplitz_choice, "refused_by_triton", lambda *_: None)
+    monkeypatch.setitem(sys.modules, "modeling_tnn.kernels.triton", kernels)
+    monkeypatch.setattr(choice, "refused_by_triton", lambda *_: None)
     monkeypatch.setattr(numerics, "HOST_DEVICES", ())
     return called
 
@@ -179,7 +179,7 @@ def test_a_training_step_is_of_the_products_for_gpus(tno_type, causal, triton_of
 
 def test_two_copies_of_the_package():
     """As remote code: another name has operators of its own, and a name that is imported again the newest ones."""
-    folder, name = Path(toeplitz_recorded.__file__).parent, "transformers_modules.copied-tnn"
+    folder, name = Path(product.__file__).parent, "transformers_modules.copied-tnn"
     v, kernel, found = random(2, 30, 3), random(3, 9), []
     try:
         for _ in range(2):

@@ -16,8 +16,8 @@ from transformers.activations import ACT2FN
 from helpers import processes
 from helpers.hub_client import WITHOUT_THE_PACKAGE
 from helpers.models import VARIANTS, random, relative_error, seeded, tiny_config
-from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, fallback, list_presets, load_preset, numerics
-from modeling_tnn.gating import Gate
+from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, list_presets, load_preset, numerics
+from modeling_tnn.kernels import fallback
 from modeling_tnn.toeplitz import (
     dense_toeplitz,
     fit_lags,
@@ -25,15 +25,17 @@ from modeling_tnn.toeplitz import (
     gated_toeplitz_matmul,
     two_sided,
 )
+from modeling_tnn.toeplitz_fused import Gate
 
 triton = pytest.importorskip("triton", reason="needs the package triton: `make test-triton` installs it")
 DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
 if DEVICE == "cuda" and not torch.cuda.is_available():
     pytest.skip("needs TRITON_INTERPRET=1 (see `make test-triton`) or a GPU", allow_module_level=True)
 
-from modeling_tnn import toeplitz_choice, toeplitz_triton  # noqa: E402 - it needs triton
-from modeling_tnn.toeplitz_choice import choose, refused_by_triton  # noqa: E402 - as above
-from modeling_tnn.toeplitz_triton import tiled_convolution  # noqa: E402 - as above
+from modeling_tnn.kernels import choice  # noqa: E402 - it needs triton
+from modeling_tnn.kernels import triton as toeplitz_triton  # noqa: E402 - as above
+from modeling_tnn.kernels.choice import choose, refused_by_triton  # noqa: E402 - as above
+from modeling_tnn.kernels.triton import tiled_convolution  # noqa: E402 - as above
 
 TOLERANCE = {torch.float32: 5e-7, torch.float16: 2e-3}
 if DEVICE == "cuda":
@@ -349,7 +351,7 @@ def test_a_kernel_that_does_not_compile(name, monkeypatch, caplog):
 
     monkeypatch.setattr(fallback, "is_interpreted", lambda: False)
     monkeypatch.setattr(toeplitz_triton, "runs_on", lambda device: True)
-    for module in (fallback, toeplitz_triton, toeplitz_choice):
+    for module in (fallback, toeplitz_triton, choice):
         monkeypatch.setattr(module, "FAILED", failed)
     monkeypatch.setattr(toeplitz_triton, name, fails)
     v, kernel, u = single(2, 33, 2), single(2, 9), single(2, 33, 2)

@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402 - it needs triton
 from triton.compiler import ASTSource  # noqa: E402 - as above
 
 from modeling_tnn import loss_triton  # noqa: E402 - as above
-from modeling_tnn import toeplitz_triton as kernels  # noqa: E402 - as above
+from modeling_tnn.kernels import triton as kernels  # noqa: E402 - as above
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 # Bytes of shared memory that a block may have: A100, H100, B200. Then the instruction of the tensor cores.

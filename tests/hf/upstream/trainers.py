@@ -10,12 +10,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from helpers.models import VARIANTS, seeded, tiny_config
-from modeling_tnn import (
-    TnnForCausalLM,
-    TnnForImageClassification,
-    TnnForMaskedLM,
-    TnnForSequenceClassification,
-)
+from modeling_tnn import TnnForCausalLM, TnnForImageClassification, TnnForMaskedLM, TnnForSequenceClassification
 from tnn_scripts.common.sequence_pairs import TnnForSequencePairClassification
 
 IMAGE = {"spatial_dims": 2, "max_position_embeddings": 16, "image_size": 8, "patch_size": 2}

@@ -1,0 +1,1 @@
+"""Models in graphs: torch.compile, torch.export, CUDA graphs."""

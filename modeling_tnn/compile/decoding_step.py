@@ -1,0 +1,147 @@
+"""One token of a recurrent model as a function of tensors alone, for runtimes that keep the states themselves.
+
+B batch, D channels, N order, w window, Q modes. The states of a layer, and the step from v_t to y_t:
+
+    rtf      past w values (B, D, N)                          w_t = v_t - sum_k a_k w_(t-k)
+                                                              y_t = h_0 v_t + sum_k c_k w_(t-k)
+    modal    past inputs (B, D, w), memory (B, D, Q) twice    s_t = lambda s_(t-1) + v_(t-w)
+    s4d      the same with w = 1 and poles of each channel    y_t = sum_(j<w) head_j v_(t-j) + Re sum_q r_q s_t,q
+
+The cache computes the same in blocks of tokens and with room for `crop`. A recorded graph cannot, because blocks need
+counters. The two memories are the real and the imaginary part: ONNX has no complex numbers.
+"""
+
+import torch
+from torch import nn
+
+from ..configuration_tnn import HYENA, TOEPLITZ
+from ..tno import ToeplitzOperator
+from ..toeplitz_fused import Gate
+
+States = list[list[torch.Tensor]]
+
+
+class RtfStep(nn.Module):
+    """The step of an `RtfOperator`, in float64. States of lower precision are rounded after each token."""
+
+    def __init__(self, operator: ToeplitzOperator):
+        super().__init__()
+        denominator, numerator, direct = (part.detach() for part in operator.companion_form())
+        self.register_buffer("denominator", denominator.flip(1))  # (D, N), for lags N .. 1
+        self.register_buffer("numerator", numerator.flip(1))  # (D, N)
+        self.register_buffer("direct", direct)  # (D,)
+
+    def empty(self, rows: int) -> list[torch.Tensor]:
+        """The states before the first token of `rows` sequences."""
+        return [self.denominator.new_zeros(rows, *self.denominator.shape)]
+
+    def forward(self, v: torch.Tensor, past: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The output `(B, D)` for the input `(B, D)`, and the states after it."""
+        v, exact = v.to(self.direct.dtype), past.to(self.direct.dtype)
+        y = self.direct * v + (exact * self.numerator).sum(-1)
+        newest = v - (exact * self.denominator).sum(-1)
+        return y, [torch.cat([past[..., 1:], newest[..., None].to(past.dtype)], dim=-1)]
+
+
+class ModalStep(nn.Module):
+    """The step of a `ModalOperator` or an `S4dOperator`. Its states are in float32, or float64 for a float64 model."""
+
+    def __init__(self, operator: ToeplitzOperator):
+        super().__init__()
+        head = operator.coefficients(operator.window).detach().flip(1)  # (D, w), for lags w-1 .. 0
+        dtype = head.dtype
+        self.register_buffer("head", head)
+        poles = operator.powers(torch.ones(1, device=head.device))[..., 0].detach()  # (Q,) or (D, Q)
+        residues = operator.complex_residues().detach()  # (D, Q)
+        for name, part in {"poles": poles, "residues": residues}.items():
+            self.register_buffer(f"{name}_real", part.real.to(dtype))
+            self.register_buffer(f"{name}_imag", part.imag.to(dtype))
+
+    def empty(self, rows: int) -> list[torch.Tensor]:
+        """The states before the first token of `rows` sequences."""
+        memory = self.residues_real.new_zeros(rows, *self.residues_real.shape)
+        return [self.head.new_zeros(rows, *self.head.shape), memory, memory.clone()]
+
+    def forward(
+        self, v: torch.Tensor, past: torch.Tensor, real: torch.Tensor, imag: torch.Tensor
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The output `(B, D)` for the input `(B, D)`, and the states after it."""
+        oldest, past = past[..., :1], torch.cat([past[..., 1:], v.to(past.dtype)[..., None]], dim=-1)
+        real, imag = (
+            real * self.poles_real - imag * self.poles_imag + oldest,
+            real * self.poles_imag + imag * self.poles_real,
+        )
+        y = (past * self.head).sum(-1) + (real * self.residues_real - imag * self.residues_imag).sum(-1)
+        return y, [past, real, imag]
+
+
+STEPS = {"rtf": RtfStep, "s4d": ModalStep, "modal": ModalStep}
+
+
+class StepCache:
+    """The states of one step, in the place of a cache. Each layer replaces its own.
+
+    Args:
+        steps: the step of each layer.
+        states: the states of each layer before the token.
+    """
+
+    is_ready = True  # the pass is a step of fixed shape, see `compile/static_cache.py`
+
+    def __init__(self, steps: nn.ModuleList, states: States):
+        self.steps, self.states = steps, list(states)
+        self.layers = [self] * len(steps)
+
+    def update(self, key_states: torch.Tensor, value_states, layer_idx: int, operator, gate: Gate, kernel=None):
+        """The output of an operator for one input, `(B, 1, D)`, inside its gate."""
+        v = gate.inputs(key_states)
+        y, self.states[layer_idx] = self.steps[layer_idx](v[:, 0], *self.states[layer_idx])
+        return gate.apply(y[:, None].to(v.dtype), operator.implementation), None
+
+
+class DecodingStep(nn.Module):
+    """A causal language model that reads one token, with its states as inputs and outputs.
+
+    It holds copies of the coefficients: build it again after training. A prompt is read token by token.
+
+    Args:
+        model: a `TnnForCausalLM` with `tno_type` "rtf", "s4d" or "modal", such as `to_recurrent` makes; it is put
+            into evaluation mode.
+
+    Raises:
+        ValueError: the model has other operators, attention, Hyena mixers, or positions.
+
+    Example:
+        step = DecodingStep(model)
+        logits, states = step(ids[:, :1], step.empty(len(ids)))
+        program = torch.export.export(step, (ids[:, :1], states))
+    """
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        config = model.config
+        if config.tno_type not in STEPS:
+            raise ValueError(f"`tno_type` must be one of {', '.join(STEPS)} for one step, got {config.tno_type!r}")
+        if {*config.layer_types} != {TOEPLITZ}:
+            raise ValueError(
+                f"`layer_types` must be {TOEPLITZ!r} in all layers for one step, got {config.layer_types}"
+            )
+        if config.toeplitz_mixer == HYENA:
+            raise ValueError(
+                "`toeplitz_mixer` must be 'gtu' or 's4' for one step, which has no state of short convolutions, got "
+                f"{config.toeplitz_mixer!r}"
+            )
+        if config.position_embedding == "sinusoidal":
+            raise ValueError("`position_embedding` must be None for one step, which has no position, got 'sinusoidal'")
+        self.model = model.eval()
+        self.steps = nn.ModuleList(STEPS[config.tno_type](layer.gtu.tno) for layer in model.model.layers)
+
+    def empty(self, rows: int) -> States:
+        """The states before the first token of `rows` sequences: for each layer the tensors of the table above."""
+        return [step.empty(rows) for step in self.steps]
+
+    def forward(self, input_ids: torch.Tensor, states: States) -> tuple[torch.Tensor, States]:
+        """The logits `(B, V)` after one more token `(B, 1)`, and the states that hold it."""
+        cache = StepCache(self.steps, states)
+        logits = self.model(input_ids=input_ids, past_key_values=cache, use_cache=False).logits
+        return logits[:, 0], cache.states

@@ -1,0 +1,76 @@
+"""Regional compilation: a training step as one graph for the kernels of all layers, and one that every block runs.
+
+    K_1 .. K_N = graph_K(theta_1 .. theta_N),    h_n = graph_B(h_{n-1}, K_n, block n),   n = 1 .. N
+
+N blocks, h_n the hidden states after block n, K_n the kernel of its operator, theta_n the parameters of that kernel.
+Blocks differ in the values of their parameters alone, so the first one compiles the graph for all of them, in an N-th
+of the time of a graph of the whole model. Only training is compiled, without a cache. Evaluation and decoding run as
+they are, and so do blocks with batch norm, whose statistics a checkpointed block would update twice.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.utils import logging
+
+from ..norms import BatchNorm
+
+logger = logging.get_logger(__name__)
+
+
+class Regions:
+    """Functions compiled at their first call. If that fails, there is one warning, and they run uncompiled.
+
+    The names of a model's parameters do not change, and a copy of it, in memory or on the disk, compiles anew.
+
+    Args:
+        options: those of `torch.compile`.
+    """
+
+    def __init__(self, **options):
+        self.options, self.has_failed = options, False
+        self._compiled: dict[Callable, Callable] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"options": self.options, "has_failed": False, "_compiled": {}}
+
+    def __call__(self, function: Callable, *arguments):
+        """`function(*arguments)`. A failure to compile is met here, at the first call, and not made a global setting.
+
+        Compilation comes before anything is computed, so the function can run again from its start. Errors of the
+        computation itself, such as a lack of memory, are raised as without compilation.
+        """
+        if self.has_failed or torch.compiler.is_compiling():
+            return function(*arguments)
+        from torch._dynamo.exc import TorchDynamoException  # takes long to import
+
+        try:
+            if function not in self._compiled:
+                self._compiled[function] = torch.compile(function, **self.options)
+            return self._compiled[function](*arguments)
+        except TorchDynamoException as error:
+            self.has_failed = True
+            reason = " ".join(str(error).split())[:300]
+            logger.warning(f"The model cannot be compiled and is trained without: {reason}")
+            return function(*arguments)
+
+
+def compile_regions(model: nn.Module, **options) -> nn.Module:
+    """Compile the training step of a model of this package by regions, in place, when it is first run.
+
+    Args:
+        options: those of `torch.compile`.
+
+    Returns:
+        The model.
+
+    Example:
+        model = compile_regions(TnnForCausalLM(config).cuda())
+    """
+    regions = Regions(**options)
+    for module in model.modules():
+        if hasattr(module, "regions") and not any(isinstance(part, BatchNorm) for part in module.modules()):
+            module.regions = regions
+    return model

@@ -1,0 +1,1 @@
+"""Faster products, losses and kernels, for GPUs."""

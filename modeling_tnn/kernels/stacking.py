@@ -1,0 +1,207 @@
+"""The kernels of all layers at once, from parameters stacked over the layers.
+
+    K = f(theta_1), .., f(theta_N)  =  vmap(f)(stack(theta_1, .., theta_N))
+
+N layers, f the kernel of an operator as a function of its parameters, theta_n those of layer n. A kernel depends on
+the parameters alone, so all kernels can be computed before the first layer. On an accelerator a position encoder takes
+a third of the launches of a layer; stacked, all encoders take those of one. The parameters stay in their layers.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from math import isqrt
+
+import torch
+from torch import nn
+from transformers.utils.generic import maybe_autocast
+
+from ..extensions import extensions
+from ..numerics import is_fused, is_on_host, is_plain, must_be_eager, projected_dtype
+from ..tno import ToeplitzOperator
+from ..tno_auto import TwoAxisOperator
+from ..tno_rtf import RtfOperator
+from ..tno_s4d import S4dOperator
+
+PACKAGE = "modeling_tnn"
+
+# Where PyTorch and transformers define activations, and what holds them.
+ACTIVATIONS = tuple(f"torch.nn.modules.{name}" for name in ("activation", "container", "linear"))
+ACTIVATIONS += ("transformers.activations",)
+
+PLAIN = (bool, int, float, str, tuple)
+
+# Attributes of an operator that differ from layer to layer, and that no kernel depends on.
+OF_THE_LAYER = {"layer_idx", "refill_phase"}
+
+# Numbers in all kernels together. Beyond, arithmetic takes longer than launches, and the kernels take memory.
+LARGEST = 2**27
+
+
+def kernels_of_layers(layers: Sequence[nn.Module], hidden_states: torch.Tensor) -> Sequence:
+    """The kernels of the layers of a model for `hidden_states` `(B, L, d)`; None for each that must make its own.
+
+    On the CPU each layer makes its own, which takes less time there (measured). Attention has none.
+    """
+    mixed = [layer for layer in layers if getattr(layer, "attention", None) is None]
+    if len(mixed) < len(layers):
+        kernels = iter(kernels_of_layers(mixed, hidden_states))
+        return [None if getattr(layer, "attention", None) is not None else next(kernels) for layer in layers]
+    if (layout := layout_of(layers)) is not None:
+        return [layout] * len(layers)  # each process makes the kernels of its channels
+    apart, length, device = [None] * len(layers), hidden_states.shape[1], hidden_states.device
+    if is_on_host(hidden_states) or must_be_eager() or len(layers) < 2:
+        return apart
+    if not all(is_ours(layer) and is_ours(layer.gtu) for layer in layers):
+        return apart
+    operators = [layer.gtu.tno for layer in layers]
+    # A layer whose activations are computed again computes its kernel again too.
+    recomputed = any(layer.gradient_checkpointing and layer.training for layer in layers)
+    if recomputed or not are_alike(operators, device) or not is_fused(operators[0].implementation):
+        return apart
+    dtype = projected_dtype(hidden_states) if layers[0].gtu.projects_inputs else hidden_states.dtype
+    like = hidden_states.new_empty(*hidden_states.shape[:2], 0, dtype=dtype)
+    first = operators[0]
+    taps = min(first.lags_of(like), first.kernel_length() or length)
+    if len(layers) * first.channels * taps * (1 if first.causal else 2) > LARGEST:
+        return apart
+    with maybe_autocast(device_type=device.type, enabled=False):
+        return kernels_of_operators(operators, like)
+
+
+def kernels_of_operators(operators: Sequence[ToeplitzOperator], v: torch.Tensor) -> list:
+    """The `kernel_of` each of several operators, which are alike, in one go.
+
+    Args:
+        v: `(B, L, ...)`, of the shape, dtype and device of the inputs.
+    """
+    first = operators[0]
+    if isinstance(first, TwoAxisOperator):
+        axes, line = ([one.rows for one in operators], [one.columns for one in operators]), v[:, : isqrt(v.shape[1])]
+        return list(zip(*(kernels_of_operators(axis, line) for axis in axes), strict=True))
+    if isinstance(first, (RtfOperator, S4dOperator)):
+        # One operator with all filters: its fused function saves only its inputs, which `vmap` would not.
+        kernels = joined(operators, first.channel_parameters()).kernel_of(v.shape[1], v.device)
+        return list(kernels.unflatten(0, (len(operators), -1)).unbind())
+    given = first.lags_of(v), v.device, first.takes_taps(v)
+    if first.regions is not None and first.training:
+        return unstacked(first.regions(stacked_in_graph, KernelOf(first), named_groups(operators), *given))
+    return unstacked(stacked(operators, lambda operator: operator.kernel_of(*given)))
+
+
+def layout_of(layers: Sequence[nn.Module]) -> tuple | None:
+    """How the text of this pass lies on several processes, or None, see `parallel/sequence.py`."""
+    gtu = getattr(layers[0], "gtu", None) if layers else None
+    return None if gtu is None else gtu.tno.layout
+
+
+def stacked(modules: Sequence[nn.Module], function: Callable[[nn.Module], torch.Tensor | tuple]):
+    """`function(module)` of each of several modules that are alike, in one go, stacked."""
+    parameters = [torch.stack(group) for group in zip(*map(own_parameters, modules), strict=True)]
+    for parameter in parameters:
+        if parameter.requires_grad:
+            # Some gradients are transposes, of which each layer would copy its part.
+            parameter.register_hook(lambda gradient: gradient.contiguous().flatten().view(gradient.shape))
+    return torch.vmap(lambda given: function(with_parameters(modules[0], iter(given))))(parameters)
+
+
+class KernelOf(nn.Module):
+    """The method `kernel_of` of an operator as the forward pass of a module."""
+
+    def __init__(self, operator: nn.Module):
+        super().__init__()
+        self.operator = operator
+
+    def forward(self, *given) -> torch.Tensor | tuple:
+        return self.operator.kernel_of(*given)
+
+
+def named_groups(operators: Sequence[nn.Module]) -> dict[str, list[torch.Tensor]]:
+    """The parameters of several operators that are alike, by their names in a `KernelOf`."""
+    groups = zip(*(operator.named_parameters(prefix="operator") for operator in operators), strict=True)
+    return {group[0][0]: [parameter for _, parameter in group] for group in groups}
+
+
+def stacked_in_graph(module: KernelOf, groups: dict[str, list[torch.Tensor]], *given):
+    """`stacked` for torch.compile, which cannot record the copy of a module. `given` are arguments of `kernel_of`."""
+    parameters = {name: torch.stack(group) for name, group in groups.items()}
+    return torch.vmap(lambda one: torch.func.functional_call(module, one, given))(parameters)
+
+
+def unstacked(results: torch.Tensor | tuple) -> list:
+    """The results of each module from those of `stacked`."""
+    if isinstance(results, tuple):
+        return list(zip(*(part.unbind() for part in results), strict=True))
+    return list(results.unbind())
+
+
+def joined(modules: Sequence[nn.Module], filters: dict[str, int]) -> nn.Module:
+    """One module with the rows of several that are alike.
+
+    Args:
+        filters: for the name of each parameter the number of filters whose rows it has, see `channels.py`. The rows of
+            a filter come together.
+    """
+    names = [name for name, one in modules[0]._parameters.items() if one is not None]
+    groups = zip(names, zip(*map(own_parameters, modules), strict=True), strict=True)
+    rows = (torch.cat([one.unflatten(0, (filters[name], -1)) for one in group], dim=1) for name, group in groups)
+    return with_parameters(modules[0], (one.flatten(0, 1) for one in rows))
+
+
+def own_parameters(module: nn.Module) -> Iterator[torch.Tensor]:
+    """The parameters of a module in the order of `with_parameters`."""
+    yield from (one for one in module._parameters.values() if one is not None)
+    for child in module._modules.values():
+        yield from own_parameters(child)
+
+
+def with_parameters(module: nn.Module, parameters: Iterator[torch.Tensor]) -> nn.Module:
+    """A shallow copy with other parameters. The module stays as it is, because another thread may be using it."""
+    own = {name: None if one is None else next(parameters) for name, one in module._parameters.items()}
+    children = {name: with_parameters(child, parameters) for name, child in module._modules.items()}
+    twin = copy.copy(module)
+    vars(twin).update(_parameters=own, _modules=children)
+    return twin
+
+
+def are_alike(modules: Sequence[nn.Module], device: torch.device) -> bool:
+    """Whether modules on `device` differ in the values of their parameters alone, and run no foreign code.
+
+    It is asked in every pass, so it looks at the modules level by level, and at each attribute once.
+    """
+    first, *others = modules
+    # An adapter or a quantizer puts in classes of its own.
+    known = is_ours(first) or (type(first).__module__.startswith(ACTIVATIONS) and not first._parameters)
+    if not (known and all(map(is_plain, modules))) or first._buffers:
+        return False
+    kinds, children = kinds_of(first), first._modules.keys()
+    settings = [(name, x) for name, x in vars(first).items() if name[0] != "_" and name not in OF_THE_LAYER]
+    for one in others:
+        theirs = vars(one)
+        if type(one) is not type(first) or theirs.keys() != vars(first).keys() or one._buffers:
+            return False
+        if kinds_of(one) != kinds or one._modules.keys() != children:
+            return False
+        if not all(x is theirs[name] or is_same(x, theirs[name]) for name, x in settings):
+            return False
+    if any(kind is not None and kind[-1] != device for kind in kinds.values()):
+        return False
+    return all(are_alike([one._modules[name] for one in modules], device) for name in children)
+
+
+def is_ours(module: nn.Module) -> bool:
+    """Whether this package defines the class."""
+    return type(module).__module__.startswith(f"{PACKAGE}.")
+
+
+def kinds_of(module: nn.Module) -> dict[str, tuple | None]:
+    """What two modules must share for their parameters to be stacked, with the device last."""
+    parameters = module._parameters.items()
+    return {name: None if p is None else (p.shape, p.dtype, p.requires_grad, p.device) for name, p in parameters}
+
+
+def is_same(a: object, b: object) -> bool:
+    """Whether two settings have the same plain value."""
+    return type(a) is type(b) and isinstance(a, PLAIN) and a == b
+
+
+extensions.register(kernels_of_layers=kernels_of_layers, layout_of=layout_of)

@@ -1,0 +1,522 @@
+"""The mixers of tokens: the gated Toeplitz unit, Hyena, the mixer of S4, and attention; and their linear layers.
+
+Linear layers of the models: the memory that they read, and the memory that they write.
+
+Quantizers put classes of their own in place of `torch.nn.Linear`, whose kernels may read an input as if it were
+contiguous (bitsandbytes on CPUs with AVX512-BF16), and they take exactly the class `torch.nn.Linear`. So the layers
+are of this class, and what is particular about an input or a result is done here, around the layer.
+
+d inputs, D outputs, L length, N tokens of all sequences.
+
+The gated Toeplitz unit (GTU): the token mixer of the TNN paper.
+
+    y = W_o( u * TNO(v) ),  u = act(W_u x),  v = act(W_v x)                TNN paper, "token mixer"
+
+B batch, L length, d hidden size, D = gtu_dim channels of the Toeplitz operator.
+
+Hyena of order 2 with a Toeplitz operator as its long filter.
+
+    p, q, v = split( S W x + b )                       S: a short filter for each channel, m taps
+    y       = W_o( p * TNO(q * v) )                                                                              (1)
+    y       = W_o gelu( W_r( p * TNO(q * v) ) )        with `hyena_rank`                                         (2)
+    y       = W_o gelu( W_r norm( p * TNO(q * v) ) )   with `hyena_norm` too, as in the released code            (3)
+
+B batch, L length, d hidden size, D = gtu_dim channels, m = short_conv_kernel taps, r = hyena_rank.
+
+(1) is the operator of Poli et al., "Hyena Hierarchy" (ICML 2023), as the RTF paper has it in its equation 2; the
+residual connection of that equation is the one of the block. (2) is the form of the RTF paper (appendix C.5.2, table
+13): two maps of low rank with an activation in place of W_o. The activation is `hidden_act`, GELU in the paper.
+
+(3) is the form of the released RTF code, which the paper does not mention. W, S, W_r and W_o have biases, as there.
+Hyena adds a skip weight to its filter. Here the coefficient at lag 0 does that: an RTF filter has h_0 already, and a
+second number would only add to it. (The released code adds h_0 twice.)
+
+The convolution is causal in a causal model. The papers have no bidirectional Hyena; there the short filter reaches
+(m - 1) / 2 positions to each side, so that operators of both directions can be its filter.
+
+Padding: the projections are zero there before the short convolution, and q * v is zero there after it, because the
+bias and the neighbours make it nonzero. So a text is mixed as if it stood alone.
+
+The mixer of S4's blocks, in which the RTF paper measured its operator (appendix C.2.1).
+
+    y = GLU( W act(TNO(x)) ),      GLU(a, b) = a * sigmoid(b)
+
+B batch, L length, d hidden size. The operator has the d channels of its input; there is no gate before it. Norm,
+residual connection and dropout are those of the block, which has no channel mixer in the models of the Long Range
+Arena and of Copying (`use_glu=False`). `act` is `hidden_act`, GELU in the paper. S4 has dropout after the activation
+too; here it is after the mixer alone.
+
+Softmax attention in place of the gated Toeplitz unit: the layers of a hybrid model that recall.
+
+    q, k, v = W_q x, W_k x, W_v x        y = W_o( softmax(q k^T / sqrt(d_h) + mask) v )
+
+B batch, L length, S keys (those of a cache included), H heads of d_h numbers each, G heads of keys and values: H / G
+heads of queries share one. Products, masks, rotary positions and caches are transformers' own. `attn_implementation`
+chooses the product, as in its models.
+
+Positions: rotary ones are counted from the first real token of each text. Without `rope_parameters` attention has no
+positions: Toeplitz layers carry them.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.functional import pad
+from transformers import PreTrainedConfig
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache
+from transformers.masking_utils import (
+    create_bidirectional_mask,
+    create_bidirectional_sliding_window_mask,
+    create_causal_mask,
+    create_sliding_window_causal_mask,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import (
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+)
+from transformers.utils.generic import maybe_autocast
+
+from .cache_tnn import CACHE, check_rows, refuse_backward
+from .configuration_tnn import FULL, SLIDING, has_attention
+from .inputs import first_real_token, roll
+from .norms import RootRMSNorm, build_norm
+from .numerics import compute_dtype, is_exported, is_plain, is_traced, without_narrowing
+from .packing import Batches, Documents
+from .tno import ToeplitzOperator
+from .tno_auto import build_tno
+from .toeplitz_fused import NO_GATE, Gate
+
+
+def is_plain_linear(layer: nn.Module) -> bool:
+    """Whether a layer is a `torch.nn.Linear` and nothing else: no adapter, quantizer, shard or hook."""
+    return type(layer) is nn.Linear and is_plain(layer)
+
+
+def apply_linear(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """`layer(x)`, `(..., d)` to `(..., D)`. A layer that is not plain gets a contiguous input."""
+    # Not asked in a graph, where the answer would be a condition on its lengths. Elsewhere it is the faster question.
+    ordered = not is_traced() and x.is_contiguous()
+    return layer(x if ordered or is_plain_linear(layer) else x.contiguous())
+
+
+def apply_channel_major(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """`layer(x)`, `(..., L, d)` to `(..., L, D)`, whose result lies channel by channel in memory.
+
+    It is the transposed view of a `(D, N)` matrix. W x^T costs the same as x W^T. A Toeplitz product on other memory
+    would spend half of its time (measured) in strided copies. So the result of a layer that is not plain is copied.
+    """
+    if is_exported() or x.shape[-2] == 1:  # one token has no sequence
+        return apply_linear(layer, x)
+    if is_plain_linear(layer):
+        return channel_major(x, layer.weight, layer.bias)
+    y = apply_linear(layer, x)
+    return y.flatten(0, -2).t().contiguous().t().view(y.shape)
+
+
+def channel_major(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """The product x W^T + b, `(..., L, d)` to `(..., L, D)`, channel by channel in memory."""
+    columns = x.reshape(-1, x.shape[-1]).t()  # (d, N)
+    y = torch.addmm(bias[:, None], weight, columns)  # (D, N)
+    return y.t().view(*x.shape[:-1], len(weight))
+
+
+# From a function of a layer and its input to the product that it is of, with the weight and the bias of a plain layer.
+PRODUCTS = {apply_linear: nn.functional.linear, apply_channel_major: channel_major}
+
+
+def apply_together(apply: Callable, layers: Sequence[nn.Module], x: torch.Tensor) -> Sequence[torch.Tensor]:
+    """`apply(layer, x)` for each of several layers with biases.
+
+    In the graph of a training step it is one product with all weights, and so is the gradient of `x`. Elsewhere the
+    copy of the weights would be in the way.
+    """
+    recorded = is_traced() and not is_exported() and torch.is_grad_enabled()
+    if not (recorded and x.shape[-2] > 1 and all(map(is_plain_linear, layers))):
+        return [apply(layer, x) for layer in layers]
+    # In their own dtype: autocast converts the result, in one launch, and one its gradient.
+    weight, bias = (torch.cat([getattr(layer, name) for layer in layers]) for name in ("weight", "bias"))
+    return PRODUCTS[apply](x, weight, bias).split([layer.out_features for layer in layers], dim=-1)
+
+
+class TnnGatedToeplitzUnit(nn.Module):
+    """The token mixer: a Toeplitz operator inside a gate."""
+
+    # Whether the inputs of its operator are those of a linear layer.
+    projects_inputs = True
+
+    def __init__(self, config: PreTrainedConfig, layer_idx: int):
+        super().__init__()
+        self.u_proj = nn.Linear(config.hidden_size, config.gtu_dim)
+        self.v_proj = nn.Linear(config.hidden_size, config.gtu_dim)
+        self.o_proj = nn.Linear(config.gtu_dim, config.hidden_size)
+        for projection in (self.u_proj, self.v_proj, self.o_proj):
+            projection.is_gtu_projection = True  # transformers initialises linear layers without their parent
+        self.act = ACT2FN[config.hidden_act]
+        self.tno = build_tno(config, layer_idx)
+        self.norm = build_norm(config.norm_type, config.gtu_dim) if config.gtu_norm else nn.Identity()
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        kernel: torch.Tensor | tuple | None = None,
+    ) -> torch.Tensor:
+        """`(B, L, d)` to `(B, L, d)`, with a mask `(B, L)` and a cache that holds the state after earlier tokens.
+
+        `kernel` is that of the operator for L positions, if it is known already.
+        """
+        u, v = apply_together(apply_channel_major, (self.u_proj, self.v_proj), hidden_states)  # (B, L, D) each
+        gated = mix_tokens(self.tno, v, Gate(u, self.act, attention_mask), past_key_values, kernel)  # (B, L, D)
+        return apply_linear(self.o_proj, self.norm(gated))
+
+
+def mix_tokens(
+    operator: ToeplitzOperator, v: torch.Tensor, gate: Gate, past_key_values: Cache | None, kernel
+) -> torch.Tensor:
+    """The gated product of an operator with `v` `(B, L, D)`, the first real token of a row being its first one."""
+    if gate.mask is None or operator.shift_invariant or isinstance(kernel, Documents):
+        return operator(v, past_key_values, gate, kernel)
+    first = first_real_token(gate.mask)
+    mixed = roll(operator(roll(gate.inputs(v), -first), kernel=kernel), first)
+    return gate.apply(mixed, operator.implementation)
+
+
+class ShortConvolution(ToeplitzOperator):
+    """A filter of m taps and a bias for each of the 3 D channels of the projections.
+
+    It is a Toeplitz operator, so decoding, packed rows and caches treat it as one. Its state is that of a kernel of m
+    taps, the last m - 1 inputs, in a layer beside that of the long filter (`TnnCacheLayer.beside`).
+    """
+
+    def __init__(self, config: PreTrainedConfig, layer_idx: int = 0):
+        super().__init__(config, layer_idx)
+        self.channels = 3 * config.gtu_dim
+        self.taps = nn.Parameter(torch.empty(self.channels, config.short_conv_kernel))  # (3D, m), from the lowest lag
+        self.bias = nn.Parameter(torch.empty(self.channels))
+        self.first = 0 if self.causal else -(config.short_conv_kernel // 2)  # the lowest lag
+
+    def reset_parameters(self):
+        """As PyTorch initialises a depthwise convolution."""
+        bound = self.taps.shape[1] ** -0.5
+        for parameter in (self.taps, self.bias):
+            init.uniform_(parameter, -bound, bound)
+
+    def kernel_length(self) -> int:
+        return self.taps.shape[1] + self.first
+
+    def coefficients(self, length: int, device: torch.device | None = None) -> torch.Tensor:
+        taps = self.taps.to(device or self.taps.device)
+        taps = taps.to(compute_dtype(taps.dtype))
+        lowest = 0 if self.causal else 1 - length
+        return pad(taps, (self.first - lowest, length - self.kernel_length()))  # negative numbers cut
+
+    def matmul(self, v: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
+        """The product by definition: m shifted copies. For so few taps a transform would take longer.
+
+        In packed rows no copy goes beyond its document.
+        """
+        taps = self.taps.to(compute_dtype(torch.promote_types(v.dtype, self.taps.dtype)))
+        length, count = v.shape[1], taps.shape[1]
+        x = v.permute(2, 0, 1).to(taps.dtype)  # (3D, B, L), as `apply_channel_major` lays it
+        around = (count - 1 + self.first, -self.first)
+        begins = range(count - 1, -1, -1)  # of the copies, by their lag, among the L + m - 1 positions of `whole`
+        whole = pad(x, around)
+        copies = (whole[..., begin : begin + length] for begin in begins)
+        terms = (copy * tap[:, None, None] for copy, tap in zip(copies, taps.unbind(1), strict=True))
+        if documents is not None:
+            own = documents.numbers(v.device)  # (B, L)
+            numbers = pad(own, around)
+            same = (numbers[:, begin : begin + length] == own for begin in begins)
+            terms = (term.where(one, 0) for term, one in zip(terms, same, strict=True))
+        return sum(terms).to(v.dtype).permute(1, 2, 0)
+
+    def forward(
+        self,
+        v: torch.Tensor,
+        past_key_values: Cache | None = None,
+        gate: Gate = NO_GATE,
+        kernel: Documents | None = None,
+    ) -> torch.Tensor:
+        """The filtered projections, `(B, L, 3D)` to `(B, L, 3D)`.
+
+        Args:
+            gate: holds the mask of padding.
+            kernel: the documents of packed rows.
+
+        Raises:
+            ValueError: the cache is offloaded to the host between layers.
+        """
+        with maybe_autocast(device_type=v.device.type, enabled=False):
+            if past_key_values is None:
+                mixed = self.matmul(gate.inputs(v), kernel)
+            else:
+                # Not through `Cache.update`, which would take the layer to be done.
+                if past_key_values.offloading:
+                    raise ValueError(
+                        "`past_key_values` must stay on the device with toeplitz_mixer='hyena', whose layers use it "
+                        "twice, got an offloaded cache"
+                    )
+                layer = past_key_values.layers[self.layer_idx].beside()
+                mixed = layer.update(v, None, self, gate, kernel)[0]
+        return mixed + self.bias.to(mixed.dtype)
+
+
+class TnnHyena(nn.Module):
+    """The token mixer of the equations above. Its operator is at `tno`, as in the gated Toeplitz unit."""
+
+    # Whether the inputs of its operator are those of a linear layer.
+    projects_inputs = True
+
+    def __init__(self, config: PreTrainedConfig, layer_idx: int):
+        super().__init__()
+        rank = config.hyena_rank
+        self.in_proj = nn.Linear(config.hidden_size, 3 * config.gtu_dim)
+        self.short = ShortConvolution(config, layer_idx)
+        self.tno = build_tno(config, layer_idx)
+        self.norm = build_norm(config.norm_type, config.gtu_dim) if config.gtu_norm else nn.Identity()
+        self.norm = RootRMSNorm(config.gtu_dim) if config.hyena_norm else self.norm
+        self.low_rank = None if rank is None else nn.Linear(config.gtu_dim, rank)
+        self.act = None if rank is None else ACT2FN[config.hidden_act]
+        self.o_proj = nn.Linear(rank or config.gtu_dim, config.hidden_size)
+        for projection in (self.in_proj, self.low_rank, self.o_proj):
+            if projection is not None:
+                projection.is_gtu_projection = True  # transformers initialises linear layers without their parent
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        kernel: torch.Tensor | tuple | None = None,
+    ) -> torch.Tensor:
+        """`(B, L, d)` to `(B, L, d)`, with the arguments of the gated Toeplitz unit."""
+        gate = Gate(mask=attention_mask)
+        documents = kernel if isinstance(kernel, Documents) else None
+        projected = apply_channel_major(self.in_proj, hidden_states)  # (B, L, 3D)
+        projected = self.short(projected, past_key_values, gate, documents)
+        p, q, v = projected.chunk(3, dim=-1)  # (B, L, D) each
+        mixed = self.norm(p * mix_tokens(self.tno, q * v, gate, past_key_values, kernel))
+        if self.low_rank is not None:
+            mixed = self.act(apply_linear(self.low_rank, mixed))  # (B, L, r)
+        return apply_linear(self.o_proj, mixed)
+
+
+class TnnS4Mixer(nn.Module):
+    """The token mixer of the equation above. Its operator is at `tno`, as in the gated Toeplitz unit."""
+
+    # Whether the inputs of its operator are those of a linear layer.
+    projects_inputs = False
+
+    def __init__(self, config: PreTrainedConfig, layer_idx: int):
+        super().__init__()
+        self.tno = build_tno(config, layer_idx)
+        self.act = ACT2FN[config.hidden_act]
+        self.o_proj = nn.Linear(config.gtu_dim, 2 * config.hidden_size)
+        self.o_proj.is_gtu_projection = True  # transformers initialises linear layers without their parent
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        kernel: torch.Tensor | tuple | None = None,
+    ) -> torch.Tensor:
+        """`(B, L, d)` to `(B, L, d)`, with the arguments of the gated Toeplitz unit."""
+        mixed = mix_tokens(self.tno, hidden_states, Gate(mask=attention_mask), past_key_values, kernel)
+        return nn.functional.glu(apply_linear(self.o_proj, self.act(mixed)))
+
+
+MASKS = {
+    (FULL, True): create_causal_mask,
+    (FULL, False): create_bidirectional_mask,
+    (SLIDING, True): create_sliding_window_causal_mask,
+    (SLIDING, False): create_bidirectional_sliding_window_mask,
+}
+
+
+class View(NamedTuple):
+    """What the layers of one kind see in a pass.
+
+    Attributes:
+        mask: as `attn_implementation` takes it, `(B, 1, L, S)` for most.
+        rotation: the cosines and sines of the positions, `(B, L, d_h)` or `(1, L, d_h)` each; None without rotary
+            positions.
+        batches: the documents of packed rows outside of graphs; `mask` then has a mask for each batch.
+    """
+
+    mask: torch.Tensor | list[torch.Tensor | None] | None
+    rotation: tuple[torch.Tensor, torch.Tensor] | None
+    batches: Batches | None = None
+
+
+class TnnAttention(nn.Module):
+    """A token mixer: softmax attention with grouped heads."""
+
+    def __init__(self, config: PreTrainedConfig, layer_idx: int):
+        super().__init__()
+        self.config, self.layer_idx, self.kind = config, layer_idx, config.layer_types[layer_idx]
+        self.head_dim, self.scaling = config.head_dim, config.head_dim**-0.5
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.is_causal, self.dropout = config.causal, config.attention_dropout
+        self.sliding_window = config.sliding_window if self.kind == SLIDING else None
+        queries, keys = (count * self.head_dim for count in (config.num_attention_heads, config.num_key_value_heads))
+        self.q_proj = nn.Linear(config.hidden_size, queries, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, keys, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, keys, bias=False)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
+
+    def forward(
+        self, hidden_states: torch.Tensor, past_key_values: Cache | None, view: View
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`(B, L, d)` to `(B, L, d)`, with a cache that holds the keys and values of earlier tokens.
+
+        The second result is softmax(..), `(B, H, L, S)`, after dropout; None for products that do not compute it.
+        """
+        query, key, value = (
+            self._heads(apply_linear(layer, hidden_states)) for layer in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if view.rotation is not None:
+            query, key = (one.to(value.dtype) for one in apply_rotary_pos_emb(query, key, *view.rotation))
+        if past_key_values is not None:
+            key, value = remember(past_key_values, self.layer_idx, key, value)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        options = {"scaling": self.scaling, "sliding_window": self.sliding_window}
+        options |= {"dropout": self.dropout if self.training else 0.0}
+        attend = partial(attend, self, **options)
+        if view.batches is not None:
+            return apply_linear(self.o_proj, attend_apart(attend, (query, key, value), view)), None
+        mixed, weights = attend(query, key, value, view.mask)  # (B, L, H, d_h)
+        return apply_linear(self.o_proj, mixed.flatten(2)), weights
+
+    def _heads(self, x: torch.Tensor) -> torch.Tensor:
+        """`(B, L, H d_h)` to `(B, H, L, d_h)`; of a divided projection, the heads of this process.
+
+        Raises:
+            ValueError: the processes cannot share the heads.
+        """
+        if x.shape[-1] % self.head_dim:
+            raise ValueError(
+                "`num_key_value_heads` must be a multiple of the number of processes that share the heads, got "
+                f"{self.config.num_key_value_heads}"
+            )
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+
+def attend_apart(attend: Callable[..., tuple], heads: Sequence[torch.Tensor], view: View) -> torch.Tensor:
+    """What each document of packed rows recalls, `(B, L, H d_h)`, from its queries, keys and values in `heads`."""
+    tokens = torch.cat([one.transpose(1, 2) for one in heads], dim=2)  # (B, L, H + 2G, d_h)
+    counts, sizes = [one.shape[1] for one in heads], tokens.shape[2:]
+    mixed = []
+    for part, mask in zip(view.batches.split(tokens.flatten(2)), view.mask, strict=True):
+        part = part.unflatten(2, sizes).transpose(1, 2).split(counts, dim=1)  # (N, H, M, d_h), and twice with G
+        mixed.append(attend(*part, mask)[0].flatten(2))
+    return view.batches.join(mixed, tokens.shape[:2])
+
+
+class TnnRotaryEmbedding(LlamaRotaryEmbedding):
+    """Rotary positions, whose frequencies stay in float32 when the model gets another dtype."""
+
+    def _apply(self, fn, recurse=True):
+        return super()._apply(without_narrowing(fn, self.buffers()), recurse)
+
+
+def has_flash_attention(config: PreTrainedConfig) -> bool:
+    """Whether layers have attention by a product that takes no mask but that of padding."""
+    return has_attention(config) and "flash" in config._attn_implementation
+
+
+def build_rotary(config: PreTrainedConfig) -> TnnRotaryEmbedding | None:
+    """The rotary positions of a model, or None if it has none."""
+    return TnnRotaryEmbedding(config) if has_attention(config) and config.rope_parameters is not None else None
+
+
+def remember(
+    past_key_values: Cache, layer_idx: int, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """All keys and values of a layer, those of earlier tokens from the cache and the new ones `(B, G, L, d_h)`.
+
+    The first tokens have gradients. The cache is a constant: a backward pass through later tokens raises an error.
+
+    Raises:
+        ValueError: the cache has another number of sequences.
+    """
+    layer = past_key_values.layers[layer_idx]
+    if layer.is_initialized and layer.keys.numel():
+        check_rows(layer.keys.shape[0], key.shape[0])
+    fills = torch.is_grad_enabled() and not int(past_key_values.get_seq_length(layer_idx))
+    # While a window records its past, transformers 5.17 returns all of it, the mask covers the newest. 0: all.
+    newest = layer.get_mask_sizes(key.shape[2])[0] if getattr(layer, "record_past", False) else 0
+    stored = past_key_values.update(key.detach(), value.detach(), layer_idx)
+    if not fills:
+        return tuple(refuse_backward(one[:, :, -newest:], (key, value)) for one in stored)
+    # A static cache has unused slots after the new tokens.
+    pairs = zip((key, value), stored, strict=True)
+    return tuple(torch.cat([new, old[:, :, new.shape[2] :]], dim=2) for new, old in pairs)
+
+
+def views_of_layers(
+    model: nn.Module,
+    layers: Sequence[nn.Module],
+    hidden_states: torch.Tensor,
+    attention_mask: torch.Tensor | dict[str, torch.Tensor] | None,
+    past_key_values: Cache | None,
+    positions: torch.Tensor | None,
+    documents: Documents | None,
+) -> list[View | None]:
+    """What each of the `layers` of a `TnnModel` sees for `hidden_states` `(B, L, d)`; None for Toeplitz layers.
+
+    Args:
+        attention_mask: `(B, past + L)`, 0 at padding; or the masks of a step of fixed shape, by kind of layer.
+        positions: those of the tokens, `(B, L)` or `(1, L)`; None without rotary positions.
+        documents: those of packed rows.
+    """
+    kinds = [getattr(getattr(layer, "attention", None), "kind", None) for layer in layers]
+    found = {kind: index for index, kind in reversed([*enumerate(kinds)]) if kind is not None}
+    if not found:
+        return kinds
+    rotation = None if model.rotary is None else model.rotary(hidden_states, positions)
+    masks, batches = attention_mask, None if documents is None else documents.batches
+    if batches is not None:
+        like = [hidden_states.new_empty(*shape, 0) for shape in batches.shapes]
+        pairs = [*zip(like, batches.real, strict=True)]
+        masks = {
+            kind: [mask_of(kind, model.config, *pair, None, index) for pair in pairs] for kind, index in found.items()
+        }
+    elif not isinstance(masks, dict):
+        masks = {
+            kind: mask_of(kind, model.config, hidden_states, attention_mask, past_key_values, index, documents)
+            for kind, index in found.items()
+        }
+    return [None if kind is None else View(masks[kind], rotation, batches) for kind in kinds]
+
+
+def mask_of(
+    kind: str,
+    config: PreTrainedConfig,
+    hidden_states: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    past_key_values: Cache | None,
+    layer_idx: int,
+    documents: Documents | None = None,
+) -> torch.Tensor | None:
+    """The mask of the layers of one `kind`, the first of which is `layer_idx`, made by transformers."""
+    if attention_mask is not None:
+        attention_mask = attention_mask.ne(0).expand(hidden_states.shape[0], -1)  # not len(): export would fix it
+    like = hidden_states[..., :0]  # its shape and dtype are read
+    # transformers' eager softmax is in float32, where the least number of float64 is -inf.
+    like = like.float() if like.dtype == torch.float64 else like
+    given = {"config": config, "inputs_embeds": like, "attention_mask": attention_mask}
+    if config.causal:
+        given |= {CACHE: past_key_values, "layer_idx": layer_idx}
+    if documents is not None:
+        number = documents.numbers(hidden_states.device)
+        given["and_mask_function"] = lambda row, head, query, key: number[row, query] == number[row, key]
+    return MASKS[kind, config.causal](**given)

@@ -1,0 +1,1 @@
+"""Models, and long sequences, over several processes."""

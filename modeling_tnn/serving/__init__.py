@@ -1,0 +1,1 @@
+"""Many sequences that are generated in one batch."""

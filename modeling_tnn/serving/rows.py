@@ -1,0 +1,141 @@
+"""Rows of a cache for texts that begin and end at different times: put in, aligned, and counted in bytes.
+
+A Toeplitz product is the same wherever its text stands, and padding is exact in all layers. So texts of different
+lengths continue in one batch. Each ends at the last place, and the shorter ones have padding before them:
+
+    padding padding padding a b c          3 tokens
+    d e f g h i                            6 tokens, the length of the cache
+    padding padding j k l m                4 tokens
+
+In a Toeplitz layer padding is zeros, within the reach of its kernel. Layers of attention keep keys and values of it,
+which a mask has to hide.
+"""
+
+from torch import nn
+from torch.nn.functional import pad
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+
+from ..cache_tnn import claim, past_length
+from ..configuration_tnn import SLIDING, TOEPLITZ
+from ..history import put_rows
+
+# transformers' own layers whose keys and values can be moved.
+OF_ATTENTION = (DynamicLayer, DynamicSlidingWindowLayer)
+
+
+def put_texts(past_key_values: Cache, other: Cache, rows: list[int]):
+    """Give the `rows` of a cache the texts of `other`, which is empty afterwards.
+
+    All rows then have the length of the longest text. The next pass is that of the left-padded batch, so a model with
+    attention or positions needs its mask. Continue in one batch what was read in two:
+
+        put_texts(cache, another, [2, 3])      # cache has two rows, 0 and 1, and gets two more
+
+    Args:
+        past_key_values: a dynamic cache of the same model, or an empty one.
+        rows: one for each row of `other`: present rows, which are replaced, or the next ones, which are added.
+
+    Raises:
+        ValueError: a cache is static or belongs to another model, or there are no such rows.
+    """
+    for cache in (past_key_values, other):
+        if not all(map(is_movable, cache.layers)):
+            raise ValueError(
+                "`past_key_values` must be a dynamic cache with layers of known kinds, got "
+                f"{[type(layer).__name__ for layer in cache.layers]}"
+            )
+    if not past_key_values.layers:
+        past_key_values.layers += [type(layer)(**window_of(layer)) for layer in other.layers]
+        past_key_values.layer_class_to_replicate = other.layer_class_to_replicate
+    claim(past_key_values, past_key_values.layers, other.tnn_fields)
+    check_new_rows(rows, rows_of(past_key_values), rows_of(other))
+    length = max(past_length(past_key_values.layers), past_length(other.layers))
+    for layer, new in zip(past_key_values.layers, other.layers, strict=True):
+        if hasattr(layer, "recurrence"):
+            layer.put(new, rows)
+        else:
+            put_keys(layer, new, rows, length)
+
+
+def check_new_rows(rows: list[int], held: int, count: int):
+    """Check that `rows` are `count` rows of a cache of `held` rows, or the next ones.
+
+    Raises:
+        ValueError: they are not.
+    """
+    added = sorted(row for row in rows if row >= held)
+    distinct = len(rows) == len(set(rows)) == count and min(rows, default=0) >= 0
+    if not distinct or added != list(range(held, held + len(added))):
+        raise ValueError(
+            f"`rows` must be {count} different rows below {held}, or the next ones from there, got {rows}"
+        )
+
+
+def put_keys(layer: DynamicLayer, new: DynamicLayer, rows: list[int], length: int):
+    """`put_texts` for one layer of attention; `length` is that of the longest text."""
+    if not layer.is_initialized:
+        layer.lazy_initialization(new.keys, new.values)
+        layer.keys, layer.values = new.keys[:0], new.values[:0]
+    longest = max(layer.keys.shape[-2], new.keys.shape[-2])
+    for name in ("keys", "values"):
+        padded = [pad(one, (0, 0, longest - one.shape[-2], 0)) for one in (getattr(layer, name), getattr(new, name))]
+        setattr(layer, name, put_rows(padded[0], rows, padded[1]))
+    if hasattr(layer, "cumulative_length"):
+        layer.cumulative_length = length
+    # `reset` of transformers 5.17 leaves as many keys, all zero.
+    new.keys, new.values, new.is_initialized = None, None, False
+    new.reset()
+
+
+def drop_padding(past_key_values: Cache, count: int):
+    """Forget the first `count` tokens of all rows, which must be padding in each."""
+    for layer in past_key_values.layers if count else ():
+        if hasattr(layer, "recurrence"):
+            layer.drop_padding(count)
+            continue
+        length = layer.get_seq_length() - count
+        kept = min(length, layer.keys.shape[-2])
+        layer.keys, layer.values = layer.keys[..., -kept:, :], layer.values[..., -kept:, :]
+        if hasattr(layer, "cumulative_length"):
+            layer.cumulative_length = length
+
+
+def is_movable(layer) -> bool:
+    """Whether the rows of a layer can be moved: that of a dynamic cache, which records no past to crop."""
+    if hasattr(layer, "recurrence"):
+        return not layer.is_compileable
+    return type(layer) in OF_ATTENTION and not getattr(layer, "record_past", False)
+
+
+def window_of(layer) -> dict[str, int]:
+    """The arguments of a layer like this one."""
+    return {"sliding_window": layer.sliding_window} if hasattr(layer, "sliding_window") else {}
+
+
+def rows_of(past_key_values: Cache) -> int:
+    """The number of texts in a cache."""
+    for layer in past_key_values.layers:
+        if layer.is_initialized:
+            return layer.num_rows() if hasattr(layer, "recurrence") else len(layer.keys)
+    return 0
+
+
+def bytes_of_text(model: nn.Module, tokens: int) -> int:
+    """The most bytes of decoding state of one text of `tokens` tokens, when it is written token by token.
+
+    Args:
+        model: a `TnnModel`.
+
+    Raises:
+        NotImplementedError: an operator of the user's own has a recurrence that does not tell its size.
+    """
+    config, total = model.config, 0
+    for kind, layer in zip(config.layer_types, model.layers, strict=True):
+        if kind == TOEPLITZ:
+            for operator in (layer.gtu.tno, *([layer.gtu.short] if hasattr(layer.gtu, "short") else [])):
+                recurrence = operator.recurrence().settled()
+                total += operator.channels * recurrence.bytes_per_channel(tokens, model.dtype)
+        else:
+            kept = min(tokens, config.sliding_window - 1) if kind == SLIDING else tokens
+            total += 2 * config.num_key_value_heads * config.head_dim * kept * model.dtype.itemsize
+    return total

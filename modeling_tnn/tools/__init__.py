@@ -1,0 +1,1 @@
+"""Conversion, checks and measures of models."""
