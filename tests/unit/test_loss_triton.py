@@ -17,7 +17,7 @@ DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
 if DEVICE == "cuda" and not torch.cuda.is_available():
     pytest.skip("needs TRITON_INTERPRET=1 (see `make test-triton`) or a GPU", allow_module_level=True)
 
-from modeling_tnn import loss_triton  # noqa: E402 - it needs triton
+from modeling_tnn.kernels import loss_triton  # noqa: E402 - it needs triton
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 3e-3}
 if DEVICE == "cuda":

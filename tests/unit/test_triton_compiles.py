@@ -16,7 +16,7 @@ if triton.knobs.runtime.interpret:
 from triton.backends.compiler import GPUTarget  # noqa: E402 - it needs triton
 from triton.compiler import ASTSource  # noqa: E402 - as above
 
-from modeling_tnn import loss_triton  # noqa: E402 - as above
+from modeling_tnn.kernels import loss_triton  # noqa: E402 - as above
 from modeling_tnn.kernels import triton as kernels  # noqa: E402 - as above
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
