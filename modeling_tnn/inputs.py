@@ -1,10 +1,10 @@
-"""Checks of the arguments of the models: tokens, masks, labels, images and keywords.
+"""Checks of the inputs of the models, and what follows from a mask: alignment, positions and pooling of real tokens.
 
-B batch, L length, d hidden size, V vocabulary. A mask is `(B, L)`, 0 at padding and anything else at real tokens.
+B batch, L length, d hidden size, C classes or choices, K chosen positions. A mask is `(B, L)`, 0 at padding and
+anything else at real tokens.
 
-Padding: masks, alignment to the first real token, positions and pooling over real tokens.
-
-B batch, L length, d hidden size. A mask is `(B, L)`, 0 at padding and anything else at real tokens.
+Every `check_...` raises a TypeError for an argument of another kind or dtype, and a ValueError for another shape, value
+or device. Values are checked on the CPU only: on other devices, reading them is a device sync.
 """
 
 import difflib
@@ -17,22 +17,20 @@ from transformers.utils import TransformersKwargs
 from .configuration_tnn import has_attention
 from .numerics import compute_dtype, is_on_host, must_be_eager
 
-# Further arguments that models of transformers accept: those of its output classes, and outputs of tokenizers.
-# `kwargs` is what transformers' pipelines over several devices pass on of all others.
+# Further arguments that models of transformers accept: options of losses and outputs, and outputs of tokenizers.
+# `kwargs`: pipeline stages forward unused arguments under this name.
 KEYWORDS = {*TransformersKwargs.__annotations__, "return_dict", "token_type_ids", "cache_position", "kwargs"}
+
+IDS = (torch.int64, torch.int32)
 
 
 def is_elsewhere(layer: torch.nn.Module) -> bool:
-    """Whether a layer lies on another stage of a pipeline, which has an identity in its place."""
+    """Whether a layer belongs to another stage of a pipeline: an identity is in its place."""
     return isinstance(layer, torch.nn.Identity)
 
 
 def check_keywords(given: dict[str, Any]):
-    """Refuse unknown keyword arguments. Otherwise a misspelt argument would be ignored silently.
-
-    Raises:
-        TypeError: a name is not among `KEYWORDS`, and its value is not None.
-    """
+    """Refuse unknown keyword arguments: a misspelt one would be ignored silently."""
     for name, value in given.items():
         if name not in KEYWORDS and value is not None:
             close = difflib.get_close_matches(name, KEYWORDS, n=1)
@@ -40,80 +38,57 @@ def check_keywords(given: dict[str, Any]):
             raise TypeError(f"`{name}` is not an argument of this model.{hint}")
 
 
-def require_tensor(name: str, value: Any, shape: str):
-    """Check that `value` is a tensor.
-
-    Raises:
-        TypeError: it is not.
-    """
+def require_tensor(name: str, value: Any, shape: str, dims: int | None = None):
+    """Check that `value` is a tensor, of `dims` dimensions if given; `shape` describes it in the error."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"`{name}` must be a tensor of shape {shape}, got {type(value).__name__}")
+    if dims is not None and value.dim() != dims:
+        raise ValueError(f"`{name}` must have shape {shape}, got {tuple(value.shape)}")
 
 
 def check_tensor(name: str, value: Any, shape: str, dims: int, dtypes: tuple[torch.dtype, ...] | None = None):
-    """Check that `value` is a tensor of `dims` dimensions with one of `dtypes` (floating-point if None).
-
-    Raises:
-        TypeError: it is not a tensor, or has another dtype.
-        ValueError: it has another number of dimensions.
-    """
-    require_tensor(name, value, shape)
-    if value.dim() != dims:
-        raise ValueError(f"`{name}` must have shape {shape}, got {tuple(value.shape)}")
+    """Check that `value` is a tensor of `dims` dimensions with one of `dtypes` (floating-point if None)."""
+    require_tensor(name, value, shape, dims)
     if not (value.is_floating_point() if dtypes is None else value.dtype in dtypes):
         wanted = "floating-point numbers" if dtypes is None else " or ".join(map(str, dtypes))
         raise TypeError(f"`{name}` must hold {wanted}, got {value.dtype}")
 
 
 def check_tokens(input_ids: Any, inputs_embeds: Any, embedding: torch.nn.Module):
-    """Check that the tokens fit the `embedding` of the model.
-
-    The range of ids is checked on the CPU only, since elsewhere the search would stall the device, and not while a
-    graph is recorded or a function is transformed.
-
-    Raises:
-        TypeError: an argument is not a tensor, or has another dtype.
-        ValueError: both arguments or none are given, a shape is wrong, an id is outside the vocabulary, or the tokens
-            are on another device than the model.
-    """
+    """Check that the tokens fit the `embedding` of the model."""
     if (input_ids is None) == (inputs_embeds is None):
         found = "none" if input_ids is None else "both"
         raise ValueError(f"Exactly one of `input_ids` and `inputs_embeds` must be given, got {found}")
     if is_elsewhere(embedding):
         return
-    weight = embedding.weight
-    if input_ids is not None:
-        check_tensor("input_ids", input_ids, "(B, L)", 2, (torch.int64, torch.int32))
-        _check_range("input_ids", input_ids, "vocab_size", weight.shape[0])
-    else:
-        shape = f"(B, L, {weight.shape[1]})"
-        check_tensor("inputs_embeds", inputs_embeds, shape, 3)
-        if inputs_embeds.shape[2] != weight.shape[1]:
-            raise ValueError(f"`inputs_embeds` must have shape {shape}, got {tuple(inputs_embeds.shape)}")
-        differs = inputs_embeds.dtype != weight.dtype and weight.is_floating_point()
-        if differs and not is_autocast_on(inputs_embeds.device.type):  # PyTorch 2.11 cannot compile the question
-            raise TypeError(f"`inputs_embeds` must have dtype {weight.dtype} as the model, got {inputs_embeds.dtype}")
-    name, tokens = ("input_ids", input_ids) if inputs_embeds is None else ("inputs_embeds", inputs_embeds)
-    # A hook of accelerate loads the weights of an offloaded model when they are used.
-    if tokens.is_meta != weight.is_meta and not hasattr(embedding, "_hf_hook"):
-        raise ValueError(f"`{name}` must be on the device of the model, {weight.device}, got {tokens.device}")
+    if inputs_embeds is None:
+        check_tensor("input_ids", input_ids, "(B, L)", 2, IDS)
+        _check_range("input_ids", input_ids, "vocab_size", embedding.weight.shape[0])
+        _check_device_of_layer("input_ids", input_ids, embedding)
+        return
+    width, dtype = embedding.weight.shape[1], embedding.weight.dtype
+    shape = f"(B, L, {width})"
+    check_tensor("inputs_embeds", inputs_embeds, shape, 3)
+    if inputs_embeds.shape[2] != width:
+        raise ValueError(f"`inputs_embeds` must have shape {shape}, got {tuple(inputs_embeds.shape)}")
+    differs = inputs_embeds.dtype != dtype and dtype.is_floating_point
+    if differs and not is_autocast_on(inputs_embeds.device.type):  # PyTorch 2.11 cannot compile the question
+        raise TypeError(f"`inputs_embeds` must have dtype {dtype} as the model, got {inputs_embeds.dtype}")
+    _check_device_of_layer("inputs_embeds", inputs_embeds, embedding)
 
 
 def is_autocast_on(device: str) -> bool:
-    """Whether autocast is on for devices of this type, of which some have none."""
+    """Whether autocast is on for this type of device. Some types have no autocast."""
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 def check_prompt(
     input_ids: Any, inputs_embeds: Any, attention_mask: Any, embedding: torch.nn.Module, past_length: int = 0
 ):
-    """Check the tokens and the mask that `generate` takes. Both kinds of tokens may be given, or none.
+    """Check the tokens and the mask of `generate`, which takes both kinds of tokens, one or none.
 
     Args:
-        past_length: the number of tokens in a cache. The mask may include them where the tokens do not.
-
-    Raises:
-        TypeError, ValueError: those of `check_tokens`; or the mask is not a tensor of the shape of the prompt.
+        past_length: the number of tokens in a cache. The mask may include them if the tokens do not.
     """
     if input_ids is not None:
         check_tokens(input_ids, None, embedding)
@@ -133,7 +108,7 @@ def check_prompt(
 
 
 def can_be_read(ids: torch.Tensor) -> bool:
-    """Whether the values of `ids` can be read without stalling a device."""
+    """Whether `ids` has values that can be read without a device sync, outside of graphs and of torch.func."""
     return is_on_host(ids) and not must_be_eager() and ids.numel() > 0
 
 
@@ -154,32 +129,21 @@ def check_labels(
     ignore_index: int = -100,
     limit: str = "vocab_size",
 ):
-    """Check that labels fit the hidden states `(B, L, d)` of all positions.
+    """Check that labels `(B, L)` are in [0, classes) or `ignore_index`, for `hidden_states` `(B, L, d)`.
 
-    Raises:
-        TypeError: the labels are not a tensor of int64.
-        ValueError: they are not `(B, L)`, or hold an id outside [0, classes) other than `ignore_index` (checked on
-            the CPU only). The field `limit` has the number of classes.
+    Args:
+        limit: the field with the number of classes.
     """
     check_tensor(name, labels, "(B, L)", 2, (torch.int64,))
-    if labels.shape != hidden_states.shape[:2]:
-        raise ValueError(
-            f"`{name}` must have shape (B, L) = {tuple(hidden_states.shape[:2])}, one label for each position with "
-            f"logits, got {tuple(labels.shape)}"
-        )
+    _check_shape(name, labels, "(B, L)", hidden_states.shape[:2], meaning=", one label for each position with logits")
     _check_device(name, labels, hidden_states)
     _check_range(name, labels.where(labels != ignore_index, 0), limit, classes)
 
 
 def check_logits_to_keep(logits_to_keep: Any, length: int, labels: torch.Tensor | None):
-    """Check the choice of positions in a sequence of `length`.
-
-    Raises:
-        TypeError: `logits_to_keep` is neither an integer nor a tensor of positions, `(K,)`.
-        ValueError: it is negative, a position is outside the sequence, or `labels` need the logits left out.
-    """
+    """Check the number of last positions that get logits, or the positions `(K,)`, in a sequence of `length`."""
     if isinstance(logits_to_keep, torch.Tensor):
-        check_tensor("logits_to_keep", logits_to_keep, "(K,)", 1, (torch.int64, torch.int32))
+        check_tensor("logits_to_keep", logits_to_keep, "(K,)", 1, IDS)
         _check_range("logits_to_keep", logits_to_keep.where(logits_to_keep >= 0, logits_to_keep + length), "L", length)
     elif not isinstance(logits_to_keep, int):
         raise TypeError(f"`logits_to_keep` must be an integer or a tensor of positions, got {logits_to_keep!r}")
@@ -190,13 +154,7 @@ def check_logits_to_keep(logits_to_keep: Any, length: int, labels: torch.Tensor 
 
 
 def check_class_labels(labels: Any, logits: torch.Tensor):
-    """Check that labels fit the `logits` `(B, C)` of C classes.
-
-    Raises:
-        TypeError: the labels are not a tensor, or hold neither int64 nor floating-point numbers.
-        ValueError: they are neither `(B,)` classes nor `(B, C)` floating-point numbers (`(B,)` for C = 1), or hold a
-            class outside [0, C) other than -100.
-    """
+    """Check labels for `logits` `(B, C)`: classes `(B,)`, -100 for none, or floats `(B, C)`, `(B,)` if C is 1."""
     batch, classes = logits.shape
     require_tensor("labels", labels, f"(B,) or (B, {classes})")
     whole = not labels.is_floating_point()
@@ -211,46 +169,38 @@ def check_class_labels(labels: Any, logits: torch.Tensor):
 
 
 def check_spans(start_positions: Any, end_positions: Any, logits: torch.Tensor):
-    """Check that the ends of spans fit the `logits` `(B, L)`.
-
-    Raises:
-        TypeError: they are not tensors of int64.
-        ValueError: they are not `(B,)`, or negative (checked on the CPU only).
-    """
-    batch = logits.shape[0]
+    """Check the first and last positions `(B,)` of spans for `logits` `(B, L)`."""
     for name, places in {"start_positions": start_positions, "end_positions": end_positions}.items():
         check_tensor(name, places, "(B,)", 1, (torch.int64,))
-        if places.shape != (batch,):
-            raise ValueError(f"`{name}` must have shape (B,) = ({batch},), got {tuple(places.shape)}")
+        _check_shape(name, places, "(B,)", logits.shape[:1])
         _check_device(name, places, logits)
         if can_be_read(places) and (places < 0).any():
             raise ValueError(f"`{name}` must be at least 0, got {int(places.min())}")
 
 
 def check_choices(name: str, tokens: Any, attention_mask: torch.Tensor | None) -> int:
-    """Check that `tokens` are `(B, C, L)` ids or `(B, C, L, d)` embeddings, and the mask `(B, C, L)`; returns C.
-
-    Raises:
-        TypeError: they are not tensors.
-        ValueError: they have other shapes.
-    """
-    shape, dims = ("(B, C, L)", 3) if name == "input_ids" else ("(B, C, L, d)", 4)
-    require_tensor(name, tokens, shape)
-    if tokens.dim() != dims:
-        raise ValueError(f"`{name}` must have shape {shape}, got {tuple(tokens.shape)}")
+    """Return C, the number of choices. Ids must be `(B, C, L)`, embeddings `(B, C, L, d)`, the mask `(B, C, L)`."""
+    require_tensor(name, tokens, *(("(B, C, L)", 3) if name == "input_ids" else ("(B, C, L, d)", 4)))
     if attention_mask is not None:
         require_tensor("attention_mask", attention_mask, "(B, C, L)")
-        if attention_mask.shape != tokens.shape[:3]:
-            raise ValueError(
-                f"`attention_mask` must have shape (B, C, L) = {tuple(tokens.shape[:3])}, "
-                f"got {tuple(attention_mask.shape)}"
-            )
+        _check_shape("attention_mask", attention_mask, "(B, C, L)", tokens.shape[:3])
     return tokens.shape[1]
 
 
-def _check_device(name: str, value: torch.Tensor, like: torch.Tensor):
+def _check_shape(name: str, value: torch.Tensor, letters: str, *allowed: tuple[int, ...], meaning: str = ""):
+    if value.shape not in allowed:
+        found = tuple(value.shape)
+        raise ValueError(f"`{name}` must have shape {letters} = {tuple(allowed[0])}{meaning}, got {found}")
+
+
+def _check_device(name: str, value: torch.Tensor, like: torch.Tensor, owner: str = ""):
     if value.is_meta != like.is_meta:
-        raise ValueError(f"`{name}` must be on the device {like.device}, got {value.device}")
+        raise ValueError(f"`{name}` must be on the device {owner}{like.device}, got {value.device}")
+
+
+def _check_device_of_layer(name: str, value: torch.Tensor, layer: torch.nn.Module):
+    if not hasattr(layer, "_hf_hook"):  # with a hook of accelerate, offloaded weights are loaded when they are used
+        _check_device(name, value, layer.weight, "of the model, ")
 
 
 def take_options(keywords: dict, *names: str) -> dict:
@@ -259,11 +209,7 @@ def take_options(keywords: dict, *names: str) -> dict:
 
 
 def check_direction(model: str, causal: bool, needed: bool):
-    """Check that `config.causal` is the direction that the class called `model` needs.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """Check that `config.causal` is what the class called `model` needs."""
     if causal != needed:
         why = "the tokens before it" if needed else "the tokens on both sides"
         raise ValueError(
@@ -273,37 +219,23 @@ def check_direction(model: str, causal: bool, needed: bool):
 
 
 def check_pixel_values(pixel_values: Any, projection: torch.nn.Conv2d):
-    """Check that images fit the `projection` of patches.
-
-    Raises:
-        TypeError: the images are not a tensor of real numbers.
-        ValueError: they are not square, their side is not a multiple of the patch size, they have another number of
-            channels, or they are on another device than the model.
-    """
-    if not isinstance(pixel_values, torch.Tensor):
-        raise TypeError(f"`pixel_values` must be a tensor, got {type(pixel_values).__name__}")
+    """Check images `(B, channels, side, side)` for the `projection` of patches, which divide the side."""
+    channels, size = projection.in_channels, projection.kernel_size[0]
+    require_tensor("pixel_values", pixel_values, f"(B, {channels}, side, side)")
     if pixel_values.is_complex():
         raise TypeError(f"`pixel_values` must hold real numbers, got {pixel_values.dtype}")
-    shape, channels, size = tuple(pixel_values.shape), projection.in_channels, projection.kernel_size[0]
+    shape = tuple(pixel_values.shape)
     fits = len(shape) == 4 and shape[1] == channels and shape[2] == shape[3] and shape[2] % size == 0
     if not fits or shape[2] == 0:
         raise ValueError(
             f"`pixel_values` must have shape (B, {channels}, side, side), the side a multiple of patch_size={size}, "
             f"got {shape}"
         )
-    # A hook of accelerate loads the weights of an offloaded model when they are used.
-    if pixel_values.is_meta != projection.weight.is_meta and not hasattr(projection, "_hf_hook"):
-        device = projection.weight.device
-        raise ValueError(f"`pixel_values` must be on the device of the model, {device}, got {pixel_values.device}")
+    _check_device_of_layer("pixel_values", pixel_values, projection)
 
 
 def check_patches(config):
-    """Check that a configuration is one of images.
-
-    Raises:
-        ValueError: `config.causal` is True, a layer is attention, or `max_position_embeddings` is not the number of
-            patches.
-    """
+    """Check that a configuration is one of images: bidirectional, without attention, one position for each patch."""
     if config.causal:
         raise ValueError("`causal` must be False for TnnForImageClassification, got True")
     if has_attention(config):
@@ -325,28 +257,20 @@ def real_tokens(input_ids: torch.Tensor | None, pad_token_id: int | None) -> tor
 def check_attention_mask(
     attention_mask: torch.Tensor | None, inputs_embeds: torch.Tensor, past_length: int
 ) -> torch.Tensor | None:
-    """The part `(B, L)` of the mask for the tokens of `inputs_embeds` `(B, L, d)`, or None if all tokens are real.
-
-    Raises:
-        TypeError: the mask is not a tensor.
-        ValueError: the sequence is empty, or the mask is not `(B, past_length + L)` or `(1, past_length + L)`.
-    """
+    """Return the part `(B, L)` of the mask for the tokens of `inputs_embeds` `(B, L, d)`; None if all are real."""
     batch, length = inputs_embeds.shape[:2]
     if length == 0:
-        raise ValueError(
-            f"The length of the sequence must be at least 1, got inputs of shape {tuple(inputs_embeds.shape)}"
-        )
+        found = tuple(inputs_embeds.shape)
+        raise ValueError(f"The length of the sequence must be at least 1, got inputs of shape {found}")
     if attention_mask is None:
         return None
     require_tensor("attention_mask", attention_mask, "(B, L)")
-    if attention_mask.shape not in ((batch, past_length + length), (1, past_length + length)):
-        raise ValueError(
-            f"`attention_mask` must have shape (B, past length + L) = {(batch, past_length + length)}, one entry for "
-            f"each token, got {tuple(attention_mask.shape)}"
-        )
+    shapes = [(rows, past_length + length) for rows in (batch, 1)]
+    meaning = ", one entry for each token"
+    _check_shape("attention_mask", attention_mask, "(B, past length + L)", *shapes, meaning=meaning)
     _check_device("attention_mask", attention_mask, inputs_embeds)
     attention_mask = (attention_mask[:, -length:] != 0).expand(batch, length)
-    # To learn that a mask hides nothing costs an accelerator more than to apply it.
+    # On an accelerator, the device sync to learn that a mask hides nothing costs more than applying it.
     return None if can_be_read(attention_mask) and attention_mask.all() else attention_mask
 
 
@@ -408,14 +332,9 @@ def pool_tokens(pooling: str, hidden_states: torch.Tensor, attention_mask: torch
     return POOLINGS[pooling](hidden_states, attention_mask)
 
 
-def check_pooled_whole(pooling: str, past_key_values: Cache | None):
-    """Check that mean pooling sees the whole text: a cache does not keep the hidden states of earlier tokens.
-
-    Raises:
-        ValueError: `pooling` is the mean, and the cache holds tokens.
-    """
-    # The model refuses objects that are not caches.
-    past_length = past_key_values.get_seq_length() if isinstance(past_key_values, Cache) else 0
+def check_pooled_whole(pooling: str, cache: Cache | None):
+    """Check that mean pooling has the whole sequence: a cache does not store the hidden states of earlier tokens."""
+    past_length = cache.get_seq_length() if isinstance(cache, Cache) else 0  # the model refuses other objects
     if pooling == "mean" and past_length > 0:
         raise ValueError(
             "`past_key_values` must be empty with classifier_pooling='mean', which needs the hidden states of all "
