@@ -41,7 +41,7 @@ BOOKKEEPING = ("tno_class", "converted_from")
 def configuration_page() -> str:
     """Every field of TnnConfig with its type, default, meaning, and the presets that set another value."""
     described = {
-        name: (kind.split(",")[0].strip("`"), " ".join(meaning.split()))
+        name: (kind.split(",")[0], kind.partition("defaults to ")[2], " ".join(meaning.split()))
         for name, kind, meaning in FIELD.findall(TnnConfig.__doc__.split("Args:\n")[1].split("    Raises:")[0])
     }
     defaults = {field.name: field.default for field in fields(TnnConfig)}
@@ -53,12 +53,12 @@ def configuration_page() -> str:
                 changed[name][json.dumps(value)].append(preset)
     parts = [
         "# Configuration\n",
-        "The fields of `TnnConfig`, in the order of the class. *Unset*: the value follows from other fields, "
-        "as the text says. The presets named are those that set another value.\n",
+        "The fields of `TnnConfig`, in the order of the class. A default in words or with the name of a field follows "
+        "from other fields. The presets named are those that set another value.\n",
     ]
-    for name, (kind, meaning) in described.items():
-        default = "unset" if defaults[name] is None else f"`{json.dumps(defaults[name])}`"
-        parts.append(f"### `{name}`\n\n`{kind}`, default {default}. {meaning}\n")
+    for name, (kind, default, meaning) in described.items():
+        default = (default or "`null`") if defaults[name] is None else f"`{json.dumps(defaults[name])}`"
+        parts.append(f"### `{name}`\n\n{kind}, default {default}. {meaning}\n")
         if name not in BOOKKEEPING and changed[name]:
             values = (f"`{value}` in {_list(presets)}" for value, presets in sorted(changed[name].items()))
             parts.append(f"Presets: {'; '.join(values)}.\n")

@@ -9,7 +9,8 @@ import math
 import os
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
-from typing import Any
+from types import NoneType
+from typing import Any, get_args
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -24,7 +25,7 @@ LAYER_TYPES = (TOEPLITZ, FULL, SLIDING)
 GTU, HYENA, S4 = "gtu", "hyena", "s4"
 MIXERS = (GTU, HYENA, S4)
 
-# The operators of this package, each with the directions that it has: whether `causal` may be True, and False.
+# The operators of this package, each with its directions: whether `causal` may be True, and False.
 DIRECTIONS = {
     "rpe": (True, True),
     "fd": (True, True),
@@ -36,8 +37,7 @@ DIRECTIONS = {
 }
 BUILT_IN = frozenset(DIRECTIONS)
 
-# The class of each operator that has been imported, by the names of `tno_type`. `tno_auto.py` fills it with those of
-# this package, and `register_operator` adds others.
+# The classes of imported operators by `tno_type`. `tno_auto.py` and `register_operator` fill the table.
 OPERATORS: dict[str, type] = {}
 
 CHOICES = {
@@ -60,69 +60,67 @@ CHOICES = {
     "classifier_pooling": (None, "last", "mean"),
     "toeplitz_mixer": MIXERS,
 }
-ACTIVATIONS = ("hidden_act", "rpe_act", "fd_act", "mlp_act", "classifier_act")
-# Of these None means that there is no such activation.
-OPTIONAL_ACTIVATIONS = ("mlp_act", "classifier_act")
 
-AT_LEAST_ONE = (
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "intermediate_size",
-    "rpe_dim",
-    "rpe_input_length",
-    "explicit_length",
-    "max_position_embeddings",
-    "rtf_state_size",
-    "rtf_truncation_length",
-    "s4d_state_size",
-    "ski_filter_size",
-    "ski_grid_length",
-    "fd_resolution",
-    "num_modes",
-    "modal_window",
-    "image_size",
-    "patch_size",
-    "num_channels",
-)
+Limit = tuple[Callable[[Any], bool], str]
+
+
+def one_of(allowed: Iterable) -> Limit:
+    """Return the limit of a field with the values `allowed`."""
+    return allowed.__contains__, f"one of {', '.join(map(repr, allowed))}"
+
+
+def between(least: int, most: int) -> Limit:
+    """Return the limit of an integer in [least, most]."""
+    return lambda value: least <= value <= most, f"in [{least}, {most:,}]"
+
 
 # A configuration may come from an unknown source. Sizes that no machine can hold are refused before allocation.
 LARGEST_SIZE = 2**24
 
-AT_MOST = dict.fromkeys((*AT_LEAST_ONE, "ski_rank"), LARGEST_SIZE) | {
-    "num_hidden_layers": 2**10,
-    "rpe_layers": 2**7,
-    "fd_resolution": 2 * LARGEST_SIZE,
-}
+PROBABILITY = (lambda value: 0 <= value < 1, "in [0, 1)")
+RATE = (lambda value: 0 < value <= 1, "in (0, 1]")
+STEP = (lambda value: 0 < value <= 1000, "in (0, 1000]")
+POSITIVE = (lambda value: 0 < value < math.inf, "a finite number above 0")
 
-# A longer list of labels has to name them, in `id2label`.
+# The limits of single fields: a predicate, and the text that follows "must be" in the error. Integers without an entry
+# here are sizes (`SIZES`).
+LIMITS: dict[str, Limit] = {name: one_of(allowed) for name, allowed in CHOICES.items()} | {
+    "layer_types": (set(LAYER_TYPES).issuperset, f"a list of {', '.join(map(repr, LAYER_TYPES))}"),
+    "num_hidden_layers": between(1, 2**10),
+    # transformers' cache of a window of one token would store all tokens.
+    "sliding_window": between(2, LARGEST_SIZE),
+    # Longer filters are what the operator is for.
+    "short_conv_kernel": between(1, 64),
+    "rpe_layers": between(0, 2**7),
+    "rpe_window": (lambda value: value >= 1, "at least 1"),
+    "fd_resolution": ({2**power for power in range(26)}.__contains__, f"a power of two in [1, {2**25:,}]"),
+    "initializer_range": POSITIVE,
+    "layer_norm_eps": POSITIVE,
+    "decay": RATE,
+    "ski_decay": RATE,
+    "s4d_dt_min": STEP,
+    "s4d_dt_max": STEP,
+    "hidden_dropout_prob": PROBABILITY,
+    "classifier_dropout": PROBABILITY,
+    "attention_dropout": PROBABILITY,
+}
+ACTIVATIONS = ("hidden_act", "rpe_act", "fd_act", "mlp_act", "classifier_act")
+
+# A longer list of labels must name them, in `id2label`.
 MOST_LABELS = 2**16
 
-# The grids of kernels are no parameters: a small folder could ask for any size.
+# Grids of kernels are no parameters: a small folder could ask for any size.
 SHORTEST_GRID, LONGEST_GRID, GRID_OF_LENGTH = 2**16, 2**19, 128
+GRID_FIELDS = {"fd": ("fd_resolution",), "ski": ("ski_grid_length",), "rtf": ("rtf_truncation_length",)}
 
-# Of a model without attention they are None, and are not saved. Their names are those of transformers.
-ATTENTION_FIELDS = (
-    "layer_types",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "rope_parameters",
-    "sliding_window",
-    "attention_dropout",
-)
+# With gated Toeplitz units these fields have their defaults and are not saved.
+MIXER_FIELDS = {"toeplitz_mixer", "short_conv_kernel", "hyena_rank", "hyena_norm"}
 
-# Of a model of gated Toeplitz units they have their defaults, and are not saved.
-MIXER_FIELDS = ("toeplitz_mixer", "short_conv_kernel", "hyena_rank", "hyena_norm")
-
-# Width of a head unless the configuration says otherwise.
+# Default width of a head.
 HEAD_DIM = 64
 
-# Largest number of taps of the short convolutions of Hyena: longer filters are what the operator is for.
-MOST_SHORT_TAPS = 64
-
 # The rotary positions that are possible, and the numbers that each needs. Frequencies that follow from the length of
-# the text ("dynamic", "longrope") are not: the outputs at the first tokens would change with the tokens behind them.
+# the sequence ("dynamic", "longrope") are not: the outputs at the first tokens would change with later tokens.
 ROPE_TYPES = {
     "default": (),
     "linear": ("factor",),
@@ -130,62 +128,10 @@ ROPE_TYPES = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
 
-Limit = tuple[Callable[[Any], bool], str]
-
-
-def one_of(allowed: tuple) -> Limit:
-    """The limit of a field that must have one of the values `allowed`."""
-    return allowed.__contains__, f"one of {', '.join(map(repr, allowed))}"
-
-
-def check_activation(name: str, value: str | None):
-    """Refuse a name that is not an activation of transformers, whose table takes seconds to import."""
-    from transformers.activations import ACT2FN
-
-    if value is None and name in OPTIONAL_ACTIVATIONS:
-        return
-    _check_limit(name, value, one_of(tuple(ACT2FN)))
-
-
-def _size_or_none(least: int):
-    allowed = f"in [{least}, {LARGEST_SIZE:,}] or None"
-    return lambda value: value is None or least <= value <= LARGEST_SIZE, allowed
-
-
-# The limits of single fields: a predicate, and the text that follows "must be" in the error.
-LIMITS: list[tuple[str, Limit]] = [
-    *((name, one_of(allowed)) for name, allowed in CHOICES.items()),
-    *((name, (lambda value: value >= 1, "at least 1")) for name in AT_LEAST_ONE),
-    *((name, (largest.__ge__, f"at most {largest:,}")) for name, largest in AT_MOST.items()),
-    ("hidden_dropout_prob", (lambda value: 0 <= value < 1, "in [0, 1)")),
-    ("classifier_dropout", (lambda value: value is None or 0 <= value < 1, "in [0, 1)")),
-    ("rpe_layers", (lambda value: value >= 0, "at least 0")),
-    ("rpe_window", (lambda value: value is None or value >= 1, "at least 1")),
-    ("initializer_range", (lambda value: 0 < value < math.inf, "a finite number above 0")),
-    ("layer_norm_eps", (lambda value: 0 < value < math.inf, "a finite number above 0")),
-    ("decay", (lambda value: value is None or 0 < value <= 1, "in (0, 1] or None")),
-    ("ski_decay", (lambda value: 0 < value <= 1, "in (0, 1]")),
-    ("s4d_dt_min", (lambda value: 0 < value <= 1000, "in (0, 1000]")),
-    ("s4d_dt_max", (lambda value: 0 < value <= 1000, "in (0, 1000]")),
-    ("fd_resolution", (lambda value: value & (value - 1) == 0, "a power of two")),
-    ("layer_types", (set(LAYER_TYPES).issuperset, f"a list of {', '.join(map(repr, LAYER_TYPES))}")),
-    *((name, _size_or_none(1)) for name in ("num_attention_heads", "num_key_value_heads", "head_dim")),
-    # Of a window of one token, transformers' cache would keep all tokens.
-    ("sliding_window", _size_or_none(2)),
-    ("attention_dropout", (lambda value: value is None or 0 <= value < 1, "in [0, 1)")),
-    ("short_conv_kernel", (lambda value: 1 <= value <= MOST_SHORT_TAPS, f"in [1, {MOST_SHORT_TAPS}]")),
-    ("hyena_rank", _size_or_none(1)),
-]
-
 
 def has_attention(config: "TnnConfig") -> bool:
     """Whether a layer of the model is attention."""
     return any(kind != TOEPLITZ for kind in config.layer_types)
-
-
-def all_toeplitz(config: "TnnConfig") -> list[str]:
-    """The layers of a model for which the configuration does not say them."""
-    return [TOEPLITZ] * min(config.num_hidden_layers, AT_MOST["num_hidden_layers"])
 
 
 def _in_attention(derive: Callable) -> Callable:
@@ -194,34 +140,27 @@ def _in_attention(derive: Callable) -> Callable:
 
 # Fields that follow from others unless they are set, each from those before it.
 DERIVED_LAYERS: dict[str, Callable[["TnnConfig"], Any]] = {
-    "layer_types": all_toeplitz,
+    "layer_types": lambda config: [TOEPLITZ] * config.num_hidden_layers,
     "num_attention_heads": _in_attention(lambda config: max(1, config.hidden_size // HEAD_DIM)),
     "num_key_value_heads": _in_attention(lambda config: config.num_attention_heads),
-    "head_dim": _in_attention(lambda config: max(1, config.hidden_size // max(1, config.num_attention_heads))),
+    "head_dim": _in_attention(lambda config: max(1, config.hidden_size // config.num_attention_heads)),
     "attention_dropout": _in_attention(lambda config: 0.0),
 }
+# Without attention these fields are None and are not saved. Their names are those of transformers.
+ATTENTION_FIELDS = DERIVED_LAYERS.keys() | {"rope_parameters", "sliding_window"}
 
-DERIVED = DERIVED_LAYERS | {
-    "intermediate_size": lambda config: config.hidden_size,
-    "fd_resolution": lambda config: 1 << (2 * config.axis_length - 1).bit_length(),
-    "ski_grid_length": lambda config: config.axis_length,
-    "rtf_truncation_length": lambda config: config.axis_length,
-    "rpe_input_length": lambda config: config.axis_length,
-    "explicit_length": lambda config: config.axis_length,
+# Fields that follow from the length of the training.
+LENGTHS = ("ski_grid_length", "rtf_truncation_length", "rpe_input_length", "explicit_length")
+DERIVED_LENGTHS = dict.fromkeys(LENGTHS, lambda config: config.axis_length) | {
+    "fd_resolution": lambda config: 1 << (2 * config.axis_length - 1).bit_length()
 }
+LENGTH_FIELDS = DERIVED_LENGTHS.keys()
 
-SOURCES = (
-    "hidden_size",
-    "max_position_embeddings",
-    "spatial_dims",
-    "num_hidden_layers",
-    "layer_types",
-    "num_attention_heads",
-)
+DERIVED = DERIVED_LAYERS | DERIVED_LENGTHS | {"intermediate_size": lambda config: config.hidden_size}
+SOURCES = {"hidden_size", "max_position_embeddings", "spatial_dims", "num_hidden_layers"}  # and those in `DERIVED`
 # Those that a trained model keeps if the fields that they followed from are changed at load.
 FIXED = DERIVED.keys() - DERIVED_LAYERS.keys()
-# Those that follow from the length of the training.
-LENGTH_FIELDS = FIXED - {"intermediate_size"}
+
 # Names and values of earlier versions, which still load.
 OLD_NAMES = {
     "product": "tno_implementation",
@@ -240,148 +179,167 @@ class TnnConfig(PreTrainedConfig):
     """Configuration of a [`TnnModel`] and its heads. The defaults are the causal language model of the TNN paper.
 
     Args:
-        vocab_size (`int`): Number of tokens in the vocabulary.
-        hidden_size (`int`): Width of the token representations, d.
-        num_hidden_layers (`int`): Number of blocks (one GTU and one GLU each).
-        layer_types (`list[str]`, *optional*): What mixes the tokens in each block: `"toeplitz"` (the GTU, or
-            another `toeplitz_mixer`), `"full_attention"` or `"sliding_attention"` (softmax attention in its place).
-            All are Toeplitz unless set.
-        toeplitz_mixer (`str`): What stands around the operator in the Toeplitz blocks: `"gtu"` (the gated Toeplitz
-            unit), `"hyena"` (Hyena of order 2, with the operator as its long filter) or `"s4"` (the mixer of S4's
-            blocks: the operator, `hidden_act`, a linear map and a gate; needs `gtu_expansion=1`).
-        short_conv_kernel (`int`): Number of taps of the short convolutions of `"hyena"`, in [1, 64]; odd with
-            `causal=False`.
-        hyena_rank (`int`, *optional*): Width of the two linear maps, with `hidden_act` between them, that replace the
-            output projection of `"hyena"`. None for one map without an activation.
-        hyena_norm (`bool`): Whether `"hyena"` normalises its gated product by an RMS norm with a scale for each
-            channel and 1e-6 inside the root, as in the released RTF code.
-        num_attention_heads (`int`, *optional*): Number of heads of attention; one for each 64 of `hidden_size` unless
-            set. None without attention.
-        num_key_value_heads (`int`, *optional*): Number of heads of keys and values, a divisor of
-            `num_attention_heads`, which is also the default.
-        head_dim (`int`, *optional*): Width of a head; `hidden_size / num_attention_heads` unless set.
-        rope_parameters (`dict`, *optional*): Rotary positions in attention, as in transformers:
-            `{"rope_type": "default", "rope_theta": 10000.0}`, or `"linear"`, `"yarn"` or `"llama3"` with their
-            numbers. None for attention without positions, which Toeplitz layers carry.
-        sliding_window (`int`, *optional*): Number of tokens that `"sliding_attention"` sees, the present one
-            included; with `causal=False`, so many on each side. At least 2.
-        attention_dropout (`float`, *optional*): Dropout of the weights of attention; 0 unless set.
-        causal (`bool`): Whether a position sees only itself and earlier positions. `TnnForCausalLM` needs `True`,
-            `TnnForMaskedLM` and `TnnForImageClassification` need `False`, and the other classes take both.
-        tno_type (`str`): Where the Toeplitz coefficients come from: `"rpe"` (an MLP of the lag, times a decay),
-            `"fd"` (an MLP of the frequency), `"ski"` (a short filter plus a low-rank interpolated kernel, not
-            causal), `"rtf"` (a rational transfer function), `"s4d"` (a diagonal state-space model), `"modal"`
-            (a recurrence that `to_recurrent` fitted) or `"explicit"` (one parameter for each lag below
-            `explicit_length`, times the decay). Names that `register_operator` has added are allowed too.
-        gtu_expansion (`float`): Ratio of the width of the gated Toeplitz unit to `hidden_size`. The unit has
-            int(gtu_expansion * hidden_size) channels.
-        gtu_norm (`bool`): Whether the gated product is normalised before the output projection of the GTU.
-        use_glu (`bool`): Whether a block has a GLU after its GTU.
-        intermediate_size (`int`, *optional*): Inner width of the GLU; `hidden_size` unless set.
-        mlp_act (`str`, *optional*): Activation of an MLP, y = W_down act(W_up x), in place of the GLU. None for
-            the GLU.
-        hidden_act (`str`): Activation of the GTU (or in another mixer) and of the gate of the GLU.
-        norm_type (`str`): Norm of the blocks, of the GTU (`gtu_norm`) and of the RPE: `"simplermsnorm"` (without
-            parameters), `"rmsnorm"`, `"gatedrmsnorm"`, `"scalenorm"`, `"layernorm"` or `"batchnorm"` (over the
-            real tokens of a batch, in each process alone; for the blocks only).
-        norm_position (`str`): `"pre"`: x + f(norm(x)), with a final LayerNorm (or batch norm); `"post"`:
-            norm(x + f(x)); `"res_post"`: x + norm(f(x)).
-        scale_embedding (`bool`): Whether embeddings are multiplied by sqrt(hidden_size).
-        embedding_norm (`bool`): Whether embeddings pass through a LayerNorm.
-        position_embedding (`str`, *optional*): `"sinusoidal"` adds absolute positions to the embeddings, counted
-            from the first real token.
-        spatial_dims (`int`): 1 for a sequence. 2 for the tokens of a square image in row-major order, which are mixed
-            along the rows and the columns (not causal).
-        spatial_mixing (`str`): How rows and columns are combined when `spatial_dims=2`: `"product"`, twice the product
-            along both axes (the Long Range Arena models), or `"sum"`, rows plus columns (the ImageNet models).
-        image_size (`int`): Side in pixels of the images that `TnnForImageClassification` is trained on.
-        patch_size (`int`): Side in pixels of a patch, a square of the image that becomes one token.
-        num_channels (`int`): Number of channels of an image.
-        layer_norm_eps (`float`): Epsilon of every LayerNorm. The RMS norms keep the 1e-8 of the released code.
-        rpe_dim (`int`): Width of the relative position encoder (`"rpe"` and `"fd"`).
-        rpe_layers (`int`): Number of hidden layers of the position encoder, besides its input and output projections.
-            It may be 0.
-        rpe_input (`str`): Input of the position encoder when `tno_type="rpe"`: the `"lag"`, the lag over
-            `rpe_input_length` (`"normalized"`), or sines and cosines of the lag (`"sinusoidal"`).
-        rpe_input_length (`int`, *optional*): The lag that `"normalized"` maps to 1; `max_position_embeddings` unless
-            set.
-        rpe_act (`str`): Activation of the position encoder when `tno_type="rpe"`.
-        rpe_residual (`bool`): Whether the hidden layers of the position encoder have a residual connection.
-        rpe_norm_type (`str`, *optional*): Norm of the position encoder; `norm_type` unless set (`"layernorm"` if that
-            is `"batchnorm"`).
-        rpe_hidden_norm (`bool`): Whether the hidden layers of the position encoder have a norm, as its output layer
-            has.
-        rpe_window (`int`, *optional*): The `"rpe"` coefficients are zero at lags of this size and above.
-        explicit_length (`int`, *optional*): Number of lags, on each side, that have a parameter when
-            `tno_type="explicit"`; `max_position_embeddings` unless set.
-        decay (`float`, *optional*): Decay per lag of `"rpe"` and `"explicit"` coefficients, in (0, 1]; `None` for no
-            decay. In half precision, the lags that hold less than 2^-12 of a kernel with it are not computed.
-        learnable_decay (`bool`): Whether each channel of `"rpe"` learns a decay between `decay` and 1. `"explicit"`
-            ignores it and has the decay `decay` in all channels: 0.01 leaves it little but its nearest coefficients.
-        tno_implementation (`str`): How Toeplitz products are computed: `"fused"` (fast) or `"eager"` (PyTorch's own
-            operations), with the same values and derivatives of any order; `"triton"`, for GPUs, which multiplies in
-            the precision of the activations; or `"auto"`: `"triton"` on NVIDIA's GPUs of compute capability 8.0 and
-            newer for kernels of up to 4,096 taps (512 in float32), counted on both sides, else `"fused"`. Where
-            `"triton"` cannot run, `"fused"` does, with a warning. It is saved unless it is `"auto"`: it concerns the
-            machine, not the model.
-        tno_class (`str`, *optional*): Module and name of the class of an operator that `register_operator` added. It
-            is set when a model is built or saved, so that a failed load can say what to import first.
-        max_kernel_length (`int`, *optional*): Largest `fd_resolution`, `rtf_truncation_length` or `ski_grid_length` of
-            a saved configuration that loads, for the operator that has it; 128 `max_position_embeddings` unless set,
-            but at least 65,536 and at most 524,288. It lifts a limit against folders that ask for much memory, so only
-            who loads a folder can set it, as an argument of `from_pretrained`; it is not saved.
-        max_position_embeddings (`int`): Length the model is trained for. It does not limit the length of inputs. The
-            defaults of `fd_resolution`, `ski_grid_length`, `rtf_truncation_length`, `rpe_input_length` and
-            `explicit_length` follow from it (from its square root when `spatial_dims=2`) until a model is built or
-            saved. After that they are fixed: another `max_position_embeddings` at load does not change them.
-        fd_resolution (`int`, *optional*): Number of taps of an `"fd"` kernel on each side, a power of two; the
-            frequency grid has `fd_resolution + 1` points. At least twice `max_position_embeddings` unless set.
-        fd_input (`str`): Input of the frequency MLP: `"omega"` in [0, pi] as published, or `"cos"` for cos(omega),
-            for which the decay theorems of the paper hold.
-        fd_act (`str`): Activation of the frequency MLP.
-        ski_rank (`int`): Number of inducing points over `ski_grid_length` positions, at least 2.
-        ski_grid_length (`int`, *optional*): Number of positions that `ski_rank` inducing points are spread over;
-            `max_position_embeddings` unless set.
-        ski_filter_size (`int`): Number of taps of the short filter of `"ski"`; an even number is raised by one.
-        ski_interpolation (`str`): How `"ski"` interpolates between inducing points: `"linear"`, with two of them for
-            each position, `"cubic"`, with four, or `"released"`, for models trained with the released code.
-        ski_initializer (`str`): First values of `"ski"`: `"normal"`, all from N(0, 1), as in the released code, or
-            `"local"`, a short filter of norm 1 (taps from N(0, 1/taps)) and a low-rank part of zeros.
-        ski_decay (`float`): lambda of the inverse time warp x(s) = sign(s) lambda^|s|, in (0, 1].
-        rtf_state_size (`int`): Order N of the rational function, below `rtf_truncation_length`.
-        rtf_truncation_length (`int`, *optional*): Number of points of the unit circle at which `"rtf"` samples its
-            function, rounded up to an even number; `max_position_embeddings` unless set.
-        rtf_num_denominators (`int`, *optional*): Number of denominators shared by groups of consecutive
-            channels; a divisor of the GTU width, which is also the default (no sharing).
-        rtf_constraint (`str`, *optional*): `"l1_montel"` keeps all poles inside the unit circle. With None they may
-            leave it in training; then a text cannot be continued from a cache.
-        rtf_initializer (`str`): First coefficients: `"zeros"`, `"xavier"` (uniform, 1/sqrt(N)) or `"montel"` (uniform,
-            1/N).
-        s4d_state_size (`int`): Number N of real states of each channel of `"s4d"`, an even number: N/2 pairs of
-            complex poles.
-        s4d_initializer (`str`): First poles: `"lin"` (S4D-Lin, frequencies 0, pi, 2 pi, ..), `"inv"` (S4D-Inv) or
-            `"legs"` (S4D-LegS, from the HiPPO matrix).
-        s4d_discretization (`str`): `"zoh"` (zero-order hold) or `"bilinear"`.
-        s4d_dt_min (`float`): Smallest first step of a channel; the steps are spread evenly on a logarithmic scale.
-        s4d_dt_max (`float`): Largest first step of a channel.
-        num_modes (`int`): Number of complex exponentials of a `"modal"` kernel, each of two states.
-        modal_window (`int`): Number of first taps that a `"modal"` kernel stores exactly.
+        vocab_size (`int`, *optional*, defaults to 50265): Number of tokens in the vocabulary.
+        hidden_size (`int`, *optional*, defaults to 512): Width of the token representations, d.
+        num_hidden_layers (`int`, *optional*, defaults to 7): Number of blocks, each of a mixer and a GLU.
+        layer_types (`list[str]`, *optional*, defaults to `"toeplitz"` for all): Mixer of each block: `"toeplitz"` (the
+            `toeplitz_mixer`), `"full_attention"` or `"sliding_attention"` (softmax attention).
+        toeplitz_mixer (`str`, *optional*, defaults to `"gtu"`): `"gtu"` (the gated Toeplitz unit), `"hyena"` (Hyena of
+            order 2, with the operator as its long filter) or `"s4"` (S4's: the operator, `hidden_act`, a linear map
+            and a gate; needs `gtu_expansion=1`).
+        short_conv_kernel (`int`, *optional*, defaults to 3): Number of taps of the short convolutions of `"hyena"`, in
+            [1, 64]; odd with `causal=False`.
+        hyena_rank (`int`, *optional*): Width between two linear maps, with `hidden_act`, that replace the output
+            projection of `"hyena"`. None for one map without an activation.
+        hyena_norm (`bool`, *optional*, defaults to `False`): Whether `"hyena"` normalises its gated product by an RMS
+            norm with a scale per channel and 1e-6 inside the root, as in the released RTF code.
+        num_attention_heads (`int`, *optional*, defaults to `hidden_size // 64`): Number of attention heads. None
+            without attention.
+        num_key_value_heads (`int`, *optional*, defaults to `num_attention_heads`): Number of heads of keys and values,
+            a divisor of `num_attention_heads`.
+        head_dim (`int`, *optional*, defaults to `hidden_size // num_attention_heads`): Width of a head.
+        rope_parameters (`dict`, *optional*): Rotary positions in attention, as in transformers: `{"rope_type":
+            "default", "rope_theta": 10000.0}`, or `"linear"`, `"yarn"` or `"llama3"` with their numbers. None for
+            attention without positions, which Toeplitz layers carry.
+        sliding_window (`int`, *optional*): Number of tokens that `"sliding_attention"` sees, with the present one;
+            with `causal=False`, on each side. At least 2.
+        attention_dropout (`float`, *optional*, defaults to 0): Dropout of attention weights.
+        causal (`bool`, *optional*, defaults to `True`): Whether a position sees only itself and earlier ones.
+            `TnnForCausalLM` needs `True`, `TnnForMaskedLM` and `TnnForImageClassification` need `False`, the other
+            classes take both.
+        tno_type (`str`, *optional*, defaults to `"rpe"`): Source of the Toeplitz coefficients: `"rpe"` (an MLP of the
+            lag, times a decay), `"fd"` (an MLP of the frequency), `"ski"` (a short filter plus a low-rank interpolated
+            kernel, not causal), `"rtf"` (a rational transfer function), `"s4d"` (a diagonal state-space model),
+            `"modal"` (a recurrence fitted by `to_recurrent`), `"explicit"` (one parameter per lag below
+            `explicit_length`, times the decay), or a name that `register_operator` has added.
+        gtu_expansion (`float`, *optional*, defaults to 3): The gated Toeplitz unit has int(gtu_expansion *
+            hidden_size) channels.
+        gtu_norm (`bool`, *optional*, defaults to `False`): Whether the gated product is normalised before the output
+            projection of the GTU.
+        use_glu (`bool`, *optional*, defaults to `True`): Whether a block has a GLU after its mixer.
+        intermediate_size (`int`, *optional*, defaults to `hidden_size`): Inner width of the GLU.
+        mlp_act (`str`, *optional*): Activation of an MLP, y = W_down act(W_up x), in place of the GLU. None for the
+            GLU.
+        hidden_act (`str`, *optional*, defaults to `"silu"`): Activation of the mixer and of the gate of the GLU.
+        norm_type (`str`, *optional*, defaults to `"simplermsnorm"`): Norm of the blocks, of the GTU (`gtu_norm`) and
+            of the RPE: `"simplermsnorm"` (without parameters), `"rmsnorm"`, `"gatedrmsnorm"`, `"scalenorm"`,
+            `"layernorm"` or `"batchnorm"` (over the real tokens of a batch, in each process alone; for the blocks
+            only).
+        norm_position (`str`, *optional*, defaults to `"pre"`): `"pre"`: x + f(norm(x)), with a final LayerNorm (or
+            batch norm); `"post"`: norm(x + f(x)); `"res_post"`: x + norm(f(x)).
+        scale_embedding (`bool`, *optional*, defaults to `True`): Whether embeddings are multiplied by
+            sqrt(hidden_size).
+        embedding_norm (`bool`, *optional*, defaults to `False`): Whether embeddings pass through a LayerNorm.
+        position_embedding (`str`, *optional*): `"sinusoidal"` adds absolute positions to the embeddings, counted from
+            the first real token.
+        spatial_dims (`int`, *optional*, defaults to 1): 1 for a sequence. 2 for the tokens of a square image in
+            row-major order, which are mixed along rows and columns (not causal).
+        spatial_mixing (`str`, *optional*, defaults to `"product"`): Combination of rows and columns if
+            `spatial_dims=2`: `"product"`, twice the product along both axes (the Long Range Arena models), or `"sum"`,
+            rows plus columns (the ImageNet models).
+        image_size (`int`, *optional*, defaults to 224): Side in pixels of the images of `TnnForImageClassification`.
+        patch_size (`int`, *optional*, defaults to 16): Side in pixels of a patch, a square of the image that becomes
+            one token.
+        num_channels (`int`, *optional*, defaults to 3): Number of channels of an image.
+        layer_norm_eps (`float`, *optional*, defaults to 1e-05): Epsilon of every LayerNorm. The RMS norms have the
+            1e-8 of the released code.
+        rpe_dim (`int`, *optional*, defaults to 64): Width of the relative position encoder (`"rpe"` and `"fd"`).
+        rpe_layers (`int`, *optional*, defaults to 6): Number of hidden layers of the position encoder besides its
+            input and output projections, from 0.
+        rpe_input (`str`, *optional*, defaults to `"lag"`): Input of the position encoder of `"rpe"`: the `"lag"`, the
+            lag over `rpe_input_length` (`"normalized"`), or sines and cosines of the lag (`"sinusoidal"`).
+        rpe_input_length (`int`, *optional*, defaults to `max_position_embeddings`): Lag that `"normalized"` maps to 1.
+        rpe_act (`str`, *optional*, defaults to `"relu"`): Activation of the position encoder of `"rpe"`.
+        rpe_residual (`bool`, *optional*, defaults to `False`): Whether hidden layers of the position encoder have a
+            residual connection.
+        rpe_norm_type (`str`, *optional*, defaults to `norm_type`): Norm of the position encoder (`"layernorm"` if
+            `norm_type="batchnorm"`).
+        rpe_hidden_norm (`bool`, *optional*, defaults to `True`): Whether hidden layers of the position encoder have a
+            norm, as its output has.
+        rpe_window (`int`, *optional*): Lag from which `"rpe"` coefficients are zero. None for no limit.
+        explicit_length (`int`, *optional*, defaults to `max_position_embeddings`): Number of lags on each side that
+            have a parameter if `tno_type="explicit"`.
+        decay (`float`, *optional*, defaults to 0.99): Decay per lag of `"rpe"` and `"explicit"` coefficients, in (0,
+            1]; None for no decay. In half precision, lags that hold less than 2^-12 of a kernel with it are not
+            computed.
+        learnable_decay (`bool`, *optional*, defaults to `False`): Whether each channel of `"rpe"` learns a decay
+            between `decay` and 1. `"explicit"` ignores it and has the decay `decay` in all channels: 0.01 leaves it
+            little but its nearest coefficients.
+        tno_implementation (`str`, *optional*, defaults to `"auto"`): Computation of Toeplitz products: `"fused"`
+            (fast) or `"eager"` (PyTorch's own operations), with the same values and derivatives of any order;
+            `"triton"`, for GPUs, which multiplies in the precision of the activations; or `"auto"`: `"triton"` on
+            NVIDIA's GPUs of compute capability 8.0 and newer for kernels of up to 4,096 taps (512 in float32), counted
+            on both sides, else `"fused"`. Where `"triton"` cannot run, `"fused"` does, with a warning. Not saved if it
+            is `"auto"`: it concerns the machine, not the model.
+        tno_class (`str`, *optional*): Module and name of the class of an operator that `register_operator` added. Set
+            when a model is built or saved, so that a failed load can say what to import first.
+        max_kernel_length (`int`, *optional*, defaults to `128 * max_position_embeddings`): Largest `fd_resolution`,
+            `rtf_truncation_length` or `ski_grid_length` of a saved configuration that loads, for the operator that has
+            it; the default is in [65,536, 524,288]. It lifts a limit against folders that ask for much memory, so it
+            is an argument of `from_pretrained` only, and not saved.
+        max_position_embeddings (`int`, *optional*, defaults to 512): Length the model is trained for. It does not
+            limit the length of inputs. The defaults of `fd_resolution`, `ski_grid_length`, `rtf_truncation_length`,
+            `rpe_input_length` and `explicit_length` follow from it (from its square root if `spatial_dims=2`) until a
+            model is built or saved. After that another `max_position_embeddings` does not change them.
+        fd_resolution (`int`, *optional*, defaults to at least `2 * max_position_embeddings`): Number of taps of an
+            `"fd"` kernel on each side, a power of two; the frequency grid has `fd_resolution + 1` points.
+        fd_input (`str`, *optional*, defaults to `"omega"`): Input of the frequency MLP: `"omega"` in [0, pi] as
+            published, or `"cos"` for cos(omega), for which the decay theorems of the paper hold.
+        fd_act (`str`, *optional*, defaults to `"relu"`): Activation of the frequency MLP.
+        ski_rank (`int`, *optional*, defaults to 32): Number of inducing points, at least 2.
+        ski_grid_length (`int`, *optional*, defaults to `max_position_embeddings`): Number of positions that the
+            inducing points are spread over.
+        ski_filter_size (`int`, *optional*, defaults to 16): Number of taps of the short filter of `"ski"`; an even
+            number is raised by one.
+        ski_interpolation (`str`, *optional*, defaults to `"linear"`): Interpolation between inducing points:
+            `"linear"`, from two per position, `"cubic"`, from four, or `"released"`, for models trained with the
+            released code.
+        ski_initializer (`str`, *optional*, defaults to `"normal"`): First values of `"ski"`: `"normal"`, all from N(0,
+            1), as in the released code, or `"local"`, a short filter of norm 1 (taps from N(0, 1/taps)) and a low-rank
+            part of zeros.
+        ski_decay (`float`, *optional*, defaults to 0.99): lambda of the inverse time warp x(s) = sign(s) lambda^|s|,
+            in (0, 1].
+        rtf_state_size (`int`, *optional*, defaults to 64): Order N of the rational function, below
+            `rtf_truncation_length`.
+        rtf_truncation_length (`int`, *optional*, defaults to `max_position_embeddings`): Number of points of the unit
+            circle at which `"rtf"` samples its function, rounded up to an even number.
+        rtf_num_denominators (`int`, *optional*): Number of denominators shared by groups of consecutive channels, a
+            divisor of the GTU width. None for one per channel.
+        rtf_constraint (`str`, *optional*, defaults to `"l1_montel"`): `"l1_montel"` keeps all poles inside the unit
+            circle. With None they may leave it in training; then a sequence cannot be continued from a cache.
+        rtf_initializer (`str`, *optional*, defaults to `"xavier"`): First coefficients: `"zeros"`, `"xavier"`
+            (uniform, 1/sqrt(N)) or `"montel"` (uniform, 1/N).
+        s4d_state_size (`int`, *optional*, defaults to 64): Number N of real states per channel of `"s4d"`, an even
+            number: N/2 pairs of complex poles.
+        s4d_initializer (`str`, *optional*, defaults to `"lin"`): First poles: `"lin"` (S4D-Lin, frequencies 0, pi, 2
+            pi, ..), `"inv"` (S4D-Inv) or `"legs"` (S4D-LegS, from the HiPPO matrix).
+        s4d_discretization (`str`, *optional*, defaults to `"zoh"`): `"zoh"` (zero-order hold) or `"bilinear"`.
+        s4d_dt_min (`float`, *optional*, defaults to 0.001): Smallest first step of a channel; steps are spread evenly
+            on a logarithmic scale.
+        s4d_dt_max (`float`, *optional*, defaults to 0.1): Largest first step of a channel.
+        num_modes (`int`, *optional*, defaults to 32): Number of complex exponentials of a `"modal"` kernel, each of
+            two states.
+        modal_window (`int`, *optional*, defaults to 16): Number of first taps that a `"modal"` kernel stores exactly.
         converted_from (`str`, *optional*): The `tno_type` that a `"modal"` model was converted from.
-        hidden_dropout_prob (`float`): Dropout after the embeddings, each GTU and each GLU.
-        classifier_dropout (`float`, *optional*): Dropout of the classification head; `hidden_dropout_prob` unless set.
+        hidden_dropout_prob (`float`, *optional*, defaults to 0.1): Dropout after the embeddings, each mixer and each
+            GLU.
+        classifier_dropout (`float`, *optional*, defaults to `hidden_dropout_prob`): Dropout of the classification
+            head.
         classifier_pooling (`str`, *optional*): Pooling of text classifiers: the hidden state of the `"last"` real
-            token, or the `"mean"` over all real tokens, which needs the whole text at once (no cache). Unless set,
-            causal models use the last token and bidirectional models the mean.
-        classifier_act (`str`, *optional*): Activation between the two linear layers of the classification head; None
-            for a head of one linear layer.
-        initializer (`str`): `"torch"`: PyTorch's default for linear layers and N(0, 1/d) for embeddings (the
-            causal models of the papers); `"normal"`: N(0, initializer_range^2) and zero biases (as BERT);
-            `"normal_gtu"`: as `"torch"`, but N(0, initializer_range^2) for weights and biases of the GTU.
-            `"small_embeddings"`: as `"torch"`, but N(0, d^-1.5) for embeddings. Then the loss of a new language model
-            is near the logarithm of the vocabulary, since the token just read no longer has the largest logit.
-        initializer_range (`float`): Standard deviation for `"normal"` and `"normal_gtu"`.
-        use_cache (`bool`): Whether causal models return a cache, the state that continues a sequence.
-        tie_word_embeddings (`bool`): Whether the language modelling heads share the input embeddings.
+            token (the default of causal models) or the `"mean"` over all real tokens (that of others), which needs the
+            whole sequence at once (no cache).
+        classifier_act (`str`, *optional*, defaults to `"tanh"`): Activation between two linear layers of the
+            classification head; None for one layer.
+        initializer (`str`, *optional*, defaults to `"torch"`): `"torch"`: PyTorch's default for linear layers and N(0,
+            1/d) for embeddings (the causal models of the papers); `"normal"`: N(0, initializer_range^2) and zero
+            biases (as BERT); `"normal_gtu"`: as `"torch"`, but N(0, initializer_range^2) for weights and biases of the
+            GTU; `"small_embeddings"`: as `"torch"`, but N(0, d^-1.5) for embeddings. Then the loss of a new language
+            model is near the logarithm of the vocabulary, since the token just read no longer has the largest logit.
+        initializer_range (`float`, *optional*, defaults to 0.02): Standard deviation of `"normal"` and `"normal_gtu"`.
+        use_cache (`bool`, *optional*, defaults to `True`): Whether causal models return a cache, the state that
+            continues a sequence.
+        tie_word_embeddings (`bool`, *optional*, defaults to `True`): Whether language modelling heads share the input
+            embeddings.
 
     Raises:
         ValueError: a field has a value outside its limits, or two fields contradict each other.
@@ -486,17 +444,15 @@ class TnnConfig(PreTrainedConfig):
         for old, name in OLD_NAMES.items():
             if old in kwargs:
                 setattr(self, name, kwargs.pop(old))
-        if self.dtype is None:
-            self.dtype = kwargs.pop("torch_dtype", None)  # its name in older versions of transformers
+        self._check_fields()
         self._automatic = frozenset(name for name in DERIVED if getattr(self, name) is None)
         self._derive()
-        self._check_fields()
-        self._check_operator()
-        # The base class accepts the name of any attribute of torch.
-        name = str(self.dtype).removeprefix("torch.")
-        known = self.dtype is None or isinstance(getattr(torch, name, None), torch.dtype)
-        self.require("dtype", known, "the name of a dtype of torch, such as 'float32'")
-        # The base class makes a list of this length.
+        self._check_together()
+        if self.dtype is None:
+            self.dtype = kwargs.pop("torch_dtype", None)  # its name in older versions of transformers
+        # The base class accepts the name of any attribute of torch, and makes a list of `num_labels` names.
+        known = isinstance(getattr(torch, str(self.dtype).removeprefix("torch."), None), torch.dtype)
+        self.require("dtype", self.dtype is None or known, "the name of a dtype of torch, such as 'float32'")
         if (num_labels := kwargs.get("num_labels") or 0) > MOST_LABELS:
             raise ValueError(f"`num_labels` must be at most {MOST_LABELS:,}, got {num_labels}")
         names = self.architectures or []
@@ -509,7 +465,7 @@ class TnnConfig(PreTrainedConfig):
             self.rope_parameters = None
 
     def __setattr__(self, name: str, value: Any):
-        """Set a field, check it alone, and derive again the fields that follow from it.
+        """Set a field, check it alone, and derive the fields that follow from it.
 
         Fields are checked together when a model is built or the configuration is saved, see `check`.
 
@@ -517,19 +473,15 @@ class TnnConfig(PreTrainedConfig):
             ValueError: the value is outside the limits of the field.
         """
         [(name, value)] = self.rename_old({name: value}).items()
-        initialized = "_automatic" in self.__dict__  # by __post_init__, which checks all of them
-        unset = value is None and name in DERIVED
-        for limited, limit in LIMITS if initialized and not unset else ():
-            if limited == name:
-                _check_limit(name, value, limit)
-        if initialized and name in ACTIVATIONS:
-            check_activation(name, value)
-        if initialized and name == "tno_type":
+        if "_automatic" not in vars(self):  # __post_init__ checks and derives all of them
+            return super().__setattr__(name, value)
+        _check_field(name, value)
+        if name == "tno_type":
             require_operator(value)
         super().__setattr__(name, value)
-        if initialized and name in DERIVED:
-            self._automatic = self._automatic | {name} if unset else self._automatic - {name}
-        if initialized and (unset or name in SOURCES):
+        if name in DERIVED:
+            self._automatic = self._automatic - {name} | ({name} if value is None else set())
+        if name in SOURCES or name in DERIVED:
             self._derive()
 
     def __eq__(self, other: object) -> bool:
@@ -538,7 +490,7 @@ class TnnConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs) -> "TnnConfig":
-        """A configuration from a dictionary, as in transformers; `kwargs` override fields and are checked with them.
+        """Build a configuration from a dictionary, as in transformers; `kwargs` override fields.
 
         Fields that a saved configuration derived from `max_position_embeddings` stay as they were trained. A preset
         has no derived fields: they are derived after the overrides.
@@ -565,7 +517,7 @@ class TnnConfig(PreTrainedConfig):
 
     @staticmethod
     def rename_old(fields: dict[str, Any]) -> dict[str, Any]:
-        """`fields` with the old names and values replaced by those of this version."""
+        """Replace old names and values in `fields` by those of this version."""
         fields = {OLD_NAMES.get(name, name): value for name, value in fields.items()}
         for name in OLD_VALUES.keys() & fields.keys():
             value = fields[name]
@@ -573,28 +525,28 @@ class TnnConfig(PreTrainedConfig):
         return fields
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields as a dictionary, as in transformers; without those of attention and of other mixers if unused."""
+        """Return all fields, as in transformers; without those of attention and of other mixers if unused."""
         left_out = {"_automatic", "_models", "max_kernel_length"}
-        left_out |= set() if has_attention(self) else {*ATTENTION_FIELDS}
-        left_out |= {*MIXER_FIELDS} if self.toeplitz_mixer == GTU else set()
+        left_out |= set() if has_attention(self) else ATTENTION_FIELDS
+        left_out |= MIXER_FIELDS if self.toeplitz_mixer == GTU else set()
         return {name: value for name, value in super().to_dict().items() if name not in left_out}
 
     def to_diff_dict(self) -> dict[str, Any]:
-        """The fields that are saved, as in transformers; without `tno_implementation` if any machine may choose."""
+        """Return the fields that are saved, as in transformers; without `tno_implementation="auto"`."""
         fields = super().to_diff_dict()
         if fields["tno_implementation"] == "auto":
             del fields["tno_implementation"]
         return fields
 
     def check(self):
-        """Check all fields together, and fix the derived ones: from now on they no longer follow from other fields.
+        """Check all fields together, and fix the derived ones: they no longer follow from other fields.
 
         Raises:
             ValueError: a field has a value outside its limits, or two fields contradict each other.
         """
         self._check_fields()
-        self._check_operator()
-        self._automatic = frozenset(self._automatic & DERIVED_LAYERS.keys())
+        self._check_together()
+        self._automatic = self._automatic - FIXED
         if self.rope_parameters:
             self.standardize_rope_params()  # they may have been set after the rest
         self.base_model_tp_plan = extensions.tensor_plan(self.layer_types, self.toeplitz_mixer, self.use_glu)
@@ -607,21 +559,18 @@ class TnnConfig(PreTrainedConfig):
 
     @property
     def axis_length(self) -> int:
-        """The number of positions along one axis: of the sequence, or of a row or column of the image."""
-        return (
-            self.max_position_embeddings
-            if self.spatial_dims == 1
-            else math.isqrt(max(0, self.max_position_embeddings))
-        )
+        """Number of positions along one axis: of the sequence, or of a row or column of the image."""
+        length = self.max_position_embeddings
+        return length if self.spatial_dims == 1 else math.isqrt(length)
 
     @property
     def encoder_norm_type(self) -> str:
-        """The norm of the relative position encoder."""
+        """Norm of the relative position encoder."""
         return self.rpe_norm_type or ("layernorm" if self.norm_type == "batchnorm" else self.norm_type)
 
     @property
     def pooling(self) -> str:
-        """The pooling of text classifiers, `"last"` or `"mean"`."""
+        """Pooling of text classifiers, `"last"` or `"mean"`."""
         return self.classifier_pooling or ("last" if self.causal else "mean")
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs):
@@ -648,55 +597,71 @@ class TnnConfig(PreTrainedConfig):
             if name in self._automatic:
                 super().__setattr__(name, derive(self))
 
+    # Not named validate_*: transformers would turn errors of such methods into a type that is not a ValueError.
     def _check_fields(self):
-        # Not named validate_*: transformers would turn errors of such methods into a type that is not a ValueError.
-        for name, limit in LIMITS:
-            _check_limit(name, getattr(self, name), limit)
-        for name in ACTIVATIONS:
-            check_activation(name, getattr(self, name))
+        for name in (*LIMITS, *ACTIVATIONS):
+            _check_field(name, getattr(self, name))
+
+    def _check_together(self):
         allowed = f"a number for which gtu_expansion * hidden_size is in [1, {LARGEST_SIZE:,}]"
         self.require("gtu_expansion", 1 <= self.gtu_expansion * self.hidden_size <= LARGEST_SIZE, allowed)
-        if self.learnable_decay:
-            self.require("decay", self.decay is not None, "a number (the lower bound) when learnable_decay=True")
+        given = self.decay is not None or not self.learnable_decay
+        self.require("decay", given, "a number (the lower bound) when learnable_decay=True")
         self.require("gtu_norm", not (self.gtu_norm and self.norm_type == "batchnorm"), "False with a batch norm")
         self.require("mlp_act", self.use_glu or self.mlp_act is None, "None with use_glu=False")
         _check_layers(self)
         _check_mixer(self)
-
-    def _check_operator(self):
         if self.spatial_dims == 2:
             self.require("causal", not self.causal, "False with spatial_dims=2 (an image has no order)")
             square = self.axis_length**2 == self.max_position_embeddings
             self.require("max_position_embeddings", square, "a square with spatial_dims=2")
+        directions, check, _ = self._operator()
+        self.require("causal", directions[not self.causal], f"{not self.causal} with tno_type={self.tno_type!r}")
+        check(self)
+
+    def _operator(self) -> tuple[tuple[bool, bool], Callable[["TnnConfig"], None], tuple[str, ...]]:
+        """Return the directions of the operator, its check of several fields, and its fields with sizes of grids."""
         require_operator(self.tno_type, self.tno_class)
-        cls = OPERATORS[self.tno_type] if self.tno_type not in BUILT_IN else None
-        own = DIRECTIONS[self.tno_type] if cls is None else (cls.supports_causal, cls.supports_bidirectional)
-        self.require("causal", own[not self.causal], f"{not self.causal} with tno_type={self.tno_type!r}")
-        check = OPERATOR_CHECKS.get(self.tno_type) if cls is None else cls.check_config
-        if check is not None:
-            check(self)
+        if self.tno_type in BUILT_IN:
+            return DIRECTIONS[self.tno_type], _check_built_in, GRID_FIELDS.get(self.tno_type, ())
+        cls = OPERATORS[self.tno_type]
+        return (cls.supports_causal, cls.supports_bidirectional), cls.check_config, cls.grid_fields
 
     def check_kernel_length(self):
-        """Compare the grid of the kernels with the length that the model is made for.
-
-        Raises:
-            ValueError: it is out of proportion.
-        """
+        """Raise a ValueError if the grid of the kernels is out of proportion to the length of the model."""
         usual = min(LONGEST_GRID, max(SHORTEST_GRID, GRID_OF_LENGTH * self.axis_length))
         limit = self.max_kernel_length or usual
-        require_operator(self.tno_type, self.tno_class)
-        own = GRID_FIELDS.get(self.tno_type, ()) if self.tno_type in BUILT_IN else OPERATORS[self.tno_type].grid_fields
-        for name in own if TOEPLITZ in self.layer_types else ():
+        *_, grid_fields = self._operator()
+        for name in grid_fields if TOEPLITZ in self.layer_types else ():
             allowed = f"at most {limit:,}, or max_kernel_length must be given to from_pretrained to allow more"
             self.require(name, getattr(self, name) <= limit, allowed)
 
     def require(self, name: str, holds: bool, allowed: str):
-        """Check a condition on the field `name`. The error is "`name` must be {allowed}, got {value}".
+        """Raise a ValueError "`name` must be {allowed}, got {value}" on the field `name` unless `holds`."""
+        if not holds:
+            raise ValueError(f"`{name}` must be {allowed}, got {getattr(self, name)!r}")
 
-        Raises:
-            ValueError: `holds` is False.
-        """
-        _check_limit(name, getattr(self, name), (lambda _: holds, allowed))
+
+# Token ids are no sizes, and only who loads a folder can set `max_kernel_length`.
+SIZES = {name for name, kind in TnnConfig.__annotations__.items() if kind in (int, int | None)}
+SIZES -= {"bos_token_id", "pad_token_id", "max_kernel_length"}
+LIMITS = dict.fromkeys(SIZES, between(1, LARGEST_SIZE)) | LIMITS
+OPTIONAL = {name for name, kind in TnnConfig.__annotations__.items() if NoneType in get_args(kind)} - CHOICES.keys()
+
+
+def _check_field(name: str, value: Any):
+    """Check a field alone. `@strict` checks its type before."""
+    if name in ACTIVATIONS:
+        from transformers.activations import ACT2FN  # takes seconds to import
+
+        limit = one_of(ACT2FN)
+    else:
+        limit = LIMITS.get(name)
+    if limit is None or (value is None and name in OPTIONAL):
+        return
+    holds, allowed = limit
+    if not holds(value):
+        raise ValueError(f"`{name}` must be {allowed}{' or None' if name in OPTIONAL else ''}, got {value!r}")
 
 
 def _check_layers(config: "TnnConfig"):
@@ -741,34 +706,24 @@ def _check_mixer(config: "TnnConfig"):
         config.require("gtu_norm", not config.gtu_norm, "False with toeplitz_mixer='s4', which has no gated product")
 
 
-def _check_ski(config: "TnnConfig"):
-    longest = config.ski_grid_length
-    config.require("ski_rank", 2 <= config.ski_rank <= longest, f"in [2, ski_grid_length={longest}]")
-
-
-def _check_rtf(config: "TnnConfig"):
-    longest = config.rtf_truncation_length
-    config.require("rtf_state_size", config.rtf_state_size < longest, f"below rtf_truncation_length={longest}")
-    count = config.rtf_num_denominators
-    divides = count is None or (count >= 1 and config.gtu_dim % count == 0)
-    config.require("rtf_num_denominators", divides, f"a divisor of the GTU width {config.gtu_dim}")
-
-
-def _check_s4d(config: "TnnConfig"):
-    config.require("s4d_state_size", config.s4d_state_size % 2 == 0, "an even number")
-    longest = config.s4d_dt_max
-    config.require("s4d_dt_min", config.s4d_dt_min <= longest, f"at most s4d_dt_max={longest}")
-
-
-# What an operator of this package asks of several fields together.
-OPERATOR_CHECKS = {"ski": _check_ski, "rtf": _check_rtf, "s4d": _check_s4d}
-
-# The fields with sizes that no parameter has.
-GRID_FIELDS = {"fd": ("fd_resolution",), "ski": ("ski_grid_length",), "rtf": ("rtf_truncation_length",)}
+def _check_built_in(config: "TnnConfig"):
+    """Check what an operator of this package asks of several fields together."""
+    if config.tno_type == "ski":
+        longest = config.ski_grid_length
+        config.require("ski_rank", 2 <= config.ski_rank <= longest, f"in [2, ski_grid_length={longest}]")
+    if config.tno_type == "rtf":
+        longest = config.rtf_truncation_length
+        config.require("rtf_state_size", config.rtf_state_size < longest, f"below rtf_truncation_length={longest}")
+        divides = config.gtu_dim % (config.rtf_num_denominators or 1) == 0
+        config.require("rtf_num_denominators", divides, f"a divisor of the GTU width {config.gtu_dim}")
+    if config.tno_type == "s4d":
+        config.require("s4d_state_size", config.s4d_state_size % 2 == 0, "an even number")
+        longest = config.s4d_dt_max
+        config.require("s4d_dt_min", config.s4d_dt_min <= longest, f"at most s4d_dt_max={longest}")
 
 
 def qualified_name(cls: type) -> str:
-    """The module and the name of a class, joined by a dot."""
+    """Return the module and the name of a class, joined by a dot."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
@@ -801,12 +756,6 @@ def _check_names(config_class: type, names: Iterable[str]):
         replaceable = name == "model_type" or getattr(getattr(config_class, name, None), "fset", None) is not None
         if hasattr(config_class, name) and not replaceable:
             raise ValueError(f"`{name}` is not a field: it belongs to the class {config_class.__name__}. Remove it.")
-
-
-def _check_limit(name: str, value: Any, limit: Limit):
-    holds, allowed = limit
-    if not holds(value):
-        raise ValueError(f"`{name}` must be {allowed}, got {value!r}")
 
 
 __all__ = ["TnnConfig"]

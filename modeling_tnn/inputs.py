@@ -3,8 +3,8 @@
 B batch, L length, d hidden size, C classes or choices, K chosen positions. A mask is `(B, L)`, 0 at padding and
 anything else at real tokens.
 
-Every `check_...` raises a TypeError for an argument of another kind or dtype, and a ValueError for another shape, value
-or device. Values are checked on the CPU only: on other devices, reading them is a device sync.
+Every `check_...` raises a TypeError for an argument of another kind or dtype, and a ValueError for another shape,
+value or device. Values are checked on the CPU only: on other devices, reading them is a device sync.
 """
 
 import difflib

@@ -1,6 +1,8 @@
 """The configuration: presets, parameter counts, and what it refuses."""
 
+import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -98,6 +100,16 @@ def test_names_are_those_of_the_tables():
         assert CHOICES[name] == tuple(table)
 
 
+def test_the_docstring_has_the_defaults():
+    text = " ".join(TnnConfig.__doc__.split())
+    defaults = {field.name: field.default for field in dataclasses.fields(TnnConfig)}
+    for name in TnnConfig.__annotations__.keys() - {"bos_token_id", "pad_token_id", "eos_token_id"}:
+        value = defaults[name]
+        shown = f'`"{value}"`' if isinstance(value, str) else f"`{value}`" if isinstance(value, bool) else str(value)
+        default = "" if value is None else re.escape(f", defaults to {shown})")
+        assert re.search(rf" {name} \(`[a-z\[\]]+`, \*optional\*{default}", text), name
+
+
 def test_derived_defaults():
     config = TnnConfig(hidden_size=48, max_position_embeddings=100, gtu_expansion=1.5)
     assert (config.intermediate_size, config.gtu_dim, config.fd_resolution) == (48, 72, 256)
@@ -141,7 +153,7 @@ def test_derived_defaults():
         ({"rpe_window": 0}, "`rpe_window` must be .*at least 1.*, got 0"),
         ({"position_embedding": "rotary"}, "`position_embedding` must be .*None, 'sinusoidal'.*, got 'rotary'"),
         ({"spatial_mixing": "both"}, "`spatial_mixing` must be .*'product', 'sum'.*, got 'both'"),
-        ({"patch_size": 0}, "`patch_size` must be .*at least 1.*, got 0"),
+        ({"patch_size": 0}, r"`patch_size` must be in \[1, 16,777,216\], got 0"),
         ({"spatial_dims": 3}, "`spatial_dims` must be .*one of 1, 2.*, got 3"),
         ({"spatial_dims": 2}, "`causal` must be .*False with spatial_dims=2.*, got True"),
         (
@@ -158,8 +170,8 @@ def test_derived_defaults():
         ({"mlp_act": "silu", "use_glu": False}, "`mlp_act` must be None with use_glu=False, got 'silu'"),
         ({"classifier_act": "swosh"}, "`classifier_act` must be .*'silu'.*, got 'swosh'"),
         ({"classifier_pooling": "max"}, "`classifier_pooling` must be .*None, 'last', 'mean'.*, got 'max'"),
-        ({"hidden_size": 0}, "`hidden_size` must be .*at least 1.*, got 0"),
-        ({"rpe_layers": -1}, "`rpe_layers` must be .*at least 0.*, got -1"),
+        ({"hidden_size": 0}, r"`hidden_size` must be in \[1, .*, got 0"),
+        ({"rpe_layers": -1}, r"`rpe_layers` must be in \[0, 128\], got -1"),
         ({"hidden_dropout_prob": 1.0}, r"`hidden_dropout_prob` must be .*\[0, 1\).*, got 1.0"),
         ({"gtu_expansion": 0.01}, r"`gtu_expansion` must be .*in \[1, .*, got 0.01"),
     ],

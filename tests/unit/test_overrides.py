@@ -31,7 +31,7 @@ def preset(tmp_path):
     [
         ({"tno_type": "ski"}, "`causal` must be .*False with tno_type='ski'.*, got True"),
         ({"decay": 2.0}, r"`decay` must be .*\(0, 1\].*, got 2.0"),
-        ({"hidden_size": 0}, "`hidden_size` must be .*at least 1.*, got 0"),
+        ({"hidden_size": 0}, r"`hidden_size` must be in \[1, .*, got 0"),
         (
             {"tno_type": "rtf", "max_position_embeddings": 8},
             "`rtf_state_size` must be .*below rtf_truncation_length=8.*, got 8",
