@@ -214,12 +214,12 @@ class TnnCacheLayer(CacheLayerMixin):
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
-    def update(self, key_states: torch.Tensor, value_states, operator, gate: Gate = NO_GATE, kernel=None):
+    def update(self, key_states: torch.Tensor, value_states, operator, gate: Gate = NO_GATE, prepared=None):
         """The outputs of `operator` for `key_states` `(B, L, D)`, which continue the sequence seen so far.
 
         Args:
             value_states: not used. It is in the signature of every cache layer of transformers.
-            gate, kernel: the gate of the GTU and, for the first call, a kernel, as for `ToeplitzOperator.forward`.
+            gate, prepared: the gate of the GTU and, for the first call, the kernel, see `tno.Pass`.
 
         Returns:
             The outputs `(B, L, D)`, and None.
@@ -231,7 +231,7 @@ class TnnCacheLayer(CacheLayerMixin):
             self.lazy_initialization(key_states)
             self.recurrence = operator.recurrence()
             # The state is detached. These outputs are not, so training gets their gradients.
-            outputs = operator.gated_matmul(key_states, gate, kernel)
+            outputs = operator.gated_matmul(key_states, gate, prepared)
             self._keep(Prefill(key_states.detach(), gate._replace(u=None)))
         else:
             check_rows(self.num_rows(), key_states.shape[0])

@@ -89,7 +89,7 @@ from .inputs import first_real_token, roll
 from .norms import RootRMSNorm, build_norm
 from .numerics import compute_dtype, is_exported, is_plain, is_traced, without_narrowing
 from .packing import Batches, Documents
-from .tno import ToeplitzOperator
+from .tno import NO_PASS, Pass, ToeplitzOperator
 from .tno_auto import build_tno
 from .toeplitz_fused import NO_GATE, Gate
 
@@ -162,30 +162,19 @@ class TnnGatedToeplitzUnit(nn.Module):
         self.tno = build_tno(config, layer_idx)
         self.norm = build_norm(config.norm_type, config.gtu_dim) if config.gtu_norm else nn.Identity()
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
-        kernel: torch.Tensor | tuple | None = None,
-    ) -> torch.Tensor:
-        """`(B, L, d)` to `(B, L, d)`, with a mask `(B, L)` and a cache that holds the state after earlier tokens.
-
-        `kernel` is that of the operator for L positions, if it is known already.
-        """
+    def forward(self, hidden_states: torch.Tensor, passed: Pass = NO_PASS) -> torch.Tensor:
+        """`(B, L, d)` to `(B, L, d)`."""
         u, v = apply_together(apply_channel_major, (self.u_proj, self.v_proj), hidden_states)  # (B, L, D) each
-        gated = mix_tokens(self.tno, v, Gate(u, self.act, attention_mask), past_key_values, kernel)  # (B, L, D)
+        gated = mix_tokens(self.tno, v, Gate(u, self.act, passed.mask), passed)  # (B, L, D)
         return apply_linear(self.o_proj, self.norm(gated))
 
 
-def mix_tokens(
-    operator: ToeplitzOperator, v: torch.Tensor, gate: Gate, past_key_values: Cache | None, kernel
-) -> torch.Tensor:
+def mix_tokens(operator: ToeplitzOperator, v: torch.Tensor, gate: Gate, passed: Pass) -> torch.Tensor:
     """The gated product of an operator with `v` `(B, L, D)`, the first real token of a row being its first one."""
-    if gate.mask is None or operator.shift_invariant or isinstance(kernel, Documents):
-        return operator(v, past_key_values, gate, kernel)
+    if gate.mask is None or operator.shift_invariant or passed.documents is not None:
+        return operator(v, gate, passed)
     first = first_real_token(gate.mask)
-    mixed = roll(operator(roll(gate.inputs(v), -first), kernel=kernel), first)
+    mixed = roll(operator(roll(gate.inputs(v), -first), passed=Pass(prepared=passed.prepared)), first)
     return gate.apply(mixed, operator.implementation)
 
 
@@ -238,34 +227,24 @@ class ShortConvolution(ToeplitzOperator):
             terms = (term.where(one, 0) for term, one in zip(terms, same, strict=True))
         return sum(terms).to(v.dtype).permute(1, 2, 0)
 
-    def forward(
-        self,
-        v: torch.Tensor,
-        past_key_values: Cache | None = None,
-        gate: Gate = NO_GATE,
-        kernel: Documents | None = None,
-    ) -> torch.Tensor:
-        """The filtered projections, `(B, L, 3D)` to `(B, L, 3D)`.
-
-        Args:
-            gate: holds the mask of padding.
-            kernel: the documents of packed rows.
+    def forward(self, v: torch.Tensor, gate: Gate = NO_GATE, passed: Pass = NO_PASS) -> torch.Tensor:
+        """The filtered projections, `(B, L, 3D)` to `(B, L, 3D)`. `gate` holds the mask of padding.
 
         Raises:
             ValueError: the cache is offloaded to the host between layers.
         """
         with maybe_autocast(device_type=v.device.type, enabled=False):
-            if past_key_values is None:
-                mixed = self.matmul(gate.inputs(v), kernel)
+            if passed.cache is None:
+                mixed = self.matmul(gate.inputs(v), passed.documents)
             else:
                 # Not through `Cache.update`, which would take the layer to be done.
-                if past_key_values.offloading:
+                if passed.cache.offloading:
                     raise ValueError(
                         "`past_key_values` must stay on the device with toeplitz_mixer='hyena', whose layers use it "
                         "twice, got an offloaded cache"
                     )
-                layer = past_key_values.layers[self.layer_idx].beside()
-                mixed = layer.update(v, None, self, gate, kernel)[0]
+                layer = passed.cache.layers[self.layer_idx].beside()
+                mixed = layer.update(v, None, self, gate)[0]
         return mixed + self.bias.to(mixed.dtype)
 
 
@@ -290,20 +269,13 @@ class TnnHyena(nn.Module):
             if projection is not None:
                 projection.is_gtu_projection = True  # transformers initialises linear layers without their parent
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
-        kernel: torch.Tensor | tuple | None = None,
-    ) -> torch.Tensor:
-        """`(B, L, d)` to `(B, L, d)`, with the arguments of the gated Toeplitz unit."""
-        gate = Gate(mask=attention_mask)
-        documents = kernel if isinstance(kernel, Documents) else None
+    def forward(self, hidden_states: torch.Tensor, passed: Pass = NO_PASS) -> torch.Tensor:
+        """`(B, L, d)` to `(B, L, d)`."""
+        gate = Gate(mask=passed.mask)
         projected = apply_channel_major(self.in_proj, hidden_states)  # (B, L, 3D)
-        projected = self.short(projected, past_key_values, gate, documents)
+        projected = self.short(projected, gate, passed)
         p, q, v = projected.chunk(3, dim=-1)  # (B, L, D) each
-        mixed = self.norm(p * mix_tokens(self.tno, q * v, gate, past_key_values, kernel))
+        mixed = self.norm(p * mix_tokens(self.tno, q * v, gate, passed))
         if self.low_rank is not None:
             mixed = self.act(apply_linear(self.low_rank, mixed))  # (B, L, r)
         return apply_linear(self.o_proj, mixed)
@@ -322,15 +294,9 @@ class TnnS4Mixer(nn.Module):
         self.o_proj = nn.Linear(config.gtu_dim, 2 * config.hidden_size)
         self.o_proj.is_gtu_projection = True  # transformers initialises linear layers without their parent
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
-        kernel: torch.Tensor | tuple | None = None,
-    ) -> torch.Tensor:
-        """`(B, L, d)` to `(B, L, d)`, with the arguments of the gated Toeplitz unit."""
-        mixed = mix_tokens(self.tno, hidden_states, Gate(mask=attention_mask), past_key_values, kernel)
+    def forward(self, hidden_states: torch.Tensor, passed: Pass = NO_PASS) -> torch.Tensor:
+        """`(B, L, d)` to `(B, L, d)`."""
+        mixed = mix_tokens(self.tno, hidden_states, Gate(mask=passed.mask), passed)
         return nn.functional.glu(apply_linear(self.o_proj, self.act(mixed)))
 
 
@@ -373,20 +339,19 @@ class TnnAttention(nn.Module):
         self.v_proj = nn.Linear(config.hidden_size, keys, bias=False)
         self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
 
-    def forward(
-        self, hidden_states: torch.Tensor, past_key_values: Cache | None, view: View
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, hidden_states: torch.Tensor, passed: Pass) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`(B, L, d)` to `(B, L, d)`, with a cache that holds the keys and values of earlier tokens.
 
         The second result is softmax(..), `(B, H, L, S)`, after dropout; None for products that do not compute it.
         """
+        view = passed.view
         query, key, value = (
             self._heads(apply_linear(layer, hidden_states)) for layer in (self.q_proj, self.k_proj, self.v_proj)
         )
         if view.rotation is not None:
             query, key = (one.to(value.dtype) for one in apply_rotary_pos_emb(query, key, *view.rotation))
-        if past_key_values is not None:
-            key, value = remember(past_key_values, self.layer_idx, key, value)
+        if passed.cache is not None:
+            key, value = remember(passed.cache, self.layer_idx, key, value)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         options = {"scaling": self.scaling, "sliding_window": self.sliding_window}
         options |= {"dropout": self.dropout if self.training else 0.0}
@@ -439,7 +404,7 @@ def build_rotary(config: PreTrainedConfig) -> TnnRotaryEmbedding | None:
 
 
 def remember(
-    past_key_values: Cache, layer_idx: int, key: torch.Tensor, value: torch.Tensor
+    cache: Cache, layer_idx: int, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """All keys and values of a layer, those of earlier tokens from the cache and the new ones `(B, G, L, d_h)`.
 
@@ -448,13 +413,13 @@ def remember(
     Raises:
         ValueError: the cache has another number of sequences.
     """
-    layer = past_key_values.layers[layer_idx]
+    layer = cache.layers[layer_idx]
     if layer.is_initialized and layer.keys.numel():
         check_rows(layer.keys.shape[0], key.shape[0])
-    fills = torch.is_grad_enabled() and not int(past_key_values.get_seq_length(layer_idx))
+    fills = torch.is_grad_enabled() and not int(cache.get_seq_length(layer_idx))
     # While a window records its past, transformers 5.17 returns all of it, the mask covers the newest. 0: all.
     newest = layer.get_mask_sizes(key.shape[2])[0] if getattr(layer, "record_past", False) else 0
-    stored = past_key_values.update(key.detach(), value.detach(), layer_idx)
+    stored = cache.update(key.detach(), value.detach(), layer_idx)
     if not fills:
         return tuple(refuse_backward(one[:, :, -newest:], (key, value)) for one in stored)
     # A static cache has unused slots after the new tokens.
@@ -467,7 +432,7 @@ def views_of_layers(
     layers: Sequence[nn.Module],
     hidden_states: torch.Tensor,
     attention_mask: torch.Tensor | dict[str, torch.Tensor] | None,
-    past_key_values: Cache | None,
+    cache: Cache | None,
     positions: torch.Tensor | None,
     documents: Documents | None,
 ) -> list[View | None]:
@@ -492,7 +457,7 @@ def views_of_layers(
         }
     elif not isinstance(masks, dict):
         masks = {
-            kind: mask_of(kind, model.config, hidden_states, attention_mask, past_key_values, index, documents)
+            kind: mask_of(kind, model.config, hidden_states, attention_mask, cache, index, documents)
             for kind, index in found.items()
         }
     return [None if kind is None else View(masks[kind], rotation, batches) for kind in kinds]
@@ -503,7 +468,7 @@ def mask_of(
     config: PreTrainedConfig,
     hidden_states: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    past_key_values: Cache | None,
+    cache: Cache | None,
     layer_idx: int,
     documents: Documents | None = None,
 ) -> torch.Tensor | None:
@@ -515,7 +480,7 @@ def mask_of(
     like = like.float() if like.dtype == torch.float64 else like
     given = {"config": config, "inputs_embeds": like, "attention_mask": attention_mask}
     if config.causal:
-        given |= {CACHE: past_key_values, "layer_idx": layer_idx}
+        given |= {CACHE: cache, "layer_idx": layer_idx}
     if documents is not None:
         number = documents.numbers(hidden_states.device)
         given["and_mask_function"] = lambda row, head, query, key: number[row, query] == number[row, key]

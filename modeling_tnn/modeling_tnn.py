@@ -72,7 +72,6 @@ from .mixers import (
     TnnGatedToeplitzUnit,
     TnnHyena,
     TnnS4Mixer,
-    View,
     apply_linear,
     apply_together,
     build_rotary,
@@ -80,8 +79,9 @@ from .mixers import (
     views_of_layers,
 )
 from .norms import NORM_POSITIONS, GatedRMSNorm, LayerNorm, ScaleNorm, build_final_norm, build_norm, with_mask
+from .numerics import is_on_host
 from .packing import Documents, check_one_document, documents_of
-from .tno import ToeplitzOperator
+from .tno import NO_PASS, Pass, ToeplitzOperator
 from .tno_rpe import sinusoidal_embedding
 from .toeplitz_fused import activated_product
 
@@ -138,44 +138,29 @@ class TnnBlock(GradientCheckpointingLayer):
         self.add_residual = NORM_POSITIONS[config.norm_position]
 
     def forward(
-        self,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
-        kernel: torch.Tensor | tuple | None = None,
-        view: View | None = None,
-        **kwargs: Unpack[TransformersKwargs],
+        self, hidden_states: torch.Tensor, passed: Pass = NO_PASS, **kwargs: Unpack[TransformersKwargs]
     ) -> torch.Tensor:
-        """`(B, L, d)` to `(B, L, d)`, with the arguments of the GTU, or the `view` of an attention layer."""
-        if self.regions is None or not self.training or past_key_values is not None:
-            return self.mix(hidden_states, attention_mask, past_key_values, kernel, view)
+        """`(B, L, d)` to `(B, L, d)`."""
+        if self.regions is None or not self.training or passed.cache is not None:
+            return self.mix(hidden_states, passed)
         # Hooks that record attention, and the exchange of processes, are in no graph.
-        if self.gtu is None or extensions.layout_of([self]) is not None:
-            return self.mix(hidden_states, attention_mask, None, kernel, view)
-        if isinstance(kernel, Documents):  # the graph finds them
-            kernel = kernel._replace(batches=None, kernel=None)
-        return self.regions(TnnBlock.mix, self, hidden_states, attention_mask, None, kernel)
+        if self.gtu is None or passed.layout is not None:
+            return self.mix(hidden_states, passed)
+        if passed.documents is not None:  # the graph finds them
+            passed = passed._replace(documents=passed.documents._replace(batches=None))
+        return self.regions(TnnBlock.mix, self, hidden_states, passed)
 
-    def mix(
-        self,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        past_key_values: Cache | None,
-        kernel: torch.Tensor | tuple | None,
-        view: View | None = None,
-    ) -> torch.Tensor:
+    def mix(self, hidden_states: torch.Tensor, passed: Pass) -> torch.Tensor:
         """The same, as one graph of torch.compile may have it."""
 
         def mix_tokens(x):
-            if self.gtu is None:
-                return self.dropout(self.attention(x, past_key_values, view)[0])
-            return self.dropout(self.gtu(x, attention_mask, past_key_values, kernel))
+            return self.dropout(self.attention(x, passed)[0] if self.gtu is None else self.gtu(x, passed))
 
         def mix_channels(x):
             return self.dropout(self.glu(x))
 
         norms = (self.attention_norm if self.gtu is None else self.gtu_norm, self.glu_norm)
-        mixer_norm, glu_norm = (with_mask(norm, attention_mask) for norm in norms)
+        mixer_norm, glu_norm = (with_mask(norm, passed.mask) for norm in norms)
         hidden_states = self.add_residual(hidden_states, mixer_norm, mix_tokens)
         return hidden_states if self.glu is None else self.add_residual(hidden_states, glu_norm, mix_channels)
 
@@ -333,12 +318,13 @@ class TnnModel(TnnPreTrainedModel):
         if attention_mask is not None and not isinstance(attention_mask, dict):  # of a step of fixed shape
             require_tensor("attention_mask", attention_mask, "(B, past + L)")
         tokens = inputs_embeds if input_ids is None else input_ids
-        boundaries = (position_ids, kwargs.get("seq_idx"), kwargs.get("cu_seq_lens_q"))
-        cached = (self.config.use_cache and not self.training) if use_cache is None else use_cache
-        cached = self.config.causal and (cached or past_key_values is not None)
-        # A cache needs to know whether rows are one document, and flash attention takes no mask that separates them.
-        in_graph = extensions.keeps_products() and not cached and not has_flash_attention(self.config)
-        documents = documents_of(tokens, attention_mask, *boundaries, in_graph=in_graph)
+        boundaries, documents = (position_ids, kwargs.get("seq_idx"), kwargs.get("cu_seq_lens_q")), None
+        if any(one is not None for one in boundaries):
+            cached = (self.config.use_cache and not self.training) if use_cache is None else use_cache
+            cached = self.config.causal and (cached or past_key_values is not None)
+            # A cache needs rows of one document, and flash attention takes no mask that separates several.
+            in_graph = extensions.keeps_products() and not cached and not has_flash_attention(self.config)
+            documents = documents_of(tokens, attention_mask, *boundaries, in_graph=in_graph)
         if documents is not None:
             check_packed(self.config, past_key_values, use_cache, kwargs.get("output_attentions"))
             use_cache = False
@@ -357,9 +343,13 @@ class TnnModel(TnnPreTrainedModel):
         use_cache: bool | None = None,
         position_ids: torch.LongTensor | None = None,
         documents: Documents | None = None,
+        layout: tuple | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPast:
-        """The hidden states of rows that hold one document each, or several `documents`."""
+        """The hidden states of rows that hold one document each, or several `documents`.
+
+        With the `layout` of a sequence that is divided over processes, `position_ids` are given.
+        """
         first = first_layer(self.layers)
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
@@ -367,7 +357,7 @@ class TnnModel(TnnPreTrainedModel):
             raise ValueError("`past_key_values` must be None for a model with causal=False, got a cache")
         if self.config.causal and use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
-        ready = extensions.is_ready(past_key_values, inputs_embeds, attention_mask)
+        ready = past_key_values is not None and extensions.is_ready(past_key_values, inputs_embeds, attention_mask)
         if past_key_values is not None and not ready:
             check_cache(past_key_values, self)
         # A graph of one step knows neither the length nor the mask of the text before it.
@@ -391,7 +381,7 @@ class TnnModel(TnnPreTrainedModel):
 
         hidden_states, positions = inputs_embeds, None
         if self.config.position_embedding == "sinusoidal" or self.rotary is not None:
-            known = ready or extensions.layout_of(self.layers) is not None
+            known = ready or layout is not None
             positions = position_ids if known else token_positions(whole_mask, past_length, inputs_embeds)
             positions = positions if documents is None else documents.positions()
         if first == 0:  # else these are the hidden states of an earlier stage of a pipeline
@@ -400,17 +390,18 @@ class TnnModel(TnnPreTrainedModel):
                 size, dtype = self.config.hidden_size, hidden_states.dtype
                 hidden_states = hidden_states + sinusoidal_embedding(positions, size, dtype)
             hidden_states = self.dropout(self.embed_norm(hidden_states))
-        given = {"attention_mask": attention_mask, "past_key_values": past_key_values}
+        passed = Pass(attention_mask, past_key_values, documents, layout)
         layers = self.layers[: self.config.num_hidden_layers]
-        kernels = [None] * len(layers)
+        prepared = [None] * len(layers)
         in_regions = documents is not None and self.training and any(layer.regions for layer in layers)
-        if not (past_length or ready or in_regions):  # a region makes the kernels of packed rows itself
+        # A region makes the kernels of packed rows itself, and each process those of its channels. On the CPU it takes
+        # less time if each layer makes its own (measured).
+        if not (past_length or ready or in_regions or layout is not None or is_on_host(hidden_states)):
             longest = hidden_states if documents is None else hidden_states[:, : documents.longest]
-            kernels = extensions.kernels_of_layers(layers, longest)
+            prepared = extensions.kernels_of_layers(layers, longest)
         views = views_of_layers(self, layers, hidden_states, whole_mask, past_key_values, positions, documents)
-        for layer, kernel, view in zip(layers, kernels, views, strict=True):
-            kernel = kernel if documents is None else documents._replace(kernel=kernel)
-            hidden_states = layer(hidden_states, kernel=kernel, view=view, **given)
+        for layer, kernel, view in zip(layers, prepared, views, strict=True):
+            hidden_states = layer(hidden_states, passed=passed._replace(prepared=kernel, view=view))
         return BaseModelOutputWithPast(
             last_hidden_state=with_mask(self.norm, attention_mask)(hidden_states),
             **{CACHE: past_key_values if use_cache else None},
@@ -533,6 +524,12 @@ def language_model_head(
     return loss, None if skip_logits else logits
 
 
+def language_model_output(cls: type, logits, **fields):
+    """An output of the class `cls`, with logits that may be deferred."""
+    is_plain = logits is None or isinstance(logits, torch.Tensor)
+    return cls(logits=logits, **fields) if is_plain else extensions.deferred_output(cls, logits, **fields)
+
+
 class TnnForCausalLM(TnnPreTrainedModel, GenerationMixin):
     """A causal TNN with a language modelling head, as in the WikiText-103 experiments of the TNN paper.
 
@@ -638,7 +635,7 @@ class TnnForCausalLM(TnnPreTrainedModel, GenerationMixin):
         loss, logits = language_model_head(
             self, outputs.last_hidden_state[:, kept], labels, skip_logits, **loss_options | kwargs
         )
-        return extensions.language_model_output(
+        return language_model_output(
             CausalLMOutputWithPast,
             logits,
             loss=loss,
@@ -702,7 +699,7 @@ class TnnForMaskedLM(TnnPreTrainedModel):
         transformed = self.transform(outputs.last_hidden_state)
         loss, logits = language_model_head(self, transformed, labels, skip_logits, **loss_options | kwargs)
         states = {"hidden_states": outputs.hidden_states, "attentions": outputs.attentions}
-        return extensions.language_model_output(MaskedLMOutput, logits, loss=loss, **states)
+        return language_model_output(MaskedLMOutput, logits, loss=loss, **states)
 
 
 class TnnForSequenceClassification(TnnPreTrainedModel):
@@ -962,9 +959,11 @@ class TnnImageModel(TnnPreTrainedModel):
     def forward(self, pixel_values: torch.Tensor, **kwargs: Unpack[TransformersKwargs]) -> BaseModelOutput:
         """The hidden states of the last layer, `(B, L, d)`, for `pixel_values` `(B, C, H, W)`."""
         hidden_states = self.dropout(self.patch_embedding(pixel_values))
-        kernels = extensions.kernels_of_layers(self.layers, hidden_states)
-        for layer, kernel in zip(self.layers, kernels, strict=True):
-            hidden_states = layer(hidden_states, kernel=kernel)
+        prepared = [None] * len(self.layers)
+        if not is_on_host(hidden_states):
+            prepared = extensions.kernels_of_layers(self.layers, hidden_states)
+        for layer, kernel in zip(self.layers, prepared, strict=True):
+            hidden_states = layer(hidden_states, passed=Pass(prepared=kernel))
         return BaseModelOutput(last_hidden_state=hidden_states)
 
 

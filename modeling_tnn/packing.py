@@ -131,14 +131,12 @@ class Documents(NamedTuple):
         mask: `(B, L)` of booleans, False at padding; None if there is none.
         device: of the tokens.
         batches: None in a graph.
-        kernel: that of an operator for documents of up to `longest` tokens, if it is known already.
     """
 
     starts: torch.Tensor
     mask: torch.Tensor | None
     device: torch.device
     batches: Batches | None = None
-    kernel: torch.Tensor | tuple | None = None
 
     @property
     def longest(self) -> int:

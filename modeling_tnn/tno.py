@@ -11,6 +11,7 @@ error of the product grows by a sixteenth of a rounding of bfloat16.
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -32,6 +33,29 @@ from .toeplitz_fused import NO_GATE, Gate, is_response
 
 # The share of the mass of a kernel, the sum of all |taps|, that products in half precision leave out.
 NEGLIGIBLE = 2**-12
+
+
+class Pass(NamedTuple):
+    """What a forward pass of a model hands to a layer, besides the hidden states.
+
+    Attributes:
+        mask: `(B, L)` of booleans, False at padding; None if there is none.
+        cache: the cache that holds the state after earlier tokens.
+        documents: those of packed rows.
+        layout: how the sequence is divided over processes, see `parallel/sequence.py`.
+        view: what a layer of attention sees.
+        prepared: the `kernel_of` of the layer's operator for this length, if it is known already.
+    """
+
+    mask: torch.Tensor | None = None
+    cache: Cache | None = None
+    documents: Documents | None = None
+    layout: tuple | None = None
+    view: tuple | None = None
+    prepared: torch.Tensor | tuple | None = None
+
+
+NO_PASS = Pass()
 
 
 class ToeplitzOperator(nn.Module):
@@ -68,8 +92,6 @@ class ToeplitzOperator(nn.Module):
     shift_invariant = True
     # What compiles the kernels of all layers while they are trained, see `compile/regions.py`.
     regions = None
-    # How the text of a pass lies on several processes, see `parallel/sequence.py`; set for the time of the pass.
-    layout = None
 
     def __init__(self, config, layer_idx: int = 0):
         super().__init__()
@@ -223,49 +245,47 @@ class ToeplitzOperator(nn.Module):
     def forward(
         self,
         v: torch.Tensor,
-        past_key_values: Cache | None = None,
         gate: Gate = NO_GATE,
-        kernel: torch.Tensor | tuple | None = None,
+        passed: Pass = NO_PASS,
     ) -> torch.Tensor:
         """The gated product with `v`, `(B, L, D)` to `(B, L, D)`. Do not override it.
 
         It computes in float32 or float64, also under autocast. With a cache, `v` continues the sequences that the
         cache has seen. `gate` is the gate of the GTU. It is applied here because the weights of an offloaded model are
-        loaded only while their module runs. `kernel` is the `kernel_of` L positions, if it is known already, or the
-        documents of packed rows in a graph.
+        loaded only while their module runs.
         """
         with maybe_autocast(device_type=v.device.type, enabled=False):
-            if past_key_values is None:
-                return self.gated_matmul(v, gate, kernel)
-            return past_key_values.update(v, None, self.layer_idx, self, gate, kernel)[0]
+            if passed.documents is not None:
+                return gate.apply(self._mix_documents(v, gate, passed), self.implementation)
+            if passed.cache is None:
+                return self.gated_matmul(v, gate, passed.prepared)
+            return passed.cache.update(v, None, self.layer_idx, self, gate, passed.prepared)[0]
 
-    def gated_matmul(self, v: torch.Tensor, gate: Gate, kernel: torch.Tensor | tuple | None = None) -> torch.Tensor:
+    def gated_matmul(self, v: torch.Tensor, gate: Gate, prepared: torch.Tensor | tuple | None = None) -> torch.Tensor:
         """The product `matmul` inside a gate, by one fused function if it is a convolution."""
-        if isinstance(kernel, Documents):
-            return gate.apply(self._mix_documents(v, gate, kernel), self.implementation)
         if type(self).matmul is ToeplitzOperator.matmul:
-            return self._convolve(v, gate, kernel)
-        given = () if kernel is None else (kernel,)
+            return self._convolve(v, gate, prepared)
+        given = () if prepared is None else (prepared,)
         return gate.apply(self.matmul(gate.inputs(v), *given), self.implementation)
 
-    def _mix_documents(self, v: torch.Tensor, gate: Gate, documents: Documents) -> torch.Tensor:
+    def _mix_documents(self, v: torch.Tensor, gate: Gate, passed: Pass) -> torch.Tensor:
         """The products of all documents, without the gate around them."""
+        documents, prepared = passed.documents, passed.prepared
         if documents.batches is None:
             return self.matmul_of_documents(gate.inputs(v), documents)
-        kernel = documents.kernel
-        if kernel is None and type(self).matmul is ToeplitzOperator.matmul:
-            kernel = self.kernel_of(self.lags_of(v[:, : documents.longest]), v.device, as_taps=True)
+        if prepared is None and type(self).matmul is ToeplitzOperator.matmul:
+            prepared = self.kernel_of(self.lags_of(v[:, : documents.longest]), v.device, as_taps=True)
         return documents.batches.apart(
-            lambda part, real: self.gated_matmul(part, Gate(act=gate.act, mask=real), kernel), v
+            lambda part, real: self.gated_matmul(part, Gate(act=gate.act, mask=real), prepared), v
         )
 
-    def _convolve(self, v: torch.Tensor, gate: Gate, kernel: torch.Tensor | None = None) -> torch.Tensor:
-        if kernel is None:
-            kernel = self.kernel_of(self.lags_of(v), v.device, self.takes_taps(v))
-        if is_response(kernel):
-            return filter_by_response(v, kernel, self.implementation, gate)
+    def _convolve(self, v: torch.Tensor, gate: Gate, prepared: torch.Tensor | None = None) -> torch.Tensor:
+        if prepared is None:
+            prepared = self.kernel_of(self.lags_of(v), v.device, self.takes_taps(v))
+        if is_response(prepared):
+            return filter_by_response(v, prepared, self.implementation, gate)
         matmul = gated_causal_toeplitz_matmul if self.causal else gated_toeplitz_matmul
-        return matmul(v, kernel, self.implementation, gate)
+        return matmul(v, prepared, self.implementation, gate)
 
     def dense(self, length: int) -> torch.Tensor:
         """The matrices of the product, `(D, L, L)`, with row i and column j of the equation: an oracle for tests."""

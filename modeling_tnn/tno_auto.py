@@ -19,7 +19,7 @@ import torch
 
 from .configuration_tnn import BUILT_IN, OPERATORS, qualified_name, require_operator
 from .numerics import compute_dtype
-from .tno import ToeplitzOperator
+from .tno import Pass, ToeplitzOperator
 from .tno_fd import FdOperator
 from .tno_modal import ModalOperator
 from .tno_rpe import ExplicitOperator, RpeOperator
@@ -59,7 +59,7 @@ class TwoAxisOperator(ToeplitzOperator):
             "`spatial_dims` must be 1 for coefficients, got 2. The operators `rows` and `columns` have coefficients."
         )
 
-    def matmul(self, v: torch.Tensor, kernel: tuple = (None, None)) -> torch.Tensor:
+    def matmul(self, v: torch.Tensor, prepared: tuple = (None, None)) -> torch.Tensor:
         """The product with an image, `(B, S^2, D)` to `(B, S^2, D)`.
 
         Raises:
@@ -67,7 +67,7 @@ class TwoAxisOperator(ToeplitzOperator):
         """
         side = image_side(v.shape[1])
         image = v.unflatten(1, (side, side))  # (B, S, S, D)
-        rows, columns = partial(self._mix_rows, kernel=kernel[0]), partial(self._mix_columns, kernel=kernel[1])
+        rows, columns = partial(self._mix_rows, prepared=prepared[0]), partial(self._mix_columns, prepared=prepared[1])
         return self.combine(rows, columns, image).flatten(1, 2)
 
     def dense(self, length: int) -> torch.Tensor:
@@ -80,11 +80,11 @@ class TwoAxisOperator(ToeplitzOperator):
             lambda x: on_rows @ x, lambda x: on_columns @ x, torch.eye(length, dtype=rows.dtype, device=rows.device)
         )
 
-    def _mix_rows(self, image: torch.Tensor, kernel=None) -> torch.Tensor:
-        return along_last_axis(self.rows, image, kernel)
+    def _mix_rows(self, image: torch.Tensor, prepared=None) -> torch.Tensor:
+        return along_last_axis(self.rows, image, prepared)
 
-    def _mix_columns(self, image: torch.Tensor, kernel=None) -> torch.Tensor:
-        return along_last_axis(self.columns, image.transpose(1, 2), kernel).transpose(1, 2)
+    def _mix_columns(self, image: torch.Tensor, prepared=None) -> torch.Tensor:
+        return along_last_axis(self.columns, image.transpose(1, 2), prepared).transpose(1, 2)
 
 
 def product_of_axes(rows: Mixer, columns: Mixer, image: torch.Tensor) -> torch.Tensor:
@@ -100,9 +100,9 @@ def sum_of_axes(rows: Mixer, columns: Mixer, image: torch.Tensor) -> torch.Tenso
 COMBINATIONS = {"product": product_of_axes, "sum": sum_of_axes}
 
 
-def along_last_axis(operator: ToeplitzOperator, image: torch.Tensor, kernel=None) -> torch.Tensor:
-    """The product of `operator` along the third dimension of `image` `(B, S, S, D)`; `kernel` as for `forward`."""
-    return operator(image.flatten(0, 1), kernel=kernel).unflatten(0, image.shape[:2])
+def along_last_axis(operator: ToeplitzOperator, image: torch.Tensor, prepared=None) -> torch.Tensor:
+    """The product of `operator` along the third dimension of `image` `(B, S, S, D)`."""
+    return operator(image.flatten(0, 1), passed=Pass(prepared=prepared)).unflatten(0, image.shape[:2])
 
 
 def image_side(length: int) -> int:

@@ -328,10 +328,10 @@ class SkiOperator(ToeplitzOperator):
         """The coefficients of S and of A."""
         return self.filter.to(self.dtype).flip(1), self.inducing_coefficients(self.grid(length).num_points)
 
-    def matmul(self, v: torch.Tensor, kernel: tuple[torch.Tensor, torch.Tensor] | None = None) -> torch.Tensor:
+    def matmul(self, v: torch.Tensor, prepared: tuple[torch.Tensor, torch.Tensor] | None = None) -> torch.Tensor:
         x = v.to(torch.promote_types(v.dtype, self.dtype)).permute(2, 0, 1)  # (D, B, L)
         grid = self.grid(x.shape[2])
-        band, coefficients = self.kernel_of(grid.length) if kernel is None else kernel
+        band, coefficients = self.kernel_of(grid.length) if prepared is None else prepared
         near = self._convolve_channels(x, band)  # (D, B, L)
         if not is_fused(self.implementation) or not self._in_blocks(x, grid):
             weights = grid.matrix(x)  # (L, K)

@@ -42,6 +42,7 @@ from .numerics import (
     is_exported,
     is_exported_to_onnx,
     is_fused,
+    is_on_host,
     must_be_eager,
     next_fast_len,
 )
@@ -189,10 +190,12 @@ def gated_convolution(
 ) -> torch.Tensor:
     """Entries `first .. first + L - 1` of the convolution of `v` `(B, L, D)` with `kernel` `(D, K)`, inside a gate."""
     length, taps = v.shape[1], kernel.shape[1]
-    product = extensions.find_product(implementation, v, kernel)
-    if product is not None:
-        return product(v, kernel, first, gate)
-    size, fused = next_fast_len(length + max(first, taps - 1 - first)), is_fused(implementation)
+    fused = is_fused(implementation)
+    if not (fused and is_on_host(v) and implementation != "triton"):
+        product = extensions.find_product(implementation, v, kernel)
+        if product is not None:
+            return product(v, kernel, first, gate)
+    size = next_fast_len(length + max(first, taps - 1 - first))
     windows = lay_windows(length, taps, first, size) if fused else single_window(size, first)
     return _filter(v, kernel, windows, fused, gate)
 

@@ -92,7 +92,7 @@ class StepCache:
         self.steps, self.states = steps, list(states)
         self.layers = [self] * len(steps)
 
-    def update(self, key_states: torch.Tensor, value_states, layer_idx: int, operator, gate: Gate, kernel=None):
+    def update(self, key_states: torch.Tensor, value_states, layer_idx: int, operator, gate: Gate, prepared=None):
         """The output of an operator for one input, `(B, 1, D)`, inside its gate."""
         v = gate.inputs(key_states)
         y, self.states[layer_idx] = self.steps[layer_idx](v[:, 0], *self.states[layer_idx])

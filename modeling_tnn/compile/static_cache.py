@@ -99,11 +99,11 @@ class TnnStaticCacheLayer(TnnCacheLayer):
         self.retract()
         return super().__getstate__() | dict.fromkeys(("cursor", "constants", "computed"))
 
-    def update(self, key_states: torch.Tensor, value_states, operator, gate: Gate = NO_GATE, kernel=None):
+    def update(self, key_states: torch.Tensor, value_states, operator, gate: Gate = NO_GATE, prepared=None):
         """As for `TnnCacheLayer`. A compiled step of one token after `prepare` has a fixed shape."""
         if not (self.is_ready and is_traced()):
             self.retract()
-            return super().update(key_states, value_states, operator, gate, kernel)
+            return super().update(key_states, value_states, operator, gate, prepared)
         self.is_ready = False
         v = gate.inputs(key_states)
         y = self.recurrence.fixed_step(self, self.recurrence.channel_major(v))  # (B, D, 1)

@@ -70,9 +70,9 @@ class DeferredMaskedLMOutput(DeferredOutput, MaskedLMOutput):
 DEFERRED_OUTPUTS = {CausalLMOutputWithPast: DeferredCausalLMOutput, MaskedLMOutput: DeferredMaskedLMOutput}
 
 
-def language_model_output(cls: type, logits: torch.Tensor | DeferredLogits | None, **fields):
-    """An output of the class `cls`, or of its deferred variant if the logits are deferred."""
-    return (DEFERRED_OUTPUTS[cls] if isinstance(logits, DeferredLogits) else cls)(logits=logits, **fields)
+def deferred_output(cls: type, logits: DeferredLogits, **fields):
+    """An output of the deferred variant of the class `cls`."""
+    return DEFERRED_OUTPUTS[cls](logits=logits, **fields)
 
 
-extensions.register(language_model_output=language_model_output)
+extensions.register(deferred_output=deferred_output)

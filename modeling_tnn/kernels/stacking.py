@@ -16,7 +16,7 @@ from torch import nn
 from transformers.utils.generic import maybe_autocast
 
 from ..extensions import extensions
-from ..numerics import is_fused, is_on_host, is_plain, must_be_eager, projected_dtype
+from ..numerics import is_fused, is_plain, must_be_eager, projected_dtype
 from ..tno import ToeplitzOperator
 from ..tno_auto import TwoAxisOperator
 from ..tno_rtf import RtfOperator
@@ -40,16 +40,14 @@ LARGEST = 2**27
 def kernels_of_layers(layers: Sequence[nn.Module], hidden_states: torch.Tensor) -> Sequence:
     """The kernels of the layers of a model for `hidden_states` `(B, L, d)`; None for each that must make its own.
 
-    On the CPU each layer makes its own, which takes less time there (measured). Attention has none.
+    Attention has none.
     """
     mixed = [layer for layer in layers if getattr(layer, "attention", None) is None]
     if len(mixed) < len(layers):
         kernels = iter(kernels_of_layers(mixed, hidden_states))
         return [None if getattr(layer, "attention", None) is not None else next(kernels) for layer in layers]
-    if (layout := layout_of(layers)) is not None:
-        return [layout] * len(layers)  # each process makes the kernels of its channels
     apart, length, device = [None] * len(layers), hidden_states.shape[1], hidden_states.device
-    if is_on_host(hidden_states) or must_be_eager() or len(layers) < 2:
+    if must_be_eager() or len(layers) < 2:
         return apart
     if not all(is_ours(layer) and is_ours(layer.gtu) for layer in layers):
         return apart
@@ -86,12 +84,6 @@ def kernels_of_operators(operators: Sequence[ToeplitzOperator], v: torch.Tensor)
     if first.regions is not None and first.training:
         return unstacked(first.regions(stacked_in_graph, KernelOf(first), named_groups(operators), *given))
     return unstacked(stacked(operators, lambda operator: operator.kernel_of(*given)))
-
-
-def layout_of(layers: Sequence[nn.Module]) -> tuple | None:
-    """How the text of this pass lies on several processes, or None, see `parallel/sequence.py`."""
-    gtu = getattr(layers[0], "gtu", None) if layers else None
-    return None if gtu is None else gtu.tno.layout
 
 
 def stacked(modules: Sequence[nn.Module], function: Callable[[nn.Module], torch.Tensor | tuple]):
@@ -204,4 +196,4 @@ def is_same(a: object, b: object) -> bool:
     return type(a) is type(b) and isinstance(a, PLAIN) and a == b
 
 
-extensions.register(kernels_of_layers=kernels_of_layers, layout_of=layout_of)
+extensions.register(kernels_of_layers=kernels_of_layers)

@@ -48,7 +48,7 @@ extensions.register(tensor_plan=tensor_plan)
 
 
 # What a divided operator has in place of the methods and attributes of its class. Its part has those of the class.
-OF_THE_WHOLE = ("forward", "on_this_process", "shift_invariant", "layout")
+OF_THE_WHOLE = ("forward", "on_this_process", "shift_invariant")
 
 
 def chunk_of(count: int, parts: int, index: int) -> range:

@@ -12,7 +12,6 @@ Every process gets the whole text, as ids, which are small, and takes its tokens
 rows, positions and the shift of labels are those of the whole text.
 """
 
-import contextlib
 import functools
 import inspect
 from collections.abc import Sequence
@@ -39,6 +38,7 @@ from ..inputs import (
     token_positions,
 )
 from ..packing import Documents, documents_of
+from ..tno import NO_PASS, Pass
 from ..toeplitz_fused import NO_GATE, Gate
 from .channels import OF_THE_WHOLE, Part, filters_of_parameters, restricted
 
@@ -65,11 +65,11 @@ class Layout(NamedTuple):
     mask: torch.Tensor | None = None
     documents: Documents | None = None
 
-    def mix(self, operator: nn.Module, x: torch.Tensor, past_key_values=None) -> torch.Tensor:
+    def mix(self, operator: nn.Module, x: torch.Tensor, cache: Cache | None) -> torch.Tensor:
         """The product of an operator with all tokens `x` `(B, L, D / P)`, which are zero at padding."""
         if self.documents is None:
-            return mix_rows(operator, x, self.mask, past_key_values)
-        return operator(x, kernel=self.documents)
+            return mix_rows(operator, x, self.mask, cache)
+        return operator(x, passed=Pass(documents=self.documents))
 
     def positions(self, tokens: torch.Tensor) -> torch.Tensor:
         """The positions of all tokens in their documents, `(B, L)` or `(1, L)`."""
@@ -78,10 +78,10 @@ class Layout(NamedTuple):
         return self.documents.positions()
 
 
-def mix_rows(operator: nn.Module, x: torch.Tensor, mask: torch.Tensor | None, past_key_values=None) -> torch.Tensor:
+def mix_rows(operator: nn.Module, x: torch.Tensor, mask: torch.Tensor | None, cache: Cache | None) -> torch.Tensor:
     """The product of an operator with rows of one text each."""
     if mask is None or operator.shift_invariant:
-        return operator(x, past_key_values)
+        return operator(x, passed=Pass(cache=cache))
     first = first_real_token(mask)
     return roll(operator(roll(x, -first)), first)
 
@@ -268,22 +268,16 @@ class SequenceParallel:
         original = module.forward
         module.forward = takes_cache(functools.wraps(original)(functools.partial(forward, original)))
 
-    def _mix(
-        self, operator, v: torch.Tensor, past_key_values=None, gate: Gate = NO_GATE, kernel: Layout | None = None
-    ):
-        """The forward pass of an operator.
-
-        `kernel` is the layout of a divided text. It is an argument of each layer, so that a layer that is computed
-        again for the backward pass gets that of its own text.
-        """
-        x, part, layout = gate.inputs(v), operator.on_this_process(), kernel
+    def _mix(self, operator, v: torch.Tensor, gate: Gate = NO_GATE, passed: Pass = NO_PASS):
+        """The forward pass of an operator."""
+        x, part, layout = gate.inputs(v), operator.on_this_process(), passed.layout
         if layout is None:
             own = self.channels[self.index]
-            mixed = mix_rows(part, x[..., own.start : own.stop], gate.mask, past_key_values)
+            mixed = mix_rows(part, x[..., own.start : own.stop], gate.mask, passed.cache)
             mixed = self._gather(mixed, 2, [len(channels) for channels in self.channels])
         else:
             shares = Shares(self.group, self.index, layout.tokens, self.channels)
-            mixed = layout.mix(part, Exchange.apply(x, shares, True), past_key_values)
+            mixed = layout.mix(part, Exchange.apply(x, shares, True), passed.cache)
             mixed = Exchange.apply(mixed, shares, False)
         return gate.apply(mixed, operator.implementation)
 
@@ -325,8 +319,8 @@ class SequenceParallel:
         ids, embeds, mask = (None if x is None else x[:, own] for x in (input_ids, inputs_embeds, layout.mask))
         as_tuple = kwargs.get("return_dict") is False
         kwargs |= {"position_ids": layout.positions(tokens)[:, own], "inputs_embeds": embeds, "return_dict": True}
-        with self._passing(layout):
-            outputs = self.base._forward(ids, mask, past_key_values=past_key_values, use_cache=use_cache, **kwargs)
+        kwargs |= {"past_key_values": past_key_values, "use_cache": use_cache, "layout": layout}
+        outputs = self.base._forward(ids, mask, **kwargs)
         if self.kept:
             outputs.last_hidden_state = self._last_tokens(outputs.last_hidden_state, layout.tokens)
         return outputs.to_tuple() if as_tuple else outputs
@@ -340,17 +334,6 @@ class SequenceParallel:
             mask = check_attention_mask(mask, tokens, 0)
         documents = documents_of(tokens, attention_mask, position_ids, seq_idx, cu_seq_lens_q)
         return Layout(self.tokens_of(tokens.shape[1]), mask, documents)
-
-    @contextlib.contextmanager
-    def _passing(self, layout: Layout):
-        """Give the layers the layout of a text."""
-        for operator in self.operators:
-            operator.layout = layout
-        try:
-            yield
-        finally:
-            for operator in self.operators:
-                del operator.layout
 
     def _last_tokens(self, x: torch.Tensor, tokens: list[range]) -> torch.Tensor:
         """The last `kept` tokens of the text `(B, kept, d)`, from the tokens of this process."""
