@@ -2,8 +2,13 @@
 
 import ast
 import re
+import sys
 from pathlib import Path
 
+import torch
+
+from helpers.models import seeded, tiny_config
+from modeling_tnn import TnnForCausalLM
 from modeling_tnn.tno_auto import BUILT_IN, OPERATORS
 
 ROOT = Path(__file__).parents[2]
@@ -55,6 +60,27 @@ def test_imports_are_relative():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 assert not any(alias.name.split(".")[0] == "modeling_tnn" for alias in node.names), name
+
+
+def files_of(call) -> set[str]:
+    """The files of the package whose functions are called."""
+    found = set()
+    sys.setprofile(lambda frame, *_: found.add(frame.f_code.co_filename))
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return {name for name in found if name.startswith(str(PACKAGE))}
+
+
+@torch.no_grad()
+def test_a_pass_goes_through_few_files():
+    """On a CPU. Who reads the model reads these."""
+    model, ids = seeded(TnnForCausalLM, tiny_config(num_hidden_layers=1)), torch.arange(11)[None]
+    cache = model(ids, use_cache=True).past_key_values
+    model(ids[:, :1], past_key_values=cache)  # which makes the state
+    assert len(files_of(lambda: model(ids, use_cache=False))) <= 10
+    assert len(files_of(lambda: model(ids[:, :1], past_key_values=cache))) <= 12
 
 
 SCRIPTS = ROOT / "scripts"
