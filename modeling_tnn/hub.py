@@ -1,8 +1,8 @@
 """Code that saved folders carry, so that they load where the package is not installed.
 
-A model that is saved puts the files of its code, flat, beside `config.json`: `modeling_tnn.py` and every file that it
-imports. `auto_map` in `config.json` names the classes of all Auto classes, because a checkpoint of one head may be
-loaded with another head or without one. Where the package is installed, its registered classes are used instead.
+The files are flat: `modeling_tnn.py` and every file that it imports. `auto_map` in `config.json` names the classes of
+all Auto classes, because a checkpoint of one head may be loaded with another head or without one. Where the package is
+installed, its registered classes are used instead.
 """
 
 import logging
@@ -33,23 +33,16 @@ FORMER_MODULES = {"heads"}
 
 
 def own_classes(config: PreTrainedConfig, folder: str | os.PathLike) -> dict[str, str]:
-    """The entries of `auto_map` for a user's subclasses, whose files transformers has copied to `folder`."""
-    entries = (getattr(config, "auto_map", None) or {}).items()
+    """Return the entries of `auto_map` for a user's subclasses, whose files transformers has copied to `folder`."""
+    entries = getattr(config, "auto_map", None) or {}
+    modules = {name: place.partition(".")[0] for name, place in entries.items() if isinstance(place, str)}
     ours = {place.partition(".")[0] for place in AUTO_MAP.values()} | FORMER_MODULES
-    return {
-        auto_class: place
-        for auto_class, place in entries
-        if isinstance(place, str)
-        and (module := place.partition(".")[0]) not in ours
-        and Path(folder, f"{module}.py").exists()
-    }
+    theirs = {module for module in modules.values() if module not in ours and Path(folder, f"{module}.py").exists()}
+    return {name: entries[name] for name, module in modules.items() if module in theirs}
 
 
 def save_code(folder: str | os.PathLike, models: str | os.PathLike):
-    """Copy the file of the models, and those that it imports, to `folder`.
-
-    A file that is no copy of this code, but has the name of one, is moved aside.
-    """
+    """Copy the file of the models and those that it imports to `folder`. Other files of these names are renamed."""
     for file in {Path(models), *map(Path, get_relative_import_files(models))}:
         copied = Path(folder) / file.name
         if not (copied.exists() and copied.samefile(file)):
@@ -58,7 +51,7 @@ def save_code(folder: str | os.PathLike, models: str | os.PathLike):
 
 
 def move_aside(found: Path, file: Path):
-    """Give `found` another name if it exists and its first line is not that of `file`, as in copies of any version."""
+    """Rename `found` if it exists and is no copy of `file`, of any version: these have its first line."""
     if not found.exists() or found.read_bytes().partition(b"\n")[0] == file.read_bytes().partition(b"\n")[0]:
         return
     names = (found.with_name(f"{found.name}.orig{number or ''}") for number in count())

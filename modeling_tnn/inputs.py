@@ -1,4 +1,6 @@
-"""Checks of the inputs of the models, and what follows from a mask: alignment, positions and pooling of real tokens.
+"""Checks of the arguments of the models: tokens, masks, labels, images and keywords.
+
+Also what follows from a mask: alignment, positions and pooling of real tokens.
 
 B batch, L length, d hidden size, C classes or choices, K chosen positions. A mask is `(B, L)`, 0 at padding and
 anything else at real tokens.

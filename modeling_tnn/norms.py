@@ -34,7 +34,7 @@ class SimpleRMSNorm(nn.Module):
         return self.normalize(x.to(compute_dtype(x.dtype))).to(x.dtype)
 
     def normalize(self, x: torch.Tensor) -> torch.Tensor:
-        """The norm of `x` `(..., d)`, which is in float32 or float64."""
+        """Return the norm of `x` `(..., d)` in float32 or float64."""
         rms = torch.linalg.vector_norm(x, dim=-1, keepdim=True) / self.size**0.5  # (..., 1)
         return x / (rms + self.eps)
 
@@ -73,17 +73,14 @@ class RootRMSNorm(RMSNorm):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight.to(x.dtype)
 
 
-class ScaleNorm(SimpleRMSNorm):
-    """An RMS norm with one learned scale for all channels and eps inside the root."""
+class ScaleNorm(RootRMSNorm):
+    """A `RootRMSNorm` with eps = 1e-5 and one learned scale for all channels."""
 
     eps = 1e-5
 
     def __init__(self, size: int):
         super().__init__(size)
         self.weight = nn.Parameter(torch.ones(1))
-
-    def normalize(self, x: torch.Tensor) -> torch.Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight.to(x.dtype)
 
 
 class LayerNorm(nn.LayerNorm):
@@ -96,7 +93,7 @@ class LayerNorm(nn.LayerNorm):
 
 
 def in_backward() -> bool:
-    """Whether autograd runs a backward pass: gradient checkpointing computes activations again there."""
+    """Whether autograd runs a backward pass, in which gradient checkpointing computes activations again."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
@@ -119,15 +116,15 @@ class BatchNorm(nn.BatchNorm1d):
         return y.to(x.dtype)
 
     def _normalize(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The same for tokens `(T, d)` that all count."""
+        """Return the norm of real tokens `(T, d)`."""
         if self.training and in_backward():
-            # Copies: the checkpoint wants as many saved tensors as in the forward pass.
+            # On copies, for the checkpoint expects as many saved tensors as in the forward pass.
             running = self.running_mean.clone(), self.running_var.clone()
             return nn.functional.batch_norm(tokens, *running, self.weight, self.bias, training=True, eps=self.eps)
         return super().forward(tokens)
 
     def _normalize_real(self, x: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-        """The same by sums over all tokens, with `real` `(B, L, 1)`: to pick the real ones, a GPU would wait."""
+        """Return the norm of `x` `(B, L, d)` by masked sums, `real` `(B, L, 1)`: indexing is a device sync."""
         count = real.sum()
         mean = x.masked_fill(~real, 0).sum((0, 1)) / count  # (d,)
         centred = (x - mean).masked_fill(~real, 0)  # (B, L, d)
@@ -142,7 +139,7 @@ class BatchNorm(nn.BatchNorm1d):
 
 
 def with_mask(norm: nn.Module, attention_mask: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
-    """`norm` as a function of its input alone. Only a batch norm gets the mask."""
+    """Return `norm` as a function of its input alone. Only a batch norm takes the mask."""
     return partial(norm, attention_mask=attention_mask) if isinstance(norm, BatchNorm) else norm
 
 
@@ -157,18 +154,12 @@ NORM_TYPES = {
 
 
 def build_norm(norm_type: str, size: int) -> nn.Module:
-    """The norm called `norm_type` for a last axis of `size` channels.
-
-    Raises:
-        ValueError: `norm_type` is unknown.
-    """
-    if norm_type not in NORM_TYPES:
-        raise ValueError(f"`norm_type` must be one of {', '.join(NORM_TYPES)}, got {norm_type!r}")
+    """Return the norm called `norm_type`, a key of `NORM_TYPES`, for a last axis of `size` channels."""
     return NORM_TYPES[norm_type](size)
 
 
 def build_final_norm(config: PreTrainedConfig) -> nn.Module:
-    """The norm after the last block of a pre-norm model."""
+    """Return the norm after the last block of a pre-norm model; else an identity."""
     if config.norm_position != "pre":
         return nn.Identity()
     if config.norm_type == "batchnorm":

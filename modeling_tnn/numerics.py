@@ -14,15 +14,15 @@ from torch.autograd import forward_ad
 
 from .extensions import IMPLEMENTATIONS
 
-# Devices whose values can be read at once. Tests take them away, to run the code of accelerators on a CPU.
+# Device types that can be read without a sync. Tests clear this tuple to run the accelerator path on a CPU.
 HOST_DEVICES = ("cpu",)
 
-# Classes of ordinary tensors. `tnn plan` adds one whose tensors have no memory, to run the code of ordinary ones.
+# Classes of plain tensors. `tnn plan` adds one whose tensors have no memory, to run the same code.
 PLAIN_TENSORS = (nn.Parameter, torch.Tensor)
 
 
 def is_on_host(tensor: torch.Tensor) -> bool:
-    """Whether the values of a tensor can be read at once. An accelerator must finish its queue of work first."""
+    """Whether the values of a tensor can be read without a device sync."""
     return tensor.device.type in HOST_DEVICES
 
 
@@ -56,16 +56,12 @@ def is_transformed(*gradients: torch.Tensor) -> bool:
 
 
 def must_be_eager() -> bool:
-    """Whether only PyTorch's own operations work here: a custom function can be neither recorded nor transformed."""
+    """Whether only PyTorch's own operations work: a custom function can be neither recorded nor transformed."""
     return is_traced() or is_transformed()
 
 
 def check_implementation(implementation: str):
-    """Check a name.
-
-    Raises:
-        ValueError: `implementation` is unknown.
-    """
+    """Raise a ValueError if `implementation` is unknown."""
     if implementation not in IMPLEMENTATIONS:
         names = ", ".join(IMPLEMENTATIONS)
         raise ValueError(f"`implementation` must be one of {names}, got {implementation!r}")
@@ -82,31 +78,28 @@ def is_fused(implementation: str) -> bool:
 
 
 def is_plain_tensor(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is of no class of its own, as shards and quantized weights are."""
+    """Whether a tensor is plain: shards and quantized weights have classes."""
     return type(tensor) in PLAIN_TENSORS
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether calling a module only runs the code of its class on its own weights: no hook, shard or quantizer.
+    """Whether calling a module only runs its class on plain weights: no hook, shard or quantizer.
 
-    A class that was put in its place, as adapters do, is for the caller to notice. With a plain module the same can be
-    computed in another way.
+    Then the same can be computed in another way. Callers check the class, which adapters replace.
     """
     return (
         "forward" not in vars(module)
         and not (module._forward_hooks or module._forward_pre_hooks)
         and not (module._backward_hooks or module._backward_pre_hooks)
-        # A shard or a quantized weight is of a class of its own; a parameter is not, except on the outside.
         and all(w is None or is_plain_tensor(w) for w in module._parameters.values())
     )
 
 
 def next_fast_len(minimum: int) -> int:
-    """A fast transform length of at least `minimum`: a power of two, or 9/16, 5/8 or 3/4 of one.
+    """Return a fast transform length of at least `minimum`: a power of two, or 9/16, 5/8 or 3/4 of one.
 
-    Other smooth lengths cost more time per entry than they save in entries. Lengths with large prime factors take
-    several times as long. While a graph is traced, the result is the next multiple of 64, so that one graph serves all
-    lengths.
+    Other smooth lengths cost more time per entry than they save in entries. While a graph is traced, it is the next
+    multiple of 64, so that one graph serves all lengths.
     """
     if is_traced():
         return (minimum + 63) // 64 * 64
@@ -116,12 +109,12 @@ def next_fast_len(minimum: int) -> int:
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The precision of transforms and kernels for inputs of `dtype`: float64 for float64, else float32."""
+    """Return the precision of transforms and kernels for inputs of `dtype`: float64 for float64, else float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def projected_dtype(x: torch.Tensor) -> torch.dtype:
-    """The dtype of a linear map of `x` in the present context: autocast has one of its own."""
+    """Return the dtype of a linear map of `x` under the present autocast."""
     kind = x.device.type
     if x.is_meta or x.dtype is torch.float64 or not torch.is_autocast_enabled(kind):
         return x.dtype
@@ -129,8 +122,8 @@ def projected_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 def without_narrowing(fn: Callable, kept: Iterable[torch.Tensor | None]) -> Callable:
-    """`fn` of `nn.Module._apply`, such as a cast, after which the tensors `kept` are in float32 or float64 still."""
-    kept = [tensor for tensor in kept if tensor is not None]  # their ids are taken as long as they are here
+    """Return `fn` of `nn.Module._apply`, such as a cast, so that the tensors `kept` stay in float32 or float64."""
+    kept = [tensor for tensor in kept if tensor is not None]
 
     def apply(tensor: torch.Tensor) -> torch.Tensor:
         moved = fn(tensor)
@@ -143,5 +136,5 @@ def without_narrowing(fn: Callable, kept: Iterable[torch.Tensor | None]) -> Call
 
 
 def float64_or_widest(device: torch.device) -> torch.dtype:
-    """float64 where the device supports it, else float32 (MPS)."""
+    """Return float64 if the device supports it, else float32 (MPS)."""
     return torch.float32 if device.type == "mps" else torch.float64
