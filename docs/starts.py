@@ -207,7 +207,7 @@ def scaled_ski(values: float, taps: float, identity: bool = False) -> Callable[[
             operator.betas.mul_(values)
             operator.filter.mul_(taps)
             if identity:
-                operator.filter[:, operator.filter_reach] += 1
+                operator.filter[:, operator.half_width] += 1
 
     return change
 

@@ -82,6 +82,7 @@ extensions.modules = [
         "parallel.tensor",
         "tools.checks",
         "tools.recurrent",
+        "tools.stability",
     )
 ]
 

@@ -1,9 +1,7 @@
-"""The operators by the names of `TnnConfig.tno_type`: the table that the configuration declares is filled here.
-
-Toeplitz operators along the rows and the columns of an image, for the 2-D models of the TNN paper.
+"""Build the operator that `TnnConfig.tno_type` names, for sequences or along both axes of an image.
 
     (R v)_{a,b} = sum_c r_{b-c} v_{a,c},    (C v)_{a,b} = sum_c k_{a-c} v_{c,b}
-    product     y = C R v + R C v = 2 C R v           its Long Range Arena models
+    product     y = C R v + R C v = 2 C R v           the Long Range Arena models of the TNN paper
     sum         y = R v + C v                         its ImageNet models
 
 B batch, S side of the image, L = S^2 tokens in row-major order, D channels. R and C are linear and act on different
@@ -13,7 +11,6 @@ axes, so they commute, and one order is enough. The kernels along the two axes a
 import copy
 import math
 from collections.abc import Callable
-from functools import partial
 
 import torch
 
@@ -67,24 +64,24 @@ class TwoAxisOperator(ToeplitzOperator):
         """
         side = image_side(v.shape[1])
         image = v.unflatten(1, (side, side))  # (B, S, S, D)
-        rows, columns = partial(self._mix_rows, prepared=prepared[0]), partial(self._mix_columns, prepared=prepared[1])
+        passed = [Pass(prepared=one) for one in prepared]
+
+        def rows(x: torch.Tensor) -> torch.Tensor:
+            return self.rows(x.flatten(0, 1), passed=passed[0]).unflatten(0, x.shape[:2])
+
+        def columns(x: torch.Tensor) -> torch.Tensor:
+            x = x.transpose(1, 2)
+            return self.columns(x.flatten(0, 1), passed=passed[1]).unflatten(0, x.shape[:2]).transpose(1, 2)
+
         return self.combine(rows, columns, image).flatten(1, 2)
 
     def dense(self, length: int) -> torch.Tensor:
         side = image_side(length)
         rows, columns = self.rows.dense(side), self.columns.dense(side)  # (D, S, S) each
-        one = torch.eye(side, dtype=rows.dtype, device=rows.device)
+        one, whole = (torch.eye(size, dtype=rows.dtype, device=rows.device) for size in (side, length))
         on_rows = torch.einsum("ac,dbe->dabce", one, rows).reshape(-1, length, length)
         on_columns = torch.einsum("dac,be->dabce", columns, one).reshape(-1, length, length)
-        return self.combine(
-            lambda x: on_rows @ x, lambda x: on_columns @ x, torch.eye(length, dtype=rows.dtype, device=rows.device)
-        )
-
-    def _mix_rows(self, image: torch.Tensor, prepared=None) -> torch.Tensor:
-        return along_last_axis(self.rows, image, prepared)
-
-    def _mix_columns(self, image: torch.Tensor, prepared=None) -> torch.Tensor:
-        return along_last_axis(self.columns, image.transpose(1, 2), prepared).transpose(1, 2)
+        return self.combine(lambda x: on_rows @ x, lambda x: on_columns @ x, whole)
 
 
 def product_of_axes(rows: Mixer, columns: Mixer, image: torch.Tensor) -> torch.Tensor:
@@ -98,11 +95,6 @@ def sum_of_axes(rows: Mixer, columns: Mixer, image: torch.Tensor) -> torch.Tenso
 
 
 COMBINATIONS = {"product": product_of_axes, "sum": sum_of_axes}
-
-
-def along_last_axis(operator: ToeplitzOperator, image: torch.Tensor, prepared=None) -> torch.Tensor:
-    """The product of `operator` along the third dimension of `image` `(B, S, S, D)`."""
-    return operator(image.flatten(0, 1), passed=Pass(prepared=prepared)).unflatten(0, image.shape[:2])
 
 
 def image_side(length: int) -> int:

@@ -1,18 +1,18 @@
-"""Toeplitz coefficients from an MLP of the frequency ("SKI to go Faster": FD-TNO).
-
-Frequencies omega_m = pi m / R, m = 0 .. R, for R = `fd_resolution` taps on each side; transform length 2R.
+"""Compute Toeplitz coefficients from an MLP of the frequency ("SKI to go Faster": FD-TNO).
 
     bidirectional   t = irfft(re + i im),  re, im = MLP(omega); im is 0 at omega = 0 and pi, as for any real t
     causal          r = irfft(MLP(omega)) is even in the lag; t_0 = r_0, t_k = 2 r_k for 0 < k < R, 0 beyond
+
+D channels, L length, R = `fd_resolution` taps on each side, frequencies omega_m = pi m / R, m = 0 .. R, transform
+length 2R. `fd_input="cos"` gives cos(omega) to the MLP, which makes the response smooth where the spectrum repeats, as
+the decay theorems of the paper assume.
 
 The causal window doubles positive lags and drops negative ones. The result is the filter whose response has the MLP as
 its real part and the Hilbert transform of the MLP as its imaginary part. In a transform of length 2R the lag R stands
 for both signs, so it is dropped; no sequence of up to R positions has this lag.
 
 The grid does not depend on the length of the input, so that a prefix has the same coefficients in any sequence. (The
-grid of the released code grows with the sequence, and earlier outputs change with it.) Coefficients at lags R and
-above are zero. D channels, L length. `fd_input="cos"` gives cos(omega) to the MLP, which makes the response smooth
-where the spectrum repeats, as the decay theorems of the paper assume.
+grid of the released code grows with the sequence, and earlier outputs change with it.)
 """
 
 import math
@@ -22,7 +22,7 @@ import torch
 from .numerics import is_exported, is_exported_to_onnx
 from .tno import ToeplitzOperator
 from .tno_rpe import RelativePositionEncoder
-from .toeplitz import Spectrum, fit_lags, fit_taps, inverse_matrix_transform
+from .toeplitz import Pair, fit_lags, fit_taps, inverse_matrix_transform
 from .toeplitz_fused import complex_response
 
 
@@ -32,15 +32,7 @@ class FdOperator(ToeplitzOperator):
     def __init__(self, config, layer_idx: int = 0):
         super().__init__(config, layer_idx)
         num_outputs = self.channels if self.causal else 2 * self.channels
-        self.rpe = RelativePositionEncoder(
-            config.rpe_dim,
-            num_outputs,
-            config.rpe_layers,
-            config.fd_act,
-            config.encoder_norm_type,
-            config.rpe_residual,
-            config.rpe_hidden_norm,
-        )
+        self.rpe = RelativePositionEncoder(config, num_outputs, config.fd_act)
         self.resolution = config.fd_resolution
         self.cos_input = config.fd_input == "cos"
 
@@ -87,7 +79,7 @@ class FdOperator(ToeplitzOperator):
         size = 2 * self.resolution
         if is_exported_to_onnx():
             real, imag = response if response.dim() == 3 else (response, torch.zeros_like(response))
-            return inverse_matrix_transform(Spectrum(real, imag), size, 0, size)
+            return inverse_matrix_transform(Pair(real, imag), size, 0, size)
         return torch.fft.irfft(complex_response(response) if response.dim() == 3 else response, n=size)
 
     def kernel_length(self) -> int:

@@ -1,4 +1,4 @@
-"""A causal kernel of exact first taps and a sum of exponentials, and its decoding. `to_recurrent` makes such kernels.
+"""Compute a causal kernel of exact first taps and a sum of exponentials, and decode with it. See `to_recurrent`.
 
     t_j = head_j,                                   j < w
     t_j = Re sum_q r_q lambda_q^(j - w),            j >= w,        lambda_q = exp(-exp(nu_q) + i theta_q)         (1)
@@ -6,8 +6,8 @@
 
 B batch, D channels, L length, w window, Q modes, C tokens covered by the memory s, T tokens seen.
 
-(1) All channels share the poles lambda. A complex mode is an order-2 block of a real diagonal recurrence. Its poles
-lie inside the unit circle for all values of the parameters.
+(1) All channels share the poles lambda, which lie inside the unit circle for all values of the parameters. A complex
+mode is an order-2 block of a real diagonal recurrence.
 
 (2) is a diagonal recurrence, advanced a block of tokens at a time. At the start of a block, one product with powers of
 the poles adds the inputs that are old enough to the memory s, and (2) gives the part of the memory in the outputs of
@@ -33,7 +33,7 @@ BLOCK = 32
 
 
 class ModalRecurrence(FilterRecurrence):
-    """The decoding of a `ModalOperator`. The size of its state does not depend on the length of the text.
+    """Decode a `ModalOperator` with a state whose size does not depend on the length of the sequence.
 
     Args:
         operator: an operator with `window`, `num_modes`, `powers`, `complex_residues` and `slowest_rate`.
@@ -70,15 +70,15 @@ class ModalRecurrence(FilterRecurrence):
         state.history = HistoryBuffer(waiting, self.window + BLOCK)
 
     def _needed(self, prompt) -> int:
-        """All inputs until the slowest mode has faded. To read its rate would stall devices other than the CPU."""
-        if not is_on_host(prompt.v):
+        """The number of newest inputs that the state depends on: until the slowest mode has faded."""
+        if not is_on_host(prompt.v):  # reading its rate would be a device sync
             return prompt.length
         resolution = torch.finfo(compute_dtype(prompt.v.dtype)).eps
         faded = (-math.log(resolution) / self.operator.slowest_rate()).item()  # inf for a rate of 0
         return int(min(prompt.length, faded + self.window + slack_after(prompt.length) + 1))
 
     def _powers_of_piece(self, x: torch.Tensor) -> torch.Tensor | None:
-        """The powers that the pieces of a prompt share, of which `x` is the first one."""
+        """The powers that all chunks of a prompt share, of which `x` is the first one."""
         return self._power(0, x.shape[-1], x)
 
     def chunk(self, state, x: torch.Tensor) -> torch.Tensor:

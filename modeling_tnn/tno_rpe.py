@@ -1,31 +1,23 @@
-"""Toeplitz coefficients from an MLP of the lag, times an exponential decay: the operator of the TNN paper.
+"""Compute Toeplitz coefficients from an MLP of the lag, or take them as parameters, with an exponential decay.
 
-    t_k = lambda^|k| RPE(k),    k = -(L-1) .. L-1   (causal: k = 0 .. L-1)
-
-D channels, L length. lambda is `decay` for all channels or, with `learnable_decay`, one number per channel:
-lambda_c = decay + (1 - decay) sigmoid(theta_c). The coefficient of a lag does not depend on L. With `rpe_window` W,
-t_k = 0 for |k| >= W.
-
-The relative position encoder: an MLP from one number (a lag, a frequency) to one value per channel.
-
+    t_k = lambda^|k| RPE(k),      k = -(L-1) .. L-1   (causal: k = 0 .. L-1)                                 (1)
+    t_k = lambda^|k| theta_k,     |k| < P, and 0 beyond                                                      (2)
     z = W_in p + b_in
     z = W_k act(norm(z)) + b_k  (+ z if residual),    k = 1 .. rpe_layers
-    out = W_out act(norm(z)) + b_out
+    out = W_out act(norm(z)) + b_out                                                                         (3)
 
-M positions, w = rpe_dim, D outputs, P = `rpe_input_length`. (TNN paper, "relative position encoder"; the order of
-norm, activation and linear map is that of the released code.) It runs in float32 or float64, because bfloat16 cannot
-distinguish integer lags above 256.
+D channels, L length, M positions, w = rpe_dim. lambda is `decay` for all channels (1 if there is none) or, with
+`learnable_decay`, one number per channel: lambda_c = decay + (1 - decay) sigmoid(theta_c). The coefficient of a lag
+does not depend on L.
 
-The input p of a lag k (TNN paper, table 8; `rpe_input`) is k itself, k / P ("normalized"), or the sines and cosines of
-k at w/2 rates. The released code divides by the length of the input minus one, so that a longer text changes all
-coefficients. A fixed P keeps causal kernels the same for every prefix.
+(1) is the operator of the TNN paper. With `rpe_window` W, t_k = 0 for |k| >= W. Its relative position encoder (3) maps
+one number p (a lag, a frequency) to one value per channel; the order of norm, activation and linear map is that of the
+released code. It runs in float32 or float64, because bfloat16 cannot distinguish integer lags above 256. The input p
+of a lag k (TNN paper, table 8; `rpe_input`) is k itself, k / P with P = `rpe_input_length` ("normalized"), or the
+sines and cosines of k at w/2 rates. The released code divides by the length of the input minus one, so that a longer
+sequence changes all coefficients. A fixed P keeps causal kernels the same for every prefix.
 
-Toeplitz coefficients as free parameters, one for each lag: the baseline of the RPE (TNN paper, table 9).
-
-    t_k = lambda^|k| theta_k,    |k| < P;    t_k = 0 beyond
-
-D channels, L length, P = `explicit_length`, lambda = `decay` (1 if there is none). The kernel ends at the lag P, so
-positions further apart do not see each other.
+(2) is the baseline of the RPE (TNN paper, table 9), P = `explicit_length`: positions P or more apart do not interact.
 """
 
 import math
@@ -77,38 +69,25 @@ class RelativePositionLayer(nn.Module):
 
 
 class RelativePositionEncoder(nn.Module):
-    """The relative position encoder, an MLP by the equations above.
+    """The relative position encoder, the MLP of (3).
 
     Args:
-        size: width w of the hidden layers.
+        config: its `rpe_dim` w, `rpe_layers`, `rpe_residual`, `rpe_hidden_norm` and `encoder_norm_type`.
         num_outputs: number of outputs D.
-        num_layers: number of hidden layers besides the input and the output projection, at least 0.
         act: name of the activation.
-        norm_type: name of the norm, see `norms.py`.
-        residual: whether hidden layers have a residual connection.
-        hidden_norm: whether hidden layers have the norm, as the output layer has.
         in_proj: the input projection `(M, 1)` to `(M, w)`; a linear map of the position unless given.
     """
 
-    def __init__(
-        self,
-        size: int,
-        num_outputs: int,
-        num_layers: int,
-        act: str,
-        norm_type: str,
-        residual: bool,
-        hidden_norm: bool = True,
-        in_proj: nn.Linear | None = None,
-    ):
+    def __init__(self, config, num_outputs: int, act: str, in_proj: nn.Linear | None = None):
         super().__init__()
-        self.residual = residual
+        size, given = config.rpe_dim, (act, config.encoder_norm_type)
+        self.residual = config.rpe_residual
         self.in_proj = CastingLinear(1, size) if in_proj is None else in_proj
-        self.layers = nn.ModuleList([RelativePositionLayer(size, size, act, norm_type) for _ in range(num_layers)])
-        if not hidden_norm:
+        self.layers = nn.ModuleList([RelativePositionLayer(size, size, *given) for _ in range(config.rpe_layers)])
+        if not config.rpe_hidden_norm:
             for layer in self.layers:
                 layer.norm = nn.Identity()
-        self.out = RelativePositionLayer(size, num_outputs, act, norm_type, OutputLinear)
+        self.out = RelativePositionLayer(size, num_outputs, *given, OutputLinear)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -174,17 +153,6 @@ RPE_INPUTS = {
 }
 
 
-def build_rpe_input(config) -> nn.Linear:
-    """The input projection that `config.rpe_input` names.
-
-    Raises:
-        ValueError: `rpe_input` is unknown.
-    """
-    if config.rpe_input not in RPE_INPUTS:
-        raise ValueError(f"`rpe_input` must be one of {', '.join(RPE_INPUTS)}, got {config.rpe_input!r}")
-    return RPE_INPUTS[config.rpe_input](config)
-
-
 def sinusoidal_embedding(positions: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
     """The sines (even channels) and cosines (odd channels) of positions `(B, L)` at `size` / 2 rates, `(B, L, size)`.
 
@@ -198,10 +166,10 @@ def sinusoidal_embedding(positions: torch.Tensor, size: int, dtype: torch.dtype)
 
 
 class LateRecurrence(FilterRecurrence):
-    """The decoding of a kernel whose number of taps follows from values of parameters.
+    """Decode a kernel whose number of taps depends on values of parameters.
 
-    They are read when a text is continued. In the pass before, an accelerator would wait for them, also in training,
-    where few passes are continued.
+    They are read when a sequence is continued. Reading them in the pass before would be a device sync in each pass,
+    also in training, where few passes are continued.
     """
 
     def __init__(self, operator):
@@ -220,20 +188,12 @@ class LateRecurrence(FilterRecurrence):
 
 
 class RpeOperator(ToeplitzOperator):
-    """The operator of the TNN paper."""
+    """The operator of the TNN paper, equation (1)."""
 
     def __init__(self, config, layer_idx: int = 0):
         super().__init__(config, layer_idx)
-        self.rpe = RelativePositionEncoder(
-            config.rpe_dim,
-            self.channels,
-            config.rpe_layers,
-            config.rpe_act,
-            config.encoder_norm_type,
-            config.rpe_residual,
-            config.rpe_hidden_norm,
-            build_rpe_input(config),
-        )
+        in_proj = RPE_INPUTS[config.rpe_input](config)
+        self.rpe = RelativePositionEncoder(config, self.channels, config.rpe_act, in_proj)
         self.decay, self.window = config.decay, config.rpe_window
         self.decay_logit = nn.Parameter(torch.empty(self.channels)) if config.learnable_decay else None
         self.given_decay = None if config.learnable_decay else config.decay
@@ -256,9 +216,8 @@ class RpeOperator(ToeplitzOperator):
         lags = torch.arange(first, length, device=device or self.rpe.device, dtype=self.rpe.dtype)  # (M,)
         features = self.rpe.features(lags)  # (M, w)
         if self.decay_logit is not None:
-            return (
-                self.rpe.emit(features, torch.ones_like(lags)) * self._decay_rate(lags.dtype) ** lags.abs()
-            )  # (D, M)
+            values = self.rpe.emit(features, torch.ones_like(lags))  # (D, M)
+            return values * self._decay_rate(lags.dtype) ** lags.abs()
         weights = torch.ones_like(lags) if self.decay is None else self.decay ** lags.abs()  # (M,)
         return self.rpe.emit(features * weights[:, None], weights)  # (D, M)
 
@@ -294,7 +253,7 @@ class RpeOperator(ToeplitzOperator):
 
 
 class ExplicitOperator(ToeplitzOperator):
-    """The operator with explicit coefficients, without a position encoder."""
+    """The operator with explicit coefficients, equation (2)."""
 
     def __init__(self, config, layer_idx: int = 0):
         super().__init__(config, layer_idx)
@@ -313,9 +272,8 @@ class ExplicitOperator(ToeplitzOperator):
         dtype = compute_dtype(self.taps.dtype)
         first = 0 if self.causal else 1 - self.longest
         lags = torch.arange(first, self.longest, device=device or self.taps.device, dtype=dtype)
-        taps = (
-            self.taps.to(device, dtype) * (1.0 if self.decay is None else self.decay) ** lags.abs()
-        )  # (D, P) or (D, 2P-1)
+        decay = 1.0 if self.decay is None else self.decay
+        taps = self.taps.to(device, dtype) * decay ** lags.abs()  # (D, P) or (D, 2P-1)
         return (fit_taps if self.causal else fit_lags)(taps, length)
 
     def kernel_length(self) -> int:

@@ -1,66 +1,33 @@
-"""Toeplitz coefficients as the impulse response of a rational transfer function (RTF paper).
+"""Compute the impulse responses of rational transfer functions, and decode with them (RTF paper).
 
-    t_0 = h_0,  t_k = [z^-k] b(z)/a(z)  for k > 0,    a(z) = 1 + a_1 z^-1 + .. + a_N z^-N
-
-D channels, L length, N order, T = `rtf_truncation_length` the truncation length.
-
-One transform on T points (T + 1 if T is odd) computes the taps, as in the released code, but in float64: for poles
-near the unit circle float32 loses all digits. Beyond T the same filter continues (see `tno_rtf.py`). A bidirectional
-operator has a second filter for negative lags, t_{-k} = its tap k - 1 (its h_0 is the tap of lag -1).
-`rtf_constraint="l1_montel"` divides each denominator by sum|a_i| + |s| + 1e-6 with a learned s. Then sum|a_i| < 1, and
-all poles lie inside the unit circle (RTF paper, section 3.4, with the scaling of its code).
-
-`tno_rtf.py` decodes it token by token.
-
-Without a constraint poles may leave the unit circle in training. The operator then warns, see `RtfOperator.train`.
-
-Rational transfer functions, their taps and their recurrences. No parameters here.
-
-    H(z) = h_0 + (b_1 z^-1 + .. + b_N z^-N) / (1 + a_1 z^-1 + .. + a_N z^-N)                                 (1)
-
-D filters, Q denominators (D, or fewer shared by groups of D/Q consecutive filters), N order, L length, F transform
-length. RTF paper, sections 3.1 to 3.3.
-
-Sampling (1) at the F-th roots of unity and transforming back yields F taps k whose tails have wrapped around: tap t
-is the sum of the impulse response at t, t + F, t + 2F, ... Training fits those taps. The filter with exactly these
-taps and no wrapping has the same denominator; its numerator c follows from K(z) a(z) = c(z), read at z^-1 .. z^-N:
-
+    H(z) = h_0 + b(z)/a(z),  b(z) = b_1 z^-1 + .. + b_N z^-N,  a(z) = 1 + a_1 z^-1 + .. + a_N z^-N           (1)
     c_i = k_i + a_1 k_{i-1} + .. + a_{i-1} k_1                                                              (2)
-
-which is the c of b = c (I - A^F), A the companion matrix (paper, equation 13), without forming A^F. Since lag F folds
-onto lag 0, its direct term is the tap k_0, not h_0. Beyond F the taps are
-
     k_t = sum_{i=1}^{N} c_i g_{t-i},    g the power series of 1/a(z)                                        (3)
+    w_t = u_t - sum_i a_i w_{t-i},    y_t = k_0 u_t + sum_i c_i w_{t-i},    i = 1 .. N                       (4)
 
-a(z) has all its roots inside the unit circle if and only if every reflection coefficient r_n of the step-down
-recursion (Schur 1917, Cohn 1922) is below 1 in magnitude:
+B batch, D channels or filters, Q denominators (D, or fewer shared by groups of D/Q consecutive filters), N order,
+L length, F transform length (`rtf_truncation_length`, or one more if it is odd), H = `BLOCK` tokens of a block.
 
-    r_n = a_n,    a_i <- (a_i - r_n a_{n-i}) / (1 - r_n^2),  i = 1 .. n-1,    for n = N .. 1                  (4)
+Taps (paper, sections 3.1 to 3.3). Sampling (1) at the F-th roots of unity and transforming back yields F taps k whose
+tails have wrapped around: tap t is the sum of the impulse response at t, t + F, t + 2F, ... Training fits those taps.
+The released code does the same, here in float64: for poles near the unit circle float32 loses all digits. The filter
+with exactly these taps and no wrapping has the same denominator; its numerator c (2) follows from K(z) a(z) = c(z),
+read at z^-1 .. z^-N. It is the c of b = c (I - A^F), A the companion matrix (equation 13), without forming A^F. Since
+lag F folds onto lag 0, its direct term is the tap k_0, not h_0. Beyond F the taps are (3). A bidirectional operator
+has a second filter for negative lags, t_{-k} = its tap k - 1 (its h_0 is the tap of lag -1).
 
-It is so if
+Poles. `rtf_constraint="l1_montel"` divides each denominator by sum|a_i| + |s| + 1e-6 with a learned s. Then
+sum|a_i| < 1, and all poles lie inside the unit circle (section 3.4, with the scaling of its code). Without a
+constraint they may leave it in training; with the package installed, the operator then warns.
 
-    |a_1| + .. + |a_N| < 1,                                                                                  (5)
-
-because a(z) is not 0 on the circle or outside it then. With a_i / r^i in place of a_i, both are for the circle of
-radius r.
-
-Decoding of a rational transfer function by the companion form of its recurrence (RTF paper, section 3.3).
-
-    w_t = u_t - sum_i a_i w_{t-i},    y_t = k_0 u_t + sum_i c_i w_{t-i},    i = 1 .. N                            (1)
-
-B batch, D channels, L length of a chunk, N order, H = `BLOCK` tokens of a block.
-
-c and k_0 are the exact ones of `tno_rtf.py`. The state is the last N values of w in float64; a token costs O(N). A
-chunk of L tokens costs O(L log L): the old values of w contribute e_t = -sum_{i>t} a_i w_{t-i} to (1), which ends
-after N tokens. Then w = g * (u + e), where g is the power series of 1/a(z), and y follows from w by a filter of N
-taps.
-
-For many texts on the CPU, to read the states takes longer than to read the weights. So they are read once for H
-tokens: at the start of a block, one product with shifted copies of a and c gives what the values before it add to both
-sums of (1) at all tokens of the block (the future). Each token then adds its own value to the future of the rest.
+Decoding by the companion form (4). The state is the last N values of w in float64; a token costs O(N). A chunk of L
+tokens costs O(L log L): the old values of w contribute e_t = -sum_{i>t} a_i w_{t-i}, which ends after N tokens. Then
+w = g * (u + e), and y follows from w by a filter of N taps. For many sequences on the CPU, reading the states takes
+longer than reading the weights. So they are read once for H tokens: at the start of a block, one product with shifted
+copies of a and c gives the part of the values before it in both sums of (4) at all tokens of the block (the future).
+Each token then adds its own value to the future of the rest.
 """
 
-import logging
 from functools import cached_property
 from typing import NamedTuple
 
@@ -70,6 +37,7 @@ from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 from transformers import initialization as init
 
+from .extensions import extensions
 from .history import HistoryBuffer, places, slack_after
 from .numerics import (
     compute_dtype,
@@ -90,6 +58,15 @@ from .toeplitz_fused import CHUNK, differentiable_gradients, must_differentiate
 # Numbers in a chunk of filters on devices other than the CPU.
 LARGE_CHUNK = 2**25
 
+# Largest growth of g over the trained length. float64 then still has more correct digits than float32 needs.
+LARGEST_GROWTH = 1e6
+
+# Sequences from which a step on the CPU is faster as a product of matrices, and tokens in a block of such steps.
+BATCH, BLOCK = 4, 8
+
+# Tokens between two checks for values that are not finite, on an accelerator.
+PATROL = 64
+
 
 def rational_kernel(denominator: torch.Tensor, numerator: torch.Tensor, size: int) -> torch.Tensor:
     """The taps of (1) without h_0, from samples at `size` points.
@@ -103,11 +80,11 @@ def rational_kernel(denominator: torch.Tensor, numerator: torch.Tensor, size: in
         `(D, F)`.
     """
     if is_exported_to_onnx():
-        return exported_quotient(delayed(numerator), per_filter(monic(denominator), len(numerator)), size, size)
+        return exported_quotient(pad(numerator, (1, 0)), per_filter(monic(denominator), len(numerator)), size, size)
     below = monic(denominator)  # (Q, N+1)
     # Exporters that transform in the runtime cannot repeat complex numbers.
     below = torch.fft.rfft(per_filter(below, len(numerator)) if is_exported() else below, n=size)  # (Q or D, F/2+1)
-    above = torch.fft.rfft(delayed(numerator), n=size)  # (D, F/2+1)
+    above = torch.fft.rfft(pad(numerator, (1, 0)), n=size)  # (D, F/2+1)
     return torch.fft.irfft(above / per_filter(below, len(numerator)), n=size)
 
 
@@ -171,12 +148,7 @@ def spectra(denominator: torch.Tensor, numerator: torch.Tensor, chosen: slice, s
     below = torch.fft.rfft(monic(denominator[first : (chosen.stop - 1) // group + 1].to(work)), n=size)
     if group > 1:
         below = below[torch.arange(chosen.start, chosen.stop, device=below.device) // group - first]
-    return below, torch.fft.rfft(delayed(numerator[chosen].to(work)), n=size)
-
-
-def delayed(numerator: torch.Tensor) -> torch.Tensor:
-    """The series 0, b_1 .. b_N: `(D, N)` to `(D, N + 1)`."""
-    return torch.cat([torch.zeros_like(numerator[:, :1]), numerator], dim=1)
+    return below, torch.fft.rfft(pad(numerator[chosen].to(work), (1, 0)), n=size)
 
 
 def companion_matrix(denominator: torch.Tensor) -> torch.Tensor:
@@ -188,7 +160,7 @@ def companion_matrix(denominator: torch.Tensor) -> torch.Tensor:
 
 def monic(denominator: torch.Tensor) -> torch.Tensor:
     """The series 1, a_1 .. a_N: `(Q, N)` to `(Q, N + 1)`."""
-    return torch.cat([torch.ones_like(denominator[:, :1]), denominator], dim=1)
+    return pad(denominator, (1, 0), value=1.0)
 
 
 def per_filter(values: torch.Tensor, filters: int) -> torch.Tensor:
@@ -203,7 +175,7 @@ def multiply_series(first: torch.Tensor, second: torch.Tensor, length: int) -> t
     first, second = first[:, :length], second[:, :length]
     size = next_fast_len(first.shape[1] + second.shape[1])
     product = torch.fft.irfft(torch.fft.rfft(first, n=size) * torch.fft.rfft(second, n=size), n=size)
-    return torch.nn.functional.pad(product, (0, max(0, length - size)))[:, :length]
+    return pad(product, (0, max(0, length - size)))[:, :length]
 
 
 def reciprocal_series(denominator: torch.Tensor, length: int) -> torch.Tensor:
@@ -253,59 +225,12 @@ def kernel_of_any_length(denominator: torch.Tensor, taps: torch.Tensor, length: 
     scale = torch.finfo(taps.dtype).eps ** (torch.arange(1, order + 1, device=taps.device, dtype=taps.dtype) / size)
     numerator = recurrence_numerator(denominator, taps)
     below = per_filter(monic(denominator * scale), len(taps))  # (D, N+1)
-    beyond = exported_quotient(delayed(numerator * scale), below, size, length) / fading  # (D, L)
+    beyond = exported_quotient(pad(numerator * scale, (1, 0)), below, size, length) / fading  # (D, L)
     return torch.where(position < count, fit_taps(taps, length), beyond)
 
 
-def is_stable(denominator: torch.Tensor, radius: float = 1.0) -> torch.Tensor:
-    """Whether all roots of each denominator `(Q, N)` lie inside the circle of `radius`, `(Q,)`, in float64.
-
-    By (5) where it holds, which is cheap, and by (4) for the others.
-    """
-    powers = torch.arange(1, denominator.shape[1] + 1, device=denominator.device, dtype=torch.float64)
-    a = denominator.double() / radius**powers  # (Q, N)
-    stable = a.abs().sum(dim=1) < 1  # (Q,)
-    others = (~stable).nonzero()[:, 0]  # (M,)
-    if len(others):
-        stable[others] = _step_down(a[others])
-    return stable
-
-
-def _step_down(a: torch.Tensor) -> torch.Tensor:
-    """Whether all roots of polynomials `(Q, N)` lie inside the unit circle, `(Q,)`, by (4)."""
-    a = a.T.contiguous()  # (N, Q)
-    reflections = []
-    for n in range(len(a), 0, -1):
-        k, rest = a[n - 1], a[: n - 1]  # (Q,), (n-1, Q)
-        reflections.append(k)
-        a = torch.addcmul(rest, k, rest.flip(0), value=-1).div_(1 - k.square())
-    # What is not a number stays so until it is a reflection coefficient itself.
-    return (torch.stack(reflections).abs() < 1).all(dim=0)
-
-
-def spectral_radius(denominator: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude of a root of each denominator `(Q, N)`, `(Q,)` in float64; infinite if not finite."""
-    finite = denominator.isfinite().all(dim=1)
-    matrices = companion_matrix(denominator.double().where(finite[:, None], 0.0))  # (Q, N, N)
-    radii = torch.linalg.eigvals(matrices).abs().amax(dim=1)
-    return radii.where(finite, torch.inf)
-
-
-# Largest growth of g over the trained length. float64 then still has more correct digits than float32 needs.
-LARGEST_GROWTH = 1e6
-
-# From so many texts on, a step on the CPU is faster as a product of matrices.
-BATCH = 4
-
-# Tokens of such a step's block.
-BLOCK = 8
-
-# Tokens between two looks for values that are not finite, on an accelerator.
-PATROL = 64
-
-
 class CompanionForm(NamedTuple):
-    """The coefficients of (1) for each channel: a, c and k_0."""
+    """The coefficients of (4) for each channel: a, c and k_0."""
 
     denominator: torch.Tensor  # (D, N)
     numerator: torch.Tensor  # (D, N)
@@ -313,14 +238,14 @@ class CompanionForm(NamedTuple):
 
 
 class CompanionRecurrence(Recurrence):
-    """The exact decoding of an `RtfOperator`.
+    """Decode an `RtfOperator` exactly.
 
     Args:
         operator: an operator with `companion_form()`.
         order: the order N.
-        trained_length: the length over which the recurrence must keep its precision.
+        trained_length: the length over which the recurrence must be precise.
 
-    Raises (when a text is continued):
+    Raises (when a sequence is continued):
         DivergenceError: poles outside the unit circle make the recurrence inexact or infinite.
     """
 
@@ -339,8 +264,8 @@ class CompanionRecurrence(Recurrence):
     def start(self, state, prompt):
         kept = self.order + slack_after(prompt.length)
         series = reciprocal_series(self._denominator, min(PIECE, prompt.length))  # (D, S)
-        # What g adds beyond `series` to all inputs together is below the resolution of the outputs. An accelerator
-        # reads the whole prompt sooner than it tells the bound.
+        # Terms of g beyond `series` may add less than the resolution of the outputs. On an accelerator the device sync
+        # for this bound takes longer than reading the whole prompt.
         resolution = torch.finfo(compute_dtype(prompt.v.dtype)).eps
         if is_on_host(series) and later_bound(self._denominator, series) * prompt.length < resolution:
             prompt = prompt.last(series.shape[1] + kept)
@@ -358,14 +283,14 @@ class CompanionRecurrence(Recurrence):
         else:
             end_block(state)
             y, newest = self._next(state.history.last(self.order), x, *self.constants(x))
-        # A value that is not finite makes all later ones so. An accelerator would wait at each look.
+        # A value that is not finite makes all later ones so. On an accelerator each check is a device sync.
         if is_on_host(newest) or state.length % PATROL == 0:
             self._check_finite(newest)
         state.history.append(newest)
         return y
 
     def make_ready(self, state, like: torch.Tensor):
-        """Look at the newest value, as `step` does."""
+        """Check the newest value, as `step` does."""
         end_block(state)
         if is_on_host(like) or state.length % PATROL == 0:
             self._check_finite(state.history.last(1))
@@ -389,7 +314,7 @@ class CompanionRecurrence(Recurrence):
         return y[..., None], newest[..., None]
 
     def _next_of_many(self, state, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`_next` for many texts, by blocks of tokens."""
+        """`_next` for many sequences, by blocks of tokens."""
         position = state.counters["position"] if "future" in state.tensors else BLOCK
         if position == BLOCK:
             past = state.history.last(self.order).permute(1, 2, 0)  # (D, N, B)
@@ -453,7 +378,7 @@ class CompanionRecurrence(Recurrence):
 
     @cached_property
     def _shifted(self) -> torch.Tensor:
-        """The coefficients of the values before a block, for both sums of (1) at each of its tokens, `(D, 2H, N)`."""
+        """The coefficients of the values before a block, for both sums of (4) at each of its tokens, `(D, 2H, N)`."""
         shifted = [pad(self._both, (j, 0))[..., : self.order] for j in range(BLOCK)]
         return torch.stack(shifted, dim=1).flatten(1, 2)
 
@@ -468,7 +393,7 @@ class CompanionRecurrence(Recurrence):
         return is_contracting(self._denominator)
 
     def _filter(self, x: torch.Tensor, past: torch.Tensor, series: torch.Tensor | None = None) -> torch.Tensor:
-        """The values w of (1) for the inputs `x` `(B, D, L)`, after the earlier values `past` `(B, D, N)`.
+        """The values w of (4) for the inputs `x` `(B, D, L)`, after the earlier values `past` `(B, D, N)`.
 
         `series` `(D, L)` is g, which is computed if it is not given.
         """
@@ -481,7 +406,7 @@ class CompanionRecurrence(Recurrence):
         return causal_toeplitz_matmul(driven.transpose(1, 2), series, implementation).transpose(1, 2)
 
     def _read(self, x: torch.Tensor, past: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        """The outputs y of (1) for the inputs `x` and the values `w`, `(B, D, L)` each, after `past` `(B, D, N)`."""
+        """The outputs y of (4) for the inputs `x` and the values `w`, `(B, D, L)` each, after `past` `(B, D, N)`."""
         whole = torch.cat([past, w], dim=-1).transpose(1, 2)  # (B, N+L, D)
         taps = pad(self._form.numerator, (1, 0))  # (D, N+1)
         y = causal_toeplitz_matmul(whole, taps, self.operator.implementation)[:, self.order :]  # (B, L, D)
@@ -489,21 +414,19 @@ class CompanionRecurrence(Recurrence):
 
     def _check_growth(self, denominator: torch.Tensor):
         growth = reciprocal_series(denominator, self.trained_length).abs().amax(dim=1)  # (D,)
-        diverging = ~(growth <= LARGEST_GROWTH)
-        if diverging.any():
-            channel = diverging.nonzero()[0].item()
-            raise DivergenceError(self._explain(denominator, channel, "over the length the model was trained for"))
+        if not (growth <= LARGEST_GROWTH).all():
+            self._refuse(denominator, ~(growth <= LARGEST_GROWTH), "over the length the model was trained for")
 
     def _check_finite(self, w: torch.Tensor):
         if not (self._stable or w.is_meta or torch.isfinite(w).all()):
-            bad = (~torch.isfinite(w)).transpose(0, 1).flatten(1).any(dim=1)  # (D,)
-            channel = bad.nonzero()[0].item()
-            raise DivergenceError(self._explain(self._denominator, channel, "on a text of this length"))
+            self._refuse(self._denominator, (~torch.isfinite(w)).any(2).any(0), "on a sequence of this length")
 
-    def _explain(self, denominator: torch.Tensor, channel: int, where: str) -> str:
+    def _refuse(self, denominator: torch.Tensor, diverging: torch.Tensor, where: str):
+        """Raise the error for the first of the `diverging` channels, `(D,)`."""
+        channel = diverging.nonzero()[0].item()
         companion = companion_matrix(denominator[channel : channel + 1].cpu())  # (1, N, N)
         radius = torch.linalg.eigvals(companion).abs().max().item()
-        return (
+        raise DivergenceError(
             f"Layer {self.operator.layer_idx}, channel {channel}: a pole of radius {radius:.6f} makes the recurrence "
             f"diverge {where}. Generate with use_cache=False (`tnn generate --use_cache false`), or train with "
             f"rtf_constraint='l1_montel' (`--config_overrides rtf_constraint=l1_montel`)."
@@ -511,7 +434,7 @@ class CompanionRecurrence(Recurrence):
 
 
 def end_block(state):
-    """Forget the future of a block: the next step of many texts begins another one."""
+    """Drop the future of a block: the next step of many sequences begins another one."""
     state.tensors.pop("future", None)
     state.counters.pop("position", None)
 
@@ -532,16 +455,6 @@ def later_bound(denominator: torch.Tensor, series: torch.Tensor) -> float:
     return (order * last * denominator.abs().sum(1) * series.abs().amax(1)).max().item()
 
 
-logger = logging.getLogger(__name__)
-
-OUTSIDE = (
-    "Their kernels grow beyond the trained length, and generation from a cache may fail. Train with "
-    "rtf_constraint='l1_montel', the default of new configurations, or keep the poles inside: "
-    "`PoleCallback(max_radius=0.99)` in a Trainer, `--max_pole_radius 0.99` with `tnn pretrain`. "
-    "`project_poles(model, 0.99)` moves those of a trained model."
-)
-
-
 def l1_montel(denominator: torch.Tensor, slack: torch.Tensor) -> torch.Tensor:
     """Denominators `(Q, N)` scaled to sum|a_i| < 1, with the slacks s `(A,)`; row i has the slack i mod A."""
     slack = slack.repeat(len(denominator) // len(slack))[:, None]  # (Q, 1)
@@ -550,24 +463,17 @@ def l1_montel(denominator: torch.Tensor, slack: torch.Tensor) -> torch.Tensor:
 
 CONSTRAINTS = {None: lambda denominator, slack: denominator, "l1_montel": l1_montel}
 
-# Numbers of `train()` calls without an `eval()` between them after which poles are looked for.
-WATCHED = {2**power for power in range(3, 40)}
-
 INITIAL_BOUNDS = {"zeros": lambda order: 0.0, "xavier": lambda order: order**-0.5, "montel": lambda order: 1 / order}
 
 
 class RtfOperator(ToeplitzOperator):
-    """The operator of rational transfer functions.
-
-    Attributes:
-        has_warned: whether it has warned of poles outside the unit circle.
-    """
+    """The operator of rational transfer functions."""
 
     # In bfloat16 the poles would move by more than their distance from the unit circle.
     fp32_parameters = ("denominator", "numerator", "direct", "slack")
     is_recurrence = True
-    has_warned = False
-    _train_calls = 0
+    # Written by `tools/stability.py`.
+    has_warned, _train_calls = False, 0
 
     def __init__(self, config, layer_idx: int = 0):
         super().__init__(config, layer_idx)
@@ -593,44 +499,16 @@ class RtfOperator(ToeplitzOperator):
             init.uniform_(self.slack)
 
     def train(self, mode: bool = True) -> "RtfOperator":
-        """Set the mode as in PyTorch, and warn once of poles outside the unit circle.
-
-        They are looked for when a training ends, at the first call of `eval()` after it. A Trainer may end without
-        one, but calls `train()` in each step: they are also looked for at steps 8, 16, 32, 64, ..
-        """
-        ends = self.training and not mode
-        self._train_calls = self._train_calls + 1 if mode else 0
-        if ends or self._train_calls in WATCHED:
-            self._warn_of_poles()
+        """Set the mode as in PyTorch. The installed package warns of poles outside the unit circle."""
+        extensions.watch_poles(self, mode)
         return super().train(mode)
 
-    def _warn_of_poles(self):
-        whole = type(self.denominator.data) is torch.Tensor and self.denominator.numel() > 0  # not a shard
-        if self.constraint is not None or self.has_warned or not whole or self.denominator.is_meta:
-            return
-        outside = int((~is_stable(self.denominator.detach())).sum())
-        if outside:
-            self.has_warned = True
-            logger.warning(
-                "Layer %d: %d of %d denominators have poles outside the unit circle. %s",
-                self.layer_idx,
-                outside,
-                len(self.denominator),
-                OUTSIDE,
-            )
-
     def coefficients(self, length: int, device: torch.device | None = None) -> torch.Tensor:
-        if is_fused(self.implementation) and length <= self.size:
-            kernel = RationalTaps.apply(  # (D, L) or (2D, L)
-                self._constrained(),
-                self.numerator,
-                self.direct,
-                self.size,
-                length,
-                float64_or_widest(self.direct.device),
-            )
+        if is_fused(self.implementation) and length <= self.size:  # (D, L) or (2D, L)
+            work = float64_or_widest(self.direct.device)
+            kernel = RationalTaps.apply(self._constrained(), self.numerator, self.direct, self.size, length, work)
         else:
-            kernel = self._kernel(length).to(compute_dtype(self.numerator.dtype))  # (D, L) or (2D, L)
+            kernel = self._kernel(length).to(compute_dtype(self.numerator.dtype))
         kernel = kernel.to(device or kernel.device)
         if self.causal:
             return kernel

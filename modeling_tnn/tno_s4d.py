@@ -1,39 +1,26 @@
-"""Toeplitz coefficients of a diagonal state-space model, one for each channel (S4D), and its decoding.
-
-    t_k = 2 Re sum_q c_q g_q lambda_q^k,    and d more at k = 0                                              (1)
-    s_C = sum_{p < C} lambda^(C-1-p) v_p,    its part of y_t:  2 Re sum_q c_q g_q lambda_q^(t-C+1) s_C,q     (2)
-
-B batch, D channels, L length, Q = `s4d_state_size` / 2 modes, C tokens covered by the memory s. The poles lambda and
-the gains g follow from alpha_q = -exp(`log_real`) + i `imag` and the step Delta = exp(`log_step`), see `tno_s4d.py`.
-All poles lie inside the unit circle for all values of the parameters. A kernel depends on the products of input and
-output weights alone, so c is the only parameter of the two. (Gu, Gupta, Goel and Ré, 2022.)
-
-A bidirectional operator has a second kernel for negative lags: t_{-k} is its tap k - 1, without d.
-
-(2) is the diagonal recurrence of `ModalRecurrence` with the window 1, and with poles of each channel.
-
-Diagonal state-space models: discretisation, kernel, and initial poles. No parameters here.
+"""Compute the coefficients of diagonal state-space models, one for each channel (S4D), and decode with them.
 
     x'(s) = diag(alpha) x(s) + u(s),    y(s) = 2 Re c x(s) + d u(s)                                          (1)
     t_k = 2 Re sum_q c_q g_q lambda_q^k,    and d more at k = 0                                              (2)
-
-D channels, N state size, Q = N / 2 modes (each stands for itself and its conjugate), L length, b block, R rows of
-weights. A step of size Delta turns a pole alpha_q of (1) into the pole lambda_q of (2), and its input weight 1 into
-the gain g_q. Gu, Gupta, Goel and Ré, "On the Parameterization and Initialization of Diagonal State Space Models"
-(2022), sections 3 and 4. Complex numbers are pairs of real ones here, which every exporter knows.
-
-The kernel is the product of the weights w = 2 c g with the Vandermonde matrix lambda_q^k. With k = b i + j it is
-
     t_{bi+j} = Re sum_q (w_q lambda_q^{bi}) lambda_q^j,    0 <= j < b                                        (3)
-
-which needs Q (L / b + b) powers instead of the Q L of the matrix, and one product of matrices for each channel. For a
-gradient G of the taps, with the sums S = sum_k G_k lambda^k and S' = sum_k k G_k lambda^k by the same two levels,
-
     gradient of w = conj(S),    gradient of (rate, angle) = (-Re(w S'), -Im(w S'))                           (4)
+    s_C = sum_{p < C} lambda^(C-1-p) v_p,    its part of y_t:  Re sum_q w_q lambda_q^(t-C+1) s_C,q           (5)
+
+B batch, D channels, L length, N = `s4d_state_size`, Q = N / 2 modes (each stands for itself and its conjugate),
+b block, C tokens covered by the memory s. A step of size Delta = exp(`log_step`) turns a pole
+alpha_q = -exp(`log_real`) + i `imag` of (1) into the pole lambda_q of (2), and its input weight 1 into the gain g_q;
+all poles lie inside the unit circle. A kernel depends on the products of input and output weights alone, so c is the
+only parameter of the two. A bidirectional operator has a second kernel for negative lags: t_{-k} is its tap k - 1,
+without d. (Gu, Gupta, Goel and Ré, "On the Parameterization and Initialization of Diagonal State Space Models", 2022,
+sections 3 and 4.)
+
+(3) is (2) with w = 2 c g and k = b i + j. It needs Q (L / b + b) powers instead of the Q L of the Vandermonde matrix
+lambda_q^k, and one product of matrices for each channel. In (4), for a gradient G of the taps, S = sum_k G_k lambda^k
+and S' = sum_k k G_k lambda^k by the same two levels. (5) is the recurrence of `tno_modal.py` with the window 1 and
+with poles of each channel.
 """
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -44,29 +31,12 @@ from transformers import initialization as init
 from .numerics import compute_dtype, float64_or_widest, is_exported, is_fused, is_traced
 from .tno import ToeplitzOperator
 from .tno_modal import ModalRecurrence
-from .toeplitz import entries
+from .toeplitz import Pair, entries
 from .toeplitz_fused import differentiable_gradients, must_differentiate
 
 # The least block b, which is also that of recorded graphs, where it must not depend on the length. So the kernels of
 # all lengths up to its square are the same sums, bit for bit.
 LEAST_BLOCK = 64
-
-
-class Pair(NamedTuple):
-    """Complex numbers as their real and imaginary parts, of the same shape."""
-
-    real: torch.Tensor
-    imag: torch.Tensor
-
-    def times(self, other: "Pair") -> "Pair":
-        """The product, entry by entry."""
-        real = self.real * other.real - self.imag * other.imag
-        return Pair(real, self.real * other.imag + self.imag * other.real)
-
-    def over(self, other: "Pair") -> "Pair":
-        """The quotient, entry by entry."""
-        square = other.real.square() + other.imag.square()
-        return self.times(Pair(other.real / square, -other.imag / square))
 
 
 class Poles(NamedTuple):
@@ -107,34 +77,23 @@ def bilinear(alpha: Pair, step: torch.Tensor) -> tuple[Poles, Pair]:
     return Poles(-squared.log() / 2, angle), gain
 
 
-DISCRETIZATIONS: dict[str, Callable[[Pair, torch.Tensor], tuple[Poles, Pair]]] = {
-    "zoh": zero_order_hold,
-    "bilinear": bilinear,
-}
+DISCRETIZATIONS = {"zoh": zero_order_hold, "bilinear": bilinear}
 
 
-class InitialModes(NamedTuple):
-    """The poles alpha and the size of the input weights of a new model, `(Q,)` each, float64."""
-
-    alpha: Pair
-    scale: torch.Tensor
-
-
-def linear_modes(size: int) -> InitialModes:
-    """alpha_n = -1/2 + i pi n (S4D-Lin)."""
+def linear_modes(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """alpha_n = -1/2 + i pi n (S4D-Lin): imaginary parts and sizes of the input weights, `(Q,)` each, float64."""
     index = torch.arange(size // 2, dtype=torch.float64)
-    return InitialModes(Pair(torch.full_like(index, -0.5), math.pi * index), torch.ones_like(index))
+    return math.pi * index, torch.ones_like(index)
 
 
-def inverse_modes(size: int) -> InitialModes:
-    """alpha_n = -1/2 + i (N / pi) (N / (2n + 1) - 1) (S4D-Inv)."""
+def inverse_modes(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """alpha_n = -1/2 + i (N / pi) (N / (2n + 1) - 1) (S4D-Inv), as `linear_modes`."""
     index = torch.arange(size // 2, dtype=torch.float64)
-    imag = size / math.pi * (size / (2 * index + 1) - 1)
-    return InitialModes(Pair(torch.full_like(index, -0.5), imag), torch.ones_like(index))
+    return size / math.pi * (size / (2 * index + 1) - 1), torch.ones_like(index)
 
 
-def legendre_modes(size: int) -> InitialModes:
-    """The eigenvalues of the normal part of HiPPO-LegS, -1/2 I + S with S antisymmetric (S4D-LegS).
+def legendre_modes(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The eigenvalues of the normal part of HiPPO-LegS, -1/2 I + S with S antisymmetric (S4D-LegS), as `linear_modes`.
 
     S_nk = -sqrt((n + 1/2) (k + 1/2)) below the diagonal. In its eigenvectors V the input weights sqrt(2n + 1) become
     V* sqrt(2n + 1), of which only the size counts: the output weights are random.
@@ -142,46 +101,41 @@ def legendre_modes(size: int) -> InitialModes:
     root = (torch.arange(size, dtype=torch.float64) + 0.5).sqrt()
     below = torch.tril(torch.outer(root, root), diagonal=-1)  # (N, N)
     values, vectors = torch.linalg.eigh(1j * (below - below.T))  # of -i S, ascending; they come in pairs +-
-    imag, chosen = values[size // 2 :], vectors[:, size // 2 :]
-    scale = (chosen.conj().T @ (math.sqrt(2) * root).to(chosen.dtype)).abs()
-    return InitialModes(Pair(torch.full_like(imag, -0.5), imag), scale)
+    chosen = vectors[:, size // 2 :]
+    return values[size // 2 :], (chosen.conj().T @ (math.sqrt(2) * root).to(chosen.dtype)).abs()
 
 
-INITIAL_MODES: dict[str, Callable[[int], InitialModes]] = {
-    "lin": linear_modes,
-    "inv": inverse_modes,
-    "legs": legendre_modes,
-}
+INITIAL_MODES = {"lin": linear_modes, "inv": inverse_modes, "legs": legendre_modes}
 
 
 def vandermonde_product(weights: Pair, poles: Poles, length: int, dtype: torch.dtype) -> torch.Tensor:
     """Re sum_q w_q lambda_q^k for k = 0 .. L-1, by (3).
 
     Args:
-        weights: `(D, R, Q)`.
+        weights: `(D, Q)`.
         poles: of these channels.
         length: L.
         dtype: precision of the product. The powers are computed in that of the poles, whose phases need it.
 
     Returns:
-        `(D, R, L)`.
+        `(D, L)`.
     """
     block, device = block_length(length), poles.rate.device
     within = poles.powers(torch.arange(block, device=device))  # (D, b, Q)
     # A recorded graph has at least two blocks, one of them for nothing: a single one would make it a graph of its own.
     blocks = length // block + 2 if is_traced() else -(-length // block)  # I
     starts = poles.powers(block * torch.arange(blocks, device=device))  # (D, I, Q)
-    moved = Pair(*(part[:, :, None] for part in weights)).times(Pair(*(part[:, None] for part in starts)))
-    left = torch.cat([moved.real, -moved.imag], dim=-1).to(dtype)  # (D, R, I, 2Q)
+    moved = Pair(*(part[:, None] for part in weights)).times(starts)
+    left = torch.cat([moved.real, -moved.imag], dim=-1).to(dtype)  # (D, I, 2Q)
     right = torch.cat([within.real, within.imag], dim=-1).to(dtype)  # (D, b, 2Q)
-    product = (left.flatten(1, 2) @ right.mT).unflatten(1, left.shape[1:3]).flatten(2)  # (D, R, I b)
-    return entries(product, 0, length) if is_exported() else product[..., :length]
+    product = (left @ right.mT).flatten(1)  # (D, I b)
+    return entries(product, 0, length) if is_exported() else product[:, :length]
 
 
 class VandermondeProduct(torch.autograd.Function):
-    """`vandermonde_product` for one row of weights, of which only the inputs are saved; gradients by (4).
+    """`vandermonde_product`, of which only the inputs are saved; gradients by (4).
 
-    Autograd would keep the powers, which take more memory than all else in a layer. For higher derivatives, it
+    Autograd would save the powers, which take more memory than all else in a layer. For higher derivatives, it
     computes the gradients from `vandermonde_product`.
     """
 
@@ -201,8 +155,7 @@ class VandermondeProduct(torch.autograd.Function):
         if must_differentiate(gradient):
 
             def taps(*given):
-                row = Pair(given[0][:, None], given[1][:, None])
-                return vandermonde_product(row, Poles(*given[2:]), ctx.length, ctx.dtype)[:, 0]
+                return vandermonde_product(Pair(*given[:2]), Poles(*given[2:]), ctx.length, ctx.dtype)
 
             return *differentiable_gradients(taps, saved, ctx.needs_input_grad, gradient), None, None
         within, starts = two_levels(Poles(rate, angle), ctx.length)
@@ -243,18 +196,11 @@ def block_length(length: int) -> int:
     return LEAST_BLOCK if is_traced() else max(LEAST_BLOCK, 1 << ((length - 1).bit_length() + 1) // 2)
 
 
-def naive_vandermonde_product(weights: Pair, poles: Poles, length: int) -> torch.Tensor:
-    """`vandermonde_product` by its definition, with the whole matrix `(D, Q, L)`: an oracle for tests."""
-    pole = torch.exp(torch.complex(-poles.rate, poles.angle))  # (D, Q)
-    matrix = pole[..., None] ** torch.arange(length, device=pole.device)  # (D, Q, L)
-    return (torch.complex(*weights) @ matrix).real
-
-
 class DiagonalRecurrence(ModalRecurrence):
-    """The decoding of an `S4dOperator`. The size of its state does not depend on the length of the text.
+    """Decode an `S4dOperator` with a state whose size does not depend on the length of the sequence.
 
-    A table has the powers lambda^0 .. lambda^H of all poles, for the H tokens of a block. Longer pieces of text are
-    read and written a block at a time, because the powers of all their tokens would take too much memory.
+    A table stores the powers lambda^0 .. lambda^H of all poles, for the H tokens of a block. Longer chunks are read
+    and written a block at a time, because the powers of all their tokens would take too much memory.
     """
 
     def forget(self):
@@ -315,12 +261,12 @@ def aged(poles: Poles, weights: Pair, age: int) -> Pair:
 
 
 class S4dOperator(ToeplitzOperator):
-    """The operator of diagonal state-space models, equation (1)."""
+    """The operator of diagonal state-space models, equation (2)."""
 
     # The poles stay in float32: in bfloat16 their phases are wrong after a few lags.
     fp32_parameters = ("log_real", "imag", "log_step")
     is_recurrence = True
-    # `ModalRecurrence` keeps so many taps apart: that at lag 0, which has d.
+    # `ModalRecurrence` treats the tap at lag 0, which has d, apart from the modes.
     window = 1
 
     def __init__(self, config, layer_idx: int = 0):
@@ -339,9 +285,9 @@ class S4dOperator(ToeplitzOperator):
         return {"log_real": sides, "imag": sides, "log_step": sides, "weights": sides, "direct": 1}
 
     def reset_parameters(self):
-        alpha, scale = INITIAL_MODES[self.initializer](2 * self.num_modes)  # (Q,) each
-        init.copy_(self.log_real, (-alpha.real).log().expand_as(self.log_real))
-        init.copy_(self.imag, alpha.imag.expand_as(self.imag))
+        imag, scale = INITIAL_MODES[self.initializer](2 * self.num_modes)  # (Q,) each
+        init.constant_(self.log_real, math.log(0.5))
+        init.copy_(self.imag, imag.expand_as(self.imag))
         init.uniform_(self.log_step, math.log(self.dt_min), math.log(self.dt_max))
         init.normal_(self.weights, std=0.5**0.5)  # complex numbers of variance 1, as in the paper
         init.copy_(self.weights, self.weights * scale[:, None].to(self.weights))
@@ -375,8 +321,7 @@ class S4dOperator(ToeplitzOperator):
         if is_fused(self.implementation):
             kernel = VandermondeProduct.apply(*weights, *poles, length, dtype)  # (D, L) or (2D, L)
         else:
-            weights = Pair(*(part[:, None] for part in weights))
-            kernel = vandermonde_product(weights, poles, length, dtype)[:, 0]
+            kernel = vandermonde_product(weights, poles, length, dtype)
         kernel = kernel.to(device or kernel.device)
         # Not a slice of the other taps: L - 1 of them may be 1, which torch.export would rule out.
         first = (torch.arange(length, device=kernel.device) == 0).to(kernel.dtype)  # (L,)

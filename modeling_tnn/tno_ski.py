@@ -1,40 +1,34 @@
-"""A sparse plus low-rank operator by structured kernel interpolation ("SKI to go Faster": SKI-TNO).
+"""Apply a sparse plus low-rank operator by structured kernel interpolation ("SKI to go Faster": SKI-TNO).
 
-    T = S + W A W^T,    W_ik = phi(|i / h - k|)
+    T = S + W A W^T,    W_ik = phi(|i / h - k|)                                                              (1)
     linear    phi(u) = 1 - u up to 1, else 0
     cubic     phi(u) = (1 - u^2)(2 - u) / 2 up to 1, (1 - u)(2 - u)(3 - u) / 6 up to 2, else 0
+    released  W_iu = f a, W_i(u+1) = f (1 - a),  u = min(smallest k with k h >= s_i, R - 2),  a = s_i / h - u,
+              s_i = i P / (P - 1),  f = lambda^(s_i P)                                                       (2)
 
 B batch, L length, D channels, K points, R inducing points, P = `ski_grid_length`. S is a band matrix, a short filter.
 A is the Toeplitz matrix of the kernel at the inducing points, which are h = (P - 1)/(R - 1) positions apart. W
 interpolates between them: linearly, or by the cubic polynomial through the two points on either side (section 3.2.1),
 for which there is a further point before the first position and behind the last one. Where the kernel is smooth the
-error falls as h^2 and h^4. (`tno_ski.py` has the interpolation of the released code.) Away from the band the
-kernel is a function of the inverse time warp x(s) = sign(s) lambda^|s| of the lag s (sign(0) = +1). The function is
-piecewise linear between 2R + 1 equally spaced points of [-1, 1] with the values betas, 0, alphas. It decays at long
-lags because x does.
+error falls as h^2 and h^4. Away from the band the kernel is a function of the inverse time warp
+x(s) = sign(s) lambda^|s| of the lag s (sign(0) = +1), piecewise linear between 2R + 1 equally spaced points of [-1, 1]
+with the values betas, 0, alphas. It decays at long lags because x does.
 
 The grid does not depend on the input: a sequence of L <= P positions uses the first inducing points, and a longer one
 gets more points at the same distance. (The paper scales the grid to each input; for L = P both agree.) W A W^T is
 close to a Toeplitz matrix, but not exactly one. `dense` gives the matrix of the operator, `coefficients` the Toeplitz
 matrix that it approximates.
 
+(2) is for models that were trained with the released code (`ski_interpolation="released"`). It is not linear
+interpolation: u is the point after the position, the weights are exchanged, and f fades within a few positions, so
+that the low-rank part acts on the first tokens alone. The released code takes the length of each input for P. A fixed
+P makes outputs independent of padding; they agree for inputs of P positions. Rows beyond P are zero.
+
 The fused products `Prolong`, z W^T, and `Restrict`, x W, do not build W. Each position lies between two points, so
 positions are processed in blocks of a few points, each by one small dense product, and memory does not grow with L K.
 The M rows of x are processed a few at a time, and the results of `Restrict` are stored point by point (measured at
 L = 2048, K = 64, M = 6144: 0.4 times the time of the full product; stored row by row, 1.2 times). That is for the CPU:
 on an accelerator the blocks are launches, and a W that is not too large is built.
-
-The interpolation of the released SKI code, for models that were trained with it (`ski_interpolation="released"`).
-
-    s_i = i P / (P - 1),    u = min(smallest k with k h >= s_i, R - 2),    a = s_i / h - u
-    W_iu = f a,    W_i(u+1) = f (1 - a),    f = lambda^(s_i P)
-
-L length, R inducing points, P = `ski_grid_length`, h = (P - 1)/(R - 1) their distance.
-
-It is not linear interpolation: u is the point after the position, the weights are exchanged, and f fades within a few
-positions, so that the low-rank part acts on the first tokens alone. The released code takes the length of each input
-for P. Here P is fixed, so that outputs do not depend on padding; they agree for inputs of P positions. Rows beyond P
-are zero.
 """
 
 from collections.abc import Callable, Iterator
@@ -59,54 +53,8 @@ from .packing import Documents
 from .tno import ToeplitzOperator
 from .toeplitz import dense_toeplitz, exported_convolution, fit_lags, gated_toeplitz_matmul
 
-
-def released_weights(length: int, num_points: int, longest: int, decay: float, like: torch.Tensor) -> torch.Tensor:
-    """The matrix W, `(L, R)`, in the dtype and on the device of `like`."""
-    row = torch.arange(length, device=like.device)[:, None]  # (L, 1)
-    # In whole numbers: the released comparison of floating-point numbers is right for exact ones.
-    upper = -(-row * longest * (num_points - 1) // (longest - 1) ** 2)
-    upper = upper.clamp(max=num_points - 2)  # (L, 1)
-    place = row.to(float64_or_widest(like.device)) * longest / (longest - 1)  # (L, 1), s
-    share = place * (num_points - 1) / (longest - 1) - upper
-    fade = torch.where(row < longest, torch.pow(decay, place * longest), 0)
-    weights = place.new_zeros(length, num_points)
-    weights = weights.scatter(1, upper, fade * share).scatter(1, upper + 1, fade * (1 - share))
-    return weights.to(like.dtype)
-
-
-class ReleasedGrid(NamedTuple):
-    """The inducing points of a sequence, as `tno_ski.InducingGrid`, with the whole matrix W as its only block.
-
-    Attributes:
-        length: number of positions L.
-        num_points: number of points R, for every length.
-        longest: P.
-        decay: lambda.
-    """
-
-    length: int
-    num_points: int
-    longest: int
-    decay: float
-    before = 0
-
-    def blocks(self) -> list[tuple[slice, slice]]:
-        """One block of all positions and points."""
-        return [(slice(0, self.length), slice(0, self.num_points))]
-
-    def weights(self, positions: slice, points: slice, like: torch.Tensor) -> torch.Tensor:
-        """A block of W in the dtype of `like`."""
-        return self.matrix(like)[positions, points]
-
-    def matrix(self, like: torch.Tensor) -> torch.Tensor:
-        """The matrix W, `(L, R)`."""
-        return released_weights(self.length, self.num_points, self.longest, self.decay, like)
-
-
 # Points in a block, and rows at a time.
-BLOCK = 8
-
-ROWS = 512
+BLOCK, ROWS = 8, 512
 
 # Numbers in a matrix W that an accelerator builds.
 LARGEST_MATRIX = 2**24
@@ -124,29 +72,19 @@ def cubic(distance: torch.Tensor) -> torch.Tensor:
     return torch.where(distance <= 1, near, torch.where(distance < 2, far, 0))
 
 
-def cubic_weights(share: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The weights of the four points around positions that lie `share` in [0, 1) behind the second one."""
-    return cubic(1 + share), cubic(share), cubic(1 - share), cubic(2 - share)
-
-
 class Interpolation(NamedTuple):
     """A way to interpolate between points.
 
     Attributes:
-        reach: number of points on each side of a position that have a weight.
+        half_width: number of points on each side of a position that have a weight.
         phi: the weight of a point at the distance u >= 0.
-        weights: the weights of the 2 `reach` points around positions that lie a share in [0, 1) behind one.
     """
 
-    reach: int
+    half_width: int
     phi: Callable[[torch.Tensor], torch.Tensor]
-    weights: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
 
 
-INTERPOLATIONS = {
-    "linear": Interpolation(1, hat, lambda share: (1 - share, share)),
-    "cubic": Interpolation(2, cubic, cubic_weights),
-}
+INTERPOLATIONS = {"linear": Interpolation(1, hat), "cubic": Interpolation(2, cubic)}
 
 # Standard deviations of m taps and of the values alphas and betas at the start.
 INITIAL_DEVIATIONS = {"normal": lambda taps: (1.0, 1.0), "local": lambda taps: (taps**-0.5, 0.0)}
@@ -185,7 +123,7 @@ class InducingGrid(NamedTuple):
     @property
     def before(self) -> int:
         """The number of points before the first position, and of those behind the last one."""
-        return INTERPOLATIONS[self.kind].reach - 1
+        return INTERPOLATIONS[self.kind].half_width - 1
 
     @property
     def num_points(self) -> int:
@@ -212,6 +150,44 @@ class InducingGrid(NamedTuple):
     def matrix(self, like: torch.Tensor) -> torch.Tensor:
         """The matrix W, `(L, K)`."""
         return self.weights(slice(0, self.length), slice(0, self.num_points), like)
+
+
+class ReleasedGrid(NamedTuple):
+    """The inducing points of a sequence, as `InducingGrid`, with the whole matrix W as its only block, by (2).
+
+    Attributes:
+        length: number of positions L.
+        num_points: number of points R, for every length.
+        longest: P.
+        decay: lambda.
+    """
+
+    length: int
+    num_points: int
+    longest: int
+    decay: float
+    before = 0
+
+    def blocks(self) -> list[tuple[slice, slice]]:
+        """One block of all positions and points."""
+        return [(slice(0, self.length), slice(0, self.num_points))]
+
+    def weights(self, positions: slice, points: slice, like: torch.Tensor) -> torch.Tensor:
+        """A block of W in the dtype of `like`."""
+        return self.matrix(like)[positions, points]
+
+    def matrix(self, like: torch.Tensor) -> torch.Tensor:
+        """The matrix W, `(L, R)`."""
+        last_point, last = self.num_points - 1, self.longest - 1
+        row = torch.arange(self.length, device=like.device)[:, None]  # (L, 1)
+        # In whole numbers: the released comparison of floating-point numbers is right for exact ones.
+        upper = (-(-row * self.longest * last_point // last**2)).clamp(max=last_point - 1)  # (L, 1)
+        place = row.to(float64_or_widest(like.device)) * self.longest / last  # (L, 1), s
+        share = place * last_point / last - upper
+        fade = torch.where(row < self.longest, torch.pow(self.decay, place * self.longest), 0)
+        weights = place.new_zeros(self.length, self.num_points)
+        weights = weights.scatter(1, upper, fade * share).scatter(1, upper + 1, fade * (1 - share))
+        return weights.to(like.dtype)
 
 
 class Restrict(torch.autograd.Function):
@@ -277,8 +253,8 @@ class SkiOperator(ToeplitzOperator):
         self.rank, self.decay = config.ski_rank, config.ski_decay
         self.kind, self.initializer = config.ski_interpolation, config.ski_initializer
         self.longest = config.ski_grid_length
-        self.filter_reach = config.ski_filter_size // 2
-        self.filter = nn.Parameter(torch.empty(self.channels, 2 * self.filter_reach + 1))
+        self.half_width = config.ski_filter_size // 2
+        self.filter = nn.Parameter(torch.empty(self.channels, 2 * self.half_width + 1))
         self.alphas = nn.Parameter(torch.empty(self.channels, self.rank))
         self.betas = nn.Parameter(torch.empty(self.channels, self.rank))
 
@@ -333,7 +309,9 @@ class SkiOperator(ToeplitzOperator):
         grid = self.grid(x.shape[2])
         band, coefficients = self.kernel_of(grid.length) if prepared is None else prepared
         near = self._convolve_channels(x, band)  # (D, B, L)
-        if not is_fused(self.implementation) or not self._in_blocks(x, grid):
+        # On an accelerator two products with W are fewer launches than those of all blocks.
+        in_blocks = is_on_host(x) or grid.length * grid.num_points > LARGEST_MATRIX
+        if not (in_blocks and is_fused(self.implementation)):
             weights = grid.matrix(x)  # (L, K)
             points = x @ weights  # (D, B, K)
             if is_exported() and not extensions.keeps_products():
@@ -357,33 +335,28 @@ class SkiOperator(ToeplitzOperator):
                 f"`ski_interpolation` must be one of {', '.join(INTERPOLATIONS)} for packed rows in a compiled graph, "
                 f"got {self.kind!r}"
             )
-        # A document of n > 1 tokens has at most n points, and for cubic interpolation two more: they fit into `reach`
-        # places for each token, from its first one on. All in whole numbers: position p lies between the points
-        # p I // S and the next, I intervals and S steps.
+        # A document of n > 1 tokens has at most n points, and for cubic interpolation two more: they fit into
+        # `half_width` places for each token, from its first one on. All in whole numbers: position p lies between the
+        # points p I // S and the next, I intervals and S steps.
         x = v.to(torch.promote_types(v.dtype, self.dtype))  # (B, L, D)
         band, coefficients = self.kernel_of(x.shape[1])
         near = documents.convolve(x, band, False, self.implementation)
         grid, origins, rows = self.grid(x.shape[1]), documents.origins(), x.flatten(0, 1)  # (B L, D)
         scaled = (torch.arange(rows.shape[0], device=x.device) - origins) * grid.intervals  # (B L,)
         share = (scaled % grid.steps).to(x.dtype)[:, None] / grid.steps  # (B L, 1), behind the point `behind`
-        reach, _, weights_of = INTERPOLATIONS[self.kind]
-        behind = reach * origins + grid.before + scaled // grid.steps
-        # A point without a weight may have no place.
-        points = [
-            (torch.where(weight[:, 0] != 0, behind + step, behind), weight)
-            for step, weight in enumerate(weights_of(share), 1 - reach)
-        ]
-        values = rows.new_zeros(reach * rows.shape[0], rows.shape[1])  # (reach B L, D)
+        half_width, phi = INTERPOLATIONS[self.kind]
+        behind, points = half_width * origins + grid.before + scaled // grid.steps, []
+        for step in range(1 - half_width, half_width + 1):
+            weight = phi((share - step).abs())
+            # A point without a weight may have no place.
+            points.append((torch.where(weight[:, 0] != 0, behind + step, behind), weight))
+        values = rows.new_zeros(half_width * rows.shape[0], rows.shape[1])  # (half_width B L, D)
         for point, weight in points:
             values = values.index_add(0, point, weight * rows)
-        values = values.view(x.shape[0], -1, x.shape[2])  # (B, reach L, D)
-        values = documents.spread(reach).convolve(values, coefficients, False, self.implementation).flatten(0, 1)
+        values = values.view(x.shape[0], -1, x.shape[2])  # (B, half_width L, D)
+        values = documents.spread(half_width).convolve(values, coefficients, False, self.implementation).flatten(0, 1)
         far = sum(weight * values[point] for point, weight in points)  # (B L, D)
         return (near + far.view(x.shape)).to(v.dtype)
-
-    def _in_blocks(self, x: torch.Tensor, grid: InducingGrid) -> bool:
-        """Whether W is not built. On an accelerator its two products are fewer launches than those of all blocks."""
-        return is_on_host(x) or grid.length * grid.num_points > LARGEST_MATRIX
 
     def _convolve_channels(self, x: torch.Tensor, coefficients: torch.Tensor) -> torch.Tensor:
         y = gated_toeplitz_matmul(x.permute(1, 2, 0), coefficients, self.implementation)

@@ -1,33 +1,23 @@
-"""Products with Toeplitz matrices, one matrix per channel, by the fast Fourier transform. No parameters here.
+"""Multiply with Toeplitz matrices, one for each channel, by the fast Fourier transform.
 
     y_i = sum_{j=0}^{L-1} t_{i-j} v_j,    i = 0 .. L-1                                                      (1)
 
 B batch, L length, D channels, K kernel taps, F transform length.
 
-From (1) to a transform. A circulant matrix C of size F has entries C_{i,j} = c_{(i-j) mod F}; the Fourier matrix
-diagonalises it, so that C x = ifft(fft(c) fft(x)) for any x of F entries. Embed the L x L Toeplitz matrix in the
-top left corner of a circulant one: its first column must hold t_0 .. t_{L-1} at the top (lags 0 .. L-1) and
-t_{-(L-1)} .. t_{-1} at the bottom (there C_{i,j} with i < j reads c_{F+i-j}). This fits without overlap if
-F >= 2L - 1; the entries in between are multiplied by zeros. With x = (v_0 .. v_{L-1}, 0 .. 0), the first L entries of
-C x are (1): O(F log F) instead of O(L^2).
+A circulant matrix of size F has entries C_{i,j} = c_{(i-j) mod F}; the Fourier matrix diagonalises it, so that
+C x = ifft(fft(c) fft(x)). The Toeplitz matrix of (1) is the top left corner of a circulant one whose first column has
+t_0 .. t_{L-1} at the top and t_{-(L-1)} .. t_{-1} at the bottom. They do not overlap if F >= 2L - 1. With
+x = (v_0 .. v_{L-1}, 0 .. 0), the first L entries of C x are (1): O(F log F) instead of O(L^2).
 
-Here the coefficients are in the order of their lags, t_{-(L-1)} .. t_{L-1}. That is the first column above, rotated by
-L - 1, so the product is at the entries L-1 .. 2L-2. A causal kernel (t_k = 0 for k < 0) needs no rotation, and
-F >= L + K - 1 for K taps.
+Here the coefficients are in the order of their lags, t_{-(L-1)} .. t_{L-1}: that column, rotated by L - 1. So the
+product is at the entries L-1 .. 2L-2. A causal kernel (t_k = 0 for k < 0) needs no rotation, and F >= L + K - 1.
 
-Fourier transforms of real sequences in a form that torch.export can record for all lengths. No parameters here.
-
-PyTorch's padding and slicing check whether L entries are within F. A program for all lengths cannot answer this from
-the formula of `next_fast_len`. Indexing makes no such check, so these functions index.
-
-For ONNX, transforms are products with matrices:
+torch.export records one graph for all lengths. Padding and slicing check L <= F, which the graph cannot derive from
+the formula of `next_fast_len`; indexing does not. In ONNX, where runtimes may lack transforms (onnxruntime refuses
+those of the exporter) and complex numbers, transforms are products with real matrices, O(L F) for an even F:
 
     X_m = sum_t x_t (cos(2 pi m t / F) - i sin(2 pi m t / F)),                                m = 0 .. F/2
     x_t = 1/F sum_m w_m (Re X_m cos(2 pi m t / F) - Im X_m sin(2 pi m t / F)),    w_0 = w_{F/2} = 1, else 2
-
-L entries of x, F transform length, even. A runtime for ONNX may not support the transforms that the exporter writes
-(onnxruntime refuses them), or complex numbers. Every runtime supports products of real matrices. They take O(L F)
-instead of O(F log F).
 """
 
 import math
@@ -98,30 +88,30 @@ def entries(x: torch.Tensor, first: int, count: int) -> torch.Tensor:
     return x.index_select(-1, torch.arange(first, first + count, device=x.device))
 
 
-class Spectrum(NamedTuple):
-    """A spectrum as real and imaginary part, `(..., F/2 + 1)` each."""
+class Pair(NamedTuple):
+    """Complex numbers as their real and imaginary parts, of the same shape, which every exporter supports."""
 
     real: torch.Tensor
     imag: torch.Tensor
 
-    def times(self, other: "Spectrum") -> "Spectrum":
+    def times(self, other: "Pair") -> "Pair":
         """The product, entry by entry."""
         real = self.real * other.real - self.imag * other.imag
-        return Spectrum(real, self.real * other.imag + self.imag * other.real)
+        return Pair(real, self.real * other.imag + self.imag * other.real)
 
-    def over(self, other: "Spectrum") -> "Spectrum":
+    def over(self, other: "Pair") -> "Pair":
         """The quotient, entry by entry."""
         square = other.real.square() + other.imag.square()
-        return self.times(Spectrum(other.real / square, -other.imag / square))
+        return self.times(Pair(other.real / square, -other.imag / square))
 
 
-def matrix_transform(x: torch.Tensor, size: int) -> Spectrum:
+def matrix_transform(x: torch.Tensor, size: int) -> Pair:
     """The transform `torch.fft.rfft(x, n=size)` of `x` `(..., L)` by a matrix product, for L <= F = `size`."""
     angle = _angles(0, x.shape[-1], size, x)  # (L, F/2+1)
-    return Spectrum(x @ angle.cos(), -(x @ angle.sin()))
+    return Pair(x @ angle.cos(), -(x @ angle.sin()))
 
 
-def inverse_matrix_transform(spectrum: Spectrum, size: int, first: int, count: int) -> torch.Tensor:
+def inverse_matrix_transform(spectrum: Pair, size: int, first: int, count: int) -> torch.Tensor:
     """Entries `first .. first + count - 1` of `torch.fft.irfft(.., n=size)`, `(..., count)`, by a matrix product."""
     frequency, period = _frequencies(size, spectrum.real)
     weight = torch.where((frequency == 0) | (2 * frequency == period), 1.0, 2.0).to(spectrum.real.dtype)

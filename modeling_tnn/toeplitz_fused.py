@@ -1,28 +1,20 @@
-"""Gated convolution along a sequence, a few channels at a time, with spectra computed again in the backward pass.
+"""Convolve along a sequence inside a gate, a few channels at a time. Spectra are computed again in the backward pass.
 
     h = act(u) * (k * (mask act(v)))[first .. first + L - 1]          (without a gate: act(x) = x, act(u) = 1)
 
 B batch, L length, D channels, K taps, F transform length, S = F - K + 1 new outputs of a window, W windows, C channels
 of a chunk.
 
-The result is that of the differentiable operations here and in `toeplitz.py`, which are its oracles. It is faster for
-three reasons (figures: Benchmarks in the docs). Temporaries fit into the processor's cache; large ones would cause
+The differentiable operations here and in `toeplitz.py` have the same results and are the oracles. Fused, it is faster
+for three reasons (figures: Benchmarks in the docs). Temporaries fit into the processor's cache; large ones would cause
 page faults on every call. The gradient of a real transform is a real transform; PyTorch's own backward of rfft is a
 complex one with twice the work. A filter much shorter than the sequence is applied to windows that overlap by K - 1
 (overlap-save). Only u, v, the filter and the mixed values are saved, but no spectrum and no activation.
 
 In a single window, x begins at entry 0 and the outputs at entry `first`. The part that wraps around does not reach the
-outputs if F >= L + max(first, K - 1 - first). With several windows, each begins S entries after the one before, x
-begins K - 1 - first entries into the first one, and the part that wraps around ends before entry K - 1. The backward
-pass uses the same layout.
-
-Products with an activation: the gates of the gated units.
-
-    gated Toeplitz unit    h = act(u) * T(mask * act(v))
-    gated linear unit      h = act(a) * b
-
-B batch, L length, D channels. The fused functions save only their inputs for the backward pass. PyTorch's own
-operations save each activation as well, which is as large.
+outputs if F >= L + max(first, K - 1 - first). Of several windows, each begins S entries after the one before, x begins
+K - 1 - first entries into the first one, and the part that wraps around ends before entry K - 1. The backward pass
+uses the same layout. A gated linear unit act(a) * b saves only a and b as well.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,6 +28,15 @@ from torch.nn.functional import pad
 from .numerics import is_fused, is_on_host, is_transformed
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
+
+# Numbers in a temporary: on the CPU as many as its cache holds, on other devices enough to keep them busy.
+CHUNK, LARGE_CHUNK = 2**18, 2**27
+
+# Transforms at a time, at least: one or two long ones at a time take up to 1.5 times as long (measured at 65,536).
+ROWS = 8
+
+# Ratios to the length of the filter (measured): of the shortest sequence that gets windows, and of a window.
+LONG, WINDOW, SHORTEST_WINDOW = 8, 4, 256
 
 
 class ActivatedProduct(torch.autograd.Function):
@@ -137,20 +138,6 @@ def differentiable_gradients(
         wanted = [view for view, one in zip(views, needed, strict=True) if one]
         found = iter(torch.autograd.grad(function(*views), wanted, gradient, create_graph=create_graph))
     return tuple(next(found) if one else None for one in needed)
-
-
-# Numbers in a temporary: on the CPU as many as its cache holds, on other devices enough to keep them busy.
-CHUNK = 2**18
-
-LARGE_CHUNK = 2**27
-
-# Transforms at a time, at least: one or two long ones at a time take up to 1.5 times as long (measured at 65,536).
-ROWS = 8
-
-# Ratios to the length of the filter (measured): of the shortest sequence that gets windows, and of a window.
-LONG, WINDOW = 8, 4
-
-SHORTEST_WINDOW = 256
 
 
 class Windows(NamedTuple):

@@ -2,7 +2,7 @@
 
     a(z) = 1 + a_1 z^-1 + .. + a_N z^-N
 
-`rational.is_stable` finds the denominators with roots outside a circle. Scaling a_i by s^i multiplies the radius of
+`stability.is_stable` finds the denominators with roots outside a circle. Scaling a_i by s^i multiplies the radius of
 every pole by s and keeps its angle; this projects a denominator onto a circle. Q denominators, N order.
 
 An RTF kernel with a pole outside the unit circle trains well, because training samples it only at
@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel, TrainerCallback
 
 from ..numerics import is_on_host
-from ..tno_rtf import OUTSIDE, RtfOperator, is_stable, spectral_radius
+from ..tno_rtf import RtfOperator
+from .stability import OUTSIDE, is_stable, spectral_radius
 
 logger = logging.getLogger(__name__)
 

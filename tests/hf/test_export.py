@@ -20,7 +20,7 @@ from modeling_tnn import (
 )
 from modeling_tnn.tno_rtf import extend_kernel, kernel_of_any_length, rational_kernel
 from modeling_tnn.toeplitz import (
-    Spectrum,
+    Pair,
     exported_convolution,
     exported_quotient,
     inverse_matrix_transform,
@@ -227,7 +227,7 @@ def test_transforms_by_matrices(size):
     torch.testing.assert_close(inverse_matrix_transform(spectrum, size, 1, size - 1)[:, : size - 2], x[:, 1:])
     other = torch.randn(2, 3, size // 2 + 1, dtype=torch.float64)
     quotient = torch.complex(*spectrum) / torch.complex(*other)
-    torch.testing.assert_close(torch.complex(*spectrum.over(Spectrum(*other))), quotient)
+    torch.testing.assert_close(torch.complex(*spectrum.over(Pair(*other))), quotient)
 
 
 def test_circular_products_and_quotients():

@@ -1,5 +1,7 @@
 """Parity with the released implementations: norms, position encoder, RPE and FD operators, GTU, GLU and blocks."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.nn import functional
@@ -47,12 +49,15 @@ def test_relative_position_encoder(name, tag, dtype, record_property):
     hparams = case.hparams
     encoder = case.load(
         RelativePositionEncoder(
-            hparams["dim"],
+            SimpleNamespace(
+                rpe_dim=hparams["dim"],
+                rpe_layers=hparams["layers"],
+                encoder_norm_type=hparams["norm_type"],
+                rpe_residual=hparams.get("residual", False),
+                rpe_hidden_norm=True,
+            ),
             hparams["outdim"],
-            hparams["layers"],
             hparams["act"],
-            hparams["norm_type"],
-            hparams.get("residual", False),
         )
     )
     positions = case.input("pos").clone().requires_grad_()

@@ -5,7 +5,7 @@ import torch
 
 from helpers.models import random, relative_error
 from modeling_tnn import tno_ski
-from modeling_tnn.tno_ski import INTERPOLATIONS, InducingGrid, Prolong, Restrict, interpolation_weights
+from modeling_tnn.tno_ski import INTERPOLATIONS, InducingGrid, Prolong, Restrict
 
 GRIDS = [
     InducingGrid(1, 1, 1),
@@ -42,14 +42,6 @@ def test_weights_interpolate(grid):
     assert points[-1] - grid.before >= positions[-1] > points[-1] - grid.before - 1
     for power in range(degree + 1):
         torch.testing.assert_close(weights @ points**power, positions**power)
-
-
-@pytest.mark.parametrize("kind", INTERPOLATIONS)
-def test_weights_of_a_share_are_those_of_the_matrix(kind):
-    share = torch.linspace(0, 1, 12, dtype=torch.float64)[:-1]
-    reach, phi, weights = INTERPOLATIONS[kind]
-    expected = interpolation_weights(share + reach - 1, 2 * reach, phi)
-    torch.testing.assert_close(torch.stack(weights(share), dim=1), expected)
 
 
 def test_a_shorter_text_has_the_weights_of_a_longer_one():

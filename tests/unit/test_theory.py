@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.models import relative_error, seeded
+from helpers.models import relative_error, seeded, tiny_config
 from modeling_tnn.tno_rpe import RelativePositionEncoder
 
 sys.path.append(str(Path(__file__).parents[2] / "docs"))
@@ -60,8 +60,8 @@ def test_spectral_error_is_within_its_bound(rank, kind):
 
 def encoder(norm: str | None) -> RelativePositionEncoder:
     """A ReLU encoder of the lag with random biases; without any norm if None."""
-    given = {"num_layers": 2, "act": "relu", "norm_type": norm or "layernorm", "residual": False}
-    made = seeded(RelativePositionEncoder, size=16, num_outputs=3, **given).double()
+    config = tiny_config(rpe_dim=16, rpe_layers=2, rpe_norm_type=norm or "layernorm", rpe_residual=False)
+    made = seeded(RelativePositionEncoder, config, num_outputs=3, act="relu").double()
     if norm is None:
         for layer in (*made.layers, made.out):
             layer.norm = nn.Identity()

@@ -11,7 +11,7 @@ from helpers.released_ski import released_interpolation
 from modeling_tnn import numerics, tno_ski
 from modeling_tnn.configuration_tnn import CHOICES
 from modeling_tnn.tno_auto import build_tno
-from modeling_tnn.tno_ski import released_weights
+from modeling_tnn.tno_ski import ReleasedGrid
 from modeling_tnn.toeplitz import dense_toeplitz
 
 
@@ -34,7 +34,7 @@ def test_released_interpolation(length, rank, decay):
     """The matrix of the released code; of a shorter text its first rows, of a longer one no further rows."""
     expected = released_interpolation(length, rank, decay)
     for positions in (1, length, length + 3):
-        found = released_weights(positions, rank, length, decay, expected)
+        found = ReleasedGrid(positions, rank, length, decay).matrix(expected)
         assert relative_error(found[:length], expected[:positions]) < 1e-12
         assert not found[length:].any()
 
@@ -48,7 +48,7 @@ def initial_operator(**fields):
 def test_local_start():
     """A filter of norm 1 and no low-rank part, which training reaches nevertheless."""
     operator = initial_operator(ski_initializer="local")
-    reach = operator.filter_reach
+    reach = operator.half_width
     assert operator.filter.square().sum(1).mean().item() == pytest.approx(1, abs=0.05)
     kernel = operator.coefficients(64)
     assert kernel[:, 63 - reach : 64 + reach].all() and not kernel[:, : 63 - reach].any()
