@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from .auto_classes import register
+from .compile.packing import convolve_documents  # noqa: F401 - exported programs have its operators in them
 from .compile.product import keep_products
 from .configuration_tnn import TnnConfig
 from .extensions import extensions
@@ -70,11 +71,10 @@ _LATER = {
     "tools.poles": ["PoleCallback", "find_unstable", "project_poles"],
 }
 
-# What registers functions with the core, see `extensions.py`. `compile.product` is imported here already.
+# What registers functions with the core, see `extensions.py`. `compile` has more, imported here already.
 extensions.modules = [
     f"{__name__}.{name}"
     for name in (
-        "compile.packing",
         "compile.static_cache",
         "kernels.deferred_logits",
         "kernels.loss",

@@ -210,7 +210,7 @@ def documents_of(
         mask = check_attention_mask(attention_mask, tokens, past_length=0)
         starts = extensions.document_starts(tokens, attention_mask, **boundaries)
         return Documents(starts, mask, tokens.device)
-    if any(one.is_meta for one in known):  # without values no boundary can be found
+    if len(tokens) == 0 or any(one.is_meta for one in known):  # without values no boundary can be found
         return None
     mask = mask_of_tokens(attention_mask, tokens)
     starts, real = find_starts(tokens, mask, **boundaries)

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
+import transformers.modeling_outputs  # noqa: F401 - exported programs have the classes of outputs in them
 
 from ..extensions import extensions
 from ..kernels.choice import KERNELS, choose

@@ -215,12 +215,17 @@ def by_methods(hub, model_folder, tmp_path_factory):
     client(hub, tmp_path_factory.mktemp("publisher"), BY_METHODS, model_folder, setup="import sys\n")
 
 
-@pytest.mark.parametrize("repo", ["by-method", "by-saving", "by-config", "secret"])
+def test_a_configuration_alone_carries_no_code(hub, by_methods):
+    files = hub.files("user/by-config")
+    assert files.keys() == {"README.md", "config.json"} and "auto_map" not in json.loads(files["config.json"])
+
+
+@pytest.mark.parametrize("repo", ["by-method", "by-saving", "secret"])
 def test_methods_of_transformers_publish_the_code_too(repo, hub, by_methods):
     files = hub.files(f"user/{repo}")
     assert {"config.json", "modeling_tnn.py", "tno_rpe.py"} <= set(files)
     assert "AutoModelForMaskedLM" in json.loads(files["config.json"])["auto_map"]
-    assert ("model.safetensors" in files) == (repo != "by-config")
+    assert "model.safetensors" in files
 
 
 FAIL = """

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import json
 import os
 import sys
 from pathlib import Path
@@ -106,10 +107,10 @@ def test_saving_and_loading(name, dtype, tmp_path):
     loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info.values()) and loaded.config.layer_types == HYBRIDS[name]["layer_types"]
     assert torch.equal(loaded(IDS).logits, model(IDS).logits)
-    assert (tmp_path / "attention.py").exists() and (tmp_path / "layer_types.py").exists()
     again = TnnConfig.from_pretrained(tmp_path)
     again.save_pretrained(tmp_path / "again")
-    assert (tmp_path / "again" / "config.json").read_text() == (tmp_path / "config.json").read_text()
+    first, second = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path, tmp_path / "again"))
+    assert second == {name: value for name, value in first.items() if name != "auto_map"}  # it carries no code
 
 
 def test_resized_embeddings():

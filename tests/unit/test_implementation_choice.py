@@ -8,7 +8,7 @@ from transformers import AutoConfig
 from transformers.dynamic_module_utils import get_imports
 
 from helpers.models import random, seeded, tiny_config
-from modeling_tnn import TnnForCausalLM, numerics, toeplitz
+from modeling_tnn import TnnForCausalLM, numerics
 from modeling_tnn.kernels import choice, fallback
 from modeling_tnn.kernels.choice import MISSING, choose, describe
 from modeling_tnn.toeplitz import causal_toeplitz_matmul
@@ -128,7 +128,7 @@ def test_nothing_is_said_of_auto(caplog):
 def test_the_chosen_product_computes(recent_gpu, monkeypatch):
     """Kernels are cut to the sequence before the number of taps counts."""
     called = []
-    monkeypatch.setitem(toeplitz.KERNELS, "triton", lambda v, kernel, *_: called.append(kernel.shape[1]) or v)
+    monkeypatch.setitem(choice.KERNELS, "triton", lambda v, kernel, *_: called.append(kernel.shape[1]) or v)
     for length, taps in ((20, 8), (8, 600), (600, 600)):
         causal_toeplitz_matmul(random(2, length, 3).float(), random(3, taps).float(), "auto")
     causal_toeplitz_matmul(torch.ones(0, 5, 3), torch.ones(3, 2), "auto")  # no sequence: nothing to compute

@@ -219,7 +219,6 @@ def test_files(name, dtype, tmp_path):
     assert relative_error(loaded(IDS).logits, model(IDS).logits) < (1e-6 if dtype is torch.float32 else 5e-2)
     saved = json.loads((tmp_path / "config.json").read_text())
     assert saved["toeplitz_mixer"] == name
-    assert {"hyena.py", "s4.py", "mixer_types.py"} <= {path.name for path in tmp_path.iterdir()}
 
 
 def test_a_model_of_gated_units_is_as_it_was(tmp_path):

@@ -1,8 +1,6 @@
 """The convolution as one node of a compiled graph: no break, the values of the uncompiled code, any length."""
 
-import importlib.util
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from helpers.models import VARIANTS, exhaustive, random, relative_error, seeded, tiny_config
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, numerics
-from modeling_tnn.compile import product
+from modeling_tnn.compile import product as recorded
 from modeling_tnn.compile.product import convolution, convolution_gradients
 from modeling_tnn.kernels import choice
 from modeling_tnn.toeplitz import causal_toeplitz_matmul, filter_by_response, toeplitz_matmul
@@ -147,11 +145,11 @@ def triton_of_the_cpu(monkeypatch) -> list[str]:
 
     def product(x, kernel, first, *_):
         called.append("product")
-        return GatedConvolution.apply(x, kernel, None, None, None, product.windows_of(x, kernel, first))
+        return GatedConvolution.apply(x, kernel, None, None, None, recorded.windows_of(x, kernel, first))
 
     def tile_gradients(g, x, kernel, u, mask, mixed, act, first, wanted):
         called.append("gradients")
-        return window_gradients(g, x, kernel, u, mask, mixed, act, product.windows_of(x, kernel, first), wanted)
+        return window_gradients(g, x, kernel, u, mask, mixed, act, recorded.windows_of(x, kernel, first), wanted)
 
     def tiled(x, kernel, u, mask, act, first):
         assert x.is_contiguous() and u is None and mask is None and act is None
@@ -175,32 +173,3 @@ def test_a_training_step_is_of_the_products_for_gpus(tno_type, causal, triton_of
     for layer in model.model.layers:
         layer.gtu.tno.implementation = "fused"
     assert_same(found, results(model, model, inputs), 5e-6)
-
-
-def test_two_copies_of_the_package():
-    """As remote code: another name has operators of its own, and a name that is imported again the newest ones."""
-    folder, name = Path(product.__file__).parent, "transformers_modules.copied-tnn"
-    v, kernel, found = random(2, 30, 3), random(3, 9), []
-    try:
-        for _ in range(2):
-            for loaded in [key for key in sys.modules if key.startswith(name)]:
-                del sys.modules[loaded]
-            spec = importlib.util.spec_from_file_location(
-                f"{name}.toeplitz", folder / "toeplitz.py", submodule_search_locations=[]
-            )
-            package = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, None, is_package=True))
-            package.__path__ = [str(folder)]
-            sys.modules[name] = package
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[spec.name] = module
-            module.__package__ = name
-            spec.loader.exec_module(module)
-            found.append(module.causal_toeplitz_matmul)
-        for matmul in (causal_toeplitz_matmul, *found, causal_toeplitz_matmul):
-            torch._dynamo.reset()
-            call, backend = compiled(matmul)
-            assert torch.equal(call(v, kernel), causal_toeplitz_matmul(v, kernel))
-            assert any("convolution" in str(node.target) for node in backend.graphs[0].graph.nodes)
-    finally:
-        for loaded in [key for key in sys.modules if key.startswith(name)]:
-            del sys.modules[loaded]
