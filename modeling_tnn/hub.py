@@ -5,6 +5,7 @@ all Auto classes, because a checkpoint of one head may be loaded with another he
 installed, its registered classes are used instead.
 """
 
+import ast
 import logging
 import os
 import shutil
@@ -50,9 +51,18 @@ def save_code(folder: str | os.PathLike, models: str | os.PathLike):
             shutil.copy(file, copied)
 
 
+def defined_names(file: Path) -> set[str]:
+    """Return the names of the functions and classes of a file, none of one that cannot be read as Python."""
+    try:
+        body = ast.parse(file.read_bytes()).body
+    except (SyntaxError, ValueError):
+        return set()
+    return {node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+
+
 def move_aside(found: Path, file: Path):
-    """Rename `found` if it exists and is no copy of `file`, of any version: these have its first line."""
-    if not found.exists() or found.read_bytes().partition(b"\n")[0] == file.read_bytes().partition(b"\n")[0]:
+    """Rename `found` if it exists and is no copy of `file`, of any version: these share names that they define."""
+    if not found.exists() or defined_names(found) & defined_names(file):
         return
     names = (found.with_name(f"{found.name}.orig{number or ''}") for number in count())
     free = next(name for name in names if not name.exists())
