@@ -348,6 +348,7 @@ class TnnConfig(PreTrainedConfig):
     model_type = "tnn"
     keys_to_ignore_at_inference = ["past_key_values", "cache"]
     attribute_map = OLD_NAMES
+    base_model_tp_plan = {}  # `check` adds that of the layers
     base_model_pp_plan = {
         "embed_tokens": (["input_ids"], ["inputs_embeds"]),
         "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
@@ -549,7 +550,10 @@ class TnnConfig(PreTrainedConfig):
         self._automatic = self._automatic - FIXED
         if self.rope_parameters:
             self.standardize_rope_params()  # they may have been set after the rest
-        self.base_model_tp_plan = extensions.tensor_plan(self.layer_types, self.toeplitz_mixer, self.use_glu)
+        # transformers 5.17 has added the embeddings to the plan of a configuration that ties them.
+        others = {name: how for name, how in self.base_model_tp_plan.items() if not name.startswith("layers.")}
+        plan = extensions.tensor_plan(self.layer_types, self.toeplitz_mixer, self.use_glu)
+        self.base_model_tp_plan = others | plan
         self.tno_class = None if self.tno_type in BUILT_IN else qualified_name(OPERATORS[self.tno_type])
 
     @property
