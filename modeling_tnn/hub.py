@@ -8,6 +8,7 @@ installed, its registered classes are used instead.
 import ast
 import logging
 import os
+import re
 import shutil
 from itertools import count
 from pathlib import Path
@@ -31,6 +32,17 @@ AUTO_MAP = {
 
 # Modules of earlier versions that `auto_map` of a saved folder may name.
 FORMER_MODULES = {"heads"}
+
+# Parts of a block by the names that they have in saved weights of earlier versions.
+FORMER_PARTS = {"gtu": "mixer", "gtu_norm": "mixer_norm"}
+KEY_MAPPING = {rf"(layers\.\d+)\.{old}\.": rf"\1.{new}." for old, new in FORMER_PARTS.items()}
+
+
+def present_name(name: str) -> str:
+    """The name of a parameter that an earlier version saved as `name`."""
+    for pattern, new in KEY_MAPPING.items():
+        name = re.sub(pattern, new, name)
+    return name
 
 
 def own_classes(config: PreTrainedConfig, folder: str | os.PathLike) -> dict[str, str]:

@@ -45,6 +45,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from .cache_tnn import CACHE, check_cache, takes_cache, with_cache_as
 from .configuration_tnn import GTU, HYENA, S4, TOEPLITZ, TnnConfig, has_attention
 from .extensions import extensions
+from .hub import FORMER_PARTS, KEY_MAPPING
 from .inputs import (
     can_be_read,
     check_attention_mask,
@@ -85,8 +86,8 @@ from .tno import NO_PASS, Pass, ToeplitzOperator
 from .tno_rpe import sinusoidal_embedding
 from .toeplitz_fused import activated_product
 
-# From `toeplitz_mixer` to the class. Each stands in a block under the name `gtu`, with its operator at `gtu.tno`: all
-# that walks the operators of a model (precision, conversion, caches, plans, pictures) then knows every mixer.
+# From `toeplitz_mixer` to the class. A block holds it as `mixer`, with its operator at `mixer.tno`: all that walks the
+# operators of a model (precision, conversion, caches, plans, pictures) then knows every mixer.
 TOEPLITZ_MIXERS = {GTU: TnnGatedToeplitzUnit, HYENA: TnnHyena, S4: TnnS4Mixer}
 
 # How transformers divides the head of a language model over processes, and over the stages of a pipeline.
@@ -126,16 +127,23 @@ class TnnBlock(GradientCheckpointingLayer):
 
     def __init__(self, config: TnnConfig, layer_idx: int):
         super().__init__()
-        self.gtu = self.attention = None
+        self.mixer = self.attention = None
         norm = build_norm(config.norm_type, config.hidden_size)
         if config.layer_types[layer_idx] == TOEPLITZ:
-            self.gtu_norm, self.gtu = norm, TOEPLITZ_MIXERS[config.toeplitz_mixer](config, layer_idx)
+            self.mixer_norm, self.mixer = norm, TOEPLITZ_MIXERS[config.toeplitz_mixer](config, layer_idx)
         else:
             self.attention_norm, self.attention = norm, TnnAttention(config, layer_idx)
         self.glu_norm = build_norm(config.norm_type, config.hidden_size)
         self.glu = TnnGatedLinearUnit(config) if config.use_glu else None
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
         self.add_residual = NORM_POSITIONS[config.norm_position]
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *arguments):
+        """Load a state_dict of an earlier version too: Trainer resumes by `load_state_dict`."""
+        for old, new in FORMER_PARTS.items():
+            for name in [name for name in state_dict if name.startswith(f"{prefix}{old}.")]:
+                state_dict[name.replace(f"{prefix}{old}", f"{prefix}{new}", 1)] = state_dict.pop(name)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def forward(
         self, hidden_states: torch.Tensor, passed: Pass = NO_PASS, **kwargs: Unpack[TransformersKwargs]
@@ -144,7 +152,7 @@ class TnnBlock(GradientCheckpointingLayer):
         if self.regions is None or not self.training or passed.cache is not None:
             return self.mix(hidden_states, passed)
         # Hooks that record attention, and the exchange of processes, are in no graph.
-        if self.gtu is None or passed.layout is not None:
+        if self.mixer is None or passed.layout is not None:
             return self.mix(hidden_states, passed)
         if passed.documents is not None:  # the graph finds them
             passed = passed._replace(documents=passed.documents._replace(batches=None))
@@ -154,12 +162,12 @@ class TnnBlock(GradientCheckpointingLayer):
         """The same, as one graph of torch.compile may have it."""
 
         def mix_tokens(x):
-            return self.dropout(self.attention(x, passed)[0] if self.gtu is None else self.gtu(x, passed))
+            return self.dropout(self.attention(x, passed)[0] if self.mixer is None else self.mixer(x, passed))
 
         def mix_channels(x):
             return self.dropout(self.glu(x))
 
-        norms = (self.attention_norm if self.gtu is None else self.gtu_norm, self.glu_norm)
+        norms = (self.attention_norm if self.mixer is None else self.mixer_norm, self.glu_norm)
         mixer_norm, glu_norm = (with_mask(norm, passed.mask) for norm in norms)
         hidden_states = self.add_residual(hidden_states, mixer_norm, mix_tokens)
         return hidden_states if self.glu is None else self.add_residual(hidden_states, glu_norm, mix_channels)
@@ -176,7 +184,7 @@ class TnnPreTrainedModel(PreTrainedModel):
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = True
     _can_record_outputs = {"hidden_states": TnnBlock, "attentions": OutputRecorder(TnnAttention, index=1)}
     # The operators make the kernels: they stay in float32, and quantizers skip them. Patterns, matched from the start.
-    _keep_in_fp32_modules = [r".+\.gtu\.(tno|short)"]
+    _keep_in_fp32_modules = [r".+\.mixer\.(tno|short)"]
 
     def __init__(self, config: TnnConfig):
         config.check()
@@ -192,7 +200,8 @@ class TnnPreTrainedModel(PreTrainedModel):
         """Load a model as in transformers, with two precautions against untrusted checkpoints.
 
         Weights are read only from safetensors, never from pickle, unless `use_safetensors=False`. The sizes that the
-        configuration declares are compared with the weights before memory is allocated.
+        configuration declares are compared with the weights before memory is allocated. Weights of earlier versions
+        are renamed, and saved by their present names.
 
         Raises:
             CheckpointMismatchError: the configuration does not fit the weights.
@@ -200,9 +209,15 @@ class TnnPreTrainedModel(PreTrainedModel):
         use_safetensors = use_safetensors is not False
         if use_safetensors:
             extensions.check_before_loading(cls, pretrained_model_name_or_path, kwargs)
-        return super().from_pretrained(
+        kwargs["key_mapping"] = (kwargs.get("key_mapping") or {}) | KEY_MAPPING
+        loaded = super().from_pretrained(
             pretrained_model_name_or_path, *model_args, use_safetensors=use_safetensors, **kwargs
         )
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        if (renamings := getattr(model, "_weight_conversions", None)) is not None:
+            # transformers saves by the names that it has loaded.
+            model._weight_conversions = [one for one in renamings if not KEY_MAPPING.keys() & set(one.source_patterns)]
+        return loaded
 
     def train(self, mode: bool = True) -> "TnnPreTrainedModel":
         self._is_trained = self._is_trained or mode

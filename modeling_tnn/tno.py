@@ -61,8 +61,8 @@ NO_PASS = Pass()
 class ToeplitzOperator(nn.Module):
     """Base class of the operators. A variant defines `coefficients`, and may override methods with faster ones.
 
-    A model builds it as `cls(config, layer_idx)` at `model.layers[layer_idx].gtu.tno`. Its own settings are fields of
-    the configuration, because `TnnConfig` keeps unknown fields.
+    A model builds it as `cls(config, layer_idx)` at `model.layers[layer_idx].mixer.tno`. Its own settings are fields
+    of the configuration, because `TnnConfig` keeps unknown fields.
 
     Class attributes:
         grid_fields: fields of the configuration with sizes that no parameter has.

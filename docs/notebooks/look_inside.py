@@ -27,7 +27,7 @@ model = TnnForCausalLM(TnnConfig(vocab_size=100, hidden_size=32, num_hidden_laye
 
 # %%
 with torch.no_grad():
-    kernels = [layer.gtu.tno.coefficients(128) for layer in model.model.layers]  # (D, 128) each
+    kernels = [layer.mixer.tno.coefficients(128) for layer in model.model.layers]  # (D, 128) each
 figure, axes = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")
 for axis, kernel, number in zip(axes, kernels, range(2), strict=True):
     axis.plot(kernel[:5].T)

@@ -134,7 +134,7 @@ class DecodingStep(nn.Module):
         if config.position_embedding == "sinusoidal":
             raise ValueError("`position_embedding` must be None for one step, which has no position, got 'sinusoidal'")
         self.model = model.eval()
-        self.steps = nn.ModuleList(STEPS[config.tno_type](layer.gtu.tno) for layer in model.model.layers)
+        self.steps = nn.ModuleList(STEPS[config.tno_type](layer.mixer.tno) for layer in model.model.layers)
 
     def empty(self, rows: int) -> States:
         """The states before the first token of `rows` sequences: for each layer the tensors of the table above."""

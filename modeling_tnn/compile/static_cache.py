@@ -208,10 +208,12 @@ def prepare_step(model: nn.Module, inputs: dict) -> dict:
         layers = cache.layers[: len(model.layers)]
         length = past_length(layers)
         pairs = [
-            (layer, block.gtu.tno) for layer, block in zip(layers, model.layers, strict=True) if block.gtu is not None
+            (layer, block.mixer.tno)
+            for layer, block in zip(layers, model.layers, strict=True)
+            if block.mixer is not None
         ]
         pairs += [
-            (layer.short, block.gtu.short)
+            (layer.short, block.mixer.short)
             for layer, block in zip(layers, model.layers, strict=True)
             if getattr(layer, "short", None) is not None
         ]

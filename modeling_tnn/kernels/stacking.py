@@ -49,14 +49,14 @@ def kernels_of_layers(layers: Sequence[nn.Module], hidden_states: torch.Tensor) 
     apart, length, device = [None] * len(layers), hidden_states.shape[1], hidden_states.device
     if must_be_eager() or len(layers) < 2:
         return apart
-    if not all(is_ours(layer) and is_ours(layer.gtu) for layer in layers):
+    if not all(is_ours(layer) and is_ours(layer.mixer) for layer in layers):
         return apart
-    operators = [layer.gtu.tno for layer in layers]
+    operators = [layer.mixer.tno for layer in layers]
     # A layer whose activations are computed again computes its kernel again too.
     recomputed = any(layer.gradient_checkpointing and layer.training for layer in layers)
     if recomputed or not are_alike(operators, device) or not is_fused(operators[0].implementation):
         return apart
-    dtype = projected_dtype(hidden_states) if layers[0].gtu.projects_inputs else hidden_states.dtype
+    dtype = projected_dtype(hidden_states) if layers[0].mixer.projects_inputs else hidden_states.dtype
     like = hidden_states.new_empty(*hidden_states.shape[:2], 0, dtype=dtype)
     first = operators[0]
     taps = min(first.lags_of(like), first.kernel_length() or length)

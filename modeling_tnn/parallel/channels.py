@@ -25,11 +25,11 @@ PLAN_OF_ATTENTION = {
     "layers.*.attention.o_proj": "rowwise",
 }
 PLAN_OF_TOEPLITZ = {
-    "layers.*.gtu.u_proj": "colwise",
-    "layers.*.gtu.v_proj": "colwise",
-    "layers.*.gtu.tno": "tnn_operator",
-    "layers.*.gtu.norm": "tnn_norm",
-    "layers.*.gtu.o_proj": "rowwise",
+    "layers.*.mixer.u_proj": "colwise",
+    "layers.*.mixer.v_proj": "colwise",
+    "layers.*.mixer.tno": "tnn_operator",
+    "layers.*.mixer.norm": "tnn_norm",
+    "layers.*.mixer.o_proj": "rowwise",
 }
 PLAN_OF_CHANNELS = {
     "layers.*.glu.gate_proj": "colwise",

@@ -202,7 +202,7 @@ class SequenceParallel:
                 "`toeplitz_mixer` must be 'gtu' or 's4' for a divided text, because short convolutions read tokens of "
                 f"other processes, got {mixer!r}. Use data parallelism or shards (FSDP) instead."
             )
-        self.operators = [layer.gtu.tno for layer in self.base.layers]
+        self.operators = [layer.mixer.tno for layer in self.base.layers]
         width = self.operators[0].channels
         self.channels = [share_of(width, self.count, index) for index in range(self.count)]
         if not self.channels[-1]:

@@ -132,7 +132,7 @@ def bytes_of_text(model: nn.Module, tokens: int) -> int:
     config, total = model.config, 0
     for kind, layer in zip(config.layer_types, model.layers, strict=True):
         if kind == TOEPLITZ:
-            for operator in (layer.gtu.tno, *([layer.gtu.short] if hasattr(layer.gtu, "short") else [])):
+            for operator in (layer.mixer.tno, *([layer.mixer.short] if hasattr(layer.mixer, "short") else [])):
                 recurrence = operator.recurrence().settled()
                 total += operator.channels * recurrence.bytes_per_channel(tokens, model.dtype)
         else:

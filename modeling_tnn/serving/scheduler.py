@@ -386,7 +386,7 @@ def check_operators(decoder):
         ValueError: it is bidirectional, or an operator of the user's own cannot be served.
     """
     for layer in decoder.layers:
-        operator = getattr(layer.gtu, "tno", None)
+        operator = getattr(layer.mixer, "tno", None)
         if operator is None:
             continue
         recurrence = operator.recurrence().settled()

@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from ..extensions import extensions
+from ..hub import present_name
 
 logger = logging.getLogger(__name__)
 
@@ -228,9 +229,9 @@ def check_before_loading(model_class: type[PreTrainedModel], source, options: di
     if (beside := cached_file(source, CONFIG_NAME, _raise_exceptions_for_missing_entries=False, **where)) is not None:
         trained, _ = PreTrainedConfig.get_config_dict(Path(beside).parent)
         check_function(config, model_class.config_class.rename_old(trained))
-    # The names of the body may have a prefix in both.
+    # The names of the body may have a prefix in both, and those of the checkpoint may be of an earlier version.
     prefix = f"{model_class.base_model_prefix}."
-    stored = {name.removeprefix(prefix): shape for name, shape in shapes_of(files).items()}
+    stored = {present_name(name).removeprefix(prefix): shape for name, shape in shapes_of(files).items()}
     check_number_of_layers(config.num_hidden_layers, stored)
     with torch.device("meta"):
         model = model_class(config)

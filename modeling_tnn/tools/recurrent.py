@@ -220,7 +220,8 @@ def own_weights(model) -> dict[str, torch.Tensor]:
     with torch.device("meta"):
         plain = type(model)(model.config)
     given, wanted = (
-        {name: value for name, value in one.state_dict().items() if ".gtu.tno." not in name} for one in (model, plain)
+        {name: value for name, value in one.state_dict().items() if ".mixer.tno." not in name}
+        for one in (model, plain)
     )
     needs = "The weights must be plain tensors for to_recurrent"
     if different := sorted(given.keys() ^ wanted.keys()):
@@ -242,7 +243,7 @@ def to_recurrent(model, order: int = 64, window: int = 16, tolerance: float | No
     config = model.config
     if not config.causal:
         raise ValueError("`causal` must be True for to_recurrent (only a causal model decodes), got False")
-    operators = [layer.gtu.tno for layer in model.base_model.layers if layer.gtu is not None]
+    operators = [layer.mixer.tno for layer in model.base_model.layers if layer.mixer is not None]
     if all(operator.is_recurrence for operator in operators):
         return model, []
     for name, value in {"order": order, "window": window}.items():
@@ -261,7 +262,7 @@ def to_recurrent(model, order: int = 64, window: int = 16, tolerance: float | No
     converted_config.num_modes = max(len(fit.poles) for _, fit, _ in fits)
     converted = type(model)(converted_config).to(device=model.device, dtype=model.dtype)
     converted.load_state_dict(converted.state_dict() | weights)
-    mixers = [layer.gtu for layer in converted.base_model.layers if layer.gtu is not None]
+    mixers = [layer.mixer for layer in converted.base_model.layers if layer.mixer is not None]
     for mixer, (taps, fit, _) in zip(mixers, fits, strict=True):
         fill_operator(mixer.tno, taps, fit)
     converted.tie_weights()

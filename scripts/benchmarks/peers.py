@@ -72,8 +72,9 @@ def tnn(way: str, args, length: int) -> TnnForCausalLM | TnnForMaskedLM:
     model = head(TnnConfig(max_position_embeddings=max(512, length), **fields, **sizes(args)))
     if way == "released":
         for layer in model.model.layers:
-            layer.gtu.u_proj.__class__ = layer.gtu.v_proj.__class__ = torch.nn.Linear  # the memory layout of tokens
-            layer.gtu.tno.gated_matmul = partial(released_gated_matmul, layer.gtu.tno)
+            mixer = layer.mixer
+            mixer.u_proj.__class__ = mixer.v_proj.__class__ = torch.nn.Linear  # the memory layout of tokens
+            mixer.tno.gated_matmul = partial(released_gated_matmul, mixer.tno)
     return model
 
 

@@ -171,7 +171,7 @@ def convert_by_gradient(
     config = model.config
     if fit not in FITS:
         raise ValueError(f"`fit` must be one of {', '.join(FITS)}, got {fit!r}")
-    operators = [layer.gtu.tno for layer in model.base_model.layers if layer.gtu is not None]
+    operators = [layer.mixer.tno for layer in model.base_model.layers if layer.mixer is not None]
     if not config.causal or any(operator.is_recurrence for operator in operators):
         raise ValueError(
             "The model must be causal and not a recurrence already, got "
@@ -182,7 +182,7 @@ def convert_by_gradient(
     longest = max(report["taps"] for _, report in fits)
     converted = type(model)(fitted_config(config, FITS[fit], order, longest)).to(model.device, model.dtype)
     converted.load_state_dict(converted.state_dict() | weights)
-    mixers = [layer.gtu for layer in converted.base_model.layers if layer.gtu is not None]
+    mixers = [layer.mixer for layer in converted.base_model.layers if layer.mixer is not None]
     for mixer, (operator, _) in zip(mixers, fits, strict=True):
         mixer.tno.to(compute_dtype(model.dtype)).load_state_dict(operator.state_dict())
     converted.tie_weights()

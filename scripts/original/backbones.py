@@ -14,9 +14,9 @@ import torch
 from modeling_tnn.norms import build_norm
 
 S4_NAMES = (
-    (r"^model\.layers\.(\d+)\.layer\.layer\.(ab|h_0|scalar)$", r"layers.\1.gtu.tno.\2"),
-    (r"^model\.layers\.(\d+)\.layer\.output_linear\.0\.", r"layers.\1.gtu.o_proj."),
-    (r"^model\.layers\.(\d+)\.norm\.norm\.", r"layers.\1.gtu_norm."),
+    (r"^model\.layers\.(\d+)\.layer\.layer\.(ab|h_0|scalar)$", r"layers.\1.mixer.tno.\2"),
+    (r"^model\.layers\.(\d+)\.layer\.output_linear\.0\.", r"layers.\1.mixer.o_proj."),
+    (r"^model\.layers\.(\d+)\.norm\.norm\.", r"layers.\1.mixer_norm."),
     (r"^model\.norm\.norm\.", "norm."),
     (r"^encoder\.\d+\.(weight|bias)$", r"embed_tokens.\1"),
     (r"^decoder\.\d+\.(output_transform|retrieval\.classifier\.2)\.", "classifier.out_proj."),
@@ -29,15 +29,15 @@ HYENA_NAMES = (
     (r"^(model\.)?backbone\.ln_f\.", "norm."),
     (r"^(model\.)?backbone\.layers\.", "layers."),
     (r"^(model\.)?lm_head\.", "lm_head."),
-    (r"\.mixer\.filter_fn\.", ".gtu.tno."),
-    (r"\.mixer\.short_filter\.weight$", ".gtu.short.taps"),
-    (r"\.mixer\.short_filter\.", ".gtu.short."),
-    (r"\.mixer\.mimo_proj\.", ".gtu.low_rank."),
-    (r"\.mixer\.out_proj\.", ".gtu.o_proj."),
-    (r"\.mixer\.(in_proj|norm)\.", r".gtu.\1."),
+    (r"\.mixer\.filter_fn\.", ".mixer.tno."),
+    (r"\.mixer\.short_filter\.weight$", ".mixer.short.taps"),
+    (r"\.mixer\.short_filter\.", ".mixer.short."),
+    (r"\.mixer\.mimo_proj\.", ".mixer.low_rank."),
+    (r"\.mixer\.out_proj\.", ".mixer.o_proj."),
+    (r"\.mixer\.(in_proj|norm)\.", r".mixer.\1."),
     (r"\.mlp\.fc1\.", ".glu.up_proj."),
     (r"\.mlp\.fc2\.", ".glu.down_proj."),
-    (r"\.norm1\.", ".gtu_norm."),
+    (r"\.norm1\.", ".mixer_norm."),
     (r"\.norm2\.", ".glu_norm."),
     (r"\.h_0$", ".direct"),
     (r"\.scalar$", ".slack"),
@@ -80,7 +80,7 @@ REFUSED = {
 POOLINGS = {"pool": "mean", "last": "last"}
 # Mean and standard deviation with which the released code normalises grey values v / 255, by data set.
 PICTURES = {"cifar": (122.6 / 255, 61 / 255), "pathfinder": (0.5, 0.5)}
-FIRST = "layers.0.gtu."
+FIRST = "layers.0.mixer."
 END_OF_TEXT = 50256  # of the tokenizer of GPT-2, with which the released language model was trained
 
 
@@ -133,7 +133,7 @@ def rational_sizes(tensors: dict[str, torch.Tensor]) -> dict:
 
 def s4_sizes(tensors: dict[str, torch.Tensor]) -> dict:
     """The fields of `TnnConfig` that follow from a stack of S4's blocks, by their names here."""
-    batch = "layers.0.gtu_norm.running_mean" in tensors
+    batch = "layers.0.mixer_norm.running_mean" in tensors
     return rational_sizes(tensors) | {
         "norm_type": "batchnorm" if batch else "layernorm",
         "norm_position": "pre" if "norm.weight" in tensors else "post",
@@ -246,9 +246,9 @@ def prepare_s4(tensors: dict[str, torch.Tensor], options: dict):
     if (dense := tensors.get("classifier.dense.weight")) is not None:  # of [a, b, a - b, a * b]
         a, b, difference, product = dense.chunk(4, dim=1)
         tensors["classifier.dense.weight"] = torch.cat([a, b, product, difference], dim=1)
-    for name in [name for name in tensors if name.endswith("gtu_norm.weight")]:
-        stem, value = name.removesuffix("gtu_norm.weight"), tensors[name]
-        kind = "batchnorm" if f"{stem}gtu_norm.running_mean" in tensors else "layernorm"
+    for name in [name for name in tensors if name.endswith("mixer_norm.weight")]:
+        stem, value = name.removesuffix("mixer_norm.weight"), tensors[name]
+        kind = "batchnorm" if f"{stem}mixer_norm.running_mean" in tensors else "layernorm"
         # A block without a GLU still has the norm before it, which nothing uses.
         unused = build_norm(kind, len(value)).to(value.dtype).state_dict()
         tensors |= {f"{stem}glu_norm.{part}": default for part, default in unused.items()}

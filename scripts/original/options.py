@@ -72,21 +72,21 @@ def sizes(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
     dimensions = {
         "vocab_size": ("embed_tokens.weight", 0),
         "hidden_size": ("embed_tokens.weight", 1),
-        "gtu_dim": ("layers.0.gtu.u_proj.weight", 0),
+        "gtu_dim": ("layers.0.mixer.u_proj.weight", 0),
         "intermediate_size": ("layers.0.glu.gate_proj.weight", 0),
-        "rpe_dim": ("layers.0.gtu.tno.rpe.in_proj.weight", 0),
-        "ski_rank": ("layers.0.gtu.tno.alphas", 1),
-        "ski_filter_size": ("layers.0.gtu.tno.filter", 1),
-        "rtf_state_size": ("layers.0.gtu.tno.ab", 1),
+        "rpe_dim": ("layers.0.mixer.tno.rpe.in_proj.weight", 0),
+        "ski_rank": ("layers.0.mixer.tno.alphas", 1),
+        "ski_filter_size": ("layers.0.mixer.tno.filter", 1),
+        "rtf_state_size": ("layers.0.mixer.tno.ab", 1),
     }
     for size, (suffix, axis) in dimensions.items():
         if (value := next((v for n, v in tensors.items() if n.endswith(suffix)), None)) is not None:
             found[size] = value.shape[axis]
     if "rpe_dim" in found:
-        hidden = "layers.0.gtu.tno.rpe.layers."
+        hidden = "layers.0.mixer.tno.rpe.layers."
         found["rpe_layers"] = len({n.split(hidden)[1].split(".")[0] for n in tensors if hidden in n})
     if "gtu_dim" not in found:
-        raise ValueError("The checkpoint must hold layers of a TNN, got nothing for layers.0.gtu.u_proj.weight")
+        raise ValueError("The checkpoint must hold layers of a TNN, got nothing for layers.0.mixer.u_proj.weight")
     return found
 
 

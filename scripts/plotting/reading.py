@@ -85,7 +85,7 @@ def read_model(model: PreTrainedModel, length: int) -> tuple[list[Kernel], list[
     """
     dtype = torch.promote_types(model.dtype, torch.float32)
     side = model.config.axis_length if model.config.spatial_dims == 2 else None
-    operators = {index: layer.gtu.tno for index, layer in enumerate(model.layers) if layer.gtu is not None}
+    operators = {index: layer.mixer.tno for index, layer in enumerate(model.layers) if layer.mixer is not None}
     if not operators:
         raise ValueError(f"`layer_types` must have a 'toeplitz' layer to draw, got {model.config.layer_types}")
     if dtype != model.dtype:

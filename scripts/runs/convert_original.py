@@ -93,7 +93,7 @@ def rename(tensors: dict[str, torch.Tensor], names: tuple) -> tuple[dict[str, to
             continue
         name = our_name(official, names).removeprefix("model.")
         # A stand-alone layer of tnn-pytorch has no prefix.
-        name = f"layers.0.{name}" if name.startswith(("gtu.", "glu.", "gtu_norm.", "glu_norm.")) else name
+        name = f"layers.0.{name}" if name.startswith(("mixer.", "glu.", "mixer_norm.", "glu_norm.")) else name
         if name in renamed:
             both = f"{official_names[name]} and {official}"
             raise ValueError(f"The tensors must have different names after the conversion, got {name} for {both}")
@@ -107,7 +107,8 @@ def refuse_ours(tensors: dict[str, torch.Tensor], names: tuple):
     Raises:
         ValueError: the tensors have layers, and all of their names are ours.
     """
-    if any("gtu." in name for name in tensors) and all(our_name(name, names) == name for name in tensors):
+    has_layers = any("mixer." in name or "gtu." in name for name in tensors)
+    if has_layers and all(our_name(name, names) == name for name in tensors):
         raise ValueError(
             "The checkpoint must be one of the released code, got one of this package. It needs no conversion: "
             "`from_pretrained` and the commands load its folder."
@@ -123,7 +124,7 @@ def take_decay(tensors: dict, options: dict, num_layers: int) -> dict:
     """
     if options.get("use_multi_decay"):
         return {"decay": options.get("gamma", 0.99), "learnable_decay": True}
-    layers = {f"layers.{layer}.gtu.tno.decay_logit": layer for layer in range(num_layers)}
+    layers = {f"layers.{layer}.mixer.tno.decay_logit": layer for layer in range(num_layers)}
     stored = {name: tensors.pop(name).flatten() for name in layers if name in tensors}
     missing = [layers[name] for name in layers if name not in stored]
     # The released FD operator accepts the option and has no decay.

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, logging
 
 from helpers.models import seeded, tiny_config
@@ -142,9 +143,18 @@ def test_weights_of_another_operator(folder):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"tno_type": "explicit"}))
     refuses(
-        folder, "damaged or belong to another model: layers.0.gtu.tno.taps is missing, .* ignore_mismatched_sizes=True"
+        folder,
+        "damaged or belong to another model: layers.0.mixer.tno.taps is missing, .* ignore_mismatched_sizes=True",
     )
     TnnForCausalLM.from_pretrained(folder, ignore_mismatched_sizes=True)
+
+
+@pytest.mark.parametrize("name", ["gut", "gtu2", "mixer.gtu", "gtu_norm"])
+def test_a_damaged_name_is_no_name_of_an_earlier_version(name, folder):
+    weights = load_file(folder / WEIGHTS)
+    renamed = {one.replace("layers.0.mixer.", f"layers.0.{name}."): value for one, value in weights.items()}
+    save_file(renamed, folder / WEIGHTS, {"format": "pt"})
+    refuses(folder, "damaged or belong to another model: layers.0.mixer.u_proj.weight is missing")
 
 
 def test_another_head_is_no_damage(folder, tmp_path):

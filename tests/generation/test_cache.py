@@ -188,7 +188,7 @@ def test_a_pass_that_was_interrupted(monkeypatch):
     """The first layers of the cache have seen the tokens, the last ones have not."""
     model = model_of("rpe")
     cache = model(TEXT[:, :20]).past_key_values
-    monkeypatch.setattr(model.model.layers[1].gtu, "forward", lambda *args: 1 / 0)
+    monkeypatch.setattr(model.model.layers[1].mixer, "forward", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         model(TEXT[:, 20:22], past_key_values=cache)
     monkeypatch.undo()

@@ -44,7 +44,7 @@ def test_a_kernel_alone_gets_no_wrong_gradients_from_a_continued_cache(name):
     """With all other weights frozen only the operator, or the keys of attention, need gradients."""
     model = model_of(name).requires_grad_(False)
     cache = model(TEXT[:, :30]).past_key_values
-    mixers = [getattr(layer.gtu, "tno", None) or layer.attention.k_proj for layer in model.model.layers]
+    mixers = [getattr(layer.mixer, "tno", None) or layer.attention.k_proj for layer in model.model.layers]
     for mixer in mixers:
         mixer.requires_grad_()
     with pytest.raises(RuntimeError, match="continues a cache has no gradients"):

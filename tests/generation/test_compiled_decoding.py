@@ -279,14 +279,14 @@ def test_compiled_steps_of_a_new_cache_have_the_present_weights(name):
         assert earlier is None or relative_error(logits, earlier) > 1e-3
         earlier = logits
         with torch.no_grad():
-            for parameter in model.model.layers[0].gtu.tno.parameters():
+            for parameter in model.model.layers[0].mixer.tno.parameters():
                 parameter.mul_(1.1)
 
 
 def test_compiled_steps_that_diverge_are_found():
     model = model_of("rtf", rtf_constraint=None, max_position_embeddings=100)
     with torch.no_grad():
-        denominator = model.model.layers[1].gtu.tno.denominator
+        denominator = model.model.layers[1].mixer.tno.denominator
         denominator.zero_()
         denominator[:, 0] = -1.1
     cache = started(model, TEXT, 9)

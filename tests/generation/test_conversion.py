@@ -28,7 +28,7 @@ def few_taps(monkeypatch):
 
 
 def operators(model):
-    return [layer.gtu.tno for layer in model.base_model.layers]
+    return [layer.mixer.tno for layer in model.base_model.layers]
 
 
 @EVERY_KERNEL
@@ -197,10 +197,10 @@ def test_bidirectional_models_are_refused():
 def test_wrapped_weights_are_refused():
     """They had been left at random values."""
     model = lively_language_model()
-    torch.nn.utils.parametrizations.weight_norm(model.model.layers[1].gtu.o_proj)
+    torch.nn.utils.parametrizations.weight_norm(model.model.layers[1].mixer.o_proj)
     with pytest.raises(ValueError, match="plain tensors .*o_proj.* remove parametrizations"):
         model.to_recurrent(order=8)
-    torch.nn.utils.parametrize.remove_parametrizations(model.model.layers[1].gtu.o_proj, "weight")
+    torch.nn.utils.parametrize.remove_parametrizations(model.model.layers[1].mixer.o_proj, "weight")
     ids = torch.arange(40)[None]
     assert relative_error(model.to_recurrent(order=64)[0](ids).logits, model(ids).logits) < 1e-3
 

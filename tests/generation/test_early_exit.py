@@ -26,13 +26,13 @@ def test_early_exit_that_breaks_off(name, monkeypatch):
     """transformers lowers the number of layers, and does not restore it after an error: not that of the model."""
     model, prompt = model_of(name, num_hidden_layers=3), TEXT[:1, :20]
     expected, logits = model.generate(prompt, max_new_tokens=9), model(prompt).logits
-    forward, calls = model.model.layers[0].gtu.forward, []
+    forward, calls = model.model.layers[0].mixer.forward, []
 
     def interrupted(*args):
         calls.append(model.config.num_hidden_layers)
         return forward(*args) if len(calls) < 5 else 1 / 0
 
-    monkeypatch.setattr(model.model.layers[0].gtu, "forward", interrupted)
+    monkeypatch.setattr(model.model.layers[0].mixer, "forward", interrupted)
     with pytest.raises(ZeroDivisionError):
         model.generate(prompt, max_new_tokens=9, assistant_early_exit=2)
     assert set(calls) == {3}

@@ -196,7 +196,7 @@ def test_a_prompt_of_inference_mode_goes_on_outside_it(name, gradients):
 @pytest.mark.parametrize("name", ["rpe", "rtf", "s4d", "modal"])
 def test_inputs_that_have_faded_are_not_read(name):
     """Reading all inputs of a long prompt takes longer than a state needs."""
-    operator = model_of(name).float().model.layers[1].gtu.tno
+    operator = model_of(name).float().model.layers[1].mixer.tno
     with torch.no_grad():
         if name == "modal":
             operator.log_rate.fill_(-4)
@@ -229,8 +229,8 @@ def test_a_long_text_is_scored_without_a_recurrence():
     """Poles outside the unit circle: the error comes when the text is continued, each time."""
     model = model_of("rtf", rtf_constraint=None)
     with torch.no_grad():
-        model.model.layers[1].gtu.tno.denominator.zero_()
-        model.model.layers[1].gtu.tno.denominator[:, 0] = -1.5
+        model.model.layers[1].mixer.tno.denominator.zero_()
+        model.model.layers[1].mixer.tno.denominator[:, 0] = -1.5
         text = text_of(120)
         outputs = model(text)
         assert torch.equal(outputs.logits, model(text, use_cache=False).logits)

@@ -94,10 +94,10 @@ def check(tno_type: str, causal: bool, fields: dict) -> dict:
     for one in logits:
         (one * weights).sum().backward()
     found["gradients"] = ranks.worst([gradient_error(divided, model)])
-    local = divided.model.layers[0].gtu.tno.on_this_process()
+    local = divided.model.layers[0].mixer.tno.on_this_process()
     found["channels"] = sum(gathered(local.channels))
     found["replicated"] = sorted(
-        name for name, p in divided.model.layers[0].gtu.tno.named_parameters() if not isinstance(p, DTensor)
+        name for name, p in divided.model.layers[0].mixer.tno.named_parameters() if not isinstance(p, DTensor)
     )
     if causal:
         found["generated"] = generates_the_same(divided, model, every_cache=tno_type == "rpe" and not fields)
@@ -226,7 +226,7 @@ def refuse() -> dict:
     """The messages for too few channels, and for an operator that does not say which parameters belong to them."""
     errors = {}
     for name, fields in {"channels": {"gtu_expansion": 1 / 32}, "unknown": {}}.items():
-        known = TnnForCausalLM(tiny_config()).model.layers[0].gtu.tno.__class__
+        known = TnnForCausalLM(tiny_config()).model.layers[0].mixer.tno.__class__
         method = known.channel_parameters
         try:
             if name == "unknown":

@@ -153,9 +153,9 @@ def weight_only(bits: int):
 def test_quantized(head, bits, tolerance, folder, inputs, tmp_path):
     """Weights of the GTU and the GLU are integers, those of kernels are not; outputs stay close; saved and loaded."""
     quantized = AUTO[head].from_pretrained(folder, quantization_config=weight_only(bits))
-    gtu = quantized.base_model.layers[0].gtu
-    assert "Int" in type(gtu.u_proj.weight.data).__name__
-    assert type(gtu.tno.rpe.out.linear.weight.data) is torch.Tensor
+    mixer = quantized.base_model.layers[0].mixer
+    assert "Int" in type(mixer.u_proj.weight.data).__name__
+    assert type(mixer.tno.rpe.out.linear.weight.data) is torch.Tensor
     output = first_output(quantized, inputs)
     error = relative_error(output, first_output(AUTO[head].from_pretrained(folder), inputs))
     assert 0 < error < tolerance
@@ -216,7 +216,7 @@ def test_lora_and_int8_on_every_operator(variant, tmp_path):
     expected = first_output(AutoModel.from_pretrained(tmp_path), ids)
     quantized = AutoModel.from_pretrained(tmp_path, quantization_config=weight_only(8))
     assert 0 < relative_error(first_output(quantized, ids), expected) < 0.02
-    assert {type(part.data) for part in quantized.layers[0].gtu.tno.parameters()} == {torch.Tensor}
+    assert {type(part.data) for part in quantized.layers[0].mixer.tno.parameters()} == {torch.Tensor}
     lora = peft.LoraConfig(target_modules="all-linear", init_lora_weights=False)
     model = peft.get_peft_model(AutoModel.from_pretrained(tmp_path), lora).eval()
     after = first_output(model, ids)

@@ -23,6 +23,7 @@ from helpers.models import (
     CAUSAL,
     INPUT_IDS,
     VARIANTS,
+    give_former_names,
     image_config,
     perturbed_model,
     relative_error,
@@ -98,12 +99,17 @@ def run_without_the_package(code: str, *arguments, folder: Path, check: bool = T
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["few", "every"])
 def test_heads_and_variants(every, tmp_path):
-    """Load, run, generate, change, save; and load what was saved, with the package and without it."""
+    """Load, run, generate, change, save; and load what was saved, with the package and without it.
+
+    Every second folder has the names of weights of an earlier version, and is saved with those of today.
+    """
     saved, models = [], {}
     for index, (head, tno_type, causal, *fields) in enumerate([*(HEADS if every else FEW), *HYBRID]):
         folder = str(tmp_path / str(index))
         models[folder] = perturbed_model(head, tno_type, causal, **(fields[0] if fields else {}))
         models[folder].save_pretrained(folder)
+        if index % 2:
+            give_former_names(Path(folder))
         saved.append((AUTO[head].__name__, folder))
     run_without_the_package(LOAD, json.dumps(saved), tmp_path / "once", folder=tmp_path)
     outputs = load_file(tmp_path / "once")
@@ -115,6 +121,7 @@ def test_heads_and_variants(every, tmp_path):
         again = AUTO[type(model)].from_pretrained(f"{folder}/again")
         assert type(again) is type(model)
         assert torch.equal(outputs[f"{folder}/changed"], again(INPUT_IDS)[0])
+        assert load_file(f"{folder}/again/model.safetensors").keys() <= model.state_dict().keys()
     resaved = [(auto, f"{folder}/again") for auto, folder in saved]
     run_without_the_package(LOAD, json.dumps(resaved), tmp_path / "twice", folder=tmp_path)
     twice = load_file(tmp_path / "twice")

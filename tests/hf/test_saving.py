@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from helpers import processes
+from helpers.mixers import MIXED
 from helpers.models import (
     AUTO,
     BIDIRECTIONAL,
@@ -23,6 +24,8 @@ from helpers.models import (
     INPUT_IDS,
     VARIANTS,
     RandomTexts,
+    former_names,
+    give_former_names,
     perturbed_model,
     seeded,
     tiny_config,
@@ -125,7 +128,7 @@ def slow_model(tno_type, causal):
     name = "rpe" if tno_type == "converted" else tno_type
     model = seeded(TnnForCausalLM if causal else TnnForMaskedLM, tiny_config(name, causal, **fields))
     with torch.no_grad():
-        for mixer in (layer.gtu for layer in model.model.layers):
+        for mixer in (layer.mixer for layer in model.model.layers):
             mixer.v_proj.weight.mul_(4)
             if tno_type == "rtf":  # 1 / (1 - 1.9 z + 0.995 z^2): poles of radius 0.9975
                 mixer.tno.denominator[:, :2] = torch.tensor([-1.9, 0.995])
@@ -261,6 +264,36 @@ def test_key_mapping(tmp_path):
     save_file(renamed, tmp_path / "model.safetensors", {"format": "pt"})
     loaded = TnnForCausalLM.from_pretrained(tmp_path, key_mapping={"^backbone.": "model."})
     assert torch.equal(loaded(INPUT_IDS)[0], model(INPUT_IDS)[0])
+
+
+@pytest.mark.parametrize("shards", [{}, {"max_shard_size": "20KB"}], ids=["one file", "shards"])
+@pytest.mark.parametrize("key_mapping", [None, {r"\.up_proj\.": ".up_proj."}])
+@pytest.mark.parametrize("fields", [{}, MIXED["hyena"]], ids=["gtu", "hyena"])
+def test_former_names(fields, key_mapping, shards, tmp_path):
+    """Weights of earlier versions are renamed, and saved by their present names."""
+    model = perturbed_model(TnnForCausalLM, "rtf", True, **fields)
+    model.save_pretrained(tmp_path / "old", **shards)
+    give_former_names(tmp_path / "old")
+    for auto in (AutoModelForCausalLM, AutoModel):
+        loaded, info = auto.from_pretrained(tmp_path / "old", key_mapping=key_mapping, output_loading_info=True)
+        assert not any(value for kind, value in info.items() if (auto, kind) != (AutoModel, "unexpected_keys"))
+        assert torch.equal(loaded.base_model(INPUT_IDS)[0], model.model(INPUT_IDS)[0])
+        loaded.save_pretrained(tmp_path / "new")
+        assert load_file(tmp_path / "new" / "model.safetensors").keys() <= loaded.state_dict().keys()
+
+
+def test_former_names_in_a_state_dict():
+    """Trainer and Accelerate resume by `load_state_dict`."""
+    model, other = (perturbed_model(TnnForCausalLM, "rpe", True) for _ in range(2))
+    weights = {former_names(name): one for name, one in model.state_dict().items()}
+    other.load_state_dict(weights)
+    assert torch.equal(other(INPUT_IDS)[0], model(INPUT_IDS)[0])
+    assert weights.keys() != model.state_dict().keys()
+    damaged = {name.replace(".gtu.u_proj", ".gut.u_proj"): one for name, one in weights.items()}
+    with pytest.raises(
+        RuntimeError, match=r"(?s)Missing key.*mixer\.u_proj\.weight.*Unexpected key.*gut\.u_proj\.weight"
+    ):
+        other.load_state_dict(damaged)
 
 
 SUBCLASS = """

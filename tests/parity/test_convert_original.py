@@ -211,7 +211,7 @@ def test_tensors_that_do_not_fit():
     ({}, range(3), r"must hold the decay, `gamma`, .* got none for the layers 0, 1, 2"),
     ({}, [1], "got none for the layers 1"),
     ({"use_decay": False}, [], r"use_decay must be true, .* decay \[0.99.*, got false"),
-    ({"use_multi_decay": True}, [0], "missing layers.0.gtu.tno.decay_logit"),
+    ({"use_multi_decay": True}, [0], "missing layers.0.mixer.tno.decay_logit"),
 ])  # fmt: skip
 def test_decay_of_the_architecture_is_in_the_checkpoint(changes, lost, message):
     tensors, options, architecture = first("lm/decay_prenorm")
@@ -251,8 +251,8 @@ def test_learned_decays_are_parameters():
     model, report = convert(tensors, options | {"use_multi_decay": True}, architecture)
     assert model.config.learnable_decay and model.config.decay == 0.99
     official = tensors["decoder.layers.1.self_attn.gtu.toep.gamma"].flatten()
-    assert torch.equal(model.model.layers[1].gtu.tno.decay_logit, official)
-    assert report["tensors"]["decoder.layers.1.self_attn.gtu.toep.gamma"] == "model.layers.1.gtu.tno.decay_logit"
+    assert torch.equal(model.model.layers[1].mixer.tno.decay_logit, official)
+    assert report["tensors"]["decoder.layers.1.self_attn.gtu.toep.gamma"] == "model.layers.1.mixer.tno.decay_logit"
 
 
 def test_half_precision_stays(tmp_path):
@@ -296,10 +296,10 @@ def test_rtf_inside_our_block(name, tag, tmp_path):
     """The parameters of `rtf.py` beside ours; its kernel comes out of the converted and loaded model."""
     case = Case(name, tag)
     channels = case.hparams["d_model"]
-    layer = "layers.0.gtu.tno."
+    layer = "layers.0.mixer.tno."
     tensors = {layer + name: value for name, value in official_tensors(case).items()}
     around = {"embed_tokens.weight": (11, 6), "norm.weight": (6,), "norm.bias": (6,)}
-    for part, sizes in {"gtu.u_proj": (channels, 6), "gtu.v_proj": (channels, 6), "gtu.o_proj": (6, channels),
+    for part, sizes in {"mixer.u_proj": (channels, 6), "mixer.v_proj": (channels, 6), "mixer.o_proj": (6, channels),
                         "glu.gate_proj": (5, 6), "glu.up_proj": (5, 6), "glu.down_proj": (6, 5)}.items():  # fmt: skip
         around |= {f"layers.0.{part}.weight": sizes, f"layers.0.{part}.bias": sizes[:1]}
     tensors |= {name: torch.randn(sizes) for name, sizes in around.items()}
@@ -309,7 +309,7 @@ def test_rtf_inside_our_block(name, tag, tmp_path):
     assert loaded.config.gtu_dim == channels and loaded.config.causal != case.hparams["bidirectional"]
     assert all(torch.equal(loaded.state_dict()[name], tensors[name]) for name in around)
     length = case.run["length"]
-    kernel = loaded.layers[0].gtu.tno.coefficients(length)
+    kernel = loaded.layers[0].mixer.tno.coefficients(length)
     expected = case.get("out64/k")
     if case.hparams["bidirectional"]:
         kernel, expected = kernel[:, length - 1 :], expected[:, :length]

@@ -189,7 +189,7 @@ def test_what_does_not_fit_the_language_model(options, added, message):
 
 @pytest.mark.parametrize(("architecture", "state", "lost", "message"), [
     ("rtf-imdb", s4_state(words(), classifier()), "model.layers.1.layer.output_linear.0.bias",
-     "missing layers.1.gtu.o_proj.bias"),
+     "missing layers.1.mixer.o_proj.bias"),
     ("rtf-imdb", s4_state(words(), classifier()), "model.layers.0.layer.layer.ab",
      "must hold filters of RTF, ab and h_0"),
     ("rtf-imdb", s4_state(words(), classifier()), "encoder.0.weight", "must hold a whole model, got no embed_tokens"),

@@ -168,8 +168,8 @@ def test_a_conversion_does_what_it_reports(config, order, window, seed):
     converted, reports = model.to_recurrent(order=order, window=window)
     assert len(reports) == config.num_hidden_layers
     for layer, fitted, report in zip(model.model.layers, converted.model.layers, reports, strict=True):
-        exact = layer.gtu.tno.coefficients(report.taps)
-        error = fitted.gtu.tno.coefficients(report.taps) - exact
+        exact = layer.mixer.tno.coefficients(report.taps)
+        error = fitted.mixer.tno.coefficients(report.taps) - exact
         scale = exact.norm(dim=1)
         measured = (error.norm(dim=1) / scale).nan_to_num(0.0).max().item()
         assert abs(measured - report.l2_worst) <= 1e-3 * report.l2_worst + 1e-9

@@ -31,9 +31,9 @@ def model_with_pole(radius: float, angle: float = 0.4, layer: int = 1, **fields)
     """One pair of poles in channel 3 of `layer`, all else zero."""
     model = seeded(TnnForCausalLM, tiny_config(**UNCONSTRAINED | fields))
     with torch.no_grad():
-        denominator = model.model.layers[layer].gtu.tno.denominator
+        denominator = model.model.layers[layer].mixer.tno.denominator
         denominator[3 % len(denominator), :2] = denominator_of(radius * np.exp(1j * angle))[0]
-        model.model.layers[layer].gtu.tno.numerator.normal_()
+        model.model.layers[layer].mixer.tno.numerator.normal_()
     return model
 
 
@@ -70,10 +70,10 @@ def test_layer_and_radius_are_named():
 
 def test_projection_keeps_angles_and_what_is_inside():
     model = model_with_pole(1.25)
-    untouched = model.model.layers[1].gtu.tno.denominator.detach().clone()
+    untouched = model.model.layers[1].mixer.tno.denominator.detach().clone()
     (before,) = project_poles(model, 0.9)
     assert before.radius == pytest.approx(1.25, rel=1e-6)
-    after = model.model.layers[1].gtu.tno.denominator
+    after = model.model.layers[1].mixer.tno.denominator
     assert relative_error(after[3:4, :2], denominator_of(0.9 * np.exp(0.4j))) < 1e-6
     assert torch.equal(after[:3], untouched[:3]) and torch.equal(after[4:], untouched[4:])
     assert find_unstable(model, 0.9001) == []
@@ -101,7 +101,7 @@ def test_layers_are_watched_together(coefficient, most):
         model = seeded(TnnForCausalLM, tiny_config(**UNCONSTRAINED, num_hidden_layers=layers, rtf_state_size=16))
         with torch.no_grad():
             for layer in model.model.layers:
-                layer.gtu.tno.denominator[0, :2] = torch.tensor([2 * coefficient, coefficient**2])
+                layer.mixer.tno.denominator[0, :2] = torch.tensor([2 * coefficient, coefficient**2])
         with Operations() as operations:
             assert project_poles(model, 0.9) == []
         assert operations.waits == 1
@@ -172,7 +172,7 @@ def test_a_training_warns_when_it_ends(causal, tmp_path, warnings):
     assert warnings() == []
     model.train()
     with torch.no_grad():
-        model.model.layers[0].gtu.tno.denominator[:, 0] = 2
+        model.model.layers[0].mixer.tno.denominator[:, 0] = 2
     model.eval().train().eval()
     assert len(warnings()) == 1
     model.save_pretrained(tmp_path)
@@ -187,7 +187,7 @@ def test_default_rtf_generates_after_training(rate, tmp_path, warnings):
     model = seeded(TnnForCausalLM, TnnConfig(vocab_size=99, tno_type="rtf", eos_token_id=None, **sizes))
     train(model, [], tmp_path, steps=60, learning_rate=rate, lr_scheduler_type="constant", save_strategy="no")
     model.eval()
-    radii = [spectral_radius(layer.gtu.tno.denominators()).max().item() for layer in model.model.layers]
+    radii = [spectral_radius(layer.mixer.tno.denominators()).max().item() for layer in model.model.layers]
     assert warnings() == [] and max(radii) < 1
     prompt, options = torch.arange(2, 9)[None], {"max_new_tokens": 300, "do_sample": False}
     assert torch.equal(model.generate(prompt, **options), model.generate(prompt, use_cache=False, **options))
@@ -229,7 +229,7 @@ def test_trainer_projects(tmp_path):
     train(model, [PoleCallback(max_radius=0.95)], tmp_path)
     model.eval()
     assert find_unstable(model, 0.9501) == []
-    assert spectral_radius(model.model.layers[1].gtu.tno.denominator[3:4]).item() > 0.9
+    assert spectral_radius(model.model.layers[1].mixer.tno.denominator[3:4]).item() > 0.9
     prompt = torch.arange(2, 9)[None]
     options = {"max_new_tokens": 300, "do_sample": False}
     assert torch.equal(model.generate(prompt, **options), model.generate(prompt, use_cache=False, **options))

@@ -77,7 +77,7 @@ def test_poles_outside_the_unit_circle(folder, tmp_path, capsys):
     fields = {"tno_type": "rtf", "rtf_constraint": None, "rtf_initializer": "zeros"}
     model = lively_language_model(vocab_size=300, **fields).float()
     with torch.no_grad():
-        operator = model.model.layers[0].gtu.tno
+        operator = model.model.layers[0].mixer.tno
         operator.denominator[:, 0] = -1.3  # a pole of radius 1.3
         operator.numerator.normal_()
     for one in (model, tokens):

@@ -130,10 +130,10 @@ def test_random_weights(encoder, glue, tmp_path):
             seed,
         )
     a, b, c = (
-        AutoModelForSequenceClassification.from_pretrained(tmp_path / name).model.layers[0].gtu.u_proj.weight
+        AutoModelForSequenceClassification.from_pretrained(tmp_path / name).model.layers[0].mixer.u_proj.weight
         for name in "abc"
     )
-    trained = AutoModelForMaskedLM.from_pretrained(encoder).model.layers[0].gtu.u_proj.weight
+    trained = AutoModelForMaskedLM.from_pretrained(encoder).model.layers[0].mixer.u_proj.weight
     assert (a - b).abs().max() < 1e-9 < 1e-3 < min((a - c).abs().max(), (a - trained).abs().max())
 
 
@@ -487,7 +487,7 @@ def test_labels_of_another_classifier_are_refused(labels, fields, message, excha
         heads = [AutoModelForSequenceClassification.from_pretrained(f) for f in (model, tmp_path / "out")]
         old, new = (head.classifier.out_proj.weight for head in heads)
         assert (old - new).abs().max() > 1e-3 and heads[1].config.id2label == {0: str(labels[0]), 1: str(labels[1])}
-        torch.testing.assert_close(*(head.model.layers[0].gtu.u_proj.weight for head in heads))
+        torch.testing.assert_close(*(head.model.layers[0].mixer.u_proj.weight for head in heads))
 
 
 @pytest.mark.parametrize("labels", [[0, 1], ["not_equivalent", "equivalent"], ["equivalent", "not_equivalent"]])

@@ -19,7 +19,7 @@ OPERATORS = {"gradient": "rtf", "modal-gradient": "s4d"}
 @EVERY_FIT
 def test_recovers_a_decaying_kernel(fit):
     """A kernel that is a decaying exponential in every channel is found, and its pole is the largest one."""
-    operator = seeded(TnnForCausalLM, tiny_config(decay=0.8)).double().model.layers[0].gtu.tno
+    operator = seeded(TnnForCausalLM, tiny_config(decay=0.8)).double().model.layers[0].mixer.tno
     with torch.no_grad():  # a position encoder that says the same of every lag
         operator.rpe.out.linear.weight.zero_()
         operator.rpe.out.linear.bias.uniform_(0.5, 1.5)
@@ -33,7 +33,7 @@ def test_recovers_a_decaying_kernel(fit):
 @EVERY_FIT
 def test_errors_of_the_report(fit):
     """They are those of the taps, by definition, and fall with more steps."""
-    operator = seeded(TnnForCausalLM, tiny_config(decay=0.9)).double().model.layers[0].gtu.tno
+    operator = seeded(TnnForCausalLM, tiny_config(decay=0.9)).double().model.layers[0].mixer.tno
     first = fit_operator(operator, tiny_config(decay=0.9), FITS[fit], 6, 4, steps=1, learning_rate=0.03)[1]
     fitted, report = fit_operator(operator, tiny_config(decay=0.9), FITS[fit], 6, 4, steps=60, learning_rate=0.03)
     assert report["l2_layer"] < 0.5 * first["l2_layer"]
@@ -71,7 +71,7 @@ def test_settings_of_the_model_stay(fit):
     converted, _ = convert_by_gradient(model, 4, 4, 1, 0.1, fit)
     assert converted.dtype is torch.bfloat16 and converted.generation_config == model.generation_config
     assert converted.config.max_position_embeddings == model.config.max_position_embeddings
-    assert all(one.dtype is torch.float32 for one in converted.model.layers[0].gtu.tno.parameters())
+    assert all(one.dtype is torch.float32 for one in converted.model.layers[0].mixer.tno.parameters())
     mixers = {name for name, _ in model.named_parameters() if ".tno." not in name}
     given, found = dict(model.named_parameters()), dict(converted.named_parameters())
     assert all(torch.equal(found[name], given[name]) for name in mixers)

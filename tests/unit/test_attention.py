@@ -177,7 +177,7 @@ def test_a_model_of_toeplitz_layers_is_as_it_was(tmp_path):
         assert not any("attention" in field for field in saved)
         assert config.layer_types == ["toeplitz"] * 2 and config.num_attention_heads is None
         names = list(model.model.layers[0].state_dict())
-        assert names[:4] == ["gtu.u_proj.weight", "gtu.u_proj.bias", "gtu.v_proj.weight", "gtu.v_proj.bias"]
+        assert names[:4] == ["mixer.u_proj.weight", "mixer.u_proj.bias", "mixer.v_proj.weight", "mixer.v_proj.bias"]
 
 
 def test_defaults():

@@ -32,12 +32,12 @@ def released_forward(model, pixels):
     x = torch.stack(patches, dim=1) + model.model.patch_embedding.projection.bias
     side = int(len(patches) ** 0.5)
     for layer in model.model.layers:
-        gtu, tno = layer.gtu, layer.gtu.tno
+        mixer, tno = layer.mixer, layer.mixer.tno
         y = norm(x)
-        v = torch.nn.functional.silu(gtu.v_proj(y)).unflatten(1, (side, side))
+        v = torch.nn.functional.silu(mixer.v_proj(y)).unflatten(1, (side, side))
         mixed = torch.einsum("dij,bajd->baid", tno.rows.dense(side), v)
         mixed = mixed + torch.einsum("dij,bjad->biad", tno.columns.dense(side), v)
-        x = x + gtu.o_proj(torch.nn.functional.silu(gtu.u_proj(y)) * mixed.flatten(1, 2))
+        x = x + mixer.o_proj(torch.nn.functional.silu(mixer.u_proj(y)) * mixed.flatten(1, 2))
         x = x + layer.glu(norm(x))
     return model.classifier(norm(x.mean(dim=1)))
 

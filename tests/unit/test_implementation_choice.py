@@ -176,7 +176,7 @@ def test_a_folder_that_names_the_product_that_is_gone(tmp_path):
     seeded(TnnForCausalLM, tiny_config()).save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"tno_implementation": "cudnn"}))
-    assert TnnForCausalLM.from_pretrained(tmp_path).model.layers[0].gtu.tno.implementation == "auto"
+    assert TnnForCausalLM.from_pretrained(tmp_path).model.layers[0].mixer.tno.implementation == "auto"
 
 
 def test_a_saved_folder_needs_no_package_of_gpus(tmp_path):

@@ -197,8 +197,8 @@ def test_order_matters_with_positions():
 
 def test_initializer_of_the_gated_unit():
     model = seeded(TnnModel, tiny_config(initializer="normal_gtu", hidden_size=64))
-    gtu, glu = model.layers[0].gtu, model.layers[0].glu
-    for linear in (gtu.u_proj, gtu.v_proj, gtu.o_proj):
+    mixer, glu = model.layers[0].mixer, model.layers[0].glu
+    for linear in (mixer.u_proj, mixer.v_proj, mixer.o_proj):
         assert linear.weight.detach().std().item() == pytest.approx(0.02, rel=0.1)
         assert linear.bias.detach().std().item() == pytest.approx(0.02, rel=0.3)
     assert glu.up_proj.weight.abs().max().item() == pytest.approx(1 / 8, rel=0.01)

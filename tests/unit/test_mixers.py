@@ -43,7 +43,7 @@ POSITIONS = torch.cat([torch.arange(n) for n in (7, 9, 1, 23)]).expand(2, 40)
 def mixer_of(name, tno_type, causal, **fields):
     """A mixer in float64, no parameter at its initial value."""
     config = tiny_config(tno_type, causal, **SMALL | MIXED[name] | {"hyena_rank": 5} | fields)
-    mixer = seeded(TnnModel, config).layers[0].gtu.double()
+    mixer = seeded(TnnModel, config).layers[0].mixer.double()
     with torch.no_grad():
         for parameter in mixer.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -182,7 +182,7 @@ def test_a_pass_that_broke_off(monkeypatch):
     model = language_model("hyena")
     with torch.no_grad():
         cache = model(IDS, use_cache=True).past_key_values
-        monkeypatch.setattr(model.model.layers[0].gtu.tno, "forward", lambda *args: 1 / 0)
+        monkeypatch.setattr(model.model.layers[0].mixer.tno, "forward", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             model(IDS, past_key_values=cache)
         monkeypatch.undo()
@@ -214,8 +214,8 @@ def test_files(name, dtype, tmp_path):
     model.save_pretrained(tmp_path)
     loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto", output_loading_info=True)
     assert not any(info.values())
-    kept = {p.dtype for n, p in loaded.named_parameters() if ".gtu.tno." in n or ".gtu.short." in n}
-    assert kept == {torch.float32} and loaded.model.layers[0].gtu.o_proj.weight.dtype is dtype
+    kept = {p.dtype for n, p in loaded.named_parameters() if ".mixer.tno." in n or ".mixer.short." in n}
+    assert kept == {torch.float32} and loaded.model.layers[0].mixer.o_proj.weight.dtype is dtype
     assert relative_error(loaded(IDS).logits, model(IDS).logits) < (1e-6 if dtype is torch.float32 else 5e-2)
     saved = json.loads((tmp_path / "config.json").read_text())
     assert saved["toeplitz_mixer"] == name
@@ -233,7 +233,7 @@ def test_plan_of_tensor_parallelism(name):
     """It names modules that exist, and none of the mixer."""
     model = language_model(name)
     names = {part.replace(".0.", ".*.").replace(".1.", ".*.") for part, _ in model.named_modules()}
-    assert model.tp_plan.keys() <= names and not any(".gtu." in part for part in model.tp_plan)
+    assert model.tp_plan.keys() <= names and not any(".mixer." in part for part in model.tp_plan)
 
 
 @pytest.mark.parametrize(

@@ -289,7 +289,7 @@ def test_lengths_have_no_maximum(variant):
 def test_initialisation(initializer, deviation):
     config = tiny_config("rpe", False, initializer=initializer, initializer_range=0.05, vocab_size=5000)
     model = seeded(TnnForMaskedLM, config)
-    embeddings, linear = model.model.embed_tokens.weight, model.model.layers[0].gtu.u_proj
+    embeddings, linear = model.model.embed_tokens.weight, model.model.layers[0].mixer.u_proj
     assert embeddings.std().item() == pytest.approx(deviation, rel=0.02)
     bound = 32**-0.5
     assert not model.lm_head.bias.any()
@@ -310,7 +310,7 @@ FIRST_WEIGHTS = {
 @pytest.mark.parametrize("initializer", FIRST_WEIGHTS)
 def test_equal_seeds_give_the_weights_of_earlier_versions(initializer):
     model = seeded(TnnForCausalLM, tiny_config(initializer=initializer)).model
-    found = [*model.embed_tokens.weight[0, :3].tolist(), *model.layers[1].gtu.o_proj.weight[0, :3].tolist()]
+    found = [*model.embed_tokens.weight[0, :3].tolist(), *model.layers[1].mixer.o_proj.weight[0, :3].tolist()]
     assert found == pytest.approx(FIRST_WEIGHTS[initializer], abs=1e-6)
 
 

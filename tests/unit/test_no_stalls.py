@@ -169,7 +169,7 @@ def test_a_learned_decay_bounds_the_state(prompt, monkeypatch):
     model = language_model("rpe", True, learnable_decay=True, decay=0.5).double()
     with torch.no_grad():
         for layer in model.model.layers:
-            layer.gtu.tno.decay_logit.sub_(5)
+            layer.mixer.tno.decay_logit.sub_(5)
     ids = torch.randint(99, (2, 250), generator=torch.Generator().manual_seed(0))
     sizes = []
     for hosts in (("cpu",), ()):
@@ -201,8 +201,8 @@ def test_a_recurrence_that_diverges_is_found_on_an_accelerator(accelerator):
     model = language_model("rtf", True, **UNCONSTRAINED)
     with torch.no_grad():
         for layer in model.model.layers:
-            layer.gtu.tno.denominator.zero_()
-            layer.gtu.tno.denominator[0, 0] = -1.1
+            layer.mixer.tno.denominator.zero_()
+            layer.mixer.tno.denominator[0, 0] = -1.1
     with pytest.raises(ValueError, match="makes the recurrence diverge"):
         decode(model, batch(False), 10_000)
 

@@ -19,7 +19,7 @@ def one_layer(tno_type, causal, **fields) -> TnnBlock:
     defaults = {"hidden_size": 4, "intermediate_size": 4, "max_position_embeddings": 4096, "fd_resolution": 8192}
     block = seeded(TnnBlock, tiny_config(tno_type, causal, **defaults | fields), 0)
     torch.manual_seed(1)
-    block.gtu.tno.reset_parameters()
+    block.mixer.tno.reset_parameters()
     return block
 
 
@@ -54,7 +54,7 @@ def test_a_million_tokens(variant):
     assert peak_memory() - before < 8192 * length
     assert y.isfinite().all() and x.grad.isfinite().all()
     assert all(parameter.grad.isfinite().all() for parameter in block.parameters())
-    if block.gtu.tno.causal:
+    if block.mixer.tno.causal:
         with torch.no_grad():
             assert relative_error(y[:, :5000], block(x[:, :5000])) < 1e-4
 

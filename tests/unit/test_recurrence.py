@@ -282,8 +282,8 @@ def unstable_model(radius):
     """Poles of this radius in the second layer."""
     model = seeded(TnnForCausalLM, tiny_config("rtf", rtf_constraint=None, max_position_embeddings=512))
     with torch.no_grad():
-        model.model.layers[1].gtu.tno.denominator.zero_()
-        model.model.layers[1].gtu.tno.denominator[:, 0] = -radius
+        model.model.layers[1].mixer.tno.denominator.zero_()
+        model.model.layers[1].mixer.tno.denominator[:, 0] = -radius
     return model
 
 
@@ -323,7 +323,7 @@ def test_unstable_poles_are_named():
 
 
 def test_divergence_beyond_the_trained_length_is_named():
-    operator = unstable_model(1.02).model.layers[1].gtu.tno
+    operator = unstable_model(1.02).model.layers[1].mixer.tno
     layer = TnnCacheLayer()
     advance(layer, torch.ones(1, 100, operator.channels), operator)
     with pytest.raises(
@@ -359,7 +359,7 @@ def test_training_with_a_cache_has_its_gradients():
         model.zero_grad()
         torch.manual_seed(0)
         model(ids, labels=ids, use_cache=use_cache).loss.backward()
-        gradients.append(model.model.layers[0].gtu.tno.rpe.in_proj.weight.grad.clone())
+        gradients.append(model.model.layers[0].mixer.tno.rpe.in_proj.weight.grad.clone())
     assert torch.equal(*gradients)
 
 

@@ -90,7 +90,7 @@ def test_copies_and_decoding():
     torch.save(regional, saved := io.BytesIO())
     saved.seek(0)
     loaded = torch.load(saved, weights_only=False)
-    assert loaded.model.layers[0].regions is loaded.model.layers[2].gtu.tno.regions is not None
+    assert loaded.model.layers[0].regions is loaded.model.layers[2].mixer.tno.regions is not None
     options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "use_cache": True}
     assert torch.equal(loaded.eval().generate(IDS, **options), model.eval().generate(IDS, **options))
 

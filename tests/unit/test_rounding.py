@@ -45,7 +45,7 @@ def trained(tno_type: str, texts: torch.Tensor, steps: int) -> TnnForCausalLM:
 @torch.no_grad()
 def loss_of(model, texts: torch.Tensor, implementation: str) -> float:
     for layer in model.model.layers:
-        layer.gtu.tno.implementation = implementation
+        layer.mixer.tno.implementation = implementation
     return cross_entropy(model(texts).logits[:, :-1].flatten(0, 1), texts[:, 1:].flatten()).item()
 
 

@@ -98,7 +98,7 @@ def test_frozen_layers(tno_type, accelerator):
     model, ids = model_of(tno_type).double(), torch.arange(22).view(2, 11)
     expected = outcome(model, ids)
     for layer in model.model.layers:
-        layer.gtu.tno.requires_grad_(False)
+        layer.mixer.tno.requires_grad_(False)
     assert is_stacked(model) and not kernels(model)[0].requires_grad
     assert_equal(outcome(model, ids), {name: one for name, one in expected.items() if ".tno." not in name})
 
@@ -151,7 +151,7 @@ def test_autocast(accelerator):
 
 
 def encoder(model, layer: int = 1):
-    return model.model.layers[layer].gtu.tno.rpe
+    return model.model.layers[layer].mixer.tno.rpe
 
 
 class Doubled(nn.Linear):
@@ -164,7 +164,7 @@ def another_class(model):
 
 
 def another_operator(model):
-    model.model.layers[1].gtu.tno = model_of("fd").model.layers[1].gtu.tno
+    model.model.layers[1].mixer.tno = model_of("fd").model.layers[1].mixer.tno
 
 
 def another_shape(model):
@@ -176,7 +176,7 @@ def another_activation(model):
 
 
 def another_setting(model):
-    model.model.layers[1].gtu.tno.decay = 0.5
+    model.model.layers[1].mixer.tno.decay = 0.5
 
 
 def another_training_flag(model):
@@ -224,7 +224,7 @@ def replaced_forward(model):
 
 
 def method_of_the_user(model):
-    tno = model.model.layers[1].gtu.tno
+    tno = model.model.layers[1].mixer.tno
     tno.coefficients = lambda length, device=None: 2 * type(tno).coefficients(tno, length, device)
 
 

@@ -121,7 +121,7 @@ def test_plans():
     for model in (TnnForCausalLM(tiny_config()), TnnForMaskedLM(tiny_config(causal=False))):
         names = {name.replace(".0.", ".*.") for name, _ in model.named_modules()}
         assert model.tp_plan.keys() <= names
-        assert model.tp_plan["lm_head"] == "colwise_gather_output" and "model.layers.*.gtu.tno" in model.tp_plan
+        assert model.tp_plan["lm_head"] == "colwise_gather_output" and "model.layers.*.mixer.tno" in model.tp_plan
     assert TnnConfig().to_dict().keys().isdisjoint({"base_model_tp_plan", "_tp_plan"})
 
 

@@ -184,6 +184,6 @@ def test_a_modal_operator_with_the_same_poles():
 
 def test_poles_stay_in_float32(tmp_path):
     seeded(TnnForCausalLM, tiny_config("s4d")).save_pretrained(tmp_path)
-    operator = TnnForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).model.layers[1].gtu.tno
+    operator = TnnForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).model.layers[1].mixer.tno
     kept = {name for name, parameter in operator.named_parameters() if parameter.dtype == torch.float32}
     assert kept == {"log_real", "imag", "log_step"} and operator.weights.dtype == torch.bfloat16

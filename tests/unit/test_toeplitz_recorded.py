@@ -171,5 +171,5 @@ def test_a_training_step_is_of_the_products_for_gpus(tno_type, causal, triton_of
     found = results(compiled(model)[0], model, inputs)
     assert triton_of_the_cpu == ["product", "product", "gradients", "gradients"]
     for layer in model.model.layers:
-        layer.gtu.tno.implementation = "fused"
+        layer.mixer.tno.implementation = "fused"
     assert_same(found, results(model, model, inputs), 5e-6)
