@@ -18,6 +18,7 @@ from modeling_tnn import (
 )
 from modeling_tnn.inputs import token_positions
 from modeling_tnn.mixers import views_of_layers
+from modeling_tnn.tno import Pass
 
 IDS = torch.randint(2, 99, (3, 19), generator=torch.Generator().manual_seed(0))
 MASK = torch.ones_like(IDS)
@@ -53,7 +54,7 @@ def test_attention_is_its_definition(name, causal, product):
         if view is None:
             continue
         parameters = [x, *layer.attention.parameters()]
-        found, expected = layer.attention(x, None, view)[0], attention_by_definition(layer.attention, x, MASK)
+        found, expected = layer.attention(x, Pass(view=view))[0], attention_by_definition(layer.attention, x, MASK)
         real = MASK.bool()
         assert relative_error(found[real], expected[real]) < 1e-6
         gradients, wanted = (torch.autograd.grad(y[real].square().sum(), parameters) for y in (found, expected))

@@ -80,7 +80,7 @@ def test_operators(operator):
         gate = v.cos()
 
         def mixed(p, v, tno=tno, gate=gate):
-            return functional_call(tno, p, (v, None, Gate(gate, silu)))
+            return functional_call(tno, p, (v, Gate(gate, silu)))
 
         def loss(p, v, mixed=mixed):
             return mixed(p, v).square().sum()

@@ -192,7 +192,7 @@ def test_operators(operator, masked):
         u, length = random(*v.shape) * 0.9, v.shape[1]
         gating = Gate(u, silu, mask_of(length) if masked else None)
         inputs = (v, u, *tno.parameters())
-        found.append(derivatives(lambda *_, tno=tno, v=v, gating=gating: tno(v, None, gating), inputs, 2))
+        found.append(derivatives(lambda *_, tno=tno, v=v, gating=gating: tno(v, gating), inputs, 2))
     for actual, expected in zip(*found, strict=True):
         assert relative_error(actual, expected) < 1e-9
 
