@@ -30,6 +30,7 @@ from modeling_tnn import DecodingStep, SequenceParallel, TnnConfig, TnnForCausal
 from modeling_tnn.configuration_tnn import MIXERS
 from modeling_tnn.mixers import ShortConvolution
 from modeling_tnn.modeling_tnn import TOEPLITZ_MIXERS
+from modeling_tnn.tno import Pass
 
 EVERY_MIXER = pytest.mark.parametrize("name", MIXED)
 GRAPHS = [("hyena", True, True), ("s4", False, False), *exhaustive(("hyena", False, True), ("s4", True, True))]
@@ -194,7 +195,7 @@ def test_an_offloaded_cache():
     cache = DynamicCache()
     cache.offloading = True
     with pytest.raises(ValueError, match="`past_key_values` must stay on the device .* got an offloaded cache"):
-        ShortConvolution(tiny_config(toeplitz_mixer="hyena")).forward(noise(1, 1, 192), cache)
+        ShortConvolution(tiny_config(toeplitz_mixer="hyena")).forward(noise(1, 1, 192), passed=Pass(cache=cache))
 
 
 @pytest.mark.parametrize("tno_type", ["rpe", *exhaustive(*(name for name in CAUSAL if name != "rpe"))])
