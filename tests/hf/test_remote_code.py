@@ -283,4 +283,5 @@ def test_trainer_checkpoints_resume_both_ways(tmp_path):
         checkpoint = tmp_path / run_name / "checkpoint-6"
         assert {path.name for path in checkpoint.glob("*.py")} == CODE
         weights = load_file(checkpoint / "model.safetensors")
-        assert all(torch.equal(weights[name], value) for name, value in expected.items())
+        # Without the package the loss is transformers' own, which rounds in another order.
+        assert all(relative_error(weights[name], value) < 1e-3 for name, value in expected.items())
