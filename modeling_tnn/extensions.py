@@ -2,8 +2,8 @@
 
 A saved folder has a copy of these files and of no sub-package, and they import nothing else of ours. So they ask here
 for what makes models faster, compiles them or divides them over processes: each method is what holds without the
-package. When the package is imported, its sub-packages register functions in place of the methods. Results are equal:
-without the package, speed is lost, and extras whose methods raise an error that names it.
+package. When the package is imported, its sub-packages register functions in place of the methods. Results are equal
+up to rounding: without the package, speed is lost, and extras whose methods raise an error that names it.
 """
 
 from collections.abc import Callable, Sequence
