@@ -9,6 +9,10 @@ up to rounding: without the package, speed is lost, and extras whose methods rai
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
+
 # How Toeplitz products are computed. "eager" consists of PyTorch's own operations, "fused" of custom functions that
 # are faster and save less for the backward pass, with the same values and derivatives of every order. "triton" is for
 # GPUs, and "auto" takes the fastest.
@@ -66,6 +70,8 @@ class Extensions:
 
     def find_product(self, implementation: str, v, kernel) -> Callable | None:
         """A product in place of the eager and the fused one, with the arguments `v, kernel, first, gate`, or None."""
+        if implementation == "triton":
+            logger.warning_once(f"tno_implementation='triton' {NEEDS_PACKAGE}. Products are computed by 'fused'.")
 
     def head_logits(self, head, hidden_states):
         """The logits `(B, L, V)` of a language model's head in a layout for compilers, or None."""

@@ -9,6 +9,7 @@ from transformers.dynamic_module_utils import get_imports
 
 from helpers.models import random, seeded, tiny_config
 from modeling_tnn import TnnForCausalLM, numerics
+from modeling_tnn.extensions import Extensions
 from modeling_tnn.kernels import choice, fallback
 from modeling_tnn.kernels.choice import MISSING, choose, describe
 from modeling_tnn.toeplitz import causal_toeplitz_matmul
@@ -192,3 +193,11 @@ def test_unknown_names():
         causal_toeplitz_matmul(torch.ones(1, 2, 3), torch.ones(3, 2), "flash")
     with pytest.raises(ValueError, match="one of 'auto', 'fused', 'eager', 'triton', got 'flash'"):
         tiny_config(tno_implementation="flash")
+
+
+def test_a_saved_folder_alone_has_no_kernels(caplog):
+    """Without the package the fused product computes, and one who asks for another one is told."""
+    alone, v = Extensions(), torch.ones(1, 5, 2)
+    assert alone.find_product("triton", v, v[0]) is alone.find_product("auto", v, v[0]) is None
+    (said,) = caplog.messages
+    assert said.startswith("tno_implementation='triton' needs the package"), said

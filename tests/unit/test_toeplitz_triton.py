@@ -4,17 +4,11 @@
 `pytest tests/unit/test_toeplitz_triton.py` runs them there.
 """
 
-import os
-import sys
-
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 from transformers.activations import ACT2FN
 
-from helpers import processes
-from helpers.hub_client import WITHOUT_THE_PACKAGE
 from helpers.models import VARIANTS, random, relative_error, seeded, tiny_config
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, list_presets, load_preset, numerics
 from modeling_tnn.kernels import fallback
@@ -385,28 +379,3 @@ def test_refusals(shape, dtype, taps, of_filter, message):
     assert message in refused_by_triton(one.expand(shape), taps, of_filter)
     assert "of compute capability 8.0" in refused_by_triton(one.to("meta"), taps, of_filter)
     assert refused_by_triton(one.float(), 4096, torch.float32) is None
-
-
-LOAD = """
-import torch, transformers
-from safetensors.torch import save_file
-found = {}
-for way in ("triton", "eager"):
-    model = transformers.AutoModel.from_pretrained(sys.argv[1], trust_remote_code=True, tno_implementation=way)
-    assert type(model).__module__.startswith("transformers_modules."), type(model)
-    ids = torch.arange(74).view(2, 37)
-    found[way] = model.to(sys.argv[2])(ids.to(sys.argv[2]))[0].detach().cpu().contiguous()
-assert any(name.endswith(".toeplitz_triton") for name in sys.modules)
-save_file(found, "found.safetensors")
-"""
-
-
-def test_a_checkpoint_brings_the_kernels(tmp_path):
-    """They compute where this package is not installed."""
-    seeded(TnnForCausalLM, tiny_config(hidden_size=8)).save_pretrained(tmp_path / "model")
-    environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", WITHOUT_THE_PACKAGE + LOAD, str(tmp_path / "model"), DEVICE]
-    processes.run(command, check=True, cwd=tmp_path, env=environment)
-    found = load_file(tmp_path / "found.safetensors")
-    assert relative_error(found["triton"], found["eager"]) < 1e-5
-    assert not torch.equal(found["triton"], found["eager"])
