@@ -1,66 +1,48 @@
 """The mixers of tokens: the gated Toeplitz unit, Hyena, the mixer of S4, and attention; and their linear layers.
 
-Linear layers of the models: the memory that they read, and the memory that they write.
-
-Quantizers put classes of their own in place of `torch.nn.Linear`, whose kernels may read an input as if it were
-contiguous (bitsandbytes on CPUs with AVX512-BF16), and they take exactly the class `torch.nn.Linear`. So the layers
-are of this class, and what is particular about an input or a result is done here, around the layer.
-
-d inputs, D outputs, L length, N tokens of all sequences.
+B batch, L length, d hidden size, D = gtu_dim channels of the Toeplitz operator TNO, act = `hidden_act`.
 
 The gated Toeplitz unit (GTU): the token mixer of the TNN paper.
 
-    y = W_o( u * TNO(v) ),  u = act(W_u x),  v = act(W_v x)                TNN paper, "token mixer"
+    y = W_o( u * TNO(v) ),  u = act(W_u x),  v = act(W_v x)
 
-B batch, L length, d hidden size, D = gtu_dim channels of the Toeplitz operator.
-
-Hyena of order 2 with a Toeplitz operator as its long filter.
+Hyena of order 2 with a Toeplitz operator as its long filter, m = short_conv_kernel taps, r = hyena_rank rows of W_r.
 
     p, q, v = split( S W x + b )                       S: a short filter for each channel, m taps
     y       = W_o( p * TNO(q * v) )                                                                              (1)
-    y       = W_o gelu( W_r( p * TNO(q * v) ) )        with `hyena_rank`                                         (2)
-    y       = W_o gelu( W_r norm( p * TNO(q * v) ) )   with `hyena_norm` too, as in the released code            (3)
-
-B batch, L length, d hidden size, D = gtu_dim channels, m = short_conv_kernel taps, r = hyena_rank.
+    y       = W_o act( W_r( p * TNO(q * v) ) )         with `hyena_rank`                                         (2)
+    y       = W_o act( W_r norm( p * TNO(q * v) ) )    with `hyena_norm` too, as in the released code            (3)
 
 (1) is the operator of Poli et al., "Hyena Hierarchy" (ICML 2023), as the RTF paper has it in its equation 2; the
 residual connection of that equation is the one of the block. (2) is the form of the RTF paper (appendix C.5.2, table
-13): two maps of low rank with an activation in place of W_o. The activation is `hidden_act`, GELU in the paper.
+13), with GELU: two maps of low rank in place of W_o. The paper does not mention (3). W, S, W_r and W_o have biases, as
+in the released code. Hyena's skip weight is here the coefficient at lag 0: an RTF filter has h_0 already. (The
+released code adds h_0 twice.) In a bidirectional model, which the papers do not have, S reaches (m - 1) / 2 positions
+to each side. At padding, the projections are zero before S, and q * v after it, because the bias and the neighbours
+make it nonzero.
 
-(3) is the form of the released RTF code, which the paper does not mention. W, S, W_r and W_o have biases, as there.
-Hyena adds a skip weight to its filter. Here the coefficient at lag 0 does that: an RTF filter has h_0 already, and a
-second number would only add to it. (The released code adds h_0 twice.)
-
-The convolution is causal in a causal model. The papers have no bidirectional Hyena; there the short filter reaches
-(m - 1) / 2 positions to each side, so that operators of both directions can be its filter.
-
-Padding: the projections are zero there before the short convolution, and q * v is zero there after it, because the
-bias and the neighbours make it nonzero. So a text is mixed as if it stood alone.
-
-The mixer of S4's blocks, in which the RTF paper measured its operator (appendix C.2.1).
+The mixer of S4's blocks, in which the RTF paper measured its operator (appendix C.2.1); D = d.
 
     y = GLU( W act(TNO(x)) ),      GLU(a, b) = a * sigmoid(b)
 
-B batch, L length, d hidden size. The operator has the d channels of its input; there is no gate before it. Norm,
-residual connection and dropout are those of the block, which has no channel mixer in the models of the Long Range
-Arena and of Copying (`use_glu=False`). `act` is `hidden_act`, GELU in the paper. S4 has dropout after the activation
-too; here it is after the mixer alone.
+The models of the Long Range Arena and of Copying have no channel mixer behind it (`use_glu=False`). S4 has dropout
+after the activation too; here it is after the mixer alone.
 
-Softmax attention in place of the gated Toeplitz unit: the layers of a hybrid model that recall.
+Softmax attention: the layers of a hybrid model that recall. S keys (those of a cache included), H heads of d_h numbers
+each, G heads of keys and values: H / G heads of queries share one.
 
     q, k, v = W_q x, W_k x, W_v x        y = W_o( softmax(q k^T / sqrt(d_h) + mask) v )
 
-B batch, L length, S keys (those of a cache included), H heads of d_h numbers each, G heads of keys and values: H / G
-heads of queries share one. Products, masks, rotary positions and caches are transformers' own. `attn_implementation`
-chooses the product, as in its models.
+Products, masks, rotary positions and caches are transformers' own; `attn_implementation` chooses the product. Rotary
+positions are counted from the first real token of a row. Without `rope_parameters` Toeplitz layers alone carry them.
 
-Positions: rotary ones are counted from the first real token of each text. Without `rope_parameters` attention has no
-positions: Toeplitz layers carry them.
+Linear layers are of the class `torch.nn.Linear` alone, the one that quantizers replace. The kernels that they put in
+may read an input as if it were contiguous (bitsandbytes on CPUs with AVX512-BF16). So the layout of inputs and results
+is the work of the functions here, around the layer.
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -84,9 +66,9 @@ from transformers.models.llama.modeling_llama import (
 from transformers.utils.generic import maybe_autocast
 
 from .cache_tnn import CACHE, check_rows, refuse_backward
-from .configuration_tnn import FULL, SLIDING, has_attention
+from .configuration_tnn import FULL, SLIDING
 from .inputs import first_real_token, roll
-from .norms import RootRMSNorm, build_norm
+from .norms import NORM_TYPES, RootRMSNorm
 from .numerics import compute_dtype, is_exported, is_plain, is_traced, without_narrowing
 from .packing import Batches, Documents
 from .tno import NO_PASS, Pass, ToeplitzOperator
@@ -127,10 +109,6 @@ def channel_major(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> 
     return y.t().view(*x.shape[:-1], len(weight))
 
 
-# From a function of a layer and its input to the product that it is of, with the weight and the bias of a plain layer.
-PRODUCTS = {apply_linear: nn.functional.linear, apply_channel_major: channel_major}
-
-
 def apply_together(apply: Callable, layers: Sequence[nn.Module], x: torch.Tensor) -> Sequence[torch.Tensor]:
     """`apply(layer, x)` for each of several layers with biases.
 
@@ -142,14 +120,12 @@ def apply_together(apply: Callable, layers: Sequence[nn.Module], x: torch.Tensor
         return [apply(layer, x) for layer in layers]
     # In their own dtype: autocast converts the result, in one launch, and one its gradient.
     weight, bias = (torch.cat([getattr(layer, name) for layer in layers]) for name in ("weight", "bias"))
-    return PRODUCTS[apply](x, weight, bias).split([layer.out_features for layer in layers], dim=-1)
+    product = channel_major if apply is apply_channel_major else nn.functional.linear
+    return product(x, weight, bias).split([layer.out_features for layer in layers], dim=-1)
 
 
 class TnnGatedToeplitzUnit(nn.Module):
     """The token mixer: a Toeplitz operator inside a gate."""
-
-    # Whether the inputs of its operator are those of a linear layer.
-    projects_inputs = True
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int):
         super().__init__()
@@ -160,7 +136,7 @@ class TnnGatedToeplitzUnit(nn.Module):
             projection.is_gtu_projection = True  # transformers initialises linear layers without their parent
         self.act = ACT2FN[config.hidden_act]
         self.tno = build_tno(config, layer_idx)
-        self.norm = build_norm(config.norm_type, config.gtu_dim) if config.gtu_norm else nn.Identity()
+        self.norm = NORM_TYPES[config.norm_type](config.gtu_dim) if config.gtu_norm else nn.Identity()
 
     def forward(self, hidden_states: torch.Tensor, passed: Pass = NO_PASS) -> torch.Tensor:
         """`(B, L, d)` to `(B, L, d)`."""
@@ -249,10 +225,7 @@ class ShortConvolution(ToeplitzOperator):
 
 
 class TnnHyena(nn.Module):
-    """The token mixer of the equations above. Its operator is at `tno`, as in the gated Toeplitz unit."""
-
-    # Whether the inputs of its operator are those of a linear layer.
-    projects_inputs = True
+    """The token mixer of equations (1) to (3). Its operator is at `tno`, as in the gated Toeplitz unit."""
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int):
         super().__init__()
@@ -260,7 +233,7 @@ class TnnHyena(nn.Module):
         self.in_proj = nn.Linear(config.hidden_size, 3 * config.gtu_dim)
         self.short = ShortConvolution(config, layer_idx)
         self.tno = build_tno(config, layer_idx)
-        self.norm = build_norm(config.norm_type, config.gtu_dim) if config.gtu_norm else nn.Identity()
+        self.norm = NORM_TYPES[config.norm_type](config.gtu_dim) if config.gtu_norm else nn.Identity()
         self.norm = RootRMSNorm(config.gtu_dim) if config.hyena_norm else self.norm
         self.low_rank = None if rank is None else nn.Linear(config.gtu_dim, rank)
         self.act = None if rank is None else ACT2FN[config.hidden_act]
@@ -273,8 +246,7 @@ class TnnHyena(nn.Module):
         """`(B, L, d)` to `(B, L, d)`."""
         gate = Gate(mask=passed.mask)
         projected = apply_channel_major(self.in_proj, hidden_states)  # (B, L, 3D)
-        projected = self.short(projected, gate, passed)
-        p, q, v = projected.chunk(3, dim=-1)  # (B, L, D) each
+        p, q, v = self.short(projected, gate, passed).chunk(3, dim=-1)  # (B, L, D) each
         mixed = self.norm(p * mix_tokens(self.tno, q * v, gate, passed))
         if self.low_rank is not None:
             mixed = self.act(apply_linear(self.low_rank, mixed))  # (B, L, r)
@@ -282,10 +254,7 @@ class TnnHyena(nn.Module):
 
 
 class TnnS4Mixer(nn.Module):
-    """The token mixer of the equation above. Its operator is at `tno`, as in the gated Toeplitz unit."""
-
-    # Whether the inputs of its operator are those of a linear layer.
-    projects_inputs = False
+    """The token mixer of S4's blocks. Its operator is at `tno`, as in the gated Toeplitz unit."""
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int):
         super().__init__()
@@ -306,21 +275,6 @@ MASKS = {
     (SLIDING, True): create_sliding_window_causal_mask,
     (SLIDING, False): create_bidirectional_sliding_window_mask,
 }
-
-
-class View(NamedTuple):
-    """What the layers of one kind see in a pass.
-
-    Attributes:
-        mask: as `attn_implementation` takes it, `(B, 1, L, S)` for most.
-        rotation: the cosines and sines of the positions, `(B, L, d_h)` or `(1, L, d_h)` each; None without rotary
-            positions.
-        batches: the documents of packed rows outside of graphs; `mask` then has a mask for each batch.
-    """
-
-    mask: torch.Tensor | list[torch.Tensor | None] | None
-    rotation: tuple[torch.Tensor, torch.Tensor] | None
-    batches: Batches | None = None
 
 
 class TnnAttention(nn.Module):
@@ -344,21 +298,20 @@ class TnnAttention(nn.Module):
 
         The second result is softmax(..), `(B, H, L, S)`, after dropout; None for products that do not compute it.
         """
-        view = passed.view
-        query, key, value = (
-            self._heads(apply_linear(layer, hidden_states)) for layer in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        if view.rotation is not None:
-            query, key = (one.to(value.dtype) for one in apply_rotary_pos_emb(query, key, *view.rotation))
+        masks, rotation = passed.view
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        query, key, value = (self._heads(apply_linear(layer, hidden_states)) for layer in projections)
+        if rotation is not None:
+            query, key = (one.to(value.dtype) for one in apply_rotary_pos_emb(query, key, *rotation))
         if passed.cache is not None:
             key, value = remember(passed.cache, self.layer_idx, key, value)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        options = {"scaling": self.scaling, "sliding_window": self.sliding_window}
-        options |= {"dropout": self.dropout if self.training else 0.0}
-        attend = partial(attend, self, **options)
-        if view.batches is not None:
-            return apply_linear(self.o_proj, attend_apart(attend, (query, key, value), view)), None
-        mixed, weights = attend(query, key, value, view.mask)  # (B, L, H, d_h)
+        dropout = self.dropout if self.training else 0.0
+        attend = partial(attend, self, scaling=self.scaling, sliding_window=self.sliding_window, dropout=dropout)
+        batches, mask = None if passed.documents is None else passed.documents.batches, masks[self.kind]
+        if batches is not None:
+            return apply_linear(self.o_proj, attend_apart(attend, (query, key, value), batches, mask)), None
+        mixed, weights = attend(query, key, value, mask)  # (B, L, H, d_h)
         return apply_linear(self.o_proj, mixed.flatten(2)), weights
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
@@ -375,15 +328,15 @@ class TnnAttention(nn.Module):
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 
-def attend_apart(attend: Callable[..., tuple], heads: Sequence[torch.Tensor], view: View) -> torch.Tensor:
+def attend_apart(attend: Callable, heads: Sequence[torch.Tensor], batches: Batches, masks: list) -> torch.Tensor:
     """What each document of packed rows recalls, `(B, L, H d_h)`, from its queries, keys and values in `heads`."""
     tokens = torch.cat([one.transpose(1, 2) for one in heads], dim=2)  # (B, L, H + 2G, d_h)
     counts, sizes = [one.shape[1] for one in heads], tokens.shape[2:]
     mixed = []
-    for part, mask in zip(view.batches.split(tokens.flatten(2)), view.mask, strict=True):
+    for part, mask in zip(batches.split(tokens.flatten(2)), masks, strict=True):
         part = part.unflatten(2, sizes).transpose(1, 2).split(counts, dim=1)  # (N, H, M, d_h), and twice with G
         mixed.append(attend(*part, mask)[0].flatten(2))
-    return view.batches.join(mixed, tokens.shape[:2])
+    return batches.join(mixed, tokens.shape[:2])
 
 
 class TnnRotaryEmbedding(LlamaRotaryEmbedding):
@@ -393,25 +346,10 @@ class TnnRotaryEmbedding(LlamaRotaryEmbedding):
         return super()._apply(without_narrowing(fn, self.buffers()), recurse)
 
 
-def has_flash_attention(config: PreTrainedConfig) -> bool:
-    """Whether layers have attention by a product that takes no mask but that of padding."""
-    return has_attention(config) and "flash" in config._attn_implementation
-
-
-def build_rotary(config: PreTrainedConfig) -> TnnRotaryEmbedding | None:
-    """The rotary positions of a model, or None if it has none."""
-    return TnnRotaryEmbedding(config) if has_attention(config) and config.rope_parameters is not None else None
-
-
-def remember(
-    cache: Cache, layer_idx: int, key: torch.Tensor, value: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def remember(cache: Cache, layer_idx: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """All keys and values of a layer, those of earlier tokens from the cache and the new ones `(B, G, L, d_h)`.
 
     The first tokens have gradients. The cache is a constant: a backward pass through later tokens raises an error.
-
-    Raises:
-        ValueError: the cache has another number of sequences.
     """
     layer = cache.layers[layer_idx]
     if layer.is_initialized and layer.keys.numel():
@@ -427,40 +365,37 @@ def remember(
     return tuple(torch.cat([new, old[:, :, new.shape[2] :]], dim=2) for new, old in pairs)
 
 
-def views_of_layers(
+def view_of(
     model: nn.Module,
-    layers: Sequence[nn.Module],
     hidden_states: torch.Tensor,
     attention_mask: torch.Tensor | dict[str, torch.Tensor] | None,
     cache: Cache | None,
     positions: torch.Tensor | None,
     documents: Documents | None,
-) -> list[View | None]:
-    """What each of the `layers` of a `TnnModel` sees for `hidden_states` `(B, L, d)`; None for Toeplitz layers.
+) -> tuple[dict[str, torch.Tensor | list | None], tuple | None] | None:
+    """The masks by kind of attention, and the cosines and sines of rotary positions; None without attention.
 
     Args:
-        attention_mask: `(B, past + L)`, 0 at padding; or the masks of a step of fixed shape, by kind of layer.
-        positions: those of the tokens, `(B, L)` or `(1, L)`; None without rotary positions.
-        documents: those of packed rows.
+        attention_mask: `(B, past + L)`, 0 at padding; or the masks of a step of fixed shape.
+        positions: `(B, L)` or `(1, L)`; None without rotary positions.
+
+    Returns:
+        Masks as `attn_implementation` takes them, `(B, 1, L, S)` for most; of packed rows outside of graphs, one for
+        each batch of documents. The cosines and sines are `(B, L, d_h)` or `(1, L, d_h)`.
     """
-    kinds = [getattr(getattr(layer, "attention", None), "kind", None) for layer in layers]
-    found = {kind: index for index, kind in reversed([*enumerate(kinds)]) if kind is not None}
-    if not found:
-        return kinds
+    kinds, config = [getattr(getattr(layer, "attention", None), "kind", None) for layer in model.layers], model.config
+    first = {kind: kinds.index(kind) for kind in kinds[: config.num_hidden_layers] if kind is not None}
+    if not first:
+        return None
     rotation = None if model.rotary is None else model.rotary(hidden_states, positions)
-    masks, batches = attention_mask, None if documents is None else documents.batches
-    if batches is not None:
-        like = [hidden_states.new_empty(*shape, 0) for shape in batches.shapes]
-        pairs = [*zip(like, batches.real, strict=True)]
-        masks = {
-            kind: [mask_of(kind, model.config, *pair, None, index) for pair in pairs] for kind, index in found.items()
-        }
-    elif not isinstance(masks, dict):
-        masks = {
-            kind: mask_of(kind, model.config, hidden_states, attention_mask, cache, index, documents)
-            for kind, index in found.items()
-        }
-    return [None if kind is None else View(masks[kind], rotation, batches) for kind in kinds]
+    if isinstance(attention_mask, dict):
+        return attention_mask, rotation
+    if documents is None or documents.batches is None:
+        given = (hidden_states, attention_mask, cache)
+        return {kind: mask_of(kind, config, *given, first[kind], documents) for kind in first}, rotation
+    like = [hidden_states.new_empty(*shape, 0) for shape in documents.batches.shapes]
+    pairs = [*zip(like, documents.batches.real, strict=True)]
+    return {kind: [mask_of(kind, config, *pair, None, first[kind]) for pair in pairs] for kind in first}, rotation
 
 
 def mask_of(

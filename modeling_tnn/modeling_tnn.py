@@ -72,14 +72,13 @@ from .mixers import (
     TnnAttention,
     TnnGatedToeplitzUnit,
     TnnHyena,
+    TnnRotaryEmbedding,
     TnnS4Mixer,
     apply_linear,
     apply_together,
-    build_rotary,
-    has_flash_attention,
-    views_of_layers,
+    view_of,
 )
-from .norms import NORM_POSITIONS, GatedRMSNorm, LayerNorm, ScaleNorm, build_final_norm, build_norm, with_mask
+from .norms import NORM_POSITIONS, NORM_TYPES, GatedRMSNorm, LayerNorm, ScaleNorm, build_final_norm, with_mask
 from .numerics import is_on_host
 from .packing import Documents, check_one_document, documents_of
 from .tno import NO_PASS, Pass, ToeplitzOperator
@@ -128,12 +127,12 @@ class TnnBlock(GradientCheckpointingLayer):
     def __init__(self, config: TnnConfig, layer_idx: int):
         super().__init__()
         self.mixer = self.attention = None
-        norm = build_norm(config.norm_type, config.hidden_size)
+        norm = NORM_TYPES[config.norm_type](config.hidden_size)
         if config.layer_types[layer_idx] == TOEPLITZ:
             self.mixer_norm, self.mixer = norm, TOEPLITZ_MIXERS[config.toeplitz_mixer](config, layer_idx)
         else:
             self.attention_norm, self.attention = norm, TnnAttention(config, layer_idx)
-        self.glu_norm = build_norm(config.norm_type, config.hidden_size)
+        self.glu_norm = NORM_TYPES[config.norm_type](config.hidden_size)
         self.glu = TnnGatedLinearUnit(config) if config.use_glu else None
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
         self.add_residual = NORM_POSITIONS[config.norm_position]
@@ -291,7 +290,8 @@ class TnnModel(TnnPreTrainedModel):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
         self.layers = nn.ModuleList([TnnBlock(config, layer_idx) for layer_idx in range(config.num_hidden_layers)])
         self.norm = build_final_norm(config)
-        self.rotary = build_rotary(config)
+        has_rotary = has_attention(config) and config.rope_parameters is not None
+        self.rotary = TnnRotaryEmbedding(config) if has_rotary else None
         self.embedding_scale = config.hidden_size**0.5 if config.scale_embedding else 1.0
         self.gradient_checkpointing = False
         self.post_init()
@@ -338,7 +338,8 @@ class TnnModel(TnnPreTrainedModel):
             cached = (self.config.use_cache and not self.training) if use_cache is None else use_cache
             cached = self.config.causal and (cached or past_key_values is not None)
             # A cache needs rows of one document, and flash attention takes no mask that separates several.
-            in_graph = extensions.keeps_products() and not cached and not has_flash_attention(self.config)
+            flash = has_attention(self.config) and "flash" in self.config._attn_implementation
+            in_graph = extensions.keeps_products() and not cached and not flash
             documents = documents_of(tokens, attention_mask, *boundaries, in_graph=in_graph)
         if documents is not None:
             check_packed(self.config, past_key_values, use_cache, kwargs.get("output_attentions"))
@@ -414,8 +415,8 @@ class TnnModel(TnnPreTrainedModel):
         if not (past_length or ready or in_regions or layout is not None or is_on_host(hidden_states)):
             longest = hidden_states if documents is None else hidden_states[:, : documents.longest]
             prepared = extensions.kernels_of_layers(layers, longest)
-        views = views_of_layers(self, layers, hidden_states, whole_mask, past_key_values, positions, documents)
-        for layer, kernel, view in zip(layers, prepared, views, strict=True):
+        view = view_of(self, hidden_states, whole_mask, past_key_values, positions, documents)
+        for layer, kernel in zip(layers, prepared, strict=True):
             hidden_states = layer(hidden_states, passed=passed._replace(prepared=kernel, view=view))
         return BaseModelOutputWithPast(
             last_hidden_state=with_mask(self.norm, attention_mask)(hidden_states),
@@ -1000,7 +1001,7 @@ class TnnForImageClassification(TnnPreTrainedModel):
         super().__init__(config)
         self.num_labels = config.num_labels
         self.model = TnnImageModel(config)
-        self.norm = build_norm(config.norm_type, config.hidden_size)
+        self.norm = NORM_TYPES[config.norm_type](config.hidden_size)
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
 

@@ -34,7 +34,7 @@ class SimpleRMSNorm(nn.Module):
         return self.normalize(x.to(compute_dtype(x.dtype))).to(x.dtype)
 
     def normalize(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the norm of `x` `(..., d)` in float32 or float64."""
+        """The norm of `x` `(..., d)` in float32 or float64."""
         rms = torch.linalg.vector_norm(x, dim=-1, keepdim=True) / self.size**0.5  # (..., 1)
         return x / (rms + self.eps)
 
@@ -87,9 +87,8 @@ class LayerNorm(nn.LayerNorm):
     """A `torch.nn.LayerNorm` for inputs and parameters of different dtypes."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        dtype = compute_dtype(x.dtype)
-        weight, bias = self.weight.to(dtype), self.bias.to(dtype)
-        return nn.functional.layer_norm(x.to(dtype), self.normalized_shape, weight, bias, self.eps).to(x.dtype)
+        wide, weight, bias = (one.to(compute_dtype(x.dtype)) for one in (x, self.weight, self.bias))
+        return nn.functional.layer_norm(wide, self.normalized_shape, weight, bias, self.eps).to(x.dtype)
 
 
 def in_backward() -> bool:
@@ -116,7 +115,7 @@ class BatchNorm(nn.BatchNorm1d):
         return y.to(x.dtype)
 
     def _normalize(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the norm of real tokens `(T, d)`."""
+        """The norm of real tokens `(T, d)`."""
         if self.training and in_backward():
             # On copies, for the checkpoint expects as many saved tensors as in the forward pass.
             running = self.running_mean.clone(), self.running_var.clone()
@@ -124,7 +123,7 @@ class BatchNorm(nn.BatchNorm1d):
         return super().forward(tokens)
 
     def _normalize_real(self, x: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-        """Return the norm of `x` `(B, L, d)` by masked sums, `real` `(B, L, 1)`: indexing is a device sync."""
+        """The norm of `x` `(B, L, d)` by masked sums, `real` `(B, L, 1)`: indexing is a device sync."""
         count = real.sum()
         mean = x.masked_fill(~real, 0).sum((0, 1)) / count  # (d,)
         centred = (x - mean).masked_fill(~real, 0)  # (B, L, d)
@@ -139,7 +138,7 @@ class BatchNorm(nn.BatchNorm1d):
 
 
 def with_mask(norm: nn.Module, attention_mask: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return `norm` as a function of its input alone. Only a batch norm takes the mask."""
+    """`norm` as a function of its input alone. Only a batch norm takes the mask."""
     return partial(norm, attention_mask=attention_mask) if isinstance(norm, BatchNorm) else norm
 
 
@@ -153,18 +152,12 @@ NORM_TYPES = {
 }
 
 
-def build_norm(norm_type: str, size: int) -> nn.Module:
-    """Return the norm called `norm_type`, a key of `NORM_TYPES`, for a last axis of `size` channels."""
-    return NORM_TYPES[norm_type](size)
-
-
 def build_final_norm(config: PreTrainedConfig) -> nn.Module:
-    """Return the norm after the last block of a pre-norm model; else an identity."""
+    """The norm after the last block of a pre-norm model; else an identity."""
     if config.norm_position != "pre":
         return nn.Identity()
-    if config.norm_type == "batchnorm":
-        return build_norm(config.norm_type, config.hidden_size)
-    return LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+    by_batch = config.norm_type == "batchnorm"
+    return BatchNorm(config.hidden_size) if by_batch else LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
 
 def pre_norm(x, norm, sublayer):

@@ -63,23 +63,13 @@ def must_be_eager() -> bool:
 def check_implementation(implementation: str):
     """Raise a ValueError if `implementation` is unknown."""
     if implementation not in IMPLEMENTATIONS:
-        names = ", ".join(IMPLEMENTATIONS)
-        raise ValueError(f"`implementation` must be one of {names}, got {implementation!r}")
+        raise ValueError(f"`implementation` must be one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
 
 
 def is_fused(implementation: str) -> bool:
-    """Whether custom functions are used: `implementation` is not "eager", and nothing is recorded or transformed.
-
-    Raises:
-        ValueError: `implementation` is unknown.
-    """
+    """Whether custom functions are used: `implementation` is known, not "eager", and `must_be_eager` is False."""
     check_implementation(implementation)
     return implementation != "eager" and not must_be_eager()
-
-
-def is_plain_tensor(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is plain: shards and quantized weights have classes."""
-    return type(tensor) in PLAIN_TENSORS
 
 
 def is_plain(module: nn.Module) -> bool:
@@ -91,12 +81,12 @@ def is_plain(module: nn.Module) -> bool:
         "forward" not in vars(module)
         and not (module._forward_hooks or module._forward_pre_hooks)
         and not (module._backward_hooks or module._backward_pre_hooks)
-        and all(w is None or is_plain_tensor(w) for w in module._parameters.values())
+        and all(w is None or type(w) in PLAIN_TENSORS for w in module._parameters.values())
     )
 
 
 def next_fast_len(minimum: int) -> int:
-    """Return a fast transform length of at least `minimum`: a power of two, or 9/16, 5/8 or 3/4 of one.
+    """A fast transform length of at least `minimum`: a power of two, or 9/16, 5/8 or 3/4 of one.
 
     Other smooth lengths cost more time per entry than they save in entries. While a graph is traced, it is the next
     multiple of 64, so that one graph serves all lengths.
@@ -109,20 +99,12 @@ def next_fast_len(minimum: int) -> int:
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the precision of transforms and kernels for inputs of `dtype`: float64 for float64, else float32."""
+    """The precision of transforms and kernels for inputs of `dtype`: float64 for float64, else float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
-def projected_dtype(x: torch.Tensor) -> torch.dtype:
-    """Return the dtype of a linear map of `x` under the present autocast."""
-    kind = x.device.type
-    if x.is_meta or x.dtype is torch.float64 or not torch.is_autocast_enabled(kind):
-        return x.dtype
-    return torch.get_autocast_dtype(kind)
-
-
 def without_narrowing(fn: Callable, kept: Iterable[torch.Tensor | None]) -> Callable:
-    """Return `fn` of `nn.Module._apply`, such as a cast, so that the tensors `kept` stay in float32 or float64."""
+    """`fn` of `nn.Module._apply`, such as a cast, changed so that the tensors `kept` stay in float32 or float64."""
     kept = [tensor for tensor in kept if tensor is not None]
 
     def apply(tensor: torch.Tensor) -> torch.Tensor:
@@ -136,5 +118,5 @@ def without_narrowing(fn: Callable, kept: Iterable[torch.Tensor | None]) -> Call
 
 
 def float64_or_widest(device: torch.device) -> torch.dtype:
-    """Return float64 if the device supports it, else float32 (MPS)."""
+    """float64 if the device supports it, else float32 (MPS)."""
     return torch.float32 if device.type == "mps" else torch.float64

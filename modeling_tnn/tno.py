@@ -43,7 +43,7 @@ class Pass(NamedTuple):
         cache: the cache that holds the state after earlier tokens.
         documents: those of packed rows.
         layout: how the sequence is divided over processes, see `parallel/sequence.py`.
-        view: what a layer of attention sees.
+        view: the masks and rotary positions of attention, see `mixers.view_of`.
         prepared: the `kernel_of` of the layer's operator for this length, if it is known already.
     """
 

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from .norms import build_norm
+from .norms import NORM_TYPES
 from .numerics import compute_dtype, is_exported, is_on_host, is_traced
 from .recurrence import LONG_PROMPT, FilterRecurrence
 from .tno import ToeplitzOperator, taps_above
@@ -60,7 +60,7 @@ class RelativePositionLayer(nn.Module):
         from transformers.activations import ACT2FN  # takes seconds to import, too long for the configuration
 
         super().__init__()
-        self.norm = build_norm(norm_type, size_in)
+        self.norm = NORM_TYPES[norm_type](size_in)
         self.act = ACT2FN[act]
         self.linear = linear(size_in, size_out)
 

@@ -16,7 +16,8 @@ from torch import nn
 from transformers.utils.generic import maybe_autocast
 
 from ..extensions import extensions
-from ..numerics import is_fused, is_plain, must_be_eager, projected_dtype
+from ..mixers import TnnS4Mixer
+from ..numerics import is_fused, is_plain, must_be_eager
 from ..tno import ToeplitzOperator
 from ..tno_auto import TwoAxisOperator
 from ..tno_rtf import RtfOperator
@@ -56,7 +57,7 @@ def kernels_of_layers(layers: Sequence[nn.Module], hidden_states: torch.Tensor) 
     recomputed = any(layer.gradient_checkpointing and layer.training for layer in layers)
     if recomputed or not are_alike(operators, device) or not is_fused(operators[0].implementation):
         return apart
-    dtype = projected_dtype(hidden_states) if layers[0].mixer.projects_inputs else hidden_states.dtype
+    dtype = hidden_states.dtype if isinstance(layers[0].mixer, TnnS4Mixer) else projected_dtype(hidden_states)
     like = hidden_states.new_empty(*hidden_states.shape[:2], 0, dtype=dtype)
     first = operators[0]
     taps = min(first.lags_of(like), first.kernel_length() or length)
@@ -64,6 +65,14 @@ def kernels_of_layers(layers: Sequence[nn.Module], hidden_states: torch.Tensor) 
         return apart
     with maybe_autocast(device_type=device.type, enabled=False):
         return kernels_of_operators(operators, like)
+
+
+def projected_dtype(x: torch.Tensor) -> torch.dtype:
+    """The dtype of a linear map of `x` under the present autocast."""
+    kind = x.device.type
+    if x.is_meta or x.dtype is torch.float64 or not torch.is_autocast_enabled(kind):
+        return x.dtype
+    return torch.get_autocast_dtype(kind)
 
 
 def kernels_of_operators(operators: Sequence[ToeplitzOperator], v: torch.Tensor) -> list:

@@ -11,7 +11,7 @@ import re
 
 import torch
 
-from modeling_tnn.norms import build_norm
+from modeling_tnn.norms import NORM_TYPES
 
 S4_NAMES = (
     (r"^model\.layers\.(\d+)\.layer\.layer\.(ab|h_0|scalar)$", r"layers.\1.mixer.tno.\2"),
@@ -250,7 +250,7 @@ def prepare_s4(tensors: dict[str, torch.Tensor], options: dict):
         stem, value = name.removesuffix("mixer_norm.weight"), tensors[name]
         kind = "batchnorm" if f"{stem}mixer_norm.running_mean" in tensors else "layernorm"
         # A block without a GLU still has the norm before it, which nothing uses.
-        unused = build_norm(kind, len(value)).to(value.dtype).state_dict()
+        unused = NORM_TYPES[kind](len(value)).to(value.dtype).state_dict()
         tensors |= {f"{stem}glu_norm.{part}": default for part, default in unused.items()}
 
 

@@ -9,7 +9,7 @@ from torch.nn import functional
 from helpers.parity import Case, block_config, merge_heads, named_cases, operator_config
 from modeling_tnn.mixers import TnnGatedToeplitzUnit
 from modeling_tnn.modeling_tnn import TnnBlock, TnnGatedLinearUnit
-from modeling_tnn.norms import build_norm
+from modeling_tnn.norms import NORM_TYPES
 from modeling_tnn.tno_fd import FdOperator
 from modeling_tnn.tno_rpe import RelativePositionEncoder, RpeOperator
 from modeling_tnn.toeplitz import causal_toeplitz_matmul, toeplitz_matmul
@@ -38,7 +38,7 @@ def compare(case: Case, module: torch.nn.Module, forward, x: torch.Tensor, recor
 @pytest.mark.parametrize("name, tag", named_cases("norm"))
 def test_norm(name, tag, dtype, record_property):
     case = Case(name, tag, dtype)
-    norm = case.load(build_norm(case.hparams["norm_type"], case.hparams["dim"]))
+    norm = case.load(NORM_TYPES[case.hparams["norm_type"]](case.hparams["dim"]))
     compare(case, norm, norm, case.input("x"), record_property)
 
 
@@ -155,7 +155,7 @@ def gtu_forward(case: Case, gtu: TnnGatedToeplitzUnit):
     """The older block of the released code has its own norm and shortcut."""
     if "v1_prenorm_shortcut" not in case.name:
         return gtu
-    norm = build_norm(case.hparams["norm_type"], case.hparams["embed_dim"])
+    norm = NORM_TYPES[case.hparams["norm_type"]](case.hparams["embed_dim"])
     return lambda x: x + gtu(norm(x))
 
 

@@ -17,7 +17,7 @@ from modeling_tnn import (
     TnnModel,
 )
 from modeling_tnn.inputs import token_positions
-from modeling_tnn.mixers import views_of_layers
+from modeling_tnn.mixers import view_of
 from modeling_tnn.tno import Pass
 
 IDS = torch.randint(2, 99, (3, 19), generator=torch.Generator().manual_seed(0))
@@ -48,10 +48,9 @@ def test_attention_is_its_definition(name, causal, product):
     """Values and gradients, with padding before, behind and inside texts."""
     model = language_model(name, causal, product).double().model
     x = torch.randn(3, 19, 32, dtype=torch.float64, requires_grad=True)
-    views = views_of_layers(model, model.layers, x, MASK, None, token_positions(MASK, 0, x), None)
-    for layer, view in zip(model.layers, views, strict=True):
-        assert (view is None) == (layer.attention is None)
-        if view is None:
+    view = view_of(model, x, MASK, None, token_positions(MASK, 0, x), None)
+    for layer in model.layers:
+        if layer.attention is None:
             continue
         parameters = [x, *layer.attention.parameters()]
         found, expected = layer.attention(x, Pass(view=view))[0], attention_by_definition(layer.attention, x, MASK)

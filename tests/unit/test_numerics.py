@@ -9,7 +9,7 @@ from helpers.models import VARIANTS, exhaustive, relative_error, seeded, tiny_co
 from helpers.strategies import noise
 from modeling_tnn import TnnModel
 from modeling_tnn.modeling_tnn import TnnBlock
-from modeling_tnn.norms import NORM_TYPES, build_norm
+from modeling_tnn.norms import NORM_TYPES
 
 EVERY_POSITION = pytest.mark.parametrize("norm_position", ["pre", "post", "res_post"])
 
@@ -77,7 +77,7 @@ def test_extreme_inputs(scale, norm_position, norm_type):
 @pytest.mark.parametrize("norm_type", NORM_TYPES)
 def test_gradient_of_a_norm_at_zero(norm_type):
     """The root of a sum of squares has no derivative there; zero is what it takes."""
-    norm = build_norm(norm_type, 8)
+    norm = NORM_TYPES[norm_type](8)
     x = torch.zeros(1, 3, 8, requires_grad=True)
     norm(x).sum().backward()
     assert x.grad.isfinite().all()
