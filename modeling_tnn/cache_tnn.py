@@ -31,8 +31,9 @@ A cache can be pickled and saved by `torch.save`. `torch.load(path, weights_only
 
 The name of a cache among the arguments and outputs of models.
 
-transformers 5.24 calls `cache` what was `past_key_values` before. In this package it is `past_key_values`. The models
-take both names, whatever release is installed, and return the cache by the name of that release.
+transformers 5.24 calls `cache` what was `past_key_values` before. The models take both names, whatever release is
+installed, and return the cache by the name of that release. Only this file, the models and the configuration know the
+names. Others say `cache`: `cache_argument` gives it the name of that release, `cache_of` reads it by either name.
 
 Whether a cache fits a model, and the layers that it needs.
 
@@ -90,21 +91,32 @@ def with_cache_as(name: str, given: dict[str, Any]) -> dict[str, Any]:
     return given | {name: cache}
 
 
+def cache_argument(cache: Cache | None) -> dict[str, Cache | None]:
+    """The cache as a keyword argument of transformers' functions."""
+    return {CACHE: cache}
+
+
+def cache_of(given: dict[str, Any]) -> Cache | None:
+    """The cache among keyword arguments."""
+    return with_cache_as(CACHE, given).get(CACHE)
+
+
 def takes_cache(forward: Callable) -> Callable:
-    """Let `forward`, which has an argument `past_key_values`, take it by the name `cache` too.
+    """Let `forward`, which has an argument `past_key_values` or `cache`, take it by the other name too.
 
     The signature has both: `generate` refuses arguments that are not in it.
 
     Raises:
         ValueError: when called with both.
     """
+    signature = inspect.signature(forward)
+    own = NEW if NEW in signature.parameters else OLD
 
     @wraps(forward)
     def call(*args, **kwargs):
-        return forward(*args, **with_cache_as(OLD, kwargs))
+        return forward(*args, **with_cache_as(own, kwargs))
 
-    signature = inspect.signature(forward)
-    if NEW not in signature.parameters:
+    if own == OLD:
         *parameters, rest = signature.parameters.values()
         cache = inspect.Parameter(NEW, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Cache | None)
         call.__signature__ = signature.replace(parameters=[*parameters, cache, rest])
@@ -466,9 +478,9 @@ def check_rows(held: int, given: int):
         )
 
 
-def memory_per_sequence(past_key_values: Cache) -> int:
+def memory_per_sequence(cache: Cache) -> int:
     """The bytes of decoding state of one sequence in all layers of a cache."""
-    return sum(bytes_per_sequence(layer) for layer in past_key_values.layers)
+    return sum(bytes_per_sequence(layer) for layer in cache.layers)
 
 
 def bytes_per_sequence(layer: CacheLayerMixin) -> int:
@@ -484,11 +496,11 @@ def with_short(layers: Iterable[CacheLayerMixin]) -> list[CacheLayerMixin]:
     return [one for layer in layers for one in (layer, getattr(layer, "short", None)) if one is not None]
 
 
-def saved_classes(past_key_values: Cache) -> list[type]:
+def saved_classes(cache: Cache) -> list[type]:
     """The classes of this package in a saved cache, for `torch.serialization.safe_globals`."""
-    layers = with_short(past_key_values.layers)
+    layers = with_short(cache.layers)
     recurrences = {type(getattr(layer, "recurrence", None)) for layer in layers} - {type(None)}
-    layers = {type(layer) for layer in past_key_values.layers}
+    layers = {type(layer) for layer in cache.layers}
     return [*layers, Prefill, Gate, HistoryBuffer, *recurrences]
 
 
@@ -538,7 +550,7 @@ def adopt(layers: list[CacheLayerMixin]):
             layers[i] = kind(max_cache_len=getattr(layer, "max_cache_len", None))
 
 
-def check_cache(past_key_values: Cache, model: nn.Module):
+def check_cache(cache: Cache, model: nn.Module):
     """Make a cache ready for a pass of `model`, a `TnnModel`. An empty `DynamicCache()` gets its layers here.
 
     Raises:
@@ -548,16 +560,16 @@ def check_cache(past_key_values: Cache, model: nn.Module):
     count = min(model.config.num_hidden_layers, len(model.layers))
     if count < 1:
         raise ValueError(f"`num_hidden_layers` must be at least 1, got {count}")
-    layers, kinds = getattr(past_key_values, "layers", None), model.config.layer_types
-    if layers == [] and past_key_values.layer_class_to_replicate is DynamicLayer:
-        past_key_values.layer_class_to_replicate = TnnCacheLayer
+    layers, kinds = getattr(cache, "layers", None), model.config.layer_types
+    if layers == [] and cache.layer_class_to_replicate is DynamicLayer:
+        cache.layer_class_to_replicate = TnnCacheLayer
         layers += [new_layer(kind, model.config.sliding_window) for kind in kinds]
     if layers and not is_traced():
         adopt(layers)
     if not layers or not all(map(fits, layers, kinds)):
         raise ValueError(
             "`past_key_values` must be a cache for TNNs: one that this model returned, DynamicCache() or "
-            f"DynamicCache(config=model.config), got {type(past_key_values).__name__}"
+            f"DynamicCache(config=model.config), got {type(cache).__name__}"
         )
     if len(layers) < count:
         raise ValueError(
@@ -573,10 +585,10 @@ def check_cache(past_key_values: Cache, model: nn.Module):
             f"{min(lengths)} to {max(lengths)} tokens. Start with an empty cache."
         )
     if not is_traced():
-        claim(past_key_values, held, fields_of(model.config))
+        claim(cache, held, fields_of(model.config))
 
 
-def claim(past_key_values: Cache, layers: list[CacheLayerMixin], fields: dict):
+def claim(cache: Cache, layers: list[CacheLayerMixin], fields: dict):
     """Record the configuration that a cache belongs to.
 
     Args:
@@ -586,9 +598,9 @@ def claim(past_key_values: Cache, layers: list[CacheLayerMixin], fields: dict):
     Raises:
         ValueError: the cache has tokens of a model with another configuration.
     """
-    if past_length(layers) and getattr(past_key_values, "tnn_fields", fields) != fields:
+    if past_length(layers) and getattr(cache, "tnn_fields", fields) != fields:
         raise ValueError("`past_key_values` belongs to another model. Start with an empty cache.")
-    past_key_values.tnn_fields = fields
+    cache.tnn_fields = fields
 
 
 def fields_of(config: PreTrainedConfig) -> dict:

@@ -81,7 +81,7 @@ class Extensions:
     ) -> tuple | None:
         """The loss of a language model without all of its logits, and what computes them when read; or None."""
 
-    def is_ready(self, past_key_values, tokens, attention_mask) -> bool:
+    def is_ready(self, cache, tokens, attention_mask) -> bool:
         """Whether `prepare_step` has made the cache ready for these tokens."""
         return False
 

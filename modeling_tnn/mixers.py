@@ -65,7 +65,7 @@ from transformers.models.llama.modeling_llama import (
 )
 from transformers.utils.generic import maybe_autocast
 
-from .cache_tnn import CACHE, check_rows, refuse_backward
+from .cache_tnn import cache_argument, check_rows, refuse_backward
 from .configuration_tnn import FULL, SLIDING
 from .inputs import first_real_token, roll
 from .norms import NORM_TYPES, RootRMSNorm
@@ -415,7 +415,7 @@ def mask_of(
     like = like.float() if like.dtype == torch.float64 else like
     given = {"config": config, "inputs_embeds": like, "attention_mask": attention_mask}
     if config.causal:
-        given |= {CACHE: cache, "layer_idx": layer_idx}
+        given |= cache_argument(cache) | {"layer_idx": layer_idx}
     if documents is not None:
         number = documents.numbers(hidden_states.device)
         given["and_mask_function"] = lambda row, head, query, key: number[row, query] == number[row, key]

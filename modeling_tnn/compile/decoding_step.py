@@ -143,5 +143,5 @@ class DecodingStep(nn.Module):
     def forward(self, input_ids: torch.Tensor, states: States) -> tuple[torch.Tensor, States]:
         """The logits `(B, V)` after one more token `(B, 1)`, and the states that hold it."""
         cache = StepCache(self.steps, states)
-        logits = self.model(input_ids=input_ids, past_key_values=cache, use_cache=False).logits
+        logits = self.model(input_ids=input_ids, cache=cache, use_cache=False).logits
         return logits[:, 0], cache.states

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, Cache
 
-from ..cache_tnn import CACHE, TnnCacheLayer, check_cache, past_length
+from ..cache_tnn import TnnCacheLayer, cache_of, check_cache, past_length
 from ..configuration_tnn import TOEPLITZ
 from ..extensions import extensions
 from ..inputs import token_positions
@@ -180,11 +180,11 @@ class TnnStaticCacheLayer(TnnCacheLayer):
             self.tensors["future"] = places.put("future", future)
 
 
-def is_ready(past_key_values: Cache | None, tokens: torch.Tensor, attention_mask) -> bool:
+def is_ready(cache: Cache | None, tokens: torch.Tensor, attention_mask) -> bool:
     """Whether `prepare_step` has made the cache ready for `tokens` `(B, 1, ...)`, with masks if there is attention."""
-    if past_key_values is None or tokens.shape[1] != 1:
+    if cache is None or tokens.shape[1] != 1:
         return False
-    layers = getattr(past_key_values, "layers", ())  # `bool` of a list cannot be traced by PyTorch 2.11
+    layers = getattr(cache, "layers", ())  # `bool` of a list cannot be traced by PyTorch 2.11
     return len(layers) > 0 and (isinstance(attention_mask, dict) or getattr(layers[0], "is_ready", False))
 
 
@@ -195,7 +195,7 @@ def prepare_step(model: nn.Module, inputs: dict) -> dict:
         model: the `TnnModel`.
         inputs: what `prepare_inputs_for_generation` of transformers returns.
     """
-    tokens, cache = inputs.get("input_ids"), inputs.get(CACHE)
+    tokens, cache = inputs.get("input_ids"), cache_of(inputs)
     if tokens is None or tokens.shape[1] != 1 or torch.is_grad_enabled() or not can_be_prepared(cache):
         return inputs
     # Offloaded weights are there in a forward pass alone. A block is offloaded as a whole; to walk all its parameters

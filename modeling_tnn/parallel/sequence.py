@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from ..cache_tnn import takes_cache
+from ..cache_tnn import cache_of, takes_cache
 from ..configuration_tnn import HYENA, has_attention
 from ..inputs import (
     check_attention_mask,
@@ -266,7 +266,7 @@ class SequenceParallel:
 
     def _replace(self, module: nn.Module, forward):
         original = module.forward
-        module.forward = takes_cache(functools.wraps(original)(functools.partial(forward, original)))
+        module.forward = functools.wraps(original)(functools.partial(forward, original))
 
     def _mix(self, operator, v: torch.Tensor, gate: Gate = NO_GATE, passed: Pass = NO_PASS):
         """The forward pass of an operator."""
@@ -281,9 +281,9 @@ class SequenceParallel:
             mixed = Exchange.apply(mixed, shares, False)
         return gate.apply(mixed, operator.implementation)
 
-    def _is_divided(self, tokens: torch.Tensor, past_key_values) -> bool:
+    def _is_divided(self, tokens: torch.Tensor, cache: Cache | None) -> bool:
         """Whether a text is long enough for each process to have some of its tokens, and does not continue another."""
-        continued = isinstance(past_key_values, Cache) and past_key_values.get_seq_length() > 0
+        continued = isinstance(cache, Cache) and cache.get_seq_length() > 0
         whole = continued or tokens.shape[1] < self.count
         if whole and torch.is_grad_enabled():
             raise ValueError(
@@ -292,12 +292,13 @@ class SequenceParallel:
             )
         return not whole
 
+    @takes_cache
     def _forward_base(
         self,
         original,
         input_ids=None,
         attention_mask=None,
-        past_key_values=None,
+        cache=None,
         inputs_embeds=None,
         use_cache=None,
         position_ids=None,
@@ -306,21 +307,21 @@ class SequenceParallel:
         """`TnnModel.forward` of a whole text; the outputs are those of the tokens of this process."""
         check_tokens(input_ids, inputs_embeds, self.base.embed_tokens)
         tokens = input_ids if inputs_embeds is None else inputs_embeds
-        if not self._is_divided(tokens, past_key_values):
-            given = {"past_key_values": past_key_values, "inputs_embeds": inputs_embeds, "use_cache": use_cache}
-            return original(input_ids, attention_mask, position_ids=position_ids, **given, **kwargs)
+        if not self._is_divided(tokens, cache):
+            kwargs |= {"inputs_embeds": inputs_embeds, "use_cache": use_cache, "position_ids": position_ids}
+            return original(input_ids, attention_mask, cache, **kwargs)
         check_keywords(kwargs)
         layout = self._layout(tokens, attention_mask, position_ids, **kwargs)
         if layout.documents is not None:
-            if self.base.config.causal and (use_cache or past_key_values is not None):
+            if self.base.config.causal and (use_cache or cache is not None):
                 raise ValueError("A row must be one document when a cache is used, got several")
             use_cache = False
         own = slice(layout.tokens[self.index].start, layout.tokens[self.index].stop)
         ids, embeds, mask = (None if x is None else x[:, own] for x in (input_ids, inputs_embeds, layout.mask))
         as_tuple = kwargs.get("return_dict") is False
         kwargs |= {"position_ids": layout.positions(tokens)[:, own], "inputs_embeds": embeds, "return_dict": True}
-        kwargs |= {"past_key_values": past_key_values, "use_cache": use_cache, "layout": layout}
-        outputs = self.base._forward(ids, mask, **kwargs)
+        kwargs |= {"use_cache": use_cache, "layout": layout}
+        outputs = self.base._forward(ids, mask, cache, **kwargs)
         if self.kept:
             outputs.last_hidden_state = self._last_tokens(outputs.last_hidden_state, layout.tokens)
         return outputs.to_tuple() if as_tuple else outputs
@@ -346,7 +347,7 @@ class SequenceParallel:
         given = inspect.signature(original).bind(*args, **kwargs).arguments
         given |= given.pop("kwargs", {})
         tokens = given.get("input_ids") if given.get("inputs_embeds") is None else given.get("inputs_embeds")
-        if not isinstance(tokens, torch.Tensor) or not self._is_divided(tokens, given.get("past_key_values")):
+        if not isinstance(tokens, torch.Tensor) or not self._is_divided(tokens, cache_of(given)):
             return original(**given)
         labels, kept = self._shifted(given, tokens), given.get("logits_to_keep", 0)
         if labels is None:

@@ -5,7 +5,7 @@ from transformers import GenerationMixin
 from transformers.generation import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
-from ..cache_tnn import CACHE
+from ..cache_tnn import cache_of
 
 # Ways to choose tokens that need one row of a batch for a text, and no second pass for a token.
 MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
@@ -130,9 +130,9 @@ def prepare(
     rows = len(settings.get("input_ids", ()))
     if rows != 1:
         raise ValueError(f"`input_ids` must be one text (1, L) with num_return_sequences=1, got {rows} rows")
-    past = settings.get(CACHE)
+    past = cache_of(settings)
     if past is not None and past.get_seq_length():
-        raise ValueError(f"`{CACHE}` must be empty, got {past.get_seq_length()} tokens")
+        raise ValueError(f"`past_key_values` must be empty, got {past.get_seq_length()} tokens")
     if streamer is not None:
         streamer.put(settings["input_ids"].cpu())
     return Request(settings["input_ids"], settings.get("attention_mask"), settings, seed, streamer)

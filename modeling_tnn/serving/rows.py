@@ -23,7 +23,7 @@ from ..history import put_rows
 OF_ATTENTION = (DynamicLayer, DynamicSlidingWindowLayer)
 
 
-def put_texts(past_key_values: Cache, other: Cache, rows: list[int]):
+def put_texts(cache: Cache, other: Cache, rows: list[int]):
     """Give the `rows` of a cache the texts of `other`, which is empty afterwards.
 
     All rows then have the length of the longest text. The next pass is that of the left-padded batch, so a model with
@@ -32,25 +32,25 @@ def put_texts(past_key_values: Cache, other: Cache, rows: list[int]):
         put_texts(cache, another, [2, 3])      # cache has two rows, 0 and 1, and gets two more
 
     Args:
-        past_key_values: a dynamic cache of the same model, or an empty one.
+        cache: a dynamic cache of the same model, or an empty one.
         rows: one for each row of `other`: present rows, which are replaced, or the next ones, which are added.
 
     Raises:
         ValueError: a cache is static or belongs to another model, or there are no such rows.
     """
-    for cache in (past_key_values, other):
-        if not all(map(is_movable, cache.layers)):
+    for one in (cache, other):
+        if not all(map(is_movable, one.layers)):
             raise ValueError(
-                "`past_key_values` must be a dynamic cache with layers of known kinds, got "
-                f"{[type(layer).__name__ for layer in cache.layers]}"
+                "`cache` must be a dynamic cache with layers of known kinds, got "
+                f"{[type(layer).__name__ for layer in one.layers]}"
             )
-    if not past_key_values.layers:
-        past_key_values.layers += [type(layer)(**window_of(layer)) for layer in other.layers]
-        past_key_values.layer_class_to_replicate = other.layer_class_to_replicate
-    claim(past_key_values, past_key_values.layers, other.tnn_fields)
-    check_new_rows(rows, rows_of(past_key_values), rows_of(other))
-    length = max(past_length(past_key_values.layers), past_length(other.layers))
-    for layer, new in zip(past_key_values.layers, other.layers, strict=True):
+    if not cache.layers:
+        cache.layers += [type(layer)(**window_of(layer)) for layer in other.layers]
+        cache.layer_class_to_replicate = other.layer_class_to_replicate
+    claim(cache, cache.layers, other.tnn_fields)
+    check_new_rows(rows, rows_of(cache), rows_of(other))
+    length = max(past_length(cache.layers), past_length(other.layers))
+    for layer, new in zip(cache.layers, other.layers, strict=True):
         if hasattr(layer, "recurrence"):
             layer.put(new, rows)
         else:
@@ -87,9 +87,9 @@ def put_keys(layer: DynamicLayer, new: DynamicLayer, rows: list[int], length: in
     new.reset()
 
 
-def drop_padding(past_key_values: Cache, count: int):
+def drop_padding(cache: Cache, count: int):
     """Forget the first `count` tokens of all rows, which must be padding in each."""
-    for layer in past_key_values.layers if count else ():
+    for layer in cache.layers if count else ():
         if hasattr(layer, "recurrence"):
             layer.drop_padding(count)
             continue
@@ -112,9 +112,9 @@ def window_of(layer) -> dict[str, int]:
     return {"sliding_window": layer.sliding_window} if hasattr(layer, "sliding_window") else {}
 
 
-def rows_of(past_key_values: Cache) -> int:
+def rows_of(cache: Cache) -> int:
     """The number of texts in a cache."""
-    for layer in past_key_values.layers:
+    for layer in cache.layers:
         if layer.is_initialized:
             return layer.num_rows() if hasattr(layer, "recurrence") else len(layer.keys)
     return 0

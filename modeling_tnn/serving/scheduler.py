@@ -318,8 +318,8 @@ class BatchScheduler:
 
     def _forward(self, ids: torch.Tensor, mask: torch.Tensor | None, cache: DynamicCache) -> torch.Tensor:
         """The logits of the next tokens in float32, `(B, V)`, a copy."""
-        given = {"attention_mask": mask, "past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
-        return self.model(ids, **given).logits[:, -1].to(torch.float32, copy=True)
+        outputs = self.model(ids, attention_mask=mask, cache=cache, use_cache=True, logits_to_keep=1)
+        return outputs.logits[:, -1].to(torch.float32, copy=True)
 
     def _add_tokens(self, requests: list[Request], logits: torch.Tensor):
         likeliest = logits.argmax(-1).tolist()

@@ -175,7 +175,7 @@ def test_what_is_refused():
     model, other = model_of("rpe"), model_of("fd")
     batch, stranger, empty = (Batch(one).read(TEXTS[0, :9]).cache for one in (model, other, model))
     static = StaticCache(config=model.config, max_cache_len=50)
-    with pytest.raises(ValueError, match="`past_key_values` must be a dynamic cache"):
+    with pytest.raises(ValueError, match="`cache` must be a dynamic cache"):
         put_texts(static, batch, [0])
     for rows in ([], [0, 1], [2], [-1]):
         with pytest.raises(ValueError, match="`rows` must be 1 different rows below 1"):

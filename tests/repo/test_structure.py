@@ -62,6 +62,21 @@ def test_imports_are_relative():
                 assert not any(alias.name.split(".")[0] == "modeling_tnn" for alias in node.names), name
 
 
+def knows_a_name_of_the_cache(path: Path) -> bool:
+    """Whether a file has transformers' names for it in code. Its docstrings and messages may."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        words = {getattr(node, field, None) for field in ("id", "arg", "attr", "name", "value")}
+        if words & {"past_key_values", "CACHE"} or (isinstance(node, ast.Constant) and node.value == "cache"):
+            return True
+    return False
+
+
+def test_three_files_know_the_names_of_the_cache():
+    """transformers has renamed it once: the others call it `cache`, and `cache_tnn.py` translates."""
+    known = {name for name, path in FILES.items() if knows_a_name_of_the_cache(path)}
+    assert known <= {"cache_tnn", "configuration_tnn", "modeling_tnn"}
+
+
 def files_of(call) -> set[str]:
     """The files of the package whose functions are called."""
     found = set()
