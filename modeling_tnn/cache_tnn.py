@@ -67,6 +67,7 @@ from .history import CHUNK_SLACK, HistoryBuffer
 from .inputs import is_elsewhere
 from .numerics import is_on_host, is_traced, must_be_eager
 from .recurrence import DivergenceError, Recurrence
+from .tno import gated_matmul
 from .toeplitz_fused import NO_GATE, Gate
 
 NEW, OLD = "cache", "past_key_values"
@@ -231,7 +232,7 @@ class TnnCacheLayer(CacheLayerMixin):
 
         Args:
             value_states: not used. It is in the signature of every cache layer of transformers.
-            gate, prepared: the gate of the GTU and, for the first call, the kernel, see `tno.Pass`.
+            gate, prepared: the gate of the GTU and, for the first call, the kernel, see `inputs.Pass`.
 
         Returns:
             The outputs `(B, L, D)`, and None.
@@ -243,7 +244,7 @@ class TnnCacheLayer(CacheLayerMixin):
             self.lazy_initialization(key_states)
             self.recurrence = operator.recurrence()
             # The state is detached. These outputs are not, so training gets their gradients.
-            outputs = operator.gated_matmul(key_states, gate, prepared)
+            outputs = gated_matmul(operator, key_states, gate, prepared)
             self._keep(Prefill(key_states.detach(), gate._replace(u=None)))
         else:
             check_rows(self.num_rows(), key_states.shape[0])

@@ -1,6 +1,6 @@
 """Checks of the arguments of the models: tokens, masks, labels, images and keywords.
 
-Also what follows from a mask: alignment, positions and pooling of real tokens.
+Also what follows from a mask: alignment, positions and pooling of real tokens; and what a pass hands to a layer.
 
 B batch, L length, d hidden size, C classes or choices, K chosen positions. A mask is `(B, L)`, 0 at padding and
 anything else at real tokens.
@@ -10,7 +10,7 @@ value or device. Values are checked on the CPU only: on other devices, reading t
 """
 
 import difflib
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers.cache_utils import Cache
@@ -24,6 +24,32 @@ from .numerics import compute_dtype, is_on_host, must_be_eager
 KEYWORDS = {*TransformersKwargs.__annotations__, "return_dict", "token_type_ids", "cache_position", "kwargs"}
 
 IDS = (torch.int64, torch.int32)
+
+# What `ToeplitzOperator.kernel_of` returns: taps, a response, or several parts.
+Kernel = torch.Tensor | tuple
+
+
+class Pass(NamedTuple):
+    """What a forward pass of a model hands to a layer, besides the hidden states.
+
+    Attributes:
+        mask: `(B, L)` of booleans, False at padding; None if there is none.
+        cache: the cache that holds the state after earlier tokens.
+        documents: the `packing.Documents` of packed rows.
+        layout: how the sequence is divided over processes, see `parallel/sequence.py`.
+        view: the masks and rotary positions of attention, see `mixers.view_of`.
+        prepared: the kernel of the layer's operator for this length, if it is known already.
+    """
+
+    mask: torch.Tensor | None = None
+    cache: Cache | None = None
+    documents: tuple | None = None
+    layout: tuple | None = None
+    view: tuple | None = None
+    prepared: Kernel | None = None
+
+
+NO_PASS = Pass()
 
 
 def is_elsewhere(layer: torch.nn.Module) -> bool:

@@ -174,7 +174,7 @@ class ShortConvolution(ToeplitzOperator):
         for parameter in (self.taps, self.bias):
             init.uniform_(parameter, -bound, bound)
 
-    def kernel_length(self) -> int:
+    def kernel_length(self, exact: bool = False) -> int:
         return self.taps.shape[1] + self.first
 
     def coefficients(self, length: int, device: torch.device | None = None) -> torch.Tensor:

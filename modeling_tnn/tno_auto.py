@@ -39,12 +39,11 @@ class TwoAxisOperator(ToeplitzOperator):
         super().__init__(config, layer_idx)
         self.rows, self.columns = rows, columns
         self.combine = COMBINATIONS[config.spatial_mixing]
-
-    def channel_parameters(self) -> dict[str, int] | None:
-        axes = {"rows": self.rows.channel_parameters(), "columns": self.columns.channel_parameters()}
-        if None in axes.values():
-            return None
-        return {f"{axis}.{name}": filters for axis, known in axes.items() for name, filters in known.items()}
+        if rows.channel_parameters is not None:
+            known = rows.channel_parameters.items()
+            self.channel_parameters = {
+                f"{axis}.{name}": count for axis in ("rows", "columns") for name, count in known
+            }
 
     def coefficients(self, length: int, device: torch.device | None = None) -> torch.Tensor:
         """Not available: the matrix of an image is Toeplitz in blocks.

@@ -31,14 +31,11 @@ class FdOperator(ToeplitzOperator):
 
     def __init__(self, config, layer_idx: int = 0):
         super().__init__(config, layer_idx)
-        num_outputs = self.channels if self.causal else 2 * self.channels
-        self.rpe = RelativePositionEncoder(config, num_outputs, config.fd_act)
+        parts = 1 if self.causal else 2  # the real and the imaginary part
+        self.rpe = RelativePositionEncoder(config, parts * self.channels, config.fd_act)
+        self.channel_parameters = {"rpe.out.linear.weight": parts, "rpe.out.linear.bias": parts}
         self.resolution = config.fd_resolution
         self.cos_input = config.fd_input == "cos"
-
-    def channel_parameters(self) -> dict[str, int]:
-        parts = 1 if self.causal else 2  # the real and the imaginary part
-        return {"rpe.out.linear.weight": parts, "rpe.out.linear.bias": parts}
 
     def frequencies(self, device: torch.device | None = None) -> torch.Tensor:
         """The inputs of the MLP, `(R + 1,)`: omega or cos(omega)."""
@@ -82,5 +79,5 @@ class FdOperator(ToeplitzOperator):
             return inverse_matrix_transform(Pair(real, imag), size, 0, size)
         return torch.fft.irfft(complex_response(response) if response.dim() == 3 else response, n=size)
 
-    def kernel_length(self) -> int:
+    def kernel_length(self, exact: bool = False) -> int:
         return self.resolution

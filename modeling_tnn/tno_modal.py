@@ -182,6 +182,7 @@ class ModalOperator(ToeplitzOperator):
     # In bfloat16 the phases of poles are wrong after a few lags, and residues of a fit do not cancel any more.
     fp32_parameters = ("head", "residues", "log_rate", "angle")
     is_recurrence = True
+    channel_parameters = {"head": 1, "residues": 1}
 
     def __init__(self, config, layer_idx: int = 0):
         super().__init__(config, layer_idx)
@@ -190,9 +191,6 @@ class ModalOperator(ToeplitzOperator):
         self.residues = nn.Parameter(torch.empty(self.channels, config.num_modes, 2))
         self.log_rate = nn.Parameter(torch.empty(config.num_modes))
         self.angle = nn.Parameter(torch.empty(config.num_modes))
-
-    def channel_parameters(self) -> dict[str, int]:
-        return {"head": 1, "residues": 1}
 
     def reset_parameters(self):
         init.normal_(self.head, std=self.window**-0.5)
@@ -207,7 +205,8 @@ class ModalOperator(ToeplitzOperator):
         radius = torch.exp(-torch.exp(self.log_rate.to(dtype))[:, None] * exponents)  # (Q, M)
         return torch.polar(radius, self.angle.to(dtype)[:, None] * exponents)
 
-    def poles(self, most: int = 64) -> torch.Tensor:
+    def poles(self) -> torch.Tensor:
+        """The poles of all kernels, complex `(1, Q)`."""
         return self.powers(torch.ones(1, device=self.angle.device)).t()  # (1, Q)
 
     def slowest_rate(self) -> torch.Tensor:

@@ -29,8 +29,12 @@ from transformers import initialization as init
 from .norms import NORM_TYPES
 from .numerics import compute_dtype, is_exported, is_on_host, is_traced
 from .recurrence import LONG_PROMPT, FilterRecurrence
-from .tno import ToeplitzOperator, taps_above
+from .tno import ToeplitzOperator, require_causal
 from .toeplitz import fit_lags, fit_taps
+
+# The share of the mass of a kernel, the sum of all |taps|, that products in half precision leave out: the error of the
+# product grows by a sixteenth of a rounding of bfloat16.
+NEGLIGIBLE = 2**-12
 
 
 class CastingLinear(nn.Linear):
@@ -165,6 +169,16 @@ def sinusoidal_embedding(positions: torch.Tensor, size: int, dtype: torch.dtype)
     return torch.where(channel % 2 == 0, angles.sin(), angles.cos()).to(dtype)
 
 
+def taps_above(decay: float | None, share: float) -> int | None:
+    """The number of taps beyond which those of the form decay^k hold less than `share` of the sum of all.
+
+    These are m = ln(share) / ln(decay) taps. It is None without a decay.
+    """
+    if decay is None or decay >= 1:
+        return None
+    return max(1, math.ceil(math.log(share) / math.log(decay)))
+
+
 class LateRecurrence(FilterRecurrence):
     """Decode a kernel whose number of taps depends on values of parameters.
 
@@ -176,7 +190,7 @@ class LateRecurrence(FilterRecurrence):
         super().__init__(operator, None, operator.refill_phase)
 
     def settled(self) -> FilterRecurrence:
-        return FilterRecurrence(self.operator, self.operator.effective_length(), self.operator.refill_phase)
+        return FilterRecurrence(self.operator, self.operator.kernel_length(exact=True), self.operator.refill_phase)
 
     def is_early(self, prompt) -> bool:
         at_once = is_on_host(prompt.v) or (prompt.length > LONG_PROMPT and not prompt.v.is_meta)
@@ -190,16 +204,15 @@ class LateRecurrence(FilterRecurrence):
 class RpeOperator(ToeplitzOperator):
     """The operator of the TNN paper, equation (1)."""
 
+    channel_parameters = {"rpe.out.linear.weight": 1, "rpe.out.linear.bias": 1, "decay_logit": 1}
+
     def __init__(self, config, layer_idx: int = 0):
         super().__init__(config, layer_idx)
         in_proj = RPE_INPUTS[config.rpe_input](config)
         self.rpe = RelativePositionEncoder(config, self.channels, config.rpe_act, in_proj)
         self.decay, self.window = config.decay, config.rpe_window
         self.decay_logit = nn.Parameter(torch.empty(self.channels)) if config.learnable_decay else None
-        self.given_decay = None if config.learnable_decay else config.decay
-
-    def channel_parameters(self) -> dict[str, int]:
-        return {"rpe.out.linear.weight": 1, "rpe.out.linear.bias": 1, "decay_logit": 1}
+        self.half_lags = None if config.learnable_decay else taps_above(config.decay, NEGLIGIBLE)
 
     def reset_parameters(self):
         if self.decay_logit is not None:
@@ -221,27 +234,19 @@ class RpeOperator(ToeplitzOperator):
         weights = torch.ones_like(lags) if self.decay is None else self.decay ** lags.abs()  # (M,)
         return self.rpe.emit(features * weights[:, None], weights)  # (D, M)
 
-    def kernel_length(self) -> int | None:
-        return self._taps_until(self.given_decay)
-
-    def effective_length(self) -> int | None:
-        return self._taps_until(self._slowest_rate())
+    def kernel_length(self, exact: bool = False) -> int | None:
+        known = exact or self.decay_logit is None
+        taps = taps_above(self.slowest_decay(), torch.finfo(self.rpe.dtype).eps) if known else None
+        return taps if self.window is None else min(self.window, taps or self.window)
 
     def recurrence(self) -> FilterRecurrence:
         if self.decay_logit is None:
             return super().recurrence()
-        self.require_causal()
+        require_causal(self)
         return LateRecurrence(self)
 
     def slowest_decay(self) -> float | None:
-        # A kernel that ends at a window has no decay in the sense of this method.
-        return None if self.window is not None else self._slowest_rate()
-
-    def _taps_until(self, decay: float | None) -> int | None:
-        taps = None if decay is None else taps_above(decay, torch.finfo(self.rpe.dtype).eps)
-        return taps if self.window is None else min(self.window, taps or self.window)
-
-    def _slowest_rate(self) -> float | None:
+        """The largest lambda of all channels, or None without a decay."""
         if self.decay_logit is None or self.decay_logit.is_meta:  # without values, the lower bound of the rates
             return self.decay
         return self._decay_rate(self.rpe.dtype).max().item()
@@ -255,15 +260,14 @@ class RpeOperator(ToeplitzOperator):
 class ExplicitOperator(ToeplitzOperator):
     """The operator with explicit coefficients, equation (2)."""
 
+    channel_parameters = {"taps": 1}
+
     def __init__(self, config, layer_idx: int = 0):
         super().__init__(config, layer_idx)
         self.longest, self.decay = config.explicit_length, config.decay
-        self.given_decay = config.decay
+        self.half_lags = taps_above(config.decay, NEGLIGIBLE)
         sides = 1 if self.causal else 2
         self.taps = nn.Parameter(torch.empty(self.channels, sides * self.longest - (sides - 1)))
-
-    def channel_parameters(self) -> dict[str, int]:
-        return {"taps": 1}
 
     def reset_parameters(self):
         init.normal_(self.taps, std=self.longest**-0.5)
@@ -276,5 +280,5 @@ class ExplicitOperator(ToeplitzOperator):
         taps = self.taps.to(device, dtype) * decay ** lags.abs()  # (D, P) or (D, 2P-1)
         return (fit_taps if self.causal else fit_lags)(taps, length)
 
-    def kernel_length(self) -> int:
+    def kernel_length(self, exact: bool = False) -> int:
         return self.longest

@@ -51,7 +51,7 @@ from .numerics import (
     next_fast_len,
 )
 from .recurrence import LONG_PROMPT, PIECE, DivergenceError, Recurrence, shared_values
-from .tno import ToeplitzOperator
+from .tno import ToeplitzOperator, require_causal
 from .toeplitz import causal_toeplitz_matmul, dense_toeplitz, exported_quotient, fit_taps, two_sided
 from .toeplitz_fused import CHUNK, differentiable_gradients, must_differentiate
 
@@ -486,10 +486,7 @@ class RtfOperator(ToeplitzOperator):
         self.numerator = nn.Parameter(torch.empty(sides * self.channels, order))
         self.direct = nn.Parameter(torch.empty(sides * self.channels))
         self.slack = nn.Parameter(torch.empty(num_denominators)) if self.constraint == "l1_montel" else None
-
-    def channel_parameters(self) -> dict[str, int]:
-        sides = 1 if self.causal else 2
-        return {"denominator": sides, "numerator": sides, "direct": sides, "slack": 1}
+        self.channel_parameters = {"denominator": sides, "numerator": sides, "direct": sides, "slack": 1}
 
     def reset_parameters(self):
         init.uniform_(self.denominator, -self.initial_bound, self.initial_bound)
@@ -517,13 +514,13 @@ class RtfOperator(ToeplitzOperator):
         return torch.cat([negative.flip(1), positive], dim=1)[:, 1:]  # (D, 2L-1)
 
     def recurrence(self) -> CompanionRecurrence:
-        self.require_causal()
+        require_causal(self)
         return CompanionRecurrence(self, self.numerator.shape[1], self.size)
 
-    def poles(self, most: int = 64) -> torch.Tensor:
-        denominator = self._taps()[0]  # (Q, N)
-        chosen = denominator[:: -(-len(denominator) // most)]  # (M, N)
-        return torch.linalg.eigvals(companion_matrix(chosen))
+    def poles(self) -> torch.Tensor:
+        """The poles of at most 64 kernels, complex `(<= 64, N)`."""
+        denominator = self._constrained().to(float64_or_widest(self.denominator.device))  # (Q, N)
+        return torch.linalg.eigvals(companion_matrix(denominator[:: -(-len(denominator) // 64)]))
 
     def denominators(self) -> torch.Tensor:
         """The denominator of each filter in float64, `(D, N)` (`(2D, N)` if bidirectional)."""
@@ -536,7 +533,7 @@ class RtfOperator(ToeplitzOperator):
         Raises:
             ValueError: the operator is not causal.
         """
-        self.require_causal()
+        require_causal(self)
         denominator, taps = self._taps()
         numerator = recurrence_numerator(denominator, taps)
         return CompanionForm(per_filter(denominator, len(taps)), numerator, taps[:, 0])

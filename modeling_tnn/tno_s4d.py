@@ -29,7 +29,7 @@ from torch.nn.functional import pad
 from transformers import initialization as init
 
 from .numerics import compute_dtype, float64_or_widest, is_exported, is_fused, is_traced
-from .tno import ToeplitzOperator
+from .tno import ToeplitzOperator, require_causal
 from .tno_modal import ModalRecurrence
 from .toeplitz import Pair, entries
 from .toeplitz_fused import differentiable_gradients, must_differentiate
@@ -271,7 +271,8 @@ class S4dOperator(ToeplitzOperator):
 
     def __init__(self, config, layer_idx: int = 0):
         super().__init__(config, layer_idx)
-        filters, self.num_modes = self.channels * (1 if self.causal else 2), config.s4d_state_size // 2
+        sides, self.num_modes = (1 if self.causal else 2), config.s4d_state_size // 2
+        filters = sides * self.channels
         self.initializer, self.discretization = config.s4d_initializer, config.s4d_discretization
         self.dt_min, self.dt_max = config.s4d_dt_min, config.s4d_dt_max
         self.log_real = nn.Parameter(torch.empty(filters, self.num_modes))
@@ -279,10 +280,8 @@ class S4dOperator(ToeplitzOperator):
         self.log_step = nn.Parameter(torch.empty(filters))
         self.weights = nn.Parameter(torch.empty(filters, self.num_modes, 2))
         self.direct = nn.Parameter(torch.empty(self.channels))
-
-    def channel_parameters(self) -> dict[str, int]:
-        sides = 1 if self.causal else 2
-        return {"log_real": sides, "imag": sides, "log_step": sides, "weights": sides, "direct": 1}
+        of_sides = dict.fromkeys(("log_real", "imag", "log_step", "weights"), sides)
+        self.channel_parameters = of_sides | {"direct": 1}
 
     def reset_parameters(self):
         imag, scale = INITIAL_MODES[self.initializer](2 * self.num_modes)  # (Q,) each
@@ -313,8 +312,9 @@ class S4dOperator(ToeplitzOperator):
         """The smallest -log|lambda_q| of all modes, `()`."""
         return self.modes()[0].rate.min()
 
-    def poles(self, most: int = 64) -> torch.Tensor:
-        return self.powers(torch.ones(1, device=self.imag.device))[:most, :, 0]  # (most, Q)
+    def poles(self) -> torch.Tensor:
+        """The poles of at most 64 kernels, complex `(<= 64, Q)`."""
+        return self.powers(torch.ones(1, device=self.imag.device))[:64, :, 0]
 
     def coefficients(self, length: int, device: torch.device | None = None) -> torch.Tensor:
         (poles, weights), dtype = self.modes(), compute_dtype(self.direct.dtype)
@@ -332,5 +332,5 @@ class S4dOperator(ToeplitzOperator):
         return torch.cat([kernel[filters:].flip(1), positive], dim=1)[:, 1:]  # (D, 2L-1)
 
     def recurrence(self) -> DiagonalRecurrence:
-        self.require_causal()
+        require_causal(self)
         return DiagonalRecurrence(self, self.refill_phase)

@@ -247,6 +247,7 @@ class SkiOperator(ToeplitzOperator):
 
     supports_causal, supports_bidirectional = DIRECTIONS["ski"]
     shift_invariant = False
+    channel_parameters = {"filter": 1, "alphas": 1, "betas": 1}
 
     def __init__(self, config, layer_idx: int = 0):
         super().__init__(config, layer_idx)
@@ -257,9 +258,6 @@ class SkiOperator(ToeplitzOperator):
         self.filter = nn.Parameter(torch.empty(self.channels, 2 * self.half_width + 1))
         self.alphas = nn.Parameter(torch.empty(self.channels, self.rank))
         self.betas = nn.Parameter(torch.empty(self.channels, self.rank))
-
-    def channel_parameters(self) -> dict[str, int]:
-        return {"filter": 1, "alphas": 1, "betas": 1}
 
     def reset_parameters(self):
         of_taps, of_values = INITIAL_DEVIATIONS[self.initializer](self.filter.shape[1])

@@ -219,7 +219,9 @@ def prepare_step(model: nn.Module, inputs: dict) -> dict:
         ]
         mask = inputs.get("attention_mask")
         masks = masks_of_step(model, cache, tokens, mask)
-        pairs = [(layer, operator.on_this_process()) for layer, operator in pairs]
+        pairs = [
+            (layer, operator.on_this_process() if operator.on_this_process else operator) for layer, operator in pairs
+        ]
         point(pairs, [layer.prepare(operator) for layer, operator in pairs])
     positions = None
     if model.config.position_embedding == "sinusoidal" or model.rotary is not None:

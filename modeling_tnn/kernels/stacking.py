@@ -18,7 +18,7 @@ from transformers.utils.generic import maybe_autocast
 from ..extensions import extensions
 from ..mixers import TnnS4Mixer
 from ..numerics import is_fused, is_plain, must_be_eager
-from ..tno import ToeplitzOperator
+from ..tno import ToeplitzOperator, kernel_arguments
 from ..tno_auto import TwoAxisOperator
 from ..tno_rtf import RtfOperator
 from ..tno_s4d import S4dOperator
@@ -29,7 +29,7 @@ PACKAGE = "modeling_tnn"
 ACTIVATIONS = tuple(f"torch.nn.modules.{name}" for name in ("activation", "container", "linear"))
 ACTIVATIONS += ("transformers.activations",)
 
-PLAIN = (bool, int, float, str, tuple)
+PLAIN = (bool, int, float, str, tuple, dict)
 
 # Attributes of an operator that differ from layer to layer, and that no kernel depends on.
 OF_THE_LAYER = {"layer_idx", "refill_phase"}
@@ -60,7 +60,7 @@ def kernels_of_layers(layers: Sequence[nn.Module], hidden_states: torch.Tensor) 
     dtype = hidden_states.dtype if isinstance(layers[0].mixer, TnnS4Mixer) else projected_dtype(hidden_states)
     like = hidden_states.new_empty(*hidden_states.shape[:2], 0, dtype=dtype)
     first = operators[0]
-    taps = min(first.lags_of(like), first.kernel_length() or length)
+    taps = min(kernel_arguments(first, like)[0], first.kernel_length() or length)
     if len(layers) * first.channels * taps * (1 if first.causal else 2) > LARGEST:
         return apart
     with maybe_autocast(device_type=device.type, enabled=False):
@@ -87,9 +87,9 @@ def kernels_of_operators(operators: Sequence[ToeplitzOperator], v: torch.Tensor)
         return list(zip(*(kernels_of_operators(axis, line) for axis in axes), strict=True))
     if isinstance(first, (RtfOperator, S4dOperator)):
         # One operator with all filters: its fused function saves only its inputs, which `vmap` would not.
-        kernels = joined(operators, first.channel_parameters()).kernel_of(v.shape[1], v.device)
+        kernels = joined(operators, first.channel_parameters).kernel_of(v.shape[1], v.device)
         return list(kernels.unflatten(0, (len(operators), -1)).unbind())
-    given = first.lags_of(v), v.device, first.takes_taps(v)
+    given = kernel_arguments(first, v)
     if first.regions is not None and first.training:
         return unstacked(first.regions(stacked_in_graph, KernelOf(first), named_groups(operators), *given))
     return unstacked(stacked(operators, lambda operator: operator.kernel_of(*given)))

@@ -63,13 +63,12 @@ def filters_of_parameters(operator: nn.Module) -> dict[str, int]:
     Raises:
         ValueError: the operator does not say it.
     """
-    known = operator.channel_parameters()
-    if known is None:
+    if operator.channel_parameters is None:
         raise ValueError(
             "`channel_parameters` must name the parameters that belong to channels, to divide an operator over "
             f"processes, got None from {type(operator).__name__}"
         )
-    return known
+    return operator.channel_parameters
 
 
 def are_whole_groups(rows: int, filters: int, channels: int, parts: int) -> bool:

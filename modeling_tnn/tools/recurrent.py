@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from ..extensions import extensions
+from ..tno_rpe import RpeOperator
 
 ORDERS = (8, 16, 32, 64, 128)
 
@@ -127,12 +128,17 @@ def kernel_to_fit(operator, window: int) -> torch.Tensor:
     without decaying is followed by as many zeros; otherwise the fitted recurrence would continue beyond its end.
     """
     wide = copy.deepcopy(operator).double().cpu()
-    bound = operator.effective_length()
-    if bound is not None and operator.slowest_decay() is None:
+    bound = operator.kernel_length(exact=True)
+    if bound is not None and slowest_decay(operator) is None:
         bound *= 2
     length = MOST_TAPS if bound is None else min(bound, MOST_TAPS)
     with torch.no_grad():
         return wide.coefficients(max(length, window + LEAST_TAPS))
+
+
+def slowest_decay(operator) -> float | None:
+    """The largest decay rate of all channels, or None for a kernel that ends without decaying, as at a window."""
+    return operator.slowest_decay() if isinstance(operator, RpeOperator) and operator.window is None else None
 
 
 def report_fit(layer: int, taps: torch.Tensor, fit: RecurrenceFit, order: int, window: int, operator) -> LayerReport:
@@ -161,10 +167,9 @@ def report_fit(layer: int, taps: torch.Tensor, fit: RecurrenceFit, order: int, w
 
 def own_tail(operator, taps: torch.Tensor) -> float:
     """A bound on the sum of |taps| of the kernel beyond the fitted ones; infinite for a kernel without decay."""
-    bound = operator.effective_length()
-    if bound is None:
+    if operator.kernel_length(exact=True) is None:
         return float("inf")
-    slowest = operator.slowest_decay()
+    slowest = slowest_decay(operator)
     if slowest is None:
         return 0.0  # the kernel ends
     length = taps.shape[1]

@@ -4,8 +4,6 @@ The released form is written anew here: the position encoder at every lag, and t
 length along the second-last axis, with every intermediate result saved for the backward pass.
 """
 
-from functools import partial
-
 import torch
 from torch.nn.functional import cross_entropy, linear, pad
 from transformers import (
@@ -25,6 +23,7 @@ from modeling_tnn.configuration_tnn import FULL, TOEPLITZ
 from modeling_tnn.extensions import IMPLEMENTATIONS
 from modeling_tnn.kernels.loss import linear_cross_entropy
 from modeling_tnn.tno_auto import OPERATORS
+from modeling_tnn.tno_rpe import RpeOperator
 
 # Names of models with attention in the blocks of a TNN -> whether layer i of a model has it. A model without Toeplitz
 # layers needs positions.
@@ -49,9 +48,11 @@ def released_product(operator, v: torch.Tensor) -> torch.Tensor:
     return torch.fft.irfft(spectrum * kernel, n=2 * length, dim=-2)[:, :length]
 
 
-def released_gated_matmul(operator, v: torch.Tensor, gate, kernel=None) -> torch.Tensor:
-    """The method `ToeplitzOperator.gated_matmul` as the released code computes it."""
-    return gate.apply(released_product(operator, gate.inputs(v)), "eager")
+class ReleasedOperator(RpeOperator):
+    """The operator with the product that the released code computes."""
+
+    def matmul(self, v: torch.Tensor) -> torch.Tensor:
+        return released_product(self, v)
 
 
 def operator_sizes(length: int) -> dict[str, int]:
@@ -74,7 +75,7 @@ def tnn(way: str, args, length: int) -> TnnForCausalLM | TnnForMaskedLM:
         for layer in model.model.layers:
             mixer = layer.mixer
             mixer.u_proj.__class__ = mixer.v_proj.__class__ = torch.nn.Linear  # the memory layout of tokens
-            mixer.tno.gated_matmul = partial(released_gated_matmul, mixer.tno)
+            mixer.tno.__class__ = ReleasedOperator
     return model
 
 

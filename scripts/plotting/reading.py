@@ -24,8 +24,8 @@ def read_kernel(operator, length: int, label: str) -> Kernel:
     taps = operator.coefficients(length).double().cpu().numpy()  # (D, M)
     taps = np.nan_to_num(taps, nan=LARGEST, posinf=LARGEST, neginf=-LARGEST).clip(-LARGEST, LARGEST)
     first = 0 if operator.causal else 1 - length
-    poles = operator.poles()
-    return Kernel(label, taps, np.arange(first, length), None if poles is None else poles.cpu().numpy())
+    poles = operator.poles().cpu().numpy() if hasattr(operator, "poles") else None
+    return Kernel(label, taps, np.arange(first, length), poles)
 
 
 def read_whole(operator, label: str, side: int | None = None) -> Kernel:
@@ -34,7 +34,7 @@ def read_whole(operator, label: str, side: int | None = None) -> Kernel:
     Args:
         side: number of patches along a side of an image, which ends a kernel.
     """
-    end = operator.effective_length() if side is None else side
+    end = operator.kernel_length(exact=True) if side is None else side
     length = FIRST if end is None else min(end, LONGEST)
     while True:
         kernel = read_kernel(operator, length, label)

@@ -227,16 +227,16 @@ def refuse() -> dict:
     errors = {}
     for name, fields in {"channels": {"gtu_expansion": 1 / 32}, "unknown": {}}.items():
         known = TnnForCausalLM(tiny_config()).model.layers[0].mixer.tno.__class__
-        method = known.channel_parameters
+        parameters = known.channel_parameters
         try:
             if name == "unknown":
-                del known.channel_parameters
+                known.channel_parameters = None
             build("rpe", True, fields)
             errors[name] = ""
         except ValueError as error:
             errors[name] = str(error)
         finally:
-            known.channel_parameters = method
+            known.channel_parameters = parameters
     return errors
 
 

@@ -91,7 +91,7 @@ def test_a_kernel_without_an_end_has_a_lower_bound(growing):
             operator.numerator.fill_(1)
     else:
         operator.coefficients = lambda length: torch.ones(operator.channels, length)
-        operator.kernel_length = lambda: None
+        operator.kernel_length = lambda exact: None
     row, ((drawn, _),) = read_summary(operator, 16), read_layer(operator, 16, 0)
     np.testing.assert_allclose(drawn.shares().sum(axis=1), 1)
     assert row["positions"] == 2**15 and set(row["lower_bounds"]) >= {"horizon_median", "horizon_longest"}
@@ -115,7 +115,7 @@ def test_poles_are_the_roots_of_the_denominators():
     expected = np.sort_complex(np.roots(np.concatenate([[1.0], denominators[0]])))
     poles = operator.poles().detach().numpy()
     np.testing.assert_allclose(np.sort_complex(poles[0]), expected, atol=1e-9)
-    assert operator.poles(most=3).shape == (2, 8) and build_tno(tiny_config()).poles() is None
+    assert poles.shape == (4, 8) and not hasattr(build_tno(tiny_config()), "poles")
 
 
 @pytest.mark.parametrize("taps", [np.zeros((2, 9)), np.eye(2, 9), np.ones((1, 9))], ids=["zeros", "one", "flat"])

@@ -10,8 +10,8 @@ from helpers.models import CAUSAL, relative_error, seeded, tiny_config
 from modeling_tnn import TnnForCausalLM, recurrence, tno_modal, tno_rtf
 from modeling_tnn.cache_tnn import TnnCacheLayer, memory_per_sequence
 from modeling_tnn.history import SLACK, HistoryBuffer
-from modeling_tnn.tno import taps_above
 from modeling_tnn.tno_auto import build_tno
+from modeling_tnn.tno_rpe import taps_above
 
 # Operators that need different ways to decode.
 KINDS = {

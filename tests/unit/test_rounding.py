@@ -16,6 +16,7 @@ from helpers.operators import random_operator
 from helpers.rounding import by_operations, rounded, rounded_product
 from modeling_tnn import TnnForCausalLM, numerics, toeplitz
 from modeling_tnn.kernels import choice
+from modeling_tnn.tno import kernel_arguments
 from modeling_tnn.tno_rpe import RpeOperator
 from modeling_tnn.toeplitz_fused import Gate
 
@@ -90,7 +91,7 @@ def test_taps_that_half_precision_leaves_out(tno_type, causal):
     torch.manual_seed(0)
     v, errors = rounded(torch.randn(1, 2048, operator.channels, dtype=torch.float64)), []
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
-    assert [operator.lags_of(v.to(dtype)) for dtype in dtypes] == [828, 828, 2048]
+    assert [kernel_arguments(operator, v.to(dtype))[0] for dtype in dtypes] == [828, 828, 2048]
     kernels = [operator.coefficients(lags) for lags in (2048, 1587, 828)]
     first = [0 if causal else kernel.shape[1] // 2 for kernel in kernels]
     exact = by_operations(v, kernels[0], first[0])
