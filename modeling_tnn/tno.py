@@ -17,7 +17,7 @@ from .inputs import NO_PASS, Kernel, Pass
 from .numerics import is_exported, without_narrowing
 from .packing import Documents
 from .recurrence import FilterRecurrence, Recurrence
-from .toeplitz import dense_toeplitz, filter_by_response, gated_causal_toeplitz_matmul, gated_toeplitz_matmul
+from .toeplitz import causal_toeplitz_matmul, dense_toeplitz, filter_by_response, toeplitz_matmul
 from .toeplitz_fused import NO_GATE, Gate, is_response
 
 
@@ -176,7 +176,7 @@ def convolve(operator: ToeplitzOperator, v: torch.Tensor, gate: Gate, prepared: 
     kernel = operator.kernel_of(*kernel_arguments(operator, v)) if prepared is None else prepared
     if is_response(kernel):
         return filter_by_response(v, kernel, operator.implementation, gate)
-    matmul = gated_causal_toeplitz_matmul if operator.causal else gated_toeplitz_matmul
+    matmul = causal_toeplitz_matmul if operator.causal else toeplitz_matmul
     return matmul(v, kernel, operator.implementation, gate)
 
 

@@ -51,7 +51,7 @@ from .numerics import (
 )
 from .packing import Documents
 from .tno import ToeplitzOperator
-from .toeplitz import dense_toeplitz, exported_convolution, fit_lags, gated_toeplitz_matmul
+from .toeplitz import dense_toeplitz, exported_convolution, fit_lags, toeplitz_matmul
 
 # Points in a block, and rows at a time.
 BLOCK, ROWS = 8, 512
@@ -357,7 +357,7 @@ class SkiOperator(ToeplitzOperator):
         return (near + far.view(x.shape)).to(v.dtype)
 
     def _convolve_channels(self, x: torch.Tensor, coefficients: torch.Tensor) -> torch.Tensor:
-        y = gated_toeplitz_matmul(x.permute(1, 2, 0), coefficients, self.implementation)
+        y = toeplitz_matmul(x.permute(1, 2, 0), coefficients, self.implementation)
         return y.permute(2, 0, 1)
 
     def dense(self, length: int) -> torch.Tensor:

@@ -40,7 +40,7 @@ from .toeplitz_fused import (
     NO_GATE,
     Gate,
     Windows,
-    complex_response,
+    eager_windows,
     fused_convolution,
     has_parameters,
     is_response,
@@ -52,8 +52,7 @@ from .toeplitz_fused import (
 def exported_convolution(x: torch.Tensor, kernel: torch.Tensor, size: int, first: int) -> torch.Tensor:
     """Entries `first .. first + L - 1` of the circular convolution of `x` `(B, D, L)` with `kernel` `(D, K)`.
 
-    Args:
-        size: transform length F, at least L and K.
+    The transform length F = `size` is at least L and K.
     """
     length = x.shape[-1]
     if is_exported_to_onnx():
@@ -64,10 +63,9 @@ def exported_convolution(x: torch.Tensor, kernel: torch.Tensor, size: int, first
 
 
 def exported_quotient(above: torch.Tensor, below: torch.Tensor, size: int, count: int) -> torch.Tensor:
-    """The first `count` entries of the circular quotient of two series `(D, N)`, `(D, count)`.
+    """The first `count` entries `(D, count)` of the circular quotient of two series `(D, N)`.
 
-    Args:
-        size: transform length F, at least N and `count`.
+    The transform length F = `size` is at least N and `count`.
     """
     if is_exported_to_onnx():
         quotient = matrix_transform(above, size).over(matrix_transform(below, size))
@@ -135,7 +133,9 @@ def _frequencies(size: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     return frequency, 2 * frequency[-1]
 
 
-def toeplitz_matmul(v: torch.Tensor, coefficients: torch.Tensor, implementation: str = "fused") -> torch.Tensor:
+def toeplitz_matmul(
+    v: torch.Tensor, coefficients: torch.Tensor, implementation: str = "fused", gate: Gate = NO_GATE
+) -> torch.Tensor:
     """The product of a sequence with Toeplitz matrices, one for each channel: equation (1).
 
     Args:
@@ -145,6 +145,7 @@ def toeplitz_matmul(v: torch.Tensor, coefficients: torch.Tensor, implementation:
         implementation: `"fused"` (fast) or `"eager"` (PyTorch's own operations), with the same values and derivatives.
             `"triton"` is for GPUs, and rounds the coefficients to the dtype of `v`. `"auto"` takes it on NVIDIA's GPUs
             of compute capability 8.0 and newer where it is the faster one, else `"fused"`.
+        gate: the gate around the product, see `toeplitz_fused.py`; none unless given.
 
     Returns:
         `(B, L, D)` in the dtype of `v`. It is computed in float32, or in float64 if `v` or `coefficients` are float64.
@@ -153,33 +154,41 @@ def toeplitz_matmul(v: torch.Tensor, coefficients: torch.Tensor, implementation:
         TypeError: an argument is not a tensor of real floating-point numbers.
         ValueError: the shapes or the devices do not fit, or `implementation` is unknown.
     """
-    return gated_toeplitz_matmul(v, coefficients, implementation)
+    length, channels = _checked_shape(v, "coefficients", coefficients)
+    if coefficients.dim() != 2 or coefficients.shape[0] != channels or coefficients.shape[1] % 2 == 0:
+        raise ValueError(
+            f"`coefficients` must have shape (D, 2L-1) = {(channels, 2 * length - 1)} for v of shape "
+            f"{tuple(v.shape)}, or another odd number of lags, got {tuple(coefficients.shape)}"
+        )
+    reach = length if is_exported() else min(length, (coefficients.shape[1] + 1) // 2)
+    return gated_convolution(v, fit_lags(coefficients, reach), reach - 1, implementation, gate)
 
 
-def causal_toeplitz_matmul(v: torch.Tensor, kernel: torch.Tensor, implementation: str = "fused") -> torch.Tensor:
+def causal_toeplitz_matmul(
+    v: torch.Tensor, kernel: torch.Tensor, implementation: str = "fused", gate: Gate = NO_GATE
+) -> torch.Tensor:
     """The product of a sequence with lower triangular Toeplitz matrices: equation (1) with t_k = 0 for k < 0.
 
     Args:
         v: `(B, L, D)`, real, any floating-point dtype.
         kernel: `(D, K)`, the lags 0 .. K-1. Missing lags (K < L) are zero, and lags beyond the sequence (K > L) are
             not used.
-        implementation: as for `toeplitz_matmul`.
 
-    Returns:
-        `(B, L, D)` in the dtype of `v`. It is computed in float32, or in float64 if `v` or `kernel` are float64.
-
-    Raises:
-        TypeError: an argument is not a tensor of real floating-point numbers.
-        ValueError: the shapes or the devices do not fit, or `implementation` is unknown.
+    The other arguments, the result and the errors are those of `toeplitz_matmul`.
     """
-    return gated_causal_toeplitz_matmul(v, kernel, implementation)
+    length, channels = _checked_shape(v, "kernel", kernel)
+    if kernel.dim() != 2 or kernel.shape[0] != channels or kernel.shape[1] == 0:
+        raise ValueError(f"`kernel` must have shape (D, K) with D={channels} and K >= 1, got {tuple(kernel.shape)}")
+    kernel = fit_taps(kernel, length) if is_exported() else kernel[:, :length]
+    return gated_convolution(v, kernel, 0, implementation, gate)
 
 
 def gated_convolution(
-    v: torch.Tensor, kernel: torch.Tensor, first: int, implementation: str, gate: Gate = NO_GATE
+    v: torch.Tensor, kernel: torch.Tensor, first: int, implementation: str, gate: Gate
 ) -> torch.Tensor:
     """Entries `first .. first + L - 1` of the convolution of `v` `(B, L, D)` with `kernel` `(D, K)`, inside a gate."""
     length, taps = v.shape[1], kernel.shape[1]
+    kernel = kernel.to(compute_dtype(torch.promote_types(v.dtype, kernel.dtype)))
     fused = is_fused(implementation)
     if not (fused and is_on_host(v) and implementation != "triton"):
         product = extensions.find_product(implementation, v, kernel)
@@ -188,31 +197,6 @@ def gated_convolution(
     size = next_fast_len(length + max(first, taps - 1 - first))
     windows = lay_windows(length, taps, first, size) if fused else single_window(size, first)
     return _filter(v, kernel, windows, fused, gate)
-
-
-def gated_toeplitz_matmul(
-    v: torch.Tensor, coefficients: torch.Tensor, implementation: str = "fused", gate: Gate = NO_GATE
-) -> torch.Tensor:
-    """The product of `toeplitz_matmul` inside a gate."""
-    length, channels = _checked_shape(v, "coefficients", coefficients)
-    if coefficients.dim() != 2 or coefficients.shape[0] != channels or coefficients.shape[1] % 2 == 0:
-        raise ValueError(
-            f"`coefficients` must have shape (D, 2L-1) = {(channels, 2 * length - 1)} for v of shape "
-            f"{tuple(v.shape)}, or another odd number of lags, got {tuple(coefficients.shape)}"
-        )
-    reach = length if is_exported() else min(length, (coefficients.shape[1] + 1) // 2)
-    return gated_convolution(v, _widened(v, fit_lags(coefficients, reach)), reach - 1, implementation, gate)
-
-
-def gated_causal_toeplitz_matmul(
-    v: torch.Tensor, kernel: torch.Tensor, implementation: str = "fused", gate: Gate = NO_GATE
-) -> torch.Tensor:
-    """The product of `causal_toeplitz_matmul` inside a gate, as `gated_toeplitz_matmul`."""
-    length, channels = _checked_shape(v, "kernel", kernel)
-    if kernel.dim() != 2 or kernel.shape[0] != channels or kernel.shape[1] == 0:
-        raise ValueError(f"`kernel` must have shape (D, K) with D={channels} and K >= 1, got {tuple(kernel.shape)}")
-    kernel = fit_taps(kernel, length) if is_exported() else kernel[:, :length]
-    return gated_convolution(v, _widened(v, kernel), 0, implementation, gate)
 
 
 def dense_toeplitz(coefficients: torch.Tensor) -> torch.Tensor:
@@ -248,9 +232,7 @@ def fit_lags(coefficients: torch.Tensor, reach: int) -> torch.Tensor:
     if is_exported():
         return pad(coefficients, (reach, reach))[:, given : given + 2 * reach - 1]
     missing = reach - given
-    if missing == 0:
-        return coefficients
-    return pad(coefficients, (missing, missing))
+    return coefficients if missing == 0 else pad(coefficients, (missing, missing))
 
 
 def fit_taps(kernel: torch.Tensor, length: int) -> torch.Tensor:
@@ -280,33 +262,22 @@ def filter_by_response(
     return _filter(v, response, single_window(size, first=0), is_fused(implementation), gate)
 
 
-def eager_convolution(v: torch.Tensor, kernel: torch.Tensor, windows: Windows, gate: Gate) -> torch.Tensor:
-    """The result of `fused_convolution` for a single window, by PyTorch's own operations."""
-    x = gate.inputs(v).transpose(1, 2).to(kernel.dtype)  # (B, D, L)
-    if is_exported() and not is_response(kernel):
-        y = exported_convolution(x, kernel, windows.size, windows.skip)  # (B, D, L)
-    else:
-        spectrum = complex_response(kernel) if is_response(kernel) else torch.fft.rfft(kernel, n=windows.size)
-        y = torch.fft.irfft(torch.fft.rfft(x, n=windows.size) * spectrum, n=windows.size)  # (B, D, F)
-        y = y[..., windows.skip : windows.skip + v.shape[1]]  # (B, D, L)
-    return gate.apply(y.transpose(1, 2).to(v.dtype), "eager")  # (B, L, D)
-
-
-def _widened(v: torch.Tensor, kernel: torch.Tensor) -> torch.Tensor:
-    """`kernel` in the precision of the product with `v`."""
-    return kernel.to(compute_dtype(torch.promote_types(v.dtype, kernel.dtype)))
-
-
 def _filter(v: torch.Tensor, kernel: torch.Tensor, windows: Windows, fused: bool, gate: Gate) -> torch.Tensor:
     if v.numel() == 0 and not must_be_eager():
         # MKL refuses transforms of empty tensors. All inputs stay in the graph, so that their gradients are zero.
         return gate.apply(gate.inputs(v), "eager") * kernel.sum().to(v.dtype)
-    if not fused:
-        return eager_convolution(v, kernel, windows, gate)
-    if has_parameters(gate.act):
-        # The activation has parameters, whose gradients autograd computes around the product.
-        return gate.apply(fused_convolution(gate.inputs(v), kernel, windows), "eager")
-    return fused_convolution(v, kernel, windows, gate)
+    if fused and not has_parameters(gate.act):
+        return fused_convolution(v, kernel, windows, gate)
+    # Autograd computes the gradients of the gate, and of parameters of its activation, around the product.
+    x = gate.inputs(v)
+    if fused:
+        y = fused_convolution(x, kernel, windows)
+    elif is_exported() and not is_response(kernel):
+        x = x.transpose(1, 2).to(kernel.dtype)  # (B, D, L)
+        y = exported_convolution(x, kernel, windows.size, windows.skip).transpose(1, 2).to(v.dtype)
+    else:
+        y = eager_windows(x.permute(2, 0, 1), kernel, None, None, None, windows).permute(1, 2, 0)
+    return gate.apply(y, "eager")  # (B, L, D)
 
 
 def _checked_shape(v: torch.Tensor, name: str, kernel: torch.Tensor) -> tuple[int, int]:

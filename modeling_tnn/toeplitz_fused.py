@@ -52,21 +52,16 @@ class ActivatedProduct(torch.autograd.Function):
     def backward(ctx, gradient: torch.Tensor):
         a, b = ctx.saved_tensors
         if must_differentiate(gradient):
-            function = partial(eager_activated_product, act=ctx.act)
-            return *differentiable_gradients(function, (a, b), ctx.needs_input_grad, gradient), None
+            found = differentiable_gradients(lambda a, b: ctx.act(a) * b, (a, b), ctx.needs_input_grad, gradient)
+            return *found, None
         value, pull_back = value_and_vjp(ctx.act, a)
         return pull_back(gradient * b), value * gradient, None
-
-
-def eager_activated_product(a: torch.Tensor, b: torch.Tensor, act: Activation) -> torch.Tensor:
-    """act(a) * b by autograd."""
-    return act(a) * b
 
 
 def activated_product(a: torch.Tensor, b: torch.Tensor, act: Activation, implementation: str) -> torch.Tensor:
     """act(a) * b for two tensors of one shape; `implementation` as for `toeplitz.toeplitz_matmul`."""
     fused = is_fused(implementation) and torch.is_grad_enabled() and not has_parameters(act)
-    return (ActivatedProduct.apply if fused else eager_activated_product)(a, b, act)
+    return ActivatedProduct.apply(a, b, act) if fused else act(a) * b
 
 
 class Gate(NamedTuple):
@@ -114,21 +109,12 @@ def must_differentiate(gradient: torch.Tensor) -> bool:
 
 
 def differentiable_gradients(
-    function: Callable[..., torch.Tensor],
-    inputs: Sequence[torch.Tensor],
-    needed: Sequence[bool],
-    gradient: torch.Tensor,
+    function: Callable, inputs: Sequence[torch.Tensor], needed: Sequence[bool], gradient: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
-    """The gradients of a backward pass that can be differentiated again, computed by autograd.
+    """The gradients of a backward pass that can be differentiated again, by autograd; None for each not `needed`.
 
-    Args:
-        function: the forward computation in PyTorch's own operations.
-        inputs: the inputs of the forward pass from `ctx.saved_tensors`, with their graph.
-        needed: which inputs need a gradient; entries beyond the number of inputs are not read.
-        gradient: the gradient of the result.
-
-    Returns:
-        For each input its gradient, or None if it needs none.
+    `function(*inputs)` is the forward pass in PyTorch's own operations, for the tensors that it saved; `needed` may
+    have more entries than there are inputs. `gradient` is that of its result.
     """
     create_graph = torch.is_grad_enabled()
     needed = needed[: len(inputs)]
@@ -180,11 +166,12 @@ class GatedConvolution(torch.autograd.Function):
     def forward(ctx, v, kernel, u, mask, act, windows: Windows) -> torch.Tensor:
         keep = u is not None and any(ctx.needs_input_grad[:3])
         h, mixed = torch.empty_like(v), (torch.empty_like(v) if keep else None)  # (D, B, L)
-        dtype, length, buffer = kernel.dtype, v.shape[2], None
-        for chosen in chunks(v, windows):
+        dtype, length, parts = kernel.dtype, v.shape[2], chunks(v, windows)
+        buffer = kernel.new_zeros(parts[0].stop, v.shape[1], windows.span)
+        for chosen in parts:
             x = v[chosen].to(dtype)  # (C, B, L)
             x = mask_out(x if act is None else act(x), mask)
-            buffer, spectrum = transform(buffer, x, windows)  # (C, B, W, F/2+1)
+            spectrum = transform(buffer, x, windows)  # (C, B, W, F/2+1)
             spectrum *= response(kernel, chosen, windows)
             y = torch.fft.irfft(spectrum, n=windows.size)[..., windows.skip :]  # (C, B, W, S)
             y = y.flatten(2)[..., :length]  # (C, B, L)
@@ -217,8 +204,10 @@ def window_gradients(gradient, v, kernel, u, mask, mixed, act, windows: Windows,
     v_gradient = torch.empty_like(v) if want_v else None
     u_gradient = torch.empty_like(u) if want_u else None
     kernel_gradient = torch.empty_like(kernel) if want_kernel else None
-    dtype, g_buffer, x_buffer = kernel.dtype, None, None
-    for chosen in chunks(v, windows):
+    dtype, parts = kernel.dtype, chunks(v, windows)
+    g_buffer = kernel.new_zeros(parts[0].stop, v.shape[1], windows.count, windows.size)
+    x_buffer = kernel.new_zeros(parts[0].stop, v.shape[1], windows.span) if want_kernel else None
+    for chosen in parts:
         g = gradient[chosen].to(dtype)  # (C, B, L)
         if u is not None:
             gate, pull_back = value_and_vjp(act, u[chosen].to(dtype))
@@ -227,13 +216,13 @@ def window_gradients(gradient, v, kernel, u, mask, mixed, act, windows: Windows,
             g = gate * g
         if not (want_v or want_kernel):
             continue
-        g_buffer, spectrum = transform_gradient(g_buffer, g, windows)  # (C, B, W, F/2+1)
+        spectrum = transform_gradient(g_buffer, g, windows)  # (C, B, W, F/2+1)
         x, pull_back = v[chosen].to(dtype), None
         if act is not None:
             x, pull_back = value_and_vjp(act, x)
         if want_kernel:
-            x_buffer, correlation = transform(x_buffer, mask_out(x, mask), windows)
-            correlation = correlation.conj_physical_().mul_(spectrum).sum((1, 2))  # (C, F/2+1)
+            correlation = transform(x_buffer, mask_out(x, mask), windows).conj_physical_()
+            correlation = correlation.mul_(spectrum).sum((1, 2))  # (C, F/2+1)
             store_gradient(kernel_gradient, chosen, correlation, windows)
         if want_v:
             spectrum *= response(kernel, chosen, windows).conj()
@@ -246,9 +235,13 @@ def eager_windows(v, kernel, u, mask, act, windows: Windows) -> torch.Tensor:
     """The result of `GatedConvolution` for the same arguments, by operations that autograd can differentiate."""
     x, length = v.to(kernel.dtype), v.shape[2]
     x = mask_out(x if act is None else act(x), mask)  # (D, B, L)
-    x = pad(x, (windows.offset, windows.span - windows.offset - length)).unfold(-1, windows.size, windows.step)
-    spectrum = torch.fft.rfft(x) * response(kernel, slice(None), windows)  # (D, B, W, F/2+1)
-    y = torch.fft.irfft(spectrum, n=windows.size)[..., windows.skip :].flatten(2)[..., :length]  # (D, B, L)
+    if windows.count > 1:
+        x = pad(x, (windows.offset, windows.span - windows.offset - length)).unfold(-1, windows.size, windows.step)
+    else:
+        x = x[:, :, None]
+    spectrum = torch.fft.rfft(x, n=windows.size) * response(kernel, slice(None), windows)  # (D, B, W, F/2+1)
+    y = torch.fft.irfft(spectrum, n=windows.size)[..., windows.skip : windows.skip + length]  # (D, B, W, S)
+    y = y.flatten(2)[..., :length]  # (D, B, L)
     return (y if u is None else act(u.to(kernel.dtype)) * y).to(v.dtype)
 
 
@@ -289,29 +282,22 @@ def complex_response(parts: torch.Tensor) -> torch.Tensor:
     return torch.complex(parts[0], pad(parts[1][:, 1:-1], (1, 1)))
 
 
-def zeros(buffer: torch.Tensor | None, x: torch.Tensor, *sizes: int) -> torch.Tensor:
-    """A buffer `(C, B, *sizes)` of zeros, or the last `buffer`, whose zeros have not been overwritten."""
-    if buffer is None or buffer.shape[0] != x.shape[0]:
-        buffer = x.new_zeros(*x.shape[:2], *sizes)
-    return buffer
-
-
-def transform(buffer: torch.Tensor | None, x: torch.Tensor, windows: Windows):
-    """The buffer, and the spectra of the windows over `x` `(C, B, L)`: `(C, B, W, F/2 + 1)`."""
-    buffer = zeros(buffer, x, windows.span)
+def transform(buffer: torch.Tensor, x: torch.Tensor, windows: Windows) -> torch.Tensor:
+    """The spectra `(C, B, W, F/2 + 1)` of the windows over `x` `(C, B, L)`. The rest of the buffer stays zero."""
+    buffer = buffer[: len(x)]
     buffer[..., windows.offset : windows.offset + x.shape[2]] = x
-    return buffer, torch.fft.rfft(buffer.unfold(-1, windows.size, windows.step))
+    return torch.fft.rfft(buffer.unfold(-1, windows.size, windows.step))
 
 
-def transform_gradient(buffer: torch.Tensor | None, g: torch.Tensor, windows: Windows):
-    """The buffer, and the spectra `(C, B, W, F/2 + 1)` of the gradients `g` `(C, B, L)`, laid out in the windows."""
-    buffer = zeros(buffer, g, windows.count, windows.size)
+def transform_gradient(buffer: torch.Tensor, g: torch.Tensor, windows: Windows) -> torch.Tensor:
+    """The spectra `(C, B, W, F/2 + 1)` of the gradients `g` `(C, B, L)`, laid out in the windows, as `transform`."""
+    buffer = buffer[: len(g)]
     if windows.count > 1:
         g = pad(g, (0, windows.count * windows.step - g.shape[2])).unflatten(-1, (windows.count, windows.step))
         buffer[..., windows.skip :] = g
     else:
         buffer[:, :, 0, windows.skip : windows.skip + g.shape[2]] = g
-    return buffer, torch.fft.rfft(buffer)
+    return torch.fft.rfft(buffer)
 
 
 def overlap_add(parts: torch.Tensor, length: int, windows: Windows) -> torch.Tensor:

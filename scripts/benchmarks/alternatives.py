@@ -20,7 +20,7 @@ from collections.abc import Callable
 import torch
 
 from modeling_tnn.tno_ski import InducingGrid
-from modeling_tnn.toeplitz import gated_causal_toeplitz_matmul, gated_toeplitz_matmul
+from modeling_tnn.toeplitz import causal_toeplitz_matmul, toeplitz_matmul
 from modeling_tnn.toeplitz_fused import chunks, single_window
 from tnn_scripts.benchmarks.measure import markdown, measure, ratio, saved_bytes
 
@@ -64,7 +64,7 @@ def causal_by_intervals(v: torch.Tensor, taps: torch.Tensor, grid: InducingGrid)
             first = middle + 1 + own - side  # the lag from the interval before
             kernel = torch.nn.functional.pad(taps[:, first : first + count - 1], (1, 0))  # (D, N)
             given = ends[..., side].permute(1, 2, 0)  # (B, N, D)
-            points = gated_causal_toeplitz_matmul(given, kernel).permute(2, 0, 1)  # (D, B, N)
+            points = causal_toeplitz_matmul(given, kernel).permute(2, 0, 1)  # (D, B, N)
             far = far + points[..., None] * weights[own]
     return (y + far).flatten(2)[..., :length]
 
@@ -138,7 +138,7 @@ def causal_ski_ways(args, length: int) -> dict[str, tuple[Callable, list[torch.T
     taps, kernel = torch.randn(args.channels, 2 * grid.num_points - 1), torch.randn(args.channels, length)
 
     def filtered(v, kernel):
-        return gated_causal_toeplitz_matmul(v.permute(1, 2, 0), kernel).permute(2, 0, 1)
+        return causal_toeplitz_matmul(v.permute(1, 2, 0), kernel).permute(2, 0, 1)
 
     return {
         "filter": (filtered, [v, kernel]),
@@ -151,7 +151,7 @@ def split_ways(args, length: int) -> dict[str, tuple[Callable, list[torch.Tensor
     v, taps = torch.randn(args.channels, args.batch_size, length), torch.randn(args.channels, 2 * length - 1)
 
     def padded(v, taps):
-        return gated_toeplitz_matmul(v.permute(1, 2, 0), taps).permute(2, 0, 1)
+        return toeplitz_matmul(v.permute(1, 2, 0), taps).permute(2, 0, 1)
 
     return {"fused": (padded, [v, taps]), "split": (SplitProduct.apply, [v, taps])}
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from modeling_tnn.kernels.choice import choose, refused_by_triton
-from modeling_tnn.toeplitz import gated_causal_toeplitz_matmul, gated_toeplitz_matmul
+from modeling_tnn.toeplitz import causal_toeplitz_matmul, toeplitz_matmul
 from modeling_tnn.toeplitz_fused import Gate
 from tnn_scripts.benchmarks.measure import kernels_on_device, measure, peak_on_device
 
@@ -96,7 +96,7 @@ def errors_of(implementation: str, dtype: torch.dtype, causal: bool, length: int
 def with_gradients(implementation: str, causal: bool, v, kernel, u, mask, gradient) -> list[torch.Tensor]:
     """The gated product, and the gradients of `v`, `kernel` and `u`."""
     inputs = [x.detach().requires_grad_() for x in (v, kernel, u)]
-    product = gated_causal_toeplitz_matmul if causal else gated_toeplitz_matmul
+    product = causal_toeplitz_matmul if causal else toeplitz_matmul
     y = product(inputs[0], inputs[1], implementation, Gate(inputs[2], nn.SiLU(), mask))
     return [y.detach(), *torch.autograd.grad(y, inputs, gradient)]
 

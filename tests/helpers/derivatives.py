@@ -8,7 +8,7 @@ from helpers.models import BIDIRECTIONAL, CAUSAL, random, seeded, tiny_config
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM
 from modeling_tnn.tno_auto import build_tno
 from modeling_tnn.tno_rtf import rational_kernel
-from modeling_tnn.toeplitz import gated_causal_toeplitz_matmul
+from modeling_tnn.toeplitz import causal_toeplitz_matmul
 from modeling_tnn.toeplitz_fused import Gate
 
 
@@ -40,7 +40,7 @@ def mask_of(length: int) -> torch.Tensor:
     return torch.arange(length).expand(2, length) % 3 != 1
 
 
-def gated(product, v, kernel, u, matmul=gated_causal_toeplitz_matmul, mask=None):
+def gated(product, v, kernel, u, matmul=causal_toeplitz_matmul, mask=None):
     return matmul(v, kernel, product, Gate(u, silu, mask))
 
 

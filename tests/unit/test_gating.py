@@ -10,7 +10,7 @@ from transformers.activations import ACT2FN
 from helpers.models import random, relative_error
 from modeling_tnn import toeplitz_fused
 from modeling_tnn.mixers import apply_channel_major
-from modeling_tnn.toeplitz import gated_causal_toeplitz_matmul, gated_toeplitz_matmul
+from modeling_tnn.toeplitz import causal_toeplitz_matmul, toeplitz_matmul
 from modeling_tnn.toeplitz_fused import Gate, activated_product
 
 ACTIVATIONS = ["silu", "linear", "relu2", "gelu", "tanh"]
@@ -38,7 +38,7 @@ def compare(fast, plain, inputs, tolerance=1e-12):
 def test_gated_product(length, act, masked):
     mask = torch.arange(length).expand(2, length) % 3 != 1 if masked else None
     inputs = (random(2, length, 5), random(5, 2 * length - 1), random(2, length, 5) * 0.9)
-    ways = [partial(gated, gated_toeplitz_matmul, act, mask, product) for product in ("fused", "eager")]
+    ways = [partial(gated, toeplitz_matmul, act, mask, product) for product in ("fused", "eager")]
     compare(*ways, inputs)
 
 
@@ -47,7 +47,7 @@ def test_gated_product(length, act, masked):
 def test_windows_of_a_long_sequence(length, taps, causal):
     """Several transforms instead of one (overlap-save), with the gate and the mask around them."""
     matmul, mask = (
-        gated_causal_toeplitz_matmul if causal else gated_toeplitz_matmul,
+        causal_toeplitz_matmul if causal else toeplitz_matmul,
         torch.arange(length).expand(2, -1) % 5 > 0,
     )
     assert toeplitz_fused.lay_windows(length, taps, 0, 4096).count > 1
@@ -57,7 +57,7 @@ def test_windows_of_a_long_sequence(length, taps, causal):
 
 def test_gradcheck():
     inputs = (random(2, 9, 2), random(2, 4), random(2, 9, 2) * 0.9)
-    assert torch.autograd.gradcheck(partial(gated, gated_causal_toeplitz_matmul, "silu", None, "fused"), inputs)
+    assert torch.autograd.gradcheck(partial(gated, causal_toeplitz_matmul, "silu", None, "fused"), inputs)
     assert torch.autograd.gradcheck(lambda a, b: activated_product(a, b, ACT2FN["silu"], "fused"), inputs[::2])
 
 
@@ -67,7 +67,7 @@ def test_frozen_inputs_get_no_gradient(frozen):
     inputs[frozen].requires_grad_(False)
     wanted = [x for x in inputs if x.requires_grad]
     gradients = [
-        torch.autograd.grad(gated(gated_causal_toeplitz_matmul, "silu", None, product, *inputs).square().sum(), wanted)
+        torch.autograd.grad(gated(causal_toeplitz_matmul, "silu", None, product, *inputs).square().sum(), wanted)
         for product in ("fused", "eager")
     ]
     for actual, expected in zip(*gradients, strict=True):
@@ -80,7 +80,7 @@ def test_an_activation_with_parameters_learns():
         act = nn.PReLU(dtype=torch.float64)
         v, kernel, u = random(2, 9, 3), random(3, 9), random(2, 9, 3)
         (
-            gated_causal_toeplitz_matmul(v, kernel, product, Gate(u, act)) + activated_product(u, v, act, product)
+            causal_toeplitz_matmul(v, kernel, product, Gate(u, act)) + activated_product(u, v, act, product)
         ).sum().backward()
         gradients.append(act.weight.grad)
     assert gradients[0].abs().item() > 0
@@ -91,7 +91,7 @@ def test_what_is_kept():
     """Besides the filter: u, v and the mixed values of a gated product, both factors of an activated one."""
     v, kernel, u = (random(*shape, dtype=torch.float32) for shape in ((2, 100, 8), (8, 50), (2, 100, 8)))
     for call, count in (
-        (lambda: gated_causal_toeplitz_matmul(v, kernel, "fused", Gate(u, ACT2FN["silu"])), 3),
+        (lambda: causal_toeplitz_matmul(v, kernel, "fused", Gate(u, ACT2FN["silu"])), 3),
         (lambda: activated_product(u, v, ACT2FN["silu"], "fused"), 2),
     ):
         saved = []
@@ -104,8 +104,8 @@ def test_what_is_kept():
 def test_gate_in_low_precision_is_computed_in_float32(dtype):
     v, kernel, u = random(2, 50, 3).detach(), random(3, 50).detach(), random(2, 50, 3).detach()
     v, u = v.to(dtype), u.to(dtype)
-    exact = gated(gated_causal_toeplitz_matmul, "silu", None, "eager", v.double(), kernel, u.double())
-    actual = gated(gated_causal_toeplitz_matmul, "silu", None, "fused", v, kernel.float(), u)
+    exact = gated(causal_toeplitz_matmul, "silu", None, "eager", v.double(), kernel, u.double())
+    actual = gated(causal_toeplitz_matmul, "silu", None, "fused", v, kernel.float(), u)
     assert actual.dtype == dtype
     assert relative_error(actual, exact) < torch.finfo(dtype).eps  # one rounding, of the result
 
@@ -131,7 +131,7 @@ def test_channel_major_linear(shape, cls):
 def test_results_lie_channel_by_channel(cls):
     """Through the whole gated unit: no step falls back to the other layout."""
     u = apply_channel_major(cls(5, 4), torch.randn(2, 7, 5))
-    y = gated_causal_toeplitz_matmul(u, torch.randn(4, 7), "fused", Gate(u, ACT2FN["silu"]))
+    y = causal_toeplitz_matmul(u, torch.randn(4, 7), "fused", Gate(u, ACT2FN["silu"]))
     assert u.permute(2, 0, 1).is_contiguous() and y.permute(2, 0, 1).is_contiguous()
     (gradient,) = torch.autograd.grad(y.sum(), u)
     assert gradient.permute(2, 0, 1).is_contiguous()

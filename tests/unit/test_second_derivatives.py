@@ -17,7 +17,7 @@ from helpers.models import checkpoint_activations, random, relative_error
 from modeling_tnn import toeplitz_fused
 from modeling_tnn.tno_rtf import RationalTaps
 from modeling_tnn.tno_ski import InducingGrid, Prolong, Restrict
-from modeling_tnn.toeplitz import filter_by_response, gated_causal_toeplitz_matmul, gated_toeplitz_matmul
+from modeling_tnn.toeplitz import causal_toeplitz_matmul, filter_by_response, toeplitz_matmul
 from modeling_tnn.toeplitz_fused import Gate, activated_product
 
 LENGTHS = [1, 2, 3, 17, 63]
@@ -56,7 +56,7 @@ def compare(ways, inputs, tolerance=1e-10, orders=3):
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("causal", [True, False])
 def test_gated_product(causal, length, masked, short_windows):
-    matmul, taps = (gated_causal_toeplitz_matmul, 2) if causal else (gated_toeplitz_matmul, 3)
+    matmul, taps = (causal_toeplitz_matmul, 2) if causal else (toeplitz_matmul, 3)
     inputs = (random(2, length, 3), random(3, taps), random(2, length, 3) * 0.9)
     mask = mask_of(length) if masked else None
     compare([partial(gated, product, matmul=matmul, mask=mask) for product in WAYS], inputs)
@@ -65,7 +65,7 @@ def test_gated_product(causal, length, masked, short_windows):
 @pytest.mark.parametrize("length", LENGTHS)
 def test_product_without_a_gate(length):
     inputs = (random(2, length, 3), random(3, 2 * length - 1))
-    compare([partial(gated_toeplitz_matmul, implementation=product) for product in WAYS], inputs)
+    compare([partial(toeplitz_matmul, implementation=product) for product in WAYS], inputs)
 
 
 @pytest.mark.parametrize("length", [3, 8])
@@ -147,7 +147,7 @@ def test_low_precision():
 def test_gradgradcheck(short_windows):
     inputs = (random(1, 17, 1), random(1, 2), random(1, 17, 1) * 0.9)
     assert torch.autograd.gradgradcheck(partial(gated, "fused", mask=mask_of(17)[:1]), inputs)
-    assert torch.autograd.gradgradcheck(lambda v, k: gated_toeplitz_matmul(v, k), (random(1, 5, 2), random(2, 9)))
+    assert torch.autograd.gradgradcheck(lambda v, k: toeplitz_matmul(v, k), (random(1, 5, 2), random(2, 9)))
     assert torch.autograd.gradgradcheck(filter_by_response, (random(1, 4, 2), random(2, 2, 5)))
     assert torch.autograd.gradgradcheck(lambda a, b: activated_product(a, b, silu, "fused"), inputs[::2])
     parameters = (random(2, 3) * 0.2, random(4, 3), random(4))

@@ -13,10 +13,10 @@ from helpers.models import VARIANTS, random, relative_error, seeded, tiny_config
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, list_presets, load_preset, numerics
 from modeling_tnn.kernels import fallback
 from modeling_tnn.toeplitz import (
+    causal_toeplitz_matmul,
     dense_toeplitz,
     fit_lags,
-    gated_causal_toeplitz_matmul,
-    gated_toeplitz_matmul,
+    toeplitz_matmul,
     two_sided,
 )
 from modeling_tnn.toeplitz_fused import Gate
@@ -269,7 +269,7 @@ def test_other_activations(act):
     inputs, found = [single(*shape) for shape in ((2, 20, 2), (2, 9), (2, 20, 2))], []
     act = act.to(DEVICE)
     for way in ("triton", "eager"):
-        y = gated_toeplitz_matmul(inputs[0], inputs[1], way, Gate(inputs[2], act, masked(2, 20)))
+        y = toeplitz_matmul(inputs[0], inputs[1], way, Gate(inputs[2], act, masked(2, 20)))
         found.append([y, *torch.autograd.grad(y.square().sum(), [*inputs, *act.parameters()])])
     for actual, expected in zip(*found, strict=True):
         assert relative_error(actual, expected) < 1e-5
@@ -351,9 +351,9 @@ def test_a_kernel_that_does_not_compile(name, monkeypatch, caplog):
     v, kernel, u = single(2, 33, 2), single(2, 9), single(2, 33, 2)
     gate = Gate(u, ACTIVATIONS["silu"], masked(2, 33))
     for _ in range(2):
-        found = gated_causal_toeplitz_matmul(v, kernel, "triton", gate)
+        found = causal_toeplitz_matmul(v, kernel, "triton", gate)
         found = [found, *torch.autograd.grad(found.square().sum(), (v, kernel, u))]
-    expected = gated_causal_toeplitz_matmul(v, kernel, "eager", gate)
+    expected = causal_toeplitz_matmul(v, kernel, "eager", gate)
     for actual, wanted in zip(
         found, [expected, *torch.autograd.grad(expected.square().sum(), (v, kernel, u))], strict=True
     ):
