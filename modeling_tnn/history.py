@@ -6,7 +6,6 @@ oldest one: to move thousands of values would make one token slow. Without a bou
 """
 
 import torch
-from torch.nn.functional import pad
 
 # Number of newest values that can be removed at any time: so many older values are kept beyond those the reader needs.
 SLACK = 64
@@ -69,7 +68,7 @@ class HistoryBuffer:
         if wanted is not None and new > wanted:
             values, new = values[..., -wanted:], wanted
             self.buffer, self.end, self.held = values[..., :0], 0, 0
-        self._make_room(new, wanted)
+        self.make_room(new, wanted)
         capacity = self.buffer.shape[-1]
         start = self.end % max(1, capacity)
         until_end = min(new, capacity - start)
@@ -100,79 +99,23 @@ class HistoryBuffer:
     def settle(self, block: int):
         """Give a ring the length for values that come one by one. The next `block` of them will lie in one piece."""
         if self.is_ring and not self.is_fixed:
-            longest, capacity = _aligned(self.reach + self.slack), self.buffer.shape[-1]
+            longest, capacity = aligned(self.reach + self.slack), self.buffer.shape[-1]
             fits = min(longest, self.held + block) <= capacity <= longest
             if not fits or capacity % ALIGNMENT or (self.end + block) % ALIGNMENT:
-                self._move(min(longest, _aligned(self.held + max(ALIGNMENT, self.held))), -block % ALIGNMENT)
+                self.move(min(longest, aligned(self.held + max(ALIGNMENT, self.held))), -block % ALIGNMENT)
 
-    def fix(self, longest: int | None):
-        """Give the buffer the length that it keeps while values come one by one.
-
-        Args:
-            longest: the number of values of the whole text, if it is known. A text that is longer may need any length.
-        """
-        self.is_fixed = True
-        capacity = self.buffer.shape[-1]
-        if self.is_ring:
-            wanted = _aligned(self.reach + self.slack)
-            if longest is not None and self.held < longest:
-                wanted = min(wanted, _aligned(longest))
-        elif self.reach is not None:
-            wanted = self.reach + self.slack + ROOM
-        else:
-            wanted = max(longest or 0, capacity)
-        if capacity != wanted:
-            self._move(wanted)
-
-    def reserve(self):
-        """Make room for one value."""
-        self._make_room(1, None if self.reach is None else self.reach + self.slack)
-
-    def take_place(self) -> int:
-        """The place of the next value, which the caller writes. `reserve` has made room for it."""
-        capacity = self.buffer.shape[-1]
-        place = self.end % capacity
-        self.end, self.held = place + 1, min(self.held + 1, capacity)
-        return place
-
-    def select(self, choose):
-        """Apply `choose`, a function of a tensor along its batch dimension."""
-        self.buffer = choose(self.buffer)
-
-    def put(self, other: "HistoryBuffer", rows: list[int], count: int):
-        """Give the `rows` the newest `count` values of `other`, and keep as many of each row; see `put_rows`.
-
-        Zeros stand before the values of a row that has fewer.
-        """
-        if count > self.held:
-            room = self._room(count, None if self.reach is None else self.reach + self.slack)
-            self.buffer, self.end = pad(self.last(self.held), (count - self.held, room)), count
-        self.held = count
-        values, young = other.last(count), min(self.end, count)
-        values = pad(values, (count - values.shape[-1], 0))  # (N, D, count)
-        self.buffer = put_rows(self.buffer, rows, values[..., count - young :], self.end - young)
-        if young < count:  # the ring begins before its front
-            old = values[..., : count - young]
-            self.buffer = put_rows(self.buffer, rows, old, self.buffer.shape[-1] - old.shape[-1])
-
-    def compact(self, count: int):
-        """Keep at most the newest `count` values, if the buffer has more places than for so many one by one."""
-        if self.buffer.shape[-1] > places(self.reach, count):
-            kept = self.last(count if self.reach is None else min(count, self.reach + self.slack)).clone()
-            self.buffer, self.end, self.held = kept, kept.shape[-1], kept.shape[-1]
-
-    def _make_room(self, new: int, wanted: int | None):
+    def make_room(self, new: int, wanted: int | None):
         """Make the buffer so long that `new` values fit, and that it holds `wanted` values (None: all)."""
         capacity = self.buffer.shape[-1]
         if self.held + new <= capacity or (self.is_ring and capacity >= wanted):
             return
         kept = self.last(self.held if wanted is None else wanted - new)
         count = kept.shape[-1] + new
-        buffer = kept.new_empty(*kept.shape[:-1], count + self._room(count, wanted))
+        buffer = kept.new_empty(*kept.shape[:-1], count + self.room(count, wanted))
         buffer[..., : kept.shape[-1]] = kept
         self.buffer, self.end, self.held = buffer, kept.shape[-1], kept.shape[-1]
 
-    def _move(self, capacity: int, end: int = 0):
+    def move(self, capacity: int, end: int = 0):
         """Move the newest values to a buffer of this length: in a ring before the place `end`, else to its front."""
         kept = self.last(capacity if self.is_ring or self.reach is None else self.reach + self.slack)
         buffer, count = kept.new_empty(*kept.shape[:-1], capacity), kept.shape[-1]
@@ -182,7 +125,8 @@ class HistoryBuffer:
         buffer[..., capacity - (count - young) :] = kept[..., : count - young]
         self.buffer, self.end, self.held = buffer, end, count
 
-    def _room(self, count: int, wanted: int | None) -> int:
+    def room(self, count: int, wanted: int | None) -> int:
+        """The free places beside `count` values."""
         if wanted is None:
             return max(LONG_ROOM, count // GROWTH)
         if self.is_ring:
@@ -190,28 +134,6 @@ class HistoryBuffer:
         return ROOM
 
 
-def put_rows(tensor: torch.Tensor, rows: list[int], values: torch.Tensor, first: int = 0) -> torch.Tensor:
-    """`tensor` `(B, ..., C)` with `values` `(N, ..., S)` in the `rows`, from column `first` on.
-
-    It is changed in place, unless rows from B on ask for more of them.
-    """
-    if max(rows) >= len(tensor):
-        grown = tensor.new_empty(max(rows) + 1, *tensor.shape[1:])
-        grown[: len(tensor)] = tensor
-        tensor = grown
-    for row, value in zip(rows, values, strict=True):
-        tensor[row, ..., first : first + value.shape[-1]] = value
-    return tensor
-
-
-def places(reach: int | None, count: int) -> int:
-    """The most places that a buffer has after `count` values that came one by one."""
-    if reach is None:
-        return count + max(LONG_ROOM, count // GROWTH)
-    if reach <= LONG_REACH:
-        return reach + SLACK + ROOM
-    return min(_aligned(reach + SLACK), _aligned(2 * max(ALIGNMENT, count)))
-
-
-def _aligned(count: int) -> int:
+def aligned(count: int) -> int:
+    """The least multiple of `ALIGNMENT` from `count` on."""
     return -(-count // ALIGNMENT) * ALIGNMENT

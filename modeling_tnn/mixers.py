@@ -65,12 +65,13 @@ from transformers.models.llama.modeling_llama import (
 )
 from transformers.utils.generic import maybe_autocast
 
-from .cache_tnn import cache_argument, check_rows, refuse_backward
+from .cache_tnn import cache_argument
 from .configuration_tnn import FULL, SLIDING
 from .inputs import first_real_token, roll
 from .norms import NORM_TYPES, RootRMSNorm
 from .numerics import compute_dtype, is_exported, is_plain, is_traced, without_narrowing
 from .packing import Batches, Documents
+from .recurrence import check_rows, refuse_backward
 from .tno import NO_PASS, Pass, ToeplitzOperator
 from .tno_auto import build_tno
 from .toeplitz_fused import NO_GATE, Gate
@@ -158,8 +159,10 @@ class ShortConvolution(ToeplitzOperator):
     """A filter of m taps and a bias for each of the 3 D channels of the projections.
 
     It is a Toeplitz operator, so decoding, packed rows and caches treat it as one. Its state is that of a kernel of m
-    taps, the last m - 1 inputs, in a layer beside that of the long filter (`TnnCacheLayer.beside`).
+    taps, the last m - 1 inputs.
     """
+
+    state_name = "short"
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int = 0):
         super().__init__(config, layer_idx)
@@ -219,8 +222,7 @@ class ShortConvolution(ToeplitzOperator):
                         "`past_key_values` must stay on the device with toeplitz_mixer='hyena', whose layers use it "
                         "twice, got an offloaded cache"
                     )
-                layer = passed.cache.layers[self.layer_idx].beside()
-                mixed = layer.update(v, None, self, gate)[0]
+                mixed = passed.cache.layers[self.layer_idx].update(v, None, self, gate)[0]
         return mixed + self.bias.to(mixed.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Decoding of a causal Toeplitz operator token by token: the contract, and exact decoding of any kernel.
+"""Decode a causal Toeplitz operator token by token: the state, the contract, and exact decoding of any kernel.
 
     y_t = sum_{j=0}^{m-1} k_j v_{t-j}
 
@@ -11,21 +11,35 @@ to the next U outputs by a transform of length 2U (relaxed multiplication: van d
 Inference", 2024; Agarwal et al., "FutureFill", 2024). With H = b there are no tiles, which is best for short kernels.
 Kernels that never end (no decay) use a long horizon: their cost per token is nearly constant, but their state grows.
 Layers start their blocks at different times, so that their transforms do not all happen at the same token.
+
+Without gradients the state after a long prompt is made at once and the inputs are freed: they take gigabytes at
+100,000 tokens. The inputs of a prompt that is not much larger than its state are kept and, where the state takes time
+to make, those of longer ones too (see `Recurrence.is_early`).
+
+The first call, which fills the state, has the gradients of a pass without a cache. A state is a constant, so a
+backward pass through a later call raises an error. After a change of the weights start with an empty cache:
+an old one, which is not refused, continues with a mixture of both.
 """
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import pad
 
-from .history import SLACK, HistoryBuffer, places, put_rows, slack_after
-from .numerics import compute_dtype, is_on_host, next_fast_len
+from .history import CHUNK_SLACK, SLACK, HistoryBuffer, slack_after
+from .numerics import compute_dtype, is_on_host, is_traced, must_be_eager, next_fast_len
+from .toeplitz_fused import NO_GATE, Gate
 
 # (horizon, base tile) for kernels up to this many taps, and for longer ones.
 SHORT_KERNEL = 4096
 
 SHORT_BLOCKS = (128, 128)
-
-# The base tile in steps of fixed shape, which read a whole tile for each token, one number at a time on the CPU.
-FIXED_BASE = 16
 
 LONG_BLOCKS = (2048, 64)
 
@@ -40,57 +54,236 @@ GROUP = 2**18
 # LONG_PROMPT tokens the inputs are kept: a state takes time to make, and most passes are never continued.
 PIECE, LONG_PROMPT = 1024, 16384
 
+NO_GRADIENTS = (
+    "A sequence that continues a cache has no gradients, because the cache is a constant. Run the whole sequence "
+    "through an empty cache or without a cache, or decode under torch.no_grad()."
+)
+
 
 class DivergenceError(ValueError):
     """A recurrence cannot decode, because its state becomes inexact or infinite."""
 
 
+class Constant(torch.autograd.Function):
+    """The identity of a tensor that was computed without gradients. Its backward pass raises an error."""
+
+    @staticmethod
+    def forward(ctx, y: torch.Tensor, *sources: torch.Tensor) -> torch.Tensor:
+        return y
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        raise RuntimeError(NO_GRADIENTS)
+
+
+def refuse_backward(y: torch.Tensor, sources: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return `y`, through which a backward pass raises an error if any of its `sources` needs gradients."""
+    return Constant.apply(y, *sources) if torch.is_grad_enabled() else y
+
+
+class Prompt(NamedTuple):
+    """The inputs of the first call of an operator, detached. `Recurrence.prefill` reads them when decoding starts.
+
+    Attributes:
+        v: `(B, L, D)`, before the gate.
+        gate: the gate of the GTU, without `u`.
+    """
+
+    v: torch.Tensor
+    gate: Gate = NO_GATE
+
+    def inputs(self) -> torch.Tensor:
+        """The inputs of the operator, `(B, L, D)`."""
+        return self.gate.inputs(self.v)
+
+    @property
+    def length(self) -> int:
+        """The number of tokens L."""
+        return self.v.shape[1]
+
+    def last(self, count: int) -> "Prompt":
+        """The newest `count` inputs, or all if there are fewer."""
+        return self.select(lambda tensor: tensor[:, max(0, tensor.shape[1] - count) :])
+
+    def pieces(self, size: int) -> Iterator["Prompt"]:
+        """The inputs in pieces of `size` tokens, the last one shorter."""
+        for start in range(0, self.length, size):
+            yield self.select(lambda tensor, start=start: tensor[:, start : start + size])
+
+    def select(self, choose: Callable[[torch.Tensor], torch.Tensor]) -> "Prompt":
+        """The same inputs with `choose` applied to each tensor."""
+        mask = self.gate.mask
+        return Prompt(choose(self.v), self.gate._replace(mask=None if mask is None else choose(mask)))
+
+
+@dataclass(eq=False)
+class DecodingState:
+    """What continues the sequences of a batch through one operator.
+
+    recurrence   history holds                    tensors, each (B, D, ...)                  dtype
+    filter       m - 1 inputs of the operator     future (B, D, H)                           float32
+    companion    N values of the filtered input   future (B, H, 2, D), of four rows or more  float64
+    modal, s4d   w + 32 inputs of the operator    memory (B, D, Q), complex; future          float32
+
+    Each history also holds 64 older values, so that `crop` can remove the newest ones; after a chunk or a prompt of S
+    tokens S of them, up to 1,024, and in assisted decoding 1,024. A float64 model has float64 states; bfloat16 and
+    float16 models have the dtypes of the table.
+
+    Attributes:
+        recurrence: the algorithm that reads and writes the state; None before the first token.
+        prompt: the inputs of the first call, until the state is made. Then there is no history.
+        history: the newest values of the sequences, `(B, D, C)`.
+        tensors: further tensors by name.
+        counters: integers that belong to them.
+        length: number of tokens seen.
+        slack: number of newest tokens that can be removed at any time.
+    """
+
+    recurrence: "Recurrence | None" = None
+    prompt: Prompt | None = None
+    history: HistoryBuffer | None = None
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    counters: dict[str, int] = field(default_factory=dict)
+    length: int = 0
+    slack: int = SLACK
+
+    def __getstate__(self) -> dict:
+        """The state without the activation of the gate."""
+        prompt = None if self.prompt is None else Prompt(self.prompt.inputs())
+        return vars(self) | {"prompt": prompt}
+
+    @property
+    def rows(self) -> int:
+        """The number of sequences B."""
+        return len(self.history.buffer if self.prompt is None else self.prompt.v)
+
+    def select(self, choose: Callable[[torch.Tensor], torch.Tensor]):
+        """Apply `choose`, a function of a tensor along its batch dimension, to all tensors."""
+        if self.prompt is not None:
+            self.prompt = self.prompt.select(choose)
+        if self.history is not None:
+            self.history.buffer = choose(self.history.buffer)
+        self.tensors = {name: choose(tensor) for name, tensor in self.tensors.items()}
+
+    def keep_past(self):
+        """Let `crop` remove up to 1,024 tokens that come one by one."""
+        self.slack = CHUNK_SLACK
+        if self.history is not None:
+            self.history.slack = CHUNK_SLACK
+
+    def max_crop(self) -> int:
+        """The number of newest tokens that `crop` can remove."""
+        return self.length if self.prompt is not None else self.recurrence.max_crop(self)
+
+    def crop(self, count: int):
+        """Return to the state `count` tokens ago, at most `max_crop`."""
+        if self.prompt is None:
+            self.recurrence.crop(self, count)
+        else:
+            self.prompt = self.prompt.select(lambda tensor: tensor[:, :-count])
+        self.length -= count
+
+
+def decode(state: DecodingState, operator, v: torch.Tensor, gate: Gate, product: Callable) -> torch.Tensor:
+    """The gated outputs of `operator` for `v` `(B, L, D)`, which continues the sequences of `state`.
+
+    Args:
+        product: computes the outputs of the first call, without arguments.
+
+    Raises:
+        ValueError: `v` has another number of sequences.
+    """
+    if state.recurrence is None:
+        state.recurrence = operator.recurrence()
+        # The state is detached. These outputs are not, so training gets their gradients.
+        outputs = product()
+        keep(state, Prompt(v.detach(), gate._replace(u=None)))
+    else:
+        check_rows(state.rows, len(v))
+        attach(state, operator, v.device)
+        inputs = gate.inputs(v)
+        y = refuse_backward(advance(state, inputs), chain([inputs], operator.parameters()))
+        outputs = gate.apply(y, operator.implementation)
+    state.length += v.shape[1]
+    return outputs
+
+
+def check_rows(held: int, given: int):
+    """Check that the input has as many rows as the cache.
+
+    Raises:
+        ValueError: it has not.
+    """
+    if held != given:
+        raise ValueError(
+            f"The input must have {held} sequences, as `past_key_values` has, got {given}. Call "
+            "batch_repeat_interleave or batch_select_indices of the cache first, or start with an empty cache."
+        )
+
+
+def keep(state: DecodingState, prompt: Prompt):
+    """Make the state after the inputs of the first call or, if it may not be needed, keep the inputs.
+
+    While training, few passes are continued, and autograd keeps the inputs anyway. A traced graph would record
+    how the state of one length is made.
+    """
+    state.prompt = prompt
+    if not torch.is_grad_enabled() and not must_be_eager() and state.recurrence.is_early(prompt):
+        # Without its recurrence a model can still be scored. A continued text raises the error again.
+        with contextlib.suppress(DivergenceError):
+            prefill(state)
+
+
+def prefill(state: DecodingState):
+    """Make the state from the inputs of the first call, if this has not been done."""
+    if state.prompt is not None:
+        # Later calls write into the state, which they could not if inference mode had made it.
+        with contextlib.nullcontext() if is_traced() else torch.inference_mode(False), torch.no_grad():
+            state.recurrence.prefill(state, state.prompt)
+        state.prompt, state.history.slack = None, state.slack
+
+
+def attach(state: DecodingState, operator, device: torch.device):
+    """Continue with another operator of the same kind: that of a copy of the model, or after unpickling."""
+    if state.recurrence.operator is not operator:
+        state.recurrence = copy.copy(state.recurrence)
+        state.recurrence.operator = operator
+        state.select(lambda tensor: tensor.to(device))
+
+
+@torch.no_grad()
+def advance(state: DecodingState, v: torch.Tensor) -> torch.Tensor:
+    """The outputs `(B, L, D)` for the next inputs `v` `(B, L, D)`."""
+    prefill(state)
+    recurrence = state.recurrence
+    x = recurrence.channel_major(v)  # (B, D, L)
+    outputs = (recurrence.step if v.shape[1] == 1 else recurrence.chunk)(state, x)  # (B, D, L)
+    return outputs.transpose(1, 2).to(v.dtype)
+
+
 class Recurrence:
-    """Base class of the decoding algorithms. It advances the state in a `TnnCacheLayer`, for all sequences at once.
+    """Base class of the decoding algorithms. They advance a `DecodingState`, all its sequences at once.
 
     Attributes:
         operator: the causal operator that it decodes, or None after unpickling, which restores only the settings.
-
-    Class attributes:
-        has_fixed_step: whether it has `fixed_step`.
+            Attributes whose names begin with `_` are computed from the parameters, when they are first read.
     """
-
-    has_fixed_step = False
 
     def __init__(self, operator):
         self.operator = operator
-        self.forget()
 
     def __deepcopy__(self, memo):
-        return self  # a copied cache shares it: it holds no state
+        return self  # copied states share it: it holds none
 
     def __getstate__(self) -> dict:
         settings = {name: value for name, value in vars(self).items() if not name.startswith("_")}
         return settings | {"operator": None}
 
-    def __setstate__(self, state: dict):
-        vars(self).update(state)
-        self.forget()
-
-    def forget(self):
-        """Begin without values that are computed from the parameters of the operator."""
-
-    def settled(self) -> "Recurrence":
-        """The recurrence that holds a state: this one, unless its settings follow from values of parameters."""
-        return self
-
-    @torch.no_grad()
-    def advance(self, state, v: torch.Tensor) -> torch.Tensor:
-        """The outputs `(B, L, D)` for the next inputs `v` `(B, L, D)`. It changes `state`, which `start` has made."""
-        x = self.channel_major(v)  # (B, D, L)
-        outputs = self.step(state, x) if x.shape[-1] == 1 else self.chunk(state, x)  # (B, D, L)
-        return outputs.transpose(1, 2).to(v.dtype)
-
     def channel_major(self, v: torch.Tensor) -> torch.Tensor:
         """`(B, L, D)` to `(B, D, L)` in the dtype of the state."""
         return v.transpose(1, 2).to(compute_dtype(v.dtype))
 
-    def is_early(self, prompt) -> bool:
+    def is_early(self, prompt: Prompt) -> bool:
         """Whether a pass without gradients makes the state after its `prompt` at once, so that the inputs are freed.
 
         Otherwise the inputs are kept, and the state is made when the text is continued. That is better if the state is
@@ -98,57 +291,28 @@ class Recurrence:
         """
         return False
 
-    def start(self, state, prompt):
-        """Make the state after the first inputs, a `cache_tnn.Prefill`.
+    def prefill(self, state: DecodingState, prompt: Prompt):
+        """Make the state after the first inputs.
 
         Raises:
             DivergenceError: the state cannot be computed. `state` has not changed.
         """
         raise NotImplementedError
 
-    def step(self, state, x: torch.Tensor) -> torch.Tensor:
+    def step(self, state: DecodingState, x: torch.Tensor) -> torch.Tensor:
         """The output for one token, `(B, D, 1)` to `(B, D, 1)`. It changes `state`."""
         raise NotImplementedError
 
-    def in_fixed_steps(self) -> "Recurrence":
-        """This object, with the settings that are best for `fixed_step`. Called before the first step."""
-        return self
-
-    def make_ready(self, state, like: torch.Tensor):
-        """Do the work before a step that depends on Python's counters, once. `like` is a column of the history."""
-
-    def constants(self, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """What `fixed_step` reads of the operator, in tensors."""
-        raise NotImplementedError
-
-    def fixed_step(self, state, x: torch.Tensor) -> torch.Tensor:
-        """`step` by operations on tensors alone, after `make_ready`; see `compile/static_cache.py`."""
-        raise NotImplementedError
-
-    def chunk(self, state, x: torch.Tensor) -> torch.Tensor:
+    def chunk(self, state: DecodingState, x: torch.Tensor) -> torch.Tensor:
         """The outputs for several tokens, `(B, D, L)` to `(B, D, L)`. It changes `state`."""
         raise NotImplementedError
 
-    def max_crop(self, state) -> int:
+    def max_crop(self, state: DecodingState) -> int:
         """The number of newest tokens that can be removed."""
         raise NotImplementedError
 
-    def crop(self, state, count: int):
-        """Return to the state `count` tokens ago."""
-        raise NotImplementedError
-
-    def put(self, state, other, rows: list[int]):
-        """Give the `rows` of `state` the states of `other`, as `TnnCacheLayer.put` says. `other` is used up."""
-        raise NotImplementedError
-
-    def drop_padding(self, state, count: int):
-        """Forget the first `count` tokens, which are padding in every row. `state.length` is without them already."""
-
-    def compact(self, state):
-        """Free the memory of values that only `crop` may need, but for those of the last 64 tokens."""
-
-    def bytes_per_channel(self, tokens: int, dtype: torch.dtype) -> int:
-        """The most bytes of state of a channel after `tokens` tokens that came one by one, for inputs of `dtype`."""
+    def crop(self, state: DecodingState, count: int):
+        """Return to the state `count` tokens ago. `state.length` still counts them."""
         raise NotImplementedError
 
 
@@ -161,7 +325,8 @@ class FilterRecurrence(Recurrence):
         refill_phase: fraction by which the first block is shorter than the others.
     """
 
-    has_fixed_step = True
+    _kernel: torch.Tensor | None = None
+    _head: torch.Tensor | None = None
 
     def __init__(self, operator, taps: int | None, refill_phase: float):
         super().__init__(operator)
@@ -175,49 +340,31 @@ class FilterRecurrence(Recurrence):
         """Whether a part of the next block is computed during the block before it."""
         return self.short and self.taps > 2 * self.horizon
 
-    def forget(self):
-        self._kernel: torch.Tensor | None = None
-        self._head: torch.Tensor | None = None
-        self._spectra: dict[tuple[int, int, int], torch.Tensor] = {}
+    @cached_property
+    def _spectra(self) -> dict[tuple[int, int, int], torch.Tensor]:
+        """Transforms of parts of the kernel: their first tap, the one after their last, and the transform length."""
+        return {}
 
-    def is_early(self, prompt) -> bool:
+    def is_early(self, prompt: Prompt) -> bool:
         return 2 * self._needed(prompt) <= prompt.length  # else the copy takes time and frees little
 
-    def start(self, state, prompt):
+    def prefill(self, state: DecodingState, prompt: Prompt):
         prompt = prompt.last(self._needed(prompt))
         x = self.channel_major(prompt.inputs())
         state.history = HistoryBuffer(x, None if self.taps is None else self.taps - 1)
         state.counters = {"block": self.first_block}
 
-    def step(self, state, x: torch.Tensor) -> torch.Tensor:
+    def step(self, state: DecodingState, x: torch.Tensor) -> torch.Tensor:
         self.make_ready(state, x)
         position = state.counters["position"]
         state.history.append(x)
         recent = state.history.last(position % self.base + 1)  # (B, D, n)
-        kernel = self._reversed_head(x)[:, -recent.shape[-1] :]  # (D, n)
+        kernel = self.reversed_head(x)[:, -recent.shape[-1] :]  # (D, n)
         y = state.tensors["future"][..., position] + torch.linalg.vecdot(recent, kernel)  # (B, D)
         state.counters["position"] = position + 1
         return y[..., None]
 
-    def in_fixed_steps(self) -> "FilterRecurrence":
-        self.base = min(self.base, FIXED_BASE)
-        return self
-
-    def constants(self, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return (self._reversed_head(like),)
-
-    def fixed_step(self, state, x: torch.Tensor) -> torch.Tensor:
-        """The dot product runs over all base tokens. Those before the tile, and lags beyond the kernel, count as 0."""
-        buffer, (slot, position) = state.history.buffer, state.cursor.unbind()
-        buffer.index_copy_(2, slot[None], x)
-        lags = torch.arange(self.base - 1, -1, -1, device=x.device)  # (b,)
-        places = torch.where(lags > slot, slot - lags + buffer.shape[-1], slot - lags)
-        counts = lags <= position % self.base
-        counts = counts if self.taps is None else counts & (lags < self.taps)
-        added = torch.where(counts, buffer[..., places.clamp(min=0)] * state.constants[0], 0)  # (B, D, b)
-        return state.tensors["future"][..., position[None]] + added.sum(-1, keepdim=True)
-
-    def make_ready(self, state, like: torch.Tensor):
+    def make_ready(self, state: DecodingState, like: torch.Tensor):
         """Do the work before a step: a new block, a tile, or a part of the next block."""
         counters = state.counters
         ends = counters.get("position") == counters["block"]
@@ -225,51 +372,34 @@ class FilterRecurrence(Recurrence):
             counters["block"] = self.horizon
         if ends or "future" not in state.tensors:
             state.history.settle(counters["block"])
-            self._fill(state, like)
+            self.fill(state, like)
             counters["tiles"] = 0
         position, every = counters["position"], max(1, self.horizon // PARTS)
         if position % self.base == 0 and counters["tiles"] < position:
-            self._pass_on_tile(state, position & -position)
+            self.pass_on_tile(state, position & -position)
         if self.looks_ahead and is_on_host(like) and position % every == 0:
             channels, parts = like.shape[1], max(1, counters["block"] // every)  # the first block may be short
             until = min(channels, -(-channels * (position // every + 1) // parts))
-            self._look_ahead(state, until, counters["block"] - position)
+            self.look_ahead(state, until, counters["block"] - position)
 
-    def chunk(self, state, x: torch.Tensor) -> torch.Tensor:
-        past = self._past(state)  # (B, D, P)
+    def chunk(self, state: DecodingState, x: torch.Tensor) -> torch.Tensor:
+        past = self.past(state)  # (B, D, P)
         y = self._continue(torch.cat([past, x], dim=-1), past.shape[-1], x.shape[-1])  # (B, D, L)
         state.history.append(x)
         state.tensors.pop("future", None)
         return y
 
-    def max_crop(self, state) -> int:
+    def max_crop(self, state: DecodingState) -> int:
         held, seen = state.history.held, state.length
         return min(seen, held) if held >= seen else max(0, held - self.taps + 1)
 
-    def crop(self, state, count: int):
+    def crop(self, state: DecodingState, count: int):
         state.history.drop(count)
         position = state.counters.get("position", 0)
         if "future" in state.tensors and self.base == self.horizon and count <= position:
             state.counters["position"] = position - count  # the future depends only on inputs before the block
         else:
             state.tensors.pop("future", None)
-
-    def put(self, state, other, rows: list[int]):
-        if "future" in state.tensors:
-            self._take_place(other, state.counters)
-        else:  # a new block begins for all
-            for one in (state, other):
-                one.tensors = {name: kept for name, kept in one.tensors.items() if name not in ("future", "ahead")}
-        state.history.put(other.history, rows, shared_values(state, other))
-        state.tensors = {name: put_rows(one, rows, other.tensors[name]) for name, one in state.tensors.items()}
-
-    def compact(self, state):
-        state.history.compact(state.length)
-
-    def bytes_per_channel(self, tokens: int, dtype: torch.dtype) -> int:
-        blocks = 2 if self.looks_ahead else 1
-        held = places(None if self.taps is None else self.taps - 1, tokens) + blocks * self.horizon
-        return held * compute_dtype(dtype).itemsize
 
     def kernel(self, length: int, like: torch.Tensor) -> torch.Tensor:
         """The first `length` taps, `(D, length)`, zero beyond m."""
@@ -281,31 +411,33 @@ class FilterRecurrence(Recurrence):
         kernel = self._kernel[:, :needed]
         return kernel if needed == length else pad(kernel, (0, length - needed))
 
-    def _reversed_head(self, like: torch.Tensor) -> torch.Tensor:
+    def reversed_head(self, like: torch.Tensor) -> torch.Tensor:
+        """The taps of the lags b - 1 .. 0, `(D, b)`."""
         if self._head is None:
-            self._head = self.kernel(self.base, like).flip(1).contiguous()  # (D, b)
+            self._head = self.kernel(self.base, like).flip(1).contiguous()
         return self._head
 
-    def _needed(self, prompt) -> int:
+    def _needed(self, prompt: Prompt) -> int:
         """The number of newest inputs that the state after a prompt depends on."""
         if self.taps is None:
             return prompt.length
         return min(prompt.length, self.taps - 1 + slack_after(prompt.length))
 
-    def _past(self, state) -> torch.Tensor:
-        return state.history.last(self._reach(state))
+    def past(self, state: DecodingState) -> torch.Tensor:
+        """The past inputs that the next outputs depend on, `(B, D, P)`."""
+        return state.history.last(self.reach(state))
 
-    def _reach(self, state) -> int:
+    def reach(self, state: DecodingState) -> int:
         """The number of past inputs that the next outputs depend on."""
         return state.length if self.taps is None else self.taps - 1
 
-    def _fill(self, state, like: torch.Tensor):
+    def fill(self, state: DecodingState, like: torch.Tensor):
         """Compute the future of a new block from the inputs before it."""
         if self.looks_ahead:
             finished = state.tensors.get("future")
             if finished is None:
                 state.counters["ahead"] = 0
-            self._look_ahead(state, like.shape[1], 0)
+            self.look_ahead(state, like.shape[1], 0)
             recent = self._padded(state.history.last(self.horizon), self.horizon)
             future = state.tensors["ahead"]
             self._continue(recent, self.horizon, self.horizon, keep=True, into=future)
@@ -313,30 +445,13 @@ class FilterRecurrence(Recurrence):
             state.tensors["ahead"] = torch.empty_like(future) if finished is None else finished
             state.counters["ahead"] = 0
         else:
-            past = self._past(state)
+            past = self.past(state)
             if self.short:  # one transform length for all fills
                 past = self._padded(past, self.taps - 1)
             state.tensors["future"] = self._continue(past, past.shape[-1], self.horizon, self.short)  # (B, D, H)
         state.counters["position"] = 0
 
-    def _take_place(self, state, counters: dict[str, int]):
-        """Make the future of a state as if its block had begun when that of `counters` did."""
-        position, tiles = counters["position"], counters["tiles"]
-        values = state.history.last(state.history.held)
-        values = self._padded(values, max(position, values.shape[-1]))
-        before, within = values.split([values.shape[-1] - position, position], dim=-1)
-        state.history, state.tensors = HistoryBuffer(before, state.history.reach), {}
-        state.counters = {"block": counters["block"]}
-        self._fill(state, values)
-        for end in range(self.base, tiles + 1, self.base):
-            state.history.append(within[..., end - self.base : end])
-            state.counters["position"] = end
-            self._pass_on_tile(state, end & -end)
-        state.history.append(within[..., tiles:])
-        if self.looks_ahead:
-            self._look_ahead(state, counters["ahead"], counters["block"] - position)
-
-    def _look_ahead(self, state, until: int, remaining: int):
+    def look_ahead(self, state: DecodingState, until: int, remaining: int):
         """Compute what the inputs before the last H add to the next block, for the channels before `until`.
 
         Args:
@@ -360,7 +475,8 @@ class FilterRecurrence(Recurrence):
     def _padded(self, x: torch.Tensor, length: int) -> torch.Tensor:
         return pad(x, (length - x.shape[-1], 0))
 
-    def _pass_on_tile(self, state, tile: int):
+    def pass_on_tile(self, state: DecodingState, tile: int):
+        """Add the newest `tile` inputs to as many outputs after them, as far as the block goes."""
         position = state.counters["position"]
         recent = state.history.last(tile)  # (B, D, U)
         added = self._continue(recent, tile, tile, keep=True)  # (B, D, U)
@@ -405,15 +521,3 @@ class FilterRecurrence(Recurrence):
             product *= torch.fft.rfft(kernel[chosen], n=size) if spectrum is None else spectrum[chosen]
             into[:, channel : channel + group] += torch.fft.irfft(product, n=size)[..., start : start + count]
         return into
-
-
-def shared_values(state, other, extra: int = 0) -> int:
-    """How many values of each row the joined history of two states keeps.
-
-    A history that begins with its text, or `extra` zeros before it, has zeros before. Others have no more than they
-    hold. More than 64 values beyond what the next outputs need are left out.
-    """
-    both, reach = (state.history, other.history), state.history.reach
-    cut = [one.history.held for one in (state, other) if one.history.held < one.length + extra]
-    count = min(cut, default=max(history.held for history in both))
-    return count if reach is None else min(count, reach + SLACK)

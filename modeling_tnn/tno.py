@@ -29,6 +29,7 @@ class ToeplitzOperator(nn.Module):
     """
 
     supports_causal = supports_bidirectional = True  # whether `config.causal` may be True, and False
+    state_name = "tno"  # of its decoding state in the layer of a cache
     shift_invariant = True  # if not, rows are aligned to their first real token before the operator
     # Whether its decoding state is small for kernels of any length. `to_recurrent` then leaves the model unchanged.
     is_recurrence = False

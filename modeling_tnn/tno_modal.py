@@ -16,6 +16,7 @@ the block. The younger inputs are still in the history. They add their part thro
 """
 
 import math
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -23,9 +24,9 @@ from torch.nn.functional import pad
 from transformers import initialization as init
 
 from .configuration_tnn import DIRECTIONS
-from .history import SLACK, HistoryBuffer, places, slack_after
+from .history import HistoryBuffer, slack_after
 from .numerics import compute_dtype, float64_or_widest, is_exported, is_on_host
-from .recurrence import LONG_PROMPT, PIECE, FilterRecurrence
+from .recurrence import LONG_PROMPT, PIECE, DecodingState, FilterRecurrence, Prompt
 from .tno import ToeplitzOperator
 from .toeplitz import fit_taps
 
@@ -40,21 +41,23 @@ class ModalRecurrence(FilterRecurrence):
         refill_phase: fraction by which the first block is shorter than the others.
     """
 
+    _cached_residues: torch.Tensor | None = None
+
     def __init__(self, operator, refill_phase: float):
         super().__init__(operator, None, refill_phase)
         self.horizon = self.base = BLOCK
         self.first_block = BLOCK - int(refill_phase * BLOCK)
         self.window = operator.window
 
-    def forget(self):
-        super().forget()
-        self._powers: dict[tuple[int, int], torch.Tensor] = {}
-        self._cached_residues: torch.Tensor | None = None
+    @cached_property
+    def _powers(self) -> dict[tuple[int, int], torch.Tensor]:
+        """Results of `_power` for the exponents from the first of two numbers on, as many as the second."""
+        return {}
 
-    def is_early(self, prompt) -> bool:
+    def is_early(self, prompt: Prompt) -> bool:
         return prompt.length > LONG_PROMPT
 
-    def start(self, state, prompt):
+    def prefill(self, state: DecodingState, prompt: Prompt):
         modes, behind = self.operator.num_modes, self.window + slack_after(prompt.length)
         seen = prompt.length - self._needed(prompt)
         state.counters = {"block": self.first_block, "covered": seen}
@@ -65,11 +68,11 @@ class ModalRecurrence(FilterRecurrence):
                 waiting, powers = x[..., :0], self._powers_of_piece(x)
                 state.tensors["memory"] = x.new_zeros(*x.shape[:2], modes, dtype=x.dtype.to_complex())  # (B, D, Q)
             waiting, seen = torch.cat([waiting, x], dim=-1), seen + x.shape[-1]
-            self._advance_memory(state, waiting, seen - behind, powers)
+            self.advance_memory(state, waiting, seen - behind, powers)
             waiting = waiting[..., waiting.shape[-1] - seen + state.counters["covered"] :]  # not covered, (B, D, P)
         state.history = HistoryBuffer(waiting, self.window + BLOCK)
 
-    def _needed(self, prompt) -> int:
+    def _needed(self, prompt: Prompt) -> int:
         """The number of newest inputs that the state depends on: until the slowest mode has faded."""
         if not is_on_host(prompt.v):  # reading its rate would be a device sync
             return prompt.length
@@ -81,56 +84,37 @@ class ModalRecurrence(FilterRecurrence):
         """The powers that all chunks of a prompt share, of which `x` is the first one."""
         return self._power(0, x.shape[-1], x)
 
-    def chunk(self, state, x: torch.Tensor) -> torch.Tensor:
-        past = self._past(state)  # (B, D, P)
+    def chunk(self, state: DecodingState, x: torch.Tensor) -> torch.Tensor:
+        past = self.past(state)  # (B, D, P)
         y = self._continue(torch.cat([past, x], dim=-1), past.shape[-1], x.shape[-1])  # (B, D, L)
         y = y + self._from_memory(state, x.shape[-1])
         behind = self.window + slack_after(x.shape[-1])
-        self._advance_memory(state, torch.cat([past, x], dim=-1), state.length + x.shape[-1] - behind)
+        self.advance_memory(state, torch.cat([past, x], dim=-1), state.length + x.shape[-1] - behind)
         state.history.append(x)
         state.tensors.pop("future", None)
         return y
 
-    def max_crop(self, state) -> int:
+    def max_crop(self, state: DecodingState) -> int:
         covered = state.counters["covered"]
         return state.length - covered - self.window if covered else state.length
 
-    def put(self, state, other, rows: list[int]):
-        both, length = (state, other), max(state.length, other.length)
-        reach = min(self._reach(one) for one in both if one.length == length or one.counters["covered"])
-        reach = min(reach, self.window + SLACK)
-        for one in both:
-            one.tensors.pop("future", None)  # a new block begins for all
-            self._advance_memory(one, self._past(one), one.length - reach)
-        state.counters["covered"] = length - reach
-        super().put(state, other, rows)
-
-    def drop_padding(self, state, count: int):
-        state.counters["covered"] = max(0, state.counters["covered"] - count)
-
-    def compact(self, state):
-        self._advance_memory(state, self._past(state), state.length - self.window - SLACK)
-        state.history.compact(self._reach(state))
-
-    def bytes_per_channel(self, tokens: int, dtype: torch.dtype) -> int:
-        numbers = places(self.window + BLOCK, tokens) + BLOCK + 2 * self.operator.num_modes
-        return numbers * compute_dtype(dtype).itemsize
-
-    def _reach(self, state) -> int:
+    def reach(self, state: DecodingState) -> int:
         """The number of inputs that the memory does not cover."""
         return state.length - state.counters["covered"]
 
-    def _fill(self, state, like: torch.Tensor):
+    def fill(self, state: DecodingState, like: torch.Tensor):
         longest = self.window + state.history.slack
-        self._advance_memory(state, self._past(state), state.length - longest)
-        past = self._past(state)
+        self.advance_memory(state, self.past(state), state.length - longest)
+        past = self.past(state)
         padded = pad(past, (max(0, longest - past.shape[-1]), 0))  # one transform length for all fills
         keep = padded.shape[-1] == longest
         near = self._continue(padded, padded.shape[-1], BLOCK, keep)
         state.tensors["future"] = near + self._from_memory(state, BLOCK)
         state.counters["position"] = 0
 
-    def _advance_memory(self, state, waiting: torch.Tensor, until: int, powers: torch.Tensor | None = None):
+    def advance_memory(
+        self, state: DecodingState, waiting: torch.Tensor, until: int, powers: torch.Tensor | None = None
+    ):
         """Add the tokens before `until` to the memory. `waiting` `(B, D, P)` begins with the first one not covered.
 
         `powers` lambda^0, lambda^1, .. of the poles, `(Q, >= count)`, are computed if they are not given.
@@ -146,7 +130,7 @@ class ModalRecurrence(FilterRecurrence):
         state.tensors["memory"] = state.tensors["memory"] * faded + added
         state.counters["covered"] = until
 
-    def _from_memory(self, state, count: int) -> torch.Tensor:
+    def _from_memory(self, state: DecodingState, count: int) -> torch.Tensor:
         """The part of the memory in the next `count` outputs, `(B, D, count)`."""
         memory, age = state.tensors["memory"], self._age(state)
         if age is None:
@@ -154,7 +138,7 @@ class ModalRecurrence(FilterRecurrence):
         weighted, powers = memory * self._residues(memory), self._power(age, count, memory)  # (B, D, Q), (Q, count)
         return weighted.real @ powers.real - weighted.imag @ powers.imag
 
-    def _age(self, state) -> int | None:
+    def _age(self, state: DecodingState) -> int | None:
         """The exponent in (2) for the next output, or None while the memory covers no token."""
         covered = state.counters["covered"]
         return state.length - covered + 1 - self.window if covered else None

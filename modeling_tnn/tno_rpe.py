@@ -28,7 +28,7 @@ from transformers import initialization as init
 
 from .norms import NORM_TYPES
 from .numerics import compute_dtype, is_exported, is_on_host, is_traced
-from .recurrence import LONG_PROMPT, FilterRecurrence
+from .recurrence import LONG_PROMPT, DecodingState, FilterRecurrence, Prompt
 from .tno import ToeplitzOperator, require_causal
 from .toeplitz import fit_lags, fit_taps
 
@@ -189,16 +189,18 @@ class LateRecurrence(FilterRecurrence):
     def __init__(self, operator):
         super().__init__(operator, None, operator.refill_phase)
 
-    def settled(self) -> FilterRecurrence:
-        return FilterRecurrence(self.operator, self.operator.kernel_length(exact=True), self.operator.refill_phase)
+    def resolve(self) -> "LateRecurrence":
+        """The recurrence with its number of taps."""
+        taps = self.operator.kernel_length(exact=True)
+        FilterRecurrence.__init__(self, self.operator, taps, self.operator.refill_phase)
+        return self
 
-    def is_early(self, prompt) -> bool:
+    def is_early(self, prompt: Prompt) -> bool:
         at_once = is_on_host(prompt.v) or (prompt.length > LONG_PROMPT and not prompt.v.is_meta)
-        return at_once and self.settled().is_early(prompt)
+        return at_once and FilterRecurrence.is_early(self.resolve(), prompt)
 
-    def start(self, state, prompt):
-        state.recurrence = self.settled()
-        state.recurrence.start(state, prompt)
+    def prefill(self, state: DecodingState, prompt: Prompt):
+        FilterRecurrence.prefill(self.resolve(), state, prompt)
 
 
 class RpeOperator(ToeplitzOperator):

@@ -38,7 +38,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import initialization as init
 
 from .extensions import extensions
-from .history import HistoryBuffer, places, slack_after
+from .history import HistoryBuffer, slack_after
 from .numerics import (
     compute_dtype,
     float64_or_widest,
@@ -50,7 +50,7 @@ from .numerics import (
     is_transformed,
     next_fast_len,
 )
-from .recurrence import LONG_PROMPT, PIECE, DivergenceError, Recurrence, shared_values
+from .recurrence import LONG_PROMPT, PIECE, DecodingState, DivergenceError, Prompt, Recurrence
 from .tno import ToeplitzOperator, require_causal
 from .toeplitz import causal_toeplitz_matmul, dense_toeplitz, exported_quotient, fit_taps, two_sided
 from .toeplitz_fused import CHUNK, differentiable_gradients, must_differentiate
@@ -249,8 +249,6 @@ class CompanionRecurrence(Recurrence):
         DivergenceError: poles outside the unit circle make the recurrence inexact or infinite.
     """
 
-    has_fixed_step = True
-
     def __init__(self, operator, order: int, trained_length: int):
         super().__init__(operator)
         self.order, self.trained_length = order, trained_length
@@ -258,10 +256,10 @@ class CompanionRecurrence(Recurrence):
     def channel_major(self, v: torch.Tensor) -> torch.Tensor:
         return v.transpose(1, 2).to(float64_or_widest(v.device))
 
-    def is_early(self, prompt) -> bool:
+    def is_early(self, prompt: Prompt) -> bool:
         return prompt.length > LONG_PROMPT and not prompt.v.is_meta  # no values there to check the poles by
 
-    def start(self, state, prompt):
+    def prefill(self, state: DecodingState, prompt: Prompt):
         kept = self.order + slack_after(prompt.length)
         series = reciprocal_series(self._denominator, min(PIECE, prompt.length))  # (D, S)
         # Terms of g beyond `series` may add less than the resolution of the outputs. On an accelerator the device sync
@@ -273,48 +271,31 @@ class CompanionRecurrence(Recurrence):
         for piece in prompt.pieces(PIECE):
             x = self.channel_major(piece.inputs())  # (B, D, S)
             newest = self._filter(x, w[..., -self.order :], series[:, : x.shape[-1]])
-            self._check_finite(newest)
+            self.check_finite(newest)
             w = torch.cat([w, newest], dim=-1)[..., -kept:]
         state.history = HistoryBuffer(w, self.order)
 
-    def step(self, state, x: torch.Tensor) -> torch.Tensor:
+    def step(self, state: DecodingState, x: torch.Tensor) -> torch.Tensor:
         if len(x) >= BATCH and is_on_host(x):
             y, newest = self._next_of_many(state, x)
         else:
             end_block(state)
-            y, newest = self._next(state.history.last(self.order), x, *self.constants(x))
+            y, newest = self.next_value(state.history.last(self.order), x, *self.coefficients)
         # A value that is not finite makes all later ones so. On an accelerator each check is a device sync.
         if is_on_host(newest) or state.length % PATROL == 0:
-            self._check_finite(newest)
+            self.check_finite(newest)
         state.history.append(newest)
         return y
 
-    def make_ready(self, state, like: torch.Tensor):
-        """Check the newest value, as `step` does."""
-        end_block(state)
-        if is_on_host(like) or state.length % PATROL == 0:
-            self._check_finite(state.history.last(1))
-
-    def constants(self, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return *self._reversed, self._form.direct
-
-    def fixed_step(self, state, x: torch.Tensor) -> torch.Tensor:
-        buffer, slot = state.history.buffer, state.cursor[0]
-        places = slot - torch.arange(self.order, 0, -1, device=x.device)  # (N,)
-        past = buffer[..., torch.where(places < 0, places + buffer.shape[-1], places)]  # (B, D, N)
-        y, newest = self._next(past, x, *state.constants)
-        buffer.index_copy_(2, slot[None], newest)
-        return y
-
-    def _next(self, past, x, denominator, numerator, direct) -> tuple[torch.Tensor, torch.Tensor]:
+    def next_value(self, past, x, denominator, numerator, direct) -> tuple[torch.Tensor, torch.Tensor]:
         """The output and the value w for one input, `(B, D, 1)` each, after the values `past` `(B, D, N)`."""
         now = x[..., 0]  # (B, D)
         y = direct * now + torch.linalg.vecdot(past, numerator)
         newest = now - torch.linalg.vecdot(past, denominator)
         return y[..., None], newest[..., None]
 
-    def _next_of_many(self, state, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`_next` for many sequences, by blocks of tokens."""
+    def _next_of_many(self, state: DecodingState, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`next_value` for many sequences, by blocks of tokens."""
         position = state.counters["position"] if "future" in state.tensors else BLOCK
         if position == BLOCK:
             past = state.history.last(self.order).permute(1, 2, 0)  # (D, N, B)
@@ -328,32 +309,21 @@ class CompanionRecurrence(Recurrence):
         state.counters["position"] = position + 1
         return (self._form.direct * now + y)[..., None], newest[..., None]
 
-    def chunk(self, state, x: torch.Tensor) -> torch.Tensor:
+    def chunk(self, state: DecodingState, x: torch.Tensor) -> torch.Tensor:
         past = state.history.last(self.order)
         w = self._filter(x, past)  # (B, D, L)
-        self._check_finite(w)
+        self.check_finite(w)
         y = self._read(x, past, w)
         state.history.append(w)
         end_block(state)
         return y
 
-    def max_crop(self, state) -> int:
+    def max_crop(self, state: DecodingState) -> int:
         return min(state.length, state.history.held - self.order)
 
-    def crop(self, state, count: int):
+    def crop(self, state: DecodingState, count: int):
         state.history.drop(count)
         end_block(state)
-
-    def put(self, state, other, rows: list[int]):
-        for one in (state, other):
-            end_block(one)  # a new block begins for all
-        state.history.put(other.history, rows, shared_values(state, other, extra=self.order))
-
-    def compact(self, state):
-        state.history.compact(state.length + self.order)
-
-    def bytes_per_channel(self, tokens: int, dtype: torch.dtype) -> int:
-        return (places(self.order, tokens) + 2 * BLOCK) * float64_or_widest(self.operator.numerator.device).itemsize
 
     @cached_property
     def _denominator(self) -> torch.Tensor:
@@ -366,6 +336,11 @@ class CompanionRecurrence(Recurrence):
     def _form(self) -> CompanionForm:
         _, *others = (part.detach() for part in self.operator.companion_form())
         return CompanionForm(self._denominator, *others)
+
+    @cached_property
+    def coefficients(self) -> tuple[torch.Tensor, ...]:
+        """What `next_value` reads of the operator."""
+        return *self._reversed, self._form.direct
 
     @cached_property
     def _reversed(self) -> list[torch.Tensor]:
@@ -417,7 +392,8 @@ class CompanionRecurrence(Recurrence):
         if not (growth <= LARGEST_GROWTH).all():
             self._refuse(denominator, ~(growth <= LARGEST_GROWTH), "over the length the model was trained for")
 
-    def _check_finite(self, w: torch.Tensor):
+    def check_finite(self, w: torch.Tensor):
+        """Check the values `w` `(B, D, L)` of a filter that may diverge."""
         if not (self._stable or w.is_meta or torch.isfinite(w).all()):
             self._refuse(self._denominator, (~torch.isfinite(w)).any(2).any(0), "on a sequence of this length")
 
@@ -433,7 +409,7 @@ class CompanionRecurrence(Recurrence):
         )
 
 
-def end_block(state):
+def end_block(state: DecodingState):
     """Drop the future of a block: the next step of many sequences begins another one."""
     state.tensors.pop("future", None)
     state.counters.pop("position", None)

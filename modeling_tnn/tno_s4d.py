@@ -29,6 +29,7 @@ from torch.nn.functional import pad
 from transformers import initialization as init
 
 from .numerics import compute_dtype, float64_or_widest, is_exported, is_fused, is_traced
+from .recurrence import DecodingState
 from .tno import ToeplitzOperator, require_causal
 from .tno_modal import ModalRecurrence
 from .toeplitz import Pair, entries
@@ -203,15 +204,13 @@ class DiagonalRecurrence(ModalRecurrence):
     and written a block at a time, because the powers of all their tokens would take too much memory.
     """
 
-    def forget(self):
-        super().forget()
-        self._table: torch.Tensor | None = None
-        self._aged: tuple[int, torch.Tensor] | None = None
+    _table: torch.Tensor | None = None
+    _aged: tuple[int, torch.Tensor] | None = None
 
     def _powers_of_piece(self, x: torch.Tensor) -> None:
         return None  # the table has those of a block
 
-    def _advance_memory(self, state, waiting: torch.Tensor, until: int, powers: None = None):
+    def advance_memory(self, state: DecodingState, waiting: torch.Tensor, until: int, powers: None = None):
         count = until - state.counters["covered"]
         if count <= 0:
             return
@@ -223,7 +222,7 @@ class DiagonalRecurrence(ModalRecurrence):
         state.tensors["memory"] = memory
         state.counters["covered"] = until
 
-    def _from_memory(self, state, count: int) -> torch.Tensor:
+    def _from_memory(self, state: DecodingState, count: int) -> torch.Tensor:
         memory, age = state.tensors["memory"], self._age(state)
         if age is None:
             return memory.real.new_zeros(*memory.shape[:2], count)

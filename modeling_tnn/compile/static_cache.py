@@ -21,23 +21,31 @@ step are small and copied into the graph. They have the same strides for every t
 import contextlib
 import threading
 import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, Cache
 
-from ..cache_tnn import TnnCacheLayer, cache_of, check_cache, past_length
+from ..cache_tnn import TnnCacheLayer, cache_of, check_cache, is_toeplitz, past_length
 from ..configuration_tnn import TOEPLITZ
 from ..extensions import extensions
+from ..history import ROOM, HistoryBuffer, aligned
 from ..inputs import token_positions
 from ..mixers import mask_of
-from ..numerics import is_traced
-from ..recurrence import Recurrence
+from ..numerics import is_on_host, is_traced
+from ..recurrence import DecodingState, FilterRecurrence, Recurrence, attach, prefill
+from ..tno_rtf import PATROL, CompanionRecurrence, end_block
 from ..toeplitz_fused import NO_GATE, Gate
+
+# The base tile in steps of fixed shape, which read a whole tile for each token, one number at a time on the CPU.
+FIXED_BASE = 16
 
 
 class Places(threading.local):
-    """The tensors that compiled steps of an operator read, by name, and the layer whose state they hold.
+    """The tensors that compiled steps of an operator read, by name, and the state that they hold.
 
     Each thread has its own, as it has its own CUDA graphs.
     """
@@ -46,15 +54,15 @@ class Places(threading.local):
         self.tensors: dict[str, torch.Tensor] = {}
         self.holds = lambda: None  # a weak reference
 
-    def give(self, layer: "TnnStaticCacheLayer"):
-        """Give the places to a layer. The one that had them gets copies: its cache may be in use."""
+    def give(self, state: "FixedState"):
+        """Give the places to a state. The one that had them gets copies: its cache may be in use."""
         earlier = self.holds()
-        if earlier is layer:
+        if earlier is state:
             return
         if earlier is not None:
             earlier.leave()
-        layer.cursor = layer.computed = None
-        self.holds = weakref.ref(layer)
+        state.cursor = state.computed = None
+        self.holds = weakref.ref(state)
 
     def put(self, name: str, fresh: torch.Tensor) -> torch.Tensor:
         """`fresh`, copied to the place of that name if it fits there, else in a place of its own."""
@@ -71,66 +79,52 @@ class Places(threading.local):
 PLACES: weakref.WeakKeyDictionary[nn.Module, Places] = weakref.WeakKeyDictionary()
 
 
-class TnnStaticCacheLayer(TnnCacheLayer):
-    """The decoding state of one layer, in tensors whose shapes and addresses stay the same from token to token.
-
-    Args:
-        max_cache_len: number of tokens of the whole text, which bounds the places for a long kernel.
+@dataclass(eq=False)
+class FixedState(DecodingState):
+    """A state in tensors whose shapes and addresses stay the same from token to token.
 
     Attributes:
         is_ready: whether `prepare` has been called for the next token.
+        before: the place and the number of values of the history without that token.
+        cursor: see above.
+        constants: what a step reads of the operator, in their places.
+        computed: the tensors that `constants` were copied from.
     """
 
-    _layer_type = None  # transformers would take it for dynamic caches too
-    is_compileable = True
-
-    def __init__(self, max_cache_len: int | None = None, **kwargs):
-        self.max_cache_len = max_cache_len
-        super().__init__()
-
-    def reset(self):
-        """Empty the layer."""
-        super().reset()
-        self.is_ready, self.before = False, (0, 0)
-        self.cursor = self.constants = self.computed = None
+    is_ready: bool = False
+    before: tuple[int, int] = (0, 0)
+    cursor: torch.Tensor | None = None
+    constants: tuple[torch.Tensor, ...] | None = None
+    computed: tuple[torch.Tensor, ...] | None = None
 
     def __getstate__(self) -> dict:
         """The state without what `prepare` makes again."""
         self.retract()
         return super().__getstate__() | dict.fromkeys(("cursor", "constants", "computed"))
 
-    def update(self, key_states: torch.Tensor, value_states, operator, gate: Gate = NO_GATE, prepared=None):
-        """As for `TnnCacheLayer`. A compiled step of one token after `prepare` has a fixed shape."""
-        if not (self.is_ready and is_traced()):
-            self.retract()
-            return super().update(key_states, value_states, operator, gate, prepared)
-        self.is_ready = False
-        v = gate.inputs(key_states)
-        y = self.recurrence.fixed_step(self, self.recurrence.channel_major(v))  # (B, D, 1)
-        return gate.apply(y.transpose(1, 2).to(v.dtype), operator.implementation), None
-
-    def prepare(self, operator) -> tuple[int, int]:
+    def prepare(self, operator, max_cache_len: int | None) -> tuple[int, int]:
         """Do what the next step needs besides tensor operations, and count its token.
+
+        Args:
+            max_cache_len: number of tokens of the whole text, which bounds the places for a long kernel.
 
         Returns:
             The slot and the position of `cursor`.
         """
         self.retract()
-        self._attach(operator, self.device)
-        if self.prefill is not None:
-            self._start()
+        prefill(self)
         like = self.history.buffer[..., :1]
-        self.recurrence.make_ready(self, like)
+        form = form_of(self.recurrence)
+        form.make_ready(self.recurrence, self, like)
         places = PLACES.get(operator) or PLACES.setdefault(operator, Places())
         places.give(self)
-        computed = self.recurrence.constants(like)
+        computed = form.constants(self.recurrence, like)
         if self.computed is None or any(new is not old for new, old in zip(computed, self.computed, strict=True)):
             constants = (places.put(f"constant {i}", one.clone()) for i, one in enumerate(computed))
             self.computed, self.constants = computed, tuple(constants)
-        self.history.fix(self.max_cache_len)
-        self.history.reserve()
+        fix(self.history, max_cache_len)
         self.before = self.history.end, self.history.held
-        slot, position = self.history.take_place(), self.counters.get("position", 0)
+        slot, position = take_place(self.history), self.counters.get("position", 0)
         if "position" in self.counters:
             self.counters["position"] += 1
         self.length += 1
@@ -147,24 +141,20 @@ class TnnStaticCacheLayer(TnnCacheLayer):
             self.length -= 1
             self.is_ready = False
 
-    def crop(self, tokens_to_remove: int):
-        """As for `TnnCacheLayer`."""
+    def crop(self, count: int):
+        """As for `DecodingState`."""
         self.retract()
-        super().crop(tokens_to_remove)
+        super().crop(count)
 
-    def _begun(self, recurrence: Recurrence) -> Recurrence:
-        return recurrence.in_fixed_steps()
-
-    def _select(self, choose):
+    def select(self, choose: Callable[[torch.Tensor], torch.Tensor]):
+        """As for `DecodingState`."""
         self.retract()
-        super()._select(choose)
+        super().select(choose)
 
     def leave(self):
-        """Take the state out of its places, which another layer gets."""
-        self.retract()
+        """Take the state out of its places, which another one gets."""
         self.cursor = self.constants = self.computed = None
-        if self.history is not None:
-            self._select(torch.clone)
+        self.select(torch.clone)
 
     def _pin(self, places: Places):
         """Keep the tensors of a step at their places."""
@@ -178,6 +168,136 @@ class TnnStaticCacheLayer(TnnCacheLayer):
             self.tensors |= {"future": ahead, "ahead": future.copy_(begun)}
         else:
             self.tensors["future"] = places.put("future", future)
+
+
+class TnnStaticCacheLayer(TnnCacheLayer):
+    """The decoding states of one layer, for steps of one fixed shape.
+
+    Args:
+        max_cache_len: number of tokens of the whole text.
+    """
+
+    _layer_type = None  # transformers would take it for dynamic caches too
+    is_compileable = True
+    state_class = FixedState
+
+    def __init__(self, max_cache_len: int | None = None, **kwargs):
+        self.max_cache_len = max_cache_len
+        super().__init__()
+
+    def update(self, key_states: torch.Tensor, value_states, operator, gate: Gate = NO_GATE, prepared=None):
+        """As for `TnnCacheLayer`. A compiled step of one token after `prepare` has a fixed shape."""
+        state = self.states.get(operator.state_name)
+        if state is None or not (state.is_ready and is_traced()):
+            if state is not None:
+                state.retract()
+            return super().update(key_states, value_states, operator, gate, prepared)
+        state.is_ready = False
+        v = gate.inputs(key_states)
+        recurrence = state.recurrence
+        y = form_of(recurrence).step(recurrence, state, recurrence.channel_major(v))  # (B, D, 1)
+        return gate.apply(y.transpose(1, 2).to(v.dtype), operator.implementation), None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the next token has been prepared."""
+        return any(state.is_ready for state in self.states.values())
+
+    def crop(self, tokens_to_remove: int):
+        """As for `TnnCacheLayer`."""
+        for state in self.states.values():
+            state.retract()
+        super().crop(tokens_to_remove)
+
+
+def fix(history: HistoryBuffer, longest: int | None):
+    """Give the buffer the length that it keeps while values come one by one, with room for one.
+
+    Args:
+        longest: the number of values of the whole text, if it is known. A text that is longer may need any length.
+    """
+    history.is_fixed = True
+    wanted = None if history.reach is None else history.reach + history.slack
+    if history.is_ring:
+        places = aligned(wanted)
+        if longest is not None and history.held < longest:
+            places = min(places, aligned(longest))
+    else:
+        places = max(longest or 0, history.buffer.shape[-1]) if wanted is None else wanted + ROOM
+    if history.buffer.shape[-1] != places:
+        history.move(places)
+    history.make_room(1, wanted)
+
+
+def take_place(history: HistoryBuffer) -> int:
+    """The place of the next value, which the caller writes. `fix` has made room for it."""
+    capacity = history.buffer.shape[-1]
+    place = history.end % capacity
+    history.end, history.held = place + 1, min(history.held + 1, capacity)
+    return place
+
+
+class FixedForm(NamedTuple):
+    """How an algorithm makes steps of fixed shape.
+
+    Attributes:
+        make_ready: do the work before a step that depends on Python's counters; takes the recurrence, its state, and
+            a tensor with the shape of a column of the history.
+        constants: what `step` reads of the operator; takes the recurrence and that tensor.
+        step: `Recurrence.step` by operations on tensors alone.
+    """
+
+    make_ready: Callable[[Recurrence, FixedState, torch.Tensor], None]
+    constants: Callable[[Recurrence, torch.Tensor], tuple[torch.Tensor, ...]]
+    step: Callable[[Recurrence, FixedState, torch.Tensor], torch.Tensor]
+
+
+def begin_blocks(recurrence: FilterRecurrence, state: FixedState, like: torch.Tensor):
+    """Fill a block that begins. If its tiles have another size than those of fixed steps, a new one begins."""
+    if recurrence.base > FIXED_BASE:
+        recurrence.base, recurrence._head = FIXED_BASE, None
+        state.tensors.pop("future", None)
+    recurrence.make_ready(state, like)
+
+
+def filter_step(recurrence: FilterRecurrence, state: FixedState, x: torch.Tensor) -> torch.Tensor:
+    """The dot product runs over all base tokens. Those before the tile, and lags beyond the kernel, count as 0."""
+    buffer, (slot, position) = state.history.buffer, state.cursor.unbind()
+    buffer.index_copy_(2, slot[None], x)
+    lags = torch.arange(recurrence.base - 1, -1, -1, device=x.device)  # (b,)
+    places = torch.where(lags > slot, slot - lags + buffer.shape[-1], slot - lags)
+    counts = lags <= position % recurrence.base
+    counts = counts if recurrence.taps is None else counts & (lags < recurrence.taps)
+    added = torch.where(counts, buffer[..., places.clamp(min=0)] * state.constants[0], 0)  # (B, D, b)
+    return state.tensors["future"][..., position[None]] + added.sum(-1, keepdim=True)
+
+
+def check_newest(recurrence: CompanionRecurrence, state: FixedState, like: torch.Tensor):
+    """Check the newest value, as `CompanionRecurrence.step` does."""
+    end_block(state)
+    if is_on_host(like) or state.length % PATROL == 0:
+        recurrence.check_finite(state.history.last(1))
+
+
+def companion_step(recurrence: CompanionRecurrence, state: FixedState, x: torch.Tensor) -> torch.Tensor:
+    """The N newest values come from their places in the buffer."""
+    buffer, slot = state.history.buffer, state.cursor[0]
+    places = slot - torch.arange(recurrence.order, 0, -1, device=x.device)  # (N,)
+    past = buffer[..., torch.where(places < 0, places + buffer.shape[-1], places)]  # (B, D, N)
+    y, newest = recurrence.next_value(past, x, *state.constants)
+    buffer.index_copy_(2, slot[None], newest)
+    return y
+
+
+FORMS = {
+    FilterRecurrence: FixedForm(begin_blocks, lambda recurrence, like: (recurrence.reversed_head(like),), filter_step),
+    CompanionRecurrence: FixedForm(check_newest, lambda recurrence, like: recurrence.coefficients, companion_step),
+}
+
+
+def form_of(recurrence: Recurrence) -> FixedForm | None:
+    """The fixed form of an algorithm, or None if it has none."""
+    return next((form for kind, form in FORMS.items() if isinstance(recurrence, kind)), None)
 
 
 def is_ready(cache: Cache | None, tokens: torch.Tensor, attention_mask) -> bool:
@@ -207,22 +327,16 @@ def prepare_step(model: nn.Module, inputs: dict) -> dict:
         check_cache(cache, model)
         layers = cache.layers[: len(model.layers)]
         length = past_length(layers)
-        pairs = [
-            (layer, block.mixer.tno)
-            for layer, block in zip(layers, model.layers, strict=True)
-            if block.mixer is not None
-        ]
-        pairs += [
-            (layer.short, block.mixer.short)
-            for layer, block in zip(layers, model.layers, strict=True)
-            if getattr(layer, "short", None) is not None
-        ]
         mask = inputs.get("attention_mask")
         masks = masks_of_step(model, cache, tokens, mask)
-        pairs = [
-            (layer, operator.on_this_process() if operator.on_this_process else operator) for layer, operator in pairs
-        ]
-        point(pairs, [layer.prepare(operator) for layer, operator in pairs])
+        prepared = []
+        for layer, block in zip(layers, model.layers, strict=True):
+            for name, state in layer.states.items() if is_toeplitz(layer) else ():
+                operator = getattr(block.mixer, name)
+                operator = operator.on_this_process() if operator.on_this_process else operator
+                attach(state, operator, layer.device)
+                prepared.append((state, operator, state.prepare(operator, layer.max_cache_len)))
+        point(prepared)
     positions = None
     if model.config.position_embedding == "sinusoidal" or model.rotary is not None:
         positions = laid_out(token_positions(mask, length, tokens))
@@ -249,22 +363,22 @@ def can_be_prepared(cache: Cache | None) -> bool:
     def can(layer) -> bool:
         if not getattr(layer, "is_compileable", False) or not layer.is_initialized:
             return False
-        return layer.recurrence.has_fixed_step if hasattr(layer, "recurrence") else True
+        return all(form_of(state.recurrence) for state in layer.states.values()) if is_toeplitz(layer) else True
 
     return all(map(can, getattr(cache, "layers", None) or [None]))
 
 
-def point(pairs: list[tuple[TnnStaticCacheLayer, nn.Module]], places: list[tuple[int, int]]):
-    """Write the cursors of all layers, which are given with their operators, with one copy to the device."""
-    if not pairs:
+def point(prepared: list[tuple[FixedState, nn.Module, tuple[int, int]]]):
+    """Write the cursors of all states, given with their operators and places, with one copy to the device."""
+    if not prepared:
         return
-    first, operator = pairs[0]
-    fresh = torch.tensor(places)  # (layers, 2)
-    moved = any(layer.cursor is None or layer.cursor.device != layer.device for layer, _ in pairs)
+    states, operators, places = zip(*prepared, strict=True)
+    first, fresh = states[0], torch.tensor(places)  # (states, 2)
+    moved = any(state.cursor is None or state.cursor.device != state.history.buffer.device for state in states)
     if moved or first.cursor._base.shape != fresh.shape:
-        cursors = PLACES[operator].put("cursors", fresh.to(first.device, copy=True))
-        for (layer, _), cursor in zip(pairs, cursors, strict=True):
-            layer.cursor = cursor
+        cursors = PLACES[operators[0]].put("cursors", fresh.to(first.history.buffer.device, copy=True))
+        for state, cursor in zip(states, cursors, strict=True):
+            state.cursor = cursor
             torch._dynamo.mark_static_address(cursor)
     first.cursor._base.copy_(fresh, non_blocking=True)
 

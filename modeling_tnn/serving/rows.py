@@ -11,13 +11,15 @@ In a Toeplitz layer padding is zeros, within the reach of its kernel. Layers of 
 which a mask has to hide.
 """
 
+import torch
 from torch import nn
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
-from ..cache_tnn import claim, past_length
+from ..cache_tnn import TnnCacheLayer, claim, is_toeplitz, num_rows, past_length
 from ..configuration_tnn import SLIDING, TOEPLITZ
-from ..history import put_rows
+from ..recurrence import DecodingState, prefill
+from .states import bytes_per_channel, compact, forget_first, put, put_rows
 
 # transformers' own layers whose keys and values can be moved.
 OF_ATTENTION = (DynamicLayer, DynamicSlidingWindowLayer)
@@ -51,8 +53,8 @@ def put_texts(cache: Cache, other: Cache, rows: list[int]):
     check_new_rows(rows, rows_of(cache), rows_of(other))
     length = max(past_length(cache.layers), past_length(other.layers))
     for layer, new in zip(cache.layers, other.layers, strict=True):
-        if hasattr(layer, "recurrence"):
-            layer.put(new, rows)
+        if is_toeplitz(layer):
+            put_states(layer, new, rows)
         else:
             put_keys(layer, new, rows, length)
 
@@ -69,6 +71,23 @@ def check_new_rows(rows: list[int], held: int, count: int):
         raise ValueError(
             f"`rows` must be {count} different rows below {held}, or the next ones from there, got {rows}"
         )
+
+
+def put_states(layer: TnnCacheLayer, new: TnnCacheLayer, rows: list[int]):
+    """`put_texts` for one Toeplitz layer."""
+    for name, other in new.states.items():
+        prefill(other)
+        state = layer.states.get(name)
+        if state is None:
+            layer.lazy_initialization(other.history.buffer)
+            state = layer.states[name] = DecodingState(**vars(other))
+            compact(state.recurrence, state)
+            continue
+        prefill(state)
+        with torch.inference_mode(False), torch.no_grad():  # later calls write into the state
+            put(state.recurrence, state, other, rows)
+        state.length = max(state.length, other.length)
+    new.reset()
 
 
 def put_keys(layer: DynamicLayer, new: DynamicLayer, rows: list[int], length: int):
@@ -90,8 +109,9 @@ def put_keys(layer: DynamicLayer, new: DynamicLayer, rows: list[int], length: in
 def drop_padding(cache: Cache, count: int):
     """Forget the first `count` tokens of all rows, which must be padding in each."""
     for layer in cache.layers if count else ():
-        if hasattr(layer, "recurrence"):
-            layer.drop_padding(count)
+        if is_toeplitz(layer):
+            for state in layer.states.values():
+                forget_first(state, count)
             continue
         length = layer.get_seq_length() - count
         kept = min(length, layer.keys.shape[-2])
@@ -102,7 +122,7 @@ def drop_padding(cache: Cache, count: int):
 
 def is_movable(layer) -> bool:
     """Whether the rows of a layer can be moved: that of a dynamic cache, which records no past to crop."""
-    if hasattr(layer, "recurrence"):
+    if is_toeplitz(layer):
         return not layer.is_compileable
     return type(layer) in OF_ATTENTION and not getattr(layer, "record_past", False)
 
@@ -116,7 +136,7 @@ def rows_of(cache: Cache) -> int:
     """The number of texts in a cache."""
     for layer in cache.layers:
         if layer.is_initialized:
-            return layer.num_rows() if hasattr(layer, "recurrence") else len(layer.keys)
+            return num_rows(layer)
     return 0
 
 
@@ -133,8 +153,7 @@ def bytes_of_text(model: nn.Module, tokens: int) -> int:
     for kind, layer in zip(config.layer_types, model.layers, strict=True):
         if kind == TOEPLITZ:
             for operator in (layer.mixer.tno, *([layer.mixer.short] if hasattr(layer.mixer, "short") else [])):
-                recurrence = operator.recurrence().settled()
-                total += operator.channels * recurrence.bytes_per_channel(tokens, model.dtype)
+                total += operator.channels * bytes_per_channel(operator.recurrence(), tokens, model.dtype)
         else:
             kept = min(tokens, config.sliding_window - 1) if kind == SLIDING else tokens
             total += 2 * config.num_key_value_heads * config.head_dim * kept * model.dtype.itemsize

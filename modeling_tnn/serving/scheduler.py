@@ -20,9 +20,9 @@ from transformers.cache_utils import DynamicCache
 
 from ..cache_tnn import memory_per_sequence
 from ..configuration_tnn import has_attention
-from ..recurrence import Recurrence
 from .request import Request, prepare
 from .rows import bytes_of_text, drop_padding, put_texts
+from .states import can_be_put
 
 logger = logging.getLogger(__name__)
 
@@ -389,8 +389,7 @@ def check_operators(decoder):
         operator = getattr(layer.mixer, "tno", None)
         if operator is None:
             continue
-        recurrence = operator.recurrence().settled()
-        if type(recurrence).put is Recurrence.put or not operator.shift_invariant:
+        if not can_be_put(operator.recurrence()) or not operator.shift_invariant:
             raise ValueError(
-                f"`model` must have shift-invariant operators with a recurrence that has `put`, got {operator}"
+                f"`model` must have shift-invariant operators with rows that `states.put` can move, got {operator}"
             )

@@ -102,7 +102,7 @@ class Decoder:
 
 def layer_bytes(layer: CacheLayerMixin, rows: int) -> int:
     """The bytes of one of `rows` sequences in a layer of any model's cache."""
-    if hasattr(layer, "recurrence") or hasattr(layer, "keys"):
+    if hasattr(layer, "keys"):
         return bytes_per_sequence(layer)
     tensors = [leaf for leaf in tree_leaves(vars(layer)) if isinstance(leaf, torch.Tensor)]  # states of a Mamba
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors) // rows

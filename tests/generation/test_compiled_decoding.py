@@ -12,10 +12,10 @@ import torch
 from torch._dynamo.utils import counters
 from transformers import CompileConfig, DynamicCache, StaticCache
 
-from helpers.cache_models import MODELS, TEXT, model_of
+from helpers.cache_models import MODELS, TEXT, model_of, states_of
 from helpers.mixers import MIXED
 from helpers.models import exhaustive, relative_error
-from modeling_tnn.cache_tnn import CACHE
+from modeling_tnn.cache_tnn import CACHE, max_crop
 
 KINDS = MODELS | {
     "rpe-medium-decay": {"tno_type": "rpe", "decay": 0.94},  # the history is a ring
@@ -122,8 +122,8 @@ def recording(layouts: list, addresses: list):
 def own_addresses(model, cache) -> set[int]:
     """Of the weights, and of all tensors that a step of a static cache has."""
     held = [*model.parameters(), *model.buffers()]
-    for layer in cache.layers:
-        held += [layer.cursor, layer.history.buffer, *layer.constants, *layer.tensors.values()]
+    for state in states_of(cache):
+        held += [state.cursor, state.history.buffer, *state.constants, *state.tensors.values()]
     return {tensor.data_ptr() for tensor in held}
 
 
@@ -231,7 +231,7 @@ def test_a_step_that_was_prepared_and_not_taken(name):
                 logits = steps(TEXT, position, position + 1)
             assert relative_error(logits, expected[:, position : position + 1]) < 1e-9
         model.prepare_inputs_for_generation(TEXT[:, :45], **given)
-        assert cache.layers[0].max_crop() >= 20
+        assert max_crop(cache.layers[0]) >= 20
         cache.crop(-3)
         assert cache.get_seq_length() == 41
         assert relative_error(steps(TEXT, 41, 60), expected[:, 41:60]) < 1e-9
@@ -291,8 +291,9 @@ def test_compiled_steps_that_diverge_are_found():
         denominator[:, 0] = -1.1
     cache = started(model, TEXT, 9)
     for layer in cache.layers:
-        layer.update(torch.zeros(2, 1, layer.prefill.v.shape[2]).double(), None, layer.recurrence.operator)
-        layer.history.buffer.fill_(torch.finfo(torch.float64).max)
+        state = layer.states["tno"]
+        layer.update(torch.zeros(2, 1, state.prompt.v.shape[2]).double(), None, state.recurrence.operator)
+        state.history.buffer.fill_(torch.finfo(torch.float64).max)
     with pytest.raises(ValueError, match=r"Layer 1, channel \d+: a pole of radius 1.1"):
         Steps(model, cache)(TEXT, 10, 14)
 
@@ -312,7 +313,7 @@ def test_a_static_cache_is_no_longer_than_its_text(length, new):
     options = {"max_new_tokens": new, "do_sample": False, "return_dict_in_generate": True}
     dynamic, static = (model.generate(prompt, cache_implementation=kind, **options) for kind in (None, "static"))
     assert torch.equal(static.sequences, dynamic.sequences)
-    places = static.past_key_values.layers[0].history.buffer.shape[-1]
+    places = states_of(static.past_key_values)[0].history.buffer.shape[-1]
     assert length + new - 1 <= places <= length + new + 128
     more = model.generate(
         static.sequences, past_key_values=static.past_key_values, max_new_tokens=200, do_sample=False

@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from helpers.cache_models import EVERY_MODEL, MODELS, WITH_HYBRIDS, model_of
+from helpers.cache_models import EVERY_MODEL, MODELS, WITH_HYBRIDS, model_of, states_of
 from helpers.models import relative_error
 from modeling_tnn import tno_modal, tno_rtf
-from modeling_tnn.cache_tnn import TnnCacheLayer, memory_per_sequence
+from modeling_tnn.cache_tnn import TnnCacheLayer, max_crop, memory_per_sequence
 from modeling_tnn.history import CHUNK_SLACK
 
 BOUNDED = [name for name in MODELS if name != "rpe-no-decay"]
@@ -38,8 +38,8 @@ def prefilled(model, text, **options):
     return cache
 
 
-def held_tensors(layer):
-    held = [layer.history and layer.history.buffer, layer.prefill and layer.prefill.v, *layer.tensors.values()]
+def held_tensors(state):
+    held = [state.history and state.history.buffer, state.prompt and state.prompt.v, *state.tensors.values()]
     return [tensor for tensor in held if tensor is not None]
 
 
@@ -47,10 +47,10 @@ def held_tensors(layer):
 def test_the_inputs_of_a_long_prompt_are_freed(name):
     model = model_of(name)
     cache = prefilled(model, text_of(LONG))
-    for layer in cache.layers:
-        assert layer.prefill is None and held_tensors(layer)
-        for tensor in held_tensors(layer):
-            assert tensor.untyped_storage().nbytes() < layer.history.buffer[..., 0].nbytes * LONG * 0.6
+    for state in states_of(cache):
+        assert state.prompt is None and held_tensors(state)
+        for tensor in held_tensors(state):
+            assert tensor.untyped_storage().nbytes() < state.history.buffer[..., 0].nbytes * LONG * 0.6
     assert cache.get_seq_length() == LONG
 
 
@@ -63,12 +63,12 @@ def test_the_state_after_a_prompt_is_as_small_as_after_decoding(name):
     with torch.no_grad():
         for token in text_of(3).split(1, dim=1):
             model(token, past_key_values=cache)
-    layers = cache.layers
+    states = states_of(cache)
     # A ring gives back the places for crops of a long chunk as soon as single tokens follow.
-    spare = sum(CHUNK_SLACK * layer.history.buffer[0, :, 0].nbytes for layer in layers if layer.history.is_ring)
+    spare = sum(CHUNK_SLACK * state.history.buffer[0, :, 0].nbytes for state in states if state.history.is_ring)
     assert size <= memory_per_sequence(cache) + spare
-    for layer, name in itertools.product(cache.layers, ("future", "ahead")):
-        layer.tensors.pop(name, None)
+    for state, name in itertools.product(states, ("future", "ahead")):
+        state.tensors.pop(name, None)
     assert spare or size == memory_per_sequence(cache)
 
 
@@ -120,7 +120,7 @@ def test_a_prompt_is_taken_back(name, length, removed):
     """As after any chunk: all of a short one, the 1,024 newest tokens of a long one."""
     model, text, other = model_of(name), text_of(length), text_of(50)
     cache = prefilled(model, text)
-    assert min(layer.max_crop() for layer in cache.layers) >= removed
+    assert min(max_crop(layer) for layer in cache.layers) >= removed
     cache.crop(-removed)
     kept = length - removed
     assert cache.get_seq_length() == kept
@@ -133,7 +133,7 @@ def test_a_prompt_is_taken_back(name, length, removed):
 @EVERY_BOUNDED
 def test_more_of_a_long_prompt_cannot_be_taken_back(name):
     cache = prefilled(model_of(name), text_of(LONG))
-    assert {layer.max_crop() for layer in cache.layers} == {CHUNK_SLACK}
+    assert {max_crop(layer) for layer in cache.layers} == {CHUNK_SLACK}
     with pytest.raises(ValueError, match="`tokens_to_remove` must be at least -1024 for this state of 7001 tokens"):
         cache.crop(-CHUNK_SLACK - 1)
     assert cache.get_seq_length() == LONG
@@ -173,7 +173,7 @@ def test_a_prompt_with_gradients_keeps_its_inputs(name):
     """A training pass is seldom continued. Its cache can be saved, and it continues like any other."""
     model, text = model_of(name), text_of(340)
     cache = model(text[:, :301], use_cache=True).past_key_values
-    assert all(layer.prefill is not None and layer.history is None for layer in cache.layers)
+    assert all(state.prompt is not None and state.history is None for state in states_of(cache))
     with torch.no_grad():
         expected = model(text, use_cache=False).logits[:, 301:]
         for past in (pickle.loads(pickle.dumps(cache)), cache):
@@ -209,20 +209,21 @@ def test_inputs_that_have_faded_are_not_read(name):
     layer = TnnCacheLayer()
     with torch.no_grad():
         layer.update(v, None, operator)
-    assert layer.history.last(LONG).isfinite().all()
-    assert all(tensor.isfinite().all() for tensor in layer.tensors.values())
+    state = layer.states["tno"]
+    assert state.history.last(LONG).isfinite().all()
+    assert all(tensor.isfinite().all() for tensor in state.tensors.values())
 
 
 def test_a_kernel_without_an_end_keeps_its_inputs_once():
     model = model_of("rpe-no-decay")
     cache = prefilled(model, text_of(LONG))
-    for layer in cache.layers:
-        assert layer.history is None and layer.prefill.v.untyped_storage().nbytes() == layer.prefill.v.nbytes
+    for state in states_of(cache):
+        assert state.history is None and state.prompt.v.untyped_storage().nbytes() == state.prompt.v.nbytes
     size = memory_per_sequence(cache)
     with torch.no_grad():
         model(text_of(1), past_key_values=cache)
-    held = sum(layer.history.buffer.nbytes // 2 for layer in cache.layers)
-    assert all(layer.prefill is None for layer in cache.layers) and held < 1.13 * size
+    held = sum(state.history.buffer.nbytes // 2 for state in states_of(cache))
+    assert all(state.prompt is None for state in states_of(cache)) and held < 1.13 * size
 
 
 def test_a_long_text_is_scored_without_a_recurrence():

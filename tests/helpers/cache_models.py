@@ -29,3 +29,8 @@ TEXT = torch.randint(2, 99, (2, 160), generator=torch.Generator().manual_seed(0)
 
 def model_of(name, **fields):
     return lively_language_model(**(MODELS | MIXED)[name] | fields)
+
+
+def states_of(cache):
+    """The decoding states of all layers."""
+    return [state for layer in cache.layers for state in layer.states.values()]

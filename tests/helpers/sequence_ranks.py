@@ -196,7 +196,7 @@ def generate(names: list[str]) -> dict:
             ]
             parts += [model(prompt[:, 12:], attention_mask=mask, past_key_values=cache).logits]
             last = model(prompt, attention_mask=mask, logits_to_keep=9).logits
-            channels = cache.layers[0].history.buffer.shape[1]
+            channels = cache.layers[0].states["tno"].history.buffer.shape[1]
         found[name] = {
             "same": same,
             "pieces": relative_error(torch.cat(parts, dim=1)[mask.bool()], pieces[mask.bool()]),

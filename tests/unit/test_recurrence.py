@@ -6,9 +6,10 @@ import pytest
 import torch
 from transformers import DynamicCache, GPT2Config, StaticCache
 
+from helpers.cache_models import states_of
 from helpers.models import CAUSAL, relative_error, seeded, tiny_config
 from modeling_tnn import TnnForCausalLM, recurrence, tno_modal, tno_rtf
-from modeling_tnn.cache_tnn import TnnCacheLayer, memory_per_sequence
+from modeling_tnn.cache_tnn import TnnCacheLayer, bytes_per_sequence, max_crop, memory_per_sequence
 from modeling_tnn.history import SLACK, HistoryBuffer
 from modeling_tnn.tno_auto import build_tno
 from modeling_tnn.tno_rpe import taps_above
@@ -153,21 +154,21 @@ def test_no_token_does_the_work_of_a_block(phase, monkeypatch):
     operator = operator_of("rpe", decay=0.99)
     operator.refill_phase = phase
     looked, moved, position = {}, [], 0
-    look_ahead, move = recurrence.FilterRecurrence._look_ahead, HistoryBuffer._move
+    look_ahead, move = recurrence.FilterRecurrence.look_ahead, HistoryBuffer.move
 
     def spy(self, state, until, remaining):
         before = state.counters.get("ahead", 0)
         look_ahead(self, state, until, remaining)
         looked[position] = looked.get(position, 0) + state.counters["ahead"] - before
 
-    monkeypatch.setattr(recurrence.FilterRecurrence, "_look_ahead", spy)
-    monkeypatch.setattr(HistoryBuffer, "_move", lambda self, *given: (moved.append(position), move(self, *given)))
+    monkeypatch.setattr(recurrence.FilterRecurrence, "look_ahead", spy)
+    monkeypatch.setattr(HistoryBuffer, "move", lambda self, *given: (moved.append(position), move(self, *given)))
     v, layer = random_input(2000, operator), TnnCacheLayer()
     advance(layer, v[:, :500], operator)
     for position in range(500, 2000):
         advance(layer, v[:, position : position + 1], operator)
     assert looked.pop(500) >= operator.channels  # the first block begins
-    parts = layer.recurrence.first_block // 4
+    parts = layer.states["tno"].recurrence.first_block // 4
     assert max(looked.values()) <= -(-operator.channels // parts) + 1
     assert len(moved) <= 3, moved
 
@@ -207,7 +208,7 @@ def test_crop_beyond_the_register(kind):
         layer.crop(-11)
     for _ in range(1000):
         advance(layer, random_input(1, operator), operator)
-    assert layer.max_crop() >= SLACK
+    assert max_crop(layer) >= SLACK
     with pytest.raises(ValueError, match="`tokens_to_remove` must be at least .*, got -1011"):
         layer.crop(-1011)
     with pytest.raises(ValueError, match="minus the number of tokens to remove"):
@@ -240,22 +241,22 @@ def test_state_does_not_grow(kind):
     layer, sizes = TnnCacheLayer(), []
     for _ in range(2000):
         advance(layer, random_input(1, operator), operator)
-        sizes.append(layer.memory_per_sequence())
+        sizes.append(bytes_per_sequence(layer))
     assert max(sizes[1000:]) <= max(sizes[:1000])
     chunked = TnnCacheLayer()
     for _ in range(8):
         advance(chunked, random_input(1000, operator), operator)
-    assert chunked.memory_per_sequence() <= max(sizes) + 8 * operator.channels * 1200
+    assert bytes_per_sequence(chunked) <= max(sizes) + 8 * operator.channels * 1200
 
 
 def test_memory_counts_all_layers():
     model = seeded(TnnForCausalLM, tiny_config())
     cache = model(torch.arange(20).view(2, 10)).past_key_values
-    inputs = [layer.prefill.v for layer in cache.layers]
+    inputs = [state.prompt.v for state in states_of(cache)]
     assert memory_per_sequence(cache) == sum(prompt.numel() * prompt.element_size() // 2 for prompt in inputs)
     cache = model(torch.arange(2).view(2, 1), past_key_values=cache).past_key_values
-    buffers = [layer.history.buffer for layer in cache.layers]
-    buffers += [tensor for layer in cache.layers for tensor in layer.tensors.values()]
+    buffers = [state.history.buffer for state in states_of(cache)]
+    buffers += [tensor for state in states_of(cache) for tensor in state.tensors.values()]
     assert memory_per_sequence(cache) == sum(buffer.numel() * buffer.element_size() // 2 for buffer in buffers)
 
 

@@ -1,0 +1,203 @@
+"""Rows of decoding states: put into another state, aligned at the newest token, and counted in bytes.
+
+B batch, N new rows, D channels, C places of a history. Each algorithm of `recurrence.Recurrence` has its functions.
+"""
+
+from functools import singledispatch
+
+import torch
+from torch.nn.functional import pad
+
+from ..history import ALIGNMENT, GROWTH, LONG_REACH, LONG_ROOM, ROOM, SLACK, HistoryBuffer, aligned
+from ..numerics import compute_dtype, float64_or_widest
+from ..recurrence import DecodingState, FilterRecurrence, Recurrence
+from ..tno_modal import ModalRecurrence
+from ..tno_rpe import LateRecurrence
+from ..tno_rtf import BLOCK, CompanionRecurrence, end_block
+
+
+@singledispatch
+def put(recurrence: Recurrence, state: DecodingState, other: DecodingState, rows: list[int]):
+    """Give the `rows` of a state the sequences of `other`, which is used up.
+
+    Rows beyond the present ones are added. All rows then have the length of the longest text. The others are as if
+    they had padding before them.
+    """
+    raise NotImplementedError(f"The rows of {type(recurrence).__name__} cannot be moved")
+
+
+@singledispatch
+def compact(recurrence: Recurrence, state: DecodingState):
+    """Free the memory of values that only `crop` may need, but for those of the last 64 tokens."""
+    raise NotImplementedError(f"The rows of {type(recurrence).__name__} cannot be moved")
+
+
+@singledispatch
+def bytes_per_channel(recurrence: Recurrence, tokens: int, dtype: torch.dtype) -> int:
+    """The most bytes of state of a channel after `tokens` tokens that came one by one, for inputs of `dtype`."""
+    raise NotImplementedError(f"The size of the state of {type(recurrence).__name__} is not known")
+
+
+def can_be_put(recurrence: Recurrence) -> bool:
+    """Whether rows of the states of an algorithm can be moved."""
+    return put.dispatch(type(recurrence)) is not put.dispatch(object)
+
+
+@put.register
+def _(recurrence: FilterRecurrence, state: DecodingState, other: DecodingState, rows: list[int]):
+    if "future" in state.tensors:
+        begin_together(recurrence, other, state.counters)
+    else:  # a new block begins for all
+        for one in (state, other):
+            one.tensors = {name: kept for name, kept in one.tensors.items() if name not in ("future", "ahead")}
+    put_values(state.history, other.history, rows, shared_values(state, other))
+    state.tensors = {name: put_rows(one, rows, other.tensors[name]) for name, one in state.tensors.items()}
+
+
+@put.register
+def _(recurrence: ModalRecurrence, state: DecodingState, other: DecodingState, rows: list[int]):
+    both, length = (state, other), max(state.length, other.length)
+    reach = min(recurrence.reach(one) for one in both if one.length == length or one.counters["covered"])
+    reach = min(reach, recurrence.window + SLACK)
+    for one in both:
+        one.tensors.pop("future", None)  # a new block begins for all
+        recurrence.advance_memory(one, recurrence.past(one), one.length - reach)
+    state.counters["covered"] = length - reach
+    put.dispatch(FilterRecurrence)(recurrence, state, other, rows)
+
+
+@put.register
+def _(recurrence: CompanionRecurrence, state: DecodingState, other: DecodingState, rows: list[int]):
+    for one in (state, other):
+        end_block(one)  # a new block begins for all
+    put_values(state.history, other.history, rows, shared_values(state, other, extra=recurrence.order))
+
+
+@compact.register
+def _(recurrence: FilterRecurrence, state: DecodingState):
+    compact_history(state.history, state.length)
+
+
+@compact.register
+def _(recurrence: ModalRecurrence, state: DecodingState):
+    recurrence.advance_memory(state, recurrence.past(state), state.length - recurrence.window - SLACK)
+    compact_history(state.history, recurrence.reach(state))
+
+
+@compact.register
+def _(recurrence: CompanionRecurrence, state: DecodingState):
+    compact_history(state.history, state.length + recurrence.order)
+
+
+@bytes_per_channel.register
+def _(recurrence: FilterRecurrence, tokens: int, dtype: torch.dtype) -> int:
+    blocks = 2 if recurrence.looks_ahead else 1
+    held = places(None if recurrence.taps is None else recurrence.taps - 1, tokens) + blocks * recurrence.horizon
+    return held * compute_dtype(dtype).itemsize
+
+
+@bytes_per_channel.register
+def _(recurrence: LateRecurrence, tokens: int, dtype: torch.dtype) -> int:
+    return bytes_per_channel.dispatch(FilterRecurrence)(recurrence.resolve(), tokens, dtype)
+
+
+@bytes_per_channel.register
+def _(recurrence: ModalRecurrence, tokens: int, dtype: torch.dtype) -> int:
+    horizon = recurrence.horizon
+    numbers = places(recurrence.window + horizon, tokens) + horizon + 2 * recurrence.operator.num_modes
+    return numbers * compute_dtype(dtype).itemsize
+
+
+@bytes_per_channel.register
+def _(recurrence: CompanionRecurrence, tokens: int, dtype: torch.dtype) -> int:
+    held = places(recurrence.order, tokens) + 2 * BLOCK
+    return held * float64_or_widest(recurrence.operator.numerator.device).itemsize
+
+
+def begin_together(recurrence: FilterRecurrence, state: DecodingState, counters: dict[str, int]):
+    """Make the future of a state as if its block had begun when that of `counters` did."""
+    position, tiles = counters["position"], counters["tiles"]
+    values = state.history.last(state.history.held)
+    values = pad(values, (max(0, position - values.shape[-1]), 0))
+    before, within = values.split([values.shape[-1] - position, position], dim=-1)
+    state.history, state.tensors = HistoryBuffer(before, state.history.reach), {}
+    state.counters = {"block": counters["block"]}
+    recurrence.fill(state, values)
+    for end in range(recurrence.base, tiles + 1, recurrence.base):
+        state.history.append(within[..., end - recurrence.base : end])
+        state.counters["position"] = end
+        recurrence.pass_on_tile(state, end & -end)
+    state.history.append(within[..., tiles:])
+    if recurrence.looks_ahead:
+        recurrence.look_ahead(state, counters["ahead"], counters["block"] - position)
+
+
+def shared_values(state: DecodingState, other: DecodingState, extra: int = 0) -> int:
+    """How many values of each row the joined history of two states keeps.
+
+    A history that begins with its text, or `extra` zeros before it, has zeros before. Others have no more than they
+    hold. More than 64 values beyond what the next outputs need are left out.
+    """
+    both, reach = (state.history, other.history), state.history.reach
+    cut = [one.history.held for one in (state, other) if one.history.held < one.length + extra]
+    count = min(cut, default=max(history.held for history in both))
+    return count if reach is None else min(count, reach + SLACK)
+
+
+def put_values(history: HistoryBuffer, other: HistoryBuffer, rows: list[int], count: int):
+    """Give the `rows` the newest `count` values of `other`, and keep as many of each row; see `put_rows`.
+
+    Zeros stand before the values of a row that has fewer.
+    """
+    if count > history.held:
+        room = history.room(count, None if history.reach is None else history.reach + history.slack)
+        history.buffer = pad(history.last(history.held), (count - history.held, room))
+        history.end = count
+    history.held = count
+    values, young = other.last(count), min(history.end, count)
+    values = pad(values, (count - values.shape[-1], 0))  # (N, D, count)
+    history.buffer = put_rows(history.buffer, rows, values[..., count - young :], history.end - young)
+    if young < count:  # the ring begins before its front
+        old = values[..., : count - young]
+        history.buffer = put_rows(history.buffer, rows, old, history.buffer.shape[-1] - old.shape[-1])
+
+
+def put_rows(tensor: torch.Tensor, rows: list[int], values: torch.Tensor, first: int = 0) -> torch.Tensor:
+    """`tensor` `(B, ..., C)` with `values` `(N, ..., S)` in the `rows`, from column `first` on.
+
+    It is changed in place, unless rows from B on ask for more of them.
+    """
+    if max(rows) >= len(tensor):
+        grown = tensor.new_empty(max(rows) + 1, *tensor.shape[1:])
+        grown[: len(tensor)] = tensor
+        tensor = grown
+    for row, value in zip(rows, values, strict=True):
+        tensor[row, ..., first : first + value.shape[-1]] = value
+    return tensor
+
+
+def compact_history(history: HistoryBuffer, count: int):
+    """Keep at most the newest `count` values, if the buffer has more places than for so many one by one."""
+    if history.buffer.shape[-1] > places(history.reach, count):
+        kept = history.last(count if history.reach is None else min(count, history.reach + history.slack)).clone()
+        history.buffer, history.end, history.held = kept, kept.shape[-1], kept.shape[-1]
+
+
+def places(reach: int | None, count: int) -> int:
+    """The most places that a buffer has after `count` values that came one by one."""
+    if reach is None:
+        return count + max(LONG_ROOM, count // GROWTH)
+    if reach <= LONG_REACH:
+        return reach + SLACK + ROOM
+    return min(aligned(reach + SLACK), aligned(2 * max(ALIGNMENT, count)))
+
+
+def forget_first(state: DecodingState, count: int):
+    """Forget the first `count` tokens of all rows of a state, which are padding."""
+    state.length -= count
+    if state.prompt is not None:
+        state.prompt = state.prompt.select(lambda tensor: tensor[:, count:])
+        return
+    if "covered" in state.counters:
+        state.counters["covered"] = max(0, state.counters["covered"] - count)
+    compact(state.recurrence, state)
