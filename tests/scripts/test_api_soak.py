@@ -85,7 +85,6 @@ def test_two_hundred_clients(tno_type, tmp_path, record_property):
     assert len(set(expected)) > 30
     process, memory = psutil.Process(os.getpid()), []
     with serving(folder, Limits(max_new_tokens=5000), max_waiting=CLIENTS) as service:
-        threads = None
         for _ in range(ROUNDS):
             texts, seconds = asyncio.run(everybody(service))
             wait_until_idle(service)
@@ -94,8 +93,8 @@ def test_two_hundred_clients(tno_type, tmp_path, record_property):
             gc.collect()
             assert not [one for one in gc.get_objects() if type(one) in (Request, Text)]
             memory.append(process.memory_info().rss)
-            threads = threads or threading.active_count()
-            assert threading.active_count() <= threads
+            # The pools of the servers grow and shrink, and have fewer threads than clients that went away.
+            assert threading.active_count() < CLIENTS / 2
             record_property("seconds", seconds)
         ended = {
             sample.labels["reason"]: sample.value
