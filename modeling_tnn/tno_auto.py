@@ -10,7 +10,6 @@ axes, so they commute, and one order is enough. The kernels along the two axes a
 
 import copy
 import math
-from collections.abc import Callable
 
 import torch
 
@@ -24,8 +23,6 @@ from .tno_rtf import RtfOperator
 from .tno_s4d import S4dOperator
 from .tno_ski import SkiOperator
 
-Mixer = Callable[[torch.Tensor], torch.Tensor]
-
 
 class TwoAxisOperator(ToeplitzOperator):
     """An operator on a square image, made of one operator along rows and one along columns. Bidirectional only.
@@ -37,8 +34,7 @@ class TwoAxisOperator(ToeplitzOperator):
 
     def __init__(self, config, layer_idx: int, rows: ToeplitzOperator, columns: ToeplitzOperator):
         super().__init__(config, layer_idx)
-        self.rows, self.columns = rows, columns
-        self.combine = COMBINATIONS[config.spatial_mixing]
+        self.rows, self.columns, self.mixing = rows, columns, config.spatial_mixing
         if rows.channel_parameters is not None:
             known = rows.channel_parameters.items()
             self.channel_parameters = {
@@ -46,11 +42,7 @@ class TwoAxisOperator(ToeplitzOperator):
             }
 
     def coefficients(self, length: int, device: torch.device | None = None) -> torch.Tensor:
-        """Not available: the matrix of an image is Toeplitz in blocks.
-
-        Raises:
-            ValueError: always. The operators `rows` and `columns` have coefficients.
-        """
+        """Raise a ValueError: the matrix of an image is Toeplitz in blocks. `rows` and `columns` have coefficients."""
         raise ValueError(
             "`spatial_dims` must be 1 for coefficients, got 2. The operators `rows` and `columns` have coefficients."
         )
@@ -63,16 +55,16 @@ class TwoAxisOperator(ToeplitzOperator):
         """
         side = image_side(v.shape[1])
         image = v.unflatten(1, (side, side))  # (B, S, S, D)
-        passed = [Pass(prepared=one) for one in prepared]
+        of_rows, of_columns = (Pass(prepared=kernel) for kernel in prepared)
 
         def rows(x: torch.Tensor) -> torch.Tensor:
-            return self.rows(x.flatten(0, 1), passed=passed[0]).unflatten(0, x.shape[:2])
+            return self.rows(x.flatten(0, 1), passed=of_rows).unflatten(0, x.shape[:2])
 
         def columns(x: torch.Tensor) -> torch.Tensor:
             x = x.transpose(1, 2)
-            return self.columns(x.flatten(0, 1), passed=passed[1]).unflatten(0, x.shape[:2]).transpose(1, 2)
+            return self.columns(x.flatten(0, 1), passed=of_columns).unflatten(0, x.shape[:2]).transpose(1, 2)
 
-        return self.combine(rows, columns, image).flatten(1, 2)
+        return COMBINATIONS[self.mixing](rows, columns, image).flatten(1, 2)
 
     def dense(self, length: int) -> torch.Tensor:
         side = image_side(length)
@@ -80,20 +72,14 @@ class TwoAxisOperator(ToeplitzOperator):
         one, whole = (torch.eye(size, dtype=rows.dtype, device=rows.device) for size in (side, length))
         on_rows = torch.einsum("ac,dbe->dabce", one, rows).reshape(-1, length, length)
         on_columns = torch.einsum("dac,be->dabce", columns, one).reshape(-1, length, length)
-        return self.combine(lambda x: on_rows @ x, lambda x: on_columns @ x, whole)
+        return COMBINATIONS[self.mixing](lambda x: on_rows @ x, lambda x: on_columns @ x, whole)
 
 
-def product_of_axes(rows: Mixer, columns: Mixer, image: torch.Tensor) -> torch.Tensor:
-    """The product 2 C R v of an image."""
-    return 2 * columns(rows(image))
-
-
-def sum_of_axes(rows: Mixer, columns: Mixer, image: torch.Tensor) -> torch.Tensor:
-    """The sum R v + C v of an image."""
-    return rows(image) + columns(image)
-
-
-COMBINATIONS = {"product": product_of_axes, "sum": sum_of_axes}
+# From R and C, as functions, and an image v to y.
+COMBINATIONS = {
+    "product": lambda rows, columns, image: 2 * columns(rows(image)),
+    "sum": lambda rows, columns, image: rows(image) + columns(image),
+}
 
 
 def image_side(length: int) -> int:
@@ -153,17 +139,11 @@ def build_tno(config, layer_idx: int = 0) -> ToeplitzOperator:
         ValueError: `config.tno_type` is unknown.
     """
     require_operator(config.tno_type)
-    cls = OPERATORS[config.tno_type]
-    if config.spatial_dims == 1:
-        return with_fp32_parameters(cls(config, layer_idx))
-    axis = copy.copy(config)
-    axis.spatial_dims, axis.max_position_embeddings = 1, config.axis_length
-    pair = (with_fp32_parameters(cls(axis, layer_idx)) for _ in range(2))
-    return TwoAxisOperator(config, layer_idx, *pair)
-
-
-def with_fp32_parameters(operator: ToeplitzOperator) -> ToeplitzOperator:
-    """The operator with its `fp32_parameters` in float32, also where the model is built in half precision."""
+    if config.spatial_dims == 2:
+        axis = copy.copy(config)
+        axis.spatial_dims, axis.max_position_embeddings = 1, config.axis_length
+        return TwoAxisOperator(config, layer_idx, build_tno(axis, layer_idx), build_tno(axis, layer_idx))
+    operator = OPERATORS[config.tno_type](config, layer_idx)
     if all(parameter.dtype == compute_dtype(parameter.dtype) for parameter in operator.parameters()):
         return operator
-    return operator._apply(lambda parameter: parameter)
+    return operator._apply(lambda parameter: parameter)  # `fp32_parameters` of a model built in half precision

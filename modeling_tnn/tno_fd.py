@@ -37,16 +37,16 @@ class FdOperator(ToeplitzOperator):
         self.resolution = config.fd_resolution
         self.cos_input = config.fd_input == "cos"
 
-    def frequencies(self, device: torch.device | None = None) -> torch.Tensor:
-        """The inputs of the MLP, `(R + 1,)`: omega or cos(omega)."""
+    def features(self, device: torch.device | None) -> torch.Tensor:
+        """The features `(R + 1, w)` of the MLP at all frequencies, of which it sees omega or cos(omega)."""
         index = torch.arange(self.resolution + 1, device=device or self.rpe.device, dtype=self.rpe.dtype)
-        omega = index * (math.pi / self.resolution)
-        return omega.cos() if self.cos_input else omega
+        omega = index * (math.pi / self.resolution)  # (R+1,)
+        return self.rpe.features(omega.cos() if self.cos_input else omega)
 
     def response_parts(self, device: torch.device | None = None) -> torch.Tensor:
         """Real and imaginary part of the response, `(2, D, R + 1)`; if causal, its real part, `(D, R + 1)`."""
-        omega = self.frequencies(device)
-        values = self.rpe.emit(self.rpe.features(omega), torch.ones_like(omega))  # (2D, R+1) or (D, R+1)
+        features = self.features(device)
+        values = self.rpe.emit(features, torch.ones_like(features[:, 0]))  # (2D, R+1) or (D, R+1)
         return values if self.causal else values.unflatten(0, (2, self.channels))
 
     def response(self, length: int, device: torch.device | None = None) -> torch.Tensor | None:
@@ -64,8 +64,7 @@ class FdOperator(ToeplitzOperator):
 
     def _causal_kernel(self, device: torch.device | None) -> torch.Tensor:
         """All taps, `(D, R)`. Transform and window act on the w features of the MLP, before its D outputs."""
-        features = self.rpe.features(self.frequencies(device)).t()  # (w, R+1)
-        taps = self._inverse(features)[:, : self.resolution]  # (w, R)
+        taps = self._inverse(self.features(device).t())[:, : self.resolution]  # (w, R)
         taps = torch.cat([taps[:, :1], 2 * taps[:, 1:]], dim=1)
         impulse = torch.zeros_like(taps[0])  # (R,), the transform of a constant
         impulse[0] = 1

@@ -32,8 +32,8 @@ from .recurrence import LONG_PROMPT, DecodingState, FilterRecurrence, Prompt
 from .tno import ToeplitzOperator, require_causal
 from .toeplitz import fit_lags, fit_taps
 
-# The share of the mass of a kernel, the sum of all |taps|, that products in half precision leave out: the error of the
-# product grows by a sixteenth of a rounding of bfloat16.
+# The share of the sum of all |taps| that products in half precision leave out: their error grows by a sixteenth of a
+# rounding of bfloat16.
 NEGLIGIBLE = 2**-12
 
 
@@ -47,10 +47,8 @@ class CastingLinear(nn.Linear):
 class OutputLinear(CastingLinear):
     """A `CastingLinear` that can follow a linear operation on its rows, see `RelativePositionEncoder.emit`."""
 
-    def forward(self, x: torch.Tensor, ones: torch.Tensor | None = None) -> torch.Tensor:
-        """`(M, w)` to `(M, D)`: x W^T + ones b^T, for `ones` `(M,)`; without `ones` an ordinary linear map."""
-        if ones is None:
-            return super().forward(x)
+    def forward(self, x: torch.Tensor, ones: torch.Tensor) -> torch.Tensor:
+        """`(M, w)` to `(M, D)`: x W^T + ones b^T, for `ones` `(M,)`."""
         if is_traced() and not is_exported():  # joined under vmap, they would be a graph for one length
             return (self.weight.to(x.dtype) @ x.t() + self.bias.to(x.dtype)[:, None] * ones).t()
         weight = torch.cat([self.weight, self.bias[:, None]], dim=1).to(x.dtype)  # (D, w+1)
@@ -105,7 +103,8 @@ class RelativePositionEncoder(nn.Module):
 
     def forward(self, positions: torch.Tensor) -> torch.Tensor:
         """The values `(M, D)` at the `positions` `(M,)`."""
-        return self.out.linear(self.features(positions))
+        features = self.features(positions)
+        return self.out.linear(features, torch.ones_like(features[:, 0]))
 
     def features(self, positions: torch.Tensor) -> torch.Tensor:
         """The inputs `(M, w)` of the output map at the `positions` `(M,)`."""
@@ -127,34 +126,24 @@ class RelativePositionEncoder(nn.Module):
         return self.out.linear(features, ones).t()
 
 
-class NormalizedInput(CastingLinear):
-    """The input projection of the normalized lag k / P."""
-
-    def __init__(self, config):
-        super().__init__(1, config.rpe_dim)
-        self.longest = config.rpe_input_length
-
-    def forward(self, lags: torch.Tensor) -> torch.Tensor:
-        """`(M, 1)` to `(M, w)`."""
-        return super().forward(lags / self.longest)
-
-
-class SinusoidalInput(CastingLinear):
-    """The input projection of the sines and cosines of the lag."""
-
-    def __init__(self, config):
-        super().__init__(config.rpe_dim, config.rpe_dim)
-
-    def forward(self, lags: torch.Tensor) -> torch.Tensor:
-        """`(M, 1)` to `(M, w)`."""
-        return super().forward(sinusoidal_embedding(lags.t(), self.in_features, lags.dtype)[0])
-
-
+# From lags `(M, 1)`, P and w to what the encoder reads, `(M, 1)` or `(M, w)`.
 RPE_INPUTS = {
-    "lag": lambda config: CastingLinear(1, config.rpe_dim),
-    "normalized": NormalizedInput,
-    "sinusoidal": SinusoidalInput,
+    "lag": lambda lags, longest, size: lags,
+    "normalized": lambda lags, longest, size: lags / longest,
+    "sinusoidal": lambda lags, longest, size: sinusoidal_embedding(lags.t(), size, lags.dtype)[0],
 }
+
+
+class LagInput(CastingLinear):
+    """The input projection of a lag."""
+
+    def __init__(self, config):
+        super().__init__(config.rpe_dim if config.rpe_input == "sinusoidal" else 1, config.rpe_dim)
+        self.kind, self.longest = config.rpe_input, config.rpe_input_length
+
+    def forward(self, lags: torch.Tensor) -> torch.Tensor:
+        """`(M, 1)` to `(M, w)`."""
+        return super().forward(RPE_INPUTS[self.kind](lags, self.longest, self.out_features))
 
 
 def sinusoidal_embedding(positions: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -170,10 +159,7 @@ def sinusoidal_embedding(positions: torch.Tensor, size: int, dtype: torch.dtype)
 
 
 def taps_above(decay: float | None, share: float) -> int | None:
-    """The number of taps beyond which those of the form decay^k hold less than `share` of the sum of all.
-
-    These are m = ln(share) / ln(decay) taps. It is None without a decay.
-    """
+    """The number of taps decay^k, ln(share) / ln(decay), beyond which others hold less than `share` of their sum."""
     if decay is None or decay >= 1:
         return None
     return max(1, math.ceil(math.log(share) / math.log(decay)))
@@ -210,8 +196,7 @@ class RpeOperator(ToeplitzOperator):
 
     def __init__(self, config, layer_idx: int = 0):
         super().__init__(config, layer_idx)
-        in_proj = RPE_INPUTS[config.rpe_input](config)
-        self.rpe = RelativePositionEncoder(config, self.channels, config.rpe_act, in_proj)
+        self.rpe = RelativePositionEncoder(config, self.channels, config.rpe_act, LagInput(config))
         self.decay, self.window = config.decay, config.rpe_window
         self.decay_logit = nn.Parameter(torch.empty(self.channels)) if config.learnable_decay else None
         self.half_lags = None if config.learnable_decay else taps_above(config.decay, NEGLIGIBLE)
@@ -221,20 +206,18 @@ class RpeOperator(ToeplitzOperator):
             init.normal_(self.decay_logit)
 
     def coefficients(self, length: int, device: torch.device | None = None) -> torch.Tensor:
-        if self.window is not None and (is_exported() or length > self.window):
-            inside = self._unwindowed(self.window, device)
-            return (fit_taps if self.causal else fit_lags)(inside, length)
-        return self._unwindowed(length, device)
-
-    def _unwindowed(self, length: int, device: torch.device | None) -> torch.Tensor:
-        first = 0 if self.causal else 1 - length
-        lags = torch.arange(first, length, device=device or self.rpe.device, dtype=self.rpe.dtype)  # (M,)
+        ends = self.window is not None and (is_exported() or length > self.window)
+        reach = self.window if ends else length
+        first = 0 if self.causal else 1 - reach
+        lags = torch.arange(first, reach, device=device or self.rpe.device, dtype=self.rpe.dtype)  # (M,)
         features = self.rpe.features(lags)  # (M, w)
-        if self.decay_logit is not None:
-            values = self.rpe.emit(features, torch.ones_like(lags))  # (D, M)
-            return values * self._decay_rate(lags.dtype) ** lags.abs()
-        weights = torch.ones_like(lags) if self.decay is None else self.decay ** lags.abs()  # (M,)
-        return self.rpe.emit(features * weights[:, None], weights)  # (D, M)
+        if self.decay_logit is None:
+            weights = torch.ones_like(lags) if self.decay is None else self.decay ** lags.abs()  # (M,)
+            kernel = self.rpe.emit(features * weights[:, None], weights)  # (D, M)
+        else:
+            kernel = self.rpe.emit(features, torch.ones_like(lags))  # (D, M)
+            kernel = kernel * self._decay_rate(lags.dtype) ** lags.abs()
+        return (fit_taps if self.causal else fit_lags)(kernel, length) if ends else kernel
 
     def kernel_length(self, exact: bool = False) -> int | None:
         known = exact or self.decay_logit is None
@@ -253,9 +236,7 @@ class RpeOperator(ToeplitzOperator):
             return self.decay
         return self._decay_rate(self.rpe.dtype).max().item()
 
-    def _decay_rate(self, dtype: torch.dtype) -> torch.Tensor | float:
-        if self.decay_logit is None:
-            return self.decay
+    def _decay_rate(self, dtype: torch.dtype) -> torch.Tensor:
         return self.decay + (1 - self.decay) * torch.sigmoid(self.decay_logit.to(dtype))[:, None]  # (D, 1)
 
 
@@ -268,8 +249,8 @@ class ExplicitOperator(ToeplitzOperator):
         super().__init__(config, layer_idx)
         self.longest, self.decay = config.explicit_length, config.decay
         self.half_lags = taps_above(config.decay, NEGLIGIBLE)
-        sides = 1 if self.causal else 2
-        self.taps = nn.Parameter(torch.empty(self.channels, sides * self.longest - (sides - 1)))
+        count = self.longest if self.causal else 2 * self.longest - 1
+        self.taps = nn.Parameter(torch.empty(self.channels, count))
 
     def reset_parameters(self):
         init.normal_(self.taps, std=self.longest**-0.5)

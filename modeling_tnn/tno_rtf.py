@@ -69,15 +69,9 @@ PATROL = 64
 
 
 def rational_kernel(denominator: torch.Tensor, numerator: torch.Tensor, size: int) -> torch.Tensor:
-    """The taps of (1) without h_0, from samples at `size` points.
+    """The taps of (1) without h_0, from samples at `size` points: a `(Q, N)` and b `(D, N)` to `(D, F)`.
 
-    Args:
-        denominator: `(Q, N)`, a_1 .. a_N.
-        numerator: `(D, N)`, b_1 .. b_N.
-        size: even transform length F, above N.
-
-    Returns:
-        `(D, F)`.
+    F is even and above N.
     """
     if is_exported_to_onnx():
         return exported_quotient(pad(numerator, (1, 0)), per_filter(monic(denominator), len(numerator)), size, size)
@@ -95,8 +89,8 @@ class RationalTaps(torch.autograd.Function):
 
         gradient of b = irfft(rfft(g) conj(1 / A)),    gradient of a = -irfft(rfft(g) conj(B / A^2))
 
-    both at 1 .. N. So time and memory do not depend on the order, apart from the parameters. It computes in the dtype
-    `work`. For higher derivatives, autograd computes the gradients from `rational_kernel`.
+    both at 1 .. N, in the dtype `work`. Time and memory do not depend on the order, apart from the parameters. For
+    higher derivatives, autograd computes the gradients from `rational_kernel`.
     """
 
     @staticmethod
@@ -481,7 +475,12 @@ class RtfOperator(ToeplitzOperator):
             work = float64_or_widest(self.direct.device)
             kernel = RationalTaps.apply(self._constrained(), self.numerator, self.direct, self.size, length, work)
         else:
-            kernel = self._kernel(length).to(compute_dtype(self.numerator.dtype))
+            denominator, kernel = self._taps()
+            if not is_exported() and length <= self.size:
+                kernel = kernel[:, :length]
+            else:  # one graph cannot record the iteration of `extend_kernel`, whose number of steps depends on L
+                kernel = (kernel_of_any_length if is_traced() else extend_kernel)(denominator, kernel, length)
+            kernel = kernel.to(compute_dtype(self.numerator.dtype))
         kernel = kernel.to(device or kernel.device)
         if self.causal:
             return kernel
@@ -504,11 +503,7 @@ class RtfOperator(ToeplitzOperator):
         return per_filter(self._constrained().to(dtype), len(self.numerator))
 
     def companion_form(self) -> CompanionForm:
-        """The coefficients of the recurrence in float64. Its impulse response is exactly `coefficients`.
-
-        Raises:
-            ValueError: the operator is not causal.
-        """
+        """The coefficients of the recurrence in float64. Its impulse response is exactly `coefficients`."""
         require_causal(self)
         denominator, taps = self._taps()
         numerator = recurrence_numerator(denominator, taps)
@@ -518,15 +513,15 @@ class RtfOperator(ToeplitzOperator):
         """The denominators `(Q, N)` after the constraint, which scales them in float64."""
         if self.constraint is None:
             return self.denominator
-        dtype = float64_or_widest(self.denominator.device)
+        dtype, given = float64_or_widest(self.denominator.device), (self.denominator, self.slack)
 
         def constrained(a, s):
             return CONSTRAINTS[self.constraint](a.to(dtype), s.to(dtype))
 
         if is_transformed() or is_exported():  # neither torch.func nor torch.export has checkpoints
-            return constrained(self.denominator, self.slack)
+            return constrained(*given)
         # Computed again in the backward pass: at high orders its saved tensors would exceed all others.
-        return checkpoint(constrained, self.denominator, self.slack, use_reentrant=False, preserve_rng_state=False)
+        return checkpoint(constrained, *given, use_reentrant=False, preserve_rng_state=False)
 
     def _taps(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The constrained denominators `(Q, N)` and the taps of the transform `(D, F)`, h_0 included, in float64."""
@@ -535,10 +530,3 @@ class RtfOperator(ToeplitzOperator):
         taps = rational_kernel(denominator, self.numerator.to(dtype), self.size)
         first = taps[:, :1] + self.direct.to(dtype)[:, None]
         return denominator, torch.cat([first, taps[:, 1:]], dim=1)
-
-    def _kernel(self, length: int) -> torch.Tensor:
-        denominator, taps = self._taps()
-        if not is_exported() and length <= self.size:
-            return taps[:, :length]  # (D, L)
-        # One graph cannot record the iteration of `extend_kernel`: its number of steps depends on the length.
-        return (kernel_of_any_length if is_traced() else extend_kernel)(denominator, taps, length)  # (D, L)

@@ -54,11 +54,9 @@ class Poles(NamedTuple):
 
 
 def zero_order_hold(alpha: Pair, step: torch.Tensor) -> tuple[Poles, Pair]:
-    """lambda = exp(Delta alpha) and g = (lambda - 1) / alpha: the input is constant during a step.
+    """lambda = exp(Delta alpha) and g = (lambda - 1) / alpha, for alpha `(D, Q)` and steps Delta `(D, 1)`.
 
-    Args:
-        alpha: poles `(D, Q)`.
-        step: sizes Delta of the steps, `(D, 1)`.
+    The input is constant during a step.
     """
     growth, angle = step * alpha.real, step * alpha.imag  # (D, Q)
     # lambda - 1 without the difference of two numbers near 1.
@@ -110,27 +108,23 @@ INITIAL_MODES = {"lin": linear_modes, "inv": inverse_modes, "legs": legendre_mod
 
 
 def vandermonde_product(weights: Pair, poles: Poles, length: int, dtype: torch.dtype) -> torch.Tensor:
-    """Re sum_q w_q lambda_q^k for k = 0 .. L-1, by (3).
+    """Re sum_q w_q lambda_q^k for k = 0 .. L-1, by (3): weights `(D, Q)` to taps `(D, L)`.
 
-    Args:
-        weights: `(D, Q)`.
-        poles: of these channels.
-        length: L.
-        dtype: precision of the product. The powers are computed in that of the poles, whose phases need it.
-
-    Returns:
-        `(D, L)`.
+    `dtype` is that of the product. The powers are computed in that of the poles, whose phases need it.
     """
     block, device = block_length(length), poles.rate.device
     within = poles.powers(torch.arange(block, device=device))  # (D, b, Q)
     # A recorded graph has at least two blocks, one of them for nothing: a single one would make it a graph of its own.
     blocks = length // block + 2 if is_traced() else -(-length // block)  # I
     starts = poles.powers(block * torch.arange(blocks, device=device))  # (D, I, Q)
-    moved = Pair(*(part[:, None] for part in weights)).times(starts)
-    left = torch.cat([moved.real, -moved.imag], dim=-1).to(dtype)  # (D, I, 2Q)
-    right = torch.cat([within.real, within.imag], dim=-1).to(dtype)  # (D, b, 2Q)
-    product = (left @ right.mT).flatten(1)  # (D, I b)
+    product = join_levels(Pair(*(part[:, None] for part in weights)).times(starts), within, dtype)
     return entries(product, 0, length) if is_exported() else product[:, :length]
+
+
+def join_levels(moved, within, dtype: torch.dtype) -> torch.Tensor:
+    """The sums (3) `(D, I b)`: real parts of the products of w lambda^(bi) `(D, I, Q)` and lambda^j `(D, b, Q)`."""
+    left = torch.cat([moved.real, -moved.imag], dim=-1).to(dtype)  # (D, I, 2Q)
+    return (left @ joined(within, dtype).mT).flatten(1)
 
 
 class VandermondeProduct(torch.autograd.Function):
@@ -146,9 +140,7 @@ class VandermondeProduct(torch.autograd.Function):
         ctx.save_for_backward(real, imag, rate, angle)
         ctx.length, ctx.dtype = length, dtype
         within, starts = two_levels(Poles(rate, angle), length)  # (D, b, Q), (D, I, Q)
-        moved = torch.complex(real, imag)[:, None] * starts  # (D, I, Q)
-        left = torch.cat([moved.real, -moved.imag], dim=-1).to(dtype)  # (D, I, 2Q)
-        return (left @ joined(within, dtype).mT).flatten(1)[:, :length]
+        return join_levels(torch.complex(real, imag)[:, None] * starts, within, dtype)[:, :length]
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor):
@@ -187,7 +179,7 @@ def repeated(step: torch.Tensor, count: int) -> torch.Tensor:
     return powers
 
 
-def joined(powers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def joined(powers: torch.Tensor | Pair, dtype: torch.dtype) -> torch.Tensor:
     """Real parts before imaginary ones, `(..., Q)` to `(..., 2Q)`."""
     return torch.cat([powers.real, powers.imag], dim=-1).to(dtype)
 

@@ -24,11 +24,10 @@ interpolation: u is the point after the position, the weights are exchanged, and
 that the low-rank part acts on the first tokens alone. The released code takes the length of each input for P. A fixed
 P makes outputs independent of padding; they agree for inputs of P positions. Rows beyond P are zero.
 
-The fused products `Prolong`, z W^T, and `Restrict`, x W, do not build W. Each position lies between two points, so
-positions are processed in blocks of a few points, each by one small dense product, and memory does not grow with L K.
-The M rows of x are processed a few at a time, and the results of `Restrict` are stored point by point (measured at
-L = 2048, K = 64, M = 6144: 0.4 times the time of the full product; stored row by row, 1.2 times). That is for the CPU:
-on an accelerator the blocks are launches, and a W that is not too large is built.
+The fused products `Prolong`, z W^T, and `Restrict`, x W, do not build W: positions are processed in blocks of a few
+points, each by one small dense product, and memory does not grow with L K. The M rows of x are processed a few at a
+time, the results of `Restrict` stored point by point (measured at L = 2048, K = 64, M = 6144: 0.4 times the time of
+the full product; stored row by row, 1.2). On an accelerator the blocks are launches, and a W is built if it is small.
 """
 
 from collections.abc import Callable, Iterator
@@ -40,6 +39,7 @@ from transformers import initialization as init
 
 from .configuration_tnn import DIRECTIONS
 from .extensions import extensions
+from .inputs import Kernel
 from .numerics import (
     compute_dtype,
     float64_or_widest,
@@ -72,58 +72,31 @@ def cubic(distance: torch.Tensor) -> torch.Tensor:
     return torch.where(distance <= 1, near, torch.where(distance < 2, far, 0))
 
 
-class Interpolation(NamedTuple):
-    """A way to interpolate between points.
-
-    Attributes:
-        half_width: number of points on each side of a position that have a weight.
-        phi: the weight of a point at the distance u >= 0.
-    """
-
-    half_width: int
-    phi: Callable[[torch.Tensor], torch.Tensor]
-
-
-INTERPOLATIONS = {"linear": Interpolation(1, hat), "cubic": Interpolation(2, cubic)}
+# The number of points on each side of a position that have a weight, and phi.
+INTERPOLATIONS = {"linear": (1, hat), "cubic": (2, cubic)}
 
 # Standard deviations of m taps and of the values alphas and betas at the start.
 INITIAL_DEVIATIONS = {"normal": lambda taps: (1.0, 1.0), "local": lambda taps: (taps**-0.5, 0.0)}
 
 
-def interpolation_weights(
-    positions: torch.Tensor, num_points: int, phi: Callable[[torch.Tensor], torch.Tensor] = hat
-) -> torch.Tensor:
-    """The matrix of interpolation between values at 0, 1, .., `num_points` - 1.
-
-    Args:
-        positions: `(M,)`, positions to interpolate at, in [0, num_points - 1].
-        phi: the weight of a point at a distance, that of linear interpolation unless given.
-
-    Returns:
-        `(M, num_points)`.
-    """
+def interpolation_weights(positions: torch.Tensor, num_points: int, phi: Callable = hat) -> torch.Tensor:
+    """The matrix `(M, num_points)` of interpolation between values at 0, 1, .. for `positions` `(M,)` among them."""
     points = torch.arange(num_points, device=positions.device, dtype=positions.dtype)
     return phi((positions[:, None] - points).abs())
 
 
 class InducingGrid(NamedTuple):
-    """The inducing points of a sequence.
+    """The inducing points of a sequence, at the distance h = steps / intervals."""
 
-    Attributes:
-        length: number of positions L.
-        intervals, steps: the distance of the points as a fraction, h = steps / intervals.
-        kind: a name of `INTERPOLATIONS`.
-    """
-
-    length: int
+    length: int  # number of positions L
     intervals: int
     steps: int
-    kind: str = "linear"
+    kind: str = "linear"  # a name of `INTERPOLATIONS`
 
     @property
     def before(self) -> int:
         """The number of points before the first position, and of those behind the last one."""
-        return INTERPOLATIONS[self.kind].half_width - 1
+        return INTERPOLATIONS[self.kind][0] - 1
 
     @property
     def num_points(self) -> int:
@@ -145,7 +118,7 @@ class InducingGrid(NamedTuple):
         """One block of W in the dtype of `like`."""
         index = torch.arange(positions.start, positions.stop, device=like.device, dtype=like.dtype)
         places = index * self.intervals / self.steps - (points.start - self.before)  # (M,), among the points
-        return interpolation_weights(places, points.stop - points.start, INTERPOLATIONS[self.kind].phi)
+        return interpolation_weights(places, points.stop - points.start, INTERPOLATIONS[self.kind][1])
 
     def matrix(self, like: torch.Tensor) -> torch.Tensor:
         """The matrix W, `(L, K)`."""
@@ -153,19 +126,12 @@ class InducingGrid(NamedTuple):
 
 
 class ReleasedGrid(NamedTuple):
-    """The inducing points of a sequence, as `InducingGrid`, with the whole matrix W as its only block, by (2).
+    """The inducing points of a sequence, as `InducingGrid`, with the whole matrix W as its only block, by (2)."""
 
-    Attributes:
-        length: number of positions L.
-        num_points: number of points R, for every length.
-        longest: P.
-        decay: lambda.
-    """
-
-    length: int
-    num_points: int
-    longest: int
-    decay: float
+    length: int  # number of positions L
+    num_points: int  # R, for every length
+    longest: int  # P
+    decay: float  # lambda
     before = 0
 
     def blocks(self) -> list[tuple[slice, slice]]:
@@ -296,35 +262,24 @@ class SkiOperator(ToeplitzOperator):
         coefficients = self.warped_kernel(lags) + fit_lags(self.filter.to(self.dtype).flip(1), length)
         return coefficients.to(device or coefficients.device)
 
-    def kernel_of(
-        self, length: int, device: torch.device | None = None, as_taps: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def kernel_of(self, length: int, device: torch.device | None = None, as_taps: bool = False) -> Kernel:
         """The coefficients of S and of A."""
         return self.filter.to(self.dtype).flip(1), self.inducing_coefficients(self.grid(length).num_points)
 
-    def matmul(self, v: torch.Tensor, prepared: tuple[torch.Tensor, torch.Tensor] | None = None) -> torch.Tensor:
+    def matmul(self, v: torch.Tensor, prepared: Kernel | None = None) -> torch.Tensor:
         x = v.to(torch.promote_types(v.dtype, self.dtype)).permute(2, 0, 1)  # (D, B, L)
         grid = self.grid(x.shape[2])
         band, coefficients = self.kernel_of(grid.length) if prepared is None else prepared
         near = self._convolve_channels(x, band)  # (D, B, L)
         # On an accelerator two products with W are fewer launches than those of all blocks.
-        in_blocks = is_on_host(x) or grid.length * grid.num_points > LARGEST_MATRIX
-        if not (in_blocks and is_fused(self.implementation)):
-            weights = grid.matrix(x)  # (L, K)
-            points = x @ weights  # (D, B, K)
-            if is_exported() and not extensions.keeps_products():
-                # The size follows from L: torch.export cannot see that a size that follows from K is sufficient.
-                released = self.kind == "released"
-                size = next_fast_len(2 * (grid.num_points if released else grid.length + 2 * grid.before))
-                points = exported_convolution(points.transpose(0, 1), coefficients, size, grid.num_points - 1)
-                points = points.transpose(0, 1)
-            else:
-                points = self._convolve_channels(points, coefficients)
-            mixed = points @ weights.t() + near  # (D, B, L)
-        else:
+        if is_fused(self.implementation) and (is_on_host(x) or grid.length * grid.num_points > LARGEST_MATRIX):
             points = Restrict.apply(x.reshape(-1, grid.length), grid).unflatten(0, x.shape[:2])  # (D, B, K)
             points = self._convolve_channels(points, coefficients).flatten(0, 1)
             mixed = Prolong.apply(points, near.reshape(-1, grid.length), grid).unflatten(0, x.shape[:2])  # (D, B, L)
+        else:
+            weights = grid.matrix(x)  # (L, K)
+            points = self._convolve_points(x @ weights, coefficients, grid)  # (D, B, K)
+            mixed = points @ weights.t() + near  # (D, B, L)
         return mixed.permute(1, 2, 0).to(v.dtype)  # (B, L, D)
 
     def matmul_of_documents(self, v: torch.Tensor, documents: Documents) -> torch.Tensor:
@@ -346,8 +301,7 @@ class SkiOperator(ToeplitzOperator):
         behind, points = half_width * origins + grid.before + scaled // grid.steps, []
         for step in range(1 - half_width, half_width + 1):
             weight = phi((share - step).abs())
-            # A point without a weight may have no place.
-            points.append((torch.where(weight[:, 0] != 0, behind + step, behind), weight))
+            points.append((torch.where(weight[:, 0] != 0, behind + step, behind), weight))  # else it has no place
         values = rows.new_zeros(half_width * rows.shape[0], rows.shape[1])  # (half_width B L, D)
         for point, weight in points:
             values = values.index_add(0, point, weight * rows)
@@ -356,11 +310,16 @@ class SkiOperator(ToeplitzOperator):
         far = sum(weight * values[point] for point, weight in points)  # (B L, D)
         return (near + far.view(x.shape)).to(v.dtype)
 
+    def _convolve_points(self, x: torch.Tensor, coefficients: torch.Tensor, grid) -> torch.Tensor:
+        if not is_exported() or extensions.keeps_products():
+            return self._convolve_channels(x, coefficients)
+        # The size follows from L: torch.export cannot see that a size that follows from K is sufficient.
+        size = next_fast_len(2 * (grid.num_points if self.kind == "released" else grid.length + 2 * grid.before))
+        return exported_convolution(x.transpose(0, 1), coefficients, size, grid.num_points - 1).transpose(0, 1)
+
     def _convolve_channels(self, x: torch.Tensor, coefficients: torch.Tensor) -> torch.Tensor:
-        y = toeplitz_matmul(x.permute(1, 2, 0), coefficients, self.implementation)
-        return y.permute(2, 0, 1)
+        return toeplitz_matmul(x.permute(1, 2, 0), coefficients, self.implementation).permute(2, 0, 1)
 
     def dense(self, length: int) -> torch.Tensor:
-        weights = self.interpolation(length)
-        low_rank = weights @ dense_toeplitz(self.inducing_coefficients(weights.shape[1])) @ weights.t()
-        return low_rank + dense_toeplitz(fit_lags(self.filter.to(self.dtype).flip(1), length))
+        weights, (band, coefficients) = self.interpolation(length), self.kernel_of(length)
+        return weights @ dense_toeplitz(coefficients) @ weights.t() + dense_toeplitz(fit_lags(band, length))

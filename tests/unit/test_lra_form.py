@@ -64,7 +64,7 @@ def mix_as_released(operator, v, side):
     def columns(x):
         return torch.stack([operator.columns(x[:, :, line]) for line in range(side)], dim=2)
 
-    if operator.combine is COMBINATIONS["sum"]:
+    if operator.mixing == "sum":
         return (rows(image) + columns(image)).flatten(1, 2)
     return (columns(rows(image)) + rows(columns(image))).flatten(1, 2)
 
