@@ -189,10 +189,6 @@ class ModalOperator(ToeplitzOperator):
         radius = torch.exp(-torch.exp(self.log_rate.to(dtype))[:, None] * exponents)  # (Q, M)
         return torch.polar(radius, self.angle.to(dtype)[:, None] * exponents)
 
-    def poles(self) -> torch.Tensor:
-        """The poles of all kernels, complex `(1, Q)`."""
-        return self.powers(torch.ones(1, device=self.angle.device)).t()  # (1, Q)
-
     def slowest_rate(self) -> torch.Tensor:
         """The smallest exp(nu_q) of all modes, `()` in float64."""
         return self.log_rate.double().exp().min()

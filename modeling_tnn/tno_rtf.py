@@ -28,6 +28,7 @@ copies of a and c gives the part of the values before it in both sums of (4) at 
 Each token then adds its own value to the future of the rest.
 """
 
+from collections.abc import Iterator
 from functools import cached_property
 from typing import NamedTuple
 
@@ -99,8 +100,7 @@ class RationalTaps(torch.autograd.Function):
         ctx.save_for_backward(denominator, numerator)
         ctx.size, ctx.work = size, work
         taps = numerator.new_empty(len(numerator), length, dtype=torch.promote_types(numerator.dtype, torch.float32))
-        for chosen in filter_chunks(numerator, size):
-            below, above = spectra(denominator, numerator, chosen, size, work)  # (C, F/2+1) each
+        for chosen, below, above in spectra(denominator, numerator, size, work):
             taps[chosen] = torch.fft.irfft(above.div_(below), n=size)[:, :length]
         taps[:, 0] += direct
         return taps
@@ -118,8 +118,7 @@ class RationalTaps(torch.autograd.Function):
             found = differentiable_gradients(taps, (denominator, numerator), ctx.needs_input_grad, gradient)
             return *found, gradient[:, 0], None, None, None
         a_gradient, b_gradient = torch.zeros_like(denominator, dtype=work), torch.empty_like(numerator)
-        for chosen in filter_chunks(numerator, size):
-            below, above = spectra(denominator, numerator, chosen, size, work)  # (C, F/2+1) each
+        for chosen, below, above in spectra(denominator, numerator, size, work):
             g = torch.fft.rfft(gradient[chosen].to(work), n=size).div_(below.conj())  # (C, F/2+1)
             b_gradient[chosen] = torch.fft.irfft(g, n=size)[:, 1 : order + 1]
             parts = torch.fft.irfft(g.mul_(above.div_(below).conj()), n=size)[:, 1 : order + 1]  # (C, N)
@@ -128,21 +127,16 @@ class RationalTaps(torch.autograd.Function):
         return a_gradient.to(denominator.dtype), b_gradient, gradient[:, 0], None, None, None
 
 
-def filter_chunks(numerator: torch.Tensor, size: int) -> list[slice]:
-    """Slices of the filters of `numerator` `(D, N)` that are computed together."""
-    filters = len(numerator)
+def spectra(denominator: torch.Tensor, numerator: torch.Tensor, size: int, work: torch.dtype) -> Iterator[tuple]:
+    """Slices of a few filters, each with the transforms of their denominators and numerators, `(C, F/2 + 1)` each."""
+    filters, group = len(numerator), len(numerator) // len(denominator)
     step = max(1, (CHUNK if is_on_host(numerator) else LARGE_CHUNK) // size)
-    return [slice(start, min(start + step, filters)) for start in range(0, filters, step)]
-
-
-def spectra(denominator: torch.Tensor, numerator: torch.Tensor, chosen: slice, size: int, work: torch.dtype):
-    """The transforms of denominator and numerator of some filters, `(C, F/2 + 1)` each."""
-    group = len(numerator) // len(denominator)
-    first = chosen.start // group
-    below = torch.fft.rfft(monic(denominator[first : (chosen.stop - 1) // group + 1].to(work)), n=size)
-    if group > 1:
-        below = below[torch.arange(chosen.start, chosen.stop, device=below.device) // group - first]
-    return below, torch.fft.rfft(pad(numerator[chosen].to(work), (1, 0)), n=size)
+    for start in range(0, filters, step):
+        stop, first = min(start + step, filters), start // group
+        below = torch.fft.rfft(monic(denominator[first : (stop - 1) // group + 1].to(work)), n=size)
+        if group > 1:
+            below = below[torch.arange(start, stop, device=below.device) // group - first]
+        yield slice(start, stop), below, torch.fft.rfft(pad(numerator[start:stop].to(work), (1, 0)), n=size)
 
 
 def companion_matrix(denominator: torch.Tensor) -> torch.Tensor:
@@ -491,11 +485,6 @@ class RtfOperator(ToeplitzOperator):
     def recurrence(self) -> CompanionRecurrence:
         require_causal(self)
         return CompanionRecurrence(self, self.numerator.shape[1], self.size)
-
-    def poles(self) -> torch.Tensor:
-        """The poles of at most 64 kernels, complex `(<= 64, N)`."""
-        denominator = self._constrained().to(float64_or_widest(self.denominator.device))  # (Q, N)
-        return torch.linalg.eigvals(companion_matrix(denominator[:: -(-len(denominator) // 64)]))
 
     def denominators(self) -> torch.Tensor:
         """The denominator of each filter in float64, `(D, N)` (`(2D, N)` if bidirectional)."""

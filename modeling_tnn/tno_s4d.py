@@ -303,10 +303,6 @@ class S4dOperator(ToeplitzOperator):
         """The smallest -log|lambda_q| of all modes, `()`."""
         return self.modes()[0].rate.min()
 
-    def poles(self) -> torch.Tensor:
-        """The poles of at most 64 kernels, complex `(<= 64, Q)`."""
-        return self.powers(torch.ones(1, device=self.imag.device))[:64, :, 0]
-
     def coefficients(self, length: int, device: torch.device | None = None) -> torch.Tensor:
         (poles, weights), dtype = self.modes(), compute_dtype(self.direct.dtype)
         if is_fused(self.implementation):

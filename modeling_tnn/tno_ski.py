@@ -248,10 +248,6 @@ class SkiOperator(ToeplitzOperator):
             return ReleasedGrid(length, self.rank, self.longest, self.decay)
         return InducingGrid(length, self.rank - 1, max(self.longest - 1, 1), self.kind)
 
-    def interpolation(self, length: int) -> torch.Tensor:
-        """The matrix W for a sequence of `length` positions, `(L, K)`."""
-        return self.grid(length).matrix(self.filter.to(self.dtype))
-
     def inducing_coefficients(self, num_points: int) -> torch.Tensor:
         """The coefficients of A, `(D, 2 num_points - 1)`."""
         index = torch.arange(1 - num_points, num_points, device=self.filter.device, dtype=self.dtype)
@@ -321,5 +317,6 @@ class SkiOperator(ToeplitzOperator):
         return toeplitz_matmul(x.permute(1, 2, 0), coefficients, self.implementation).permute(2, 0, 1)
 
     def dense(self, length: int) -> torch.Tensor:
-        weights, (band, coefficients) = self.interpolation(length), self.kernel_of(length)
+        band, coefficients = self.kernel_of(length)
+        weights = self.grid(length).matrix(band)  # (L, K)
         return weights @ dense_toeplitz(coefficients) @ weights.t() + dense_toeplitz(fit_lags(band, length))

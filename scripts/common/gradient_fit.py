@@ -23,6 +23,7 @@ from modeling_tnn.numerics import compute_dtype
 from modeling_tnn.tno import ToeplitzOperator
 from modeling_tnn.tno_auto import build_tno
 from modeling_tnn.tools.recurrent import fit_layer, kernel_to_fit, own_weights
+from tnn_scripts.plotting.reading import poles_of
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ def fit_operator(
         "l2_worst": error.max().item(),
         "mse": (absolute.square().sum() / taps.numel()).item(),
         "mse_of_unit_kernels": (error.square().mean() / taps.shape[1]).item(),
-        "largest_pole": operator.poles().abs().max().item(),
+        "largest_pole": poles_of(operator).abs().max().item(),
         "seconds": seconds,
         "direct_l2_layer": direct.l2_layer,
         "direct_l2_median": direct.l2_median,

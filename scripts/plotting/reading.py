@@ -8,6 +8,9 @@ import torch
 from transformers import PreTrainedModel
 
 from modeling_tnn.tno_auto import TwoAxisOperator
+from modeling_tnn.tno_modal import ModalOperator
+from modeling_tnn.tno_rtf import RtfOperator, companion_matrix
+from modeling_tnn.tno_s4d import S4dOperator
 from tnn_scripts.plotting.statistics import Kernel, Whole, summary
 
 # Number of positions of an unbounded kernel that are read first, and at most.
@@ -24,8 +27,19 @@ def read_kernel(operator, length: int, label: str) -> Kernel:
     taps = operator.coefficients(length).double().cpu().numpy()  # (D, M)
     taps = np.nan_to_num(taps, nan=LARGEST, posinf=LARGEST, neginf=-LARGEST).clip(-LARGEST, LARGEST)
     first = 0 if operator.causal else 1 - length
-    poles = operator.poles().cpu().numpy() if hasattr(operator, "poles") else None
-    return Kernel(label, taps, np.arange(first, length), poles)
+    poles = poles_of(operator)
+    return Kernel(label, taps, np.arange(first, length), None if poles is None else poles.cpu().numpy())
+
+
+def poles_of(operator) -> torch.Tensor | None:
+    """The poles of at most 64 kernels of `rtf`, `s4d` or `modal`, complex `(<= 64, N)`; None for other operators."""
+    if isinstance(operator, RtfOperator):
+        denominators = operator.denominators()  # (D, N)
+        return torch.linalg.eigvals(companion_matrix(denominators[:: -(-len(denominators) // 64)]))
+    if isinstance(operator, ModalOperator | S4dOperator):
+        one = torch.ones(1, device=next(operator.parameters()).device)
+        return torch.atleast_2d(operator.powers(one)[..., 0])[:64]
+    return None
 
 
 def read_whole(operator, label: str, side: int | None = None) -> Kernel:

@@ -53,7 +53,7 @@ def test_released_operator(name, tag, dtype, record_property):
     case = Case(name, tag, dtype)
     operator = ski_operator(case, **RELEASED)
     if case.get("out64/W") is not None:
-        case.check(operator.interpolation(case.run["n"]), case.get("out64/W"), record_property)
+        case.check(operator.grid(case.run["n"]).matrix(operator.filter), case.get("out64/W"), record_property)
     x = case.input("x").clone().requires_grad_()
     y = operator(x)
     case.check(y, case.output(), record_property)
@@ -72,7 +72,7 @@ def test_published_operator(name, tag, dtype, record_property):
     case = Case(name, tag, dtype)
     case.parameters_from(case.run["params_from"])
     operator = ski_operator(case)
-    weights = operator.interpolation(case.run["n"])
+    weights = operator.grid(case.run["n"]).matrix(operator.filter)
     case.check(weights, case.get("out64/W"), record_property)
     case.check(operator(case.input("x")), case.output(), record_property)
 
