@@ -9,7 +9,7 @@ Every `check_...` raises a TypeError for an argument of another kind or dtype, a
 value or device. Values are checked on the CPU only: on other devices, reading them is a device sync.
 """
 
-import difflib
+from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 import torch
@@ -61,8 +61,7 @@ def check_keywords(given: dict[str, Any]):
     """Refuse unknown keyword arguments: a misspelt one would be ignored silently."""
     for name, value in given.items():
         if name not in KEYWORDS and value is not None:
-            close = difflib.get_close_matches(name, KEYWORDS, n=1)
-            hint = f" Did you mean {close[0]}?" if close else ""
+            hint = "".join(f" Did you mean {close}?" for close in get_close_matches(name, KEYWORDS, n=1))
             raise TypeError(f"`{name}` is not an argument of this model.{hint}")
 
 
@@ -94,20 +93,16 @@ def check_tokens(input_ids: Any, inputs_embeds: Any, embedding: torch.nn.Module)
         _check_range("input_ids", input_ids, "vocab_size", embedding.weight.shape[0])
         _check_device_of_layer("input_ids", input_ids, embedding)
         return
-    width, dtype = embedding.weight.shape[1], embedding.weight.dtype
+    width, dtype, device = embedding.weight.shape[1], embedding.weight.dtype, inputs_embeds.device.type
     shape = f"(B, L, {width})"
     check_tensor("inputs_embeds", inputs_embeds, shape, 3)
     if inputs_embeds.shape[2] != width:
         raise ValueError(f"`inputs_embeds` must have shape {shape}, got {tuple(inputs_embeds.shape)}")
     differs = inputs_embeds.dtype != dtype and dtype.is_floating_point
-    if differs and not is_autocast_on(inputs_embeds.device.type):  # PyTorch 2.11 cannot compile the question
+    # PyTorch 2.11 cannot compile the question of autocast, and some types of device have none.
+    if differs and not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
         raise TypeError(f"`inputs_embeds` must have dtype {dtype} as the model, got {inputs_embeds.dtype}")
     _check_device_of_layer("inputs_embeds", inputs_embeds, embedding)
-
-
-def is_autocast_on(device: str) -> bool:
-    """Whether autocast is on for this type of device. Some types have no autocast."""
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 def check_prompt(
@@ -115,8 +110,7 @@ def check_prompt(
 ):
     """Check the tokens and the mask of `generate`, which takes both kinds of tokens, one or none.
 
-    Args:
-        past_length: the number of tokens in a cache. The mask may include them if the tokens do not.
+    The mask may include the `past_length` tokens of a cache if the tokens do not.
     """
     if input_ids is not None:
         check_tokens(input_ids, None, embedding)
@@ -127,12 +121,9 @@ def check_prompt(
         return
     require_tensor("attention_mask", attention_mask, "(B, L)")
     shape, whole = tuple(prompt.shape[:2]), (prompt.shape[0], past_length + prompt.shape[1])
-    if attention_mask.shape not in (shape, whole) or attention_mask.is_meta != prompt.is_meta:
-        with_past = f", or {whole} with the tokens of `past_key_values`" if past_length else ""
-        raise ValueError(
-            f"`attention_mask` must have shape {shape} on {prompt.device}, as the prompt{with_past}, got "
-            f"{tuple(attention_mask.shape)} on {attention_mask.device}"
-        )
+    meaning = ", as the prompt" + (f", or {whole} with the tokens of `past_key_values`" if past_length else "")
+    _check_shape("attention_mask", attention_mask, "(B, L)", shape, whole, meaning=meaning)
+    _check_device("attention_mask", attention_mask, prompt)
 
 
 def can_be_read(ids: torch.Tensor) -> bool:
@@ -157,10 +148,9 @@ def check_labels(
     ignore_index: int = -100,
     limit: str = "vocab_size",
 ):
-    """Check that labels `(B, L)` are in [0, classes) or `ignore_index`, for `hidden_states` `(B, L, d)`.
+    """Check that labels `(B, L)` for `hidden_states` `(B, L, d)` are in [0, `classes`) or `ignore_index`.
 
-    Args:
-        limit: the field with the number of classes.
+    The field `limit` has the number of classes.
     """
     check_tensor(name, labels, "(B, L)", 2, (torch.int64,))
     _check_shape(name, labels, "(B, L)", hidden_states.shape[:2], meaning=", one label for each position with logits")
@@ -282,19 +272,17 @@ def real_tokens(input_ids: torch.Tensor | None, pad_token_id: int | None) -> tor
     return None if input_ids is None or pad_token_id is None else input_ids != pad_token_id
 
 
-def check_attention_mask(
-    attention_mask: torch.Tensor | None, inputs_embeds: torch.Tensor, past_length: int
-) -> torch.Tensor | None:
-    """Return the part `(B, L)` of the mask for the tokens of `inputs_embeds` `(B, L, d)`; None if all are real."""
+def check_attention_mask(attention_mask: Any, inputs_embeds: torch.Tensor, past_length: int) -> torch.Tensor | None:
+    """The part `(B, L)` of the mask for the tokens of `inputs_embeds` `(B, L, d)`; None if all are real."""
     batch, length = inputs_embeds.shape[:2]
     if length == 0:
-        found = tuple(inputs_embeds.shape)
-        raise ValueError(f"The length of the sequence must be at least 1, got inputs of shape {found}")
+        raise ValueError(
+            f"The length of the sequence must be at least 1, got inputs of shape {tuple(inputs_embeds.shape)}"
+        )
     if attention_mask is None:
         return None
     require_tensor("attention_mask", attention_mask, "(B, L)")
-    shapes = [(rows, past_length + length) for rows in (batch, 1)]
-    meaning = ", one entry for each token"
+    shapes, meaning = [(rows, past_length + length) for rows in (batch, 1)], ", one entry for each token"
     _check_shape("attention_mask", attention_mask, "(B, past length + L)", *shapes, meaning=meaning)
     _check_device("attention_mask", attention_mask, inputs_embeds)
     attention_mask = (attention_mask[:, -length:] != 0).expand(batch, length)
@@ -340,8 +328,7 @@ def last_real_token(hidden_states: torch.Tensor, attention_mask: torch.Tensor | 
 def token_positions(attention_mask: torch.Tensor | None, past_length: int, tokens: torch.Tensor) -> torch.Tensor:
     """The positions of `tokens` `(B, L, ...)`, counted from the first real token of a row, `(B, L)` or `(1, L)`.
 
-    Args:
-        attention_mask: `(B, past_length + L)`.
+    The mask is `(B, past_length + L)`.
     """
     length = tokens.shape[1]
     if attention_mask is None:
@@ -354,10 +341,9 @@ POOLINGS = {"last": last_real_token, "mean": mean_of_real_tokens}
 
 def pool_tokens(pooling: str, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
     """One vector for each sequence, `(B, L, d)` to `(B, d)`. `pooling` is a name in `POOLINGS`."""
-    if attention_mask is not None:
-        # `device_map` may put the last layers on another device than the inputs.
-        attention_mask = attention_mask.to(hidden_states.device)
-    return POOLINGS[pooling](hidden_states, attention_mask)
+    # `device_map` may put the last layers on another device than the inputs.
+    mask = None if attention_mask is None else attention_mask.to(hidden_states.device)
+    return POOLINGS[pooling](hidden_states, mask)
 
 
 def check_pooled_whole(pooling: str, cache: Cache | None):

@@ -12,7 +12,7 @@ batches when the graph runs: one graph serves all documents, and rows of one doc
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,24 +22,14 @@ from .numerics import compute_dtype, must_be_eager
 
 
 class Batches(NamedTuple):
-    """Padded batches of documents of similar lengths.
+    """Padded batches of documents of similar lengths."""
 
-    Attributes:
-        token: `(S,)`, the number of each place's token among all T; behind the end of a document, of its last one.
-        place: `(T,)`, the place of each token.
-        inside: `(S,)`, False behind the end of a document; None if there are no such places.
-        real: for each batch `(N, M)` of booleans, False behind the end of a document and at padding; None if there is
-            no such place.
-        shapes: N and M of each batch.
-        in_order: whether each token is at its own place.
-    """
-
-    token: torch.Tensor
-    place: torch.Tensor
-    inside: torch.Tensor | None
-    real: list[torch.Tensor | None]
-    shapes: list[tuple[int, int]]
-    in_order: bool
+    token: torch.Tensor  # (S,), the number of each place's token among all T; behind the end, of a document's last one
+    place: torch.Tensor  # (T,), the place of each token
+    inside: torch.Tensor | None  # (S,), False behind the end of a document; None if there are no such places
+    real: list[torch.Tensor | None]  # (N, M) for each batch, False also at padding; None if there is no such place
+    shapes: list[tuple[int, int]]  # N and M of each batch
+    in_order: bool  # whether each token is at its own place
 
     def split(self, x: torch.Tensor) -> list[torch.Tensor]:
         """The entries of `x` `(B, L, D)` for each batch, `(N, M, D)`; 0 behind the end of a document."""
@@ -47,14 +37,12 @@ class Batches(NamedTuple):
         return [part.unflatten(0, shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def join(self, parts: Sequence[torch.Tensor], shape: torch.Size) -> torch.Tensor:
-        """The rows `(B, L, D)` for `shape` `(B, L)` from parts `(N, M, D)`."""
-        parts = [part.flatten(0, 1) for part in parts]
-        if len(parts) == 1:
-            (places,) = parts
-        elif parts[0].stride(1) == 1:
-            places = torch.cat(parts)  # (S, D)
-        else:
-            places = torch.cat([part.t() for part in parts], dim=1).t()
+        """The rows `(B, L, D)` for `shape` `(B, L)` from parts `(N, M, D)`, in the memory layout of the parts."""
+        places, *others = (part.flatten(0, 1) for part in parts)
+        if others and places.stride(1) == 1:
+            places = torch.cat([places, *others])  # (S, D)
+        elif others:
+            places = torch.cat([part.t() for part in (places, *others)], dim=1).t()
         return move(places, self, True).unflatten(0, shape)
 
     def apart(self, function: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
@@ -103,40 +91,29 @@ def padded_batches(starts: torch.Tensor, mask: torch.Tensor | None, device: torc
     first = starts.flatten().nonzero()[:, 0]  # of each document
     lengths = torch.diff(first, append=first.new_tensor([starts.numel()]))
     octaves = lengths.double().log2().ceil()
-    tokens, insides = [], []
+    tokens, insides, reals = [], [], []
     for octave in octaves.unique():
-        chosen = octaves == octave
-        begin, length = first[chosen, None], lengths[chosen, None]  # (N, 1)
+        begin, length = (one[octaves == octave, None] for one in (first, lengths))  # (N, 1)
         offset = torch.arange(int(length.max()))
         tokens.append(begin + offset.minimum(length - 1))  # (N, M)
         insides.append(offset < length)
+        reals.append(insides[-1] if mask is None else insides[-1] & mask.flatten()[tokens[-1]])
     token, inside = (torch.cat([part.flatten() for part in parts]) for parts in (tokens, insides))
     place = torch.empty(starts.numel(), dtype=torch.long)
     place[token[inside]] = inside.nonzero()[:, 0]
-    pairs = zip(insides, tokens, strict=True)
-    real = [one if mask is None else one & mask.flatten()[where] for one, where in pairs]
-    there = [None if one.all() else one.to(device, non_blocking=True) for one in (inside, *real)]
-    shapes = [tuple(one.shape) for one in tokens]
     in_order = torch.equal(token, torch.arange(len(place)))
     token, place = (one.to(device, non_blocking=True) for one in (token, place))
-    return Batches(token, place, there[0], there[1:], shapes, in_order)
+    inside, *reals = (None if one.all() else one.to(device, non_blocking=True) for one in (inside, *reals))
+    return Batches(token, place, inside, reals, [tuple(one.shape) for one in tokens], in_order)
 
 
 class Documents(NamedTuple):
-    """The documents of packed rows.
+    """The documents of packed rows. Padding before the first real token of a document belongs to the one before."""
 
-    Attributes:
-        starts: `(B, L)` of booleans on the CPU, True at the first token of each row and at the first real token of
-            each document: padding before it belongs to the document before.
-        mask: `(B, L)` of booleans, False at padding; None if there is none.
-        device: of the tokens.
-        batches: None in a graph.
-    """
-
-    starts: torch.Tensor
-    mask: torch.Tensor | None
-    device: torch.device
-    batches: Batches | None = None
+    starts: torch.Tensor  # (B, L), on the CPU, True at the first token of a row and the first real one of a document
+    mask: torch.Tensor | None  # (B, L), False at padding; None if there is none
+    device: torch.device  # that of the tokens
+    batches: Batches | None = None  # None in a graph
 
     @property
     def longest(self) -> int:
@@ -150,7 +127,8 @@ class Documents(NamedTuple):
     def positions(self) -> torch.Tensor:
         """The position of each token from the first real one of its document, `(B, L)`."""
         starts = self.starts.to(self.device)
-        return (count_real(starts, torch.ones_like(starts) if self.mask is None else self.mask) - 1).clamp(min=0)
+        real = torch.ones_like(starts) if self.mask is None else self.mask
+        return (count_real(starts, real) - 1).clamp(min=0)
 
     def origins(self) -> torch.Tensor:
         """The number of the first token of each token's document among all T, `(T,)`."""
@@ -195,40 +173,31 @@ def documents_of(
         position_ids, seq_idx: `(B, L)` or `(1, L)`; `seq_idx` has the number of the document of each token.
         cu_seq_lens_q: the offsets of the documents among all tokens, from 0 to T.
         in_graph: whether a graph finds them when it runs, in rows of one document too.
-
-    Raises:
-        TypeError: an argument is not a tensor of integers.
-        ValueError: a shape is wrong, or the offsets do not span the tokens.
     """
     boundaries = {"position_ids": position_ids, "seq_idx": seq_idx, "cu_seq_lens_q": cu_seq_lens_q}
-    for name, given in boundaries.items():
+    known = {name: given for name, given in boundaries.items() if given is not None}
+    for name, given in known.items():
         check_integers(name, given, tokens)
-    known = [one for one in (attention_mask, *boundaries.values()) if one is not None]
-    if all(one is None for one in boundaries.values()) or tokens.shape[1] <= 1:
+    if not known or tokens.shape[1] <= 1:
         return None
     if in_graph:
         mask = check_attention_mask(attention_mask, tokens, past_length=0)
         starts = extensions.document_starts(tokens, attention_mask, **boundaries)
         return Documents(starts, mask, tokens.device)
-    if len(tokens) == 0 or any(one.is_meta for one in known):  # without values no boundary can be found
+    values = [*known.values()] if attention_mask is None else [*known.values(), attention_mask]
+    if len(tokens) == 0 or any(one.is_meta for one in values):  # without values no boundary can be found
         return None
-    mask = mask_of_tokens(attention_mask, tokens)
+    mask, device = mask_of_tokens(attention_mask, tokens), tokens.device
     starts, real = find_starts(tokens, mask, **boundaries)
     if (starts & real).sum(dim=1).max() <= 1:
         return None
-    return Documents(
-        starts, mask, tokens.device, padded_batches(starts, None if mask is None else real, tokens.device)
-    )
+    return Documents(starts, mask, device, padded_batches(starts, None if mask is None else real, device))
 
 
 def check_one_document(tokens: torch.Tensor | None, attention_mask: torch.Tensor | None, **kwargs):
-    """Check that each row holds one document, for heads that give one answer per row.
+    """Raise a ValueError if a row holds several documents, for heads that give one answer per row.
 
-    Args:
-        kwargs: may hold the boundaries `position_ids`, `seq_idx` and `cu_seq_lens_q`.
-
-    Raises:
-        ValueError: a row holds several documents.
+    The boundaries are among the arguments `kwargs` of the model.
     """
     boundaries = {name: kwargs.get(name) for name in ("position_ids", "seq_idx", "cu_seq_lens_q")}
     if documents_of(tokens, attention_mask, **boundaries) is not None:
@@ -238,10 +207,8 @@ def check_one_document(tokens: torch.Tensor | None, attention_mask: torch.Tensor
         )
 
 
-def check_integers(name: str, given: torch.Tensor | None, tokens: torch.Tensor):
-    """Check that boundaries, if given, are a tensor of integers with values."""
-    if given is None:
-        return
+def check_integers(name: str, given: Any, tokens: torch.Tensor):
+    """Check that boundaries are a tensor of integers with values."""
     if not isinstance(given, torch.Tensor):
         raise TypeError(f"`{name}` must be a tensor of integers, got {type(given).__name__}")
     if given.is_floating_point() or given.is_complex() or given.dtype is torch.bool:
@@ -290,9 +257,8 @@ def as_starts(offsets: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     total = shape.numel()
     grows = offsets.dim() == 1 and len(offsets) > 1 and bool((offsets.diff() > 0).all())
     if not grows or offsets[0] != 0 or offsets[-1] != total:
-        raise ValueError(
-            f"`cu_seq_lens_q` must grow from 0 to the number of tokens, B * L = {total}, got {offsets.tolist()}"
-        )
+        found = offsets.tolist()
+        raise ValueError(f"`cu_seq_lens_q` must grow from 0 to the number of tokens, B * L = {total}, got {found}")
     starts = torch.zeros(total, dtype=torch.bool)
     starts[offsets[:-1].long()] = True
     return starts.unflatten(0, shape)

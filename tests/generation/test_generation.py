@@ -114,7 +114,7 @@ def test_new_tokens_after_a_cache_with_the_mask_of_the_whole_text(padded):
     with torch.no_grad():
         past = model(text[:, :12], attention_mask=mask[:, :12], use_cache=True).past_key_values
     with pytest.raises(
-        ValueError, match=r"`attention_mask` must have shape \(2, 4\) .*, or \(2, 16\) with the tokens"
+        ValueError, match=r"`attention_mask` must have shape .* = \(2, 4\), .*, or \(2, 16\) with the tokens"
     ):
         model.generate(text[:, 12:], attention_mask=mask[:, 1:], past_key_values=past, **options)
     assert torch.equal(model.generate(text[:, 12:], attention_mask=mask, past_key_values=past, **options), expected)
