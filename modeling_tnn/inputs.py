@@ -30,23 +30,14 @@ Kernel = torch.Tensor | tuple
 
 
 class Pass(NamedTuple):
-    """What a forward pass of a model hands to a layer, besides the hidden states.
+    """What a forward pass of a model hands to a layer, besides the hidden states."""
 
-    Attributes:
-        mask: `(B, L)` of booleans, False at padding; None if there is none.
-        cache: the cache that holds the state after earlier tokens.
-        documents: the `packing.Documents` of packed rows.
-        layout: how the sequence is divided over processes, see `parallel/sequence.py`.
-        view: the masks and rotary positions of attention, see `mixers.view_of`.
-        prepared: the kernel of the layer's operator for this length, if it is known already.
-    """
-
-    mask: torch.Tensor | None = None
-    cache: Cache | None = None
-    documents: tuple | None = None
-    layout: tuple | None = None
-    view: tuple | None = None
-    prepared: Kernel | None = None
+    mask: torch.Tensor | None = None  # (B, L), False at padding; None if there is none
+    cache: Cache | None = None  # holds the state after earlier tokens
+    documents: tuple | None = None  # the `packing.Documents` of packed rows
+    layout: tuple | None = None  # how the sequence is divided over processes, see `parallel/sequence.py`
+    view: tuple | None = None  # the masks and rotary positions of attention, see `mixers.view_of`
+    prepared: Kernel | None = None  # the kernel of the layer's operator for this length, if it is known already
 
 
 NO_PASS = Pass()
@@ -93,12 +84,12 @@ def check_tokens(input_ids: Any, inputs_embeds: Any, embedding: torch.nn.Module)
         _check_range("input_ids", input_ids, "vocab_size", embedding.weight.shape[0])
         _check_device_of_layer("input_ids", input_ids, embedding)
         return
-    width, dtype, device = embedding.weight.shape[1], embedding.weight.dtype, inputs_embeds.device.type
+    width, dtype = embedding.weight.shape[1], embedding.weight.dtype
     shape = f"(B, L, {width})"
     check_tensor("inputs_embeds", inputs_embeds, shape, 3)
     if inputs_embeds.shape[2] != width:
         raise ValueError(f"`inputs_embeds` must have shape {shape}, got {tuple(inputs_embeds.shape)}")
-    differs = inputs_embeds.dtype != dtype and dtype.is_floating_point
+    differs, device = inputs_embeds.dtype != dtype and dtype.is_floating_point, inputs_embeds.device.type
     # PyTorch 2.11 cannot compile the question of autocast, and some types of device have none.
     if differs and not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
         raise TypeError(f"`inputs_embeds` must have dtype {dtype} as the model, got {inputs_embeds.dtype}")

@@ -317,11 +317,7 @@ class TnnAttention(nn.Module):
         return apply_linear(self.o_proj, mixed.flatten(2)), weights
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
-        """`(B, L, H d_h)` to `(B, H, L, d_h)`; of a divided projection, the heads of this process.
-
-        Raises:
-            ValueError: the processes cannot share the heads.
-        """
+        """`(B, L, H d_h)` to `(B, H, L, d_h)`; of a divided projection, the heads of this process."""
         if x.shape[-1] % self.head_dim:
             raise ValueError(
                 "`num_key_value_heads` must be a multiple of the number of processes that share the heads, got "

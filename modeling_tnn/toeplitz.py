@@ -111,9 +111,9 @@ def matrix_transform(x: torch.Tensor, size: int) -> Pair:
 
 def inverse_matrix_transform(spectrum: Pair, size: int, first: int, count: int) -> torch.Tensor:
     """Entries `first .. first + count - 1` of `torch.fft.irfft(.., n=size)`, `(..., count)`, by a matrix product."""
-    frequency, period = _frequencies(size, spectrum.real)
-    weight = torch.where((frequency == 0) | (2 * frequency == period), 1.0, 2.0).to(spectrum.real.dtype)
-    weight = weight / period.to(weight.dtype)  # (F/2+1,)
+    frequency, dtype = torch.arange(size // 2 + 1, device=spectrum.real.device), spectrum.real.dtype
+    weight = torch.where((frequency == 0) | (frequency == frequency[-1]), 1.0, 2.0).to(dtype)
+    weight = weight / (2 * frequency[-1]).to(dtype)  # (F/2+1,)
     angle = _angles(first, count, size, spectrum.real).t()  # (F/2+1, count)
     return (spectrum.real * weight) @ angle.cos() - (spectrum.imag * weight) @ angle.sin()
 
@@ -121,16 +121,11 @@ def inverse_matrix_transform(spectrum: Pair, size: int, first: int, count: int) 
 def _angles(first: int, count: int, size: int, like: torch.Tensor) -> torch.Tensor:
     """2 pi m t / F from t = `first` on, `(count, F/2 + 1)`: whole turns are left out before digits are lost."""
     time = torch.arange(first, first + count, device=like.device)
-    frequency, period = _frequencies(size, like)
+    frequency = torch.arange(size // 2 + 1, device=like.device)
+    period = 2 * frequency[-1]  # F as a tensor: the exporter supports no remainder by a size
     turn = torch.remainder(time[:, None] * frequency, period).to(like.dtype) / period.to(like.dtype)
     # A tensor: the exporter rounds numbers to float32.
     return turn * torch.tensor(2 * math.pi, dtype=like.dtype, device=like.device)
-
-
-def _frequencies(size: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """0 .. F/2, `(F/2 + 1,)`, and F as a tensor `()`: the exporter supports a remainder by a tensor, not by a size."""
-    frequency = torch.arange(size // 2 + 1, device=like.device)
-    return frequency, 2 * frequency[-1]
 
 
 def toeplitz_matmul(

@@ -65,17 +65,11 @@ def activated_product(a: torch.Tensor, b: torch.Tensor, act: Activation, impleme
 
 
 class Gate(NamedTuple):
-    """The gate of a gated Toeplitz unit around its operator. Without arguments it changes nothing.
+    """The gate of a gated Toeplitz unit around its operator. Without arguments it changes nothing."""
 
-    Attributes:
-        u: `(B, L, D)`, the gate before its activation.
-        act: the elementwise activation of `u` and `v`.
-        mask: `(B, L)` of booleans, False where `v` is set to zero; None if there is no padding.
-    """
-
-    u: torch.Tensor | None = None
-    act: Activation | None = None
-    mask: torch.Tensor | None = None
+    u: torch.Tensor | None = None  # (B, L, D), the gate before its activation
+    act: Activation | None = None  # the elementwise activation of `u` and `v`
+    mask: torch.Tensor | None = None  # (B, L), False where `v` is set to zero; None if there is no padding
 
     def inputs(self, v: torch.Tensor) -> torch.Tensor:
         """The inputs of the operator, `(B, L, D)`: act(v), zero where the mask is False."""
@@ -190,8 +184,8 @@ class GatedConvolution(torch.autograd.Function):
             # `mixed` cannot be used, because it has no graph.
             function = partial(eager_windows, mask=mask, act=act, windows=windows)
             found = differentiable_gradients(function, (v, kernel, u), ctx.needs_input_grad, gradient)
-            return *found, None, None, None
-        found = window_gradients(gradient, v, kernel, u, mask, mixed, act, windows, ctx.needs_input_grad[:3])
+        else:
+            found = window_gradients(gradient, v, kernel, u, mask, mixed, act, windows, ctx.needs_input_grad[:3])
         return *found, None, None, None
 
 
