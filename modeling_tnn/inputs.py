@@ -56,17 +56,27 @@ def check_keywords(given: dict[str, Any]):
             raise TypeError(f"`{name}` is not an argument of this model.{hint}")
 
 
-def require_tensor(name: str, value: Any, shape: str, dims: int | None = None):
-    """Check that `value` is a tensor, of `dims` dimensions if given; `shape` describes it in the error."""
+def require_tensor(
+    name: str, value: Any, letters: str, dims: int | None = None, shapes=(), like=None, meaning: str = ""
+):
+    """Check that `value` is a tensor: of `dims` dimensions, of one of `shapes`, and with values if `like` has them.
+
+    Each is checked if it is given. In the error, `letters` describe the shape and `meaning` says where it is from.
+    """
     if not isinstance(value, torch.Tensor):
-        raise TypeError(f"`{name}` must be a tensor of shape {shape}, got {type(value).__name__}")
+        raise TypeError(f"`{name}` must be a tensor of shape {letters}, got {type(value).__name__}")
+    found = tuple(value.shape)
     if dims is not None and value.dim() != dims:
-        raise ValueError(f"`{name}` must have shape {shape}, got {tuple(value.shape)}")
+        raise ValueError(f"`{name}` must have shape {letters}, got {found}")
+    if shapes and found not in shapes:
+        raise ValueError(f"`{name}` must have shape {letters} = {tuple(shapes[0])}{meaning}, got {found}")
+    if like is not None:
+        _check_device(name, value, like)
 
 
-def check_tensor(name: str, value: Any, shape: str, dims: int, dtypes: tuple[torch.dtype, ...] | None = None):
-    """Check that `value` is a tensor of `dims` dimensions with one of `dtypes` (floating-point if None)."""
-    require_tensor(name, value, shape, dims)
+def check_tensor(name: str, value: Any, letters: str, dims: int, dtypes: tuple | None = None, **options):
+    """`require_tensor` with these options, of one of `dtypes` (floating-point if None)."""
+    require_tensor(name, value, letters, dims, **options)
     if not (value.is_floating_point() if dtypes is None else value.dtype in dtypes):
         wanted = "floating-point numbers" if dtypes is None else " or ".join(map(str, dtypes))
         raise TypeError(f"`{name}` must hold {wanted}, got {value.dtype}")
@@ -110,11 +120,10 @@ def check_prompt(
     prompt = input_ids if inputs_embeds is None else inputs_embeds
     if attention_mask is None or prompt is None:
         return
-    require_tensor("attention_mask", attention_mask, "(B, L)")
     shape, whole = tuple(prompt.shape[:2]), (prompt.shape[0], past_length + prompt.shape[1])
     meaning = ", as the prompt" + (f", or {whole} with the tokens of `past_key_values`" if past_length else "")
-    _check_shape("attention_mask", attention_mask, "(B, L)", shape, whole, meaning=meaning)
-    _check_device("attention_mask", attention_mask, prompt)
+    options = {"shapes": (shape, whole), "like": prompt, "meaning": meaning}
+    require_tensor("attention_mask", attention_mask, "(B, L)", **options)
 
 
 def can_be_read(ids: torch.Tensor) -> bool:
@@ -132,21 +141,15 @@ def _check_range(name: str, ids: torch.Tensor, limit_name: str, limit: int):
 
 
 def check_labels(
-    labels: Any,
-    hidden_states: torch.Tensor,
-    classes: int,
-    name: str = "labels",
-    ignore_index: int = -100,
-    limit: str = "vocab_size",
+    labels: Any, like: torch.Tensor, classes: int, name: str = "labels", ignored: int = -100, limit: str = "vocab_size"
 ):
-    """Check that labels `(B, L)` for `hidden_states` `(B, L, d)` are in [0, `classes`) or `ignore_index`.
+    """Check that labels `(B, L)` are in [0, `classes`) or `ignored`, for hidden states or logits `like` `(B, L, ...)`.
 
     The field `limit` has the number of classes.
     """
-    check_tensor(name, labels, "(B, L)", 2, (torch.int64,))
-    _check_shape(name, labels, "(B, L)", hidden_states.shape[:2], meaning=", one label for each position with logits")
-    _check_device(name, labels, hidden_states)
-    _check_range(name, labels.where(labels != ignore_index, 0), limit, classes)
+    options = {"shapes": [like.shape[:2]], "like": like, "meaning": ", one label for each position with logits"}
+    check_tensor(name, labels, "(B, L)", 2, (torch.int64,), **options)
+    _check_range(name, labels.where(labels != ignored, 0), limit, classes)
 
 
 def check_logits_to_keep(logits_to_keep: Any, length: int, labels: torch.Tensor | None):
@@ -180,9 +183,7 @@ def check_class_labels(labels: Any, logits: torch.Tensor):
 def check_spans(start_positions: Any, end_positions: Any, logits: torch.Tensor):
     """Check the first and last positions `(B,)` of spans for `logits` `(B, L)`."""
     for name, places in {"start_positions": start_positions, "end_positions": end_positions}.items():
-        check_tensor(name, places, "(B,)", 1, (torch.int64,))
-        _check_shape(name, places, "(B,)", logits.shape[:1])
-        _check_device(name, places, logits)
+        check_tensor(name, places, "(B,)", 1, (torch.int64,), shapes=[logits.shape[:1]], like=logits)
         if can_be_read(places) and (places < 0).any():
             raise ValueError(f"`{name}` must be at least 0, got {int(places.min())}")
 
@@ -191,15 +192,8 @@ def check_choices(name: str, tokens: Any, attention_mask: torch.Tensor | None) -
     """Return C, the number of choices. Ids must be `(B, C, L)`, embeddings `(B, C, L, d)`, the mask `(B, C, L)`."""
     require_tensor(name, tokens, *(("(B, C, L)", 3) if name == "input_ids" else ("(B, C, L, d)", 4)))
     if attention_mask is not None:
-        require_tensor("attention_mask", attention_mask, "(B, C, L)")
-        _check_shape("attention_mask", attention_mask, "(B, C, L)", tokens.shape[:3])
+        require_tensor("attention_mask", attention_mask, "(B, C, L)", shapes=[tokens.shape[:3]])
     return tokens.shape[1]
-
-
-def _check_shape(name: str, value: torch.Tensor, letters: str, *allowed: tuple[int, ...], meaning: str = ""):
-    if value.shape not in allowed:
-        found = tuple(value.shape)
-        raise ValueError(f"`{name}` must have shape {letters} = {tuple(allowed[0])}{meaning}, got {found}")
 
 
 def _check_device(name: str, value: torch.Tensor, like: torch.Tensor, owner: str = ""):
@@ -272,10 +266,9 @@ def check_attention_mask(attention_mask: Any, inputs_embeds: torch.Tensor, past_
         )
     if attention_mask is None:
         return None
-    require_tensor("attention_mask", attention_mask, "(B, L)")
-    shapes, meaning = [(rows, past_length + length) for rows in (batch, 1)], ", one entry for each token"
-    _check_shape("attention_mask", attention_mask, "(B, past length + L)", *shapes, meaning=meaning)
-    _check_device("attention_mask", attention_mask, inputs_embeds)
+    shapes = [(rows, past_length + length) for rows in (batch, 1)]
+    options = {"shapes": shapes, "like": inputs_embeds, "meaning": ", one entry for each token"}
+    require_tensor("attention_mask", attention_mask, "(B, past length + L)", **options)
     attention_mask = (attention_mask[:, -length:] != 0).expand(batch, length)
     # On an accelerator, the device sync to learn that a mask hides nothing costs more than applying it.
     return None if can_be_read(attention_mask) and attention_mask.all() else attention_mask
