@@ -242,12 +242,8 @@ def filter_by_response(
 ) -> torch.Tensor:
     """The circular convolution of the zero-padded `v` `(B, L, D)` with filters given by their frequency responses.
 
-    Args:
-        response: `(2, D, F/2 + 1)`, real and imaginary part at the frequencies 2 pi m / F, F even and at least L. The
-            imaginary part counts as 0 at m = 0 and m = F/2, where it is 0 for a real filter.
-
-    Returns:
-        The first L entries, `(B, L, D)`, in the dtype of `v`. The other arguments are those of `toeplitz_matmul`.
+    A response is `(2, D, F/2 + 1)`, real and imaginary part at the frequencies 2 pi m / F, F even and at least L. The
+    imaginary part counts as 0 at m = 0 and m = F/2, where it is 0 for a real filter.
     """
     size = 2 * (response.shape[2] - 1)
     response = response.to(torch.promote_types(v.dtype, response.dtype))
