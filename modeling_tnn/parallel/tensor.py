@@ -1,4 +1,4 @@
-"""Tensor parallelism: the two styles of `TnnConfig.base_model_tp_plan` that transformers does not have.
+"""Tensor parallelism: the plan of `TnnConfig`, and two styles in it that transformers does not have.
 
     tnn_operator   a Toeplitz operator: each process has the parameters and the products of its channels
     tnn_norm       a norm over channels that are divided: processes add their sums of squares
@@ -12,7 +12,7 @@ A divided parameter is a `DTensor`, as transformers makes them. So loading reads
 gathers the rows of all, and optimizers see one tensor.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -22,8 +22,28 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
 
+from ..configuration_tnn import GTU, TOEPLITZ
+from ..extensions import extensions
 from ..numerics import compute_dtype
-from .channels import Part, are_whole_groups, chunk_of, filters_of_parameters, local, rows_of, with_channels
+from .channels import LocalOperator, local, total
+
+ATTENTION = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
+MIXER = {"u_proj": "colwise", "v_proj": "colwise", "tno": "tnn_operator", "norm": "tnn_norm", "o_proj": "rowwise"}
+GLU = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
+
+# PyTorch 2.11 takes a `_StridedShard` for an order of mesh dimensions, and cannot gather one over a single dimension
+# for a gradient or a saved folder. So with it, parameters of several filters lie on every process.
+DIVIDES_FILTERS = torch.__version__ >= "2.12"
+
+
+def tensor_plan(layer_types: Sequence[str], mixer: str, use_glu: bool) -> dict[str, str]:
+    """Return the plan of a model with these kinds of layer. Mixers other than the GTU are whole on every process."""
+    parts = {
+        "attention": ATTENTION if {*layer_types} - {TOEPLITZ} else {},
+        "mixer": MIXER if TOEPLITZ in layer_types and mixer == GTU else {},
+        "glu": GLU if use_glu else {},
+    }
+    return {f"layers.*.{part}.{name}": style for part, styles in parts.items() for name, style in styles.items()}
 
 
 class SumOfGradients(torch.autograd.Function):
@@ -43,77 +63,22 @@ class SumOfGradients(torch.autograd.Function):
         return None, *[part.view_as(one).to(one.dtype) for part, one in zip(parts, gradients, strict=True)]
 
 
-class Total(torch.autograd.Function):
-    """The sum of a tensor over the processes of a group, each of which uses it: so their gradients are added too."""
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, group) -> torch.Tensor:
-        ctx.group = group
-        return summed(x, group)
-
-    @staticmethod
-    def backward(ctx, gradient: torch.Tensor):
-        return summed(gradient, ctx.group), None
-
-
-def summed(x: torch.Tensor, group) -> torch.Tensor:
-    """The sum of `x` over the processes of a group."""
-    message = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(message, group=group)
-    return message
-
-
 def divide(module: nn.Module, name: str, mesh, filters: int = 1):
     """Divide the rows of a parameter over `mesh`, those of each filter apart."""
-    owner, _, leaf = name.rpartition(".")
-    parameters = module.get_submodule(owner)._parameters
-    if parameters.get(leaf) is not None:
-        placement = Shard(0) if filters == 1 else _StridedShard(0, split_factor=filters)
-        rows = distribute_tensor(parameters[leaf], mesh, [placement], src_data_rank=None)
-        parameters[leaf] = nn.Parameter(rows, requires_grad=parameters[leaf].requires_grad)
-
-
-def divide_operator(operator: nn.Module, mesh) -> Part:
-    """Divide the parameters of an operator that belong to channels. The result is what this process computes.
-
-    Raises:
-        ValueError: the operator does not say what belongs to channels, or there are more processes than channels.
-    """
-    chosen = chunk_of(operator.channels, mesh.size(), mesh.get_local_rank())
-    if not chunk_of(operator.channels, mesh.size(), mesh.size() - 1):
-        raise ValueError(f"The GTU must have channels for each of {mesh.size()} processes, got {operator.channels}")
-    known = filters_of_parameters(operator)
-    for name, parameter in dict(operator.named_parameters()).items():
-        if name in known and can_be_divided(len(parameter), known[name], operator.channels, mesh.size()):
-            divide(operator, name, mesh, known[name])
-    return Part(operator, partial(part_of, operator, chosen, mesh.get_group()))
-
-
-def part_of(operator: nn.Module, chosen: range, group) -> nn.Module:
-    """The operator of the `chosen` channels. Parameters that are not divided have those of all channels."""
-    values, known = local_parameters(operator, group), filters_of_parameters(operator)
-
-    def replace(name: str, value: torch.Tensor) -> torch.Tensor:
-        if name in known and not isinstance(value, DTensor):
-            return rows_of(values[name], known[name], operator.channels, chosen)
-        return values[name]
-
-    return with_channels(operator, len(chosen), replace)
-
-
-# PyTorch 2.11 takes a `_StridedShard` for an order of mesh dimensions, and cannot gather one over a single dimension
-# for a gradient or a saved folder. So with it, parameters of several filters lie on every process.
-DIVIDES_FILTERS = torch.__version__ >= "2.12"
+    parameter, (owner, _, leaf) = module.get_parameter(name), name.rpartition(".")
+    placement = Shard(0) if filters == 1 else _StridedShard(0, split_factor=filters)
+    rows = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
+    setattr(module.get_submodule(owner), leaf, nn.Parameter(rows, requires_grad=parameter.requires_grad))
 
 
 def can_be_divided(rows: int, filters: int, channels: int, parts: int) -> bool:
-    """Whether a `DTensor` can hold the rows of a parameter, those of each filter apart, next to their channels."""
-    apart = filters == 1 or (DIVIDES_FILTERS and channels % parts == 0)
-    return apart and are_whole_groups(rows, filters, channels, parts)
+    """Return whether a `DTensor` can have the rows of a parameter, those of each filter apart, by their channels."""
+    groups, apart = rows // filters, filters == 1 or (DIVIDES_FILTERS and channels % parts == 0)
+    return apart and (groups == channels or groups % parts == 0)
 
 
 def local_parameters(module: nn.Module, group) -> dict[str, torch.Tensor]:
-    """What this process has of the parameters of a module. Gradients of those that are not divided will be added."""
+    """Return the parameters of a module in this process. Gradients of those that are not divided will be added."""
     values = dict(module.named_parameters(remove_duplicate=False))
     shared = {name: value for name, value in values.items() if not isinstance(value, DTensor)}
     if torch.is_grad_enabled() and any(value.requires_grad for value in shared.values()):
@@ -126,35 +91,39 @@ class OperatorStyle(TensorParallelLayer):
 
     def install_forward(self, module: nn.Module, mesh) -> nn.Module:
         """Divide the parameters of an operator, and let it compute the channels of this process alone."""
-        part = divide_operator(module, mesh)
-        module.on_this_process = part
-        module.forward = lambda *args, **kwargs: part().forward(*args, **kwargs)
+        size = -(-module.channels // mesh.size())  # as `Shard` divides them
+        channels = [range(module.channels)[index * size :][:size] for index in range(mesh.size())]
+        values = partial(local_parameters, module, mesh.get_group())
+        own = LocalOperator(module, channels, mesh.get_local_rank(), values)
+        for name, parameter in dict(module.named_parameters()).items():
+            filters = module.channel_parameters.get(name)
+            if filters is not None and can_be_divided(len(parameter), filters, module.channels, mesh.size()):
+                divide(module, name, mesh, filters)
+        module.on_this_process = own
+        module.forward = lambda *args, **kwargs: own().forward(*args, **kwargs)
         return module
 
 
+# Norms of channels `(..., D / P)` of this process; `total` adds over the channels of all.
 def rms_norm(norm: nn.Module, x: torch.Tensor, given: dict, total: Callable) -> torch.Tensor:
     # The least number keeps the derivative of the root finite. Beside eps it is nothing.
-    length = total(x.square().sum(-1, keepdim=True)).clamp(min=torch.finfo(x.dtype).tiny).sqrt()
-    y = x / (length / norm.size**0.5 + norm.eps)
-    y = y * given["weight"] if "weight" in given else y
+    length = total(x.square()).clamp(min=torch.finfo(x.dtype).tiny).sqrt()
+    y = x / (length / norm.size**0.5 + norm.eps) * given.get("weight", 1)
     return y * torch.sigmoid(given["gate"] * x) if "gate" in given else y
 
 
 def scale_norm(norm: nn.Module, x: torch.Tensor, given: dict, total: Callable) -> torch.Tensor:
-    square = total(x.square().sum(-1, keepdim=True)) / norm.size
-    return x * torch.rsqrt(square + norm.eps) * given["weight"]
+    return x * torch.rsqrt(total(x.square()) / norm.size + norm.eps) * given["weight"]
 
 
 def layer_norm(norm: nn.Module, x: torch.Tensor, given: dict, total: Callable) -> torch.Tensor:
     size = norm.normalized_shape[0]
-    centred = x - total(x.sum(-1, keepdim=True)) / size
-    variance = total(centred.square().sum(-1, keepdim=True)) / size
-    return centred * torch.rsqrt(variance + norm.eps) * given["weight"] + given["bias"]
+    centred = x - total(x) / size
+    return centred * torch.rsqrt(total(centred.square()) / size + norm.eps) * given["weight"] + given["bias"]
 
 
-# The norms of `norms.py` for channels `(..., D / P)` of this process, by the names of their classes: a copy of the
-# package that came with a checkpoint has classes of its own.
-NORMS = {"SimpleRMSNorm": rms_norm, "RMSNorm": rms_norm, "GatedRMSNorm": rms_norm}
+# By the names of their classes: a copy of the package that came with a checkpoint has classes of its own.
+NORMS = dict.fromkeys(("SimpleRMSNorm", "RMSNorm", "GatedRMSNorm"), rms_norm)
 NORMS |= {"ScaleNorm": scale_norm, "LayerNorm": layer_norm}
 
 
@@ -163,25 +132,26 @@ class NormStyle(TensorParallelLayer):
 
     def install_forward(self, module: nn.Module, mesh) -> nn.Module:
         """Divide the parameters of a norm that belong to channels, and let processes add their statistics."""
-        compute = NORMS.get(type(module).__name__)
-        if compute is None:
+        if (compute := NORMS.get(type(module).__name__)) is None:
             return module
         for name, parameter in module.named_parameters():
             if parameter.numel() > 1:
                 divide(module, name, mesh)
         group = mesh.get_group()
 
+        def sum_of_channels(x: torch.Tensor) -> torch.Tensor:
+            # Every process uses the sum, so the gradients of all are added.
+            return total(*SumOfGradients.apply(group, x.sum(-1, keepdim=True)), mesh)
+
         def forward(x: torch.Tensor) -> torch.Tensor:
             wide = compute_dtype(x.dtype)
             given = {name: value.to(wide) for name, value in local_parameters(module, group).items()}
-            return compute(module, x.to(wide), given, lambda one: Total.apply(one, group)).to(x.dtype)
+            return compute(module, x.to(wide), given, sum_of_channels).to(x.dtype)
 
         module.forward = forward
         return module
 
 
-# The plan of a language model's head.
-
-# A plan names styles, and transformers looks them up in its table.
+extensions.register(tensor_plan=tensor_plan)
 ALL_PARALLEL_STYLES.register("tnn_operator", OperatorStyle())
 ALL_PARALLEL_STYLES.register("tnn_norm", NormStyle())

@@ -1,15 +1,15 @@
 """Checks of a checkpoint before it is loaded.
 
-A configuration may declare any size, and transformers allocates this size before it compares it with the weights. The
-checks here come first. They compare the names and shapes in the headers of the safetensors files with the model on the
-meta device, and with the index of a checkpoint in several files. A file that is cut off or has a damaged header is
-refused. Safetensors has no checksums, so values are not checked. Every method of quantization packs numbers under
-names and in shapes of its own: of quantized weights the total alone is compared.
+A configuration may declare any size, and transformers allocates it before it compares it with the weights. The checks
+here come first. They compare the names and shapes in the headers of the safetensors files with the model on the meta
+device, and with the index of a checkpoint in several files. Values are not checked: safetensors has no checksums. Each
+method of quantization packs numbers under other names and in other shapes: there the total alone is compared.
 """
 
 import json
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path, PurePosixPath
 
 import torch
@@ -28,30 +28,18 @@ LOCATION_KWARGS = ("cache_dir", "local_files_only", "token", "revision", "subfol
 # Arguments that disable the checks: the weights come from elsewhere, or may have other sizes or names.
 UNCHECKED_KWARGS = ("state_dict", "gguf_file", "variant", "force_download", "ignore_mismatched_sizes", "key_mapping")
 
-# So many layers are compared by their parameters.
-FEW_LAYERS = 128
-
 # Prefixes of the parameters of heads. All other parameters are the body, which all models share.
 HEADS = ("lm_head.", "transform.", "classifier.", "qa_outputs.")
+
+TOO_MUCH = "The configuration declares more than the checkpoint holds"
 
 
 class CheckpointMismatchError(ValueError, RuntimeError):
     """The error for a configuration that does not fit the weights. For wrong sizes transformers has RuntimeError."""
 
 
-def find_weights(source, where: dict) -> dict[Path, list[str]]:
-    """The safetensors files of a folder or repository, each with the tensors that the index places in it.
-
-    The result is empty if there are no files with the standard names.
-
-    Raises:
-        ValueError: the index is invalid, or names a file that is missing.
-    """
-
-    def find(name: str) -> Path | None:
-        found = cached_file(source, name, _raise_exceptions_for_missing_entries=False, **where)
-        return None if found is None else Path(found)
-
+def find_weights(find: Callable[[str], str | None]) -> dict[str, list[str]]:
+    """Return the safetensors files that `find` finds, each with the tensors that the index places in it."""
     if (single := find(SAFE_WEIGHTS_NAME)) is not None:
         return {single: []}
     if (index := find(SAFE_WEIGHTS_INDEX_NAME)) is None:
@@ -64,14 +52,10 @@ def find_weights(source, where: dict) -> dict[Path, list[str]]:
     return files
 
 
-def read_index(index: Path) -> dict[str, list[str]]:
-    """The tensors in each file of a checkpoint in several files, according to its index.
-
-    Raises:
-        ValueError: `index` is not an index of safetensors files, or names a file outside its folder.
-    """
+def read_index(index: str) -> dict[str, list[str]]:
+    """Return the tensors in each file of a checkpoint in several files."""
     try:
-        placed = json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()
+        placed = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].items()
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{index} is not an index of safetensors files: {error!r}") from error
     files: dict[str, list[str]] = {}
@@ -84,12 +68,8 @@ def read_index(index: Path) -> dict[str, list[str]]:
     return files
 
 
-def shapes_of(files: dict[Path, list[str]]) -> dict[str, torch.Size]:
-    """The name and shape of every tensor in safetensors files, read from their headers.
-
-    Raises:
-        ValueError: a file is damaged, or holds other tensors than its index says.
-    """
+def shapes_of(files: dict[str, list[str]]) -> dict[str, torch.Size]:
+    """Return the name and shape of every tensor in safetensors files, read from their headers."""
     shapes = {}
     for file, indexed in files.items():
         try:
@@ -105,16 +85,10 @@ def shapes_of(files: dict[Path, list[str]]) -> dict[str, torch.Size]:
 
 
 def check_number_of_layers(declared: int, stored: Collection[str]):
-    """Compare the number of layers with that of a checkpoint: a thousand layers take seconds, even without memory.
-
-    Raises:
-        CheckpointMismatchError: the layers are many more than those of the checkpoint.
-    """
+    """Compare the number of layers, unless it is small: a thousand layers take seconds, even without memory."""
     held = {name.split(".")[1] for name in stored if name.startswith("layers.")}
-    if declared > max(FEW_LAYERS, 2 * len(held)):
-        raise CheckpointMismatchError(
-            f"The configuration declares more than the checkpoint holds: {declared} layers instead of {len(held)}."
-        )
+    if declared > max(128, 2 * len(held)):
+        raise CheckpointMismatchError(f"{TOO_MUCH}: {declared} layers instead of {len(held)}.")
 
 
 def check_sizes(declared: dict[str, torch.Size], stored: dict[str, torch.Size]):
@@ -122,9 +96,6 @@ def check_sizes(declared: dict[str, torch.Size], stored: dict[str, torch.Size]):
 
     Parameters that the checkpoint lacks, as those of a head, are initialised, as in transformers. They must have
     fewer numbers than the whole checkpoint.
-
-    Raises:
-        CheckpointMismatchError: a parameter has another shape, or the model declares more than the checkpoint holds.
     """
     wrong = [
         f"{name} must be {tuple(stored[name])}, got {tuple(shape)}"
@@ -136,39 +107,17 @@ def check_sizes(declared: dict[str, torch.Size], stored: dict[str, torch.Size]):
             f"The configuration does not fit the weights: {'; '.join(wrong[:3])} ({len(wrong)} in all). "
             "Load with ignore_mismatched_sizes=True to initialise these parameters instead."
         )
-    missing = {name: shape for name, shape in declared.items() if name not in stored}
-    if sum(shape.numel() for shape in missing.values()) > sum(shape.numel() for shape in stored.values()):
-        raise CheckpointMismatchError(
-            f"The configuration declares more than the checkpoint holds: {len(missing)} parameters are missing, such "
-            f"as {next(iter(missing))}."
-        )
+    missing = [name for name in declared if name not in stored]
+    if sum(declared[name].numel() for name in missing) > sum(shape.numel() for shape in stored.values()):
+        raise CheckpointMismatchError(f"{TOO_MUCH}: {len(missing)} parameters are missing, such as {missing[0]}.")
 
 
-def check_packed(declared: dict[str, torch.Size], size: int):
-    """Compare the numbers of a model, without those of a head, with a quantized checkpoint of `size` bytes.
-
-    Raises:
-        CheckpointMismatchError: the checkpoint has less than one bit for each of them.
-    """
-    count = sum(shape.numel() for name, shape in declared.items() if not name.startswith(HEADS))
-    if count > 8 * size:
-        raise CheckpointMismatchError(
-            f"The configuration declares more than the checkpoint holds: {count:,} numbers in {size:,} bytes."
-        )
-
-
-def check_names(declared: dict[str, torch.Size], stored: dict[str, torch.Size], saved_as: Collection[str] = ()):
-    """Compare the names of a model with those of a checkpoint of plain tensors.
+def check_names(declared: Collection[str], stored: Collection[str], saved_as: Collection[str]):
+    """Compare the names of a model with those of a checkpoint of plain tensors, which was `saved_as` other classes.
 
     A model may have additional parameters, which are initialised, or lack some of the checkpoint. If both occur, the
     names are damaged or it is another model, and random weights would pass for trained ones. A checkpoint of other
     classes may lack the head of the model and have one of its own.
-
-    Args:
-        saved_as: the names of other classes that the checkpoint was saved as.
-
-    Raises:
-        CheckpointMismatchError: names are missing, and others are left over that belong to no head.
     """
     left_over = [name for name in stored if name not in declared and not name.startswith(HEADS)]
     missing = [name for name in declared if name not in stored and not (saved_as and name.startswith(HEADS))]
@@ -181,52 +130,42 @@ def check_names(declared: dict[str, torch.Size], stored: dict[str, torch.Size], 
 
 
 def check_function(config: PreTrainedConfig, trained: dict):
-    """Compare the operator and the direction of a model with those that its weights were trained for.
+    """Compare the operator and the direction of a model with those of `trained`, the configuration of the weights.
 
-    `trained` is the configuration beside the weights. The weights of two operators, and of both directions, may have
-    the same names and shapes. Another direction is a warning.
-
-    Raises:
-        CheckpointMismatchError: the weights belong to another operator.
+    The weights of two operators, and of both directions, may have the same names and shapes. Another direction is a
+    warning.
     """
-    tno_type = trained.get("tno_type", type(config).tno_type)
-    if config.tno_type != tno_type:
+    if config.tno_type != (tno_type := trained.get("tno_type", type(config).tno_type)):
         raise CheckpointMismatchError(
             f"`tno_type` must be {tno_type!r} for these weights, got {config.tno_type!r}. Leave tno_type out, or "
             "build an untrained model with from_config."
         )
-    causal = trained.get("causal", type(config).causal)
-    if config.causal != causal:
+    if config.causal != (causal := trained.get("causal", type(config).causal)):
         logger.warning(
-            "The weights were trained with causal=%s and are loaded with causal=%s. The outputs change, so the model "
-            "needs further training.",
-            causal,
-            config.causal,
+            f"The weights were trained with causal={causal} and are loaded with causal={config.causal}. The outputs "
+            "change, so the model needs further training."
         )
 
 
 def check_before_loading(model_class: type[PreTrainedModel], source, options: dict):
-    """Check the files that `from_pretrained(source, **options)` will load, see `check_sizes` and `check_names`.
+    """Check the files that `from_pretrained(source, **options)` will load.
 
     Raises:
-        ValueError: a file is missing or damaged.
+        ValueError: a file is missing or damaged, or an index is invalid or names a file outside its folder.
         CheckpointMismatchError: the configuration does not fit the weights.
     """
     where = {name: options[name] for name in LOCATION_KWARGS if options.get(name)}
-    if source is None or any(
-        options.get(name) is not None and options[name] is not False for name in UNCHECKED_KWARGS
-    ):
+    if source is None or any(options.get(name) not in (None, False) for name in UNCHECKED_KWARGS):
         return
-    if not (files := find_weights(source, where)):
+    find = partial(cached_file, source, _raise_exceptions_for_missing_entries=False, **where)
+    if not (files := find_weights(find)):
         return
     config = options.get("config")
     if not isinstance(config, PreTrainedConfig):
         # Fields of the configuration may be among the options.
-        fields = {name: value for name, value in options.items() if name not in ("config", *LOCATION_KWARGS)}
-        config, _ = model_class.config_class.from_pretrained(
-            config or source, return_unused_kwargs=True, **where, **fields
-        )
-    if (beside := cached_file(source, CONFIG_NAME, _raise_exceptions_for_missing_entries=False, **where)) is not None:
+        given = where | {name: value for name, value in options.items() if name not in ("config", *LOCATION_KWARGS)}
+        config, _ = model_class.config_class.from_pretrained(config or source, return_unused_kwargs=True, **given)
+    if (beside := find(CONFIG_NAME)) is not None:
         trained, _ = PreTrainedConfig.get_config_dict(Path(beside).parent)
         check_function(config, model_class.config_class.rename_old(trained))
     # The names of the body may have a prefix in both, and those of the checkpoint may be of an earlier version.
@@ -237,12 +176,15 @@ def check_before_loading(model_class: type[PreTrainedModel], source, options: di
         model = model_class(config)
     declared = {name.removeprefix(prefix): value.shape for name, value in model.state_dict().items()}
     if getattr(config, "quantization_config", None) is not None:
-        check_packed(declared, sum(file.stat().st_size for file in files))
+        size = sum(Path(file).stat().st_size for file in files)
+        numbers = sum(shape.numel() for name, shape in declared.items() if not name.startswith(HEADS))
+        if numbers > 8 * size:  # less than a bit for each
+            raise CheckpointMismatchError(f"{TOO_MUCH}: {numbers:,} numbers in {size:,} bytes.")
         return
     check_sizes(declared, stored)
-    if config.tie_word_embeddings:
-        declared = {name: shape for name, shape in declared.items() if name not in (model._tied_weights_keys or {})}
-    check_names(declared, stored, set(config.architectures or []) - {model_class.__name__})
+    tied = (config.tie_word_embeddings and model._tied_weights_keys) or ()
+    names = [name for name in declared if name not in tied]
+    check_names(names, stored, set(config.architectures or []) - {model_class.__name__})
 
 
 extensions.register(check_before_loading=check_before_loading)

@@ -2,11 +2,9 @@
 
     a(z) = 1 + a_1 z^-1 + .. + a_N z^-N
 
-`stability.is_stable` finds the denominators with roots outside a circle. Scaling a_i by s^i multiplies the radius of
-every pole by s and keeps its angle; this projects a denominator onto a circle. Q denominators, N order.
-
-An RTF kernel with a pole outside the unit circle trains well, because training samples it only at
-`rtf_truncation_length` points (RTF paper, section 3.4). But it grows beyond that length, and its recurrence diverges.
+Q denominators, N order. Scaling a_i by s^i multiplies the radius of every pole by s and keeps its angle; this projects
+a denominator onto a circle. An RTF kernel with a pole outside the unit circle trains well, because training samples it
+only at `rtf_truncation_length` points (RTF paper, section 3.4). But it grows beyond, and its recurrence diverges.
 """
 
 import logging
@@ -14,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.functional import pad
 from transformers import PreTrainedModel, TrainerCallback
 
 from ..numerics import is_on_host
@@ -24,19 +23,12 @@ logger = logging.getLogger(__name__)
 
 
 class UnstableLayer(NamedTuple):
-    """A layer with poles outside a circle.
+    """A layer with poles outside a circle."""
 
-    Attributes:
-        layer: index of the layer.
-        denominators: number of its denominators with poles outside.
-        index: index of the denominator with the largest pole.
-        radius: magnitude of the largest pole.
-    """
-
-    layer: int
-    denominators: int
-    index: int
-    radius: float
+    layer: int  # its index
+    denominators: int  # the number of those with poles outside
+    index: int  # of the denominator with the largest pole
+    radius: float  # of this pole
 
     def __str__(self) -> str:
         return (
@@ -46,38 +38,30 @@ class UnstableLayer(NamedTuple):
 
 
 def rational_operators(model: torch.nn.Module) -> list[RtfOperator]:
-    """The RTF operators of a model without a constraint on their poles."""
+    """Return the RTF operators of a model without a constraint on their poles."""
     operators = [module for module in model.modules() if isinstance(module, RtfOperator) and module.constraint is None]
     # With DeepSpeed ZeRO 3 parameters are empty while they are not used.
     return [operator for operator in operators if operator.denominator.numel() > 0]
 
 
 def whole(parameter: torch.Tensor) -> torch.Tensor:
-    """A parameter as one tensor. If it is sharded, all processes must ask for it."""
+    """Return a parameter as one tensor. If it is sharded, all processes must ask for it."""
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
-def write(parameter: torch.Tensor, values: torch.Tensor):
-    """Set a parameter, of which a process may hold a shard, to values that all processes have."""
-    if isinstance(parameter, DTensor):
-        values = distribute_tensor(values, parameter.device_mesh, parameter.placements, src_data_rank=None)
-    parameter.copy_(values)
-
-
 def unstable_operators(model: torch.nn.Module, radius: float) -> list[tuple[RtfOperator, torch.Tensor]]:
-    """The RTF operators with poles on or outside the circle of `radius`, and which denominators have them, `(Q,)`.
+    """Return the RTF operators with poles on or outside the circle of `radius`, each with a mask of its Q rows.
 
-    The recursion has N steps, one after the other, so all layers take them together. The host waits twice, and not for
-    each layer.
+    The recursion has N steps, one after the other, so all layers take them together: zeros after the last coefficient
+    add poles at 0. There are two device syncs, whatever the number of layers.
     """
-    operators = rational_operators(model)
-    denominators, found = [whole(operator.denominator) for operator in operators], {}
-    for kind in {(one.device, one.shape[1]) for one in denominators}:
-        alike = [i for i, one in enumerate(denominators) if (one.device, one.shape[1]) == kind]
-        rows = torch.cat([denominators[i] for i in alike])
-        masks = (~is_stable(rows, radius)).cpu().split([len(denominators[i]) for i in alike])
-        found |= dict(zip(alike, masks, strict=True))
-    return [(operator, found[i]) for i, operator in enumerate(operators) if found[i].any()]
+    if not (operators := rational_operators(model)):
+        return []
+    denominators = [whole(operator.denominator) for operator in operators]
+    order = max(one.shape[1] for one in denominators)
+    rows = torch.cat([pad(one, (0, order - one.shape[1])).to(denominators[0].device) for one in denominators])
+    masks = (~is_stable(rows, radius)).cpu().split([len(one) for one in denominators])
+    return [(operator, mask) for operator, mask in zip(operators, masks, strict=True) if mask.any()]
 
 
 @torch.no_grad()
@@ -117,12 +101,14 @@ def project_poles(model: torch.nn.Module, radius: float) -> list[UnstableLayer]:
     if any(layer.radius == float("inf") for layer in found):
         raise ValueError(f"Denominators must be finite to be projected, got {'; '.join(map(str, found))}")
     for operator, outside in unstable:
-        denominator = whole(operator.denominator).clone()  # (Q, N)
-        rows = denominator.cpu()[outside].double()  # (M, N)
+        parameter, values = operator.denominator, whole(operator.denominator).clone()  # (Q, N)
+        rows = values.cpu()[outside].double()  # (M, N)
         powers = torch.arange(1, rows.shape[1] + 1, dtype=torch.float64)
         scale = (radius / spectral_radius(rows)).clamp(max=1)[:, None] ** powers  # (M, N)
-        denominator[outside.to(denominator.device)] = (rows * scale).to(denominator)
-        write(operator.denominator, denominator)
+        values[outside.to(values.device)] = (rows * scale).to(values)
+        if isinstance(parameter, DTensor):
+            values = distribute_tensor(values, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        parameter.copy_(values)
     return found
 
 

@@ -12,7 +12,8 @@ are the poles. Residues follow by linear least squares. All in float64; poles ar
 """
 
 import copy
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -20,73 +21,47 @@ from ..extensions import extensions
 from ..tno_rpe import RpeOperator
 
 ORDERS = (8, 16, 32, 64, 128)
-
-LARGEST_RADIUS = 1 - 1e-6
-
-SMALLEST_RADIUS = 1e-8
-
-# Largest number of fitted taps, and of columns of the Hankel matrices.
-MOST_TAPS = 4096
-
-MOST_COLUMNS = 600
-
-# Smallest number of taps after the window for a fit of poles.
-LEAST_TAPS = 4
+SMALLEST_RADIUS, LARGEST_RADIUS = 1e-8, 1 - 1e-6
+# Largest number of fitted taps and of columns of the Hankel matrices, and smallest number of taps after the window.
+MOST_TAPS, MOST_COLUMNS, LEAST_TAPS = 4096, 600, 4
 
 
 @dataclass
 class LayerReport:
-    """The errors of the recurrence that was fitted to the kernel of one layer.
+    """The errors of the recurrence that was fitted to the kernel of one layer."""
 
-    Attributes:
-        layer: index of the layer.
-        order: number of real states per channel.
-        window: number of first taps that are kept exactly.
-        taps: number of taps that the fit has seen.
-        l2_layer, l2_median, l2_worst: relative l2 error of the taps of all channels, and its median and maximum over
-            the channels.
-        l1_median, l1_worst: the same for the l1 error.
-        tail_bound: bound on the l1 error beyond the fitted taps, relative to the l1 norm, of the worst channel.
-        largest_pole: largest magnitude of a pole, below 1.
-    """
-
-    layer: int
-    order: int
-    window: int
-    taps: int
-    l2_layer: float
-    l2_median: float
-    l2_worst: float
-    l1_median: float
+    layer: int  # its index
+    order: int  # number of real states per channel
+    window: int  # number of first taps that are kept exactly
+    taps: int  # number of taps that the fit has seen
+    l2_layer: float  # relative l2 error of the taps of all channels
+    l2_median: float  # its median over the channels
+    l2_worst: float  # its maximum over the channels
+    l1_median: float  # the same for the l1 error
     l1_worst: float
-    tail_bound: float
-    largest_pole: float
-
-    def as_dict(self) -> dict:
-        """The report as a dictionary, for JSON."""
-        return asdict(self)
+    tail_bound: float  # bound on the l1 error beyond the fitted taps, relative to the l1 norm, of the worst channel
+    largest_pole: float  # largest magnitude of a pole, below 1
 
 
-@dataclass
-class RecurrenceFit:
+class RecurrenceFit(NamedTuple):
     """A fitted recurrence: complex poles `(Q,)` and residues `(D, Q)`. Its taps are Re(residues @ poles^n)."""
 
     poles: torch.Tensor
     residues: torch.Tensor
 
     def taps(self, length: int) -> torch.Tensor:
-        """The first taps of the recurrence, `(D, length)`."""
+        """Return the first taps, `(D, length)`."""
         basis = powers(self.poles, length)  # (Q, length)
         return self.residues.real @ basis.real - self.residues.imag @ basis.imag
 
 
 def powers(poles: torch.Tensor, length: int) -> torch.Tensor:
-    """The powers poles^0 .. poles^(length-1), `(Q, length)`."""
+    """Return the powers poles^0 .. poles^(length-1), `(Q, length)`."""
     return torch.exp(torch.log(poles)[:, None] * torch.arange(length, device=poles.device))
 
 
 def hankel_eigenvectors(taps: torch.Tensor, order: int) -> torch.Tensor:
-    """The leading eigenvectors V `(c, order)` of the Gram matrix G of `taps` `(D, m)`."""
+    """Return the leading eigenvectors V `(c, order)` of the Gram matrix G of `taps` `(D, m)`."""
     length = taps.shape[1]
     columns = min(length // 2, MOST_COLUMNS)
     products = taps.t() @ taps  # (m, m): sum over channels of k_i k_j
@@ -99,7 +74,7 @@ def hankel_eigenvectors(taps: torch.Tensor, order: int) -> torch.Tensor:
 
 
 def fit_poles(vectors: torch.Tensor) -> torch.Tensor:
-    """The eigenvalues of the transition matrix of `vectors` `(c, r)`, one of each conjugate pair, `(Q,)`."""
+    """Return the eigenvalues of the transition matrix of `vectors` `(c, r)`, one of each conjugate pair, `(Q,)`."""
     transition = torch.linalg.lstsq(vectors[:-1], vectors[1:], driver="gelsd").solution  # (r, r)
     poles = torch.linalg.eigvals(transition)
     poles = poles[poles.imag >= 0]
@@ -107,7 +82,7 @@ def fit_poles(vectors: torch.Tensor) -> torch.Tensor:
 
 
 def fit_residues(poles: torch.Tensor, taps: torch.Tensor) -> torch.Tensor:
-    """The residues `(D, Q)` that fit `taps` `(D, m)` by least squares."""
+    """Return the residues `(D, Q)` that fit `taps` `(D, m)` by least squares."""
     basis = powers(poles, taps.shape[1])  # (Q, m)
     rows = torch.cat([basis.real, -basis.imag])  # (2Q, m); the imaginary part of a real pole is 0
     solution = torch.linalg.lstsq(rows.t(), taps.t(), driver="gelsd").solution.t()  # (D, 2Q)
@@ -115,14 +90,14 @@ def fit_residues(poles: torch.Tensor, taps: torch.Tensor) -> torch.Tensor:
 
 
 def fit_recurrence(taps: torch.Tensor, order: int) -> RecurrenceFit:
-    """A recurrence of `order` states that fits `taps` `(D, m)`, float64 on the CPU."""
+    """Return a recurrence of `order` states that fits `taps` `(D, m)`, float64 on the CPU."""
     normalized = taps / taps.norm(dim=1, keepdim=True).clamp(min=torch.finfo(taps.dtype).tiny)
     poles = fit_poles(hankel_eigenvectors(normalized, order))
     return RecurrenceFit(poles, fit_residues(poles, taps))
 
 
 def kernel_to_fit(operator, window: int) -> torch.Tensor:
-    """The taps `(D, m)` of a causal operator that a fit uses, in float64 on the CPU.
+    """Return the taps `(D, m)` of a causal operator that a fit uses, in float64 on the CPU.
 
     They cover the effective length of the kernel, and at least a few taps beyond the window. A kernel that ends
     without decaying is followed by as many zeros; otherwise the fitted recurrence would continue beyond its end.
@@ -137,12 +112,12 @@ def kernel_to_fit(operator, window: int) -> torch.Tensor:
 
 
 def slowest_decay(operator) -> float | None:
-    """The largest decay rate of all channels, or None for a kernel that ends without decaying, as at a window."""
+    """Return the largest decay rate of all channels, or None for a kernel that ends without decaying."""
     return operator.slowest_decay() if isinstance(operator, RpeOperator) and operator.window is None else None
 
 
-def report_fit(layer: int, taps: torch.Tensor, fit: RecurrenceFit, order: int, window: int, operator) -> LayerReport:
-    """The report on a fit: its errors on the taps `(D, m)`, and a bound on the error beyond them."""
+def report_fit(operator, taps: torch.Tensor, fit: RecurrenceFit, order: int, window: int) -> LayerReport:
+    """Return the errors of a fit on the taps `(D, m)`, and a bound on the error beyond them."""
     error = fit.taps(taps.shape[1] - window) - taps[:, window:]  # (D, m - w)
     l2 = error.norm(dim=1) / taps.norm(dim=1).clamp(min=1e-300)
     scale = taps.abs().sum(dim=1).clamp(min=1e-300)
@@ -150,37 +125,23 @@ def report_fit(layer: int, taps: torch.Tensor, fit: RecurrenceFit, order: int, w
     radius = fit.poles.abs()
     faded = radius ** (taps.shape[1] - window) / (1 - radius)  # (Q,)
     tail = (fit.residues.abs() * faded).sum(dim=1) / scale + own_tail(operator, taps) / scale
-    return LayerReport(
-        layer=layer,
-        order=order,
-        window=window,
-        taps=taps.shape[1],
-        l2_layer=(error.norm() / taps.norm()).item(),
-        l2_median=l2.median().item(),
-        l2_worst=l2.max().item(),
-        l1_median=l1.median().item(),
-        l1_worst=l1.max().item(),
-        tail_bound=tail.max().item(),
-        largest_pole=radius.max().item(),
-    )
+    errors = error.norm() / taps.norm(), l2.median(), l2.max(), l1.median(), l1.max(), tail.max(), radius.max()
+    return LayerReport(operator.layer_idx, order, window, taps.shape[1], *(one.item() for one in errors))
 
 
 def own_tail(operator, taps: torch.Tensor) -> float:
-    """A bound on the sum of |taps| of the kernel beyond the fitted ones; infinite for a kernel without decay."""
+    """Return a bound on the sum of |taps| beyond the fitted ones; infinite if the kernel neither decays nor ends."""
     if operator.kernel_length(exact=True) is None:
         return float("inf")
-    slowest = slowest_decay(operator)
-    if slowest is None:
+    if (slowest := slowest_decay(operator)) is None:
         return 0.0  # the kernel ends
     length = taps.shape[1]
     undecayed = taps / slowest ** torch.arange(length, dtype=taps.dtype)
     return (undecayed.abs().max() * slowest**length / (1 - slowest)).item()
 
 
-def fit_layer(
-    operator, order: int, window: int, tolerance: float | None
-) -> tuple[torch.Tensor, RecurrenceFit, LayerReport]:
-    """The taps, the fit and the report of one layer.
+def fit_layer(operator, order: int, window: int, tolerance: float | None) -> tuple:
+    """Return the taps, the `RecurrenceFit` and the `LayerReport` of one layer.
 
     Without a `tolerance` the fit has `order` states; with one, it has the smallest of `ORDERS` whose `l2_layer` is
     within the tolerance.
@@ -189,62 +150,57 @@ def fit_layer(
         ValueError: no order meets the tolerance.
     """
     taps = kernel_to_fit(operator, window)
-    best = None
     for candidate in (order,) if tolerance is None else ORDERS:
         fit = fit_recurrence(taps[:, window:], candidate)
-        best = taps, fit, report_fit(operator.layer_idx, taps, fit, candidate, window, operator)
-        if tolerance is not None and best[2].l2_layer <= tolerance:
-            return best
-    if tolerance is not None:
-        raise ValueError(
-            f"`tolerance` must be at least {best[2].l2_layer:.1e}, the relative error of layer {operator.layer_idx} "
-            f"at the highest order {ORDERS[-1]}, got {tolerance}. Give a larger tolerance or a larger window."
-        )
-    return best
+        report = report_fit(operator, taps, fit, candidate, window)
+        if tolerance is None or report.l2_layer <= tolerance:
+            return taps, fit, report
+    raise ValueError(
+        f"`tolerance` must be at least {report.l2_layer:.1e}, the relative error of layer {operator.layer_idx} "
+        f"at the highest order {ORDERS[-1]}, got {tolerance}. Give a larger tolerance or a larger window."
+    )
 
 
+@torch.no_grad()
 def fill_operator(target, taps: torch.Tensor, fit: RecurrenceFit):
     """Write a fit into a `ModalOperator`. Modes that the layer does not need get residues of 0."""
     count = len(fit.poles)
-    with torch.no_grad():
-        target.head.copy_(taps[:, : target.window])
-        target.residues.zero_()
-        target.residues[:, :count].copy_(torch.view_as_real(fit.residues))
-        target.log_rate.zero_()
-        target.angle.zero_()
-        target.log_rate[:count].copy_(torch.log(-torch.log(fit.poles.abs())))
-        target.angle[:count].copy_(fit.poles.angle())
+    for parameter in (target.residues, target.log_rate, target.angle):
+        parameter.zero_()
+    target.head.copy_(taps[:, : target.window])
+    target.residues[:, :count].copy_(torch.view_as_real(fit.residues))
+    target.log_rate[:count].copy_(torch.log(-torch.log(fit.poles.abs())))
+    target.angle[:count].copy_(fit.poles.angle())
 
 
 def own_weights(model) -> dict[str, torch.Tensor]:
-    """The weights of a model except those of its operators, by name.
+    """Return the weights of a model except those of its operators, by name.
 
     Raises:
         ValueError: adapters, parametrizations, quantizers or offloading have replaced weights.
     """
     with torch.device("meta"):
-        plain = type(model)(model.config)
-    given, wanted = (
-        {name: value for name, value in one.state_dict().items() if ".mixer.tno." not in name}
-        for one in (model, plain)
-    )
+        wanted = type(model)(model.config).state_dict()
+    given = model.state_dict()
+    different = [name for name in sorted(given.keys() ^ wanted.keys()) if ".mixer.tno." not in name]
+    weights = {name: value for name, value in given.items() if ".mixer.tno." not in name}
     needs = "The weights must be plain tensors for to_recurrent"
-    if different := sorted(given.keys() ^ wanted.keys()):
+    if different:
         raise ValueError(
             f"{needs}, but {different[0]} is {'added' if different[0] in given else 'replaced'}. Merge adapters "
             "(merge_and_unload) and remove parametrizations (weight norm) first."
         )
-    for name, value in given.items():
+    for name, value in weights.items():
         if value.is_meta or type(value) is not torch.Tensor:
             raise ValueError(
                 f"{needs}, but {name} is offloaded, quantized or sharded. Load the model without device_map and "
                 "quantization_config first."
             )
-    return given
+    return weights
 
 
 def to_recurrent(model, order: int = 64, window: int = 16, tolerance: float | None = None):
-    """The function behind `TnnPreTrainedModel.to_recurrent`, which documents it."""
+    """Compute `TnnPreTrainedModel.to_recurrent`, which documents it."""
     config = model.config
     if not config.causal:
         raise ValueError("`causal` must be True for to_recurrent (only a causal model decodes), got False")
@@ -260,21 +216,18 @@ def to_recurrent(model, order: int = 64, window: int = 16, tolerance: float | No
         raise ValueError(f"`tolerance` must be a number above 0 or None, got {tolerance!r}")
     weights = own_weights(model)
     fits = [fit_layer(operator, order, window, tolerance) for operator in operators]
-    converted_config = copy.deepcopy(config)
-    converted_config.tno_type = "modal"
-    converted_config.converted_from = config.tno_type
-    converted_config.modal_window = window
-    converted_config.num_modes = max(len(fit.poles) for _, fit, _ in fits)
-    converted = type(model)(converted_config).to(device=model.device, dtype=model.dtype)
+    modal = copy.deepcopy(config)
+    modal.update({"tno_type": "modal", "converted_from": config.tno_type, "modal_window": window})
+    modal.num_modes = max(len(fit.poles) for _, fit, _ in fits)
+    converted = type(model)(modal).to(device=model.device, dtype=model.dtype)
     converted.load_state_dict(converted.state_dict() | weights)
     mixers = [layer.mixer for layer in converted.base_model.layers if layer.mixer is not None]
     for mixer, (taps, fit, _) in zip(mixers, fits, strict=True):
         fill_operator(mixer.tno, taps, fit)
     converted.tie_weights()
-    converted.train(model.training)
-    if getattr(model, "generation_config", None) is not None:
+    if hasattr(model, "generation_config"):
         converted.generation_config = copy.deepcopy(model.generation_config)
-    return converted, [layer_report for _, _, layer_report in fits]
+    return converted.train(model.training), [report for _, _, report in fits]
 
 
 extensions.register(to_recurrent=to_recurrent)

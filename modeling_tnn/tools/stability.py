@@ -1,4 +1,4 @@
-"""Find the roots of denominators outside a circle, and warn of them in training. No parameters here.
+"""Find the roots of denominators outside a circle, and warn of them in training.
 
     a(z) = 1 + a_1 z^-1 + .. + a_N z^-N
     r_n = a_n,    a_i <- (a_i - r_n a_{n-i}) / (1 - r_n^2),  i = 1 .. n-1,    for n = N .. 1                  (1)
@@ -30,7 +30,7 @@ WATCHED = {2**power for power in range(3, 40)}
 
 
 def is_stable(denominator: torch.Tensor, radius: float = 1.0) -> torch.Tensor:
-    """Whether all roots of each denominator `(Q, N)` lie inside the circle of `radius`, `(Q,)`, in float64.
+    """Return whether all roots of each denominator `(Q, N)` lie inside the circle of `radius`, `(Q,)`, in float64.
 
     By (2) where it holds, which is cheap, and by (1) for the others.
     """
@@ -44,7 +44,7 @@ def is_stable(denominator: torch.Tensor, radius: float = 1.0) -> torch.Tensor:
 
 
 def _step_down(a: torch.Tensor) -> torch.Tensor:
-    """Whether all roots of polynomials `(Q, N)` lie inside the unit circle, `(Q,)`, by (1)."""
+    """Return whether all roots of polynomials `(Q, N)` lie inside the unit circle, `(Q,)`, by (1)."""
     a = a.T.contiguous()  # (N, Q)
     reflections = []
     for n in range(len(a), 0, -1):
@@ -56,7 +56,7 @@ def _step_down(a: torch.Tensor) -> torch.Tensor:
 
 
 def spectral_radius(denominator: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude of a root of each denominator `(Q, N)`, `(Q,)` in float64; infinite if not finite."""
+    """Return the largest magnitude of a root of each denominator `(Q, N)`, `(Q,)` in float64; inf if not finite."""
     finite = denominator.isfinite().all(dim=1)
     matrices = companion_matrix(denominator.double().where(finite[:, None], 0.0))  # (Q, N, N)
     radii = torch.linalg.eigvals(matrices).abs().amax(dim=1)
@@ -71,21 +71,16 @@ def watch_poles(operator: RtfOperator, mode: bool):
     """
     ends = operator.training and not mode
     operator._train_calls = operator._train_calls + 1 if mode else 0
-    if not (ends or operator._train_calls in WATCHED):
-        return
+    is_due = ends or operator._train_calls in WATCHED
     denominator = operator.denominator
-    whole = type(denominator.data) is torch.Tensor and denominator.numel() > 0  # not a shard
-    if operator.constraint is not None or operator.has_warned or not whole or denominator.is_meta:
+    is_whole = type(denominator.data) is torch.Tensor and denominator.numel() > 0  # not a shard
+    if operator.constraint is not None or operator.has_warned or not (is_due and is_whole) or denominator.is_meta:
         return
-    outside = int((~is_stable(denominator.detach())).sum())
-    if outside:
+    if outside := int((~is_stable(denominator.detach())).sum()):
         operator.has_warned = True
+        count = f"{outside} of {len(denominator)}"
         logger.warning(
-            "Layer %d: %d of %d denominators have poles outside the unit circle. %s",
-            operator.layer_idx,
-            outside,
-            len(denominator),
-            OUTSIDE,
+            "Layer %d: %s denominators have poles outside the unit circle. %s", operator.layer_idx, count, OUTSIDE
         )
 
 

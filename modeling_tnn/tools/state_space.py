@@ -20,7 +20,7 @@ from ..tno_rtf import CompanionForm, companion_matrix, monic, multiply_series, p
 
 
 class StateSpace(NamedTuple):
-    """The matrices of (1) for each filter."""
+    """The matrices of (1)."""
 
     transition: torch.Tensor  # (D, N, N): A
     input: torch.Tensor  # (D, N): B
@@ -33,20 +33,20 @@ class PartialFractions(NamedTuple):
 
     poles: torch.Tensor  # (D, N), complex
     residues: torch.Tensor  # (D, N), complex
-    direct: torch.Tensor  # (D,)
+    direct: torch.Tensor  # (D,): h_0
 
 
 class ZerosPolesGain(NamedTuple):
-    """The second form of (4): N - 1 zeros and N poles."""
+    """The second form of (4)."""
 
     zeros: torch.Tensor  # (D, N - 1), complex
     poles: torch.Tensor  # (D, N), complex
-    gain: torch.Tensor  # (D,)
-    direct: torch.Tensor  # (D,)
+    gain: torch.Tensor  # (D,): g
+    direct: torch.Tensor  # (D,): h_0
 
 
 def polynomial(roots: torch.Tensor) -> torch.Tensor:
-    """The coefficients 1, p_1 .. p_N `(D, N + 1)` of real polynomials with the roots `(D, N)`, both of each pair."""
+    """Return the coefficients 1, p_1 .. p_N `(D, N + 1)` of real polynomials with the roots `(D, N)`."""
     coefficients = torch.ones_like(roots[:, :1])
     for root in roots.unbind(1):
         coefficients = pad(coefficients, (0, 1)) - root[:, None] * pad(coefficients, (1, 0))
@@ -54,7 +54,7 @@ def polynomial(roots: torch.Tensor) -> torch.Tensor:
 
 
 def from_state_space(system: StateSpace) -> CompanionForm:
-    """The transfer function of dense matrices, by (3): two eigenvalue problems for each filter."""
+    """Return the transfer function of dense matrices, by (3): two eigenvalue problems for each filter."""
     transition, given, read, direct = system
     denominator = polynomial(torch.linalg.eigvals(transition))[:, 1:]
     closed = transition - given[:, :, None] * read[:, None]  # (D, N, N): A - B C
@@ -62,10 +62,9 @@ def from_state_space(system: StateSpace) -> CompanionForm:
 
 
 def from_partial_fractions(system: PartialFractions) -> CompanionForm:
-    """The transfer function of a diagonal system, whose taps are t_k = sum_i r_i lambda_i^(k-1) for k > 0.
+    """Return the transfer function of a diagonal system. A diagonal A with vectors B and C has the residues B C.
 
-    Its numerator is the product of the denominator with the first N taps, b_i = t_i + a_1 t_{i-1} + .. + a_{i-1} t_1.
-    A diagonal A with vectors B and C has the residues r = B C.
+    Its taps are t_k = sum_i r_i lambda_i^(k-1), k > 0, and its numerator b_i = t_i + a_1 t_{i-1} + .. + a_{i-1} t_1.
     """
     poles, residues, direct = system
     exponents = torch.arange(poles.shape[1], device=poles.device)
@@ -75,48 +74,45 @@ def from_partial_fractions(system: PartialFractions) -> CompanionForm:
 
 
 def from_zeros(system: ZerosPolesGain) -> CompanionForm:
-    """The transfer function with these zeros, poles and gains, by (4)."""
+    """Return the transfer function with these zeros, poles and gains, by (4)."""
     zeros, poles, gain, direct = system
     return CompanionForm(polynomial(poles)[:, 1:], gain[:, None] * polynomial(zeros), direct)
 
 
 def to_state_space(form: CompanionForm) -> StateSpace:
-    """The companion realisation of a transfer function (RTF paper, equation A.4.3)."""
-    denominator, numerator, direct = form
-    given = torch.zeros_like(numerator)
-    given[:, 0] = 1
-    return StateSpace(companion_matrix(denominator), given, numerator, direct)
+    """Return the companion realisation of a transfer function (RTF paper, equation A.4.3)."""
+    first = torch.zeros_like(form.numerator)
+    first[:, 0] = 1
+    return StateSpace(companion_matrix(form.denominator), first, form.numerator, form.direct)
 
 
 def to_partial_fractions(form: CompanionForm) -> PartialFractions:
-    """The diagonal form of a transfer function: r_i = b(lambda_i) / a'(lambda_i). The poles must be distinct."""
-    denominator, numerator, direct = form
-    poles = torch.linalg.eigvals(companion_matrix(denominator))  # (D, N)
+    """Return the diagonal form of a transfer function: r_i = b(lambda_i) / a'(lambda_i). Poles must be distinct."""
+    poles = torch.linalg.eigvals(companion_matrix(form.denominator))  # (D, N)
     differences = poles[:, :, None] - poles[:, None] + torch.eye(poles.shape[1], device=poles.device)
     descending = torch.arange(poles.shape[1] - 1, -1, -1, device=poles.device)
-    above = (poles[..., None] ** descending * numerator[:, None]).sum(-1)  # (D, N): b at each pole
-    return PartialFractions(poles, above / differences.prod(-1), direct)
+    above = (poles[..., None] ** descending * form.numerator[:, None]).sum(-1)  # (D, N): b at each pole
+    return PartialFractions(poles, above / differences.prod(-1), form.direct)
 
 
 def to_zeros(form: CompanionForm) -> ZerosPolesGain:
-    """The zeros, poles and gains of transfer functions.
+    """Return the zeros, poles and gains of transfer functions.
 
     Raises:
         ValueError: a numerator begins with 0, so that it has fewer than N - 1 zeros.
     """
-    denominator, numerator, direct = form
-    gain = numerator[:, 0]  # (D,)
+    gain = form.numerator[:, 0]  # (D,)
     if not gain.all():
         raise ValueError("`form` must have numerators whose first coefficient is not 0, got one that is")
-    poles = torch.linalg.eigvals(companion_matrix(denominator))  # (D, N)
+    poles = torch.linalg.eigvals(companion_matrix(form.denominator))  # (D, N)
     zeros = poles[:, :0]  # of order 1
-    if numerator.shape[1] > 1:
-        zeros = torch.linalg.eigvals(companion_matrix(numerator[:, 1:] / gain[:, None]))
-    return ZerosPolesGain(zeros, poles, gain, direct)
+    if poles.shape[1] > 1:
+        zeros = torch.linalg.eigvals(companion_matrix(form.numerator[:, 1:] / gain[:, None]))
+    return ZerosPolesGain(zeros, poles, gain, form.direct)
 
 
 def long_division(form: CompanionForm, length: int) -> torch.Tensor:
-    """The taps `(D, length)` of transfer functions by long division, t_k = b_k - sum_i a_i t_{k-i} (appendix B.3.1).
+    """Return the taps `(D, length)` by long division, t_k = b_k - sum_i a_i t_{k-i} (RTF paper, appendix B.3.1).
 
     It takes L steps, one after the other, and keeps more digits than power series and transforms if poles are close.
     """
@@ -132,32 +128,26 @@ def long_division(form: CompanionForm, length: int) -> torch.Tensor:
 
 @torch.no_grad()
 def set_filter(operator, form: CompanionForm):
-    """Give an `RtfOperator` these transfer functions. Its kernel at any length and its recurrence are theirs.
+    """Give an `RtfOperator` without constraint these transfer functions, at any length and when decoding.
 
-    The parameters are those whose F samples give the taps of `form`: the tail of each kernel wraps around, as it does
-    in training (`tno_rtf.py`).
-
-    Args:
-        operator: an operator without `rtf_constraint`.
-        form: `(Q, N)`, `(D, N)` and `(D,)` for Q denominators; if it is bidirectional, those of negative lags follow
-            those of positive ones, and their tap k - 1 belongs to the lag -k.
+    The parameters become those whose F samples are the taps of `form`: the tail of each kernel wraps around, as it
+    does in training (`tno_rtf.py`). `form` is `(Q, N)`, `(D, N)` and `(D,)` for Q denominators. In a bidirectional
+    operator those of negative lags follow those of positive ones, and their tap k - 1 belongs to the lag -k.
 
     Raises:
         ValueError: the operator has a constraint, or other shapes.
     """
     if operator.constraint is not None:
         raise ValueError(f"`operator` must have rtf_constraint=None to take any filter, got {operator.constraint!r}")
-    owned = CompanionForm(operator.denominator, operator.numerator, operator.direct)
-    for name, own, given in zip(form._fields, owned, form, strict=True):
-        if own.shape != given.shape:
+    for name, given in form._asdict().items():
+        if given.shape != (own := getattr(operator, name)).shape:
             raise ValueError(f"`form.{name}` must be of shape {tuple(own.shape)}, got {tuple(given.shape)}")
-    denominator, order, size = form.denominator, form.denominator.shape[1], operator.size
-    below = per_filter(monic(denominator), len(form.numerator))  # (D, N + 1)
+    size, below = operator.size, per_filter(monic(form.denominator), len(form.numerator))  # (D, N + 1)
     above = torch.fft.rfft(below, n=size) * torch.fft.rfft(long_division(form, size), n=size)  # (D, F/2+1)
     above = torch.fft.irfft(above, n=size)  # (D, F)
     direct = above[:, 0]  # the only tap at lag 0: a numerator begins at lag 1
-    operator.denominator.copy_(denominator)
-    operator.numerator.copy_(above[:, 1 : order + 1] - direct[:, None] * below[:, 1:])
+    operator.denominator.copy_(form.denominator)
+    operator.numerator.copy_(above[:, 1 : below.shape[1]] - direct[:, None] * below[:, 1:])
     operator.direct.copy_(direct)
 
 
@@ -165,11 +155,8 @@ def set_filter(operator, form: CompanionForm):
 def set_kernel(operator, taps: torch.Tensor):
     """Give an `RtfOperator` explicit kernels: h_0 = k_0, a_i = 0 and b_i = k_i (RTF paper, appendix B.2).
 
-    Initialisations of convolutions become those of a transfer function by it. Training goes on from there.
-
-    Args:
-        operator: an operator of order N, with any constraint: denominators of 0 obey all of them.
-        taps: `(D, M)` with M <= N + 1 taps; `(2D, M)` if it is bidirectional, see `set_filter`.
+    So initialisations of convolutions become those of a transfer function. Any constraint allows denominators of 0.
+    `taps` is `(D, M)` with M <= N + 1, `(2D, M)` if the operator is bidirectional, see `set_filter`.
 
     Raises:
         ValueError: there are more taps, or other numbers of filters.

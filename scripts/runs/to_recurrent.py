@@ -3,6 +3,7 @@
 import argparse
 import math
 import time
+from dataclasses import asdict
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -52,7 +53,7 @@ def convert(model, args: argparse.Namespace) -> tuple[PreTrainedModel, list[dict
     if args.fit in FITS:
         return convert_by_gradient(model, args.order, args.window, args.steps, args.learning_rate, args.fit)
     converted, layers = model.to_recurrent(args.order, args.window, args.tolerance)
-    return converted, [layer.as_dict() for layer in layers]
+    return converted, [asdict(layer) for layer in layers]
 
 
 def run(args: argparse.Namespace) -> dict:

@@ -94,11 +94,10 @@ def check(tno_type: str, causal: bool, fields: dict) -> dict:
     for one in logits:
         (one * weights).sum().backward()
     found["gradients"] = ranks.worst([gradient_error(divided, model)])
-    local = divided.model.layers[0].mixer.tno.on_this_process()
+    operator = divided.model.layers[0].mixer.tno
+    local = operator.on_this_process() if operator.on_this_process else operator
     found["channels"] = sum(gathered(local.channels))
-    found["replicated"] = sorted(
-        name for name, p in divided.model.layers[0].mixer.tno.named_parameters() if not isinstance(p, DTensor)
-    )
+    found["replicated"] = sorted(name for name, p in operator.named_parameters() if not isinstance(p, DTensor))
     if causal:
         found["generated"] = generates_the_same(divided, model, every_cache=tno_type == "rpe" and not fields)
     found["saved"] = saves_the_same(divided, model, folder)

@@ -6,7 +6,7 @@ import torch
 from helpers import ranks, sequence_ranks
 from helpers.models import CAUSAL, tiny_config
 from modeling_tnn import SequenceParallel, TnnForCausalLM
-from modeling_tnn.parallel.sequence import share_of
+from modeling_tnn.parallel.sequence import shares_of
 
 
 def found(world: int, extent: str | None = None) -> dict[str, dict]:
@@ -89,7 +89,7 @@ def test_what_cannot_be_divided(two):
 @pytest.mark.parametrize("count", [1, 2, 7, 64])
 @pytest.mark.parametrize("parts", [1, 2, 3, 7])
 def test_shares(count, parts):
-    shares = [share_of(count, parts, index) for index in range(parts)]
+    shares = shares_of(count, parts)
     assert [i for share in shares for i in share] == list(range(count))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 

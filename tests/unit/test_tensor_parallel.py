@@ -10,7 +10,7 @@ from transformers.distributed import DistributedConfig
 from helpers import ranks, tensor_ranks
 from helpers.models import CAUSAL, tiny_config
 from modeling_tnn import TnnConfig, TnnForCausalLM, TnnForMaskedLM
-from modeling_tnn.parallel.channels import chunk_of, restricted
+from modeling_tnn.parallel.channels import restricted
 from modeling_tnn.parallel.tensor import DIVIDES_FILTERS
 from modeling_tnn.tno_auto import build_tno
 
@@ -135,6 +135,7 @@ def test_restricted_operator(name, fields):
         torch.nn.init.normal_(parameter, std=0.3)
     expected = operator.coefficients(13)
     for parts in (1, 2, 3, 5):
-        chosen = [restricted(operator, chunk_of(64, parts, index)) for index in range(parts)]
+        bounds = [(chunk[0], chunk[-1] + 1) for chunk in torch.arange(64).chunk(parts)]
+        chosen = [restricted(operator, range(*pair)) for pair in bounds]
         torch.testing.assert_close(torch.cat([one.coefficients(13) for one in chosen]), expected)
         assert sum(one.channels for one in chosen) == operator.channels == 64
