@@ -1,14 +1,14 @@
 """A text that is written among others: its prompt, its settings, its random numbers, and how far it is."""
 
 import torch
+from torch.nn.functional import pad
 from transformers import GenerationMixin
 from transformers.generation import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
 from ..cache_tnn import cache_of
 
-# Ways to choose tokens that need one row of a batch for a text, and no second pass for a token.
-MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)  # one row for a text, one pass for a token
 
 
 class Request:
@@ -22,31 +22,21 @@ class Request:
         max_length: the most tokens that the prompt and the text may have together.
     """
 
-    def __init__(
-        self,
-        prompt: torch.Tensor,
-        mask: torch.Tensor | None,
-        settings: dict,
-        seed: int | None = None,
-        streamer: BaseStreamer | None = None,
-    ):
-        config = settings["generation_config"]
-        self.max_length, self.do_sample = config.max_length, config.do_sample
-        ends = config.eos_token_id
-        self._ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
+    def __init__(self, settings: dict, seed: int | None, streamer: BaseStreamer | None):
+        prompt, mask, config = settings["input_ids"], settings.get("attention_mask"), settings["generation_config"]
+        self.prompt_length, self.max_length = prompt.shape[1], config.max_length
+        new = (0, self.max_length - self.prompt_length)
+        self._ids, mask = pad(prompt, new), torch.ones_like(prompt) if mask is None else mask
+        self._mask = pad(mask, new, value=1)[0].ne(0)
         self._processors, self._criteria = settings["logits_processor"], settings["stopping_criteria"]
-        self._streamer = streamer
-        self._ids = prompt.new_zeros(1, max(self.max_length, prompt.shape[1]))
-        self._ids[:, : prompt.shape[1]] = prompt
-        self._padding = None if mask is None else mask[0].eq(0)  # a prompt may have padding
+        self._ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+        self._do_sample, self._streamer = config.do_sample, streamer
         self._generator = torch.Generator(prompt.device)
         self._generator.seed() if seed is None else self._generator.manual_seed(seed)
-        self.prompt_length = prompt.shape[1]
         self.tokens: list[int] = []
         self.reason: str | None = None
         self.error: Exception | None = None
-        self.is_cancelled = False
-        self.is_suspect = False  # a pass with it and others has failed: the next one is its own
+        self.is_cancelled = self.is_suspect = False  # suspect: a pass with it and others has failed
 
     @property
     def is_done(self) -> bool:
@@ -63,23 +53,17 @@ class Request:
         """The prompt and the text so far, `(1, L)`."""
         return self._ids[:, : self.length]
 
+    @property
     def mask(self) -> torch.Tensor:
-        """The mask of `ids`, `(L,)`, False at padding."""
-        mask = torch.ones(self.length, dtype=torch.bool, device=self._ids.device)
-        if self._padding is not None:
-            mask[: self.prompt_length] = ~self._padding
-        return mask
+        """The mask of `ids`, `(L,)`, False at padding of the prompt."""
+        return self._mask[: self.length]
 
     def choose(self, logits: torch.Tensor, likeliest: int) -> int:
-        """The next token for `logits` `(1, V)`, whose largest is `likeliest`: what `generate` chooses.
-
-        Args:
-            logits: a copy in float32, which may be changed.
-        """
-        if not self._processors and not self.do_sample:
+        """The next token for `logits` `(1, V)` in float32, whose largest is `likeliest`. The logits may be changed."""
+        if not self._processors and not self._do_sample:
             return likeliest
         scores = self._processors(self.ids, logits)
-        if self.do_sample:
+        if self._do_sample:
             return int(torch.multinomial(scores.softmax(-1), 1, generator=self._generator))
         return int(scores.argmax(-1))
 
@@ -105,27 +89,17 @@ class Request:
             self.error, self.reason = error or failure, "error"
 
 
-def prepare(
-    model: GenerationMixin,
-    input_ids: torch.Tensor,
-    seed: int | None = None,
-    streamer: BaseStreamer | None = None,
-    **options,
-) -> Request:
+def prepare(model: GenerationMixin, input_ids: torch.Tensor, seed: int | None, streamer=None, **options) -> Request:
     """A request with all that `model.generate(input_ids, **options)` would use, prepared by `generate` itself.
 
     Raises:
         TypeError, ValueError: those of `generate`, or a setting for several texts or passes.
     """
     settings = {}
-
-    def keep(model, input_ids, **given):
-        settings.update(given, input_ids=input_ids)
-        return input_ids
-
-    model.generate(input_ids, custom_generate=keep, **options)
-    mode = settings["generation_config"].get_generation_mode() if settings else None
-    if settings and mode not in MODES:
+    model.generate(
+        input_ids, custom_generate=lambda _, input_ids, **given: settings.update(given, input_ids=input_ids), **options
+    )
+    if settings and (mode := settings["generation_config"].get_generation_mode()) not in MODES:
         raise ValueError(f"`num_beams` and the like must ask for greedy search or sampling, got {mode.value}")
     rows = len(settings.get("input_ids", ()))
     if rows != 1:
@@ -135,4 +109,4 @@ def prepare(
         raise ValueError(f"`past_key_values` must be empty, got {past.get_seq_length()} tokens")
     if streamer is not None:
         streamer.put(settings["input_ids"].cpu())
-    return Request(settings["input_ids"], settings.get("attention_mask"), settings, seed, streamer)
+    return Request(settings, seed, streamer)

@@ -2,9 +2,8 @@
 
     waiting  ->  reading (prompts, left-padded, a chunk in each step)  ->  writing (rows of one cache)  ->  done
 
-The tokens of a text are those of `generate`, whatever else runs. transformers prepares the settings of each text, and
-its processors, warpers and stopping criteria are applied row by row, with the random numbers of that text. Texts that
-have read their prompt are put into the rows of those that have ended, or into new ones (see `serving/rows.py`).
+The tokens of a text are those of `generate`, whatever else runs: transformers prepares its processors and criteria,
+which are applied row by row, with the random numbers of that text.
 
 A row that has ended runs on until another text takes it, or a quarter of all rows has ended: to remove it would copy
 the states of the others.
@@ -16,6 +15,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 
 import torch
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 from transformers.cache_utils import DynamicCache
 
 from ..cache_tnn import memory_per_sequence
@@ -26,11 +27,8 @@ from .states import can_be_put
 
 logger = logging.getLogger(__name__)
 
-# Prompts are read together if padding is at most half of them, or so few tokens.
-LITTLE_PADDING = 256
-
-# Rows are removed when one of so many has ended.
-SHARE_OF_ENDED = 4
+LITTLE_PADDING = 256  # Prompts are read together if padding is at most half of them, or this number of tokens.
+ENDED_SHARE = 1 / 4  # Rows of ended texts are removed when they are this share of all.
 
 
 class QueueFullError(RuntimeError):
@@ -44,10 +42,8 @@ class BatchScheduler:
 
     Args:
         max_batch_size: the most texts that are read or written at the same time.
-        memory_limit: the most bytes of decoding states of these texts; None for no limit. A pass over prompts needs
-            memory besides, which `prefill_tokens` limits.
-        prefill_tokens: the most tokens of prompts in a step, padding included. Fewer of them let the other texts wait
-            less for a long prompt.
+        memory_limit: the most bytes of their decoding states; None for no limit. A pass over prompts needs more.
+        prefill_tokens: the most tokens of prompts in a step, padding included. With fewer, others wait less for them.
         max_waiting: the most texts that wait for their turn; None for no limit.
 
     Attributes:
@@ -76,15 +72,16 @@ class BatchScheduler:
         for name, value in given.items():
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"`{name}` must be a whole number from 1 up, got {value!r}")
-        self.model = model
-        check_operators(self._decoder)
+        self.model, self._decoder = model, model.get_decoder()
+        for operator in (layer.mixer.tno for layer in self._decoder.layers if hasattr(layer.mixer, "tno")):
+            if not can_be_put(operator.recurrence()) or not operator.shift_invariant:
+                raise ValueError(f"`model` must have shift-invariant operators known to `states.put`, got {operator}")
         self.max_batch_size, self.memory_limit = max_batch_size, memory_limit
         self.prefill_tokens, self.max_waiting = prefill_tokens, max_waiting
         self._needs_mask = has_attention(model.config) or model.config.position_embedding == "sinusoidal"
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # `end` of a streamer may submit the next text
         self._waiting: deque[Request] = deque()
-        self._reading: Reading | None = None
-        self._empty()
+        self._reading, self._writing = Batch(), Batch()
         self.state_bytes = 0
 
     def submit(self, input_ids: torch.Tensor, seed: int | None = None, **options) -> Request:
@@ -136,11 +133,7 @@ class BatchScheduler:
             raise request.error
 
     def generate(self, prompts: Iterable[torch.Tensor], seeds: Iterable[int] | None = None, **options) -> list:
-        """The new tokens after each of the prompts, a list of integers for each.
-
-        Raises:
-            Exception: those of `submit` and `stream`.
-        """
+        """The new tokens after each of the prompts, lists of integers. Errors are those of `submit` and `stream`."""
         prompts = list(prompts)
         pairs = zip(prompts, [None] * len(prompts) if seeds is None else seeds, strict=True)
         requests = [self.submit(prompt, seed, **options) for prompt, seed in pairs]
@@ -151,32 +144,32 @@ class BatchScheduler:
         with torch.no_grad():
             self._end_cancelled()
             self._begin_reading()
-            if self._running():
-                self._write()
-            if self._reading is not None:
-                self._read()
-        self.state_bytes = self._held_bytes()
+            if self._writing.running():
+                self._advance(self._writing)
+            self._writing.remove_ended(ENDED_SHARE)
+            if self._reading.requests:
+                self._advance(self._reading)
+        batches = (self._reading, self._writing)
+        self.state_bytes = sum(len(batch.requests) * memory_per_sequence(batch.cache) for batch in batches)
         return self.has_work
-
-    def end_all(self, reason: str = "cancelled", error: Exception | None = None):
-        """End all texts, those that wait too."""
-        with self._lock:
-            waiting = [*self._waiting]
-            self._waiting.clear()
-        for request in [*waiting, *self._active()]:
-            request.end(reason, error)
-        self._reading = None
-        self._empty()
 
     def run(self):
         """Take steps until all texts have ended."""
         while self.step():
             pass
 
+    def end_all(self, reason: str = "cancelled", error: Exception | None = None):
+        """End all texts, those that wait too."""
+        with self._lock:
+            for request in [*self._waiting, *self._active()]:
+                request.end(reason, error)
+            self._waiting.clear()
+        self._reading, self._writing = Batch(), Batch()
+
     @property
     def has_work(self) -> bool:
         """Whether a text has not ended."""
-        return bool(self._waiting or self._reading or self._running())
+        return bool(self._waiting or self._active())
 
     @property
     def num_waiting(self) -> int:
@@ -188,27 +181,11 @@ class BatchScheduler:
         """The number of texts that are read or written."""
         return len(self._active())
 
-    def _held_bytes(self) -> int:
-        caches = [(self._cache, len(self._rows))]
-        caches += [(self._reading.cache, len(self._reading.requests))] if self._reading else []
-        return sum(count * memory_per_sequence(cache) for cache, count in caches)
-
-    @property
-    def _decoder(self):
-        return self.model.get_decoder()
-
-    def _empty(self):
-        self._cache, self._rows, self._mask = DynamicCache(), [], None
-
-    def _running(self) -> list[Request]:
-        return [request for request in self._rows if not request.is_done]
-
     def _active(self) -> list[Request]:
-        reading = self._reading
-        return self._running() + ([] if reading is None else reading.active())
+        return self._writing.running() + self._reading.running()
 
     def _is_above_limit(self, requests: list[Request], rows: int = 0) -> bool:
-        """Whether the states of these texts, in so many rows or more, may exceed the limit."""
+        """Whether the states of these texts, in this number of rows or more, may exceed the limit."""
         if self.memory_limit is None:
             return False
         longest = max(request.max_length for request in requests)  # all rows have its length
@@ -216,126 +193,51 @@ class BatchScheduler:
 
     def _end_cancelled(self):
         with self._lock:
-            for request in [one for one in self._waiting if one.is_cancelled]:
-                self._waiting.remove(request)
-                request.end("cancelled")
-        for request in self._active():
-            if request.is_cancelled:
-                request.end("cancelled")
-        if self._reading is not None and not self._reading.active():
-            self._reading = None
-        self._remove_ended()
-
-    def _remove_ended(self):
-        """Remove the rows of texts that have ended, if they are many."""
-        ended = sum(request.is_done for request in self._rows)
-        if ended == len(self._rows):
-            self._empty()
-        elif SHARE_OF_ENDED * ended >= len(self._rows):
-            self._compact()
-
-    def _compact(self):
-        kept = [row for row, request in enumerate(self._rows) if not request.is_done]
-        if kept and len(kept) < len(self._rows):
-            self._cache.batch_select_indices(torch.tensor(kept, device=self.model.device))
-            self._rows = [self._rows[row] for row in kept]
-            self._align()
-
-    def _align(self):
-        """Drop the padding that all texts have, and make their mask."""
-        longest = max(request.length for request in self._running()) - 1  # the newest token has not been read
-        drop_padding(self._cache, int(self._cache.get_seq_length()) - longest)
-        if self._needs_mask:
-            self._mask = left_padded([request.mask()[:-1] for request in self._rows], longest)
+            for request in [*self._waiting, *self._active()]:
+                if request.is_cancelled:
+                    request.end("cancelled")
+            self._waiting = deque(request for request in self._waiting if not request.is_done)
 
     def _begin_reading(self):
-        """Let as many texts as have room read their prompts, those first that came first."""
-        if self._reading is not None:
+        """Let as many texts as have room read their prompts, in the order in which they came."""
+        if self._reading.running():
             return
         chosen: list[Request] = []
         with self._lock:
-            while self._waiting and self._has_room(chosen, self._waiting[0]):
+            while self._waiting and self._has_room([*chosen, self._waiting[0]]):
                 chosen.append(self._waiting.popleft())
-                if chosen[0].is_suspect:
-                    break
-        if chosen:
-            self._reading = Reading(chosen)
+        self._reading = Batch(chosen)
 
-    def _has_room(self, chosen: list[Request], request: Request) -> bool:
-        everyone = [*self._running(), *chosen, request]
-        if len(everyone) > self.max_batch_size or self._is_above_limit(everyone):
-            return False
-        lengths = [one.length for one in [*chosen, request]]
+    def _has_room(self, chosen: list[Request]) -> bool:
+        """Whether these texts can be read together, and written with those that are."""
+        everyone, lengths = self._writing.running() + chosen, [request.length for request in chosen]
         padding = max(lengths) * len(lengths) - sum(lengths)
-        return padding <= max(LITTLE_PADDING, sum(lengths)) and not (chosen and request.is_suspect)
+        may_meet = len(chosen) == 1 or not any(request.is_suspect for request in chosen)
+        has_room = len(everyone) <= self.max_batch_size and not self._is_above_limit(everyone)
+        return may_meet and has_room and padding <= max(LITTLE_PADDING, sum(lengths))
 
-    def _read(self):
-        """Read a chunk of the prompts. After the last one, their texts get the first token and a row."""
-        reading = self._reading
+    def _advance(self, batch: "Batch"):
+        """Take one pass over a batch. Texts whose tokens have been read then get the next one."""
         try:
-            logits = self._forward(*reading.next_chunk(self.prefill_tokens), reading.cache)
-            if reading.is_finished:
-                self._reading = None
-                self._add_tokens(reading.requests, logits)
-                self._put(reading)
+            logits = batch.read(self.model, self.prefill_tokens, self._needs_mask or batch is self._reading)
+            if logits is not None:
+                add_tokens(batch.requests, logits)
+                if batch is self._reading:
+                    self._put_into_rows()
         except Exception as error:
-            self._reading = None
-            self._put_back(reading.active(), error)
+            self._begin_again(batch.running(), error)
+            batch.clear()
 
-    def _put(self, reading: "Reading"):
-        kept = [row for row, request in enumerate(reading.requests) if not request.is_done]
-        if not kept:
-            return
-        if len(kept) < len(reading.requests):
-            reading.cache.batch_select_indices(torch.tensor(kept, device=self.model.device))
-        new = [reading.requests[row] for row in kept]
-        ended = [row for row, request in enumerate(self._rows) if request.is_done]
-        if len(ended) > len(new) and self._is_above_limit([*self._running(), *new], len(self._rows)):
-            self._compact()
-            ended = []
-        rows = ended[: len(new)]
-        rows += range(len(self._rows), len(self._rows) + len(new) - len(rows))
-        put_texts(self._cache, reading.cache, rows)
-        for row, request in zip(rows, new, strict=True):
-            self._rows[row : row + 1] = [request]
-            request.is_suspect = False
-        self._align()
+    def _put_into_rows(self):
+        """Put the texts that have read their prompts among those that are written."""
+        self._reading.remove_ended()
+        if new := self._reading.requests:
+            if self._is_above_limit(self._writing.running() + new, len(self._writing.requests)):
+                self._writing.remove_ended()
+            self._writing.put(self._reading)
 
-    def _write(self):
-        """One token of all running texts."""
-        running = self._running()
-        try:
-            ids = torch.cat([request.ids[:, -1:] for request in self._rows])  # (B, 1)
-            if self._needs_mask:
-                self._mask = torch.cat([self._mask, torch.ones_like(self._mask[:, :1])], dim=1)
-            logits = self._forward(ids, self._mask, self._cache)
-        except Exception as error:
-            self._empty()
-            self._put_back(running, error)
-        else:
-            self._add_tokens(self._rows, logits)
-            self._remove_ended()
-
-    def _forward(self, ids: torch.Tensor, mask: torch.Tensor | None, cache: DynamicCache) -> torch.Tensor:
-        """The logits of the next tokens in float32, `(B, V)`, a copy."""
-        outputs = self.model(ids, attention_mask=mask, cache=cache, use_cache=True, logits_to_keep=1)
-        return outputs.logits[:, -1].to(torch.float32, copy=True)
-
-    def _add_tokens(self, requests: list[Request], logits: torch.Tensor):
-        likeliest = logits.argmax(-1).tolist()
-        for row, request in enumerate(requests):
-            if not request.is_done:
-                try:
-                    request.add(request.choose(logits[row : row + 1], likeliest[row]))
-                except Exception as error:
-                    request.end("error", error)
-
-    def _put_back(self, requests: list[Request], error: Exception):
-        """A pass has failed. One text alone has ended with the error; of several, each begins again by itself.
-
-        Which of them is at fault is not known. A text that begins again reads what it has written, and goes on with
-        the same random numbers.
-        """
+    def _begin_again(self, requests: list[Request], error: Exception):
+        """End a text whose pass has failed. Of several any may be at fault: each reads its tokens again by itself."""
         logger.warning("A pass over %d texts has failed: %s", len(requests), error)
         if len(requests) == 1:
             requests[0].end("error", error)
@@ -346,50 +248,71 @@ class BatchScheduler:
             self._waiting.extendleft(reversed(requests))
 
 
-class Reading:
-    """Prompts that are read together, left-padded, and the cache that they fill."""
+class Batch:
+    """Texts in the rows of one cache, left-padded. Ended ones stay until their rows are taken or removed."""
 
-    def __init__(self, requests: list[Request]):
-        self.requests, self.cache, self.done = requests, DynamicCache(), 0
-        longest = max(request.length for request in requests)
-        self.ids = left_padded([request.ids[0] for request in requests], longest)
-        self.mask = left_padded([request.mask() for request in requests], longest)
+    def __init__(self, requests: Iterable[Request] = ()):
+        self.requests, self.cache = [*requests], DynamicCache()
+        self._longest = max((request.length for request in self.requests), default=0)  # of the prompts that are read
 
-    @property
-    def is_finished(self) -> bool:
-        """Whether all tokens have been read."""
-        return self.done == self.ids.shape[1]
+    def clear(self):
+        self.requests, self.cache = [], DynamicCache()
 
-    def active(self) -> list[Request]:
-        """The texts that have not ended."""
+    def running(self) -> list[Request]:
         return [request for request in self.requests if not request.is_done]
 
-    def next_chunk(self, most: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The next tokens, at most `most` in all rows together but one in each, and the mask up to them."""
-        start = self.done
-        self.done = min(self.ids.shape[1], start + max(1, most // len(self.requests)))
-        return self.ids[:, start : self.done], self.mask[:, : self.done]
+    def read(self, model, most: int, masked: bool) -> torch.Tensor | None:
+        """Read the next tokens of all texts, at most `most` in all but one of each, with their mask if `masked`.
+
+        Return a copy of the logits after the last token of each, `(B, V)` in float32, or None if it was not read.
+        """
+        past = int(self.cache.get_seq_length())
+        unread = max(1, self._longest - past)  # of a text that is written: its newest token
+        count = max(1, min(unread, most // len(self.requests)))
+        ids = left_padded([one.ids[0] for one in self.requests], unread)[:, :count]
+        mask = left_padded([one.mask for one in self.requests], past + unread)[:, : past + count] if masked else None
+        outputs = model(ids, attention_mask=mask, cache=self.cache, use_cache=True, logits_to_keep=1)
+        return outputs.logits[:, -1].to(torch.float32, copy=True) if count == unread else None
+
+    def put(self, new: "Batch"):
+        """Take the texts of another batch into the rows of those that have ended, then into new rows."""
+        rows = [row for row, request in enumerate(self.requests) if request.is_done][: len(new.requests)]
+        rows += range(len(self.requests), len(self.requests) + len(new.requests) - len(rows))
+        put_texts(self.cache, new.cache, rows)
+        for row, request in zip(rows, new.requests, strict=True):
+            self.requests[row : row + 1] = [request]
+            request.is_suspect = False
+        new.clear()
+        self._drop_padding()
+
+    def remove_ended(self, share: float = 0):
+        """Remove the rows of texts that have ended, if they are at least this share of all."""
+        rows = [row for row, request in enumerate(self.requests) if not request.is_done]
+        if not rows:
+            self.clear()
+        elif len(self.requests) - len(rows) >= max(1, share * len(self.requests)):
+            self.cache.batch_select_indices(torch.tensor(rows, device=self.requests[0].ids.device))
+            self.requests = self.running()
+            self._drop_padding()
+
+    def _drop_padding(self):
+        """Drop the padding that all texts have."""
+        longest = max(request.length for request in self.running()) - 1  # the newest token has not been read
+        drop_padding(self.cache, int(self.cache.get_seq_length()) - longest)
 
 
 def left_padded(rows: list[torch.Tensor], length: int) -> torch.Tensor:
     """The last `length` entries of the rows `(L,)` with zeros before shorter ones, `(B, length)`."""
-    padded = rows[0].new_zeros(len(rows), length)
-    for place, row in zip(padded, rows, strict=True):
-        place[max(0, length - len(row)) :] = row[-length:]
-    return padded
+    padded = pad_sequence([row[-length:] for row in rows], batch_first=True, padding_side="left")
+    return pad(padded, (length - padded.shape[1], 0))
 
 
-def check_operators(decoder):
-    """Check that the states of a `TnnModel` can be put into rows.
-
-    Raises:
-        ValueError: it is bidirectional, or an operator of the user's own cannot be served.
-    """
-    for layer in decoder.layers:
-        operator = getattr(layer.mixer, "tno", None)
-        if operator is None:
-            continue
-        if not can_be_put(operator.recurrence()) or not operator.shift_invariant:
-            raise ValueError(
-                f"`model` must have shift-invariant operators with rows that `states.put` can move, got {operator}"
-            )
+def add_tokens(requests: list[Request], logits: torch.Tensor):
+    """Choose the next token of each text. An error of its processors, criteria or streamer ends the text alone."""
+    likeliest = logits.argmax(-1).tolist()
+    for row, request in enumerate(requests):
+        if not request.is_done:
+            try:
+                request.add(request.choose(logits[row : row + 1], likeliest[row]))
+            except Exception as error:
+                request.end("error", error)

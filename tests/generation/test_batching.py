@@ -158,7 +158,7 @@ def test_a_limit_of_memory(name):
     texts = [(length, seed) for seed, length in enumerate([5, 150, 9, 20, 140, 3, 30, 31])]
     requests = [scheduler.submit(prompt_of(*text), **GREEDY) for text in texts]
     while scheduler.step():
-        held = 0 if scheduler._reading else scheduler.state_bytes
+        held = 0 if scheduler._reading.requests else scheduler.state_bytes
         most = max(most, held)
         assert held <= limit
     assert most > limit / 5
@@ -245,7 +245,7 @@ def test_a_pass_that_fails(name, at, monkeypatch):
         output = forward(self, input_ids=input_ids, **given)
         if requests[2].length - prompts[2].shape[1] >= at:
             marked.append(len(input_ids))
-            texts = scheduler._reading.requests if scheduler._reading else scheduler._rows
+            texts = scheduler._reading.requests or scheduler._writing.requests
             if requests[2] in texts:
                 raise MemoryError(f"on purpose {fault}")
         return output

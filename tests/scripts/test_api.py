@@ -15,6 +15,7 @@ openai, httpx = pytest.importorskip("openai"), pytest.importorskip("httpx")
 pytest.importorskip("fastapi"), pytest.importorskip("uvicorn"), pytest.importorskip("prometheus_client")
 
 from helpers.api_server import serving, wait_until_idle  # noqa: E402
+from modeling_tnn.serving.scheduler import Batch  # noqa: E402
 from tnn_scripts.serving.app import Limits  # noqa: E402
 from tnn_scripts.serving.schema import ChatBody  # noqa: E402
 
@@ -283,12 +284,12 @@ def test_a_client_that_goes_away(client, service, stream):
         if stream:
             answer = other.send(request, stream=True)
             next(answer.iter_lines())
-            requests = scheduler._running()
+            requests = scheduler._writing.running()
             answer.close()
         else:
             with pytest.raises(httpx.TimeoutException):
                 other.send(request)
-            requests = scheduler._rows
+            requests = scheduler._writing.requests
     assert client.completions.create(model=service.name, prompt=PROMPT, **GREEDY).usage.completion_tokens == 12
     wait_until_idle(service)
     assert all(len(request.tokens) < 5000 for request in requests)
@@ -386,9 +387,8 @@ def test_settings_of_transformers_chat():
 
 def test_a_step_that_fails(client, service, monkeypatch):
     """It is the fault of no single text: all end with an error, and the next one begins afresh."""
-    scheduler = service.engine.scheduler
     with monkeypatch.context() as patch:
-        patch.setattr(scheduler, "_remove_ended", lambda: 1 / 0)
+        patch.setattr(Batch, "remove_ended", lambda *given: 1 / 0)
         with pytest.raises(openai.InternalServerError, match="not finished: ZeroDivisionError"):
             client.completions.create(model=service.name, prompt=PROMPT, **GREEDY)
     assert service.engine.is_alive
