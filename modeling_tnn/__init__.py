@@ -7,7 +7,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from .auto_classes import register
-from .compile.packing import convolve_documents  # noqa: F401 - exported programs have its operators in them
 from .compile.product import keep_products
 from .configuration_tnn import TnnConfig
 from .extensions import extensions

@@ -1,22 +1,23 @@
 """The convolution as one operation of a recorded graph, for torch.compile. Inductor has no code for complex numbers.
 
-    y = (k * x)[first .. first + L - 1]                                                                     (1)
+    y = (k * x)[first .. first + L - 1],    in packed rows of each document alone                           (1)
 
 B batch, L length, D channels, K taps, F transform length.
 
 While torch.compile records, (1) is one node with a custom operator, and its backward pass is another one. The
 activations and the mask around it stay PyTorch's own operations, which the compiler fuses with what is next to them.
-When the graph runs, the operator computes as the uncompiled code does, with windows for the length at hand, so one
-graph serves all lengths. The gradient of `x` is (1) with the taps in reverse and K - 1 - first.
+When the graph runs, the operator computes as the uncompiled code does: with windows for the length at hand, and with
+the padded batches of `packing.py`. So one graph serves all lengths and all documents, also rows of one document.
 
 The operators take and give `(B, L, D)`, channel by channel in memory. Where something else comes in, the graph has a
 copy, which the compiler fuses with what computes it.
 
-In a graph of torch.export a product is such an operator only if the caller asks for it (`keep_products`).
+In a graph of torch.export a product is such an operator only if the caller asks for it (`keep_products`). A saved
+program names the operators, and the namespace is therefore a literal.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -24,23 +25,21 @@ import torch
 import transformers.modeling_outputs  # noqa: F401 - exported programs have the classes of outputs in them
 
 from ..extensions import extensions
-from ..kernels.choice import KERNELS, choose
+from ..kernels.choice import kernel_product
 from ..kernels.fallback import attempt
 from ..numerics import check_implementation, is_exported, is_transformed, next_fast_len
+from ..packing import find_starts, mask_of_tokens, padded_batches
 from ..toeplitz_fused import (
+    NO_GATE,
     Gate,
-    GatedConvolution,
     Windows,
+    fused_convolution,
     is_response,
     lay_windows,
     mask_out,
     single_window,
     window_gradients,
 )
-
-# Programs of torch.export name operators by it.
-NAMESPACE = "modeling_tnn"
-
 
 _kept = threading.local()  # torch.export with strict=True can read it, and no ContextVar
 
@@ -71,80 +70,16 @@ def keeps_products() -> bool:
 
 
 def windows_of(x: torch.Tensor, kernel: torch.Tensor, first: int) -> Windows:
-    """The layout of `x` `(D, B, L)` for taps `(D, K)` or a response `(2, D, F/2 + 1)`."""
+    """The layout of `x` `(B, L, D)` for taps `(D, K)` or a response `(2, D, F/2 + 1)`."""
     if is_response(kernel):
         return single_window(2 * (kernel.shape[2] - 1), first)
-    length, taps = x.shape[2], kernel.shape[1]
+    length, taps = x.shape[1], kernel.shape[1]
     return lay_windows(length, taps, first, next_fast_len(length + max(first, taps - 1 - first)))
 
 
-def is_tiled(implementation: str, x: torch.Tensor, kernel: torch.Tensor) -> bool:
-    """Whether the Triton kernels compute the product of `x` `(D, B, L)`."""
-    if is_response(kernel):
-        return False
-    return choose(implementation, x.permute(1, 2, 0), kernel.shape[1], kernel.dtype) == "triton"
-
-
-@torch.library.custom_op(
-    f"{NAMESPACE}::convolution",
-    mutates_args=(),
-    schema="(Tensor x, Tensor kernel, SymInt first, str implementation) -> Tensor",
-)
-def convolution(x, kernel, first, implementation):
-    """Equation (1) for `x` `(B, L, D)`."""
-    if x.numel() == 0:
-        return like(x)
-    x = channel_major(x)
-    if is_tiled(implementation, x, kernel):
-        from ..kernels.triton import TiledConvolution
-
-        return TiledConvolution.apply(x, kernel, None, None, None, first).permute(1, 2, 0)
-    return GatedConvolution.apply(x, kernel, None, None, None, windows_of(x, kernel, first)).permute(1, 2, 0)
-
-
-@torch.library.custom_op(
-    f"{NAMESPACE}::convolution_gradients",
-    mutates_args=(),
-    schema="(Tensor gradient, Tensor x, Tensor kernel, SymInt first, str implementation, bool want_x, "
-    "bool want_kernel) -> (Tensor, Tensor)",
-)
-def convolution_gradients(gradient, x, kernel, first, implementation, want_x, want_kernel):
-    """The gradients of `x` and of the kernel. One that is not wanted has no entries."""
-    gradient, x, wanted = channel_major(gradient), channel_major(x), (want_x, want_kernel)
-    if x.numel() == 0:
-        found = torch.empty_like(x), torch.zeros_like(kernel)
-    elif is_tiled(implementation, x, kernel):
-        found = by_tiles(gradient, x, kernel, first, wanted)
-    else:
-        found = by_windows(gradient, x, kernel, first, wanted)
-    x_gradient = found[0].permute(1, 2, 0) if want_x else x.new_empty(0)
-    return x_gradient, found[1].contiguous() if want_kernel else kernel.new_empty(0)
-
-
-def by_windows(gradient, x, kernel, first: int, wanted: tuple[bool, bool]) -> tuple:
-    """The gradients of `x` and of the kernel as the fused product has them, each None unless wanted."""
-    inputs = (gradient, x, kernel, None, None, None, None)
-    return window_gradients(*inputs, windows_of(x, kernel, first), (*wanted, False))
-
-
-def by_tiles(gradient, x, kernel, first: int, wanted: tuple[bool, bool]) -> tuple:
-    """The same by the Triton kernels."""
-    from ..kernels.triton import KERNELS as TRITON
-    from ..kernels.triton import tile_gradients
-
-    inputs = (gradient, x, kernel, None, None, None, None)
-    by_kernels = partial(tile_gradients, *inputs, first, (*wanted, False))
-    return attempt(TRITON, by_kernels, partial(by_windows, gradient, x, kernel, first, wanted))
-
-
-@convolution.register_fake
-def _(x, kernel, first, implementation):
-    return like(x)
-
-
-@convolution_gradients.register_fake
-def _(gradient, x, kernel, first, implementation, want_x, want_kernel):
-    return like(x) if want_x else x.new_empty(0), kernel.new_empty(kernel.shape if want_kernel else 0)
+def lags_within(kernel: torch.Tensor, first: int, length: int) -> slice:
+    """The taps of `kernel` `(D, K)` that a document of `length` tokens meets. `first` is that of lag 0."""
+    return slice(max(0, first - length + 1), min(kernel.shape[1], first + length))
 
 
 def channel_major(x: torch.Tensor) -> torch.Tensor:
@@ -162,27 +97,124 @@ def like(x: torch.Tensor) -> torch.Tensor:
     return x.new_empty(x.shape[2], x.shape[0], x.shape[1]).permute(1, 2, 0)
 
 
+@torch.library.custom_op(
+    "modeling_tnn::convolution",
+    mutates_args=(),
+    schema="(Tensor x, Tensor kernel, SymInt first, Tensor? starts, str implementation) -> Tensor",
+)
+def convolution(x, kernel, first, starts, implementation):
+    """Equation (1) for `x` `(B, L, D)`. Documents begin at `starts` `(B, L)`, see `packing.Documents`."""
+    if x.numel() == 0:
+        return like(x)
+    if starts is None:
+        return convolved(x, kernel, first, implementation)
+
+    def product(part, _):
+        met = lags_within(kernel, first, part.shape[1])
+        return convolved(part, kernel[:, met], first - met.start, implementation)
+
+    return by_channel(padded_batches(starts, None, x.device).apart(product, x))
+
+
+def convolved(x, kernel, first: int, implementation: str) -> torch.Tensor:
+    """The product of rows without documents."""
+    product = kernel_product(implementation, x, kernel)
+    if product is None:
+        return fused_convolution(by_channel(x), kernel, windows_of(x, kernel, first))
+    return product(by_channel(x), kernel, first, NO_GATE)
+
+
+@torch.library.custom_op(
+    "modeling_tnn::convolution_gradients",
+    mutates_args=(),
+    schema="(Tensor gradient, Tensor x, Tensor kernel, SymInt first, Tensor? starts, str implementation, bool want_x, "
+    "bool want_kernel) -> (Tensor, Tensor)",
+)
+def convolution_gradients(gradient, x, kernel, first, starts, implementation, want_x, want_kernel):
+    """The gradients of `x` and of the kernel. One that is not wanted has no entries."""
+    wanted = want_x, want_kernel
+    if x.numel() == 0:
+        x_gradient, kernel_gradient = like(x), torch.zeros_like(kernel)
+    elif starts is None:
+        x_gradient, kernel_gradient = gradients_of(gradient, x, kernel, first, implementation, wanted)
+    else:
+        batches, parts, kernel_gradient = padded_batches(starts, None, x.device), [], torch.zeros_like(kernel)
+        for pair in zip(batches.split(gradient), batches.split(x), strict=True):
+            met = lags_within(kernel, first, pair[0].shape[1])
+            part, found = gradients_of(*pair, kernel[:, met], first - met.start, implementation, wanted)
+            parts.append(part)
+            if want_kernel:
+                kernel_gradient[:, met] += found
+        x_gradient = batches.join(parts, x.shape[:2]) if want_x else None
+    x_gradient = by_channel(x_gradient) if want_x else x.new_empty(0)
+    return x_gradient, kernel_gradient.contiguous() if want_kernel else kernel.new_empty(0)
+
+
+def gradients_of(gradient, x, kernel, first: int, implementation: str, wanted: tuple[bool, bool]) -> tuple:
+    """The gradients of `x` `(B, L, D)` and of the kernel in rows without documents, each None unless wanted."""
+    inputs = channel_major(gradient), channel_major(x), kernel, None, None, None, None
+    by_fused = partial(window_gradients, *inputs, windows_of(x, kernel, first), (*wanted, False))
+    if kernel_product(implementation, x, kernel) is None:
+        x_gradient, kernel_gradient, _ = by_fused()
+    else:
+        from ..kernels.triton import KERNELS, tile_gradients
+
+        by_tiles = partial(tile_gradients, *inputs, first, (*wanted, False))
+        x_gradient, kernel_gradient, _ = attempt(KERNELS, by_tiles, by_fused)
+    return x_gradient.permute(1, 2, 0) if wanted[0] else None, kernel_gradient
+
+
+@torch.library.custom_op(
+    "modeling_tnn::document_starts",
+    mutates_args=(),
+    schema="(Tensor tokens, Tensor? attention_mask, Tensor? position_ids, Tensor? seq_idx, Tensor? cu_seq_lens_q) "
+    "-> Tensor",
+)
+def document_starts(tokens, attention_mask, position_ids, seq_idx, cu_seq_lens_q):
+    """The `starts` of `packing.Documents`."""
+    return find_starts(tokens, mask_of_tokens(attention_mask, tokens), position_ids, seq_idx, cu_seq_lens_q)[0]
+
+
+@convolution.register_fake
+def _(x, kernel, first, starts, implementation):
+    return like(x)
+
+
+@convolution_gradients.register_fake
+def _(gradient, x, kernel, first, starts, implementation, want_x, want_kernel):
+    return like(x) if want_x else x.new_empty(0), kernel.new_empty(kernel.shape if want_kernel else 0)
+
+
+@document_starts.register_fake
+def _(tokens, attention_mask, position_ids, seq_idx, cu_seq_lens_q):
+    return torch.empty(tokens.shape[:2], dtype=torch.bool, device="cpu")
+
+
 def save(ctx, inputs, output):
-    x, kernel, ctx.first, ctx.implementation = inputs
-    ctx.save_for_backward(x, kernel)
+    x, kernel, ctx.first, starts, ctx.implementation = inputs
+    ctx.save_for_backward(x, kernel, starts)
 
 
 def backward(ctx, gradient):
-    wanted = ctx.needs_input_grad[:2]
-    operator = getattr(torch.ops, NAMESPACE).convolution_gradients
-    found = operator(by_channel(gradient), *ctx.saved_tensors, ctx.first, ctx.implementation, *wanted)
-    return *(one if wanted_one else None for one, wanted_one in zip(found, wanted, strict=True)), None, None
+    (x, kernel, starts), wanted = ctx.saved_tensors, ctx.needs_input_grad[:2]
+    operator = torch.ops.modeling_tnn.convolution_gradients
+    found = operator(by_channel(gradient), x, kernel, ctx.first, starts, ctx.implementation, *wanted)
+    return *(one if need else None for one, need in zip(found, wanted, strict=True)), None, None, None
 
 
 convolution.register_autograd(backward, setup_context=save)
 
 
-def recorded_convolution(x: torch.Tensor, kernel: torch.Tensor, first: int, implementation: str) -> torch.Tensor:
-    """Equation (1) for `x` `(B, L, D)`, as one node of a graph.
+# If this module is imported again, the newest operators count: they are looked up by name.
+def recorded_starts(tokens, attention_mask, position_ids, seq_idx, cu_seq_lens_q) -> torch.Tensor:
+    """The `starts` of `packing.Documents` `(B, L)`, as one node of a graph."""
+    boundaries = attention_mask, position_ids, seq_idx, cu_seq_lens_q
+    return torch.ops.modeling_tnn.document_starts(tokens.detach(), *boundaries)
 
-    If a module of this name is imported again, the newest operator counts.
-    """
-    return getattr(torch.ops, NAMESPACE).convolution(by_channel(x), kernel, first, implementation)
+
+def recorded_convolution(x, kernel, first: int, starts: torch.Tensor | None, implementation: str) -> torch.Tensor:
+    """Equation (1) for `x` `(B, L, D)`, as one node of a graph."""
+    return torch.ops.modeling_tnn.convolution(by_channel(x), kernel, first, starts, implementation)
 
 
 def gated_recorded(v: torch.Tensor, kernel: torch.Tensor, first: int, gate: Gate, implementation: str) -> torch.Tensor:
@@ -193,23 +225,26 @@ def gated_recorded(v: torch.Tensor, kernel: torch.Tensor, first: int, gate: Gate
     """
     x = v.permute(2, 0, 1)
     x = mask_out(x if gate.act is None else gate.act(x), gate.mask)
-    y = recorded_convolution(x.permute(1, 2, 0), kernel, first, implementation)
+    y = recorded_convolution(x.permute(1, 2, 0), kernel, first, None, implementation)
     if gate.u is None:
         return y
     return (gate.act(gate.u.permute(2, 0, 1)) * y.permute(2, 0, 1)).permute(1, 2, 0)
 
 
-def find_product(implementation: str, v: torch.Tensor, kernel: torch.Tensor):
-    """The function that computes the product of `v` `(B, L, D)` with taps `(D, K)` or a response in place of ours.
+def find_product(implementation: str, v: torch.Tensor, kernel: torch.Tensor) -> Callable | None:
+    """What computes the product of `v` `(B, L, D)` with taps `(D, K)` or a response in place of our own operations.
 
     It has the arguments of `triton_product`. None for the eager and the fused product.
     """
     if implementation != "eager" and keeps_products():
         check_implementation(implementation)
         return partial(gated_recorded, implementation=implementation)
-    if is_response(kernel) or v.numel() == 0:
-        return None
-    return KERNELS.get(choose(implementation, v, kernel.shape[1], kernel.dtype))
+    return kernel_product(implementation, v, kernel)
 
 
-extensions.register(find_product=find_product, keeps_products=keeps_products)
+extensions.register(
+    find_product=find_product,
+    keeps_products=keeps_products,
+    document_starts=recorded_starts,
+    convolve_documents=recorded_convolution,
+)

@@ -6,6 +6,7 @@ product, with one line of warning. While a graph is exported or a function is tr
 A graph of torch.compile chooses when it runs (`compile/product.py`).
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -13,7 +14,7 @@ from transformers.utils import logging
 
 from ..extensions import extensions
 from ..numerics import check_implementation, compute_dtype, is_on_host, must_be_eager
-from ..toeplitz_fused import Gate
+from ..toeplitz_fused import Gate, is_response
 from .fallback import FAILED, is_recent_gpu
 
 logger = logging.get_logger(__name__)
@@ -55,8 +56,8 @@ def prefers_fused(v: torch.Tensor, taps: int) -> bool:
 def takes_taps(implementation: str, v: torch.Tensor, taps: int) -> bool:
     """Whether the product of `v` with filters of so many `taps` is computed from taps, and not from a response."""
     if extensions.keeps_products():  # the product is chosen when the graph runs, and taps serve all of them
-        return implementation in ("auto", *KERNELS) and not is_on_host(v)
-    return choose(implementation, v, taps, compute_dtype(v.dtype)) in KERNELS
+        return implementation in ("auto", "triton") and not is_on_host(v)
+    return choose(implementation, v, taps, compute_dtype(v.dtype)) == "triton"
 
 
 def describe(implementation: str, device: torch.device) -> str:
@@ -90,14 +91,21 @@ def has_triton() -> bool:
     return True
 
 
+def kernel_product(implementation: str, v: torch.Tensor, kernel: torch.Tensor) -> Callable | None:
+    """The kernels that compute the product of `v` `(B, L, D)` with taps `(D, K)` or a response, as a function.
+
+    It has the arguments of `triton_product`. None for the eager and the fused product.
+    """
+    if is_response(kernel) or v.numel() == 0 or choose(implementation, v, kernel.shape[1], kernel.dtype) != "triton":
+        return None
+    return triton_product
+
+
 def triton_product(v: torch.Tensor, kernel: torch.Tensor, first: int, gate: Gate) -> torch.Tensor:
-    """The gated convolution by the Triton kernels."""
-    from .triton import gated_tiles
+    """Entries `first .. first + L - 1` of the convolution of `v` `(B, L, D)` with `kernel` `(D, K)`, inside a gate."""
+    from .triton import tiled_convolution
 
-    return gated_tiles(v, kernel, first, gate)
+    return tiled_convolution(v, kernel, first, gate)
 
-
-# From a name to a product of `v` `(B, L, D)` with `kernel` `(D, K)`: entries first .. first + L - 1, inside a gate.
-KERNELS = {"triton": triton_product}
 
 extensions.register(describe_product=describe, takes_taps=takes_taps)

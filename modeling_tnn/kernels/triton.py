@@ -300,16 +300,14 @@ def tile_gradients(
 
 
 def tiled_convolution(v: torch.Tensor, kernel: torch.Tensor, first: int, gate: Gate = NO_GATE) -> torch.Tensor:
-    """The `TiledConvolution` of `v` `(B, L, D)`. `v` and the gate may have any memory layout."""
+    """The `TiledConvolution` of `v` `(B, L, D)`. `v` and the gate may have any memory layout.
+
+    An activation that the kernels do not have is computed around them.
+    """
+    if function(gate.act) is None:
+        return gate.apply(tiled_convolution(gate.inputs(v), kernel, first), "fused")
     u = None if gate.u is None else gate.u.permute(2, 0, 1)
     return TiledConvolution.apply(v.permute(2, 0, 1), kernel, u, gate.mask, gate.act, first).permute(1, 2, 0)
-
-
-def gated_tiles(v: torch.Tensor, kernel: torch.Tensor, first: int, gate: Gate) -> torch.Tensor:
-    """The same with any activation: one that the kernels do not have is computed around them."""
-    if function(gate.act) is not None:
-        return tiled_convolution(v, kernel, first, gate)
-    return gate.apply(tiled_convolution(gate.inputs(v), kernel, first), "fused")
 
 
 def function(act: Activation | None) -> str | None:

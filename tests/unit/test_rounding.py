@@ -65,7 +65,7 @@ def test_bfloat16_on_a_trained_model(tno_type, monkeypatch):
         return found
 
     monkeypatch.setattr(choice, "refused_by_triton", lambda *_: None)
-    monkeypatch.setitem(choice.KERNELS, "triton", product)
+    monkeypatch.setattr(choice, "triton_product", product)
     before = loss_of(model, held_out, "fused")
     change = abs(loss_of(model, held_out, "triton") - before)  # of the logarithm of the perplexity
     print(f"\n{tno_type}: loss {before:.3f}, layers {max(errors):.1e}, perplexity {change:.1e}")

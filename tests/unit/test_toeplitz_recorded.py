@@ -13,7 +13,7 @@ from modeling_tnn.compile import product as recorded
 from modeling_tnn.compile.product import convolution, convolution_gradients
 from modeling_tnn.kernels import choice
 from modeling_tnn.toeplitz import causal_toeplitz_matmul, filter_by_response, toeplitz_matmul
-from modeling_tnn.toeplitz_fused import GatedConvolution, window_gradients
+from modeling_tnn.toeplitz_fused import NO_GATE, fused_convolution, window_gradients
 
 # Operator, causal, with a mask.
 FEW = [("rpe", True, False), ("fd", True, True), ("ski", False, True)]
@@ -130,10 +130,10 @@ def test_operators(shape):
     """PyTorch's own checks: schema, fake tensors, gradients, and graphs of any shape."""
     x, kernel = torch.randn(shape, dtype=torch.float64), torch.randn(shape[2], 5, dtype=torch.float64)
     for tensor, taps in ((x, kernel), (x.permute(2, 0, 1).contiguous().permute(1, 2, 0), kernel.t().contiguous().t())):
-        arguments = (tensor.detach().requires_grad_(), taps.detach().requires_grad_(), 2, "fused")
+        arguments = (tensor.detach().requires_grad_(), taps.detach().requires_grad_(), 2, None, "fused")
         torch.library.opcheck(convolution, arguments)
         for wanted in ((True, True), (True, False), (False, True)):
-            given = (tensor, tensor, taps, 2, "fused", *wanted)
+            given = (tensor, tensor, taps, 2, None, "fused", *wanted)
             tests = ("test_schema", "test_faketensor")
             torch.library.opcheck(convolution_gradients, given, test_utils=tests)
 
@@ -143,21 +143,17 @@ def triton_of_the_cpu(monkeypatch) -> list[str]:
     """A stand-in for the Triton kernels, and what was called of them. Their inputs have no gaps."""
     called = []
 
-    def product(x, kernel, first, *_):
+    def product(x, kernel, first, gate):
         called.append("product")
-        return GatedConvolution.apply(x, kernel, None, None, None, recorded.windows_of(x, kernel, first))
+        assert x.permute(2, 0, 1).is_contiguous() and gate == NO_GATE
+        return fused_convolution(x, kernel, recorded.windows_of(x, kernel, first))
 
     def tile_gradients(g, x, kernel, u, mask, mixed, act, first, wanted):
         called.append("gradients")
-        return window_gradients(g, x, kernel, u, mask, mixed, act, recorded.windows_of(x, kernel, first), wanted)
+        windows = recorded.windows_of(x.permute(1, 2, 0), kernel, first)
+        return window_gradients(g, x, kernel, u, mask, mixed, act, windows, wanted)
 
-    def tiled(x, kernel, u, mask, act, first):
-        assert x.is_contiguous() and u is None and mask is None and act is None
-        return product(x, kernel, first)
-
-    kernels = SimpleNamespace(
-        TiledConvolution=SimpleNamespace(apply=tiled), tile_gradients=tile_gradients, KERNELS="kernels"
-    )
+    kernels = SimpleNamespace(tiled_convolution=product, tile_gradients=tile_gradients, KERNELS="kernels")
     monkeypatch.setitem(sys.modules, "modeling_tnn.kernels.triton", kernels)
     monkeypatch.setattr(choice, "refused_by_triton", lambda *_: None)
     monkeypatch.setattr(numerics, "HOST_DEVICES", ())
