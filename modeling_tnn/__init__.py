@@ -75,7 +75,6 @@ extensions.modules = [
     f"{__name__}.{name}"
     for name in (
         "compile.static_cache",
-        "kernels.deferred_logits",
         "kernels.loss",
         "kernels.stacking",
         "parallel.tensor",

@@ -9,15 +9,15 @@ activations and the mask around it stay PyTorch's own operations, which the comp
 When the graph runs, the operator computes as the uncompiled code does: with windows for the length at hand, and with
 the padded batches of `packing.py`. So one graph serves all lengths and all documents, also rows of one document.
 
-The operators take and give `(B, L, D)`, channel by channel in memory. Where something else comes in, the graph has a
-copy, which the compiler fuses with what computes it.
+The operators take and give `(D, B, L)` without gaps. Where something else comes in, the graph has a copy, which the
+compiler fuses with what computes it.
 
 In a graph of torch.export a product is such an operator only if the caller asks for it (`keep_products`). A saved
 program names the operators, and the namespace is therefore a literal.
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -26,11 +26,10 @@ import transformers.modeling_outputs  # noqa: F401 - exported programs have the 
 
 from ..extensions import extensions
 from ..kernels.choice import kernel_product
-from ..kernels.fallback import attempt
+from ..kernels.fallback import PRODUCTS, attempt
 from ..numerics import check_implementation, is_exported, is_transformed, next_fast_len
 from ..packing import find_starts, mask_of_tokens, padded_batches
 from ..toeplitz_fused import (
-    NO_GATE,
     Gate,
     Windows,
     fused_convolution,
@@ -69,11 +68,11 @@ def keeps_products() -> bool:
     return not is_exported() or (getattr(_kept, "products", False) and not torch.onnx.is_in_onnx_export())
 
 
-def windows_of(x: torch.Tensor, kernel: torch.Tensor, first: int) -> Windows:
-    """The layout of `x` `(B, L, D)` for taps `(D, K)` or a response `(2, D, F/2 + 1)`."""
+def windows_of(v: torch.Tensor, kernel: torch.Tensor, first: int) -> Windows:
+    """The layout of `v` `(B, L, D)` for taps `(D, K)` or a response `(2, D, F/2 + 1)`."""
     if is_response(kernel):
         return single_window(2 * (kernel.shape[2] - 1), first)
-    length, taps = x.shape[1], kernel.shape[1]
+    length, taps = v.shape[1], kernel.shape[1]
     return lay_windows(length, taps, first, next_fast_len(length + max(first, taps - 1 - first)))
 
 
@@ -82,85 +81,70 @@ def lags_within(kernel: torch.Tensor, first: int, length: int) -> slice:
     return slice(max(0, first - length + 1), min(kernel.shape[1], first + length))
 
 
-def channel_major(x: torch.Tensor) -> torch.Tensor:
-    """`x` `(B, L, D)` as `(D, B, L)` without gaps."""
-    return x.permute(2, 0, 1).contiguous()
-
-
-def by_channel(x: torch.Tensor) -> torch.Tensor:
-    """`x` `(B, L, D)`, channel by channel in memory."""
-    return channel_major(x).permute(1, 2, 0)
-
-
-def like(x: torch.Tensor) -> torch.Tensor:
-    """A new tensor of the shape of `x` `(B, L, D)`, channel by channel in memory."""
-    return x.new_empty(x.shape[2], x.shape[0], x.shape[1]).permute(1, 2, 0)
-
-
-@torch.library.custom_op(
-    "modeling_tnn::convolution",
-    mutates_args=(),
-    schema="(Tensor x, Tensor kernel, SymInt first, Tensor? starts, str implementation) -> Tensor",
-)
-def convolution(x, kernel, first, starts, implementation):
-    """Equation (1) for `x` `(B, L, D)`. Documents begin at `starts` `(B, L)`, see `packing.Documents`."""
+@torch.library.custom_op("modeling_tnn::convolution", mutates_args=())
+def convolution(
+    x: torch.Tensor, kernel: torch.Tensor, first: int, starts: torch.Tensor | None, implementation: str
+) -> torch.Tensor:
+    """Equation (1) for `x` `(D, B, L)`. Documents begin at `starts` `(B, L)`, see `packing.Documents`."""
     if x.numel() == 0:
-        return like(x)
-    if starts is None:
-        return convolved(x, kernel, first, implementation)
+        return x.new_empty(x.shape)
 
     def product(part, _):
         met = lags_within(kernel, first, part.shape[1])
         return convolved(part, kernel[:, met], first - met.start, implementation)
 
-    return by_channel(padded_batches(starts, None, x.device).apart(product, x))
+    v = x.permute(1, 2, 0)
+    if starts is None:
+        y = convolved(v, kernel, first, implementation)
+    else:
+        y = padded_batches(starts, None, x.device).apart(product, v)
+    return y.permute(2, 0, 1).contiguous()
 
 
-def convolved(x, kernel, first: int, implementation: str) -> torch.Tensor:
-    """The product of rows without documents."""
-    product = kernel_product(implementation, x, kernel)
+def convolved(v, kernel, first: int, implementation: str) -> torch.Tensor:
+    """The product of rows `(B, L, D)` without documents."""
+    product = kernel_product(implementation, v, kernel)
     if product is None:
-        return fused_convolution(by_channel(x), kernel, windows_of(x, kernel, first))
-    return product(by_channel(x), kernel, first, NO_GATE)
+        return fused_convolution(v, kernel, windows_of(v, kernel, first))
+    return product(v, kernel, first)
 
 
 @torch.library.custom_op(
     "modeling_tnn::convolution_gradients",
     mutates_args=(),
-    schema="(Tensor gradient, Tensor x, Tensor kernel, SymInt first, Tensor? starts, str implementation, bool want_x, "
-    "bool want_kernel) -> (Tensor, Tensor)",
+    schema="(Tensor gradient, Tensor x, Tensor kernel, SymInt first, Tensor? starts, str implementation, "
+    "bool[] wanted) -> (Tensor, Tensor)",
 )
-def convolution_gradients(gradient, x, kernel, first, starts, implementation, want_x, want_kernel):
-    """The gradients of `x` and of the kernel. One that is not wanted has no entries."""
-    wanted = want_x, want_kernel
+def convolution_gradients(gradient, x, kernel, first, starts, implementation, wanted):
+    """The gradients of `x` `(D, B, L)` and of the kernel. One that is not `wanted` has no entries."""
+    g, v = gradient.permute(1, 2, 0), x.permute(1, 2, 0)
     if x.numel() == 0:
-        x_gradient, kernel_gradient = like(x), torch.zeros_like(kernel)
+        v_gradient, kernel_gradient = torch.empty_like(v), torch.zeros_like(kernel)
     elif starts is None:
-        x_gradient, kernel_gradient = gradients_of(gradient, x, kernel, first, implementation, wanted)
+        v_gradient, kernel_gradient = gradients_of(g, v, kernel, first, implementation, wanted)
     else:
         batches, parts, kernel_gradient = padded_batches(starts, None, x.device), [], torch.zeros_like(kernel)
-        for pair in zip(batches.split(gradient), batches.split(x), strict=True):
+        for pair in zip(batches.split(g), batches.split(v), strict=True):
             met = lags_within(kernel, first, pair[0].shape[1])
             part, found = gradients_of(*pair, kernel[:, met], first - met.start, implementation, wanted)
             parts.append(part)
-            if want_kernel:
+            if wanted[1]:
                 kernel_gradient[:, met] += found
-        x_gradient = batches.join(parts, x.shape[:2]) if want_x else None
-    x_gradient = by_channel(x_gradient) if want_x else x.new_empty(0)
-    return x_gradient, kernel_gradient.contiguous() if want_kernel else kernel.new_empty(0)
+        v_gradient = batches.join(parts, v.shape[:2]) if wanted[0] else None
+    x_gradient = v_gradient.permute(2, 0, 1).contiguous() if wanted[0] else x.new_empty(0)
+    return x_gradient, kernel_gradient.contiguous() if wanted[1] else kernel.new_empty(0)
 
 
-def gradients_of(gradient, x, kernel, first: int, implementation: str, wanted: tuple[bool, bool]) -> tuple:
-    """The gradients of `x` `(B, L, D)` and of the kernel in rows without documents, each None unless wanted."""
-    inputs = channel_major(gradient), channel_major(x), kernel, None, None, None, None
-    by_fused = partial(window_gradients, *inputs, windows_of(x, kernel, first), (*wanted, False))
-    if kernel_product(implementation, x, kernel) is None:
-        x_gradient, kernel_gradient, _ = by_fused()
-    else:
-        from ..kernels.triton import KERNELS, tile_gradients
+def gradients_of(gradient, v, kernel, first: int, implementation: str, wanted: Sequence[bool]) -> tuple:
+    """The gradients of rows `v` `(B, L, D)` without documents, and of the kernel, each None unless wanted."""
+    inputs = [x.permute(2, 0, 1).contiguous() for x in (gradient, v)] + [kernel, None, None, None, None]
+    compute = partial(window_gradients, *inputs, windows_of(v, kernel, first), (*wanted, False))
+    if kernel_product(implementation, v, kernel) is not None:
+        from ..kernels.triton import tile_gradients
 
         by_tiles = partial(tile_gradients, *inputs, first, (*wanted, False))
-        x_gradient, kernel_gradient, _ = attempt(KERNELS, by_tiles, by_fused)
+        compute = partial(attempt, PRODUCTS, by_tiles, compute)
+    x_gradient, kernel_gradient, _ = compute()
     return x_gradient.permute(1, 2, 0) if wanted[0] else None, kernel_gradient
 
 
@@ -177,12 +161,12 @@ def document_starts(tokens, attention_mask, position_ids, seq_idx, cu_seq_lens_q
 
 @convolution.register_fake
 def _(x, kernel, first, starts, implementation):
-    return like(x)
+    return x.new_empty(x.shape)
 
 
 @convolution_gradients.register_fake
-def _(gradient, x, kernel, first, starts, implementation, want_x, want_kernel):
-    return like(x) if want_x else x.new_empty(0), kernel.new_empty(kernel.shape if want_kernel else 0)
+def _(gradient, x, kernel, first, starts, implementation, wanted):
+    return tuple(one.new_empty(one.shape if want else 0) for one, want in zip((x, kernel), wanted, strict=True))
 
 
 @document_starts.register_fake
@@ -196,25 +180,25 @@ def save(ctx, inputs, output):
 
 
 def backward(ctx, gradient):
-    (x, kernel, starts), wanted = ctx.saved_tensors, ctx.needs_input_grad[:2]
+    (x, kernel, starts), wanted = ctx.saved_tensors, list(ctx.needs_input_grad[:2])
     operator = torch.ops.modeling_tnn.convolution_gradients
-    found = operator(by_channel(gradient), x, kernel, ctx.first, starts, ctx.implementation, *wanted)
-    return *(one if need else None for one, need in zip(found, wanted, strict=True)), None, None, None
+    found = operator(gradient.contiguous(), x, kernel, ctx.first, starts, ctx.implementation, wanted)
+    return *(one if want else None for one, want in zip(found, wanted, strict=True)), None, None, None
 
 
 convolution.register_autograd(backward, setup_context=save)
 
 
 # If this module is imported again, the newest operators count: they are looked up by name.
-def recorded_starts(tokens, attention_mask, position_ids, seq_idx, cu_seq_lens_q) -> torch.Tensor:
+def recorded_starts(tokens, attention_mask, **boundaries) -> torch.Tensor:
     """The `starts` of `packing.Documents` `(B, L)`, as one node of a graph."""
-    boundaries = attention_mask, position_ids, seq_idx, cu_seq_lens_q
-    return torch.ops.modeling_tnn.document_starts(tokens.detach(), *boundaries)
+    return torch.ops.modeling_tnn.document_starts(tokens.detach(), attention_mask, **boundaries)
 
 
-def recorded_convolution(x, kernel, first: int, starts: torch.Tensor | None, implementation: str) -> torch.Tensor:
-    """Equation (1) for `x` `(B, L, D)`, as one node of a graph."""
-    return torch.ops.modeling_tnn.convolution(by_channel(x), kernel, first, starts, implementation)
+def recorded_convolution(v, kernel, first: int, starts: torch.Tensor | None, implementation: str) -> torch.Tensor:
+    """Equation (1) for `v` `(B, L, D)`, as one node of a graph."""
+    x = v.permute(2, 0, 1).contiguous()
+    return torch.ops.modeling_tnn.convolution(x, kernel, first, starts, implementation).permute(1, 2, 0)
 
 
 def gated_recorded(v: torch.Tensor, kernel: torch.Tensor, first: int, gate: Gate, implementation: str) -> torch.Tensor:
@@ -232,10 +216,7 @@ def gated_recorded(v: torch.Tensor, kernel: torch.Tensor, first: int, gate: Gate
 
 
 def find_product(implementation: str, v: torch.Tensor, kernel: torch.Tensor) -> Callable | None:
-    """What computes the product of `v` `(B, L, D)` with taps `(D, K)` or a response in place of our own operations.
-
-    It has the arguments of `triton_product`. None for the eager and the fused product.
-    """
+    """The product of `v` `(B, L, D)` with taps `(D, K)` or a response, unless it is the eager or the fused one."""
     if implementation != "eager" and keeps_products():
         check_implementation(implementation)
         return partial(gated_recorded, implementation=implementation)

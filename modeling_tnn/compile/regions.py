@@ -9,7 +9,7 @@ they are, and so do blocks with batch norm, whose statistics a checkpointed bloc
 """
 
 from collections.abc import Callable
-from typing import Any
+from functools import cache, partial
 
 import torch
 from torch import nn
@@ -21,20 +21,17 @@ logger = logging.get_logger(__name__)
 
 
 class Regions:
-    """Functions compiled at their first call. If that fails, there is one warning, and they run uncompiled.
+    """Functions compiled with the `options` of `torch.compile` at their first call, or as they are once that fails.
 
     The names of a model's parameters do not change, and a copy of it, in memory or on the disk, compiles anew.
-
-    Args:
-        options: those of `torch.compile`.
     """
 
     def __init__(self, **options):
         self.options, self.has_failed = options, False
-        self._compiled: dict[Callable, Callable] = {}
+        self.compiled = cache(partial(torch.compile, **options))
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"options": self.options, "has_failed": False, "_compiled": {}}
+    def __reduce__(self):
+        return partial(Regions, **self.options), ()
 
     def __call__(self, function: Callable, *arguments):
         """`function(*arguments)`. A failure to compile is met here, at the first call, and not made a global setting.
@@ -47,12 +44,9 @@ class Regions:
         from torch._dynamo.exc import TorchDynamoException  # takes long to import
 
         try:
-            if function not in self._compiled:
-                self._compiled[function] = torch.compile(function, **self.options)
-            return self._compiled[function](*arguments)
+            return self.compiled(function)(*arguments)
         except TorchDynamoException as error:
-            self.has_failed = True
-            reason = " ".join(str(error).split())[:300]
+            self.has_failed, reason = True, " ".join(str(error).split())[:300]
             logger.warning(f"The model cannot be compiled and is trained without: {reason}")
             return function(*arguments)
 
@@ -60,11 +54,7 @@ class Regions:
 def compile_regions(model: nn.Module, **options) -> nn.Module:
     """Compile the training step of a model of this package by regions, in place, when it is first run.
 
-    Args:
-        options: those of `torch.compile`.
-
-    Returns:
-        The model.
+    `options` are those of `torch.compile`.
 
     Example:
         model = compile_regions(TnnForCausalLM(config).cuda())

@@ -14,8 +14,8 @@ from transformers.utils import logging
 
 from ..extensions import extensions
 from ..numerics import check_implementation, compute_dtype, is_on_host, must_be_eager
-from ..toeplitz_fused import Gate, is_response
-from .fallback import FAILED, is_recent_gpu
+from ..toeplitz_fused import is_response
+from .fallback import FAILED, PRODUCTS, is_recent_gpu, runs_on
 
 logger = logging.get_logger(__name__)
 
@@ -23,20 +23,20 @@ logger = logging.get_logger(__name__)
 # product (measured on an H100: 0.96 to 1.47 times as fast as fused up to here, 0.38 to 0.84 beyond, for long inputs).
 MOST_TAPS_OF_FLOAT32 = 512
 
+# What the Triton kernels take: taps on both sides together, positions of all sequences (offsets in a channel have 32
+# bits), and dtypes of inputs.
+MOST_TAPS, MOST_POSITIONS = 2**12, 2**25
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MISSING = "needs the package triton, which cannot be imported (`pip install triton`, on Windows `triton-windows`)"
 
 
 def choose(implementation: str, v: torch.Tensor, taps: int, dtype: torch.dtype) -> str:
-    """The product of `v` `(B, L, D)` with filters of so many `taps` in `dtype`: "eager", "fused" or "triton".
-
-    Raises:
-        ValueError: `implementation` is unknown.
-    """
+    """The product of `v` `(B, L, D)` with filters of so many `taps` in `dtype`: "eager", "fused" or "triton"."""
     check_implementation(implementation)
     if implementation == "eager" or must_be_eager():
         return "eager"
-    automatic = implementation == "auto"
-    if implementation == "fused" or (automatic and (is_on_host(v) or prefers_fused(v, taps))):
+    automatic, slower = implementation == "auto", v.dtype is torch.float32 and taps > MOST_TAPS_OF_FLOAT32
+    if implementation == "fused" or (automatic and (is_on_host(v) or slower)):
         return "fused"
     reason = refused_by_triton(v, taps, dtype)
     if reason is None:
@@ -46,11 +46,6 @@ def choose(implementation: str, v: torch.Tensor, taps: int, dtype: torch.dtype) 
     if not said and (not automatic or (reason == MISSING and is_recent_gpu(v.device))):
         logger.warning_once(f"Toeplitz products are computed by 'fused' instead of 'triton', which {reason}.")
     return "fused"
-
-
-def prefers_fused(v: torch.Tensor, taps: int) -> bool:
-    """Whether the fused product is faster than the Triton kernels on a GPU that has both."""
-    return v.dtype is torch.float32 and taps > MOST_TAPS_OF_FLOAT32
 
 
 def takes_taps(implementation: str, v: torch.Tensor, taps: int) -> bool:
@@ -73,39 +68,39 @@ def describe(implementation: str, device: torch.device) -> str:
 
 
 def refused_by_triton(v: torch.Tensor, taps: int, dtype: torch.dtype) -> str | None:
-    """Why the Triton kernels cannot compute a product, or None."""
+    """Why the Triton kernels cannot compute a product of `v` `(B, L, D)` with so many `taps` in `dtype`, or None."""
     if not has_triton():
         return MISSING
-    from .triton import refused
-
-    return refused(v, taps, dtype)
+    if PRODUCTS in FAILED:
+        return FAILED[PRODUCTS]
+    if not runs_on(v.device):
+        return f"needs a GPU of NVIDIA of compute capability 8.0 or newer, got {v.device}"
+    if dtype is not torch.float32 or v.dtype not in DTYPES:
+        return f"takes float32, bfloat16 and float16, got {v.dtype} with a filter of {dtype}"
+    if taps > MOST_TAPS:
+        return f"takes at most {MOST_TAPS:,} taps, got {taps:,}"
+    if v.shape[0] * v.shape[1] > MOST_POSITIONS:
+        return f"takes at most {MOST_POSITIONS:,} positions, got {v.shape[0] * v.shape[1]:,}"
+    return None
 
 
 @lru_cache
 def has_triton() -> bool:
-    """Whether the kernels can be imported."""
+    """Whether the package triton can be imported."""
     try:
-        from .triton import refused  # noqa: F401
+        import triton  # noqa: F401
     except ImportError:
         return False
     return True
 
 
 def kernel_product(implementation: str, v: torch.Tensor, kernel: torch.Tensor) -> Callable | None:
-    """The kernels that compute the product of `v` `(B, L, D)` with taps `(D, K)` or a response, as a function.
-
-    It has the arguments of `triton_product`. None for the eager and the fused product.
-    """
+    """`tiled_convolution` where it computes the product of `v` `(B, L, D)` with taps `(D, K)` or a response."""
     if is_response(kernel) or v.numel() == 0 or choose(implementation, v, kernel.shape[1], kernel.dtype) != "triton":
         return None
-    return triton_product
-
-
-def triton_product(v: torch.Tensor, kernel: torch.Tensor, first: int, gate: Gate) -> torch.Tensor:
-    """Entries `first .. first + L - 1` of the convolution of `v` `(B, L, D)` with `kernel` `(D, K)`, inside a gate."""
     from .triton import tiled_convolution
 
-    return tiled_convolution(v, kernel, first, gate)
+    return tiled_convolution
 
 
 extensions.register(describe_product=describe, takes_taps=takes_taps)

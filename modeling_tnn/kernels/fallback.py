@@ -8,35 +8,33 @@ import logging
 import os
 from collections.abc import Callable
 from functools import lru_cache
-from typing import TypeVar
 
 import torch
 
 logger = logging.getLogger(__name__)
 
-Result = TypeVar("Result")
+# The kernels of `triton.py`, by the name that begins the warning.
+PRODUCTS = "The Triton kernels of Toeplitz products"
 
 # From the name of kernels to the reason why they are not used any more in this process.
 FAILED: dict[str, str] = {}
 
 
-def attempt(kernels: str, compute: Callable[[], Result], instead: Callable[[], Result]) -> Result:
-    """`compute()` by some kernels, or `instead()` once they have failed.
-
-    Args:
-        kernels: their name, which begins the warning.
+def attempt(kernels: str, compute: Callable, instead: Callable):
+    """`compute()` by the kernels of this name, or `instead()` once they have failed.
 
     Raises:
         torch.OutOfMemoryError: the device has no memory left, which says nothing about the kernels.
-        Exception: any error in Triton's interpreter, which tests use, and while a CUDA graph is captured.
+        Exception: any error in Triton's interpreter, and while a CUDA graph is captured, which forbids much.
     """
     if kernels not in FAILED:
         try:
             return compute()
         except Exception as error:  # compilers, drivers and loaders have many
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            if isinstance(error, torch.OutOfMemoryError) or is_interpreted() or is_captured():
+            captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+            if isinstance(error, torch.OutOfMemoryError) or is_interpreted() or captured:
                 raise
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             if "out of memory" in reason:  # of the driver, for the code of a kernel
                 raise torch.OutOfMemoryError(reason) from error
             FAILED[kernels] = reason
@@ -52,16 +50,9 @@ def runs_on(device: torch.device) -> bool:
 @lru_cache
 def is_recent_gpu(device: torch.device) -> bool:
     """Whether a device is a GPU of NVIDIA of compute capability 8.0 or newer."""
-    if device.type != "cuda" or torch.version.hip:
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 0)
+    return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def is_interpreted() -> bool:
-    """Whether Triton computes on the CPU."""
+    """Whether Triton's interpreter computes, on the CPU: slowly, for tests."""
     return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-def is_captured() -> bool:
-    """Whether a CUDA graph is captured, during which much is forbidden."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -10,19 +10,12 @@ what was read last is still in the cache, and writes (1) over the logits. With f
 block of 1,024 threads), the second pass finds much of its row in the cache.
 
 Rows are read in the dtype of the logits; all arithmetic is float32. Each number is written by the thread that reads
-it, so equal inputs give equal bits.
-
-This file is imported only where Triton is installed. With the environment variable TRITON_INTERPRET=1, Triton
-computes on the CPU, slowly; tests do.
+it, so equal inputs give equal bits. This file is imported only where Triton is installed.
 """
 
 import torch
-
-try:  # transformers refuses files of a checkpoint that need packages which are not there, except inside `try`
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError("the loss kernel needs the package triton, which is not installed") from error
+import triton
+import triton.language as tl
 
 # Numbers of a row that a program has at a time, and those of a thread: 16 bytes in half precision.
 BLOCK = 8192
@@ -73,9 +66,7 @@ def loss_kernel(
             tl.store(z + place, p.to(z.dtype.element_ty), mask=place < columns)
 
 
-def fill_by_kernel(
-    z: torch.Tensor, words: int, labels: torch.Tensor, losses: torch.Tensor, ignore_index: int, write: bool
-):
+def fill_by_kernel(z: torch.Tensor, words: int, labels, losses, ignore_index: int, write: bool):
     """`loss.fill_by_pytorch` for contiguous logits and labels and float32 `losses`, with any padding.
 
     A label outside [0, words) gives a loss that is not a number.

@@ -8,7 +8,9 @@ a third of the launches of a layer; stacked, all encoders take those of one. The
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import compress
 from math import isqrt
 
 import torch
@@ -17,13 +19,11 @@ from transformers.utils.generic import maybe_autocast
 
 from ..extensions import extensions
 from ..mixers import TnnS4Mixer
-from ..numerics import is_fused, is_plain, must_be_eager
+from ..numerics import is_fused, is_plain, is_traced, must_be_eager
 from ..tno import ToeplitzOperator, kernel_arguments
 from ..tno_auto import TwoAxisOperator
 from ..tno_rtf import RtfOperator
 from ..tno_s4d import S4dOperator
-
-PACKAGE = "modeling_tnn"
 
 # Where PyTorch and transformers define activations, and what holds them.
 ACTIVATIONS = tuple(f"torch.nn.modules.{name}" for name in ("activation", "container", "linear"))
@@ -39,30 +39,26 @@ LARGEST = 2**27
 
 
 def kernels_of_layers(layers: Sequence[nn.Module], hidden_states: torch.Tensor) -> Sequence:
-    """The kernels of the layers of a model for `hidden_states` `(B, L, d)`; None for each that must make its own.
+    """The kernels of layers for `hidden_states` `(B, L, d)`; None for attention, and for each that makes its own."""
+    mixes = [getattr(layer, "attention", None) is None for layer in layers]
+    kernels = iter(kernels_together(list(compress(layers, mixes)), hidden_states) or ())
+    return [next(kernels, None) if mixing else None for mixing in mixes]
 
-    Attention has none.
-    """
-    mixed = [layer for layer in layers if getattr(layer, "attention", None) is None]
-    if len(mixed) < len(layers):
-        kernels = iter(kernels_of_layers(mixed, hidden_states))
-        return [None if getattr(layer, "attention", None) is not None else next(kernels) for layer in layers]
-    apart, length, device = [None] * len(layers), hidden_states.shape[1], hidden_states.device
-    if must_be_eager() or len(layers) < 2:
-        return apart
-    if not all(is_ours(layer) and is_ours(layer.mixer) for layer in layers):
-        return apart
-    operators = [layer.mixer.tno for layer in layers]
+
+def kernels_together(layers: Sequence[nn.Module], hidden_states: torch.Tensor) -> list | None:
+    """The kernels of layers without attention in one go, or None if each of them must make its own."""
+    if must_be_eager() or len(layers) < 2 or not all(is_ours(layer) and is_ours(layer.mixer) for layer in layers):
+        return None
+    operators, device = [layer.mixer.tno for layer in layers], hidden_states.device
     # A layer whose activations are computed again computes its kernel again too.
     recomputed = any(layer.gradient_checkpointing and layer.training for layer in layers)
     if recomputed or not are_alike(operators, device) or not is_fused(operators[0].implementation):
-        return apart
+        return None
     dtype = hidden_states.dtype if isinstance(layers[0].mixer, TnnS4Mixer) else projected_dtype(hidden_states)
-    like = hidden_states.new_empty(*hidden_states.shape[:2], 0, dtype=dtype)
-    first = operators[0]
-    taps = min(kernel_arguments(first, like)[0], first.kernel_length() or length)
+    like, first = hidden_states.new_empty(*hidden_states.shape[:2], 0, dtype=dtype), operators[0]
+    taps = min(kernel_arguments(first, like)[0], first.kernel_length() or hidden_states.shape[1])
     if len(layers) * first.channels * taps * (1 if first.causal else 2) > LARGEST:
-        return apart
+        return None
     with maybe_autocast(device_type=device.type, enabled=False):
         return kernels_of_operators(operators, like)
 
@@ -76,11 +72,7 @@ def projected_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 def kernels_of_operators(operators: Sequence[ToeplitzOperator], v: torch.Tensor) -> list:
-    """The `kernel_of` each of several operators, which are alike, in one go.
-
-    Args:
-        v: `(B, L, ...)`, of the shape, dtype and device of the inputs.
-    """
+    """The `kernel_of` each of operators that are alike, in one go, for inputs like `v` `(B, L, ...)`."""
     first = operators[0]
     if isinstance(first, TwoAxisOperator):
         axes, line = ([one.rows for one in operators], [one.columns for one in operators]), v[:, : isqrt(v.shape[1])]
@@ -89,20 +81,13 @@ def kernels_of_operators(operators: Sequence[ToeplitzOperator], v: torch.Tensor)
         # One operator with all filters: its fused function saves only its inputs, which `vmap` would not.
         kernels = joined(operators, first.channel_parameters).kernel_of(v.shape[1], v.device)
         return list(kernels.unflatten(0, (len(operators), -1)).unbind())
-    given = kernel_arguments(first, v)
-    if first.regions is not None and first.training:
-        return unstacked(first.regions(stacked_in_graph, KernelOf(first), named_groups(operators), *given))
-    return unstacked(stacked(operators, lambda operator: operator.kernel_of(*given)))
-
-
-def stacked(modules: Sequence[nn.Module], function: Callable[[nn.Module], torch.Tensor | tuple]):
-    """`function(module)` of each of several modules that are alike, in one go, stacked."""
-    parameters = [torch.stack(group) for group in zip(*map(own_parameters, modules), strict=True)]
-    for parameter in parameters:
-        if parameter.requires_grad:
-            # Some gradients are transposes, of which each layer would copy its part.
-            parameter.register_hook(lambda gradient: gradient.contiguous().flatten().view(gradient.shape))
-    return torch.vmap(lambda given: function(with_parameters(modules[0], iter(given))))(parameters)
+    names = [name for name, _ in first.named_parameters("operator", remove_duplicate=False)]
+    groups = dict(zip(names, zip(*map(own_parameters, operators), strict=True), strict=True))
+    compute = partial(first.regions, stacked) if first.regions is not None and first.training else stacked
+    kernels = compute(KernelOf(first), groups, *kernel_arguments(first, v))
+    if isinstance(kernels, tuple):
+        return list(zip(*(part.unbind() for part in kernels), strict=True))
+    return list(kernels.unbind())
 
 
 class KernelOf(nn.Module):
@@ -116,31 +101,22 @@ class KernelOf(nn.Module):
         return self.operator.kernel_of(*given)
 
 
-def named_groups(operators: Sequence[nn.Module]) -> dict[str, list[torch.Tensor]]:
-    """The parameters of several operators that are alike, by their names in a `KernelOf`."""
-    groups = zip(*(operator.named_parameters(prefix="operator") for operator in operators), strict=True)
-    return {group[0][0]: [parameter for _, parameter in group] for group in groups}
-
-
-def stacked_in_graph(module: KernelOf, groups: dict[str, list[torch.Tensor]], *given):
-    """`stacked` for torch.compile, which cannot record the copy of a module. `given` are arguments of `kernel_of`."""
+def stacked(module: KernelOf, groups: dict[str, Sequence[torch.Tensor]], *given) -> torch.Tensor | tuple:
+    """The kernels of operators that are alike, stacked: `module` with each of their parameters, which are `groups`."""
     parameters = {name: torch.stack(group) for name, group in groups.items()}
-    return torch.vmap(lambda one: torch.func.functional_call(module, one, given))(parameters)
-
-
-def unstacked(results: torch.Tensor | tuple) -> list:
-    """The results of each module from those of `stacked`."""
-    if isinstance(results, tuple):
-        return list(zip(*(part.unbind() for part in results), strict=True))
-    return list(results.unbind())
+    if is_traced():  # torch.compile cannot record the copy of a module
+        return torch.vmap(lambda one: torch.func.functional_call(module, one, given))(parameters)
+    for parameter in parameters.values():
+        if parameter.requires_grad:
+            # Some gradients are transposes, of which each layer would copy its part.
+            parameter.register_hook(lambda gradient: gradient.contiguous().flatten().view(gradient.shape))
+    return torch.vmap(lambda one: with_parameters(module.operator, iter(one.values())).kernel_of(*given))(parameters)
 
 
 def joined(modules: Sequence[nn.Module], filters: dict[str, int]) -> nn.Module:
-    """One module with the rows of several that are alike.
+    """One module with the rows of several that are alike, filter by filter.
 
-    Args:
-        filters: for the name of each parameter the number of filters whose rows it has, see `channels.py`. The rows of
-            a filter come together.
+    `filters` are those of each parameter: so many have their rows in it, see `parallel/channels.py`.
     """
     names = [name for name, one in modules[0]._parameters.items() if one is not None]
     groups = zip(names, zip(*map(own_parameters, modules), strict=True), strict=True)
@@ -172,26 +148,19 @@ def are_alike(modules: Sequence[nn.Module], device: torch.device) -> bool:
     first, *others = modules
     # An adapter or a quantizer puts in classes of its own.
     known = is_ours(first) or (type(first).__module__.startswith(ACTIVATIONS) and not first._parameters)
-    if not (known and all(map(is_plain, modules))) or first._buffers:
+    if not (known and all(map(is_plain, modules))) or any(one._buffers for one in modules):
         return False
     kinds, children = kinds_of(first), first._modules.keys()
+    if any(kind is not None and kind[-1] != device for kind in kinds.values()):
+        return False
     settings = [(name, x) for name, x in vars(first).items() if name[0] != "_" and name not in OF_THE_LAYER]
     for one in others:
         theirs = vars(one)
-        if type(one) is not type(first) or theirs.keys() != vars(first).keys() or one._buffers:
+        if type(one) is not type(first) or theirs.keys() != vars(first).keys() or one._modules.keys() != children:
             return False
-        if kinds_of(one) != kinds or one._modules.keys() != children:
+        if kinds_of(one) != kinds or not all(x is theirs[name] or is_same(x, theirs[name]) for name, x in settings):
             return False
-        if not all(x is theirs[name] or is_same(x, theirs[name]) for name, x in settings):
-            return False
-    if any(kind is not None and kind[-1] != device for kind in kinds.values()):
-        return False
     return all(are_alike([one._modules[name] for one in modules], device) for name in children)
-
-
-def is_ours(module: nn.Module) -> bool:
-    """Whether this package defines the class."""
-    return type(module).__module__.startswith(f"{PACKAGE}.")
 
 
 def kinds_of(module: nn.Module) -> dict[str, tuple | None]:
@@ -203,6 +172,11 @@ def kinds_of(module: nn.Module) -> dict[str, tuple | None]:
 def is_same(a: object, b: object) -> bool:
     """Whether two settings have the same plain value."""
     return type(a) is type(b) and isinstance(a, PLAIN) and a == b
+
+
+def is_ours(module: nn.Module) -> bool:
+    """Whether this package defines the class."""
+    return type(module).__module__.startswith("modeling_tnn.")
 
 
 extensions.register(kernels_of_layers=kernels_of_layers)

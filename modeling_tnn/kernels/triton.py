@@ -24,55 +24,25 @@ other parts. So there are two sums for a tap, and they are added afterwards.
 Operands have the dtype of `v`, sums are float32 (of float32 operands by three products in TF32). The sizes of tiles
 follow from the shapes, and nothing is added by atomic operations: equal inputs give equal bits. The programs of one
 channel are neighbours, so that its entries are read from memory once, and then from the cache. Higher derivatives are
-those of `toeplitz_fused.eager_windows`.
-
-This file is imported only where Triton is installed. With the environment variable TRITON_INTERPRET=1, Triton
-computes on the CPU, slowly; tests do.
+those of `toeplitz_fused.eager_windows`. This file is imported only where Triton is installed.
 """
 
 from collections.abc import Sequence
 from functools import partial
 
 import torch
+import triton
+import triton.language as tl
 from torch import nn
 from transformers.activations import GELUActivation, LinearActivation, SiLUActivation
 
 from ..numerics import next_fast_len
-from ..toeplitz_fused import (
-    NO_GATE,
-    Activation,
-    Gate,
-    differentiable_gradients,
-    eager_windows,
-    must_differentiate,
-    single_window,
-)
-from .fallback import FAILED, attempt, runs_on
-
-try:  # transformers refuses files of a checkpoint that need packages which are not there, except inside `try`
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError("tno_implementation='triton' needs the package triton, which is not installed") from error
-
-# Their name where they fail.
-KERNELS = "The Triton kernels of Toeplitz products"
-
-# What the kernels take: taps on both sides together, positions of all sequences (offsets in a channel have 32 bits),
-# and dtypes of inputs.
-MOST_TAPS, MOST_POSITIONS = 2**12, 2**25
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+from ..toeplitz_fused import NO_GATE, Gate, differentiable_gradients, eager_windows, must_differentiate, single_window
+from .fallback import PRODUCTS, attempt
 
 # Activations that the kernels have, by their classes.
-FUNCTIONS = {
-    type(None): "none",
-    nn.Identity: "none",
-    nn.ReLU: "relu",
-    nn.SiLU: "silu",
-    LinearActivation: "none",
-    GELUActivation: "gelu",
-    SiLUActivation: "silu",
-}
+FUNCTIONS = {nn.ReLU: "relu", nn.SiLU: "silu", SiLUActivation: "silu", GELUActivation: "gelu"}
+FUNCTIONS |= dict.fromkeys((type(None), nn.Identity, LinearActivation), "none")
 
 # Rows of a tile (128 were slower), and zeros before and after the taps of a channel: two tiles. Then the loads of a
 # tile need no test.
@@ -87,6 +57,9 @@ LARGE = (9, 10)
 
 # Columns at a time, entries of a window, warps and stages of the gradient of the taps, likewise.
 TAP_SIZES = {2: (64, 128, 4, 3), 4: (16, 128, 4, 3)}
+
+# How the tensor cores multiply operands of two bytes and of four: as three products, with an error of float32.
+PRECISION = {2: "tf32", 4: "tf32x3"}
 
 # Channels and positions of a program of the pointwise kernel, and numbers of one of the padding kernel.
 CHANNELS, NUMBERS, BLOCK = 32, 64, 1024
@@ -240,61 +213,46 @@ def tap_gradient_kernel(
 class TiledConvolution(torch.autograd.Function):
     """The gated convolution above on channel-major views.
 
-    Inputs: `v` `(D, B, L)`; float32 `kernel` `(D, K)`; `u` `(D, B, L)` or None; `mask` `(B, L)` or None; `act` with a
-    `function`, or None; `first`.
+    Inputs: `v` `(D, B, L)`; float32 `kernel` `(D, K)`; `u` `(D, B, L)` or None; `mask` `(B, L)` or None; `act` of
+    the `FUNCTIONS`; `first`.
     """
 
     @staticmethod
     def forward(ctx, v, kernel, u, mask, act, first: int) -> torch.Tensor:
         mixed = v.new_empty(v.shape) if u is not None and any(ctx.needs_input_grad[:3]) else None
+        windows = single_window(next_fast_len(v.shape[2] + max(first, kernel.shape[1] - 1 - first)), first)
 
         def by_tiles() -> tuple:
             taps = padded(kernel, v.dtype)
             return product(pointwise(v, mask, act)[0], kernel, first, mask, act, u, mixed, taps=taps), taps
 
-        h, taps = attempt(KERNELS, by_tiles, lambda: (by_operations(v, kernel, u, mask, act, first), None))
+        h, taps = attempt(PRODUCTS, by_tiles, lambda: (eager_windows(v, kernel, u, mask, act, windows), None))
         ctx.save_for_backward(v, kernel, u, mask, mixed, taps)
-        ctx.act, ctx.first = act, first
+        ctx.act, ctx.first, ctx.windows = act, first, windows
         return h
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor):
-        v, kernel, u, mask, mixed, taps = ctx.saved_tensors
-        needed, act, first = ctx.needs_input_grad, ctx.act, ctx.first
-
-        def by_autograd() -> tuple:
-            eager = partial(by_operations, mask=mask, act=act, first=first)
-            return differentiable_gradients(eager, (v, kernel, u), needed, gradient)
-
-        def by_tiles() -> tuple:
-            return tile_gradients(gradient, v, kernel, u, mask, mixed, act, first, needed[:3], taps)
-
-        found = by_autograd() if must_differentiate(gradient) else attempt(KERNELS, by_tiles, by_autograd)
+        (v, kernel, u, mask, mixed, taps), needed, act = ctx.saved_tensors, ctx.needs_input_grad[:3], ctx.act
+        eager = partial(eager_windows, mask=mask, act=act, windows=ctx.windows)
+        by_autograd = partial(differentiable_gradients, eager, (v, kernel, u), needed, gradient)
+        by_tiles = partial(tile_gradients, gradient, v, kernel, u, mask, mixed, act, ctx.first, needed, taps)
+        found = by_autograd() if must_differentiate(gradient) else attempt(PRODUCTS, by_tiles, by_autograd)
         return *found, None, None, None
 
 
-def by_operations(v, kernel, u, mask, act, first: int) -> torch.Tensor:
-    """The result of `TiledConvolution` for the same arguments, by operations that autograd can differentiate."""
-    size = next_fast_len(v.shape[2] + max(first, kernel.shape[1] - 1 - first))
-    return eager_windows(v, kernel, u, mask, act, single_window(size, first))
-
-
-def tile_gradients(
-    gradient, v, kernel, u, mask, mixed, act, first: int, wanted: Sequence[bool], taps: torch.Tensor | None = None
-) -> tuple:
+def tile_gradients(gradient, v, kernel, u, mask, mixed, act, first: int, wanted: Sequence[bool], taps=None) -> tuple:
     """The gradients of `v`, `kernel` and `u`, each None unless wanted, from that of the result.
 
     The arguments are those of `TiledConvolution`, the `mixed` values (the result without the gate) and the `taps` of
     `padded`, if they are known.
     """
-    want_v, want_kernel, want_u = wanted
-    num_taps, v_gradient, kernel_gradient = kernel.shape[1], None, None
+    (want_v, want_kernel, want_u), num_taps, v_gradient = wanted, kernel.shape[1], None
     x, g, u_gradient = pointwise(v, mask, act, want_kernel, gradient, u, mixed)
     g = rows(g)
-    if want_kernel:
-        kernel_gradient = tap_gradient(g, x, num_taps, first)
+    kernel_gradient = tap_gradient(g, x, num_taps, first) if want_kernel else None
     if want_v:
-        side = v if function(act) != "none" else None
+        side = v if FUNCTIONS[type(act)] != "none" else None
         v_gradient = product(g, kernel, num_taps - 1 - first, mask, act, side, backward=True, taps=taps)
     return v_gradient, kernel_gradient, u_gradient if want_u else None
 
@@ -304,30 +262,10 @@ def tiled_convolution(v: torch.Tensor, kernel: torch.Tensor, first: int, gate: G
 
     An activation that the kernels do not have is computed around them.
     """
-    if function(gate.act) is None:
+    if type(gate.act) not in FUNCTIONS:
         return gate.apply(tiled_convolution(gate.inputs(v), kernel, first), "fused")
     u = None if gate.u is None else gate.u.permute(2, 0, 1)
     return TiledConvolution.apply(v.permute(2, 0, 1), kernel, u, gate.mask, gate.act, first).permute(1, 2, 0)
-
-
-def function(act: Activation | None) -> str | None:
-    """The name of an activation in the kernels, or None if they do not have it."""
-    return FUNCTIONS.get(type(act))
-
-
-def refused(v: torch.Tensor, taps: int, dtype: torch.dtype) -> str | None:
-    """Why the kernels cannot compute a product of `v` `(B, L, D)` with so many `taps` in `dtype`, or None."""
-    if KERNELS in FAILED:
-        return FAILED[KERNELS]
-    if not runs_on(v.device):
-        return f"needs a GPU of NVIDIA of compute capability 8.0 or newer, got {v.device}"
-    if dtype is not torch.float32 or v.dtype not in DTYPES:
-        return f"takes float32, bfloat16 and float16, got {v.dtype} with a filter of {dtype}"
-    if taps > MOST_TAPS:
-        return f"takes at most {MOST_TAPS:,} taps, got {taps:,}"
-    if v.shape[0] * v.shape[1] > MOST_POSITIONS:
-        return f"takes at most {MOST_POSITIONS:,} positions, got {v.shape[0] * v.shape[1]:,}"
-    return None
 
 
 def pointwise(v, mask, act, activate=True, h=None, u=None, mixed=None) -> tuple[torch.Tensor | None, ...]:
@@ -335,7 +273,7 @@ def pointwise(v, mask, act, activate=True, h=None, u=None, mixed=None) -> tuple[
 
     `mixed` is y; without `u` its gradient is `h`. One launch, or none if nothing changes.
     """
-    activate = activate and (function(act) != "none" or mask is not None)
+    activate = activate and (FUNCTIONS[type(act)] != "none" or mask is not None)
     x = v.new_empty(v.shape) if activate else v
     g, u_gradient = (h, None) if u is None else (v.new_empty(v.shape), v.new_empty(v.shape, dtype=u.dtype))
     if not activate and u is None:
@@ -348,7 +286,7 @@ def pointwise(v, mask, act, activate=True, h=None, u=None, mixed=None) -> tuple[
     with torch.cuda.device_of(v):
         pointwise_kernel[(grid,)](
             given[0], as_bytes(mask), x if activate else None, given[1], given[2], mixed, None if u is None else g,
-            u_gradient, *strides, channels, numbers, ACT=function(act), CHANNELS=CHANNELS, NUMBERS=NUMBERS,
+            u_gradient, *strides, channels, numbers, ACT=FUNCTIONS[type(act)], CHANNELS=CHANNELS, NUMBERS=NUMBERS,
         )  # fmt: skip
     return x, g, u_gradient
 
@@ -369,8 +307,8 @@ def product(v, kernel, first, mask, act, side=None, mixed=None, backward=False, 
         product_kernel[(grid,)](
             v, taps, out, as_bytes(mask), side, mixed,
             v.stride(0), taps.stride(0), 0 if side is None else side.stride(0), batch, length, num_taps, first,
-            ACT=function(act), BACKWARD=backward, PRECISION=precision(v.dtype), ROWS=ROWS, COLUMNS=columns,
-            num_warps=warps, num_stages=stages,
+            ACT=FUNCTIONS[type(act)], BACKWARD=backward, PRECISION=PRECISION[v.element_size()],
+            ROWS=ROWS, COLUMNS=columns, num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return out
 
@@ -411,7 +349,7 @@ def tap_gradient(g: torch.Tensor, x: torch.Tensor, num_taps: int, first: int) ->
     with torch.cuda.device_of(x):
         tap_gradient_kernel[(channels * windows,)](
             g, x, sums, g.stride(0), x.stride(0), batch, length, windows, (tap - first) // ROWS, tap,
-            PRECISION=precision(x.dtype), ROWS=ROWS, COLUMNS=columns, WINDOW=window,
+            PRECISION=PRECISION[x.element_size()], ROWS=ROWS, COLUMNS=columns, WINDOW=window,
             num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return sums[:, 0, :num_taps] + sums[:, 1, :num_taps]
@@ -425,8 +363,3 @@ def rows(x: torch.Tensor) -> torch.Tensor:
 def as_bytes(mask: torch.Tensor | None) -> torch.Tensor | None:
     """A mask `(B, L)` as numbers without gaps."""
     return None if mask is None else mask.contiguous().view(torch.uint8)
-
-
-def precision(dtype: torch.dtype) -> str:
-    """How the tensor cores multiply: float32 as three products, with an error of float32."""
-    return "tf32x3" if dtype is torch.float32 else "tf32"

@@ -18,7 +18,7 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
 
 
 def rounded_product(v: torch.Tensor, kernel: torch.Tensor, first: int, gate: Gate = NO_GATE) -> torch.Tensor:
-    """As `kernels.choice.triton_product`: inputs, activated inputs, taps and result are rounded, sums are not."""
+    """As `kernels.triton.tiled_convolution`: inputs, activated inputs, taps and result are rounded, sums are not."""
     x = rounded(gate.inputs(rounded(v)))
     y = by_operations(x, rounded(kernel), first)
     return rounded(y if gate.u is None else gate.act(rounded(gate.u)) * y)

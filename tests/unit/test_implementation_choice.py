@@ -1,6 +1,8 @@
 """Which product computes: by name, by the rule of `auto`, and by what can run."""
 
 import json
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -129,7 +131,8 @@ def test_nothing_is_said_of_auto(caplog):
 def test_the_chosen_product_computes(recent_gpu, monkeypatch):
     """Kernels are cut to the sequence before the number of taps counts."""
     called = []
-    monkeypatch.setattr(choice, "triton_product", lambda v, kernel, *_: called.append(kernel.shape[1]) or v)
+    kernels = SimpleNamespace(tiled_convolution=lambda v, kernel, *_: called.append(kernel.shape[1]) or v)
+    monkeypatch.setitem(sys.modules, "modeling_tnn.kernels.triton", kernels)
     for length, taps in ((20, 8), (8, 600), (600, 600)):
         causal_toeplitz_matmul(random(2, length, 3).float(), random(3, taps).float(), "auto")
     causal_toeplitz_matmul(torch.ones(0, 5, 3), torch.ones(3, 2), "auto")  # no sequence: nothing to compute

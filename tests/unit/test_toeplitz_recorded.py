@@ -13,7 +13,7 @@ from modeling_tnn.compile import product as recorded
 from modeling_tnn.compile.product import convolution, convolution_gradients
 from modeling_tnn.kernels import choice
 from modeling_tnn.toeplitz import causal_toeplitz_matmul, filter_by_response, toeplitz_matmul
-from modeling_tnn.toeplitz_fused import NO_GATE, fused_convolution, window_gradients
+from modeling_tnn.toeplitz_fused import fused_convolution, window_gradients
 
 # Operator, causal, with a mask.
 FEW = [("rpe", True, False), ("fd", True, True), ("ski", False, True)]
@@ -125,15 +125,15 @@ def test_products(kind, dtype):
         assert_same(*found, tolerance)
 
 
-@pytest.mark.parametrize("shape", [(2, 30, 3), (0, 30, 3), (2, 30, 0), (1, 3, 1)])
+@pytest.mark.parametrize("shape", [(3, 2, 30), (3, 0, 30), (0, 2, 30), (1, 1, 3)])
 def test_operators(shape):
     """PyTorch's own checks: schema, fake tensors, gradients, and graphs of any shape."""
-    x, kernel = torch.randn(shape, dtype=torch.float64), torch.randn(shape[2], 5, dtype=torch.float64)
-    for tensor, taps in ((x, kernel), (x.permute(2, 0, 1).contiguous().permute(1, 2, 0), kernel.t().contiguous().t())):
+    x, kernel = torch.randn(shape, dtype=torch.float64), torch.randn(shape[0], 5, dtype=torch.float64)
+    for tensor, taps in ((x, kernel), (x.permute(1, 2, 0).contiguous().permute(2, 0, 1), kernel.t().contiguous().t())):
         arguments = (tensor.detach().requires_grad_(), taps.detach().requires_grad_(), 2, None, "fused")
         torch.library.opcheck(convolution, arguments)
-        for wanted in ((True, True), (True, False), (False, True)):
-            given = (tensor, tensor, taps, 2, None, "fused", *wanted)
+        for wanted in ([True, True], [True, False], [False, True]):
+            given = (tensor, tensor, taps, 2, None, "fused", wanted)
             tests = ("test_schema", "test_faketensor")
             torch.library.opcheck(convolution_gradients, given, test_utils=tests)
 
@@ -143,9 +143,9 @@ def triton_of_the_cpu(monkeypatch) -> list[str]:
     """A stand-in for the Triton kernels, and what was called of them. Their inputs have no gaps."""
     called = []
 
-    def product(x, kernel, first, gate):
+    def product(x, kernel, first):
         called.append("product")
-        assert x.permute(2, 0, 1).is_contiguous() and gate == NO_GATE
+        assert x.permute(2, 0, 1).is_contiguous()
         return fused_convolution(x, kernel, recorded.windows_of(x, kernel, first))
 
     def tile_gradients(g, x, kernel, u, mask, mixed, act, first, wanted):
@@ -153,7 +153,7 @@ def triton_of_the_cpu(monkeypatch) -> list[str]:
         windows = recorded.windows_of(x.permute(1, 2, 0), kernel, first)
         return window_gradients(g, x, kernel, u, mask, mixed, act, windows, wanted)
 
-    kernels = SimpleNamespace(tiled_convolution=product, tile_gradients=tile_gradients, KERNELS="kernels")
+    kernels = SimpleNamespace(tiled_convolution=product, tile_gradients=tile_gradients)
     monkeypatch.setitem(sys.modules, "modeling_tnn.kernels.triton", kernels)
     monkeypatch.setattr(choice, "refused_by_triton", lambda *_: None)
     monkeypatch.setattr(numerics, "HOST_DEVICES", ())
