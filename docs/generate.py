@@ -32,18 +32,16 @@ from tnn_scripts.presets import HEADS, about, cells, grouped_presets, recipe_fil
 
 PAGES = Path(__file__).parent / "pages" / "reference"
 NOTE = "<!-- Written by docs/generate.py. -->\n\n"
-# A field of the docstring: "name (`type`[, *optional*]): meaning", to the next one.
-FIELD = re.compile(r"^        (\w+) \((.*?)\):\s(.*?)(?=^        \w+ \(|\Z)", re.MULTILINE | re.DOTALL)
+# A field of the docstring: "name[ (defaults to ...)]: meaning", to the next one.
+FIELD = re.compile(r"^        (\w+)(?: \(defaults to (.*?)\))?: (.*?)(?=^        \w|\Z)", re.MULTILINE | re.DOTALL)
 # Not chosen, but written when a model is saved.
 BOOKKEEPING = ("tno_class", "converted_from")
 
 
 def configuration_page() -> str:
     """Every field of TnnConfig with its type, default, meaning, and the presets that set another value."""
-    described = {
-        name: (kind.split(",")[0], kind.partition("defaults to ")[2], " ".join(meaning.split()))
-        for name, kind, meaning in FIELD.findall(TnnConfig.__doc__.split("Args:\n")[1].split("    Raises:")[0])
-    }
+    described = FIELD.findall(TnnConfig.__doc__.split("Args:\n")[1].split("    Raises:")[0])
+    described = {name: (default, " ".join(meaning.split())) for name, default, meaning in described}
     defaults = {field.name: field.default for field in fields(TnnConfig)}
     changed = defaultdict(lambda: defaultdict(list))
     for preset, folder in preset_folders().items():
@@ -56,9 +54,10 @@ def configuration_page() -> str:
         "The fields of `TnnConfig`, in the order of the class. A default in words or with the name of a field follows "
         "from other fields. The presets named are those that set another value.\n",
     ]
-    for name, (kind, default, meaning) in described.items():
+    for name, (default, meaning) in described.items():
+        kind = getattr(TnnConfig.__annotations__[name], "__name__", None) or str(TnnConfig.__annotations__[name])
         default = (default or "`null`") if defaults[name] is None else f"`{json.dumps(defaults[name])}`"
-        parts.append(f"### `{name}`\n\n{kind}, default {default}. {meaning}\n")
+        parts.append(f"### `{name}`\n\n`{kind.removesuffix(' | None')}`, default {default}. {meaning}\n")
         if name not in BOOKKEEPING and changed[name]:
             values = (f"`{value}` in {_list(presets)}" for value, presets in sorted(changed[name].items()))
             parts.append(f"Presets: {'; '.join(values)}.\n")

@@ -19,11 +19,8 @@ from transformers import PreTrainedConfig
 from .extensions import IMPLEMENTATIONS, extensions
 from .hub import AUTO_MAP, own_classes, save_code
 
-TOEPLITZ, FULL, SLIDING = "toeplitz", "full_attention", "sliding_attention"
-LAYER_TYPES = (TOEPLITZ, FULL, SLIDING)
-
-GTU, HYENA, S4 = "gtu", "hyena", "s4"
-MIXERS = (GTU, HYENA, S4)
+LAYER_TYPES = TOEPLITZ, FULL, SLIDING = "toeplitz", "full_attention", "sliding_attention"
+MIXERS = GTU, HYENA, S4 = "gtu", "hyena", "s4"
 
 # The operators of this package, each with its directions: whether `causal` may be True, and False.
 DIRECTIONS = {
@@ -74,40 +71,28 @@ def between(least: int, most: int) -> Limit:
     return lambda value: least <= value <= most, f"in [{least}, {most:,}]"
 
 
-# A configuration may come from an unknown source. Sizes that no machine can hold are refused before allocation.
+# A configuration may come from an unknown source: sizes that no machine can hold are refused before allocation.
 LARGEST_SIZE = 2**24
+MOST_LABELS = 2**16  # a longer list of labels must name them, in `id2label`
 
-PROBABILITY = (lambda value: 0 <= value < 1, "in [0, 1)")
-RATE = (lambda value: 0 < value <= 1, "in (0, 1]")
-STEP = (lambda value: 0 < value <= 1000, "in (0, 1000]")
-POSITIVE = (lambda value: 0 < value < math.inf, "a finite number above 0")
-
+DROPOUTS = ("hidden_dropout_prob", "classifier_dropout", "attention_dropout")
+POSITIVE = ("initializer_range", "layer_norm_eps")
 # The limits of single fields: a predicate, and the text that follows "must be" in the error. Integers without an entry
 # here are sizes (`SIZES`).
 LIMITS: dict[str, Limit] = {name: one_of(allowed) for name, allowed in CHOICES.items()} | {
     "layer_types": (set(LAYER_TYPES).issuperset, f"a list of {', '.join(map(repr, LAYER_TYPES))}"),
     "num_hidden_layers": between(1, 2**10),
-    # transformers' cache of a window of one token would store all tokens.
-    "sliding_window": between(2, LARGEST_SIZE),
-    # Longer filters are what the operator is for.
-    "short_conv_kernel": between(1, 64),
+    "sliding_window": between(2, LARGEST_SIZE),  # transformers' cache of one token would store all tokens
+    "short_conv_kernel": between(1, 64),  # longer filters are what the operator is for
     "rpe_layers": between(0, 2**7),
     "rpe_window": (lambda value: value >= 1, "at least 1"),
     "fd_resolution": ({2**power for power in range(26)}.__contains__, f"a power of two in [1, {2**25:,}]"),
-    "initializer_range": POSITIVE,
-    "layer_norm_eps": POSITIVE,
-    "decay": RATE,
-    "ski_decay": RATE,
-    "s4d_dt_min": STEP,
-    "s4d_dt_max": STEP,
-    "hidden_dropout_prob": PROBABILITY,
-    "classifier_dropout": PROBABILITY,
-    "attention_dropout": PROBABILITY,
+    **dict.fromkeys(("decay", "ski_decay"), (lambda value: 0 < value <= 1, "in (0, 1]")),
+    **dict.fromkeys(("s4d_dt_min", "s4d_dt_max"), (lambda value: 0 < value <= 1000, "in (0, 1000]")),
+    **dict.fromkeys(DROPOUTS, (lambda value: 0 <= value < 1, "in [0, 1)")),
+    **dict.fromkeys(POSITIVE, (lambda value: 0 < value < math.inf, "a finite number above 0")),
 }
 ACTIVATIONS = ("hidden_act", "rpe_act", "fd_act", "mlp_act", "classifier_act")
-
-# A longer list of labels must name them, in `id2label`.
-MOST_LABELS = 2**16
 
 # Grids of kernels are no parameters: a small folder could ask for any size.
 SHORTEST_GRID, LONGEST_GRID, GRID_OF_LENGTH = 2**16, 2**19, 128
@@ -115,9 +100,6 @@ GRID_FIELDS = {"fd": ("fd_resolution",), "ski": ("ski_grid_length",), "rtf": ("r
 
 # With gated Toeplitz units these fields have their defaults and are not saved.
 MIXER_FIELDS = {"toeplitz_mixer", "short_conv_kernel", "hyena_rank", "hyena_norm"}
-
-# Default width of a head.
-HEAD_DIM = 64
 
 # The rotary positions that are possible, and the numbers that each needs. Frequencies that follow from the length of
 # the sequence ("dynamic", "longrope") are not: the outputs at the first tokens would change with later tokens.
@@ -141,7 +123,7 @@ def _in_attention(derive: Callable) -> Callable:
 # Fields that follow from others unless they are set, each from those before it.
 DERIVED_LAYERS: dict[str, Callable[["TnnConfig"], Any]] = {
     "layer_types": lambda config: [TOEPLITZ] * config.num_hidden_layers,
-    "num_attention_heads": _in_attention(lambda config: max(1, config.hidden_size // HEAD_DIM)),
+    "num_attention_heads": _in_attention(lambda config: max(1, config.hidden_size // 64)),
     "num_key_value_heads": _in_attention(lambda config: config.num_attention_heads),
     "head_dim": _in_attention(lambda config: max(1, config.hidden_size // config.num_attention_heads)),
     "attention_dropout": _in_attention(lambda config: 0.0),
@@ -150,16 +132,18 @@ DERIVED_LAYERS: dict[str, Callable[["TnnConfig"], Any]] = {
 ATTENTION_FIELDS = DERIVED_LAYERS.keys() | {"rope_parameters", "sliding_window"}
 
 # Fields that follow from the length of the training.
-LENGTHS = ("ski_grid_length", "rtf_truncation_length", "rpe_input_length", "explicit_length")
-DERIVED_LENGTHS = dict.fromkeys(LENGTHS, lambda config: config.axis_length) | {
-    "fd_resolution": lambda config: 1 << (2 * config.axis_length - 1).bit_length()
+DERIVED_LENGTHS: dict[str, Callable[["TnnConfig"], Any]] = {
+    "ski_grid_length": lambda config: config.axis_length,
+    "rtf_truncation_length": lambda config: config.axis_length,
+    "rpe_input_length": lambda config: config.axis_length,
+    "explicit_length": lambda config: config.axis_length,
+    "fd_resolution": lambda config: 1 << (2 * config.axis_length - 1).bit_length(),
 }
 LENGTH_FIELDS = DERIVED_LENGTHS.keys()
 
-DERIVED = DERIVED_LAYERS | DERIVED_LENGTHS | {"intermediate_size": lambda config: config.hidden_size}
-SOURCES = {"hidden_size", "max_position_embeddings", "spatial_dims", "num_hidden_layers"}  # and those in `DERIVED`
 # Those that a trained model keeps if the fields that they followed from are changed at load.
-FIXED = DERIVED.keys() - DERIVED_LAYERS.keys()
+FIXED = DERIVED_LENGTHS | {"intermediate_size": lambda config: config.hidden_size}
+DERIVED = DERIVED_LAYERS | FIXED
 
 # Names and values of earlier versions, which still load.
 OLD_NAMES = {
@@ -179,167 +163,128 @@ class TnnConfig(PreTrainedConfig):
     """Configuration of a [`TnnModel`] and its heads. The defaults are the causal language model of the TNN paper.
 
     Args:
-        vocab_size (`int`, *optional*, defaults to 50265): Number of tokens in the vocabulary.
-        hidden_size (`int`, *optional*, defaults to 512): Width of the token representations, d.
-        num_hidden_layers (`int`, *optional*, defaults to 7): Number of blocks, each of a mixer and a GLU.
-        layer_types (`list[str]`, *optional*, defaults to `"toeplitz"` for all): Mixer of each block: `"toeplitz"` (the
-            `toeplitz_mixer`), `"full_attention"` or `"sliding_attention"` (softmax attention).
-        toeplitz_mixer (`str`, *optional*, defaults to `"gtu"`): `"gtu"` (the gated Toeplitz unit), `"hyena"` (Hyena of
-            order 2, with the operator as its long filter) or `"s4"` (S4's: the operator, `hidden_act`, a linear map
-            and a gate; needs `gtu_expansion=1`).
-        short_conv_kernel (`int`, *optional*, defaults to 3): Number of taps of the short convolutions of `"hyena"`, in
-            [1, 64]; odd with `causal=False`.
-        hyena_rank (`int`, *optional*): Width between two linear maps, with `hidden_act`, that replace the output
-            projection of `"hyena"`. None for one map without an activation.
-        hyena_norm (`bool`, *optional*, defaults to `False`): Whether `"hyena"` normalises its gated product by an RMS
-            norm with a scale per channel and 1e-6 inside the root, as in the released RTF code.
-        num_attention_heads (`int`, *optional*, defaults to `hidden_size // 64`): Number of attention heads. None
-            without attention.
-        num_key_value_heads (`int`, *optional*, defaults to `num_attention_heads`): Number of heads of keys and values,
-            a divisor of `num_attention_heads`.
-        head_dim (`int`, *optional*, defaults to `hidden_size // num_attention_heads`): Width of a head.
-        rope_parameters (`dict`, *optional*): Rotary positions in attention, as in transformers: `{"rope_type":
-            "default", "rope_theta": 10000.0}`, or `"linear"`, `"yarn"` or `"llama3"` with their numbers. None for
-            attention without positions, which Toeplitz layers carry.
-        sliding_window (`int`, *optional*): Number of tokens that `"sliding_attention"` sees, with the present one;
-            with `causal=False`, on each side. At least 2.
-        attention_dropout (`float`, *optional*, defaults to 0): Dropout of attention weights.
-        causal (`bool`, *optional*, defaults to `True`): Whether a position sees only itself and earlier ones.
-            `TnnForCausalLM` needs `True`, `TnnForMaskedLM` and `TnnForImageClassification` need `False`, the other
-            classes take both.
-        tno_type (`str`, *optional*, defaults to `"rpe"`): Source of the Toeplitz coefficients: `"rpe"` (an MLP of the
-            lag, times a decay), `"fd"` (an MLP of the frequency), `"ski"` (a short filter plus a low-rank interpolated
-            kernel, not causal), `"rtf"` (a rational transfer function), `"s4d"` (a diagonal state-space model),
-            `"modal"` (a recurrence fitted by `to_recurrent`), `"explicit"` (one parameter per lag below
-            `explicit_length`, times the decay), or a name that `register_operator` has added.
-        gtu_expansion (`float`, *optional*, defaults to 3): The gated Toeplitz unit has int(gtu_expansion *
-            hidden_size) channels.
-        gtu_norm (`bool`, *optional*, defaults to `False`): Whether the gated product is normalised before the output
-            projection of the GTU.
-        use_glu (`bool`, *optional*, defaults to `True`): Whether a block has a GLU after its mixer.
-        intermediate_size (`int`, *optional*, defaults to `hidden_size`): Inner width of the GLU.
-        mlp_act (`str`, *optional*): Activation of an MLP, y = W_down act(W_up x), in place of the GLU. None for the
-            GLU.
-        hidden_act (`str`, *optional*, defaults to `"silu"`): Activation of the mixer and of the gate of the GLU.
-        norm_type (`str`, *optional*, defaults to `"simplermsnorm"`): Norm of the blocks, of the GTU (`gtu_norm`) and
-            of the RPE: `"simplermsnorm"` (without parameters), `"rmsnorm"`, `"gatedrmsnorm"`, `"scalenorm"`,
-            `"layernorm"` or `"batchnorm"` (over the real tokens of a batch, in each process alone; for the blocks
-            only).
-        norm_position (`str`, *optional*, defaults to `"pre"`): `"pre"`: x + f(norm(x)), with a final LayerNorm (or
-            batch norm); `"post"`: norm(x + f(x)); `"res_post"`: x + norm(f(x)).
-        scale_embedding (`bool`, *optional*, defaults to `True`): Whether embeddings are multiplied by
-            sqrt(hidden_size).
-        embedding_norm (`bool`, *optional*, defaults to `False`): Whether embeddings pass through a LayerNorm.
-        position_embedding (`str`, *optional*): `"sinusoidal"` adds absolute positions to the embeddings, counted from
-            the first real token.
-        spatial_dims (`int`, *optional*, defaults to 1): 1 for a sequence. 2 for the tokens of a square image in
-            row-major order, which are mixed along rows and columns (not causal).
-        spatial_mixing (`str`, *optional*, defaults to `"product"`): Combination of rows and columns if
-            `spatial_dims=2`: `"product"`, twice the product along both axes (the Long Range Arena models), or `"sum"`,
-            rows plus columns (the ImageNet models).
-        image_size (`int`, *optional*, defaults to 224): Side in pixels of the images of `TnnForImageClassification`.
-        patch_size (`int`, *optional*, defaults to 16): Side in pixels of a patch, a square of the image that becomes
-            one token.
-        num_channels (`int`, *optional*, defaults to 3): Number of channels of an image.
-        layer_norm_eps (`float`, *optional*, defaults to 1e-05): Epsilon of every LayerNorm. The RMS norms have the
-            1e-8 of the released code.
-        rpe_dim (`int`, *optional*, defaults to 64): Width of the relative position encoder (`"rpe"` and `"fd"`).
-        rpe_layers (`int`, *optional*, defaults to 6): Number of hidden layers of the position encoder besides its
-            input and output projections, from 0.
-        rpe_input (`str`, *optional*, defaults to `"lag"`): Input of the position encoder of `"rpe"`: the `"lag"`, the
-            lag over `rpe_input_length` (`"normalized"`), or sines and cosines of the lag (`"sinusoidal"`).
-        rpe_input_length (`int`, *optional*, defaults to `max_position_embeddings`): Lag that `"normalized"` maps to 1.
-        rpe_act (`str`, *optional*, defaults to `"relu"`): Activation of the position encoder of `"rpe"`.
-        rpe_residual (`bool`, *optional*, defaults to `False`): Whether hidden layers of the position encoder have a
-            residual connection.
-        rpe_norm_type (`str`, *optional*, defaults to `norm_type`): Norm of the position encoder (`"layernorm"` if
-            `norm_type="batchnorm"`).
-        rpe_hidden_norm (`bool`, *optional*, defaults to `True`): Whether hidden layers of the position encoder have a
-            norm, as its output has.
-        rpe_window (`int`, *optional*): Lag from which `"rpe"` coefficients are zero. None for no limit.
-        explicit_length (`int`, *optional*, defaults to `max_position_embeddings`): Number of lags on each side that
-            have a parameter if `tno_type="explicit"`.
-        decay (`float`, *optional*, defaults to 0.99): Decay per lag of `"rpe"` and `"explicit"` coefficients, in (0,
-            1]; None for no decay. In half precision, lags that hold less than 2^-12 of a kernel with it are not
-            computed.
-        learnable_decay (`bool`, *optional*, defaults to `False`): Whether each channel of `"rpe"` learns a decay
-            between `decay` and 1. `"explicit"` ignores it and has the decay `decay` in all channels: 0.01 leaves it
-            little but its nearest coefficients.
-        tno_implementation (`str`, *optional*, defaults to `"auto"`): Computation of Toeplitz products: `"fused"`
-            (fast) or `"eager"` (PyTorch's own operations), with the same values and derivatives of any order;
-            `"triton"`, for GPUs, which multiplies in the precision of the activations; or `"auto"`: `"triton"` on
-            NVIDIA's GPUs of compute capability 8.0 and newer for kernels of up to 4,096 taps (512 in float32), counted
-            on both sides, else `"fused"`. Where `"triton"` cannot run, `"fused"` does, with a warning. Not saved if it
-            is `"auto"`: it concerns the machine, not the model.
-        tno_class (`str`, *optional*): Module and name of the class of an operator that `register_operator` added. Set
-            when a model is built or saved, so that a failed load can say what to import first.
-        max_kernel_length (`int`, *optional*, defaults to `128 * max_position_embeddings`): Largest `fd_resolution`,
+        vocab_size: Number of tokens in the vocabulary.
+        hidden_size: Width of the token representations, d.
+        num_hidden_layers: Number of blocks, each of a mixer and a GLU.
+        layer_types (defaults to `"toeplitz"` for all): Mixer of each block: `"toeplitz"` (the `toeplitz_mixer`),
+            `"full_attention"` or `"sliding_attention"` (softmax attention).
+        toeplitz_mixer: `"gtu"` (the gated Toeplitz unit), `"hyena"` (Hyena of order 2, with the operator as its long
+            filter) or `"s4"` (S4's: the operator, `hidden_act`, a linear map and a gate; needs `gtu_expansion=1`).
+        short_conv_kernel: Number of taps of the short convolutions of `"hyena"`, in [1, 64]; odd with `causal=False`.
+        hyena_rank: Width between two linear maps, with `hidden_act`, that replace the output projection of `"hyena"`.
+            None for one map without an activation.
+        hyena_norm: Whether `"hyena"` normalises its gated product by an RMS norm with a scale per channel and 1e-6
+            inside the root, as in the released RTF code.
+        num_attention_heads (defaults to `hidden_size // 64`): Number of attention heads. None without attention.
+        num_key_value_heads (defaults to `num_attention_heads`): Number of heads of keys and values, its divisor.
+        head_dim (defaults to `hidden_size // num_attention_heads`): Width of a head.
+        rope_parameters: Rotary positions in attention, as in transformers: `{"rope_type": "default", "rope_theta":
+            10000.0}`, or `"linear"`, `"yarn"` or `"llama3"` with their numbers. None for attention without positions,
+            which Toeplitz layers carry.
+        sliding_window: Number of tokens that `"sliding_attention"` sees, with the present one; with `causal=False`, on
+            each side. At least 2.
+        attention_dropout (defaults to 0): Dropout of attention weights.
+        causal: Whether a position sees only itself and earlier ones. `TnnForCausalLM` needs `True`, `TnnForMaskedLM`
+            and `TnnForImageClassification` need `False`, the other classes take both.
+        tno_type: Source of the Toeplitz coefficients: `"rpe"` (an MLP of the lag, times a decay), `"fd"` (an MLP of
+            the frequency), `"ski"` (a short filter plus a low-rank interpolated kernel, not causal), `"rtf"` (a
+            rational transfer function), `"s4d"` (a diagonal state-space model), `"modal"` (a recurrence fitted by
+            `to_recurrent`), `"explicit"` (one parameter per lag below `explicit_length`, times the decay), or a name
+            that `register_operator` has added.
+        gtu_expansion: The gated Toeplitz unit has int(gtu_expansion * hidden_size) channels.
+        gtu_norm: Whether the gated product is normalised before the output projection of the GTU.
+        use_glu: Whether a block has a GLU after its mixer.
+        intermediate_size (defaults to `hidden_size`): Inner width of the GLU.
+        mlp_act: Activation of an MLP, y = W_down act(W_up x), in place of the GLU. None for the GLU.
+        hidden_act: Activation of the mixer and of the gate of the GLU.
+        norm_type: Norm of the blocks, of the GTU (`gtu_norm`) and of the RPE: `"simplermsnorm"` (without parameters),
+            `"rmsnorm"`, `"gatedrmsnorm"`, `"scalenorm"`, `"layernorm"` or `"batchnorm"` (over the real tokens of a
+            batch, in each process alone; for the blocks only).
+        norm_position: `"pre"`: x + f(norm(x)), with a final LayerNorm (or batch norm); `"post"`: norm(x + f(x));
+            `"res_post"`: x + norm(f(x)).
+        scale_embedding: Whether embeddings are multiplied by sqrt(hidden_size).
+        embedding_norm: Whether embeddings pass through a LayerNorm.
+        position_embedding: `"sinusoidal"` adds absolute positions to the embeddings, from the first real token.
+        spatial_dims: 1 for a sequence. 2 for the tokens of a square image in row-major order, which are mixed along
+            rows and columns (not causal).
+        spatial_mixing: Combination of rows and columns if `spatial_dims=2`: `"product"`, twice the product along both
+            axes (the Long Range Arena models), or `"sum"`, rows plus columns (the ImageNet models).
+        image_size: Side in pixels of the images of `TnnForImageClassification`.
+        patch_size: Side in pixels of a patch, a square of the image that becomes one token.
+        num_channels: Number of channels of an image.
+        layer_norm_eps: Epsilon of every LayerNorm. The RMS norms have the 1e-8 of the released code.
+        rpe_dim: Width of the relative position encoder (`"rpe"` and `"fd"`).
+        rpe_layers: Number of hidden layers of the position encoder besides its input and output projections, from 0.
+        rpe_input: Input of the position encoder of `"rpe"`: the `"lag"`, the lag over `rpe_input_length`
+            (`"normalized"`), or sines and cosines of the lag (`"sinusoidal"`).
+        rpe_input_length (defaults to `max_position_embeddings`): Lag that `"normalized"` maps to 1.
+        rpe_act: Activation of the position encoder of `"rpe"`.
+        rpe_residual: Whether hidden layers of the position encoder have a residual connection.
+        rpe_norm_type (defaults to `norm_type`): Norm of the position encoder (`"layernorm"` with a batch norm).
+        rpe_hidden_norm: Whether hidden layers of the position encoder have a norm, as its output has.
+        rpe_window: Lag from which `"rpe"` coefficients are zero. None for no limit.
+        explicit_length (defaults to `max_position_embeddings`): Number of lags on each side that have a parameter if
+            `tno_type="explicit"`.
+        decay: Decay per lag of `"rpe"` and `"explicit"` coefficients, in (0, 1]; None for no decay. In half precision,
+            lags that hold less than 2^-12 of a kernel with it are not computed.
+        learnable_decay: Whether each channel of `"rpe"` learns a decay between `decay` and 1. `"explicit"` ignores it
+            and has `decay` in all channels: 0.01 leaves it little but its nearest coefficients.
+        tno_implementation: Computation of Toeplitz products: `"fused"` (fast) or `"eager"` (PyTorch's own operations),
+            with the same values and derivatives of any order; `"triton"`, for GPUs, which multiplies in the precision
+            of the activations (where it cannot run, `"fused"` does, with a warning); or `"auto"`: `"triton"` on
+            NVIDIA's GPUs of compute capability 8.0 and newer for kernels of up to 4,096 taps (512 in float32) on both
+            sides together, else `"fused"`. `"auto"` is not saved: it concerns the machine, not the model.
+        tno_class: Module and name of the class of an operator that `register_operator` added. Set when a model is
+            built or saved, so that a failed load can say what to import first.
+        max_kernel_length (defaults to `128 * max_position_embeddings`): Largest `fd_resolution`,
             `rtf_truncation_length` or `ski_grid_length` of a saved configuration that loads, for the operator that has
             it; the default is in [65,536, 524,288]. It lifts a limit against folders that ask for much memory, so it
             is an argument of `from_pretrained` only, and not saved.
-        max_position_embeddings (`int`, *optional*, defaults to 512): Length the model is trained for. It does not
-            limit the length of inputs. The defaults of `fd_resolution`, `ski_grid_length`, `rtf_truncation_length`,
-            `rpe_input_length` and `explicit_length` follow from it (from its square root if `spatial_dims=2`) until a
-            model is built or saved. After that another `max_position_embeddings` does not change them.
-        fd_resolution (`int`, *optional*, defaults to at least `2 * max_position_embeddings`): Number of taps of an
-            `"fd"` kernel on each side, a power of two; the frequency grid has `fd_resolution + 1` points.
-        fd_input (`str`, *optional*, defaults to `"omega"`): Input of the frequency MLP: `"omega"` in [0, pi] as
-            published, or `"cos"` for cos(omega), for which the decay theorems of the paper hold.
-        fd_act (`str`, *optional*, defaults to `"relu"`): Activation of the frequency MLP.
-        ski_rank (`int`, *optional*, defaults to 32): Number of inducing points, at least 2.
-        ski_grid_length (`int`, *optional*, defaults to `max_position_embeddings`): Number of positions that the
-            inducing points are spread over.
-        ski_filter_size (`int`, *optional*, defaults to 16): Number of taps of the short filter of `"ski"`; an even
-            number is raised by one.
-        ski_interpolation (`str`, *optional*, defaults to `"linear"`): Interpolation between inducing points:
-            `"linear"`, from two per position, `"cubic"`, from four, or `"released"`, for models trained with the
-            released code.
-        ski_initializer (`str`, *optional*, defaults to `"normal"`): First values of `"ski"`: `"normal"`, all from N(0,
-            1), as in the released code, or `"local"`, a short filter of norm 1 (taps from N(0, 1/taps)) and a low-rank
-            part of zeros.
-        ski_decay (`float`, *optional*, defaults to 0.99): lambda of the inverse time warp x(s) = sign(s) lambda^|s|,
-            in (0, 1].
-        rtf_state_size (`int`, *optional*, defaults to 64): Order N of the rational function, below
-            `rtf_truncation_length`.
-        rtf_truncation_length (`int`, *optional*, defaults to `max_position_embeddings`): Number of points of the unit
-            circle at which `"rtf"` samples its function, rounded up to an even number.
-        rtf_num_denominators (`int`, *optional*): Number of denominators shared by groups of consecutive channels, a
-            divisor of the GTU width. None for one per channel.
-        rtf_constraint (`str`, *optional*, defaults to `"l1_montel"`): `"l1_montel"` keeps all poles inside the unit
-            circle. With None they may leave it in training; then a sequence cannot be continued from a cache.
-        rtf_initializer (`str`, *optional*, defaults to `"xavier"`): First coefficients: `"zeros"`, `"xavier"`
-            (uniform, 1/sqrt(N)) or `"montel"` (uniform, 1/N).
-        s4d_state_size (`int`, *optional*, defaults to 64): Number N of real states per channel of `"s4d"`, an even
-            number: N/2 pairs of complex poles.
-        s4d_initializer (`str`, *optional*, defaults to `"lin"`): First poles: `"lin"` (S4D-Lin, frequencies 0, pi, 2
-            pi, ..), `"inv"` (S4D-Inv) or `"legs"` (S4D-LegS, from the HiPPO matrix).
-        s4d_discretization (`str`, *optional*, defaults to `"zoh"`): `"zoh"` (zero-order hold) or `"bilinear"`.
-        s4d_dt_min (`float`, *optional*, defaults to 0.001): Smallest first step of a channel; steps are spread evenly
-            on a logarithmic scale.
-        s4d_dt_max (`float`, *optional*, defaults to 0.1): Largest first step of a channel.
-        num_modes (`int`, *optional*, defaults to 32): Number of complex exponentials of a `"modal"` kernel, each of
-            two states.
-        modal_window (`int`, *optional*, defaults to 16): Number of first taps that a `"modal"` kernel stores exactly.
-        converted_from (`str`, *optional*): The `tno_type` that a `"modal"` model was converted from.
-        hidden_dropout_prob (`float`, *optional*, defaults to 0.1): Dropout after the embeddings, each mixer and each
-            GLU.
-        classifier_dropout (`float`, *optional*, defaults to `hidden_dropout_prob`): Dropout of the classification
-            head.
-        classifier_pooling (`str`, *optional*): Pooling of text classifiers: the hidden state of the `"last"` real
-            token (the default of causal models) or the `"mean"` over all real tokens (that of others), which needs the
-            whole sequence at once (no cache).
-        classifier_act (`str`, *optional*, defaults to `"tanh"`): Activation between two linear layers of the
-            classification head; None for one layer.
-        initializer (`str`, *optional*, defaults to `"torch"`): `"torch"`: PyTorch's default for linear layers and N(0,
-            1/d) for embeddings (the causal models of the papers); `"normal"`: N(0, initializer_range^2) and zero
-            biases (as BERT); `"normal_gtu"`: as `"torch"`, but N(0, initializer_range^2) for weights and biases of the
-            GTU; `"small_embeddings"`: as `"torch"`, but N(0, d^-1.5) for embeddings. Then the loss of a new language
-            model is near the logarithm of the vocabulary, since the token just read no longer has the largest logit.
-        initializer_range (`float`, *optional*, defaults to 0.02): Standard deviation of `"normal"` and `"normal_gtu"`.
-        use_cache (`bool`, *optional*, defaults to `True`): Whether causal models return a cache, the state that
-            continues a sequence.
-        tie_word_embeddings (`bool`, *optional*, defaults to `True`): Whether language modelling heads share the input
-            embeddings.
+        max_position_embeddings: Length the model is trained for. It does not limit the length of inputs. The fields
+            whose defaults follow from it (from its square root if `spatial_dims=2`) do so until a model is built or
+            saved. After that another `max_position_embeddings` does not change them.
+        fd_resolution (defaults to at least `2 * max_position_embeddings`): Number of taps of an `"fd"` kernel on each
+            side, a power of two; the frequency grid has `fd_resolution + 1` points.
+        fd_input: Input of the frequency MLP: `"omega"` in [0, pi] as published, or `"cos"` for cos(omega), for which
+            the decay theorems of the paper hold.
+        fd_act: Activation of the frequency MLP.
+        ski_rank: Number of inducing points, at least 2.
+        ski_grid_length (defaults to `max_position_embeddings`): Number of positions with inducing points.
+        ski_filter_size: Number of taps of the short filter of `"ski"`; an even number is raised by one.
+        ski_interpolation: Interpolation between inducing points: `"linear"`, from two per position, `"cubic"`, from
+            four, or `"released"`, for models trained with the released code.
+        ski_initializer: First values of `"ski"`: `"normal"`, all from N(0, 1), as in the released code, or `"local"`,
+            a short filter of norm 1 (taps from N(0, 1/taps)) and a low-rank part of zeros.
+        ski_decay: lambda of the inverse time warp x(s) = sign(s) lambda^|s|, in (0, 1].
+        rtf_state_size: Order N of the rational function, below `rtf_truncation_length`.
+        rtf_truncation_length (defaults to `max_position_embeddings`): Number of points of the unit circle at which
+            `"rtf"` samples its function, rounded up to an even number.
+        rtf_num_denominators: Number of denominators shared by groups of consecutive channels, a divisor of the GTU
+            width. None for one per channel.
+        rtf_constraint: `"l1_montel"` keeps all poles inside the unit circle. With None they may leave it in training;
+            then a sequence cannot be continued from a cache.
+        rtf_initializer: First coefficients: `"zeros"`, `"xavier"` (uniform, 1/sqrt(N)) or `"montel"` (uniform, 1/N).
+        s4d_state_size: Number N of real states per channel of `"s4d"`, an even number: N/2 pairs of complex poles.
+        s4d_initializer: First poles: `"lin"` (S4D-Lin, frequencies 0, pi, 2 pi, ..), `"inv"` (S4D-Inv) or `"legs"`
+            (S4D-LegS, from the HiPPO matrix).
+        s4d_discretization: `"zoh"` (zero-order hold) or `"bilinear"`.
+        s4d_dt_min: Smallest first step of a channel; steps are spread evenly on a logarithmic scale.
+        s4d_dt_max: Largest first step of a channel.
+        num_modes: Number of complex exponentials of a `"modal"` kernel, each of two states.
+        modal_window: Number of first taps that a `"modal"` kernel stores exactly.
+        converted_from: The `tno_type` that a `"modal"` model was converted from.
+        hidden_dropout_prob: Dropout after the embeddings, each mixer and each GLU.
+        classifier_dropout (defaults to `hidden_dropout_prob`): Dropout of the classification head.
+        classifier_pooling (defaults to `"last"` for causal models, else `"mean"`): Hidden state that text classifiers
+            use: that of the `"last"` real token, or the `"mean"` over all, which needs the whole sequence (no cache).
+        classifier_act: Activation between two linear layers of the classification head; None for one layer.
+        initializer: `"torch"`: PyTorch's default for linear layers and N(0, 1/d) for embeddings (the causal models of
+            the papers); `"normal"`: N(0, initializer_range^2) and zero biases (as BERT); `"normal_gtu"`: as `"torch"`,
+            but N(0, initializer_range^2) for weights and biases of the GTU; `"small_embeddings"`: as `"torch"`, but
+            N(0, d^-1.5) for embeddings, so that a new language model does not repeat the token just read.
+        initializer_range: Standard deviation of `"normal"` and `"normal_gtu"`.
+        use_cache: Whether causal models return a cache, the state that continues a sequence.
+        tie_word_embeddings: Whether language modelling heads share the input embeddings.
 
     Raises:
         ValueError: a field has a value outside its limits, or two fields contradict each other.
@@ -466,13 +411,7 @@ class TnnConfig(PreTrainedConfig):
             self.rope_parameters = None
 
     def __setattr__(self, name: str, value: Any):
-        """Set a field, check it alone, and derive the fields that follow from it.
-
-        Fields are checked together when a model is built or the configuration is saved, see `check`.
-
-        Raises:
-            ValueError: the value is outside the limits of the field.
-        """
+        """Set a field, check it alone, and derive the fields that follow from it. `check` checks fields together."""
         [(name, value)] = self.rename_old({name: value}).items()
         if "_automatic" not in vars(self):  # __post_init__ checks and derives all of them
             return super().__setattr__(name, value)
@@ -482,8 +421,7 @@ class TnnConfig(PreTrainedConfig):
         super().__setattr__(name, value)
         if name in DERIVED:
             self._automatic = self._automatic - {name} | ({name} if value is None else set())
-        if name in SOURCES or name in DERIVED:
-            self._derive()
+        self._derive()
 
     def __eq__(self, other: object) -> bool:
         # A derived value equals the same value given.
@@ -494,10 +432,7 @@ class TnnConfig(PreTrainedConfig):
         """Build a configuration from a dictionary, as in transformers; `kwargs` override fields.
 
         Fields that a saved configuration derived from `max_position_embeddings` stay as they were trained. A preset
-        has no derived fields: they are derived after the overrides.
-
-        Raises:
-            ValueError: the fields contradict each other, or have values of another kind.
+        has no derived fields: they are derived after the overrides. A wrong field raises a ValueError.
         """
         try:
             config_dict, kwargs = cls.rename_old(config_dict), cls.rename_old(kwargs)
@@ -540,14 +475,10 @@ class TnnConfig(PreTrainedConfig):
         return fields
 
     def check(self):
-        """Check all fields together, and fix the derived ones: they no longer follow from other fields.
-
-        Raises:
-            ValueError: a field has a value outside its limits, or two fields contradict each other.
-        """
+        """Check all fields together (a ValueError), and fix the derived ones: they no longer follow from others."""
         self._check_fields()
         self._check_together()
-        self._automatic = self._automatic - FIXED
+        self._automatic = self._automatic.difference(FIXED)
         if self.rope_parameters:
             self.standardize_rope_params()  # they may have been set after the rest
         # transformers 5.17 has added the embeddings to the plan of a configuration that ties them.
@@ -578,20 +509,14 @@ class TnnConfig(PreTrainedConfig):
         return self.classifier_pooling or ("last" if self.causal else "mean")
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs):
-        """Save the configuration as in transformers. A model that is saved calls it, and saves its code, see `hub.py`.
-
-        Raises:
-            ValueError: a field has a value outside its limits, or two fields contradict each other.
-        """
+        """Check and save the configuration. A model that is saved calls it, and saves its code, see `hub.py`."""
         self.check()
         self.auto_map = (AUTO_MAP if self._models is not None else {}) | own_classes(self, save_directory)
         if not self.auto_map:
             del self.auto_map
-        super().save_pretrained(save_directory)
+        super().save_pretrained(os.path.normpath(save_directory), push_to_hub, **kwargs)
         if self._models is not None:
             save_code(save_directory, self._models)
-        if push_to_hub:
-            self.push_to_hub(kwargs.pop("repo_id", os.path.basename(os.path.normpath(save_directory))), **kwargs)
 
     def validate_layer_type(self):
         """Nothing to check here: `_check_layers` does, and knows Toeplitz layers."""
@@ -732,25 +657,18 @@ def qualified_name(cls: type) -> str:
 
 
 def require_operator(tno_type: str, registered_as: str | None = None):
-    """Check that there is an operator `tno_type`.
-
-    Args:
-        registered_as: `qualified_name` of the class with which the model was saved.
-
-    Raises:
-        ValueError: `tno_type` is unknown.
-    """
+    """Raise a ValueError if no operator is `tno_type`. A model that was saved with one names it, `registered_as`."""
     known = DIRECTIONS | OPERATORS
     if tno_type in known:
         return
-    names = ", ".join(map(repr, known))
+    message = f"`tno_type` must be one of {', '.join(map(repr, known))}, got {tno_type!r}"
     if registered_as is None:
         hint = "".join(f"did you mean {near!r}? " for near in get_close_matches(tno_type, known, 1))
-        raise ValueError(f"{hint}`tno_type` must be one of {names}, got {tno_type!r}")
+        raise ValueError(f"{hint}{message}")
     module, _, name = registered_as.rpartition(".")
     raise ValueError(
-        f"`tno_type` must be one of {names}, got {tno_type!r}. The model was saved with the operator {registered_as}. "
-        f"Import the module {module} first, or call register_operator({tno_type!r}, {name})."
+        f"{message}. The model was saved with the operator {registered_as}. Import the module {module} first, or call "
+        f"register_operator({tno_type!r}, {name})."
     )
 
 
@@ -760,6 +678,3 @@ def _check_names(config_class: type, names: Iterable[str]):
         replaceable = name == "model_type" or getattr(getattr(config_class, name, None), "fset", None) is not None
         if hasattr(config_class, name) and not replaceable:
             raise ValueError(f"`{name}` is not a field: it belongs to the class {config_class.__name__}. Remove it.")
-
-
-__all__ = ["TnnConfig"]

@@ -56,10 +56,6 @@ class Extensions:
         """In a graph, the product of each document of packed rows. Only asked if `keeps_products`."""
         raise ImportError(f"A graph with packed rows {NEEDS_PACKAGE}")
 
-    def deferred_output(self, cls: type, logits, **fields):
-        """An output of the class `cls` with the deferred logits that `head_loss` returned."""
-        raise ImportError(f"Deferred logits {NEEDS_PACKAGE}")
-
     def describe_product(self, implementation: str, device) -> str:
         """An implementation of products in words."""
         return implementation
@@ -92,6 +88,10 @@ class Extensions:
     def kernels_of_layers(self, layers: Sequence, hidden_states) -> Sequence:
         """The kernels of the layers for `hidden_states` `(B, L, d)`, None for each that makes its own."""
         return [None] * len(layers)
+
+    def output_class(self, cls: type, logits) -> type:
+        """The class in place of `cls` of an output with these logits of `head_loss`."""
+        return cls
 
     def prepare_step(self, model, inputs: dict) -> dict:
         """The `inputs` of a forward pass in `generate`, of fixed shape if they are one token for a static cache."""

@@ -3,8 +3,8 @@
     GTU:    y = W_o( u * TNO(v) ),  u = act(W_u x),  v = act(W_v x)                TNN paper, "token mixer"
     GLU:    y = W_down( act(W_gate x) * W_up x ),   or an MLP, W_down act(W_up x)  (mlp_act)
     block:  x = x + GTU(norm(x));  x = x + GLU(norm(x))                            (norm_position="pre")
-    mixers: Hyena or the mixer of S4 in place of the GTU in all blocks             (toeplitz_mixer, `mixer_types.py`)
-    hybrid: attention in place of the GTU in some blocks                           (layer_types, `mixers.py`)
+    mixers: Hyena or the mixer of S4 in place of the GTU in all blocks             (toeplitz_mixer, `mixers.py`)
+    hybrid: attention in place of the GTU in some blocks                           (layer_types)
     images: x = W_patch patch,  x = blocks(x),  logits = W_head norm(mean(x))      TNN paper, ImageNet models
 
 B batch, L length, d hidden size, D = gtu_dim channels of the Toeplitz operator; for images C channels, H and W sides
@@ -78,20 +78,15 @@ from .mixers import (
     apply_together,
     view_of,
 )
-from .norms import NORM_POSITIONS, NORM_TYPES, GatedRMSNorm, LayerNorm, ScaleNorm, build_final_norm, with_mask
+from .norms import NORM_POSITIONS, NORM_TYPES, LayerNorm, SimpleRMSNorm, build_final_norm, with_mask
 from .numerics import is_on_host
-from .packing import Documents, check_one_document, documents_of
+from .packing import check_one_document, documents_of
 from .tno import NO_PASS, Pass, ToeplitzOperator
 from .tno_rpe import sinusoidal_embedding
 from .toeplitz_fused import activated_product
 
-# From `toeplitz_mixer` to the class. A block holds it as `mixer`, with its operator at `mixer.tno`: all that walks the
-# operators of a model (precision, conversion, caches, plans, pictures) then knows every mixer.
+# From `toeplitz_mixer` to the class. Each has its operator at `tno`, where all that walks the operators finds it.
 TOEPLITZ_MIXERS = {GTU: TnnGatedToeplitzUnit, HYENA: TnnHyena, S4: TnnS4Mixer}
-
-# How transformers divides the head of a language model over processes, and over the stages of a pipeline.
-HEAD_PLAN = {"lm_head": "colwise_gather_output"}
-HEAD_PIPELINE_PLAN = {"lm_head": (["hidden_states"], ["logits"])}
 
 # From `initializer` to the standard deviation of embeddings, as a power of d. With -0.5 and tied output weights the
 # token just read has a logit of up to d^0.5, with -0.75 of up to d^0.25; other logits have a deviation of d^-0.25.
@@ -121,8 +116,7 @@ class TnnGatedLinearUnit(nn.Module):
 class TnnBlock(GradientCheckpointingLayer):
     """One layer of the model: a token mixer (GTU) and a GLU, each with a norm and a residual connection."""
 
-    # What compiles the layer while it is trained, see `compile/regions.py`.
-    regions = None
+    regions = None  # compiles the layer while it is trained, see `compile/regions.py`
 
     def __init__(self, config: TnnConfig, layer_idx: int):
         super().__init__()
@@ -144,14 +138,11 @@ class TnnBlock(GradientCheckpointingLayer):
                 state_dict[name.replace(f"{prefix}{old}", f"{prefix}{new}", 1)] = state_dict.pop(name)
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
-    def forward(
-        self, hidden_states: torch.Tensor, passed: Pass = NO_PASS, **kwargs: Unpack[TransformersKwargs]
-    ) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, passed: Pass = NO_PASS) -> torch.Tensor:
         """`(B, L, d)` to `(B, L, d)`."""
-        if self.regions is None or not self.training or passed.cache is not None:
-            return self.mix(hidden_states, passed)
         # Hooks that record attention, and the exchange of processes, are in no graph.
-        if self.mixer is None or passed.layout is not None:
+        eager = self.mixer is None or passed.layout is not None or passed.cache is not None
+        if eager or self.regions is None or not self.training:
             return self.mix(hidden_states, passed)
         if passed.documents is not None:  # the graph finds them
             passed = passed._replace(documents=passed.documents._replace(batches=None))
@@ -193,9 +184,7 @@ class TnnPreTrainedModel(PreTrainedModel):
         self._use_cache_before_training, self._is_trained = config.use_cache, False
 
     @classmethod
-    def from_pretrained(
-        cls, pretrained_model_name_or_path, *model_args, use_safetensors: bool | None = True, **kwargs
-    ):
+    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, use_safetensors=True, **kwargs):
         """Load a model as in transformers, with two precautions against untrusted checkpoints.
 
         Weights are read only from safetensors, never from pickle, unless `use_safetensors=False`. The sizes that the
@@ -208,10 +197,9 @@ class TnnPreTrainedModel(PreTrainedModel):
         use_safetensors = use_safetensors is not False
         if use_safetensors:
             extensions.check_before_loading(cls, pretrained_model_name_or_path, kwargs)
-        kwargs["key_mapping"] = (kwargs.get("key_mapping") or {}) | KEY_MAPPING
-        loaded = super().from_pretrained(
-            pretrained_model_name_or_path, *model_args, use_safetensors=use_safetensors, **kwargs
-        )
+        key_mapping = (kwargs.pop("key_mapping", None) or {}) | KEY_MAPPING
+        kwargs |= {"use_safetensors": use_safetensors, "key_mapping": key_mapping}
+        loaded = super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         if (renamings := getattr(model, "_weight_conversions", None)) is not None:
             # transformers saves by the names that it has loaded.
@@ -225,8 +213,7 @@ class TnnPreTrainedModel(PreTrainedModel):
     def save_pretrained(self, *arguments, **options):
         """Save the model as in transformers, with its code, see `hub.py`.
 
-        After a training, `use_cache` is saved as the model was built with it: Trainer of transformers 5.24 sets it to
-        False.
+        After a training, `use_cache` is saved as the model was built with it: Trainer sets it to False.
         """
         present, self.config._models = self.config.use_cache, __file__
         if self._is_trained:
@@ -248,20 +235,16 @@ class TnnPreTrainedModel(PreTrainedModel):
             init.normal_(module.weight, std=self.config.hidden_size ** EMBEDDING_POWERS[self.config.initializer])
         if module is getattr(self, "lm_head", None) and module.bias is not None:
             init.zeros_(module.bias)
-        if isinstance(module, GatedRMSNorm):
-            init.ones_(module.gate)
-        if isinstance(module, ScaleNorm):
-            init.ones_(module.weight)
+        if isinstance(module, SimpleRMSNorm):
+            for scale in module.parameters():
+                init.ones_(scale)
         if isinstance(module, ToeplitzOperator):
             module.reset_parameters()
 
-    def to_recurrent(
-        self, order: int = 64, window: int = 16, tolerance: float | None = None
-    ) -> tuple["TnnPreTrainedModel", list]:
-        """A copy of a causal model whose kernels are recurrences of low order (`tno_type="modal"`).
+    def to_recurrent(self, order: int = 64, window: int = 16, tolerance: float | None = None) -> tuple:
+        """Return a copy of a causal model whose kernels are recurrences of low order (`tno_type="modal"`).
 
-        The state and the cost per token of the copy do not depend on the length of the text. An RTF model already is
-        a recurrence and is returned unchanged.
+        Its state and cost per token do not depend on the length of the sequence. An RTF model is returned unchanged.
 
         Args:
             order: number of real states per channel.
@@ -270,7 +253,7 @@ class TnnPreTrainedModel(PreTrainedModel):
                 16, 32, 64 and 128, and `order` is not used.
 
         Returns:
-            The model, and a `conversion.LayerReport` for each layer (an empty list for RTF).
+            The model, and a `LayerReport` for each layer (an empty list for RTF), see `tools/recurrent.py`.
 
         Raises:
             ValueError: the model is bidirectional, has adapters or quantized weights, or the tolerance cannot be met.
@@ -344,28 +327,15 @@ class TnnModel(TnnPreTrainedModel):
         if documents is not None:
             check_packed(self.config, past_key_values, use_cache, kwargs.get("output_attentions"))
             use_cache = False
-        kwargs |= {"inputs_embeds": inputs_embeds, "past_key_values": past_key_values, "documents": documents}
-        kwargs |= {"use_cache": use_cache, "position_ids": position_ids}
-        return self._forward(input_ids, attention_mask, return_dict=True, **kwargs)
+        passed = Pass(attention_mask, past_key_values, documents)
+        kwargs |= {"use_cache": use_cache, "position_ids": position_ids, "return_dict": True}
+        return self._forward(input_ids, inputs_embeds, passed, **kwargs)
 
     @merge_with_config_defaults
     @capture_outputs
-    def _forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        use_cache: bool | None = None,
-        position_ids: torch.LongTensor | None = None,
-        documents: Documents | None = None,
-        layout: tuple | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> BaseModelOutputWithPast:
-        """The hidden states of rows that hold one document each, or several `documents`.
-
-        With the `layout` of a sequence that is divided over processes, `position_ids` are given.
-        """
+    def _forward(self, input_ids, inputs_embeds, passed: Pass, use_cache, position_ids, **kwargs):
+        """Run the blocks on tokens that have been checked. With `passed.layout`, `position_ids` are given."""
+        attention_mask, past_key_values, documents, layout, *_ = passed
         first = first_layer(self.layers)
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
@@ -378,12 +348,12 @@ class TnnModel(TnnPreTrainedModel):
             check_cache(past_key_values, self)
         # A graph of one step knows neither the length nor the mask of the text before it.
         past_length = 0 if past_key_values is None or ready else int(past_key_values.get_seq_length(first))
-        if past_length and recomputes(self):
-            raise ValueError(
-                "`past_key_values` must be empty with gradient checkpointing, whose layers get no cache, got "
-                f"{past_length} tokens. Call gradient_checkpointing_disable() or eval() first."
-            )
         if recomputes(self):  # a layer would read its tokens into the cache twice
+            if past_length:
+                raise ValueError(
+                    "`past_key_values` must be empty with gradient checkpointing, whose layers get no cache, got "
+                    f"{past_length} tokens. Call gradient_checkpointing_disable() or eval() first."
+                )
             past_key_values, use_cache = None, False
         whole_mask = attention_mask
         attention_mask = attention_mask[TOEPLITZ] if ready and isinstance(attention_mask, dict) else attention_mask
@@ -403,10 +373,10 @@ class TnnModel(TnnPreTrainedModel):
         if first == 0:  # else these are the hidden states of an earlier stage of a pipeline
             hidden_states = hidden_states * self.embedding_scale
             if self.config.position_embedding == "sinusoidal":
-                size, dtype = self.config.hidden_size, hidden_states.dtype
+                size, dtype = hidden_states.shape[2], hidden_states.dtype
                 hidden_states = hidden_states + sinusoidal_embedding(positions, size, dtype)
             hidden_states = self.dropout(self.embed_norm(hidden_states))
-        passed = Pass(attention_mask, past_key_values, documents, layout)
+        passed = passed._replace(mask=attention_mask, cache=past_key_values)
         layers = self.layers[: self.config.num_hidden_layers]
         prepared = [None] * len(layers)
         in_regions = documents is not None and self.training and any(layer.regions for layer in layers)
@@ -425,11 +395,7 @@ class TnnModel(TnnPreTrainedModel):
 
 
 def check_packed(config: TnnConfig, past_key_values: Cache | None, use_cache: bool | None, wants_weights: bool | None):
-    """Check that a pass with several documents in a row returns neither a cache nor weights of attention.
-
-    Raises:
-        ValueError: it would.
-    """
+    """Raise a ValueError if a pass with several documents in a row is to return a cache or weights of attention."""
     if config.causal and (use_cache or past_key_values is not None):
         raise ValueError(
             "A row must be one document when a cache is used, got several (by `position_ids`, `seq_idx` or "
@@ -443,17 +409,11 @@ def check_packed(config: TnnConfig, past_key_values: Cache | None, use_cache: bo
 
 
 def first_layer(layers: nn.ModuleList) -> int:
-    """The index of the first layer that lies on this stage of a pipeline.
-
-    transformers (`DistributedConfig(pp_size=2)`) gives a later stage the hidden states as `inputs_embeds`.
-
-    Raises:
-        ValueError: there is none.
-    """
-    for index, layer in enumerate(layers):
-        if not is_elsewhere(layer):
-            return index
-    raise ValueError(f"A pipeline must have at most as many stages as layers, got a stage with none of {len(layers)}")
+    """Return the index of the first layer on this stage of a pipeline, to which the others hand `inputs_embeds`."""
+    first = next((index for index, layer in enumerate(layers) if not is_elsewhere(layer)), None)
+    if first is None:
+        raise ValueError(f"A pipeline must have at most {len(layers)} stages, one for each layer, got more")
+    return first
 
 
 def recomputes(model: TnnModel) -> bool:
@@ -474,8 +434,197 @@ class TnnPredictionHeadTransform(nn.Module):
         return self.norm(nn.functional.gelu(apply_linear(self.dense, hidden_states)))
 
 
+def head_output(cls: type, outputs: BaseModelOutput, **fields):
+    """Return an output of the class `cls` with `fields` and the states of the base model's `outputs`."""
+    states = {name: outputs.get(name) for name in ("hidden_states", "attentions", CACHE)}
+    return cls(**fields, **{name: state for name, state in states.items() if name in cls.__dataclass_fields__})
+
+
+class TnnPreTrainedLanguageModel(TnnPreTrainedModel):
+    """Base class of language models, whose `lm_head` projects on the vocabulary."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    # How transformers divides the head over processes, and over the stages of a pipeline.
+    _tp_plan = {"lm_head": "colwise_gather_output"}
+    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
+
+    def loss_and_logits(
+        self,
+        hidden_states: torch.Tensor,
+        labels: torch.Tensor | None,
+        skip_logits: bool | None,
+        shift_labels: torch.Tensor | None = None,
+        ignore_index: int = -100,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return loss and logits `(B, L, V)` of hidden states `(B, L, d)`; None for what is not asked for.
+
+        `skip_logits` leaves the logits out; if it is None, they are computed when they are read. `shift_labels`
+        `(B, L)` are shifted already. `num_items_in_batch` divides the sum over labels, by default their number.
+        """
+        for name, given in (("labels", labels), ("shift_labels", shift_labels)):
+            if given is not None:
+                check_labels(given, hidden_states, self.config.vocab_size, name, ignore_index)
+        if labels is None and shift_labels is None:
+            if skip_logits:
+                raise ValueError("`labels` must be given with skip_logits=True, got None")
+            return None, apply_linear(self.lm_head, hidden_states)
+        options = {"ignore_index": ignore_index, "num_items_in_batch": num_items_in_batch}
+        options |= {"labels": labels, "shift_labels": shift_labels}
+        found = extensions.head_loss(self, hidden_states, skip_logits=skip_logits, **options)
+        if found is not None:
+            return found
+        logits = extensions.head_logits(self.lm_head, hidden_states)
+        logits = apply_linear(self.lm_head, hidden_states) if logits is None else logits
+        loss = self.loss_function(logits=logits, vocab_size=logits.shape[2], **options | kwargs)
+        return loss, None if skip_logits else logits
+
+
+class TnnForCausalLM(TnnPreTrainedLanguageModel, GenerationMixin):
+    """A causal TNN with a language modelling head, as in the WikiText-103 experiments of the TNN paper.
+
+    Raises:
+        ValueError: `config.causal` is False.
+    """
+
+    def __init__(self, config: TnnConfig):
+        check_direction(type(self).__name__, config.causal, needed=True)
+        super().__init__(config)
+        self.model = TnnModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @staticmethod
+    def create_masks_for_generate(config, inputs_embeds, attention_mask, past_key_values=None, **kwargs):
+        """Return the padding mask unchanged: a Toeplitz model has no attention pattern to prepare."""
+        return attention_mask
+
+    def prepare_inputs_for_generation(self, *args, inputs_embeds: torch.Tensor | None = None, **kwargs) -> dict:
+        """Return the inputs of the next pass, as in transformers. A static cache is made ready for a compiled step."""
+        kwargs.pop("tokenizer", None)  # that of `stop_strings`, which transformers hands on to the model
+        inputs = super().prepare_inputs_for_generation(*args, inputs_embeds=inputs_embeds, **kwargs)
+        return extensions.prepare_step(self.model, inputs)
+
+    def generate(self, inputs: torch.LongTensor | None = None, *args, **kwargs):
+        """Generate tokens as in transformers, after a check of the prompt, with the errors of [`TnnModel.forward`].
+
+        A batch without rows is returned unchanged. The attention mask may cover the tokens of `past_key_values` too.
+        While training with gradient checkpointing, whose layers get no cache, tokens are generated without one.
+        """
+        input_ids = kwargs.get("input_ids") if inputs is None else inputs
+        inputs_embeds = kwargs.get("inputs_embeds")
+        kwargs = with_cache_as(CACHE, kwargs)
+        past = kwargs.get(CACHE)
+        past_length = int(past.get_seq_length()) if isinstance(past, Cache) else 0
+        check_prompt(input_ids, inputs_embeds, kwargs.get("attention_mask"), self.get_input_embeddings(), past_length)
+        if input_ids is not None and len(input_ids) == 0:
+            return input_ids
+        if recomputes(self.model):
+            kwargs["use_cache"] = False
+        return super().generate(inputs, *args, **kwargs)
+
+    def _get_candidate_generator(self, generation_config, *args, **kwargs):
+        """Do as transformers, which lowers the number of layers of an assistant that exits early while it proposes.
+
+        The assistant has the modules of this model, which other threads use, and a configuration that may change.
+        """
+        if generation_config.assistant_early_exit is None:
+            return super()._get_candidate_generator(generation_config, *args, **kwargs)
+        model, base = copy.copy(self), copy.copy(self.model)
+        model._modules = self._modules | {"model": base}
+        model.config = base.config = copy.copy(self.config)
+        for one in (model, base):  # what devices or compilers have put there belongs to this model
+            vars(one).pop("forward", None)
+        return GenerationMixin._get_candidate_generator(model, generation_config, *args, **kwargs)
+
+    @takes_cache
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        position_ids: torch.LongTensor | None = None,
+        skip_logits: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> CausalLMOutputWithPast:
+        """Return the logits `(B, L, vocab_size)` of the next tokens, and with `labels` the loss.
+
+        Args:
+            labels: `(B, L)`, usually the `input_ids`. They are shifted inside; -100 is ignored.
+            skip_logits: whether only the loss is computed, which takes less time and memory. Unless given, a training
+                step with labels computes the logits when they are read; `skip_logits=False` computes them at once.
+            logits_to_keep: the number of last positions that get logits (0: all), or a tensor of positions.
+            kwargs: `shift_labels` `(B, L)`, the token after each position, replace `labels`; trainers that split
+                sequences over devices give them. `ignore_index` replaces -100.
+
+        The other arguments and the errors are those of [`TnnModel.forward`]. `labels` together with `logits_to_keep`
+        raise a ValueError.
+        """
+        loss_options = take_options(kwargs, "shift_labels", "ignore_index")
+        given = {"past_key_values": past_key_values, "use_cache": use_cache, "position_ids": position_ids}
+        outputs = self.model(
+            input_ids, attention_mask, inputs_embeds=inputs_embeds, return_dict=True, **given, **kwargs
+        )
+        check_logits_to_keep(logits_to_keep, outputs.last_hidden_state.shape[1], labels)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        hidden_states = outputs.last_hidden_state[:, kept]
+        loss, logits = self.loss_and_logits(hidden_states, labels, skip_logits, **loss_options, **kwargs)
+        cls = CausalLMOutputWithPast if loss is None else extensions.output_class(CausalLMOutputWithPast, logits)
+        return head_output(cls, outputs, loss=loss, logits=logits)
+
+
+# Trainer's label smoothing shifts the labels of the classes in this list.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[TnnConfig.model_type] = TnnForCausalLM.__name__
+
+
+class TnnForMaskedLM(TnnPreTrainedLanguageModel):
+    """A bidirectional TNN with a masked language modelling head.
+
+    Raises:
+        ValueError: `config.causal` is True.
+    """
+
+    def __init__(self, config: TnnConfig):
+        check_direction(type(self).__name__, config.causal, needed=False)
+        super().__init__(config)
+        self.model = TnnModel(config)
+        self.transform = TnnPredictionHeadTransform(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        skip_logits: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> MaskedLMOutput:
+        """Return the logits `(B, L, vocab_size)` of the tokens at each position, and with `labels` the loss.
+
+        `labels` `(B, L)` are the tokens to predict; -100, or `ignore_index`, is ignored. `skip_logits` is that of
+        [`TnnForCausalLM.forward`]; the other arguments and the errors are those of [`TnnModel.forward`].
+        """
+        loss_options = take_options(kwargs, "ignore_index")
+        kwargs |= {"inputs_embeds": inputs_embeds, "position_ids": position_ids}
+        outputs = self.model(input_ids, attention_mask, return_dict=True, **kwargs)
+        hidden_states = self.transform(outputs.last_hidden_state)
+        loss, logits = self.loss_and_logits(hidden_states, labels, skip_logits, **loss_options, **kwargs)
+        cls = MaskedLMOutput if loss is None else extensions.output_class(MaskedLMOutput, logits)
+        return head_output(cls, outputs, loss=loss, logits=logits)
+
+
 def head_dropout(config: TnnConfig) -> nn.Dropout:
-    """The dropout of a classification head."""
+    """Return the dropout of a classification head."""
     return nn.Dropout(config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout)
 
 
@@ -500,230 +649,35 @@ class TnnClassificationHead(nn.Module):
         return apply_linear(self.out_proj, pooled)
 
 
-def language_model_head(
-    model: TnnPreTrainedModel,
-    hidden_states: torch.Tensor,
-    labels: torch.Tensor | None,
-    skip_logits: bool | None,
-    shift_labels: torch.Tensor | None = None,
-    ignore_index: int = -100,
-    num_items_in_batch: torch.Tensor | int | None = None,
-    **kwargs,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Loss and logits `(B, L, V)` of hidden states `(B, L, d)`; None for what is not asked for.
-
-    Args:
-        labels: `(B, L)`; a causal model shifts them.
-        skip_logits: whether the logits are left out; None: whether they are computed when they are read.
-        shift_labels: `(B, L)`, labels that are shifted already.
-        num_items_in_batch: what the sum over labels is divided by; their number unless given.
-
-    Raises:
-        TypeError, ValueError: those of `check_labels`.
-        ValueError: `skip_logits` leaves nothing to compute.
-    """
-    for name, given in (("labels", labels), ("shift_labels", shift_labels)):
-        if given is not None:
-            check_labels(given, hidden_states, model.config.vocab_size, name, ignore_index)
-    if labels is None and shift_labels is None:
-        if skip_logits:
-            raise ValueError("`labels` must be given with skip_logits=True, got None")
-        return None, apply_linear(model.lm_head, hidden_states)
-    options = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}
-    found = extensions.head_loss(model, hidden_states, labels, skip_logits, shift_labels, **options)
-    if found is not None:
-        return found
-    logits = extensions.head_logits(model.lm_head, hidden_states)
-    logits = apply_linear(model.lm_head, hidden_states) if logits is None else logits
-    options |= {} if shift_labels is None else {"shift_labels": shift_labels}
-    loss = model.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[2], **options | kwargs)
-    return loss, None if skip_logits else logits
-
-
-def language_model_output(cls: type, logits, **fields):
-    """An output of the class `cls`, with logits that may be deferred."""
-    is_plain = logits is None or isinstance(logits, torch.Tensor)
-    return cls(logits=logits, **fields) if is_plain else extensions.deferred_output(cls, logits, **fields)
-
-
-class TnnForCausalLM(TnnPreTrainedModel, GenerationMixin):
-    """A causal TNN with a language modelling head, as in the WikiText-103 experiments of the TNN paper.
-
-    Raises:
-        ValueError: `config.causal` is False.
-    """
-
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
-    _tp_plan, _pp_plan = HEAD_PLAN, HEAD_PIPELINE_PLAN
-
-    def __init__(self, config: TnnConfig):
-        check_direction(type(self).__name__, config.causal, needed=True)
-        super().__init__(config)
-        self.model = TnnModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
-
-    @staticmethod
-    def create_masks_for_generate(config, inputs_embeds, attention_mask, past_key_values=None, **kwargs):
-        """The padding mask, unchanged: a Toeplitz model has no attention pattern to prepare."""
-        return attention_mask
-
-    def prepare_inputs_for_generation(self, *args, inputs_embeds: torch.Tensor | None = None, **kwargs) -> dict:
-        """The inputs of the next pass, as in transformers. A static cache is made ready for a compiled step."""
-        kwargs.pop("tokenizer", None)  # that of `stop_strings`, which transformers hands on to the model
-        inputs = super().prepare_inputs_for_generation(*args, inputs_embeds=inputs_embeds, **kwargs)
-        return extensions.prepare_step(self.model, inputs)
-
-    def generate(self, inputs: torch.LongTensor | None = None, *args, **kwargs):
-        """Generate tokens as in transformers, after a check of the prompt. A batch without rows is returned unchanged.
-
-        The attention mask may cover the tokens of `past_key_values` too. While training with gradient checkpointing,
-        whose layers get no cache, tokens are generated without one.
-
-        Raises:
-            TypeError, ValueError: those of [`TnnModel.forward`].
-        """
-        input_ids = kwargs.get("input_ids") if inputs is None else inputs
-        inputs_embeds = kwargs.get("inputs_embeds")
-        kwargs = with_cache_as(CACHE, kwargs)
-        past = kwargs.get(CACHE)
-        past_length = int(past.get_seq_length()) if isinstance(past, Cache) else 0
-        check_prompt(input_ids, inputs_embeds, kwargs.get("attention_mask"), self.get_input_embeddings(), past_length)
-        if input_ids is not None and len(input_ids) == 0:
-            return input_ids
-        if recomputes(self.model):
-            kwargs["use_cache"] = False
-        return super().generate(inputs, *args, **kwargs)
-
-    def _get_candidate_generator(self, generation_config, *args, **kwargs):
-        """As in transformers, which lowers the number of layers of an assistant that exits early while it proposes.
-
-        The assistant is the model itself, which other threads use. So it gets a configuration of its own.
-        """
-        early = generation_config.assistant_early_exit is not None
-        model = with_own_config(self) if early else self
-        return GenerationMixin._get_candidate_generator(model, generation_config, *args, **kwargs)
-
-    @takes_cache
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        labels: torch.LongTensor | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int | torch.Tensor = 0,
-        position_ids: torch.LongTensor | None = None,
-        skip_logits: bool | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> CausalLMOutputWithPast:
-        """The logits `(B, L, vocab_size)` of the next tokens, and with `labels` the loss.
-
-        Args:
-            labels: `(B, L)`, usually the `input_ids`. They are shifted inside; -100 is ignored.
-            skip_logits: whether only the loss is computed, which takes less time and memory. Unless given, a training
-                step with labels computes the logits when they are read; `skip_logits=False` computes them at once.
-            logits_to_keep: the number of last positions that get logits (0: all), or a tensor of positions.
-            kwargs: `shift_labels` `(B, L)`, the token after each position, replace `labels`; trainers that split
-                sequences over devices give them. `ignore_index` replaces -100.
-
-        The other arguments and the errors are those of [`TnnModel.forward`].
-
-        Raises:
-            TypeError: `labels` or `logits_to_keep` have another type.
-            ValueError: `labels` have another shape, or come together with `logits_to_keep`.
-        """
-        loss_options = take_options(kwargs, "shift_labels", "ignore_index")
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            position_ids=position_ids,
-            return_dict=True,
-            **kwargs,
-        )
-        check_logits_to_keep(logits_to_keep, outputs.last_hidden_state.shape[1], labels)
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        loss, logits = language_model_head(
-            self, outputs.last_hidden_state[:, kept], labels, skip_logits, **loss_options | kwargs
-        )
-        return language_model_output(
-            CausalLMOutputWithPast,
-            logits,
-            loss=loss,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            **{CACHE: getattr(outputs, CACHE)},
-        )
-
-
-def with_own_config(model: TnnForCausalLM) -> TnnForCausalLM:
-    """A model of the same modules and parameters, and of a configuration that may change without the first one."""
-    copied, base = copy.copy(model), copy.copy(model.model)
-    copied._modules = model._modules | {"model": base}
-    copied.config = base.config = copy.copy(model.config)
-    for one in (copied, base):  # what devices or compilers have put there belongs to the first model
-        vars(one).pop("forward", None)
-    return copied
-
-
-class TnnForMaskedLM(TnnPreTrainedModel):
-    """A bidirectional TNN with a masked language modelling head.
-
-    Raises:
-        ValueError: `config.causal` is True.
-    """
-
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
-    _tp_plan, _pp_plan = HEAD_PLAN, HEAD_PIPELINE_PLAN
-
-    def __init__(self, config: TnnConfig):
-        check_direction(type(self).__name__, config.causal, needed=False)
-        super().__init__(config)
-        self.model = TnnModel(config)
-        self.transform = TnnPredictionHeadTransform(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size)
-        self.post_init()
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        labels: torch.LongTensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        skip_logits: bool | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> MaskedLMOutput:
-        """The logits `(B, L, vocab_size)` of the tokens at each position, and with `labels` the loss.
-
-        Args:
-            labels: `(B, L)`, the tokens to predict; -100 is ignored.
-            skip_logits: as for [`TnnForCausalLM.forward`].
-            kwargs: `ignore_index` replaces -100.
-
-        The other arguments and the errors are those of [`TnnModel.forward`].
-        """
-        loss_options = take_options(kwargs, "ignore_index")
-        kwargs |= {"inputs_embeds": inputs_embeds, "position_ids": position_ids}
-        outputs = self.model(input_ids=input_ids, attention_mask=attention_mask, return_dict=True, **kwargs)
-        transformed = self.transform(outputs.last_hidden_state)
-        loss, logits = language_model_head(self, transformed, labels, skip_logits, **loss_options | kwargs)
-        states = {"hidden_states": outputs.hidden_states, "attentions": outputs.attentions}
-        return language_model_output(MaskedLMOutput, logits, loss=loss, **states)
-
-
-class TnnForSequenceClassification(TnnPreTrainedModel):
-    """A TNN with a classification or regression head on the mean of its real tokens (bidirectional) or on the last
-    real token (causal). `config.classifier_pooling` changes this."""
+class TnnPreTrainedClassifier(TnnPreTrainedModel):
+    """Base class of heads with one answer for each sequence or image."""
 
     # The loss is a mean over sequences: Trainer must divide it by the accumulation steps itself.
     accepts_loss_kwargs = False
+
+    def encode(self, input_ids, attention_mask, inputs_embeds, **kwargs) -> BaseModelOutputWithPast:
+        """Return the outputs of the base model. Packed rows raise a ValueError."""
+        outputs = self.model(input_ids, attention_mask, inputs_embeds=inputs_embeds, return_dict=True, **kwargs)
+        check_one_document(input_ids if inputs_embeds is None else inputs_embeds, attention_mask, **kwargs)
+        return outputs
+
+    def pool(self, input_ids, attention_mask, outputs: BaseModelOutputWithPast) -> torch.Tensor:
+        """Return one vector for each sequence, `(B, d)`. Without a mask, a causal model leaves out `pad_token_id`."""
+        if attention_mask is None and self.config.causal:
+            attention_mask = real_tokens(input_ids, self.config.pad_token_id)  # as in transformers
+        return pool_tokens(self.config.pooling, outputs.last_hidden_state, attention_mask)
+
+    def class_loss(self, logits: torch.Tensor, labels: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the loss of `logits` `(B, num_labels)` that `config.problem_type` asks for; None without labels."""
+        if labels is None:
+            return None
+        check_class_labels(labels, logits)
+        return self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
+
+
+class TnnForSequenceClassification(TnnPreTrainedClassifier):
+    """A TNN with a classification or regression head on the mean of its real tokens (bidirectional) or on the last
+    real token (causal). `config.classifier_pooling` changes this."""
 
     def __init__(self, config: TnnConfig):
         super().__init__(config)
@@ -744,42 +698,55 @@ class TnnForSequenceClassification(TnnPreTrainedModel):
         use_cache: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> SequenceClassifierOutputWithPast:
-        """The logits `(B, num_labels)`, and with `labels` the loss.
+        """Return the logits `(B, num_labels)`, and with `labels` the loss that `config.problem_type` names.
 
-        Args:
-            attention_mask: as for [`TnnModel.forward`]. Without a mask, a causal model uses the last token that is not
-                `config.pad_token_id`, as the models of transformers do.
-            labels: `(B,)` classes or values, or `(B, num_labels)` for several labels at once. The loss follows
-                `config.problem_type`, as in transformers.
+        `labels` are `(B,)` classes or values, or `(B, num_labels)` for several labels at once. Without a mask, a
+        causal model uses the last token that is not `config.pad_token_id`, as the models of transformers do.
 
         The other arguments and the errors are those of [`TnnModel.forward`]. Packed rows, and with mean pooling a
         cache that holds tokens, raise a ValueError.
         """
         check_pooled_whole(self.config.pooling, past_key_values)
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            return_dict=True,
-            **kwargs,
-        )
-        check_one_document(input_ids if inputs_embeds is None else inputs_embeds, attention_mask, **kwargs)
-        if attention_mask is None and self.config.causal:
-            attention_mask = real_tokens(input_ids, self.config.pad_token_id)  # as in transformers
-        logits = self.classifier(pool_tokens(self.config.pooling, outputs.last_hidden_state, attention_mask))
-        loss = None
+        kwargs |= {"past_key_values": past_key_values, "use_cache": use_cache}
+        outputs = self.encode(input_ids, attention_mask, inputs_embeds, **kwargs)
+        logits = self.classifier(self.pool(input_ids, attention_mask, outputs))
+        loss = self.class_loss(logits, labels)
+        return head_output(SequenceClassifierOutputWithPast, outputs, loss=loss, logits=logits)
+
+
+class TnnForMultipleChoice(TnnPreTrainedClassifier):
+    """A TNN that chooses one of several texts: a classification head scores each text alone."""
+
+    def __init__(self, config: TnnConfig):
+        super().__init__(config)
+        self.model = TnnModel(config)
+        self.classifier = TnnClassificationHead(config, num_labels=1)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> MultipleChoiceModelOutput:
+        """Return the logits `(B, C)` of C choices, and with `labels` `(B,)`, the right ones, the loss.
+
+        `input_ids` and `attention_mask` are `(B, C, L)`, `inputs_embeds` `(B, C, L, d)`. The other arguments and the
+        errors are those of [`TnnForSequenceClassification.forward`].
+        """
+        tokens, name = (inputs_embeds, "inputs_embeds") if input_ids is None else (input_ids, "input_ids")
+        choices = check_choices(name, tokens, attention_mask)
+        given = (input_ids, attention_mask, inputs_embeds)
+        ids, mask, embeds = (None if one is None else one.flatten(0, 1) for one in given)  # (B * C, ...)
+        outputs = self.encode(ids, mask, embeds, **kwargs)
+        logits, loss = self.classifier(self.pool(ids, mask, outputs)).view(-1, choices), None
         if labels is not None:
             check_class_labels(labels, logits)
-            loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
-        return SequenceClassifierOutputWithPast(
-            loss=loss,
-            logits=logits,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            **{CACHE: getattr(outputs, CACHE)},
-        )
+            loss = nn.functional.cross_entropy(logits.float(), labels.view(-1).to(logits.device))
+        return head_output(MultipleChoiceModelOutput, outputs, loss=loss, logits=logits)
 
 
 class TnnForTokenClassification(TnnPreTrainedModel):
@@ -806,32 +773,22 @@ class TnnForTokenClassification(TnnPreTrainedModel):
         labels: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> TokenClassifierOutput:
-        """The logits `(B, L, num_labels)`, and with `labels` the mean cross-entropy.
+        """Return the logits `(B, L, num_labels)`, and with `labels` the mean cross-entropy.
 
-        Args:
-            labels: `(B, L)`, the class of each token; -100 is ignored.
-            kwargs: `num_items_in_batch` is what the sum of the loss is divided by, instead of the number of labels.
-
-        The other arguments and the errors are those of [`TnnModel.forward`].
+        `labels` `(B, L)` are the class of each token; -100 is ignored. `num_items_in_batch` divides the sum of the
+        loss, instead of their number. The other arguments and the errors are those of [`TnnModel.forward`].
         """
-        outputs = self.model(
-            input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, return_dict=True, **kwargs
-        )
-        logits = apply_linear(self.classifier, self.dropout(outputs.last_hidden_state))
-        loss = None
+        outputs = self.model(input_ids, attention_mask, inputs_embeds=inputs_embeds, return_dict=True, **kwargs)
+        logits, loss = apply_linear(self.classifier, self.dropout(outputs.last_hidden_state)), None
         if labels is not None:
             check_labels(labels, logits, self.num_labels, limit="num_labels")
             count = kwargs.get("num_items_in_batch")
             loss = self.loss_function(logits, labels, self.config, num_items_in_batch=count)
-        states = {"hidden_states": outputs.hidden_states, "attentions": outputs.attentions}
-        return TokenClassifierOutput(loss=loss, logits=logits, **states)
+        return head_output(TokenClassifierOutput, outputs, loss=loss, logits=logits)
 
 
-class TnnForQuestionAnswering(TnnPreTrainedModel):
+class TnnForQuestionAnswering(TnnPreTrainedClassifier):
     """A TNN that finds the span of an answer in a text: a linear head gives each token two scores."""
-
-    # The loss is a mean over sequences: Trainer must divide it by the accumulation steps itself.
-    accepts_loss_kwargs = False
 
     def __init__(self, config: TnnConfig):
         super().__init__(config)
@@ -849,92 +806,22 @@ class TnnForQuestionAnswering(TnnPreTrainedModel):
         end_positions: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> QuestionAnsweringModelOutput:
-        """The logits `(B, L)` of the first and of the last token of the answer, and with both positions the loss.
+        """Return the logits `(B, L)` of the first and last token of the answer, and with both positions the loss.
 
-        At padding the logits are the lowest number of their dtype, so that neither the loss nor the answer depends
-        on it.
-
-        Args:
-            start_positions: `(B,)`, the place of the first token of the answer; a place outside the text is ignored.
-            end_positions: `(B,)`, the place of the last token of the answer.
-
-        The other arguments and the errors are those of [`TnnModel.forward`]. Packed rows raise a ValueError.
+        `start_positions` and `end_positions` are `(B,)`; a place outside the text is ignored. At padding the logits
+        are the lowest number of their dtype, so that neither the loss nor the answer depends on it. The other
+        arguments and the errors are those of [`TnnModel.forward`]. Packed rows raise a ValueError.
         """
-        tokens = input_ids if inputs_embeds is None else inputs_embeds
-        outputs = self.model(
-            input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, return_dict=True, **kwargs
-        )
-        check_one_document(tokens, attention_mask, **kwargs)
-        logits = apply_linear(self.qa_outputs, outputs.last_hidden_state)  # (B, L, 2)
+        outputs = self.encode(input_ids, attention_mask, inputs_embeds, **kwargs)
+        logits, loss = apply_linear(self.qa_outputs, outputs.last_hidden_state), None  # (B, L, 2)
         if attention_mask is not None:
             hidden = attention_mask[:, -logits.shape[1] :, None].to(logits.device) == 0
             logits = logits.masked_fill(hidden, torch.finfo(logits.dtype).min)
-        start_logits, end_logits = logits.unbind(-1)
-        loss = None
+        start, end = (one.contiguous() for one in logits.unbind(-1))
         if start_positions is not None and end_positions is not None:
-            check_spans(start_positions, end_positions, start_logits)
-            loss = self.loss_function(start_logits.float(), end_logits.float(), start_positions, end_positions)
-        return QuestionAnsweringModelOutput(
-            loss=loss,
-            start_logits=start_logits.contiguous(),
-            end_logits=end_logits.contiguous(),
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
-
-
-class TnnForMultipleChoice(TnnPreTrainedModel):
-    """A TNN that chooses one of several texts: a classification head scores each text alone."""
-
-    # The loss is a mean over sequences: Trainer must divide it by the accumulation steps itself.
-    accepts_loss_kwargs = False
-
-    def __init__(self, config: TnnConfig):
-        super().__init__(config)
-        self.model = TnnModel(config)
-        self.classifier = TnnClassificationHead(config, num_labels=1)
-        self.post_init()
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        labels: torch.LongTensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> MultipleChoiceModelOutput:
-        """The logits `(B, C)` of C choices, and with `labels` the loss.
-
-        Args:
-            input_ids: `(B, C, L)`, or `inputs_embeds` `(B, C, L, d)`.
-            attention_mask: `(B, C, L)`. Without a mask, a causal model uses the last token that is not
-                `config.pad_token_id`.
-            labels: `(B,)`, the right choices.
-
-        The other arguments and the errors are those of [`TnnModel.forward`]. Packed rows raise a ValueError.
-        """
-        tokens, name = (inputs_embeds, "inputs_embeds") if input_ids is None else (input_ids, "input_ids")
-        choices = check_choices(name, tokens, attention_mask)
-        given = {"input_ids": input_ids, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
-        given = {key: None if value is None else value.flatten(0, 1) for key, value in given.items()}
-        outputs = self.model(**given, return_dict=True, **kwargs)
-        mask = given["attention_mask"]
-        check_one_document(tokens.flatten(0, 1), mask, **kwargs)
-        if mask is None and self.config.causal:
-            mask = real_tokens(given["input_ids"], self.config.pad_token_id)  # as in transformers
-        pooled = pool_tokens(self.config.pooling, outputs.last_hidden_state, mask)  # (B * C, d)
-        logits = self.classifier(pooled).view(-1, choices)
-        loss = None
-        if labels is not None:
-            check_class_labels(labels, logits)
-            loss = nn.functional.cross_entropy(logits.float(), labels.view(-1).to(logits.device))
-        states = {"hidden_states": outputs.hidden_states, "attentions": outputs.attentions}
-        return MultipleChoiceModelOutput(loss=loss, logits=logits, **states)
-
-
-# Trainer's label smoothing shifts the labels of the classes in this list.
-MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[TnnConfig.model_type] = TnnForCausalLM.__name__
+            check_spans(start_positions, end_positions, start)
+            loss = self.loss_function(start.float(), end.float(), start_positions, end_positions)
+        return head_output(QuestionAnsweringModelOutput, outputs, loss=loss, start_logits=start, end_logits=end)
 
 
 class TnnPatchEmbedding(nn.Module):
@@ -946,11 +833,7 @@ class TnnPatchEmbedding(nn.Module):
         self.projection = nn.Conv2d(config.num_channels, config.hidden_size, size, stride=size)
 
     def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """`(B, C, H, W)` to `(B, L, d)`, row by row.
-
-        Raises:
-            ValueError: the image is not square, its side is not a multiple of P, or it has other channels.
-        """
+        """`(B, C, H, W)` to `(B, L, d)`, row by row. Another shape raises a ValueError."""
         check_pixel_values(pixel_values, self.projection)
         return self.projection(pixel_values.to(self.projection.weight.dtype)).flatten(2).transpose(1, 2)
 
@@ -973,17 +856,16 @@ class TnnImageModel(TnnPreTrainedModel):
     @merge_with_config_defaults
     @capture_outputs
     def forward(self, pixel_values: torch.Tensor, **kwargs: Unpack[TransformersKwargs]) -> BaseModelOutput:
-        """The hidden states of the last layer, `(B, L, d)`, for `pixel_values` `(B, C, H, W)`."""
+        """Return the hidden states of the last layer, `(B, L, d)`, for `pixel_values` `(B, C, H, W)`."""
         hidden_states = self.dropout(self.patch_embedding(pixel_values))
-        prepared = [None] * len(self.layers)
-        if not is_on_host(hidden_states):
-            prepared = extensions.kernels_of_layers(self.layers, hidden_states)
+        alone = is_on_host(hidden_states)
+        prepared = [None] * len(self.layers) if alone else extensions.kernels_of_layers(self.layers, hidden_states)
         for layer, kernel in zip(self.layers, prepared, strict=True):
             hidden_states = layer(hidden_states, passed=Pass(prepared=kernel))
         return BaseModelOutput(last_hidden_state=hidden_states)
 
 
-class TnnForImageClassification(TnnPreTrainedModel):
+class TnnForImageClassification(TnnPreTrainedClassifier):
     """A TNN over the patches of an image, with a linear head on the normalised mean of their hidden states.
 
     Raises:
@@ -993,8 +875,6 @@ class TnnForImageClassification(TnnPreTrainedModel):
     main_input_name = "pixel_values"
     input_modalities = ("image",)
     _input_embed_layer = "patch_embedding"
-    # The loss is a mean over images: Trainer must divide it by the accumulation steps itself.
-    accepts_loss_kwargs = False
 
     def __init__(self, config: TnnConfig):
         check_patches(config)
@@ -1012,15 +892,9 @@ class TnnForImageClassification(TnnPreTrainedModel):
         labels: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> ImageClassifierOutput:
-        """The logits `(B, num_labels)`, and with `labels` the loss.
+        """Return the logits `(B, num_labels)` of `pixel_values` `(B, C, H, W)`, and with `labels` the loss.
 
-        Args:
-            pixel_values: `(B, C, H, W)`, the output of an image processor.
-            labels: `(B,)` classes or values, or `(B, num_labels)` for several labels at once. The loss follows
-                `config.problem_type`, as in transformers.
-
-        Raises:
-            ValueError: `pixel_values` is missing, or a shape is wrong.
+        `labels` are those of [`TnnForSequenceClassification.forward`]. A wrong shape raises a ValueError.
         """
         if pixel_values is None:
             raise ValueError("`pixel_values` must be given, got None")
@@ -1028,24 +902,8 @@ class TnnForImageClassification(TnnPreTrainedModel):
         outputs = self.model(pixel_values, return_dict=True, **kwargs)
         pooled = outputs.last_hidden_state.mean(dim=1)  # (B, d)
         logits = apply_linear(self.classifier, self.norm(pooled[:, None])[:, 0])
-        loss = None
-        if labels is not None:
-            check_class_labels(labels, logits)
-            loss = self.loss_function(labels, logits, self.config)
+        loss = self.class_loss(logits, labels)
         return ImageClassifierOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
 
-
-__all__ = [
-    "TnnForCausalLM",
-    "TnnForImageClassification",
-    "TnnForMaskedLM",
-    "TnnForMultipleChoice",
-    "TnnForQuestionAnswering",
-    "TnnForSequenceClassification",
-    "TnnForTokenClassification",
-    "TnnImageModel",
-    "TnnModel",
-    "TnnPreTrainedModel",
-]
 
 extensions.load()

@@ -239,9 +239,9 @@ DEFERRED_OUTPUTS = {
 }
 
 
-def deferred_output(cls: type, logits: DeferredLogits, **fields):
-    """An output of the deferred variant of the class `cls`."""
-    return DEFERRED_OUTPUTS[cls](logits=logits, **fields)
+def output_class(cls: type, logits: torch.Tensor | DeferredLogits | None) -> type:
+    """The class of an output with these logits, in place of `cls`."""
+    return DEFERRED_OUTPUTS[cls] if isinstance(logits, DeferredLogits) else cls
 
 
 def head_loss(
@@ -249,7 +249,7 @@ def head_loss(
 ) -> tuple[torch.Tensor, DeferredLogits | None] | None:
     """The loss without the logits of the whole batch, or None where all logits are needed.
 
-    In training the logits are computed when they are read. The arguments are those of `language_model_head`.
+    In training the logits are computed when they are read. The arguments are those of `loss_and_logits` of the model.
     """
     deferred = skip_logits is None and model.training
     if not ((skip_logits or deferred) and can_skip_logits(model)):
@@ -276,4 +276,4 @@ def can_skip_logits(model: PreTrainedModel) -> bool:
     return plain and is_fused(model.config.tno_implementation)
 
 
-extensions.register(head_loss=head_loss, head_logits=head_logits, deferred_output=deferred_output)
+extensions.register(head_loss=head_loss, head_logits=head_logits, output_class=output_class)

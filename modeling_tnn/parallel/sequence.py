@@ -216,21 +216,20 @@ class SequenceParallel:
             )
         return not whole
 
-    def _forward_base(self, original, input_ids, attention_mask, **given):
+    def _forward_base(self, original, input_ids, inputs_embeds, passed: Pass, **given):
         """`TnnModel._forward` for a whole sequence; the outputs are those of the tokens of this process."""
-        embeds, documents = given["inputs_embeds"], given["documents"]
-        tokens = input_ids if embeds is None else embeds
-        if not self._is_divided(tokens, cache_of(given)):
-            return original(input_ids, attention_mask, **given)
+        tokens = input_ids if inputs_embeds is None else inputs_embeds
+        if not self._is_divided(tokens, passed.cache):
+            return original(input_ids, inputs_embeds, passed, **given)
         if self.base.training and self.base.config.norm_type == "batchnorm":
             raise ValueError("`norm_type` must be a norm of single tokens to train on a divided text, got 'batchnorm'")
-        mask = check_attention_mask(attention_mask, tokens, 0)
+        mask, documents = check_attention_mask(passed.mask, tokens, 0), passed.documents
         positions = token_positions(mask, 0, tokens) if documents is None else documents.positions()
         layout = Layout(self.tokens_of(tokens.shape[1]), mask, documents)
         own = slice_of(layout.tokens[self.index])
-        ids, embeds, mask = (None if one is None else one[:, own] for one in (input_ids, embeds, mask))
-        given |= {"inputs_embeds": embeds, "position_ids": positions[:, own], "documents": None, "layout": layout}
-        outputs = original(ids, mask, **given)
+        ids, embeds, mask = (None if one is None else one[:, own] for one in (input_ids, inputs_embeds, mask))
+        passed = passed._replace(mask=mask, documents=None, layout=layout)
+        outputs = original(ids, embeds, passed, **given | {"position_ids": positions[:, own]})
         if self.kept:
             outputs.last_hidden_state = self._last_tokens(outputs.last_hidden_state, layout.tokens)
         return outputs
