@@ -56,19 +56,15 @@ class FdOperator(ToeplitzOperator):
         return self.response_parts(device)
 
     def coefficients(self, length: int, device: torch.device | None = None) -> torch.Tensor:
-        if self.causal:
-            return fit_taps(self._causal_kernel(device), length)
+        if self.causal:  # transform and window act on the w features of the MLP, before its D outputs
+            taps = self._inverse(self.features(device).t())[:, : self.resolution]  # (w, R)
+            taps = torch.cat([taps[:, :1], 2 * taps[:, 1:]], dim=1)
+            impulse = torch.zeros_like(taps[0])  # (R,), the transform of a constant
+            impulse[0] = 1
+            return fit_taps(self.rpe.emit(taps.t(), impulse), length)
         taps = self._inverse(self.response_parts(device))  # (D, 2R), lags 0..R, -(R-1)..-1
         positive, negative = taps[:, : self.resolution], taps[:, self.resolution + 1 :]  # (D, R), (D, R-1)
         return fit_lags(torch.cat([negative, positive], dim=1), length)
-
-    def _causal_kernel(self, device: torch.device | None) -> torch.Tensor:
-        """All taps, `(D, R)`. Transform and window act on the w features of the MLP, before its D outputs."""
-        taps = self._inverse(self.features(device).t())[:, : self.resolution]  # (w, R)
-        taps = torch.cat([taps[:, :1], 2 * taps[:, 1:]], dim=1)
-        impulse = torch.zeros_like(taps[0])  # (R,), the transform of a constant
-        impulse[0] = 1
-        return self.rpe.emit(taps.t(), impulse)
 
     def _inverse(self, response: torch.Tensor) -> torch.Tensor:
         """The taps `(M, 2R)` of a response: real `(M, R + 1)`, or its real and imaginary parts `(2, M, R + 1)`."""

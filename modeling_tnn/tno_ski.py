@@ -172,7 +172,9 @@ class Restrict(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor):
-        return prolong(gradient, None, ctx.grid), None
+        if is_transformed(gradient):
+            return gradient @ ctx.grid.matrix(gradient).t(), None
+        return Prolong.apply(gradient, None, ctx.grid), None
 
 
 class Prolong(torch.autograd.Function):
@@ -192,20 +194,9 @@ class Prolong(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor):
-        return restrict(gradient, ctx.grid), gradient if ctx.needs_input_grad[1] else None, None
-
-
-def restrict(x: torch.Tensor, grid: InducingGrid) -> torch.Tensor:
-    """The product x W, `(M, L)` to `(M, K)`."""
-    return x @ grid.matrix(x) if is_transformed(x) else Restrict.apply(x, grid)
-
-
-def prolong(z: torch.Tensor, base: torch.Tensor | None, grid: InducingGrid) -> torch.Tensor:
-    """The product base + z W^T, `(M, K)` to `(M, L)`; base is `(M, L)` or None."""
-    if not is_transformed(z):
-        return Prolong.apply(z, base, grid)
-    x = z @ grid.matrix(z).t()
-    return x if base is None else base + x
+        eager = is_transformed(gradient)
+        z = gradient @ ctx.grid.matrix(gradient) if eager else Restrict.apply(gradient, ctx.grid)
+        return z, gradient if ctx.needs_input_grad[1] else None, None
 
 
 class SkiOperator(ToeplitzOperator):
