@@ -22,13 +22,9 @@ NEEDS_PACKAGE = "needs the package, not only the files of a saved folder: pip in
 
 
 class Extensions:
-    """The functions that sub-packages replace.
+    """The functions that sub-packages replace."""
 
-    Attributes:
-        modules: the names of the modules that register functions, which the package sets.
-    """
-
-    modules: Sequence[str] = ()
+    modules: Sequence[str] = ()  # the names of the modules that register functions; the package sets them
 
     def load(self):
         """Import the modules. The file of the models calls this, because most of them take long to import."""
@@ -36,21 +32,13 @@ class Extensions:
             import_module(name)
 
     def register(self, **functions: Callable):
-        """Replace methods of these names by functions with the same arguments.
-
-        Raises:
-            AttributeError: there is no such method.
-        """
+        """Replace methods of these names by functions with the same arguments."""
         for name, function in functions.items():
-            getattr(self, name)
+            getattr(self, name)  # an AttributeError if there is no such method
             setattr(self, name, function)
 
     def check_before_loading(self, model_class: type, source, options: dict):
-        """Compare the files that `from_pretrained(source, **options)` will load with the configuration.
-
-        Raises:
-            ValueError: a file is missing or damaged, or the configuration does not fit the weights.
-        """
+        """Raise a ValueError if files of `from_pretrained(source, **options)` do not fit the configuration."""
 
     def convolve_documents(self, v, kernel, first: int, starts, implementation: str):
         """In a graph, the product of each document of packed rows. Only asked if `keeps_products`."""
@@ -72,10 +60,8 @@ class Extensions:
     def head_logits(self, head, hidden_states):
         """The logits `(B, L, V)` of a language model's head in a layout for compilers, or None."""
 
-    def head_loss(
-        self, model, hidden_states, labels, skip_logits, shift_labels, ignore_index: int, num_items_in_batch
-    ) -> tuple | None:
-        """The loss of a language model without all of its logits, and what computes them when read; or None."""
+    def head_loss(self, model, hidden_states, **options) -> tuple | None:
+        """The loss without all logits, and what computes them when read; or None. `options`: of `loss_and_logits`."""
 
     def is_ready(self, cache, tokens, attention_mask) -> bool:
         """Whether `prepare_step` has made the cache ready for these tokens."""

@@ -58,9 +58,16 @@ def save_code(folder: str | os.PathLike, models: str | os.PathLike):
     """Copy the file of the models and those that it imports to `folder`. Other files of these names are renamed."""
     for file in {Path(models), *map(Path, get_relative_import_files(models))}:
         copied = Path(folder) / file.name
-        if not (copied.exists() and copied.samefile(file)):
-            move_aside(copied, file)
-            shutil.copy(file, copied)
+        if copied.exists() and copied.samefile(file):
+            continue
+        if copied.exists() and not defined_names(copied) & defined_names(file):  # versions of a file share names
+            names = (copied.with_name(f"{file.name}.orig{number or ''}") for number in count())
+            free = next(name for name in names if not name.exists())
+            copied.rename(free)
+            logger.warning(
+                "%s was not saved with a model. It is now %s: code of the model has its name.", copied, free
+            )
+        shutil.copy(file, copied)
 
 
 def defined_names(file: Path) -> set[str]:
@@ -70,13 +77,3 @@ def defined_names(file: Path) -> set[str]:
     except (SyntaxError, ValueError):
         return set()
     return {node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-
-
-def move_aside(found: Path, file: Path):
-    """Rename `found` if it exists and is no copy of `file`, of any version: these share names that they define."""
-    if not found.exists() or defined_names(found) & defined_names(file):
-        return
-    names = (found.with_name(f"{found.name}.orig{number or ''}") for number in count())
-    free = next(name for name in names if not name.exists())
-    found.rename(free)
-    logger.warning("%s was not saved with a model. It is now %s: the code of the model has its name.", found, free)

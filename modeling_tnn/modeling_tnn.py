@@ -188,11 +188,8 @@ class TnnPreTrainedModel(PreTrainedModel):
         """Load a model as in transformers, with two precautions against untrusted checkpoints.
 
         Weights are read only from safetensors, never from pickle, unless `use_safetensors=False`. The sizes that the
-        configuration declares are compared with the weights before memory is allocated. Weights of earlier versions
-        are renamed, and saved by their present names.
-
-        Raises:
-            CheckpointMismatchError: the configuration does not fit the weights.
+        configuration declares are compared with the weights before memory is allocated (`CheckpointMismatchError`).
+        Weights of earlier versions are renamed, and saved by their present names.
         """
         use_safetensors = use_safetensors is not False
         if use_safetensors:
@@ -201,8 +198,7 @@ class TnnPreTrainedModel(PreTrainedModel):
         kwargs |= {"use_safetensors": use_safetensors, "key_mapping": key_mapping}
         loaded = super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
-        if (renamings := getattr(model, "_weight_conversions", None)) is not None:
-            # transformers saves by the names that it has loaded.
+        if (renamings := getattr(model, "_weight_conversions", None)) is not None:  # those that saving reverts
             model._weight_conversions = [one for one in renamings if not KEY_MAPPING.keys() & set(one.source_patterns)]
         return loaded
 
@@ -449,15 +445,8 @@ class TnnPreTrainedLanguageModel(TnnPreTrainedModel):
     _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
 
     def loss_and_logits(
-        self,
-        hidden_states: torch.Tensor,
-        labels: torch.Tensor | None,
-        skip_logits: bool | None,
-        shift_labels: torch.Tensor | None = None,
-        ignore_index: int = -100,
-        num_items_in_batch: torch.Tensor | int | None = None,
-        **kwargs,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        self, hidden_states, labels, skip_logits, shift_labels=None, ignore_index=-100, **kwargs
+    ) -> tuple:
         """Return loss and logits `(B, L, V)` of hidden states `(B, L, d)`; None for what is not asked for.
 
         `skip_logits` leaves the logits out; if it is None, they are computed when they are read. `shift_labels`
@@ -470,7 +459,7 @@ class TnnPreTrainedLanguageModel(TnnPreTrainedModel):
             if skip_logits:
                 raise ValueError("`labels` must be given with skip_logits=True, got None")
             return None, apply_linear(self.lm_head, hidden_states)
-        options = {"ignore_index": ignore_index, "num_items_in_batch": num_items_in_batch}
+        options = {"ignore_index": ignore_index, "num_items_in_batch": kwargs.pop("num_items_in_batch", None)}
         options |= {"labels": labels, "shift_labels": shift_labels}
         found = extensions.head_loss(self, hidden_states, skip_logits=skip_logits, **options)
         if found is not None:
@@ -484,8 +473,7 @@ class TnnPreTrainedLanguageModel(TnnPreTrainedModel):
 class TnnForCausalLM(TnnPreTrainedLanguageModel, GenerationMixin):
     """A causal TNN with a language modelling head, as in the WikiText-103 experiments of the TNN paper.
 
-    Raises:
-        ValueError: `config.causal` is False.
+    `config.causal=False` raises a ValueError.
     """
 
     def __init__(self, config: TnnConfig):
@@ -584,11 +572,7 @@ MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[TnnConfig.model_type] = TnnForCausalLM.__name_
 
 
 class TnnForMaskedLM(TnnPreTrainedLanguageModel):
-    """A bidirectional TNN with a masked language modelling head.
-
-    Raises:
-        ValueError: `config.causal` is True.
-    """
+    """A bidirectional TNN with a masked language modelling head. `config.causal=True` raises a ValueError."""
 
     def __init__(self, config: TnnConfig):
         check_direction(type(self).__name__, config.causal, needed=False)
@@ -868,8 +852,7 @@ class TnnImageModel(TnnPreTrainedModel):
 class TnnForImageClassification(TnnPreTrainedClassifier):
     """A TNN over the patches of an image, with a linear head on the normalised mean of their hidden states.
 
-    Raises:
-        ValueError: `config.causal` is True, or `max_position_embeddings` is not the number of patches.
+    A ValueError is raised for `config.causal=True`, or if `max_position_embeddings` is not the number of patches.
     """
 
     main_input_name = "pixel_values"
