@@ -34,18 +34,15 @@ from .numerics import (
     is_fused,
     is_on_host,
     must_be_eager,
-    next_fast_len,
 )
 from .toeplitz_fused import (
     NO_GATE,
     Gate,
-    Windows,
     eager_windows,
     fused_convolution,
     has_parameters,
     is_response,
-    lay_windows,
-    single_window,
+    windows_of,
 )
 
 
@@ -182,16 +179,28 @@ def gated_convolution(
     v: torch.Tensor, kernel: torch.Tensor, first: int, implementation: str, gate: Gate
 ) -> torch.Tensor:
     """Entries `first .. first + L - 1` of the convolution of `v` `(B, L, D)` with `kernel` `(D, K)`, inside a gate."""
-    length, taps = v.shape[1], kernel.shape[1]
     kernel = kernel.to(compute_dtype(torch.promote_types(v.dtype, kernel.dtype)))
     fused = is_fused(implementation)
     if not (fused and is_on_host(v) and implementation != "triton"):
         product = extensions.find_product(implementation, v, kernel)
         if product is not None:
             return product(v, kernel, first, gate)
-    size = next_fast_len(length + max(first, taps - 1 - first))
-    windows = lay_windows(length, taps, first, size) if fused else single_window(size, first)
-    return _filter(v, kernel, windows, fused, gate)
+    if v.numel() == 0 and not must_be_eager():
+        # MKL refuses transforms of empty tensors. All inputs stay in the graph, so that their gradients are zero.
+        return gate.apply(gate.inputs(v), "eager") * kernel.sum().to(v.dtype)
+    windows = windows_of(v, kernel, first, several=fused)
+    if fused and not has_parameters(gate.act):
+        return fused_convolution(v, kernel, windows, gate)
+    # Autograd computes the gradients of the gate, and of parameters of its activation, around the product.
+    x = gate.inputs(v)
+    if fused:
+        y = fused_convolution(x, kernel, windows)
+    elif is_exported() and not is_response(kernel):
+        x = x.transpose(1, 2).to(kernel.dtype)  # (B, D, L)
+        y = exported_convolution(x, kernel, windows.size, first).transpose(1, 2).to(v.dtype)
+    else:
+        y = eager_windows(x.permute(2, 0, 1), kernel, None, None, None, windows).permute(1, 2, 0)
+    return gate.apply(y, "eager")  # (B, L, D)
 
 
 def dense_toeplitz(coefficients: torch.Tensor) -> torch.Tensor:
@@ -245,30 +254,7 @@ def filter_by_response(
     A response is `(2, D, F/2 + 1)`, real and imaginary part at the frequencies 2 pi m / F, F even and at least L. The
     imaginary part counts as 0 at m = 0 and m = F/2, where it is 0 for a real filter.
     """
-    size = 2 * (response.shape[2] - 1)
-    response = response.to(torch.promote_types(v.dtype, response.dtype))
-    product = extensions.find_product(implementation, v, response)
-    if product is not None:
-        return product(v, response, 0, gate)
-    return _filter(v, response, single_window(size, first=0), is_fused(implementation), gate)
-
-
-def _filter(v: torch.Tensor, kernel: torch.Tensor, windows: Windows, fused: bool, gate: Gate) -> torch.Tensor:
-    if v.numel() == 0 and not must_be_eager():
-        # MKL refuses transforms of empty tensors. All inputs stay in the graph, so that their gradients are zero.
-        return gate.apply(gate.inputs(v), "eager") * kernel.sum().to(v.dtype)
-    if fused and not has_parameters(gate.act):
-        return fused_convolution(v, kernel, windows, gate)
-    # Autograd computes the gradients of the gate, and of parameters of its activation, around the product.
-    x = gate.inputs(v)
-    if fused:
-        y = fused_convolution(x, kernel, windows)
-    elif is_exported() and not is_response(kernel):
-        x = x.transpose(1, 2).to(kernel.dtype)  # (B, D, L)
-        y = exported_convolution(x, kernel, windows.size, windows.skip).transpose(1, 2).to(v.dtype)
-    else:
-        y = eager_windows(x.permute(2, 0, 1), kernel, None, None, None, windows).permute(1, 2, 0)
-    return gate.apply(y, "eager")  # (B, L, D)
+    return gated_convolution(v, response, 0, implementation, gate)
 
 
 def _checked_shape(v: torch.Tensor, name: str, kernel: torch.Tensor) -> tuple[int, int]:

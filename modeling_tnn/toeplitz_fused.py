@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
-from .numerics import is_fused, is_on_host, is_transformed
+from .numerics import is_fused, is_on_host, is_transformed, next_fast_len
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
@@ -135,10 +135,13 @@ class Windows(NamedTuple):
         return self.size + (self.count - 1) * self.step
 
 
-def lay_windows(length: int, taps: int, first: int, one_size: int) -> Windows:
-    """The windows of a sequence: several if it is much longer than the `taps`, else a single one of `one_size`."""
-    if length < LONG * taps or length <= SHORTEST_WINDOW:
-        return single_window(one_size, first)
+def windows_of(v: torch.Tensor, kernel: torch.Tensor, first: int, several: bool = True) -> Windows:
+    """The windows of `v` `(B, L, D)` for taps `(D, K)`, `several` if they are much shorter; one for a response."""
+    if is_response(kernel):
+        return single_window(2 * (kernel.shape[2] - 1), first)
+    length, taps = v.shape[1], kernel.shape[1]
+    if not several or length < LONG * taps or length <= SHORTEST_WINDOW:
+        return single_window(next_fast_len(length + max(first, taps - 1 - first)), first)
     size = max(SHORTEST_WINDOW, 1 << (WINDOW * taps - 1).bit_length())
     step = size - taps + 1
     return Windows(size, step, -(-length // step), taps - 1 - first, taps - 1)

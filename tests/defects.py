@@ -39,8 +39,8 @@ class Defect(NamedTuple):
 P, S = "modeling_tnn/", "scripts/"
 DEFECTS = [
     # Products
-    Defect("product: transform too short", P + "toeplitz.py", "next_fast_len(length + max(first, taps - 1 - first))",
-           "next_fast_len(length)", "unit/test_toeplitz"),
+    Defect("product: transform too short", P + "toeplitz_fused.py",
+           "next_fast_len(length + max(first, taps - 1 - first))", "next_fast_len(length)", "unit/test_toeplitz"),
     Defect("product: two-sided kernel off by one", P + "toeplitz.py", "reach), reach - 1, implementation",
            "reach), reach, implementation", "unit/test_toeplitz"),
     Defect("product: gradient of the gate without the mask", P + "toeplitz_fused.py",

@@ -27,17 +27,14 @@ import transformers.modeling_outputs  # noqa: F401 - exported programs have the 
 from ..extensions import extensions
 from ..kernels.choice import kernel_product
 from ..kernels.fallback import PRODUCTS, attempt
-from ..numerics import check_implementation, is_exported, is_transformed, next_fast_len
+from ..numerics import check_implementation, is_exported, is_transformed
 from ..packing import find_starts, mask_of_tokens, padded_batches
 from ..toeplitz_fused import (
     Gate,
-    Windows,
     fused_convolution,
-    is_response,
-    lay_windows,
     mask_out,
-    single_window,
     window_gradients,
+    windows_of,
 )
 
 _kept = threading.local()  # torch.export with strict=True can read it, and no ContextVar
@@ -66,14 +63,6 @@ def keeps_products() -> bool:
     if not torch.compiler.is_compiling() or torch.jit.is_tracing() or is_transformed():
         return False
     return not is_exported() or (getattr(_kept, "products", False) and not torch.onnx.is_in_onnx_export())
-
-
-def windows_of(v: torch.Tensor, kernel: torch.Tensor, first: int) -> Windows:
-    """The layout of `v` `(B, L, D)` for taps `(D, K)` or a response `(2, D, F/2 + 1)`."""
-    if is_response(kernel):
-        return single_window(2 * (kernel.shape[2] - 1), first)
-    length, taps = v.shape[1], kernel.shape[1]
-    return lay_windows(length, taps, first, next_fast_len(length + max(first, taps - 1 - first)))
 
 
 def lags_within(kernel: torch.Tensor, first: int, length: int) -> slice:

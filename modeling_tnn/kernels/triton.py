@@ -36,8 +36,7 @@ import triton.language as tl
 from torch import nn
 from transformers.activations import GELUActivation, LinearActivation, SiLUActivation
 
-from ..numerics import next_fast_len
-from ..toeplitz_fused import NO_GATE, Gate, differentiable_gradients, eager_windows, must_differentiate, single_window
+from ..toeplitz_fused import NO_GATE, Gate, differentiable_gradients, eager_windows, must_differentiate, windows_of
 from .fallback import PRODUCTS, attempt
 
 # Activations that the kernels have, by their classes.
@@ -220,7 +219,7 @@ class TiledConvolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx, v, kernel, u, mask, act, first: int) -> torch.Tensor:
         mixed = v.new_empty(v.shape) if u is not None and any(ctx.needs_input_grad[:3]) else None
-        windows = single_window(next_fast_len(v.shape[2] + max(first, kernel.shape[1] - 1 - first)), first)
+        windows = windows_of(v.permute(1, 2, 0), kernel, first, several=False)
 
         def by_tiles() -> tuple:
             taps = padded(kernel, v.dtype)
