@@ -83,11 +83,7 @@ COMBINATIONS = {
 
 
 def image_side(length: int) -> int:
-    """The side S of an image of `length` = S^2 tokens.
-
-    Raises:
-        ValueError: `length` is not a square.
-    """
+    """The side S of an image of `length` = S^2 tokens. Other lengths raise a ValueError."""
     side = math.isqrt(length)
     if side**2 != length:
         raise ValueError(f"The number of tokens in a sequence must be a square with spatial_dims=2, got {length}")

@@ -39,7 +39,8 @@ class FdOperator(ToeplitzOperator):
 
     def features(self, device: torch.device | None) -> torch.Tensor:
         """The features `(R + 1, w)` of the MLP at all frequencies, of which it sees omega or cos(omega)."""
-        index = torch.arange(self.resolution + 1, device=device or self.rpe.device, dtype=self.rpe.dtype)
+        device = device or self.rpe.in_proj.weight.device
+        index = torch.arange(self.resolution + 1, device=device, dtype=self.rpe.dtype)
         omega = index * (math.pi / self.resolution)  # (R+1,)
         return self.rpe.features(omega.cos() if self.cos_input else omega)
 

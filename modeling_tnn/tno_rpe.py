@@ -96,16 +96,6 @@ class RelativePositionEncoder(nn.Module):
         """The dtype that the encoder computes in."""
         return compute_dtype(self.in_proj.weight.dtype)
 
-    @property
-    def device(self) -> torch.device:
-        """The device of the parameters."""
-        return self.in_proj.weight.device
-
-    def forward(self, positions: torch.Tensor) -> torch.Tensor:
-        """The values `(M, D)` at the `positions` `(M,)`."""
-        features = self.features(positions)
-        return self.out.linear(features, torch.ones_like(features[:, 0]))
-
     def features(self, positions: torch.Tensor) -> torch.Tensor:
         """The inputs `(M, w)` of the output map at the `positions` `(M,)`."""
         z = self.in_proj(positions.to(self.dtype)[:, None])  # (M, w)
@@ -209,7 +199,8 @@ class RpeOperator(ToeplitzOperator):
         ends = self.window is not None and (is_exported() or length > self.window)
         reach = self.window if ends else length
         first = 0 if self.causal else 1 - reach
-        lags = torch.arange(first, reach, device=device or self.rpe.device, dtype=self.rpe.dtype)  # (M,)
+        device = device or self.rpe.in_proj.weight.device
+        lags = torch.arange(first, reach, device=device, dtype=self.rpe.dtype)  # (M,)
         features = self.rpe.features(lags)  # (M, w)
         if self.decay_logit is None:
             weights = torch.ones_like(lags) if self.decay is None else self.decay ** lags.abs()  # (M,)

@@ -42,6 +42,11 @@ def test_norm(name, tag, dtype, record_property):
     compare(case, norm, norm, case.input("x"), record_property)
 
 
+def values(encoder: RelativePositionEncoder, positions: torch.Tensor) -> torch.Tensor:
+    """The values `(D, M)` at the `positions` `(M,)`."""
+    return encoder.emit(encoder.features(positions), torch.ones_like(positions))
+
+
 @DTYPES
 @pytest.mark.parametrize("name, tag", named_cases("rpe"))
 def test_relative_position_encoder(name, tag, dtype, record_property):
@@ -61,7 +66,7 @@ def test_relative_position_encoder(name, tag, dtype, record_property):
         )
     )
     positions = case.input("pos").clone().requires_grad_()
-    y = encoder(positions[:, 0])
+    y = values(encoder, positions[:, 0]).t()
     case.check(y, case.output(), record_property)
     (y * case.input("w")).sum().backward()
     case.check_gradients(encoder, positions, record_property)
@@ -91,7 +96,7 @@ def released_product(operator: RpeOperator, case: Case, v: torch.Tensor) -> torc
         lags = torch.arange(0 if operator.causal else 1 - length, length, dtype=v.dtype)
         positions = lags / (length - 1)
         decay = operator.decay if operator.decay is not None else 1.0
-        coefficients = operator.rpe(positions.exp() if par_type == 3 else positions).t() * decay ** lags.abs()
+        coefficients = values(operator.rpe, positions.exp() if par_type == 3 else positions) * decay ** lags.abs()
     coefficients = KERNEL_ACTIVATIONS[case.hparams.get("act_type", "none")](coefficients)
     product = causal_toeplitz_matmul if operator.causal else toeplitz_matmul
     y = product(v, coefficients)
