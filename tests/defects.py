@@ -106,7 +106,7 @@ DEFECTS = [
     Defect("batch: random numbers of the process", P + "serving/request.py", ", 1, generator=self._generator)", ", 1)",
            "generation/test_batching"),
     Defect("batch: masks on the wrong side", P + "serving/scheduler.py",
-           "padding_side=\"left\"", "padding_side=\"right\"", "generation/test_batching"),
+           "(length - len(row), 0)", "(0, length - len(row))", "generation/test_batching"),
     Defect("batch: a failed pass ends the others", P + "serving/scheduler.py",
            "if len(requests) == 1:", "if requests:",
            "generation/test_batching"),

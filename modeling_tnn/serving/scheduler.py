@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch.nn.functional import pad
-from torch.nn.utils.rnn import pad_sequence
 from transformers.cache_utils import DynamicCache
 
 from ..cache_tnn import memory_per_sequence
@@ -269,7 +268,7 @@ class Batch:
         past = int(self.cache.get_seq_length())
         unread = max(1, self._longest - past)  # of a text that is written: its newest token
         count = max(1, min(unread, most // len(self.requests)))
-        ids = left_padded([one.ids[0] for one in self.requests], unread)[:, :count]
+        ids = left_padded([one.ids[0, -unread:] for one in self.requests], unread)[:, :count]
         mask = left_padded([one.mask for one in self.requests], past + unread)[:, : past + count] if masked else None
         outputs = model(ids, attention_mask=mask, cache=self.cache, use_cache=True, logits_to_keep=1)
         return outputs.logits[:, -1].to(torch.float32, copy=True) if count == unread else None
@@ -303,8 +302,7 @@ class Batch:
 
 def left_padded(rows: list[torch.Tensor], length: int) -> torch.Tensor:
     """The last `length` entries of the rows `(L,)` with zeros before shorter ones, `(B, length)`."""
-    padded = pad_sequence([row[-length:] for row in rows], batch_first=True, padding_side="left")
-    return pad(padded, (length - padded.shape[1], 0))
+    return torch.stack([row if len(row) == length else pad(row, (length - len(row), 0)) for row in rows])
 
 
 def add_tokens(requests: list[Request], logits: torch.Tensor):
