@@ -174,7 +174,10 @@ def sharded(model):
 
 
 def generate(names: list[str]) -> dict:
-    """A prompt that is divided, and tokens after it, with these operators; a text in pieces; a short prompt."""
+    """A prompt that is divided, and tokens after it, with these operators; a text in pieces; short texts.
+
+    Three tokens of two documents are fewer than four processes.
+    """
     found = {}
     prompt, mask = ids(), torch.ones(2, LENGTH, dtype=torch.long)
     mask[0, :7] = 0
@@ -186,6 +189,8 @@ def generate(names: list[str]) -> dict:
             model.generate(prompt[:, :1], max_new_tokens=6, do_sample=False),
         ]
         pieces = model(prompt, attention_mask=mask).logits
+        short = {"input_ids": prompt[:, :3], "position_ids": torch.tensor([[0, 0, 1]] * 2)}
+        documents = model(**short).logits
         with divided(model) as parallel, torch.no_grad():
             static = model.generate(prompt, cache_implementation="static", **options)
             same = [torch.equal(model.generate(prompt, **options), expected[0]), torch.equal(static, expected[0])]
@@ -196,11 +201,15 @@ def generate(names: list[str]) -> dict:
             ]
             parts += [model(prompt[:, 12:], attention_mask=mask, past_key_values=cache).logits]
             last = model(prompt, attention_mask=mask, logits_to_keep=9).logits
+            packed_logits = model(**short).logits
+            if packed_logits.shape[1] < 3:
+                packed_logits = parallel.gather(packed_logits, 3)
             channels = cache.layers[0].states["tno"].history.buffer.shape[1]
         found[name] = {
             "same": same,
             "pieces": relative_error(torch.cat(parts, dim=1)[mask.bool()], pieces[mask.bool()]),
             "last": relative_error(last, pieces[:, -9:]),
+            "documents": relative_error(packed_logits, documents),
             "channels": channels,
         }
     return found
