@@ -43,7 +43,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .cache_tnn import CACHE, check_cache, takes_cache, with_cache_as
-from .configuration_tnn import GTU, HYENA, S4, TOEPLITZ, TnnConfig, has_attention
+from .configuration_tnn import GTU, HYENA, OPERATORS, S4, TOEPLITZ, TnnConfig, has_attention
 from .extensions import extensions
 from .hub import FORMER_PARTS, KEY_MAPPING
 from .inputs import (
@@ -179,8 +179,11 @@ class TnnPreTrainedModel(PreTrainedModel):
     def __init__(self, config: TnnConfig):
         config.check()
         super().__init__(config)
+        exact = OPERATORS[config.tno_type].fp32_parameters
         if TOEPLITZ not in config.layer_types:  # there is no operator
             self._keep_in_fp32_modules = []
+        elif exact:  # in bfloat16 too
+            self._keep_in_fp32_modules_strict = [rf".+\.mixer\.tno\.(.+\.)?({'|'.join(exact)})"]
         self._use_cache_before_training, self._is_trained = config.use_cache, False
 
     @classmethod
