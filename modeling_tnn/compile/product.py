@@ -11,9 +11,6 @@ the padded batches of `packing.py`. So one graph serves all lengths and all docu
 
 The operators take and give `(D, B, L)` without gaps. Where something else comes in, the graph has a copy, which the
 compiler fuses with what computes it.
-
-In a graph of torch.export a product is such an operator only if the caller asks for it (`keep_products`). A saved
-program names the operators, and the namespace is therefore a literal.
 """
 
 import threading

@@ -278,7 +278,7 @@ def pointwise(v, mask, act, activate=True, h=None, u=None, mixed=None) -> tuple[
     if not activate and u is None:
         return x, g, u_gradient
     channels, numbers = v.shape[0], v[0].numel()
-    given = (v if activate else None, h if u is not None else None, u)
+    given = (v if activate else None, None if u is None else h, u)
     given = [None if one is None else one.reshape(channels, numbers) for one in given]
     strides = [stride for one in given for stride in ((0, 0) if one is None else one.stride())]
     grid = triton.cdiv(channels, CHANNELS) * triton.cdiv(numbers, NUMBERS)
