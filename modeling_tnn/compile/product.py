@@ -26,13 +26,7 @@ from ..kernels.choice import kernel_product
 from ..kernels.fallback import PRODUCTS, attempt
 from ..numerics import check_implementation, is_exported, is_transformed
 from ..packing import find_starts, mask_of_tokens, padded_batches
-from ..toeplitz_fused import (
-    Gate,
-    fused_convolution,
-    mask_out,
-    window_gradients,
-    windows_of,
-)
+from ..toeplitz_fused import Gate, fused_convolution, mask_out, window_gradients, windows_of
 
 _kept = threading.local()  # torch.export with strict=True can read it, and no ContextVar
 
