@@ -64,9 +64,7 @@ def save_code(folder: str | os.PathLike, models: str | os.PathLike):
             names = (copied.with_name(f"{file.name}.orig{number or ''}") for number in count())
             free = next(name for name in names if not name.exists())
             copied.rename(free)
-            logger.warning(
-                "%s was not saved with a model. It is now %s: code of the model has its name.", copied, free
-            )
+            logger.warning("%s was not saved with a model. It is now %s: the model's code has its name.", copied, free)
         shutil.copy(file, copied)
 
 

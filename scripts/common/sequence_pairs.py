@@ -14,15 +14,12 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 
 from modeling_tnn.configuration_tnn import TnnConfig
-from modeling_tnn.inputs import check_class_labels, check_tensor, pool_tokens, real_tokens, require_tensor
-from modeling_tnn.modeling_tnn import TnnClassificationHead, TnnModel, TnnPreTrainedModel
+from modeling_tnn.inputs import check_class_labels, check_tensor, pool_tokens, require_tensor
+from modeling_tnn.modeling_tnn import TnnClassificationHead, TnnModel, TnnPreTrainedClassifier
 
 
-class TnnForSequencePairClassification(TnnPreTrainedModel):
+class TnnForSequencePairClassification(TnnPreTrainedClassifier):
     """A TNN that encodes two sequences, and classifies or rates the pair."""
-
-    # The loss is a mean over pairs: Trainer must divide it by the accumulation steps itself.
-    accepts_loss_kwargs = False
 
     def __init__(self, config: TnnConfig):
         super().__init__(config)
@@ -52,16 +49,13 @@ class TnnForSequencePairClassification(TnnPreTrainedModel):
         """
         ids, mask = flat_pairs(input_ids, attention_mask)
         outputs = self.model(ids, mask, use_cache=False, return_dict=True, **kwargs)
-        if mask is None and self.config.causal:
-            mask = real_tokens(ids, self.config.pad_token_id)
-        pooled = pool_tokens(self.config.pooling, outputs.last_hidden_state, mask)  # (2B, d)
-        return scores_of_pairs(self, pooled, labels, outputs.hidden_states)
+        return scores_of_pairs(self, self.pool(ids, mask, outputs), labels, outputs.hidden_states)
 
 
 class ModernBertForSequencePairClassification(ModernBertPreTrainedModel):
     """A ModernBERT that encodes two sequences, each as the mean of its tokens, and classifies the pair."""
 
-    accepts_loss_kwargs = False
+    accepts_loss_kwargs = False  # the loss is a mean over pairs
 
     def __init__(self, config: ModernBertConfig):
         super().__init__(config)
