@@ -279,6 +279,20 @@ def test_register():
     assert register.buffer.shape[-1] < 10 + 4 * SLACK
 
 
+@pytest.mark.parametrize("reach", [10, 600])
+def test_a_history_after_a_crop(reach):
+    """Also of a ring, whose newest values lie on both sides of its front now and then."""
+    values, position = torch.arange(2100.0).view(1, 1, -1), 1000
+    history = HistoryBuffer(values[..., :position], reach)
+    while position < 2000:
+        for _ in range(100):
+            history.append(values[..., position : position + 1])
+            position += 1
+        history.drop(60)
+        position -= 60
+        assert torch.equal(history.last(reach)[0, 0], values[0, 0, position - reach : position])
+
+
 def unstable_model(radius):
     """Poles of this radius in the second layer."""
     model = seeded(TnnForCausalLM, tiny_config("rtf", rtf_constraint=None, max_position_embeddings=512))
