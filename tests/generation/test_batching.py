@@ -241,8 +241,8 @@ def test_a_pass_that_fails(name, at, monkeypatch):
     requests = [scheduler.submit(prompt, seed=seed, **options) for seed, prompt in enumerate(prompts)]
     forward, marked = type(model.model).forward, []
 
-    def failing(self, input_ids, **given):
-        output = forward(self, input_ids=input_ids, **given)
+    def failing(self, input_ids, *args, **given):
+        output = forward(self, input_ids, *args, **given)
         if requests[2].length - prompts[2].shape[1] >= at:
             marked.append(len(input_ids))
             texts = scheduler._reading.requests or scheduler._writing.requests

@@ -217,7 +217,7 @@ def by_methods(hub, model_folder, tmp_path_factory):
 
 def test_a_configuration_alone_carries_no_code(hub, by_methods):
     files = hub.files("user/by-config")
-    assert files.keys() == {"README.md", "config.json"} and "auto_map" not in json.loads(files["config.json"])
+    assert files.keys() == {"config.json"} and "auto_map" not in json.loads(files["config.json"])
 
 
 @pytest.mark.parametrize("repo", ["by-method", "by-saving", "secret"])
