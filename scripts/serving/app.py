@@ -20,8 +20,9 @@ from transformers import PreTrainedTokenizerBase
 from modeling_tnn.serving.scheduler import QueueFullError
 from tnn_scripts.serving.answers import Form, event, failure
 from tnn_scripts.serving.engine import Engine
-from tnn_scripts.serving.errors import ApiError, ApiKey, BodyLimit, handle
+from tnn_scripts.serving.errors import ApiError
 from tnn_scripts.serving.metrics import CountResponses, Metrics
+from tnn_scripts.serving.responses import ApiKey, BodyLimit, handle
 from tnn_scripts.serving.schema import Body, ChatBody, CompletionBody, LoadBody
 from tnn_scripts.serving.text import Text
 

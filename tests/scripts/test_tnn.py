@@ -59,6 +59,14 @@ for line in LINES:
 """
 
 
+def test_the_demo_needs_no_server():
+    """`make demo` installs the extra of the programs, not that of `tnn api`."""
+    names = ("fastapi", "starlette", "uvicorn", "prometheus_client", "gradio")
+    code = f"import sys\nsys.modules |= dict.fromkeys({names})\nimport tnn_scripts.runs.demo"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_every_program_has_a_command():
     programs = {path.stem for path in SCRIPTS.glob("*.py")} - {"__init__", "tnn"}
     assert sorted(module for module, _ in COMMANDS.values()) == sorted(programs)
