@@ -137,11 +137,13 @@ class TnnCacheLayer(CacheLayerMixin):
         self.lazy_initialization(key_states)
         state = self.states.get(operator.state_name)
         if state is None:
-            state = self.states[operator.state_name] = self.state_class()
+            state = self.state_class()
             if self.record_past:
                 state.keep_past()
         product = partial(gated_matmul, operator, key_states, gate, prepared)
-        return decode(state, operator, key_states, gate, product), None
+        outputs = decode(state, operator, key_states, gate, product)
+        self.states[operator.state_name] = state  # not before: a first call that failed can be made again
+        return outputs, None
 
     def activate_past_recording(self):
         """Let `crop` remove up to 1,024 tokens that came one by one. transformers calls this for assisted decoding."""

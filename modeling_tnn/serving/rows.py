@@ -39,6 +39,7 @@ def put_texts(cache: Cache, other: Cache, rows: list[int]):
 
     Raises:
         ValueError: a cache is static or belongs to another model, or there are no such rows.
+        NotImplementedError: an operator of the user's own has a recurrence whose rows cannot be moved.
     """
     for one in (cache, other):
         if not all(map(is_movable, one.layers)):

@@ -197,6 +197,17 @@ def test_removing_everything_starts_again(kind):
     assert relative_error(torch.cat(parts, dim=1), operator(v)) < 1e-12
 
 
+def test_a_first_call_that_failed_leaves_nothing(monkeypatch):
+    operator, layer = operator_of("rpe"), TnnCacheLayer()
+    v = random_input(20, operator)
+    with monkeypatch.context() as broken, pytest.raises(MemoryError):
+        broken.setattr(type(operator), "coefficients", lambda *_: (_ for _ in ()).throw(MemoryError))
+        advance(layer, v, operator)
+    layer.crop(-1)
+    parts = [advance(layer, v[:, t : t + 1], operator) for t in range(20)]
+    assert relative_error(torch.cat(parts, dim=1), operator(v)) < 1e-12
+
+
 @EVERY_KIND
 def test_crop_beyond_the_register(kind):
     operator = operator_of(kind)
