@@ -3,23 +3,18 @@
 B batch, D channels, L length. Layers of attention hold keys and values in transformers' own layers. The others are
 `TnnCacheLayer`: a `recurrence.DecodingState` for each operator of the layer, of which Hyena has two.
 
-A cache can be pickled and saved by `torch.save`. `torch.load(path, weights_only=True)` reads it under
-`torch.serialization.safe_globals([DynamicCache, *saved_classes(cache)])`.
-
 transformers 5.24 calls `cache` what was `past_key_values` before. The models take both names, whatever release is
 installed, and return the cache by the name of that release. Only this file, the models and the configuration know the
 names. Others say `cache`: `cache_argument` gives it the name of that release, `cache_of` reads it by either name.
 """
 
 import inspect
-import operator
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
 from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
     STATIC_LAYER_TYPE_MAPPING,
@@ -31,10 +26,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from .configuration_tnn import SLIDING, TOEPLITZ
 from .extensions import extensions
-from .history import HistoryBuffer
 from .inputs import is_elsewhere
-from .numerics import is_on_host, is_traced
-from .recurrence import DecodingState, Prompt, decode
+from .numerics import is_traced
+from .recurrence import DecodingState, decode
 from .tno import gated_matmul
 from .toeplitz_fused import NO_GATE, Gate
 
@@ -43,16 +37,9 @@ CACHE = NEW if NEW in BaseModelOutputWithPast.__dataclass_fields__ else OLD
 
 
 def with_cache_as(name: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments in which the cache has this `name`, one of the two.
-
-    Raises:
-        ValueError: both names are given.
-    """
-    other = OLD if name == NEW else NEW
-    if other not in given:
-        return given
+    """Keyword arguments in which the cache has this `name`, one of the two. Both at once raise a ValueError."""
     given = dict(given)
-    cache = given.pop(other)
+    cache = given.pop(OLD if name == NEW else NEW, None)
     if cache is None:
         return given
     if given.get(name) is not None:
@@ -74,9 +61,6 @@ def takes_cache(forward: Callable) -> Callable:
     """Let `forward`, which has an argument `past_key_values` or `cache`, take it by the other name too.
 
     The signature has both: `generate` refuses arguments that are not in it.
-
-    Raises:
-        ValueError: when called with both.
     """
     signature = inspect.signature(forward)
     own = NEW if NEW in signature.parameters else OLD
@@ -122,17 +106,11 @@ class TnnCacheLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: torch.Tensor, value_states, operator, gate: Gate = NO_GATE, prepared=None):
-        """The outputs of `operator` for `key_states` `(B, L, D)`, which continue the sequence seen so far.
+        """The outputs `(B, L, D)` of `operator` for `key_states` `(B, L, D)`, which continue the sequence; and None.
 
         Args:
             value_states: not used. It is in the signature of every cache layer of transformers.
             gate, prepared: the gate of the GTU and, for the first call, the kernel, see `inputs.Pass`.
-
-        Returns:
-            The outputs `(B, L, D)`, and None.
-
-        Raises:
-            ValueError: the state has another number of sequences.
         """
         self.lazy_initialization(key_states)
         state = self.states.get(operator.state_name)
@@ -158,29 +136,20 @@ class TnnCacheLayer(CacheLayerMixin):
             tokens_to_remove: minus the number of tokens to remove; 0 changes nothing.
 
         Raises:
-            TypeError: `tokens_to_remove` is not an integer.
             ValueError: it is positive, or asks for more tokens than `max_crop`.
         """
-        try:
-            tokens_to_remove = operator.index(tokens_to_remove)  # transformers 5.17 gives a tensor
-        except TypeError:
-            raise TypeError(f"`tokens_to_remove` must be an integer, got {tokens_to_remove!r}") from None
-        if tokens_to_remove > 0:
-            raise ValueError(
-                f"`tokens_to_remove` must be minus the number of tokens to remove, or 0, got {tokens_to_remove}"
-            )
-        if tokens_to_remove == 0 or not self.states:
+        count, most = -int(tokens_to_remove), max_crop(self)  # transformers 5.17 gives a tensor
+        if count == 0 or not self.states:
             return
-        most = max_crop(self)
-        if -tokens_to_remove > most:
+        if not 0 < count <= most:
             raise ValueError(
-                f"`tokens_to_remove` must be at least {-most} for this state of {self.get_seq_length()} tokens, got "
-                f"{tokens_to_remove}. Run the text to keep through an empty cache instead."
+                f"`tokens_to_remove` must be minus the number of tokens to remove, at least {-most} for this state of "
+                f"{self.get_seq_length()} tokens, got {-count}. Run the text to keep through an empty cache instead."
             )
-        if -tokens_to_remove == self.get_seq_length():
+        if count == self.get_seq_length():
             self.reset()
         for state in self.states.values():
-            state.crop(-tokens_to_remove)
+            state.crop(count)
 
     def get_seq_length(self) -> int:
         """The number of tokens seen."""
@@ -195,31 +164,18 @@ class TnnCacheLayer(CacheLayerMixin):
         return self.get_seq_length() + query_length, 0
 
     def reorder_cache(self, beam_idx: torch.LongTensor):
-        """Row i gets the state of row `beam_idx[i]`. The errors are those of `batch_select_indices`."""
-        select_rows(self, "beam_idx", beam_idx)
+        """Row i gets the state of row `beam_idx[i]`."""
+        self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int):
-        """Repeat each row `repeats` times.
-
-        Raises:
-            TypeError: `repeats` is not an integer.
-            ValueError: `repeats` is negative.
-        """
-        if not isinstance(repeats, int):
-            raise TypeError(f"`repeats` must be an integer, got {repeats!r}")
-        if repeats < 0:
-            raise ValueError(f"`repeats` must be at least 0, got {repeats}")
+        """Repeat each row `repeats` times."""
         for state in self.states.values():
             state.select(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: torch.Tensor):
-        """Keep the rows with the indices `(N,)`, or those where a boolean mask `(B,)` is true.
-
-        Raises:
-            TypeError: `indices` is not a tensor of integers or booleans.
-            ValueError: it has another shape, or an index is outside the rows (checked on the CPU only).
-        """
-        select_rows(self, "indices", indices)
+        """Keep the rows with the indices `(N,)`, or those where a boolean mask `(B,)` is true."""
+        for state in self.states.values():
+            state.select(lambda tensor: tensor[indices.to(tensor.device)])
 
     def offload(self):
         """Move the state to the CPU."""
@@ -230,29 +186,6 @@ class TnnCacheLayer(CacheLayerMixin):
         """Move the state back to its device."""
         for state in self.states.values():
             state.select(lambda tensor: tensor.to(self.device, non_blocking=True))
-
-
-def select_rows(layer: TnnCacheLayer, name: str, rows: torch.Tensor):
-    """Keep these rows, the argument `name` of a method that says the errors."""
-    if not isinstance(rows, torch.Tensor):
-        raise TypeError(f"`{name}` must be a tensor of integers, got {type(rows).__name__}")
-    if rows.is_floating_point() or rows.is_complex():
-        raise TypeError(f"`{name}` must hold integers, got {rows.dtype}")
-    if not layer.states:
-        return
-    held, mask = num_rows(layer), rows.dtype is torch.bool
-    if rows.dim() != 1 or rows.is_meta or (mask and len(rows) != held):
-        raise ValueError(f"`{name}` must have shape {f'({held},)' if mask else '(N,)'}, got {tuple(rows.shape)}")
-    if not mask and is_on_host(rows) and rows.numel() and not -held <= rows.min() <= rows.max() < held:
-        raise ValueError(f"`{name}` must be below {held}, the rows of the cache, got {rows.tolist()}")
-    rows = rows if mask else rows.long()
-    for state in layer.states.values():
-        state.select(lambda tensor: tensor[rows.to(tensor.device)])
-
-
-def num_rows(layer: CacheLayerMixin) -> int:
-    """The number of sequences in a layer that has seen tokens."""
-    return next(iter(layer.states.values())).rows if is_toeplitz(layer) else len(layer.keys)
 
 
 def max_crop(layer: TnnCacheLayer) -> int:
@@ -273,22 +206,7 @@ def bytes_per_sequence(layer: CacheLayerMixin) -> int:
     return sum(one.numel() * one.element_size() // max(1, one.shape[0]) for one in held if one is not None)
 
 
-def saved_classes(cache: Cache) -> list[type]:
-    """The classes of this package in a saved cache, for `torch.serialization.safe_globals`."""
-    states = [state for layer in cache.layers for state in getattr(layer, "states", {}).values()]
-    held = [*cache.layers, *states, *(state.recurrence for state in states)]
-    return [Prompt, Gate, HistoryBuffer, *{type(one) for one in held}]
-
-
 STATIC_LAYER_TYPE_MAPPING.setdefault(TOEPLITZ, extensions.static_layer)  # until `compile/static_cache.py` replaces it
-
-
-# Fields of the configuration that may differ between the models that fill and continue a cache.
-OTHER_FIELDS = {
-    "num_hidden_layers", "use_cache", "tno_implementation", "tno_class", "hidden_dropout_prob", "classifier_dropout",
-    "initializer", "initializer_range", "converted_from", "tie_word_embeddings", "bos_token_id", "pad_token_id",
-    "eos_token_id",
-}  # fmt: skip
 
 
 def is_toeplitz(layer: CacheLayerMixin) -> bool:
@@ -315,11 +233,6 @@ def fits(layer: CacheLayerMixin, kind: str) -> bool:
     return isinstance(layer, CacheLayerMixin) and getattr(layer, "is_sliding", False) == (kind == SLIDING)
 
 
-def new_layer(kind: str, sliding_window: int | None) -> CacheLayerMixin:
-    """An empty layer of a dynamic cache."""
-    return TnnCacheLayer() if kind == TOEPLITZ else DYNAMIC_LAYER_TYPE_MAPPING[kind](sliding_window=sliding_window)
-
-
 def adopt(layers: list[CacheLayerMixin]):
     """Replace the empty layers of another copy of this code, maybe of another version, by layers of this one.
 
@@ -336,27 +249,19 @@ def check_cache(cache: Cache, model: nn.Module):
     """Make a cache ready for a pass of `model`, a `TnnModel`. An empty `DynamicCache()` gets its layers here.
 
     Raises:
-        ValueError: the cache cannot hold the state of a TNN, belongs to a model of another configuration, has too few
-            layers, or is incomplete after an interrupted pass.
+        ValueError: the cache cannot hold the state of the model, or is incomplete after an interrupted pass.
     """
     count = min(model.config.num_hidden_layers, len(model.layers))
-    if count < 1:
-        raise ValueError(f"`num_hidden_layers` must be at least 1, got {count}")
     layers, kinds = getattr(cache, "layers", None), model.config.layer_types
     if layers == [] and cache.layer_class_to_replicate is DynamicLayer:
         cache.layer_class_to_replicate = TnnCacheLayer
-        layers += [new_layer(kind, model.config.sliding_window) for kind in kinds]
+        layers += [DYNAMIC_LAYER_TYPE_MAPPING[kind](sliding_window=model.config.sliding_window) for kind in kinds]
     if layers and not is_traced():
         adopt(layers)
-    if not layers or not all(map(fits, layers, kinds)):
+    if not layers or len(layers) < count or not all(map(fits, layers, kinds)):
         raise ValueError(
-            "`past_key_values` must be a cache for TNNs: one that this model returned, DynamicCache() or "
-            f"DynamicCache(config=model.config), got {type(cache).__name__}"
-        )
-    if len(layers) < count:
-        raise ValueError(
-            f"`past_key_values` must have at least the {count} layers of the model, got {len(layers)}. "
-            "Start with an empty cache."
+            f"`past_key_values` must be a cache for TNNs of {count} layers: one that this model returned, "
+            f"DynamicCache() or DynamicCache(config=model.config), got {type(cache).__name__} of {len(layers or ())}"
         )
     pairs = zip(layers[:count], model.layers[:count], strict=True)
     held = [layer for layer, block in pairs if not is_elsewhere(block)]
@@ -367,26 +272,3 @@ def check_cache(cache: Cache, model: nn.Module):
             "`past_key_values` is incomplete, because a pass was interrupted: its layers have seen "
             f"{min(lengths)} to {max(lengths)} tokens. Start with an empty cache."
         )
-    if not is_traced():
-        claim(cache, held, fields_of(model.config))
-
-
-def claim(cache: Cache, layers: list[CacheLayerMixin], fields: dict):
-    """Record the configuration that a cache belongs to.
-
-    Args:
-        layers: those of the cache that this process fills.
-        fields: `fields_of` the configuration.
-
-    Raises:
-        ValueError: the cache has tokens of a model with another configuration.
-    """
-    if past_length(layers) and getattr(cache, "tnn_fields", fields) != fields:
-        raise ValueError("`past_key_values` belongs to another model. Start with an empty cache.")
-    cache.tnn_fields = fields
-
-
-def fields_of(config: PreTrainedConfig) -> dict:
-    """The fields of a `TnnConfig` that a state depends on."""
-    values = vars(config)
-    return {name: values[name] for name in type(config).__annotations__ if name not in OTHER_FIELDS}

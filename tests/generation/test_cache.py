@@ -1,4 +1,4 @@
-"""Caches on disk, in copies and in other processes; the model they belong to; objects that are not caches of a TNN."""
+"""Caches on disk, in copies and in other processes; objects that are not caches of a TNN."""
 
 import copy
 import io
@@ -10,9 +10,9 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from helpers.cache_models import TEXT, WITH_HYBRIDS, model_of
-from helpers.models import lively_language_model, relative_error, seeded, tiny_config
+from helpers.models import relative_error, seeded, tiny_config
 from modeling_tnn import TnnForCausalLM
-from modeling_tnn.cache_tnn import memory_per_sequence, saved_classes
+from modeling_tnn.cache_tnn import memory_per_sequence
 from modeling_tnn.history import HistoryBuffer
 
 
@@ -50,17 +50,6 @@ def test_a_cache_that_was_saved_goes_on_with_a_copy_of_the_model(name, way, step
                 for chunk in TEXT[:, 40 + steps :].split([1, 1, 30, 88 - steps], dim=1)
             ]
             assert relative_error(torch.cat(parts, dim=1), expected) < 1e-10
-
-
-@WITH_HYBRIDS
-def test_weights_only(name):
-    model = model_of(name)
-    cache = model(TEXT[:, :30]).past_key_values
-    model(TEXT[:, 30:31], past_key_values=cache)
-    with torch.serialization.safe_globals([DynamicCache, *saved_classes(cache)]):
-        loaded = torch.load(saved(cache), weights_only=True)
-    expected = model(TEXT[:, 31:], past_key_values=cache).logits
-    assert torch.equal(model(TEXT[:, 31:], past_key_values=loaded).logits, expected)
 
 
 def reset_empties_attention():
@@ -140,35 +129,6 @@ def test_an_empty_cache_decodes_with_the_present_weights(name):
     expected = model.generate(TEXT[:, :20], use_cache=False, **options)
     for empty in (DynamicCache(), DynamicCache(config=model.config)):
         assert torch.equal(model.generate(TEXT[:, :20], past_key_values=empty, **options), expected)
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"tno_type": "rpe", "decay": 0.8},
-        {"tno_type": "rpe", "decay": 0.9, "hidden_act": "gelu"},
-        {"tno_type": "rpe", "decay": 0.9, "num_hidden_layers": 1},
-        {"tno_type": "fd"},
-        {"tno_type": "rtf"},
-        {"tno_type": "rpe", "decay": 0.9, "toeplitz_mixer": "hyena"},
-        {"tno_type": "rpe", "decay": 0.9, "max_kernel_length": 7},
-    ],
-)
-def test_a_cache_of_another_configuration(other):
-    cache = model_of("rpe")(TEXT[:, :20]).past_key_values
-    for past in (cache, pickle.loads(pickle.dumps(cache))):
-        with pytest.raises(ValueError, match="another model"):
-            lively_language_model(**other)(TEXT[:, 20:], past_key_values=past)
-
-
-def test_what_does_not_change_the_state_is_no_other_model():
-    model = model_of("rpe")
-    cache = model(TEXT[:, :20]).past_key_values
-    model.train().eval().requires_grad_(False)
-    model.config.use_cache = False
-    model.to(torch.float64)
-    expected = model(TEXT).logits[:, 20:]
-    assert relative_error(model(TEXT[:, 20:], past_key_values=cache).logits, expected) < 1e-10
 
 
 def test_inference_mode():

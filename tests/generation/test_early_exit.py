@@ -68,7 +68,9 @@ def test_fewer_layers():
     shorter.load_state_dict(model.state_dict(), strict=False)
     assert torch.equal(outputs.logits, shorter(TEXT).logits)
     model.config.num_hidden_layers = 3
-    with pytest.raises(ValueError, match="`past_key_values` must have at least the 3 layers of the model, got 2"):
+    with pytest.raises(
+        ValueError, match="`past_key_values` must be a cache for TNNs of 3 layers.*, got DynamicCache of 2"
+    ):
         model(TEXT, past_key_values=outputs.past_key_values)
     with pytest.raises(ValueError, match=r"`num_hidden_layers` must be in \[1, 1,024\], got 0"):
         model.generate(TEXT[:1], assistant_early_exit=0, max_new_tokens=3)
