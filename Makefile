@@ -74,9 +74,10 @@ format: $(VENV)/.dev
 
 # The site, in build/site; pages that follow from the code and pictures are written first.
 docs: $(VENV)/.dev $(VENV)/.docs
-	$(BIN)/python docs/generate.py
-	$(BIN)/python docs/draw.py
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --config-file docs/mkdocs.yml
+	$(BIN)/python docs/site/generate.py
+	$(BIN)/python docs/research/page_tables.py
+	$(BIN)/python docs/research/draw.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --config-file docs/site/mkdocs.yml
 
 # The notebooks of docs/notebooks, executed, in build/notebooks.
 notebooks: $(VENV)/.dev $(VENV)/.notebooks
@@ -91,7 +92,7 @@ dist: $(VENV)/.release
 	rm -rf dist build/export
 	mkdir -p build/export
 	git archive HEAD | tar -x -C build/export
-	$(BIN)/python docs/links.py build/export/README.md
+	$(BIN)/python docs/site/links.py build/export/README.md
 	$(BIN)/python -m build --outdir dist build/export
 	$(BIN)/python .ci/repack.py dist/*.tar.gz
 	$(BIN)/twine check --strict dist/*

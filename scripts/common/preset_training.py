@@ -22,7 +22,7 @@ class PresetTraining:
     Attributes:
         kind: causal, masked, images or classifier.
         learning_rate: None where neither a measurement nor a paper gives one.
-        figures: the file of `docs/figures/` in which the rate was measured; None for the rate of a paper.
+        figures: the file of `docs/research/figures/` in which the rate was measured; None for the rate of a paper.
         minutes: of the recipe on one core of a CPU, if it was run.
         max_steps: steps of the recipe, to which `warmup_steps` and `lr_scheduler_kwargs` belong.
     """
@@ -43,7 +43,7 @@ class PresetTraining:
     def source(self) -> str:
         """Where the rate comes from, for a line of a program."""
         if self.figures is not None:
-            return f"measured for {self.name}, docs/figures/{self.figures}.json"
+            return f"measured for {self.name}, docs/research/figures/{self.figures}.json"
         return f"of the recipe {self.recipe}, after a paper; not measured here"
 
     def schedule(self, max_steps: int) -> dict:
@@ -84,7 +84,7 @@ def fine_tuning_of(hidden_size: int) -> tuple[float, str] | None:
     known = _read("training.yaml")["fine_tuning"]
     if hidden_size > known["hidden_size"]:
         return None
-    source = f"measured for TNNs up to {known['hidden_size']} wide, docs/figures/{known['figures']}.json"
+    source = f"measured for TNNs up to {known['hidden_size']} wide, docs/research/figures/{known['figures']}.json"
     return known["learning_rate"], source
 
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from helpers.models import AUTO, seeded, tiny_config
 from modeling_tnn import TnnForCausalLM, TnnForMultipleChoice, TnnForQuestionAnswering, TnnForSequenceClassification
 
-PAGE = Path(__file__).parents[2] / "docs" / "pages" / "guides" / "tools.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "tools.md"
 SENTENCES = [
     "The quick brown fox jumps over the lazy dog.",
     "Pack my box.",

@@ -54,7 +54,7 @@ def test_prefix_tuning_is_refused():
 
 def test_chats(tmp_path):
     """The snippet of the guide, a step of Trainer with what it makes; the saved template, in a pipeline too."""
-    text = (ROOT / "docs" / "pages" / "guides" / "finetune.md").read_text()
+    text = (ROOT / "docs" / "guides" / "finetune.md").read_text()
     snippet = re.search(r"## On chats.*?```python\n(.*?)```", text, re.DOTALL)[1]
     made = {}
     folder = save_model(tmp_path / "model")

@@ -20,30 +20,30 @@ from tnn_scripts.common.names import find_recipe
 from tnn_scripts.common.parser import RENAMED
 
 ROOT = Path(__file__).parents[2]
-PAGES = ROOT / "docs" / "pages"
+PAGES = ROOT / "docs"
 FILES = (*ROOT.glob("*.md"), *PAGES.rglob("*.md"), *ROOT.glob("configuration/*.md"), ROOT / "model_cards/README.md")
 DOCUMENTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in FILES}
-sys.path.append(str(ROOT / "docs"))
+sys.path += [str(ROOT / "docs" / folder) for folder in ("site", "research")]
 generate, page_tables = import_module("generate"), import_module("page_tables")
 FIGURES = sorted(file.stem for file in page_tables.FIGURES.glob("*.json"))
 
 # What a guide says that its reader has.
 GIVEN = {
-    "docs/pages/guides/pretrain.md": """
+    "docs/guides/pretrain.md": """
 from transformers import TrainingArguments
 import modeling_tnn
 model = modeling_tnn.TnnForCausalLM(modeling_tnn.TnnConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1))
 args = TrainingArguments("out", max_steps=1, report_to="none", use_cpu=True)
 documents = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}] * 4
 """,
-    "docs/pages/guides/parallel.md": """
+    "docs/guides/parallel.md": """
 import torch
 torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 import modeling_tnn
 model = modeling_tnn.TnnForCausalLM(modeling_tnn.TnnConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1))
 ids, optimizer = torch.arange(9)[None], torch.optim.SGD(model.parameters())
 """,
-    "docs/pages/guides/finetune.md": """
+    "docs/guides/finetune.md": """
 from transformers import TrainingArguments
 import modeling_tnn
 model = modeling_tnn.TnnForCausalLM(modeling_tnn.TnnConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1))
@@ -116,6 +116,11 @@ def test_links(document):
         assert (folder / target).exists(), target
 
 
+def test_names_of_the_api_are_where_the_page_says():
+    for module, name in re.findall(r"^::: (\S+)\.(\w+)$", DOCUMENTS["docs/reference/api.md"], flags=re.MULTILINE):
+        assert getattr(import_module(module), name).__module__ in (module, f"{module}.presets")
+
+
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_files_in_commands_exist(document):
     for code in blocks(document, "bash"):
@@ -131,7 +136,7 @@ def test_make_knows_its_targets(document):
 
 @pytest.mark.parametrize("page", generate.GENERATED)
 def test_generated_pages(page):
-    """`python docs/generate.py` writes them."""
+    """`python docs/site/generate.py` writes them."""
     assert (generate.PAGES / page).read_text() == generate.NOTE + generate.GENERATED[page]()
 
 
@@ -154,7 +159,7 @@ def test_generated_tables(page):
 
 def test_tables_are_written_by_the_program():
     """No table of bare numbers is typed by hand there."""
-    for document in ("README.md", *(f"docs/pages/{page}.md" for page in ("research/benchmarks", "research/results"))):
+    for document in ("README.md", *(f"docs/{page}.md" for page in ("research/benchmarks", "research/results"))):
         typed = page_tables.TABLE.sub("", DOCUMENTS[document])
         rows = [row for row in re.findall(r"^\|.*\d.*\|$", typed, flags=re.MULTILINE) if "`" not in row]
         assert not [row for row in rows if re.search(r"\| *-?[\d,.]+%? *\|", row)], document
@@ -214,7 +219,7 @@ def test_every_page_is_in_the_navigation():
         parts = entry.values() if isinstance(entry, dict) else entry
         return [entry] if isinstance(entry, str) else [leaf for part in parts for leaf in leaves(part)]
 
-    nav = yaml.safe_load((ROOT / "docs" / "mkdocs.yml").read_text())["nav"]
+    nav = yaml.safe_load((ROOT / "docs" / "site" / "mkdocs.yml").read_text())["nav"]
     assert sorted(leaves(nav)) == sorted(path.relative_to(PAGES).as_posix() for path in PAGES.rglob("*.md"))
 
 

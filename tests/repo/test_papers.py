@@ -4,7 +4,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
-PAGES = Path(__file__).parents[2] / "docs" / "pages"
+PAGES = Path(__file__).parents[2] / "docs"
 PAGE = (PAGES / "research" / "papers.md").read_text()
 # How many tables and figures each paper has.
 TABLES = {"TNN": 15, "SKI": 2, "RTF": 13}

@@ -20,7 +20,7 @@ def load(path: str):
     return module
 
 
-links, repack = load("docs/links.py"), load(".ci/repack.py")
+links, repack = load("docs/site/links.py"), load(".ci/repack.py")
 
 
 def test_links_of_the_readme():
@@ -40,12 +40,12 @@ def test_links_of_the_readme():
     [
         ("[a](README.md)", f"[a]({REPOSITORY}/blob/main/README.md)"),
         ("[a](README.md#install)", f"[a]({REPOSITORY}/blob/main/README.md#install)"),
-        ("[a](docs/pages/index.md)", "[a](docs/pages/index.md)"),
+        ("[a](docs/index.md)", "[a](docs/index.md)"),
         ("[a](nowhere.md) [b](https://x.org) [c](#d)", "[a](nowhere.md) [b](https://x.org) [c](#d)"),
     ],
 )
 def test_links(text, expected):
-    assert links.absolute_links(text, ROOT, REPOSITORY, ROOT / "docs" / "pages") == expected
+    assert links.absolute_links(text, ROOT, REPOSITORY, ROOT / "docs") == expected
 
 
 def archive(path: Path, names: list[str], content: bytes) -> Path:

@@ -1,4 +1,4 @@
-"""First kernels of the experiment log: `docs/starts.py` gives a model other kernels before it is trained."""
+"""First kernels of the experiment log: `docs/research/starts.py` gives a model other kernels before it is trained."""
 
 import runpy
 from pathlib import Path
@@ -12,7 +12,7 @@ from tnn_scripts.common.arguments import load_config, parse_overrides
 from tnn_scripts.common.optimizer_arguments import GroupArguments
 from tnn_scripts.common.optimizers import GroupingTrainer
 
-STARTS = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "starts.py"))
+STARTS = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "research" / "starts.py"))
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "max_position_embeddings": 64, "vocab_size": 300}
 
 

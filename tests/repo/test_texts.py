@@ -1,11 +1,11 @@
-"""Texts that the commands of the experiment log name: `docs/texts.py` makes them of novels, articles and reviews."""
+"""Texts that the experiment log names: `docs/research/texts.py` makes them of novels, articles and reviews."""
 
 import runpy
 from pathlib import Path
 
 from datasets import Dataset, DatasetDict
 
-TEXTS = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "texts.py"))
+TEXTS = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "research" / "texts.py"))
 LINES = [
     "\n",
     " = A title = \n",

@@ -516,7 +516,9 @@ def test_what_is_said_of_a_run(encoder, tmp_path, caplog, capsys):
     given = ["--model_name_or_path", encoder, "--task_name", "mrpc", "--dataset_path", tmp_path, "--max_steps", 10,
              "--output_dir", tmp_path / "out", "--report_to", "none", "--do_train"]  # fmt: skip
     run_script("finetune_glue", *given, "--do_eval", "--save_steps", 5)
-    assert "learning rate 0.001, measured for TNNs up to 256 wide, docs/figures/glue-rates.json" in caplog.text
+    assert (
+        "learning rate 0.001, measured for TNNs up to 256 wide, docs/research/figures/glue-rates.json" in caplog.text
+    )
     assert re.search(r"loss \d", capsys.readouterr().err)
     (row,) = [cells for cells in table_rows((tmp_path / "out" / "results.md").read_text()) if cells[0] == "mrpc"]
     assert row[1] == "f1" and re.fullmatch(r"accuracy [\d.]+", row[-1])

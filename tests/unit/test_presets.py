@@ -76,11 +76,11 @@ def test_unknown_name_of_the_package():
 
 
 def test_every_preset_says_how_it_was_trained():
-    page = (ROOT / "docs/pages/reference/presets.md").read_text()
+    page = (ROOT / "docs/reference/presets.md").read_text()
     for name, preset in read_presets().items():
         assert re.search(rf"\| `{name}` .* {preset.parameters:,} \|", page), name
         assert (preset.recipe is None) == (preset.learning_rate is None)
-        assert preset.figures is None or (ROOT / f"docs/figures/{preset.figures}.json").is_file()
+        assert preset.figures is None or (ROOT / f"docs/research/figures/{preset.figures}.json").is_file()
         assert (preset.minutes is None) or preset.figures
     assert set(read_presets()) == set(list_presets())
 
