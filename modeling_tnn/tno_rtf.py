@@ -9,23 +9,18 @@ B batch, D channels or filters, Q denominators (D, or fewer shared by groups of 
 L length, F transform length (`rtf_truncation_length`, or one more if it is odd), H = `BLOCK` tokens of a block.
 
 Taps (paper, sections 3.1 to 3.3). Sampling (1) at the F-th roots of unity and transforming back yields F taps k whose
-tails have wrapped around: tap t is the sum of the impulse response at t, t + F, t + 2F, ... Training fits those taps.
-The released code does the same, here in float64: for poles near the unit circle float32 loses all digits. The filter
-with exactly these taps and no wrapping has the same denominator; its numerator c (2) follows from K(z) a(z) = c(z),
-read at z^-1 .. z^-N. It is the c of b = c (I - A^F), A the companion matrix (equation 13), without forming A^F. Since
-lag F folds onto lag 0, its direct term is the tap k_0, not h_0. Beyond F the taps are (3). A bidirectional operator
-has a second filter for negative lags, t_{-k} = its tap k - 1 (its h_0 is the tap of lag -1).
+tails have wrapped around: tap t is the sum of the impulse response at t, t + F, t + 2F, ... Training fits those taps,
+as the released code does, here in float64: for poles near the unit circle float32 loses all digits. The filter with
+exactly these taps and no wrapping has the same denominator; its numerator c (2) follows from K(z) a(z) = c(z). It is
+the c of b = c (I - A^F), A the companion matrix (equation 13), without forming A^F. Since lag F folds onto lag 0, its
+direct term is the tap k_0, not h_0. Beyond F the taps are (3). A bidirectional operator has a second filter for
+negative lags, t_{-k} = its tap k - 1 (its h_0 is the tap of lag -1).
 
-Poles. `rtf_constraint="l1_montel"` divides each denominator by sum|a_i| + |s| + 1e-6 with a learned s. Then
-sum|a_i| < 1, and all poles lie inside the unit circle (section 3.4, with the scaling of its code). Without a
-constraint they may leave it in training; with the package installed, the operator then warns.
-
-Decoding by the companion form (4). The state is the last N values of w in float64; a token costs O(N). A chunk of L
-tokens costs O(L log L): the old values of w contribute e_t = -sum_{i>t} a_i w_{t-i}, which ends after N tokens. Then
-w = g * (u + e), and y follows from w by a filter of N taps. For many sequences on the CPU, reading the states takes
-longer than reading the weights. So they are read once for H tokens: at the start of a block, one product with shifted
-copies of a and c gives the part of the values before it in both sums of (4) at all tokens of the block (the future).
-Each token then adds its own value to the future of the rest.
+Decoding by (4). The state is the last N values of w in float64; a token costs O(N), a chunk O(L log L): the old values
+of w contribute e_t = -sum_{i>t} a_i w_{t-i}, which ends after N tokens, and w = g * (u + e). For many sequences on the
+CPU, reading the states takes longer than reading the weights. So they are read once for H tokens: at the start of a
+block, one product gives the part of the values before it in both sums of (4) at all tokens of the block (the future),
+and each token adds its own value to the future of the rest.
 """
 
 from collections.abc import Iterator
@@ -56,30 +51,20 @@ from .tno import ToeplitzOperator, require_causal
 from .toeplitz import causal_toeplitz_matmul, dense_toeplitz, exported_quotient, fit_taps, two_sided
 from .toeplitz_fused import CHUNK, differentiable_gradients, must_differentiate
 
-# Numbers in a chunk of filters on devices other than the CPU.
-LARGE_CHUNK = 2**25
-
-# Largest growth of g over the trained length. float64 then still has more correct digits than float32 needs.
-LARGEST_GROWTH = 1e6
-
-# Sequences from which a step on the CPU is faster as a product of matrices, and tokens in a block of such steps.
-BATCH, BLOCK = 4, 8
-
-# Tokens between two checks for values that are not finite, on an accelerator.
-PATROL = 64
+LARGE_CHUNK = 2**25  # numbers in a chunk of filters on an accelerator
+LARGEST_GROWTH = 1e6  # of g over the trained length: float64 then has more correct digits than float32 needs
+BATCH, BLOCK = 4, 8  # sequences from which a step on the CPU is faster by blocks, and tokens in a block
+PATROL = 64  # tokens between two checks for values that are not finite, on an accelerator
 
 
 def rational_kernel(denominator: torch.Tensor, numerator: torch.Tensor, size: int) -> torch.Tensor:
-    """The taps of (1) without h_0, from samples at `size` points: a `(Q, N)` and b `(D, N)` to `(D, F)`.
-
-    F is even and above N.
-    """
+    """The taps of (1) without h_0: a `(Q, N)` and b `(D, N)` to `(D, F)`, for an even F = `size` above N."""
+    above, below = pad(numerator, (1, 0)), monic(denominator)  # (D, N+1), (Q, N+1)
+    if is_exported():  # exporters that transform in the runtime cannot repeat complex numbers
+        below = per_filter(below, len(numerator))  # (D, N+1)
     if is_exported_to_onnx():
-        return exported_quotient(pad(numerator, (1, 0)), per_filter(monic(denominator), len(numerator)), size, size)
-    below = monic(denominator)  # (Q, N+1)
-    # Exporters that transform in the runtime cannot repeat complex numbers.
-    below = torch.fft.rfft(per_filter(below, len(numerator)) if is_exported() else below, n=size)  # (Q or D, F/2+1)
-    above = torch.fft.rfft(pad(numerator, (1, 0)), n=size)  # (D, F/2+1)
+        return exported_quotient(above, below, size, size)
+    above, below = torch.fft.rfft(above, n=size), torch.fft.rfft(below, n=size)  # (D, F/2+1), (Q or D, F/2+1)
     return torch.fft.irfft(above / per_filter(below, len(numerator)), n=size)
 
 
@@ -90,8 +75,7 @@ class RationalTaps(torch.autograd.Function):
 
         gradient of b = irfft(rfft(g) conj(1 / A)),    gradient of a = -irfft(rfft(g) conj(B / A^2))
 
-    both at 1 .. N, in the dtype `work`. Time and memory do not depend on the order, apart from the parameters. For
-    higher derivatives, autograd computes the gradients from `rational_kernel`.
+    both at 1 .. N, in the dtype `work`. Autograd computes higher derivatives from `rational_kernel`.
     """
 
     @staticmethod
@@ -108,8 +92,7 @@ class RationalTaps(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: torch.Tensor):
         denominator, numerator = ctx.saved_tensors
-        order, group = numerator.shape[1], len(numerator) // len(denominator)
-        size, work = ctx.size, ctx.work
+        order, group, size, work = numerator.shape[1], len(numerator) // len(denominator), ctx.size, ctx.work
         if must_differentiate(gradient):
 
             def taps(a, b):
@@ -152,10 +135,8 @@ def monic(denominator: torch.Tensor) -> torch.Tensor:
 
 
 def per_filter(values: torch.Tensor, filters: int) -> torch.Tensor:
-    """The values of each filter, `(Q, ...)` to `(D, ...)`: D/Q consecutive filters share a denominator."""
-    if filters == len(values):
-        return values
-    return values.repeat_interleave(filters // len(values), dim=0)
+    """The values of each filter, `(Q, ...)` to `(D, ...)`."""
+    return values if filters == len(values) else values.repeat_interleave(filters // len(values), dim=0)
 
 
 def multiply_series(first: torch.Tensor, second: torch.Tensor, length: int) -> torch.Tensor:
@@ -200,11 +181,9 @@ def extend_kernel(denominator: torch.Tensor, taps: torch.Tensor, length: int) ->
 def kernel_of_any_length(denominator: torch.Tensor, taps: torch.Tensor, length: int) -> torch.Tensor:
     """The taps `(D, F)` cut or continued to `(D, length)` without a branch on the length, for torch.export.
 
-    The taps beyond F are the series of c(z)/a(z). It is sampled at M points like (1), but on a circle of radius
-    r > 1: the taps become k_t r^-t, and a tail shrinks by r^M each time it wraps around. With M > 2L and
-    r^M = 1 / eps the wrapped tail vanishes. The multiplication by r^t increases rounding errors by at most
-    eps^(-1/2), to 1e-8 of the largest tap in float64. The magnitude of poles may be up to r, so that a kernel may grow
-    by eps^(-1/2) over the sequence. This is the inversion of generating functions by Abate and Whitt (1992).
+    Beyond F the series of c(z)/a(z) is sampled at M points like (1), but on a circle of radius r > 1: taps become
+    k_t r^-t. With M > 2L and r^M = 1 / eps the wrapped tail vanishes, and the multiplication by r^t increases rounding
+    errors by at most eps^(-1/2), to 1e-8 of the largest tap in float64 (Abate and Whitt, 1992).
     """
     order, count = denominator.shape[1], taps.shape[1]
     size = next_fast_len(2 * length + order)  # M
@@ -228,18 +207,13 @@ class CompanionForm(NamedTuple):
 class CompanionRecurrence(Recurrence):
     """Decode an `RtfOperator` exactly.
 
-    Args:
-        operator: an operator with `companion_form()`.
-        order: the order N.
-        trained_length: the length over which the recurrence must be precise.
-
     Raises (when a sequence is continued):
         DivergenceError: poles outside the unit circle make the recurrence inexact or infinite.
     """
 
-    def __init__(self, operator, order: int, trained_length: int):
+    def __init__(self, operator):
         super().__init__(operator)
-        self.order, self.trained_length = order, trained_length
+        self.order = operator.numerator.shape[1]
 
     def channel_major(self, v: torch.Tensor) -> torch.Tensor:
         return v.transpose(1, 2).to(float64_or_widest(v.device))
@@ -249,11 +223,12 @@ class CompanionRecurrence(Recurrence):
 
     def prefill(self, state: DecodingState, prompt: Prompt):
         kept = self.order + slack_after(prompt.length)
-        series = reciprocal_series(self._denominator, min(PIECE, prompt.length))  # (D, S)
+        denominator = self._form.denominator
+        series = reciprocal_series(denominator, min(PIECE, prompt.length))  # (D, S)
         # Terms of g beyond `series` may add less than the resolution of the outputs. On an accelerator the device sync
         # for this bound takes longer than reading the whole prompt.
         resolution = torch.finfo(compute_dtype(prompt.v.dtype)).eps
-        if is_on_host(series) and later_bound(self._denominator, series) * prompt.length < resolution:
+        if is_on_host(series) and later_bound(denominator, series) * prompt.length < resolution:
             prompt = prompt.last(series.shape[1] + kept)
         w = series.new_zeros(len(prompt.v), len(series), self.order)  # (B, D, N)
         for piece in prompt.pieces(PIECE):
@@ -287,13 +262,12 @@ class CompanionRecurrence(Recurrence):
         position = state.counters["position"] if "future" in state.tensors else BLOCK
         if position == BLOCK:
             past = state.history.last(self.order).permute(1, 2, 0)  # (D, N, B)
-            future = torch.bmm(self._shifted, past).unflatten(1, (BLOCK, 2))  # (D, H, 2, B)
+            future = torch.bmm(self._block[0], past).unflatten(1, (BLOCK, 2))  # (D, H, 2, B)
             state.tensors["future"], position = future.permute(3, 1, 2, 0).contiguous(), 0  # (B, H, 2, D)
         future, now = state.tensors["future"], x[..., 0]
         y, echo = future[:, position].unbind(1)  # (B, D) each
         newest = now - echo
-        left = BLOCK - position - 1
-        future[:, position + 1 :].addcmul_(newest[:, None, None], self._first[:left])
+        future[:, position + 1 :].addcmul_(newest[:, None, None], self._block[1][: BLOCK - position - 1])
         state.counters["position"] = position + 1
         return (self._form.direct * now + y)[..., None], newest[..., None]
 
@@ -301,10 +275,12 @@ class CompanionRecurrence(Recurrence):
         past = state.history.last(self.order)
         w = self._filter(x, past)  # (B, D, L)
         self.check_finite(w)
-        y = self._read(x, past, w)
+        whole = torch.cat([past, w], dim=-1).transpose(1, 2)  # (B, N+L, D)
+        taps = pad(self._form.numerator, (1, 0))  # (D, N+1)
+        y = causal_toeplitz_matmul(whole, taps, self.operator.implementation)[:, self.order :]  # (B, L, D)
         state.history.append(w)
         end_block(state)
-        return y
+        return y.transpose(1, 2) + self._form.direct[:, None] * x
 
     def max_crop(self, state: DecodingState) -> int:
         return min(state.length, state.history.held - self.order)
@@ -314,86 +290,61 @@ class CompanionRecurrence(Recurrence):
         end_block(state)
 
     @cached_property
-    def _denominator(self) -> torch.Tensor:
-        denominator = self.operator.denominators().detach()  # (D, N)
-        if not is_contracting(denominator):
-            self._check_growth(denominator)
-        return denominator
-
-    @cached_property
     def _form(self) -> CompanionForm:
-        _, *others = (part.detach() for part in self.operator.companion_form())
-        return CompanionForm(self._denominator, *others)
+        form = CompanionForm(*(part.detach() for part in self.operator.companion_form()))
+        if not is_contracting(form.denominator):
+            growth = reciprocal_series(form.denominator, self.operator.size).abs().amax(dim=1)  # (D,)
+            self._refuse(form.denominator, ~(growth <= LARGEST_GROWTH))
+        return form
 
     @cached_property
     def coefficients(self) -> tuple[torch.Tensor, ...]:
-        """What `next_value` reads of the operator."""
-        return *self._reversed, self._form.direct
+        """What `next_value` reads of the operator: a and c for the lags N .. 1, `(D, N)` each, and k_0 `(D,)`."""
+        *parts, direct = self._form
+        return *(part.flip(1).contiguous() for part in parts), direct
 
     @cached_property
-    def _reversed(self) -> list[torch.Tensor]:
-        return [part.flip(1).contiguous() for part in self._form[:2]]  # (D, N) each, for lags N .. 1
+    def _block(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a block reads of c and a, for both sums of (4).
 
-    @cached_property
-    def _both(self) -> torch.Tensor:
-        denominator, numerator = self._reversed
-        return torch.stack([numerator, denominator], dim=1)  # (D, 2, N)
-
-    @cached_property
-    def _shifted(self) -> torch.Tensor:
-        """The coefficients of the values before a block, for both sums of (4) at each of its tokens, `(D, 2H, N)`."""
-        shifted = [pad(self._both, (j, 0))[..., : self.order] for j in range(BLOCK)]
-        return torch.stack(shifted, dim=1).flatten(1, 2)
-
-    @cached_property
-    def _first(self) -> torch.Tensor:
-        """The coefficients c_i and a_i of the lags i = 1 .. H - 1, `(H-1, 2, D)`."""
-        first = fit_taps(self._both.flip(2).flatten(0, 1), BLOCK - 1)  # (2D, H-1)
-        return first.unflatten(0, (-1, 2)).permute(2, 1, 0).contiguous()
+        `(D, 2H, N)` for the values before it at each of its tokens, and `(H-1, 2, D)` for the lags 1 .. H - 1.
+        """
+        denominator, numerator, _ = self.coefficients
+        both = torch.stack([numerator, denominator], dim=1)  # (D, 2, N)
+        shifted = [pad(both, (j, 0))[..., : self.order] for j in range(BLOCK)]
+        first = fit_taps(both.flip(2).flatten(0, 1), BLOCK - 1).unflatten(0, (-1, 2))  # (D, 2, H-1)
+        return torch.stack(shifted, dim=1).flatten(1, 2), first.permute(2, 1, 0).contiguous()
 
     @cached_property
     def _stable(self) -> bool:
-        return is_contracting(self._denominator)
+        return is_contracting(self._form.denominator)
 
     def _filter(self, x: torch.Tensor, past: torch.Tensor, series: torch.Tensor | None = None) -> torch.Tensor:
-        """The values w of (4) for the inputs `x` `(B, D, L)`, after the earlier values `past` `(B, D, N)`.
-
-        `series` `(D, L)` is g, which is computed if it is not given.
-        """
+        """The values w of (4) for the inputs `x` `(B, D, L)` after the values `past` `(B, D, N)`; `series` is g."""
         order, length, implementation = self.order, x.shape[-1], self.operator.implementation
-        taps = monic(self._denominator)  # (D, N+1)
+        taps = monic(self._form.denominator)  # (D, N+1)
         after = pad(past, (0, order)).transpose(1, 2)  # (B, 2N, D)
         echoed = causal_toeplitz_matmul(after, taps, implementation)[:, order:]  # (B, N, D): -e
         driven = x - pad(echoed.transpose(1, 2), (0, length - order))  # (B, D, L)
-        series = reciprocal_series(self._denominator, length) if series is None else series  # (D, L)
+        series = reciprocal_series(self._form.denominator, length) if series is None else series  # (D, L)
         return causal_toeplitz_matmul(driven.transpose(1, 2), series, implementation).transpose(1, 2)
 
-    def _read(self, x: torch.Tensor, past: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        """The outputs y of (4) for the inputs `x` and the values `w`, `(B, D, L)` each, after `past` `(B, D, N)`."""
-        whole = torch.cat([past, w], dim=-1).transpose(1, 2)  # (B, N+L, D)
-        taps = pad(self._form.numerator, (1, 0))  # (D, N+1)
-        y = causal_toeplitz_matmul(whole, taps, self.operator.implementation)[:, self.order :]  # (B, L, D)
-        return y.transpose(1, 2) + self._form.direct[:, None] * x
-
-    def _check_growth(self, denominator: torch.Tensor):
-        growth = reciprocal_series(denominator, self.trained_length).abs().amax(dim=1)  # (D,)
-        if not (growth <= LARGEST_GROWTH).all():
-            self._refuse(denominator, ~(growth <= LARGEST_GROWTH), "over the length the model was trained for")
-
     def check_finite(self, w: torch.Tensor):
-        """Check the values `w` `(B, D, L)` of a filter that may diverge."""
-        if not (self._stable or w.is_meta or torch.isfinite(w).all()):
-            self._refuse(self._denominator, (~torch.isfinite(w)).any(2).any(0), "on a sequence of this length")
+        """Raise a DivergenceError if values `w` `(B, D, L)` are not finite."""
+        if not (self._stable or w.is_meta):
+            self._refuse(self._form.denominator, ~torch.isfinite(w).all(2).all(0))
 
-    def _refuse(self, denominator: torch.Tensor, diverging: torch.Tensor, where: str):
-        """Raise the error for the first of the `diverging` channels, `(D,)`."""
+    def _refuse(self, denominator: torch.Tensor, diverging: torch.Tensor):
+        """Raise a DivergenceError for the first of the `diverging` channels `(D,)`, if there is one."""
+        if not diverging.any():
+            return
         channel = diverging.nonzero()[0].item()
         companion = companion_matrix(denominator[channel : channel + 1].cpu())  # (1, N, N)
         radius = torch.linalg.eigvals(companion).abs().max().item()
         raise DivergenceError(
             f"Layer {self.operator.layer_idx}, channel {channel}: a pole of radius {radius:.6f} makes the recurrence "
-            f"diverge {where}. Generate with use_cache=False (`tnn generate --use_cache false`), or train with "
-            f"rtf_constraint='l1_montel' (`--config_overrides rtf_constraint=l1_montel`)."
+            "diverge. Generate with use_cache=False (`tnn generate --use_cache false`), or train with "
+            "rtf_constraint='l1_montel' (`--config_overrides rtf_constraint=l1_montel`)."
         )
 
 
@@ -409,32 +360,29 @@ def is_contracting(denominator: torch.Tensor) -> bool:
 
 
 def later_bound(denominator: torch.Tensor, series: torch.Tensor) -> float:
-    """A bound of the values of g after its first ones, `series` `(D, S)`, for denominators `(D, N)`, if it is below 1.
-
-    The last N values of the series are all that the later ones depend on. They echo in N inputs, each at most sum|a_i|
-    times the largest of them, and each of these inputs starts g once more.
-    """
+    """A bound of g beyond `series` `(D, S)`, if it is below 1: its last N values echo in N inputs to g."""
     order = denominator.shape[1]
     last = series[:, -order:].abs().amax(1)  # (D,)
     return (order * last * denominator.abs().sum(1) * series.abs().amax(1)).max().item()
 
 
 def l1_montel(denominator: torch.Tensor, slack: torch.Tensor) -> torch.Tensor:
-    """Denominators `(Q, N)` scaled to sum|a_i| < 1, with the slacks s `(A,)`; row i has the slack i mod A."""
+    """Denominators `(Q, N)` scaled to sum|a_i| < 1, so that all poles lie inside the unit circle (section 3.4).
+
+    The scaling is that of the paper's code, with slacks s `(A,)`; row i has the slack i mod A.
+    """
     slack = slack.repeat(len(denominator) // len(slack))[:, None]  # (Q, 1)
     return denominator / (denominator.abs().sum(-1, keepdim=True) + slack.abs() + 1e-6)
 
 
 CONSTRAINTS = {None: lambda denominator, slack: denominator, "l1_montel": l1_montel}
-
 INITIAL_BOUNDS = {"zeros": lambda order: 0.0, "xavier": lambda order: order**-0.5, "montel": lambda order: 1 / order}
 
 
 class RtfOperator(ToeplitzOperator):
     """The operator of rational transfer functions."""
 
-    # In bfloat16 the poles would move by more than their distance from the unit circle.
-    fp32_parameters = ("denominator", "numerator", "direct", "slack")
+    fp32_parameters = ("denominator", "numerator", "direct", "slack")  # in bfloat16 poles would leave the circle
     is_recurrence = True
     # Written by `tools/stability.py`.
     has_warned, _train_calls = False, 0
@@ -484,7 +432,7 @@ class RtfOperator(ToeplitzOperator):
 
     def recurrence(self) -> CompanionRecurrence:
         require_causal(self)
-        return CompanionRecurrence(self, self.numerator.shape[1], self.size)
+        return CompanionRecurrence(self)
 
     def denominators(self) -> torch.Tensor:
         """The denominator of each filter in float64, `(D, N)` (`(2D, N)` if bidirectional)."""
@@ -495,8 +443,7 @@ class RtfOperator(ToeplitzOperator):
         """The coefficients of the recurrence in float64. Its impulse response is exactly `coefficients`."""
         require_causal(self)
         denominator, taps = self._taps()
-        numerator = recurrence_numerator(denominator, taps)
-        return CompanionForm(per_filter(denominator, len(taps)), numerator, taps[:, 0])
+        return CompanionForm(per_filter(denominator, len(taps)), recurrence_numerator(denominator, taps), taps[:, 0])
 
     def _constrained(self) -> torch.Tensor:
         """The denominators `(Q, N)` after the constraint, which scales them in float64."""

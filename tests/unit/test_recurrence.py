@@ -350,9 +350,7 @@ def test_divergence_beyond_the_trained_length_is_named():
     operator = unstable_model(1.02).model.layers[1].mixer.tno
     layer = TnnCacheLayer()
     advance(layer, torch.ones(1, 100, operator.channels), operator)
-    with pytest.raises(
-        ValueError, match="Layer 1, channel 0: a pole of radius 1.020000 .* on a sequence of this length"
-    ):
+    with pytest.raises(ValueError, match="Layer 1, channel 0: a pole of radius 1.020000 makes"):
         for _ in range(50):
             advance(layer, torch.ones(1, 1000, operator.channels), operator)
 
