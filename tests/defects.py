@@ -79,10 +79,6 @@ DEFECTS = [
     Defect("s4d cache: memory does not fade", P + "tno_s4d.py",
            "memory = memory * complex_of(table[:, length]) + complex_of(added)", "memory = memory + complex_of(added)",
            "unit/test_recurrence"),
-    Defect("state space: the tail of a filter does not wrap", P + "tools/state_space.py",
-           "- direct[:, None] * below[:, 1:]", "", "unit/test_state_space"),
-    Defect("state space: loop of B and C the wrong way round", P + "tools/state_space.py",
-           "given[:, :, None] * read[:, None]", "read[:, :, None] * given[:, None]", "unit/test_state_space"),
     # Caches
     # Rows for texts of different ages
     Defect("rows: tiles of the block are not passed on", P + "serving/states.py",
