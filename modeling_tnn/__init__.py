@@ -80,7 +80,6 @@ extensions.modules = [
         "parallel.tensor",
         "tools.checks",
         "tools.recurrent",
-        "tools.stability",
     )
 ]
 

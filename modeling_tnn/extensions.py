@@ -99,8 +99,5 @@ class Extensions:
         """A copy of a causal model whose kernels are recurrences of low order, and a report for each layer."""
         raise ImportError(f"to_recurrent {NEEDS_PACKAGE}")
 
-    def watch_poles(self, operator, mode: bool):
-        """Warn of poles of an `RtfOperator` outside the unit circle, at calls of `train(mode)`."""
-
 
 extensions = Extensions()

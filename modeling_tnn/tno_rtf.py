@@ -33,7 +33,6 @@ from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 from transformers import initialization as init
 
-from .extensions import extensions
 from .history import HistoryBuffer, slack_after
 from .numerics import (
     compute_dtype,
@@ -384,8 +383,6 @@ class RtfOperator(ToeplitzOperator):
 
     fp32_parameters = ("denominator", "numerator", "direct", "slack")  # in bfloat16 poles would leave the circle
     is_recurrence = True
-    # Written by `tools/stability.py`.
-    has_warned, _train_calls = False, 0
 
     def __init__(self, config, layer_idx: int = 0):
         super().__init__(config, layer_idx)
@@ -406,11 +403,6 @@ class RtfOperator(ToeplitzOperator):
         init.ones_(self.direct)
         if self.slack is not None:
             init.uniform_(self.slack)
-
-    def train(self, mode: bool = True) -> "RtfOperator":
-        """Set the mode as in PyTorch. The installed package warns of poles outside the unit circle."""
-        extensions.watch_poles(self, mode)
-        return super().train(mode)
 
     def coefficients(self, length: int, device: torch.device | None = None) -> torch.Tensor:
         if is_fused(self.implementation) and length <= self.size:  # (D, L) or (2D, L)

@@ -90,7 +90,7 @@ def test_a_state_space_model_is_an_rtf_operator(order, size):
 @pytest.mark.parametrize("count", [1, 5, 9])
 @torch.no_grad()
 def test_an_explicit_kernel_is_an_rtf_operator(count, fields):
-    """RTF appendix B.2: h_0 = k_0, a_i = 0 and b_i = k_i, for at most N + 1 taps on both sides, with any constraint."""
+    """RTF appendix B.2: h_0 = k_0, a_i = 0 and b_i = k_i, at most N + 1 taps, on both sides, with any constraint."""
     taps = torch.randn(8, count, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     operator = rtf_operator(causal=False, **fields)
     for parameter in (operator.denominator, operator.numerator):
