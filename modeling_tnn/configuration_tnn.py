@@ -8,11 +8,10 @@ The fields follow "Toeplitz Neural Network for Sequence Modeling" (Qin et al., I
 import math
 import os
 from collections.abc import Callable, Iterable
-from difflib import get_close_matches
+from operator import attrgetter
 from types import NoneType
 from typing import Any, get_args
 
-import torch
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
@@ -24,13 +23,9 @@ MIXERS = GTU, HYENA, S4 = "gtu", "hyena", "s4"
 
 # The operators of this package, each with its directions: whether `causal` may be True, and False.
 DIRECTIONS = {
-    "rpe": (True, True),
-    "fd": (True, True),
+    **dict.fromkeys(("rpe", "fd", "ski", "rtf", "s4d", "modal", "explicit"), (True, True)),
     "ski": (False, True),
-    "rtf": (True, True),
-    "s4d": (True, True),
     "modal": (True, False),
-    "explicit": (True, True),
 }
 BUILT_IN = frozenset(DIRECTIONS)
 
@@ -103,12 +98,8 @@ MIXER_FIELDS = {"toeplitz_mixer", "short_conv_kernel", "hyena_rank", "hyena_norm
 
 # The rotary positions that are possible, and the numbers that each needs. Frequencies that follow from the length of
 # the sequence ("dynamic", "longrope") are not: the outputs at the first tokens would change with later tokens.
-ROPE_TYPES = {
-    "default": (),
-    "linear": ("factor",),
-    "yarn": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}
+LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+ROPE_TYPES = {"default": (), "linear": ("factor",), "yarn": ("factor",), "llama3": LLAMA3}
 
 
 def has_attention(config: "TnnConfig") -> bool:
@@ -132,30 +123,15 @@ DERIVED_LAYERS: dict[str, Callable[["TnnConfig"], Any]] = {
 ATTENTION_FIELDS = DERIVED_LAYERS.keys() | {"rope_parameters", "sliding_window"}
 
 # Fields that follow from the length of the training.
-DERIVED_LENGTHS: dict[str, Callable[["TnnConfig"], Any]] = {
-    "ski_grid_length": lambda config: config.axis_length,
-    "rtf_truncation_length": lambda config: config.axis_length,
-    "rpe_input_length": lambda config: config.axis_length,
-    "explicit_length": lambda config: config.axis_length,
-    "fd_resolution": lambda config: 1 << (2 * config.axis_length - 1).bit_length(),
+LENGTHS = ("ski_grid_length", "rtf_truncation_length", "rpe_input_length", "explicit_length")
+DERIVED_LENGTHS: dict[str, Callable[["TnnConfig"], Any]] = dict.fromkeys(LENGTHS, attrgetter("axis_length")) | {
+    "fd_resolution": lambda config: 1 << (2 * config.axis_length - 1).bit_length()
 }
 LENGTH_FIELDS = DERIVED_LENGTHS.keys()
 
 # Those that a trained model keeps if the fields that they followed from are changed at load.
-FIXED = DERIVED_LENGTHS | {"intermediate_size": lambda config: config.hidden_size}
+FIXED = DERIVED_LENGTHS | {"intermediate_size": attrgetter("hidden_size")}
 DERIVED = DERIVED_LAYERS | FIXED
-
-# Names and values of earlier versions, which still load.
-OLD_NAMES = {
-    "product": "tno_implementation",
-    "glu_dim": "intermediate_size",
-    "num_axes": "spatial_dims",
-    "axis_combination": "spatial_mixing",
-}
-OLD_VALUES = {
-    "tno_type": {"free": "explicit"},
-    "tno_implementation": {"chunked": "fused", "plain": "eager", "cudnn": "auto"},
-}
 
 
 @strict
@@ -171,26 +147,23 @@ class TnnConfig(PreTrainedConfig):
         toeplitz_mixer: `"gtu"` (the gated Toeplitz unit), `"hyena"` (Hyena of order 2, with the operator as its long
             filter) or `"s4"` (S4's: the operator, `hidden_act`, a linear map and a gate; needs `gtu_expansion=1`).
         short_conv_kernel: Number of taps of the short convolutions of `"hyena"`, in [1, 64]; odd with `causal=False`.
-        hyena_rank: Width between two linear maps, with `hidden_act`, that replace the output projection of `"hyena"`.
-            None for one map without an activation.
-        hyena_norm: Whether `"hyena"` normalises its gated product by an RMS norm with a scale per channel and 1e-6
-            inside the root, as in the released RTF code.
+        hyena_rank: Width between the two linear maps, with `hidden_act`, at the end of `"hyena"`. None for one map.
+        hyena_norm: Whether `"hyena"` normalises its gated product: an RMS norm with a scale per channel, eps 1e-6.
         num_attention_heads (defaults to `hidden_size // 64`): Number of attention heads. None without attention.
         num_key_value_heads (defaults to `num_attention_heads`): Number of heads of keys and values, its divisor.
         head_dim (defaults to `hidden_size // num_attention_heads`): Width of a head.
         rope_parameters: Rotary positions in attention, as in transformers: `{"rope_type": "default", "rope_theta":
-            10000.0}`, or `"linear"`, `"yarn"` or `"llama3"` with their numbers. None for attention without positions,
-            which Toeplitz layers carry.
-        sliding_window: Number of tokens that `"sliding_attention"` sees, with the present one; with `causal=False`, on
-            each side. At least 2.
+            10000.0}`, or `"linear"`, `"yarn"` or `"llama3"` with their numbers. None for no positions.
+        sliding_window: Number of tokens that `"sliding_attention"` sees, with the present one, at least 2; with
+            `causal=False`, on each side.
         attention_dropout (defaults to 0): Dropout of attention weights.
         causal: Whether a position sees only itself and earlier ones. `TnnForCausalLM` needs `True`, `TnnForMaskedLM`
             and `TnnForImageClassification` need `False`, the other classes take both.
         tno_type: Source of the Toeplitz coefficients: `"rpe"` (an MLP of the lag, times a decay), `"fd"` (an MLP of
             the frequency), `"ski"` (a short filter plus a low-rank interpolated kernel, not causal), `"rtf"` (a
             rational transfer function), `"s4d"` (a diagonal state-space model), `"modal"` (a recurrence fitted by
-            `to_recurrent`), `"explicit"` (one parameter per lag below `explicit_length`, times the decay), or a name
-            that `register_operator` has added.
+            `to_recurrent`), `"explicit"` (a parameter per lag below `explicit_length`, times the decay), or a name
+            given to `register_operator`.
         gtu_expansion: The gated Toeplitz unit has int(gtu_expansion * hidden_size) channels.
         gtu_norm: Whether the gated product is normalised before the output projection of the GTU.
         use_glu: Whether a block has a GLU after its mixer.
@@ -198,51 +171,49 @@ class TnnConfig(PreTrainedConfig):
         mlp_act: Activation of an MLP, y = W_down act(W_up x), in place of the GLU. None for the GLU.
         hidden_act: Activation of the mixer and of the gate of the GLU.
         norm_type: Norm of the blocks, of the GTU (`gtu_norm`) and of the RPE: `"simplermsnorm"` (without parameters),
-            `"rmsnorm"`, `"gatedrmsnorm"`, `"scalenorm"`, `"layernorm"` or `"batchnorm"` (over the real tokens of a
-            batch, in each process alone; for the blocks only).
+            `"rmsnorm"`, `"gatedrmsnorm"`, `"scalenorm"`, `"layernorm"` or, for the blocks only, `"batchnorm"` (over
+            the real tokens of a batch, in each process alone).
         norm_position: `"pre"`: x + f(norm(x)), with a final LayerNorm (or batch norm); `"post"`: norm(x + f(x));
             `"res_post"`: x + norm(f(x)).
         scale_embedding: Whether embeddings are multiplied by sqrt(hidden_size).
         embedding_norm: Whether embeddings pass through a LayerNorm.
         position_embedding: `"sinusoidal"` adds absolute positions to the embeddings, from the first real token.
-        spatial_dims: 1 for a sequence. 2 for the tokens of a square image in row-major order, which are mixed along
-            rows and columns (not causal).
-        spatial_mixing: Combination of rows and columns if `spatial_dims=2`: `"product"`, twice the product along both
-            axes (the Long Range Arena models), or `"sum"`, rows plus columns (the ImageNet models).
+        spatial_dims: 1 for a sequence. 2 for the tokens of a square image in row-major order, mixed along rows and
+            columns (not causal).
+        spatial_mixing: Combination of both if `spatial_dims=2`: `"product"`, twice the product along both axes (the
+            Long Range Arena models), or `"sum"`, rows plus columns (the ImageNet models).
         image_size: Side in pixels of the images of `TnnForImageClassification`.
         patch_size: Side in pixels of a patch, a square of the image that becomes one token.
         num_channels: Number of channels of an image.
         layer_norm_eps: Epsilon of every LayerNorm. The RMS norms have the 1e-8 of the released code.
         rpe_dim: Width of the relative position encoder (`"rpe"` and `"fd"`).
-        rpe_layers: Number of hidden layers of the position encoder besides its input and output projections, from 0.
-        rpe_input: Input of the position encoder of `"rpe"`: the `"lag"`, the lag over `rpe_input_length`
-            (`"normalized"`), or sines and cosines of the lag (`"sinusoidal"`).
+        rpe_layers: Number of its hidden layers besides its input and output projections, from 0.
+        rpe_input: Input of the encoder of `"rpe"`: the `"lag"`, the lag over `rpe_input_length` (`"normalized"`), or
+            sines and cosines of the lag (`"sinusoidal"`).
         rpe_input_length (defaults to `max_position_embeddings`): Lag that `"normalized"` maps to 1.
-        rpe_act: Activation of the position encoder of `"rpe"`.
-        rpe_residual: Whether hidden layers of the position encoder have a residual connection.
-        rpe_norm_type (defaults to `norm_type`): Norm of the position encoder (`"layernorm"` with a batch norm).
-        rpe_hidden_norm: Whether hidden layers of the position encoder have a norm, as its output has.
+        rpe_act: Activation of the encoder of `"rpe"`.
+        rpe_residual: Whether hidden layers of the encoder have a residual connection.
+        rpe_norm_type (defaults to `norm_type`): Norm of the encoder (`"layernorm"` with a batch norm).
+        rpe_hidden_norm: Whether hidden layers of the encoder have a norm, as its output has.
         rpe_window: Lag from which `"rpe"` coefficients are zero. None for no limit.
         explicit_length (defaults to `max_position_embeddings`): Number of lags on each side that have a parameter if
             `tno_type="explicit"`.
         decay: Decay per lag of `"rpe"` and `"explicit"` coefficients, in (0, 1]; None for no decay. In half precision,
             lags that hold less than 2^-12 of a kernel with it are not computed.
-        learnable_decay: Whether each channel of `"rpe"` learns a decay between `decay` and 1. `"explicit"` ignores it
-            and has `decay` in all channels: 0.01 leaves it little but its nearest coefficients.
+        learnable_decay: Whether each channel of `"rpe"` learns a decay between `decay` and 1. `"explicit"` ignores it.
         tno_implementation: Computation of Toeplitz products: `"fused"` (fast) or `"eager"` (PyTorch's own operations),
-            with the same values and derivatives of any order; `"triton"`, for GPUs, which multiplies in the precision
-            of the activations (where it cannot run, `"fused"` does, with a warning); or `"auto"`: `"triton"` on
-            NVIDIA's GPUs of compute capability 8.0 and newer for kernels of up to 4,096 taps (512 in float32) on both
-            sides together, else `"fused"`. `"auto"` is not saved: it concerns the machine, not the model.
+            with the same values and derivatives of any order; `"triton"`, for GPUs, in the precision of the
+            activations (where it cannot run, `"fused"` does, with a warning); or `"auto"`: `"triton"` on NVIDIA's GPUs
+            of compute capability 8.0 and newer for kernels of up to 4,096 taps (512 in float32) on both sides
+            together, else `"fused"`.
         tno_class: Module and name of the class of an operator that `register_operator` added. Set when a model is
             built or saved, so that a failed load can say what to import first.
         max_kernel_length (defaults to `128 * max_position_embeddings`): Largest `fd_resolution`,
             `rtf_truncation_length` or `ski_grid_length` of a saved configuration that loads, for the operator that has
-            it; the default is in [65,536, 524,288]. It lifts a limit against folders that ask for much memory, so it
-            is an argument of `from_pretrained` only, and not saved.
-        max_position_embeddings: Length the model is trained for. It does not limit the length of inputs. The fields
-            whose defaults follow from it (from its square root if `spatial_dims=2`) do so until a model is built or
-            saved. After that another `max_position_embeddings` does not change them.
+            it; the default is in [65,536, 524,288]. It guards against folders that ask for much memory, so it is an
+            argument of `from_pretrained` only, and not saved.
+        max_position_embeddings: Length the model is trained for. It does not limit the length of inputs. Fields with
+            defaults from it (from its square root if `spatial_dims=2`) are fixed when a model is built or saved.
         fd_resolution (defaults to at least `2 * max_position_embeddings`): Number of taps of an `"fd"` kernel on each
             side, a power of two; the frequency grid has `fd_resolution + 1` points.
         fd_input: Input of the frequency MLP: `"omega"` in [0, pi] as published, or `"cos"` for cos(omega), for which
@@ -253,8 +224,8 @@ class TnnConfig(PreTrainedConfig):
         ski_filter_size: Number of taps of the short filter of `"ski"`; an even number is raised by one.
         ski_interpolation: Interpolation between inducing points: `"linear"`, from two per position, `"cubic"`, from
             four, or `"released"`, for models trained with the released code.
-        ski_initializer: First values of `"ski"`: `"normal"`, all from N(0, 1), as in the released code, or `"local"`,
-            a short filter of norm 1 (taps from N(0, 1/taps)) and a low-rank part of zeros.
+        ski_initializer: First values: `"normal"`, all from N(0, 1), as in the released code, or `"local"`, a short
+            filter of norm 1 (taps from N(0, 1/taps)) and a low-rank part of zeros.
         ski_decay: lambda of the inverse time warp x(s) = sign(s) lambda^|s|, in (0, 1].
         rtf_state_size: Order N of the rational function, below `rtf_truncation_length`.
         rtf_truncation_length (defaults to `max_position_embeddings`): Number of points of the unit circle at which
@@ -265,8 +236,7 @@ class TnnConfig(PreTrainedConfig):
             then a sequence cannot be continued from a cache.
         rtf_initializer: First coefficients: `"zeros"`, `"xavier"` (uniform, 1/sqrt(N)) or `"montel"` (uniform, 1/N).
         s4d_state_size: Number N of real states per channel of `"s4d"`, an even number: N/2 pairs of complex poles.
-        s4d_initializer: First poles: `"lin"` (S4D-Lin, frequencies 0, pi, 2 pi, ..), `"inv"` (S4D-Inv) or `"legs"`
-            (S4D-LegS, from the HiPPO matrix).
+        s4d_initializer: First poles: `"lin"` (S4D-Lin), `"inv"` (S4D-Inv) or `"legs"` (S4D-LegS).
         s4d_discretization: `"zoh"` (zero-order hold) or `"bilinear"`.
         s4d_dt_min: Smallest first step of a channel; steps are spread evenly on a logarithmic scale.
         s4d_dt_max: Largest first step of a channel.
@@ -292,7 +262,6 @@ class TnnConfig(PreTrainedConfig):
 
     model_type = "tnn"
     keys_to_ignore_at_inference = ["past_key_values", "cache"]
-    attribute_map = OLD_NAMES
     base_model_tp_plan = {}  # `check` adds that of the layers
     base_model_pp_plan = {
         "embed_tokens": (["input_ids"], ["inputs_embeds"]),
@@ -387,23 +356,12 @@ class TnnConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs):
         _check_names(type(self), kwargs)
-        for old, name in OLD_NAMES.items():
-            if old in kwargs:
-                setattr(self, name, kwargs.pop(old))
         self._check_fields()
         self._automatic = frozenset(name for name in DERIVED if getattr(self, name) is None)
         self._derive()
         self._check_together()
-        if self.dtype is None:
-            self.dtype = kwargs.pop("torch_dtype", None)  # its name in older versions of transformers
-        # The base class accepts the name of any attribute of torch, and makes a list of `num_labels` names.
-        known = isinstance(getattr(torch, str(self.dtype).removeprefix("torch."), None), torch.dtype)
-        self.require("dtype", self.dtype is None or known, "the name of a dtype of torch, such as 'float32'")
         if (num_labels := kwargs.get("num_labels") or 0) > MOST_LABELS:
-            raise ValueError(f"`num_labels` must be at most {MOST_LABELS:,}, got {num_labels}")
-        names = self.architectures or []
-        listed = isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names)
-        self.require("architectures", listed, "a list of names")
+            raise ValueError(f"`num_labels` must be at most {MOST_LABELS:,}, got {num_labels}")  # they get names
         without_rope = not (self.rope_parameters or kwargs.get("rope_theta") or kwargs.get("rope_scaling"))
         self.rope_parameters = dict(self.rope_parameters or {})  # the base class writes into it
         super().__post_init__(**kwargs)
@@ -412,7 +370,6 @@ class TnnConfig(PreTrainedConfig):
 
     def __setattr__(self, name: str, value: Any):
         """Set a field, check it alone, and derive the fields that follow from it. `check` checks fields together."""
-        [(name, value)] = self.rename_old({name: value}).items()
         if "_automatic" not in vars(self):  # __post_init__ checks and derives all of them
             return super().__setattr__(name, value)
         _check_field(name, value)
@@ -435,15 +392,12 @@ class TnnConfig(PreTrainedConfig):
         has no derived fields: they are derived after the overrides. A wrong field raises a ValueError.
         """
         try:
-            config_dict, kwargs = cls.rename_old(config_dict), cls.rename_old(kwargs)
             if "transformers_version" in config_dict and any(config_dict.get(name) is None for name in FIXED):
                 trained = cls(**config_dict)
-                config_dict |= {name: getattr(trained, name) for name in FIXED}
+                config_dict = config_dict | {name: getattr(trained, name) for name in FIXED}
             overrides = {name: kwargs.pop(name) for name in list(kwargs) if name in cls.__annotations__}
-            if config_dict.get("max_kernel_length") is not None and "max_kernel_length" not in overrides:
-                found = config_dict["max_kernel_length"]
-                raise ValueError(f"`max_kernel_length` must be given to from_pretrained, not in a file, got {found!r}")
-            loaded = super().from_dict(config_dict | overrides, **kwargs)
+            fields = config_dict | {"max_kernel_length": None} | overrides  # no file lifts the limit
+            loaded = super().from_dict(fields, **kwargs)
         except (AttributeError, TypeError) as error:  # a file may hold anything, and transformers checks few fields
             raise ValueError(f"The configuration has a field of a wrong kind: {error}") from error
         config = loaded[0] if isinstance(loaded, tuple) else loaded  # with the arguments that are no fields
@@ -451,28 +405,12 @@ class TnnConfig(PreTrainedConfig):
             config.check_kernel_length()
         return loaded
 
-    @staticmethod
-    def rename_old(fields: dict[str, Any]) -> dict[str, Any]:
-        """Replace old names and values in `fields` by those of this version."""
-        fields = {OLD_NAMES.get(name, name): value for name, value in fields.items()}
-        for name in OLD_VALUES.keys() & fields.keys():
-            value = fields[name]
-            fields[name] = OLD_VALUES[name].get(value, value) if isinstance(value, str) else value
-        return fields
-
     def to_dict(self) -> dict[str, Any]:
         """Return all fields, as in transformers; without those of attention and of other mixers if unused."""
         left_out = {"_automatic", "_models", "max_kernel_length"}
         left_out |= set() if has_attention(self) else ATTENTION_FIELDS
         left_out |= MIXER_FIELDS if self.toeplitz_mixer == GTU else set()
         return {name: value for name, value in super().to_dict().items() if name not in left_out}
-
-    def to_diff_dict(self) -> dict[str, Any]:
-        """Return the fields that are saved, as in transformers; without `tno_implementation="auto"`."""
-        fields = super().to_diff_dict()
-        if fields["tno_implementation"] == "auto":
-            del fields["tno_implementation"]
-        return fields
 
     def check(self):
         """Check all fields together (a ValueError), and fix the derived ones: they no longer follow from others."""
@@ -609,8 +547,6 @@ def _check_layers(config: "TnnConfig"):
 
 
 def _check_rope(config: "TnnConfig", given: dict[str, Any]):
-    flat = not any(isinstance(value, dict) for value in given.values())
-    config.require("rope_parameters", flat, "one dict of parameters for all layers")
     kind = given.get("rope_type", given.get("type", "default"))
     known = isinstance(kind, str) and kind in ROPE_TYPES
     config.require("rope_parameters", known, f"None or have a rope_type of {', '.join(map(repr, ROPE_TYPES))}")
@@ -618,8 +554,6 @@ def _check_rope(config: "TnnConfig", given: dict[str, Any]):
         value = given.get(name, 10_000.0 if name == "rope_theta" else None)
         positive = isinstance(value, int | float) and 0 < value < math.inf
         config.require("rope_parameters", positive, f"a dict with a number above 0 as {name!r}")
-    whole = given.get("partial_rotary_factor") in (None, 1)
-    config.require("rope_parameters", whole, "a dict without a 'partial_rotary_factor' other than 1")
     config.require("head_dim", config.head_dim % 2 == 0, "even with rope_parameters")
 
 
@@ -662,14 +596,9 @@ def require_operator(tno_type: str, registered_as: str | None = None):
     if tno_type in known:
         return
     message = f"`tno_type` must be one of {', '.join(map(repr, known))}, got {tno_type!r}"
-    if registered_as is None:
-        hint = "".join(f"did you mean {near!r}? " for near in get_close_matches(tno_type, known, 1))
-        raise ValueError(f"{hint}{message}")
-    module, _, name = registered_as.rpartition(".")
-    raise ValueError(
-        f"{message}. The model was saved with the operator {registered_as}. Import the module {module} first, or call "
-        f"register_operator({tno_type!r}, {name})."
-    )
+    if registered_as is not None:
+        message += f". The model was saved with the operator {registered_as}: import its module first"
+    raise ValueError(message)
 
 
 def _check_names(config_class: type, names: Iterable[str]):

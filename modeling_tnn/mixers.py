@@ -13,28 +13,21 @@ Hyena of order 2 with a Toeplitz operator as its long filter, m = short_conv_ker
     y       = W_o act( W_r( p * TNO(q * v) ) )         with `hyena_rank`                                         (2)
     y       = W_o act( W_r norm( p * TNO(q * v) ) )    with `hyena_norm` too, as in the released code            (3)
 
-(1) is the operator of Poli et al., "Hyena Hierarchy" (ICML 2023), as the RTF paper has it in its equation 2; the
-residual connection of that equation is the one of the block. (2) is the form of the RTF paper (appendix C.5.2, table
-13), with GELU: two maps of low rank in place of W_o. The paper does not mention (3). W, S, W_r and W_o have biases, as
-in the released code. Hyena's skip weight is here the coefficient at lag 0: an RTF filter has h_0 already. (The
-released code adds h_0 twice.) In a bidirectional model, which the papers do not have, S reaches (m - 1) / 2 positions
-to each side. At padding, the projections are zero before S, and q * v after it, because the bias and the neighbours
-make it nonzero.
+(1) is the operator of Poli et al., "Hyena Hierarchy" (ICML 2023), as the RTF paper has it in its equation 2, whose
+residual connection is that of the block. (2) is the form of the RTF paper (appendix C.5.2, table 13), with GELU. W,
+S, W_r and W_o have biases, as in the released code. Hyena's skip weight is the coefficient at lag 0. If it is not
+causal, S reaches (m - 1) / 2 positions to each side. At padding, the projections are zero before S, and q * v after
+it, because the bias and the neighbours make it nonzero.
 
-The mixer of S4's blocks, in which the RTF paper measured its operator (appendix C.2.1); D = d.
+The mixer of S4's blocks, in which the RTF paper measured its operator (appendix C.2.1); D = d. S4 has dropout after
+the activation too; here it is after the mixer alone.
 
     y = GLU( W act(TNO(x)) ),      GLU(a, b) = a * sigmoid(b)
 
-The models of the Long Range Arena and of Copying have no channel mixer behind it (`use_glu=False`). S4 has dropout
-after the activation too; here it is after the mixer alone.
-
-Softmax attention: the layers of a hybrid model that recall. S keys (those of a cache included), H heads of d_h numbers
-each, G heads of keys and values: H / G heads of queries share one.
+Softmax attention, in the layers of a hybrid model. S keys (those of a cache included), H heads of d_h numbers each, G
+heads of keys and values: H / G heads of queries share one. All but W is transformers' own code.
 
     q, k, v = W_q x, W_k x, W_v x        y = W_o( softmax(q k^T / sqrt(d_h) + mask) v )
-
-Products, masks, rotary positions and caches are transformers' own; `attn_implementation` chooses the product. Rotary
-positions are counted from the first real token of a row. Without `rope_parameters` Toeplitz layers alone carry them.
 
 Linear layers are of the class `torch.nn.Linear` alone, the one that quantizers replace. The kernels that they put in
 may read an input as if it were contiguous (bitsandbytes on CPUs with AVX512-BF16). So the layout of inputs and results
@@ -66,7 +59,7 @@ from transformers.models.llama.modeling_llama import (
 from transformers.utils.generic import maybe_autocast
 
 from .cache_tnn import cache_argument
-from .configuration_tnn import FULL, SLIDING
+from .configuration_tnn import FULL, GTU, HYENA, S4, SLIDING
 from .inputs import first_real_token, roll
 from .norms import NORM_TYPES, RootRMSNorm
 from .numerics import compute_dtype, is_exported, is_plain, is_traced, without_narrowing
@@ -92,8 +85,8 @@ def apply_linear(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def apply_channel_major(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """`layer(x)`, `(..., L, d)` to `(..., L, D)`, whose result lies channel by channel in memory.
 
-    It is the transposed view of a `(D, N)` matrix. W x^T costs the same as x W^T. A Toeplitz product on other memory
-    would spend half of its time (measured) in strided copies. So the result of a layer that is not plain is copied.
+    W x^T costs the same as x W^T. A Toeplitz product on other memory would spend half of its time (measured) in
+    strided copies. So the result of a layer that is not plain is copied.
     """
     if is_exported() or x.shape[-2] == 1:  # one token has no sequence
         return apply_linear(layer, x)
@@ -111,15 +104,12 @@ def channel_major(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> 
 
 
 def apply_together(apply: Callable, layers: Sequence[nn.Module], x: torch.Tensor) -> Sequence[torch.Tensor]:
-    """`apply(layer, x)` for each of several layers with biases.
-
-    In the graph of a training step it is one product with all weights, and so is the gradient of `x`. Elsewhere the
-    copy of the weights would be in the way.
-    """
+    """`apply(layer, x)` for each of several layers with biases; in the graph of a training step, by one product."""
     recorded = is_traced() and not is_exported() and torch.is_grad_enabled()
     if not (recorded and x.shape[-2] > 1 and all(map(is_plain_linear, layers))):
         return [apply(layer, x) for layer in layers]
-    # In their own dtype: autocast converts the result, in one launch, and one its gradient.
+    # In their own dtype: autocast converts the result, in one launch, and one its gradient. Elsewhere, the copy of the
+    # weights would take longer than it saves.
     weight, bias = (torch.cat([getattr(layer, name) for layer in layers]) for name in ("weight", "bias"))
     product = channel_major if apply is apply_channel_major else nn.functional.linear
     return product(x, weight, bias).split([layer.out_features for layer in layers], dim=-1)
@@ -156,11 +146,7 @@ def mix_tokens(operator: ToeplitzOperator, v: torch.Tensor, gate: Gate, passed: 
 
 
 class ShortConvolution(ToeplitzOperator):
-    """A filter of m taps and a bias for each of the 3 D channels of the projections.
-
-    It is a Toeplitz operator, so decoding, packed rows and caches treat it as one. Its state is that of a kernel of m
-    taps, the last m - 1 inputs.
-    """
+    """A filter of m taps and a bias for each of the 3 D channels: a Toeplitz operator for caches and packed rows."""
 
     state_name = "short"
 
@@ -172,8 +158,7 @@ class ShortConvolution(ToeplitzOperator):
         self.first = 0 if self.causal else -(config.short_conv_kernel // 2)  # the lowest lag
 
     def reset_parameters(self):
-        """As PyTorch initialises a depthwise convolution."""
-        bound = self.taps.shape[1] ** -0.5
+        bound = self.taps.shape[1] ** -0.5  # as PyTorch initialises a depthwise convolution
         for parameter in (self.taps, self.bias):
             init.uniform_(parameter, -bound, bound)
 
@@ -187,10 +172,7 @@ class ShortConvolution(ToeplitzOperator):
         return pad(taps, (self.first - lowest, length - self.kernel_length()))  # negative numbers cut
 
     def matmul(self, v: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
-        """The product by definition: m shifted copies. For so few taps a transform would take longer.
-
-        In packed rows no copy goes beyond its document.
-        """
+        """The product by definition: m shifted copies, of packed rows within documents. A transform takes longer."""
         taps = self.taps.to(compute_dtype(torch.promote_types(v.dtype, self.taps.dtype)))
         length, count = v.shape[1], taps.shape[1]
         x = v.permute(2, 0, 1).to(taps.dtype)  # (3D, B, L), as `apply_channel_major` lays it
@@ -207,21 +189,13 @@ class ShortConvolution(ToeplitzOperator):
         return sum(terms).to(v.dtype).permute(1, 2, 0)
 
     def forward(self, v: torch.Tensor, gate: Gate = NO_GATE, passed: Pass = NO_PASS) -> torch.Tensor:
-        """The filtered projections, `(B, L, 3D)` to `(B, L, 3D)`. `gate` holds the mask of padding.
-
-        Raises:
-            ValueError: the cache is offloaded to the host between layers.
-        """
+        """The filtered projections, `(B, L, 3D)` to `(B, L, 3D)`. `gate` holds the mask of padding."""
         with maybe_autocast(device_type=v.device.type, enabled=False):
             if passed.cache is None:
                 mixed = self.matmul(gate.inputs(v), passed.documents)
-            else:
-                # Not through `Cache.update`, which would take the layer to be done.
-                if passed.cache.offloading:
-                    raise ValueError(
-                        "`past_key_values` must stay on the device with toeplitz_mixer='hyena', whose layers use it "
-                        "twice, got an offloaded cache"
-                    )
+            elif passed.cache.offloading:  # between layers, and this one uses it twice
+                raise ValueError("`past_key_values` must stay on the device for 'hyena', got an offloaded cache")
+            else:  # not through `Cache.update`, which would take the layer to be done
                 mixed = passed.cache.layers[self.layer_idx].update(v, None, self, gate)[0]
         return mixed + self.bias.to(mixed.dtype)
 
@@ -271,6 +245,9 @@ class TnnS4Mixer(nn.Module):
         return nn.functional.glu(apply_linear(self.o_proj, self.act(mixed)))
 
 
+# From `toeplitz_mixer` to the class. Each has its operator at `tno`, where all that walks the operators finds it.
+TOEPLITZ_MIXERS = {GTU: TnnGatedToeplitzUnit, HYENA: TnnHyena, S4: TnnS4Mixer}
+
 MASKS = {
     (FULL, True): create_causal_mask,
     (FULL, False): create_bidirectional_mask,
@@ -301,8 +278,9 @@ class TnnAttention(nn.Module):
         The second result is softmax(..), `(B, H, L, S)`, after dropout; None for products that do not compute it.
         """
         masks, rotation = passed.view
-        projections = (self.q_proj, self.k_proj, self.v_proj)
-        query, key, value = (self._heads(apply_linear(layer, hidden_states)) for layer in projections)
+        projected = (apply_linear(layer, hidden_states) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        # (B, H, L, d_h), and twice with G; of divided projections, the heads of this process
+        query, key, value = (one.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for one in projected)
         if rotation is not None:
             query, key = (one.to(value.dtype) for one in apply_rotary_pos_emb(query, key, *rotation))
         if passed.cache is not None:
@@ -315,15 +293,6 @@ class TnnAttention(nn.Module):
             return apply_linear(self.o_proj, attend_apart(attend, (query, key, value), batches, mask)), None
         mixed, weights = attend(query, key, value, mask)  # (B, L, H, d_h)
         return apply_linear(self.o_proj, mixed.flatten(2)), weights
-
-    def _heads(self, x: torch.Tensor) -> torch.Tensor:
-        """`(B, L, H d_h)` to `(B, H, L, d_h)`; of a divided projection, the heads of this process."""
-        if x.shape[-1] % self.head_dim:
-            raise ValueError(
-                "`num_key_value_heads` must be a multiple of the number of processes that share the heads, got "
-                f"{self.config.num_key_value_heads}"
-            )
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 
 def attend_apart(attend: Callable, heads: Sequence[torch.Tensor], batches: Batches, masks: list) -> torch.Tensor:
@@ -364,22 +333,17 @@ def remember(cache: Cache, layer_idx: int, key: torch.Tensor, value: torch.Tenso
 
 
 def view_of(
-    model: nn.Module,
-    hidden_states: torch.Tensor,
-    attention_mask: torch.Tensor | dict[str, torch.Tensor] | None,
-    cache: Cache | None,
-    positions: torch.Tensor | None,
-    documents: Documents | None,
-) -> tuple[dict[str, torch.Tensor | list | None], tuple | None] | None:
+    model: nn.Module, hidden_states, attention_mask, cache: Cache | None, positions, documents
+) -> tuple | None:
     """The masks by kind of attention, and the cosines and sines of rotary positions; None without attention.
+
+    Masks are as `attn_implementation` takes them, `(B, 1, L, S)` for most; of packed rows outside of graphs, one for
+    each batch of documents. The cosines and sines are `(B, L, d_h)` or `(1, L, d_h)`.
 
     Args:
         attention_mask: `(B, past + L)`, 0 at padding; or the masks of a step of fixed shape.
         positions: `(B, L)` or `(1, L)`; None without rotary positions.
-
-    Returns:
-        Masks as `attn_implementation` takes them, `(B, 1, L, S)` for most; of packed rows outside of graphs, one for
-        each batch of documents. The cosines and sines are `(B, L, d_h)` or `(1, L, d_h)`.
+        documents: the `Documents` of packed rows, or None.
     """
     kinds, config = [getattr(getattr(layer, "attention", None), "kind", None) for layer in model.layers], model.config
     first = {kind: kinds.index(kind) for kind in kinds[: config.num_hidden_layers] if kind is not None}
@@ -396,15 +360,7 @@ def view_of(
     return {kind: [mask_of(kind, config, *pair, None, first[kind]) for pair in pairs] for kind in first}, rotation
 
 
-def mask_of(
-    kind: str,
-    config: PreTrainedConfig,
-    hidden_states: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    cache: Cache | None,
-    layer_idx: int,
-    documents: Documents | None = None,
-) -> torch.Tensor | None:
+def mask_of(kind: str, config, hidden_states, attention_mask, cache: Cache | None, layer_idx: int, documents=None):
     """The mask of the layers of one `kind`, the first of which is `layer_idx`, made by transformers."""
     if attention_mask is not None:
         attention_mask = attention_mask.ne(0).expand(hidden_states.shape[0], -1)  # not len(): export would fix it

@@ -10,12 +10,11 @@
 B batch, L length, d hidden size, D = gtu_dim channels of the Toeplitz operator; for images C channels, H and W sides
 in pixels, P patch size, L = (H/P)^2 tokens. Names, outputs and losses are those of transformers.
 
-Padding: v is set to zero at masked positions after its projection and activation (a bias makes it nonzero there), so
-padding adds nothing to a Toeplitz product. The product depends only on differences of positions, so the outputs at
-real positions are those of the text without padding.
+Padding: v is set to zero at masked positions after its projection and activation, so padding adds nothing to a
+Toeplitz product, which depends only on differences of positions.
 """
 
-import copy
+from collections import OrderedDict
 
 import torch
 from torch import nn
@@ -43,50 +42,30 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .cache_tnn import CACHE, check_cache, takes_cache, with_cache_as
-from .configuration_tnn import GTU, HYENA, OPERATORS, S4, TOEPLITZ, TnnConfig, has_attention
+from .configuration_tnn import OPERATORS, TOEPLITZ, TnnConfig, has_attention
 from .extensions import extensions
-from .hub import FORMER_PARTS, KEY_MAPPING
+from .hub import KEY_MAPPING, present_name
 from .inputs import (
-    can_be_read,
     check_attention_mask,
-    check_choices,
     check_class_labels,
-    check_direction,
     check_keywords,
     check_labels,
-    check_logits_to_keep,
-    check_patches,
     check_pixel_values,
-    check_pooled_whole,
-    check_prompt,
     check_spans,
     check_tokens,
     is_elsewhere,
     pool_tokens,
-    real_tokens,
     require_tensor,
     take_options,
     token_positions,
 )
-from .mixers import (
-    TnnAttention,
-    TnnGatedToeplitzUnit,
-    TnnHyena,
-    TnnRotaryEmbedding,
-    TnnS4Mixer,
-    apply_linear,
-    apply_together,
-    view_of,
-)
+from .mixers import TOEPLITZ_MIXERS, TnnAttention, TnnRotaryEmbedding, apply_linear, apply_together, view_of
 from .norms import NORM_POSITIONS, NORM_TYPES, LayerNorm, SimpleRMSNorm, build_final_norm, with_mask
 from .numerics import is_on_host
-from .packing import check_one_document, documents_of
+from .packing import BOUNDARIES, check_one_document, documents_of
 from .tno import NO_PASS, Pass, ToeplitzOperator
 from .tno_rpe import sinusoidal_embedding
 from .toeplitz_fused import activated_product
-
-# From `toeplitz_mixer` to the class. Each has its operator at `tno`, where all that walks the operators finds it.
-TOEPLITZ_MIXERS = {GTU: TnnGatedToeplitzUnit, HYENA: TnnHyena, S4: TnnS4Mixer}
 
 # From `initializer` to the standard deviation of embeddings, as a power of d. With -0.5 and tied output weights the
 # token just read has a logit of up to d^0.5, with -0.75 of up to d^0.25; other logits have a deviation of d^-0.25.
@@ -130,13 +109,6 @@ class TnnBlock(GradientCheckpointingLayer):
         self.glu = TnnGatedLinearUnit(config) if config.use_glu else None
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
         self.add_residual = NORM_POSITIONS[config.norm_position]
-
-    def _load_from_state_dict(self, state_dict: dict, prefix: str, *arguments):
-        """Load a state_dict of an earlier version too: Trainer resumes by `load_state_dict`."""
-        for old, new in FORMER_PARTS.items():
-            for name in [name for name in state_dict if name.startswith(f"{prefix}{old}.")]:
-                state_dict[name.replace(f"{prefix}{old}", f"{prefix}{new}", 1)] = state_dict.pop(name)
-        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def forward(self, hidden_states: torch.Tensor, passed: Pass = NO_PASS) -> torch.Tensor:
         """`(B, L, d)` to `(B, L, d)`."""
@@ -184,7 +156,12 @@ class TnnPreTrainedModel(PreTrainedModel):
             self._keep_in_fp32_modules = []
         elif exact:  # in bfloat16 too
             self._keep_in_fp32_modules_strict = [rf".+\.mixer\.tno\.(.+\.)?({'|'.join(exact)})"]
-        self._use_cache_before_training, self._is_trained = config.use_cache, False
+
+    def _load_from_state_dict(self, state_dict: dict, *arguments):
+        """Load a state_dict of an earlier version too: Trainer resumes by `load_state_dict`."""
+        for name in list(state_dict):
+            state_dict[present_name(name)] = state_dict.pop(name)
+        super()._load_from_state_dict(state_dict, *arguments)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *model_args, use_safetensors=True, **kwargs):
@@ -205,22 +182,13 @@ class TnnPreTrainedModel(PreTrainedModel):
             model._weight_conversions = [one for one in renamings if not KEY_MAPPING.keys() & set(one.source_patterns)]
         return loaded
 
-    def train(self, mode: bool = True) -> "TnnPreTrainedModel":
-        self._is_trained = self._is_trained or mode
-        return super().train(mode)
-
     def save_pretrained(self, *arguments, **options):
-        """Save the model as in transformers, with its code, see `hub.py`.
-
-        After a training, `use_cache` is saved as the model was built with it: Trainer sets it to False.
-        """
-        present, self.config._models = self.config.use_cache, __file__
-        if self._is_trained:
-            self.config.use_cache = self._use_cache_before_training
+        """Save the model as in transformers, with its code, see `hub.py`."""
+        self.config._models = __file__
         try:
             return super().save_pretrained(*arguments, **options)
         finally:
-            self.config.use_cache, self.config._models = present, None
+            self.config._models = None
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
@@ -272,8 +240,7 @@ class TnnModel(TnnPreTrainedModel):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
         self.layers = nn.ModuleList([TnnBlock(config, layer_idx) for layer_idx in range(config.num_hidden_layers)])
         self.norm = build_final_norm(config)
-        has_rotary = has_attention(config) and config.rope_parameters is not None
-        self.rotary = TnnRotaryEmbedding(config) if has_rotary else None
+        self.rotary = None if config.rope_parameters is None else TnnRotaryEmbedding(config)
         self.embedding_scale = config.hidden_size**0.5 if config.scale_embedding else 1.0
         self.gradient_checkpointing = False
         self.post_init()
@@ -312,17 +279,16 @@ class TnnModel(TnnPreTrainedModel):
         if not isinstance(use_cache, bool | None):
             raise TypeError(f"`use_cache` must be True, False or None, got {use_cache!r}")
         check_tokens(input_ids, inputs_embeds, self.embed_tokens)
-        if attention_mask is not None and not isinstance(attention_mask, dict):  # of a step of fixed shape
-            require_tensor("attention_mask", attention_mask, "(B, past + L)")
         tokens = inputs_embeds if input_ids is None else input_ids
-        boundaries, documents = (position_ids, kwargs.get("seq_idx"), kwargs.get("cu_seq_lens_q")), None
-        if any(one is not None for one in boundaries):
+        boundaries = {name: kwargs.get(name) for name in BOUNDARIES} | {"position_ids": position_ids}
+        documents = None
+        if any(one is not None for one in boundaries.values()):
             cached = (self.config.use_cache and not self.training) if use_cache is None else use_cache
             cached = self.config.causal and (cached or past_key_values is not None)
             # A cache needs rows of one document, and flash attention takes no mask that separates several.
             flash = has_attention(self.config) and "flash" in self.config._attn_implementation
             in_graph = extensions.keeps_products() and not cached and not flash
-            documents = documents_of(tokens, attention_mask, *boundaries, in_graph=in_graph)
+            documents = documents_of(tokens, attention_mask, boundaries, in_graph)
         if documents is not None:
             check_packed(self.config, past_key_values, use_cache, kwargs.get("output_attentions"))
             use_cache = False
@@ -335,7 +301,8 @@ class TnnModel(TnnPreTrainedModel):
     def _forward(self, input_ids, inputs_embeds, passed: Pass, use_cache, position_ids, **kwargs):
         """Run the blocks on tokens that have been checked. With `passed.layout`, `position_ids` are given."""
         attention_mask, past_key_values, documents, layout, *_ = passed
-        first = first_layer(self.layers)
+        # Of this stage of a pipeline, to which the others hand `inputs_embeds`.
+        first = next(index for index, layer in enumerate(self.layers) if not is_elsewhere(layer))
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         if not self.config.causal and past_key_values is not None:
@@ -349,16 +316,11 @@ class TnnModel(TnnPreTrainedModel):
         past_length = 0 if past_key_values is None or ready else int(past_key_values.get_seq_length(first))
         if recomputes(self):  # a layer would read its tokens into the cache twice
             if past_length:
-                raise ValueError(
-                    "`past_key_values` must be empty with gradient checkpointing, whose layers get no cache, got "
-                    f"{past_length} tokens. Call gradient_checkpointing_disable() or eval() first."
-                )
+                raise ValueError("`past_key_values` must be empty with gradient checkpointing, got tokens")
             past_key_values, use_cache = None, False
         whole_mask = attention_mask
         attention_mask = attention_mask[TOEPLITZ] if ready and isinstance(attention_mask, dict) else attention_mask
         attention_mask = check_attention_mask(attention_mask, inputs_embeds, past_length)
-        if whole_mask is None and past_length == 0 and not ready and input_ids is not None and can_be_read(input_ids):
-            self.warn_if_padding_and_no_attention_mask(input_ids, None)
         if attention_mask is not None:
             # NaN at padding would reach gradients: 0 * NaN is NaN. Finite rows stay: for a row of zeros the gradient
             # of an RMS norm is 1e8 times too large.
@@ -394,25 +356,11 @@ class TnnModel(TnnPreTrainedModel):
 
 
 def check_packed(config: TnnConfig, past_key_values: Cache | None, use_cache: bool | None, wants_weights: bool | None):
-    """Raise a ValueError if a pass with several documents in a row is to return a cache or weights of attention."""
+    """Raise a ValueError if a pass with packed rows is to return a cache or weights of attention."""
     if config.causal and (use_cache or past_key_values is not None):
-        raise ValueError(
-            "A row must be one document when a cache is used, got several (by `position_ids`, `seq_idx` or "
-            "`cu_seq_lens_q`). Leave out past_key_values and use_cache, or pad instead of packing."
-        )
+        raise ValueError("A row must be one document when a cache is used, got several (`position_ids`)")
     if has_attention(config) and (config.output_attentions if wants_weights is None else wants_weights):
-        raise ValueError(
-            "`output_attentions` must be False if a row holds several documents (by `position_ids`, `seq_idx` or "
-            "`cu_seq_lens_q`), got True. Pad instead of packing."
-        )
-
-
-def first_layer(layers: nn.ModuleList) -> int:
-    """Return the index of the first layer on this stage of a pipeline, to which the others hand `inputs_embeds`."""
-    first = next((index for index, layer in enumerate(layers) if not is_elsewhere(layer)), None)
-    if first is None:
-        raise ValueError(f"A pipeline must have at most {len(layers)} stages, one for each layer, got more")
-    return first
+        raise ValueError("`output_attentions` must be False if a row holds several documents, got True")
 
 
 def recomputes(model: TnnModel) -> bool:
@@ -480,7 +428,7 @@ class TnnForCausalLM(TnnPreTrainedLanguageModel, GenerationMixin):
     """
 
     def __init__(self, config: TnnConfig):
-        check_direction(type(self).__name__, config.causal, needed=True)
+        config.require("causal", config.causal, f"True for {type(self).__name__}")
         super().__init__(config)
         self.model = TnnModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -498,36 +446,19 @@ class TnnForCausalLM(TnnPreTrainedLanguageModel, GenerationMixin):
         return extensions.prepare_step(self.model, inputs)
 
     def generate(self, inputs: torch.LongTensor | None = None, *args, **kwargs):
-        """Generate tokens as in transformers, after a check of the prompt, with the errors of [`TnnModel.forward`].
+        """Generate tokens as in transformers, after a check of the ids. A batch without rows is returned unchanged.
 
-        A batch without rows is returned unchanged. The attention mask may cover the tokens of `past_key_values` too.
         While training with gradient checkpointing, whose layers get no cache, tokens are generated without one.
         """
         input_ids = kwargs.get("input_ids") if inputs is None else inputs
-        inputs_embeds = kwargs.get("inputs_embeds")
+        if input_ids is not None:
+            check_tokens(input_ids, None, self.get_input_embeddings())
+            if len(input_ids) == 0:
+                return input_ids
         kwargs = with_cache_as(CACHE, kwargs)
-        past = kwargs.get(CACHE)
-        past_length = int(past.get_seq_length()) if isinstance(past, Cache) else 0
-        check_prompt(input_ids, inputs_embeds, kwargs.get("attention_mask"), self.get_input_embeddings(), past_length)
-        if input_ids is not None and len(input_ids) == 0:
-            return input_ids
         if recomputes(self.model):
             kwargs["use_cache"] = False
         return super().generate(inputs, *args, **kwargs)
-
-    def _get_candidate_generator(self, generation_config, *args, **kwargs):
-        """Do as transformers, which lowers the number of layers of an assistant that exits early while it proposes.
-
-        The assistant has the modules of this model, which other threads use, and a configuration that may change.
-        """
-        if generation_config.assistant_early_exit is None:
-            return super()._get_candidate_generator(generation_config, *args, **kwargs)
-        model, base = copy.copy(self), copy.copy(self.model)
-        model._modules = self._modules | {"model": base}
-        model.config = base.config = copy.copy(self.config)
-        for one in (model, base):  # what devices or compilers have put there belongs to this model
-            vars(one).pop("forward", None)
-        return GenerationMixin._get_candidate_generator(model, generation_config, *args, **kwargs)
 
     @takes_cache
     @can_return_tuple
@@ -554,15 +485,11 @@ class TnnForCausalLM(TnnPreTrainedLanguageModel, GenerationMixin):
             kwargs: `shift_labels` `(B, L)`, the token after each position, replace `labels`; trainers that split
                 sequences over devices give them. `ignore_index` replaces -100.
 
-        The other arguments and the errors are those of [`TnnModel.forward`]. `labels` together with `logits_to_keep`
-        raise a ValueError.
+        The other arguments and the errors are those of [`TnnModel.forward`].
         """
         loss_options = take_options(kwargs, "shift_labels", "ignore_index")
-        given = {"past_key_values": past_key_values, "use_cache": use_cache, "position_ids": position_ids}
-        outputs = self.model(
-            input_ids, attention_mask, inputs_embeds=inputs_embeds, return_dict=True, **given, **kwargs
-        )
-        check_logits_to_keep(logits_to_keep, outputs.last_hidden_state.shape[1], labels)
+        kwargs |= {"past_key_values": past_key_values, "use_cache": use_cache, "position_ids": position_ids}
+        outputs = self.model(input_ids, attention_mask, inputs_embeds=inputs_embeds, return_dict=True, **kwargs)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         hidden_states = outputs.last_hidden_state[:, kept]
         loss, logits = self.loss_and_logits(hidden_states, labels, skip_logits, **loss_options, **kwargs)
@@ -578,7 +505,7 @@ class TnnForMaskedLM(TnnPreTrainedLanguageModel):
     """A bidirectional TNN with a masked language modelling head. `config.causal=True` raises a ValueError."""
 
     def __init__(self, config: TnnConfig):
-        check_direction(type(self).__name__, config.causal, needed=False)
+        config.require("causal", not config.causal, f"False for {type(self).__name__}")
         super().__init__(config)
         self.model = TnnModel(config)
         self.transform = TnnPredictionHeadTransform(config)
@@ -650,8 +577,9 @@ class TnnPreTrainedClassifier(TnnPreTrainedModel):
 
     def pool(self, input_ids, attention_mask, outputs: BaseModelOutputWithPast) -> torch.Tensor:
         """Return one vector for each sequence, `(B, d)`. Without a mask, a causal model leaves out `pad_token_id`."""
-        if attention_mask is None and self.config.causal:
-            attention_mask = real_tokens(input_ids, self.config.pad_token_id)  # as in transformers
+        padding = self.config.pad_token_id if self.config.causal else None
+        if attention_mask is None and input_ids is not None and padding is not None:
+            attention_mask = input_ids != padding  # as in transformers
         return pool_tokens(self.config.pooling, outputs.last_hidden_state, attention_mask)
 
     def class_loss(self, logits: torch.Tensor, labels: torch.Tensor | None) -> torch.Tensor | None:
@@ -693,7 +621,9 @@ class TnnForSequenceClassification(TnnPreTrainedClassifier):
         The other arguments and the errors are those of [`TnnModel.forward`]. Packed rows, and with mean pooling a
         cache that holds tokens, raise a ValueError.
         """
-        check_pooled_whole(self.config.pooling, past_key_values)
+        is_whole = not isinstance(past_key_values, Cache) or past_key_values.get_seq_length() == 0
+        if self.config.pooling == "mean" and not is_whole:
+            raise ValueError("`past_key_values` must be empty with classifier_pooling='mean', got tokens")
         kwargs |= {"past_key_values": past_key_values, "use_cache": use_cache}
         outputs = self.encode(input_ids, attention_mask, inputs_embeds, **kwargs)
         logits = self.classifier(self.pool(input_ids, attention_mask, outputs))
@@ -724,12 +654,13 @@ class TnnForMultipleChoice(TnnPreTrainedClassifier):
         `input_ids` and `attention_mask` are `(B, C, L)`, `inputs_embeds` `(B, C, L, d)`. The other arguments and the
         errors are those of [`TnnForSequenceClassification.forward`].
         """
-        tokens, name = (inputs_embeds, "inputs_embeds") if input_ids is None else (input_ids, "input_ids")
-        choices = check_choices(name, tokens, attention_mask)
+        tokens = input_ids if inputs_embeds is None else inputs_embeds
+        name, dims = ("input_ids", 3) if inputs_embeds is None else ("inputs_embeds", 4)
+        require_tensor(name, tokens, "(B, C, L) for ids and (B, C, L, d) for embeddings", dims)
         given = (input_ids, attention_mask, inputs_embeds)
         ids, mask, embeds = (None if one is None else one.flatten(0, 1) for one in given)  # (B * C, ...)
         outputs = self.encode(ids, mask, embeds, **kwargs)
-        logits, loss = self.classifier(self.pool(ids, mask, outputs)).view(-1, choices), None
+        logits, loss = self.classifier(self.pool(ids, mask, outputs)).view(-1, tokens.shape[1]), None
         if labels is not None:
             check_class_labels(labels, logits)
             loss = nn.functional.cross_entropy(logits.float(), labels.view(-1).to(logits.device))
@@ -811,20 +742,6 @@ class TnnForQuestionAnswering(TnnPreTrainedClassifier):
         return head_output(QuestionAnsweringModelOutput, outputs, loss=loss, start_logits=start, end_logits=end)
 
 
-class TnnPatchEmbedding(nn.Module):
-    """The embedding of an image: the same linear map for every patch."""
-
-    def __init__(self, config: TnnConfig):
-        super().__init__()
-        size = config.patch_size
-        self.projection = nn.Conv2d(config.num_channels, config.hidden_size, size, stride=size)
-
-    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """`(B, C, H, W)` to `(B, L, d)`, row by row. Another shape raises a ValueError."""
-        check_pixel_values(pixel_values, self.projection)
-        return self.projection(pixel_values.to(self.projection.weight.dtype)).flatten(2).transpose(1, 2)
-
-
 class TnnImageModel(TnnPreTrainedModel):
     """The base model of images: patch embeddings and a stack of blocks."""
 
@@ -834,7 +751,9 @@ class TnnImageModel(TnnPreTrainedModel):
 
     def __init__(self, config: TnnConfig):
         super().__init__(config)
-        self.patch_embedding = TnnPatchEmbedding(config)
+        size = config.patch_size
+        projection = nn.Conv2d(config.num_channels, config.hidden_size, size, stride=size)
+        self.patch_embedding = nn.Sequential(OrderedDict(projection=projection))
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
         self.layers = nn.ModuleList([TnnBlock(config, layer_idx) for layer_idx in range(config.num_hidden_layers)])
         self.gradient_checkpointing = False
@@ -844,7 +763,10 @@ class TnnImageModel(TnnPreTrainedModel):
     @capture_outputs
     def forward(self, pixel_values: torch.Tensor, **kwargs: Unpack[TransformersKwargs]) -> BaseModelOutput:
         """Return the hidden states of the last layer, `(B, L, d)`, for `pixel_values` `(B, C, H, W)`."""
-        hidden_states = self.dropout(self.patch_embedding(pixel_values))
+        projection = self.patch_embedding.projection
+        check_pixel_values(pixel_values, projection)
+        patches = self.patch_embedding(pixel_values.to(projection.weight.dtype)).flatten(2)  # (B, d, L), row by row
+        hidden_states = self.dropout(patches.transpose(1, 2))
         alone = is_on_host(hidden_states)
         prepared = [None] * len(self.layers) if alone else extensions.kernels_of_layers(self.layers, hidden_states)
         for layer, kernel in zip(self.layers, prepared, strict=True):
@@ -863,7 +785,12 @@ class TnnForImageClassification(TnnPreTrainedClassifier):
     _input_embed_layer = "patch_embedding"
 
     def __init__(self, config: TnnConfig):
-        check_patches(config)
+        config.require("causal", not config.causal, "False for TnnForImageClassification")
+        config.require("layer_types", not has_attention(config), "'toeplitz' for all layers of images")
+        side, rest = divmod(config.image_size, config.patch_size)
+        patches = f"the number of patches, ({config.image_size} / {config.patch_size})^2, a whole number"
+        fits = rest == 0 and side**2 == config.max_position_embeddings
+        config.require("max_position_embeddings", fits, patches)
         super().__init__(config)
         self.num_labels = config.num_labels
         self.model = TnnImageModel(config)
@@ -882,8 +809,6 @@ class TnnForImageClassification(TnnPreTrainedClassifier):
 
         `labels` are those of [`TnnForSequenceClassification.forward`]. A wrong shape raises a ValueError.
         """
-        if pixel_values is None:
-            raise ValueError("`pixel_values` must be given, got None")
         check_keywords(kwargs)
         outputs = self.model(pixel_values, return_dict=True, **kwargs)
         pooled = outputs.last_hidden_state.mean(dim=1)  # (B, d)

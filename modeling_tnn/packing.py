@@ -12,13 +12,15 @@ batches when the graph runs: one graph serves all documents, and rows of one doc
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from .extensions import extensions
-from .inputs import check_attention_mask
+from .inputs import IDS, check_attention_mask, require_tensor
 from .numerics import compute_dtype, must_be_eager
+
+BOUNDARIES = ("position_ids", "seq_idx", "cu_seq_lens_q")  # the arguments of a model that say where documents begin
 
 
 class Batches(NamedTuple):
@@ -153,14 +155,7 @@ def count_real(starts: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
     return total - torch.where(starts, total - real.long(), 0).cummax(dim=1).values
 
 
-def documents_of(
-    tokens: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,
-    position_ids: torch.Tensor | None = None,
-    seq_idx: torch.Tensor | None = None,
-    cu_seq_lens_q: torch.Tensor | None = None,
-    in_graph: bool = False,
-) -> Documents | None:
+def documents_of(tokens, attention_mask, boundaries: dict, in_graph: bool = False) -> Documents | None:
     """The documents of packed rows, or None if each row is one document.
 
     A document begins at the start of a row, where the position of a real token is 0 again, where `seq_idx` changes,
@@ -169,15 +164,14 @@ def documents_of(
 
     Args:
         tokens: `(B, L)` ids or `(B, L, d)` embeddings.
-        attention_mask: `(B, past + L)`, 0 at padding.
-        position_ids, seq_idx: `(B, L)` or `(1, L)`; `seq_idx` has the number of the document of each token.
-        cu_seq_lens_q: the offsets of the documents among all tokens, from 0 to T.
+        attention_mask: `(B, past + L)`, 0 at padding; or None.
+        boundaries: by name. `position_ids` and `seq_idx`, the number of the document of each token, are `(B, L)` or
+            `(1, L)`; `cu_seq_lens_q` has the offsets of the documents among all tokens, from 0 to T.
         in_graph: whether a graph finds them when it runs, in rows of one document too.
     """
-    boundaries = {"position_ids": position_ids, "seq_idx": seq_idx, "cu_seq_lens_q": cu_seq_lens_q}
     known = {name: given for name, given in boundaries.items() if given is not None}
     for name, given in known.items():
-        check_integers(name, given, tokens)
+        require_tensor(name, given, "(B, L)", dtypes=IDS)
     if not known or tokens.shape[1] <= 1:
         return None
     if in_graph:
@@ -194,37 +188,21 @@ def documents_of(
     return Documents(starts, mask, device, padded_batches(starts, None if mask is None else real, device))
 
 
-def check_one_document(tokens: torch.Tensor | None, attention_mask: torch.Tensor | None, **kwargs):
-    """Raise a ValueError if a row holds several documents, for heads that give one answer per row.
-
-    The boundaries are among the arguments `kwargs` of the model.
-    """
-    boundaries = {name: kwargs.get(name) for name in ("position_ids", "seq_idx", "cu_seq_lens_q")}
-    if documents_of(tokens, attention_mask, **boundaries) is not None:
-        raise ValueError(
-            "A row must be one document for a classification, got several (by `position_ids`, `seq_idx` or "
-            "`cu_seq_lens_q`). Pad instead of packing."
-        )
-
-
-def check_integers(name: str, given: Any, tokens: torch.Tensor):
-    """Check that boundaries are a tensor of integers with values."""
-    if not isinstance(given, torch.Tensor):
-        raise TypeError(f"`{name}` must be a tensor of integers, got {type(given).__name__}")
-    if given.is_floating_point() or given.is_complex() or given.dtype is torch.bool:
-        raise TypeError(f"`{name}` must hold integers, got {given.dtype}")
-    if given.is_meta and not tokens.is_meta:
-        raise ValueError(f"`{name}` must be on the device of the tokens, {tokens.device}, or on the CPU, got meta")
+def check_one_document(tokens: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs):
+    """Raise a ValueError if a row holds several documents, by the arguments `kwargs` of the model."""
+    if documents_of(tokens, attention_mask, {name: kwargs.get(name) for name in BOUNDARIES}) is not None:
+        raise ValueError("A row must be one document for a classification, got several (`position_ids`)")
 
 
 def mask_of_tokens(attention_mask: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor | None:
     """The part `(B, L)` of the mask for `tokens` `(B, L, ...)`, or None if all are real."""
-    is_longer = attention_mask is not None and attention_mask.dim() > 0
-    past_length = max(0, attention_mask.shape[-1] - tokens.shape[1]) if is_longer else 0
-    return check_attention_mask(attention_mask, tokens, past_length)
+    if attention_mask is None:
+        return None
+    require_tensor("attention_mask", attention_mask, "(B, past + L)", 2)
+    return check_attention_mask(attention_mask, tokens, max(0, attention_mask.shape[1] - tokens.shape[1]))
 
 
-def find_starts(tokens, mask, position_ids, seq_idx, cu_seq_lens_q) -> tuple[torch.Tensor, torch.Tensor]:
+def find_starts(tokens, mask, position_ids=None, seq_idx=None, cu_seq_lens_q=None) -> tuple[torch.Tensor, ...]:
     """The `starts` of `Documents` and the real tokens, `(B, L)` on the CPU. The `mask` is `(B, L)` or None."""
     shape = tokens.shape[:2]
     real = torch.ones(shape, dtype=torch.bool) if mask is None else mask.cpu()

@@ -193,8 +193,6 @@ DEFECTS = [
            "            save_code(save_directory, self._models)\n", "            pass\n", "hf/test_remote_code"),
     Defect("loading: sizes are not compared", P + "tools/checks.py", "    check_sizes(declared, stored)\n", "",
            "security/test_security faults/test_faults_loading"),
-    Defect("loading: old names are ignored", P + "configuration_tnn.py",
-           "setattr(self, name, kwargs.pop(old))", "kwargs.pop(old)", "unit/test_old_configurations"),
     Defect("conversion: radius of the poles", P + "tools/recurrent.py", "torch.log(-torch.log(fit.poles.abs()))",
            "torch.log(-2 * torch.log(fit.poles.abs()))", "generation/test_conversion"),
     Defect("half precision: kernels in bfloat16", P + "numerics.py",

@@ -167,7 +167,7 @@ def check_before_loading(model_class: type[PreTrainedModel], source, options: di
         config, _ = model_class.config_class.from_pretrained(config or source, return_unused_kwargs=True, **given)
     if (beside := find(CONFIG_NAME)) is not None:
         trained, _ = PreTrainedConfig.get_config_dict(Path(beside).parent)
-        check_function(config, model_class.config_class.rename_old(trained))
+        check_function(config, trained)
     # The names of the body may have a prefix in both, and those of the checkpoint may be of an earlier version.
     prefix = f"{model_class.base_model_prefix}."
     stored = {present_name(name).removeprefix(prefix): shape for name, shape in shapes_of(files).items()}

@@ -14,7 +14,7 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 
 from modeling_tnn.configuration_tnn import TnnConfig
-from modeling_tnn.inputs import check_class_labels, check_tensor, pool_tokens, require_tensor
+from modeling_tnn.inputs import IDS, check_class_labels, pool_tokens, require_tensor
 from modeling_tnn.modeling_tnn import TnnClassificationHead, TnnModel, TnnPreTrainedClassifier
 
 
@@ -95,16 +95,13 @@ def flat_pairs(
     Raises:
         TypeError, ValueError: the ids are not pairs, or the mask has another shape.
     """
-    check_tensor("input_ids", input_ids, "(B, 2, L)", 3, (torch.int64, torch.int32))
+    require_tensor("input_ids", input_ids, "(B, 2, L)", 3, IDS)
     if input_ids.shape[1] != 2:
         shape = tuple(input_ids.shape)
         raise ValueError(f"`input_ids` must have shape (B, 2, L), both sequences of each pair, got {shape}")
     if attention_mask is None:
         return input_ids.flatten(0, 1), None
-    require_tensor("attention_mask", attention_mask, "(B, 2, L)")
-    if attention_mask.shape != input_ids.shape:
-        shape = tuple(input_ids.shape)
-        raise ValueError(f"`attention_mask` must have shape {shape}, got {tuple(attention_mask.shape)}")
+    require_tensor("attention_mask", attention_mask, "(B, 2, L)", shapes=[input_ids.shape])
     return input_ids.flatten(0, 1), attention_mask.flatten(0, 1)
 
 

@@ -129,9 +129,7 @@ def test_generation_and_caches_with_activation_checkpointing():
     checkpoint_activations(model)
     model.train()
     assert torch.equal(model.generate(PROMPT, max_new_tokens=9, do_sample=False), expected)
-    with pytest.raises(
-        ValueError, match="`past_key_values` must be empty with gradient checkpointing, .* got 7 tokens"
-    ):
+    with pytest.raises(ValueError, match="`past_key_values` must be empty with gradient checkpointing, got tokens"):
         model(PROMPT, past_key_values=past)
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import ModernBertConfig, ModernBertForMaskedLM, Trainer, TrainingArguments
+from transformers import ModernBertConfig, ModernBertForMaskedLM, TrainingArguments
 
 from helpers.models import seeded, tiny_config
 from helpers.scripts import assert_same_weights, figures, pretrain_options, run_script, weights
@@ -176,25 +176,6 @@ def test_trainer_does_not_read_every_loss_of_an_accelerator(device, on_cpu):
     args = SimpleNamespace(device=torch.device(device), dataloader_pin_memory=True, logging_nan_inf_filter=True)
     fit_to_device(args)
     assert (args.dataloader_pin_memory, args.logging_nan_inf_filter) == (not on_cpu, on_cpu)
-
-
-@pytest.mark.parametrize("trainer", [Trainer, GroupingTrainer])
-@pytest.mark.parametrize("cached", [True, False])
-def test_saved_models_keep_their_use_cache(trainer, cached, tmp_path):
-    """Trainer sets it to False. Checkpoints and the last model have the value of before, also with recomputation."""
-    model = seeded(TnnForCausalLM, tiny_config(use_cache=cached))
-    rows = [{"input_ids": torch.arange(1, 9), "labels": torch.arange(1, 9)}] * 4
-    args = TrainingArguments(str(tmp_path), max_steps=2, save_steps=1, report_to="none", gradient_checkpointing=cached)
-    run = trainer(model, args, train_dataset=rows)
-    run.train()
-    run.save_model()
-    for folder in (tmp_path, tmp_path / "checkpoint-1", tmp_path / "checkpoint-2"):
-        assert json.loads((folder / "config.json").read_text()).get("use_cache", True) is cached
-    assert model.config.use_cache is False  # for the session, as Trainer wants it
-    other = seeded(TnnForCausalLM, tiny_config()).eval()
-    other.config.use_cache = False  # a choice of the user's, who trains nothing
-    other.save_pretrained(tmp_path)
-    assert TnnForCausalLM.from_pretrained(tmp_path).config.use_cache is False
 
 
 def test_a_model_without_a_cache_gets_none(tmp_path):

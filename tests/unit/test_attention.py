@@ -248,14 +248,6 @@ SLIDING = ["toeplitz", "sliding_attention"]
         ),
         ({"layer_types": FULL, "rope_parameters": {"rope_theta": 0}}, "`rope_parameters` must be .*'rope_theta', got"),
         ({"layer_types": FULL, "rope_parameters": {"rope_type": "linear"}}, "`rope_parameters` must be .*'factor'"),
-        (
-            {"layer_types": FULL, "rope_parameters": {"full_attention": ROPE}},
-            "`rope_parameters` must be one dict of parameters for all layers, got",
-        ),
-        (
-            {"layer_types": FULL, "rope_parameters": ROPE | {"partial_rotary_factor": 0.5}},
-            "`rope_parameters` must be a dict without a 'partial_rotary_factor'",
-        ),
     ],
 )
 def test_refused_fields(fields, message):

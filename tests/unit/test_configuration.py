@@ -120,8 +120,6 @@ def test_derived_defaults():
         ),
         ({"tno_type": "modal", "causal": False}, "`causal` must be .*True with tno_type='modal'.*, got False"),
         ({"tno_type": "ski", "causal": True}, "`causal` must be .*False with tno_type='ski'.*, got True"),
-        ({"torch_dtype": "x"}, "`dtype` must be the name of a dtype of torch.*, got 'x'"),
-        ({"torch_dtype": []}, r"`dtype` must be the name of a dtype of torch.*, got \[\]"),
         ({"decay": 0}, r"`decay` must be .*\(0, 1\].*, got 0"),
         ({"decay": 1.5}, r"`decay` must be .*\(0, 1\].*, got 1.5"),
         ({"decay": -0.5}, r"`decay` must be .*\(0, 1\].*, got -0.5"),
@@ -179,7 +177,7 @@ def test_refused_fields(fields, message):
 
 @pytest.mark.parametrize("head, causal", [(TnnForCausalLM, False), (TnnForMaskedLM, True)])
 def test_refused_direction(head, causal):
-    with pytest.raises(ValueError, match=f"`causal` must be {not causal} for {head.__name__}, .*, got {causal}"):
+    with pytest.raises(ValueError, match=f"`causal` must be {not causal} for {head.__name__}, got {causal}"):
         head(tiny_config(causal=causal))
 
 
@@ -192,11 +190,11 @@ def test_refused_direction(head, causal):
         ({"input_ids": torch.ones(3, dtype=torch.long)}, r"`input_ids` must have shape \(B, L\), got \(3,\)"),
         (
             {"input_ids": torch.ones(2, 0, dtype=torch.long)},
-            r"length of the sequence must be at least 1, got inputs of shape \(2, 0, 32\)",
+            r"length of the sequence must be at least 1, got \(2, 0, 32\)",
         ),
         (
             {"input_ids": torch.ones(2, 5, dtype=torch.long), "attention_mask": torch.ones(2, 4)},
-            r"`attention_mask` must have shape .* \(2, 5\), .* got \(2, 4\)",
+            r"`attention_mask` must have shape .* \(2, 5\), got \(2, 4\)",
         ),
         (
             {"input_ids": torch.ones(2, 5, dtype=torch.long), "attention_mask": torch.ones(2, 1, 5, 5)},

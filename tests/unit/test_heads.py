@@ -147,14 +147,14 @@ WRONG = {
     "a mask of rows": (
         TnnForMultipleChoice,
         {"input_ids": CHOICES, "attention_mask": torch.ones(2, 4)},
-        "attention_mask` must have shape .* got .2, 4.",
+        "attention_mask` must have shape .* got .8,.",
     ),
     "no choice": (
         TnnForMultipleChoice,
         {"input_ids": CHOICES, "labels": torch.tensor([0, 3])},
         r"labels` must be in \[0, .*3\), got 3",
     ),
-    "no text": (TnnForMultipleChoice, {}, "inputs_embeds` must be a tensor"),
+    "no text": (TnnForMultipleChoice, {}, "input_ids` must be a tensor"),
     "packed choices": (
         TnnForMultipleChoice,
         {"input_ids": CHOICES, "position_ids": torch.tensor([[0, 1, 0, 1]] * 6)},

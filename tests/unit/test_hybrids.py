@@ -18,7 +18,6 @@ from helpers.hybrids import DIRECTIONS, HYBRIDS, ROPE, hybrid_config
 from helpers.models import lively_language_model, relative_error, seeded, tiny_config
 from modeling_tnn import SequenceParallel, TnnConfig, TnnForCausalLM, TnnForMaskedLM, numerics
 from modeling_tnn.kernels import stacking
-from modeling_tnn.mixers import TnnAttention
 from tnn_scripts.common.arguments import load_config, parse_overrides
 from tnn_scripts.plotting.reading import read_model
 
@@ -147,12 +146,6 @@ def test_plan_of_tensor_parallelism(name):
     names = {part.replace(".0.", ".*.").replace(".1.", ".*.") for part, _ in model.named_modules()}
     assert model.tp_plan.keys() <= names
     assert model.tp_plan["model.layers.*.attention.k_proj"] == "colwise"
-
-
-def test_heads_that_processes_cannot_share():
-    attention = TnnAttention(hybrid_config("full"), 1)
-    with pytest.raises(ValueError, match="`num_key_value_heads` must be a multiple of the number of processes.*got 2"):
-        attention._heads(torch.zeros(1, 3, 5))
 
 
 def test_a_text_with_attention_cannot_be_divided():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import DynamicCache, modeling_utils
+from transformers import DynamicCache
 
 from helpers.hybrids import HYBRIDS
 from helpers.models import BIDIRECTIONAL, CAUSAL, VARIANTS, lively_language_model, relative_error, seeded, tiny_config
@@ -110,15 +110,11 @@ def test_padding_is_replaced(tno_type, causal, product, value):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_padding_without_a_mask(causal, monkeypatch):
-    """As with transformers' own models: a warning, and a causal classifier answers from the last real token."""
+def test_padding_without_a_mask(causal):
+    """As with transformers' own models, a causal classifier answers from the last real token."""
     model = seeded(TnnForSequenceClassification, tiny_config(causal=causal, num_labels=3))
     ids, mask = prompt(MASKS["right"])
-    warnings = []
-    monkeypatch.setattr(modeling_utils.logger, "warning_once", warnings.append)
-    unmasked = model(ids).logits
-    assert any("We strongly recommend passing in an `attention_mask`" in text for text in warnings)
-    equal = relative_error(unmasked, model(ids, attention_mask=mask).logits) < 1e-6
+    equal = relative_error(model(ids).logits, model(ids, attention_mask=mask).logits) < 1e-6
     assert equal == causal
 
 
@@ -179,30 +175,9 @@ FORWARD = [
     ),
     ({"inputs_embeds": torch.ones(2, 5, 31)}, ValueError, r"`inputs_embeds` must have shape \(B, L, 32\), got"),
     ({"inputs_embeds": torch.ones(2, 32)}, ValueError, r"`inputs_embeds` must have shape \(B, L, 32\), got \(2, 32\)"),
-    ({"inputs_embeds": torch.ones(2, 5, 32).long()}, TypeError, "`inputs_embeds` must hold floating"),
-    (
-        {"inputs_embeds": torch.ones(2, 5, 32).double()},
-        TypeError,
-        "`inputs_embeds` must have dtype .*, got torch.float64",
-    ),
-    (
-        {"inputs_embeds": torch.ones(2, 5, 32, device="meta")},
-        ValueError,
-        "`inputs_embeds` must be on the device of the model, cpu, got meta",
-    ),
-    ({"input_ids": IDS.to("meta")}, ValueError, "`input_ids` must be on the device of the model, cpu, got meta"),
-    (
-        {"input_ids": IDS, "attention_mask": IDS.to("meta")},
-        ValueError,
-        "`attention_mask` must be on the device cpu, got meta",
-    ),
+    ({"inputs_embeds": torch.ones(2, 5, 32).long()}, TypeError, "`inputs_embeds` must hold torch.float32 or"),
     ({"input_ids": IDS, "position_ids": [0, 1]}, TypeError, "`position_ids` must be a tensor"),
-    (
-        {"input_ids": IDS, "seq_ids": IDS},
-        TypeError,
-        "`seq_ids` is not an argument of this model. Did you mean seq_idx?",
-    ),
-    ({"input_ids": IDS, "cu_seqlens_q": IDS}, TypeError, "`cu_seqlens_q` is not an argument.* mean cu_seq_lens_q?"),
+    ({"input_ids": IDS, "seq_ids": IDS}, TypeError, "`seq_ids` is not an argument of this model"),
 ]
 
 
@@ -235,7 +210,7 @@ def test_refused_labels(head, labels, error, message):
     "labels, error, message",
     [
         ([1, 2], TypeError, "`labels` must be a tensor"),
-        (torch.ones(3).long(), ValueError, r"`labels` of torch.int64 must have shape .*, got \(3,\)"),
+        (torch.ones(3).long(), ValueError, r"`labels` must have shape .*, got \(3,\)"),
         (torch.tensor([0, 3]), ValueError, r"Entries of `labels` must be in \[0, num_labels=3\), got 3"),
     ],
 )
@@ -246,21 +221,6 @@ def test_refused_classes(labels, error, message):
     for model, inputs in ((text, IDS), (image, torch.zeros(2, 3, 8, 8))):
         with pytest.raises(error, match=message):
             model(inputs, labels=labels)
-
-
-def test_refused_pixels():
-    image = seeded(TnnForImageClassification, tiny_config(causal=False, image_size=8, patch_size=1, spatial_dims=2))
-    with pytest.raises(ValueError, match="`pixel_values` must be on the device of the model, cpu, got meta"):
-        image(torch.zeros(2, 3, 8, 8, device="meta"))
-    with pytest.raises(TypeError, match="`pixel_values` must hold real numbers, got torch.complex64"):
-        image(torch.zeros(2, 3, 8, 8, dtype=torch.cfloat))
-
-
-def test_labels_need_all_logits():
-    model = seeded(TnnForCausalLM, tiny_config())
-    for kept in (1, torch.tensor([0, 4])):
-        with pytest.raises(ValueError, match="`logits_to_keep` must not be given with `labels`"):
-            model(IDS, labels=IDS, logits_to_keep=kept)
 
 
 def test_a_cache_is_for_causal_models():

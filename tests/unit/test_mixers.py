@@ -194,7 +194,7 @@ def test_a_pass_that_broke_off(monkeypatch):
 def test_an_offloaded_cache():
     cache = DynamicCache()
     cache.offloading = True
-    with pytest.raises(ValueError, match="`past_key_values` must stay on the device .* got an offloaded cache"):
+    with pytest.raises(ValueError, match="`past_key_values` must stay on the device .*, got an offloaded cache"):
         ShortConvolution(tiny_config(toeplitz_mixer="hyena")).forward(noise(1, 1, 192), passed=Pass(cache=cache))
 
 

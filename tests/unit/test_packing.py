@@ -126,7 +126,7 @@ def test_rows_of_several_documents_with_padding(tno_type, way):
 )
 def test_ordinary_positions_mean_nothing(position_ids, mask):
     ids = torch.randint(99, (2, 12))
-    assert documents_of(ids, mask, position_ids) is None
+    assert documents_of(ids, mask, {"position_ids": position_ids}) is None
     model = seeded(TnnForCausalLM, tiny_config())
     assert torch.equal(
         model(ids, attention_mask=mask, position_ids=position_ids).logits, model(ids, attention_mask=mask).logits
@@ -134,9 +134,8 @@ def test_ordinary_positions_mean_nothing(position_ids, mask):
 
 
 def test_padding_is_less_than_half():
-    documents = documents_of(
-        torch.zeros(1, 700), position_ids=torch.cat([torch.arange(n) for n in (600, *[3, 4, 3] * 10)])[None]
-    )
+    positions = torch.cat([torch.arange(n) for n in (600, *[3, 4, 3] * 10)])[None]
+    documents = documents_of(torch.zeros(1, 700), None, {"position_ids": positions})
     inside = documents.batches.inside
     assert inside.numel() < 2 * 700 and inside.sum() == 700
 
@@ -180,7 +179,7 @@ RESTART = torch.tensor([[0, 1, 0, 1]])
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"position_ids": RESTART, "use_cache": True}, "Leave out past_key_values"),
+        ({"position_ids": RESTART, "use_cache": True}, "must be one document when a cache is used"),
         (
             {"position_ids": torch.arange(5)[None]},
             r"`position_ids` must have shape \(B, L\) = \(1, 4\) or \(1, L\), got \(1, 5\)",
@@ -340,7 +339,7 @@ def test_wrong_boundaries():
     call, _ = compiled(language_model())
     with pytest.raises(ValueError, match="must grow from 0 to the number of tokens, B \\* L = 80, got"):
         call(input_ids=IDS, cu_seq_lens_q=torch.tensor([0, 40]))
-    with pytest.raises(Exception, match="`seq_idx` must hold integers, got torch.float32"):
+    with pytest.raises(Exception, match="`seq_idx` must hold torch.int64 or torch.int32, got torch.float32"):
         call(input_ids=IDS, seq_idx=torch.zeros(2, 40))
 
 

@@ -84,8 +84,6 @@ def test_the_mean_of_a_continued_text_is_refused():
     cache = DynamicCache(config=model.config)
     begun = model(text[:, :9], past_key_values=cache)
     torch.testing.assert_close(begun.logits, model(text[:, :9]).logits)
-    with pytest.raises(
-        ValueError, match="`past_key_values` must be empty with classifier_pooling='mean', .*, got 9 tokens"
-    ):
+    with pytest.raises(ValueError, match="`past_key_values` must be empty with classifier_pooling='mean'"):
         model(text[:, 9:], past_key_values=cache)
     assert cache.get_seq_length() == 9
