@@ -191,7 +191,8 @@ DEFECTS = [
     # Saving, loading, converting
     Defect("saving: code of the models is left out", P + "configuration_tnn.py",
            "            save_code(save_directory, self._models)\n", "            pass\n", "hf/test_remote_code"),
-    Defect("loading: sizes are not compared", P + "tools/checks.py", "    check_sizes(declared, stored)\n", "",
+    Defect("loading: sizes are not compared", P + "tools/checks.py",
+           "    check_weights(declared, stored, numbers, optional)\n", "",
            "security/test_security faults/test_faults_loading"),
     Defect("conversion: radius of the poles", P + "tools/recurrent.py", "torch.log(-torch.log(fit.poles.abs()))",
            "torch.log(-2 * torch.log(fit.poles.abs()))", "generation/test_conversion"),

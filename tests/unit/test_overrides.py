@@ -2,11 +2,10 @@
 
 import copy
 import json
-import logging
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM
+from transformers import AutoConfig, AutoModel
 
 from helpers.models import VARIANTS, relative_error, seeded, tiny_config
 from modeling_tnn import TnnConfig, TnnForCausalLM, TnnModel
@@ -118,12 +117,3 @@ def test_weights_of_another_operator_are_refused(tmp_path):
         TnnModel.from_pretrained(tmp_path, tno_type="fd")
     with pytest.raises(ValueError, match="`tno_type` must be 'rpe' for these weights, got 'fd'"):
         TnnModel.from_pretrained(tmp_path, config=tiny_config("fd"))
-
-
-def test_another_direction_is_a_warning(tmp_path, caplog):
-    seeded(TnnForCausalLM, tiny_config("rpe")).save_pretrained(tmp_path)
-    with caplog.at_level(logging.WARNING, "modeling_tnn.tools.checks"):
-        TnnForCausalLM.from_pretrained(tmp_path)
-        assert not caplog.records
-        AutoModelForMaskedLM.from_pretrained(tmp_path, causal=False)
-    assert "trained with causal=True and are loaded with causal=False" in caplog.text
