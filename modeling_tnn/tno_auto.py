@@ -5,7 +5,7 @@
     sum         y = R v + C v                         its ImageNet models
 
 B batch, S side of the image, L = S^2 tokens in row-major order, D channels. R and C are linear and act on different
-axes, so they commute, and one order is enough. The kernels along the two axes are two operators of one variant.
+axes, so they commute. The kernels along the two axes are two operators of one variant.
 """
 
 import copy
@@ -25,34 +25,21 @@ from .tno_ski import SkiOperator
 
 
 class TwoAxisOperator(ToeplitzOperator):
-    """An operator on a square image, made of one operator along rows and one along columns. Bidirectional only.
-
-    Args:
-        rows: the operator along each row, for sequences of S positions.
-        columns: the operator along each column.
-    """
+    """An operator on a square image, made of one operator along rows and one along columns. Bidirectional only."""
 
     def __init__(self, config, layer_idx: int, rows: ToeplitzOperator, columns: ToeplitzOperator):
         super().__init__(config, layer_idx)
         self.rows, self.columns, self.mixing = rows, columns, config.spatial_mixing
         if rows.channel_parameters is not None:
-            known = rows.channel_parameters.items()
-            self.channel_parameters = {
-                f"{axis}.{name}": count for axis in ("rows", "columns") for name, count in known
-            }
+            known, axes = rows.channel_parameters.items(), ("rows", "columns")
+            self.channel_parameters = {f"{axis}.{name}": count for axis in axes for name, count in known}
 
     def coefficients(self, length: int, device: torch.device | None = None) -> torch.Tensor:
-        """Raise a ValueError: the matrix of an image is Toeplitz in blocks. `rows` and `columns` have coefficients."""
-        raise ValueError(
-            "`spatial_dims` must be 1 for coefficients, got 2. The operators `rows` and `columns` have coefficients."
-        )
+        """Raise a ValueError: the matrix of an image is Toeplitz in blocks."""
+        raise ValueError("`spatial_dims` must be 1 for coefficients, got 2: `rows` and `columns` have coefficients")
 
     def matmul(self, v: torch.Tensor, prepared: tuple = (None, None)) -> torch.Tensor:
-        """The product with an image, `(B, S^2, D)` to `(B, S^2, D)`.
-
-        Raises:
-            ValueError: the number of tokens is not a square.
-        """
+        """The product with an image, `(B, S^2, D)` to `(B, S^2, D)`."""
         side = image_side(v.shape[1])
         image = v.unflatten(1, (side, side))  # (B, S, S, D)
         of_rows, of_columns = (Pass(prepared=kernel) for kernel in prepared)
@@ -90,24 +77,15 @@ def image_side(length: int) -> int:
     return side
 
 
-OPERATORS.update(
-    {
-        "rpe": RpeOperator,
-        "fd": FdOperator,
-        "ski": SkiOperator,
-        "rtf": RtfOperator,
-        "s4d": S4dOperator,
-        "modal": ModalOperator,
-        "explicit": ExplicitOperator,
-    }
-)
+OPERATORS.update(rpe=RpeOperator, explicit=ExplicitOperator, fd=FdOperator, ski=SkiOperator)
+OPERATORS.update(rtf=RtfOperator, s4d=S4dOperator, modal=ModalOperator)
 
 
 def register_operator(name: str, cls: type[ToeplitzOperator]):
     """Make `cls` the operator of `TnnConfig(tno_type=name)`.
 
-    A checkpoint of such a model needs the same call before it is loaded. Put the call into the module of the operator,
-    and import this module. The code of the operator is not saved with a checkpoint.
+    A checkpoint of such a model needs the same call before it is loaded: put it into the module of the operator, and
+    import this module. The code of the operator is not saved with a checkpoint.
 
     Args:
         name: a name that no other operator has.
@@ -129,11 +107,7 @@ def register_operator(name: str, cls: type[ToeplitzOperator]):
 
 
 def build_tno(config, layer_idx: int = 0) -> ToeplitzOperator:
-    """The operator that `config.tno_type` names. With `config.spatial_dims=2` there is one for each axis.
-
-    Raises:
-        ValueError: `config.tno_type` is unknown.
-    """
+    """The operator that `config.tno_type` names. With `config.spatial_dims=2` there is one for each axis."""
     require_operator(config.tno_type)
     if config.spatial_dims == 2:
         axis = copy.copy(config)

@@ -8,11 +8,9 @@ length 2R. `fd_input="cos"` gives cos(omega) to the MLP, which makes the respons
 the decay theorems of the paper assume.
 
 The causal window doubles positive lags and drops negative ones. The result is the filter whose response has the MLP as
-its real part and the Hilbert transform of the MLP as its imaginary part. In a transform of length 2R the lag R stands
-for both signs, so it is dropped; no sequence of up to R positions has this lag.
-
-The grid does not depend on the length of the input, so that a prefix has the same coefficients in any sequence. (The
-grid of the released code grows with the sequence, and earlier outputs change with it.)
+its real part and the Hilbert transform of the MLP as its imaginary part. The lag R stands for both signs, so it is
+dropped. The grid does not depend on the length of the input, so that a prefix has the same coefficients in any
+sequence. (That of the released code grows with the sequence.)
 """
 
 import math

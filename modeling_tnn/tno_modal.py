@@ -6,13 +6,11 @@
 
 B batch, D channels, L length, w window, Q modes, C tokens covered by the memory s, T tokens seen.
 
-(1) All channels share the poles lambda, which lie inside the unit circle for all values of the parameters. A complex
-mode is an order-2 block of a real diagonal recurrence.
-
-(2) is a diagonal recurrence, advanced a block of tokens at a time. At the start of a block, one product with powers of
-the poles adds the inputs that are old enough to the memory s, and (2) gives the part of the memory in the outputs of
-the block. The younger inputs are still in the history. They add their part through the first taps, as in
-`FilterRecurrence`. The memory stays w + 64 tokens behind, so that the newest tokens can be removed.
+All channels share the poles lambda, which lie inside the unit circle for all values of the parameters. (2) is a
+diagonal recurrence, advanced a block of tokens at a time. At the start of a block, one product with powers of the
+poles adds the inputs that are old enough to the memory s, and (2) gives its part in the outputs of the block. The
+younger inputs, in the history, add their part through the first taps, as in `FilterRecurrence`. The memory stays
+w + 64 tokens behind, so that the newest tokens can be removed.
 """
 
 import math
@@ -34,25 +32,23 @@ BLOCK = 32
 
 
 class ModalRecurrence(FilterRecurrence):
-    """Decode a `ModalOperator` with a state whose size does not depend on the length of the sequence.
+    """Decode a `ModalOperator` with a state whose size does not depend on the length of the sequence."""
 
-    Args:
-        operator: an operator with `window`, `num_modes`, `powers`, `complex_residues` and `slowest_rate`.
-        refill_phase: fraction by which the first block is shorter than the others.
-    """
-
-    _cached_residues: torch.Tensor | None = None
-
-    def __init__(self, operator, refill_phase: float):
-        super().__init__(operator, None, refill_phase)
+    def __init__(self, operator):
+        super().__init__(operator, None, operator.refill_phase)
         self.horizon = self.base = BLOCK
-        self.first_block = BLOCK - int(refill_phase * BLOCK)
+        self.first_block = BLOCK - int(operator.refill_phase * BLOCK)
         self.window = operator.window
 
     @cached_property
     def _powers(self) -> dict[tuple[int, int], torch.Tensor]:
-        """Results of `_power` for the exponents from the first of two numbers on, as many as the second."""
+        """Results of `_power` by its arguments, for up to a block of exponents."""
         return {}
+
+    @cached_property
+    def _residues(self) -> torch.Tensor:
+        """The residues r_q in the dtype of the memory, `(D, Q)`."""
+        return self.operator.complex_residues().to(compute_dtype(self.operator.head.dtype).to_complex())
 
     def is_early(self, prompt: Prompt) -> bool:
         return prompt.length > LONG_PROMPT
@@ -82,7 +78,7 @@ class ModalRecurrence(FilterRecurrence):
 
     def _powers_of_piece(self, x: torch.Tensor) -> torch.Tensor | None:
         """The powers that all chunks of a prompt share, of which `x` is the first one."""
-        return self._power(0, x.shape[-1], x)
+        return self._power(0, x.shape[-1])
 
     def chunk(self, state: DecodingState, x: torch.Tensor) -> torch.Tensor:
         past = self.past(state)  # (B, D, P)
@@ -112,9 +108,7 @@ class ModalRecurrence(FilterRecurrence):
         state.tensors["future"] = near + self._from_memory(state, BLOCK)
         state.counters["position"] = 0
 
-    def advance_memory(
-        self, state: DecodingState, waiting: torch.Tensor, until: int, powers: torch.Tensor | None = None
-    ):
+    def advance_memory(self, state: DecodingState, waiting: torch.Tensor, until: int, powers=None):
         """Add the tokens before `until` to the memory. `waiting` `(B, D, P)` begins with the first one not covered.
 
         `powers` lambda^0, lambda^1, .. of the poles, `(Q, >= count)`, are computed if they are not given.
@@ -122,48 +116,40 @@ class ModalRecurrence(FilterRecurrence):
         count = until - state.counters["covered"]
         if count <= 0:
             return
-        powers = self._power(0, count, waiting) if powers is None else powers[:, :count]
+        powers = self._power(0, count) if powers is None else powers[:, :count]
         powers = powers.flip(1).t()  # (count, Q): lambda^(count-1) .. lambda^0
         inputs = waiting[..., :count]
         added = torch.complex(inputs @ powers.real, inputs @ powers.imag)  # (B, D, Q)
-        faded = self._power(count, 1, waiting)[:, 0]  # (Q,)
+        faded = self._power(count, 1)[:, 0]  # (Q,)
         state.tensors["memory"] = state.tensors["memory"] * faded + added
         state.counters["covered"] = until
 
     def _from_memory(self, state: DecodingState, count: int) -> torch.Tensor:
         """The part of the memory in the next `count` outputs, `(B, D, count)`."""
-        memory, age = state.tensors["memory"], self._age(state)
-        if age is None:
-            return memory.real.new_zeros(*memory.shape[:2], count)
-        weighted, powers = memory * self._residues(memory), self._power(age, count, memory)  # (B, D, Q), (Q, count)
+        memory, powers = state.tensors["memory"], self._power(self._age(state), count)  # (B, D, Q), (Q, count)
+        weighted = memory * self._residues  # (B, D, Q)
         return weighted.real @ powers.real - weighted.imag @ powers.imag
 
-    def _age(self, state: DecodingState) -> int | None:
-        """The exponent in (2) for the next output, or None while the memory covers no token."""
-        covered = state.counters["covered"]
-        return state.length - covered + 1 - self.window if covered else None
+    def _age(self, state: DecodingState) -> int:
+        """The exponent in (2) for the next output; any number while the memory covers no token, and is 0."""
+        return max(0, state.length - state.counters["covered"] + 1 - self.window)
 
-    def _power(self, first: int, count: int, like: torch.Tensor) -> torch.Tensor:
+    def _power(self, first: int, count: int) -> torch.Tensor:
         """The powers lambda^first .. lambda^(first+count-1), complex `(Q, count)`."""
-        exponents = torch.arange(first, first + count, device=like.device)
-        dtype = like.dtype if like.is_complex() else like.dtype.to_complex()
-        if count > BLOCK:
-            return self.operator.powers(exponents).to(dtype)
-        if (first, count) not in self._powers:
-            self._powers[first, count] = self.operator.powers(exponents).to(dtype)
-        return self._powers[first, count]
-
-    def _residues(self, like: torch.Tensor) -> torch.Tensor:
-        if self._cached_residues is None:
-            self._cached_residues = self.operator.complex_residues().to(like.dtype)
-        return self._cached_residues
+        powers = self._powers.get((first, count))
+        if powers is None:
+            exponents = torch.arange(first, first + count, device=self.operator.angle.device)
+            powers = self.operator.powers(exponents).to(self._residues.dtype)
+            if count <= BLOCK:
+                self._powers[first, count] = powers
+        return powers
 
 
 class ModalOperator(ToeplitzOperator):
     """The operator of first taps and complex exponentials, equation (1). Causal only."""
 
     supports_causal, supports_bidirectional = DIRECTIONS["modal"]
-    # In bfloat16 the phases of poles are wrong after a few lags, and residues of a fit do not cancel any more.
+    # In bfloat16 phases are wrong after a few lags, and the residues of a fit do not cancel.
     fp32_parameters = ("head", "residues", "log_rate", "angle")
     is_recurrence = True
     channel_parameters = {"head": 1, "residues": 1}
@@ -218,4 +204,4 @@ class ModalOperator(ToeplitzOperator):
         return torch.where(position < self.window, fit_taps(head, length), tail.to(head.dtype))
 
     def recurrence(self) -> ModalRecurrence:
-        return ModalRecurrence(self, self.refill_phase)
+        return ModalRecurrence(self)

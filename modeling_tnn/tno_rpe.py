@@ -14,10 +14,7 @@ does not depend on L.
 one number p (a lag, a frequency) to one value per channel; the order of norm, activation and linear map is that of the
 released code. It runs in float32 or float64, because bfloat16 cannot distinguish integer lags above 256. The input p
 of a lag k (TNN paper, table 8; `rpe_input`) is k itself, k / P with P = `rpe_input_length` ("normalized"), or the
-sines and cosines of k at w/2 rates. The released code divides by the length of the input minus one, so that a longer
-sequence changes all coefficients. A fixed P keeps causal kernels the same for every prefix.
-
-(2) is the baseline of the RPE (TNN paper, table 9), P = `explicit_length`: positions P or more apart do not interact.
+sines and cosines of k at w/2 rates. (2) is the baseline of the RPE (TNN paper, table 9), with P = `explicit_length`.
 """
 
 import math
@@ -32,8 +29,7 @@ from .recurrence import LONG_PROMPT, DecodingState, FilterRecurrence, Prompt
 from .tno import ToeplitzOperator, require_causal
 from .toeplitz import fit_lags, fit_taps
 
-# The share of the sum of all |taps| that products in half precision leave out: their error grows by a sixteenth of a
-# rounding of bfloat16.
+# The share of the sum of all |taps| that products in half precision leave out: a sixteenth of a rounding of bfloat16.
 NEGLIGIBLE = 2**-12
 
 
@@ -45,14 +41,17 @@ class CastingLinear(nn.Linear):
 
 
 class OutputLinear(CastingLinear):
-    """A `CastingLinear` that can follow a linear operation on its rows, see `RelativePositionEncoder.emit`."""
+    """The output map of the encoder, after a linear operation A on the positions.
+
+    A commutes with it, A (F W^T + 1 b^T) = (A F) W^T + (A 1) b^T. Before the map A acts on w columns, after it on D.
+    """
 
     def forward(self, x: torch.Tensor, ones: torch.Tensor) -> torch.Tensor:
-        """`(M, w)` to `(M, D)`: x W^T + ones b^T, for `ones` `(M,)`."""
+        """A F `(M, w)` and A 1 `(M,)` to `(M, D)`, channel-major in memory."""
         if is_traced() and not is_exported():  # joined under vmap, they would be a graph for one length
             return (self.weight.to(x.dtype) @ x.t() + self.bias.to(x.dtype)[:, None] * ones).t()
         weight = torch.cat([self.weight, self.bias[:, None]], dim=1).to(x.dtype)  # (D, w+1)
-        return (weight @ torch.cat([x.t(), ones[None]])).t()  # a view of (D, M)
+        return (weight @ torch.cat([x.t(), ones[None]])).t()
 
 
 class RelativePositionLayer(nn.Module):
@@ -71,13 +70,9 @@ class RelativePositionLayer(nn.Module):
 
 
 class RelativePositionEncoder(nn.Module):
-    """The relative position encoder, the MLP of (3).
+    """The relative position encoder, the MLP of (3), with D outputs `num_outputs`.
 
-    Args:
-        config: its `rpe_dim` w, `rpe_layers`, `rpe_residual`, `rpe_hidden_norm` and `encoder_norm_type`.
-        num_outputs: number of outputs D.
-        act: name of the activation.
-        in_proj: the input projection `(M, 1)` to `(M, w)`; a linear map of the position unless given.
+    The input projection `in_proj` `(M, 1)` to `(M, w)` is a linear map of the position unless given.
     """
 
     def __init__(self, config, num_outputs: int, act: str, in_proj: nn.Linear | None = None):
@@ -104,15 +99,7 @@ class RelativePositionEncoder(nn.Module):
         return self.out.act(self.out.norm(z))
 
     def emit(self, features: torch.Tensor, ones: torch.Tensor) -> torch.Tensor:
-        """The output map `(M, w)` to `(D, M)` after a linear operation A on the positions, in channel-major memory.
-
-        A commutes with the output map, A (F W^T + 1 b^T) = (A F) W^T + (A 1) b^T. Before the map it acts on w columns,
-        after the map it would act on D.
-
-        Args:
-            features: A F, `(M, w)`.
-            ones: A 1, `(M,)`.
-        """
+        """The output map of `features` A F `(M, w)` and `ones` A 1 `(M,)`, `(D, M)`; see `OutputLinear`."""
         return self.out.linear(features, ones).t()
 
 
@@ -156,18 +143,11 @@ def taps_above(decay: float | None, share: float) -> int | None:
 
 
 class LateRecurrence(FilterRecurrence):
-    """Decode a kernel whose number of taps depends on values of parameters.
-
-    They are read when a sequence is continued. Reading them in the pass before would be a device sync in each pass,
-    also in training, where few passes are continued.
-    """
-
-    def __init__(self, operator):
-        super().__init__(operator, None, operator.refill_phase)
+    """Decode a kernel whose number of taps follows from parameters, which are read when a sequence is continued."""
 
     def resolve(self) -> "LateRecurrence":
         """The recurrence with its number of taps."""
-        taps = self.operator.kernel_length(exact=True)
+        taps = self.operator.kernel_length(exact=True)  # a device sync: not in each pass, of which few are continued
         FilterRecurrence.__init__(self, self.operator, taps, self.operator.refill_phase)
         return self
 
@@ -219,7 +199,7 @@ class RpeOperator(ToeplitzOperator):
         if self.decay_logit is None:
             return super().recurrence()
         require_causal(self)
-        return LateRecurrence(self)
+        return LateRecurrence(self, None, self.refill_phase)
 
     def slowest_decay(self) -> float | None:
         """The largest lambda of all channels, or None without a decay."""
@@ -247,10 +227,9 @@ class ExplicitOperator(ToeplitzOperator):
         init.normal_(self.taps, std=self.longest**-0.5)
 
     def coefficients(self, length: int, device: torch.device | None = None) -> torch.Tensor:
-        dtype = compute_dtype(self.taps.dtype)
+        dtype, decay = compute_dtype(self.taps.dtype), 1.0 if self.decay is None else self.decay
         first = 0 if self.causal else 1 - self.longest
         lags = torch.arange(first, self.longest, device=device or self.taps.device, dtype=dtype)
-        decay = 1.0 if self.decay is None else self.decay
         taps = self.taps.to(device, dtype) * decay ** lags.abs()  # (D, P) or (D, 2P-1)
         return (fit_taps if self.causal else fit_lags)(taps, length)
 

@@ -9,10 +9,9 @@
 B batch, D channels, L length, N = `s4d_state_size`, Q = N / 2 modes (each stands for itself and its conjugate),
 b block, C tokens covered by the memory s. A step of size Delta = exp(`log_step`) turns a pole
 alpha_q = -exp(`log_real`) + i `imag` of (1) into the pole lambda_q of (2), and its input weight 1 into the gain g_q;
-all poles lie inside the unit circle. A kernel depends on the products of input and output weights alone, so c is the
-only parameter of the two. A bidirectional operator has a second kernel for negative lags: t_{-k} is its tap k - 1,
-without d. (Gu, Gupta, Goel and Ré, "On the Parameterization and Initialization of Diagonal State Space Models", 2022,
-sections 3 and 4.)
+all poles lie inside the unit circle. A bidirectional operator has a second kernel for negative lags: t_{-k} is its
+tap k - 1, without d. (Gu, Gupta, Goel and Ré, "On the Parameterization and Initialization of Diagonal State Space
+Models", 2022, sections 3 and 4.)
 
 (3) is (2) with w = 2 c g and k = b i + j. It needs Q (L / b + b) powers instead of the Q L of the Vandermonde matrix
 lambda_q^k, and one product of matrices for each channel. In (4), for a gradient G of the taps, S = sum_k G_k lambda^k
@@ -21,6 +20,7 @@ with poles of each channel.
 """
 
 import math
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
@@ -35,8 +35,7 @@ from .tno_modal import ModalRecurrence
 from .toeplitz import Pair, entries
 from .toeplitz_fused import differentiable_gradients, must_differentiate
 
-# The least block b, which is also that of recorded graphs, where it must not depend on the length. So the kernels of
-# all lengths up to its square are the same sums, bit for bit.
+# The least block b, and that of recorded graphs. Kernels of all lengths up to its square are the same sums.
 LEAST_BLOCK = 64
 
 
@@ -54,10 +53,7 @@ class Poles(NamedTuple):
 
 
 def zero_order_hold(alpha: Pair, step: torch.Tensor) -> tuple[Poles, Pair]:
-    """lambda = exp(Delta alpha) and g = (lambda - 1) / alpha, for alpha `(D, Q)` and steps Delta `(D, 1)`.
-
-    The input is constant during a step.
-    """
+    """lambda = exp(Delta alpha) and g = (lambda - 1) / alpha, for alpha `(D, Q)` and steps Delta `(D, 1)`."""
     growth, angle = step * alpha.real, step * alpha.imag  # (D, Q)
     # lambda - 1 without the difference of two numbers near 1.
     real = torch.expm1(growth) * angle.cos() - 2 * torch.sin(angle / 2).square()
@@ -69,8 +65,7 @@ def bilinear(alpha: Pair, step: torch.Tensor) -> tuple[Poles, Pair]:
     half = Pair(step * alpha.real / 2, step * alpha.imag / 2)  # (D, Q)
     ahead, behind = (1 + half.real).square(), (1 - half.real).square()
     turn = half.imag.square()
-    # A pole at 0 has no logarithm.
-    squared = ((ahead + turn) / (behind + turn)).clamp(min=torch.finfo(step.dtype).tiny)
+    squared = ((ahead + turn) / (behind + turn)).clamp(min=torch.finfo(step.dtype).tiny)  # 0 has no logarithm
     angle = torch.atan2(2 * half.imag, 1 - half.real.square() - turn)
     gain = Pair(step, torch.zeros_like(step)).over(Pair(1 - half.real, -half.imag))  # (D, Q)
     return Poles(-squared.log() / 2, angle), gain
@@ -80,7 +75,7 @@ DISCRETIZATIONS = {"zoh": zero_order_hold, "bilinear": bilinear}
 
 
 def linear_modes(size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """alpha_n = -1/2 + i pi n (S4D-Lin): imaginary parts and sizes of the input weights, `(Q,)` each, float64."""
+    """alpha_n = -1/2 + i pi n (S4D-Lin): imaginary parts, and sizes of the input weights, `(Q,)` each, float64."""
     index = torch.arange(size // 2, dtype=torch.float64)
     return math.pi * index, torch.ones_like(index)
 
@@ -94,8 +89,7 @@ def inverse_modes(size: int) -> tuple[torch.Tensor, torch.Tensor]:
 def legendre_modes(size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The eigenvalues of the normal part of HiPPO-LegS, -1/2 I + S with S antisymmetric (S4D-LegS), as `linear_modes`.
 
-    S_nk = -sqrt((n + 1/2) (k + 1/2)) below the diagonal. In its eigenvectors V the input weights sqrt(2n + 1) become
-    V* sqrt(2n + 1), of which only the size counts: the output weights are random.
+    S_nk = -sqrt((n + 1/2) (k + 1/2)) below the diagonal; in its eigenvectors V the input weights are V* sqrt(2n + 1).
     """
     root = (torch.arange(size, dtype=torch.float64) + 0.5).sqrt()
     below = torch.tril(torch.outer(root, root), diagonal=-1)  # (N, N)
@@ -107,17 +101,17 @@ def legendre_modes(size: int) -> tuple[torch.Tensor, torch.Tensor]:
 INITIAL_MODES = {"lin": linear_modes, "inv": inverse_modes, "legs": legendre_modes}
 
 
-def vandermonde_product(weights: Pair, poles: Poles, length: int, dtype: torch.dtype) -> torch.Tensor:
-    """Re sum_q w_q lambda_q^k for k = 0 .. L-1, by (3): weights `(D, Q)` to taps `(D, L)`.
+def vandermonde_product(real, imag, rate, angle, length: int, dtype: torch.dtype) -> torch.Tensor:
+    """Re sum_q w_q lambda_q^k for k = 0 .. L-1, by (3): weights and poles `(D, Q)` to taps `(D, L)`.
 
     `dtype` is that of the product. The powers are computed in that of the poles, whose phases need it.
     """
-    block, device = block_length(length), poles.rate.device
+    poles, block, device = Poles(rate, angle), block_length(length), rate.device
     within = poles.powers(torch.arange(block, device=device))  # (D, b, Q)
     # A recorded graph has at least two blocks, one of them for nothing: a single one would make it a graph of its own.
     blocks = length // block + 2 if is_traced() else -(-length // block)  # I
     starts = poles.powers(block * torch.arange(blocks, device=device))  # (D, I, Q)
-    product = join_levels(Pair(*(part[:, None] for part in weights)).times(starts), within, dtype)
+    product = join_levels(Pair(real[:, None], imag[:, None]).times(starts), within, dtype)
     return entries(product, 0, length) if is_exported() else product[:, :length]
 
 
@@ -128,15 +122,10 @@ def join_levels(moved, within, dtype: torch.dtype) -> torch.Tensor:
 
 
 class VandermondeProduct(torch.autograd.Function):
-    """`vandermonde_product`, of which only the inputs are saved; gradients by (4).
-
-    Autograd would save the powers, which take more memory than all else in a layer. For higher derivatives, it
-    computes the gradients from `vandermonde_product`.
-    """
+    """`vandermonde_product`, of which only the inputs are saved, not the powers; gradients by (4)."""
 
     @staticmethod
     def forward(ctx, real, imag, rate, angle, length: int, dtype: torch.dtype) -> torch.Tensor:
-        """`(D, Q)` each to `(D, L)`."""
         ctx.save_for_backward(real, imag, rate, angle)
         ctx.length, ctx.dtype = length, dtype
         within, starts = two_levels(Poles(rate, angle), length)  # (D, b, Q), (D, I, Q)
@@ -146,10 +135,7 @@ class VandermondeProduct(torch.autograd.Function):
     def backward(ctx, gradient: torch.Tensor):
         real, imag, rate, angle = saved = ctx.saved_tensors
         if must_differentiate(gradient):
-
-            def taps(*given):
-                return vandermonde_product(Pair(*given[:2]), Poles(*given[2:]), ctx.length, ctx.dtype)
-
+            taps = partial(vandermonde_product, length=ctx.length, dtype=ctx.dtype)
             return *differentiable_gradients(taps, saved, ctx.needs_input_grad, gradient), None, None
         within, starts = two_levels(Poles(rate, angle), ctx.length)
         block, blocks = within.shape[1], starts.shape[1]
@@ -190,23 +176,28 @@ def block_length(length: int) -> int:
 
 
 class DiagonalRecurrence(ModalRecurrence):
-    """Decode an `S4dOperator` with a state whose size does not depend on the length of the sequence.
+    """Decode an `S4dOperator` as `ModalRecurrence` does, with the powers of the poles of each channel.
 
-    A table stores the powers lambda^0 .. lambda^H of all poles, for the H tokens of a block. Longer chunks are read
-    and written a block at a time, because the powers of all their tokens would take too much memory.
+    Chunks are read and written a block of H tokens at a time: the powers of all tokens would take too much memory.
     """
 
-    _table: torch.Tensor | None = None
-    _aged: tuple[int, torch.Tensor] | None = None
+    _aged: tuple[int, torch.Tensor] = (-1, None)  # most blocks begin at the same age
+
+    @cached_property
+    def _table(self) -> torch.Tensor:
+        """The powers lambda^0 .. lambda^H, real parts before imaginary ones, `(D, H + 1, 2Q)`."""
+        direct = self.operator.direct
+        powers = self.operator.modes()[0].powers(torch.arange(self.horizon + 1, device=direct.device))
+        return torch.cat(powers, dim=-1).to(compute_dtype(direct.dtype))
 
     def _powers_of_piece(self, x: torch.Tensor) -> None:
-        return None  # the table has those of a block
+        return None
 
     def advance_memory(self, state: DecodingState, waiting: torch.Tensor, until: int, powers: None = None):
         count = until - state.counters["covered"]
         if count <= 0:
             return
-        table, memory = self._powers_of_block(waiting), state.tensors["memory"]
+        table, memory = self._table, state.tensors["memory"]
         for block in waiting[..., :count].split(self.horizon, dim=-1):
             length = block.shape[-1]
             added = torch.einsum("bdn,dnq->bdq", block.flip(-1), table[:, :length])  # (B, D, 2Q)
@@ -216,28 +207,15 @@ class DiagonalRecurrence(ModalRecurrence):
 
     def _from_memory(self, state: DecodingState, count: int) -> torch.Tensor:
         memory, age = state.tensors["memory"], self._age(state)
-        if age is None:
-            return memory.real.new_zeros(*memory.shape[:2], count)
-        table, weights, parts = self._powers_of_block(memory.real), memory * self._aged_weights(age, memory), []
+        if self._aged[0] != age:
+            self._aged = age, torch.complex(*aged(*self.operator.modes(), age)).to(memory.dtype)  # (D, Q)
+        table, weights, parts = self._table, memory * self._aged[1], []
         for start in range(0, count, self.horizon):
             length = min(self.horizon, count - start)
             both = torch.cat([weights.real, -weights.imag], dim=-1)  # (B, D, 2Q)
             parts.append(torch.einsum("bdq,dnq->bdn", both, table[:, :length]))
             weights = weights * complex_of(table[:, -1])
         return torch.cat(parts, dim=-1)
-
-    def _powers_of_block(self, like: torch.Tensor) -> torch.Tensor:
-        """The powers lambda^0 .. lambda^H, real parts before imaginary ones, `(D, H + 1, 2Q)`."""
-        if self._table is None:
-            powers = self.operator.modes()[0].powers(torch.arange(self.horizon + 1, device=like.device))
-            self._table = torch.cat(powers, dim=-1).to(like.dtype)
-        return self._table
-
-    def _aged_weights(self, age: int, like: torch.Tensor) -> torch.Tensor:
-        """The weights of a memory in the output of this age, complex `(D, Q)`. Most blocks begin at the same age."""
-        if self._aged is None or self._aged[0] != age:
-            self._aged = age, torch.complex(*aged(*self.operator.modes(), age)).to(like.dtype)
-        return self._aged[1]
 
 
 def complex_of(parts: torch.Tensor) -> torch.Tensor:
@@ -254,11 +232,9 @@ def aged(poles: Poles, weights: Pair, age: int) -> Pair:
 class S4dOperator(ToeplitzOperator):
     """The operator of diagonal state-space models, equation (2)."""
 
-    # The poles stay in float32: in bfloat16 their phases are wrong after a few lags.
-    fp32_parameters = ("log_real", "imag", "log_step")
+    fp32_parameters = ("log_real", "imag", "log_step")  # in bfloat16 phases are wrong after a few lags
     is_recurrence = True
-    # `ModalRecurrence` treats the tap at lag 0, which has d, apart from the modes.
-    window = 1
+    window = 1  # of `ModalRecurrence`: the tap at lag 0, which has d, is apart from the modes
 
     def __init__(self, config, layer_idx: int = 0):
         super().__init__(config, layer_idx)
@@ -271,8 +247,7 @@ class S4dOperator(ToeplitzOperator):
         self.log_step = nn.Parameter(torch.empty(filters))
         self.weights = nn.Parameter(torch.empty(filters, self.num_modes, 2))
         self.direct = nn.Parameter(torch.empty(self.channels))
-        of_sides = dict.fromkeys(("log_real", "imag", "log_step", "weights"), sides)
-        self.channel_parameters = of_sides | {"direct": 1}
+        self.channel_parameters = {"log_real": sides, "imag": sides, "log_step": sides, "weights": sides, "direct": 1}
 
     def reset_parameters(self):
         imag, scale = INITIAL_MODES[self.initializer](2 * self.num_modes)  # (Q,) each
@@ -286,13 +261,13 @@ class S4dOperator(ToeplitzOperator):
     def modes(self) -> tuple[Poles, Pair]:
         """The poles and the weights w = 2 c g of all filters, `(D, Q)` or `(2D, Q)` each, in float64."""
         dtype = float64_or_widest(self.direct.device)
-        alpha = Pair(-self.log_real.to(dtype).exp(), self.imag.to(dtype))
+        alpha = Pair(-self.log_real.to(dtype).exp(), self.imag.to(dtype))  # (D, Q)
         poles, gain = DISCRETIZATIONS[self.discretization](alpha, self.log_step.to(dtype).exp()[:, None])
         real, imag = (2 * self.weights.to(dtype)).unbind(-1)
         return poles, Pair(real, imag).times(gain)
 
     def powers(self, exponents: torch.Tensor) -> torch.Tensor:
-        """The powers lambda_q^n for the exponents `(M,)`, complex `(D, Q, M)`, computed in float64."""
+        """The powers lambda_q^n for the exponents `(M,)`, complex `(D, Q, M)`, in float64."""
         return torch.complex(*self.modes()[0].powers(exponents)).mT
 
     def complex_residues(self) -> torch.Tensor:
@@ -305,11 +280,8 @@ class S4dOperator(ToeplitzOperator):
 
     def coefficients(self, length: int, device: torch.device | None = None) -> torch.Tensor:
         (poles, weights), dtype = self.modes(), compute_dtype(self.direct.dtype)
-        if is_fused(self.implementation):
-            kernel = VandermondeProduct.apply(*weights, *poles, length, dtype)  # (D, L) or (2D, L)
-        else:
-            kernel = vandermonde_product(weights, poles, length, dtype)
-        kernel = kernel.to(device or kernel.device)
+        product = VandermondeProduct.apply if is_fused(self.implementation) else vandermonde_product
+        kernel = product(*weights, *poles, length, dtype).to(device or self.direct.device)  # (D, L) or (2D, L)
         # Not a slice of the other taps: L - 1 of them may be 1, which torch.export would rule out.
         first = (torch.arange(length, device=kernel.device) == 0).to(kernel.dtype)  # (L,)
         filters = len(self.direct)  # D, or those of several layers
@@ -320,4 +292,4 @@ class S4dOperator(ToeplitzOperator):
 
     def recurrence(self) -> DiagonalRecurrence:
         require_causal(self)
-        return DiagonalRecurrence(self, self.refill_phase)
+        return DiagonalRecurrence(self)

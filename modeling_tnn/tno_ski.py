@@ -9,25 +9,21 @@
 B batch, L length, D channels, K points, R inducing points, P = `ski_grid_length`. S is a band matrix, a short filter.
 A is the Toeplitz matrix of the kernel at the inducing points, which are h = (P - 1)/(R - 1) positions apart. W
 interpolates between them: linearly, or by the cubic polynomial through the two points on either side (section 3.2.1),
-for which there is a further point before the first position and behind the last one. Where the kernel is smooth the
-error falls as h^2 and h^4. Away from the band the kernel is a function of the inverse time warp
-x(s) = sign(s) lambda^|s| of the lag s (sign(0) = +1), piecewise linear between 2R + 1 equally spaced points of [-1, 1]
-with the values betas, 0, alphas. It decays at long lags because x does.
+for which there is a further point before the first position and behind the last one. Away from the band the kernel is
+a function of the inverse time warp x(s) = sign(s) lambda^|s| of the lag s (sign(0) = +1), piecewise linear between
+2R + 1 equally spaced points of [-1, 1] with the values betas, 0, alphas.
 
 The grid does not depend on the input: a sequence of L <= P positions uses the first inducing points, and a longer one
 gets more points at the same distance. (The paper scales the grid to each input; for L = P both agree.) W A W^T is
-close to a Toeplitz matrix, but not exactly one. `dense` gives the matrix of the operator, `coefficients` the Toeplitz
-matrix that it approximates.
+close to a Toeplitz matrix, but not exactly one: `coefficients` gives the Toeplitz matrix that it approximates.
 
 (2) is for models that were trained with the released code (`ski_interpolation="released"`). It is not linear
-interpolation: u is the point after the position, the weights are exchanged, and f fades within a few positions, so
-that the low-rank part acts on the first tokens alone. The released code takes the length of each input for P. A fixed
-P makes outputs independent of padding; they agree for inputs of P positions. Rows beyond P are zero.
+interpolation: u is the point after the position, the weights are exchanged, and f fades within a few positions. The
+released code takes the length of each input for P; they agree for inputs of P positions. Rows beyond P are zero.
 
 The fused products `Prolong`, z W^T, and `Restrict`, x W, do not build W: positions are processed in blocks of a few
-points, each by one small dense product, and memory does not grow with L K. The M rows of x are processed a few at a
-time, the results of `Restrict` stored point by point (measured at L = 2048, K = 64, M = 6144: 0.4 times the time of
-the full product; stored row by row, 1.2). On an accelerator the blocks are launches, and a W is built if it is small.
+points, each by one small dense product, a few of the M rows of x at a time. The results of `Restrict` are stored point
+by point (measured at L = 2048, K = 64, M = 6144: 0.4 times the time of the full product; row by row, 1.2).
 """
 
 from collections.abc import Callable, Iterator
@@ -53,11 +49,8 @@ from .packing import Documents
 from .tno import ToeplitzOperator
 from .toeplitz import dense_toeplitz, exported_convolution, fit_lags, toeplitz_matmul
 
-# Points in a block, and rows at a time.
-BLOCK, ROWS = 8, 512
-
-# Numbers in a matrix W that an accelerator builds.
-LARGEST_MATRIX = 2**24
+BLOCK, ROWS = 8, 512  # points in a block, and rows at a time
+LARGEST_MATRIX = 2**24  # numbers in a matrix W that an accelerator builds
 
 
 def hat(distance: torch.Tensor) -> torch.Tensor:
@@ -139,8 +132,8 @@ class ReleasedGrid(NamedTuple):
         return [(slice(0, self.length), slice(0, self.num_points))]
 
     def weights(self, positions: slice, points: slice, like: torch.Tensor) -> torch.Tensor:
-        """A block of W in the dtype of `like`."""
-        return self.matrix(like)[positions, points]
+        """The only block of W, in the dtype of `like`."""
+        return self.matrix(like)
 
     def matrix(self, like: torch.Tensor) -> torch.Tensor:
         """The matrix W, `(L, R)`."""
@@ -208,9 +201,8 @@ class SkiOperator(ToeplitzOperator):
 
     def __init__(self, config, layer_idx: int = 0):
         super().__init__(config, layer_idx)
-        self.rank, self.decay = config.ski_rank, config.ski_decay
+        self.rank, self.decay, self.longest = config.ski_rank, config.ski_decay, config.ski_grid_length
         self.kind, self.initializer = config.ski_interpolation, config.ski_initializer
-        self.longest = config.ski_grid_length
         self.half_width = config.ski_filter_size // 2
         self.filter = nn.Parameter(torch.empty(self.channels, 2 * self.half_width + 1))
         self.alphas = nn.Parameter(torch.empty(self.channels, self.rank))
@@ -258,7 +250,7 @@ class SkiOperator(ToeplitzOperator):
         grid = self.grid(x.shape[2])
         band, coefficients = self.kernel_of(grid.length) if prepared is None else prepared
         near = self._convolve_channels(x, band)  # (D, B, L)
-        # On an accelerator two products with W are fewer launches than those of all blocks.
+        # On an accelerator two products with a small W are fewer launches than those of all blocks.
         if is_fused(self.implementation) and (is_on_host(x) or grid.length * grid.num_points > LARGEST_MATRIX):
             points = Restrict.apply(x.reshape(-1, grid.length), grid).unflatten(0, x.shape[:2])  # (D, B, K)
             points = self._convolve_channels(points, coefficients).flatten(0, 1)
@@ -270,11 +262,8 @@ class SkiOperator(ToeplitzOperator):
         return mixed.permute(1, 2, 0).to(v.dtype)  # (B, L, D)
 
     def matmul_of_documents(self, v: torch.Tensor, documents: Documents) -> torch.Tensor:
-        if self.kind not in INTERPOLATIONS:
-            raise ValueError(
-                f"`ski_interpolation` must be one of {', '.join(INTERPOLATIONS)} for packed rows in a compiled graph, "
-                f"got {self.kind!r}"
-            )
+        if self.kind == "released":
+            raise ValueError("`ski_interpolation` must be another for packed rows in a compiled graph, got 'released'")
         # A document of n > 1 tokens has at most n points, and for cubic interpolation two more: they fit into
         # `half_width` places for each token, from its first one on. All in whole numbers: position p lies between the
         # points p I // S and the next, I intervals and S steps.
@@ -286,11 +275,11 @@ class SkiOperator(ToeplitzOperator):
         share = (scaled % grid.steps).to(x.dtype)[:, None] / grid.steps  # (B L, 1), behind the point `behind`
         half_width, phi = INTERPOLATIONS[self.kind]
         behind, points = half_width * origins + grid.before + scaled // grid.steps, []
+        values = rows.new_zeros(half_width * rows.shape[0], rows.shape[1])  # (half_width B L, D)
         for step in range(1 - half_width, half_width + 1):
             weight = phi((share - step).abs())
-            points.append((torch.where(weight[:, 0] != 0, behind + step, behind), weight))  # else it has no place
-        values = rows.new_zeros(half_width * rows.shape[0], rows.shape[1])  # (half_width B L, D)
-        for point, weight in points:
+            point = torch.where(weight[:, 0] != 0, behind + step, behind)  # without a weight it may have no place
+            points.append((point, weight))
             values = values.index_add(0, point, weight * rows)
         values = values.view(x.shape[0], -1, x.shape[2])  # (B, half_width L, D)
         values = documents.spread(half_width).convolve(values, coefficients, False, self.implementation).flatten(0, 1)

@@ -11,20 +11,15 @@ from helpers.models import random, relative_error, seeded, tiny_config
 from helpers.operators import OperatorTests, random_operator
 from modeling_tnn import TnnForCausalLM, tno_s4d
 from modeling_tnn.tno_auto import build_tno
-from modeling_tnn.tno_s4d import (
-    DISCRETIZATIONS,
-    INITIAL_MODES,
-    VandermondeProduct,
-    vandermonde_product,
-)
+from modeling_tnn.tno_s4d import DISCRETIZATIONS, INITIAL_MODES, VandermondeProduct, vandermonde_product
 from modeling_tnn.toeplitz import Pair
 
 
-def naive_vandermonde_product(weights: Pair, poles, length: int) -> torch.Tensor:
+def naive_vandermonde_product(real, imag, rate, angle, length: int, dtype: torch.dtype) -> torch.Tensor:
     """`vandermonde_product` by its definition, with the whole matrix `(D, Q, L)`."""
-    pole = torch.exp(torch.complex(-poles.rate, poles.angle))  # (D, Q)
+    pole = torch.exp(torch.complex(-rate, angle))  # (D, Q)
     matrix = pole[..., None] ** torch.arange(length, device=pole.device)  # (D, Q, L)
-    return (torch.complex(*weights)[:, None] @ matrix)[:, 0].real
+    return (torch.complex(real, imag)[:, None] @ matrix)[:, 0].real
 
 
 class TestS4d(OperatorTests):
@@ -52,9 +47,9 @@ def test_two_level_powers_are_the_definition(discretization, length, traced, mon
     """In values and gradients, also with the block of recorded graphs."""
     monkeypatch.setattr(tno_s4d, "is_traced", lambda: traced)
     found = []
-    for product in (lambda *given: vandermonde_product(*given, torch.float64), naive_vandermonde_product):
-        leaves, given = random_modes(discretization)
-        values = product(*given, length)  # (D, L)
+    for product in (vandermonde_product, naive_vandermonde_product):
+        leaves, (weights, poles) = random_modes(discretization)
+        values = product(*weights, *poles, length, torch.float64)  # (D, L)
         cotangent = torch.arange(values.numel(), dtype=torch.float64).cos().view(values.shape)
         found.append([values, *torch.autograd.grad((values * cotangent).sum(), leaves)])
     for actual, expected in zip(*found, strict=True):
@@ -65,12 +60,9 @@ def test_two_level_powers_are_the_definition(discretization, length, traced, mon
 def test_the_fused_product_is_the_definition(length):
     """In values and gradients; `test_second_derivatives.py` has those of higher order."""
     found = []
-    for fused in (True, False):
+    for product in (VandermondeProduct.apply, naive_vandermonde_product):
         leaves, (weights, poles) = random_modes("zoh")
-        if fused:
-            values = VandermondeProduct.apply(*weights, *poles, length, torch.float64)
-        else:
-            values = naive_vandermonde_product(weights, poles, length)
+        values = product(*weights, *poles, length, torch.float64)
         cotangent = torch.arange(values.numel(), dtype=torch.float64).cos().view(values.shape)
         found.append([values, *torch.autograd.grad((values * cotangent).sum(), leaves)])
     for actual, expected in zip(*found, strict=True):
@@ -115,7 +107,7 @@ def test_a_pole_at_zero():
     """Only (1 + Delta alpha / 2) of the bilinear rule can be 0: then the kernel ends after its first tap."""
     poles, gain = DISCRETIZATIONS["bilinear"](Pair(-torch.ones(1, 1).double(), torch.zeros(1, 1).double()),
                                               torch.full((1, 1), 2.0).double())  # fmt: skip
-    kernel = vandermonde_product(gain, poles, 5, torch.float64)
+    kernel = vandermonde_product(*gain, *poles, 5, torch.float64)
     assert (kernel[0] - torch.tensor([1.0, 0, 0, 0, 0])).abs().max() < 1e-100
 
 
