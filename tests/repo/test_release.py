@@ -5,9 +5,13 @@ import io
 import re
 import tarfile
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
+
+import modeling_tnn
 
 ROOT = Path(__file__).parents[2]
 REPOSITORY = "https://example.org/tnn"
@@ -46,6 +50,14 @@ def test_links_of_the_readme():
 )
 def test_links(text, expected):
     assert links.absolute_links(text, ROOT, REPOSITORY, ROOT / "docs") == expected
+
+
+def test_the_citation_is_that_of_this_release():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert cited["version"] == modeling_tnn.__version__ and cited["license"] == project["license"]
+    assert (cited["authors"], cited["keywords"]) == (project["authors"], project["keywords"])
+    assert cited["repository-code"] == project["urls"]["Repository"] and len(cited["references"]) == 3
 
 
 def archive(path: Path, names: list[str], content: bytes) -> Path:
