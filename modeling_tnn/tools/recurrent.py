@@ -37,9 +37,6 @@ class LayerReport:
     l2_layer: float  # relative l2 error of the taps of all channels
     l2_median: float  # its median over the channels
     l2_worst: float  # its maximum over the channels
-    l1_median: float  # the same for the l1 error
-    l1_worst: float
-    tail_bound: float  # bound on the l1 error beyond the fitted taps, relative to the l1 norm, of the worst channel
     largest_pole: float  # largest magnitude of a pole, below 1
 
 
@@ -103,41 +100,19 @@ def kernel_to_fit(operator, window: int) -> torch.Tensor:
     without decaying is followed by as many zeros; otherwise the fitted recurrence would continue beyond its end.
     """
     wide = copy.deepcopy(operator).double().cpu()
+    decays = isinstance(operator, RpeOperator) and operator.window is None and operator.slowest_decay() is not None
     bound = operator.kernel_length(exact=True)
-    if bound is not None and slowest_decay(operator) is None:
-        bound *= 2
-    length = MOST_TAPS if bound is None else min(bound, MOST_TAPS)
+    length = MOST_TAPS if bound is None else min(bound if decays else 2 * bound, MOST_TAPS)
     with torch.no_grad():
         return wide.coefficients(max(length, window + LEAST_TAPS))
 
 
-def slowest_decay(operator) -> float | None:
-    """Return the largest decay rate of all channels, or None for a kernel that ends without decaying."""
-    return operator.slowest_decay() if isinstance(operator, RpeOperator) and operator.window is None else None
-
-
 def report_fit(operator, taps: torch.Tensor, fit: RecurrenceFit, order: int, window: int) -> LayerReport:
-    """Return the errors of a fit on the taps `(D, m)`, and a bound on the error beyond them."""
+    """Return the errors of a fit on the taps `(D, m)`."""
     error = fit.taps(taps.shape[1] - window) - taps[:, window:]  # (D, m - w)
     l2 = error.norm(dim=1) / taps.norm(dim=1).clamp(min=1e-300)
-    scale = taps.abs().sum(dim=1).clamp(min=1e-300)
-    l1 = error.abs().sum(dim=1) / scale
-    radius = fit.poles.abs()
-    faded = radius ** (taps.shape[1] - window) / (1 - radius)  # (Q,)
-    tail = (fit.residues.abs() * faded).sum(dim=1) / scale + own_tail(operator, taps) / scale
-    errors = error.norm() / taps.norm(), l2.median(), l2.max(), l1.median(), l1.max(), tail.max(), radius.max()
+    errors = error.norm() / taps.norm(), l2.median(), l2.max(), fit.poles.abs().max()
     return LayerReport(operator.layer_idx, order, window, taps.shape[1], *(one.item() for one in errors))
-
-
-def own_tail(operator, taps: torch.Tensor) -> float:
-    """Return a bound on the sum of |taps| beyond the fitted ones; infinite if the kernel neither decays nor ends."""
-    if operator.kernel_length(exact=True) is None:
-        return float("inf")
-    if (slowest := slowest_decay(operator)) is None:
-        return 0.0  # the kernel ends
-    length = taps.shape[1]
-    undecayed = taps / slowest ** torch.arange(length, dtype=taps.dtype)
-    return (undecayed.abs().max() * slowest**length / (1 - slowest)).item()
 
 
 def fit_layer(operator, order: int, window: int, tolerance: float | None) -> tuple:
@@ -182,21 +157,16 @@ def own_weights(model) -> dict[str, torch.Tensor]:
     with torch.device("meta"):
         wanted = type(model)(model.config).state_dict()
     given = model.state_dict()
-    different = [name for name in sorted(given.keys() ^ wanted.keys()) if ".mixer.tno." not in name]
-    weights = {name: value for name, value in given.items() if ".mixer.tno." not in name}
-    needs = "The weights must be plain tensors for to_recurrent"
-    if different:
-        raise ValueError(
-            f"{needs}, but {different[0]} is {'added' if different[0] in given else 'replaced'}. Merge adapters "
-            "(merge_and_unload) and remove parametrizations (weight norm) first."
-        )
-    for name, value in weights.items():
-        if value.is_meta or type(value) is not torch.Tensor:
+    replaced = sorted(given.keys() ^ wanted.keys())
+    replaced += [name for name, value in given.items() if value.is_meta or type(value) is not torch.Tensor]
+    for name in replaced:
+        if ".mixer.tno." not in name:
             raise ValueError(
-                f"{needs}, but {name} is offloaded, quantized or sharded. Load the model without device_map and "
-                "quantization_config first."
+                f"The weights must be plain tensors for to_recurrent, but {name} is adapted, offloaded, quantized or "
+                "sharded. Merge adapters (merge_and_unload), remove parametrizations, and load the model without "
+                "device_map and quantization_config first."
             )
-    return weights
+    return {name: value for name, value in given.items() if ".mixer.tno." not in name}
 
 
 def to_recurrent(model, order: int = 64, window: int = 16, tolerance: float | None = None):
@@ -208,12 +178,8 @@ def to_recurrent(model, order: int = 64, window: int = 16, tolerance: float | No
     if all(operator.is_recurrence for operator in operators):
         return model, []
     for name, value in {"order": order, "window": window}.items():
-        if not isinstance(value, int):
-            raise TypeError(f"`{name}` must be an integer, got {value!r}")
-        if value < 1:
-            raise ValueError(f"`{name}` must be at least 1, got {value}")
-    if tolerance is not None and not (isinstance(tolerance, int | float) and tolerance > 0):
-        raise ValueError(f"`tolerance` must be a number above 0 or None, got {tolerance!r}")
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"`{name}` must be a whole number from 1 up, got {value!r}")
     weights = own_weights(model)
     fits = [fit_layer(operator, order, window, tolerance) for operator in operators]
     modal = copy.deepcopy(config)

@@ -41,26 +41,14 @@ def test_report_is_what_the_kernel_does(name, window):
         assert (report.order, report.window) == (16, window)
         exact, fitted = original.coefficients(report.taps), operator.coefficients(report.taps)
         error = fitted - exact
-        l2, l1 = error.norm(dim=1) / exact.norm(dim=1), error.abs().sum(1) / exact.abs().sum(1)
+        l2 = error.norm(dim=1) / exact.norm(dim=1)
         # The parameters of a float64 model hold the fit without loss.
         assert torch.equal(fitted[:, :window], exact[:, :window])
         assert report.l2_layer == pytest.approx((error.norm() / exact.norm()).item(), rel=1e-3, abs=1e-12)
         assert report.l2_median == pytest.approx(l2.median().item(), rel=1e-3, abs=1e-12)
         assert report.l2_worst == pytest.approx(l2.max().item(), rel=1e-3, abs=1e-12)
-        assert report.l1_worst == pytest.approx(l1.max().item(), rel=1e-3, abs=1e-12)
         poles = torch.exp(-torch.exp(operator.log_rate))
         assert poles.max() < 1 and report.largest_pole < 1
-
-
-@pytest.mark.parametrize("name", ["rpe", "rpe-learnable-decay", "fd"])
-def test_tail_bound_holds(name):
-    """The bound holds for the fit and the kernel far beyond the fitted taps."""
-    model = lively_language_model(**KERNELS[name])
-    converted, reports = model.to_recurrent(order=8, window=4)
-    for original, operator, report in zip(operators(model), operators(converted), reports, strict=True):
-        exact, fitted = original.coefficients(4000), operator.coefficients(4000)
-        beyond = (fitted - exact)[:, report.taps :].abs().sum(1) / exact[:, : report.taps].abs().sum(1)
-        assert beyond.max() <= report.tail_bound * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("name", ["rpe", "fd-cos"])
@@ -180,8 +168,8 @@ def test_tolerance_takes_the_smallest_order():
     "options, message",
     [
         ({"tolerance": 1e-300}, "`tolerance` must be .* layer 0 at the highest order 128, got 1e-300.*larger"),
-        ({"order": 0}, "`order` must be at least 1, got 0"),
-        ({"window": 0}, "`window` must be at least 1, got 0"),
+        ({"order": 0}, "`order` must be a whole number from 1 up, got 0"),
+        ({"window": 0}, "`window` must be a whole number from 1 up, got 0"),
     ],
 )
 def test_refused(options, message):
@@ -209,7 +197,7 @@ def test_adapters_are_refused_and_merged_ones_are_kept():
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(target_modules="all-linear", init_lora_weights=False)
     model = peft.get_peft_model(lively_language_model(), lora).eval()
-    with pytest.raises(ValueError, match=r"plain tensors .*base_layer.*merge_and_unload"):
+    with pytest.raises(ValueError, match=r"plain tensors .*merge_and_unload"):
         model.to_recurrent(order=8)
     merged = model.merge_and_unload()
     ids = torch.arange(40)[None]
