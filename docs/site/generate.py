@@ -9,6 +9,7 @@ import json
 import re
 import sys
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
@@ -22,7 +23,7 @@ from modeling_tnn import TnnConfig
 from modeling_tnn.presets import configuration_folder, preset_folders
 from tnn_scripts.common import sequence_pairs
 from tnn_scripts.common.commands import COMMANDS
-from tnn_scripts.common.parser import ProgramParser, default_of
+from tnn_scripts.common.parser import HELP, SECTIONS, ProgramParser, default_of
 from tnn_scripts.common.preset_training import PresetTraining
 from tnn_scripts.common.tables import markdown_table
 from tnn_scripts.presets import HEADS, about, cells, grouped_presets, recipe_files, trainer_of
@@ -31,6 +32,27 @@ PAGES = Path(__file__).parents[1] / "reference"
 NOTE = "<!-- Written by docs/site/generate.py. -->\n\n"
 # A field of the docstring: "name[ (defaults to ...)]: meaning", to the next one.
 FIELD = re.compile(r"^        (\w+)(?: \(defaults to (.*?)\))?: (.*?)(?=^        \w|\Z)", re.MULTILINE | re.DOTALL)
+# The pages that explain the commands; the text of --help is in the page of the others.
+GUIDES = {
+    "demo": ("Start", "../start.md"),
+    "pretrain": ("Pretrain", "../guides/pretrain.md"),
+    "finetune-glue": ("Fine-tune", "../guides/finetune.md"),
+    "plan": ("GPUs and memory", "../guides/devices.md"),
+    "evaluate": ("Long sequences", "../guides/long.md"),
+    "generate": ("Generate", "../guides/generate.md"),
+    "chat": ("Generate", "../guides/generate.md"),
+    "serve": ("Serve", "../guides/serve.md"),
+    "api": ("Serve", "../guides/serve.md#an-api"),
+    "plot-kernels": ("Look at the kernels", "../guides/kernels.md"),
+    "to-recurrent": ("Convert", "../guides/convert.md"),
+    "convert": ("Convert", "../guides/convert.md#checkpoints-of-the-released-implementations"),
+    "push": ("Publish and load", "../guides/publish.md"),
+    "card": ("Publish and load", "../guides/publish.md"),
+    "images": ("Images", "../guides/images.md"),
+    "lra": ("Tasks of the papers", "../research/tasks.md"),
+    "synthetic": ("Tasks of the papers", "../research/tasks.md#copying-and-delay"),
+    "ablation": ("Tasks of the papers", "../research/tasks.md#ablations"),
+}
 # Not chosen, but written when a model is saved.
 BOOKKEEPING = ("tno_class", "converted_from")
 
@@ -87,46 +109,144 @@ def parser_of(command: str) -> ProgramParser:
 
 
 def command_line_page() -> str:
-    """Every command with its example and its options, in sections."""
+    """Every command with its example and its options; options of several commands are described once."""
+    parsers = {command: parser_of(command) for command in COMMANDS}
+    users = {title: _users(parsers, title) for title in SECTIONS}
     parts = [
         "# Command line\n",
-        "`tnn COMMAND` runs a program of the package; in a clone, `python scripts/NAME.py` is the same. Several "
-        "programs also take the options of transformers' `TrainingArguments` that are not listed here; `--help` lists "
-        "them all.\n",
-        markdown_table(["command", "what it does", "program"], _commands(), texts=3) + "\n",
+        "This page has every command with its options. `tnn COMMAND` runs a program of the package; in a clone, "
+        "`python scripts/NAME.py` is the same. `tnn COMMAND --help` shows the options of one command.\n",
+        markdown_table(["command", "what it does"], _commands(), texts=2) + "\n",
+        "An option is shown with its default, if it has one. Names may be written with hyphens. `--no_NAME` switches "
+        "off what is on unless given.\n",
+        "## Shared options\n",
+        "These mean the same in every command that has them. A command lists the sections that it takes, and the "
+        "defaults that differ from those shown here.\n",
     ]
-    for command in COMMANDS:
-        parser = parser_of(command)
+    for title, options in users.items():
+        rows = [[_named(name, _commonest(found)), HELP[name]] for name, found in options.items()]
+        parts += [f"### {title.capitalize()} options\n", _table(rows)]
+    parts.append(
+        "Commands that train with transformers' Trainer (`finetune-glue`, `lra`, `images`, `synthetic`, `ablation`) "
+        "also take every other field of its `TrainingArguments` as an option.\n"
+    )
+    shared, told = {name for options in users.values() for name in options}, {}
+    for command, parser in parsers.items():
         summary, example, rest = parser.description_parts()
         code = "\n".join(line.removeprefix("    ") for line in example.splitlines()[1:])
-        parts += [f"## tnn {command}\n", f"{summary}\n", f"```bash\n{code}\n```\n", f"{rest}\n" if rest else ""]
-        for name, suite in parser.subcommands().items():
-            parts += [f"### tnn {command} {name}\n", suite.description.strip().partition("\n\n")[0] + "\n"]
-            parts.append(_options(suite))
-        parts.append(_options(parser))
+        more = f"Guide: [{GUIDES[command][0]}]({GUIDES[command][1]})." if command in GUIDES else rest
+        parts += [f"## tnn {command}\n", f"{summary}\n", f"```bash\n{code}\n```\n", f"{more}\n" if more else ""]
+        parts += [
+            _shared(command, users),
+            _suites(parser) if parser.subcommands() else _own(parser, shared, told, command),
+        ]
     return "\n".join(part for part in parts if part)
 
 
 def _commands() -> list[list[str]]:
-    rows = COMMANDS.items()
-    return [[f"[`{name}`](#tnn-{name})", summary, f"`scripts/{module}.py`"] for name, (module, summary) in rows]
+    return [[f"[`{name}`](#tnn-{name})", summary] for name, (_, summary) in COMMANDS.items()]
 
 
-def _options(parser: ProgramParser) -> str:
-    rows = []
+def _options(parser: ProgramParser) -> Iterator[argparse.Action]:
+    """Those of the program: no help, no subcommands, no negation, and not the rest of TrainingArguments."""
     for title, actions in parser.sections():
-        if title.startswith("transformers."):
-            continue
         for action in actions:
-            if action.option_strings == ["-h", "--help"] or isinstance(action, argparse._SubParsersAction):
-                continue
-            names = [name for name in action.option_strings if "-" not in name.lstrip("-")] or [action.dest]
-            default = "required" if action.required else default_of(action)
-            rows.append(
-                [f"`{names[0]}`", default and f"`{default}`" if default != "required" else default, action.help]
-            )
-    cells = [[name, default, (text or "").replace("|", "\\|").replace("<", "&lt;")] for name, default, text in rows]
-    return markdown_table(["option", "default", "meaning"], cells, texts=3) + "\n" if cells else ""
+            left_out = isinstance(action, (argparse._HelpAction, argparse._SubParsersAction))
+            if not (
+                left_out or title.startswith("transformers.") or action.option_strings[:1] == [f"--no_{action.dest}"]
+            ):
+                yield action
+
+
+def _default(action: argparse.Action) -> str:
+    return "(required)" if action.required and action.option_strings else default_of(action)
+
+
+def _users(parsers: dict[str, ProgramParser], title: str) -> dict[str, dict[str, str]]:
+    """The options of a section that at least two commands have -> these commands -> their defaults."""
+    users = {name: {} for name in SECTIONS[title]}
+    for command, parser in parsers.items():
+        for action in _options(parser):
+            if action.dest in users and action.option_strings:
+                users[action.dest][command] = _default(action)
+    return {name: found for name, found in users.items() if len(found) > 1}
+
+
+def _commonest(defaults: dict[str, str]) -> str:
+    """The default of most commands, or none."""
+    values = list(defaults.values())
+    most = max(values, key=values.count)
+    return most if 2 * values.count(most) > len(values) else ""
+
+
+def _named(name: str, default: str, unset: str = "") -> str:
+    """An option with its default, as it is typed."""
+    if default == "(required)":
+        return f"`--{name}` (required)"
+    return f"`--{name} {default}`" if default and default != "True" else f"`--{name}`{unset}"
+
+
+def _shared(command: str, users: dict[str, dict[str, dict[str, str]]]) -> str:
+    """The sections of shared options that a command takes."""
+    lines = []
+    for title, options in users.items():
+        mine = {name: found for name, found in options.items() if command in found}
+        listed = [_named(name, found[command]) for name, found in mine.items()]
+        missing = [f"`--{name}`" for name in options if name not in mine]
+        other = [
+            _named(name, found[command], " unset")
+            for name, found in mine.items()
+            if found[command] != _commonest(found)
+        ]
+        short = "all" + (f" but {', '.join(missing)}" if missing else "") + (f"; {', '.join(other)}" if other else "")
+        if mine:
+            text = short if len(missing) + len(other) < len(listed) else ", ".join(listed)
+            lines.append(f"- [{title.capitalize()}](#{title.lower()}-options): {text}.\n")
+    return "".join(lines)
+
+
+def _own(parser: ProgramParser, shared: set[str], told: dict[tuple, str], command: str) -> str:
+    """The options of one command alone, and the names of those that an earlier command has described."""
+    rows, before = [], defaultdict(list)
+    for action in _options(parser):
+        if action.option_strings and action.dest in shared:
+            continue
+        named = _named(_name(action), _default(action)) if action.option_strings else f"`{action.dest}`"
+        row = (named, action.help)
+        first = told.setdefault(row, command)
+        if first == command:
+            rows.append([named, action.help])
+        else:
+            before[first].append(named)
+    lines = [f"As in [`tnn {first}`](#tnn-{first}): {', '.join(names)}.\n" for first, names in before.items()]
+    return "\n".join([*lines, _table(rows)] if rows else lines)
+
+
+def _suites(parser: ProgramParser) -> str:
+    """The suites of a benchmark: what the options mean, then what each measures, with its options and defaults."""
+    lines, meanings, suites = [], defaultdict(list), parser.subcommands()
+    for suite in suites.values():
+        for action in _options(suite):
+            meanings[_name(action)].append(action.help)
+    everywhere = [name for name, texts in meanings.items() if len(texts) == len(suites)]
+    for command, suite in suites.items():
+        listed = [
+            _named(_name(action), _default(action)) for action in _options(suite) if _name(action) not in everywhere
+        ]
+        summary = suite.description.strip().partition("\n\n")[0].removesuffix(".")
+        lines.append(f"- `{command}`: {summary}. {', '.join(listed)}.")
+    rows = [[f"`--{name}`", max(texts, key=texts.count)] for name, texts in meanings.items()]
+    first = f"Every suite has {', '.join(f'`--{name}`' for name in everywhere)}. The others, with their defaults:\n"
+    return "\n".join([first, *lines, "", _table(rows)])
+
+
+def _name(action: argparse.Action) -> str:
+    return next((name for name in action.option_strings if "-" not in name.lstrip("-")), action.dest).lstrip("-")
+
+
+def _table(rows: list[list[str]]) -> str:
+    cells = [[named, (text or "").replace("|", "\\|").replace("<", "&lt;")] for named, text in rows]
+    return markdown_table(["option", "meaning"], cells, texts=2) + "\n" if cells else ""
 
 
 def presets_page() -> str:
@@ -136,7 +256,7 @@ def presets_page() -> str:
         "A preset is a configuration by name: `load_preset(name)` in Python, `--config_name NAME` on the command "
         "line. `tnn presets` lists them, `tnn presets NAME` shows the fields of one and the command that trains it. "
         "[configuration/](../../configuration/README.md) says where their values come from; where they differ from "
-        "the papers is [listed](../concepts/differences.md#differences-of-the-recipes-from-the-papers). Parameters "
+        "the papers is [listed](../research/differences.md#differences-of-the-recipes-from-the-papers). Parameters "
         "are those that are trained, with the head that the preset names. The rate is the learning rate that a "
         "training has unless one is given: the best one that was measured, or that of a paper. Minutes are those of "
         "the recipe on one core of a CPU.\n",

@@ -107,8 +107,7 @@ def parse_arguments(dataclasses: list[type], description: str) -> tuple:
     A ValueError in their `__post_init__` ends the program with its message.
     """
     parser = ProgramParser(dataclasses, description)
-    recipe_help = "Options from a recipe: its name (wikitext2), or a YAML file of options by name."
-    parser.add_argument("--recipe", action="append", default=[], metavar="NAME", help=recipe_help)
+    parser.add_argument("--recipe", action="append", default=[], metavar="NAME")
     given = sys.argv[1:]
     try:
         options = given

@@ -7,6 +7,7 @@ import argparse
 import dataclasses
 import logging
 import re
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -35,11 +36,11 @@ SECTIONS = {
         "trust_remote_code": "Run Python code that comes with the model.",
     },
     "data": {
-        "dataset_name": "Data: a Hub id, a local folder or, for text, a local file. Programs that need a text use the "
-        "King James Bible unless given. pretrain.py takes several with --streaming.",
+        "dataset_name": "Data: a Hub id, a folder or, for text, a file. Programs that need a text have the King James "
+        "Bible. `tnn pretrain` takes several with --streaming.",
         "dataset_config_name": "Configuration of the data set; of each one if there are several.",
         "dataset_path": "Local folder or Hub id with the data of the task, instead of their usual source.",
-        "task": "Name of the task.",
+        "task": "Task by its name, such as listops or copying.",
         "train_file": "File to train on: text, JSON, parquet or CSV.",
         "validation_file": "File to evaluate on, of the same kinds. A language model is evaluated on the end of the "
         "training text unless one is given.",
@@ -56,20 +57,21 @@ SECTIONS = {
         "longer": "Further lengths to evaluate at, in tokens.",
     },
     "training": {
+        "recipe": "Options from a recipe: its name (wikitext2), or a YAML file of options by name.",
         "max_steps": "Number of optimizer steps; a positive number overrides the number of epochs.",
-        "per_device_train_batch_size": "Rows on a device in a forward pass. pretrain.py has 8 unless given, but see "
-        "--global_batch_tokens.",
+        "per_device_train_batch_size": "Rows on a device in a forward pass. `tnn pretrain` has 8, or what fits "
+        "with --global_batch_tokens.",
         "per_device_eval_batch_size": "Rows on a device in a forward pass of the evaluation.",
         "mixed_precision": "Precision: no, bf16 or fp16; that of accelerate unless given, or no.",
         "gradient_accumulation_steps": "Forward passes in an optimizer step; they follow from --global_batch_tokens.",
-        "learning_rate": "Peak of the learning rate. pretrain.py takes that of the preset, with its schedule, unless "
-        "given, and finetune_glue.py that of the size of a TNN.",
+        "learning_rate": "Peak of the learning rate. Unless given, `tnn pretrain` takes that of the preset, with its "
+        "schedule, and `tnn finetune-glue` that of the size of a TNN.",
         "lr_scheduler_type": "Schedule of the learning rate, by the name in transformers: linear, cosine, ... "
-        "pretrain.py has cosine with a rate that is given.",
+        "`tnn pretrain` has cosine with a rate that is given.",
         "lr_scheduler_kwargs": "Further arguments of the schedule, as JSON; warmup_stable_decay needs "
         '{"num_decay_steps": N}.',
-        "warmup_steps": "Steps of linear warm-up; below 1, a fraction of all steps. pretrain.py has 0.1 with a rate "
-        "that is given.",
+        "warmup_steps": "Steps of linear warm-up; below 1, a fraction of all steps. `tnn pretrain` has 0.1 with a "
+        "rate that is given.",
         "weight_decay": "Weight decay of matrices; biases and norms have none.",
         "operator_learning_rate": "Learning rate of the Toeplitz operators, which then have no weight decay unless "
         "--operator_weight_decay is given.",
@@ -77,7 +79,7 @@ SECTIONS = {
         "parameter_groups": "Parameters with settings of their own: PATTERN:learning_rate=X,weight_decay=X, with a "
         "regular expression that is searched in their names. Biases and norms stay without weight decay.",
         "optim": "Optimizer, by the name in transformers: adamw_torch, adamw_torch_fused, adafactor, ... "
-        "pretrain.py has muon too.",
+        "`tnn pretrain` has muon too.",
         "optim_args": "Further arguments of the optimizer: name=value,name=value.",
         "adam_beta1": "First momentum of AdamW.",
         "adam_beta2": "Second momentum of AdamW.",
@@ -113,8 +115,8 @@ SECTIONS = {
         "device": "Device: cpu, cuda, cuda:1, mps, ...; cuda if there is one, else cpu, unless given.",
         "dtype": "Data type of the weights: auto (as saved), float32, bfloat16, float16.",
         "use_cpu": "Use the CPU even if there is an accelerator.",
-        "torch_compile": "Compile the model with torch.compile. pretrain.py does so on a GPU unless this is false.",
-        "dataloader_num_workers": "Processes that load data; pretrain.py has 2 for an accelerator unless given.",
+        "torch_compile": "Compile the model with torch.compile. `tnn pretrain` does so on a GPU unless this is false.",
+        "dataloader_num_workers": "Processes that load data; `tnn pretrain` has 2 for an accelerator unless given.",
         "batch_size": "Sequences in a batch.",
     },
     "Hub": {
@@ -180,7 +182,7 @@ def default_of(action: argparse.Action) -> str:
     """The default of an option as on a command line, or an empty text."""
     if action.default in (None, argparse.SUPPRESS, "", []) or action.default is False:
         return ""
-    return " ".join(map(str, action.default)) if isinstance(action.default, (list, tuple)) else str(action.default)
+    return shlex.join(map(str, action.default if isinstance(action.default, (list, tuple)) else [action.default]))
 
 
 def string_to_bool(text: str) -> bool:

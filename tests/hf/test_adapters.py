@@ -55,7 +55,7 @@ def test_prefix_tuning_is_refused():
 def test_chats(tmp_path):
     """The snippet of the guide, a step of Trainer with what it makes; the saved template, in a pipeline too."""
     text = (ROOT / "docs" / "guides" / "finetune.md").read_text()
-    snippet = re.search(r"## On chats.*?```python\n(.*?)```", text, re.DOTALL)[1]
+    snippet = re.search(r"## Chats.*?```python\n(.*?)```", text, re.DOTALL)[1]
     made = {}
     folder = save_model(tmp_path / "model")
     exec(compile(snippet.replace("outputs/demo", str(folder)), "guides/finetune.md", "exec"), made)

@@ -29,7 +29,7 @@ FIGURES = sorted(file.stem for file in page_tables.FIGURES.glob("*.json"))
 
 # What a guide says that its reader has.
 GIVEN = {
-    "docs/guides/pretrain.md": """
+    "docs/guides/data.md": """
 from transformers import TrainingArguments
 import modeling_tnn
 model = modeling_tnn.TnnForCausalLM(modeling_tnn.TnnConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1))

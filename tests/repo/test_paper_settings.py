@@ -8,7 +8,7 @@ import yaml
 from modeling_tnn import load_preset
 
 ROOT = Path(__file__).parents[2]
-DIFFERENCES = (ROOT / "docs" / "concepts" / "differences.md").read_text()
+DIFFERENCES = (ROOT / "docs" / "research" / "differences.md").read_text()
 
 # TNN table 13.
 TNN_BLOCK = {"gtu_dim": lambda d: 3 * d, "intermediate_size": lambda d: d, "hidden_act": lambda d: "silu"}
@@ -108,7 +108,7 @@ RECIPES = {
                         "weight_decay": 0.0, "hidden_size": 4},
 }  # fmt: skip
 
-# What is here instead. `docs/concepts/differences.md` gives the reasons.
+# What is here instead. `docs/research/differences.md` gives the reasons.
 DIFFERENT = {
     ("tnn-causal", "num_hidden_layers"): 7,
     ("tnn-causal", "initializer"): "small_embeddings",
