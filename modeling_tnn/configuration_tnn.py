@@ -68,7 +68,6 @@ def between(least: int, most: int) -> Limit:
 
 # A configuration may come from an unknown source: sizes that no machine can hold are refused before allocation.
 LARGEST_SIZE = 2**24
-MOST_LABELS = 2**16  # a longer list of labels must name them, in `id2label`
 
 DROPOUTS = ("hidden_dropout_prob", "classifier_dropout", "attention_dropout")
 POSITIVE = ("initializer_range", "layer_norm_eps")
@@ -360,8 +359,8 @@ class TnnConfig(PreTrainedConfig):
         self._automatic = frozenset(name for name in DERIVED if getattr(self, name) is None)
         self._derive()
         self._check_together()
-        if (num_labels := kwargs.get("num_labels") or 0) > MOST_LABELS:
-            raise ValueError(f"`num_labels` must be at most {MOST_LABELS:,}, got {num_labels}")  # they get names
+        if (num_labels := kwargs.get("num_labels") or 0) > 2**16:  # the base class makes a list of names
+            raise ValueError(f"`num_labels` must be at most {2**16:,}, got {num_labels}")
         without_rope = not (self.rope_parameters or kwargs.get("rope_theta") or kwargs.get("rope_scaling"))
         self.rope_parameters = dict(self.rope_parameters or {})  # the base class writes into it
         super().__post_init__(**kwargs)

@@ -91,36 +91,20 @@ class LayerNorm(nn.LayerNorm):
         return nn.functional.layer_norm(wide, self.normalized_shape, weight, bias, self.eps).to(x.dtype)
 
 
-def in_backward() -> bool:
-    """Whether autograd runs a backward pass, in which gradient checkpointing computes activations again."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-
-
 class BatchNorm(nn.BatchNorm1d):
-    """A `torch.nn.BatchNorm1d` over the tokens of a batch. With a mask, its statistics leave out padding.
-
-    A batch counts once for the running statistics, also if gradient checkpointing computes it again.
-    """
+    """A `torch.nn.BatchNorm1d` over the tokens of a batch. With a mask, its statistics leave out padding."""
 
     def forward(self, x: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
         """`(B, L, d)` to `(B, L, d)`, with a mask `(B, L)`. While training, the result is zero at padding."""
         tokens = x.to(self.running_mean.dtype)
         if attention_mask is None or not self.training:
-            return self._normalize(tokens.flatten(0, -2)).view_as(x).to(x.dtype)
+            return super().forward(tokens.flatten(0, -2)).view_as(x).to(x.dtype)
         real = attention_mask.ne(0)
         if not is_on_host(real):
             return self._normalize_real(tokens, real[..., None]).to(x.dtype)
         y = torch.zeros_like(tokens)
-        y[real] = self._normalize(tokens[real])
+        y[real] = super().forward(tokens[real])
         return y.to(x.dtype)
-
-    def _normalize(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The norm of real tokens `(T, d)`."""
-        if self.training and in_backward():
-            # On copies, for the checkpoint expects as many saved tensors as in the forward pass.
-            running = self.running_mean.clone(), self.running_var.clone()
-            return nn.functional.batch_norm(tokens, *running, self.weight, self.bias, training=True, eps=self.eps)
-        return super().forward(tokens)
 
     def _normalize_real(self, x: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
         """The norm of `x` `(B, L, d)` by masked sums, `real` `(B, L, 1)`: indexing is a device sync."""
@@ -128,12 +112,10 @@ class BatchNorm(nn.BatchNorm1d):
         mean = x.masked_fill(~real, 0).sum((0, 1)) / count  # (d,)
         centred = (x - mean).masked_fill(~real, 0)  # (B, L, d)
         variance = centred.square().sum((0, 1)) / count  # (d,)
-        if not in_backward():
-            with torch.no_grad():
-                self.num_batches_tracked += 1
-                weight = 1 / self.num_batches_tracked if self.momentum is None else self.momentum
-                self.running_mean.lerp_(mean, weight)
-                self.running_var.lerp_(variance * count / (count - 1).clamp(min=1), weight)
+        with torch.no_grad():
+            self.num_batches_tracked += 1
+            self.running_mean.lerp_(mean, self.momentum)
+            self.running_var.lerp_(variance * count / (count - 1).clamp(min=1), self.momentum)
         return (centred * (variance + self.eps).rsqrt() * self.weight + self.bias).masked_fill(~real, 0)
 
 

@@ -5,7 +5,6 @@ import torch
 
 from helpers.models import (
     BIDIRECTIONAL,
-    checkpoint_activations,
     lively_language_model,
     padded,
     relative_error,
@@ -127,22 +126,6 @@ def test_statistics_do_not_see_padding(causal):
 
 def memories_of(model) -> dict[str, torch.Tensor]:
     return {name: buffer.clone() for name, buffer in model.named_buffers() if "running" in name or "batches" in name}
-
-
-@pytest.mark.parametrize("left", [0, 3])
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointing_counts_a_batch_once(reentrant, left):
-    """What a batch norm remembers does not change because the backward pass computes activations again."""
-    text, found = padded(torch.randint(99, (23,)), left, 0), []
-    for checkpointing in (False, True):
-        model = seeded(TnnModel, tiny_config("rpe", **LRA, hidden_dropout_prob=0.0)).train()
-        if checkpointing:
-            checkpoint_activations(model, {"use_reentrant": reentrant})
-        model(**text).last_hidden_state.square().sum().backward()
-        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-        found.append(memories_of(model) | gradients)
-    assert found[0]["norm.num_batches_tracked"] == 1
-    torch.testing.assert_close(found[1], found[0])
 
 
 def test_packed_rows_have_the_statistics_of_their_batch():
