@@ -48,7 +48,7 @@ class Extensions:
         """An implementation of products in words."""
         return implementation
 
-    def document_starts(self, tokens, attention_mask, position_ids, seq_idx, cu_seq_lens_q):
+    def document_starts(self, tokens, attention_mask, position_ids):
         """In a graph, where the documents of packed rows begin. Only asked if `keeps_products`."""
         raise ImportError(f"A graph with packed rows {NEEDS_PACKAGE}")
 

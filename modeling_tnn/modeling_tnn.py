@@ -62,7 +62,7 @@ from .inputs import (
 from .mixers import TOEPLITZ_MIXERS, TnnAttention, TnnRotaryEmbedding, apply_linear, apply_together, view_of
 from .norms import NORM_POSITIONS, NORM_TYPES, LayerNorm, SimpleRMSNorm, build_final_norm, with_mask
 from .numerics import is_on_host
-from .packing import BOUNDARIES, check_one_document, documents_of
+from .packing import documents_of
 from .tno import NO_PASS, Pass, ToeplitzOperator
 from .tno_rpe import sinusoidal_embedding
 from .toeplitz_fused import activated_product
@@ -267,7 +267,7 @@ class TnnModel(TnnPreTrainedModel):
             use_cache: whether to return the cache (causal models only), as `cache` from transformers 5.24 on, and as
                 `past_key_values` before.
             position_ids: `(B, L)`. Where they are 0 again within a row, another document begins. Documents do not see
-                each other. `seq_idx` and `cu_seq_lens_q` mark documents too, see `packing.py`.
+                each other. `seq_idx` and `cu_seq_lens_q`, which collators give beside them, have no effect.
 
         Raises:
             TypeError: an argument is not a tensor, has another dtype, or is unknown.
@@ -280,15 +280,16 @@ class TnnModel(TnnPreTrainedModel):
             raise TypeError(f"`use_cache` must be True, False or None, got {use_cache!r}")
         check_tokens(input_ids, inputs_embeds, self.embed_tokens)
         tokens = inputs_embeds if input_ids is None else input_ids
-        boundaries = {name: kwargs.get(name) for name in BOUNDARIES} | {"position_ids": position_ids}
         documents = None
-        if any(one is not None for one in boundaries.values()):
+        if position_ids is None and (kwargs.get("seq_idx") is not None or kwargs.get("cu_seq_lens_q") is not None):
+            raise ValueError("`position_ids` must be given with `seq_idx` and `cu_seq_lens_q`, got None")
+        if position_ids is not None:
             cached = (self.config.use_cache and not self.training) if use_cache is None else use_cache
             cached = self.config.causal and (cached or past_key_values is not None)
             # A cache needs rows of one document, and flash attention takes no mask that separates several.
             flash = has_attention(self.config) and "flash" in self.config._attn_implementation
             in_graph = extensions.keeps_products() and not cached and not flash
-            documents = documents_of(tokens, attention_mask, boundaries, in_graph)
+            documents = documents_of(tokens, attention_mask, position_ids, in_graph)
         if documents is not None:
             check_packed(self.config, past_key_values, use_cache, kwargs.get("output_attentions"))
             use_cache = False
@@ -572,7 +573,9 @@ class TnnPreTrainedClassifier(TnnPreTrainedModel):
     def encode(self, input_ids, attention_mask, inputs_embeds, **kwargs) -> BaseModelOutputWithPast:
         """Return the outputs of the base model. Packed rows raise a ValueError."""
         outputs = self.model(input_ids, attention_mask, inputs_embeds=inputs_embeds, return_dict=True, **kwargs)
-        check_one_document(input_ids if inputs_embeds is None else inputs_embeds, attention_mask, **kwargs)
+        tokens = input_ids if inputs_embeds is None else inputs_embeds
+        if documents_of(tokens, attention_mask, kwargs.get("position_ids")) is not None:
+            raise ValueError("A row must be one document for a classification, got several (`position_ids`)")
         return outputs
 
     def pool(self, input_ids, attention_mask, outputs: BaseModelOutputWithPast) -> torch.Tensor:

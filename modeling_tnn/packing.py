@@ -20,8 +20,6 @@ from .extensions import extensions
 from .inputs import IDS, check_attention_mask, require_tensor
 from .numerics import compute_dtype, must_be_eager
 
-BOUNDARIES = ("position_ids", "seq_idx", "cu_seq_lens_q")  # the arguments of a model that say where documents begin
-
 
 class Batches(NamedTuple):
     """Padded batches of documents of similar lengths."""
@@ -155,43 +153,33 @@ def count_real(starts: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
     return total - torch.where(starts, total - real.long(), 0).cummax(dim=1).values
 
 
-def documents_of(tokens, attention_mask, boundaries: dict, in_graph: bool = False) -> Documents | None:
+def documents_of(tokens, attention_mask, position_ids, in_graph: bool = False) -> Documents | None:
     """The documents of packed rows, or None if each row is one document.
 
-    A document begins at the start of a row, where the position of a real token is 0 again, where `seq_idx` changes,
-    and at each offset of `cu_seq_lens_q`. Other positions have no effect: those of an ordinary text with any offset
-    and padding, and those of a row without any position above 0.
+    A document begins at the start of a row, and where the position of a real token is 0 again. Other positions have no
+    effect: those of an ordinary text with any offset and padding, and those of a row without any position above 0.
 
     Args:
         tokens: `(B, L)` ids or `(B, L, d)` embeddings.
         attention_mask: `(B, past + L)`, 0 at padding; or None.
-        boundaries: by name. `position_ids` and `seq_idx`, the number of the document of each token, are `(B, L)` or
-            `(1, L)`; `cu_seq_lens_q` has the offsets of the documents among all tokens, from 0 to T.
+        position_ids: `(B, L)` or `(1, L)`; or None.
         in_graph: whether a graph finds them when it runs, in rows of one document too.
     """
-    known = {name: given for name, given in boundaries.items() if given is not None}
-    for name, given in known.items():
-        require_tensor(name, given, "(B, L)", dtypes=IDS)
-    if not known or tokens.shape[1] <= 1:
+    if position_ids is None:
+        return None
+    require_tensor("position_ids", position_ids, "(B, L)", dtypes=IDS)
+    if tokens.shape[1] <= 1:
         return None
     if in_graph:
         mask = check_attention_mask(attention_mask, tokens, past_length=0)
-        starts = extensions.document_starts(tokens, attention_mask, **boundaries)
-        return Documents(starts, mask, tokens.device)
-    values = [*known.values()] if attention_mask is None else [*known.values(), attention_mask]
-    if len(tokens) == 0 or any(one.is_meta for one in values):  # without values no boundary can be found
+        return Documents(extensions.document_starts(tokens, attention_mask, position_ids), mask, tokens.device)
+    if len(tokens) == 0 or position_ids.is_meta or getattr(attention_mask, "is_meta", False):  # there are no values
         return None
     mask, device = mask_of_tokens(attention_mask, tokens), tokens.device
-    starts, real = find_starts(tokens, mask, **boundaries)
+    starts, real = find_starts(tokens, mask, position_ids)
     if (starts & real).sum(dim=1).max() <= 1:
         return None
     return Documents(starts, mask, device, padded_batches(starts, None if mask is None else real, device))
-
-
-def check_one_document(tokens: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs):
-    """Raise a ValueError if a row holds several documents, by the arguments `kwargs` of the model."""
-    if documents_of(tokens, attention_mask, {name: kwargs.get(name) for name in BOUNDARIES}) is not None:
-        raise ValueError("A row must be one document for a classification, got several (`position_ids`)")
 
 
 def mask_of_tokens(attention_mask: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor | None:
@@ -202,41 +190,16 @@ def mask_of_tokens(attention_mask: torch.Tensor | None, tokens: torch.Tensor) ->
     return check_attention_mask(attention_mask, tokens, max(0, attention_mask.shape[1] - tokens.shape[1]))
 
 
-def find_starts(tokens, mask, position_ids=None, seq_idx=None, cu_seq_lens_q=None) -> tuple[torch.Tensor, ...]:
+def find_starts(tokens, mask, position_ids) -> tuple[torch.Tensor, torch.Tensor]:
     """The `starts` of `Documents` and the real tokens, `(B, L)` on the CPU. The `mask` is `(B, L)` or None."""
     shape = tokens.shape[:2]
+    require_tensor("position_ids", position_ids, "(B, L) or (1, L)", shapes=[shape, (1, shape[1])])
+    position_ids = position_ids.cpu().expand(shape)
     real = torch.ones(shape, dtype=torch.bool) if mask is None else mask.cpu()
-    starts = torch.zeros(shape, dtype=torch.bool)
-    if position_ids is not None:
-        # Where the position of a real token is 0 again; padding may have any position.
-        position_ids = as_rows("position_ids", position_ids, shape)
-        rises = (real & (position_ids > 0)).any(dim=1, keepdim=True)  # (B, 1)
-        starts |= real & rises & (position_ids == 0)
-    if seq_idx is not None:
-        seq_idx = as_rows("seq_idx", seq_idx, shape)
-        starts[:, 1:] |= seq_idx[:, 1:] != seq_idx[:, :-1]
-    if cu_seq_lens_q is not None:
-        starts |= as_starts(cu_seq_lens_q.cpu(), shape)
+    # Where the position of a real token is 0 again; padding may have any position.
+    rises = (real & (position_ids > 0)).any(dim=1, keepdim=True)  # (B, 1)
+    starts = real & rises & (position_ids == 0)
     starts[:, 0] = True
     starts = real & (count_real(starts, real) == 1)
     starts[:, 0] = True
     return starts, real
-
-
-def as_rows(name: str, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """`values` `(B, L)` or `(1, L)` as `(B, L)` on the CPU."""
-    if values.dim() != 2 or values.shape[1] != shape[1] or values.shape[0] not in (1, shape[0]):
-        raise ValueError(f"`{name}` must have shape (B, L) = {tuple(shape)} or (1, L), got {tuple(values.shape)}")
-    return values.cpu().expand(shape)
-
-
-def as_starts(offsets: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """The first tokens of documents, `(B, L)`, from their offsets among all tokens."""
-    total = shape.numel()
-    grows = offsets.dim() == 1 and len(offsets) > 1 and bool((offsets.diff() > 0).all())
-    if not grows or offsets[0] != 0 or offsets[-1] != total:
-        found = offsets.tolist()
-        raise ValueError(f"`cu_seq_lens_q` must grow from 0 to the number of tokens, B * L = {total}, got {found}")
-    starts = torch.zeros(total, dtype=torch.bool)
-    starts[offsets[:-1].long()] = True
-    return starts.unflatten(0, shape)

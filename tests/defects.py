@@ -182,7 +182,7 @@ DEFECTS = [
     Defect("padding: last position instead of the last token", P + "inputs.py", "length - 1 - from_end]",
            "length - 1 - 0 * from_end]", "unit/test_padding unit/test_pooling"),
     Defect("packing: positions of padding begin texts", P + "packing.py",
-           "starts |= real & rises & (position_ids == 0)", "starts |= rises & (position_ids == 0)",
+           "starts = real & rises & (position_ids == 0)", "starts = rises & (position_ids == 0)",
            "unit/test_packing"),
     Defect("packing: documents begin with the padding before them", P + "packing.py",
            "    starts = real & (count_real(starts, real) == 1)\n", "", "unit/test_packing"),

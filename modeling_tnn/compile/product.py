@@ -131,12 +131,11 @@ def gradients_of(gradient, v, kernel, first: int, implementation: str, wanted: S
 @torch.library.custom_op(
     "modeling_tnn::document_starts",
     mutates_args=(),
-    schema="(Tensor tokens, Tensor? attention_mask, Tensor? position_ids, Tensor? seq_idx, Tensor? cu_seq_lens_q) "
-    "-> Tensor",
+    schema="(Tensor tokens, Tensor? attention_mask, Tensor position_ids) -> Tensor",
 )
-def document_starts(tokens, attention_mask, position_ids, seq_idx, cu_seq_lens_q):
+def document_starts(tokens, attention_mask, position_ids):
     """The `starts` of `packing.Documents`."""
-    return find_starts(tokens, mask_of_tokens(attention_mask, tokens), position_ids, seq_idx, cu_seq_lens_q)[0]
+    return find_starts(tokens, mask_of_tokens(attention_mask, tokens), position_ids)[0]
 
 
 @convolution.register_fake
@@ -150,7 +149,7 @@ def _(gradient, x, kernel, first, starts, implementation, wanted):
 
 
 @document_starts.register_fake
-def _(tokens, attention_mask, position_ids, seq_idx, cu_seq_lens_q):
+def _(tokens, attention_mask, position_ids):
     return torch.empty(tokens.shape[:2], dtype=torch.bool, device="cpu")
 
 
@@ -170,9 +169,9 @@ convolution.register_autograd(backward, setup_context=save)
 
 
 # If this module is imported again, the newest operators count: they are looked up by name.
-def recorded_starts(tokens, attention_mask, **boundaries) -> torch.Tensor:
+def recorded_starts(tokens, attention_mask, position_ids) -> torch.Tensor:
     """The `starts` of `packing.Documents` `(B, L)`, as one node of a graph."""
-    return torch.ops.modeling_tnn.document_starts(tokens.detach(), attention_mask, **boundaries)
+    return torch.ops.modeling_tnn.document_starts(tokens.detach(), attention_mask, position_ids)
 
 
 def recorded_convolution(v, kernel, first: int, starts: torch.Tensor | None, implementation: str) -> torch.Tensor:

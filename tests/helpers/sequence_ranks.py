@@ -35,12 +35,7 @@ def packed() -> dict[str, torch.Tensor]:
 
 
 def packed_and_padded() -> dict[str, torch.Tensor]:
-    numbers = [torch.repeat_interleave(torch.arange(3), torch.tensor(row)) for row in ([3, 15, 5], [8, 1, 14])]
-    return padding() | {"seq_idx": torch.stack(numbers)}
-
-
-def offsets() -> dict[str, torch.Tensor]:
-    return {"cu_seq_lens_q": torch.tensor([0, 5, 23, 40, 46], dtype=torch.int32)}
+    return padding() | packed()
 
 
 TEXTS = {"plain": dict, "padded": padding, "packed": packed, "packed and padded": packed_and_padded}
@@ -52,7 +47,6 @@ CASES = {
 }
 SINUSOIDAL = {"position_embedding": "sinusoidal", "gtu_norm": True, "norm_type": "layernorm"}
 CASES |= {f"sinusoidal {text}": ("rpe", True, SINUSOIDAL, given) for text, given in TEXTS.items()}
-CASES |= {"offsets": ("rpe", True, {}, offsets)}
 CASES |= {"uneven channels": ("rtf", False, {"gtu_expansion": 1.72, "rtf_num_denominators": 1}, padding)}
 CASES |= {"decays": ("rpe", True, {"learnable_decay": True, "norm_position": "post", "use_glu": False}, dict)}
 CASES |= {"eager": ("fd", False, {"tno_implementation": "eager"}, padding)}

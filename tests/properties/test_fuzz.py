@@ -104,8 +104,6 @@ def forward_arguments(draw, head):
         arguments["inputs_embeds"] = arguments["inputs_embeds"].float()
     if head is not TnnForSequencePairClassification:
         arguments["position_ids"] = draw(optional(tensors(many, row, high=4)))
-        arguments["seq_idx"] = draw(optional(tensors(many, row, high=2)))
-        arguments["cu_seq_lens_q"] = draw(optional(st.one_of(tensors((3,)), st.just(torch.tensor([0, length])))))
         arguments["use_cache"] = draw(st.sampled_from([None, True, False, False, "yes"]))
     if head in (TnnModel, TnnForCausalLM, TnnForSequenceClassification):
         arguments["past_key_values"] = draw(optional(no_tensors)) if draw(st.integers(0, 5)) == 0 else None

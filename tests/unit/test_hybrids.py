@@ -33,11 +33,7 @@ def exhaustive(*values):
 GRAPHS = [("full", True, True), *exhaustive(*itertools.product(HYBRIDS, DIRECTIONS, [False, True]))]
 IDS = torch.arange(80).view(2, 40) % 90 + 5
 STARTS = (0, 7, 16, 17)
-BOUNDARIES = {
-    "position_ids": torch.cat([torch.arange(n) for n in (7, 9, 1, 23)]).expand(2, 40),
-    "seq_idx": torch.repeat_interleave(torch.arange(4), torch.tensor([7, 9, 1, 23])).expand(2, 40),
-    "cu_seq_lens_q": torch.tensor([0, 7, 16, 17, 40, 47, 56, 57, 80], dtype=torch.int32),
-}
+POSITIONS = torch.cat([torch.arange(n) for n in (7, 9, 1, 23)]).expand(2, 40)
 
 
 def language_model(name, causal=True, **fields):
@@ -57,14 +53,13 @@ def assert_same(found, expected, tolerance=5e-6):
 
 @EVERY_HYBRID
 @EVERY_DIRECTION
-@pytest.mark.parametrize("boundary", BOUNDARIES)
-def test_packed_documents_are_alone(name, causal, boundary):
+def test_packed_documents_are_alone(name, causal):
     model = language_model(name, causal)
     ends = (*STARTS[1:], 40)
     pieces = [model(IDS[:, start:end]).logits for start, end in zip(STARTS, ends, strict=True)]
     expected = torch.cat(pieces, dim=1)
     gradients = torch.autograd.grad(expected.square().mean(), list(model.parameters()))
-    assert_same(results(model, model, **{boundary: BOUNDARIES[boundary]}), [expected, *gradients])
+    assert_same(results(model, model, position_ids=POSITIONS), [expected, *gradients])
     assert relative_error(model(IDS).logits, expected) > 1e-3
 
 
@@ -77,7 +72,7 @@ def test_packed_rows_in_one_graph(name, causal, masked):
     call, mask = torch.compile(model, backend=backend, fullgraph=True), torch.ones_like(IDS)
     mask[0, :3] = mask[1, 11:13] = mask[1, 35:] = 0
     real = mask.bool() if masked else torch.ones_like(IDS).bool()
-    for positions in (BOUNDARIES["position_ids"] + 0, torch.arange(40).expand(2, 40) % 16):
+    for positions in (POSITIONS + 0, torch.arange(40).expand(2, 40) % 16):
         given = {"position_ids": positions} | ({"attention_mask": mask} if masked else {})
         found, expected = (one(input_ids=IDS, **given).logits[real] for one in (call, model))
         parts = (torch.autograd.grad(y.square().mean(), list(model.parameters())) for y in (found, expected))

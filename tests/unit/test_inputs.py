@@ -131,7 +131,7 @@ def test_a_mask_for_all_rows():
         model = seeded(head, tiny_config(causal=causal, position_embedding="sinusoidal"))
         expected = model(ids, attention_mask=mask[:1].expand(2, -1)).logits
         assert torch.equal(model(ids, attention_mask=mask[:1]).logits, expected)
-    packed = {"seq_idx": torch.arange(11)[None] // 6}
+    packed = {"position_ids": torch.arange(11)[None] % 6}
     model = seeded(TnnModel, tiny_config())
     expected = model(ids, attention_mask=mask[:1].expand(2, -1), **packed).last_hidden_state
     assert torch.equal(model(ids, attention_mask=mask[:1], **packed).last_hidden_state, expected)

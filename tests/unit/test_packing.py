@@ -38,12 +38,7 @@ def flattened(lengths=LENGTHS, **options) -> dict[str, torch.Tensor]:
     return collator([{"input_ids": text.tolist()} for text in texts(lengths)])
 
 
-WAYS = {
-    "position_ids": {},
-    "seq_idx": {"return_position_ids": False, "return_seq_idx": True},
-    "offsets": {"return_position_ids": False, "return_flash_attn_kwargs": True},
-    "all": {"return_seq_idx": True, "return_flash_attn_kwargs": True},
-}
+WAYS = {"position_ids": {}, "all": {"return_seq_idx": True, "return_flash_attn_kwargs": True}}
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -96,17 +91,14 @@ def test_gradients_of_parameters(causal):
         assert relative_error(parameter.grad, expected[name]) < 1e-9, name
 
 
-@pytest.mark.parametrize("way", ["position_ids", "seq_idx"])
 @pytest.mark.parametrize("tno_type", ["rpe", "ski"])
-def test_rows_of_several_documents_with_padding(tno_type, way):
+def test_rows_of_several_documents_with_padding(tno_type):
     """Two rows that differ in their documents; padding between and behind them, and in one before its first token."""
     model = seeded(TnnModel, tiny_config(tno_type, causal=False))
     ids = torch.randint(99, (2, 12))
-    seq_idx = torch.tensor([[0] * 3 + [1] * 2 + [2] * 7, [4] * 7 + [5] * 5])
     position_ids = torch.tensor([[4, 5, 6, 0, 1, 0, 1, 2, 0, 0, 0, 0], [0, 0, 0, 1, 2, 3, 4, 0, 0, 0, 1, 2]])
     mask = torch.tensor([[1] * 8 + [0] * 4, [0, 0, 1, 1, 1, 1, 1, 0, 0, 1, 1, 1]])
-    boundary = position_ids if way == "position_ids" else seq_idx
-    hidden = model(ids, attention_mask=mask, **{way: boundary}).last_hidden_state
+    hidden = model(ids, attention_mask=mask, position_ids=position_ids).last_hidden_state
     for row, start, end in ((0, 0, 3), (0, 3, 5), (0, 5, 8), (1, 2, 7), (1, 9, 12)):
         alone = model(ids[row : row + 1, start:end]).last_hidden_state[0]
         assert relative_error(hidden[row, start:end], alone) < 5e-6
@@ -126,7 +118,7 @@ def test_rows_of_several_documents_with_padding(tno_type, way):
 )
 def test_ordinary_positions_mean_nothing(position_ids, mask):
     ids = torch.randint(99, (2, 12))
-    assert documents_of(ids, mask, {"position_ids": position_ids}) is None
+    assert documents_of(ids, mask, position_ids) is None
     model = seeded(TnnForCausalLM, tiny_config())
     assert torch.equal(
         model(ids, attention_mask=mask, position_ids=position_ids).logits, model(ids, attention_mask=mask).logits
@@ -135,7 +127,7 @@ def test_ordinary_positions_mean_nothing(position_ids, mask):
 
 def test_padding_is_less_than_half():
     positions = torch.cat([torch.arange(n) for n in (600, *[3, 4, 3] * 10)])[None]
-    documents = documents_of(torch.zeros(1, 700), None, {"position_ids": positions})
+    documents = documents_of(torch.zeros(1, 700), None, positions)
     inside = documents.batches.inside
     assert inside.numel() < 2 * 700 and inside.sum() == 700
 
@@ -182,12 +174,10 @@ RESTART = torch.tensor([[0, 1, 0, 1]])
         ({"position_ids": RESTART, "use_cache": True}, "must be one document when a cache is used"),
         (
             {"position_ids": torch.arange(5)[None]},
-            r"`position_ids` must have shape \(B, L\) = \(1, 4\) or \(1, L\), got \(1, 5\)",
+            r"`position_ids` must have shape \(B, L\) or \(1, L\) = \(1, 4\), got \(1, 5\)",
         ),
         ({"position_ids": torch.zeros(3, 1, 4).long()}, r"`position_ids` must have shape .*, got \(3, 1, 4\)"),
-        ({"seq_idx": torch.zeros(2, 4).long()}, r"`seq_idx` must have shape .*, got \(2, 4\)"),
-        ({"cu_seq_lens_q": torch.tensor([0, 2, 5])}, r"`cu_seq_lens_q` must grow from 0 .* = 4, got \[0, 2, 5\]"),
-        ({"cu_seq_lens_q": torch.tensor([0, 2, 2, 4])}, "must grow"),
+        ({"seq_idx": torch.zeros(1, 4).long()}, "`position_ids` must be given with `seq_idx`"),
         (
             {"position_ids": RESTART, "attention_mask": torch.ones(1, 3)},
             r"`attention_mask` must have shape .*, got \(1, 3\)",
@@ -224,11 +214,7 @@ IDS = torch.arange(80).view(2, 40) % 90 + 5
 # Padding before, inside and after documents.
 MASK = torch.ones(2, 40, dtype=torch.long)
 MASK[0, :3] = MASK[1, 16:18] = MASK[1, 30:] = 0
-BOUNDARIES = {
-    "position_ids": torch.arange(40).expand(2, 40) % 16,
-    "seq_idx": torch.arange(40).expand(2, 40) // 16,
-    "cu_seq_lens_q": torch.tensor([0, 16, 32, 40, 56, 72, 80], dtype=torch.int32),
-}
+POSITIONS = torch.arange(40).expand(2, 40) % 16
 
 
 def compiled(model, fullgraph: bool = True, **options):
@@ -258,7 +244,7 @@ def assert_same(actual, expected, tolerance=3e-6):
 def test_one_graph(tno_type, causal, masked):
     """Two layers; SKI has two products in each."""
     model = language_model(tno_type, causal, position_embedding="sinusoidal" if masked else None)
-    inputs = {"position_ids": BOUNDARIES["position_ids"]} | ({"attention_mask": MASK} if masked else {})
+    inputs = {"position_ids": POSITIONS} | ({"attention_mask": MASK} if masked else {})
     call, backend = compiled(model)
     assert_same(results(call, model, **inputs), results(model, model, **inputs))
     (graph,) = backend.graphs
@@ -289,16 +275,13 @@ def test_short_documents_of_cubic_ski(size):
 
 
 def test_one_graph_for_all_documents():
-    """Also for rows of one document; and each of the ways to mark documents gives the same."""
+    """Also for rows of one document."""
     model = language_model()
     call, backend = compiled(model)
     for length in (16, 7, 1, 40, 25):
         inputs = {"position_ids": torch.arange(40).expand(2, 40) % length}
         assert_same(results(call, model, **inputs), results(model, model, **inputs))
     assert len(backend.graphs) == 1
-    expected = model(IDS, position_ids=BOUNDARIES["position_ids"]).logits
-    for name, boundary in BOUNDARIES.items():
-        torch.testing.assert_close(call(input_ids=IDS, **{name: boundary}).logits, expected)
 
 
 @pytest.mark.slow
@@ -318,12 +301,12 @@ def test_no_document_sees_another(tno_type):
     model = language_model(tno_type, causal=False)
     embeddings = model.get_input_embeddings()(IDS).detach()
     embeddings[:, 16:32] = torch.nan
-    logits = compiled(model)[0](inputs_embeds=embeddings, position_ids=BOUNDARIES["position_ids"]).logits
+    logits = compiled(model)[0](inputs_embeds=embeddings, position_ids=POSITIONS).logits
     assert logits[:, :16].isfinite().all() and logits[:, 32:].isfinite().all() and logits[:, 16:32].isnan().all()
 
 
 def test_hidden_states_and_checkpointed_activations():
-    model, positions = language_model(), BOUNDARIES["position_ids"]
+    model, positions = language_model(), POSITIONS
     expected = results(model, model, position_ids=positions)
     checkpoint_activations(model)
     assert_same(results(compiled(model)[0], model, position_ids=positions), expected)
@@ -337,10 +320,10 @@ def test_hidden_states_and_checkpointed_activations():
 
 def test_wrong_boundaries():
     call, _ = compiled(language_model())
-    with pytest.raises(ValueError, match="must grow from 0 to the number of tokens, B \\* L = 80, got"):
-        call(input_ids=IDS, cu_seq_lens_q=torch.tensor([0, 40]))
-    with pytest.raises(Exception, match="`seq_idx` must hold torch.int64 or torch.int32, got torch.float32"):
-        call(input_ids=IDS, seq_idx=torch.zeros(2, 40))
+    with pytest.raises(ValueError, match="`position_ids` must have shape .*, got .2, 39."):
+        call(input_ids=IDS, position_ids=POSITIONS[:, 1:])
+    with pytest.raises(Exception, match="`position_ids` must hold torch.int64 or torch.int32, got torch.float32"):
+        call(input_ids=IDS, position_ids=torch.zeros(2, 40))
 
 
 def test_operators_that_need_the_documents_on_the_host():
@@ -359,7 +342,7 @@ def test_operators_that_need_the_documents_on_the_host():
 def test_one_graph_of_other_models(fields):
     """PyTorch's own operations outside of it; a norm over the tokens of all documents."""
     model = language_model(**fields)
-    inputs = {"position_ids": BOUNDARIES["position_ids"]}
+    inputs = {"position_ids": POSITIONS}
     call, backend = compiled(model)
     # The gradient of a bias before a batch norm is rounding: the errors are relative to the largest gradient.
     logits, *gradients = zip(results(call, model, **inputs), results(model, model, **inputs), strict=True)
@@ -372,7 +355,7 @@ def test_one_graph_of_other_models(fields):
 def test_a_cache_splits_the_graph():
     model = language_model(use_cache=True).eval()
     call, _ = compiled(model, fullgraph=False)
-    inputs = {"position_ids": BOUNDARIES["position_ids"]}
+    inputs = {"position_ids": POSITIONS}
     assert_same(results(call, model, **inputs), results(model, model, **inputs))
     assert call(input_ids=IDS, position_ids=torch.arange(40)[None]).past_key_values.get_seq_length() == 40
 
