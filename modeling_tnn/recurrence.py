@@ -12,13 +12,8 @@ Inference", 2024; Agarwal et al., "FutureFill", 2024). With H = b there are no t
 Kernels that never end (no decay) use a long horizon: their cost per token is nearly constant, but their state grows.
 Layers start their blocks at different times, so that their transforms do not all happen at the same token.
 
-Without gradients the state after a long prompt is made at once and the inputs are freed: they take gigabytes at
-100,000 tokens. The inputs of a prompt that is not much larger than its state are kept and, where the state takes time
-to make, those of longer ones too (see `Recurrence.is_early`).
-
-The first call, which fills the state, has the gradients of a pass without a cache. A state is a constant, so a
-backward pass through a later call raises an error. After a change of the weights start with an empty cache:
-an old one, which is not refused, continues with a mixture of both.
+The first call has the gradients of a pass without a cache. A state is a constant, so a backward pass through a later
+call raises an error. After a change of the weights start with an empty cache: an old one continues with a mixture.
 """
 
 import contextlib
@@ -38,26 +33,19 @@ from .toeplitz_fused import NO_GATE, Gate
 
 # (horizon, base tile) for kernels up to this many taps, and for longer ones.
 SHORT_KERNEL = 4096
-
 SHORT_BLOCKS = (128, 128)
-
 LONG_BLOCKS = (2048, 64)
 
 # What the inputs before the last H tokens add to the next block of a short kernel is computed during the last block,
-# for a part of the channels at a time, so that no token takes much longer than the others. So many parts make a block.
+# in this number of groups of channels, so that no token takes much longer than the others.
 PARTS = 32
 
 # On the CPU channels are transformed in groups of about this many numbers, so that temporaries stay in the cache.
 GROUP = 2**18
 
-# A recurrence reads a prompt in pieces of this many tokens, so that its temporaries do not grow with the prompt. Up to
-# LONG_PROMPT tokens the inputs are kept: a state takes time to make, and most passes are never continued.
+# A prompt is read in chunks of PIECE tokens, so that temporaries do not grow with it. Up to LONG_PROMPT tokens the
+# inputs are kept where the state takes time to make: most passes are never continued.
 PIECE, LONG_PROMPT = 1024, 16384
-
-NO_GRADIENTS = (
-    "A sequence that continues a cache has no gradients, because the cache is a constant. Run the whole sequence "
-    "through an empty cache or without a cache, or decode under torch.no_grad()."
-)
 
 
 class DivergenceError(ValueError):
@@ -73,7 +61,10 @@ class Constant(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor):
-        raise RuntimeError(NO_GRADIENTS)
+        raise RuntimeError(
+            "A sequence that continues a cache has no gradients, because the cache is a constant. Run the whole "
+            "sequence through an empty cache or without a cache, or decode under torch.no_grad()."
+        )
 
 
 def refuse_backward(y: torch.Tensor, sources: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -82,15 +73,10 @@ def refuse_backward(y: torch.Tensor, sources: Iterable[torch.Tensor]) -> torch.T
 
 
 class Prompt(NamedTuple):
-    """The inputs of the first call of an operator, detached. `Recurrence.prefill` reads them when decoding starts.
+    """The inputs of the first call of an operator, detached. `Recurrence.prefill` reads them when decoding starts."""
 
-    Attributes:
-        v: `(B, L, D)`, before the gate.
-        gate: the gate of the GTU, without `u`.
-    """
-
-    v: torch.Tensor
-    gate: Gate = NO_GATE
+    v: torch.Tensor  # (B, L, D), before the gate
+    gate: Gate = NO_GATE  # that of the GTU, without `u`
 
     def inputs(self) -> torch.Tensor:
         """The inputs of the operator, `(B, L, D)`."""
@@ -128,24 +114,15 @@ class DecodingState:
     Each history also holds 64 older values, so that `crop` can remove the newest ones; after a chunk or a prompt of S
     tokens S of them, up to 1,024, and in assisted decoding 1,024. A float64 model has float64 states; bfloat16 and
     float16 models have the dtypes of the table.
-
-    Attributes:
-        recurrence: the algorithm that reads and writes the state; None before the first token.
-        prompt: the inputs of the first call, until the state is made. Then there is no history.
-        history: the newest values of the sequences, `(B, D, C)`.
-        tensors: further tensors by name.
-        counters: integers that belong to them.
-        length: number of tokens seen.
-        slack: number of newest tokens that can be removed at any time.
     """
 
-    recurrence: "Recurrence | None" = None
-    prompt: Prompt | None = None
-    history: HistoryBuffer | None = None
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    counters: dict[str, int] = field(default_factory=dict)
-    length: int = 0
-    slack: int = SLACK
+    recurrence: "Recurrence | None" = None  # reads and writes the state; None before the first token
+    prompt: Prompt | None = None  # the inputs of the first call, until the state is made
+    history: HistoryBuffer | None = None  # the newest values of the sequences, (B, D, C), from then on
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # further ones by name
+    counters: dict[str, int] = field(default_factory=dict)  # integers that belong to them
+    length: int = 0  # number of tokens seen
+    slack: int = SLACK  # number of newest tokens that can be removed at any time
 
     def __getstate__(self) -> dict:
         """The state without the activation of the gate."""
@@ -187,11 +164,7 @@ class DecodingState:
 def decode(state: DecodingState, operator, v: torch.Tensor, gate: Gate, product: Callable) -> torch.Tensor:
     """The gated outputs of `operator` for `v` `(B, L, D)`, which continues the sequences of `state`.
 
-    Args:
-        product: computes the outputs of the first call, without arguments.
-
-    Raises:
-        ValueError: `v` has another number of sequences.
+    `product()` computes the outputs of the first call.
     """
     if state.recurrence is None:
         state.recurrence = operator.recurrence()
@@ -209,11 +182,7 @@ def decode(state: DecodingState, operator, v: torch.Tensor, gate: Gate, product:
 
 
 def check_rows(held: int, given: int):
-    """Check that the input has as many rows as the cache.
-
-    Raises:
-        ValueError: it has not.
-    """
+    """Raise a ValueError if the input has not as many rows as the cache."""
     if held != given:
         raise ValueError(
             f"The input must have {held} sequences, as `past_key_values` has, got {given}. Call "
@@ -224,8 +193,7 @@ def check_rows(held: int, given: int):
 def keep(state: DecodingState, prompt: Prompt):
     """Make the state after the inputs of the first call or, if it may not be needed, keep the inputs.
 
-    While training, few passes are continued, and autograd keeps the inputs anyway. A traced graph would record
-    how the state of one length is made.
+    While training, autograd keeps the inputs anyway. A traced graph would record how the state of one length is made.
     """
     state.prompt = prompt
     if not torch.is_grad_enabled() and not must_be_eager() and state.recurrence.is_early(prompt):
@@ -262,7 +230,13 @@ def advance(state: DecodingState, v: torch.Tensor) -> torch.Tensor:
 
 
 class Recurrence:
-    """Base class of the decoding algorithms. They advance a `DecodingState`, all its sequences at once.
+    """Base class of the decoding algorithms. They advance a `DecodingState`, all its sequences at once, by
+
+        prefill(state, prompt)   make the state after the first inputs; a DivergenceError leaves it as it was
+        step(state, x)           the output for one token, (B, D, 1) to (B, D, 1)
+        chunk(state, x)          the outputs for several tokens, (B, D, L) to (B, D, L)
+        max_crop(state)          the number of newest tokens that can be removed
+        crop(state, count)       return to the state `count` tokens ago; `state.length` still counts them
 
     Attributes:
         operator: the causal operator that it decodes, or None after unpickling, which restores only the settings.
@@ -284,36 +258,10 @@ class Recurrence:
         return v.transpose(1, 2).to(compute_dtype(v.dtype))
 
     def is_early(self, prompt: Prompt) -> bool:
-        """Whether a pass without gradients makes the state after its `prompt` at once, so that the inputs are freed.
-
-        Otherwise the inputs are kept, and the state is made when the text is continued. That is better if the state is
-        not much smaller, or takes much time to make: most passes are never continued.
+        """Whether a pass without gradients makes the state at once, to free the inputs: they take gigabytes at 100,000
+        tokens. If the state is not much smaller, or takes time to make, it is made when the sequence is continued.
         """
         return False
-
-    def prefill(self, state: DecodingState, prompt: Prompt):
-        """Make the state after the first inputs.
-
-        Raises:
-            DivergenceError: the state cannot be computed. `state` has not changed.
-        """
-        raise NotImplementedError
-
-    def step(self, state: DecodingState, x: torch.Tensor) -> torch.Tensor:
-        """The output for one token, `(B, D, 1)` to `(B, D, 1)`. It changes `state`."""
-        raise NotImplementedError
-
-    def chunk(self, state: DecodingState, x: torch.Tensor) -> torch.Tensor:
-        """The outputs for several tokens, `(B, D, L)` to `(B, D, L)`. It changes `state`."""
-        raise NotImplementedError
-
-    def max_crop(self, state: DecodingState) -> int:
-        """The number of newest tokens that can be removed."""
-        raise NotImplementedError
-
-    def crop(self, state: DecodingState, count: int):
-        """Return to the state `count` tokens ago. `state.length` still counts them."""
-        raise NotImplementedError
 
 
 class FilterRecurrence(Recurrence):
@@ -346,7 +294,7 @@ class FilterRecurrence(Recurrence):
         return {}
 
     def is_early(self, prompt: Prompt) -> bool:
-        return 2 * self._needed(prompt) <= prompt.length  # else the copy takes time and frees little
+        return 2 * self._needed(prompt) <= prompt.length
 
     def prefill(self, state: DecodingState, prompt: Prompt):
         prompt = prompt.last(self._needed(prompt))
@@ -419,9 +367,7 @@ class FilterRecurrence(Recurrence):
 
     def _needed(self, prompt: Prompt) -> int:
         """The number of newest inputs that the state after a prompt depends on."""
-        if self.taps is None:
-            return prompt.length
-        return min(prompt.length, self.taps - 1 + slack_after(prompt.length))
+        return prompt.length if self.taps is None else min(prompt.length, self.taps - 1 + slack_after(prompt.length))
 
     def past(self, state: DecodingState) -> torch.Tensor:
         """The past inputs that the next outputs depend on, `(B, D, P)`."""
@@ -438,24 +384,20 @@ class FilterRecurrence(Recurrence):
             if finished is None:
                 state.counters["ahead"] = 0
             self.look_ahead(state, like.shape[1], 0)
-            recent = self._padded(state.history.last(self.horizon), self.horizon)
-            future = state.tensors["ahead"]
+            recent, future = state.history.last(self.horizon), state.tensors["ahead"]
             self._continue(recent, self.horizon, self.horizon, keep=True, into=future)
-            state.tensors["future"] = future
-            state.tensors["ahead"] = torch.empty_like(future) if finished is None else finished
+            state.tensors |= {"future": future, "ahead": torch.empty_like(future) if finished is None else finished}
             state.counters["ahead"] = 0
         else:
             past = self.past(state)
-            if self.short:  # one transform length for all fills
-                past = self._padded(past, self.taps - 1)
-            state.tensors["future"] = self._continue(past, past.shape[-1], self.horizon, self.short)  # (B, D, H)
+            start = self.taps - 1 if self.short else past.shape[-1]  # one transform length for all fills
+            state.tensors["future"] = self._continue(past, start, self.horizon, self.short)  # (B, D, H)
         state.counters["position"] = 0
 
     def look_ahead(self, state: DecodingState, until: int, remaining: int):
         """Compute what the inputs before the last H add to the next block, for the channels before `until`.
 
-        Args:
-            remaining: number of tokens before the next block.
+        `remaining` tokens come before that block.
         """
         done = state.counters["ahead"]
         if "ahead" not in state.tensors:
@@ -468,12 +410,8 @@ class FilterRecurrence(Recurrence):
             ahead = state.tensors["ahead"][:, done:until].zero_()
             if past.shape[-1]:  # transforms of few lengths, which are short for a short text
                 size = min(reach, max(self.horizon, 1 << (past.shape[-1] - 1).bit_length()))
-                past = self._padded(past, size)
                 self._continue(past, size, self.horizon, keep=True, skip=self.horizon, first=done, into=ahead)
             state.counters["ahead"] = until
-
-    def _padded(self, x: torch.Tensor, length: int) -> torch.Tensor:
-        return pad(x, (length - x.shape[-1], 0))
 
     def pass_on_tile(self, state: DecodingState, tile: int):
         """Add the newest `tile` inputs to as many outputs after them, as far as the block goes."""
@@ -484,27 +422,21 @@ class FilterRecurrence(Recurrence):
         state.tensors["future"][..., position:until] += added[..., : until - position]
         state.counters["tiles"] = position  # tiles before this position have been passed on
 
-    def _continue(
-        self,
-        x: torch.Tensor,
-        start: int,
-        count: int,
-        keep: bool = False,
-        skip: int = 0,
-        first: int = 0,
-        into: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Outputs `start .. start + count - 1` of the kernel applied to `x` `(B, D, S)` and zeros after it.
+    def _continue(self, x: torch.Tensor, start: int, count: int, keep=False, skip=0, first=0, into=None):
+        """Outputs `start .. start + count - 1` of the kernel for `x` `(B, D, S)` and zeros after it, `(B, D, count)`.
 
-        The linear convolution ends at S + start + count. With a transform of at least S + count entries, the part that
-        wraps around ends below `start`. So entries of the circular convolution before `start` are wrong, and the
-        others are correct. With `keep` the spectrum is kept for later calls with the same sizes.
+        Before an `x` shorter than `start` stand zeros. The linear convolution ends at S + start + count. With a
+        transform of at least S + count entries, the part that wraps around ends below `start`. So entries of the
+        circular convolution before `start` are wrong, and the others are correct.
 
         Args:
-            skip: the kernel begins with this tap, as if so many zeros stood between `x` and the outputs.
+            keep: store the spectrum for later calls with the same sizes.
+            skip: the kernel begins with this tap, as if this number of zeros stood between `x` and the outputs.
             first: `x` holds channels from this one on.
             into: a tensor that the outputs are added to, and that is returned.
         """
+        if x.shape[-1] < start:
+            x = pad(x, (start - x.shape[-1], 0))
         into = x.new_zeros(*x.shape[:-1], count) if into is None else into
         if x.shape[0] == 0:
             return into  # MKL refuses transforms of empty tensors

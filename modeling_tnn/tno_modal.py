@@ -18,7 +18,6 @@ from functools import cached_property
 
 import torch
 from torch import nn
-from torch.nn.functional import pad
 from transformers import initialization as init
 
 from .configuration_tnn import DIRECTIONS
@@ -102,9 +101,8 @@ class ModalRecurrence(FilterRecurrence):
         longest = self.window + state.history.slack
         self.advance_memory(state, self.past(state), state.length - longest)
         past = self.past(state)
-        padded = pad(past, (max(0, longest - past.shape[-1]), 0))  # one transform length for all fills
-        keep = padded.shape[-1] == longest
-        near = self._continue(padded, padded.shape[-1], BLOCK, keep)
+        start = max(longest, past.shape[-1])  # one transform length for most fills
+        near = self._continue(past, start, BLOCK, keep=start == longest)
         state.tensors["future"] = near + self._from_memory(state, BLOCK)
         state.counters["position"] = 0
 

@@ -49,28 +49,23 @@ class ModalStep(nn.Module):
     def __init__(self, operator: ToeplitzOperator):
         super().__init__()
         head = operator.coefficients(operator.window).detach().flip(1)  # (D, w), for lags w-1 .. 0
-        dtype = head.dtype
         self.register_buffer("head", head)
         poles = operator.powers(torch.ones(1, device=head.device))[..., 0].detach()  # (Q,) or (D, Q)
         residues = operator.complex_residues().detach()  # (D, Q)
         for name, part in {"poles": poles, "residues": residues}.items():
-            self.register_buffer(f"{name}_real", part.real.to(dtype))
-            self.register_buffer(f"{name}_imag", part.imag.to(dtype))
+            self.register_buffer(f"{name}_real", part.real.to(head.dtype))
+            self.register_buffer(f"{name}_imag", part.imag.to(head.dtype))
 
     def empty(self, rows: int) -> list[torch.Tensor]:
-        """The states before the first token of `rows` sequences."""
+        """As for `RtfStep`."""
         memory = self.residues_real.new_zeros(rows, *self.residues_real.shape)
         return [self.head.new_zeros(rows, *self.head.shape), memory, memory.clone()]
 
-    def forward(
-        self, v: torch.Tensor, past: torch.Tensor, real: torch.Tensor, imag: torch.Tensor
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The output `(B, D)` for the input `(B, D)`, and the states after it."""
+    def forward(self, v: torch.Tensor, past, real, imag) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """As for `RtfStep`."""
         oldest, past = past[..., :1], torch.cat([past[..., 1:], v.to(past.dtype)[..., None]], dim=-1)
-        real, imag = (
-            real * self.poles_real - imag * self.poles_imag + oldest,
-            real * self.poles_imag + imag * self.poles_real,
-        )
+        turned = real * self.poles_imag + imag * self.poles_real
+        real, imag = real * self.poles_real - imag * self.poles_imag + oldest, turned
         y = (past * self.head).sum(-1) + (real * self.residues_real - imag * self.residues_imag).sum(-1)
         return y, [past, real, imag]
 
@@ -79,12 +74,7 @@ STEPS = {"rtf": RtfStep, "s4d": ModalStep, "modal": ModalStep}
 
 
 class StepCache:
-    """The states of one step, in the place of a cache. Each layer replaces its own.
-
-    Args:
-        steps: the step of each layer.
-        states: the states of each layer before the token.
-    """
+    """The states of each layer in one step, in the place of a cache. Each layer replaces its own."""
 
     is_ready = True  # the pass is a step of fixed shape, see `compile/static_cache.py`
 
@@ -105,11 +95,8 @@ class DecodingStep(nn.Module):
     It holds copies of the coefficients: build it again after training. A prompt is read token by token.
 
     Args:
-        model: a `TnnForCausalLM` with `tno_type` "rtf", "s4d" or "modal", such as `to_recurrent` makes; it is put
-            into evaluation mode.
-
-    Raises:
-        ValueError: the model has other operators, attention, Hyena mixers, or positions.
+        model: a `TnnForCausalLM` with `tno_type` "rtf", "s4d" or "modal", such as `to_recurrent` makes, without
+            attention, Hyena mixers and positions; it is put into evaluation mode.
 
     Example:
         step = DecodingStep(model)
@@ -120,19 +107,10 @@ class DecodingStep(nn.Module):
     def __init__(self, model: nn.Module):
         super().__init__()
         config = model.config
-        if config.tno_type not in STEPS:
-            raise ValueError(f"`tno_type` must be one of {', '.join(STEPS)} for one step, got {config.tno_type!r}")
-        if {*config.layer_types} != {TOEPLITZ}:
-            raise ValueError(
-                f"`layer_types` must be {TOEPLITZ!r} in all layers for one step, got {config.layer_types}"
-            )
-        if config.toeplitz_mixer == HYENA:
-            raise ValueError(
-                "`toeplitz_mixer` must be 'gtu' or 's4' for one step, which has no state of short convolutions, got "
-                f"{config.toeplitz_mixer!r}"
-            )
-        if config.position_embedding == "sinusoidal":
-            raise ValueError("`position_embedding` must be None for one step, which has no position, got 'sinusoidal'")
+        config.require("tno_type", config.tno_type in STEPS, f"one of {', '.join(STEPS)} for one step")
+        config.require("layer_types", {*config.layer_types} == {TOEPLITZ}, f"{TOEPLITZ!r} in all layers for one step")
+        config.require("toeplitz_mixer", config.toeplitz_mixer != HYENA, "'gtu' or 's4' for one step")
+        config.require("position_embedding", config.position_embedding is None, "None for one step")
         self.model = model.eval()
         self.steps = nn.ModuleList(STEPS[config.tno_type](layer.mixer.tno) for layer in model.model.layers)
 

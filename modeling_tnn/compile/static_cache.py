@@ -8,14 +8,12 @@ B batch, D channels, C places of the history, H tokens of a block. A step reads 
 
 Python's counters choose transforms, blocks and places, and a graph that reads them would hold for one token. So
 `prepare_step` does before each step what depends on them: it fills a block that begins, makes room for a value, counts
-the token, and writes the cursor. `generate` calls it in `prepare_inputs_for_generation`, outside of the graph. The
-state is that of `TnnCacheLayer`. A step that is not compiled takes the count back and goes the usual way, which reads
-less.
+the token, and writes the cursor. `generate` calls it in `prepare_inputs_for_generation`, outside of the graph. A step
+that is not compiled takes the count back and goes the usual way, which reads less.
 
-A CUDA graph reads and writes at the addresses that it was recorded with, and is recorded again for others. So the
-tensors that a step reads have places that stay the same, from token to token and from text to text. They belong to the
-operator, and hold the text that took the last step; the memory of the last text stays in use. The other inputs of a
-step are small and copied into the graph. They have the same strides for every token.
+A CUDA graph is recorded again for other addresses. So the tensors that a step reads have places that stay the same,
+from token to token and from sequence to sequence. They belong to the operator, and hold the sequence of the last step.
+The other inputs of a step are copied into the graph. They have the same strides for every token.
 """
 
 import contextlib
@@ -45,10 +43,7 @@ FIXED_BASE = 16
 
 
 class Places(threading.local):
-    """The tensors that compiled steps of an operator read, by name, and the state that they hold.
-
-    Each thread has its own, as it has its own CUDA graphs.
-    """
+    """The tensors that compiled steps of an operator read, by name, in each thread, which has its own CUDA graphs."""
 
     def __init__(self):
         self.tensors: dict[str, torch.Tensor] = {}
@@ -65,7 +60,7 @@ class Places(threading.local):
         self.holds = weakref.ref(state)
 
     def put(self, name: str, fresh: torch.Tensor) -> torch.Tensor:
-        """`fresh`, copied to the place of that name if it fits there, else in a place of its own."""
+        """`fresh`, copied to the place of that name, or as the new one if it does not fit there."""
         place = self.tensors.get(name)
         if place is fresh:
             return place
@@ -81,21 +76,13 @@ PLACES: weakref.WeakKeyDictionary[nn.Module, Places] = weakref.WeakKeyDictionary
 
 @dataclass(eq=False)
 class FixedState(DecodingState):
-    """A state in tensors whose shapes and addresses stay the same from token to token.
+    """A state in tensors whose shapes and addresses stay the same from token to token."""
 
-    Attributes:
-        is_ready: whether `prepare` has been called for the next token.
-        before: the place and the number of values of the history without that token.
-        cursor: see above.
-        constants: what a step reads of the operator, in their places.
-        computed: the tensors that `constants` were copied from.
-    """
-
-    is_ready: bool = False
-    before: tuple[int, int] = (0, 0)
-    cursor: torch.Tensor | None = None
-    constants: tuple[torch.Tensor, ...] | None = None
-    computed: tuple[torch.Tensor, ...] | None = None
+    is_ready: bool = False  # whether `prepare` has been called for the next token
+    before: tuple | None = None  # place and number of values of the history, length and counters without that token
+    cursor: torch.Tensor | None = None  # see above
+    constants: tuple[torch.Tensor, ...] | None = None  # what a step reads of the operator, in their places
+    computed: tuple[torch.Tensor, ...] | None = None  # the tensors that `constants` were copied from
 
     def __getstate__(self) -> dict:
         """The state without what `prepare` makes again."""
@@ -103,13 +90,9 @@ class FixedState(DecodingState):
         return super().__getstate__() | dict.fromkeys(("cursor", "constants", "computed"))
 
     def prepare(self, operator, max_cache_len: int | None) -> tuple[int, int]:
-        """Do what the next step needs besides tensor operations, and count its token.
+        """Do what the next step needs besides tensor operations, and count its token. Return slot and position.
 
-        Args:
-            max_cache_len: number of tokens of the whole text, which bounds the places for a long kernel.
-
-        Returns:
-            The slot and the position of `cursor`.
+        `max_cache_len` is the number of tokens of the whole sequence, which bounds the places for a long kernel.
         """
         self.retract()
         prefill(self)
@@ -123,28 +106,18 @@ class FixedState(DecodingState):
             constants = (places.put(f"constant {i}", one.clone()) for i, one in enumerate(computed))
             self.computed, self.constants = computed, tuple(constants)
         fix(self.history, max_cache_len)
-        self.before = self.history.end, self.history.held
-        slot, position = take_place(self.history), self.counters.get("position", 0)
-        if "position" in self.counters:
-            self.counters["position"] += 1
-        self.length += 1
-        self.is_ready = True
         self._pin(places)
-        return slot, position
+        position = self.counters.get("position", 0)
+        self.before = self.history.end, self.history.held, self.length, self.counters
+        self.length, self.counters = self.length + 1, self.counters | {"position": position + 1}
+        self.is_ready = True
+        return take_place(self.history), position
 
     def retract(self):
         """Take back the count of a token that `prepare` has counted and no step has used."""
         if self.is_ready:
-            self.history.end, self.history.held = self.before
-            if "position" in self.counters:
-                self.counters["position"] -= 1
-            self.length -= 1
+            self.history.end, self.history.held, self.length, self.counters = self.before
             self.is_ready = False
-
-    def crop(self, count: int):
-        """As for `DecodingState`."""
-        self.retract()
-        super().crop(count)
 
     def select(self, choose: Callable[[torch.Tensor], torch.Tensor]):
         """As for `DecodingState`."""
@@ -157,25 +130,16 @@ class FixedState(DecodingState):
         self.select(torch.clone)
 
     def _pin(self, places: Places):
-        """Keep the tensors of a step at their places."""
+        """Keep the tensors of a step at their places. `future` and `ahead` are exchanged when a block begins."""
         self.history.buffer = places.put("buffer", self.history.buffer)
-        future, ahead = self.tensors.get("future"), self.tensors.get("ahead")
-        if future is None:
-            return
-        if ahead is not None and ahead is places.tensors.get("future"):  # the two have changed places
-            begun = ahead.clone()
-            ahead.copy_(future)
-            self.tensors |= {"future": ahead, "ahead": future.copy_(begun)}
-        else:
-            self.tensors["future"] = places.put("future", future)
+        blocks = {name: self.tensors[name] for name in ("future", "ahead") if name in self.tensors}
+        if any(one is not places.tensors.get(name) for name, one in blocks.items()):
+            copies = {name: one.clone() for name, one in blocks.items()}
+            self.tensors |= {name: places.put(name, one) for name, one in copies.items()}
 
 
 class TnnStaticCacheLayer(TnnCacheLayer):
-    """The decoding states of one layer, for steps of one fixed shape.
-
-    Args:
-        max_cache_len: number of tokens of the whole text.
-    """
+    """The decoding states of one layer, for steps of one fixed shape and sequences of `max_cache_len` tokens."""
 
     _layer_type = None  # transformers would take it for dynamic caches too
     is_compileable = True
@@ -188,9 +152,9 @@ class TnnStaticCacheLayer(TnnCacheLayer):
     def update(self, key_states: torch.Tensor, value_states, operator, gate: Gate = NO_GATE, prepared=None):
         """As for `TnnCacheLayer`. A compiled step of one token after `prepare` has a fixed shape."""
         state = self.states.get(operator.state_name)
-        if state is None or not (state.is_ready and is_traced()):
-            if state is not None:
-                state.retract()
+        if state is not None and not is_traced():
+            state.retract()
+        if state is None or not state.is_ready:
             return super().update(key_states, value_states, operator, gate, prepared)
         state.is_ready = False
         v = gate.inputs(key_states)
@@ -211,11 +175,7 @@ class TnnStaticCacheLayer(TnnCacheLayer):
 
 
 def fix(history: HistoryBuffer, longest: int | None):
-    """Give the buffer the length that it keeps while values come one by one, with room for one.
-
-    Args:
-        longest: the number of values of the whole text, if it is known. A text that is longer may need any length.
-    """
+    """Give the buffer the length that it keeps while values come one by one, up to `longest`, with room for one."""
     history.is_fixed = True
     wanted = None if history.reach is None else history.reach + history.slack
     if history.is_ring:
@@ -238,17 +198,13 @@ def take_place(history: HistoryBuffer) -> int:
 
 
 class FixedForm(NamedTuple):
-    """How an algorithm makes steps of fixed shape.
+    """How an algorithm makes steps of fixed shape."""
 
-    Attributes:
-        make_ready: do the work before a step that depends on Python's counters; takes the recurrence, its state, and
-            a tensor with the shape of a column of the history.
-        constants: what `step` reads of the operator; takes the recurrence and that tensor.
-        step: `Recurrence.step` by operations on tensors alone.
-    """
-
+    # Do the work before a step that depends on Python's counters, given a tensor like a column of the history.
     make_ready: Callable[[Recurrence, FixedState, torch.Tensor], None]
+    # What `step` reads of the operator, given that tensor.
     constants: Callable[[Recurrence, torch.Tensor], tuple[torch.Tensor, ...]]
+    # `Recurrence.step` by operations on tensors alone.
     step: Callable[[Recurrence, FixedState, torch.Tensor], torch.Tensor]
 
 
@@ -302,24 +258,22 @@ def form_of(recurrence: Recurrence) -> FixedForm | None:
 
 def is_ready(cache: Cache | None, tokens: torch.Tensor, attention_mask) -> bool:
     """Whether `prepare_step` has made the cache ready for `tokens` `(B, 1, ...)`, with masks if there is attention."""
-    if cache is None or tokens.shape[1] != 1:
-        return False
     layers = getattr(cache, "layers", ())  # `bool` of a list cannot be traced by PyTorch 2.11
-    return len(layers) > 0 and (isinstance(attention_mask, dict) or getattr(layers[0], "is_ready", False))
+    if tokens.shape[1] != 1 or len(layers) == 0:
+        return False
+    return isinstance(attention_mask, dict) or getattr(layers[0], "is_ready", False)
 
 
 def prepare_step(model: nn.Module, inputs: dict) -> dict:
     """The `inputs` of a forward pass, of fixed shape if they are one token for a static cache, which is made ready.
 
-    Args:
-        model: the `TnnModel`.
-        inputs: what `prepare_inputs_for_generation` of transformers returns.
+    `model` is the `TnnModel`; `prepare_inputs_for_generation` of transformers returns the inputs.
     """
     tokens, cache = inputs.get("input_ids"), cache_of(inputs)
-    if tokens is None or tokens.shape[1] != 1 or torch.is_grad_enabled() or not can_be_prepared(cache):
+    layers = getattr(cache, "layers", None) or [None]
+    if tokens is None or tokens.shape[1] != 1 or torch.is_grad_enabled() or not all(map(can_be_prepared, layers)):
         return inputs
-    # Offloaded weights are there in a forward pass alone. A block is offloaded as a whole; to walk all its parameters
-    # would take 2% of a token.
+    # Offloaded weights are there in a forward pass alone. A block is offloaded as a whole: its first parameter tells.
     if not tokens.is_meta and any(next(block.parameters()).is_meta for block in model.layers):
         return inputs
     # The states are written in place later, also outside of inference mode.
@@ -357,15 +311,11 @@ def laid_out(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def can_be_prepared(cache: Cache | None) -> bool:
-    """Whether all layers of a cache hold a text and take steps of fixed shape."""
-
-    def can(layer) -> bool:
-        if not getattr(layer, "is_compileable", False) or not layer.is_initialized:
-            return False
-        return all(form_of(state.recurrence) for state in layer.states.values()) if is_toeplitz(layer) else True
-
-    return all(map(can, getattr(cache, "layers", None) or [None]))
+def can_be_prepared(layer) -> bool:
+    """Whether a layer of a cache holds tokens and takes steps of fixed shape."""
+    if not getattr(layer, "is_compileable", False) or not layer.is_initialized:
+        return False
+    return all(form_of(state.recurrence) for state in layer.states.values()) if is_toeplitz(layer) else True
 
 
 def point(prepared: list[tuple[FixedState, nn.Module, tuple[int, int]]]):

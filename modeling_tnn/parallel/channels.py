@@ -37,7 +37,7 @@ def rows_of(parameter: torch.Tensor, filters: int, channels: int, chosen: range)
 def restricted(operator: nn.Module, chosen: range, local_values: dict[str, torch.Tensor] | None = None) -> nn.Module:
     """Return a shallow copy of an operator with the `chosen` channels. Gradients reach the parameters of `operator`.
 
-    `local_values` of a `DTensor` have the rows of the `chosen` channels already.
+    `local_values` have the rows of the `chosen` channels in place of a `DTensor`.
     """
     local_values, values = local_values or {}, []
     for name, parameter in operator.named_parameters(remove_duplicate=False):
@@ -65,13 +65,11 @@ class LocalOperator:
     """
 
     def __init__(self, operator: nn.Module, channels: list[range], index: int, values: Callable[[], dict] = dict):
-        width = operator.channels
         if operator.channel_parameters is None:
-            raise ValueError(
-                "`channel_parameters` must name the parameters that belong to channels, to divide an operator over "
-                f"processes, got None from {type(operator).__name__}"
-            )
+            name = type(operator).__name__
+            raise ValueError(f"`channel_parameters` must be set to divide it over processes, got None from {name}")
         if not channels[-1]:
+            width = operator.channels
             raise ValueError(f"The GTU must have channels for each of {len(channels)} processes, got {width}")
         self.operator, self.make = operator, lambda: restricted(operator, channels[index], values())
         self.made: tuple[list, nn.Module] | None = None

@@ -1,15 +1,12 @@
 """Sequence parallelism: one long text over several processes, for training and for the prompt of a generation.
 
-P processes, B batch, L length, D channels of a GTU. All that acts on one token at a time is computed where the token
-lies, on L / P tokens. A Toeplitz product acts on one channel at a time, so before it the processes exchange
+P processes, B batch, L length, D channels of a GTU. What acts on one token is computed where the token lies, on L / P
+tokens. A Toeplitz product acts on one channel at a time, so before it the processes exchange
 
     (L / P tokens, D channels)  ->  (L tokens, D / P channels)
 
 and after it they exchange back. Each process makes the kernels of its channels alone. In an exchange each process
 sends B L D / P numbers, its own share included. A layer has two, and two more in the backward pass: 4 B L D / P.
-
-Every process gets all ids, which are small, and takes its tokens itself. So masks, documents of packed rows, positions
-and the shift of labels are those of the whole sequence.
 """
 
 import functools
@@ -88,28 +85,19 @@ class SequenceParallel:
 
     Raises:
         TypeError: the model is of another class.
-        ValueError: the mesh has several dimensions, the model is divided already, has attention or short convolutions,
-            or its operator has no `channel_parameters`, or fewer channels than there are processes.
+        ValueError: the model is divided already, has attention or short convolutions, or its operator has no
+            `channel_parameters`, or fewer channels than there are processes.
     """
 
     def __init__(self, model: PreTrainedModel, mesh: DeviceMesh):
         if not any(cls.__name__ in HEADS for cls in type(model).__mro__):
             raise TypeError(f"`model` must be one of {', '.join(HEADS)}, got {type(model).__name__}")
-        if mesh.ndim != 1:
-            raise ValueError(f"`mesh` must have one dimension, such as mesh['sp'], got {mesh.ndim}")
         self.model, self.base = model, model.base_model
         self.kept = 0  # of how many last tokens the logits are wanted
         self.mesh, self.group, self.index, self.count = mesh, mesh.get_group(), mesh.get_local_rank(), mesh.size()
-        if has_attention(self.base.config):
-            raise ValueError(
-                "`layer_types` must be 'toeplitz' for all layers of a divided text, because attention would see one "
-                f"part of it alone, got {self.base.config.layer_types}. Divide the model instead (tp_plan='auto')."
-            )
-        if self.base.config.toeplitz_mixer == HYENA:
-            raise ValueError(
-                "`toeplitz_mixer` must be 'gtu' or 's4' for a divided text, because short convolutions read tokens of "
-                f"other processes, got {HYENA!r}. Use data parallelism or shards (FSDP) instead."
-            )
+        config, why = self.base.config, "for a divided text, whose processes do not see tokens of others"
+        config.require("layer_types", not has_attention(config), f"'toeplitz' in all layers {why}; use tp_plan='auto'")
+        config.require("toeplitz_mixer", config.toeplitz_mixer != HYENA, f"'gtu' or 's4' {why}")
         operators = [layer.mixer.tno for layer in self.base.layers]
         if any("forward" in vars(operator) for operator in operators):
             raise ValueError("`model` must not be divided over processes already, got one that is")
@@ -135,14 +123,13 @@ class SequenceParallel:
         vars(self.model).pop("forward", None)
 
     def tokens_of(self, length: int) -> list[range]:
-        """The tokens of each process, for a text of `length`."""
+        """The tokens of each process, for a sequence of `length`."""
         return shares_of(length, self.count)
 
     def add_gradients(self):
-        """Add the gradients of all processes. To be called once, before a step of the optimizer.
+        """Add the gradients of all processes, once before a step of the optimizer.
 
-        Engines that average gradients over these processes (DDP, FSDP) do it themselves, if the loss is multiplied by
-        the number of processes.
+        DDP and FSDP over these processes do it themselves, if the loss is multiplied by the number of processes.
         """
         for parameter in self.model.parameters():
             if parameter.grad is not None:  # in no process, then: all record the same graph

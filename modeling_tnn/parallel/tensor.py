@@ -8,17 +8,15 @@ process, the operator mixes each along the sequence without communication, and `
 processes. What is not divided (the hidden layers of a position encoder, poles that all channels share) lies on every
 process, and its gradient is the sum over processes.
 
-A divided parameter is a `DTensor`, as transformers makes them. So loading reads only the rows of this process, saving
-gathers the rows of all, and optimizers see one tensor.
+A divided parameter is a `DTensor`: loading reads the rows of this process, and saving gathers those of all.
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
 
@@ -31,8 +29,8 @@ ATTENTION = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_p
 MIXER = {"u_proj": "colwise", "v_proj": "colwise", "tno": "tnn_operator", "norm": "tnn_norm", "o_proj": "rowwise"}
 GLU = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
 
-# PyTorch 2.11 takes a `_StridedShard` for an order of mesh dimensions, and cannot gather one over a single dimension
-# for a gradient or a saved folder. So with it, parameters of several filters lie on every process.
+# PyTorch 2.11 cannot gather a `_StridedShard` over a single dimension, for a gradient or a saved folder. So with it,
+# parameters of several filters lie on every process.
 DIVIDES_FILTERS = torch.__version__ >= "2.12"
 
 
@@ -46,21 +44,11 @@ def tensor_plan(layer_types: Sequence[str], mixer: str, use_glu: bool) -> dict[s
     return {f"layers.*.{part}.{name}": style for part, styles in parts.items() for name, style in styles.items()}
 
 
-class SumOfGradients(torch.autograd.Function):
-    """Several tensors unchanged. Their gradients are added over the processes of a group, in one message."""
-
-    @staticmethod
-    def forward(ctx, group, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.group = group
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx, *gradients: torch.Tensor):
-        dtype = max((one.dtype for one in gradients), key=lambda one: one.itemsize)
-        message = torch.cat([one.flatten().to(dtype) for one in gradients])
-        dist.all_reduce(message, group=ctx.group)
-        parts = message.split([one.numel() for one in gradients])
-        return None, *[part.view_as(one).to(one.dtype) for part, one in zip(parts, gradients, strict=True)]
+def sum_gradients(tensors: Sequence[torch.Tensor], mesh) -> list[torch.Tensor]:
+    """Return the same tensors, whose gradients are added over the processes, in one message."""
+    flat = DTensor.from_local(torch.cat([one.flatten() for one in tensors]), mesh, [Replicate()], run_check=False)
+    parts = flat.to_local(grad_placements=[Partial()]).split([one.numel() for one in tensors])
+    return [part.view_as(one).to(one.dtype) for part, one in zip(parts, tensors, strict=True)]
 
 
 def divide(module: nn.Module, name: str, mesh, filters: int = 1):
@@ -77,24 +65,21 @@ def can_be_divided(rows: int, filters: int, channels: int, parts: int) -> bool:
     return apart and (groups == channels or groups % parts == 0)
 
 
-def local_parameters(module: nn.Module, group) -> dict[str, torch.Tensor]:
+def local_parameters(module: nn.Module, mesh) -> dict[str, torch.Tensor]:
     """Return the parameters of a module in this process. Gradients of those that are not divided will be added."""
     values = dict(module.named_parameters(remove_duplicate=False))
     shared = {name: value for name, value in values.items() if not isinstance(value, DTensor)}
     if torch.is_grad_enabled() and any(value.requires_grad for value in shared.values()):
-        shared = dict(zip(shared, SumOfGradients.apply(group, *shared.values()), strict=True))
+        shared = dict(zip(shared, sum_gradients(shared.values(), mesh), strict=True))
     return {name: local(value) for name, value in (values | shared).items()}
 
 
 class OperatorStyle(TensorParallelLayer):
-    """The style of an operator."""
-
     def install_forward(self, module: nn.Module, mesh) -> nn.Module:
         """Divide the parameters of an operator, and let it compute the channels of this process alone."""
         size = -(-module.channels // mesh.size())  # as `Shard` divides them
         channels = [range(module.channels)[index * size :][:size] for index in range(mesh.size())]
-        values = partial(local_parameters, module, mesh.get_group())
-        own = LocalOperator(module, channels, mesh.get_local_rank(), values)
+        own = LocalOperator(module, channels, mesh.get_local_rank(), partial(local_parameters, module, mesh))
         for name, parameter in dict(module.named_parameters()).items():
             filters = module.channel_parameters.get(name)
             if filters is not None and can_be_divided(len(parameter), filters, module.channels, mesh.size()):
@@ -128,24 +113,21 @@ NORMS |= {"ScaleNorm": scale_norm, "LayerNorm": layer_norm}
 
 
 class NormStyle(TensorParallelLayer):
-    """The style of a norm over divided channels. Where there is no norm, it does nothing."""
-
     def install_forward(self, module: nn.Module, mesh) -> nn.Module:
-        """Divide the parameters of a norm that belong to channels, and let processes add their statistics."""
+        """Divide the parameters of a norm, if it is one, by their channels, and let processes add their statistics."""
         if (compute := NORMS.get(type(module).__name__)) is None:
             return module
         for name, parameter in module.named_parameters():
             if parameter.numel() > 1:
                 divide(module, name, mesh)
-        group = mesh.get_group()
 
         def sum_of_channels(x: torch.Tensor) -> torch.Tensor:
             # Every process uses the sum, so the gradients of all are added.
-            return total(*SumOfGradients.apply(group, x.sum(-1, keepdim=True)), mesh)
+            return total(*sum_gradients([x.sum(-1, keepdim=True)], mesh), mesh)
 
         def forward(x: torch.Tensor) -> torch.Tensor:
             wide = compute_dtype(x.dtype)
-            given = {name: value.to(wide) for name, value in local_parameters(module, group).items()}
+            given = {name: value.to(wide) for name, value in local_parameters(module, mesh).items()}
             return compute(module, x.to(wide), given, sum_of_channels).to(x.dtype)
 
         module.forward = forward

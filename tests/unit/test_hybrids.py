@@ -146,7 +146,7 @@ def test_plan_of_tensor_parallelism(name):
 def test_a_text_with_attention_cannot_be_divided():
     mesh = SimpleNamespace(ndim=1, get_group=None, get_local_rank=lambda: 0, size=lambda: 2)
     mesh.get_group = lambda: None
-    with pytest.raises(ValueError, match="`layer_types` must be 'toeplitz' for all layers of a divided text.*tp_plan"):
+    with pytest.raises(ValueError, match="`layer_types` must be 'toeplitz' in all layers for a divided text.*tp_plan"):
         SequenceParallel(language_model("full"), mesh)
 
 
