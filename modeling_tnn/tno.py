@@ -31,10 +31,8 @@ class ToeplitzOperator(nn.Module):
     supports_causal = supports_bidirectional = True  # whether `config.causal` may be True, and False
     state_name = "tno"  # of its decoding state in the layer of a cache
     shift_invariant = True  # if not, rows are aligned to their first real token before the operator
-    # Whether its decoding state is small for kernels of any length. `to_recurrent` then leaves the model unchanged.
-    is_recurrence = False
-    # The number of lags, on each side, that products in half precision need, or None. Variants set it.
-    half_lags: int | None = None
+    is_recurrence = False  # whether its state is small for any kernel: `to_recurrent` leaves such models unchanged
+    half_lags: int | None = None  # number of lags, on each side, that products in half precision need; None: all
     # Names of parameters that stay in float32 or float64 however a model is built, loaded or cast.
     fp32_parameters: tuple[str, ...] = ()
     grid_fields: tuple[str, ...] = ()  # fields of the configuration with sizes that no parameter has
@@ -63,10 +61,7 @@ class ToeplitzOperator(nn.Module):
         return super()._apply(without_narrowing(fn, [*parameters, *(one.grad for one in parameters)]), recurse)
 
     def reset_parameters(self):
-        """Initialise the operator's own parameters, without those of its submodules.
-
-        Use `transformers.initialization`, which does not overwrite parameters that a checkpoint has filled.
-        """
+        """Initialise the operator's own parameters by `transformers.initialization`, which keeps loaded ones."""
 
     def coefficients(self, length: int, device: torch.device | None = None) -> torch.Tensor:
         """The coefficients for a sequence of `length` positions L. They do not depend on the batch.
@@ -82,10 +77,9 @@ class ToeplitzOperator(nn.Module):
         raise NotImplementedError
 
     def kernel_length(self, exact: bool = False) -> int | None:
-        """The number of lags, on each side, beyond which coefficients are zero in the precision of the parameters.
+        """The number of lags, on each side, beyond which coefficients are zero in the parameters' precision, or None.
 
-        It is None if there is no such number, and if it depends on values of parameters but need not be `exact`:
-        reading them is a device sync.
+        None too if it depends on values of parameters but need not be `exact`: reading them is a device sync.
         """
         return None
 
@@ -97,10 +91,7 @@ class ToeplitzOperator(nn.Module):
         return None
 
     def kernel_of(self, length: int, device: torch.device | None = None, as_taps: bool = False) -> Kernel:
-        """All that a product with `length` positions needs of the parameters.
-
-        That is the response or, if there is none or with `as_taps`, the coefficients.
-        """
+        """The response for `length` positions or, if there is none or with `as_taps`, the coefficients."""
         response = None if as_taps else self.response(length, device)
         if response is not None:
             return response
@@ -114,10 +105,8 @@ class ToeplitzOperator(nn.Module):
     def matmul_of_documents(self, v: torch.Tensor, documents: Documents) -> torch.Tensor:
         """`matmul` for each document of packed rows in a graph of torch.compile. Override it where `matmul` is."""
         if not is_convolution(self):
-            raise ValueError(
-                "`matmul_of_documents` must be overridden as `matmul` is for packed rows in a compiled graph, got "
-                f"none in {type(self).__name__}. Without compilation it is not needed."
-            )
+            name = type(self).__name__
+            raise ValueError(f"`{name}.matmul_of_documents` must exist for packed rows in a compiled graph, got none")
         kernel = self.kernel_of(*kernel_arguments(self, v, as_taps=True))
         return documents.convolve(v, kernel, self.causal, self.implementation)
 
@@ -129,8 +118,8 @@ class ToeplitzOperator(nn.Module):
     def forward(self, v: torch.Tensor, gate: Gate = NO_GATE, passed: Pass = NO_PASS) -> torch.Tensor:
         """The gated product with `v`, `(B, L, D)` to `(B, L, D)`, in float32 or float64. Do not override it.
 
-        With a cache, `v` continues the sequences that the cache has seen. The `gate` of the GTU is applied here,
-        because the weights of an offloaded model are loaded only while their module runs.
+        With a cache, `v` continues its sequences. The `gate` of the GTU is applied here, because the weights of an
+        offloaded model are loaded only while their module runs.
         """
         with maybe_autocast(device_type=v.device.type, enabled=False):
             if passed.documents is not None:
@@ -196,5 +185,4 @@ def matmul_of_rows(operator: ToeplitzOperator, v: torch.Tensor, gate: Gate, pass
         return operator.matmul_of_documents(gate.inputs(v), documents)
     if kernel is None and is_convolution(operator):
         kernel = operator.kernel_of(*kernel_arguments(operator, v[:, : documents.longest], as_taps=True))
-    act = gate.act
-    return documents.batches.apart(lambda x, real: gated_matmul(operator, x, Gate(None, act, real), kernel), v)
+    return documents.batches.apart(lambda x, real: gated_matmul(operator, x, Gate(None, gate.act, real), kernel), v)

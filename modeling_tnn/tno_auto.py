@@ -53,14 +53,6 @@ class TwoAxisOperator(ToeplitzOperator):
 
         return COMBINATIONS[self.mixing](rows, columns, image).flatten(1, 2)
 
-    def dense(self, length: int) -> torch.Tensor:
-        side = image_side(length)
-        rows, columns = self.rows.dense(side), self.columns.dense(side)  # (D, S, S) each
-        one, whole = (torch.eye(size, dtype=rows.dtype, device=rows.device) for size in (side, length))
-        on_rows = torch.einsum("ac,dbe->dabce", one, rows).reshape(-1, length, length)
-        on_columns = torch.einsum("dac,be->dabce", columns, one).reshape(-1, length, length)
-        return COMBINATIONS[self.mixing](lambda x: on_rows @ x, lambda x: on_columns @ x, whole)
-
 
 # From R and C, as functions, and an image v to y.
 COMBINATIONS = {

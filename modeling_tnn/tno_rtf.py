@@ -17,10 +17,9 @@ direct term is the tap k_0, not h_0. Beyond F the taps are (3). A bidirectional 
 negative lags, t_{-k} = its tap k - 1 (its h_0 is the tap of lag -1).
 
 Decoding by (4). The state is the last N values of w in float64; a token costs O(N), a chunk O(L log L): the old values
-of w contribute e_t = -sum_{i>t} a_i w_{t-i}, which ends after N tokens, and w = g * (u + e). For many sequences on the
-CPU, reading the states takes longer than reading the weights. So they are read once for H tokens: at the start of a
-block, one product gives the part of the values before it in both sums of (4) at all tokens of the block (the future),
-and each token adds its own value to the future of the rest.
+of w contribute e_t = -sum_{i>t} a_i w_{t-i}, which ends after N tokens, and w = g * (u + e). Many states take longer
+to read than the weights. So on the CPU they are read once for H tokens: at the start of a block, one product gives the
+part of the values before it in both sums of (4) at all its tokens (the future). Each token adds its own value there.
 """
 
 from collections.abc import Iterator
@@ -204,11 +203,7 @@ class CompanionForm(NamedTuple):
 
 
 class CompanionRecurrence(Recurrence):
-    """Decode an `RtfOperator` exactly.
-
-    Raises (when a sequence is continued):
-        DivergenceError: poles outside the unit circle make the recurrence inexact or infinite.
-    """
+    """Decode an `RtfOperator`. Poles outside the unit circle that make it inexact or infinite: a DivergenceError."""
 
     def __init__(self, operator):
         super().__init__(operator)
@@ -366,11 +361,12 @@ def later_bound(denominator: torch.Tensor, series: torch.Tensor) -> float:
 
 
 def l1_montel(denominator: torch.Tensor, slack: torch.Tensor) -> torch.Tensor:
-    """Denominators `(Q, N)` scaled to sum|a_i| < 1, so that all poles lie inside the unit circle (section 3.4).
+    """Denominators `(Q, N)` in float64, scaled to sum|a_i| < 1: all poles lie inside the unit circle (section 3.4).
 
     The scaling is that of the paper's code, with slacks s `(A,)`; row i has the slack i mod A.
     """
-    slack = slack.repeat(len(denominator) // len(slack))[:, None]  # (Q, 1)
+    dtype = float64_or_widest(denominator.device)
+    denominator, slack = denominator.to(dtype), slack.to(dtype).repeat(len(denominator) // len(slack))[:, None]
     return denominator / (denominator.abs().sum(-1, keepdim=True) + slack.abs() + 1e-6)
 
 
@@ -438,14 +434,10 @@ class RtfOperator(ToeplitzOperator):
         return CompanionForm(per_filter(denominator, len(taps)), recurrence_numerator(denominator, taps), taps[:, 0])
 
     def _constrained(self) -> torch.Tensor:
-        """The denominators `(Q, N)` after the constraint, which scales them in float64."""
+        """The denominators `(Q, N)` after the constraint."""
         if self.constraint is None:
             return self.denominator
-        dtype, given = float64_or_widest(self.denominator.device), (self.denominator, self.slack)
-
-        def constrained(a, s):
-            return CONSTRAINTS[self.constraint](a.to(dtype), s.to(dtype))
-
+        constrained, given = CONSTRAINTS[self.constraint], (self.denominator, self.slack)
         if is_transformed() or is_exported():  # neither torch.func nor torch.export has checkpoints
             return constrained(*given)
         # Computed again in the backward pass: at high orders its saved tensors would exceed all others.

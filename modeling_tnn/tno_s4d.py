@@ -102,9 +102,9 @@ INITIAL_MODES = {"lin": linear_modes, "inv": inverse_modes, "legs": legendre_mod
 
 
 def vandermonde_product(real, imag, rate, angle, length: int, dtype: torch.dtype) -> torch.Tensor:
-    """Re sum_q w_q lambda_q^k for k = 0 .. L-1, by (3): weights and poles `(D, Q)` to taps `(D, L)`.
+    """Re sum_q w_q lambda_q^k for k = 0 .. L-1, by (3), a product in `dtype` of powers in that of the poles.
 
-    `dtype` is that of the product. The powers are computed in that of the poles, whose phases need it.
+    Weights and poles are `(D, Q)` each, the taps `(D, L)`.
     """
     poles, block, device = Poles(rate, angle), block_length(length), rate.device
     within = poles.powers(torch.arange(block, device=device))  # (D, b, Q)
@@ -208,7 +208,7 @@ class DiagonalRecurrence(ModalRecurrence):
     def _from_memory(self, state: DecodingState, count: int) -> torch.Tensor:
         memory, age = state.tensors["memory"], self._age(state)
         if self._aged[0] != age:
-            self._aged = age, torch.complex(*aged(*self.operator.modes(), age)).to(memory.dtype)  # (D, Q)
+            self._aged = age, self.operator.complex_residues(age).to(memory.dtype)  # (D, Q)
         table, weights, parts = self._table, memory * self._aged[1], []
         for start in range(0, count, self.horizon):
             length = min(self.horizon, count - start)
@@ -221,12 +221,6 @@ class DiagonalRecurrence(ModalRecurrence):
 def complex_of(parts: torch.Tensor) -> torch.Tensor:
     """Complex numbers `(..., Q)` from their real parts and, after them, their imaginary parts, `(..., 2Q)`."""
     return torch.complex(*parts.chunk(2, dim=-1))
-
-
-def aged(poles: Poles, weights: Pair, age: int) -> Pair:
-    """The weights w lambda^(age + 1) of a memory in the output of this age, `(D, Q)`; see `ModalRecurrence`."""
-    power = poles.powers(torch.tensor([age + 1], device=poles.rate.device))  # (D, 1, Q)
-    return weights.times(Pair(*(part[:, 0] for part in power)))
 
 
 class S4dOperator(ToeplitzOperator):
@@ -270,9 +264,11 @@ class S4dOperator(ToeplitzOperator):
         """The powers lambda_q^n for the exponents `(M,)`, complex `(D, Q, M)`, in float64."""
         return torch.complex(*self.modes()[0].powers(exponents)).mT
 
-    def complex_residues(self) -> torch.Tensor:
-        """The weights w lambda of each channel at lag 1, complex `(D, Q)`."""
-        return torch.complex(*aged(*self.modes(), 0))
+    def complex_residues(self, age: int = 0) -> torch.Tensor:
+        """The weights w lambda^(age + 1) of a memory in the output of this age, see (5), complex `(D, Q)`."""
+        poles, weights = self.modes()
+        power = poles.powers(torch.tensor([age + 1], device=poles.rate.device))  # (D, 1, Q)
+        return torch.complex(*weights.times(Pair(*(part[:, 0] for part in power))))
 
     def slowest_rate(self) -> torch.Tensor:
         """The smallest -log|lambda_q| of all modes, `()`."""

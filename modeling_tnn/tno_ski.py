@@ -96,14 +96,12 @@ class InducingGrid(NamedTuple):
         """The number of points K: the smallest that reaches the last position, and those on either side."""
         return ((self.length - 1) * self.intervals + self.steps - 1) // self.steps + 1 + 2 * self.before
 
-    def position(self, point: int) -> int:
-        """The first position at or after `point`, counted from the one at the first position."""
-        return -(-point * self.steps // self.intervals)
-
     def blocks(self) -> Iterator[tuple[slice, slice]]:
         """Blocks of positions, each with the slice of points that have a weight there."""
         for point in range(0, self.num_points - 2 * self.before, BLOCK):
-            start, stop = self.position(point), min(self.position(point + BLOCK), self.length)
+            # The first positions at or after two points, counted from the one at the first position.
+            start, stop = (-(-end * self.steps // self.intervals) for end in (point, point + BLOCK))
+            stop = min(stop, self.length)
             if start < stop:
                 yield slice(start, stop), slice(point, min(point + BLOCK + 1 + 2 * self.before, self.num_points))
 
