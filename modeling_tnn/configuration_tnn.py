@@ -92,9 +92,6 @@ ACTIVATIONS = ("hidden_act", "rpe_act", "fd_act", "mlp_act", "classifier_act")
 SHORTEST_GRID, LONGEST_GRID, GRID_OF_LENGTH = 2**16, 2**19, 128
 GRID_FIELDS = {"fd": ("fd_resolution",), "ski": ("ski_grid_length",), "rtf": ("rtf_truncation_length",)}
 
-# With gated Toeplitz units these fields have their defaults and are not saved.
-MIXER_FIELDS = {"toeplitz_mixer", "short_conv_kernel", "hyena_rank", "hyena_norm"}
-
 # The rotary positions that are possible, and the numbers that each needs. Frequencies that follow from the length of
 # the sequence ("dynamic", "longrope") are not: the outputs at the first tokens would change with later tokens.
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
@@ -405,10 +402,9 @@ class TnnConfig(PreTrainedConfig):
         return loaded
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields, as in transformers; without those of attention and of other mixers if unused."""
+        """Return all fields, as in transformers; without those of attention if there is none."""
         left_out = {"_automatic", "_models", "max_kernel_length"}
         left_out |= set() if has_attention(self) else ATTENTION_FIELDS
-        left_out |= MIXER_FIELDS if self.toeplitz_mixer == GTU else set()
         return {name: value for name, value in super().to_dict().items() if name not in left_out}
 
     def check(self):

@@ -276,11 +276,8 @@ class TnnModel(TnnPreTrainedModel):
                 a cache is used, or a bidirectional model gets a cache.
         """
         check_keywords(kwargs)
-        if not isinstance(use_cache, bool | None):
-            raise TypeError(f"`use_cache` must be True, False or None, got {use_cache!r}")
         check_tokens(input_ids, inputs_embeds, self.embed_tokens)
-        tokens = inputs_embeds if input_ids is None else input_ids
-        documents = None
+        tokens, documents = inputs_embeds if input_ids is None else input_ids, None
         if position_ids is None and (kwargs.get("seq_idx") is not None or kwargs.get("cu_seq_lens_q") is not None):
             raise ValueError("`position_ids` must be given with `seq_idx` and `cu_seq_lens_q`, got None")
         if position_ids is not None:
@@ -291,7 +288,8 @@ class TnnModel(TnnPreTrainedModel):
             in_graph = extensions.keeps_products() and not cached and not flash
             documents = documents_of(tokens, attention_mask, position_ids, in_graph)
         if documents is not None:
-            check_packed(self.config, past_key_values, use_cache, kwargs.get("output_attentions"))
+            if self.config.causal and (use_cache or past_key_values is not None):
+                raise ValueError("A row must be one document when a cache is used, got several (`position_ids`)")
             use_cache = False
         passed = Pass(attention_mask, past_key_values, documents)
         kwargs |= {"use_cache": use_cache, "position_ids": position_ids, "return_dict": True}
@@ -354,14 +352,6 @@ class TnnModel(TnnPreTrainedModel):
             last_hidden_state=with_mask(self.norm, attention_mask)(hidden_states),
             **{CACHE: past_key_values if use_cache else None},
         )
-
-
-def check_packed(config: TnnConfig, past_key_values: Cache | None, use_cache: bool | None, wants_weights: bool | None):
-    """Raise a ValueError if a pass with packed rows is to return a cache or weights of attention."""
-    if config.causal and (use_cache or past_key_values is not None):
-        raise ValueError("A row must be one document when a cache is used, got several (`position_ids`)")
-    if has_attention(config) and (config.output_attentions if wants_weights is None else wants_weights):
-        raise ValueError("`output_attentions` must be False if a row holds several documents, got True")
 
 
 def recomputes(model: TnnModel) -> bool:
