@@ -128,6 +128,14 @@ def test_files_in_commands_exist(document):
             assert (ROOT / file).exists(), file
 
 
+def test_tests_that_pages_name_exist():
+    """`test_file.py`, or `test_file.py::test_name`; a promise without its test would be none."""
+    files = {path.name: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
+    files["test_gaussian.py"] = "def "  # what the page on operators lets its reader write
+    named = set(re.findall(r"(test_\w+\.py)(?:::(\w+))?", "\n".join(DOCUMENTS.values())))
+    assert not {(file, name) for file, name in named if f"def {name}" not in files.get(file, "")}
+
+
 @pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
 def test_make_knows_its_targets(document):
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
