@@ -7,11 +7,9 @@ oldest one: to move thousands of values would make one token slow. Without a bou
 
 import torch
 
-# Number of newest values that can be removed at any time: so many older values are kept beyond those the reader needs.
-SLACK = 64
-
-# The same number after a chunk of at least this many values, and in assisted decoding.
-CHUNK_SLACK = 1024
+# Number of newest values that can be removed at any time: as many older ones are stored beyond those the reader needs.
+# The second number is the most after a chunk, and that of assisted decoding.
+SLACK, CHUNK_SLACK = 64, 1024
 
 # Free places after the values of a buffer that is not a ring, or not yet as long as it will be.
 ROOM, LONG_ROOM = 32, 128
@@ -20,8 +18,7 @@ ROOM, LONG_ROOM = 32, 128
 # whose blocks have this length finds each block in one piece.
 LONG_REACH, ALIGNMENT = 512, 128
 
-# A buffer without a bound gets free places for this part of its values: few, because the values of a long text are
-# gigabytes, and enough that the copies cost each token a constant time.
+# Unbounded buffers grow by 1/8: amortised O(1) per token without over-allocating on long sequences.
 GROWTH = 8
 
 
@@ -31,21 +28,16 @@ def slack_after(count: int) -> int:
 
 
 class HistoryBuffer:
-    """The last `reach` values of a sequence and some older ones.
+    """The last `reach` values of a sequence, which the reader needs (None: all), and some older ones.
 
-    Args:
-        first: `(B, D, S)`, the values so far, S >= 0.
-        reach: number of values that the reader needs; None for all.
-
-    Attributes:
-        buffer: `(B, D, C)`.
-        end: the place after that of the newest value; the next value is written there, or at the front after C.
-        held: number of values in the buffer.
-        is_fixed: whether the buffer keeps its length.
-        slack: number of newest values that can be removed at any time.
+    `first` `(B, D, S)` are the values so far, S >= 0.
     """
 
-    slack = SLACK
+    buffer: torch.Tensor  # (B, D, C)
+    end: int  # the place after that of the newest value; the next one is written there, or at the front after C
+    held: int  # number of values in the buffer
+    is_fixed: bool  # whether the buffer keeps its length
+    slack = SLACK  # number of newest values that can be removed at any time
 
     def __init__(self, first: torch.Tensor, reach: int | None):
         self.reach, self.is_fixed = reach, False
@@ -79,10 +71,7 @@ class HistoryBuffer:
         self.held = min(self.held + new, capacity)
 
     def last(self, count: int, channels: slice = slice(None)) -> torch.Tensor:
-        """The newest `count` values, or all if there are fewer, `(B, D, <= count)`, the newest last.
-
-        It is a view, or a copy if the values go over the end of a ring.
-        """
+        """The newest `count` values or all, `(B, D, <= count)`: a view, or a copy over the end of a ring."""
         start = self.end - min(count, self.held)
         if start >= 0:
             return self.buffer[:, channels, start : self.end]

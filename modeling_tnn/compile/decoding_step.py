@@ -48,18 +48,16 @@ class ModalStep(nn.Module):
 
     def __init__(self, operator: ToeplitzOperator):
         super().__init__()
-        head = operator.coefficients(operator.window).detach().flip(1)  # (D, w), for lags w-1 .. 0
-        self.register_buffer("head", head)
-        poles = operator.powers(torch.ones(1, device=head.device))[..., 0].detach()  # (Q,) or (D, Q)
+        self.register_buffer("head", operator.coefficients(operator.window).detach().flip(1))  # (D, w), lags w-1 .. 0
+        poles = operator.powers(torch.ones(1, device=self.head.device))[..., 0].detach()  # (Q,) or (D, Q)
         residues = operator.complex_residues().detach()  # (D, Q)
         for name, part in {"poles": poles, "residues": residues}.items():
-            self.register_buffer(f"{name}_real", part.real.to(head.dtype))
-            self.register_buffer(f"{name}_imag", part.imag.to(head.dtype))
+            self.register_buffer(f"{name}_real", part.real.to(self.head.dtype))
+            self.register_buffer(f"{name}_imag", part.imag.to(self.head.dtype))
 
     def empty(self, rows: int) -> list[torch.Tensor]:
         """As for `RtfStep`."""
-        memory = self.residues_real.new_zeros(rows, *self.residues_real.shape)
-        return [self.head.new_zeros(rows, *self.head.shape), memory, memory.clone()]
+        return [one.new_zeros(rows, *one.shape) for one in (self.head, self.residues_real, self.residues_imag)]
 
     def forward(self, v: torch.Tensor, past, real, imag) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """As for `RtfStep`."""

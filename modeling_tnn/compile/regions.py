@@ -21,24 +21,17 @@ logger = logging.get_logger(__name__)
 
 
 class Regions:
-    """Functions compiled with the `options` of `torch.compile` at their first call, or as they are once that fails.
-
-    The names of a model's parameters do not change, and a copy of it, in memory or on the disk, compiles anew.
-    """
+    """Functions compiled with the `options` of `torch.compile` at their first call, or as they are once that fails."""
 
     def __init__(self, **options):
         self.options, self.has_failed = options, False
         self.compiled = cache(partial(torch.compile, **options))
 
     def __reduce__(self):
-        return partial(Regions, **self.options), ()
+        return partial(Regions, **self.options), ()  # a copy of a model compiles anew
 
     def __call__(self, function: Callable, *arguments):
-        """`function(*arguments)`. A failure to compile is met here, at the first call, and not made a global setting.
-
-        Compilation comes before anything is computed, so the function can run again from its start. Errors of the
-        computation itself, such as a lack of memory, are raised as without compilation.
-        """
+        """`function(*arguments)`, which runs again after a failure to compile: nothing has been computed before."""
         if self.has_failed or torch.compiler.is_compiling():
             return function(*arguments)
         from torch._dynamo.exc import TorchDynamoException  # takes long to import
@@ -52,9 +45,7 @@ class Regions:
 
 
 def compile_regions(model: nn.Module, **options) -> nn.Module:
-    """Compile the training step of a model of this package by regions, in place, when it is first run.
-
-    `options` are those of `torch.compile`.
+    """Compile the training step of a model by regions, in place, with the `options` of `torch.compile`.
 
     Example:
         model = compile_regions(TnnForCausalLM(config).cuda())

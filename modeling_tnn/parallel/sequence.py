@@ -78,10 +78,8 @@ class SequenceParallel:
     Every process has the whole `model`, a `TnnModel`, `TnnForCausalLM` or `TnnForMaskedLM`, and gets the same whole
     sequence with its mask, labels and boundaries of documents. Logits and hidden states are those of the process's
     tokens, see `gather`; with `logits_to_keep=k` every process gets those of the last k tokens of the sequence.
-
-    A prompt that is divided leaves a cache of D / P channels in each process. All processes go on decoding together,
-    inside the context: each token is computed by every process, and its mixing by all of them. `generate` does so.
-    Without gradients, this also computes sequences of fewer tokens than processes and those that are continued.
+    A prompt that is divided leaves a cache of D / P channels in each process, and all go on decoding together, inside
+    the context, as `generate` does. Without gradients, sequences of fewer tokens than processes are computed too.
 
     Raises:
         TypeError: the model is of another class.
@@ -260,12 +258,9 @@ class SequenceParallel:
 
     def _shifted(self, given: dict, tokens: torch.Tensor, ignored: int) -> torch.Tensor | None:
         """Return the labels of the whole sequence: of a causal model, the token after each position."""
-        labels, shifted = given.get("labels"), given.get("shift_labels")
-        for name, one in {"labels": labels, "shift_labels": shifted}.items():
-            if one is not None:
-                check_labels(one, tokens, self.model.config.vocab_size, name, ignored)
-        if shifted is not None:
-            return shifted
-        if labels is None or not self.model.config.causal:
-            return labels
-        return pad(labels[:, 1:], (0, 1), value=ignored)
+        name = "labels" if given.get("shift_labels") is None else "shift_labels"
+        if (labels := given.get(name)) is None:
+            return None
+        check_labels(labels, tokens, self.model.config.vocab_size, name, ignored)
+        is_shifted = name == "shift_labels" or not self.model.config.causal
+        return labels if is_shifted else pad(labels[:, 1:], (0, 1), value=ignored)
