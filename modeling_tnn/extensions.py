@@ -44,10 +44,6 @@ class Extensions:
         """In a graph, the product of each document of packed rows. Only asked if `keeps_products`."""
         raise ImportError(f"A graph with packed rows {NEEDS_PACKAGE}")
 
-    def describe_product(self, implementation: str, device) -> str:
-        """An implementation of products in words."""
-        return implementation
-
     def document_starts(self, tokens, attention_mask, position_ids):
         """In a graph, where the documents of packed rows begin. Only asked if `keeps_products`."""
         raise ImportError(f"A graph with packed rows {NEEDS_PACKAGE}")

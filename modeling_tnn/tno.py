@@ -17,7 +17,7 @@ from .inputs import NO_PASS, Kernel, Pass
 from .numerics import is_exported, without_narrowing
 from .packing import Documents
 from .recurrence import FilterRecurrence, Recurrence
-from .toeplitz import causal_toeplitz_matmul, dense_toeplitz, filter_by_response, toeplitz_matmul
+from .toeplitz import causal_toeplitz_matmul, dense_toeplitz, gated_convolution, toeplitz_matmul
 from .toeplitz_fused import NO_GATE, Gate, is_response
 
 
@@ -134,9 +134,7 @@ class ToeplitzOperator(nn.Module):
         return dense_toeplitz(nn.functional.pad(coefficients, (length - 1, 0)) if self.causal else coefficients)
 
     def extra_repr(self) -> str:
-        device = next((parameter.device for parameter in self.parameters()), torch.device("cpu"))
-        product = extensions.describe_product(self.implementation, device)
-        return f"channels={self.channels}, causal={self.causal}, product={product}"
+        return f"channels={self.channels}, causal={self.causal}, product={self.implementation}"
 
 
 def is_convolution(operator: ToeplitzOperator) -> bool:
@@ -165,7 +163,7 @@ def convolve(operator: ToeplitzOperator, v: torch.Tensor, gate: Gate, prepared: 
     """The gated product as a convolution, with the kernel `prepared` if it is known."""
     kernel = operator.kernel_of(*kernel_arguments(operator, v)) if prepared is None else prepared
     if is_response(kernel):
-        return filter_by_response(v, kernel, operator.implementation, gate)
+        return gated_convolution(v, kernel, 0, operator.implementation, gate)
     matmul = causal_toeplitz_matmul if operator.causal else toeplitz_matmul
     return matmul(v, kernel, operator.implementation, gate)
 

@@ -46,7 +46,7 @@ from .numerics import (
 )
 from .recurrence import LONG_PROMPT, PIECE, DecodingState, DivergenceError, Prompt, Recurrence
 from .tno import ToeplitzOperator, require_causal
-from .toeplitz import causal_toeplitz_matmul, dense_toeplitz, exported_quotient, fit_taps, two_sided
+from .toeplitz import causal_toeplitz_matmul, dense_toeplitz, exported_quotient, fit_taps
 from .toeplitz_fused import CHUNK, differentiable_gradients, must_differentiate
 
 LARGE_CHUNK = 2**25  # numbers in a chunk of filters on an accelerator
@@ -164,7 +164,7 @@ def recurrence_numerator(denominator: torch.Tensor, taps: torch.Tensor) -> torch
     order = denominator.shape[1]
     below, later = per_filter(monic(denominator), len(taps)), taps[:, 1 : order + 1]
     if is_exported_to_onnx():
-        return (dense_toeplitz(two_sided(below[:, :order])) @ later[..., None])[..., 0]
+        return (dense_toeplitz(pad(below[:, :order], (order - 1, 0))) @ later[..., None])[..., 0]
     return multiply_series(below, later, order)
 
 

@@ -4,17 +4,13 @@
 
 B batch, L length, D channels, K kernel taps, F transform length.
 
-A circulant matrix of size F has entries C_{i,j} = c_{(i-j) mod F}; the Fourier matrix diagonalises it, so that
-C x = ifft(fft(c) fft(x)). The Toeplitz matrix of (1) is the top left corner of a circulant one whose first column has
-t_0 .. t_{L-1} at the top and t_{-(L-1)} .. t_{-1} at the bottom. They do not overlap if F >= 2L - 1. With
-x = (v_0 .. v_{L-1}, 0 .. 0), the first L entries of C x are (1): O(F log F) instead of O(L^2).
-
-Here the coefficients are in the order of their lags, t_{-(L-1)} .. t_{L-1}: that column, rotated by L - 1. So the
-product is at the entries L-1 .. 2L-2. A causal kernel (t_k = 0 for k < 0) needs no rotation, and F >= L + K - 1.
+The Fourier matrix diagonalises a circulant matrix of size F, C_{i,j} = c_{(i-j) mod F}: C x = ifft(fft(c) fft(x)).
+With c = (t_{-(L-1)} .. t_{L-1}, 0 ..), x = (v_0 .. v_{L-1}, 0 ..) and F >= 2L - 1, (1) is at the entries L-1 .. 2L-2
+of C x. With a causal kernel c = (t_0 .. t_{K-1}, 0 ..) and F >= L + K - 1, it is at the first L entries.
 
 torch.export records one graph for all lengths. Padding and slicing check L <= F, which the graph cannot derive from
-the formula of `next_fast_len`; indexing does not. In ONNX, where runtimes may lack transforms (onnxruntime refuses
-those of the exporter) and complex numbers, transforms are products with real matrices, O(L F) for an even F:
+the formula of `next_fast_len`; indexing does not. In ONNX, where runtimes may lack transforms and complex numbers,
+transforms are products with real matrices, O(L F) for an even F:
 
     X_m = sum_t x_t (cos(2 pi m t / F) - i sin(2 pi m t / F)),                                m = 0 .. F/2
     x_t = 1/F sum_m w_m (Re X_m cos(2 pi m t / F) - Im X_m sin(2 pi m t / F)),    w_0 = w_{F/2} = 1, else 2
@@ -27,30 +23,12 @@ import torch
 from torch.nn.functional import pad
 
 from .extensions import extensions
-from .numerics import (
-    compute_dtype,
-    is_exported,
-    is_exported_to_onnx,
-    is_fused,
-    is_on_host,
-    must_be_eager,
-)
-from .toeplitz_fused import (
-    NO_GATE,
-    Gate,
-    eager_windows,
-    fused_convolution,
-    has_parameters,
-    is_response,
-    windows_of,
-)
+from .numerics import compute_dtype, is_exported, is_exported_to_onnx, is_fused, is_on_host, must_be_eager
+from .toeplitz_fused import NO_GATE, Gate, eager_windows, fused_convolution, has_parameters, is_response, windows_of
 
 
 def exported_convolution(x: torch.Tensor, kernel: torch.Tensor, size: int, first: int) -> torch.Tensor:
-    """Entries `first .. first + L - 1` of the circular convolution of `x` `(B, D, L)` with `kernel` `(D, K)`.
-
-    The transform length F = `size` is at least L and K.
-    """
+    """Entries `first .. first + L - 1` of the circular convolution of `x` `(B, D, L)` and `kernel` `(D, K)`."""
     length = x.shape[-1]
     if is_exported_to_onnx():
         product = matrix_transform(x, size).times(matrix_transform(kernel, size))
@@ -60,10 +38,7 @@ def exported_convolution(x: torch.Tensor, kernel: torch.Tensor, size: int, first
 
 
 def exported_quotient(above: torch.Tensor, below: torch.Tensor, size: int, count: int) -> torch.Tensor:
-    """The first `count` entries `(D, count)` of the circular quotient of two series `(D, N)`.
-
-    The transform length F = `size` is at least N and `count`.
-    """
+    """The first `count` entries `(D, count)` of the circular quotient of two series `(D, N)`."""
     if is_exported_to_onnx():
         quotient = matrix_transform(above, size).over(matrix_transform(below, size))
         return inverse_matrix_transform(quotient, size, 0, count)
@@ -134,9 +109,8 @@ def toeplitz_matmul(
         v: `(B, L, D)`, real, any floating-point dtype.
         coefficients: `(D, 2L - 1)`, the lags -(L-1) .. L-1 in this order. Or `(D, 2R - 1)` for another number of
             lags: missing lags (R < L) are zero, and lags beyond the sequence (R > L) are not used.
-        implementation: `"fused"` (fast) or `"eager"` (PyTorch's own operations), with the same values and derivatives.
-            `"triton"` is for GPUs, and rounds the coefficients to the dtype of `v`. `"auto"` takes it on NVIDIA's GPUs
-            of compute capability 8.0 and newer where it is the faster one, else `"fused"`.
+        implementation: `"fused"` (fast) or `"eager"` (PyTorch's own operations), with the same values and derivatives;
+            `"triton"`, for GPUs, which rounds the coefficients to the dtype of `v`; or `"auto"`, the faster one.
         gate: the gate around the product, see `toeplitz_fused.py`; none unless given.
 
     Returns:
@@ -175,16 +149,18 @@ def causal_toeplitz_matmul(
     return gated_convolution(v, kernel, 0, implementation, gate)
 
 
-def gated_convolution(
-    v: torch.Tensor, kernel: torch.Tensor, first: int, implementation: str, gate: Gate
-) -> torch.Tensor:
-    """Entries `first .. first + L - 1` of the convolution of `v` `(B, L, D)` with `kernel` `(D, K)`, inside a gate."""
+def gated_convolution(v, kernel, first: int, implementation: str = "fused", gate: Gate = NO_GATE) -> torch.Tensor:
+    """Entries `first .. first + L - 1` of the convolution of `v` `(B, L, D)` with `kernel`, inside a gate.
+
+    `kernel` has taps `(D, K)`, or a filter's frequency response `(2, D, F/2 + 1)`: real and imaginary part at the
+    frequencies 2 pi m / F, F even and at least L. The imaginary part counts as 0 at m = 0 and m = F/2.
+    """
     kernel = kernel.to(compute_dtype(torch.promote_types(v.dtype, kernel.dtype)))
     fused = is_fused(implementation)
-    if not (fused and is_on_host(v) and implementation != "triton"):
-        product = extensions.find_product(implementation, v, kernel)
-        if product is not None:
-            return product(v, kernel, first, gate)
+    usual = fused and implementation != "triton" and is_on_host(v)
+    product = None if usual else extensions.find_product(implementation, v, kernel)
+    if product is not None:
+        return product(v, kernel, first, gate)
     if v.numel() == 0 and not must_be_eager():
         # MKL refuses transforms of empty tensors. All inputs stay in the graph, so that their gradients are zero.
         return gate.apply(gate.inputs(v), "eager") * kernel.sum().to(v.dtype)
@@ -225,11 +201,6 @@ def dense_toeplitz(coefficients: torch.Tensor) -> torch.Tensor:
     return coefficients[:, position[:, None] - position[None, :] + length - 1]  # (D, L, L)
 
 
-def two_sided(kernel: torch.Tensor) -> torch.Tensor:
-    """A causal kernel `(D, L)` as coefficients `(D, 2L - 1)`, zero at negative lags."""
-    return pad(kernel, (kernel.shape[1] - 1, 0))
-
-
 def fit_lags(coefficients: torch.Tensor, reach: int) -> torch.Tensor:
     """Two-sided coefficients `(D, 2R - 1)`, cut or padded with zeros to `(D, 2 reach - 1)`."""
     given = (coefficients.shape[1] + 1) // 2
@@ -244,17 +215,6 @@ def fit_taps(kernel: torch.Tensor, length: int) -> torch.Tensor:
     if is_exported():
         return pad(kernel, (0, length))[:, :length]
     return pad(kernel, (0, length - kernel.shape[1]))
-
-
-def filter_by_response(
-    v: torch.Tensor, response: torch.Tensor, implementation: str = "fused", gate: Gate = NO_GATE
-) -> torch.Tensor:
-    """The circular convolution of the zero-padded `v` `(B, L, D)` with filters given by their frequency responses.
-
-    A response is `(2, D, F/2 + 1)`, real and imaginary part at the frequencies 2 pi m / F, F even and at least L. The
-    imaginary part counts as 0 at m = 0 and m = F/2, where it is 0 for a real filter.
-    """
-    return gated_convolution(v, response, 0, implementation, gate)
 
 
 def _checked_shape(v: torch.Tensor, name: str, kernel: torch.Tensor) -> tuple[int, int]:

@@ -1,24 +1,22 @@
-"""Convolve along a sequence inside a gate, a few channels at a time. Spectra are computed again in the backward pass.
+"""Convolve along a sequence inside a gate, a few channels at a time.
 
     h = act(u) * (k * (mask act(v)))[first .. first + L - 1]          (without a gate: act(x) = x, act(u) = 1)
 
 B batch, L length, D channels, K taps, F transform length, S = F - K + 1 new outputs of a window, W windows, C channels
 of a chunk.
 
-The differentiable operations here and in `toeplitz.py` have the same results and are the oracles. Fused, it is faster
-for three reasons (figures: Benchmarks in the docs). Temporaries fit into the processor's cache; large ones would cause
-page faults on every call. The gradient of a real transform is a real transform; PyTorch's own backward of rfft is a
-complex one with twice the work. A filter much shorter than the sequence is applied to windows that overlap by K - 1
-(overlap-save). Only u, v, the filter and the mixed values are saved, but no spectrum and no activation.
+The oracle is `eager_windows`. This is faster (figures: Benchmarks in the docs): temporaries fit into the processor's
+cache, the gradient of a real transform is a real one, and a filter much shorter than the sequence has windows that
+overlap by K - 1 (overlap-save). Only u, v, the filter and the mixed values are saved for the backward pass.
 
 In a single window, x begins at entry 0 and the outputs at entry `first`. The part that wraps around does not reach the
 outputs if F >= L + max(first, K - 1 - first). Of several windows, each begins S entries after the one before, x begins
-K - 1 - first entries into the first one, and the part that wraps around ends before entry K - 1. The backward pass
-uses the same layout. A gated linear unit act(a) * b saves only a and b as well.
+K - 1 - first entries into the first one, and the part that wraps around ends before entry K - 1.
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import compress
 from typing import NamedTuple
 
 import torch
@@ -105,17 +103,15 @@ def must_differentiate(gradient: torch.Tensor) -> bool:
 def differentiable_gradients(
     function: Callable, inputs: Sequence[torch.Tensor], needed: Sequence[bool], gradient: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
-    """The gradients of a backward pass that can be differentiated again, by autograd; None for each not `needed`.
+    """The gradients by autograd, for a backward pass that can be differentiated again; None for each not `needed`.
 
-    `function(*inputs)` is the forward pass in PyTorch's own operations, for the tensors that it saved; `needed` may
-    have more entries than there are inputs. `gradient` is that of its result.
+    `function(*inputs)` is the forward pass in PyTorch's own operations, and `gradient` that of its result.
     """
-    create_graph = torch.is_grad_enabled()
-    needed = needed[: len(inputs)]
+    create_graph, needed = torch.is_grad_enabled(), needed[: len(inputs)]
     with torch.enable_grad():
         # One input may be computed from another. A view of each separates its own contribution.
-        views = [x.view_as(x) if wanted else x for x, wanted in zip(inputs, needed, strict=True)]
-        wanted = [view for view, one in zip(views, needed, strict=True) if one]
+        views = [x.view_as(x) if one else x for x, one in zip(inputs, needed, strict=True)]
+        wanted = list(compress(views, needed))
         found = iter(torch.autograd.grad(function(*views), wanted, gradient, create_graph=create_graph))
     return tuple(next(found) if one else None for one in needed)
 
@@ -125,9 +121,9 @@ class Windows(NamedTuple):
 
     size: int  # F
     step: int  # S
-    count: int  # W
-    offset: int  # entry of the first window at which x begins
-    skip: int  # number of first entries of each window that are not outputs
+    count: int = 1  # W
+    offset: int = 0  # entry of the first window at which x begins
+    skip: int = 0  # number of first entries of each window that are not outputs
 
     @property
     def span(self) -> int:
@@ -137,32 +133,22 @@ class Windows(NamedTuple):
 
 def windows_of(v: torch.Tensor, kernel: torch.Tensor, first: int, several: bool = True) -> Windows:
     """The windows of `v` `(B, L, D)` for taps `(D, K)`, `several` if they are much shorter; one for a response."""
-    if is_response(kernel):
-        return single_window(2 * (kernel.shape[2] - 1), first)
-    length, taps = v.shape[1], kernel.shape[1]
-    if not several or length < LONG * taps or length <= SHORTEST_WINDOW:
-        return single_window(next_fast_len(length + max(first, taps - 1 - first)), first)
-    size = max(SHORTEST_WINDOW, 1 << (WINDOW * taps - 1).bit_length())
-    step = size - taps + 1
-    return Windows(size, step, -(-length // step), taps - 1 - first, taps - 1)
-
-
-def single_window(size: int, first: int) -> Windows:
-    """A single window for the whole sequence, whose outputs begin at entry `first`."""
-    return Windows(size, size, 1, 0, first)
+    length, taps, with_response = v.shape[1], kernel.shape[1], is_response(kernel)
+    if several and not with_response and length >= LONG * taps and length > SHORTEST_WINDOW:
+        size = max(SHORTEST_WINDOW, 1 << (WINDOW * taps - 1).bit_length())
+        step = size - taps + 1
+        return Windows(size, step, -(-length // step), taps - 1 - first, taps - 1)
+    size = 2 * (kernel.shape[2] - 1) if with_response else next_fast_len(length + max(first, taps - 1 - first))
+    return Windows(size, size, skip=first)
 
 
 class GatedConvolution(torch.autograd.Function):
-    """The gated convolution above on channel-major views. Higher derivatives are those of `eager_windows`.
-
-    Inputs: `v` `(D, B, L)`; `kernel`, taps `(D, K)` or real and imaginary part of a response `(2, D, F/2 + 1)`; `u`
-    `(D, B, L)` or None; `mask` `(B, L)` or None; `act`, elementwise and without parameters, or None; the windows.
-    """
+    """The gated convolution above on views `v` and `u` `(D, B, L)`; higher derivatives: those of `eager_windows`."""
 
     @staticmethod
     def forward(ctx, v, kernel, u, mask, act, windows: Windows) -> torch.Tensor:
-        keep = u is not None and any(ctx.needs_input_grad[:3])
-        h, mixed = torch.empty_like(v), (torch.empty_like(v) if keep else None)  # (D, B, L)
+        h = torch.empty_like(v)  # (D, B, L)
+        mixed = torch.empty_like(v) if u is not None and any(ctx.needs_input_grad[:3]) else None
         dtype, length, parts = kernel.dtype, v.shape[2], chunks(v, windows)
         buffer = kernel.new_zeros(parts[0].stop, v.shape[1], windows.span)
         for chosen in parts:
@@ -193,14 +179,10 @@ class GatedConvolution(torch.autograd.Function):
 
 
 def window_gradients(gradient, v, kernel, u, mask, mixed, act, windows: Windows, wanted: Sequence[bool]) -> tuple:
-    """The gradients of `v`, `kernel` and `u`, each None unless wanted, from that of the result.
-
-    The arguments are those of `GatedConvolution`, and the `mixed` values (the result without the gate).
-    """
+    """The gradients of `v`, `kernel` and `u`, each None unless wanted; `mixed` is the result without the gate."""
     want_v, want_kernel, want_u = wanted
-    v_gradient = torch.empty_like(v) if want_v else None
-    u_gradient = torch.empty_like(u) if want_u else None
-    kernel_gradient = torch.empty_like(kernel) if want_kernel else None
+    pairs = zip((v, kernel, u), wanted, strict=True)
+    v_gradient, kernel_gradient, u_gradient = (torch.empty_like(x) if want else None for x, want in pairs)
     dtype, parts = kernel.dtype, chunks(v, windows)
     g_buffer = kernel.new_zeros(parts[0].stop, v.shape[1], windows.count, windows.size)
     x_buffer = kernel.new_zeros(parts[0].stop, v.shape[1], windows.span) if want_kernel else None
@@ -211,8 +193,6 @@ def window_gradients(gradient, v, kernel, u, mask, mixed, act, windows: Windows,
             if want_u:
                 u_gradient[chosen] = pull_back(g * mixed[chosen])
             g = gate * g
-        if not (want_v or want_kernel):
-            continue
         spectrum = transform_gradient(g_buffer, g, windows)  # (C, B, W, F/2+1)
         x, pull_back = v[chosen].to(dtype), None
         if act is not None:

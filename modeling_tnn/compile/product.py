@@ -2,15 +2,12 @@
 
     y = (k * x)[first .. first + L - 1],    in packed rows of each document alone                           (1)
 
-B batch, L length, D channels, K taps, F transform length.
+B batch, L length, D channels, K taps.
 
-While torch.compile records, (1) is one node with a custom operator, and its backward pass is another one. The
-activations and the mask around it stay PyTorch's own operations, which the compiler fuses with what is next to them.
-When the graph runs, the operator computes as the uncompiled code does: with windows for the length at hand, and with
-the padded batches of `packing.py`. So one graph serves all lengths and all documents, also rows of one document.
-
-The operators take and give `(D, B, L)` without gaps. Where something else comes in, the graph has a copy, which the
-compiler fuses with what computes it.
+While torch.compile records, (1) is one node with a custom operator, and its backward pass is another one. Activations
+and mask stay PyTorch's own operations, which the compiler fuses. When the graph runs, the operator computes as the
+uncompiled code does, with windows for the length at hand and the padded batches of `packing.py`: one graph serves all
+lengths and documents. The operators take and give `(D, B, L)` without gaps.
 """
 
 import threading
@@ -20,6 +17,8 @@ from functools import partial
 
 import torch
 import transformers.modeling_outputs  # noqa: F401 - exported programs have the classes of outputs in them
+from torch import Tensor
+from torch.library import custom_op
 
 from ..extensions import extensions
 from ..kernels.choice import kernel_product
@@ -56,18 +55,14 @@ def keeps_products() -> bool:
     return not is_exported() or (getattr(_kept, "products", False) and not torch.onnx.is_in_onnx_export())
 
 
-def lags_within(kernel: torch.Tensor, first: int, length: int) -> slice:
+def lags_within(kernel: Tensor, first: int, length: int) -> slice:
     """The taps of `kernel` `(D, K)` that a document of `length` tokens meets. `first` is that of lag 0."""
     return slice(max(0, first - length + 1), min(kernel.shape[1], first + length))
 
 
-@torch.library.custom_op("modeling_tnn::convolution", mutates_args=())
-def convolution(
-    x: torch.Tensor, kernel: torch.Tensor, first: int, starts: torch.Tensor | None, implementation: str
-) -> torch.Tensor:
+@custom_op("modeling_tnn::convolution", mutates_args=())
+def convolution(x: Tensor, kernel: Tensor, first: int, starts: Tensor | None, implementation: str) -> Tensor:
     """Equation (1) for `x` `(D, B, L)`. Documents begin at `starts` `(B, L)`, see `packing.Documents`."""
-    if x.numel() == 0:
-        return x.new_empty(x.shape)
 
     def product(part, _):
         met = lags_within(kernel, first, part.shape[1])
@@ -81,7 +76,7 @@ def convolution(
     return y.permute(2, 0, 1).contiguous()
 
 
-def convolved(v, kernel, first: int, implementation: str) -> torch.Tensor:
+def convolved(v, kernel, first: int, implementation: str) -> Tensor:
     """The product of rows `(B, L, D)` without documents."""
     product = kernel_product(implementation, v, kernel)
     if product is None:
@@ -89,18 +84,13 @@ def convolved(v, kernel, first: int, implementation: str) -> torch.Tensor:
     return product(v, kernel, first)
 
 
-@torch.library.custom_op(
-    "modeling_tnn::convolution_gradients",
-    mutates_args=(),
-    schema="(Tensor gradient, Tensor x, Tensor kernel, SymInt first, Tensor? starts, str implementation, "
-    "bool[] wanted) -> (Tensor, Tensor)",
-)
-def convolution_gradients(gradient, x, kernel, first, starts, implementation, wanted):
+@custom_op("modeling_tnn::convolution_gradients", mutates_args=())
+def convolution_gradients(
+    dy: Tensor, x: Tensor, kernel: Tensor, first: int, starts: Tensor | None, implementation: str, wanted: list[bool]
+) -> tuple[Tensor, Tensor]:
     """The gradients of `x` `(D, B, L)` and of the kernel. One that is not `wanted` has no entries."""
-    g, v = gradient.permute(1, 2, 0), x.permute(1, 2, 0)
-    if x.numel() == 0:
-        v_gradient, kernel_gradient = torch.empty_like(v), torch.zeros_like(kernel)
-    elif starts is None:
+    g, v = dy.permute(1, 2, 0), x.permute(1, 2, 0)
+    if starts is None:
         v_gradient, kernel_gradient = gradients_of(g, v, kernel, first, implementation, wanted)
     else:
         batches, parts, kernel_gradient = padded_batches(starts, None, x.device), [], torch.zeros_like(kernel)
@@ -128,12 +118,8 @@ def gradients_of(gradient, v, kernel, first: int, implementation: str, wanted: S
     return x_gradient.permute(1, 2, 0) if wanted[0] else None, kernel_gradient
 
 
-@torch.library.custom_op(
-    "modeling_tnn::document_starts",
-    mutates_args=(),
-    schema="(Tensor tokens, Tensor? attention_mask, Tensor position_ids) -> Tensor",
-)
-def document_starts(tokens, attention_mask, position_ids):
+@custom_op("modeling_tnn::document_starts", mutates_args=())
+def document_starts(tokens: Tensor, attention_mask: Tensor | None, position_ids: Tensor) -> Tensor:
     """The `starts` of `packing.Documents`."""
     return find_starts(tokens, mask_of_tokens(attention_mask, tokens), position_ids)[0]
 
@@ -144,7 +130,7 @@ def _(x, kernel, first, starts, implementation):
 
 
 @convolution_gradients.register_fake
-def _(gradient, x, kernel, first, starts, implementation, wanted):
+def _(dy, x, kernel, first, starts, implementation, wanted):
     return tuple(one.new_empty(one.shape if want else 0) for one, want in zip((x, kernel), wanted, strict=True))
 
 
@@ -169,23 +155,19 @@ convolution.register_autograd(backward, setup_context=save)
 
 
 # If this module is imported again, the newest operators count: they are looked up by name.
-def recorded_starts(tokens, attention_mask, position_ids) -> torch.Tensor:
+def recorded_starts(tokens, attention_mask, position_ids) -> Tensor:
     """The `starts` of `packing.Documents` `(B, L)`, as one node of a graph."""
     return torch.ops.modeling_tnn.document_starts(tokens.detach(), attention_mask, position_ids)
 
 
-def recorded_convolution(v, kernel, first: int, starts: torch.Tensor | None, implementation: str) -> torch.Tensor:
+def recorded_convolution(v, kernel, first: int, starts: Tensor | None, implementation: str) -> Tensor:
     """Equation (1) for `v` `(B, L, D)`, as one node of a graph."""
     x = v.permute(2, 0, 1).contiguous()
     return torch.ops.modeling_tnn.convolution(x, kernel, first, starts, implementation).permute(1, 2, 0)
 
 
-def gated_recorded(v: torch.Tensor, kernel: torch.Tensor, first: int, gate: Gate, implementation: str) -> torch.Tensor:
-    """The product in a graph of torch.compile, which fuses the gate with what is next to it.
-
-    The gate is computed as `(D, B, L)`, the order of its memory. The compiler lays results out in the order of their
-    dimensions, and would copy one of `(B, L, D)` for the next matrix product.
-    """
+def gated_recorded(v: Tensor, kernel: Tensor, first: int, gate: Gate, implementation: str) -> Tensor:
+    """The product in a graph. A compiler would copy a gate computed as `(B, L, D)` for the next matrix product."""
     x = v.permute(2, 0, 1)
     x = mask_out(x if gate.act is None else gate.act(x), gate.mask)
     y = recorded_convolution(x.permute(1, 2, 0), kernel, first, None, implementation)
@@ -194,7 +176,7 @@ def gated_recorded(v: torch.Tensor, kernel: torch.Tensor, first: int, gate: Gate
     return (gate.act(gate.u.permute(2, 0, 1)) * y.permute(2, 0, 1)).permute(1, 2, 0)
 
 
-def find_product(implementation: str, v: torch.Tensor, kernel: torch.Tensor) -> Callable | None:
+def find_product(implementation: str, v: Tensor, kernel: Tensor) -> Callable | None:
     """The product of `v` `(B, L, D)` with taps `(D, K)` or a response, unless it is the eager or the fused one."""
     if implementation != "eager" and keeps_products():
         check_implementation(implementation)
@@ -202,9 +184,5 @@ def find_product(implementation: str, v: torch.Tensor, kernel: torch.Tensor) -> 
     return kernel_product(implementation, v, kernel)
 
 
-extensions.register(
-    find_product=find_product,
-    keeps_products=keeps_products,
-    document_starts=recorded_starts,
-    convolve_documents=recorded_convolution,
-)
+extensions.register(find_product=find_product, keeps_products=keeps_products)
+extensions.register(document_starts=recorded_starts, convolve_documents=recorded_convolution)

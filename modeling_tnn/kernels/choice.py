@@ -7,10 +7,9 @@ A graph of torch.compile chooses when it runs (`compile/product.py`).
 """
 
 from collections.abc import Callable
-from functools import lru_cache
 
 import torch
-from transformers.utils import logging
+from transformers.utils import is_triton_available, logging
 
 from ..extensions import extensions
 from ..numerics import check_implementation, compute_dtype, is_on_host, must_be_eager
@@ -27,7 +26,7 @@ MOST_TAPS_OF_FLOAT32 = 512
 # bits), and dtypes of inputs.
 MOST_TAPS, MOST_POSITIONS = 2**12, 2**25
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MISSING = "needs the package triton, which cannot be imported (`pip install triton`, on Windows `triton-windows`)"
+MISSING = "needs the package triton, which is not installed (`pip install triton`, on Windows `triton-windows`)"
 
 
 def choose(implementation: str, v: torch.Tensor, taps: int, dtype: torch.dtype) -> str:
@@ -42,8 +41,8 @@ def choose(implementation: str, v: torch.Tensor, taps: int, dtype: torch.dtype) 
     if reason is None:
         logger.info_once(f"Toeplitz products are computed by 'triton' on {v.device}.")
         return "triton"
-    said = reason in FAILED.values()  # when they failed
-    if not said and (not automatic or (reason == MISSING and is_recent_gpu(v.device))):
+    # A failure of the kernels has been said when it happened.
+    if PRODUCTS not in FAILED and (not automatic or (reason == MISSING and is_recent_gpu(v.device))):
         logger.warning_once(f"Toeplitz products are computed by 'fused' instead of 'triton', which {reason}.")
     return "fused"
 
@@ -55,24 +54,10 @@ def takes_taps(implementation: str, v: torch.Tensor, taps: int) -> bool:
     return choose(implementation, v, taps, compute_dtype(v.dtype)) == "triton"
 
 
-def describe(implementation: str, device: torch.device) -> str:
-    """An implementation, and for `"auto"` what it takes on a device, and what is missing there."""
-    if implementation != "auto":
-        return implementation
-    if not is_recent_gpu(device):
-        return f"auto (fused on {device.type})"
-    reason = refused_by_triton(torch.empty(0, 0, 0, device=device), 1, torch.float32)
-    if reason is not None:
-        return f"auto (fused on {device.type}: triton {reason})"
-    return f"auto (triton on {device.type}, to {MOST_TAPS_OF_FLOAT32} taps in float32, else fused)"
-
-
 def refused_by_triton(v: torch.Tensor, taps: int, dtype: torch.dtype) -> str | None:
     """Why the Triton kernels cannot compute a product of `v` `(B, L, D)` with so many `taps` in `dtype`, or None."""
-    if not has_triton():
+    if not is_triton_available():
         return MISSING
-    if PRODUCTS in FAILED:
-        return FAILED[PRODUCTS]
     if not runs_on(v.device):
         return f"needs a GPU of NVIDIA of compute capability 8.0 or newer, got {v.device}"
     if dtype is not torch.float32 or v.dtype not in DTYPES:
@@ -81,17 +66,7 @@ def refused_by_triton(v: torch.Tensor, taps: int, dtype: torch.dtype) -> str | N
         return f"takes at most {MOST_TAPS:,} taps, got {taps:,}"
     if v.shape[0] * v.shape[1] > MOST_POSITIONS:
         return f"takes at most {MOST_POSITIONS:,} positions, got {v.shape[0] * v.shape[1]:,}"
-    return None
-
-
-@lru_cache
-def has_triton() -> bool:
-    """Whether the package triton can be imported."""
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        return False
-    return True
+    return FAILED.get(PRODUCTS)
 
 
 def kernel_product(implementation: str, v: torch.Tensor, kernel: torch.Tensor) -> Callable | None:
@@ -103,4 +78,4 @@ def kernel_product(implementation: str, v: torch.Tensor, kernel: torch.Tensor) -
     return tiled_convolution
 
 
-extensions.register(describe_product=describe, takes_taps=takes_taps)
+extensions.register(takes_taps=takes_taps)

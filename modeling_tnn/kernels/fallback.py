@@ -23,9 +23,8 @@ FAILED: dict[str, str] = {}
 def attempt(kernels: str, compute: Callable, instead: Callable):
     """`compute()` by the kernels of this name, or `instead()` once they have failed.
 
-    Raises:
-        torch.OutOfMemoryError: the device has no memory left, which says nothing about the kernels.
-        Exception: any error in Triton's interpreter, and while a CUDA graph is captured, which forbids much.
+    A lack of memory is raised, and any error in Triton's interpreter or while a CUDA graph, which forbids much, is
+    captured: they say nothing about the kernels.
     """
     if kernels not in FAILED:
         try:
@@ -34,11 +33,8 @@ def attempt(kernels: str, compute: Callable, instead: Callable):
             captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
             if isinstance(error, torch.OutOfMemoryError) or is_interpreted() or captured:
                 raise
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            if "out of memory" in reason:  # of the driver, for the code of a kernel
-                raise torch.OutOfMemoryError(reason) from error
-            FAILED[kernels] = reason
-            logger.warning("%s do not run here, and others compute instead of them: %s", kernels, reason)
+            FAILED[kernels] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            logger.warning("%s do not run here, and others compute instead of them: %s", kernels, FAILED[kernels])
     return instead()
 
 

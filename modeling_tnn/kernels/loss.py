@@ -8,28 +8,26 @@ N tokens with a label, d hidden size, V words. The logits z `(N, V)` are the lar
 chunk of their rows exists at a time; its gradients are computed in the forward pass, while it exists.
 
 On an accelerator the logits have C columns: V and zeros up to a multiple of 128. With an odd V their rows are not
-aligned, and the products take several times as long (measured on an H100). The weight of the model stays as it is.
-Where Triton is installed, one kernel turns a chunk of logits into losses and p - e_y (`loss_triton.py`). A graph of
-torch.compile has all logits, aligned too: what follows the products is fused by the compiler.
+aligned, and the products take several times as long (measured on an H100). Where Triton is installed, one kernel turns
+a chunk of logits into losses and p - e_y (`loss_triton.py`). A graph of torch.compile has all logits, aligned too.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from functools import lru_cache, partial
+from dataclasses import dataclass
+from functools import cache, partial
 
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, linear, pad
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
-from transformers.modeling_outputs import CausalLMOutputWithPast, MaskedLMOutput
+from transformers.utils import is_triton_available
 from transformers.utils.generic import maybe_autocast
 
 from ..extensions import extensions
 from ..mixers import is_plain_linear
 from ..numerics import compute_dtype, is_fused, is_on_host, is_traced
 from ..toeplitz_fused import differentiable_gradients, must_differentiate
-from .choice import has_triton
 from .fallback import attempt, runs_on
 from .stacking import projected_dtype
 
@@ -44,10 +42,7 @@ ALIGNMENT = 128
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """The sum of the loss above over rows; its oracle, and its derivatives of higher order: `eager_loss`.
-
-    Inputs: `hidden` `(N, d)`, `weight` `(V, d)`, `bias` `(V,)` or None, `labels` `(N,)`; the products are in `dtype`.
-    """
+    """The sum of the loss above over rows, by products in `dtype`; its oracle and higher derivatives: `eager_loss`."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, labels, dtype: torch.dtype, ignore_index: int) -> torch.Tensor:
@@ -71,8 +66,8 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 def loss_and_gradients(hidden, weight, bias, labels, dtype: torch.dtype, ignore_index: int, needed: Sequence[bool]):
     """The loss, and its gradients of hidden, weight and bias where they are `needed`, in float32 or float64."""
-    words, wide = len(weight), compute_dtype(dtype)
-    columns = words if is_on_host(hidden) else -(-words // ALIGNMENT) * ALIGNMENT
+    w, b = aligned(*(None if x is None else x.to(dtype) for x in (weight, bias)))
+    words, columns, wide = len(weight), len(w), compute_dtype(dtype)
     fill = find_kernel(hidden.device, dtype, words, columns) or fill_by_pytorch
     copied = fill is fill_by_pytorch and dtype != wide
     rows = rows_of_chunk(hidden, columns * (dtype.itemsize + copied * wide.itemsize))
@@ -80,7 +75,6 @@ def loss_and_gradients(hidden, weight, bias, labels, dtype: torch.dtype, ignore_
     dh, dw, db = (hidden.new_zeros(shape, dtype=wide) if need else None for shape, need in shapes)
     losses, labels = hidden.new_empty(len(hidden), dtype=wide), labels.contiguous()
     with maybe_autocast(device_type=hidden.device.type, enabled=False):
-        w, b = (None if x is None else lengthened(x, columns, dtype) for x in (weight, bias))
         # The same buffers for all chunks: on a CPU, memory of their own would be taken from the system and given back.
         buffer = hidden.new_empty(min(rows, len(hidden)), columns, dtype=dtype)
         wide_buffer = torch.empty_like(buffer, dtype=wide) if copied else None
@@ -104,18 +98,8 @@ def loss_and_gradients(hidden, weight, bias, labels, dtype: torch.dtype, ignore_
 
 def rows_of_chunk(hidden: torch.Tensor, row_bytes: int) -> int:
     """The rows of a chunk of logits, for `hidden` `(N, d)`."""
-    if is_on_host(hidden):
-        return CPU_ROWS
-    return min(LARGE_ROWS, max(1, LARGE_BYTES // row_bytes // ALIGNMENT) * ALIGNMENT)
-
-
-def lengthened(x: torch.Tensor, rows: int, dtype: torch.dtype) -> torch.Tensor:
-    """`x` `(V, ...)` in `dtype`, with zeros up to so many rows."""
-    if len(x) == rows:
-        return x.to(dtype)
-    longer = x.new_empty(rows, *x.shape[1:], dtype=dtype)
-    longer[: len(x)], longer[len(x) :] = x, 0
-    return longer
+    rows = max(1, LARGE_BYTES // row_bytes // ALIGNMENT) * ALIGNMENT
+    return CPU_ROWS if is_on_host(hidden) else min(LARGE_ROWS, rows)
 
 
 def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor):
@@ -128,27 +112,21 @@ def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor):
         total += a @ b
 
 
-@lru_cache
+@cache
 def find_kernel(device: torch.device, dtype: torch.dtype, words: int, columns: int) -> Callable | None:
-    """The kernel that fills as `fill_by_pytorch` does, or None. It is tried once for each shape of a row."""
-    if dtype == torch.float64 or not runs_on(device) or not has_triton():
+    """The kernel in place of `fill_by_pytorch`, unless it fails when it is tried, once for each shape of a row."""
+    if dtype == torch.float64 or not runs_on(device) or not is_triton_available():
         return None
     from .loss_triton import fill_by_kernel
 
-    def try_kernel() -> Callable:
-        z = torch.zeros(1, columns, dtype=dtype, device=device)
-        labels = torch.zeros(1, dtype=torch.long, device=device)
-        fill_by_kernel(z, words, labels, z.new_empty(1, dtype=torch.float32), -100, True)
-        return fill_by_kernel
-
-    return attempt("The Triton kernel of the loss", try_kernel, lambda: None)
+    z, labels = torch.zeros(1, columns, dtype=dtype, device=device), torch.zeros(1, dtype=torch.long, device=device)
+    fill = partial(fill_by_kernel, z, words, labels, z.new_empty(1, dtype=torch.float32), -100, True)
+    has_failed = attempt("The Triton kernel of the loss", fill, lambda: True)
+    return None if has_failed else fill_by_kernel
 
 
 def fill_by_pytorch(z, words: int, labels, losses, ignore_index: int, write: bool):
-    """Write the `losses` `(N,)` of logits `(N, C)`, and over the logits the gradient of their sum.
-
-    Both are 0 in rows with `ignore_index`. Without `write` the logits mean nothing afterwards.
-    """
+    """Write the `losses` `(N,)` of logits `(N, C)`, and over them, if to `write`, the gradient of the losses' sum."""
     real = (labels != ignore_index)[:, None]
     own_words = labels[:, None].where(real, 0)  # (N, 1)
     z[:, words:].zero_()
@@ -161,13 +139,17 @@ def fill_by_pytorch(z, words: int, labels, losses, ignore_index: int, write: boo
         z.mul_(sums.reciprocal()).scatter_add_(1, own_words, -torch.ones_like(own)).masked_fill_(~real, 0)
 
 
-def aligned_linear(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """The logits `(..., V)`, on an accelerator as a part of aligned rows. A compiler fuses the padding."""
-    words = len(weight)
-    missing = 0 if is_on_host(hidden) else -words % ALIGNMENT
+def aligned(weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The weight `(C, d)` and bias `(C,)` of aligned rows of logits, from those of V words."""
+    missing = 0 if is_on_host(weight) else -len(weight) % ALIGNMENT
     if missing:
         weight, bias = pad(weight, (0, 0, 0, missing)), None if bias is None else pad(bias, (0, missing))
-    return linear(hidden, weight, bias)[..., :words]
+    return weight, bias
+
+
+def aligned_linear(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """The logits `(..., V)`, on an accelerator as a part of aligned rows. A compiler fuses the padding."""
+    return linear(hidden, *aligned(weight, bias))[..., : len(weight)]
 
 
 def eager_loss(hidden, weight, bias=None, *, labels: torch.Tensor, ignore_index: int = -100) -> torch.Tensor:
@@ -190,11 +172,9 @@ def linear_cross_entropy(hidden, weight, bias, labels: torch.Tensor, ignore_inde
 
 
 class DeferredLogits:
-    """The logits of hidden states `(B, L, d)` by a plain linear head, not computed yet.
+    """The logits of hidden states `(B, L, d)` by a plain linear head, in an output until they are read.
 
-    Most training steps need the loss alone, but a `compute_loss` of the user's own reads the logits. Until then this
-    is in their place. It passes through what only hands outputs on: DistributedDataParallel, FSDP, and accelerate,
-    which makes an output anew with the tensors in float32.
+    It passes through what hands outputs on: DistributedDataParallel, FSDP, and accelerate, which makes them anew.
     """
 
     def __init__(self, head: nn.Linear, hidden_states: torch.Tensor):
@@ -204,10 +184,7 @@ class DeferredLogits:
     def compute(self) -> torch.Tensor:
         """The logits `(B, L, V)`, unless the weights of the head have changed since, or are gathered no longer."""
         if self.head.weight is not self.weight or self.weight._version != self.version:
-            raise RuntimeError(
-                "`logits` must be read before the optimizer's step, got other weights than those of the pass. Read "
-                "them earlier, or call the model with skip_logits=False."
-            )
+            raise RuntimeError("`logits` must be read before the step or with skip_logits=False, got new weights")
         return self.head(self.hidden_states.to(self.weight.dtype))  # autocast may have given them another one
 
 
@@ -228,29 +205,20 @@ class DeferredOutput:
         """The field `key`, or `default` if there is none."""
         return self[key] if key in self else default  # noqa: SIM401 - this is `get`
 
-    def __reduce__(self):  # a file has transformers' own class and the logits, not the head
-        return self.plain, tuple(getattr(self, field.name) for field in fields(self))
 
-
-# From a class of transformers to the same with deferred logits.
-DEFERRED_OUTPUTS = {
-    cls: dataclass(type(f"Deferred{cls.__name__}", (DeferredOutput, cls), {"plain": cls}))
-    for cls in (CausalLMOutputWithPast, MaskedLMOutput)
-}
+@cache
+def deferred(cls: type) -> type:
+    """A class of transformers' outputs with deferred logits."""
+    return dataclass(type(f"Deferred{cls.__name__}", (DeferredOutput, cls), {}))
 
 
 def output_class(cls: type, logits: torch.Tensor | DeferredLogits | None) -> type:
     """The class of an output with these logits, in place of `cls`."""
-    return DEFERRED_OUTPUTS[cls] if isinstance(logits, DeferredLogits) else cls
+    return deferred(cls) if isinstance(logits, DeferredLogits) else cls
 
 
-def head_loss(
-    model, hidden_states, labels, skip_logits, shift_labels, ignore_index: int, num_items_in_batch
-) -> tuple[torch.Tensor, DeferredLogits | None] | None:
-    """The loss without the logits of the whole batch, or None where all logits are needed.
-
-    In training the logits are computed when they are read. The arguments are those of `loss_and_logits` of the model.
-    """
+def head_loss(model, hidden_states, labels, skip_logits, shift_labels, ignore_index: int, num_items_in_batch):
+    """The `loss_and_logits` of the model without the logits of the whole batch, or None where all are needed."""
     deferred = skip_logits is None and model.training
     if not ((skip_logits or deferred) and can_skip_logits(model)):
         return None

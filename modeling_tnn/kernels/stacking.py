@@ -2,15 +2,13 @@
 
     K = f(theta_1), .., f(theta_N)  =  vmap(f)(stack(theta_1, .., theta_N))
 
-N layers, f the kernel of an operator as a function of its parameters, theta_n those of layer n. A kernel depends on
-the parameters alone, so all kernels can be computed before the first layer. On an accelerator a position encoder takes
-a third of the launches of a layer; stacked, all encoders take those of one. The parameters stay in their layers.
+N layers, f the kernel of an operator as a function of its parameters, theta_n those of layer n. On an accelerator a
+position encoder takes a third of the launches of a layer; stacked, all encoders take those of one.
 """
 
 import copy
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import compress
 from math import isqrt
 
 import torch
@@ -38,28 +36,28 @@ OF_THE_LAYER = {"layer_idx", "refill_phase"}
 LARGEST = 2**27
 
 
-def kernels_of_layers(layers: Sequence[nn.Module], hidden_states: torch.Tensor) -> Sequence:
+def kernels_of_layers(layers: Sequence[nn.Module], hidden_states: torch.Tensor) -> list:
     """The kernels of layers for `hidden_states` `(B, L, d)`; None for attention, and for each that makes its own."""
-    mixes = [getattr(layer, "attention", None) is None for layer in layers]
-    kernels = iter(kernels_together(list(compress(layers, mixes)), hidden_states) or ())
-    return [next(kernels, None) if mixing else None for mixing in mixes]
+    mixing = [layer for layer in layers if getattr(layer, "attention", None) is None]
+    kernels = dict(zip(mixing, kernels_together(mixing, hidden_states), strict=False))
+    return [kernels.get(layer) for layer in layers]
 
 
-def kernels_together(layers: Sequence[nn.Module], hidden_states: torch.Tensor) -> list | None:
-    """The kernels of layers without attention in one go, or None if each of them must make its own."""
+def kernels_together(layers: Sequence[nn.Module], hidden_states: torch.Tensor) -> Sequence:
+    """The kernels of layers without attention in one go, none if each of them must make its own."""
     if must_be_eager() or len(layers) < 2 or not all(is_ours(layer) and is_ours(layer.mixer) for layer in layers):
-        return None
-    operators, device = [layer.mixer.tno for layer in layers], hidden_states.device
+        return ()
+    operators = [layer.mixer.tno for layer in layers]
     # A layer whose activations are computed again computes its kernel again too.
     recomputed = any(layer.gradient_checkpointing and layer.training for layer in layers)
-    if recomputed or not are_alike(operators, device) or not is_fused(operators[0].implementation):
-        return None
+    if recomputed or not are_alike(operators) or not is_fused(operators[0].implementation):
+        return ()
     dtype = hidden_states.dtype if isinstance(layers[0].mixer, TnnS4Mixer) else projected_dtype(hidden_states)
     like, first = hidden_states.new_empty(*hidden_states.shape[:2], 0, dtype=dtype), operators[0]
     taps = min(kernel_arguments(first, like)[0], first.kernel_length() or hidden_states.shape[1])
     if len(layers) * first.channels * taps * (1 if first.causal else 2) > LARGEST:
-        return None
-    with maybe_autocast(device_type=device.type, enabled=False):
+        return ()
+    with maybe_autocast(device_type=hidden_states.device.type, enabled=False):
         return kernels_of_operators(operators, like)
 
 
@@ -114,10 +112,7 @@ def stacked(module: KernelOf, groups: dict[str, Sequence[torch.Tensor]], *given)
 
 
 def joined(modules: Sequence[nn.Module], filters: dict[str, int]) -> nn.Module:
-    """One module with the rows of several that are alike, filter by filter.
-
-    `filters` are those of each parameter: so many have their rows in it, see `parallel/channels.py`.
-    """
+    """One module with the rows of several that are alike, by the number of `filters` of each parameter."""
     names = [name for name, one in modules[0]._parameters.items() if one is not None]
     groups = zip(names, zip(*map(own_parameters, modules), strict=True), strict=True)
     rows = (torch.cat([one.unflatten(0, (filters[name], -1)) for one in group], dim=1) for name, group in groups)
@@ -140,19 +135,14 @@ def with_parameters(module: nn.Module, parameters: Iterator[torch.Tensor]) -> nn
     return twin
 
 
-def are_alike(modules: Sequence[nn.Module], device: torch.device) -> bool:
-    """Whether modules on `device` differ in the values of their parameters alone, and run no foreign code.
-
-    It is asked in every pass, so it looks at the modules level by level, and at each attribute once.
-    """
+def are_alike(modules: Sequence[nn.Module]) -> bool:
+    """Whether modules differ in the values of their parameters alone, and run no foreign code."""
     first, *others = modules
     # An adapter or a quantizer puts in classes of its own.
     known = is_ours(first) or (type(first).__module__.startswith(ACTIVATIONS) and not first._parameters)
     if not (known and all(map(is_plain, modules))) or any(one._buffers for one in modules):
         return False
     kinds, children = kinds_of(first), first._modules.keys()
-    if any(kind is not None and kind[-1] != device for kind in kinds.values()):
-        return False
     settings = [(name, x) for name, x in vars(first).items() if name[0] != "_" and name not in OF_THE_LAYER]
     for one in others:
         theirs = vars(one)
@@ -160,11 +150,11 @@ def are_alike(modules: Sequence[nn.Module], device: torch.device) -> bool:
             return False
         if kinds_of(one) != kinds or not all(x is theirs[name] or is_same(x, theirs[name]) for name, x in settings):
             return False
-    return all(are_alike([one._modules[name] for one in modules], device) for name in children)
+    return all(are_alike([one._modules[name] for one in modules]) for name in children)
 
 
 def kinds_of(module: nn.Module) -> dict[str, tuple | None]:
-    """What two modules must share for their parameters to be stacked, with the device last."""
+    """What two modules must share for their parameters to be stacked."""
     parameters = module._parameters.items()
     return {name: None if p is None else (p.shape, p.dtype, p.requires_grad, p.device) for name, p in parameters}
 

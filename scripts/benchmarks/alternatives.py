@@ -21,7 +21,7 @@ import torch
 
 from modeling_tnn.tno_ski import InducingGrid
 from modeling_tnn.toeplitz import causal_toeplitz_matmul, toeplitz_matmul
-from modeling_tnn.toeplitz_fused import chunks, single_window
+from modeling_tnn.toeplitz_fused import Windows, chunks
 from tnn_scripts.benchmarks.measure import markdown, measure, ratio, saved_bytes
 
 SUBJECTS = {"causal-ski": ("filter", "prefix", "intervals"), "split": ("fused", "split")}
@@ -81,7 +81,7 @@ class SplitProduct(torch.autograd.Function):
         ctx.save_for_backward(v, coefficients)
         length, y = v.shape[2], torch.empty_like(v)
         turn = twist(length, v)
-        for chosen in chunks(v, single_window(length, 0)):
+        for chosen in chunks(v, Windows(length, length)):
             even, odd = halves(coefficients[chosen], length)
             spectrum = torch.fft.rfft(v[chosen]) * torch.fft.rfft(even)[:, None]
             skew = torch.fft.fft(folded(v[chosen], turn)) * torch.fft.fft(folded(odd, turn))[:, None]
@@ -93,7 +93,7 @@ class SplitProduct(torch.autograd.Function):
         v, coefficients = ctx.saved_tensors
         length = v.shape[2]
         v_gradient, t_gradient, turn = torch.empty_like(v), torch.empty_like(coefficients), twist(length, v)
-        for chosen in chunks(v, single_window(length, 0)):
+        for chosen in chunks(v, Windows(length, length)):
             even, odd = halves(coefficients[chosen], length)
             g, g_skew = torch.fft.rfft(gradient[chosen]), torch.fft.fft(folded(gradient[chosen], turn))
             x, x_skew = torch.fft.rfft(v[chosen]), torch.fft.fft(folded(v[chosen], turn))

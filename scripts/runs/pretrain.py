@@ -27,7 +27,6 @@ from transformers import (
 
 from modeling_tnn import find_unstable
 from modeling_tnn.configuration_tnn import LENGTH_FIELDS
-from modeling_tnn.kernels.choice import describe
 from tnn_scripts.common.accelerate_loop import Pretraining, perplexity
 from tnn_scripts.common.arguments import load_config, parse_overrides
 from tnn_scripts.common.atomic import SavingError, claim, new_files, new_folder, write_json
@@ -262,8 +261,6 @@ def build(args: PretrainArguments, accelerator: Accelerator) -> Pretraining:
     if args.global_batch_tokens is not None:
         logger.info("%s", line)
     compile_blocks(args, accelerator, model)
-    if (implementation := getattr(config, "tno_implementation", None)) is not None:
-        logger.info("Toeplitz products: %s", describe(implementation, accelerator.device))
     if args.resume_from_checkpoint is None and accelerator.is_main_process:
         remove_checkpoints(Path(args.output_dir))  # of a run that is overwritten
     pretraining = Pretraining(args, accelerator, model, tokenizer, train, validation)

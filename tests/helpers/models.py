@@ -103,6 +103,11 @@ def random(*shape, dtype=torch.float64):
     return torch.randn(*shape, dtype=torch.float64, generator=generator).to(dtype).requires_grad_()
 
 
+def two_sided(kernel: torch.Tensor) -> torch.Tensor:
+    """A causal kernel `(D, L)` as coefficients `(D, 2L - 1)`, zero at negative lags."""
+    return torch.nn.functional.pad(kernel, (kernel.shape[1] - 1, 0))
+
+
 def padded(text: torch.Tensor, left: int, right: int) -> dict[str, torch.Tensor]:
     """`text` `(L,)` as a batch of one with random tokens, not only the padding token, around it."""
     before, after = torch.randint(99, (left,)), torch.randint(99, (right,))

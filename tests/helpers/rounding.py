@@ -3,13 +3,14 @@
 import torch
 
 from modeling_tnn.numerics import next_fast_len
-from modeling_tnn.toeplitz_fused import NO_GATE, Gate, eager_windows, single_window
+from modeling_tnn.toeplitz_fused import NO_GATE, Gate, Windows, eager_windows
 
 
 def by_operations(v: torch.Tensor, kernel: torch.Tensor, first: int) -> torch.Tensor:
     """Entries `first .. first + L - 1` of the convolution of `v` `(B, L, D)` with `kernel` `(D, K)`."""
     size = next_fast_len(v.shape[1] + max(first, kernel.shape[1] - 1 - first))
-    return eager_windows(v.permute(2, 0, 1), kernel, None, None, None, single_window(size, first)).permute(1, 2, 0)
+    windows = Windows(size, size, skip=first)
+    return eager_windows(v.permute(2, 0, 1), kernel, None, None, None, windows).permute(1, 2, 0)
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:

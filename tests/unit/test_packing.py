@@ -385,10 +385,3 @@ def test_operators(first, dtype):
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-6}.get(dtype, 1e-2)
     found = torch.autograd.grad(y.double().square().sum(), given[:2])
     assert_same([y, *found], [expected, *torch.autograd.grad(expected.square().sum(), (x, kernel))], tolerance)
-
-
-def test_empty_batches():
-    x, starts = torch.empty(0, 11, 3), torch.empty(0, 11, dtype=torch.bool)
-    given = (x.requires_grad_(), torch.ones(3, 9).requires_grad_(), 0, starts, "fused")
-    y = recorded_convolution(*given)
-    assert [g.shape for g in torch.autograd.grad(y.sum(), given[:2])] == [x.shape, (3, 9)]

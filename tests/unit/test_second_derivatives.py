@@ -17,7 +17,7 @@ from helpers.models import checkpoint_activations, random, relative_error
 from modeling_tnn import toeplitz_fused
 from modeling_tnn.tno_rtf import RationalTaps
 from modeling_tnn.tno_ski import InducingGrid, Prolong, Restrict
-from modeling_tnn.toeplitz import causal_toeplitz_matmul, filter_by_response, toeplitz_matmul
+from modeling_tnn.toeplitz import causal_toeplitz_matmul, gated_convolution, toeplitz_matmul
 from modeling_tnn.toeplitz_fused import Gate, activated_product
 
 LENGTHS = [1, 2, 3, 17, 63]
@@ -69,9 +69,9 @@ def test_product_without_a_gate(length):
 
 
 @pytest.mark.parametrize("length", [3, 8])
-def test_filter_by_response(length):
+def test_product_with_a_response(length):
     def filtered(product, v, response, u):
-        return filter_by_response(v, response, product, Gate(u, silu))
+        return gated_convolution(v, response, 0, product, Gate(u, silu))
 
     inputs = (random(2, length, 3), random(2, 3, 9), random(2, length, 3) * 0.9)
     compare([partial(filtered, product) for product in WAYS], inputs)
@@ -148,7 +148,7 @@ def test_gradgradcheck(short_windows):
     inputs = (random(1, 17, 1), random(1, 2), random(1, 17, 1) * 0.9)
     assert torch.autograd.gradgradcheck(partial(gated, "fused", mask=mask_of(17)[:1]), inputs)
     assert torch.autograd.gradgradcheck(lambda v, k: toeplitz_matmul(v, k), (random(1, 5, 2), random(2, 9)))
-    assert torch.autograd.gradgradcheck(filter_by_response, (random(1, 4, 2), random(2, 2, 5)))
+    assert torch.autograd.gradgradcheck(partial(gated_convolution, first=0), (random(1, 4, 2), random(2, 2, 5)))
     assert torch.autograd.gradgradcheck(lambda a, b: activated_product(a, b, silu, "fused"), inputs[::2])
     parameters = (random(2, 3) * 0.2, random(4, 3), random(4))
     assert torch.autograd.gradgradcheck(lambda *x: RationalTaps.apply(*x, 8, 7, torch.float64), parameters)

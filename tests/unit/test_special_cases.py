@@ -6,9 +6,8 @@ import torch
 from torch.nn.functional import conv1d, pad
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
-from helpers.models import random, relative_error
+from helpers.models import random, relative_error, two_sided
 from modeling_tnn import causal_toeplitz_matmul, dense_toeplitz, toeplitz_matmul
-from modeling_tnn.toeplitz import two_sided
 
 SIZES = [1, 2, 3, 8, 17, 40]
 

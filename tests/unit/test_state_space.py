@@ -5,10 +5,10 @@ import pytest
 import torch
 from scipy import signal
 
-from helpers.models import relative_error, seeded, tiny_config
+from helpers.models import relative_error, seeded, tiny_config, two_sided
 from modeling_tnn.tno_auto import build_tno
 from modeling_tnn.tno_rtf import companion_matrix, monic
-from modeling_tnn.toeplitz import dense_toeplitz, two_sided
+from modeling_tnn.toeplitz import dense_toeplitz
 
 ORDERS = pytest.mark.parametrize("order", [1, 2, 5, 8])
 

@@ -7,10 +7,10 @@ import scipy.linalg
 import torch
 
 from helpers.derivatives import WAYS
-from helpers.models import random, relative_error
+from helpers.models import random, relative_error, two_sided
 from modeling_tnn import causal_toeplitz_matmul, dense_toeplitz, toeplitz_fused, toeplitz_matmul
 from modeling_tnn.numerics import next_fast_len
-from modeling_tnn.toeplitz import fit_lags, two_sided
+from modeling_tnn.toeplitz import fit_lags
 
 LENGTHS = [1, 2, 3, 17, 63, 64, 100, 257]
 
@@ -146,6 +146,7 @@ LONG = [(1, 512, 256), (1, 16384, 8), (1, 65536, 8), (2, 65536, 4), (9, 65536, 1
 @pytest.mark.parametrize(("batch", "length", "expected"), LONG)
 def test_long_transforms_are_not_alone(batch, length, expected):
     """A chunk has at least eight; short ones fill 2^18 numbers."""
-    windows = toeplitz_fused.single_window(next_fast_len(2 * length - 1), 0)
+    size = next_fast_len(2 * length - 1)
+    windows = toeplitz_fused.Windows(size, size)
     chosen = toeplitz_fused.chunks(torch.empty(1000, batch, 1).expand(-1, -1, length), windows)
     assert chosen[0] == slice(0, expected) and chosen[-1].stop == 1000

@@ -9,16 +9,10 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from helpers.models import VARIANTS, random, relative_error, seeded, tiny_config
+from helpers.models import VARIANTS, random, relative_error, seeded, tiny_config, two_sided
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, list_presets, load_preset, numerics
 from modeling_tnn.kernels import fallback
-from modeling_tnn.toeplitz import (
-    causal_toeplitz_matmul,
-    dense_toeplitz,
-    fit_lags,
-    toeplitz_matmul,
-    two_sided,
-)
+from modeling_tnn.toeplitz import causal_toeplitz_matmul, dense_toeplitz, fit_lags, toeplitz_matmul
 from modeling_tnn.toeplitz_fused import Gate
 
 triton = pytest.importorskip("triton", reason="needs the package triton: `make test-triton` installs it")
