@@ -6,11 +6,8 @@ N rows, V words, C columns: V and padding, which makes rows start where the memo
 
 A program has one row and reads it twice. In the first pass each thread keeps the maximum of its numbers and the sum of
 their exponentials, so that threads wait for each other only once, at the end. The second pass goes backwards, because
-what was read last is still in the cache, and writes (1) over the logits. With few rows at a time (a program is a whole
-block of 1,024 threads), the second pass finds much of its row in the cache.
-
-Rows are read in the dtype of the logits; all arithmetic is float32. Each number is written by the thread that reads
-it, so equal inputs give equal bits. This file is imported only where Triton is installed.
+what was read last is still in the cache, and writes (1) over the logits. All arithmetic is float32. Each number is
+written by the thread that reads it: equal inputs give equal bits. This file is imported where Triton is installed.
 """
 
 import torch
@@ -67,10 +64,7 @@ def loss_kernel(
 
 
 def fill_by_kernel(z: torch.Tensor, words: int, labels, losses, ignore_index: int, write: bool):
-    """`loss.fill_by_pytorch` for contiguous logits and labels and float32 `losses`, with any padding.
-
-    A label outside [0, words) gives a loss that is not a number.
-    """
+    """`loss.fill_by_pytorch` of contiguous logits and labels, float32 `losses`; NaN for a label outside [0, words)."""
     block = min(BLOCK, max(32 * VECTOR, triton.next_power_of_2(z.shape[1])))
     with torch.cuda.device_of(z):
         loss_kernel[len(z),](

@@ -10,7 +10,7 @@ of the result is the sum over j of T_j times block c - j, where T_j is a Toeplit
     T_j[r, s] = k[first + j R + r - s],    Y[:, c] = sum_j T_j X[:, c - j]                                  (1)
 
 A program makes the tiles of one channel from its taps, one after the other, and multiplies each with many columns on
-the tensor cores. That is about 2 (K + R) operations for an entry.
+the tensor cores, by about 2 (K + R) operations for an entry.
 
 Backward. The gradient of the inputs is (1) with the taps in reverse. The gradient of the taps adds products of blocks
 of g, the gradient of the result, with windows of x: the W > R entries from position c R - j R on, `X_j` `(W, C)`:
@@ -18,13 +18,11 @@ of g, the gradient of the result, with windows of x: the W > R entries from posi
     D_j[r, s] = sum_c G[r, c] X_j[s, c],    dk[first + j R + r - s] = sum of D_j along its diagonals         (2)
 
 A program has one channel and one window, walks all columns, and adds along the diagonals once at the end. It has the
-whole of W - R + 1 lags, and parts of R - 1 lags on either side, of which the programs of the next windows have the
-other parts. So there are two sums for a tap, and they are added afterwards.
+whole of W - R + 1 lags, and parts of R - 1 lags on either side: there are two sums for a tap, which are added later.
 
-Operands have the dtype of `v`, sums are float32 (of float32 operands by three products in TF32). The sizes of tiles
-follow from the shapes, and nothing is added by atomic operations: equal inputs give equal bits. The programs of one
-channel are neighbours, so that its entries are read from memory once, and then from the cache. Higher derivatives are
-those of `toeplitz_fused.eager_windows`. This file is imported only where Triton is installed.
+Operands have the dtype of `v`, sums are float32 (of float32 operands by three products in TF32). Nothing is added by
+atomic operations: equal inputs give equal bits. The programs of one channel are neighbours, so that it is read from
+memory once. Higher derivatives: `toeplitz_fused.eager_windows`. This file is imported where Triton is installed.
 """
 
 from collections.abc import Sequence
@@ -43,14 +41,12 @@ from .fallback import PRODUCTS, attempt
 FUNCTIONS = {nn.ReLU: "relu", nn.SiLU: "silu", SiLUActivation: "silu", GELUActivation: "gelu"}
 FUNCTIONS |= dict.fromkeys((type(None), nn.Identity, LinearActivation), "none")
 
-# Rows of a tile (128 were slower), and zeros before and after the taps of a channel: two tiles. Then the loads of a
-# tile need no test.
+# Rows of a tile (128 were slower), and zeros around the taps of a channel, so that the loads of a tile need no test.
 ROWS = 64
 MARGIN = tl.constexpr(128)
 
 # Warps and stages of the product by its columns, for operands of two bytes and of four. The last ones are for GPUs of
-# the LARGE generations (Hopper, Blackwell of data centres): others have too little shared memory, or spill registers.
-# An H100 was fastest with 128 and 256 in bfloat16. The others follow from registers and memory.
+# the LARGE generations (Hopper, Blackwell of data centres). An H100 was fastest with 128 and 256 in bfloat16.
 PRODUCT_SIZES = {2: {32: (4, 3), 64: (4, 3), 128: (4, 3), 256: (8, 3)}, 4: {32: (4, 3), 64: (4, 3)}}
 LARGE = (9, 10)
 
@@ -106,10 +102,7 @@ def pointwise_kernel(
     v, mask, x, h, u, y, g, u_gradient, v_d, v_n, h_d, h_n, u_d, u_n, channels, numbers,
     ACT: tl.constexpr, CHANNELS: tl.constexpr, NUMBERS: tl.constexpr,
 ):  # fmt: skip
-    """x = mask act(v), and from the gradient `h` of act(u) y those of y, `g`, and of u; each is left out if None.
-
-    Inputs may have any strides: a gradient mostly comes token by token, and is read here without a copy.
-    """
+    """x = mask act(v), and from the gradient `h` of act(u) y those of y, `g`, and of u; each is left out if None."""
     parts = tl.cdiv(numbers, NUMBERS)
     d = (tl.program_id(0) // parts * CHANNELS + tl.arange(0, CHANNELS)).to(tl.int64)[:, None]
     n = (tl.program_id(0) % parts * NUMBERS + tl.arange(0, NUMBERS)).to(tl.int64)[None, :]
@@ -133,10 +126,9 @@ def product_kernel(
     x, taps, out, mask, side, mixed, x_d, taps_d, side_d, batch, length, num_taps, first,
     ACT: tl.constexpr, BACKWARD: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Equation (1) for one channel and some columns, with what comes after it.
+    """Equation (1) for one channel and some columns, times act(u), u = `side`.
 
-    `taps` has zeros on both sides. `side` is None or the gate u. `BACKWARD` takes the taps in reverse, and `side` is
-    the v at which act is differentiated.
+    `BACKWARD` takes the taps in reverse, and `side` is the v at which act is differentiated.
     """
     blocks = tl.cdiv(length, ROWS)
     tl.assume((batch > 0) & (length > 0))  # without it the divisions take registers, and fewer programs run at once
@@ -210,11 +202,7 @@ def tap_gradient_kernel(
 
 
 class TiledConvolution(torch.autograd.Function):
-    """The gated convolution above on channel-major views.
-
-    Inputs: `v` `(D, B, L)`; float32 `kernel` `(D, K)`; `u` `(D, B, L)` or None; `mask` `(B, L)` or None; `act` of
-    the `FUNCTIONS`; `first`.
-    """
+    """The gated convolution above on views `(D, B, L)`, with a float32 `kernel` and an `act` of the `FUNCTIONS`."""
 
     @staticmethod
     def forward(ctx, v, kernel, u, mask, act, first: int) -> torch.Tensor:
@@ -241,11 +229,7 @@ class TiledConvolution(torch.autograd.Function):
 
 
 def tile_gradients(gradient, v, kernel, u, mask, mixed, act, first: int, wanted: Sequence[bool], taps=None) -> tuple:
-    """The gradients of `v`, `kernel` and `u`, each None unless wanted, from that of the result.
-
-    The arguments are those of `TiledConvolution`, the `mixed` values (the result without the gate) and the `taps` of
-    `padded`, if they are known.
-    """
+    """`toeplitz_fused.window_gradients` for `TiledConvolution`, with the `taps` of `padded` if they are known."""
     (want_v, want_kernel, want_u), num_taps, v_gradient = wanted, kernel.shape[1], None
     x, g, u_gradient = pointwise(v, mask, act, want_kernel, gradient, u, mixed)
     g = rows(g)
@@ -257,11 +241,8 @@ def tile_gradients(gradient, v, kernel, u, mask, mixed, act, first: int, wanted:
 
 
 def tiled_convolution(v: torch.Tensor, kernel: torch.Tensor, first: int, gate: Gate = NO_GATE) -> torch.Tensor:
-    """The `TiledConvolution` of `v` `(B, L, D)`. `v` and the gate may have any memory layout.
-
-    An activation that the kernels do not have is computed around them.
-    """
-    if type(gate.act) not in FUNCTIONS:
+    """The `TiledConvolution` of `v` `(B, L, D)`. `v` and the gate may have any memory layout."""
+    if type(gate.act) not in FUNCTIONS:  # then the activation is computed around the kernels
         return gate.apply(tiled_convolution(gate.inputs(v), kernel, first), "fused")
     u = None if gate.u is None else gate.u.permute(2, 0, 1)
     return TiledConvolution.apply(v.permute(2, 0, 1), kernel, u, gate.mask, gate.act, first).permute(1, 2, 0)
@@ -273,10 +254,10 @@ def pointwise(v, mask, act, activate=True, h=None, u=None, mixed=None) -> tuple[
     `mixed` is y; without `u` its gradient is `h`. One launch, or none if nothing changes.
     """
     activate = activate and (FUNCTIONS[type(act)] != "none" or mask is not None)
+    if not activate and u is None:
+        return v, h, None
     x = v.new_empty(v.shape) if activate else v
     g, u_gradient = (h, None) if u is None else (v.new_empty(v.shape), v.new_empty(v.shape, dtype=u.dtype))
-    if not activate and u is None:
-        return x, g, u_gradient
     channels, numbers = v.shape[0], v[0].numel()
     given = (v if activate else None, None if u is None else h, u)
     given = [None if one is None else one.reshape(channels, numbers) for one in given]
@@ -293,8 +274,7 @@ def pointwise(v, mask, act, activate=True, h=None, u=None, mixed=None) -> tuple[
 def product(v, kernel, first, mask, act, side=None, mixed=None, backward=False, taps=None) -> torch.Tensor:
     """Equation (1) for `v` `(D, B, L)` with the gate of `product_kernel`; also writes to `mixed`.
 
-    `backward` takes the taps of `kernel` in reverse, and `first` is that of the reversed ones. `taps` are those of
-    `padded`, if they are known.
+    `backward` takes the taps in reverse, and `first` is theirs. `taps` are those of `padded`, if they are known.
     """
     (channels, batch, length), num_taps = v.shape, kernel.shape[1]
     v, side, out = rows(v), None if side is None else rows(side), v.new_empty(v.shape)
@@ -314,20 +294,18 @@ def product(v, kernel, first, mask, act, side=None, mixed=None, backward=False, 
 
 def padded(kernel: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """`kernel` `(D, K)` in `dtype` with a margin of zeros on both sides."""
-    (channels, num_taps), margin = kernel.shape, MARGIN.value
-    taps = kernel.new_empty(channels, num_taps + 2 * margin, dtype=dtype)
+    (channels, num_taps), width = kernel.shape, kernel.shape[1] + 2 * MARGIN.value
+    taps = kernel.new_empty(channels, width, dtype=dtype)
     with torch.cuda.device_of(kernel):
-        padding_kernel[(channels * triton.cdiv(taps.shape[1], BLOCK),)](
-            kernel, taps, *kernel.stride(), num_taps, taps.shape[1], BLOCK=BLOCK
-        )
+        grid = channels * triton.cdiv(width, BLOCK)
+        padding_kernel[(grid,)](kernel, taps, *kernel.stride(), num_taps, width, BLOCK=BLOCK)
     return taps
 
 
 def product_sizes(num_taps: int, batch: int, length: int, bytes_of_entry: int, large: bool) -> tuple[int, int, int]:
     """Columns, warps and stages of the product; `large`: on a GPU of the `LARGE` generations.
 
-    The more columns share a tile the better, if there are many tiles. But a program of early and late blocks
-    multiplies the early ones with tiles that reach before the sequence, which are many if the filter is long.
+    Columns share tiles, but early blocks are multiplied with tiles that reach before the sequence.
     """
     sizes = PRODUCT_SIZES[bytes_of_entry]
     many = bytes_of_entry == 4 or 4 * ROWS <= num_taps <= length // 2
