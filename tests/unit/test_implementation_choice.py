@@ -1,12 +1,10 @@
 """Which product computes: by name, by the rule of `auto`, and by what can run."""
 
-import json
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoConfig
 from transformers.dynamic_module_utils import get_imports
 
 from helpers.models import random, seeded, tiny_config
@@ -152,26 +150,6 @@ def test_repr(implementation):
     model = TnnForCausalLM(tiny_config(tno_implementation=implementation))
     assert f"product={implementation}" in repr(model)
     assert model.config.tno_implementation == implementation
-
-
-def test_auto_is_not_saved(tmp_path):
-    """Which product is the fastest is a matter of the machine, and earlier versions know no `"auto"`."""
-    for implementation in ("auto", "fused", "eager", "triton"):
-        config = tiny_config(tno_implementation=implementation)
-        config.save_pretrained(tmp_path)
-        saved = json.loads((tmp_path / "config.json").read_text())
-        assert saved.get("tno_implementation", "auto") == implementation
-        assert ("tno_implementation" in saved) == (implementation != "auto")
-        assert AutoConfig.from_pretrained(tmp_path).tno_implementation == implementation
-        assert config.to_dict()["tno_implementation"] == implementation
-
-
-def test_a_folder_that_names_the_product_that_is_gone(tmp_path):
-    """It loads, and the machine chooses."""
-    seeded(TnnForCausalLM, tiny_config()).save_pretrained(tmp_path)
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"tno_implementation": "cudnn"}))
-    assert TnnForCausalLM.from_pretrained(tmp_path).model.layers[0].mixer.tno.implementation == "auto"
 
 
 def test_a_saved_folder_needs_no_package_of_gpus(tmp_path):
