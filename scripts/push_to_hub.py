@@ -9,6 +9,7 @@ Example:
         --kernels outputs/kernels --card_dir model_cards/tnn-wikitext
     python scripts/push_to_hub.py outputs/demo --repo_id user/tnn-demo --space
     python scripts/push_to_hub.py outputs/demo --repo_id user/tnn-demo --dry_run --output_dir outputs/to-push
+    python scripts/push_to_hub.py outputs --cards model_cards
 """
 
 import shlex
@@ -26,7 +27,12 @@ def main():
     args = parser.parse_args()
     if args.output_dir is not None and not args.dry_run:
         parser.error(f"--output_dir must be given with --dry_run, got {args.output_dir} alone")
-    check_model_path(args.folder, "folder")
+    if (args.repo_id is None) == (args.cards is None):
+        parser.error("either --repo_id must be given, or --cards")
+    if args.cards is None:
+        check_model_path(args.folder, "folder")
+    elif args.space:
+        parser.error("--space must be given with --repo_id, got it with --cards")
     with importing("scripts"):
         from tnn_scripts.common.publishing import rehearse, run
     if args.dry_run:

@@ -223,11 +223,17 @@ def sources(args: argparse.Namespace) -> dict[str, Path]:
     named = {name: getattr(args, name) for name in ("evaluation", "glue", "decoding", "conversion")}
     named["kernels"] = args.kernels and args.kernels / "kernels.json"
     left = {"arguments": "training_args.json", "conversion": "conversion.json"}
-    left["metrics"] = next((file for file in METRICS_FILES if (args.folder / file).is_file()), "")
+    left["metrics"] = metrics_file(args.folder).name
     for name, file in left.items():
         if named.get(name) is None and file and (args.folder / file).is_file():
             named[name] = args.folder / file
     return {name: path for name, path in named.items() if path is not None}
+
+
+def metrics_file(folder: Path) -> Path:
+    """The file of figures that the training wrote into `folder`, or else the first name that it may have."""
+    files = [folder / name for name in METRICS_FILES]
+    return next((file for file in files if file.is_file()), files[0])
 
 
 def read_metrics(report: dict) -> dict:

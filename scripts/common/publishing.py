@@ -18,10 +18,11 @@ from tnn_scripts.common.errors import UserError
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, RepoUrl, create_repo, upload_folder
 from huggingface_hub.errors import HTTPError
 from huggingface_hub.utils import validate_repo_id
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import IMAGE_PROCESSOR_NAME
 
 from tnn_scripts.common import model_card, space
+from tnn_scripts.common.atomic import write_json
 from tnn_scripts.common.loading import load
 from tnn_scripts.options.card import build_publishing_parser
 
@@ -50,12 +51,47 @@ def stage(args: argparse.Namespace, target: Path):
     (target / "README.md").write_text(text, encoding="utf-8")
     if args.card_dir is not None:
         shutil.copytree(target, args.card_dir, dirs_exist_ok=True)
-    model.save_pretrained(target, max_shard_size=args.max_shard_size)
-    if any((args.folder / name).is_file() for name in TOKENIZER_FILES):
-        load(AutoTokenizer, args.folder).save_pretrained(target)
+    save(model, args.folder, target, args.max_shard_size)
+
+
+def save(model: PreTrainedModel, folder: Path, target: Path, max_shard_size: str):
+    """Write the model from `folder` to `target`, with its tokenizer or image processor."""
+    model.save_pretrained(target, max_shard_size=max_shard_size)
+    if any((folder / name).is_file() for name in TOKENIZER_FILES):
+        load(AutoTokenizer, folder).save_pretrained(target)
     # The file is copied, because transformers 5.17 needs torchvision to load it.
-    if (args.folder / IMAGE_PROCESSOR_NAME).is_file():
-        shutil.copyfile(args.folder / IMAGE_PROCESSOR_NAME, target / IMAGE_PROCESSOR_NAME)
+    if (folder / IMAGE_PROCESSOR_NAME).is_file():
+        shutil.copyfile(folder / IMAGE_PROCESSOR_NAME, target / IMAGE_PROCESSOR_NAME)
+
+
+def stage_cards(args: argparse.Namespace, target: Path) -> dict[str, Path]:
+    """Write the models of finished cards to folders in `target`; the names of their repositories, and the folders.
+
+    Raises:
+        ValueError: a model is missing or incomplete, or its training has other figures than its card.
+    """
+    cards = sorted(path.parent for path in args.cards.glob(f"*/{model_card.INPUTS['card']}"))
+    if not cards:
+        raise ValueError(f"--cards must be a folder of cards, got {args.cards}")
+    if missing := [card.name for card in cards if not (args.folder / card.name).is_dir()]:
+        raise ValueError(f"{args.folder} must have a model for each card, and has none for {', '.join(missing)}")
+    return dict(stage_card(card, args.folder / card.name, target / card.name, args.max_shard_size) for card in cards)
+
+
+def stage_card(card: Path, folder: Path, target: Path, max_shard_size: str) -> tuple[str, Path]:
+    """Write the model in `folder` with its finished card to `target`; the name of its repository, and `target`."""
+    model = model_card.load(folder)
+    figures = model_card.read_json(card / model_card.INPUTS["metrics"])
+    found = model_card.read_metrics(model_card.read_json(model_card.metrics_file(folder)))
+    if found != figures:
+        different = sorted(name for name in found | figures if found.get(name) != figures.get(name))
+        raise ValueError(f"The model in {folder} is not that of {card}: their {', '.join(different)} differ")
+    shutil.copytree(card, target)
+    settings = model_card.read_json(card / model_card.INPUTS["card"])
+    write_json(target / model_card.INPUTS["card"], settings | {"published": True})
+    (target / "README.md").write_text(model_card.render(target), encoding="utf-8")
+    save(model, folder, target, max_shard_size)
+    return settings["repo_id"], target
 
 
 def publish(folder: Path, repo_id: str, private: bool, repo_type: str = "model") -> RepoUrl:
@@ -83,6 +119,8 @@ def run(args: argparse.Namespace, command: str) -> list[RepoUrl]:
             read.
         PublishingError: the upload failed.
     """
+    if args.cards is not None:
+        return _run_cards(args, command)
     if args.space:
         space.check_model(args.folder)
     with tempfile.TemporaryDirectory() as folder:
@@ -97,28 +135,42 @@ def run(args: argparse.Namespace, command: str) -> list[RepoUrl]:
             return [model, publish(Path(folder), model.repo_id, args.private, "space")]
 
 
+def _run_cards(args: argparse.Namespace, command: str) -> list[RepoUrl]:
+    """Stage the models of all cards, then publish one after the other."""
+    with tempfile.TemporaryDirectory() as folder:
+        staged = stage_cards(args, Path(folder))
+        with publishing_errors(args.folder, command, lost="Not all models were published"):
+            return [publish(path, repo_id, args.private) for repo_id, path in staged.items()]
+
+
 def rehearse(args: argparse.Namespace) -> Iterator[str]:
     """Lines on what `run` would publish. Without contact to the Hub; `--output_dir` gets the files.
 
     Raises:
         ValueError: as for `run`, or the repository has no valid name, or the output folder has files.
     """
-    validate_repo_id(args.repo_id)
+    if args.cards is None:
+        validate_repo_id(args.repo_id)
     if args.space:
         space.check_model(args.folder)
     if args.output_dir is not None and args.output_dir.exists() and any(args.output_dir.iterdir()):
         raise ValueError(f"--output_dir must be a new or an empty folder, got {args.output_dir}")
     with tempfile.TemporaryDirectory() as folder:
         model, page = Path(folder) / "model", Path(folder) / "space"
-        stage(args, model)
+        staged = {args.repo_id: model}
+        if args.cards is None:
+            stage(args, model)
+        else:
+            staged = stage_cards(args, model)
         if args.space:
             page.mkdir()
             space.write_space(page, args.repo_id, args.license, args.package or space.PACKAGE)
         if args.output_dir is not None:
             shutil.copytree(folder if args.space else model, args.output_dir, dirs_exist_ok=True)
-        for kind, root in {"model": model, "Space": page}.items():
-            if root.is_dir():
-                yield from _listing(f"{kind} {args.repo_id}", root, args.private)
+        for repo_id, root in staged.items():
+            yield from _listing(f"model {repo_id}", root, args.private)
+        if args.space:
+            yield from _listing(f"Space {args.repo_id}", page, args.private)
 
 
 def _listing(what: str, folder: Path, private: bool) -> Iterator[str]:

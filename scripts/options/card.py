@@ -6,10 +6,10 @@ from pathlib import Path
 from tnn_scripts.common.parser import ProgramParser
 
 
-def add_arguments(parser: argparse.ArgumentParser):
+def add_arguments(parser: argparse.ArgumentParser, repo_id_required: bool = True):
     """Add the options for a card, which `push_to_hub.py` has as well."""
     parser.add_argument("folder", type=Path, help="Saved model, with the metrics.json of its training.")
-    parser.add_argument("--repo_id", required=True)
+    parser.add_argument("--repo_id", required=repo_id_required)
     parser.add_argument("--description", default="", help="One or two sentences for the top of the card.")
     parser.add_argument("--data", default="", help="Training data; from training_args.json unless given.")
     parser.add_argument("--dataset_id", default="", help="Hub id of the data; from training_args.json unless given.")
@@ -26,8 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser):
 def build_publishing_parser(description: str = "") -> argparse.ArgumentParser:
     """The parser of `push_to_hub.py`, with whose options trainings publish as well."""
     parser = ProgramParser(description=description)
-    add_arguments(parser)
+    add_arguments(parser, repo_id_required=False)
     parser.set_defaults(published=True)
+    parser.add_argument("--cards", type=Path, help="In place of --repo_id: a folder of finished cards, such as "
+                        "model_cards. Each is published with the model FOLDER/NAME of its name.")  # fmt: skip
     parser.add_argument("--private", action="store_true", help="Make a new repository private.")
     parser.add_argument("--max_shard_size", default="5GB", help="Largest size of a file of weights.")
     parser.add_argument("--card_dir", type=Path, help="Folder for a copy of the card and its inputs.")

@@ -1,6 +1,8 @@
 """No network in the middle of a push or a download: the local model is kept, and no part of one loads."""
 
 import json
+import re
+import shutil
 
 import huggingface_hub
 import pytest
@@ -46,6 +48,36 @@ def test_push_without_a_network(hub, tmp_path, monkeypatch):
     monkeypatch.setattr("tnn_scripts.common.publishing.HfApi", lambda: NOWHERE)
     with pytest.raises(SystemExit, match="(?s)Nothing was published: ConnectError.*tnn push"):
         run_script(*command)
+
+
+def test_models_of_finished_cards(hub, tmp_path, capsys):
+    """One command publishes each with its card; none if one is missing, or if a card has other figures."""
+    models, cards = tmp_path / "models", tmp_path / "cards"
+    for name, perplexity in {"a": 12.375, "b": 20.5}.items():
+        folder = save_model(models / name, tno_type="rpe", decay=0.9)
+        (folder / "metrics.json").write_text(json.dumps({"perplexity": perplexity, "steps": 60, "machine": "here"}))
+        run_script("model_card", folder, "--repo_id", f"user/{name}", "--output_dir", cards / name)
+    command = ["push_to_hub", models, "--cards", cards]
+    run_script(*command, "--dry_run")
+    assert re.findall(r"would publish the model (\S+)", capsys.readouterr().out) == ["user/a", "user/b"]
+    run_script(*command, "--private")
+    for name in "ab":
+        files, card = hub.files(f"user/{name}"), (cards / name / "README.md").read_text()
+        published = files["README.md"].decode()
+        assert {"model.safetensors", "tokenizer.json", "modeling_tnn.py", "metrics.json"} <= files.keys()
+        assert "not on the Hub yet" in card and "not on the Hub yet" not in published
+        assert set(published.splitlines()) < set(card.splitlines())
+    hub.repos.clear()
+    (models / "b" / "metrics.json").write_text(json.dumps({"perplexity": 21, "steps": 60}))
+    with pytest.raises(SystemExit, match=r"models/b is not that of .*cards/b: their perplexity differ"):
+        run_script(*command)
+    shutil.rmtree(models / "b")
+    with pytest.raises(SystemExit, match="must have a model for each card, and has none for b"):
+        run_script(*command)
+    assert not hub.repos
+    for options in ([], ["--repo_id", "user/a", "--cards", cards], ["--cards", cards, "--space"]):
+        with pytest.raises(SystemExit):
+            run_script("push_to_hub", models, *options)
 
 
 def test_pretraining_without_a_network(hub, tmp_path):
