@@ -8,10 +8,11 @@ DEMO_ARGS ?=
 # Processes that run tests.
 WORKERS ?= 2
 AUDIT_ARGS ?=
+RELEASE_ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q $(CONSTRAINTS:%=-c %) $(PIP_ARGS)
 
-.PHONY: demo test test-browser test-triton test-gpu test-images test-exhaustive test-slow test-hf test-oldest test-newest lint format docs notebooks dist audit clean
+.PHONY: demo test test-browser test-triton test-gpu test-images test-exhaustive test-slow test-hf test-oldest test-newest lint format docs notebooks dist release-check audit clean
 
 # Tests of the Hub have a server of their own, on this machine.
 test test-slow test-exhaustive test-hf: export HF_HUB_OFFLINE = 0
@@ -96,6 +97,10 @@ dist: $(VENV)/.release
 	$(BIN)/python -m build --outdir dist build/export
 	$(BIN)/python .ci/repack.py dist/*.tar.gz
 	$(BIN)/twine check --strict dist/*
+
+# Everything of a release but the upload, in fresh environments; RELEASE_ARGS="--skip hub links audit" without a network.
+release-check: dist
+	PIP_ARGS="$(PIP_ARGS)" $(BIN)/python .ci/release_check.py $(RELEASE_ARGS)
 
 audit: $(VENV)/.dev
 	$(BIN)/python -m pip_audit --strict --skip-editable $(AUDIT_ARGS)

@@ -24,7 +24,7 @@ def load(path: str):
     return module
 
 
-links, repack = load("docs/site/links.py"), load(".ci/repack.py")
+links, repack, release = map(load, ("docs/site/links.py", ".ci/repack.py", ".ci/release_check.py"))
 
 
 def test_links_of_the_readme():
@@ -58,6 +58,13 @@ def test_the_citation_is_that_of_this_release():
     assert cited["version"] == modeling_tnn.__version__ and cited["license"] == project["license"]
     assert (cited["authors"], cited["keywords"]) == (project["authors"], project["keywords"])
     assert cited["repository-code"] == project["urls"]["Repository"] and len(cited["references"]) == 3
+
+
+def test_a_release_has_one_version(monkeypatch):
+    monkeypatch.setattr(release, "archives", list)
+    release.check_version(None)
+    with pytest.raises(RuntimeError, match="the versions must be one, got .*'tag': '9.9.9'"):
+        release.check_version("v9.9.9")
 
 
 def archive(path: Path, names: list[str], content: bytes) -> Path:
