@@ -74,7 +74,7 @@ def stage_cards(args: argparse.Namespace, target: Path) -> dict[str, Path]:
     if not cards:
         raise ValueError(f"--cards must be a folder of cards, got {args.cards}")
     if missing := [card.name for card in cards if not (args.folder / card.name).is_dir()]:
-        raise ValueError(f"{args.folder} must have a model for each card, and has none for {', '.join(missing)}")
+        raise ValueError(f"{args.folder} must have a model for each card, got none for {', '.join(missing)}")
     return dict(stage_card(card, args.folder / card.name, target / card.name, args.max_shard_size) for card in cards)
 
 

@@ -72,7 +72,7 @@ def test_models_of_finished_cards(hub, tmp_path, capsys):
     with pytest.raises(SystemExit, match=r"models/b is not that of .*cards/b: their perplexity differ"):
         run_script(*command)
     shutil.rmtree(models / "b")
-    with pytest.raises(SystemExit, match="must have a model for each card, and has none for b"):
+    with pytest.raises(SystemExit, match="must have a model for each card, got none for b"):
         run_script(*command)
     assert not hub.repos
     for options in ([], ["--repo_id", "user/a", "--cards", cards], ["--cards", cards, "--space"]):
