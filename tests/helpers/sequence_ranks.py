@@ -57,7 +57,6 @@ USUAL += [
     "rpe-causal plain",
     "ski-bidirectional padded",
     "sinusoidal packed",
-    "offsets",
     "uneven channels",
     "two axes",
 ]

@@ -48,10 +48,7 @@ REFUSED = {
     "wrong objective": (["--objective", "mlm"], "`causal` must be False for TnnForMaskedLM"),
     "wrong column": (["--text_column", "body"], "--text_column must be a column of .*, got body"),
     "unknown field": (["--config_overrides", "tno_typ=fd"], "fields of TnnConfig, got tno_typ; did you mean tno_type"),
-    "wrong field": (
-        ["--config_overrides", "tno_type=fdd"],
-        "did you mean 'fd'. `tno_type` must be one of .*, got 'fdd'",
-    ),
+    "wrong field": (["--config_overrides", "tno_type=fdd"], "`tno_type` must be one of .*, got 'fdd'"),
     "precision of a GPU": (["--mixed_precision", "fp16", "--use_cpu"], "must be no or bf16 on a CPU, got fp16"),
     "nothing to resume": (["--resume_from_checkpoint", "latest"], "holds no complete checkpoint"),
     "no checkpoint": (["--resume_from_checkpoint", "nowhere"], "the folder of a complete checkpoint, got nowhere"),
