@@ -63,8 +63,7 @@ def zero_order_hold(alpha: Pair, step: torch.Tensor) -> tuple[Poles, Pair]:
 def bilinear(alpha: Pair, step: torch.Tensor) -> tuple[Poles, Pair]:
     """lambda = (1 + Delta alpha / 2) / (1 - Delta alpha / 2) and g = Delta / (1 - Delta alpha / 2): Tustin's rule."""
     half = Pair(step * alpha.real / 2, step * alpha.imag / 2)  # (D, Q)
-    ahead, behind = (1 + half.real).square(), (1 - half.real).square()
-    turn = half.imag.square()
+    ahead, behind, turn = (1 + half.real).square(), (1 - half.real).square(), half.imag.square()
     squared = ((ahead + turn) / (behind + turn)).clamp(min=torch.finfo(step.dtype).tiny)  # 0 has no logarithm
     angle = torch.atan2(2 * half.imag, 1 - half.real.square() - turn)
     gain = Pair(step, torch.zeros_like(step)).over(Pair(1 - half.real, -half.imag))  # (D, Q)

@@ -175,12 +175,10 @@ class Prolong(torch.autograd.Function):
     def forward(ctx, z: torch.Tensor, base: torch.Tensor | None, grid: InducingGrid) -> torch.Tensor:
         ctx.grid = grid
         x = z.new_empty(len(z), grid.length)
+        given, beta = (x, 0) if base is None else (base, 1)
         for positions, points in grid.blocks():
             weights = grid.weights(positions, points, z).t()
-            if base is None:
-                torch.mm(z[:, points], weights, out=x[:, positions])
-            else:
-                torch.addmm(base[:, positions], z[:, points], weights, out=x[:, positions])
+            torch.addmm(given[:, positions], z[:, points], weights, beta=beta, out=x[:, positions])
         return x
 
     @staticmethod
@@ -262,9 +260,8 @@ class SkiOperator(ToeplitzOperator):
     def matmul_of_documents(self, v: torch.Tensor, documents: Documents) -> torch.Tensor:
         if self.kind == "released":
             raise ValueError("`ski_interpolation` must be another for packed rows in a compiled graph, got 'released'")
-        # A document of n > 1 tokens has at most n points, and for cubic interpolation two more: they fit into
-        # `half_width` places for each token, from its first one on. All in whole numbers: position p lies between the
-        # points p I // S and the next, I intervals and S steps.
+        # A document of n > 1 tokens has at most n points, in cubic interpolation n + 2: they fit into `half_width`
+        # places for each token. Position p lies between the points p I // S and the next, I intervals and S steps.
         x = v.to(torch.promote_types(v.dtype, self.dtype))  # (B, L, D)
         band, coefficients = self.kernel_of(x.shape[1])
         near = documents.convolve(x, band, False, self.implementation)
