@@ -24,8 +24,7 @@ MOST_TAPS_OF_FLOAT32 = 512
 
 # What the Triton kernels take: taps on both sides together, positions of all sequences (offsets in a channel have 32
 # bits), and dtypes of inputs.
-MOST_TAPS, MOST_POSITIONS = 2**12, 2**25
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MOST_TAPS, MOST_POSITIONS, DTYPES = 2**12, 2**25, (torch.float32, torch.bfloat16, torch.float16)
 MISSING = "needs the package triton, which is not installed (`pip install triton`, on Windows `triton-windows`)"
 
 

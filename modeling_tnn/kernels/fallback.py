@@ -21,15 +21,12 @@ FAILED: dict[str, str] = {}
 
 
 def attempt(kernels: str, compute: Callable, instead: Callable):
-    """`compute()` by the kernels of this name, or `instead()` once they have failed.
-
-    A lack of memory is raised, and any error in Triton's interpreter or while a CUDA graph, which forbids much, is
-    captured: they say nothing about the kernels.
-    """
+    """`compute()` by the kernels of this name, or `instead()` once they have failed. A lack of memory is raised."""
     if kernels not in FAILED:
         try:
             return compute()
         except Exception as error:  # compilers, drivers and loaders have many
+            # Errors of Triton's interpreter, and during the capture of a CUDA graph, say nothing about the kernels.
             captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
             if isinstance(error, torch.OutOfMemoryError) or is_interpreted() or captured:
                 raise

@@ -272,10 +272,7 @@ def pointwise(v, mask, act, activate=True, h=None, u=None, mixed=None) -> tuple[
 
 
 def product(v, kernel, first, mask, act, side=None, mixed=None, backward=False, taps=None) -> torch.Tensor:
-    """Equation (1) for `v` `(D, B, L)` with the gate of `product_kernel`; also writes to `mixed`.
-
-    `backward` takes the taps in reverse, and `first` is theirs. `taps` are those of `padded`, if they are known.
-    """
+    """Equation (1) for `v` `(D, B, L)`, as `product_kernel`, with the `taps` of `padded` if they are known."""
     (channels, batch, length), num_taps = v.shape, kernel.shape[1]
     v, side, out = rows(v), None if side is None else rows(side), v.new_empty(v.shape)
     taps = padded(kernel, v.dtype) if taps is None else taps
