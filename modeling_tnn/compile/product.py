@@ -17,7 +17,6 @@ from functools import partial
 
 import torch
 import transformers.modeling_outputs  # noqa: F401 - exported programs have the classes of outputs in them
-from torch import Tensor
 from torch.library import custom_op
 
 from ..extensions import extensions
@@ -55,13 +54,15 @@ def keeps_products() -> bool:
     return not is_exported() or (getattr(_kept, "products", False) and not torch.onnx.is_in_onnx_export())
 
 
-def lags_within(kernel: Tensor, first: int, length: int) -> slice:
+def lags_within(kernel: torch.Tensor, first: int, length: int) -> slice:
     """The taps of `kernel` `(D, K)` that a document of `length` tokens meets. `first` is that of lag 0."""
     return slice(max(0, first - length + 1), min(kernel.shape[1], first + length))
 
 
 @custom_op("modeling_tnn::convolution", mutates_args=())
-def convolution(x: Tensor, kernel: Tensor, first: int, starts: Tensor | None, implementation: str) -> Tensor:
+def convolution(
+    x: torch.Tensor, kernel: torch.Tensor, first: int, starts: torch.Tensor | None, implementation: str
+) -> torch.Tensor:
     """Equation (1) for `x` `(D, B, L)`. Documents begin at `starts` `(B, L)`, see `packing.Documents`."""
 
     def product(part, _):
@@ -76,7 +77,7 @@ def convolution(x: Tensor, kernel: Tensor, first: int, starts: Tensor | None, im
     return y.permute(2, 0, 1).contiguous()
 
 
-def convolved(v, kernel, first: int, implementation: str) -> Tensor:
+def convolved(v, kernel, first: int, implementation: str) -> torch.Tensor:
     """The product of rows `(B, L, D)` without documents."""
     product = kernel_product(implementation, v, kernel)
     if product is None:
@@ -84,10 +85,13 @@ def convolved(v, kernel, first: int, implementation: str) -> Tensor:
     return product(v, kernel, first)
 
 
-@custom_op("modeling_tnn::convolution_gradients", mutates_args=())
-def convolution_gradients(
-    dy: Tensor, x: Tensor, kernel: Tensor, first: int, starts: Tensor | None, implementation: str, wanted: list[bool]
-) -> tuple[Tensor, Tensor]:
+@custom_op(
+    "modeling_tnn::convolution_gradients",
+    mutates_args=(),
+    schema="(Tensor dy, Tensor x, Tensor kernel, SymInt first, Tensor? starts, str implementation, bool[] wanted)"
+    " -> (Tensor, Tensor)",
+)
+def convolution_gradients(dy, x, kernel, first, starts, implementation, wanted):
     """The gradients of `x` `(D, B, L)` and of the kernel. One that is not `wanted` has no entries."""
     g, v = dy.permute(1, 2, 0), x.permute(1, 2, 0)
     if starts is None:
@@ -119,7 +123,9 @@ def gradients_of(gradient, v, kernel, first: int, implementation: str, wanted: S
 
 
 @custom_op("modeling_tnn::document_starts", mutates_args=())
-def document_starts(tokens: Tensor, attention_mask: Tensor | None, position_ids: Tensor) -> Tensor:
+def document_starts(
+    tokens: torch.Tensor, attention_mask: torch.Tensor | None, position_ids: torch.Tensor
+) -> torch.Tensor:
     """The `starts` of `packing.Documents`."""
     return find_starts(tokens, mask_of_tokens(attention_mask, tokens), position_ids)[0]
 
@@ -155,18 +161,18 @@ convolution.register_autograd(backward, setup_context=save)
 
 
 # If this module is imported again, the newest operators count: they are looked up by name.
-def recorded_starts(tokens, attention_mask, position_ids) -> Tensor:
+def recorded_starts(tokens, attention_mask, position_ids) -> torch.Tensor:
     """The `starts` of `packing.Documents` `(B, L)`, as one node of a graph."""
     return torch.ops.modeling_tnn.document_starts(tokens.detach(), attention_mask, position_ids)
 
 
-def recorded_convolution(v, kernel, first: int, starts: Tensor | None, implementation: str) -> Tensor:
+def recorded_convolution(v, kernel, first: int, starts: torch.Tensor | None, implementation: str) -> torch.Tensor:
     """Equation (1) for `v` `(B, L, D)`, as one node of a graph."""
     x = v.permute(2, 0, 1).contiguous()
     return torch.ops.modeling_tnn.convolution(x, kernel, first, starts, implementation).permute(1, 2, 0)
 
 
-def gated_recorded(v: Tensor, kernel: Tensor, first: int, gate: Gate, implementation: str) -> Tensor:
+def gated_recorded(v: torch.Tensor, kernel: torch.Tensor, first: int, gate: Gate, implementation: str) -> torch.Tensor:
     """The product in a graph. A compiler would copy a gate computed as `(B, L, D)` for the next matrix product."""
     x = v.permute(2, 0, 1)
     x = mask_out(x if gate.act is None else gate.act(x), gate.mask)
@@ -176,7 +182,7 @@ def gated_recorded(v: Tensor, kernel: Tensor, first: int, gate: Gate, implementa
     return (gate.act(gate.u.permute(2, 0, 1)) * y.permute(2, 0, 1)).permute(1, 2, 0)
 
 
-def find_product(implementation: str, v: Tensor, kernel: Tensor) -> Callable | None:
+def find_product(implementation: str, v: torch.Tensor, kernel: torch.Tensor) -> Callable | None:
     """The product of `v` `(B, L, D)` with taps `(D, K)` or a response, unless it is the eager or the fused one."""
     if implementation != "eager" and keeps_products():
         check_implementation(implementation)
