@@ -105,10 +105,17 @@ def check_readme(name: str, hub: bool):
     run(python_of(name), "-c", "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL)), cwd=folder, env=env)
 
 
+def dependencies() -> str:
+    """What the newest environment has, as lines of requirements, with the versions that PyPI knows."""
+    frozen = run(python_of("newest"), *PIP, "freeze", "--exclude", "modeling-tnn", cwd=WORK)
+    return re.sub(r"\+\w+$", "", frozen, flags=re.MULTILINE)
+
+
 def check_licences():
-    """Those of all dependencies are permissive, or those of Mozilla."""
+    """Those of all dependencies are permissive, or those of Mozilla; torch for CUDA brings libraries with NVIDIA's."""
+    nvidia = re.findall(r"^((?:nvidia|cuda)-[\w-]+)", dependencies(), re.MULTILINE)
     tool("pip-licenses", "pip-licenses", f"--python={python_of('newest')}", "--from=mixed", "--partial-match",
-         f"--allow-only={LICENCES}")  # fmt: skip
+         f"--allow-only={LICENCES}", *(["--ignore-packages", *nvidia] if nvidia else []))  # fmt: skip
 
 
 def write_sbom():
@@ -117,9 +124,8 @@ def write_sbom():
 
 def check_vulnerabilities():
     """No known ones in the dependencies."""
-    frozen = run(python_of("newest"), *PIP, "freeze", "--exclude", "modeling-tnn", cwd=WORK)
     requirements = WORK / "requirements.txt"
-    requirements.write_text(re.sub(r"\+\w+$", "", frozen, flags=re.MULTILINE))
+    requirements.write_text(dependencies())
     tool("pip-audit", "pip-audit", "--strict", "--no-deps", "--disable-pip", "-r", requirements)
 
 
