@@ -20,14 +20,18 @@ def rows(count: int, seed: int = 0) -> dict[str, list]:
     return {"sentence": [f"It was a {word} film." for word in choices], "label": [WORDS[word] for word in choices]}
 
 
-@pytest.fixture(scope="module")
-def encoder(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
+def save_encoder(folder: Path) -> Path:
+    """A masked model that was not trained, with a tokenizer for the films."""
     tokenizer = train_tokenizer(Dataset.from_dict({"text": rows(100)["sentence"]}), 300, masked=True)
     tokenizer.save_pretrained(folder)
     config = modeling_tnn.TnnConfig.from_pretrained(write_config(folder, causal=False, vocab_size=len(tokenizer)))
     AutoModelForMaskedLM.from_config(config).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory) -> Path:
+    return save_encoder(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

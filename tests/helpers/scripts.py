@@ -5,6 +5,7 @@ import io
 import json
 import os
 import random
+import shlex
 import socket
 import subprocess
 import sys
@@ -45,10 +46,16 @@ def write_config(folder: Path, **fields) -> Path:
     return folder
 
 
+def words(*arguments) -> list[str]:
+    """The arguments of a command line. One that begins with `--` is split as a shell does."""
+    parts = map(str, arguments)
+    return [word for part in parts for word in (shlex.split(part) if part.startswith("--") else [part])]
+
+
 def run_script(name: str, *arguments):
     """Call the `main` of a script in this process; what ends it early is raised."""
     script, saved = import_module(f"tnn_scripts.{name}"), sys.argv
-    sys.argv = [name, *map(str, arguments)]
+    sys.argv = [name, *words(*arguments)]
     try:
         return script.main()
     finally:
@@ -59,7 +66,7 @@ def run_script(name: str, *arguments):
 
 def program(name: str, *arguments) -> list[str]:
     """The command that runs a program in a separate process."""
-    return [sys.executable, str(SCRIPTS / f"{name}.py"), *map(str, arguments)]
+    return [sys.executable, str(SCRIPTS / f"{name}.py"), *words(*arguments)]
 
 
 def start_script(name: str, *arguments, launcher: tuple = (), **options) -> subprocess.Popen:
@@ -116,15 +123,8 @@ def run_ranks(name: str, *options, config: str = "cpu-gloo", count: int = 2, lau
 def two_processes() -> list[str]:
     """The launcher of two processes on the CPU, on a port of their own: workers of xdist start them side by side."""
     file = ROOT / "configuration" / "accelerate" / "cpu-gloo.yaml"
-    command = [
-        Path(sys.executable).parent / "accelerate",
-        "launch",
-        "--main_process_port",
-        free_port(),
-        "--config_file",
-        file,
-    ]
-    return [str(part) for part in command]
+    accelerate = Path(sys.executable).parent / "accelerate"
+    return words(accelerate, "launch", f"--main_process_port {free_port()} --config_file {file}")
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -150,8 +150,8 @@ class Malicious:
 
 def tree(folder: Path) -> dict[str, bytes]:
     """The contents of a folder without the lock."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()
-            and path.name != ".lock"}  # fmt: skip
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def at_call(monkeypatch, owner, name: str, call: int, action):
@@ -171,13 +171,17 @@ def pretrain_options(tmp_path, objective: str) -> list:
     """Dropout, masks, accumulation, evaluation, several epochs: all that a resumed run could get wrong."""
     text = write_text(tmp_path / "text.txt", copies=100)
     config = write_config(tmp_path / "config", causal=objective == "clm", hidden_dropout_prob=0.2)
-    return ["--objective", objective, "--config_name", config, "--train_file", text, "--max_steps", 60,
-            "--learning_rate", 0.01, "--per_device_train_batch_size", 4, "--gradient_accumulation_steps", 2,
-            "--eval_steps", 7]  # fmt: skip
+    return words(f"--objective {objective} --config_name {config} --train_file {text} --max_steps 60 --eval_steps 7",
+                 "--learning_rate 0.01 --per_device_train_batch_size 4 --gradient_accumulation_steps 2")  # fmt: skip
+
+
+def read(folder: Path, name: str = "all_results") -> dict:
+    """A JSON file that a program has written."""
+    return json.loads((folder / f"{name}.json").read_text())
 
 
 def figures(folder) -> dict:
-    return {k: v for k, v in json.loads((folder / "metrics.json").read_text()).items() if "second" not in k}
+    return {k: v for k, v in read(folder, "metrics").items() if "second" not in k}
 
 
 def wait_until(holds, process, seconds: float = 600):
