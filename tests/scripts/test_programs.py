@@ -84,7 +84,7 @@ class TestPretrain(TrainingTests):
         "--objective mlm": "`causal` must be False for TnnForMaskedLM",
         "--text_column body": "--text_column must be a column of .*, got body",
         "--config_overrides tno_typ=fd": "must be fields of TnnConfig, got tno_typ; did you mean tno_type",
-        "--config_overrides tno_type=fdd": "did you mean 'fd'. `tno_type` must be one of .*, got 'fdd'",
+        "--config_overrides tno_type=fdd": "`tno_type` must be one of .*, got 'fdd'",
         "--config_overrides decay=[1": r"must have the form name=value,name=value, got decay=\[1: while parsing",
         "--mixed_precision fp16 --use_cpu": "must be no or bf16 on a CPU, got fp16",
         "--resume_from_checkpoint latest": "holds no complete checkpoint",
