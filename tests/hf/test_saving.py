@@ -216,7 +216,7 @@ def test_offloaded_layers(tno_type, causal, tmp_path):
 
 def test_wrong_direction_names_the_field(tmp_path):
     perturbed_model(TnnModel, "rpe", False).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="`causal` must be True for TnnForCausalLM, .*, got False"):
+    with pytest.raises(ValueError, match="`causal` must be True for TnnForCausalLM, got False"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
