@@ -35,7 +35,7 @@ class ApiArguments:
     model_name_or_path: str
     max_batch_size: int = option(32, "Most texts that are written at the same time; others wait.")
     max_waiting: int = option(256, "Most texts that wait for their turn; a request for more gets status 429.")
-    memory_limit: int | None = option(None, "Bytes of decoding states above which no other text begins.")
+    memory_limit: int | None = option(None, "Most bytes of decoding states of all texts together.")
     prefill_tokens: int = option(2048, "Most tokens of prompts that are read between two tokens of the other texts.")
     max_prompt_tokens: int = option(8192, "Most tokens of a prompt; a request with more gets status 400.")
     max_new_tokens: int = 1000

@@ -1,4 +1,4 @@
-"""Rows of a cache for texts that begin and end at different times: put in, and aligned.
+"""Rows of a cache for texts that begin and end at different times: put in, aligned, and counted in bytes.
 
 A Toeplitz product is the same wherever its text stands, and padding is exact in all layers. So texts of different
 lengths continue in one batch. Each ends at the last place, and the shorter ones have padding before them:
@@ -12,12 +12,14 @@ which a mask has to hide.
 """
 
 import torch
+from torch import nn
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..cache_tnn import TnnCacheLayer, is_toeplitz, past_length
+from ..configuration_tnn import SLIDING, TOEPLITZ
 from ..recurrence import DecodingState, prefill
-from .states import compact, forget_first, put, put_rows
+from .states import bytes_per_channel, compact, forget_first, put, put_rows
 
 # transformers' own layers whose keys and values can be moved.
 OF_ATTENTION = (DynamicLayer, DynamicSlidingWindowLayer)
@@ -41,22 +43,34 @@ def put_texts(cache: Cache, other: Cache, rows: list[int]):
     """
     for one in (cache, other):
         if not all(map(is_movable, one.layers)):
-            kinds = [type(layer).__name__ for layer in one.layers]
-            raise ValueError(f"`cache` must be a dynamic cache with layers of known kinds, got {kinds}")
+            raise ValueError(
+                "`cache` must be a dynamic cache with layers of known kinds, got "
+                f"{[type(layer).__name__ for layer in one.layers]}"
+            )
     if not cache.layers:
         cache.layers += [type(layer)(**window_of(layer)) for layer in other.layers]
         cache.layer_class_to_replicate = other.layer_class_to_replicate
-    held, count = rows_of(cache), rows_of(other)
-    added = sorted(row for row in rows if row >= held)
-    distinct = len(rows) == len(set(rows)) == count and min(rows, default=0) >= 0
-    if not distinct or added != list(range(held, held + len(added))):
-        raise ValueError(f"`rows` must be {count} different rows below {held}, or the next ones, got {rows}")
+    check_new_rows(rows, rows_of(cache), rows_of(other))
     length = max(past_length(cache.layers), past_length(other.layers))
     for layer, new in zip(cache.layers, other.layers, strict=True):
         if is_toeplitz(layer):
             put_states(layer, new, rows)
         else:
             put_keys(layer, new, rows, length)
+
+
+def check_new_rows(rows: list[int], held: int, count: int):
+    """Check that `rows` are `count` rows of a cache of `held` rows, or the next ones.
+
+    Raises:
+        ValueError: they are not.
+    """
+    added = sorted(row for row in rows if row >= held)
+    distinct = len(rows) == len(set(rows)) == count and min(rows, default=0) >= 0
+    if not distinct or added != list(range(held, held + len(added))):
+        raise ValueError(
+            f"`rows` must be {count} different rows below {held}, or the next ones from there, got {rows}"
+        )
 
 
 def put_states(layer: TnnCacheLayer, new: TnnCacheLayer, rows: list[int]):
@@ -124,3 +138,23 @@ def rows_of(cache: Cache) -> int:
         if layer.is_initialized:
             return next(iter(layer.states.values())).rows if is_toeplitz(layer) else len(layer.keys)
     return 0
+
+
+def bytes_of_text(model: nn.Module, tokens: int) -> int:
+    """The most bytes of decoding state of one text of `tokens` tokens, when it is written token by token.
+
+    Args:
+        model: a `TnnModel`.
+
+    Raises:
+        NotImplementedError: an operator of the user's own has a recurrence that does not tell its size.
+    """
+    config, total = model.config, 0
+    for kind, layer in zip(config.layer_types, model.layers, strict=True):
+        if kind == TOEPLITZ:
+            for operator in (layer.mixer.tno, *([layer.mixer.short] if hasattr(layer.mixer, "short") else [])):
+                total += operator.channels * bytes_per_channel(operator.recurrence(), tokens, model.dtype)
+        else:
+            kept = min(tokens, config.sliding_window - 1) if kind == SLIDING else tokens
+            total += 2 * config.num_key_value_heads * config.head_dim * kept * model.dtype.itemsize
+    return total

@@ -21,7 +21,7 @@ from transformers.cache_utils import DynamicCache
 from ..cache_tnn import memory_per_sequence
 from ..configuration_tnn import has_attention
 from .request import Request, prepare
-from .rows import drop_padding, put_texts
+from .rows import bytes_of_text, drop_padding, put_texts
 from .states import can_be_put
 
 logger = logging.getLogger(__name__)
@@ -41,8 +41,7 @@ class BatchScheduler:
 
     Args:
         max_batch_size: the most texts that are read or written at the same time.
-        memory_limit: bytes of decoding states above which no other text begins, or None. The size of the largest text
-            counts for all. States that grow, and passes over prompts, may need more.
+        memory_limit: the most bytes of their decoding states; None for no limit. A pass over prompts needs more.
         prefill_tokens: the most tokens of prompts in a step, padding included. With fewer, others wait less for them.
         max_waiting: the most texts that wait for their turn; None for no limit.
 
@@ -72,8 +71,8 @@ class BatchScheduler:
         for name, value in given.items():
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"`{name}` must be a whole number from 1 up, got {value!r}")
-        self.model = model
-        for operator in (layer.mixer.tno for layer in model.get_decoder().layers if hasattr(layer.mixer, "tno")):
+        self.model, self._decoder = model, model.get_decoder()
+        for operator in (layer.mixer.tno for layer in self._decoder.layers if hasattr(layer.mixer, "tno")):
             if not can_be_put(operator.recurrence()) or not operator.shift_invariant:
                 raise ValueError(f"`model` must have shift-invariant operators known to `states.put`, got {operator}")
         self.max_batch_size, self.memory_limit = max_batch_size, memory_limit
@@ -82,7 +81,7 @@ class BatchScheduler:
         self._lock = threading.RLock()  # `end` of a streamer may submit the next text
         self._waiting: deque[Request] = deque()
         self._reading, self._writing = Batch(), Batch()
-        self.state_bytes = self._text_bytes = 0  # _text_bytes: those of the largest text
+        self.state_bytes = 0
 
     def submit(self, input_ids: torch.Tensor, seed: int | None = None, **options) -> Request:
         """Queue a text.
@@ -95,10 +94,17 @@ class BatchScheduler:
 
         Raises:
             QueueFullError: `max_waiting` texts are waiting.
-            TypeError, ValueError: those of `generate`; a beam search or the like.
+            TypeError, ValueError: those of `generate`; a beam search or the like; the state of the text alone is above
+                `memory_limit`.
         """
         prompt = input_ids[None] if isinstance(input_ids, torch.Tensor) and input_ids.dim() == 1 else input_ids
         request = prepare(self.model, prompt, seed, **options)
+        if self._is_above_limit([request]):
+            needed = bytes_of_text(self._decoder, request.max_length)
+            raise ValueError(
+                f"`memory_limit` must be at least {needed:,} bytes for a text of {request.max_length:,} tokens, got "
+                f"{self.memory_limit:,}"
+            )
         with self._lock:
             if self.max_waiting is not None and len(self._waiting) >= self.max_waiting:
                 raise QueueFullError(f"{self.max_waiting} texts are waiting for their turn. Try again later.")
@@ -142,9 +148,8 @@ class BatchScheduler:
             self._writing.remove_ended(ENDED_SHARE)
             if self._reading.requests:
                 self._advance(self._reading)
-        read, written = (memory_per_sequence(batch.cache) for batch in (self._reading, self._writing))
-        self.state_bytes = len(self._reading.requests) * read + len(self._writing.requests) * written
-        self._text_bytes = max(read, written)
+        batches = (self._reading, self._writing)
+        self.state_bytes = sum(len(batch.requests) * memory_per_sequence(batch.cache) for batch in batches)
         return self.has_work
 
     def run(self):
@@ -178,6 +183,13 @@ class BatchScheduler:
     def _active(self) -> list[Request]:
         return self._writing.running() + self._reading.running()
 
+    def _is_above_limit(self, requests: list[Request], rows: int = 0) -> bool:
+        """Whether the states of these texts, in this number of rows or more, may exceed the limit."""
+        if self.memory_limit is None:
+            return False
+        longest = max(request.max_length for request in requests)  # all rows have its length
+        return max(rows, len(requests)) * bytes_of_text(self._decoder, longest) > self.memory_limit
+
     def _end_cancelled(self):
         with self._lock:
             for request in [*self._waiting, *self._active()]:
@@ -200,8 +212,7 @@ class BatchScheduler:
         everyone, lengths = self._writing.running() + chosen, [request.length for request in chosen]
         padding = max(lengths) * len(lengths) - sum(lengths)
         may_meet = len(chosen) == 1 or not any(request.is_suspect for request in chosen)
-        fits = self.memory_limit is None or 0 < self._text_bytes * len(everyone) <= self.memory_limit
-        has_room = len(everyone) <= self.max_batch_size and (fits or len(everyone) == 1)
+        has_room = len(everyone) <= self.max_batch_size and not self._is_above_limit(everyone)
         return may_meet and has_room and padding <= max(LITTLE_PADDING, sum(lengths))
 
     def _advance(self, batch: "Batch"):
@@ -219,7 +230,9 @@ class BatchScheduler:
     def _put_into_rows(self):
         """Put the texts that have read their prompts among those that are written."""
         self._reading.remove_ended()
-        if self._reading.requests:
+        if new := self._reading.requests:
+            if self._is_above_limit(self._writing.running() + new, len(self._writing.requests)):
+                self._writing.remove_ended()
             self._writing.put(self._reading)
 
     def _begin_again(self, requests: list[Request], error: Exception):

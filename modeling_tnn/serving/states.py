@@ -1,4 +1,4 @@
-"""Rows of decoding states: put into another state, and aligned at the newest token.
+"""Rows of decoding states: put into another state, aligned at the newest token, and counted in bytes.
 
 B batch, N new rows, D channels, C places of a history. Each algorithm of `recurrence.Recurrence` has its functions.
 """
@@ -9,9 +9,11 @@ import torch
 from torch.nn.functional import pad
 
 from ..history import ALIGNMENT, GROWTH, LONG_REACH, LONG_ROOM, ROOM, SLACK, HistoryBuffer, aligned
+from ..numerics import compute_dtype, float64_or_widest
 from ..recurrence import DecodingState, FilterRecurrence, Recurrence
 from ..tno_modal import ModalRecurrence
-from ..tno_rtf import CompanionRecurrence, end_block
+from ..tno_rpe import LateRecurrence
+from ..tno_rtf import BLOCK, CompanionRecurrence, end_block
 
 
 @singledispatch
@@ -28,6 +30,12 @@ def put(recurrence: Recurrence, state: DecodingState, other: DecodingState, rows
 def compact(recurrence: Recurrence, state: DecodingState):
     """Free the memory of values that only `crop` may need, but for those of the last 64 tokens."""
     raise NotImplementedError(f"The rows of {type(recurrence).__name__} cannot be moved")
+
+
+@singledispatch
+def bytes_per_channel(recurrence: Recurrence, tokens: int, dtype: torch.dtype) -> int:
+    """The most bytes of state of a channel after `tokens` tokens that came one by one, for inputs of `dtype`."""
+    raise NotImplementedError(f"The size of the state of {type(recurrence).__name__} is not known")
 
 
 def can_be_put(recurrence: Recurrence) -> bool:
@@ -79,6 +87,31 @@ def _(recurrence: ModalRecurrence, state: DecodingState):
 @compact.register
 def _(recurrence: CompanionRecurrence, state: DecodingState):
     compact_history(state.history, state.length + recurrence.order)
+
+
+@bytes_per_channel.register
+def _(recurrence: FilterRecurrence, tokens: int, dtype: torch.dtype) -> int:
+    blocks = 2 if recurrence.looks_ahead else 1
+    held = places(None if recurrence.taps is None else recurrence.taps - 1, tokens) + blocks * recurrence.horizon
+    return held * compute_dtype(dtype).itemsize
+
+
+@bytes_per_channel.register
+def _(recurrence: LateRecurrence, tokens: int, dtype: torch.dtype) -> int:
+    return bytes_per_channel.dispatch(FilterRecurrence)(recurrence.resolve(), tokens, dtype)
+
+
+@bytes_per_channel.register
+def _(recurrence: ModalRecurrence, tokens: int, dtype: torch.dtype) -> int:
+    horizon = recurrence.horizon
+    numbers = places(recurrence.window + horizon, tokens) + horizon + 2 * recurrence.operator.num_modes
+    return numbers * compute_dtype(dtype).itemsize
+
+
+@bytes_per_channel.register
+def _(recurrence: CompanionRecurrence, tokens: int, dtype: torch.dtype) -> int:
+    held = places(recurrence.order, tokens) + 2 * BLOCK
+    return held * float64_or_widest(recurrence.operator.numerator.device).itemsize
 
 
 def begin_together(recurrence: FilterRecurrence, state: DecodingState, counters: dict[str, int]):

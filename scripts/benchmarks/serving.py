@@ -13,6 +13,7 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 from modeling_tnn import BatchScheduler
+from modeling_tnn.serving.rows import bytes_of_text
 from tnn_scripts.benchmarks.generation import build
 from tnn_scripts.benchmarks.measure import clock, markdown
 
@@ -50,20 +51,20 @@ def alone(model, prompts: list[torch.Tensor], args) -> float:
     return len(prompts) * args.new_tokens / (clock(args) - start)
 
 
-def together(model, prompts: list[torch.Tensor], arrivals: str, args) -> tuple[float, list[Stopwatch], float]:
-    """The tokens per second of the scheduler, the times of the texts, and the most bytes of state for each of them."""
+def together(model, prompts: list[torch.Tensor], arrivals: str, args) -> tuple[float, list[Stopwatch]]:
+    """The tokens per second of the scheduler, and the times of the texts."""
     scheduler, watches = BatchScheduler(model, max_batch_size=args.requests), []
     at_once = arrivals == "at once"
     waiting = list(prompts) if at_once else prompts * 2
     count, between = len(waiting), 0 if at_once else max(1, args.new_tokens // args.requests)
-    start, steps, texts, state = clock(args), 0, 0, 0
+    start, steps = clock(args), 0
     while waiting or scheduler.has_work:
         while waiting and steps >= between * len(watches):
             watches.append(Stopwatch(args))
             scheduler.submit(waiting.pop(0), streamer=watches[-1], **options_of(args))
         scheduler.step()
-        steps, texts, state = steps + 1, max(texts, scheduler.num_running), max(state, scheduler.state_bytes)
-    return count * args.new_tokens / (clock(args) - start), watches, state / max(1, texts)
+        steps += 1
+    return count * args.new_tokens / (clock(args) - start), watches
 
 
 def options_of(args) -> dict:
@@ -78,20 +79,21 @@ def run(args) -> list[dict]:
     for name in args.models:
         model = build(name, args, 0)
         alone(model, part[:1], args)
-        found = {arrivals: ([], [], [], []) for arrivals in ARRIVALS}
+        found = {arrivals: ([], [], []) for arrivals in ARRIVALS}
         for _ in range(args.repeats):
             before = alone(model, part, args)
             for arrivals in ARRIVALS:
-                speed, *others = together(model, prompts, arrivals, args)
+                speed, watches = together(model, prompts, arrivals, args)
                 after = alone(model, part, args)
-                for place, one in zip(found[arrivals], ((before + after) / 2, speed, *others), strict=True):
+                for place, one in zip(found[arrivals], ((before + after) / 2, speed, watches), strict=True):
                     place.append(one)
                 before = after
-        rows += [row(name, arrivals, *figures) for arrivals, figures in found.items()]
+        state = bytes_of_text(model.get_decoder(), args.prompts[1] + args.new_tokens)
+        rows += [row(name, arrivals, *figures, state) for arrivals, figures in found.items()]
     return rows
 
 
-def row(name: str, arrivals: str, one: list[float], all_: list[float], watches: list, states: list) -> dict:
+def row(name: str, arrivals: str, one: list[float], all_: list[float], watches: list, state: int) -> dict:
     """The figures of a model; the percentiles are over all texts, or tokens, of all repeats."""
     times = [watch.times for repeat in watches for watch in repeat]
     first = [1000 * (one[1] - one[0]) for one in times]
@@ -106,7 +108,7 @@ def row(name: str, arrivals: str, one: list[float], all_: list[float], watches: 
         "first_token_ms_p99": percentile(first),
         "token_ms": statistics.median(steps),
         "token_ms_p99": percentile(steps),
-        "state_mebibytes": max(states) / 2**20,
+        "state_mebibytes": state / 2**20,
     }
 
 

@@ -8,6 +8,7 @@ import torch
 from helpers.hybrids import HYBRIDS
 from helpers.mixers import MIXED
 from helpers.models import exhaustive, lively_language_model
+from modeling_tnn.serving.rows import bytes_of_text
 from modeling_tnn.serving.scheduler import BatchScheduler, QueueFullError
 
 MODELS = {
@@ -148,22 +149,24 @@ def test_cancelling(name):
     assert (scheduler.num_running, scheduler.num_waiting, scheduler.state_bytes) == (0, 0, 0)
 
 
-@pytest.mark.parametrize("name", ["rtf", "hybrid"])
+@pytest.mark.parametrize("name", MODELS)
 def test_a_limit_of_memory(name):
-    """As many texts as fit by the size of the largest one; the others wait, and are the same."""
-    model, prompts = model_of(name), [prompt_of(20, seed) for seed in range(8)]
-    one = BatchScheduler(model)
-    one.submit(prompts[0], **GREEDY)
-    one.step()
-    scheduler, running = BatchScheduler(model, memory_limit=int(3.5 * one.state_bytes), max_batch_size=100), []
-    requests = [scheduler.submit(prompt, **GREEDY) for prompt in prompts]
+    """As many texts as fit; the others wait, and are the same. What can never fit is refused."""
+    model = model_of(name)
+    limit = int(3.5 * bytes_of_text(model.get_decoder(), 162))
+    scheduler, most = BatchScheduler(model, memory_limit=limit, max_batch_size=100), 0
+    texts = [(length, seed) for seed, length in enumerate([5, 150, 9, 20, 140, 3, 30, 31])]
+    requests = [scheduler.submit(prompt_of(*text), **GREEDY) for text in texts]
     while scheduler.step():
-        running.append(scheduler.num_running)
-    assert max(running) == 3
-    for prompt, request in zip(prompts, requests, strict=True):
-        assert request.tokens == alone(model, prompt, **GREEDY)
-    tiny = BatchScheduler(model, memory_limit=1)
-    assert len(tiny.generate(prompts[:2], **GREEDY)) == 2, "one text is always written"
+        held = 0 if scheduler._reading.requests else scheduler.state_bytes
+        most = max(most, held)
+        assert held <= limit
+    assert most > limit / 5
+    for text, request in zip(texts, requests, strict=True):
+        assert request.tokens == alone(model, prompt_of(*text), **GREEDY)
+    if name in ("rpe-no-decay", "hybrid"):  # states that grow
+        with pytest.raises(ValueError, match="`memory_limit` must be at least"):
+            scheduler.submit(prompt_of(5), max_new_tokens=10_000)
 
 
 def test_a_full_queue():

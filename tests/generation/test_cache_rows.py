@@ -9,7 +9,8 @@ from transformers import DynamicCache, StaticCache
 from helpers.hybrids import HYBRIDS
 from helpers.mixers import MIXED
 from helpers.models import exhaustive, lively_language_model, relative_error
-from modeling_tnn.serving.rows import drop_padding, put_texts, rows_of
+from modeling_tnn.cache_tnn import memory_per_sequence
+from modeling_tnn.serving.rows import bytes_of_text, drop_padding, put_texts, rows_of
 
 MODELS = {
     "rpe": {"tno_type": "rpe", "decay": 0.9},
@@ -150,6 +151,24 @@ def test_what_else_a_cache_does(name):
     batch.forward(chunk)
     batch.cache = copy.deepcopy(batch.cache)
     batch.steps(2)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("length", [700, *exhaustive(1)])
+def test_bytes_of_a_text(name, length):
+    """The bound holds while the text is written token by token, and is not far above."""
+    model, most = model_of(name), 0
+    batch, whole = Batch(model), DynamicCache()
+    batch.texts = [TEXTS[0, :length].tolist()]
+    batch.forward(TEXTS[:1, :length])
+    put_texts(whole, batch.cache, [0])
+    for index in range(300):
+        with torch.no_grad():
+            mask = torch.ones(1, length + index + 1)
+            model(TEXTS[:1, index : index + 1], attention_mask=mask, past_key_values=whole, use_cache=True)
+        most = max(most, memory_per_sequence(whole) if index > 150 else 0)
+    bound = bytes_of_text(model.get_decoder(), length + 300)
+    assert most <= bound <= 3 * most
 
 
 def test_what_is_refused():
