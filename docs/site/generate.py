@@ -26,7 +26,7 @@ from tnn_scripts.common.commands import COMMANDS
 from tnn_scripts.common.parser import HELP, SECTIONS, ProgramParser, default_of
 from tnn_scripts.common.preset_training import PresetTraining
 from tnn_scripts.common.tables import markdown_table
-from tnn_scripts.presets import HEADS, about, cells, grouped_presets, recipe_files, trainer_of
+from tnn_scripts.presets import about, cells, grouped_presets, recipe_files, trainer_of
 
 PAGES = Path(__file__).parents[1] / "reference"
 NOTE = "<!-- Written by docs/site/generate.py. -->\n\n"
@@ -117,8 +117,8 @@ def command_line_page() -> str:
         "This page has every command with its options. `tnn COMMAND` runs a program of the package; in a clone, "
         "`python scripts/NAME.py` is the same. `tnn COMMAND --help` shows the options of one command.\n",
         markdown_table(["command", "what it does"], _commands(), texts=2) + "\n",
-        "An option is shown with its default, if it has one. Names may be written with hyphens. `--no_NAME` switches "
-        "off what is on unless given.\n",
+        "`--seed 0` means that the default is 0; an option without a value has no default, or is off. Names may be "
+        "written with hyphens. `--no_NAME` switches off what is on unless given.\n",
         "## Shared options\n",
         "These mean the same in every command that has them. A command lists the sections that it takes, and the "
         "defaults that differ from those shown here.\n",
@@ -253,35 +253,49 @@ def presets_page() -> str:
     """The presets with their sizes and how they are trained, by use; the recipes with what they say of themselves."""
     parts = [
         "# Presets and recipes\n",
-        "A preset is a configuration by name: `load_preset(name)` in Python, `--config_name NAME` on the command "
-        "line. `tnn presets` lists them, `tnn presets NAME` shows the fields of one and the command that trains it. "
-        "[configuration/](../../configuration/README.md) says where their values come from; where they differ from "
-        "the papers is [listed](../research/differences.md#differences-of-the-recipes-from-the-papers). Parameters "
-        "are those that are trained, with the head that the preset names. The rate is the learning rate that a "
-        "training has unless one is given: the best one that was measured, or that of a paper. Minutes are those of "
-        "the recipe on one core of a CPU.\n",
+        "Choose a model size. A preset is a configuration by name: `load_preset(name)` in Python, `--config_name "
+        "NAME` on the command line. `tnn presets` lists them, and `tnn presets NAME` shows the fields of one and "
+        "the command that trains it. [configuration/](../../configuration/README.md) says where their values come "
+        "from, and [Differences](../research/differences.md#differences-of-the-recipes-from-the-papers) where they "
+        "are not those of the papers.\n",
+        "The size is layers x width, and the length of the training in tokens. Parameters are those that are trained, "
+        "with the head of the preset. The rate is the learning rate unless one is given: the best one that was "
+        "measured or, in brackets, that of a paper, which was not tried. Minutes are those of the recipe on one core "
+        "of a CPU.\n",
     ]
-    columns = [HEADS[0], HEADS[1], "`tno_type`", "layers", "width", "length", *HEADS[2:]]
     for title, presets in grouped_presets().items():
         rows = [_preset_row(preset) for preset in presets]
-        parts += [f"## {title}\n", markdown_table(columns, rows, texts=3) + "\n"]
-    named = [[f"`{name}`", f"`tnn {trainer_of(name)}`", about(file)] for name, file in recipe_files().items()]
+        shown = [column for column in rows[0] if any(row[column] for row in rows)]
+        table = markdown_table(shown, [[row[column] for column in shown] for row in rows], texts=3)
+        parts += [f"## {title}\n", table + "\n"]
+    texts = {name: about(file).partition(". ")[0].removesuffix(".") for name, file in recipe_files().items()}
+    plain = [f"`{name}`" for name, text in texts.items() if text.startswith("The task ")]
+    named = [
+        [f"`{name}`", f"`tnn {trainer_of(name)}`", text] for name, text in texts.items() if f"`{name}`" not in plain
+    ]
     parts += [
         "## Recipes\n",
         "A recipe is a file of options by name: `tnn pretrain --recipe wikitext2`. Options of the command line go "
-        "before those of the recipe.\n",
+        "before those of the recipe. `tnn presets RECIPE` shows one. Recipes of a paper's size were not run here. "
+        f"`tnn lra` also has {', '.join(plain)}, each with the preset of its name.\n",
         markdown_table(["recipe", "command", "what"], named, texts=3) + "\n",
     ]
     return "\n".join(parts)
 
 
-def _preset_row(preset: PresetTraining) -> list[str]:
+def _preset_row(preset: PresetTraining) -> dict[str, str]:
     config = AutoConfig.from_pretrained(configuration_folder() / preset.name)
     name, kind, _, rate, origin, minutes, recipe = cells(preset)
     longest = getattr(config, "max_position_embeddings", "any")  # a Bloom has none
-    size = map(str, (config.num_hidden_layers, config.hidden_size, longest))
-    operator, parameters = getattr(config, "tno_type", ""), f"{_parameters(config):,}"
-    return [f"`{name}`", kind, operator, *size, parameters, rate, origin, minutes, recipe and f"`{recipe}`"]
+    return {
+        "preset": f"`{name}`",
+        "model": " ".join(filter(None, (kind, getattr(config, "tno_type", "")))),
+        "size": f"{config.num_hidden_layers} x {config.hidden_size}, {longest}",
+        "parameters": f"{_parameters(config):,}",
+        "rate": f"({rate})" if origin == "paper" else rate,
+        "minutes": minutes,
+        "recipe": recipe and f"`{recipe}`",
+    }
 
 
 def _parameters(config) -> int:
