@@ -130,8 +130,12 @@ def check_vulnerabilities():
 
 
 def check_links():
-    """Links of the README and of the pages to other sites; those inside are a test (tests/repo/test_docs.py)."""
-    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "model_cards").rglob("*.md")]
+    """Links of the pages, and of the README as PyPI shows it; those inside are a test (tests/repo/test_docs.py)."""
+    published = ROOT / "build" / "export" / "README.md"
+    pages = [
+        published,
+        *(path for folder in ("docs", "model_cards", "configuration") for path in (ROOT / folder).rglob("*.md")),
+    ]
     text = "".join(page.read_text(encoding="utf-8") for page in pages)
     links = sorted(set(re.findall(r"\]\((https://[^)\s]+)\)", text)))
 
