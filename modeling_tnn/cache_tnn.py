@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
     STATIC_LAYER_TYPE_MAPPING,
@@ -209,6 +210,14 @@ def bytes_per_sequence(layer: CacheLayerMixin) -> int:
 STATIC_LAYER_TYPE_MAPPING.setdefault(TOEPLITZ, extensions.static_layer)  # until `compile/static_cache.py` replaces it
 
 
+# Fields of the configuration that may differ between the models that fill and continue a cache.
+OTHER_FIELDS = {
+    "num_hidden_layers", "use_cache", "tno_implementation", "tno_class", "hidden_dropout_prob", "classifier_dropout",
+    "initializer", "initializer_range", "converted_from", "tie_word_embeddings", "bos_token_id", "pad_token_id",
+    "eos_token_id",
+}  # fmt: skip
+
+
 def is_toeplitz(layer: CacheLayerMixin) -> bool:
     """Whether a layer holds states of operators. Not by its class: code loaded from the Hub has another one."""
     return hasattr(layer, "states")
@@ -249,7 +258,8 @@ def check_cache(cache: Cache, model: nn.Module):
     """Make a cache ready for a pass of `model`, a `TnnModel`. An empty `DynamicCache()` gets its layers here.
 
     Raises:
-        ValueError: the cache cannot hold the state of the model, or is incomplete after an interrupted pass.
+        ValueError: the cache cannot hold the state of the model, has tokens of a model with another configuration, or
+            is incomplete after an interrupted pass.
     """
     count = min(model.config.num_hidden_layers, len(model.layers))
     layers, kinds = getattr(cache, "layers", None), model.config.layer_types
@@ -272,3 +282,17 @@ def check_cache(cache: Cache, model: nn.Module):
             "`past_key_values` is incomplete, because a pass was interrupted: its layers have seen "
             f"{min(lengths)} to {max(lengths)} tokens. Start with an empty cache."
         )
+    if not is_traced():
+        claim(cache, held, fields_of(model.config))
+
+
+def claim(cache: Cache, layers: list[CacheLayerMixin], fields: dict):
+    """Record the configuration that a cache belongs to: its `fields`. One with tokens must have the same already."""
+    if past_length(layers) and getattr(cache, "tnn_fields", fields) != fields:
+        raise ValueError("`past_key_values` belongs to another model. Start with an empty cache.")
+    cache.tnn_fields = fields
+
+
+def fields_of(config: PreTrainedConfig) -> dict:
+    """The fields of a `TnnConfig` that a state depends on."""
+    return {name: vars(config)[name] for name in type(config).__annotations__ if name not in OTHER_FIELDS}

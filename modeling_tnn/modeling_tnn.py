@@ -46,6 +46,7 @@ from .configuration_tnn import OPERATORS, TOEPLITZ, TnnConfig, has_attention
 from .extensions import extensions
 from .hub import KEY_MAPPING, present_name
 from .inputs import (
+    can_be_read,
     check_attention_mask,
     check_class_labels,
     check_keywords,
@@ -320,6 +321,8 @@ class TnnModel(TnnPreTrainedModel):
         whole_mask = attention_mask
         attention_mask = attention_mask[TOEPLITZ] if ready and isinstance(attention_mask, dict) else attention_mask
         attention_mask = check_attention_mask(attention_mask, inputs_embeds, past_length)
+        if whole_mask is None and past_length == 0 and not ready and input_ids is not None and can_be_read(input_ids):
+            self.warn_if_padding_and_no_attention_mask(input_ids, None)
         if attention_mask is not None:
             # NaN at padding would reach gradients: 0 * NaN is NaN. Finite rows stay: for a row of zeros the gradient
             # of an RMS norm is 1e8 times too large.

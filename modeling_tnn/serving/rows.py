@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
-from ..cache_tnn import TnnCacheLayer, is_toeplitz, past_length
+from ..cache_tnn import TnnCacheLayer, claim, is_toeplitz, past_length
 from ..configuration_tnn import SLIDING, TOEPLITZ
 from ..recurrence import DecodingState, prefill
 from .states import bytes_per_channel, compact, forget_first, put, put_rows
@@ -38,7 +38,7 @@ def put_texts(cache: Cache, other: Cache, rows: list[int]):
         rows: one for each row of `other`: present rows, which are replaced, or the next ones, which are added.
 
     Raises:
-        ValueError: a cache is static, or there are no such rows.
+        ValueError: a cache is static or belongs to another model, or there are no such rows.
         NotImplementedError: an operator of the user's own has a recurrence whose rows cannot be moved.
     """
     for one in (cache, other):
@@ -50,6 +50,7 @@ def put_texts(cache: Cache, other: Cache, rows: list[int]):
     if not cache.layers:
         cache.layers += [type(layer)(**window_of(layer)) for layer in other.layers]
         cache.layer_class_to_replicate = other.layer_class_to_replicate
+    claim(cache, cache.layers, other.tnn_fields)
     check_new_rows(rows, rows_of(cache), rows_of(other))
     length = max(past_length(cache.layers), past_length(other.layers))
     for layer, new in zip(cache.layers, other.layers, strict=True):

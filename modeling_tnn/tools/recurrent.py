@@ -37,6 +37,7 @@ class LayerReport:
     l2_layer: float  # relative l2 error of the taps of all channels
     l2_median: float  # its median over the channels
     l2_worst: float  # its maximum over the channels
+    tail_bound: float  # bound on the l1 error beyond the fitted taps, relative to the l1 norm, of the worst channel
     largest_pole: float  # largest magnitude of a pole, below 1
 
 
@@ -100,19 +101,38 @@ def kernel_to_fit(operator, window: int) -> torch.Tensor:
     without decaying is followed by as many zeros; otherwise the fitted recurrence would continue beyond its end.
     """
     wide = copy.deepcopy(operator).double().cpu()
-    decays = isinstance(operator, RpeOperator) and operator.window is None and operator.slowest_decay() is not None
     bound = operator.kernel_length(exact=True)
-    length = MOST_TAPS if bound is None else min(bound if decays else 2 * bound, MOST_TAPS)
+    length = MOST_TAPS if bound is None else min(bound if slowest_decay(operator) else 2 * bound, MOST_TAPS)
     with torch.no_grad():
         return wide.coefficients(max(length, window + LEAST_TAPS))
 
 
+def slowest_decay(operator) -> float | None:
+    """Return the largest decay rate of all channels, or None for a kernel that does not decay, or ends before."""
+    return operator.slowest_decay() if isinstance(operator, RpeOperator) and operator.window is None else None
+
+
 def report_fit(operator, taps: torch.Tensor, fit: RecurrenceFit, order: int, window: int) -> LayerReport:
-    """Return the errors of a fit on the taps `(D, m)`."""
+    """Return the errors of a fit on the taps `(D, m)`, and a bound on the error beyond them."""
     error = fit.taps(taps.shape[1] - window) - taps[:, window:]  # (D, m - w)
     l2 = error.norm(dim=1) / taps.norm(dim=1).clamp(min=1e-300)
-    errors = error.norm() / taps.norm(), l2.median(), l2.max(), fit.poles.abs().max()
+    radius = fit.poles.abs()
+    faded = radius ** (taps.shape[1] - window) / (1 - radius)  # (Q,)
+    beyond = (fit.residues.abs() * faded).sum(dim=1) + own_tail(operator, taps)  # (D,)
+    tail = beyond / taps.abs().sum(dim=1).clamp(min=1e-300)
+    errors = error.norm() / taps.norm(), l2.median(), l2.max(), tail.max(), radius.max()
     return LayerReport(operator.layer_idx, order, window, taps.shape[1], *(one.item() for one in errors))
+
+
+def own_tail(operator, taps: torch.Tensor) -> float:
+    """Return a bound on the sum of |taps| beyond the fitted ones; infinite if the kernel neither decays nor ends."""
+    if operator.kernel_length(exact=True) is None:
+        return float("inf")
+    if (slowest := slowest_decay(operator)) is None:
+        return 0.0  # the kernel ends
+    powers_of_decay = slowest ** torch.arange(taps.shape[1] + 1, dtype=taps.dtype)
+    undecayed = (taps / powers_of_decay[:-1]).abs().max()
+    return (undecayed * powers_of_decay[-1] / (1 - slowest)).item()
 
 
 def fit_layer(operator, order: int, window: int, tolerance: float | None) -> tuple:

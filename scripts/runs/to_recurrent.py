@@ -19,7 +19,7 @@ from tnn_scripts.data.vocabulary import check_vocabulary
 GRADIENT_COLUMNS = (
     "order", "taps", "l2_layer", "l2_worst", "mse", "largest_pole", "direct_l2_layer", "direct_l2_worst", "direct_mse",
 )  # fmt: skip
-COLUMNS = ("order", "taps", "l2_layer", "l2_median", "l2_worst", "largest_pole")
+COLUMNS = ("order", "taps", "l2_layer", "l2_median", "l2_worst", "tail_bound", "largest_pole")
 
 
 def compare(model, converted, blocks: torch.Tensor) -> dict:

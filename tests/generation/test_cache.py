@@ -1,4 +1,4 @@
-"""Caches on disk, in copies and in other processes; objects that are not caches of a TNN."""
+"""Caches on disk, in copies and in other processes; the model they belong to; objects that are not caches of a TNN."""
 
 import copy
 import io
@@ -10,7 +10,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from helpers.cache_models import TEXT, WITH_HYBRIDS, model_of
-from helpers.models import relative_error, seeded, tiny_config
+from helpers.models import lively_language_model, relative_error, seeded, tiny_config
 from modeling_tnn import TnnForCausalLM
 from modeling_tnn.cache_tnn import memory_per_sequence
 from modeling_tnn.history import HistoryBuffer
@@ -29,6 +29,14 @@ WAYS = {
     "torch": lambda cache: torch.load(saved(cache), weights_only=False),
     "deepcopy": copy.deepcopy,
 }
+
+
+@pytest.mark.parametrize("other", [{"decay": 0.8}, {"decay": 0.9, "hidden_act": "gelu"}, {"tno_type": "rtf"}])
+def test_a_cache_of_another_configuration(other):
+    cache = model_of("rpe")(TEXT[:, :20]).past_key_values
+    for past in (cache, pickle.loads(pickle.dumps(cache))):
+        with pytest.raises(ValueError, match="another model"):
+            lively_language_model(**other)(TEXT[:, 20:], past_key_values=past)
 
 
 @WITH_HYBRIDS

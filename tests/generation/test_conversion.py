@@ -51,6 +51,17 @@ def test_report_is_what_the_kernel_does(name, window):
         assert poles.max() < 1 and report.largest_pole < 1
 
 
+@pytest.mark.parametrize("name", ["rpe", "rpe-learnable-decay", "fd"])
+def test_tail_bound_holds(name):
+    """The bound holds for the fit and the kernel far beyond the fitted taps."""
+    model = lively_language_model(**KERNELS[name])
+    converted, reports = model.to_recurrent(order=8, window=4)
+    for original, operator, report in zip(operators(model), operators(converted), reports, strict=True):
+        exact, fitted = original.coefficients(4000), operator.coefficients(4000)
+        beyond = (fitted - exact)[:, report.taps :].abs().sum(1) / exact[:, : report.taps].abs().sum(1)
+        assert beyond.max() <= report.tail_bound * (1 + 1e-6)
+
+
 @pytest.mark.parametrize("name", ["rpe", "fd-cos"])
 def test_error_falls_with_the_order(name):
     model = lively_language_model(**KERNELS[name])

@@ -66,9 +66,7 @@ def test_every_operator(tno_type, tmp_path):
 
 def test_the_model_of_tokens_refuses_it_by_name(tmp_path):
     seeded(TnnForImageClassification, image_config()).save_pretrained(tmp_path)
-    with pytest.raises(
-        ValueError, match="damaged or belong to TnnForImageClassification or another model: embed_tokens"
-    ):
+    with pytest.raises(ValueError, match="damaged or belong to another model: embed_tokens"):
         AutoModel.from_pretrained(tmp_path)
 
 

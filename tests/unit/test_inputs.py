@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, modeling_utils
 
 from helpers.hybrids import HYBRIDS
 from helpers.models import BIDIRECTIONAL, CAUSAL, VARIANTS, lively_language_model, relative_error, seeded, tiny_config
@@ -110,11 +110,15 @@ def test_padding_is_replaced(tno_type, causal, product, value):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_padding_without_a_mask(causal):
-    """As with transformers' own models, a causal classifier answers from the last real token."""
+def test_padding_without_a_mask(causal, monkeypatch):
+    """As with transformers' own models: a warning, and a causal classifier answers from the last real token."""
     model = seeded(TnnForSequenceClassification, tiny_config(causal=causal, num_labels=3))
     ids, mask = prompt(MASKS["right"])
-    equal = relative_error(model(ids).logits, model(ids, attention_mask=mask).logits) < 1e-6
+    warnings = []
+    monkeypatch.setattr(modeling_utils.logger, "warning_once", warnings.append)
+    unmasked = model(ids).logits
+    assert any("We strongly recommend passing in an `attention_mask`" in text for text in warnings)
+    equal = relative_error(unmasked, model(ids, attention_mask=mask).logits) < 1e-6
     assert equal == causal
 
 
