@@ -1,198 +1,227 @@
-"""Heads for tagging, question answering and multiple choice: padding, packing, losses, loading and learning."""
+"""All heads of texts, what they promise alike and what is their own: pooling, losses, spans, choices, learning."""
 
 import pytest
 import torch
-from transformers import Trainer, TrainingArguments
+from torch.nn import functional
+from transformers import DynamicCache, Trainer, TrainingArguments, modeling_utils
 
-from helpers.models import AUTO, VARIANTS, relative_error, seeded, tiny_config
+from helpers.heads import IDS, ONES, TEXTS, LanguageModelTests, TextHeadTests, around, both
+from helpers.models import relative_error, seeded, tiny_config
 from modeling_tnn import (
-    TnnForMaskedLM,
     TnnForMultipleChoice,
     TnnForQuestionAnswering,
     TnnForSequenceClassification,
     TnnForTokenClassification,
+    TnnModel,
 )
+from tnn_scripts.common.sequence_pairs import TnnForSequencePairClassification
 
-EVERY_VARIANT = pytest.mark.parametrize("tno_type, causal", VARIANTS)
-LENGTHS = (5, 9)
-
-
-def texts(seed: int = 0) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(3, 99, (length,), generator=generator) for length in LENGTHS]
+PADS = IDS.where(torch.arange(11) < torch.tensor([[11], [7], [4]]), 1)
 
 
-def padded(rows: list[torch.Tensor], left: bool = False) -> dict[str, torch.Tensor]:
-    """The rows with three more places than the longest, filled with a token that means something."""
-    length = max(map(len, rows)) + 3
-    ids, mask = torch.full((len(rows), length), 7), torch.zeros(len(rows), length, dtype=torch.long)
-    for index, row in enumerate(rows):
-        place = slice(length - len(row), None) if left else slice(len(row))
-        ids[index, place], mask[index, place] = row, 1
-    return {"input_ids": ids, "attention_mask": mask}
+class TestModel(TextHeadTests):
+    heads = both(TnnModel)
+
+    def answers(self, outputs):
+        return outputs.last_hidden_state
+
+    def loss(self, outputs):
+        return outputs.last_hidden_state.square().mean()
 
 
-def build(head, tno_type="rpe", causal=False, **fields):
-    return seeded(head, tiny_config(tno_type, causal, **fields)).double().eval()
+class TestLanguageModel(LanguageModelTests):
+    pass
+
+
+class TestTokenClassification(TextHeadTests):
+    heads, fields = both(TnnForTokenClassification), {"num_labels": 4}
+    refused = [
+        ({"input_ids": ONES, "labels": ONES + 4}, r"labels` must be in \[0, num_labels=4\), got 5"),
+        ({"input_ids": ONES, "labels": ONES[:, 0]}, r"labels` must have shape \(B, L\)"),
+    ]
+
+    def labels(self, ids, mask):
+        return {"labels": (ids % 4).where(mask, -100)}
+
+
+class TestQuestionAnswering(TextHeadTests):
+    heads, packs = both(TnnForQuestionAnswering), False
+    refused = [
+        (
+            {"input_ids": ONES, "start_positions": -ONES[:, 0], "end_positions": ONES[:, 0]},
+            "start_positions` .* got -1",
+        ),
+        (
+            {"input_ids": ONES, "start_positions": ONES[:, 0], "end_positions": torch.ones(2)},
+            "end_positions` must hold torch.int64",
+        ),
+    ]
+
+    def labels(self, ids, mask):
+        """From the first to the last token."""
+        last = mask.shape[1] - 1 - mask.long().flip(1).argmax(1)
+        return {"start_positions": mask.long().argmax(1), "end_positions": last}
+
+    def answers(self, outputs):
+        """At padding the logits are the lowest number there is."""
+        return torch.stack([outputs.start_logits, outputs.end_logits], dim=-1).clamp(min=-100)
+
+
+class TestSequenceClassification(TextHeadTests):
+    heads, per_token, packs = both(TnnForSequenceClassification), False, False
+    refused = [
+        ({"input_ids": ONES, "labels": [1, 2]}, "`labels` must be a tensor"),
+        ({"input_ids": ONES, "labels": torch.ones(3).long()}, r"`labels` must have shape .*, got \(3,\)"),
+        ({"input_ids": ONES, "labels": torch.tensor([0, 3])}, r"Entries of `labels` .* \[0, num_labels=2\), got 3"),
+    ]
+
+    def labels(self, ids, mask):
+        return {"labels": mask.sum(1) // 4 % 2}
+
+
+class TestMultipleChoice(TestSequenceClassification):
+    """Each text, and the same one backwards."""
+
+    heads, silent = both(TnnForMultipleChoice), "classifier.out_proj.bias"
+    refused = [
+        ({"input_ids": ONES}, "input_ids` must have shape .B, C, L."),
+        ({}, "input_ids` must be a tensor"),
+        ({"input_ids": ONES[:, None], "attention_mask": ONES}, "attention_mask` must have shape .* got .10,."),
+        ({"input_ids": IDS[:, None].expand(-1, 3, -1), "labels": IDS[:, 0]}, r"labels` must be in \[0, .*3\), got"),
+    ]
+
+    def given(self, ids, mask=None):
+        return {name: torch.stack([x, x.flip(1)], 1) for name, x in super().given(ids, mask).items()}  # (B, C, L)
+
+
+class TestPairs(TestMultipleChoice):
+    heads = both(TnnForSequencePairClassification)
+    refused = [({"input_ids": ONES}, "input_ids`"), ({"input_ids": IDS[None]}, "input_ids`")]
+    test_embeddings_are_the_tokens = test_padding_reaches_nothing = test_packed_rows = None  # it takes ids alone
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("head", [TnnForSequenceClassification, TnnForQuestionAnswering, TnnForMultipleChoice])
-def test_a_head_on_another_device(head, causal):
-    """`device_map` may put the last layers elsewhere than the inputs; a CPU alone has the meta device for that."""
-    model = build(head, causal=causal)
-    model.model.register_forward_hook(lambda module, args, outputs: to_meta(outputs))
-    (model.qa_outputs if head is TnnForQuestionAnswering else model.classifier).to("meta")
-    given = padded(texts())
-    if head is TnnForMultipleChoice:
-        given = {name: value[:, None] for name, value in given.items()}
-    outputs = model(**given)
-    assert (outputs.start_logits if head is TnnForQuestionAnswering else outputs.logits).is_meta
+@pytest.mark.parametrize("pooling", [None, "last", "mean"])
+def test_pooled_are_the_real_tokens(pooling, causal):
+    """None follows the direction; the features of a pair are both vectors, their product and their difference."""
+    fields = {"causal": causal, "classifier_pooling": pooling}
+    model, pairs = (
+        seeded(h, tiny_config(**fields)) for h in (TnnForSequenceClassification, TnnForSequencePairClassification)
+    )
+    pooling = pooling or ("last" if causal else "mean")
+    for side in ("left", "right", "both"):
+        ids, mask = around(TEXTS, side)
+        hidden = model.model(ids, attention_mask=mask.long()).last_hidden_state
+        rows = [
+            states[real][-1] if pooling == "last" else states[real].mean(0)
+            for states, real in zip(hidden, mask, strict=True)
+        ]
+        found = model(ids, attention_mask=mask.long()).logits
+        torch.testing.assert_close(found, model.classifier(torch.stack(rows)))
+    pairs.model.load_state_dict(model.model.state_dict())
+    a, b = rows[:2]
+    found = pairs(ids[None, :2], attention_mask=mask[None, :2].long()).logits[0]
+    torch.testing.assert_close(found, pairs.classifier(torch.cat([a, b, a * b, a - b])))
 
 
-def to_meta(outputs):
-    outputs.last_hidden_state = outputs.last_hidden_state.to("meta")
-    return outputs
+@pytest.mark.parametrize(
+    "head", [TnnForSequenceClassification, TnnForMultipleChoice, TnnForSequencePairClassification]
+)
+def test_padding_without_a_mask(head, monkeypatch):
+    """As in transformers: a warning, and a causal classifier answers from the last token that is no pad token."""
+    ids, warnings = PADS if head is TnnForSequenceClassification else torch.stack([PADS, PADS.roll(1, 0)], 1), []
+    monkeypatch.setattr(modeling_utils.logger, "warning_once", warnings.append)
+    for causal in (True, False):
+        model = seeded(head, tiny_config(causal=causal))
+        difference = relative_error(model(ids).logits, model(ids, attention_mask=(ids != 1).long()).logits)
+        assert (difference < 1e-6) == causal
+        assert any("We strongly recommend passing in an `attention_mask`" in text for text in warnings)
+        warnings.clear()
 
 
-@EVERY_VARIANT
-@pytest.mark.parametrize("left", [False, True])
-def test_tags_do_not_depend_on_padding(tno_type, causal, left):
-    model, rows = build(TnnForTokenClassification, tno_type, causal, num_labels=4), texts()
-    given = padded(rows, left)
-    labels = torch.where(given["attention_mask"] == 1, given["input_ids"] % 4, -100)
-    outputs = model(**given, labels=labels)
-    alone = [model(row[None], labels=row[None] % 4) for row in rows]
-    for logits, mask, one in zip(outputs.logits, given["attention_mask"], alone, strict=True):
-        assert relative_error(logits[mask == 1], one.logits[0]) < 1e-11
-    total = sum(one.loss * len(row) for one, row in zip(alone, rows, strict=True))
-    assert outputs.loss.item() == pytest.approx(total.item() / sum(LENGTHS), rel=1e-6)
-    divided = model(**given, labels=labels, num_items_in_batch=torch.tensor(28)).loss
-    assert divided.item() == pytest.approx(total.item() / 28, rel=1e-6)
+def test_a_continued_text():
+    """Its last token is the answer; the mean is refused, since the hidden states that a cache stands for are gone."""
+    for pooling in ("last", "mean"):
+        model = seeded(TnnForSequenceClassification, tiny_config(classifier_pooling=pooling))
+        cache = DynamicCache(config=model.config)
+        begun = model(IDS[:, :5], past_key_values=cache)
+        torch.testing.assert_close(begun.logits, model(IDS[:, :5]).logits)
+        if pooling == "mean":
+            with pytest.raises(ValueError, match="`past_key_values` must be empty with classifier_pooling='mean'"):
+                model(IDS[:, 5:], past_key_values=cache)
+            assert cache.get_seq_length() == 5
+        else:
+            assert relative_error(model(IDS[:, 5:], past_key_values=cache).logits, model(IDS).logits) < 5e-6
 
 
-def test_tags_of_packed_rows():
-    model, rows = build(TnnForTokenClassification, num_labels=4), texts()
-    positions = torch.cat([torch.arange(length) for length in LENGTHS])
-    logits = model(torch.cat(rows)[None], position_ids=positions[None]).logits[0]
-    expected = torch.cat([model(row[None]).logits[0] for row in rows])
-    assert relative_error(logits, expected) < 1e-11
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_head_of_one_layer(causal):
+    model = seeded(TnnForSequenceClassification, tiny_config(causal=causal, classifier_act=None, num_labels=4))
+    states = model.model(IDS).last_hidden_state
+    expected = functional.linear(states[:, -1] if causal else states.mean(1), *model.classifier.parameters())
+    torch.testing.assert_close(model(IDS).logits, expected)
 
 
-@EVERY_VARIANT
-@pytest.mark.parametrize("left", [False, True])
-def test_spans_do_not_depend_on_padding(tno_type, causal, left):
-    """Neither their logits nor their loss. A place outside the text is ignored."""
-    model, rows = build(TnnForQuestionAnswering, tno_type, causal), texts()
-    given = padded(rows, left)
-    offsets = torch.tensor([given["input_ids"].shape[1] - length if left else 0 for length in LENGTHS])
-    spans = {"start_positions": torch.tensor([1, 3]), "end_positions": torch.tensor([2, 8])}
-    outputs = model(**given, **{name: place + offsets for name, place in spans.items()})
-    alone = [model(row[None], **{n: place[[i]] for n, place in spans.items()}) for i, row in enumerate(rows)]
-    for index, one in enumerate(alone):
-        real = given["attention_mask"][index] == 1
-        for name in ("start_logits", "end_logits"):
-            assert relative_error(outputs[name][index][real], one[name][0]) < 1e-11
-            assert (outputs[name][index][~real] == torch.finfo(torch.float64).min).all()
-    assert outputs.loss.item() == pytest.approx(sum(one.loss.item() for one in alone) / 2, rel=1e-6)
+FLOATS = torch.tensor([0.5, -1.0, 2.0])
+SEVERAL = torch.tensor([[1.0, 0, 1], [0, 0, 1], [1, 1, 0]])
+
+
+@pytest.mark.parametrize(
+    "problem, num_labels, labels, loss",
+    [
+        ("single_label_classification", 3, torch.tensor([0, 2, 1]), functional.cross_entropy),
+        (None, 3, torch.tensor([0, 2, 1]), functional.cross_entropy),
+        ("regression", 1, FLOATS, functional.mse_loss),
+        (None, 1, FLOATS, functional.mse_loss),
+        ("regression", 2, torch.randn(3, 2), functional.mse_loss),
+        ("multi_label_classification", 3, SEVERAL, functional.binary_cross_entropy_with_logits),
+        (None, 3, SEVERAL, functional.binary_cross_entropy_with_logits),
+    ],
+)
+def test_classification_losses(problem, num_labels, labels, loss):
+    config = tiny_config(causal=False, num_labels=num_labels, problem_type=problem)
+    outputs = seeded(TnnForSequenceClassification, config)(IDS, labels=labels)
+    torch.testing.assert_close(outputs.loss, loss(outputs.logits.squeeze(), labels))
+
+
+def test_spans():
+    """At padding a logit is the lowest number; a place outside the text is ignored."""
+    model, (ids, mask) = seeded(TnnForQuestionAnswering, tiny_config(causal=False)), around(TEXTS, "both")
+    outputs = model(ids, attention_mask=mask.long())
+    for logits in (outputs.start_logits, outputs.end_logits):
+        assert (logits[~mask] == torch.finfo(logits.dtype).min).all()
     outside = torch.tensor([1, 99])
-    first = model(rows[0][None], start_positions=outside[:1], end_positions=outside[:1]).loss
-    both = model(torch.stack([rows[0]] * 2), start_positions=outside, end_positions=outside).loss
-    assert both.item() == pytest.approx(first.item(), rel=1e-6)
+    first = model(IDS[:1], start_positions=outside[:1], end_positions=outside[:1]).loss
+    assert model(IDS[[0, 0]], start_positions=outside, end_positions=outside).loss.item() == pytest.approx(
+        first.item()
+    )
 
 
-@EVERY_VARIANT
-def test_choices_are_scored_alone(tno_type, causal):
+def test_choices_are_scored_alone():
     """As by a classifier with one label and the same weights."""
-    model = build(TnnForMultipleChoice, tno_type, causal)
-    classifier = build(TnnForSequenceClassification, tno_type, causal, num_labels=1)
+    model = seeded(TnnForMultipleChoice, tiny_config())
+    classifier = seeded(TnnForSequenceClassification, tiny_config(num_labels=1))
     classifier.load_state_dict(model.state_dict())
-    given = [padded(texts(seed)) for seed in range(3)]
-    together = {name: torch.stack([one[name] for one in given], dim=1) for name in given[0]}  # (B, C, L)
-    labels = torch.tensor([2, 0])
-    outputs = model(**together, labels=labels)
-    expected = torch.cat([classifier(**one).logits for one in given], dim=1)
-    assert relative_error(outputs.logits, expected) < 1e-11
-    loss = torch.nn.functional.cross_entropy(expected, labels)
-    assert outputs.loss.item() == pytest.approx(loss.item(), rel=1e-6)
-    embedded = {"inputs_embeds": model.get_input_embeddings()(together.pop("input_ids")), **together}
-    assert relative_error(model(**embedded).logits, expected) < 1e-11
-    if causal:  # the last token that is not padding
-        model.config.pad_token_id = 7
-        rows = torch.stack([one["input_ids"] for one in given], dim=1)
-        unmasked = model(rows, attention_mask=(rows != 7).long())
-        assert relative_error(model(rows).logits, unmasked.logits) < 1e-11
+    expected = torch.cat([classifier(ids).logits for ids in (IDS, IDS.flip(1), IDS.roll(1))], dim=1)
+    outputs = model(torch.stack([IDS, IDS.flip(1), IDS.roll(1)], dim=1), labels=torch.tensor([2, 0, 1]))
+    assert relative_error(outputs.logits, expected) < 1e-5
+    torch.testing.assert_close(outputs.loss, functional.cross_entropy(expected, torch.tensor([2, 0, 1])))
 
 
-@pytest.mark.parametrize("head", [TnnForTokenClassification, TnnForQuestionAnswering, TnnForMultipleChoice])
-def test_saved_and_loaded(head, tmp_path):
-    """Alone, on the body of a masked language model, and as the body of another head."""
-    model = seeded(head, tiny_config(causal=False, num_labels=3))
-    model.save_pretrained(tmp_path / "head")
-    again = AUTO[head].from_pretrained(tmp_path / "head")
-    assert type(again) is head
-    assert all(torch.equal(again.state_dict()[name], weight) for name, weight in model.state_dict().items())
-    other = TnnForTokenClassification.from_pretrained(tmp_path / "head")
-    assert all(torch.equal(other.model.state_dict()[n], weight) for n, weight in model.model.state_dict().items())
-    body = seeded(TnnForMaskedLM, tiny_config(causal=False))
-    body.save_pretrained(tmp_path / "body")
-    tuned = AUTO[head].from_pretrained(tmp_path / "body")
-    assert all(torch.equal(tuned.model.state_dict()[n], weight) for n, weight in body.model.state_dict().items())
+@pytest.mark.parametrize("head", [TnnForSequenceClassification, TnnForQuestionAnswering, TnnForMultipleChoice])
+def test_a_head_on_another_device(head):
+    """`device_map` may put the last layers elsewhere than the inputs; a CPU alone has the meta device for that."""
 
+    def to_meta(module, args, outputs):
+        outputs.last_hidden_state = outputs.last_hidden_state.to("meta")
+        return outputs
 
-CHOICES = torch.full((2, 3, 4), 5)
-IDS = torch.full((2, 4), 5)
-WRONG = {
-    "choices without their axis": (TnnForMultipleChoice, {"input_ids": IDS}, "input_ids` must have shape .B, C, L."),
-    "a mask of rows": (
-        TnnForMultipleChoice,
-        {"input_ids": CHOICES, "attention_mask": torch.ones(2, 4)},
-        "attention_mask` must have shape .* got .8,.",
-    ),
-    "no choice": (
-        TnnForMultipleChoice,
-        {"input_ids": CHOICES, "labels": torch.tensor([0, 3])},
-        r"labels` must be in \[0, .*3\), got 3",
-    ),
-    "no text": (TnnForMultipleChoice, {}, "input_ids` must be a tensor"),
-    "packed choices": (
-        TnnForMultipleChoice,
-        {"input_ids": CHOICES, "position_ids": torch.tensor([[0, 1, 0, 1]] * 6)},
-        "must be one document",
-    ),
-    "a tag too high": (
-        TnnForTokenClassification,
-        {"input_ids": IDS, "labels": IDS},
-        r"labels` must be in \[0, num_labels=3\), got 5",
-    ),
-    "a tag for each row": (
-        TnnForTokenClassification,
-        {"input_ids": IDS, "labels": torch.tensor([0, 1])},
-        r"labels` must have shape \(B, L\)",
-    ),
-    "a negative place": (
-        TnnForQuestionAnswering,
-        {"input_ids": IDS, "start_positions": torch.tensor([0, -1]), "end_positions": torch.tensor([0, 1])},
-        "start_positions` must be at least 0, got -1",
-    ),
-    "a place as a fraction": (
-        TnnForQuestionAnswering,
-        {"input_ids": IDS, "start_positions": torch.tensor([0, 1]), "end_positions": torch.tensor([0.0, 1.0])},
-        "end_positions` must hold torch.int64",
-    ),
-    "spans in packed rows": (
-        TnnForQuestionAnswering,
-        {"input_ids": IDS, "position_ids": torch.tensor([[0, 1, 0, 1]] * 2)},
-        "must be one document",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_errors(name):
-    head, given, message = WRONG[name]
-    with pytest.raises((TypeError, ValueError), match=message):
-        seeded(head, tiny_config(causal=False, num_labels=3))(**given)
+    for causal in (True, False):
+        model = seeded(head, tiny_config(causal=causal))
+        model.model.register_forward_hook(to_meta)
+        (model.qa_outputs if head is TnnForQuestionAnswering else model.classifier).to("meta")
+        ids = IDS[:, None] if head is TnnForMultipleChoice else IDS
+        assert model(ids, attention_mask=torch.ones_like(ids), return_dict=False)[0].is_meta
 
 
 def tagged(seed: int) -> dict:

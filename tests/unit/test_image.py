@@ -8,14 +8,14 @@ from datasets import Dataset
 from transformers import (
     AutoImageProcessor,
     AutoModel,
-    AutoModelForImageClassification,
     Trainer,
     TrainingArguments,
     ViTImageProcessor,
     pipeline,
 )
 
-from helpers.models import BIDIRECTIONAL, checkpoint_activations, image_config, relative_error, seeded, tiny_config
+from helpers.heads import HeadTests
+from helpers.models import BIDIRECTIONAL, image_config, relative_error, seeded, tiny_config
 from modeling_tnn import TnnForImageClassification
 from modeling_tnn.norms import SimpleRMSNorm
 
@@ -42,13 +42,38 @@ def released_forward(model, pixels):
     return model.classifier(norm(x.mean(dim=1)))
 
 
-@pytest.mark.parametrize("size", [4, 20, 24, 36])
-def test_model_is_the_released_one(size):
+class TestImageClassification(HeadTests):
+    heads = {False: TnnForImageClassification}
+    refused = [
+        *(
+            (
+                {"pixel_values": torch.zeros(shape)},
+                "with 3 channels and a side that is a multiple of patch_size=4, got",
+            )
+            for shape in [(1, 3, 24, 20), (1, 3, 22, 22), (1, 1, 24, 24), (3, 24, 24), (1, 3, 0, 0)]
+        ),
+        ({}, "`pixel_values` must be a tensor of shape .*, got NoneType"),
+        ({"pixel_values": torch.zeros(2, 3, 24, 24), "labels": [1, 2]}, "`labels` must be a tensor"),
+        (
+            {"pixel_values": torch.zeros(2, 3, 24, 24), "labels": torch.tensor([0, 3])},
+            "Entries .* num_labels=3.*, got 3",
+        ),
+    ]
+
+    def build(self, causal, **fields):
+        return seeded(TnnForImageClassification, image_config(**fields))
+
+    def batch(self):
+        pixels = torch.randn(3, 3, 24, 24, generator=torch.Generator().manual_seed(0))
+        return {"pixel_values": pixels, "labels": torch.tensor([0, 2, 1])}
+
+
+def test_model_is_the_released_one():
     """At the trained size and others."""
-    model, pixels = seeded(TnnForImageClassification, image_config()).double(), torch.randn(2, 3, size, size).double()
-    outputs = model(pixels, output_hidden_states=True)
-    assert relative_error(outputs.logits, released_forward(model, pixels)) < 1e-12
-    assert len(outputs.hidden_states) == 3 and outputs.hidden_states[0].shape == (2, (size // 4) ** 2, 32)
+    model = seeded(TnnForImageClassification, image_config()).double()
+    for size in (4, 20, 24, 36):
+        pixels = torch.randn(2, 3, size, size).double()
+        assert relative_error(model(pixels).logits, released_forward(model, pixels)) < 1e-12
 
 
 @pytest.mark.parametrize("tno_type", BIDIRECTIONAL)
@@ -60,26 +85,13 @@ def test_every_operator(tno_type, tmp_path):
     outputs.loss.backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
     model.save_pretrained(tmp_path)
-    loaded = AutoModelForImageClassification.from_pretrained(tmp_path)
-    assert type(loaded) is TnnForImageClassification and torch.equal(loaded(pixels).logits, outputs.logits)
+    assert torch.equal(TnnForImageClassification.from_pretrained(tmp_path)(pixels).logits, outputs.logits)
 
 
 def test_the_model_of_tokens_refuses_it_by_name(tmp_path):
     seeded(TnnForImageClassification, image_config()).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="damaged or belong to another model: embed_tokens"):
         AutoModel.from_pretrained(tmp_path)
-
-
-def test_gradient_checkpointing_changes_nothing():
-    gradients = []
-    for checkpointing in (False, True):
-        model = seeded(TnnForImageClassification, image_config()).train()
-        if checkpointing:
-            checkpoint_activations(model)
-        torch.manual_seed(1)
-        model(torch.randn(2, 3, 24, 24), labels=torch.tensor([0, 2])).loss.backward()
-        gradients.append(model.model.patch_embedding.projection.weight.grad)
-    torch.testing.assert_close(*gradients)
 
 
 def test_input_embeddings_are_the_patches():
@@ -113,19 +125,17 @@ def test_training_and_pipeline(pictures, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "shape", [(1, 3, 24, 20), (1, 3, 22, 22), (1, 1, 24, 24), (3, 24, 24), (1, 3, 0, 0)], ids=lambda shape: str(shape)
+    "config, message",
+    [
+        (image_config(max_position_embeddings=64), "`max_position_embeddings` must be .* patches, .24 / 4.*, got 64"),
+        (image_config(image_size=25), "`max_position_embeddings` must be .* patches, .25 / 4.*, got 36"),
+        (tiny_config(), "`causal` must be False for TnnForImageClassification, got True"),
+        (
+            tiny_config(causal=False, image_size=8, patch_size=1, layer_types=["toeplitz", "full_attention"]),
+            "`layer_types` must be 'toeplitz' for all layers of images, got",
+        ),
+    ],
 )
-def test_refused_pixels(shape):
-    with pytest.raises(ValueError, match="with 3 channels and a side that is a multiple of patch_size=4, got"):
-        seeded(TnnForImageClassification, image_config())(torch.zeros(shape))
-
-
-def test_refused_configurations():
-    with pytest.raises(TypeError, match="`pixel_values` must be a tensor of shape .*, got NoneType"):
-        seeded(TnnForImageClassification, image_config())()
-    with pytest.raises(ValueError, match="`max_position_embeddings` must be .* patches, .24 / 4.*, got 64"):
-        TnnForImageClassification(image_config(max_position_embeddings=64))
-    with pytest.raises(ValueError, match="`max_position_embeddings` must be .* patches, .25 / 4.*, got 36"):
-        TnnForImageClassification(image_config(image_size=25))
-    with pytest.raises(ValueError, match="`causal` must be False for TnnForImageClassification, got True"):
-        TnnForImageClassification(tiny_config())
+def test_refused_configurations(config, message):
+    with pytest.raises(ValueError, match=message):
+        TnnForImageClassification(config)

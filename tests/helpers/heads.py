@@ -1,0 +1,308 @@
+"""The tests that every head inherits: a subclass gives the class of each direction, and what its labels are.
+
+    class TestTokenClassification(TextHeadTests):
+        heads = both(TnnForTokenClassification)
+
+        def labels(self, ids, mask):
+            return {"labels": (ids % 2).where(mask, -100)}
+
+pytest then runs each test below in the directions that the head has. A subclass with other `fields` asks all of it of
+another mixer, norm or operator.
+"""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from transformers import AutoModelForImageClassification
+
+from helpers.models import AUTO, checkpoint_activations, relative_error, seeded, tiny_config
+from modeling_tnn import TnnForCausalLM, TnnForImageClassification, TnnForMaskedLM, TnnModel
+
+TEXTS = [torch.randint(3, 99, (n,), generator=torch.Generator().manual_seed(n)) for n in (1, 5, 17, 9)]
+IDS = torch.randint(3, 99, (3, 11), generator=torch.Generator().manual_seed(0))
+HOLES = torch.tensor([[0, 1, 0, 1, 1, 0, 0, 1, 0, 1, 0], [1] * 7 + [0] * 4, [0] * 11]).bool()  # the last row is empty
+OTHER_PARAMETERS = {"norm_type": "gatedrmsnorm", "learnable_decay": True}
+ONES = torch.ones(2, 5, dtype=torch.long)
+REFUSED = [
+    ({"input_ids": [[1, 2]]}, r"`input_ids` must be a tensor of shape .*, got list"),
+    ({"input_ids": ONES.float()}, "`input_ids` must hold torch.int64 or torch.int32, got torch.float32"),
+    ({"input_ids": ONES.bool()}, "`input_ids` must hold .*, got torch.bool"),
+    ({"input_ids": ONES + 98}, r"Entries of `input_ids` must be in \[0, vocab_size=99\), got 99"),
+    ({"input_ids": ONES - 2}, r"Entries of `input_ids` must be in \[0, vocab_size=99\), got -1"),
+    ({"input_ids": ONES[0]}, r"`input_ids` must have shape .*, got \(5,\)"),
+    ({"input_ids": ONES[:, :0]}, r"length of the sequence must be at least 1, got \(2, 0, 32\)"),
+    ({"input_ids": ONES, "attention_mask": [[1] * 5] * 2}, "`attention_mask` must be a tensor .*, got list"),
+    ({"input_ids": ONES, "attention_mask": ONES.numpy()}, "`attention_mask` must be a tensor .*, got ndarray"),
+    ({"input_ids": ONES, "attention_mask": {}}, "`attention_mask` must be a tensor .*, got dict"),
+    ({"input_ids": ONES, "attention_mask": torch.ones(3, 5)}, r"`attention_mask` must have shape .*, got \(3, 5\)"),
+    ({"input_ids": ONES, "attention_mask": torch.ones(2, 4)}, r"`attention_mask` .* \(2, 5\), got \(2, 4\)"),
+    ({"input_ids": ONES, "attention_mask": torch.ones(2, 1, 5, 5)}, r"`attention_mask` .*, got \(2, 1, 5, 5\)"),
+    ({"inputs_embeds": torch.ones(2, 5, 31)}, r"`inputs_embeds` must have shape \(B, L, 32\), got"),
+    ({"inputs_embeds": torch.ones(2, 32)}, r"`inputs_embeds` must have shape \(B, L, 32\), got \(2, 32\)"),
+    ({"inputs_embeds": torch.ones(2, 5, 32).long()}, "`inputs_embeds` must hold torch.float32 or"),
+    ({"input_ids": ONES, "position_ids": [0, 1]}, "`position_ids` must be a tensor"),
+    ({"input_ids": ONES, "seq_ids": ONES}, "`seq_ids` is not an argument of this model"),
+    ({}, "Exactly one of `input_ids` and `inputs_embeds` must be given, got none"),
+]
+
+
+def both(head: type) -> dict[bool, type]:
+    """A head that may be causal or not."""
+    return dict.fromkeys((True, False), head)
+
+
+def around(texts: list[torch.Tensor], side: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The texts as one batch with tokens that mean something around them, and where they are real, both `(B, L)`."""
+    length = max(map(len, texts)) + 3
+    ids, mask = torch.full((len(texts), length), 7), torch.zeros(len(texts), length, dtype=torch.bool)
+    for row, text in enumerate(texts):
+        first = {"left": length - len(text), "right": 0, "both": 2}[side]
+        ids[row, first : first + len(text)], mask[row, first : first + len(text)] = text, True
+    return ids, mask
+
+
+class HeadTests:
+    """Properties of a head of texts or images; see above.
+
+    Attributes:
+        heads: the class for each direction, causal or not.
+        fields: fields of its configuration.
+        refused: arguments and the words of the error.
+        silent: a parameter that no loss depends on.
+    """
+
+    heads: dict[bool, type] = {}
+    fields: dict = {}
+    refused: list[tuple[dict, str]] = []
+    silent = ""
+
+    def pytest_generate_tests(self, metafunc):
+        if "causal" in metafunc.fixturenames:
+            names = ["causal" if causal else "bidirectional" for causal in self.heads]
+            metafunc.parametrize("causal", list(self.heads), ids=names)
+
+    def build(self, causal: bool, **fields):
+        config = tiny_config(**{"causal": causal, "hidden_dropout_prob": 0.0} | self.fields | fields)
+        return seeded(self.heads[causal], config)
+
+    def batch(self) -> dict:
+        """Three rows, with their labels."""
+        raise NotImplementedError
+
+    def answers(self, outputs) -> torch.Tensor:
+        return outputs.logits
+
+    def loss(self, outputs) -> torch.Tensor:
+        return outputs.loss
+
+    def gradients(self, model, batch: dict) -> list[torch.Tensor]:
+        model.zero_grad()
+        self.loss(model(**batch)).backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    def test_outputs(self, causal):
+        """As a tuple too, with the states of each layer; the loss is one number."""
+        model, states = self.build(causal), []
+        with model.base_model.register_forward_hook(lambda module, args, given: states.append(given[0])):
+            outputs = model(**self.batch(), output_hidden_states=True)
+        as_tuple = model(**self.batch(), output_hidden_states=True, return_dict=False)
+        for one, other in zip(as_tuple, outputs.to_tuple(), strict=True):
+            assert not isinstance(one, torch.Tensor) or torch.equal(one, other)
+        assert len(outputs.hidden_states) == model.config.num_hidden_layers + 1
+        assert all(one.shape == states[0].shape for one in outputs.hidden_states)
+        assert torch.equal(outputs.hidden_states[-1], states[0])
+        assert self.loss(outputs).ndim == 0 and self.loss(outputs).isfinite()
+        model.config.return_dict = False
+        assert torch.equal(model(**self.batch())[0], as_tuple[0])
+
+    def test_every_parameter_gets_a_gradient(self, causal):
+        """The same one where activations are computed again."""
+        model = self.build(causal, **OTHER_PARAMETERS).train()
+        expected = self.gradients(model, self.batch())
+        for (name, _), gradient in zip(model.named_parameters(), expected, strict=True):
+            assert gradient is not None and gradient.isfinite().all(), name
+            assert gradient.abs().max() > 0 or name == self.silent, name
+        for reentrant in (True, False):
+            checkpoint_activations(model, {"use_reentrant": reentrant})
+            assert all(layer.gradient_checkpointing for layer in model.base_model.layers)
+            for found, gradient in zip(self.gradients(model, self.batch()), expected, strict=True):
+                assert relative_error(found, gradient) < 1e-5
+
+    @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 0.05), (torch.float16, 0.01)])
+    def test_half_precision(self, causal, dtype, tolerance):
+        """A model in half precision, and autocast, stay close to float32; autocast has gradients in float32."""
+        model = self.build(causal)
+        exact = self.answers(model(**self.batch()))
+        with torch.autocast("cpu", dtype):
+            outputs = model(**self.batch())
+        self.loss(outputs).backward()
+        assert all(p.grad.isfinite().all() and p.grad.dtype == torch.float32 for p in model.parameters())
+        half = self.answers(model.to(dtype)(**{
+            name: value.to(dtype) if value.is_floating_point() else value for name, value in self.batch().items()
+        }))  # fmt: skip
+        assert half.dtype == dtype
+        assert relative_error(self.answers(outputs), exact) < tolerance and relative_error(half, exact) < tolerance
+
+    def test_copies(self, causal):
+        model = self.build(causal)
+        expected = self.answers(model(**self.batch()))
+        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert torch.equal(self.answers(twin(**self.batch())), expected)
+
+    def test_save_and_load(self, causal, tmp_path):
+        """Bit for bit, by the class and by its Auto class."""
+        model = self.build(causal)
+        model.save_pretrained(tmp_path)
+        head, autos = self.heads[causal], AUTO | {TnnForImageClassification: AutoModelForImageClassification}
+        for cls in {head, autos.get(head, head)}:
+            loaded = cls.from_pretrained(tmp_path)
+            assert type(loaded) is head
+            assert all(torch.equal(loaded.state_dict()[n], weight) for n, weight in model.state_dict().items())
+            assert torch.equal(self.answers(loaded(**self.batch())), self.answers(model(**self.batch())))
+
+    def test_refused(self, causal):
+        model = self.build(causal)
+        for given, words in self.refused:
+            with pytest.raises((TypeError, ValueError), match=words):
+                model(**given)
+
+
+class TextHeadTests(HeadTests):
+    """Properties of a head of texts, over those of all heads.
+
+    Attributes:
+        per_token: whether it answers for each token, or once for a row.
+        packs: whether a row may be several documents; if not, the loss is a mean over rows.
+    """
+
+    per_token, packs = True, True
+
+    def given(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> dict:
+        """Arguments of the model for texts `(B, L)`."""
+        return {"input_ids": ids} | ({} if mask is None else {"attention_mask": mask.long()})
+
+    def labels(self, ids: torch.Tensor, mask: torch.Tensor) -> dict:
+        return {}
+
+    def labelled(self, ids: torch.Tensor, mask: torch.Tensor) -> dict:
+        return self.given(ids, mask) | self.labels(ids, mask)
+
+    def batch(self) -> dict:
+        ids, mask = around(TEXTS[1:], "right")
+        return self.labelled(ids, mask)
+
+    def test_padding(self, causal):
+        """On each side of texts of other lengths: answers and loss are those of the texts alone."""
+        model = self.build(causal).double()
+        alone = [model(**self.labelled(text[None], torch.ones(1, len(text)).bool())) for text in TEXTS]
+        for side in ("left", "right", "both"):
+            ids, mask = around(TEXTS, side)
+            outputs = model(**self.labelled(ids, mask))
+            for row, one in enumerate(alone):
+                answer = self.answers(outputs)[row][mask[row] if self.per_token else ...]
+                assert relative_error(answer, self.answers(one)[0]) < 1e-9, side
+            if "loss" in outputs:
+                counts = [self.count(text[None], torch.ones(1, len(text)).bool()) for text in TEXTS]
+                total = sum(one.loss.nan_to_num() * count for one, count in zip(alone, counts, strict=True))
+                assert outputs.loss.item() == pytest.approx(total.item() / sum(counts), rel=1e-6), side
+
+    def count(self, ids: torch.Tensor, mask: torch.Tensor) -> int:
+        """The number of answers that the loss is a mean of."""
+        return int((self.labels(ids, mask)["labels"] != -100).sum()) if self.packs else len(ids)
+
+    def test_number_of_items(self, causal):
+        """Trainer passes it for accumulated gradients; the loss of a row is a mean over rows, and takes none."""
+        model, (ids, mask) = self.build(causal), around(TEXTS, "right")
+        if not self.packs:
+            assert not model.accepts_loss_kwargs
+        elif self.labels(ids, mask):
+            whole, items = model(**self.labelled(ids, mask)).loss, 2 * self.count(ids, mask)
+            found = model(**self.labelled(ids, mask), num_items_in_batch=torch.tensor(items)).loss
+            assert found.item() == pytest.approx(whole.item() / 2, rel=1e-5)
+
+    def test_padding_reaches_nothing(self, causal):
+        """NaN and infinity at padding, in holes too, change neither answers nor gradients, which do not reach it."""
+        model, results = self.build(causal), []
+        given = self.given(IDS, HOLES)
+        embeds = model.get_input_embeddings()(given.pop("input_ids")).detach()
+        padding = given["attention_mask"][..., None] == 0
+        for filler in (0.5, torch.nan, torch.inf):
+            model.zero_grad()
+            filled = embeds.masked_fill(padding, filler).requires_grad_()
+            answers = self.answers(model(inputs_embeds=filled, **given))
+            assert answers.isfinite().all()
+            real = answers[HOLES] if self.per_token else answers[:2]
+            real.square().sum().backward()
+            results.append([real, filled.grad, *(p.grad for p in model.parameters() if p.grad is not None)])
+        for clean, *poisoned in zip(*results, strict=True):
+            assert clean.isfinite().all() and all(torch.equal(clean, one) for one in poisoned)
+        gradient = results[0][1]
+        assert gradient.masked_select(padding).abs().max() < 1e-5 * gradient.abs().max()
+
+    def test_an_empty_row_leaves_the_others(self, causal):
+        model = self.build(causal)
+        together, alone = (self.answers(model(**self.given(IDS[:n], HOLES[:n]))) for n in (3, 2))
+        assert together.isfinite().all() and relative_error(together[:2], alone) < 5e-6
+
+    def test_a_mask_of_ones_is_none(self, causal):
+        model, ones = self.build(causal), self.given(IDS, torch.ones_like(IDS))
+        expected = self.answers(model(**self.given(IDS)))
+        for dtype in (torch.int64, torch.bool, torch.float32):
+            given = ones | {"attention_mask": ones["attention_mask"].to(dtype)}
+            assert torch.equal(self.answers(model(**given)), expected)
+
+    def test_embeddings_are_the_tokens(self, causal):
+        model, (ids, mask) = self.build(causal), around(TEXTS, "left")
+        given = self.given(ids, mask)
+        expected = self.answers(model(**given))
+        embeds = model.get_input_embeddings()(given.pop("input_ids"))
+        assert torch.equal(self.answers(model(inputs_embeds=embeds, **given)), expected)
+
+    def test_a_batch_without_rows(self, causal):
+        model = self.build(causal)
+        whole, none = (self.answers(model(**self.given(IDS[:n], HOLES[:n]))) for n in (3, 0))
+        assert none.shape == (0, *whole.shape[1:])
+        none.sum().backward()
+
+    def test_packed_rows(self, causal):
+        """Documents in a row are alone, values and gradients; a head with one answer for a row refuses them."""
+        model = self.build(causal).double()
+        given = self.given(torch.cat(TEXTS)[None])
+        positions = torch.cat([torch.arange(len(text)) for text in TEXTS])
+        given["position_ids"] = positions.expand(given["input_ids"].flatten(0, -2).shape[0], -1)
+        if not self.packs:
+            with pytest.raises(ValueError, match="must be one document"):
+                model(**given)
+            return
+        alone = torch.cat([self.answers(model(**self.given(text[None]))) for text in TEXTS], dim=1)
+        packed = self.answers(model(**given))
+        assert relative_error(packed, alone) < 1e-9
+        if not isinstance(model, TnnModel):
+            assert relative_error(self.answers(model(torch.cat(TEXTS)[None])), alone) > 1e-4
+        gradients = (torch.autograd.grad(one.square().sum(), list(model.parameters())) for one in (packed, alone))
+        assert all(relative_error(found, expected) < 1e-8 for found, expected in zip(*gradients, strict=True))
+
+    def test_refused(self, causal):
+        model = self.build(causal)
+        for given, words in [*(REFUSED if self.given(ONES)["input_ids"].dim() == 2 else []), *self.refused]:
+            with pytest.raises((TypeError, ValueError), match=words):
+                model(**given)
+
+
+class LanguageModelTests(TextHeadTests):
+    """Language models with `fields`: a subclass for each mixer, norm or position embedding."""
+
+    heads = {True: TnnForCausalLM, False: TnnForMaskedLM}
+    refused = [
+        ({"input_ids": ONES, "labels": [[1] * 5] * 2}, "`labels` must be a tensor"),
+        ({"input_ids": ONES, "labels": ONES.float()}, "`labels` must hold torch.int64"),
+        ({"input_ids": ONES, "labels": ONES[:, :4]}, r"`labels` must have shape .* \(2, 5\), .*, got \(2, 4\)"),
+        ({"input_ids": ONES, "labels": ONES + 98}, r"Entries of `labels` must be in \[0, vocab_size=99\), got 99"),
+        ({"input_ids": ONES, "labels": ONES - 3}, "Entries of `labels` must be in .*, got -2"),
+    ]
+
+    def labels(self, ids, mask):
+        """Without the first token of a text: the padding before it would predict it."""
+        return {"labels": ids.where(mask & (mask.cumsum(1) > 1), -100)}
