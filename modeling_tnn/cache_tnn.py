@@ -295,4 +295,5 @@ def claim(cache: Cache, layers: list[CacheLayerMixin], fields: dict):
 
 def fields_of(config: PreTrainedConfig) -> dict:
     """The fields of a `TnnConfig` that a state depends on."""
-    return {name: vars(config)[name] for name in type(config).__annotations__ if name not in OTHER_FIELDS}
+    values = vars(config)  # once: transformers intercepts each look at an attribute, and this runs for each token
+    return {name: values[name] for name in type(config).__annotations__ if name not in OTHER_FIELDS}
