@@ -1,18 +1,12 @@
 """Measure perplexity and bits per byte of language models on a text, by the length of the rows they read.
 
-Every length scores the same tokens once: all tokens of the text except the first. The text is cut into rows that
-overlap by one token. Every token of a row except the first is scored, given the tokens before it in the row. With
---stride S, rows begin every S tokens, and only their last S tokens are scored (in the first row all except the first).
-Each score then has a context of nearly the whole length. The last row may be shorter. Rows longer than
---tokens_per_pass are read in parts with a cache, so that memory does not grow with the length if the state of the
-model does not. Bits per byte count the bytes of the text that the scored tokens span, see token_bytes.py. Their 95%
-intervals are over the documents of the text. Those of a difference to the first model are narrower, because all models
-read the same documents.
+Every length scores the same tokens, all but the first, given the tokens before them in their row. With
+--stride S, rows begin every S tokens, and only their last S tokens are scored. Rows longer than --tokens_per_pass are
+read in parts with a cache. Bits per byte count the bytes of the scored tokens; their 95% intervals are over the
+documents of the text. The loss by the number of tokens before a token, at the largest length, shows whether a model
+uses its context.
 
-Whether a model uses its context shows in the loss by the number of tokens before a token, at the largest length.
-
-Masked language models (--objective mlm) are scored on tokens that are hidden, each with probability --mlm_probability.
-Every length hides the same ones. Rows have the special tokens of a sentence around them, and do not overlap.
+Masked language models (--objective mlm) are scored on hidden tokens, the same ones at every length.
 
 --config_overrides changes fields of the models as they are loaded, such as fd_resolution for a finer grid.
 

@@ -1,9 +1,7 @@
 """Estimate whether a training step fits into the memory of a GPU, and how many tokens a second it trains.
 
-Needs no GPU. Memory is counted: the step runs on the CPU with the code of accelerators, neither compiled nor recorded,
-on tensors that have shapes but no values. The memory of CUDA and NCCL, workspaces and fragments of the allocator are
-not counted: a step fits if it takes at most nine tenths of --device_memory. Speed is not measured: it is
---model_flop_use of the peak of --gpu over the operations of the model, without communication.
+Needs no GPU. Memory is counted in a step on tensors without values; a step fits if it takes at most nine tenths of
+--device_memory. Speed is an estimate: --model_flop_use of the peak of --gpu, without communication.
 
 ddp has a copy of the model on each of --processes GPUs and fsdp2 a shard, each with --per_device_train_batch_size
 sequences; sp divides sequences over the GPUs, which share them.

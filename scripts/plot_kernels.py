@@ -1,10 +1,9 @@
 """Draw the kernels of every layer of a trained model: PNG files and one self-contained HTML page.
 
-It works on any folder or Hub id of a TNN, also on one that `to_recurrent.py` converted. The page starts with an
-overview of all layers. For each layer it shows the Toeplitz matrices, the coefficients by lag on linear and
-logarithmic axes, the frequency response, the horizon (the distance within which 90% of the weight lies) and, for a
-recurrence, the poles. The numbers are in kernels.json. They describe the whole kernel, for any --length that is drawn.
-A kernel that has not decayed within 32,768 positions has no horizon; a lower bound is shown instead, with a sign.
+The page has an overview of all layers and, for each layer, its Toeplitz matrices, coefficients by lag, frequency
+response, horizon (the distance within which 90% of the weight is) and the poles of a recurrence. The numbers are in
+kernels.json, of the whole kernel whatever --length is drawn. A kernel that has not decayed within 32,768 positions has
+a lower bound in place of a horizon.
 
 Example:
     python scripts/plot_kernels.py --model_name_or_path outputs/demo --output_dir outputs/kernels
