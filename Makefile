@@ -50,7 +50,7 @@ test-gpu: $(VENV)/.dev
 # DeiT's augmentation by timm, which stands in a folder of its own with torchvision: the registry has torchvision for
 # CUDA alone, and beside a PyTorch for CPUs transformers could not be imported.
 test-images: $(VENV)/.dev $(VENV)/images
-	PYTHONPATH=$(VENV)/images OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p helpers.torchvision_import tests/scripts/test_augmentation.py tests/scripts/test_run_image_classification.py -m "not exhaustive" $(TEST_ARGS)
+	PYTHONPATH=$(VENV)/images OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p helpers.torchvision_import tests/scripts/test_run_image_classification.py -m "not exhaustive" $(TEST_ARGS)
 
 # The tests that transformers runs over its own models; the first run fetches them.
 test-hf: $(VENV)/.dev

@@ -22,11 +22,10 @@ LAYER_TYPES = TOEPLITZ, FULL, SLIDING = "toeplitz", "full_attention", "sliding_a
 MIXERS = GTU, HYENA, S4 = "gtu", "hyena", "s4"
 
 # The operators of this package, each with its directions: whether `causal` may be True, and False.
-DIRECTIONS = {
-    **dict.fromkeys(("rpe", "fd", "ski", "rtf", "s4d", "modal", "explicit"), (True, True)),
-    "ski": (False, True),
-    "modal": (True, False),
-}
+DIRECTIONS = {  # programs read the names from this text
+    "rpe": (True, True), "fd": (True, True), "ski": (False, True), "rtf": (True, True), "s4d": (True, True),
+    "modal": (True, False), "explicit": (True, True),
+}  # fmt: skip
 BUILT_IN = frozenset(DIRECTIONS)
 
 # The classes of imported operators by `tno_type`. `tno_auto.py` and `register_operator` fill the table.

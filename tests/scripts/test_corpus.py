@@ -8,7 +8,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer, pipeline
 
 from helpers.models import lively_language_model
-from helpers.scripts import ROOT, SENTENCES, run_script, write_config, write_text
+from helpers.scripts import ROOT, SENTENCES, read, run_script, write_config, write_text
 from tnn_scripts.common.terminal import read_lines
 from tnn_scripts.data.document_ends import document_ends
 from tnn_scripts.data.files import check_file
@@ -31,26 +31,19 @@ def tokenizer():
     return train_tokenizer(Dataset.from_dict({"text": SENTENCES}), 300)
 
 
-@pytest.mark.parametrize(
-    "documents, ends",
-    [
+def test_ends():
+    rows = Dataset.from_dict({"text": ARTICLES, "book": list("aaabbbbb"), "part": [1, 1, 1, 1, 1, 2, 2, 2]})
+    for documents, ends in (
         ("rows", [1] * 8),
         ("lines", [0] * 8),
         ("headings", [0, 0, 0, 0, 0, 1, 0, 1]),
         ("book", [0, 0, 1, 0, 0, 0, 0, 1]),
         ("book,part", [0, 0, 1, 0, 1, 0, 0, 1]),
         (None, [0, 0, 0, 0, 0, 1, 0, 1]),
-    ],
-)
-def test_ends(documents, ends):
-    rows = Dataset.from_dict({"text": ARTICLES, "book": list("aaabbbbb"), "part": [1, 1, 1, 1, 1, 2, 2, 2]})
-    assert document_ends(rows, "text", documents).tolist() == [bool(end) for end in ends]
-
-
-def test_unknown_column():
-    rows = Dataset.from_dict({"text": ARTICLES})
-    with pytest.raises(ValueError, match=r"--documents must be rows, lines, headings or columns among .*, got book"):
-        document_ends(rows, "text", "book")
+    ):
+        assert document_ends(rows, "text", documents).tolist() == [bool(end) for end in ends]
+    with pytest.raises(ValueError, match=r"--documents must be rows, lines, headings or columns among .*, got books"):
+        document_ends(rows, "text", "books")
 
 
 def test_ends_by_source(tmp_path, tokenizer):
@@ -65,33 +58,30 @@ def test_ends_by_source(tmp_path, tokenizer):
     assert [len(ended(both[split], tokenizer)) for split in ("train", "validation")] == [3, len(SENTENCES) * 2]
 
 
-def test_ends_of_the_demo_corpus(tokenizer):
+def test_the_demo_corpus(tokenizer):
     """The chapters of the King James Bible; where its last twentieth is held out no chapter ends."""
     corpus = load_corpus()
     assert sum(map(sum, (corpus[split]["ends"] for split in corpus))) == 1189
+    assert sum(len(text) for split in corpus.values() for text in split["text"]) > 4_000_000
+    assert len(corpus["validation"]) == pytest.approx(0.05 * 31_103, rel=0.01)
     first = corpus["train"].select(range(40))
     assert [i for i, end in enumerate(first["ends"]) if end] == [30]
-    assert ended(first, tokenizer)[1].startswith("Thus the heavens and the earth were finished")
+    chapters = ended(first, tokenizer)
+    assert chapters[0].startswith("In the beginning")
+    assert chapters[1].startswith("Thus the heavens and the earth were finished")
     assert not corpus["train"][-1]["ends"] and corpus["validation"][-1]["ends"]
 
 
 @pytest.mark.skipif(not WIKITEXT.is_dir(), reason="no shared data")
-@pytest.mark.parametrize("split, articles", [("train", 600), ("validation", 60), ("test", 60)])
-def test_articles_of_wikitext(split, articles):
+def test_articles_of_wikitext():
     """As many as WikiText-2 is said to have."""
-    texts = load_texts(str(WIKITEXT), "wikitext-2-v1", split)
-    assert sum(texts["ends"]) == articles
+    for split, articles in (("train", 600), ("validation", 60), ("test", 60)):
+        assert sum(load_texts(str(WIKITEXT), "wikitext-2-v1", split)["ends"]) == articles
 
 
-def test_masked_blocks_are_as_before():
-    texts = load_corpus()["validation"]
-    tokenizer = train_tokenizer(texts, 300, masked=True)
-    blocks = pack(texts.select(range(200)), tokenizer, 16, enclose=True)["input_ids"]
-    assert {block.count(tokenizer.eos_token_id) for block in blocks} == {1}
-
-
-@pytest.mark.parametrize("enclose", [False, True])
-@pytest.mark.parametrize("rows, block_size", [(1, 17), (7, 17), (100, 17), (100, 900), (10_000, 900)])
+@pytest.mark.parametrize(
+    "rows, block_size, enclose", [(1, 17, False), (7, 17, True), (100, 900, True), (10_000, 900, False)]
+)
 def test_no_text_is_lost_between_blocks(rows, block_size, enclose, monkeypatch, caplog):
     """Whatever number of rows is tokenized at once; what fills no block at the end is said, from the cache too."""
     texts = Dataset.from_dict({"text": SENTENCES * 100, "ends": [True, False, True] * 100})
@@ -121,39 +111,31 @@ def test_a_pretrained_model_ends(tmp_path):
     """Documents of one sentence: the model learns where they end, generates that, and is evaluated on it."""
     rows = tmp_path / "rows.jsonl"
     Dataset.from_dict({"text": SENTENCES[:2] * 200}).to_json(rows)
-    options = ["--config_name", write_config(tmp_path / "config", hidden_dropout_prob=0.0), "--train_file", rows]
-    options += ["--max_steps", 60, "--learning_rate", 0.01, "--output_dir", tmp_path / "out"]
-    run_script("pretrain", *options, "--checkpointing_steps", 60)
-    generate = pipeline("text-generation", model=str(tmp_path / "out"))
+    config, out = write_config(tmp_path / "config", hidden_dropout_prob=0.0), tmp_path / "out"
+    options = [f"--config_name {config} --train_file {rows} --max_steps 60 --learning_rate 0.01 --output_dir {out}"]
+    run_script("pretrain", *options, "--checkpointing_steps 60")
+    generate = pipeline("text-generation", model=str(out))
     texts = generate(["Pack my", "The quick brown"], batch_size=2, do_sample=False, max_new_tokens=60)
     assert [text[0]["generated_text"] for text in texts] == [f"{SENTENCES[1]}\n", f"{SENTENCES[0]}\n"]
-    evaluated = {}
-    for name, given in {"as trained": [], "lines": ["--documents", "lines"]}.items():
-        run_script("evaluate_lm", "--model_name_or_path", tmp_path / "out", "--validation_file", rows, "--lengths",
-                   64, *given,
-                   "--output_dir", tmp_path / "figures")  # fmt: skip
-        evaluated[name] = json.loads((tmp_path / "figures" / "all_results.json").read_text())["results"][0]
-    assert evaluated["lines"]["perplexity"] > 1.3 * evaluated["as trained"]["perplexity"]
+    found = []
+    for given in ([], ["--documents lines"]):
+        run_script("evaluate_lm", f"--model_name_or_path {out} --validation_file {rows} --lengths 64", *given,
+                   f"--output_dir {tmp_path}/figures")  # fmt: skip
+        found.append(read(tmp_path / "figures")["results"][0]["perplexity"])
+    assert found[1] > 1.3 * found[0]
     with pytest.raises(SystemExit, match="another run.\n  documents must be None, got lines\n  data must be "):
-        run_script(
-            "pretrain", *options, "--max_steps", 62, "--documents", "lines", "--resume_from_checkpoint", "latest"
-        )
+        run_script("pretrain", *options, "--max_steps 62 --documents lines --resume_from_checkpoint latest")
 
 
-@pytest.mark.parametrize("masked, side", [(False, "left"), (True, "right")])
-def test_padding_side(masked, side, tmp_path):
-    """Generation in batches needs the padding of a causal model before the text."""
-    train_tokenizer(Dataset.from_dict({"text": SENTENCES}), 300, masked).save_pretrained(tmp_path)
-    assert AutoTokenizer.from_pretrained(tmp_path).padding_side == side
-
-
-def test_padding_side_of_a_named_tokenizer(tmp_path):
-    """One that pads right is saved with a causal model as one that pads left."""
-    tokenizer = train_tokenizer(Dataset.from_dict({"text": SENTENCES}), 300, masked=True)
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    run_script("pretrain", "--config_name", write_config(tmp_path / "config"), "--train_file",
-               write_text(tmp_path / "text.txt"), "--tokenizer_name", tmp_path / "tokenizer", "--max_steps", 1,
-               "--output_dir", tmp_path / "out")  # fmt: skip
+def test_padding_side(tmp_path):
+    """Generation in batches needs the padding of a causal model before the text, whatever its tokenizer had."""
+    for masked, side in ((False, "left"), (True, "right")):
+        folder = tmp_path / side
+        train_tokenizer(Dataset.from_dict({"text": SENTENCES}), 300, masked).save_pretrained(folder)
+        assert AutoTokenizer.from_pretrained(folder).padding_side == side
+    config, text = write_config(tmp_path / "config"), write_text(tmp_path / "text.txt", copies=60)
+    run_script("pretrain", f"--config_name {config} --train_file {text} --tokenizer_name {folder} --max_steps 1",
+               f"--output_dir {tmp_path}/out")  # fmt: skip
     assert AutoTokenizer.from_pretrained(tmp_path / "out").padding_side == "left"
 
 
@@ -165,17 +147,13 @@ def test_batches_of_a_pipeline(tokenizer):
     assert generate(prompts, batch_size=3, **options) == [generate(prompt, **options) for prompt in prompts]
 
 
-def test_rows_without_text(tmp_path):
-    """An empty cell is an empty text; a column of numbers is refused."""
+def test_tables_and_suffixes(tmp_path):
+    """An empty cell is an empty text; a column of numbers is refused, as are tables with another separator."""
     (tmp_path / "rows.csv").write_text("text,stars\none,1\n,2\nthree,3\n")
     texts = load_texts(str(tmp_path / "rows.csv"))
     assert texts["text"][:] == ["one", "", "three"]
     with pytest.raises(ValueError, match=r"--text_column must be a column of text, got stars of .*int64"):
         load_texts(str(tmp_path / "rows.csv"), text_column="stars")
-
-
-def test_suffixes(tmp_path):
-    """Large letters and compressed files; tables with another separator are refused."""
     rows = "".join(json.dumps({"text": sentence}) + "\n" for sentence in SENTENCES)
     (tmp_path / "ROWS.JSONL").write_text(rows)
     (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(rows.encode()))
@@ -184,19 +162,25 @@ def test_suffixes(tmp_path):
         check_file(str(tmp_path / name))
         assert load_texts(str(tmp_path / name))["text"][:] == list(SENTENCES), name
     (tmp_path / "rows.tsv").write_text("text\tlabel\nx\t1\n")
-    with pytest.raises(ValueError, match=r"Tables must be .csv, .json, .jsonl or .parquet files, got .*rows.tsv"):
-        load_corpus(str(tmp_path / "rows.tsv"))
-
-
-def test_a_text_of_one_row(tmp_path):
     (tmp_path / "line.txt").write_text("one line alone")
-    with pytest.raises(ValueError, match="at least two rows unless --validation_file is given, got one"):
-        load_corpus(str(tmp_path / "line.txt"))
+    for name, message in (("rows.tsv", r"Tables must be .csv, .json, .jsonl or .parquet files, got .*rows.tsv"),
+                          ("line.txt", "at least two rows unless --validation_file is given, got one")):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            load_corpus(str(tmp_path / name))
 
 
-@pytest.mark.parametrize("mark", ["", "\ufeff"], ids=["plain", "marked"])
+def test_a_folder_is_a_source(tmp_path):
+    Dataset.from_dict({"text": SENTENCES, "id": [1, 2, 3]}).to_parquet(tmp_path / "train.parquet")
+    Dataset.from_dict({"text": SENTENCES[:1], "id": [4]}).to_parquet(tmp_path / "validation.parquet")
+    assert load_corpus(str(tmp_path / "train.parquet"), text_column="text")["train"]["text"] == SENTENCES[:2]
+    folder = load_corpus(str(tmp_path))
+    assert folder["train"]["text"] == SENTENCES and folder["validation"]["text"] == SENTENCES[:1]
+    with pytest.raises(ValueError, match="--text_column must be .* text, id, got sentence"):
+        load_corpus(str(tmp_path), text_column="sentence")
+
+
 @pytest.mark.parametrize("kind", ["prompts", "gzip", "input", "text", "stream", "csv", "jsonl"])
-def test_lines_of_a_file(kind, mark, tmp_path, monkeypatch):
+def test_lines_of_a_file(kind, tmp_path, monkeypatch):
     """A line ends at a line break alone, and a byte order mark is none of its text, whatever reads it."""
     expected = ["one\u2028more\x85a\x0cb\x1cc", " two", "three"]
     content = {
@@ -205,7 +189,7 @@ def test_lines_of_a_file(kind, mark, tmp_path, monkeypatch):
     }.get(kind, "\r\n".join(expected) + "\n")
     suffix = {"csv": ".csv", "jsonl": ".jsonl", "gzip": ".txt.gz"}.get(kind, ".txt")
     file = tmp_path / f"lines{suffix}"
-    (gzip.open if kind == "gzip" else open)(file, "wb").write((mark + content).encode())
+    (gzip.open if kind == "gzip" else open)(file, "wb").write(("\ufeff" + content).encode())
     if kind in ("prompts", "gzip"):
         found = read_prompts(file)
     elif kind == "input":

@@ -1,4 +1,4 @@
-"""Perplexity by length equals a direct computation, for any number of tokens in a pass."""
+"""Perplexity by length, of causal and masked models, equals a direct computation for any tokens in a pass."""
 
 import functools
 import json
@@ -13,25 +13,29 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from helpers.models import exhaustive, lively_language_model, tiny_config
-from helpers.scripts import SENTENCES, run_script, table_rows, write_text
+from helpers.models import lively_language_model, seeded, tiny_config
+from helpers.scripts import SENTENCES, read, run_script, table_rows, write_text
+from modeling_tnn import TnnForMaskedLM
 from tnn_scripts.common import scoring
+from tnn_scripts.common.masked_scoring import hidden_tokens, score_masked
 from tnn_scripts.common.model_card import read_evaluation
 from tnn_scripts.data.text import tokenize, train_tokenizer
 from tnn_scripts.data.token_bytes import bytes_until
 from tnn_scripts.runs import evaluate_lm
 
+ENCLOSING, MASK = ([0], [2]), 4
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A tokenizer, a TNN and a GPT-2, all untrained."""
+    """A tokenizer, a TNN, a GPT-2 and a masked model of SKI, all untrained, and a text."""
     folder = tmp_path_factory.mktemp("models")
-    tokenizer = train_tokenizer(Dataset.from_dict({"text": SENTENCES}), 300)
     torch.manual_seed(0)
     peer = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, n_positions=64, vocab_size=300))
-    models = {"tnn": lively_language_model(vocab_size=300).float(), "gpt2": peer}
-    for name, model in models.items():
+    masked = seeded(TnnForMaskedLM, tiny_config(causal=False, tno_type="ski", vocab_size=300, ski_grid_length=24))
+    for name, model in {"tnn": lively_language_model(vocab_size=300).float(), "gpt2": peer, "ski": masked}.items():
         model.save_pretrained(folder / name)
+        tokenizer = train_tokenizer(Dataset.from_dict({"text": SENTENCES}), 300, masked=name == "ski")
         tokenizer.save_pretrained(folder / name)
     (folder / "tnn" / "training_args.json").write_text('{"block_size": 24}')
     write_text(folder / "text.txt", copies=20)
@@ -57,18 +61,48 @@ def direct(model, tokens: int, length: int, stride: int | None) -> tuple[float, 
     return sum(nats) / len(nats), len(nats)
 
 
-@pytest.mark.parametrize("tokens_per_pass", [1000, 10, *exhaustive(64)])
-@pytest.mark.parametrize("stride", [None, 7])
-@pytest.mark.parametrize("name", ["tnn", "gpt2"])
+@pytest.mark.parametrize("name, stride, tokens_per_pass", [("tnn", None, 10), ("tnn", 7, 1000), ("gpt2", 7, 10)])
 def test_definition(name, stride, tokens_per_pass, folder):
     """All lengths score the same tokens, for any length of the last row."""
     model = load(folder / name)
-    for tokens in (100, 33, 34, 64, 97):
-        ids = text_of(tokens)
-        for length in (2, 11, 24, 33) if stride is None else (11, 24, 33):
-            result = scoring.evaluate(model, ids, length, stride, tokens_per_pass)
+    for tokens in (100, 33, 34, 97):
+        for length in (2, 11, 33) if stride is None else (11, 33):
+            result = scoring.evaluate(model, text_of(tokens), length, stride, tokens_per_pass)
             loss, count = direct(model, tokens, length, stride)
             assert result["tokens"] == count == tokens - 1 and result["loss"] == pytest.approx(loss, rel=1e-5)
+
+
+def direct_masked(model, ids: torch.Tensor, hidden: torch.Tensor, length: int) -> list[float]:
+    """The definition: each hidden token alone, in its row with all hidden tokens of the row masked."""
+    losses, size = [], length - 2
+    row = torch.where(hidden, MASK, ids).tolist()
+    for i in hidden.nonzero()[:, 0].tolist():
+        start = i // size * size
+        logits = model(torch.tensor([[0, *row[start : start + size], 2]])).logits[0, 1 + i - start]
+        losses.append(-logits.log_softmax(-1)[ids[i]].item())
+    return losses
+
+
+@pytest.mark.parametrize("tno_type, tokens_per_pass", [("rpe", 10), ("ski", 1000)])
+def test_definition_of_a_masked_model(tno_type, tokens_per_pass):
+    model = seeded(TnnForMaskedLM, tiny_config(causal=False, tno_type=tno_type, vocab_size=300)).eval()
+    ids, hidden = text_of(61), hidden_tokens(61, 0.3, seed=1)
+    for length in (3, 11, 33, 61, 63):
+        nats = score_masked(model, ids, hidden, length, MASK, ENCLOSING, tokens_per_pass)
+        assert nats.tolist() == pytest.approx(direct_masked(model, ids, hidden, length), rel=1e-4)
+
+
+def test_hidden_tokens():
+    """As many as asked for, the same ones for a seed."""
+    hidden = hidden_tokens(10_000, 0.15, seed=0)
+    assert hidden.float().mean().item() == pytest.approx(0.15, abs=0.02)
+    assert torch.equal(hidden, hidden_tokens(10_000, 0.15, seed=0))
+    assert not torch.equal(hidden, hidden_tokens(10_000, 0.15, seed=1))
+
+
+def evaluate(models: str, output: Path, *more) -> list[dict]:
+    run_script("evaluate_lm", f"--model_name_or_path {models} --output_dir {output}", *more)
+    return read(output)["results"]
 
 
 def test_poles_outside_the_unit_circle(folder, tmp_path, capsys):
@@ -82,29 +116,28 @@ def test_poles_outside_the_unit_circle(folder, tmp_path, capsys):
         operator.numerator.normal_()
     for one in (model, tokens):
         one.save_pretrained(tmp_path / "rtf")
-    options = ["--validation_file", folder / "text.txt", "--tokens_per_pass", 10, "--lengths", 32, 48, 600]
-    run_script("evaluate_lm", "--model_name_or_path", tmp_path / "rtf", *options, "--output_dir", tmp_path / "out")
-    found = json.loads((tmp_path / "out" / "all_results.json").read_text())["results"]
+    options = f"--validation_file {folder}/text.txt --tokens_per_pass 10 --lengths 32 48 600"
+    found = evaluate(tmp_path / "rtf", tmp_path / "out", options)
     assert [(one["length"], math.isfinite(one["loss"])) for one in found] == [(32, True), (48, True)]
     assert "length 600 is left out, because the loss is not finite. Kernels of RTF overflow" in capsys.readouterr().err
 
 
-def test_a_model_without_context_has_one_loss(folder):
-    """The loss of a model without context must not depend on the length."""
+def test_a_model_without_context_has_one_loss():
 
     class Unigram(torch.nn.Module):
         device = torch.device("cpu")
 
         def forward(self, ids, **options):
-            logits = torch.linspace(0, 5, 300).expand(*ids.shape, 300)
-            return CausalLMOutputWithPast(logits=logits)
+            return CausalLMOutputWithPast(logits=torch.linspace(0, 5, 300).expand(*ids.shape, 300))
 
-    ids = torch.randint(300, (1000,), generator=torch.Generator().manual_seed(0)).sort().values
+    ids, hidden = text_of(1000).sort().values, hidden_tokens(1000, 0.15, seed=0)
     losses = {scoring.evaluate(Unigram(), ids, length, None, 128)["loss"] for length in (2, 3, 130, 600, 999)}
     assert max(losses) - min(losses) < 1e-6
+    scores = [score_masked(Unigram(), ids, hidden, length, MASK, ENCLOSING, 128) for length in (3, 17, 130, 999)]
+    assert all(torch.equal(score, scores[0]) for score in scores) and len(scores[0]) == hidden.sum()
 
 
-@pytest.mark.parametrize("length", [2, 11, 33])
+@pytest.mark.parametrize("length", [2, 33])
 def test_loss_by_context(length, folder):
     """Each scored token is in one bin, by the number of tokens before it in its row."""
     model, ids = load(folder / "gpt2"), text_of(40)
@@ -218,23 +251,9 @@ def test_bytes_of_a_tokenizer_without_offsets():
 
 
 def test_report(folder, tmp_path, capsys):
-    options = [
-        "--validation_file",
-        folder / "text.txt",
-        "--lengths",
-        16,
-        64,
-        128,
-        100000,
-        "--stride",
-        12,
-        "--max_tokens",
-        400,
-    ]
-    run_script(
-        "evaluate_lm", "--model_name_or_path", folder / "tnn", folder / "gpt2", *options, "--output_dir", tmp_path
-    )
-    report = json.loads((tmp_path / "all_results.json").read_text())
+    evaluate(f"{folder}/tnn {folder}/gpt2", tmp_path, f"--validation_file {folder}/text.txt --max_tokens 400",
+             "--lengths 16 64 128 100000 --stride 12")  # fmt: skip
+    report = read(tmp_path)
     results, card = report["results"], read_evaluation(report)
     assert card["of"] == "the text text.txt" and len(card["rows"]) == sum(row["stride"] is None for row in results)
     assert [(r["length"], r["stride"]) for r in results if r["model"].endswith("tnn")] == [
@@ -263,6 +282,23 @@ def test_report(folder, tmp_path, capsys):
     assert table_rows(captured.out)[0] == ["length", "tnn", "tnn, stride 12", "gpt2", "gpt2, stride 12"]
 
 
+def test_report_of_a_masked_model(folder, tmp_path, capsys):
+    """Fields change at load: a grid that is stretched is another model on longer texts."""
+    options = f"--objective mlm --validation_file {folder}/text.txt --lengths 16 64 100000 --max_tokens 400"
+    options += " --mlm_probability 0.2 --seed 3"
+    first = evaluate(folder / "ski", tmp_path / "0", options)
+    second = evaluate(folder / "ski", tmp_path / "1", options, "--config_overrides ski_grid_length=64")
+    hidden = int(hidden_tokens(400, 0.2, seed=3).sum())
+    for result in first + second:
+        assert result["tokens"] == hidden and result["perplexity"] == pytest.approx(math.exp(result["loss"]))
+    assert [result["length"] for result in first] == [16, 64]
+    assert abs(first[1]["loss"] - second[1]["loss"]) > 1e-6
+    captured = capsys.readouterr()
+    assert "length 100000 is left out, because the text has 400 tokens" in captured.err
+    assert table_rows(captured.out)[0] == ["length", "ski"] and "perplexity of hidden tokens" in captured.out
+    assert (tmp_path / "0" / "perplexity.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_trained_length(tmp_path):
     """That of the blocks; other programs than `tnn pretrain` have none in their options."""
     config = tiny_config(max_position_embeddings=64)
@@ -284,24 +320,3 @@ def test_models_of_one_folder_name(plain):
     text = evaluate_lm.tables(results)
     assert table_rows(text)[0] == ["length", "a/best", "b/best", "tnn"]
     assert plain or ("bits per byte more than a/best" in text and "b/best, 8" in text)
-
-
-@pytest.mark.parametrize(
-    "given, message",
-    [
-        (["--validation_file", "nowhere.txt"], "nowhere.txt does not exist"),
-        ([], "either --validation_file or --dataset_name must be given"),
-        (["--validation_file", "TEXT", "--lengths", 1], "--lengths must be at least 2"),
-        (
-            ["--validation_file", "TEXT", "--stride", 99, "--lengths", 64],
-            "--stride must be at least 1 and below the smallest of --lengths, got 99",
-        ),
-        (["--validation_file", "TEXT", "--lengths", 99999], "--lengths must have one that fits"),
-        (["--validation_file", "TEXT", "--text_column", "body"], "--text_column must be a column of"),
-    ],
-)
-def test_refused(given, message, folder, tmp_path, capsys):
-    given = [folder / "text.txt" if value == "TEXT" else value for value in given]
-    with pytest.raises(SystemExit) as error:
-        run_script("evaluate_lm", "--model_name_or_path", folder / "tnn", "--output_dir", tmp_path, *given)
-    assert message in str(error.value.code) + capsys.readouterr().err

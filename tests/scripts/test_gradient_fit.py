@@ -1,13 +1,11 @@
 """The gradient fits of recurrences to a kernel, beside the direct one."""
 
-import json
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from helpers.models import lively_language_model, seeded, tiny_config
-from helpers.scripts import TEXT, run, save_model
+from helpers.scripts import TEXT, read, run, save_model
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM
 from modeling_tnn.tools.recurrent import kernel_to_fit
 from tnn_scripts.common.gradient_fit import FITS, convert_by_gradient, fit_operator
@@ -48,11 +46,11 @@ def test_errors_of_the_report(fit):
 
 @EVERY_FIT
 def test_script_decodes_with_the_fit(fit, tmp_path):
-    folder, text, output = save_model(tmp_path / "model", decay=0.9), tmp_path / "text.txt", tmp_path / "out"
-    text.write_text(TEXT * 60)
-    run("to_recurrent.py", "--model_name_or_path", folder, "--output_dir", output, "--dataset_name", text, "--rows", 1,
-        "--fit", fit, "--order", 6, "--steps", 40, "--length", 64)  # fmt: skip
-    report = json.loads((output / "conversion.json").read_text())
+    folder, output = save_model(tmp_path / "model", decay=0.9), tmp_path / "out"
+    (tmp_path / "text.txt").write_text(TEXT * 60)
+    run("to_recurrent", f"--model_name_or_path {folder} --output_dir {output} --dataset_name {tmp_path}/text.txt",
+        f"--rows 1 --fit {fit} --order 6 --steps 40 --length 64")  # fmt: skip
+    report = read(output, "conversion")
     assert (report["fit"], report["steps"], report["modes"]) == (fit, 40, None)
     assert all(layer["l2_layer"] < 1 and layer["largest_pole"] < 1 for layer in report["layers"])
     assert all(0 < layer["direct_l2_layer"] < 1 for layer in report["layers"])

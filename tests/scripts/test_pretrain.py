@@ -6,11 +6,10 @@ import shutil
 
 import pytest
 import torch
-from datasets import Dataset
+import torch.nn.functional as F
 from huggingface_hub import RepoUrl
 from safetensors.torch import save_file
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -124,41 +123,27 @@ def test_a_global_batch_in_tokens(options, tmp_path):
     assert_same_weights(whole, tokens, tolerance=2e-5)
 
 
-class ProductCounter(TorchDispatchMode):
-    """Adds up the operations of matrix products, by PyTorch's formulas."""
-
-    def __init__(self):
-        super().__init__()
-        self.total = 0
-        self.formulas = flop_registry | {torch.ops.aten.addmm_: flop_registry[torch.ops.aten.addmm]}
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **kwargs or {})
-        if formula := self.formulas.get(function.overloadpacket):
-            self.total += formula(*args, **kwargs or {}, out_val=result)
-        return result
+ADDED = {torch.ops.aten.addmm_: flop_registry[torch.ops.aten.addmm]}
 
 
 @pytest.mark.parametrize("kind", ["fd", "hybrid", "gpt2"])
 def test_the_operations_of_a_token(kind):
     """Those that PyTorch counts of matrix products, without what a pass computes once; transforms by themselves."""
-    sizes = {"vocab_size": 90, "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2}
     if kind == "gpt2":
+        sizes = {"vocab_size": 90, "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2}
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **sizes))
     else:
-        fields = HYBRIDS["full"] if kind == "hybrid" else {"tno_type": kind}
-        model = TnnForCausalLM(tiny_config(**fields))
+        model = TnnForCausalLM(tiny_config(**HYBRIDS["full"] if kind == "hybrid" else {"tno_type": kind}))
     model.train().set_attn_implementation("eager")  # its products are operations of their own
     totals = []
     for blocks in (1, 2):
         ids = torch.zeros(blocks, 48, dtype=torch.long)
-        with ProductCounter() as counter:
+        with FlopCounterMode(display=False, custom_mapping=ADDED) as counter:
             summed_loss(model, model.config, {"input_ids": ids, "labels": ids}, True).backward()
-        totals.append(counter.total)
+        totals.append(counter.get_total_flops())
     operators = [module for module in model.modules() if isinstance(module, ToeplitzOperator)]
     transforms = 20 * math.log2(96) * sum(operator.channels for operator in operators)
-    products = flops_of_token(model, 48) - transforms
-    assert products == pytest.approx((totals[1] - totals[0]) / 48, rel=0.05)
+    assert flops_of_token(model, 48) - transforms == pytest.approx((totals[1] - totals[0]) / 48, rel=0.05)
 
 
 def test_the_peak_of_a_device(monkeypatch):
@@ -228,46 +213,36 @@ def test_bfloat16(pretrain, tmp_path):
     assert {tensor.dtype for tensor in weights(tmp_path / "bf16").values()} == {torch.float32}
 
 
-def test_the_loss_is_that_of_transformers():
-    """For labels with and without a shift."""
-    torch.manual_seed(0)
-    logits, labels = torch.randn(2, 5, 7), torch.randint(7, (2, 5))
-    labels[0, 2] = -100
-    for causal in (True, False):
-        shifted = (logits[:, :-1], labels[:, 1:]) if causal else (logits, labels)
-        expected = torch.nn.functional.cross_entropy(shifted[0].flatten(0, 1), shifted[1].flatten())
-        count = count_targets(labels, causal)
-        assert count.tolist() == ([3, 4] if causal else [4, 5])
-        torch.testing.assert_close(token_losses(logits, labels, causal).sum() / count.sum(), expected)
+LOSSES = [(True, "tnn"), (False, "tnn"), (True, "gpt2"), (False, "bert"), (True, "gemma2")]
 
 
-@pytest.mark.parametrize(
-    ("objective", "kind"), [("clm", "tnn"), ("mlm", "tnn"), ("clm", "gpt2"), ("mlm", "bert"), ("clm", "gemma2")]
-)
-def test_summed_loss(objective, kind, monkeypatch):
-    """The sum of the losses of the tokens, without logits unless they change after the head, as those of Gemma2 do."""
-    causal = objective == "clm"
+@pytest.mark.parametrize("causal, kind", LOSSES)
+def test_the_loss_is_a_sum_of_cross_entropies(causal, kind, monkeypatch):
+    """With a shift or without; no logits are kept unless they change after the head, as those of Gemma2 do."""
     if kind == "tnn":
-        model = seeded(
-            TnnForCausalLM if causal else TnnForMaskedLM, tiny_config(causal=causal, hidden_dropout_prob=0.0)
-        ).train()
+        head, config = (
+            TnnForCausalLM if causal else TnnForMaskedLM,
+            tiny_config(causal=causal, hidden_dropout_prob=0.0),
+        )
+        model = seeded(head, config).train()
     else:
         sizes = {"vocab_size": 50, "num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
-        model = (AutoModelForCausalLM if causal else AutoModelForMaskedLM).from_config(
-            AutoConfig.for_model(kind, **sizes, intermediate_size=16, num_key_value_heads=2)
-        ).eval()  # fmt: skip
+        config = AutoConfig.for_model(kind, **sizes, intermediate_size=16, num_key_value_heads=2)
+        model = (AutoModelForCausalLM if causal else AutoModelForMaskedLM).from_config(config).eval()
     ids = torch.randint(10, 50, (3, 7), generator=torch.Generator().manual_seed(0))
     labels = ids.clone()
     labels[0, 3:5] = -100
-    expected = token_losses(model(ids).logits, labels, causal).sum()
-    parameters = list(model.parameters())
-    wanted = torch.autograd.grad(expected, parameters, allow_unused=True)
+    logits, parameters = model(ids).logits, list(model.parameters())
+    shifted = (logits[:, :-1], labels[:, 1:]) if causal else (logits, labels)
+    expected = F.cross_entropy(shifted[0].flatten(0, 1), shifted[1].flatten(), reduction="sum")
+    assert count_targets(labels, causal).tolist() == ([4, 6, 6] if causal else [5, 7, 7])
+    torch.testing.assert_close(token_losses(logits, labels, causal).sum(), expected)
     if kind != "gemma2":
         monkeypatch.setattr(lm_loss, "token_losses", None)
     found = summed_loss(model, model.config, {"input_ids": ids, "labels": labels}, causal)
     torch.testing.assert_close(found, expected)
+    wanted = torch.autograd.grad(expected, parameters, allow_unused=True)
     torch.testing.assert_close(torch.autograd.grad(found, parameters, allow_unused=True), wanted)
-    assert model(ids).logits.shape == (3, 7, model.config.vocab_size)
 
 
 def test_weight_decay_is_for_matrices(tmp_path):
@@ -335,20 +310,6 @@ def test_masks_depend_on_the_number_of_the_example_alone(text):
     assert not predicted[:, [0, -1]].any(), "<s> and </s> are not masked"
 
 
-def test_files(tmp_path):
-    for suffix in ("txt", "jsonl", "parquet", "csv"):
-        column, file = "text" if suffix == "txt" else "body", tmp_path / f"data.{suffix}"
-        texts = Dataset.from_dict({column: [f"line {i}" for i in range(40)], "id": list(range(40))})
-        if suffix == "txt":
-            file.write_text("\n".join(texts[column]))
-        else:
-            getattr(texts, {"jsonl": "to_json"}.get(suffix, f"to_{suffix}"))(str(file))
-        alone = load_corpus(str(file), text_column=column)
-        assert alone["train"]["text"] == [f"line {i}" for i in range(38)] and len(alone["validation"]) == 2
-        both = load_corpus(str(file), validation_file=str(file), text_column=column)
-        assert both["train"]["text"] == both["validation"]["text"] == list(texts[column])
-
-
 @pytest.mark.parametrize("enclose", [False, True])
 def test_blocks_are_cached_and_those_of_several_processes(enclose, text):
     texts = load_corpus(str(text))["train"]
@@ -365,6 +326,7 @@ def test_enclosed_blocks(text):
     blocks = pack(texts, tokenizer, 16, enclose=True)["input_ids"]
     assert {(len(block), block[0], block[-1]) for block in blocks} == {(16, 0, 2)}
     inner = [token for block in blocks for token in block[1:-1]]
+    assert 2 not in inner
     assert tokenizer.decode(inner).startswith(SENTENCES[0] + "\n" + SENTENCES[1])
     pair = tokenizer("fox", "dog")["input_ids"]
     assert tokenizer.decode(pair) == "<s>fox</s></s>dog</s>"
@@ -440,7 +402,10 @@ def test_a_checkpoint_goes_on_where_and_how_it_can(tmp_path):
 
 
 def test_push_to_hub(pretrain, tmp_path, monkeypatch):
-    """The repository is there before training; the final model is staged with its code, figures and a card."""
+    """The repository is there before training; the final model is staged with its code, figures and a card.
+
+    A model of another kind goes as it is: only what the run ends with.
+    """
     calls, output = [], tmp_path / "out"
 
     def create(name, private, exist_ok):
@@ -458,10 +423,6 @@ def test_push_to_hub(pretrain, tmp_path, monkeypatch):
     assert published[:2] == ("publish", "me/out")
     assert {"config.json", "model.safetensors", "tokenizer.json", "metrics.json", "README.md"} < published[2]
     assert "modeling_tnn.py" in published[2]
-
-
-def test_push_of_a_peer(tmp_path, monkeypatch):
-    """A model of another kind goes as it is: only what the run ends with."""
     uploaded = []
     monkeypatch.setattr("tnn_scripts.common.publishing.upload_folder", lambda **arguments: uploaded.append(arguments))
     upload("out", "me/out", "gpt2")

@@ -25,31 +25,26 @@ def trainer_of(folder, **options):
 
 @pytest.mark.parametrize("passes", [1, 3])
 def test_figures_of_a_training(tmp_path, capsys, monkeypatch, passes):
+    """The bar has the last ones; evaluations are lines."""
     monkeypatch.delenv("COLUMNS", raising=False)  # tqdm 4.66 cuts the line there, without a terminal too
-    trainer = trainer_of(tmp_path, gradient_accumulation_steps=passes)
+    trainer = trainer_of(tmp_path, gradient_accumulation_steps=passes, eval_strategy="steps", eval_steps=1)
     trainer.train()
-    shown, last = capsys.readouterr(), trainer.state.log_history[-2]
+    shown, history = capsys.readouterr(), trainer.state.log_history
     assert trainer.bar.count == 24, "tokens without padding"
-    line = shown.err.split("\r")[-1]
+    last = [entry for entry in history if "loss" in entry][-1]
     rate = f"{24 / trainer.bar.seconds:,.0f} tokens/s"
-    assert f"loss {last['loss']:.3f}, lr {last['learning_rate']:.1e}, {rate}" in line
+    assert f"loss {last['loss']:.3f}, lr {last['learning_rate']:.1e}, {rate}" in shown.err
     assert "{" not in shown.out + shown.err
-
-
-def test_evaluations_are_lines(tmp_path, capsys):
-    trainer = trainer_of(tmp_path, eval_strategy="steps", eval_steps=2)
-    trainer.train()
-    loss = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
-    assert f"step 2: validation loss {loss[0]:.4g}\n" in capsys.readouterr().out.replace("\r", "\n")
+    loss = next(entry["eval_loss"] for entry in history if "eval_loss" in entry)
+    assert f"step 1: validation loss {loss:.4g}\n" in shown.out.replace("\r", "\n")
 
 
 def test_inputs_without_a_mask():
-    bar = LossBar()
-    bar.add({"labels": torch.zeros(3), "input_ids": torch.zeros(3, 7)})
-    assert (bar.count, bar.unit) == (21, "tokens")
-    bar = LossBar()
-    bar.add({"pixel_values": torch.zeros(3, 1, 4, 4), "labels": torch.zeros(3)})
-    assert (bar.count, bar.unit) == (3, "examples")
+    for inputs, counted in (({"input_ids": torch.zeros(3, 7)}, (21, "tokens")),
+                            ({"pixel_values": torch.zeros(3, 1, 4, 4)}, (3, "examples"))):  # fmt: skip
+        bar = LossBar()
+        bar.add({"labels": torch.zeros(3)} | inputs)
+        assert (bar.count, bar.unit) == counted
 
 
 def test_a_resumed_training_begins_where_it_stopped(tmp_path, capsys):

@@ -1,16 +1,15 @@
-"""The Long Range Arena: generators, tokens, the head for pairs, and the script at a size that takes seconds."""
+"""The Long Range Arena: generators, tokens, pairs of passages, the heads for pairs, and the script at a small size."""
 
 import json
 import random
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
@@ -21,38 +20,31 @@ from transformers import (
 )
 
 from helpers.models import relative_error, seeded, tiny_config
+from helpers.programs import parse
+from helpers.scripts import ROOT, read, run
 from modeling_tnn import TnnConfig
-from tnn_scripts.common.arguments import parse_arguments, training_options
-from tnn_scripts.common.sequence_pairs import TnnForSequencePairClassification
-from tnn_scripts.data import listops, pathfinder
+from tnn_scripts.common.arguments import training_options
+from tnn_scripts.common.sequence_pairs import (
+    ModernBertForSequencePairClassification,
+    TnnForSequencePairClassification,
+)
+from tnn_scripts.data import listops, pathfinder, text_pairs
 from tnn_scripts.data.lra import TASKS, byte_tokenizer, encode_split, load_task
-from tnn_scripts.run_lra import main
 from tnn_scripts.runs import run_lra
 
-ROOT = Path(__file__).parents[2]
 
-PRESETS = sorted((ROOT / "configuration" / "lra").iterdir())
-RECIPES = sorted((ROOT / "configuration" / "recipes" / "lra").glob("*.yaml"))
-
-
-@pytest.mark.parametrize(
-    "source, value",
-    [
-        ("7", 7),
-        ("[MAX 2 9 [MIN 4 7 ] 0 ]", 9),
-        ("[MED 1 2 ]", 1),
-        ("[MED 9 1 [SM 9 9 ] ]", 8),
-        ("[SM 8 5 [MIN 6 6 1 ] [MED 0 1 4 8 6 ] ]", 8),
-    ],
-)
-def test_value_of_an_expression(source, value):
-    assert listops.evaluate(source) == value
-
-
-@pytest.mark.parametrize("source", ["[MAX 1 2", "1 2", "[MAX ]", "[SUM 1 2 ]", "]", ""])
-def test_what_is_no_expression(source):
-    with pytest.raises(ValueError):
-        listops.evaluate(source)
+def test_value_of_an_expression():
+    for source, value in {
+        "7": 7,
+        "[MAX 2 9 [MIN 4 7 ] 0 ]": 9,
+        "[MED 1 2 ]": 1,
+        "[MED 9 1 [SM 9 9 ] ]": 8,
+        "[SM 8 5 [MIN 6 6 1 ] [MED 0 1 4 8 6 ] ]": 8,
+    }.items():
+        assert listops.evaluate(source) == value
+    for source in ("[MAX 1 2", "1 2", "[MAX ]", "[SUM 1 2 ]", "]", ""):
+        with pytest.raises(ValueError):
+            listops.evaluate(source)
 
 
 def test_generated_listops_keep_the_rules():
@@ -65,22 +57,13 @@ def test_generated_listops_keep_the_rules():
         assert depth.max() <= 9
     assert {token for row in rows for token in row["source"].split()} == set(listops.TOKENS)
     assert all(10 < row["length"] < 40 for row in listops.samples(20, seed=0, shorter=10, longer=40))
-
-
-def test_listops_that_are_all_too_long(tmp_path):
-    rows = Dataset.from_dict({"source": ["[MAX 1 2 3 ]"] * 3, "target": [3] * 3})
+    trees, rng = [[] for _ in range(3000)], random.Random(0)
+    for tree in trees:
+        listops.random_tree(rng, tree, depth=9)
+    assert np.mean([tree[0] in listops.OPERATORS for tree in trees]) == pytest.approx(0.25, abs=0.03)
+    long = Dataset.from_dict({"source": ["[MAX 1 2 3 ]"] * 3, "target": [3] * 3})
     with pytest.raises(ValueError, match="--max_length must be at least the length of a sample, got 2"):
-        encode_split(replace(TASKS["listops"], max_length=2), rows)
-
-
-def test_share_of_operators_in_listops():
-    rng, operators, nodes = random.Random(0), 0, 0
-    for _ in range(3000):
-        tokens = []
-        listops.random_tree(rng, tokens, depth=9)
-        operators += sum(token in listops.OPERATORS for token in tokens[:1])
-        nodes += 1
-    assert operators / nodes == pytest.approx(0.25, abs=0.03)
+        encode_split(replace(TASKS["listops"], max_length=2), long)
 
 
 @pytest.mark.parametrize("side", [16, 32, 128])
@@ -90,8 +73,7 @@ def test_paths_keep_clear_of_each_other(side):
         pair = pathfinder.two_paths(rng, geometry)
     for path in pair:
         assert path.shape == (3 if side == 16 else 14, 2, 2) and path.min() > 0 and path.max() < side
-        gaps = np.linalg.norm(path[1:, 0] - path[:-1, 1], axis=1)
-        np.testing.assert_allclose(gaps, geometry.gap)
+        np.testing.assert_allclose(np.linalg.norm(path[1:, 0] - path[:-1, 1], axis=1), geometry.gap)
         np.testing.assert_allclose(np.linalg.norm(path[:, 1] - path[:, 0], axis=1), geometry.dash)
     first, second = (pathfinder.points_on(path, geometry) for path in pair)
     assert np.linalg.norm(first[:, None] - second, axis=-1).min() >= geometry.clearance
@@ -111,30 +93,18 @@ def test_circles_say_the_label(monkeypatch):
 
 
 def test_pathfinder_pictures():
+    """Smaller ones have the size that `--max_length` says, for a model of as many positions."""
     rows = list(pathfinder.samples(4, seed=0, side=32))
     assert rows == list(pathfinder.samples(4, seed=0, side=32))
     assert all(len(row["pixels"]) == 1024 and max(row["pixels"]) == 255 for row in rows)
     with pytest.raises(ValueError, match="`side` must be one of 16, 32, 128, got 31"):
         next(pathfinder.samples(1, seed=0, side=31))
-
-
-def test_smaller_pathfinder(monkeypatch):
-    """Pictures of the size that `--max_length` says, for a model of as many positions."""
-    monkeypatch.setattr(sys, "argv", ["run_lra.py", "--recipe", "lra/small-pathfinder"])
-    args, _ = parse_arguments([run_lra.LraArguments, training_options()], "")
+    args, _ = parse([run_lra.LraArguments, training_options()], "--recipe lra/small-pathfinder --output_dir x")
     task, data = load_task(args.task, None, 20, args.max_length)
     assert task.max_length == run_lra.build_config(args, task).max_position_embeddings == 256
     assert {len(row) for split in data.values() for row in split["input_ids"]} == {256}
     assert data["validation"][0]["input_ids"] == next(pathfinder.samples(1, seed=1, side=16))["pixels"]
     assert TASKS["pathfinder"].max_length == 1024
-
-
-def pair_inputs(lengths: list[tuple[int, int]], longest: int) -> dict[str, torch.Tensor]:
-    ids, mask = torch.randint(99, (len(lengths), 2, longest)), torch.zeros(len(lengths), 2, longest, dtype=torch.long)
-    for row, pair in enumerate(lengths):
-        for side, length in enumerate(pair):
-            mask[row, side, :length] = 1
-    return {"input_ids": ids, "attention_mask": mask}
 
 
 @pytest.mark.parametrize("config", [TnnConfig(), ModernBertConfig()], ids=["tnn", "transformer"])
@@ -149,164 +119,169 @@ def test_byte_tokenizer_loads_beside_any_model(config, tmp_path):
     assert loaded.decode(loaded(texts[2])["input_ids"], skip_special_tokens=True) == texts[2]
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
-def test_pairs_are_encoded_alone(causal, tmp_path):
-    """Padding changes nothing; each text matters; what is saved is what is loaded."""
-    model = seeded(TnnForSequencePairClassification, tiny_config(causal=causal, num_labels=3))
-    inputs = pair_inputs([(7, 12), (12, 1)], 12)
-    logits = model(**inputs).logits
-    alone = model(inputs["input_ids"][1:, :, :12], inputs["attention_mask"][1:, :, :12]).logits
-    assert logits.shape == (2, 3) and relative_error(alone, logits[1:]) < 1e-6
+@pytest.mark.parametrize("kind", ["causal", "bidirectional", "transformer"])
+def test_pairs_are_encoded_alone(kind, tmp_path):
+    """Padding changes nothing; each text matters; what is saved is what is loaded; the loss is that of the labels."""
+    sizes = {"vocab_size": 99, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2, "num_labels": 3}
+    build, config = TnnForSequencePairClassification, tiny_config(causal=kind == "causal", num_labels=3)
+    if kind == "transformer":
+        build = ModernBertForSequencePairClassification
+        config = ModernBertConfig(**sizes, intermediate_size=16, pad_token_id=0, global_attn_every_n_layers=1)
+    model, ids, mask = seeded(build, config), torch.randint(1, 98, (2, 2, 12)), torch.ones(2, 2, 12, dtype=torch.long)
+    mask[0, 0, 7:] = mask[1, 1, 2:] = 0
+    logits = model(ids, mask).logits
+    assert logits.shape == (2, 3) and relative_error(model(ids[1:], mask[1:]).logits, logits[1:]) < 1e-5
+    assert relative_error(model(torch.where(mask == 1, ids, 5), mask).logits, logits) < 1e-5
     for side in (0, 1):
-        other = inputs["input_ids"].clone()
-        other[:, side, 0] = (other[:, side, 0] + 1) % 99
-        assert (model(other, inputs["attention_mask"]).logits - logits).abs().min() > 0
-    padding = inputs["input_ids"].clone()
-    padding[0, 0, 7:] = 5
-    assert relative_error(model(padding, inputs["attention_mask"]).logits, logits) < 1e-6
-    model.save_pretrained(tmp_path)
-    assert torch.equal(TnnForSequencePairClassification.from_pretrained(tmp_path)(**inputs).logits, logits)
-
-
-def test_loss_of_pairs():
-    model, inputs = seeded(TnnForSequencePairClassification, tiny_config(num_labels=3)), pair_inputs([(7, 12)] * 2, 12)
+        other = ids.clone()
+        other[:, side, 0] += 1
+        assert (model(other, mask).logits - logits).abs().min() > 0
     labels = torch.tensor([2, 0])
-    outputs = model(**inputs, labels=labels)
-    torch.testing.assert_close(outputs.loss, torch.nn.functional.cross_entropy(outputs.logits, labels))
+    loss = model(ids, mask, labels=labels).loss
+    torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(logits, labels))
     with pytest.raises(ValueError, match=r"shape \(B, 2, L\).*\(2, 12\)"):
-        model(inputs["input_ids"][:, 0])
+        model(ids[:, 0])
+    model.save_pretrained(tmp_path)
+    assert torch.equal(build.from_pretrained(tmp_path)(ids, mask).logits, logits)
 
 
-@pytest.mark.parametrize("folder", PRESETS, ids=lambda folder: folder.name)
-def test_preset(folder):
-    fields = json.loads((folder / "config.json").read_text())
-    assert not set(fields) - {*TnnConfig().to_dict(), *TnnConfig.__annotations__}
-    config = AutoConfig.from_pretrained(folder)
-    task = next(TASKS[name] for name in TASKS if folder.name.endswith(f"-{name}"))
-    assert (config.vocab_size, config.num_labels) == (task.vocab_size, task.num_labels)
-    assert config.max_position_embeddings == task.max_length
-    build = AutoModelForSequenceClassification.from_config
-    if config.architectures == ["TnnForSequencePairClassification"]:
-        build = TnnForSequencePairClassification
-    with torch.device("meta"):
-        count = build(config).num_parameters()
-    readme = (ROOT / "configuration" / "README.md").read_text()
-    assert f"| `lra/{folder.name}` | {count:,} |" in readme
+TEXTS = ["".join(chr(1000 * book + place) for place in range(500)) for book in (1, 2, 3)]
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
-def test_recipe_is_read(recipe, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["run_lra.py", "--recipe", str(recipe), "--max_steps", "7"])
-    args, training = parse_arguments([run_lra.LraArguments, training_options()], "")
-    assert args.task in recipe.stem and training.max_steps == 7
-    config = run_lra.build_config(args, TASKS[args.task])
-    with torch.device("meta"):
-        run_lra.build_model(args, config)
+def rows_of(texts: list[str], parts: int = 2) -> dict[str, list[str]]:
+    """Each text in several rows, with its title."""
+    size = len(texts[0]) // parts
+    return {
+        "text": [text[part * size : (part + 1) * size] for text in texts for part in range(parts)],
+        "title": [f"book {index}" for index in range(len(texts)) for _ in range(parts)],
+    }
 
 
-def test_overrides_beside_those_of_the_recipe(monkeypatch):
-    """Each field of the command line goes before that of the recipe, and the others stay."""
-    options = ["--recipe", "lra/small-listops", "--config_overrides", "tno_type=rtf,hidden_size=32"]
-    monkeypatch.setattr(sys, "argv", ["run_lra.py", *options])
-    args, _ = parse_arguments([run_lra.LraArguments, training_options()], "")
-    config = run_lra.build_config(args, TASKS[args.task])
-    assert (config.tno_type, config.hidden_size, config.rtf_state_size, config.num_hidden_layers) == ("rtf", 32, 16, 2)
+def test_groups_of_passages():
+    """The parts of a text are put together again, from all splits."""
+    data = DatasetDict(train=Dataset.from_dict(rows_of(TEXTS)), test=Dataset.from_dict(rows_of(["abcd"])))
+    data["test"] = data["test"].map(lambda row: {"title": "book 1"})
+    assert text_pairs.group_texts(data, "title") == [TEXTS[0], TEXTS[1] + "abcd", TEXTS[2]]
+    with pytest.raises(ValueError, match="--pair_column must have the column author in the train split, got text, ti"):
+        text_pairs.group_texts(data, "author")
+    with pytest.raises(ValueError, match="--dataset_path must have the column text in the train split, got title"):
+        text_pairs.group_texts(DatasetDict(train=data["train"].remove_columns("text")), "title")
 
 
-def run(monkeypatch, output: Path, *arguments) -> dict:
-    options = ["--output_dir", output, "--max_steps", 2, "--per_device_train_batch_size", 2, "--report_to", "none"]
-    monkeypatch.setattr(sys, "argv", ["run_lra.py", *map(str, [*arguments, *options])])
-    main()
-    return json.loads((output / "all_results.json").read_text())
+@pytest.mark.parametrize("split, first, last", [("train", 0, 399), ("validation", 400, 449), ("test", 450, 499)])
+def test_passages(split, first, last):
+    """Half of the pairs are of one text; every text and every place of its part occurs, and no other place."""
+    parts = tuple(text_pairs.parts_of(TEXTS, split, 10))
+    rows = list(text_pairs.samples(1000, 0, parts, 10))
+    assert [row["label"] for row in rows[:4]] == [0, 1, 0, 1]
+    places, books = set(), []
+    for row in rows:
+        pair = [[divmod(ord(letter), 1000) for letter in row[name]] for name in ("text1", "text2")]
+        assert (pair[0][0][0] == pair[1][0][0]) == (row["label"] == 1)
+        for passage in pair:
+            book, start = passage[0]
+            assert passage == [(book, start + i) for i in range(10)]
+            places.update(place for _, place in passage)
+            books.append(book)
+    assert {first, last} <= places <= set(range(first, last + 1))
+    assert min(books.count(book) for book in (1, 2, 3)) > 550
+    assert rows == list(text_pairs.samples(1000, 0, parts, 10)) != list(text_pairs.samples(1000, 1, parts, 10))
 
 
-TINY = "hidden_size=8,num_hidden_layers=1,intermediate_size=8,rpe_dim=4"
-
-
-def test_script_on_generated_listops(monkeypatch, tmp_path, capsys):
-    arguments = [
-        "--task",
-        "listops",
-        "--config_name",
-        "tnn-listops",
-        "--config_overrides",
-        TINY,
-        "--max_train_samples",
-        50,
-    ]
-    arguments += ["--operator_learning_rate", 1e-4]
-    results = run(monkeypatch, tmp_path / "out", *arguments)
-    assert (results["train_rows"], results["steps"], results["model"]) == (50, 2, "rpe")
-    assert 0 <= results["test_accuracy"] <= 1 and 0.1 <= results["test_majority"] < 0.5
-    written = capsys.readouterr().out
-    assert "listops, rpe, test: accuracy" in written
-    assert re.search(
-        rf"saved in {tmp_path / 'out'}\nnext:\n(.*\n)*    .*tnn push {tmp_path / 'out'} --repo_id", written
-    )
-    classify = pipeline("text-classification", model=str(tmp_path / "out"))
-    assert classify("[MAX 2 9 ]")[0]["label"].startswith("LABEL_")
+def test_short_texts_are_left_out():
+    assert len(text_pairs.parts_of([*TEXTS, "ab"], "test", 50)) == 3
+    with pytest.raises(ValueError, match="at least 2 groups with 51 characters for the test split, got 0"):
+        text_pairs.parts_of(TEXTS, "test", 51)
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory) -> Path:
-    """A data set of the form of `cifar10_gray`."""
-    folder = tmp_path_factory.mktemp("lra")
-    rows = {"pixels": np.random.default_rng(0).integers(256, size=(6, 1024)).tolist(), "label": [0, 1, 2, 3, 4, 4]}
-    configs = ["---", "configs:", "- config_name: cifar10_gray", "  data_files:"]
-    for split in ("train", "test"):
-        Dataset.from_dict(rows).to_parquet(folder / "cifar10_gray" / f"{split}.parquet")
-        configs += [f"  - split: {split}", f"    path: cifar10_gray/{split}.parquet"]
-    (folder / "README.md").write_text("\n".join([*configs, "---", ""]))
+def books(tmp_path_factory):
+    """Two books, each of its own letters, in a folder of Parquet."""
+    folder = tmp_path_factory.mktemp("books")
+    texts = [(letters * 200)[:600] for letters in ("abcd ", "wxyz.")]
+    Dataset.from_dict(rows_of(texts)).to_parquet(folder / "train.parquet")
     return folder
 
 
-@pytest.mark.parametrize("model", ["rpe", "transformer"])
-def test_script_on_pictures(model, pictures, monkeypatch, tmp_path):
-    arguments = [
-        "--task",
-        "image",
-        "--config_name",
-        "tnn-image",
-        "--config_overrides",
-        TINY,
-        "--dataset_path",
-        pictures,
-    ]
-    arguments += ["--transformer"] if model == "transformer" else []
-    results = run(monkeypatch, tmp_path / "out", *arguments)
-    assert results["model"] == model and results["test_majority"] == pytest.approx(1 / 3)
+def test_passages_of_books(books):
+    """Both passages of a pair have the length that was asked for, less its end of text."""
+    task, data = load_task("retrieval", str(books), 400, 32, 50, pair_column="title")
+    assert {name: len(rows) for name, rows in data.items()} == {"train": 400, "validation": 50, "test": 50}
+    texts = [task.tokenizer().decode(ids, skip_special_tokens=True) for ids in data["train"][1]["input_ids"]]
+    assert all(len(text) == 31 for text in texts) and data["train"]["labels"][:4] == [0, 1, 0, 1]
+    assert len({frozenset(text) for text in texts}) == 1
+
+
+def test_presets():
+    readme, known = (ROOT / "configuration" / "README.md").read_text(), {*TnnConfig().to_dict()}
+    for folder in (ROOT / "configuration" / "lra").iterdir():
+        assert not set(json.loads((folder / "config.json").read_text())) - known - {*TnnConfig.__annotations__}
+        config = AutoConfig.from_pretrained(folder)
+        task = next(TASKS[name] for name in TASKS if folder.name.endswith(f"-{name}"))
+        assert (config.vocab_size, config.num_labels) == (task.vocab_size, task.num_labels)
+        assert config.max_position_embeddings == task.max_length
+        pairs = config.architectures == ["TnnForSequencePairClassification"]
+        build = TnnForSequencePairClassification if pairs else AutoModelForSequenceClassification.from_config
+        with torch.device("meta"):
+            count = build(config).num_parameters()
+        assert f"| `lra/{folder.name}` | {count:,} |" in readme
+
+
+TINY = "--config_overrides hidden_size=8,num_hidden_layers=1,intermediate_size=8,rpe_dim=4"
+
+
+def train(output: Path, *more) -> tuple[dict, str]:
+    """What the program reports, and what it says."""
+    fixed = f"--output_dir {output} --max_steps 2 --per_device_train_batch_size 2 --report_to none"
+    written = run("run_lra", fixed, TINY, *more).stdout
+    return read(output), written
+
+
+def test_script_on_generated_listops(tmp_path):
+    out = tmp_path / "out"
+    results, written = train(out, "--task listops --config_name tnn-listops --max_train_samples 50",
+                             "--operator_learning_rate 1e-4")  # fmt: skip
+    assert (results["train_rows"], results["steps"], results["model"]) == (50, 2, "rpe")
+    assert 0 <= results["test_accuracy"] <= 1 and 0.1 <= results["test_majority"] < 0.5
+    assert "listops, rpe, test: accuracy" in written
+    assert re.search(rf"saved in {out}\nnext:\n(.*\n)*    .*tnn push {out} --repo_id", written)
+    classify = pipeline("text-classification", model=str(out))
+    assert classify("[MAX 2 9 ]")[0]["label"].startswith("LABEL_")
+
+
+def test_script_on_pictures(tmp_path):
+    """Of the form of `cifar10_gray`; a transformer of the same size."""
+    rows = {"pixels": np.random.default_rng(0).integers(256, size=(6, 1024)).tolist(), "label": [0, 1, 2, 3, 4, 4]}
+    configs = ["---", "configs:", "- config_name: cifar10_gray", "  data_files:"]
+    for split in ("train", "test"):
+        Dataset.from_dict(rows).to_parquet(tmp_path / "cifar10_gray" / f"{split}.parquet")
+        configs += [f"  - split: {split}", f"    path: cifar10_gray/{split}.parquet"]
+    (tmp_path / "README.md").write_text("\n".join([*configs, "---", ""]))
+    results, _ = train(tmp_path / "out", f"--task image --config_name tnn-image --dataset_path {tmp_path}",
+                       "--transformer")  # fmt: skip
+    assert results["model"] == "transformer" and results["test_majority"] == pytest.approx(1 / 3)
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
-    assert loaded.config.model_type == ("modernbert" if model == "transformer" else "tnn")
+    assert loaded.config.model_type == "modernbert"
 
 
-def test_script_on_pairs(monkeypatch, tmp_path):
+def test_script_on_pairs(tmp_path):
     for name in ("train", "eval", "test"):
         lines = [f'{label}\t1\t2\ta "text"\t{"b" * 20}' for label in ("1.0", "0.0", "1.0")]
         (tmp_path / f"new_aan_pairs.{name}.tsv").write_text("\n".join(lines) + "\n")
-    arguments = ["--task", "retrieval", "--config_name", "tnn-retrieval", "--config_overrides", TINY]
-    results = run(monkeypatch, tmp_path / "out", *arguments, "--dataset_path", tmp_path, "--max_length", 16)
+    results, _ = train(tmp_path / "out", "--task retrieval --config_name tnn-retrieval --max_length 16",
+                       f"--dataset_path {tmp_path}")  # fmt: skip
     assert results["test_majority"] == pytest.approx(2 / 3)
     task, data = load_task("retrieval", str(tmp_path), None, 16)
     assert [len(ids) for ids in data["train"][0]["input_ids"]] == [9, 16] and data["train"]["labels"] == [1, 0, 1]
     assert task.tokenizer().decode(data["train"][0]["input_ids"][0], skip_special_tokens=True) == 'a "text"'
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["--task", "listop"], "invalid choice: 'listop' (choose from"),
-        (["--task", "image", "--max_length", "500"], "--max_length must be 1024, the pixels of image, got 500"),
-        (["--task", "pathfinder", "--max_length", "9"], "--max_length must be 1024 or 256, the pixels of pathfinder"),
-        (["--task", "retrieval"], "--dataset_path must be the folder of the LRA release"),
-        (
-            ["--task", "listops", "--max_train_samples", "50", "--config_overrides", "width=3"],
-            "must be fields of TnnConfig, got width",
-        ),
-    ],
-)
-def test_script_refuses(arguments, message, monkeypatch, capsys, tmp_path):
-    options = ["--config_name", "tnn-listops", "--output_dir", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", ["run_lra.py", *options, *arguments])
-    with pytest.raises(SystemExit) as error:
-        main()
-    assert message in str(error.value) + capsys.readouterr().err
+@pytest.mark.parametrize("model", ["rpe", "transformer"])
+def test_texts_of_other_letters_are_told_apart(model, books, tmp_path):
+    results, _ = train(
+        tmp_path / "out", f"--recipe lra/small-retrieval --dataset_path {books} --max_length 32 --max_steps 80",
+        "--max_train_samples 400 --max_eval_samples 100 --per_device_train_batch_size 16",
+        "--config_overrides hidden_size=16,num_hidden_layers=1,intermediate_size=16",
+        *(["--transformer"] if model == "transformer" else []),
+    )  # fmt: skip
+    assert results["model"] == model and results["test_accuracy"] > 0.9 > results["test_majority"]

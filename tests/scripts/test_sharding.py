@@ -1,5 +1,6 @@
 """FSDP2 by accelerate, in processes on the CPU: the model of one process, in shards, with checkpoints in shards."""
 
+import functools
 import json
 import pickle
 import shutil
@@ -12,42 +13,47 @@ from torch.distributed.checkpoint import FileSystemWriter, save
 
 from helpers.hybrids import HYBRIDS
 from helpers.models import tiny_config
-from helpers.scripts import Malicious, assert_same_weights, run_ranks, run_script, write_config, write_text
+from helpers.scripts import (
+    Malicious,
+    assert_same_weights,
+    read,
+    run_ranks,
+    run_script,
+    words,
+    write_config,
+    write_text,
+)
 from tnn_scripts.common.sharding import check_engine, check_tables
 
 
 def write_options(folder, **fields) -> list:
     """A run whose steps have six rows of unequal numbers of targets, three steps between two checkpoints."""
     config = write_config(folder / "config", causal=False, hidden_dropout_prob=0.0, **fields)
-    return ["--objective", "mlm", "--config_name", config, "--train_file", write_text(folder / "text.txt"),
-            "--max_steps", 6, "--learning_rate", 0.01, "--checkpointing_steps", 3, "--eval_steps", 5,
-            "--max_eval_blocks", 7, "--max_grad_norm", 0.5]  # fmt: skip
+    text = write_text(folder / "text.txt")
+    return words(f"--objective mlm --config_name {config} --train_file {text} --max_steps 6 --learning_rate 0.01",
+                 "--checkpointing_steps 3 --eval_steps 5 --max_eval_blocks 7 --max_grad_norm 0.5")  # fmt: skip
 
 
 def shard(*options, count=2, **settings) -> list[str]:
     return run_ranks("pretrain", *options, config="cpu-fsdp2", count=count, **settings)
 
 
-def rows(number: int, passes: int = 1) -> list:
-    return ["--per_device_train_batch_size", number, "--gradient_accumulation_steps", passes]
-
-
-def metrics_of(folder) -> dict:
-    return json.loads((folder / "metrics.json").read_text())
+def rows(number: int, passes: int = 1) -> str:
+    return f"--per_device_train_batch_size {number} --gradient_accumulation_steps {passes}"
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     options = write_options(folder)
-    run_script("pretrain", *options, "--output_dir", folder / "one", *rows(6))
-    shard(*options, "--output_dir", folder / "two", *rows(3))
+    run_script("pretrain", *options, f"--output_dir {folder}/one", rows(6))
+    shard(*options, f"--output_dir {folder}/two", rows(3))
     return folder, options
 
 
 def test_two_shards_are_one_model(runs):
     folder, _ = runs
-    one, two = metrics_of(folder / "one"), metrics_of(folder / "two")
+    one, two = read(folder / "one", "metrics"), read(folder / "two", "metrics")
     assert two["distributed_type"] == "FSDP"
     assert two["parameters_per_process"] == [two["parameters"] // 2] * 2
     assert (one["distributed_type"], one["parameters_per_process"]) == ("NO", [one["parameters"]])
@@ -59,26 +65,28 @@ def test_two_shards_are_one_model(runs):
     assert (folder / "one" / "config.json").read_text() == (folder / "two" / "config.json").read_text()
 
 
-@pytest.mark.exhaustive
-def test_two_shards_of_a_hybrid(tmp_path):
-    options = write_options(tmp_path, **HYBRIDS["full"])
-    run_script("pretrain", *options, "--output_dir", tmp_path / "one", *rows(6))
-    shard(*options, "--output_dir", tmp_path / "two", *rows(3))
-    assert metrics_of(tmp_path / "two")["distributed_type"] == "FSDP"
-    assert_same_weights(tmp_path / "one", tmp_path / "two", tolerance=2e-5)
-
-
 def test_another_number_of_processes_resumes(runs):
     """The shards of two processes in three, with the same global batch; in one process they cannot be read."""
     folder, options = runs
     shutil.copytree(folder / "two" / "checkpoint-3", folder / "three" / "checkpoint-3")
-    resumed = [*options, "--output_dir", folder / "three", "--resume_from_checkpoint", "latest"]
+    resumed = [*options, f"--output_dir {folder}/three", "--resume_from_checkpoint latest"]
     with pytest.raises(SystemExit, match="another run.\n  sharded must be True, got False"):
-        run_script("pretrain", *resumed, *rows(6))
+        run_script("pretrain", *resumed, rows(6))
     with pytest.raises(SystemExit, match="another run.\n  blocks_per_step must be 6, got 5\n  sharded"):
-        run_script("pretrain", *resumed, *rows(5))
-    shard(*resumed, *rows(1, passes=2), count=3)
+        run_script("pretrain", *resumed, rows(5))
+    shard(*resumed, rows(1, passes=2), count=3)
     assert_same_weights(folder / "two", folder / "three", tolerance=1e-6)
+
+
+@pytest.mark.slow
+def test_the_same_processes_resume(runs, tmp_path):
+    """Bit for bit; without shards, two processes go on from the checkpoint of one."""
+    folder, options = runs
+    for name, resumed, tolerance in (("two", shard, 0.0), ("one", functools.partial(run_ranks, "pretrain"), 2e-5)):
+        shutil.copytree(folder / name / "checkpoint-3", tmp_path / name / "checkpoint-3")
+        resumed(*options, f"--output_dir {tmp_path / name} --resume_from_checkpoint latest", rows(3))
+        assert_same_weights(folder / name, tmp_path / name, tolerance)
+    assert read(tmp_path / "one", "metrics")["distributed_type"] == "MULTI_CPU"
 
 
 def test_a_table_of_shards_runs_nothing(tmp_path):
@@ -99,13 +107,13 @@ def test_an_engine_that_is_not_in_use(runs, monkeypatch, tmp_path):
     """accelerate would copy the model to each process, or train in one, without a word."""
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(SystemExit, match="FSDP was asked for, but accelerate runs NO with 1 process on cpu"):
-        run_script("pretrain", *runs[1], "--output_dir", tmp_path / "out", *rows(6))
+        run_script("pretrain", *runs[1], f"--output_dir {tmp_path}/out", rows(6))
     monkeypatch.delenv("ACCELERATE_USE_FSDP")
     copies = SimpleNamespace(distributed_type=DistributedType.MULTI_CPU, num_processes=2, device=torch.device("cpu"))
     check_engine(copies)
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     with pytest.raises(SystemExit, match="does not run with DeepSpeed: .*fsdp2.yaml divides the same states"):
-        run_script("pretrain", *runs[1], "--output_dir", tmp_path / "out", *rows(6))
+        run_script("pretrain", *runs[1], f"--output_dir {tmp_path}/out", rows(6))
 
 
 # Trains two steps in bfloat16, and writes the dtypes of the weights while they are used.
@@ -147,6 +155,7 @@ OF_ONE_RUN = {
     "activations": ({"tno_type": "fd"}, ["--gradient_checkpointing"], 3e-5),
     # Muon makes matrices orthogonal in bfloat16: another order of sums alone changes weights by 2e-4.
     "muon": ({"tno_type": "ski", "ski_rank": 4}, ["--optim", "muon"], 3e-3),
+    "hybrid": (HYBRIDS["full"], [], 3e-5),
     "groups": ({"learnable_decay": True}, ["--parameter_groups", r"\.tno\.:learning_rate=0.1"], 3e-5),
 }
 
@@ -156,17 +165,9 @@ OF_ONE_RUN = {
 def test_options(name, tmp_path):
     fields, more, tolerance = OF_ONE_RUN[name]
     options = [*write_options(tmp_path, **fields), *more]
-    run_script("pretrain", *options, "--output_dir", tmp_path / "one", *rows(6))
-    shard(*options, "--output_dir", tmp_path / "two", *rows(1, passes=3))
+    run_script("pretrain", *options, f"--output_dir {tmp_path}/one", rows(6))
+    shard(*options, f"--output_dir {tmp_path}/two", rows(1, passes=3))
     assert_same_weights(tmp_path / "one", tmp_path / "two", tolerance)
-
-
-@pytest.mark.slow
-def test_the_same_processes_resume(runs, tmp_path):
-    folder, options = runs
-    shutil.copytree(folder / "two" / "checkpoint-3", tmp_path / "resumed" / "checkpoint-3")
-    shard(*options, "--output_dir", tmp_path / "resumed", "--resume_from_checkpoint", "latest", *rows(3))
-    assert_same_weights(folder / "two", tmp_path / "resumed")
 
 
 @pytest.mark.slow
@@ -175,22 +176,11 @@ def test_shards_within_copies(runs, tmp_path):
     folder, options = runs
     groups = ["--use_fsdp", "--fsdp_version", 2, "--use_parallelism_config",
               "--parallelism_config_dp_replicate_size", 2, "--parallelism_config_dp_shard_size", 2]  # fmt: skip
-    run_script("pretrain", *options, "--output_dir", tmp_path / "one", *rows(8))
-    shard(*options, "--output_dir", tmp_path / "four", *rows(2), count=4, launcher=groups)
-    figures = metrics_of(tmp_path / "four")
+    run_script("pretrain", *options, f"--output_dir {tmp_path}/one", rows(8))
+    shard(*options, f"--output_dir {tmp_path}/four", rows(2), count=4, launcher=groups)
+    figures = read(tmp_path / "four", "metrics")
     assert figures["parameters_per_process"] == [figures["parameters"] // 2] * 4
     assert_same_weights(tmp_path / "one", tmp_path / "four", tolerance=2e-5)
     shutil.copytree(tmp_path / "four" / "checkpoint-3", tmp_path / "two" / "checkpoint-3")
-    shard(*options, "--output_dir", tmp_path / "two", "--resume_from_checkpoint", "latest", *rows(4))
+    shard(*options, f"--output_dir {tmp_path}/two", "--resume_from_checkpoint latest", rows(4))
     assert_same_weights(tmp_path / "four", tmp_path / "two", tolerance=1e-6)
-
-
-@pytest.mark.slow
-def test_copies_resume_in_another_number_of_processes(runs, tmp_path):
-    """Without shards: the checkpoint of one process in two."""
-    folder, options = runs
-    shutil.copytree(folder / "one" / "checkpoint-3", tmp_path / "two" / "checkpoint-3")
-    resumed = [*options, "--output_dir", tmp_path / "two", "--resume_from_checkpoint", "latest", *rows(3)]
-    run_ranks("pretrain", *resumed, config="cpu-gloo")
-    assert metrics_of(tmp_path / "two")["distributed_type"] == "MULTI_CPU"
-    assert_same_weights(folder / "one", tmp_path / "two", tolerance=2e-5)
