@@ -70,13 +70,13 @@ class HeadTests:
         heads: the class for each direction, causal or not.
         fields: fields of its configuration.
         refused: arguments and the words of the error.
-        silent: a parameter that no loss depends on.
+        silent: ends of names of parameters that no loss depends on.
     """
 
     heads: dict[bool, type] = {}
     fields: dict = {}
     refused: list[tuple[dict, str]] = []
-    silent = ""
+    silent: tuple[str, ...] = ()
 
     def pytest_generate_tests(self, metafunc):
         if "causal" in metafunc.fixturenames:
@@ -100,7 +100,7 @@ class HeadTests:
     def gradients(self, model, batch: dict) -> list[torch.Tensor]:
         model.zero_grad()
         self.loss(model(**batch)).backward()
-        return [parameter.grad for parameter in model.parameters()]
+        return [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
 
     def test_outputs(self, causal):
         """As a tuple too, with the states of each layer; the loss is one number."""
@@ -122,8 +122,8 @@ class HeadTests:
         model = self.build(causal, **OTHER_PARAMETERS).train()
         expected = self.gradients(model, self.batch())
         for (name, _), gradient in zip(model.named_parameters(), expected, strict=True):
-            assert gradient is not None and gradient.isfinite().all(), name
-            assert gradient.abs().max() > 0 or name == self.silent, name
+            assert gradient.isfinite().all(), name
+            assert gradient.abs().max() > 0 or name.endswith(self.silent), name
         for reentrant in (True, False):
             checkpoint_activations(model, {"use_reentrant": reentrant})
             assert all(layer.gradient_checkpointing for layer in model.base_model.layers)

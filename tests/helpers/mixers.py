@@ -1,13 +1,22 @@
-"""Fields of small models with other token mixers than the gated Toeplitz unit, and these mixers by definition.
+"""The tests that every token mixer inherits, fields of small models with them, and the mixers by definition.
+
+    class TestHyena(MixerTests):
+        fields = MIXED["hyena"]
+        definition = staticmethod(hyena_by_definition)
 
 The definitions are sums over positions in PyTorch, with the matrices of the operator; `restated_*` are the same
 equations once more in NumPy, with those of RTF too, from the papers and from nothing of the package.
 """
 
+import copy
 import math
 
 import numpy as np
 import torch
+
+from helpers.heads import LanguageModelTests
+from helpers.models import random, relative_error, seeded, tiny_config
+from modeling_tnn import TnnModel
 
 MIXED = {
     "hyena": {"toeplitz_mixer": "hyena", "hyena_rank": 20, "hidden_act": "gelu"},
@@ -19,6 +28,12 @@ def mixed_by_definition(operator, v: torch.Tensor) -> torch.Tensor:
     """The product of an operator with `v` `(B, L, D)`, one position at a time, by its matrices `(D, L, L)`."""
     rows = operator.dense(v.shape[1]).unbind(1)
     return torch.stack([(row.T * v).sum(1) for row in rows], dim=1)
+
+
+def gtu_by_definition(mixer, x: torch.Tensor) -> torch.Tensor:
+    """The outputs of a `TnnGatedToeplitzUnit` with SiLU for `x` `(B, L, d)`."""
+    u, v = (torch.nn.functional.silu(x @ p.weight.T + p.bias) for p in (mixer.u_proj, mixer.v_proj))
+    return (u * mixed_by_definition(mixer.tno, v)) @ mixer.o_proj.weight.T + mixer.o_proj.bias
 
 
 def hyena_by_definition(mixer, x: torch.Tensor) -> torch.Tensor:
@@ -42,9 +57,6 @@ def s4_by_definition(mixer, x: torch.Tensor) -> torch.Tensor:
     y = torch.nn.functional.gelu(mixed_by_definition(mixer.tno, x)) @ mixer.o_proj.weight.T + mixer.o_proj.bias
     a, b = y.chunk(2, dim=-1)
     return a * torch.sigmoid(b)
-
-
-DEFINITIONS = {"hyena": hyena_by_definition, "s4": s4_by_definition}
 
 
 def restated_rtf(weights: dict[str, np.ndarray], points: int) -> np.ndarray:
@@ -90,3 +102,54 @@ def restated_s4(weights: dict[str, np.ndarray], x: np.ndarray, points: int) -> n
 
 
 RESTATED = {"hyena": restated_hyena, "s4": restated_s4}
+
+
+IDS = torch.arange(80).view(2, 40) % 90 + 5
+SMALL = {"hidden_size": 6, "rtf_num_denominators": None, "num_hidden_layers": 1, "ski_rank": 5}
+
+
+def mixer_of(fields: dict, tno_type="rpe", causal=True, **others):
+    """The mixer of a small layer in float64, no parameter at its initial value."""
+    rank = {"hyena_rank": 5} if fields.get("hyena_rank") else {}
+    mixer = seeded(TnnModel, tiny_config(tno_type, causal, **SMALL | fields | rank | others)).layers[0].mixer.double()
+    with torch.no_grad():
+        for parameter in mixer.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return mixer
+
+
+def assert_is_definition(definition, mixer, length: int):
+    """In values and all gradients."""
+    x, weight = random(2, length, 6), random(2, length, 6)
+    found, expected = mixer(x), definition(mixer, x)
+    assert relative_error(found, expected) < 1e-10, length
+    inputs, kept = [x, *mixer.parameters()], {"allow_unused": True, "materialize_grads": True}
+    found, expected = (torch.autograd.grad((y * weight).sum(), inputs, **kept) for y in (found, expected))
+    scale = max(one.abs().max().item() for one in expected)
+    assert max(relative_error(a, b, scale) for a, b in zip(found, expected, strict=True)) < 1e-9, length
+
+
+class MixerTests(LanguageModelTests):
+    """Properties of a mixer, over those of a language model with its `fields`.
+
+    Attributes:
+        definition: function of the mixer and its inputs `(B, L, d)`.
+    """
+
+    definition = None
+
+    def test_equals_its_definition(self, causal):
+        for length in (1, 2, 3, 17, 63):
+            assert_is_definition(self.definition, mixer_of(self.fields, causal=causal), length)
+
+    def test_a_continued_text(self):
+        """A chunk, one token and the rest are the whole text; an equal model continues a copy of the cache."""
+        model = self.build(causal=True)
+        with torch.no_grad():
+            cache = model(IDS[:, :30], use_cache=True).past_key_values
+            twin = copy.deepcopy(cache)
+            expected = model(IDS, use_cache=False).logits[:, 30:]
+            parts = [model(IDS[:, a:b], past_key_values=cache).logits for a, b in ((30, 35), (35, 36), (36, 40))]
+            assert relative_error(torch.cat(parts, dim=1), expected) < 1e-4
+            again = copy.deepcopy(model)(IDS[:, 30:], past_key_values=twin).logits
+            assert relative_error(again, expected) < 1e-4

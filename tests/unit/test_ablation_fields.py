@@ -1,33 +1,25 @@
-"""The fields of the ablations: explicit coefficients, inputs of the position encoder, blocks without GLU; and other
-channel mixers and heads."""
+"""The fields of the ablations: explicit coefficients, inputs of the position encoder, other channel mixers."""
 
 import pytest
 import torch
 
-from helpers.models import lively_language_model, padded, relative_error, seeded, tiny_config
-from helpers.operators import random_input, random_operator
-from modeling_tnn import TnnForCausalLM, TnnForSequenceClassification, TnnModel
+from helpers.models import relative_error, seeded, tiny_config
+from helpers.operators import OperatorTests, random_operator
+from modeling_tnn import TnnForCausalLM, TnnModel
 from modeling_tnn.tno_auto import build_tno
 from modeling_tnn.tno_rpe import RPE_INPUTS
 
-VARIANTS = [{"tno_type": "explicit"}, *({"rpe_input": name} for name in RPE_INPUTS)]
-EVERY_VARIANT = pytest.mark.parametrize("fields", VARIANTS, ids=lambda fields: "-".join(fields.values()))
+
+class TestNormalizedInput(OperatorTests):
+    tno_type = "rpe"
+    fields = {"rpe_input": "normalized"}
+    lengths = (100,)
 
 
-@EVERY_VARIANT
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
-@pytest.mark.parametrize("length", [1, 2, 17, 64, 100])
-def test_equals_its_dense_matrix(fields, causal, length):
-    """Values and gradients, also beyond the trained length of 64."""
-    operator = random_operator(**{"tno_type": "rpe"} | fields, causal=causal)
-    v = random_input(2, length, operator.channels).requires_grad_()
-    fast, dense = operator(v), torch.einsum("dij,bjd->bid", operator.dense(length), v)
-    assert relative_error(fast, dense) < 1e-12
-    inputs = [v, *operator.parameters()]
-    options = {"materialize_grads": True, "allow_unused": True}
-    gradients = [torch.autograd.grad(y.square().sum(), inputs, **options) for y in (fast, dense)]
-    for actual, expected in zip(*gradients, strict=True):
-        assert (actual - expected).abs().max() <= 1e-11 * expected.abs().max().clamp(min=1.0)
+class TestSinusoidalInput(OperatorTests):
+    tno_type = "rpe"
+    fields = {"rpe_input": "sinusoidal"}
+    lengths = (100,)
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
@@ -52,30 +44,6 @@ def test_inputs_of_the_position_encoder():
         @ operators["sinusoidal"].weight.t()
     )
     torch.testing.assert_close(waves[3], by_hand)
-
-
-@EVERY_VARIANT
-def test_causal_kernels_do_not_depend_on_the_length(fields):
-    operator = random_operator(**{"tno_type": "rpe"} | fields, causal=True)
-    torch.testing.assert_close(operator.coefficients(100)[:, :7], operator.coefficients(7))
-
-
-@EVERY_VARIANT
-def test_cached_is_uncached(fields):
-    """Generation continues beyond the trained length."""
-    model, prompts = lively_language_model(decay=0.9, **fields), torch.randint(2, 99, (2, 58))
-    options = {"max_new_tokens": 12, "do_sample": False}
-    assert torch.equal(model.generate(prompts, **options), model.generate(prompts, use_cache=False, **options))
-
-
-@EVERY_VARIANT
-def test_padding_changes_nothing_and_saving_neither(fields, tmp_path):
-    model, text = seeded(TnnModel, tiny_config(causal=False, **fields)), torch.randint(99, (23,))
-    bare = model(text[None]).last_hidden_state
-    actual = model(**padded(text, 7, 9)).last_hidden_state[:, 7:30]
-    assert relative_error(actual, bare) < 5e-6
-    model.save_pretrained(tmp_path)
-    assert torch.equal(TnnModel.from_pretrained(tmp_path)(text[None]).last_hidden_state, bare)
 
 
 def test_block_without_glu():
@@ -106,19 +74,6 @@ def test_block_with_an_mlp():
         gradients.append(torch.autograd.grad(states.square().sum(), model.layers[0].glu.down_proj.weight)[0])
         gradients.append(states)
     torch.testing.assert_close(gradients[:2], gradients[2:], rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("causal", [True, False], ids=["last", "mean"])
-def test_head_of_one_layer(causal, tmp_path):
-    model = seeded(TnnForSequenceClassification, tiny_config(causal=causal, classifier_act=None, num_labels=4))
-    text = torch.randint(2, 99, (2, 9))
-    states = model.model(text).last_hidden_state
-    features = states[:, -1] if causal else states.mean(1)
-    torch.testing.assert_close(
-        model(text).logits, torch.nn.functional.linear(features, *model.classifier.parameters())
-    )
-    model.save_pretrained(tmp_path)
-    assert torch.equal(TnnForSequenceClassification.from_pretrained(tmp_path)(text).logits, model(text).logits)
 
 
 def test_free_kernel_converts_to_a_recurrence():

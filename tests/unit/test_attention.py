@@ -1,87 +1,103 @@
-"""Models with attention in some layers: attention by its definition, and what the models promise of every layer."""
+"""Models with attention in some layers: attention by its definition, its fields, and whole models that have it."""
 
+import copy
 import json
+import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
+from helpers import processes
 from helpers.hybrids import DIRECTIONS, HEADS, HYBRIDS, ROPE, attention_by_definition, hybrid_config
-from helpers.models import checkpoint_activations, padded, relative_error, seeded, tiny_config
+from helpers.mixers import MixerTests
+from helpers.models import lively_language_model, relative_error, seeded, tiny_config
 from modeling_tnn import (
     TnnConfig,
     TnnForCausalLM,
-    TnnForImageClassification,
     TnnForMaskedLM,
     TnnForSequenceClassification,
     TnnForTokenClassification,
     TnnModel,
+    numerics,
 )
 from modeling_tnn.inputs import token_positions
+from modeling_tnn.kernels import stacking
 from modeling_tnn.mixers import view_of
 from modeling_tnn.tno import Pass
+from tnn_scripts.common.arguments import load_config, parse_overrides
+from tnn_scripts.plotting.reading import read_model
 
 IDS = torch.randint(2, 99, (3, 19), generator=torch.Generator().manual_seed(0))
 MASK = torch.ones_like(IDS)
 MASK[0, :5] = MASK[1, 15:] = MASK[2, 7:9] = 0
-EVERY_HYBRID = pytest.mark.parametrize("name", HYBRIDS)
 EVERY_DIRECTION = pytest.mark.parametrize("causal", DIRECTIONS)
-EVERY_PRODUCT = pytest.mark.parametrize("product", ["eager", "sdpa"])
 
 
-def language_model(name, causal, product="sdpa", **fields):
-    head = TnnForCausalLM if causal else TnnForMaskedLM
-    model = seeded(head, hybrid_config(name, causal, **fields))
+class HybridTests(MixerTests):
+    """A mixer's promises of a model with attention, by the `product` that computes it."""
+
+    product = "sdpa"
+    test_a_batch_without_rows = None  # transformers cannot reshape it
+
+    def build(self, causal, **fields):
+        model = super().build(causal, **fields)
+        model.set_attn_implementation(self.product)
+        return model
+
+    def test_equals_its_definition(self, causal):
+        """Values and gradients, with padding before, behind and inside texts."""
+        model = self.build(causal).double().model
+        x, real = torch.randn(3, 19, 32, dtype=torch.float64, requires_grad=True), MASK.bool()
+        view = view_of(model, x, MASK, None, token_positions(MASK, 0, x), None)
+        for layer in model.layers:
+            if layer.attention is None:
+                continue
+            parameters = [x, *layer.attention.parameters()]
+            found, expected = layer.attention(x, Pass(view=view))[0], attention_by_definition(layer.attention, x, MASK)
+            assert relative_error(found[real], expected[real]) < 1e-6
+            gradients, wanted = (torch.autograd.grad(y[real].square().sum(), parameters) for y in (found, expected))
+            assert max(relative_error(a, b) for a, b in zip(gradients, wanted, strict=True)) < 1e-6
+
+
+class TestFull(HybridTests):
+    fields = HYBRIDS["full"]
+
+
+class TestSliding(HybridTests):
+    fields = HYBRIDS["sliding"]
+
+
+class TestAttentionAlone(HybridTests):
+    fields = HYBRIDS["attention"]
+
+
+class TestEager(TestAttentionAlone):
+    """Its softmax is computed in float32: `test_products_agree` has the padding."""
+
+    product = "eager"
+    test_padding = test_save_and_load = None
+
+
+def language_model(name, causal=True, product="sdpa", **fields):
+    model = seeded(TnnForCausalLM if causal else TnnForMaskedLM, hybrid_config(name, causal, **fields))
     model.set_attn_implementation(product)
     return model
 
 
-def labels_for(model):
-    if isinstance(model, TnnForSequenceClassification):
-        return torch.tensor([0, 1, 1])
-    return IDS.masked_fill(MASK == 0, -100)
-
-
-@EVERY_HYBRID
-@EVERY_DIRECTION
-@EVERY_PRODUCT
-def test_attention_is_its_definition(name, causal, product):
-    """Values and gradients, with padding before, behind and inside texts."""
-    model = language_model(name, causal, product).double().model
-    x = torch.randn(3, 19, 32, dtype=torch.float64, requires_grad=True)
-    view = view_of(model, x, MASK, None, token_positions(MASK, 0, x), None)
-    for layer in model.layers:
-        if layer.attention is None:
-            continue
-        parameters = [x, *layer.attention.parameters()]
-        found, expected = layer.attention(x, Pass(view=view))[0], attention_by_definition(layer.attention, x, MASK)
-        real = MASK.bool()
-        assert relative_error(found[real], expected[real]) < 1e-6
-        gradients, wanted = (torch.autograd.grad(y[real].square().sum(), parameters) for y in (found, expected))
-        assert max(relative_error(a, b) for a, b in zip(gradients, wanted, strict=True)) < 1e-6
-
-
-@EVERY_HYBRID
+@pytest.mark.parametrize("name", HYBRIDS)
 @EVERY_DIRECTION
 def test_products_agree(name, causal):
-    expected, found = (language_model(name, causal, one)(IDS, attention_mask=MASK).logits for one in ("eager", "sdpa"))
-    assert relative_error(found[MASK.bool()], expected[MASK.bool()]) < 5e-6
-
-
-@pytest.mark.parametrize("head", [TnnModel, TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification])
-@EVERY_HYBRID
-@EVERY_DIRECTION
-@EVERY_PRODUCT
-@pytest.mark.parametrize("left, right", [(7, 9), (0, 13)])
-def test_padding_changes_nothing(head, name, causal, product, left, right):
-    if (head, causal) in ((TnnForCausalLM, False), (TnnForMaskedLM, True)):
-        return
-    model = seeded(head, hybrid_config(name, causal))
-    model.set_attn_implementation(product)
-    with torch.no_grad():
-        bare, actual = model(IDS[:1])[0], model(**padded(IDS[0], left, right))[0]
-    if head is not TnnForSequenceClassification:
-        actual = actual[:, left : left + IDS.shape[1]]
-    assert relative_error(actual, bare) < 2e-5  # the logits of two classes are small
+    """A copy has its own; angles of rotary positions stay exact in half precision."""
+    model = language_model(name, causal)
+    twin = copy.deepcopy(model)
+    twin.set_attn_implementation("eager")
+    assert model.config._attn_implementation == "sdpa"
+    expected, found = (one(IDS, attention_mask=MASK).logits[MASK.bool()] for one in (twin, model))
+    assert relative_error(found, expected) < 5e-6
+    assert model.model.rotary is None or model.bfloat16().model.rotary.inv_freq.dtype == torch.float32
 
 
 @EVERY_DIRECTION
@@ -94,29 +110,6 @@ def test_positions_do_not_count_padding(causal):
     assert relative_error(found, model(IDS[:1][mask.bool()][None])[0][0]) < 5e-6
 
 
-@EVERY_HYBRID
-@EVERY_DIRECTION
-@EVERY_PRODUCT
-def test_what_stands_at_padding_does_not_matter(name, causal, product):
-    """Not even what is not a number; nor a row without real tokens. Gradients do not reach padding."""
-    model, mask = language_model(name, causal, product).model, MASK.clone()
-    mask[2] = 0
-    embeddings = model.embed_tokens(IDS).detach()
-    noise = embeddings.masked_fill(mask[..., None] == 0, torch.nan).requires_grad_()
-    found = model(inputs_embeds=noise, attention_mask=mask).last_hidden_state
-    expected = model(inputs_embeds=embeddings, attention_mask=mask).last_hidden_state
-    assert found.isfinite().all() and torch.equal(found[mask.bool()], expected[mask.bool()])
-    found[mask.bool()].square().sum().backward()
-    assert noise.grad.isfinite().all() and noise.grad[mask == 0].abs().max() < 1e-5 * noise.grad.abs().max()
-
-
-@EVERY_HYBRID
-def test_the_future_changes_nothing(name):
-    model, changed = language_model(name, True), IDS.clone()
-    changed[:, 11:] = 3
-    assert relative_error(model(changed).logits[:, :11], model(IDS).logits[:, :11]) < 5e-6
-
-
 @EVERY_DIRECTION
 def test_a_window_ends(causal):
     """Two layers of 5 tokens each see 9, or with both sides 10 on each."""
@@ -126,44 +119,6 @@ def test_a_window_ends(causal):
     reach = 8 if causal else 10
     difference = (model(changed)[0] - model(IDS)[0]).abs().amax((0, 2))
     assert difference[reach + 1 :].max() == 0 < difference[reach]
-
-
-@EVERY_HYBRID
-@pytest.mark.parametrize("head", [TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification])
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_gradients_with_and_without_checkpointing(name, head, reentrant):
-    model = seeded(head, hybrid_config(name, head is TnnForCausalLM)).train()
-    model(IDS, attention_mask=MASK, labels=labels_for(model)).loss.backward()
-    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
-    assert all(gradient.isfinite().all() and gradient.abs().max() > 0 for gradient in expected.values())
-    model.zero_grad()
-    checkpoint_activations(model, {"use_reentrant": reentrant})
-    model(IDS, attention_mask=MASK, labels=labels_for(model)).loss.backward()
-    for key, parameter in model.named_parameters():
-        assert relative_error(parameter.grad, expected[key]) < 1e-5, key
-
-
-@EVERY_HYBRID
-@EVERY_DIRECTION
-def test_the_loss_without_logits(name, causal):
-    model = language_model(name, causal).train()
-    losses = [model(IDS, labels=labels_for(model), skip_logits=skip).loss for skip in (True, False)]
-    assert relative_error(*losses) < 1e-6
-
-
-@EVERY_HYBRID
-@EVERY_DIRECTION
-@EVERY_PRODUCT
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(name, causal, product, dtype):
-    """A model in half precision and autocast. The angles of rotary positions stay exact."""
-    model = language_model(name, causal, product)
-    expected = model(IDS, attention_mask=MASK).logits[MASK.bool()]
-    with torch.autocast("cpu", dtype):
-        assert relative_error(model(IDS, attention_mask=MASK).logits[MASK.bool()], expected) < 0.05
-    model.to(dtype)
-    assert model.model.rotary is None or model.model.rotary.inv_freq.dtype == torch.float32
-    assert relative_error(model(IDS, attention_mask=MASK).logits[MASK.bool()], expected) < 0.05
 
 
 def test_a_model_of_toeplitz_layers_is_as_it_was(tmp_path):
@@ -217,50 +172,6 @@ def test_scaled_rotary_positions(kind):
     assert torch.equal(longer.rotary(IDS.double(), IDS)[0], model.rotary(IDS.double(), IDS)[0])
 
 
-FULL = ["toeplitz", "full_attention"]
-SLIDING = ["toeplitz", "sliding_attention"]
-
-
-@pytest.mark.parametrize(
-    "fields, message",
-    [
-        (
-            {"layer_types": ["toeplitz", "mamba"]},
-            "`layer_types` must be a list of 'toeplitz', .*got.*'mamba'",
-        ),
-        ({"layer_types": ["toeplitz"]}, r"`layer_types` must be a list of num_hidden_layers=2 names, got \['toep"),
-        ({"layer_types": SLIDING}, "`sliding_window` must be an integer for layers of 'sliding_attention', got None"),
-        ({"layer_types": SLIDING, "sliding_window": 1}, r"`sliding_window` must be in \[2, .*, got 1"),
-        (
-            {"layer_types": FULL, "num_attention_heads": 4, "num_key_value_heads": 3},
-            "`num_key_value_heads` must be a divisor of 4 heads, got 3",
-        ),
-        ({"layer_types": FULL, "num_attention_heads": 0}, r"`num_attention_heads` must be in \[1, .*, got 0"),
-        ({"layer_types": FULL, "head_dim": -1}, r"`head_dim` must be in \[1, .*, got -1"),
-        (
-            {"layer_types": FULL, "num_attention_heads": 2**20, "head_dim": 2**10},
-            "`head_dim` must be at most 16,777,216 for 1048576 heads together, got 1024",
-        ),
-        ({"layer_types": FULL, "head_dim": 5, "rope_parameters": ROPE}, "`head_dim` must be even .*, got 5"),
-        (
-            {"layer_types": FULL, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
-            "`rope_parameters` must be None or have a rope_type of 'default', .*, got .*'dynamic'",
-        ),
-        ({"layer_types": FULL, "rope_parameters": {"rope_theta": 0}}, "`rope_parameters` must be .*'rope_theta', got"),
-        ({"layer_types": FULL, "rope_parameters": {"rope_type": "linear"}}, "`rope_parameters` must be .*'factor'"),
-    ],
-)
-def test_refused_fields(fields, message):
-    with pytest.raises(ValueError, match=message):
-        tiny_config(**fields)
-
-
-def test_images_have_no_attention():
-    fields = {"causal": False, "image_size": 8, "patch_size": 1, "layer_types": FULL}
-    with pytest.raises(ValueError, match="`layer_types` must be 'toeplitz' for all layers of images, got"):
-        TnnForImageClassification(tiny_config(**fields))
-
-
 @pytest.mark.parametrize("head", [TnnModel, TnnForCausalLM, TnnForSequenceClassification, TnnForTokenClassification])
 def test_weights_of_attention(head):
     """One tensor for each layer of attention, from the product that computes them, as in transformers' models."""
@@ -277,7 +188,7 @@ def test_weights_of_attention(head):
     assert model(IDS, attention_mask=MASK, output_attentions=True).attentions == ()
 
 
-@EVERY_PRODUCT
+@pytest.mark.parametrize("product", ["eager", "sdpa"])
 def test_dropout_of_attention(product):
     """While training, weights are dropped and the others grow; in evaluation nothing changes."""
     model = language_model("full", True, product, attention_dropout=0.25)
@@ -289,3 +200,112 @@ def test_dropout_of_attention(product):
         causal = torch.ones(weights.shape[2:]).tril().bool()
         assert 0.2 < (weights[:, :, causal] == 0).float().mean() < 0.3
         assert 0.8 < weights.sum(-1).mean() < 1.2
+
+
+@pytest.mark.slow
+def test_one_graph_for_all_lengths():
+    torch._dynamo.reset()
+    model, backend = language_model("full", use_cache=False), CompileCounterWithBackend("eager")
+    call = torch.compile(model, backend=backend, fullgraph=True, dynamic=True)
+    for length in (19, 17, 13, 9):
+        ids = IDS[:, :length].contiguous()
+        assert relative_error(call(ids).logits, model(ids).logits) < 5e-6
+    assert len(backend.graphs) <= 2
+    torch._dynamo.reset()
+
+
+def test_resized_embeddings():
+    model = language_model("full")
+    before = model(IDS).logits
+    model.resize_token_embeddings(120)
+    assert torch.equal(model(IDS).logits[..., :99], before) and model(IDS + 20).logits.shape[-1] == 120
+
+
+@pytest.mark.parametrize("name", ["full", "sliding"])
+def test_conversion(name):
+    """Toeplitz layers become recurrences, attention stays."""
+    model = lively_language_model(tno_type="rpe", decay=0.8, **HYBRIDS[name])
+    converted, reports = model.to_recurrent(order=32, window=8)
+    place = HYBRIDS[name]["layer_types"].index("toeplitz")
+    assert [report.layer for report in reports] == [place]
+    assert converted.config.layer_types == HYBRIDS[name]["layer_types"] and converted.config.tno_type == "modal"
+    with torch.no_grad():
+        assert relative_error(converted(IDS).logits, model(IDS).logits) < 1e-3
+        prompt = {"max_new_tokens": 30, "do_sample": False}
+        by_hand = converted.generate(IDS, use_cache=False, **prompt)
+        assert torch.equal(converted.generate(IDS, **prompt), by_hand)
+
+
+def test_there_is_nothing_to_convert_in_attention():
+    model = language_model("attention")
+    assert model.to_recurrent() == (model, [])
+
+
+@pytest.mark.parametrize("causal", DIRECTIONS)
+def test_kernels_of_all_layers_at_once(causal, monkeypatch):
+    """As on an accelerator: those of the Toeplitz layers, around the layer of attention."""
+    kinds = ["toeplitz", "full_attention", "toeplitz", "toeplitz"]
+    model = language_model("full", causal, use_cache=False, layer_types=kinds, num_hidden_layers=4)
+    expected, made = model(IDS).logits, []
+    function = stacking.kernels_of_operators
+
+    def counted(operators, x):
+        made.append(len(operators))
+        return function(operators, x)
+
+    monkeypatch.setattr(stacking, "kernels_of_operators", counted)
+    monkeypatch.setattr(numerics, "HOST_DEVICES", ())
+    assert relative_error(model(IDS).logits, expected) < 1e-5 and made == [3]
+
+
+SHARDS = """
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from helpers.hybrids import HYBRIDS, hybrid_config
+from helpers.mixers import MIXED
+from helpers.models import relative_error, seeded, tiny_config
+from modeling_tnn import TnnForCausalLM
+dist.init_process_group("gloo")
+mesh, ids = init_device_mesh("cpu", (2,)), torch.arange(80).view(2, 40)
+configs = [hybrid_config(name) for name in HYBRIDS]
+configs += [tiny_config("rtf", hidden_dropout_prob=0.0, **fields) for fields in MIXED.values()]
+for config in configs:
+    model = seeded(TnnForCausalLM, config).train()
+    model(ids, labels=ids).loss.backward()
+    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    for part in (*model.model.layers, model):
+        fully_shard(part, mesh=mesh)
+    model(ids, labels=ids).loss.backward()
+    for name, parameter in model.named_parameters():
+        assert relative_error(parameter.grad.full_tensor(), expected[name]) < 1e-5, name
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_shards_of_two_processes(tmp_path):
+    """FSDP2 with a group for each block, whatever mixes the tokens in it."""
+    (tmp_path / "shards.py").write_text(SHARDS)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    folder = str(Path(__file__).parents[1])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([folder, *sys.path]), "OMP_NUM_THREADS": "1"}
+    processes.run([*launch, str(tmp_path / "shards.py")], check=True, env=environment)
+
+
+def test_overrides_of_a_command_line():
+    text = "num_hidden_layers=2,layer_types=[toeplitz, full_attention],rope_parameters={rope_theta: 100.0},decay=0.9"
+    overrides = parse_overrides(text)
+    assert overrides["layer_types"] == ["toeplitz", "full_attention"] and overrides["decay"] == 0.9
+    config = load_config("tnn-tiny", overrides)
+    assert config.layer_types == overrides["layer_types"]
+    assert config.rope_parameters == ROPE
+
+
+def test_pictures_of_the_toeplitz_layers():
+    kernels, _ = read_model(language_model("sliding").model, 16)
+    assert [kernel.label for kernel in kernels] == ["layer 1"]
+    with pytest.raises(ValueError, match="`layer_types` must have a 'toeplitz' layer to draw"):
+        read_model(language_model("attention").model, 16)

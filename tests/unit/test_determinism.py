@@ -4,10 +4,9 @@ import pytest
 import torch
 from transformers import Trainer, TrainingArguments
 
-from helpers.models import CAUSAL, VARIANTS, RandomTexts, exhaustive, seeded, tiny_config
+from helpers.models import CAUSAL, RandomTexts, seeded, tiny_config
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, TnnModel
 
-TRAINED = [("rpe", True), ("ski", False)]
 LANGUAGE_MODELS = [TnnForMaskedLM, TnnForCausalLM]
 
 
@@ -20,8 +19,7 @@ def deterministic():
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("product", ["fused", "eager"])
-@pytest.mark.parametrize("length", [1, 17, 600])
+@pytest.mark.parametrize("product, length", [("fused", 600), ("eager", 17)])
 def test_forward_and_backward(variant, product, length, deterministic):
     ids = torch.randint(99, (2, length), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
@@ -37,16 +35,15 @@ def test_forward_and_backward(variant, product, length, deterministic):
 
 
 @pytest.mark.parametrize("tno_type", CAUSAL)
-@pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"num_beams": 3}], ids=str)
-def test_generation(tno_type, options, deterministic):
+def test_generation(tno_type, deterministic):
     texts = []
     for _ in range(2):
         model = seeded(TnnForCausalLM, tiny_config(tno_type, eos_token_id=None))
-        texts.append(model.generate(torch.arange(2, 9)[None], max_new_tokens=80, **{"do_sample": False} | options))
+        texts.append(model.generate(torch.arange(2, 9)[None], max_new_tokens=40, do_sample=True, num_beams=2))
     assert torch.equal(*texts)
 
 
-@pytest.mark.parametrize("tno_type, causal", [*TRAINED, *exhaustive(*(v for v in VARIANTS if v not in TRAINED))])
+@pytest.mark.parametrize("tno_type, causal", [("rpe", True), ("ski", False)])
 def test_training(tno_type, causal, tmp_path):
     """Trainer with `full_determinism`, dropout included."""
     runs = []

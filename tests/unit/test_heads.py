@@ -82,7 +82,7 @@ class TestSequenceClassification(TextHeadTests):
 class TestMultipleChoice(TestSequenceClassification):
     """Each text, and the same one backwards."""
 
-    heads, silent = both(TnnForMultipleChoice), "classifier.out_proj.bias"
+    heads, silent = both(TnnForMultipleChoice), ("classifier.out_proj.bias",)
     refused = [
         ({"input_ids": ONES}, "input_ids` must have shape .B, C, L."),
         ({}, "input_ids` must be a tensor"),

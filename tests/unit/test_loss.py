@@ -83,10 +83,9 @@ def test_only_what_needs_a_gradient_gets_one(fixed):
     assert [g is None for g in gradients] == [i == fixed for i in range(3)]
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_derivatives_of_higher_order(bias):
-    inputs, labels = head_inputs(bias)
-    torch.autograd.gradgradcheck(lambda *given: fused(given, labels), inputs)
+def test_derivatives_of_higher_order():
+    inputs, labels = head_inputs(bias=True)
+    torch.autograd.gradgradcheck(lambda *given: fused(given, labels), inputs, fast_mode=True)
 
 
 def test_a_second_backward_pass():
@@ -126,9 +125,9 @@ def model_and_batch(causal: bool, **fields):
     return model, {"input_ids": ids, "labels": labels}
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("tie", [True, False])
-@pytest.mark.parametrize("items", [None, 5, torch.tensor(5)])
+@pytest.mark.parametrize(
+    "causal, tie, items", [(True, True, None), (True, False, torch.tensor(5)), (False, True, 5), (False, False, None)]
+)
 def test_a_model_in_training(causal, tie, items):
     """The loss and every gradient are those of the way with logits; the logits are given when asked for."""
     model, batch = model_and_batch(causal, tie_word_embeddings=tie)
@@ -228,8 +227,7 @@ READERS = {
 }
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("items", [None, 5])
+@pytest.mark.parametrize("causal, items", [(True, None), (False, 5)])
 def test_logits_in_training(causal, items):
     """As of the models of transformers, with their gradients, however they are read."""
     model, batch = model_and_batch(causal)
@@ -264,17 +262,14 @@ class OwnLoss(Trainer):
         return (found, outputs) if return_outputs else found
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-def test_a_loss_of_the_users_own(bf16, tmp_path):
+def test_a_loss_of_the_users_own(tmp_path):
     """Trainer wraps models for bfloat16: the output comes to the user as another one."""
-    trained = []
+    options = {"max_steps": 3, "report_to": "none", "use_cpu": True, "bf16": True, "learning_rate": 1e-2}
+    arguments, trained = TrainingArguments(str(tmp_path), **options), []
     for cls in (Trainer, OwnLoss):
-        options = {"max_steps": 3, "report_to": "none", "use_cpu": True, "bf16": bf16, "learning_rate": 1e-2}
-        trainer = cls(
-            model_and_batch(True)[0], TrainingArguments(str(tmp_path), **options), train_dataset=RandomTexts()
-        )
+        trainer = cls(model_and_batch(True)[0], arguments, train_dataset=RandomTexts())
         trained.append(trainer.train().training_loss)
-    assert trained[0] == pytest.approx(trained[1], abs=1e-2 if bf16 else 1e-5)
+    assert trained[0] == pytest.approx(trained[1], abs=1e-2)
 
 
 def test_the_eager_implementation_goes_the_way_with_logits():
@@ -290,11 +285,10 @@ def test_a_batch_without_labels_is_nan_as_in_transformers():
     assert summed == 0 and all((p.grad == 0).all() for p in model.parameters() if p.grad is not None)
 
 
-@pytest.mark.parametrize("hosts", [("cpu",), ()])
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("causal, hosts", [(True, ()), (False, ("cpu",))])
 def test_compiled(causal, hosts, monkeypatch):
     """One graph, with logits in rows that an accelerator reads aligned, and the gradients of the uncompiled model."""
-    model, batch = model_and_batch(causal)
+    model, batch = model_and_batch(causal, num_hidden_layers=1)
     model.config.use_cache = False  # PyTorch 2.11 cannot return a cache that a graph has made
     model(**batch).loss.backward()
     expected = {name: p.grad for name, p in model.named_parameters()}
