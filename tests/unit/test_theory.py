@@ -13,7 +13,7 @@ from torch import nn
 from helpers.models import relative_error, seeded, tiny_config
 from modeling_tnn.tno_rpe import RelativePositionEncoder
 
-sys.path.append(str(Path(__file__).parents[2] / "docs"))
+sys.path.append(str(Path(__file__).parents[2] / "docs" / "research"))
 theory = import_module("theory")
 draw = import_module("draw")
 

@@ -58,7 +58,7 @@ def test_two_level_powers_are_the_definition(discretization, length, traced, mon
 
 @pytest.mark.parametrize("length", [1, 2, 3, 17, 63, 64, 65, 150])
 def test_the_fused_product_is_the_definition(length):
-    """In values and gradients; `test_second_derivatives.py` has those of higher order."""
+    """In values and gradients; `test_derivatives.py` has those of higher order."""
     found = []
     for product in (VandermondeProduct.apply, naive_vandermonde_product):
         leaves, (weights, poles) = random_modes("zoh")

@@ -1,116 +1,109 @@
 """The fast Toeplitz products against dense matrices, values and gradients."""
 
-from functools import partial
-
 import pytest
 import scipy.linalg
 import torch
+from torch import nn
+from torch.nn.functional import silu
 
-from helpers.derivatives import WAYS
-from helpers.models import random, relative_error, two_sided
+from helpers.models import random, relative_error
+from helpers.products import ProductTests, compare_derivatives, dense_product
 from modeling_tnn import causal_toeplitz_matmul, dense_toeplitz, toeplitz_fused, toeplitz_matmul
 from modeling_tnn.numerics import next_fast_len
 from modeling_tnn.toeplitz import fit_lags
+from modeling_tnn.toeplitz_fused import Gate, activated_product
 
-LENGTHS = [1, 2, 3, 17, 63, 64, 100, 257]
-
-
-def dense_product(v, coefficients):
-    return torch.einsum("dij,bjd->bid", dense_toeplitz(coefficients), v)
+WAYS = ("fused", "eager")
 
 
-def check_against_dense(fast, dense, inputs):
-    """Values and gradients of two functions of the same inputs."""
-    cotangent = torch.randn(fast(*inputs).shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    assert relative_error(fast(*inputs), dense(*inputs)) < 1e-13
-    fast_gradients = torch.autograd.grad((fast(*inputs) * cotangent).sum(), inputs)
-    dense_gradients = torch.autograd.grad((dense(*inputs) * cotangent).sum(), inputs)
-    for actual, expected in zip(fast_gradients, dense_gradients, strict=True):
-        assert relative_error(actual, expected) < 1e-13
+class TestFused(ProductTests):
+    implementation = "fused"
 
 
-@pytest.mark.parametrize("length", LENGTHS)
-def test_dense_matrix_is_scipys(length):
-    coefficients = random(2, 2 * length - 1).detach()
-    for channel, matrix in zip(coefficients, dense_toeplitz(coefficients), strict=True):
-        column, row = channel[length - 1 :], channel[:length].flip(0)
-        torch.testing.assert_close(matrix, torch.from_numpy(scipy.linalg.toeplitz(column, row)))
+class TestFusedInParts(ProductTests):
+    """Several windows at short lengths, and chunks of few channels, the last one shorter."""
+
+    implementation = "fused"
+
+    @pytest.fixture(autouse=True)
+    def parts(self, monkeypatch):
+        monkeypatch.setattr(toeplitz_fused, "SHORTEST_WINDOW", 8)
+        monkeypatch.setattr(toeplitz_fused, "CHUNK", 400)
 
 
-@pytest.fixture(params=[2**18, 50], ids=["one chunk", "chunks of few channels"])
-def chunk(request, monkeypatch):
-    """So small that seven channels are more than one chunk, the last one shorter."""
-    monkeypatch.setattr(toeplitz_fused, "CHUNK", request.param * 8 if request.param < 100 else request.param)
+class TestEager(ProductTests):
+    implementation = "eager"
 
 
-@pytest.mark.parametrize("product", WAYS)
-@pytest.mark.parametrize("length", LENGTHS)
-def test_two_sided_product(length, product, chunk):
-    inputs = (random(2, length, 7), random(7, 2 * length - 1))
-    check_against_dense(partial(toeplitz_matmul, implementation=product), dense_product, inputs)
+def test_dense_matrix_is_scipys():
+    for length in (1, 2, 17):
+        coefficients = random(2, 2 * length - 1).detach()
+        for channel, matrix in zip(coefficients, dense_toeplitz(coefficients), strict=True):
+            column, row = channel[length - 1 :], channel[:length].flip(0)
+            torch.testing.assert_close(matrix, torch.from_numpy(scipy.linalg.toeplitz(column, row)))
 
 
-@pytest.mark.parametrize("product", WAYS)
-@pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("reach", [1, 4, 100])
-def test_two_sided_product_of_another_reach(length, reach, product):
-    def dense(v, coefficients):
-        return dense_product(v, fit_lags(coefficients, length))
-
-    inputs = (random(2, length, 3), random(3, 2 * reach - 1))
-    check_against_dense(partial(toeplitz_matmul, implementation=product), dense, inputs)
-
-
-@pytest.mark.parametrize("product", WAYS)
-@pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("taps", [1, 5, 64, 300])
-def test_causal_product_with_short_and_long_kernels(length, taps, product, chunk):
-    def dense(v, kernel):
-        return dense_product(v, two_sided(fit_lags(two_sided(kernel), length)[:, length - 1 :]))
-
-    inputs = (random(2, length, 7), random(7, taps))
-    check_against_dense(partial(causal_toeplitz_matmul, implementation=product), dense, inputs)
+@pytest.mark.parametrize("way", WAYS)
+def test_lags_that_are_missing_are_zero_and_lags_beyond_the_sequence_unused(way):
+    """In values and gradients."""
+    for length in (1, 3, 64, 100):
+        v = random(2, length, 3)
+        for reach in (1, 4, 100):
+            ways = (lambda v, c: toeplitz_matmul(v, c, way), lambda v, c: dense_product(v, c, c.shape[1] // 2))
+            compare_derivatives(ways, (v, random(3, 2 * reach - 1)), 1e-12, orders=1)
+            ways = (lambda v, k: causal_toeplitz_matmul(v, k, way), dense_product)
+            compare_derivatives(ways, (v, random(3, reach)), 1e-12, orders=1)
+    lags = fit_lags(random(3, 7), 6)
+    assert torch.equal(lags[:, 2:9], random(3, 7)) and not lags[:, [0, 1, 9, 10]].any()
 
 
-@pytest.mark.parametrize("frozen", [0, 1])
-def test_gradient_of_one_input_alone(frozen):
-    """A frozen input costs no transform and gets no gradient."""
-    inputs = [random(2, 9, 3), random(3, 17)]
-    inputs[frozen].requires_grad_(False)
-    wanted = inputs[1 - frozen]
-    (chunked_gradient,) = torch.autograd.grad(toeplitz_matmul(*inputs).square().sum(), wanted)
-    (plain,) = torch.autograd.grad(toeplitz_matmul(*inputs, implementation="eager").square().sum(), wanted)
-    assert relative_error(chunked_gradient, plain) < 1e-13
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_to_compute(way):
+    """No sequence or no channel: an empty result, whose gradients are zero."""
+    for batch, channels in ((0, 3), (2, 0)):
+        inputs = [random(batch, 5, channels), random(channels, 9), random(batch, 5, channels)]
+        y = toeplitz_matmul(*inputs[:2], way, Gate(inputs[2], silu))
+        assert y.shape == (batch, 5, channels)
+        assert all(not g.any() for g in torch.autograd.grad(y.sum(), inputs))
 
 
-@pytest.mark.parametrize("product", WAYS)
-def test_second_derivatives(product):
-    v, kernel = random(1, 5, 2), random(2, 5)
-    assert torch.autograd.gradgradcheck(partial(causal_toeplitz_matmul, implementation=product), (v, kernel))
+def test_an_activation_with_parameters_learns():
+    gradients = []
+    for way in WAYS:
+        act = nn.PReLU(dtype=torch.float64)
+        v, kernel, u = random(2, 9, 3), random(3, 9), random(2, 9, 3)
+        y = causal_toeplitz_matmul(v, kernel, way, Gate(u, act)) + activated_product(u, v, act, way)
+        y.sum().backward()
+        gradients.append(act.weight.grad)
+    assert gradients[0].abs().item() > 0
+    assert relative_error(*gradients) < 1e-13
 
 
-def test_chunked_product_keeps_its_inputs_alone():
-    saved = []
-    v, kernel = random(2, 100, 8, dtype=torch.bfloat16), random(8, 199, dtype=torch.float32)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.nbytes) or t, lambda t: t):
-        toeplitz_matmul(v, kernel)
-    assert sum(saved) == v.nbytes + kernel.nbytes
+def test_a_long_sequence_has_several_windows():
+    for length, taps in ((257, 31), (600, 75), (601, 33), (1021, 127)):
+        assert toeplitz_fused.windows_of(torch.empty(1, length, 1), torch.empty(1, taps), 0).count > 1
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
-def test_lower_precision(dtype, tolerance):
-    v, coefficients = random(2, 100, 3).detach(), random(3, 199).detach()
-    product = toeplitz_matmul(v.to(dtype), coefficients.float())
-    assert product.dtype == dtype
-    assert relative_error(product, toeplitz_matmul(v, coefficients)) < tolerance
+def test_what_is_kept():
+    """The inputs, of a gate the mixed values too, and both factors of an activated product."""
+    v, kernel, u = (random(*shape, dtype=torch.float32) for shape in ((2, 100, 8), (8, 199), (2, 100, 8)))
+    for call, count in (
+        (lambda: toeplitz_matmul(v, kernel), 1),
+        (lambda: toeplitz_matmul(v, kernel, "fused", Gate(u, silu)), 3),
+        (lambda: activated_product(u, v, silu, "fused"), 2),
+    ):
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, saved=saved: saved.append(t) or t, lambda t: t):
+            call()
+        assert sum(t.nbytes for t in saved if t.shape != kernel.shape) == count * v.nbytes
 
 
-def test_gradcheck():
-    for product in WAYS:
-        two_sided_product = partial(toeplitz_matmul, implementation=product)
-        causal_product = partial(causal_toeplitz_matmul, implementation=product)
-        assert torch.autograd.gradcheck(two_sided_product, (random(2, 7, 2), random(2, 13)))
-        assert torch.autograd.gradcheck(causal_product, (random(2, 7, 2), random(2, 4)))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_is_rounded_once(dtype):
+    v, kernel, u = random(2, 50, 3).detach().to(dtype), random(3, 50).detach(), random(2, 50, 3).detach().to(dtype)
+    exact = causal_toeplitz_matmul(v.double(), kernel, "eager", Gate(u.double(), silu))
+    actual = causal_toeplitz_matmul(v, kernel.float(), "fused", Gate(u, silu))
+    assert actual.dtype == dtype and relative_error(actual, exact) < torch.finfo(dtype).eps
 
 
 def test_transform_lengths():
@@ -143,10 +136,10 @@ def test_wrong_shapes(call, message):
 LONG = [(1, 512, 256), (1, 16384, 8), (1, 65536, 8), (2, 65536, 4), (9, 65536, 1)]
 
 
-@pytest.mark.parametrize(("batch", "length", "expected"), LONG)
-def test_long_transforms_are_not_alone(batch, length, expected):
+def test_long_transforms_are_not_alone():
     """A chunk has at least eight; short ones fill 2^18 numbers."""
-    size = next_fast_len(2 * length - 1)
-    windows = toeplitz_fused.Windows(size, size)
-    chosen = toeplitz_fused.chunks(torch.empty(1000, batch, 1).expand(-1, -1, length), windows)
-    assert chosen[0] == slice(0, expected) and chosen[-1].stop == 1000
+    for batch, length, expected in LONG:
+        size = next_fast_len(2 * length - 1)
+        windows = toeplitz_fused.Windows(size, size)
+        chosen = toeplitz_fused.chunks(torch.empty(1000, batch, 1).expand(-1, -1, length), windows)
+        assert chosen[0] == slice(0, expected) and chosen[-1].stop == 1000

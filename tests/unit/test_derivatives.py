@@ -1,0 +1,207 @@
+"""Derivatives of derivatives, and torch.func, through operators and models: those of `implementation="eager"`.
+
+Compared in float64. `helpers/products.py` has those of the product.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, jvp, vmap
+from torch.nn.functional import cross_entropy, silu
+
+from helpers.models import BIDIRECTIONAL, CAUSAL, checkpoint_activations, random, relative_error, seeded, tiny_config
+from helpers.products import TRANSFORMS, assert_close, compare_derivatives, derivatives, mask_of, waves
+from modeling_tnn import TnnForCausalLM, TnnForMaskedLM
+from modeling_tnn.tno_auto import build_tno
+from modeling_tnn.tno_rtf import RationalTaps
+from modeling_tnn.tno_ski import InducingGrid, Prolong, Restrict
+from modeling_tnn.toeplitz import causal_toeplitz_matmul
+from modeling_tnn.toeplitz_fused import Gate, activated_product
+
+WAYS = ("fused", "eager")
+OPERATORS = [(name, causal, {}) for causal in (True, False) for name in (CAUSAL if causal else BIDIRECTIONAL)]
+OPERATORS += [
+    ("rpe", True, {"decay": 0.9, "learnable_decay": True}),
+    ("rpe", False, {"rpe_window": 2}),
+    ("rtf", True, {"rtf_constraint": None, "rtf_num_denominators": 1}),
+    ("rtf", False, {"rtf_constraint": None, "rtf_num_denominators": None}),
+    ("rpe", False, {"spatial_dims": 2}),
+]
+# One kernel of the product, two products, and a custom function of the taps.
+MODELS = [("rpe", True, {}), ("ski", False, {}), ("rtf", True, {})]
+
+
+def operator_name(operator) -> str:
+    name, causal, fields = operator
+    return "-".join([name, "causal" if causal else "bidirectional", *fields])
+
+
+every_operator = pytest.mark.parametrize("operator", OPERATORS, ids=operator_name)
+models = pytest.mark.parametrize("operator", MODELS, ids=operator_name)
+
+
+def operator_and_input(operator, product):
+    tno_type, causal, fields = operator
+    config = tiny_config(tno_type, causal, hidden_size=4, tno_implementation=product, **fields)
+    torch.manual_seed(0)
+    tno = build_tno(config, 0).double()
+    for parameter in tno.parameters():
+        torch.nn.init.uniform_(parameter, -0.3, 0.3)
+    return tno, random(2, 25 if "spatial_dims" in fields else 17, 8)
+
+
+def language_model(operator, product):
+    tno_type, causal, fields = operator
+    fields = {"hidden_size": 8, "vocab_size": 23, "hidden_dropout_prob": 0.0, "tno_implementation": product} | fields
+    return seeded(TnnForCausalLM if causal else TnnForMaskedLM, tiny_config(tno_type, causal, **fields)).double()
+
+
+@every_operator
+@pytest.mark.parametrize("masked", [False, True])
+def test_second_derivatives_of_operators(operator, masked):
+    """With respect to inputs, gates and parameters."""
+    found = []
+    for product in WAYS:
+        tno, v = operator_and_input(operator, product)
+        u = random(*v.shape) * 0.9
+        gating = Gate(u, silu, mask_of(*v.shape[:2]) if masked else None)
+        inputs = (v, u, *tno.parameters())
+        found.append(derivatives(lambda *_, tno=tno, v=v, gating=gating: tno(v, gating), inputs, 2))
+    assert_close(*found, 1e-9)
+
+
+def dual_tangent(function, x, tangent):
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(function(forward_ad.make_dual(x, tangent))).tangent
+
+
+@every_operator
+def test_operators_under_torch_func(operator):
+    found = []
+    for product in WAYS:
+        tno, v = operator_and_input(operator, product)
+        v, parameters = v.detach(), {name: p.detach() for name, p in tno.named_parameters()}
+        gate, several = v.cos(), torch.stack([v, v.sin(), v + 1])
+
+        def mixed(p, v, tno=tno, gate=gate):
+            return functional_call(tno, p, (v, Gate(gate, silu)))
+
+        def loss(p, v, mixed=mixed):
+            return mixed(p, v).square().sum()
+
+        def penalty(p, v, loss=loss):
+            return grad(loss, argnums=1)(p, v).square().sum()
+
+        tangents = {name: p.cos() for name, p in parameters.items()}
+        found.append(
+            [
+                grad(loss, argnums=(0, 1))(parameters, v),
+                grad(penalty)(parameters, v),
+                jvp(mixed, (parameters, v), (tangents, v.cos())),
+                jvp(grad(loss), (parameters, v), (tangents, v.cos())),
+                vmap(mixed, (None, 0))(parameters, several),
+                vmap(grad(loss), (None, 0))(parameters, several),
+                dual_tangent(partial(mixed, parameters), v, v.cos()),
+            ]
+        )
+    assert_close(*found, 1e-9)
+
+
+@models
+def test_gradients_of_each_example(operator):
+    """`vmap` of `grad` over the rows of a batch, of a whole language model."""
+    found, ids, masks = [], torch.arange(34).view(2, 17) * 7 % 23, mask_of(2, 17)
+    for product in WAYS:
+        model = language_model(operator, product)
+        parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+        def loss(p, row, mask, model=model):
+            inputs = {"input_ids": row[None], "attention_mask": mask[None]}
+            return cross_entropy(functional_call(model, p, kwargs=inputs).logits[0], row)
+
+        found.append(vmap(grad(loss), (None, 0, 0))(parameters, ids, masks))
+        single = grad(loss)(parameters, ids[1], masks[1])
+        assert_close({name: g[1] for name, g in found[-1].items()}, single, 1e-9)
+    assert_close(*found, 1e-9)
+
+
+def penalty_gradients(model, mask=None) -> list[torch.Tensor]:
+    """A gradient penalty on the embeddings, and its gradients."""
+    embeddings = random(2, 17, 8)
+    logits = model(inputs_embeds=embeddings, attention_mask=mask).logits
+    (gradient,) = torch.autograd.grad(logits.square().mean(), embeddings, create_graph=True)
+    penalty = gradient.square().sum()
+    return [penalty.detach(), *torch.autograd.grad(penalty, list(model.parameters()), materialize_grads=True)]
+
+
+@models
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradient_penalty_of_a_model(operator, checkpointing):
+    """Also with activations that are computed again, and with padding."""
+    for mask in (None, mask_of(2, 17)):
+        found = []
+        for product in WAYS:
+            model = language_model(operator, product).train()
+            if product == "fused" and checkpointing:
+                checkpoint_activations(model, {"use_reentrant": False})
+            found.append(penalty_gradients(model, mask))
+        largest = max(g.abs().max().item() for g in found[1][1:])
+        for actual, expected in zip(*found, strict=True):
+            assert relative_error(actual, expected, scale=largest) < 1e-9
+
+
+def test_penalty_against_differences():
+    """An oracle without our derivatives: the penalty of a two-layer model along a line of its parameters."""
+    model = language_model(("rpe", True, {}), "fused")
+    parameters = list(model.parameters())
+    direction = [waves(p) for p in parameters]
+    slope = sum((g * d).sum() for g, d in zip(penalty_gradients(model)[1:], direction, strict=True)).item()
+    values, step = [], 1e-5
+    for sign in (1, -2):
+        with torch.no_grad():
+            for p, d in zip(parameters, direction, strict=True):
+                p.add_(d, alpha=sign * step)
+        values.append(penalty_gradients(model)[0].item())
+    assert slope == pytest.approx((values[0] - values[1]) / (2 * step), rel=1e-5)
+
+
+def gated(product, v, kernel, u):
+    return causal_toeplitz_matmul(v, kernel, product, Gate(u, silu))
+
+
+def test_activated_product():
+    ways = [lambda a, b, way=way: activated_product(a, b, silu, way) for way in WAYS]
+    compare_derivatives(ways, (random(2, 9, 2), random(2, 9, 2) * 0.9))
+    inputs = (random(1, 5, 2).detach(), random(2, 3).detach(), (random(1, 5, 2) * 0.9).detach())
+    for name, transform in TRANSFORMS.items():
+        assert_close(*(transform(lambda a, b, c, way=way: way(a, c) + b.sum(), inputs) for way in ways), 1e-12, name)
+
+
+def test_second_derivatives_in_low_precision():
+    inputs = [random(2, 17, 3).bfloat16(), random(3, 17).float(), random(2, 17, 3).flip(1).bfloat16()]
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    found, expected = (derivatives(partial(gated, product), inputs, 2) for product in WAYS)
+    assert_close(found, expected, 0.05)
+    assert [g.dtype for g in found] == [g.dtype for g in expected]
+
+
+def test_batched_backward():
+    """Many vectors at once through a graph that the fast functions have made."""
+    grid = InducingGrid(7, 3, 6)
+    cases = [
+        (partial(gated, "fused"), [random(1, 5, 2), random(2, 3), random(1, 5, 2)]),
+        (lambda a, b: activated_product(a, b, silu, "fused"), [random(2, 3), random(2, 3)]),
+        (lambda *x: RationalTaps.apply(*x, 8, 7, torch.float64), [random(2, 3), random(4, 3), random(4)]),
+        (lambda x: Restrict.apply(x, grid), [random(2, 7)]),
+        (lambda z, x: Prolong.apply(z, x, grid), [random(2, 4), random(2, 7)]),
+    ]
+    for function, inputs in cases:
+        y = function(*inputs)
+        vectors = torch.stack([y.detach().sin(), y.detach().cos()])
+        singly = [torch.autograd.grad(y, inputs, vector, retain_graph=True) for vector in vectors]
+        for create_graph in (False, True):
+            options = {"is_grads_batched": True, "retain_graph": True, "create_graph": create_graph}
+            batched = torch.autograd.grad(y, inputs, vectors, **options)
+            assert_close(batched, [torch.stack(parts) for parts in zip(*singly, strict=True)], 1e-12)
