@@ -8,6 +8,8 @@ pytest then runs each test below, in the directions that the operator has. They 
 `register_operator` has added from a file outside this package as well.
 """
 
+import copy
+
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
@@ -63,8 +65,6 @@ class OperatorTests:
             metafunc.parametrize("operator", directions, ids=names, indirect=True)
         if "causal" in metafunc.fixturenames:
             metafunc.parametrize("causal", directions)
-        if "length" in metafunc.fixturenames:
-            metafunc.parametrize("length", self.lengths)
         if "decoded" in metafunc.fixturenames:
             metafunc.parametrize("decoded", [True] if True in directions else [], indirect=True)
 
@@ -75,25 +75,26 @@ class OperatorTests:
         head = head or (TnnForCausalLM if causal else TnnForMaskedLM)
         return seeded(head, tiny_config(self.tno_type, causal, eos_token_id=None, **self.fields)).double()
 
-    def test_equals_its_dense_matrix(self, operator, length):
-        """In values and in all gradients."""
-        v = random_input(2, length, operator.channels).requires_grad_()
-        cotangent = random_input(2, length, operator.channels) + 1
-        inputs = [v, *operator.parameters()]
-
-        def gradients(y):
-            return torch.autograd.grad((y * cotangent).sum(), inputs, allow_unused=True, materialize_grads=True)
-
-        fast, dense = operator(v), torch.einsum("dij,bjd->bid", operator.dense(length), v)
-        assert relative_error(fast, dense) < 1e-12
-        for actual, expected in zip(gradients(fast), gradients(dense), strict=True):
-            assert (actual - expected).abs().max() <= 1e-11 * expected.abs().max().clamp(min=1.0)
-
-    def test_implementations_agree(self, operator, length):
-        v = random_input(2, length, operator.channels)
-        fused = operator(v)
-        operator.implementation = "eager"
-        assert relative_error(operator(v), fused) < 1e-12
+    def test_equals_its_dense_matrix(self, operator):
+        """In values and in all gradients, by the fused product and by PyTorch's own operations, in float32 too."""
+        for length in self.lengths:
+            v = random_input(2, length, operator.channels).requires_grad_()
+            cotangent = random_input(2, length, operator.channels) + 1
+            inputs = [v, *operator.parameters()]
+            dense = torch.einsum("dij,bjd->bid", operator.dense(length), v)
+            found = []
+            for implementation in ("eager", "fused"):
+                operator.implementation = implementation
+                found.append(operator(v))
+                assert relative_error(found[-1], dense) < 1e-12, length
+            gradients = [
+                torch.autograd.grad((y * cotangent).sum(), inputs, allow_unused=True, materialize_grads=True)
+                for y in (found[-1], dense)
+            ]
+            for actual, expected in zip(*gradients, strict=True):
+                assert (actual - expected).abs().max() <= 1e-11 * expected.abs().max().clamp(min=1.0), length
+            single = copy.deepcopy(operator).float()
+            assert relative_error(single(v.float()), dense) < 2e-5, length
 
     def test_coefficients_have_the_promised_shape(self, operator):
         taps = operator.coefficients(13, torch.device("cpu"))
@@ -123,11 +124,6 @@ class OperatorTests:
     def test_rows_are_independent(self, operator):
         v = random_input(5, 63, operator.channels)
         assert relative_error(operator(v)[3:4], operator(v[3:4])) < 1e-14
-
-    def test_float32(self, operator, length):
-        v = random_input(2, length, operator.channels)
-        exact = operator(v)
-        assert relative_error(operator.float()(v.float()), exact) < 2e-5
 
     def test_half_precision(self, operator):
         """bfloat16 parameters, and autocast: the coefficients are those of the rounded parameters in float32."""

@@ -6,8 +6,10 @@ of the same form. Families and keys are explained there.
 
 import json
 import os
+from itertools import product
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
@@ -32,6 +34,22 @@ def named_cases(*families: str) -> list[tuple[str, str]]:
         for run in case["runs"]
         if "known_defect" not in run
     ]
+
+
+def over(cases: list[tuple[str, str]], *dtypes: torch.dtype):
+    """Make a test of (name, tag, dtype, record_property) one of each case, which goes through its runs and dtypes."""
+    tags = {name: [tag for one, tag in cases if one == name] for name, _ in cases}
+
+    def decorate(test):
+        @pytest.mark.parametrize("name", tags)
+        def runs(name, record_property):
+            for tag, dtype in product(tags[name], dtypes or TOLERANCE):
+                test(name, tag, dtype, record_property)
+
+        runs.__name__, runs.__doc__ = test.__name__, test.__doc__
+        return runs
+
+    return decorate
 
 
 class Case:

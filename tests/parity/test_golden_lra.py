@@ -1,9 +1,6 @@
 """Parity with the Long Range Arena form of the released code: its position encoder, its window, its 2-D mixer."""
 
-import pytest
-import torch
-
-from helpers.parity import Case, named_cases
+from helpers.parity import Case, named_cases, over
 from modeling_tnn import TnnConfig
 from modeling_tnn.mixers import TnnGatedToeplitzUnit
 
@@ -25,8 +22,7 @@ def lra_config(case: Case) -> TnnConfig:
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
-@pytest.mark.parametrize("name, tag", named_cases("lra"))
+@over(named_cases("lra"))
 def test_gated_toeplitz_unit(name, tag, dtype, record_property):
     """The values; the data have no gradients."""
     case = Case(name, tag, dtype)

@@ -1,6 +1,5 @@
 """Parity with the released implementations: causal and masked language models, classification head."""
 
-import pytest
 import torch
 
 from helpers.models import relative_error
@@ -11,10 +10,9 @@ from helpers.parity import (
     masked_lm_inputs,
     model_config,
     named_cases,
+    over,
 )
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification
-
-DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 
 
 def causal_lm(case: Case) -> TnnForCausalLM:
@@ -22,8 +20,7 @@ def causal_lm(case: Case) -> TnnForCausalLM:
     return case.load(TnnForCausalLM(model_config(case, "decoder", tie_word_embeddings=tied)))
 
 
-@DTYPES
-@pytest.mark.parametrize("name, tag", named_cases("causal_lm"))
+@over(named_cases("causal_lm"))
 def test_causal_lm(name, tag, dtype, record_property):
     case = Case(name, tag, dtype)
     model = causal_lm(case)
@@ -60,8 +57,7 @@ def masked_lm_cases(padded: bool) -> list[tuple[str, str]]:
     return [c for c in named_cases("masked_lm") if is_padded(Case(*c)) == padded and "/ski" not in c[0]]
 
 
-@DTYPES
-@pytest.mark.parametrize("name, tag", masked_lm_cases(padded=False))
+@over(masked_lm_cases(padded=False))
 def test_masked_lm(name, tag, dtype, record_property):
     case = Case(name, tag, dtype)
     model = case.load(TnnForMaskedLM(masked_lm_config(case)))
@@ -73,8 +69,7 @@ def test_masked_lm(name, tag, dtype, record_property):
         case.check_gradients(model, None, record_property)
 
 
-@DTYPES
-@pytest.mark.parametrize("name, tag", masked_lm_cases(padded=False))
+@over(masked_lm_cases(padded=False))
 def test_classification_head(name, tag, dtype, record_property):
     case = Case(name, tag, dtype)
     config = masked_lm_config(case, num_labels=case.hparams["num_labels"])
@@ -84,8 +79,8 @@ def test_classification_head(name, tag, dtype, record_property):
     check_loss(case, outputs, outputs.logits, case.ids("class_labels"), "cls_loss", record_property)
 
 
-@pytest.mark.parametrize("name, tag", masked_lm_cases(padded=True))
-def test_padding_differs_on_purpose(name, tag):
+@over(masked_lm_cases(padded=True), torch.float64)
+def test_padding_differs_on_purpose(name, tag, dtype, record_property):
     """The released model lets padding into real positions after the first layer; ours does not.
 
     Rows without padding agree. In the padded row the released features differ from those of the bare text, ours

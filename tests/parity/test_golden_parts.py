@@ -2,11 +2,10 @@
 
 from types import SimpleNamespace
 
-import pytest
 import torch
 from torch.nn import functional
 
-from helpers.parity import Case, block_config, merge_heads, named_cases, operator_config
+from helpers.parity import Case, block_config, merge_heads, named_cases, operator_config, over
 from modeling_tnn.mixers import TnnGatedToeplitzUnit
 from modeling_tnn.modeling_tnn import TnnBlock, TnnGatedLinearUnit
 from modeling_tnn.norms import NORM_TYPES
@@ -15,7 +14,6 @@ from modeling_tnn.tno_rpe import RelativePositionEncoder, RpeOperator
 from modeling_tnn.toeplitz import causal_toeplitz_matmul, toeplitz_matmul
 from tnn_scripts.original.names import heads_together
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 KERNEL_ACTIVATIONS = {
     "none": lambda t: t,
     "relu": functional.relu,
@@ -34,8 +32,7 @@ def compare(case: Case, module: torch.nn.Module, forward, x: torch.Tensor, recor
         case.check_gradients(module, x, record)
 
 
-@DTYPES
-@pytest.mark.parametrize("name, tag", named_cases("norm"))
+@over(named_cases("norm"))
 def test_norm(name, tag, dtype, record_property):
     case = Case(name, tag, dtype)
     norm = case.load(NORM_TYPES[case.hparams["norm_type"]](case.hparams["dim"]))
@@ -47,8 +44,7 @@ def values(encoder: RelativePositionEncoder, positions: torch.Tensor) -> torch.T
     return encoder.emit(encoder.features(positions), torch.ones_like(positions))
 
 
-@DTYPES
-@pytest.mark.parametrize("name, tag", named_cases("rpe"))
+@over(named_cases("rpe"))
 def test_relative_position_encoder(name, tag, dtype, record_property):
     case = Case(name, tag, dtype)
     hparams = case.hparams
@@ -103,8 +99,7 @@ def released_product(operator: RpeOperator, case: Case, v: torch.Tensor) -> torc
     return y / product(torch.ones_like(v), coefficients) if case.hparams["normalize"] else y
 
 
-@DTYPES
-@pytest.mark.parametrize("name, tag", named_cases("tno"))
+@over(named_cases("tno"))
 def test_rpe_operator(name, tag, dtype, record_property):
     case = Case(name, tag, dtype)
     operator = rpe_operator(case)
@@ -113,8 +108,7 @@ def test_rpe_operator(name, tag, dtype, record_property):
     compare(case, operator, forward, case.input("x"), record_property)
 
 
-@DTYPES
-@pytest.mark.parametrize("name, tag", named_cases("derived_tno_length1"))
+@over(named_cases("derived_tno_length1"))
 def test_length_one(name, tag, dtype, record_property):
     case = Case(name, tag, dtype)
     case.parameters_from(case.run["params_from"])
@@ -126,8 +120,7 @@ def test_length_one(name, tag, dtype, record_property):
         case.check(operator.coefficients(1).t()[None], merge_heads(case.get("out64/t0")[None]), record_property)
 
 
-@DTYPES
-@pytest.mark.parametrize("name, tag", named_cases("tno_fd"))
+@over(named_cases("tno_fd"))
 def test_fd_operator(name, tag, dtype, record_property):
     case = Case(name, tag, dtype)
     config = operator_config(case, "fd", fd_resolution=case.run["fft_size"] // 2, fd_act=case.hparams["act"])
@@ -164,8 +157,7 @@ def gtu_forward(case: Case, gtu: TnnGatedToeplitzUnit):
     return lambda x: x + gtu(norm(x))
 
 
-@DTYPES
-@pytest.mark.parametrize("name, tag", [c for c in named_cases("block") if "/gtu" in c[0] and "skitno" not in c[0]])
+@over([c for c in named_cases("block") if "/gtu" in c[0] and "skitno" not in c[0]])
 def test_gated_toeplitz_unit(name, tag, dtype, record_property):
     case = Case(name, tag, dtype)
     config = block_config(case, case.hparams["embed_dim"], causal=case.hparams["causal"])
@@ -173,8 +165,7 @@ def test_gated_toeplitz_unit(name, tag, dtype, record_property):
     compare(case, gtu, gtu_forward(case, gtu), case.input("x"), record_property)
 
 
-@DTYPES
-@pytest.mark.parametrize("name, tag", [c for c in named_cases("block") if "/glu" in c[0]])
+@over([c for c in named_cases("block") if "/glu" in c[0]])
 def test_gated_linear_unit(name, tag, dtype, record_property):
     case = Case(name, tag, dtype)
     hparams = case.hparams
@@ -185,8 +176,7 @@ def test_gated_linear_unit(name, tag, dtype, record_property):
     compare(case, glu, lambda x: final(glu(x)), case.input("x"), record_property)
 
 
-@DTYPES
-@pytest.mark.parametrize("name, tag", [c for c in named_cases("block") if "layer_" in c[0]])
+@over([c for c in named_cases("block") if "layer_" in c[0]])
 def test_block(name, tag, dtype, record_property):
     case = Case(name, tag, dtype)
     hparams = case.hparams

@@ -1,14 +1,11 @@
 """RTF against the released implementation: kernels, products, gradients, and the exact recurrence."""
 
-import pytest
 import torch
 
-from helpers.parity import Case, named_cases
+from helpers.parity import Case, named_cases, over
 from modeling_tnn import TnnConfig
 from modeling_tnn.tno_rtf import CONSTRAINTS, CompanionForm, RtfOperator
 from tnn_scripts.original.names import split_rational
-
-DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 
 
 def rtf_operator(case: Case) -> RtfOperator:
@@ -31,8 +28,7 @@ def rtf_operator(case: Case) -> RtfOperator:
     return case.load(operator)
 
 
-@DTYPES
-@pytest.mark.parametrize("name, tag", named_cases("rtf"))
+@over(named_cases("rtf"))
 def test_operator(name, tag, dtype, record_property):
     case = Case(name, tag, dtype)
     operator = rtf_operator(case)
@@ -60,8 +56,7 @@ def check_kernel(case: Case, operator: RtfOperator, record):
     case.check(constrained, case.get("out64/a_effective", "all"), record)
 
 
-@DTYPES
-@pytest.mark.parametrize("name, tag", named_cases("derived_rtf_bidir_odd"))
+@over(named_cases("derived_rtf_bidir_odd"))
 def test_bidirectional_odd_length(name, tag, dtype, record_property):
     """Where the released code inverts a spectrum with the wrong length: the product it intends."""
     case = Case(name, tag, dtype)
@@ -80,8 +75,8 @@ def step_through(form: CompanionForm, u: torch.Tensor) -> torch.Tensor:
     return torch.stack(outputs, dim=1)
 
 
-@pytest.mark.parametrize("name, tag", named_cases("derived_rtf_recurrence"))
-def test_exact_recurrence(name, tag, record_property):
+@over(named_cases("derived_rtf_recurrence"), torch.float64)
+def test_exact_recurrence(name, tag, dtype, record_property):
     case = Case(name, tag)
     case.parameters_from(case.run["params_from"])
     operator = rtf_operator(case)
@@ -93,8 +88,8 @@ def test_exact_recurrence(name, tag, record_property):
     case.check(operator(case.input("u")), case.output(), record_property)
 
 
-@pytest.mark.parametrize("name, tag", named_cases("derived_rtf_recurrence"))
-def test_kernel_goes_on_as_its_recurrence(name, tag):
+@over(named_cases("derived_rtf_recurrence"), torch.float64)
+def test_kernel_goes_on_as_its_recurrence(name, tag, dtype, record_property):
     """Beyond the truncation length, far into the third octave."""
     case = Case(name, tag)
     case.parameters_from(case.run["params_from"])

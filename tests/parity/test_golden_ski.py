@@ -3,7 +3,6 @@
 The released interpolation matrix is not linear interpolation (see the README of the golden vectors).
 """
 
-import pytest
 import torch
 
 from helpers.models import relative_error
@@ -16,13 +15,11 @@ from helpers.parity import (
     merge_heads,
     named_cases,
     operator_config,
+    over,
 )
 from modeling_tnn import TnnForMaskedLM
 from modeling_tnn.mixers import TnnGatedToeplitzUnit
 from modeling_tnn.tno_ski import SkiOperator
-
-DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
-
 
 RELEASED = {"ski_interpolation": "released"}
 
@@ -47,8 +44,7 @@ def bidirectional_cases() -> list[tuple[str, str]]:
     return [c for c in named_cases("tno_ski") if not Case(*c).hparams["causal"]]
 
 
-@DTYPES
-@pytest.mark.parametrize("name, tag", bidirectional_cases())
+@over(bidirectional_cases())
 def test_released_operator(name, tag, dtype, record_property):
     case = Case(name, tag, dtype)
     operator = ski_operator(case, **RELEASED)
@@ -66,8 +62,7 @@ def test_released_operator(name, tag, dtype, record_property):
         case.check_gradients(operator, x, record_property)
 
 
-@DTYPES
-@pytest.mark.parametrize("name, tag", named_cases("derived_ski_paper"))
+@over(named_cases("derived_ski_paper"))
 def test_published_operator(name, tag, dtype, record_property):
     case = Case(name, tag, dtype)
     case.parameters_from(case.run["params_from"])
@@ -77,14 +72,14 @@ def test_published_operator(name, tag, dtype, record_property):
     case.check(operator(case.input("x")), case.output(), record_property)
 
 
-@pytest.mark.parametrize("name, tag", bidirectional_cases())
-def test_released_form_differs_on_purpose(name, tag):
+@over(bidirectional_cases(), torch.float64)
+def test_released_form_differs_on_purpose(name, tag, dtype, record_property):
     case = Case(name, tag)
     assert relative_error(ski_operator(case)(case.input("x")), case.output()) > 1e-2
 
 
-@pytest.mark.parametrize("name, tag", [c for c in named_cases("block") if "skitno" in c[0]])
-def test_released_gated_toeplitz_unit(name, tag, record_property):
+@over([c for c in named_cases("block") if "skitno" in c[0]], torch.float64)
+def test_released_gated_toeplitz_unit(name, tag, dtype, record_property):
     case = Case(name, tag)
     config = block_config(case, case.hparams["embed_dim"], causal=False, **RELEASED)
     gtu = case.load(TnnGatedToeplitzUnit(config, 0))
@@ -96,8 +91,8 @@ def test_released_gated_toeplitz_unit(name, tag, record_property):
         case.check_gradients(gtu, x, record_property)
 
 
-@pytest.mark.parametrize("name, tag", [c for c in named_cases("masked_lm") if "/ski" in c[0]])
-def test_released_masked_lm(name, tag, record_property):
+@over([c for c in named_cases("masked_lm") if "/ski" in c[0]], torch.float64)
+def test_released_masked_lm(name, tag, dtype, record_property):
     case = Case(name, tag)
     model = case.load(TnnForMaskedLM(masked_lm_config(case, **RELEASED)))
     outputs = model(**masked_lm_inputs(case), labels=case.ids("labels"))

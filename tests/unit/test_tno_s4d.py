@@ -41,32 +41,22 @@ def random_modes(discretization: str, filters=3, modes=5) -> tuple[list, tuple]:
 
 
 @pytest.mark.parametrize("traced", [False, True])
-@pytest.mark.parametrize("length", [1, 2, 3, 17, 63, 100])
 @pytest.mark.parametrize("discretization", DISCRETIZATIONS)
-def test_two_level_powers_are_the_definition(discretization, length, traced, monkeypatch):
-    """In values and gradients, also with the block of recorded graphs."""
+def test_powers_are_the_definition(discretization, traced, monkeypatch):
+    """In values and gradients, of the fused product, and with the block of recorded graphs.
+
+    `test_derivatives.py` has those of higher order.
+    """
     monkeypatch.setattr(tno_s4d, "is_traced", lambda: traced)
-    found = []
-    for product in (vandermonde_product, naive_vandermonde_product):
-        leaves, (weights, poles) = random_modes(discretization)
-        values = product(*weights, *poles, length, torch.float64)  # (D, L)
-        cotangent = torch.arange(values.numel(), dtype=torch.float64).cos().view(values.shape)
-        found.append([values, *torch.autograd.grad((values * cotangent).sum(), leaves)])
-    for actual, expected in zip(*found, strict=True):
-        assert relative_error(actual, expected) < 1e-11
-
-
-@pytest.mark.parametrize("length", [1, 2, 3, 17, 63, 64, 65, 150])
-def test_the_fused_product_is_the_definition(length):
-    """In values and gradients; `test_derivatives.py` has those of higher order."""
-    found = []
-    for product in (VandermondeProduct.apply, naive_vandermonde_product):
-        leaves, (weights, poles) = random_modes("zoh")
-        values = product(*weights, *poles, length, torch.float64)
-        cotangent = torch.arange(values.numel(), dtype=torch.float64).cos().view(values.shape)
-        found.append([values, *torch.autograd.grad((values * cotangent).sum(), leaves)])
-    for actual, expected in zip(*found, strict=True):
-        assert relative_error(actual, expected) < 1e-11
+    for length in (1, 2, 3, 17, 63, 64, 65, 150):
+        found = []
+        for product in (naive_vandermonde_product, vandermonde_product, VandermondeProduct.apply):
+            leaves, (weights, poles) = random_modes(discretization)
+            values = product(*weights, *poles, length, torch.float64)  # (D, L)
+            cotangent = torch.arange(values.numel(), dtype=torch.float64).cos().view(values.shape)
+            found.append([values, *torch.autograd.grad((values * cotangent).sum(), leaves)])
+        for expected, *others in zip(*found, strict=True):
+            assert all(relative_error(actual, expected) < 1e-11 for actual in others), length
 
 
 @pytest.mark.parametrize("step", [1e-7, 0.01, 0.3, 3.0])
