@@ -9,7 +9,7 @@ from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from helpers.models import random, relative_error, two_sided
 from modeling_tnn import causal_toeplitz_matmul, dense_toeplitz, toeplitz_matmul
 
-SIZES = [1, 2, 3, 8, 17, 40]
+SIZES = [1, 2, 17, 40]
 
 
 def convolved(v: torch.Tensor, filters: torch.Tensor, left: int, right: int) -> torch.Tensor:
@@ -30,20 +30,19 @@ def check(product, expected, inputs):
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("length", [1, 17, 64])
-def test_causal_convolution(length, size):
+def test_causal_convolution(size):
     """PyTorch's filters are in the order of the positions, so the last tap is that of lag 0."""
-    check(
-        lambda v, filters: causal_toeplitz_matmul(v, filters.flip(1)),
-        lambda v, filters: convolved(v, filters, size - 1, 0),
-        [random(2, length, 3), random(3, size)],
-    )
+    for length in (1, 17, 64):
+        check(
+            lambda v, filters: causal_toeplitz_matmul(v, filters.flip(1)),
+            lambda v, filters: convolved(v, filters, size - 1, 0),
+            [random(2, length, 3), random(3, size)],
+        )
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("length", [1, 17, 64])
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
-def test_convolution_of_the_same_length(length, size):
+def test_convolution_of_the_same_length(size):
     """As `padding="same"`: an even filter reaches one position further to the right, and lacks a lag."""
     left = (size - 1) // 2
 
@@ -51,14 +50,12 @@ def test_convolution_of_the_same_length(length, size):
         lags = filters.flip(1)  # from lag -(size - 1 - left) to left
         return toeplitz_matmul(v, pad(lags, (0, size - 1 - 2 * left)))
 
-    check(
-        product,
-        lambda v, filters: convolved(v, filters, left, size - 1 - left),
-        [random(2, length, 3), random(3, size)],
-    )
-    x = random(2, 3, length)
-    same = conv1d(x, random(3, size)[:, None], groups=3, padding="same")
-    assert relative_error(product(x.transpose(1, 2), random(3, size)), same.transpose(1, 2)) < 1e-13
+    for length in (1, 17, 64):
+        inputs = [random(2, length, 3), random(3, size)]
+        check(product, lambda v, filters: convolved(v, filters, left, size - 1 - left), inputs)
+        x = random(2, 3, length)
+        same = conv1d(x, random(3, size)[:, None], groups=3, padding="same")
+        assert relative_error(product(x.transpose(1, 2), random(3, size)), same.transpose(1, 2)) < 1e-13
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -72,7 +69,7 @@ def test_full_convolution(size):
     torch.testing.assert_close(dense_toeplitz(two_sided(taps))[0][:, :length], matrix)
 
 
-@pytest.mark.parametrize("heads", [1, 3, 8])
+@pytest.mark.parametrize("heads", [1, 3])
 def test_alibi_is_a_decay_of_the_exponentials(heads):
     """Equations 6 to 8: it multiplies them, entry by entry, with the Toeplitz matrix of lambda^(i - j)."""
     length = 33
@@ -84,7 +81,7 @@ def test_alibi_is_a_decay_of_the_exponentials(heads):
     torch.testing.assert_close(weights, expected / expected.sum(dim=-1, keepdim=True))
 
 
-@pytest.mark.parametrize("heads", [1, 3, 8])
+@pytest.mark.parametrize("heads", [1, 3])
 def test_alibi_of_equal_scores_is_two_toeplitz_products(heads):
     """Without queries and keys: the decayed sum of the values over that of ones, which the softmax divides by."""
     length = 33
