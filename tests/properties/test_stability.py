@@ -45,12 +45,12 @@ def test_reflection_coefficients_agree_with_the_roots(order, scale, radius, seed
     assert torch.equal(is_stable(denominator, radius)[clear], (radii < radius)[clear])
 
 
-@pytest.mark.parametrize("radius", [0.5, 0.999, 1 - 1e-9, 1 + 1e-9, 1.001, 3.0])
 @pytest.mark.parametrize("angle", [0.0, 1e-3, 1.0, np.pi])
-def test_poles_near_the_circle(radius, angle):
-    denominator = denominator_of(radius * np.exp(1j * angle) if angle not in (0.0, np.pi) else radius * np.cos(angle))
-    assert is_stable(denominator).item() == (radius < 1)
-    assert spectral_radius(denominator).item() == pytest.approx(radius, abs=1e-7)
+def test_poles_near_the_circle(angle):
+    for radius in (0.5, 0.999, 1 - 1e-9, 1 + 1e-9, 1.001, 3.0):
+        pole = radius * np.exp(1j * angle) if angle not in (0.0, np.pi) else radius * np.cos(angle)
+        assert is_stable(denominator_of(pole)).item() == (radius < 1)
+        assert spectral_radius(denominator_of(pole)).item() == pytest.approx(radius, abs=1e-7)
 
 
 def test_what_is_no_number_is_outside():
@@ -145,7 +145,7 @@ def test_callback_warns_once(tmp_path, warnings):
     assert message.startswith("Step 1, layer 1: 1 denominators") and "radius 1.2" in message and "l1_montel" in message
 
 
-@pytest.mark.parametrize("rate", [3e-3, 8e-3, 3e-2])
+@pytest.mark.parametrize("rate", [3e-3, 3e-2])
 def test_default_rtf_generates_after_training(rate, tmp_path):
     """What a user gets who names nothing but the operator: poles stay inside, and the cache gives the same tokens."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "rtf_state_size": 16, "max_position_embeddings": 64}

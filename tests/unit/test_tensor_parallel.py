@@ -121,8 +121,11 @@ def test_plans():
     assert TnnConfig().to_dict().keys().isdisjoint({"base_model_tp_plan", "_tp_plan"})
 
 
-@pytest.mark.parametrize("fields", [{}, {"rtf_num_denominators": 1}, {"rtf_num_denominators": 64}])
-@pytest.mark.parametrize("name", [*CAUSAL, "fd-bidirectional", "ski-bidirectional", "rtf-bidirectional"])
+RESTRICTED = [*((name, {}) for name in (*CAUSAL, "fd-bidirectional", "ski-bidirectional", "rtf-bidirectional"))]
+RESTRICTED += [("rtf", {"rtf_num_denominators": count}) for count in (1, 64)]
+
+
+@pytest.mark.parametrize(("name", "fields"), RESTRICTED)
 def test_restricted_operator(name, fields):
     """Its coefficients are those of its channels, and the whole operator is unchanged."""
     tno_type, _, direction = name.partition("-")

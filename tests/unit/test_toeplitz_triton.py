@@ -9,11 +9,12 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from helpers.models import VARIANTS, random, relative_error, seeded, tiny_config, two_sided
+from helpers.models import VARIANTS, random, relative_error, seeded, tiny_config
+from helpers.products import ProductTests
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, list_presets, load_preset, numerics
 from modeling_tnn.kernels import fallback
-from modeling_tnn.toeplitz import causal_toeplitz_matmul, dense_toeplitz, fit_lags, toeplitz_matmul
-from modeling_tnn.toeplitz_fused import Gate
+from modeling_tnn.toeplitz import causal_toeplitz_matmul, toeplitz_matmul
+from modeling_tnn.toeplitz_fused import NO_GATE, Gate
 
 triton = pytest.importorskip("triton", reason="needs the package triton: `make test-triton` installs it")
 DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
@@ -39,33 +40,6 @@ def nothing_fails():
     assert not fallback.FAILED
 
 
-def dense_product(v, kernel, first: int, gate: Gate):
-    """By definition: lags from -first on."""
-    missing = kernel.shape[1] - 1 - 2 * first
-    coefficients = nn.functional.pad(kernel, (max(0, missing), max(0, -missing)))
-    matrices = dense_toeplitz(fit_lags(coefficients, v.shape[1]))
-    return gate.apply(torch.einsum("dij,bjd->bid", matrices, gate.inputs(v)), "eager")
-
-
-def check(dtype, v, kernel, first: int, u=None, mask=None, act=None, laid_out=lambda x: x):
-    """Values and gradients of `tiled_convolution`; v and u are float64 and are rounded to `dtype` first.
-
-    Args:
-        laid_out: gives the gradient of the result another memory layout.
-    """
-    given = [x if x is None else x.detach().to(DEVICE, dtype).requires_grad_() for x in (v, u)]
-    taps = kernel.detach().to(DEVICE).float().requires_grad_()
-    y = tiled_convolution(given[0], taps, first, Gate(given[1], act, mask))
-    exact = [x if x is None else x.detach().double().requires_grad_() for x in (*given, taps)]
-    expected = dense_product(exact[0], exact[2], first, Gate(exact[1], act, mask))
-    assert y.dtype == dtype and relative_error(y.double(), expected) < TOLERANCE[dtype]
-    cotangent = laid_out(random(*y.shape).detach().to(y))
-    found = torch.autograd.grad((y * cotangent).sum(), [x for x in (*given, taps) if x is not None])
-    wanted = torch.autograd.grad((expected * cotangent.double()).sum(), [x for x in exact if x is not None])
-    for actual, gradient in zip(found, wanted, strict=True):
-        assert relative_error(actual.double(), gradient) < 2 * TOLERANCE[dtype]
-
-
 def masked(batch: int, length: int) -> torch.Tensor:
     return torch.arange(batch * length, device=DEVICE).view(batch, length) % 3 != 1
 
@@ -75,116 +49,39 @@ def single(*shape) -> torch.Tensor:
     return random(*shape).detach().float().to(DEVICE).requires_grad_()
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("length", [1, 3, 63, 130])
-@pytest.mark.parametrize("taps", [1, 5, 64, 200])
-def test_causal_product(length, taps, dtype):
-    """Taps shorter and longer than the text, inside a gate and with padding."""
-    v, u, kernel = random(2, length, 3), random(2, length, 3), random(3, taps) / taps**0.5
-    check(dtype, v, kernel[:, :length], 0, u, masked(2, length), ACTIVATIONS["silu"])
+class TestTriton(ProductTests):
+    implementation = "triton"
+    device = DEVICE
+    tolerances = TOLERANCE
+    acts = tuple(ACTIVATIONS)
+    orders = 2
+    takes_responses = False
+    transforms = ()
+
+    def product(self, v, kernel, first=0, gate=NO_GATE):
+        return tiled_convolution(v, kernel, first, gate)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("length", [2, 17, 64, 191])
-@pytest.mark.parametrize("reach", [1, 4, 70])
-def test_two_sided_product(length, reach, dtype):
-    reach = min(reach, length)
-    v, u, kernel = random(3, length, 2), random(3, length, 2), random(2, 2 * reach - 1) / reach**0.5
-    check(dtype, v, kernel, reach - 1, u, masked(3, length), ACTIVATIONS["silu"])
+check = TestTriton().check
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("length", "taps", "first"), [(2048, 1587, 0), (1500, 2999, 1499)])
-def test_filters_of_real_models(length, taps, first, dtype):
+def test_filters_of_real_models(length, taps, first):
     """Decay 0.99, and every lag on both sides."""
-    v, u, kernel = random(2, length, 1), random(2, length, 1), random(1, taps) / taps**0.5
-    check(dtype, v, kernel, first, u, masked(2, length), ACTIVATIONS["silu"])
+    for dtype in TOLERANCE:
+        v, u, kernel = single(2, length, 1), single(2, length, 1), single(1, taps) / taps**0.5
+        check(v, kernel, first, Gate(u, ACTIVATIONS["silu"], masked(2, length)), dtype)
 
 
-@pytest.mark.parametrize("act", ACTIVATIONS)
-@pytest.mark.parametrize("with_gate", [False, True])
-@pytest.mark.parametrize("with_mask", [False, True])
-def test_gates(act, with_gate, with_mask):
-    v, u, kernel = random(2, 65, 3), random(2, 65, 3) if with_gate else None, random(3, 9)
-    check(torch.float32, v, kernel, 4, u, masked(2, 65) if with_mask else None, ACTIVATIONS[act])
-
-
-def test_without_an_activation():
-    check(torch.float32, random(2, 65, 3), random(3, 9), 4)
-
-
-def test_memory_layouts():
-    """Every order of the three dimensions, of the gradient too, and views with gaps and of one number."""
-    kernel, act = random(4, 9).detach(), ACTIVATIONS["silu"]
-    v, u = random(3, 70, 4).detach(), random(3, 70, 4).detach()
-    for order in ((0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)):
-        back = [order.index(axis) for axis in range(3)]
-
-        def laid_out(x, order=order, back=back):
-            return x.permute(order).contiguous().permute(back)
-
-        check(torch.float32, laid_out(v), kernel, 0, laid_out(u), masked(3, 70), act, laid_out)
-        check(torch.float32, laid_out(v), kernel, 0, laid_out=laid_out)
-    wide = random(6, 140, 8).detach()
-    check(torch.float32, wide[::2, ::2, ::2], kernel, 0, wide[1::2, 1::2, 1::2], masked(6, 140)[::2, ::2], act)
-    check(torch.float32, v[:1, :1].expand(3, 70, 4), kernel, 0, u, None, act)
-
-
-@pytest.mark.parametrize("frozen", range(3))
-def test_gradients_of_some_inputs(frozen):
-    inputs = [single(*shape) for shape in ((2, 40, 3), (3, 9), (2, 40, 3))]
-
-    def gradients(wanted):
-        v, kernel, u = inputs
-        y = tiled_convolution(v, kernel, 0, Gate(u, ACTIVATIONS["silu"]))
-        return torch.autograd.grad(y.square().sum(), wanted)
-
-    every = gradients(inputs)
-    inputs[frozen].requires_grad_(False)
-    others = [i for i in range(3) if i != frozen]
-    for i, gradient in zip(others, gradients([inputs[i] for i in others]), strict=True):
-        assert torch.equal(gradient, every[i])
-
-
-def test_second_derivatives():
-    """Those of PyTorch's own operations."""
-    inputs = [single(*shape) for shape in ((2, 20, 2), (2, 5), (2, 20, 2))]
-    mask, act = masked(2, 20), ACTIVATIONS["silu"]
-    found = []
-    for way in (tiled_convolution, dense_product):
-        v, kernel, u = inputs
-        y = way(v, kernel, 0, Gate(u, act, mask))
-        first = torch.autograd.grad(y.square().sum(), inputs, create_graph=True)
-        found.append(torch.autograd.grad(sum(g.square().sum() for g in first), inputs))
-    for actual, expected in zip(*found, strict=True):
-        assert relative_error(actual, expected) < 1e-5
-
-
-def test_nan_at_padding_reaches_nothing():
-    v = single(2, 70, 3).detach()
-    mask, kernel, u = masked(2, 70), single(3, 20).detach(), single(2, 70, 3).detach()
-    gate = Gate(u, ACTIVATIONS["silu"], mask)
-    clean = tiled_convolution(v, kernel, 0, gate)
-    assert torch.equal(tiled_convolution(v.masked_fill(~mask[..., None], torch.nan), kernel, 0, gate), clean)
-
-
-@pytest.mark.parametrize("length", [1, 70])
-def test_every_number_is_written(length):
+def test_every_number_is_written():
     """PyTorch's deterministic algorithms fill fresh memory with NaN."""
     torch.use_deterministic_algorithms(True)
     try:
-        v, u, kernel = random(2, length, 3), random(2, length, 3), random(3, 9)
-        check(torch.float32, v, kernel, 4, u, masked(2, length), ACTIVATIONS["silu"])
+        for length in (1, 70):
+            gate = Gate(single(2, length, 3), ACTIVATIONS["silu"], masked(2, length))
+            check(single(2, length, 3), single(3, 9), 4, gate)
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-def test_a_row_is_computed_alone():
-    """Texts of a batch do not see each other."""
-    v, kernel = single(3, 70, 2).detach(), single(2, 30).detach()
-    together = tiled_convolution(v, kernel, 0)
-    for row in range(3):
-        torch.testing.assert_close(together[row : row + 1], tiled_convolution(v[row : row + 1], kernel, 0))
 
 
 SIZES = [
@@ -201,14 +98,14 @@ SIZES = [
 
 
 @pytest.mark.parametrize(("dtype", "batch", "length", "taps", "large", "columns"), SIZES)
-@pytest.mark.parametrize("two_sided", [False, True])
-def test_every_size(dtype, batch, length, taps, large, columns, two_sided, monkeypatch):
+def test_every_size(dtype, batch, length, taps, large, columns, monkeypatch):
     """Tiles of all rows of the table, by what is computed and by the generation of the GPU."""
     sizes = toeplitz_triton.product_sizes(taps, batch, length, dtype.itemsize, large)
     assert sizes[0] == columns
     monkeypatch.setattr(toeplitz_triton, "product_sizes", lambda *_: sizes)
-    v, u, kernel = random(batch, length, 1), random(batch, length, 1), random(1, taps) / taps**0.5
-    check(dtype, v, kernel, taps // 2 * two_sided, u, masked(batch, length), ACTIVATIONS["silu"])
+    v, u, kernel = single(batch, length, 1), single(batch, length, 1), single(1, taps) / taps**0.5
+    for first in (0, taps // 2):
+        check(v, kernel, first, Gate(u, ACTIVATIONS["silu"], masked(batch, length)), dtype)
 
 
 def test_every_row_of_the_table_is_tested():
@@ -216,38 +113,23 @@ def test_every_row_of_the_table_is_tested():
     assert rows == {(dtype.itemsize, columns) for dtype, *_, columns in SIZES}
 
 
+TAPS = [(1, 0), (3, 2), (64, 0), (65, 0), (66, 0), (193, 0), (194, 0), (400, 0), (399, 199), (40, 300)]
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("length", [1, 63, 64, 130, 300])
-@pytest.mark.parametrize(
-    ("taps", "first"), [(1, 0), (3, 2), (64, 0), (65, 0), (66, 0), (193, 0), (194, 0), (400, 0), (399, 199), (40, 300)]
-)
-def test_gradient_of_taps(taps, first, length, dtype):
+def test_gradient_of_taps(dtype):
     """By definition, tap by tap: with fewer taps than a tile and more than positions, and any first lag."""
-    g, x = (random(2, 3, length).detach().to(DEVICE, dtype) for _ in range(2))
-    found, expected = toeplitz_triton.tap_gradient(g, x, taps, first), torch.zeros(2, taps, dtype=torch.float64)
-    assert found.dtype == torch.float32 and found.is_contiguous()
-    for tap in range(taps):
+    for length in (1, 63, 64, 130, 300):
+        g, x = (single(2, 3, length).detach().to(dtype) for _ in range(2))
         n = torch.arange(length, device=DEVICE)
-        n = n[(n + first - tap >= 0) & (n + first - tap < length)]
-        expected[:, tap] = (g[..., n].double() * x[..., n + first - tap].double()).sum((1, 2)).cpu()
-    assert relative_error(found.cpu().double(), expected, scale=expected.abs().max().clamp_min(1).item()) < 5e-7
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE)
-def test_equal_bits(dtype):
-    """Nothing depends on the order of the programs."""
-    v, u, kernel = (single(*shape) for shape in ((2, 700, 3), (2, 700, 3), (3, 300)))
-    v, u, found = v.to(dtype), u.to(dtype), []
-    for _ in range(2):
-        y = tiled_convolution(v, kernel, 150, Gate(u, ACTIVATIONS["silu"], masked(2, 700)))
-        found.append([y, *torch.autograd.grad(y.square().sum(), (v, kernel, u))])
-    for one, other in zip(*found, strict=True):
-        assert torch.equal(one, other)
-
-
-def test_two_sided_kernel_of_a_causal_one():
-    v, kernel = single(2, 33, 2).detach(), single(2, 33).detach()
-    torch.testing.assert_close(tiled_convolution(v, kernel, 0), tiled_convolution(v, two_sided(kernel), 32))
+        for taps, first in TAPS:
+            found = toeplitz_triton.tap_gradient(g, x, taps, first)
+            assert found.dtype == torch.float32 and found.is_contiguous()
+            read = n + first - torch.arange(taps, device=DEVICE)[:, None]  # (K, L)
+            met = x.double()[..., read.clamp(0, length - 1)] * ((read >= 0) & (read < length))
+            expected = torch.einsum("cbn,cbkn->ck", g.double(), met)
+            scale = expected.abs().max().clamp_min(1).item()
+            assert relative_error(found.double(), expected, scale) < 5e-7, (length, taps, first)
 
 
 def test_activations_of_the_presets():
