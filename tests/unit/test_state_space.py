@@ -10,7 +10,7 @@ from modeling_tnn.tno_auto import build_tno
 from modeling_tnn.tno_rtf import companion_matrix, monic
 from modeling_tnn.toeplitz import dense_toeplitz
 
-ORDERS = pytest.mark.parametrize("order", [1, 2, 5, 8])
+ORDERS = pytest.mark.parametrize("order", [1, 2, 5])
 
 
 def random_system(order: int, seed: int) -> tuple[np.ndarray, ...]:
@@ -60,7 +60,7 @@ def test_a_state_space_model_is_a_toeplitz_matrix(order):
 
 
 @ORDERS
-@pytest.mark.parametrize("size", [16, 63, 64])
+@pytest.mark.parametrize("size", [63, 64])
 @torch.no_grad()
 def test_a_state_space_model_is_an_rtf_operator(order, size):
     """RTF equation 5, listing 1, A.2, A.4 and B.3.1: every form of a system has the kernel of the operator."""
