@@ -19,29 +19,20 @@ TEXT = torch.arange(2, 26).view(2, 12)
 
 @pytest.mark.parametrize("name", NAMES)
 def test_forward_takes_both_names(name):
-    """The language model, and its base model, whose outputs have the name of the installed transformers."""
-    model = lively_language_model(decay=0.9)
+    """Of heads and their body, whose outputs have the name of the installed transformers, and `generate`."""
+    model, classifier = lively_language_model(decay=0.9), TnnForSequenceClassification(tiny_config(decay=0.9))
     for one, output in ((model, "logits"), (model.model, "last_hidden_state")):
         cache = one(TEXT[:, :7], use_cache=True)[CACHE]
         outputs = one(TEXT[:, 7:], use_cache=True, **{name: cache})
         assert outputs[CACHE] is cache and cache.get_seq_length() == 12
         assert relative_error(outputs[output], one(TEXT, use_cache=False)[output][:, 7:]) < 1e-12
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_classifier_takes_both_names(name):
-    model = TnnForSequenceClassification(tiny_config(decay=0.9)).double().eval()
-    cache = model(TEXT[:, :7], use_cache=True)[CACHE]
-    assert relative_error(model(TEXT[:, 7:], **{name: cache}).logits, model(TEXT).logits) < 1e-12
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_generate_takes_both_names(name):
-    model, options = lively_language_model(decay=0.9), {"max_new_tokens": 9, "do_sample": False}
-    expected = model.generate(TEXT, **options)
+    classifier.double().eval()
+    cache = classifier(TEXT[:, :7], use_cache=True)[CACHE]
+    assert relative_error(classifier(TEXT[:, 7:], **{name: cache}).logits, classifier(TEXT).logits) < 1e-12
+    options = {"max_new_tokens": 9, "do_sample": False}
     with torch.no_grad():
         cache = model(TEXT[:, :7], use_cache=True)[CACHE]
-    assert torch.equal(model.generate(TEXT, **{name: cache}, **options), expected)
+    assert torch.equal(model.generate(TEXT, **{name: cache}, **options), model.generate(TEXT, **options))
 
 
 def test_both_names_at_once_are_refused():
@@ -54,11 +45,7 @@ def test_both_names_at_once_are_refused():
     with pytest.raises(ValueError, match="two names of one argument"):
         model.generate(TEXT, **given)
     assert model(TEXT, cache=None, past_key_values=cache)[CACHE] is cache
-
-
-def test_signature_has_both_names():
-    """Tools of transformers look for the cache there."""
-    assert {*NAMES} <= set(inspect.signature(TnnModel.forward).parameters)
+    assert {*NAMES} <= set(inspect.signature(TnnModel.forward).parameters), "tools of transformers look there"
 
 
 def test_trainer_predicts_no_cache(tmp_path):

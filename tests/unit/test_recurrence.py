@@ -4,10 +4,9 @@ import copy
 
 import pytest
 import torch
-from transformers import DynamicCache, GPT2Config, StaticCache
 
-from helpers.cache_models import states_of
-from helpers.models import CAUSAL, relative_error, seeded, tiny_config
+from helpers.caches import states_of
+from helpers.models import relative_error, seeded, tiny_config
 from modeling_tnn import TnnForCausalLM, recurrence, tno_modal, tno_rtf
 from modeling_tnn.cache_tnn import TnnCacheLayer, bytes_per_sequence, max_crop, memory_per_sequence
 from modeling_tnn.history import SLACK, HistoryBuffer
@@ -39,7 +38,7 @@ EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
 def blocks(request, monkeypatch):
     """Small blocks meet all their boundaries within a short text, and make the state after a prompt at once."""
     if request.param == "usual blocks":
-        yield
+        yield request.param
         return
     monkeypatch.setattr(recurrence, "SHORT_BLOCKS", (8, 8))
     monkeypatch.setattr(recurrence, "LONG_BLOCKS", (32, 4))
@@ -48,7 +47,7 @@ def blocks(request, monkeypatch):
         monkeypatch.setattr(module, "PIECE", 16)
         monkeypatch.setattr(module, "LONG_PROMPT", 16)
     with torch.no_grad():
-        yield
+        yield request.param
 
 
 def operator_of(kind, layer_idx=1, **fields):
@@ -70,25 +69,28 @@ def advance(layer, v, operator):
 
 
 @EVERY_KIND
-@pytest.mark.parametrize("prompt", [1, 7, 300, 800])
-def test_steps_equal_the_product(kind, prompt, blocks):
+def test_steps_equal_the_product(kind, blocks):
+    """After prompts of several lengths, and after all of one was taken back."""
     operator = operator_of(kind)
-    v = random_input(prompt + 200, operator)
-    layer = TnnCacheLayer()
-    parts = [advance(layer, v[:, :prompt], operator)]
-    parts += [advance(layer, v[:, t : t + 1], operator) for t in range(prompt, prompt + 200)]
-    assert relative_error(torch.cat(parts, dim=1), operator(v)) < 1e-12
-    assert layer.get_seq_length() == prompt + 200
+    for prompt in (1, 7, 300, 800) if blocks == "usual blocks" else (7, 300):
+        v, layer = random_input(prompt + 150, operator), TnnCacheLayer()
+        if prompt == 7:
+            advance(layer, random_input(20, operator), operator)
+            layer.crop(-20)
+            assert layer.get_seq_length() == 0
+        parts = [advance(layer, v[:, :prompt], operator)]
+        parts += [advance(layer, v[:, t : t + 1], operator) for t in range(prompt, prompt + 150)]
+        assert relative_error(torch.cat(parts, dim=1), operator(v)) < 1e-12
+        assert layer.get_seq_length() == prompt + 150
 
 
 @EVERY_KIND
-@pytest.mark.parametrize("seed", range(2))
-def test_random_chunks_and_crops_equal_the_product(kind, seed, blocks):
+def test_random_chunks_and_crops_equal_the_product(kind, blocks):
     """A text is fed in pieces of random length; now and then a wrong continuation is fed first and taken back."""
     operator = operator_of(kind)
     v, wrong = random_input(700, operator), 3 * random_input(200, operator)
     expected = operator(v)
-    choice = torch.Generator().manual_seed(seed)
+    choice = torch.Generator().manual_seed(len(kind))
     layer, position = TnnCacheLayer(), 0
     while position < v.shape[1]:
         length = [1, 1, 1, 2, 5, 40, 150][torch.randint(7, (), generator=choice)]
@@ -148,7 +150,7 @@ def test_crops_across_the_start_of_a_block(kind, blocks):
         assert relative_error(y, expected[:, position : position + 1]) < 1e-11
 
 
-@pytest.mark.parametrize("phase", [0.0, 0.5, 0.83])
+@pytest.mark.parametrize("phase", [0.0, 0.83])
 def test_no_token_does_the_work_of_a_block(phase, monkeypatch):
     """Each part of the next block has its token, in a short first block too, and a history moves when it is full."""
     operator = operator_of("rpe", decay=0.99)
@@ -163,9 +165,9 @@ def test_no_token_does_the_work_of_a_block(phase, monkeypatch):
 
     monkeypatch.setattr(recurrence.FilterRecurrence, "look_ahead", spy)
     monkeypatch.setattr(HistoryBuffer, "move", lambda self, *given: (moved.append(position), move(self, *given)))
-    v, layer = random_input(2000, operator), TnnCacheLayer()
+    v, layer = random_input(1500, operator), TnnCacheLayer()
     advance(layer, v[:, :500], operator)
-    for position in range(500, 2000):
+    for position in range(500, 1500):
         advance(layer, v[:, position : position + 1], operator)
     assert looked.pop(500) >= operator.channels  # the first block begins
     parts = layer.states["tno"].recurrence.first_block // 4
@@ -176,25 +178,13 @@ def test_no_token_does_the_work_of_a_block(phase, monkeypatch):
 @EVERY_KIND
 def test_float32_state(kind):
     operator = operator_of(kind)
-    v = random_input(500, operator)
+    v = random_input(300, operator)
     exact = operator(v)
     operator.float()
     layer = TnnCacheLayer()
     parts = [advance(layer, v[:, :7].float(), operator)]
-    parts += [advance(layer, v[:, t : t + 1].float(), operator) for t in range(7, 500)]
+    parts += [advance(layer, v[:, t : t + 1].float(), operator) for t in range(7, 300)]
     assert relative_error(torch.cat(parts, dim=1), exact) < 2e-5
-
-
-@EVERY_KIND
-def test_removing_everything_starts_again(kind):
-    operator = operator_of(kind)
-    v = random_input(20, operator)
-    layer = TnnCacheLayer()
-    advance(layer, v, operator)
-    layer.crop(-20)
-    assert layer.get_seq_length() == 0
-    parts = [advance(layer, v[:, t : t + 1], operator) for t in range(20)]
-    assert relative_error(torch.cat(parts, dim=1), operator(v)) < 1e-12
 
 
 def test_a_first_call_that_failed_leaves_nothing(monkeypatch):
@@ -210,28 +200,29 @@ def test_a_first_call_that_failed_leaves_nothing(monkeypatch):
 
 @EVERY_KIND
 def test_crop_beyond_the_register(kind):
-    operator = operator_of(kind)
-    layer = TnnCacheLayer()
+    operator, layer = operator_of(kind), TnnCacheLayer()
     advance(layer, random_input(10, operator), operator)
     with pytest.raises(ValueError, match="remove, at least -10 for this state of 10 tokens, got -11.* empty cache"):
         layer.crop(-11)
-    for _ in range(1000):
+    for _ in range(300):
         advance(layer, random_input(1, operator), operator)
     assert max_crop(layer) >= SLACK
-    with pytest.raises(ValueError, match="`tokens_to_remove` must be .*, got -1011"):
-        layer.crop(-1011)
-    with pytest.raises(ValueError, match="minus the number of tokens to remove"):
-        layer.crop(3)
+    for wrong, message in ((-311, "`tokens_to_remove` must be .*, got -311"), (3, "minus the number of tokens to")):
+        with pytest.raises(ValueError, match=message):
+            layer.crop(wrong)
 
 
 @EVERY_KIND
 def test_rows_are_independent(kind):
-    """Reorder, repeat and select along the batch; a copy continues independently."""
+    """Reorder, repeat and select along the batch, of a cropped prompt too; a copy continues independently."""
     operator = operator_of(kind)
     v = random_input(90, operator, rows=3)
     expected = operator(v)
     layer = TnnCacheLayer()
-    for t in range(70):
+    advance(layer, v[[2, 1, 0], :20], operator)
+    layer.crop(-5)
+    layer.reorder_cache(torch.tensor([2, 1, 0]))
+    for t in range(15, 70):
         advance(layer, v[:, t : t + 1], operator)
     layer.reorder_cache(torch.tensor([2, 0, 1]))
     layer.batch_repeat_interleave(2)
@@ -248,10 +239,10 @@ def test_rows_are_independent(kind):
 def test_state_does_not_grow(kind):
     operator = operator_of(kind)
     layer, sizes = TnnCacheLayer(), []
-    for _ in range(2000):
+    for _ in range(1200):
         advance(layer, random_input(1, operator), operator)
         sizes.append(bytes_per_sequence(layer))
-    assert max(sizes[1000:]) <= max(sizes[:1000])
+    assert max(sizes[600:]) <= max(sizes[:600])
     chunked = TnnCacheLayer()
     for _ in range(8):
         advance(chunked, random_input(1000, operator), operator)
@@ -326,19 +317,6 @@ def test_unstable_poles_do_not_disturb_a_pass_that_is_not_continued():
     assert torch.equal(model.eval()(ids).logits, model(ids, use_cache=False).logits)
 
 
-@EVERY_KIND
-def test_crop_of_a_prompt(kind):
-    """Before the text is continued."""
-    operator = operator_of(kind)
-    v = random_input(40, operator)
-    layer = TnnCacheLayer()
-    advance(layer, v[:, :20], operator)
-    layer.crop(-5)
-    layer.reorder_cache(torch.tensor([1, 0]))
-    parts = [advance(layer, v.flip(0)[:, t : t + 1], operator) for t in range(15, 40)]
-    assert relative_error(torch.cat(parts, dim=1), operator(v).flip(0)[:, 15:]) < 1e-11
-
-
 def test_unstable_poles_are_named():
     model = unstable_model(1.5)
     with pytest.raises(ValueError, match=r"Layer 1, channel \d+: a pole of radius 1.500000 .*use_cache=False"):
@@ -353,22 +331,6 @@ def test_divergence_beyond_the_trained_length_is_named():
     with pytest.raises(ValueError, match="Layer 1, channel 0: a pole of radius 1.020000 makes"):
         for _ in range(50):
             advance(layer, torch.ones(1, 1000, operator.channels), operator)
-
-
-@pytest.mark.parametrize("tno_type", CAUSAL)
-def test_cache_of_another_model_or_batch(tno_type):
-    model = seeded(TnnForCausalLM, tiny_config(tno_type))
-    ids = torch.arange(8).view(2, 4)
-    with pytest.raises(ValueError, match="must have 2 sequences, as `past_key_values` has, got 1"):
-        model(ids[:1], past_key_values=model(ids).past_key_values)
-    for cache in (DynamicCache(config=GPT2Config()), StaticCache(config=GPT2Config(), max_cache_len=9)):
-        with pytest.raises(ValueError, match="DynamicCache\\(config=model.config\\), got .*Cache"):
-            model(ids, past_key_values=cache)
-    fresh = DynamicCache(config=model.config)
-    assert torch.equal(model(ids, past_key_values=fresh).logits, model(ids).logits)
-    assert fresh.get_seq_length() == 4
-    fresh.reset()
-    assert fresh.get_seq_length() == 0
 
 
 def test_training_with_a_cache_has_its_gradients():

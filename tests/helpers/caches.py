@@ -1,0 +1,332 @@
+"""The promises of decoding with a cache, which every kind of causal model inherits: a subclass names models.
+
+    class TestGaussian(CacheTests):
+        kinds = {"gaussian": {"tno_type": "gaussian", "num_gaussians": 3}}
+
+Tokens are compared in float64, where no tie can be broken by rounding. A test that asks for `chosen` instead of
+`model` runs over the kinds in `few`: it reaches a model through the same cache and the same passes as the rest.
+"""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+from transformers.cache_utils import DynamicLayer
+
+from helpers.hybrids import HYBRIDS
+from helpers.mixers import MIXED
+from helpers.models import lively_language_model, relative_error
+from modeling_tnn.cache_tnn import max_crop, memory_per_sequence
+
+MODELS = {
+    "rpe": {"tno_type": "rpe", "decay": 0.9},
+    "rpe-medium-decay": {"tno_type": "rpe", "decay": 0.94},  # the history is a ring
+    "rpe-learnable-decay": {"tno_type": "rpe", "decay": 0.8, "learnable_decay": True},
+    "rpe-no-decay": {"tno_type": "rpe", "decay": None},
+    "fd": {"tno_type": "fd", "fd_resolution": 32},
+    "rtf": {"tno_type": "rtf"},
+    "s4d": {"tno_type": "s4d"},
+    "modal": {"tno_type": "modal"},
+    "explicit": {"tno_type": "explicit", "max_position_embeddings": 50},
+    "converted": {"tno_type": "rpe", "decay": 0.9},
+    "sinusoidal": {"tno_type": "rtf", "position_embedding": "sinusoidal"},
+    "hyena": {"tno_type": "rtf"} | MIXED["hyena"],
+    "s4": {"tno_type": "rtf"} | MIXED["s4"],
+    "hybrid": {"tno_type": "rpe", "decay": 0.9} | HYBRIDS["full"],
+    "sliding": {"tno_type": "rtf"} | HYBRIDS["sliding"],
+    "attention": HYBRIDS["attention"],
+}
+TEXT = torch.randint(2, 99, (2, 160), generator=torch.Generator().manual_seed(0))
+
+
+def model_of(name, **fields):
+    model = lively_language_model(**MODELS[name] | fields)
+    return model.to_recurrent(order=8, window=4)[0] if name == "converted" else model
+
+
+def text_of(length, rows=2):
+    return torch.randint(2, 99, (rows, length), generator=torch.Generator().manual_seed(length))
+
+
+def states_of(cache):
+    """The decoding states of all layers."""
+    return [state for layer in cache.layers for state in layer.states.values()]
+
+
+def generate(model, prompt, new, **options):
+    """Greedy unless the options say otherwise; from the same random state every time."""
+    torch.manual_seed(7)
+    return model.generate(prompt, max_new_tokens=new, **{"do_sample": False} | options)
+
+
+def cache_of(model, text=None, **options):
+    """A cache that has read a text, and can take back tokens of windows too."""
+    cache = DynamicCache(config=model.config)
+    if "sliding_attention" in (model.config.layer_types or ()):
+        cache.activate_past_recording()
+    if text is not None:
+        model(text, past_key_values=cache, **options)
+    return cache
+
+
+def passes(model, text, sizes, mask=None, cache=None):
+    """The logits of a text that comes in pieces, after what the cache holds."""
+    cache, logits = DynamicCache(config=model.config) if cache is None else cache, []
+    end = cache.get_seq_length()
+    for piece in text[:, end:].split(sizes, dim=1):
+        end += piece.shape[1]
+        given = None if mask is None else mask[:, :end]
+        logits.append(model(piece, attention_mask=given, past_key_values=cache).logits)
+    return torch.cat(logits, dim=1)
+
+
+def gradients(model, logits):
+    return torch.autograd.grad(logits.logsumexp(-1).mean(), list(model.parameters()))
+
+
+def loaded_by_torch(cache):
+    file = io.BytesIO()
+    torch.save(cache, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def reset_empties_attention():
+    """Whether transformers' own layer is empty after `reset`. That of 5.17 still has as many keys, all zero."""
+    layer, key = DynamicLayer(), torch.ones(1, 1, 3, 1)
+    layer.update(key, key)
+    layer.reset()
+    return layer.get_seq_length() == 0
+
+
+class CacheTests:
+    """Promises of decoding; see above.
+
+    Attributes:
+        kinds: fields of the configurations of models, by names.
+        few: the kinds that show what does not depend on them.
+    """
+
+    kinds: dict[str, dict] = {}
+    few: tuple[str, ...] = ()
+
+    def pytest_generate_tests(self, metafunc):
+        for fixture, names in (("model", self.kinds), ("chosen", self.few)):
+            if fixture in metafunc.fixturenames:
+                metafunc.parametrize(fixture, names, indirect=True)
+
+    def build(self, name: str):
+        return model_of(name) if name in MODELS else lively_language_model(**self.kinds[name])
+
+    @pytest.fixture
+    def model(self, request):
+        return self.build(request.param)
+
+    @pytest.fixture
+    def chosen(self, request):
+        return self.build(request.param)
+
+    def test_greedy_tokens_are_those_without_a_cache(self, model):
+        """After a short prompt and one beyond the trained length; in chunks, with a static cache, from embeddings."""
+        for length, new, size in ((7, 40, 5), (300, 16, 128)):
+            prompt = text_of(length)
+            tokens = generate(model, prompt, new)
+            logits = model(tokens[:, :-1], use_cache=False).logits[:, length - 1 :]
+            assert torch.equal(tokens[:, length:], logits.argmax(-1))
+            assert new < 40 or min(len(set(row)) for row in tokens.tolist()) > 10, "a text depends on its past"
+            for options in ({"cache_implementation": "static"}, {"prefill_chunk_size": size}):
+                assert torch.equal(generate(model, prompt, new, **options), tokens)
+        embeds, expected = model.get_input_embeddings()(text_of(7)), generate(model, text_of(7), 10, use_cache=False)
+        assert torch.equal(generate(model, None, 10, inputs_embeds=embeds), expected[:, 7:])
+
+    def test_a_left_padded_batch_is_one_by_one(self, model):
+        """In chunks too."""
+        texts = [text_of(length, 1) for length in (30, 10, 29)]
+        padding = [30 - text.shape[1] for text in texts]
+        batch = torch.cat(
+            [torch.nn.functional.pad(text, (n, 0), value=1) for text, n in zip(texts, padding, strict=True)]
+        )
+        options = {"attention_mask": torch.stack([torch.arange(30) >= n for n in padding]).long()}
+        generated = generate(model, batch, 20, **options)
+        assert torch.equal(generate(model, batch, 20, prefill_chunk_size=3, **options), generated)
+        for row, (text, n) in enumerate(zip(texts, padding, strict=True)):
+            assert torch.equal(generated[row : row + 1, n:], generate(model, text, 20))
+
+    @torch.no_grad()
+    def test_pieces_are_the_whole_text(self, model):
+        """After a first piece of any length, steps and chunks, with padding anywhere in it."""
+        text = text_of(344)
+        expected = model(text, use_cache=False).logits
+        for length in (1, 99, 101, 301):
+            assert relative_error(passes(model, text, [length, 1, 1, 40, 302 - length]), expected) < 1e-10
+        for padding in (slice(0, 207), slice(94, 301), slice(120, 123)):
+            mask = torch.ones_like(text)
+            mask[0, padding] = 0
+            expected = model(text, attention_mask=mask, use_cache=False).logits
+            found = passes(model, text, [301, 1, 1, 41], mask)
+            assert relative_error(found[mask.bool()], expected[mask.bool()]) < 1e-10
+
+    @torch.no_grad()
+    @pytest.mark.parametrize("length, removed", [(40, 40), (1000, 999), (47, 7)])
+    def test_what_is_taken_back_was_never_there(self, model, length, removed):
+        """Of a prompt, and of the steps after it."""
+        cache = cache_of(model, text_of(length))
+        if removed == 7:
+            for token in text_of(7).split(1, dim=1):
+                model(token, past_key_values=cache)
+        removable = [max_crop(layer) for layer in cache.layers if hasattr(layer, "states")]
+        assert min(removable, default=removed) >= removed
+        cache.crop(-removed)
+        kept = cache.get_seq_length()
+        assert kept == (length if removed == 7 else length - removed)
+        text = torch.cat([text_of(length)[:, :kept], text_of(50)], dim=1)
+        expected = model(text, use_cache=False).logits[:, kept:]
+        assert relative_error(passes(model, text, [1, 1, 48], cache=cache), expected) < 1e-10
+
+    @torch.no_grad()
+    @pytest.mark.parametrize("steps", [0, 5])
+    def test_copies_and_other_rows_of_a_cache_go_on(self, model, steps):
+        """Pickled, saved by torch, copied, in the memory of another device; with a copy of the model."""
+        held, text = 340 + steps, text_of(390, 3)
+        cache = cache_of(model)
+        passes(model, text[:, :held], [340] + [1] * steps, cache=cache)
+        cache.reorder_cache(torch.tensor([2, 0, 1]))
+        cache.batch_repeat_interleave(2)
+        cache.batch_select_indices(torch.tensor([0, 5]))
+        for layer in cache.layers:
+            layer.offload()
+            layer.prefetch()
+        text, twin = text[[2, 1]], copy.deepcopy(model)
+        expected = model(text, use_cache=False).logits[:, held:]
+        pickled = pickle.loads(pickle.dumps(cache))
+        copies = [pickled, pickle.loads(pickle.dumps(pickled)), loaded_by_torch(cache), copy.deepcopy(cache), cache]
+        for one in copies:
+            assert len(one) == 2 and one.get_seq_length() == held and memory_per_sequence(one) > 0
+            found = passes(twin, text, [1, 1, 30, 18 - steps], cache=one)
+            assert relative_error(found, expected) < 1e-10
+        with pytest.raises(ValueError, match="The input must have 2 sequences, as `past_key_values` has, got 1"):
+            model(text[:1], past_key_values=cache)
+
+    @torch.no_grad()
+    def test_a_reset_cache_is_empty(self, model):
+        cache = cache_of(model, text_of(40))
+        cache.reset()
+        assert cache.get_seq_length() == 0
+        windows_or_states = "full_attention" not in (model.config.layer_types or ())
+        if windows_or_states or reset_empties_attention():
+            found = model(text_of(40), past_key_values=cache).logits
+            assert relative_error(found, model(text_of(40)).logits) < 1e-12
+        else:
+            with pytest.raises(ValueError, match="`past_key_values` is incomplete.* Start with an empty cache"):
+                model(text_of(40), past_key_values=cache)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    def test_precision(self, model, dtype):
+        model, prompt = model.to(dtype), text_of(301)
+        output = generate(model, prompt, 30, output_logits=True, return_dict_in_generate=True)
+        uncached = model(output.sequences[:, :-1], use_cache=False).logits[:, 300:]
+        error = relative_error(torch.stack(output.logits, dim=1), uncached)
+        assert error < (1e-4 if dtype is torch.float32 else 0.05)
+
+    def test_the_call_that_fills_a_cache_has_gradients_and_a_later_one_refuses(self, model):
+        """Its logits are the same with gradients; a frozen model refuses those of its operators and keys too."""
+        cache = DynamicCache()
+        logits = model(TEXT, past_key_values=cache).logits
+        expected = gradients(model, model(TEXT, use_cache=False).logits)
+        for found, one in zip(gradients(model, logits), expected, strict=True):
+            assert relative_error(found, one) < 1e-10
+        model.requires_grad_(False)
+        for layer in model.model.layers:
+            (getattr(layer.mixer, "tno", None) or layer.attention.k_proj).requires_grad_()
+        more = text_of(40)
+        logits = passes(model, torch.cat([TEXT, more], dim=1), [1, 39], cache=cache)
+        whole = model(torch.cat([TEXT, more], dim=1), use_cache=False).logits
+        assert relative_error(logits, whole[:, 160:]) < 1e-10
+        with pytest.raises(RuntimeError, match="continues a cache has no gradients.*through an empty cache or"):
+            logits.sum().backward()
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+    def test_inference_mode(self, model):
+        """A prompt of it goes on outside, with gradients and without; a saved one goes on within."""
+        text = text_of(340)
+        expected = model(text, use_cache=False).logits[:, 301:]
+        for gradients in (False, True):
+            with torch.inference_mode():
+                cache = cache_of(model, text[:, :301])
+            with torch.set_grad_enabled(gradients):
+                assert relative_error(passes(model, text, [1, 1, 30, 7], cache=cache), expected) < 1e-10
+        with torch.inference_mode():
+            saved = pickle.loads(pickle.dumps(cache_of(model, text[:, :301])))
+            assert relative_error(passes(model, text, [1, 38], cache=saved), expected) < 1e-10
+
+    def test_an_empty_cache_decodes_with_the_present_weights(self, model):
+        """One without a configuration is filled; what an earlier cache computed from weights is not used again."""
+        prompt = text_of(20)
+        with torch.no_grad():
+            saved = pickle.loads(pickle.dumps(cache_of(model, prompt[:, :12])))
+        assert torch.equal(generate(model, prompt, 9, past_key_values=saved), generate(model, prompt, 9))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.1)
+        expected = generate(model, prompt, 30, use_cache=False)
+        for empty in (DynamicCache(), DynamicCache(config=model.config)):
+            assert torch.equal(generate(model, prompt, 30, past_key_values=empty), expected)
+            assert len(empty) == 2 and empty.get_seq_length() == 49
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"do_sample": True, "top_k": 20, "temperature": 0.8, "num_return_sequences": 3},
+            {"num_beams": 3, "num_return_sequences": 2},
+            {"num_beams": 3, "do_sample": True},
+        ],
+        ids=["sampling", "beams", "sampled beams"],
+    )
+    def test_sampling_and_beams_are_those_without_a_cache(self, chosen, options):
+        for length, new in ((7, 30), (300, 5)):
+            expected = generate(chosen, text_of(length), new, use_cache=False, **options)
+            assert torch.equal(generate(chosen, text_of(length), new, **options), expected)
+            assert torch.equal(
+                generate(chosen, text_of(length), new, cache_implementation="static", **options), expected
+            )
+
+    def test_drafts_are_taken_back(self, chosen):
+        """Those of another model and of the prompt, some of them long: the greedy tokens."""
+        for length in (7, 300):
+            prompt = text_of(length, 1).repeat(1, 2)
+            expected = generate(chosen, prompt, 25)
+            drafting = model_of("rpe" if chosen.config.tno_type == "rtf" else "rtf")
+            assert torch.equal(generate(chosen, prompt, 25, assistant_model=drafting), expected)
+            assert torch.equal(generate(chosen, prompt, 25, prompt_lookup_num_tokens=4), expected)
+            many = {"prompt_lookup_num_tokens": 300, "max_matching_ngram_size": 1}
+            assert torch.equal(generate(chosen, prompt, 25, **many), expected)
+
+    def test_continuing_is_one_run(self, chosen):
+        """From the cache that `generate` returns, and from a state that is repeated for each continuation."""
+        prompt = text_of(40)
+        first = generate(chosen, prompt, 20, return_dict_in_generate=True)
+        mask = torch.ones_like(first.sequences)  # the text may have the padding token in it
+        more = generate(chosen, first.sequences, 20, past_key_values=first.past_key_values, attention_mask=mask)
+        assert torch.equal(more, generate(chosen, prompt, 40))
+        cache = cache_of(chosen)
+        with torch.no_grad():
+            chosen(prompt[:1], past_key_values=cache)
+        cache.batch_repeat_interleave(3)
+        texts = torch.cat([prompt[:1].repeat(3, 1), text_of(5, 3)], dim=1)
+        together = generate(chosen, texts, 20, past_key_values=cache)
+        for row in range(3):
+            assert torch.equal(together[row : row + 1], generate(chosen, texts[row : row + 1], 20))
+
+    def test_static_caches_have_the_same_passes(self, chosen):
+        """With gradients in the call that fills it, and an error for those of a later one."""
+        cache = StaticCache(config=chosen.config, max_cache_len=200)
+        found = gradients(chosen, chosen(TEXT[:, :100], past_key_values=cache).logits)
+        expected = gradients(chosen, chosen(TEXT[:, :100], use_cache=False).logits)
+        assert all(relative_error(a, e) < 1e-10 for a, e in zip(found, expected, strict=True))
+        logits = passes(chosen, TEXT, [1, 59], cache=cache)
+        assert relative_error(logits, chosen(TEXT, use_cache=False).logits[:, 100:]) < 1e-10
+        with pytest.raises(RuntimeError, match="continues a cache has no gradients"):
+            logits.sum().backward()
