@@ -71,8 +71,9 @@ def test_one_task(trained):
 
 @pytest.mark.slow
 def test_sweep_keeps_the_best(encoder, glue, tmp_path):
-    finetune(encoder, tmp_path, f"--task_name sst2 stsb --dataset_path {glue} --num_train_epochs 2 --sweep",
-             "--sweep_learning_rates 1e-2 1e-6 --sweep_seeds 3 4")  # fmt: skip
+    run_script("finetune_glue", *glue_options(encoder, tmp_path, "--sweep"),
+               f"--task_name sst2 stsb --dataset_path {glue} --num_train_epochs 2",
+               "--sweep_learning_rates 1e-2 1e-6 --sweep_seeds 3 4")  # fmt: skip
     sst2, stsb = json.loads((tmp_path / "results.json").read_text())
     assert (sst2["metric"], stsb["metric"]) == ("accuracy", "spearmanr")
     assert sst2["learning_rate"] == 0.01 and sst2["seeds"] == 2 and len(sst2["runs"]) == 4
