@@ -125,9 +125,11 @@ def project_poles(model: torch.nn.Module, radius: float):
     """
     if not 0 < radius < 1:
         raise ValueError(f"`radius` must be in (0, 1), got {radius}")
-    for operator, rows, radii in unstable_operators(model, radius):
+    unstable = unstable_operators(model, radius)
+    for operator, _, radii in unstable:  # before any layer changes
         if radii.isinf().any():
             raise ValueError(f"Denominators must be finite to be projected, got others in layer {operator.layer_idx}")
+    for operator, rows, radii in unstable:
         parameter, values = operator.denominator, whole(operator.denominator).clone()  # (Q, N)
         factors = (radius / radii).clamp(max=1)[:, None]  # (M, 1)
         values[rows.to(values.device)] = scale_roots(values.cpu()[rows], factors).to(values)

@@ -78,6 +78,16 @@ def test_projection_keeps_angles_and_what_is_inside():
     assert find_unstable(model, 0.9001) == []
 
 
+def test_a_projection_that_fails_changes_no_layer():
+    model = model_with_pole(1.25, layer=0)
+    with torch.no_grad():
+        model.model.layers[1].mixer.tno.denominator[0, 0] = float("nan")
+    before = model.model.layers[0].mixer.tno.denominator.detach().clone()
+    with pytest.raises(ValueError, match="must be finite to be projected, got others in layer 1"):
+        project_poles(model, 0.9)
+    assert torch.equal(model.model.layers[0].mixer.tno.denominator, before)
+
+
 class Operations(TorchDispatchMode):
     def __init__(self):
         super().__init__()
