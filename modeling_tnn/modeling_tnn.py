@@ -302,7 +302,9 @@ class TnnModel(TnnPreTrainedModel):
         """Run the blocks on tokens that have been checked. With `passed.layout`, `position_ids` are given."""
         attention_mask, past_key_values, documents, layout, *_ = passed
         # Of this stage of a pipeline, to which the others hand `inputs_embeds`.
-        first = next(index for index, layer in enumerate(self.layers) if not is_elsewhere(layer))
+        first = next((index for index, layer in enumerate(self.layers) if not is_elsewhere(layer)), None)
+        if first is None:
+            raise ValueError(f"A pipeline must have at most {len(self.layers)} stages, one for each layer, got more")
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         if not self.config.causal and past_key_values is not None:

@@ -192,7 +192,13 @@ def pipeline() -> dict:
                 error = relative_error(divided(**given).logits[real], model(**given).logits[real])
             tokens = [one.generate(**given, max_new_tokens=6, do_sample=False) for one in (divided, model)]
             found[name] = {"logits": ranks.worst([error]), "same": all(gathered(torch.equal(*tokens)))}
-    return {"stages": found}
+    _, folder = save("rpe", True, {"num_hidden_layers": 1})
+    divided, refused = TnnForCausalLM.from_pretrained(folder, distributed_config=config, dtype=torch.float64), ""
+    try:
+        divided.model(**inputs(False))
+    except ValueError as error:
+        refused = str(error)
+    return {"stages": found, "refused": gathered(refused)}
 
 
 def heads() -> dict:

@@ -95,6 +95,10 @@ def test_pipeline_of_four():
     assert all(one["logits"] < 1e-12 and one["same"] for one in found(4, "--slow")["pipeline"]["stages"].values())
 
 
+def test_more_stages_than_layers(two):
+    assert sorted(map(bool, two["pipeline"]["refused"])) == [False, True]
+
+
 def test_what_cannot_be_divided(two):
     assert two["refuse"]["channels"] == "The GTU must have channels for each of 2 processes, got 1"
     assert two["refuse"]["unknown"].endswith("over processes, got None from RpeOperator")
