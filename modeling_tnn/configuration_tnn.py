@@ -548,6 +548,8 @@ def _check_rope(config: "TnnConfig", given: dict[str, Any]):
         value = given.get(name, 10_000.0 if name == "rope_theta" else None)
         positive = isinstance(value, int | float) and 0 < value < math.inf
         config.require("rope_parameters", positive, f"a dict with a number above 0 as {name!r}")
+    whole = given.get("partial_rotary_factor") in (None, 1)
+    config.require("rope_parameters", whole, "a dict without a 'partial_rotary_factor' other than 1")
     config.require("head_dim", config.head_dim % 2 == 0, "even with rope_parameters")
 
 
