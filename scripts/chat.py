@@ -9,44 +9,67 @@ Example:
     python scripts/chat.py --model_name_or_path outputs/demo --max_new_tokens 40 --temperature 0.7
 """
 
-import argparse
+import sys
+from dataclasses import dataclass
 
 from tnn_scripts.common.errors import importing, report_errors
 
-from tnn_scripts.common.model_path import check_model_path
-from tnn_scripts.common.parser import ProgramParser
-from tnn_scripts.common.sampling import TEMPERATURE, TOP_P
-from tnn_scripts.common.terminal import check_text
+from tnn_scripts.common.parser import ProgramParser, check_counts
+from tnn_scripts.common.sampling import TEMPERATURE, TOP_P, sampling
+from tnn_scripts.common.terminal import check_text, read_lines
+from tnn_scripts.serving.arguments import WriterArguments, option
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = ProgramParser(description=__doc__)
-    parser.add_argument("--model_name_or_path", required=True)
-    parser.add_argument("--max_new_tokens", type=int, default=100)
-    parser.add_argument("--temperature", type=float, default=TEMPERATURE, help="Sampling temperature; 0 is greedy.")
-    parser.add_argument("--top_p", type=float, default=TOP_P, help="Sample from the likeliest tokens of this mass.")
-    parser.add_argument("--system", help="System message, for a tokenizer with a chat template.")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--device")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--trust_remote_code", action="store_true")
-    args = parser.parse_args()
-    check_text("--system", args.system or "")
-    check_model_path(args.model_name_or_path, tokenizer=True)
-    if args.max_new_tokens < 1 or not 0 <= args.temperature < float("inf") or not 0 < args.top_p <= 1:
-        parser.error(
-            "--max_new_tokens must be at least 1, --temperature at least 0, and --top_p in (0, 1], got "
-            f"{args.max_new_tokens}, {args.temperature:g} and {args.top_p:g}"
-        )
-    return args
+@dataclass
+class ChatArguments(WriterArguments):
+    """The options of this program."""
+
+    max_new_tokens: int = 100
+    temperature: float = option(TEMPERATURE, "Sampling temperature; 0 is greedy.")
+    top_p: float = option(TOP_P, "Sample from the likeliest tokens of this mass.")
+    system: str | None = option(None, "System message, for a tokenizer with a chat template.")
+    seed: int = 0
+    trust_remote_code: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_text("--system", self.system or "")
+        check_counts(self, "max_new_tokens")
+        if not 0 <= self.temperature < float("inf") or not 0 < self.top_p <= 1:
+            given = f"{self.temperature:g} and {self.top_p:g}"
+            raise ValueError(f"--temperature must be at least 0, and --top_p in (0, 1], got {given}")
+
+
+def show_help(tokenizer):
+    """Say on stderr how to chat, and whether the model gets the lines as messages."""
+    turns = "messages (chat template)" if tokenizer.chat_template else "plain text, which it continues"
+    sys.stderr.write(
+        f"The model reads your lines as {turns}. /new starts anew, /help shows this, an empty line or Ctrl-D ends.\n"
+    )
 
 
 @report_errors
 def main():
-    args = parse_arguments()
+    args = ChatArguments(**vars(ProgramParser([ChatArguments], __doc__).parse_args()))
     with importing():
-        from tnn_scripts.runs.chat import run
-    run(args)
+        from transformers import set_seed
+
+        from tnn_scripts.serving.served import load_writer
+        from tnn_scripts.serving.writing import Conversation
+    model, tokenizer = load_writer(args.model_name_or_path, args.dtype, args.device, args.trust_remote_code)
+    if args.system is not None and tokenizer.chat_template is None:
+        raise ValueError(f"--system must be given with a tokenizer that has a chat template, got {args.system!r}")
+    set_seed(args.seed)
+    options = {"max_new_tokens": args.max_new_tokens} | sampling(args.temperature, args.top_p)
+    conversation = Conversation(model, tokenizer, args.system, options)
+    show_help(tokenizer)
+    for line in read_lines():
+        if line.strip() == "/new":
+            conversation = Conversation(model, tokenizer, args.system, options)
+        elif line.strip() == "/help":
+            show_help(tokenizer)
+        else:
+            conversation.answer(line)
 
 
 if __name__ == "__main__":

@@ -14,25 +14,21 @@ Example:
 
 import argparse
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from tnn_scripts.common.errors import importing, report_errors
 
-from tnn_scripts.common.atomic import check_writable
-from tnn_scripts.common.declared import generation_fields
-from tnn_scripts.common.generation_fields import read_value
+from tnn_scripts.common.atomic import check_writable, write_json
 from tnn_scripts.common.model_path import check_model_path
-from tnn_scripts.common.nearest import nearest
 from tnn_scripts.common.parser import ProgramParser, check_counts
-from tnn_scripts.common.sampling import check_sampling
-from tnn_scripts.common.terminal import check_text
+from tnn_scripts.common.terminal import check_text, read_lines
 from tnn_scripts.data.files import read_lines_of
-
-# Fields of GenerationConfig after which `generate` returns something else than tokens, or is part of another one.
-OTHER_OUTPUTS = ("return_dict_in_generate", "is_assistant")
+from tnn_scripts.serving.generation_fields import read_options
 
 
-def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, dict]:
+def parse_arguments() -> tuple[argparse.Namespace, dict]:
     """The options of this program, and those of GenerationConfig."""
     parser = ProgramParser(description=__doc__)
     parser.add_argument("--model_name_or_path", required=True)
@@ -44,56 +40,82 @@ def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, dict]:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output_file", type=Path)
     parser.add_argument("--trust_remote_code", action="store_true")
-    known, rest = parser.parse_known_args(arguments)
+    known, rest = parser.parse_known_args()
     check_model_path(known.model_name_or_path, tokenizer=True)
     if known.prompt_file is not None:
-        known.prompt += read_prompts(known.prompt_file)
+        known.prompt += [line for line in read_lines_of(str(known.prompt_file)) if line.strip()]
+    for prompt in known.prompt:
+        check_text("--prompt", prompt)
     check_counts(known, "batch_size")
-    return known, generation_options(parser, rest)
+    if known.output_file is not None:
+        check_writable(known.output_file)
+        if known.output_file.exists() and known.output_file == known.prompt_file:
+            parser.error(f"--output_file must not be the file with the prompts, got {known.output_file}")
+    return known, read_options(parser, rest)
 
 
-def read_prompts(file: Path) -> list[str]:
-    """The lines of a text file that are not blank.
-
-    Raises:
-        ValueError: the file is missing, empty or not UTF-8.
-    """
-    return [line for line in read_lines_of(str(file)) if line.strip()]
-
-
-def generation_options(parser: argparse.ArgumentParser, rest: list[str]) -> dict:
-    """The `--name value` pairs for fields of GenerationConfig. A value is read as JSON if it is JSON.
+def batches(args: argparse.Namespace, tokenizer) -> Iterator[list[str]]:
+    """The prompts that were given, `--batch_size` at a time, or the lines of the standard input.
 
     Raises:
-        ValueError: a value is of another kind than its field, or contradicts another one.
+        ValueError: a prompt has no tokens, or there is none.
     """
-    fields = generation_fields()
-    options = {}
-    rest = [part for word in rest for part in (word.split("=", 1) if word.startswith("--") else [word])]
-    for name, value in zip(rest[::2], rest[1::2] + [None] * (len(rest) % 2), strict=True):
-        field = name.removeprefix("--")
-        if field in OTHER_OUTPUTS:
-            parser.error(f"{name} must not be given: this program writes text")
-        if not name.startswith("--") or field not in fields or value is None:
-            hint = nearest(field, fields, "--")
-            given = f"{name} {value or '(no value)'}"
-            parser.error(f"options must be those of this program or GenerationConfig, got {given}{hint}")
-        check_text(name, value)
-        options[field] = read_value(field, value)
-    check_sampling(options)
-    return options
+    for prompt in args.prompt:
+        if not tokenizer(prompt)["input_ids"]:
+            raise ValueError(f"--prompt must have at least one token, got {prompt!r}")
+    for first in range(0, len(args.prompt), args.batch_size):
+        yield args.prompt[first : first + args.batch_size]
+    if args.prompt:
+        return
+    line = None
+    for line in read_lines():
+        yield [line]
+    if line is None and not sys.stdin.isatty():
+        raise ValueError("--prompt, --prompt_file or a line on the standard input must be given")
+
+
+def run(args: argparse.Namespace, options: dict):
+    """Continue all prompts and write the texts.
+
+    Raises:
+        ValueError: the model, the device or a prompt is wrong.
+    """
+    with importing():
+        import torch
+        from transformers import set_seed
+
+        from tnn_scripts.common.loading import require_padding
+        from tnn_scripts.serving.served import load_writer
+        from tnn_scripts.serving.writing import continue_batch, with_defaults
+    given = args.model_name_or_path, args.dtype, args.device, args.trust_remote_code
+    model, tokenizer = load_writer(*given, padding_side="left")
+    if args.batch_size > 1:
+        require_padding(tokenizer, "--batch_size")
+    options, used = with_defaults(model, options)
+    stream = args.batch_size == 1 and options.get("num_beams", 1) == 1 and options.get("num_return_sequences", 1) == 1
+    set_seed(args.seed)
+    prompts, texts, tokens, seconds = [], [], 0, 0.0
+    for batch in batches(args, tokenizer):
+        start = time.perf_counter()
+        written, count = continue_batch(model, tokenizer, batch, used, stream)
+        seconds += time.perf_counter() - start
+        prompts, texts, tokens = prompts + batch, texts + written, tokens + count
+        if not stream:
+            sys.stdout.write("\n\n".join(written) + "\n\n")
+    if not prompts:
+        return
+    sys.stdout.write(f"\n{tokens} tokens in {seconds:.2f} s: {tokens / seconds:.1f} tokens per second\n")
+    if args.output_file is not None:
+        result = {"model": args.model_name_or_path, "prompts": prompts, "texts": texts, "options": options}
+        result["sampling"] = {name: value for name, value in used.items() if value is not None and name not in options}
+        speed = {"new_tokens": tokens, "seconds": seconds, "tokens_per_second": tokens / seconds}
+        speed |= {"device": args.device or model.device.type, "torch_threads": torch.get_num_threads()}
+        write_json(args.output_file, result | speed)
 
 
 @report_errors
 def main():
-    args, options = parse_arguments(sys.argv[1:])
-    if args.output_file is not None:
-        check_writable(args.output_file)
-        if args.output_file.exists() and args.output_file == args.prompt_file:
-            raise ValueError(f"--output_file must not be the file with the prompts, got {args.output_file}")
-    with importing():
-        from tnn_scripts.runs.generate import run
-    run(args, options)
+    run(*parse_arguments())
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import logging
 from tnn_scripts.common.errors import importing, report_errors
 
 from tnn_scripts.common.parser import ProgramParser
-from tnn_scripts.options.page import PageArguments
+from tnn_scripts.serving.arguments import PageArguments
 
 
 @report_errors

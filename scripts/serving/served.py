@@ -1,4 +1,4 @@
-"""What the page and the API share: the model that they serve, and the address."""
+"""What the programs that write texts share: the model that they load, and the address where it is served."""
 
 import socket
 from pathlib import Path
@@ -13,22 +13,33 @@ from tnn_scripts.common.loading import check_writing, load
 from tnn_scripts.data.vocabulary import check_vocabulary
 
 
-def load_causal(name: str, dtype: str, device: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model and its tokenizer.
+def load_writer(
+    name: str, dtype: str, device: str | None, trust_remote_code: bool = False, **tokenizing
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model in evaluation mode, and its tokenizer with the options `tokenizing`.
 
     Raises:
-        ValueError: it is no causal TNN, or its tokenizer is that of another model.
+        ValueError: the device is wrong, the model writes nothing, or its tokenizer is that of another model.
     """
-    device = check_device(device)
+    device, code = check_device(device), {"trust_remote_code": trust_remote_code}
+    tokenizer = load(AutoTokenizer, name, **code, **tokenizing)
+    model = load(AutoModelForCausalLM, name, dtype=dtype, **code).to(device)
+    check_writing(model, name)
+    check_vocabulary(tokenizer, model.config.vocab_size)
+    return model.eval(), tokenizer
+
+
+def load_causal(name: str, dtype: str, device: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A causal TNN and its tokenizer, for a server.
+
+    Raises:
+        ValueError: it is another model, or one that `load_writer` refuses.
+    """
     config = load(AutoConfig, name)
     if config.model_type != "tnn" or not config.causal:
         kind = "bidirectional TNN" if config.model_type == "tnn" else config.model_type
         raise ValueError(f"model={name} is a {kind}: only a causal TNN can be served.")
-    tokenizer = load(AutoTokenizer, name)
-    model = load(AutoModelForCausalLM, name, dtype=dtype).to(device)
-    check_writing(model, name)
-    check_vocabulary(tokenizer, model.config.vocab_size)
-    return model.eval(), tokenizer
+    return load_writer(name, dtype, device)
 
 
 def name_of(model: str) -> str:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from helpers.scripts import run_script, save_model
-from tnn_scripts.runs.chat import Conversation
+from helpers.scripts import run, run_script, save_model
+from tnn_scripts.serving.writing import Conversation
 
 GREEDY = {"max_new_tokens": 7, "do_sample": False, "eos_token_id": None}
 LINES = ["The quick brown fox", "jumps over", "the lazy dog"]
@@ -16,9 +16,9 @@ TEMPLATE = "{% for m in messages %}<s>{{ m['role'] }} {{ m['content'] }}</s>{% e
 FORGETFUL = "<s>{{ messages[-1]['content'] }}"
 
 
-@pytest.fixture(scope="module", params=["rpe", "rtf"])
-def loaded(request, tmp_path_factory):
-    folder = save_model(tmp_path_factory.mktemp("model"), tno_type=request.param)
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    folder = save_model(tmp_path_factory.mktemp("model"), tno_type="rtf")
     return folder, AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
 
 
@@ -34,14 +34,10 @@ def test_turns_are_one_text(loaded, template):
         again = model.generate(prompt, use_cache=False, **GREEDY)
         assert torch.equal(again, conversation.ids)
         assert [message["content"] for message in conversation.messages[before:]] == [line, text]
-
-
-def test_the_first_message(loaded):
-    _, model, tokenizer = loaded
     tokenizer.chat_template = TEMPLATE
-    conversation = Conversation(model, tokenizer, "Be brief.", GREEDY)
-    conversation.answer("Hello")
-    assert "system Be brief." in tokenizer.decode(conversation.ids[0])
+    first = Conversation(model, tokenizer, "Be brief.", GREEDY)
+    first.answer("Hello")
+    assert "system Be brief." in tokenizer.decode(first.ids[0])
 
 
 @pytest.mark.parametrize("temperature", ["0", "0.7"])
@@ -54,28 +50,21 @@ def test_program(loaded, temperature, monkeypatch, capsys):
     assert written.err.count("plain text, which it continues. /new starts anew, /help shows this, an empty line") == 2
 
 
-@pytest.mark.parametrize("line, options", [("a\udcff\n", []), ("a\n", ["--system", "a\udcff"])])
-def test_other_bytes(loaded, line, options, monkeypatch, capsys):
-    """As Python reads them from a terminal or a command line that is not UTF-8."""
-    monkeypatch.setattr("sys.stdin", io.StringIO(line))
-    with pytest.raises(SystemExit) as left:
-        run_script("chat", "--model_name_or_path", loaded[0], *options)
-    assert left.value.code == 2 and "must be text in UTF-8, got 'a\\udcff'" in capsys.readouterr().err
+REFUSED = [
+    (["--max_new_tokens", 0], "Hello", "must be at least 1"),
+    (["--temperature", -1], "Hello", "must be at least"),
+    (["--temperature", "nan"], "Hello", "must be at least"),
+    (["--top_p", 0], "Hello", "must be"),
+    # As Python reads them from a terminal or a command line that is not UTF-8.
+    ([], "a\udcff", "must be text in UTF-8, got 'a\\udcff'"),
+    (["--system", "a\udcff"], "a", "must be text in UTF-8, got 'a\\udcff'"),
+    # The model would never read it.
+    (["--system", "Be brief."], "Hello", "--system must be given with a tokenizer that has a chat template"),
+]
 
 
-def test_a_system_message_needs_a_template(loaded, monkeypatch, capsys):
-    """The model would never read it."""
-    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
-    with pytest.raises(SystemExit) as left:
-        run_script("chat", "--model_name_or_path", loaded[0], "--system", "Be brief.")
-    error = capsys.readouterr().err
-    assert left.value.code == 2 and "--system must be given with a tokenizer that has a chat template" in error
-
-
-@pytest.mark.parametrize(
-    "given", [["--max_new_tokens", 0], ["--temperature", -1], ["--temperature", "nan"], ["--top_p", 0]]
-)
-def test_refused_options(loaded, given, capsys):
-    with pytest.raises(SystemExit) as left:
-        run_script("chat", "--model_name_or_path", loaded[0], *given)
-    assert left.value.code == 2 and "must be at least 1" in capsys.readouterr().err
+def test_refused(loaded, monkeypatch):
+    for options, line, message in REFUSED:
+        monkeypatch.setattr("sys.stdin", io.StringIO(f"{line}\n"))
+        done = run("chat", "--model_name_or_path", loaded[0], *options, check=False)
+        assert done.returncode == 2 and message in done.stderr, options

@@ -12,7 +12,7 @@ from helpers.scripts import run, save_model
 from modeling_tnn import TnnForCausalLM
 from modeling_tnn.serving.request import Request
 from tnn_scripts.common.pieces import Pieces
-from tnn_scripts.runs.chat import Conversation
+from tnn_scripts.serving.writing import Conversation
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<|stop▁here|>"]
 WORDS = ["▁the", "▁cat", "▁", "s", "a", ".", "\n", "▁é"]
@@ -74,7 +74,6 @@ ANSWERS = {
     "a space after a line": (ids("s", "\n", "▁the", "\n", "▁", "▁cat"), "s\n the\n  cat"),
     "special tokens within": (ids("▁cat") + STOP + ids("▁the"), " cat the"),
 }
-ANSWER = pytest.mark.parametrize("answer, text", ANSWERS.values(), ids=ANSWERS)
 
 
 def write(monkeypatch, answer: list[int]):
@@ -91,14 +90,14 @@ def write(monkeypatch, answer: list[int]):
     monkeypatch.setattr(TnnForCausalLM, "forward", forward)
 
 
-@ANSWER
-def test_pieces(tokenizer, answer, text):
+def test_pieces(tokenizer):
     """After any prompt; the pieces are what a decoder of the whole gives, where that takes nothing back."""
-    for prompt in (PROMPT, ids("<s>", "▁the"), ids("▁the", "\n"), PROMPT + STOP, PROMPT + bytes_of("€")):
-        pieces = Pieces(tokenizer, prompt)
-        assert "".join(map(pieces.add, answer)) + pieces.finish() == text
-    pieces = Pieces(tokenizer, PROMPT + bytes_of("€")[:1])
-    assert "".join(map(pieces.add, [*bytes_of("€")[1:], *answer])) + pieces.finish() == "€" + text
+    for answer, text in ANSWERS.values():
+        for prompt in (PROMPT, ids("<s>", "▁the"), ids("▁the", "\n"), PROMPT + STOP, PROMPT + bytes_of("€")):
+            pieces = Pieces(tokenizer, prompt)
+            assert "".join(map(pieces.add, answer)) + pieces.finish() == text
+        pieces = Pieces(tokenizer, PROMPT + bytes_of("€")[:1])
+        assert "".join(map(pieces.add, [*bytes_of("€")[1:], *answer])) + pieces.finish() == "€" + text
 
 
 def test_any_tokens(tokenizer):
@@ -161,25 +160,25 @@ def test_api(service, stream, monkeypatch):
         assert asked(service, answer, stream, monkeypatch) == (text, "length")
 
 
+STOPS = [
+    ("<|stop▁here|>", " cat"),  # whose text some decoders write with a space
+    (["never", "<|stop▁here|>"], " cat"),
+    ("</s>", " cats the"),
+    ("here|>s", " cat"),  # from a special token to the one after it
+    ("t<|stop", " ca"),
+    ("cats", " "),  # what a special token parts
+    (" the", " cats"),
+    ("\ufffd", " cats the"),
+]
+
+
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    "stop, text",
-    [
-        ("<|stop▁here|>", " cat"),  # whose text some decoders write with a space
-        (["never", "<|stop▁here|>"], " cat"),
-        ("</s>", " cats the"),
-        ("here|>s", " cat"),  # from a special token to the one after it
-        ("t<|stop", " ca"),
-        ("cats", " "),  # what a special token parts
-        (" the", " cats"),
-        ("\ufffd", " cats the"),
-    ],
-)
-def test_stops(service, stop, text, stream, monkeypatch):
+def test_stops(service, stream, monkeypatch):
     monkeypatch.setattr(service.engine.scheduler.model.generation_config, "eos_token_id", None)
-    answer = ids("▁cat", *["<|stop▁here|>"], "s", "▁the", "</s>", "<0x82>", "s")
-    if stop == "\ufffd":
-        answer = ids("▁cat", "s", "▁the", "<0x82>")
-    if stop in ("cats", "</s>", " the"):
-        answer = [token for token in answer if stop == "cats" or token not in STOP]
-    assert asked(service, answer, stream, monkeypatch, stop=stop) == (text, "stop")
+    for stop, text in STOPS:
+        answer = ids("▁cat", *["<|stop▁here|>"], "s", "▁the", "</s>", "<0x82>", "s")
+        if stop == "\ufffd":
+            answer = ids("▁cat", "s", "▁the", "<0x82>")
+        if stop in ("cats", "</s>", " the"):
+            answer = [token for token in answer if stop == "cats" or token not in STOP]
+        assert asked(service, answer, stream, monkeypatch, stop=stop) == (text, "stop"), stop

@@ -153,26 +153,22 @@ def test_the_end_of_a_text(writer, monkeypatch):
     assert written(writer, temperature=0)[1].endswith("wrote 1 token. The model ended the text.")
 
 
-@pytest.mark.parametrize("copies", [20, 3000])
-def test_a_long_text_is_read_from_its_end(writer, copies):
+def test_a_long_text_is_read_from_its_end(writer):
     """Of many characters the tokenizer sees the last alone."""
-    prompt = f"{PROMPT} fox. " * copies
-    text, line = written(writer, prompt=prompt, temperature=0)
-    assert "Read the last 40 tokens" in line and "longer than this page reads" in line
-    assert text == generated(writer, f"{PROMPT} fox. " * 20)
+    for copies in (20, 3000):
+        text, line = written(writer, prompt=f"{PROMPT} fox. " * copies, temperature=0)
+        assert "Read the last 40 tokens" in line and "longer than this page reads" in line
+        assert text == generated(writer, f"{PROMPT} fox. " * 20)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
+def test_what_cannot_be_written(writer):
+    for given, message in (
         ({"prompt": "a\ud800"}, "The text must be text in UTF-8"),
         ({"prompt": ""}, "The text is empty: write something"),
         ({"temperature": float("nan")}, "`temperature`"),  # a browser cannot send it
-    ],
-)
-def test_what_cannot_be_written(writer, given, message):
-    text, line = written(writer, **given)
-    assert text == "" and message in line
+    ):
+        text, line = written(writer, **given)
+        assert text == "" and message in line
 
 
 def test_pictures_of_the_kernels(tmp_path):
@@ -196,54 +192,35 @@ def test_a_model_that_has_no_page(tmp_path):
         load_causal(str(folder), "auto", None)
 
 
-def test_without_gradio(monkeypatch):
-    """One line, before anything is loaded."""
-    monkeypatch.setitem(sys.modules, "gradio", None)
-    done = run("serve.py", "--model_name_or_path", "nowhere", check=False)
-    assert done.returncode == 1 and done.stderr.count("\n") == 1
-    assert 'pip install "modeling-tnn[space]"' in done.stderr
-
-
-def test_an_address_that_is_taken(monkeypatch):
-    """It is said before the model is loaded."""
+def test_what_does_not_start(monkeypatch, tmp_path):
+    """One line, before anything is loaded or trained: no Gradio, an address that is taken, wrong numbers."""
+    model = ["--model_name_or_path", "nowhere"]
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "gradio", None)
+        for done in (run("serve.py", *model, check=False),
+                     run("demo.py", "--serve", "--output_dir", tmp_path / "out", check=False)):  # fmt: skip
+            assert done.returncode == 1 and done.stderr.count("\n") == 1
+            assert 'pip install "modeling-tnn[space]"' in done.stderr and not (tmp_path / "out").exists()
     monkeypatch.setattr("tnn_scripts.serving.page.import_gradio", lambda: None)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        done = run("serve.py", "--model_name_or_path", "nowhere", "--port", port, check=False)
+        done = run("serve.py", *model, "--port", port, check=False)
     assert done.returncode == 1 and f"error: --host 127.0.0.1 --port {port} cannot be served: " in done.stderr
+    numbers = [("--port", 70000, "from 0 to 65535")]
+    numbers += [(f"--max_{name}", 0, "at least 1") for name in ("input_tokens", "new_tokens", "batch_size")]
+    for name, value, allowed in numbers:
+        done = run("serve.py", *model, name, value, check=False)
+        assert done.returncode == 2 and f"error: {name} must be {allowed}, got {value}" in done.stderr
 
 
-@pytest.mark.parametrize("program", ["serve.py", "api.py"])
-def test_a_port_that_is_none(program, monkeypatch):
-    monkeypatch.setattr("tnn_scripts.serving.page.import_gradio", lambda: None)
-    done = run(program, "--model_name_or_path", "nowhere", "--port", 70000, check=False)
-    assert done.returncode == 2 and "error: --port must be from 0 to 65535, got 70000" in done.stderr
-
-
-@pytest.mark.parametrize("given", [[], ["--overwrite_output_dir"]])
-def test_the_demo_and_its_page(folder, given, monkeypatch):
+def test_the_demo_and_its_page(folder, monkeypatch):
     """It is trained first; where there is a model already, the error says how to serve that one."""
     done, page = [], "tnn_scripts.runs.demo"
     monkeypatch.setattr(f"{page}.import_gradio", lambda: None)
     monkeypatch.setattr(f"{page}.run", lambda args, config: done.append("trained"))
     monkeypatch.setattr(f"{page}.serve", lambda args: done.append(args.model_name_or_path))
-    ended = run("demo.py", "--serve", "--output_dir", folder, *given, check=False)
-    if given:
-        assert (ended.returncode, done) == (0, ["trained", str(folder)])
-    else:
-        assert (ended.returncode, done) == (2, [])
-        assert f"`tnn serve --model_name_or_path {folder}` serves it." in ended.stderr
-
-
-def test_the_demo_without_gradio(monkeypatch, tmp_path):
-    """It ends before the training."""
-    monkeypatch.setitem(sys.modules, "gradio", None)
-    done = run("demo.py", "--serve", "--output_dir", tmp_path / "out", check=False)
-    assert done.returncode == 1 and 'pip install "modeling-tnn[space]"' in done.stderr
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("name", ["max_input_tokens", "max_new_tokens", "max_batch_size"])
-def test_limits_that_are_none(name):
-    done = run("serve.py", "--model_name_or_path", "nowhere", f"--{name}", 0, check=False)
-    assert done.returncode == 2 and f"--{name} must be at least 1, got 0" in done.stderr
+    refused = run("demo.py", "--serve", "--output_dir", folder, check=False)
+    assert (refused.returncode, done) == (2, [])
+    assert f"`tnn serve --model_name_or_path {folder}` serves it." in refused.stderr
+    run("demo.py", "--serve", "--output_dir", folder, "--overwrite_output_dir")
+    assert done == ["trained", str(folder)]

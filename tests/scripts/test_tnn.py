@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from helpers.scripts import run
+from helpers.scripts import run, save_model
 from tnn_scripts import presets
 from tnn_scripts.common.commands import COMMANDS, next_steps
 from tnn_scripts.common.names import find_config, find_recipe
@@ -48,7 +48,6 @@ import sys
 extras = ("accelerate", "datasets", "evaluate", "matplotlib", "scipy", "sklearn", "tabulate", "fastapi", "gradio")
 for name in (*extras, "peft"):  # which transformers imports if it is there, and needs accelerate
     sys.modules[name] = None
-from tnn_scripts.runs import chat, generate
 from tnn_scripts.tnn import main
 for line in LINES:
     sys.argv = ["tnn", *line]
@@ -101,13 +100,15 @@ def test_answers_come_before_anything_slow_is_imported():
 
 
 @pytest.mark.slow
-def test_without_extras():
+def test_without_extras(tmp_path):
     """generate and chat need none; the others name theirs; the demo needs none of the server."""
     needed = {"plan": "training", "synthetic": "training", "api": "api", "demo": "demo", "serve": "scripts,space"}
     options = {"synthetic": ["--recipe", "synthetic/small-copying"]}
     options |= dict.fromkeys(("api", "serve"), ["--model_name_or_path", "a/b"])
-    done = python(WITHOUT_EXTRAS, [[command, *options.get(command, [])] for command in needed])
-    assert done.returncode == 0, done.stderr
+    model = ["--model_name_or_path", str(save_model(tmp_path, tno_type="rpe"))]
+    lines = [["chat", *model], ["generate", *model, "--prompt", "The", "--max_new_tokens", "1"]]
+    done = python(WITHOUT_EXTRAS, lines + [[command, *options.get(command, [])] for command in needed])
+    assert done.returncode == 0 and "1 tokens in" in done.stdout, done.stderr
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     for error, (command, extra) in zip(errors, needed.items(), strict=True):
         assert error.startswith(f"error: tnn {command} needs ")
