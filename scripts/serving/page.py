@@ -14,9 +14,9 @@ from types import ModuleType
 from transformers import PreTrainedModel
 
 from tnn_scripts.common.sampling import TEMPERATURE, TOP_P
-from tnn_scripts.serving.arguments import PageArguments
 from tnn_scripts.plotting import figures
 from tnn_scripts.plotting.reading import read_model
+from tnn_scripts.serving.arguments import PageArguments
 from tnn_scripts.serving.engine import Engine
 from tnn_scripts.serving.served import check_address, load_causal
 from tnn_scripts.serving.writer import Writer
