@@ -19,12 +19,11 @@ from tnn_scripts.common.errors import importing, report_errors
 from tnn_scripts.common.atomic import check_writable
 from tnn_scripts.common.declared import declared_keys
 from tnn_scripts.common.names import find_config
-from tnn_scripts.common.optimizer_arguments import OPTIMIZERS
 from tnn_scripts.common.parser import ProgramParser
-from tnn_scripts.common.pretrain_arguments import OBJECTIVES
+from tnn_scripts.common.training_arguments import OBJECTIVES, OPTIMIZERS
 
 ENGINES = declared_keys("tnn_scripts.runs.plan", "ENGINES")
-GPUS = declared_keys("tnn_scripts.common.model_flops", "PEAKS")
+GPUS = declared_keys("tnn_scripts.common.devices", "PEAKS")
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -25,7 +25,7 @@ import yaml
 from tnn_scripts.common.names import configuration_folder, preset_folders
 from tnn_scripts.common.nearest import nearest
 from tnn_scripts.common.parser import ProgramParser
-from tnn_scripts.common.preset_training import PresetTraining, read_presets
+from tnn_scripts.common.training_arguments import PresetTraining, read_presets
 
 # The title of a table -> the presets that belong to it, if they belong to none before.
 GROUPS = {

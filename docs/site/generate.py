@@ -24,8 +24,8 @@ from modeling_tnn.presets import configuration_folder, preset_folders
 from tnn_scripts.common import sequence_pairs
 from tnn_scripts.common.commands import COMMANDS
 from tnn_scripts.common.parser import HELP, SECTIONS, ProgramParser, default_of
-from tnn_scripts.common.preset_training import PresetTraining
 from tnn_scripts.common.tables import markdown_table
+from tnn_scripts.common.training_arguments import PresetTraining
 from tnn_scripts.presets import about, cells, grouped_presets, recipe_files, trainer_of
 
 PAGES = Path(__file__).parents[1] / "reference"

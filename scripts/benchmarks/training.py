@@ -15,7 +15,7 @@ import torch
 from modeling_tnn.compile.regions import compile_regions
 from tnn_scripts.benchmarks.measure import autocast, markdown, measure, peak_on_device, rows_of
 from tnn_scripts.benchmarks.peers import build_model, plain_training_loss, training_loss
-from tnn_scripts.common.captured_step import WARM_UP_PASSES, CudaRecorder
+from tnn_scripts.common.passes import WARM_UP_PASSES, CudaRecorder
 
 FORMATS = {"length": "", "way": "", "milliseconds": ".0f", "tokens_per_second": ".0f", "rpe_over_this": ".2f"}
 FORMATS |= {"released_over_this": ".2f", "gpt2_over_this": ".2f", "matmul_over_this": ".2f", "peak_mebibytes": ".0f"}

@@ -5,11 +5,13 @@ passes and all processes. So the same examples give the same step for any number
 """
 
 import dataclasses
-import json
 import math
 import pickle
 import time
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tnn_scripts.common.errors import UserError
 
@@ -18,33 +20,40 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, load, set_seed
 from accelerate.utils.constants import RNG_STATE_NAME
 from safetensors import SafetensorError
+from torch.distributed.tensor import DTensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.trainer_pt_utils import get_parameter_names
 
 from modeling_tnn import PoleCallback, find_unstable
 from tnn_scripts.common.atomic import new_folder, write_json
-from tnn_scripts.common.captured_step import CapturedStep, recorder_for
 from tnn_scripts.common.checkpoints import (
     STATE,
+    check_same_run,
     checkpoints,
-    find_checkpoint,
+    describe_run,
     prune,
+    read_json,
     write_checksums,
 )
-from tnn_scripts.common.compiled_blocks import load_compiled, uncompiled
-from tnn_scripts.common.devices import MemoryExceededError, suggest_smaller
-from tnn_scripts.common.fingerprint import differences, fingerprint
-from tnn_scripts.common.lm_loss import count_targets, logits_of, summed_loss, token_losses
-from tnn_scripts.common.model_flops import flops_of_token, peak_of
-from tnn_scripts.common.optimizers import build_optimizer, build_scheduler
-from tnn_scripts.common.pretrain_arguments import PretrainArguments
+from tnn_scripts.common.devices import MemoryExceededError, flops_of_token, peak_of, suggest_smaller
+from tnn_scripts.common.optimizers import build_optimizer, build_scheduler, decayed_parameters
+from tnn_scripts.common.passes import (
+    CapturedStep,
+    count_targets,
+    logits_of,
+    recorder_for,
+    summed_loss,
+    token_losses,
+    uncompiled,
+)
 from tnn_scripts.common.sharding import check_tables, prepare, shard_errors
 from tnn_scripts.common.signals import StopRequest, StopRequested
-from tnn_scripts.common.step_reports import StepReports, report_of
+from tnn_scripts.common.training_arguments import PretrainArguments
 from tnn_scripts.data.blocks import BlockStream
-from tnn_scripts.data.streaming import TextStream
 from tnn_scripts.data.text import DEMO_CORPUS
+
+if TYPE_CHECKING:  # read where a run asks for it
+    from tnn_scripts.data.streaming import TextStream
 
 # A pole beyond this radius may make the sampled kernel infinite.
 LARGEST_SAFE_RADIUS = 1 - 1e-6
@@ -72,10 +81,68 @@ class TrainerState:
     history: list[dict] = dataclasses.field(default_factory=list)
 
 
-def decayed_parameters(model: PreTrainedModel) -> set[str]:
-    """The names of the parameters with weight decay: matrices, but not biases, norms and other vectors."""
-    names = set(get_parameter_names(model, [torch.nn.LayerNorm], [r"bias", r"norm"]))
-    return {name for name, parameter in model.named_parameters() if name in names and parameter.ndim >= 2}
+class Readback:
+    """A tensor on its way to the host. Reading waits for what computes it, not for what the device got afterwards."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self.values = tensor.to("cpu", non_blocking=True)
+        self.copied = None
+        if tensor.device.type != "cpu":
+            self.copied = torch.Event(tensor.device)
+            self.copied.record()
+
+    def read(self) -> list[float]:
+        if self.copied is not None:
+            self.copied.synchronize()
+        return self.values.tolist()
+
+
+def report_of(loss: torch.Tensor, norm: torch.Tensor | float | None, signals: torch.Tensor) -> torch.Tensor:
+    """Mean loss, norm of the gradient (0 unless it is known) and number of processes with a signal, `(3,)`."""
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    norm = torch.zeros_like(loss) if norm is None else torch.as_tensor(norm, dtype=loss.dtype, device=loss.device)
+    return torch.stack([loss, norm, signals])
+
+
+class StepReports:
+    """The reports of the steps of a run.
+
+    Args:
+        device: computes the steps.
+        check: is called with step, loss and norm of each step; raises an error unless both are finite.
+    """
+
+    def __init__(self, device: torch.device, check: Callable[[int, float, float], None]):
+        self.check = check
+        self.lag = 0 if device.type == "cpu" else 1  # steps that are not read yet while the next one is prepared
+        self.loss = float("nan")  # of the last step that was read
+        self._unread: deque[tuple[int, Readback]] = deque()
+        self._failed = torch.zeros((), device=device)  # 1 from the first step on that is not finite
+
+    def add(self, step: int, report: torch.Tensor, optimizer: torch.optim.Optimizer | None):
+        """Note a step before the optimizer applies it.
+
+        Args:
+            optimizer: leaves the weights as they are from the first step on whose loss or norm is not finite. None if
+                something else sees to it.
+        """
+        # Such an optimizer skips a step by a flag on the device. Gradient scalers set the same one.
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            self._failed = torch.maximum(self._failed, (~report.isfinite().all()).float())
+            optimizer.found_inf = self._failed
+        elif optimizer is not None:
+            self.check(step, *report[:2].tolist())
+        self._unread.append((step, Readback(report)))
+
+    def read(self, all_steps: bool) -> bool:
+        """Read the reports that are due; whether a process got a signal. With a signal, all are read."""
+        stopping = False
+        while len(self._unread) > (0 if all_steps or stopping else self.lag):
+            step, report = self._unread.popleft()
+            self.loss, norm, signals = report.read()
+            self.check(step, self.loss, norm)
+            stopping = stopping or signals > 0
+        return stopping
 
 
 class Pretraining:
@@ -87,7 +154,7 @@ class Pretraining:
         accelerator: Accelerator,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
-        train: BlockStream | TextStream,
+        train: "BlockStream | TextStream",
         validation: BlockStream,
     ):
         self.args, self.accelerator, self.tokenizer = args, accelerator, tokenizer
@@ -98,7 +165,8 @@ class Pretraining:
         self.config = model.config
         self.poles = PoleCallback(args.max_pole_radius, args.logging_steps)
         sharded = accelerator.distributed_type == DistributedType.FSDP
-        self.fingerprint = fingerprint(args, self.config, train.describe(), self.blocks_per_step, sharded)
+        run = {"data": train.describe(), "blocks_per_step": self.blocks_per_step, "sharded": sharded}
+        self.fingerprint = describe_run(dataclasses.asdict(args), self.config, **run)
         self.stop = StopRequest()
         self.reports = StepReports(accelerator.device, self._check_finite)
         self._saved_step = None
@@ -112,7 +180,7 @@ class Pretraining:
         # After the weights are initialised, each process has its own dropout.
         set_seed(args.seed, device_specific=True)
 
-    def _loader(self, stream: BlockStream | TextStream, batch_size: int, start: int, stop: int):
+    def _loader(self, stream: "BlockStream | TextStream", batch_size: int, start: int, stop: int):
         device, workers = self.accelerator.device.type, self.args.dataloader_num_workers
         if workers is None:
             workers = 0 if device == "cpu" else 2
@@ -124,33 +192,27 @@ class Pretraining:
         args = self.args
         return args.per_device_train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes
 
-    def resume(self, name: str):
+    def resume(self, folder: Path):
         """Continue from a checkpoint, whose files have been verified.
 
         Raises:
-            ValueError: the checkpoint is missing, or belongs to another run.
+            ValueError: it belongs to another run, or cannot be read.
         """
-        folder = find_checkpoint(self.output_dir, name)
-        saved = json.loads((folder / STATE).read_text(encoding="utf-8"))
-        differing = differences(saved["fingerprint"], self.fingerprint, self.config)
-        if differing:
-            raise ValueError("\n  ".join([f"{folder} is a checkpoint of another run.", *differing]))
-        processes = saved.get("processes", saved["fingerprint"].get("processes"))
+        saved = read_json(folder / STATE)
+        check_same_run(folder, saved["fingerprint"], self.fingerprint)
         try:
             check_tables(folder)
-            hook = self.accelerator.register_load_state_pre_hook(load_compiled)
             with shard_errors(RuntimeError):
                 self.accelerator.load_state(str(folder), load_kwargs={"weights_only": True})
-            hook.remove()
             # A count of forward passes, by which accelerate knows the last one of a step.
             self.accelerator.step = 0
-            if processes == self.accelerator.num_processes:
+            if saved["processes"] == self.accelerator.num_processes:
                 # Accelerate would continue without random states that it cannot read.
                 load(folder / f"{RNG_STATE_NAME}_{self.accelerator.process_index}.pkl")
             else:
                 set_seed(self.args.seed + saved["state"]["step"], device_specific=True)
             self.scheduler.load_state_dict(saved["scheduler"])
-            self.train_stream.load_state_dict(saved.get("stream", {}))
+            self.train_stream.load_state_dict(saved["stream"])
             self.state = TrainerState(**saved["state"])
         # A damaged file may raise any of these. Objects that are not tensors are refused.
         except (pickle.UnpicklingError, SafetensorError, RuntimeError, EOFError, LookupError, TypeError) as error:

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: find the complete ones and the newest, and verify their files.
+"""Checkpoints of a run: find the complete ones, verify their files, and compare the run that they belong to.
 
 A folder `checkpoint-STEP` exists only when it is complete, see `atomic.py`. Its `checksums.json` has the SHA-256 of
 each file, because safetensors cannot detect values that changed on the disk.
@@ -9,44 +9,59 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tnn_scripts.common.atomic import check_overwriting, partial, write_json
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
-CHECKSUMS, STATE = "checksums.json", "trainer_state.json"
+# `run.json` is written by Trainer's programs alone: `pretrain.py` has the same in its state.
+CHECKSUMS, STATE, RUN = "checksums.json", "trainer_state.json", "run.json"
+# The options that change the weights: of both engines, of Trainer, and of `pretrain.py`. The end of a run may change,
+# and where and how its steps are computed.
+COMPARED = (
+    "learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "optim", "optim_args", "adam_beta1",
+    "adam_beta2", "adam_epsilon", "max_grad_norm", "seed",
+    "label_smoothing_factor", "neftune_noise_alpha", "data_seed", "train_sampling_strategy", "bf16", "fp16",
+    "objective", "do_lower_case", "documents", "mlm_probability", "max_pole_radius", "mixed_precision",
+    "operator_learning_rate", "operator_weight_decay", "parameter_groups",
+)  # fmt: skip
+NOT_COMPARED = {"transformers_version", "_name_or_path"}
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
     """The complete checkpoints, the oldest first. Trainer writes its state last."""
     found = [path for path in output_dir.glob("checkpoint-*") if CHECKPOINT.fullmatch(path.name) and is_complete(path)]
-    return sorted(found, key=step_of)
+    return sorted(found, key=lambda path: int(CHECKPOINT.fullmatch(path.name)[1]))
 
 
 def is_complete(checkpoint: Path) -> bool:
     """Whether a folder is a checkpoint whose state can be read."""
     try:
-        json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+        read_json(checkpoint / STATE)
     except (OSError, ValueError):
         return False
     return True
 
 
-def step_of(checkpoint: Path) -> int:
-    """The number of optimizer steps before a checkpoint."""
-    return int(CHECKPOINT.fullmatch(checkpoint.name)[1])
+def find_checkpoint(output_dir: Path, name: str | None) -> Path | None:
+    """The folder of the checkpoint to resume from; None for None, and for `auto` without a checkpoint.
 
-
-def find_checkpoint(output_dir: Path, name: str) -> Path:
-    """The folder of a checkpoint. `name` is `latest` or a path.
+    Args:
+        name: the value of `--resume_from_checkpoint`: `latest`, `auto` or a path.
 
     Raises:
         ValueError: there is no such checkpoint, or it is incomplete.
     """
-    if name == "latest":
+    if name is None:
+        return None
+    if name in ("latest", "auto"):
         found = checkpoints(output_dir)
-        if not found:
+        if not found and name == "latest":
             raise ValueError(f"--resume_from_checkpoint latest: {output_dir} holds no complete checkpoint.")
-        return found[-1]
+        return found[-1] if found else None
     if not is_complete(Path(name)):
         raise ValueError(
             f"--resume_from_checkpoint must be latest, auto or the folder of a complete checkpoint, got {name}"
@@ -54,35 +69,42 @@ def find_checkpoint(output_dir: Path, name: str) -> Path:
     return Path(name)
 
 
-def settle(output_dir: Path, name: str | None) -> str | None:
-    """What `--resume_from_checkpoint` means for a folder: `auto` is `latest` if there is a checkpoint, else None."""
-    return ("latest" if checkpoints(output_dir) else None) if name == "auto" else name
-
-
 def check_run(output_dir: Path, overwrite: bool, resumed: str | None, source: str | Path | None = None):
     """Refuse a run that would overwrite another one, unless it resumes it.
 
     Args:
         overwrite: whether `--overwrite_output_dir` was given.
-        resumed: the checkpoint that the run resumes from.
+        resumed: the value of `--resume_from_checkpoint`.
         source: the folder of the model that the run starts from.
 
     Raises:
         ValueError: the folder holds checkpoints or a model, or is that of `source`.
     """
-    resumed = settle(output_dir, resumed)
-    if resumed is None and not overwrite and checkpoints(output_dir):
+    resumes = resumed is not None and (resumed != "auto" or bool(checkpoints(output_dir)))
+    if not resumes and not overwrite and checkpoints(output_dir):
         raise ValueError(
             f"The output folder {output_dir} holds checkpoints of a run. Give --resume_from_checkpoint latest to "
             "continue it, --overwrite_output_dir to replace it, or another folder."
         )
-    check_overwriting(output_dir, overwrite or resumed is not None, source)
+    check_overwriting(output_dir, overwrite or resumes, source)
 
 
-def remove_checkpoints(output_dir: Path):
-    """Remove the checkpoints of a run that is overwritten."""
-    for checkpoint in checkpoints(output_dir):
-        _remove(checkpoint)
+def describe_run(options: dict, config: "PreTrainedConfig", **further) -> dict:
+    """What a checkpoint must agree with: options that change the weights, the model, and what `further` names."""
+    compared = {name: options[name] for name in COMPARED if name in options}
+    model = {f"config.{name}": value for name, value in config.to_dict().items() if name not in NOT_COMPARED}
+    return json.loads(json.dumps(compared | further | model))
+
+
+def check_same_run(checkpoint: Path, saved: dict, run: dict):
+    """Refuse a checkpoint of another run. What one of an older version does not describe is not compared.
+
+    Raises:
+        ValueError: it differs, with a line for each difference.
+    """
+    differing = [f"{n} must be {saved[n]}, got {v}" for n, v in run.items() if n in saved and saved[n] != v]
+    if differing:
+        raise ValueError("\n  ".join([f"{checkpoint} is a checkpoint of another run.", *differing]))
 
 
 def write_checksums(folder: Path):
@@ -100,7 +122,7 @@ def verify_checksums(folder: Path):
     if not (folder / CHECKSUMS).is_file():
         return
     try:
-        expected = dict(json.loads((folder / CHECKSUMS).read_text(encoding="utf-8")))
+        expected = dict(read_json(folder / CHECKSUMS))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{folder / CHECKSUMS} is damaged: {error}. Resume from an earlier checkpoint.") from error
     for name, checksum in expected.items():
@@ -119,15 +141,15 @@ def remove_incomplete(output_dir: Path):
 
 def prune(output_dir: Path, limit: int | None):
     """Remove the oldest checkpoints beyond `limit`; None for no limit."""
-    for checkpoint in checkpoints(output_dir)[: -limit if limit else 0]:
-        _remove(checkpoint)
+    found = checkpoints(output_dir)
+    for checkpoint in found[: 0 if limit is None else max(len(found) - limit, 0)]:
+        hidden = partial(checkpoint)  # under its own name a half-removed checkpoint would look complete
+        checkpoint.rename(hidden)
+        shutil.rmtree(hidden)
 
 
-def _remove(checkpoint: Path):
-    # Under its own name a half-removed checkpoint would look complete.
-    hidden = partial(checkpoint)
-    checkpoint.rename(hidden)
-    shutil.rmtree(hidden)
+def read_json(file: Path):
+    return json.loads(file.read_text(encoding="utf-8"))
 
 
 def _sha256(path: Path) -> str:

@@ -10,9 +10,9 @@ from datasets import Dataset
 from transformers import EvalPrediction, Trainer
 
 from tnn_scripts.common.atomic import new_files, write_json
-from tnn_scripts.common.belonging import rows_of_a_step
 from tnn_scripts.common.commands import next_steps
 from tnn_scripts.common.devices import suggest_smaller
+from tnn_scripts.common.grouping_trainer import rows_of_a_step
 
 
 def accuracy(prediction: EvalPrediction) -> dict[str, float]:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import Dataset, Sampler
 
-from tnn_scripts.common.optimizers import GroupingTrainer
+from tnn_scripts.common.grouping_trainer import GroupingTrainer
 
 # Mixup or CutMix of each batch, one as often as the other (DeiT, Touvron et al., 2021, table 9).
 MIXUP, CUTMIX = 0.8, 1.0

@@ -8,11 +8,62 @@ import json
 import re
 
 import torch
-from transformers import PreTrainedModel, Trainer, TrainingArguments, get_scheduler
+from transformers import PreTrainedModel, Trainer, get_scheduler
+from transformers.trainer_pt_utils import get_parameter_names
 
-from tnn_scripts.common.muon import MuonWithAdamW
-from tnn_scripts.common.optimizer_arguments import MUON, OPERATOR
-from tnn_scripts.common.progress import show_figures
+from tnn_scripts.common.training_arguments import MUON, OPERATOR
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """`torch.optim.Muon` for groups of matrices, fused `torch.optim.AdamW` for others.
+
+    Muon (Jordan et al. 2024) makes the step of a matrix close to orthogonal. PyTorch's "match_rms_adamw" scales it to
+    the size of a step of AdamW (Liu et al. 2025, arXiv:2502.16982), so that one learning rate and weight decay serve
+    both. As PyTorch's fused optimizers do, it skips a step on the device if `found_inf`, a tensor
+    there, is 1.
+    """
+
+    def __init__(self, matrices: list[dict], others: list[dict], lr: float, betas: tuple[float, float], eps: float):
+        matrices = [{**group, "muon": True} for group in matrices]
+        others = [{**group, "muon": False} for group in others]
+        self.muon = torch.optim.Muon(matrices, lr=lr, adjust_lr_fn="match_rms_adamw")
+        self.adamw = torch.optim.AdamW(others, lr=lr, betas=betas, eps=eps, fused=True)
+        # The groups and the state belong to this optimizer. A step lends them to the two.
+        super().__init__([*self.muon.param_groups, *self.adamw.param_groups], {})
+        self._step_supports_amp_scaling = True
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if getattr(self, "grad_scale", None) is not None:
+            raise ValueError(f"`grad_scale` must be None (unscale the gradients first), got {self.grad_scale}")
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        skipped = getattr(self, "found_inf", None)
+        self.muon.state = self.adamw.state = self.state
+        self.adamw.param_groups = [group for group in self.param_groups if not group["muon"]]
+        self.adamw.found_inf = skipped
+        self.adamw.step()
+        for group in self.param_groups:
+            for matrix in group["params"] if group["muon"] else []:
+                if matrix.grad is not None:
+                    self._step_matrix(group, matrix, skipped)
+        return loss
+
+    def _step_matrix(self, group: dict, matrix: torch.Tensor, skipped: torch.Tensor | None):
+        state = self.state[matrix]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(matrix)
+        changed = (matrix, state["momentum_buffer"])
+        before = [tensor.clone() for tensor in changed] if skipped is not None else []
+        self.muon.param_groups = [{**group, "params": [matrix]}]
+        self.muon.step()
+        for tensor, kept in zip(changed, before, strict=False):
+            tensor.copy_(torch.where(skipped == 1, kept, tensor))
+
+
+def decayed_parameters(model: PreTrainedModel) -> set[str]:
+    """The names of the parameters with weight decay: matrices, but not biases, norms and other vectors."""
+    names = set(get_parameter_names(model, [torch.nn.LayerNorm], [r"bias", r"norm"]))
+    return {name for name, parameter in model.named_parameters() if name in names and parameter.ndim >= 2}
 
 
 def regroup(
@@ -103,50 +154,3 @@ def build_scheduler(args, optimizer: torch.optim.Optimizer) -> torch.optim.lr_sc
     except (TypeError, ValueError) as error:
         name = args.lr_scheduler_type
         raise ValueError(f"--lr_scheduler_kwargs must be a JSON object for {name}, got {given}: {error}") from error
-
-
-def fit_to_device(args: TrainingArguments):
-    """Leave pinned memory to accelerators, and the filter of losses, for which Trainer reads each of them, to CPUs."""
-    on_cpu = args.device.type == "cpu"
-    args.dataloader_pin_memory &= not on_cpu  # else PyTorch warns
-    args.logging_nan_inf_filter &= on_cpu
-
-
-class GroupingTrainer(Trainer):
-    """Trainer with parameters that have settings of their own, and a bar with loss and tokens per second.
-
-    It saves the `use_cache` that the model had before, where it had one; Trainer sets it to False.
-
-    Args:
-        groups: see `GroupArguments.groups`.
-    """
-
-    def __init__(self, model, *arguments, groups: dict[str, dict[str, float]] | None = None, **options):
-        config = getattr(model, "config", None)  # a plain module has none
-        self.saved_cache = {"use_cache": config.use_cache} if hasattr(config, "use_cache") else {}
-        super().__init__(model, *arguments, **options)
-        self.groups = groups or {}
-        self.bar = show_figures(self)
-        fit_to_device(self.args)
-
-    def create_optimizer(self, model=None) -> torch.optim.Optimizer:
-        if self.optimizer is None:
-            optimizer, own = super().create_optimizer(model), self.model if model is None else model
-            regroup(optimizer, own, self.groups, set(self.get_decay_parameter_names(own)))
-        return self.optimizer
-
-    def _save(self, *arguments, **options):
-        if not hasattr(self.model, "config"):
-            return super()._save(*arguments, **options)
-        fields = vars(self.model.config)
-        present = {"use_cache": fields.pop("use_cache")} if "use_cache" in fields else {}
-        fields |= self.saved_cache
-        try:
-            super()._save(*arguments, **options)
-        finally:
-            fields |= present
-
-    def training_step(self, model: torch.nn.Module, inputs: dict, *arguments, **options) -> torch.Tensor:
-        if self.bar is not None:
-            self.bar.add(inputs)
-        return super().training_step(model, inputs, *arguments, **options)

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT as requests to stop: the program finishes and saves its present step before it exits.
+"""Ends from outside: signals, after which a program saves its present step, and other processes that are lost.
 
 Schedulers send SIGTERM some time before SIGKILL. A process that ends by SIGTERM has the exit status 143 (128 + 15),
 one that ends by Ctrl-C has 130.
@@ -6,17 +6,16 @@ one that ends by Ctrl-C has 130.
 
 import os
 import signal
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tnn_scripts.common.errors import UserError
 
 import torch
-from accelerate import PartialState
-from accelerate.utils import reduce
-from transformers import TrainerCallback
-
-from tnn_scripts.common.belonging import write_run
-from tnn_scripts.common.checkpoints import write_checksums
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# Where gloo says that a connection has ended or that nothing came, in the texts of plain RuntimeErrors.
+OF_GLOO = ("gloo/transport", "[gloo]", "Connection closed by peer", "Connection reset by peer")
 
 
 class StopRequested(Exception):
@@ -50,31 +49,23 @@ class StopRequest:
             signal.signal(number, self._previous[number])
 
 
-class StopCallback(TrainerCallback):
-    """A callback that ends a Trainer's run with a checkpoint, after the step in which a process got a signal.
+class LostProcessError(UserError):
+    """The error for a process of the run that has ended, or has not answered in time."""
 
-    Trainer's own `enable_jit_checkpoint` saves before the optimizer's step, and each process at another step. After it
-    the run looks finished.
 
-    Args:
-        run: what the checkpoints say of the run that they belong to, see `belonging.py`.
+@contextmanager
+def watching_processes() -> Iterator[None]:
+    """Turn the errors of communication into one.
+
+    Raises:
+        LostProcessError: a process has ended or does not answer.
     """
-
-    def __init__(self, stop: StopRequest, run: dict):
-        self.stop, self.run, self.stopped = stop, run, False
-
-    def on_step_end(self, args, state, control, **kwargs):
-        asked = torch.tensor(float(self.stop.signal != 0))
-        if args.world_size > 1:
-            asked = reduce(asked.to(args.device), reduction="sum")
-        self.stopped = asked.item() > 0
-        if self.stopped:
-            control.should_save = control.should_training_stop = True
-            control.should_evaluate = False
-
-    def on_save(self, args, state, control, **kwargs):
-        PartialState().wait_for_everyone()  # each process writes its random states
-        if state.is_world_process_zero:
-            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-            write_run(folder, self.run)
-            write_checksums(folder)
+    try:
+        yield
+    except RuntimeError as error:
+        if not (isinstance(error, torch.distributed.DistError) or any(text in str(error) for text in OF_GLOO)):
+            raise
+        raise LostProcessError(
+            "Another process of this run has ended, or has not answered within --ddp_timeout. What it wrote says why "
+            f"({' '.join(str(error).split())[:200]})."
+        ) from error

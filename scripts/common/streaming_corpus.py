@@ -7,7 +7,7 @@ from accelerate import Accelerator
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from tnn_scripts.common.pretrain_arguments import PretrainArguments
+from tnn_scripts.common.training_arguments import PretrainArguments
 from tnn_scripts.data.blocks import BlockStream
 from tnn_scripts.data.sources import Mixture, open_source
 from tnn_scripts.data.streaming import Packer, TextStream

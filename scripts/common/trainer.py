@@ -11,18 +11,16 @@ from tempfile import TemporaryDirectory
 from transformers import TrainingArguments
 
 from tnn_scripts.common.atomic import SavingError, claim, saving_errors
-from tnn_scripts.common.belonging import check_belonging, describe_run
 from tnn_scripts.common.checkpoints import (
     check_run,
     find_checkpoint,
-    remove_checkpoints,
+    prune,
     remove_incomplete,
-    settle,
     verify_checksums,
 )
 from tnn_scripts.common.devices import suggest_smaller
-from tnn_scripts.common.optimizers import GroupingTrainer
-from tnn_scripts.common.signals import StopCallback, StopRequest, StopRequested
+from tnn_scripts.common.grouping_trainer import GroupingTrainer, StopCallback, check_belonging, describe_training
+from tnn_scripts.common.signals import StopRequest, StopRequested
 
 logger = logging.getLogger("resumable")
 
@@ -89,7 +87,7 @@ def train(trainer: GroupingTrainer, labels: Sequence, **options) -> dict:
     """Train from the beginning, or from the checkpoint in the arguments; the figures of the training.
 
     Args:
-        labels, options: the training data, see `describe_run`.
+        labels, options: the training data, see `describe_training`.
 
     Raises:
         StopRequested: a process got a signal during the training; the last step is in a checkpoint. The exception has
@@ -99,13 +97,15 @@ def train(trainer: GroupingTrainer, labels: Sequence, **options) -> dict:
         SavingError: a checkpoint could not be written.
     """
     folder = Path(trainer.args.output_dir)
-    resumed, run = settle(folder, trainer.args.resume_from_checkpoint), describe_run(trainer, labels, **options)
+    resumed, run = (
+        find_checkpoint(folder, trainer.args.resume_from_checkpoint),
+        describe_training(trainer, labels, **options),
+    )
     if resumed is not None:
-        resumed = find_checkpoint(folder, resumed)
         verify_checksums(resumed)
         check_belonging(resumed, run)
     elif trainer.is_world_process_zero():
-        remove_checkpoints(folder)  # of a run that is overwritten: `latest` must not be one of them
+        prune(folder, 0)  # of a run that is overwritten: `latest` must not be one of them
     stop = StopRequest()
     leave = StopCallback(stop, run)
     trainer.add_callback(leave)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from tnn_scripts.common.arguments import load_config, parse_overrides
 from tnn_scripts.common.names import find_config
-from tnn_scripts.common.optimizer_arguments import GroupArguments
+from tnn_scripts.common.training_arguments import GroupArguments
 from tnn_scripts.data.files import check_source
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 from tnn_scripts.common.declared import declared_keys
 from tnn_scripts.common.model_path import check_model_path, check_path
-from tnn_scripts.common.optimizer_arguments import GroupArguments
 from tnn_scripts.common.parser import check_counts
+from tnn_scripts.common.training_arguments import GroupArguments
 from tnn_scripts.data.files import check_file
 
 # Where the program differs from Trainer: a rate that follows from the model, and a loss in the bar.

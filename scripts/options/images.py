@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 from tnn_scripts.common.declared import declared_keys
 from tnn_scripts.common.names import find_config
-from tnn_scripts.common.optimizer_arguments import GroupArguments
 from tnn_scripts.common.parser import check_counts
+from tnn_scripts.common.training_arguments import GroupArguments
 
 AUGMENTATIONS = declared_keys("tnn_scripts.data.augmentation", "AUGMENTATIONS")
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from tnn_scripts.common.declared import declared_keys
 from tnn_scripts.common.model_path import check_path
 from tnn_scripts.common.names import find_config
-from tnn_scripts.common.optimizer_arguments import GroupArguments
 from tnn_scripts.common.parser import check_counts
+from tnn_scripts.common.training_arguments import GroupArguments
 
 TASKS = declared_keys("tnn_scripts.data.lra", "TASKS")
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from tnn_scripts.common.errors import importing
 
 from tnn_scripts.common.arguments import parse_overrides
-from tnn_scripts.common.optimizer_arguments import GroupArguments
+from tnn_scripts.common.training_arguments import GroupArguments
 
 if TYPE_CHECKING:
     from modeling_tnn import TnnConfig

@@ -21,7 +21,7 @@ from modeling_tnn import find_unstable
 from tnn_scripts.common.arguments import load_config
 from tnn_scripts.common.atomic import check_overwriting, claim, holds_model, new_files, write_json
 from tnn_scripts.common.commands import next_steps
-from tnn_scripts.common.optimizers import GroupingTrainer
+from tnn_scripts.common.grouping_trainer import GroupingTrainer
 from tnn_scripts.data.text import DEMO_CORPUS, load_corpus, pack, train_tokenizer
 from tnn_scripts.options.demo import DemoArguments
 from tnn_scripts.serving.page import PageArguments, import_gradio, serve

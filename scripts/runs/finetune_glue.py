@@ -25,18 +25,17 @@ from transformers import (
 import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
 from tnn_scripts.common.arguments import parse_overrides
 from tnn_scripts.common.atomic import new_files, write_json, write_text
-from tnn_scripts.common.belonging import FILE
-from tnn_scripts.common.checkpoints import check_run, find_checkpoint, settle
+from tnn_scripts.common.checkpoints import RUN, check_run, find_checkpoint, read_json
 from tnn_scripts.common.commands import next_steps
+from tnn_scripts.common.costs import dry_run
 from tnn_scripts.common.devices import suggest_smaller
-from tnn_scripts.common.dry_run import dry_run
+from tnn_scripts.common.grouping_trainer import GroupingTrainer
 from tnn_scripts.common.loading import load, require_padding
-from tnn_scripts.common.optimizers import GroupingTrainer
-from tnn_scripts.common.preset_training import fine_tuning_of
 from tnn_scripts.common.publishing import open_repository, upload
 from tnn_scripts.common.signals import StopRequested
 from tnn_scripts.common.tables import ERRORS, format_metric, markdown_table
 from tnn_scripts.common.trainer import output_folder, train
+from tnn_scripts.common.training_arguments import fine_tuning_of
 from tnn_scripts.data.class_labels import outputs_of_classes
 from tnn_scripts.data.glue import TaskData, load_files, load_task, tokenize_task
 from tnn_scripts.data.glue_metrics import load_metric, main_metric
@@ -246,11 +245,9 @@ def with_rate(task: Task, training: TrainingArguments, folder: Path) -> Training
     rate, source = TrainingArguments.learning_rate, None
     if task.config.model_type == "tnn" and (known := fine_tuning_of(task.config.hidden_size)):
         rate, source = known
-    if (resumed := settle(folder, training.resume_from_checkpoint)) is not None:
-        checkpoint = find_checkpoint(folder, resumed)
-        if (checkpoint / FILE).is_file():
-            rate = json.loads((checkpoint / FILE).read_text(encoding="utf-8"))["learning_rate"]
-            source = f"that of {checkpoint}"
+    checkpoint = find_checkpoint(folder, training.resume_from_checkpoint)
+    if checkpoint is not None and (checkpoint / RUN).is_file():
+        rate, source = read_json(checkpoint / RUN)["learning_rate"], f"that of {checkpoint}"
     if training.do_train and source is not None:
         logger.info("learning rate %g, %s; --learning_rate sets another", rate, source)
     return dataclasses.replace(training, learning_rate=rate)

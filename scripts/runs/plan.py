@@ -21,14 +21,13 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from modeling_tnn import SequenceParallel, TnnConfig, numerics
-from tnn_scripts.common.accelerate_loop import decayed_parameters
 from tnn_scripts.common.atomic import write_json
-from tnn_scripts.common.lm_loss import summed_loss
-from tnn_scripts.common.model_flops import PEAKS, flops_of_token
-from tnn_scripts.common.optimizers import build_optimizer
-from tnn_scripts.common.pretrain_arguments import PretrainArguments
+from tnn_scripts.common.devices import PEAKS, flops_of_token
+from tnn_scripts.common.optimizers import build_optimizer, decayed_parameters
+from tnn_scripts.common.passes import summed_loss
 from tnn_scripts.common.sharding import shard_operators
 from tnn_scripts.common.tables import markdown_table
+from tnn_scripts.common.training_arguments import PretrainArguments
 from tnn_scripts.runs.pretrain import build_config, build_model
 
 USABLE = 0.9  # of the memory of a GPU

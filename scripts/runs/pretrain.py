@@ -8,6 +8,7 @@ import os
 import sys
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import datasets
 import torch
@@ -31,32 +32,29 @@ from tnn_scripts.common.accelerate_loop import Pretraining, perplexity
 from tnn_scripts.common.arguments import load_config, parse_overrides
 from tnn_scripts.common.atomic import SavingError, claim, new_files, new_folder, write_json
 from tnn_scripts.common.checkpoints import (
+    STATE,
     check_run,
     checkpoints,
     find_checkpoint,
-    remove_checkpoints,
-    settle,
+    prune,
+    read_json,
     verify_checksums,
 )
-from tnn_scripts.common.chosen_schedule import choose_schedule
 from tnn_scripts.common.commands import next_steps
-from tnn_scripts.common.compiled_blocks import compile_blocks
+from tnn_scripts.common.costs import blocks_of_process, choose_micro_batch, describe_run, measure_step
 from tnn_scripts.common.devices import MemoryExceededError, reserved_memory, suggest_smaller
-from tnn_scripts.common.dry_run import describe_run, measure_step
-from tnn_scripts.common.lm_loss import summed_loss
 from tnn_scripts.common.loading import load
-from tnn_scripts.common.micro_batch import blocks_of_process, choose_micro_batch
-from tnn_scripts.common.pretrain_arguments import PretrainArguments
-from tnn_scripts.common.processes import LostProcessError, watching_processes
-from tnn_scripts.common.publishing import open_repository, upload
+from tnn_scripts.common.passes import compile_blocks, summed_loss
 from tnn_scripts.common.sharding import allow_on_cpu, check_engine, held_parameters, refuse_deepspeed
-from tnn_scripts.common.signals import StopRequested
-from tnn_scripts.common.streaming_corpus import build_text_streams, open_corpus
+from tnn_scripts.common.signals import LostProcessError, StopRequested, watching_processes
+from tnn_scripts.common.training_arguments import PretrainArguments, choose_schedule
 from tnn_scripts.data.blocks import BlockStream
 from tnn_scripts.data.files import check_file
-from tnn_scripts.data.streaming import TextStream
 from tnn_scripts.data.text import load_corpus, pack, train_tokenizer, workers_for
 from tnn_scripts.data.vocabulary import check_vocabulary
+
+if TYPE_CHECKING:  # read where a run asks for it
+    from tnn_scripts.data.streaming import TextStream
 
 logger = logging.getLogger("pretrain")
 RESUME = " Continue with --resume_from_checkpoint latest."
@@ -108,9 +106,10 @@ def check_before_start(args: PretrainArguments):
         if file is not None:
             check_file(file, whole=not args.streaming)
     output_dir = Path(args.output_dir)
-    args.resume_from_checkpoint = settle(output_dir, args.resume_from_checkpoint)
-    if args.resume_from_checkpoint is not None:
-        verify_checksums(find_checkpoint(output_dir, args.resume_from_checkpoint))
+    resumed = find_checkpoint(output_dir, args.resume_from_checkpoint)
+    if resumed is not None:
+        verify_checksums(resumed)
+    args.resume_from_checkpoint = None if resumed is None else str(resumed)
     for folder in (output_dir, output_dir / "best"):
         check_run(folder, args.overwrite_output_dir, args.resume_from_checkpoint)
 
@@ -162,7 +161,7 @@ def build_tokenizer(
     """
     masked = args.objective == "mlm"
     if args.resume_from_checkpoint is not None:
-        source = find_checkpoint(Path(args.output_dir), args.resume_from_checkpoint)
+        source = args.resume_from_checkpoint
     elif args.tokenizer_name is not None:
         source = args.tokenizer_name
     else:
@@ -217,9 +216,11 @@ def build_streams(
 
 def build_data(
     args: PretrainArguments, accelerator: Accelerator, config: PreTrainedConfig
-) -> tuple[PreTrainedTokenizerBase, BlockStream | TextStream, BlockStream]:
+) -> tuple[PreTrainedTokenizerBase, "BlockStream | TextStream", BlockStream]:
     """The tokenizer, and the streams of training and validation examples. `config` gets the special tokens."""
     if args.streaming:
+        from tnn_scripts.common.streaming_corpus import build_text_streams, open_corpus
+
         texts, validation = open_corpus(args)
         tokenizer = build_tokenizer(args, accelerator, config, texts.first_texts())
         return tokenizer, *build_text_streams(args, accelerator, texts, validation, tokenizer)
@@ -242,7 +243,9 @@ def build(args: PretrainArguments, accelerator: Accelerator) -> Pretraining:
     check_before_start(args)
     config = build_config(args)
     blocks_of_process(args, accelerator.num_processes)  # before the text is read
-    if (line := choose_schedule(args, config)) is not None:
+    resumed = args.resume_from_checkpoint
+    saved = None if resumed is None else read_json(Path(resumed) / STATE)["fingerprint"]
+    if (line := choose_schedule(args, config, saved)) is not None:
         logger.info("%s", line)
     tokenizer, train, validation = build_data(args, accelerator, config)
     set_seed(args.seed)
@@ -261,11 +264,11 @@ def build(args: PretrainArguments, accelerator: Accelerator) -> Pretraining:
     if args.global_batch_tokens is not None:
         logger.info("%s", line)
     compile_blocks(args, accelerator, model)
-    if args.resume_from_checkpoint is None and accelerator.is_main_process:
-        remove_checkpoints(Path(args.output_dir))  # of a run that is overwritten
+    if resumed is None and accelerator.is_main_process:
+        prune(Path(args.output_dir), 0)  # of a run that is overwritten
     pretraining = Pretraining(args, accelerator, model, tokenizer, train, validation)
-    if args.resume_from_checkpoint is not None:
-        pretraining.resume(args.resume_from_checkpoint)
+    if resumed is not None:
+        pretraining.resume(Path(resumed))
         logger.info("resumed at step %d", pretraining.state.step)
     return pretraining
 
@@ -332,6 +335,8 @@ def train(args: PretrainArguments, accelerator: Accelerator) -> tuple[Pretrainin
     pretraining = build(args, accelerator)
     repository = None
     if args.push_to_hub and accelerator.is_main_process:
+        from tnn_scripts.common.publishing import open_repository
+
         repository = open_repository(args.hub_model_id, args.output_dir, args.hub_private_repo)
     if args.report_to != "none":
         options = {name: value for name, value in dataclasses.asdict(args).items() if value is not None}
@@ -398,6 +403,8 @@ def start(args: PretrainArguments):
             accelerator.end_training()
             report(metrics, args)
             if repository is not None:
+                from tnn_scripts.common.publishing import upload
+
                 upload(args.output_dir, repository, pretraining.config.model_type)
         except (OSError, MemoryExceededError, SavingError, LostProcessError) as error:
             if not checkpoints(Path(args.output_dir)):

@@ -26,10 +26,9 @@ from modeling_tnn.tno_rtf import RtfOperator
 from modeling_tnn.tools.poles import spectral_radius
 from tnn_scripts.common.arguments import chosen_seeds
 from tnn_scripts.common.atomic import saving_errors, write_json
-from tnn_scripts.common.belonging import rows_of_a_step
-from tnn_scripts.common.dry_run import dry_run
-from tnn_scripts.common.lm_loss import token_losses
-from tnn_scripts.common.optimizers import GroupingTrainer
+from tnn_scripts.common.costs import dry_run
+from tnn_scripts.common.grouping_trainer import GroupingTrainer, rows_of_a_step
+from tnn_scripts.common.passes import token_losses
 from tnn_scripts.common.scoring import batches, evaluate
 from tnn_scripts.common.tables import markdown_table
 from tnn_scripts.common.trainer import output_folder, refuse_resume

@@ -15,10 +15,10 @@ from transformers import (
 from modeling_tnn import PoleCallback
 from tnn_scripts.common.arguments import load_config, parse_overrides
 from tnn_scripts.common.classification import accuracy, describe, report, save, score
-from tnn_scripts.common.dry_run import dry_run
+from tnn_scripts.common.costs import dry_run
+from tnn_scripts.common.grouping_trainer import GroupingTrainer
 from tnn_scripts.common.mixing_trainer import MixingTrainer
 from tnn_scripts.common.model_path import check_path
-from tnn_scripts.common.optimizers import GroupingTrainer
 from tnn_scripts.common.peers import vit_like
 from tnn_scripts.common.trainer import exit_with_message, train
 from tnn_scripts.data.augmentation import AUGMENTATIONS, ToPixels, unchanged

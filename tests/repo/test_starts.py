@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, TrainingArguments
 
 from tnn_scripts.common.arguments import load_config, parse_overrides
-from tnn_scripts.common.optimizer_arguments import GroupArguments
-from tnn_scripts.common.optimizers import GroupingTrainer
+from tnn_scripts.common.grouping_trainer import GroupingTrainer
+from tnn_scripts.common.training_arguments import GroupArguments
 
 STARTS = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "research" / "starts.py"))
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "max_position_embeddings": 64, "vocab_size": 300}

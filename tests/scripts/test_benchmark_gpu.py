@@ -11,7 +11,7 @@ from transformers import GenerationMixin, masking_utils
 from helpers.scripts import start_script, table_rows
 from tnn_scripts.benchmarks import gpu, gpu_models, gpu_pretraining, gpu_products, gpu_sizes
 from tnn_scripts.common.arguments import parse_arguments
-from tnn_scripts.common.pretrain_arguments import PretrainArguments
+from tnn_scripts.common.training_arguments import PretrainArguments
 
 ARGS = SimpleNamespace(device="cpu", threads=1, repeats=1, quick=True)
 

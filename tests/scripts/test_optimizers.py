@@ -12,10 +12,9 @@ from transformers import ModernBertConfig, ModernBertForMaskedLM, TrainingArgume
 from helpers.models import seeded, tiny_config
 from helpers.scripts import assert_same_weights, figures, pretrain_options, run_script, weights
 from modeling_tnn import TnnForCausalLM
-from tnn_scripts.common.accelerate_loop import decayed_parameters
-from tnn_scripts.common.optimizer_arguments import GroupArguments
-from tnn_scripts.common.optimizers import GroupingTrainer, build_optimizer, fit_to_device
-from tnn_scripts.common.pretrain_arguments import PretrainArguments
+from tnn_scripts.common.grouping_trainer import GroupingTrainer, fit_to_device
+from tnn_scripts.common.optimizers import build_optimizer, decayed_parameters
+from tnn_scripts.common.training_arguments import GroupArguments, PretrainArguments
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from helpers.scripts import read, run_script
 from modeling_tnn import TnnConfig
-from tnn_scripts.common.pretrain_arguments import PretrainArguments
+from tnn_scripts.common.training_arguments import PretrainArguments
 from tnn_scripts.runs import plan
 
 SIZES = {"vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 3, "rpe_dim": 16, "rpe_layers": 2, "decay": 0.9}

@@ -1,5 +1,6 @@
 """Pretraining: what it saves, and that steps do not depend on how they are computed."""
 
+import dataclasses
 import math
 import re
 import shutil
@@ -8,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from huggingface_hub import RepoUrl
-from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from transformers import (
@@ -34,15 +34,13 @@ from helpers.scripts import (
     write_text,
 )
 from modeling_tnn import TnnConfig, TnnForCausalLM, TnnForMaskedLM, ToeplitzOperator, find_unstable
-from tnn_scripts.common import lm_loss
-from tnn_scripts.common.accelerate_loop import decayed_parameters
-from tnn_scripts.common.checkpoints import write_checksums
-from tnn_scripts.common.fingerprint import differences, fingerprint
-from tnn_scripts.common.lm_loss import count_targets, summed_loss, token_losses
-from tnn_scripts.common.model_flops import flops_of_token, peak_of
-from tnn_scripts.common.optimizers import build_optimizer
-from tnn_scripts.common.pretrain_arguments import PretrainArguments
+from tnn_scripts.common import passes
+from tnn_scripts.common.checkpoints import check_same_run, describe_run
+from tnn_scripts.common.devices import flops_of_token, peak_of
+from tnn_scripts.common.optimizers import build_optimizer, decayed_parameters
+from tnn_scripts.common.passes import count_targets, summed_loss, token_losses
 from tnn_scripts.common.publishing import NOT_UPLOADED, upload
+from tnn_scripts.common.training_arguments import PretrainArguments
 from tnn_scripts.data.blocks import BlockStream
 from tnn_scripts.data.text import load_corpus, pack, train_tokenizer, workers_for
 
@@ -192,17 +190,6 @@ def test_compiled(pretrain, tmp_path, compiler):
         TnnForCausalLM.from_pretrained(tmp_path / "compiled" / part)
 
 
-def test_a_checkpoint_of_a_model_that_was_compiled_as_a_whole(pretrain, tmp_path):
-    """As earlier versions wrote it."""
-    pretrain("--checkpointing_steps 4")
-    saved = tmp_path / "out" / "checkpoint-4"
-    save_file({f"_orig_mod.{name}": tensor for name, tensor in weights(saved).items()}, saved / "model.safetensors")
-    write_checksums(saved)
-    shutil.move(saved, tmp_path / "old" / "checkpoint-4")
-    pretrain(f"--output_dir {tmp_path}/old --resume_from_checkpoint latest")
-    assert_same_weights(tmp_path / "out", tmp_path / "old")
-
-
 @pytest.mark.parametrize("kind", ["tnn", "gpt2"])
 def test_a_model_that_cannot_be_compiled(kind, pretrain, tmp_path, compiler, caplog):
     """It trains without, after one warning; that of a TNN is the package's."""
@@ -249,7 +236,7 @@ def test_the_loss_is_a_sum_of_cross_entropies(causal, kind, monkeypatch):
     assert count_targets(labels, causal).tolist() == ([4, 6, 6] if causal else [5, 7, 7])
     torch.testing.assert_close(token_losses(logits, labels, causal).sum(), expected)
     if kind != "gemma2":
-        monkeypatch.setattr(lm_loss, "token_losses", None)
+        monkeypatch.setattr(passes, "token_losses", None)
     found = summed_loss(model, model.config, {"input_ids": ids, "labels": labels}, causal)
     torch.testing.assert_close(found, expected)
     wanted = torch.autograd.grad(expected, parameters, allow_unused=True)
@@ -384,32 +371,20 @@ def test_what_belongs_to_a_run(options, pretrain, tmp_path, caplog):
     assert "learning rate 0.032, by the rule for a width of 32" in caplog.text
 
 
-def test_a_checkpoint_from_before_an_option_or_a_field():
-    """It is resumed with their defaults, and with no other value."""
-    config = TnnConfig(tno_type="ski", causal=False)
-    now = fingerprint(PretrainArguments(learning_rate=0.01), config, {}, 4, False)
-    before = {k: v for k, v in now.items() if k not in ("parameter_groups", "optim", "config.ski_initializer")}
-    assert now["optim"] and differences(before, now, config) == []
-    oldest = {k: v for k, v in before.items() if k not in ("blocks_per_step", "sharded")} | {"processes": 4}
-    assert differences(oldest, now, config) == [f"optim must be adamw_torch, got {now['optim']}"]
-    local = TnnConfig(tno_type="ski", causal=False, ski_initializer="local")
-    later = fingerprint(PretrainArguments(learning_rate=0.01, optim="adafactor"), local, {}, 4, False)
-    assert differences(before, later, local) == [
-        f"optim must be {now['optim']}, got adafactor", "config.ski_initializer must be normal, got local",
-    ]  # fmt: skip
+def test_what_a_checkpoint_must_agree_with():
+    """Model and options that change weights; not where and how a step is computed, or what the checkpoint lacks."""
 
+    def run(tno_type, **options):
+        args = PretrainArguments(learning_rate=0.01, **options)
+        return describe_run(dataclasses.asdict(args), TnnConfig(tno_type=tno_type), blocks_per_step=4)
 
-def test_a_checkpoint_goes_on_where_and_how_it_can(tmp_path):
-    """The place of a preset, the device, compilation and recomputation are not what makes a run."""
-    config, preset = TnnConfig(tno_type="fd"), tmp_path / "new" / "configuration" / "tnn-tiny"
-    preset.mkdir(parents=True)  # a folder that was there when the run began needs to be there no longer
-    args = PretrainArguments(config_name=str(preset), use_cpu=True, torch_compile=True, gradient_checkpointing=True)
-    before = PretrainArguments(config_name=str(preset))
-    before.config_name = "/old/configuration/tnn-tiny"
-    saved = fingerprint(before, config, {}, 4, False)
-    assert differences(saved, fingerprint(args, config, {}, 4, False), config) == []
-    other = fingerprint(args, TnnConfig(tno_type="rtf"), {}, 4, False)
-    assert "config.tno_type must be fd, got rtf" in differences(saved, other, config)
+    saved = run("fd")
+    elsewhere = {"use_cpu": True, "torch_compile": True, "gradient_checkpointing": True, "output_dir": "there"}
+    check_same_run("there", saved, run("fd", **elsewhere))
+    with pytest.raises(ValueError, match="optim must be .*, got sgd\n  config.tno_type must be fd, got"):
+        check_same_run("there", saved, run("rtf", optim="sgd"))
+    older = {name: value for name, value in saved.items() if name not in ("optim", "config.tno_type")}
+    check_same_run("there", older, run("rtf", optim="sgd"))
 
 
 def test_push_to_hub(pretrain, tmp_path, monkeypatch):

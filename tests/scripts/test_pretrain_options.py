@@ -15,11 +15,10 @@ from helpers.programs import parse
 from helpers.scripts import ROOT, run_script, write_config
 from modeling_tnn import TnnForCausalLM
 from modeling_tnn.configuration_tnn import LENGTH_FIELDS
-from tnn_scripts.common import micro_batch
+from tnn_scripts.common import costs
 from tnn_scripts.common.arguments import training_options
-from tnn_scripts.common.chosen_schedule import choose_schedule
 from tnn_scripts.common.devices import MemoryExceededError
-from tnn_scripts.common.pretrain_arguments import PretrainArguments
+from tnn_scripts.common.training_arguments import PretrainArguments, choose_schedule
 from tnn_scripts.options.glue import GlueArguments
 from tnn_scripts.runs.pretrain import build_config
 
@@ -61,7 +60,7 @@ def test_a_batch_has_whole_passes():
     ):
         args = PretrainArguments(global_batch_tokens=tokens, per_device_train_batch_size=size, block_size=32)
         with pytest.raises(ValueError, match=message):
-            micro_batch.blocks_of_process(args, processes)
+            costs.blocks_of_process(args, processes)
 
 
 def batch_on_a_gpu(fitting, processes=1, **fields):
@@ -74,12 +73,12 @@ def batch_on_a_gpu(fitting, processes=1, **fields):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     def gather_object(own):
-        return own + [micro_batch.largest_divisor(96, int(most)) for most in fitting[1:]]
+        return own + [costs.largest_divisor(96, int(most)) for most in fitting[1:]]
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(micro_batch, "try_step", try_step)
-        patched.setattr(micro_batch, "gather_object", gather_object)
-        line = micro_batch.choose_micro_batch(args, state, None)
+        patched.setattr(costs, "try_step", try_step)
+        patched.setattr(costs, "gather_object", gather_object)
+        line = costs.choose_micro_batch(args, state, None)
     assert state.gradient_accumulation_steps == args.gradient_accumulation_steps
     return line, args.per_device_train_batch_size, args.gradient_accumulation_steps
 
@@ -93,7 +92,7 @@ def test_a_batch_that_fits_the_gpu(monkeypatch):
     assert batch_on_a_gpu([0.5], per_device_train_batch_size=32)[1:] == (32, 3), "by hand"
     with pytest.raises(MemoryExceededError, match="not enough memory for a training step with one block"):
         batch_on_a_gpu([1000, 0.5], processes=2)
-    monkeypatch.setattr(micro_batch, "MOST_TOKENS", 1000)
+    monkeypatch.setattr(costs, "MOST_TOKENS", 1000)
     assert batch_on_a_gpu([1000])[0] == "24 blocks of 32 tokens in a forward pass, 4 passes in a step of each process"
 
 
@@ -102,7 +101,7 @@ def test_a_trial_leaves_no_trace(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
     model = seeded(TnnForCausalLM, tiny_config(norm_type="batchnorm", hidden_dropout_prob=0.1))
     before = copy.deepcopy(model.state_dict())
-    micro_batch.try_step(PretrainArguments(block_size=16), Accelerator(cpu=True), model, 3)
+    costs.try_step(PretrainArguments(block_size=16), Accelerator(cpu=True), model, 3)
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
     assert model.training
     assert all(parameter.grad is None for parameter in model.parameters())

@@ -38,7 +38,7 @@ from tnn_scripts.common.arguments import chosen_seeds, parse_overrides, training
 from tnn_scripts.common.commands import COMMANDS
 from tnn_scripts.common.names import find_recipe
 from tnn_scripts.common.parser import HELP, RENAMED, rename_options
-from tnn_scripts.common.pretrain_arguments import PretrainArguments
+from tnn_scripts.common.training_arguments import PretrainArguments
 from tnn_scripts.data.lra import TASKS
 from tnn_scripts.options.glue import GlueArguments
 from tnn_scripts.runs import run_ablation, run_image_classification, run_lra, run_synthetic

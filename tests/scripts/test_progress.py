@@ -7,8 +7,7 @@ from transformers.trainer_callback import ProgressCallback
 
 from helpers.models import seeded, tiny_config
 from modeling_tnn import TnnForCausalLM
-from tnn_scripts.common.optimizers import GroupingTrainer
-from tnn_scripts.common.progress import LossBar
+from tnn_scripts.common.grouping_trainer import GroupingTrainer, LossBar
 
 ROWS = [{"input_ids": [1, 2, 3, 4, 5], "attention_mask": [1] * n + [0] * (5 - n), "labels": [1, 2, 3, 4, 5]}
         for n in (5, 3, 4, 2, 5, 5)]  # fmt: skip

@@ -121,7 +121,7 @@ IN_BFLOAT16 = """
 import json, sys, torch
 from modeling_tnn import TnnConfig, TnnForCausalLM, tno_rpe, modeling_tnn
 from tnn_scripts.common.sharding import prepare
-from tnn_scripts.common.pretrain_arguments import PretrainArguments
+from tnn_scripts.common.training_arguments import PretrainArguments
 from tnn_scripts.runs.pretrain import build_accelerator
 
 accelerator, seen = build_accelerator(PretrainArguments()), {}

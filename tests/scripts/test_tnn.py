@@ -14,7 +14,7 @@ from helpers.scripts import run, save_model
 from tnn_scripts import presets
 from tnn_scripts.common.commands import COMMANDS, next_steps
 from tnn_scripts.common.names import find_config, find_recipe
-from tnn_scripts.common.preset_training import read_presets
+from tnn_scripts.common.training_arguments import read_presets
 
 # What takes seconds to import. Of other modules an answer needs few: argparse, json, logging and what these import.
 SLOW = {"torch", "transformers", "datasets", "scipy", "matplotlib", "numpy", "accelerate", "huggingface_hub"}

@@ -33,11 +33,10 @@ from helpers.scripts import (
 from modeling_tnn import PoleCallback
 from modeling_tnn.tools import poles
 from modeling_tnn.tools.poles import is_stable
-from tnn_scripts.common import accelerate_loop, captured_step
-from tnn_scripts.common.accelerate_loop import Pretraining
+from tnn_scripts.common import accelerate_loop, passes
+from tnn_scripts.common.accelerate_loop import Pretraining, StepReports
 from tnn_scripts.common.checkpoints import checkpoints
-from tnn_scripts.common.pretrain_arguments import PretrainArguments
-from tnn_scripts.common.step_reports import StepReports
+from tnn_scripts.common.training_arguments import PretrainArguments
 from tnn_scripts.data.blocks import BlockStream
 from tnn_scripts.data.streaming import StreamLoader
 
@@ -248,7 +247,7 @@ def test_the_calls_of_a_recording(fails, monkeypatch):
     for name in ("Stream", "current_stream", "stream", "graph", "CUDAGraph"):
         monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
     cuda.stream.return_value.__exit__.return_value = cuda.graph.return_value.__exit__.return_value = False
-    recorder, side = captured_step.CudaRecorder("cuda"), cuda.Stream.return_value
+    recorder, side = passes.CudaRecorder("cuda"), cuda.Stream.return_value
     with contextlib.suppress(ZeroDivisionError), recorder.aside():
         assert recorder.record(lambda: 1 / (not fails)) == (1, cuda.CUDAGraph.return_value.replay)
     cuda.graph.assert_called_once_with(cuda.CUDAGraph.return_value, stream=side, capture_error_mode="thread_local")
@@ -259,12 +258,12 @@ def test_the_calls_of_a_recording(fails, monkeypatch):
 
 def test_what_is_recorded(monkeypatch):
     """One GPU, without the scaler of fp16."""
-    monkeypatch.setattr(captured_step, "CudaRecorder", lambda device: "recorder")
+    monkeypatch.setattr(passes, "CudaRecorder", lambda device: "recorder")
     for device, engine, scaler in (("cuda", "NO", None), ("cpu", "NO", None), ("cuda", "MULTI_GPU", None),
                                    ("cuda", "NO", "fp16")):  # fmt: skip
         state = SimpleNamespace(device=torch.device(device), distributed_type=DistributedType(engine), scaler=scaler)
         records = (device, engine, scaler) == ("cuda", "NO", None)
-        assert (captured_step.recorder_for(state) == "recorder") == records
+        assert (passes.recorder_for(state) == "recorder") == records
 
 
 @pytest.mark.parametrize(
