@@ -14,41 +14,32 @@ import yaml
 from transformers import GenerationConfig
 
 from helpers import processes
-from helpers.scripts import save_model
+from helpers.scripts import ROOT, save_model
 from tnn_scripts.common.commands import COMMAND_OF, COMMANDS
 from tnn_scripts.common.names import find_recipe
-from tnn_scripts.common.parser import RENAMED
 
-ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs"
 FILES = (*ROOT.glob("*.md"), *PAGES.rglob("*.md"), *ROOT.glob("configuration/*.md"), ROOT / "model_cards/README.md")
 DOCUMENTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in FILES}
 sys.path += [str(ROOT / "docs" / folder) for folder in ("site", "research")]
 generate, page_tables = import_module("generate"), import_module("page_tables")
-FIGURES = sorted(file.stem for file in page_tables.FIGURES.glob("*.json"))
 
-# What a guide says that its reader has.
-GIVEN = {
-    "docs/guides/data.md": """
+# What a guide says that its reader has, after a small model.
+MODEL = """
 from transformers import TrainingArguments
-import modeling_tnn
+import torch, modeling_tnn
 model = modeling_tnn.TnnForCausalLM(modeling_tnn.TnnConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1))
 args = TrainingArguments("out", max_steps=1, report_to="none", use_cpu=True)
-documents = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}] * 4
+"""
+GIVEN = {
+    "docs/guides/data.md": f"""{MODEL}
+documents = [{{"input_ids": [1, 2, 3]}}, {{"input_ids": [4, 5]}}] * 4
 """,
-    "docs/guides/parallel.md": """
-import torch
+    "docs/guides/parallel.md": f"""{MODEL}
 torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-import modeling_tnn
-model = modeling_tnn.TnnForCausalLM(modeling_tnn.TnnConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1))
 ids, optimizer = torch.arange(9)[None], torch.optim.SGD(model.parameters())
 """,
-    "docs/guides/finetune.md": """
-from transformers import TrainingArguments
-import modeling_tnn
-model = modeling_tnn.TnnForCausalLM(modeling_tnn.TnnConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1))
-args, texts = TrainingArguments("out", report_to="none", use_cpu=True), []
-""",
+    "docs/guides/finetune.md": f"{MODEL}texts = []\n",
 }
 
 
@@ -56,29 +47,22 @@ def blocks(document: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", DOCUMENTS[document], flags=re.DOTALL)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A folder with the files that exist after `tnn demo`."""
-    folder = tmp_path_factory.mktemp("reader")
-    save_model(folder / "outputs" / "demo", tno_type="rpe", decay=0.9)
-    return folder
-
-
-def test_examples_run(folder):
-    """The Python of each page, in order; all pages in one process, each with names of its own."""
+def test_examples_run(tmp_path):
+    """The Python of each page, in order; all pages in one process after `tnn demo`, each with names of its own."""
+    save_model(tmp_path / "outputs" / "demo", tno_type="rpe", decay=0.9)
     pages, expected = [], []
     for document in DOCUMENTS:
         code = [GIVEN.get(document, ""), *blocks(document, "python")]
         if "gaussian_operator.py" in DOCUMENTS[document]:
-            (folder / "gaussian_operator.py").write_text("\n".join(code[:3]))
+            (tmp_path / "gaussian_operator.py").write_text("\n".join(code[:3]))
             code = code[3:]
         pages.append((document, "\n".join(code)))
         expected += re.findall(r"print\(.*\)  # (.*)", "\n".join(code))
     assert len(expected) > 2
-    (folder / "pages.json").write_text(json.dumps(pages))
+    (tmp_path / "pages.json").write_text(json.dumps(pages))
     code = "import json, sys\nsys.path.append(sys.argv[1])\n"
     code += "for name, code in json.load(open('pages.json')):\n    exec(compile(code, name, 'exec'), {})\n"
-    done = processes.run([sys.executable, "-c", code, ROOT / "tests"], check=True, cwd=folder)
+    done = processes.run([sys.executable, "-c", code, ROOT / "tests"], check=True, cwd=tmp_path)
     assert all(line in done.stdout for line in expected)
 
 
@@ -89,93 +73,64 @@ def commands(document: str) -> list[list[str]]:
     return [words for words in found if words and (words[0] == "tnn" or "scripts/" in " ".join(words))]
 
 
-@pytest.fixture(scope="module")
-def known_options() -> dict[str, set[str]]:
-    return {command: {f"--{name}" for name in generate.parser_of(command).option_names()} for command in COMMANDS}
-
-
-@pytest.mark.parametrize("document", [name for name in DOCUMENTS if commands(name)])
-def test_options_of_commands_exist(document, known_options):
-    for words in commands(document):
+def test_options_of_commands_exist():
+    known = {command: {f"--{name}" for name in generate.parser_of(command).option_names()} for command in COMMANDS}
+    known["generate"] |= {f"--{name}" for name in GenerationConfig().to_dict()}
+    for words in (words for document in DOCUMENTS for words in commands(document)):
         script = next((word for word in words if word.startswith("scripts/")), None)
         command = words[1] if script is None else COMMAND_OF[Path(script).stem]
         after = words[words.index(script or command) + 1 :]
         given = {word.partition("=")[0] for word in after if word.startswith("--")} - {"--help"}
-        also = {f"--{name}" for name in GenerationConfig().to_dict()} if command == "generate" else set()
-        assert given <= known_options[command] | also, words
-        assert not given & RENAMED.keys() - known_options[command], words
+        assert given <= known[command], words
         for name, value in zip(after, after[1:], strict=False):
             assert name != "--recipe" or find_recipe(value).is_file(), words
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_links(document):
-    folder = (ROOT / document).parent
-    text = re.sub(r"```.*?```", "", DOCUMENTS[document], flags=re.DOTALL)
-    for target in re.findall(r"\]\((?!http)([^)#]+)(?:#[^)]*)?\)", text):
-        assert (folder / target).exists(), target
+def test_files_in_links_and_commands_exist():
+    for document, text in DOCUMENTS.items():
+        text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+        for target in re.findall(r"\]\((?!http)([^)#]+)(?:#[^)]*)?\)", text):
+            assert (ROOT / document).parent.joinpath(target).exists(), (document, target)
+        for file in re.findall(r"\b(?:scripts|configuration)/[\w./-]+\w", "\n".join(blocks(document, "bash"))):
+            assert (ROOT / file).exists(), (document, file)
 
 
-def test_names_of_the_api_are_where_the_page_says():
+def test_names_that_pages_have_exist():
+    """Names of the API, where they say; `test_file.py`, or `test_file.py::test_name`; targets of make."""
     for module, name in re.findall(r"^::: (\S+)\.(\w+)$", DOCUMENTS["docs/reference/api.md"], flags=re.MULTILINE):
         assert getattr(import_module(module), name).__module__ in (module, f"{module}.presets")
-
-
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_files_in_commands_exist(document):
-    for code in blocks(document, "bash"):
-        for file in re.findall(r"\b(?:scripts|configuration)/[\w./-]+\w", code):
-            assert (ROOT / file).exists(), file
-
-
-def test_tests_that_pages_name_exist():
-    """`test_file.py`, or `test_file.py::test_name`; a promise without its test would be none."""
     files = {path.name: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
     files["test_gaussian.py"] = "def "  # what the page on operators lets its reader write
     named = set(re.findall(r"(test_\w+\.py)(?:::(\w+))?", "\n".join(DOCUMENTS.values())))
     assert not {(file, name) for file, name in named if f"def {name}" not in files.get(file, "")}
-
-
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
-def test_make_knows_its_targets(document):
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
-    assert set(re.findall(r"`make ([\w-]+)", DOCUMENTS[document])) <= targets
+    assert set(re.findall(r"`make ([\w-]+)", DOCUMENTS["README.md"] + DOCUMENTS["CONTRIBUTING.md"])) <= targets
 
 
-@pytest.mark.parametrize("page", generate.GENERATED)
-def test_generated_pages(page):
-    """`python docs/site/generate.py` writes them."""
-    assert (generate.PAGES / page).read_text() == generate.NOTE + generate.GENERATED[page]()
+def test_generated_pages_and_tables():
+    """`python docs/site/generate.py` writes them. No table of bare numbers is typed by hand, and all are shown."""
+    for page, content in generate.GENERATED.items():
+        assert (generate.PAGES / page).read_text() == generate.NOTE + content(), page
+    for page in page_tables.pages_with_tables():
+        assert page.read_text() == page_tables.with_tables(page), page
+    for document in ("README.md", *(f"docs/{page}.md" for page in ("research/benchmarks", "research/results"))):
+        typed = page_tables.TABLE.sub("", DOCUMENTS[document])
+        rows = [row for row in re.findall(r"^\|.*\d.*\|$", typed, flags=re.MULTILINE) if "`" not in row]
+        assert not [row for row in rows if re.search(r"\| *-?[\d,.]+%? *\|", row)], document
+    shown = [name for document in DOCUMENTS.values() for _, name, _ in page_tables.TABLE.findall(document)]
+    assert sorted(shown) == sorted(file.stem for file in page_tables.FIGURES.glob("*.json"))
 
 
 def test_the_picture_of_the_files_does_not_depend_on_the_order_of_sets(tmp_path, monkeypatch):
     """`make docs` leaves a clean clone clean: a set of names has another order in each process."""
-    draw, drawn = import_module("draw"), []
+    draw, drawn = import_module("draw"), set()
     imported = {name: sorted(below) for name, below in draw.imports().items()}
     monkeypatch.setattr(draw, "PICTURES", tmp_path)
     for step in (1, -1):
         monkeypatch.setattr(draw, "imports", lambda step=step: {name: imported[name][::step] for name in imported})
         draw.draw_architecture()
-        drawn.append((tmp_path / "architecture.png").read_bytes())
-    assert drawn[0] == drawn[1]
-
-
-@pytest.mark.parametrize("page", page_tables.pages_with_tables(), ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_generated_tables(page):
-    assert page.read_text() == page_tables.with_tables(page)
-
-
-def test_tables_are_written_by_the_program():
-    """No table of bare numbers is typed by hand there."""
-    for document in ("README.md", *(f"docs/{page}.md" for page in ("research/benchmarks", "research/results"))):
-        typed = page_tables.TABLE.sub("", DOCUMENTS[document])
-        rows = [row for row in re.findall(r"^\|.*\d.*\|$", typed, flags=re.MULTILINE) if "`" not in row]
-        assert not [row for row in rows if re.search(r"\| *-?[\d,.]+%? *\|", row)], document
-
-
-def test_every_file_of_figures_is_shown():
-    shown = [name for document in DOCUMENTS.values() for _, name, _ in page_tables.TABLE.findall(document)]
-    assert sorted(shown) == FIGURES
+        drawn.add((tmp_path / "architecture.png").read_bytes())
+    assert len(drawn) == 1
 
 
 @pytest.fixture
@@ -198,22 +153,17 @@ def test_cells_of_a_table(figures):
     chosen = {"from": "one", "where": {"model": ["a", "b"]}, "value": "perplexity"}
     columns = {"all": "{all:.0f}", "second": "{all[1]:.1f}", "largest": "{all:max.2f}"}
     figures("other", columns=columns, rows=[{"all": [chosen, 1]}])
-    assert [cell.strip() for cell in page_tables.table("other").splitlines()[2].split("|")[1:-1]] == [
-        "16 / 4 / 1",
-        "4.0",
-        "16.00",
-    ]
+    last = page_tables.table("other").splitlines()[2]
+    assert [cell.strip() for cell in last.split("|")[1:-1]] == ["16 / 4 / 1", "4.0", "16.00"]
 
 
-def test_parts_of_the_benchmark_of_a_gpu_are_rows(figures):
+def test_figures_of_parts_and_those_that_are_not_there(figures):
+    """Parts of the benchmark of a GPU are rows."""
     chosen = {"from": "gpu", "where": {"part": "training", "way": "fused"}, "value": "ms", "until": "not measured"}
     figures("one", columns={"ms": "{ms:.1f}"}, rows=[{"ms": chosen}])
     assert "| not measured |" in page_tables.table("one")
     figures("gpu", parts=[{"part": "training", "rows": [{"way": "fused", "ms": 2}]}, {"part": "memory", "rows": []}])
     assert "|  2.0 |" in page_tables.table("one")
-
-
-def test_figures_that_are_not_there(figures):
     figures("one", columns={"model": "{modle}"}, rows=[{"model": "a"}])
     figures("part", **{"from": "one", "where": {"model": "c"}, "columns": {}})
     with pytest.raises(ValueError, match="one.json: the templates must name keys of the rows, got modle"):
@@ -229,7 +179,4 @@ def test_every_page_is_in_the_navigation():
 
     nav = yaml.safe_load((ROOT / "docs" / "site" / "mkdocs.yml").read_text())["nav"]
     assert sorted(leaves(nav)) == sorted(path.relative_to(PAGES).as_posix() for path in PAGES.rglob("*.md"))
-
-
-def test_the_readme_is_short():
     assert len(DOCUMENTS["README.md"].splitlines()) <= 170

@@ -1,25 +1,18 @@
 """Fetching the tests of transformers for `make test-hf`."""
 
-import importlib.util
+import runpy
 from pathlib import Path
 
 import pytest
 
-SPEC = importlib.util.spec_from_file_location("fetch", Path(__file__).parents[1] / "hf" / "upstream" / "fetch.py")
-fetch = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(fetch)
+FETCH = runpy.run_path(str(Path(__file__).parents[1] / "hf" / "upstream" / "fetch.py"))
 
 
-def test_without_a_network(tmp_path, monkeypatch):
+def test_what_is_not_there_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", "")
-    with pytest.raises(
-        SystemExit, match=r"transformers==5.0.0 .* needs a network .* make test-hf TRANSFORMERS_TESTS="
-    ):
-        fetch.download("transformers==5.0.0", str(tmp_path))
-
-
-def test_a_folder_without_tests(tmp_path, monkeypatch):
+    with pytest.raises(SystemExit, match=r"transformers==5.0.0 .* a network .* make test-hf TRANSFORMERS_TESTS="):
+        FETCH["download"]("transformers==5.0.0", str(tmp_path))
     monkeypatch.setenv("TRANSFORMERS_TESTS", str(tmp_path))
     with pytest.raises(FileNotFoundError, match="has no test_modeling_common.py"):
-        fetch.find_tests()
+        FETCH["find_tests"]()

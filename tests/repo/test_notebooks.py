@@ -2,13 +2,14 @@
 
 import os
 import sys
-from pathlib import Path
 
 import pytest
 
 from helpers import processes
+from helpers.scripts import ROOT
 
-NOTEBOOKS = sorted((Path(__file__).parents[2] / "docs" / "notebooks").glob("*.py"))
+NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.py"))
+assert len(NOTEBOOKS) == 4
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
@@ -16,7 +17,3 @@ def test_it_runs(notebook, tmp_path):
     """The assertions of the notebook hold."""
     environment = os.environ | {"MAX_STEPS": "2", "MPLBACKEND": "Agg"}
     processes.run([sys.executable, notebook], check=True, cwd=tmp_path, env=environment)
-
-
-def test_there_are_four():
-    assert len(NOTEBOOKS) == 4

@@ -1,13 +1,10 @@
 """Presets and recipes against the settings that the papers print: equal, or a difference that the docs list."""
 
-from pathlib import Path
-
-import pytest
 import yaml
 
+from helpers.scripts import ROOT
 from modeling_tnn import load_preset
 
-ROOT = Path(__file__).parents[2]
 DIFFERENCES = (ROOT / "docs" / "research" / "differences.md").read_text()
 
 # TNN table 13.
@@ -23,6 +20,10 @@ def rtf_table_8(layers: int, width: int, states: int, denominators: int | None) 
     # No number of denominators is one for each channel, 256 in the table.
     own = {"num_hidden_layers": layers, "hidden_size": width, "rtf_state_size": states}
     return own | {"rtf_num_denominators": denominators, "norm_type": "batchnorm", "tno_type": "rtf"}
+
+
+RTF_SIZES = {**dict.fromkeys(("listops", "text", "retrieval"), (6, 256, 4, 1)), "image": (6, 512, 64, 1),
+             **dict.fromkeys(("pathfinder", "path-x"), (6, 256, 64, None))}  # fmt: skip
 
 
 def ski_section_52(decay: float, rank: int, taps: int) -> dict:
@@ -47,15 +48,9 @@ PRESETS = {
     "lra/ski-image": ski_section_52(0.7, 32, 16),
     "lra/ski-pathfinder": ski_section_52(0.99, 32, 16),
     "lra/ski-path-x": ski_section_52(0.999, 32, 16),
-    "lra/rtf-listops": rtf_table_8(6, 256, 4, 1),
-    "lra/rtf-text": rtf_table_8(6, 256, 4, 1),
-    "lra/rtf-retrieval": rtf_table_8(6, 256, 4, 1),
-    "lra/rtf-image": rtf_table_8(6, 512, 64, 1),
-    "lra/rtf-pathfinder": rtf_table_8(6, 256, 64, None),
-    "lra/rtf-path-x": rtf_table_8(6, 256, 64, None),
-    **{f"lra/rtf-s4-{task}": rtf_table_8(*sizes) | {"toeplitz_mixer": "s4", "use_glu": False} for task, sizes in {
-        "listops": (6, 256, 4, 1), "text": (6, 256, 4, 1), "retrieval": (6, 256, 4, 1), "image": (6, 512, 64, 1),
-        "pathfinder": (6, 256, 64, None), "path-x": (6, 256, 64, None)}.items()},
+    **{f"lra/rtf-{task}": rtf_table_8(*sizes) for task, sizes in RTF_SIZES.items()},
+    **{f"lra/rtf-s4-{task}": rtf_table_8(*sizes) | {"toeplitz_mixer": "s4", "use_glu": False}
+       for task, sizes in RTF_SIZES.items()},
     # RTF tables 12 and 13.
     "tnn-causal-s4-rtf": {"toeplitz_mixer": "s4", "tno_type": "rtf", "rtf_state_size": 64},
     "tnn-causal-hyena-rtf": {"toeplitz_mixer": "hyena", "num_hidden_layers": 12, "hidden_size": 768, "hyena_rank": 384,
@@ -78,8 +73,8 @@ def rtf_table_9(batch, epochs, examples, dropout, rate, decay, operator_rate=Non
 # Recipe -> what a paper says of it. Numbers of training examples are those of the Long Range Arena.
 RECIPES = {
     # TNN table 12.
-    "wikitext103": LM | {"batch": 128, "warmup_steps": 4_000, "lr_scheduler_type": "inverse_sqrt"},
-    "wikitext103-fd": LM | {"batch": 128, "warmup_steps": 4_000, "lr_scheduler_type": "inverse_sqrt"},
+    **dict.fromkeys(("wikitext103", "wikitext103-fd"),
+                    LM | {"batch": 128, "warmup_steps": 4_000, "lr_scheduler_type": "inverse_sqrt"}),
     "wikitext103-masked": LM | {"batch": 512, "warmup_steps": 3_000, "lr_scheduler_type": "polynomial"}
     | {"adam_epsilon": 1e-6},
     "images/imagenet": {"batch": 2048, "num_train_epochs": 300, "warmup_steps": 0.0167, "learning_rate": 2.5e-4,
@@ -98,12 +93,10 @@ RECIPES = {
     "wikitext103-hyena": {"batch": 128, "block_size": 1024, "learning_rate": 1e-3, "weight_decay": 0.25},
     "wikitext103-s4": {"batch": 128, "block_size": 1024},
     # RTF tables 10 and 11.
-    "synthetic/copying-s4": {"memory": 1024, "num_tokens": 64, "max_train_samples": 10_000, "max_eval_samples": 1_000,
-                             "batch": 8, "num_train_epochs": 50, "learning_rate": 0.001, "weight_decay": 0.0,
-                             "num_hidden_layers": 4, "hidden_size": 1024},
-    "synthetic/copying": {"memory": 1024, "num_tokens": 64, "max_train_samples": 10_000, "max_eval_samples": 1_000,
-                          "batch": 8, "num_train_epochs": 50, "learning_rate": 0.001, "weight_decay": 0.0,
-                          "num_hidden_layers": 4, "hidden_size": 1024},
+    **dict.fromkeys(("synthetic/copying-s4", "synthetic/copying"), {
+        "memory": 1024, "num_tokens": 64, "max_train_samples": 10_000, "max_eval_samples": 1_000, "batch": 8,
+        "num_train_epochs": 50, "learning_rate": 0.001, "weight_decay": 0.0, "num_hidden_layers": 4,
+        "hidden_size": 1024}),
     "synthetic/delay": {"length": 4000, "memory": 1000, "batch": 64, "num_train_epochs": 20, "learning_rate": 0.001,
                         "weight_decay": 0.0, "hidden_size": 4},
 }  # fmt: skip
@@ -147,18 +140,15 @@ def compare(name: str, ours: dict, papers: dict):
             assert ours[field] == DIFFERENT[name, field] != value
             assert f"| `{name}` |" in DIFFERENCES, f"differences.md does not list {name}"
         else:
-            assert ours.get(field) == value, field
+            assert ours.get(field) == value, (name, field)
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_preset_has_the_settings_of_its_paper(name):
-    config = load_preset(name)
-    compare(name, config.to_dict() | {"gtu_dim": config.gtu_dim}, PRESETS[name])
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_recipe_has_the_settings_of_its_paper(name):
-    compare(name, settings_of(name), RECIPES[name])
+def test_presets_and_recipes_have_the_settings_of_their_papers():
+    for name, papers in PRESETS.items():
+        config = load_preset(name)
+        compare(name, config.to_dict() | {"gtu_dim": config.gtu_dim}, papers)
+    for name, papers in RECIPES.items():
+        compare(name, settings_of(name), papers)
 
 
 def test_all_large_presets_and_recipes_are_compared():

@@ -1,27 +1,22 @@
-"""The page that lists the papers' items."""
+"""The page that lists the papers' items, and the one that says where each table and figure stands."""
 
 import re
 from collections import Counter
-from pathlib import Path
 
-PAGES = Path(__file__).parents[2] / "docs"
-PAGE = (PAGES / "research" / "papers.md").read_text()
+from helpers.scripts import ROOT
+
+PAGES = ROOT / "docs" / "research"
 # How many tables and figures each paper has.
 TABLES = {"TNN": 15, "SKI": 2, "RTF": 13}
 FIGURES = {"TNN": 3, "SKI": 3, "RTF": 5}
 
 
 def test_counts_are_those_of_the_rows():
-    table = re.findall(r"^\| ([a-z ]+) \| .* \| (\d+) \|$", PAGE, re.MULTILINE)
-    counts = {state: int(count) for state, count in table}
-    numbers, states = zip(*re.findall(r"^\| (\d+) \| .*? \| ([a-z ]+) \| .* \|$", PAGE, re.MULTILINE), strict=True)
-    assert counts == Counter(states)
-    assert list(map(int, numbers)) == list(range(1, len(numbers) + 1))
-
-
-def test_the_page_names_no_issues():
-    """Its readers do not know them."""
-    assert "issue" not in PAGE
+    page = (PAGES / "papers.md").read_text()
+    counts = {state: int(count) for state, count in re.findall(r"^\| ([a-z ]+) \| .* \| (\d+) \|$", page, re.M)}
+    numbers, states = zip(*re.findall(r"^\| (\d+) \| .*? \| ([a-z ]+) \| .* \|$", page, re.M), strict=True)
+    assert counts == Counter(states) and list(map(int, numbers)) == list(range(1, len(numbers) + 1))
+    assert "issue" not in page, "its readers do not know the issues"
 
 
 def numbers_in(text: str) -> set[int]:
@@ -32,12 +27,12 @@ def numbers_in(text: str) -> set[int]:
 
 def test_every_table_and_figure_has_a_place():
     """The first column of "Where each table stands": "TNN 12, 13; RTF 8 to 11, figures 1, 3"."""
-    section = (PAGES / "research" / "results.md").read_text().split("## Where each table stands")[1].split("\n## ")[0]
-    found = {kind: {paper: set() for paper in TABLES} for kind in ("table", "figure")}
-    for cell in re.findall(r"^\| ((?:TNN|SKI|RTF) .*?) \|", section, re.MULTILINE):
+    section = (PAGES / "results.md").read_text().split("## Where each table stands")[1].split("\n## ")[0]
+    found = {paper: (set(), set()) for paper in TABLES}
+    for cell in re.findall(r"^\| ((?:TNN|SKI|RTF) .*?) \|", section, re.M):
         for part in re.split(r"(?=TNN|SKI|RTF)", cell)[1:]:
             tables, *figures = re.split(r"figures? ", part.split("%")[0][3:])
-            found["table"][part[:3]] |= numbers_in(tables) if "faster" not in part else set()
-            found["figure"][part[:3]] |= numbers_in("".join(figures))
-    for kind, counts in (("table", TABLES), ("figure", FIGURES)):
-        assert found[kind] == {paper: set(range(1, count + 1)) for paper, count in counts.items()}, kind
+            found[part[:3]][0].update(numbers_in(tables) if "faster" not in part else ())
+            found[part[:3]][1].update(numbers_in("".join(figures)))
+    for paper, counts in found.items():
+        assert counts == (set(range(1, TABLES[paper] + 1)), set(range(1, FIGURES[paper] + 1))), paper

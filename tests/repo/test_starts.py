@@ -1,27 +1,28 @@
 """First kernels of the experiment log: `docs/research/starts.py` gives a model other kernels before it is trained."""
 
 import runpy
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, TrainingArguments
 
+from helpers.scripts import ROOT
 from tnn_scripts.common.arguments import load_config, parse_overrides
 from tnn_scripts.common.grouping_trainer import GroupingTrainer
 from tnn_scripts.common.training_arguments import GroupArguments
 
-STARTS = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "research" / "starts.py"))
+STARTS = runpy.run_path(str(ROOT / "docs" / "research" / "starts.py"))
+FAMILIES, kernels_of, effective_rank, horizon = (
+    STARTS[name] for name in ("FAMILIES", "kernels_of", "effective_rank", "horizon")
+)
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "max_position_embeddings": 64, "vocab_size": 300}
-
-
 # The recipes of the families have these.
 RECIPES = {"kernels": {}, "ski": {"tno_type": "ski", "causal": False}, "fd": {"tno_type": "fd"}}
 
 
 def model_of(name: str, family: str = "kernels"):
-    start, fields = STARTS["FAMILIES"][family][name], SMALL | RECIPES[family]
+    start, fields = FAMILIES[family][name], SMALL | RECIPES[family]
     torch.manual_seed(0)
     auto_class = AutoModelForMaskedLM if family == "ski" else AutoModelForCausalLM
     model = auto_class.from_config(load_config("tnn-tiny", fields, parse_overrides(start.fields)))
@@ -30,51 +31,61 @@ def model_of(name: str, family: str = "kernels"):
     return model
 
 
-@pytest.mark.parametrize("family, name", [(family, name) for family in RECIPES for name in STARTS["FAMILIES"][family]])
-def test_every_start(family, name, tmp_path):
+@pytest.mark.parametrize("family", RECIPES)
+def test_every_start(family, tmp_path):
     """A model is built, and only what a start says has a rate of its own."""
-    start = STARTS["FAMILIES"][family][name]
     arguments = TrainingArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True, learning_rate=0.01)
-    trainer = GroupingTrainer(
-        model_of(name, family), arguments, groups=GroupArguments(parameter_groups=start.groups(0.01)).groups()
-    )
-    found = {group["lr"] for group in trainer.create_optimizer().param_groups}
-    assert found == ({0.01} if start.rate is None else {0.01, start.rate[1] * 0.01})
-    assert all(np.isfinite(kernels).all() for kernels in STARTS["kernels_of"](trainer.model))
+    for name, start in FAMILIES[family].items():
+        groups = GroupArguments(parameter_groups=start.groups(0.01)).groups()
+        trainer = GroupingTrainer(model_of(name, family), arguments, groups=groups)
+        found = {group["lr"] for group in trainer.create_optimizer().param_groups}
+        assert found == ({0.01} if start.rate is None else {0.01, start.rate[1] * 0.01}), name
+        assert all(np.isfinite(kernels).all() for kernels in kernels_of(trainer.model)), name
 
 
-def test_groups_of_the_command_line_stay(tmp_path, monkeypatch):
-    """Beside those of a start."""
-    given = {}
-    scope = STARTS["measure"].__globals__
+def test_options(monkeypatch):
+    """Groups of the command line stay beside those of a start, which is one that the family has."""
+    given, number = [], list(FAMILIES["kernels"]).index("the same, encoder at 5 times the rate")
 
     def stop(args, *rest):
-        given["groups"] = args.parameter_groups
+        given.extend(args.parameter_groups)
         raise StopIteration
 
-    monkeypatch.setitem(scope, "build_trainer", stop)
+    monkeypatch.setitem(STARTS["measure"].__globals__, "build_trainer", stop)
     args = STARTS["StartArguments"](variants=["rpe"], parameter_groups=["embed:learning_rate=1e-5"])
-    number = list(STARTS["FAMILIES"]["kernels"]).index("the same, encoder at 5 times the rate")
     with pytest.raises(StopIteration):
         STARTS["measure"](args, None, number, 0.01, 0, None)
-    assert len(given["groups"]) == 2 and given["groups"][1] == "embed:learning_rate=1e-5"
+    assert len(given) == 2 and given[1] == "embed:learning_rate=1e-5"
+    with pytest.raises(ValueError, match="--starts must be from 0 to 4 with --family fd, got 3 5"):
+        STARTS["StartArguments"](variants=["rpe"], family="fd", starts=[3, 5])
+    assert STARTS["StartArguments"](variants=["rpe"], family="fd", starts=[4]).starts == [4]
 
 
-@pytest.mark.parametrize(
-    "name, rank",
-    [
-        ("free: the identity", (1, 1)),
-        ("free: all lags of a channel equal", (1, 1)),
-        ("free: noise of norm 1 on the first 8 lags", (5, 8)),
-        ("free: one lag for each channel, below 16", (12, 16)),
-        ("free: its usual start, noise on all lags", (20, 64)),
-    ],
-)
-def test_free_kernels(name, rank):
-    """They are those that the start names, whatever the decay of the operator."""
-    for kernels in STARTS["kernels_of"](model_of(name)):
-        assert rank[0] - 1e-6 <= STARTS["effective_rank"](kernels) <= rank[1] + 1e-6
-        assert "usual" in name or np.linalg.norm(kernels, axis=1) == pytest.approx(1, rel=1e-5)
+RANKS = {
+    "free: the identity": (1, 1),
+    "free: all lags of a channel equal": (1, 1),
+    "free: noise of norm 1 on the first 8 lags": (5, 8),
+    "free: one lag for each channel, below 16": (12, 16),
+    "free: its usual start, noise on all lags": (20, 64),
+}
+
+
+def test_kernels_are_those_that_the_start_names():
+    """Free ones whatever the decay of the operator; time constants of 0.1 to 16 lags, of norm 1; identities."""
+    for name, (least, most) in RANKS.items():
+        for kernels in kernels_of(model_of(name)):
+            assert least - 1e-6 <= effective_rank(kernels) <= most + 1e-6, name
+            assert "usual" in name or np.linalg.norm(kernels, axis=1) == pytest.approx(1, rel=1e-5), name
+    spread = model_of("`rpe`, learned decays of 0.1 to 16 lags")
+    for operator, kernels in zip(STARTS["operators"](spread), kernels_of(spread), strict=True):
+        assert np.linalg.norm(kernels, axis=1) == pytest.approx(1, rel=1e-4)
+        rates = operator._decay_rate(torch.float32)[:, 0].detach().numpy()
+        assert rates[[0, -1]] == pytest.approx(np.exp([-10, -1 / 16]), abs=1e-4) and (np.diff(rates) > 0).all()
+    for kernels in kernels_of(model_of("the identity alone", "ski")):
+        assert kernels == pytest.approx(np.eye(1, 127, 63).repeat(len(kernels), axis=0), abs=1e-6)
+    usual, more = (kernels_of(model_of(name, "fd")) for name in ("output x 3", "plus the identity"))
+    for first, second in zip(usual, more, strict=True):
+        assert second - first / 3 == pytest.approx(np.eye(1, 64).repeat(len(first), axis=0), abs=1e-5)
 
 
 def test_fitted_kernels():
@@ -85,38 +96,13 @@ def test_fitted_kernels():
     kernels = iter(wanted)
     with torch.no_grad():
         STARTS["fitted"](lambda channels, length: torch.from_numpy(next(kernels)), with_hats=True)(model)
-    for found, expected in zip(STARTS["kernels_of"](model), wanted, strict=True):
+    for found, expected in zip(kernels_of(model), wanted, strict=True):
         assert np.linalg.norm(found - expected) < 0.15 * np.linalg.norm(expected)
-        assert STARTS["horizon"](found) == pytest.approx(STARTS["horizon"](expected), abs=2)
+        assert horizon(found) == pytest.approx(horizon(expected), abs=2)
 
 
 def test_effective_rank_and_horizon():
-    assert STARTS["effective_rank"](np.diag(np.arange(1.0, 9.0))) == pytest.approx(8), "whatever their norms"
-    assert STARTS["effective_rank"](np.ones((8, 5))) == pytest.approx(1)
-    assert STARTS["horizon"](np.array([[1.0, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 1]])) == 3
-    assert STARTS["horizon"](np.array([[0.0, 0, 1, 0, 0], [0, 1, 1, 1, 0], [1, 0, 0, 0, 0]])) == 1
-
-
-def test_numbers_of_starts():
-    with pytest.raises(ValueError, match="--starts must be from 0 to 4 with --family fd, got 3 5"):
-        STARTS["StartArguments"](variants=["rpe"], family="fd", starts=[3, 5])
-    assert STARTS["StartArguments"](variants=["rpe"], family="fd", starts=[4]).starts == [4]
-
-
-def test_spread_decays():
-    """Time constants of 0.1 to 16 lags, and kernels of norm 1."""
-    model = model_of("`rpe`, learned decays of 0.1 to 16 lags")
-    for operator, kernels in zip(STARTS["operators"](model), STARTS["kernels_of"](model), strict=True):
-        assert np.linalg.norm(kernels, axis=1) == pytest.approx(1, rel=1e-4)
-        with torch.no_grad():
-            rates = operator._decay_rate(torch.float32)[:, 0].numpy()
-        assert rates[[0, -1]] == pytest.approx(np.exp([-10, -1 / 16]), abs=1e-4) and (np.diff(rates) > 0).all()
-
-
-def test_other_operators():
-    """SKI with all values 0 is its filter, alone the identity; 1 at each frequency of FD is the identity too."""
-    for kernels in STARTS["kernels_of"](model_of("the identity alone", "ski")):
-        assert kernels == pytest.approx(np.eye(1, 127, 63).repeat(len(kernels), axis=0), abs=1e-6)
-    usual, more = (STARTS["kernels_of"](model_of(name, "fd")) for name in ("output x 3", "plus the identity"))
-    for first, second in zip(usual, more, strict=True):
-        assert second - first / 3 == pytest.approx(np.eye(1, 64).repeat(len(first), axis=0), abs=1e-5)
+    assert effective_rank(np.diag(np.arange(1.0, 9.0))) == pytest.approx(8), "whatever their norms"
+    assert effective_rank(np.ones((8, 5))) == pytest.approx(1)
+    assert horizon(np.array([[1.0, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 1]])) == 3
+    assert horizon(np.array([[0.0, 0, 1, 0, 0], [0, 1, 1, 1, 0], [1, 0, 0, 0, 0]])) == 1

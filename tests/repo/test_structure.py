@@ -1,6 +1,7 @@
 """The order of the package: which file may import which. CONTRIBUTING.md states the rules."""
 
 import ast
+import functools
 import re
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ SHIPPED = {name for name in FILES if "." not in name} - OWN
 ALLOWED = {("compile", "kernels"), ("parallel", "kernels")}
 
 
+@functools.cache
 def imports(name: str) -> set[str]:
     """The files of the package that a file imports, those inside functions included."""
     folder, found = name.split(".")[:-1], set()
@@ -57,9 +59,7 @@ def test_sub_packages_import_the_core():
 def test_imports_are_relative():
     for name, path in FILES.items():
         assert imports(name) <= FILES.keys(), name
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import):
-                assert not any(alias.name.split(".")[0] == "modeling_tnn" for alias in node.names), name
+        assert not any(module.split(".")[0] == "modeling_tnn" for module in modules(path)), name
 
 
 def knows_a_name_of_the_cache(path: Path) -> bool:
@@ -101,49 +101,36 @@ def test_a_pass_goes_through_few_files():
 SCRIPTS = ROOT / "scripts"
 PROGRAMS = {path.stem for path in SCRIPTS.glob("*.py")} - {"__init__"}
 ROOMS = {path.parent.name for path in SCRIPTS.glob("*/__init__.py")}
+STANDARD = {"statistics"}  # modules of Python that are called as one of ours
 
 
-def script_imports(path: Path) -> set[str]:
-    """The modules of `scripts/` that a file of it imports."""
+def modules(path: Path) -> set[str]:
+    """The modules that a file imports by their full names, `a.b.name` for `from a.b import name`."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "tnn_scripts":
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
     return found
 
 
-def test_no_program_imports_a_program():
-    for path in SCRIPTS.rglob("*.py"):
-        rooms = {name.split(".")[1] for name in script_imports(path)}
-        assert rooms <= ROOMS, f"{path.name} imports {sorted(rooms - ROOMS)}"
-
-
-def test_every_program_is_one():
-    for name in PROGRAMS:
-        assert 'if __name__ == "__main__":\n    main()\n' in (SCRIPTS / f"{name}.py").read_text(), name
-
-
-def test_scripts_are_imported_by_their_full_names():
+def test_programs():
+    """None imports another; each is one; all are imported by their full names."""
     bare = PROGRAMS | ROOMS | {path.stem for path in SCRIPTS.glob("*/*.py")}
     for path in SCRIPTS.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module] if isinstance(node, ast.ImportFrom) and not node.level else []
-            assert not set(names) & (bare - STANDARD), f"{path.name}: {names}"
-
-
-# Modules of Python that are called as one of ours.
-STANDARD = {"statistics"}
+        names = [name.split(".") for name in modules(path)]
+        assert {name[1] for name in names if name[0] == "tnn_scripts"} <= ROOMS, path.name
+        assert not {name[0] for name in names} & (bare - STANDARD), path.name
+    for name in PROGRAMS:
+        assert 'if __name__ == "__main__":\n    main()\n' in (SCRIPTS / f"{name}.py").read_text(), name
 
 
 def test_no_test_module_imports_another():
     """Code that several tests need is in `tests/helpers/`."""
     tests = {path.stem for path in (ROOT / "tests").glob("*/test_*.py")} | {"conftest"}
     for path in (ROOT / "tests").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [node.module] if isinstance(node, ast.ImportFrom) else getattr(node, "names", [])
-            names = [name if isinstance(name, str) else getattr(name, "name", None) for name in names]
-            assert not {name.split(".")[-1] for name in names if name} & tests, path.name
+        assert not {part for name in modules(path) for part in name.split(".")} & tests, path.name
 
 
 def test_the_readme_lists_the_operators():
