@@ -9,7 +9,6 @@ import os
 from itertools import product
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
@@ -37,14 +36,16 @@ def named_cases(*families: str) -> list[tuple[str, str]]:
 
 
 def over(cases: list[tuple[str, str]], *dtypes: torch.dtype):
-    """Make a test of (name, tag, dtype, record_property) one of each case, which goes through its runs and dtypes."""
-    tags = {name: [tag for one, tag in cases if one == name] for name, _ in cases}
+    """Make a test of a `Case` one that goes through all of these, in each dtype."""
 
     def decorate(test):
-        @pytest.mark.parametrize("name", tags)
-        def runs(name, record_property):
-            for tag, dtype in product(tags[name], dtypes or TOLERANCE):
-                test(name, tag, dtype, record_property)
+        def runs(record_property):
+            for (name, tag), dtype in product(cases, dtypes or TOLERANCE):
+                try:
+                    test(Case(name, tag, dtype, record_property))
+                except Exception as error:
+                    error.add_note(f"{name} {tag} {dtype}")
+                    raise
 
         runs.__name__, runs.__doc__ = test.__name__, test.__doc__
         return runs
@@ -53,10 +54,10 @@ def over(cases: list[tuple[str, str]], *dtypes: torch.dtype):
 
 
 class Case:
-    """One run of one case: its hyperparameters, parameters and tensors."""
+    """One run of one case: its hyperparameters, parameters and tensors; `record(name, error)` takes its errors."""
 
-    def __init__(self, name: str, tag: str, dtype: torch.dtype = torch.float64):
-        self.name, self.tag, self.dtype = name, tag, dtype
+    def __init__(self, name: str, tag: str, dtype: torch.dtype = torch.float64, record=lambda *_: None):
+        self.name, self.tag, self.dtype, self.record = name, tag, dtype, record
         self.hparams = CASES[name]["hparams"]
         self.run = next(run for run in CASES[name]["runs"] if run["tag"] == tag)
         self.tensors = load_file(FOLDER / CASES[name]["file"])
@@ -108,34 +109,41 @@ class Case:
         gamma = next((v for k, v in self.tensors.items() if k.startswith("param/") and k.endswith("gamma")), None)
         return gamma.flatten()[0].item() if gamma is not None and self.hparams.get("use_decay") else None
 
-    def check(self, actual: torch.Tensor, expected: torch.Tensor, record, tolerance: float = 0.0, scale: float = 0.0):
+    def check(self, actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 0.0, scale: float = 0.0):
         """Compare, relative to the largest entry of `expected` or to `scale`, and record under the family."""
         error = relative_error(actual, expected, scale)
         note = " (reference stored in float32)" if tolerance else ""
-        record(f"parity {self.name.split('/')[0]} {str(self.dtype).removeprefix('torch.')}{note}", error)
+        self.record(f"parity {self.name.split('/')[0]} {str(self.dtype).removeprefix('torch.')}{note}", error)
         assert error < max(tolerance, TOLERANCE[self.dtype]), f"{self.name} {self.tag}: {error:.2e}"
 
-    def check_gradients(self, module: torch.nn.Module, x: torch.Tensor | None, record):
+    def check_gradients(self, module: torch.nn.Module, x: torch.Tensor | None = None):
         """Compare the gradients that the case stores; call after backward.
 
         In float32 relative to the largest gradient of the case: the smaller ones are differences of larger ones. In
         float64 so are those that are a millionth of it or less, whose last digits depend on the processor.
         """
-        parameters = dict(module.named_parameters())
-        stored = {key: value for key, value in self.tensors.items() if key.startswith(f"{self.tag}/grad64/")}
+        found = {name: parameter.grad for name, parameter in module.named_parameters()}
+        found |= {} if x is None else {"x": x.grad}
+        start = f"{self.tag}/grad64/"
+        stored = {key.removeprefix(start): value for key, value in self.tensors.items() if key.startswith(start)}
         largest = max(value.abs().max().item() for value in stored.values())
         for key, expected in stored.items():
-            official = key.removeprefix(f"{self.tag}/grad64/").removeprefix("param/")
-            if official == "x" and x is not None:
-                actual = x.grad
-            elif our_name(official) in parameters:
-                actual = parameters[our_name(official)].grad
-            else:
-                continue
-            expected = merge_heads(our_layout(official, expected))
-            tolerance = STORED_TOLERANCE if expected.dtype == torch.float32 else 0.0
-            least = largest if self.dtype == torch.float32 else 1e-6 * largest
-            self.check(actual, expected, record, tolerance, max(least, expected.abs().max().item()))
+            official = key.removeprefix("param/")
+            name = "x" if official == "x" else our_name(official)
+            if name in found:
+                expected = merge_heads(our_layout(official, expected))
+                tolerance = STORED_TOLERANCE if expected.dtype == torch.float32 else 0.0
+                least = largest if self.dtype == torch.float32 else 1e-6 * largest
+                self.check(found[name], expected, tolerance, max(least, expected.abs().max().item()))
+
+    def compare(self, module: torch.nn.Module, x: torch.Tensor, forward=None):
+        """The outputs for `x`, and the gradients where the case has them."""
+        x = x.clone().requires_grad_()
+        y = (forward or module)(x)
+        self.check(y, self.output())
+        if self.get("in/w") is not None:
+            (y * self.input("w")).sum().backward()
+            self.check_gradients(module, x)
 
 
 def merge_heads(x: torch.Tensor) -> torch.Tensor:
@@ -145,10 +153,9 @@ def merge_heads(x: torch.Tensor) -> torch.Tensor:
 def operator_config(case: Case, tno_type: str, **fields) -> TnnConfig:
     """The configuration of one operator with the channels of the case."""
     hparams = case.hparams
-    channels = hparams["h"] * hparams["dim"]
     return TnnConfig(
         tno_type=tno_type,
-        hidden_size=channels,
+        hidden_size=hparams["h"] * hparams["dim"],
         gtu_expansion=1,
         causal=hparams["causal"],
         norm_type=hparams.get("norm_type", "simplermsnorm"),
@@ -200,10 +207,10 @@ def model_config(case: Case, side: str, **fields):
     )
 
 
-def check_loss(case: Case, outputs, logits: torch.Tensor, labels: torch.Tensor, key: str, record) -> torch.Tensor:
+def check_loss(case: Case, outputs, logits: torch.Tensor, labels: torch.Tensor, key: str) -> torch.Tensor:
     """The loss of the model, which transformers computes in float32, and the same one in the dtype of the case."""
     loss = cross_entropy(logits.flatten(0, -2), labels.flatten())
-    case.check(loss[None], case.output(key), record)
+    case.check(loss[None], case.output(key))
     assert relative_error(outputs.loss, loss) < 2e-6
     return loss
 

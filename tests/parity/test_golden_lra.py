@@ -23,8 +23,7 @@ def lra_config(case: Case) -> TnnConfig:
 
 
 @over(named_cases("lra"))
-def test_gated_toeplitz_unit(name, tag, dtype, record_property):
+def test_gated_toeplitz_unit(case: Case):
     """The values; the data have no gradients."""
-    case = Case(name, tag, dtype)
     gtu = case.load(TnnGatedToeplitzUnit(lra_config(case), 0))
-    case.check(gtu(case.input("x")), case.output(), record_property)
+    case.check(gtu(case.input("x")), case.output())

@@ -45,68 +45,52 @@ def bidirectional_cases() -> list[tuple[str, str]]:
 
 
 @over(bidirectional_cases())
-def test_released_operator(name, tag, dtype, record_property):
-    case = Case(name, tag, dtype)
+def test_released_operator(case: Case):
     operator = ski_operator(case, **RELEASED)
     if case.get("out64/W") is not None:
-        case.check(operator.grid(case.run["n"]).matrix(operator.filter), case.get("out64/W"), record_property)
-    x = case.input("x").clone().requires_grad_()
-    y = operator(x)
-    case.check(y, case.output(), record_property)
+        case.check(operator.grid(case.run["n"]).matrix(operator.filter), case.get("out64/W"))
+    case.compare(operator, case.input("x"))
     rank = case.hparams["r"]
     kernel = operator.inducing_coefficients(rank)
-    case.check(kernel[:, rank - 1 :], case.get("out64/k_inducing_nonneg").t(), record_property)
-    case.check(kernel[:, : rank - 1], case.get("out64/k_inducing_neg_flipped").t(), record_property)
-    if case.get("in/w") is not None:
-        (y * case.input("w")).sum().backward()
-        case.check_gradients(operator, x, record_property)
+    case.check(kernel[:, rank - 1 :], case.get("out64/k_inducing_nonneg").t())
+    case.check(kernel[:, : rank - 1], case.get("out64/k_inducing_neg_flipped").t())
 
 
 @over(named_cases("derived_ski_paper"))
-def test_published_operator(name, tag, dtype, record_property):
-    case = Case(name, tag, dtype)
+def test_published_operator(case: Case):
     case.parameters_from(case.run["params_from"])
     operator = ski_operator(case)
     weights = operator.grid(case.run["n"]).matrix(operator.filter)
-    case.check(weights, case.get("out64/W"), record_property)
-    case.check(operator(case.input("x")), case.output(), record_property)
+    case.check(weights, case.get("out64/W"))
+    case.check(operator(case.input("x")), case.output())
 
 
 @over(bidirectional_cases(), torch.float64)
-def test_released_form_differs_on_purpose(name, tag, dtype, record_property):
-    case = Case(name, tag)
+def test_released_form_differs_on_purpose(case: Case):
     assert relative_error(ski_operator(case)(case.input("x")), case.output()) > 1e-2
 
 
 @over([c for c in named_cases("block") if "skitno" in c[0]], torch.float64)
-def test_released_gated_toeplitz_unit(name, tag, dtype, record_property):
-    case = Case(name, tag)
+def test_released_gated_toeplitz_unit(case: Case):
     config = block_config(case, case.hparams["embed_dim"], causal=False, **RELEASED)
-    gtu = case.load(TnnGatedToeplitzUnit(config, 0))
-    x = case.input("x").clone().requires_grad_()
-    y = gtu(x)
-    case.check(y, case.output(), record_property)
-    if case.get("in/w") is not None:
-        (y * case.input("w")).sum().backward()
-        case.check_gradients(gtu, x, record_property)
+    case.compare(case.load(TnnGatedToeplitzUnit(config, 0)), case.input("x"))
 
 
 @over([c for c in named_cases("masked_lm") if "/ski" in c[0]], torch.float64)
-def test_released_masked_lm(name, tag, dtype, record_property):
-    case = Case(name, tag)
+def test_released_masked_lm(case: Case):
     model = case.load(TnnForMaskedLM(masked_lm_config(case, **RELEASED)))
     outputs = model(**masked_lm_inputs(case), labels=case.ids("labels"))
-    case.check(outputs.logits, case.output("logits"), record_property)
-    check_loss(case, outputs, outputs.logits, case.ids("labels"), "mlm_loss", record_property).backward()
+    case.check(outputs.logits, case.output("logits"))
+    check_loss(case, outputs, outputs.logits, case.ids("labels"), "mlm_loss").backward()
     if case.get("grad64/param/encoder.lm_head.bias") is not None:
-        case.check_gradients(model, None, record_property)
+        case.check_gradients(model)
 
 
-def test_sparse_part_alone(record_property):
+def test_sparse_part_alone():
     """With the kernel at zero, only the short filter remains."""
     name, tag = next(c for c in bidirectional_cases() if Case(*c).get("out64/y_sparse") is not None)
     case = Case(name, tag)
     operator = ski_operator(case)
     torch.nn.init.zeros_(operator.alphas)
     torch.nn.init.zeros_(operator.betas)
-    case.check(operator(case.input("x")), merge_heads(case.get("out64/y_sparse")), record_property)
+    case.check(operator(case.input("x")), merge_heads(case.get("out64/y_sparse")))
