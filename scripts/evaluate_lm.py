@@ -19,62 +19,70 @@ Example:
         --lengths 128 512 2048 --output_dir outputs/masked-lengths
 """
 
-import argparse
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from tnn_scripts.common.errors import importing, report_errors
 
+from tnn_scripts.common.arguments import parse_arguments
 from tnn_scripts.common.model_path import check_model_path
-from tnn_scripts.common.parser import ProgramParser, check_counts
+from tnn_scripts.common.parser import check_counts
 from tnn_scripts.data.files import check_file, check_source
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = ProgramParser(description=__doc__)
-    parser.add_argument("--model_name_or_path", required=True, nargs="+")
-    parser.add_argument("--objective", choices=("clm", "mlm"), default="clm")
-    parser.add_argument("--mlm_probability", type=float, default=0.15)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--config_overrides")
-    parser.add_argument("--validation_file")
-    parser.add_argument("--dataset_name")
-    parser.add_argument("--dataset_config_name")
-    parser.add_argument("--split", default="test", help="Split of the data set.")
-    parser.add_argument("--text_column", default="text")
-    parser.add_argument("--documents")
-    lengths = [512, 1024, 2048, 4096, 8192, 14336]
-    parser.add_argument("--lengths", type=int, nargs="+", default=lengths)
-    parser.add_argument("--stride", type=int, help="Also evaluate with rows that begin every so many tokens.")
-    parser.add_argument("--max_tokens", type=int, help="Read only the first so many tokens of the text.")
-    parser.add_argument("--tokens_per_pass", type=int, default=4096, help="Tokens in a forward pass; limits memory.")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--device")
-    parser.add_argument("--output_dir", type=Path, required=True)
-    parser.add_argument("--trust_remote_code", action="store_true")
-    args = parser.parse_args()
-    for name in args.model_name_or_path:
-        check_model_path(name, tokenizer=True)
-    if (args.validation_file is None) == (args.dataset_name is None):
-        parser.error("either --validation_file or --dataset_name must be given, and not both")
-    if min(args.lengths) < 2:
-        parser.error(f"--lengths must be at least 2, got {min(args.lengths)}")
-    if args.objective == "mlm" and args.stride is not None:
-        parser.error(f"--stride must not be given with --objective mlm, whose rows do not overlap, got {args.stride}")
-    if not 0 < args.mlm_probability < 1:
-        parser.error(f"--mlm_probability must be in (0, 1), got {args.mlm_probability}")
-    check_counts(args, "tokens_per_pass", "max_tokens")
-    if args.stride is not None and not 1 <= args.stride < min(args.lengths):
-        parser.error(f"--stride must be at least 1 and below the smallest of --lengths, got {args.stride}")
-    if args.validation_file is not None:
-        check_file(args.validation_file)
-    else:
-        check_source(args.dataset_name)
-    return args
+@dataclass
+class EvaluateArguments:
+    """The options of the evaluation."""
+
+    model_name_or_path: list[str]
+    output_dir: Path
+    objective: Literal["clm", "mlm"] = "clm"
+    mlm_probability: float = 0.15
+    seed: int = 0
+    config_overrides: str | None = None
+    validation_file: str | None = None
+    dataset_name: str | None = None
+    dataset_config_name: str | None = None
+    split: str = field(default="test", metadata={"help": "Split of the data set."})
+    text_column: str = "text"
+    documents: str | None = None
+    lengths: list[int] = field(default_factory=lambda: [512, 1024, 2048, 4096, 8192, 14336])
+    stride: int | None = field(
+        default=None, metadata={"help": "Also evaluate with rows that begin every so many tokens."}
+    )
+    max_tokens: int | None = field(default=None, metadata={"help": "Read only the first so many tokens of the text."})
+    tokens_per_pass: int = field(default=4096, metadata={"help": "Tokens in a forward pass; limits memory."})
+    dtype: str = "auto"
+    device: str | None = None
+    trust_remote_code: bool = False
+
+    def __post_init__(self):
+        for name in self.model_name_or_path:
+            check_model_path(name, tokenizer=True)
+        if (self.validation_file is None) == (self.dataset_name is None):
+            raise ValueError("either --validation_file or --dataset_name must be given, and not both")
+        shortest, stride = min(self.lengths), self.stride
+        if shortest < 2:
+            raise ValueError(f"--lengths must be at least 2, got {shortest}")
+        if self.objective == "mlm" and stride is not None:
+            raise ValueError(
+                f"--stride must not be given with --objective mlm, whose rows do not overlap, got {stride}"
+            )
+        if not 0 < self.mlm_probability < 1:
+            raise ValueError(f"--mlm_probability must be in (0, 1), got {self.mlm_probability}")
+        check_counts(self, "tokens_per_pass", "max_tokens")
+        if stride is not None and not 1 <= stride < shortest:
+            raise ValueError(f"--stride must be at least 1 and below the smallest of --lengths, got {stride}")
+        if self.validation_file is not None:
+            check_file(self.validation_file, whole=False)
+        else:
+            check_source(self.dataset_name)
 
 
 @report_errors
 def main():
-    args = parse_arguments()
+    (args,) = parse_arguments([EvaluateArguments], __doc__)
     with importing("training"):
         from tnn_scripts.runs.evaluate_lm import run
     run(args)

@@ -1,6 +1,8 @@
-"""Perplexity of language models over rows of a text. Every token is scored once, given those before it in its row.
+"""The losses of tokens in rows of a text: of each token, given those before it in its row, and of hidden tokens.
 
-B rows, L length, T tokens, N documents.
+Bits per byte compare models with different tokenizers, if they count the bytes of the scored tokens.
+
+B rows, L length, S length without the special tokens, T tokens, M hidden tokens, N documents.
 """
 
 import time
@@ -9,9 +11,11 @@ from collections.abc import Iterator
 import torch
 from scipy import stats
 from torch.nn.functional import cross_entropy
+from transformers import PreTrainedTokenizerBase
 
 from modeling_tnn.cache_tnn import CACHE
 from modeling_tnn.recurrence import DivergenceError
+from tnn_scripts.data.text import with_line_break
 
 
 def score_rows(model, rows: torch.Tensor, tokens_per_pass: int) -> torch.Tensor:
@@ -38,15 +42,16 @@ def _score_parts(model, rows: torch.Tensor, part: int) -> torch.Tensor:
     return torch.cat(nats, dim=1)
 
 
-def batches(ids: torch.Tensor, length: int, stride: int, tokens_per_pass: int) -> Iterator[torch.Tensor]:
-    """Batches `(B, L)` of rows of ids `(T,)`, T >= L, that begin every `stride` tokens, as many as fit into a pass.
+def batches(values: torch.Tensor, length: int, stride: int, tokens_per_pass: int) -> Iterator[torch.Tensor]:
+    """Batches `(B, L)` of rows of values `(T,)` that begin every `stride` tokens, as many as fit into a pass.
 
-    The rest of the text is a shorter row. It comes last, as a batch of its own, so there is no padding.
+    The rest of the text is a shorter row. It comes last, as a separate batch, so there is no padding.
     """
-    rows = ids.unfold(0, length, stride)  # (R, L)
-    yield from rows.split(max(1, tokens_per_pass // length))
-    if (len(rows) - 1) * stride + length < len(ids):
-        yield ids[None, len(rows) * stride :]
+    rows = values.unfold(0, length, stride) if length <= len(values) else values.new_empty(0, length)  # (R, L)
+    if len(rows):
+        yield from rows.split(max(1, tokens_per_pass // length))
+    if (len(rows) - 1) * stride + length < len(values):
+        yield values[None, len(rows) * stride :]
 
 
 @torch.inference_mode()
@@ -65,13 +70,46 @@ def score_tokens(model, ids: torch.Tensor, length: int, stride: int | None, toke
 
 
 def evaluate(model, ids: torch.Tensor, length: int, stride: int | None, tokens_per_pass: int) -> dict:
-    """The mean loss in nats over all tokens of ids `(T,)` except the first, their number, and the seconds.
-
-    The arguments are those of `score_tokens`.
-    """
+    """The mean loss of `score_tokens`, the number of tokens, and the seconds."""
     start = time.perf_counter()
     nats = score_tokens(model, ids, length, stride, tokens_per_pass)
     return {"loss": nats.mean().item(), "tokens": len(nats), "seconds": time.perf_counter() - start}
+
+
+def hidden_tokens(count: int, share: float, seed: int) -> torch.Tensor:
+    """Which of the T = `count` tokens of a text are hidden, each with the probability `share`, `(T,)`."""
+    return torch.rand(count, generator=torch.Generator().manual_seed(seed)) < share
+
+
+@torch.inference_mode()
+def score_masked(
+    model,
+    ids: torch.Tensor,
+    hidden: torch.Tensor,
+    length: int,
+    mask_token: int,
+    enclosing: tuple[list[int], list[int]],
+    tokens_per_pass: int,
+) -> torch.Tensor:
+    """The loss in nats of each hidden token of ids `(T,)`, given the others of its row, `(M,)` in float64 on the CPU.
+
+    All hidden tokens become the mask token, other than in training, where a fifth of them stay or become others.
+
+    Args:
+        hidden: `(T,)`, from `hidden_tokens`; the same tokens for rows of every length.
+        length: tokens in a row, with the special tokens of a sentence around it. The last row may be shorter.
+        enclosing: those special tokens, before and after a row; fewer than `length`.
+        tokens_per_pass: tokens in a forward pass; a longer row is read whole, because its tokens see each other.
+    """
+    before, after = (torch.tensor(tokens, dtype=torch.long) for tokens in enclosing)
+    size = length - len(before) - len(after)  # S
+    count, nats = max(1, tokens_per_pass // length) * size, []
+    for rows, where in zip(*(batches(values, size, size, count) for values in (ids, hidden)), strict=True):  # (B, S)
+        inputs = [before.expand(len(rows), -1), rows.masked_fill(where, mask_token), after.expand(len(rows), -1)]
+        logits = model(torch.cat(inputs, dim=1).to(model.device)).logits  # (B, L, V)
+        logits = logits[:, len(before) : len(before) + rows.shape[1]][where.to(model.device)].float()  # (M', V)
+        nats.append(cross_entropy(logits, rows[where].to(model.device), reduction="none").cpu().double())
+    return torch.cat(nats)
 
 
 def by_context(nats: torch.Tensor, length: int) -> list[dict[str, float]]:
@@ -103,3 +141,29 @@ def interval(totals: torch.Tensor, sizes: torch.Tensor) -> float | None:
     rest = totals - totals.sum() / whole * sizes  # (N,)
     error = (count / (count - 1) * rest.square().sum()).sqrt() / whole
     return stats.t.ppf(0.975, count - 1) * error.item()
+
+
+def bytes_until(texts: list[str], tokens: list[list[int]], tokenizer: PreTrainedTokenizerBase, count: int) -> int:
+    """The number of bytes of the text, in UTF-8, up to the end of its first `count` tokens.
+
+    Characters between two tokens count for the second one, and those at the end of a line for its last token. A token
+    that ends within a character counts the whole character. With tokenizers without offsets (those in Python), the
+    result is exact at the ends of lines; within a line, bytes are in proportion to tokens.
+
+    Args:
+        texts: lines, counted with one line break after each.
+        tokens: their ids, from `text.tokenize`.
+    """
+    total = 0
+    for line, ids in zip(map(with_line_break, texts), tokens, strict=True):
+        if count == 0:
+            break
+        if count >= len(ids):
+            total += len(line.encode())
+        elif tokenizer.is_fast:
+            places = tokenizer(line, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+            total += len(line[: places["offset_mapping"][count - 1][1]].encode())
+        else:
+            total += round(len(line.encode()) * count / len(ids))
+        count -= min(count, len(ids))
+    return total

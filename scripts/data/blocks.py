@@ -31,8 +31,7 @@ class BlockStream(Dataset):
         seed: int = 0,
         shuffle: bool = True,
     ):
-        self.blocks = blocks.with_format("torch")
-        self.seed, self.shuffle = seed, shuffle
+        self.blocks, self.seed, self.shuffle = blocks.with_format("torch"), seed, shuffle
         self.masking = make_masking(tokenizer, mlm_probability) if masked else None
 
     def __len__(self) -> int:
@@ -83,7 +82,7 @@ class BlockStream(Dataset):
 
 
 def make_masking(tokenizer: PreTrainedTokenizerBase, mlm_probability: float) -> DataCollatorForLanguageModeling:
-    """The masking without a seed of its own: with one it would replace the generators of `as_example`."""
+    """The masking without a seed: with one it would replace the generators of `as_example`."""
     return DataCollatorForLanguageModeling(tokenizer, mlm_probability=mlm_probability)
 
 

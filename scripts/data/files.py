@@ -1,4 +1,4 @@
-"""Local files of text and of tables: their kinds, and a check at the start of a program."""
+"""Local files of text and of tables: their kinds, and checks before anything slow is imported."""
 
 import collections
 import gzip
@@ -13,13 +13,10 @@ BUILDERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parq
 
 
 def check_file(file: str, whole: bool = True):
-    """Check a file at the start of a program.
-
-    Args:
-        whole: whether it is read to its end.
+    """Check that a file has content and, read to its end if `whole`, that it is UTF-8.
 
     Raises:
-        ValueError: the file is missing, empty, or a text that is not UTF-8.
+        ValueError: it is missing, empty, or not text.
     """
     path = Path(file)
     if not path.is_file():
@@ -35,11 +32,7 @@ def check_file(file: str, whole: bool = True):
 
 
 def read_lines_of(file: str) -> list[str]:
-    """The lines of a text file, as `datasets` reads those of a training text: without line breaks and byte order mark.
-
-    Raises:
-        ValueError: see `check_file`.
-    """
+    """The lines of a text file, as `datasets` reads them; errors are those of `check_file`."""
     check_file(file)
     with open_text(file) as lines:
         return [line.removesuffix("\n") for line in lines]
@@ -50,22 +43,16 @@ def open_text(file: str) -> IO[str]:
     return (gzip.open if Path(file).suffix.lower() == ".gz" else open)(file, "rt", encoding=ENCODING)
 
 
-def reading_options(builder: str) -> dict[str, str]:
-    """Options of `datasets` for a kind of file: those of text would keep a byte order mark as a character."""
-    return {"encoding": ENCODING} if builder == "text" else {}
-
-
 def builder_of(file: str) -> str:
     """The kind of a file by its suffix, also below .gz; text if it has another suffix or none.
 
     Raises:
         ValueError: it is a table with another separator than commas.
     """
-    path = Path(file.lower())
-    suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
-    if suffix == ".tsv":
+    path = Path(file.lower().removesuffix(".gz"))
+    if path.suffix == ".tsv":
         raise ValueError(f"Tables must be .csv, .json, .jsonl or .parquet files, got {file}")
-    return BUILDERS.get(suffix, "text")
+    return BUILDERS.get(path.suffix, "text")
 
 
 def looks_like_file(source: str) -> bool:
@@ -74,11 +61,7 @@ def looks_like_file(source: str) -> bool:
 
 
 def check_source(source: str):
-    """Check the name of a text or a data set at the start of a program.
-
-    Raises:
-        ValueError: it is a file that is missing or empty, or a path without a folder.
-    """
+    """Check that a text or a data set is a file with content, a folder, or could be a Hub id, else ValueError."""
     if looks_like_file(source):
         check_file(source, whole=False)
     else:

@@ -31,6 +31,8 @@ CLASSES = {
     "sst2": ("negative", "positive"),
     "wnli": ("not_entailment", "entailment"),
 }
+# Words with which pandas marks missing values in CSV files are text here, and an empty cell is missing.
+NA_IS_TEXT = {"keep_default_na": False, "na_values": [""]}
 HUB_NAME = "nyu-mll/glue"
 # Columns of files that are never sentences.
 NO_SENTENCES = ("label", "idx", "id")
@@ -125,7 +127,9 @@ def load_files(train: str, validation: str, test: str | None = None, sentence_ke
         check_file(file)
         if builder_of(file) == "text":
             raise ValueError(f"Files must be .csv, .json, .jsonl or .parquet, got {file}")
-    splits = DatasetDict({split: load_file(file, na_is_text=True) for split, file in files.items()})
+    splits = DatasetDict(
+        {split: load_file(file, **(NA_IS_TEXT if builder_of(file) == "csv" else {})) for split, file in files.items()}
+    )
     data = TaskData(None, splits, sentence_keys or find_sentences(train, splits["train"]), None)
     for number, key in enumerate(sentence_keys, 1):
         _check_sentences(f"--sentence{number}_key", key, splits["train"])

@@ -1,4 +1,4 @@
-"""Sources of text that are read as streams, and mixed by weight."""
+"""Sources of text that are read as streams, and mixed by weight, for `tnn pretrain --streaming`."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -6,39 +6,51 @@ from functools import partial
 from itertools import islice
 
 import numpy as np
-from datasets import IterableDataset, IterableDatasetDict, load_dataset
+from datasets import IterableDataset, load_dataset
 from datasets.exceptions import DatasetsError
 
 from tnn_scripts.common.model_path import check_path
-from tnn_scripts.data.files import builder_of, looks_like_file, reading_options
+from tnn_scripts.data.files import looks_like_file
+from tnn_scripts.data.text import load_file
 
-# Lines of a text file that stay together.
-LINES = 100
-# Draws between sources with one random generator.
-DRAWS = 1000
+# Lines of a text file that stay together, and draws between sources with one random generator.
+LINES, DRAWS = 100, 1000
 # Characters that are tokenized at once, but for those of the last row.
 CHARACTERS = 200_000
 # Rows on which a tokenizer is trained.
 TOKENIZER_ROWS = 10_000
 
 
-def open_source(name: str, config_name: str | None = None) -> IterableDatasetDict:
+def open_source(name: str, config_name: str | None = None) -> dict[str, IterableDataset]:
     """The splits of a local file, a folder or a data set on the Hub, to be read as streams.
 
     Raises:
         ValueError: it cannot be read, or has no train split.
     """
     if looks_like_file(name):
-        builder = builder_of(name)
-        try:
-            return load_dataset(builder, data_files=name, streaming=True, **reading_options(builder))
-        except (DatasetsError, ValueError) as error:
-            raise ValueError(f"{name} cannot be read: {error.__cause__ or error}") from error
+        return {"train": load_file(name, streaming=True)}
     check_path(name, "--dataset_name")
     splits = load_dataset(name, config_name, streaming=True)
     if "train" not in splits:
         raise ValueError(f"{name} must have a train split, got {', '.join(splits)}")
     return splits
+
+
+def open_corpus(args) -> tuple["Mixture", "Mixture | None"]:
+    """The training text, and the validation text if there is one, by the options of `tnn pretrain`."""
+    names = [args.train_file] if args.train_file is not None else args.dataset_name
+    configs = args.dataset_config_name or [None] * len(names)
+    splits = [open_source(name, config) for name, config in zip(names, configs, strict=True)]
+    settings = {"text_column": args.text_column, "documents": args.documents, "seed": args.seed}
+    called = [":".join(filter(None, pair)) for pair in zip(names, configs, strict=True)]
+    weights, sources = args.interleave_probabilities or None, [split["train"] for split in splits]
+    train = Mixture(called, sources, weights, parts=args.num_shards, **settings)
+    name, validation = args.validation_file, None
+    if name is not None:
+        validation = open_source(name)["train"]
+    elif len(splits) == 1 and "validation" in splits[0]:
+        name, validation = f"the validation split of {names[0]}", splits[0]["validation"]
+    return train, None if validation is None else Mixture([name], [validation], **settings)
 
 
 @dataclass
@@ -75,19 +87,19 @@ class Mixture:
             raise ValueError("--documents must be rows or lines for text files together with other sources, got None")
         self.documents = self.documents or ("lines" if text == {True} else "rows")
         self.sources = [source.select_columns(self.text_column) for source in self.sources]
-        self.shares = np.array(self.weights or [1] * len(self.sources)) / sum(self.weights or [len(self.sources)])
+        weights = self.weights or [1] * len(self.sources)
+        self.shares = np.array(weights) / sum(weights)
 
     def draws(self, part: int, start: int) -> Iterator[int]:
         """The sources of the rows of a part, from row `start`. The draws of a thousand rows have a generator."""
-        count = len(self.sources)
+        count, block = len(self.sources), start // DRAWS
         while True:
             if self.weights is None:
-                drawn = np.arange(start // DRAWS * DRAWS, (start // DRAWS + 1) * DRAWS) % count
+                drawn = np.arange(block * DRAWS, (block + 1) * DRAWS) % count
             else:
-                random = np.random.default_rng((self.seed, part, start // DRAWS))
-                drawn = random.choice(count, DRAWS, p=self.shares)
-            yield from drawn[start % DRAWS :].tolist()
-            start = (start // DRAWS + 1) * DRAWS
+                drawn = np.random.default_rng((self.seed, part, block)).choice(count, DRAWS, p=self.shares)
+            yield from drawn[max(0, start - block * DRAWS) :].tolist()
+            block += 1
 
     def rows_of(self, number: int, part: int, epoch: int = 0) -> IterableDataset:
         """The rows of a source in a part: files in an order by seed and epoch, or every so many rows of one file."""
@@ -99,8 +111,8 @@ class Mixture:
             source = source.shard(self.parts, part, contiguous=False)
         if source.num_shards > 1:
             # What is left out is at the beginning of the first order. One row is no buffer, which would be lost.
-            seed = self._seed(part, 0 if skipped else epoch, number)
-            source = source.shuffle(seed, buffer_size=1, max_buffer_input_shards=1)
+            seed = np.random.SeedSequence((self.seed, part, 0 if skipped else epoch, number)).generate_state(1)[0]
+            source = source.shuffle(int(seed), buffer_size=1, max_buffer_input_shards=1)
         if self.documents == "lines":
             source = source.map(partial(_join, self.text_column), batched=True, batch_size=LINES)
         if not whole:
@@ -131,24 +143,19 @@ class Mixture:
 
     def describe(self) -> dict:
         """What the order of the rows depends on, besides the seed."""
-        names = ("names", "weights", "documents", "parts")
         skipped = [f"{source}/{part}: {rows}" for (source, part), rows in sorted(self.skipped.items())]
-        return {name: getattr(self, name) for name in names} | {"held_out": skipped}
-
-    def _seed(self, *numbers: int) -> int:
-        return int(np.random.SeedSequence((self.seed, *numbers)).generate_state(1)[0])
+        return {name: getattr(self, name) for name in ("names", "weights", "documents", "parts")} | {
+            "held_out": skipped
+        }
 
     def _check(self, name: str, source: IterableDataset):
         try:
-            row = next(iter(source.take(1)), None)
-        except (DatasetsError, ValueError) as error:
+            row = next(iter(source.take(1)))
+        except (DatasetsError, ValueError, StopIteration) as error:
             raise ValueError(f"{name} has no rows that can be read: {error.__cause__ or error}") from error
-        if row is None:
-            raise ValueError(f"{name} has no rows.")
         if self.text_column not in row:
-            raise ValueError(
-                f"--text_column must be a column of {name}, one of {', '.join(row)}, got {self.text_column}"
-            )
+            found = ", ".join(row)
+            raise ValueError(f"--text_column must be a column of {name}, one of {found}, got {self.text_column}")
 
 
 class MixedRows:
@@ -161,11 +168,11 @@ class MixedRows:
     def __init__(self, mixture: Mixture, part: int, state: dict | None = None):
         self.mixture, self.part = mixture, part
         count = len(mixture.sources)
-        given = state or {"read": 0, "epochs": [0] * count, "rows": [None] * count}
-        self.read, self.epochs = given["read"], list(given["epochs"])
+        state = state or {"read": 0, "epochs": [0] * count, "rows": [None] * count}
+        self.read, self.epochs = state["read"], list(state["epochs"])
         self.draws = mixture.draws(part, self.read)
         self.rows, self.texts = [None] * count, [None] * count
-        for number, rows in enumerate(given["rows"]):
+        for number, rows in enumerate(state["rows"]):
             self._open(number, rows)
 
     def state_dict(self) -> dict:

@@ -15,16 +15,79 @@ from itertools import islice
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from accelerate.utils import gather_object, send_to_device
+from datasets import Dataset
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerBase
 
-from tnn_scripts.data.blocks import as_example, leave_signals_to_main, make_masking, random_generator
+from tnn_scripts.data.blocks import BlockStream, as_example, leave_signals_to_main, make_masking, random_generator
 from tnn_scripts.data.sources import MixedRows, Mixture
-from tnn_scripts.data.text import enclosing_tokens, tokenize
+from tnn_scripts.data.text import divide, enclosing_tokens, say_what_is_left_out, tokenize
 
 # Rows that are tokenized at once.
 ROWS = 64
+# Validation blocks, unless --max_eval_blocks or validation data are given.
+HELD_OUT_BLOCKS = 100
+
+
+def build_text_streams(
+    args,
+    accelerator: Accelerator,
+    train: Mixture,
+    validation: Mixture | None,
+    tokenizer: PreTrainedTokenizerBase,
+) -> tuple["TextStream", BlockStream]:
+    """The streams of training and, kept in memory, of validation examples by the options of `tnn pretrain`.
+
+    Raises:
+        ValueError: the text is too short.
+    """
+    masked, count = args.objective == "mlm", args.max_eval_blocks
+    if validation is None:
+        blocks = hold_out(train, count or HELD_OUT_BLOCKS, tokenizer, args.block_size, masked)
+    else:
+        packer = Packer(validation, tokenizer, args.block_size, masked)
+        blocks, _ = packer.first(validation.texts_of(validation.rows_of(0, 0)), count or math.inf)
+        if count is None:
+            say_what_is_left_out(len(packer.rest), "validation", args.block_size)
+    if len(blocks) == 0:
+        raise ValueError(f"The validation text is shorter than one block of {args.block_size} tokens.")
+    held = Dataset.from_dict({"input_ids": blocks.astype(np.int64)})
+    process = accelerator.process_index, accelerator.num_processes
+    given = args.block_size, masked, args.mlm_probability, args.shuffle_buffer_size, process, accelerator.device
+    stream = TextStream(train, tokenizer, *given)
+    return stream, BlockStream(held, tokenizer, masked, args.mlm_probability, args.seed, shuffle=False)
+
+
+def hold_out(
+    mixture: Mixture, count: int, tokenizer: PreTrainedTokenizerBase, block_size: int, masked: bool
+) -> np.ndarray:
+    """The first blocks of the parts of each source, `count` in all. The mixture skips their rows from now on.
+
+    They are divided by the weights of the sources, and evenly over the parts. The last of these rows may have more
+    text than the blocks: the training begins with it.
+
+    Raises:
+        ValueError: a part has fewer.
+    """
+    held = [np.zeros((0, block_size), dtype=np.int32)]
+    edges = np.round(np.cumsum([0, *mixture.shares]) * count).astype(int)
+    for number, part in np.ndindex(len(mixture.shares), mixture.parts):
+        wanted = int(np.sum(np.arange(edges[number], edges[number + 1]) % mixture.parts == part))
+        if not wanted:
+            continue
+        packer = Packer(mixture, tokenizer, block_size, masked)
+        blocks, read = packer.first(mixture.texts_of(mixture.rows_of(number, part)), wanted)
+        if len(blocks) < wanted:
+            raise ValueError(
+                f"Shard {part + 1} of {mixture.parts} of {mixture.names[number]} must have {wanted} blocks of "
+                f"{block_size} tokens for validation, got {len(blocks)}. Give --validation_file, a longer text, or a "
+                "smaller --max_eval_blocks, --num_shards or --block_size."
+            )
+        mixture.skipped[number, part], mixture.unused[number, part] = read, packer.rest
+        held.append(blocks)
+    return np.concatenate(held)
 
 
 class Packer:
@@ -32,17 +95,14 @@ class Packer:
 
     def __init__(self, mixture: Mixture, tokenizer: PreTrainedTokenizerBase, block_size: int, enclose: bool):
         self.tokenizer, self.block_size, self.rest = tokenizer, block_size, []
-        self.before, self.after = enclosing_tokens(tokenizer) if enclose else ([], [])
+        self.enclosing = enclosing_tokens(tokenizer) if enclose else ([], [])
         self.ends = mixture.documents == "rows" and not enclose
 
     def blocks(self, texts: list[str]) -> np.ndarray:
         """The blocks that are full with these texts, `(N, L)`."""
         lines = tokenize(texts, self.tokenizer, [True] * len(texts) if self.ends else None)
         tokens = self.rest + [token for line in lines for token in line]
-        size = self.block_size - len(self.before) - len(self.after)
-        whole = len(tokens) // size * size
-        self.rest = tokens[whole:]
-        blocks = [self.before + tokens[start : start + size] + self.after for start in range(0, whole, size)]
+        blocks, self.rest = divide(tokens, self.block_size, self.enclosing)
         return np.array(blocks, dtype=np.int32).reshape(-1, self.block_size)
 
     def first(self, rows: Iterator[list[str]], count: float) -> tuple[np.ndarray, int]:
@@ -54,9 +114,8 @@ class Packer:
         while number < count and (texts := next(rows, None)) is not None:
             found.append(self.blocks(texts))
             number, read = number + len(found[-1]), read + 1
-        blocks = np.concatenate(found)
-        end = int(min(count, len(blocks)))
-        inner = slice(len(self.before), self.block_size - len(self.after))
+        blocks, end = np.concatenate(found), int(min(count, number))
+        inner = slice(len(self.enclosing[0]), self.block_size - len(self.enclosing[1]))
         self.rest = blocks[end:, inner].flatten().tolist() + self.rest
         return blocks[:end], read
 
@@ -69,8 +128,7 @@ class PartReader:
     """
 
     def __init__(self, mixture: Mixture, packer: Packer, part: int, window: int, state: str | None = None):
-        held = sorted(key for key in mixture.unused if key[1] == part)
-        rest = [token for key in held for token in mixture.unused[key]]
+        rest = [token for key in sorted(mixture.unused) if key[1] == part for token in mixture.unused[key]]
         given = json.loads(state) if state else {"first": 0, "rows": None, "rest": rest}
         self.rows, self.packer, self.first = MixedRows(mixture, part, given["rows"]), packer, given["first"]
         packer.rest = given["rest"]
@@ -88,6 +146,7 @@ class PartReader:
 
     def _next_window(self):
         self.first += len(self.window)
+        mixture, part = self.rows.mixture, self.rows.part
         state = {"first": self.first, "rows": self.rows.state_dict(), "rest": self.packer.rest}
         self.state, found, count = json.dumps(state), [], 0
         while count < self.window_size:
@@ -95,13 +154,12 @@ class PartReader:
             count += len(found[-1])
             if self.first + count == 0 and min(self.rows.epochs) > 0:
                 raise ValueError(
-                    f"Shard {self.rows.part + 1} of {self.rows.mixture.parts} of the train text is shorter than one "
-                    f"block of {self.packer.block_size} tokens. Give a longer text, or a smaller --num_shards or "
-                    "--block_size."
+                    f"Shard {part + 1} of {mixture.parts} of the train text is shorter than one block of "
+                    f"{self.packer.block_size} tokens. Give a longer text, or a smaller --num_shards or --block_size."
                 )
         self.window = np.concatenate(found)
         if self.window_size > 1:
-            order = random_generator(self.rows.mixture.seed, 3, self.rows.part, self.first)
+            order = random_generator(mixture.seed, 3, part, self.first)
             self.window = self.window[torch.randperm(count, generator=order).numpy()]
 
 
@@ -127,8 +185,7 @@ class TextStream:
     ):
         self.mixture, self.tokenizer, self.block_size, self.masked = mixture, tokenizer, block_size, masked
         self.masking = make_masking(tokenizer, mlm_probability) if masked else None
-        self.buffer_size, self.window = buffer_size, -(-buffer_size // mixture.parts)
-        self.process, self.device = process, device
+        self.buffer_size, self.process, self.device = buffer_size, process, device
         self.states: list[str | None] = [None] * mixture.parts
 
     def describe(self) -> dict:
@@ -144,7 +201,7 @@ class TextStream:
 
     def reader(self, part: int, window: int | None = None, state: str | None = None) -> PartReader:
         packer = Packer(self.mixture, self.tokenizer, self.block_size, self.masked)
-        return PartReader(self.mixture, packer, part, window or self.window, state)
+        return PartReader(self.mixture, packer, part, window or -(-self.buffer_size // self.mixture.parts), state)
 
     def state_dict(self) -> dict:
         """The state of every part after the batches that the processes have taken. All of them have to call this."""
@@ -166,17 +223,15 @@ class TextStream:
 
     def own_parts(self) -> list[int]:
         """The parts with examples of this process."""
-        index, processes = self.process
-        step = math.gcd(processes, self.mixture.parts)
-        return list(range(index % step, self.mixture.parts, step))
+        step = math.gcd(self.process[1], self.mixture.parts)
+        return list(range(self.process[0] % step, self.mixture.parts, step))
 
 
 class StreamLoader:
     """Batches on the device, each put together from the examples that the workers have made of it."""
 
     def __init__(self, stream: TextStream, batch_size: int, start: int, stop: int, workers: int, pin_memory: bool):
-        self.pin_memory = pin_memory
-        self.stream, self.workers = stream, min(workers, len(stream.own_parts()))
+        self.stream, self.pin_memory, self.workers = stream, pin_memory, min(workers, len(stream.own_parts()))
         self.loader = DataLoader(
             _Pieces(stream, batch_size, start, stop),
             batch_size=None,
@@ -213,7 +268,7 @@ class _Pieces(IterableDataset):
         for numbers in stream.numbers(*self.batches):
             numbers = [number for number in numbers if number % parts in readers]
             examples = [self._example(readers[number % parts], number) for number in numbers]
-            present = {part: readers[part].state for part in {number % parts for number in numbers}}
+            present = {number % parts: readers[number % parts].state for number in numbers}
             begun = {part: state for part, state in present.items() if sent.get(part) != state}
             sent |= begun
             empty = torch.empty(0, stream.block_size, dtype=torch.long)

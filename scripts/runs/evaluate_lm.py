@@ -1,12 +1,12 @@
 """Measure perplexity and bits per byte of language models by the length of the rows they read."""
 
-import argparse
 import json
 import math
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import matplotlib
@@ -19,12 +19,16 @@ from tnn_scripts.common.arguments import parse_overrides
 from tnn_scripts.common.atomic import claim, saving_errors, write_json, write_text
 from tnn_scripts.common.devices import check_device, suggest_smaller
 from tnn_scripts.common.loading import fault_of, load
-from tnn_scripts.common.masked_scoring import hidden_tokens, score_masked
-from tnn_scripts.common.scoring import by_context, interval, score_tokens
+from tnn_scripts.common.scoring import by_context, bytes_until, hidden_tokens, interval, score_masked, score_tokens
 from tnn_scripts.common.tables import markdown_table
-from tnn_scripts.data.text import enclosing_tokens, load_texts, tokenize
-from tnn_scripts.data.token_bytes import bytes_until, with_line_break
+from tnn_scripts.data.text import enclosing_tokens, load_texts, tokenize, with_line_break
 from tnn_scripts.data.vocabulary import check_vocabulary
+
+# Sampled at so many points, a pole outside the circle belongs to a filter that runs backwards, which does not grow.
+OVERFLOW = (
+    " Kernels of RTF overflow beyond the trained length if poles lie outside the unit circle. "
+    "--config_overrides rtf_truncation_length={points} samples them at twice as many points as tokens instead."
+)
 
 
 def trained_length(folder: str, config) -> int | None:
@@ -69,14 +73,7 @@ class Documents:
         return torch.zeros_like(self.bytes).index_add_(0, self.owners, nats) / math.log(2)
 
 
-# Sampled at so many points, a pole outside the circle belongs to a filter that runs backwards, which does not grow.
-OVERFLOW = (
-    "Kernels of RTF overflow beyond the trained length if poles lie outside the unit circle. "
-    "--config_overrides rtf_truncation_length={points} samples them at twice as many points as tokens instead."
-)
-
-
-def evaluate_model(name: str, texts, args: argparse.Namespace) -> list[dict]:
+def evaluate_model(name: str, texts, args) -> list[dict]:
     """Evaluate a model; one result for each length and stride.
 
     Raises:
@@ -97,12 +94,12 @@ def evaluate_model(name: str, texts, args: argparse.Namespace) -> list[dict]:
             sys.stderr.write(f"{name}: length {length} is left out, because {what}.\n")
             continue
         for stride in [None] if args.stride is None else [None, args.stride]:
+            start = time.perf_counter()
             advice = f"give a smaller --tokens_per_pass than {args.tokens_per_pass}"
             with suggest_smaller(f"{name} at length {length}", advice):
-                start = time.perf_counter()
                 figures = figures_at(length, stride)
             if not math.isfinite(figures["loss"]):
-                hint = " " + OVERFLOW.format(points=2 * length) if find_unstable(model) else ""
+                hint = OVERFLOW.format(points=2 * length) if find_unstable(model) else ""
                 sys.stderr.write(f"{name}: length {length} is left out, because the loss is not finite.{hint}\n")
                 continue
             about = {"model": name, "trained_length": trained_length(name, model.config), "length": length}
@@ -113,7 +110,7 @@ def evaluate_model(name: str, texts, args: argparse.Namespace) -> list[dict]:
     return results
 
 
-def causal_figures(model, tokenizer, texts, args: argparse.Namespace) -> tuple[int, Callable]:
+def causal_figures(model, tokenizer, texts, args) -> tuple[int, Callable]:
     """The number of tokens of the text, and a function from a length and a stride to the figures of causal models.
 
     Raises:
@@ -127,13 +124,21 @@ def causal_figures(model, tokenizer, texts, args: argparse.Namespace) -> tuple[i
 
     def figures_at(length: int, stride: int | None) -> dict[str, object]:
         nats = score_tokens(model, ids, length, stride, args.tokens_per_pass)
-        by_length = {"by_context": by_context(nats, length)} if stride is None else {}
-        return figures_of(nats, documents) | by_length
+        bits, size = documents.bits(nats), documents.bytes.sum()
+        figures = losses_of(nats) | {
+            "bits_per_byte": (bits.sum() / size).item(),
+            "bits_per_byte_interval": interval(bits, documents.bytes),
+            "bytes": int(size),
+            "documents": len(bits),
+            "bits_of_documents": bits.tolist(),
+            "bytes_of_documents": documents.bytes.tolist(),
+        }
+        return figures if stride is not None else figures | {"by_context": by_context(nats, length)}
 
     return len(ids), figures_at
 
 
-def masked_figures(model, tokenizer, texts, args: argparse.Namespace) -> tuple[int, Callable]:
+def masked_figures(model, tokenizer, texts, args) -> tuple[int, Callable]:
     """As `causal_figures`, for masked models.
 
     Raises:
@@ -166,83 +171,61 @@ def losses_of(nats: torch.Tensor) -> dict[str, float]:
     return {"perplexity": math.exp(min(loss, 700)), "loss": loss, "tokens": len(nats)}
 
 
-def figures_of(nats: torch.Tensor, documents: Documents) -> dict[str, object]:
-    """The figures of scored tokens `(T-1,)`, in nats."""
-    bits, size = documents.bits(nats), documents.bytes.sum()
-    return {
-        **losses_of(nats),
-        "bits_per_byte": (bits.sum() / size).item(),
-        "bits_per_byte_interval": interval(bits, documents.bytes),
-        "bytes": int(size),
-        "documents": len(bits),
-        "bits_of_documents": bits.tolist(),
-        "bytes_of_documents": documents.bytes.tolist(),
-    }
-
-
 def compare(results: list[dict]):
     """Write into each result of a model after the first its difference to the first one at the same length."""
     first = {(r["length"], r["stride"]): r for r in results if r["model"] == results[0]["model"]}
     for result in results:
-        other = first.get((result["length"], result["stride"]))
-        sizes_of = [one and one.get("bytes_of_documents") for one in (other, result)]
-        if other is result or sizes_of[0] is None or sizes_of[0] != sizes_of[1]:
+        other = first.get((result["length"], result["stride"]), result)
+        if other is result or other.get("bytes_of_documents", 0) != result.get("bytes_of_documents"):
             continue
-        sizes = torch.tensor(result["bytes_of_documents"], dtype=torch.float64)
-        bits = [torch.tensor(one["bits_of_documents"], dtype=torch.float64) for one in (result, other)]
+        mine, others, sizes = (
+            torch.tensor(values, dtype=torch.float64)
+            for values in (result["bits_of_documents"], other["bits_of_documents"], result["bytes_of_documents"])
+        )
         result["over_first"] = result["bits_per_byte"] - other["bits_per_byte"]
-        result["over_first_interval"] = interval(bits[0] - bits[1], sizes)
+        result["over_first_interval"] = interval(mine - others, sizes)
 
 
-def labels(results: list[dict]) -> list[tuple[str, int | None]]:
-    """The names of the lines of the plot and the columns of the table: model and stride."""
-    return list(dict.fromkeys((result["model"], result["stride"]) for result in results))
+def columns_of(results: list[dict]) -> dict[tuple, str]:
+    """The columns of the tables and lines of the plot, by model and stride: what stands above or beside them.
 
-
-def short_names(results: list[dict]) -> dict[str, str]:
-    """What the models are called in tables and plots: their last folders or, where two would be one, all of it."""
-    last = {result["model"]: Path(result["model"]).name for result in results}
-    count = Counter(last.values())
-    return {model: name if count[name] == 1 else model for model, name in last.items()}
-
-
-def label_texts(results: list[dict]) -> dict[tuple, str]:
-    """What stands above a column of the tables and beside a line of the plot."""
-    names = short_names(results)
-    return {(model, s): names[model] + (f", stride {s}" if s else "") for model, s in labels(results)}
+    A model is called by its last folder or, where two would be one, by all of its name.
+    """
+    keys = dict.fromkeys((result["model"], result["stride"]) for result in results)
+    count = Counter(Path(model).name for model in {model for model, _ in keys})
+    names = {model: Path(model).name if count[Path(model).name] == 1 else model for model, _ in keys}
+    return {(model, s): names[model] + (f", stride {s}" if s else "") for model, s in keys}
 
 
 def tables(results: list[dict]) -> str:
     """Markdown tables: perplexity and bits per byte by length, differences to the first model, loss by context."""
-    titles, short = label_texts(results), short_names(results)
+    titles = columns_of(results)
     if "bits_per_byte" not in results[0]:
-        cells = {(*column_of(r), r["length"]): f"{r['perplexity']:.2f}" for r in results}
-        return "perplexity of hidden tokens\n\n" + by_length(cells, titles)
-    cells = {(*column_of(r), r["length"]): f"{r['perplexity']:.2f} ({figure_text(r)})" for r in results}
-    text = "perplexity (bits per byte)\n\n" + by_length(cells, titles)
+        return "perplexity of hidden tokens\n\n" + by_length(results, titles, lambda r: f"{r['perplexity']:.2f}")
+    text = "perplexity (bits per byte)\n\n" + by_length(
+        results, titles, lambda r: f"{r['perplexity']:.2f} ({figure_text(r, 'bits_per_byte', '.3f')})"
+    )
     if differing := [result for result in results if "over_first" in result]:
-        cells = {(*column_of(r), r["length"]): figure_text(r, "over_first", "+.3f") for r in differing}
-        compared = {column: titles[column] for column in labels(differing)}
-        text += f"\n\nbits per byte more than {short[results[0]['model']]}\n\n" + by_length(cells, compared)
+        compared = {(r["model"], r["stride"]): titles[r["model"], r["stride"]] for r in differing}
+        cells = by_length(differing, compared, lambda r: figure_text(r, "over_first", "+.3f"))
+        text += f"\n\nbits per byte more than {titles[results[0]['model'], None]}\n\n{cells}"
     shown = longest(results)
     bins = max((result["by_context"] for result in shown), key=len)
     rows = [[f"{bin['first']} to {bin['last']}" if bin["first"] < bin["last"] else f"{bin['first']}"] for bin in bins]
     for line, row in enumerate(rows):
         row += [f"{r['by_context'][line]['loss']:.3f}" if line < len(r["by_context"]) else "" for r in shown]
-    names = [f"{short[r['model']]}, {r['length']}" for r in shown]
+    names = [f"{titles[r['model'], None]}, {r['length']}" for r in shown]
     return f"{text}\n\nloss in nats of a token\n\n" + markdown_table(["tokens before it", *names], rows, texts=1)
 
 
-def column_of(result: dict) -> tuple[str, int | None]:
-    return result["model"], result["stride"]
-
-
-def figure_text(result: dict, name: str = "bits_per_byte", form: str = ".3f") -> str:
+def figure_text(result: dict, name: str, form: str) -> str:
     half = result[name + "_interval"]
     return format(result[name], form) + ("" if half is None else f" ± {half:.3f}")
 
 
-def by_length(cells: dict[tuple, str], titles: dict[tuple, str]) -> str:
+def by_length(results: list[dict], titles: dict[tuple, str], cell: Callable[[dict], str]) -> str:
+    """A table with a row for each length, and a column for each model and stride."""
+    cells = {(r["model"], r["stride"], r["length"]): cell(r) for r in results}
     lengths = sorted({key[-1] for key in cells})
     rows = [[length, *(cells.get((*column, length), "") for column in titles)] for length in lengths]
     return markdown_table(["length", *titles.values()], rows, texts=0)
@@ -250,57 +233,39 @@ def by_length(cells: dict[tuple, str], titles: dict[tuple, str]) -> str:
 
 def longest(results: list[dict]) -> list[dict]:
     """The result of each model at its largest length."""
-    whole = [result for result in results if result["stride"] is None]
-    return list({r["model"]: r for r in sorted(whole, key=lambda r: r["length"])}.values())
+    whole = sorted((result for result in results if result["stride"] is None), key=lambda r: r["length"])
+    return list({r["model"]: r for r in whole}.values())
 
 
 def plot(results: list[dict], file: Path):
-    """Draw perplexity over length, with a mark at the length of the training, and loss over the context if known."""
-    is_causal = "by_context" in longest(results)[0]
-    parts = {"layout": "constrained", "squeeze": False}
-    figure, panels = pyplot.subplots(1, 1 + is_causal, figsize=(5.5 * (1 + is_causal), 4.5), **parts)
-    axes = panels[0, 0]
-    for column, title in label_texts(results).items():
-        points = [(r["length"], r["perplexity"]) for r in results if column_of(r) == column]
-        (line,) = axes.plot(*zip(*sorted(points), strict=True), marker="o", label=title)
-        if is_causal and column[1] is None:
-            plot_context(next(r for r in longest(results) if column_of(r) == column)["by_context"], panels[0, 1], line)
+    """Draw perplexity over length, with a mark at the length of the training."""
+    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+    for column, title in columns_of(results).items():
+        points = [(r["length"], r["perplexity"]) for r in results if (r["model"], r["stride"]) == column]
+        axes.plot(*zip(*sorted(points), strict=True), marker="o", label=title)
     for length in {result["trained_length"] for result in results} - {None}:
-        axes.axvline(length, color="gray", linestyle="--", linewidth=1)
-        axes.annotate(f"trained at {length}", (length, 1), xycoords=("data", "axes fraction"), fontsize=8,
-                      xytext=(3, -3), textcoords="offset points", va="top", color="gray")  # fmt: skip
-    perplexities = [result["perplexity"] for result in results]
-    axes.set_xscale("log", base=2)
-    if max(perplexities) > 4 * min(perplexities):
-        axes.set_yscale("log")
+        axes.axvline(length, color="gray", linestyle="--", linewidth=1, label=f"trained at {length}")
     lengths = sorted({result["length"] for result in results})
-    axes.set_xticks(lengths, [str(length) for length in lengths], rotation=45)
-    axes.set_xlabel("length of the text read at once, in tokens")
-    axes.set_ylabel("perplexity per token")
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(lengths, map(str, lengths), rotation=45)
+    axes.set(xlabel="length of the text read at once, in tokens", ylabel="perplexity per token")
+    figure.legend(loc="outside right upper")
     figure.savefig(file, dpi=150)
     pyplot.close(figure)
 
 
-def plot_context(bins: list[dict], axes, line):
-    """The loss by the number of tokens before a token, in the colour of another line of the model."""
-    axes.plot([bin["first"] for bin in bins], [bin["loss"] for bin in bins], marker=".", color=line.get_color())
-    axes.set_xscale("log", base=2)
-    axes.set_xlabel("tokens before a token in its row, at least")
-    axes.set_ylabel("loss of the token in nats")
-
-
-def report(results: list[dict], args: argparse.Namespace):
+def report(results: list[dict], args):
     """Write the results so far as JSON, Markdown and a plot."""
-    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
     shown = [{name: value for name, value in r.items() if not name.endswith("_of_documents")} for r in results]
+    settings = asdict(args) | {"output_dir": str(args.output_dir)}
     write_json(args.output_dir / "all_results.json", {"settings": settings, "results": shown})
     write_text(args.output_dir / "perplexity.md", tables(results) + "\n")
     with saving_errors(args.output_dir / "perplexity.png", args.output_dir / "perplexity.png"):
         plot(results, args.output_dir / "perplexity.png")
 
 
-def run(args: argparse.Namespace):
+def run(args):
     """Evaluate all models, and write the results after each."""
     matplotlib.use("Agg")
     args.device = check_device(args.device)

@@ -219,7 +219,8 @@ def build_data(
 ) -> tuple[PreTrainedTokenizerBase, "BlockStream | TextStream", BlockStream]:
     """The tokenizer, and the streams of training and validation examples. `config` gets the special tokens."""
     if args.streaming:
-        from tnn_scripts.common.streaming_corpus import build_text_streams, open_corpus
+        from tnn_scripts.data.sources import open_corpus
+        from tnn_scripts.data.streaming import build_text_streams
 
         texts, validation = open_corpus(args)
         tokenizer = build_tokenizer(args, accelerator, config, texts.first_texts())

@@ -10,20 +10,12 @@ from transformers import AutoTokenizer, pipeline
 from helpers.models import lively_language_model
 from helpers.scripts import ROOT, SENTENCES, read, run_script, write_config, write_text
 from tnn_scripts.common.terminal import read_lines
-from tnn_scripts.data.document_ends import document_ends
-from tnn_scripts.data.files import check_file
+from tnn_scripts.data.files import read_lines_of
 from tnn_scripts.data.sources import open_source
-from tnn_scripts.data.text import load_corpus, load_texts, pack, tokenize, train_tokenizer
-from tnn_scripts.generate import read_prompts
+from tnn_scripts.data.text import document_ends, load_corpus, load_texts, pack, tokenize, train_tokenizer
 
 ARTICLES = ["", " = Lobster = \n", "", " It swims where a \n", " = b = \n", "", " = Pike = \n", ""]
 WIKITEXT = ROOT.parent / "shared" / "data" / "wikitext"
-
-
-def ended(texts: Dataset, tokenizer) -> list[str]:
-    """The documents of the blocks of one token each."""
-    ids = [block[0] for block in pack(texts, tokenizer, 1)["input_ids"]]
-    return tokenizer.decode(ids).split("</s>")
 
 
 @pytest.fixture(scope="module")
@@ -33,42 +25,34 @@ def tokenizer():
 
 def test_ends():
     rows = Dataset.from_dict({"text": ARTICLES, "book": list("aaabbbbb"), "part": [1, 1, 1, 1, 1, 2, 2, 2]})
-    for documents, ends in (
-        ("rows", [1] * 8),
-        ("lines", [0] * 8),
-        ("headings", [0, 0, 0, 0, 0, 1, 0, 1]),
-        ("book", [0, 0, 1, 0, 0, 0, 0, 1]),
-        ("book,part", [0, 0, 1, 0, 1, 0, 0, 1]),
-        (None, [0, 0, 0, 0, 0, 1, 0, 1]),
-    ):
-        assert document_ends(rows, "text", documents).tolist() == [bool(end) for end in ends]
+    for documents, ends in (("rows", range(8)), ("lines", ()), ("headings", (5, 7)), ("book", (2, 7)),
+                            ("book,part", (2, 4, 7)), (None, (5, 7))):  # fmt: skip
+        assert document_ends(rows, "text", documents).nonzero()[0].tolist() == list(ends)
     with pytest.raises(ValueError, match=r"--documents must be rows, lines, headings or columns among .*, got books"):
         document_ends(rows, "text", "books")
 
 
 def test_ends_by_source(tmp_path, tokenizer):
-    """Rows of a table are documents, the lines of a text file are not."""
+    """Rows of a table are documents, the lines of a text file are not; the blocks have an end of text after each."""
     Dataset.from_dict({"text": SENTENCES[:2]}).to_json(tmp_path / "rows.jsonl")
-    write_text(tmp_path / "lines.txt", copies=2)
-    documents = [sentence + "\n" for sentence in SENTENCES[:2]]
-    assert ended(load_texts(str(tmp_path / "rows.jsonl")), tokenizer) == [*documents, ""]
-    assert ended(load_texts(str(tmp_path / "rows.jsonl"), documents="lines"), tokenizer) == ["".join(documents)]
-    assert len(ended(load_texts(str(tmp_path / "lines.txt")), tokenizer)) == 1
-    both = load_corpus(str(tmp_path / "rows.jsonl"), validation_file=str(tmp_path / "lines.txt"), documents="rows")
-    assert [len(ended(both[split], tokenizer)) for split in ("train", "validation")] == [3, len(SENTENCES) * 2]
+    rows, lines = str(tmp_path / "rows.jsonl"), str(write_text(tmp_path / "lines.txt", copies=2))
+    assert sum(load_texts(rows, documents="lines")["ends"]) == sum(load_texts(lines)["ends"]) == 0
+    ids = [block[0] for block in pack(load_texts(rows), tokenizer, 1)["input_ids"]]
+    assert tokenizer.decode(ids) == "".join(f"{sentence}\n</s>" for sentence in SENTENCES[:2])
+    both = load_corpus(rows, validation_file=lines, documents="rows")
+    assert [sum(both[split]["ends"]) for split in ("train", "validation")] == [2, len(SENTENCES) * 2 - 1]
+    tokenizer.eos_token, before = None, tokenizer.eos_token
+    assert tokenize(["fox"], tokenizer, [True]) == tokenize(["fox"], tokenizer)
+    tokenizer.eos_token = before
 
 
-def test_the_demo_corpus(tokenizer):
+def test_the_demo_corpus():
     """The chapters of the King James Bible; where its last twentieth is held out no chapter ends."""
     corpus = load_corpus()
     assert sum(map(sum, (corpus[split]["ends"] for split in corpus))) == 1189
-    assert sum(len(text) for split in corpus.values() for text in split["text"]) > 4_000_000
     assert len(corpus["validation"]) == pytest.approx(0.05 * 31_103, rel=0.01)
-    first = corpus["train"].select(range(40))
-    assert [i for i, end in enumerate(first["ends"]) if end] == [30]
-    chapters = ended(first, tokenizer)
-    assert chapters[0].startswith("In the beginning")
-    assert chapters[1].startswith("Thus the heavens and the earth were finished")
+    assert [i for i, end in enumerate(corpus["train"][:40]["ends"]) if end] == [30]
+    assert corpus["train"][31]["text"].startswith("Thus the heavens and the earth were finished")
     assert not corpus["train"][-1]["ends"] and corpus["validation"][-1]["ends"]
 
 
@@ -79,31 +63,21 @@ def test_articles_of_wikitext():
         assert sum(load_texts(str(WIKITEXT), "wikitext-2-v1", split)["ends"]) == articles
 
 
-@pytest.mark.parametrize(
-    "rows, block_size, enclose", [(1, 17, False), (7, 17, True), (100, 900, True), (10_000, 900, False)]
-)
+@pytest.mark.parametrize("rows, block_size, enclose", [(1, 17, False), (7, 17, True), (10_000, 900, False)])
 def test_no_text_is_lost_between_blocks(rows, block_size, enclose, monkeypatch, caplog):
-    """Whatever number of rows is tokenized at once; what fills no block at the end is said, from the cache too."""
+    """Whatever number of rows is tokenized at once; what fills no block at the end is said."""
     texts = Dataset.from_dict({"text": SENTENCES * 100, "ends": [True, False, True] * 100})
     tokenizer = train_tokenizer(texts, 300, masked=True)
     monkeypatch.setattr("tnn_scripts.data.text.ROWS_AT_ONCE", rows)
     lines = tokenize(texts["text"][:], tokenizer, None if enclose else texts["ends"][:])
     expected, extra = [token for line in lines for token in line], 1 if enclose else 0
-    for _ in range(2):
-        caplog.clear()
-        with caplog.at_level("INFO"):
-            blocks = pack(texts, tokenizer, block_size, enclose, "validation")["input_ids"]
-        assert {len(block) for block in blocks} == {block_size}
-        found = [token for block in blocks for token in block[extra : block_size - extra]]
-        left = len(expected) - len(found)
-        assert found == expected[: len(found)] and 0 < left < block_size - 2 * extra
-        assert f"the last {left} tokens of the validation text fill no block of {block_size}: left out" in caplog.text
-
-
-def test_no_end_without_a_token():
-    tokenizer = train_tokenizer(Dataset.from_dict({"text": SENTENCES}), 300)
-    tokenizer.eos_token = None
-    assert tokenize(["fox"], tokenizer, [True]) == tokenize(["fox"], tokenizer)
+    with caplog.at_level("INFO"):
+        blocks = pack(texts, tokenizer, block_size, enclose, "validation")["input_ids"]
+    assert {len(block) for block in blocks} == {block_size}
+    found = [token for block in blocks for token in block[extra : block_size - extra]]
+    left = len(expected) - len(found)
+    assert found == expected[: len(found)] and 0 < left < block_size - 2 * extra
+    assert f"the last {left} tokens of the validation text fill no block of {block_size}: left out" in caplog.text
 
 
 @pytest.mark.slow
@@ -127,56 +101,47 @@ def test_a_pretrained_model_ends(tmp_path):
         run_script("pretrain", *options, "--max_steps 62 --documents lines --resume_from_checkpoint latest")
 
 
-def test_padding_side(tmp_path):
+def test_padding_side(tmp_path, tokenizer):
     """Generation in batches needs the padding of a causal model before the text, whatever its tokenizer had."""
-    for masked, side in ((False, "left"), (True, "right")):
-        folder = tmp_path / side
-        train_tokenizer(Dataset.from_dict({"text": SENTENCES}), 300, masked).save_pretrained(folder)
-        assert AutoTokenizer.from_pretrained(folder).padding_side == side
+    masked = train_tokenizer(Dataset.from_dict({"text": SENTENCES}), 300, masked=True)
+    masked.save_pretrained(tmp_path / "tokenizer")
+    assert (tokenizer.padding_side, masked.padding_side) == ("left", "right")
     config, text = write_config(tmp_path / "config"), write_text(tmp_path / "text.txt", copies=60)
-    run_script("pretrain", f"--config_name {config} --train_file {text} --tokenizer_name {folder} --max_steps 1",
-               f"--output_dir {tmp_path}/out")  # fmt: skip
+    run_script("pretrain", f"--config_name {config} --train_file {text} --tokenizer_name {tmp_path}/tokenizer",
+               f"--max_steps 1 --output_dir {tmp_path}/out")  # fmt: skip
     assert AutoTokenizer.from_pretrained(tmp_path / "out").padding_side == "left"
-
-
-def test_batches_of_a_pipeline(tokenizer):
-    """With the tokenizer as it is trained: the texts of prompts of different lengths are those of each alone."""
-    model = lively_language_model(vocab_size=300)
-    generate = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    generate = pipeline("text-generation", model=lively_language_model(vocab_size=300), tokenizer=tokenizer)
     prompts, options = ["The quick brown fox", "A", "Pack my box"], {"max_new_tokens": 12, "do_sample": False}
     assert generate(prompts, batch_size=3, **options) == [generate(prompt, **options) for prompt in prompts]
 
 
-def test_tables_and_suffixes(tmp_path):
+def test_tables_suffixes_and_folders(tmp_path):
     """An empty cell is an empty text; a column of numbers is refused, as are tables with another separator."""
-    (tmp_path / "rows.csv").write_text("text,stars\none,1\n,2\nthree,3\n")
-    texts = load_texts(str(tmp_path / "rows.csv"))
-    assert texts["text"][:] == ["one", "", "three"]
-    with pytest.raises(ValueError, match=r"--text_column must be a column of text, got stars of .*int64"):
-        load_texts(str(tmp_path / "rows.csv"), text_column="stars")
-    rows = "".join(json.dumps({"text": sentence}) + "\n" for sentence in SENTENCES)
-    (tmp_path / "ROWS.JSONL").write_text(rows)
-    (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(rows.encode()))
-    (tmp_path / "lines.txt.gz").write_bytes(gzip.compress("".join(f"{line}\n" for line in SENTENCES).encode()))
+    rows = "".join(json.dumps({"text": sentence}) + "\n" for sentence in SENTENCES).encode()
+    lines = "".join(f"{sentence}\n" for sentence in SENTENCES).encode()
+    for name, content in {"rows.csv": b"text,stars\none,1\n,2\nthree,3\n", "rows.tsv": b"text\tlabel\nx\t1\n",
+                          "line.txt": b"one line alone", "ROWS.JSONL": rows, "rows.jsonl.gz": gzip.compress(rows),
+                          "lines.txt.gz": gzip.compress(lines)}.items():  # fmt: skip
+        (tmp_path / name).write_bytes(content)
+    assert load_texts(str(tmp_path / "rows.csv"))["text"][:] == ["one", "", "three"]
     for name in ("ROWS.JSONL", "rows.jsonl.gz", "lines.txt.gz"):
-        check_file(str(tmp_path / name))
         assert load_texts(str(tmp_path / name))["text"][:] == list(SENTENCES), name
-    (tmp_path / "rows.tsv").write_text("text\tlabel\nx\t1\n")
-    (tmp_path / "line.txt").write_text("one line alone")
-    for name, message in (("rows.tsv", r"Tables must be .csv, .json, .jsonl or .parquet files, got .*rows.tsv"),
-                          ("line.txt", "at least two rows unless --validation_file is given, got one")):  # fmt: skip
+    folder = tmp_path / "folder"
+    for split in ("train", "validation"):
+        Dataset.from_dict({"text": [f"{split} {i}" for i in range(3)], "id": [1, 2, 3]}).to_parquet(
+            folder / f"{split}.parquet"
+        )
+    found = load_corpus(str(folder))
+    assert {split: found[split][0]["text"] for split in found} == {"train": "train 0", "validation": "validation 0"}
+    assert load_corpus(str(folder / "train.parquet"))["train"]["text"] == ["train 0", "train 1"]
+    for name, options, message in (
+        ("rows.csv", {"text_column": "stars"}, r"--text_column must be a column of text, got stars of .*int64"),
+        ("rows.tsv", {}, r"Tables must be .csv, .json, .jsonl or .parquet files, got .*rows.tsv"),
+        ("line.txt", {}, "at least two rows unless --validation_file is given, got one"),
+        ("folder", {"text_column": "sentence"}, "--text_column must be .* text, id, got sentence"),
+    ):
         with pytest.raises(ValueError, match=message):
-            load_corpus(str(tmp_path / name))
-
-
-def test_a_folder_is_a_source(tmp_path):
-    Dataset.from_dict({"text": SENTENCES, "id": [1, 2, 3]}).to_parquet(tmp_path / "train.parquet")
-    Dataset.from_dict({"text": SENTENCES[:1], "id": [4]}).to_parquet(tmp_path / "validation.parquet")
-    assert load_corpus(str(tmp_path / "train.parquet"), text_column="text")["train"]["text"] == SENTENCES[:2]
-    folder = load_corpus(str(tmp_path))
-    assert folder["train"]["text"] == SENTENCES and folder["validation"]["text"] == SENTENCES[:1]
-    with pytest.raises(ValueError, match="--text_column must be .* text, id, got sentence"):
-        load_corpus(str(tmp_path), text_column="sentence")
+            load_corpus(str(tmp_path / name), **options)
 
 
 @pytest.mark.parametrize("kind", ["prompts", "gzip", "input", "text", "stream", "csv", "jsonl"])
@@ -187,17 +152,14 @@ def test_lines_of_a_file(kind, tmp_path, monkeypatch):
         "csv": "text\n" + "\n".join(expected),
         "jsonl": "\n".join(json.dumps({"text": line}, ensure_ascii=False) for line in expected),
     }.get(kind, "\r\n".join(expected) + "\n")
-    suffix = {"csv": ".csv", "jsonl": ".jsonl", "gzip": ".txt.gz"}.get(kind, ".txt")
-    file = tmp_path / f"lines{suffix}"
+    file = tmp_path / ("lines" + {"csv": ".csv", "jsonl": ".jsonl", "gzip": ".txt.gz"}.get(kind, ".txt"))
     (gzip.open if kind == "gzip" else open)(file, "wb").write(("\ufeff" + content).encode())
-    if kind in ("prompts", "gzip"):
-        found = read_prompts(file)
-    elif kind == "input":
+    if kind == "input":
         with file.open(encoding="utf-8") as opened:
             monkeypatch.setattr("sys.stdin", opened)
             found = list(read_lines())
     elif kind == "stream":
         found = [row["text"] for row in open_source(str(file))["train"]]
     else:
-        found = load_texts(str(file))["text"][:]
+        found = read_lines_of(str(file)) if kind in ("prompts", "gzip") else load_texts(str(file))["text"][:]
     assert found == expected

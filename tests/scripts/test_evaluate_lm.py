@@ -17,10 +17,9 @@ from helpers.models import lively_language_model, seeded, tiny_config
 from helpers.scripts import SENTENCES, read, run_script, table_rows, write_text
 from modeling_tnn import TnnForMaskedLM
 from tnn_scripts.common import scoring
-from tnn_scripts.common.masked_scoring import hidden_tokens, score_masked
 from tnn_scripts.common.model_card import read_evaluation
+from tnn_scripts.common.scoring import bytes_until, hidden_tokens, score_masked
 from tnn_scripts.data.text import tokenize, train_tokenizer
-from tnn_scripts.data.token_bytes import bytes_until
 from tnn_scripts.runs import evaluate_lm
 
 ENCLOSING, MASK = ([0], [2]), 4

@@ -20,9 +20,8 @@ from helpers.scripts import (
     write_config,
 )
 from tnn_scripts.common.accelerate_loop import Pretraining
-from tnn_scripts.common.streaming_corpus import hold_out
 from tnn_scripts.data.sources import MixedRows, Mixture, open_source
-from tnn_scripts.data.streaming import TextStream
+from tnn_scripts.data.streaming import TextStream, hold_out
 from tnn_scripts.data.text import tokenize, train_tokenizer
 
 
@@ -238,7 +237,7 @@ def test_errors(options, folder, tmp_path):
         f"--block_size 8000 --validation_file {folder}/c.txt --max_eval_blocks 1": "validation text is",
         f"--block_size 2000 --validation_file {folder}/c.txt --max_eval_blocks 1": "train text is shorter",
         f"--dataset_name {folder}/a.parquet {folder}/c.txt": "--documents must be rows or lines for text files",
-        f"--dataset_name {folder}/bad.parquet {folder}/b.jsonl": "bad.parquet cannot be read: ",
+        f"--dataset_name {folder}/bad.parquet {folder}/b.jsonl": "bad.parquet has no rows that can be read: ",
     })  # fmt: skip
     several = {f"--dataset_name {folder} {folder}": "--dataset_name must be one source without --streaming, got"}
     assert not unlike("pretrain", [f"--output_dir {tmp_path}/out"], several)
