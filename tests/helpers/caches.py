@@ -14,7 +14,6 @@ import pickle
 import pytest
 import torch
 from transformers import DynamicCache, StaticCache
-from transformers.cache_utils import DynamicLayer
 
 from helpers.hybrids import HYBRIDS
 from helpers.mixers import MIXED
@@ -94,14 +93,6 @@ def loaded_by_torch(cache):
     return torch.load(file, weights_only=False)
 
 
-def reset_empties_attention():
-    """Whether transformers' own layer is empty after `reset`. That of 5.17 still has as many keys, all zero."""
-    layer, key = DynamicLayer(), torch.ones(1, 1, 3, 1)
-    layer.update(key, key)
-    layer.reset()
-    return layer.get_seq_length() == 0
-
-
 class CacheTests:
     """Promises of decoding; see above.
 
@@ -170,139 +161,107 @@ class CacheTests:
             assert relative_error(found[mask.bool()], expected[mask.bool()]) < 1e-10
 
     @torch.no_grad()
-    @pytest.mark.parametrize("length, removed", [(40, 40), (1000, 999), (47, 7)])
-    def test_what_is_taken_back_was_never_there(self, model, length, removed):
-        """Of a prompt, and of the steps after it."""
-        cache = cache_of(model, text_of(length))
-        if removed == 7:
-            for token in text_of(7).split(1, dim=1):
+    def test_what_is_taken_back_was_never_there(self, model):
+        """All of a prompt, nearly all of a long one, and the steps after one; a reset cache is empty."""
+        for length, removed in ((40, 40), (1000, 999), (47, 7), (40, None)):
+            cache = cache_of(model, text_of(length))
+            for token in text_of(7).split(1, dim=1) if removed == 7 else ():
                 model(token, past_key_values=cache)
-        removable = [max_crop(layer) for layer in cache.layers if hasattr(layer, "states")]
-        assert min(removable, default=removed) >= removed
-        cache.crop(-removed)
-        kept = cache.get_seq_length()
-        assert kept == (length if removed == 7 else length - removed)
-        text = torch.cat([text_of(length)[:, :kept], text_of(50)], dim=1)
-        expected = model(text, use_cache=False).logits[:, kept:]
-        assert relative_error(passes(model, text, [1, 1, 48], cache=cache), expected) < 1e-10
+            if removed:
+                removable = [max_crop(layer) for layer in cache.layers if hasattr(layer, "states")]
+                assert min(removable, default=removed) >= removed
+                cache.crop(-removed)
+            elif "full_attention" in (model.config.layer_types or ()):
+                continue  # transformers 5.17 leaves its keys
+            else:
+                cache.reset()
+            kept = cache.get_seq_length()
+            assert kept == (length if removed == 7 else length - (removed or length))
+            text = torch.cat([text_of(length)[:, :kept], text_of(50)], dim=1)
+            expected = model(text, use_cache=False).logits[:, kept:]
+            assert relative_error(passes(model, text, [1, 1, 48], cache=cache), expected) < 1e-10
 
     @torch.no_grad()
-    @pytest.mark.parametrize("steps", [0, 5])
-    def test_copies_and_other_rows_of_a_cache_go_on(self, model, steps):
-        """Pickled, saved by torch, copied, in the memory of another device; with a copy of the model."""
-        held, text = 340 + steps, text_of(390, 3)
-        cache = cache_of(model)
-        passes(model, text[:, :held], [340] + [1] * steps, cache=cache)
-        cache.reorder_cache(torch.tensor([2, 0, 1]))
-        cache.batch_repeat_interleave(2)
-        cache.batch_select_indices(torch.tensor([0, 5]))
-        for layer in cache.layers:
-            layer.offload()
-            layer.prefetch()
-        text, twin = text[[2, 1]], copy.deepcopy(model)
-        expected = model(text, use_cache=False).logits[:, held:]
-        pickled = pickle.loads(pickle.dumps(cache))
-        copies = [pickled, pickle.loads(pickle.dumps(pickled)), loaded_by_torch(cache), copy.deepcopy(cache), cache]
-        for one in copies:
-            assert len(one) == 2 and one.get_seq_length() == held and memory_per_sequence(one) > 0
-            found = passes(twin, text, [1, 1, 30, 18 - steps], cache=one)
-            assert relative_error(found, expected) < 1e-10
+    def test_copies_and_other_rows_of_a_cache_go_on(self, model):
+        """Pickled, saved by torch, copied, in the memory of another device; after a prompt and after steps."""
+        for steps in (0, 5):
+            held, text = 340 + steps, text_of(390, 3)
+            cache = cache_of(model)
+            with torch.inference_mode(steps > 0):
+                passes(model, text[:, :held], [340] + [1] * steps, cache=cache)
+            cache.reorder_cache(torch.tensor([2, 0, 1]))
+            cache.batch_repeat_interleave(2)
+            cache.batch_select_indices(torch.tensor([0, 5]))
+            for layer in cache.layers:
+                layer.offload()
+                layer.prefetch()
+            text, twin = text[[2, 1]], copy.deepcopy(model)
+            expected = model(text, use_cache=False).logits[:, held:]
+            twice = pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(cache))))
+            for one in (twice, loaded_by_torch(cache), copy.deepcopy(cache), cache):
+                assert len(one) == 2 and one.get_seq_length() == held and memory_per_sequence(one) > 0
+                found = passes(twin, text, [1, 1, 30, 18 - steps], cache=one)
+                assert relative_error(found, expected) < 1e-10
         with pytest.raises(ValueError, match="The input must have 2 sequences, as `past_key_values` has, got 1"):
             model(text[:1], past_key_values=cache)
 
-    @torch.no_grad()
-    def test_a_reset_cache_is_empty(self, model):
-        cache = cache_of(model, text_of(40))
-        cache.reset()
-        assert cache.get_seq_length() == 0
-        windows_or_states = "full_attention" not in (model.config.layer_types or ())
-        if windows_or_states or reset_empties_attention():
-            found = model(text_of(40), past_key_values=cache).logits
-            assert relative_error(found, model(text_of(40)).logits) < 1e-12
-        else:
-            with pytest.raises(ValueError, match="`past_key_values` is incomplete.* Start with an empty cache"):
-                model(text_of(40), past_key_values=cache)
+    def test_precision(self, model):
+        for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 0.05), (torch.float16, 0.05)):
+            model, prompt = model.to(dtype), text_of(301)
+            output = generate(model, prompt, 12, output_logits=True, return_dict_in_generate=True)
+            uncached = model(output.sequences[:, :-1], use_cache=False).logits[:, 300:]
+            assert relative_error(torch.stack(output.logits, dim=1), uncached) < tolerance, dtype
 
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-    def test_precision(self, model, dtype):
-        model, prompt = model.to(dtype), text_of(301)
-        output = generate(model, prompt, 30, output_logits=True, return_dict_in_generate=True)
-        uncached = model(output.sequences[:, :-1], use_cache=False).logits[:, 300:]
-        error = relative_error(torch.stack(output.logits, dim=1), uncached)
-        assert error < (1e-4 if dtype is torch.float32 else 0.05)
+    def test_the_call_that_fills_a_cache_has_gradients_and_a_later_one_refuses(self, chosen):
+        """Of a static cache too. Logits are the same with gradients; operators and keys alone are refused as well."""
+        expected = gradients(chosen, chosen(TEXT[:, :100], use_cache=False).logits)
+        for cache in (DynamicCache(), StaticCache(config=chosen.config, max_cache_len=200)):
+            chosen.requires_grad_(True)
+            found = gradients(chosen, chosen(TEXT[:, :100], past_key_values=cache).logits)
+            assert all(relative_error(a, e) < 1e-10 for a, e in zip(found, expected, strict=True))
+            chosen.requires_grad_(False)
+            for layer in chosen.model.layers:
+                (getattr(layer.mixer, "tno", None) or layer.attention.k_proj).requires_grad_()
+            logits = passes(chosen, TEXT, [1, 59], cache=cache)
+            assert relative_error(logits, chosen(TEXT, use_cache=False).logits[:, 100:]) < 1e-10
+            with pytest.raises(RuntimeError, match="continues a cache has no gradients.*through an empty cache or"):
+                logits.sum().backward()
+            assert all(parameter.grad is None for parameter in chosen.parameters())
 
-    def test_the_call_that_fills_a_cache_has_gradients_and_a_later_one_refuses(self, model):
-        """Its logits are the same with gradients; a frozen model refuses those of its operators and keys too."""
-        cache = DynamicCache()
-        logits = model(TEXT, past_key_values=cache).logits
-        expected = gradients(model, model(TEXT, use_cache=False).logits)
-        for found, one in zip(gradients(model, logits), expected, strict=True):
-            assert relative_error(found, one) < 1e-10
-        model.requires_grad_(False)
-        for layer in model.model.layers:
-            (getattr(layer.mixer, "tno", None) or layer.attention.k_proj).requires_grad_()
-        more = text_of(40)
-        logits = passes(model, torch.cat([TEXT, more], dim=1), [1, 39], cache=cache)
-        whole = model(torch.cat([TEXT, more], dim=1), use_cache=False).logits
-        assert relative_error(logits, whole[:, 160:]) < 1e-10
-        with pytest.raises(RuntimeError, match="continues a cache has no gradients.*through an empty cache or"):
-            logits.sum().backward()
-        assert all(parameter.grad is None for parameter in model.parameters())
-
-    def test_inference_mode(self, model):
-        """A prompt of it goes on outside, with gradients and without; a saved one goes on within."""
-        text = text_of(340)
-        expected = model(text, use_cache=False).logits[:, 301:]
-        for gradients in (False, True):
-            with torch.inference_mode():
-                cache = cache_of(model, text[:, :301])
-            with torch.set_grad_enabled(gradients):
-                assert relative_error(passes(model, text, [1, 1, 30, 7], cache=cache), expected) < 1e-10
-        with torch.inference_mode():
-            saved = pickle.loads(pickle.dumps(cache_of(model, text[:, :301])))
-            assert relative_error(passes(model, text, [1, 38], cache=saved), expected) < 1e-10
-
-    def test_an_empty_cache_decodes_with_the_present_weights(self, model):
-        """One without a configuration is filled; what an earlier cache computed from weights is not used again."""
+    def test_an_empty_cache_decodes_with_the_present_weights(self, chosen):
+        """Filled outside of `inference_mode` or in it; what an earlier cache computed is not used again."""
         prompt = text_of(20)
+        with torch.inference_mode():
+            saved = pickle.loads(pickle.dumps(cache_of(chosen, prompt[:, :12])))
+        assert torch.equal(generate(chosen, prompt, 9, past_key_values=saved), generate(chosen, prompt, 9))
         with torch.no_grad():
-            saved = pickle.loads(pickle.dumps(cache_of(model, prompt[:, :12])))
-        assert torch.equal(generate(model, prompt, 9, past_key_values=saved), generate(model, prompt, 9))
-        with torch.no_grad():
-            for parameter in model.parameters():
+            for parameter in chosen.parameters():
                 parameter.mul_(1.1)
-        expected = generate(model, prompt, 30, use_cache=False)
-        for empty in (DynamicCache(), DynamicCache(config=model.config)):
-            assert torch.equal(generate(model, prompt, 30, past_key_values=empty), expected)
+        expected = generate(chosen, prompt, 30, use_cache=False)
+        for empty in (DynamicCache(), DynamicCache(config=chosen.config)):
+            assert torch.equal(generate(chosen, prompt, 30, past_key_values=empty), expected)
             assert len(empty) == 2 and empty.get_seq_length() == 49
 
-    @pytest.mark.parametrize(
-        "options",
-        [
-            {"do_sample": True, "top_k": 20, "temperature": 0.8, "num_return_sequences": 3},
-            {"num_beams": 3, "num_return_sequences": 2},
-            {"num_beams": 3, "do_sample": True},
-        ],
-        ids=["sampling", "beams", "sampled beams"],
-    )
-    def test_sampling_and_beams_are_those_without_a_cache(self, chosen, options):
-        for length, new in ((7, 30), (300, 5)):
-            expected = generate(chosen, text_of(length), new, use_cache=False, **options)
-            assert torch.equal(generate(chosen, text_of(length), new, **options), expected)
-            assert torch.equal(
-                generate(chosen, text_of(length), new, cache_implementation="static", **options), expected
-            )
+    def test_sampling_and_beams_are_those_without_a_cache(self, chosen):
+        """With a dynamic and a static cache."""
+        for options in ({"top_k": 20, "temperature": 0.8, "num_return_sequences": 3}, {"num_beams": 3}):
+            for length, new in ((7, 30), (300, 5)):
+                options |= {"do_sample": "top_k" in options or length == 300}
+                expected = generate(chosen, text_of(length), new, use_cache=False, **options)
+                for kind in (None, "static"):
+                    found = generate(chosen, text_of(length), new, cache_implementation=kind, **options)
+                    assert torch.equal(found, expected)
 
     def test_drafts_are_taken_back(self, chosen):
         """Those of another model and of the prompt, some of them long: the greedy tokens."""
         for length in (7, 300):
             prompt = text_of(length, 1).repeat(1, 2)
-            expected = generate(chosen, prompt, 25)
+            expected = generate(chosen, prompt, 12)
             drafting = model_of("rpe" if chosen.config.tno_type == "rtf" else "rtf")
-            assert torch.equal(generate(chosen, prompt, 25, assistant_model=drafting), expected)
-            assert torch.equal(generate(chosen, prompt, 25, prompt_lookup_num_tokens=4), expected)
+            assert torch.equal(generate(chosen, prompt, 12, assistant_model=drafting), expected)
+            assert torch.equal(generate(chosen, prompt, 12, prompt_lookup_num_tokens=4), expected)
             many = {"prompt_lookup_num_tokens": 300, "max_matching_ngram_size": 1}
-            assert torch.equal(generate(chosen, prompt, 25, **many), expected)
+            assert torch.equal(generate(chosen, prompt, 12, **many), expected)
 
     def test_continuing_is_one_run(self, chosen):
         """From the cache that `generate` returns, and from a state that is repeated for each continuation."""
@@ -319,14 +278,3 @@ class CacheTests:
         together = generate(chosen, texts, 20, past_key_values=cache)
         for row in range(3):
             assert torch.equal(together[row : row + 1], generate(chosen, texts[row : row + 1], 20))
-
-    def test_static_caches_have_the_same_passes(self, chosen):
-        """With gradients in the call that fills it, and an error for those of a later one."""
-        cache = StaticCache(config=chosen.config, max_cache_len=200)
-        found = gradients(chosen, chosen(TEXT[:, :100], past_key_values=cache).logits)
-        expected = gradients(chosen, chosen(TEXT[:, :100], use_cache=False).logits)
-        assert all(relative_error(a, e) < 1e-10 for a, e in zip(found, expected, strict=True))
-        logits = passes(chosen, TEXT, [1, 59], cache=cache)
-        assert relative_error(logits, chosen(TEXT, use_cache=False).logits[:, 100:]) < 1e-10
-        with pytest.raises(RuntimeError, match="continues a cache has no gradients"):
-            logits.sum().backward()
