@@ -239,21 +239,33 @@ def draw_bubbles():
 
 
 def draw_gpu_step():
-    """Time of a training step by length on a GPU, before and with the prototypes, beside transformers."""
-    lines = [
-        ("gpu-step", "`fused`, which `auto` took", "TNN (rpe), commit c73b996", "C0o--"),
-        ("gpu-step", "GPT-2", "GPT-2, the same loss", "C1o--"),
-        ("gpu-step-prototypes", "and 828 taps for 1,587", "TNN (rpe), prototypes", "C0o-"),
-        ("gpu-step-prototypes", "Llama with the loss, compiled", "Llama, compiled", "C2o-"),
-        ("gpu-step-prototypes", "GPT-2 with a compiled loss, compiled", "GPT-2, compiled", "C1o-"),
+    """Time of a training step by length on a GPU, beside transformers."""
+    bars = [
+        ("gpu-targets", None, "TNN (rpe), commit c73b996", "0.8"),
+        ("gpu-step", "Llama, compiled", "Llama, compiled", "C2"),
+        ("gpu-step", "GPT-2, compiled with its loss, in one CUDA graph", "GPT-2, compiled, CUDA graph", "C1"),
+        (
+            "gpu-step",
+            "TNN as `tnn pretrain` runs it: compiled, in one CUDA graph",
+            "TNN (rpe), compiled, CUDA graph",
+            "C0",
+        ),
     ]
-    figure, axes = pyplot.subplots(figsize=(6.5, 3.8), layout="constrained")
-    for name, what, label, style in lines:
-        milliseconds = next(row["ms"] for row in load(name)["rows"] if row["what"] == what)
-        axes.plot(("512", "2,048", "8,192"), milliseconds, style, markersize=4, label=label)
-    axes.set(xlabel="positions", ylabel="ms of a step of 16,384 tokens", ylim=(0, 100))
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8, loc="center left")
+    figure, axes = pyplot.subplots(figsize=(6.5, 3.2), layout="constrained")
+    for place, (name, what, label, color) in enumerate(bars):
+        rows = load(name)["rows"]
+        row = next((row for row in rows if row["what"] == what), None)
+        milliseconds = [rows[i]["before"] for i in (0, 1)] if row is None else [row["at_512"], row["at_2048"]]
+        drawn = axes.barh([place, place + 5], milliseconds, color=color, label=label)
+        axes.bar_label(drawn, fmt="%.1f", fontsize=8, padding=2)
+    axes.set(
+        xlim=(0, 100),
+        xlabel="ms of a step of 16,384 tokens",
+        ylabel="positions",
+        yticks=(1.5, 6.5),
+        yticklabels=("512", "2,048"),
+    )
+    axes.legend(fontsize=8, reverse=True)
     save(figure, "gpu-step")
 
 

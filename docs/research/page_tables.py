@@ -12,7 +12,7 @@ A value in a row is a number, a text, a list (one value for each seed, or for ea
 another table, {"from": NAME, "where": {KEY: VALUE or [VALUES]}, "value": KEY}. A table of which README shows a part is
 a file with "from", "where" and columns of its own instead of rows. What a program wrote stands in a folder below
 `figures/` ("from": "h100/gpu"), as it was or with the rows that the tables need. The parts of `tnn benchmark gpu`
-are rows with the key "part". A selection with "until" is that text until its file is there.
+are rows with the key "part".
 
 Formats are those of Python, with one or two words before them: "bits" turns perplexity into bits per byte, "mean"
 and "max" take the mean and the largest value of a list, "range" adds its smallest and largest value to the mean.
@@ -79,8 +79,6 @@ def load(name: str) -> dict:
 def resolve(value):
     """A value of a row, with what it selects of other tables in its place."""
     if isinstance(value, dict):
-        if "until" in value and not (FIGURES / f"{value['from']}.json").exists():
-            return value["until"]
         found = [row[value["value"]] for row in select(load(value["from"])["rows"], value)]
         return found if len(found) > 1 else found[0]
     if isinstance(value, list):

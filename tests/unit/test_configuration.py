@@ -176,11 +176,7 @@ REFUSED = [
     ("head_dim", "16,777,216 for 1048576 heads together", FULL | {"num_attention_heads": 2**20, "head_dim": 2**10}),
     ("head_dim", "even ", FULL | {"head_dim": 5, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}),
     ("rope_parameters", "None or have a rope_type of 'default'", FULL | {"rope_parameters": {"rope_type": "dynamic"}}),
-    (
-        "rope_parameters",
-        "without a .partial_rotary_factor",
-        FULL | {"rope_parameters": {"partial_rotary_factor": 0.5}},
-    ),
+    ("rope_parameters", "partial_rotary_factor", FULL | {"rope_parameters": {"partial_rotary_factor": 0.5}}),
     ("rope_parameters", "'rope_theta'", FULL | {"rope_parameters": {"rope_theta": 0}}),
     ("rope_parameters", "'factor'", FULL | {"rope_parameters": {"rope_type": "linear"}}),
 ]

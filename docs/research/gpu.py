@@ -1,0 +1,254 @@
+"""Run the experiments that a CPU is too slow for, each in less than nine minutes of an H100, and write one JSON each.
+
+`--text` is the folder of the language models: train.parquet and validation.parquet, the novels and articles that
+`texts.py` writes as `small-causal`, and `tokenizer`, made of them unless it is there. An experiment whose JSON stands
+in --output_dir is left out, and one that was ended goes on from its last checkpoint, so that the same command again
+does the rest. Experiments that measure time run alone, the others --jobs at a time. --quick runs them with tiny sizes
+on a CPU: a test of the program.
+
+Example:
+    python docs/research/gpu.py --list
+    python docs/research/gpu.py --text texts/small-causal --output_dir outputs/gpu --minutes 9 --jobs 3
+    python docs/research/gpu.py --text texts/small-causal --output_dir outputs/gpu --only lm-rpe copying
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from datasets import Dataset
+
+from modeling_tnn import __version__
+from tnn_scripts.common.atomic import write_json
+from tnn_scripts.data.text import train_tokenizer
+
+PROGRAM = Path(__file__).parents[2] / "scripts" / "tnn.py"
+VOCABULARY = 32768
+RATES = ("1e-3", "2e-3", "4e-3")
+ATTENTION = "layer_types=[toeplitz,full_attention,toeplitz,toeplitz,toeplitz,full_attention,toeplitz]"
+# Preset, fields and further options; 39 to 41 million parameters each, with the vocabulary.
+MODELS = {
+    "rpe": ("tnn-causal", "", ()),
+    "rpe-papers-start": ("tnn-causal", "initializer=torch", ()),
+    "rpe-learned-decay": ("tnn-causal", "decay=0.01,learnable_decay=true", ("--operator_weight_decay", 0)),
+    "rpe-no-decay": ("tnn-causal", "decay=1.0", ()),
+    "fd": ("tnn-causal-fd", "", ()),
+    "rtf": ("tnn-causal-rtf", "", ()),
+    "hybrid": ("tnn-causal", ATTENTION, ()),
+    "rotary": (
+        "llama-tiny",
+        "hidden_size=512,num_hidden_layers=7,num_attention_heads=8,num_key_value_heads=8,head_dim=64,intermediate_size=1440",
+        (),
+    ),
+    "alibi": ("bloom-tiny", "hidden_size=512,n_layer=7,n_head=8", ()),
+}
+TINY = {
+    "tnn": "hidden_size=16,gtu_expansion=1,intermediate_size=16,rpe_dim=8",
+    "llama": "hidden_size=16,num_attention_heads=2,num_key_value_heads=2,head_dim=8,intermediate_size=16",
+    "bloom": "hidden_size=16,n_head=2",
+}
+
+
+class Experiment(NamedTuple):
+    """A run of `tnn`.
+
+    Attributes:
+        about: what it is for.
+        options: its command and options; "OUT" is the folder of the experiment, "TEXT" that of the text.
+        figures: the JSON that it writes in its folder.
+        quick: options that follow for a test.
+        measures_time: nothing else may run beside it.
+        resumes: it goes on from its last checkpoint.
+    """
+
+    about: str
+    options: tuple
+    figures: str
+    quick: tuple
+    measures_time: bool = False
+    resumes: bool = False
+
+
+def language_model(name: str, rate: str, seed: int = 0) -> Experiment:
+    """1,800 steps of 32 blocks of 512: 29.5 million tokens."""
+    preset, fields, more = MODELS[name]
+    fields = ",".join(filter(None, ["" if name in ("rotary", "alibi") else "hidden_dropout_prob=0.0", fields]))
+    tiny = ",".join(filter(None, [fields, TINY[preset.split("-")[0]]]))
+    options = ("pretrain", "--objective", "clm", "--config_name", preset, "--config_overrides", fields)
+    options += ("--train_file", "TEXT/train.parquet", "--validation_file", "TEXT/validation.parquet")
+    options += (
+        "--documents",
+        "rows",
+        "--tokenizer_name",
+        "TEXT/tokenizer",
+        "--vocab_size",
+        VOCABULARY,
+        "--block_size",
+        512,
+    )
+    options += ("--per_device_train_batch_size", 32, "--per_device_eval_batch_size", 32, "--max_eval_blocks", 400)
+    options += ("--max_steps", 1800, "--learning_rate", rate, "--lr_scheduler_type", "cosine", "--warmup_steps", 0.1)
+    options += ("--seed", seed, "--mixed_precision", "bf16", "--eval_steps", 600, "--checkpointing_steps", 600)
+    options += ("--save_total_limit", 1, "--output_dir", "OUT", *more)
+    quick = ("--config_overrides", tiny, "--block_size", 16, "--per_device_train_batch_size", 2, "--max_steps", 2)
+    quick += ("--max_eval_blocks", 2, "--eval_steps", 2, "--checkpointing_steps", 2, "--use_cpu")
+    about = f"{name} of the paper's size at a peak rate of {rate}, seed {seed} (TNN table 2)"
+    return Experiment(about, options, "metrics.json", quick, resumes=True)
+
+
+def copying(states: int) -> Experiment:
+    options = ("synthetic", "--recipe", "synthetic/copying-s4", "--state_sizes", states, "--output_dir", "OUT")
+    options += ("--per_device_train_batch_size", 32, "--bf16", "true", "--num_train_epochs", 5)
+    quick = (
+        "--state_sizes",
+        4,
+        "--hidden_size",
+        16,
+        "--num_hidden_layers",
+        1,
+        "--memory",
+        8,
+        "--max_train_samples",
+        16,
+    )
+    quick += ("--max_eval_samples", 8, "--num_train_epochs", 1, "--use_cpu", "true", "--bf16", "false")
+    return Experiment(
+        f"Copying at width 1,024 with {states} states, 5 of its 50 epochs (RTF table 2)",
+        options,
+        "all_results.json",
+        quick,
+    )
+
+
+def benchmark(about: str, *options, quick: tuple) -> Experiment:
+    options = ("benchmark", *options, "--output_file", "OUT/figures.json")
+    return Experiment(about, options, "figures.json", ("--device", "cpu", *quick), measures_time=True)
+
+
+def experiments() -> dict[str, Experiment]:
+    """In the order in which they are worth running."""
+    variants = [name for name in MODELS if name.startswith("rpe-")]
+    models = {f"lm-{name}-{rate}": language_model(name, rate) for rate in RATES for name in MODELS}
+    later = {name: models.pop(name) for name in list(models) if name.startswith(tuple(f"lm-{v}" for v in variants))}
+    seeds = {f"lm-{name}-2e-3-seed-1": language_model(name, "2e-3", 1) for name in MODELS}
+    lengths, sizes = ("--length", 1024, 4096, 16384), ("--state_sizes", 4, 16, 64, 256)
+    return {
+        "state-size": benchmark(
+            "a layer by its number of states (RTF tables 6 and 7, figures 1, 3, 5)",
+            *("state_size", *lengths, *sizes, "--largest_scan", 64),
+            quick=("--length", 64, "--state_sizes", 4, "--repeats", 1),
+        ),
+        "fd-speed": benchmark(
+            "steps of FD beside RPE and RTF (SKI: FD 10 to 15% faster)",
+            *("training", "--ways", "rpe", "fd", "rtf", "rpe bf16", "fd bf16", "rtf bf16", "--decay", 1),
+            *("--num_hidden_layers", 6, "--tokens", 16384, "--lengths", 512, 2048, 8192),
+            quick=("--lengths", 32, "--tokens", 32, "--hidden_size", 16, "--repeats", 1),
+        ),
+        "long-range": benchmark(
+            "steps per second of classifiers by length (TNN table 5)",
+            "long_range",
+            quick=("--lengths", 32, "--repeats", 1),
+        ),
+        **models,
+        "copying-64": copying(64),
+        "copying-256": copying(256),
+        **later,
+        **seeds,
+    }
+
+
+def prepare(text: Path):
+    """Make the tokenizer of the language models unless it is there."""
+    if not (text / "tokenizer").is_dir():
+        train_tokenizer(Dataset.from_parquet(str(text / "train.parquet")), VOCABULARY).save_pretrained(
+            text / "tokenizer"
+        )
+
+
+def command_of(experiment: Experiment, args: argparse.Namespace, folder: Path) -> list[str]:
+    """The command line; of an option that is given twice, the last one counts."""
+    options = [*experiment.options, *(experiment.quick if args.quick else ())]
+    if experiment.resumes:
+        options += ["--resume_from_checkpoint", "auto"]
+    places = {"OUT": str(folder), "TEXT": str(args.text)}
+    texts = [str(option).replace("OUT", places["OUT"]).replace("TEXT", places["TEXT"]) for option in options]
+    return [sys.executable, str(PROGRAM), *texts]
+
+
+def run(name: str, args: argparse.Namespace, end: float) -> str:
+    """Run an experiment unless its figures are there; what came of it, in a line."""
+    experiment, folder, file = experiments()[name], args.output_dir / name, args.output_dir / f"{name}.json"
+    if file.exists():
+        return "was there"
+    folder.mkdir(parents=True, exist_ok=True)
+    start = time.monotonic()
+    if start >= end:
+        return "no time was left for it"
+    with (args.output_dir / f"{name}.log").open("a") as log:
+        try:
+            command = command_of(experiment, args, folder)
+            subprocess.run(command, stdout=log, stderr=log, check=True, timeout=end - start)  # noqa: S603 - our own
+        except subprocess.TimeoutExpired:
+            return "was ended; the same command goes on with it"
+        except subprocess.CalledProcessError as error:
+            return f"failed with the status {error.returncode}, see {log.name}"
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    record = {"experiment": name, "about": experiment.about, "device": device, "torch": torch.__version__}
+    record |= {"package": __version__, "date": time.strftime("%F"), "quick": args.quick, "jobs": args.jobs}
+    record |= {"seconds": round(time.monotonic() - start, 1)}
+    write_json(file, record | {"figures": json.loads((folder / experiment.figures).read_text())})
+    return f"{record['seconds']} s"
+
+
+def run_all(names: list[str], args: argparse.Namespace) -> dict[str, str]:
+    """Those that measure time first, one after the other, then the others side by side."""
+    end, known, found, lock = time.monotonic() + 60 * args.minutes, experiments(), {}, threading.Lock()
+
+    def one(name: str):
+        outcome = run(name, args, end)
+        with lock:
+            found[name] = outcome
+            sys.stderr.write(f"{name}: {outcome}\n")
+
+    for name in names:
+        if known[name].measures_time:
+            one(name)
+    with ThreadPoolExecutor(args.jobs) as pool:
+        list(pool.map(one, [name for name in names if not known[name].measures_time]))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", action="store_true", help="Print the names of all experiments.")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="Run those whose names begin with one of these.")
+    parser.add_argument("--minutes", type=float, default=9, help="What is running then is ended.")
+    parser.add_argument("--jobs", type=int, default=1, help="Experiments at a time, but for those that measure time.")
+    parser.add_argument("--text", type=Path, help="Folder of the text of the language models.")
+    parser.add_argument("--output_dir", type=Path, default=Path("outputs/gpu-experiments"))
+    parser.add_argument("--quick", action="store_true", help="Tiny sizes, on a CPU.")
+    args = parser.parse_args()
+    known = experiments()
+    names = [name for name in known if not args.only or name.startswith(tuple(args.only))]
+    if not names:
+        parser.error(f"--only must name the beginning of one of {', '.join(known)}")
+    if args.list:
+        print("\n".join(f"{name:28} {known[name].about}" for name in names))
+        return
+    if any(name.startswith("lm-") for name in names):
+        if args.text is None:
+            parser.error("--text is needed by the language models")
+        prepare(args.text)
+    if any("failed" in outcome for outcome in run_all(names, args).values()):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
