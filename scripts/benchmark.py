@@ -1,68 +1,128 @@
-"""Measure speed and memory of TNNs and their peers, and write JSON, a table and a picture.
+"""Measure speed and memory of TNNs and their peers, and write JSON and a table.
 
 Times are measured with all variants interleaved in one process. Every ratio is the median of the per-round ratios.
+What the pages on papers show beside these is measured by `docs/research/benchmark.py`.
 
 Example:
-    python scripts/benchmark.py operators
-    python scripts/benchmark.py operators --ways rpe fd ski --bidirectional --decay 1 --lengths 2048 8192
-    python scripts/benchmark.py training --lengths 512 2048 --output_file training.json --plot training.png
-    python scripts/benchmark.py training --ways "fused" "fused bf16"
-    python scripts/benchmark.py memory
-    python scripts/benchmark.py generation --contexts 512 4096 --models rpe modal gpt2
+    python scripts/benchmark.py products
+    python scripts/benchmark.py products --ways rpe fd ski --bidirectional --decay 1 --lengths 2048 8192
+    python scripts/benchmark.py models --model_name_or_path outputs/rpe outputs/rotary --contexts 512 14336
     python scripts/benchmark.py decoding --contexts 512 16384
     python scripts/benchmark.py serving --hidden_size 256
-    python scripts/benchmark.py streaming --lengths 65536 262144
-    python scripts/benchmark.py models --model_name_or_path outputs/rpe outputs/rotary --contexts 512 14336
-    python scripts/benchmark.py state_size
-    python scripts/benchmark.py long_range --models rpe transformer
-    python scripts/benchmark.py alternatives --subjects split --lengths 512 8192
     python scripts/benchmark.py gpu --output_dir outputs/gpu
 """
 
-import argparse
 import platform
 import sys
+from argparse import Namespace
+from dataclasses import dataclass, field
 from importlib import import_module
+from pathlib import Path
+from typing import Literal
 
 from tnn_scripts.common.errors import importing, report_errors
 
 from tnn_scripts.common.atomic import check_writable, write_json
-from tnn_scripts.common.declared import declared_text
+from tnn_scripts.common.declared import declared_keys, declared_text
 from tnn_scripts.common.parser import ProgramParser
-from tnn_scripts.options.benchmark import ADD, add_common
+
+OPERATORS = declared_keys("modeling_tnn.configuration_tnn", "DIRECTIONS")
+PRODUCTS = ("released", *(way for name in OPERATORS for way in (name, f"{name} eager")))
+TNNS = declared_keys("tnn_scripts.benchmarks.peers", "FIELDS")
+DECODERS = (*TNNS, *declared_keys("tnn_scripts.benchmarks.decoding", "DOTS"))
+PARTS = ("losses", "steps", "decoding", "recipe", "products", "oracles-triton", "oracles-fused", "oracles-eager")
+
+
+def option(default, text: str | None = None, **more):
+    """A field with its help; a list is copied."""
+    given = {"default_factory": lambda: list(default)} if isinstance(default, list) else {"default": default}
+    return field(**given, metadata=({"help": text} if text else {}) | more)
+
+
+@dataclass
+class Benchmark:
+    """The options of every suite."""
+
+    repeats: int = option(3, "Number of rounds; results are medians.")
+    device: str | None = None
+    threads: int = option(1, "CPU threads; with 1, CPU time is measured.")
+    output_file: Path | None = None
+
+
+@dataclass
+class Products(Benchmark):
+    ways: list[Literal[*PRODUCTS]] = option(["released", "rpe", "rpe eager"], "Variants to compare.")
+    lengths: list[int] = option([512, 2048, 8192])
+    tokens: int = option(8192, "Tokens in a batch.")
+    decay: float = option(0.99, "Decay of the kernels; 1 for none.")
+    hidden_size: int = option(512, "Width of the models.")
+    bidirectional: bool = option(False, "Measure bidirectional operators.")
+    state_size: int = option(64, "Order of the rtf operator.")
+
+
+@dataclass
+class Models(Benchmark):
+    model_name_or_path: list[str] = field(kw_only=True)
+    block_size: int = 512
+    tokens: int = option(2048, "Tokens in a batch.")
+    bf16: bool = option(False, "Train under autocast in bfloat16.")
+    contexts: list[int] = option([512, 8192], "Tokens in the context.")
+    batch_size: int = 1
+
+
+@dataclass
+class Decoding(Benchmark):
+    ways: list[Literal[*DECODERS]] = option(["rpe-no-decay", "matmul", "vecdot"], "Variants to compare.")
+    contexts: list[int] = option([512, 16384], "Tokens in the context.")
+    batch_size: int = 1
+    hidden_size: int = option(512, "Width of the models.")
+
+
+@dataclass
+class Serving(Benchmark):
+    hidden_size: int = option(512, "Width of the models.")
+    num_hidden_layers: int = option(6, "Number of layers.")
+    vocab_size: int = option(10000, "Size of the vocabulary.")
+    models: list[Literal[*TNNS]] = option(["rpe", "fd", "rtf", "modal"], "Models to compare.")
+    requests: int = option(32, "Number of texts.")
+    alone: int = option(4, "How many of them `generate` writes in a repeat.")
+    prompts: list[int] = option([16, 64], "Least and most tokens of a prompt.", nargs=2)
+    new_tokens: int = option(128, "Tokens that are written after a prompt.")
+
+
+@dataclass
+class Gpu(Benchmark):
+    repeats: int = option(10, "Number of rounds; results are medians.")
+    output_dir: Path = Path("outputs/gpu")
+    quick: bool = option(False, "Tiny sizes, in less than a minute on a CPU.")
+    parts: list[Literal[*PARTS]] = option([*PARTS], "Parts to run.")
+    minutes: float = option(9.5, "Parts that begin or last beyond this are left out.")
+
 
 # Each is a module of `benchmarks/` with `run` and `table`.
 SUITES = {
-    "operators": "forward and backward of one operator, compared with the released form",
-    "training": "a training step, compared with the released form and transformers' models",
-    "memory": "memory of a training step, compared with the same",
-    "generation": "time per new token and state, by length of the context",
-    "decoding": "time per new token in one operator, compared with dot products",
-    "serving": "many texts at once, compared with one after the other",
-    "streaming": "time and memory of a long text in segments",
-    "models": "trained models side by side: training step, new token, state",
-    "state_size": "an RTF layer by its state size, compared with S4D and an associative scan",
-    "long_range": "training steps per second of classifiers, by length",
-    "alternatives": "products that the library leaves out, compared with its own",
-    "gpu": "all that only a GPU can tell: are products right, and how fast are models?",
+    "products": (Products, "forward and backward of one operator, compared with the released form"),
+    "models": (Models, "trained models side by side: training step, new token, state"),
+    "decoding": (Decoding, "time per new token in one operator, compared with dot products"),
+    "serving": (Serving, "many texts at once, compared with one after the other"),
+    "gpu": (Gpu, "all that only a GPU can tell: are products right, and how fast are models?"),
 }
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments() -> Namespace:
     parser = ProgramParser(description=__doc__)
     suites = parser.add_subparsers(dest="suite", required=True)
-    for name, summary in SUITES.items():
-        suite = suites.add_parser(name, help=summary, description=declared_text(f"tnn_scripts.benchmarks.{name}"))
-        add_common(suite)
-        ADD[name](suite)
+    for name, (options, summary) in SUITES.items():
+        text = declared_text(f"tnn_scripts.benchmarks.{name}")
+        suites.add_parser(name, help=summary, description=text, classes=[options])
     return parser.parse_args()
 
 
 @report_errors
 def main():
     args = parse_arguments()
-    for file in filter(None, (args.output_file, args.plot)):
-        check_writable(file)
+    if args.output_file is not None:
+        check_writable(args.output_file)
     with importing("scripts"):
         import torch
         import transformers
@@ -72,17 +132,13 @@ def main():
         suite = import_module(f"tnn_scripts.benchmarks.{args.suite}")
     args.device = check_device(args.device)
     torch.set_num_threads(args.threads)
-    settings = {name: value for name, value in vars(args).items() if name not in ("output_file", "plot")}
     machine = torch.cuda.get_device_name() if args.device.startswith("cuda") else platform.machine()
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "machine": machine}
     rows = suite.run(args)
     sys.stdout.write(suite.table(rows) + "\n")
     if args.output_file is not None:
+        settings = {name: value for name, value in vars(args).items() if not isinstance(value, Path)}
         write_json(args.output_file, {"settings": settings, "versions": versions, "rows": rows})
-    if args.plot is not None:
-        from tnn_scripts.benchmarks.plot import plot  # only this needs matplotlib
-
-        plot(args.suite, rows, args.plot)
 
 
 if __name__ == "__main__":

@@ -4,24 +4,21 @@ Each repeat of a recurrence covers a whole block of its transforms. Dot products
 method. `matmul` and `vecdot` are two ways to compute them; which one is faster depends on the size.
 """
 
+from functools import partial
+
 import torch
 
 from modeling_tnn import TnnConfig
 from modeling_tnn.cache_tnn import TnnCacheLayer
 from modeling_tnn.tno_auto import build_tno
 from tnn_scripts.benchmarks.measure import clock, markdown, ratio
+from tnn_scripts.benchmarks.peers import FIELDS
 
 FORMATS = {"context": "", "way": "", "microseconds_per_token": ".0f", "best_dot_over_this": ".1f"}
 FORMATS |= {"over_shortest_context": ".2f"}
 BLOCK = 2048
 DOTS = ("matmul", "vecdot")
 DOT_TOKENS = 16
-FIELDS = {
-    "rpe-no-decay": {"tno_type": "rpe", "decay": 1.0},
-    "rpe": {"tno_type": "rpe", "decay": 0.99},
-    "rtf": {"tno_type": "rtf", "rtf_constraint": "l1_montel", "rtf_initializer": "xavier"},
-    "modal": {"tno_type": "modal"},
-}
 
 
 class Recurrent:
@@ -86,6 +83,4 @@ def row(times: dict[tuple[int, str], list[float]], context: int, way: str, args)
     }
 
 
-def table(rows: list[dict]) -> str:
-    """The rows as a Markdown table."""
-    return markdown(rows, FORMATS)
+table = partial(markdown, formats=FORMATS)

@@ -20,13 +20,47 @@ from typing import NamedTuple
 
 import torch
 
-from tnn_scripts.benchmarks import gpu_models, gpu_pretraining, gpu_products, gpu_sizes
+from tnn_scripts.benchmarks import gpu_models, gpu_pretraining, gpu_products
 from tnn_scripts.benchmarks.measure import markdown
 from tnn_scripts.common.atomic import write_json, write_text
 
 NOT_A_GPU = (
     "**No GPU was measured.** The parts ran on a CPU, as a test of the program. No figure here says how fast a GPU is."
 )
+
+
+TINY = "hidden_size=32,num_hidden_layers=1,intermediate_size=32,rpe_dim=8,gtu_expansion=2,vocab_size=600"
+QUICK_RECIPE = f"--max_steps 2 --gradient_accumulation_steps 1 --config_overrides {TINY} --block_size 64"
+# The sizes of all parts: on a GPU, and tiny ones with which the program runs on a CPU in a test.
+SIZES = {
+    "hidden_size": (512, 32),
+    "num_hidden_layers": (6, 1),
+    "vocab_size": (50265, 600),
+    "tokens": (16384, 128),  # of a training step
+    "lengths": ((2048, 512, 8192), (64,)),  # of its sequences
+    # (length, taps) of products and tap gradients
+    "filters": (
+        ((2048, 828), (512, 512), (8192, 828), (2048, 1587), (8192, 1587), (8192, 4096)),
+        ((64, 16), (128, 16)),
+    ),
+    # (length, taps on each side) of the oracles
+    "cases": (((1, 1), (17, 40), (4099, 200), (2048, 1587)), ((1, 1), (17, 5), (300, 33))),
+    "batch_sizes": ((1, 64), (1, 8)),  # of decoding
+    "prompt": (512, 16),
+    "counts": ((160, 416), (4, 8)),  # decoding is timed between so many new tokens, after graphs were recorded
+    "numbers": (2**28, 2**20),  # that are copied to measure the speed of memory, and that are NaN before an oracle
+    "lines": (10000, 400),  # of the generated text
+    "words": (30000, 500),
+    # Further options of `pretrain.py`. The host waits for a step that it logs.
+    "recipe_options": ("--logging_steps 8", QUICK_RECIPE),
+    "recipe_seconds": (120, 300),  # after which it is ended by the signal that saves it
+    "decay": (0.99, 0.99),
+}
+
+
+def sized(args: argparse.Namespace) -> argparse.Namespace:
+    """The options with all sizes."""
+    return argparse.Namespace(**vars(args) | {name: values[args.quick] for name, values in SIZES.items()})
 
 
 class Part(NamedTuple):
@@ -123,7 +157,7 @@ def work(name: str, args, sending: Connection):
     os.dup2(log, 1), os.dup2(log, 2)
     torch.set_num_threads(args.threads)
     try:
-        for row in parts()[name].rows(gpu_sizes.sized(args)):
+        for row in parts()[name].rows(sized(args)):
             sending.send((row, None))
         sending.send((None, None))
     except Exception as error:

@@ -9,12 +9,13 @@ import torch
 from torch.nn import functional
 from transformers import CompileConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
+from modeling_tnn.compile.regions import compile_regions
 from modeling_tnn.kernels import loss as loss_module
 from modeling_tnn.kernels.loss import linear_cross_entropy
 from tnn_scripts.benchmarks.gpu_products import noted, timed
 from tnn_scripts.benchmarks.measure import autocast
-from tnn_scripts.benchmarks.peers import build_model, plain_loss
-from tnn_scripts.benchmarks.training import step
+from tnn_scripts.benchmarks.peers import BUILDERS, build_model, plain_loss, plain_training_loss, training_loss
+from tnn_scripts.common.passes import WARM_UP_PASSES, CudaRecorder
 
 WAYS = ("auto compiled captured", "auto compiled", "auto", "gpt2 compiled with loss captured")
 WAYS += ("gpt2 compiled with loss", "gpt2 compiled", "gpt2", "llama compiled with loss", "llama compiled", "mamba2")
@@ -65,6 +66,70 @@ def losses(args) -> Iterator[dict]:
 def usable(ways: Iterable[str], args) -> list[str]:
     """The `ways`; in a trial of the program without those that take a compiler many seconds."""
     return [way for way in ways if not (args.quick and "compiled" in way)]
+
+
+def step(way: str, args, ids: torch.Tensor, builders: dict[str, Callable] = BUILDERS) -> Callable[[], None]:
+    """One training step: forward, loss, backward.
+
+    `matmul` computes only the matrix products of the linear layers of a TNN, forward and backward: a lower bound for a
+    model of this size. After the name of a model, `bf16` means autocast in bfloat16, and `compiled` torch.compile, by
+    regions for a TNN as in `tnn pretrain`; `compiled with loss` with the plain cross entropy in it, `captured` a CUDA
+    graph of the pass, as there too.
+    """
+    name, *words = way.split()
+    precision, loss_of = autocast(args, "bf16" in words), training_loss
+    if name == "matmul":
+        model = build_model("fused", args, 512)
+        return matmul_step(linear_layers(model), ids.numel(), torch.bfloat16 if words else torch.float32)
+    model = build_model(name, args, ids.shape[1], builders)
+    if "loss" in words:
+        loss_of = torch.compile(plain_training_loss, dynamic=False)
+    elif "compiled" in words:
+        regional = any(hasattr(module, "regions") for module in model.modules())
+        compile_regions(model, dynamic=False) if regional else model.base_model.compile(dynamic=False)
+    model.config.use_cache = False
+
+    def run():
+        with precision:
+            loss = loss_of(model, ids)
+        loss.backward()
+
+    return captured(run, model, args) if "captured" in words and args.device.startswith("cuda") else run
+
+
+def captured(run: Callable[[], None], model: torch.nn.Module, args) -> Callable[[], None]:
+    """A pass as one CUDA graph, which writes its gradients, as that of `tnn pretrain`."""
+    recorder = CudaRecorder(torch.device(args.device))
+    with recorder.aside():
+        for _ in range(WARM_UP_PASSES):
+            run()
+        model.zero_grad()
+        _, replay = recorder.record(run)
+    return replay
+
+
+def linear_layers(model: PreTrainedModel) -> list[torch.nn.Linear]:
+    """All but those of a position encoder, which is as large for one sequence as for many."""
+    return [m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) and ".rpe." not in name]
+
+
+def matmul_step(layers: list[torch.nn.Linear], tokens: int, dtype: torch.dtype) -> Callable[[], None]:
+    """The three matrix products of each layer, for random inputs and gradients."""
+    weights, options = [m.weight.detach().to(dtype) for m in layers], {"device": layers[0].weight.device}
+    sizes = {size for weight in weights for size in weight.shape}
+    inputs = {size: torch.randn(tokens, size, dtype=dtype, **options) for size in sizes}
+    outputs = {size: torch.empty_like(given) for size, given in inputs.items()}
+    gradients = [torch.empty_like(weight) for weight in weights]
+
+    @torch.no_grad()
+    def run():
+        for weight, gradient in zip(weights, gradients, strict=True):
+            size_out, size_in = weight.shape
+            torch.mm(inputs[size_in], weight.t(), out=outputs[size_out])
+            torch.mm(inputs[size_out], weight, out=outputs[size_in])
+            torch.mm(inputs[size_out].t(), inputs[size_in], out=gradient)
+
+    return run
 
 
 def steps(args) -> Iterator[dict]:

@@ -36,7 +36,7 @@ def options_of(args) -> list:
     train_tokenizer(Dataset.from_text(str(text)), args.vocab_size).save_pretrained(args.output_dir / "tokenizer")
     options = ["--recipe", "wikitext103", "--dataset_name", text, "--tokenizer_name", args.output_dir / "tokenizer"]
     options += ["--output_dir", args.output_dir / "recipe", "--overwrite_output_dir", "--max_eval_blocks", 4]
-    options += ["--mixed_precision", "bf16", "--logging_steps", 1, *args.recipe_options]
+    options += ["--mixed_precision", "bf16", "--logging_steps", 1, *args.recipe_options.split()]
     return [*options, *(["--use_cpu"] if args.device == "cpu" else [])]
 
 

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -45,25 +45,8 @@ def rows_of(times: dict[str, list[float]], tokens: int, bases: tuple[str, ...], 
     ]
 
 
-def saved_bytes(run: Callable[[], torch.Tensor], excluded: Iterable[torch.Tensor] = ()) -> int:
-    """The bytes that a forward pass saves for its backward pass, `excluded` left out. Each storage counts once."""
-    excluded = {tensor.untyped_storage().data_ptr() for tensor in excluded}
-    kept: dict[int, int] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in excluded:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = run()
-        del output
-    return sum(kept.values())
-
-
 def peak_on_device(run: Callable[[], None], args) -> dict[str, float]:
-    """The additional peak memory of `run` on a GPU; None on a CPU, for which there is the memory suite."""
+    """The additional peak memory of `run` on a GPU; none on a CPU."""
     if not args.device.startswith("cuda"):
         return {}
     torch.cuda.synchronize()

@@ -8,6 +8,7 @@ of one sequence after the context, in MiB.
 
 import statistics
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -125,6 +126,4 @@ def decoding_times(decoders: dict[str, Decoder], args) -> dict[str, list[float]]
     return times
 
 
-def table(rows: list[dict]) -> str:
-    """The rows as a Markdown table."""
-    return markdown(rows, FORMATS)
+table = partial(markdown, formats=FORMATS)

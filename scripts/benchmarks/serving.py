@@ -8,14 +8,15 @@ The time to the first token is that from `submit`; tokens follow each other by t
 """
 
 import statistics
+from functools import partial
 
 import torch
 from transformers.generation.streamers import BaseStreamer
 
-from modeling_tnn import BatchScheduler
+from modeling_tnn import BatchScheduler, TnnConfig, TnnForCausalLM
 from modeling_tnn.serving.rows import bytes_of_text
-from tnn_scripts.benchmarks.generation import build
 from tnn_scripts.benchmarks.measure import clock, markdown
+from tnn_scripts.benchmarks.peers import FIELDS, sizes
 
 ARRIVALS = ("at once", "in turn")
 FORMATS = {"model": "", "arrivals": "", "alone_tokens_per_second": ".0f", "tokens_per_second": ".0f"}
@@ -77,7 +78,9 @@ def run(args) -> list[dict]:
     prompts, rows = prompts_of(args), []
     part = prompts[:: max(1, args.requests // args.alone)][: args.alone]
     for name in args.models:
-        model = build(name, args, 0)
+        torch.manual_seed(0)
+        config = TnnConfig(hidden_size=args.hidden_size, **sizes(args), **FIELDS[name])
+        model = TnnForCausalLM(config).eval().to(args.device)
         alone(model, part[:1], args)
         found = {arrivals: ([], [], []) for arrivals in ARRIVALS}
         for _ in range(args.repeats):
@@ -117,6 +120,4 @@ def percentile(values: list[float]) -> float:
     return statistics.quantiles(values, n=100, method="inclusive")[98]
 
 
-def table(rows: list[dict]) -> str:
-    """The rows as a Markdown table."""
-    return markdown(rows, FORMATS)
+table = partial(markdown, formats=FORMATS)

@@ -195,7 +195,7 @@ def test_folder_that_cannot_be_written_to(script, place, tmp_path):
 
 FILES = [
     ["generate", "--model_name_or_path", "nowhere", "--prompt", "a", "--output_file"],
-    ["benchmark", "operators", "--output_file"],
+    ["benchmark", "products", "--output_file"],
 ]
 
 

@@ -9,7 +9,7 @@ import torch
 from transformers import GenerationMixin, masking_utils
 
 from helpers.scripts import start_script, table_rows
-from tnn_scripts.benchmarks import gpu, gpu_models, gpu_pretraining, gpu_products, gpu_sizes
+from tnn_scripts.benchmarks import gpu, gpu_models, gpu_pretraining, gpu_products
 from tnn_scripts.common.arguments import parse_arguments
 from tnn_scripts.common.training_arguments import PretrainArguments
 
@@ -43,7 +43,7 @@ def real_parts(monkeypatch):
 
     monkeypatch.setattr(GenerationMixin, "generate", generate)
     args = SimpleNamespace(device="meta", threads=1, repeats=1, quick=False)
-    return {name: list(part.rows(gpu_sizes.sized(args))) for name, part in gpu.parts().items() if name != "recipe"}
+    return {name: list(part.rows(gpu.sized(args))) for name, part in gpu.parts().items() if name != "recipe"}
 
 
 @pytest.mark.slow
@@ -67,7 +67,7 @@ def test_a_step_has_as_many_tokens_as_fit(monkeypatch):
         return lambda: None
 
     monkeypatch.setattr(gpu_models, "step", step)
-    args = gpu_sizes.sized(SimpleNamespace(device="cpu", threads=1, repeats=1, quick=False))
+    args = gpu.sized(SimpleNamespace(device="cpu", threads=1, repeats=1, quick=False))
     row = gpu_models.fitting_step("mamba2", 2048, args)
     assert row["tokens"] == 4096 and row["tokens_per_second"] > 0
     assert gpu_models.fitting_step("mamba2", 8192, args) == {
@@ -79,7 +79,7 @@ def test_a_step_has_as_many_tokens_as_fit(monkeypatch):
 @pytest.mark.parametrize("quick", [False, True])
 def test_the_program_takes_the_options_of_the_recipe(quick, tmp_path, monkeypatch):
     """With less text than on a GPU."""
-    args = gpu_sizes.sized(SimpleNamespace(device="cuda", threads=1, repeats=1, quick=quick, output_dir=tmp_path))
+    args = gpu.sized(SimpleNamespace(device="cuda", threads=1, repeats=1, quick=quick, output_dir=tmp_path))
     args.lines, args.words, args.vocab_size = 40, 50, 300
     monkeypatch.setattr("sys.argv", ["pretrain", *map(str, gpu_pretraining.options_of(args))])
     (parsed,) = parse_arguments([PretrainArguments], None)
@@ -150,7 +150,7 @@ def test_oracles_find_what_is_wrong(monkeypatch):
     true = gpu_products.with_gradients
     for way, error in ((unwritten, None), (raising, "ZeroDivisionError: division by zero")):
         monkeypatch.setattr(gpu_products, "with_gradients", way)
-        rows = list(gpu_products.oracles("fused", gpu_sizes.sized(ARGS)))
+        rows = list(gpu_products.oracles("fused", gpu.sized(ARGS)))
         assert len(rows) == 24 and not any(row["right"] for row in rows)
         assert {row.get("error") for row in rows} == {error} and json.dumps(rows, allow_nan=False)
         assert {row["right"] for row in gpu_products.summary(rows)} == {0}

@@ -427,7 +427,7 @@ class TestPresets(ProgramTests):
 
 class TestBenchmark(ProgramTests):
     command = "benchmark"
-    needed = "memory"
+    needed = "products"
     # `--output_dir` is an option of `benchmark gpu` alone.
     refused = {"--lenghts 3": "did you mean --lengths[?]", "--output_dir x": "did you mean --output_file[?]"}
 

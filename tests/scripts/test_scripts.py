@@ -11,9 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from helpers import processes
-from helpers.models import tiny_config
-from helpers.scripts import TEXT, program, read, run, save_model, table_rows, write_config, write_text
-from modeling_tnn.tno_auto import build_tno
+from helpers.scripts import TEXT, program, read, run, save_model, write_config, write_text
 from tnn_scripts.chat import TEMPERATURE, TOP_P
 from tnn_scripts.common.sampling import sampling
 from tnn_scripts.serving.schema import CompletionBody
@@ -151,71 +149,3 @@ def test_to_recurrent_leaves_rtf_as_it_is(tmp_path):
                  f"--dataset_name {tmp_path}/text.txt")  # fmt: skip
     assert "recurrence already" in result.stdout
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.tno_type == "rtf"
-
-
-def benchmark(tmp_path, suite: str, *options) -> tuple[list[dict], list[list[str]]]:
-    """The rows of its file, and of the table that it shows."""
-    output = tmp_path / "figures.json"
-    shown = run("benchmark", suite, f"--hidden_size 64 --repeats 1 --output_file {output}", *options).stdout
-    return json.loads(output.read_text())["rows"], table_rows(shown)[2:]
-
-
-@pytest.mark.parametrize(
-    "suite, options, ways, figures",
-    [
-        ("operators", "--decay 1", ["released", "rpe", "fd", "rtf"], ["milliseconds", "released_over_this"]),
-        ("operators", "--bidirectional", ["rpe", "rpe eager", "ski"], ["milliseconds", "rpe_over_this"]),
-        ("training", "", ["released", "fused", "hybrid", "gpt2", "llama", "mamba", "matmul"], ["matmul_over_this"]),
-        ("training", "--bidirectional", ["rpe", "fd", "ski"], ["rpe_over_this"]),
-        ("training", "--blocks_only", ["fused", "fused bf16", "matmul"], ["tokens_per_second"]),
-    ],
-)
-def test_benchmark_of_a_step(tmp_path, suite, options, ways, figures):
-    picture = tmp_path / "figures.png"
-    rows, shown = benchmark(
-        tmp_path, suite, f"--lengths 16 100 --tokens 200 {options} --plot {picture}", "--ways", *ways
-    )
-    assert [(row["length"], row["way"]) for row in rows] == [(length, way) for length in (16, 100) for way in ways]
-    assert all(row[figure] >= 0 for row in rows for figure in figures)
-    assert all(row["released_over_this"] == 1 for row in rows if row["way"] == "released")
-    assert [cells[:2] for cells in shown] == [[str(row["length"]), row["way"]] for row in rows]
-    assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.slow
-def test_benchmarks_of_streaming_and_memory(tmp_path):
-    rows, _ = benchmark(tmp_path, "streaming", "--lengths 512 --segment 64 --ways rtf")
-    assert [(row["way"], row["tokens"]) for row in rows] == [("rtf", 512)]
-    assert all(row["microseconds_per_token"] > 0 for row in rows)
-    rows, _ = benchmark(tmp_path, "memory", "--lengths 100 --tokens 200 --ways released fused")
-    assert all(row["saved_mebibytes"] >= 0 and row["peak_mebibytes"] >= 0 for row in rows)
-
-
-def test_released_form_of_the_benchmark_is_the_same_product():
-    from tnn_scripts.benchmarks.peers import released_product
-
-    for causal in (True, False):
-        operator = build_tno(tiny_config(causal=causal)).double()
-        v = torch.randn(2, 37, operator.channels, dtype=torch.float64)
-        torch.testing.assert_close(released_product(operator, v), operator(v))
-
-
-def test_benchmark_of_serving(tmp_path):
-    rows, _ = benchmark(tmp_path, "serving", "--num_hidden_layers 2 --vocab_size 100 --requests 4 --alone 1",
-                        "--new_tokens 5 --models rtf")  # fmt: skip
-    assert [row["arrivals"] for row in rows] == ["at once", "in turn"]
-    assert all(0 < row["token_ms"] <= row["token_ms_p99"] and row["over_alone"] > 0 for row in rows)
-
-
-def test_benchmark_of_generation(tmp_path):
-    models = ["rpe", "fd", "rtf", "modal", "rpe-no-decay", "hybrid", "attention", "gpt2", "mamba"]
-    rows, shown = benchmark(tmp_path, "generation", "--num_hidden_layers 2 --vocab_size 100 --contexts 16 300",
-                            "--models", *models)  # fmt: skip
-    assert {row["model"] for row in rows} == set(models)
-    assert all(row["ms_per_token"] > 0 and row["state_mebibytes"] > 0 for row in rows)
-    states = {(row["model"], row["context"]): row["state_mebibytes"] for row in rows}
-    assert states["gpt2", 300] > 2 * states["gpt2", 16] and states["rtf", 300] == states["rtf", 16]
-    grown = {model: states[model, 300] - states[model, 16] for model in models}
-    assert grown["attention"] == pytest.approx(grown["gpt2"])
-    assert grown["gpt2"] / 2 < grown["hybrid"] < grown["gpt2"] / 2 + grown["rpe"]  # one of its two layers is attention
-    assert [cells[:2] for cells in shown] == [[row["model"], str(row["context"])] for row in rows]

@@ -9,9 +9,10 @@ import statistics
 from functools import partial
 
 import torch
+from suites.memory import saved_bytes
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from tnn_scripts.benchmarks.measure import measure, peak_on_device, ratio, saved_bytes
+from tnn_scripts.benchmarks.measure import measure, peak_on_device, ratio
 from tnn_scripts.common.arguments import load_config, parse_overrides
 from tnn_scripts.common.peers import modernbert_like
 from tnn_scripts.common.tables import markdown_table

@@ -18,11 +18,12 @@ import statistics
 from collections.abc import Callable
 
 import torch
+from suites.memory import saved_bytes
 
 from modeling_tnn.tno_ski import InducingGrid
 from modeling_tnn.toeplitz import causal_toeplitz_matmul, toeplitz_matmul
 from modeling_tnn.toeplitz_fused import Windows, chunks
-from tnn_scripts.benchmarks.measure import markdown, measure, ratio, saved_bytes
+from tnn_scripts.benchmarks.measure import markdown, measure, ratio
 
 SUBJECTS = {"causal-ski": ("filter", "prefix", "intervals"), "split": ("fused", "split")}
 FORMATS = {"subject": "", "length": "", "way": "", "milliseconds": ".1f", "over_base": ".2f", "saved_mebibytes": ".1f"}

@@ -1,10 +1,12 @@
 """The cost of a forward and backward pass of one operator with its coefficients, by length of the sequence.
 
 Every variant gets its input in the memory layout of its model: the released form token by token, ours channel by
-channel.
+channel. The released form is written anew here: the position encoder at every lag, and three real transforms of twice
+the length along the second-last axis, with every intermediate result saved for the backward pass.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -12,10 +14,26 @@ from modeling_tnn import TnnConfig
 from modeling_tnn.tno import ToeplitzOperator
 from modeling_tnn.tno_auto import build_tno
 from tnn_scripts.benchmarks.measure import markdown, measure, peak_on_device, rows_of
-from tnn_scripts.benchmarks.peers import operator_sizes, released_product
 
 FORMATS = {"length": "", "way": "", "milliseconds": ".0f", "released_over_this": ".2f", "rpe_over_this": ".2f"}
 FORMATS |= {"tokens_per_second": ".0f", "peak_mebibytes": ".0f"}
+
+
+def operator_sizes(length: int) -> dict[str, int]:
+    """The sizes of the papers, and for `fd` as many taps as the sequence has tokens."""
+    return {"fd_resolution": 1 << (length - 1).bit_length(), "ski_rank": min(64, length), "ski_filter_size": 32}
+
+
+def released_product(operator: ToeplitzOperator, v: torch.Tensor) -> torch.Tensor:
+    """The Toeplitz product as the released code computes it, `(B, L, D)` to `(B, L, D)`."""
+    length = v.shape[1]
+    coefficients = operator.coefficients(length).t()  # (L, D) or (2L-1, D)
+    zero = coefficients[:1] if operator.causal else coefficients[length - 1 : length]
+    positive = coefficients[-length:]
+    parts = [positive, zero] if operator.causal else [positive, zero, coefficients[: length - 1]]
+    kernel = torch.fft.rfft(torch.cat(parts), n=2 * length, dim=-2)
+    spectrum = torch.fft.rfft(v, n=2 * length, dim=-2)
+    return torch.fft.irfft(spectrum * kernel, n=2 * length, dim=-2)[:, :length]
 
 
 def build_operator(tno_type: str, args, length: int) -> ToeplitzOperator:
@@ -60,6 +78,4 @@ def run(args) -> list[dict]:
     return rows
 
 
-def table(rows: list[dict]) -> str:
-    """The rows as a Markdown table."""
-    return markdown(rows, FORMATS)
+table = partial(markdown, formats=FORMATS)

@@ -13,12 +13,13 @@ import statistics
 from functools import partial
 
 import torch
+from suites.memory import saved_bytes
+from suites.s4_layer import S4Layer
 from torch import nn
 
 from modeling_tnn import TnnConfig
 from modeling_tnn.tno_auto import build_tno
-from tnn_scripts.benchmarks.measure import measure, ratio, saved_bytes
-from tnn_scripts.benchmarks.s4_layer import S4Layer
+from tnn_scripts.benchmarks.measure import measure, ratio
 from tnn_scripts.common.tables import markdown_table
 
 

@@ -13,23 +13,17 @@ import statistics
 import time
 
 import torch
+from suites.peers import ATTENTION, attention_fields
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausalLM, StaticCache
 
 from modeling_tnn import TnnConfig, TnnForCausalLM
 from modeling_tnn.cache_tnn import CACHE, memory_per_sequence
 from tnn_scripts.benchmarks.measure import clock, markdown
 from tnn_scripts.benchmarks.measure import ratio as measured_ratio
-from tnn_scripts.benchmarks.peers import ATTENTION, attention_fields
+from tnn_scripts.benchmarks.peers import FIELDS
 
 TURN = 32
-TNN_FIELDS = {
-    "rpe": {"tno_type": "rpe", "decay": 0.99},
-    "fd": {"tno_type": "fd", "rpe_layers": 3},
-    "rtf": {"tno_type": "rtf", "rtf_constraint": "l1_montel", "rtf_initializer": "xavier"},
-    "modal": {"tno_type": "rpe", "decay": 0.99},
-    "rpe-no-decay": {"tno_type": "rpe", "decay": 1.0},
-    **dict.fromkeys(ATTENTION, {"tno_type": "rpe", "decay": 0.99}),
-}
+TNN_FIELDS = FIELDS | dict.fromkeys((*ATTENTION, "modal"), FIELDS["rpe"])  # `modal` is converted from it
 COMPILED = "-compiled"
 FORMATS = {"model": "", "context": "", "ms_per_token": ".2f", "over_shortest_context": ".2f", "gpt2_over_this": ".2f"}
 FORMATS |= {"over_weights": ".2f", "p99_over_weights": ".2f", "state_mebibytes": ".2f", "conversion_seconds": ".2f"}

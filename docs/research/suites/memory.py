@@ -6,17 +6,36 @@ peak    growth of the process during the step, optimizer excluded; each variant 
 """
 
 import multiprocessing
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
 import torch
+from suites.peers import build_model
 
-from tnn_scripts.benchmarks.measure import markdown, peak_on_device, saved_bytes
-from tnn_scripts.benchmarks.peers import build_model, training_loss
+from tnn_scripts.benchmarks.measure import markdown, peak_on_device
+from tnn_scripts.benchmarks.peers import training_loss
 from tnn_scripts.common.devices import resident_peak
 
 FORMATS = {"length": "", "way": "", "saved_mebibytes": ".0f", "over_released_saved": ".2f", "peak_mebibytes": ".0f"}
 FORMATS |= {"over_released_peak": ".2f", "over_gpt2_peak": ".2f"}
+
+
+def saved_bytes(run: Callable[[], torch.Tensor], excluded: Iterable[torch.Tensor] = ()) -> int:
+    """The bytes that a forward pass saves for its backward pass, `excluded` left out. Each storage counts once."""
+    excluded = {tensor.untyped_storage().data_ptr() for tensor in excluded}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in excluded:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = run()
+        del output
+    return sum(kept.values())
 
 
 def forget_peak():

@@ -10,14 +10,12 @@ matplotlib.use("Agg")
 
 # For each suite: x, series, y, and the labels of the axes.
 AXES = {
-    "operators": ("length", "way", "tokens_per_second", "sequence length", "tokens per second, forward and backward"),
     "training": ("length", "way", "tokens_per_second", "sequence length", "tokens per second in training"),
     "memory": ("length", "way", "peak_mebibytes", "sequence length", "peak of a training step, MiB"),
     "generation": ("context", "model", "ms_per_token", "tokens seen before", "ms per new token"),
-    "models": ("context", "model", "ms_per_token", "tokens seen before", "ms per new token"),
-    "decoding": ("context", "way", "microseconds_per_token", "tokens seen before", "µs per token in one operator"),
     "state_size": ("state_size", "way", "milliseconds", "state size", "forward and backward, ms"),
     "long_range": ("length", "way", "steps_per_second", "sequence length", "training steps per second"),
+    "alternatives": ("length", "way", "milliseconds", "sequence length", "forward and backward, ms"),
     "streaming": ("tokens", "way", "microseconds_per_token", "tokens streamed", "µs per token"),
 }
 

@@ -1,0 +1,114 @@
+"""Measure what only the pages on papers and results show, and write JSON, a table and a picture.
+
+Times are measured as by `tnn benchmark`, which has the benchmarks that are of use to others.
+
+Example:
+    python docs/research/benchmark.py training --lengths 512 2048 --output_file training.json --plot training.png
+    python docs/research/benchmark.py training --ways "fused" "fused bf16"
+    python docs/research/benchmark.py memory
+    python docs/research/benchmark.py generation --contexts 512 4096 --models rpe modal gpt2
+    python docs/research/benchmark.py streaming --lengths 65536 262144
+    python docs/research/benchmark.py state_size
+    python docs/research/benchmark.py long_range --models rpe transformer
+    python docs/research/benchmark.py alternatives --subjects split --lengths 512 8192
+"""
+
+import argparse
+import platform
+import sys
+from importlib import import_module
+from pathlib import Path
+
+from tnn_scripts.common.errors import report_errors
+
+import torch
+import transformers
+from suites.plot import plot
+
+from modeling_tnn.configuration_tnn import DIRECTIONS
+from modeling_tnn.extensions import IMPLEMENTATIONS
+from tnn_scripts.common.atomic import check_writable, write_json
+from tnn_scripts.common.devices import check_device
+from tnn_scripts.common.parser import ProgramParser
+
+MODELS = ["released", *IMPLEMENTATIONS, "hybrid", "attention", *DIRECTIONS, "gpt2", "llama", "mamba", "mamba2"]
+TNNS = ["rpe", "fd", "rtf", "modal", "rpe-no-decay", "hybrid", "attention"]
+COMPILED = [f"{way} compiled" for way in (*IMPLEMENTATIONS, "gpt2", "llama")]
+
+# What each suite compares, and unless told.
+WAYS = {
+    "training": [f"{way}{precision}" for precision in ("", " bf16") for way in (*MODELS, "matmul", *COMPILED)],
+    "memory": MODELS,
+    "generation": [*TNNS, *(f"{name}-compiled" for name in TNNS), "gpt2", "mamba", "weights"],
+    "streaming": ["rpe", "fd", "rtf"],
+    "long_range": [name for name in (*DIRECTIONS, "transformer") if name != "modal"],  # which is causal
+    "alternatives": ["causal-ski", "split"],
+}
+DEFAULTS = {
+    "training": ["released", "eager", "fused", "gpt2", "llama", "matmul"],
+    "memory": ["released", "eager", "fused", "gpt2", "llama"],
+    "generation": ["rpe", "fd", "rtf", "modal", "gpt2", "mamba", "weights"],
+    "streaming": ["rpe"],
+    "long_range": ["rpe", "fd", "ski", "rtf", "s4d", "transformer"],
+    "alternatives": WAYS["alternatives"],
+}
+# The options of each suite with their defaults.
+SIZES = {"hidden_size": 512, "num_hidden_layers": 2, "vocab_size": 1000}
+BATCHES = {"lengths": [512, 2048, 8192], "tokens": 8192, "decay": 0.99}
+OPTIONS = {
+    "training": {"ways": [], **BATCHES, **SIZES, "bidirectional": False, "blocks_only": False},
+    "memory": {"ways": [], **BATCHES, **SIZES},
+    # A repeat decodes a block of tokens, in rounds of 32.
+    "generation": {"models": [], **SIZES, "num_hidden_layers": 6, "vocab_size": 50265, "contexts": [512, 16384],
+                   "batch_size": 1, "block": 128},
+    "streaming": {"ways": [], "hidden_size": 512, "num_hidden_layers": 1, "lengths": [65536, 262144], "segment": 8192},
+    "state_size": {"hidden_size": 256, "state_sizes": [4, 16, 64, 256, 1024, 2048], "largest_scan": 256,
+                   "length": [4096], "batch_size": 2},
+    "long_range": {"models": [], "lengths": [1024, 2048, 3072, 4096, 5120], "batch_size": 1, "config_overrides": ""},
+    "alternatives": {"subjects": [], "lengths": BATCHES["lengths"], "channels": 64, "batch_size": 1, "rank": 64},
+}  # fmt: skip
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = ProgramParser(description=__doc__)
+    suites = parser.add_subparsers(dest="suite", required=True)
+    for name, options in OPTIONS.items():
+        suite = suites.add_parser(name)
+        suite.add_argument("--repeats", type=int, default=3, help="Number of rounds; results are medians.")
+        suite.add_argument("--device")
+        suite.add_argument("--threads", type=int, default=1, help="CPU threads; with 1, CPU time is measured.")
+        suite.add_argument("--output_file", type=Path)
+        suite.add_argument("--plot", type=Path, help="PNG file for a picture.")
+        for option, default in options.items():
+            if default == []:
+                suite.add_argument(f"--{option}", nargs="+", choices=WAYS[name], default=DEFAULTS[name])
+            elif isinstance(default, bool):
+                suite.add_argument(f"--{option}", action="store_true")
+            elif isinstance(default, list):
+                suite.add_argument(f"--{option}", type=int, nargs="+", default=default)
+            else:
+                suite.add_argument(f"--{option}", type=type(default), default=default)
+    return parser.parse_args()
+
+
+@report_errors
+def main():
+    args = parse_arguments()
+    for file in filter(None, (args.output_file, args.plot)):
+        check_writable(file)
+    suite = import_module(f"suites.{args.suite}")
+    args.device = check_device(args.device)
+    torch.set_num_threads(args.threads)
+    settings = {name: value for name, value in vars(args).items() if name not in ("output_file", "plot")}
+    machine = torch.cuda.get_device_name() if args.device.startswith("cuda") else platform.machine()
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "machine": machine}
+    rows = suite.run(args)
+    sys.stdout.write(suite.table(rows) + "\n")
+    if args.output_file is not None:
+        write_json(args.output_file, {"settings": settings, "versions": versions, "rows": rows})
+    if args.plot is not None:
+        plot(args.suite, rows, args.plot)
+
+
+if __name__ == "__main__":
+    main()

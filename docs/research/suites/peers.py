@@ -1,0 +1,59 @@
+"""Further models of the benchmarks: the released form of a TNN, its operators, hybrids, and Mamba."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from transformers import MambaConfig, MambaForCausalLM
+
+from modeling_tnn import TnnForCausalLM, TnnForMaskedLM
+from modeling_tnn.configuration_tnn import FULL, TOEPLITZ
+from modeling_tnn.tno_auto import OPERATORS
+from modeling_tnn.tno_rpe import RpeOperator
+from tnn_scripts.benchmarks import peers
+from tnn_scripts.benchmarks.products import operator_sizes, released_product
+
+# Names of models with attention in the blocks of a TNN -> whether layer i of a model has it. A model without Toeplitz
+# layers needs positions.
+ATTENTION = {"hybrid": lambda i: i % 4 == 1, "attention": lambda i: True}
+
+
+def attention_fields(name: str, num_hidden_layers: int) -> dict[str, object]:
+    """The fields of `TnnConfig` for a name of `ATTENTION`: in a hybrid every fourth layer, from the second, has it."""
+    kinds = [FULL if ATTENTION[name](i) else TOEPLITZ for i in range(num_hidden_layers)]
+    return {"layer_types": kinds} | ({} if TOEPLITZ in kinds else {"rope_parameters": {"rope_type": "default"}})
+
+
+class ReleasedOperator(RpeOperator):
+    """The operator with the product that the released code computes."""
+
+    def matmul(self, v: torch.Tensor) -> torch.Tensor:
+        return released_product(self, v)
+
+
+def released(args, length: int) -> TnnForCausalLM | TnnForMaskedLM:
+    model = peers.tnn(args, length, tno_implementation="eager")
+    for layer in model.model.layers:
+        mixer = layer.mixer
+        mixer.u_proj.__class__ = mixer.v_proj.__class__ = torch.nn.Linear  # the memory layout of tokens
+        mixer.tno.__class__ = ReleasedOperator
+    return model
+
+
+def with_operator(name: str, args, length: int) -> TnnForCausalLM | TnnForMaskedLM:
+    return peers.tnn(args, length, tno_type=name, **operator_sizes(max(512, length)))
+
+
+def with_attention(name: str, args, length: int) -> TnnForCausalLM | TnnForMaskedLM:
+    return peers.tnn(args, length, **attention_fields(name, args.num_hidden_layers))
+
+
+def mamba(args, length: int) -> MambaForCausalLM:
+    config = MambaConfig(hidden_size=args.hidden_size, **peers.SPECIAL_TOKENS, **peers.sizes(args))
+    return MambaForCausalLM(config)
+
+
+BUILDERS: dict[str, Callable] = peers.BUILDERS | {"released": released, "mamba": mamba}
+BUILDERS |= {name: partial(with_operator, name) for name in OPERATORS}
+BUILDERS |= {name: partial(with_attention, name) for name in ATTENTION}
+build_model = partial(peers.build_model, builders=BUILDERS)

@@ -1,0 +1,109 @@
+"""The benchmarks of `tnn benchmark`: every figure is of what its row names."""
+
+import json
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Mamba2Config, Mamba2ForCausalLM
+
+from helpers.models import seeded, tiny_config
+from helpers.scripts import run, table_rows
+from modeling_tnn import TnnForCausalLM
+from modeling_tnn.cache_tnn import memory_per_sequence
+from modeling_tnn.tno_auto import build_tno
+from tnn_scripts.benchmarks import models as suite
+from tnn_scripts.benchmarks.products import released_product
+
+SIZES = {"vocab_size": 99, "hidden_size": 16}
+LLAMA = LlamaConfig(
+    **SIZES, intermediate_size=16, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2
+)  # fmt: skip
+MAMBA2 = Mamba2Config(
+    **SIZES, num_hidden_layers=2, num_heads=4, head_dim=8, state_size=8, n_groups=1, chunk_size=16
+)  # fmt: skip
+
+
+@pytest.fixture
+def measure(tmp_path):
+    def measure(*options) -> tuple[list[dict], list[list[str]]]:
+        """The rows of the file, and of the table that is shown."""
+        shown = run("benchmark", *options, "--repeats", 1, "--output_file", tmp_path / "figures.json").stdout
+        return json.loads((tmp_path / "figures.json").read_text())["rows"], table_rows(shown)[2:]
+
+    return measure
+
+
+@pytest.mark.parametrize(("options", "ways"), [
+    ("--decay 1", ["released", "rpe", "fd", "rtf"]), ("--bidirectional", ["released", "rpe", "rpe eager", "ski"]),
+])  # fmt: skip
+def test_products(options, ways, measure):
+    rows, shown = measure("products", f"--hidden_size 64 --lengths 16 100 --tokens 200 {options}", "--ways", *ways)
+    assert [(row["length"], row["way"]) for row in rows] == [(length, way) for length in (16, 100) for way in ways]
+    assert all(row["milliseconds"] > 0 and row["released_over_this"] > 0 for row in rows)
+    assert all(row["released_over_this"] == 1 for row in rows if row["way"] == "released")
+    assert [cells[:2] for cells in shown] == [[str(row["length"]), row["way"]] for row in rows]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_released_form_is_the_same_product(causal):
+    operator = build_tno(tiny_config(causal=causal)).double()
+    v = torch.randn(2, 37, operator.channels, dtype=torch.float64)
+    torch.testing.assert_close(released_product(operator, v), operator(v))
+
+
+def test_serving(measure):
+    rows, _ = measure("serving", "--hidden_size 64 --num_hidden_layers 2 --vocab_size 100 --requests 4 --alone 1",
+                      "--new_tokens 5 --models rtf modal")  # fmt: skip
+    assert [row["arrivals"] for row in rows] == 2 * ["at once", "in turn"]
+    assert all(0 < row["token_ms"] <= row["token_ms_p99"] and row["over_alone"] > 0 for row in rows)
+
+
+def test_decoding(measure):
+    ways = ["fd", "modal", "matmul", "vecdot"]
+    rows, _ = measure("decoding", "--hidden_size 16 --contexts 5 70", "--ways", *ways)
+    assert [(row["context"], row["way"]) for row in rows] == [(context, way) for context in (5, 70) for way in ways]
+    assert all(row["over_shortest_context"] == 1 and row["best_dot_over_this"] > 0 for row in rows[:4])
+
+
+@pytest.fixture
+def folders(tmp_path):
+    models = {"tnn": seeded(TnnForCausalLM, tiny_config("rpe", True)), "llama": LlamaForCausalLM(LLAMA)}
+    models["mamba2"] = Mamba2ForCausalLM(MAMBA2)
+    for name, model in models.items():
+        model.save_pretrained(tmp_path / name)
+    return [str(tmp_path / name) for name in models]
+
+
+def test_models(folders, measure):
+    """The state is that of one sequence after the context."""
+    options = "--block_size 9 --tokens 30 --contexts 5 70 --batch_size 2"
+    rows, shown = measure("models", options, "--model_name_or_path", *folders)
+    assert [(row["model"], row["context"]) for row in rows] == [(f, c) for c in (5, 70) for f in folders]
+    assert all(row["training_time"] == row["decoding_time"] == 1 for row in rows[::3])
+    assert all(row["ms_per_token"] > 0 and row["training_tokens_per_second"] > 0 for row in rows)
+    assert [cells[1] for cells in shown] == 3 * ["5"] + 3 * ["70"]
+    states = {(row["model"], row["context"]): row["state_mebibytes"] * 2**20 for row in rows}
+    model = TnnForCausalLM.from_pretrained(folders[0])
+    for context in (5, 70):
+        cache = model(torch.zeros(1, context, dtype=torch.long), use_cache=True).past_key_values
+        assert states[folders[0], context] == memory_per_sequence(cache)
+        # keys and values of float32, of 2 heads of 4, in 3 layers
+        assert states[folders[1], context] == context * 2 * 4 * 2 * 4 * 3
+        # 4 heads of 8 with 8 states, and a convolution of 4 over 32 + 2 x 8 channels, in 2 layers
+        assert states[folders[2], context] == (4 * 8 * 8 + 4 * 48) * 4 * 2
+
+
+def test_a_training_step_of_models_is_a_backward_pass(folders, measure, monkeypatch):
+    """The loss of every row, in the precision that was asked for; no gradient is left behind, no weight changes."""
+    found, training_loss = [], suite.training_loss
+
+    def loss(model, ids):
+        weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+        found.append((tuple(ids.shape), torch.is_autocast_enabled("cpu"), weights))
+        assert all(parameter.grad is None for parameter in model.parameters())
+        return training_loss(model, ids)
+
+    monkeypatch.setattr(suite, "training_loss", loss)
+    measure("models", "--block_size 9 --tokens 30 --contexts 5 --bf16", "--model_name_or_path", folders[0])
+    assert [shape_and_precision for *shape_and_precision, _ in found] == 2 * [[(3, 9), True]]
+    assert torch.equal(found[0][2], found[1][2])
