@@ -6,10 +6,45 @@ Example:
     python scripts/demo.py --serve
 """
 
+from dataclasses import dataclass, field
+
 from tnn_scripts.common.errors import importing, report_errors
 
 from tnn_scripts.common.arguments import parse_arguments
-from tnn_scripts.options.demo import DemoArguments
+from tnn_scripts.common.declared import declared_keys
+from tnn_scripts.common.names import find_config
+from tnn_scripts.common.nearest import nearest
+from tnn_scripts.data.files import check_source
+
+OPERATORS = declared_keys("modeling_tnn.configuration_tnn", "DIRECTIONS")
+
+
+@dataclass
+class DemoArguments:
+    """The options of the demo."""
+
+    config_name: str = "tnn-tiny"
+    tno_type: str | None = None
+    dataset_name: str | None = None
+    dataset_config_name: str | None = None
+    documents: str | None = None
+    output_dir: str = "outputs/demo"
+    overwrite_output_dir: bool = False
+    max_steps: int = 300
+    per_device_train_batch_size: int = 16
+    learning_rate: float = 4e-3
+    prompt: str = "And God said unto"
+    max_new_tokens: int = 60
+    seed: int = 0
+    serve: bool = field(default=False, metadata={"help": "Then serve a page with the model, as tnn serve does."})
+
+    def __post_init__(self):
+        find_config(self.config_name)
+        if self.tno_type is not None and self.tno_type not in OPERATORS:
+            hint = nearest(self.tno_type, OPERATORS)
+            raise ValueError(f"--tno_type must be one of {', '.join(OPERATORS)}, got {self.tno_type}{hint}")
+        if self.dataset_name is not None:
+            check_source(self.dataset_name)
 
 
 @report_errors

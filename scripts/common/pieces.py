@@ -2,7 +2,8 @@
 
 The text of a token depends on those before it: tokenizers of the sentencepiece kind drop the space of a first token,
 and those with a byte fallback write a character as several tokens. So tokens are decoded after the prompt, whose text
-is then left out, and a piece that ends within a character waits for the next token.
+is then left out, and a piece that ends within a character waits for the next token. The `DecodeStream` of tokenizers
+fails where such a byte follows a character.
 """
 
 from collections.abc import Sequence
@@ -40,15 +41,13 @@ class Pieces:
         text = self._decode(self._context + self._new)
         if text == self._before or (text.endswith(INCOMPLETE) and not is_last):
             return ""
-        for before in (self._before, self._before.rstrip(INCOMPLETE)):  # a prompt may end within a character
-            if text.startswith(before):
-                piece = text[len(before) :]
-                break
-        else:  # a byte that belongs to no character has undone those before it
-            piece = self._decode(self._new)
-        if self._decode(self._new).endswith(INCOMPLETE):  # its first byte stands in the context
-            self._new = self._context + self._new
-        self._context, self._new = self._new, []
+        own, before = self._decode(self._new), self._before
+        if not text.startswith(before):  # a prompt may end within a character
+            before = before.rstrip(INCOMPLETE)
+        # Otherwise a byte that belongs to no character has undone those before it.
+        piece = text.removeprefix(before) if text.startswith(before) else own
+        # Where its first byte stands in the context, that stays.
+        self._context, self._new = self._context + self._new if own.endswith(INCOMPLETE) else self._new, []
         self._before = self._decode(self._context)
         return piece
 
@@ -74,14 +73,14 @@ class PieceStreamer(TextStreamer):
             self.next_tokens_are_prompt, self.text = False, ""
             self._pieces = Pieces(self.tokenizer, tokens)
             self.on_finalized_text("" if self.skip_prompt else self.tokenizer.decode(tokens, skip_special_tokens=True))
-            return
-        piece = "".join(map(self._pieces.add, tokens))
-        self.text += piece
-        self.on_finalized_text(piece)
+        else:
+            self._write("".join(map(self._pieces.add, tokens)))
 
     def end(self):
         """Write the tokens that wait for others."""
-        piece = self._pieces.finish()
-        self.text += piece
+        self._write(self._pieces.finish(), stream_end=True)
         self.next_tokens_are_prompt = True
-        self.on_finalized_text(piece, stream_end=True)
+
+    def _write(self, piece: str, **options):
+        self.text += piece
+        self.on_finalized_text(piece, **options)

@@ -16,11 +16,7 @@ def sampling(temperature: float | None = None, top_p: float | None = None) -> di
 
 
 def check_sampling(options: dict):
-    """Check that options of `generate` do not ask for sampling and for the likeliest tokens.
-
-    Raises:
-        ValueError: they do.
-    """
+    """Raise a ValueError if options of `generate` ask for sampling and for the likeliest tokens."""
     given, temperature = given_sampling(options), options.get("temperature")
     if options.get("do_sample") is False and given and temperature != 0:
         raise ValueError(f"--do_sample must be true with --{next(iter(given))}, which means sampling, got false")
@@ -44,6 +40,4 @@ def with_sampling(options: dict, is_plain: bool) -> dict:
     others = {name: value for name, value in options.items() if name not in OF_SAMPLING}
     if options.get("do_sample") is False or options.get("temperature") == 0:
         return others | sampling(temperature=0)
-    if is_plain or given or options.get("do_sample"):
-        return others | sampling() | given
-    return options
+    return others | sampling() | given if is_plain or given or options.get("do_sample") else options

@@ -24,17 +24,11 @@ ToPixels = Callable[[Image.Image], torch.Tensor]
 
 @dataclass(frozen=True)
 class Augmentation:
-    """What happens to training pictures.
+    """What happens to training pictures."""
 
-    Args:
-        processor: makes the image processor of evaluation for pictures of a side.
-        to_pixels: makes the function that changes a training picture, from that processor and the side.
-        mixed: whether batches are mixed, and pictures repeated.
-    """
-
-    processor: Callable[[int], ViTImageProcessor]
-    to_pixels: Callable[[ViTImageProcessor, int], ToPixels]
-    mixed: bool = False
+    processor: Callable[[int], ViTImageProcessor]  # that of evaluation, for pictures of a side
+    to_pixels: Callable[[ViTImageProcessor, int], ToPixels]  # what changes a training picture, by it and the side
+    mixed: bool = False  # whether batches are mixed, and pictures repeated
 
 
 def whole(side: int) -> ViTImageProcessor:
@@ -63,11 +57,7 @@ def flip(processor: ViTImageProcessor, side: int) -> ToPixels:
 
 
 def deit(processor: ViTImageProcessor, side: int) -> ToPixels:
-    """DeiT's changes of one picture.
-
-    Raises:
-        ImportError: timm is not installed.
-    """
+    """DeiT's changes of one picture, by timm."""
     try:
         from timm.data import create_transform
         from timm.data.auto_augment import RandAugment

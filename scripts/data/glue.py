@@ -1,13 +1,19 @@
-"""The data of the nine GLUE tasks, or of files of the same form: columns, labels, splits."""
+"""The nine GLUE tasks, or files of the same form: columns, classes, splits and metrics."""
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 from datasets import ClassLabel, Dataset, DatasetDict, load_dataset
-from transformers import PreTrainedTokenizerBase
+from scipy.stats import pearsonr, spearmanr
+from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef, mean_squared_error
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from tnn_scripts.data.files import builder_of, check_file
+from tnn_scripts.data.files import builder_of
 from tnn_scripts.data.text import is_text, load_file
 
+logger = logging.getLogger("finetune_glue")
 # The columns that hold text.
 TASKS = {
     "cola": ("sentence",),
@@ -31,6 +37,21 @@ CLASSES = {
     "sst2": ("negative", "positive"),
     "wnli": ("not_entailment", "entailment"),
 }
+# The official metrics of a task, if not the accuracy alone, the main one first; the papers give F1 for MRPC.
+METRICS = {
+    "cola": ("matthews_correlation",),
+    "mrpc": ("f1", "accuracy"),
+    "qqp": ("accuracy", "f1"),
+    "stsb": ("spearmanr", "pearson"),
+}
+FUNCTIONS = {
+    "accuracy": accuracy_score,
+    "f1": f1_score,
+    "matthews_correlation": matthews_corrcoef,
+    "mse": mean_squared_error,
+    "pearson": lambda references, predictions: pearsonr(references, predictions).statistic,
+    "spearmanr": lambda references, predictions: spearmanr(references, predictions).statistic,
+}
 # Words with which pandas marks missing values in CSV files are text here, and an empty cell is missing.
 NA_IS_TEXT = {"keep_default_na": False, "na_values": [""]}
 HUB_NAME = "nyu-mll/glue"
@@ -52,22 +73,17 @@ class TaskData:
     name: str | None
     splits: DatasetDict
     text_columns: tuple[str, ...]
-    label_names: list[str] | None
+    label_names: list[str] | None = None
 
     def relabel(self, numbers: dict):
-        """Replace labels by numbers, those of rows without a label by -1, as in the test splits of GLUE.
-
-        Raises:
-            ValueError: a label is not among them.
-        """
+        """Replace labels by numbers, those of rows without a label by -1; a ValueError for a label not among them."""
         for split, rows in self.splits.items():
             given = rows["label"] if "label" in rows.column_names else [None] * len(rows)
             wrong = next((label for label in given if label not in (*numbers, None)), None)
             if wrong is not None:
                 raise ValueError(f"A label must be one of those in the training file, {list(numbers)}, got {wrong!r}")
-            column = [numbers.get(label, -1) for label in given]
-            kept = [name for name in rows.column_names if name != "label"]
-            self.splits[split] = rows.select_columns(kept).add_column("label", column)
+            kept = rows.select_columns([name for name in rows.column_names if name != "label"])
+            self.splits[split] = kept.add_column("label", [numbers.get(label, -1) for label in given])
 
     @property
     def is_pairs(self) -> bool:
@@ -90,29 +106,26 @@ def load_task(name: str, path: str | None = None) -> TaskData:
     Raises:
         ValueError: the columns are not those of the task, or a split is missing.
     """
-    splits = load_dataset(path or HUB_NAME, name)
-    data = TaskData(name, splits, TASKS[name], None)
-    if "train" not in splits or not data.validation_splits:
-        raise ValueError(f"{name} must have the splits train and validation, got {', '.join(splits)}")
+    data = TaskData(name, load_dataset(path or HUB_NAME, name), TASKS[name])
+    if "train" not in data.splits or not data.validation_splits:
+        raise ValueError(f"{name} must have the splits train and validation, got {', '.join(data.splits)}")
     _check_columns(name, data)
-    label = splits["train"].features["label"]
+    label = data.splits["train"].features["label"]
     if isinstance(label, ClassLabel):
         data.label_names = list(label.names)
     elif name != "stsb":  # a copy without names, or with names in place of numbers
-        found, known = set(splits["train"]["label"]), list(CLASSES[name])
+        found, known = set(data.splits["train"]["label"]), list(CLASSES[name])
         numbered = found <= set(range(len(known)))
         names = known if numbered or found <= set(known) else sorted(found)
         data.label_names = list(map(str, names))
-        given = range(len(names)) if numbered else names
-        data.relabel({label: number for number, label in enumerate(given)} | {-1: -1})
+        data.relabel({label: i for i, label in enumerate(range(len(names)) if numbered else names)} | {-1: -1})
     return data
 
 
 def load_files(train: str, validation: str, test: str | None = None, sentence_keys: tuple[str, ...] = ()) -> TaskData:
     """CSV, JSON or parquet files with a column `label` and one or two columns of text.
 
-    Labels are classes (text or whole numbers), or values to predict (other numbers). In CSV files `NA` and its like
-    are text, and an empty cell is a missing value.
+    Labels are classes (text or whole numbers), or values to predict (other numbers).
 
     Args:
         sentence_keys: names of the columns of text; unless given, `find_sentences` finds them.
@@ -123,20 +136,25 @@ def load_files(train: str, validation: str, test: str | None = None, sentence_ke
             labels are of several kinds, of one class alone, or not in the training file.
     """
     files = {"train": train, "validation": validation} | ({} if test is None else {"test": test})
-    for file in files.values():
-        check_file(file)
-        if builder_of(file) == "text":
-            raise ValueError(f"Files must be .csv, .json, .jsonl or .parquet, got {file}")
-    splits = DatasetDict(
-        {split: load_file(file, **(NA_IS_TEXT if builder_of(file) == "csv" else {})) for split, file in files.items()}
-    )
-    data = TaskData(None, splits, sentence_keys or find_sentences(train, splits["train"]), None)
+    kinds = {split: builder_of(file) for split, file in files.items()}
+    if "text" in kinds.values():
+        raise ValueError(f"Files must be .csv, .json, .jsonl or .parquet, got {', '.join(files.values())}")
+    splits = DatasetDict({s: load_file(f, **(NA_IS_TEXT if kinds[s] == "csv" else {})) for s, f in files.items()})
+    data = TaskData(None, splits, sentence_keys or find_sentences(train, splits["train"]))
     for number, key in enumerate(sentence_keys, 1):
-        _check_sentences(f"--sentence{number}_key", key, splits["train"])
+        option, columns = f"--sentence{number}_key", splits["train"].features
+        if key not in columns:
+            raise ValueError(f"{option} must be a column of the file, one of {', '.join(columns)}, got {key}")
+        if not is_text(splits["train"], key):
+            raise ValueError(f"{option} must be a column of text, got {key} of {columns[key]}")
     _check_columns(train, data)
     for split, rows in splits.items():
         for column in (*data.text_columns, *(["label"] if split != "test" else [])):
-            _check_values(files[split], rows, column)
+            if None in (values := rows[column][:]):
+                row = values.index(None) + 1
+                raise ValueError(
+                    f"The column {column} of {files[split]} must have a value in each row, got none in row {row}"
+                )
     if not _are_values(splits):
         names = sorted(set(splits["train"]["label"]))
         if len(names) < 2:
@@ -161,10 +179,8 @@ def find_sentences(source: str, rows: Dataset) -> tuple[str, ...]:
     if not names:
         raise ValueError(f"{source} must have a column of text besides label, got {', '.join(rows.column_names)}")
     if len(names) > 1:
-        raise ValueError(
-            f"--sentence1_key and, for pairs, --sentence2_key must name the sentences in {source}, got the columns of "
-            f"text {', '.join(names)}"
-        )
+        options = "--sentence1_key and, for pairs, --sentence2_key"
+        raise ValueError(f"{options} must name the sentences in {source}, got the columns of text {', '.join(names)}")
     return tuple(names)
 
 
@@ -179,31 +195,78 @@ def tokenize_task(data: TaskData, tokenizer: PreTrainedTokenizerBase, max_length
     return data.splits.map(tokenize, batched=True, desc=f"tokenizing {data.name or 'files'}")
 
 
-def _check_sentences(option: str, name: str, rows: Dataset):
-    if name not in rows.column_names:
-        raise ValueError(f"{option} must be a column of the file, one of {', '.join(rows.column_names)}, got {name}")
-    if not is_text(rows, name):
-        raise ValueError(f"{option} must be a column of text, got {name} of {rows.features[name]}")
+def outputs_of_classes(config: PreTrainedConfig, names: list[str], source: str, some: bool) -> list[int] | None:
+    """The output of a trained classifier for each class of the data, `(C,)`, by name as in run_glue.py.
+
+    Names match without regard to case if they do not match with it. Whole numbers are outputs, unless those have
+    numbers as names. A classifier with transformers' names, LABEL_0 and so on, has the classes in their order.
+
+    Args:
+        names: those of the classes of the data.
+        source: the model, for messages.
+        some: whether the model may have further classes.
+
+    Returns:
+        None where the classes have to get outputs anew: the model is no classifier, or its outputs have no names.
+
+    Raises:
+        ValueError: it is a classifier of other classes.
+    """
+    own = names_of_outputs(config)
+    fits = len(names) == len(own) or (some and len(names) < len(own))
+    for key in (str, str.casefold):
+        outputs = {key(name): output for output, name in enumerate(own)}
+        keys = list(map(key, names))
+        if fits and len(outputs) == len(own) and len(set(keys)) == len(keys) and outputs.keys() >= set(keys):
+            return [outputs[name] for name in keys]
+    heads = config.architectures
+    if heads is not None and not any("SequenceClassification" in name for name in heads):
+        return None
+    numbers = [int(name) for name in names if name.isdecimal()]
+    if len(numbers) == len(names) and max(numbers) < len(own) and not any(name.isdecimal() for name in own):
+        shown = ", ".join(f"{number} is {own[number]}" for number in numbers)
+        logger.info("the labels are numbers of the model's classes: %s", shown)
+        return numbers
+    if all(name.startswith("LABEL_") for name in own):
+        return None  # transformers refuses weights of another number of outputs, which not every config.json says
+    raise ValueError(
+        f"The labels must be classes of {source}, {', '.join(own)}, got {', '.join(names)}. Rename the labels, give "
+        "another model, or draw a new head with --ignore_mismatched_sizes."
+    )
+
+
+def names_of_outputs(config: PreTrainedConfig) -> list[str]:
+    """The names of a classifier's outputs, from `id2label` or, where that has none, from `label2id`."""
+    found = {int(output): str(name) for name, output in (config.label2id or {}).items()}
+    names = [str(config.id2label[output]) for output in sorted(config.id2label)]
+    return [found.get(i, name) if name == f"LABEL_{i}" else name for i, name in enumerate(names)]
+
+
+def load_metric(task: str | None, regression: bool = False) -> Callable[[np.ndarray, np.ndarray], dict[str, float]]:
+    """The metrics of a task by name, a function of predictions and references `(N,)`."""
+    names = _metrics(task, regression)
+    return lambda predictions, references: {name: float(FUNCTIONS[name](references, predictions)) for name in names}
+
+
+def main_metric(task: str | None, regression: bool = False) -> str:
+    """The name of the main metric of a task."""
+    return _metrics(task, regression)[0]
+
+
+def _metrics(task: str | None, regression: bool) -> tuple[str, ...]:
+    """Those of a task or, of files, the accuracy or the squared error."""
+    return METRICS.get(task, ("mse",) if task is None and regression else ("accuracy",))
 
 
 def _check_columns(source: str, data: TaskData):
-    needed = {*data.text_columns, "label"}
+    """Check that each split has rows, the columns of text and, but for a test, labels."""
     for split, rows in data.splits.items():
-        missing = needed - {"label"} if split.startswith("test") else needed
-        missing = missing - set(rows.column_names)
-        if missing or not data.text_columns:
-            columns = ", ".join(sorted(missing)) or "text"
-            found = ", ".join(rows.column_names)
+        needed = {*data.text_columns, *([] if split.startswith("test") else ["label"])}
+        if missing := needed - set(rows.column_names):
+            columns, found = ", ".join(sorted(missing)), ", ".join(rows.column_names)
             raise ValueError(f"The {split} split of {source} must have the columns {columns}, got {found}")
         if len(rows) == 0:
             raise ValueError(f"The {split} split of {source} must have rows, got none")
-
-
-def _check_values(file: str, rows: Dataset, column: str):
-    """Check that no text and no label is missing."""
-    missing = next((number for number, value in enumerate(rows[column], 1) if value is None), None)
-    if missing is not None:
-        raise ValueError(f"The column {column} of {file} must have a value in each row, got none in row {missing}")
 
 
 def _are_values(splits: DatasetDict) -> bool:

@@ -27,11 +27,7 @@ class TooLongError(Exception):
 
 
 def random_tree(rng: random.Random, tokens: list[str], longer: int = LONGER, depth: int = 1) -> int:
-    """Append the tokens of a random node to `tokens` and return its value.
-
-    Raises:
-        TooLongError: the tree has `longer` tokens or more.
-    """
+    """Append the tokens of a random node to `tokens` and return its value, or raise if there are `longer` or more."""
     if depth >= MOST_DEPTH or rng.random() >= OPERATOR_PROBABILITY:
         tokens.append(str(rng.randrange(10)))
         return int(tokens[-1])
@@ -61,25 +57,3 @@ def samples(count: int, seed: int, shorter: int = SHORTER, longer: int = LONGER)
         if len(tokens) > shorter and source not in seen:
             seen.add(source)
             yield {"source": source, "target": target, "length": len(tokens)}
-
-
-def evaluate(source: str) -> int:
-    """The value of a sample.
-
-    Raises:
-        ValueError: `source` is not a single complete expression.
-    """
-    stack: list[list] = [[]]
-    for token in source.split():
-        if token in OPERATORS:
-            stack.append([token])
-        elif token == END and len(stack) > 1 and len(stack[-1]) > 1:
-            name, *values = stack.pop()
-            stack[-1].append(OPERATORS[name](values))
-        elif token.isdigit():
-            stack[-1].append(int(token))
-        else:
-            raise ValueError(f"A sample must be a ListOps expression, got {token!r} in {source[:80]!r}")
-    if len(stack) != 1 or len(stack[0]) != 1:
-        raise ValueError(f"A sample must be a single complete expression, got {source[:80]!r}")
-    return stack[0][0]

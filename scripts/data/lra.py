@@ -1,8 +1,7 @@
 """The tasks of the Long Range Arena: the sources of their data, and the conversion to tokens.
 
-Each task gives the splits train, validation and test with `input_ids` and `labels`. ListOps and Pathfinder are
-generated unless data are given, and Retrieval has pairs of passages of any texts. `datasets` caches generated and
-tokenized data.
+ListOps and Pathfinder are generated unless data are given, and Retrieval has pairs of passages of any texts.
+`datasets` caches generated and tokenized data.
 """
 
 import math
@@ -33,13 +32,12 @@ class Task:
     """One task.
 
     Args:
-        load: a function that gives the raw splits. Its arguments are a source (a Hub id or a folder; None for the
-            usual one), the number of generated rows (None for the official one) and the largest number of tokens;
-            for retrieval also a column of groups.
-        encode: a function from raw rows of a batch to `input_ids` (two lists a row for pairs) and `labels`.
+        load: gives the raw splits, from a source (a Hub id or a folder; None for the usual one), the number of
+            generated rows (None for the official one), the largest number of tokens and, for retrieval, a column.
+        encode: gives `input_ids` (two lists a row for pairs) and `labels` of raw rows of a batch.
         max_length: largest number of tokens in a sequence.
         num_labels: number of classes.
-        tokenizer: a function that gives the tokenizer of a text; None for pixels, whose values are the ids.
+        tokenizer: gives the tokenizer of a text; None for pixels, whose values are the ids.
         smaller: numbers of pixels of other pictures of the task; a picture cannot be cut.
     """
 
@@ -74,9 +72,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     words = Tokenizer(models.BPE(vocabulary, []))
     words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     words.decoder = decoders.ByteLevel()
-    words.post_processor = processors.TemplateProcessing(
-        single="$A </s>", pair="$A </s> $B </s>", special_tokens=[("</s>", 1)]
-    )
+    words.post_processor = processors.TemplateProcessing("$A </s>", "$A </s> $B </s>", [("</s>", 1)])
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")  # noqa: S106
 
 
@@ -107,10 +103,8 @@ def load_retrieval(source: str | None, rows: int | None, max_length: int, column
         texts = text_pairs.group_texts(load_dataset(source), column)
         parts = {split: {"parts": tuple(text_pairs.parts_of(texts, split, max_length))} for split in RETRIEVAL_ROWS}
         return generate(text_pairs.samples, RETRIEVAL_ROWS, rows, parts, length=max_length)
-    files = {
-        split: str(Path(source) / f"new_aan_pairs.{name}.tsv")
-        for split, name in (("train", "train"), ("validation", "eval"), ("test", "test"))
-    }
+    names = {"train": "train", "validation": "eval", "test": "test"}
+    files = {split: str(Path(source) / f"new_aan_pairs.{name}.tsv") for split, name in names.items()}
     if not Path(files["train"]).is_file():
         return load_dataset(source)
     return load_dataset("csv", data_files=files, delimiter="\t", column_names=AAN_COLUMNS, quoting=3)
@@ -140,25 +134,15 @@ def load_pathfinder(source: str | None, rows: int | None, max_length: int) -> Da
 def generate(
     samples: Callable, sizes: dict[str, int], rows: int | None, of_split: dict[str, dict] | None = None, **options
 ) -> DatasetDict:
-    """The splits of generated `samples`, each with its own seed: `rows` for training, the others in proportion.
+    """The splits of generated `samples`, each by a seed: `rows` for training, the others in proportion.
 
     `options` are arguments of `samples`, `of_split` has further ones for each split.
     """
-    share = 1 if rows is None else rows / sizes["train"]
-    return DatasetDict(
-        {
-            split: Dataset.from_generator(
-                samples,
-                gen_kwargs={
-                    "count": max(FEWEST_ROWS, round(share * size)),
-                    "seed": seed,
-                    **options,
-                    **(of_split or {}).get(split, {}),
-                },
-            )
-            for seed, (split, size) in enumerate(sizes.items())
-        }
-    )
+    share, data = 1 if rows is None else rows / sizes["train"], DatasetDict()
+    for seed, (split, size) in enumerate(sizes.items()):
+        given, count = options | (of_split or {}).get(split, {}), max(FEWEST_ROWS, round(share * size))
+        data[split] = Dataset.from_generator(samples, gen_kwargs={"count": count, "seed": seed} | given)
+    return data
 
 
 def encode_listops(batch: dict, task: Task) -> dict:
@@ -205,7 +189,7 @@ def load_task(
     eval_rows: int | None = None,
     pair_column: str | None = None,
 ) -> tuple[Task, DatasetDict]:
-    """A task and its encoded splits train, validation and test.
+    """A task and its encoded splits train, validation (the test split if there is none) and test.
 
     Args:
         source: a Hub id or a folder; None for the usual source, or for generated data.
@@ -214,8 +198,6 @@ def load_task(
         eval_rows: largest number of rows in the other splits.
         pair_column: `column` of `load_retrieval`.
 
-    A data set without a validation split is validated on its test split, as in the Long Range Arena.
-
     Raises:
         ValueError: retrieval has no data, or the task has no pictures of that size.
     """
@@ -223,12 +205,10 @@ def load_task(
     if max_length is not None:
         sizes = (task.max_length, *task.smaller)
         if task.tokenizer is None and max_length not in sizes:
-            raise ValueError(
-                f"--max_length must be {' or '.join(map(str, sizes))}, the pixels of {name}, got {max_length}"
-            )
+            known = " or ".join(map(str, sizes))
+            raise ValueError(f"--max_length must be {known}, the pixels of {name}, got {max_length}")
         task = replace(task, max_length=max_length)
-    options = {} if pair_column is None else {"column": pair_column}
-    raw = task.load(source, rows, task.max_length, **options)
+    raw = task.load(source, rows, task.max_length, **({} if pair_column is None else {"column": pair_column}))
     encoded = DatasetDict()
     for split, samples in raw.items():
         encoded[split] = encode_split(task, limit(samples, rows if split == "train" else eval_rows))
@@ -242,11 +222,7 @@ def limit(rows: Dataset, count: int | None) -> Dataset:
 
 
 def encode_split(task: Task, rows: Dataset) -> Dataset:
-    """The `input_ids` and `labels` of raw rows.
-
-    Raises:
-        ValueError: all rows are too long.
-    """
+    """The `input_ids` and `labels` of raw rows; a ValueError if all rows are too long."""
     encoded = rows.map(task.encode, batched=True, fn_kwargs={"task": task}, remove_columns=rows.column_names)
     if len(encoded) == 0:
         raise ValueError(f"--max_length must be at least the length of a sample, got {task.max_length}")

@@ -21,27 +21,17 @@ DASH_TRIALS, PATH_TRIALS, PAIR_TRIALS = 4, 10, 4
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes in pixels.
-
-    Args:
-        side: side of the picture.
-        dash, gap, thickness: sizes of the paths.
-        clearance: distance between the axes of two paths, or of two dashes that do not follow each other.
-        radius: radius of the circles.
-        distractors: largest number of paths of a third of the length.
-        dashes: number of dashes of a long path.
-        turn: standard deviation of the angle between two dashes, in radians.
-    """
+    """Sizes in pixels."""
 
     side: int
     dash: float
     gap: float
     thickness: float
-    clearance: float
-    radius: float
-    distractors: int
-    dashes: int = 14
-    turn: float = 0.35
+    clearance: float  # between the axes of two paths, or of two dashes that do not follow each other
+    radius: float  # of the circles
+    distractors: int  # largest number of paths of a third of the length
+    dashes: int = 14  # of a long path
+    turn: float = 0.35  # standard deviation of the angle between two dashes, in radians
 
 
 GEOMETRIES = {
@@ -52,18 +42,11 @@ GEOMETRIES = {
 
 
 def samples(count: int, seed: int, side: int) -> Iterator[dict]:
-    """`count` samples, each with `pixels` (`side^2` grey values 0 to 255 in row order) and `label`.
-
-    Raises:
-        ValueError: `side` is not one of `GEOMETRIES`.
-    """
-    if side not in GEOMETRIES:
-        raise ValueError(f"`side` must be one of {', '.join(map(str, GEOMETRIES))}, got {side}")
+    """`count` samples, each with `pixels` (`side^2` grey values 0 to 255 in row order) and `label`."""
     rng = np.random.default_rng(seed)
     for _ in range(count):
         label = int(rng.integers(2))
-        picture = draw_sample(rng, GEOMETRIES[side], label)
-        yield {"pixels": picture.flatten().tolist(), "label": label}
+        yield {"pixels": draw_sample(rng, GEOMETRIES[side], label).flatten().tolist(), "label": label}
 
 
 def draw_sample(rng: np.random.Generator, geometry: Geometry, label: int) -> np.ndarray:
@@ -98,13 +81,11 @@ def two_paths(rng: np.random.Generator, geometry: Geometry) -> tuple[np.ndarray,
 def grow_path(
     rng: np.random.Generator, geometry: Geometry, dashes: int, start: np.ndarray | None, others: list[np.ndarray]
 ) -> np.ndarray | None:
-    """The two ends of each dash of a path, `(dashes, 2, 2)`, or None if there was no room.
+    """The two ends of each dash of a path that touches no others, `(dashes, 2, 2)`, or None if there was no room.
 
-    Args:
-        start: the first point; a random one unless given.
-        others: paths that the new one must not touch.
+    `start` is its first point; a random one unless given.
     """
-    occupied = np.concatenate([points_on(path, geometry) for path in others]) if others else np.zeros((0, 2))
+    occupied = np.concatenate([np.zeros((0, 2)), *(points_on(path, geometry) for path in others)])
     border = geometry.radius + 1
     for _ in range(PATH_TRIALS):
         tip = rng.uniform(border, geometry.side - border, 2) if start is None else start
@@ -127,8 +108,7 @@ def next_dash(
     rng: np.random.Generator, geometry: Geometry, tip: np.ndarray, angle: float, path: list, occupied: np.ndarray
 ) -> np.ndarray | None:
     """A dash from `tip` with a small turn that touches nothing, `(2, 2)`, or None if there was no room."""
-    own = points_on(np.array(path[:-1]), geometry) if len(path) > 1 else np.zeros((0, 2))
-    taken = np.concatenate([occupied, own])
+    taken = np.concatenate([occupied, points_on(np.array(path[:-1]).reshape(-1, 2, 2), geometry)])
     border = geometry.radius + 1
     for _ in range(DASH_TRIALS):
         direction = angle + rng.normal(0, geometry.turn)

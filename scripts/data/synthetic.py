@@ -1,14 +1,17 @@
 """Tasks that measure what a layer can remember, and what it can find.
 
     Copying   t_1 .. t_M, then markers: after each marker but the last, the next of the M tokens
-    Delay     a band-limited random signal: the same signal, `lag` steps later
+    Delay     a band-limited random signal of unit power: the same signal, `lag` steps later
     Recall    k_1 v_1 .. k_M v_M, then the keys again, somewhere, in another order: for each its value
     Passkey   noise with a marker and M tokens somewhere; a marker at the end: after it the M tokens
 
-M tokens or pairs to remember, L length. All follow from a seed and are endless. Copying and Delay are those of the RTF
-paper (table 2, appendix C.3). Recall is multi-query associative recall (Arora et al. 2023, "Zoology", section 4).
-Passkey follows Mohtashami and Jaggi 2023, section 4.2, with tokens for words.
+M tokens or pairs to remember, L length. All follow from a seed and are endless. The rows of tokens are for causal
+language models, whose loss shifts the labels; the last of `num_tokens` is the marker. Copying and Delay are those of
+the RTF paper (table 2, appendix C.3). Recall is multi-query associative recall (Arora et al. 2023, "Zoology", section
+4). Passkey follows Mohtashami and Jaggi 2023, section 4.2, with tokens for words.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch.utils.data import Dataset
@@ -18,16 +21,12 @@ BAND = 0.5
 IGNORED = -100
 
 
+@dataclass(eq=False)
 class SyntheticRows(Dataset):
-    """Rows that are drawn when they are asked for.
+    """`rows` rows by a seed, which are drawn when they are asked for."""
 
-    Args:
-        rows: number of rows.
-        seed: seed of the rows.
-    """
-
-    def __init__(self, rows: int, seed: int):
-        self.rows, self.seed = rows, seed
+    rows: int
+    seed: int
 
     def __len__(self) -> int:
         return self.rows
@@ -41,18 +40,12 @@ class SyntheticRows(Dataset):
         raise NotImplementedError
 
 
+@dataclass(eq=False)
 class Copying(SyntheticRows):
-    """The rows of Copying for a causal language model, whose loss shifts the labels.
+    """Copying of M = `memory` tokens."""
 
-    Args:
-        rows, seed: as for `SyntheticRows`.
-        memory: number of tokens M.
-        num_tokens: size of the vocabulary; the last token is the marker.
-    """
-
-    def __init__(self, rows: int, seed: int, memory: int, num_tokens: int):
-        super().__init__(rows, seed)
-        self.memory, self.num_tokens = memory, num_tokens
+    memory: int
+    num_tokens: int
 
     def draw(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
         marker = self.num_tokens - 1
@@ -62,22 +55,15 @@ class Copying(SyntheticRows):
         return {"input_ids": input_ids, "labels": labels}
 
 
+@dataclass(eq=False)
 class Delay(SyntheticRows):
-    """The signals of Delay, of unit power.
+    """Signals of `length` L, and the same ones `lag` steps later."""
 
-    Args:
-        rows, seed: as for `SyntheticRows`.
-        length: length L.
-        lag: number of steps between the signal and the target.
-    """
-
-    def __init__(self, rows: int, seed: int, length: int, lag: int):
-        super().__init__(rows, seed)
-        self.length, self.lag = length, lag
+    length: int
+    lag: int
 
     def draw(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        noise = torch.randn(self.length, generator=generator)
-        spectrum = torch.fft.rfft(noise)  # (L/2 + 1,)
+        spectrum = torch.fft.rfft(torch.randn(self.length, generator=generator))  # (L/2 + 1,)
         spectrum[int(BAND * len(spectrum)) :] = 0
         signal = torch.fft.irfft(spectrum, n=self.length)
         signal = signal / signal.square().mean().sqrt()
@@ -85,28 +71,23 @@ class Delay(SyntheticRows):
         return {"signal": signal, "labels": target}
 
 
+@dataclass(eq=False)
 class Recall(SyntheticRows):
-    """The rows of Recall for a causal language model, whose loss shifts the labels.
+    """Recall of M = `pairs` in L = `length` tokens, at least 3 M + 1.
 
-    The first half of the vocabulary are keys, the second half values; its last token fills the places between queries.
-
-    Args:
-        rows, seed: as for `SyntheticRows`.
-        pairs: number of pairs M.
-        length: number of tokens L, at least 3 M + 1.
-        num_tokens: size of the vocabulary, at least 2 M + 1.
+    The first half of the vocabulary, at least 2 M + 1 tokens, are keys, the second half values; its last token fills
+    the places between queries.
     """
 
-    def __init__(self, rows: int, seed: int, pairs: int, length: int, num_tokens: int):
-        super().__init__(rows, seed)
-        self.pairs, self.length, self.num_tokens = pairs, length, num_tokens
+    pairs: int
+    length: int
+    num_tokens: int
 
     def draw(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        half = (self.num_tokens - 1) // 2
+        half, told = (self.num_tokens - 1) // 2, 2 * self.pairs
         keys = torch.randperm(half, generator=generator)[: self.pairs]  # (M,)
         values = half + torch.randint(half, (self.pairs,), generator=generator)  # (M,)
         asked = torch.randperm(self.pairs, generator=generator)  # (M,)
-        told = 2 * self.pairs
         places = told + torch.randperm(self.length - 1 - told, generator=generator)[: self.pairs]  # (M,)
         input_ids = torch.full((self.length,), self.num_tokens - 1)  # (L,)
         input_ids[:told] = torch.stack([keys, values], dim=1).flatten()
@@ -116,21 +97,16 @@ class Recall(SyntheticRows):
         return {"input_ids": input_ids, "labels": labels}
 
 
+@dataclass(eq=False)
 class Passkey(SyntheticRows):
-    """The rows of Passkey for a causal language model, whose loss shifts the labels.
+    """A passkey of M = `digits` tokens in L = `length` tokens, at least 2 M + 2.
 
-    The first half of the vocabulary is noise, the second half are tokens of passkeys; the last token is the marker.
-
-    Args:
-        rows, seed: as for `SyntheticRows`.
-        digits: number of tokens M of the passkey.
-        length: number of tokens L, at least 2 M + 2.
-        num_tokens: size of the vocabulary, at least 3.
+    The first half of the vocabulary is noise, the second half are tokens of passkeys.
     """
 
-    def __init__(self, rows: int, seed: int, digits: int, length: int, num_tokens: int):
-        super().__init__(rows, seed)
-        self.digits, self.length, self.num_tokens = digits, length, num_tokens
+    digits: int
+    length: int
+    num_tokens: int
 
     def draw(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
         marker, half, said = self.num_tokens - 1, (self.num_tokens - 1) // 2, self.digits + 1

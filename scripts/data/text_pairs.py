@@ -16,11 +16,7 @@ PARTS = {"train": (0.0, 0.8), "validation": (0.8, 0.9), "test": (0.9, 1.0)}
 
 
 def group_texts(data: DatasetDict, column: str) -> list[str]:
-    """The text of each group, its rows in the order of the data set.
-
-    Raises:
-        ValueError: a column does not exist.
-    """
+    """The text of each group, its rows in the order of the data set; a ValueError if a column does not exist."""
     groups: dict[object, list[str]] = {}
     for split, rows in data.items():
         for name, option in ((column, "--pair_column"), ("text", "--dataset_path")):
@@ -33,11 +29,7 @@ def group_texts(data: DatasetDict, column: str) -> list[str]:
 
 
 def parts_of(texts: list[str], split: str, length: int) -> list[str]:
-    """The part of each text for a split, of those whose part has a passage of `length` characters.
-
-    Raises:
-        ValueError: fewer than two texts are long enough.
-    """
+    """The part of each text for a split, of those whose part has a passage of `length` characters: at least two."""
     first, last = PARTS[split]
     parts = [text[int(first * len(text)) : int(last * len(text))] for text in texts]
     long_enough = [part for part in parts if len(part) >= length]

@@ -36,9 +36,15 @@ from tnn_scripts.common.signals import StopRequested
 from tnn_scripts.common.tables import ERRORS, format_metric, markdown_table
 from tnn_scripts.common.trainer import output_folder, train
 from tnn_scripts.common.training_arguments import fine_tuning_of
-from tnn_scripts.data.class_labels import outputs_of_classes
-from tnn_scripts.data.glue import TaskData, load_files, load_task, tokenize_task
-from tnn_scripts.data.glue_metrics import load_metric, main_metric
+from tnn_scripts.data.glue import (
+    TaskData,
+    load_files,
+    load_metric,
+    load_task,
+    main_metric,
+    outputs_of_classes,
+    tokenize_task,
+)
 from tnn_scripts.data.vocabulary import check_vocabulary
 from tnn_scripts.options.glue import TRAINING, GlueArguments
 

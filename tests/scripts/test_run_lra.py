@@ -33,25 +33,18 @@ from tnn_scripts.data.lra import TASKS, byte_tokenizer, encode_split, load_task
 from tnn_scripts.runs import run_lra
 
 
-def test_value_of_an_expression():
-    for source, value in {
-        "7": 7,
-        "[MAX 2 9 [MIN 4 7 ] 0 ]": 9,
-        "[MED 1 2 ]": 1,
-        "[MED 9 1 [SM 9 9 ] ]": 8,
-        "[SM 8 5 [MIN 6 6 1 ] [MED 0 1 4 8 6 ] ]": 8,
-    }.items():
-        assert listops.evaluate(source) == value
-    for source in ("[MAX 1 2", "1 2", "[MAX ]", "[SUM 1 2 ]", "]", ""):
-        with pytest.raises(ValueError):
-            listops.evaluate(source)
+def value_of(source: str) -> int:
+    """The value of an expression of ListOps, as Python computes it."""
+    calls = re.sub(r"\[(\w+)", r"\1([", source).replace(" ]", " ])").replace(" ", ",").replace("[,", "[")
+    functions = {"MIN": min, "MAX": max, "MED": lambda values: int(np.median(values)), "SM": lambda v: sum(v) % 10}
+    return eval(calls, functions)  # noqa: S307
 
 
 def test_generated_listops_keep_the_rules():
     rows = list(listops.samples(60, seed=3))
     assert rows == list(listops.samples(60, seed=3)) and len({row["source"] for row in rows}) == 60
     for row in rows:
-        assert listops.evaluate(row["source"]) == row["target"]
+        assert value_of(row["source"]) == row["target"]
         assert 500 < row["length"] == len(row["source"].split()) < 2000
         depth = np.cumsum([(token in listops.OPERATORS) - (token == listops.END) for token in row["source"].split()])
         assert depth.max() <= 9
@@ -97,8 +90,6 @@ def test_pathfinder_pictures():
     rows = list(pathfinder.samples(4, seed=0, side=32))
     assert rows == list(pathfinder.samples(4, seed=0, side=32))
     assert all(len(row["pixels"]) == 1024 and max(row["pixels"]) == 255 for row in rows)
-    with pytest.raises(ValueError, match="`side` must be one of 16, 32, 128, got 31"):
-        next(pathfinder.samples(1, seed=0, side=31))
     args, _ = parse([run_lra.LraArguments, training_options()], "--recipe lra/small-pathfinder --output_dir x")
     task, data = load_task(args.task, None, 20, args.max_length)
     assert task.max_length == run_lra.build_config(args, task).max_position_embeddings == 256
