@@ -55,11 +55,7 @@ def parse_arguments() -> tuple[argparse.Namespace, dict]:
 
 
 def batches(args: argparse.Namespace, tokenizer) -> Iterator[list[str]]:
-    """The prompts that were given, `--batch_size` at a time, or the lines of the standard input.
-
-    Raises:
-        ValueError: a prompt has no tokens, or there is none.
-    """
+    """The prompts that were given, `--batch_size` at a time, or the lines of the standard input."""
     for prompt in args.prompt:
         if not tokenizer(prompt)["input_ids"]:
             raise ValueError(f"--prompt must have at least one token, got {prompt!r}")
@@ -75,11 +71,7 @@ def batches(args: argparse.Namespace, tokenizer) -> Iterator[list[str]]:
 
 
 def run(args: argparse.Namespace, options: dict):
-    """Continue all prompts and write the texts.
-
-    Raises:
-        ValueError: the model, the device or a prompt is wrong.
-    """
+    """Continue all prompts and write the texts; ValueError if the model, the device or a prompt is wrong."""
     with importing():
         import torch
         from transformers import set_seed

@@ -8,6 +8,7 @@ whose file is missing. The same inputs give the same card.
 import argparse
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,20 +30,11 @@ from tnn_scripts.common.tables import format_metric
 _FOLDERS = [Path(__file__).resolve().parents[level] / "model_cards" for level in (1, 2)]
 TEMPLATE = next((folder for folder in _FOLDERS if folder.is_dir()), _FOLDERS[-1]) / "TEMPLATE.md"
 # Names of inputs -> their files in the folder of a card.
-INPUTS = {
-    "card": "card.json",
-    "config": "config.json",
-    "model": "model.json",
-    "metrics": "metrics.json",
-    "arguments": "training_args.json",
-    "evaluation": "evaluation.json",
-    "glue": "glue.json",
-    "conversion": "conversion.json",
-    "decoding": "decoding.json",
-    "kernels": "kernels.json",
-}
+INPUTS = {name: f"{name}.json" for name in (
+    "card", "config", "model", "metrics", "evaluation", "glue", "conversion", "decoding", "kernels"
+)} | {"arguments": "training_args.json"}  # fmt: skip
 PICTURES = ("kernels.png", "length_extrapolation.png")
-CARD_OPTIONS = ("repo_id", "description", "data", "dataset_id", "license", "language")
+CARD_OPTIONS = ("repo_id", "description", "data", "dataset_id", "license", "language", "published")
 PIPELINES = {
     "TnnForCausalLM": "text-generation",
     "TnnForMaskedLM": "fill-mask",
@@ -53,7 +45,7 @@ PIPELINES = {
     "TnnForImageClassification": "image-classification",
     "TnnModel": "feature-extraction",
 }
-# The options of a training that belong to its recipe.
+# The options of a training that belong to its recipe, and those that name its data.
 RECIPE = (
     "objective", "tno_type", "block_size", "max_steps", "num_train_epochs", "batch_size",
     "per_device_train_batch_size", "gradient_accumulation_steps", "mlm_probability", "learning_rate",
@@ -78,41 +70,12 @@ FIGURES = {
     "tokens": ("tokens seen in training", "{:,}", False),
     "train_seconds": ("seconds of training", "{:,.0f}", False),
 }
-CITATIONS = {
-    "rpe": """@inproceedings{qin2023toeplitz,
-  title={Toeplitz Neural Network for Sequence Modeling},
-  author={Qin, Zhen and Han, Xiaodong and Sun, Weixuan and He, Bowen and Li, Dong and Li, Dongxu and Dai, Yuchao and
-    Kong, Lingpeng and Zhong, Yiran},
-  booktitle={International Conference on Learning Representations},
-  year={2023}
-}""",
-    "ski": """@article{moreno2023ski,
-  title={{SKI} to go Faster: Accelerating Toeplitz Neural Networks via Asymmetric Kernels},
-  author={Moreno, Alexander and Mei, Jonathan and Walters, Luke},
-  journal={arXiv preprint arXiv:2305.09028},
-  year={2023}
-}""",
-    "rtf": """@inproceedings{parnichkun2024rtf,
-  title={State-Free Inference of State-Space Models: The Transfer Function Approach},
-  author={Parnichkun, Rom N. and Massaroli, Stefano and Moro, Alessandro and Smith, Jimmy T.H. and others},
-  booktitle={International Conference on Machine Learning},
-  year={2024}
-}""",
-    "s4d": """@inproceedings{gu2022s4d,
-  title={On the Parameterization and Initialization of Diagonal State Space Models},
-  author={Gu, Albert and Gupta, Ankit and Goel, Karan and R{\\'e}, Christopher},
-  booktitle={Advances in Neural Information Processing Systems},
-  year={2022}
-}""",
-}
+# Operators -> their papers in citations.bib.
+PAPERS = {"fd": "moreno2023ski", "ski": "moreno2023ski", "rtf": "parnichkun2024rtf", "s4d": "gu2022s4d"}
 
 
 def read_json(path: Path) -> dict:
-    """The contents of a JSON file.
-
-    Raises:
-        ValueError: the file is missing or not JSON.
-    """
+    """The contents of a JSON file; ValueError if the file is missing or not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -120,21 +83,13 @@ def read_json(path: Path) -> dict:
 
 
 def check_folder(target: Path, folder: Path):
-    """Refuse to write a card into the folder of a model, because some files have the same names.
-
-    Raises:
-        ValueError: `target` is the folder of this or of another model.
-    """
+    """Refuse, by a ValueError, to write a card into the folder of a model: some files have the same names."""
     if target.resolve() == folder.resolve() or any(target.glob("*.safetensors")):
         raise ValueError(f"The folder of the card must not be that of a model, got {target}")
 
 
 def load(folder: Path) -> PreTrainedModel:
-    """The model in `folder`, by the class that it was saved with.
-
-    Raises:
-        ValueError: the folder holds no complete model of this package.
-    """
+    """The model in `folder`, by the class that it was saved with; ValueError if it holds no complete one of ours."""
     check_model_path(folder, "folder")
     config = loading.load(AutoConfig, folder)
     name = (config.architectures or ["TnnModel"])[0]
@@ -145,15 +100,6 @@ def load(folder: Path) -> PreTrainedModel:
     if problems := {kind: sorted(names)[:5] for kind, names in info.items() if names}:
         raise ValueError(f"The weights in {folder} must be those of a {name}, got {problems}")
     return model.eval()
-
-
-def trained_length(folder: Path, config: modeling_tnn.TnnConfig) -> int:
-    """The length of the training sequences of the model in `folder`, or else the length that it is made for."""
-    arguments = folder / "training_args.json"
-    if arguments.is_file() and (fault := loading.fault_of(arguments)):
-        raise ValueError(f"{arguments} cannot be read: {fault}")
-    recipe = read_json(arguments) if arguments.is_file() else {}
-    return recipe.get("block_size") or config.max_position_embeddings
 
 
 def facts(model: PreTrainedModel, length: int) -> dict:
@@ -196,38 +142,34 @@ def collect(args: argparse.Namespace, model: PreTrainedModel, target: Path):
     target.mkdir(parents=True, exist_ok=True)
     for name in (*INPUTS.values(), *PICTURES):  # of an earlier card
         (target / name).unlink(missing_ok=True)
-    card = {
-        name: getattr(args, name) for name in ("repo_id", "description", "data", "dataset_id", "license", "language")
-    }
-    write_json(target / INPUTS["card"], card | {"published": args.published})
-    config = {name: value for name, value in model.config.to_diff_dict().items() if name != "auto_map"}
-    write_json(target / INPUTS["config"], config)
-    length = trained_length(args.folder, model.config)
-    write_json(target / INPUTS["model"], facts(model, length))
-    for name, path in sources(args).items():
+    config, files = model.config, sources(args)
+    length = read_json(files["arguments"]).get("block_size") if "arguments" in files else None
+    length = length or config.max_position_embeddings
+    inputs = {"card": {name: getattr(args, name) for name in CARD_OPTIONS}}
+    inputs["config"] = {name: value for name, value in config.to_diff_dict().items() if name != "auto_map"}
+    inputs["model"] = facts(model, length)
+    readers = READERS | {"evaluation": partial(read_evaluation, folder=args.folder, config=config)}
+    for name, path in files.items():
         try:
-            report = read_json(path)
-            report = of_model(report, args.folder, model.config) if name == "evaluation" else report
-            write_json(target / INPUTS[name], READERS[name](report))
+            inputs[name] = readers[name](read_json(path))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not a JSON file that the card can read as {name}: {error!r}") from error
+    for name, found in inputs.items():
+        write_json(target / INPUTS[name], found)
     if args.kernels is not None:
         shutil.copyfile(args.kernels / "overview.png", target / "kernels.png")
     if args.evaluation is not None:
-        rows = read_json(target / INPUTS["evaluation"])["rows"]
-        plot_lengths(rows, length, target)
+        plot_lengths(inputs["evaluation"]["rows"], length, target)
 
 
 def sources(args: argparse.Namespace) -> dict[str, Path]:
-    """The files of results: those of the options, and those in the folder of the model."""
+    """The files of results: those in the folder of the model, and those of the options."""
+    files = {name: args.folder / INPUTS[name] for name in ("arguments", "conversion")}
+    files["metrics"] = metrics_file(args.folder)
+    files = {name: path for name, path in files.items() if path.is_file()}
     named = {name: getattr(args, name) for name in ("evaluation", "glue", "decoding", "conversion")}
     named["kernels"] = args.kernels and args.kernels / "kernels.json"
-    left = {"arguments": "training_args.json", "conversion": "conversion.json"}
-    left["metrics"] = metrics_file(args.folder).name
-    for name, file in left.items():
-        if named.get(name) is None and file and (args.folder / file).is_file():
-            named[name] = args.folder / file
-    return {name: path for name, path in named.items() if path is not None}
+    return files | {name: path for name, path in named.items() if path is not None}
 
 
 def metrics_file(folder: Path) -> Path:
@@ -249,77 +191,60 @@ def read_metrics(report: dict) -> dict:
 
 def read_training_arguments(report: dict) -> dict:
     """The options of the training, with the name of the data but not its folder."""
-    recipe = {name: report[name] for name in RECIPE if report.get(name) is not None}
-    # A text in reports of other programs; of pretrain.py, sources.
-    given = {name: report[name] for name in (*DATA_OPTIONS, "validation_file") if report.get(name)}
-    data = {name: [value] if isinstance(value, str) else value for name, value in given.items()}
-    return recipe | {name: " ".join(map(_without_folder, values)) for name, values in data.items()}
 
+    def without_folder(source: str) -> str:
+        return Path(source).name if Path(source).is_absolute() or Path(source).exists() else source
 
-def _without_folder(source: str) -> str:
-    return Path(source).name if Path(source).is_absolute() or Path(source).exists() else source
-
-
-def of_model(report: dict, folder: Path, config: modeling_tnn.TnnConfig) -> dict:
-    """The report of evaluate_lm.py with the rows of one of its models, the one in `folder` if there are several.
-
-    Raises:
-        ValueError: `folder` is none of them, or the report is of another kind of language model.
-    """
-    masked = report["settings"].get("objective") == "mlm"
-    if masked == config.causal:
-        raise ValueError(f"`causal` of its models must be {config.causal}, got {not masked}")
-    models = sorted({row["model"] for row in report["results"] if "model" in row})
-    if len(models) < 2:  # the folder may have been moved since
-        return report
-    own = [name for name in models if Path(name).resolve() == folder.resolve()]
-    if not own:
-        raise ValueError(f"it must have {folder} among its models, got {', '.join(models)}")
-    return report | {"results": [row for row in report["results"] if row["model"] in own]}
-
-
-def read_evaluation(report: dict) -> dict:
-    """The perplexities by length of evaluate_lm.py, without a stride."""
-    file, split = report["settings"]["validation_file"], report["settings"]["split"]
-    whole = [row for row in report["results"] if row["stride"] is None]
-    figures = ("length", "perplexity", "bits_per_byte", "tokens")
-    rows = [{name: row[name] for name in figures if row.get(name) is not None} for row in whole]
-    found = {"of": f"the text {Path(file).name}" if file else f"the {split} part of the data", "rows": rows}
-    if report["settings"].get("objective") == "mlm":
-        found["mlm_probability"] = report["settings"]["mlm_probability"]
+    found = {name: report[name] for name in RECIPE if report.get(name) is not None}
+    for name in (*DATA_OPTIONS, "validation_file"):
+        if given := report.get(name):  # a text in reports of other programs; of pretrain.py, sources
+            found[name] = " ".join(map(without_folder, [given] if isinstance(given, str) else given))
     return found
 
 
-def read_glue(report: list[dict]) -> dict:
-    """The scores of finetune_glue.py on the validation sets, without its single runs."""
-    figures = ("task", "metric", "majority", "mean", "std", "seeds", "learning_rate")
-    return {"tasks": [{name: row[name] for name in figures} for row in report]}
+def read_evaluation(report: dict, folder: Path | None = None, config: modeling_tnn.TnnConfig | None = None) -> dict:
+    """The perplexities by length of evaluate_lm.py, without a stride; of several models, those of the one in `folder`.
 
-
-def read_decoding(report: dict) -> dict:
-    return {name: report[name] for name in ("tokens_per_second", "new_tokens", "device", "torch_threads")}
-
-
-def read_conversion(report: dict) -> dict:
-    return {name: report[name] for name in ("converted_from", "comparison")}
+    Raises a ValueError if `folder` is none of them, or if they are another kind of language model than `config`.
+    """
+    settings, rows = report["settings"], report["results"]
+    masked = settings.get("objective") == "mlm"
+    if config is not None and masked == config.causal:
+        raise ValueError(f"`causal` of its models must be {config.causal}, got {not masked}")
+    models = sorted({row["model"] for row in rows if "model" in row})
+    if folder is not None and len(models) > 1:  # of a single one the folder may have been moved since
+        rows = [row for row in rows if Path(row["model"]).resolve() == folder.resolve()]
+        if not rows:
+            raise ValueError(f"it must have {folder} among its models, got {', '.join(models)}")
+    file = settings["validation_file"]
+    of = f"the text {Path(file).name}" if file else f"the {settings['split']} part of the data"
+    figures = ("length", "perplexity", "bits_per_byte", "tokens")
+    rows = [row for row in rows if row["stride"] is None]
+    found = {"of": of, "rows": [{name: row[name] for name in figures if row.get(name) is not None} for row in rows]}
+    return found | ({"mlm_probability": settings["mlm_probability"]} if masked else {})
 
 
 def read_kernels(report: dict) -> dict:
-    rows = [
-        {name: row[name] for name in ("label", "horizon_median")}
-        | ({"lower_bound": True} if "horizon_median" in row["lower_bounds"] else {})
-        for row in report["layers"]
-    ]
+    """The horizon of each layer."""
+    rows = []
+    for row in report["layers"]:
+        bound = {"lower_bound": True} if "horizon_median" in row["lower_bounds"] else {}
+        rows.append(chosen(row, "label", "horizon_median") | bound)
     return {"layers": rows}
 
 
+def chosen(report: dict, *names: str) -> dict:
+    return {name: report[name] for name in names}
+
+
+# Names of inputs -> what is read of the JSON file of a program.
+SCORES = ("task", "metric", "majority", "mean", "std", "seeds", "learning_rate")
 READERS = {
     "metrics": read_metrics,
     "arguments": read_training_arguments,
-    "evaluation": read_evaluation,
-    "glue": read_glue,
-    "decoding": read_decoding,
-    "conversion": read_conversion,
+    "glue": lambda report: {"tasks": [chosen(row, *SCORES) for row in report]},
+    "decoding": lambda report: chosen(report, "tokens_per_second", "new_tokens", "device", "torch_threads"),
+    "conversion": lambda report: chosen(report, "converted_from", "comparison"),
     "kernels": read_kernels,
 }
 
@@ -337,90 +262,66 @@ def plot_lengths(rows: list[dict], trained: int, target: Path):
     figure.savefig(target / "length_extrapolation.png", dpi=120, metadata={"Software": None})
 
 
-def data_name(inputs: dict) -> str:
-    """The name of the training data, for the text of the card."""
-    if inputs["card"]["data"]:
-        return inputs["card"]["data"]
-    return " ".join((inputs["arguments"] or {}).get(option, "") for option in DATA_OPTIONS).strip()
+def results(inputs: dict, kind: str, data: str) -> tuple[list[dict], list[EvalResult]]:
+    """The figures of a training as rows of a table, and as metadata. `kind` is text or pictures."""
+    metrics, arguments = inputs["metrics"] or {}, inputs["arguments"] or {}
+    split, file = metrics.get("split", "validation"), arguments.get("validation_file")
+    hub = hub_data(inputs)
+    measured_on = {"dataset_type": hub[0] if len(hub) == 1 else kind, "dataset_name": data or kind}
+    where = f"{split} part of {data}" if data else f"{split} {kind}"
+    if file:
+        measured_on, where = {"dataset_type": kind, "dataset_name": file}, f"the {kind} {file}"
+    rows, evaluations = [], []
+    for key, (name, written, is_evaluation) in FIGURES.items():
+        value = metrics.get(key)
+        if not isinstance(value, int | float):
+            continue
+        of_data = is_evaluation or "perplexity" in key
+        rows.append({"name": name, "text": written.format(value), "on": where if of_data else "training"})
+        if is_evaluation:
+            about = {"metric_type": key, "metric_name": name, "metric_value": value, "dataset_split": split}
+            evaluations.append(EvalResult(PIPELINES[inputs["model"]["class"]], **measured_on, **about))
+    return rows, evaluations
 
 
-def results(inputs: dict, data: str) -> list[dict]:
-    """The figures of a training as rows of a table."""
-    metrics = inputs["metrics"] or {}
-    split = metrics.get("split", "validation")
-    validation = f"{split} part of {data}" if data else f"{split} {inputs_name(inputs)}"
-    if file := (inputs["arguments"] or {}).get("validation_file"):
-        validation = f"the {inputs_name(inputs)} {file}"
-    rows = []
-    for key, (name, written, evaluation) in FIGURES.items():
-        if isinstance(metrics.get(key), int | float):
-            where = validation if evaluation or "perplexity" in key else "training"
-            row = {"key": key, "name": name, "value": metrics[key], "text": written.format(metrics[key])}
-            rows.append(row | {"evaluation": evaluation, "on": where})
-    return rows
-
-
-def card_data(inputs: dict, rows: list[dict], data: str) -> ModelCardData:
-    """The metadata for the Hub."""
-    card, task = inputs["card"], PIPELINES[inputs["model"]["class"]]
-    arguments = inputs["arguments"] or {}
-    named = inputs["card"]["dataset_id"] or arguments.get("dataset_name") or ""
-    hub_data = [name for name in named.split() if "/" in name]
-    kind = inputs_name(inputs)
-    split = (inputs["metrics"] or {}).get("split", "validation")
-    measured_on = {
-        "dataset_type": hub_data[0] if len(hub_data) == 1 else kind,
-        "dataset_name": data or kind,
-        "dataset_split": split,
-    }
-    if file := arguments.get("validation_file"):
-        measured_on |= {"dataset_type": kind, "dataset_name": file}
-    evaluations = [
-        EvalResult(task, **measured_on, metric_type=row["key"], metric_name=row["name"], metric_value=row["value"])
-        for row in rows
-        if row["evaluation"]
-    ]
-    return ModelCardData(
-        language=None if kind == "pictures" else card["language"],
-        license=card["license"],
-        library_name="transformers",
-        pipeline_tag=task,
-        tags=["tnn", "toeplitz", inputs["config"]["tno_type"], "custom_code"],
-        datasets=hub_data or None,
-        model_name=short_name(inputs),
-        eval_results=evaluations or None,
-    )
-
-
-def inputs_name(inputs: dict) -> str:
-    return "pictures" if inputs["model"]["class"] == "TnnForImageClassification" else "text"
-
-
-def short_name(inputs: dict) -> str:
-    return inputs["card"]["repo_id"].split("/")[-1]
+def hub_data(inputs: dict) -> list[str]:
+    """The ids of the training data that are on the Hub."""
+    named = inputs["card"]["dataset_id"] or (inputs["arguments"] or {}).get("dataset_name") or ""
+    return [name for name in named.split() if "/" in name]
 
 
 def citations(config: dict) -> list[str]:
     """The citations of the TNN paper, and of the paper of the operator if it is another one."""
-    papers = {"fd": "ski", "ski": "ski", "rtf": "rtf", "s4d": "s4d"}
+    text = TEMPLATE.with_name("citations.bib").read_text(encoding="utf-8")
+    entries = {entry.partition("{")[2].partition(",")[0]: entry for entry in text.strip().split("\n\n")}
     operators = [config["tno_type"], config["converted_from"]]
-    return [CITATIONS["rpe"]] + [CITATIONS[papers[name]] for name in operators if name in papers]
+    return [entries[key] for key in ("qin2023toeplitz", *(PAPERS[name] for name in operators if name in PAPERS))]
 
 
 def render(folder: Path) -> str:
     """The text of the card whose inputs are in `folder`."""
     inputs = {name: read_json(folder / file) if (folder / file).is_file() else None for name, file in INPUTS.items()}
     inputs["config"] = modeling_tnn.TnnConfig.from_dict(inputs["config"]).to_dict()
-    data = data_name(inputs)
-    rows = results(inputs, data)
-    arguments = inputs["arguments"] or {}
+    card, config, arguments = inputs["card"], inputs["config"], inputs["arguments"] or {}
+    name, task = card["repo_id"].split("/")[-1], PIPELINES[inputs["model"]["class"]]
+    kind = "pictures" if task == "image-classification" else "text"
+    data = card["data"] or " ".join(arguments.get(option, "") for option in DATA_OPTIONS).strip()
+    rows, evaluations = results(inputs, kind, data)
+    metadata = ModelCardData(
+        language=None if kind == "pictures" else card["language"],
+        license=card["license"],
+        library_name="transformers",
+        pipeline_tag=task,
+        tags=["tnn", "toeplitz", config["tno_type"], "custom_code"],
+        datasets=hub_data(inputs) or None,
+        model_name=name,
+        eval_results=evaluations or None,
+    )
     unused = {"mlm_probability"} if arguments.get("objective") == "clm" else set()
     recipe = {name: arguments[name] for name in RECIPE if arguments.get(name) is not None and name not in unused}
-    derived = {"name": short_name(inputs), "data": data, "results": rows, "citations": citations(inputs["config"])}
     # Markdown, not HTML: nothing is escaped.
-    template = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined).from_string(  # noqa: S701
-        TEMPLATE.read_text(encoding="utf-8")
-    )
-    derived |= {"arguments": recipe, "format_metric": format_metric}
-    text = template.render(card_data=card_data(inputs, rows, data), **inputs | derived)
+    environment = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)  # noqa: S701
+    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    derived = {"card_data": metadata, "name": name, "data": data, "results": rows, "citations": citations(config)}
+    text = template.render(inputs | derived | {"arguments": recipe, "format_metric": format_metric})
     return str(ModelCard(text)).strip() + "\n"

@@ -37,45 +37,34 @@ class PublishingError(UserError):
     """The error for a failed upload. The files on this machine are unchanged."""
 
 
-def stage(args: argparse.Namespace, target: Path):
-    """Write all files of the repository to `target`.
+def stage_all(args: argparse.Namespace, target: Path) -> dict[str, Path]:
+    """Write the files of the model, or of the models of finished cards; the names of the repositories, and folders.
 
-    Raises:
-        ValueError: the folder holds no complete model, or a file of results cannot be read.
+    Raises a ValueError if a model is missing, incomplete, none for a Space or not that of its card.
     """
-    if args.card_dir is not None:
-        model_card.check_folder(args.card_dir, args.folder)
-    model = model_card.load(args.folder)
-    model_card.collect(args, model, target)
-    text = model_card.render(target)
-    (target / "README.md").write_text(text, encoding="utf-8")
-    if args.card_dir is not None:
-        shutil.copytree(target, args.card_dir, dirs_exist_ok=True)
-    save(model, args.folder, target, args.max_shard_size)
-
-
-def save(model: PreTrainedModel, folder: Path, target: Path, max_shard_size: str):
-    """Write the model from `folder` to `target`, with its tokenizer or image processor."""
-    model.save_pretrained(target, max_shard_size=max_shard_size)
-    if any((folder / name).is_file() for name in TOKENIZER_FILES):
-        load(AutoTokenizer, folder).save_pretrained(target)
-    # The file is copied, because transformers 5.17 needs torchvision to load it.
-    if (folder / IMAGE_PROCESSOR_NAME).is_file():
-        shutil.copyfile(folder / IMAGE_PROCESSOR_NAME, target / IMAGE_PROCESSOR_NAME)
-
-
-def stage_cards(args: argparse.Namespace, target: Path) -> dict[str, Path]:
-    """Write the models of finished cards to folders in `target`; the names of their repositories, and the folders.
-
-    Raises:
-        ValueError: a model is missing or incomplete, or its training has other figures than its card.
-    """
+    if args.space:
+        space.check_model(args.folder)
+    if args.cards is None:
+        stage(args, target)
+        return {args.repo_id: target}
     cards = sorted(path.parent for path in args.cards.glob(f"*/{model_card.INPUTS['card']}"))
     if not cards:
         raise ValueError(f"--cards must be a folder of cards, got {args.cards}")
     if missing := [card.name for card in cards if not (args.folder / card.name).is_dir()]:
         raise ValueError(f"{args.folder} must have a model for each card, got none for {', '.join(missing)}")
     return dict(stage_card(card, args.folder / card.name, target / card.name, args.max_shard_size) for card in cards)
+
+
+def stage(args: argparse.Namespace, target: Path):
+    """Write all files of the repository of a model to `target`."""
+    if args.card_dir is not None:
+        model_card.check_folder(args.card_dir, args.folder)
+    model = model_card.load(args.folder)
+    model_card.collect(args, model, target)
+    (target / "README.md").write_text(model_card.render(target), encoding="utf-8")
+    if args.card_dir is not None:
+        shutil.copytree(target, args.card_dir, dirs_exist_ok=True)
+    save(model, args.folder, target, args.max_shard_size)
 
 
 def stage_card(card: Path, folder: Path, target: Path, max_shard_size: str) -> tuple[str, Path]:
@@ -94,6 +83,16 @@ def stage_card(card: Path, folder: Path, target: Path, max_shard_size: str) -> t
     return settings["repo_id"], target
 
 
+def save(model: PreTrainedModel, folder: Path, target: Path, max_shard_size: str):
+    """Write the model from `folder` to `target`, with its tokenizer or image processor."""
+    model.save_pretrained(target, max_shard_size=max_shard_size)
+    if any((folder / name).is_file() for name in TOKENIZER_FILES):
+        load(AutoTokenizer, folder).save_pretrained(target)
+    # The file is copied, because transformers 5.17 needs torchvision to load it.
+    if (folder / IMAGE_PROCESSOR_NAME).is_file():
+        shutil.copyfile(folder / IMAGE_PROCESSOR_NAME, target / IMAGE_PROCESSOR_NAME)
+
+
 def publish(folder: Path, repo_id: str, private: bool, repo_type: str = "model") -> RepoUrl:
     """Replace the files of the repository by those of `folder` in one commit; the address of the repository."""
     api = HfApi()
@@ -109,90 +108,49 @@ def publish(folder: Path, repo_id: str, private: bool, repo_type: str = "model")
 
 
 def run(args: argparse.Namespace, command: str) -> list[RepoUrl]:
-    """Stage and publish a model; the addresses of the repository and, with `--space`, of its Space.
+    """Stage and publish; the addresses of the repositories and, with `--space`, of the Space.
 
-    Args:
-        command: what publishes it later if this fails.
-
-    Raises:
-        ValueError: the folder holds no complete model, or no causal one for a Space, or a file of results cannot be
-            read.
-        PublishingError: the upload failed.
+    A failed upload is a PublishingError, with the `command` that publishes it later.
     """
-    if args.cards is not None:
-        return _run_cards(args, command)
-    if args.space:
-        space.check_model(args.folder)
+    lost = "Nothing was published" if args.cards is None else "Not all models were published"
     with tempfile.TemporaryDirectory() as folder:
-        stage(args, Path(folder))
-        with publishing_errors(args.folder, command):
-            model = publish(Path(folder), args.repo_id, args.private)
-    if not args.space:
-        return [model]
-    with tempfile.TemporaryDirectory() as folder:
-        space.write_space(Path(folder), model.repo_id, args.license, args.package or space.PACKAGE)
-        with publishing_errors(args.folder, command, lost="The Space was not published"):
-            return [model, publish(Path(folder), model.repo_id, args.private, "space")]
-
-
-def _run_cards(args: argparse.Namespace, command: str) -> list[RepoUrl]:
-    """Stage the models of all cards, then publish one after the other."""
-    with tempfile.TemporaryDirectory() as folder:
-        staged = stage_cards(args, Path(folder))
-        with publishing_errors(args.folder, command, lost="Not all models were published"):
-            return [publish(path, repo_id, args.private) for repo_id, path in staged.items()]
+        staged = stage_all(args, Path(folder) / "model")
+        with publishing_errors(args.folder, command, lost):
+            urls = [publish(path, repo_id, args.private) for repo_id, path in staged.items()]
+        if args.space:
+            page = space.write_space(Path(folder) / "space", urls[0].repo_id, args)
+            with publishing_errors(args.folder, command, "The Space was not published"):
+                urls.append(publish(page, urls[0].repo_id, args.private, "space"))
+    return urls
 
 
 def rehearse(args: argparse.Namespace) -> Iterator[str]:
-    """Lines on what `run` would publish. Without contact to the Hub; `--output_dir` gets the files.
-
-    Raises:
-        ValueError: as for `run`, or the repository has no valid name, or the output folder has files.
-    """
+    """Lines on what `run` would publish. Without contact to the Hub; `--output_dir`, a new folder, gets the files."""
     if args.cards is None:
         validate_repo_id(args.repo_id)
-    if args.space:
-        space.check_model(args.folder)
     if args.output_dir is not None and args.output_dir.exists() and any(args.output_dir.iterdir()):
         raise ValueError(f"--output_dir must be a new or an empty folder, got {args.output_dir}")
+    seen = "private" if args.private else "public"
     with tempfile.TemporaryDirectory() as folder:
-        model, page = Path(folder) / "model", Path(folder) / "space"
-        staged = {args.repo_id: model}
-        if args.cards is None:
-            stage(args, model)
-        else:
-            staged = stage_cards(args, model)
+        model = Path(folder) / "model"
+        staged = {f"model {repo_id}": path for repo_id, path in stage_all(args, model).items()}
         if args.space:
-            page.mkdir()
-            space.write_space(page, args.repo_id, args.license, args.package or space.PACKAGE)
+            staged[f"Space {args.repo_id}"] = space.write_space(Path(folder) / "space", args.repo_id, args)
         if args.output_dir is not None:
             shutil.copytree(folder if args.space else model, args.output_dir, dirs_exist_ok=True)
-        for repo_id, root in staged.items():
-            yield from _listing(f"model {repo_id}", root, args.private)
-        if args.space:
-            yield from _listing(f"Space {args.repo_id}", page, args.private)
-
-
-def _listing(what: str, folder: Path, private: bool) -> Iterator[str]:
-    """Lines on a repository that would have the files of `folder`."""
-    sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in sorted(folder.rglob("*"))
-             if path.is_file()}  # fmt: skip
-    seen = "private" if private else "public"
-    yield f"would publish the {what} ({seen} if it is new): {len(sizes)} files, {sum(sizes.values()) / 1e6:,.2f} MB"
-    yield from (f"  {name}  {size:,} bytes" for name, size in sizes.items())
+        for what, root in staged.items():
+            sizes = {path.relative_to(root): path.stat().st_size for path in sorted(root.rglob("*")) if path.is_file()}
+            total = f"{len(sizes)} files, {sum(sizes.values()) / 1e6:,.2f} MB"
+            yield f"would publish the {what} ({seen} if it is new): {total}"
+            yield from (f"  {name.as_posix()}  {size:,} bytes" for name, size in sizes.items())
 
 
 @contextmanager
 def publishing_errors(folder: str | Path, command: str, lost: str = "Nothing was published") -> Iterator[None]:
-    """Turn all errors of an upload to the Hub into one that says what is `lost`.
-
-    Raises:
-        PublishingError: the block raised such an error.
-    """
+    """Turn all errors of an upload to the Hub into a PublishingError that says what is `lost`."""
     try:
         yield
-    # HTTPError is that of the library that the client uses.
-    except (HTTPError, OSError, RuntimeError) as error:
+    except (HTTPError, OSError, RuntimeError) as error:  # HTTPError is that of the library that the client uses
         raise PublishingError(
             f"{lost}: {type(error).__name__}: {error}. The model in {folder} is unchanged. To publish "
             f"it later:\n  {command}"
@@ -200,11 +158,7 @@ def publishing_errors(folder: str | Path, command: str, lost: str = "Nothing was
 
 
 def open_repository(name: str | None, folder: str, private: bool | None) -> str:
-    """Create or find the repository for a model, so that errors appear before the training.
-
-    Raises:
-        PublishingError: the Hub cannot be reached, or refuses the request.
-    """
+    """Create or find the repository for a model, so that a PublishingError appears before the training."""
     try:
         return create_repo(name or Path(folder).resolve().name, private=private, exist_ok=True).repo_id
     except (HTTPError, OSError, RuntimeError) as error:
@@ -212,11 +166,7 @@ def open_repository(name: str | None, folder: str, private: bool | None) -> str:
 
 
 def upload(folder: str, repository: str, model_type: str):
-    """Publish a trained model: a TNN with its code and a card, another model as it was saved.
-
-    Raises:
-        PublishingError: the upload failed.
-    """
+    """Publish a trained model: a TNN with its code and a card, another model as it was saved."""
     if model_type == "tnn":
         given = [str(folder), "--repo_id", repository]
         run(build_publishing_parser().parse_args(given), shlex.join(["tnn", "push", *given]))

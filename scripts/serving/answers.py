@@ -15,50 +15,47 @@ class Form:
     Args:
         model: the name of the model.
         is_chat: whether they are messages of a chat.
+        prompts: the number of tokens of all prompts.
     """
 
-    def __init__(self, model: str, is_chat: bool):
-        self.model, self.is_chat, self.created = model, is_chat, int(time.time())
+    def __init__(self, model: str, is_chat: bool, prompts: int):
+        self.model, self.is_chat, self.prompts, self.created = model, is_chat, prompts, int(time.time())
         self.id = ("chatcmpl-" if is_chat else "cmpl-") + uuid.uuid4().hex
 
-    def whole(self, texts: Iterable[Text], prompts: int) -> dict:
-        """The answer with all texts; `prompts` is the number of tokens of their prompts."""
-        texts = list(texts)
-        return self._head("") | {"choices": [self._choice(text) for text in texts], "usage": usage(texts, prompts)}
+    def whole(self, texts: Iterable[Text]) -> dict:
+        """The answer with all texts."""
+        choices = []
+        for text in texts:
+            content = text.take()
+            body = {"message": {"role": "assistant", "content": content}} if self.is_chat else {"text": content}
+            choices.append(self._choice(text, body))
+        return self._head("", choices) | {"usage": self._usage(texts)}
 
     def first(self, text: Text) -> dict | None:
         """The event before a text: the role of a message."""
-        if self.is_chat:
-            delta = {"role": "assistant", "content": ""}
-            return self._event([{"index": text.index, "delta": delta, "finish_reason": None}])
-        return None
+        delta = {"role": "assistant", "content": ""}
+        choice = {"index": text.index, "delta": delta, "finish_reason": None}
+        return self._head(".chunk", [choice]) if self.is_chat else None
 
     def piece(self, text: Text, piece: str) -> dict:
         """An event with a piece of a text, and the reason of its end if it has ended."""
         body = {"delta": {"content": piece} if piece else {}} if self.is_chat else {"text": piece}
-        return self._event([{"index": text.index} | body | {"logprobs": None, "finish_reason": text.finish_reason}])
+        return self._head(".chunk", [self._choice(text, body)])
 
-    def last(self, texts: Iterable[Text], prompts: int) -> dict:
+    def last(self, texts: Iterable[Text]) -> dict:
         """The event with the number of tokens."""
-        return self._event([]) | {"usage": usage(texts, prompts)}
+        return self._head(".chunk", []) | {"usage": self._usage(texts)}
 
-    def _choice(self, text: Text) -> dict:
-        content = text.take()
-        body = {"message": {"role": "assistant", "content": content}} if self.is_chat else {"text": content}
+    def _choice(self, text: Text, body: dict) -> dict:
         return {"index": text.index} | body | {"logprobs": None, "finish_reason": text.finish_reason}
 
-    def _event(self, choices: list[dict]) -> dict:
-        return self._head(".chunk") | {"choices": choices}
-
-    def _head(self, kind: str) -> dict:
+    def _head(self, kind: str, choices: list[dict]) -> dict:
         name = f"chat.completion{kind}" if self.is_chat else "text_completion"
-        return {"id": self.id, "object": name, "created": self.created, "model": self.model}
+        return {"id": self.id, "object": name, "created": self.created, "model": self.model, "choices": choices}
 
-
-def usage(texts: Iterable[Text], prompts: int) -> dict[str, int]:
-    """The number of tokens that were read and written."""
-    written = sum(len(text.request.tokens) for text in texts)
-    return {"prompt_tokens": prompts, "completion_tokens": written, "total_tokens": prompts + written}
+    def _usage(self, texts: Iterable[Text]) -> dict[str, int]:
+        written = sum(len(text.request.tokens) for text in texts)
+        return {"prompt_tokens": self.prompts, "completion_tokens": written, "total_tokens": self.prompts + written}
 
 
 def event(data: dict | str) -> str:
@@ -66,8 +63,11 @@ def event(data: dict | str) -> str:
     return f"data: {data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)}\n\n"
 
 
-def failure(error: Exception) -> ApiError:
-    """The error of a text, as its client gets it."""
-    return (
-        error if isinstance(error, ApiError) else ApiError(500, f"The text was not finished: {type(error).__name__}.")
-    )
+def failure(text: Text) -> ApiError | None:
+    """The error of a text that was not finished, as its client gets it."""
+    if text.request.reason == "cancelled" and text.is_late:
+        return ApiError(504, "The text was not finished in the time that a request may take.", "timeout")
+    if text.request.reason == "cancelled":
+        return ApiError(503, "The text was not finished: the server is shutting down.", "shutting_down")
+    error = text.request.error
+    return error and ApiError(500, f"The text was not finished: {type(error).__name__}.")

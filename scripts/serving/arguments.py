@@ -61,4 +61,4 @@ class ApiArguments(ServerArguments):
 
     def __post_init__(self):
         super().__post_init__()
-        check_counts(self, "memory_limit", "prefill_tokens", "read_seconds", "drain_seconds")
+        check_counts(self, "memory_limit", "prefill_tokens")

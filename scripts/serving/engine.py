@@ -11,9 +11,6 @@ from modeling_tnn.serving.request import Request
 
 logger = logging.getLogger("api")
 
-# The name of the thread.
-THREAD = "tnn-engine"
-
 
 class Engine:
     """A `BatchScheduler` that runs in a thread while there is something to write.
@@ -26,7 +23,7 @@ class Engine:
         self.scheduler = BatchScheduler(model, **limits)
         self._awake = threading.Event()
         self._is_closed = False
-        self._thread = threading.Thread(target=self._run, name=THREAD, daemon=True)
+        self._thread = threading.Thread(target=self._run, name="tnn-engine", daemon=True)
         self._thread.start()
 
     @property
@@ -35,11 +32,7 @@ class Engine:
         return self._thread.is_alive()
 
     def submit(self, ids: list[int], seed: int | None, **options) -> Request:
-        """`BatchScheduler.submit` for a prompt of token ids.
-
-        Raises:
-            ValueError, QueueFullError: those of `BatchScheduler.submit`.
-        """
+        """`BatchScheduler.submit` for a prompt of token ids, with its errors."""
         prompt = torch.tensor([ids], device=self.scheduler.model.device)
         request = self.scheduler.submit(prompt, seed=seed, attention_mask=torch.ones_like(prompt), **options)
         self._awake.set()

@@ -1,10 +1,21 @@
 """Errors in the form that OpenAI's clients read."""
 
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
 # Status -> kind of error.
 KINDS = {429: "rate_limit_error", 500: "server_error", 503: "server_error", 504: "server_error"}
+# Status -> headers: OpenAI's clients try again but for what took too long.
+HEADERS = {
+    401: {"WWW-Authenticate": "Bearer"},
+    429: {"Retry-After": "1"},
+    504: {"X-Should-Retry": "false"},
+}
 
 
-class ApiError(Exception):
+class ApiError(HTTPException):
     """An error with a status, for the client.
 
     Args:
@@ -13,16 +24,39 @@ class ApiError(Exception):
     """
 
     def __init__(self, status: int, message: str, code: str | None = None, parameter: str | None = None):
-        super().__init__(message)
-        self.status, self.code, self.parameter = status, code, parameter
+        super().__init__(status, message, HEADERS.get(status))
+        self.code, self.parameter = code, parameter
 
     def content(self) -> dict:
         """The body of the error."""
-        return content(self.status, str(self), self.code, self.parameter)
+        kind = KINDS.get(self.status_code, "invalid_request_error")
+        message = self.detail.encode(errors="backslashreplace").decode()  # a lone surrogate cannot be written
+        return {"error": {"message": message, "type": kind, "param": self.parameter, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.content(), self.status_code, self.headers)
 
 
-def content(status: int, message: str, code: str | None = None, parameter: str | None = None) -> dict:
-    """The body of an error."""
-    kind = KINDS.get(status, "invalid_request_error")
-    message = message.encode(errors="backslashreplace").decode()  # of a lone surrogate no response could be written
-    return {"error": {"message": message, "type": kind, "param": parameter, "code": code}}
+def handle_errors(app: FastAPI):
+    """Answer every error of the routes in this form."""
+
+    @app.exception_handler(ApiError)
+    async def of_api(request: Request, error: ApiError):
+        return error.response()
+
+    @app.exception_handler(RequestValidationError)
+    async def of_body(request: Request, error: RequestValidationError):
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"][1:])
+        message = f"`{place}`: {first['msg']}" if place else first["msg"]
+        return ApiError(400, message, first["type"], place or None).response()
+
+    @app.exception_handler(HTTPException)
+    async def of_route(request: Request, error: HTTPException):
+        found = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+        found.headers = error.headers
+        return found.response()
+
+    @app.exception_handler(Exception)
+    async def of_server(request: Request, error: Exception):
+        return ApiError(500, "The server failed; its log has the reason.").response()

@@ -12,23 +12,22 @@ class Metrics:
     """Counters of one server. The states of its scheduler are read when somebody asks."""
 
     def __init__(self, scheduler: BatchScheduler):
-        self.registry = registry = CollectorRegistry()
-        self.responses = Counter(
-            "tnn_responses", "Responses by route and status.", ["route", "status"], registry=registry
-        )
-        self.texts = Counter("tnn_texts", "Texts that have ended, by reason.", ["reason"], registry=registry)
-        self.prompt_tokens = Counter("tnn_prompt_tokens", "Tokens of prompts that were taken.", registry=registry)
-        self.new_tokens = Counter("tnn_new_tokens", "Tokens that were written.", registry=registry)
-        first = "Seconds from a request to its first token."
-        self.first = Histogram("tnn_first_token_seconds", first, buckets=SECONDS, registry=registry)
-        later = "Mean seconds between the tokens of a text."
-        self.later = Histogram("tnn_token_seconds", later, buckets=SECONDS, registry=registry)
-        for name, text, read in (
-            ("tnn_texts_running", "Texts that are read or written.", lambda: scheduler.num_running),
-            ("tnn_texts_waiting", "Texts that wait for their turn.", lambda: scheduler.num_waiting),
-            ("tnn_state_bytes", "Bytes of decoding states.", lambda: scheduler.state_bytes),
+        self.registry = CollectorRegistry()
+        known = {"registry": self.registry}
+        self.responses = Counter("tnn_responses", "Responses by route and status.", ["route", "status"], **known)
+        self.texts = Counter("tnn_texts", "Texts that have ended, by reason.", ["reason"], **known)
+        self.prompt_tokens = Counter("tnn_prompt_tokens", "Tokens of prompts that were taken.", **known)
+        self.new_tokens = Counter("tnn_new_tokens", "Tokens that were written.", **known)
+        known["buckets"] = SECONDS
+        self.first = Histogram("tnn_first_token_seconds", "Seconds from a request to its first token.", **known)
+        self.later = Histogram("tnn_token_seconds", "Mean seconds between the tokens of a text.", **known)
+        for name, text, field in (
+            ("tnn_texts_running", "Texts that are read or written.", "num_running"),
+            ("tnn_texts_waiting", "Texts that wait for their turn.", "num_waiting"),
+            ("tnn_state_bytes", "Bytes of decoding states.", "state_bytes"),
         ):
-            Gauge(name, text, registry=registry).set_function(read)
+            gauge = Gauge(name, text, registry=self.registry)
+            gauge.set_function(lambda field=field: getattr(scheduler, field))
 
     def count_text(self, text: Text):
         """Count a text that has ended."""
@@ -44,21 +43,3 @@ class Metrics:
     def page(self) -> bytes:
         """All figures, in Prometheus' text format."""
         return generate_latest(self.registry)
-
-
-class CountResponses:
-    """Middleware that counts responses by route and status."""
-
-    def __init__(self, app, metrics: Metrics):
-        self.app, self.metrics = app, metrics
-
-    async def __call__(self, scope, receive, send):
-        """Count the response when it begins."""
-
-        async def counted(message):
-            if message["type"] == "http.response.start":
-                route = scope.get("route")  # not the path, of which anybody could make as many as they like
-                self.metrics.responses.labels(getattr(route, "path", "unknown"), message["status"]).inc()
-            await send(message)
-
-        await self.app(scope, receive, counted)

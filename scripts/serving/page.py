@@ -7,9 +7,10 @@ import logging
 import os
 import tempfile
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+
+from tnn_scripts.common.errors import importing
 
 from transformers import PreTrainedModel
 
@@ -18,7 +19,7 @@ from tnn_scripts.plotting import figures
 from tnn_scripts.plotting.reading import read_model
 from tnn_scripts.serving.arguments import PageArguments
 from tnn_scripts.serving.engine import Engine
-from tnn_scripts.serving.served import check_address, load_causal
+from tnn_scripts.serving.served import load_causal, name_of
 from tnn_scripts.serving.writer import Writer
 
 logger = logging.getLogger("page")
@@ -32,16 +33,10 @@ FONTS = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "mon
 
 
 def import_gradio() -> ModuleType:
-    """Gradio, which the package does without.
-
-    Raises:
-        ImportError: it is not installed.
-    """
+    """Gradio, which the package does without; ImportError if it is not installed."""
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
-    try:
+    with importing("space"):
         import gradio
-    except ImportError as error:
-        raise ImportError(f'a page needs gradio ({error}): pip install "modeling-tnn[space]"') from error
     return gradio
 
 
@@ -79,7 +74,15 @@ def build_settings(gr: ModuleType, most: int) -> list:
 def build_page(name: str, writer: Writer, pictures: list[tuple[str, str]], max_new_tokens: int):
     """The Gradio page of a model, with pictures of its kernels."""
     gr = import_gradio()
-    write, stop = handlers(gr, writer)
+
+    # Gradio says by the annotation of a request whose it is.
+    async def write(prompt, max_new_tokens, temperature, top_p, seed, request: gr.Request):
+        async for state in writer.write(request.session_hash, prompt, max_new_tokens, temperature, top_p, seed):
+            yield state
+
+    async def stop(request: gr.Request):
+        writer.stop(request.session_hash)
+
     with gr.Blocks(title=name, analytics_enabled=False, fill_width=True) as page:
         gr.Markdown(f"# {name}\n{describe(writer.engine.scheduler.model)}")
         with gr.Row():
@@ -105,38 +108,17 @@ def build_page(name: str, writer: Writer, pictures: list[tuple[str, str]], max_n
     return page.queue()
 
 
-def handlers(gr: ModuleType, writer: Writer) -> list[Callable]:
-    """The methods of `writer` for Gradio, which says by the annotation of a request whose it is."""
-
-    async def write(prompt, max_new_tokens, temperature, top_p, seed, request: gr.Request):
-        async for state in writer.write(request.session_hash, prompt, max_new_tokens, temperature, top_p, seed):
-            yield state
-
-    async def stop(request: gr.Request):
-        writer.stop(request.session_hash)
-
-    return [write, stop]
-
-
 def serve(args: PageArguments):
-    """Load the model, draw its kernels, and serve the page until the process is ended.
-
-    Raises:
-        ImportError: Gradio is not installed.
-        ValueError: the model cannot be served.
-        UserError: the address cannot.
-    """
+    """Load the model, draw its kernels, and serve the page until the process is ended."""
     gr = import_gradio()
-    check_address(args.host, args.port)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # Gradio asks itself whether it is there
     model, tokenizer = load_causal(args.model_name_or_path, args.dtype, args.device)
     engine = Engine(model, max_batch_size=args.max_batch_size, max_waiting=QUEUE)
-    writer = Writer(engine, tokenizer, args.max_input_tokens)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["GRADIO_TEMP_DIR"] = folder
         logger.info("drawing the kernels of %d layers", model.config.num_hidden_layers)
-        pictures = draw_kernels(model, Path(folder))
-        page = build_page(Path(args.model_name_or_path).resolve().name, writer, pictures, args.max_new_tokens)
+        pictures, name = draw_kernels(model, Path(folder)), name_of(args.model_name_or_path).rpartition("/")[-1]
+        page = build_page(name, Writer(engine, tokenizer, args.max_input_tokens), pictures, args.max_new_tokens)
         _, url, _ = page.launch(
             server_name=args.host, server_port=args.port, theme=gr.themes.Default(**FONTS), footer_links=[],
             prevent_thread_lock=True, quiet=True, ssr_mode=False, max_file_size=0, enable_monitoring=False,

@@ -1,9 +1,6 @@
-"""What the programs that write texts share: the model that they load, and the address where it is served."""
+"""The model of the programs that write texts."""
 
-import socket
 from pathlib import Path
-
-from tnn_scripts.common.errors import UserError
 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -16,11 +13,7 @@ from tnn_scripts.data.vocabulary import check_vocabulary
 def load_writer(
     name: str, dtype: str, device: str | None, trust_remote_code: bool = False, **tokenizing
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model in evaluation mode, and its tokenizer with the options `tokenizing`.
-
-    Raises:
-        ValueError: the device is wrong, the model writes nothing, or its tokenizer is that of another model.
-    """
+    """The model in evaluation mode, and its tokenizer with the options `tokenizing`; ValueError if they do not fit."""
     device, code = check_device(device), {"trust_remote_code": trust_remote_code}
     tokenizer = load(AutoTokenizer, name, **code, **tokenizing)
     model = load(AutoModelForCausalLM, name, dtype=dtype, **code).to(device)
@@ -30,11 +23,7 @@ def load_writer(
 
 
 def load_causal(name: str, dtype: str, device: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A causal TNN and its tokenizer, for a server.
-
-    Raises:
-        ValueError: it is another model, or one that `load_writer` refuses.
-    """
+    """A causal TNN and its tokenizer, for a server; ValueError if it is another model."""
     config = load(AutoConfig, name)
     if config.model_type != "tnn" or not config.causal:
         kind = "bidirectional TNN" if config.model_type == "tnn" else config.model_type
@@ -45,20 +34,3 @@ def load_causal(name: str, dtype: str, device: str | None) -> tuple[PreTrainedMo
 def name_of(model: str) -> str:
     """The name of a served model: that of its folder, or its id on the Hub."""
     return Path(model).resolve().name if Path(model).is_dir() else model
-
-
-def check_address(host: str | None, port: int | None):
-    """Refuse an address that cannot be served, before the model is loaded.
-
-    Raises:
-        ValueError: the port is no number of a port.
-        UserError: another program has it, or it is none of this machine.
-    """
-    if host is None or port is None:
-        return
-    if not 0 <= port < 2**16:
-        raise ValueError(f"--port must be from 0 to {2**16 - 1}, got {port}")
-    try:
-        socket.create_server((host, port)).close()
-    except OSError as error:
-        raise UserError(f"--host {host} --port {port} cannot be served: {error.strerror or error}.") from error

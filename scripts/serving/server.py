@@ -14,40 +14,18 @@ from functools import partial
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from tnn_scripts.serving.arguments import ApiArguments
+
 logger = logging.getLogger("api")
 
 # A message that attackers could repeat is logged once in so many seconds.
 REPEAT = 60
-
 # Seconds after the drain in which the last words of ended texts are sent.
 GRACE = 5
 
-# Files that a server opens besides connections.
-OTHER_FILES = 48
-
-
-def allow_open_files(connections: int) -> int:
-    """Raise the limit of open files for so many connections; how many there may be."""
-    try:
-        import resource
-    except ImportError:  # no Unix
-        return connections
-    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = connections + OTHER_FILES
-    if resource.RLIM_INFINITY != limit < wanted:
-        limit = wanted if most == resource.RLIM_INFINITY else min(wanted, most)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
-        return limit - OTHER_FILES
-    return connections
-
 
 class Connection(H11Protocol):
-    """A connection that is closed if there are too many, or if its client keeps it waiting.
-
-    Args:
-        seconds: that a client may take for the headers of a request, or to read what has been sent.
-        warn: gets a message that may come often.
-    """
+    """A connection that is closed if there are too many, or if its client keeps it waiting for `seconds`."""
 
     def __init__(self, *given, seconds: float, warn: Callable[[str], None], **settings):
         super().__init__(*given, **settings)
@@ -55,31 +33,26 @@ class Connection(H11Protocol):
         self._check_task: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport):
-        """Begin, unless there are too many connections."""
         super().connection_made(transport)
-        if len(self.connections) >= self.limit_concurrency:
-            self.warn(
-                f"--max_concurrent: {self.limit_concurrency - 1} connections are open, further ones get status 503"
-            )
-        if len(self.connections) >= 2 * self.limit_concurrency:
+        most = self.limit_concurrency
+        if len(self.connections) >= most:
+            self.warn(f"--max_concurrent: {most - 1} connections are open, further ones get status 503")
+        if len(self.connections) >= 2 * most:
             transport.abort()
             return
         self._waits_since = self.loop.time()
         self._check_task = self.loop.call_later(self.seconds, self._check)
 
     def connection_lost(self, exc: Exception | None):
-        """End."""
         super().connection_lost(exc)
         if self._check_task is not None:
             self._check_task.cancel()
 
     def on_response_complete(self):
-        """Wait for the next request."""
         self._waits_since = self.loop.time()
         super().on_response_complete()
 
     def pause_writing(self):
-        """Wait for the client to read."""
         self._waits_since = self.loop.time()
         super().pause_writing()
 
@@ -95,39 +68,23 @@ class Server(uvicorn.Server):
     """A server that drains: after Ctrl-C or SIGTERM it takes no requests, and those that run may end.
 
     Args:
+        args: with the address, how many connections are served (twice as many may be open), and seconds.
         stop: ends all texts, so that each client gets an answer. Called when the drain has lasted too long, or after a
             second signal.
-        max_concurrent: the most connections that are served; twice as many may be open.
-        read_seconds: those of `Connection`.
-        drain_seconds: how long running requests may take after the first signal.
     """
 
-    def __init__(
-        self,
-        app,
-        host: str,
-        port: int,
-        stop: Callable[[], None],
-        max_concurrent: int = 512,
-        read_seconds: float = 30,
-        drain_seconds: float = 10,
-    ):
-        self.stop, self.drain_seconds, self._warned = stop, drain_seconds, {}
-        room = allow_open_files(2 * max_concurrent) // 2
-        if room < max_concurrent:
-            logger.warning("--max_concurrent is %d: this process may not open more files (ulimit -n)", max(8, room))
-            max_concurrent = max(8, room)
-        connection = partial(Connection, seconds=read_seconds, warn=self.warn)
+    def __init__(self, app, args: ApiArguments, stop: Callable[[], None]):
+        self.stop, self.drain_seconds, self._warned = stop, args.drain_seconds, {}
+        connection = partial(Connection, seconds=args.read_seconds, warn=self.warn)
         config = uvicorn.Config(
-            app, host, port, http=connection, ws="none", lifespan="off", log_level="error", server_header=False,
-            limit_concurrency=max_concurrent + 1, backlog=max_concurrent,
-            timeout_graceful_shutdown=drain_seconds + GRACE,
+            app, args.host, args.port, http=connection, ws="none", lifespan="off", log_level="error",
+            server_header=False, limit_concurrency=args.max_concurrent + 1, backlog=args.max_concurrent,
+            timeout_graceful_shutdown=args.drain_seconds + GRACE,
         )  # fmt: skip
         super().__init__(config)
         logging.getLogger("uvicorn.error").addFilter(is_no_cancellation)
 
     async def startup(self, sockets=None):
-        """Listen."""
         self._loop = asyncio.get_running_loop()
         self._loop.set_exception_handler(self.report)
         await super().startup(sockets)

@@ -18,7 +18,8 @@ CHARACTERS_PER_TOKEN = 32
 INTERVAL = 0.05
 WAITING = "Waiting for the model \N{HORIZONTAL ELLIPSIS}"
 # The reason of a `Request` -> the sentence for the user.
-ENDS = {"stop": "The model ended the text.", "length": "Reached max_new_tokens.", "cancelled": "Stopped."}
+ENDS = {"stop": " The model ended the text.", "length": " Reached max_new_tokens.", "cancelled": " Stopped."}
+CUT = " The text is longer than this page reads: its beginning was left out."
 
 
 class Writer:
@@ -37,10 +38,8 @@ class Writer:
     ) -> AsyncIterator[tuple[str, str]]:
         """Yield the text so far and a line about it, at most every `INTERVAL` seconds and at the end.
 
-        A new text of a session takes the place of its last one, which yields nothing more.
-
-        Raises:
-            Exception: the error that ended the text.
+        A new text of a session takes the place of its last one, which yields nothing more. Raises the error that
+        ended the text.
         """
         yield "", WAITING
         news, options = asyncio.Queue(), {"max_new_tokens": max_new_tokens} | sampling(temperature, top_p)
@@ -76,11 +75,7 @@ class Writer:
             self.engine.cancel(self.texts[session].request)
 
     def read(self, prompt: str) -> tuple[list[int], bool]:
-        """The tokens of a prompt, and whether it has more before them.
-
-        Raises:
-            ValueError: it has no tokens, or is not UTF-8.
-        """
+        """The tokens of a prompt, and whether it has more before them; ValueError if it has none or is not UTF-8."""
         check_text("The text", prompt)
         kept = prompt[-CHARACTERS_PER_TOKEN * self.max_input_tokens :]
         ids = self.tokenizer(kept, verbose=False)["input_ids"]
@@ -92,15 +87,14 @@ class Writer:
 def describe(text: Text, is_cut: bool) -> str:
     """The line about a text: tokens, times, and why it has ended."""
     start, *times = text.times
-    line = f"Read {'the last ' if is_cut else ''}{_count(text.request.prompt_length)}"
+    line = f"Read {'the last ' if is_cut else ''}{count(text.request.prompt_length)}"
     if times:
         line += f" in {times[0] - start:.2f} s"
-    line += f", wrote {_count(len(times))}"
+    line += f", wrote {count(len(times))}"
     if len(times) > 1:
         line += f" at {(len(times) - 1) / max(times[-1] - times[0], 1e-9):,.0f} tokens per second"
-    end = f" {ENDS[text.request.reason]}" if text.request.reason in ENDS else ""
-    return f"{line}.{end}{' The text is longer than this page reads: its beginning was left out.' if is_cut else ''}"
+    return f"{line}.{ENDS.get(text.request.reason, '')}{CUT if is_cut else ''}"
 
 
-def _count(tokens: int) -> str:
+def count(tokens: int) -> str:
     return f"{tokens:,} token{'' if tokens == 1 else 's'}"

@@ -6,30 +6,24 @@ import time
 from pathlib import Path
 
 from helpers.scripts import free_port
-from tnn_scripts.serving.app import Limits, Service, build_app
-from tnn_scripts.serving.engine import Engine
-from tnn_scripts.serving.served import load_causal, name_of
+from tnn_scripts.serving.app import build_app
+from tnn_scripts.serving.arguments import ApiArguments
 from tnn_scripts.serving.server import Server
+from tnn_scripts.serving.service import Service
 
 
 @contextlib.contextmanager
-def serving(
-    folder: Path, limits: Limits | None = None, server: dict | None = None, key: str | None = None, **settings
-):
-    """The service of the model in `folder`, with its `url`; `settings` are those of the scheduler."""
-    model, tokenizer = load_causal(str(folder), "auto", "cpu")
-    service = Service(name_of(str(folder)), Engine(model, **settings), tokenizer, limits or Limits())
-    port = free_port()
-    server = Server(
-        build_app(service, key), "127.0.0.1", port, service.engine.close, **{"drain_seconds": 1} | (server or {})
-    )
-    service.server = server
+def serving(folder: Path, key: str | None = None, **options):
+    """The service of the model in `folder`, with its `url` and these options of `tnn api`."""
+    args = ApiArguments(str(folder), **{"device": "cpu", "port": free_port(), "drain_seconds": 1} | options)
+    service = Service(args)
+    service.server = server = Server(build_app(service, key), args, service.engine.close)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:
         assert thread.is_alive()
         time.sleep(0.005)
-    service.url = f"http://127.0.0.1:{port}"
+    service.url = f"http://127.0.0.1:{args.port}"
     try:
         yield service
     finally:

@@ -2,8 +2,6 @@
 
 import json
 import re
-from argparse import Namespace
-from pathlib import Path
 
 import pytest
 import yaml
@@ -14,31 +12,20 @@ from helpers.scripts import SENTENCES, run_script, write_config
 from modeling_tnn import TnnForCausalLM, TnnForImageClassification, TnnForMaskedLM
 from tnn_scripts.common import model_card
 from tnn_scripts.common.model_card import INPUTS, TEMPLATE, collect, render
+from tnn_scripts.options.card import build_publishing_parser
 
 CARDS = sorted(path.parent for path in TEMPLATE.parent.glob("*/README.md"))
 
 
-@pytest.mark.parametrize("folder", CARDS, ids=lambda folder: folder.name)
-def test_cards_are_what_their_inputs_say(folder):
-    assert (folder / "README.md").read_text() == render(folder)
-    assert ModelCard.load(folder / "README.md").data.model_name == folder.name
-    for picture in re.findall(r"!\[.*?\]\((.*?)\)", (folder / "README.md").read_text()):
-        assert (folder / picture).is_file()
-    texts = [path.read_text() for path in folder.glob("*.*") if path.suffix in (".md", ".json")]
-    assert not any(re.search(r'"/|\.\./', text) for text in texts), "a path of the machine that made it"
-
-
-def test_the_template_holds_no_number():
-    """Outside of expressions, where numbers are formats."""
-    text = re.sub(r"\{[{%].*?[}%]\}", "", TEMPLATE.read_text(), flags=re.DOTALL)
-    assert not re.search(r"\d", text)
-
-
-def arguments(folder: Path, **named) -> Namespace:
-    texts = dict.fromkeys(("description", "data", "dataset_id"), "")
-    card = {"repo_id": "user/model", "license": "mit", "language": "en", "published": False} | texts
-    results = dict.fromkeys(("evaluation", "glue", "decoding", "conversion", "kernels"))
-    return Namespace(folder=folder, **card | results | named)
+def test_cards_are_what_their_inputs_say():
+    """The template has numbers in expressions alone, where they are formats."""
+    assert not re.search(r"\d", re.sub(r"\{[{%].*?[}%]\}", "", TEMPLATE.read_text(), flags=re.DOTALL))
+    for folder in CARDS:
+        text = (folder / "README.md").read_text()
+        assert text == render(folder) and ModelCard(text).data.model_name == folder.name
+        assert all((folder / picture).is_file() for picture in re.findall(r"!\[.*?\]\((.*?)\)", text))
+        texts = [path.read_text() for path in folder.glob("*.*") if path.suffix in (".md", ".json")]
+        assert not any(re.search(r'"/|\.\./', text) for text in texts), "a path of the machine that made it"
 
 
 ROW = {"length": 8, "perplexity": 4.0, "tokens": 7, "stride": None, "trained_length": 8}
@@ -49,35 +36,36 @@ def card(tmp_path):
     """The text of the card of a model, whose folder has these JSON files; `lengths` and `glue` are other reports."""
 
     def write(model, lengths=None, glue=None, folder="trained", settings=(), published=False, **files):
-        trained, named = tmp_path / folder, {"published": published}
-        trained.mkdir(exist_ok=True)
+        args = build_publishing_parser().parse_args([str(tmp_path / folder), "--repo_id", "user/model"])
+        args.published = published
+        args.folder.mkdir(exist_ok=True)
         for name, content in files.items():
-            (trained / f"{name}.json").write_text(json.dumps(content))
+            (args.folder / f"{name}.json").write_text(json.dumps(content))
         report = {"settings": {"validation_file": None, "split": "test"} | dict(settings), "results": lengths}
         for name, content in (("evaluation", lengths and report), ("glue", glue)):
             if content:
-                named[name] = tmp_path / f"{name}.json"
-                named[name].write_text(json.dumps(content))
-        collect(arguments(trained, **named), model, tmp_path / "card")
+                (tmp_path / f"{name}.json").write_text(json.dumps(content))
+                setattr(args, name, tmp_path / f"{name}.json")
+        collect(args, model, tmp_path / "card")
         return render(tmp_path / "card")
 
     return write
 
 
-def test_a_card_of_what_is_published_says_nothing_of_folders(card):
+def test_what_was_not_measured_is_left_out(card):
+    """With nothing but a model there is no table of results; of what is published it says nothing of folders."""
+    for head in AUTO:
+        model = seeded(head, tiny_config(causal=head is not TnnForMaskedLM))
+        bare = card(model, published=head is TnnForMaskedLM)
+        for heading in ("## Training", "## Results", "## Longer texts", "## What the layers", "## Conversion"):
+            assert heading not in bare
+        assert ModelCard(bare).data.pipeline_tag == model_card.PIPELINES[head.__name__]
+        assert ("is not on the Hub yet" in bare) == (head is not TnnForMaskedLM)
+
+
+def test_the_figures_of_a_script(card, tmp_path):
+    """They are those of its data, by their name and without their folder."""
     model = seeded(TnnForCausalLM, tiny_config())
-    for published in (False, True):
-        assert ("is not on the Hub yet" in card(model, published=published)) != published
-
-
-@pytest.mark.parametrize("head", AUTO)
-def test_what_was_not_measured_is_left_out(head, card, tmp_path):
-    """With nothing but a model there is no table of results; with the files of a script there is one."""
-    model = seeded(head, tiny_config(causal=head is not TnnForMaskedLM))
-    bare = card(model)
-    for heading in ("## Training", "## Results", "## Longer texts", "## What the layers", "## Conversion"):
-        assert heading not in bare
-    assert ModelCard(bare).data.pipeline_tag == model_card.PIPELINES[head.__name__]
     secret = {"dataset_name": str(tmp_path / "sst2"), "learning_rate": 0.5, "output_dir": "/home/me", "seed": None}
     text = card(model, all_results={"eval_accuracy": 0.8125, "eval_runtime": 3.0}, training_args=secret)
     assert "| accuracy | 0.8125 | validation part of sst2 |" in text and "| learning_rate | 0.5 |" in text
@@ -87,14 +75,13 @@ def test_what_was_not_measured_is_left_out(head, card, tmp_path):
     text = card(model, training_args=secret | {"validation_file": str(tmp_path / "mine.csv")})
     assert "| accuracy | 0.8125 | the text mine.csv |" in text and str(tmp_path) not in text
     assert ModelCard(text).data.eval_results[0].dataset_name == "mine.csv"
-
-
-@pytest.mark.parametrize("head, reason", [(TnnForCausalLM, "has just read"), (TnnForMaskedLM, "random numbers")])
-def test_a_perplexity_above_the_vocabulary_is_explained(head, reason, card):
-    model = seeded(head, tiny_config(causal=head is TnnForCausalLM))
-    for before in (model.config.vocab_size + 1, model.config.vocab_size):
-        text = card(model, metrics={"perplexity_before": before, "perplexity": 2.0})
-        assert (reason in text) == (before > model.config.vocab_size)
+    for sources, listed, kind in (
+        (["user/web", "user/code"], ["user/web", "user/code"], "text"),
+        (["user/web", str(tmp_path)], ["user/web"], "user/web"),
+        ([str(tmp_path)], None, "text"),
+    ):
+        data = yaml.safe_load(card(model, training_args={"dataset_name": sources}).split("---")[1])
+        assert data.get("datasets") == listed and data["model-index"][0]["results"][0]["dataset"]["type"] == kind
 
 
 @pytest.mark.parametrize("program", ["demo", "pretrain"])
@@ -127,24 +114,9 @@ def test_perplexity_by_length(card, tmp_path):
         card(model, rows, settings={"objective": "mlm", "mlm_probability": 0.2})
 
 
-def test_several_sources_of_text(card, tmp_path):
-    """Each of those on the Hub is named by its own id in the metadata."""
-    model = seeded(TnnForCausalLM, tiny_config())
-    for sources, listed, kind in (
-        (["user/web", "user/code"], ["user/web", "user/code"], "text"),
-        (["user/web", str(tmp_path)], ["user/web"], "user/web"),
-        ([str(tmp_path)], None, "text"),
-    ):
-        given = {"dataset_name": sources, "objective": "clm"}
-        data = yaml.safe_load(card(model, metrics={"perplexity": 3.0}, training_args=given).split("---")[1])
-        assert data.get("datasets") == listed
-        assert data["model-index"][0]["results"][0]["dataset"]["type"] == kind
-
-
 def test_the_state_is_that_of_decoding():
     """Not that of a prompt, whose end `crop` may need: the state of a rational function is the same after any."""
-    model = seeded(TnnForCausalLM, tiny_config(tno_type="rtf"))
-    short, long = model_card.decoding_state(model, 64)
+    short, long = model_card.decoding_state(seeded(TnnForCausalLM, tiny_config(tno_type="rtf")), 64)
     assert short["mebibytes"] == long["mebibytes"] > 0
 
 
@@ -161,18 +133,21 @@ def test_card_of_a_masked_model(card):
     assert "| cola | matthews correlation | 0.00 | 12.50 ± 1.00 | 2 | 0.0003 |" in text
     assert "| stsb | pearson |  | 50.00 ± 0.00 | 2 | 0.001 |" in text
     assert "| decay per token | learned, at least 0.01 |" in text and "| operator_weight_decay | 0.0 |" in text
+    for kind, reason in ((model, "random numbers"), (seeded(TnnForCausalLM, tiny_config()), "has just read")):
+        for before in (kind.config.vocab_size + 1, kind.config.vocab_size):
+            text = card(kind, metrics={"perplexity_before": before, "perplexity": 2.0})
+            assert (reason in text) == (before > kind.config.vocab_size)
 
 
 def test_card_of_an_image_classifier(card):
     """It speaks of pictures; the figures of its script are those of the split that it names."""
     model = seeded(TnnForImageClassification, image_config())
     results = {"test_accuracy": 0.8125, "test_majority": 0.3, "steps": 7}
-    written = card(model, results=results, training_args={"dataset_name": "user/stripes", "learning_rate": 0.5})
-    found = ModelCard(written)
+    found = ModelCard(card(model, results=results, training_args={"dataset_name": "user/stripes"}))
     assert found.data.pipeline_tag == "image-classification" and found.data.language is None
     (result,) = found.data.eval_results
     assert (result.metric_value, result.dataset_type, result.dataset_split) == (0.8125, "user/stripes", "test")
     use = "import AutoModelForImageClassification, AutoImageProcessor"
     for expected in ("| accuracy | 0.8125 | test part of user/stripes |", "| classes | 3 |", "24 by 24 pixels", use):
-        assert expected in written
+        assert expected in found.text
     assert not re.search("tokenizer|vocabulary|texts", found.text)

@@ -8,9 +8,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
+import httpx
 import psutil
 import pytest
 
@@ -29,18 +28,13 @@ expect = sync_api.expect
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 if CHROMIUM is None:
     pytest.skip("there is no Chromium on this machine", allow_module_level=True)
-SIZES = {"desktop": (1400, 900), "phone": (390, 844)}
 
 
-def status_of(address: str, data: bytes | None = None) -> int:
+def status_of(address: str) -> int:
     """Of the answer to a request; 0 if there is none."""
-    form = {"Content-Type": "multipart/form-data; boundary=x"} if data else {}
     try:
-        with urlopen(Request(address, data, form)) as answer:  # of this machine
-            return answer.status
-    except HTTPError as error:
-        return error.code
-    except OSError:
+        return httpx.get(address).status_code
+    except httpx.TransportError:
         return 0
 
 
@@ -132,54 +126,32 @@ def user(browser, server):
         tab.close()
 
 
-@pytest.mark.parametrize("width", SIZES)
-def test_a_text(user, server, width):
+@pytest.mark.parametrize("width, height", [(1400, 900), (390, 844)])
+def test_a_text(user, server, width, height):
     """It comes piece by piece; nothing is asked of another machine, and nothing stands beside the window."""
-    size = dict(zip(("width", "height"), SIZES[width], strict=True))
-    tab = user(viewport=size)
+    tab = user(viewport={"width": width, "height": height})
     tab.write("The quick brown", max_new_tokens=300)
     tab.expect(r"Read [0-9]+ tokens in .* s, wrote [0-9]+ tokens at [0-9,]+ tokens per second[.]\s*$")
     first = tab.text()
     tab.expect("wrote 300 tokens at [0-9,]+ tokens per second. Reached max_new_tokens.")
     assert tab.text().startswith(first) and len(tab.text()) > len(first)
     assert all(url.startswith((server[0], "data:", "blob:")) for url in tab.requests) and not tab.errors
-    assert tab.page.evaluate("document.documentElement.scrollWidth") <= size["width"]
-
-
-def busy(process: psutil.Process, seconds: float = 1.0) -> float:
-    """The share of a processor that a process uses."""
-    before = sum(process.cpu_times()[:2])
-    time.sleep(seconds)
-    return (sum(process.cpu_times()[:2]) - before) / seconds
+    assert tab.page.evaluate("document.documentElement.scrollWidth") <= width
 
 
 def test_stop(user, server):
-    """The server computes no more."""
+    """The server computes no more. A second text takes the place of the first."""
     tab = user()
     tab.write("The quick brown", max_new_tokens=100_000)
     tab.expect("wrote [0-9]{2,} tokens")
     tab.press("Stop")
     tab.expect("Stopped[.]", seconds=5)
-    assert busy(server[1]) < 0.3
-    tab.write("Another", max_new_tokens=5)
-    tab.expect("wrote 5 tokens")
-
-
-def test_a_second_text_takes_the_place_of_the_first(user):
-    tab = user()
+    server[1].cpu_percent()
+    assert server[1].cpu_percent(1) < 30
     tab.write("The quick brown", max_new_tokens=100_000)
     tab.expect("wrote [0-9]{2,} tokens")
     tab.write("Another", max_new_tokens=20)
     tab.expect("wrote 20 tokens at .* Reached")
-
-
-def test_a_seed_gives_a_text(user):
-    tab, texts = user(), []
-    for tokens, seed in ((40, 1), (41, 2), (42, 1)):
-        tab.write("The quick", max_new_tokens=tokens, seed=seed)
-        tab.expect(f"wrote {tokens} tokens .* Reached")
-        texts.append(tab.text())
-    assert texts[2].startswith(texts[0]) and not texts[1].startswith(texts[0])
 
 
 def test_pictures(user):
@@ -192,19 +164,6 @@ def test_pictures(user):
         picture = tab.page.locator("img[src*='.png']:visible")
         expect(picture).to_have_count(1)
         assert picture.evaluate("async picture => (await picture.decode(), picture.naturalWidth)") > 500
-
-
-def test_a_long_text(user):
-    tab = user()
-    tab.write("The quick brown fox. " * 5_000, max_new_tokens=5)
-    tab.expect("Read the last 500 tokens .*: its beginning was left out")
-
-
-def test_no_text(user):
-    tab = user()
-    tab.write("")
-    tab.expect("The text is empty: write something")
-    assert tab.text() == ""
 
 
 def test_two_users(user):
@@ -221,24 +180,6 @@ def test_two_users(user):
     second.expect("Stopped")
     first.expect("Reached")
     assert first.text() == alone != second.text()
-
-
-def test_users_who_leave_make_room(user, server):
-    """Two texts are written at the same time; a third waits until a page is closed, which ends its text."""
-    others = [user(), user()]
-    for tab in others:
-        tab.write("The quick brown", max_new_tokens=100_000)
-        tab.expect("wrote [0-9]{2,} tokens")
-    third = user()
-    third.write("Pack my box", max_new_tokens=5)
-    third.expect("Waiting for the model")
-    assert busy(server[1]) > 0.3
-    for tab in others:
-        tab.close()
-    third.expect("wrote 5 tokens")
-    deadline = time.monotonic() + 30
-    while busy(server[1]) > 0.3:
-        assert time.monotonic() < deadline
 
 
 def test_a_page_that_is_closed_is_forgotten(folder, browser):
@@ -278,8 +219,7 @@ def test_settings_out_of_bounds():
 def test_nothing_else_is_served(server, folder):
     """Neither files, nor a place for them, nor statistics of users."""
     address = server[0]
-    file = b'--x\r\nContent-Disposition: form-data; name="files"; filename="a"\r\n\r\nb\r\n--x--\r\n'
-    assert status_of(f"{address}gradio_api/upload", file) == 413
+    assert httpx.post(f"{address}gradio_api/upload", files={"files": ("a", b"b")}).status_code == 413
     assert status_of(f"{address}gradio_api/file={folder}/config.json") == 403
     assert status_of(f"{address}monitoring") == 403
 

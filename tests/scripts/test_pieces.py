@@ -164,8 +164,6 @@ STOPS = [
     ("<|stop▁here|>", " cat"),  # whose text some decoders write with a space
     (["never", "<|stop▁here|>"], " cat"),
     ("</s>", " cats the"),
-    ("here|>s", " cat"),  # from a special token to the one after it
-    ("t<|stop", " ca"),
     ("cats", " "),  # what a special token parts
     (" the", " cats"),
     ("\ufffd", " cats the"),

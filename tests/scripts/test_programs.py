@@ -237,7 +237,6 @@ class TestGenerate(ProgramTests):
             "--max_new_tokens 0": "`max_new_tokens` must be greater than 0, but is 0",
             "--num_beams true": "--num_beams must be a whole number",
             "--do_sample maybe": "--do_sample must be true or false, or null, got maybe",
-            "--prefill_chunk_size x": "--prefill_chunk_size must be a whole number",
             "--do_sample false --top_k 5": "--do_sample must be true with --top_k",
             "--do_sample true --temperature 0": "--temperature must be above 0 with",
             "--return_dict_in_generate true": "must not be given: this program writes text",
