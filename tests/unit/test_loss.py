@@ -37,70 +37,45 @@ def fused(inputs, labels, ignore_index=-100):
     return linear_cross_entropy(hidden, weight, bias, labels, ignore_index)
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("ignore_index", [-100, 3])
-def test_values_and_gradients(bias, ignore_index):
+@pytest.mark.parametrize(("bias", "ignore_index"), [(False, -100), (True, 3)])
+@pytest.mark.parametrize("hosts", [("cpu",), ()])
+def test_values_and_gradients(bias, ignore_index, hosts, monkeypatch):
+    """A factor, a second pass, what is frozen, derivatives of higher order, a graph; rows without a label have none.
+
+    On an accelerator the words are padded, and rows without a label are not picked, which would be a device sync.
+    """
+    monkeypatch.setattr(numerics, "HOST_DEVICES", hosts)
     inputs, labels = head_inputs(bias)
     labels = labels.where(labels != -100, ignore_index)
     expected = eager_loss(*inputs, labels=labels, ignore_index=ignore_index)
-    found = fused(inputs, labels, ignore_index)
-    torch.testing.assert_close(found, expected)
     factor = torch.tensor(0.3, dtype=torch.float64)
-    gradients = torch.autograd.grad(found, inputs, factor)
-    for ours, theirs in zip(gradients, torch.autograd.grad(expected, inputs, factor), strict=True):
-        torch.testing.assert_close(ours, theirs)
+    wanted = torch.autograd.grad(expected, inputs, factor)
+    for function in (fused, torch.compile(fused, backend="eager", fullgraph=True)):
+        found = function(inputs, labels, ignore_index)
+        torch.testing.assert_close(found, expected)
+        for _ in range(2):
+            gradients = torch.autograd.grad(found, inputs, factor, retain_graph=True)
+            torch.testing.assert_close(gradients, wanted)
+            assert (gradients[0][labels == ignore_index] == 0).all()
+    torch.autograd.gradgradcheck(lambda *given: fused(given, labels, ignore_index), inputs, fast_mode=True)
+    for fixed in range(len(inputs)):
+        given = [x.detach().requires_grad_(i != fixed) for i, x in enumerate(inputs)]
+        fused(given, labels, ignore_index).backward()
+        assert [x.grad is None for x in given] == [i == fixed for i in range(len(inputs))]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
-@pytest.mark.parametrize("bias", [False, True])
-def test_an_accelerator(bias, dtype, monkeypatch):
-    """The words are padded. Rows without a label are not picked, which would be a device sync; their part is zero."""
-    inputs, labels = head_inputs(bias, dtype)
-    expected = fused(inputs, labels)
-    wanted = torch.autograd.grad(expected, inputs)
-    monkeypatch.setattr(numerics, "HOST_DEVICES", ())
-    found = fused(inputs, labels)
-    torch.testing.assert_close(found, expected)
-    gradients = torch.autograd.grad(found, inputs)
-    for ours, theirs in zip(gradients, wanted, strict=True):
-        assert relative_error(ours, theirs) < (1e-12 if dtype == torch.float64 else 1e-3)
-    assert (gradients[0][[0, 8, 9, 36]] == 0).all()
-
-
-@pytest.mark.parametrize(("words", "rows"), [(99, 4096), (50304, 4096), (256_000, 1024), (10**7, 128)])
-def test_rows_of_a_chunk(words, rows, monkeypatch):
+def test_rows_of_a_chunk(monkeypatch):
     """In half precision, on an accelerator: as many as fit the memory for them, in whole tiles of a product."""
     monkeypatch.setattr(loss, "LARGE_ROWS", 4096)
-    assert loss.rows_of_chunk(torch.empty(1, device="meta"), 2 * words) == rows
+    for words, rows in ((99, 4096), (50304, 4096), (256_000, 1024), (10**7, 128)):
+        assert loss.rows_of_chunk(torch.empty(1, device="meta"), 2 * words) == rows
 
 
-@pytest.mark.parametrize("fixed", [0, 1, 2])
-def test_only_what_needs_a_gradient_gets_one(fixed):
-    inputs, labels = head_inputs(bias=True)
-    inputs[fixed].requires_grad_(False)
-    fused(inputs, labels).backward()
-    gradients = [x.grad for x in inputs]
-    assert [g is None for g in gradients] == [i == fixed for i in range(3)]
-
-
-def test_derivatives_of_higher_order():
-    inputs, labels = head_inputs(bias=True)
-    torch.autograd.gradgradcheck(lambda *given: fused(given, labels), inputs, fast_mode=True)
-
-
-def test_a_second_backward_pass():
-    inputs, labels = head_inputs(bias=False)
-    found = fused(inputs, labels)
-    found.backward(retain_graph=True)
-    first = inputs[0].grad.clone()
-    found.backward()
-    torch.testing.assert_close(inputs[0].grad, 2 * first)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("autocast", [False, True])
-def test_half_precision(dtype, autocast):
+@pytest.mark.parametrize(("dtype", "autocast"), [(torch.bfloat16, True), (torch.float16, False)])
+@pytest.mark.parametrize("hosts", [("cpu",), ()])
+def test_half_precision(dtype, autocast, hosts, monkeypatch):
     """Nearer to float64 than twice the way with all logits, with autocast and for a model of that type."""
+    monkeypatch.setattr(numerics, "HOST_DEVICES", hosts)
     exact, labels = head_inputs(bias=True)
     eager_loss(*exact, labels=labels).backward()
     errors = {}
@@ -143,18 +118,12 @@ def test_a_model_in_training(causal, tie, items):
     torch.testing.assert_close(*gradients)
 
 
-def test_shifted_labels():
-    model, batch = model_and_batch(True)
-    shifted = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=7)
-    found = model(batch["input_ids"], shift_labels=shifted, skip_logits=True)
-    expected = model(batch["input_ids"], shift_labels=shifted, skip_logits=False)
-    assert found.logits is None
-    torch.testing.assert_close(found.loss, expected.loss)
-
-
 def test_logits_in_evaluation():
-    """As for the models of transformers, unless they are refused."""
+    """As for the models of transformers, unless they are refused; labels may be shifted before."""
     model, batch = model_and_batch(causal=True)
+    shifted = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=7)
+    losses = [model(batch["input_ids"], shift_labels=shifted, skip_logits=skip).loss for skip in (True, False)]
+    torch.testing.assert_close(*losses)
     with_logits, without = model.eval()(**batch), model(**batch, skip_logits=True)
     assert with_logits.logits.shape == (3, 13, 99) and without.logits is None
     torch.testing.assert_close(with_logits.loss, without.loss)
@@ -178,16 +147,9 @@ def test_no_tensor_has_the_size_of_the_logits():
         assert largest_tensor(lambda options=options: model(**batch, **options).loss.backward()) < logits / 2
 
 
-def hook(model):
-    model.lm_head.register_forward_hook(lambda module, inputs, output: output * 2)
-
-
-def loss_of_the_user(model):
-    model.loss_function = lambda *args, **kwargs: 2 * ForCausalLMLoss(*args, **kwargs)
-
-
-def loss_without_a_shift(model):
-    model.loss_function = ForMaskedLMLoss
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
 
 
 def replaced_forward(model):
@@ -195,21 +157,23 @@ def replaced_forward(model):
     model.lm_head.forward = lambda x: 2 * forward(x)
 
 
-def adapter(model):
-    class Doubled(nn.Linear):
-        def forward(self, x):
-            return 2 * super().forward(x)
+CHANGES = {
+    "hook": lambda model: model.lm_head.register_forward_hook(lambda module, inputs, output: output * 2),
+    "loss of the user": lambda model: setattr(model, "loss_function", lambda *x, **y: 2 * ForCausalLMLoss(*x, **y)),
+    "loss without a shift": lambda model: setattr(model, "loss_function", ForMaskedLMLoss),
+    "replaced forward": replaced_forward,
+    "adapter": lambda model: setattr(model.lm_head, "__class__", Doubled),
+}
 
-    model.lm_head.__class__ = Doubled
 
-
-@pytest.mark.parametrize("change", [hook, loss_of_the_user, loss_without_a_shift, replaced_forward, adapter])
-def test_what_changes_head_or_loss_takes_part(change):
-    """A head with a hook, a device map, an adapter or another loss goes the way with logits."""
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_changes_head_or_loss_takes_part(name):
+    """A head with a hook, a device map, an adapter or another loss goes the way with logits, as `eager` does."""
+    assert not can_skip_logits(model_and_batch(causal=True, tno_implementation="eager")[0])
     model, batch = model_and_batch(causal=True)
     assert can_skip_logits(model)
     before = model(**batch).loss.item()
-    change(model)
+    CHANGES[name](model)
     assert not can_skip_logits(model)
     found = model(**batch, skip_logits=True)
     assert found.logits is None and found.loss.item() != pytest.approx(before)
@@ -229,7 +193,7 @@ READERS = {
 
 @pytest.mark.parametrize("causal, items", [(True, None), (False, 5)])
 def test_logits_in_training(causal, items):
-    """As of the models of transformers, with their gradients, however they are read."""
+    """As of the models of transformers, with their gradients, however they are read, before the weights change."""
     model, batch = model_and_batch(causal)
     expected = model(batch["input_ids"]).logits
     for name, read in READERS.items():
@@ -240,11 +204,7 @@ def test_logits_in_training(causal, items):
     with torch.autocast("cpu", torch.bfloat16):
         outputs = model(**batch, num_items_in_batch=items)
     assert relative_error(outputs.logits, expected) < 0.02
-
-
-def test_logits_of_weights_that_have_changed():
-    model, batch = model_and_batch(causal=True)
-    outputs = model(**batch, num_items_in_batch=5)
+    outputs = model(**batch, num_items_in_batch=items)
     with torch.no_grad():
         model.lm_head.weight.mul_(2)
     with pytest.raises(RuntimeError, match="`logits` must be read before the step"):
@@ -272,10 +232,6 @@ def test_a_loss_of_the_users_own(tmp_path):
     assert trained[0] == pytest.approx(trained[1], abs=1e-2)
 
 
-def test_the_eager_implementation_goes_the_way_with_logits():
-    assert not can_skip_logits(model_and_batch(causal=True, tno_implementation="eager")[0])
-
-
 def test_a_batch_without_labels_is_nan_as_in_transformers():
     model, batch = model_and_batch(causal=True)
     batch["labels"][:] = -100
@@ -299,10 +255,3 @@ def test_compiled(causal, hosts, monkeypatch):
     assert outputs.logits.shape == (3, 13, 99) and outputs.logits.stride(1) == (99 if hosts else 128)
     outputs.loss.backward()
     torch.testing.assert_close({name: p.grad for name, p in model.named_parameters()}, expected)
-
-
-def test_the_function_compiled():
-    inputs, labels = head_inputs(bias=True)
-    found = torch.compile(fused, backend="eager", fullgraph=True)(inputs, labels)
-    torch.testing.assert_close(found, fused(inputs, labels))
-    torch.testing.assert_close(torch.autograd.grad(found, inputs), torch.autograd.grad(fused(inputs, labels), inputs))
