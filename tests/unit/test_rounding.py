@@ -15,14 +15,33 @@ from torch.nn.functional import cross_entropy
 
 from helpers.models import relative_error, seeded, tiny_config
 from helpers.operators import random_operator
-from helpers.rounding import by_operations, rounded, rounded_product
 from modeling_tnn import TnnForCausalLM, numerics, toeplitz
 from modeling_tnn.kernels import choice
+from modeling_tnn.numerics import next_fast_len
 from modeling_tnn.tno import kernel_arguments
 from modeling_tnn.tno_rpe import RpeOperator
-from modeling_tnn.toeplitz_fused import Gate
+from modeling_tnn.toeplitz_fused import NO_GATE, Gate, Windows, eager_windows
 
 LAYER, PERPLEXITY = 4e-3, 1e-3
+
+
+def by_operations(v: torch.Tensor, kernel: torch.Tensor, first: int) -> torch.Tensor:
+    """Entries `first .. first + L - 1` of the convolution of `v` `(B, L, D)` with `kernel` `(D, K)`."""
+    size = next_fast_len(v.shape[1] + max(first, kernel.shape[1] - 1 - first))
+    windows = Windows(size, size, skip=first)
+    return eager_windows(v.permute(2, 0, 1), kernel, None, None, None, windows).permute(1, 2, 0)
+
+
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    """`x` with the numbers that bfloat16 has."""
+    return x.to(torch.bfloat16).to(x.dtype)
+
+
+def rounded_product(v: torch.Tensor, kernel: torch.Tensor, first: int, gate: Gate = NO_GATE) -> torch.Tensor:
+    """As `kernels.triton.tiled_convolution`: inputs, activated inputs, taps and result are rounded, sums are not."""
+    x = rounded(gate.inputs(rounded(v)))
+    y = by_operations(x, rounded(kernel), first)
+    return rounded(y if gate.u is None else gate.act(rounded(gate.u)) * y)
 
 
 def rows(length: int, count: int) -> torch.Tensor:
@@ -85,8 +104,7 @@ def test_the_simulation_is_the_product():
     assert relative_error(found, rounded(exact)) < 1e-12 < relative_error(found, exact)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("tno_type", ["rpe", "explicit"])
+@pytest.mark.parametrize(("tno_type", "causal"), [("rpe", True), ("explicit", False)])
 def test_taps_that_half_precision_leaves_out(tno_type, causal):
     """They are 759 of 1,587 at a decay of 0.99, and the error of a layer in bfloat16 is the same without them."""
     operator = random_operator(tno_type, causal, decay=0.99, explicit_length=1587).double()

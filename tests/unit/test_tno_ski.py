@@ -7,7 +7,6 @@ import torch
 
 from helpers.models import relative_error, seeded, tiny_config
 from helpers.operators import OperatorTests, random_operator
-from helpers.released_ski import released_interpolation
 from modeling_tnn import numerics, tno_ski
 from modeling_tnn.configuration_tnn import CHOICES
 from modeling_tnn.tno_auto import build_tno
@@ -27,6 +26,20 @@ class TestCubicSki(OperatorTests):
 class TestReleasedSki(OperatorTests):
     tno_type = "ski"
     fields = {"ski_interpolation": "released"}
+
+
+def released_interpolation(length: int, rank: int, decay: float) -> torch.Tensor:
+    """The matrix of the released code, `(n, r)`, in float64, which is not linear interpolation."""
+    nodes = torch.arange(rank, dtype=torch.float64) * (length - 1) / (rank - 1)
+    queries = torch.arange(length, dtype=torch.float64) * length / (length - 1)
+    index = torch.searchsorted(nodes, queries).clamp(max=rank - 2)
+    offset = (queries - nodes[index]) * (rank - 1) / (length - 1)
+    scale = decay ** (queries * length)
+    weights = torch.zeros(length, rank, dtype=torch.float64)
+    rows = torch.arange(length)
+    weights[rows, index] = scale * offset
+    weights[rows, index + 1] = scale * (1 - offset)
+    return weights
 
 
 @pytest.mark.parametrize(("length", "rank", "decay"), [(2, 2, 0.9), (9, 4, 0.999), (64, 17, 0.99999), (65, 64, 1.0)])
