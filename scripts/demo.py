@@ -12,8 +12,7 @@ from tnn_scripts.common.errors import importing, report_errors
 
 from tnn_scripts.common.arguments import parse_arguments
 from tnn_scripts.common.declared import declared_keys
-from tnn_scripts.common.names import find_config
-from tnn_scripts.common.nearest import nearest
+from tnn_scripts.common.model_path import find_config, nearest
 from tnn_scripts.data.files import check_source
 
 OPERATORS = declared_keys("modeling_tnn.configuration_tnn", "DIRECTIONS")

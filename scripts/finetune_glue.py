@@ -12,19 +12,78 @@ Example:
         --validation_file validation.csv --do_train --do_eval --output_dir outputs/mine
 """
 
-from tnn_scripts.common.errors import importing, report_errors
+from dataclasses import dataclass
 
-from tnn_scripts.common.arguments import parse_arguments, training_options
-from tnn_scripts.common.declared import changed
-from tnn_scripts.options.glue import TRAINING, GlueArguments
+from tnn_scripts.common.errors import report_errors
+
+from tnn_scripts.common.arguments import start
+from tnn_scripts.common.declared import declared_keys
+from tnn_scripts.common.model_path import check_model_path, check_path
+from tnn_scripts.common.parser import check_counts, option
+from tnn_scripts.common.training_arguments import GroupArguments
+from tnn_scripts.data.files import check_file
+
+TASKS = declared_keys("tnn_scripts.data.glue", "TASKS")
+
+
+@dataclass(kw_only=True)
+class GlueArguments(GroupArguments):
+    """The options for the model and the data."""
+
+    model_name_or_path: str
+    task_name: list[str] | None = option(None, f"all, or some of: {', '.join(TASKS)}.")
+    config_overrides: str | None = None
+    dataset_path: str | None = None
+    train_file: str | None = None
+    validation_file: str | None = None
+    test_file: str | None = option(None, "File to predict; it needs no labels.")
+    sentence1_key: str | None = option(None, "Column of the files with the first sentences.")
+    sentence2_key: str | None = option(None, "Column with the second sentences of pairs.")
+    max_seq_length: int = option(128, "Longer texts are cut.")
+    pad_to_max_length: bool = option(False, "Pad all texts to max_seq_length.")
+    max_train_samples: int | None = None
+    max_eval_samples: int | None = None
+    max_predict_samples: int | None = option(None, "Predict the first so many rows.")
+    from_scratch: bool = option(False, "Random weights instead of the trained ones.")
+    ignore_mismatched_sizes: bool = option(False, "Draw a new head if the model is a classifier of other classes.")
+    sweep: bool = option(False, "Train with each learning rate and seed; keep the best.")
+    sweep_learning_rates: list[float] = option([1e-5, 3e-5, 6e-5, 1e-4])  # of the TNN paper
+    sweep_seeds: list[int] = option([0, 1, 2], "Seeds of the sweep.")
+    trust_remote_code: bool = False
+    overwrite_output_dir: bool = False
+    dry_run: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_model_path(self.model_name_or_path, tokenizer=True)
+        if self.dataset_path is not None:
+            check_path(self.dataset_path, "--dataset_path")
+        files = [file for file in (self.train_file, self.validation_file) if file is not None]
+        if len(files) != (2 if self.task_name is None else 0):
+            raise ValueError("either --task_name or both --train_file and --validation_file must be given")
+        if self.sentence_keys and not (files and self.sentence1_key):
+            raise ValueError("--sentence1_key must be given with --train_file, --sentence2_key with --sentence1_key")
+        for file in filter(None, (*files, self.test_file)):
+            check_file(file, whole=False)
+        if self.task_name == ["all"]:
+            self.task_name = list(TASKS)
+        for task in self.task_name or []:
+            if task not in TASKS:
+                raise ValueError(f"--task_name must be all or one of {', '.join(TASKS)}, got {task}")
+        check_counts(self, "max_train_samples", "max_eval_samples", "max_predict_samples", "max_seq_length")
+        if self.dry_run and len(self.task_name or []) > 1:
+            raise ValueError(f"--dry_run must be given with one task, got {', '.join(self.task_name)}")
+
+    @property
+    def sentence_keys(self) -> tuple[str, ...]:
+        """The columns of text that the options name."""
+        return tuple(filter(None, (self.sentence1_key, self.sentence2_key)))
 
 
 @report_errors
 def main():
-    args, options = parse_arguments([GlueArguments, training_options(**TRAINING)], __doc__)
-    with importing("training"):
-        from tnn_scripts.runs.finetune_glue import start
-    start(args, changed(options))
+    # Other defaults than Trainer's: a rate that follows from the model, and a loss in the bar.
+    start(GlueArguments, __doc__, "finetune_glue", learning_rate=None, logging_steps=10)
 
 
 if __name__ == "__main__":

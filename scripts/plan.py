@@ -18,7 +18,7 @@ from tnn_scripts.common.errors import importing, report_errors
 
 from tnn_scripts.common.atomic import check_writable
 from tnn_scripts.common.declared import declared_keys
-from tnn_scripts.common.names import find_config
+from tnn_scripts.common.model_path import find_config
 from tnn_scripts.common.parser import ProgramParser
 from tnn_scripts.common.training_arguments import OBJECTIVES, OPTIMIZERS
 

@@ -22,8 +22,7 @@ from tnn_scripts.common.errors import report_errors
 
 import yaml
 
-from tnn_scripts.common.names import configuration_folder, preset_folders
-from tnn_scripts.common.nearest import nearest
+from tnn_scripts.common.model_path import configuration_folder, nearest, preset_folders, recipe_files
 from tnn_scripts.common.parser import ProgramParser
 from tnn_scripts.common.training_arguments import PresetTraining, read_presets
 
@@ -60,12 +59,6 @@ def cells(preset: PresetTraining) -> tuple[str, ...]:
     origin = ("measured" if preset.figures else "paper") if rate else ""
     minutes = "" if preset.minutes is None else f"{preset.minutes:g}"
     return preset.name, preset.kind, f"{preset.parameters:,}", rate, origin, minutes, preset.recipe or ""
-
-
-def recipe_files() -> dict[str, Path]:
-    """The file of each recipe by its name."""
-    folder = configuration_folder() / "recipes"
-    return {file.relative_to(folder).with_suffix("").as_posix(): file for file in sorted(folder.rglob("*.yaml"))}
 
 
 def about(recipe: Path) -> str:

@@ -10,19 +10,49 @@ Example:
     python scripts/run_ablation.py --output_dir outputs/decay --variants "0.9:decay=0.9" "0.99:decay=0.99"
 """
 
-from tnn_scripts.common.errors import importing, report_errors
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from tnn_scripts.common.arguments import parse_arguments, training_options
-from tnn_scripts.common.declared import changed
-from tnn_scripts.options.ablation import AblationArguments
+from tnn_scripts.common.errors import report_errors
+
+from tnn_scripts.common.arguments import load_config, start
+from tnn_scripts.common.model_path import find_config
+from tnn_scripts.common.parser import option
+from tnn_scripts.common.task_arguments import ComparisonArguments
+from tnn_scripts.data.files import check_source
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+@dataclass(kw_only=True)
+class AblationArguments(ComparisonArguments):
+    """The variants and the settings that they share."""
+
+    variants: list[str]
+    config_name: str = "tnn-tiny"
+    dataset_name: str | None = None
+    dataset_config_name: str | None = None
+    documents: str | None = None
+    eval_tokens: int = option(65_536, "Validation tokens to read, at least one row.")
+    max_pole_radius: float | None = None
+    sweep_learning_rates: list[float] = option([])
+
+    def __post_init__(self):
+        super().__post_init__()
+        find_config(self.config_name)
+        if self.dataset_name is not None:
+            check_source(self.dataset_name)
+        for variant in self.variants:
+            self.variant_config(variant)
+
+    def build(self, fields: dict) -> "PreTrainedConfig":
+        return load_config(self.config_name, fields)
 
 
 @report_errors
 def main():
-    args, options = parse_arguments([AblationArguments, training_options()], __doc__)
-    with importing("training"):
-        from tnn_scripts.runs.run_ablation import start
-    start(args, changed(options))
+    start(AblationArguments, __doc__, "run_ablation")
 
 
 if __name__ == "__main__":

@@ -11,19 +11,34 @@ Example:
         --output_dir outputs/mine
 """
 
-from tnn_scripts.common.errors import importing, report_errors
+from dataclasses import dataclass
 
-from tnn_scripts.common.arguments import parse_arguments, training_options
-from tnn_scripts.common.declared import changed
-from tnn_scripts.options.images import ImageArguments
+from tnn_scripts.common.errors import report_errors
+
+from tnn_scripts.common.arguments import start
+from tnn_scripts.common.declared import declared_keys
+from tnn_scripts.common.parser import option
+from tnn_scripts.common.task_arguments import ClassifierArguments
+
+
+@dataclass(kw_only=True)
+class ImageArguments(ClassifierArguments):
+    """The model and the pictures."""
+
+    dataset_name: str = "uoft-cs/cifar10"
+    dataset_config_name: str | None = None
+    label_column_name: str | None = option(None, "Column of the classes, if not the first.")
+    augmentation: str = option(
+        "flip",
+        "Changes of training pictures: flip mirrors half of them; deit is DeiT's recipe (random parts, RandAugment, "
+        "random erasing, mixup, CutMix, repeated pictures), which evaluates the middle of a picture.",
+        choices=tuple(declared_keys("tnn_scripts.data.augmentation", "AUGMENTATIONS")),
+    )
 
 
 @report_errors
 def main():
-    args, options = parse_arguments([ImageArguments, training_options()], __doc__)
-    with importing("training"):
-        from tnn_scripts.runs.run_image_classification import start
-    start(args, changed(options))
+    start(ImageArguments, __doc__, "run_image_classification")
 
 
 if __name__ == "__main__":

@@ -11,19 +11,45 @@ Example:
         --config_overrides tno_type=fd
 """
 
-from tnn_scripts.common.errors import importing, report_errors
+from dataclasses import dataclass
 
-from tnn_scripts.common.arguments import parse_arguments, training_options
-from tnn_scripts.common.declared import changed
-from tnn_scripts.options.lra import LraArguments
+from tnn_scripts.common.errors import report_errors
+
+from tnn_scripts.common.arguments import start
+from tnn_scripts.common.declared import declared_keys
+from tnn_scripts.common.model_path import check_path
+from tnn_scripts.common.parser import check_counts, option
+from tnn_scripts.common.task_arguments import ClassifierArguments
+
+
+@dataclass(kw_only=True)
+class LraArguments(ClassifierArguments):
+    """The task, its data and the model."""
+
+    task: str = option(choices=tuple(declared_keys("tnn_scripts.data.lra", "TASKS")))
+    dataset_path: str | None = None
+    max_length: int | None = option(
+        None, "Largest number of tokens. Longer texts are cut; ListOps has shorter samples."
+    )
+    pair_column: str | None = option(
+        None, "Retrieval: column of --dataset_path; the passages of a pair have one value in it, or two."
+    )
+    extra_test: str | None = option(None, "Another configuration of --dataset_path whose test split is evaluated too.")
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_counts(self, "max_length")
+        if self.dataset_path is not None:
+            check_path(self.dataset_path, "--dataset_path")
+        if self.pair_column is not None and self.task != "retrieval":
+            raise ValueError(f"--pair_column must be given for retrieval alone, got {self.task}")
+        if self.extra_test is not None and self.dataset_path is None:
+            raise ValueError(f"--extra_test must be given with --dataset_path, got only {self.extra_test}")
 
 
 @report_errors
 def main():
-    args, options = parse_arguments([LraArguments, training_options()], __doc__)
-    with importing("training"):
-        from tnn_scripts.runs.run_lra import start
-    start(args, changed(options))
+    start(LraArguments, __doc__, "run_lra")
 
 
 if __name__ == "__main__":

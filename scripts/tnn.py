@@ -12,7 +12,7 @@ from importlib import import_module
 from tnn_scripts.common.errors import report_errors
 
 from tnn_scripts.common.commands import COMMANDS
-from tnn_scripts.common.nearest import nearest
+from tnn_scripts.common.model_path import nearest
 
 
 def help_text() -> str:

@@ -21,13 +21,10 @@ Example:
 """
 
 import dataclasses
-import itertools
-import logging
 import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from tnn_scripts.common.errors import report_errors
 
@@ -37,15 +34,15 @@ from scipy.stats import entropy
 from transformers import PreTrainedModel, TrainingArguments
 
 from modeling_tnn.tno import ToeplitzOperator
-from tnn_scripts.common.arguments import chosen_seeds, parse_arguments, training_options
-from tnn_scripts.common.atomic import write_json
+from tnn_scripts.common.arguments import parse_arguments, training_options
 from tnn_scripts.common.declared import changed
-from tnn_scripts.common.trainer import output_folder, refuse_resume
-from tnn_scripts.options.ablation import AblationArguments
+from tnn_scripts.common.grouping_trainer import GroupingTrainer
+from tnn_scripts.common.tables import markdown_table
+from tnn_scripts.common.trainer import compare, comparison
 from tnn_scripts.plotting.statistics import Kernel
-from tnn_scripts.runs.run_ablation import Text, build_trainer, load_text, train
+from tnn_scripts.run_ablation import AblationArguments
+from tnn_scripts.runs.run_ablation import build_trainer, load_text, score_variant
 
-logger = logging.getLogger("starts")
 Maker = Callable[[int, int], torch.Tensor]
 NOT_TRAINED = (r"\.tno\.", 0)
 LEARNED = "decay=1.0e-6,learnable_decay=true"
@@ -306,47 +303,54 @@ def horizon(kernels: np.ndarray) -> float:
     return Kernel("", kernels, np.arange(first, first + count)).horizon_percentile(50)[0]
 
 
-def measure(
-    args: StartArguments, training: TrainingArguments, number: int, rate: float, seed: int, text: Text
-) -> dict:
-    """Train from one start; the perplexity, and the figures of the kernels."""
-    name, start = list(FAMILIES[args.family].items())[number]
+def with_start(args: StartArguments, number: int, rate: float) -> StartArguments:
+    """The arguments with the start as the only variant, and its rates beside those of the command line."""
+    start = list(FAMILIES[args.family].values())[number]
     variant = f"start {number}" + (f":{start.fields}" if start.fields else "")
-    own = dataclasses.replace(args, variants=[variant], parameter_groups=[*start.groups(rate), *args.parameter_groups])
-    trainer = build_trainer(own, training, variant, rate, seed, text)
-    with torch.no_grad(), torch.random.fork_rng():
-        torch.manual_seed(seed)
-        start.change(trainer.model.cpu())
-    before = kernels_of(trainer.model)
-    trainer.model.to(trainer.args.device)
-    perplexity = next(iter(train(trainer, variant, text)["perplexity"].values()))
-    after = kernels_of(trainer.model.cpu())
-    return {
-        "kernels": name,
-        "learning_rate": rate,
-        "seed": seed,
-        "norm": float(np.mean([np.linalg.norm(kernels, axis=1).mean() for kernels in before])),
-        "rank": statistics.mean(map(effective_rank, before)),
-        "end": statistics.mean(map(effective_rank, after)),
-        "horizon": statistics.mean(map(horizon, after)),
-        "perplexity": perplexity,
-    }
+    return dataclasses.replace(
+        args, variants=[variant], parameter_groups=[*start.groups(rate), *args.parameter_groups]
+    )
+
+
+def compare_starts(args: StartArguments, training: TrainingArguments):
+    """Train from each start; the perplexity, and the figures of the kernels."""
+    starts, text, before = list(FAMILIES[args.family].items()), load_text(args), {}
+
+    def build(training: TrainingArguments, number: int, rate: float) -> GroupingTrainer:
+        own = with_start(args, number, rate)
+        trainer = build_trainer(own, text, training, own.variants[0], rate)
+        with torch.no_grad(), torch.random.fork_rng():
+            torch.manual_seed(training.seed)
+            starts[number][1].change(trainer.model.cpu())
+        before[number] = kernels_of(trainer.model)
+        trainer.model.to(trainer.args.device)
+        return trainer
+
+    def score(trainer: GroupingTrainer, result, number: int, rate: float) -> dict:
+        row = score_variant(text, trainer, result, f"start {number}", rate)
+        after = kernels_of(trainer.model.cpu())
+        return {
+            "kernels": starts[number][0],
+            "learning_rate": rate,
+            "seed": row["seed"],
+            "norm": float(np.mean([np.linalg.norm(kernels, axis=1).mean() for kernels in before[number]])),
+            "rank": statistics.mean(map(effective_rank, before[number])),
+            "end": statistics.mean(map(effective_rank, after)),
+            "horizon": statistics.mean(map(horizon, after)),
+            "perplexity": next(iter(row["perplexity"].values())),
+        }
+
+    numbers = range(len(starts)) if args.starts is None else args.starts
+    rates = args.sweep_learning_rates or [training.learning_rate]
+    compare(args, training, build, score, lambda rows: markdown_table(rows[0], map(dict.values, rows)), numbers, rates)
 
 
 @report_errors
 def main():
     args, options = parse_arguments([StartArguments, training_options()], __doc__)
     training = TrainingArguments(**changed(options))
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    args.seeds, rows = chosen_seeds(args.seeds, training), []
-    numbers = range(len(FAMILIES[args.family])) if args.starts is None else args.starts
-    refuse_resume(training)
-    with output_folder(training, dry_run=False):
-        text = load_text(args)
-        for number, rate, seed in itertools.product(numbers, args.learning_rates(training), args.seeds):
-            rows.append(measure(args, training, number, rate, seed, text))
-            write_json(Path(training.output_dir) / "all_results.json", {"rows": rows})
-            logger.info("%s", rows[-1])
+    with comparison(args, training):
+        compare_starts(args, training)
 
 
 if __name__ == "__main__":

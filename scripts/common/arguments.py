@@ -8,21 +8,22 @@ recipe's data. Of `--config_overrides`, each field does so alone.
 import json
 import re
 import sys
+from collections.abc import Iterator
 from dataclasses import field, make_dataclass
 from dataclasses import fields as fields_of
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from tnn_scripts.common.errors import importing
 
 import yaml
 
-from tnn_scripts.common.declared import dataclass_like
-from tnn_scripts.common.names import find_config, find_recipe
-from tnn_scripts.common.nearest import nearest
-from tnn_scripts.common.parser import RENAMED, ProgramParser
+from tnn_scripts.common.declared import changed, dataclass_like
+from tnn_scripts.common.model_path import find_config, find_recipe, nearest
+from tnn_scripts.common.parser import ProgramParser
 
 if TYPE_CHECKING:  # a command line is read before these are imported
-    from transformers import PreTrainedConfig, TrainingArguments
+    from transformers import PreTrainedConfig
 
 # A comma outside of brackets, which hold lists and mappings.
 BETWEEN_OVERRIDES = r",(?![^\[{]*[\]}])"
@@ -41,6 +42,21 @@ OF_DATA = {
 }  # fmt: skip
 
 
+def start(options: type, description: str, program: str, **defaults):
+    """Read the command line of a program that trains, and call `run` of its module in `runs`.
+
+    Args:
+        options: a dataclass.
+        defaults: those of `TrainingArguments` that are not transformers' (see `training_options`).
+    """
+    args, given = parse_arguments([options, training_options(**defaults)], description)
+    with importing("training"):
+        from transformers import TrainingArguments
+
+        run = import_module(f"tnn_scripts.runs.{program}").run
+    run(args, TrainingArguments(**defaults | changed(given)))
+
+
 def parse_overrides(
     text: str | None, known: "PreTrainedConfig | None" = None, option: str = "--config_overrides"
 ) -> dict:
@@ -56,8 +72,7 @@ def parse_overrides(
         with importing():
             from modeling_tnn import TnnConfig
         known = TnnConfig()
-    parts = re.split(BETWEEN_OVERRIDES, text or "")
-    pairs = [pair.partition("=") for pair in parts if pair.strip()]
+    pairs = [pair.partition("=") for pair in re.split(BETWEEN_OVERRIDES, text or "") if pair.strip()]
     try:
         fields = {name.strip(): yaml.safe_load(value) for name, _, value in pairs}
     except yaml.YAMLError as error:
@@ -108,23 +123,18 @@ def parse_arguments(dataclasses: list[type], description: str) -> tuple:
     """
     parser = ProgramParser(dataclasses, description)
     parser.add_argument("--recipe", action="append", default=[], metavar="NAME")
-    given = sys.argv[1:]
+    options = sys.argv[1:]
     try:
-        options = given
-        for file in reversed(_values_of("--recipe", given)):  # a later recipe overrides an earlier one
-            options = recipe_options(file, parser, options) + options
-        found, unknown = parser.parse_known_args(options + joined_overrides(options))
+        for name in reversed([*_values_of("--recipe", options)]):  # a later recipe overrides an earlier one
+            options = recipe_options(name, parser, options) + options
+        overrides = [*_values_of("--config_overrides", options)]  # of a field, the last value counts
+        options += ["--config_overrides", ",".join(overrides)] if len(overrides) > 1 else []
+        found, unknown = parser.parse_known_args(options)
         filled = parser.fill(found)
     except ValueError as error:
         parser.error(str(error))
     parser.refuse(unknown)
     return tuple(filled)
-
-
-def joined_overrides(given: list[str]) -> list[str]:
-    """All `--config_overrides` of a command line as one. Of a field, `parse_overrides` takes the last value."""
-    values = _values_of("--config_overrides", given)
-    return ["--config_overrides", ",".join(values)] if len(values) > 1 else []
 
 
 def recipe_options(file: str, parser: ProgramParser, given: list[str]) -> list[str]:
@@ -140,36 +150,15 @@ def recipe_options(file: str, parser: ProgramParser, given: list[str]) -> list[s
     if not isinstance(recipe, dict):
         raise ValueError(f"--recipe must hold lines of the form `name: value`, got {file}")
     options, known = [], parser.option_names()
+    names = {argument.partition("=")[0] for argument in given}
     for name, value in recipe.items():
-        if name not in known and f"--{name}" not in RENAMED:
+        if name not in known:
             raise ValueError(f"--recipe {file}: {name} is not an option of this program{nearest(name, known)}")
-        if _is_replaced(name, given):
+        if value is None or REPLACED_BY.get(name) in names or (name in OF_DATA and names & DATA):
             continue
         values = value if isinstance(value, list) else [value]
-        texts = (json.dumps(value) if isinstance(value, dict) else str(value) for value in values)
-        options += [] if value is None else [f"--{name}", *texts]
+        options += [f"--{name}", *(json.dumps(one) if isinstance(one, dict) else str(one) for one in values)]
     return options
-
-
-def _is_replaced(name: str, given: list[str]) -> bool:
-    """Whether an option of a recipe has no meaning beside those that are given."""
-    names = [argument.partition("=")[0] for argument in given]
-    names = {RENAMED.get(argument, argument) for argument in names}
-    return REPLACED_BY.get(name) in names or (name in OF_DATA and not names.isdisjoint(DATA))
-
-
-def chosen_seeds(seeds: list[int] | None, training: "TrainingArguments") -> list[int]:
-    """The seeds of `--seeds`, or the one of `--seed`, which has Trainer's default.
-
-    Raises:
-        ValueError: both were given, and contradict each other.
-    """
-    if seeds is None:
-        return [training.seed]
-    if training.seed not in (type(training).seed, *seeds):
-        listed = " ".join(map(str, seeds))
-        raise ValueError(f"--seed must not be given together with --seeds {listed}, got {training.seed}")
-    return seeds
 
 
 def training_options(**defaults) -> type:
@@ -185,8 +174,8 @@ def training_options(**defaults) -> type:
     return make_dataclass(like.__name__, changed, bases=(like,), kw_only=True)
 
 
-def _values_of(option: str, given: list[str]) -> list[str]:
+def _values_of(option: str, given: list[str]) -> Iterator[str]:
     """The values of an option that takes one, each time it is given."""
-    pairs = zip(given, [*given[1:], ""], strict=False)  # no options: no pairs
-    return [value if name == option else name.removeprefix(f"{option}=") for name, value in pairs
-            if name == option or name.startswith(f"{option}=")]  # fmt: skip
+    for name, value in zip(given, [*given[1:], ""], strict=False):  # no options: no pairs
+        if name == option or name.startswith(f"{option}="):
+            yield value if name == option else name.removeprefix(f"{option}=")

@@ -5,7 +5,6 @@ This module describes the options that several programs share. A program describ
 
 import argparse
 import dataclasses
-import logging
 import re
 import shlex
 import sys
@@ -18,11 +17,9 @@ from tnn_scripts.common.errors import leave
 
 from tnn_scripts.common.commands import COMMAND_OF
 from tnn_scripts.common.declared import field_default
-from tnn_scripts.common.nearest import nearest
+from tnn_scripts.common.model_path import nearest
 
-logger = logging.getLogger("arguments")
-
-# Sections of --help -> their options, without the hyphens.
+# Sections of --help -> their options, without the hyphens: those that several programs have.
 SECTIONS = {
     "model": {
         "model_name_or_path": "Model: a folder or a Hub id.",
@@ -42,12 +39,10 @@ SECTIONS = {
         "dataset_path": "Local folder or Hub id with the data of the task, instead of their usual source.",
         "task": "Task by its name, such as listops or copying.",
         "train_file": "File to train on: text, JSON, parquet or CSV.",
-        "validation_file": "File to evaluate on, of the same kinds. A language model is evaluated on the end of the "
-        "training text unless one is given.",
+        "validation_file": "File to evaluate on; a language model has the end of its training text unless given.",
         "text_column": "Column of the data that holds text.",
         "documents": "Where documents end: rows (at each row), lines (nowhere), headings (as in WikiText), or columns "
-        "that identify a document, such as book,chapter. Unless given: headings if there are some, lines for text "
-        "files, else rows.",
+        "that identify one: book,chapter. Unless given: headings if there are some, lines for text files, else rows.",
         "max_train_samples": "Train on the first so many rows.",
         "max_eval_samples": "Evaluate on the first so many rows.",
         "block_size": "Tokens in a block of text; follows from max_position_embeddings unless given.",
@@ -76,10 +71,9 @@ SECTIONS = {
         "operator_learning_rate": "Learning rate of the Toeplitz operators, which then have no weight decay unless "
         "--operator_weight_decay is given.",
         "operator_weight_decay": "Weight decay of the matrices of the Toeplitz operators.",
-        "parameter_groups": "Parameters with settings of their own: PATTERN:learning_rate=X,weight_decay=X, with a "
-        "regular expression that is searched in their names. Biases and norms stay without weight decay.",
-        "optim": "Optimizer, by the name in transformers: adamw_torch, adamw_torch_fused, adafactor, ... "
-        "`tnn pretrain` has muon too.",
+        "parameter_groups": "Settings of parameters whose name a regular expression finds: "
+        "PATTERN:learning_rate=X,weight_decay=X. Biases and norms stay without weight decay.",
+        "optim": "Optimizer, by the name in transformers: adamw_torch, adafactor, ... `tnn pretrain` has muon too.",
         "optim_args": "Further arguments of the optimizer: name=value,name=value.",
         "adam_beta1": "First momentum of AdamW.",
         "adam_beta2": "Second momentum of AdamW.",
@@ -104,8 +98,7 @@ SECTIONS = {
     },
     "output": {
         "output_dir": "Folder for the results.",
-        "overwrite_output_dir": "Replace the model or the unfinished run in --output_dir; without this option that is "
-        "an error.",
+        "overwrite_output_dir": "Replace the model or the unfinished run in --output_dir, which else is an error.",
         "output_file": "JSON file for the figures.",
         "dry_run": "Say what would be done, and end: parameters, tokens, time and memory of a training; the files of "
         "an upload, without contacting the Hub.",
@@ -127,20 +120,15 @@ SECTIONS = {
     },
 }
 HELP = {name: text for section in SECTIONS.values() for name, text in section.items()}
-# Old names of options, which still work, and their present names.
-RENAMED = {
-    "--model": "--model_name_or_path",
-    "--dataset": "--dataset_name",
-    "--dataset_config": "--dataset_config_name",
-    "--file": "--validation_file",
-    "--config": "--config_name",
-    "--train_rows": "--max_train_samples",
-    "--eval_rows": "--max_eval_samples",
-    "--batch_size": "--per_device_train_batch_size",
-    "--json": "--output_file",
-    "--length": "--block_size",
-}
 EXAMPLE = re.compile(r"\n\nExample:\n(.*?)(?=\n\n|\Z)", re.DOTALL)
+
+
+def option(default: Any = dataclasses.MISSING, text: str | None = None, **metadata) -> Any:
+    """A field of a dataclass that is an option, with its help; one that several programs have is described above."""
+    metadata = metadata if text is None else metadata | {"help": text}
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=default.copy, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def check_counts(options, *names: str):
@@ -163,19 +151,19 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
     def _format_action_invocation(self, action):
         if not action.option_strings:
             return super()._format_action_invocation(action)
-        names = [name for name in action.option_strings if "-" not in name.lstrip("-")] or action.option_strings
+        names = ", ".join([name for name in action.option_strings if "-" not in name[2:]] or action.option_strings)
         if action.nargs == 0 or action.const is True:
-            return ", ".join(names)
-        return f"{', '.join(names)} {self._format_args(action, self._get_default_metavar_for_optional(action))}"
+            return names
+        return f"{names} {self._format_args(action, self._get_default_metavar_for_optional(action))}"
 
     def _get_default_metavar_for_optional(self, action):
         return self.KINDS.get(action.type, "TEXT")
 
     def _get_help_string(self, action):
-        text = action.help or ""
         if action.required and action.option_strings:
-            return f"{text} (required)"
-        return text + (f" (default: {default_of(action)})" if default_of(action) else "").replace("%", "%%")
+            return f"{action.help or ''} (required)"
+        default = f" (default: {default_of(action)})" if default_of(action) else ""
+        return (action.help or "") + default.replace("%", "%%")
 
 
 def default_of(action: argparse.Action) -> str:
@@ -191,10 +179,11 @@ def string_to_bool(text: str) -> bool:
     Raises:
         ArgumentTypeError: it is neither.
     """
-    known = dict.fromkeys(("yes", "true", "t", "y", "1"), True) | dict.fromkeys(("no", "false", "f", "n", "0"), False)
-    if text.lower() not in known:
-        raise argparse.ArgumentTypeError(f"must be true or false, got {text}")
-    return known[text.lower()]
+    if text.lower() in ("yes", "true", "t", "y", "1"):
+        return True
+    if text.lower() in ("no", "false", "f", "n", "0"):
+        return False
+    raise argparse.ArgumentTypeError(f"must be true or false, got {text}")
 
 
 class ProgramParser(argparse.ArgumentParser):
@@ -214,22 +203,20 @@ class ProgramParser(argparse.ArgumentParser):
                 self._add_field(field, hints[field.name])
 
     def _add_field(self, field: dataclasses.Field, kind: Any):
-        """Add the option of a field, as transformers' HfArgumentParser does; a field that is True gets a --no_ too."""
-        names = [f"--{field.name}", f"--{field.name.replace('_', '-')}"]
-        if get_origin(kind) in (Union, UnionType):
-            kind = next(one for one in get_args(kind) if one is not NoneType)
+        """Add the option of a field, as transformers' HfArgumentParser does, whose import would take seconds."""
         default = field_default(field)
         options = {"required": True} if default is dataclasses.MISSING else {"default": default}
+        if get_origin(kind) in (Union, UnionType):
+            kind = next(one for one in get_args(kind) if one is not NoneType)
         if get_origin(kind) is list:
             kind, options = get_args(kind)[0], options | {"nargs": "+"}
         if get_origin(kind) is Literal:
             kind, options = str, options | {"choices": get_args(kind)}
         if kind is bool:
             kind, options = string_to_bool, options | ({} if default is None else {"nargs": "?", "const": True})
-        self.add_argument(*dict.fromkeys(names), type=kind, **options | field.metadata)
+        self.add_argument(*_spellings(field.name), type=kind, **options | field.metadata)
         if default is True:
-            negated = [f"--no_{field.name}", f"--no-{field.name.replace('_', '-')}"]
-            text = field.metadata.get("help")
+            negated, text = _spellings(f"no_{field.name}"), field.metadata.get("help")
             self.add_argument(*negated, action="store_false", dest=field.name, default=False, help=text)
 
     def fill(self, found: argparse.Namespace) -> list:
@@ -261,10 +248,6 @@ class ProgramParser(argparse.ArgumentParser):
         chosen = (parser for name, parser in self.subcommands().items() if name in given)
         next(chosen, self).refuse(unknown)
         return found
-
-    def parse_known_args(self, args=None, namespace=None):
-        given = sys.argv[1:] if args is None else list(args)
-        return super().parse_known_args(rename_options(given, self), namespace)
 
     def error(self, message: str):
         leave(message, 2)
@@ -300,14 +283,18 @@ class ProgramParser(argparse.ArgumentParser):
     def sections(self) -> Iterator[tuple[str, list[argparse.Action]]]:
         """The sections of the help with their options. The formatter leaves out sections without options."""
         actions = [action for action in self._actions if action.help != argparse.SUPPRESS]
-        trainer = [one for one in self.classes if one.__name__ == "TrainingArguments"]
-        of_trainer = {field.name for one in trainer for field in dataclasses.fields(one)}
-        shared = set(HELP) | of_trainer
-        yield "options", [a for a in actions if a.dest not in shared]
+        of_trainer = {field.name for one in self.classes if one.__name__ == "TrainingArguments"
+                      for field in dataclasses.fields(one)}  # fmt: skip
+        yield "options", [a for a in actions if a.dest not in HELP.keys() | of_trainer]
         for title, names in SECTIONS.items():
             yield title, [a for a in actions if a.dest in names]
-        others = [a for a in actions if a.dest in of_trainer - set(HELP)]
+        others = [a for a in actions if a.dest in of_trainer - HELP.keys()]
         yield "transformers.TrainingArguments, the rest", others
+
+
+def _spellings(name: str) -> list[str]:
+    """The option of a field, with underscores and with hyphens."""
+    return list(dict.fromkeys([f"--{name}", f"--{name.replace('_', '-')}"]))
 
 
 def _program() -> str:
@@ -321,17 +308,3 @@ def _as_called(example: str) -> str:
     if not sys.argv[0].startswith("tnn "):
         return example
     return re.sub(r"python scripts/(\w+)\.py", lambda match: f"tnn {COMMAND_OF[match[1]]}", example)
-
-
-def rename_options(given: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
-    """The arguments `given`, with old names of options replaced by the present ones and a warning for each."""
-    known = {name for action in parser._actions for name in action.option_strings}
-    renamed = []
-    for argument in given:
-        name, equals, value = argument.partition("=")
-        new = RENAMED.get(name)
-        if name not in known and new in known:
-            logger.warning("%s is an old name. Use %s instead.", name, new)
-            argument = f"{new}{equals}{value}"
-        renamed.append(argument)
-    return renamed

@@ -18,9 +18,7 @@ import yaml
 
 from tnn_scripts.common.arguments import load_config
 from tnn_scripts.common.declared import enum_values
-from tnn_scripts.common.model_path import check_path
-from tnn_scripts.common.names import configuration_folder, find_config
-from tnn_scripts.common.nearest import nearest
+from tnn_scripts.common.model_path import check_path, configuration_folder, find_config, nearest
 from tnn_scripts.data.files import check_file, check_source
 
 if TYPE_CHECKING:  # read before transformers is imported

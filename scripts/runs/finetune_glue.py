@@ -1,14 +1,13 @@
 """Fine-tune a model on GLUE tasks, or on files of the same form."""
 
-import contextlib
 import copy
 import dataclasses
 import itertools
-import json
 import logging
 import statistics
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from transformers import (
@@ -24,7 +23,7 @@ from transformers import (
 
 import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
 from tnn_scripts.common.arguments import parse_overrides
-from tnn_scripts.common.atomic import new_files, write_json, write_text
+from tnn_scripts.common.atomic import write_json, write_text
 from tnn_scripts.common.checkpoints import RUN, check_run, find_checkpoint, read_json
 from tnn_scripts.common.commands import next_steps
 from tnn_scripts.common.costs import dry_run
@@ -34,7 +33,7 @@ from tnn_scripts.common.loading import load, require_padding
 from tnn_scripts.common.publishing import open_repository, upload
 from tnn_scripts.common.signals import StopRequested
 from tnn_scripts.common.tables import ERRORS, format_metric, markdown_table
-from tnn_scripts.common.trainer import output_folder, train
+from tnn_scripts.common.trainer import output_folder, save, train
 from tnn_scripts.common.training_arguments import fine_tuning_of
 from tnn_scripts.data.glue import (
     TaskData,
@@ -46,7 +45,9 @@ from tnn_scripts.data.glue import (
     tokenize_task,
 )
 from tnn_scripts.data.vocabulary import check_vocabulary
-from tnn_scripts.options.glue import TRAINING, GlueArguments
+
+if TYPE_CHECKING:
+    from tnn_scripts.finetune_glue import GlueArguments
 
 logger = logging.getLogger("finetune_glue")
 
@@ -54,12 +55,11 @@ logger = logging.getLogger("finetune_glue")
 class Task:
     """A task with its metric and its tokenized data, which all runs of a sweep share."""
 
-    def __init__(self, data: TaskData, args: GlueArguments):
-        self.data, self.args = data, args
-        self.name = data.name or "files"
-        regression = data.label_names is None
-        self.metric = load_metric(data.name, regression)
-        self.main_metric = main_metric(data.name, regression)
+    def __init__(self, data: TaskData, args: "GlueArguments"):
+        self.data, self.args, self.name = data, args, data.name or "files"
+        self.is_regression = data.label_names is None
+        self.metric, self.main_metric = (make(data.name, self.is_regression) for make in (load_metric, main_metric))
+        self.best = min if self.main_metric in ERRORS else max
         self.tokenizer = load(AutoTokenizer, args.model_name_or_path, trust_remote_code=args.trust_remote_code)
         require_padding(self.tokenizer, "tnn finetune-glue")
         for names, limit in (
@@ -84,7 +84,7 @@ class Task:
         config.update(parse_overrides(args.config_overrides, config))
         check_vocabulary(self.tokenizer, config.vocab_size)
         self.outputs, given = list(range(len(names or []))), None
-        if names is None:
+        if self.is_regression:
             config.num_labels = 1
         elif not args.from_scratch:
             try:
@@ -99,7 +99,7 @@ class Task:
         elif names is not None:
             config.id2label = dict(enumerate(names))
             config.label2id = {name: index for index, name in config.id2label.items()}
-        config.problem_type = "regression" if names is None else "single_label_classification"
+        config.problem_type = "regression" if self.is_regression else "single_label_classification"
         config.pad_token_id = self.tokenizer.pad_token_id
         return config
 
@@ -116,56 +116,45 @@ class Task:
             setattr(model, model.base_model_prefix, loaded.base_model)
         return model
 
-    def predictions(self, logits: np.ndarray) -> np.ndarray:
-        """The predicted classes of the data or values `(N,)`, from logits `(N, C)` or outputs that begin with them."""
-        logits = _logits(logits)
-        return logits[:, 0] if self.data.label_names is None else self.classes(logits.argmax(axis=1))
-
     def classes(self, outputs: np.ndarray) -> np.ndarray:
         """The classes of the data for numbers of outputs, -1 for an output that is none of them. Values stay."""
-        if self.data.label_names is None:
+        if self.is_regression:
             return np.asarray(outputs)
         found = {output: number for number, output in enumerate(self.outputs)}
         return np.array([found.get(int(output), -1) for output in outputs])
 
     def shown(self, logits: np.ndarray) -> list[str]:
         """What is written of each row: the value, or the name of its class as in the data, or else as in the model."""
-        if self.data.label_names is None:
-            return [f"{value:.3f}" for value in self.predictions(logits)]
+        if self.is_regression:
+            return [f"{value:.3f}" for value in logits[:, 0]]
         names = self.config.id2label | dict(zip(self.outputs, self.data.label_names, strict=True))
-        return [names[output] for output in _logits(logits).argmax(axis=1)]
+        return [names[output] for output in logits.argmax(axis=1)]
 
     def compute_metrics(self, evaluated) -> dict[str, float]:
-        figures = self.metric(self.predictions(evaluated.predictions), self.classes(evaluated.label_ids))
+        logits = logits_of(evaluated.predictions)
+        predictions = logits[:, 0] if self.is_regression else logits.argmax(axis=1)
+        figures = self.metric(self.classes(predictions), self.classes(evaluated.label_ids))
         self.metric_names = list(figures)
         return figures
 
     def majority(self) -> float | None:
         """The main metric of a model that always answers the most frequent class of the training data."""
-        if self.data.label_names is None:
+        if self.is_regression:
             return None
         references = self.classes(self.splits[self.data.validation_splits[0]]["label"])
         answer = statistics.mode(self.classes(self.splits["train"]["label"]).tolist())
         return self.metric(np.full_like(references, answer), references)[self.main_metric]
 
 
-def _logits(outputs: np.ndarray | tuple) -> np.ndarray:
+def logits_of(outputs: np.ndarray | tuple) -> np.ndarray:
+    """The logits `(N, C)`, with which the outputs of a model begin."""
     return outputs[0] if isinstance(outputs, tuple) else outputs
 
 
-def run(task: Task, training: TrainingArguments, keep: bool = False) -> tuple[Trainer, dict]:
-    """Train, evaluate and predict as the options say; the Trainer and all figures.
-
-    Args:
-        keep: whether the model is saved as soon as it is trained.
-
-    Raises:
-        StopRequested: a process got a signal during the training; the last step is in a checkpoint.
-        ValueError: the checkpoint to resume from is missing or damaged.
-        MemoryExceededError: a batch does not fit into memory.
-        SavingError: a checkpoint could not be written.
-    """
+def run_once(task: Task, training: TrainingArguments, keep: bool = False) -> tuple[Trainer, dict]:
+    """Train, evaluate and predict as the options say; the Trainer and all figures. `keep`: save what was trained."""
     set_seed(training.seed)
+    args = task.args
     trainer = GroupingTrainer(
         model=task.build_model(),
         args=training,
@@ -173,41 +162,30 @@ def run(task: Task, training: TrainingArguments, keep: bool = False) -> tuple[Tr
         eval_dataset=task.splits[task.data.validation_splits[0]],
         processing_class=task.tokenizer,
         compute_metrics=task.compute_metrics,
-        groups=task.args.groups(),
+        groups=args.groups(),
     )
-    if task.args.dry_run:
-        dry_run(trainer, task.args.number_of_runs())
+    if args.dry_run:
+        dry_run(trainer, len(args.sweep_learning_rates) * len(args.sweep_seeds) if args.sweep else 1)
     results = {}
     if training.do_train:
-        results |= train(trainer, task.splits["train"]["label"], max_seq_length=task.args.max_seq_length)
+        results |= train(trainer, task.splits["train"]["label"], max_seq_length=args.max_seq_length)
     if keep:
         save_model(trainer, task, Path(training.output_dir))
     with suggest_smaller("evaluation", "give a smaller --per_device_eval_batch_size or --max_seq_length"):
-        if training.do_eval:
-            results |= evaluate(trainer, task)
-        if training.do_predict:
-            for split in task.data.test_splits:
-                write_predictions(trainer, task, split)
+        for split in task.data.validation_splits if training.do_eval else []:
+            rows, suffix = task.splits[split], "_mm" if split.endswith("_mismatched") else ""
+            figures = trainer.evaluate(rows) | {"eval_samples": len(rows)}
+            results |= {name + suffix: value for name, value in figures.items()}
+        for split in task.data.test_splits if training.do_predict else []:
+            write_predictions(trainer, task, split)
     return trainer, results
-
-
-def evaluate(trainer: Trainer, task: Task) -> dict:
-    """The figures of all validation splits."""
-    results = {}
-    for split in task.data.validation_splits:
-        rows = task.splits[split]
-        suffix = "_mm" if split.endswith("_mismatched") else ""
-        figures = trainer.evaluate(rows)
-        results |= {name + suffix: value for name, value in figures.items()} | {"eval_samples" + suffix: len(rows)}
-    return results
 
 
 def write_predictions(trainer: Trainer, task: Task, split: str):
     """Write `predict_results_TASK.txt` in the format of run_glue.py."""
     rows = task.splits[split]
     columns = [name for name in rows.column_names if name != "label"]
-    logits = trainer.predict(rows.select_columns(columns)).predictions
-    shown = task.shown(logits)
+    shown = task.shown(logits_of(trainer.predict(rows.select_columns(columns)).predictions))
     lines = [f"{index}\t{value}" for index, value in enumerate(shown)]
     if trainer.is_world_process_zero():
         file = Path(trainer.args.output_dir) / f"predict_results_{task.name}{split.removeprefix('test')}.txt"
@@ -216,11 +194,7 @@ def write_predictions(trainer: Trainer, task: Task, split: str):
 
 def save_model(trainer: Trainer, task: Task, folder: Path):
     """Save the model, its tokenizer and the options of the training. Predictions of an earlier model go."""
-    options = trainer.args.to_dict() | dataclasses.asdict(task.args) | {"task_name": task.data.name}
-    with new_files(folder, trainer.accelerator) as files:
-        trainer.save_model(str(files))
-        if trainer.is_world_process_zero():
-            write_json(files / "training_args.json", options)
+    save(trainer, dataclasses.asdict(task.args) | {"task_name": task.data.name}, folder)
     if trainer.is_world_process_zero():
         for predictions in folder.glob("predict_results_*.txt"):
             predictions.unlink()
@@ -234,13 +208,11 @@ def is_trained(folder: Path) -> bool:
 def single(task: Task, training: TrainingArguments, folder: Path) -> list[dict]:
     """Do one run with the learning rate and the seed of the command line, and save the model if it was trained."""
     training = with_rate(task, training, folder)
-    options = dataclasses.replace(training, output_dir=str(folder))
-    trainer, results = run(task, options, keep=training.do_train)
+    trainer, results = run_once(task, dataclasses.replace(training, output_dir=str(folder)), keep=training.do_train)
     if trainer.is_world_process_zero():
-        file, earlier = folder / "all_results.json", {}
-        if not training.do_train and is_trained(folder) and file.is_file():
-            earlier = json.loads(file.read_text(encoding="utf-8"))
-        write_json(file, earlier | results)
+        file = folder / "all_results.json"
+        renewed = not training.do_train and is_trained(folder) and file.is_file()
+        write_json(file, (read_json(file) if renewed else {}) | results)
     return [{"learning_rate": training.learning_rate, "seed": training.seed} | results]
 
 
@@ -261,53 +233,45 @@ def with_rate(task: Task, training: TrainingArguments, folder: Path) -> Training
 
 def sweep(task: Task, training: TrainingArguments, folder: Path) -> list[dict]:
     """Do a run for each learning rate and seed, and keep the best model in `folder`."""
-    best, runs = None, []
-    lower_is_better = task.main_metric in ERRORS
+    scores, runs = [], []
     for rate, seed in itertools.product(task.args.sweep_learning_rates, task.args.sweep_seeds):
         place = folder / f"lr{rate:g}-seed{seed}"
         options = {"learning_rate": rate, "seed": seed, "output_dir": str(place), "save_strategy": "no"}
-        trainer, results = run(task, dataclasses.replace(training, **options, do_train=True, do_eval=True))
+        trainer, results = run_once(task, dataclasses.replace(training, **options, do_train=True, do_eval=True))
         runs.append({"learning_rate": rate, "seed": seed} | results)
-        if trainer.is_world_process_zero():
-            write_json(place / "all_results.json", runs[-1])
-        score = results[f"eval_{task.main_metric}"] * (-1 if lower_is_better else 1)
-        if best is None or score > best:
-            best = score
+        scores.append(results[f"eval_{task.main_metric}"])
+        places = [place]
+        if scores.index(task.best(scores)) == len(scores) - 1:
             save_model(trainer, task, folder)
-            if trainer.is_world_process_zero():
-                write_json(folder / "all_results.json", runs[-1])
+            places.append(folder)
+        for one in places if trainer.is_world_process_zero() else []:
+            write_json(one / "all_results.json", runs[-1])
     return runs
 
 
 def summarize(task: Task, runs: list[dict]) -> dict:
     """The summary of a task: the learning rate with the best mean over the seeds, and the best run."""
-    key = f"eval_{task.main_metric}"
+    key, about = f"eval_{task.main_metric}", {"task": task.name, "pairs": task.data.is_pairs}
     if any(key not in run for run in runs):
-        return {"task": task.name, "pairs": task.data.is_pairs, "runs": runs}
-    choose = min if task.main_metric in ERRORS else max
+        return about | {"runs": runs}
     by_rate = {}
     for one in runs:
-        by_rate.setdefault(one["learning_rate"], []).append(one[key])
-    rate, scores = choose(by_rate.items(), key=lambda item: statistics.mean(item[1]))
-    return {
-        "task": task.name,
-        "pairs": task.data.is_pairs,
+        by_rate.setdefault(one["learning_rate"], []).append(one)
+    means = {rate: statistics.mean(run[key] for run in chosen) for rate, chosen in by_rate.items()}
+    rate = task.best(means, key=means.get)
+    chosen = by_rate[rate]
+    others = [name for name in task.metric_names if name != task.main_metric]  # such as the accuracy of MRPC
+    return about | {
         "metric": task.main_metric,
         "learning_rate": rate,
-        "mean": statistics.mean(scores),
-        "std": statistics.stdev(scores) if len(scores) > 1 else 0.0,
-        "seeds": len(scores),
-        "best": choose(run[key] for run in runs),
+        "mean": means[rate],
+        "std": statistics.stdev(run[key] for run in chosen) if len(chosen) > 1 else 0.0,
+        "seeds": len(chosen),
+        "best": task.best(run[key] for run in runs),
         "majority": task.majority(),
-        "others": other_metrics(task, [run for run in runs if run["learning_rate"] == rate]),
+        "others": {name: statistics.mean(run[f"eval_{name}"] for run in chosen) for name in others},
         "runs": runs,
     }
-
-
-def other_metrics(task: Task, runs: list[dict]) -> dict[str, float]:
-    """The means over runs of what a task is measured by beside its main metric, such as the accuracy of MRPC."""
-    names = [name for name in task.metric_names if name != task.main_metric]
-    return {name: statistics.mean(run[f"eval_{name}"] for run in runs) for name in names}
 
 
 def table(summaries: list[dict]) -> str:
@@ -316,9 +280,8 @@ def table(summaries: list[dict]) -> str:
     for row in rows:
         figures = {name: row[name] for name in ("majority", "mean", "std", "best") if row[name] is not None}
         shown = {name: format_metric(row["metric"], value) for name, value in figures.items()}
-        score = f"{shown['mean']} ± {shown['std']}"
-        rate = f"{row['learning_rate']:g}"
-        others = ", ".join(f"{name} {format_metric(name, value)}" for name, value in row.get("others", {}).items())
+        others = ", ".join(f"{name} {format_metric(name, value)}" for name, value in row["others"].items())
+        score, rate = f"{shown['mean']} ± {shown['std']}", f"{row['learning_rate']:g}"
         lines.append(
             [row["task"], row["metric"], shown.get("majority"), score, row["seeds"], shown["best"], rate, others]
         )
@@ -329,16 +292,12 @@ def table(summaries: list[dict]) -> str:
     return markdown_table(headers, lines, texts=2)
 
 
-def check_before_start(args: GlueArguments, training: TrainingArguments):
-    """Check options that contradict each other, before the start.
-
-    Raises:
-        ValueError: there is nothing to do or nothing to publish, an option of Trainer's own publishing is set, or a
-            sweep is to resume from a checkpoint or has a rate or a seed of its own.
-    """
-    if not (training.do_train or training.do_eval or training.do_predict or args.sweep):
+def check_before_start(args: "GlueArguments", training: TrainingArguments):
+    """Refuse options that contradict each other."""
+    trains = training.do_train or args.sweep
+    if not (trains or training.do_eval or training.do_predict):
         raise ValueError("one of --do_train, --do_eval, --do_predict and --sweep must be given")
-    if training.push_to_hub and not (training.do_train or args.sweep):
+    if training.push_to_hub and not trains:
         raise ValueError("--push_to_hub must be given with --do_train or --sweep: only a trained model is published")
     if training.push_to_hub and (training.hub_token is not None or "checkpoint" in training.hub_strategy):
         raise ValueError(
@@ -356,9 +315,25 @@ def check_before_start(args: GlueArguments, training: TrainingArguments):
             raise ValueError(f"--{name} must not be given with --sweep, which reads --{several}, got {value}")
 
 
-def folder_of(output_dir: Path, data: TaskData, several: bool) -> Path:
-    """The folder for the model of a task."""
-    return output_dir / (data.name or "files") if several else output_dir
+def load_data(args: "GlueArguments", training: TrainingArguments) -> dict[Path, TaskData]:
+    """The data of all tasks, or of the files, by the folder for the model.
+
+    Raises:
+        ValueError: columns or splits are missing, or a folder holds another model.
+    """
+    if args.task_name is None:
+        data = [load_files(args.train_file, args.validation_file, args.test_file, args.sentence_keys)]
+    else:
+        data = [load_task(name, args.dataset_path) for name in args.task_name]
+    folder = Path(training.output_dir)
+    folders = {folder / one.name if len(data) > 1 else folder: one for one in data}
+    for folder, one in folders.items():
+        if training.do_predict and not one.test_splits:
+            needed = "--test_file" if one.name is None else f"a task that has a test split, got {one.name}"
+            raise ValueError(f"--do_predict must be given with {needed}")
+        if training.do_train or args.sweep:
+            check_run(folder, args.overwrite_output_dir, training.resume_from_checkpoint, args.model_name_or_path)
+    return folders
 
 
 def repository_of(training: TrainingArguments, folder: Path, several: bool) -> str:
@@ -368,37 +343,15 @@ def repository_of(training: TrainingArguments, folder: Path, several: bool) -> s
     return open_repository(name, str(folder), training.hub_private_repo)
 
 
-def load_data(args: GlueArguments, training: TrainingArguments) -> list[TaskData]:
-    """The data of all tasks, or of the files.
-
-    Raises:
-        ValueError: columns or splits are missing.
-    """
-    if args.task_name is None:
-        data = [load_files(args.train_file, args.validation_file, args.test_file, args.sentence_keys)]
-    else:
-        data = [load_task(name, args.dataset_path) for name in args.task_name]
-    for one in data:
-        if training.do_predict and not one.test_splits:
-            needed = "--test_file" if one.name is None else f"a task that has a test split, got {one.name}"
-            raise ValueError(f"--do_predict must be given with {needed}")
-    return data
-
-
-def run_all(args: GlueArguments, training: TrainingArguments) -> list[dict]:
+def run_all(args: "GlueArguments", training: TrainingArguments) -> list[dict]:
     """Run all tasks; the summary of each."""
-    data = load_data(args, training)
-    if training.do_train or args.sweep:
-        for one in data:
-            folder = folder_of(Path(training.output_dir), one, len(data) > 1)
-            check_run(folder, args.overwrite_output_dir, training.resume_from_checkpoint, args.model_name_or_path)
-    output_dir, main_process, summaries = Path(training.output_dir), training.process_index == 0, []
+    folders, output_dir, summaries = load_data(args, training), Path(training.output_dir), []
+    main_process = training.process_index == 0
     push = training.push_to_hub and main_process and not args.dry_run  # the repository would be created
     trained = dataclasses.replace(training, push_to_hub=False)  # Trainer itself would publish pickles and no code
-    for one in data:
-        task = Task(one, args)
-        folder = folder_of(output_dir, one, len(data) > 1)
-        repository = repository_of(training, folder, len(data) > 1) if push else None
+    for folder, data in folders.items():
+        task = Task(data, args)
+        repository = repository_of(training, folder, len(folders) > 1) if push else None
         summaries.append(summarize(task, (sweep if args.sweep else single)(task, trained, folder)))
         # What only reads a trained model leaves the table of its training.
         if main_process and (training.do_train or args.sweep or not is_trained(folder)):
@@ -409,24 +362,21 @@ def run_all(args: GlueArguments, training: TrainingArguments) -> list[dict]:
     return summaries
 
 
-def start(args: GlueArguments, options: dict):
-    """Run with the options of the program, and those of `TrainingArguments`."""
-    training = TrainingArguments(**TRAINING | options)
+def run(args: "GlueArguments", training: TrainingArguments):
+    """Run all tasks, and say what came out and what is next."""
     logging.basicConfig(format="%(message)s")
     for name in ("finetune_glue", "push_to_hub"):
         logging.getLogger(name).setLevel(logging.INFO if training.process_index == 0 else logging.ERROR)
-    with contextlib.ExitStack() as held:
-        try:
-            check_before_start(args, training)
-            held.enter_context(output_folder(training, args.dry_run))
+    check_before_start(args, training)
+    try:
+        with output_folder(training, args.dry_run):
             summaries = run_all(args, training)
-        except StopRequested as request:
-            status, message = request.args
-            # Of several tasks, those that have not begun have no checkpoint.
-            checkpoint = "auto" if len(args.task_name or []) > 1 else "latest"
-            resume = "" if args.sweep else f" Continue with --resume_from_checkpoint {checkpoint}."
-            logger.info("%s%s", message, resume)
-            sys.exit(status)
-    logger.info("\n%s\n\nsaved in %s", table(summaries), training.output_dir)
+            logger.info("\n%s\n\nsaved in %s", table(summaries), training.output_dir)
+    except StopRequested as request:
+        status, message = request.args
+        # Of several tasks, those that have not begun have no checkpoint.
+        checkpoint = "auto" if len(args.task_name or []) > 1 else "latest"
+        logger.info("%s%s", message, "" if args.sweep else f" Continue with --resume_from_checkpoint {checkpoint}.")
+        sys.exit(status)
     if (training.do_train or args.sweep) and len(summaries) == 1 and training.process_index == 0:
         logger.info("%s", next_steps(training.output_dir, "pairs" if summaries[0]["pairs"] else "sentences"))

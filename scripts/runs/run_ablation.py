@@ -1,13 +1,11 @@
 """Train variants of a small language model and compare their validation perplexity."""
 
-import copy
-import itertools
-import logging
 import math
 import statistics
-import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from datasets import Dataset
@@ -18,24 +16,21 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
     TrainingArguments,
-    set_seed,
 )
 
 from modeling_tnn import PoleCallback
 from modeling_tnn.tno_rtf import RtfOperator
 from modeling_tnn.tools.poles import spectral_radius
-from tnn_scripts.common.arguments import chosen_seeds
-from tnn_scripts.common.atomic import saving_errors, write_json
-from tnn_scripts.common.costs import dry_run
-from tnn_scripts.common.grouping_trainer import GroupingTrainer, rows_of_a_step
+from tnn_scripts.common.grouping_trainer import GroupingTrainer
 from tnn_scripts.common.passes import token_losses
 from tnn_scripts.common.scoring import batches, evaluate
 from tnn_scripts.common.tables import markdown_table
-from tnn_scripts.common.trainer import output_folder, refuse_resume
+from tnn_scripts.common.trainer import compare, comparison
 from tnn_scripts.data.text import load_corpus, pack, tokenize, train_tokenizer
-from tnn_scripts.options.ablation import AblationArguments
 
-logger = logging.getLogger("run_ablation")
+if TYPE_CHECKING:
+    from tnn_scripts.run_ablation import AblationArguments
+
 MASK_PROBABILITY = 0.15
 IGNORED = -100
 
@@ -104,15 +99,13 @@ def validation_ids(texts: Dataset, tokenizer: PreTrainedTokenizerFast, most: int
 
 
 def build_trainer(
-    args: AblationArguments, training: TrainingArguments, variant: str, rate: float, seed: int, text: Text
+    args: "AblationArguments", text: Text, training: TrainingArguments, variant: str, rate: float
 ) -> GroupingTrainer:
     """The Trainer of one variant, with its model."""
-    config, training, name = args.variant_config(variant), copy.copy(training), variant.partition(":")[0]
+    config, name = args.variant_config(variant), variant.partition(":")[0]
     config.vocab_size = len(text.tokenizer)
-    training.seed, training.learning_rate = seed, rate
-    place = f"{name}-lr{rate:g}-seed-{seed}" if args.sweep_learning_rates else f"{name}-seed-{seed}"
-    training.output_dir = str(Path(training.output_dir) / place)
-    set_seed(seed)
+    place = f"{name}-lr{rate:g}-seed-{training.seed}" if args.sweep_learning_rates else f"{name}-seed-{training.seed}"
+    training.learning_rate, training.output_dir = rate, str(Path(training.output_dir) / place)
     auto_class = AutoModelForCausalLM if config.causal else AutoModelForMaskedLM
     collator = DataCollatorForLanguageModeling(text.tokenizer, mlm=not config.causal, mlm_probability=MASK_PROBABILITY)
     return GroupingTrainer(
@@ -125,18 +118,15 @@ def build_trainer(
     )
 
 
-def train(trainer: GroupingTrainer, variant: str, text: Text) -> dict:
-    """Train one variant: its perplexity at each length, and the time of the training and its loss by step, in nats."""
-    training = trainer.args
-    with saving_errors(Path(training.output_dir)):
-        result = trainer.train()
-    model, rows = trainer.model.eval(), training.per_device_eval_batch_size
+def score_variant(text: Text, trainer: GroupingTrainer, result, variant: str, rate: float) -> dict:
+    """The perplexity of a trained variant at each length, the time of its training and the loss by step, in nats."""
+    model, rows = trainer.model.eval(), trainer.args.per_device_eval_batch_size
     scores = {length: score(model, text.validation, text.tokenizer, length, rows * length) for length in text.lengths}
     return {
         "variant": variant.partition(":")[0],
         "changes": variant.partition(":")[2],
-        "learning_rate": training.learning_rate,
-        "seed": training.seed,
+        "learning_rate": rate,
+        "seed": trainer.args.seed,
         "perplexity": {str(length): math.exp(loss) for length, (loss, _) in scores.items()},
         "scored_tokens": scores[text.lengths[0]][1],
         "largest_pole": largest_pole(model),
@@ -174,12 +164,8 @@ def means_of(rows: list[dict], name: str, rate: float) -> dict:
     return {"learning_rate": rate, "perplexity": means, "parameters": own[0]["parameters"], "seeds": len(own)}
 
 
-def load_text(args: AblationArguments) -> Text:
-    """The text in blocks of the first variant's length, with a tokenizer trained on it.
-
-    Raises:
-        ValueError: the validation text is too short.
-    """
+def load_text(args: "AblationArguments") -> Text:
+    """The text in blocks of the first variant's length, with a tokenizer trained on it."""
     config = args.variant_config(args.variants[0])
     corpus = load_corpus(args.dataset_name, args.dataset_config_name, documents=args.documents)
     tokenizer = tokenizer_for(corpus["train"], config.vocab_size)
@@ -188,32 +174,9 @@ def load_text(args: AblationArguments) -> Text:
     return Text(tokenizer, pack(corpus["train"], tokenizer, lengths[0]), validation, lengths)
 
 
-def run(args: AblationArguments, training: TrainingArguments):
-    """Train all variants, one after the other, and write the results after each.
-
-    Raises:
-        ValueError: --seed and --seeds contradict each other, or the validation text is too short.
-    """
-    args.seeds = chosen_seeds(args.seeds, training)
-    text, rates = load_text(args), args.learning_rates(training)
-    rows, output = [], Path(training.output_dir) / "all_results.json"
-    settings = vars(args) | {"batch_size": rows_of_a_step(training), "torch_threads": torch.get_num_threads()}
-    for variant, rate, seed in itertools.product(args.variants, rates, args.seeds):
-        trainer = build_trainer(args, training, variant, rate, seed, text)
-        if args.dry_run:
-            dry_run(trainer, len(args.variants) * len(args.seeds) * len(rates))
-        rows.append(train(trainer, variant, text))
-        if training.process_index == 0:
-            write_json(output, {"settings": settings, "rows": rows})
-        logger.info("%s, rate %g, seed %d: perplexity %s", rows[-1]["variant"], rate, seed, rows[-1]["perplexity"])
-    if training.process_index == 0:
-        sys.stdout.write(f"{table(rows)}\nsaved in {output}\n")
-
-
-def start(args: AblationArguments, options: dict):
-    """Run with the options of the program, and those of `TrainingArguments`."""
-    training = TrainingArguments(**options)
-    logging.basicConfig(level=logging.INFO if training.process_index == 0 else logging.ERROR, format="%(message)s")
-    refuse_resume(training)
-    with output_folder(training, args.dry_run):
-        run(args, training)
+def run(args: "AblationArguments", training: TrainingArguments):
+    """Train all variants by each learning rate and seed."""
+    with comparison(args, training):
+        text, rates = load_text(args), args.sweep_learning_rates or [training.learning_rate]
+        build, score = partial(build_trainer, args, text), partial(score_variant, text)
+        compare(args, training, build, score, table, args.variants, rates)

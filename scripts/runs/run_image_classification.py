@@ -1,29 +1,24 @@
 """Train and evaluate an image classifier."""
 
-import logging
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from datasets import ClassLabel, Dataset, DatasetDict, Image, load_dataset
-from transformers import (
-    AutoModelForImageClassification,
-    PreTrainedConfig,
-    TrainingArguments,
-    set_seed,
-)
+from transformers import AutoModelForImageClassification, PreTrainedConfig, TrainingArguments
 
 from modeling_tnn import PoleCallback
 from tnn_scripts.common.arguments import load_config, parse_overrides
-from tnn_scripts.common.classification import accuracy, describe, report, save, score
-from tnn_scripts.common.costs import dry_run
 from tnn_scripts.common.grouping_trainer import GroupingTrainer
 from tnn_scripts.common.mixing_trainer import MixingTrainer
 from tnn_scripts.common.model_path import check_path
 from tnn_scripts.common.peers import vit_like
-from tnn_scripts.common.trainer import exit_with_message, train
+from tnn_scripts.common.trainer import accuracy, classifier_run, train_classifier
 from tnn_scripts.data.augmentation import AUGMENTATIONS, ToPixels, unchanged
 from tnn_scripts.data.lra import limit
-from tnn_scripts.options.images import ImageArguments
+
+if TYPE_CHECKING:
+    from tnn_scripts.run_image_classification import ImageArguments
 
 EVALUATED = ("validation", "test")
 
@@ -41,7 +36,7 @@ class Pictures:
         return self.splits["train"].features[self.label].names
 
 
-def load_pictures(args: ImageArguments) -> Pictures:
+def load_pictures(args: "ImageArguments") -> Pictures:
     """The splits, with at most as many rows as the options allow.
 
     Raises:
@@ -68,16 +63,11 @@ def load_pictures(args: ImageArguments) -> Pictures:
     return Pictures(DatasetDict({name: limit(splits[name], count) for name, count in rows.items()}), images[0], label)
 
 
-def build_config(args: ImageArguments, classes: list[str]) -> PreTrainedConfig:
-    """The configuration of the preset, or of a transformer of its size, with the classes of the data.
-
-    Raises:
-        ValueError: an override is not a field of the configuration, or has a value outside its limits.
-    """
+def build_config(args: "ImageArguments", classes: list[str]) -> PreTrainedConfig:
+    """The configuration of the preset, or of a transformer of its size, with the classes of the data."""
     names = {"id2label": dict(enumerate(classes)), "label2id": {name: label for label, name in enumerate(classes)}}
-    config = load_config(
-        args.config_name, {"num_labels": len(classes)} | names, parse_overrides(args.config_overrides)
-    )
+    overrides = parse_overrides(args.config_overrides)
+    config = load_config(args.config_name, {"num_labels": len(classes)} | names, overrides)
     return vit_like(config) if args.transformer else config
 
 
@@ -91,55 +81,29 @@ def prepare(rows: Dataset, pictures: Pictures, to_pixels: ToPixels) -> Dataset:
     return rows.with_transform(transform)
 
 
-def run(args: ImageArguments, training: TrainingArguments):
-    """Train, evaluate and save.
-
-    Raises:
-        ValueError: the data or the configuration are wrong.
-        StopRequested: a process got a signal during the training; the last step is in a checkpoint.
-        MemoryExceededError: a batch does not fit into memory.
-        SavingError: the model could not be written.
-    """
-    set_seed(training.seed)
-    training.remove_unused_columns = False  # the inputs are computed from the columns when a row is read
-    pictures = load_pictures(args)
-    config = build_config(args, pictures.classes)
-    augmentation = AUGMENTATIONS[args.augmentation]
-    processor = augmentation.processor(config.image_size)
-    to_pixels = {"train": augmentation.to_pixels(processor, config.image_size)}
-    splits = {
-        name: prepare(rows, pictures, to_pixels.get(name, unchanged(processor, config.image_size)))
-        for name, rows in pictures.splits.items()
-    }
-    trainer = (MixingTrainer if augmentation.mixed else GroupingTrainer)(
-        model=AutoModelForImageClassification.from_config(config),
-        args=training,
-        train_dataset=splits.pop("train"),
-        eval_dataset=next(iter(splits.values())),
-        processing_class=processor,
-        compute_metrics=accuracy,
-        callbacks=[PoleCallback()],
-        groups=args.groups(),
-    )
-    if args.dry_run:
-        dry_run(trainer)
-    train(trainer, pictures.splits["train"][pictures.label], augmentation=args.augmentation)
-    save(trainer, vars(args))  # before the evaluations, which may run out of memory
-    results = {
-        "task": args.dataset_name,
-        "model": "transformer" if args.transformer else config.tno_type,
-        "config": args.config_name,
-        "config_overrides": args.config_overrides,
-        "augmentation": args.augmentation,
-        **describe(trainer),
-        **score(trainer, splits, {name: pictures.splits[name][pictures.label] for name in splits}),
-    }
-    report(trainer, results)
-
-
-def start(args: ImageArguments, options: dict):
-    """Run with the options of the program, and those of `TrainingArguments`."""
-    training = TrainingArguments(**options)
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    with exit_with_message(training, args.overwrite_output_dir, args.dry_run):
-        run(args, training)
+def run(args: "ImageArguments", training: TrainingArguments):
+    """Train, evaluate and save."""
+    with classifier_run(args, training):
+        training.remove_unused_columns = False  # the inputs are computed from the columns when a row is read
+        pictures = load_pictures(args)
+        config = build_config(args, pictures.classes)
+        augmentation = AUGMENTATIONS[args.augmentation]
+        processor = augmentation.processor(config.image_size)
+        to_pixels = {"train": augmentation.to_pixels(processor, config.image_size)}
+        tests = {
+            name: prepare(rows, pictures, to_pixels.get(name, unchanged(processor, config.image_size)))
+            for name, rows in pictures.splits.items()
+        }
+        trainer = (MixingTrainer if augmentation.mixed else GroupingTrainer)(
+            model=AutoModelForImageClassification.from_config(config),
+            args=training,
+            train_dataset=tests.pop("train"),
+            eval_dataset=next(iter(tests.values())),
+            processing_class=processor,
+            compute_metrics=accuracy,
+            callbacks=[PoleCallback()],
+            groups=args.groups(),
+        )
+        labels = {name: rows[pictures.label] for name, rows in pictures.splits.items()}
+        changed = {"augmentation": args.augmentation}
+        train_classifier(trainer, args, tests, labels, args.dataset_name, compared=changed, **changed)

@@ -1,26 +1,24 @@
 """Measure what causal models remember and find: Copying, Delay, Recall and Passkey."""
 
-import copy
 import statistics
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from transformers import TrainingArguments, set_seed
+from torch.utils.data import Dataset
+from transformers import TrainingArguments
 
 from modeling_tnn import PoleCallback, TnnConfig, TnnForCausalLM
 from modeling_tnn.tno_auto import build_tno
-from tnn_scripts.common.arguments import chosen_seeds
-from tnn_scripts.common.atomic import saving_errors, write_json
-from tnn_scripts.common.costs import dry_run
-from tnn_scripts.common.grouping_trainer import GroupingTrainer, rows_of_a_step
+from tnn_scripts.common.grouping_trainer import GroupingTrainer
 from tnn_scripts.common.tables import markdown_table
-from tnn_scripts.common.trainer import output_folder, refuse_resume
+from tnn_scripts.common.trainer import compare, comparison
 from tnn_scripts.data.synthetic import IGNORED, Copying, Delay, Passkey, Recall
-from tnn_scripts.options.synthetic import SyntheticArguments
+
+if TYPE_CHECKING:
+    from tnn_scripts.run_synthetic import SyntheticArguments
 
 
 class DelayModel(nn.Module):
@@ -39,6 +37,15 @@ class DelayModel(nn.Module):
         return {"loss": nn.functional.mse_loss(answer, labels), "logits": answer}
 
 
+def rows_of(args: "SyntheticArguments", count: int, seed: int, length: int) -> Dataset:
+    """Rows of the task, of a length; those of Copying have that of the memory."""
+    if args.task == "copying":
+        return Copying(count, seed, args.memory, args.num_tokens)
+    if args.task == "delay":
+        return Delay(count, seed, length, args.memory)
+    return {"recall": Recall, "passkey": Passkey}[args.task](count, seed, args.memory, length, args.num_tokens)
+
+
 def token_accuracy(predictions, labels) -> dict[str, float]:
     """The accuracy of the likeliest tokens `predictions` `(B, L)`. Each predicts the label at the next position."""
     counted = labels[:, 1:] != IGNORED
@@ -50,74 +57,39 @@ def delay_error(predictions, labels) -> dict[str, float]:
     return {"error": float((((predictions - labels) ** 2).mean() / (labels**2).mean()) ** 0.5)}
 
 
-@dataclass(frozen=True)
-class SyntheticTask:
-    """The data, the model and the score of a task.
-
-    Attributes:
-        rows: rows of a length, from arguments, number, seed and length.
-    """
-
-    rows: Callable
-    model: Callable
-    score: Callable
-    metric: str
-    preprocess: Callable | None = None
-
-
 def likeliest(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """The likeliest tokens `(B, L)`; logits of all rows together would not fit."""
     return logits.argmax(-1)
 
 
-FINDING = {"model": TnnForCausalLM, "score": token_accuracy, "metric": "accuracy", "preprocess": likeliest}
-TASKS = {
-    "copying": SyntheticTask(
-        lambda args, rows, seed, length: Copying(rows, seed, args.memory, args.num_tokens), **FINDING,
-    ),
-    "delay": SyntheticTask(
-        lambda args, rows, seed, length: Delay(rows, seed, length, args.memory),
-        DelayModel, delay_error, "error",
-    ),
-    "recall": SyntheticTask(
-        lambda args, rows, seed, length: Recall(rows, seed, args.memory, length, args.num_tokens), **FINDING,
-    ),
-    "passkey": SyntheticTask(
-        lambda args, rows, seed, length: Passkey(rows, seed, args.memory, length, args.num_tokens), **FINDING,
-    ),
-}  # fmt: skip
-
-
-def train(args: SyntheticArguments, training: TrainingArguments, name: int | str, seed: int) -> dict:
-    """Train one model; its score on unseen rows of each length, and the time and the loss of the training."""
-    task, training = TASKS[args.task], copy.copy(training)
-    training.seed = seed
-    training.output_dir = str(Path(training.output_dir) / f"{'state-' * args.by_state}{name}-seed-{seed}")
-    set_seed(seed)
-    trainer = GroupingTrainer(
-        model=task.model(args.models()[name]),
+def build_trainer(args: "SyntheticArguments", training: TrainingArguments, name: int | str) -> GroupingTrainer:
+    """The Trainer of one model."""
+    delays = args.task == "delay"
+    training.output_dir = str(Path(training.output_dir) / f"{'state-' * args.by_state}{name}-seed-{training.seed}")
+    metric = delay_error if delays else token_accuracy
+    return GroupingTrainer(
+        model=(DelayModel if delays else TnnForCausalLM)(args.models()[name]),
         args=training,
-        train_dataset=task.rows(args, args.max_train_samples, seed, args.length),
-        compute_metrics=lambda prediction: task.score(prediction.predictions, prediction.label_ids),
-        preprocess_logits_for_metrics=task.preprocess,
+        train_dataset=rows_of(args, args.max_train_samples, training.seed, args.length),
+        eval_dataset=rows_of(args, args.max_eval_samples, training.seed + 10**6, args.length),
+        compute_metrics=lambda prediction: metric(prediction.predictions, prediction.label_ids),
+        preprocess_logits_for_metrics=None if delays else likeliest,
         callbacks=[PoleCallback()],
         groups=args.groups(),
-        eval_dataset=task.rows(args, args.max_eval_samples, seed + 10**6, args.length),
     )
-    if args.dry_run:
-        dry_run(trainer, len(args.models()) * len(args.seeds))
-    with saving_errors(Path(training.output_dir)):
-        result = trainer.train()
-    scores = {}
+
+
+def score(args: "SyntheticArguments", trainer: GroupingTrainer, result, name: int | str) -> dict:
+    """The score of a trained model on unseen rows of each length."""
+    metric, seed, scores = "error" if args.task == "delay" else "accuracy", trainer.args.seed, {}
     for length in (args.length, *args.longer):
-        rows = task.rows(args, args.max_eval_samples, seed + 10**6, length)
-        scores[str(length)] = trainer.evaluate(rows)[f"eval_{task.metric}"]
-    longer = {"by_length": scores} if args.longer else {}
+        rows = rows_of(args, args.max_eval_samples, seed + 10**6, length)
+        scores[str(length)] = trainer.evaluate(rows)[f"eval_{metric}"]
     return {
         "state_size" if args.by_state else "variant": name,
         "seed": seed,
-        task.metric: scores[str(args.length)],
-        **longer,
+        metric: scores[str(args.length)],
+        **({"by_length": scores} if args.longer else {}),
         "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
         "steps": trainer.state.global_step,
         "train_loss": result.training_loss,
@@ -125,9 +97,9 @@ def train(args: SyntheticArguments, training: TrainingArguments, name: int | str
     }
 
 
-def table(rows: list[dict], metric: str) -> str:
+def table(rows: list[dict]) -> str:
     """A Markdown table of the mean over the seeds and the range, for each model, and of the mean at longer lengths."""
-    compared = next(iter(rows[0]))
+    compared, _, metric, *_ = rows[0]
     lines, longer = [], list(rows[0].get("by_length", {}))[1:]
     for name in dict.fromkeys(row[compared] for row in rows):
         own = [row for row in rows if row[compared] == name]
@@ -139,30 +111,7 @@ def table(rows: list[dict], metric: str) -> str:
     return markdown_table([*headers, "seeds"], lines, texts=0 if compared == "state_size" else 1)
 
 
-def run(args: SyntheticArguments, training: TrainingArguments):
-    """Train all models, one after the other, and write the results after each.
-
-    Raises:
-        ValueError: --seed and --seeds contradict each other.
-    """
-    args.seeds = chosen_seeds(args.seeds, training)
-    rows, metric = [], TASKS[args.task].metric
-    output = Path(training.output_dir) / "all_results.json"
-    settings = vars(args) | {"batch_size": rows_of_a_step(training), "torch_threads": torch.get_num_threads()}
-    for name in args.models():
-        for seed in args.seeds:
-            rows.append(train(args, training, name, seed))
-            if training.process_index == 0:
-                write_json(output, {"settings": settings, "rows": rows})
-                compared = "state size " if args.state_sizes else ""
-                sys.stdout.write(f"{compared}{name}, seed {seed}: {metric} {rows[-1][metric]:.4f}\n")
-    if training.process_index == 0:
-        sys.stdout.write(f"{table(rows, metric)}\nsaved in {output}\n")
-
-
-def start(args: SyntheticArguments, options: dict):
-    """Run with the options of the program, and those of `TrainingArguments`."""
-    training = TrainingArguments(**options)
-    refuse_resume(training)
-    with output_folder(training, args.dry_run):
-        run(args, training)
+def run(args: "SyntheticArguments", training: TrainingArguments):
+    """Train and score all models."""
+    with comparison(args, training):
+        compare(args, training, partial(build_trainer, args), partial(score, args), table, list(args.models()))

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 from tnn_scripts.common.declared import declared_class, generation_fields
-from tnn_scripts.common.nearest import nearest
+from tnn_scripts.common.model_path import nearest
 from tnn_scripts.common.sampling import check_sampling
 from tnn_scripts.common.terminal import check_text
 

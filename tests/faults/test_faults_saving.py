@@ -123,7 +123,7 @@ def test_full_disk_in_finetuning(encoder, glue, tmp_path, largest_file, monkeypa
 def to_recurrent(folder: Path, output: Path) -> list:
     text = write_text(folder.parent / "text.txt")
     return ["to_recurrent", "--model_name_or_path", folder, "--output_dir", output, "--order", 4, "--dataset_name",
-            text, "--length", 64,
+            text, "--block_size", 64,
             "--rows", 2]  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 from helpers import processes
 from helpers.scripts import ROOT, save_model
 from tnn_scripts.common.commands import COMMAND_OF, COMMANDS
-from tnn_scripts.common.names import find_recipe
+from tnn_scripts.common.model_path import find_recipe
 
 PAGES = ROOT / "docs"
 FILES = (*ROOT.glob("*.md"), *PAGES.rglob("*.md"), *ROOT.glob("configuration/*.md"), ROOT / "model_cards/README.md")

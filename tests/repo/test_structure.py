@@ -105,9 +105,10 @@ STANDARD = {"statistics"}  # modules of Python that are called as one of ours
 
 
 def modules(path: Path) -> set[str]:
-    """The modules that a file imports by their full names, `a.b.name` for `from a.b import name`."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    """The modules that a file imports when it runs, by their full names: `a.b.name` for `from a.b import name`."""
+    found, tree = set(), ast.parse(path.read_text())
+    typing = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    for node in ast.walk(ast.Module([node for node in tree.body if node not in typing], [])):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and not node.level:

@@ -49,7 +49,7 @@ def test_script_decodes_with_the_fit(fit, tmp_path):
     folder, output = save_model(tmp_path / "model", decay=0.9), tmp_path / "out"
     (tmp_path / "text.txt").write_text(TEXT * 60)
     run("to_recurrent", f"--model_name_or_path {folder} --output_dir {output} --dataset_name {tmp_path}/text.txt",
-        f"--rows 1 --fit {fit} --order 6 --steps 40 --length 64")  # fmt: skip
+        f"--rows 1 --fit {fit} --order 6 --steps 40 --block_size 64")  # fmt: skip
     report = read(output, "conversion")
     assert (report["fit"], report["steps"], report["modes"]) == (fit, 40, None)
     assert all(layer["l2_layer"] < 1 and layer["largest_pole"] < 1 for layer in report["layers"])

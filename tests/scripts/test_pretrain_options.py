@@ -19,7 +19,7 @@ from tnn_scripts.common import costs
 from tnn_scripts.common.arguments import training_options
 from tnn_scripts.common.devices import MemoryExceededError
 from tnn_scripts.common.training_arguments import PretrainArguments, choose_schedule
-from tnn_scripts.options.glue import GlueArguments
+from tnn_scripts.finetune_glue import GlueArguments
 from tnn_scripts.runs.pretrain import build_config
 
 DECAYING = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": '{"num_decay_steps": 400}'}
@@ -173,7 +173,7 @@ def test_options_come_before_a_recipe_and_other_data_replace_its_data(tmp_path, 
         "--max_steps 2 --recipe own.yaml": {"max_steps": 2, "learning_rate": 1e-3, "gradient_checkpointing": True},
         "--recipe wikitext2 --train_file my.txt":
             {"train_file": "my.txt", "dataset_name": [], "dataset_config_name": [], "vocab_size": 4096},
-        "--recipe=wikitext2 --dataset=other": {"dataset_name": ["other"], "dataset_config_name": []},
+        "--recipe=wikitext2 --dataset_name=other": {"dataset_name": ["other"], "dataset_config_name": []},
         "--recipe wikitext2 --validation_file my.txt":
             {"dataset_config_name": ["wikitext-2-v1"], "validation_file": "my.txt"},
         "--recipe wikitext2 --recipe own.yaml":

@@ -1,6 +1,5 @@
 """What each program promises: a class for every command of `tnn`; and one vocabulary over all programs."""
 
-import argparse
 import json
 import signal
 import sys
@@ -34,14 +33,19 @@ from helpers.scripts import (
     write_text,
 )
 from modeling_tnn import TnnForCausalLM
-from tnn_scripts.common.arguments import chosen_seeds, parse_overrides, training_options
+from tnn_scripts.common.arguments import parse_overrides, training_options
 from tnn_scripts.common.commands import COMMANDS
-from tnn_scripts.common.names import find_recipe
-from tnn_scripts.common.parser import HELP, RENAMED, rename_options
+from tnn_scripts.common.model_path import find_recipe
+from tnn_scripts.common.parser import HELP
+from tnn_scripts.common.task_arguments import chosen_seeds
 from tnn_scripts.common.training_arguments import PretrainArguments
 from tnn_scripts.data.lra import TASKS
-from tnn_scripts.options.glue import GlueArguments
-from tnn_scripts.runs import run_ablation, run_image_classification, run_lra, run_synthetic
+from tnn_scripts.finetune_glue import GlueArguments
+from tnn_scripts.run_ablation import AblationArguments
+from tnn_scripts.run_image_classification import ImageArguments
+from tnn_scripts.run_lra import LraArguments
+from tnn_scripts.run_synthetic import SyntheticArguments
+from tnn_scripts.runs import run_image_classification, run_lra
 from tnn_scripts.runs.pretrain import build_config
 
 SMALL = "hidden_size=16,num_hidden_layers=1,intermediate_size=16,rpe_dim=4"
@@ -63,7 +67,8 @@ class TestDemo(TrainingTests):
 
     def small(self, folder):
         preset, text = write_config(folder / "preset"), write_text(folder / "text.txt", copies=60)
-        return words(f"--config_name {preset} --dataset_name {text} --max_steps 2 --batch_size 4 --max_new_tokens 2")
+        return words(f"--config_name {preset} --dataset_name {text} --max_steps 2",
+                     "--per_device_train_batch_size 4 --max_new_tokens 2")  # fmt: skip
 
 
 class TestPretrain(TrainingTests):
@@ -136,7 +141,7 @@ class TestFinetuneGlue(TrainingTests):
         "--do_eval --push_to_hub": "--push_to_hub must be given with --do_train or --sweep",
         "--sweep --learning_rate 1e-3": "--learning_rate must not be given with --sweep, .* got 0.001",
         "--sweep --seed 7": "--seed must not be given with --sweep, which reads --sweep_seeds, got 7",
-        "--sweep --sentence1_key a": "--sentence1_key .* must be given with --train_file",
+        "--sweep --sentence1_key a": "--sentence1_key must be given with --train_file",
         "--max_eval_samples -1": "--max_eval_samples must be at least 1, got -1",
         "--max_seq_length 0": "--max_seq_length must be at least 1, got 0",
         "--task_name sst3": "--task_name must be all or one of cola, ",
@@ -152,7 +157,7 @@ class TestFinetuneGlue(TrainingTests):
             "--train_file good.csv --validation_file none.csv": "none.csv does not exist",
             "--train_file good.csv --validation_file empty.csv": "empty.csv is empty",
             "--do_predict --train_file good.csv --validation_file good.csv": "must be given with --test_file",
-            "--train_file good.csv --validation_file good.csv --sentence2_key a": "must be given with --sentence1_key",
+            "--train_file good.csv --validation_file good.csv --sentence2_key a": "--sentence2_key with",
             "--do_eval --train_file good.csv --validation_file good.csv --config_overrides classifier_poling=mean":
                 "error: --config_overrides must be fields of TnnConfig, got classifier_poling",
         })  # fmt: skip
@@ -270,7 +275,7 @@ class TestLra(TrainingTests):
     needed = "--task listops --config_name tnn-listops --output_dir ../out"
     estimate = ("1 steps of", "tokens")
     recipes = "lra/*.yaml"
-    arguments = [run_lra.LraArguments, training_options()]
+    arguments = [LraArguments, training_options()]
     refused = {
         "--task listop": r"invalid choice: 'listop' \(choose from",
         "--task image --max_length 500": "--max_length must be 1024, the pixels of image, got 500",
@@ -306,7 +311,7 @@ class TestImages(TrainingTests):
     needed = "--config_name tnn-image-tiny --dataset_name gpt2 --output_dir ../out"
     estimate = ("2 steps of 4 rows: 8 rows", "rows")
     recipes = "images/*.yaml"
-    arguments = [run_image_classification.ImageArguments, training_options(bf16=False)]
+    arguments = [ImageArguments, training_options(bf16=False)]
     refused = {
         "--config_name tnn-image-tny": "did you mean tnn-image-tiny",
         "--max_eval_samples -1": "--max_eval_samples must be at least 1, got -1",
@@ -341,7 +346,7 @@ class TestSynthetic(TrainingTests):
     keeps, figure = False, "error"
     estimate = ("2 steps of 8 rows: 16 rows", "rows")
     recipes = "synthetic/*.yaml"
-    arguments = [run_synthetic.SyntheticArguments, training_options()]
+    arguments = [SyntheticArguments, training_options()]
     refused = NOTHING_KEPT | {
         "--state_sizes 5 --config_overrides tno_type=s4d": "`s4d_state_size` must be an even number, got 5",
         "--config_overrides toeplitz_mixr=s4": "must be fields of TnnConfig, got toeplitz_mixr",
@@ -362,7 +367,7 @@ class TestAblation(TrainingTests):
     keeps, figure = False, "perplexity"
     estimate = ("2 steps of 128 tokens: 256 tokens", "tokens")
     recipes = "ablations/*.yaml"
-    arguments = [run_ablation.AblationArguments, training_options()]
+    arguments = [AblationArguments, training_options()]
     refused = NOTHING_KEPT | {
         "--variants a:width=3": "--variants a: changes must be fields of TnnConfig, got width",
         "--variants a:decay=2": r"--variants a: `decay` must be in \(0, 1\] or None, got 2",
@@ -438,15 +443,12 @@ def test_every_program_has_a_command_and_a_class():
     assert sorted(one.command for one in classes if one.command) == sorted(COMMANDS)
 
 
-def test_an_option_has_one_type_one_help_and_no_old_spelling():
+def test_an_option_has_one_type_and_one_help():
     """One that several programs have is described in `common/parser.py`, or by transformers."""
     # A path is a text that is checked; a choice is one of some texts.
     same = {"Path": "str", "None": "str", "string_to_bool": "bool", "check_device": "str"}
-    # Options that mean something else in these programs than a renamed one did in others.
-    other = {"generate": {"--batch_size"}, "plot_kernels": {"--length"}, "run_synthetic": {"--length"}}
     types, helps = defaultdict(set), defaultdict(set)
     for name, _ in COMMANDS.values():
-        assert not (RENAMED.keys() & options_of(name).keys()) - other.get(name, set()), name
         for option, action in options_of(name).items():
             kind = "bool" if action.nargs == 0 else getattr(action.type, "__name__", str(action.type))
             types[option].add(same.get(kind, kind))
@@ -454,15 +456,6 @@ def test_an_option_has_one_type_one_help_and_no_old_spelling():
     assert not {option for option, kinds in types.items() if len(kinds) > 1 and option not in OF_TRAINER}
     assert not {option for option, texts in helps.items() if len(texts) > 1}
     assert not {name for name in HELP if f"--{name}" not in helps}
-
-
-def test_old_spellings_go_on_with_a_warning(caplog):
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model_name_or_path")
-    parser.add_argument("--batch_size")
-    given = rename_options(["--model", "a", "--model=b", "--batch_size", "3", "--dataset", "c"], parser)
-    assert given == ["--model_name_or_path", "a", "--model_name_or_path=b", "--batch_size", "3", "--dataset", "c"]
-    assert caplog.text.count("--model is an old name. Use --model_name_or_path instead.") == 2
 
 
 def test_a_recipe_has_a_name_and_gives_way_to_the_command_line(tmp_path):

@@ -30,6 +30,7 @@ from tnn_scripts.common.publishing import stage
 from tnn_scripts.data import augmentation
 from tnn_scripts.data.augmentation import AUGMENTATIONS
 from tnn_scripts.options.card import build_publishing_parser
+from tnn_scripts.run_image_classification import ImageArguments
 from tnn_scripts.runs import run_image_classification as script
 
 CLASSES = ["vertical", "horizontal", "diagonal"]
@@ -129,7 +130,7 @@ def test_the_draws_follow_the_seed():
 
 def test_half_of_the_training_pictures_are_mirrored(data):
     """With the labels of the pictures."""
-    loaded = script.load_pictures(script.ImageArguments(config_name="tnn-image-tiny", dataset_name=str(data)))
+    loaded = script.load_pictures(ImageArguments(config_name="tnn-image-tiny", dataset_name=str(data)))
     processor = ViTImageProcessor(size={"height": 24, "width": 24})
     torch.manual_seed(0)
     plain, flipped = (

@@ -30,6 +30,7 @@ from tnn_scripts.common.sequence_pairs import (
 )
 from tnn_scripts.data import listops, pathfinder, text_pairs
 from tnn_scripts.data.lra import TASKS, byte_tokenizer, encode_split, load_task
+from tnn_scripts.run_lra import LraArguments
 from tnn_scripts.runs import run_lra
 
 
@@ -90,7 +91,7 @@ def test_pathfinder_pictures():
     rows = list(pathfinder.samples(4, seed=0, side=32))
     assert rows == list(pathfinder.samples(4, seed=0, side=32))
     assert all(len(row["pixels"]) == 1024 and max(row["pixels"]) == 255 for row in rows)
-    args, _ = parse([run_lra.LraArguments, training_options()], "--recipe lra/small-pathfinder --output_dir x")
+    args, _ = parse([LraArguments, training_options()], "--recipe lra/small-pathfinder --output_dir x")
     task, data = load_task(args.task, None, 20, args.max_length)
     assert task.max_length == run_lra.build_config(args, task).max_position_embeddings == 256
     assert {len(row) for split in data.values() for row in split["input_ids"]} == {256}

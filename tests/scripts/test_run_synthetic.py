@@ -9,7 +9,7 @@ import torch
 from helpers.scripts import read, run, table_rows
 from modeling_tnn import TnnForCausalLM
 from tnn_scripts.data.synthetic import BAND, IGNORED, Copying, Delay, Passkey, Recall
-from tnn_scripts.options.synthetic import state_config
+from tnn_scripts.run_synthetic import SyntheticArguments
 from tnn_scripts.runs import run_synthetic
 
 
@@ -28,7 +28,7 @@ def test_copying_is_scored_where_the_loss_is():
     labels = torch.stack([row["labels"] for row in (Copying(3, 0, 5, 8)[index] for index in range(3))])
     answers = torch.zeros_like(labels)
     answers[:, 5:10] = labels[:, 6:]
-    model = TnnForCausalLM(state_config(arguments(memory=5, num_tokens=8), 2))
+    model = TnnForCausalLM(arguments(memory=5, num_tokens=8).state_config(2))
     for shift in (0, 1):
         shifted = answers.roll(shift, dims=1)
         logits = 100.0 * torch.nn.functional.one_hot(shifted, 8)
@@ -76,7 +76,7 @@ def test_passkey_rows():
 def arguments(**fields):
     given = {"task": "copying"} | fields
     models = {"variants": ["pure"], "memory": 4} if given["task"] in ("recall", "passkey") else {"state_sizes": [4]}
-    return run_synthetic.SyntheticArguments(**models | given)
+    return SyntheticArguments(**models | given)
 
 
 def test_states_and_blocks_of_the_models():
@@ -96,7 +96,7 @@ def test_states_and_blocks_of_the_models():
 def test_enough_states_hold_a_delay():
     """The filter z^-lag is a solution as soon as the state holds the lag."""
     args = arguments(task="delay", memory=6, length=40, hidden_size=2, state_sizes=[6], rtf_initializer="zeros")
-    model = run_synthetic.DelayModel(state_config(args, 6))
+    model = run_synthetic.DelayModel(args.state_config(6))
     with torch.no_grad():
         model.encoder.weight.fill_(1), model.encoder.bias.zero_()
         model.decoder.weight.fill_(0.5), model.decoder.bias.zero_()
@@ -149,10 +149,10 @@ def test_refused_arguments():
         ({"memory": 10, "state_sizes": [21]}, "--state_sizes must be .* below the length 21, got 21"),
         ({"state_sizes": [0]}, "--state_sizes must be at least 1 .*, got 0"),
         ({"task": "delay", "memory": 50, "length": 50}, "--memory must be below --length 50 for a delay, got 50"),
-        ({"task": "recall", "num_tokens": 8}, "--num_tokens must be at least 2 --memory . 1 for recall, got 8"),
+        ({"task": "recall", "num_tokens": 8}, "and --num_tokens 9 for recall, got 4 and 8"),
         ({"task": "recall", "length": 12}, "--length and --longer must be at least 13 for recall, got 12"),
         ({"task": "passkey", "longer": [9]}, "--length and --longer must be at least 10 for passkey, got 4000 9"),
-        ({"task": "passkey", "num_tokens": 2}, "--num_tokens must be at least 3, got 2"),
+        ({"task": "passkey", "num_tokens": 2}, "and --num_tokens 3 for passkey, got 4 and 2"),
         ({"task": "recall", "state_sizes": [4]}, "--state_sizes must be left out for recall, got 4"),
         ({"task": "recall", "variants": []}, "--variants must be given for recall, got nothing"),
         ({"state_sizes": []}, "--state_sizes must be given for copying, got nothing"),

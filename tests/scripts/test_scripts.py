@@ -18,11 +18,11 @@ from tnn_scripts.serving.schema import CompletionBody
 
 
 def test_the_demo_learns_what_it_reads(tmp_path):
-    """A model that has seen three sentences 400 times knows them. By old names of options, in a process of its own."""
+    """A model that has seen three sentences 400 times knows them. In a process of its own."""
     preset = write_config(tmp_path / "preset", vocab_size=400, hidden_dropout_prob=0.0)
     text, output = write_text(tmp_path / "text.txt", copies=400), tmp_path / "out"
-    options = f"--config {preset} --output_dir {output} --dataset {text} --tno_type fd --max_steps 60 --batch_size 8"
-    options += " --learning_rate 0.01 --prompt Pack --max_new_tokens 12"
+    options = f"--config_name {preset} --output_dir {output} --dataset_name {text} --tno_type fd"
+    options += " --max_steps 60 --per_device_train_batch_size 8 --learning_rate 0.01 --prompt Pack --max_new_tokens 12"
     ran = processes.run(program("demo", options), check=True, cwd=tmp_path)
     metrics = read(output, "metrics")
     assert metrics["perplexity_before"] > 100 > 3 > metrics["perplexity"]

@@ -13,7 +13,7 @@ import yaml
 from helpers.scripts import run, save_model
 from tnn_scripts import presets
 from tnn_scripts.common.commands import COMMANDS, next_steps
-from tnn_scripts.common.names import find_config, find_recipe
+from tnn_scripts.common.model_path import find_config, find_recipe
 from tnn_scripts.common.training_arguments import read_presets
 
 # What takes seconds to import. Of other modules an answer needs few: argparse, json, logging and what these import.
