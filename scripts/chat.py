@@ -54,8 +54,7 @@ def main():
     with importing():
         from transformers import set_seed
 
-        from tnn_scripts.serving.served import load_writer
-        from tnn_scripts.serving.writing import Conversation
+        from tnn_scripts.serving.writing import Conversation, load_writer
     model, tokenizer = load_writer(args.model_name_or_path, args.dtype, args.device, args.trust_remote_code)
     if args.system is not None and tokenizer.chat_template is None:
         raise ValueError(f"--system must be given with a tokenizer that has a chat template, got {args.system!r}")

@@ -77,8 +77,7 @@ def run(args: argparse.Namespace, options: dict):
         from transformers import set_seed
 
         from tnn_scripts.common.loading import require_padding
-        from tnn_scripts.serving.served import load_writer
-        from tnn_scripts.serving.writing import continue_batch, with_defaults
+        from tnn_scripts.serving.writing import continue_batch, load_writer, with_defaults
     given = args.model_name_or_path, args.dtype, args.device, args.trust_remote_code
     model, tokenizer = load_writer(*given, padding_side="left")
     if args.batch_size > 1:

@@ -10,8 +10,8 @@ from tnn_scripts.serving.engine import Engine
 from tnn_scripts.serving.errors import ApiError
 from tnn_scripts.serving.metrics import Metrics
 from tnn_scripts.serving.schema import Body, ChatBody
-from tnn_scripts.serving.served import load_causal, name_of
 from tnn_scripts.serving.text import Text
+from tnn_scripts.serving.writing import load_causal, name_of
 
 
 class Service:

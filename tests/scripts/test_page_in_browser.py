@@ -18,9 +18,8 @@ from helpers.hub_client import environment
 from helpers.hub_server import HubServer
 from helpers.scripts import free_port, program, save_model
 from tnn_scripts.serving.engine import Engine
-from tnn_scripts.serving.page import build_page, build_settings
-from tnn_scripts.serving.served import load_causal
-from tnn_scripts.serving.writer import Writer
+from tnn_scripts.serving.page import Writer, build_page, build_settings
+from tnn_scripts.serving.writing import load_causal
 
 gr = pytest.importorskip("gradio", reason="the page needs Gradio: make test-browser")
 sync_api = pytest.importorskip("playwright.sync_api", reason="the browser needs Playwright: make test-browser")

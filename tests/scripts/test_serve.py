@@ -13,9 +13,8 @@ from helpers.scripts import run, save_model
 from modeling_tnn.serving.request import Request
 from tnn_scripts.plotting.reading import read_model
 from tnn_scripts.serving.engine import Engine
-from tnn_scripts.serving.page import draw_kernels
-from tnn_scripts.serving.served import load_causal
-from tnn_scripts.serving.writer import WAITING, Writer
+from tnn_scripts.serving.page import WAITING, Writer, draw_kernels
+from tnn_scripts.serving.writing import load_causal
 
 PROMPT, LONG = "The quick brown", 5000
 
