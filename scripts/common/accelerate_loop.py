@@ -2,6 +2,9 @@
 
 An optimizer step averages the loss over the predicted tokens of the whole global batch, that is over all its forward
 passes and all processes. So the same examples give the same step for any number of passes and processes.
+
+An accelerator computes a step while the host prepares the next one. So the device itself decides whether the weights
+change, and the host reads a step's numbers after it has handed over the step that follows.
 """
 
 import dataclasses
@@ -46,8 +49,7 @@ from tnn_scripts.common.passes import (
     token_losses,
     uncompiled,
 )
-from tnn_scripts.common.sharding import check_tables, prepare, shard_errors
-from tnn_scripts.common.signals import StopRequest, StopRequested
+from tnn_scripts.common.processes import StopRequest, StopRequested, check_tables, prepare, shard_errors
 from tnn_scripts.common.training_arguments import PretrainArguments
 from tnn_scripts.data.blocks import BlockStream
 from tnn_scripts.data.text import DEMO_CORPUS
@@ -57,7 +59,6 @@ if TYPE_CHECKING:  # read where a run asks for it
 
 # A pole beyond this radius may make the sampled kernel infinite.
 LARGEST_SAFE_RADIUS = 1 - 1e-6
-
 TRAINING_MEMORY = (
     "give a smaller --per_device_train_batch_size with more --gradient_accumulation_steps (which follow from "
     "--global_batch_tokens), or --gradient_checkpointing"
@@ -81,31 +82,8 @@ class TrainerState:
     history: list[dict] = dataclasses.field(default_factory=list)
 
 
-class Readback:
-    """A tensor on its way to the host. Reading waits for what computes it, not for what the device got afterwards."""
-
-    def __init__(self, tensor: torch.Tensor):
-        self.values = tensor.to("cpu", non_blocking=True)
-        self.copied = None
-        if tensor.device.type != "cpu":
-            self.copied = torch.Event(tensor.device)
-            self.copied.record()
-
-    def read(self) -> list[float]:
-        if self.copied is not None:
-            self.copied.synchronize()
-        return self.values.tolist()
-
-
-def report_of(loss: torch.Tensor, norm: torch.Tensor | float | None, signals: torch.Tensor) -> torch.Tensor:
-    """Mean loss, norm of the gradient (0 unless it is known) and number of processes with a signal, `(3,)`."""
-    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    norm = torch.zeros_like(loss) if norm is None else torch.as_tensor(norm, dtype=loss.dtype, device=loss.device)
-    return torch.stack([loss, norm, signals])
-
-
 class StepReports:
-    """The reports of the steps of a run.
+    """The reports of steps `(loss, norm of the gradient, processes with a signal)`, on their way to the host.
 
     Args:
         device: computes the steps.
@@ -116,7 +94,7 @@ class StepReports:
         self.check = check
         self.lag = 0 if device.type == "cpu" else 1  # steps that are not read yet while the next one is prepared
         self.loss = float("nan")  # of the last step that was read
-        self._unread: deque[tuple[int, Readback]] = deque()
+        self._unread: deque[tuple[int, torch.Tensor, torch.Event | None]] = deque()
         self._failed = torch.zeros((), device=device)  # 1 from the first step on that is not finite
 
     def add(self, step: int, report: torch.Tensor, optimizer: torch.optim.Optimizer | None):
@@ -132,14 +110,20 @@ class StepReports:
             optimizer.found_inf = self._failed
         elif optimizer is not None:
             self.check(step, *report[:2].tolist())
-        self._unread.append((step, Readback(report)))
+        values, copied = report.to("cpu", non_blocking=True), None
+        if report.device.type != "cpu":
+            copied = torch.Event(report.device)
+            copied.record()
+        self._unread.append((step, values, copied))
 
     def read(self, all_steps: bool) -> bool:
         """Read the reports that are due; whether a process got a signal. With a signal, all are read."""
         stopping = False
         while len(self._unread) > (0 if all_steps or stopping else self.lag):
-            step, report = self._unread.popleft()
-            self.loss, norm, signals = report.read()
+            step, values, copied = self._unread.popleft()
+            if copied is not None:
+                copied.synchronize()  # waits for this step alone
+            self.loss, norm, signals = values.tolist()
             self.check(step, self.loss, norm)
             stopping = stopping or signals > 0
         return stopping
@@ -160,23 +144,24 @@ class Pretraining:
         self.args, self.accelerator, self.tokenizer = args, accelerator, tokenizer
         self.output_dir = Path(args.output_dir)
         self.causal = args.objective == "clm"
-        self.train_stream = train
-        self.state = TrainerState()
-        self.config = model.config
-        self.poles = PoleCallback(args.max_pole_radius, args.logging_steps)
+        self.train_stream, self.config = train, model.config
+        self.state, self._saved_step = TrainerState(), None
+        passes, processes = args.gradient_accumulation_steps, accelerator.num_processes
+        self.blocks_per_step = args.per_device_train_batch_size * passes * processes
         sharded = accelerator.distributed_type == DistributedType.FSDP
         run = {"data": train.describe(), "blocks_per_step": self.blocks_per_step, "sharded": sharded}
         self.fingerprint = describe_run(dataclasses.asdict(args), self.config, **run)
         self.stop = StopRequest()
+        self.poles = PoleCallback(args.max_pole_radius, args.logging_steps)
         self.reports = StepReports(accelerator.device, self._check_finite)
-        self._saved_step = None
         self._flops_of_token = flops_of_token(model, train.block_size)
         validation_loader = self._loader(validation, args.per_device_eval_batch_size, 0, len(validation))
         optimizer = build_optimizer(model, args, decayed_parameters(model))
         self.scheduler = build_scheduler(args, optimizer)
         self.model, self.optimizer, self.validation = prepare(accelerator, model, optimizer, validation_loader)
         recorder = recorder_for(accelerator) if args.cuda_graph else None
-        self.run_pass = CapturedStep(self._pass, self.model, args.gradient_accumulation_steps, recorder)
+        accelerator.gradient_accumulation_steps = passes
+        self.run_pass = CapturedStep(self._pass, self.model, passes, recorder)
         # After the weights are initialised, each process has its own dropout.
         set_seed(args.seed, device_specific=True)
 
@@ -185,12 +170,6 @@ class Pretraining:
         if workers is None:
             workers = 0 if device == "cpu" else 2
         return stream.loader(batch_size, start, stop, workers, pin_memory=device not in ("cpu", "mps"))
-
-    @property
-    def blocks_per_step(self) -> int:
-        """The number of blocks in a global batch."""
-        args = self.args
-        return args.per_device_train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes
 
     def resume(self, folder: Path):
         """Continue from a checkpoint, whose files have been verified.
@@ -235,42 +214,31 @@ class Pretraining:
         loader = self._loader(self.train_stream, args.per_device_train_batch_size, start, stop)
         batches = iter(accelerator.prepare(loader))
         self.model.train()
-        progress = tqdm(
-            total=args.max_steps, initial=state.step, desc="training", unit="step", disable=not self._is_main
-        )
-        self._start_clock()
-        while state.step < args.max_steps:
-            self.train_step([next(batches) for _ in range(args.gradient_accumulation_steps)])
-            state.step += 1
-            logs = state.step % args.logging_steps == 0 or state.step == args.max_steps
-            pauses = self._is_due(args.eval_steps) or self._is_due(args.checkpointing_steps)
-            stopping = self.reports.read(all_steps=logs or pauses)
-            self.poles.on_step(accelerator.unwrap_model(self.model), state.step, logs or pauses)
-            progress.update()
-            if logs:
-                self._stop_clock()
-                self._log(progress, self.reports.loss)
-            if stopping:
-                self._stop_clock()
-                progress.close()
-                raise StopRequested
-            if pauses:
-                self._stop_clock()
-                self._between_steps()
-                self._start_clock()
-        progress.close()
-
-    def train_step(self, batches: list[dict[str, torch.Tensor]]):
-        """Do one optimizer step. It changes no weights if the loss or the norm of the gradient is not finite.
-
-        Raises:
-            DivergedError: they are not, and the optimizer cannot skip a step on the device.
-            MemoryExceededError: the step does not fit into memory.
-        """
-        with suggest_smaller("a training step", TRAINING_MEMORY):
-            self._train_step(batches)
+        options = {"desc": "training", "unit": "step", "disable": not self._is_main}
+        with tqdm(total=args.max_steps, initial=state.step, **options) as progress:
+            self._start_clock()
+            while state.step < args.max_steps:
+                with suggest_smaller("a training step", TRAINING_MEMORY):
+                    self._train_step([next(batches) for _ in range(args.gradient_accumulation_steps)])
+                state.step += 1
+                logs = state.step % args.logging_steps == 0 or state.step == args.max_steps
+                pauses = self._is_due(args.eval_steps) or self._is_due(args.checkpointing_steps)
+                stopping = self.reports.read(all_steps=logs or pauses)
+                self.poles.on_step(accelerator.unwrap_model(self.model), state.step, logs or pauses)
+                progress.update()
+                if logs:
+                    self._stop_clock()
+                    self._log(progress, self.reports.loss)
+                if stopping:
+                    self._stop_clock()
+                    raise StopRequested
+                if pauses:
+                    self._stop_clock()
+                    self._between_steps()
+                    self._start_clock()
 
     def _train_step(self, batches: list[dict[str, torch.Tensor]]):
+        """Do one optimizer step. It changes no weights if the loss or the norm of the gradient is not finite."""
         accelerator, args = self.accelerator, self.args
         count = sum(count_targets(batch["labels"], self.causal).sum() for batch in batches)
         count = accelerator.reduce(count, reduction="sum").clamp(min=1)
@@ -295,12 +263,13 @@ class Pretraining:
         self.accelerator.backward(loss * scale)
         return loss.detach()
 
-    def _report(self, loss: torch.Tensor, norm: torch.Tensor | float | None, signals: torch.Tensor):
-        step, optimizer = self.state.step + 1, getattr(self.optimizer, "optimizer", self.optimizer)
+    def _report(self, loss: torch.Tensor, norm: torch.Tensor, signals: torch.Tensor):
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else torch.as_tensor(norm)
         if self.accelerator.scaler is not None:
             # It expects overflows now and then: it skips the step and lowers the scale.
-            norm = optimizer = None
-        self.reports.add(step, report_of(loss, norm, signals), optimizer)
+            norm, optimizer = torch.zeros_like(loss), None
+        self.reports.add(self.state.step + 1, torch.stack([loss, norm.to(loss), signals]), optimizer)
 
     def evaluate(self) -> float:
         """The mean loss per predicted token of the validation blocks, in nats.
@@ -405,7 +374,7 @@ class Pretraining:
         )
 
     def _stop_flag(self) -> torch.Tensor:
-        # Filled on the device: a copy of a number to it would wait.
+        # Filled on the device: a copy of a number to it would be a device sync.
         return torch.full((), float(self.stop.signal != 0), device=self.accelerator.device)
 
     def _is_due(self, every: int | None) -> bool:
@@ -436,12 +405,9 @@ class Pretraining:
             tqdm.write(f"step {state.step}: validation loss {loss:.4f}, perplexity {perplexity(loss):.2f}")
         if state.best_loss is None or loss < state.best_loss:
             state.best_loss, state.best_step = loss, state.step
-            self._save_best()
+            with new_folder(self.output_dir / "best", self.accelerator) as folder:
+                self.save_model(folder)
         return loss
-
-    def _save_best(self):
-        with new_folder(self.output_dir / "best", self.accelerator) as folder:
-            self.save_model(folder)
 
     def _log(self, progress: tqdm, loss: float):
         rate, speed = self.scheduler.get_last_lr()[0], self.speed()

@@ -51,9 +51,8 @@ def claim(folder: Path, main: bool = True) -> Iterator[Path]:
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire(blocking=False)
     except Timeout as error:
-        raise ValueError(
-            f"The output folder {folder} is in use by another process. Wait for it, or give another folder."
-        ) from error
+        advice = "Wait for it, or give another folder."
+        raise ValueError(f"The output folder {folder} is in use by another process. {advice}") from error
     except OSError as error:
         raise ValueError(f"The output folder {folder} cannot be written to: {error.strerror or error}.") from error
     try:
@@ -78,9 +77,13 @@ def new_folder(target: Path, accelerator: "Accelerator | None" = None) -> Iterat
     """
     with _written(partial(target), target, accelerator) as folder:
         yield folder
-        _wait(accelerator)
-        if _is_main(accelerator):
-            _publish(target)
+        if _is_ready(folder, accelerator):
+            old = target.with_name(f".{target.name}{OLD}")
+            if target.exists():
+                target.rename(old)
+            folder.rename(target)
+            _flush(target.parent)
+            shutil.rmtree(old, ignore_errors=True)
 
 
 @contextmanager
@@ -94,16 +97,14 @@ def new_files(target: Path, accelerator: "Accelerator | None" = None) -> Iterato
     """
     with _written(target / NEW, target, accelerator) as folder:
         yield folder
-        _wait(accelerator)
-        if _is_main(accelerator):
-            _flush_all(folder)
+        if _is_ready(folder, accelerator):
             _move_files(target)  # of a process that was killed before
             folder.rename(target / READY)
             _move_files(target)
 
 
 def check_writable(file: Path):
-    """Check that a file can be written, before the computation of its contents.
+    """Check that a file can be written, before its contents are computed.
 
     Raises:
         ValueError: its folder cannot be made or written to.
@@ -159,11 +160,7 @@ def clean(folder: Path):
 
 
 def write_json(path: Path, values: dict | list):
-    """Write a JSON file. It is complete or absent.
-
-    Raises:
-        SavingError: it could not be written.
-    """
+    """Write a JSON file, as `write_text` does."""
     write_text(path, json.dumps(values, indent=2) + "\n")
 
 
@@ -173,11 +170,10 @@ def write_text(path: Path, text: str):
     Raises:
         SavingError: it could not be written.
     """
-    unfinished = partial(path)
-    with saving_errors(path, unfinished):
-        unfinished.write_text(text, encoding="utf-8")
-        _flush(unfinished)
-        os.replace(unfinished, path)
+    with saving_errors(path, partial(path)):
+        partial(path).write_text(text, encoding="utf-8")
+        _flush(partial(path))
+        os.replace(partial(path), path)
 
 
 @contextmanager
@@ -190,7 +186,8 @@ def saving_errors(target: Path, unfinished: Path | None = None) -> Iterator[None
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
-        free = _free_megabytes(target)
+        place = next(place for place in (target, *target.absolute().parents) if place.exists())
+        free = shutil.disk_usage(place).free // 10**6
         if unfinished is not None:
             _remove(unfinished)
         of_torch = any(text in str(error) for text in TORCH_WRITER)
@@ -204,33 +201,28 @@ def saving_errors(target: Path, unfinished: Path | None = None) -> Iterator[None
 
 @contextmanager
 def _written(hidden: Path, target: Path, accelerator: "Accelerator | None") -> Iterator[Path]:
+    main = accelerator is None or accelerator.is_main_process
     # Where one process fails, another may still be writing to the folder.
-    with saving_errors(target, hidden if _is_main(accelerator) else None):
-        if _is_main(accelerator):
+    with saving_errors(target, hidden if main else None):
+        if main:
             _remove(hidden)
             hidden.mkdir(parents=True)
-        _wait(accelerator)
+        if accelerator is not None:
+            accelerator.wait_for_everyone()
         yield hidden
-        _wait(accelerator)
+        if accelerator is not None:
+            accelerator.wait_for_everyone()
 
 
-def _is_main(accelerator: "Accelerator | None") -> bool:
-    return accelerator is None or accelerator.is_main_process
-
-
-def _wait(accelerator: "Accelerator | None"):
+def _is_ready(folder: Path, accelerator: "Accelerator | None") -> bool:
+    """Wait until all processes have written to a folder; whether it is this one that publishes it, on the disk now."""
     if accelerator is not None:
         accelerator.wait_for_everyone()
-
-
-def _publish(target: Path):
-    written, old = partial(target), target.with_name(f".{target.name}{OLD}")
-    _flush_all(written)
-    if target.exists():
-        target.rename(old)
-    written.rename(target)
-    _flush(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
+        if not accelerator.is_main_process:
+            return False
+    for path in [*folder.rglob("*"), folder]:
+        _flush(path)
+    return True
 
 
 def _move_files(folder: Path):
@@ -255,16 +247,6 @@ def _remove(path: Path):
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
-
-
-def _free_megabytes(path: Path) -> int:
-    place = next(place for place in (path, *path.absolute().parents) if place.exists())
-    return shutil.disk_usage(place).free // 10**6
-
-
-def _flush_all(folder: Path):
-    for path in [*folder.rglob("*"), folder]:
-        _flush(path)
 
 
 def _flush(path: Path):

@@ -47,21 +47,18 @@ def is_complete(checkpoint: Path) -> bool:
 
 
 def find_checkpoint(output_dir: Path, name: str | None) -> Path | None:
-    """The folder of the checkpoint to resume from; None for None, and for `auto` without a checkpoint.
-
-    Args:
-        name: the value of `--resume_from_checkpoint`: `latest`, `auto` or a path.
+    """The folder that `--resume_from_checkpoint` names: latest, auto or a path. None for auto without a checkpoint.
 
     Raises:
         ValueError: there is no such checkpoint, or it is incomplete.
     """
-    if name is None:
+    found = checkpoints(output_dir)
+    if name is None or (name == "auto" and not found):
         return None
     if name in ("latest", "auto"):
-        found = checkpoints(output_dir)
-        if not found and name == "latest":
+        if not found:
             raise ValueError(f"--resume_from_checkpoint latest: {output_dir} holds no complete checkpoint.")
-        return found[-1] if found else None
+        return found[-1]
     if not is_complete(Path(name)):
         raise ValueError(
             f"--resume_from_checkpoint must be latest, auto or the folder of a complete checkpoint, got {name}"
@@ -80,8 +77,9 @@ def check_run(output_dir: Path, overwrite: bool, resumed: str | None, source: st
     Raises:
         ValueError: the folder holds checkpoints or a model, or is that of `source`.
     """
-    resumes = resumed is not None and (resumed != "auto" or bool(checkpoints(output_dir)))
-    if not resumes and not overwrite and checkpoints(output_dir):
+    found = checkpoints(output_dir)
+    resumes = resumed is not None and (resumed != "auto" or bool(found))
+    if not resumes and not overwrite and found:
         raise ValueError(
             f"The output folder {output_dir} holds checkpoints of a run. Give --resume_from_checkpoint latest to "
             "continue it, --overwrite_output_dir to replace it, or another folder."

@@ -21,7 +21,7 @@ from tnn_scripts.common.devices import MemoryExceededError, is_out_of_memory, re
 from tnn_scripts.common.passes import try_passes
 from tnn_scripts.common.training_arguments import DEFAULT_BLOCKS, PretrainArguments
 
-BYTES_OF_A_GIB = 2**30
+UNITS = {"days": 86400, "hours": 3600, "minutes": 60}
 # More tokens in a forward pass only take more memory.
 MOST_TOKENS = 65_536
 # The part of a GPU that a trial leaves free, for workspaces of libraries and memory between pieces.
@@ -53,7 +53,7 @@ def blocks_of_process(args: PretrainArguments, processes: int) -> int:
 
 
 def choose_micro_batch(args: PretrainArguments, accelerator: Accelerator, model: torch.nn.Module) -> str:
-    """Set the blocks of a forward pass and the number of passes of `args` and `accelerator`. Says them.
+    """Set the blocks of a forward pass and the number of passes of `args`. Says them.
 
     Args:
         model: not prepared by the accelerator; it moves to the device. Its gradients are removed.
@@ -70,7 +70,7 @@ def choose_micro_batch(args: PretrainArguments, accelerator: Accelerator, model:
             size = largest_that_fits(args, accelerator, model, blocks)
     passes = blocks // size
     args.per_device_train_batch_size = size
-    args.gradient_accumulation_steps = accelerator.gradient_accumulation_steps = passes
+    args.gradient_accumulation_steps = passes
     return f"{size} blocks of {args.block_size} tokens in a forward pass, {passes} passes in a step of each process"
 
 
@@ -78,9 +78,6 @@ def largest_that_fits(args: PretrainArguments, accelerator: Accelerator, model: 
     """The largest of `blocks`, their half and so on that fits into the memory of every process.
 
     Each process tries its own copy of the model, without messages: one that runs out of memory keeps none waiting.
-
-    Raises:
-        MemoryExceededError: none does.
     """
     size = largest_divisor(blocks, max(1, MOST_TOKENS // args.block_size))
     while size:
@@ -103,11 +100,7 @@ def largest_that_fits(args: PretrainArguments, accelerator: Accelerator, model: 
 
 
 def try_step(args: PretrainArguments, accelerator: Accelerator, model: torch.nn.Module, size: int):
-    """Compute passes of `size` blocks beside what else a training takes of the memory of a GPU.
-
-    Raises:
-        torch.OutOfMemoryError: they do not fit.
-    """
+    """Compute passes of `size` blocks beside all else that a training takes of the memory of a GPU."""
     weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     copies = 2 + (accelerator.num_processes > 1)  # AdamW's moments; DDP's buckets
     # The memory of a pass that was recorded as a CUDA graph is not there for an evaluation.
@@ -127,12 +120,10 @@ def largest_divisor(number: int, most: int) -> int:
 def measure_step(
     model: nn.Module, inputs: Mapping, accelerator: Accelerator, compute_loss: Callable
 ) -> tuple[float, float]:
-    """The seconds of a training step with AdamW on `inputs`, and the peak memory in GiB. `compute_loss` takes both.
+    """The seconds of a training step with AdamW on `inputs`, and the peak memory in GiB (on a CPU, of this process).
 
-    On a CPU the memory is the peak of this process.
-
-    Raises:
-        torch.OutOfMemoryError, MemoryError: the step does not fit into memory.
+    Args:
+        compute_loss: of the model and the inputs.
     """
     model, inputs = model.train().to(accelerator.device), send_to_device(inputs, accelerator.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
@@ -145,16 +136,12 @@ def measure_step(
         optimizer.zero_grad()
         loss.item()  # waits for the device
         seconds = time.perf_counter() - start
-    if accelerator.device.type == "cuda":
-        return seconds, torch.cuda.max_memory_allocated() / BYTES_OF_A_GIB
-    return seconds, resident_peak() / BYTES_OF_A_GIB
+    on_gpu = accelerator.device.type == "cuda"
+    return seconds, (torch.cuda.max_memory_allocated() if on_gpu else resident_peak()) / 2**30
 
 
 def dry_run(trainer: Trainer, runs: int = 1):
-    """Write the estimate of a training with Trainer, and end the process.
-
-    Args:
-        runs: how many such trainings the program makes.
+    """Write the estimate of a training with Trainer, of which the program makes `runs`, and end the process.
 
     Raises:
         SystemExit: always.
@@ -169,31 +156,25 @@ def dry_run(trainer: Trainer, runs: int = 1):
     steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * len(loader) / passes)
     unit = "tokens" if "input_ids" in inputs else "rows"
     size = inputs["input_ids"].numel() if unit == "tokens" else len(next(iter(inputs.values())))
-    size *= passes * args.world_size
     device = f"{args.world_size} x {args.device.type}"
     if args.process_index == 0:
-        several = f"{runs} runs, each:\n" if runs > 1 else ""
-        parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
-        text = describe_run(parameters, steps, size, seconds * passes, memory, device, unit)
-        sys.stdout.write(f"{several}{text}\n")
+        parameters, size = sum(p.numel() for p in trainer.model.parameters()), size * passes * args.world_size
+        text = describe_costs(parameters, steps, size, seconds * passes, memory, device, unit)
+        sys.stdout.write(f"{runs} runs, each:\n{text}\n" if runs > 1 else f"{text}\n")
     sys.exit(0)
 
 
-def describe_run(
+def describe_costs(
     parameters: int, steps: int, tokens: int, seconds: float, memory: float, device: str, unit: str = "tokens"
 ) -> str:
     """The estimate as lines for the terminal. `tokens` (or another `unit`) and `seconds` are those of one step."""
+    total = steps * seconds
+    name, size = next((pair for pair in UNITS.items() if total >= 2 * pair[1]), ("seconds", 1))
     return (
         f"{parameters:,} parameters\n"
         f"{steps:,} steps of {tokens:,} {unit}: {steps * tokens:,} {unit}\n"
-        f"about {_duration(steps * seconds)} on {device}: {seconds:.2f} s a step, {tokens / seconds:,.0f} {unit}/s\n"
+        f"about {total / size:.{int(size > 1)}f} {name} on {device}: {seconds:.2f} s a step, "
+        f"{tokens / seconds:,.0f} {unit}/s\n"
         f"about {memory:.1f} GiB of memory\n"
         "Nothing was written. Evaluations and checkpoints take additional time."
     )
-
-
-def _duration(seconds: float) -> str:
-    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.0f} seconds"

@@ -24,20 +24,10 @@ from modeling_tnn import ToeplitzOperator
 # Words in the name of a GPU -> 10^12 operations a second at most: on tensor cores in bfloat16 or float16 without
 # sparsity, and in float32 without TF32, from NVIDIA's data sheets. The first line whose words are all in it counts.
 PEAKS = {
-    "H100 PCIe": (756, 51),
-    "H100 NVL": (835, 60),
-    "H100": (989, 67),
-    "H200 NVL": (835, 60),
-    "H200": (989, 67),
-    "GH200": (989, 67),
-    "B200": (2250, 75),
-    "A100": (312, 19.5),
-    "A10": (125, 31.2),
-    "L40S": (362, 91.6),
-    "L4": (121, 30.3),
-    "4090": (165, 82.6),
-    "5090": (210, 105),
-}
+    "H100 PCIe": (756, 51), "H100 NVL": (835, 60), "H100": (989, 67), "H200 NVL": (835, 60), "H200": (989, 67),
+    "GH200": (989, 67), "B200": (2250, 75), "A100": (312, 19.5), "A10": (125, 31.2), "L40S": (362, 91.6),
+    "L4": (121, 30.3), "4090": (165, 82.6), "5090": (210, 105),
+}  # fmt: skip
 
 
 def check_device(name: str | None) -> str:
@@ -120,11 +110,7 @@ def is_attention(module: torch.nn.Module) -> bool:
 
 
 def peak_of(device: torch.device, precision: str) -> float | None:
-    """The operations a second that a device can do at most; None if this is not known.
-
-    Args:
-        precision: of matrix products: no (float32), bf16 or fp16.
-    """
+    """The operations a second of a device at most, in a --mixed_precision; None if this is not known."""
     if device.type != "cuda":
         return None
     words = set(torch.cuda.get_device_name(device).replace("-", " ").split())

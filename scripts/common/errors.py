@@ -21,8 +21,6 @@ for _imported in ("torchao", "torch.utils._pytree"):
     logging.getLogger(_imported).setLevel(logging.ERROR)
 # These libraries log each attempt to reach the Hub, or a damaged file, and then raise an error that says the same.
 QUIET = {"huggingface_hub": logging.ERROR, "datasets": logging.CRITICAL}
-
-
 # How libraries that give no number say that a file cannot grow; the last two are torch.save's.
 NO_SPACE = ("No space left", "Disk quota exceeded", "File too large", "unexpected pos", "failed writing file")
 
@@ -42,11 +40,9 @@ class UserError(RuntimeError):
 
 
 def interrupt_again(unraisable):
-    """A `sys.unraisablehook` that repeats Ctrl-C if Python delivered it to a `__del__`, where it is lost.
-
-    The regex library has such methods, which run first after a long call of the tokenizer. Another thread repeats the
-    signal, since it would interrupt this function too.
-    """
+    """A `sys.unraisablehook` that repeats Ctrl-C if Python delivered it to a `__del__`, where it is lost."""
+    # The regex library has such methods, which run first after a long call of the tokenizer. In this thread the signal
+    # would interrupt this function too.
     if unraisable.exc_type is KeyboardInterrupt:
         threading.Timer(0.05, interrupt_main).start()
     else:
@@ -76,7 +72,8 @@ def importing(extra: str | None = None) -> Iterator[None]:
         ImportError: a package is not installed; the message says how to install it.
     """
     # Ctrl-C is ignored in what a shell runs in the background, and another thread cannot change that.
-    replaced = signal.getsignal(SIGINT) is signal.default_int_handler and in_main_thread()
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    replaced = signal.getsignal(SIGINT) is signal.default_int_handler and in_main_thread
     if replaced:
         signal.signal(SIGINT, lambda *_: os._exit(128 + SIGINT))
     try:
@@ -89,10 +86,6 @@ def importing(extra: str | None = None) -> Iterator[None]:
     finally:
         if replaced:
             signal.signal(SIGINT, signal.default_int_handler)
-
-
-def in_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
 
 
 def report_errors(main: Callable[[], None]) -> Callable[[], None]:
@@ -130,11 +123,7 @@ def report_errors(main: Callable[[], None]) -> Callable[[], None]:
 
 
 def leave(message: str, status: int):
-    """End the program with a line on stderr.
-
-    Raises:
-        SystemExit: in any case.
-    """
+    """End the program with a line on stderr."""
     sys.stderr.write(f"error: {message}\n")
     end = SystemExit(f"error: {message}")
     end.code = status

@@ -1,26 +1,24 @@
-"""Trainer as all programs of fine-tuning use it: groups of parameters, a bar with figures, stops by signals."""
+"""Trainer as all programs of fine-tuning use it: groups of parameters, the loss in the bar, stops by signals."""
 
 import hashlib
 import json
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import reduce
-from tqdm.auto import tqdm
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ProgressCallback
 
 from tnn_scripts.common.atomic import write_json
 from tnn_scripts.common.checkpoints import RUN, check_same_run, describe_run, read_json, write_checksums
 from tnn_scripts.common.optimizers import regroup
-from tnn_scripts.common.signals import StopRequest
+from tnn_scripts.common.processes import StopRequest
 
 
 class GroupingTrainer(Trainer):
-    """Trainer with parameters that have settings of their own, and a bar with loss and tokens per second.
+    """Trainer with parameters that have settings of their own, and a bar with the loss.
 
     It saves the `use_cache` that the model had before, where it had one; Trainer sets it to False.
 
@@ -33,9 +31,8 @@ class GroupingTrainer(Trainer):
         self.saved_cache = {"use_cache": config.use_cache} if hasattr(config, "use_cache") else {}
         super().__init__(model, *arguments, **options)
         self.groups = groups or {}
-        self.bar = LossBar() if self.pop_callback(ProgressCallback) is not None else None
-        if self.bar is not None:
-            self.add_callback(self.bar)
+        if self.pop_callback(ProgressCallback) is not None:
+            self.add_callback(LossBar)
         fit_to_device(self.args)
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
@@ -55,11 +52,6 @@ class GroupingTrainer(Trainer):
         finally:
             fields |= present
 
-    def training_step(self, model: torch.nn.Module, inputs: dict, *arguments, **options) -> torch.Tensor:
-        if self.bar is not None:
-            self.bar.add(inputs)
-        return super().training_step(model, inputs, *arguments, **options)
-
 
 def fit_to_device(args: TrainingArguments):
     """Leave pinned memory to accelerators, and the filter of losses, for which Trainer reads each of them, to CPUs."""
@@ -69,48 +61,13 @@ def fit_to_device(args: TrainingArguments):
 
 
 class LossBar(ProgressCallback):
-    """Transformers' bar with the figures of the training in it, where the original prints dictionaries below it."""
-
-    def __init__(self):
-        super().__init__()
-        self.unit, self.count, self.seconds = "tokens", 0, 0.0
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        if state.is_world_process_zero:
-            self.training_bar = tqdm(
-                total=state.max_steps, initial=state.global_step, desc="training", unit="step", dynamic_ncols=True
-            )
-        self.current_step = state.global_step
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        self.start = time.perf_counter()
-
-    def on_step_end(self, args, state, control, **kwargs):
-        # Without a device sync: on an accelerator the time of a step is complete when its loss is logged.
-        self.seconds += time.perf_counter() - self.start
-        super().on_step_end(args, state, control, **kwargs)
-
-    def add(self, inputs: dict[str, torch.Tensor]):
-        """Count the tokens of a batch without padding; of inputs that are no tokens, the examples."""
-        if "attention_mask" in inputs:
-            self.count = self.count + inputs["attention_mask"].sum()  # stays on its device
-        elif "input_ids" in inputs:
-            self.count = self.count + inputs["input_ids"].numel()
-        else:
-            self.unit = "examples"
-            self.count = self.count + len(next(iter(inputs.values())))
+    """Transformers' bar with the last loss in it, where the original prints dictionaries below it."""
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if self.training_bar is None:
             return
         if "loss" in logs:
-            start = time.perf_counter()
-            count = int(self.count) * args.world_size  # a device sync
-            self.seconds += time.perf_counter() - start
-            rate = count / max(self.seconds, 1e-9)
-            self.training_bar.set_postfix_str(
-                f"loss {logs['loss']:.3f}, lr {logs['learning_rate']:.1e}, {rate:,.0f} {self.unit}/s"
-            )
+            self.training_bar.set_postfix_str(f"loss {logs['loss']:.3f}, lr {logs['learning_rate']:.1e}")
         figures = [(name, value) for name, value in logs.items() if name.startswith("eval_")]
         shown = [f"{name[5:]} {value:.4g}" for name, value in figures if not name.endswith(("runtime", "_second"))]
         if shown:
@@ -153,22 +110,13 @@ def rows_of_a_step(args: TrainingArguments) -> int:
 
 
 def describe_training(trainer: GroupingTrainer, labels: Sequence, **options) -> dict:
-    """What a checkpoint of Trainer must agree with.
-
-    Args:
-        labels: the classes or values of all training rows, which identify the data.
-        options: settings of the program that change what is read of a row.
-    """
+    """What a checkpoint must agree with: the labels of all rows, and options that change what is read of one."""
     data = {"rows": len(labels), "labels": hashlib.sha256(json.dumps(list(labels)).encode()).hexdigest()[:16]}
     run = {"groups": trainer.groups, "batch": rows_of_a_step(trainer.args)} | options | data
     return describe_run(trainer.args.to_dict(), trainer.model.config, **run)
 
 
 def check_belonging(checkpoint: Path, run: dict):
-    """Refuse a checkpoint of another run of Trainer.
-
-    Raises:
-        ValueError: it differs, with a line for each difference.
-    """
+    """Refuse a checkpoint of another run of Trainer, with a ValueError."""
     if (checkpoint / RUN).is_file():
         check_same_run(checkpoint, read_json(checkpoint / RUN), run)

@@ -115,9 +115,6 @@ def hidden_matrices(model: PreTrainedModel, decayed: set[str]) -> set[str]:
 def build_optimizer(model: PreTrainedModel, args, decayed: set[str]) -> torch.optim.Optimizer:
     """The optimizer that `args.optim` names; the parameters named `decayed` have weight decay.
 
-    Args:
-        args: `GroupArguments` with the fields of `TrainingArguments` that are about the optimizer.
-
     Raises:
         ValueError: the optimizer's package is missing, or a pattern finds no parameter.
     """
@@ -139,10 +136,7 @@ def build_optimizer(model: PreTrainedModel, args, decayed: set[str]) -> torch.op
 
 
 def build_scheduler(args, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-    """The schedule that `args.lr_scheduler_type` names, with `args.lr_scheduler_kwargs`.
-
-    Args:
-        args: `PretrainArguments`.
+    """The schedule that `args.lr_scheduler_type` of `PretrainArguments` names.
 
     Raises:
         ValueError: the further arguments are no JSON object, or do not fit the schedule.

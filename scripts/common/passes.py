@@ -93,9 +93,6 @@ def try_passes(args: PretrainArguments, accelerator: Accelerator, model: torch.n
 
     Args:
         model: not prepared by the accelerator; it moves to the device.
-
-    Raises:
-        torch.OutOfMemoryError: they do not fit.
     """
     device = accelerator.device
     model.train().to(device)
@@ -144,8 +141,7 @@ def compile_blocks(args: PretrainArguments, accelerator: Accelerator, model: Pre
     try:
         try_passes(args, accelerator, model, args.per_device_train_batch_size)
     except Exception as error:  # compilers and what they call have many
-        reason = " ".join(str(error).split())[:300]
-        logger.warning("The model cannot be compiled and is trained without (--torch_compile false): %s", reason)
+        logger.warning("The model cannot be compiled and is trained without (--torch_compile false): %s", _line(error))
         args.torch_compile = False
         for block in model.modules():
             block._compiled_call_impl = None
@@ -239,7 +235,11 @@ class CapturedStep:
                 self._loss, self._replay = self.recorder.record(lambda: self.compute(self._batch, self._scale))
         except Exception as error:  # one of the pass itself is raised by the pass that follows
             # The end of a recording has an error of its own where one came before it.
-            reason = " ".join(str(error.__context__ or error).split())[:300]
+            reason = _line(error.__context__ or error)
             logger.warning("A pass cannot be recorded as a CUDA graph, so its kernels start one by one: %s", reason)
             self.model.zero_grad(set_to_none=True)
             self.recorder = self._batch = self._scale = None
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]

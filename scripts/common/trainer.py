@@ -37,7 +37,7 @@ from tnn_scripts.common.grouping_trainer import (
     describe_training,
     rows_of_a_step,
 )
-from tnn_scripts.common.signals import StopRequest, StopRequested
+from tnn_scripts.common.processes import StopRequest, StopRequested
 from tnn_scripts.common.task_arguments import ClassifierArguments, ComparisonArguments, chosen_seeds
 
 logger = logging.getLogger("resumable")

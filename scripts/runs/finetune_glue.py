@@ -30,8 +30,8 @@ from tnn_scripts.common.costs import dry_run
 from tnn_scripts.common.devices import suggest_smaller
 from tnn_scripts.common.grouping_trainer import GroupingTrainer
 from tnn_scripts.common.loading import load, require_padding
+from tnn_scripts.common.processes import StopRequested
 from tnn_scripts.common.publishing import open_repository, upload
-from tnn_scripts.common.signals import StopRequested
 from tnn_scripts.common.tables import ERRORS, format_metric, markdown_table
 from tnn_scripts.common.trainer import output_folder, save, train
 from tnn_scripts.common.training_arguments import fine_tuning_of

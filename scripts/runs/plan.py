@@ -25,7 +25,7 @@ from tnn_scripts.common.atomic import write_json
 from tnn_scripts.common.devices import PEAKS, flops_of_token
 from tnn_scripts.common.optimizers import build_optimizer, decayed_parameters
 from tnn_scripts.common.passes import summed_loss
-from tnn_scripts.common.sharding import shard_operators
+from tnn_scripts.common.processes import shard_operators
 from tnn_scripts.common.tables import markdown_table
 from tnn_scripts.common.training_arguments import PretrainArguments
 from tnn_scripts.runs.pretrain import build_config, build_model

@@ -1,4 +1,4 @@
-"""Pretrain a causal or masked language model, on one device or many."""
+"""Build, train, save and report a pretraining run, on one device or many."""
 
 import contextlib
 import dataclasses
@@ -41,12 +41,17 @@ from tnn_scripts.common.checkpoints import (
     verify_checksums,
 )
 from tnn_scripts.common.commands import next_steps
-from tnn_scripts.common.costs import blocks_of_process, choose_micro_batch, describe_run, measure_step
 from tnn_scripts.common.devices import MemoryExceededError, reserved_memory, suggest_smaller
 from tnn_scripts.common.loading import load
 from tnn_scripts.common.passes import compile_blocks, summed_loss
-from tnn_scripts.common.sharding import allow_on_cpu, check_engine, held_parameters, refuse_deepspeed
-from tnn_scripts.common.signals import LostProcessError, StopRequested, watching_processes
+from tnn_scripts.common.processes import (
+    LostProcessError,
+    StopRequested,
+    check_engine,
+    held_parameters,
+    prepare_engine,
+    watching_processes,
+)
 from tnn_scripts.common.training_arguments import PretrainArguments, choose_schedule
 from tnn_scripts.data.blocks import BlockStream
 from tnn_scripts.data.files import check_file
@@ -68,11 +73,9 @@ def build_accelerator(args: PretrainArguments) -> Accelerator:
         ValueError: several processes were started, but are not connected, or with an engine that does not fit; or
             the precision is none of the device.
     """
-    refuse_deepspeed()
     timeout = timedelta(seconds=args.ddp_timeout)
     on_cpu = args.use_cpu or not torch.accelerator.is_available()
-    if on_cpu:
-        allow_on_cpu(timeout)
+    prepare_engine(on_cpu, timeout)
     accelerator = Accelerator(
         cpu=on_cpu,
         mixed_precision=args.mixed_precision,
@@ -83,11 +86,10 @@ def build_accelerator(args: PretrainArguments) -> Accelerator:
         project_dir=args.output_dir,
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
     )
-    started = int(os.environ.get("WORLD_SIZE", 1))
-    if started != accelerator.num_processes:
+    started, seen = int(os.environ.get("WORLD_SIZE", 1)), accelerator.num_processes
+    if started != seen:
         raise ValueError(
-            f"{started} processes were started, but accelerate sees {accelerator.num_processes}. Start them with "
-            "`accelerate launch`."
+            f"{started} processes were started, but accelerate sees {seen}. Start them with `accelerate launch`."
         )
     check_engine(accelerator)
     # Accelerate would train in float32.
@@ -97,14 +99,13 @@ def build_accelerator(args: PretrainArguments) -> Accelerator:
 
 
 def check_before_start(args: PretrainArguments):
-    """Check for errors that would otherwise appear later in the run.
+    """Check files, checkpoint and output folder, and set `resume_from_checkpoint` to a folder.
 
     Raises:
         ValueError: a file or the checkpoint is missing, empty or damaged, or the output folder holds another run.
     """
-    for file in (args.train_file, args.validation_file):
-        if file is not None:
-            check_file(file, whole=not args.streaming)
+    for file in filter(None, (args.train_file, args.validation_file)):
+        check_file(file, whole=not args.streaming)
     output_dir = Path(args.output_dir)
     resumed = find_checkpoint(output_dir, args.resume_from_checkpoint)
     if resumed is not None:
@@ -132,11 +133,7 @@ def build_config(args: PretrainArguments) -> PreTrainedConfig:
 
 
 def fit_length(args: PretrainArguments, config: PreTrainedConfig, overrides: dict):
-    """Set the block size: that of the arguments, or else the length that the model is made for.
-
-    Raises:
-        ValueError: the blocks are longer than the positions of the model, or have no token to predict.
-    """
+    """Set the block size to the length that the model is made for, or a TNN's length to the block size."""
     field = "max_position_embeddings"
     longest = overrides.get(field, getattr(config, field, None))
     if args.block_size is None:
@@ -160,11 +157,8 @@ def build_tokenizer(
         ValueError: the tokenizer has more tokens than the model, or no mask token for a masked language model.
     """
     masked = args.objective == "mlm"
-    if args.resume_from_checkpoint is not None:
-        source = args.resume_from_checkpoint
-    elif args.tokenizer_name is not None:
-        source = args.tokenizer_name
-    else:
+    source = args.resume_from_checkpoint or args.tokenizer_name
+    if source is None:
         source = Path(args.output_dir) / "tokenizer"
         if accelerator.is_main_process:
             trained = train_tokenizer(texts, config.vocab_size, masked, args.do_lower_case)
@@ -187,31 +181,24 @@ def build_tokenizer(
     return tokenizer
 
 
-def build_streams(
-    args: PretrainArguments, accelerator: Accelerator, corpus: datasets.DatasetDict, tokenizer: PreTrainedTokenizerBase
-) -> tuple[BlockStream, BlockStream]:
-    """The streams of training and validation examples.
-
-    Raises:
-        ValueError: a split is shorter than one block.
-    """
-    masked = args.objective == "mlm"
-    streams = []
-    for split in ("train", "validation"):
-        texts, workers = corpus[split], args.preprocessing_num_workers
-        with accelerator.main_process_first():
-            workers = workers_for(texts) if workers is None else workers
-            blocks = pack(texts, tokenizer, args.block_size, masked, split, workers)
-        if len(blocks) == 0:
-            raise ValueError(
-                f"The {split} text is shorter than one block of {args.block_size} tokens. Give a longer text or a "
-                "smaller --block_size."
-            )
-        if split == "validation" and args.max_eval_blocks is not None:
-            blocks = blocks.select(range(min(args.max_eval_blocks, len(blocks))))
-        shuffle = split == "train"
-        streams.append(BlockStream(blocks, tokenizer, masked, args.mlm_probability, args.seed, shuffle))
-    return tuple(streams)
+def build_stream(
+    args: PretrainArguments, accelerator: Accelerator, texts: datasets.Dataset, tokenizer: PreTrainedTokenizerBase,
+    split: str,
+) -> BlockStream:  # fmt: skip
+    """The stream of the examples of a split; refuses one that is shorter than a block."""
+    masked, workers = args.objective == "mlm", args.preprocessing_num_workers
+    with accelerator.main_process_first():
+        workers = workers_for(texts) if workers is None else workers
+        blocks = pack(texts, tokenizer, args.block_size, masked, split, workers)
+    if len(blocks) == 0:
+        size = args.block_size
+        raise ValueError(
+            f"The {split} text is shorter than one block of {size} tokens. Give a longer text or a smaller "
+            "--block_size."
+        )
+    if split == "validation" and args.max_eval_blocks is not None:
+        blocks = blocks.select(range(min(args.max_eval_blocks, len(blocks))))
+    return BlockStream(blocks, tokenizer, masked, args.mlm_probability, args.seed, shuffle=split == "train")
 
 
 def build_data(
@@ -228,7 +215,8 @@ def build_data(
     source, config_name = args.train_file or next(iter(args.dataset_name), None), args.dataset_config_name
     corpus = load_corpus(source, next(iter(config_name), None), args.validation_file, args.text_column, args.documents)
     tokenizer = build_tokenizer(args, accelerator, config, corpus["train"])
-    return tokenizer, *build_streams(args, accelerator, corpus, tokenizer)
+    splits = ("train", "validation")
+    return tokenizer, *(build_stream(args, accelerator, corpus[split], tokenizer, split) for split in splits)
 
 
 def build_model(args: PretrainArguments, config: PreTrainedConfig) -> PreTrainedModel:
@@ -243,8 +231,11 @@ def build(args: PretrainArguments, accelerator: Accelerator) -> Pretraining:
     """The run with all its parts, in the state of the checkpoint if there is one."""
     check_before_start(args)
     config = build_config(args)
-    blocks_of_process(args, accelerator.num_processes)  # before the text is read
-    resumed = args.resume_from_checkpoint
+    processes, resumed = accelerator.num_processes, args.resume_from_checkpoint
+    if args.global_batch_tokens is not None:
+        from tnn_scripts.common.costs import blocks_of_process, choose_micro_batch
+
+        blocks_of_process(args, processes)  # before the text is read
     saved = None if resumed is None else read_json(Path(resumed) / STATE)["fingerprint"]
     if (line := choose_schedule(args, config, saved)) is not None:
         logger.info("%s", line)
@@ -252,18 +243,12 @@ def build(args: PretrainArguments, accelerator: Accelerator) -> Pretraining:
     set_seed(args.seed)
     model = build_model(args, config)
     logger.info(
-        "%s parameters; %s training and %d validation blocks of %d tokens; %d process%s, %s",
-        f"{model.num_parameters():,}",
-        "streamed" if args.streaming else len(train),
-        len(validation),
-        args.block_size,
-        accelerator.num_processes,
-        "" if accelerator.num_processes == 1 else "es",
-        accelerator.device.type,
+        f"{model.num_parameters():,} parameters; {'streamed' if args.streaming else len(train)} training and "
+        f"{len(validation)} validation blocks of {args.block_size} tokens; {processes} "
+        f"process{'' if processes == 1 else 'es'}, {accelerator.device.type}"
     )
-    line = choose_micro_batch(args, accelerator, model)
     if args.global_batch_tokens is not None:
-        logger.info("%s", line)
+        logger.info("%s", choose_micro_batch(args, accelerator, model))
     compile_blocks(args, accelerator, model)
     if resumed is None and accelerator.is_main_process:
         prune(Path(args.output_dir), 0)  # of a run that is overwritten
@@ -275,15 +260,10 @@ def build(args: PretrainArguments, accelerator: Accelerator) -> Pretraining:
 
 
 def finish(args: PretrainArguments, pretraining: Pretraining) -> dict:
-    """Evaluate and save the last model; the figures of the run.
-
-    Raises:
-        StopRequested: a process got a signal during the evaluation.
-        SavingError: the model could not be written.
-    """
+    """Evaluate and save the last model; the figures of the run."""
     accelerator, state = pretraining.accelerator, pretraining.state
     last = state.history[-1]["loss"] if pretraining.is_evaluated else pretraining.record_evaluation()
-    tokens = args.max_steps * pretraining.blocks_per_step * args.block_size
+    model = accelerator.unwrap_model(pretraining.model)
     metrics = {
         "perplexity_before": perplexity(state.loss_before),
         "perplexity": perplexity(last),
@@ -291,11 +271,11 @@ def finish(args: PretrainArguments, pretraining: Pretraining) -> dict:
         "best_perplexity": perplexity(state.best_loss),
         "best_step": state.best_step,
         "steps": state.step,
-        "tokens": tokens,
+        "tokens": args.max_steps * pretraining.blocks_per_step * args.block_size,
         **pretraining.speed(),
         "train_seconds": state.train_seconds,
         "train_cpu_seconds": state.train_cpu_seconds,
-        "parameters": accelerator.unwrap_model(pretraining.model).num_parameters(),
+        "parameters": model.num_parameters(),
         "processes": accelerator.num_processes,
         "distributed_type": accelerator.distributed_type.value,
         "parameters_per_process": held_parameters(pretraining.model),
@@ -303,7 +283,7 @@ def finish(args: PretrainArguments, pretraining: Pretraining) -> dict:
         "peak_memory_gib": reserved_memory(accelerator.device),
         "torch_threads": torch.get_num_threads(),
         "evaluations": state.history,
-        "unstable_layers": [str(layer) for layer in find_unstable(accelerator.unwrap_model(pretraining.model))],
+        "unstable_layers": [str(layer) for layer in find_unstable(model)],
     }
     with new_files(Path(args.output_dir), accelerator) as folder:
         pretraining.save_model(folder)
@@ -327,14 +307,8 @@ def train(args: PretrainArguments, accelerator: Accelerator) -> tuple[Pretrainin
     """Train to the end; the run, its figures, and the repository for the model.
 
     A signal ends the process here, after the present step is saved.
-
-    Raises:
-        ValueError: an option, the data or the checkpoint is wrong.
-        DivergedError, MemoryExceededError, SavingError: the training failed.
-        PublishingError: the repository cannot be opened.
     """
-    pretraining = build(args, accelerator)
-    repository = None
+    pretraining, repository = build(args, accelerator), None
     if args.push_to_hub and accelerator.is_main_process:
         from tnn_scripts.common.publishing import open_repository
 
@@ -358,11 +332,10 @@ def train(args: PretrainArguments, accelerator: Accelerator) -> tuple[Pretrainin
 def report(metrics: dict, args: PretrainArguments):
     """Log the figures, the folders of the models and the next commands."""
     logger.info(
-        "validation perplexity: %.2f before, %.2f after %d steps, best %.2f at step %d; %.0f tokens/s; saved in %s",
-        metrics["perplexity_before"], metrics["perplexity"], metrics["steps"], metrics["best_perplexity"],
-        metrics["best_step"], metrics["tokens_per_second"], args.output_dir,
-    )  # fmt: skip
-    logger.info("the best model is in %s/best", args.output_dir)
+        "validation perplexity: {perplexity_before:.2f} before, {perplexity:.2f} after {steps} steps, best "
+        "{best_perplexity:.2f} at step {best_step}; {tokens_per_second:.0f} tokens/s; saved in ".format(**metrics)
+        + f"{args.output_dir}\nthe best model is in {args.output_dir}/best"
+    )
     kind = "causal" if args.objective == "clm" else "masked"
     logger.info("%s", next_steps(args.output_dir, kind, metrics["unstable_layers"]))
 
@@ -373,21 +346,19 @@ def dry_run(args: PretrainArguments, accelerator: Accelerator):
     Raises:
         MemoryExceededError: a step does not fit into memory.
     """
+    from tnn_scripts.common.costs import choose_micro_batch, describe_costs, measure_step
+
     model = build_model(args, build_config(args))
     with suggest_smaller("a training step", "--per_device_train_batch_size, --block_size or --gradient_checkpointing"):
         line = choose_micro_batch(args, accelerator, model)
         ids = torch.randint(model.config.vocab_size, (args.per_device_train_batch_size, args.block_size))
-        seconds, memory = measure_step(
-            model,
-            {"input_ids": ids, "labels": ids},
-            accelerator,
-            lambda model, batch: summed_loss(model, model.config, batch, args.objective == "clm"),
-        )
-    passes = args.gradient_accumulation_steps
-    tokens = args.per_device_train_batch_size * args.block_size * passes * accelerator.num_processes
-    device = f"{accelerator.num_processes} x {accelerator.device.type}"
-    estimate = describe_run(model.num_parameters(), args.max_steps, tokens, seconds * passes, memory, device)
-    logger.info("%s\n%s", line, estimate)
+        loss = lambda model, batch: summed_loss(model, model.config, batch, args.objective == "clm")  # noqa: E731
+        seconds, memory = measure_step(model, {"input_ids": ids, "labels": ids}, accelerator, loss)
+    passes, processes = args.gradient_accumulation_steps, accelerator.num_processes
+    device = f"{processes} x {accelerator.device.type}"
+    tokens = ids.numel() * passes * processes
+    costs = describe_costs(model.num_parameters(), args.max_steps, tokens, seconds * passes, memory, device)
+    logger.info("%s\n%s", line, costs)
 
 
 def start(args: PretrainArguments):

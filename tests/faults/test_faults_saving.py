@@ -35,7 +35,7 @@ from modeling_tnn import TnnForCausalLM
 from tnn_scripts.common.atomic import LOCK, SavingError, claim, new_files, new_folder, saving_errors, write_json
 from tnn_scripts.common.checkpoints import find_checkpoint, verify_checksums, write_checksums
 from tnn_scripts.common.grouping_trainer import StopCallback
-from tnn_scripts.common.signals import StopRequest
+from tnn_scripts.common.processes import StopRequest
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from helpers.scripts import (
 from tnn_scripts.common.accelerate_loop import Pretraining
 from tnn_scripts.common.checkpoints import checkpoints
 from tnn_scripts.common.devices import MemoryExceededError, suggest_smaller
-from tnn_scripts.common.signals import StopRequest
+from tnn_scripts.common.processes import StopRequest
 
 
 @pytest.fixture(scope="module")

@@ -8,20 +8,9 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import DistributedType
 
+from helpers import scripts
 from helpers.glue import glue_options
-from helpers.scripts import (
-    ROOT,
-    assert_same_weights,
-    read,
-    run,
-    run_ranks,
-    run_script,
-    start_script,
-    table_rows,
-    two_processes,
-    write_config,
-    write_text,
-)
+from helpers.scripts import ROOT, assert_same_weights, read, run_ranks, run_script, write_config, write_text
 
 FOLDER = ROOT / "configuration" / "accelerate"
 CONFIGS = {"cpu": "NO", "cpu-gloo": "MULTI_GPU", "cpu-fsdp2": "FSDP", "gpu": "NO", "ddp": "MULTI_GPU", "fsdp2": "FSDP"}
@@ -49,7 +38,8 @@ def test_two_processes_of_pretrain_are_one_and_resume(tmp_path, monkeypatch):
                "--learning_rate 0.01 --checkpointing_steps 6 --per_device_eval_batch_size 5"]  # fmt: skip
     run_script("pretrain", *options, f"--output_dir {tmp_path}/one --per_device_train_batch_size 6")
     options += ["--global_batch_tokens 192"]
-    with start_script("pretrain", *options, f"--output_dir {tmp_path}/two", launcher=two_processes()) as process:
+    two = f"--output_dir {tmp_path}/two"
+    with scripts.start_script("pretrain", *options, two, launcher=scripts.two_processes()) as process:
         output, _ = process.communicate(timeout=120)
     assert (tmp_path / "two" / "metrics.json").exists(), output
     one, two = (read(tmp_path / name, "metrics") for name in ("one", "two"))
@@ -85,10 +75,11 @@ PROGRAMS = {
 def test_two_processes_of_trainer_are_one(program, tmp_path):
     """The same rows in each step, so the same scores; one table and one file of results."""
     options = [PROGRAMS[program], SMALL]
-    printed = run(program, *options, f"--per_device_train_batch_size 4 --output_dir {tmp_path}/one").stdout
+    printed = scripts.run(program, *options, f"--per_device_train_batch_size 4 --output_dir {tmp_path}/one").stdout
     two = f"--per_device_train_batch_size 2 --output_dir {tmp_path}/two"
     (first, _), (second, _) = run_ranks(program, *options, two)
-    assert not second.strip() and [row[0] for row in table_rows(first)] == [row[0] for row in table_rows(printed)]
+    one, two = ([row[0] for row in scripts.table_rows(text)] for text in (printed, first))
+    assert not second.strip() and one == two
     one, two = read(tmp_path / "one"), read(tmp_path / "two")
     if program == "run_lra":
         assert two["test_accuracy"] == pytest.approx(one["test_accuracy"])

@@ -22,7 +22,7 @@ from transformers import (
 from helpers.glue import glue_options, rows
 from helpers.scripts import ROOT, read, run_script, table_rows, tree
 from tnn_scripts.common.model_card import read_metrics
-from tnn_scripts.common.signals import StopRequested
+from tnn_scripts.common.processes import StopRequested
 from tnn_scripts.data.glue import TASKS, load_files, load_metric, load_task, main_metric
 from tnn_scripts.runs import finetune_glue
 

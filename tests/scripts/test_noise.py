@@ -38,54 +38,34 @@ def test_import(library):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """The output of `demo.py`, and its model."""
-    folder = tmp_path_factory.mktemp("noise")
-    options = [
-        "--config_name",
-        write_config(folder / "config", rpe_dim=16),
-        "--dataset_name",
-        write_text(folder / "text.txt"),
-    ]
-    options += ["--max_steps", 2, "--output_dir", folder / "demo", "--prompt", "The", "--max_new_tokens", 1]
-    return folder, output_of("demo", *options)
-
-
-def output_of(*arguments) -> str:
-    """The output of a program on stdout and stderr."""
+def unexpected(*arguments) -> list[str]:
+    """The lines of a program on stdout and stderr that are neither ours nor a progress bar."""
     with start_script(*arguments) as process:
         output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
-    return output
-
-
-def unexpected(output: str) -> list[str]:
-    """Lines that are neither ours nor a progress bar."""
     lines = (line.strip() for line in re.split(r"[\r\n]", output))
     return [line for line in lines if not any(re.fullmatch(known, line) for known in (*OURS, *BARS))]
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The folder of a model of `demo.py`, its options, and what that printed."""
+    folder = tmp_path_factory.mktemp("noise")
+    config, text = write_config(folder / "config", rpe_dim=16), write_text(folder / "text.txt")
+    more = f"--max_steps 2 --output_dir {folder}/demo --prompt The --max_new_tokens 1"
+    return folder, unexpected("demo", f"--config_name {config} --dataset_name {text}", more)
+
+
 def test_demo(trained):
-    assert unexpected(trained[1]) == []
+    assert trained[1] == []
 
 
 @pytest.mark.parametrize("program", exhaustive("evaluate_lm", "pretrain", "generate"))
 def test_programs(program, trained, tmp_path):
-    folder, _ = trained
-    text, model = folder / "text.txt", ["--model_name_or_path", folder / "demo"]
+    text, model = trained[0] / "text.txt", f"--model_name_or_path {trained[0]}/demo"
     options = {
-        "pretrain": [
-            "--config_name",
-            folder / "config",
-            "--train_file",
-            text,
-            "--max_steps",
-            2,
-            "--output_dir",
-            tmp_path,
-        ],
-        "generate": [*model, "--prompt", "The", "--max_new_tokens", 1],
-        "evaluate_lm": [*model, "--validation_file", text, "--lengths", 64, "--output_dir", tmp_path],
-    }[program]
-    assert unexpected(output_of(program, *options)) == []
+        "pretrain": f"--config_name {trained[0]}/config --train_file {text} --max_steps 2 --output_dir {tmp_path}",
+        "generate": f"{model} --prompt The --max_new_tokens 1",
+        "evaluate_lm": f"{model} --validation_file {text} --lengths 64 --output_dir {tmp_path}",
+    }
+    assert unexpected(program, options[program]) == []

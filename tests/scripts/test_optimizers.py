@@ -2,7 +2,6 @@
 
 import copy
 import json
-import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from transformers import ModernBertConfig, ModernBertForMaskedLM, TrainingArguments
 
 from helpers.models import seeded, tiny_config
-from helpers.scripts import assert_same_weights, figures, pretrain_options, run_script, weights
+from helpers.scripts import pretrain_options, run_script, weights
 from modeling_tnn import TnnForCausalLM
 from tnn_scripts.common.grouping_trainer import GroupingTrainer, fit_to_device
 from tnn_scripts.common.optimizers import build_optimizer, decayed_parameters
@@ -49,6 +48,9 @@ def by_trainer(model, tmp_path, weight_decay=0.2, **options):
 def test_settings(build, model, tmp_path):
     plain = settings(build(model, tmp_path), model)
     assert set(plain.values()) == {(0.1, 0.2), (0.1, 0.0)}
+    for name, parameter in model.named_parameters():
+        matrix = parameter.ndim == 2 and "bias" not in name and "norm" not in name
+        assert plain[name][1] == (0.2 if matrix else 0.0), "weight decay is for matrices"
     groups = ["embed_tokens:learning_rate=0.5", r"rpe\.in_proj:weight_decay=0.3,learning_rate=0.4"]
     changed = settings(build(model, tmp_path, operator_learning_rate=0.01, parameter_groups=groups), model)
     for name, value in changed.items():
@@ -147,19 +149,18 @@ def test_muon_skips_a_step(model, tmp_path):
         optimizer.step()
 
 
-@pytest.mark.slow
-def test_muon_resumed_is_unbroken(tmp_path):
-    """As a program, with a rate of the operators' own."""
-    options = [*pretrain_options(tmp_path, "clm"), "--optim muon --operator_learning_rate 0.003"]
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    run_script("pretrain", *options, f"--output_dir {whole} --checkpointing_steps 17")
-    shutil.copytree(whole / "checkpoint-34", resumed / "checkpoint-34")
-    run_script("pretrain", *options, f"--output_dir {resumed} --resume_from_checkpoint latest")
-    assert_same_weights(whole, resumed)
-    assert figures(whole) == figures(resumed) and figures(whole)["perplexity"] < 20
-
-
-def test_trainer_does_not_read_every_loss_of_an_accelerator():
+def test_the_bar_of_trainer(tmp_path, capsys):
+    """It has the last loss and no dictionaries, and evaluations are lines; the filter of losses is a CPU's alone."""
+    rows = [{"input_ids": [1, 2, 3, 4, 5], "labels": [1, 2, 3, 4, 5]}] * 4
+    args = TrainingArguments(str(tmp_path), max_steps=2, logging_steps=1, eval_strategy="steps", eval_steps=1,
+                             report_to="none", save_strategy="no", use_cpu=True, disable_tqdm=False)  # fmt: skip
+    trainer = GroupingTrainer(seeded(TnnForCausalLM, tiny_config()), args, train_dataset=rows, eval_dataset=rows)
+    trainer.train()
+    shown, history = capsys.readouterr(), trainer.state.log_history
+    last = [entry for entry in history if "loss" in entry][-1]
+    assert f"loss {last['loss']:.3f}, lr {last['learning_rate']:.1e}" in shown.err and "{" not in shown.out + shown.err
+    loss = next(entry["eval_loss"] for entry in history if "eval_loss" in entry)
+    assert f"step 1: validation loss {loss:.4g}\n" in shown.out.replace("\r", "\n")
     for device, on_cpu in (("cpu", True), ("cuda", False)):
         args = SimpleNamespace(device=torch.device(device), dataloader_pin_memory=True, logging_nan_inf_filter=True)
         fit_to_device(args)

@@ -6,7 +6,6 @@ import pickle
 import signal
 import subprocess
 from types import SimpleNamespace
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ from helpers.scripts import (
     at_call,
     figures,
     pretrain_options,
-    read,
     run_script,
     start_script,
     wait_until,
@@ -119,29 +117,27 @@ def counted(monkeypatch, owner, method: str) -> list[Operations]:
 
 
 @pytest.mark.parametrize("optim, expected", [("adamw_torch_fused", []), ("muon", []), ("sgd", ["tolist"])])
-def test_a_step_does_not_wait(optim, expected, pretrain, monkeypatch):
+def test_a_step_does_not_wait_and_starts_little(optim, expected, pretrain, monkeypatch):
     """Backward, clipping, check for divergence and optimizer, but for one that cannot skip a step by itself.
 
-    Loss and signals are read outside, a step later. The model checks its inputs on a CPU.
+    Loss and signals are read outside, a step later. The model checks its inputs on a CPU. Outside two passes are
+    counts, loss, clipping, the check and the optimizer: what no graph or compiler starts.
     """
-    steps, loss = counted(monkeypatch, Pretraining, "_train_step"), accelerate_loop.summed_loss
+    passes, steps = (counted(monkeypatch, Pretraining, name) for name in ("_pass", "_train_step"))
+    loss = accelerate_loop.summed_loss
 
     def uncounted_loss(*arguments):
-        before = len(steps[-1].names)
+        before = [len(one.names) for one in (passes[-1], steps[-1])]
         result = loss(*arguments)
-        del steps[-1].names[before:]
+        for one, kept in zip((passes[-1], steps[-1]), before, strict=True):
+            del one.names[kept:]
         return result
 
     monkeypatch.setattr(accelerate_loop, "summed_loss", uncounted_loss)
     pretrain(f"--optim {optim}")
     assert [step.waits for step in steps] == [expected] * 6
-
-
-def test_a_step_starts_little_outside_its_passes(pretrain, monkeypatch):
-    """Counts, loss, clipping, the check and the optimizer, for two passes: what no graph or compiler starts."""
-    passes, steps = (counted(monkeypatch, Pretraining, name) for name in ("_pass", "_train_step"))
-    pretrain()
-    assert 0 < len(steps[-1].names) - sum(len(one.names) for one in passes[-2:]) <= 50
+    started = len(steps[-1].names) - sum(len(one.names) for one in passes[-2:])
+    assert optim != "adamw_torch_fused" or 0 < started <= 50
 
 
 def test_poles_are_moved_where_the_run_waits_anyway(pretrain, tmp_path, monkeypatch):
@@ -240,22 +236,6 @@ def test_a_recorded_step(passes, pretrain, tmp_path, monkeypatch, caplog):
         assert figures(tmp_path / "plain") == figures(tmp_path / other)
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_the_calls_of_a_recording(fails, monkeypatch):
-    """On a stream of its own, which is left also where a recording fails; other threads may allocate meanwhile."""
-    cuda = MagicMock()
-    for name in ("Stream", "current_stream", "stream", "graph", "CUDAGraph"):
-        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
-    cuda.stream.return_value.__exit__.return_value = cuda.graph.return_value.__exit__.return_value = False
-    recorder, side = passes.CudaRecorder("cuda"), cuda.Stream.return_value
-    with contextlib.suppress(ZeroDivisionError), recorder.aside():
-        assert recorder.record(lambda: 1 / (not fails)) == (1, cuda.CUDAGraph.return_value.replay)
-    cuda.graph.assert_called_once_with(cuda.CUDAGraph.return_value, stream=side, capture_error_mode="thread_local")
-    names = ("Stream().wait_stream", "stream().__enter__", "graph().__enter__", "graph().__exit__",
-             "stream().__exit__", "current_stream().wait_stream")  # fmt: skip
-    assert [name for name, *_ in cuda.mock_calls if name in names] == list(names[: 5 if fails else 6])
-
-
 def test_what_is_recorded(monkeypatch):
     """One GPU, without the scaler of fp16."""
     monkeypatch.setattr(passes, "CudaRecorder", lambda device: "recorder")
@@ -266,11 +246,8 @@ def test_what_is_recorded(monkeypatch):
         assert (passes.recorder_for(state) == "recorder") == records
 
 
-@pytest.mark.parametrize(
-    "when, broken, optim",
-    [("at once", "loss", "adamw_torch_fused"), ("at once", "gradient", "adamw_torch"), ("late", "loss", "adamw_torch"),
-     ("late", "gradient", "muon"), ("late", "loss", "adamw_torch_fused")],
-)  # fmt: skip
+@pytest.mark.parametrize("when, broken, optim", [("at once", "gradient", "adamw_torch"), ("late", "gradient", "muon"),
+                                                 ("late", "loss", "adamw_torch_fused")])  # fmt: skip
 def test_a_step_that_is_not_finite_changes_nothing(when, broken, optim, pretrain, monkeypatch, request):
     """Nor does the finite step after it, which an accelerator has already begun."""
     if when == "late":
@@ -292,25 +269,12 @@ def test_a_step_that_is_not_finite_changes_nothing(when, broken, optim, pretrain
 
     monkeypatch.setattr(accelerate_loop, "summed_loss", sometimes_broken)
     what = "loss is inf" if broken == "loss" else "norm of the gradient is nan"
-    with pytest.raises(SystemExit, match=f"The {what} at step 3. The step was not applied"):
-        pretrain(f"--optim {optim} --logging_steps 100")
+    good = "The step was not applied; last good checkpoint: .*/checkpoint-2."
+    with pytest.raises(SystemExit, match=f"The {what} at step 3. {good}"):
+        pretrain(f"--optim {optim} --logging_steps 100 --checkpointing_steps 2 --save_total_limit 1")
     late_steps = 1 if when == "late" and optim != "adamw_torch" else 0
     assert len(calls) == 6 + 2 * late_steps
     assert all(torch.equal(value, seen["before"][name]) for name, value in seen["model"].named_parameters())
-
-
-def test_a_run_of_the_other_adamw(options, tmp_path):
-    """The two round differently, so a run that was begun with one is not resumed with the other."""
-    options += ["--optim adamw_torch --checkpointing_steps 3"]
-    run_script("pretrain", *options)
-    (tmp_path / "resumed").mkdir()
-    os.rename(tmp_path / "out" / "checkpoint-3", tmp_path / "resumed" / "checkpoint-3")
-    options += [f"--output_dir {tmp_path}/resumed --resume_from_checkpoint latest"]
-    with pytest.raises(SystemExit, match="optim must be adamw_torch, got adamw_torch_fused"):
-        run_script("pretrain", *options, "--optim adamw_torch_fused")
-    run_script("pretrain", *options)
-    assert_same_weights(tmp_path / "out", tmp_path / "resumed")
-    assert read(tmp_path / "resumed", "training_args")["optim"] == "adamw_torch"
 
 
 @pytest.mark.slow

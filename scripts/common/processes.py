@@ -1,15 +1,21 @@
-"""FSDP2 by accelerate: parameters, gradients and optimizer states in shards, one for each process.
+"""The processes of a run: signals that stop them, the loss of one, and a model in shards on all of them.
 
-The operators are sharded apart from their blocks, in float32 under every mixed precision: they make the kernels, which
+A process that ends by SIGTERM, which schedulers send some time before SIGKILL, has the exit status 143 (128 + 15), one
+that ends by Ctrl-C has 130. FSDP2 by accelerate keeps parameters, gradients and states of the optimizer in shards. The
+operators are sharded apart from their blocks, in float32 under every mixed precision: they make the kernels, which
 bfloat16 cannot hold (`modeling_tnn/tno.py`).
 """
 
+import os
 import pickle
+import signal
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+
+from tnn_scripts.common.errors import UserError
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -21,6 +27,9 @@ from torch.distributed.tensor import DTensor
 
 from modeling_tnn import ToeplitzOperator
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# Where gloo says that a connection has ended or that nothing came, in the texts of plain RuntimeErrors.
+OF_GLOO = ("gloo/transport", "[gloo]", "Connection closed by peer", "Connection reset by peer")
 # What the pickled table of a sharded checkpoint is made of, besides dtypes.
 OF_TABLES = {
     "pathlib": {"PosixPath", "WindowsPath"},
@@ -34,26 +43,63 @@ OF_TABLES = {
 }  # fmt: skip
 
 
-def allow_on_cpu(timeout: timedelta):
-    """Let accelerate shard on CPUs, over gloo. By itself it copies the model to each process, without a word.
+class StopRequested(Exception):
+    """The exception for a stop by a signal. It is raised where the state of the run can be saved."""
 
-    Call it before the `Accelerator` is made.
+
+class StopRequest:
+    """A context manager that remembers the first signal. `signal` is 0 without one."""
+
+    def __init__(self):
+        self.signal = 0
+        self._previous = {}
+
+    def __enter__(self) -> "StopRequest":
+        self._previous = {number: signal.signal(number, self._remember) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *exception):
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    @property
+    def status(self) -> int:
+        """The exit status of the process. If another process got the signal, it is that of SIGTERM."""
+        return 128 + (self.signal or signal.SIGTERM)
+
+    def _remember(self, number, frame):
+        self.signal = self.signal or number
+        # A second Ctrl-C ends a single process at once. Launchers of several processes may send the first one twice.
+        if number == signal.SIGINT and int(os.environ.get("WORLD_SIZE", 1)) == 1:
+            signal.signal(number, self._previous[number])
+
+
+class LostProcessError(UserError):
+    """The error for a process of the run that has ended, or has not answered in time."""
+
+
+@contextmanager
+def watching_processes() -> Iterator[None]:
+    """Turn the errors of communication into a LostProcessError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not (isinstance(error, torch.distributed.DistError) or any(text in str(error) for text in OF_GLOO)):
+            raise
+        raise LostProcessError(
+            "Another process of this run has ended, or has not answered within --ddp_timeout. What it wrote says why "
+            f"({' '.join(str(error).split())[:200]})."
+        ) from error
+
+
+def prepare_engine(on_cpu: bool, timeout: timedelta):
+    """Let accelerate shard on CPUs too, over gloo, and refuse DeepSpeed. Call it before the `Accelerator` is made.
 
     Args:
         timeout: how long a process waits for the others.
-    """
-    if not parse_flag_from_env("ACCELERATE_USE_FSDP"):
-        return
-    if PartialState(cpu=True, timeout=timeout).distributed_type == DistributedType.MULTI_CPU:
-        # The only name under which accelerate looks for FSDP. It is read nowhere else before it becomes FSDP.
-        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-
-
-def refuse_deepspeed():
-    """Check that the launcher was not asked for DeepSpeed, before accelerate starts it.
 
     Raises:
-        ValueError: it was.
+        ValueError: the launcher was asked for DeepSpeed.
     """
     if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
         raise ValueError(
@@ -61,14 +107,15 @@ def refuse_deepspeed():
             "to be finite, and it reads checkpoints from pickles, which can run any code. "
             "configuration/accelerate/fsdp2.yaml divides the same states."
         )
+    shards_on_cpu = on_cpu and parse_flag_from_env("ACCELERATE_USE_FSDP")
+    if shards_on_cpu and PartialState(cpu=True, timeout=timeout).distributed_type == DistributedType.MULTI_CPU:
+        # The only name under which accelerate looks for FSDP, else it copies the model to each process unasked.
+        # It is read nowhere else before it becomes FSDP.
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
 def check_engine(accelerator: Accelerator):
-    """Check that the model is in shards, if the launcher was asked for that.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """Raise a ValueError if the launcher was asked for shards, and the model is not in any."""
     if parse_flag_from_env("ACCELERATE_USE_FSDP") and accelerator.distributed_type != DistributedType.FSDP:
         raise ValueError(
             f"FSDP was asked for, but accelerate runs {accelerator.distributed_type.value} with "
@@ -97,11 +144,7 @@ def prepare(accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.o
 
 
 def shard_operators(model: torch.nn.Module, mesh: DeviceMesh | None, reshards: bool):
-    """Make each operator a group of shards, in float32 under every mixed precision.
-
-    Args:
-        reshards: whether the gathered parameters are given back after the forward pass.
-    """
+    """Make each operator a group of shards in float32; `reshards` gives its gathered parameters back after a pass."""
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     # No code changes the outputs of an operator in place.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
@@ -137,11 +180,7 @@ class TableReader(pickle.Unpickler):
 
 
 def check_tables(checkpoint: Path):
-    """Check the tables of a sharded checkpoint, which PyTorch reads from an unrestricted pickle.
-
-    Raises:
-        pickle.UnpicklingError: a table holds something else than it should.
-    """
+    """Raise an UnpicklingError if a table of shards, which PyTorch reads from an unrestricted pickle, holds more."""
     for table in checkpoint.rglob(".metadata"):
         with table.open("rb") as file:
             TableReader(file).load()
