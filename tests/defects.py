@@ -149,10 +149,10 @@ DEFECTS = [
     # Padding and packing
     Defect("padding: the mask is not applied", P + "toeplitz_fused.py",
            "return v if self.mask is None else v.masked_fill(~self.mask[..., None], 0)", "return v",
-           "unit/test_inputs unit/test_heads"),
+           "unit/test_heads unit/test_tno_rpe"),
     Defect("padding: ski not aligned to the first token", P + "mixers.py",
            "if gate.mask is None or operator.shift_invariant or passed.documents is not None:", "if True:",
-           "unit/test_inputs unit/test_tno_ski"),
+           "unit/test_tno_ski"),
     Defect("padding: short convolution of Hyena reads it", P + "mixers.py",
            "self.short(projected, gate, passed)",
            "self.short(projected, Gate(), passed)",

@@ -23,7 +23,6 @@ from modeling_tnn import TnnForCausalLM, TnnForImageClassification, TnnForMasked
 TEXTS = [torch.randint(3, 99, (n,), generator=torch.Generator().manual_seed(n)) for n in (1, 5, 17, 9)]
 IDS = torch.randint(3, 99, (3, 11), generator=torch.Generator().manual_seed(0))
 HOLES = torch.tensor([[0, 1, 0, 1, 1, 0, 0, 1, 0, 1, 0], [1] * 7 + [0] * 4, [0] * 11]).bool()  # the last row is empty
-OTHER_PARAMETERS = {"norm_type": "gatedrmsnorm", "learnable_decay": True}
 ONES = torch.ones(2, 5, dtype=torch.long)
 REFUSED = [
     ({"input_ids": [[1, 2]]}, r"`input_ids` must be a tensor of shape .*, got list"),
@@ -119,7 +118,7 @@ class HeadTests:
 
     def test_every_parameter_gets_a_gradient(self, causal):
         """The same one where activations are computed again."""
-        model = self.build(causal, **OTHER_PARAMETERS).train()
+        model = self.build(causal, norm_type="gatedrmsnorm", learnable_decay=True).train()
         expected = self.gradients(model, self.batch())
         for (name, _), gradient in zip(model.named_parameters(), expected, strict=True):
             assert gradient.isfinite().all(), name
@@ -130,37 +129,32 @@ class HeadTests:
             for found, gradient in zip(self.gradients(model, self.batch()), expected, strict=True):
                 assert relative_error(found, gradient) < 1e-5
 
-    @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 0.05), (torch.float16, 0.01)])
-    def test_half_precision(self, causal, dtype, tolerance):
+    def test_half_precision(self, causal):
         """A model in half precision, and autocast, stay close to float32; autocast has gradients in float32."""
-        model = self.build(causal)
-        exact = self.answers(model(**self.batch()))
-        with torch.autocast("cpu", dtype):
-            outputs = model(**self.batch())
-        self.loss(outputs).backward()
-        assert all(p.grad.isfinite().all() and p.grad.dtype == torch.float32 for p in model.parameters())
-        half = self.answers(model.to(dtype)(**{
-            name: value.to(dtype) if value.is_floating_point() else value for name, value in self.batch().items()
-        }))  # fmt: skip
-        assert half.dtype == dtype
-        assert relative_error(self.answers(outputs), exact) < tolerance and relative_error(half, exact) < tolerance
-
-    def test_copies(self, causal):
-        model = self.build(causal)
-        expected = self.answers(model(**self.batch()))
-        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            assert torch.equal(self.answers(twin(**self.batch())), expected)
+        for dtype, tolerance in ((torch.bfloat16, 0.05), (torch.float16, 0.01)):
+            model, batch = self.build(causal), self.batch()
+            exact = self.answers(model(**batch))
+            with torch.autocast("cpu", dtype):
+                outputs = model(**batch)
+            self.loss(outputs).backward()
+            assert all(p.grad.isfinite().all() and p.grad.dtype == torch.float32 for p in model.parameters())
+            rounded = {name: value.to(dtype) if value.is_floating_point() else value for name, value in batch.items()}
+            half = self.answers(model.to(dtype)(**rounded))
+            assert half.dtype == dtype
+            assert relative_error(self.answers(outputs), exact) < tolerance and relative_error(half, exact) < tolerance
 
     def test_save_and_load(self, causal, tmp_path):
-        """Bit for bit, by the class and by its Auto class."""
-        model = self.build(causal)
+        """Bit for bit, by the class and by its Auto class; copies too."""
+        model, batch = self.build(causal), self.batch()
+        expected = self.answers(model(**batch))
+        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert torch.equal(self.answers(twin(**batch)), expected)
         model.save_pretrained(tmp_path)
         head, autos = self.heads[causal], AUTO | {TnnForImageClassification: AutoModelForImageClassification}
         for cls in {head, autos.get(head, head)}:
             loaded = cls.from_pretrained(tmp_path)
-            assert type(loaded) is head
+            assert type(loaded) is head and torch.equal(self.answers(loaded(**batch)), expected)
             assert all(torch.equal(loaded.state_dict()[n], weight) for n, weight in model.state_dict().items())
-            assert torch.equal(self.answers(loaded(**self.batch())), self.answers(model(**self.batch())))
 
     def test_refused(self, causal):
         model = self.build(causal)
@@ -175,9 +169,10 @@ class TextHeadTests(HeadTests):
     Attributes:
         per_token: whether it answers for each token, or once for a row.
         packs: whether a row may be several documents; if not, the loss is a mean over rows.
+        sizes: numbers of rows of a batch: with one without tokens, without it, and none.
     """
 
-    per_token, packs = True, True
+    per_token, packs, sizes = True, True, (3, 2, 0)
 
     def given(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> dict:
         """Arguments of the model for texts `(B, L)`."""
@@ -207,20 +202,14 @@ class TextHeadTests(HeadTests):
                 counts = [self.count(text[None], torch.ones(1, len(text)).bool()) for text in TEXTS]
                 total = sum(one.loss.nan_to_num() * count for one, count in zip(alone, counts, strict=True))
                 assert outputs.loss.item() == pytest.approx(total.item() / sum(counts), rel=1e-6), side
+        assert self.packs or not model.accepts_loss_kwargs
+        if self.packs and "loss" in outputs:  # Trainer's number for accumulated gradients
+            found = model(**self.labelled(ids, mask), num_items_in_batch=torch.tensor(2 * sum(counts))).loss
+            assert found.item() == pytest.approx(outputs.loss.item() / 2, rel=1e-5)
 
     def count(self, ids: torch.Tensor, mask: torch.Tensor) -> int:
         """The number of answers that the loss is a mean of."""
         return int((self.labels(ids, mask)["labels"] != -100).sum()) if self.packs else len(ids)
-
-    def test_number_of_items(self, causal):
-        """Trainer passes it for accumulated gradients; the loss of a row is a mean over rows, and takes none."""
-        model, (ids, mask) = self.build(causal), around(TEXTS, "right")
-        if not self.packs:
-            assert not model.accepts_loss_kwargs
-        elif self.labels(ids, mask):
-            whole, items = model(**self.labelled(ids, mask)).loss, 2 * self.count(ids, mask)
-            found = model(**self.labelled(ids, mask), num_items_in_batch=torch.tensor(items)).loss
-            assert found.item() == pytest.approx(whole.item() / 2, rel=1e-5)
 
     def test_padding_reaches_nothing(self, causal):
         """NaN and infinity at padding, in holes too, change neither answers nor gradients, which do not reach it."""
@@ -241,30 +230,23 @@ class TextHeadTests(HeadTests):
         gradient = results[0][1]
         assert gradient.masked_select(padding).abs().max() < 1e-5 * gradient.abs().max()
 
-    def test_an_empty_row_leaves_the_others(self, causal):
+    def test_rows_without_tokens(self, causal):
+        """An empty row leaves the others, and a batch may have no rows."""
         model = self.build(causal)
-        together, alone = (self.answers(model(**self.given(IDS[:n], HOLES[:n]))) for n in (3, 2))
-        assert together.isfinite().all() and relative_error(together[:2], alone) < 5e-6
+        three, two, *none = (self.answers(model(**self.given(IDS[:n], HOLES[:n]))) for n in self.sizes)
+        assert three.isfinite().all() and relative_error(three[:2], two) < 5e-6
+        for one in none:
+            assert one.shape == (0, *three.shape[1:])
+            one.sum().backward()
 
-    def test_a_mask_of_ones_is_none(self, causal):
-        model, ones = self.build(causal), self.given(IDS, torch.ones_like(IDS))
-        expected = self.answers(model(**self.given(IDS)))
+    def test_equal_inputs(self, causal):
+        """A mask of ones is none, whatever its type, and embeddings are their tokens."""
+        model, given = self.build(causal), self.given(IDS, torch.ones_like(IDS))
+        expected, mask = self.answers(model(**self.given(IDS))), given["attention_mask"]
         for dtype in (torch.int64, torch.bool, torch.float32):
-            given = ones | {"attention_mask": ones["attention_mask"].to(dtype)}
-            assert torch.equal(self.answers(model(**given)), expected)
-
-    def test_embeddings_are_the_tokens(self, causal):
-        model, (ids, mask) = self.build(causal), around(TEXTS, "left")
-        given = self.given(ids, mask)
-        expected = self.answers(model(**given))
-        embeds = model.get_input_embeddings()(given.pop("input_ids"))
-        assert torch.equal(self.answers(model(inputs_embeds=embeds, **given)), expected)
-
-    def test_a_batch_without_rows(self, causal):
-        model = self.build(causal)
-        whole, none = (self.answers(model(**self.given(IDS[:n], HOLES[:n]))) for n in (3, 0))
-        assert none.shape == (0, *whole.shape[1:])
-        none.sum().backward()
+            assert torch.equal(self.answers(model(**given | {"attention_mask": mask.to(dtype)})), expected)
+        embeds = model.get_input_embeddings()(given["input_ids"])
+        assert torch.equal(self.answers(model(inputs_embeds=embeds, attention_mask=mask)), expected)
 
     def test_packed_rows(self, causal):
         """Documents in a row are alone, values and gradients; a head with one answer for a row refuses them."""
@@ -306,3 +288,9 @@ class LanguageModelTests(TextHeadTests):
     def labels(self, ids, mask):
         """Without the first token of a text: the padding before it would predict it."""
         return {"labels": ids.where(mask & (mask.cumsum(1) > 1), -100)}
+
+
+class LayerTests(LanguageModelTests):
+    """What of a language model depends on its layers: their mixers, norms and positions."""
+
+    test_outputs = test_equal_inputs = test_refused = None

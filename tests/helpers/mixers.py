@@ -4,17 +4,13 @@
         fields = MIXED["hyena"]
         definition = staticmethod(hyena_by_definition)
 
-The definitions are sums over positions in PyTorch, with the matrices of the operator; `restated_*` are the same
-equations once more in NumPy, with those of RTF too, from the papers and from nothing of the package.
+The definitions are sums over positions in PyTorch, with the matrices of the operator; `released_rtf.py` restates whole
+models of Hyena and S4, with the filters of RTF, and uses nothing of the package.
 """
 
-import copy
-import math
-
-import numpy as np
 import torch
 
-from helpers.heads import LanguageModelTests
+from helpers.heads import LayerTests
 from helpers.models import random, relative_error, seeded, tiny_config
 from modeling_tnn import TnnModel
 
@@ -59,51 +55,6 @@ def s4_by_definition(mixer, x: torch.Tensor) -> torch.Tensor:
     return a * torch.sigmoid(b)
 
 
-def restated_rtf(weights: dict[str, np.ndarray], points: int) -> np.ndarray:
-    """The first `points` taps of the RTF filters with Montel's constraint, `(D, points)`.
-
-    Equation 8 of the RTF paper at the roots of unity, and the inverse transform written out; its section 3.4 for the
-    constraint, with the scale of the released code.
-    """
-    a, b = weights["tno.denominator"], weights["tno.numerator"]  # (Q, N), (D, N)
-    a = a / (np.abs(a).sum(1, keepdims=True) + np.abs(weights["tno.slack"])[:, None] + 1e-6)
-    a = np.repeat(a, len(b) // len(a), axis=0)
-    n = np.arange(points)
-    roots = np.exp(2j * np.pi * n / points)  # (F,)
-    delays = roots[:, None] ** -np.arange(1, a.shape[1] + 1)  # (F, N): z^-1 .. z^-N
-    response = weights["tno.direct"][:, None] + (b @ delays.T) / (1 + a @ delays.T)  # (D, F)
-    return (response @ np.exp(2j * np.pi * np.outer(n, n) / points) / points).real
-
-
-def restated_gelu(x: np.ndarray) -> np.ndarray:
-    return x * (1 + np.vectorize(math.erf)(x / math.sqrt(2))) / 2
-
-
-def restated_filter(kernel: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """The causal convolution of each channel, `(D, L)` and `(L, D)` to `(L, D)`."""
-    return np.stack([np.convolve(v[:, d], kernel[d])[: len(v)] for d in range(v.shape[1])], axis=1)
-
-
-def restated_hyena(weights: dict[str, np.ndarray], x: np.ndarray, points: int) -> np.ndarray:
-    """Hyena of order 2 with an RTF filter and the low-rank output, for one text `(L, d)`: RTF paper, 2 and C.5.2."""
-    z = x @ weights["in_proj.weight"].T + weights["in_proj.bias"]
-    z = restated_filter(weights["short.taps"], z) + weights["short.bias"]
-    query, key, value = np.split(z, 3, axis=1)
-    y = query * restated_filter(restated_rtf(weights, points), key * value)
-    y = restated_gelu(y @ weights["low_rank.weight"].T + weights["low_rank.bias"])
-    return y @ weights["o_proj.weight"].T + weights["o_proj.bias"]
-
-
-def restated_s4(weights: dict[str, np.ndarray], x: np.ndarray, points: int) -> np.ndarray:
-    """The layer of RTF's models of the Long Range Arena, for one text `(L, d)`: RTF paper, C.2.1."""
-    y = restated_gelu(restated_filter(restated_rtf(weights, points), x))
-    a, b = np.split(y @ weights["o_proj.weight"].T + weights["o_proj.bias"], 2, axis=1)
-    return a / (1 + np.exp(-b))
-
-
-RESTATED = {"hyena": restated_hyena, "s4": restated_s4}
-
-
 IDS = torch.arange(80).view(2, 40) % 90 + 5
 SMALL = {"hidden_size": 6, "rtf_num_denominators": None, "num_hidden_layers": 1, "ski_rank": 5}
 
@@ -129,7 +80,7 @@ def assert_is_definition(definition, mixer, length: int):
     assert max(relative_error(a, b, scale) for a, b in zip(found, expected, strict=True)) < 1e-9, length
 
 
-class MixerTests(LanguageModelTests):
+class MixerTests(LayerTests):
     """Properties of a mixer, over those of a language model with its `fields`.
 
     Attributes:
@@ -141,15 +92,3 @@ class MixerTests(LanguageModelTests):
     def test_equals_its_definition(self, causal):
         for length in (1, 2, 3, 17, 63):
             assert_is_definition(self.definition, mixer_of(self.fields, causal=causal), length)
-
-    def test_a_continued_text(self):
-        """A chunk, one token and the rest are the whole text; an equal model continues a copy of the cache."""
-        model = self.build(causal=True)
-        with torch.no_grad():
-            cache = model(IDS[:, :30], use_cache=True).past_key_values
-            twin = copy.deepcopy(cache)
-            expected = model(IDS, use_cache=False).logits[:, 30:]
-            parts = [model(IDS[:, a:b], past_key_values=cache).logits for a, b in ((30, 35), (35, 36), (36, 40))]
-            assert relative_error(torch.cat(parts, dim=1), expected) < 1e-4
-            again = copy.deepcopy(model)(IDS[:, 30:], past_key_values=twin).logits
-            assert relative_error(again, expected) < 1e-4

@@ -103,9 +103,8 @@ def forward_arguments(draw, head):
     }
     if getattr(arguments["inputs_embeds"], "dtype", None) in (torch.float64, torch.bfloat16):  # PyTorch refuses these
         arguments["inputs_embeds"] = arguments["inputs_embeds"].float()
-    if head is not TnnForSequencePairClassification:
-        arguments["position_ids"] = draw(optional(tensors(many, row, high=4)))
-        arguments["use_cache"] = draw(st.sampled_from([None, True, False, False]))
+    arguments["position_ids"] = draw(optional(tensors(many, row, high=4)))
+    arguments["use_cache"] = draw(st.sampled_from([None, True, False, False]))
     if head in (TnnModel, TnnForCausalLM, TnnForSequenceClassification):
         arguments["past_key_values"] = draw(optional(no_tensors)) if draw(st.integers(0, 5)) == 0 else None
     if head is TnnForCausalLM:
@@ -128,53 +127,37 @@ HEADS = [
 ]
 
 
-@pytest.mark.parametrize("head, operators, causal", HEADS)
-@given(data=st.data())
-def test_forward(head, operators, causal, data):
-    tno_type = data.draw(st.sampled_from(operators))
-    arguments = data.draw(forward_arguments(head))
+def check(head, tno_type, causal, arguments):
+    """The model answers as with PyTorch's own operations, or refuses an argument by name."""
     output = attempt(model_of(head, tno_type, causal), arguments)
     if output is not None:
         plain = model_of(head, tno_type, causal, "eager")(**arguments)
-        for name in ("logits", "last_hidden_state"):
-            if name in output:
-                assert agree(output[name], plain[name])
+        name = "logits" if "logits" in output else "last_hidden_state"
+        assert agree(output[name], plain[name])
+
+
+@pytest.mark.parametrize("head, operators, causal", HEADS)
+@given(data=st.data())
+def test_forward(head, operators, causal, data):
+    check(head, data.draw(st.sampled_from(operators)), causal, data.draw(forward_arguments(head)))
 
 
 @given(st.data())
-def test_forward_of_pairs(data):
+def test_forward_of_pairs_and_images(data):
     batch, length = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 6))
-    arguments = {
-        "input_ids": data.draw(tensors((batch, 2, length))),
-        "attention_mask": data.draw(optional(tensors((batch, 2, length), high=2))),
-        "labels": data.draw(optional(tensors((batch,), high=3))),
-    }
-    output = attempt(model_of(TnnForSequencePairClassification, "rpe", False), arguments)
-    if output is not None:
-        plain = model_of(TnnForSequencePairClassification, "rpe", False, "eager")(**arguments)
-        assert agree(output.logits, plain.logits)
-
-
-@given(st.data())
-def test_forward_of_images(data):
-    batch, side = data.draw(st.integers(0, 2)), data.draw(st.sampled_from([8, 8, 4, 5, 0]))
-    arguments = {
-        "pixel_values": data.draw(optional(tensors((batch, 3, side, side), dtype=torch.float32))),
-        "labels": data.draw(optional(tensors((batch,), high=3))),
-    }
-    output = attempt(model_of(TnnForImageClassification, "rpe", False), arguments)
-    if output is not None:
-        plain = model_of(TnnForImageClassification, "rpe", False, "eager")(**arguments)
-        assert agree(output.logits, plain.logits)
+    labels = data.draw(optional(tensors((batch,), high=3)))
+    mask = data.draw(optional(tensors((batch, 2, length), high=2)))
+    pairs = {"input_ids": data.draw(tensors((batch, 2, length))), "attention_mask": mask, "labels": labels}
+    check(TnnForSequencePairClassification, "rpe", False, pairs)
+    side = data.draw(st.sampled_from([8, 8, 4, 5, 0]))
+    pixels = data.draw(optional(tensors((batch, 3, side, side), dtype=torch.float32)))
+    check(TnnForImageClassification, "rpe", False, {"pixel_values": pixels, "labels": labels})
 
 
 @given(st.data())
 def test_generate(data):
     batch, length = data.draw(st.integers(0, 3)), data.draw(st.integers(1, 6))
-    arguments = {
-        "input_ids": data.draw(tensors((batch, length))),
-        "use_cache": data.draw(st.booleans()),
-    }
+    arguments = {"input_ids": data.draw(tensors((batch, length))), "use_cache": data.draw(st.booleans())}
     if data.draw(st.booleans()) and getattr(arguments["input_ids"], "shape", None) == (batch, length):
         generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
         arguments["attention_mask"] = torch.randint(2, (batch, length), generator=generator)
@@ -241,29 +224,17 @@ def test_to_recurrent(data):
 @pytest.mark.parametrize("causal", [True, False])
 @given(data=st.data())
 def test_products(causal, data):
-    batch, length, channels = (
-        data.draw(st.integers(0, 3)),
-        data.draw(st.integers(0, 70)),
-        data.draw(st.integers(0, 3)),
-    )
-    taps = data.draw(st.integers(0, 9)) if causal else 2 * length - 1
-    name = "kernel" if causal else "coefficients"
-    arguments = {
-        "v": data.draw(tensors((batch, length, channels), dtype=torch.float32)),
-        name: data.draw(tensors((channels, max(0, taps)), dtype=torch.float32)),
-    }
+    batch, length, channels = (data.draw(st.integers(0, most)) for most in (3, 70, 3))
+    taps = data.draw(st.integers(0, 9)) if causal else max(0, 2 * length - 1)
+    kernel = data.draw(tensors((channels, taps), dtype=torch.float32))
+    v = data.draw(tensors((batch, length, channels), dtype=torch.float32))
+    arguments = {"v": v, "kernel" if causal else "coefficients": kernel}
     function = causal_toeplitz_matmul if causal else toeplitz_matmul
     output = attempt(function, arguments)
     if output is not None:
-        assert output.shape == arguments["v"].shape and output.dtype == arguments["v"].dtype
+        assert output.shape == v.shape and output.dtype == v.dtype
         assert agree(output.double(), function(**arguments, implementation="eager").double())
-
-
-@given(st.data())
-def test_dense(data):
-    length = data.draw(st.integers(0, 5))
-    coefficients = data.draw(tensors((2, max(0, 2 * length - 1)), dtype=torch.float32))
-    dense = attempt(dense_toeplitz, {"coefficients": coefficients})
+    dense = attempt(dense_toeplitz, {"coefficients": kernel})
     if dense is not None:
-        size = (coefficients.shape[1] + 1) // 2
-        assert dense.shape == (coefficients.shape[0], size, size)
+        size = (kernel.shape[1] + 1) // 2
+        assert dense.shape == (kernel.shape[0], size, size)

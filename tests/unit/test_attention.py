@@ -2,24 +2,18 @@
 
 import copy
 import json
-import os
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 
-from helpers import processes
 from helpers.hybrids import DIRECTIONS, HEADS, HYBRIDS, ROPE, attention_by_definition, hybrid_config
-from helpers.mixers import MixerTests
+from helpers.mixers import MIXED, MixerTests
 from helpers.models import lively_language_model, relative_error, seeded, tiny_config
 from modeling_tnn import (
     TnnConfig,
     TnnForCausalLM,
     TnnForMaskedLM,
     TnnForSequenceClassification,
-    TnnForTokenClassification,
     TnnModel,
     numerics,
 )
@@ -33,14 +27,13 @@ from tnn_scripts.plotting.reading import read_model
 IDS = torch.randint(2, 99, (3, 19), generator=torch.Generator().manual_seed(0))
 MASK = torch.ones_like(IDS)
 MASK[0, :5] = MASK[1, 15:] = MASK[2, 7:9] = 0
-EVERY_DIRECTION = pytest.mark.parametrize("causal", DIRECTIONS)
 
 
 class HybridTests(MixerTests):
     """A mixer's promises of a model with attention, by the `product` that computes it."""
 
     product = "sdpa"
-    test_a_batch_without_rows = None  # transformers cannot reshape it
+    sizes = (3, 2)  # transformers cannot reshape a batch without rows
 
     def build(self, causal, **fields):
         model = super().build(causal, **fields)
@@ -74,11 +67,11 @@ class TestAttentionAlone(HybridTests):
     fields = HYBRIDS["attention"]
 
 
-class TestEager(TestAttentionAlone):
+class TestEager(HybridTests):
     """Its softmax is computed in float32: `test_products_agree` has the padding."""
 
-    product = "eager"
-    test_padding = test_save_and_load = None
+    fields, product = HYBRIDS["attention"], "eager"
+    test_padding = test_save_and_load = test_packed_rows = test_half_precision = None
 
 
 def language_model(name, causal=True, product="sdpa", **fields):
@@ -87,8 +80,7 @@ def language_model(name, causal=True, product="sdpa", **fields):
     return model
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
-@EVERY_DIRECTION
+@pytest.mark.parametrize(("name", "causal"), [("full", True), ("sliding", False), ("attention", True)])
 def test_products_agree(name, causal):
     """A copy has its own; angles of rotary positions stay exact in half precision."""
     model = language_model(name, causal)
@@ -100,25 +92,56 @@ def test_products_agree(name, causal):
     assert model.model.rotary is None or model.bfloat16().model.rotary.inv_freq.dtype == torch.float32
 
 
-@EVERY_DIRECTION
-def test_positions_do_not_count_padding(causal):
-    """Full attention alone gives a text with padding inside what it gives the text."""
+@pytest.mark.parametrize("causal", DIRECTIONS)
+def test_what_attention_sees(causal):
+    """Full attention gives a text with padding inside what it gives the text.
+
+    Two layers with windows of 5 tokens see 9, or with both sides 10 on each.
+    """
     fields = {"layer_types": ["full_attention"] * 2, "rope_parameters": ROPE, **HEADS}
     model, mask = seeded(TnnModel, tiny_config(causal=causal, **fields)), torch.ones_like(IDS[:1])
     mask[0, 6:11] = 0
     found = model(IDS[:1], attention_mask=mask)[0][mask.bool()]
     assert relative_error(found, model(IDS[:1][mask.bool()][None])[0][0]) < 5e-6
-
-
-@EVERY_DIRECTION
-def test_a_window_ends(causal):
-    """Two layers of 5 tokens each see 9, or with both sides 10 on each."""
     fields = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 5, **HEADS}
     model, changed = seeded(TnnModel, tiny_config(causal=causal, **fields)), IDS.clone()
     changed[:, 0] = 98 - IDS[:, 0]
     reach = 8 if causal else 10
     difference = (model(changed)[0] - model(IDS)[0]).abs().amax((0, 2))
     assert difference[reach + 1 :].max() == 0 < difference[reach]
+
+
+def test_scaled_rotary_positions():
+    """Another max_position_embeddings at load changes no output."""
+    plain = seeded(TnnModel, hybrid_config("full"))
+    for kind in ("linear", "yarn", "llama3"):
+        numbers = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if kind == "llama3" else {}
+        numbers |= {} if kind == "linear" else {"original_max_position_embeddings": 16}
+        rope = {"rope_type": kind, "rope_theta": 100.0, "factor": 4.0, **numbers}
+        model = seeded(TnnModel, hybrid_config("full", rope_parameters=rope))
+        assert relative_error(model(IDS)[0], plain(IDS)[0]) > 1e-4
+        longer = seeded(TnnModel, hybrid_config("full", rope_parameters=rope, max_position_embeddings=64_000))
+        longer.load_state_dict(model.state_dict())
+        assert torch.equal(longer.rotary(IDS.double(), IDS)[0], model.rotary(IDS.double(), IDS)[0]), kind
+
+
+@pytest.mark.parametrize(
+    "fields", [HYBRIDS["full"], HYBRIDS["sliding"], MIXED["hyena"]], ids=["full", "sliding", "hyena"]
+)
+@torch.no_grad()
+def test_conversion(fields):
+    """Toeplitz layers become recurrences, attention and mixers stay."""
+    model = lively_language_model(tno_type="rpe", decay=0.8, **fields)
+    converted, reports = model.to_recurrent(order=32, window=8)
+    kinds = model.config.layer_types
+    assert [report.layer for report in reports] == [i for i, kind in enumerate(kinds) if kind == "toeplitz"]
+    assert converted.config.layer_types == kinds and converted.config.tno_type == "modal"
+    assert converted.config.toeplitz_mixer == model.config.toeplitz_mixer
+    assert relative_error(converted(IDS).logits, model(IDS).logits) < 1e-3
+    prompt = {"max_new_tokens": 12, "do_sample": False}
+    assert torch.equal(converted.generate(IDS, **prompt), converted.generate(IDS, use_cache=False, **prompt))
+    alone = language_model("attention")
+    assert alone.to_recurrent() == (alone, []), "nothing to convert"
 
 
 def test_a_model_of_toeplitz_layers_is_as_it_was(tmp_path):
@@ -158,21 +181,7 @@ def test_rotary_parameters_are_completed():
     assert seeded(TnnModel, config).rotary.inv_freq[1] == 500.0 ** (-1 / 5)
 
 
-@pytest.mark.parametrize("kind", ["linear", "yarn", "llama3"])
-def test_scaled_rotary_positions(kind):
-    """Another max_position_embeddings at load changes no output."""
-    numbers = {"factor": 4.0} | ({"low_freq_factor": 1.0, "high_freq_factor": 4.0} if kind == "llama3" else {})
-    numbers |= {} if kind == "linear" else {"original_max_position_embeddings": 16}
-    rope = {"rope_type": kind, "rope_theta": 100.0, **numbers}
-    model = seeded(TnnModel, hybrid_config("full", rope_parameters=rope))
-    plain = seeded(TnnModel, hybrid_config("full"))
-    assert relative_error(model(IDS)[0], plain(IDS)[0]) > 1e-4
-    longer = seeded(TnnModel, hybrid_config("full", rope_parameters=rope, max_position_embeddings=64_000))
-    longer.load_state_dict(model.state_dict())
-    assert torch.equal(longer.rotary(IDS.double(), IDS)[0], model.rotary(IDS.double(), IDS)[0])
-
-
-@pytest.mark.parametrize("head", [TnnModel, TnnForCausalLM, TnnForSequenceClassification, TnnForTokenClassification])
+@pytest.mark.parametrize("head", [TnnModel, TnnForCausalLM, TnnForSequenceClassification])
 def test_weights_of_attention(head):
     """One tensor for each layer of attention, from the product that computes them, as in transformers' models."""
     model = seeded(head, hybrid_config("sliding"))
@@ -188,64 +197,22 @@ def test_weights_of_attention(head):
     assert model(IDS, attention_mask=MASK, output_attentions=True).attentions == ()
 
 
-@pytest.mark.parametrize("product", ["eager", "sdpa"])
-def test_dropout_of_attention(product):
+def test_dropout_of_attention():
     """While training, weights are dropped and the others grow; in evaluation nothing changes."""
-    model = language_model("full", True, product, attention_dropout=0.25)
-    expected = language_model("full", True, product)(IDS).logits
-    assert torch.equal(model(IDS).logits, expected)
-    assert relative_error(model.train()(IDS).logits, expected) > 1e-3
-    if product == "eager":
-        weights = model(IDS, output_attentions=True).attentions[0]
-        causal = torch.ones(weights.shape[2:]).tril().bool()
-        assert 0.2 < (weights[:, :, causal] == 0).float().mean() < 0.3
-        assert 0.8 < weights.sum(-1).mean() < 1.2
+    for product in ("sdpa", "eager"):
+        model = language_model("full", True, product, attention_dropout=0.25)
+        expected = language_model("full", True, product)(IDS).logits
+        assert torch.equal(model(IDS).logits, expected)
+        assert relative_error(model.train()(IDS).logits, expected) > 1e-3
+    weights = model(IDS, output_attentions=True).attentions[0]
+    causal = torch.ones(weights.shape[2:]).tril().bool()
+    assert 0.2 < (weights[:, :, causal] == 0).float().mean() < 0.3 and 0.8 < weights.sum(-1).mean() < 1.2
 
 
-@pytest.mark.slow
-def test_one_graph_for_all_lengths():
-    torch._dynamo.reset()
-    model, backend = language_model("full", use_cache=False), CompileCounterWithBackend("eager")
-    call = torch.compile(model, backend=backend, fullgraph=True, dynamic=True)
-    for length in (19, 17, 13, 9):
-        ids = IDS[:, :length].contiguous()
-        assert relative_error(call(ids).logits, model(ids).logits) < 5e-6
-    assert len(backend.graphs) <= 2
-    torch._dynamo.reset()
-
-
-def test_resized_embeddings():
-    model = language_model("full")
-    before = model(IDS).logits
-    model.resize_token_embeddings(120)
-    assert torch.equal(model(IDS).logits[..., :99], before) and model(IDS + 20).logits.shape[-1] == 120
-
-
-@pytest.mark.parametrize("name", ["full", "sliding"])
-def test_conversion(name):
-    """Toeplitz layers become recurrences, attention stays."""
-    model = lively_language_model(tno_type="rpe", decay=0.8, **HYBRIDS[name])
-    converted, reports = model.to_recurrent(order=32, window=8)
-    place = HYBRIDS[name]["layer_types"].index("toeplitz")
-    assert [report.layer for report in reports] == [place]
-    assert converted.config.layer_types == HYBRIDS[name]["layer_types"] and converted.config.tno_type == "modal"
-    with torch.no_grad():
-        assert relative_error(converted(IDS).logits, model(IDS).logits) < 1e-3
-        prompt = {"max_new_tokens": 30, "do_sample": False}
-        by_hand = converted.generate(IDS, use_cache=False, **prompt)
-        assert torch.equal(converted.generate(IDS, **prompt), by_hand)
-
-
-def test_there_is_nothing_to_convert_in_attention():
-    model = language_model("attention")
-    assert model.to_recurrent() == (model, [])
-
-
-@pytest.mark.parametrize("causal", DIRECTIONS)
-def test_kernels_of_all_layers_at_once(causal, monkeypatch):
+def test_kernels_of_all_layers_at_once(monkeypatch):
     """As on an accelerator: those of the Toeplitz layers, around the layer of attention."""
     kinds = ["toeplitz", "full_attention", "toeplitz", "toeplitz"]
-    model = language_model("full", causal, use_cache=False, layer_types=kinds, num_hidden_layers=4)
+    model = language_model("full", use_cache=False, layer_types=kinds, num_hidden_layers=4)
     expected, made = model(IDS).logits, []
     function = stacking.kernels_of_operators
 
@@ -256,43 +223,6 @@ def test_kernels_of_all_layers_at_once(causal, monkeypatch):
     monkeypatch.setattr(stacking, "kernels_of_operators", counted)
     monkeypatch.setattr(numerics, "HOST_DEVICES", ())
     assert relative_error(model(IDS).logits, expected) < 1e-5 and made == [3]
-
-
-SHARDS = """
-import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from helpers.hybrids import HYBRIDS, hybrid_config
-from helpers.mixers import MIXED
-from helpers.models import relative_error, seeded, tiny_config
-from modeling_tnn import TnnForCausalLM
-dist.init_process_group("gloo")
-mesh, ids = init_device_mesh("cpu", (2,)), torch.arange(80).view(2, 40)
-configs = [hybrid_config(name) for name in HYBRIDS]
-configs += [tiny_config("rtf", hidden_dropout_prob=0.0, **fields) for fields in MIXED.values()]
-for config in configs:
-    model = seeded(TnnForCausalLM, config).train()
-    model(ids, labels=ids).loss.backward()
-    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-    model.zero_grad()
-    for part in (*model.model.layers, model):
-        fully_shard(part, mesh=mesh)
-    model(ids, labels=ids).loss.backward()
-    for name, parameter in model.named_parameters():
-        assert relative_error(parameter.grad.full_tensor(), expected[name]) < 1e-5, name
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.slow
-def test_shards_of_two_processes(tmp_path):
-    """FSDP2 with a group for each block, whatever mixes the tokens in it."""
-    (tmp_path / "shards.py").write_text(SHARDS)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    folder = str(Path(__file__).parents[1])
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([folder, *sys.path]), "OMP_NUM_THREADS": "1"}
-    processes.run([*launch, str(tmp_path / "shards.py")], check=True, env=environment)
 
 
 def test_overrides_of_a_command_line():

@@ -44,20 +44,13 @@ def released_forward(model, pixels):
 
 class TestImageClassification(HeadTests):
     heads = {False: TnnForImageClassification}
-    refused = [
-        *(
-            (
-                {"pixel_values": torch.zeros(shape)},
-                "with 3 channels and a side that is a multiple of patch_size=4, got",
-            )
-            for shape in [(1, 3, 24, 20), (1, 3, 22, 22), (1, 1, 24, 24), (3, 24, 24), (1, 3, 0, 0)]
-        ),
+    shapes = [(1, 3, 24, 20), (1, 3, 22, 22), (1, 1, 24, 24), (3, 24, 24), (1, 3, 0, 0)]
+    multiple, given = "with 3 channels and a side that is a multiple of patch_size=4, got", torch.zeros(2, 3, 24, 24)
+    refused = [*zip(({"pixel_values": torch.zeros(shape)} for shape in shapes), [multiple] * 5, strict=True)]
+    refused += [
         ({}, "`pixel_values` must be a tensor of shape .*, got NoneType"),
-        ({"pixel_values": torch.zeros(2, 3, 24, 24), "labels": [1, 2]}, "`labels` must be a tensor"),
-        (
-            {"pixel_values": torch.zeros(2, 3, 24, 24), "labels": torch.tensor([0, 3])},
-            "Entries .* num_labels=3.*, got 3",
-        ),
+        ({"pixel_values": given, "labels": [1, 2]}, "`labels` must be a tensor"),
+        ({"pixel_values": given, "labels": torch.tensor([0, 3])}, "Entries .* num_labels=3.*, got 3"),
     ]
 
     def build(self, causal, **fields):
@@ -68,30 +61,30 @@ class TestImageClassification(HeadTests):
         return {"pixel_values": pixels, "labels": torch.tensor([0, 2, 1])}
 
 
-def test_model_is_the_released_one():
-    """At the trained size and others."""
-    model = seeded(TnnForImageClassification, image_config()).double()
+@pytest.mark.parametrize("tno_type", [name for name in BIDIRECTIONAL if name != "rpe"])
+class TestOperators(TestImageClassification):
+    """Gradients reach every parameter; what is saved is what is loaded."""
+
+    @pytest.fixture(autouse=True)
+    def operator_of_images(self, tno_type):
+        self.tno_type = tno_type
+
+    def build(self, causal, **fields):
+        return super().build(causal, tno_type=self.tno_type, **fields)
+
+    test_outputs = test_half_precision = test_refused = None
+
+
+def test_model_is_the_released_one(tmp_path):
+    """At the trained size and others. The model of tokens refuses it by name."""
+    model = seeded(TnnForImageClassification, image_config())
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="damaged or belong to another model: embed_tokens"):
+        AutoModel.from_pretrained(tmp_path)
+    model.double()
     for size in (4, 20, 24, 36):
         pixels = torch.randn(2, 3, size, size).double()
         assert relative_error(model(pixels).logits, released_forward(model, pixels)) < 1e-12
-
-
-@pytest.mark.parametrize("tno_type", BIDIRECTIONAL)
-def test_every_operator(tno_type, tmp_path):
-    """Gradients reach every parameter; what is saved is what is loaded."""
-    model, pixels = seeded(TnnForImageClassification, image_config(tno_type)), torch.randn(2, 3, 24, 24)
-    outputs = model(pixels, labels=torch.tensor([0, 2]))
-    torch.testing.assert_close(outputs.loss, torch.nn.functional.cross_entropy(outputs.logits, torch.tensor([0, 2])))
-    outputs.loss.backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
-    model.save_pretrained(tmp_path)
-    assert torch.equal(TnnForImageClassification.from_pretrained(tmp_path)(pixels).logits, outputs.logits)
-
-
-def test_the_model_of_tokens_refuses_it_by_name(tmp_path):
-    seeded(TnnForImageClassification, image_config()).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="damaged or belong to another model: embed_tokens"):
-        AutoModel.from_pretrained(tmp_path)
 
 
 def test_input_embeddings_are_the_patches():
@@ -124,18 +117,13 @@ def test_training_and_pipeline(pictures, tmp_path):
     assert [answer[0]["label"] for answer in answers] == [labels[label] for _, label in pictures[84:]]
 
 
-@pytest.mark.parametrize(
-    "config, message",
-    [
+def test_refused_configurations():
+    hybrid = {"image_size": 8, "patch_size": 1, "layer_types": ["toeplitz", "full_attention"]}
+    for config, message in (
         (image_config(max_position_embeddings=64), "`max_position_embeddings` must be .* patches, .24 / 4.*, got 64"),
         (image_config(image_size=25), "`max_position_embeddings` must be .* patches, .25 / 4.*, got 36"),
         (tiny_config(), "`causal` must be False for TnnForImageClassification, got True"),
-        (
-            tiny_config(causal=False, image_size=8, patch_size=1, layer_types=["toeplitz", "full_attention"]),
-            "`layer_types` must be 'toeplitz' for all layers of images, got",
-        ),
-    ],
-)
-def test_refused_configurations(config, message):
-    with pytest.raises(ValueError, match=message):
-        TnnForImageClassification(config)
+        (tiny_config(causal=False, **hybrid), "`layer_types` must be 'toeplitz' for all layers of images, got"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            TnnForImageClassification(config)

@@ -45,46 +45,50 @@ def said(caplog) -> list[str]:
     return [record.getMessage() for record in caplog.records if "Toeplitz" in record.getMessage()]
 
 
-@pytest.mark.parametrize(
-    ("implementation", "chosen"), [("auto", "fused"), ("fused", "fused"), ("eager", "eager"), ("triton", "fused")]
-)
-def test_on_the_cpu(implementation, chosen, without_triton):
-    assert choose(implementation, of(), 3, torch.float32) == chosen
+def test_on_the_cpu(without_triton, caplog):
+    """`auto` is the fused product, bit for bit and in silence."""
+    chosen = {"auto": "fused", "fused": "fused", "eager": "eager", "triton": "fused"}
+    assert {name: choose(name, of(), 3, torch.float32) for name in chosen} == chosen
+    caplog.clear()
+    ids, found = torch.arange(34).view(2, 17), []
+    for implementation in ("auto", "fused"):
+        model = seeded(TnnForCausalLM, tiny_config(tno_implementation=implementation))
+        assert f"product={implementation}" in repr(model) and model.config.tno_implementation == implementation
+        logits = model(ids).logits
+        found.append([logits, *torch.autograd.grad(logits.square().sum(), list(model.parameters()))])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)) and not said(caplog)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "taps", "chosen"),
-    [
-        (torch.float32, 512, "triton"), (torch.float32, 513, "fused"), (torch.bfloat16, 4096, "triton"),
-        (torch.float16, 4096, "triton"), (torch.float16, 4097, "fused"), (torch.float64, 8, "fused"),
-    ],
-)  # fmt: skip
-def test_auto_is_a_rule(recent_gpu, caplog, dtype, taps, chosen):
-    """What it does not take, it leaves to the fused product in silence."""
-    assert choose("auto", of(dtype), taps, torch.promote_types(dtype, torch.float32)) == chosen
+RULE = {
+    torch.float32: [(512, "triton"), (513, "fused")],
+    torch.bfloat16: [(4096, "triton")],
+    torch.float16: [(4096, "triton"), (4097, "fused")],
+    torch.float64: [(8, "fused")],
+}
+
+
+def test_auto_is_a_rule(recent_gpu, caplog):
+    """What it does not take, it leaves to the fused product in silence; a name overrules it."""
+    for dtype, cases in RULE.items():
+        for taps, chosen in cases:
+            assert choose("auto", of(dtype), taps, torch.promote_types(dtype, torch.float32)) == chosen
+    assert [choose(name, of(), 999, torch.float32) for name in ("fused", "triton")] == ["fused", "triton"]
+    assert choose("auto", of().to("meta"), 999, torch.float32) == "fused"
     assert not said(caplog)
 
 
-def test_auto_on_an_accelerator_without_values():
-    assert choose("auto", of().to("meta"), 3, torch.float32) == "fused"
-
-
-def test_a_name_overrules_the_rule(recent_gpu):
-    assert [choose(name, of(), 999, torch.float32) for name in ("fused", "triton")] == ["fused", "triton"]
-
-
-@pytest.mark.parametrize("implementation", ["auto", "fused", "triton"])
-def test_recorded_graphs_are_eager(recent_gpu, implementation):
+def test_recorded_graphs_are_eager(recent_gpu):
     """So are functions under torch.func."""
-    chosen = []
+    for implementation in ("auto", "fused", "triton"):
+        chosen = []
 
-    def function(v):
-        chosen.append(choose(implementation, v, 3, torch.float32))
-        return v.sum()
+        def function(v, implementation=implementation, chosen=chosen):
+            chosen.append(choose(implementation, v, 3, torch.float32))
+            return v.sum()
 
-    torch.func.grad(function)(of())
-    torch.jit.trace(lambda v: function(v).clone(), of(), check_trace=False)
-    assert chosen == ["eager", "eager"]
+        torch.func.grad(function)(of())
+        torch.jit.trace(lambda v, function=function: function(v).clone(), of(), check_trace=False)
+        assert chosen == ["eager", "eager"]
 
 
 @pytest.mark.parametrize(("implementation", "recent"), [("triton", False), ("triton", True), ("auto", True)])
@@ -120,11 +124,6 @@ def test_kernels_that_fail_are_left_after_one_warning(monkeypatch, caplog):
     ]
 
 
-def test_nothing_is_said_of_auto(caplog):
-    seeded(TnnForCausalLM, tiny_config())(torch.arange(20).view(2, 10))
-    assert not said(caplog)
-
-
 def test_the_chosen_product_computes(recent_gpu, monkeypatch):
     """Kernels are cut to the sequence before the number of taps counts."""
     called = []
@@ -136,40 +135,21 @@ def test_the_chosen_product_computes(recent_gpu, monkeypatch):
     assert called == [8, 8]
 
 
-def test_auto_on_the_cpu_is_fused_bit_for_bit():
-    ids, found = torch.arange(34).view(2, 17), []
-    for implementation in ("auto", "fused"):
-        model = seeded(TnnForCausalLM, tiny_config(tno_implementation=implementation))
-        logits = model(ids).logits
-        found.append([logits, *torch.autograd.grad(logits.square().sum(), list(model.parameters()))])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+def test_a_saved_folder_needs_no_package_of_gpus(tmp_path, caplog):
+    """transformers refuses to load a file that needs a package which is not there.
 
-
-@pytest.mark.parametrize("implementation", ["auto", "fused", "triton"])
-def test_repr(implementation):
-    model = TnnForCausalLM(tiny_config(tno_implementation=implementation))
-    assert f"product={implementation}" in repr(model)
-    assert model.config.tno_implementation == implementation
-
-
-def test_a_saved_folder_needs_no_package_of_gpus(tmp_path):
-    """transformers refuses to load a file that needs a package which is not there."""
+    Without the package the fused product computes, and one who asks for another one is told.
+    """
     TnnForCausalLM(tiny_config()).save_pretrained(tmp_path)
     files = {file.name: get_imports(file) for file in tmp_path.glob("*.py")}
     assert "triton" not in {name for imports in files.values() for name in imports}
-
-
-def test_unknown_names():
+    caplog.clear()
+    alone, v = Extensions(), torch.ones(1, 5, 2)
+    assert alone.find_product("triton", v, v[0]) is alone.find_product("auto", v, v[0]) is None
+    (said,) = caplog.messages
+    assert said.startswith("tno_implementation='triton' needs the package"), said
     names = "auto, fused, eager, triton"
     with pytest.raises(ValueError, match=f"`implementation` must be one of {names}, got 'flash'"):
         causal_toeplitz_matmul(torch.ones(1, 2, 3), torch.ones(3, 2), "flash")
     with pytest.raises(ValueError, match="one of 'auto', 'fused', 'eager', 'triton', got 'flash'"):
         tiny_config(tno_implementation="flash")
-
-
-def test_a_saved_folder_alone_has_no_kernels(caplog):
-    """Without the package the fused product computes, and one who asks for another one is told."""
-    alone, v = Extensions(), torch.ones(1, 5, 2)
-    assert alone.find_product("triton", v, v[0]) is alone.find_product("auto", v, v[0]) is None
-    (said,) = caplog.messages
-    assert said.startswith("tno_implementation='triton' needs the package"), said

@@ -11,8 +11,7 @@ from modeling_tnn.tno_ski import INTERPOLATIONS, InducingGrid, Prolong, Restrict
 GRIDS = [(1, 1, 1), (2, 1, 1), (63, 5, 62), (64, 31, 63), (300, 63, 511), (700, 31, 511)]
 
 
-@pytest.mark.parametrize("rows", [2, 512])
-@pytest.mark.parametrize("kind", INTERPOLATIONS)
+@pytest.mark.parametrize(("kind", "rows"), [*zip(INTERPOLATIONS, (2, 512), strict=True)])
 def test_products_are_those_of_the_matrix(kind, rows, monkeypatch):
     """With derivatives of three orders, and against differences."""
     monkeypatch.setattr(tno_ski, "ROWS", rows)

@@ -6,17 +6,11 @@ import pytest
 import torch
 from transformers import Trainer, TrainingArguments
 
-from helpers.models import VARIANTS, exhaustive, relative_error, seeded, tiny_config
+from helpers.hybrids import HYBRIDS
+from helpers.models import VARIANTS, relative_error, seeded, tiny_config
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, TnnModel
 
 LANGUAGE_MODELS = {True: TnnForCausalLM, False: TnnForMaskedLM}
-
-
-def few(*usual: tuple[str, bool]):
-    """Variants; the usual tests compile those of `usual` alone, since compiling is slow."""
-    return pytest.mark.parametrize(
-        "variant", [*usual, *exhaustive(*((v,) for v in VARIANTS if v not in usual))], ids=str
-    )
 
 
 def batch(length=19, rows=3) -> dict[str, torch.Tensor]:
@@ -63,68 +57,31 @@ def test_logits_to_keep():
         torch.testing.assert_close(model(**batch(), logits_to_keep=kept).logits, every[:, positions])
 
 
-@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("tied", [True, False])
-def test_resize_token_embeddings(causal, tied):
-    model = language_model(("rpe", causal), tie_word_embeddings=tied)
-    before = model(**batch()).logits
-    model.resize_token_embeddings(120)
-    after = model(**batch()).logits
-    assert after.shape[-1] == model.config.vocab_size == 120
-    torch.testing.assert_close(after[..., :99], before)
-    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
-    model(torch.tensor([[119]]))
-
-
-@pytest.mark.parametrize("norm_type", ["simplermsnorm", "rmsnorm", "gatedrmsnorm", "scalenorm", "layernorm"])
-def test_half_precision_of_every_norm(norm_type):
-    model = language_model(norm_type=norm_type, gtu_norm=True)
-    exact = model(**batch()).logits
-    assert relative_error(model.to(torch.bfloat16)(**batch()).logits, exact) < 0.05
+def test_resize_token_embeddings(tied):
+    for causal, fields in ((True, {}), (False, {}), (True, HYBRIDS["full"])):
+        model = language_model(("rpe", causal), tie_word_embeddings=tied, **fields)
+        before = model(**batch()).logits
+        model.resize_token_embeddings(120)
+        after = model(**batch()).logits
+        assert after.shape[-1] == model.config.vocab_size == 120
+        torch.testing.assert_close(after[..., :99], before)
+        assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+        model(torch.tensor([[119]]))
 
 
 def test_training_under_autocast(variant):
-    model = language_model(variant).train()
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = model(**batch(), labels=labels()).loss
-    loss.backward()
-    assert all(p.grad.isfinite().all() and p.grad.dtype == torch.float32 for p in model.parameters())
-
-
-@pytest.mark.slow
-@few(("rpe", True))
-def test_compiled_graph_serves_all_lengths(variant):
-    """More lengths than there may be graphs."""
-    torch.compiler.reset()
-    model = language_model(variant, use_cache=False, num_hidden_layers=1)
-    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
-    for length in range(5, 55, 5):
-        inputs = {"input_ids": batch(length)["input_ids"]}
-        torch.testing.assert_close(compiled(**inputs).logits, model(**inputs).logits, rtol=1e-4, atol=1e-5)
-
-
-@few(("rtf", True), ("ski", False))
-def test_compile(variant):
-    """The whole forward pass is one graph, with and without a mask."""
-    model = language_model(variant, use_cache=False, num_hidden_layers=1)
-    torch.compiler.reset()
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    for inputs in (batch(), {"input_ids": batch()["input_ids"]}):
-        torch.testing.assert_close(compiled(**inputs).logits, model(**inputs).logits, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_compile_with_inductor():
-    model = language_model(use_cache=False, num_hidden_layers=1)
-    compiled = torch.compile(model)
-    torch.testing.assert_close(compiled(**batch()).logits, model(**batch()).logits, rtol=1e-4, atol=1e-5)
-
-
-def test_lengths_have_no_maximum(variant):
-    """One token, and three times the trained length."""
-    model = seeded(TnnModel, tiny_config(*variant))
-    for length in (1, 3 * model.config.max_position_embeddings + 1):
-        assert model(**batch(length)).last_hidden_state.isfinite().all()
+    """Of every operator, in half precision too; of every norm."""
+    norms = ("simplermsnorm", "rmsnorm", "gatedrmsnorm", "scalenorm", "layernorm") if variant == ("rpe", True) else ()
+    for norm in (None, *norms):
+        fields = {"norm_type": norm, "gtu_norm": True} if norm else {}
+        model = language_model(variant, **fields)
+        exact = model(**batch()).logits
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model.train()(**batch(), labels=labels()).loss
+        loss.backward()
+        assert all(p.grad.isfinite().all() and p.grad.dtype == torch.float32 for p in model.parameters())
+        assert relative_error(model.eval().bfloat16()(**batch()).logits, exact) < 0.05, norm
 
 
 @pytest.mark.parametrize(
@@ -158,14 +115,15 @@ def test_equal_seeds_give_the_weights_of_earlier_versions(initializer):
     assert found == pytest.approx(FIRST_WEIGHTS[initializer], abs=1e-6)
 
 
-def test_a_new_language_model_prefers_no_word(variant):
+def test_a_new_language_model_prefers_no_word():
     """With embeddings of width 1, tied, the token just read is preferred: ln V + 2 here, more in wider models."""
     fields = {"hidden_size": 64, "vocab_size": 1000, "scale_embedding": True, "initializer": "small_embeddings"}
     text = torch.randint(1000, (2, 64), generator=torch.Generator().manual_seed(0))
-    for tied in (True, False):
-        model = language_model(variant, tie_word_embeddings=tied, **fields)
-        loss = model(input_ids=text, labels=text.roll(-1, 1)).loss.item()
-        assert loss == pytest.approx(math.log(1000), abs=0.3)
+    for variant in VARIANTS:
+        for tied in (True, False):
+            model = language_model(variant, tie_word_embeddings=tied, **fields)
+            loss = model(input_ids=text, labels=text.roll(-1, 1)).loss.item()
+            assert loss == pytest.approx(math.log(1000), abs=0.3), variant
 
 
 def test_dropout_is_applied_in_training_only():

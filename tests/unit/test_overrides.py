@@ -12,7 +12,6 @@ from helpers.models import VARIANTS, relative_error, seeded, tiny_config
 from modeling_tnn import TnnConfig, TnnForCausalLM, TnnModel
 from modeling_tnn.configuration_tnn import DERIVED
 
-NORMALIZED = {"rpe_input": "normalized"}
 IDS = torch.arange(99)[None].repeat(1, 2)  # (1, 198), beyond max_position_embeddings=64
 
 
@@ -26,34 +25,23 @@ def preset(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    "overrides, message",
-    [
+def test_overrides_are_checked_and_derived_from(preset):
+    short = {"tno_type": "rtf", "max_position_embeddings": 8}
+    for overrides, message in (
         ({"tno_type": "ski"}, "`causal` must be .*False with tno_type='ski'.*, got True"),
         ({"hidden_size": 0}, r"`hidden_size` must be in \[1, .*, got 0"),
-        (
-            {"tno_type": "rtf", "max_position_embeddings": 8},
-            "`rtf_state_size` .* below rtf_truncation_length=8.*, got 8",
-        ),
-    ],
-)
-def test_overrides_are_checked(preset, overrides, message):
-    for load in (AutoConfig.from_pretrained, TnnConfig.from_pretrained):
-        with pytest.raises(ValueError, match=message):
-            load(preset, **overrides)
-
-
-def test_overrides_are_derived_from(preset):
+        (short, "`rtf_state_size` .* below rtf_truncation_length=8.*, got 8"),
+    ):
+        for load in (AutoConfig.from_pretrained, TnnConfig.from_pretrained):
+            with pytest.raises(ValueError, match=message):
+                load(preset, **overrides)
+    config, unused = TnnConfig.from_pretrained(preset, decay=0.9, nonsense=1, return_unused_kwargs=True)
+    assert (config.decay, unused) == (0.9, {"nonsense": 1})
     config = AutoConfig.from_pretrained(preset, max_position_embeddings=8192, hidden_size=48)
     assert (config.fd_resolution, config.intermediate_size) == (16384, 48)
     assert (config.ski_grid_length, config.rtf_truncation_length, config.rpe_input_length) == (8192,) * 3
     # Two fields at once may each be wrong with the old value of the other.
     assert AutoConfig.from_pretrained(preset, tno_type="ski", causal=False).tno_type == "ski"
-
-
-def test_unused_overrides_are_returned(preset):
-    config, unused = TnnConfig.from_pretrained(preset, decay=0.9, nonsense=1, return_unused_kwargs=True)
-    assert (config.decay, unused) == (0.9, {"nonsense": 1})
 
 
 def test_assignment():
@@ -92,11 +80,13 @@ def test_a_model_keeps_what_it_was_built_with(tmp_path):
     assert torch.equal(loaded(IDS).last_hidden_state, model(IDS).last_hidden_state)
 
 
-@pytest.mark.parametrize("tno_type, causal", [*VARIANTS, ("normalized", True), ("normalized", False), ("full", True)])
-def test_a_maximum_at_load_changes_nothing(tno_type, causal, tmp_path):
+FIELDS = [{"tno_type": name, "causal": causal} for name, causal in VARIANTS]
+
+
+@pytest.mark.parametrize("fields", [*FIELDS, {"causal": False, "rpe_input": "normalized"}, HYBRIDS["full"]])
+def test_a_maximum_at_load_changes_nothing(fields, tmp_path):
     """Nor for a configuration that was saved before the lengths of the operators were fields."""
-    fields = HYBRIDS.get(tno_type) or {"tno_type": tno_type}
-    model = seeded(TnnModel, tiny_config(causal=causal, **fields if tno_type != "normalized" else NORMALIZED))
+    model = seeded(TnnModel, tiny_config(**fields))
     model.save_pretrained(tmp_path)
     for longest in (32, 1000):
         loaded = AutoModel.from_pretrained(tmp_path, max_position_embeddings=longest)

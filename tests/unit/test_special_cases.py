@@ -9,7 +9,7 @@ from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from helpers.models import random, relative_error, two_sided
 from modeling_tnn import causal_toeplitz_matmul, dense_toeplitz, toeplitz_matmul
 
-SIZES = [1, 2, 17, 40]
+SIZES = (1, 2, 17, 40)
 
 
 def convolved(v: torch.Tensor, filters: torch.Tensor, left: int, right: int) -> torch.Tensor:
@@ -30,20 +30,12 @@ def check(product, expected, inputs):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_causal_convolution(size):
-    """PyTorch's filters are in the order of the positions, so the last tap is that of lag 0."""
-    for length in (1, 17, 64):
-        check(
-            lambda v, filters: causal_toeplitz_matmul(v, filters.flip(1)),
-            lambda v, filters: convolved(v, filters, size - 1, 0),
-            [random(2, length, 3), random(3, size)],
-        )
-
-
-@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
-def test_convolution_of_the_same_length(size):
-    """As `padding="same"`: an even filter reaches one position further to the right, and lacks a lag."""
+def test_convolutions(size):
+    """PyTorch's filters are in the order of the positions, so the last tap of a causal one is that of lag 0.
+
+    With `padding="same"`, an even filter reaches one position further to the right, and lacks a lag.
+    """
     left = (size - 1) // 2
 
     def product(v, filters):
@@ -52,10 +44,14 @@ def test_convolution_of_the_same_length(size):
 
     for length in (1, 17, 64):
         inputs = [random(2, length, 3), random(3, size)]
+        check(
+            lambda v, filters: causal_toeplitz_matmul(v, filters.flip(1)),
+            lambda v, filters: convolved(v, filters, size - 1, 0),
+            inputs,
+        )
         check(product, lambda v, filters: convolved(v, filters, left, size - 1 - left), inputs)
-        x = random(2, 3, length)
-        same = conv1d(x, random(3, size)[:, None], groups=3, padding="same")
-        assert relative_error(product(x.transpose(1, 2), random(3, size)), same.transpose(1, 2)) < 1e-13
+        same = conv1d(inputs[0].transpose(1, 2), inputs[1][:, None], groups=3, padding="same")
+        assert relative_error(product(*inputs), same.transpose(1, 2)) < 1e-13
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -71,26 +67,20 @@ def test_full_convolution(size):
 
 @pytest.mark.parametrize("heads", [1, 3])
 def test_alibi_is_a_decay_of_the_exponentials(heads):
-    """Equations 6 to 8: it multiplies them, entry by entry, with the Toeplitz matrix of lambda^(i - j)."""
+    """Equations 6 to 8: it multiplies them, entry by entry, with the Toeplitz matrix of lambda^(i - j).
+
+    Without queries and keys: the decayed sum of the values over that of ones, which the softmax divides by.
+    """
     length = 33
     bias, rates = alibi(heads, length)
-    scores = random(heads, length, length)
-    decay = dense_toeplitz(two_sided(rates[:, None] ** torch.arange(length)))
-    expected = (scores.exp() * decay).tril()
-    weights = (scores + bias).masked_fill(~torch.ones(length, length).tril().bool(), -torch.inf).softmax(dim=-1)
+    scores, kernel = random(heads, length, length), rates[:, None] ** torch.arange(length)
+    future = ~torch.ones(length, length).tril().bool()
+    expected = (scores.exp() * dense_toeplitz(two_sided(kernel))).tril()
+    weights = (scores + bias).masked_fill(future, -torch.inf).softmax(dim=-1)
     torch.testing.assert_close(weights, expected / expected.sum(dim=-1, keepdim=True))
-
-
-@pytest.mark.parametrize("heads", [1, 3])
-def test_alibi_of_equal_scores_is_two_toeplitz_products(heads):
-    """Without queries and keys: the decayed sum of the values over that of ones, which the softmax divides by."""
-    length = 33
-    bias, rates = alibi(heads, length)
-    weights = bias.masked_fill(~torch.ones(length, length).tril().bool(), -torch.inf).softmax(dim=-1)  # (H, L, L)
-    v, kernel = random(2, length, heads), rates[:, None] ** torch.arange(length)
+    weights, v = bias.masked_fill(future, -torch.inf).softmax(dim=-1), random(2, length, heads)  # (H, L, L)
     expected = torch.einsum("hij,bjh->bih", weights, v)
-    ones = torch.ones_like(v)
-    actual = causal_toeplitz_matmul(v, kernel) / causal_toeplitz_matmul(ones, kernel)
+    actual = causal_toeplitz_matmul(v, kernel) / causal_toeplitz_matmul(torch.ones_like(v), kernel)
     assert relative_error(actual, expected) < 1e-13
     assert (weights[:, -1, -1] / weights[:, 0, 0] < 0.7).all(), "so the matrix of the softmax is no Toeplitz matrix"
 

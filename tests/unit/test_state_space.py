@@ -10,7 +10,7 @@ from modeling_tnn.tno_auto import build_tno
 from modeling_tnn.tno_rtf import companion_matrix, monic
 from modeling_tnn.toeplitz import dense_toeplitz
 
-ORDERS = pytest.mark.parametrize("order", [1, 2, 5])
+ORDERS = pytest.mark.parametrize("order", [1, 5])
 
 
 def random_system(order: int, seed: int) -> tuple[np.ndarray, ...]:
@@ -59,8 +59,7 @@ def test_a_state_space_model_is_a_toeplitz_matrix(order):
     assert np.allclose(matrix[0].numpy() @ x, outputs, atol=1e-10)
 
 
-@ORDERS
-@pytest.mark.parametrize("size", [63, 64])
+@pytest.mark.parametrize(("order", "size"), [(1, 64), (2, 63), (5, 64)])
 @torch.no_grad()
 def test_a_state_space_model_is_an_rtf_operator(order, size):
     """RTF equation 5, listing 1, A.2, A.4 and B.3.1: every form of a system has the kernel of the operator."""
@@ -86,8 +85,9 @@ def test_a_state_space_model_is_an_rtf_operator(order, size):
             assert np.allclose(response, taps[channel], atol=1e-9)
 
 
-@pytest.mark.parametrize("fields", [{}, {"rtf_constraint": "l1_montel", "rtf_num_denominators": 2}])
-@pytest.mark.parametrize("count", [1, 5, 9])
+@pytest.mark.parametrize(
+    ("count", "fields"), [(1, {}), (9, {}), (5, {"rtf_constraint": "l1_montel", "rtf_num_denominators": 2})]
+)
 @torch.no_grad()
 def test_an_explicit_kernel_is_an_rtf_operator(count, fields):
     """RTF appendix B.2: h_0 = k_0, a_i = 0 and b_i = k_i, at most N + 1 taps, on both sides, with any constraint."""

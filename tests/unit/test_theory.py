@@ -21,6 +21,8 @@ draw = import_module("draw")
 @pytest.mark.parametrize("kind", theory.DEGREES)
 def test_nystroem_is_the_interpolation_with_the_kernel_itself(kind):
     """W A W^T = F A^+ B where W A = F and A W^T = B: at a point for each position, else to order h^2 or h^4."""
+    parts = theory.Interpolated(lambda lags: torch.exp(-lags / 20), 33, 9, kind)  # F A^+ B is T; A has no inverse
+    assert torch.linalg.matrix_rank(parts.middle) == 1 and relative_error(parts.nystroem(), parts.toeplitz) < 1e-12
     parts = theory.Interpolated(theory.smooth_kernel, 33, 33, kind)
     assert relative_error(parts.product(), parts.toeplitz) < 1e-14
     assert relative_error(parts.nystroem(), parts.toeplitz) < 1e-5, "A is nearly singular"
@@ -39,23 +41,15 @@ def test_nystroem_is_the_interpolation_with_the_kernel_itself(kind):
 
 
 @pytest.mark.parametrize("kind", theory.DEGREES)
-def test_nystroem_allows_a_singular_matrix(kind):
-    """Of a kernel exp(-s / 20) of rank one, F A^+ B is T, though A has no inverse."""
-    parts = theory.Interpolated(lambda lags: torch.exp(-lags / 20), 33, 9, kind)
-    assert torch.linalg.matrix_rank(parts.middle) == 1
-    assert relative_error(parts.nystroem(), parts.toeplitz) < 1e-12
-
-
-@pytest.mark.parametrize("kind", theory.DEGREES)
-@pytest.mark.parametrize("rank", [5, 9, 17, 33])
-def test_spectral_error_is_within_its_bound(rank, kind):
+def test_spectral_error_is_within_its_bound(kind):
     """SKI paper, theorem 1; and each of its steps, the bound of an entry of W A - F."""
-    row = theory.error_and_bound(theory.smooth_kernel, 65, rank, kind)
-    assert 0 < row["error"] <= row["bound"]
-    parts, (degree, psi) = theory.Interpolated(theory.smooth_kernel, 65, rank, kind), theory.DEGREES[kind]
-    derivative = theory.largest_derivative(theory.smooth_kernel, degree + 1, 65 + 2 * row["distance"], step=0.05)
-    entry = (parts.weights @ parts.middle - parts.left).abs().max().item()
-    assert 0.01 < entry / (psi * row["distance"] ** (degree + 1) * derivative) <= 1 or entry < 1e-12
+    for rank in (5, 9, 17, 33):
+        row = theory.error_and_bound(theory.smooth_kernel, 65, rank, kind)
+        assert 0 < row["error"] <= row["bound"]
+        parts, (degree, psi) = theory.Interpolated(theory.smooth_kernel, 65, rank, kind), theory.DEGREES[kind]
+        derivative = theory.largest_derivative(theory.smooth_kernel, degree + 1, 65 + 2 * row["distance"], step=0.05)
+        entry = (parts.weights @ parts.middle - parts.left).abs().max().item()
+        assert 0.01 < entry / (psi * row["distance"] ** (degree + 1) * derivative) <= 1 or entry < 1e-12
 
 
 def encoder(norm: str | None) -> RelativePositionEncoder:
@@ -97,15 +91,13 @@ def test_a_norm_makes_it_curved(norm):
 
 
 @pytest.mark.parametrize("act", theory.FD_ACTS)
-def test_kernels_of_the_published_input_fall_as_a_square(act):
-    """Whatever the activation: the even extension of the response has kinks at 0 and pi (SKI theorems 2 to 4)."""
+def test_how_kernels_fall(act):
+    """With the published input as a square, whatever the activation: its even extension has kinks at 0 and pi.
+
+    With the cosine, smooth activations beyond every power; ReLU is square-summable (SKI theorems 2 to 4).
+    """
     near, far = theory.fd_envelope(act, "omega", [64, 1024], resolution=4096, channels=16)
     assert 1.6 < math.log(near / far) / math.log(16) < 2.2
-
-
-@pytest.mark.parametrize("act", theory.FD_ACTS)
-def test_kernels_of_the_cosine_fall_as_the_theorems_say(act):
-    """Smooth activations beyond every power; ReLU is square-summable."""
     near, far = theory.fd_envelope(act, "cos", [16, 128], resolution=4096, channels=16)
     if act == "relu":
         assert 1.6 < math.log(near / far) / math.log(8) < 2.2
@@ -121,14 +113,11 @@ def test_stable_region():
     assert (stable == (radius < 1)).all() and stable[montel].all()
     a1, a2 = np.meshgrid(np.linspace(-2, 2, 1001), np.linspace(-1, 1, 1001))
     assert theory.is_montel(a1, a2).mean() / theory.is_stable(a1, a2).mean() == pytest.approx(0.5, abs=0.01)
-
-
-@pytest.mark.parametrize(("region", "holds"), [(draw.TRIANGLE, theory.is_stable), (draw.SQUARE, theory.is_montel)])
-def test_drawn_regions_are_those(region, holds):
-    corners = np.array(region)
-    inside = np.random.default_rng(0).dirichlet(np.ones(len(corners)), 500) @ corners
-    outside = corners.mean(axis=0) + 1.05 * (corners - corners.mean(axis=0))
-    assert holds(*inside.T).all() and not holds(*outside.T).any()
+    for region, holds in ((draw.TRIANGLE, theory.is_stable), (draw.SQUARE, theory.is_montel)):
+        corners = np.array(region)
+        inside = np.random.default_rng(0).dirichlet(np.ones(len(corners)), 500) @ corners
+        outside = corners.mean(axis=0) + 1.05 * (corners - corners.mean(axis=0))
+        assert holds(*inside.T).all() and not holds(*outside.T).any(), "as it is drawn"
 
 
 def test_initialised_denominators():

@@ -25,13 +25,6 @@ def unregistered(monkeypatch):
     monkeypatch.delitem(OPERATORS, "gaussian")
 
 
-def test_unknown_operator():
-    config = tiny_config()
-    vars(config)["tno_type"] = "dct"  # an assignment is refused by the configuration
-    with pytest.raises(ValueError, match="'rpe', 'fd', 'ski', 'rtf', 's4d', 'modal', 'explicit'.*, got 'dct'"):
-        build_tno(config)
-
-
 def test_fields_of_an_operator_are_kept(tmp_path):
     config = TnnConfig(tno_type="gaussian", num_gaussians=7, hidden_size=8)
     config.save_pretrained(tmp_path)
@@ -41,40 +34,31 @@ def test_fields_of_an_operator_are_kept(tmp_path):
 
 
 def test_a_checkpoint_without_its_operator(tmp_path, unregistered):
-    """The error names the module to import."""
+    """The saved folder says what it needs, and the error names the module to import."""
     OPERATORS["gaussian"] = GaussianOperator
     seeded(TnnForCausalLM, tiny_config("gaussian")).save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["tno_class"] == "helpers.gaussian_operator.GaussianOperator" and tiny_config().tno_class is None
     del OPERATORS["gaussian"]
     message = "saved with the operator helpers.gaussian_operator.GaussianOperator: import its module first"
     for load in (AutoConfig, AutoModelForCausalLM, TnnForCausalLM):
         with pytest.raises(ValueError, match=message):
             load.from_pretrained(tmp_path)
+    config = tiny_config()
+    vars(config)["tno_type"] = "dct"  # an assignment is refused by the configuration
+    with pytest.raises(ValueError, match="'rpe', 'fd', 'ski', 'rtf', 's4d', 'modal', 'explicit'.*, got 'dct'"):
+        build_tno(config)
 
 
-@pytest.mark.parametrize(
-    "first, name", [("import helpers.gaussian_operator, ", "the module is imported"), ("import ", "it is not")]
-)
-def test_another_process(first, name, tmp_path):
+def test_another_process(tmp_path):
     model = seeded(TnnForCausalLM, tiny_config("gaussian"))
     model.save_pretrained(tmp_path)
-    ids = torch.arange(3, 13)[None]
-    code = f"""{first}modeling_tnn, torch
+    code = f"""import helpers.gaussian_operator, modeling_tnn, torch
 from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})
 print(model(torch.arange(3, 13)[None]).logits.sum().item())"""
-    done = processes.run([sys.executable, "-c", code])
-    if "gaussian" in first:
-        assert float(done.stdout) == pytest.approx(model(ids).logits.sum().item(), rel=1e-5)
-    else:
-        assert done.returncode and "helpers.gaussian_operator.GaussianOperator: import its module first" in done.stderr
-
-
-def test_a_saved_folder_says_what_it_needs(tmp_path):
-    seeded(TnnForCausalLM, tiny_config("gaussian")).save_pretrained(tmp_path)
-    saved = json.loads((tmp_path / "config.json").read_text())
-    assert saved["tno_class"] == "helpers.gaussian_operator.GaussianOperator"
-    tiny_config().save_pretrained(tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["tno_class"] is None
+    expected = model(torch.arange(3, 13)[None]).logits.sum().item()
+    assert float(processes.run([sys.executable, "-c", code]).stdout) == pytest.approx(expected, rel=1e-5)
 
 
 def test_to_recurrent():
@@ -84,14 +68,11 @@ def test_to_recurrent():
     assert converted.config.converted_from == "gaussian" and max(one.l2_layer for one in reports) < 1e-2
 
 
-def test_direction(monkeypatch):
+def test_registration(unregistered, monkeypatch):
+    register_operator("gaussian", GaussianOperator)
     monkeypatch.setattr(GaussianOperator, "supports_bidirectional", False)
     with pytest.raises(ValueError, match="`causal` must be True with tno_type='gaussian', got False"):
         TnnConfig(tno_type="gaussian", causal=False)
-
-
-def test_registration(unregistered):
-    register_operator("gaussian", GaussianOperator)
     register_operator(
         "gaussian", type("GaussianOperator", (GaussianOperator,), {"__module__": "helpers.gaussian_operator"})
     )

@@ -1,6 +1,5 @@
 """The operator `fd`: coefficients from the frequency response."""
 
-import pytest
 import scipy.signal
 import torch
 
@@ -32,20 +31,19 @@ def test_fd_causal_kernel_has_the_hilbert_transform_as_imaginary_part():
 
 
 def test_fd_kernel_ends_with_its_grid():
-    operator = random_operator("fd", True, fd_resolution=32)
-    kernel = operator.coefficients(100)
+    kernel = random_operator("fd", True, fd_resolution=32).coefficients(100)
     assert kernel[:, :32].abs().min() > 0 and kernel[:, 32:].abs().max() == 0
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_a_finer_grid_has_the_same_response(causal):
+def test_a_finer_grid_has_the_same_response():
     """The encoder at more frequencies: the coarse kernel is the fine one, folded at multiples of 2R."""
-    coarse, fine = (random_operator("fd", causal, fd_resolution=resolution) for resolution in (32, 128))
-    assert relative_error(fine.response_parts()[..., ::4], coarse.response_parts()) < 1e-12
-    response = (one.response_parts() for one in (coarse, fine))
-    folded, whole = (torch.fft.irfft(one if causal else torch.complex(*one)) for one in response)  # (D, 2R)
-    assert relative_error(whole.unflatten(1, (4, 64)).sum(1), folded) < 1e-12
-    assert fine.coefficients(100)[:, -20:].abs().max() > 0 == coarse.coefficients(100)[:, -20:].abs().max()
+    for causal in (True, False):
+        coarse, fine = (random_operator("fd", causal, fd_resolution=resolution) for resolution in (32, 128))
+        assert relative_error(fine.response_parts()[..., ::4], coarse.response_parts()) < 1e-12
+        response = (one.response_parts() for one in (coarse, fine))
+        folded, whole = (torch.fft.irfft(one if causal else torch.complex(*one)) for one in response)  # (D, 2R)
+        assert relative_error(whole.unflatten(1, (4, 64)).sum(1), folded) < 1e-12
+        assert fine.coefficients(100)[:, -20:].abs().max() > 0 == coarse.coefficients(100)[:, -20:].abs().max()
 
 
 def test_a_trained_model_loads_on_a_finer_grid(tmp_path):

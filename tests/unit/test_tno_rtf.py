@@ -25,15 +25,12 @@ def test_rtf_with_montel_constraint_is_stable():
     assert operator.coefficients(1000).isfinite().all()
 
 
-def test_only_causal_operators_have_a_recurrence():
+def test_texts_that_decode_together():
+    """From four texts on, steps on a CPU share blocks. Their coefficients are shorter than a block, or longer."""
+    for order in (1, 7, 8, 20):
+        model = lively_language_model(tno_type="rtf", rtf_state_size=order)
+        prompt = torch.arange(40).view(5, 8) * 2 + 3
+        options = {"max_new_tokens": 20, "do_sample": False}
+        assert torch.equal(model.generate(prompt, **options), model.generate(prompt, use_cache=False, **options))
     with pytest.raises(ValueError, match="causal"):
         random_operator("rtf", False).recurrence()
-
-
-@pytest.mark.parametrize("order", [1, 2, 7, 8, 20])
-def test_texts_that_decode_together(order):
-    """From four texts on, steps on a CPU share blocks. Their coefficients are shorter than a block, or longer."""
-    model = lively_language_model(tno_type="rtf", rtf_state_size=order)
-    prompt = torch.arange(40).view(5, 8) * 2 + 3
-    options = {"max_new_tokens": 20, "do_sample": False}
-    assert torch.equal(model.generate(prompt, **options), model.generate(prompt, use_cache=False, **options))
