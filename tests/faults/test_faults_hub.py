@@ -33,21 +33,23 @@ def hang_up():
     raise HangUp
 
 
+def is_refused(message: str, *command):
+    with pytest.raises(SystemExit, match=message):
+        run_script(*command)
+
+
 def test_push_without_a_network(hub, tmp_path, monkeypatch):
     """In the middle of the upload, then from the start: what to do later is in the error, and it works."""
     folder = save_model(tmp_path / "model", tno_type="rpe", decay=0.9)
     command = ["push_to_hub", folder, "--repo_id", "user/tnn", "--private"]
     hub.on_upload = hang_up
-    message = rf"(?s)Nothing was published: .*\n  tnn push {folder} --repo_id user/tnn --private"
-    with pytest.raises(SystemExit, match=message):
-        run_script(*command)
+    is_refused(rf"(?s)Nothing was published: .*\n  tnn push {folder} --repo_id user/tnn --private", *command)
     assert hub.files("user/tnn") == {}
     hub.on_upload = lambda: None
     run_script(*command)
     assert {"model.safetensors", "config.json", "README.md"} < hub.files("user/tnn").keys()
     monkeypatch.setattr("tnn_scripts.common.publishing.HfApi", lambda: NOWHERE)
-    with pytest.raises(SystemExit, match="(?s)Nothing was published: ConnectError.*tnn push"):
-        run_script(*command)
+    is_refused("(?s)Nothing was published: ConnectError.*tnn push", *command)
 
 
 def test_models_of_finished_cards(hub, tmp_path, capsys):
@@ -69,38 +71,28 @@ def test_models_of_finished_cards(hub, tmp_path, capsys):
         assert set(published.splitlines()) < set(card.splitlines())
     hub.repos.clear()
     (models / "b" / "metrics.json").write_text(json.dumps({"perplexity": 21, "steps": 60}))
-    with pytest.raises(SystemExit, match=r"models/b is not that of .*cards/b: their perplexity differ"):
-        run_script(*command)
+    is_refused(r"models/b is not that of .*cards/b: their perplexity differ", *command)
     shutil.rmtree(models / "b")
-    with pytest.raises(SystemExit, match="must have a model for each card, got none for b"):
-        run_script(*command)
-    assert not hub.repos
+    is_refused("must have a model for each card, got none for b", *command)
     for options in ([], ["--repo_id", "user/a", "--cards", cards], ["--cards", cards, "--space"]):
-        with pytest.raises(SystemExit):
-            run_script("push_to_hub", models, *options)
+        is_refused("", "push_to_hub", models, *options)
+    assert not hub.repos
 
 
-def test_pretraining_without_a_network(hub, tmp_path):
-    """At its end: the model is there, and is published by the command in the error."""
-    config, text = write_config(tmp_path / "config"), write_text(tmp_path / "text.txt")
-    options = ["--config_name", config, "--train_file", text, "--output_dir", tmp_path / "out", "--max_steps", 2]
+def test_pretraining_without_a_network(hub, tmp_path, monkeypatch):
+    """The repository is opened before. At its end the model is there, and is published by the command in the error."""
+    config, text, out = write_config(tmp_path / "config"), write_text(tmp_path / "text.txt"), tmp_path / "out"
+    command = ["pretrain", "--config_name", config, "--train_file", text, "--output_dir", out, "--max_steps", 2]
     hub.on_upload = hang_up
-    with pytest.raises(SystemExit, match=r"(?s)Nothing was published: .*\n  tnn push .*/out --repo_id user/out"):
-        run_script("pretrain", *options, "--push_to_hub")
-    assert (tmp_path / "out" / "metrics.json").exists()
-    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    with monkeypatch.context() as patched:
+        patched.setattr("tnn_scripts.common.publishing.create_repo", NOWHERE.create_repo)
+        is_refused("repository cannot be opened for --push_to_hub: .*Connect", *command, "--push_to_hub")
+    assert not (out / "metrics.json").exists()
+    is_refused(r"(?s)Nothing was published: .*\n  tnn push .*/out --repo_id user/out", *command, "--push_to_hub")
+    AutoModelForCausalLM.from_pretrained(out)
     hub.on_upload = lambda: None
-    run_script("push_to_hub", tmp_path / "out", "--repo_id", "user/out")
+    run_script("push_to_hub", out, "--repo_id", "user/out")
     assert "metrics.json" in hub.files("user/out")
-
-
-def test_repository_is_opened_before_the_training(tmp_path, monkeypatch):
-    config, text = write_config(tmp_path / "config"), write_text(tmp_path / "text.txt")
-    monkeypatch.setattr("tnn_scripts.common.publishing.create_repo", NOWHERE.create_repo)
-    with pytest.raises(SystemExit, match="repository cannot be opened for --push_to_hub: .*Connect"):
-        run_script("pretrain", "--config_name", config, "--train_file", text, "--output_dir", tmp_path / "out",
-                   "--max_steps", 2, "--push_to_hub")  # fmt: skip
-    assert not (tmp_path / "out" / "metrics.json").exists()
 
 
 def test_publication_of_a_finetuned_model(hub, encoder, glue, tmp_path):
@@ -113,8 +105,8 @@ def test_publication_of_a_finetuned_model(hub, encoder, glue, tmp_path):
     card = files["README.md"].decode()
     accuracy = json.loads((tmp_path / "out" / "all_results.json").read_text())["eval_accuracy"]
     assert f"| accuracy | {accuracy:.4f} |" in card and "| learning_rate | 0.01 |" in card and "sst2" in card
-    with pytest.raises(SystemExit, match="it publishes the last model, as the user of"):
-        run_script("finetune_glue", *glue_options(encoder, tmp_path / "out", *given, "--hub_token", "hf_secret"))
+    command = ["finetune_glue", *glue_options(encoder, tmp_path / "out", *given, "--hub_token", "hf_secret")]
+    is_refused("it publishes the last model, as the user of", *command)
 
 
 # The client waits a second before each of its attempts.
@@ -147,9 +139,8 @@ def test_download_that_breaks_off(hub, tmp_path):
     broken = client(hub, tmp_path, DOWNLOAD, json.dumps(attempts), setup=IMPATIENT)
     hub.cut.clear()
     whole = client(hub, tmp_path, DOWNLOAD, json.dumps(attempts), setup=IMPATIENT)
-    expected = sum(
-        parameter.double().sum().item() for parameter in AutoModelForCausalLM.from_pretrained(folder).parameters()
-    )
+    parameters = AutoModelForCausalLM.from_pretrained(folder).parameters()
+    expected = sum(parameter.double().sum().item() for parameter in parameters)
     assert all(isinstance(error, str) for error in broken.values()), broken
     assert all("peer closed connection" in broken[f"{repo}, from the Hub"] for repo in ("one", "shards")), broken
     assert f"{second} is missing" in broken["shards, from the cache"]

@@ -21,16 +21,19 @@ from transformers import (
     TextIteratorStreamer,
     Trainer,
     TrainingArguments,
+    default_data_collator,
     pipeline,
 )
 
 from helpers import processes
 from helpers.ecosystem import SENTENCES, Matrix, batch_for, first_output, log_likelihood
+from helpers.mixers import MIXED
 from helpers.models import AUTO, relative_error, seeded, tiny_config
 from modeling_tnn import (
     TnnForCausalLM,
     TnnForMaskedLM,
     TnnForMultipleChoice,
+    TnnForQuestionAnswering,
     TnnForSequenceClassification,
     TnnForTokenClassification,
     TnnModel,
@@ -89,8 +92,8 @@ def test_trainer(head, folder, tokenizer, tmp_path):
         collator = DataCollatorForTokenClassification(tokenizer)
     else:
         collator = DataCollatorForLanguageModeling(tokenizer, mlm=head is TnnForMaskedLM, seed=0)
-    args = TrainingArguments(output_dir=str(tmp_path / "run"), max_steps=20, learning_rate=3e-3, logging_steps=5,
-                             save_steps=20, per_device_train_batch_size=12, use_cpu=True, seed=0)  # fmt: skip
+    args = TrainingArguments(str(tmp_path / "run"), max_steps=20, learning_rate=3e-3, logging_steps=5, save_steps=20,
+                             per_device_train_batch_size=12, use_cpu=True, seed=0)  # fmt: skip
     model = AUTO[head].from_pretrained(folder)
     trainer = Trainer(model=model, args=args, train_dataset=data, data_collator=collator, processing_class=tokenizer)
     trainer.train()
@@ -100,41 +103,50 @@ def test_trainer(head, folder, tokenizer, tmp_path):
     assert all(torch.equal(loaded.state_dict()[name], value) for name, value in model.state_dict().items())
 
 
+def test_predictions_of_answers(tmp_path):
+    """Trainer's own evaluation without labels, as in `run_qa.py`, gives two arrays: no state, no loss."""
+    rows = [{"input_ids": [5, 6, 7, 8], "attention_mask": [1, 1, 1, 0], "example_id": "a"}] * 5
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", per_device_eval_batch_size=2)
+    for causal in (True, False):
+        model = seeded(TnnForQuestionAnswering, tiny_config(causal=causal))
+        found = Trainer(model, args, default_data_collator).predict(Dataset.from_list(rows)).predictions
+        assert [part.shape for part in found] == [(5, 4)] * 2
+
+
 LLAMA_PATTERNS = ["v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+WAYS = {
+    "all-linear": {"target_modules": "all-linear"},
+    "patterns": {"target_modules": LLAMA_PATTERNS},
+    "DoRA": {"target_modules": "all-linear", "use_dora": True},
+}
 
 
 @heads(*AUTO)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"target_modules": "all-linear"},
-        {"target_modules": LLAMA_PATTERNS},
-        {"target_modules": "all-linear", "use_dora": True},
-    ],
-    ids=["all-linear", "patterns", "DoRA"],
-)
-def test_lora(head, options, folder, inputs, tmp_path):
-    """Adapters sit on the GTU and the GLU, are trained, change the output; merged, saved and taken off again."""
+def test_lora(head, folder, inputs, tmp_path):
+    """Adapters sit on the GTU and the GLU, are trained, change the output; merged, saved and taken off again.
+
+    By patterns of names and as DoRA in causal models.
+    """
     peft = pytest.importorskip("peft")
-    base = AUTO[head].from_pretrained(folder).eval()
-    before = first_output(base, inputs)
-    model = peft.get_peft_model(base, peft.LoraConfig(r=4, init_lora_weights=False, **options)).eval()
-    adapted = {name.split(".")[-1] for name, part in model.named_modules() if hasattr(part, "lora_A")}
-    wanted = set(LLAMA_PATTERNS) | ({"u_proj"} if options["target_modules"] == "all-linear" else set())
-    assert wanted <= adapted and "lm_head" not in adapted
-    model(**inputs)[0].square().mean().backward()
-    adapters = {name: part.grad for name, part in model.named_parameters() if "lora_" in name}
-    assert all(grad is not None and grad.abs().max() > 0 for grad in adapters.values()), "an adapter is not used"
-    assert any("magnitude" in name for name in adapters) == options.get("use_dora", False)
-    after = first_output(model, inputs)
-    assert relative_error(after, before) > 1e-3
-    model.save_pretrained(tmp_path / "adapter")
-    again = peft.PeftModel.from_pretrained(AUTO[head].from_pretrained(folder), tmp_path / "adapter").eval()
-    assert relative_error(first_output(again, inputs), after) < 1e-6
-    with model.disable_adapter():
-        assert torch.equal(first_output(model, inputs), before)
-    assert relative_error(first_output(again.merge_and_unload(), inputs), after) < 1e-4
-    assert torch.equal(first_output(model.unload(), inputs), before)
+    for name, options in WAYS.items() if head is TnnForCausalLM else [("all-linear", WAYS["all-linear"])]:
+        base = AUTO[head].from_pretrained(folder).eval()
+        before = first_output(base, inputs)
+        model = peft.get_peft_model(base, peft.LoraConfig(r=4, init_lora_weights=False, **options)).eval()
+        adapted = {path.split(".")[-1] for path, part in model.named_modules() if hasattr(part, "lora_A")}
+        assert {*LLAMA_PATTERNS, *([] if name == "patterns" else ["u_proj"])} <= adapted - {"lm_head"} == adapted
+        model(**inputs)[0].square().mean().backward()
+        adapters = {path: part.grad for path, part in model.named_parameters() if "lora_" in path}
+        assert all(grad is not None and grad.abs().max() > 0 for grad in adapters.values()), "an adapter is not used"
+        assert any("magnitude" in path for path in adapters) == (name == "DoRA")
+        after = first_output(model, inputs)
+        assert relative_error(after, before) > 1e-3
+        model.save_pretrained(tmp_path / name)
+        again = peft.PeftModel.from_pretrained(AUTO[head].from_pretrained(folder), tmp_path / name).eval()
+        assert relative_error(first_output(again, inputs), after) < 1e-6
+        with model.disable_adapter():
+            assert torch.equal(first_output(model, inputs), before)
+        assert relative_error(first_output(again.merge_and_unload(), inputs), after) < 1e-4
+        assert torch.equal(first_output(model.unload(), inputs), before)
 
 
 def weight_only(bits: int):
@@ -149,19 +161,18 @@ def weight_only(bits: int):
 
 
 @heads(*AUTO)
-@pytest.mark.parametrize("bits, tolerance", [(8, 0.01), (4, 0.15)])
-def test_quantized(head, bits, tolerance, folder, inputs, tmp_path):
+def test_quantized(head, folder, inputs, tmp_path):
     """Weights of the GTU and the GLU are integers, those of kernels are not; outputs stay close; saved and loaded."""
-    quantized = AUTO[head].from_pretrained(folder, quantization_config=weight_only(bits))
-    mixer = quantized.base_model.layers[0].mixer
-    assert "Int" in type(mixer.u_proj.weight.data).__name__
-    assert type(mixer.tno.rpe.out.linear.weight.data) is torch.Tensor
-    output = first_output(quantized, inputs)
-    error = relative_error(output, first_output(AUTO[head].from_pretrained(folder), inputs))
-    assert 0 < error < tolerance
-    quantized.save_pretrained(tmp_path / "quantized")
-    loaded = AUTO[head].from_pretrained(tmp_path / "quantized")
-    assert torch.equal(first_output(loaded, inputs), output)
+    expected = first_output(AUTO[head].from_pretrained(folder), inputs)
+    for bits, tolerance in ((8, 0.01), (4, 0.15)):
+        quantized = AUTO[head].from_pretrained(folder, quantization_config=weight_only(bits))
+        mixer = quantized.base_model.layers[0].mixer
+        assert "Int" in type(mixer.u_proj.weight.data).__name__
+        assert type(mixer.tno.rpe.out.linear.weight.data) is torch.Tensor
+        output = first_output(quantized, inputs)
+        assert 0 < relative_error(output, expected) < tolerance
+        quantized.save_pretrained(tmp_path / str(bits))
+        assert torch.equal(first_output(AUTO[head].from_pretrained(tmp_path / str(bits)), inputs), output)
 
 
 class Ordered(torch.nn.Linear):
@@ -171,28 +182,23 @@ class Ordered(torch.nn.Linear):
         return super().forward(x.as_strided(x.shape, torch.empty(x.shape, device="meta").stride()))
 
 
-MIXERS = [
-    {},
-    {"toeplitz_mixer": "hyena", "hyena_rank": 8},
-    {"toeplitz_mixer": "s4", "gtu_expansion": 1},
-    {"layer_types": ["full_attention", "toeplitz"], "num_attention_heads": 4},
-]
+MIXERS = [*MIXED.values(), {"layer_types": ["full_attention", "toeplitz"], "num_attention_heads": 4}]
 
 
-@pytest.mark.parametrize("head, fields", [*((TnnForCausalLM, fields) for fields in MIXERS), *((h, {}) for h in AUTO)])
-def test_layers_of_quantizers_get_contiguous_inputs(head, fields):
+def test_layers_of_quantizers_get_contiguous_inputs():
     """All linear layers but those of kernels are of the class that quantizers replace."""
-    causal = head is not TnnForMaskedLM
-    model = seeded(head, tiny_config(causal=causal, classifier_pooling="last" if causal else "mean", **fields))
-    x = torch.randn(32, 7, 2).permute(2, 1, 0)  # (B, L, d)
-    x = x[:, None] if head is TnnForMultipleChoice else x
-    options = {"logits_to_keep": 2} if head is TnnForCausalLM else {}
-    expected = model(inputs_embeds=x, **options)[0]
-    for name, part in model.named_modules():
-        if isinstance(part, torch.nn.Linear) and ".tno." not in name:
-            assert type(part) is torch.nn.Linear, name
-            part.__class__ = Ordered
-    assert relative_error(model(inputs_embeds=x, **options)[0], expected) < 1e-6
+    for head, fields in [*((TnnForCausalLM, fields) for fields in MIXERS), *((head, {}) for head in AUTO)]:
+        causal = head is not TnnForMaskedLM
+        model = seeded(head, tiny_config(causal=causal, classifier_pooling="last" if causal else "mean", **fields))
+        x = torch.randn(32, 7, 2).permute(2, 1, 0)  # (B, L, d)
+        x = x[:, None] if head is TnnForMultipleChoice else x
+        options = {"logits_to_keep": 2} if head is TnnForCausalLM else {}
+        expected = model(inputs_embeds=x, **options)[0]
+        for name, part in model.named_modules():
+            if isinstance(part, torch.nn.Linear) and ".tno." not in name:
+                assert type(part) is torch.nn.Linear, name
+                part.__class__ = Ordered
+        assert relative_error(model(inputs_embeds=x, **options)[0], expected) < 1e-6, (head, fields)
 
 
 def test_a_saved_folder_of_any_quantizer_is_not_measured(tmp_path):
@@ -285,24 +291,25 @@ dataset_path: json
 dataset_kwargs: {{data_files: {{test: {file}}}}}
 test_split: test
 output_type: {kind}
+doc_to_text: "{text}"
+doc_to_target: {target}
+{rest}
 """
-CHOICES = """
-doc_to_text: "{{start}}"
-doc_to_choice: "{{choices}}"
-doc_to_target: 0
-metric_list: [{metric: acc}]
-"""
-ROLLING = """
-doc_to_text: ""
-doc_to_target: "{{text}}"
-metric_list: [{metric: byte_perplexity}]
-"""
-GREEDY = """
-doc_to_text: "{{start}}"
-doc_to_target: "x"
+START = "{{start}}"
+KINDS = {
+    "choices": ("multiple_choice", START, 0, 'doc_to_choice: "{{choices}}"\nmetric_list: [{metric: acc}]'),
+    "rolling": ("loglikelihood_rolling", "", '"{{text}}"', "metric_list: [{metric: byte_perplexity}]"),
+    "greedy": ("generate_until", START, '"x"', """
 generation_kwargs: {until: ["@"], max_gen_toks: 6, do_sample: false}
-metric_list: [{metric: exact_match}]
-"""
+metric_list: [{metric: exact_match}]"""),
+}  # fmt: skip
+
+
+def continued(model, tokenizer, start: str) -> str:
+    """The text of six more tokens."""
+    prompt = tokenizer(start, return_tensors="pt", return_token_type_ids=False)
+    tokens = model.generate(**prompt, max_new_tokens=6, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    return tokenizer.decode(tokens, skip_special_tokens=True)
 
 
 @pytest.mark.slow
@@ -312,38 +319,31 @@ def test_lm_evaluation_harness(head, folder, tmp_path):
     pytest.importorskip("lm_eval")
     documents = [{"start": text[:9], "choices": [text[9:], " of the", "zz"], "text": text} for text in SENTENCES]
     (tmp_path / "data.jsonl").write_text("\n".join(json.dumps(document) for document in documents))
-    kinds = {"choices": ("multiple_choice", CHOICES), "rolling": ("loglikelihood_rolling", ROLLING),
-             "greedy": ("generate_until", GREEDY)}  # fmt: skip
-    (tmp_path / "tasks").mkdir()
-    for name, (kind, rest) in kinds.items():
-        task = LM_EVAL_TASK.format(name=name, file=tmp_path / "data.jsonl", kind=kind)
-        (tmp_path / "tasks" / f"{name}.yaml").write_text(task + rest)
+    for name, (kind, text, target, rest) in KINDS.items():
+        task = LM_EVAL_TASK.format(
+            name=name, file=tmp_path / "data.jsonl", kind=kind, text=text, target=target, rest=rest
+        )
+        (tmp_path / f"{name}.yaml").write_text(task)
     arguments = ["--model", "hf", "--model_args", f"pretrained={folder},trust_remote_code=True,dtype=float32",
-                 "--tasks", ",".join(kinds), "--include_path", tmp_path / "tasks", "--device", "cpu",
-                 "--batch_size", 2, "--log_samples", "--output_path", tmp_path / "out"]  # fmt: skip
+                 "--tasks", ",".join(KINDS), "--include_path", tmp_path, "--device", "cpu", "--batch_size", 2,
+                 "--log_samples", "--output_path", tmp_path / "out"]  # fmt: skip
     processes.run([sys.executable, "-m", "lm_eval", *arguments], check=True)
     model, tokenizer = AUTO[head].from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    check_choices(samples(tmp_path, "choices"), documents, model, tokenizer)
+    for sample, document in zip(samples(tmp_path, "choices"), documents, strict=True):
+        found = [float(response[0]) for response in sample["filtered_resps"]]
+        expected = [log_likelihood(model, tokenizer, document["start"], f" {one}") for one in document["choices"]]
+        assert found == pytest.approx(expected, abs=1e-3)
     for sample in samples(tmp_path, "rolling"):
         expected = log_likelihood(model, tokenizer, "<s>", sample["doc"]["text"])
         assert float(sample["filtered_resps"][0]) == pytest.approx(expected, abs=1e-3)
     for sample in samples(tmp_path, "greedy"):
-        prompt = tokenizer(sample["doc"]["start"], return_tensors="pt", return_token_type_ids=False)
-        tokens = model.generate(**prompt, max_new_tokens=6, do_sample=False)[0, prompt["input_ids"].shape[1] :]
-        assert sample["filtered_resps"][0] == tokenizer.decode(tokens, skip_special_tokens=True)
+        assert sample["filtered_resps"][0] == continued(model, tokenizer, sample["doc"]["start"])
 
 
 def samples(folder: Path, task: str) -> list[dict]:
     """The samples of a task that the harness logged, in the order of the documents."""
     (file,) = folder.glob(f"out/**/samples_{task}_*.jsonl")
     return sorted(map(json.loads, file.read_text().splitlines()), key=lambda sample: sample["doc_id"])
-
-
-def check_choices(logged: list[dict], documents: list[dict], model, tokenizer):
-    for sample, document in zip(logged, documents, strict=True):
-        for response, choice in zip(sample["filtered_resps"], document["choices"], strict=True):
-            expected = log_likelihood(model, tokenizer, document["start"], f" {choice}")
-            assert float(response[0]) == pytest.approx(expected, abs=1e-3)
 
 
 @heads(TnnForCausalLM)
@@ -354,21 +354,15 @@ def test_lighteval(head, folder):
     settings = {"model_name": str(folder), "batch_size": 2, "dtype": "float32", "trust_remote_code": True}
     evaluated = backend.TransformersModel(backend.TransformersModelConfig(**settings))
     model, tokenizer = AUTO[head].from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    documents = [
-        requests.Doc(
-            query=text[:9], choices=[text[9:], " of the"], gold_index=0, id=str(place), task_name="continue|0"
-        )
-        for place, text in enumerate(SENTENCES)
-    ]
+    fields = {"gold_index": 0, "task_name": "continue|0"}
+    documents = [requests.Doc(query=text[:9], choices=[text[9:], " of the"], id=text, **fields) for text in SENTENCES]
     for document, response in zip(documents, evaluated.loglikelihood(documents), strict=True):
         expected = [log_likelihood(model, tokenizer, document.query, choice) for choice in document.choices]
         assert response.logprobs == pytest.approx(expected, abs=1e-3)
     for document in documents:
         document.generation_size, document.stop_sequences = 6, []
     for document, response in zip(documents, evaluated.greedy_until(documents), strict=True):
-        prompt = tokenizer(document.query, return_tensors="pt", return_token_type_ids=False)
-        tokens = model.generate(**prompt, max_new_tokens=6, do_sample=False)[0, prompt["input_ids"].shape[1] :]
-        assert response.text == [tokenizer.decode(tokens, skip_special_tokens=True)]
+        assert response.text == [continued(model, tokenizer, document.query)]
 
 
 def test_matrix_of_the_page():

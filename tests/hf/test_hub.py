@@ -18,13 +18,10 @@ import modeling_tnn
 from helpers import processes
 from helpers.hub_client import client, environment
 from helpers.hub_server import TOKEN, HubServer
-from helpers.scripts import run_script, save_model
-from tnn_scripts import push_to_hub as program
+from helpers.scripts import ROOT, run_script, save_model
 from tnn_scripts.common import publishing as push_to_hub
 from tnn_scripts.common import space
-from tnn_scripts.options.card import build_publishing_parser
 
-ROOT = Path(__file__).parents[2]
 REPO = "user/tnn"
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 LENGTHS = [(32, None, 81.5), (32, 16, 70.0), (256, None, 79.25)]
@@ -57,8 +54,7 @@ def model_folder(tmp_path_factory) -> Path:
 
 def push(hub: HubServer, folder: Path, home: Path, *options) -> dict:
     """The process that publishes."""
-    script = str(ROOT / "scripts" / "push_to_hub.py")
-    command = [sys.executable, script, str(folder), "--repo_id", REPO, *map(str, options)]
+    command = [sys.executable, ROOT / "scripts" / "push_to_hub.py", folder, "--repo_id", REPO, *options]
     return {"command": command, "env": environment(hub, home)}
 
 
@@ -108,43 +104,30 @@ def test_interrupted_publication_and_another_attempt(hub, model_folder, tmp_path
     assert loaded["text"] == continuation(model_folder)
 
 
-def test_card_of_a_publication(hub, model_folder, tmp_path):
-    """Metadata and text say what the JSON files say."""
-    repo = "user/carded"
-    options = ["--repo_id", repo, "--evaluation", model_folder / "evaluation.json"]
-    processes.run(**push(hub, model_folder, tmp_path, *options), check=True)
-    card = ModelCard(hub.files(repo)["README.md"].decode())
-    assert card.data.library_name == "transformers" and card.data.pipeline_tag == "text-generation"
-    assert card.data.datasets == ["user/novels"] and card.data.model_name == "carded"
-    (result,) = card.data.eval_results
-    assert (result.metric_type, result.metric_value, result.dataset_name) == ("perplexity", 12.375, "user/novels")
-    for expected in (
-        "| perplexity | 12.38 |",
-        "| 256 | 79.25 | 2.125 | 4,096 |",
-        "| learning_rate | 0.003 |",
-        f'"{repo}"',
-    ):
-        assert expected in card.text
-    parameters = AutoModelForCausalLM.from_pretrained(model_folder).num_parameters()
-    assert f"{parameters:,} parameters" in card.text
-
-
-def test_space(hub, model_folder, tmp_path, monkeypatch):
-    """A page of the model that was published, by files that say what it runs with."""
-    options = ["--repo_id", "user/paged", "--space", "--package", "modeling-tnn[scripts,space] @ file:///wheel"]
+def test_card_and_space_of_a_publication(hub, model_folder, tmp_path, monkeypatch):
+    """Metadata and text say what the JSON files say; a page of the model, by files that say what it runs with."""
+    options = ["--repo_id", "user/paged", "--evaluation", model_folder / "evaluation.json", "--space", "--package",
+               "modeling-tnn[scripts,space] @ file:///wheel"]  # fmt: skip
     pushed = processes.run(**push(hub, model_folder, tmp_path, *options), check=True)
     assert pushed.stdout.splitlines() == [f"published at {hub.url}/{at}user/paged" for at in ("", "spaces/")]
     assert "model.safetensors" in hub.files("user/paged")
+    card = ModelCard(hub.files("user/paged")["README.md"].decode())
+    assert card.data.library_name == "transformers" and card.data.pipeline_tag == "text-generation"
+    assert card.data.datasets == ["user/novels"] and card.data.model_name == "paged"
+    (result,) = card.data.eval_results
+    assert (result.metric_type, result.metric_value, result.dataset_name) == ("perplexity", 12.375, "user/novels")
+    count = f"{AutoModelForCausalLM.from_pretrained(model_folder).num_parameters():,} parameters"
+    rows = ("| perplexity | 12.38 |", "| 256 | 79.25 | 2.125 | 4,096 |", "| learning_rate | 0.003 |")
+    assert all(expected in card.text for expected in (*rows, '"user/paged"', count))
+
     files = {name: content.decode() for name, content in hub.files("spaces/user/paged").items()}
     assert files.keys() == {"app.py", "requirements.txt", "README.md"}
     card = SpaceCard(files["README.md"]).data
     assert (card.sdk, card.app_file, card.models, card.title) == ("gradio", "app.py", ["user/paged"], "paged")
     assert card.python_version == "3.11" and card.license == "apache-2.0"
-    requirements = [line for line in files["requirements.txt"].splitlines() if line[0] not in "#-"]
-    assert requirements[0] == "modeling-tnn[scripts,space] @ file:///wheel"
-    assert [line.partition("==")[0] for line in requirements[1:]] == ["torch", "transformers"]
-    assert all(re.fullmatch(r"[\w-]+==[0-9.]+", line) for line in requirements[1:])
-
+    package, *versions = [line for line in files["requirements.txt"].splitlines() if line[0] not in "#-"]
+    assert package == options[-1] and [line.partition("==")[0] for line in versions] == ["torch", "transformers"]
+    assert all(re.fullmatch(r"[\w-]+==[0-9.]+", line) for line in versions)
     served = []
     monkeypatch.setattr("tnn_scripts.serving.page.serve", served.append)
     exec(compile(files["app.py"], "app.py", "exec"), {})
@@ -166,13 +149,6 @@ def test_dry_run(model_folder, tmp_path, monkeypatch, capsys):
         run_script("push_to_hub", *given, "--output_dir", tmp_path / "model")
     run_script("push_to_hub", *given, "--space")
     assert f"Space {REPO} (private if it is new): 3 files" in capsys.readouterr().out
-    for options, message in (
-        (["--repo_id", "a/b/c"], "Repo id must be in the form"),
-        (["--output_dir", "x"], "with --dry_run"),
-    ):
-        with pytest.raises(SystemExit) as left:
-            run_script("push_to_hub", *(given if "a/b/c" in options else given[:-1]), *options)
-        assert message in f"{left.value.code} {capsys.readouterr().err}"
 
 
 def test_what_a_space_installs():
@@ -186,17 +162,6 @@ def test_what_a_space_installs():
     assert f"gradio=={space.GRADIO}" in (ROOT / ".ci" / "constraints.txt").read_text().splitlines()
 
 
-def test_a_space_without_a_page(model_folder, tmp_path):
-    """Nothing is published of a model that cannot write."""
-    folder = tmp_path / "model"
-    shutil.copytree(model_folder, folder)
-    config = (folder / "config.json").read_text()
-    (folder / "config.json").write_text(config.replace("TnnForCausalLM", "TnnModel"))
-    args = build_publishing_parser().parse_args([str(folder), "--repo_id", REPO, "--space"])
-    with pytest.raises(ValueError, match="holds a TnnModel: only a TnnForCausalLM has a page"):
-        push_to_hub.run(args, "tnn push")
-
-
 BY_METHODS = """
 from transformers import AutoModelForCausalLM, AutoTokenizer
 import modeling_tnn
@@ -207,25 +172,6 @@ model.save_pretrained("saved", push_to_hub=True, repo_id="by-saving")
 model.config.save_pretrained("config", push_to_hub=True, repo_id="by-config")
 model.push_to_hub("secret", private=True)
 """
-
-
-@pytest.fixture(scope="module")
-def by_methods(hub, model_folder, tmp_path_factory):
-    """The files that the methods of transformers publish."""
-    client(hub, tmp_path_factory.mktemp("publisher"), BY_METHODS, model_folder, setup="import sys\n")
-
-
-def test_a_configuration_alone_carries_no_code(hub, by_methods):
-    files = hub.files("user/by-config")
-    assert files.keys() == {"config.json"} and "auto_map" not in json.loads(files["config.json"])
-
-
-@pytest.mark.parametrize("repo", ["by-method", "by-saving", "secret"])
-def test_methods_of_transformers_publish_the_code_too(repo, hub, by_methods):
-    files = hub.files(f"user/{repo}")
-    assert {"config.json", "modeling_tnn.py", "tno_rpe.py"} <= set(files)
-    assert "AutoModelForMaskedLM" in json.loads(files["config.json"])["auto_map"]
-    assert "model.safetensors" in files
 
 
 FAIL = """
@@ -243,8 +189,19 @@ results["verified"] = [mismatch["path"] for mismatch in checked.mismatches]
 """
 
 
-def test_what_must_not_load(hub, by_methods, tmp_path):
-    """No token for a private repository, no such repository or revision, a file that is cut off or changed."""
+def test_methods_of_transformers(hub, model_folder, tmp_path):
+    """They publish the code too, but for a configuration alone.
+
+    No token for a private repository, no such repository or revision, a file that is cut off or changed: no model.
+    """
+    client(hub, tmp_path, BY_METHODS, model_folder, setup="import sys\n")
+    for repo in ("by-method", "by-saving", "secret"):
+        files = hub.files(f"user/{repo}")
+        assert {"config.json", "modeling_tnn.py", "tno_rpe.py", "model.safetensors"} <= set(files)
+        assert "AutoModelForMaskedLM" in json.loads(files["config.json"])["auto_map"]
+    files = hub.files("user/by-config")
+    assert files.keys() == {"config.json"} and "auto_map" not in json.loads(files["config.json"])
+
     hub.tamper["user/by-saving/model.safetensors"] = lambda content: content[:-7]
     hub.tamper["user/by-method/model.safetensors"] = lambda content: content[:-1] + bytes([content[-1] ^ 1])
     attempts = [
@@ -267,21 +224,24 @@ def test_what_must_not_load(hub, by_methods, tmp_path):
     assert results["verified"] == ["model.safetensors"]
 
 
-def test_errors_of_the_script(model_folder, tmp_path, monkeypatch):
-    """One line, before anything is published."""
+def test_errors_of_the_program(model_folder, tmp_path, monkeypatch, capsys):
+    """One line, before anything is published; no page of a model that cannot write."""
     (tmp_path / "lengths.json").write_text("{")
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    arguments = ["push_to_hub.py", "--repo_id", REPO]
+    masked = shutil.copytree(model_folder, tmp_path / "masked")
+    config = (masked / "config.json").read_text()
+    (masked / "config.json").write_text(config.replace("TnnForCausalLM", "TnnModel"))
     monkeypatch.setattr(push_to_hub, "publish", None)
-    for more, message in [
+    evaluation = [model_folder, "--evaluation"]
+    for given, message in [
         ([tmp_path / "nothing"], "folder must be a folder .*nothing', which is not a folder here"),
         ([tmp_path], "model must be a TnnForCausalLM or .*, got bert TnnModel"),
-        (
-            [model_folder, "--evaluation", model_folder / "metrics.json"],
-            "not a JSON file that the card can read as evaluation",
-        ),
-        ([model_folder, "--evaluation", tmp_path / "lengths.json"], "lengths.json cannot be read as a JSON file"),
+        ([*evaluation, model_folder / "metrics.json"], "not a JSON file that the card can read as evaluation"),
+        ([*evaluation, tmp_path / "lengths.json"], "lengths.json cannot be read as a JSON file"),
+        ([masked, "--space"], "holds a TnnModel: only a TnnForCausalLM has a page"),
+        ([model_folder, "--dry_run", "--repo_id", "a/b/c"], "Repo id must be in the form"),
+        ([model_folder, "--output_dir", "x"], "with --dry_run"),
     ]:
-        monkeypatch.setattr(sys, "argv", [*arguments, *map(str, more)])
-        with pytest.raises(SystemExit, match=message):
-            program.main()
+        with pytest.raises(SystemExit) as left:
+            run_script("push_to_hub", "--repo_id", REPO, *given)
+        assert re.search(message, f"{left.value.code} {capsys.readouterr().err}")

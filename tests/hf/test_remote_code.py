@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from helpers.hybrids import HYBRIDS
 from helpers.mixers import MIXED
 from helpers.models import (
     AUTO,
-    CAUSAL,
     INPUT_IDS,
     VARIANTS,
     give_former_names,
@@ -38,7 +36,6 @@ from modeling_tnn import (
     TnnForQuestionAnswering,
     TnnForSequenceClassification,
     TnnForTokenClassification,
-    TnnModel,
 )
 from modeling_tnn.cache_tnn import TnnCacheLayer
 from modeling_tnn.configuration_tnn import TOEPLITZ
@@ -46,14 +43,13 @@ from modeling_tnn.hub import AUTO_MAP
 
 PACKAGE = Path(modeling_tnn.__file__).parent
 CODE = {Path(file).name for file in get_relative_import_files(PACKAGE / "modeling_tnn.py")} | {"modeling_tnn.py"}
-CAUSAL_HEADS = (TnnForCausalLM, TnnForSequenceClassification, TnnModel)
-BIDIRECTIONAL_HEADS = (TnnForMaskedLM, TnnForSequenceClassification, TnnModel)
-HEADS = [(head, tno_type, causal) for tno_type, causal in VARIANTS
-         for head in (CAUSAL_HEADS if causal else BIDIRECTIONAL_HEADS)]  # fmt: skip
 FEW = [(TnnForCausalLM, "rtf", True), (TnnForMaskedLM, "ski", False), (TnnForSequenceClassification, "fd", False),
        (TnnForTokenClassification, "rpe", False), (TnnForQuestionAnswering, "rtf", True)]  # fmt: skip
+EVERY = [(head, tno_type, causal) for tno_type, causal in VARIANTS
+         for head in (TnnForCausalLM if causal else TnnForMaskedLM, TnnForSequenceClassification)]  # fmt: skip
 HYBRID = [(TnnForCausalLM, "rpe", True, HYBRIDS["full"]), (TnnForMaskedLM, "rpe", False, HYBRIDS["sliding"]),
           (TnnForCausalLM, "rtf", True, MIXED["hyena"]), (TnnForMaskedLM, "ski", False, MIXED["s4"])]  # fmt: skip
+PROMPT, OPTIONS = torch.tensor([[5, 6, 7]]), {"max_new_tokens": 9, "eos_token_id": None}
 
 # What every script below runs under: an environment in which the package does not exist.
 
@@ -81,20 +77,11 @@ save_file(outputs, sys.argv[2])
 """
 
 
-def run(code: str, *arguments, folder: Path, check: bool = True) -> subprocess.CompletedProcess:
-    """Run `code` in a fresh process, in `folder`."""
+def run(code: str, *arguments, folder: Path, check: bool = True, installed: bool = False):
+    """Run `code` in a fresh process, in `folder`, where transformers is installed and this package may be."""
     environment = os.environ | {"HF_MODULES_CACHE": str(folder / "modules"), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    return processes.run(command, check, cwd=folder, env=environment)
-
-
-def run_with_the_package(code: str, *arguments, folder: Path):
-    return run("import sys, modeling_tnn\n" + code, *arguments, folder=folder)
-
-
-def run_without_the_package(code: str, *arguments, folder: Path, check: bool = True) -> subprocess.CompletedProcess:
-    """The same where transformers and torch are installed, but this package is not."""
-    return run(WITHOUT_THE_PACKAGE + code, *arguments, folder=folder, check=check)
+    code = ("import sys, modeling_tnn\n" if installed else WITHOUT_THE_PACKAGE) + code
+    return processes.run([sys.executable, "-c", code, *arguments], check, cwd=folder, env=environment)
 
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["few", "every"])
@@ -104,14 +91,14 @@ def test_heads_and_variants(every, tmp_path):
     Every second folder has the names of weights of an earlier version, and is saved with those of today.
     """
     saved, models = [], {}
-    for index, (head, tno_type, causal, *fields) in enumerate([*(HEADS if every else FEW), *HYBRID]):
+    for index, (head, tno_type, causal, *fields) in enumerate([*(EVERY if every else FEW), *HYBRID]):
         folder = str(tmp_path / str(index))
         models[folder] = perturbed_model(head, tno_type, causal, **(fields[0] if fields else {}))
         models[folder].save_pretrained(folder)
         if index % 2:
             give_former_names(Path(folder))
         saved.append((AUTO[head].__name__, folder))
-    run_without_the_package(LOAD, json.dumps(saved), tmp_path / "once", folder=tmp_path)
+    run(LOAD, json.dumps(saved), tmp_path / "once", folder=tmp_path)
     outputs = load_file(tmp_path / "once")
     for folder, model in models.items():
         assert torch.equal(outputs[folder], model(INPUT_IDS)[0]), folder
@@ -123,7 +110,7 @@ def test_heads_and_variants(every, tmp_path):
         assert torch.equal(outputs[f"{folder}/changed"], again(INPUT_IDS)[0])
         assert load_file(f"{folder}/again/model.safetensors").keys() <= model.state_dict().keys()
     resaved = [(auto, f"{folder}/again") for auto, folder in saved]
-    run_without_the_package(LOAD, json.dumps(resaved), tmp_path / "twice", folder=tmp_path)
+    run(LOAD, json.dumps(resaved), tmp_path / "twice", folder=tmp_path)
     twice = load_file(tmp_path / "twice")
     assert all(torch.equal(twice[f"{folder}/again"], outputs[f"{folder}/changed"]) for folder in models)
 
@@ -156,23 +143,23 @@ def test_converted_models_and_images(tmp_path):
     }
     for name, model in models.items():
         model.save_pretrained(tmp_path / name)
-    run_without_the_package(OTHERS, folder=tmp_path)
+    run(OTHERS, folder=tmp_path)
     outputs = load_file(tmp_path / "outputs")
     assert torch.equal(outputs["converted"], models["converted"](torch.arange(22).view(2, 11) * 4).logits)
     assert torch.equal(outputs["image"], models["image"](torch.ones(2, 3, 24, 24)).logits)
 
 
-@pytest.mark.parametrize("head", AUTO, ids=lambda head: head.__name__)
-def test_a_folder_is_complete(head, tmp_path):
+def test_a_folder_is_complete(tmp_path):
     """All files that the models import, as they are, and a map that names existing classes."""
-    head(tiny_config(causal=head is not TnnForMaskedLM)).save_pretrained(tmp_path)
-    assert {path.name for path in tmp_path.glob("*.py")} == CODE
-    assert all((tmp_path / name).read_bytes() == (PACKAGE / name).read_bytes() for name in CODE)
-    auto_map = json.loads((tmp_path / "config.json").read_text())["auto_map"]
-    assert auto_map == AUTO_MAP
-    assert set(auto_map) == {"AutoConfig", "AutoModelForImageClassification"} | {a.__name__ for a in AUTO.values()}
-    for reference in auto_map.values():
-        assert get_class_from_dynamic_module(reference, tmp_path).__name__ == reference.split(".")[1]
+    for head in AUTO:
+        folder = tmp_path / head.__name__
+        head(tiny_config(causal=head is not TnnForMaskedLM)).save_pretrained(folder)
+        assert {path.name for path in folder.glob("*.py")} == CODE
+        assert all((folder / name).read_bytes() == (PACKAGE / name).read_bytes() for name in CODE)
+        assert json.loads((folder / "config.json").read_text())["auto_map"] == AUTO_MAP
+    assert set(AUTO_MAP) == {"AutoConfig", "AutoModelForImageClassification"} | {a.__name__ for a in AUTO.values()}
+    for reference in AUTO_MAP.values():
+        assert get_class_from_dynamic_module(reference, folder).__name__ == reference.split(".")[1]
 
 
 ALONE = """
@@ -190,47 +177,43 @@ assert named == {"AutoConfig": "configuration_tnn.TnnConfig"}, named
 
 
 def test_a_configuration_alone(tmp_path):
-    """Loading one executes three files. Saved without a model, it names no file that is not there."""
+    """Loading one executes three files. Saved without a model, it names no file that is not there.
+
+    No code runs without permission.
+    """
     tiny_config().save_pretrained(tmp_path / "config")
     assert [path.name for path in (tmp_path / "config").iterdir()] == ["config.json"]
     seeded(TnnForCausalLM, tiny_config()).save_pretrained(tmp_path / "model")
-    run_without_the_package(ALONE, folder=tmp_path)
-
-
-def test_without_permission(tmp_path):
-    seeded(TnnForCausalLM, tiny_config()).save_pretrained(tmp_path / "model")
+    run(ALONE, folder=tmp_path)
     code = "from transformers import AutoModel\nAutoModel.from_pretrained('model', trust_remote_code=False)"
-    result = run_without_the_package(code, folder=tmp_path, check=False)
+    result = run(code, folder=tmp_path, check=False)
     assert result.returncode and "trust_remote_code=True" in result.stderr
 
 
-@pytest.mark.parametrize("trust", [None, False, True])
-def test_installed_classes_go_first(trust, tmp_path):
+def test_installed_classes_go_first(tmp_path):
     """Where the package is installed, there is no question about remote code, and the copies are not run."""
     seeded(TnnForCausalLM, tiny_config()).save_pretrained(tmp_path)
     (tmp_path / "modeling_tnn.py").write_text("raise RuntimeError('the copy has been run')")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=trust)
-    assert type(loaded) is TnnForCausalLM and type(loaded.config) is TnnConfig
+    for trust in (None, False, True):
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=trust)
+        assert type(loaded) is TnnForCausalLM and type(loaded.config) is TnnConfig
 
 
-@pytest.mark.parametrize("tno_type", CAUSAL)
+@pytest.mark.parametrize("tno_type", ["rpe", "rtf", "modal"])
 def test_both_copies_in_one_process(tno_type, tmp_path):
     """The cache layer registers itself by name: models of both copies go on generating, each with its own state."""
     local = perturbed_model(TnnForCausalLM, tno_type, True)
     local.save_pretrained(tmp_path)
-    prompt, options = torch.tensor([[5, 6, 7]]), {"max_new_tokens": 9, "eos_token_id": None}
-    expected = local.generate(prompt, **options)
-    beams = local.generate(prompt, num_beams=2, **options)
+    expected = [local.generate(PROMPT, num_beams=beams, **OPTIONS) for beams in (1, 2)]
     remote_class = get_class_from_dynamic_module("modeling_tnn.TnnForCausalLM", tmp_path)
     remote = remote_class.from_pretrained(tmp_path)
     assert remote_class is not TnnForCausalLM
     for model in (remote, local):
-        assert torch.equal(model.generate(prompt, **options), expected)
-        assert torch.equal(model.generate(prompt, num_beams=2, **options), beams)
-    whole = torch.cat([prompt, prompt], dim=1)
-    past = remote(prompt, use_cache=True).past_key_values
-    continued = local(prompt, past_key_values=past).logits
-    assert relative_error(continued, local(whole).logits[:, 3:]) < 1e-5
+        for beams, tokens in zip((1, 2), expected, strict=True):
+            assert torch.equal(model.generate(PROMPT, num_beams=beams, **OPTIONS), tokens)
+    past = remote(PROMPT, use_cache=True).past_key_values
+    continued = local(PROMPT, past_key_values=past).logits
+    assert relative_error(continued, local(torch.cat([PROMPT, PROMPT], dim=1)).logits[:, 3:]) < 1e-5
 
 
 def test_a_copy_of_another_version_in_one_process(tmp_path, monkeypatch):
@@ -238,17 +221,15 @@ def test_a_copy_of_another_version_in_one_process(tmp_path, monkeypatch):
     for mapping in (DYNAMIC_LAYER_TYPE_MAPPING, STATIC_LAYER_TYPE_MAPPING):
         monkeypatch.setitem(mapping, TOEPLITZ, mapping[TOEPLITZ])  # which the copy may replace
     local = perturbed_model(TnnForCausalLM, "rpe", True)
-    prompt, options = torch.tensor([[5, 6, 7]]), {"max_new_tokens": 9, "eos_token_id": None}
-    expected = local.generate(prompt, **options)
-    beams = local.generate(prompt, num_beams=2, **options)
+    expected = [local.generate(PROMPT, num_beams=beams, **OPTIONS) for beams in (1, 2)]
     local.save_pretrained(tmp_path)
     code = tmp_path / "cache_tnn.py"
     code.write_text(code.read_text() + "\n\nTnnCacheLayer.update = None\n")
     get_class_from_dynamic_module("modeling_tnn.TnnForCausalLM", tmp_path)
     assert not issubclass(DYNAMIC_LAYER_TYPE_MAPPING[TOEPLITZ], TnnCacheLayer)
     for cache in ({"cache_implementation": "dynamic"}, {"cache_implementation": "static", "disable_compile": True}):
-        assert torch.equal(local.generate(prompt, **options, **cache), expected)
-        assert torch.equal(local.generate(prompt, num_beams=2, **options, **cache), beams)
+        for beams, tokens in zip((1, 2), expected, strict=True):
+            assert torch.equal(local.generate(PROMPT, num_beams=beams, **OPTIONS, **cache), tokens)
 
 
 TRAIN = """
@@ -275,9 +256,9 @@ def test_trainer_checkpoints_resume_both_ways(tmp_path):
     # By the eager implementation, whose loss is transformers' own with the package too: the same bits.
     config = tiny_config(hidden_dropout_prob=0.0, tno_implementation="eager")
     seeded(TnnForCausalLM, config).save_pretrained(tmp_path / "model")
-    run_without_the_package(TRAIN, "remote", folder=tmp_path)
-    run_with_the_package(TRAIN, "local", "remote-local<remote/checkpoint-3", folder=tmp_path)
-    run_without_the_package(TRAIN, "local-remote<local/checkpoint-3", folder=tmp_path)
+    run(TRAIN, "remote", folder=tmp_path)
+    run(TRAIN, "local", "remote-local<remote/checkpoint-3", folder=tmp_path, installed=True)
+    run(TRAIN, "local-remote<local/checkpoint-3", folder=tmp_path)
     start = load_file(tmp_path / "model" / "model.safetensors")
     expected = load_file(tmp_path / "local" / "checkpoint-6" / "model.safetensors")
     assert any(not torch.equal(start[name], value) for name, value in expected.items())

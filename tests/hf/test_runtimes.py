@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from transformers import AutoModelForMaskedLM
 
-from helpers.ecosystem import Matrix, first_output, save_head
+from helpers.ecosystem import Matrix, first_output
 from helpers.hybrids import HYBRIDS
-from helpers.models import AUTO, BIDIRECTIONAL, relative_error, seeded, tiny_config
+from helpers.models import BIDIRECTIONAL, relative_error, seeded, tiny_config
 from modeling_tnn import DecodingStep, TnnForCausalLM, TnnForMaskedLM, TnnModel
 
 heads = Matrix()
@@ -15,29 +14,22 @@ LENGTH = torch.export.Dim("length", min=2, max=256)
 RECURRENT = ["rtf", "s4d", "modal"]
 
 
+SIZES = dict.fromkeys(("input_ids", "attention_mask"), {0: BATCH, 1: LENGTH})
+
+
 def recurrent_model(tno_type: str, **fields) -> TnnForCausalLM:
     return seeded(TnnForCausalLM, tiny_config(tno_type, **fields))
 
 
-def exporters_of_transformers():
+def exported(runtime: str, model, inputs: dict, sizes=None):
+    """`model` in onnxruntime, or in ExecuTorch for inputs of these sizes, by transformers' exporters."""
     exporters = pytest.importorskip("transformers.exporters")
     if not hasattr(exporters, "ExportedModel"):
         pytest.skip("this release of transformers exports programs that it cannot run")
-    return exporters
-
-
-def onnx(model, inputs: dict, sizes):
-    """`model` in onnxruntime."""
-    pytest.importorskip("onnxruntime")
-    pytest.importorskip("onnxscript")
-    exporters = exporters_of_transformers()
-    return exporters.OnnxExporter().export(model, inputs, exporters.OnnxConfig(dynamic_shapes=sizes))
-
-
-def executorch(model, inputs: dict):
-    """`model` in ExecuTorch, for inputs of these sizes."""
-    pytest.importorskip("executorch")
-    exporters = exporters_of_transformers()
+    for name in {"onnx": ("onnxruntime", "onnxscript"), "executorch": ("executorch",)}[runtime]:
+        pytest.importorskip(name)
+    if runtime == "onnx":
+        return exporters.OnnxExporter().export(model, inputs, exporters.OnnxConfig(dynamic_shapes=sizes))
     return exporters.ExecutorchExporter().export(model, inputs, exporters.ExecutorchConfig())
 
 
@@ -47,35 +39,30 @@ def padded_batch(rows: int, length: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def check_encoder(run, model, rows: int, length: int):
-    inputs = padded_batch(rows, length)
-    real = inputs["attention_mask"].bool()
-    found, expected = run(**inputs)[0], first_output(model, inputs)
-    assert relative_error(found[real], expected[real]) < 1e-4, (rows, length)
+def check_encoder(run, model, *shapes: tuple[int, int]):
+    for shape in shapes:
+        inputs = padded_batch(*shape)
+        real = inputs["attention_mask"].bool()
+        found, expected = run(**inputs)[0], first_output(model, inputs)
+        assert relative_error(found[real], expected[real]) < 1e-4, shape
 
 
 @pytest.mark.slow
 @heads(TnnModel, TnnForMaskedLM)
-def test_onnx_encoder(head, tokenizer, tmp_path):
+def test_onnx_encoder(head, tmp_path):
     """One file for all batches and lengths, saved and loaded. Padding changes nothing."""
-    folder = save_head(head, tokenizer, tmp_path / "model", num_hidden_layers=1)
-    model = AUTO[head].from_pretrained(folder).eval()
-    sizes = dict.fromkeys(("input_ids", "attention_mask"), {0: BATCH, 1: LENGTH})
-    exported = onnx(model, padded_batch(3, 11), sizes)
-    exported.save_pretrained(folder / "onnx")
-    loaded = type(exported).from_pretrained(folder / "onnx")
-    for rows, length in ((1, 2), (2, 17), (4, 130)):
-        check_encoder(loaded, model, rows, length)
+    model = seeded(head, tiny_config(causal=False, num_hidden_layers=1))
+    program = exported("onnx", model, padded_batch(3, 11), SIZES)
+    model.save_pretrained(tmp_path)
+    program.save_pretrained(tmp_path / "onnx")
+    check_encoder(type(program).from_pretrained(tmp_path / "onnx"), model, (1, 2), (2, 17), (4, 130))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("tno_type", BIDIRECTIONAL)
 def test_onnx_encoder_of_every_operator(tno_type):
     model = seeded(TnnForMaskedLM, tiny_config(tno_type, False))
-    sizes = dict.fromkeys(("input_ids", "attention_mask"), {0: BATCH, 1: LENGTH})
-    exported = onnx(model, padded_batch(3, 11), sizes)
-    for rows, length in ((1, 2), (2, 17), (4, 130)):
-        check_encoder(exported, model, rows, length)
+    check_encoder(exported("onnx", model, padded_batch(3, 11), SIZES), model, (1, 2), (2, 17), (4, 130))
 
 
 def test_no_complex_number_is_repeated():
@@ -88,9 +75,9 @@ def test_no_complex_number_is_repeated():
 
 @pytest.mark.exhaustive
 @heads(TnnForMaskedLM)
-def test_executorch_encoder(head, folder):
-    model = AutoModelForMaskedLM.from_pretrained(folder).eval()
-    check_encoder(executorch(model, padded_batch(3, 11)), model, 3, 11)
+def test_executorch_encoder(head):
+    model = seeded(head, tiny_config(causal=False))
+    check_encoder(exported("executorch", model, padded_batch(3, 11)), model, (3, 11))
 
 
 def check_step(run, model, empty, length: int):
@@ -105,25 +92,20 @@ def check_step(run, model, empty, length: int):
     assert relative_error(torch.stack(logits, dim=1), expected) < 1e-5
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("tno_type", RECURRENT)
-def test_decoding_step(tno_type, dtype):
-    """The same logits as the parallel pass, beyond window and order, for several texts, and in the model's dtype."""
-    model = recurrent_model(tno_type).to(dtype)
-    step = DecodingStep(model)
-    with torch.no_grad():
-        check_step(step, model, step.empty(3), 70)
-    _, states = step(torch.zeros(3, 1, dtype=torch.long), step.empty(3))
-    assert [[one.shape for one in layer] for layer in states] == [
-        [one.shape for one in layer] for layer in step.empty(3)
-    ]
+def test_decoding_step(tno_type):
+    """The same logits as the parallel pass, beyond window and order, for several texts, and in the model's dtype.
 
-
-@pytest.mark.parametrize("tno_type", RECURRENT)
-def test_decoding_step_is_one_graph(tno_type):
-    """torch.export, for all batch sizes."""
-    model = recurrent_model(tno_type)
-    step = DecodingStep(model)
+    By torch.export it is one graph, for all batch sizes.
+    """
+    for dtype in (torch.float64, torch.float32):
+        model = recurrent_model(tno_type).to(dtype)
+        step = DecodingStep(model)
+        with torch.no_grad():
+            check_step(step, model, step.empty(3), 70)
+        _, states = step(torch.zeros(3, 1, dtype=torch.long), step.empty(3))
+        for layer, empty in zip(states, step.empty(3), strict=True):
+            assert [state.shape for state in layer] == [state.shape for state in empty]
     inputs, sizes = step_arguments(step.empty(2))
     program = torch.export.export(step, (), inputs, dynamic_shapes=sizes).module()
     with torch.no_grad():
@@ -148,8 +130,8 @@ def test_onnx_decoding_step(head, tno_type):
     """States go in and come out, in any number of rows."""
     model = recurrent_model(tno_type)
     step = DecodingStep(model)
-    exported = onnx(step, *step_arguments(single(step.empty(2))))
-    check_step(exported, model, single(step.empty(3)), 40)
+    program = exported("onnx", step, *step_arguments(single(step.empty(2))))
+    check_step(program, model, single(step.empty(3)), 40)
 
 
 @pytest.mark.exhaustive
@@ -159,16 +141,20 @@ def test_executorch_decoding_step(head, tno_type):
     model = recurrent_model(tno_type)
     step = DecodingStep(model)
     inputs, _ = step_arguments(single(step.empty(3)))
-    check_step(executorch(step, inputs), model, inputs["states"], 40)
+    check_step(exported("executorch", step, inputs), model, inputs["states"], 40)
+
+
+WITHOUT = [
+    ("rpe", {}, "`tno_type` must be one of rtf, s4d, modal for one step, got 'rpe'"),
+    ("rtf", HYBRIDS["full"], "`layer_types` must be 'toeplitz' in all layers"),
+    ("rtf", {"position_embedding": "sinusoidal"}, "`position_embedding` must be None"),
+]
 
 
 def test_models_without_a_decoding_step():
-    with pytest.raises(ValueError, match="`tno_type` must be one of rtf, s4d, modal for one step, got 'rpe'"):
-        DecodingStep(recurrent_model("rpe"))
-    with pytest.raises(ValueError, match="`layer_types` must be 'toeplitz' in all layers"):
-        DecodingStep(recurrent_model("rtf", **HYBRIDS["full"]))
-    with pytest.raises(ValueError, match="`position_embedding` must be None"):
-        DecodingStep(recurrent_model("rtf", position_embedding="sinusoidal"))
+    for tno_type, fields, message in WITHOUT:
+        with pytest.raises(ValueError, match=message):
+            DecodingStep(recurrent_model(tno_type, **fields))
 
 
 def test_matrix_of_the_page():

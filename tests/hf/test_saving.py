@@ -20,8 +20,6 @@ from helpers import processes
 from helpers.mixers import MIXED
 from helpers.models import (
     AUTO,
-    BIDIRECTIONAL,
-    CAUSAL,
     INPUT_IDS,
     VARIANTS,
     RandomTexts,
@@ -35,10 +33,6 @@ from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassific
 from modeling_tnn.hub import AUTO_MAP
 from modeling_tnn.tno_auto import OPERATORS
 from modeling_tnn.tools.checks import CheckpointMismatchError
-
-HEADS = [(TnnForCausalLM, t, True) for t in CAUSAL] + [(TnnForMaskedLM, t, False) for t in BIDIRECTIONAL]
-HEADS += [(cls, t, c) for cls in (TnnModel, TnnForSequenceClassification) for t, c in VARIANTS]
-EVERY_HEAD = pytest.mark.parametrize("head, tno_type, causal", HEADS)
 
 # Run in a fresh process: load every folder by its Auto class and save the first output.
 LOADER = """
@@ -55,71 +49,75 @@ save_file(outputs, sys.argv[1])
 """
 
 
+def language_model(tno_type, causal, **fields):
+    return perturbed_model(TnnForCausalLM if causal else TnnForMaskedLM, tno_type, causal, **fields)
+
+
+def assert_same(loaded, model):
+    """Every parameter and the first output."""
+    state, other = loaded.state_dict(), model.state_dict()
+    assert state.keys() == other.keys() and all(torch.equal(state[name], other[name]) for name in state)
+    assert torch.equal(loaded(INPUT_IDS)[0], model(INPUT_IDS)[0])
+
+
 def test_fresh_process(tmp_path):
-    expected, arguments = {}, []
-    for index, (head, tno_type, causal) in enumerate(HEADS):
-        model = perturbed_model(head, tno_type, causal)
-        folder = str(tmp_path / str(index))
-        model.save_pretrained(folder)
-        expected[folder] = model(INPUT_IDS)[0]
-        arguments.append(f"{AUTO[head].__name__}={folder}")
-    result = tmp_path / "outputs.safetensors"
-    run = [sys.executable, "-c", LOADER, str(result), *arguments]
-    processes.run(run, check=True)
+    models = [language_model(*variant) for variant in VARIANTS]
+    models += [perturbed_model(head, "rtf", True) for head in (TnnModel, TnnForSequenceClassification)]
+    arguments, result = [], tmp_path / "outputs.safetensors"
+    for index, model in enumerate(models):
+        model.save_pretrained(tmp_path / str(index))
+        arguments.append(f"{AUTO[type(model)].__name__}={tmp_path / str(index)}")
+    processes.run([sys.executable, "-c", LOADER, result, *arguments], check=True)
     actual = load_file(result)
-    assert actual.keys() == expected.keys()
-    for folder, output in expected.items():
-        assert torch.equal(actual[folder], output)
+    for index, model in enumerate(models):
+        assert torch.equal(actual[str(tmp_path / str(index))], model(INPUT_IDS)[0]), index
 
 
-@EVERY_HEAD
-def test_loading_over_the_meta_device(head, tno_type, causal, tmp_path):
-    """Nothing may be computed in a constructor and lost: the model that is built there has no values at all."""
-    model = perturbed_model(head, tno_type, causal)
+def test_what_is_loaded_is_what_was_saved(variant, tmp_path):
+    """Nothing may be computed in a constructor and lost: the model that is built on the meta device has no values.
+
+    In one file or shards, with tied embeddings or not, and with a layer whose weights stay on disk until it runs.
+    Another head on the same body is new and initialised.
+    """
+    for tied, size in ((True, "5GB"), (False, "20KB")):
+        model, folder = language_model(*variant, tie_word_embeddings=tied), tmp_path / size
+        model.save_pretrained(folder, max_shard_size=size)
+        loaded = AUTO[type(model)].from_pretrained(folder)
+        assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied and not list(loaded.buffers())
+        assert_same(loaded, model)
+    index = json.loads((tmp_path / "20KB" / "model.safetensors.index.json").read_text())["weight_map"]
+    assert len(set(index.values())) > 2 and "lm_head.weight" in index
+    assert "lm_head.weight" not in load_file(tmp_path / "5GB" / "model.safetensors")
+    places = {"embed_tokens": "cpu", "layers.0": "cpu", "layers.1": "disk", "norm": "cpu"}
+    divided = AutoModel.from_pretrained(folder, device_map=places, offload_folder=tmp_path / "offload")
+    assert torch.equal(divided(INPUT_IDS)[0], model.model(INPUT_IDS)[0])
+    options = {"num_labels": 3, "output_loading_info": True}
+    classifier, info = AutoModelForSequenceClassification.from_pretrained(folder, **options)
+    assert all(name.startswith("classifier.") for name in info["missing_keys"])
+    assert_same(classifier.model, model.model)
+    assert classifier(INPUT_IDS).logits.isfinite().all() and classifier.classifier.dense.weight.abs().max() > 0
+
+
+def test_dtypes(variant, tmp_path):
+    """Poles are in float32 where a model is built, cast or loaded in half precision.
+
+    transformers reports names that no parameter has as typing errors: in bfloat16 all of them count.
+    """
+    model = language_model(*variant).to(torch.bfloat16)
     model.save_pretrained(tmp_path)
-    loaded = AUTO[head].from_pretrained(tmp_path)
-    assert not list(loaded.buffers())
-    state, reloaded = model.state_dict(), loaded.state_dict()
-    assert state.keys() == reloaded.keys()
-    assert all(torch.equal(state[name], reloaded[name]) for name in state)
-    assert torch.equal(loaded(INPUT_IDS)[0], model(INPUT_IDS)[0])
-
-
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("head, tno_type, causal", [c for c in HEADS if c[0] in (TnnForCausalLM, TnnForMaskedLM)])
-def test_shards_and_ties(head, tno_type, causal, tied, tmp_path):
-    model = perturbed_model(head, tno_type, causal, tie_word_embeddings=tied)
-    model.save_pretrained(tmp_path, max_shard_size="20KB")
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
-    assert len(set(index.values())) > 2
-    assert ("lm_head.weight" in index) != tied
-    loaded = AUTO[head].from_pretrained(tmp_path)
-    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
-    assert torch.equal(loaded(INPUT_IDS)[0], model(INPUT_IDS)[0])
-
-
-@EVERY_HEAD
-def test_dtypes(head, tno_type, causal, tmp_path):
-    model = perturbed_model(head, tno_type, causal).to(torch.bfloat16)
-    model.save_pretrained(tmp_path)
-    loaded = AUTO[head].from_pretrained(tmp_path)
-    for name, parameter in loaded.named_parameters():
-        poles = name.endswith(OPERATORS[tno_type].fp32_parameters)
-        assert parameter.dtype == (torch.float32 if poles else torch.bfloat16), name
-    assert torch.equal(loaded(INPUT_IDS)[0], model(INPUT_IDS)[0])
-    wide = AUTO[head].from_pretrained(tmp_path, dtype=torch.float32)
-    assert all(parameter.dtype == torch.float32 for parameter in wide.parameters())
-
-
-@EVERY_HEAD
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_dtypes_of_a_new_model(head, tno_type, causal, dtype):
-    """Poles are in float32 where a model is built in half precision, as where it is loaded."""
-    model = AUTO[head].from_config(tiny_config(tno_type, causal), dtype=dtype).eval()
-    for name, parameter in model.named_parameters():
-        poles = name.endswith(OPERATORS[tno_type].fp32_parameters)
-        assert parameter.dtype == (torch.promote_types(dtype, torch.float32) if poles else dtype), name
-    assert model(INPUT_IDS)[0].dtype == dtype
+    auto = AUTO[type(model)]
+    assert_same(auto.from_pretrained(tmp_path), model)
+    built = [auto.from_config(model.config, dtype=d).eval() for d in (torch.float16, torch.bfloat16, torch.float64)]
+    wide = auto.from_pretrained(tmp_path, dtype=torch.float32)
+    for one in (model, wide, *built):
+        dtype = one.model.embed_tokens.weight.dtype
+        for name, parameter in one.named_parameters():
+            poles = name.endswith(OPERATORS[variant[0]].fp32_parameters)
+            assert parameter.dtype == (torch.promote_types(dtype, torch.float32) if poles else dtype), name
+        assert one(INPUT_IDS)[0].dtype == dtype
+    kept = {name for name, parameter in model.named_parameters() if parameter.dtype is torch.float32}
+    patterns = model._keep_in_fp32_modules_strict
+    assert kept == {name for name in model.state_dict() if any(re.fullmatch(one, name) for one in patterns)}
 
 
 def slow_model(tno_type, causal):
@@ -158,19 +156,21 @@ def build_and_fill(model, dtype, folder):
     return built
 
 
-CASTS = [
-    lambda model, dtype, folder: model.to(dtype),
-    lambda model, dtype, folder: model.apply(
-        torch.nn.Module.half if dtype == torch.float16 else torch.nn.Module.bfloat16
-    ),
-    cast_in_evaluation,
-    cast_and_load,
-    build_and_fill,
-]
+def by_its_name(model, dtype, folder):
+    return model.apply(torch.nn.Module.half if dtype == torch.float16 else torch.nn.Module.bfloat16)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("tno_type, causal", [*VARIANTS, ("converted", True)])
+CASTS = [lambda model, dtype, _: model.to(dtype), by_its_name, cast_in_evaluation, cast_and_load, build_and_fill]
+
+
+CONVERTED = ("converted", True)
+
+
+@pytest.mark.parametrize(
+    "tno_type, causal, dtype",
+    [(*variant, torch.bfloat16) for variant in [*VARIANTS, CONVERTED]]
+    + [("rtf", True, torch.float16), ("ski", False, torch.float16), (*CONVERTED, torch.float16)],
+)
 def test_every_cast_is_as_good_as_loading(tno_type, causal, dtype, tmp_path):
     """What must stay in float32 does, however the model came to half precision."""
     model, ids = slow_model(tno_type, causal), torch.arange(512)[None] % 97
@@ -189,33 +189,8 @@ def test_every_cast_is_as_good_as_loading(tno_type, causal, dtype, tmp_path):
     assert max(errors) <= 2 * loaded, (loaded, errors)
 
 
-@pytest.mark.parametrize("tno_type, causal", VARIANTS)
-def test_another_head_on_the_same_body(tno_type, causal, tmp_path):
-    """Fine-tuning: the body comes from the checkpoint, the head is new and initialised."""
-    model = perturbed_model(TnnForCausalLM if causal else TnnForMaskedLM, tno_type, causal)
-    model.save_pretrained(tmp_path)
-    classifier, info = AutoModelForSequenceClassification.from_pretrained(
-        tmp_path, num_labels=3, output_loading_info=True
-    )
-    assert all(name.startswith("classifier.") for name in info["missing_keys"])
-    hidden = model.model(INPUT_IDS).last_hidden_state
-    assert torch.equal(classifier.model(INPUT_IDS).last_hidden_state, hidden)
-    assert classifier(INPUT_IDS).logits.isfinite().all()
-    assert classifier.classifier.dense.weight.abs().max() > 0
-
-
-@pytest.mark.parametrize("tno_type, causal", VARIANTS)
-def test_offloaded_layers(tno_type, causal, tmp_path):
-    """A layer whose weights stay on disk and come to the device only while it runs."""
-    model = perturbed_model(TnnModel, tno_type, causal)
-    model.save_pretrained(tmp_path / "model")
-    places = {"embed_tokens": "cpu", "layers.0": "cpu", "layers.1": "disk", "norm": "cpu"}
-    loaded = AutoModel.from_pretrained(tmp_path / "model", device_map=places, offload_folder=tmp_path / "offload")
-    assert torch.equal(loaded(INPUT_IDS)[0], model(INPUT_IDS)[0])
-
-
 def test_wrong_direction_names_the_field(tmp_path):
-    perturbed_model(TnnModel, "rpe", False).save_pretrained(tmp_path)
+    seeded(TnnModel, tiny_config("rpe", False)).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="`causal` must be True for TnnForCausalLM, got False"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
@@ -228,14 +203,6 @@ def test_other_sizes_are_the_error_of_transformers(tmp_path):
             TnnForSequenceClassification.from_pretrained(tmp_path, num_labels=5)
     model = TnnForSequenceClassification.from_pretrained(tmp_path, num_labels=5, ignore_mismatched_sizes=True)
     assert model.classifier.out_proj.out_features == 5
-
-
-def test_modules_kept_in_float32_exist(variant):
-    """transformers reports names that no parameter has as typing errors. In bfloat16 all of them count."""
-    model = TnnModel(tiny_config(*variant)).bfloat16()
-    kept = {name for name, parameter in model.named_parameters() if parameter.dtype is torch.float32}
-    patterns = model._keep_in_fp32_modules_strict
-    assert kept == {name for name in model.state_dict() if any(re.fullmatch(one, name) for one in patterns)}
 
 
 class WithValues(TnnForCausalLM):
@@ -268,13 +235,15 @@ def test_key_mapping(tmp_path):
     assert torch.equal(loaded(INPUT_IDS)[0], model(INPUT_IDS)[0])
 
 
-@pytest.mark.parametrize("shards", [{}, {"max_shard_size": "20KB"}], ids=["one file", "shards"])
-@pytest.mark.parametrize("key_mapping", [None, {r"\.up_proj\.": ".up_proj."}])
-@pytest.mark.parametrize("fields", [{}, MIXED["hyena"]], ids=["gtu", "hyena"])
-def test_former_names(fields, key_mapping, shards, tmp_path):
+@pytest.mark.parametrize(
+    "fields, key_mapping, size",
+    [({}, None, "20KB"), ({}, {r"\.up_proj\.": ".up_proj."}, "5GB"), (MIXED["hyena"], None, "5GB")],
+    ids=["shards", "mapping", "hyena"],
+)
+def test_former_names(fields, key_mapping, size, tmp_path):
     """Weights of earlier versions are renamed, and saved by their present names."""
     model = perturbed_model(TnnForCausalLM, "rtf", True, **fields)
-    model.save_pretrained(tmp_path / "old", **shards)
+    model.save_pretrained(tmp_path / "old", max_shard_size=size)
     give_former_names(tmp_path / "old")
     for auto in (AutoModelForCausalLM, AutoModel):
         loaded, info = auto.from_pretrained(tmp_path / "old", key_mapping=key_mapping, output_loading_info=True)
@@ -292,9 +261,8 @@ def test_former_names_in_a_state_dict():
     assert torch.equal(other(INPUT_IDS)[0], model(INPUT_IDS)[0])
     assert weights.keys() != model.state_dict().keys()
     damaged = {name.replace(".gtu.u_proj", ".gut.u_proj"): one for name, one in weights.items()}
-    with pytest.raises(
-        RuntimeError, match=r"(?s)Missing key.*mixer\.u_proj\.weight.*Unexpected key.*gut\.u_proj\.weight"
-    ):
+    message = r"(?s)Missing key.*mixer\.u_proj\.weight.*Unexpected key.*gut\.u_proj\.weight"
+    with pytest.raises(RuntimeError, match=message):
         other.load_state_dict(damaged)
 
 
@@ -327,18 +295,15 @@ def test_a_registered_subclass(tmp_path, monkeypatch):
 
 
 def test_files_of_a_user_with_names_of_the_code_are_moved_aside(tmp_path, caplog):
-    model = seeded(TnnForCausalLM, tiny_config())
+    model, code = seeded(TnnForCausalLM, tiny_config()), tmp_path / "norms.py"
     for text in ("mine = 1\n", "mine = 2\n"):
-        (tmp_path / "norms.py").write_text(text)
+        code.write_text(text)
         with caplog.at_level("WARNING"):
             model.save_pretrained(tmp_path)
     assert "norms.py was not saved with a model. It is now" in caplog.text
-    assert [(tmp_path / name).read_text() for name in ("norms.py.orig", "norms.py.orig1")] == [
-        "mine = 1\n",
-        "mine = 2\n",
-    ]
-    own = (tmp_path / "norms.py").read_text()
-    (tmp_path / "norms.py").write_text(own + "# an older version\n")
+    aside = [tmp_path / name for name in ("norms.py.orig", "norms.py.orig1")]
+    assert [path.read_text() for path in aside] == ["mine = 1\n", "mine = 2\n"]
+    own = code.read_text()
+    code.write_text(own + "# an older version\n")
     model.save_pretrained(tmp_path)
-    assert (tmp_path / "norms.py").read_text() == own
-    assert len(list(tmp_path.glob("*.orig*"))) == 2
+    assert code.read_text() == own and len(list(tmp_path.glob("*.orig*"))) == 2

@@ -18,27 +18,13 @@ from modeling_tnn import TnnConfig, TnnForCausalLM
 from tnn_scripts.serving.writing import load_causal
 
 VALUES = (None, True, -1, 1, 1e308, float("nan"), "", "x", "\ud800", [], ["x"], [[1]], {}, {"x": 1}, {"a": {"b": [1]}})
-TEXTS = (
-    "",
-    "null",
-    "[]",
-    "1",
-    "true",
-    '"x"',
-    "{",
-    "{}",
-    '{"x": 1}',
-    "[{}]",
-    '{"weight_map": []}',
-    "\ufeff{}",
-    "{{ x(",
-)
+TEXTS = ("", "null", "[]", "1", "true", '"x"', "{", "{}", '{"x": 1}', "[{}]", '{"weight_map": []}', "\ufeff{}", "{{ x")
 # Files of a folder, and files that change the meaning of others.
 FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 FURTHER = ("adapter_config.json", "special_tokens_map.json", "added_tokens.json", "model.safetensors.index.json")
 NAMES = sorted({*dir(TnnConfig), *TnnConfig().to_dict(), *dir(GenerationConfig), "quantization_config"})
-DEEP = ["deep", '{"id2label": ' + "[" * 100_000 + "]" * 100_000 + "}"]
-TWICE = ["twice", '{"model_type": "tnn", "hidden_size": 32, "hidden_size": {}}']
+DEEP = '{"id2label": ' + "[" * 100_000 + "]" * 100_000 + "}"
+TWICE = '{"model_type": "tnn", "hidden_size": 32, "hidden_size": {}}'
 
 
 @pytest.fixture(scope="module")
@@ -148,54 +134,49 @@ def test_any_files(count, saved, tmp_path, monkeypatch, capsys):
         shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize(
-    "program, file, text",
-    [
-        ("generate", "config.json", "[]"),
-        ("evaluate_lm", "config.json", "null"),
-        ("plan", "config.json", "5"),
-        ("model_card", "config.json", "true"),
-        ("served", "config.json", DEEP[1]),
-        ("chat", "config.json", TWICE[1]),
-        ("chat", "generation_config.json", '{"temperature": "hot", "do_sample": true}'),
-        ("served", "generation_config.json", '{"top_k": []}'),
-        ("generate", "tokenizer.json", "[]"),
-        ("evaluate_lm", "tokenizer_config.json", '{"tokenizer_class": []}'),
-        ("generate", "adapter_config.json", "[]"),
-        ("served", "model.safetensors", "\x00" * 20),
-    ],
-)
-def test_the_file_is_named(program, file, text, saved, tmp_path, monkeypatch, capsys):
-    folder = tmp_path / "model"
-    shutil.copytree(saved, folder)
-    (folder / file).write_text(text)
-    line = ends_in_one_line(program, folder, monkeypatch, capsys)
-    assert str(folder) in line and file in line
+NAMED = [
+    ("generate", "config.json", "[]"),
+    ("evaluate_lm", "config.json", "null"),
+    ("plan", "config.json", "5"),
+    ("model_card", "config.json", "true"),
+    ("served", "config.json", DEEP),
+    ("chat", "config.json", TWICE),
+    ("chat", "generation_config.json", '{"temperature": "hot", "do_sample": true}'),
+    ("served", "generation_config.json", '{"top_k": []}'),
+    ("generate", "tokenizer.json", "[]"),
+    ("evaluate_lm", "tokenizer_config.json", '{"tokenizer_class": []}'),
+    ("generate", "adapter_config.json", "[]"),
+    ("served", "model.safetensors", "\x00" * 20),
+]
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("program", ["generate", "chat", "served"])
+def test_the_file_is_named(saved, tmp_path, monkeypatch, capsys):
+    for number, (program, file, text) in enumerate(NAMED):
+        folder = shutil.copytree(saved, tmp_path / str(number))
+        (folder / file).write_text(text)
+        line = ends_in_one_line(program, folder, monkeypatch, capsys)
+        assert str(folder) in line and file in line
+
+
+@pytest.mark.parametrize("program, value", [("generate", "nan"), ("chat", "inf"), ("served", "nan")])
 def test_weights_that_are_not_finite(program, value, saved, tmp_path, monkeypatch, capsys):
     """Of any token, not only of the one that loading reads."""
-    folder = tmp_path / "model"
-    shutil.copytree(saved, folder)
+    folder = shutil.copytree(saved, tmp_path / "model")
     weights = load_file(folder / "model.safetensors")
-    weights["model.embed_tokens.weight"][1 if program == "served" else 40 :] = value
+    weights["model.embed_tokens.weight"][1 if program == "served" else 40 :] = float(value)
     if program == "served":
-        weights["lm_head.weight"][7, 3] = value
+        weights["lm_head.weight"][7, 3] = float(value)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    if program == "generate":
-        monkeypatch.setitem(
-            PROGRAMS, "generate", ["--prompt", "The quick", "--max_new_tokens", 9, "--do_sample", "true"]
-        )
+    sampled = ["--prompt", "The quick", "--max_new_tokens", 9, "--do_sample", "true"]
+    monkeypatch.setitem(PROGRAMS, "generate", sampled)
     assert "the model's output is not finite" in ends_in_one_line(program, folder, monkeypatch, capsys)
 
 
-@pytest.mark.parametrize("name", ["gtu_dim", "to_dict", "__class__", "axis_length", "_automatic", "attribute_map"])
-@pytest.mark.parametrize("loader", [TnnConfig, TnnForCausalLM])
-def test_names_of_the_class(loader, name, saved, tmp_path):
+def test_names_of_the_class(saved, tmp_path):
+    folder = shutil.copytree(saved, tmp_path / "model")
     config = json.loads((saved / "config.json").read_text())
-    shutil.copytree(saved, tmp_path / "model")
-    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {name: 5}))
-    with pytest.raises(ValueError, match=f"`{name}` is not a field: it belongs to the class TnnConfig"):
-        loader.from_pretrained(tmp_path / "model")
+    for name in ("gtu_dim", "to_dict", "__class__", "axis_length", "_automatic", "attribute_map"):
+        (folder / "config.json").write_text(json.dumps(config | {name: 5}))
+        for loader in (TnnConfig, TnnForCausalLM):
+            with pytest.raises(ValueError, match=f"`{name}` is not a field: it belongs to the class TnnConfig"):
+                loader.from_pretrained(folder)

@@ -1,7 +1,7 @@
 """The tests of the installed release of transformers, from its source archive on the package index.
 
 The wheel has no tests. The archive is fetched once, by pip, into `build/`, and never enters this repository. It holds
-the common tests; `stand_ins/` has what it lacks. `TRANSFORMERS_TESTS` names another folder: a checkout's has all.
+the common tests. `TRANSFORMERS_TESTS` names another folder: a checkout's has all.
 
 Example:
     python tests/hf/upstream/fetch.py  # prints the folder with the tests
