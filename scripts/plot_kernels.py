@@ -11,24 +11,42 @@ Example:
 """
 
 import argparse
+import base64
+import html
 import sys
 from pathlib import Path
 
 from tnn_scripts.common.errors import importing, report_errors
 
-from tnn_scripts.common.atomic import claim
+from tnn_scripts.common.atomic import claim, saving_errors, write_json, write_text
 from tnn_scripts.common.model_path import check_model_path
 from tnn_scripts.common.parser import ProgramParser
 
+STYLE = """body { font-family: sans-serif; max-width: 1400px; margin: 2em auto; padding: 0 1em; color: #222; }
+img { max-width: 100%; } table { border-collapse: collapse; margin: 1em 0; }
+td, th { padding: 0.3em 0.8em; border-bottom: 1px solid #ccc; text-align: right; }
+td:first-child { text-align: left; }"""
+# Figures of a layer -> title and format of their column.
+COLUMNS = {
+    "channels": ("channels", "{:.0f}"),
+    "horizon_median": ("horizon, median", "{:.0f}"),
+    "horizon_10_percent": ("10th percentile", "{:.0f}"),
+    "horizon_90_percent": ("90th percentile", "{:.0f}"),
+    "main_range": ("most weight at", "{}"),
+    "main_range_share": ("its share", "{:.0%}"),
+    "largest_pole": ("largest pole", "{:.4f}"),
+}
+BOUND = "\N{GREATER-THAN OR EQUAL TO} "
 
-def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+
+def parse_arguments() -> argparse.Namespace:
     parser = ProgramParser(description=__doc__)
     parser.add_argument("--model_name_or_path", required=True)
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--length", type=int)
     parser.add_argument("--matrix_size", type=int, default=64, help="Rows and columns of the matrices that are drawn.")
     parser.add_argument("--dpi", type=int, default=100, help="Resolution of the pictures.")
-    args = parser.parse_args(arguments)
+    args = parser.parse_args()
     check_model_path(args.model_name_or_path)
     for name in ("length", "matrix_size", "dpi"):
         if (value := getattr(args, name)) is not None and value < 2:
@@ -36,11 +54,96 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     return args
 
 
+def page(title: str, note: str, rows: list[dict], pictures: dict[str, list[Path]]) -> str:
+    """The HTML page. `pictures` has the files of each section by its heading."""
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in ("layer", *(title for title, _ in COLUMNS.values())))
+    body = "".join(f"<tr><td>{html.escape(row['label'])}</td>{cells(row)}</tr>" for row in rows)
+    sections = (f"<h2>{html.escape(name)}</h2>{''.join(map(embed, files))}" for name, files in pictures.items())
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
+        f"<style>{STYLE}</style></head><body><h1>{html.escape(title)}</h1><p>{html.escape(note)}</p>"
+        f"<table><tr>{head}</tr>{body}</table>{''.join(sections)}</body></html>\n"
+    )
+
+
+def cells(row: dict) -> str:
+    shown = ("" if row[key] is None else form.format(row[key]) for key, (_, form) in COLUMNS.items())
+    signs = (BOUND if key in row["lower_bounds"] else "" for key in COLUMNS)
+    return "".join(f"<td>{html.escape(sign + text)}</td>" for sign, text in zip(signs, shown, strict=True))
+
+
+def embed(file: Path) -> str:
+    data = base64.b64encode(file.read_bytes()).decode()
+    return f'<img alt="{html.escape(file.stem)}" src="data:image/png;base64,{data}">'
+
+
+def describe(config, length: int, rows: list[dict]) -> str:
+    side = "causal" if config.causal else "bidirectional"
+    text = f"tno_type={config.tno_type}, {side}, {config.num_hidden_layers} layers, {config.gtu_dim} channels each; "
+    text += f"kernels drawn at {length} positions (trained at {config.axis_length}). "
+    text += "The weight of a lag is the absolute value of its coefficient over the sum of those of its channel, at "
+    text += "all lags, drawn or not."
+    if any(row["lower_bounds"] for row in rows):
+        text += f" {BOUND}marks lower bounds: such kernels go on after 32,768 positions, and the pictures show shares "
+        text += "of what is drawn of them."
+    return text + (
+        " The low-rank part of ski is shown by the kernel that it interpolates." * (config.tno_type == "ski")
+    )
+
+
+def load_model(name: str):
+    """The model without its head."""
+    from transformers import AutoConfig, AutoModel, AutoModelForImageClassification
+    from transformers.utils import logging
+
+    from modeling_tnn import TnnForImageClassification
+    from tnn_scripts.common.loading import load
+
+    logging.set_verbosity_error()  # the heads of a checkpoint are not needed here
+    config = load(AutoConfig, name)
+    if config.model_type != "tnn":
+        raise ValueError(f"--model_name_or_path must be a TNN, got {name} of {config.model_type}")
+    images = TnnForImageClassification.__name__ in (config.architectures or [])  # AutoModel would load a text model
+    return load(AutoModelForImageClassification if images else AutoModel, name).base_model
+
+
+def run(args: argparse.Namespace):
+    """Read the kernels, draw them, and report their horizons."""
+    with importing("scripts"):
+        from tnn_scripts.plotting import figures
+        from tnn_scripts.plotting.reading import read_model
+
+    def save(figure, name: str) -> Path:
+        path = args.output_dir / f"{name}.png"
+        with saving_errors(path, path):
+            figure.savefig(path, dpi=args.dpi)
+        return path
+
+    model = load_model(args.model_name_or_path)
+    length = args.length or model.config.axis_length
+    (kernels, rows), size = read_model(model, length), min(args.matrix_size, length)
+    title = f"What the layers of {Path(args.model_name_or_path).name} attend to"
+    pictures = {"All layers": [save(figures.overview(kernels, title), "overview")]}
+    for kernel in kernels:
+        name = kernel.label.replace(" ", "-")
+        drawn = {name: figures.layer(kernel, size), f"{name}-matrices": figures.matrices(kernel, size)}
+        pictures[kernel.label.capitalize()] = [save(figure, name) for name, figure in drawn.items()]
+    note = describe(model.config, length, rows)
+    write_text(args.output_dir / "index.html", page(title, note, rows, pictures))
+    content = {"model": args.model_name_or_path, "tno_type": model.config.tno_type, "length": length, "layers": rows}
+    write_json(args.output_dir / "kernels.json", content)
+    for row in rows:
+        horizon = f"{'>= ' if 'horizon_median' in row['lower_bounds'] else ''}{row['horizon_median']:.0f}"
+        sys.stdout.write(
+            f"{row['label']}: horizon {horizon} positions (median of {row['channels']} channels), "
+            f"most weight at {row['main_range']} ({row['main_range_share']:.0%})\n"
+        )
+    sys.stdout.write(f"{sum(map(len, pictures.values()))} pictures and index.html in {args.output_dir}\n")
+
+
 @report_errors
 def main():
-    args = parse_arguments(sys.argv[1:])
-    with importing("scripts"):
-        from tnn_scripts.runs.plot_kernels import run
+    args = parse_arguments()
     with claim(args.output_dir):
         run(args)
 

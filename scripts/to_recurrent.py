@@ -1,31 +1,31 @@
 """Convert a causal model to a recurrence of low order, save it, and measure the change on a text.
 
---fit direct computes poles from the kernels (tno_type="modal"). --fit gradient trains a rational transfer function to
-match each kernel (tno_type="rtf"), as the RTF paper distils filters; --fit modal-gradient trains a sum of complex
-exponentials (tno_type="s4d"), the baseline of that paper. Both also report the direct fit.
+Poles are computed from the kernels (tno_type="modal"). `docs/research/distil.py` fits them by gradient descent, as the
+RTF paper does.
 
 Example:
     python scripts/to_recurrent.py --model_name_or_path outputs/demo --output_dir outputs/modal --dataset_name book.txt
     python scripts/to_recurrent.py --model_name_or_path outputs/demo --output_dir outputs/modal --tolerance 1e-4
-    python scripts/to_recurrent.py --model_name_or_path outputs/demo --output_dir outputs/rtf --fit gradient --order 16
 """
 
 import argparse
+import math
 import sys
+import time
+from dataclasses import asdict
 from pathlib import Path
 
 from tnn_scripts.common.errors import importing, report_errors
 
-from tnn_scripts.common.atomic import check_overwriting, claim
-from tnn_scripts.common.declared import declared_keys
+from tnn_scripts.common.atomic import check_overwriting, claim, new_files, write_json
 from tnn_scripts.common.model_path import check_model_path
 from tnn_scripts.common.parser import ProgramParser
 from tnn_scripts.data.files import check_source
 
-FITS = declared_keys("tnn_scripts.common.gradient_fit", "FITS")
+COLUMNS = ("order", "taps", "l2_layer", "l2_median", "l2_worst", "tail_bound", "largest_pole")
 
 
-def parse_arguments() -> argparse.Namespace:
+def parser() -> ProgramParser:
     parser = ProgramParser(description=__doc__)
     parser.add_argument("--model_name_or_path", required=True)
     parser.add_argument("--output_dir", type=Path, required=True)
@@ -33,31 +33,117 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--order", type=int, default=64, help="Number of real states per channel.")
     parser.add_argument("--window", type=int, default=16, help="Number of first taps that are kept exactly.")
     parser.add_argument("--tolerance", type=float, help="Use the smallest order with this relative error instead.")
-    parser.add_argument("--fit", choices=("direct", *FITS), default="direct", help="Method that finds the poles.")
-    parser.add_argument("--steps", type=int, default=2000, help="Steps of the gradient fit, for each layer.")
-    parser.add_argument("--learning_rate", type=float, default=0.02)
     parser.add_argument("--dataset_name")
     parser.add_argument("--dataset_config_name")
     parser.add_argument("--documents")
     parser.add_argument("--block_size", type=int)
     parser.add_argument("--rows", type=int, default=8, help="Number of rows of text to measure on.")
-    args = parser.parse_args()
-    check_model_path(args.model_name_or_path, tokenizer=True)
-    if args.fit in FITS and (args.tolerance is not None or args.steps < 1):
-        parser.error(
-            f"--fit {args.fit} must be given without --tolerance and with --steps of at least 1, got "
-            f"--tolerance {args.tolerance} --steps {args.steps}"
+    return parser
+
+
+def compare(model, converted, blocks) -> dict:
+    """The perplexities, the errors of the logits and the agreement of the likeliest tokens on ids `(R, L)`."""
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    losses, worst, squares, agreeing, scale = [0.0, 0.0], 0.0, 0.0, 0, 0.0
+    with torch.no_grad():
+        for row in blocks[:, None]:
+            before, after = (m(row, use_cache=False).logits[0].float() for m in (model, converted))  # (L, V)
+            for index, logits in enumerate((before, after)):
+                losses[index] += cross_entropy(logits[:-1], row[0, 1:]).item() / len(blocks)
+            worst = max(worst, (after - before).abs().max().item())
+            squares += (after - before).square().mean().item() / len(blocks)
+            scale += before.std().item() / len(blocks)
+            agreeing += (before.argmax(-1) == after.argmax(-1)).sum().item()
+    before, after = (math.exp(loss) for loss in losses)
+    return {
+        "perplexity_before": before,
+        "perplexity_after": after,
+        "perplexity_change": after / before - 1,
+        "logit_error_max": worst,
+        "logit_error_rms": math.sqrt(squares),
+        "logit_std": scale,
+        "top1_agreement": agreeing / blocks.numel(),
+        "tokens": blocks.numel(),
+        "length": blocks.shape[1],
+    }
+
+
+def to_recurrent(model, args: argparse.Namespace) -> tuple:
+    """The recurrent model, and a report of each layer."""
+    converted, layers = model.to_recurrent(args.order, args.window, args.tolerance)
+    return converted, [asdict(layer) for layer in layers]
+
+
+def run(args: argparse.Namespace, convert=to_recurrent) -> dict:
+    """Convert, measure and save; the contents of `conversion.json`.
+
+    Raises:
+        ValueError: model, tokenizer, options and text do not fit together.
+        SavingError: the model could not be written.
+    """
+    with importing("scripts"):
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
+        from tnn_scripts.common.loading import load
+        from tnn_scripts.data.text import load_corpus, pack
+        from tnn_scripts.data.vocabulary import check_vocabulary
+    name, tokenizer = args.model_name_or_path, load(AutoTokenizer, args.model_name_or_path)
+    model = load(AutoModelForCausalLM, name).eval()
+    if model.config.model_type != "tnn":
+        raise ValueError(f"--model_name_or_path must be a TNN, got {name} of {model.config.model_type}")
+    check_vocabulary(tokenizer, model.config.vocab_size)
+    start = time.perf_counter()
+    converted, layers = convert(model, args)
+    result = {
+        "model": name,
+        "converted_from": model.config.tno_type,
+        "modes": converted.config.num_modes if converted.config.tno_type == "modal" else None,
+        "seconds": time.perf_counter() - start,
+        "fit": getattr(args, "fit", "direct"),
+        "steps": getattr(args, "steps", None),
+        "layers": layers,
+    }
+    length = args.block_size or 8 * model.config.max_position_embeddings
+    corpus = load_corpus(args.dataset_name, args.dataset_config_name, documents=args.documents)
+    packed = pack(corpus["validation"], tokenizer, length)["input_ids"][: args.rows]
+    if not packed:
+        raise ValueError(
+            f"The validation text has fewer than {length} tokens. Give a longer text or a smaller --block_size."
         )
-    if args.dataset_name is not None:
-        check_source(args.dataset_name)
-    return args
+    result["comparison"] = compare(model, converted, torch.tensor(packed))
+    with new_files(args.output_dir) as folder:
+        converted.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        write_json(folder / "conversion.json", result)
+    return result
+
+
+def summary(result: dict, columns: tuple[str, ...] = COLUMNS) -> str:
+    if not result["layers"]:
+        lines = [f"A model with tno_type='{result['converted_from']}' is a recurrence already: saved as it is."]
+    else:
+        lines = ["layer " + " ".join(f"{name:>15}" for name in columns)]
+        for layer in result["layers"]:
+            cells = (f"{layer[c]:>15.2e}" if isinstance(layer[c], float) else f"{layer[c]:>15}" for c in columns)
+            lines.append(f"{layer['layer']:>5} " + " ".join(cells))
+        lines.append(f"{result['seconds'] / len(result['layers']):.2f} s a layer")
+    return "\n".join(lines) + (
+        "\nperplexity {perplexity_before:.3f} before, {perplexity_after:.3f} after ({perplexity_change:+.1e}); logit "
+        "error {logit_error_max:.1e} at most, {logit_error_rms:.1e} rms (std {logit_std:.1f}); top-1 agreement "
+        "{top1_agreement:.3%} on {tokens} tokens in rows of {length}"
+    ).format(**result["comparison"])
 
 
 @report_errors
 def main():
-    args = parse_arguments()
-    with importing("scripts"):
-        from tnn_scripts.runs.to_recurrent import run, summary
+    args = parser().parse_args()
+    check_model_path(args.model_name_or_path, tokenizer=True)
+    if args.dataset_name is not None:
+        check_source(args.dataset_name)
     with claim(args.output_dir):
         check_overwriting(args.output_dir, args.overwrite_output_dir, args.model_name_or_path)
         result = run(args)

@@ -30,6 +30,7 @@ from tnn_scripts.common.atomic import write_json
 from tnn_scripts.data.text import train_tokenizer
 
 PROGRAM = Path(__file__).parents[2] / "scripts" / "tnn.py"
+BENCHMARK = Path(__file__).parent / "benchmark.py"
 VOCABULARY = 32768
 RATES = ("1e-3", "2e-3", "4e-3")
 ATTENTION = "layer_types=[toeplitz,full_attention,toeplitz,toeplitz,toeplitz,full_attention,toeplitz]"
@@ -57,7 +58,7 @@ TINY = {
 
 
 class Experiment(NamedTuple):
-    """A run of `tnn`.
+    """A run of a program.
 
     Attributes:
         about: what it is for.
@@ -66,6 +67,7 @@ class Experiment(NamedTuple):
         quick: options that follow for a test.
         measures_time: nothing else may run beside it.
         resumes: it goes on from its last checkpoint.
+        program: `tnn`, or another one.
     """
 
     about: str
@@ -74,6 +76,7 @@ class Experiment(NamedTuple):
     quick: tuple
     measures_time: bool = False
     resumes: bool = False
+    program: Path = PROGRAM
 
 
 def language_model(name: str, rate: str, seed: int = 0) -> Experiment:
@@ -128,8 +131,9 @@ def copying(states: int) -> Experiment:
 
 
 def benchmark(about: str, *options, quick: tuple) -> Experiment:
-    options = ("benchmark", *options, "--output_file", "OUT/figures.json")
-    return Experiment(about, options, "figures.json", ("--device", "cpu", *quick), measures_time=True)
+    options = (*options, "--output_file", "OUT/figures.json")
+    quick = ("--device", "cpu", *quick)
+    return Experiment(about, options, "figures.json", quick, measures_time=True, program=BENCHMARK)
 
 
 def experiments() -> dict[str, Experiment]:
@@ -179,7 +183,7 @@ def command_of(experiment: Experiment, args: argparse.Namespace, folder: Path) -
         options += ["--resume_from_checkpoint", "auto"]
     places = {"OUT": str(folder), "TEXT": str(args.text)}
     texts = [str(option).replace("OUT", places["OUT"]).replace("TEXT", places["TEXT"]) for option in options]
-    return [sys.executable, str(PROGRAM), *texts]
+    return [sys.executable, str(experiment.program), *texts]
 
 
 def run(name: str, args: argparse.Namespace, end: float) -> str:

@@ -39,7 +39,7 @@ from tnn_scripts.common.declared import changed
 from tnn_scripts.common.grouping_trainer import GroupingTrainer
 from tnn_scripts.common.tables import markdown_table
 from tnn_scripts.common.trainer import compare, comparison
-from tnn_scripts.plotting.statistics import Kernel
+from tnn_scripts.plotting.reading import Kernel
 from tnn_scripts.run_ablation import AblationArguments
 from tnn_scripts.runs.run_ablation import build_trainer, load_text, score_variant
 

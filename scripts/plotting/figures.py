@@ -13,7 +13,7 @@ from matplotlib.colors import LogNorm, SymLogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
 
-from tnn_scripts.plotting.statistics import Kernel, octave_shares, range_name
+from tnn_scripts.plotting.reading import Kernel, octave_shares, range_name
 
 matplotlib.rcParams.update({"font.size": 9, "axes.titlesize": 10, "axes.grid": False})
 SEQUENTIAL, DIVERGING, LINE, ACCENT = "magma", "RdBu_r", "#2166ac", "#d6604d"
@@ -87,7 +87,7 @@ def layer(kernel: Kernel, matrix_size: int, tall: bool = False) -> Figure:
 
 def matrices(kernel: Kernel, size: int) -> Figure:
     """The Toeplitz matrices of eight channels, from a short to the longest horizon (figure 3 of the TNN paper)."""
-    horizons = kernel.horizons()
+    horizons = kernel.horizons
     order = np.argsort(horizons, kind="stable")
     chosen = [order[min(len(order) - 1, int(share * len(order)))] for share in EXAMPLES]
     figure = Figure(figsize=(15, 7.6), layout="constrained")
@@ -136,7 +136,7 @@ def _channel_map(axes: Axes, kernel: Kernel):
 
     The sign of a channel has no meaning (the gate and the output projection can change it): the largest is positive.
     """
-    order = np.argsort(kernel.horizons(), kind="stable")
+    order = np.argsort(kernel.horizons, kind="stable")
     positions = _warp(kernel.lags)
     edges = np.linspace(positions.min() - 0.25, positions.max() + 0.25, 240)
     nearest = np.abs(positions[None, :] - ((edges[1:] + edges[:-1]) / 2)[:, None]).argmin(axis=1)
@@ -164,7 +164,7 @@ def _warped_ticks(axes: Axes, kernel: Kernel):
 
 
 def _horizon_histogram(axes: Axes, kernel: Kernel):
-    horizons, longest = kernel.horizons(), _longest(kernel)
+    horizons, longest = kernel.horizons, _longest(kernel)
     bins = np.array([0, 1] + [2**power for power in range(1, longest.bit_length() + 1)])
     counts = np.histogram(horizons, bins)[0]
     names = [range_name(int(a), int(min(b - 1, longest))) for a, b in zip(bins[:-1], bins[1:], strict=True)]
@@ -178,12 +178,12 @@ def _horizon_histogram(axes: Axes, kernel: Kernel):
 def _linear_taps(axes: Axes, kernel: Kernel):
     near = np.abs(kernel.lags) <= NEAR
     lags, taps = kernel.lags[near], kernel.taps[:, near]
-    order = np.argsort(kernel.horizons(), kind="stable")
+    order = np.argsort(kernel.horizons, kind="stable")
     low, high = np.percentile(taps, [10, 90], axis=0)
     axes.fill_between(lags, low, high, color="0.5", alpha=0.25, linewidth=0, label="10th\N{EN DASH}90th percentile")
     for share, colour in zip((0.1, 0.5, 0.9), ("#1b9e77", "#d95f02", "#7570b3"), strict=True):
         channel = order[int(share * (len(order) - 1))]
-        horizon = kernel.horizons()[channel]
+        horizon = kernel.horizons[channel]
         axes.plot(lags, taps[channel], color=colour, linewidth=1.2, label=f"channel {channel}, horizon {horizon}")
     axes.axhline(0, color="0.6", linewidth=0.6)
     # Below the axes: the curves of a causal kernel start high, and may be anywhere after a few lags.
@@ -205,7 +205,7 @@ def _log_taps(axes: Axes, kernel: Kernel):
         low, median, high = np.percentile(size, [10, 50, 90], axis=0)
         axes.fill_between(distance, low, high, color=colour, alpha=0.2, linewidth=0)
         axes.loglog(distance, median, color=colour, label=f"median channel, {name}")
-    axes.axvline(max(1, np.median(kernel.horizons())), color="0.4", linestyle="--", label="median horizon")
+    axes.axvline(max(1, np.median(kernel.horizons)), color="0.4", linestyle="--", label="median horizon")
     longest = int(np.abs(kernel.lags).max())
     axes.xaxis.set_major_locator(LogLocator(10 if longest > NEAR else 2))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -216,12 +216,13 @@ def _log_taps(axes: Axes, kernel: Kernel):
 
 
 def _response(axes: Axes, kernel: Kernel):
-    frequency, magnitude = kernel.response()
+    magnitude = kernel.magnitudes
+    frequency = np.linspace(0, 1, magnitude.shape[1])  # over pi
     peak = np.maximum(magnitude.max(axis=1, keepdims=True), np.finfo(magnitude.dtype).tiny)
     decibels = 20 * np.log10(np.maximum(magnitude / peak, 1e-4))
     low, median, high = np.percentile(decibels, [10, 50, 90], axis=0)
-    axes.fill_between(frequency / np.pi, low, high, color=LINE, alpha=0.2, linewidth=0)
-    axes.plot(frequency / np.pi, median, color=LINE)
+    axes.fill_between(frequency, low, high, color=LINE, alpha=0.2, linewidth=0)
+    axes.plot(frequency, median, color=LINE)
     axes.set_ylim(max(-60, low.min() - 3), 3)
     periods = [period for period in (64, 16, 8, 4, 3, 2) if period <= max(2, len(kernel.lags))]
     top = axes.secondary_xaxis("top")
@@ -243,7 +244,7 @@ def _poles(axes: Axes, kernel: Kernel):
 
 def _longest(kernel: Kernel) -> int:
     """The largest of the drawn lags and of the horizons, which cover all lags."""
-    return int(max(np.abs(kernel.lags).max(), kernel.horizons().max()))
+    return int(max(np.abs(kernel.lags).max(), kernel.horizons.max()))
 
 
 def _distance_axis(axes: Axes, longest: int):

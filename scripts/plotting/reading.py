@@ -1,7 +1,16 @@
-"""The kernels of a model, read from its operators."""
+"""The kernels of a model, read from its operators, and their statistics.
+
+    share of lag k:  |t_k| / sum_j |t_j|,     horizon: the smallest h with  sum_{|k| <= h} share_k >= 90%
+
+The sums are over all lags of a kernel, not only the drawn ones. If a kernel continues beyond the lags that were read,
+its horizon is a lower bound. D channels, M lags.
+"""
+
+from __future__ import annotations
 
 import copy
-import dataclasses
+import math
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -11,14 +20,149 @@ from modeling_tnn.tno_auto import TwoAxisOperator
 from modeling_tnn.tno_modal import ModalOperator
 from modeling_tnn.tno_rtf import RtfOperator, companion_matrix
 from modeling_tnn.tno_s4d import S4dOperator
-from tnn_scripts.plotting.statistics import Kernel, Whole, summary
 
+HORIZON_SHARE = 0.9
 # Number of positions of an unbounded kernel that are read first, and at most.
 FIRST, LONGEST = 2**10, 2**15
 # A kernel has decayed if the outer half of its lags has at most this share; later lags have even less.
 NEGLIGIBLE = 1e-3
 # Filters with poles outside the unit circle overflow. This limit keeps their sums finite.
 LARGEST = 1e100
+# The horizon of an open channel, for the order of horizons.
+UNKNOWN = 2.0**40
+
+
+@dataclass
+class Kernel:
+    """The coefficients of one operator, and the figures of all its lags.
+
+    Args:
+        label: name of the kernel in the pictures.
+        taps: coefficients `(D, M)`.
+        lags: `(M,)`, from the most negative one (the furthest position ahead) to the largest (the furthest back).
+        poles: complex poles of a recurrence, of any shape.
+        open: which channels may have weight beyond the lags, `(D,)`; none unless given.
+        beyond: the mean shares of the channels further ahead and further back than `lags`.
+        weights: the sum of |t_k| of each channel, `(D,)`.
+        horizons: those of the channels, `(D,)`; 0 for a channel of zeros, a lower bound for an open channel.
+    """
+
+    label: str
+    taps: np.ndarray
+    lags: np.ndarray
+    poles: np.ndarray | None = None
+    open: np.ndarray | None = None
+    beyond: tuple[float, float] = (0.0, 0.0)
+    weights: np.ndarray | None = None
+    horizons: np.ndarray | None = None
+    magnitudes: np.ndarray | None = None  # of the response, `(D, points)`
+
+    def __post_init__(self):
+        if self.open is None:
+            self.open = np.zeros(len(self.taps), dtype=bool)
+        if self.weights is None:
+            self.weights = np.abs(self.taps).sum(axis=1)
+            within = self.shares_by_distance().cumsum(axis=1)
+            horizons = (within < HORIZON_SHARE - 1e-12).sum(axis=1).clip(max=within.shape[1] - 1)
+            self.horizons = np.where(self.weights == 0, 0, horizons)
+            self.magnitudes = response(self.taps)
+
+    @property
+    def causal(self) -> bool:
+        return bool(self.lags[0] >= 0)
+
+    def shares(self) -> np.ndarray:
+        """The share of each lag in each channel, `(D, M)`; zero in a channel of zeros."""
+        return np.abs(self.taps) / np.maximum(self.weights[:, None], np.finfo(self.taps.dtype).tiny)
+
+    def shares_by_distance(self) -> np.ndarray:
+        """The shares of both sides together, `(D, distances)`."""
+        shares, ahead = self.shares(), max(0, int(-self.lags[0]))
+        by_distance = shares[:, ahead:].copy()
+        by_distance[:, 1 : ahead + 1] += shares[:, :ahead][:, ::-1]
+        return by_distance
+
+    def horizon_percentile(self, percent: float) -> tuple[float, bool]:
+        """A percentile of the channels' horizons, and whether it is only a lower bound."""
+        known = np.where(self.open, UNKNOWN, self.horizons)
+        is_bound = np.sort(known)[math.ceil(percent / 100 * (len(known) - 1))] == UNKNOWN
+        return float(np.percentile(self.horizons if is_bound else known, percent)), bool(is_bound)
+
+    def horizon_text(self, percent: float) -> str:
+        value, is_bound = self.horizon_percentile(percent)
+        return f"\N{GREATER-THAN OR EQUAL TO} {value:.0f}" if is_bound else f"{value:.0f}"
+
+    def cut(self, length: int) -> Kernel:
+        """The kernel at `length` positions, with the figures of all lags; those of open channels are what is drawn."""
+        lags = np.arange(0 if self.causal else 1 - length, length)
+        taps = np.zeros((len(self.taps), len(lags)))
+        taps[:, np.isin(lags, self.lags)] = self.taps[:, np.isin(self.lags, lags)]
+        shares = np.where(self.open[:, None], 0, self.shares()).mean(axis=0)  # (M,)
+        beyond = shares[self.lags < lags[0]].sum(), shares[self.lags > lags[-1]].sum()
+        weights = np.where(self.open, np.abs(taps).sum(axis=1), self.weights)
+        magnitudes = np.where(self.open[:, None], response(taps), self.magnitudes)
+        return replace(self, taps=taps, lags=lags, beyond=beyond, weights=weights, magnitudes=magnitudes)
+
+
+def response(taps: np.ndarray, points: int = 513) -> np.ndarray:
+    """The magnitudes of the response at `points` frequencies in [0, pi], `(D, points)`."""
+    size = 2 * (points - 1)  # the samples cannot distinguish lags that differ by this number
+    folded = np.pad(taps, ((0, 0), (0, -taps.shape[1] % size))).reshape(len(taps), -1, size).sum(axis=1)  # (D, size)
+    return np.abs(np.fft.rfft(folded))
+
+
+def octaves(longest: int) -> list[tuple[int, int]]:
+    """The ranges of distances 0, 1, 2-3, 4-7, .. up to `longest`, both ends included."""
+    ranges = [(0, 0)]
+    while ranges[-1][1] < longest:
+        first = ranges[-1][1] + 1
+        ranges.append((first, min(2 * first - 1, longest)))
+    return ranges
+
+
+def range_name(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}\N{EN DASH}{last}"
+
+
+def octave_shares(kernel: Kernel) -> dict[str, float]:
+    """The mean share of the channels in each octave, from the furthest ahead to the furthest back.
+
+    A causal kernel looks only back, and its octaves have plain numbers as names. What a kernel has beyond its lags is
+    in ranges of its own at the ends.
+    """
+    mean = kernel.shares().mean(axis=0)  # (M,)
+    longest = int(np.abs(kernel.lags).max())
+    ranges, rest = octaves(longest), f"\N{GREATER-THAN OR EQUAL TO} {longest + 1}"
+    ahead, back = kernel.beyond
+    shares = {f"{rest} ahead": ahead} if ahead + back > 0 and not kernel.causal else {}
+    if not kernel.causal:
+        for first, last in reversed(ranges[1:]):
+            shares[f"{range_name(first, last)} ahead"] = mean[(-kernel.lags >= first) & (-kernel.lags <= last)].sum()
+    for first, last in ranges:
+        name = range_name(first, last) + (" back" if first and not kernel.causal else "")
+        shares[name] = mean[(kernel.lags >= first) & (kernel.lags <= last)].sum()
+    if ahead + back > 0:
+        shares[rest + ("" if kernel.causal else " back")] = back
+    return {name: float(share) for name, share in shares.items()}
+
+
+def summary(kernel: Kernel) -> dict:
+    """The numbers of one kernel for the table and the JSON file."""
+    percents = {"median": 50, "10_percent": 10, "90_percent": 90, "longest": 100}
+    horizons = {f"horizon_{name}": kernel.horizon_percentile(percent) for name, percent in percents.items()}
+    frequency, shares = np.linspace(0, np.pi, kernel.magnitudes.shape[1]), octave_shares(kernel)
+    return {
+        "label": kernel.label,
+        "channels": len(kernel.taps),
+        "positions": int(np.abs(kernel.lags).max()) + 1,
+        **{name: value for name, (value, _) in horizons.items()},
+        "lower_bounds": [name for name, (_, is_bound) in horizons.items() if is_bound],
+        "main_range": max(shares, key=shares.get),
+        "main_range_share": max(shares.values()),
+        "mean_peak_frequency": float(frequency[kernel.magnitudes.argmax(axis=1)].mean()),
+        "largest_pole": None if kernel.poles is None else float(np.abs(kernel.poles).max()),
+        "share_by_distance": shares,
+    }
 
 
 @torch.no_grad()
@@ -26,9 +170,9 @@ def read_kernel(operator, length: int, label: str) -> Kernel:
     """The coefficients of an operator for sequences of `length` positions."""
     taps = operator.coefficients(length).double().cpu().numpy()  # (D, M)
     taps = np.nan_to_num(taps, nan=LARGEST, posinf=LARGEST, neginf=-LARGEST).clip(-LARGEST, LARGEST)
-    first = 0 if operator.causal else 1 - length
     poles = poles_of(operator)
-    return Kernel(label, taps, np.arange(first, length), None if poles is None else poles.cpu().numpy())
+    lags = np.arange(0 if operator.causal else 1 - length, length)
+    return Kernel(label, taps, lags, None if poles is None else poles.cpu().numpy())
 
 
 def poles_of(operator) -> torch.Tensor | None:
@@ -54,56 +198,39 @@ def read_whole(operator, label: str, side: int | None = None) -> Kernel:
         kernel = read_kernel(operator, length, label)
         if length == end:
             return kernel
-        kernel.open = kernel.outer_shares() > NEGLIGIBLE
+        shares = kernel.shares_by_distance()
+        kernel.open = shares[:, shares.shape[1] // 2 :].sum(axis=1) > NEGLIGIBLE
         if length == LONGEST or not kernel.open.any():
             return kernel
         length = min(4 * length, LONGEST)
 
 
-def read_layer(operator, length: int, index: int, side: int | None = None) -> list[tuple[Kernel, dict]]:
-    """The kernel of a layer, or the two along the rows and the columns of an image of `side` patches a row.
-
-    Each has its lags up to `length`, and the figures of all its lags.
-    """
-    parts = {"": operator}
-    if isinstance(operator, TwoAxisOperator):
-        parts = {" rows": operator.rows, " columns": operator.columns}
-    read = []
-    for name, part in parts.items():
-        whole = read_whole(part, f"layer {index}{name}", side)
-        drawn = read_kernel(part, length, whole.label)
-        read.append((dataclasses.replace(drawn, open=whole.open, whole=known_of(whole, drawn)), summary(whole)))
-    return read
-
-
-def known_of(whole: Kernel, drawn: Kernel) -> Whole:
-    """The figures of a whole kernel for its pictures. For open channels, shares and response cover the drawn lags."""
-    is_open = np.zeros(len(whole.taps), dtype=bool) if whole.open is None else whole.open
-    frequency, magnitude = whole.response()
-    shares = np.where(is_open[:, None], 0, whole.shares()).mean(axis=0)  # (M,)
-    return Whole(
-        beyond=(shares[whole.lags < drawn.lags[0]].sum(), shares[whole.lags > drawn.lags[-1]].sum()),
-        weights=np.where(is_open, drawn.weights(), whole.weights()),
-        horizons=whole.horizons(),
-        response=(frequency, np.where(is_open[:, None], drawn.response()[1], magnitude)),
-    )
-
-
 def read_model(model: PreTrainedModel, length: int) -> tuple[list[Kernel], list[dict]]:
     """The kernels of all layers of a model without its head, drawn at `length` positions, and the figures of each.
 
-    They are computed in float32 or float64, because the resolution of the dtype limits the decay. Attention has none.
+    They are computed in float32 or float64, because the resolution of the dtype limits the decay. A layer of an image
+    model has two, along rows and columns. Attention has none.
 
     Raises:
         ValueError: all layers are attention.
     """
     dtype = torch.promote_types(model.dtype, torch.float32)
     side = model.config.axis_length if model.config.spatial_dims == 2 else None
-    operators = {index: layer.mixer.tno for index, layer in enumerate(model.layers) if layer.mixer is not None}
+    operators = {f"layer {i}": layer.mixer.tno for i, layer in enumerate(model.layers) if layer.mixer is not None}
     if not operators:
         raise ValueError(f"`layer_types` must have a 'toeplitz' layer to draw, got {model.config.layer_types}")
-    if dtype != model.dtype:
-        operators = {index: copy.deepcopy(operator).to(dtype) for index, operator in operators.items()}
-    layers = [read_layer(operator, length, index, side) for index, operator in operators.items()]
-    kernels, rows = (list(part) for part in zip(*(pair for layer in layers for pair in layer), strict=True))
+    kernels, rows = [], []
+    for label, operator in operators.items():
+        operator = operator if dtype == model.dtype else copy.deepcopy(operator).to(dtype)
+        for kernel, row in read_layer(operator, length, label, side):
+            kernels.append(kernel)
+            rows.append(row)
     return kernels, rows
+
+
+def read_layer(operator, length: int, label: str, side: int | None = None) -> list[tuple[Kernel, dict]]:
+    """The kernels of a layer at `length` positions, and the figures of all their lags."""
+    two = isinstance(operator, TwoAxisOperator)
+    parts = {" rows": operator.rows, " columns": operator.columns} if two else {"": operator}
+    whole = [read_whole(part, label + name, side) for name, part in parts.items()]
+    return [(kernel.cut(length), summary(kernel)) for kernel in whole]

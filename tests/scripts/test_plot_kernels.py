@@ -3,34 +3,36 @@
 import json
 import math
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from helpers import processes
-from helpers.models import exhaustive, seeded, tiny_config
-from helpers.scripts import program, run_script
+from helpers.models import seeded, tiny_config
+from helpers.scripts import run
 from modeling_tnn import TnnForCausalLM, TnnForImageClassification, TnnForMaskedLM
 from modeling_tnn.tno_auto import build_tno
-from tnn_scripts.plot_kernels import parse_arguments
-from tnn_scripts.plotting import figures as kernel_figures
-from tnn_scripts.plotting.reading import poles_of, read_kernel, read_layer
-from tnn_scripts.plotting.statistics import Kernel, octave_shares, octaves, summary
-
-ROOT = Path(__file__).parents[2]
+from tnn_scripts.plotting import figures
+from tnn_scripts.plotting.reading import (
+    Kernel,
+    octave_shares,
+    octaves,
+    poles_of,
+    read_kernel,
+    read_layer,
+    response,
+    summary,
+)
 
 
 def test_horizon_and_shares_of_known_kernels():
     one_sided = Kernel("layer", np.array([[8.0, -1, 1, 0, 0], [0, 0, 0, 0, -3], [0, 0, 0, 0, 0]]), np.arange(5))
-    assert one_sided.horizons().tolist() == [1, 4, 0]
+    assert one_sided.horizons.tolist() == [1, 4, 0]
     assert octave_shares(one_sided) == pytest.approx({"0": 0.8 / 3, "1": 0.1 / 3, "2–3": 0.1 / 3, "4": 1 / 3})
     two_sided = Kernel("layer", np.array([[3.0, 0, 0, 6, 1]]), np.arange(-2, 3))
-    assert two_sided.horizons().tolist() == [2] and not two_sided.causal
-    assert octave_shares(two_sided) == pytest.approx(
-        {"2 ahead": 0.3, "1 ahead": 0, "0": 0, "1 back": 0.6, "2 back": 0.1}
-    )
+    assert two_sided.horizons.tolist() == [2] and not two_sided.causal
+    expected = {"2 ahead": 0.3, "1 ahead": 0, "0": 0, "1 back": 0.6, "2 back": 0.1}
+    assert octave_shares(two_sided) == pytest.approx(expected)
     assert octaves(0) == [(0, 0)] and octaves(5) == [(0, 0), (1, 1), (2, 3), (4, 5)]
 
 
@@ -47,7 +49,7 @@ def test_open_channels_make_lower_bounds():
 
 
 def read_summary(operator, shown: int) -> dict:
-    ((kernel, row),) = read_layer(operator, shown, 0)
+    ((kernel, row),) = read_layer(operator, shown, "layer 0")
     assert kernel.taps.shape[1] == (shown if operator.causal else 2 * shown - 1)
     return row
 
@@ -57,12 +59,11 @@ def test_what_is_drawn_does_not_change_the_figures(causal):
     """Decays of the kernel itself are those of its 64 parameters a side: horizon h has 1 - r^(h+1) of 1 - r^64."""
     operator = build_tno(tiny_config("explicit", causal, decay=None))
     rates = torch.linspace(0.5, 0.99, operator.channels)[:, None]
-    lags = torch.arange(0 if causal else -63, 64).abs()
     with torch.no_grad():
-        operator.taps.copy_(rates**lags)
+        operator.taps.copy_(rates ** torch.arange(0 if causal else -63, 64).abs())
     rows = [read_summary(operator, shown) for shown in (2, 16, 64, 200)]
     assert all(row == rows[0] for row in rows) and rows[0]["lower_bounds"] == [] and rows[0]["positions"] == 64
-    weight = (rates ** torch.arange(64)) * (torch.arange(64) > 0).add(1) if not causal else rates ** torch.arange(64)
+    weight = rates ** torch.arange(64) * (1 if causal else (torch.arange(64) > 0).add(1))
     expected = (weight.cumsum(1) < 0.9 * weight.sum(1, keepdim=True)).sum(1)
     assert rows[0]["horizon_median"] == expected.double().quantile(0.5).item()
     assert rows[0]["horizon_longest"] == expected.max().item()
@@ -92,20 +93,17 @@ def test_a_kernel_without_an_end_has_a_lower_bound(growing):
     else:
         operator.coefficients = lambda length: torch.ones(operator.channels, length)
         operator.kernel_length = lambda exact: None
-    row, ((drawn, _),) = read_summary(operator, 16), read_layer(operator, 16, 0)
+    ((drawn, row),) = read_layer(operator, 16, "layer 0")
     np.testing.assert_allclose(drawn.shares().sum(axis=1), 1)
     assert row["positions"] == 2**15 and set(row["lower_bounds"]) >= {"horizon_median", "horizon_longest"}
     assert row["horizon_median"] >= 100 and (growing or row["horizon_median"] == math.ceil(0.9 * 2**15) - 1)
 
 
 def test_response_is_that_of_the_transform():
-    taps = np.random.default_rng(0).normal(size=(3, 17))
-    folded = np.random.default_rng(0).normal(size=(2, 150))
-    direct = np.abs(folded @ np.exp(-1j * np.outer(np.arange(150), np.linspace(0, np.pi, 33))))
-    np.testing.assert_allclose(Kernel("layer", folded, np.arange(150)).response(33)[1], direct, atol=1e-12)
-    expected = np.abs(np.fft.rfft(taps, n=64))
-    np.testing.assert_allclose(Kernel("layer", taps, np.arange(17)).response(33)[1], expected)
-    np.testing.assert_allclose(Kernel("layer", taps, np.arange(-8, 9)).response(33)[1], expected)
+    taps = np.random.default_rng(0).normal(size=(2, 150))  # more than there are samples
+    direct = np.abs(taps @ np.exp(-1j * np.outer(np.arange(150), np.linspace(0, np.pi, 33))))
+    np.testing.assert_allclose(response(taps, 33), direct, atol=1e-12)
+    np.testing.assert_allclose(response(taps[:, :17], 33), np.abs(np.fft.rfft(taps[:, :17], n=64)))
 
 
 def test_poles_are_the_roots_of_the_denominators():
@@ -122,7 +120,7 @@ def test_poles_are_the_roots_of_the_denominators():
 @pytest.mark.filterwarnings("error")
 def test_extreme_kernels_can_be_drawn(taps):
     kernel = Kernel("layer 0", taps, np.arange(-4, 5))
-    for figure in (kernel_figures.layer(kernel, 4), kernel_figures.overview([kernel], "title")):
+    for figure in (figures.layer(kernel, 4), figures.overview([kernel], "title")):
         figure.canvas.draw()
     assert summary(kernel)["largest_pole"] is None
 
@@ -130,22 +128,13 @@ def test_extreme_kernels_can_be_drawn(taps):
 @pytest.mark.parametrize(("causal", "columns"), [(True, ["≥ 16"]), (False, ["≥ 16 ahead", "≥ 16 back"])])
 def test_shares_beyond_what_is_drawn_have_columns(causal, columns):
     """A decay of 0.99 leaves much behind 16 positions; each row of the heat map has the whole weight."""
-    operator = seeded(build_tno, tiny_config(causal=causal, decay=0.99))
-    ((kernel, _),) = read_layer(operator, 16, 0)
+    ((kernel, _),) = read_layer(seeded(build_tno, tiny_config(causal=causal, decay=0.99)), 16, "layer 0")
     ended = Kernel("layer 1", np.eye(1, len(kernel.lags)), kernel.lags)
     shares = octave_shares(kernel)
     assert sum(shares.values()) == pytest.approx(1) and all(shares[name] > 0.1 for name in columns)
-    axes = kernel_figures.overview([ended, kernel], "title").axes[0]
+    axes = figures.overview([ended, kernel], "title").axes[0]
     assert [label.get_text() for label in axes.get_xticklabels()] == list(shares)
     assert axes.texts[-1].get_text() == f"{100 * shares[columns[-1]]:.0f}"
-    assert columns[-1] not in octave_shares(ended)
-
-
-def test_the_legend_hides_no_curve():
-    figure = kernel_figures.layer(Kernel("layer 0", np.ones((4, 40)), np.arange(40)), 4)
-    figure.canvas.draw()
-    (axes,) = (axes for axes in figure.axes if "linear axes" in axes.get_title())
-    assert axes.get_legend().get_window_extent().y1 < axes.get_window_extent().y0
 
 
 def test_bidirectional_kernel_is_read_with_its_lags():
@@ -155,56 +144,33 @@ def test_bidirectional_kernel_is_read_with_its_lags():
     row = torch.from_numpy(kernel.taps[0])
     torch.testing.assert_close(operator.dense(5)[0, :, 0].detach(), row[kernel.lags >= 0])
     torch.testing.assert_close(operator.dense(5)[0, 0].detach(), row[kernel.lags <= 0].flip(0))
+    np.testing.assert_array_equal(kernel.cut(3).taps, kernel.taps[:, 2:7])
 
 
-def test_image_models_have_two_kernels_a_layer():
-    operator = seeded(build_tno, tiny_config(causal=False, spatial_dims=2, max_position_embeddings=36))
-    (rows, figures), (columns, _) = read_layer(operator, 8, 3, 6)
-    assert figures["positions"] == 6  # no lag of an image is longer
-    assert (rows.label, columns.label) == ("layer 3 rows", "layer 3 columns")
-    assert not np.array_equal(rows.taps, columns.taps)
+IMAGES = {"image_size": 24, "patch_size": 4, "max_position_embeddings": 36, "spatial_dims": 2}
 
 
-@pytest.mark.parametrize("tno_type, causal", [("modal", True), *exhaustive(("ski", False))])
-def test_script(tno_type, causal, tmp_path):
-    model = seeded(TnnForCausalLM if causal else TnnForMaskedLM, tiny_config(tno_type, causal, num_hidden_layers=1))
-    model.save_pretrained(tmp_path / "model")
-    output = tmp_path / "pictures"
-    given = ["--model_name_or_path", tmp_path / "model", "--output_dir", output, "--length", 33, "--dpi", 40]
-    result = processes.run(program("plot_kernels", *given), check=True)
-    names = {"overview", "layer-0", "layer-0-matrices"}
-    assert {path.stem for path in output.glob("*.png")} == names
+@pytest.mark.parametrize(("head", "fields", "names"), [
+    (TnnForCausalLM, {"tno_type": "modal"}, ["layer-0"]),
+    (TnnForMaskedLM, {"tno_type": "ski", "causal": False}, ["layer-0"]),
+    (TnnForImageClassification, {"causal": False, **IMAGES}, ["layer-0-rows", "layer-0-columns"]),
+])  # fmt: skip
+def test_script(head, fields, names, tmp_path):
+    """An image model has two kernels a layer, whose longest lag is a side of the image."""
+    seeded(head, tiny_config(**fields, num_hidden_layers=1)).save_pretrained(tmp_path / "model")
+    output, length = tmp_path / "pictures", 6 if "spatial_dims" in fields else 33
+    given = ["--model_name_or_path", tmp_path / "model", "--output_dir", output, "--length", length, "--dpi", 40]
+    shown = run("plot_kernels", *given).stdout
+    pictures = {"overview", *names, *(f"{name}-matrices" for name in names)}
+    assert {path.stem for path in output.glob("*.png")} == pictures
     page = (output / "index.html").read_text()
-    assert set(re.findall(r'alt="(.*?)" src="data:image/png;base64,', page)) == names
-    assert "http" not in page
-    figures = json.loads((output / "kernels.json").read_text())
-    (layer,) = figures["layers"]
-    assert figures["length"] == 33 and layer["channels"] == 64
-    assert sum(layer["share_by_distance"].values()) == pytest.approx(1)
-    assert (layer["largest_pole"] is not None) == (tno_type == "modal")
+    assert set(re.findall(r'alt="(.*?)" src="data:image/png;base64,', page)) == pictures and "http" not in page
+    found = json.loads((output / "kernels.json").read_text())
+    layer = found["layers"][0]
+    assert [row["label"] for row in found["layers"]] == ["layer 0" + name[7:].replace("-", " ") for name in names]
+    assert found["length"] == length and sum(layer["share_by_distance"].values()) == pytest.approx(1)
+    assert layer["positions"] == 6 or "spatial_dims" not in fields
+    assert (layer["largest_pole"] is not None) == (fields.get("tno_type") == "modal")
     bound = ">= " if "horizon_median" in layer["lower_bounds"] else ""
-    assert f"horizon {bound}{layer['horizon_median']:.0f} positions" in result.stdout
+    assert f"horizon {bound}{layer['horizon_median']:.0f} positions" in shown
     assert ("≥ " in page) == bool(layer["lower_bounds"])
-
-
-def test_script_on_an_image_classifier(tmp_path, capsys):
-    fields = {
-        "image_size": 24,
-        "patch_size": 4,
-        "max_position_embeddings": 36,
-        "spatial_dims": 2,
-        "num_hidden_layers": 1,
-    }
-    seeded(TnnForImageClassification, tiny_config(causal=False, **fields)).save_pretrained(tmp_path / "model")
-    run_script(
-        "plot_kernels", "--model_name_or_path", tmp_path / "model", "--output_dir", tmp_path / "out", "--dpi", 40
-    )
-    figures = json.loads((tmp_path / "out" / "kernels.json").read_text())
-    assert [layer["label"] for layer in figures["layers"]] == ["layer 0 rows", "layer 0 columns"]
-    assert figures["length"] == 6 and (tmp_path / "out" / "layer-0-columns.png").is_file()
-
-
-def test_script_refuses_a_length_of_one(capsys):
-    with pytest.raises(SystemExit):
-        parse_arguments(["--model_name_or_path", "x", "--output_dir", "y", "--length", "1"])
-    assert "--length must be at least 2, got 1" in capsys.readouterr().err

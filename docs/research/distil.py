@@ -1,4 +1,4 @@
-"""Recurrences fitted to kernels by gradient descent, as the RTF paper distils filters (section 4.4, table 3).
+"""Convert a model to recurrences fitted by gradient descent, as the RTF paper distils filters (section 4.4, table 3).
 
     minimise  mean_d ||k_d - h_d||^2 / ||k_d||^2,    h_d the taps of channel d, of order N
 
@@ -6,14 +6,21 @@
     modal-gradient    h_d,k = 2 Re sum_q r_q lambda_q^k (and d more at k = 0), over lambda, r and d  Laughing Hyena
 
 D channels, m taps, N order, Q = N / 2 modes. Every channel has its own poles. The direct fit of `to_recurrent` shares
-them within a layer. (Massaroli et al., "Laughing Hyena Distillery", NeurIPS 2023, fits the modal form.)
+them within a layer, and is reported too. (Massaroli et al., "Laughing Hyena Distillery", NeurIPS 2023, fits the modal
+form.) The options are those of `tnn to-recurrent`, and --fit, --steps and --learning_rate.
+
+Example:
+    python docs/research/distil.py --model_name_or_path outputs/demo --output_dir outputs/rtf --fit gradient --order 16
 """
 
 import copy
 import math
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from tnn_scripts.common.errors import report_errors
 
 import torch
 from torch import nn
@@ -23,7 +30,13 @@ from modeling_tnn.numerics import compute_dtype
 from modeling_tnn.tno import ToeplitzOperator
 from modeling_tnn.tno_auto import build_tno
 from modeling_tnn.tools.recurrent import fit_layer, kernel_to_fit, own_weights
+from tnn_scripts.common.atomic import check_overwriting, claim
 from tnn_scripts.plotting.reading import poles_of
+from tnn_scripts.to_recurrent import parser, run, summary
+
+COLUMNS = (
+    "order", "taps", "l2_layer", "l2_worst", "mse", "largest_pole", "direct_l2_layer", "direct_l2_worst", "direct_mse",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -189,3 +202,25 @@ def convert_by_gradient(
     converted.tie_weights()
     converted.generation_config = copy.deepcopy(model.generation_config)
     return converted.train(model.training), [report for _, report in fits]
+
+
+@report_errors
+def main():
+    options = parser()
+    options.description = __doc__
+    options.add_argument("--fit", choices=FITS, default="gradient", help="Form of the recurrence.")
+    options.add_argument("--steps", type=int, default=2000, help="Steps of the fit, for each layer.")
+    options.add_argument("--learning_rate", type=float, default=0.02)
+    args = options.parse_args()
+
+    def convert(model, args):
+        return convert_by_gradient(model, args.order, args.window, args.steps, args.learning_rate, args.fit)
+
+    with claim(args.output_dir):
+        check_overwriting(args.output_dir, args.overwrite_output_dir, args.model_name_or_path)
+        result = run(args, convert)
+    sys.stdout.write(summary(result, COLUMNS) + f"\nsaved in {args.output_dir}\n")
+
+
+if __name__ == "__main__":
+    main()
