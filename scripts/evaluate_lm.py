@@ -66,9 +66,7 @@ class EvaluateArguments:
         if shortest < 2:
             raise ValueError(f"--lengths must be at least 2, got {shortest}")
         if self.objective == "mlm" and stride is not None:
-            raise ValueError(
-                f"--stride must not be given with --objective mlm, whose rows do not overlap, got {stride}"
-            )
+            raise ValueError(f"--stride must not be given with --objective mlm (rows do not overlap), got {stride}")
         if not 0 < self.mlm_probability < 1:
             raise ValueError(f"--mlm_probability must be in (0, 1), got {self.mlm_probability}")
         check_counts(self, "tokens_per_pass", "max_tokens")

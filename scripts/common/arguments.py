@@ -130,10 +130,10 @@ def parse_arguments(dataclasses: list[type], description: str) -> tuple:
         overrides = [*_values_of("--config_overrides", options)]  # of a field, the last value counts
         options += ["--config_overrides", ",".join(overrides)] if len(overrides) > 1 else []
         found, unknown = parser.parse_known_args(options)
+        parser.refuse(unknown)
         filled = parser.fill(found)
     except ValueError as error:
         parser.error(str(error))
-    parser.refuse(unknown)
     return tuple(filled)
 
 

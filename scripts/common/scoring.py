@@ -115,8 +115,7 @@ def score_masked(
 def by_context(nats: torch.Tensor, length: int) -> list[dict[str, float]]:
     """The mean loss in nats of tokens with 1, 2 to 3, 4 to 7, .. tokens before them in their row.
 
-    Args:
-        nats: the losses `(T-1,)` of rows of `length` without a stride, from `score_tokens`.
+    `nats` are the losses `(T-1,)` of rows of `length` without a stride, from `score_tokens`.
     """
     before = torch.arange(len(nats)) % (length - 1) + 1  # (T-1,)
     found = []
@@ -131,9 +130,7 @@ def interval(totals: torch.Tensor, sizes: torch.Tensor) -> float | None:
     """Half the width of the 95% interval of `sum(totals) / sum(sizes)`, with the N documents as independent samples.
 
     By the variance of a ratio of means (Cochran 1977, Sampling Techniques, equation 6.13). None for one document.
-
-    Args:
-        totals, sizes: for each document `(N,)`, such as its bits and its bytes.
+    `totals` and `sizes` are those of each document `(N,)`, such as its bits and its bytes.
     """
     count, whole = len(totals), sizes.sum()
     if count < 2:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from datasets import ClassLabel, Dataset, DatasetDict, load_dataset
+from datasets import ClassLabel, Dataset, DatasetDict, Value, load_dataset
 from scipy.stats import pearsonr, spearmanr
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef, mean_squared_error
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -101,11 +101,7 @@ class TaskData:
 
 
 def load_task(name: str, path: str | None = None) -> TaskData:
-    """A task from the Hub, or from a local folder that `datasets` reads as `load_dataset(path, name)`.
-
-    Raises:
-        ValueError: the columns are not those of the task, or a split is missing.
-    """
+    """A task from the Hub, or from a local folder that `datasets` reads as `load_dataset(path, name)`."""
     data = TaskData(name, load_dataset(path or HUB_NAME, name), TASKS[name])
     if "train" not in data.splits or not data.validation_splits:
         raise ValueError(f"{name} must have the splits train and validation, got {', '.join(data.splits)}")
@@ -123,17 +119,10 @@ def load_task(name: str, path: str | None = None) -> TaskData:
 
 
 def load_files(train: str, validation: str, test: str | None = None, sentence_keys: tuple[str, ...] = ()) -> TaskData:
-    """CSV, JSON or parquet files with a column `label` and one or two columns of text.
+    """CSV, JSON or parquet files with a column `label` and one or two columns of text, `sentence_keys`.
 
-    Labels are classes (text or whole numbers), or values to predict (other numbers).
-
-    Args:
-        sentence_keys: names of the columns of text; unless given, `find_sentences` finds them.
-
-    Raises:
-        ValueError: a file is missing, empty or of another kind, lacks columns of the training file, or has several
-            columns of text and `sentence_keys` is not given. A text is missing, or a label outside the test file;
-            labels are of several kinds, of one class alone, or not in the training file.
+    Labels are classes (text or whole numbers), or values to predict (other numbers). Unless given, `find_sentences`
+    finds the columns of text. A ValueError says which file or row is not so.
     """
     files = {"train": train, "validation": validation} | ({} if test is None else {"test": test})
     kinds = {split: builder_of(file) for split, file in files.items()}
@@ -155,7 +144,13 @@ def load_files(train: str, validation: str, test: str | None = None, sentence_ke
                 raise ValueError(
                     f"The column {column} of {files[split]} must have a value in each row, got none in row {row}"
                 )
-    if not _are_values(splits):
+    kind = getattr(splits["train"].features["label"], "dtype", None)
+    if kind is None or kind.startswith(("list", "dict")):
+        raise ValueError(f"Labels must be text or numbers, got {splits['train'].features['label']} in {train}")
+    if kind.startswith(("float", "double")):
+        for split in [split for split, rows in splits.items() if "label" in rows.column_names]:
+            splits[split] = splits[split].cast_column("label", Value(kind))
+    else:
         names = sorted(set(splits["train"]["label"]))
         if len(names) < 2:
             raise ValueError(f"The labels of {train} must have at least two classes, got {names[0]!r} alone")
@@ -165,11 +160,7 @@ def load_files(train: str, validation: str, test: str | None = None, sentence_ke
 
 
 def find_sentences(source: str, rows: Dataset) -> tuple[str, ...]:
-    """The columns of text: `sentence1` and `sentence2` as in run_glue.py, columns of a GLUE task, or the only one.
-
-    Raises:
-        ValueError: there is no column of text, or several. (run_glue.py would use the first two.)
-    """
+    """The columns of text: `sentence1` and `sentence2` as in run_glue.py, columns of a GLUE task, or the only one."""
     names = [name for name in rows.column_names if name not in NO_SENTENCES and is_text(rows, name)]
     if {"sentence1", "sentence2"} <= set(names):
         return "sentence1", "sentence2"
@@ -267,17 +258,3 @@ def _check_columns(source: str, data: TaskData):
             raise ValueError(f"The {split} split of {source} must have the columns {columns}, got {found}")
         if len(rows) == 0:
             raise ValueError(f"The {split} split of {source} must have rows, got none")
-
-
-def _are_values(splits: DatasetDict) -> bool:
-    """Whether the labels are values to predict, in all splits that have labels."""
-    features = {split: rows.features["label"] for split, rows in splits.items() if "label" in rows.column_names}
-    kinds = {split: getattr(feature, "dtype", str(feature)) for split, feature in features.items()}
-    for split, kind in kinds.items():
-        if not kind.startswith(("float", "double", "int", "uint", "string", "large_string", "bool", "null")):
-            raise ValueError(f"Labels must be text or numbers, got {kind} in the {split} file")
-    are_values = {split: kind.startswith(("float", "double")) for split, kind in kinds.items() if kind != "null"}
-    if len(set(are_values.values())) > 1:
-        found = ", ".join(f"{kinds[split]} in the {split} file" for split in are_values)
-        raise ValueError(f"Labels must be classes or values in all files, got {found}")
-    return are_values["train"]

@@ -62,14 +62,10 @@ def listops_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer with one id for each byte. The ids are those of `ByT5Tokenizer`, which has no file `tokenizer.json`.
-
-    Without that file `AutoTokenizer` does not load it for transformers' own classes, such as ModernBERT.
-    """
-    special = ["<pad>", "</s>", "<unk>"]
-    vocabulary = {token: index for index, token in enumerate(special)}
-    vocabulary |= {letter: len(special) + byte for byte, letter in bytes_to_unicode().items()}
-    words = Tokenizer(models.BPE(vocabulary, []))
+    """A tokenizer with the ids of `ByT5Tokenizer`, which no `AutoTokenizer` loads beside a ModernBERT."""
+    letters = bytes_to_unicode()
+    tokens = ["<pad>", "</s>", "<unk>", *(letters[byte] for byte in range(256))]
+    words = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, []))
     words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     words.decoder = decoders.ByteLevel()
     words.post_processor = processors.TemplateProcessing("$A </s>", "$A </s> $B </s>", [("</s>", 1)])
@@ -217,7 +213,7 @@ def load_task(
 
 
 def limit(rows: Dataset, count: int | None) -> Dataset:
-    """A fixed choice of `count` rows, or all rows if there are fewer."""
+    """A random but fixed choice of `count` rows, or all rows if there are fewer."""
     return rows if count is None or count >= len(rows) else rows.shuffle(seed=0).select(range(count))
 
 

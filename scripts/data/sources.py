@@ -22,11 +22,7 @@ TOKENIZER_ROWS = 10_000
 
 
 def open_source(name: str, config_name: str | None = None) -> dict[str, IterableDataset]:
-    """The splits of a local file, a folder or a data set on the Hub, to be read as streams.
-
-    Raises:
-        ValueError: it cannot be read, or has no train split.
-    """
+    """The splits of a local file, a folder or a data set on the Hub, to be read as streams."""
     if looks_like_file(name):
         return {"train": load_file(name, streaming=True)}
     check_path(name, "--dataset_name")
@@ -55,27 +51,16 @@ def open_corpus(args) -> tuple["Mixture", "Mixture | None"]:
 
 @dataclass
 class Mixture:
-    """Sources whose rows are mixed, in parts of which each has its own rows.
-
-    Args:
-        names: the names of the sources.
-        sources: their rows.
-        weights: the share of the rows of each; in turns unless given.
-        text_column: the column of text.
-        documents: `rows`, or `lines` where documents have no ends; as for `document_ends` unless given.
-        parts: the number of parts.
-        seed: seed of the order of files and of the draws between sources.
-        skipped: rows at the beginning of each part of each source that are left out.
-        unused: the tokens of these rows that nothing else uses, with which the part begins once.
-    """
+    """Sources whose rows are mixed, in parts that share no rows."""
 
     names: Sequence[str]
     sources: Sequence[IterableDataset]
-    weights: Sequence[float] | None = None
+    weights: Sequence[float] | None = None  # the share of the rows of each source; in turns unless given
     text_column: str = "text"
-    documents: str | None = None
+    documents: str | None = None  # `rows` or, where documents have no ends, `lines`, as for text files
     parts: int = 1
-    seed: int = 0
+    seed: int = 0  # of the order of files, and of the draws between sources
+    # Source and part -> rows at the beginning that are left out, and those of their tokens that the part begins with.
     skipped: dict[tuple[int, int], int] = field(default_factory=dict)
     unused: dict[tuple[int, int], list[int]] = field(default_factory=dict)
 
@@ -179,11 +164,7 @@ class MixedRows:
         return {"read": self.read, "epochs": list(self.epochs), "rows": [rows.state_dict() for rows in self.rows]}
 
     def next(self, count: int) -> list[str]:
-        """The texts of the next rows, fewer if they are long.
-
-        Raises:
-            ValueError: a source has no rows in this part.
-        """
+        """The texts of the next rows, fewer if they are long."""
         found, characters = [], 0
         for number in islice(self.draws, count):
             self.read += 1

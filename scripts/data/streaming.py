@@ -11,6 +11,7 @@ import math
 import os
 import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
@@ -32,17 +33,9 @@ HELD_OUT_BLOCKS = 100
 
 
 def build_text_streams(
-    args,
-    accelerator: Accelerator,
-    train: Mixture,
-    validation: Mixture | None,
-    tokenizer: PreTrainedTokenizerBase,
+    args, accelerator: Accelerator, train: Mixture, validation: Mixture | None, tokenizer: PreTrainedTokenizerBase
 ) -> tuple["TextStream", BlockStream]:
-    """The streams of training and, kept in memory, of validation examples by the options of `tnn pretrain`.
-
-    Raises:
-        ValueError: the text is too short.
-    """
+    """The streams of training and, stored in memory, of validation examples by the options of `tnn pretrain`."""
     masked, count = args.objective == "mlm", args.max_eval_blocks
     if validation is None:
         blocks = hold_out(train, count or HELD_OUT_BLOCKS, tokenizer, args.block_size, masked)
@@ -67,9 +60,6 @@ def hold_out(
 
     They are divided by the weights of the sources, and evenly over the parts. The last of these rows may have more
     text than the blocks: the training begins with it.
-
-    Raises:
-        ValueError: a part has fewer.
     """
     held = [np.zeros((0, block_size), dtype=np.int32)]
     edges = np.round(np.cumsum([0, *mixture.shares]) * count).astype(int)
@@ -135,11 +125,7 @@ class PartReader:
         self.window_size, self.state, self.window = window, None, packer.blocks([])
 
     def block(self, number: int) -> np.ndarray:
-        """Block `number` of the part, `(L,)`. The numbers must not fall.
-
-        Raises:
-            ValueError: the part is shorter than one block.
-        """
+        """Block `number` of the part, `(L,)`. The numbers must not fall."""
         while number - self.first >= len(self.window):
             self._next_window()
         return self.window[number - self.first]
@@ -163,37 +149,25 @@ class PartReader:
             self.window = self.window[torch.randperm(count, generator=order).numpy()]
 
 
+@dataclass(eq=False)
 class TextStream:
-    """A stream of examples `input_ids` and `labels`, as those of `BlockStream`, without a known number of blocks.
+    """A stream of examples `input_ids` and `labels`, as those of `BlockStream`, without a known number of blocks."""
 
-    Args:
-        buffer_size: the number of blocks that are shuffled at a time, in all parts together.
-        process: the index and the number of the processes that read the stream.
-        device: where the batches go.
-    """
+    mixture: Mixture
+    tokenizer: PreTrainedTokenizerBase
+    block_size: int
+    masked: bool
+    mlm_probability: float = 0.15
+    buffer_size: int = 1  # blocks that are shuffled at a time, in all parts together
+    process: tuple[int, int] = (0, 1)  # the index and the number of the processes that read the stream
+    device: torch.device | str = "cpu"
 
-    def __init__(
-        self,
-        mixture: Mixture,
-        tokenizer: PreTrainedTokenizerBase,
-        block_size: int,
-        masked: bool,
-        mlm_probability: float = 0.15,
-        buffer_size: int = 1,
-        process: tuple[int, int] = (0, 1),
-        device: torch.device | str = "cpu",
-    ):
-        self.mixture, self.tokenizer, self.block_size, self.masked = mixture, tokenizer, block_size, masked
-        self.masking = make_masking(tokenizer, mlm_probability) if masked else None
-        self.buffer_size, self.process, self.device = buffer_size, process, device
-        self.states: list[str | None] = [None] * mixture.parts
+    def __post_init__(self):
+        self.masking = make_masking(self.tokenizer, self.mlm_probability) if self.masked else None
+        self.states: list[str | None] = [None] * self.mixture.parts
 
     def describe(self) -> dict:
-        """The identity of the stream: its settings, and a checksum of the first block of each part.
-
-        Raises:
-            ValueError: a part is shorter than one block.
-        """
+        """The identity of the stream: its settings, and a checksum of the first block of each part."""
         first = [self.reader(part, 1).block(0) for part in range(self.mixture.parts)]
         checksum = zlib.crc32(np.stack(first).astype("<i8").tobytes())
         sizes = {"block_size": self.block_size, "shuffle_buffer_size": self.buffer_size}
@@ -271,10 +245,9 @@ class _Pieces(IterableDataset):
             present = {number % parts: readers[number % parts].state for number in numbers}
             begun = {part: state for part, state in present.items() if sent.get(part) != state}
             sent |= begun
-            empty = torch.empty(0, stream.block_size, dtype=torch.long)
+            empty = [torch.empty(0, stream.block_size, dtype=torch.long)]  # there may be no examples
             tensors = {
-                name: torch.stack([example[name] for example in examples]) if examples else empty
-                for name in ("input_ids", "labels")
+                name: torch.cat(empty + [one[name][None] for one in examples]) for name in ("input_ids", "labels")
             }
             yield tensors | {"numbers": torch.tensor(numbers, dtype=torch.long), "states": begun}
 

@@ -60,8 +60,7 @@ def load_corpus(
         documents: the ends of documents, as for `document_ends`.
 
     Raises:
-        ValueError: a file is missing or empty, the column does not exist or is no text, or a single row is to be
-            divided.
+        ValueError: a file or the column is missing or no text, or a single row is to be divided.
         ModuleNotFoundError: the demo corpus is not installed.
     """
     if source is None:
@@ -84,11 +83,7 @@ def load_corpus(
 
 
 def load_texts(
-    source: str,
-    config_name: str | None = None,
-    split: str = "test",
-    text_column: str = "text",
-    documents: str | None = None,
+    source: str, config_name: str | None = None, split="test", text_column="text", documents: str | None = None
 ) -> Dataset:
     """A split of a data set, or a whole local file, with the columns and errors of `load_corpus`."""
     if looks_like_file(source):
@@ -98,11 +93,7 @@ def load_texts(
 
 
 def load_file(file: str, **options) -> Dataset:
-    """The rows of a local file. `options` are those of `load_dataset`.
-
-    Raises:
-        ValueError: the file is missing or empty, or its rows cannot be read.
-    """
+    """The rows of a local file, by `options` of `load_dataset`; a ValueError if they cannot be read."""
     check_file(file, whole=not options.get("streaming"))
     builder = builder_of(file)
     if builder == "text":  # the byte order mark would be a character
@@ -116,12 +107,8 @@ def load_file(file: str, **options) -> Dataset:
 def document_ends(rows: Dataset, text_column: str, documents: str | None = None) -> np.ndarray:
     """Whether a document ends with a row, `(N,)`.
 
-    Args:
-        documents: one of `WAYS`, or names of columns separated by commas. Unless given: `headings` if one of the first
-            ten rows is a heading, `lines` for text files, else `rows`.
-
-    Raises:
-        ValueError: `documents` is neither one of `WAYS` nor names of columns.
+    `documents` is one of `WAYS`, or names of columns separated by commas. Unless given: `headings` if one of the first
+    ten rows is a heading, `lines` for text files, else `rows`.
     """
     if documents is None and _headings(rows[:10][text_column]).any():
         documents = "headings"
@@ -157,9 +144,6 @@ def train_tokenizer(
         masked: whether it has a mask token, and makes `<s> text </s>` or `<s> text </s></s> other text </s>`.
             Otherwise it pads before the text, as generation needs it.
         lowercase: whether it makes all letters lower case first.
-
-    Raises:
-        ValueError: `vocab_size` is too small for the bytes and the special tokens.
     """
     names = SPECIAL_TOKENS | (MASKED_TOKENS if masked else {})
     tokens = list(dict.fromkeys(names.values()))

@@ -18,7 +18,7 @@ from modeling_tnn import find_unstable
 from tnn_scripts.common.arguments import parse_overrides
 from tnn_scripts.common.atomic import claim, saving_errors, write_json, write_text
 from tnn_scripts.common.devices import check_device, suggest_smaller
-from tnn_scripts.common.loading import fault_of, load
+from tnn_scripts.common.loading import load
 from tnn_scripts.common.scoring import by_context, bytes_until, hidden_tokens, interval, score_masked, score_tokens
 from tnn_scripts.common.tables import markdown_table
 from tnn_scripts.data.text import enclosing_tokens, load_texts, tokenize, with_line_break
@@ -35,8 +35,6 @@ def trained_length(folder: str, config) -> int | None:
     """The length of the training blocks: from training_args.json beside the model, or else from its configuration."""
     arguments = Path(folder) / "training_args.json"
     if arguments.is_file():
-        if fault := fault_of(arguments):
-            raise ValueError(f"{arguments} cannot be read: {fault}")
         blocks = json.loads(arguments.read_text(encoding="utf-8")).get("block_size")  # None: of another program
         if isinstance(blocks, int):
             return blocks
@@ -74,11 +72,7 @@ class Documents:
 
 
 def evaluate_model(name: str, texts, args) -> list[dict]:
-    """Evaluate a model; one result for each length and stride.
-
-    Raises:
-        ValueError: the text is shorter than the shortest length.
-    """
+    """Evaluate a model; one result for each length and stride."""
     code = {"trust_remote_code": args.trust_remote_code}
     tokenizer = load(AutoTokenizer, name, **code)
     fields = parse_overrides(args.config_overrides, load(AutoConfig, name, **code))
@@ -111,11 +105,7 @@ def evaluate_model(name: str, texts, args) -> list[dict]:
 
 
 def causal_figures(model, tokenizer, texts, args) -> tuple[int, Callable]:
-    """The number of tokens of the text, and a function from a length and a stride to the figures of causal models.
-
-    Raises:
-        ValueError: the text has no token to predict.
-    """
+    """The number of tokens of the text, and a function from a length and a stride to the figures of causal models."""
     lines = tokenize(texts["text"], tokenizer, texts["ends"])
     ids = torch.tensor([token for line in lines for token in line])[: args.max_tokens]
     if len(ids) < 2:
@@ -139,11 +129,7 @@ def causal_figures(model, tokenizer, texts, args) -> tuple[int, Callable]:
 
 
 def masked_figures(model, tokenizer, texts, args) -> tuple[int, Callable]:
-    """As `causal_figures`, for masked models.
-
-    Raises:
-        ValueError: the tokenizer has no mask token, no token of the text is hidden, or a row has no room for one.
-    """
+    """As `causal_figures`, for masked models."""
     if tokenizer.mask_token_id is None:
         raise ValueError(f"The tokenizer must have a mask token with --objective mlm, got {tokenizer.name_or_path}")
     ids = torch.tensor([token for line in tokenize(texts["text"], tokenizer) for token in line])[: args.max_tokens]

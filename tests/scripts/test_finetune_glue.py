@@ -183,7 +183,7 @@ def test_files_that_are_refused(tmp_path):
         ("sentence,label\nx,7\n", r"label must be one of those in the training file, \[0, 1\], got 7"),
         ("sentence,label\nx,1\n,0\n", "column sentence of .*validation.csv must have a value in each row, .* row 2"),
         ("sentence,label\nx,1\ny,\n", "column label of .*validation.csv must have a value in each row, .* row 2"),
-        ("sentence,label\nx,1.5\n", "classes or values in all files, got int64 in the train file, float64 in"),
+        ("sentence,label\nx,1.5\n", r"label must be one of those in the training file, \[0, 1\], got 1.5"),
     ):
         validation.write_text(content)
         with pytest.raises(ValueError, match=message):

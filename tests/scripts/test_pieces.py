@@ -23,10 +23,8 @@ def llama() -> Tokenizer:
     """As that of Llama 2, Mistral and Gemma."""
     tokenizer = Tokenizer(models.BPE(VOCABULARY, [], unk_token="<unk>", byte_fallback=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    strip = decoders.Strip(" ", 1, 0)
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip]
-    )
+    last = [decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), *last])
     return tokenizer
 
 
@@ -61,8 +59,7 @@ def bytes_of(text: str) -> list[int]:
     return ids(*(f"<0x{byte:02X}>" for byte in text.encode()))
 
 
-PROMPT = ids("▁the", "▁cat")
-STOP = ids("<|stop▁here|>")
+PROMPT, STOP = ids("▁the", "▁cat"), ids("<|stop▁here|>")
 # Tokens of an answer -> its text.
 ANSWERS = {
     "first space": (ids("▁cat", "s", "▁the"), " cats the"),
@@ -90,29 +87,30 @@ def write(monkeypatch, answer: list[int]):
     monkeypatch.setattr(TnnForCausalLM, "forward", forward)
 
 
+def written(tokenizer, prompt: list[int], answer: list[int]) -> str:
+    pieces = Pieces(tokenizer, prompt)
+    return "".join(map(pieces.add, answer)) + pieces.finish()
+
+
 def test_pieces(tokenizer):
-    """After any prompt; the pieces are what a decoder of the whole gives, where that takes nothing back."""
+    """After any prompt, also one that ends within a character."""
     for answer, text in ANSWERS.values():
         for prompt in (PROMPT, ids("<s>", "▁the"), ids("▁the", "\n"), PROMPT + STOP, PROMPT + bytes_of("€")):
-            pieces = Pieces(tokenizer, prompt)
-            assert "".join(map(pieces.add, answer)) + pieces.finish() == text
-        pieces = Pieces(tokenizer, PROMPT + bytes_of("€")[:1])
-        assert "".join(map(pieces.add, [*bytes_of("€")[1:], *answer])) + pieces.finish() == "€" + text
+            assert written(tokenizer, prompt, answer) == text
+        assert written(tokenizer, PROMPT + bytes_of("€")[:1], [*bytes_of("€")[1:], *answer]) == "€" + text
 
 
 def test_any_tokens(tokenizer):
     """Nothing raises, and without bytes the text is that of all tokens after that of the prompt."""
     for seed in range(200):
-        chance = random.Random(seed)
         first = 260 if seed % 2 else 0
-        tokens = chance.choices(range(first, len(VOCABULARY)), k=24)
-        pieces = Pieces(tokenizer, PROMPT)
-        written = "".join(map(pieces.add, tokens)) + pieces.finish()
+        tokens = random.Random(seed).choices(range(first, len(VOCABULARY)), k=24)
+        found = written(tokenizer, PROMPT, tokens)
         before, whole = (tokenizer.decode(part, skip_special_tokens=True) for part in (PROMPT, PROMPT + tokens))
-        assert not first or written == whole[len(before) :]
+        assert not first or found == whole[len(before) :]
 
 
-def test_chat(folder, tokenizer, monkeypatch, capsys):
+def test_chat_and_generate(folder, tokenizer, monkeypatch, capsys):
     model = AutoModelForCausalLM.from_pretrained(folder)
     for answer, text in ANSWERS.values():
         with monkeypatch.context() as patch:
@@ -120,15 +118,10 @@ def test_chat(folder, tokenizer, monkeypatch, capsys):
             options = {"max_new_tokens": len(answer), "do_sample": False, "eos_token_id": None}
             assert Conversation(model, tokenizer, None, options).answer("the cat") == text
             assert capsys.readouterr().out == f"{text}\n"
-
-
-def test_generate(folder, monkeypatch):
     answer = [token for answer, _ in ANSWERS.values() for token in answer]
     write(monkeypatch, [*answer[-2:], *answer[:-2]])  # two passes try the model when it is loaded
-    done = run(
-        "generate.py", "--model_name_or_path", folder, "--prompt", "the cat", "--do_sample", "false",
-        "--eos_token_id", "null", "--max_new_tokens", len(answer),
-    )  # fmt: skip
+    done = run("generate.py", f"--model_name_or_path {folder} --prompt 'the cat' --do_sample false",
+               f"--eos_token_id null --max_new_tokens {len(answer)}")  # fmt: skip
     assert done.stdout.startswith(f"the cat{''.join(text for _, text in ANSWERS.values())}\n")
 
 
@@ -146,37 +139,26 @@ def asked(service, answer: list[int], stream: bool, monkeypatch, **fields) -> tu
     """The text of the API if the model writes these tokens, and why it has ended."""
     openai = pytest.importorskip("openai")
     monkeypatch.setattr(Request, "choose", lambda request, logits, likeliest: answer[len(request.tokens)])
+    given = {"model": service.name, "prompt": "the cat", "max_tokens": len(answer), "stream": stream} | fields
     with openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0) as client:
-        done = client.completions.create(
-            model=service.name, prompt="the cat", max_tokens=len(answer), stream=stream, **fields
-        )
+        done = client.completions.create(**given)
         choices = [chunk.choices[0] for chunk in done] if stream else done.choices
         return "".join(choice.text for choice in choices), choices[-1].finish_reason
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_api(service, stream, monkeypatch):
+    """All at once or as a stream; the text ends before a stop, which a special token may part."""
     for answer, text in ANSWERS.values():
         assert asked(service, answer, stream, monkeypatch) == (text, "length")
-
-
-STOPS = [
-    ("<|stop▁here|>", " cat"),  # whose text some decoders write with a space
-    (["never", "<|stop▁here|>"], " cat"),
-    ("</s>", " cats the"),
-    ("cats", " "),  # what a special token parts
-    (" the", " cats"),
-    ("\ufffd", " cats the"),
-]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_stops(service, stream, monkeypatch):
     monkeypatch.setattr(service.engine.scheduler.model.generation_config, "eos_token_id", None)
-    for stop, text in STOPS:
-        answer = ids("▁cat", *["<|stop▁here|>"], "s", "▁the", "</s>", "<0x82>", "s")
-        if stop == "\ufffd":
-            answer = ids("▁cat", "s", "▁the", "<0x82>")
-        if stop in ("cats", "</s>", " the"):
-            answer = [token for token in answer if stop == "cats" or token not in STOP]
+    plain, stopped = ids("▁cat", "s", "▁the", "</s>", "<0x82>", "s"), ids("▁cat", "<|stop▁here|>", "s", "▁the")
+    for stop, answer, text in (
+        ("<|stop▁here|>", stopped, " cat"),  # whose text some decoders write with a space
+        (["never", "<|stop▁here|>"], stopped, " cat"),
+        ("</s>", plain, " cats the"),
+        ("cats", stopped, " "),  # what a special token parts
+        (" the", plain, " cats"),
+        ("\ufffd", ids("▁cat", "s", "▁the", "<0x82>"), " cats the"),
+    ):
         assert asked(service, answer, stream, monkeypatch, stop=stop) == (text, "stop"), stop

@@ -5,7 +5,7 @@ import signal
 import sys
 import time
 from collections import defaultdict
-from pathlib import Path
+from unittest.mock import Mock
 
 from tnn_scripts.common.errors import report_errors
 
@@ -18,21 +18,18 @@ from transformers import AutoModelForImageClassification, TrainingArguments
 
 from helpers import processes
 from helpers.glue import rows, save_encoder
-from helpers.models import seeded, tiny_config
 from helpers.programs import OF_TRAINER, ProgramTests, TrainingTests, options_of, parse, unlike
 from helpers.scripts import (
     ROOT,
     program,
     run,
     run_script,
-    save_model,
     tree,
     wait_until,
     words,
     write_config,
     write_text,
 )
-from modeling_tnn import TnnForCausalLM
 from tnn_scripts.common.arguments import parse_overrides, training_options
 from tnn_scripts.common.commands import COMMANDS
 from tnn_scripts.common.model_path import find_recipe
@@ -80,7 +77,6 @@ class TestPretrain(TrainingTests):
     arguments = [PretrainArguments]
     refused = {
         "--validation_file nowhere.txt": "nowhere.txt does not exist",
-        "--validation_file empty.txt": "is empty",
         "--block_size 1": "--block_size must be at least 2 for a token to predict, got 1",
         "--block_size 30000": "The train text is shorter than one block of 30000 tokens",
         "--tokenizer_name tokenizer --vocab_size 290": "below vocab_size=290 .*--vocab_size 300",
@@ -95,11 +91,9 @@ class TestPretrain(TrainingTests):
         "--resume_from_checkpoint latest": "holds no complete checkpoint",
         "--resume_from_checkpoint nowhere": "the folder of a complete checkpoint, got nowhere",
         "--objective seq2seq": "--objective must be one of clm, mlm, got seq2seq",
-        "--lr_scheduler_type cos": "--lr_scheduler_type must be one of linear, cosine",
         "--lr_scheduler_type greedy": "--lr_scheduler_type must be one of .*, got greedy",
         "--lr_scheduler_type warmup_stable_decay": "--lr_scheduler_kwargs must be .* 'num_decay_steps'",
         """--lr_scheduler_kwargs '{"x": 1}'""": "must be a JSON object for cosine, got .* argument 'x'",
-        "--lr_scheduler_kwargs x=1": "--lr_scheduler_kwargs must be a JSON object for cosine, got x=1",
         "--max_pole_radius 1": r"--max_pole_radius must be in \(0, 1\), got 1.0",
         "--max_steps 0": "--max_steps must be at least 1, got 0",
         "--global_batch_tokens 64 --gradient_accumulation_steps 2": "absent with --global_batch_tokens, got",
@@ -143,7 +137,6 @@ class TestFinetuneGlue(TrainingTests):
         "--sweep --seed 7": "--seed must not be given with --sweep, which reads --sweep_seeds, got 7",
         "--sweep --sentence1_key a": "--sentence1_key must be given with --train_file",
         "--max_eval_samples -1": "--max_eval_samples must be at least 1, got -1",
-        "--max_seq_length 0": "--max_seq_length must be at least 1, got 0",
         "--task_name sst3": "--task_name must be all or one of cola, ",
         "--train_file good.csv --validation_file good.csv": "either --task_name or both",
         "--task_name sst2 stsb --dry_run": "--dry_run must be given with one task, got sst2, stsb",
@@ -153,7 +146,6 @@ class TestFinetuneGlue(TrainingTests):
     def test_where_the_rows_come_from(self):
         assert not unlike("finetune_glue", words("--model_name_or_path masked --output_dir ../out"), {
             "": "either --task_name or both --train_file and --validation_file must be given",
-            "--train_file good.csv": "either --task_name or both",
             "--train_file good.csv --validation_file none.csv": "none.csv does not exist",
             "--train_file good.csv --validation_file empty.csv": "empty.csv is empty",
             "--do_predict --train_file good.csv --validation_file good.csv": "must be given with --test_file",
@@ -189,7 +181,6 @@ class TestEvaluate(ProgramTests):
         "": "either --validation_file or --dataset_name must be given",
         "--model_name_or_path ./gtp2 --validation_file good.txt": "is not a folder here; did you mean ./gpt2[?]",
         "--validation_file nowhere.txt": "nowhere.txt does not exist",
-        "--validation_file bad.txt": UTF8,
         "--validation_file bad.jsonl": "The file bad.jsonl has no rows that can be read: JSON parse error",
         "--validation_file good.txt --max_tokens 1": "The text must have at least 2 tokens, got 1",
         "--validation_file good.txt --max_tokens 0": "--max_tokens must be at least 1, got 0",
@@ -199,15 +190,15 @@ class TestEvaluate(ProgramTests):
         "--validation_file good.txt --lengths 99999": "--lengths must have one that fits",
         "--validation_file good.txt --text_column body": "--text_column must be a column of",
     } | {
-        f"--model_name_or_path {model} --objective mlm --validation_file good.txt --lengths 16 {more}": message
-        for model, more, message in (
-            ("masked", "--stride 8", "--stride must not be given with --objective mlm"),
-            ("masked", "--mlm_probability 1.0", r"--mlm_probability must be in \(0, 1\), got 1.0"),
-            ("masked", "--lengths 2", "--lengths must be at least 3 with --objective mlm, got 2"),
-            ("masked", "--mlm_probability 1e-9 --max_tokens 50", "--mlm_probability must hide a token of the text"),
-            ("masked", "--config_overrides grid=3", "--config_overrides must be fields of TnnConfig, got grid"),
-            ("unmasked", "", "The tokenizer must have a mask token.*unmasked$"),
-        )
+        f"--objective mlm --validation_file good.txt --lengths 16 --model_name_or_path {more}": message
+        for more, message in {
+            "masked --stride 8": "--stride must not be given with --objective mlm",
+            "masked --mlm_probability 1.0": r"--mlm_probability must be in \(0, 1\), got 1.0",
+            "masked --lengths 2": "--lengths must be at least 3 with --objective mlm, got 2",
+            "masked --mlm_probability 1e-9 --max_tokens 50": "--mlm_probability must hide a token of the text",
+            "masked --config_overrides grid=3": "--config_overrides must be fields of TnnConfig, got grid",
+            "unmasked": "The tokenizer must have a mask token.*unmasked$",
+        }.items()
     }  # fmt: skip
 
     def test_a_failure_that_is_no_mistake_of_the_user_has_the_status_1(self):
@@ -238,9 +229,7 @@ class TestGenerate(ProgramTests):
             "--top_p": "no value",
             "--temperature hot": "--temperature must be a number, or null, got hot",
             "--temperature=-1": "has to be a strictly positive float",
-            "--top_k 2.5": "--top_k must be a whole number",
             "--max_new_tokens 0": "`max_new_tokens` must be greater than 0, but is 0",
-            "--num_beams true": "--num_beams must be a whole number",
             "--do_sample maybe": "--do_sample must be true or false, or null, got maybe",
             "--do_sample false --top_k 5": "--do_sample must be true with --top_k",
             "--do_sample true --temperature 0": "--temperature must be above 0 with",
@@ -265,7 +254,6 @@ class TestToRecurrent(ProgramTests):
         "": NOT_A_TNN,
         "--model_name_or_path good.txt": "must be a folder or a Hub id, got the file good.txt",
         "--model_name_or_path tnn --output_dir tnn --overwrite_output_dir": "must not hold the model that is read",
-        "--model_name_or_path tnn --output_dir tnn": "holds a model|must not hold the model that is read",
         "--model_name_or_path tnn --output_dir gpt2": "holds a model. Give --overwrite_output_dir to replace it",
     }
 
@@ -279,13 +267,10 @@ class TestLra(TrainingTests):
     refused = {
         "--task listop": r"invalid choice: 'listop' \(choose from",
         "--task image --max_length 500": "--max_length must be 1024, the pixels of image, got 500",
-        "--task pathfinder --max_length 9": "--max_length must be 1024 or 256, the pixels of pathfinder",
         "--task retrieval": "--dataset_path must be the folder of the LRA release",
         "--task retrieval --pair_column title": "With --pair_column it may be any texts",
         "--task text --pair_column title": "--pair_column must be given for retrieval alone, got text",
         "--max_train_samples 50 --config_overrides width=3": "must be fields of TnnConfig, got width",
-        "--recipe bad.txt": "--recipe bad.txt cannot be read",
-        "--max_length 0": "--max_length must be at least 1, got 0",
     }
 
     def small(self, folder):
@@ -330,14 +315,13 @@ class TestImages(TrainingTests):
     def configure(self, recipe, args, training):
         with torch.device("meta"):
             AutoModelForImageClassification.from_config(run_image_classification.build_config(args, ["a", "b"]))
-        if recipe.stem == "imagenet":  # the settings of table 12 of the TNN paper; the last line is DeiT's
+        if recipe.stem == "imagenet":  # the settings of table 12 of the TNN paper, and DeiT's
+            expected = {"num_train_epochs": 300, "learning_rate": 2.5e-4, "lr_scheduler_type": "cosine",
+                        "adam_beta1": 0.9, "adam_beta2": 0.98, "adam_epsilon": 1e-8, "weight_decay": 0.1,
+                        "max_grad_norm": 1.0, "label_smoothing_factor": 0.1}  # fmt: skip
+            assert {name: getattr(training, name) for name in expected} == expected and args.augmentation == "deit"
             assert training.per_device_train_batch_size * training.gradient_accumulation_steps == 2048
-            named = training.num_train_epochs, training.learning_rate, training.lr_scheduler_type
-            assert named == (300, 2.5e-4, "cosine")
             assert training.warmup_steps * training.num_train_epochs == pytest.approx(5, abs=0.02)
-            assert (training.adam_beta1, training.adam_beta2, training.adam_epsilon) == (0.9, 0.98, 1e-8)
-            assert (training.weight_decay, training.max_grad_norm) == (0.1, 1.0)
-            assert (args.augmentation, training.label_smoothing_factor) == ("deit", 0.1)
 
 
 class TestSynthetic(TrainingTests):
@@ -401,17 +385,14 @@ class TestApi(TestChat):
 
 
 class TestCard(ProgramTests):
-    """Its folder is not that of a model."""
-
     command = "card"
     needed = "tnn --repo_id user/name --output_dir tnn"
     refused = {"": "folder of the card must not be that of a model"}
 
 
-class TestPush(ProgramTests):
+class TestPush(TestCard):
     command = "push"
     needed = "tnn --repo_id user/name --card_dir tnn"
-    refused = {"": "folder of the card must not be that of a model"}
 
 
 class TestConvert(ProgramTests):
@@ -478,24 +459,17 @@ def test_several_seeds_are_the_models_of_each(tmp_path):
 
 @pytest.mark.parametrize("mistake", [TypeError, KeyError, RuntimeError])
 def test_mistakes_of_a_program_are_seen(mistake):
-    @report_errors
-    def main():
-        raise mistake("a mistake")
-
     with pytest.raises(mistake):
-        main()
+        report_errors(Mock(side_effect=mistake("a mistake"), __name__="main"))()
 
 
 def test_ctrl_c_in_a_destructor(monkeypatch):
     """Python loses what a `__del__` raises."""
-
-    class Deaf:
-        def __del__(self):
-            signal.raise_signal(signal.SIGINT)
+    deaf = type("Deaf", (), {"__del__": lambda self: signal.raise_signal(signal.SIGINT)})
 
     @report_errors
     def main():
-        Deaf()
+        deaf()
         for _ in range(600):
             time.sleep(0.1)
 
@@ -521,22 +495,13 @@ def test_ctrl_c_in_a_long_computation(inputs):
     assert "Traceback" not in errors and "Ctrl-C" not in errors
 
 
-@pytest.fixture
-def finished(tmp_path) -> Path:
-    """The folder of a model that is finished."""
-    seeded(TnnForCausalLM, tiny_config()).save_pretrained(tmp_path / "out")
-    return tmp_path / "out"
-
-
-def test_a_link_to_the_source_of_a_conversion_is_the_source(tmp_path):
-    folder = save_model(tmp_path / "model", tno_type="rpe", decay=0.9)
-    before = tree(folder)
-    (tmp_path / "link").symlink_to(folder)
+def test_a_link_to_the_source_of_a_conversion_is_the_source(inputs, tmp_path):
+    before = tree(inputs / "tnn")
+    (tmp_path / "link").symlink_to(inputs / "tnn")
     with pytest.raises(SystemExit, match="must not hold the model that is read"):
-        run_script(
-            "to_recurrent", f"--model_name_or_path {folder} --output_dir {tmp_path}/link --overwrite_output_dir"
-        )
-    assert tree(folder) == before
+        run_script("to_recurrent", f"--model_name_or_path {inputs}/tnn --output_dir {tmp_path}/link",
+                   "--overwrite_output_dir")  # fmt: skip
+    assert tree(inputs / "tnn") == before
 
 
 def test_a_run_that_is_not_finished_is_resumed_or_replaced(tmp_path):
@@ -551,6 +516,7 @@ def test_a_run_that_is_not_finished_is_resumed_or_replaced(tmp_path):
     assert {path.name for path in out.glob("checkpoint-*")} == {"checkpoint-1"}
     (tmp_path / "other").mkdir()
     (out / "best").rename(tmp_path / "other" / "best")
+    (tmp_path / "other" / "best" / "config.json").unlink()  # weights alone are one
     with pytest.raises(SystemExit, match="best holds a model. Give --overwrite_output_dir to replace it"):
         run_script("pretrain", *command, f"--output_dir {tmp_path}/other")
 
@@ -566,13 +532,6 @@ def test_checkpoints_of_trainer_are_a_run_too(tmp_path):
         run_script("run_lra", *command)
     run_script("run_lra", *command, "--overwrite_output_dir")
     assert {path.name for path in out.glob("checkpoint-*")} == {"checkpoint-1"}
-
-
-def test_weights_alone_are_a_model(finished, tmp_path):
-    (finished / "config.json").unlink()
-    with pytest.raises(SystemExit, match="holds a model"):
-        run_script("pretrain", *TestPretrain().small(tmp_path), f"--output_dir {finished}")
-    assert (finished / "model.safetensors").exists()
 
 
 def test_make_demo_may_be_repeated():
