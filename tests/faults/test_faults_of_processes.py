@@ -29,12 +29,12 @@ import os, signal, sys, time
 from tnn_scripts import pretrain
 from tnn_scripts.common import accelerate_loop, atomic
 
-def train_step(self, batches, original=accelerate_loop.Pretraining.train_step):
+def train_step(self, batches, original=accelerate_loop.Pretraining._train_step):
     if self.state.step == 5 and os.environ["RANK"] == "1":
         FAULT
     return original(self, batches)
 
-accelerate_loop.Pretraining.train_step = train_step
+accelerate_loop.Pretraining._train_step = train_step
 sys.argv[0] = "pretrain"
 pretrain.main()
 """

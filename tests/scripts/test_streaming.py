@@ -185,7 +185,7 @@ def test_a_killed_run_that_is_resumed_is_the_unbroken_one(workers, options, tmp_
     metrics = read(tmp_path / "unbroken", "metrics")
     assert metrics["perplexity_before"] > metrics["perplexity"]
     with monkeypatch.context() as patched, pytest.raises(Killed):
-        at_call(patched, Pretraining, "train_step", 6, kill)
+        at_call(patched, Pretraining, "_train_step", 6, kill)
         run_script("pretrain", *options, f"--output_dir {tmp_path}/broken")
     resumed = [*options, f"--output_dir {tmp_path}/broken --resume_from_checkpoint latest"]
     for given in ("--interleave_probabilities 0.5 0.5", "--shuffle_buffer_size 2", "--max_eval_blocks 40"):
