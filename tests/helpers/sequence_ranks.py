@@ -2,6 +2,7 @@
 
 import copy
 from functools import partial
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -34,32 +35,23 @@ def packed() -> dict[str, torch.Tensor]:
     return {"position_ids": torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])}
 
 
-def packed_and_padded() -> dict[str, torch.Tensor]:
-    return padding() | packed()
-
-
-TEXTS = {"plain": dict, "padded": padding, "packed": packed, "packed and padded": packed_and_padded}
+TEXTS = {"plain": dict, "padded": padding, "packed": packed, "packed and padded": lambda: padding() | packed()}
 # Operator, direction, fields of the configuration, and the text.
 CASES = {
-    f"{name}-{'causal' if causal else 'bidirectional'} {text}": (name, causal, {}, given)
+    f"{name}-{'causal' if causal else 'bidirectional'} {text}": (name, causal, {}, TEXTS[text])
     for name, causal in VARIANTS
-    for text, given in TEXTS.items()
+    for text in ("padded", "packed and padded")
 }
 SINUSOIDAL = {"position_embedding": "sinusoidal", "gtu_norm": True, "norm_type": "layernorm"}
 CASES |= {f"sinusoidal {text}": ("rpe", True, SINUSOIDAL, given) for text, given in TEXTS.items()}
+CASES |= {"rpe-causal plain": ("rpe", True, {}, dict)}
 CASES |= {"uneven channels": ("rtf", False, {"gtu_expansion": 1.72, "rtf_num_denominators": 1}, padding)}
 CASES |= {"decays": ("rpe", True, {"learnable_decay": True, "norm_position": "post", "use_glu": False}, dict)}
 CASES |= {"eager": ("fd", False, {"tno_implementation": "eager"}, padding)}
 CASES |= {"two axes": ("rpe", False, {"spatial_dims": 2, "max_position_embeddings": 16}, dict)}
 
 USUAL = [f"{name}-{'causal' if causal else 'bidirectional'} packed and padded" for name, causal in VARIANTS]
-USUAL += [
-    "rpe-causal plain",
-    "ski-bidirectional padded",
-    "sinusoidal packed",
-    "uneven channels",
-    "two axes",
-]
+USUAL += ["rpe-causal plain", "ski-bidirectional padded", "sinusoidal packed", "uneven channels", "two axes"]
 FEW = ["rpe-causal plain", "rtf-causal packed and padded", "ski-bidirectional packed and padded", "uneven channels"]
 
 
@@ -208,63 +200,51 @@ def generate(names: list[str]) -> dict:
     return found
 
 
-class Counted:
-    """Counts the numbers that a process sends in exchanges."""
-
-    def __init__(self):
-        self.sent = []
-
-    def __enter__(self):
-        self.original = dist.all_to_all_single
-        dist.all_to_all_single = self
-        return self
-
-    def __exit__(self, *exception):
-        dist.all_to_all_single = self.original
-
-    def __call__(self, received, sent, wanted, sizes, group):
-        self.sent.append((sent.numel(), sent.numel() - sizes[dist.get_rank()]))
-        return self.original(received, sent, wanted, sizes, group=group)
-
-
 def count() -> dict:
     """The numbers that a process sends in the forward and the backward pass of a model of two layers."""
-    model, text = build("rpe", True, {}).train(), ids(length=32)
-    with divided(model), Counted() as counted:
+    model, text, calls = build("rpe", True, {}).train(), ids(length=32), []
+    original = dist.all_to_all_single
+
+    def counted(received, sent, wanted, sizes, group):
+        calls.append((sent.numel(), sent.numel() - sizes[dist.get_rank()]))
+        return original(received, sent, wanted, sizes, group=group)
+
+    with divided(model), patch.object(dist, "all_to_all_single", counted):
         loss = model(input_ids=text, labels=text).loss
-        forward = len(counted.sent)
+        forward = len(calls)
         loss.backward()
-    totals = [sum(numbers) for numbers in zip(*counted.sent, strict=True)]
-    return {"exchanges": [forward, len(counted.sent) - forward], "sent": totals[0], "to others": totals[1]}
-
-
-def message(action) -> str:
-    try:
-        action()
-    except (TypeError, ValueError) as error:
-        return str(error)
-    return ""
+    sent, others = map(sum, zip(*calls, strict=True))
+    return {"exchanges": [forward, len(calls) - forward], "sent": sent, "to others": others}
 
 
 def refuse() -> dict:
     """What cannot be divided, by every process alike."""
-    model, found = build("rpe", True, {}), {}
-    batch = build("rpe", True, {"norm_type": "batchnorm"})
-    classifier = TnnForSequenceClassification(tiny_config())
-    found["class"] = message(lambda: divided(classifier))
-    found["channels"] = message(lambda: divided(build("rpe", True, {"gtu_expansion": 1 / 32})))
+
+    def message(action) -> str:
+        try:
+            action()
+        except (TypeError, ValueError) as error:
+            return str(error)
+        return ""
+
+    model, batch = build("rpe", True, {}), build("rpe", True, {"norm_type": "batchnorm"})
+    found = {
+        "class": message(lambda: divided(TnnForSequenceClassification(tiny_config()))),
+        "channels": message(lambda: divided(build("rpe", True, {"gtu_expansion": 1 / 32}))),
+    }
     with divided(batch), torch.no_grad():
         found["batch norm, evaluated"] = message(lambda: batch(ids()))
         found["batch norm"] = message(lambda: batch.train()(ids()))
     with divided(model):
-        found["twice"] = message(lambda: divided(model))
-        found["short"] = message(lambda: model(ids()[:, :1]))
-        found["misspelt"] = message(lambda: model(ids(), atention_mask=ids()))
-        found["labels"] = message(lambda: model(ids(), labels=ids()[:, 1:]))
-        found["last"] = message(lambda: model(ids(), logits_to_keep=1))
-        found["cache"] = message(lambda: model(ids(), use_cache=True, **packed()))
-        found["tuple"] = str(type(model(ids(), return_dict=False)).__name__)
-    return found
+        return found | {
+            "twice": message(lambda: divided(model)),
+            "short": message(lambda: model(ids()[:, :1])),
+            "misspelt": message(lambda: model(ids(), atention_mask=ids())),
+            "labels": message(lambda: model(ids(), labels=ids()[:, 1:])),
+            "last": message(lambda: model(ids(), logits_to_keep=1)),
+            "cache": message(lambda: model(ids(), use_cache=True, **packed())),
+            "tuple": str(type(model(ids(), return_dict=False)).__name__),
+        }
 
 
 def cases(few: bool, slow: bool) -> dict:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 
@@ -113,14 +114,11 @@ def gathered(value) -> list:
 
 def generates_the_same(divided, model, every_cache: bool) -> list[bool]:
     """For two prompts with padding on the left, with the usual cache or with each."""
-    given = inputs(False)
+    given = inputs(False) | {"max_new_tokens": 7, "do_sample": False}
     given["attention_mask"][1] = 1
-    options = {"max_new_tokens": 7, "do_sample": False}
-    expected = model.generate(**given, **options)
-    return [
-        torch.equal(divided.generate(**given, **options, **cache), expected)
-        for cache in ({}, {"cache_implementation": "static"}, {"use_cache": False})[: None if every_cache else 1]
-    ]
+    expected = model.generate(**given)
+    caches = ({}, {"cache_implementation": "static"}, {"use_cache": False})[: None if every_cache else 1]
+    return [torch.equal(divided.generate(**given, **cache), expected) for cache in caches]
 
 
 def saves_the_same(divided, model, folder: Path) -> bool:
@@ -221,21 +219,34 @@ def heads() -> dict:
     return found
 
 
+def shards() -> dict:
+    """The worst error of a gradient with FSDP2 and a group for each block, whatever mixes the tokens in it."""
+    found, ids = {}, torch.arange(80).view(2, 40)
+    for name, fields in (MIXED | HYBRIDS).items():
+        model = seeded(TnnForCausalLM, tiny_config("rtf", hidden_dropout_prob=0.0, **fields)).train()
+        model(ids, labels=ids).loss.backward()
+        expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+        model.zero_grad()
+        for part in (*model.model.layers, model):
+            fully_shard(part)
+        model(ids, labels=ids).loss.backward()
+        errors = [relative_error(ranks.whole(p.grad), expected[n]) for n, p in model.named_parameters()]
+        found[name] = ranks.worst(errors)
+    return found
+
+
 def refuse() -> dict:
     """The messages for too few channels, and for an operator that does not say which parameters belong to them."""
-    errors = {}
-    for name, fields in {"channels": {"gtu_expansion": 1 / 32}, "unknown": {}}.items():
-        known = TnnForCausalLM(tiny_config()).model.layers[0].mixer.tno.__class__
-        parameters = known.channel_parameters
+    errors, operator = {}, TnnForCausalLM(tiny_config()).model.layers[0].mixer.tno.__class__
+    known = operator.channel_parameters
+    for name, fields, parameters in (("channels", {"gtu_expansion": 1 / 32}, known), ("unknown", {}, None)):
         try:
-            if name == "unknown":
-                known.channel_parameters = None
+            operator.channel_parameters = parameters
             build("rpe", True, fields)
-            errors[name] = ""
         except ValueError as error:
             errors[name] = str(error)
         finally:
-            known.channel_parameters = parameters
+            operator.channel_parameters = known
     return errors
 
 
@@ -244,5 +255,5 @@ def cases(few: bool, slow: bool) -> dict:
     chosen = {name: CASES[name] for name in FEW} if few else CASES | (SLOW if slow else {})
     others = {"train": train, "train mixed": partial(train, mixed=True), "continue": continue_texts}
     others = {} if few else others | {"pipeline": pipeline, "refuse": refuse}
-    others |= {"heads": heads} if slow else {}
+    others |= {"heads": heads, "shards": shards} if slow else {}
     return {name: partial(check, *case) for name, case in chosen.items()} | others

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from helpers import ranks, sequence_ranks
-from helpers.models import CAUSAL, tiny_config
+from helpers.models import tiny_config
 from modeling_tnn import SequenceParallel, TnnForCausalLM
 from modeling_tnn.parallel.sequence import shares_of
 
@@ -25,50 +25,44 @@ def check(errors: dict, name: str):
     assert errors["logits"] < 1e-12 and errors["gradients"] < 1e-11, errors
 
 
-@pytest.mark.parametrize("name", sequence_ranks.USUAL)
-def test_two_processes_are_one(two, name):
-    check(two[name], name)
-
-
-@pytest.mark.parametrize("name", sequence_ranks.FEW)
-def test_four_processes_are_one(name):
-    check(found(4, "--few")[name], name)
+def test_two_and_four_processes_are_one(two):
+    for name in sequence_ranks.USUAL:
+        check(two[name], name)
+    for name in sequence_ranks.FEW:
+        check(found(4, "--few")[name], name)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("name", sequence_ranks.CASES)
-def test_processes_are_one(world, name):
-    check(found(world, "--slow")[name], name)
+def test_processes_are_one(world):
+    for name in sequence_ranks.CASES:
+        check(found(world, "--slow")[name], name)
 
 
 def test_training(two):
-    """In float32, with accumulation and checkpoints: each text has the mask and the documents that it had before."""
+    """In float32, with accumulation and checkpoints: each text has the mask and the documents that it had before.
+
+    Engines average gradients.
+    """
     assert two["train"]["loss"] < 1e-5 and two["train"]["gradients"] < 1e-5, two["train"]
     assert two["train mixed"]["loss"] < 1e-2 and two["train mixed"]["gradients"] < 3e-2, two["train mixed"]
-
-
-def test_engines_that_average_gradients(two):
     assert two["engines"]["DDP"] < 1e-11 and two["engines"]["FSDP2"] < 1e-11
 
 
-@pytest.mark.parametrize(("world", "tno_type"), [*((2, name) for name in CAUSAL), (4, "rtf")])
-def test_generation(world, tno_type):
-    """After a divided prompt, each process has the state of its channels, and all get the tokens of one process."""
-    errors = found(world, None if world == 2 else "--few")["generate"][tno_type]
-    assert errors["same"] == [True] * 3
-    assert errors["pieces"] < 1e-12 and errors["last"] < 1e-12 and errors["documents"] < 1e-12
-    assert errors["channels"] == 64 // world
-
-
 @pytest.mark.parametrize("world", [2, 4])
-def test_numbers_that_are_sent(world):
-    """4 B L D / P of each layer from each process; the last P-th of them stays where it is."""
-    counted = found(world, None if world == 2 else "--few")["count"]
+def test_generation_and_the_numbers_that_are_sent(world):
+    """After a divided prompt, each process has the state of its channels, and all get the tokens of one process.
+
+    4 B L D / P of each layer are sent from each process; the last P-th of them stays where it is.
+    """
+    results = found(world, None if world == 2 else "--few")
+    for errors in results["generate"].values():
+        assert errors["same"] == [True] * 3
+        assert errors["pieces"] < 1e-12 and errors["last"] < 1e-12 and errors["documents"] < 1e-12
+        assert errors["channels"] == 64 // world
     layers, batch, length, channels = 2, 2, 32, 64
-    assert counted["exchanges"] == [2 * layers, 2 * layers]
-    assert counted["sent"] == layers * 4 * batch * length * channels // world
-    assert counted["to others"] == counted["sent"] * (world - 1) // world
+    sent = layers * 4 * batch * length * channels // world
+    assert results["count"] == {"exchanges": [2 * layers] * 2, "sent": sent, "to others": sent * (world - 1) // world}
 
 
 def test_what_cannot_be_divided(two):
@@ -86,16 +80,12 @@ def test_what_cannot_be_divided(two):
     assert errors["tuple"] == "tuple"
 
 
-def test_shares():
-    for count in (1, 2, 7, 64):
-        for parts in (1, 2, 3, 7):
-            shares = shares_of(count, parts)
-            assert [i for share in shares for i in share] == list(range(count))
-            assert max(map(len, shares)) - min(map(len, shares)) <= 1
-
-
 def test_one_process():
-    """It changes nothing, and leaves the model as it was."""
+    """It changes nothing, and leaves the model as it was; shares of tokens differ by one at most."""
+    for count, parts in ((1, 2), (7, 3), (64, 7)):
+        shares = shares_of(count, parts)
+        assert [i for share in shares for i in share] == list(range(count))
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         model, ids = TnnForCausalLM(tiny_config()).eval(), torch.arange(22).view(2, 11)

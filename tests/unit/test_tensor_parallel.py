@@ -8,7 +8,7 @@ import transformers
 from transformers.distributed import DistributedConfig
 
 from helpers import ranks, tensor_ranks
-from helpers.models import CAUSAL, tiny_config
+from helpers.models import CAUSAL, VARIANTS, tiny_config
 from modeling_tnn import TnnConfig, TnnForCausalLM, TnnForMaskedLM
 from modeling_tnn.parallel.channels import restricted
 from modeling_tnn.parallel.tensor import DIVIDES_FILTERS
@@ -35,29 +35,24 @@ def check(found: dict, name: str):
     assert found["saved"]
 
 
-@pytest.mark.parametrize("name", tensor_ranks.CASES)
-def test_two_processes_are_one(two, name):
-    check(two[name], name)
-
-
-@pytest.mark.parametrize("name", tensor_ranks.FEW)
-def test_four_processes_are_one(name):
-    check(found(4, "--few")[name], name)
+def test_two_and_four_processes_are_one(two):
+    for name in tensor_ranks.CASES:
+        check(two[name], name)
+    for name in tensor_ranks.FEW:
+        check(found(4, "--few")[name], name)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(transformers.__version__ < "5.23", reason="refuses widths that the processes do not divide")
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("name", [*tensor_ranks.CASES, *tensor_ranks.SLOW])
-def test_processes_are_one(world, name):
-    check(found(world, "--slow")[name], name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 4])
-def test_other_heads(world):
-    for name, errors in found(world, "--slow")["heads"].items():
+def test_processes_are_one(world):
+    results = found(world, "--slow")
+    for name in (*tensor_ranks.CASES, *tensor_ranks.SLOW):
+        check(results[name], name)
+    for name, errors in results["heads"].items():
         assert errors["logits"] < 1e-12 and errors["gradients"] < 1e-9, name
+    assert all(one["logits"] < 1e-12 and one["same"] for one in results["pipeline"]["stages"].values())
+    assert max(results["shards"].values()) < 1e-5, results["shards"]
 
 
 def test_what_is_divided(two):
@@ -74,28 +69,16 @@ def test_what_is_divided(two):
     assert not any("out.linear" in name for name in two["rpe-causal"]["replicated"])
 
 
-def test_training(two):
+def test_training_and_texts_that_are_continued(two):
     assert two["train"]["loss"] < 1e-5 and two["train"]["weights"] < 1e-5
     assert two["train mixed"]["loss"] < 1e-2 and two["train mixed"]["weights"] < 1e-2, two["train mixed"]
-
-
-def test_texts_that_are_continued(two):
     assert two["continue"]["logits"] < 1e-9 and two["continue"]["pickled"] == 0
 
 
-@pytest.mark.parametrize("tno_type", CAUSAL)
-def test_pipeline(two, tno_type):
-    """Hidden states that a stage passes on are not scaled, normalised or given positions again."""
-    found = two["pipeline"]["stages"][tno_type]
-    assert found["logits"] < 1e-12 and found["same"]
-
-
-@pytest.mark.slow
-def test_pipeline_of_four():
-    assert all(one["logits"] < 1e-12 and one["same"] for one in found(4, "--slow")["pipeline"]["stages"].values())
-
-
-def test_more_stages_than_layers(two):
+def test_pipeline(two):
+    """What a stage passes on is not scaled, normalised or given positions again; too many stages are refused."""
+    assert {*two["pipeline"]["stages"]} == {*CAUSAL}
+    assert all(one["logits"] < 1e-12 and one["same"] for one in two["pipeline"]["stages"].values())
     assert sorted(map(bool, two["pipeline"]["refused"])) == [False, True]
 
 
@@ -125,20 +108,16 @@ def test_plans():
     assert TnnConfig().to_dict().keys().isdisjoint({"base_model_tp_plan", "_tp_plan"})
 
 
-RESTRICTED = [*((name, {}) for name in (*CAUSAL, "fd-bidirectional", "ski-bidirectional", "rtf-bidirectional"))]
-RESTRICTED += [("rtf", {"rtf_num_denominators": count}) for count in (1, 64)]
-
-
-@pytest.mark.parametrize(("name", "fields"), RESTRICTED)
-def test_restricted_operator(name, fields):
+def test_restricted_operator():
     """Its coefficients are those of its channels, and the whole operator is unchanged."""
-    tno_type, _, direction = name.partition("-")
-    operator = build_tno(tiny_config(tno_type, not direction, learnable_decay=True, **fields))
-    for parameter in operator.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    expected = operator.coefficients(13)
-    for parts in (1, 2, 3, 5):
-        bounds = [(chunk[0], chunk[-1] + 1) for chunk in torch.arange(64).chunk(parts)]
-        chosen = [restricted(operator, range(*pair)) for pair in bounds]
-        torch.testing.assert_close(torch.cat([one.coefficients(13) for one in chosen]), expected)
-        assert sum(one.channels for one in chosen) == operator.channels == 64
+    several = [("rtf", True, {"rtf_num_denominators": count}) for count in (1, 64)]
+    for tno_type, causal, fields in [*((*variant, {}) for variant in VARIANTS), *several]:
+        operator = build_tno(tiny_config(tno_type, causal, learnable_decay=True, **fields))
+        for parameter in operator.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+        expected = operator.coefficients(13)
+        for parts in (1, 2, 3, 5):
+            bounds = [(chunk[0], chunk[-1] + 1) for chunk in torch.arange(64).chunk(parts)]
+            chosen = [restricted(operator, range(*pair)) for pair in bounds]
+            torch.testing.assert_close(torch.cat([one.coefficients(13) for one in chosen]), expected)
+            assert sum(one.channels for one in chosen) == operator.channels == 64
