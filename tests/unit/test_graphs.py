@@ -1,0 +1,201 @@
+"""Whole models in a graph of torch.compile: one graph, one node for each product, the values of the uncompiled code.
+
+It serves packed rows whatever their documents, and a few graphs serve all lengths.
+"""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from helpers.hybrids import HYBRIDS
+from helpers.mixers import MIXED
+from helpers.models import checkpoint_activations, relative_error, seeded, tiny_config
+from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, TnnModel, numerics
+from modeling_tnn.compile import product as recorded
+from modeling_tnn.kernels import choice
+from modeling_tnn.toeplitz_fused import fused_convolution, window_gradients
+
+IDS = torch.arange(80).view(2, 40) % 90 + 5
+# Padding before, inside and after documents.
+MASK = torch.ones(2, 40, dtype=torch.long)
+MASK[0, :3] = MASK[1, 16:18] = MASK[1, 30:] = 0
+POSITIONS = torch.arange(40).expand(2, 40)
+SINUSOIDAL = {"position_embedding": "sinusoidal"}
+CUBIC = {"ski_interpolation": "cubic", "ski_rank": 64}  # more points than a document has tokens
+# Operator, direction, fields, with padding, with documents.
+CASES = [
+    ("rpe", True, {}, False, True), ("rtf", True, SINUSOIDAL, True, True), ("fd", False, {}, False, True),
+    ("ski", False, SINUSOIDAL | CUBIC, True, True), ("fd", True, {}, True, False),
+    ("rtf", True, MIXED["hyena"], True, True),
+]  # fmt: skip
+SLOW = [
+    ("s4d", True, {}, False, False), ("rtf", False, {}, True, False), ("rpe", True, HYBRIDS["full"], True, True),
+    ("rpe", True, {"tno_implementation": "eager"}, False, True),
+    ("rpe", True, {"norm_type": "batchnorm"}, False, True),
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(model, fullgraph: bool = True, **options):
+    backend = CompileCounterWithBackend("aot_eager")
+    return torch.compile(model, backend=backend, fullgraph=fullgraph, **options), backend
+
+
+def language_model(tno_type="rpe", causal=True, **fields):
+    fields = {"use_cache": False, "hidden_dropout_prob": 0.0} | fields
+    return seeded(TnnForCausalLM if causal else TnnForMaskedLM, tiny_config(tno_type, causal, **fields)).train()
+
+
+def results(call, model, ids=IDS, **inputs) -> list[torch.Tensor]:
+    """The logits at real tokens, and the gradients."""
+    real = inputs.get("attention_mask", torch.ones_like(ids)).bool()
+    logits = call(input_ids=ids, **inputs).logits[real]
+    return [logits, *torch.autograd.grad(logits.square().mean(), list(model.parameters()), materialize_grads=True)]
+
+
+def assert_same(actual, expected):
+    """A gradient that is zero but for rounding is compared with the others."""
+    largest = max(one.abs().max().item() for one in expected[1:])
+    for found, wanted in zip(actual, expected, strict=True):
+        assert relative_error(found, wanted, max(wanted.abs().max().item(), 1e-3 * largest)) < 5e-6
+
+
+def names_of(backend) -> str:
+    """The targets of the nodes of the only graph."""
+    (graph,) = backend.graphs
+    return " ".join(str(node.target) for node in graph.graph.nodes)
+
+
+@pytest.mark.parametrize(
+    ("tno_type", "causal", "fields", "masked", "packed"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+)
+def test_one_graph(tno_type, causal, fields, masked, packed):
+    """Two layers; SKI has two products in each. Rows may have other documents."""
+    model = language_model(tno_type, causal, **fields)
+    call, backend = compiled(model)
+    for size in (16, 7, 1) if packed else (40,):
+        inputs = {"position_ids": POSITIONS % size} if packed else {}
+        inputs |= {"attention_mask": MASK} if masked else {}
+        assert_same(results(call, model, **inputs), results(model, model, **inputs))
+    names = names_of(backend)
+    if fields.get("tno_implementation") != "eager":
+        products = model.config.layer_types.count("toeplitz") * (2 if tno_type == "ski" else 1)
+        assert names.count("modeling_tnn.convolution") == products
+    assert packed or not any(word in names for word in ("document", "index_select"))
+
+
+def test_no_documents_unless_they_are_given():
+    """Nor the operations of an exported graph, which PyTorch 2.11 says that every compiled one is."""
+    call, backend = compiled(language_model())
+    inputs = {"attention_mask": torch.ones_like(IDS), "num_items_in_batch": torch.tensor(78)}
+    call(input_ids=IDS, labels=IDS, **inputs).loss.backward()
+    names = names_of(backend)
+    assert names.count("modeling_tnn.convolution") == 2
+    assert not any(word in names for word in ("document", "index_select", "fft"))
+
+
+def test_the_kernel_is_cut():
+    """At the decay 0.9, 152 taps are above the resolution of float32. No graph holds a lag beyond."""
+    model, ids = language_model(decay=0.9).eval(), IDS.repeat(1, 8)[:, :300]
+    call, backend = compiled(model)
+    torch.testing.assert_close(call(ids).logits, model(ids).logits)
+    (graph,) = backend.graphs
+    nodes = [node for node in graph.graph.nodes if "modeling_tnn.convolution" in str(node.target)]
+    assert [tuple(node.args[1].meta["example_value"].shape) for node in nodes] == [(64, 152)] * 2
+
+
+@pytest.mark.parametrize(("tno_type", "causal"), [("rpe", True), ("fd", False)])
+def test_a_training_step_is_of_the_products_for_gpus(tno_type, causal, monkeypatch):
+    """Forward, and both gradients. FD gives taps to the graph, not a response, which these products do not take."""
+    called = []
+
+    def product(x, kernel, first):
+        called.append("product")
+        assert x.permute(2, 0, 1).is_contiguous()
+        return fused_convolution(x, kernel, recorded.windows_of(x, kernel, first))
+
+    def tile_gradients(g, x, kernel, u, mask, mixed, act, first, wanted):
+        called.append("gradients")
+        windows = recorded.windows_of(x.permute(1, 2, 0), kernel, first)
+        return window_gradients(g, x, kernel, u, mask, mixed, act, windows, wanted)
+
+    kernels = SimpleNamespace(tiled_convolution=product, tile_gradients=tile_gradients)
+    monkeypatch.setitem(sys.modules, "modeling_tnn.kernels.triton", kernels)
+    monkeypatch.setattr(choice, "refused_by_triton", lambda *_: None)
+    monkeypatch.setattr(numerics, "HOST_DEVICES", ())
+    model = language_model(tno_type, causal, tno_implementation="auto")
+    found = results(compiled(model)[0], model)
+    assert called == ["product", "product", "gradients", "gradients"]
+    for layer in model.model.layers:
+        layer.mixer.tno.implementation = "fused"
+    assert_same(found, results(model, model))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("packed", "fields"), [(False, {}), (True, {}), (False, HYBRIDS["full"])])
+@torch.no_grad()
+def test_a_few_graphs_serve_all_lengths(packed, fields):
+    """One below the end of the kernels and one beyond it."""
+    model = language_model(decay=0.9, **fields).eval()
+    call, backend = compiled(model, dynamic=True)
+    for length in (20, 33, 151, 153, 257, 400):
+        ids, positions = IDS.repeat(1, 10)[:, :length].contiguous(), torch.arange(length).expand(2, -1) % 30
+        given = {"position_ids": positions} if packed else {}
+        assert relative_error(call(ids, **given).logits, model(ids, **given).logits) < 5e-6
+    assert len(backend.graphs) <= 3
+
+
+@pytest.mark.parametrize("tno_type", ["rpe", "ski"])
+def test_no_document_sees_another(tno_type):
+    """Not even what is not a number there."""
+    model = language_model(tno_type, causal=False)
+    embeddings = model.get_input_embeddings()(IDS).detach()
+    embeddings[:, 16:32] = torch.nan
+    logits = compiled(model)[0](inputs_embeds=embeddings, position_ids=POSITIONS % 16).logits
+    assert logits[:, :16].isfinite().all() and logits[:, 32:].isfinite().all() and logits[:, 16:32].isnan().all()
+
+
+def test_hidden_states_and_checkpointed_activations():
+    model, given = language_model(), {"position_ids": POSITIONS % 16}
+    expected = results(model, model, **given)
+    checkpoint_activations(model)
+    assert_same(results(compiled(model)[0], model, **given), expected)
+    model = language_model()
+    expected, found = (  # transformers installs its hooks outside of graphs
+        call(input_ids=IDS, output_hidden_states=True, **given).hidden_states for call in (model, compiled(model)[0])
+    )
+    assert max(relative_error(a, b) for a, b in zip(found, expected, strict=True)) < 5e-6
+
+
+def test_refused():
+    """A graph refuses an operator whose `matmul` it cannot divide, which works outside of graphs; two axes too."""
+    call, _ = compiled(language_model())
+    with pytest.raises(ValueError, match="`position_ids` must have shape .*, got .2, 39."):
+        call(input_ids=IDS, position_ids=POSITIONS[:, 1:])
+    with pytest.raises(Exception, match="`position_ids` must hold torch.int64 or torch.int32, got torch.float32"):
+        call(input_ids=IDS, position_ids=torch.zeros(2, 40))
+    for fields in ({"tno_type": "ski", "ski_interpolation": "released"}, {"spatial_dims": 2}):
+        model = seeded(TnnModel, tiny_config(causal=False, hidden_dropout_prob=0.0, **fields)).train()
+        inputs = {"input_ids": IDS[:, :32], "position_ids": torch.arange(32).expand(2, 32) % 16}
+        alone = model(IDS[:, :32].reshape(4, 16)).last_hidden_state.view(2, 32, -1)
+        assert relative_error(model(**inputs).last_hidden_state, alone) < 5e-6
+        with pytest.raises(Exception, match="for packed rows in a compiled graph, got"):
+            compiled(model)[0](**inputs)
+
+
+@pytest.mark.slow
+def test_a_cache_splits_the_graph():
+    model, given = language_model(use_cache=True).eval(), {"position_ids": POSITIONS % 16}
+    call, _ = compiled(model, fullgraph=False)
+    assert_same(results(call, model, **given), results(model, model, **given))
+    assert call(input_ids=IDS, position_ids=POSITIONS[:1]).past_key_values.get_seq_length() == 40
