@@ -62,15 +62,25 @@ class TestTriton(ProductTests):
         return tiled_convolution(v, kernel, first, gate)
 
 
-check = TestTriton().check
+SIZES = [
+    (torch.float32, 1, 201, 99, True, 32), (torch.float32, 3, 1100, 99, True, 64),
+    (torch.float32, 3, 1100, 99, False, 32), (torch.float16, 1, 201, 99, True, 32),
+    (torch.float16, 3, 1100, 99, True, 64), (torch.float16, 9, 543, 271, False, 128),
+    (torch.float16, 15, 543, 255, True, 128), (torch.float16, 15, 543, 271, True, 256),
+    (torch.float16, 15, 543, 272, True, 128),
+]  # fmt: skip
+
+
+def check(length, taps, first, dtype=torch.float32, batch=2, channels=1):
+    v, u, kernel = single(batch, length, channels), single(batch, length, channels), single(channels, taps) / taps**0.5
+    TestTriton().check(v, kernel, first, Gate(u, ACTIVATIONS["silu"], masked(batch, length)), dtype)
 
 
 @pytest.mark.parametrize(("length", "taps", "first"), [(2048, 1587, 0), (1500, 2999, 1499)])
 def test_filters_of_real_models(length, taps, first):
     """Decay 0.99, and every lag on both sides."""
     for dtype in TOLERANCE:
-        v, u, kernel = single(2, length, 1), single(2, length, 1), single(1, taps) / taps**0.5
-        check(v, kernel, first, Gate(u, ACTIVATIONS["silu"], masked(2, length)), dtype)
+        check(length, taps, first, dtype)
 
 
 def test_every_number_is_written():
@@ -78,39 +88,21 @@ def test_every_number_is_written():
     torch.use_deterministic_algorithms(True)
     try:
         for length in (1, 70):
-            gate = Gate(single(2, length, 3), ACTIVATIONS["silu"], masked(2, length))
-            check(single(2, length, 3), single(3, 9), 4, gate)
+            check(length, 9, 4, channels=3)
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-SIZES = [
-    (torch.float32, 1, 201, 99, True, 32),
-    (torch.float32, 3, 1100, 99, True, 64),
-    (torch.float32, 3, 1100, 99, False, 32),
-    (torch.float16, 1, 201, 99, True, 32),
-    (torch.float16, 3, 1100, 99, True, 64),
-    (torch.float16, 9, 543, 271, False, 128),
-    (torch.float16, 15, 543, 255, True, 128),
-    (torch.float16, 15, 543, 271, True, 256),
-    (torch.float16, 15, 543, 272, True, 128),
-]
 
 
 @pytest.mark.parametrize(("dtype", "batch", "length", "taps", "large", "columns"), SIZES)
 def test_every_size(dtype, batch, length, taps, large, columns, monkeypatch):
     """Tiles of all rows of the table, by what is computed and by the generation of the GPU."""
+    rows = {(size, columns) for size, sizes in toeplitz_triton.PRODUCT_SIZES.items() for columns in sizes}
+    assert rows == {(dtype.itemsize, columns) for dtype, *_, columns in SIZES}
     sizes = toeplitz_triton.product_sizes(taps, batch, length, dtype.itemsize, large)
     assert sizes[0] == columns
     monkeypatch.setattr(toeplitz_triton, "product_sizes", lambda *_: sizes)
-    v, u, kernel = single(batch, length, 1), single(batch, length, 1), single(1, taps) / taps**0.5
     for first in (0, taps // 2):
-        check(v, kernel, first, Gate(u, ACTIVATIONS["silu"], masked(batch, length)), dtype)
-
-
-def test_every_row_of_the_table_is_tested():
-    rows = {(size, columns) for size, sizes in toeplitz_triton.PRODUCT_SIZES.items() for columns in sizes}
-    assert rows == {(dtype.itemsize, columns) for dtype, *_, columns in SIZES}
+        check(length, taps, first, dtype, batch)
 
 
 TAPS = [(1, 0), (3, 2), (64, 0), (65, 0), (66, 0), (193, 0), (194, 0), (400, 0), (399, 199), (40, 300)]
@@ -139,6 +131,11 @@ def test_activations_of_the_presets():
     assert all(type(act) in toeplitz_triton.FUNCTIONS for act in (*ACTIVATIONS.values(), nn.SiLU(), nn.ReLU()))
 
 
+def assert_close(found, expected, tolerance: float = 1e-4, scale: float = 1e-2):
+    for actual, wanted in zip(found, expected, strict=True):
+        assert relative_error(actual, wanted, scale=scale) < tolerance
+
+
 @pytest.mark.parametrize("act", [nn.Tanh(), nn.PReLU()], ids=["tanh", "prelu"])
 def test_other_activations(act):
     """Outside the kernels, one with parameters too."""
@@ -147,8 +144,7 @@ def test_other_activations(act):
     for way in ("triton", "eager"):
         y = toeplitz_matmul(inputs[0], inputs[1], way, Gate(inputs[2], act, masked(2, 20)))
         found.append([y, *torch.autograd.grad(y.square().sum(), [*inputs, *act.parameters()])])
-    for actual, expected in zip(*found, strict=True):
-        assert relative_error(actual, expected) < 1e-5
+    assert_close(*found, 1e-5, 0)
 
 
 @pytest.fixture
@@ -176,11 +172,6 @@ def outcome(model, call=None, **inputs) -> list[torch.Tensor]:
     call = model if call is None else call
     loss = call(torch.arange(140, device=DEVICE).view(2, 70) % 99, **inputs).logits.float().square().mean()
     return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
-
-
-def assert_close(found, expected, tolerance: float = 1e-4):
-    for actual, wanted in zip(found, expected, strict=True):
-        assert relative_error(actual, wanted, scale=1e-2) < tolerance
 
 
 MIXERS = [("rpe", True, {"toeplitz_mixer": "hyena"}), ("rtf", True, {"toeplitz_mixer": "s4", "gtu_expansion": 1})]
@@ -213,7 +204,6 @@ def test_in_half_precision(tno_type, causal, products):
 @pytest.mark.parametrize("name", ["product", "tap_gradient"])
 def test_a_kernel_that_does_not_compile(name, monkeypatch, caplog):
     """In the forward or in the backward pass alone: one warning, the same values, and the fused product after it."""
-
     failed = {}
 
     def fails(*args, **kwargs):
@@ -226,14 +216,10 @@ def test_a_kernel_that_does_not_compile(name, monkeypatch, caplog):
     monkeypatch.setattr(toeplitz_triton, name, fails)
     v, kernel, u = single(2, 33, 2), single(2, 9), single(2, 33, 2)
     gate = Gate(u, ACTIVATIONS["silu"], masked(2, 33))
-    for _ in range(2):
-        found = causal_toeplitz_matmul(v, kernel, "triton", gate)
-        found = [found, *torch.autograd.grad(found.square().sum(), (v, kernel, u))]
-    expected = causal_toeplitz_matmul(v, kernel, "eager", gate)
-    for actual, wanted in zip(
-        found, [expected, *torch.autograd.grad(expected.square().sum(), (v, kernel, u))], strict=True
-    ):
-        assert relative_error(actual, wanted) < 1e-5
+    products = [causal_toeplitz_matmul(v, kernel, way, gate) for way in ("triton", "triton", "eager")]
+    found, again, expected = ([y, *torch.autograd.grad(y.square().sum(), (v, kernel, u))] for y in products)
+    assert_close(found, expected, 1e-5, 0)
+    assert_close(again, expected, 1e-5, 0)
     assert [record.getMessage() for record in caplog.records] == [
         "The Triton kernels of Toeplitz products do not run here, and others compute instead of them: RuntimeError: "
         "out of resource: shared memory"
@@ -241,17 +227,14 @@ def test_a_kernel_that_does_not_compile(name, monkeypatch, caplog):
     assert choose("triton", v, 9, torch.float32) == "fused"
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype", "taps", "of_filter", "message"),
-    [
+def test_refusals():
+    for shape, dtype, taps, of_filter, message in (
         ((1, 5, 2), torch.float64, 3, torch.float64, "bfloat16 and float16, got torch.float64"),
         ((1, 5, 2), torch.float32, 3, torch.float64, "got torch.float32 with a filter of torch.float64"),
         ((1, 5, 2), torch.float32, 4097, torch.float32, "at most 4,096 taps, got 4,097"),
         ((2**15, 2**11, 1), torch.float32, 3, torch.float32, "at most 33,554,432 positions, got 67,108,864"),
-    ],
-)
-def test_refusals(shape, dtype, taps, of_filter, message):
-    one = torch.ones(1, 1, 1, dtype=dtype, device=DEVICE)
-    assert message in refused_by_triton(one.expand(shape), taps, of_filter)
-    assert "of compute capability 8.0" in refused_by_triton(one.to("meta"), taps, of_filter)
-    assert refused_by_triton(one.float(), 4096, torch.float32) is None
+    ):
+        one = torch.ones(1, 1, 1, dtype=dtype, device=DEVICE)
+        assert message in refused_by_triton(one.expand(shape), taps, of_filter)
+        assert "of compute capability 8.0" in refused_by_triton(one.to("meta"), taps, of_filter)
+        assert refused_by_triton(one.float(), 4096, torch.float32) is None

@@ -39,9 +39,9 @@ POINTWISE = {
 def compiled(function, constants: dict, dtype: str, device: int, **options):
     """The kernel for a device, as a launch with lengths that are multiples of 16 compiles it."""
     types = dict.fromkeys(("v", "taps", "out", "side", "mixed", "g", "x", "h", "u", "y", "u_gradient"), f"*{dtype}")
-    types |= {"mask": "*u8", "sums": "*fp32", "kernel": "*fp32"}
+    types |= {"mask": "*u8", "sums": "*fp32", "kernel": "*fp32", "z": f"*{dtype}", "labels": "*i64", "losses": "*fp32"}
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in function.arg_names}
-    whole = {*types, "length", "channels", "numbers", "v_d", "x_d", "taps_d", "side_d", "g_d", "h_n", "u_d"}
+    whole = {*types, "length", "channels", "numbers", "v_d", "x_d", "taps_d", "side_d", "g_d", "h_n", "u_d", "columns"}
     attributes = {
         (i,): [["tt.divisibility", 16]] for i, name in enumerate(signature) if name in whole - constants.keys()
     }
@@ -96,12 +96,14 @@ def test_gradients_of_taps(dtype, device, tmp_path):
 ONES = ("length", "channels", "numbers", "v_d", "x_d", "g_d", "side_d", "h_d")
 
 
-@pytest.mark.parametrize("kernel", [kernels.product_kernel, kernels.tap_gradient_kernel, kernels.pointwise_kernel])
-def test_sizes_of_one(kernel):
-    """A launch makes constants of integers that are 1."""
+def test_sizes_of_one(tmp_path):
+    """A launch makes constants of integers that are 1. The kernel of padding spills nothing."""
     given = FORMS["forward"] | {"PRECISION": "tf32", "ROWS": 64, "COLUMNS": 32, "WINDOW": 128, "CHANNELS": 32}
     given |= {"NUMBERS": 64} | dict.fromkeys(ONES, 1)
-    compiled(kernel, {name: value for name, value in given.items() if name in kernel.arg_names}, "bf16", 90)
+    for kernel in (kernels.product_kernel, kernels.tap_gradient_kernel, kernels.pointwise_kernel):
+        compiled(kernel, {name: value for name, value in given.items() if name in kernel.arg_names}, "bf16", 90)
+    used = usage(compiled(kernels.padding_kernel, {"BLOCK": kernels.BLOCK, "kernel_k": 1}, "bf16", 90), tmp_path)
+    assert used["STACK"] == 0
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -121,20 +123,7 @@ def test_pointwise_kernel(form, act, device, tmp_path):
 def test_loss(write, dtype, device, tmp_path):
     """A program has all 1,024 threads that a block may have, no registers spill, and each load has 16 bytes."""
     kernel, sizes = loss_triton.loss_kernel, {"BLOCK": loss_triton.BLOCK, "VECTOR": loss_triton.VECTOR}
-    types = {"z": f"*{dtype}", "labels": "*i64", "losses": "*fp32"} | dict.fromkeys(("WRITE", *sizes), "constexpr")
-    signature = {name: types.get(name, "i32") for name in kernel.arg_names}
-    attributes = {
-        (i,): [["tt.divisibility", 16]]
-        for i, name in enumerate(signature)
-        if name in ("z", "labels", "losses", "columns")
-    }
-    source = ASTSource(fn=kernel, signature=signature, constexprs=sizes | {"WRITE": write}, attrs=attributes)
-    built = triton.compile(source, target=GPUTarget("cuda", device, 32), options={"num_warps": 32})
+    built = compiled(kernel, sizes | {"WRITE": write}, dtype, device, num_warps=32)
     used = usage(built, tmp_path)
     assert used["STACK"] == 0 and used["REG"] <= 2**16 // 1024
     assert len(re.findall(r"ld\.global\S*\.v4\.b32", built.asm["ptx"])) == (1 + write) * (1 + (dtype == "fp32"))
-
-
-def test_padding_kernel(tmp_path):
-    used = usage(compiled(kernels.padding_kernel, {"BLOCK": kernels.BLOCK, "kernel_k": 1}, "bf16", 90), tmp_path)
-    assert used["STACK"] == 0
