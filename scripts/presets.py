@@ -9,14 +9,11 @@ Example:
     python scripts/presets.py lra/small-text
 """
 
-import argparse
 import json
 import re
-import shlex
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from tnn_scripts.common.errors import report_errors
 
@@ -39,12 +36,6 @@ HEADS = ("preset", "kind", "parameters", "rate", "from", "minutes", "recipe")
 TRAINERS = {"classifier": "lra", "images": "images", "lra": "lra", "synthetic": "synthetic", "ablations": "ablation"}
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = ProgramParser(description=__doc__)
-    parser.add_argument("name", nargs="?", help="Name of a preset or of a recipe; all are listed without one.")
-    return parser.parse_args()
-
-
 def grouped_presets() -> dict[str, list[PresetTraining]]:
     """The presets of each table."""
     groups: dict[str, list[PresetTraining]] = {title: [] for title in ORDER}
@@ -61,11 +52,16 @@ def cells(preset: PresetTraining) -> tuple[str, ...]:
     return preset.name, preset.kind, f"{preset.parameters:,}", rate, origin, minutes, preset.recipe or ""
 
 
-def about(recipe: Path) -> str:
+def read_recipe(name: str) -> dict:
+    """The options of a recipe."""
+    return yaml.safe_load(recipe_files()[name].read_text(encoding="utf-8"))
+
+
+def about(name: str) -> str:
     """The comment at the beginning of a recipe, or its task and preset."""
-    text = recipe.read_text(encoding="utf-8")
+    text = recipe_files()[name].read_text(encoding="utf-8")
     comment = " ".join(line[1:].strip() for line in re.match(r"(#[^\n]*\n)*", text)[0].splitlines())
-    options = yaml.safe_load(text)
+    options = read_recipe(name)
     return comment or f"The task {options['task']} with the preset `{options['config_name']}`."
 
 
@@ -76,32 +72,28 @@ def trainer_of(recipe: str) -> str:
 
 def command_of(preset: PresetTraining) -> str:
     """The command that trains a preset, by its recipe if it has one."""
-    options = (
-        {} if preset.recipe is None else yaml.safe_load(recipe_files()[preset.recipe].read_text(encoding="utf-8"))
-    )
+    options = {} if preset.recipe is None else read_recipe(preset.recipe)
     program, short = TRAINERS.get(preset.kind, "pretrain"), preset.name.rpartition("/")[2]
-    words = ["tnn", program] + (["--recipe", preset.recipe] if preset.recipe else [])
-    if options.get("config_name") != short:
-        words += ["--config_name", short]
-    if preset.recipe and preset.learning_rate != options.get("learning_rate"):
-        words += ["--learning_rate", f"{preset.learning_rate:g}"]
-    if preset.kind == "masked" and not preset.recipe:
-        words += ["--objective", "mlm"]
-    if program == "pretrain" and "dataset_name" not in options:
-        words += ["--train_file", "my.txt"]
-    if program == "lra" and "task" not in options:
-        words += ["--task", "TASK"]
-    return shlex.join([*words, "--output_dir", f"outputs/{short}"])
+    words = ["tnn", program]
+    for word, needed in (
+        (f"--recipe {preset.recipe}", preset.recipe),
+        (f"--config_name {short}", options.get("config_name") != short),
+        (f"--learning_rate {preset.learning_rate}", options and preset.learning_rate != options.get("learning_rate")),
+        ("--objective mlm", preset.kind == "masked" and not options),
+        ("--train_file my.txt", program == "pretrain" and "dataset_name" not in options),
+        ("--task TASK", program == "lra" and "task" not in options),
+    ):
+        words += [word] if needed else []
+    return " ".join([*words, f"--output_dir outputs/{short}"])
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str]) -> Iterator[str]:
-    """Lines with aligned columns, those called `left` to the left."""
+    """Lines with aligned columns, those called `left` to the left. It does without tabulate, which is an extra."""
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
     for row in (heads, *rows):
         columns = zip(heads, row, widths, strict=True)
-        yield (
-            "  " + "  ".join(f"{cell:{'<' if head in left else '>'}{width}}" for head, cell, width in columns).rstrip()
-        )
+        line = "  ".join(f"{cell:{'<' if head in left else '>'}{width}}" for head, cell, width in columns)
+        yield f"  {line.rstrip()}"
 
 
 def listing() -> Iterator[str]:
@@ -111,11 +103,10 @@ def listing() -> Iterator[str]:
         yield from table(HEADS, [cells(preset) for preset in presets], ("preset", "kind", "from", "recipe"))
         yield ""
     yield "Recipes (--recipe NAME):"
-    rows = [
-        (name, f"tnn {trainer_of(name)}", textwrap.shorten(about(file), 100, placeholder=" ..."))
-        for name, file in recipe_files().items()
-    ]
-    yield from table(("recipe", "command", "what"), rows, ("recipe", "command", "what"))
+    heads = ("recipe", "command", "what")
+    rows = [(name, f"tnn {trainer_of(name)}", textwrap.shorten(about(name), 100, placeholder=" ..."))
+            for name in recipe_files()]  # fmt: skip
+    yield from table(heads, rows, heads)
     yield ""
     yield "`tnn presets NAME` shows a preset or a recipe, `--config_name NAME` and `--recipe NAME` take one."
 
@@ -131,19 +122,20 @@ def describe_preset(preset: PresetTraining) -> Iterator[str]:
         yield f"  minutes        {preset.minutes:g} on one core of a CPU"
     yield f"  train it       {command_of(preset)}"
     yield f'  in Python      modeling_tnn.load_preset("{preset.name}")'
-    yield "  fields"
-    for name, value in json.loads(file.read_text(encoding="utf-8")).items():
-        yield f"    {name}: {json.dumps(value)}"
+    yield from fields("fields", json.loads(file.read_text(encoding="utf-8")))
 
 
-def describe_recipe(name: str, file: Path) -> Iterator[str]:
+def describe_recipe(name: str) -> Iterator[str]:
     """Lines on a recipe: its file, its command and its options."""
-    yield f"recipe {name}: {about(file)}"
-    yield f"  file           {file}"
+    yield f"recipe {name}: {about(name)}"
+    yield f"  file           {recipe_files()[name]}"
     yield f"  train by it    tnn {trainer_of(name)} --recipe {name} --output_dir outputs/{name.rpartition('/')[2]}"
-    yield "  options"
-    for option, value in yaml.safe_load(file.read_text(encoding="utf-8")).items():
-        yield f"    {option}: {json.dumps(value)}"
+    yield from fields("options", read_recipe(name))
+
+
+def fields(title: str, values: dict) -> Iterator[str]:
+    yield f"  {title}"
+    yield from (f"    {name}: {json.dumps(value)}" for name, value in values.items())
 
 
 def description(name: str) -> Iterator[str]:
@@ -152,23 +144,24 @@ def description(name: str) -> Iterator[str]:
     Raises:
         ValueError: there is neither.
     """
-    presets, recipes = {}, recipe_files()
+    presets = {}
     for full, preset in read_presets().items():
         presets |= {full: preset, full.rpartition("/")[2]: preset}
-    if name not in presets and name not in recipes:
-        hint = nearest(name, [*preset_folders(), *recipes])
+    if name not in presets and name not in recipe_files():
+        hint = nearest(name, [*preset_folders(), *recipe_files()])
         raise ValueError(f"The name must be that of a preset or a recipe, got {name}{hint} `tnn presets` lists them.")
     if name in presets:
         yield from describe_preset(presets[name])
-    if name in recipes:
-        yield from describe_recipe(name, recipes[name])
+    if name in recipe_files():
+        yield from describe_recipe(name)
 
 
 @report_errors
 def main():
-    args = parse_arguments()
-    lines = listing() if args.name is None else description(args.name)
-    sys.stdout.write("\n".join(lines) + "\n")
+    parser = ProgramParser(description=__doc__)
+    parser.add_argument("name", nargs="?", help="Name of a preset or of a recipe; all are listed without one.")
+    name = parser.parse_args().name
+    sys.stdout.write("\n".join(listing() if name is None else description(name)) + "\n")
 
 
 if __name__ == "__main__":

@@ -268,7 +268,7 @@ def presets_page() -> str:
         shown = [column for column in rows[0] if any(row[column] for row in rows)]
         table = markdown_table(shown, [[row[column] for column in shown] for row in rows], texts=3)
         parts += [f"## {title}\n", table + "\n"]
-    texts = {name: about(file).partition(". ")[0].removesuffix(".") for name, file in recipe_files().items()}
+    texts = {name: about(name).partition(". ")[0].removesuffix(".") for name in recipe_files()}
     plain = [f"`{name}`" for name, text in texts.items() if text.startswith("The task ")]
     named = [
         [f"`{name}`", f"`tnn {trainer_of(name)}`", text] for name, text in texts.items() if f"`{name}`" not in plain

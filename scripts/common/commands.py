@@ -32,7 +32,7 @@ COMMANDS = {
 # Suggestions for a trained model: subcommands with their options.
 OF_TNN = ("plot-kernels --model_name_or_path {folder} --output_dir {folder}/kernels",)
 CLASSIFY = (
-    "python -c 'import modeling_tnn, transformers; "
+    "{python} -c 'import modeling_tnn, transformers; "
     'print(transformers.pipeline("text-classification", model="{folder}")(TEXT))\''
 )
 LAST_STEP = ("push {folder} --repo_id USER/NAME",)
@@ -59,18 +59,15 @@ def next_steps(folder: str, kind: str, unstable: Sequence[object] = ()) -> str:
     """The next commands for the model in `folder`, one on each line.
 
     Args:
-        folder: folder of the saved model.
         kind: causal, masked or classifier, or what a classifier of text reads: sentences or pairs.
-        unstable: layers with poles outside the unit circle, as `find_unstable` names them. Then the text begins with
-            what they prevent, and a causal model is continued without a cache.
+        unstable: layers with poles outside the unit circle. The text begins with what they prevent.
     """
     config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     steps = FIRST_STEP["unstable" if unstable and kind == "causal" else kind]
     steps += (OF_TNN if config["model_type"] == "tnn" else ()) + LAST_STEP
     # `make demo` runs in a virtual environment that is not active in the user's shell.
     tool = "tnn" if shutil.which("tnn") else str(Path(sys.executable).with_name("tnn"))
+    python = "python" if tool == "tnn" else sys.executable
     warning = UNSTABLE.format(layers="; ".join(map(str, unstable))) if unstable else ""
-    lines = [step.format(folder=folder) for step in steps]
-    python = str(Path(sys.executable)) if tool != "tnn" else "python"
-    named = [line.replace("python", python, 1) if line.startswith("python ") else f"{tool} {line}" for line in lines]
-    return f"{warning}next:\n" + "\n".join(f"    {line}" for line in named)
+    lines = [step if step.startswith("{python} ") else f"{tool} {step}" for step in steps]
+    return f"{warning}next:\n" + "\n".join(f"    {line.format(folder=folder, python=python)}" for line in lines)

@@ -35,9 +35,7 @@ def declared_class(module: str, name: str) -> ast.ClassDef | None:
 def enum_values(module: str, name: str) -> list[str]:
     """The values of an Enum of texts; none of another class."""
     body = getattr(declared_class(module, name), "body", [])
-    values = [
-        node.value.value for node in body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
-    ]
+    values = [_literal(node.value) for node in body if isinstance(node, ast.Assign)]
     return [value for value in values if isinstance(value, str)]
 
 
@@ -68,18 +66,18 @@ def generation_fields() -> list[str]:
 @cache
 def dataclass_like(module: str, name: str) -> type:
     """A dataclass with the fields of another: kinds that a command line can give, help texts, and plain defaults."""
-    body = declared_class(module, name).body
-    declared = [node for node in body if isinstance(node, ast.AnnAssign) and node.value is not None]
-    made = [(node.target.id, _kind(node.annotation, module), _field(node.value)) for node in declared]
+    made = [
+        (node.target.id, _kind(node.annotation, module), _field(node.value))
+        for node in declared_class(module, name).body
+        if isinstance(node, ast.AnnAssign) and node.value is not None
+    ]
     return dataclasses.make_dataclass(name, made, kw_only=True)
 
 
 def changed(options: Any) -> dict:
     """The fields of a dataclass that have not their defaults."""
-    values = {
-        field.name: (getattr(options, field.name), field_default(field)) for field in dataclasses.fields(options)
-    }
-    return {name: value for name, (value, default) in values.items() if value != default}
+    values = {field: getattr(options, field.name) for field in dataclasses.fields(options)}
+    return {field.name: value for field, value in values.items() if value != field_default(field)}
 
 
 def field_default(field: dataclasses.Field) -> Any:
@@ -97,8 +95,8 @@ def _field(value: ast.expr) -> dataclasses.Field:
     given = {part.arg: part.value for part in value.keywords} if isinstance(value, ast.Call) else {"default": value}
     default = _literal(given.get("default"))
     described = given.get("metadata", ast.Dict([], []))
-    metadata = {_literal(name): _literal(text) for name, text in zip(described.keys, described.values, strict=True)}
-    metadata = {name: text for name, text in metadata.items() if text is not None}
+    texts = zip(map(_literal, described.keys), map(_literal, described.values), strict=True)
+    metadata = {name: text for name, text in texts if text is not None}
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=lambda: default, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -113,19 +111,13 @@ def _literal(node: ast.expr | None) -> Any:
 
 def _kind(annotation: ast.expr, module: str) -> Any:
     """The type of an option as transformers chooses it, which has one of several that a field can have."""
-    kinds = _alternatives(annotation)
-    names = [ast.unparse(kind) for kind in kinds]
+    names = ast.unparse(annotation).split(" | ")
+    kinds = [ast.parse(name, mode="eval").body for name in names]
     if len(kinds) == 1 or "None" not in names:
         return _plain(kinds[names[1:2] != ["str"] and len(kinds) > 1], module)
     if "bool" in names:
         return bool | None
     return _plain(kinds[names[1] != "None"], module) | None
-
-
-def _alternatives(annotation: ast.expr) -> list[ast.expr]:
-    if isinstance(annotation, ast.BinOp):
-        return [*_alternatives(annotation.left), *_alternatives(annotation.right)]
-    return [annotation]
 
 
 def _plain(kind: ast.expr, module: str) -> Any:

@@ -6,7 +6,6 @@ their own variables. Here every failure becomes an error of one line that names 
 
 import json
 import textwrap
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,20 +54,16 @@ def require_padding(tokenizer, option: str):
     Raises:
         ValueError: it has neither.
     """
-    if tokenizer.pad_token is None and tokenizer.eos_token is None:
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    if tokenizer.pad_token is None:
         name = tokenizer.name_or_path
         raise ValueError(
             f"The tokenizer must have a padding token or an end of text with {option}, got that of {name}"
         )
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
 
 
 def check_output(model: PreTrainedModel):
-    """Let a TNN read one token.
-
-    Raises:
-        ValueError: the output has NaN or infinity.
-    """
+    """Let a TNN read one token, and refuse an output with NaN or infinity."""
     shape = (1, 1, 1) if isinstance(model, TnnForMultipleChoice) else (1, 1)
     ids = torch.zeros(shape, dtype=torch.long, device=model.device)
     with torch.no_grad():
@@ -95,12 +90,7 @@ def check_finite(output: torch.Tensor):
 
 @contextmanager
 def naming(source: str | Path, part: str, patterns: tuple[str, ...]) -> Iterator[None]:
-    """Turn any failure of what reads `source` into an error of one line that names its files.
-
-    Raises:
-        ValueError: it cannot be loaded or used.
-        UserError: a file cannot be read or fetched, or a package is missing.
-    """
+    """Turn any failure of what reads `source` into an error of one line that names its files; see `load`."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit, UserError):
@@ -118,16 +108,8 @@ def naming(source: str | Path, part: str, patterns: tuple[str, ...]) -> Iterator
 
 def fault_of(file: Path) -> str:
     """What is wrong with a file that must hold a JSON object, or an empty text."""
-    keys = Counter()
-
-    def count(pairs: list[tuple]) -> dict:
-        keys.update(Counter(name for name, _ in pairs) - Counter({name: 1 for name, _ in pairs}))
-        return dict(pairs)
-
     try:
-        content = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=count)
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         return f"it is not JSON: {error}"
-    if not isinstance(content, dict):
-        return f"it must be a JSON object, got {type(content).__name__}"
-    return f"it has the key {next(iter(keys))!r} twice" if keys else ""
+    return "" if isinstance(content, dict) else f"it must be a JSON object, got {type(content).__name__}"

@@ -1,6 +1,7 @@
-"""Transformers with as many parameters in a layer as a TNN classifier.
+"""Transformers of the width and depth of a TNN classifier, with as many parameters in a layer.
 
-A TNN layer has 3 e d + 3 g d parameters in its linear maps: d hidden size, e and g the widths of its units.
+In its linear maps a TNN layer has 3 e d + 3 g d parameters, one of ModernBERT 4 d^2 + 3 d f, one of ViT 4 d^2 + 2 d f:
+d hidden size, e and g the widths of a TNN's units, f that of a transformer's.
 """
 
 from transformers import ModernBertConfig, PreTrainedConfig, ViTConfig
@@ -9,19 +10,14 @@ from modeling_tnn import TnnConfig
 
 
 def modernbert_like(config: TnnConfig) -> PreTrainedConfig:
-    """A ModernBERT of the same width and depth, with as many parameters in a layer.
-
-    Like a TNN classifier, it pools by the mean of all tokens. A TNN layer has 3 e d + 3 g d parameters in its linear
-    maps (e and g the widths of its units), a transformer layer 4 d^2 + 3 d f.
-    """
+    """A ModernBERT that, like a TNN classifier, pools by the mean of all tokens."""
     width, dropout = config.hidden_size, config.hidden_dropout_prob
-    inner = max(width, config.gtu_dim + config.intermediate_size - 4 * width // 3)
     return ModernBertConfig(
         vocab_size=config.vocab_size,
         hidden_size=width,
         num_hidden_layers=config.num_hidden_layers,
         num_attention_heads=max(1, width // 32),
-        intermediate_size=inner,
+        intermediate_size=max(width, config.gtu_dim + config.intermediate_size - 4 * width // 3),
         embedding_dropout=dropout,
         mlp_dropout=dropout,
         max_position_embeddings=config.max_position_embeddings,
@@ -29,29 +25,18 @@ def modernbert_like(config: TnnConfig) -> PreTrainedConfig:
         classifier_pooling="mean",
         num_labels=config.num_labels,
         pad_token_id=0,
-        bos_token_id=None,
-        eos_token_id=None,
-        cls_token_id=None,
-        sep_token_id=None,
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")),
     )
 
 
 def vit_like(config: TnnConfig) -> PreTrainedConfig:
-    """A ViT of the same width and depth, with as many parameters in a layer.
-
-    A TNN layer has 3 e d + 3 g d parameters in its linear maps (e and g the widths of its units), a transformer layer
-    4 d^2 + 2 d f.
-    """
+    """A ViT for pictures of the same size."""
     width = config.hidden_size
+    shared = ("num_hidden_layers", "hidden_dropout_prob", "image_size", "patch_size", "num_channels", "id2label")
     return ViTConfig(
         hidden_size=width,
-        num_hidden_layers=config.num_hidden_layers,
         num_attention_heads=max(1, width // 64),
         intermediate_size=max(width, (3 * (config.gtu_dim + config.intermediate_size) - 4 * width) // 2),
-        hidden_dropout_prob=config.hidden_dropout_prob,
-        image_size=config.image_size,
-        patch_size=config.patch_size,
-        num_channels=config.num_channels,
-        id2label=config.id2label,
         label2id=config.label2id,
+        **{name: getattr(config, name) for name in shared},
     )
