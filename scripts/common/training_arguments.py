@@ -19,6 +19,7 @@ import yaml
 from tnn_scripts.common.arguments import load_config
 from tnn_scripts.common.declared import enum_values
 from tnn_scripts.common.model_path import check_path, configuration_folder, find_config, nearest
+from tnn_scripts.common.parser import option
 from tnn_scripts.data.files import check_file, check_source
 
 if TYPE_CHECKING:  # read before transformers is imported
@@ -101,10 +102,6 @@ def parse_group(text: str) -> tuple[str, dict[str, float]]:
     if not pattern or min(settings.values()) < 0:
         raise ValueError(f"`parameter_groups` must have a pattern and numbers of at least 0, got {text!r}.")
     return pattern, settings
-
-
-def option(default, text: str):
-    return field(default=default, metadata={"help": text})
 
 
 @dataclass(kw_only=True)

@@ -1,13 +1,9 @@
 """The options of the programs that write texts: `tnn chat`, `generate`, `serve` and `api`."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tnn_scripts.common.model_path import check_model_path
-from tnn_scripts.common.parser import check_counts
-
-
-def option(default, text: str):
-    return field(default=default, metadata={"help": text})
+from tnn_scripts.common.parser import check_counts, option
 
 
 @dataclass
