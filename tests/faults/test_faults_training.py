@@ -59,7 +59,7 @@ def ends(owner, name: str, call: int, action, *command) -> SystemExit:
 STOPS = {
     "in a step": ("_train_step", 5, signal.SIGTERM, 5),
     "in a step with an evaluation": ("_train_step", 7, signal.SIGINT, 7),
-    "while it saves the best model": ("_save_best", 1, signal.SIGTERM, 8),
+    "while it saves the best model": ("save_model", 1, signal.SIGTERM, 8),
     "in an evaluation": ("_evaluate", 2, signal.SIGTERM, 7),
     "in the last evaluation": ("_evaluate", 4, signal.SIGTERM, 16),
 }

@@ -23,7 +23,6 @@ WORKING = {
     "P-tuning": lambda: peft.PromptEncoderConfig(**VIRTUAL),
 }
 
-
 # PEFT puts its soft prompts before every token where the cache is not called `past_key_values`: with transformers 5.24
 # GPT-2 and Llama write other tokens with a cache, too.
 SOFT_PROMPTS = pytest.mark.xfail(
@@ -46,8 +45,7 @@ def test_adapters(name):
 
 
 def test_prefix_tuning_is_refused():
-    model = lively_language_model(vocab_size=300).float()
-    tuned = peft.get_peft_model(model, peft.PrefixTuningConfig(**VIRTUAL))
+    tuned = peft.get_peft_model(lively_language_model(vocab_size=300).float(), peft.PrefixTuningConfig(**VIRTUAL))
     with pytest.raises(ValueError, match="must be a cache for TNNs"):
         tuned(input_ids=IDS, attention_mask=torch.ones_like(IDS), labels=IDS)
 
@@ -65,9 +63,7 @@ def test_chats(tmp_path):
     assert tokenizer.decode([label for label in labels if label != -100]) == "God made it.</s>"
     row = {name: inputs[name] for name in ("input_ids", "attention_mask")} | {"labels": labels}
     arguments = TrainingArguments(str(tmp_path / "run"), max_steps=1, report_to="none", save_strategy="no")
-    collator = DataCollatorForSeq2Seq(tokenizer)
-    trainer = Trainer(model, arguments, train_dataset=[row, row], data_collator=collator)
-    assert trainer.train().training_loss > 0
+    assert Trainer(model, arguments, DataCollatorForSeq2Seq(tokenizer), [row, row]).train().training_loss > 0
     tokenizer.save_pretrained(tmp_path / "saved")
     prompt = AutoTokenizer.from_pretrained(tmp_path / "saved").apply_chat_template(
         made["chat"][:1], add_generation_prompt=True, return_tensors="pt"
