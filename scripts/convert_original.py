@@ -12,15 +12,19 @@ Example:
 """
 
 import argparse
+import json
+import sys
 from pathlib import Path
 
 from tnn_scripts.common.errors import importing, report_errors
 
-from tnn_scripts.common.atomic import check_overwriting, claim
+from tnn_scripts.common.atomic import check_overwriting, claim, new_files, write_json
 from tnn_scripts.common.declared import declared_keys
 from tnn_scripts.common.parser import ProgramParser
 
-ARCHITECTURES, HEADS = (declared_keys("tnn_scripts.original.options", name) for name in ("ARCHITECTURES", "HEADS"))
+ARCHITECTURES, HEADS = (
+    declared_keys("tnn_scripts.original.architectures", name) for name in ("ARCHITECTURES", "HEADS")
+)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -43,11 +47,41 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
+def read_options(file: Path) -> dict:
+    """The official options of `--hparams`.
+
+    Raises:
+        ValueError: the file does not hold a JSON object.
+    """
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"--hparams must be a file with a JSON object, got {file}: {error}") from error
+
+
+def run(args: argparse.Namespace):
+    """Convert the checkpoint, save the model and the report, and say what became of the tensors."""
+    with importing("scripts"):
+        from tnn_scripts.original import conversion
+    tensors, options = conversion.read_checkpoint(args.checkpoint)
+    if args.hparams is not None:
+        options |= read_options(args.hparams)
+    model, report = conversion.convert(tensors, options, args.architecture, args.head, args.published_ski)
+    with new_files(args.output_dir) as folder:
+        model.save_pretrained(folder)
+        write_json(folder / "original.json", json.loads(json.dumps(report, default=str)))
+    for warning in report["warnings"]:
+        sys.stderr.write(f"warning: {warning}\n")
+    left_out = sum(became.startswith("left out") for became in report["tensors"].values())
+    sys.stdout.write(
+        f"{type(model).__name__} with {model.num_parameters():,} parameters from {len(tensors)} tensors; {left_out} "
+        f"left out (original.json says why); saved in {args.output_dir}\n"
+    )
+
+
 @report_errors
 def main():
     args = parse_arguments()
-    with importing("scripts"):
-        from tnn_scripts.runs.convert_original import run
     with claim(args.output_dir):
         check_overwriting(args.output_dir, args.overwrite_output_dir, args.checkpoint)
         run(args)

@@ -4,7 +4,10 @@
     ski-tnn        the same names; FD and SKI operators
     tnn-pytorch    `token_mixer.` and `feature_mixer.` in each layer
     RTF            `ab`, `h_0` and `scalar` of `rtf.py`, in place of the operator of our block
+    rtf-*          S4's stack of blocks, of the Long Range Arena: `encoder.`, `model.layers.`, `decoder.`
+    hyena_rtf      the language model of safari with RTF as Hyena's filter: `backbone.layers.`, `lm_head.`
 
+Lightning puts `model.` before the names of a language model. The released code has no other backbone for language.
 e channels of the Toeplitz operator in h heads, R inducing points, A denominators of N coefficients.
 """
 
@@ -48,6 +51,47 @@ RENAMED = [
     (r"\bscalar$", "slack"),
     (r"\b(scale|scala)$", "weight"),
 ]
+S4_NAMES = (
+    (r"^model\.layers\.(\d+)\.layer\.layer\.(ab|h_0|scalar)$", r"layers.\1.mixer.tno.\2"),
+    (r"^model\.layers\.(\d+)\.layer\.output_linear\.0\.", r"layers.\1.mixer.o_proj."),
+    (r"^model\.layers\.(\d+)\.norm\.norm\.", r"layers.\1.mixer_norm."),
+    (r"^model\.norm\.norm\.", "norm."),
+    (r"^encoder\.\d+\.(weight|bias)$", r"embed_tokens.\1"),
+    (r"^decoder\.\d+\.(output_transform|retrieval\.classifier\.2)\.", "classifier.out_proj."),
+    (r"^decoder\.\d+\.retrieval\.classifier\.0\.", "classifier.dense."),
+    (r"\.h_0$", ".direct"),
+    (r"\.scalar$", ".slack"),
+)
+HYENA_NAMES = (
+    (r"^(model\.)?backbone\.embeddings\.word_embeddings\.", "embed_tokens."),
+    (r"^(model\.)?backbone\.ln_f\.", "norm."),
+    (r"^(model\.)?backbone\.layers\.", "layers."),
+    (r"^(model\.)?lm_head\.", "lm_head."),
+    (r"\.mixer\.filter_fn\.", ".mixer.tno."),
+    (r"\.mixer\.short_filter\.weight$", ".mixer.short.taps"),
+    (r"\.mixer\.short_filter\.", ".mixer.short."),
+    (r"\.mixer\.mimo_proj\.", ".mixer.low_rank."),
+    (r"\.mixer\.out_proj\.", ".mixer.o_proj."),
+    (r"\.mixer\.(in_proj|norm)\.", r".mixer.\1."),
+    (r"\.mlp\.fc1\.", ".glu.up_proj."),
+    (r"\.mlp\.fc2\.", ".glu.down_proj."),
+    (r"\.norm1\.", ".mixer_norm."),
+    (r"\.norm2\.", ".glu_norm."),
+    (r"\.h_0$", ".direct"),
+    (r"\.scalar$", ".slack"),
+)
+# Tensors that only exist with an option that has no counterpart here.
+REFUSED = {
+    r"\.(reverse_layer|bidirectional_linear)\.": "bidirectional of the model (that of the layer is converted)",
+    r"\.(input_gate|output_gate)\.": "gate",
+    r"\.input_linear\.": "bottleneck",
+    r"\.layer\.layer\.(kernel|D$)": "custom_layer other than 'rtf'",
+    r"\.(weight_g|weight_v)$": "weight_norm",
+    r"\.position_embeddings\.": "max_position_embeddings",
+    r"\.(Wqkv|inner_attn)\.": "attn_layer_idx",
+    r"\.filter_fn\.(implicit_filter|pos_emb|modulation)\.": "filter_cls other than 'rtf'",
+    r"\.ord_proj_w$": "post_order_ffn",
+}
 # Buffers of fairseq with the version of its format.
 BOOKKEEPING = re.compile(r"(^|\.)(version|_float_tensor)$")
 
@@ -79,3 +123,10 @@ def split_rational(both: torch.Tensor, num_filters: int) -> tuple[torch.Tensor, 
 def heads_together(value: torch.Tensor, num_heads: int) -> torch.Tensor:
     """The last map of a bidirectional FD encoder, with rows (head, part, channel) reordered to all real rows first."""
     return value.reshape(num_heads, 2, -1, *value.shape[1:]).transpose(0, 1).flatten(0, 2)
+
+
+def refuse_other_parts(tensors: dict[str, torch.Tensor]):
+    """Refuse tensors, in official names, of parts that this package does not have; name the option behind it."""
+    for name in tensors:
+        if (option := next((option for part, option in REFUSED.items() if re.search(part, name)), None)) is not None:
+            raise ValueError(f"The option {option} must be off for a conversion, got {name}")

@@ -6,11 +6,9 @@ compared with the intended product, which the released code misses (golden vecto
 
 import json
 import re
-import sys
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from helpers.released_rtf import (
@@ -23,8 +21,8 @@ from helpers.released_rtf import (
     s4_features,
     s4_state,
 )
-from tnn_scripts import convert_original
-from tnn_scripts.runs.convert_original import convert, read_checkpoint
+from helpers.scripts import run
+from tnn_scripts.original.conversion import convert
 
 TRUNCATION, WIDTH, CLASSES = 17, 6, 3
 LENGTHS = [11, 7, 1]
@@ -119,89 +117,44 @@ def test_language_model(form, tmp_path):
         assert torch.equal(hyena_logits(written[:, :here], state, TRUNCATION)[:, -1].argmax(-1), written[:, here])
 
 
-def test_script_reads_a_file_of_lightning(tmp_path, monkeypatch, capsys):
+def test_script_reads_a_file_of_lightning(tmp_path):
     content = {"state_dict": hyena_state(), "epoch": 3, "optimizer_states": [{"state": {}}], "loops": {}}
     torch.save(content, tmp_path / "last.ckpt")
     (tmp_path / "hparams.json").write_text(json.dumps(SHORT))
-    options = ["--architecture", "hyena_rtf", "--hparams", str(tmp_path / "hparams.json")]
-    files = [str(tmp_path / "last.ckpt"), str(tmp_path / "out")]
-    monkeypatch.setattr(sys, "argv", ["convert_original.py", *files, *options])
-    convert_original.main()
-    assert "TnnForCausalLM" in capsys.readouterr().out
-    save_file({"a": torch.zeros(1)}, tmp_path / "other.safetensors")  # and a file that is none
-    with pytest.raises(ValueError, match="must hold a whole model"):
-        convert(*read_checkpoint(tmp_path / "other.safetensors"), "hyena_rtf")
+    options = ["--architecture", "hyena_rtf", "--hparams", tmp_path / "hparams.json"]
+    assert "TnnForCausalLM" in run("convert_original", tmp_path / "last.ckpt", tmp_path / "out", *options).stdout
 
 
-S4_ERRORS = [
-    ({"final_act": "gelu"}, {}, "final_act must be 'glu' for a conversion, got 'gelu'"),
-    ({"gate": 4}, {}, "gate must be None for a conversion, got 4"),
-    ({"mode": "sum"}, {}, "mode must be one of pool, last for a conversion, got 'sum'"),
-    ({"prenorm": False}, {}, "prenorm must be True, as in the weights .*, got False"),
-    ({"norm": "layer"}, {}, "norm must be 'batch', as in the weights .*, got 'layer'"),
-    ({"state_size": 64}, {}, "state_size must be 3, .*, got 64"),
-    ({"num_a": 6}, {}, "num_a must be 1, .*, got 6"),
-    (
-        {},
-        {"model.layers.0.reverse_layer.layer.ab": 2},
-        "option bidirectional of the model .*must be off .*, got .*reverse_layer.layer.ab",
-    ),
-    (
-        {},
-        {"model.layers.0.layer.input_gate.0.weight": 2},
-        "option gate must be off for a conversion, got .*input_gate",
-    ),
-    ({}, {"model.layers.0.layer.layer.kernel.C": 2}, "option custom_layer other than 'rtf' must be off .*kernel.C"),
-    ({}, {"model.layers.1.extra.weight": 2}, "left over model.layers.1.extra.weight"),
-    ({}, {"encoder.0.bias": WIDTH}, "dataset must be one of cifar, pathfinder, .*, got None and 6 channels"),
-    ({}, {"model.layers.1.layer.layer.h_0": 5}, r"model.layers.1.layer.layer.h_0 must be \(12,\), got \(5,\)"),
+STATES = {"rtf-listops": lambda: s4_state(words(), classifier()), "hyena_rtf": hyena_state}
+# Architecture, options, tensors that are added (their size) or left out (None, by pattern), and the message.
+REFUSED = [
+    ("rtf-listops", {"final_act": "gelu"}, {}, "final_act must be 'glu' for a conversion, got 'gelu'"),
+    ("rtf-listops", {"mode": "sum"}, {}, "mode must be one of pool, last for a conversion, got 'sum'"),
+    ("rtf-listops", {"prenorm": False}, {}, "prenorm must be True, as in the weights .*, got False"),
+    ("rtf-listops", {"norm": "layer"}, {}, "norm must be 'batch', as in the weights .*, got 'layer'"),
+    ("rtf-listops", {}, {"model.layers.0.reverse_layer.layer.ab": 2}, "bidirectional of the model .*must be off"),
+    ("rtf-listops", {}, {"model.layers.0.layer.input_gate.0.weight": 2}, "gate must be off .*, got .*input_gate"),
+    ("rtf-listops", {}, {"model.layers.0.layer.layer.kernel.C": 2}, "other than 'rtf' must be off .*kernel.C"),
+    ("rtf-listops", {}, {"model.layers.1.extra.weight": 2}, "Unexpected .*model.layers.1.extra.weight"),
+    ("rtf-listops", {}, {"encoder.0.bias": WIDTH}, "dataset must be one of cifar, pathfinder, .*, got None and 6"),
+    ("rtf-listops", {}, {"model.layers.1.layer.layer.h_0": 5}, "mismatch for model.layers.1.layer.layer.h_0"),
+    ("rtf-listops", {}, {"layers.1.layer.output_linear.0.bias": None}, "Missing .*layers.1.mixer.o_proj.bias"),
+    ("rtf-listops", {}, {"layers.0.layer.layer.ab": None}, "must hold filters of RTF, ab and h_0"),
+    ("rtf-listops", {}, {r"\.(running_mean|running_var|num_batches_tracked)$": None}, "norm must be 'layer'"),
+    ("rtf-listops", {}, {r"^model\.norm\.": None}, "prenorm must be False, as in the weights"),
+    ("hyena_rtf", {"num_heads": 2}, {}, "num_heads must be 1 for a conversion, got 2"),
+    ("hyena_rtf", {}, {"model.backbone.embeddings.position_embeddings.weight": 2}, "max_position_embeddings must be"),
+    ("hyena_rtf", {}, {"model.backbone.layers.0.mixer.Wqkv.weight": 2}, "attn_layer_idx must be off"),
+    ("hyena_rtf", {}, {"model.backbone.ln_0.weight": 2}, "Unexpected .*model.backbone.ln_0.weight"),
+    ("hyena_rtf", {}, {"layers.1.mlp.fc2.weight": None}, "Missing .*layers.1.glu.down_proj.weight"),
+    ("hyena_rtf", {}, {r"filter_fn\.scalar$": None}, "constraint must be 'no', as in the weights"),
 ]
 
 
-@pytest.mark.parametrize("options, added, message", S4_ERRORS)
-def test_what_does_not_fit(options, added, message):
-    state = s4_state(words(), classifier()) | {name: torch.zeros(size).double() for name, size in added.items()}
+@pytest.mark.parametrize("architecture, options, changes, message", REFUSED)
+def test_what_does_not_fit(architecture, options, changes, message):
+    lost = [name for name, size in changes.items() if size is None]
+    state = {n: v for n, v in STATES[architecture]().items() if not any(re.search(part, n) for part in lost)}
+    state |= {name: torch.zeros(size).double() for name, size in changes.items() if size is not None}
     with pytest.raises(ValueError, match=message):
-        convert(state, SHORT | options, "rtf-listops")
-
-
-HYENA_ERRORS = [
-    ({"num_heads": 2}, {}, "num_heads must be 1 for a conversion, got 2"),
-    ({"attn_layer_idx": [1]}, {}, "attn_layer_idx must be None"),
-    ({"n_layer": 3}, {}, "n_layer must be 2, as in the weights"),
-    ({}, {"model.backbone.embeddings.position_embeddings.weight": 2}, "option max_position_embeddings must be off"),
-    (
-        {},
-        {"model.backbone.layers.0.mixer.filter_fn.implicit_filter.0.weight": 2},
-        "option filter_cls other than 'rtf' must be off",
-    ),
-    ({}, {"model.backbone.layers.0.mixer.Wqkv.weight": 2}, "option attn_layer_idx must be off"),
-    ({}, {"model.backbone.ln_0.weight": 2}, "left over model.backbone.ln_0.weight"),
-]
-
-
-@pytest.mark.parametrize("options, added, message", HYENA_ERRORS)
-def test_what_does_not_fit_the_language_model(options, added, message):
-    state = hyena_state() | {name: torch.zeros(size).double() for name, size in added.items()}
-    with pytest.raises(ValueError, match=message):
-        convert(state, SHORT | options, "hyena_rtf")
-
-
-@pytest.mark.parametrize(("architecture", "state", "lost", "message"), [
-    ("rtf-imdb", s4_state(words(), classifier()), "model.layers.1.layer.output_linear.0.bias",
-     "missing layers.1.mixer.o_proj.bias"),
-    ("rtf-imdb", s4_state(words(), classifier()), "model.layers.0.layer.layer.ab",
-     "must hold filters of RTF, ab and h_0"),
-    ("rtf-imdb", s4_state(words(), classifier()), "encoder.0.weight", "must hold a whole model, got no embed_tokens"),
-    ("hyena_rtf", hyena_state(), "model.backbone.layers.1.mlp.fc2.weight", "missing layers.1.glu.down_proj.weight"),
-    ("hyena_rtf", hyena_state(), "model.backbone.layers.0.mixer.norm.weight",
-     "left over .*layers.1.mixer.norm.weight"),
-    ("rtf-imdb", s4_state(words(), classifier()), r"\.(running_mean|running_var|num_batches_tracked)$",
-     "norm must be 'layer', as in the weights .*, got 'batch'"),
-    ("rtf-imdb", s4_state(words(), classifier()), r"^model\.norm\.", "prenorm must be False, as in the weights"),
-    ("hyena_rtf", hyena_state(), r"filter_fn\.scalar$", "constraint must be 'no', as in the weights"),
-])  # fmt: skip
-def test_missing_tensors(architecture, state, lost, message):
-    state = {name: value for name, value in state.items() if not re.search(lost, name)}
-    with pytest.raises(ValueError, match=message):
-        convert(state, SHORT, architecture)
+        convert(state, SHORT | options, architecture)
