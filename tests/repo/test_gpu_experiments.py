@@ -31,9 +31,9 @@ def test_each_kind_runs_once(tmp_path):
     for split in ("train", "validation"):
         Dataset.from_dict({"text": rows}).to_parquet(tmp_path / f"{split}.parquet")
     names = ["lm-hybrid-1e-3", "lm-rotary-1e-3", "copying-64", "fd-speed", "state-size"]
-    options = ["--quick", "--text", tmp_path, "--output_dir", tmp_path / "out", "--only", *names]
+    options = ["--quick", "--text", tmp_path, "--output_dir", tmp_path / "out", "--minutes", 60, "--only", *names]
     for attempt in range(2):
-        done = subprocess.run([sys.executable, PROGRAM, *options], capture_output=True, text=True)
+        done = subprocess.run([sys.executable, PROGRAM, *map(str, options)], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         assert done.stderr.count("was there") == 5 * attempt
     records = {name: json.loads((tmp_path / "out" / f"{name}.json").read_text()) for name in names}
