@@ -109,25 +109,11 @@ def language_model(name: str, rate: str, seed: int = 0) -> Experiment:
 def copying(states: int) -> Experiment:
     options = ("synthetic", "--recipe", "synthetic/copying-s4", "--state_sizes", states, "--output_dir", "OUT")
     options += ("--per_device_train_batch_size", 32, "--bf16", "true", "--num_train_epochs", 5)
-    quick = (
-        "--state_sizes",
-        4,
-        "--hidden_size",
-        16,
-        "--num_hidden_layers",
-        1,
-        "--memory",
-        8,
-        "--max_train_samples",
-        16,
-    )
-    quick += ("--max_eval_samples", 8, "--num_train_epochs", 1, "--use_cpu", "true", "--bf16", "false")
-    return Experiment(
-        f"Copying at width 1,024 with {states} states, 5 of its 50 epochs (RTF table 2)",
-        options,
-        "all_results.json",
-        quick,
-    )
+    tiny = {"state_sizes": 4, "hidden_size": 16, "num_hidden_layers": 1, "memory": 8, "max_train_samples": 16}
+    tiny |= {"max_eval_samples": 8, "num_train_epochs": 1, "use_cpu": "true", "bf16": "false"}
+    quick = tuple(part for name, value in tiny.items() for part in (f"--{name}", value))
+    about = f"Copying at width 1,024 with {states} states, 5 of its 50 epochs (RTF table 2)"
+    return Experiment(about, options, "all_results.json", quick)
 
 
 def benchmark(about: str, *options, quick: tuple) -> Experiment:
