@@ -41,7 +41,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--device_memory", type=float, help="GiB of a GPU.")
     parser.add_argument("--gpu", choices=GPUS, default="H100", help="GPU whose peak the speed is estimated from.")
     use = "Share of that peak that a training reaches, as metrics.json of `tnn pretrain` has it."
-    parser.add_argument("--model_flop_use", type=float, default=0.05, help=use)
+    parser.add_argument("--model_flop_use", type=float, default=0.25, help=use)
     parser.add_argument("--output_file", type=Path)
     args = parser.parse_args()
     for name, least, given in (("lengths", 2, args.lengths), ("processes", 1, args.processes)):
