@@ -185,7 +185,7 @@ DEFECTS = [
            "starts = real & rises & (position_ids == 0)", "starts = rises & (position_ids == 0)",
            "unit/test_packing"),
     Defect("packing: documents begin with the padding before them", P + "packing.py",
-           "    starts = real & (count_real(starts, real) == 1)\n", "", "unit/test_packing"),
+           "    starts = real & (count_real(starts, real) == 1)\n", "", "unit/test_graphs"),
     Defect("packing: outputs in the order of their lengths", P + "packing.py",
            "place[token[inside]] = inside", "place[:] = inside", "unit/test_packing"),
     # Saving, loading, converting

@@ -24,7 +24,7 @@ MASK = torch.ones(2, 40, dtype=torch.long)
 MASK[0, :3] = MASK[1, 16:18] = MASK[1, 30:] = 0
 POSITIONS = torch.arange(40).expand(2, 40)
 SINUSOIDAL = {"position_embedding": "sinusoidal"}
-CUBIC = {"ski_interpolation": "cubic", "ski_rank": 64}  # more points than a document has tokens
+CUBIC = {"ski_interpolation": "cubic"}  # 9 points, and documents of 7 tokens
 # Operator, direction, fields, with padding, with documents.
 CASES = [
     ("rpe", True, {}, False, True), ("rtf", True, SINUSOIDAL, True, True), ("fd", False, {}, False, True),
@@ -33,7 +33,7 @@ CASES = [
 ]  # fmt: skip
 SLOW = [
     ("s4d", True, {}, False, False), ("rtf", False, {}, True, False), ("rpe", True, HYBRIDS["full"], True, True),
-    ("rpe", True, {"tno_implementation": "eager"}, False, True),
+    ("rpe", True, {"tno_implementation": "eager"}, False, True), ("ski", False, CUBIC | {"ski_rank": 64}, True, True),
     ("rpe", True, {"norm_type": "batchnorm"}, False, True),
 ]  # fmt: skip
 
