@@ -15,9 +15,9 @@ from pathlib import Path
 from tnn_scripts.common.errors import importing, report_errors
 
 from tnn_scripts.common.atomic import write_text
+from tnn_scripts.common.card_options import add_arguments
 from tnn_scripts.common.model_path import check_model_path
 from tnn_scripts.common.parser import ProgramParser
-from tnn_scripts.options.card import add_arguments
 
 
 def parse_arguments() -> argparse.Namespace:

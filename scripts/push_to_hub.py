@@ -17,8 +17,8 @@ import sys
 
 from tnn_scripts.common.errors import importing, report_errors
 
+from tnn_scripts.common.card_options import build_publishing_parser
 from tnn_scripts.common.model_path import check_model_path
-from tnn_scripts.options.card import build_publishing_parser
 
 
 @report_errors

@@ -1,10 +1,10 @@
-"""Run the experiments that a CPU is too slow for, each in less than nine minutes of an H100, and write one JSON each.
+"""Run the experiments that a CPU is too slow for, each meant for nine minutes of an H100, and write one JSON each.
 
 `--text` is the folder of the language models: train.parquet and validation.parquet, the novels and articles that
 `texts.py` writes as `small-causal`, and `tokenizer`, made of them unless it is there. An experiment whose JSON stands
-in --output_dir is left out, and one that was ended goes on from its last checkpoint, so that the same command again
-does the rest. Experiments that measure time run alone, the others --jobs at a time. --quick runs them with tiny sizes
-on a CPU: a test of the program.
+in --output_dir is left out, and a language model that was ended goes on from its last checkpoint, so that the same
+command again does the rest; the others start anew. Experiments that measure time run alone, the others --jobs at a
+time. --quick runs them with tiny sizes on a CPU: a test of the program.
 
 Example:
     python docs/research/gpu.py --list
@@ -34,7 +34,7 @@ BENCHMARK = Path(__file__).parent / "benchmark.py"
 VOCABULARY = 32768
 RATES = ("1e-3", "2e-3", "4e-3")
 ATTENTION = "layer_types=[toeplitz,full_attention,toeplitz,toeplitz,toeplitz,full_attention,toeplitz]"
-# Preset, fields and further options; 39 to 41 million parameters each, with the vocabulary.
+# Preset, fields and further options; 37 to 40 million parameters each, with the vocabulary.
 MODELS = {
     "rpe": ("tnn-causal", "", ()),
     "rpe-papers-start": ("tnn-causal", "initializer=torch", ()),
@@ -62,7 +62,7 @@ class Experiment(NamedTuple):
 
     Attributes:
         about: what it is for.
-        options: its command and options; "OUT" is the folder of the experiment, "TEXT" that of the text.
+        options: its command and options; "{out}" is the folder of the experiment, "{text}" that of the text.
         figures: the JSON that it writes in its folder.
         quick: options that follow for a test.
         measures_time: nothing else may run beside it.
@@ -79,45 +79,41 @@ class Experiment(NamedTuple):
     program: Path = PROGRAM
 
 
+def words(options: dict) -> tuple:
+    """A command line: `{"seed": 0}` as `--seed 0`."""
+    return tuple(word for name, value in options.items() for word in (f"--{name}", value))
+
+
 def language_model(name: str, rate: str, seed: int = 0) -> Experiment:
     """1,800 steps of 32 blocks of 512: 29.5 million tokens."""
     preset, fields, more = MODELS[name]
     fields = ",".join(filter(None, ["" if name in ("rotary", "alibi") else "hidden_dropout_prob=0.0", fields]))
     tiny = ",".join(filter(None, [fields, TINY[preset.split("-")[0]]]))
-    options = ("pretrain", "--objective", "clm", "--config_name", preset, "--config_overrides", fields)
-    options += ("--train_file", "TEXT/train.parquet", "--validation_file", "TEXT/validation.parquet")
-    options += (
-        "--documents",
-        "rows",
-        "--tokenizer_name",
-        "TEXT/tokenizer",
-        "--vocab_size",
-        VOCABULARY,
-        "--block_size",
-        512,
-    )
-    options += ("--per_device_train_batch_size", 32, "--per_device_eval_batch_size", 32, "--max_eval_blocks", 400)
-    options += ("--max_steps", 1800, "--learning_rate", rate, "--lr_scheduler_type", "cosine", "--warmup_steps", 0.1)
-    options += ("--seed", seed, "--mixed_precision", "bf16", "--eval_steps", 600, "--checkpointing_steps", 600)
-    options += ("--save_total_limit", 1, "--output_dir", "OUT", *more)
-    quick = ("--config_overrides", tiny, "--block_size", 16, "--per_device_train_batch_size", 2, "--max_steps", 2)
-    quick += ("--max_eval_blocks", 2, "--eval_steps", 2, "--checkpointing_steps", 2, "--use_cpu")
+    options = {"objective": "clm", "config_name": preset, "config_overrides": fields}
+    options |= {"train_file": "{text}/train.parquet", "validation_file": "{text}/validation.parquet"}
+    options |= {"documents": "rows", "tokenizer_name": "{text}/tokenizer", "vocab_size": VOCABULARY, "block_size": 512}
+    options |= {"per_device_train_batch_size": 32, "per_device_eval_batch_size": 32, "max_eval_blocks": 400}
+    options |= {"max_steps": 1800, "learning_rate": rate, "lr_scheduler_type": "cosine", "warmup_steps": 0.1}
+    options |= {"seed": seed, "mixed_precision": "bf16", "eval_steps": 600, "checkpointing_steps": 600}
+    options |= {"save_total_limit": 1, "output_dir": "{out}"}
+    quick = {"config_overrides": tiny, "block_size": 16, "per_device_train_batch_size": 2, "max_steps": 2}
+    quick |= {"max_eval_blocks": 2, "eval_steps": 2, "checkpointing_steps": 2}
     about = f"{name} of the paper's size at a peak rate of {rate}, seed {seed} (TNN table 2)"
-    return Experiment(about, options, "metrics.json", quick, resumes=True)
+    options = ("pretrain", *words(options), *more)
+    return Experiment(about, options, "metrics.json", (*words(quick), "--use_cpu"), resumes=True)
 
 
 def copying(states: int) -> Experiment:
-    options = ("synthetic", "--recipe", "synthetic/copying-s4", "--state_sizes", states, "--output_dir", "OUT")
-    options += ("--per_device_train_batch_size", 32, "--bf16", "true", "--num_train_epochs", 5)
-    tiny = {"state_sizes": 4, "hidden_size": 16, "num_hidden_layers": 1, "memory": 8, "max_train_samples": 16}
-    tiny |= {"max_eval_samples": 8, "num_train_epochs": 1, "use_cpu": "true", "bf16": "false"}
-    quick = tuple(part for name, value in tiny.items() for part in (f"--{name}", value))
+    options = {"recipe": "synthetic/copying-s4", "state_sizes": states, "output_dir": "{out}"}
+    options |= {"per_device_train_batch_size": 32, "bf16": "true", "num_train_epochs": 5}
+    quick = {"state_sizes": 4, "hidden_size": 16, "num_hidden_layers": 1, "memory": 8, "max_train_samples": 16}
+    quick |= {"max_eval_samples": 8, "num_train_epochs": 1, "use_cpu": "true", "bf16": "false"}
     about = f"Copying at width 1,024 with {states} states, 5 of its 50 epochs (RTF table 2)"
-    return Experiment(about, options, "all_results.json", quick)
+    return Experiment(about, ("synthetic", *words(options)), "all_results.json", words(quick))
 
 
 def benchmark(about: str, *options, quick: tuple) -> Experiment:
-    options = (*options, "--output_file", "OUT/figures.json")
+    options = (*options, "--output_file", "{out}/figures.json")
     quick = ("--device", "cpu", *quick)
     return Experiment(about, options, "figures.json", quick, measures_time=True, program=BENCHMARK)
 
@@ -157,9 +153,8 @@ def experiments() -> dict[str, Experiment]:
 def prepare(text: Path):
     """Make the tokenizer of the language models unless it is there."""
     if not (text / "tokenizer").is_dir():
-        train_tokenizer(Dataset.from_parquet(str(text / "train.parquet")), VOCABULARY).save_pretrained(
-            text / "tokenizer"
-        )
+        tokenizer = train_tokenizer(Dataset.from_parquet(str(text / "train.parquet")), VOCABULARY)
+        tokenizer.save_pretrained(text / "tokenizer")
 
 
 def command_of(experiment: Experiment, args: argparse.Namespace, folder: Path) -> list[str]:
@@ -167,8 +162,7 @@ def command_of(experiment: Experiment, args: argparse.Namespace, folder: Path) -
     options = [*experiment.options, *(experiment.quick if args.quick else ())]
     if experiment.resumes:
         options += ["--resume_from_checkpoint", "auto"]
-    places = {"OUT": str(folder), "TEXT": str(args.text)}
-    texts = [str(option).replace("OUT", places["OUT"]).replace("TEXT", places["TEXT"]) for option in options]
+    texts = [str(option).format(out=folder, text=args.text) for option in options]
     return [sys.executable, str(experiment.program), *texts]
 
 
@@ -177,16 +171,16 @@ def run(name: str, args: argparse.Namespace, end: float) -> str:
     experiment, folder, file = experiments()[name], args.output_dir / name, args.output_dir / f"{name}.json"
     if file.exists():
         return "was there"
-    folder.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
     if start >= end:
         return "no time was left for it"
+    folder.mkdir(parents=True, exist_ok=True)
     with (args.output_dir / f"{name}.log").open("a") as log:
         try:
             command = command_of(experiment, args, folder)
             subprocess.run(command, stdout=log, stderr=log, check=True, timeout=end - start)  # noqa: S603 - our own
         except subprocess.TimeoutExpired:
-            return "was ended; the same command goes on with it"
+            return "was ended; the same command " + ("goes on with it" if experiment.resumes else "starts it anew")
         except subprocess.CalledProcessError as error:
             return f"failed with the status {error.returncode}, see {log.name}"
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"

@@ -84,10 +84,8 @@ def train(trainer: GroupingTrainer, labels: Sequence, **options) -> dict:
         SavingError: a checkpoint could not be written.
     """
     folder = Path(trainer.args.output_dir)
-    resumed, run = (
-        find_checkpoint(folder, trainer.args.resume_from_checkpoint),
-        describe_training(trainer, labels, **options),
-    )
+    resumed = find_checkpoint(folder, trainer.args.resume_from_checkpoint)
+    run = describe_training(trainer, labels, **options)
     if resumed is not None:
         verify_checksums(resumed)
         check_belonging(resumed, run)

@@ -11,8 +11,8 @@ from helpers.models import AUTO, image_config, seeded, tiny_config
 from helpers.scripts import SENTENCES, run_script, write_config
 from modeling_tnn import TnnForCausalLM, TnnForImageClassification, TnnForMaskedLM
 from tnn_scripts.common import model_card
+from tnn_scripts.common.card_options import build_publishing_parser
 from tnn_scripts.common.model_card import INPUTS, TEMPLATE, collect, render
-from tnn_scripts.options.card import build_publishing_parser
 
 CARDS = sorted(path.parent for path in TEMPLATE.parent.glob("*/README.md"))
 
