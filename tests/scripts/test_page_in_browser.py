@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
 import psutil
 import pytest
 
@@ -22,6 +21,7 @@ from tnn_scripts.serving.page import Writer, build_page, build_settings
 from tnn_scripts.serving.writing import load_causal
 
 gr = pytest.importorskip("gradio", reason="the page needs Gradio: make test-browser")
+httpx = pytest.importorskip("httpx", reason="Gradio brings it: make test-browser")
 sync_api = pytest.importorskip("playwright.sync_api", reason="the browser needs Playwright: make test-browser")
 expect = sync_api.expect
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
