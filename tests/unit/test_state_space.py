@@ -85,6 +85,42 @@ def test_a_state_space_model_is_an_rtf_operator(order, size):
             assert np.allclose(response, taps[channel], atol=1e-9)
 
 
+def polynomials(system: tuple) -> tuple[np.ndarray, np.ndarray]:
+    """The coefficients a and b by RTF equation 5, for h_0 = 0."""
+    transition, given, read, _ = system
+    below = np.poly(transition)
+    return below, np.poly(transition - given @ read) - below
+
+
+@ORDERS
+def test_a_change_of_variables_leaves_the_coefficients(order):
+    """RTF lemma 3.1, and its count: n^2 + 2n + 1 numbers of a state-space model are 2n + 1 of an operator."""
+    system = random_system(order, seed=0)
+    transition, given, read, direct = system
+    change = np.random.default_rng(1).normal(size=(order, order)) + 2 * np.eye(order)
+    back = np.linalg.inv(change)
+    changed = change @ transition @ back, change @ given, read @ back, direct
+    for first, second in zip(polynomials(system), polynomials(changed), strict=True):
+        assert np.allclose(first, second, atol=1e-10)
+    operator = rtf_operator(order=order)
+    counts = {name: parameter[0].numel() for name, parameter in operator.named_parameters()}
+    assert sum(counts.values()) == 2 * order + 1 <= sum(part.size for part in system)
+
+
+@pytest.mark.parametrize("size", [64, 63])
+@torch.no_grad()
+def test_a_repeated_pole(size):
+    """What no diagonal form has (RTF 3.1): 1 / (1 - 0.9 / z)^2 has the taps (k + 1) 0.9^k."""
+    operator = rtf_operator(order=2, size=size)
+    lags = torch.arange(300, dtype=torch.float64)
+    taps = ((lags + 1) * 0.9**lags).expand(4, -1)
+    set_filter(operator, torch.tensor([[-1.8, 0.81]], dtype=torch.float64).expand(4, -1), taps[:, : operator.size])
+    assert relative_error(operator.coefficients(300), taps) < 1e-9
+    state = companion_matrix(operator.companion_form().denominator)[0]
+    repeated = state - 0.9 * torch.eye(2, dtype=torch.float64)
+    assert torch.linalg.matrix_rank(repeated, atol=1e-6) == 1, "a Jordan block: it has one eigenvector, not two"
+
+
 @pytest.mark.parametrize(
     ("count", "fields"), [(1, {}), (9, {}), (5, {"rtf_constraint": "l1_montel", "rtf_num_denominators": 2})]
 )
