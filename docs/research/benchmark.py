@@ -11,6 +11,7 @@ Example:
     python docs/research/benchmark.py state_size
     python docs/research/benchmark.py long_range --models rpe transformer
     python docs/research/benchmark.py alternatives --subjects split --lengths 512 8192
+    python docs/research/benchmark.py mixing
 """
 
 import argparse
@@ -43,7 +44,9 @@ WAYS = {
     "streaming": ["rpe", "fd", "rtf"],
     "long_range": [name for name in (*DIRECTIONS, "transformer") if name != "modal"],  # which is causal
     "alternatives": ["causal-ski", "split"],
-}
+    "mixing": ["toeplitz", "convolution", "recurrent", "attention", "linear attention", "mlp", "fourier",
+               "state space"],
+}  # fmt: skip
 DEFAULTS = {
     "training": ["released", "eager", "fused", "gpt2", "llama", "matmul"],
     "memory": ["released", "eager", "fused", "gpt2", "llama"],
@@ -51,6 +54,7 @@ DEFAULTS = {
     "streaming": ["rpe"],
     "long_range": ["rpe", "fd", "ski", "rtf", "s4d", "transformer"],
     "alternatives": WAYS["alternatives"],
+    "mixing": WAYS["mixing"],
 }
 # The options of each suite with their defaults.
 SIZES = {"hidden_size": 512, "num_hidden_layers": 2, "vocab_size": 1000}
@@ -66,6 +70,7 @@ OPTIONS = {
                    "length": [4096], "batch_size": 2},
     "long_range": {"models": [], "lengths": [1024, 2048, 3072, 4096, 5120], "batch_size": 1, "config_overrides": ""},
     "alternatives": {"subjects": [], "lengths": BATCHES["lengths"], "channels": 64, "batch_size": 1, "rank": 64},
+    "mixing": {"ways": [], "lengths": BATCHES["lengths"], "channels": 512, "batch_size": 1},
 }  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from modeling_tnn.tno_ski import InducingGrid
 
 sys.path.append(str(ROOT / "docs" / "research"))
 program, alternatives, memory = (import_module(name) for name in ("benchmark", "suites.alternatives", "suites.memory"))
-s4_layer, state_size = (import_module(f"suites.{name}") for name in ("s4_layer", "state_size"))
+mixing, s4_layer, state_size = (import_module(f"suites.{name}") for name in ("mixing", "s4_layer", "state_size"))
 
 
 def same(actual: torch.Tensor, expected: torch.Tensor, inputs: list[torch.Tensor]):
@@ -164,3 +164,12 @@ def test_alternatives(measure):
     rows, _ = measure("alternatives", "--lengths 64 --channels 2 --rank 8")
     kept = {row["way"]: row["saved_mebibytes"] for row in rows}
     assert kept["prefix"] > 4 * kept["filter"] and kept["split"] == kept["fused"]
+
+
+def test_columns_of_table_1(measure):
+    rows, _ = measure("mixing", "--lengths 17 --channels 64")
+    assert [row["way"] for row in rows] == program.WAYS["mixing"] and rows[0]["over_toeplitz"] == 1
+    x = random(2, 17, 64)
+    feature = 1 + torch.nn.functional.elu(x)
+    weights = feature @ feature.mT
+    same(mixing.linear_attention(x), weights / weights.sum(-1, keepdim=True) @ x, [x])

@@ -16,6 +16,7 @@ AXES = {
     "state_size": ("state_size", "way", "milliseconds", "state size", "forward and backward, ms"),
     "long_range": ("length", "way", "steps_per_second", "sequence length", "training steps per second"),
     "alternatives": ("length", "way", "milliseconds", "sequence length", "forward and backward, ms"),
+    "mixing": ("length", "way", "milliseconds", "sequence length", "forward and backward, ms"),
     "streaming": ("tokens", "way", "microseconds_per_token", "tokens streamed", "µs per token"),
 }
 
