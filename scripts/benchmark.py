@@ -127,7 +127,7 @@ def main():
         import torch
         import transformers
 
-        from tnn_scripts.common.devices import check_device
+        from tnn_scripts.common.model_path import check_device
 
         suite = import_module(f"tnn_scripts.benchmarks.{args.suite}")
     args.device = check_device(args.device)

@@ -12,11 +12,10 @@ Example:
 import sys
 from dataclasses import dataclass
 
-from tnn_scripts.common.errors import importing, report_errors
+from tnn_scripts.common.errors import check_text, importing, read_lines, report_errors
 
 from tnn_scripts.common.parser import ProgramParser, check_counts
 from tnn_scripts.common.sampling import TEMPERATURE, TOP_P, sampling
-from tnn_scripts.common.terminal import check_text, read_lines
 from tnn_scripts.serving.arguments import WriterArguments, option
 
 

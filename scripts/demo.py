@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 
 from tnn_scripts.common.errors import importing, report_errors
 
-from tnn_scripts.common.arguments import parse_arguments
 from tnn_scripts.common.declared import declared_keys
-from tnn_scripts.common.model_path import find_config, nearest
-from tnn_scripts.data.files import check_source
+from tnn_scripts.common.model_path import check_source, find_config, nearest
+from tnn_scripts.common.parser import parse_arguments
 
 OPERATORS = declared_keys("modeling_tnn.configuration_tnn", "DIRECTIONS")
 

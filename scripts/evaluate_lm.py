@@ -25,10 +25,8 @@ from typing import Literal
 
 from tnn_scripts.common.errors import importing, report_errors
 
-from tnn_scripts.common.arguments import parse_arguments
-from tnn_scripts.common.model_path import check_model_path
-from tnn_scripts.common.parser import check_counts
-from tnn_scripts.data.files import check_file, check_source
+from tnn_scripts.common.model_path import check_file, check_model_path, check_source
+from tnn_scripts.common.parser import check_counts, parse_arguments
 
 
 @dataclass

@@ -16,12 +16,10 @@ from dataclasses import dataclass
 
 from tnn_scripts.common.errors import report_errors
 
-from tnn_scripts.common.arguments import start
-from tnn_scripts.common.declared import declared_keys
-from tnn_scripts.common.model_path import check_model_path, check_path
+from tnn_scripts.common.declared import declared_keys, start
+from tnn_scripts.common.model_path import check_file, check_model_path, check_path
 from tnn_scripts.common.parser import check_counts, option
 from tnn_scripts.common.training_arguments import GroupArguments
-from tnn_scripts.data.files import check_file
 
 TASKS = declared_keys("tnn_scripts.data.glue", "TASKS")
 

@@ -23,7 +23,7 @@ from tnn_scripts.common.parser import ProgramParser
 from tnn_scripts.common.training_arguments import OBJECTIVES, OPTIMIZERS
 
 ENGINES = declared_keys("tnn_scripts.runs.plan", "ENGINES")
-GPUS = declared_keys("tnn_scripts.common.devices", "PEAKS")
+GPUS = declared_keys("tnn_scripts.common.costs", "PEAKS")
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -97,7 +97,7 @@ def load_model(name: str):
     from transformers.utils import logging
 
     from modeling_tnn import TnnForImageClassification
-    from tnn_scripts.common.loading import load
+    from tnn_scripts.common.model_path import load
 
     logging.set_verbosity_error()  # the heads of a checkpoint are not needed here
     config = load(AutoConfig, name)

@@ -11,7 +11,7 @@ Example:
 
 from tnn_scripts.common.errors import importing, report_errors
 
-from tnn_scripts.common.arguments import parse_arguments
+from tnn_scripts.common.parser import parse_arguments
 from tnn_scripts.common.training_arguments import PretrainArguments
 
 

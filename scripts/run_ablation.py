@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING
 
 from tnn_scripts.common.errors import report_errors
 
-from tnn_scripts.common.arguments import load_config, start
-from tnn_scripts.common.model_path import find_config
-from tnn_scripts.common.parser import option
+from tnn_scripts.common.declared import start
+from tnn_scripts.common.model_path import check_source, find_config
+from tnn_scripts.common.parser import load_config, option
 from tnn_scripts.common.task_arguments import ComparisonArguments
-from tnn_scripts.data.files import check_source
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 from tnn_scripts.common.errors import report_errors
 
-from tnn_scripts.common.arguments import start
-from tnn_scripts.common.declared import declared_keys
+from tnn_scripts.common.declared import declared_keys, start
 from tnn_scripts.common.model_path import check_path
 from tnn_scripts.common.parser import check_counts, option
 from tnn_scripts.common.task_arguments import ClassifierArguments

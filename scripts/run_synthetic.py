@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from tnn_scripts.common.errors import importing, report_errors
 
-from tnn_scripts.common.arguments import parse_overrides, start
-from tnn_scripts.common.parser import option
+from tnn_scripts.common.declared import start
+from tnn_scripts.common.parser import option, parse_overrides
 from tnn_scripts.common.task_arguments import ComparisonArguments
 
 if TYPE_CHECKING:

@@ -9,9 +9,8 @@ Example:
 import sys
 from importlib import import_module
 
-from tnn_scripts.common.errors import report_errors
+from tnn_scripts.common.errors import COMMANDS, report_errors
 
-from tnn_scripts.common.commands import COMMANDS
 from tnn_scripts.common.model_path import nearest
 
 

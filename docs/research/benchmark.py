@@ -29,7 +29,7 @@ from suites.plot import plot
 from modeling_tnn.configuration_tnn import DIRECTIONS
 from modeling_tnn.extensions import IMPLEMENTATIONS
 from tnn_scripts.common.atomic import check_writable, write_json
-from tnn_scripts.common.devices import check_device
+from tnn_scripts.common.model_path import check_device
 from tnn_scripts.common.parser import ProgramParser
 
 MODELS = ["released", *IMPLEMENTATIONS, "hybrid", "attention", *DIRECTIONS, "gpt2", "llama", "mamba", "mamba2"]

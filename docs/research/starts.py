@@ -26,7 +26,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tnn_scripts.common.errors import report_errors
+from tnn_scripts.common.errors import markdown_table, report_errors
 
 import numpy as np
 import torch
@@ -34,10 +34,9 @@ from scipy.stats import entropy
 from transformers import PreTrainedModel, TrainingArguments
 
 from modeling_tnn.tno import ToeplitzOperator
-from tnn_scripts.common.arguments import parse_arguments, training_options
-from tnn_scripts.common.declared import changed
+from tnn_scripts.common.declared import changed, training_options
 from tnn_scripts.common.grouping_trainer import GroupingTrainer
-from tnn_scripts.common.tables import markdown_table
+from tnn_scripts.common.parser import parse_arguments
 from tnn_scripts.common.trainer import compare, comparison
 from tnn_scripts.plotting.reading import Kernel
 from tnn_scripts.run_ablation import AblationArguments

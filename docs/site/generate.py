@@ -14,6 +14,8 @@ from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 
+from tnn_scripts.common.errors import COMMANDS, markdown_table
+
 import torch
 import transformers
 from transformers import AutoConfig
@@ -22,9 +24,7 @@ import modeling_tnn
 from modeling_tnn import TnnConfig
 from modeling_tnn.presets import configuration_folder, preset_folders
 from tnn_scripts.common import sequence_pairs
-from tnn_scripts.common.commands import COMMANDS
-from tnn_scripts.common.parser import HELP, SECTIONS, ProgramParser, default_of
-from tnn_scripts.common.tables import markdown_table
+from tnn_scripts.common.parser import HELP, OF_TRAINER, SECTIONS, ProgramParser, default_of
 from tnn_scripts.common.training_arguments import PresetTraining
 from tnn_scripts.presets import about, cells, grouped_presets, recipe_files, trainer_of
 
@@ -132,10 +132,9 @@ def command_line_page() -> str:
     )
     shared, told = {name for options in users.values() for name in options}, {}
     for command, parser in parsers.items():
-        summary, example, rest = parser.description_parts()
-        code = "\n".join(line.removeprefix("    ") for line in example.splitlines()[1:])
-        more = f"Guide: [{GUIDES[command][0]}]({GUIDES[command][1]})." if command in GUIDES else rest
-        parts += [f"## tnn {command}\n", f"{summary}\n", f"```bash\n{code}\n```\n", f"{more}\n" if more else ""]
+        code = "\n".join(line.removeprefix("    ") for line in parser.example.splitlines()[1:])
+        more = f"Guide: [{GUIDES[command][0]}]({GUIDES[command][1]})." if command in GUIDES else parser.rest
+        parts += [f"## tnn {command}\n", f"{parser.summary}\n", f"```bash\n{code}\n```\n", f"{more}\n" if more else ""]
         parts += [
             _shared(command, users),
             _suites(parser) if parser.subcommands() else _own(parser, shared, told, command),
@@ -149,12 +148,10 @@ def _commands() -> list[list[str]]:
 
 def _options(parser: ProgramParser) -> Iterator[argparse.Action]:
     """Those of the program: no help, no subcommands, no negation, and not the rest of TrainingArguments."""
-    for title, actions in parser.sections():
-        for action in actions:
+    for group in parser._action_groups:
+        for action in group._group_actions if group.title != OF_TRAINER else ():
             left_out = isinstance(action, (argparse._HelpAction, argparse._SubParsersAction))
-            if not (
-                left_out or title.startswith("transformers.") or action.option_strings[:1] == [f"--no_{action.dest}"]
-            ):
+            if not left_out and action.option_strings[:1] != [f"--no_{action.dest}"]:
                 yield action
 
 
@@ -233,7 +230,7 @@ def _suites(parser: ProgramParser) -> str:
         listed = [
             _named(_name(action), _default(action)) for action in _options(suite) if _name(action) not in everywhere
         ]
-        summary = suite.description.strip().partition("\n\n")[0].removesuffix(".")
+        summary = suite.summary.removesuffix(".")
         lines.append(f"- `{command}`: {summary}. {', '.join(listed)}.")
     rows = [[f"`--{name}`", max(texts, key=texts.count)] for name, texts in meanings.items()]
     first = f"Every suite has {', '.join(f'`--{name}`' for name in everywhere)}. The others, with their defaults:\n"

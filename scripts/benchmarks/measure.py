@@ -5,10 +5,10 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
+from tnn_scripts.common.errors import markdown_table
+
 import torch
 from torch.autograd import DeviceType
-
-from tnn_scripts.common.tables import markdown_table
 
 
 def clock(args) -> float:

@@ -18,8 +18,7 @@ from transformers.cache_utils import CacheLayerMixin
 from modeling_tnn.cache_tnn import CACHE, bytes_per_sequence
 from tnn_scripts.benchmarks.measure import clock, markdown, measure, ratio
 from tnn_scripts.benchmarks.peers import training_loss
-from tnn_scripts.common.loading import load
-from tnn_scripts.common.model_path import check_model_path
+from tnn_scripts.common.model_path import check_model_path, load
 
 TURN, TURNS = 32, 4
 CHUNK = 512  # tokens of the context that are read at once

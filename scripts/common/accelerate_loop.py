@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tnn_scripts.common.errors import UserError
+from tnn_scripts.common.errors import MemoryExceededError, UserError, suggest_smaller
 
 import torch
 from accelerate import Accelerator
@@ -28,21 +28,24 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from modeling_tnn import PoleCallback, find_unstable
-from tnn_scripts.common.atomic import new_folder, write_json
-from tnn_scripts.common.checkpoints import (
+from tnn_scripts.common.atomic import (
     STATE,
     check_same_run,
     checkpoints,
     describe_run,
+    new_folder,
     prune,
     read_json,
     write_checksums,
+    write_json,
 )
-from tnn_scripts.common.devices import MemoryExceededError, flops_of_token, peak_of, suggest_smaller
-from tnn_scripts.common.optimizers import build_optimizer, build_scheduler, decayed_parameters
+from tnn_scripts.common.costs import flops_of_token, peak_of
 from tnn_scripts.common.passes import (
     CapturedStep,
+    build_optimizer,
+    build_scheduler,
     count_targets,
+    decayed_parameters,
     logits_of,
     recorder_for,
     summed_loss,
@@ -51,8 +54,7 @@ from tnn_scripts.common.passes import (
 )
 from tnn_scripts.common.processes import StopRequest, StopRequested, check_tables, prepare, shard_errors
 from tnn_scripts.common.training_arguments import PretrainArguments
-from tnn_scripts.data.blocks import BlockStream
-from tnn_scripts.data.text import DEMO_CORPUS
+from tnn_scripts.data.text import DEMO_CORPUS, BlockStream
 
 if TYPE_CHECKING:  # read where a run asks for it
     from tnn_scripts.data.streaming import TextStream

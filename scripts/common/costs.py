@@ -1,7 +1,16 @@
-"""What training steps take: the blocks of a pass that fit into memory, and the estimate of a dry run.
+"""What training steps take: operations and peaks of devices, the blocks of a pass that fit into memory, dry runs.
 
 A global batch in tokens gives a step of the optimizer the same blocks, and the same mean loss, for any number of them
 in a pass. So the largest that fits a GPU is taken. On other devices the number is small and fixed.
+
+Of operations, what the model asks for is counted, whatever computes it. A token takes, forward and backward,
+
+    6 for each weight of a matrix that tokens pass, the logits' included but not tables of embeddings,
+    12 d L for each layer of attention of width d over L tokens, or those of its window (as in the PaLM paper; causal
+        attention is not halved),
+    20 D log2(2 L) for each Toeplitz operator of D channels: four transforms of 2 L numbers, each 5/2 N log2 N.
+
+The encoders of the kernels, elementwise work, the optimizer and what checkpointing computes again do not count.
 """
 
 import math
@@ -10,6 +19,8 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 
+from tnn_scripts.common.errors import MemoryExceededError, is_out_of_memory, suggest_smaller
+
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, gather_object, send_to_device
@@ -17,7 +28,7 @@ from accelerate.utils.memory import clear_device_cache
 from torch import nn
 from transformers import Trainer
 
-from tnn_scripts.common.devices import MemoryExceededError, is_out_of_memory, resident_peak, suggest_smaller
+from modeling_tnn import ToeplitzOperator
 from tnn_scripts.common.passes import try_passes
 from tnn_scripts.common.training_arguments import DEFAULT_BLOCKS, PretrainArguments
 
@@ -178,3 +189,55 @@ def describe_costs(
         f"about {memory:.1f} GiB of memory\n"
         "Nothing was written. Evaluations and checkpoints take additional time."
     )
+
+
+# Words in the name of a GPU -> 10^12 operations a second at most: on tensor cores in bfloat16 or float16 without
+# sparsity, and in float32 without TF32, from NVIDIA's data sheets. The first line whose words are all in it counts.
+PEAKS = {
+    "H100 PCIe": (756, 51), "H100 NVL": (835, 60), "H100": (989, 67), "H200 NVL": (835, 60), "H200": (989, 67),
+    "GH200": (989, 67), "B200": (2250, 75), "A100": (312, 19.5), "A10": (125, 31.2), "L40S": (362, 91.6),
+    "L4": (121, 30.3), "4090": (165, 82.6), "5090": (210, 105),
+}  # fmt: skip
+
+
+def reserved_memory(device: torch.device) -> float | None:
+    """The most memory of a GPU in GiB that PyTorch has taken so far, CUDA graphs included; None for other devices."""
+    return torch.cuda.max_memory_reserved(device) / 2**30 if device.type == "cuda" else None
+
+
+def resident_peak() -> int:
+    """The largest resident size of this process so far, in bytes."""
+    import resource  # Windows has none
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def flops_of_token(model: torch.nn.Module, length: int) -> float:
+    """The operations that a token of blocks of `length` takes in a training step."""
+    modules = list(model.modules())
+    operators = [module for module in modules if isinstance(module, ToeplitzOperator)]
+    apart = [*operators, *(module for module in modules if isinstance(module, torch.nn.Embedding))]
+    left_out = {id(parameter) for module in apart for parameter in module.parameters()}
+    matrices = sum(p.numel() for p in model.parameters() if p.ndim > 1 and id(p) not in left_out)
+    head = model.get_output_embeddings().weight
+    matrices += head.numel() if id(head) in left_out else 0  # tied to the embeddings
+    seen = [getattr(module, "sliding_window", None) or length for module in modules if is_attention(module)]
+    transforms = 20 * sum(operator.channels for operator in operators) * math.log2(2 * length)
+    return 6 * matrices + 12 * model.config.hidden_size * sum(min(length, n) for n in seen) + transforms
+
+
+def is_attention(module: torch.nn.Module) -> bool:
+    """Whether a module is the attention of a layer, by the names of transformers' classes."""
+    inner = list(module.modules())[1:]
+    return "Attention" in type(module).__name__ and not any("Attention" in type(part).__name__ for part in inner)
+
+
+def peak_of(device: torch.device, precision: str) -> float | None:
+    """The operations a second of a device at most, in a --mixed_precision; None if this is not known."""
+    if device.type != "cuda":
+        return None
+    words = set(torch.cuda.get_device_name(device).replace("-", " ").split())
+    half, single = next((peaks for name, peaks in PEAKS.items() if set(name.split()) <= words), (math.nan, math.nan))
+    peak = 1e12 * (single if precision == "no" else half)
+    return None if math.isnan(peak) else peak

@@ -1,14 +1,20 @@
 """What modules declare, read from their source: names and fields of classes of libraries that take seconds to import.
 
-A command line is checked with these before anything is imported. They follow the installed releases.
+A command line is checked with these before anything is imported. They follow the installed releases. Programs that
+train with transformers' Trainer have the fields of its arguments as options.
 """
 
 import ast
 import dataclasses
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec, resolve_name
 from pathlib import Path
 from typing import Any, Literal
+
+from tnn_scripts.common.errors import importing
+
+from tnn_scripts.common.parser import field_default, parse_arguments
 
 BUILT_IN = {kind.__name__: kind for kind in (bool, int, float, str)}
 
@@ -80,9 +86,32 @@ def changed(options: Any) -> dict:
     return {field.name: value for field, value in values.items() if value != field_default(field)}
 
 
-def field_default(field: dataclasses.Field) -> Any:
-    """The default of a field; `MISSING` if it must be given."""
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+def start(options: type, description: str, program: str, **defaults):
+    """Read the command line of a program that trains, and call `run` of its module in `runs`.
+
+    Args:
+        options: a dataclass.
+        defaults: those of `TrainingArguments` that are not transformers' (see `training_options`).
+    """
+    args, given = parse_arguments([options, training_options(**defaults)], description)
+    with importing("training"):
+        from transformers import TrainingArguments
+
+        run = import_module(f"tnn_scripts.runs.{program}").run
+    run(args, TrainingArguments(**defaults | changed(given)))
+
+
+def training_options(**defaults) -> type:
+    """A dataclass like transformers' `TrainingArguments`, whose fields are options of a program.
+
+    Args:
+        defaults: other defaults than transformers'; None for a field that is None unless it is given.
+    """
+    like = dataclass_like("transformers.training_args", "TrainingArguments")
+    kinds = {one.name: one.type for one in dataclasses.fields(like)}
+    changed = [(name, kinds[name] | None if value is None else kinds[name], dataclasses.field(default=value))
+               for name, value in defaults.items()]  # fmt: skip
+    return dataclasses.make_dataclass(like.__name__, changed, bases=(like,), kw_only=True)
 
 
 @cache

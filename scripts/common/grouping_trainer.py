@@ -11,9 +11,8 @@ from accelerate.utils import reduce
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ProgressCallback
 
-from tnn_scripts.common.atomic import write_json
-from tnn_scripts.common.checkpoints import RUN, check_same_run, describe_run, read_json, write_checksums
-from tnn_scripts.common.optimizers import regroup
+from tnn_scripts.common.atomic import RUN, check_same_run, describe_run, read_json, write_checksums, write_json
+from tnn_scripts.common.passes import regroup
 from tnn_scripts.common.processes import StopRequest
 
 

@@ -11,6 +11,8 @@ import shutil
 from functools import partial
 from pathlib import Path
 
+from tnn_scripts.common.errors import format_metric
+
 import torch
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from jinja2 import Environment, StrictUndefined
@@ -21,10 +23,9 @@ import modeling_tnn
 from modeling_tnn.cache_tnn import CACHE, memory_per_sequence
 from modeling_tnn.history import ROOM
 from modeling_tnn.hub import AUTO_MAP
-from tnn_scripts.common import loading
+from tnn_scripts.common import model_path
 from tnn_scripts.common.atomic import write_json
 from tnn_scripts.common.model_path import check_model_path
-from tnn_scripts.common.tables import format_metric
 
 # The folder is inside an installed package, or beside it in a clone.
 _FOLDERS = [Path(__file__).resolve().parents[level] / "model_cards" for level in (1, 2)]
@@ -91,12 +92,12 @@ def check_folder(target: Path, folder: Path):
 def load(folder: Path) -> PreTrainedModel:
     """The model in `folder`, by the class that it was saved with; ValueError if it holds no complete one of ours."""
     check_model_path(folder, "folder")
-    config = loading.load(AutoConfig, folder)
+    config = model_path.load(AutoConfig, folder)
     name = (config.architectures or ["TnnModel"])[0]
     if config.model_type != "tnn" or name not in PIPELINES:
         found = f"{config.model_type} {name} in {folder}"
         raise ValueError(f"The model must be a {' or '.join(PIPELINES)}, got {found}")
-    model, info = loading.load(getattr(modeling_tnn, name), folder, output_loading_info=True)
+    model, info = model_path.load(getattr(modeling_tnn, name), folder, output_loading_info=True)
     if problems := {kind: sorted(names)[:5] for kind, names in info.items() if names}:
         raise ValueError(f"The weights in {folder} must be those of a {name}, got {problems}")
     return model.eval()

@@ -1,14 +1,29 @@
-"""What a name on a command line means: a preset, a recipe, a folder, or a repository of the Hub.
+"""Names on a command line: presets, recipes, files, folders and repositories of the Hub; and what they hold, loaded.
 
-Nothing is imported that could load it. A name that can only be a path must exist: the Hub would be asked for it
-otherwise, which takes a minute without a network and ends with an advice to check the connection.
+A name that can only be a path must exist: the Hub would be asked for it otherwise, which takes a minute without a
+network and ends with an advice to check the connection. What checks a name imports nothing slow.
+
+A folder may be damaged, or made to do harm. The libraries that read it raise errors of any type, with a message about
+their own variables. In `load` every failure becomes an error of one line that names the files.
 """
 
+import collections
+import gzip
+import json
 import re
-from collections.abc import Iterable
+import textwrap
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from tnn_scripts.common.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 # A repository of the Hub.
 HUB_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
@@ -112,3 +127,187 @@ def check_model_path(name: str | Path, option: str = "--model_name_or_path", tok
         raise ValueError(f"{option} must be a folder with a model, got {name} without {CONFIGS[0]}{hint}")
     if tokenizer and not any(file.is_file() for pattern in TOKENIZERS for file in folder.glob(pattern)):
         raise ValueError(f"{option} must be a folder with a tokenizer, got {name} without tokenizer.json.")
+
+
+# UTF-8, with or without the byte order mark that some editors write.
+ENCODING = "utf-8-sig"
+BUILDERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
+
+
+def check_file(file: str, whole: bool = True):
+    """Check that a file has content and, read to its end if `whole`, that it is UTF-8.
+
+    Raises:
+        ValueError: it is missing, empty, or not text.
+    """
+    path = Path(file)
+    if not path.is_file():
+        raise ValueError(f"The file {file} does not exist.")
+    if path.stat().st_size == 0:
+        raise ValueError(f"The file {file} is empty.")
+    if whole and builder_of(file) != "parquet":
+        try:
+            with open_text(file) as lines:
+                collections.deque(lines, maxlen=0)
+        except (UnicodeDecodeError, gzip.BadGzipFile, EOFError) as error:
+            raise ValueError(f"The file {file} is not text in UTF-8: {error}") from error
+
+
+def read_lines_of(file: str) -> list[str]:
+    """The lines of a text file, as `datasets` reads them; errors are those of `check_file`."""
+    check_file(file)
+    with open_text(file) as lines:
+        return [line.removesuffix("\n") for line in lines]
+
+
+def open_text(file: str) -> IO[str]:
+    """A text file, or one below .gz, for reading. Not `str.splitlines`: it divides lines at U+2028 and the like."""
+    return (gzip.open if Path(file).suffix.lower() == ".gz" else open)(file, "rt", encoding=ENCODING)
+
+
+def builder_of(file: str) -> str:
+    """The kind of a file by its suffix, also below .gz; text if it has another suffix or none.
+
+    Raises:
+        ValueError: it is a table with another separator than commas.
+    """
+    path = Path(file.lower().removesuffix(".gz"))
+    if path.suffix == ".tsv":
+        raise ValueError(f"Tables must be .csv, .json, .jsonl or .parquet files, got {file}")
+    return BUILDERS.get(path.suffix, "text")
+
+
+def looks_like_file(source: str) -> bool:
+    """Whether a source is a local file, not a folder or a Hub id."""
+    return not Path(source).is_dir() and (Path(source).is_file() or Path(source).suffix.lower() in BUILDERS)
+
+
+def check_source(source: str):
+    """Check that a text or a data set is a file with content, a folder, or could be a Hub id, else ValueError."""
+    if looks_like_file(source):
+        check_file(source, whole=False)
+    else:
+        check_path(source, "--dataset_name")
+
+
+WEIGHTS = ("*.safetensors", "*.index.json", "*.bin")
+# Class -> what it loads, and patterns of the files.
+PARTS = {"AutoConfig": ("configuration", CONFIGS), "AutoTokenizer": ("tokenizer", (*TOKENIZERS, "chat_template*"))}
+MODEL = ("model", (*CONFIGS, "generation_config.json", *WEIGHTS))
+# Longer reasons are cut, such as a list of all models of transformers.
+LONGEST = 500
+
+
+def load(loader: type, source: str | Path, **options):
+    """The object `loader.from_pretrained(source, **options)`, after it was used once.
+
+    Raises:
+        ValueError: it cannot be loaded or used.
+        UserError: a file cannot be read or fetched, or a package is missing.
+    """
+    import torch
+    from transformers import AutoTokenizer, PreTrainedModel
+
+    dtype = str(options.get("dtype", "auto")).removeprefix("torch.")
+    if dtype != "auto" and not getattr(getattr(torch, dtype, None), "is_floating_point", False):
+        raise ValueError(f"--dtype must be auto or a dtype of torch for weights, such as bfloat16, got {dtype}")
+    with naming(source, *PARTS.get(loader.__name__, MODEL)):
+        loaded = loader.from_pretrained(source, **options)
+        if loader is AutoTokenizer:
+            loaded.decode(loaded("a")["input_ids"])
+        model = loaded[0] if isinstance(loaded, tuple) else loaded  # with output_loading_info
+        if isinstance(model, PreTrainedModel):
+            model.config.return_dict = True  # the programs read outputs by name
+            if model.config.model_type == "tnn" and model.main_input_name == "input_ids":
+                # Other models may ask for more, as BART for an end of the text.
+                shape = (1, 1, 1) if type(model).__name__ == "TnnForMultipleChoice" else (1, 1)
+                ids = torch.zeros(shape, dtype=torch.long, device=model.device)
+                with torch.no_grad():
+                    check_finite(model(ids, **{"use_cache": False} if model.config.causal else {})[0])
+        return loaded
+
+
+def require_padding(tokenizer: "PreTrainedTokenizerBase", option: str):
+    """Let a tokenizer without a padding token pad with its end of text, or raise a ValueError if it has neither."""
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    if tokenizer.pad_token is None:
+        name = tokenizer.name_or_path
+        raise ValueError(
+            f"The tokenizer must have a padding token or an end of text with {option}, got that of {name}"
+        )
+
+
+def check_writing(model: "PreTrainedModel", source: str | Path):
+    """Let a causal model write one token, and check the scores of every token that it writes from now on.
+
+    Raises:
+        ValueError: it cannot be written, such as for wrong fields of its generation_config.json.
+    """
+    model.register_forward_hook(lambda module, inputs, output: check_finite(output[0]))
+    ids = model.dummy_inputs["input_ids"][:1, :1].to(model.device) * 0
+    with naming(source, *MODEL):
+        model.generate(ids, attention_mask=ids + 1, max_new_tokens=1)
+
+
+def check_finite(output: "torch.Tensor"):
+    # Not isfinite(): scores of minus infinity are tokens that a model never writes.
+    if not output.amax(-1).isfinite().all():
+        raise ValueError("the model's output is not finite: a weight is NaN or infinite, or too large for its dtype")
+
+
+@contextmanager
+def naming(source: str | Path, part: str, patterns: tuple[str, ...]) -> Iterator[None]:
+    """Turn any failure of what reads `source` into an error of one line that names its files; see `load`."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, UserError):
+        raise
+    except BaseException as error:  # not Exception: the tokenizers library panics with other ones
+        found = [file for pattern in patterns for file in Path(source).glob(pattern) if file.is_file()]
+        broken = {file.name: fault for file in found if file.suffix == ".json" and (fault := fault_of(file))}
+        names = ", ".join(broken or [file.name for file in found])
+        kind = "" if isinstance(error, (ValueError, OSError, ImportError)) else f"{type(error).__name__}: "
+        reason = "; ".join(broken.values()) or f"{kind}{error}"
+        at = f" ({names})" if names else ""
+        line = textwrap.shorten(f"The {part} of {source}{at} cannot be loaded: {reason}", LONGEST, placeholder=" ...")
+        raise (UserError if isinstance(error, (OSError, ImportError)) else ValueError)(line) from error
+
+
+def fault_of(file: Path) -> str:
+    """What is wrong with a file that must hold a JSON object, or an empty text."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        return f"it is not JSON: {error}"
+    return "" if isinstance(content, dict) else f"it must be a JSON object, got {type(content).__name__}"
+
+
+def check_device(name: str | None) -> str:
+    """The name of a device, for a command line: the accelerator if there is one, else the CPU, unless given.
+
+    Raises:
+        ValueError: the name is not that of a device, or this machine does not have it.
+    """
+    import torch
+
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=name)
+    except (AssertionError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"--device must be a device of this machine, got {name}: {reason}") from error
+    return name
+
+
+def check_vocabulary(tokenizer: "PreTrainedTokenizerBase", vocab_size: int):
+    """Check that a model has an embedding for every id of its tokenizer. Without one, a GPU would end the process.
+
+    Raises:
+        ValueError: an id is `vocab_size` or more.
+    """
+    token, highest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    if highest >= vocab_size:
+        raise ValueError(
+            f"Ids of the tokenizer must be below vocab_size={vocab_size} of the model, got {highest} for {token!r}."
+            f" It has {len(tokenizer)} tokens."
+        )

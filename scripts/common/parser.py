@@ -1,23 +1,29 @@
-"""The parser of every program: one meaning for each option name, an example first, options in sections.
+"""The command line of every program: options with one meaning, recipes that set them, overrides of a configuration.
 
-This module describes the options that several programs share. A program describes only its own options.
+Options that several programs share are described here; a program describes only its own. A recipe is a YAML file of
+options by name, of `configuration/recipes/` or another folder. Options on the command line override those of the
+recipe, and data on the command line all options that describe the recipe's data. Of `--config_overrides`, each field
+does so alone.
 """
 
 import argparse
 import dataclasses
+import json
 import re
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from tnn_scripts.common.errors import leave
+from tnn_scripts.common.errors import COMMAND_OF, importing, leave
 
-from tnn_scripts.common.commands import COMMAND_OF
-from tnn_scripts.common.declared import field_default
-from tnn_scripts.common.model_path import nearest
+import yaml
+
+from tnn_scripts.common.model_path import find_config, find_recipe, nearest
+
+if TYPE_CHECKING:  # a command line is read before this is imported
+    from transformers import PreTrainedConfig
 
 # Sections of --help -> their options, without the hyphens: those that several programs have.
 SECTIONS = {
@@ -120,7 +126,24 @@ SECTIONS = {
     },
 }
 HELP = {name: text for section in SECTIONS.values() for name, text in section.items()}
+OF_TRAINER = "transformers.TrainingArguments, the rest"
 EXAMPLE = re.compile(r"\n\nExample:\n(.*?)(?=\n\n|\Z)", re.DOTALL)
+BOOLEANS = dict.fromkeys(("yes", "true", "t", "y", "1"), True) | dict.fromkeys(("no", "false", "f", "n", "0"), False)
+# A comma outside of brackets, which hold lists and mappings.
+BETWEEN_OVERRIDES = r",(?![^\[{]*[\]}])"
+# An option of a recipe, and what replaces it on the command line.
+REPLACED_BY = {
+    "seed": "--seeds",
+    "seeds": "--seed",
+    "global_batch_tokens": "--gradient_accumulation_steps",
+    "gradient_accumulation_steps": "--global_batch_tokens",
+}
+# Other data replace those of a recipe, with all options that describe these.
+DATA = {"--train_file", "--dataset_name"}
+OF_DATA = {
+    "train_file", "validation_file", "test_file", "dataset_name", "dataset_config_name", "dataset_path", "task_name",
+    "text_column", "documents", "sentence1_key", "sentence2_key", "label_column_name", "interleave_probabilities",
+}  # fmt: skip
 
 
 def option(default: Any = dataclasses.MISSING, text: str | None = None, **metadata) -> Any:
@@ -144,26 +167,13 @@ def check_counts(options, *names: str):
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """A formatter that shows one name of each option, the kind of its value, and its default."""
-
-    KINDS = {int: "N", float: "X", Path: "PATH"}
-
-    def _format_action_invocation(self, action):
-        if not action.option_strings:
-            return super()._format_action_invocation(action)
-        names = ", ".join([name for name in action.option_strings if "-" not in name[2:]] or action.option_strings)
-        if action.nargs == 0 or action.const is True:
-            return names
-        return f"{names} {self._format_args(action, self._get_default_metavar_for_optional(action))}"
-
-    def _get_default_metavar_for_optional(self, action):
-        return self.KINDS.get(action.type, "TEXT")
+    """A formatter that shows the default of an option as it is typed."""
 
     def _get_help_string(self, action):
+        text, default = action.help or "", default_of(action).replace("%", "%%")
         if action.required and action.option_strings:
-            return f"{action.help or ''} (required)"
-        default = f" (default: {default_of(action)})" if default_of(action) else ""
-        return (action.help or "") + default.replace("%", "%%")
+            return f"{text} (required)"
+        return f"{text} (default: {default})" if default else text
 
 
 def default_of(action: argparse.Action) -> str:
@@ -174,35 +184,37 @@ def default_of(action: argparse.Action) -> str:
 
 
 def string_to_bool(text: str) -> bool:
-    """The value of an option that is true or false.
-
-    Raises:
-        ArgumentTypeError: it is neither.
-    """
-    if text.lower() in ("yes", "true", "t", "y", "1"):
-        return True
-    if text.lower() in ("no", "false", "f", "n", "0"):
-        return False
-    raise argparse.ArgumentTypeError(f"must be true or false, got {text}")
+    """The value of an option that is true or false."""
+    if text.lower() not in BOOLEANS:
+        raise argparse.ArgumentTypeError(f"must be true or false, got {text}")
+    return BOOLEANS[text.lower()]
 
 
 class ProgramParser(argparse.ArgumentParser):
     """The parser of a program. `description` is its docstring: a summary, a text, and an example at the end.
 
     Args:
-        classes: dataclasses whose fields are options.
+        classes: dataclasses whose fields are options. Their names may be written with hyphens.
     """
 
     def __init__(self, classes: Sequence[type] = (), description: str = "", **options):
-        options = {"formatter_class": _Formatter, "allow_abbrev": False, "prog": _program()} | options
-        super().__init__(description=description, **options)
+        self.groups: dict[str, argparse._ArgumentGroup] = {}
+        called = sys.argv[0]  # `tnn pretrain`, or a file
+        options = {"allow_abbrev": False, "prog": f"python {called}" if called.endswith(".py") else called} | options
+        super().__init__(usage="%(prog)s [options]", formatter_class=_Formatter, **options)
+        example = EXAMPLE.search(description)
+        self.summary, _, self.rest = EXAMPLE.sub("", description).strip().partition("\n\n")
+        self.example = _as_called(f"Example:\n{example.group(1)}") if example else ""
+        self.description = "\n\n".join(filter(None, (self.summary, self.example, self.rest)))
+        self.groups = {title: self.add_argument_group(title) for title in (*SECTIONS, OF_TRAINER)}
         self.classes = classes
         for one in classes:
             hints = get_type_hints(one)
             for field in dataclasses.fields(one):
-                self._add_field(field, hints[field.name])
+                of_trainer = one.__name__ == "TrainingArguments" and field.name not in HELP
+                self._add_field(field, hints[field.name], self.groups[OF_TRAINER] if of_trainer else self)
 
-    def _add_field(self, field: dataclasses.Field, kind: Any):
+    def _add_field(self, field: dataclasses.Field, kind: Any, place: "ProgramParser | argparse._ArgumentGroup"):
         """Add the option of a field, as transformers' HfArgumentParser does, whose import would take seconds."""
         default = field_default(field)
         options = {"required": True} if default is dataclasses.MISSING else {"default": default}
@@ -214,10 +226,10 @@ class ProgramParser(argparse.ArgumentParser):
             kind, options = str, options | {"choices": get_args(kind)}
         if kind is bool:
             kind, options = string_to_bool, options | ({} if default is None else {"nargs": "?", "const": True})
-        self.add_argument(*_spellings(field.name), type=kind, **options | field.metadata)
+        place.add_argument(f"--{field.name}", type=kind, **options | field.metadata)
         if default is True:
-            negated, text = _spellings(f"no_{field.name}"), field.metadata.get("help")
-            self.add_argument(*negated, action="store_false", dest=field.name, default=False, help=text)
+            options = {"action": "store_false", "dest": field.name, "default": False}
+            place.add_argument(f"--no_{field.name}", help=field.metadata.get("help"), **options)
 
     def fill(self, found: argparse.Namespace) -> list:
         """Instances of the dataclasses with the options that were found."""
@@ -225,35 +237,23 @@ class ProgramParser(argparse.ArgumentParser):
                 for one in self.classes]  # fmt: skip
 
     def add_argument(self, *names, **options):
-        action = super().add_argument(*names, **options)
-        if action.option_strings:
-            action.help = HELP.get(action.option_strings[0].lstrip("-"), action.help)
-        return action
+        name = names[0].removeprefix("--") if names else ""
+        section = next((title for title in self.groups if name in SECTIONS.get(title, ())), None)
+        if section is None:
+            return super().add_argument(*names, **options)
+        return self.groups[section].add_argument(*names, **options | {"help": HELP[name]})
 
-    def format_help(self) -> str:
-        summary, example, rest = self.description_parts()
-        formatter = self._get_formatter()
-        formatter.add_usage(f"{self.prog} [options]", (), ())
-        for text in (summary, example, rest):
-            formatter.add_text(text)
-        for title, actions in self.sections():
-            formatter.start_section(title)
-            formatter.add_arguments(actions)
-            formatter.end_section()
-        return formatter.format_help()
+    def parse_known_args(self, args=None, namespace=None):
+        return super().parse_known_args(underscored(sys.argv[1:] if args is None else args), namespace)
 
     def parse_args(self, args=None, namespace=None):
         given = sys.argv[1:] if args is None else list(args)
         found, unknown = self.parse_known_args(given, namespace)
-        chosen = (parser for name, parser in self.subcommands().items() if name in given)
-        next(chosen, self).refuse(unknown)
+        next((parser for name, parser in self.subcommands().items() if name in given), self).refuse(unknown)
         return found
 
     def error(self, message: str):
         leave(message, 2)
-
-    def format_usage(self) -> str:
-        return f"usage: {self.prog} [options]\n"
 
     def refuse(self, unknown: Sequence[str]):
         """End the program if there are unknown options."""
@@ -269,38 +269,19 @@ class ProgramParser(argparse.ArgumentParser):
         parsers = [self, *self.subcommands().values()]
         return [name[2:] for parser in parsers for name in parser._option_string_actions if name[:2] == "--"]
 
-    def description_parts(self) -> tuple[str, str, str]:
-        """The first line of the docstring, its example and the rest."""
-        example = EXAMPLE.search(self.description or "")
-        summary, _, rest = EXAMPLE.sub("", self.description or "").strip().partition("\n\n")
-        return summary, _as_called(f"Example:\n{example.group(1)}") if example else "", rest
-
     def subcommands(self) -> dict[str, "ProgramParser"]:
         """The parsers of its subcommands, by name."""
-        found = (a.choices for a in self._actions if isinstance(a, argparse._SubParsersAction))
-        return next(found, {})
-
-    def sections(self) -> Iterator[tuple[str, list[argparse.Action]]]:
-        """The sections of the help with their options. The formatter leaves out sections without options."""
-        actions = [action for action in self._actions if action.help != argparse.SUPPRESS]
-        of_trainer = {field.name for one in self.classes if one.__name__ == "TrainingArguments"
-                      for field in dataclasses.fields(one)}  # fmt: skip
-        yield "options", [a for a in actions if a.dest not in HELP.keys() | of_trainer]
-        for title, names in SECTIONS.items():
-            yield title, [a for a in actions if a.dest in names]
-        others = [a for a in actions if a.dest in of_trainer - HELP.keys()]
-        yield "transformers.TrainingArguments, the rest", others
+        return next((a.choices for a in self._actions if isinstance(a, argparse._SubParsersAction)), {})
 
 
-def _spellings(name: str) -> list[str]:
-    """The option of a field, with underscores and with hyphens."""
-    return list(dict.fromkeys([f"--{name}", f"--{name.replace('_', '-')}"]))
+def field_default(field: dataclasses.Field) -> Any:
+    """The default of a field; `MISSING` if it must be given."""
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
-def _program() -> str:
-    """The name of the program as it was called: `tnn pretrain`, or as a file."""
-    called = sys.argv[0]
-    return f"python {called}" if called.endswith(".py") else called
+def underscored(given: Sequence[str]) -> list[str]:
+    """The arguments of a command line with underscores for the hyphens in the names of options."""
+    return [re.sub(r"^--[\w-]+(?==|$)", lambda name: f"--{name[0][2:].replace('-', '_')}", one) for one in given]
 
 
 def _as_called(example: str) -> str:
@@ -308,3 +289,114 @@ def _as_called(example: str) -> str:
     if not sys.argv[0].startswith("tnn "):
         return example
     return re.sub(r"python scripts/(\w+)\.py", lambda match: f"tnn {COMMAND_OF[match[1]]}", example)
+
+
+def parse_overrides(
+    text: str | None, known: "PreTrainedConfig | None" = None, option: str = "--config_overrides"
+) -> dict:
+    """The overrides `name=value,name=value` as a dictionary. Values are read as YAML: `[a, b]` is a list.
+
+    Args:
+        option: what the user gave the overrides to.
+
+    Raises:
+        ValueError: a value cannot be read, or a name is not a field of `known` (by default a `TnnConfig`).
+    """
+    if known is None:
+        with importing():
+            from modeling_tnn import TnnConfig
+        known = TnnConfig()
+    pairs = [pair.partition("=") for pair in re.split(BETWEEN_OVERRIDES, text or "") if pair.strip()]
+    try:
+        fields = {name.strip(): yaml.safe_load(value) for name, _, value in pairs}
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{option} must have the form name=value,name=value, got {text}: {reason}") from error
+    if unknown := [name for name in fields if not hasattr(known, name)]:
+        hint = nearest(unknown[0], known.to_dict())
+        raise ValueError(f"{option} must be fields of {type(known).__name__}, got {', '.join(unknown)}{hint}")
+    return fields
+
+
+def load_config(name: str, *overrides: dict) -> "PreTrainedConfig":
+    """The configuration of a preset, folder or Hub id with overrides. Derived fields follow from the new values.
+
+    Raises:
+        ValueError: it cannot be read, or its fields contradict each other.
+    """
+    with importing():
+        from transformers import AutoConfig, PreTrainedConfig
+
+        import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
+        from tnn_scripts.common.model_path import PARTS, naming
+
+    folder, changed = find_config(name), {}
+    for given in overrides:
+        changed |= given
+    # Read the file: a built configuration has derived fields from the old values.
+    with naming(folder, *PARTS["AutoConfig"]):
+        fields, _ = PreTrainedConfig.get_config_dict(folder)
+        fields["return_dict"] = True  # the programs read outputs by name
+        AutoConfig.from_pretrained(folder)  # it checks what a file may ask for
+        config = AutoConfig.for_model(**fields)
+    if not changed:
+        return config
+    try:
+        return AutoConfig.for_model(**fields | changed)
+    except ValueError:
+        raise
+    except Exception as error:  # a value of another kind, for which each model has its own error
+        listed = ",".join(f"{field}={value}" for field, value in changed.items())
+        raise ValueError(f"{name} cannot have the overrides {listed}: {' '.join(str(error).split())}") from error
+
+
+def parse_arguments(dataclasses: list[type], description: str) -> tuple:
+    """Instances of `dataclasses` from recipes and the command line, which overrides the recipes.
+
+    A ValueError in their `__post_init__` ends the program with its message.
+    """
+    parser = ProgramParser(dataclasses, description)
+    parser.add_argument("--recipe", action="append", default=[], metavar="NAME")
+    options = underscored(sys.argv[1:])
+    try:
+        for name in reversed([*_values_of("--recipe", options)]):  # a later recipe overrides an earlier one
+            options = recipe_options(name, parser, options) + options
+        overrides = [*_values_of("--config_overrides", options)]  # of a field, the last value counts
+        options += ["--config_overrides", ",".join(overrides)] if len(overrides) > 1 else []
+        found, unknown = parser.parse_known_args(options)
+        parser.refuse(unknown)
+        filled = parser.fill(found)
+    except ValueError as error:
+        parser.error(str(error))
+    return tuple(filled)
+
+
+def recipe_options(file: str, parser: ProgramParser, given: list[str]) -> list[str]:
+    """The options of a recipe as arguments on a command line of `parser`, but for those that `given` replaces.
+
+    Raises:
+        ValueError: the recipe is missing, is not a YAML mapping, or has a key that is not an option.
+    """
+    try:
+        recipe = yaml.safe_load(find_recipe(file).read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"--recipe {file} cannot be read: {' '.join(str(error).split())}") from error
+    if not isinstance(recipe, dict):
+        raise ValueError(f"--recipe must hold lines of the form `name: value`, got {file}")
+    options, known = [], parser.option_names()
+    names = {argument.partition("=")[0] for argument in given}
+    for name, value in recipe.items():
+        if name not in known:
+            raise ValueError(f"--recipe {file}: {name} is not an option of this program{nearest(name, known)}")
+        if value is None or REPLACED_BY.get(name) in names or (name in OF_DATA and names & DATA):
+            continue
+        values = value if isinstance(value, list) else [value]
+        options += [f"--{name}", *(json.dumps(one) if isinstance(one, dict) else str(one) for one in values)]
+    return options
+
+
+def _values_of(option: str, given: list[str]) -> Iterator[str]:
+    """The values of an option that takes one, each time it is given."""
+    for name, value in zip(given, [*given[1:], ""], strict=False):  # no options: no pairs
+        if name == option or name.startswith(f"{option}="):
+            yield value if name == option else name.removeprefix(f"{option}=")

@@ -24,7 +24,7 @@ from transformers.utils import IMAGE_PROCESSOR_NAME
 from tnn_scripts.common import model_card, space
 from tnn_scripts.common.atomic import write_json
 from tnn_scripts.common.card_options import build_publishing_parser
-from tnn_scripts.common.loading import load
+from tnn_scripts.common.model_path import load
 
 logger = logging.getLogger("push_to_hub")
 KEPT = {".gitattributes", "LICENSE"}

@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tnn_scripts.common.arguments import parse_overrides
 from tnn_scripts.common.model_path import find_config
-from tnn_scripts.common.parser import check_counts, option
+from tnn_scripts.common.parser import check_counts, option, parse_overrides
 from tnn_scripts.common.training_arguments import GroupArguments
 
 if TYPE_CHECKING:  # a command line is read before these are imported

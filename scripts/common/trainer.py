@@ -14,22 +14,26 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from tnn_scripts.common.errors import next_steps, suggest_smaller
+
 import numpy as np
 import torch
 from datasets import Dataset
 from transformers import EvalPrediction, Trainer, TrainingArguments, set_seed
 
-from tnn_scripts.common.atomic import SavingError, claim, new_files, saving_errors, write_json
-from tnn_scripts.common.checkpoints import (
+from tnn_scripts.common.atomic import (
+    SavingError,
     check_run,
+    claim,
     find_checkpoint,
+    new_files,
     prune,
     remove_incomplete,
+    saving_errors,
     verify_checksums,
+    write_json,
 )
-from tnn_scripts.common.commands import next_steps
 from tnn_scripts.common.costs import dry_run
-from tnn_scripts.common.devices import suggest_smaller
 from tnn_scripts.common.grouping_trainer import (
     GroupingTrainer,
     StopCallback,

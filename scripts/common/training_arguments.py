@@ -16,11 +16,15 @@ from tnn_scripts.common.errors import importing
 
 import yaml
 
-from tnn_scripts.common.arguments import load_config
-from tnn_scripts.common.declared import enum_values
-from tnn_scripts.common.model_path import check_path, configuration_folder, find_config, nearest
-from tnn_scripts.common.parser import option
-from tnn_scripts.data.files import check_file, check_source
+from tnn_scripts.common.model_path import (
+    check_file,
+    check_path,
+    check_source,
+    configuration_folder,
+    find_config,
+    nearest,
+)
+from tnn_scripts.common.parser import load_config, option
 
 if TYPE_CHECKING:  # read before transformers is imported
     from transformers import PreTrainedConfig
@@ -31,10 +35,19 @@ MUON = "muon"
 # Not those that choose layers themselves and need what only Trainer has, nor schedules that follow measured losses or
 # gradients, which the loop of `pretrain.py` does not give them.
 OF_TRAINER = ("galore", "apollo", "lomo", "adalomo", "reduce_lr_on_plateau", "greedy")
-SCHEDULES, OPTIMIZERS = (
-    [name for name in enum_values(f"transformers.{module}", kind) if not name.startswith(OF_TRAINER)] + more
-    for module, kind, more in (("trainer_utils", "SchedulerType", []), ("training_args", "OptimizerNames", [MUON]))
-)
+
+
+def _values(file: str, kind: str) -> list[str]:
+    """The values of an Enum of transformers, read from its source: the import takes seconds."""
+    source = (Path(find_spec("transformers").origin).parent / file).read_text(encoding="utf-8")
+    found = re.findall(
+        r'^    \w+ = "(.*)"', source.partition(f"\nclass {kind}(")[2].partition("\n\n\n")[0], re.MULTILINE
+    )
+    return [value for value in found if not value.startswith(OF_TRAINER)]
+
+
+SCHEDULES = _values("trainer_utils.py", "SchedulerType")
+OPTIMIZERS = [*_values("training_args.py", "OptimizerNames"), MUON]
 OBJECTIVES = ("clm", "mlm")
 KIND = {"clm": "causal", "mlm": "masked"}
 DEFAULT_PRESETS = {"clm": "tnn-tiny", "mlm": "tnn-bidirectional-small"}
@@ -260,7 +273,7 @@ class PretrainArguments(GroupArguments):
             with importing("training"):
                 import torch
 
-                from tnn_scripts.common.optimizers import build_scheduler
+                from tnn_scripts.common.passes import build_scheduler
             # Some schedules compare their end with the learning rate.
             build_scheduler(self, torch.optim.SGD([torch.zeros(1)], lr=self.learning_rate or 1.0))
         further = json.loads(self.lr_scheduler_kwargs or "{}")

@@ -10,7 +10,7 @@ from scipy.stats import pearsonr, spearmanr
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef, mean_squared_error
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from tnn_scripts.data.files import builder_of
+from tnn_scripts.common.model_path import builder_of
 from tnn_scripts.data.text import is_text, load_file
 
 logger = logging.getLogger("finetune_glue")

@@ -6,6 +6,8 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+from tnn_scripts.common.errors import next_steps
+
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -18,10 +20,9 @@ from transformers import (
 )
 
 from modeling_tnn import find_unstable
-from tnn_scripts.common.arguments import load_config
 from tnn_scripts.common.atomic import check_overwriting, claim, holds_model, new_files, write_json
-from tnn_scripts.common.commands import next_steps
 from tnn_scripts.common.grouping_trainer import GroupingTrainer
+from tnn_scripts.common.parser import load_config
 from tnn_scripts.data.text import DEMO_CORPUS, load_corpus, pack, train_tokenizer
 from tnn_scripts.serving.page import PageArguments, import_gradio, serve
 

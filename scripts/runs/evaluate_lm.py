@@ -9,20 +9,19 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
+from tnn_scripts.common.errors import markdown_table, suggest_smaller
+
 import matplotlib
 import torch
 from matplotlib import pyplot
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
 from modeling_tnn import find_unstable
-from tnn_scripts.common.arguments import parse_overrides
 from tnn_scripts.common.atomic import claim, saving_errors, write_json, write_text
-from tnn_scripts.common.devices import check_device, suggest_smaller
-from tnn_scripts.common.loading import load
+from tnn_scripts.common.model_path import check_device, check_vocabulary, load
+from tnn_scripts.common.parser import parse_overrides
 from tnn_scripts.common.scoring import by_context, bytes_until, hidden_tokens, interval, score_masked, score_tokens
-from tnn_scripts.common.tables import markdown_table
 from tnn_scripts.data.text import enclosing_tokens, load_texts, tokenize, with_line_break
-from tnn_scripts.data.vocabulary import check_vocabulary
 
 # Sampled at so many points, a pole outside the circle belongs to a filter that runs backwards, which does not grow.
 OVERFLOW = (

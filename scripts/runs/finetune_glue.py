@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tnn_scripts.common.errors import ERRORS, format_metric, markdown_table, next_steps, suggest_smaller
+
 import numpy as np
 from transformers import (
     AutoConfig,
@@ -22,17 +24,13 @@ from transformers import (
 )
 
 import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
-from tnn_scripts.common.arguments import parse_overrides
-from tnn_scripts.common.atomic import write_json, write_text
-from tnn_scripts.common.checkpoints import RUN, check_run, find_checkpoint, read_json
-from tnn_scripts.common.commands import next_steps
+from tnn_scripts.common.atomic import RUN, check_run, find_checkpoint, read_json, write_json, write_text
 from tnn_scripts.common.costs import dry_run
-from tnn_scripts.common.devices import suggest_smaller
 from tnn_scripts.common.grouping_trainer import GroupingTrainer
-from tnn_scripts.common.loading import load, require_padding
+from tnn_scripts.common.model_path import check_vocabulary, load, require_padding
+from tnn_scripts.common.parser import parse_overrides
 from tnn_scripts.common.processes import StopRequested
 from tnn_scripts.common.publishing import open_repository, upload
-from tnn_scripts.common.tables import ERRORS, format_metric, markdown_table
 from tnn_scripts.common.trainer import output_folder, save, train
 from tnn_scripts.common.training_arguments import fine_tuning_of
 from tnn_scripts.data.glue import (
@@ -44,7 +42,6 @@ from tnn_scripts.data.glue import (
     outputs_of_classes,
     tokenize_task,
 )
-from tnn_scripts.data.vocabulary import check_vocabulary
 
 if TYPE_CHECKING:
     from tnn_scripts.finetune_glue import GlueArguments

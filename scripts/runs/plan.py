@@ -8,6 +8,8 @@ from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from unittest import mock
 
+from tnn_scripts.common.errors import markdown_table
+
 import torch
 import torch.distributed as dist
 from accelerate.utils import FullyShardedDataParallelPlugin
@@ -22,11 +24,9 @@ from transformers import PreTrainedModel
 
 from modeling_tnn import SequenceParallel, TnnConfig, numerics
 from tnn_scripts.common.atomic import write_json
-from tnn_scripts.common.devices import PEAKS, flops_of_token
-from tnn_scripts.common.optimizers import build_optimizer, decayed_parameters
-from tnn_scripts.common.passes import summed_loss
+from tnn_scripts.common.costs import PEAKS, flops_of_token
+from tnn_scripts.common.passes import build_optimizer, decayed_parameters, summed_loss
 from tnn_scripts.common.processes import shard_operators
-from tnn_scripts.common.tables import markdown_table
 from tnn_scripts.common.training_arguments import PretrainArguments
 from tnn_scripts.runs.pretrain import build_config, build_model
 

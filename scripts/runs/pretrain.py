@@ -10,6 +10,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tnn_scripts.common.errors import MemoryExceededError, next_steps, suggest_smaller
+
 import datasets
 import torch
 import transformers
@@ -29,20 +31,23 @@ from transformers import (
 from modeling_tnn import find_unstable
 from modeling_tnn.configuration_tnn import LENGTH_FIELDS
 from tnn_scripts.common.accelerate_loop import Pretraining, perplexity
-from tnn_scripts.common.arguments import load_config, parse_overrides
-from tnn_scripts.common.atomic import SavingError, claim, new_files, new_folder, write_json
-from tnn_scripts.common.checkpoints import (
+from tnn_scripts.common.atomic import (
     STATE,
+    SavingError,
     check_run,
     checkpoints,
+    claim,
     find_checkpoint,
+    new_files,
+    new_folder,
     prune,
     read_json,
     verify_checksums,
+    write_json,
 )
-from tnn_scripts.common.commands import next_steps
-from tnn_scripts.common.devices import MemoryExceededError, reserved_memory, suggest_smaller
-from tnn_scripts.common.loading import load
+from tnn_scripts.common.costs import reserved_memory
+from tnn_scripts.common.model_path import check_file, check_vocabulary, load
+from tnn_scripts.common.parser import load_config, parse_overrides
 from tnn_scripts.common.passes import compile_blocks, summed_loss
 from tnn_scripts.common.processes import (
     LostProcessError,
@@ -53,10 +58,7 @@ from tnn_scripts.common.processes import (
     watching_processes,
 )
 from tnn_scripts.common.training_arguments import PretrainArguments, choose_schedule
-from tnn_scripts.data.blocks import BlockStream
-from tnn_scripts.data.files import check_file
-from tnn_scripts.data.text import load_corpus, pack, train_tokenizer, workers_for
-from tnn_scripts.data.vocabulary import check_vocabulary
+from tnn_scripts.data.text import BlockStream, load_corpus, pack, train_tokenizer, workers_for
 
 if TYPE_CHECKING:  # read where a run asks for it
     from tnn_scripts.data.streaming import TextStream
@@ -206,8 +208,7 @@ def build_data(
 ) -> tuple[PreTrainedTokenizerBase, "BlockStream | TextStream", BlockStream]:
     """The tokenizer, and the streams of training and validation examples. `config` gets the special tokens."""
     if args.streaming:
-        from tnn_scripts.data.sources import open_corpus
-        from tnn_scripts.data.streaming import build_text_streams
+        from tnn_scripts.data.streaming import build_text_streams, open_corpus
 
         texts, validation = open_corpus(args)
         tokenizer = build_tokenizer(args, accelerator, config, texts.first_texts())

@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tnn_scripts.common.errors import markdown_table
+
 import torch
 from datasets import Dataset
 from transformers import (
@@ -24,7 +26,6 @@ from modeling_tnn.tools.poles import spectral_radius
 from tnn_scripts.common.grouping_trainer import GroupingTrainer
 from tnn_scripts.common.passes import token_losses
 from tnn_scripts.common.scoring import batches, evaluate
-from tnn_scripts.common.tables import markdown_table
 from tnn_scripts.common.trainer import compare, comparison
 from tnn_scripts.data.text import load_corpus, pack, tokenize, train_tokenizer
 

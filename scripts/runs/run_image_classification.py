@@ -8,10 +8,10 @@ from datasets import ClassLabel, Dataset, DatasetDict, Image, load_dataset
 from transformers import AutoModelForImageClassification, PreTrainedConfig, TrainingArguments
 
 from modeling_tnn import PoleCallback
-from tnn_scripts.common.arguments import load_config, parse_overrides
 from tnn_scripts.common.grouping_trainer import GroupingTrainer
 from tnn_scripts.common.mixing_trainer import MixingTrainer
 from tnn_scripts.common.model_path import check_path
+from tnn_scripts.common.parser import load_config, parse_overrides
 from tnn_scripts.common.peers import vit_like
 from tnn_scripts.common.trainer import accuracy, classifier_run, train_classifier
 from tnn_scripts.data.augmentation import AUGMENTATIONS, ToPixels, unchanged

@@ -13,8 +13,8 @@ from transformers import (
 )
 
 from modeling_tnn import PoleCallback, TnnConfig
-from tnn_scripts.common.arguments import load_config, parse_overrides
 from tnn_scripts.common.grouping_trainer import GroupingTrainer
+from tnn_scripts.common.parser import load_config, parse_overrides
 from tnn_scripts.common.peers import modernbert_like
 from tnn_scripts.common.sequence_pairs import (
     ModernBertForSequencePairClassification,

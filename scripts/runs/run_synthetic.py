@@ -5,6 +5,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tnn_scripts.common.errors import markdown_table
+
 import torch
 from torch import nn
 from torch.utils.data import Dataset
@@ -13,7 +15,6 @@ from transformers import TrainingArguments
 from modeling_tnn import PoleCallback, TnnConfig, TnnForCausalLM
 from modeling_tnn.tno_auto import build_tno
 from tnn_scripts.common.grouping_trainer import GroupingTrainer
-from tnn_scripts.common.tables import markdown_table
 from tnn_scripts.common.trainer import compare, comparison
 from tnn_scripts.data.synthetic import IGNORED, Copying, Delay, Passkey, Recall
 

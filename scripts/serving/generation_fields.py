@@ -7,10 +7,11 @@ import re
 from functools import cache
 from typing import Any
 
+from tnn_scripts.common.errors import check_text
+
 from tnn_scripts.common.declared import declared_class, generation_fields
 from tnn_scripts.common.model_path import nearest
 from tnn_scripts.common.sampling import check_sampling
-from tnn_scripts.common.terminal import check_text
 
 # Fields after which `generate` returns something else than tokens, or is part of another one.
 OTHER_OUTPUTS = ("return_dict_in_generate", "is_assistant")

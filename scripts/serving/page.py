@@ -13,13 +13,12 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from types import ModuleType
 
-from tnn_scripts.common.errors import importing
+from tnn_scripts.common.errors import check_text, importing
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from modeling_tnn.serving.scheduler import QueueFullError
 from tnn_scripts.common.sampling import TEMPERATURE, TOP_P, sampling
-from tnn_scripts.common.terminal import check_text
 from tnn_scripts.plotting import figures
 from tnn_scripts.plotting.reading import read_model
 from tnn_scripts.serving.arguments import PageArguments

@@ -15,11 +15,9 @@ from transformers import (
 from transformers.generation import GenerationMode
 
 from modeling_tnn.cache_tnn import CACHE
-from tnn_scripts.common.devices import check_device
-from tnn_scripts.common.loading import PARTS, check_writing, load, naming
+from tnn_scripts.common.model_path import PARTS, check_device, check_vocabulary, check_writing, load, naming
 from tnn_scripts.common.pieces import PieceStreamer
 from tnn_scripts.common.sampling import with_sampling
-from tnn_scripts.data.vocabulary import check_vocabulary
 
 # Options of `generate` that need the tokenizer.
 READ_TEXT = {"stop_strings", "token_healing"}

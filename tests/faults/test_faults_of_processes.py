@@ -19,7 +19,7 @@ from helpers.scripts import (
     write_config,
     write_text,
 )
-from tnn_scripts.common.checkpoints import checkpoints
+from tnn_scripts.common.atomic import checkpoints
 
 pytestmark = pytest.mark.slow
 

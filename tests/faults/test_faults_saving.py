@@ -31,8 +31,17 @@ from helpers.scripts import (
     write_text,
 )
 from modeling_tnn import TnnForCausalLM
-from tnn_scripts.common.atomic import LOCK, SavingError, claim, new_folder, saving_errors, write_json
-from tnn_scripts.common.checkpoints import find_checkpoint, verify_checksums, write_checksums
+from tnn_scripts.common.atomic import (
+    LOCK,
+    SavingError,
+    claim,
+    find_checkpoint,
+    new_folder,
+    saving_errors,
+    verify_checksums,
+    write_checksums,
+    write_json,
+)
 from tnn_scripts.common.grouping_trainer import StopCallback
 from tnn_scripts.common.processes import StopRequest
 

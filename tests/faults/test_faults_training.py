@@ -5,6 +5,8 @@ import signal
 import sys
 from pathlib import Path
 
+from tnn_scripts.common.errors import MemoryExceededError, suggest_smaller
+
 import pytest
 import torch
 from transformers import Trainer
@@ -25,8 +27,7 @@ from helpers.scripts import (
     write_text,
 )
 from tnn_scripts.common.accelerate_loop import Pretraining
-from tnn_scripts.common.checkpoints import checkpoints
-from tnn_scripts.common.devices import MemoryExceededError, suggest_smaller
+from tnn_scripts.common.atomic import checkpoints
 from tnn_scripts.common.processes import StopRequest
 
 
@@ -222,7 +223,7 @@ def test_programs_of_trainer_that_do_not_fit(program, call, option, request, tmp
 LIMITED = """
 import resource, sys
 import torch
-from tnn_scripts.common.devices import MemoryExceededError, suggest_smaller
+from tnn_scripts.common.errors import MemoryExceededError, suggest_smaller
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, used + 2**28))
 attempts = {

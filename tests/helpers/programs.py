@@ -18,14 +18,15 @@ import shutil
 from importlib import import_module
 from pathlib import Path
 
+from tnn_scripts.common.errors import COMMANDS
+
 import pytest
 from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 
 from helpers.models import seeded, tiny_config
 from helpers.scripts import ROOT, run, run_script, save_model, tree, write_config, write_text
 from modeling_tnn import TnnForMaskedLM
-from tnn_scripts.common.arguments import parse_arguments
-from tnn_scripts.common.commands import COMMANDS
+from tnn_scripts.common.parser import parse_arguments
 from tnn_scripts.data.text import load_corpus, train_tokenizer
 
 # Trainer has no help for some of its options, and types of its own for others.

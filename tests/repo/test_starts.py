@@ -8,8 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, TrainingArguments
 
 from helpers.scripts import ROOT
-from tnn_scripts.common.arguments import load_config, parse_overrides
 from tnn_scripts.common.grouping_trainer import GroupingTrainer
+from tnn_scripts.common.parser import load_config, parse_overrides
 from tnn_scripts.common.training_arguments import GroupArguments
 
 STARTS = runpy.run_path(str(ROOT / "docs" / "research" / "starts.py"))

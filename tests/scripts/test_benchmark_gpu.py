@@ -10,7 +10,7 @@ from transformers import GenerationMixin, masking_utils
 
 from helpers.scripts import start_script, table_rows
 from tnn_scripts.benchmarks import gpu, gpu_models, gpu_pretraining, gpu_products
-from tnn_scripts.common.arguments import parse_arguments
+from tnn_scripts.common.parser import parse_arguments
 from tnn_scripts.common.training_arguments import PretrainArguments
 
 ARGS = SimpleNamespace(device="cpu", threads=1, repeats=1, quick=True)

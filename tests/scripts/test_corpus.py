@@ -3,15 +3,16 @@
 import gzip
 import json
 
+from tnn_scripts.common.errors import read_lines
+
 import pytest
 from datasets import Dataset
 from transformers import AutoTokenizer, pipeline
 
 from helpers.models import lively_language_model
 from helpers.scripts import ROOT, SENTENCES, read, run_script, write_config, write_text
-from tnn_scripts.common.terminal import read_lines
-from tnn_scripts.data.files import read_lines_of
-from tnn_scripts.data.sources import open_source
+from tnn_scripts.common.model_path import read_lines_of
+from tnn_scripts.data.streaming import open_source
 from tnn_scripts.data.text import document_ends, load_corpus, load_texts, pack, tokenize, train_tokenizer
 
 ARTICLES = ["", " = Lobster = \n", "", " It swims where a \n", " = b = \n", "", " = Pike = \n", ""]

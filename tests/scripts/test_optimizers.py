@@ -12,7 +12,7 @@ from helpers.models import seeded, tiny_config
 from helpers.scripts import pretrain_options, run_script, weights
 from modeling_tnn import TnnForCausalLM
 from tnn_scripts.common.grouping_trainer import GroupingTrainer, fit_to_device
-from tnn_scripts.common.optimizers import build_optimizer, decayed_parameters
+from tnn_scripts.common.passes import build_optimizer, decayed_parameters
 from tnn_scripts.common.training_arguments import GroupArguments, PretrainArguments
 
 

@@ -34,13 +34,12 @@ from helpers.scripts import (
 )
 from modeling_tnn import TnnConfig, TnnForCausalLM, TnnForMaskedLM, ToeplitzOperator, find_unstable
 from tnn_scripts.common import passes
-from tnn_scripts.common.checkpoints import check_same_run, describe_run
-from tnn_scripts.common.devices import flops_of_token, peak_of
+from tnn_scripts.common.atomic import check_same_run, describe_run
+from tnn_scripts.common.costs import flops_of_token, peak_of
 from tnn_scripts.common.passes import count_targets, summed_loss, token_losses
 from tnn_scripts.common.publishing import NOT_UPLOADED, upload
 from tnn_scripts.common.training_arguments import PretrainArguments
-from tnn_scripts.data.blocks import BlockStream
-from tnn_scripts.data.text import load_corpus, pack, train_tokenizer, workers_for
+from tnn_scripts.data.text import BlockStream, load_corpus, pack, train_tokenizer, workers_for
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,8 @@ import json
 import re
 from types import SimpleNamespace
 
+from tnn_scripts.common.errors import MemoryExceededError
+
 import pytest
 import torch
 from accelerate import Accelerator
@@ -16,8 +18,7 @@ from helpers.scripts import run_script, write_config
 from modeling_tnn import TnnForCausalLM
 from modeling_tnn.configuration_tnn import LENGTH_FIELDS
 from tnn_scripts.common import costs
-from tnn_scripts.common.arguments import training_options
-from tnn_scripts.common.devices import MemoryExceededError
+from tnn_scripts.common.declared import training_options
 from tnn_scripts.common.training_arguments import PretrainArguments, choose_schedule
 from tnn_scripts.finetune_glue import GlueArguments
 from tnn_scripts.runs.pretrain import build_config

@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from unittest.mock import Mock
 
-from tnn_scripts.common.errors import report_errors
+from tnn_scripts.common.errors import COMMANDS, report_errors
 
 import numpy as np
 import pytest
@@ -30,10 +30,9 @@ from helpers.scripts import (
     write_config,
     write_text,
 )
-from tnn_scripts.common.arguments import parse_overrides, training_options
-from tnn_scripts.common.commands import COMMANDS
+from tnn_scripts.common.declared import training_options
 from tnn_scripts.common.model_path import find_recipe
-from tnn_scripts.common.parser import HELP
+from tnn_scripts.common.parser import HELP, parse_overrides
 from tnn_scripts.common.task_arguments import chosen_seeds
 from tnn_scripts.common.training_arguments import PretrainArguments
 from tnn_scripts.data.lra import TASKS

@@ -23,9 +23,9 @@ from transformers import (
 
 from helpers.programs import unlike
 from helpers.scripts import read, run, run_script, weights, words
-from tnn_scripts.common.arguments import load_config
 from tnn_scripts.common.card_options import build_publishing_parser
 from tnn_scripts.common.mixing_trainer import MixingTrainer, RepeatingSampler
+from tnn_scripts.common.parser import load_config
 from tnn_scripts.common.peers import vit_like
 from tnn_scripts.common.publishing import stage
 from tnn_scripts.data import augmentation

@@ -23,7 +23,7 @@ from helpers.models import relative_error, seeded, tiny_config
 from helpers.programs import parse
 from helpers.scripts import ROOT, read, run
 from modeling_tnn import TnnConfig
-from tnn_scripts.common.arguments import training_options
+from tnn_scripts.common.declared import training_options
 from tnn_scripts.common.sequence_pairs import (
     ModernBertForSequencePairClassification,
     TnnForSequencePairClassification,

@@ -19,8 +19,7 @@ from helpers.scripts import (
     write_config,
 )
 from tnn_scripts.common.accelerate_loop import Pretraining
-from tnn_scripts.data.sources import MixedRows, Mixture, open_source
-from tnn_scripts.data.streaming import TextStream, hold_out
+from tnn_scripts.data.streaming import MixedRows, Mixture, TextStream, hold_out, open_source
 from tnn_scripts.data.text import tokenize, train_tokenizer
 
 

@@ -7,12 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tnn_scripts.common.errors import COMMANDS, next_steps
+
 import pytest
 import yaml
 
 from helpers.scripts import run, save_model
 from tnn_scripts import presets
-from tnn_scripts.common.commands import COMMANDS, next_steps
 from tnn_scripts.common.model_path import find_config, find_recipe
 from tnn_scripts.common.training_arguments import read_presets
 

@@ -33,10 +33,10 @@ from modeling_tnn.tools import poles
 from modeling_tnn.tools.poles import is_stable
 from tnn_scripts.common import accelerate_loop, passes
 from tnn_scripts.common.accelerate_loop import Pretraining, StepReports
-from tnn_scripts.common.checkpoints import checkpoints
+from tnn_scripts.common.atomic import checkpoints
 from tnn_scripts.common.training_arguments import PretrainArguments
-from tnn_scripts.data.blocks import BlockStream
 from tnn_scripts.data.streaming import StreamLoader
+from tnn_scripts.data.text import BlockStream
 
 WAITS = {"aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero", "aten::equal", "aten::masked_select"}
 COPIES = {"tolist", "cpu", "numpy", "__array__"}  # they have no operation of their own on a CPU

@@ -21,7 +21,7 @@ from modeling_tnn.inputs import token_positions
 from modeling_tnn.kernels import stacking
 from modeling_tnn.mixers import view_of
 from modeling_tnn.tno import Pass
-from tnn_scripts.common.arguments import load_config, parse_overrides
+from tnn_scripts.common.parser import load_config, parse_overrides
 from tnn_scripts.plotting.reading import read_model
 
 IDS = torch.randint(2, 99, (3, 19), generator=torch.Generator().manual_seed(0))

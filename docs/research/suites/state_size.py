@@ -12,6 +12,8 @@ and all its channels share them. Every repeat measures all sizes of all layers o
 import statistics
 from functools import partial
 
+from tnn_scripts.common.errors import markdown_table
+
 import torch
 from suites.memory import saved_bytes
 from suites.s4_layer import S4Layer
@@ -20,7 +22,6 @@ from torch import nn
 from modeling_tnn import TnnConfig
 from modeling_tnn.tno_auto import build_tno
 from tnn_scripts.benchmarks.measure import measure, ratio
-from tnn_scripts.common.tables import markdown_table
 
 
 def scan(rates: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
