@@ -24,7 +24,7 @@ MIXERS = GTU, HYENA, S4 = "gtu", "hyena", "s4"
 # The operators of this package, each with its directions: whether `causal` may be True, and False.
 DIRECTIONS = {  # programs read the names from this text
     "rpe": (True, True), "fd": (True, True), "ski": (False, True), "rtf": (True, True), "s4d": (True, True),
-    "modal": (True, False), "explicit": (True, True),
+    "modal": (True, False), "explicit": (True, True), "hyena": (True, True),
 }  # fmt: skip
 BUILT_IN = frozenset(DIRECTIONS)
 
@@ -48,6 +48,7 @@ CHOICES = {
     "rtf_initializer": ("zeros", "xavier", "montel"),
     "s4d_initializer": ("lin", "inv", "legs"),
     "s4d_discretization": ("zoh", "bilinear"),
+    "hyena_filter_beyond": ("error", "zeros"),
     "classifier_pooling": (None, "last", "mean"),
     "toeplitz_mixer": MIXERS,
 }
@@ -69,7 +70,7 @@ def between(least: int, most: int) -> Limit:
 LARGEST_SIZE = 2**24
 
 DROPOUTS = ("hidden_dropout_prob", "classifier_dropout", "attention_dropout")
-POSITIVE = ("initializer_range", "layer_norm_eps")
+POSITIVE = ("initializer_range", "layer_norm_eps", "hyena_filter_freq")
 # The limits of single fields: a predicate, and the text that follows "must be" in the error. Integers without an entry
 # here are sizes (`SIZES`).
 LIMITS: dict[str, Limit] = {name: one_of(allowed) for name, allowed in CHOICES.items()} | {
@@ -77,7 +78,8 @@ LIMITS: dict[str, Limit] = {name: one_of(allowed) for name, allowed in CHOICES.i
     "num_hidden_layers": between(1, 2**10),
     "sliding_window": between(2, LARGEST_SIZE),  # transformers' cache of one token would store all tokens
     "short_conv_kernel": between(1, 64),  # longer filters are what the operator is for
-    "rpe_layers": between(0, 2**7),
+    **dict.fromkeys(("rpe_layers", "hyena_filter_inner_mlps"), between(0, 2**7)),
+    "hyena_filter_emb_dim": (range(3, 2**10, 2).__contains__, "an odd number in [3, 1,023]"),
     "rpe_window": (lambda value: value >= 1, "at least 1"),
     "fd_resolution": ({2**power for power in range(26)}.__contains__, f"a power of two in [1, {2**25:,}]"),
     **dict.fromkeys(("decay", "ski_decay"), (lambda value: 0 < value <= 1, "in (0, 1]")),
@@ -118,7 +120,7 @@ DERIVED_LAYERS: dict[str, Callable[["TnnConfig"], Any]] = {
 ATTENTION_FIELDS = DERIVED_LAYERS.keys() | {"rope_parameters", "sliding_window"}
 
 # Fields that follow from the length of the training.
-LENGTHS = ("ski_grid_length", "rtf_truncation_length", "rpe_input_length", "explicit_length")
+LENGTHS = ("ski_grid_length", "rtf_truncation_length", "rpe_input_length", "explicit_length", "hyena_filter_length")
 DERIVED_LENGTHS: dict[str, Callable[["TnnConfig"], Any]] = dict.fromkeys(LENGTHS, attrgetter("axis_length")) | {
     "fd_resolution": lambda config: 1 << (2 * config.axis_length - 1).bit_length()
 }
@@ -157,8 +159,8 @@ class TnnConfig(PreTrainedConfig):
         tno_type: Source of the Toeplitz coefficients: `"rpe"` (an MLP of the lag, times a decay), `"fd"` (an MLP of
             the frequency), `"ski"` (a short filter plus a low-rank interpolated kernel, not causal), `"rtf"` (a
             rational transfer function), `"s4d"` (a diagonal state-space model), `"modal"` (a recurrence fitted by
-            `to_recurrent`), `"explicit"` (a parameter per lag below `explicit_length`, times the decay), or a name
-            given to `register_operator`.
+            `to_recurrent`), `"explicit"` (a parameter per lag below `explicit_length`, times the decay), `"hyena"`
+            (Hyena's implicit filter, an MLP of sines), or a name given to `register_operator`.
         gtu_expansion: The gated Toeplitz unit has int(gtu_expansion * hidden_size) channels.
         gtu_norm: Whether the gated product is normalised before the output projection of the GTU.
         use_glu: Whether a block has a GLU after its mixer.
@@ -235,6 +237,14 @@ class TnnConfig(PreTrainedConfig):
         s4d_discretization: `"zoh"` (zero-order hold) or `"bilinear"`.
         s4d_dt_min: Smallest first step of a channel; steps are spread evenly on a logarithmic scale.
         s4d_dt_max: Largest first step of a channel.
+        hyena_filter_length (defaults to `max_position_embeddings`): Number M of positions of the grid of `"hyena"`.
+            Its features are stored with the weights.
+        hyena_filter_beyond: Sequences longer than M: `"error"` (a ValueError), or `"zeros"` for lags from M on.
+        hyena_filter_order: Width of the MLP of `"hyena"`.
+        hyena_filter_emb_dim: Number of features of a position that it reads, an odd number: the position, and a cosine
+            and a sine at each frequency.
+        hyena_filter_inner_mlps: Number of its hidden layers besides its input and output projections, from 0.
+        hyena_filter_freq: First factor of the arguments of its sines, which is learned for each unit.
         num_modes: Number of complex exponentials of a `"modal"` kernel, each of two states.
         modal_window: Number of first taps that a `"modal"` kernel stores exactly.
         converted_from: The `tno_type` that a `"modal"` model was converted from.
@@ -334,6 +344,12 @@ class TnnConfig(PreTrainedConfig):
     s4d_discretization: str = "zoh"
     s4d_dt_min: int | float = 0.001
     s4d_dt_max: int | float = 0.1
+    hyena_filter_length: int | None = None
+    hyena_filter_beyond: str = "error"
+    hyena_filter_order: int = 64
+    hyena_filter_emb_dim: int = 5
+    hyena_filter_inner_mlps: int = 2
+    hyena_filter_freq: int | float = 10
     num_modes: int = 32
     modal_window: int = 16
     converted_from: str | None = None

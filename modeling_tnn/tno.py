@@ -33,10 +33,10 @@ class ToeplitzOperator(nn.Module):
     shift_invariant = True  # if not, rows are aligned to their first real token before the operator
     is_recurrence = False  # whether its state is small for any kernel: `to_recurrent` leaves such models unchanged
     half_lags: int | None = None  # number of lags, on each side, that products in half precision need; None: all
-    # Names of parameters that stay in float32 or float64 however a model is built, loaded or cast.
+    # Names of parameters and buffers that stay in float32 or float64 however a model is built, loaded or cast.
     fp32_parameters: tuple[str, ...] = ()
     grid_fields: tuple[str, ...] = ()  # fields of the configuration with sizes that no parameter has
-    # The parameters whose rows belong to channels, each with its number of filters. None: it cannot be divided.
+    # The parameters and buffers whose rows belong to channels, each with its number of filters. None: not divisible.
     channel_parameters: dict[str, int] | None = None
     # `parallel/` sets what returns the operator of the channels of this process; None if there are no others.
     on_this_process: Callable[[], "ToeplitzOperator"] | None = None
@@ -57,8 +57,9 @@ class ToeplitzOperator(nn.Module):
 
     def _apply(self, fn: Callable, recurse: bool = True) -> "ToeplitzOperator":
         """Move or cast the operator, as all ways to cast a model do, without narrowing `fp32_parameters`."""
-        parameters = [one for name, one in self.named_parameters() if name in self.fp32_parameters]
-        return super()._apply(without_narrowing(fn, [*parameters, *(one.grad for one in parameters)]), recurse)
+        named = (*self.named_parameters(), *self.named_buffers())
+        exact = [one for name, one in named if name in self.fp32_parameters]
+        return super()._apply(without_narrowing(fn, [*exact, *(one.grad for one in exact)]), recurse)
 
     def reset_parameters(self):
         """Initialise the operator's own parameters by `transformers.initialization`, which keeps loaded ones."""

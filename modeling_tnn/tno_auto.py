@@ -17,6 +17,7 @@ from .configuration_tnn import BUILT_IN, OPERATORS, qualified_name, require_oper
 from .numerics import compute_dtype
 from .tno import Pass, ToeplitzOperator
 from .tno_fd import FdOperator
+from .tno_hyena import HyenaOperator
 from .tno_modal import ModalOperator
 from .tno_rpe import ExplicitOperator, RpeOperator
 from .tno_rtf import RtfOperator
@@ -70,7 +71,7 @@ def image_side(length: int) -> int:
 
 
 OPERATORS.update(rpe=RpeOperator, explicit=ExplicitOperator, fd=FdOperator, ski=SkiOperator)
-OPERATORS.update(rtf=RtfOperator, s4d=S4dOperator, modal=ModalOperator)
+OPERATORS.update(rtf=RtfOperator, s4d=S4dOperator, modal=ModalOperator, hyena=HyenaOperator)
 
 
 def register_operator(name: str, cls: type[ToeplitzOperator]):

@@ -47,7 +47,10 @@ def restricted(operator: nn.Module, chosen: range, local_values: dict[str, torch
     copied = with_parameters(operator, iter(values))
     for module in copied.modules():
         if hasattr(module, "channel_parameters"):
-            module.channels = len(chosen)
+            known, width = module.channel_parameters or {}, module.channels
+            buffers = {name: (one, known.get(name)) for name, one in module._buffers.items()}
+            cut = {name: rows_of(one, filters, width, chosen) for name, (one, filters) in buffers.items() if filters}
+            vars(module).update(_buffers=module._buffers | cut, channels=len(chosen))
     for name in OVERRIDDEN:
         vars(copied).pop(name, None)
     return copied

@@ -30,6 +30,7 @@ MODELS = {
     "s4d": {"tno_type": "s4d"},
     "modal": {"tno_type": "modal"},
     "explicit": {"tno_type": "explicit", "max_position_embeddings": 50},
+    "implicit": {"tno_type": "hyena", "hyena_filter_length": 50} | MIXED["hyena"],
     "converted": {"tno_type": "rpe", "decay": 0.9},
     "sinusoidal": {"tno_type": "rtf", "position_embedding": "sinusoidal"},
     "hyena": {"tno_type": "rtf"} | MIXED["hyena"],

@@ -53,6 +53,9 @@ def tiny_config(tno_type="rpe", causal=True, **fields) -> TnnConfig:
         "rtf_constraint": "l1_montel",
         "rtf_initializer": "montel",
         "s4d_state_size": 6,
+        "hyena_filter_order": 8,
+        "hyena_filter_inner_mlps": 1,
+        "hyena_filter_beyond": "zeros",
     }
     return TnnConfig(tno_type=tno_type, causal=causal, **defaults | fields)
 

@@ -85,6 +85,17 @@ def explicit_fields(draw, causal):
     return {"decay": draw(decays())}
 
 
+def hyena_fields(draw, causal):
+    return {
+        "hyena_filter_beyond": "zeros",
+        "hyena_filter_length": draw(st.integers(1, 90)),
+        "hyena_filter_order": draw(st.integers(1, 9)),
+        "hyena_filter_emb_dim": draw(st.sampled_from((3, 5, 7))),
+        "hyena_filter_inner_mlps": draw(st.integers(0, 2)),
+        "hyena_filter_freq": draw(st.floats(0.1, 10.0)),
+    }
+
+
 def mixer_fields(draw, causal):
     """The gated Toeplitz unit more often than the others, because it has more fields of its own."""
     mixer = draw(st.sampled_from((GTU, GTU, GTU, HYENA, S4)))
@@ -104,6 +115,7 @@ FIELDS = {
     "s4d": s4d_fields,
     "modal": modal_fields,
     "explicit": explicit_fields,
+    "hyena": hyena_fields,
 }
 
 

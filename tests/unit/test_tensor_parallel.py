@@ -113,6 +113,7 @@ def test_restricted_operator():
     several = [("rtf", True, {"rtf_num_denominators": count}) for count in (1, 64)]
     for tno_type, causal, fields in [*((*variant, {}) for variant in VARIANTS), *several]:
         operator = build_tno(tiny_config(tno_type, causal, learnable_decay=True, **fields))
+        operator.reset_parameters()
         for parameter in operator.parameters():
             torch.nn.init.normal_(parameter, std=0.3)
         expected = operator.coefficients(13)

@@ -1,0 +1,135 @@
+"""Compute Toeplitz coefficients by the implicit filter of Hyena: an MLP of sines over complex exponentials.
+
+    t_k = h_k (exp(-s_k |delta|) + 0.05),    and d more at k = 0                                             (1)
+    x = sin(q (W_0 z_k + b_0)),    x = sin(q (W_i x + b_i)) for i = 1 .. n,    h_k = W_out x                 (2)
+    z_k = [s_k, cos(f w_k), -sin(f w_k)],    s_k = k / (M - 1),    w_k = 2 pi k / M                          (3)
+
+D channels, L length, M positions `hyena_filter_length`, E numbers in z `hyena_filter_emb_dim`, F units of a layer
+`hyena_filter_order`, n = `hyena_filter_inner_mlps`. The (E - 1) / 2 frequencies f are spread evenly from 1e-4 on, the
+D rates delta from ln(0.01) / 1.5 to ln(0.01) / 0.3. All layers share q, a number per unit, at first
+`hyena_filter_freq`. A bidirectional operator has a second filter for negative lags: t_{-k} is its tap k - 1, without
+d. (Poli et al., "Hyena Hierarchy", ICML 2023, section 3.3, with the numbers of "HyenaDNA", Nguyen et al., 2023.)
+
+Coefficients depend on M, not on L. s, z and delta are constants that are stored with the weights, as in the released
+checkpoints, in which z may have been trained. Lags from M on are zero. Unless `hyena_filter_beyond="zeros"`, reading
+more than M positions is an error.
+"""
+
+import math
+
+import torch
+from torch import nn
+from transformers import initialization as init
+
+from .inputs import Kernel
+from .numerics import compute_dtype, is_exported
+from .recurrence import DecodingState, FilterRecurrence
+from .tno import ToeplitzOperator, require_causal
+from .tno_rpe import CastingLinear
+from .toeplitz import fit_lags, fit_taps
+
+# The part of a filter that does not decay.
+FLOOR = 0.05
+
+
+def exponential_features(count: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """s `(M,)` and z `(M, E)` of equation (3) for M = `count` positions and E = `size`, in float64."""
+    bands = (size - 1) // 2
+    times = torch.linspace(0, 1, count, dtype=torch.float64)
+    frequencies = torch.linspace(1e-4, bands - 1, bands, dtype=torch.float64)
+    turns = 2 * math.pi * torch.arange(count, dtype=torch.float64) / count
+    angles = turns[:, None] * frequencies  # (M, (E-1)/2)
+    return times, torch.cat([times[:, None], angles.cos(), -angles.sin()], dim=1)
+
+
+def decay_rates(channels: int) -> torch.Tensor:
+    """delta `(D,)`: a channel falls to 0.01 between 0.3 and 1.5 times the M positions, but for the floor."""
+    return torch.linspace(math.log(0.01) / 1.5, math.log(0.01) / 0.3, channels, dtype=torch.float64)
+
+
+def modulation(times: torch.Tensor, rates: torch.Tensor) -> torch.Tensor:
+    """exp(-s |delta|) + 0.05, `(D, L)`, at the times s `(L,)`."""
+    return torch.exp(-times * rates.abs()[:, None]) + FLOOR
+
+
+class LimitedRecurrence(FilterRecurrence):
+    """Decode a `HyenaOperator` up to the number of its taps."""
+
+    def make_ready(self, state: DecodingState, like: torch.Tensor):
+        self.operator.require_positions(state.length + 1)
+        super().make_ready(state, like)
+
+    def chunk(self, state: DecodingState, x: torch.Tensor) -> torch.Tensor:
+        self.operator.require_positions(state.length + x.shape[-1])
+        return super().chunk(state, x)
+
+
+class HyenaOperator(ToeplitzOperator):
+    """The operator of Hyena's implicit filter, equation (1)."""
+
+    fp32_parameters = ("freq", "times", "features", "rates")  # bfloat16 has the same number for many positions
+
+    def __init__(self, config, layer_idx: int = 0):
+        super().__init__(config, layer_idx)
+        sides, size = (1 if self.causal else 2), config.hyena_filter_order
+        self.longest, self.beyond = config.hyena_filter_length, config.hyena_filter_beyond
+        self.first_freq = config.hyena_filter_freq
+        inner = [CastingLinear(size, size) for _ in range(config.hyena_filter_inner_mlps)]
+        out = nn.Linear(size, sides * self.channels, bias=False)
+        self.layers = nn.ModuleList([CastingLinear(config.hyena_filter_emb_dim, size), *inner, out])
+        self.freq = nn.Parameter(torch.empty(size))
+        self.direct = nn.Parameter(torch.empty(self.channels))
+        # Without values, so that a configuration alone takes no memory on the meta device.
+        self.register_buffer("times", torch.zeros(self.longest))
+        self.register_buffer("features", torch.zeros(self.longest, config.hyena_filter_emb_dim))
+        self.register_buffer("rates", torch.zeros(self.channels))
+        self.channel_parameters = {f"layers.{len(inner) + 1}.weight": sides, "direct": 1, "rates": 1}
+
+    def reset_parameters(self):
+        init.constant_(self.freq, self.first_freq)
+        init.normal_(self.direct)
+        times, features = exponential_features(*self.features.shape)
+        for buffer, value in (
+            (self.times, times),
+            (self.features, features),
+            (self.rates, decay_rates(len(self.rates))),
+        ):
+            init.copy_(buffer, value)
+
+    def require_positions(self, count: int):
+        """Raise a ValueError if a sequence has more positions than the filter, and none may follow."""
+        if self.beyond == "error" and count > self.longest:
+            raise ValueError(
+                f"`hyena_filter_length` must be at least {count}, the length of the sequence, got {self.longest}. "
+                "hyena_filter_beyond='zeros' reads longer sequences, without the lags beyond."
+            )
+
+    def kernel_length(self, exact: bool = False) -> int:
+        return self.longest
+
+    def kernel_of(self, length: int, device: torch.device | None = None, as_taps: bool = False) -> Kernel:
+        if not is_exported():  # one graph serves all lengths
+            self.require_positions(length)
+        return super().kernel_of(length, device, as_taps)
+
+    def coefficients(self, length: int, device: torch.device | None = None) -> torch.Tensor:
+        ends, own = is_exported() or length > self.longest, self.freq.device
+        reach, dtype = self.longest if ends else length, compute_dtype(self.freq.dtype)
+        x, times, rates = (one.to(own, dtype) for one in (self.features[:reach], self.times[:reach], self.rates))
+        *hidden, out = self.layers
+        for layer in hidden:
+            x = torch.sin(self.freq.to(dtype) * layer(x))  # (L, F)
+        kernel = (out.weight.to(dtype) @ x.t()).unflatten(0, (-1, self.channels))  # (1 or 2, D, L)
+        kernel = kernel * modulation(times, rates)
+        first = (torch.arange(reach, device=own) == 0).to(dtype)  # (L,)
+        positive = kernel[0] + self.direct.to(dtype)[:, None] * first  # (D, L)
+        # Not negative[:, : L - 1]: L - 1 may be 1, which torch.export would rule out.
+        both = positive if self.causal else torch.cat([kernel[1].flip(1), positive], dim=1)[:, 1:]  # or (D, 2L-1)
+        both = both.to(device or own)
+        return (fit_taps if self.causal else fit_lags)(both, length) if ends else both
+
+    def recurrence(self) -> FilterRecurrence:
+        if self.beyond != "error":
+            return super().recurrence()
+        require_causal(self)
+        return LimitedRecurrence(self, self.longest, self.refill_phase)
