@@ -70,7 +70,7 @@ def between(least: int, most: int) -> Limit:
 LARGEST_SIZE = 2**24
 
 DROPOUTS = ("hidden_dropout_prob", "classifier_dropout", "attention_dropout")
-POSITIVE = ("initializer_range", "layer_norm_eps", "hyena_filter_freq")
+POSITIVE = ("initializer_range", "layer_norm_eps")
 # The limits of single fields: a predicate, and the text that follows "must be" in the error. Integers without an entry
 # here are sizes (`SIZES`).
 LIMITS: dict[str, Limit] = {name: one_of(allowed) for name, allowed in CHOICES.items()} | {
@@ -83,7 +83,9 @@ LIMITS: dict[str, Limit] = {name: one_of(allowed) for name, allowed in CHOICES.i
     "rpe_window": (lambda value: value >= 1, "at least 1"),
     "fd_resolution": ({2**power for power in range(26)}.__contains__, f"a power of two in [1, {2**25:,}]"),
     **dict.fromkeys(("decay", "ski_decay"), (lambda value: 0 < value <= 1, "in (0, 1]")),
-    **dict.fromkeys(("s4d_dt_min", "s4d_dt_max"), (lambda value: 0 < value <= 1000, "in (0, 1000]")),
+    **dict.fromkeys(
+        ("s4d_dt_min", "s4d_dt_max", "hyena_filter_freq"), (lambda value: 0 < value <= 1000, "in (0, 1000]")
+    ),
     **dict.fromkeys(DROPOUTS, (lambda value: 0 <= value < 1, "in [0, 1)")),
     **dict.fromkeys(POSITIVE, (lambda value: 0 < value < math.inf, "a finite number above 0")),
 }

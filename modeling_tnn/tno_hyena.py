@@ -75,7 +75,7 @@ class HyenaOperator(ToeplitzOperator):
         self.longest, self.beyond = config.hyena_filter_length, config.hyena_filter_beyond
         self.first_freq = config.hyena_filter_freq
         inner = [CastingLinear(size, size) for _ in range(config.hyena_filter_inner_mlps)]
-        out = nn.Linear(size, sides * self.channels, bias=False)
+        out = CastingLinear(size, sides * self.channels, bias=False)
         self.layers = nn.ModuleList([CastingLinear(config.hyena_filter_emb_dim, size), *inner, out])
         self.freq = nn.Parameter(torch.empty(size))
         self.direct = nn.Parameter(torch.empty(self.channels))

@@ -1,14 +1,15 @@
-"""Convert a checkpoint of the released TNN, FD, SKI or RTF code to a folder that `from_pretrained` loads.
+"""Convert a checkpoint of the released TNN, FD, SKI, RTF or HyenaDNA code to a folder that `from_pretrained` loads.
 
 Every tensor of the checkpoint goes to the model, or the report says why it does not. Every parameter of the model gets
-a value. Files are `.safetensors`, or `.pt` and `.ckpt` as fairseq and Lightning write them. Of these only tensors and
-plain options are read. A pickle with other objects is refused, because reading it would run its code.
+a value. Files are `.safetensors`, or `.pt` and `.ckpt` as fairseq and Lightning write them; of HyenaDNA, the folder.
+Only tensors and plain options are read. A pickle with other objects is refused, because reading it would run its code.
 
 Example:
     python scripts/convert_original.py checkpoint_best.pt outputs/converted --architecture tnn_v2_decay_99_pre
     python scripts/convert_original.py model.safetensors outputs/converted --architecture roberta_tnn_v2_decay_99 \\
         --hparams hparams.json
     python scripts/convert_original.py last.safetensors outputs/converted --architecture rtf-listops
+    python scripts/convert_original.py hyenadna-small-32k-seqlen-hf outputs/converted --architecture hyenadna
 """
 
 import argparse
@@ -29,7 +30,9 @@ ARCHITECTURES, HEADS = (
 
 def parse_arguments() -> argparse.Namespace:
     parser = ProgramParser(description=__doc__)
-    parser.add_argument("checkpoint", type=Path, help="Checkpoint: .safetensors, .pt or .ckpt.")
+    parser.add_argument(
+        "checkpoint", type=Path, help="Checkpoint: .safetensors, .pt or .ckpt, or a folder of the Hub."
+    )
     parser.add_argument("output_dir", type=Path, help="Folder for the model and the report.")
     parser.add_argument("--architecture", required=True, choices=ARCHITECTURES, help="Name of the architecture.")
     parser.add_argument("--overwrite_output_dir", action="store_true")
@@ -69,6 +72,8 @@ def run(args: argparse.Namespace):
     model, report = conversion.convert(tensors, options, args.architecture, args.head, args.published_ski)
     with new_files(args.output_dir) as folder:
         model.save_pretrained(folder)
+        if (tokenizer := conversion.ARCHITECTURES[args.architecture].tokenizer) is not None:
+            tokenizer(model.config.max_position_embeddings).save_pretrained(folder)
         write_json(folder / "original.json", json.loads(json.dumps(report, default=str)))
     for warning in report["warnings"]:
         sys.stderr.write(f"warning: {warning}\n")

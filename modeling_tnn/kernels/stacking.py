@@ -79,8 +79,8 @@ def kernels_of_operators(operators: Sequence[ToeplitzOperator], v: torch.Tensor)
         # One operator with all filters: its fused function saves only its inputs, which `vmap` would not.
         kernels = joined(operators, first.channel_parameters).kernel_of(v.shape[1], v.device)
         return list(kernels.unflatten(0, (len(operators), -1)).unbind())
-    names = [name for name, _ in first.named_parameters("operator", remove_duplicate=False)]
-    groups = dict(zip(names, zip(*map(own_parameters, operators), strict=True), strict=True))
+    names = [f"operator.{name}" for name, _ in named_tensors(first)]
+    groups = dict(zip(names, zip(*map(own_tensors, operators), strict=True), strict=True))
     compute = partial(first.regions, stacked) if first.regions is not None and first.training else stacked
     kernels = compute(KernelOf(first), groups, *kernel_arguments(first, v))
     if isinstance(kernels, tuple):
@@ -100,7 +100,7 @@ class KernelOf(nn.Module):
 
 
 def stacked(module: KernelOf, groups: dict[str, Sequence[torch.Tensor]], *given) -> torch.Tensor | tuple:
-    """The kernels of operators that are alike, stacked: `module` with each of their parameters, which are `groups`."""
+    """The kernels of operators that are alike, stacked: `module` with each of their tensors, which are `groups`."""
     parameters = {name: torch.stack(group) for name, group in groups.items()}
     if is_traced():  # torch.compile cannot record the copy of a module
         return torch.vmap(lambda one: torch.func.functional_call(module, one, given))(parameters)
@@ -108,39 +108,46 @@ def stacked(module: KernelOf, groups: dict[str, Sequence[torch.Tensor]], *given)
         if parameter.requires_grad:
             # Some gradients are transposes, of which each layer would copy its part.
             parameter.register_hook(lambda gradient: gradient.contiguous().flatten().view(gradient.shape))
-    return torch.vmap(lambda one: with_parameters(module.operator, iter(one.values())).kernel_of(*given))(parameters)
+    return torch.vmap(lambda one: with_tensors(module.operator, iter(one.values())).kernel_of(*given))(parameters)
 
 
 def joined(modules: Sequence[nn.Module], filters: dict[str, int]) -> nn.Module:
     """One module with the rows of several that are alike, by the number of `filters` of each parameter."""
     names = [name for name, one in modules[0]._parameters.items() if one is not None]
-    groups = zip(names, zip(*map(own_parameters, modules), strict=True), strict=True)
+    groups = zip(names, zip(*map(own_tensors, modules), strict=True), strict=True)
     rows = (torch.cat([one.unflatten(0, (filters[name], -1)) for one in group], dim=1) for name, group in groups)
-    return with_parameters(modules[0], (one.flatten(0, 1) for one in rows))
+    return with_tensors(modules[0], (one.flatten(0, 1) for one in rows))
 
 
-def own_parameters(module: nn.Module) -> Iterator[torch.Tensor]:
-    """The parameters of a module in the order of `with_parameters`."""
-    yield from (one for one in module._parameters.values() if one is not None)
-    for child in module._modules.values():
-        yield from own_parameters(child)
+def named_tensors(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters and buffers of a module with their names, in the order of `with_tensors`."""
+    own = (*module._parameters.items(), *module._buffers.items())
+    yield from ((prefix + name, one) for name, one in own if one is not None)
+    for name, child in module._modules.items():
+        yield from named_tensors(child, f"{prefix}{name}.")
 
 
-def with_parameters(module: nn.Module, parameters: Iterator[torch.Tensor]) -> nn.Module:
-    """A shallow copy with other parameters. The module stays as it is, because another thread may be using it."""
-    own = {name: None if one is None else next(parameters) for name, one in module._parameters.items()}
-    children = {name: with_parameters(child, parameters) for name, child in module._modules.items()}
+def own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    """The tensors of `named_tensors`."""
+    return (one for _, one in named_tensors(module))
+
+
+def with_tensors(module: nn.Module, tensors: Iterator[torch.Tensor]) -> nn.Module:
+    """A shallow copy with other parameters and buffers. The module stays as it is: another thread may be using it."""
+    own = (module._parameters, module._buffers)
+    parameters, buffers = ({name: None if x is None else next(tensors) for name, x in one.items()} for one in own)
+    children = {name: with_tensors(child, tensors) for name, child in module._modules.items()}
     twin = copy.copy(module)
-    vars(twin).update(_parameters=own, _modules=children)
+    vars(twin).update(_parameters=parameters, _buffers=buffers, _modules=children)
     return twin
 
 
 def are_alike(modules: Sequence[nn.Module]) -> bool:
-    """Whether modules differ in the values of their parameters alone, and run no foreign code."""
+    """Whether modules differ in the values of their tensors alone, and run no foreign code."""
     first, *others = modules
     # An adapter or a quantizer puts in classes of its own.
-    known = is_ours(first) or (type(first).__module__.startswith(ACTIVATIONS) and not first._parameters)
-    if not (known and all(map(is_plain, modules))) or any(one._buffers for one in modules):
+    known = is_ours(first) or (type(first).__module__.startswith(ACTIVATIONS) and not kinds_of(first))
+    if not (known and all(map(is_plain, modules))):
         return False
     kinds, children = kinds_of(first), first._modules.keys()
     settings = [(name, x) for name, x in vars(first).items() if name[0] != "_" and name not in OF_THE_LAYER]
@@ -155,8 +162,8 @@ def are_alike(modules: Sequence[nn.Module]) -> bool:
 
 def kinds_of(module: nn.Module) -> dict[str, tuple | None]:
     """What two modules must share for their parameters to be stacked."""
-    parameters = module._parameters.items()
-    return {name: None if p is None else (p.shape, p.dtype, p.requires_grad, p.device) for name, p in parameters}
+    own = (*module._parameters.items(), *module._buffers.items())
+    return {name: None if x is None else (x.shape, x.dtype, x.requires_grad, x.device) for name, x in own}
 
 
 def is_same(a: object, b: object) -> bool:

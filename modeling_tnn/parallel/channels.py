@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
-from ..kernels.stacking import with_parameters
+from ..kernels.stacking import named_tensors, with_tensors
 from ..numerics import is_traced
 
 # Attributes that a divided operator has in place of those of its class. Its restriction has those of the class.
@@ -40,17 +40,14 @@ def restricted(operator: nn.Module, chosen: range, local_values: dict[str, torch
     `local_values` have the rows of the `chosen` channels in place of a `DTensor`.
     """
     local_values, values = local_values or {}, []
-    for name, parameter in operator.named_parameters(remove_duplicate=False):
+    for name, parameter in named_tensors(operator):
         value, filters = local_values.get(name, parameter), operator.channel_parameters.get(name)
         divides = filters is not None and not isinstance(parameter, DTensor)
         values.append(rows_of(value, filters, operator.channels, chosen) if divides else value)
-    copied = with_parameters(operator, iter(values))
+    copied = with_tensors(operator, iter(values))
     for module in copied.modules():
         if hasattr(module, "channel_parameters"):
-            known, width = module.channel_parameters or {}, module.channels
-            buffers = {name: (one, known.get(name)) for name, one in module._buffers.items()}
-            cut = {name: rows_of(one, filters, width, chosen) for name, (one, filters) in buffers.items() if filters}
-            vars(module).update(_buffers=module._buffers | cut, channels=len(chosen))
+            module.channels = len(chosen)
     for name in OVERRIDDEN:
         vars(copied).pop(name, None)
     return copied

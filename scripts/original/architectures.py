@@ -15,6 +15,7 @@ import torch
 from modeling_tnn import TnnConfig, TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification, TnnModel
 from modeling_tnn.norms import NORM_TYPES
 from tnn_scripts.common.sequence_pairs import TnnForSequencePairClassification
+from tnn_scripts.original import hyenadna
 from tnn_scripts.original.names import HYENA_NAMES, RENAMED, S4_NAMES, refuse_other_parts
 
 HEADS = {
@@ -364,6 +365,7 @@ class Architecture:
         check: refuses tensors, in official names, and options.
         prepare: brings tensors, in our names, into their form here, in place.
         sizes: the fields that follow from the weights.
+        tokenizer: makes the tokenizer for a number of positions, if the checkpoint fixes it.
     """
 
     fields: Callable[[dict, dict], dict]
@@ -374,6 +376,7 @@ class Architecture:
     check: Callable[[dict, dict], None] = check_supported
     prepare: Callable[[dict, dict], None] = lambda tensors, options: None
     sizes: Callable[[dict], dict] = sizes
+    tokenizer: Callable | None = None
 
 
 def s4_model(head: str = "sequence-classification", **options) -> Architecture:
@@ -425,5 +428,14 @@ ARCHITECTURES = {
         check=partial(check_backbone, supported=HYENA_VALUES),
         prepare=prepare_hyena,
         sizes=hyena_sizes,
+    ),
+    "hyenadna": Architecture(
+        hyenadna.fields,
+        "causal-lm",
+        names=hyenadna.NAMES,
+        check=lambda tensors, options: check_values(options, hyenadna.VALUES),
+        prepare=hyenadna.prepare,
+        sizes=hyenadna.sizes,
+        tokenizer=hyenadna.tokenizer,
     ),
 }

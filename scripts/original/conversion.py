@@ -1,6 +1,7 @@
 """Convert a checkpoint of the released implementations, and report where each tensor goes."""
 
 import argparse
+import json
 import pickle
 import re
 from pathlib import Path
@@ -29,16 +30,36 @@ LEFT_OUT = {
     r"tno\.decay_logit$": "a fixed decay is a field of the configuration",
     r"^lm_head\.weight$": "tied to the input embedding",
     r"^embed_tokens\.bias$": "added to each row of the embedding",
+    r"implicit_filter\.\d+\.freq$": "another name of the parameter that all sines share",
     "": "part of another head (--head)",
 }
 
 
+# The files that a folder of the Hub may have, the safest first.
+WEIGHTS = ("model.safetensors", "pytorch_model.bin", "weights.ckpt")
+
+
+def read_folder(folder: Path) -> tuple[dict[str, torch.Tensor], dict]:
+    """The tensors of a folder of the Hub, and the options in its `config.json`, those of `layer` on the same level.
+
+    Raises:
+        ValueError: it has no file of weights, or one that `read_checkpoint` refuses.
+    """
+    file = next((folder / name for name in WEIGHTS if (folder / name).exists()), None)
+    if file is None or not (config := folder / "config.json").exists():
+        raise ValueError(f"The folder must hold config.json and one of {', '.join(WEIGHTS)}, got {folder}")
+    options = json.loads(config.read_text(encoding="utf-8"))
+    return read_checkpoint(file)[0], options | options.pop("layer", {})
+
+
 def read_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], dict]:
-    """The tensors and the options in a file.
+    """The tensors and the options in a file, or in a folder of the Hub.
 
     Raises:
         ValueError: the file is of another kind, damaged, or a pickle with other objects than tensors and options.
     """
+    if path.is_dir():
+        return read_folder(path)
     if path.suffix not in (".safetensors", ".pt", ".pth", ".bin", ".ckpt"):
         raise ValueError(
             f"The checkpoint must be a .safetensors, .pt, .pth, .bin or .ckpt file, got {path}. A folder of this "

@@ -111,7 +111,7 @@ SKI = {"tno_type": "ski", "causal": False}
 RTF = {"tno_type": "rtf"}
 # The field in the error, whose value it names at the end; what is allowed; and the fields.
 REFUSED = [
-    ("tno_type", "one of 'rpe', 'fd', 'ski', 'rtf', 's4d', 'modal', 'explicit'", {"tno_type": "dct"}),
+    ("tno_type", "one of 'rpe', 'fd', 'ski', 'rtf', 's4d', 'modal', 'explicit', 'hyena'", {"tno_type": "dct"}),
     ("causal", "True with tno_type='modal'", {"tno_type": "modal", "causal": False}),
     ("causal", "False with tno_type='ski'", {"tno_type": "ski", "causal": True}),
     ("decay", r"\(0, 1\]", {"decay": 0}),
@@ -127,6 +127,10 @@ REFUSED = [
     ("rtf_constraint", "None, 'l1_montel'", {"rtf_constraint": "l2"}),
     ("s4d_state_size", "an even number", {"tno_type": "s4d", "s4d_state_size": 7}),
     ("s4d_dt_min", "at most s4d_dt_max=0.1", {"tno_type": "s4d", "s4d_dt_min": 0.5}),
+    ("hyena_filter_emb_dim", r"an odd number in \[3, 1,023\]", {"hyena_filter_emb_dim": 4}),
+    ("hyena_filter_inner_mlps", r"in \[0, 128\]", {"hyena_filter_inner_mlps": -1}),
+    ("hyena_filter_freq", r"in \(0, 1000\]", {"hyena_filter_freq": 0}),
+    ("hyena_filter_beyond", "one of 'error', 'zeros'", {"hyena_filter_beyond": "wrap"}),
     ("fd_resolution", "power of two", {"fd_resolution": 100}),
     ("rpe_input", "'lag', 'normalized', 'sinusoidal'", {"rpe_input": "sin"}),
     ("fd_input", "'omega', 'cos'", {"fd_input": "sin"}),

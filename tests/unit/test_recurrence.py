@@ -30,6 +30,7 @@ KINDS = {
     "s4d": {"tno_type": "s4d"},
     "modal": {"tno_type": "modal"},
     "explicit": {"tno_type": "explicit", "max_position_embeddings": 50},
+    "hyena": {"tno_type": "hyena", "max_position_embeddings": 50},
 }
 EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
 
