@@ -122,7 +122,13 @@ def test_dtypes(variant, tmp_path):
 
 def slow_model(tno_type, causal):
     """A loud model whose kernels do not fade within 512 tokens. "converted" is one with fitted poles."""
-    fields = {"max_position_embeddings": 512, "s4d_state_size": 32, "decay": None, "explicit_length": 512}
+    fields = {
+        "max_position_embeddings": 512,
+        "s4d_state_size": 32,
+        "decay": None,
+        "explicit_length": 512,
+        "hyena_filter_freq": 2,
+    }
     fields |= {"rtf_constraint": None, "rtf_initializer": "zeros"}
     name = "rpe" if tno_type == "converted" else tno_type
     model = seeded(TnnForCausalLM if causal else TnnForMaskedLM, tiny_config(name, causal, **fields))
