@@ -12,7 +12,6 @@ Example:
     python scripts/benchmark.py gpu --output_dir outputs/gpu
 """
 
-import platform
 import sys
 from argparse import Namespace
 from dataclasses import dataclass, field
@@ -24,19 +23,14 @@ from tnn_scripts.common.errors import importing, report_errors
 
 from tnn_scripts.common.atomic import check_writable, write_json
 from tnn_scripts.common.declared import declared_keys, declared_text
-from tnn_scripts.common.parser import ProgramParser
+from tnn_scripts.common.parser import ProgramParser, option
 
 OPERATORS = declared_keys("modeling_tnn.configuration_tnn", "DIRECTIONS")
 PRODUCTS = ("released", *(way for name in OPERATORS for way in (name, f"{name} eager")))
 TNNS = declared_keys("tnn_scripts.benchmarks.peers", "FIELDS")
 DECODERS = (*TNNS, *declared_keys("tnn_scripts.benchmarks.decoding", "DOTS"))
-PARTS = ("losses", "steps", "decoding", "recipe", "products", "oracles-triton", "oracles-fused", "oracles-eager")
-
-
-def option(default, text: str | None = None, **more):
-    """A field with its help; a list is copied."""
-    given = {"default_factory": lambda: list(default)} if isinstance(default, list) else {"default": default}
-    return field(**given, metadata=({"help": text} if text else {}) | more)
+PARTS = declared_keys("tnn_scripts.benchmarks.gpu", "PARTS")
+WIDTH, CONTEXTS = "Width of the models.", "Tokens in the context."
 
 
 @dataclass
@@ -55,7 +49,7 @@ class Products(Benchmark):
     lengths: list[int] = option([512, 2048, 8192])
     tokens: int = option(8192, "Tokens in a batch.")
     decay: float = option(0.99, "Decay of the kernels; 1 for none.")
-    hidden_size: int = option(512, "Width of the models.")
+    hidden_size: int = option(512, WIDTH)
     bidirectional: bool = option(False, "Measure bidirectional operators.")
     state_size: int = option(64, "Order of the rtf operator.")
 
@@ -66,21 +60,21 @@ class Models(Benchmark):
     block_size: int = 512
     tokens: int = option(2048, "Tokens in a batch.")
     bf16: bool = option(False, "Train under autocast in bfloat16.")
-    contexts: list[int] = option([512, 8192], "Tokens in the context.")
+    contexts: list[int] = option([512, 8192], CONTEXTS)
     batch_size: int = 1
 
 
 @dataclass
 class Decoding(Benchmark):
     ways: list[Literal[*DECODERS]] = option(["rpe-no-decay", "matmul", "vecdot"], "Variants to compare.")
-    contexts: list[int] = option([512, 16384], "Tokens in the context.")
+    contexts: list[int] = option([512, 16384], CONTEXTS)
     batch_size: int = 1
-    hidden_size: int = option(512, "Width of the models.")
+    hidden_size: int = option(512, WIDTH)
 
 
 @dataclass
 class Serving(Benchmark):
-    hidden_size: int = option(512, "Width of the models.")
+    hidden_size: int = option(512, WIDTH)
     num_hidden_layers: int = option(6, "Number of layers.")
     vocab_size: int = option(10000, "Size of the vocabulary.")
     models: list[Literal[*TNNS]] = option(["rpe", "fd", "rtf", "modal"], "Models to compare.")
@@ -96,7 +90,7 @@ class Gpu(Benchmark):
     output_dir: Path = Path("outputs/gpu")
     quick: bool = option(False, "Tiny sizes, in less than a minute on a CPU.")
     parts: list[Literal[*PARTS]] = option([*PARTS], "Parts to run.")
-    minutes: float = option(9.5, "Parts that begin or last beyond this are left out.")
+    minutes: float = option(9.5, "Nothing more is measured after so many minutes.")
 
 
 # Each is a module of `benchmarks/` with `run` and `table`.
@@ -105,7 +99,7 @@ SUITES = {
     "models": (Models, "trained models side by side: training step, new token, state"),
     "decoding": (Decoding, "time per new token in one operator, compared with dot products"),
     "serving": (Serving, "many texts at once, compared with one after the other"),
-    "gpu": (Gpu, "all that only a GPU can tell: are products right, and how fast are models?"),
+    "gpu": (Gpu, "what only a GPU can tell: how fast are losses, training steps, decoding and products?"),
 }
 
 
@@ -124,21 +118,13 @@ def main():
     if args.output_file is not None:
         check_writable(args.output_file)
     with importing("scripts"):
-        import torch
-        import transformers
-
-        from tnn_scripts.common.model_path import check_device
-
         suite = import_module(f"tnn_scripts.benchmarks.{args.suite}")
-    args.device = check_device(args.device)
-    torch.set_num_threads(args.threads)
-    machine = torch.cuda.get_device_name() if args.device.startswith("cuda") else platform.machine()
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "machine": machine}
-    rows = suite.run(args)
-    sys.stdout.write(suite.table(rows) + "\n")
+        from tnn_scripts.benchmarks.measure import measured
+
+    result = measured(suite, args)
+    sys.stdout.write(suite.table(result["rows"]) + "\n")
     if args.output_file is not None:
-        settings = {name: value for name, value in vars(args).items() if not isinstance(value, Path)}
-        write_json(args.output_file, {"settings": settings, "versions": versions, "rows": rows})
+        write_json(args.output_file, result)
 
 
 if __name__ == "__main__":

@@ -24,8 +24,7 @@ from tnn_scripts.common.parser import ProgramParser
 
 STYLE = """body { font-family: sans-serif; max-width: 1400px; margin: 2em auto; padding: 0 1em; color: #222; }
 img { max-width: 100%; } table { border-collapse: collapse; margin: 1em 0; }
-td, th { padding: 0.3em 0.8em; border-bottom: 1px solid #ccc; text-align: right; }
-td:first-child { text-align: left; }"""
+td, th { padding: 0.3em 0.8em; border-bottom: 1px solid #ccc; }"""
 # Figures of a layer -> title and format of their column.
 COLUMNS = {
     "channels": ("channels", "{:.0f}"),
@@ -56,20 +55,21 @@ def parse_arguments() -> argparse.Namespace:
 
 def page(title: str, note: str, rows: list[dict], pictures: dict[str, list[Path]]) -> str:
     """The HTML page. `pictures` has the files of each section by its heading."""
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in ("layer", *(title for title, _ in COLUMNS.values())))
-    body = "".join(f"<tr><td>{html.escape(row['label'])}</td>{cells(row)}</tr>" for row in rows)
-    sections = (f"<h2>{html.escape(name)}</h2>{''.join(map(embed, files))}" for name, files in pictures.items())
+    from tabulate import tabulate
+
+    head = ("layer", *(name for name, _ in COLUMNS.values()))
+    table = tabulate(list(map(cells, rows)), head, "html", disable_numparse=True)
+    sections = "".join(f"<h2>{html.escape(name)}</h2>{''.join(map(embed, files))}" for name, files in pictures.items())
+    title, note = html.escape(title), html.escape(note)
     return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
-        f"<style>{STYLE}</style></head><body><h1>{html.escape(title)}</h1><p>{html.escape(note)}</p>"
-        f"<table><tr>{head}</tr>{body}</table>{''.join(sections)}</body></html>\n"
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>'
+        f"</head><body><h1>{title}</h1><p>{note}</p>{table}{sections}</body></html>\n"
     )
 
 
-def cells(row: dict) -> str:
-    shown = ("" if row[key] is None else form.format(row[key]) for key, (_, form) in COLUMNS.items())
-    signs = (BOUND if key in row["lower_bounds"] else "" for key in COLUMNS)
-    return "".join(f"<td>{html.escape(sign + text)}</td>" for sign, text in zip(signs, shown, strict=True))
+def cells(row: dict) -> list[str]:
+    shown = {key: "" if row[key] is None else form.format(row[key]) for key, (_, form) in COLUMNS.items()}
+    return [row["label"], *(BOUND * (key in row["lower_bounds"]) + text for key, text in shown.items())]
 
 
 def embed(file: Path) -> str:
@@ -84,8 +84,7 @@ def describe(config, length: int, rows: list[dict]) -> str:
     text += "The weight of a lag is the absolute value of its coefficient over the sum of those of its channel, at "
     text += "all lags, drawn or not."
     if any(row["lower_bounds"] for row in rows):
-        text += f" {BOUND}marks lower bounds: such kernels go on after 32,768 positions, and the pictures show shares "
-        text += "of what is drawn of them."
+        text += f" {BOUND}marks lower bounds: such kernels go on after 32,768 positions."
     return text + (
         " The low-rank part of ski is shown by the kernel that it interpolates." * (config.tno_type == "ski")
     )
@@ -113,23 +112,22 @@ def run(args: argparse.Namespace):
         from tnn_scripts.plotting import figures
         from tnn_scripts.plotting.reading import read_model
 
-    def save(figure, name: str) -> Path:
-        path = args.output_dir / f"{name}.png"
-        with saving_errors(path, path):
-            figure.savefig(path, dpi=args.dpi)
-        return path
-
     model = load_model(args.model_name_or_path)
     length = args.length or model.config.axis_length
     (kernels, rows), size = read_model(model, length), min(args.matrix_size, length)
     title = f"What the layers of {Path(args.model_name_or_path).name} attend to"
-    pictures = {"All layers": [save(figures.overview(kernels, title), "overview")]}
+    drawn = {"All layers": {"overview": figures.overview(kernels, title)}}
     for kernel in kernels:
         name = kernel.label.replace(" ", "-")
-        drawn = {name: figures.layer(kernel, size), f"{name}-matrices": figures.matrices(kernel, size)}
-        pictures[kernel.label.capitalize()] = [save(figure, name) for name, figure in drawn.items()]
-    note = describe(model.config, length, rows)
-    write_text(args.output_dir / "index.html", page(title, note, rows, pictures))
+        of_layer = {name: figures.layer(kernel, size), f"{name}-matrices": figures.matrices(kernel, size)}
+        drawn[kernel.label.capitalize()] = of_layer
+    pictures = {}
+    for heading, named in drawn.items():
+        pictures[heading] = [args.output_dir / f"{name}.png" for name in named]
+        for path, figure in zip(pictures[heading], named.values(), strict=True):
+            with saving_errors(path, path):
+                figure.savefig(path, dpi=args.dpi)
+    write_text(args.output_dir / "index.html", page(title, describe(model.config, length, rows), rows, pictures))
     content = {"model": args.model_name_or_path, "tno_type": model.config.tno_type, "length": length, "layers": rows}
     write_json(args.output_dir / "kernels.json", content)
     for row in rows:

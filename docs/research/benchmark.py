@@ -15,21 +15,18 @@ Example:
 """
 
 import argparse
-import platform
 import sys
 from importlib import import_module
 from pathlib import Path
 
 from tnn_scripts.common.errors import report_errors
 
-import torch
-import transformers
 from suites.plot import plot
 
 from modeling_tnn.configuration_tnn import DIRECTIONS
 from modeling_tnn.extensions import IMPLEMENTATIONS
+from tnn_scripts.benchmarks.measure import measured
 from tnn_scripts.common.atomic import check_writable, write_json
-from tnn_scripts.common.model_path import check_device
 from tnn_scripts.common.parser import ProgramParser
 
 MODELS = ["released", *IMPLEMENTATIONS, "hybrid", "attention", *DIRECTIONS, "gpt2", "llama", "mamba", "mamba2"]
@@ -102,17 +99,12 @@ def main():
     for file in filter(None, (args.output_file, args.plot)):
         check_writable(file)
     suite = import_module(f"suites.{args.suite}")
-    args.device = check_device(args.device)
-    torch.set_num_threads(args.threads)
-    settings = {name: value for name, value in vars(args).items() if name not in ("output_file", "plot")}
-    machine = torch.cuda.get_device_name() if args.device.startswith("cuda") else platform.machine()
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "machine": machine}
-    rows = suite.run(args)
-    sys.stdout.write(suite.table(rows) + "\n")
+    result = measured(suite, args)
+    sys.stdout.write(suite.table(result["rows"]) + "\n")
     if args.output_file is not None:
-        write_json(args.output_file, {"settings": settings, "versions": versions, "rows": rows})
+        write_json(args.output_file, result)
     if args.plot is not None:
-        plot(args.suite, rows, args.plot)
+        plot(args.suite, result["rows"], args.plot)
 
 
 if __name__ == "__main__":

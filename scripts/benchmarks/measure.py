@@ -1,14 +1,32 @@
 """Measurements of the benchmarks: all variants interleaved in one process, ratios as medians of per-round ratios."""
 
+import gc
+import platform
 import statistics
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import ModuleType
 
 from tnn_scripts.common.errors import markdown_table
 
 import torch
+import transformers
 from torch.autograd import DeviceType
+from transformers.generation.streamers import BaseStreamer
+
+from tnn_scripts.common.model_path import check_device
+
+
+def measured(suite: ModuleType, args) -> dict:
+    """The settings and versions of a suite, and its rows."""
+    args.device = check_device(args.device)
+    torch.set_num_threads(args.threads)
+    machine = torch.cuda.get_device_name() if args.device.startswith("cuda") else platform.machine()
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "machine": machine}
+    settings = {name: value for name, value in vars(args).items() if not isinstance(value, Path)}
+    return {"settings": settings, "versions": versions, "rows": suite.run(args)}
 
 
 def clock(args) -> float:
@@ -72,6 +90,44 @@ def autocast(args, enabled: bool = True) -> AbstractContextManager:
     """Autocast in bfloat16 where the device has it: the meta device, on which tests build all, has not."""
     kind = torch.device(args.device).type
     return torch.autocast(kind, torch.bfloat16, enabled) if torch.amp.is_autocast_available(kind) else nullcontext()
+
+
+def timed(make: Callable[[], Callable[[], object]], args, warm_up: int = 3) -> dict:
+    """The milliseconds of what `make` returns, and on a GPU its kernels and peak memory; its error if it fails.
+
+    Compilers compile in the first of the calls for warm-up, CUDA graphs are recorded in the next ones.
+    """
+    torch._dynamo.reset()
+    if args.device.startswith("cuda"):
+        gc.collect()
+        torch.cuda.empty_cache()
+    try:
+        run = make()
+        for _ in range(warm_up):
+            run()
+        milliseconds = 1000 * statistics.median(measure({"": run}, args)[""])
+        return {"milliseconds": milliseconds} | kernels_on_device(run, args) | peak_on_device(run, args)
+    except Exception as error:  # a row of the table; the other ways go on
+        return {"error": noted(error)}
+
+
+def noted(error: Exception) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+class Stopwatch(BaseStreamer):
+    """The times at which a text was submitted and got its tokens."""
+
+    def __init__(self, args):
+        self.args, self.times = args, []
+
+    def put(self, value: torch.Tensor):
+        """Take note of the time: of the prompt, or of a token."""
+        self.times.append(clock(self.args))
+
+    def end(self):
+        """Nothing is left to do."""
 
 
 def markdown(rows: list[dict], formats: dict[str, str]) -> str:

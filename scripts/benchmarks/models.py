@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from modeling_tnn.cache_tnn import CACHE, bytes_per_sequence
-from tnn_scripts.benchmarks.measure import clock, markdown, measure, ratio
+from tnn_scripts.benchmarks.measure import autocast, clock, markdown, measure, ratio
 from tnn_scripts.benchmarks.peers import training_loss
 from tnn_scripts.common.model_path import check_model_path, load
 
@@ -28,44 +28,37 @@ FORMATS |= {"training_time": ".2f", "ms_per_token": ".2f", "decoding_time": ".2f
 
 def run(args) -> list[dict]:
     """One row for each model and context."""
-    models = {}
+    models, rows = {}, []
     for name in args.model_name_or_path:
         check_model_path(name)
         models[name] = load(AutoModelForCausalLM, name, dtype=torch.float32).to(args.device)
-    steps = {name: training_step(model, args) for name, model in models.items()}
-    training = measure(steps, args)
-    rows = []
+    batch = max(1, args.tokens // args.block_size)
+    training = measure({name: training_step(model, batch, args) for name, model in models.items()}, args)
+    first = args.model_name_or_path[0]
     for context in args.contexts:
         decoders = {name: Decoder(model.eval(), context, args) for name, model in models.items()}
         states = {name: decoder.state_bytes() / 2**20 for name, decoder in decoders.items()}
         decoding = decoding_times(decoders, args)
         for name, model in models.items():
-            size = {"model": name, "context": context, "parameters": model.num_parameters()}
-            rows.append(size | figures(name, training, decoding, args) | {"state_mebibytes": states[name]})
+            rows.append({
+                "model": name,
+                "context": context,
+                "parameters": model.num_parameters(),
+                "training_tokens_per_second": batch * args.block_size / statistics.median(training[name]),
+                "training_time": ratio(training[name], training[first]),
+                "ms_per_token": 1000 * statistics.median(decoding[name]),
+                "decoding_time": ratio(decoding[name], decoding[first]),
+                "state_mebibytes": states[name],
+            })  # fmt: skip
     return rows
 
 
-def figures(name: str, training: dict[str, list[float]], decoding: dict[str, list[float]], args) -> dict[str, float]:
-    first, tokens = next(iter(training)), rows_of_step(args) * args.block_size
-    return {
-        "training_tokens_per_second": tokens / statistics.median(training[name]),
-        "training_time": ratio(training[name], training[first]),
-        "ms_per_token": 1000 * statistics.median(decoding[name]),
-        "decoding_time": ratio(decoding[name], decoding[first]),
-    }
-
-
-def rows_of_step(args) -> int:
-    return max(1, args.tokens // args.block_size)
-
-
-def training_step(model: PreTrainedModel, args) -> Callable[[], None]:
-    ids = torch.randint(model.config.vocab_size, (rows_of_step(args), args.block_size), device=args.device)  # (B, L)
-    autocast = torch.autocast(torch.device(args.device).type, torch.bfloat16, enabled=args.bf16)
+def training_step(model: PreTrainedModel, batch: int, args) -> Callable[[], None]:
+    ids = torch.randint(model.config.vocab_size, (batch, args.block_size), device=args.device)  # (B, L)
 
     def run():
         model.train()
-        with autocast:
+        with autocast(args, args.bf16):
             loss = training_loss(model, ids)
         loss.backward()
         model.zero_grad()

@@ -30,14 +30,15 @@ NEGLIGIBLE = 1e-3
 LARGEST = 1e100
 # The horizon of an open channel, for the order of horizons.
 UNKNOWN = 2.0**40
+TINY = np.finfo(float).tiny
+AT_LEAST = "\N{GREATER-THAN OR EQUAL TO} "
 
 
 @dataclass
 class Kernel:
     """The coefficients of one operator, and the figures of all its lags.
 
-    Args:
-        label: name of the kernel in the pictures.
+    Attributes:
         taps: coefficients `(D, M)`.
         lags: `(M,)`, from the most negative one (the furthest position ahead) to the largest (the furthest back).
         poles: complex poles of a recurrence, of any shape.
@@ -45,6 +46,7 @@ class Kernel:
         beyond: the mean shares of the channels further ahead and further back than `lags`.
         weights: the sum of |t_k| of each channel, `(D,)`.
         horizons: those of the channels, `(D,)`; 0 for a channel of zeros, a lower bound for an open channel.
+        magnitudes: of the response, `(D, points)`.
     """
 
     label: str
@@ -55,12 +57,11 @@ class Kernel:
     beyond: tuple[float, float] = (0.0, 0.0)
     weights: np.ndarray | None = None
     horizons: np.ndarray | None = None
-    magnitudes: np.ndarray | None = None  # of the response, `(D, points)`
+    magnitudes: np.ndarray | None = None
 
     def __post_init__(self):
-        if self.open is None:
-            self.open = np.zeros(len(self.taps), dtype=bool)
         if self.weights is None:
+            self.open = np.zeros(len(self.taps), dtype=bool) if self.open is None else self.open
             self.weights = np.abs(self.taps).sum(axis=1)
             within = self.shares_by_distance().cumsum(axis=1)
             horizons = (within < HORIZON_SHARE - 1e-12).sum(axis=1).clip(max=within.shape[1] - 1)
@@ -73,7 +74,7 @@ class Kernel:
 
     def shares(self) -> np.ndarray:
         """The share of each lag in each channel, `(D, M)`; zero in a channel of zeros."""
-        return np.abs(self.taps) / np.maximum(self.weights[:, None], np.finfo(self.taps.dtype).tiny)
+        return np.abs(self.taps) / np.maximum(self.weights[:, None], TINY)
 
     def shares_by_distance(self) -> np.ndarray:
         """The shares of both sides together, `(D, distances)`."""
@@ -90,18 +91,16 @@ class Kernel:
 
     def horizon_text(self, percent: float) -> str:
         value, is_bound = self.horizon_percentile(percent)
-        return f"\N{GREATER-THAN OR EQUAL TO} {value:.0f}" if is_bound else f"{value:.0f}"
+        return f"{AT_LEAST if is_bound else ''}{value:.0f}"
 
     def cut(self, length: int) -> Kernel:
-        """The kernel at `length` positions, with the figures of all lags; those of open channels are what is drawn."""
+        """The kernel at `length` positions, with the figures of all lags that were read."""
         lags = np.arange(0 if self.causal else 1 - length, length)
         taps = np.zeros((len(self.taps), len(lags)))
         taps[:, np.isin(lags, self.lags)] = self.taps[:, np.isin(self.lags, lags)]
-        shares = np.where(self.open[:, None], 0, self.shares()).mean(axis=0)  # (M,)
+        shares = self.shares().mean(axis=0)  # (M,)
         beyond = shares[self.lags < lags[0]].sum(), shares[self.lags > lags[-1]].sum()
-        weights = np.where(self.open, np.abs(taps).sum(axis=1), self.weights)
-        magnitudes = np.where(self.open[:, None], response(taps), self.magnitudes)
-        return replace(self, taps=taps, lags=lags, beyond=beyond, weights=weights, magnitudes=magnitudes)
+        return replace(self, taps=taps, lags=lags, beyond=beyond)
 
 
 def response(taps: np.ndarray, points: int = 513) -> np.ndarray:
@@ -113,15 +112,7 @@ def response(taps: np.ndarray, points: int = 513) -> np.ndarray:
 
 def octaves(longest: int) -> list[tuple[int, int]]:
     """The ranges of distances 0, 1, 2-3, 4-7, .. up to `longest`, both ends included."""
-    ranges = [(0, 0)]
-    while ranges[-1][1] < longest:
-        first = ranges[-1][1] + 1
-        ranges.append((first, min(2 * first - 1, longest)))
-    return ranges
-
-
-def range_name(first: int, last: int) -> str:
-    return str(first) if first == last else f"{first}\N{EN DASH}{last}"
+    return [(0, 0), *((2**k, min(2 ** (k + 1) - 1, longest)) for k in range(longest.bit_length()))]
 
 
 def octave_shares(kernel: Kernel) -> dict[str, float]:
@@ -130,20 +121,22 @@ def octave_shares(kernel: Kernel) -> dict[str, float]:
     A causal kernel looks only back, and its octaves have plain numbers as names. What a kernel has beyond its lags is
     in ranges of its own at the ends.
     """
-    mean = kernel.shares().mean(axis=0)  # (M,)
+    mean, (ahead, back) = kernel.shares().mean(axis=0), kernel.beyond  # (M,)
     longest = int(np.abs(kernel.lags).max())
-    ranges, rest = octaves(longest), f"\N{GREATER-THAN OR EQUAL TO} {longest + 1}"
-    ahead, back = kernel.beyond
+    names = {first: str(first) if first == last else f"{first}\N{EN DASH}{last}" for first, last in octaves(longest)}
+    rest = f"{AT_LEAST}{longest + 1}"
+
+    def share(first: int, last: int, sign: int) -> float:
+        return mean[(sign * kernel.lags >= first) & (sign * kernel.lags <= last)].sum()
+
     shares = {f"{rest} ahead": ahead} if ahead + back > 0 and not kernel.causal else {}
     if not kernel.causal:
-        for first, last in reversed(ranges[1:]):
-            shares[f"{range_name(first, last)} ahead"] = mean[(-kernel.lags >= first) & (-kernel.lags <= last)].sum()
-    for first, last in ranges:
-        name = range_name(first, last) + (" back" if first and not kernel.causal else "")
-        shares[name] = mean[(kernel.lags >= first) & (kernel.lags <= last)].sum()
+        shares |= {f"{names[one]} ahead": share(one, last, -1) for one, last in reversed(octaves(longest)[1:])}
+    for first, last in octaves(longest):
+        shares[names[first] + (" back" if first and not kernel.causal else "")] = share(first, last, 1)
     if ahead + back > 0:
         shares[rest + ("" if kernel.causal else " back")] = back
-    return {name: float(share) for name, share in shares.items()}
+    return {name: float(value) for name, value in shares.items()}
 
 
 def summary(kernel: Kernel) -> dict:
@@ -189,8 +182,7 @@ def poles_of(operator) -> torch.Tensor | None:
 def read_whole(operator, label: str, side: int | None = None) -> Kernel:
     """The kernel up to its end, or until it has decayed. `open` marks channels that are longer than `LONGEST`.
 
-    Args:
-        side: number of patches along a side of an image, which ends a kernel.
+    `side` is the number of patches along a side of an image, which ends a kernel.
     """
     end = operator.kernel_length(exact=True) if side is None else side
     length = FIRST if end is None else min(end, LONGEST)
@@ -203,6 +195,14 @@ def read_whole(operator, label: str, side: int | None = None) -> Kernel:
         if length == LONGEST or not kernel.open.any():
             return kernel
         length = min(4 * length, LONGEST)
+
+
+def read_layer(operator, length: int, label: str, side: int | None = None) -> list[tuple[Kernel, dict]]:
+    """The kernels of a layer at `length` positions, and the figures of all their lags."""
+    two = isinstance(operator, TwoAxisOperator)
+    parts = {" rows": operator.rows, " columns": operator.columns} if two else {"": operator}
+    whole = [read_whole(part, label + name, side) for name, part in parts.items()]
+    return [(kernel.cut(length), summary(kernel)) for kernel in whole]
 
 
 def read_model(model: PreTrainedModel, length: int) -> tuple[list[Kernel], list[dict]]:
@@ -219,18 +219,8 @@ def read_model(model: PreTrainedModel, length: int) -> tuple[list[Kernel], list[
     operators = {f"layer {i}": layer.mixer.tno for i, layer in enumerate(model.layers) if layer.mixer is not None}
     if not operators:
         raise ValueError(f"`layer_types` must have a 'toeplitz' layer to draw, got {model.config.layer_types}")
-    kernels, rows = [], []
+    found = []
     for label, operator in operators.items():
         operator = operator if dtype == model.dtype else copy.deepcopy(operator).to(dtype)
-        for kernel, row in read_layer(operator, length, label, side):
-            kernels.append(kernel)
-            rows.append(row)
-    return kernels, rows
-
-
-def read_layer(operator, length: int, label: str, side: int | None = None) -> list[tuple[Kernel, dict]]:
-    """The kernels of a layer at `length` positions, and the figures of all their lags."""
-    two = isinstance(operator, TwoAxisOperator)
-    parts = {" rows": operator.rows, " columns": operator.columns} if two else {"": operator}
-    whole = [read_whole(part, label + name, side) for name, part in parts.items()]
-    return [(kernel.cut(length), summary(kernel)) for kernel in whole]
+        found += read_layer(operator, length, label, side)
+    return [kernel for kernel, _ in found], [row for _, row in found]

@@ -135,7 +135,7 @@ def draw_kernels(model: PreTrainedModel, folder: Path) -> list[tuple[str, str]]:
     length = model.config.axis_length
     kernels, _ = read_model(model.base_model, length)
     drawn = {"all layers": figures.overview(kernels, "What each layer attends to")}
-    drawn |= {kernel.label: figures.layer(kernel, min(MATRIX_SIZE, length), tall=True) for kernel in kernels}
+    drawn |= {kernel.label: figures.layer(kernel, min(MATRIX_SIZE, length)) for kernel in kernels}
     pictures = []
     for label, figure in drawn.items():
         path = folder / f"{label.replace(' ', '-')}.png"

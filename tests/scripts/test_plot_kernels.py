@@ -94,7 +94,7 @@ def test_a_kernel_without_an_end_has_a_lower_bound(growing):
         operator.coefficients = lambda length: torch.ones(operator.channels, length)
         operator.kernel_length = lambda exact: None
     ((drawn, row),) = read_layer(operator, 16, "layer 0")
-    np.testing.assert_allclose(drawn.shares().sum(axis=1), 1)
+    assert drawn.shares().sum(axis=1).max() < 0.1 and sum(octave_shares(drawn).values()) == pytest.approx(1)
     assert row["positions"] == 2**15 and set(row["lower_bounds"]) >= {"horizon_median", "horizon_longest"}
     assert row["horizon_median"] >= 100 and (growing or row["horizon_median"] == math.ceil(0.9 * 2**15) - 1)
 
