@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from tnn_scripts.common.errors import report_errors
 
-from tnn_scripts.common.declared import declared_keys, start
+from tnn_scripts.common.declared import start
 from tnn_scripts.common.parser import option
 from tnn_scripts.common.task_arguments import ClassifierArguments
 
@@ -31,7 +31,7 @@ class ImageArguments(ClassifierArguments):
         "flip",
         "Changes of training pictures: flip mirrors half of them; deit is DeiT's recipe (random parts, RandAugment, "
         "random erasing, mixup, CutMix, repeated pictures), which evaluates the middle of a picture.",
-        choices=tuple(declared_keys("tnn_scripts.data.augmentation", "AUGMENTATIONS")),
+        choices=("none", "flip", "deit"),
     )
 
 

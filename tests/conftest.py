@@ -25,7 +25,7 @@ def folder_of_the_run(tmp_path_factory):
     os.environ["FOLDER_OF_THE_RUN"] = str(tmp_path_factory.getbasetemp().parent)
 
 
-pytest_plugins = ["helpers.glue", "helpers.pictures", "helpers.programs"]
+pytest_plugins = ["helpers.glue", "helpers.programs"]
 
 
 @pytest.fixture(params=VARIANTS, ids=lambda variant: f"{variant[0]}-{'causal' if variant[1] else 'bidirectional'}")

@@ -2,6 +2,8 @@
 
 The model is loaded and saved again. So the published model is complete, is in safetensors with shards of limited size,
 and carries the code of this package. The upload is a single commit, so an interrupted push publishes nothing.
+
+A Space is a page of a published model: its files name the model, which stays where it is, and pin what it runs with.
 """
 
 import argparse
@@ -15,13 +17,25 @@ from pathlib import Path
 
 from tnn_scripts.common.errors import UserError
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, RepoUrl, create_repo, upload_folder
+import torch
+import transformers
+from huggingface_hub import (
+    CommitOperationAdd,
+    CommitOperationDelete,
+    HfApi,
+    RepoUrl,
+    SpaceCard,
+    SpaceCardData,
+    create_repo,
+    upload_folder,
+)
 from huggingface_hub.errors import HTTPError
 from huggingface_hub.utils import validate_repo_id
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import IMAGE_PROCESSOR_NAME
 
-from tnn_scripts.common import model_card, space
+import modeling_tnn
+from tnn_scripts.common import model_card
 from tnn_scripts.common.atomic import write_json
 from tnn_scripts.common.card_options import build_publishing_parser
 from tnn_scripts.common.model_path import load
@@ -31,6 +45,28 @@ KEPT = {".gitattributes", "LICENSE"}
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
 # Files in the folder of a training that are not published.
 NOT_UPLOADED = ["checkpoint-*", "best/*", "tokenizer/*", ".*", "training_args.bin"]
+# The release that the page of a Space is tested with in a browser.
+GRADIO = "6.31.0"
+PACKAGE = f"modeling-tnn[scripts,space]=={modeling_tnn.__version__}"
+APP = '''"""The page of {repo_id}: it continues texts, beside the kernels of its layers."""
+
+from tnn_scripts.serving.page import PageArguments, serve
+
+serve(PageArguments("{repo_id}", host=None, port=None))  # the Space says where
+'''
+REQUIREMENTS = """# Without a GPU torch needs no CUDA packages.
+--extra-index-url https://download.pytorch.org/whl/cpu
+{package}
+torch=={torch}
+transformers=={transformers}
+"""
+SPACE = """# {name}
+
+A page for [{repo_id}](https://huggingface.co/{repo_id}), a Toeplitz neural network. It continues texts, and shows the
+kernels of its layers. Written by `tnn push --space`.
+
+If the model is private, the Space needs a secret `HF_TOKEN` that may read it.
+"""
 
 
 class PublishingError(UserError):
@@ -42,8 +78,6 @@ def stage_all(args: argparse.Namespace, target: Path) -> dict[str, Path]:
 
     Raises a ValueError if a model is missing, incomplete, none for a Space or not that of its card.
     """
-    if args.space:
-        space.check_model(args.folder)
     if args.cards is None:
         stage(args, target)
         return {args.repo_id: target}
@@ -60,6 +94,8 @@ def stage(args: argparse.Namespace, target: Path):
     if args.card_dir is not None:
         model_card.check_folder(args.card_dir, args.folder)
     model = model_card.load(args.folder)
+    if args.space and (name := type(model).__name__) != "TnnForCausalLM":
+        raise ValueError(f"--space: {args.folder} holds a {name}: only a TnnForCausalLM has a page.")
     model_card.collect(args, model, target)
     (target / "README.md").write_text(model_card.render(target), encoding="utf-8")
     if args.card_dir is not None:
@@ -93,6 +129,27 @@ def save(model: PreTrainedModel, folder: Path, target: Path, max_shard_size: str
         shutil.copyfile(folder / IMAGE_PROCESSOR_NAME, target / IMAGE_PROCESSOR_NAME)
 
 
+def write_space(folder: Path, repo_id: str, args: argparse.Namespace) -> Path:
+    """Write the files of the Space of the model `repo_id` to the new `folder`; return it.
+
+    Args:
+        args: with the licence, and what pip installs this package from.
+    """
+    folder.mkdir()
+    name = repo_id.rpartition("/")[-1]
+    about = {"title": name, "app_file": "app.py", "license": args.license, "models": [repo_id]}
+    data = SpaceCardData(sdk="gradio", sdk_version=GRADIO, python_version="3.11", **about)
+    versions = {"torch": torch.__version__.partition("+")[0], "transformers": transformers.__version__}
+    files = {
+        "app.py": APP.format(repo_id=repo_id),
+        "requirements.txt": REQUIREMENTS.format(package=args.package or PACKAGE, **versions),
+        "README.md": str(SpaceCard(f"---\n{data.to_yaml()}\n---\n\n{SPACE.format(name=name, repo_id=repo_id)}")),
+    }
+    for file, text in files.items():
+        (folder / file).write_text(text, encoding="utf-8")
+    return folder
+
+
 def publish(folder: Path, repo_id: str, private: bool, repo_type: str = "model") -> RepoUrl:
     """Replace the files of the repository by those of `folder` in one commit; the address of the repository."""
     api = HfApi()
@@ -118,7 +175,7 @@ def run(args: argparse.Namespace, command: str) -> list[RepoUrl]:
         with publishing_errors(args.folder, command, lost):
             urls = [publish(path, repo_id, args.private) for repo_id, path in staged.items()]
         if args.space:
-            page = space.write_space(Path(folder) / "space", urls[0].repo_id, args)
+            page = write_space(Path(folder) / "space", urls[0].repo_id, args)
             with publishing_errors(args.folder, command, "The Space was not published"):
                 urls.append(publish(page, urls[0].repo_id, args.private, "space"))
     return urls
@@ -135,7 +192,7 @@ def rehearse(args: argparse.Namespace) -> Iterator[str]:
         model = Path(folder) / "model"
         staged = {f"model {repo_id}": path for repo_id, path in stage_all(args, model).items()}
         if args.space:
-            staged[f"Space {args.repo_id}"] = space.write_space(Path(folder) / "space", args.repo_id, args)
+            staged[f"Space {args.repo_id}"] = write_space(Path(folder) / "space", args.repo_id, args)
         if args.output_dir is not None:
             shutil.copytree(folder if args.space else model, args.output_dir, dirs_exist_ok=True)
         for what, root in staged.items():

@@ -1,11 +1,9 @@
 """The nine GLUE tasks, or files of the same form: columns, classes, splits and metrics."""
 
-import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from datasets import ClassLabel, Dataset, DatasetDict, Value, load_dataset
+from datasets import ClassLabel, DatasetDict, Value, load_dataset
 from scipy.stats import pearsonr, spearmanr
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef, mean_squared_error
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -13,7 +11,6 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from tnn_scripts.common.model_path import builder_of
 from tnn_scripts.data.text import is_text, load_file
 
-logger = logging.getLogger("finetune_glue")
 # The columns that hold text.
 TASKS = {
     "cola": ("sentence",),
@@ -25,17 +22,6 @@ TASKS = {
     "sst2": ("sentence",),
     "stsb": ("sentence1", "sentence2"),
     "wnli": ("sentence1", "sentence2"),
-}
-# The names of the classes, in the order of their numbers; STS-B has values.
-CLASSES = {
-    "cola": ("unacceptable", "acceptable"),
-    "mnli": ("entailment", "neutral", "contradiction"),
-    "mrpc": ("not_equivalent", "equivalent"),
-    "qnli": ("entailment", "not_entailment"),
-    "qqp": ("not_duplicate", "duplicate"),
-    "rte": ("entailment", "not_entailment"),
-    "sst2": ("negative", "positive"),
-    "wnli": ("not_entailment", "entailment"),
 }
 # The official metrics of a task, if not the accuracy alone, the main one first; the papers give F1 for MRPC.
 METRICS = {
@@ -109,12 +95,10 @@ def load_task(name: str, path: str | None = None) -> TaskData:
     label = data.splits["train"].features["label"]
     if isinstance(label, ClassLabel):
         data.label_names = list(label.names)
-    elif name != "stsb":  # a copy without names, or with names in place of numbers
-        found, known = set(data.splits["train"]["label"]), list(CLASSES[name])
-        numbered = found <= set(range(len(known)))
-        names = known if numbered or found <= set(known) else sorted(found)
-        data.label_names = list(map(str, names))
-        data.relabel({label: i for i, label in enumerate(range(len(names)) if numbered else names)} | {-1: -1})
+    elif name != "stsb":
+        if label.dtype.endswith("string"):  # their order would be unknown, on which F1 depends
+            raise ValueError(f"The labels of {name} must be numbers, got text; give files with --train_file instead")
+        _number_classes(name, data)
     return data
 
 
@@ -129,49 +113,42 @@ def load_files(train: str, validation: str, test: str | None = None, sentence_ke
     if "text" in kinds.values():
         raise ValueError(f"Files must be .csv, .json, .jsonl or .parquet, got {', '.join(files.values())}")
     splits = DatasetDict({s: load_file(f, **(NA_IS_TEXT if kinds[s] == "csv" else {})) for s, f in files.items()})
-    data = TaskData(None, splits, sentence_keys or find_sentences(train, splits["train"]))
+    texts = [name for name in splits["train"].column_names if is_text(splits["train"], name)]
     for number, key in enumerate(sentence_keys, 1):
-        option, columns = f"--sentence{number}_key", splits["train"].features
-        if key not in columns:
-            raise ValueError(f"{option} must be a column of the file, one of {', '.join(columns)}, got {key}")
-        if not is_text(splits["train"], key):
-            raise ValueError(f"{option} must be a column of text, got {key} of {columns[key]}")
+        if key not in texts:
+            found = ", ".join(texts)
+            raise ValueError(f"--sentence{number}_key must be a column of text of the file, {found}, got {key}")
+    data = TaskData(None, splits, sentence_keys or find_sentences(train, texts))
     _check_columns(train, data)
     for split, rows in splits.items():
         for column in (*data.text_columns, *(["label"] if split != "test" else [])):
             if None in (values := rows[column][:]):
-                row = values.index(None) + 1
+                where = f"column {column} of {files[split]}"
                 raise ValueError(
-                    f"The column {column} of {files[split]} must have a value in each row, got none in row {row}"
+                    f"The {where} must have a value in each row, got none in row {values.index(None) + 1}"
                 )
-    kind = getattr(splits["train"].features["label"], "dtype", None)
-    if kind is None or kind.startswith(("list", "dict")):
-        raise ValueError(f"Labels must be text or numbers, got {splits['train'].features['label']} in {train}")
-    if kind.startswith(("float", "double")):
-        for split in [split for split, rows in splits.items() if "label" in rows.column_names]:
-            splits[split] = splits[split].cast_column("label", Value(kind))
-    else:
-        names = sorted(set(splits["train"]["label"]))
-        if len(names) < 2:
-            raise ValueError(f"The labels of {train} must have at least two classes, got {names[0]!r} alone")
-        data.label_names = list(map(str, names))
-        data.relabel({label: number for number, label in enumerate(names)})
+    label = splits["train"].features["label"]
+    if getattr(label, "dtype", "list").startswith(("list", "dict")):
+        raise ValueError(f"Labels must be text or numbers, got {label} in {train}")
+    if not label.dtype.startswith(("float", "double")):
+        _number_classes(train, data)
+        return data
+    for split in [split for split, rows in splits.items() if "label" in rows.column_names]:
+        splits[split] = splits[split].cast_column("label", Value(label.dtype))
     return data
 
 
-def find_sentences(source: str, rows: Dataset) -> tuple[str, ...]:
-    """The columns of text: `sentence1` and `sentence2` as in run_glue.py, columns of a GLUE task, or the only one."""
-    names = [name for name in rows.column_names if name not in NO_SENTENCES and is_text(rows, name)]
+def find_sentences(source: str, texts: list[str]) -> tuple[str, ...]:
+    """Of columns of text, those of the sentences: `sentence1` and `sentence2` as in run_glue.py, or of a GLUE task."""
+    names = [name for name in texts if name not in NO_SENTENCES]
     if {"sentence1", "sentence2"} <= set(names):
         return "sentence1", "sentence2"
-    for columns in TASKS.values():
-        if set(columns) == set(names):
-            return columns
-    if not names:
-        raise ValueError(f"{source} must have a column of text besides label, got {', '.join(rows.column_names)}")
-    if len(names) > 1:
+    if task := next((columns for columns in TASKS.values() if set(columns) == set(names)), None):
+        return task
+    if len(names) != 1:
         options = "--sentence1_key and, for pairs, --sentence2_key"
-        raise ValueError(f"{options} must name the sentences in {source}, got the columns of text {', '.join(names)}")
+        found = ", ".join(names) or "none"
+        raise ValueError(f"{options} must name the sentences in {source}, got the columns of text {found}")
     return tuple(names)
 
 
@@ -186,16 +163,14 @@ def tokenize_task(data: TaskData, tokenizer: PreTrainedTokenizerBase, max_length
     return data.splits.map(tokenize, batched=True, desc=f"tokenizing {data.name or 'files'}")
 
 
-def outputs_of_classes(config: PreTrainedConfig, names: list[str], source: str, some: bool) -> list[int] | None:
+def outputs_of_classes(config: PreTrainedConfig, names: list[str], source: str) -> list[int] | None:
     """The output of a trained classifier for each class of the data, `(C,)`, by name as in run_glue.py.
 
-    Names match without regard to case if they do not match with it. Whole numbers are outputs, unless those have
-    numbers as names. A classifier with transformers' names, LABEL_0 and so on, has the classes in their order.
+    Case does not count. A classifier with transformers' names, LABEL_0 and so on, has the classes in their order.
 
     Args:
-        names: those of the classes of the data.
+        names: those of the classes of the data, all or some of those of the model.
         source: the model, for messages.
-        some: whether the model may have further classes.
 
     Returns:
         None where the classes have to get outputs anew: the model is no classifier, or its outputs have no names.
@@ -203,21 +178,14 @@ def outputs_of_classes(config: PreTrainedConfig, names: list[str], source: str, 
     Raises:
         ValueError: it is a classifier of other classes.
     """
-    own = names_of_outputs(config)
-    fits = len(names) == len(own) or (some and len(names) < len(own))
-    for key in (str, str.casefold):
-        outputs = {key(name): output for output, name in enumerate(own)}
-        keys = list(map(key, names))
-        if fits and len(outputs) == len(own) and len(set(keys)) == len(keys) and outputs.keys() >= set(keys):
-            return [outputs[name] for name in keys]
+    own = [str(config.id2label[output]) for output in sorted(config.id2label)]
+    outputs = {name.casefold(): output for output, name in enumerate(own)}
+    found = [outputs.get(name.casefold()) for name in names]
+    if None not in found and len(set(found)) == len(found):
+        return found
     heads = config.architectures
     if heads is not None and not any("SequenceClassification" in name for name in heads):
         return None
-    numbers = [int(name) for name in names if name.isdecimal()]
-    if len(numbers) == len(names) and max(numbers) < len(own) and not any(name.isdecimal() for name in own):
-        shown = ", ".join(f"{number} is {own[number]}" for number in numbers)
-        logger.info("the labels are numbers of the model's classes: %s", shown)
-        return numbers
     if all(name.startswith("LABEL_") for name in own):
         return None  # transformers refuses weights of another number of outputs, which not every config.json says
     raise ValueError(
@@ -226,27 +194,23 @@ def outputs_of_classes(config: PreTrainedConfig, names: list[str], source: str, 
     )
 
 
-def names_of_outputs(config: PreTrainedConfig) -> list[str]:
-    """The names of a classifier's outputs, from `id2label` or, where that has none, from `label2id`."""
-    found = {int(output): str(name) for name, output in (config.label2id or {}).items()}
-    names = [str(config.id2label[output]) for output in sorted(config.id2label)]
-    return [found.get(i, name) if name == f"LABEL_{i}" else name for i, name in enumerate(names)]
-
-
-def load_metric(task: str | None, regression: bool = False) -> Callable[[np.ndarray, np.ndarray], dict[str, float]]:
-    """The metrics of a task by name, a function of predictions and references `(N,)`."""
-    names = _metrics(task, regression)
-    return lambda predictions, references: {name: float(FUNCTIONS[name](references, predictions)) for name in names}
-
-
-def main_metric(task: str | None, regression: bool = False) -> str:
-    """The name of the main metric of a task."""
-    return _metrics(task, regression)[0]
-
-
-def _metrics(task: str | None, regression: bool) -> tuple[str, ...]:
-    """Those of a task or, of files, the accuracy or the squared error."""
+def metrics_of(task: str | None, regression: bool = False) -> tuple[str, ...]:
+    """The names of the metrics of a task, the main one first; of files, the accuracy or the squared error."""
     return METRICS.get(task, ("mse",) if task is None and regression else ("accuracy",))
+
+
+def score(names: tuple[str, ...], predictions: np.ndarray, references: np.ndarray) -> dict[str, float]:
+    """The metrics of these names, of `(N,)` each."""
+    return {name: float(FUNCTIONS[name](references, predictions)) for name in names}
+
+
+def _number_classes(source: str, data: TaskData):
+    """Name the classes after their labels, and number them in the order of these."""
+    names = sorted(set(data.splits["train"]["label"]))
+    if len(names) < 2:
+        raise ValueError(f"The labels of {source} must have at least two classes, got {names[0]!r} alone")
+    data.label_names = list(map(str, names))
+    data.relabel({label: number for number, label in enumerate(names)} | ({-1: -1} if data.name else {}))
 
 
 def _check_columns(source: str, data: TaskData):

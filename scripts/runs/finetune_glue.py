@@ -36,10 +36,10 @@ from tnn_scripts.common.training_arguments import fine_tuning_of
 from tnn_scripts.data.glue import (
     TaskData,
     load_files,
-    load_metric,
     load_task,
-    main_metric,
+    metrics_of,
     outputs_of_classes,
+    score,
     tokenize_task,
 )
 
@@ -55,7 +55,8 @@ class Task:
     def __init__(self, data: TaskData, args: "GlueArguments"):
         self.data, self.args, self.name = data, args, data.name or "files"
         self.is_regression = data.label_names is None
-        self.metric, self.main_metric = (make(data.name, self.is_regression) for make in (load_metric, main_metric))
+        self.metrics = metrics_of(data.name, self.is_regression)
+        self.main_metric = self.metrics[0]
         self.best = min if self.main_metric in ERRORS else max
         self.tokenizer = load(AutoTokenizer, args.model_name_or_path, trust_remote_code=args.trust_remote_code)
         require_padding(self.tokenizer, "tnn finetune-glue")
@@ -85,7 +86,7 @@ class Task:
             config.num_labels = 1
         elif not args.from_scratch:
             try:
-                given = outputs_of_classes(config, names, source, some=self.data.name is None)
+                given = outputs_of_classes(config, names, source)
             except ValueError:
                 if not args.ignore_mismatched_sizes:
                     raise
@@ -130,9 +131,7 @@ class Task:
     def compute_metrics(self, evaluated) -> dict[str, float]:
         logits = logits_of(evaluated.predictions)
         predictions = logits[:, 0] if self.is_regression else logits.argmax(axis=1)
-        figures = self.metric(self.classes(predictions), self.classes(evaluated.label_ids))
-        self.metric_names = list(figures)
-        return figures
+        return score(self.metrics, self.classes(predictions), self.classes(evaluated.label_ids))
 
     def majority(self) -> float | None:
         """The main metric of a model that always answers the most frequent class of the training data."""
@@ -140,7 +139,7 @@ class Task:
             return None
         references = self.classes(self.splits[self.data.validation_splits[0]]["label"])
         answer = statistics.mode(self.classes(self.splits["train"]["label"]).tolist())
-        return self.metric(np.full_like(references, answer), references)[self.main_metric]
+        return score(self.metrics[:1], np.full_like(references, answer), references)[self.main_metric]
 
 
 def logits_of(outputs: np.ndarray | tuple) -> np.ndarray:
@@ -197,18 +196,13 @@ def save_model(trainer: Trainer, task: Task, folder: Path):
             predictions.unlink()
 
 
-def is_trained(folder: Path) -> bool:
-    """Whether `save_model` has saved a model in `folder`."""
-    return (folder / "training_args.json").is_file()
-
-
 def single(task: Task, training: TrainingArguments, folder: Path) -> list[dict]:
     """Do one run with the learning rate and the seed of the command line, and save the model if it was trained."""
     training = with_rate(task, training, folder)
     trainer, results = run_once(task, dataclasses.replace(training, output_dir=str(folder)), keep=training.do_train)
     if trainer.is_world_process_zero():
         file = folder / "all_results.json"
-        renewed = not training.do_train and is_trained(folder) and file.is_file()
+        renewed = not training.do_train and (folder / "training_args.json").is_file() and file.is_file()
         write_json(file, (read_json(file) if renewed else {}) | results)
     return [{"learning_rate": training.learning_rate, "seed": training.seed} | results]
 
@@ -257,7 +251,6 @@ def summarize(task: Task, runs: list[dict]) -> dict:
     means = {rate: statistics.mean(run[key] for run in chosen) for rate, chosen in by_rate.items()}
     rate = task.best(means, key=means.get)
     chosen = by_rate[rate]
-    others = [name for name in task.metric_names if name != task.main_metric]  # such as the accuracy of MRPC
     return about | {
         "metric": task.main_metric,
         "learning_rate": rate,
@@ -266,7 +259,7 @@ def summarize(task: Task, runs: list[dict]) -> dict:
         "seeds": len(chosen),
         "best": task.best(run[key] for run in runs),
         "majority": task.majority(),
-        "others": {name: statistics.mean(run[f"eval_{name}"] for run in chosen) for name in others},
+        "others": {name: statistics.mean(run[f"eval_{name}"] for run in chosen) for name in task.metrics[1:]},
         "runs": runs,
     }
 
@@ -296,16 +289,8 @@ def check_before_start(args: "GlueArguments", training: TrainingArguments):
         raise ValueError("one of --do_train, --do_eval, --do_predict and --sweep must be given")
     if training.push_to_hub and not trains:
         raise ValueError("--push_to_hub must be given with --do_train or --sweep: only a trained model is published")
-    if training.push_to_hub and (training.hub_token is not None or "checkpoint" in training.hub_strategy):
-        raise ValueError(
-            "--push_to_hub must be given without --hub_token and without checkpoints in --hub_strategy: it publishes "
-            "the last model, as the user of `hf auth login` or HF_TOKEN"
-        )
     if args.sweep and training.resume_from_checkpoint is not None:
-        raise ValueError(
-            "--sweep must be given without --resume_from_checkpoint: it always starts from the beginning. Choose the "
-            "remaining runs by --sweep_learning_rates and --sweep_seeds."
-        )
+        raise ValueError("--sweep must be given without --resume_from_checkpoint: it always starts from the beginning")
     for name, several in {"learning_rate": "sweep_learning_rates", "seed": "sweep_seeds"}.items():
         value = getattr(training, name)
         if args.sweep and value not in (None, getattr(TrainingArguments, name)):
@@ -333,25 +318,20 @@ def load_data(args: "GlueArguments", training: TrainingArguments) -> dict[Path, 
     return folders
 
 
-def repository_of(training: TrainingArguments, folder: Path, several: bool) -> str:
-    """The repository of a task. It is created before the training."""
-    name = training.hub_model_id
-    name = f"{name}-{folder.name}" if several and name is not None else name
-    return open_repository(name, str(folder), training.hub_private_repo)
-
-
 def run_all(args: "GlueArguments", training: TrainingArguments) -> list[dict]:
     """Run all tasks; the summary of each."""
     folders, output_dir, summaries = load_data(args, training), Path(training.output_dir), []
     main_process = training.process_index == 0
     push = training.push_to_hub and main_process and not args.dry_run  # the repository would be created
-    trained = dataclasses.replace(training, push_to_hub=False)  # Trainer itself would publish pickles and no code
+    local = dataclasses.replace(training, push_to_hub=False)  # Trainer itself would publish pickles and no code
     for folder, data in folders.items():
         task = Task(data, args)
-        repository = repository_of(training, folder, len(folders) > 1) if push else None
-        summaries.append(summarize(task, (sweep if args.sweep else single)(task, trained, folder)))
+        name = training.hub_model_id and training.hub_model_id + (f"-{folder.name}" if len(folders) > 1 else "")
+        repository = open_repository(name, str(folder), training.hub_private_repo) if push else None
+        summaries.append(summarize(task, (sweep if args.sweep else single)(task, local, folder)))
         # What only reads a trained model leaves the table of its training.
-        if main_process and (training.do_train or args.sweep or not is_trained(folder)):
+        trained = (folder / "training_args.json").is_file() and not (training.do_train or args.sweep)
+        if main_process and not trained:
             write_json(output_dir / "results.json", summaries)
             write_text(output_dir / "results.md", table(summaries) + "\n")
         if repository is not None:

@@ -4,56 +4,46 @@
         environment = os.environ | hub.environment
         hub.files("user/model")
 
-Repositories have commits on the branch `main`; large files go to a store of their own (LFS) before a commit names
-them, small ones are in the commit. A private repository does not exist for who has no token. The Space USER/NAME is
-the repository `spaces/USER/NAME`. Tests break things through `tamper` (what is served instead of a large file, by
-`USER/NAME/FILE`), `cut` (after how many bytes of a large file the connection ends) and `on_upload` (called before a
-large file is received). `HangUp` ends a connection.
+Repositories have commits on the branch `main`. A private repository does not exist for who has no token. The Space
+USER/NAME is the repository `spaces/USER/NAME`. Tests break things through `tamper` (what is served instead of a file,
+by `USER/NAME/FILE`), `cut` (after how many bytes of a file the connection ends) and `on_upload` (called before a
+commit is received). `HangUp` ends a connection.
 """
 
 import base64
 import contextlib
 import hashlib
 import json
+import os
 import re
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from helpers import processes
+
 TOKEN, USER = "hf_loopback", "user"
+WITHOUT_THE_PACKAGE = "import sys\nsys.modules['modeling_tnn'] = None\n"
 REPO = r"(?P<repo>(?:spaces/)?[\w.-]+/[\w.-]+)"
 REVISION = r"(?P<revision>[^/]+)"
-LARGE = (".safetensors", ".bin", ".png")
 
 
-@dataclass(frozen=True)
-class File:
-    content: bytes
-    large: bool
-
-    @property
-    def sha256(self) -> str:
-        return hashlib.sha256(self.content).hexdigest()
-
-    @property
-    def blob_id(self) -> str:
-        """The name that git gives a file."""
-        return hashlib.sha1(b"blob %d\0" % len(self.content) + self.content).hexdigest()
-
-    @property
-    def etag(self) -> str:
-        return self.sha256 if self.large else self.blob_id
+def blob_id(content: bytes) -> str:
+    """The name that git gives a file."""
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
 @dataclass
 class Repo:
     private: bool
-    commits: dict[str, dict[str, File]] = field(default_factory=dict)  # in the order they were made
+    commits: dict[str, dict[str, bytes]] = field(default_factory=dict)  # in the order they were made
 
-    def add_commit(self, files: dict[str, File]) -> str:
-        content = f"{len(self.commits)}{sorted((name, file.sha256) for name, file in files.items())}"
+    def add_commit(self, files: dict[str, bytes]) -> str:
+        content = f"{len(self.commits)}{sorted((name, blob_id(file)) for name, file in files.items())}"
         oid = hashlib.sha1(content.encode()).hexdigest()
         self.commits[oid] = files
         return oid
@@ -80,7 +70,6 @@ class HubServer:
 
     def __init__(self):
         self.repos: dict[str, Repo] = {}
-        self.objects: dict[str, bytes] = {}
         self.tamper: dict[str, Callable[[bytes], bytes]] = {}
         self.cut: dict[str, int] = {}
         self.on_upload: Callable[[], None] = lambda: None
@@ -88,8 +77,6 @@ class HubServer:
         self.http.daemon_threads = True
         self.http.hub = self
         self.url = f"http://127.0.0.1:{self.http.server_port}"
-        # By another name: the client takes a redirection to the same host for a renamed repository.
-        self.storage_url = f"http://localhost:{self.http.server_port}"
 
     def __enter__(self) -> "HubServer":
         threading.Thread(target=self.http.serve_forever, daemon=True).start()
@@ -108,8 +95,20 @@ class HubServer:
 
     def files(self, repo_id: str) -> dict[str, bytes]:
         """The files that are published on `main`."""
-        repo = self.repos[repo_id]
-        return {name: file.content for name, file in repo.commits[repo.head].items()}
+        return self.repos[repo_id].commits[self.repos[repo_id].head]
+
+
+def environment(hub: HubServer, home: Path) -> dict[str, str]:
+    """The environment of a user whose cache is empty."""
+    return os.environ | hub.environment | {"HF_HOME": str(home)}
+
+
+def client(hub: HubServer, home: Path, code: str, *arguments, setup: str = WITHOUT_THE_PACKAGE) -> dict:
+    """Run `code` in a fresh process where the package is not installed; what it leaves in the dictionary `results`."""
+    script = f"{setup}import json\nresults = {{}}\n{code}\njson.dump(results, open('results.json', 'w'))"
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    processes.run(command, check=True, env=environment(hub, home), cwd=home)
+    return json.loads((home / "results.json").read_text())
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -121,7 +120,7 @@ class Handler(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path).replace("/api/spaces/", "/api/models/spaces/")
         try:
             for method, pattern, action in ROUTES:
-                if method == self.command and (match := re.fullmatch(pattern, path)):
+                if self.command in method and (match := re.fullmatch(pattern, path)):
                     action(self, **{name: value for name, value in match.groupdict().items() if value is not None})
                     return
             raise Refused(404, f"no route for {self.command} {path}")
@@ -131,7 +130,7 @@ class Handler(BaseHTTPRequestHandler):
             headers = {"X-Error-Code": error.code, "X-Error-Message": str(error)}
             self.answer({"error": str(error)}, error.status, headers)
 
-    do_GET = do_HEAD = do_POST = do_PUT = do_request
+    do_GET = do_HEAD = do_POST = do_request
 
     @property
     def hub(self) -> HubServer:
@@ -143,9 +142,6 @@ class Handler(BaseHTTPRequestHandler):
 
     def body(self) -> bytes:
         return self.rfile.read(int(self.headers.get("Content-Length", 0)))
-
-    def json_body(self) -> dict:
-        return json.loads(self.body())
 
     def answer(self, content: dict | list | bytes = b"", status: int = 200, headers: dict | None = None):
         """Send `content`; a HEAD request gets its length alone."""
@@ -161,43 +157,30 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *arguments):
         """Quiet."""
 
-    def repo_to_write(self, repo_id: str) -> Repo:
-        if not self.known:
-            raise Refused(401, "Invalid username or password.")
-        return self.repo_to_read(repo_id)
-
-    def repo_to_read(self, repo_id: str) -> Repo:
+    def found(self, repo_id: str, revision: str = "main", write: bool = False) -> tuple[Repo, str]:
+        """A repository and the name of a commit, for whoever may read or write it."""
         repo = self.hub.repos.get(repo_id)
-        if repo is None or (repo.private and not self.known):
+        if repo is None or ((repo.private or write) and not self.known):
             raise Refused(404 if self.known else 401, "Repository not found", "RepoNotFound")
-        return repo
-
-    def commit_of(self, repo: Repo, revision: str) -> str:
         oid = repo.head if revision == "main" else revision
         if oid not in repo.commits:
             raise Refused(404, f"Invalid rev id: {revision}", "RevisionNotFound")
-        return oid
+        return repo, oid
 
 
 def whoami(request: Handler):
-    if not request.known:
-        raise Refused(401, "Invalid credentials in Authorization header")
     request.answer({"type": "user", "name": USER, "orgs": [], "auth": {"accessToken": {"role": "write"}}})
 
 
 def create_repo(request: Handler):
+    wanted = json.loads(request.body())
     if not request.known:
         raise Refused(401, "Invalid username or password.")
-    wanted = request.json_body()
     repo_id = f"{wanted.get('organization') or USER}/{wanted['name']}"
-    if wanted.get("type") == "space":
-        if wanted.get("sdk") != "gradio":
-            raise Refused(400, "a Space needs an SDK")
-        repo_id = f"spaces/{repo_id}"
+    repo_id = f"spaces/{repo_id}" if wanted.get("type") == "space" else repo_id
     status = 409 if repo_id in request.hub.repos else 200
     if status == 200:
-        private = wanted.get("visibility") == "private" or bool(wanted.get("private"))
-        request.hub.repos[repo_id] = Repo(private)
+        request.hub.repos[repo_id] = Repo(wanted.get("visibility") == "private" or bool(wanted.get("private")))
         request.hub.repos[repo_id].add_commit({})
     request.answer({"url": f"{request.hub.url}/{repo_id}", "name": repo_id, "id": repo_id}, status)
 
@@ -209,97 +192,58 @@ def validate_yaml(request: Handler):
 
 
 def preupload(request: Handler, repo: str, revision: str):
-    stored = request.repo_to_write(repo)
-    files = stored.commits[request.commit_of(stored, revision)]
-    modes = []
-    for path in (wanted["path"] for wanted in request.json_body()["files"]):
-        mode, oid = "lfs" if path.endswith(LARGE) else "regular", files[path].etag if path in files else None
-        modes.append({"path": path, "shouldIgnore": False, "uploadMode": mode, "oid": oid})
-    request.answer({"files": modes})
-
-
-def lfs_batch(request: Handler, repo: str):
-    request.repo_to_write(repo)
-    objects = []
-    for wanted in request.json_body()["objects"]:
-        upload = {"upload": {"href": f"{request.hub.url}/lfs/{wanted['oid']}"}}
-        missing = wanted["oid"] not in request.hub.objects
-        objects.append(wanted | ({"actions": upload} if missing else {}))
-    request.answer({"transfer": "basic", "objects": objects})
-
-
-def lfs_upload(request: Handler, oid: str):
-    request.hub.on_upload()
-    content = request.body()
-    if hashlib.sha256(content).hexdigest() != oid:
-        raise Refused(400, "the content does not have the announced hash")
-    request.hub.objects[oid] = content
-    request.answer()
+    """All files are in the commit, as small ones are on the Hub."""
+    paths = [wanted["path"] for wanted in json.loads(request.body())["files"]]
+    request.found(repo, revision, write=True)
+    modes = {"shouldIgnore": False, "uploadMode": "regular", "oid": None}
+    request.answer({"files": [{"path": path, **modes} for path in paths]})
 
 
 def commit(request: Handler, repo: str, revision: str):
-    stored = request.repo_to_write(repo)
-    files = dict(stored.commits[request.commit_of(stored, revision)])
-    for line in request.body().splitlines():
-        item = json.loads(line)
-        value = item["value"]
+    request.hub.on_upload()
+    lines = request.body().splitlines()
+    stored, oid = request.found(repo, revision, write=True)
+    files = dict(stored.commits[oid])
+    for item in map(json.loads, lines):
         if item["key"] == "file":
-            files[value["path"]] = File(base64.b64decode(value["content"]), large=False)
-        elif item["key"] == "lfsFile":
-            if value["oid"] not in request.hub.objects:
-                raise Refused(400, f"{value['path']} was not uploaded")
-            files[value["path"]] = File(request.hub.objects[value["oid"]], large=True)
+            files[item["value"]["path"]] = base64.b64decode(item["value"]["content"])
         elif item["key"] == "deletedFile":
-            files.pop(value["path"])
+            files.pop(item["value"]["path"])
     oid = stored.add_commit(files)
     request.answer({"success": True, "commitOid": oid, "commitUrl": f"{request.hub.url}/{repo}/commit/{oid}"})
 
 
 def info(request: Handler, repo: str, revision: str = "main"):
-    stored = request.repo_to_read(repo)
-    oid = request.commit_of(stored, revision)
+    stored, oid = request.found(repo, revision)
     request.answer({"id": repo, "modelId": repo, "sha": oid, "private": stored.private, "tags": [], "downloads": 0,
                     "siblings": [{"rfilename": name} for name in stored.commits[oid]]})  # fmt: skip
 
 
 def tree(request: Handler, repo: str, revision: str, folder: str = ""):
-    stored = request.repo_to_read(repo)
-    files = stored.commits[request.commit_of(stored, revision)]
-    inside = {name: file for name, file in files.items() if name.startswith(folder.removeprefix("/"))}
-    if folder and not inside:
+    stored, oid = request.found(repo, revision)
+    files = {name: file for name, file in stored.commits[oid].items() if name.startswith(folder.removeprefix("/"))}
+    if folder and not files:
         raise Refused(404, "Entry not found", "EntryNotFound")
-    entries = []
-    for name, file in inside.items():
-        entry = {"type": "file", "path": name, "size": len(file.content), "oid": file.blob_id}
-        large = {"lfs": {"oid": file.sha256, "size": len(file.content), "pointerSize": 134}} if file.large else {}
-        entries.append(entry | large)
-    request.answer(entries)
+    request.answer([{"type": "file", "path": name, "size": len(file), "oid": blob_id(file)}
+                    for name, file in files.items()])  # fmt: skip
 
 
 def resolve(request: Handler, repo: str, revision: str, path: str):
-    """Small files as they are, large ones by a redirection to where they are stored."""
-    stored = request.repo_to_read(repo)
-    oid = request.commit_of(stored, revision)
-    file = stored.commits[oid].get(path)
-    if file is None:
+    """A file, from a byte on if that was asked for."""
+    stored, oid = request.found(repo, revision)
+    if path not in stored.commits[oid]:
         raise Refused(404, "Entry not found", "EntryNotFound")
-    headers = {"X-Repo-Commit": oid, "ETag": f'"{file.etag}"'}
-    if not file.large:
-        request.answer(file.content, headers=headers)
+    content, name = stored.commits[oid][path], f"{repo}/{path}"
+    headers = {"X-Repo-Commit": oid, "ETag": f'"{blob_id(content)}"'}
+    if request.command == "HEAD":
+        request.answer(content, headers=headers)
         return
-    headers |= {"X-Linked-Etag": f'"{file.etag}"', "X-Linked-Size": len(file.content)}
-    location = f"{request.hub.storage_url}/cdn/{file.sha256}/{repo}/{path}"
-    request.answer(status=302, headers=headers | {"Location": location})
-
-
-def download(request: Handler, oid: str, path: str):
-    content = request.hub.tamper.get(path, bytes)(request.hub.objects[oid])
+    content = request.hub.tamper.get(name, bytes)(content)
     wanted = re.fullmatch(r"bytes=(\d+)-", request.headers.get("Range", ""))
-    start = int(wanted[1]) if wanted else 0
-    headers = {"Content-Length": len(content) - start}
+    start, end = int(wanted[1]) if wanted else 0, request.hub.cut.get(name)
+    headers["Content-Length"] = len(content) - start
     if wanted:
         headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
-    end = request.hub.cut.get(path)
     request.answer(content[start:end], 206 if wanted else 200, headers)
     if end is not None:
         raise HangUp
@@ -310,13 +254,9 @@ ROUTES = [
     ("POST", "/api/repos/create", create_repo),
     ("POST", "/api/validate-yaml", validate_yaml),
     ("POST", f"/api/models/{REPO}/preupload/{REVISION}", preupload),
-    ("POST", f"/{REPO}.git/info/lfs/objects/batch", lfs_batch),
-    ("PUT", "/lfs/(?P<oid>[0-9a-f]+)", lfs_upload),
     ("POST", f"/api/models/{REPO}/commit/{REVISION}", commit),
     ("GET", f"/api/models/{REPO}", info),
     ("GET", f"/api/models/{REPO}/revision/{REVISION}", info),
     ("GET", f"/api/models/{REPO}/tree/{REVISION}(?P<folder>/.*)?", tree),
-    ("HEAD", f"/{REPO}/resolve/{REVISION}/(?P<path>.+)", resolve),
-    ("GET", f"/{REPO}/resolve/{REVISION}/(?P<path>.+)", resolve),
-    ("GET", "/cdn/(?P<oid>[0-9a-f]+)/(?P<path>.+)", download),
+    ("GET HEAD", f"/{REPO}/resolve/{REVISION}/(?P<path>.+)", resolve),
 ]

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import sys
 import threading
 import tomllib
@@ -12,15 +11,13 @@ import pytest
 import torch
 from huggingface_hub import ModelCard, SpaceCard
 from packaging.requirements import Requirement
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import modeling_tnn
 from helpers import processes
-from helpers.hub_client import client, environment
-from helpers.hub_server import TOKEN, HubServer
+from helpers.hub_server import TOKEN, HubServer, client, environment
 from helpers.scripts import ROOT, run_script, save_model
 from tnn_scripts.common import publishing as push_to_hub
-from tnn_scripts.common import space
 
 REPO = "user/tnn"
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
@@ -154,12 +151,12 @@ def test_dry_run(model_folder, tmp_path, monkeypatch, capsys):
 def test_what_a_space_installs():
     """This release with what the page imports, and the Gradio that pyproject.toml allows and CI pins."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    name, extras = re.match(r"([\w-]+)\[([\w,]+)\]==", space.PACKAGE).groups()
-    assert space.PACKAGE.endswith(f"=={modeling_tnn.__version__}") and name == project["name"]
+    name, extras = re.match(r"([\w-]+)\[([\w,]+)\]==", push_to_hub.PACKAGE).groups()
+    assert push_to_hub.PACKAGE.endswith(f"=={modeling_tnn.__version__}") and name == project["name"]
     assert set(extras.split(",")) <= project["optional-dependencies"].keys()
     (gradio,) = map(Requirement, project["optional-dependencies"]["space"])
-    assert gradio.name == "gradio" and space.GRADIO in gradio.specifier
-    assert f"gradio=={space.GRADIO}" in (ROOT / ".ci" / "constraints.txt").read_text().splitlines()
+    assert gradio.name == "gradio" and push_to_hub.GRADIO in gradio.specifier
+    assert f"gradio=={push_to_hub.GRADIO}" in (ROOT / ".ci" / "constraints.txt").read_text().splitlines()
 
 
 BY_METHODS = """
@@ -228,9 +225,8 @@ def test_errors_of_the_program(model_folder, tmp_path, monkeypatch, capsys):
     """One line, before anything is published; no page of a model that cannot write."""
     (tmp_path / "lengths.json").write_text("{")
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    masked = shutil.copytree(model_folder, tmp_path / "masked")
-    config = (masked / "config.json").read_text()
-    (masked / "config.json").write_text(config.replace("TnnForCausalLM", "TnnModel"))
+    body = tmp_path / "body"
+    AutoModel.from_pretrained(model_folder).save_pretrained(body)
     monkeypatch.setattr(push_to_hub, "publish", None)
     evaluation = [model_folder, "--evaluation"]
     for given, message in [
@@ -238,7 +234,7 @@ def test_errors_of_the_program(model_folder, tmp_path, monkeypatch, capsys):
         ([tmp_path], "model must be a TnnForCausalLM or .*, got bert TnnModel"),
         ([*evaluation, model_folder / "metrics.json"], "not a JSON file that the card can read as evaluation"),
         ([*evaluation, tmp_path / "lengths.json"], "lengths.json cannot be read as a JSON file"),
-        ([masked, "--space"], "holds a TnnModel: only a TnnForCausalLM has a page"),
+        ([body, "--space"], "holds a TnnModel: only a TnnForCausalLM has a page"),
         ([model_folder, "--dry_run", "--repo_id", "a/b/c"], "Repo id must be in the form"),
         ([model_folder, "--output_dir", "x"], "with --dry_run"),
     ]:

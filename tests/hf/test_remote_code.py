@@ -14,7 +14,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module, get
 
 import modeling_tnn
 from helpers import processes
-from helpers.hub_client import WITHOUT_THE_PACKAGE
+from helpers.hub_server import WITHOUT_THE_PACKAGE
 from helpers.hybrids import HYBRIDS
 from helpers.mixers import MIXED
 from helpers.models import (

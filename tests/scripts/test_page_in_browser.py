@@ -13,8 +13,7 @@ import psutil
 import pytest
 
 from helpers import processes
-from helpers.hub_client import environment
-from helpers.hub_server import HubServer
+from helpers.hub_server import HubServer, environment
 from helpers.scripts import free_port, program, save_model
 from tnn_scripts.serving.engine import Engine
 from tnn_scripts.serving.page import Writer, build_page, build_settings
