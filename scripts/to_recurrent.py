@@ -45,25 +45,23 @@ def compare(model, converted, blocks) -> dict:
     import torch
     from torch.nn.functional import cross_entropy
 
-    losses, worst, squares, agreeing, scale = [0.0, 0.0], 0.0, 0.0, 0, 0.0
+    figures = []
     with torch.no_grad():
         for row in blocks[:, None]:
             before, after = (m(row, use_cache=False).logits[0].float() for m in (model, converted))  # (L, V)
-            for index, logits in enumerate((before, after)):
-                losses[index] += cross_entropy(logits[:-1], row[0, 1:]).item() / len(blocks)
-            worst = max(worst, (after - before).abs().max().item())
-            squares += (after - before).square().mean().item() / len(blocks)
-            scale += before.std().item() / len(blocks)
-            agreeing += (before.argmax(-1) == after.argmax(-1)).sum().item()
-    before, after = (math.exp(loss) for loss in losses)
+            losses = (cross_entropy(logits[:-1], row[0, 1:]) for logits in (before, after))
+            agreeing, error = (before.argmax(-1) == after.argmax(-1)).float().mean(), after - before
+            figures.append([*losses, error.square().mean(), before.std(), agreeing, error.abs().max()])
+    figures = torch.tensor(figures, dtype=torch.float64)  # (R, 6)
+    loss_before, loss_after, square, scale, agreement, _ = figures.mean(dim=0).tolist()
     return {
-        "perplexity_before": before,
-        "perplexity_after": after,
-        "perplexity_change": after / before - 1,
-        "logit_error_max": worst,
-        "logit_error_rms": math.sqrt(squares),
+        "perplexity_before": math.exp(loss_before),
+        "perplexity_after": math.exp(loss_after),
+        "perplexity_change": math.exp(loss_after - loss_before) - 1,
+        "logit_error_max": figures[:, -1].max().item(),
+        "logit_error_rms": math.sqrt(square),
         "logit_std": scale,
-        "top1_agreement": agreeing / blocks.numel(),
+        "top1_agreement": agreement,
         "tokens": blocks.numel(),
         "length": blocks.shape[1],
     }
@@ -121,14 +119,13 @@ def run(args: argparse.Namespace, convert=to_recurrent) -> dict:
 
 
 def summary(result: dict, columns: tuple[str, ...] = COLUMNS) -> str:
-    if not result["layers"]:
-        lines = [f"A model with tno_type='{result['converted_from']}' is a recurrence already: saved as it is."]
-    else:
-        lines = ["layer " + " ".join(f"{name:>15}" for name in columns)]
-        for layer in result["layers"]:
-            cells = (f"{layer[c]:>15.2e}" if isinstance(layer[c], float) else f"{layer[c]:>15}" for c in columns)
-            lines.append(f"{layer['layer']:>5} " + " ".join(cells))
-        lines.append(f"{result['seconds'] / len(result['layers']):.2f} s a layer")
+    from tabulate import tabulate
+
+    lines = [f"A model with tno_type='{result['converted_from']}' is a recurrence already: saved as it is."]
+    if result["layers"]:
+        rows = [[layer[name] for name in ("layer", *columns)] for layer in result["layers"]]
+        lines = [tabulate(rows, ["layer", *columns], floatfmt=".2e")]
+        lines.append(f"{result['seconds'] / len(rows):.2f} s a layer")
     return "\n".join(lines) + (
         "\nperplexity {perplexity_before:.3f} before, {perplexity_after:.3f} after ({perplexity_change:+.1e}); logit "
         "error {logit_error_max:.1e} at most, {logit_error_rms:.1e} rms (std {logit_std:.1f}); top-1 agreement "

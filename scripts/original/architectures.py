@@ -25,58 +25,64 @@ HEADS = {
     "sequence-classification": TnnForSequenceClassification,
     "sequence-pair-classification": TnnForSequencePairClassification,
 }
-# Options and the only value that can be converted, which is the default in the released code.
-SUPPORTED_VALUE = {
-    "act_type": "none",
-    "adaptive_input": False,
-    "bias": True,
-    "character_embeddings": False,
-    "fina_act": "None",
-    "glu_type": 1,
-    "gtu_type": 2,
-    "no_decoder_final_norm": False,
-    "no_token_positional_embeddings": True,
-    "normalize": False,
-    "par_type": 1,
-    "pooler_activation_fn": "tanh",
-    "quant_noise_pq": 0,
-    "resi_param": False,
-    "spectral_norm_classification_head": False,
-    "strottle": False,
-    "tno_spike": False,
-}
-# Options of these backbones and the only value that can be converted.
+# Options of each backbone and the only value that can be converted, which is the default in the released code.
+TNN_VALUES = {
+    "act_type": "none", "adaptive_input": False, "bias": True, "character_embeddings": False, "fina_act": "None",
+    "glu_type": 1, "gtu_type": 2, "no_decoder_final_norm": False, "no_token_positional_embeddings": True,
+    "normalize": False, "par_type": 1, "pooler_activation_fn": "tanh", "quant_noise_pq": 0, "resi_param": False,
+    "spectral_norm_classification_head": False, "strottle": False, "tno_spike": False,
+}  # fmt: skip
 S4_VALUES = {
-    "bottleneck": None,
-    "custom_layer": "rtf",
-    "final_act": "glu",
-    "gate": None,
-    "mult_act": None,
-    "nli": True,
-    "postact": None,
-    "residual": "R",
-    "weight_norm": False,
-}
+    "bottleneck": None, "custom_layer": "rtf", "final_act": "glu", "gate": None, "mult_act": None, "nli": True,
+    "postact": None, "residual": "R", "weight_norm": False,
+}  # fmt: skip
 HYENA_VALUES = {
-    "attn_layer_idx": None,
-    "filter_cls": "rtf",
-    "inner_factor": 1,
-    "max_position_embeddings": 0,
-    "num_blocks": 1,
-    "num_heads": 1,
-    "order": 2,
-    "outer_mixing": False,
-    "post_order_ffn": False,
-}
+    "attn_layer_idx": None, "filter_cls": "rtf", "inner_factor": 1, "max_position_embeddings": 0, "num_blocks": 1,
+    "num_heads": 1, "order": 2, "outer_mixing": False, "post_order_ffn": False,
+}  # fmt: skip
 # The released FD and SKI operators accept these options and do not use them.
 UNUSED_BY_FD_AND_SKI = ("act_type", "par_type", "normalize")
 OPERATORS = {"tno": "rpe", "tno_fd": "fd", "skitno_inv_time": "ski"}
-DEFAULT_LENGTH = 512
 POOLINGS = {"pool": "mean", "last": "last"}
 # Mean and standard deviation with which the released code normalises grey values v / 255, by data set.
 PICTURES = {"cifar": (122.6 / 255, 61 / 255), "pathfinder": (0.5, 0.5)}
 FIRST = "layers.0.mixer."
 END_OF_TEXT = 50256  # of the tokenizer of GPT-2, with which the released language model was trained
+# Field of `TnnConfig` -> the tensor and its axis that have this size.
+TNN_SIZES = {
+    "vocab_size": ("embed_tokens.weight", 0),
+    "hidden_size": ("embed_tokens.weight", 1),
+    "gtu_dim": (f"{FIRST}u_proj.weight", 0),
+    "intermediate_size": ("layers.0.glu.gate_proj.weight", 0),
+    "rpe_dim": (f"{FIRST}tno.rpe.in_proj.weight", 0),
+    "ski_rank": (f"{FIRST}tno.alphas", 1),
+    "ski_filter_size": (f"{FIRST}tno.filter", 1),
+    "rtf_state_size": (f"{FIRST}tno.ab", 1),
+}
+# Field of `TnnConfig` -> the option of fairseq-evo and ski-tnn, and its default.
+FAIRSEQ_FIELDS = {
+    "gtu_norm": ("use_norm", False),
+    "hidden_act": ("act_fun", "silu"),
+    "rpe_act": ("rpe_act", "relu"),
+    "fd_act": ("rpe_act", "relu"),
+    "rpe_residual": ("residual", False),
+    "norm_type": ("norm_type", "layernorm"),
+    "embedding_norm": ("layernorm_embedding", False),
+    "learnable_decay": ("use_multi_decay", False),
+    "hidden_dropout_prob": ("dropout", 0.1),
+    "classifier_dropout": ("pooler_dropout", None),
+}
+# Fields of all models of the released RTF code, of S4's stack of blocks, and of the language model.
+RTF_FIELDS = {"tno_type": "rtf", "gtu_expansion": 1, "scale_embedding": False}
+S4_FIELDS = RTF_FIELDS | {"toeplitz_mixer": "s4", "use_glu": False, "classifier_dropout": 0.0}
+HYENA_FIELDS = RTF_FIELDS | {
+    "toeplitz_mixer": "hyena",
+    "hidden_act": "gelu",
+    "mlp_act": "gelu_pytorch_tanh",
+    "norm_type": "layernorm",
+    "norm_position": "pre",
+    "initializer": "normal",
+}
 
 
 def layers_of(tensors: dict[str, torch.Tensor]) -> int:
@@ -89,17 +95,7 @@ def sizes(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
     Raises:
         ValueError: there are no layers of a TNN.
     """
-    dimensions = {
-        "vocab_size": ("embed_tokens.weight", 0),
-        "hidden_size": ("embed_tokens.weight", 1),
-        "gtu_dim": (f"{FIRST}u_proj.weight", 0),
-        "intermediate_size": ("layers.0.glu.gate_proj.weight", 0),
-        "rpe_dim": (f"{FIRST}tno.rpe.in_proj.weight", 0),
-        "ski_rank": (f"{FIRST}tno.alphas", 1),
-        "ski_filter_size": (f"{FIRST}tno.filter", 1),
-        "rtf_state_size": (f"{FIRST}tno.ab", 1),
-    }
-    found = {size: tensors[name].shape[axis] for size, (name, axis) in dimensions.items() if name in tensors}
+    found = {size: tensors[name].shape[axis] for size, (name, axis) in TNN_SIZES.items() if name in tensors}
     if "gtu_dim" not in found:
         raise ValueError(f"The checkpoint must hold layers of a TNN, got nothing for {FIRST}u_proj.weight")
     if "rpe_dim" in found:
@@ -109,19 +105,15 @@ def sizes(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
 
 
 def check_values(options: dict, supported: dict, unused: tuple[str, ...] = ()):
-    """Refuse options that have another value than the `supported` one.
-
-    Raises:
-        ValueError: there is such an option; the message names it.
-    """
+    """Refuse options that have another value than the `supported` one, by name."""
     for name, allowed in supported.items():
         if name in options and name not in unused and options[name] != allowed:
             raise ValueError(f"{name} must be {allowed!r} for a conversion, got {options[name]!r}")
 
 
-def check_supported(tensors: dict, options: dict):
+def check_tnn(tensors: dict, options: dict):
     """Refuse options of a TNN for computations that this package does not have."""
-    check_values(options, SUPPORTED_VALUE, UNUSED_BY_FD_AND_SKI if operator_of(options) != "rpe" else ())
+    check_values(options, TNN_VALUES, UNUSED_BY_FD_AND_SKI if operator_of(options) != "rpe" else ())
     inner = next((name for name in ("gtu_act", "act_fun") if name in options), "act_fun")
     first, second = options.get(inner, "silu"), options.get("glu_act", "silu")
     if first != second:
@@ -135,11 +127,7 @@ def check_backbone(tensors: dict, options: dict, supported: dict):
 
 
 def check_stated(options: dict, measured: dict):
-    """Compare the options with what the weights say.
-
-    Raises:
-        ValueError: they differ.
-    """
+    """Refuse options that contradict what the weights say."""
     for name, value in measured.items():
         if options.get(name) is not None and options[name] != value:
             raise ValueError(f"{name} must be {value!r}, as in the weights of the checkpoint, got {options[name]!r}")
@@ -156,30 +144,23 @@ def operator_of(options: dict) -> str:
 def fairseq_fields(options: dict, found: dict, side: str) -> dict:
     """The fields from the options of fairseq-evo and ski-tnn. `side` is `decoder` or `encoder`."""
     causal = side == "decoder"
-    if side == "encoder" and options.get("activation_fn", "gelu") != "gelu":
+    if not causal and options.get("activation_fn", "gelu") != "gelu":
         raise ValueError(f"activation_fn must be 'gelu' for a conversion, got {options['activation_fn']!r}")
     lengths = (options.get(name) for name in ("tokens_per_sample", "max_target_positions", "max_positions"))
-    length = next(filter(None, lengths), DEFAULT_LENGTH)
-    return {
+    length = next(filter(None, lengths), 512)
+    fields = {name: options.get(option, default) for name, (option, default) in FAIRSEQ_FIELDS.items()}
+    special = ("bos_token_id", "pad_token_id", "eos_token_id")
+    fields |= {name: options[name] for name in special if name in options}
+    return fields | {
         "causal": options.get("causal", causal),
         "tno_type": operator_of(options),
         "gtu_expansion": expansion(found),
-        "gtu_norm": options.get("use_norm", False),
-        "hidden_act": options.get("act_fun", "silu"),
-        "rpe_act": options.get("rpe_act", "relu"),
-        "fd_act": options.get("rpe_act", "relu"),
-        "rpe_residual": options.get("residual", False),
-        "norm_type": options.get("norm_type", "layernorm"),
         "norm_position": "pre" if options.get(f"{side}_normalize_before", False) else "post",
         "scale_embedding": not options.get("no_scale_embedding", False),
-        "embedding_norm": options.get("layernorm_embedding", False),
-        "learnable_decay": options.get("use_multi_decay", False),
         "max_position_embeddings": length,
         "fd_resolution": 1 << (length - 1).bit_length(),
-        "hidden_dropout_prob": options.get("dropout", 0.1),
-        "classifier_dropout": options.get("pooler_dropout"),
         "initializer": "torch" if causal else "normal",
-    } | {name: options[name] for name in ("bos_token_id", "pad_token_id", "eos_token_id") if name in options}
+    }
 
 
 def expansion(found: dict) -> int | float:
@@ -233,7 +214,7 @@ def rational_sizes(tensors: dict[str, torch.Tensor]) -> dict:
     return {
         "vocab_size": vocabulary,
         "hidden_size": width,
-        "num_hidden_layers": len({name.split(".")[1] for name in tensors if name.startswith("layers.")}),
+        "num_hidden_layers": layers_of(tensors),
         "gtu_dim": width,
         "causal": count == width,
         "rtf_state_size": ab.shape[1],
@@ -244,9 +225,8 @@ def rational_sizes(tensors: dict[str, torch.Tensor]) -> dict:
 
 def s4_sizes(tensors: dict[str, torch.Tensor]) -> dict:
     """The fields of `TnnConfig` that follow from a stack of S4's blocks, by their names here."""
-    batch = "layers.0.mixer_norm.running_mean" in tensors
     return rational_sizes(tensors) | {
-        "norm_type": "batchnorm" if batch else "layernorm",
+        "norm_type": "batchnorm" if "layers.0.mixer_norm.running_mean" in tensors else "layernorm",
         "norm_position": "pre" if "norm.weight" in tensors else "post",
         "classifier_act": "relu" if "classifier.dense.weight" in tensors else None,
     }
@@ -254,10 +234,9 @@ def s4_sizes(tensors: dict[str, torch.Tensor]) -> dict:
 
 def hyena_sizes(tensors: dict[str, torch.Tensor]) -> dict:
     """The fields of `TnnConfig` that follow from the released Hyena language model, by their names here."""
-    found = rational_sizes(tensors)
     rows = {name: len(value) for name, value in tensors.items() if name.startswith("layers.0.")}
     taps = tensors.get(f"{FIRST}short.taps")
-    return found | {
+    return rational_sizes(tensors) | {
         "short_conv_kernel": 3 if taps is None else taps.shape[-1],
         "hyena_rank": rows.get(f"{FIRST}low_rank.weight"),
         "hyena_norm": f"{FIRST}norm.weight" in tensors,
@@ -268,21 +247,15 @@ def hyena_sizes(tensors: dict[str, torch.Tensor]) -> dict:
 def s4_fields(options: dict, found: dict) -> dict:
     """The fields from the options of S4's stack and of `RTF` in it."""
     norm = "batch" if found["norm_type"] == "batchnorm" else "layer"
-    constraint = found["rtf_constraint"] or "no"
-    check_stated(options, {"prenorm": found["norm_position"] == "pre", "norm": norm, "constraint": constraint})
+    stated = {"prenorm": found["norm_position"] == "pre", "norm": norm, "constraint": found["rtf_constraint"] or "no"}
+    check_stated(options, stated)
     mode = options.get("mode", "pool")
     if mode not in POOLINGS:
         raise ValueError(f"mode must be one of {', '.join(POOLINGS)} for a conversion, got {mode!r}")
-    return {
-        "tno_type": "rtf",
-        "toeplitz_mixer": "s4",
-        "gtu_expansion": 1,
-        "use_glu": False,
+    return S4_FIELDS | {
         "hidden_act": options.get("activation", "gelu") or "linear",
-        "scale_embedding": False,
         "max_position_embeddings": options["trunc_len"],
         "hidden_dropout_prob": options.get("dropout", 0.0),
-        "classifier_dropout": 0.0,
         "classifier_pooling": POOLINGS[mode],
     }
 
@@ -291,22 +264,11 @@ def hyena_fields(options: dict, found: dict) -> dict:
     """The fields from the options of the language model, of Hyena and of `RTF` in it."""
     check_stated(options, {"constraint": found["rtf_constraint"] or "no"})
     special = END_OF_TEXT if found["vocab_size"] > END_OF_TEXT else None
-    return {
-        "tno_type": "rtf",
-        "toeplitz_mixer": "hyena",
-        "gtu_expansion": 1,
-        "hidden_act": "gelu",
-        "mlp_act": "gelu_pytorch_tanh",
-        "norm_type": "layernorm",
-        "norm_position": "pre",
+    own = HYENA_FIELDS | dict.fromkeys(("bos_token_id", "pad_token_id", "eos_token_id"), special)
+    return own | {
         "layer_norm_eps": options.get("layer_norm_epsilon", 1e-5),
-        "scale_embedding": False,
         "max_position_embeddings": options["trunc_len"],
         "hidden_dropout_prob": options.get("resid_dropout", 0.0),
-        "initializer": "normal",
-        "bos_token_id": special,
-        "pad_token_id": special,
-        "eos_token_id": special,
     }
 
 
@@ -346,10 +308,11 @@ def prepare_hyena(tensors: dict[str, torch.Tensor], options: dict):
     The released short filter correlates, `(3D, 1, m)` from the highest lag on. h_0 enters the released long filter
     twice: in its kernel, and as the skip weight beside it.
     """
-    for name in [name for name in tensors if name.endswith("short.taps")]:
-        tensors[name] = tensors[name].flatten(1).flip(1)  # (3D, m)
-    for name in [name for name in tensors if name.endswith("tno.direct")]:
-        tensors[name] = 2 * tensors[name]
+    for name in tensors:
+        if name.endswith("short.taps"):
+            tensors[name] = tensors[name].flatten(1).flip(1)  # (3D, m)
+        elif name.endswith("tno.direct"):
+            tensors[name] = 2 * tensors[name]
 
 
 @dataclass(frozen=True)
@@ -373,7 +336,7 @@ class Architecture:
     options: dict = field(default_factory=dict)
     required: tuple[str, ...] = ()
     names: tuple[tuple[str, str], ...] = tuple(RENAMED)
-    check: Callable[[dict, dict], None] = check_supported
+    check: Callable[[dict, dict], None] = check_tnn
     prepare: Callable[[dict, dict], None] = lambda tensors, options: None
     sizes: Callable[[dict], dict] = sizes
     tokenizer: Callable | None = None
@@ -383,22 +346,18 @@ def s4_model(head: str = "sequence-classification", **options) -> Architecture:
     """A model of the Long Range Arena of the released RTF code, with the options of its experiment."""
     # The norms of all experiments. Weights without their buffers would pass for another norm.
     options, check = {"norm": "batch", "prenorm": True} | options, partial(check_backbone, supported=S4_VALUES)
-    return Architecture(
-        s4_fields, head, options, names=S4_NAMES, check=check, prepare=prepare_s4, sizes=s4_sizes
-    )  # fmt: skip
+    return Architecture(s4_fields, head, options, (), S4_NAMES, check, prepare_s4, s4_sizes)
 
 
 PUBLISHED = {
-    "expand_ratio": 3,
-    "act_fun": "silu",
-    "glu_act": "silu",
-    "use_norm": False,
-    "norm_type": "simplermsnorm",
+    "expand_ratio": 3, "act_fun": "silu", "glu_act": "silu", "use_norm": False, "norm_type": "simplermsnorm",
     "residual": False,
-}
+}  # fmt: skip
 CAUSAL = PUBLISHED | {"causal": True, "decoder_normalize_before": True}
 MASKED = PUBLISHED | {"encoder_normalize_before": False, "no_scale_embedding": True, "layernorm_embedding": True}
 DECAY = {"use_decay": True, "gamma": 0.99}
+HYENA = {"trunc_len": 1024, "constraint": "l1_montel"}
+check_hyena = partial(check_backbone, supported=HYENA_VALUES)
 decoder = partial(Architecture, partial(fairseq_fields, side="decoder"), "causal-lm")
 encoder = partial(Architecture, partial(fairseq_fields, side="encoder"), "masked-lm")
 ARCHITECTURES = {
@@ -421,13 +380,7 @@ ARCHITECTURES = {
     "rtf-pathfinder": s4_model(trunc_len=1024, dataset="pathfinder"),
     "rtf-pathx": s4_model(trunc_len=16384, dataset="pathfinder"),
     "hyena_rtf": Architecture(
-        hyena_fields,
-        "causal-lm",
-        {"trunc_len": 1024, "constraint": "l1_montel"},
-        names=HYENA_NAMES,
-        check=partial(check_backbone, supported=HYENA_VALUES),
-        prepare=prepare_hyena,
-        sizes=hyena_sizes,
+        hyena_fields, "causal-lm", HYENA, (), HYENA_NAMES, check_hyena, prepare_hyena, hyena_sizes
     ),
     "hyenadna": Architecture(
         hyenadna.fields,

@@ -15,16 +15,10 @@ from tnn_scripts.original.architectures import ARCHITECTURES, HEADS, Architectur
 from tnn_scripts.original.names import BOOKKEEPING, heads_together, our_layout, our_name, split_rational
 
 # Prefixes of the modules of each head; the body is under `model.`, or has no prefix without a head.
-HEAD_MODULES = {
-    "base": (),
-    "causal-lm": ("lm_head.",),
-    "masked-lm": ("transform.", "lm_head."),
-    "sequence-classification": ("classifier.",),
-    "sequence-pair-classification": ("classifier.",),
-}
+HEAD_MODULES = {"base": (), "causal-lm": ("lm_head.",), "masked-lm": ("transform.", "lm_head.")}
+HEAD_MODULES |= dict.fromkeys(("sequence-classification", "sequence-pair-classification"), ("classifier.",))
 ALL_HEADS = ("transform.", "lm_head.", "classifier.")
 EMBEDDING = "embed_tokens.weight"
-RATIONAL_PARTS = ("denominator", "numerator")
 LEFT_OUT = {
     BOOKKEEPING: "a version number of fairseq",
     r"tno\.decay_logit$": "a fixed decay is a field of the configuration",
@@ -94,9 +88,6 @@ def options_of(content: dict) -> dict:
 def rename(tensors: dict[str, torch.Tensor], names: tuple) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """The tensors by their names here, the body without a prefix, and the official name of each.
 
-    Args:
-        names: patterns of official names, and our names.
-
     Raises:
         ValueError: two tensors get the same name.
     """
@@ -112,20 +103,6 @@ def rename(tensors: dict[str, torch.Tensor], names: tuple) -> tuple[dict[str, to
             raise ValueError(f"The tensors must have different names after the conversion, got {name} for {both}")
         renamed[name], official_names[name] = our_layout(official, value), official
     return renamed, official_names
-
-
-def refuse_ours(tensors: dict[str, torch.Tensor], names: tuple):
-    """Refuse weights of this package: a conversion would lose what their configuration says.
-
-    Raises:
-        ValueError: the tensors have layers, and all of their names are ours.
-    """
-    has_layers = any("mixer." in name or "gtu." in name for name in tensors)
-    if has_layers and all(our_name(name, names) == name for name in tensors):
-        raise ValueError(
-            "The checkpoint must be one of the released code, got one of this package. It needs no conversion: "
-            "`from_pretrained` and the commands load its folder."
-        )
 
 
 def take_decay(tensors: dict, options: dict, num_layers: int) -> dict:
@@ -175,21 +152,19 @@ def arrange_operators(tensors: dict, config: TnnConfig, num_heads: int):
 
 def warnings_of(config: TnnConfig) -> list[str]:
     """Warnings about intended differences between the converted and the released model."""
-    if config.tno_type == "ski" and config.ski_interpolation == "linear":
-        return ["SKI interpolates as published: outputs differ from those of the released code."]
-    if config.tno_type == "ski":
-        return [
-            f"The inducing points of the released code spread over each input. Here they spread over "
-            f"{config.ski_grid_length} tokens, for which outputs agree (option tokens_per_sample). Its interpolation "
-            f"fades after two or three tokens; --published_ski takes the published one instead."
-        ]
-    if config.tno_type == "fd":
-        longest = config.fd_resolution
-        return [
-            f"The frequency grid of the released code grows with the input. Here it is that of inputs of "
-            f"{longest // 2 + 1} to {longest} tokens, with which outputs agree (option tokens_per_sample)."
-        ]
-    return []
+    longest = config.fd_resolution
+    fd = (
+        f"The frequency grid of the released code grows with the input. Here it is that of inputs of "
+        f"{longest // 2 + 1} to {longest} tokens, with which outputs agree (option tokens_per_sample)."
+    )
+    published = "SKI interpolates as published: outputs differ from those of the released code."
+    ski = (
+        f"The inducing points of the released code spread over each input. Here they spread over "
+        f"{config.ski_grid_length} tokens, for which outputs agree (option tokens_per_sample). Its interpolation "
+        f"fades after two or three tokens; --published_ski takes the published one instead."
+    )
+    found = {"fd": fd, "ski": published if config.ski_interpolation == "linear" else ski}
+    return [found[config.tno_type]] if config.tno_type in found else []
 
 
 def name_in_model(name: str, head: str) -> str:
@@ -199,11 +174,11 @@ def name_in_model(name: str, head: str) -> str:
 
 def destinations(tensors: dict, official_names: dict, converted: dict, head: str) -> dict[str, str]:
     """For each official tensor its name in the model, or why it has none."""
-    names = {official: name for name, official in official_names.items()}
-    went = {}
+    names, went = {official: name for name, official in official_names.items()}, {}
     for official in tensors:
         name = names.get(official, official)
-        parts = [name.replace(".ab", f".{part}") for part in RATIONAL_PARTS] if name.endswith(".ab") else [name]
+        stem = name.removesuffix("ab")
+        parts = [f"{stem}denominator", f"{stem}numerator"] if name.endswith(".ab") else [name]
         reason = next(why for pattern, why in LEFT_OUT.items() if re.search(pattern, name))
         became = ", ".join(name_in_model(part, head) for part in parts if part in converted)
         went[official] = became or f"left out: {reason}"
@@ -239,7 +214,6 @@ def convert(tensors: dict, options: dict, architecture: str, head: str | None = 
         ValueError: the checkpoint does not fit the options, or cannot be converted.
     """
     built = ARCHITECTURES[architecture]
-    refuse_ours(tensors, built.names)
     head, options = head or built.head, built.options | options
     if missing := [name for name in built.required if name not in options]:
         raise ValueError(f"{', '.join(missing)} must be given by --hparams for the architecture {architecture}")

@@ -14,26 +14,19 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from fastapi import FastAPI, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, StreamingResponse
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from tnn_scripts.serving.errors import ApiError, handle_errors
-from tnn_scripts.serving.middleware import ApiKey, BodyLimit, CountResponses
+from tnn_scripts.serving.engine import Text
+from tnn_scripts.serving.http import ApiError, ApiKey, BodyLimit, handle_errors
 from tnn_scripts.serving.schema import Body, ChatBody, CompletionBody
-from tnn_scripts.serving.service import Service
-from tnn_scripts.serving.text import Text
+from tnn_scripts.serving.service import CountResponses, Service
 
 # The status of a response that nobody reads, as nginx writes it.
 GONE = 499
 
 
 class Form:
-    """The form of the answers to one request.
-
-    Args:
-        model: the name of the model.
-        is_chat: whether they are messages of a chat.
-        prompts: the number of tokens of all prompts.
-    """
+    """The form of the answers to one request of a `model`, whose prompts have so many tokens."""
 
     def __init__(self, model: str, is_chat: bool, prompts: int):
         self.model, self.is_chat, self.prompts, self.created = model, is_chat, prompts, int(time.time())
@@ -46,7 +39,7 @@ class Form:
             content = text.take()
             body = {"message": {"role": "assistant", "content": content}} if self.is_chat else {"text": content}
             choices.append(self._choice(text, body))
-        return self._head("", choices) | {"usage": self._usage(texts)}
+        return self._head("", choices) | self._usage(texts)
 
     def first(self, text: Text) -> dict | None:
         """The event before a text: the role of a message."""
@@ -61,7 +54,7 @@ class Form:
 
     def last(self, texts: Iterable[Text]) -> dict:
         """The event with the number of tokens."""
-        return self._head(".chunk", []) | {"usage": self._usage(texts)}
+        return self._head(".chunk", []) | self._usage(texts)
 
     def _choice(self, text: Text, body: dict) -> dict:
         return {"index": text.index} | body | {"logprobs": None, "finish_reason": text.finish_reason}
@@ -70,9 +63,10 @@ class Form:
         name = f"chat.completion{kind}" if self.is_chat else "text_completion"
         return {"id": self.id, "object": name, "created": self.created, "model": self.model, "choices": choices}
 
-    def _usage(self, texts: Iterable[Text]) -> dict[str, int]:
-        written = sum(len(text.request.tokens) for text in texts)
-        return {"prompt_tokens": self.prompts, "completion_tokens": written, "total_tokens": self.prompts + written}
+    def _usage(self, texts: Iterable[Text]) -> dict[str, dict]:
+        new = sum(len(text.request.tokens) for text in texts)
+        counts = {"prompt_tokens": self.prompts, "completion_tokens": new, "total_tokens": self.prompts + new}
+        return {"usage": counts}
 
 
 def event(data: dict | str) -> str:
@@ -133,21 +127,18 @@ async def answer(service: Service, request: Request, body: Body, prompts: list[l
 async def finished(texts: list[Text], news: asyncio.Queue, request: Request) -> bool:
     """Wait until all texts have ended; whether the client has waited too."""
 
-    async def end():
-        while not all(text.is_done for text in texts):
-            await news.get()
-
     async def departure():
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    tasks = [asyncio.create_task(wait()) for wait in (end, departure)]
+    gone = asyncio.create_task(departure())
+    gone.add_done_callback(lambda _: news.put_nowait(None))
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return not tasks[1].done()
+        while not gone.done() and not all(text.is_done for text in texts):
+            await news.get()
     finally:
-        for task in tasks:
-            task.cancel()
+        has_waited = gone.cancel()
+    return has_waited
 
 
 async def events(texts: list[Text], news: asyncio.Queue, form: Form, with_usage: bool) -> AsyncIterator[str]:
@@ -208,6 +199,6 @@ def build_app(service: Service, api_key: str | None = None) -> FastAPI:
 
     @app.get("/metrics")
     async def metrics():
-        return Response(service.metrics.page(), media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     return app

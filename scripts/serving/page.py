@@ -22,8 +22,7 @@ from tnn_scripts.common.sampling import TEMPERATURE, TOP_P, sampling
 from tnn_scripts.plotting import figures
 from tnn_scripts.plotting.reading import read_model
 from tnn_scripts.serving.arguments import PageArguments
-from tnn_scripts.serving.engine import Engine
-from tnn_scripts.serving.text import Text
+from tnn_scripts.serving.engine import Engine, Text
 from tnn_scripts.serving.writing import load_causal, name_of
 
 logger = logging.getLogger("page")

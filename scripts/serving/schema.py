@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from tnn_scripts.common.sampling import sampling
-from tnn_scripts.serving.errors import ApiError
+from tnn_scripts.serving.http import ApiError
 
 # The most stop strings of a text, and the characters of one; answers to a prompt, and prompts of a request.
 STOPS, STOP_LENGTH, ANSWERS, PROMPTS = 4, 200, 128, 128

@@ -18,8 +18,6 @@ from transformers import (
 from helpers.models import relative_error
 from helpers.parity import CASES, Case, named_cases
 from helpers.scripts import Malicious, run, run_script
-from modeling_tnn import TnnConfig, TnnForCausalLM
-from tnn_scripts.original.architectures import ARCHITECTURES
 from tnn_scripts.original.conversion import convert, read_checkpoint
 
 LANGUAGE_MODELS = named_cases("causal_lm") + named_cases("masked_lm")
@@ -186,17 +184,6 @@ def test_what_is_no_model_is_refused():
             convert({"embed_tokens.weight": torch.zeros(5, 4)}, {"trunc_len": 16}, architecture)
     with pytest.raises(ValueError, match="trunc_len.* must be given by --hparams"):
         convert({}, {"d_model": 4}, "rtf")
-
-
-@pytest.mark.parametrize("fields", [{}, {"tno_type": "fd"}, {"tno_type": "rtf", "toeplitz_mixer": "hyena"}])
-def test_own_weights_are_refused(fields):
-    """`tnn convert` of a folder that needs no conversion: its decay would be lost."""
-    with torch.device("meta"):
-        model = TnnForCausalLM(TnnConfig(vocab_size=11, hidden_size=8, num_hidden_layers=2, **fields))
-    for architecture in ARCHITECTURES:
-        for tensors in (model.state_dict(), model.model.state_dict()):
-            with pytest.raises(ValueError, match="got one of this package. It needs no conversion"):
-                convert(tensors, {}, architecture)
 
 
 def test_learned_decays_are_parameters():

@@ -16,7 +16,7 @@ pytest.importorskip("fastapi"), pytest.importorskip("uvicorn"), pytest.importors
 
 from helpers.api_server import serving, wait_until_idle  # noqa: E402
 from modeling_tnn.serving.scheduler import Batch  # noqa: E402
-from tnn_scripts.serving.text import Text  # noqa: E402
+from tnn_scripts.serving.engine import Text  # noqa: E402
 
 PROMPT = "The quick brown"
 TEMPLATE = (

@@ -1,9 +1,7 @@
-"""What a server of the API promises: its key, limits of connections and of time, one line in its log, a drain."""
+"""What a server of the API promises: its key, limits of connections and of time, a drain."""
 
-import errno
 import functools
 import json
-import resource
 import signal
 import socket
 import threading
@@ -28,17 +26,6 @@ def folder(tmp_path_factory):
 
 def connect(service) -> socket.socket:
     return socket.create_connection(("127.0.0.1", service.args.port))
-
-
-def is_closed(client: socket.socket) -> bool:
-    """Whether the server closes a connection, without a word, within some seconds."""
-    client.settimeout(5)
-    try:
-        return client.recv(1) == b""
-    except ConnectionResetError:
-        return True
-    except TimeoutError:
-        return False
 
 
 def test_a_key(folder, monkeypatch):
@@ -116,31 +103,18 @@ def test_slow_clients(folder):
         wait_until_idle(service)
 
 
-def test_many_connections(folder, caplog):
-    """Above --max_concurrent requests get status 503, above twice as many connections are closed; it logs a line.
-
-    asyncio tells of too many open files for each waiting connection, each second, with a traceback: it logs a line.
-    """
+def test_many_connections(folder):
+    """Above --max_concurrent requests get status 503; it answers again when connections are closed."""
     with serving(folder, max_concurrent=8) as service:
         clients = [connect(service) for _ in range(8)]
         time.sleep(0.2)
         assert httpx.get(f"{service.url}/health").status_code == 503
-        clients += [connect(service) for _ in range(30)]
-        assert all(map(is_closed, clients[20:]))
-        assert len(service.server.server_state.connections) <= 18
         for client in clients:
             client.close()
         deadline = time.monotonic() + 5
         while httpx.get(f"{service.url}/health").status_code != 200:
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        assert len(caplog.records) == 1 and "--max_concurrent: 8 connections are open" in caplog.text
-        server, error = service.server, OSError(errno.EMFILE, "Too many")
-        for _ in range(1000):
-            server.report(server._loop, {"message": "socket.accept() failed", "exception": error})
-        server.report(server._loop, {"message": "a mistake", "exception": ZeroDivisionError()})
-        line, mistake = caplog.records[1:]
-        assert line.getMessage() == "socket.accept() failed: Too many" and not line.exc_info and mistake.exc_info
 
 
 @pytest.mark.parametrize("drain_seconds, stream", [(0.2, False), (0.2, True), (60, True)])
@@ -171,30 +145,14 @@ def test_a_shutdown(folder, drain_seconds, stream, caplog):
 
 
 @pytest.mark.slow
-def test_a_flood_of_the_program(folder):
-    """With few open files: it answers afterwards, its log is short, and two signals end it while a stream runs."""
+def test_two_signals_end_the_program_while_a_stream_runs(folder):
     port = free_port()
-    server = start_script(
-        "api", "--model_name_or_path", folder, "--port", port, "--read_seconds", 2, "--max_new_tokens", 100_000,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (90, 90)),
-    )  # fmt: skip
-    url, clients = f"http://127.0.0.1:{port}", []
+    url = f"http://127.0.0.1:{port}"
+    server = start_script("api", "--model_name_or_path", folder, "--port", port, "--max_new_tokens", 100_000)
     with server:
         while not is_up(url):
             assert server.poll() is None
             time.sleep(0.1)
-        end = time.monotonic() + 10
-        while time.monotonic() < end:
-            clients.append(socket.socket())
-            clients[-1].setblocking(False)
-            clients[-1].connect_ex(("127.0.0.1", port))
-            time.sleep(0.002)
-            if len(clients) > 400:
-                clients.pop(0).close()
-        for client in clients:
-            client.close()
-        time.sleep(3)
-        assert is_up(url)
         body = {"model": folder.name, "prompt": "The", "max_tokens": 100_000, "stream": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
             lines = answer.iter_lines()
