@@ -1,10 +1,22 @@
 """HyenaDNA against the released implementation: hidden states, filters and gradients of the converted model."""
 
-import torch
+import json
+import os
+import sys
 
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+from helpers import processes
+from helpers.hub_client import WITHOUT_THE_PACKAGE
+from helpers.models import relative_error
 from helpers.parity import Case, named_cases, over
+from helpers.scripts import run_script
 from tnn_scripts.original.conversion import convert
-from tnn_scripts.original.hyenadna import layout
+from tnn_scripts.original.hyenadna import VOCABULARY, layout
+from tnn_scripts.original.hyenadna import tokenizer as dna_tokenizer
 
 
 def released_state(case: Case) -> dict[str, torch.Tensor]:
@@ -34,3 +46,90 @@ def check_gradients(case: Case, parameters: dict, names: dict[str, str]):
     for official, expected in stored.items():
         scale = max(1e-6 * largest, expected.abs().max().item())
         case.check(parameters[names[official]].grad, layout(names[official], expected), scale=scale)
+
+
+HF_OPTIONS = {"model_type": "hyenadna", "vocab_size": 12, "hyena_order": 2, "use_bias": True, "activation_freq": 10}
+LOAD = """
+import torch
+from transformers import AutoModel
+model = AutoModel.from_pretrained(sys.argv[1], trust_remote_code=True, dtype=torch.float64)
+assert type(model).__module__.startswith("transformers_modules.")
+torch.save(model(torch.load(sys.argv[2])).last_hidden_state, sys.argv[3])
+"""
+
+
+def write_folder(case: Case, form: str, folder):
+    """A folder as `LongSafari/hyenadna-*-hf` has it, or with `weights.ckpt` of a training with checkpointing."""
+    folder.mkdir()
+    state = released_state(case)
+    if form == "weights.ckpt":
+        state = {f"model.{name}": one for name, one in state.items()}
+        for part in ("mixer", "mlp"):
+            state = {name.replace(f".{part}.", f".{part}.layer."): one for name, one in state.items()}
+        state["model.lm_head.weight"] = state["model.backbone.embeddings.word_embeddings.weight"]
+        torch.save({"state_dict": state, "epoch": 3, "hyper_parameters": {"lr": 6e-4}}, folder / form)
+    else:
+        repeated = ("implicit_filter.3.freq", "implicit_filter.5.freq")
+        state = {f"hyena.{name}": one.clone() for name, one in state.items() if not name.endswith(repeated)}
+        save = save_file if form == "model.safetensors" else torch.save
+        save(state, folder / form)
+    options = case.hparams if form == "weights.ckpt" else HF_OPTIONS
+    (folder / "config.json").write_text(json.dumps(options))
+
+
+@pytest.mark.parametrize("form", ["model.safetensors", "pytorch_model.bin", "weights.ckpt"])
+def test_folders_of_the_hub(form, tmp_path):
+    """Hidden states of the converted folder, also after it is saved again, and a text that its tokenizer reads."""
+    case = Case("hyenadna/tiny", "2")
+    write_folder(case, form, tmp_path / "hub")
+    run_script("convert_original", tmp_path / "hub", tmp_path / "converted", "--architecture", "hyenadna")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "converted").save_pretrained(tmp_path / "again")
+    for folder in ("converted", "again"):
+        model = AutoModel.from_pretrained(tmp_path / folder, dtype=torch.float64)
+        assert relative_error(model(case.ids("ids")).last_hidden_state, case.output()) < 1e-9
+    model, tokenizer = (auto.from_pretrained(tmp_path / "converted") for auto in (AutoModelForCausalLM, AutoTokenizer))
+    prompt = tokenizer(["ACGTN", "ac"], padding=True, return_tensors="pt", add_special_tokens=False)
+    assert prompt.input_ids.tolist() == [[7, 8, 9, 10, 11], [4, 4, 4, 7, 8]]
+    options = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None}
+    written = model.double().generate(**prompt, **options)
+    assert torch.equal(written, model.generate(**prompt, use_cache=False, **options))
+    if form == "model.safetensors":  # where the package is not installed
+        torch.save(case.ids("ids"), tmp_path / "ids")
+        program = [sys.executable, "-c", WITHOUT_THE_PACKAGE + LOAD]
+        environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
+        processes.run([*program, tmp_path / "again", tmp_path / "ids", tmp_path / "states"], env=environment)
+        assert relative_error(torch.load(tmp_path / "states"), case.output()) < 1e-9
+
+
+def test_the_tokenizer():
+    tokenizer = dna_tokenizer(100)
+    assert tokenizer("ACGTNacgtnuRyX\n[MASK]a").input_ids == [
+        0,
+        *range(7, 12),
+        *range(7, 12),
+        10,
+        11,
+        11,
+        6,
+        6,
+        3,
+        7,
+        1,
+    ]
+    assert tokenizer.decode(tokenizer("acgt").input_ids, skip_special_tokens=True) == "ACGT"
+    assert tokenizer.convert_ids_to_tokens(range(12)) == list(VOCABULARY) and len(tokenizer) == 12
+    assert (tokenizer.padding_side, tokenizer.model_max_length) == ("left", 100)
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"hyena_order": 3}, "hyena_order must be 2 for a conversion, got 3"),
+    ({"backbone.layers.1.mixer.filter_fn.pos_emb.z": None}, "Missing .*layers.1.mixer.tno.features"),
+    ({"backbone.layers.0.mixer.filter_fn.pos_emb.z": None}, "must hold filters of Hyena, got nothing for"),
+    ({"backbone.layers.0.mixer.filter_fn.modulation.shift": torch.zeros(1)}, "Unexpected .*modulation.shift"),
+])  # fmt: skip
+def test_what_does_not_fit(change, message):
+    state = released_state(Case("hyenadna/tiny", "0"))
+    options = {name: value for name, value in change.items() if "." not in name}
+    state |= {name: value for name, value in change.items() if "." in name}
+    with pytest.raises(ValueError, match=message):
+        convert({name: one for name, one in state.items() if one is not None}, options, "hyenadna")

@@ -55,6 +55,9 @@ PRESETS = {
     "tnn-causal-s4-rtf": {"toeplitz_mixer": "s4", "tno_type": "rtf", "rtf_state_size": 64},
     "tnn-causal-hyena-rtf": {"toeplitz_mixer": "hyena", "num_hidden_layers": 12, "hidden_size": 768, "hyena_rank": 384,
                              "rtf_state_size": 64, "hidden_dropout_prob": 0.25, "max_position_embeddings": 1024},
+    # Of the released configuration.
+    "hyenadna-small-32k": {"tno_type": "hyena", "hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 1024,
+                           "hyena_filter_order": 64, "hyena_filter_emb_dim": 5, "hyena_filter_length": 32770},
     # TNN table 14 says "the original size of S4": its depth and width are in RTF table 8.
     **{f"lra/tnn-large-{task}": {"num_hidden_layers": 6, "hidden_size": 512 if task == "image" else 256}
        for task in ("listops", "text", "retrieval", "image", "pathfinder", "path-x")},

@@ -28,7 +28,7 @@ from modeling_tnn.tno_s4d import DISCRETIZATIONS, INITIAL_MODES
 from modeling_tnn.tno_ski import INITIAL_DEVIATIONS
 
 README = (Path(__file__).parents[2] / "configuration" / "README.md").read_text()
-PRESETS = sorted(path.parent for path in (Path(__file__).parents[2] / "configuration").glob("tnn-*/config.json"))
+PRESETS = sorted(path.parent for path in (Path(__file__).parents[2] / "configuration").glob("*/config.json"))
 # Trainable parameters, counted in the released code (those of small models and with RTF: in ours).
 PARAMETERS = {
     "tnn-tiny": 1_379_712,
@@ -46,6 +46,7 @@ PARAMETERS = {
     # The TNN paper says 6.4M and 23.4M; it counts the stored decays.
     "tnn-image-tiny": 6_408_232,
     "tnn-image-small": 23_373_544,
+    "hyenadna-small-32k": 3_277_568,
 }
 HEADS = {head.__name__: head for head in (TnnForCausalLM, TnnForMaskedLM, TnnForImageClassification)}
 

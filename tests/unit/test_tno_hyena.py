@@ -98,3 +98,15 @@ def test_the_end_of_the_filter(implementation):
     zeros.load_state_dict(model.state_dict())
     assert torch.equal(zeros(ids[:, :30]).logits, model(ids[:, :30]).logits)
     assert zeros.generate(ids, max_new_tokens=9, **options).shape[1] == 41
+
+
+def test_to_recurrent(monkeypatch):
+    """A new filter is nearly one of low order. What ends beyond the fitted taps has no bound."""
+    model = seeded(TnnForCausalLM, tiny_config("hyena", toeplitz_mixer="hyena", eos_token_id=None)).double()
+    converted, reports = model.to_recurrent(order=32)
+    ids = torch.arange(3, 67)[None]
+    assert converted.config.converted_from == "hyena" and max(one.l2_layer for one in reports) < 5e-2
+    assert relative_error(converted(ids).logits, model(ids).logits) < 5e-2
+    assert all(one.tail_bound < math.inf for one in reports)
+    monkeypatch.setattr("modeling_tnn.tools.recurrent.MOST_TAPS", 40)
+    assert all(one.tail_bound == math.inf for one in model.to_recurrent(order=8)[1])
