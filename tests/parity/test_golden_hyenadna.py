@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from helpers import processes
-from helpers.hub_client import WITHOUT_THE_PACKAGE
+from helpers.hub_server import WITHOUT_THE_PACKAGE
 from helpers.models import relative_error
 from helpers.parity import Case, named_cases, over
 from helpers.scripts import run_script
