@@ -6,13 +6,13 @@ Example:
     python scripts/demo.py --serve
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tnn_scripts.common.errors import importing, report_errors
 
 from tnn_scripts.common.declared import declared_keys
 from tnn_scripts.common.model_path import check_source, find_config, nearest
-from tnn_scripts.common.parser import parse_arguments
+from tnn_scripts.common.parser import option, parse_arguments
 
 OPERATORS = declared_keys("modeling_tnn.configuration_tnn", "DIRECTIONS")
 
@@ -34,7 +34,7 @@ class DemoArguments:
     prompt: str = "And God said unto"
     max_new_tokens: int = 60
     seed: int = 0
-    serve: bool = field(default=False, metadata={"help": "Then serve a page with the model, as tnn serve does."})
+    serve: bool = option(False, "Then serve a page with the model, as tnn serve does.")
 
     def __post_init__(self):
         find_config(self.config_name)

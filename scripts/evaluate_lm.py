@@ -19,14 +19,14 @@ Example:
         --lengths 128 512 2048 --output_dir outputs/masked-lengths
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from tnn_scripts.common.errors import importing, report_errors
 
 from tnn_scripts.common.model_path import check_file, check_model_path, check_source
-from tnn_scripts.common.parser import check_counts, parse_arguments
+from tnn_scripts.common.parser import check_counts, option, parse_arguments
 
 
 @dataclass
@@ -42,15 +42,13 @@ class EvaluateArguments:
     validation_file: str | None = None
     dataset_name: str | None = None
     dataset_config_name: str | None = None
-    split: str = field(default="test", metadata={"help": "Split of the data set."})
+    split: str = option("test", "Split of the data set.")
     text_column: str = "text"
     documents: str | None = None
-    lengths: list[int] = field(default_factory=lambda: [512, 1024, 2048, 4096, 8192, 14336])
-    stride: int | None = field(
-        default=None, metadata={"help": "Also evaluate with rows that begin every so many tokens."}
-    )
-    max_tokens: int | None = field(default=None, metadata={"help": "Read only the first so many tokens of the text."})
-    tokens_per_pass: int = field(default=4096, metadata={"help": "Tokens in a forward pass; limits memory."})
+    lengths: list[int] = option([512, 1024, 2048, 4096, 8192, 14336])
+    stride: int | None = option(None, "Also evaluate with rows that begin every so many tokens.")
+    max_tokens: int | None = option(None, "Read only the first so many tokens of the text.")
+    tokens_per_pass: int = option(4096, "Tokens in a forward pass; limits memory.")
     dtype: str = "auto"
     device: str | None = None
     trust_remote_code: bool = False

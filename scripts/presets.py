@@ -23,14 +23,9 @@ from tnn_scripts.common.model_path import configuration_folder, nearest, preset_
 from tnn_scripts.common.parser import ProgramParser
 from tnn_scripts.common.training_arguments import PresetTraining, read_presets
 
-# The title of a table -> the presets that belong to it, if they belong to none before.
-GROUPS = {
-    "Long Range Arena": lambda preset: preset.name.startswith("lra/"),
-    "Other models, to compare with": lambda preset: preset.name.startswith("peers/"),
-    "Start here": lambda preset: preset.minutes is not None,
-    "Of the papers": lambda preset: True,
-}
-ORDER = ("Start here", "Of the papers", "Long Range Arena", "Other models, to compare with")
+START, PAPERS = "Start here", "Of the papers"
+# Folder of presets -> the title of their table.
+GROUPS = {"lra": "Long Range Arena", "peers": "Other models, to compare with"}
 HEADS = ("preset", "kind", "parameters", "rate", "from", "minutes", "recipe")
 # Kind of a preset, or folder of a recipe -> the subcommand that trains it; `pretrain` for all others.
 TRAINERS = {"classifier": "lra", "images": "images", "lra": "lra", "synthetic": "synthetic", "ablations": "ablation"}
@@ -38,9 +33,9 @@ TRAINERS = {"classifier": "lra", "images": "images", "lra": "lra", "synthetic": 
 
 def grouped_presets() -> dict[str, list[PresetTraining]]:
     """The presets of each table."""
-    groups: dict[str, list[PresetTraining]] = {title: [] for title in ORDER}
+    groups: dict[str, list[PresetTraining]] = {title: [] for title in (START, PAPERS, *GROUPS.values())}
     for preset in read_presets().values():
-        groups[next(title for title, belongs in GROUPS.items() if belongs(preset))].append(preset)
+        groups[GROUPS.get(preset.name.partition("/")[0], PAPERS if preset.minutes is None else START)].append(preset)
     return groups
 
 
@@ -139,11 +134,7 @@ def fields(title: str, values: dict) -> Iterator[str]:
 
 
 def description(name: str) -> Iterator[str]:
-    """Lines on the preset or the recipe called `name`, or on both.
-
-    Raises:
-        ValueError: there is neither.
-    """
+    """Lines on the preset or the recipe called `name`, or on both."""
     presets = {}
     for full, preset in read_presets().items():
         presets |= {full: preset, full.rpartition("/")[2]: preset}

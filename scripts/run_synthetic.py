@@ -44,40 +44,38 @@ class SyntheticArguments(ComparisonArguments):
     def __post_init__(self):
         super().__post_init__()
         for name, needed in (("state_sizes", self.by_state), ("variants", not self.by_state)):
-            if bool(getattr(self, name)) != needed:
-                given = " ".join(map(str, getattr(self, name))) or "nothing"
-                raise ValueError(f"--{name} must be {'given' if needed else 'left out'} for {self.task}, got {given}")
-        (self._check_states if self.by_state else self._check_lengths)()
+            self._require(name, bool(getattr(self, name)) == needed, "given" if needed else "left out")
+        tokens, least = {
+            "copying": (0, 0),
+            "delay": (0, self.memory + 1),
+            "recall": (2 * self.memory + 1, 3 * self.memory + 1),
+            "passkey": (3, 2 * self.memory + 2),
+        }[self.task]
+        self._require("memory", self.memory >= 1, "at least 1")
+        self._require("num_tokens", self.num_tokens >= tokens, f"at least {tokens}")
+        self._require("length", self.length >= least, f"at least {least}")
+        self._require("longer", not (self.by_state and self.longer), "left out")
+        self._require("longer", min(self.longer, default=least) >= least, f"at least {least}")
+        longest = self.positions - 1
+        fits = all(1 <= size <= longest for size in self.state_sizes)
+        self._require("state_sizes", fits, f"at least 1 and at most {longest}")
         self.models()
+
+    def _require(self, name: str, holds: bool, allowed: str):
+        if not holds:
+            value = getattr(self, name)
+            given = " ".join(map(str, value)) if isinstance(value, list) else value
+            raise ValueError(f"--{name} must be {allowed} for {self.task}, got {given or 'nothing'}")
 
     @property
     def by_state(self) -> bool:
         """Whether the task compares state sizes, and not variants."""
         return self.task in BY_STATE
 
-    def _check_states(self):
-        longest = 2 * self.memory + 1 if self.task == "copying" else self.length
-        if self.task == "delay" and self.memory >= self.length:
-            raise ValueError(f"--memory must be below --length {self.length} for a delay, got {self.memory}")
-        if min(self.state_sizes) < 1 or max(self.state_sizes) >= longest:
-            sizes = " ".join(map(str, self.state_sizes))
-            raise ValueError(f"--state_sizes must be at least 1 and below the length {longest}, got {sizes}")
-        if self.longer:
-            raise ValueError(f"--longer must be left out for {self.task}, got {' '.join(map(str, self.longer))}")
-
-    def _check_lengths(self):
-        tokens, least = (
-            (2 * self.memory + 1, 3 * self.memory + 1) if self.task == "recall" else (3, 2 * self.memory + 2)
-        )
-        if self.memory < 1 or self.num_tokens < tokens:
-            raise ValueError(
-                f"--memory must be at least 1, and --num_tokens {tokens} for {self.task}, got {self.memory} and "
-                f"{self.num_tokens}"
-            )
-        lengths = [self.length, *self.longer]
-        if min(lengths) < least:
-            given = " ".join(map(str, lengths))
-            raise ValueError(f"--length and --longer must be at least {least} for {self.task}, got {given}")
+    @property
+    def positions(self) -> int:
+        """The length of a row."""
+        return 2 * self.memory + 1 if self.task == "copying" else self.length
 
     def build(self, fields: dict) -> "TnnConfig":
         with importing():
@@ -87,27 +85,20 @@ class SyntheticArguments(ComparisonArguments):
             "hidden_size": self.hidden_size,
             "num_hidden_layers": 1 if self.task == "delay" else self.num_hidden_layers,
             "gtu_expansion": 1,
-            "max_position_embeddings": 2 * self.memory + 1 if self.task == "copying" else self.length,
+            "max_position_embeddings": self.positions,
             "hidden_dropout_prob": 0.0,
         }
         return TnnConfig(**shared | fields)
 
     def state_config(self, states: int) -> "TnnConfig":
         """The configuration with so many states."""
-        rtf = {
-            "rtf_num_denominators": 1,
-            "rtf_initializer": self.rtf_initializer,
-            "rtf_constraint": self.rtf_constraint,
-        }
-        sizes = {"tno_type": "rtf", "rtf_state_size": states, "s4d_state_size": states}
-        return self.build(sizes | rtf | parse_overrides(self.config_overrides))
+        names = ("rtf_initializer", "rtf_constraint")
+        fields = {"tno_type": "rtf", "rtf_state_size": states, "s4d_state_size": states, "rtf_num_denominators": 1}
+        fields |= {name: getattr(self, name) for name in names}
+        return self.build(fields | parse_overrides(self.config_overrides))
 
     def models(self) -> "dict[int | str, TnnConfig]":
-        """The configurations to compare, by state size or by name of the variant.
-
-        Raises:
-            ValueError: a field of a variant is unknown, or has a value outside its limits.
-        """
+        """The configurations to compare, by state size or by name of the variant."""
         if self.by_state:
             return {size: self.state_config(size) for size in self.state_sizes}
         return {variant.partition(":")[0]: self.variant_config(variant) for variant in self.variants}

@@ -135,11 +135,7 @@ def decoding_state(model: PreTrainedModel, length: int) -> list[dict]:
 
 
 def collect(args: argparse.Namespace, model: PreTrainedModel, target: Path):
-    """Write the inputs of a card to `target`: the needed parts of the JSON files, without paths of this machine.
-
-    Raises:
-        ValueError: a file is missing, not JSON, or not written by the program.
-    """
+    """Write the inputs of a card to `target`: the needed parts of the JSON files, without paths of this machine."""
     target.mkdir(parents=True, exist_ok=True)
     for name in (*INPUTS.values(), *PICTURES):  # of an earlier card
         (target / name).unlink(missing_ok=True)

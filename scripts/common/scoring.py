@@ -5,7 +5,6 @@ Bits per byte compare models with different tokenizers, if they count the bytes 
 B rows, L length, S length without the special tokens, T tokens, M hidden tokens, N documents.
 """
 
-import time
 from collections.abc import Iterator
 
 import torch
@@ -67,13 +66,6 @@ def score_tokens(model, ids: torch.Tensor, length: int, stride: int | None, toke
         kept = nats[:, length - 1 - stride :]  # the first tokens of a row are the last ones of the row before
         scored += [nats[0], kept[1:].flatten()] if index == 0 else [kept.flatten()]
     return torch.cat(scored)
-
-
-def evaluate(model, ids: torch.Tensor, length: int, stride: int | None, tokens_per_pass: int) -> dict:
-    """The mean loss of `score_tokens`, the number of tokens, and the seconds."""
-    start = time.perf_counter()
-    nats = score_tokens(model, ids, length, stride, tokens_per_pass)
-    return {"loss": nats.mean().item(), "tokens": len(nats), "seconds": time.perf_counter() - start}
 
 
 def hidden_tokens(count: int, share: float, seed: int) -> torch.Tensor:
@@ -144,8 +136,7 @@ def bytes_until(texts: list[str], tokens: list[list[int]], tokenizer: PreTrained
     """The number of bytes of the text, in UTF-8, up to the end of its first `count` tokens.
 
     Characters between two tokens count for the second one, and those at the end of a line for its last token. A token
-    that ends within a character counts the whole character. With tokenizers without offsets (those in Python), the
-    result is exact at the ends of lines; within a line, bytes are in proportion to tokens.
+    that ends within a character counts the whole character.
 
     Args:
         texts: lines, counted with one line break after each.
@@ -157,10 +148,8 @@ def bytes_until(texts: list[str], tokens: list[list[int]], tokenizer: PreTrained
             break
         if count >= len(ids):
             total += len(line.encode())
-        elif tokenizer.is_fast:
+        else:
             places = tokenizer(line, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
             total += len(line[: places["offset_mapping"][count - 1][1]].encode())
-        else:
-            total += round(len(line.encode()) * count / len(ids))
         count -= min(count, len(ids))
     return total

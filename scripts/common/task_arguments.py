@@ -50,11 +50,7 @@ class ComparisonArguments(GroupArguments):
         raise NotImplementedError
 
     def variant_config(self, variant: str) -> "PreTrainedConfig":
-        """The configuration of a variant `name:field=value,field=value`.
-
-        Raises:
-            ValueError: a field is unknown, or has a value outside its limits.
-        """
+        """The configuration of a variant `name:field=value,field=value`."""
         name, _, changes = variant.partition(":")
         if "=" in name:
             raise ValueError(f"--variants must be NAME or NAME:FIELD=VALUE,..., got {variant}")
@@ -66,11 +62,7 @@ class ComparisonArguments(GroupArguments):
 
 
 def chosen_seeds(seeds: list[int] | None, training: "TrainingArguments") -> list[int]:
-    """The seeds of `--seeds`, or the one of `--seed`, which has Trainer's default.
-
-    Raises:
-        ValueError: both were given, and contradict each other.
-    """
+    """The seeds of `--seeds`, or the one of `--seed`, which has Trainer's default."""
     if seeds is None:
         return [training.seed]
     if training.seed not in (type(training).seed, *seeds):

@@ -5,7 +5,9 @@ ListOps and Pathfinder are generated unless data are given, and Retrieval has pa
 """
 
 import math
-from collections.abc import Callable
+import random
+import statistics
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from tnn_scripts.data import listops, pathfinder, text_pairs
+from tnn_scripts.data import pathfinder
 
 GREY_WEIGHTS = (0.299, 0.587, 0.114)  # ITU-R 601
 # Rows of the official splits, and of generated ones unless given.
@@ -25,6 +27,105 @@ PATHFINDER_ROWS = {"train": 160_000, "validation": 20_000, "test": 20_000}
 # Smallest number of rows of a generated split.
 FEWEST_ROWS = 100
 AAN_COLUMNS = ["label", "id1", "id2", "text1", "text2"]
+# The part of each text that the passages of a split come from.
+PARTS = {"train": (0.0, 0.8), "validation": (0.8, 0.9), "test": (0.9, 1.0)}
+# ListOps.
+OPERATORS = {
+    "[MIN": min,
+    "[MAX": max,
+    "[MED": lambda values: int(statistics.median(values)),
+    "[SM": lambda values: sum(values) % 10,
+}
+END = "]"
+TOKENS = (*map(str, range(10)), *OPERATORS, END)
+OPERATOR_PROBABILITY, MOST_DEPTH, MOST_ARGUMENTS = 0.25, 10, 10
+SHORTER, LONGER = 500, 2000
+
+
+class TooLongError(Exception):
+    """The error for a tree that is too long for a sample."""
+
+
+def random_tree(rng: random.Random, tokens: list[str], longer: int = LONGER, depth: int = 1) -> int:
+    """Append the tokens of a random node to `tokens` and return its value, or raise if there are `longer` or more."""
+    if depth >= MOST_DEPTH or rng.random() >= OPERATOR_PROBABILITY:
+        tokens.append(str(rng.randrange(10)))
+        return int(tokens[-1])
+    name = rng.choice(tuple(OPERATORS))
+    tokens.append(name)
+    values = [random_tree(rng, tokens, longer, depth + 1) for _ in range(rng.randint(2, MOST_ARGUMENTS))]
+    tokens.append(END)
+    if len(tokens) >= longer:
+        raise TooLongError
+    return OPERATORS[name](values)
+
+
+def listops_samples(count: int, seed: int, shorter: int = SHORTER, longer: int = LONGER) -> Iterator[dict]:
+    """`count` different samples of ListOps by the rules of the Long Range Arena (Nangia and Bowman, 2018).
+
+    A node at depth d (the root has depth 1) is an operator with probability 0.25 if d < 10, otherwise a digit. MIN,
+    MAX, MED (the integer part of the median) and SM (the sum modulo 10) are equally likely. Each has 2 to 10
+    arguments, nodes at depth d + 1, and is written `[OP arg .. arg ]`.
+
+    Args:
+        shorter, longer: bounds of the number of tokens, both excluded.
+
+    Returns:
+        `source` (tokens with spaces between), `target` and `length` of each.
+    """
+    rng, seen = random.Random(seed), set()  # noqa: S311
+    while len(seen) < count:
+        tokens: list[str] = []
+        try:
+            target = random_tree(rng, tokens, longer)
+        except TooLongError:
+            continue
+        source = " ".join(tokens)
+        if len(tokens) > shorter and source not in seen:
+            seen.add(source)
+            yield {"source": source, "target": target, "length": len(tokens)}
+
+
+def group_texts(data: DatasetDict, column: str) -> list[str]:
+    """The text of each group, its rows in the order of the data set; a ValueError if a column does not exist."""
+    groups: dict[object, list[str]] = {}
+    for split, rows in data.items():
+        for name, option in ((column, "--pair_column"), ("text", "--dataset_path")):
+            if name not in rows.column_names:
+                found = ", ".join(rows.column_names)
+                raise ValueError(f"{option} must have the column {name} in the {split} split, got {found}")
+        for group, text in zip(rows[column], rows["text"], strict=True):
+            groups.setdefault(group, []).append(text)
+    return ["".join(parts) for parts in groups.values()]
+
+
+def parts_of(texts: list[str], split: str, length: int) -> list[str]:
+    """The part of each text for a split, of those whose part has a passage of `length` characters: at least two."""
+    first, last = PARTS[split]
+    parts = [text[int(first * len(text)) : int(last * len(text))] for text in texts]
+    long_enough = [part for part in parts if len(part) >= length]
+    if len(long_enough) < 2:
+        raise ValueError(
+            f"--pair_column must give at least 2 groups with {length} characters for the {split} split, "
+            f"got {len(long_enough)}. Give a smaller --max_length."
+        )
+    return long_enough
+
+
+def passage_samples(count: int, seed: int, parts: tuple[str, ...], length: int) -> Iterator[dict[str, object]]:
+    """`count` pairs of passages of `length` characters, in turn of two groups (label 0) and of one (label 1).
+
+    A group is the rows of a data set with one value in a column, such as the parts of a book with its title. No
+    passage of a test was trained on, but every group was: the task is to recognise a group by other passages. Every
+    group is drawn equally often, and so is every place in it. The passages of a pair may overlap.
+    """
+    rng = np.random.default_rng(seed)
+    for index in range(count):
+        first, second = (parts[group] for group in rng.choice(len(parts), 2, replace=False))
+        both = first, (first if index % 2 else second)
+        starts = [int(rng.integers(len(part) - length + 1)) for part in both]
+        texts = [part[start : start + length] for part, start in zip(both, starts, strict=True)]
+        yield {"text1": texts[0], "text2": texts[1], "label": index % 2}
 
 
 @dataclass(frozen=True)
@@ -55,7 +156,7 @@ class Task:
 
 def listops_tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer with one id for each of the 15 tokens of ListOps."""
-    vocabulary = {"<pad>": 0} | {token: index + 1 for index, token in enumerate(listops.TOKENS)}
+    vocabulary = {"<pad>": 0} | {token: index + 1 for index, token in enumerate(TOKENS)}
     words = Tokenizer(models.WordLevel(vocabulary))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>")  # noqa: S106
@@ -76,8 +177,8 @@ def load_listops(source: str | None, rows: int | None, max_length: int) -> Datas
     """Samples of 500 to 2,000 tokens. Generated samples have `max_length` / 4 to `max_length` if that is shorter."""
     if source is not None:
         return load_dataset(source, "listops")
-    lengths = {} if max_length >= listops.LONGER else {"shorter": max_length // 4, "longer": max_length}
-    return generate(listops.samples, LISTOPS_ROWS, rows, **lengths)
+    lengths = {} if max_length >= LONGER else {"shorter": max_length // 4, "longer": max_length}
+    return generate(listops_samples, LISTOPS_ROWS, rows, **lengths)
 
 
 def load_text(source: str | None, rows: int | None, max_length: int) -> DatasetDict:
@@ -88,7 +189,7 @@ def load_text(source: str | None, rows: int | None, max_length: int) -> DatasetD
 def load_retrieval(source: str | None, rows: int | None, max_length: int, column: str | None = None) -> DatasetDict:
     """The files of the LRA release: `new_aan_pairs.{train,eval,test}.tsv`, or a data set with their columns.
 
-    With `column`, pairs of passages of the texts of any data set; see `text_pairs.py`.
+    With `column`, pairs of passages of the texts of any data set; see `py`.
     """
     if source is None:
         raise ValueError(
@@ -96,9 +197,9 @@ def load_retrieval(source: str | None, rows: int | None, max_length: int, column
             "With --pair_column it may be any texts."
         )
     if column is not None:
-        texts = text_pairs.group_texts(load_dataset(source), column)
-        parts = {split: {"parts": tuple(text_pairs.parts_of(texts, split, max_length))} for split in RETRIEVAL_ROWS}
-        return generate(text_pairs.samples, RETRIEVAL_ROWS, rows, parts, length=max_length)
+        texts = group_texts(load_dataset(source), column)
+        parts = {split: {"parts": tuple(parts_of(texts, split, max_length))} for split in RETRIEVAL_ROWS}
+        return generate(passage_samples, RETRIEVAL_ROWS, rows, parts, length=max_length)
     names = {"train": "train", "validation": "eval", "test": "test"}
     files = {split: str(Path(source) / f"new_aan_pairs.{name}.tsv") for split, name in names.items()}
     if not Path(files["train"]).is_file():
@@ -193,9 +294,6 @@ def load_task(
         max_length: largest number of tokens, if not that of the task; of pixels, a size that the task has.
         eval_rows: largest number of rows in the other splits.
         pair_column: `column` of `load_retrieval`.
-
-    Raises:
-        ValueError: retrieval has no data, or the task has no pictures of that size.
     """
     task = TASKS[name]
     if max_length is not None:

@@ -108,12 +108,7 @@ def run(args, config: PreTrainedConfig):
 
 
 def start(args):
-    """Train, save, load and sample, and serve the model with `--serve`. What could not be served is refused first.
-
-    Raises:
-        ImportError: there is nothing to serve a page with.
-        ValueError: the configuration is no causal TNN, or the folder has a model already.
-    """
+    """Train, save, load and sample, and serve the model with `--serve`. What could not be served is refused first."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     output = Path(args.output_dir)
     config = load_config(args.config_name, {} if args.tno_type is None else {"tno_type": args.tno_type})

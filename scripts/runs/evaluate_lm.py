@@ -4,7 +4,6 @@ import json
 import math
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -16,18 +15,11 @@ import torch
 from matplotlib import pyplot
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
-from modeling_tnn import find_unstable
 from tnn_scripts.common.atomic import claim, saving_errors, write_json, write_text
 from tnn_scripts.common.model_path import check_device, check_vocabulary, load
 from tnn_scripts.common.parser import parse_overrides
 from tnn_scripts.common.scoring import by_context, bytes_until, hidden_tokens, interval, score_masked, score_tokens
 from tnn_scripts.data.text import enclosing_tokens, load_texts, tokenize, with_line_break
-
-# Sampled at so many points, a pole outside the circle belongs to a filter that runs backwards, which does not grow.
-OVERFLOW = (
-    " Kernels of RTF overflow beyond the trained length if poles lie outside the unit circle. "
-    "--config_overrides rtf_truncation_length={points} samples them at twice as many points as tokens instead."
-)
 
 
 def trained_length(folder: str, config) -> int | None:
@@ -92,8 +84,7 @@ def evaluate_model(name: str, texts, args) -> list[dict]:
             with suggest_smaller(f"{name} at length {length}", advice):
                 figures = figures_at(length, stride)
             if not math.isfinite(figures["loss"]):
-                hint = OVERFLOW.format(points=2 * length) if find_unstable(model) else ""
-                sys.stderr.write(f"{name}: length {length} is left out, because the loss is not finite.{hint}\n")
+                sys.stderr.write(f"{name}: length {length} is left out, because the loss is not finite.\n")
                 continue
             about = {"model": name, "trained_length": trained_length(name, model.config), "length": length}
             results.append({**about, "stride": stride, **figures, "seconds": time.perf_counter() - start})
@@ -172,13 +163,10 @@ def compare(results: list[dict]):
 
 
 def columns_of(results: list[dict]) -> dict[tuple, str]:
-    """The columns of the tables and lines of the plot, by model and stride: what stands above or beside them.
-
-    A model is called by its last folder or, where two would be one, by all of its name.
-    """
+    """The columns of the tables and lines of the plot, by model and stride: a name, the last folder if all differ."""
     keys = dict.fromkeys((result["model"], result["stride"]) for result in results)
-    count = Counter(Path(model).name for model in {model for model, _ in keys})
-    names = {model: Path(model).name if count[Path(model).name] == 1 else model for model, _ in keys}
+    short = {model: Path(model).name for model, _ in keys}
+    names = short if len(set(short.values())) == len(short) else dict(zip(short, short, strict=True))
     return {(model, s): names[model] + (f", stride {s}" if s else "") for model, s in keys}
 
 

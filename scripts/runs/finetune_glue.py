@@ -72,11 +72,7 @@ class Task:
         self.splits = tokenize_task(data, self.tokenizer, args.max_seq_length, args.pad_to_max_length)
 
     def build_config(self) -> PreTrainedConfig:
-        """The configuration of the model. The labels of the data become numbers of its outputs.
-
-        Raises:
-            ValueError: the model is a classifier of other classes.
-        """
+        """The configuration of the model. The labels of the data become numbers of its outputs."""
         source, args, names = self.args.model_name_or_path, self.args, self.data.label_names
         config = load(AutoConfig, source, trust_remote_code=args.trust_remote_code)
         config.update(parse_overrides(args.config_overrides, config))
@@ -298,11 +294,7 @@ def check_before_start(args: "GlueArguments", training: TrainingArguments):
 
 
 def load_data(args: "GlueArguments", training: TrainingArguments) -> dict[Path, TaskData]:
-    """The data of all tasks, or of the files, by the folder for the model.
-
-    Raises:
-        ValueError: columns or splits are missing, or a folder holds another model.
-    """
+    """The data of all tasks, or of the files, by the folder for the model."""
     if args.task_name is None:
         data = [load_files(args.train_file, args.validation_file, args.test_file, args.sentence_keys)]
     else:

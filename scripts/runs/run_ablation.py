@@ -25,7 +25,7 @@ from modeling_tnn.tno_rtf import RtfOperator
 from modeling_tnn.tools.poles import spectral_radius
 from tnn_scripts.common.grouping_trainer import GroupingTrainer
 from tnn_scripts.common.passes import token_losses
-from tnn_scripts.common.scoring import batches, evaluate
+from tnn_scripts.common.scoring import batches, score_tokens
 from tnn_scripts.common.trainer import compare, comparison
 from tnn_scripts.data.text import load_corpus, pack, tokenize, train_tokenizer
 
@@ -74,8 +74,8 @@ def score(
 ) -> tuple[float, int]:
     """The mean loss in nats on ids `(T,)` in rows of `length` <= T, and the number of scored tokens."""
     if model.config.causal:
-        figures = evaluate(model, ids, length, None, tokens_per_pass)
-        return figures["loss"], figures["tokens"]
+        nats = score_tokens(model, ids, length, None, tokens_per_pass)
+        return nats.mean().item(), len(nats)
     total, count = 0.0, 0
     parts = (batches(part, length, length, tokens_per_pass) for part in mask(ids, tokenizer))
     for rows, labels in zip(*parts, strict=True):
@@ -85,11 +85,7 @@ def score(
 
 
 def validation_ids(texts: Dataset, tokenizer: PreTrainedTokenizerFast, most: int, lengths: list[int]) -> torch.Tensor:
-    """The first tokens of the validation text, `(T,)`: `most`, or the longest of `lengths` if that is more.
-
-    Raises:
-        ValueError: the text is shorter than one of the lengths.
-    """
+    """The first tokens of the validation text, `(T,)`: `most`, or the longest of `lengths` if that is more."""
     lines = tokenize(texts["text"], tokenizer, texts["ends"])
     ids = torch.tensor([token for line in lines for token in line])
     if len(ids) < max(lengths):

@@ -163,11 +163,7 @@ class Pictures:
 
 
 def load_pictures(args: "ImageArguments") -> Pictures:
-    """The splits, with at most as many rows as the options allow.
-
-    Raises:
-        ValueError: a column of pictures or of classes is missing, or a split for training or evaluation.
-    """
+    """The splits, with at most as many rows as the options allow."""
     check_path(args.dataset_name, "--dataset_name")
     splits = load_dataset(args.dataset_name, args.dataset_config_name)
     evaluated = [name for name in EVALUATED if name in splits]

@@ -1,5 +1,6 @@
 """GLUE in two small tasks, a model to fine-tune on them, and the options for it."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -37,28 +38,19 @@ def encoder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def glue(tmp_path_factory) -> Path:
     """A folder that `load_dataset(folder, task)` reads as the Hub's, with two tasks."""
-    folder = tmp_path_factory.mktemp("glue")
+    folder, configs = tmp_path_factory.mktemp("glue"), []
     features = Features({"sentence": Value("string"), "label": ClassLabel(names=["negative", "positive"])})
     pairs = rows(60) | {"sentence2": ["He said so."] * 60}
     pairs["sentence1"] = pairs.pop("sentence")
     pairs["label"] = [float(label * 4 + 0.5) for label in pairs["label"]]
     for split, count in (("train", 160), ("validation", 60), ("test", 20)):
-        data = rows(count, seed=count)
-        if split == "test":
-            data["label"] = [-1] * count
-        (folder / "sst2").mkdir(exist_ok=True)
-        (folder / "stsb").mkdir(exist_ok=True)
-        Dataset.from_dict(data, features=features).to_parquet(folder / "sst2" / f"{split}-00000-of-00001.parquet")
-        Dataset.from_dict(pairs).to_parquet(folder / "stsb" / f"{split}-00000-of-00001.parquet")
-    (folder / "README.md").write_text(
-        "---\nconfigs:\n"
-        + "".join(
-            f"- config_name: {task}\n  data_files:\n"
-            + "".join(f"  - split: {s}\n    path: {task}/{s}-*\n" for s in ("train", "validation", "test"))
-            for task in ("sst2", "stsb")
-        )
-        + "---\n"
-    )
+        films = rows(count, seed=count) | ({"label": [-1] * count} if split == "test" else {})
+        Dataset.from_dict(films, features=features).to_parquet(folder / "sst2" / f"{split}.parquet")
+        Dataset.from_dict(pairs).to_parquet(folder / "stsb" / f"{split}.parquet")
+    for task in ("sst2", "stsb"):
+        files = [{"split": s, "path": f"{task}/{s}.parquet"} for s in ("train", "validation", "test")]
+        configs.append({"config_name": task, "data_files": files})
+    (folder / "README.md").write_text(f"---\n{json.dumps({'configs': configs})}\n---\n")
     return folder
 
 

@@ -5,8 +5,8 @@
         hub.files("user/model")
 
 Repositories have commits on the branch `main`. A private repository does not exist for who has no token. The Space
-USER/NAME is the repository `spaces/USER/NAME`. Tests break things through `tamper` (what is served instead of a file,
-by `USER/NAME/FILE`), `cut` (after how many bytes of a file the connection ends) and `on_upload` (called before a
+USER/NAME is the repository `spaces/USER/NAME`. Tests break things through `cut` (after how many bytes of a file, by
+`USER/NAME/FILE`, the connection ends) and `on_upload` (called before a
 commit is received). `HangUp` ends a connection.
 """
 
@@ -70,7 +70,6 @@ class HubServer:
 
     def __init__(self):
         self.repos: dict[str, Repo] = {}
-        self.tamper: dict[str, Callable[[bytes], bytes]] = {}
         self.cut: dict[str, int] = {}
         self.on_upload: Callable[[], None] = lambda: None
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
@@ -238,7 +237,6 @@ def resolve(request: Handler, repo: str, revision: str, path: str):
     if request.command == "HEAD":
         request.answer(content, headers=headers)
         return
-    content = request.hub.tamper.get(name, bytes)(content)
     wanted = re.fullmatch(r"bytes=(\d+)-", request.headers.get("Range", ""))
     start, end = int(wanted[1]) if wanted else 0, request.hub.cut.get(name)
     headers["Content-Length"] = len(content) - start

@@ -45,13 +45,10 @@ def test_program(folder, monkeypatch):
 
 
 REFUSED = [
-    ("--max_new_tokens 0", "Hello", "--max_new_tokens must be at least 1, got 0"),
     ("--temperature -1", "Hello", "--temperature must be at least 0, and --top_p"),
-    ("--temperature nan", "Hello", "--temperature must be at least 0, and --top_p"),
     ("--top_p 0", "Hello", "--top_p in (0, 1], got 1 and 0"),
     # As Python reads them from a terminal or a command line that is not UTF-8.
     ("", "a\udcff", "must be text in UTF-8, got 'a\\udcff'"),
-    ("--system a\udcff", "a", "must be text in UTF-8, got 'a\\udcff'"),
     # The model would never read it.
     ("--system 'Be brief.'", "Hello", "--system must be given with a tokenizer that has a chat template"),
 ]

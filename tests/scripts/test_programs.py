@@ -24,7 +24,6 @@ from helpers.scripts import (
     program,
     run,
     run_script,
-    tree,
     wait_until,
     words,
     write_config,
@@ -77,30 +76,21 @@ class TestPretrain(TrainingTests):
     refused = {
         "--validation_file nowhere.txt": "nowhere.txt does not exist",
         "--block_size 1": "--block_size must be at least 2 for a token to predict, got 1",
-        "--block_size 30000": "The train text is shorter than one block of 30000 tokens",
         "--tokenizer_name tokenizer --vocab_size 290": "below vocab_size=290 .*--vocab_size 300",
-        "--vocab_size 100": "--vocab_size must be at least 260 .*, got 100",
         "--tokenizer_name tokenizer --objective mlm --config_overrides causal=false": "must have a mask token",
         "--objective mlm": "`causal` must be False for TnnForMaskedLM",
         "--text_column body": "--text_column must be a column of .*, got body",
         "--config_overrides tno_typ=fd": "must be fields of TnnConfig, got tno_typ; did you mean tno_type",
-        "--config_overrides tno_type=fdd": "`tno_type` must be one of .*, got 'fdd'",
-        "--config_overrides decay=[1": r"must have the form name=value,name=value, got decay=\[1: while parsing",
         "--mixed_precision fp16 --use_cpu": "must be no or bf16 on a CPU, got fp16",
         "--resume_from_checkpoint latest": "holds no complete checkpoint",
-        "--resume_from_checkpoint nowhere": "the folder of a complete checkpoint, got nowhere",
-        "--objective seq2seq": "--objective must be one of clm, mlm, got seq2seq",
-        "--lr_scheduler_type greedy": "--lr_scheduler_type must be one of .*, got greedy",
         "--lr_scheduler_type warmup_stable_decay": "--lr_scheduler_kwargs must be .* 'num_decay_steps'",
         """--lr_scheduler_kwargs '{"x": 1}'""": "must be a JSON object for cosine, got .* argument 'x'",
         "--max_pole_radius 1": r"--max_pole_radius must be in \(0, 1\), got 1.0",
-        "--max_steps 0": "--max_steps must be at least 1, got 0",
         "--global_batch_tokens 64 --gradient_accumulation_steps 2": "absent with --global_batch_tokens, got",
         "--optim adamw_troch": "did you mean --optim adamw_torch[?] --optim must be one of",
         "--optim muon --optim_args momentum=0.5": "--optim_args must be absent with --optim muon, got momentum=0.5",
         "--report_to mlflow": "one of none, tensorboard, wandb, trackio",
         "--dataset_name x": "--dataset_name must be absent with --train_file, got x",
-        "--recipe nowhere.yaml": "--recipe must be a recipe or a file, got nowhere.yaml",
         "--recipe wikitex2": "--recipe must be .*, got wikitex2; did you mean wikitext2[?]",
         "--recipe bad.yaml": "--recipe bad.yaml cannot be read: while pars",
         "--recipe wrong.yaml": "lerning_rate is not an option of this program; did you mean learning_rate[?]",
@@ -133,11 +123,9 @@ class TestFinetuneGlue(TrainingTests):
         "": "one of --do_train, --do_eval, --do_predict and --sweep must be given",
         "--do_eval --push_to_hub": "--push_to_hub must be given with --do_train or --sweep",
         "--sweep --learning_rate 1e-3": "--learning_rate must not be given with --sweep, .* got 0.001",
-        "--sweep --seed 7": "--seed must not be given with --sweep, which reads --sweep_seeds, got 7",
         "--sweep --sentence1_key a": "--sentence1_key must be given with --train_file",
         "--max_eval_samples -1": "--max_eval_samples must be at least 1, got -1",
         "--task_name sst3": "--task_name must be all or one of cola, ",
-        "--train_file good.csv --validation_file good.csv": "either --task_name or both",
         "--task_name sst2 stsb --dry_run": "--dry_run must be given with one task, got sst2, stsb",
         "--model_name_or_path config": "must be a folder with a tokenizer, got config without token",
     }
@@ -145,12 +133,8 @@ class TestFinetuneGlue(TrainingTests):
     def test_where_the_rows_come_from(self):
         assert not unlike("finetune_glue", words("--model_name_or_path masked --output_dir ../out"), {
             "": "either --task_name or both --train_file and --validation_file must be given",
-            "--train_file good.csv --validation_file none.csv": "none.csv does not exist",
             "--train_file good.csv --validation_file empty.csv": "empty.csv is empty",
             "--do_predict --train_file good.csv --validation_file good.csv": "must be given with --test_file",
-            "--train_file good.csv --validation_file good.csv --sentence2_key a": "--sentence2_key with",
-            "--do_eval --train_file good.csv --validation_file good.csv --config_overrides classifier_poling=mean":
-                "error: --config_overrides must be fields of TnnConfig, got classifier_poling",
         })  # fmt: skip
 
     def small(self, folder):
@@ -182,12 +166,10 @@ class TestEvaluate(ProgramTests):
         "--validation_file nowhere.txt": "nowhere.txt does not exist",
         "--validation_file bad.jsonl": "The file bad.jsonl has no rows that can be read: JSON parse error",
         "--validation_file good.txt --max_tokens 1": "The text must have at least 2 tokens, got 1",
-        "--validation_file good.txt --max_tokens 0": "--max_tokens must be at least 1, got 0",
         "--validation_file good.txt --lengths 1": "--lengths must be at least 2",
         "--validation_file good.txt --stride 99 --lengths 64":
             "--stride must be at least 1 and below the smallest of --lengths, got 99",
         "--validation_file good.txt --lengths 99999": "--lengths must have one that fits",
-        "--validation_file good.txt --text_column body": "--text_column must be a column of",
     } | {
         f"--objective mlm --validation_file good.txt --lengths 16 --model_name_or_path {more}": message
         for more, message in {
@@ -195,7 +177,6 @@ class TestEvaluate(ProgramTests):
             "masked --mlm_probability 1.0": r"--mlm_probability must be in \(0, 1\), got 1.0",
             "masked --lengths 2": "--lengths must be at least 3 with --objective mlm, got 2",
             "masked --mlm_probability 1e-9 --max_tokens 50": "--mlm_probability must hide a token of the text",
-            "masked --config_overrides grid=3": "--config_overrides must be fields of TnnConfig, got grid",
             "unmasked": "The tokenizer must have a mask token.*unmasked$",
         }.items()
     }  # fmt: skip
@@ -215,7 +196,6 @@ class TestGenerate(ProgramTests):
         "--model_name_or_path ./nowhere --prompt a":
             "must be a folder or a Hub id, got './nowhere', which is not a folder here",
         "--prompt_file bad.txt": UTF8,
-        "--prompt_file no.txt": "The file no.txt does not exist",
         "--prompt_file good.txt --output_file good.txt": "must not be the file with the prompts, got good.txt",
         "--prompt ''": "--prompt must have at least one token, got ''",
         "--prompt a\udcff": r"--prompt must be text in UTF-8, got 'a\\udcff'",  # as Python reads a command line
@@ -223,12 +203,8 @@ class TestGenerate(ProgramTests):
         f"--prompt x {options}": message
         for options, message in {
             "--device x": "--device must be a device of this machine, got x: ",
-            "--dtype x": "--dtype must be auto or a dtype of torch",
             "--batch_size 0": "--batch_size must be at least 1, got 0",
-            "--top_p": "no value",
             "--temperature hot": "--temperature must be a number, or null, got hot",
-            "--temperature=-1": "has to be a strictly positive float",
-            "--max_new_tokens 0": "`max_new_tokens` must be greater than 0, but is 0",
             "--do_sample maybe": "--do_sample must be true or false, or null, got maybe",
             "--do_sample false --top_k 5": "--do_sample must be true with --top_k",
             "--do_sample true --temperature 0": "--temperature must be above 0 with",
@@ -267,7 +243,6 @@ class TestLra(TrainingTests):
         "--task listop": r"invalid choice: 'listop' \(choose from",
         "--task image --max_length 500": "--max_length must be 1024, the pixels of image, got 500",
         "--task retrieval": "--dataset_path must be the folder of the LRA release",
-        "--task retrieval --pair_column title": "With --pair_column it may be any texts",
         "--task text --pair_column title": "--pair_column must be given for retrieval alone, got text",
         "--max_train_samples 50 --config_overrides width=3": "must be fields of TnnConfig, got width",
     }
@@ -314,13 +289,6 @@ class TestImages(TrainingTests):
     def configure(self, recipe, args, training):
         with torch.device("meta"):
             AutoModelForImageClassification.from_config(run_image_classification.build_config(args, ["a", "b"]))
-        if recipe.stem == "imagenet":  # the settings of table 12 of the TNN paper, and DeiT's
-            expected = {"num_train_epochs": 300, "learning_rate": 2.5e-4, "lr_scheduler_type": "cosine",
-                        "adam_beta1": 0.9, "adam_beta2": 0.98, "adam_epsilon": 1e-8, "weight_decay": 0.1,
-                        "max_grad_norm": 1.0, "label_smoothing_factor": 0.1}  # fmt: skip
-            assert {name: getattr(training, name) for name in expected} == expected and args.augmentation == "deit"
-            assert training.per_device_train_batch_size * training.gradient_accumulation_steps == 2048
-            assert training.warmup_steps * training.num_train_epochs == pytest.approx(5, abs=0.02)
 
 
 class TestSynthetic(TrainingTests):
@@ -332,7 +300,6 @@ class TestSynthetic(TrainingTests):
     arguments = [SyntheticArguments, training_options()]
     refused = NOTHING_KEPT | {
         "--state_sizes 5 --config_overrides tno_type=s4d": "`s4d_state_size` must be an even number, got 5",
-        "--config_overrides toeplitz_mixr=s4": "must be fields of TnnConfig, got toeplitz_mixr",
         "--longer 9": "--longer must be left out for copying, got 9",
     }
 
@@ -352,10 +319,8 @@ class TestAblation(TrainingTests):
     recipes = "ablations/*.yaml"
     arguments = [AblationArguments, training_options()]
     refused = NOTHING_KEPT | {
-        "--variants a:width=3": "--variants a: changes must be fields of TnnConfig, got width",
         "--variants a:decay=2": r"--variants a: `decay` must be in \(0, 1\] or None, got 2",
         "--variants decay=1": "--variants must be NAME or NAME:FIELD=VALUE,..., got decay=1",
-        "--variants a a:decay=1": "--variants must have different names, got a, a",
         "--seeds 0 1 --seed 7": "--seed must not be given together with --seeds 0 1, got 7",
     }
 
@@ -456,10 +421,9 @@ def test_several_seeds_are_the_models_of_each(tmp_path):
     assert [seed for seed, _ in both] == [3, 4] and both[0] == alone[0] != both[1]
 
 
-@pytest.mark.parametrize("mistake", [TypeError, KeyError, RuntimeError])
-def test_mistakes_of_a_program_are_seen(mistake):
-    with pytest.raises(mistake):
-        report_errors(Mock(side_effect=mistake("a mistake"), __name__="main"))()
+def test_mistakes_of_a_program_are_seen():
+    with pytest.raises(KeyError):
+        report_errors(Mock(side_effect=KeyError("a mistake"), __name__="main"))()
 
 
 def test_ctrl_c_in_a_destructor(monkeypatch):
@@ -494,15 +458,6 @@ def test_ctrl_c_in_a_long_computation(inputs):
     assert "Traceback" not in errors and "Ctrl-C" not in errors
 
 
-def test_a_link_to_the_source_of_a_conversion_is_the_source(inputs, tmp_path):
-    before = tree(inputs / "tnn")
-    (tmp_path / "link").symlink_to(inputs / "tnn")
-    with pytest.raises(SystemExit, match="must not hold the model that is read"):
-        run_script("to_recurrent", f"--model_name_or_path {inputs}/tnn --output_dir {tmp_path}/link",
-                   "--overwrite_output_dir")  # fmt: skip
-    assert tree(inputs / "tnn") == before
-
-
 def test_a_run_that_is_not_finished_is_resumed_or_replaced(tmp_path):
     """A run that is replaced starts without the checkpoints of the other. `best` is a model, too."""
     programs, out = TestPretrain(), tmp_path / "out"
@@ -531,9 +486,3 @@ def test_checkpoints_of_trainer_are_a_run_too(tmp_path):
         run_script("run_lra", *command)
     run_script("run_lra", *command, "--overwrite_output_dir")
     assert {path.name for path in out.glob("checkpoint-*")} == {"checkpoint-1"}
-
-
-def test_make_demo_may_be_repeated():
-    """Into its own folder, but not over a model in another one."""
-    line = next(line for line in (ROOT / "Makefile").read_text().splitlines() if "scripts/demo.py" in line)
-    assert "$(if $(findstring --output_dir,$(DEMO_ARGS)),,--overwrite_output_dir) $(DEMO_ARGS)" in line

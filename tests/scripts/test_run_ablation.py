@@ -7,7 +7,7 @@ from datasets import Dataset
 from helpers.models import seeded, tiny_config
 from helpers.scripts import TEXT, read, run, table_rows
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM
-from tnn_scripts.common.scoring import evaluate
+from tnn_scripts.common.scoring import score_tokens
 from tnn_scripts.runs import run_ablation
 
 
@@ -38,8 +38,8 @@ def test_every_length_scores_the_same_tokens():
     )
     for length in (16, 33, 64, 99, 100):
         loss, count = run_ablation.score(causal, ids, tokenizer, length, 40)
-        expected = evaluate(causal, ids, length, None, 1000)
-        assert count == expected["tokens"] == 99 and loss == pytest.approx(expected["loss"], rel=1e-6)
+        expected = score_tokens(causal, ids, length, None, 1000)
+        assert count == len(expected) == 99 and loss == pytest.approx(expected.mean().item(), rel=1e-6)
         found = [run_ablation.score(masked, ids, tokenizer, length, rows * length) for rows in (1, 3)]
         assert found[0] == pytest.approx(found[1], rel=1e-6)
         assert found[0][1] == (run_ablation.mask(ids, tokenizer)[1] != -100).sum() and 5 < found[0][1] < 30

@@ -2,7 +2,6 @@
 
 import functools
 
-import numpy as np
 import pytest
 import torch
 
@@ -24,17 +23,13 @@ def test_copying_rows():
 
 
 def test_copying_is_scored_where_the_loss_is():
-    """A model that answers each marker right has no loss and accuracy 1; one answer too late has neither."""
+    """A model that answers each marker right has accuracy 1; one answer too late has not."""
     labels = torch.stack([row["labels"] for row in (Copying(3, 0, 5, 8)[index] for index in range(3))])
     answers = torch.zeros_like(labels)
     answers[:, 5:10] = labels[:, 6:]
-    model = TnnForCausalLM(arguments(memory=5, num_tokens=8).state_config(2))
     for shift in (0, 1):
         shifted = answers.roll(shift, dims=1)
-        logits = 100.0 * torch.nn.functional.one_hot(shifted, 8)
-        loss = model.loss_function(logits=logits, labels=labels, vocab_size=8)
-        score = run_synthetic.token_accuracy(shifted.numpy(), labels.numpy())["accuracy"]
-        assert (loss < 1e-3) == (score == 1.0) == (shift == 0)
+        assert (run_synthetic.token_accuracy(shifted.numpy(), labels.numpy())["accuracy"] == 1) == (shift == 0)
 
 
 def test_delay_rows():
@@ -112,18 +107,7 @@ def test_enough_states_hold_a_delay():
 FIXED = "--max_steps 2 --max_train_samples 20 --max_eval_samples 10 --save_strategy no --hidden_size 4 --seeds 0 1"
 
 
-def test_state_sizes(tmp_path):
-    shown = run("run_synthetic", FIXED, f"--task copying --state_sizes 2 8 --memory 4 --output_dir {tmp_path}",
-                "--num_tokens 5 --length 30 --num_hidden_layers 1 --learning_rate 0.01").stdout  # fmt: skip
-    results = read(tmp_path)
-    assert [(row["state_size"], row["seed"]) for row in results["rows"]] == [(2, 0), (2, 1), (8, 0), (8, 1)]
-    assert all(np.isfinite(row["accuracy"]) and row["steps"] == 2 for row in results["rows"])
-    assert results["settings"]["memory"] == 4
-    assert table_rows(shown)[0][:2] == ["state size", "accuracy, mean"]
-
-
-@pytest.mark.parametrize("task", ["recall", "passkey"])
-def test_variants(task, monkeypatch, tmp_path):
+def test_variants(monkeypatch, tmp_path, task="passkey"):
     """Each variant is trained with its own fields and scored at each length; the longer score is of longer rows."""
     seen, forward = set(), TnnForCausalLM.forward
 
@@ -146,17 +130,13 @@ def test_variants(task, monkeypatch, tmp_path):
 
 def test_refused_arguments():
     for fields, message in (
-        ({"memory": 10, "state_sizes": [21]}, "--state_sizes must be .* below the length 21, got 21"),
-        ({"state_sizes": [0]}, "--state_sizes must be at least 1 .*, got 0"),
-        ({"task": "delay", "memory": 50, "length": 50}, "--memory must be below --length 50 for a delay, got 50"),
-        ({"task": "recall", "num_tokens": 8}, "and --num_tokens 9 for recall, got 4 and 8"),
-        ({"task": "recall", "length": 12}, "--length and --longer must be at least 13 for recall, got 12"),
-        ({"task": "passkey", "longer": [9]}, "--length and --longer must be at least 10 for passkey, got 4000 9"),
-        ({"task": "passkey", "num_tokens": 2}, "and --num_tokens 3 for passkey, got 4 and 2"),
+        ({"memory": 10, "state_sizes": [21]}, "--state_sizes must be at least 1 and at most 20 .*, got 21"),
+        ({"task": "delay", "memory": 50, "length": 50}, "--length must be at least 51 for delay, got 50"),
+        ({"task": "recall", "num_tokens": 8}, "--num_tokens must be at least 9 for recall, got 8"),
+        ({"task": "recall", "length": 12}, "--length must be at least 13 for recall, got 12"),
+        ({"task": "passkey", "longer": [9]}, "--longer must be at least 10 for passkey, got 9"),
         ({"task": "recall", "state_sizes": [4]}, "--state_sizes must be left out for recall, got 4"),
         ({"task": "recall", "variants": []}, "--variants must be given for recall, got nothing"),
-        ({"state_sizes": []}, "--state_sizes must be given for copying, got nothing"),
-        ({"task": "recall", "variants": ["a", "a"]}, "--variants must have different names, got a, a"),
         ({"task": "recall", "variants": ["a:tno_type=x"]}, "--variants a: `tno_type` must be"),
     ):
         with pytest.raises(ValueError, match=message):
