@@ -79,15 +79,17 @@ def embed(file: Path) -> str:
 
 def describe(config, length: int, rows: list[dict]) -> str:
     side = "causal" if config.causal else "bidirectional"
-    text = f"tno_type={config.tno_type}, {side}, {config.num_hidden_layers} layers, {config.gtu_dim} channels each; "
-    text += f"kernels drawn at {length} positions (trained at {config.axis_length}). "
-    text += "The weight of a lag is the absolute value of its coefficient over the sum of those of its channel, at "
-    text += "all lags, drawn or not."
+    lines = [
+        f"tno_type={config.tno_type}, {side}, {config.num_hidden_layers} layers, {config.gtu_dim} channels each; "
+        f"kernels drawn at {length} positions (trained at {config.axis_length}).",
+        "The weight of a lag is the absolute value of its coefficient over the sum of those of its channel, at all "
+        "lags, drawn or not.",
+    ]
     if any(row["lower_bounds"] for row in rows):
-        text += f" {BOUND}marks lower bounds: such kernels go on after 32,768 positions."
-    return text + (
-        " The low-rank part of ski is shown by the kernel that it interpolates." * (config.tno_type == "ski")
-    )
+        lines.append(f"{BOUND}marks lower bounds: such kernels go on after 32,768 positions.")
+    if config.tno_type == "ski":
+        lines.append("The low-rank part of ski is shown by the kernel that it interpolates.")
+    return " ".join(lines)
 
 
 def load_model(name: str):

@@ -5,15 +5,7 @@ from functools import partial
 
 import torch
 from torch.nn.functional import cross_entropy, linear, pad
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Mamba2Config,
-    Mamba2ForCausalLM,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from modeling_tnn import TnnConfig, TnnForCausalLM, TnnForMaskedLM
 from modeling_tnn.extensions import IMPLEMENTATIONS
@@ -36,28 +28,25 @@ def tnn(args, length: int, **fields) -> TnnForCausalLM | TnnForMaskedLM:
     return head(TnnConfig(max_position_embeddings=max(512, length), **fields, **sizes(args)))
 
 
-def gpt2(args, length: int) -> GPT2LMHeadModel:
-    # No dropout, because attention has no fast path with it.
+def peer(kind: str, args, length: int) -> PreTrainedModel:
+    """A model of transformers with as many parameters in a layer: 4 d^2 of attention and 8 d^2 of an MLP."""
+    width, heads = args.hidden_size, max(1, args.hidden_size // 64)
+    # No dropout in GPT-2, because attention has no fast path with it.
     silent = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
-    shape = {"n_embd": args.hidden_size, "n_head": heads(args), "n_positions": length}
-    return GPT2LMHeadModel(GPT2Config(**shape, **silent, **SPECIAL_TOKENS, **sizes(args)))
-
-
-def llama(args, length: int) -> LlamaForCausalLM:
-    """A Llama with as many parameters in a layer as the others: 4 d^2 of attention and 8 d^2 of its MLP."""
-    shape = {"hidden_size": args.hidden_size, "intermediate_size": args.hidden_size * 8 // 3}
-    shape |= {"num_attention_heads": heads(args), "max_position_embeddings": length, "tie_word_embeddings": True}
-    return LlamaForCausalLM(LlamaConfig(**shape, **SPECIAL_TOKENS, **sizes(args)))
-
-
-def mamba2(args, length: int) -> Mamba2ForCausalLM:
-    shape = {"hidden_size": args.hidden_size, "head_dim": 64, "num_heads": max(1, 2 * args.hidden_size // 64)}
-    return Mamba2ForCausalLM(Mamba2Config(**shape, n_groups=1, **SPECIAL_TOKENS, **sizes(args)))
+    own = {
+        "gpt2": {"n_embd": width, "n_head": heads, "n_positions": length} | silent,
+        "llama": {"intermediate_size": width * 8 // 3, "num_attention_heads": heads, "tie_word_embeddings": True}
+        | {"max_position_embeddings": length},
+        "mamba": {},
+        "mamba2": {"head_dim": 64, "num_heads": max(1, 2 * width // 64), "n_groups": 1},
+    }[kind]
+    own |= {} if kind == "gpt2" else {"hidden_size": width}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **own, **SPECIAL_TOKENS, **sizes(args)))
 
 
 SPECIAL_TOKENS = {"bos_token_id": 0, "eos_token_id": 0}
 BUILDERS: dict[str, Callable] = {name: partial(tnn, tno_implementation=name) for name in IMPLEMENTATIONS}
-BUILDERS |= {"gpt2": gpt2, "llama": llama, "mamba2": mamba2}
+BUILDERS |= {name: partial(peer, name) for name in ("gpt2", "llama", "mamba", "mamba2")}
 
 
 def build_model(way: str, args, length: int, builders: dict[str, Callable] = BUILDERS) -> PreTrainedModel:
@@ -65,10 +54,6 @@ def build_model(way: str, args, length: int, builders: dict[str, Callable] = BUI
     torch.manual_seed(0)
     with torch.device(args.device):
         return builders[way](args, length).train()
-
-
-def heads(args) -> int:
-    return max(1, args.hidden_size // 64)
 
 
 def sizes(args) -> dict[str, int]:

@@ -39,61 +39,44 @@ CHARACTERS_PER_TOKEN = 32
 INTERVAL = 0.05
 WAITING = "Waiting for the model \N{HORIZONTAL ELLIPSIS}"
 # The reason of a `Request` -> the sentence for the user.
-ENDS = {"stop": " The model ended the text.", "length": " Reached max_new_tokens.", "cancelled": " Stopped."}
-CUT = " The text is longer than this page reads: its beginning was left out."
+ENDS = {"stop": " The model ended the text.", "length": " Reached max_new_tokens."}
+CUT, STOPPED = " The text is longer than this page reads: its beginning was left out.", " Stopped."
 
 
 class Writer:
-    """The running texts by session, which is a tab of a browser under the name that the server gives it.
-
-    Args:
-        max_input_tokens: a longer prompt is read from its end.
-    """
+    """Texts of an engine for the page; a prompt of more than `max_input_tokens` is read from its end."""
 
     def __init__(self, engine: Engine, tokenizer: PreTrainedTokenizerBase, max_input_tokens: int = 8192):
         self.engine, self.tokenizer, self.max_input_tokens = engine, tokenizer, max_input_tokens
-        self.texts: dict[str, Text] = {}
 
     async def write(
-        self, session: str, prompt: str, max_new_tokens: int, temperature: float, top_p: float, seed: int | None
+        self, prompt: str, max_new_tokens: int, temperature: float, top_p: float, seed: int | None
     ) -> AsyncIterator[tuple[str, str]]:
         """Yield the text so far and a line about it, at most every `INTERVAL` seconds and at the end.
 
-        A new text of a session takes the place of its last one, which yields nothing more. Raises the error that
-        ended the text.
+        A reader who leaves ends the text. Raises the error that ended the text.
         """
         yield "", WAITING
         news, options = asyncio.Queue(), {"max_new_tokens": max_new_tokens} | sampling(temperature, top_p)
         try:
             ids, is_cut = await asyncio.to_thread(self.read, prompt)
             text = Text(self.tokenizer, 0, ids, (), news)
-            self.stop(session)
             text.request = self.engine.submit(ids, seed, streamer=text, stopping_criteria=[text], **options)
         except (ValueError, QueueFullError) as error:
             yield "", str(error)
             return
-        self.texts[session] = text
         written, shown, is_done = "", 0.0, False
         try:
             while not is_done:
                 await news.get()
                 is_done = text.is_done
-                if self.texts.get(session) is not text:
-                    return
                 if is_done or time.monotonic() - shown > INTERVAL:
                     written, shown = written + text.take(), time.monotonic()
                     yield written, progress(text, is_cut)
         finally:
             self.engine.cancel(text.request)
-            if self.texts.get(session) is text:
-                del self.texts[session]
         if text.request.error is not None:
             raise text.request.error
-
-    def stop(self, session: str):
-        """End the text of a session, if it has one; the page shows what there is."""
-        if session in self.texts:
-            self.engine.cancel(self.texts[session].request)
 
     def read(self, prompt: str) -> tuple[list[int], bool]:
         """The tokens of a prompt, and whether it has more before them; ValueError if it has none or is not UTF-8."""
@@ -115,6 +98,11 @@ def progress(text: Text, is_cut: bool) -> str:
     if len(times) > 1:
         line += f" at {(len(times) - 1) / max(times[-1] - times[0], 1e-9):,.0f} tokens per second"
     return f"{line}.{ENDS.get(text.request.reason, '')}{CUT if is_cut else ''}"
+
+
+def stopped(line: str) -> str:
+    """The line about a text that a user has ended, unless it had ended."""
+    return line if line.endswith((*ENDS.values(), CUT, STOPPED)) else line.removesuffix(WAITING) + STOPPED
 
 
 def count(tokens: int) -> str:
@@ -164,14 +152,6 @@ def build_page(name: str, writer: Writer, pictures: list[tuple[str, str]], max_n
     """The Gradio page of a model, with pictures of its kernels."""
     gr = import_gradio()
 
-    # Gradio says by the annotation of a request whose it is.
-    async def write(prompt, max_new_tokens, temperature, top_p, seed, request: gr.Request):
-        async for state in writer.write(request.session_hash, prompt, max_new_tokens, temperature, top_p, seed):
-            yield state
-
-    async def stop(request: gr.Request):
-        writer.stop(request.session_hash)
-
     with gr.Blocks(title=name, analytics_enabled=False, fill_width=True) as page:
         gr.Markdown(f"# {name}\n{describe(writer.engine.scheduler.model)}")
         with gr.Row():
@@ -187,13 +167,12 @@ def build_page(name: str, writer: Writer, pictures: list[tuple[str, str]], max_n
                 for file, label in pictures:
                     with gr.Tab(label):
                         gr.Image(file, show_label=False, interactive=False, buttons=["fullscreen"])
-        # Texts wait in the engine. A second text of a page is not ignored: it ends the first.
-        gr.on(
-            [start.click, prompt.submit], write, [prompt, *settings], [output, status], show_progress="hidden",
-            concurrency_limit=None, trigger_mode="multiple", api_visibility="private",
+        # Texts wait in the engine.
+        writing = gr.on(
+            [start.click, prompt.submit], writer.write, [prompt, *settings], [output, status], show_progress="hidden",
+            concurrency_limit=None, api_visibility="private",
         )  # fmt: skip
-        end.click(stop, queue=False, api_visibility="private")
-        page.unload(stop)
+        end.click(stopped, status, status, cancels=[writing], queue=False, api_visibility="private")
     return page.queue()
 
 

@@ -151,10 +151,10 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("architecture, options, changes, message", REFUSED)
-def test_what_does_not_fit(architecture, options, changes, message):
-    lost = [name for name, size in changes.items() if size is None]
-    state = {n: v for n, v in STATES[architecture]().items() if not any(re.search(part, n) for part in lost)}
-    state |= {name: torch.zeros(size).double() for name, size in changes.items() if size is not None}
-    with pytest.raises(ValueError, match=message):
-        convert(state, SHORT | options, architecture)
+def test_what_does_not_fit():
+    for architecture, options, changes, message in REFUSED:
+        lost = [name for name, size in changes.items() if size is None]
+        state = {n: v for n, v in STATES[architecture]().items() if not any(re.search(part, n) for part in lost)}
+        state |= {name: torch.zeros(size).double() for name, size in changes.items() if size is not None}
+        with pytest.raises(ValueError, match=message):
+            convert(state, SHORT | options, architecture)

@@ -167,10 +167,8 @@ def test_fields_that_ask_for_nothing(chat, complete, written):
 
 
 LONE_SURROGATES = [
-    {"model": "\ud800"}, {"prompt": "a\udfff"}, {"prompt": ["a\udfff"]}, {"stop": ["\udc80"]}, {"user": "\ud800"},
-    {"\ud800": 1}, {"logit_bias": {"\ud800": 1}}, {"stream_options": {"\ud800": True}},
-    {"messages": [{"role": "\ud800", "content": "x"}]},
-    {"messages": [{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}]},
+    {"model": "\ud800"}, {"prompt": ["a\udfff"]}, {"stop": ["\udc80"]}, {"user": "\ud800"}, {"\ud800": 1},
+    {"stream_options": {"\ud800": True}}, {"messages": [{"role": "user", "content": [{"type": "\ud800"}]}]},
 ]  # fmt: skip
 
 
@@ -228,25 +226,19 @@ def test_what_is_refused(chat, complete, service, monkeypatch):
         complete()
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_away(complete, service, stream):
-    """Its text ends, long before its tokens are written; another one goes on."""
-    scheduler = service.engine.scheduler
-    body = {"model": service.name, "prompt": PROMPT, "max_tokens": 5000, "temperature": 0, "stream": stream}
-    with httpx.Client() as other:
-        request = other.build_request("POST", f"{service.url}/v1/completions", json=body, timeout=0.4)
-        if stream:
-            answer = other.send(request, stream=True)
-            next(answer.iter_lines())
-            requests = scheduler._writing.running()
-            answer.close()
-        else:
-            with pytest.raises(httpx.TimeoutException):
-                other.send(request)
-            requests = scheduler._writing.requests
+def test_a_client_that_goes_away(complete, service):
+    """Its text ends, long before its tokens are written, in a stream or not; another one goes on."""
+    scheduler, url = service.engine.scheduler, f"{service.url}/v1/completions"
+    body = {"model": service.name, "prompt": PROMPT, "max_tokens": 5000, "temperature": 0}
+    with httpx.stream("POST", url, json=body | {"stream": True}) as answer:
+        next(answer.iter_lines())
+        requests = list(scheduler._writing.running())
+    with pytest.raises(httpx.TimeoutException):
+        httpx.post(url, json=body, timeout=0.4)
+    requests += scheduler._writing.requests
     assert complete().usage.completion_tokens == 12
     wait_until_idle(service)
-    assert all(len(request.tokens) < 5000 for request in requests)
+    assert requests and all(len(request.tokens) < 5000 for request in requests)
 
 
 def test_health_and_metrics(complete, service):

@@ -5,12 +5,10 @@ import gc
 import random
 import threading
 
-import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from helpers.models import exhaustive
 from helpers.scripts import save_model
 from modeling_tnn.serving.request import Request
 
@@ -20,7 +18,7 @@ pytest.importorskip("fastapi"), pytest.importorskip("uvicorn"), pytest.importors
 from helpers.api_server import serving, wait_until_idle  # noqa: E402
 from tnn_scripts.serving.engine import Text  # noqa: E402
 
-CLIENTS, TOKENS, ROUNDS = 200, 16, 2
+CLIENTS, TOKENS = 200, 16
 TEXT = "the quick brown fox jumps over the lazy dog pack my box with five dozen jugs of liquor"
 
 
@@ -69,25 +67,20 @@ async def everybody(service) -> list[str | None]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tno_type", ["rpe", *exhaustive("rtf", "fd")])
-def test_two_hundred_clients(tno_type, tmp_path):
-    folder = save_model(tmp_path, tno_type=tno_type)
+def test_two_hundred_clients(tmp_path):
+    folder = save_model(tmp_path, tno_type="rpe")
     AutoModelForCausalLM.from_pretrained(folder).double().save_pretrained(folder)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     expected = [text_of(model, tokenizer, task_of(number)) for number in range(50)]
     assert len(set(expected)) > 30
-    memory = []
     with serving(folder, max_new_tokens=5000, max_waiting=CLIENTS) as service:
-        for _ in range(ROUNDS):
-            texts = asyncio.run(everybody(service))
-            wait_until_idle(service)
-            assert all(number % 2 or text == expected[number % 50] for number, text in enumerate(texts))
-            gc.collect()
-            assert not [one for one in gc.get_objects() if type(one) in (Request, Text)]
-            memory.append(psutil.Process().memory_info().rss)
-            # The pools of the servers grow and shrink, and have fewer threads than clients that went away.
-            assert threading.active_count() < CLIENTS / 2
+        texts = asyncio.run(everybody(service))
+        wait_until_idle(service)
+        assert all(number % 2 or text == expected[number % 50] for number, text in enumerate(texts))
+        gc.collect()
+        assert not [one for one in gc.get_objects() if type(one) in (Request, Text)]
+        # The pools of the servers grow and shrink, and have fewer threads than clients that went away.
+        assert threading.active_count() < CLIENTS / 2
         samples = [sample for metric in service.metrics.texts.collect() for sample in metric.samples]
         ended = {sample.labels["reason"]: sample.value for sample in samples if sample.name.endswith("_total")}
-    assert ended.keys() <= {"length", "cancelled"} and ended["length"] == ROUNDS * CLIENTS / 2 >= ended["cancelled"]
-    assert memory[-1] - memory[0] < 2**26, memory  # what allocators keep; texts and states are gone
+    assert ended.keys() <= {"length", "cancelled"} and ended["length"] == CLIENTS / 2 >= ended["cancelled"]

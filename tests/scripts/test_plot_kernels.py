@@ -42,8 +42,7 @@ def test_open_channels_make_lower_bounds():
     taps[range(5), [3, 30, 10, 20, 5]] = 1
     kernel = Kernel("layer", taps, np.arange(40), open=np.array([False, True, False, True, False]))
     assert [kernel.horizon_percentile(percent) for percent in (10, 50, 90)] == [(3.8, False), (10, False), (26, True)]
-    known = summary(kernel)
-    assert known["lower_bounds"] == ["horizon_90_percent", "horizon_longest"] and known["horizon_longest"] == 30
+    assert summary(kernel)["lower_bounds"] == ["horizon_90_percent", "horizon_longest"]
     kernel.open[0] = True  # it may belong at the other end, so that the median is 10 at least
     assert kernel.horizon_percentile(50) == (10, True) and kernel.horizon_percentile(10) == (7, False)
 

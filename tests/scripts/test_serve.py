@@ -13,7 +13,7 @@ from helpers.scripts import run, save_model
 from modeling_tnn.serving.request import Request
 from tnn_scripts.plotting.reading import read_model
 from tnn_scripts.serving.engine import Engine
-from tnn_scripts.serving.page import WAITING, Writer, draw_kernels
+from tnn_scripts.serving.page import WAITING, Writer, draw_kernels, stopped
 from tnn_scripts.serving.writing import load_causal
 
 PROMPT, LONG = "The quick brown", 5000
@@ -37,11 +37,10 @@ def writer(shared_writer):
     """Nothing is left in it after a test."""
     yield shared_writer
     wait_until_idle(shared_writer)
-    assert not shared_writer.texts
 
 
-def begin(writer: Writer, session: str = "one", prompt: str = PROMPT, most: int = 12, top_p=0.95, seed=3, **settings):
-    return writer.write(session, prompt, most, settings.get("temperature", 1.0), top_p, seed)
+def begin(writer: Writer, prompt: str = PROMPT, most: int = 12, temperature=1.0, top_p=0.95, seed=3):
+    return writer.write(prompt, most, temperature, top_p, seed)
 
 
 async def states_of(states) -> list[tuple[str, str]]:
@@ -78,51 +77,28 @@ def test_texts_are_those_of_generate(writer):
     assert not any("Reached" in line for _, line in states[:-1])
 
 
-def test_stop(writer):
-    """Of a text that is written and of one that waits."""
+def test_readers_who_leave(writer):
+    """They end a text that is written and one that waits; who comes when too many wait is told to come back."""
 
-    async def stop_both():
-        texts = [begin(writer, name, most=LONG) for name in ("one", "two", "three")]
+    async def leave_all():
+        texts = [begin(writer, most=LONG) for _ in range(3)]
         for states in texts[:2]:
             await anext(states), await anext(states)  # it is written
-        ends = [asyncio.create_task(states_of(states)) for states in texts]
+        waiting = asyncio.create_task(states_of(texts[2]))
         while not writer.engine.scheduler.num_waiting:
             await asyncio.sleep(0.01)
-        full = (await states_of(begin(writer, "four")))[-1]
-        for name in ("three", "nobody", "one", "two"):
-            writer.stop(name)
-        return full, [(await end)[-1] for end in ends]
-
-    (_, full), states = asyncio.run(stop_both())
-    assert full == "1 texts are waiting for their turn. Try again later."
-    assert all(line.endswith("Stopped.") for _, line in states) and sum(bool(text) for text, _ in states) >= 2
-
-
-def test_a_new_text_takes_the_place_of_the_last_one(writer):
-    """Which shows nothing of it any more; those of others go on, and a reader who leaves ends a text."""
-
-    async def write_again():
-        first, other = begin(writer, most=LONG), begin(writer, "two", most=100)
-        for states in (first, other):
-            await anext(states), await anext(states)
-        replaced = writer.texts["one"]
-        second = await states_of(begin(writer))
-        return await states_of(first), second[-1], (await states_of(other))[-1], replaced.request
-
-    first, second, other, request = asyncio.run(write_again())
-    assert first == [] and request.reason == "cancelled"
-    assert second[0] == written(writer)[0] and "wrote 100 tokens" in other[1]
-
-    async def leave():
-        states = begin(writer, most=LONG)
-        await anext(states), await anext(states)
-        text = writer.texts["one"]
-        await states.aclose()
-        while not text.is_done:
+        full = (await states_of(begin(writer)))[-1]
+        waiting.cancel()
+        for states in texts[:2]:
+            await states.aclose()
+        while writer.engine.scheduler.has_work:
             await asyncio.sleep(0.01)
-        return text.request.reason
+        return full
 
-    assert asyncio.run(leave()) == "cancelled"
+    assert asyncio.run(leave_all()) == ("", "1 texts are waiting for their turn. Try again later.")
+    assert [stopped(line) for line in (WAITING, "Read 3 tokens.", "A. Reached max_new_tokens.")] == [
+        " Stopped.", "Read 3 tokens. Stopped.", "A. Reached max_new_tokens."
+    ]  # fmt: skip
 
 
 def test_the_end_of_a_text(writer, monkeypatch):

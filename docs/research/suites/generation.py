@@ -11,6 +11,7 @@ Names that end in `-compiled` decode with a static cache and `torch.compile`, as
 
 import statistics
 import time
+from functools import partial
 
 import torch
 from suites.peers import ATTENTION, attention_fields
@@ -20,6 +21,7 @@ from modeling_tnn import TnnConfig, TnnForCausalLM
 from modeling_tnn.cache_tnn import CACHE, memory_per_sequence
 from tnn_scripts.benchmarks.measure import clock, markdown
 from tnn_scripts.benchmarks.measure import ratio as measured_ratio
+from tnn_scripts.benchmarks.models import layer_bytes
 from tnn_scripts.benchmarks.peers import FIELDS
 
 TURN = 32
@@ -114,13 +116,9 @@ class Decoder:
         """Of one sequence."""
         if self.name == "weights":
             return 0
-        if self.name == "mamba":
-            states = [s for layer in self.cache.layers for s in (layer.conv_states[0], layer.recurrent_states[0])]
-        elif self.name == "gpt2":
-            states = [s for layer in self.cache.layers for s in (layer.keys, layer.values)]
-        else:
-            return memory_per_sequence(self.cache)
-        return sum(s.numel() * s.element_size() // s.shape[0] for s in states)
+        if self.name in ("mamba", "gpt2"):
+            return sum(layer_bytes(layer, len(self.token)) for layer in self.cache.layers)
+        return memory_per_sequence(self.cache)
 
 
 def run(args) -> list[dict]:
@@ -179,6 +177,4 @@ def percentile(decoder: Decoder) -> float:
     return statistics.quantiles(decoder.steps, n=100)[98]
 
 
-def table(rows: list[dict]) -> str:
-    """The rows as a Markdown table."""
-    return markdown(rows, FORMATS)
+table = partial(markdown, formats=FORMATS)

@@ -83,6 +83,4 @@ def run(args) -> list[dict]:
     return rows
 
 
-def table(rows: list[dict]) -> str:
-    """The rows as a Markdown table."""
-    return markdown(rows, FORMATS)
+table = partial(markdown, formats=FORMATS)

@@ -1,10 +1,9 @@
-"""Further models of the benchmarks: the released form of a TNN, its operators, hybrids, and Mamba."""
+"""Further models of the benchmarks: the released form of a TNN, its operators, and hybrids."""
 
 from collections.abc import Callable
 from functools import partial
 
 import torch
-from transformers import MambaConfig, MambaForCausalLM
 
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM
 from modeling_tnn.configuration_tnn import FULL, TOEPLITZ
@@ -48,12 +47,7 @@ def with_attention(name: str, args, length: int) -> TnnForCausalLM | TnnForMaske
     return peers.tnn(args, length, **attention_fields(name, args.num_hidden_layers))
 
 
-def mamba(args, length: int) -> MambaForCausalLM:
-    config = MambaConfig(hidden_size=args.hidden_size, **peers.SPECIAL_TOKENS, **peers.sizes(args))
-    return MambaForCausalLM(config)
-
-
-BUILDERS: dict[str, Callable] = peers.BUILDERS | {"released": released, "mamba": mamba}
+BUILDERS: dict[str, Callable] = peers.BUILDERS | {"released": released}
 BUILDERS |= {name: partial(with_operator, name) for name in OPERATORS}
 BUILDERS |= {name: partial(with_attention, name) for name in ATTENTION}
 build_model = partial(peers.build_model, builders=BUILDERS)

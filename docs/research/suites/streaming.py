@@ -6,6 +6,7 @@ its full size.
 
 import multiprocessing
 import statistics
+from functools import partial
 
 import torch
 from suites.memory import forget_peak
@@ -75,6 +76,4 @@ def merge(runs: list[dict], shortest: list[dict]) -> dict:
     return {"way": runs[0]["way"]} | row
 
 
-def table(rows: list[dict]) -> str:
-    """The rows as a Markdown table."""
-    return markdown(rows, FORMATS)
+table = partial(markdown, formats=FORMATS)
