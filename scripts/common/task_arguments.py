@@ -62,10 +62,5 @@ class ComparisonArguments(GroupArguments):
 
 
 def chosen_seeds(seeds: list[int] | None, training: "TrainingArguments") -> list[int]:
-    """The seeds of `--seeds`, or the one of `--seed`, which has Trainer's default."""
-    if seeds is None:
-        return [training.seed]
-    if training.seed not in (type(training).seed, *seeds):
-        listed = " ".join(map(str, seeds))
-        raise ValueError(f"--seed must not be given together with --seeds {listed}, got {training.seed}")
-    return seeds
+    """The seeds of `--seeds`, or else the one of `--seed`."""
+    return seeds or [training.seed]

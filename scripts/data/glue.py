@@ -47,19 +47,12 @@ NO_SENTENCES = ("label", "idx", "id")
 
 @dataclass
 class TaskData:
-    """One task, ready for a tokenizer.
+    """One task, ready for a tokenizer."""
 
-    Attributes:
-        name: one of `TASKS`, or None for files.
-        splits: `train`, `validation` and further splits, with a column `label` (a number).
-        text_columns: names of one or two columns.
-        label_names: names of the classes; None for a regression.
-    """
-
-    name: str | None
-    splits: DatasetDict
-    text_columns: tuple[str, ...]
-    label_names: list[str] | None = None
+    name: str | None  # None for files
+    splits: DatasetDict  # `train`, `validation` and further ones, with a column `label` (a number)
+    text_columns: tuple[str, ...]  # one or two
+    label_names: list[str] | None = None  # None for a regression
 
     def relabel(self, numbers: dict):
         """Replace labels by numbers, those of rows without a label by -1; a ValueError for a label not among them."""

@@ -136,15 +136,13 @@ class Task:
         load: gives the raw splits, from a source (a Hub id or a folder; None for the usual one), the number of
             generated rows (None for the official one), the largest number of tokens and, for retrieval, a column.
         encode: gives `input_ids` (two lists a row for pairs) and `labels` of raw rows of a batch.
-        max_length: largest number of tokens in a sequence.
-        num_labels: number of classes.
         tokenizer: gives the tokenizer of a text; None for pixels, whose values are the ids.
         smaller: numbers of pixels of other pictures of the task; a picture cannot be cut.
     """
 
     load: Callable[..., DatasetDict]
     encode: Callable[[dict, "Task"], dict]
-    max_length: int
+    max_length: int  # in tokens
     num_labels: int
     tokenizer: Callable[[], PreTrainedTokenizerBase] | None = None
     smaller: tuple[int, ...] = ()

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from modeling_tnn import find_unstable
-from tnn_scripts.common.atomic import check_overwriting, claim, holds_model, new_files, write_json
+from tnn_scripts.common.atomic import check_overwriting, claim, new_files, write_json
 from tnn_scripts.common.grouping_trainer import GroupingTrainer
 from tnn_scripts.common.parser import load_config
 from tnn_scripts.data.text import DEMO_CORPUS, load_corpus, pack, train_tokenizer
@@ -116,11 +116,6 @@ def start(args):
         raise ValueError(f"--config_name must be a TNN, got {args.config_name} of {config.model_type}")
     if args.serve:
         import_gradio()
-        if holds_model(output) and not args.overwrite_output_dir:
-            raise ValueError(
-                f"output_dir={output} holds a model: `tnn serve --model_name_or_path {output}` serves it. Give "
-                "--overwrite_output_dir to train another one in its place."
-            )
     with claim(output):
         check_overwriting(output, args.overwrite_output_dir)
         run(args, config)

@@ -33,12 +33,7 @@ def trained_length(folder: str, config) -> int | None:
 
 
 class Documents:
-    """Whose the scored tokens of a text are.
-
-    Args:
-        texts: lines, with `ends`, which is True at the last line of a document.
-        lines: their ids, as `tokenize` makes them.
-        count: number of tokens that are read; all but the first are scored.
+    """Whose the scored tokens of a text are, all but the first of `count`.
 
     Attributes:
         owners: the number of the document of each scored token, `(T-1,)`.

@@ -280,17 +280,15 @@ def table(summaries: list[dict]) -> str:
 
 def check_before_start(args: "GlueArguments", training: TrainingArguments):
     """Refuse options that contradict each other."""
-    trains = training.do_train or args.sweep
-    if not (trains or training.do_eval or training.do_predict):
+    if not (training.do_train or args.sweep or training.do_eval or training.do_predict):
         raise ValueError("one of --do_train, --do_eval, --do_predict and --sweep must be given")
-    if training.push_to_hub and not trains:
+    if training.push_to_hub and not (training.do_train or args.sweep):
         raise ValueError("--push_to_hub must be given with --do_train or --sweep: only a trained model is published")
     if args.sweep and training.resume_from_checkpoint is not None:
         raise ValueError("--sweep must be given without --resume_from_checkpoint: it always starts from the beginning")
-    for name, several in {"learning_rate": "sweep_learning_rates", "seed": "sweep_seeds"}.items():
-        value = getattr(training, name)
-        if args.sweep and value not in (None, getattr(TrainingArguments, name)):
-            raise ValueError(f"--{name} must not be given with --sweep, which reads --{several}, got {value}")
+    if args.sweep and (rate := training.learning_rate) is not None:
+        rates = "--sweep_learning_rates"
+        raise ValueError(f"--learning_rate must not be given with --sweep, which reads {rates}, got {rate}")
 
 
 def load_data(args: "GlueArguments", training: TrainingArguments) -> dict[Path, TaskData]:

@@ -38,19 +38,12 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Text:
-    """The text that all variants read.
+    """The text that all variants read."""
 
-    Attributes:
-        tokenizer: a tokenizer with a mask token.
-        blocks: the blocks to train on.
-        validation: ids `(T,)` of the validation text.
-        lengths: lengths of the rows of the validation text, at most T.
-    """
-
-    tokenizer: PreTrainedTokenizerFast
-    blocks: Dataset
-    validation: torch.Tensor
-    lengths: list[int]
+    tokenizer: PreTrainedTokenizerFast  # with a mask token
+    blocks: Dataset  # to train on
+    validation: torch.Tensor  # ids (T,)
+    lengths: list[int]  # of the rows of the validation text, at most T
 
 
 def tokenizer_for(texts: Dataset, vocab_size: int) -> PreTrainedTokenizerFast:
@@ -82,17 +75,6 @@ def score(
         nats = token_losses(model(rows.to(model.device)).logits, labels.to(model.device), causal=False)  # (B, L)
         total, count = total + nats.double().sum().item(), count + (labels != IGNORED).sum().item()
     return total / count, count
-
-
-def validation_ids(texts: Dataset, tokenizer: PreTrainedTokenizerFast, most: int, lengths: list[int]) -> torch.Tensor:
-    """The first tokens of the validation text, `(T,)`: `most`, or the longest of `lengths` if that is more."""
-    lines = tokenize(texts["text"], tokenizer, texts["ends"])
-    ids = torch.tensor([token for line in lines for token in line])
-    if len(ids) < max(lengths):
-        raise ValueError(
-            f"--longer must be at most {len(ids)}, the number of tokens of the validation text, got {max(lengths)}"
-        )
-    return ids[: max(most, *lengths)]
 
 
 def build_trainer(
@@ -167,7 +149,12 @@ def load_text(args: "AblationArguments") -> Text:
     corpus = load_corpus(args.dataset_name, args.dataset_config_name, documents=args.documents)
     tokenizer = tokenizer_for(corpus["train"], config.vocab_size)
     lengths = [config.max_position_embeddings, *args.longer]
-    validation = validation_ids(corpus["validation"], tokenizer, args.eval_tokens, lengths)
+    lines = tokenize(corpus["validation"]["text"], tokenizer, corpus["validation"]["ends"])
+    ids = torch.tensor([token for line in lines for token in line])
+    if len(ids) < max(lengths):
+        count = f"{len(ids)}, the number of tokens of the validation text"
+        raise ValueError(f"--longer must be at most {count}, got {max(lengths)}")
+    validation = ids[: max(args.eval_tokens, *lengths)]
     return Text(tokenizer, pack(corpus["train"], tokenizer, lengths[0]), validation, lengths)
 
 

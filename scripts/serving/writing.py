@@ -92,7 +92,7 @@ class Conversation:
         if self.tokenizer.chat_template is None:
             new = self.tokenizer(line, return_tensors="pt", add_special_tokens=not self.ids.shape[1])["input_ids"]
             return torch.cat([self.ids, new], dim=1)
-        with naming(self.tokenizer.name_or_path, *PARTS[AutoTokenizer]):  # a template is code of the folder
+        with naming(self.tokenizer.name_or_path, *PARTS["AutoTokenizer"]):  # a template is code of the folder
             ids = self.tokenizer.apply_chat_template(
                 self.messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
             )["input_ids"]

@@ -202,18 +202,15 @@ def test_script_on_generated_listops(tmp_path):
 
 
 def test_script_on_pictures(tmp_path):
-    """Of the form of `cifar10_gray`; a transformer of the same size."""
+    """Of the form of `cifar10_gray`."""
     rows = {"pixels": np.random.default_rng(0).integers(256, size=(6, 1024)).tolist(), "label": [0, 1, 2, 3, 4, 4]}
-    configs = ["---", "configs:", "- config_name: cifar10_gray", "  data_files:"]
     for split in ("train", "test"):
         Dataset.from_dict(rows).to_parquet(tmp_path / "cifar10_gray" / f"{split}.parquet")
-        configs += [f"  - split: {split}", f"    path: cifar10_gray/{split}.parquet"]
-    (tmp_path / "README.md").write_text("\n".join([*configs, "---", ""]))
-    results, _ = train(tmp_path / "out", f"--task image --config_name tnn-image --dataset_path {tmp_path}",
-                       "--transformer")  # fmt: skip
-    assert results["model"] == "transformer" and results["test_majority"] == pytest.approx(1 / 3)
-    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
-    assert loaded.config.model_type == "modernbert"
+    configs = {"configs": [{"config_name": "cifar10_gray", "data_dir": "cifar10_gray"}]}
+    (tmp_path / "README.md").write_text(f"---\n{json.dumps(configs)}\n---\n")
+    results, _ = train(tmp_path / "out", f"--task image --config_name tnn-image --dataset_path {tmp_path}")
+    assert results["model"] == "rpe" and results["test_majority"] == pytest.approx(1 / 3)
+    AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
 
 
 def test_script_on_pairs(tmp_path):

@@ -158,13 +158,13 @@ def test_what_does_not_start(monkeypatch, tmp_path):
 
 
 def test_the_demo_and_its_page(folder, monkeypatch):
-    """It is trained first; where there is a model already, the error says how to serve that one."""
+    """It is trained first, unless there is a model already."""
     done, page = [], "tnn_scripts.runs.demo"
     monkeypatch.setattr(f"{page}.import_gradio", lambda: None)
     monkeypatch.setattr(f"{page}.run", lambda args, config: done.append("trained"))
     monkeypatch.setattr(f"{page}.serve", lambda args: done.append(args.model_name_or_path))
     refused = run("demo.py", "--serve", "--output_dir", folder, check=False)
     assert (refused.returncode, done) == (2, [])
-    assert f"`tnn serve --model_name_or_path {folder}` serves it." in refused.stderr
+    assert "holds a model. Give --overwrite_output_dir to replace it" in refused.stderr
     run("demo.py", "--serve", "--output_dir", folder, "--overwrite_output_dir")
     assert done == ["trained", str(folder)]
