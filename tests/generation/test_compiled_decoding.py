@@ -13,12 +13,10 @@ from torch._dynamo.utils import counters
 from transformers import CompileConfig, DynamicCache, StaticCache
 
 from helpers.caches import TEXT, model_of, states_of
-from helpers.models import exhaustive, relative_error
+from helpers.models import relative_error
 from modeling_tnn.cache_tnn import CACHE, max_crop
 
 FIRST = ("rpe-medium-decay", "rtf", "converted")
-# What the usual tests leave to `make test-slow`, and the exhaustive ones besides.
-REST = [pytest.param("hyena", marks=pytest.mark.slow), *exhaustive("fd", "rpe-no-decay", "s4d", "explicit")]
 NEW = 300
 
 
@@ -69,14 +67,14 @@ def started(model, text, length, longest=NEW):
     return cache
 
 
-@pytest.mark.parametrize(("name", "graphs"), [*((name, 2) for name in FIRST), ("attention", 3)])
+@pytest.mark.parametrize(("name", "graphs"), [("rpe-medium-decay", 2), ("attention", 3)])
 def test_one_graph_and_the_same_tokens(name, graphs):
     """After padding on the left; a text without padding, which has no mask; and padding again.
 
     A window makes transformers' static cache count in Python until it is full: a graph before, and one after.
     """
     model, config = model_of(name), compiling("eager")
-    for start, length, pads, new in ((0, 11, 4, 80), (11, 22, 0, 20), (40, 30, 7, 9)):
+    for start, length, pads, new in ((0, 11, 4, 60), (11, 22, 0, 9), (40, 30, 7, 9)):
         prompt, mask = TEXT[:, start : start + length], torch.ones(2, length, dtype=torch.long)
         mask[0, :pads] = 0
         expected = generate(model, prompt, new, attention_mask=mask)
@@ -127,18 +125,18 @@ def test_what_enters_a_compiled_step_stays_the_same(name, rows, pads, monkeypatc
     monkeypatch.setattr(model, "prepare_inputs_for_generation", recorded)
     texts, mask = TEXT.flatten()[: 3 * rows * 11].view(3, rows, 11), torch.ones(rows, 11, dtype=torch.long)
     mask[0, :pads] = 0
-    for prompt, new in zip(texts, (90, 20, 20), strict=True):
+    for prompt, new in zip(texts, (90, 9, 9), strict=True):
         generated = generate(model, prompt, new, config, attention_mask=mask, return_dict_in_generate=True)
         assert torch.equal(generated.sequences, generate(model, prompt, new, attention_mask=mask))
         own = own_addresses(model, generated[CACHE])
         del generated
-    assert counters["stats"]["unique_graphs"] == 1 and len(layouts) == len(given) == 90 + 40 - 3
+    assert counters["stats"]["unique_graphs"] == 1 and len(layouts) == len(given) == 90 + 18 - 3
     assert len(set(layouts)) == 1 and all(one == given[0] for one in given)
     assert all(one == addresses[0] for one in addresses)
     assert addresses[0] <= own and len(addresses[0]) == len(layouts[0]) - len(given[0])
 
 
-@pytest.mark.parametrize("name", [*FIRST, "hybrid", *REST])
+@pytest.mark.parametrize("name", [*FIRST, "hybrid", pytest.param("hyena", marks=pytest.mark.slow)])
 @torch.no_grad()
 def test_compiled_steps_among_others(name):
     """After a long prompt, with steps, chunks, crops (of Toeplitz layers alone), changed rows and saved caches.
@@ -230,11 +228,11 @@ def test_compiled_steps_that_diverge_are_found():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FIRST)
+@pytest.mark.parametrize("name", FIRST[:2])
 def test_the_compiler(name):
     model = model_of(name)
-    expected = generate(model, TEXT[:, :20], 200)
-    assert torch.equal(generate(model, TEXT[:, :20], 200, compiling("inductor")), expected)
+    expected = generate(model, TEXT[:, :20], 100)
+    assert torch.equal(generate(model, TEXT[:, :20], 100, compiling("inductor")), expected)
 
 
 @pytest.mark.parametrize("length, new", [(1, 20), (600, 20)])

@@ -14,6 +14,7 @@ from helpers.strategies import configs, lengths, noise, seeds, splits, tokens
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification, TnnModel
 from modeling_tnn.cache_tnn import max_crop
 from modeling_tnn.tno_auto import build_tno
+from modeling_tnn.tools import recurrent
 
 # Not 1e-12: where a row is nearly zero, an RMS norm makes up to 1e8 times as much of its rounding.
 EXACT = 1e-8
@@ -156,8 +157,9 @@ def test_saving_and_loading_is_the_identity(tmp_path_factory, config, dtype, see
 @given(
     configs(causal=True, tno_types=("rpe", "fd")), st.sampled_from((2, 5, 8, 16)), st.sampled_from((1, 4, 16)), seeds
 )
-def test_a_conversion_does_what_it_reports(config, order, window, seed):
+def test_a_conversion_does_what_it_reports(monkeypatch, config, order, window, seed):
     """Against the kernel itself, tap by tap, in float64."""
+    monkeypatch.setattr(recurrent, "MOST_TAPS", 512)
     model = build(TnnForCausalLM, config, seed)
     converted, reports = model.to_recurrent(order=order, window=window)
     assert len(reports) == config.num_hidden_layers

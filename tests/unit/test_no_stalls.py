@@ -72,27 +72,22 @@ def test_a_training_step(tno_type, causal, fields, monkeypatch):
 
     With padding, transformers looks at the mask once or twice to choose a kernel of attention.
     """
-    attention = "layer_types" in fields
-    for padded in (False, True)[: 2 - attention]:
-        given = batch(padded, "meta")
-        language_model(tno_type, causal, **fields).to("meta").train()(**given).loss.backward()
-        classifier = TnnForSequenceClassification(tiny_config(tno_type, causal, **fields)).to("meta").train()
-        classifier(**given | {"labels": given["labels"][:, 0]}).loss.backward()
-    for padded, most in ((False, 0), (True, 2 * attention)):
-        results = []
-        for hosts in (("cpu",), ()):
-            monkeypatch.setattr(numerics, "HOST_DEVICES", hosts)
-            model = language_model(tno_type, causal, **fields).double().train()
-            with Waits() as waits:
-                outputs = model(**batch(padded))
-                outputs.loss.backward()
-            gradients = {name: p.grad for name, p in model.named_parameters()}
-            results.append((outputs.loss, gradients, dict(model.named_buffers())))
-        assert len(waits.found) <= most, waits.found
-        torch.testing.assert_close(*results)
+    attention, results = "layer_types" in fields, []
+    given = batch(not attention, "meta")
+    language_model(tno_type, causal, **fields).to("meta").train()(**given).loss.backward()
+    for hosts in (("cpu",), ()):
+        monkeypatch.setattr(numerics, "HOST_DEVICES", hosts)
+        model = language_model(tno_type, causal, **fields).double().train()
+        with Waits() as waits:
+            outputs = model(**batch(True))
+            outputs.loss.backward()
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        results.append((outputs.loss, gradients, dict(model.named_buffers())))
+    assert len(waits.found) <= 2 * attention, waits.found
+    torch.testing.assert_close(*results)
 
 
-@pytest.mark.parametrize(("tno_type", "causal"), VARIANTS)
+@pytest.mark.parametrize(("tno_type", "causal"), [("rpe", True), ("fd", False), ("ski", False), ("rtf", True)])
 def test_packed_rows(tno_type, causal, monkeypatch):
     """The documents are found on the host: their boundaries are on the CPU, as a collator makes them."""
     positions = torch.cat([torch.arange(12), torch.arange(21)]).expand(2, 33)
@@ -104,10 +99,14 @@ def test_packed_rows(tno_type, causal, monkeypatch):
     torch.testing.assert_close(model(ids, position_ids=positions).logits, expected)
 
 
-def test_images():
+def test_classifiers():
+    """Of texts with padding, and of images."""
     model = TnnForImageClassification(image_config()).to("meta").train()
-    pixels = torch.zeros(3, 3, 24, 24, device="meta")
-    model(pixels, labels=torch.zeros(3, dtype=torch.long, device="meta")).loss.backward()
+    labels = torch.zeros(3, dtype=torch.long, device="meta")
+    model(torch.zeros(3, 3, 24, 24, device="meta"), labels=labels).loss.backward()
+    for causal in (True, False):
+        model = TnnForSequenceClassification(tiny_config(causal=causal)).to("meta").train()
+        model(**batch(True, "meta") | {"labels": labels[:2]}).loss.backward()
 
 
 @torch.no_grad()
@@ -132,7 +131,7 @@ def test_decoding(tno_type, fields, fixed, monkeypatch):
 
     On the meta device too; with steps of fixed shape as a compiler records them.
     """
-    model, ids = language_model(tno_type, True, **fields), torch.arange(160).remainder(90).expand(2, -1)
+    model, ids = language_model(tno_type, True, **fields), torch.arange(80).expand(2, -1)
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
     expected = model(ids, attention_mask=mask, use_cache=False).logits[:, 9:]
@@ -142,15 +141,15 @@ def test_decoding(tno_type, fields, fixed, monkeypatch):
         monkeypatch.setattr(static_cache, "is_traced", lambda: True)
         # A test of remote code may have put the class of its copy of the package there.
         monkeypatch.setitem(STATIC_LAYER_TYPE_MAPPING, TOEPLITZ, static_cache.TnnStaticCacheLayer)
-        cache = StaticCache(config=model.config, max_cache_len=160)
+        cache = StaticCache(config=model.config, max_cache_len=80)
     with Waits() as waits:
         found = decode(model, ids, 9, cache)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    looks = 160 // 64 + 1 if fields == UNCONSTRAINED else 0
+    looks = 80 // 64 + 1 if fields == UNCONSTRAINED else 0
     start = WAITS_AT_START.get(tno_type, 0) if fields or tno_type == "rtf" else 0
     assert len(waits.found) <= len(model.model.layers) * (looks + start), waits.found
     if not fixed and not start:
-        decode(model.to("meta"), ids.to("meta"), 9, DynamicCache(config=model.config))
+        decode(model.to("meta"), ids[:, :20].to("meta"), 9, DynamicCache(config=model.config))
 
 
 @pytest.mark.parametrize("prompt", [3, 150])
