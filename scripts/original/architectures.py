@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from modeling_tnn import TnnConfig, TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification, TnnModel
+from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification, TnnModel
 from modeling_tnn.norms import NORM_TYPES
 from tnn_scripts.common.sequence_pairs import TnnForSequencePairClassification
 from tnn_scripts.original import hyenadna
@@ -57,7 +57,6 @@ TNN_SIZES = {
     "rpe_dim": (f"{FIRST}tno.rpe.in_proj.weight", 0),
     "ski_rank": (f"{FIRST}tno.alphas", 1),
     "ski_filter_size": (f"{FIRST}tno.filter", 1),
-    "rtf_state_size": (f"{FIRST}tno.ab", 1),
 }
 # Field of `TnnConfig` -> the option of fairseq-evo and ski-tnn, and its default.
 FAIRSEQ_FIELDS = {
@@ -182,20 +181,6 @@ def standalone_fields(options: dict, found: dict) -> dict:
     around = {"scale_embedding": False, "embedding_norm": False, "hidden_dropout_prob": 0.0}
     around |= {name: value for name, value in options.items() if name in (*around, "max_position_embeddings")}
     return fairseq_fields(options, found, "decoder") | own | around
-
-
-def rational_fields(options: dict, found: dict) -> dict:
-    """The fields from the arguments of `RTF` in `rtf.py`. Other fields are those of `TnnConfig`."""
-    constraint = options.get("constraint", "no")
-    fields = {name: value for name, value in options.items() if name in TnnConfig.__dataclass_fields__}
-    return fields | {
-        "tno_type": "rtf",
-        "causal": not options.get("bidirectional", False),
-        "gtu_expansion": expansion(found),
-        "rtf_num_denominators": options.get("num_a"),
-        "rtf_constraint": None if constraint == "no" else constraint,
-        "max_position_embeddings": options["trunc_len"],
-    }
 
 
 def rational_sizes(tensors: dict[str, torch.Tensor]) -> dict:
@@ -323,7 +308,6 @@ class Architecture:
         fields: the fields of the configuration from the options and from the sizes of the weights.
         head: the head, one of `HEADS`.
         options: the registered defaults.
-        required: the options that must be given.
         names: patterns of official names, and our names.
         check: refuses tensors, in official names, and options.
         prepare: brings tensors, in our names, into their form here, in place.
@@ -334,7 +318,6 @@ class Architecture:
     fields: Callable[[dict, dict], dict]
     head: str
     options: dict = field(default_factory=dict)
-    required: tuple[str, ...] = ()
     names: tuple[tuple[str, str], ...] = tuple(RENAMED)
     check: Callable[[dict, dict], None] = check_tnn
     prepare: Callable[[dict, dict], None] = lambda tensors, options: None
@@ -346,7 +329,7 @@ def s4_model(head: str = "sequence-classification", **options) -> Architecture:
     """A model of the Long Range Arena of the released RTF code, with the options of its experiment."""
     # The norms of all experiments. Weights without their buffers would pass for another norm.
     options, check = {"norm": "batch", "prenorm": True} | options, partial(check_backbone, supported=S4_VALUES)
-    return Architecture(s4_fields, head, options, (), S4_NAMES, check, prepare_s4, s4_sizes)
+    return Architecture(s4_fields, head, options, S4_NAMES, check, prepare_s4, s4_sizes)
 
 
 PUBLISHED = {
@@ -372,16 +355,13 @@ ARCHITECTURES = {
     "laxtnn_blm_tno_fd_3lyrs": encoder(MASKED | {"tno_type": "tno_fd"}),
     "ski_blm_inv_time": encoder(MASKED | DECAY | {"tno_type": "skitno_inv_time"}),
     "tnn_pytorch": Architecture(standalone_fields, "base"),
-    "rtf": Architecture(rational_fields, "base", required=("trunc_len",)),
     "rtf-listops": s4_model(trunc_len=2048),
     "rtf-imdb": s4_model(trunc_len=4096),
     "rtf-aan": s4_model("sequence-pair-classification", trunc_len=4000),
     "rtf-cifar": s4_model(trunc_len=1024, dataset="cifar"),
     "rtf-pathfinder": s4_model(trunc_len=1024, dataset="pathfinder"),
     "rtf-pathx": s4_model(trunc_len=16384, dataset="pathfinder"),
-    "hyena_rtf": Architecture(
-        hyena_fields, "causal-lm", HYENA, (), HYENA_NAMES, check_hyena, prepare_hyena, hyena_sizes
-    ),
+    "hyena_rtf": Architecture(hyena_fields, "causal-lm", HYENA, HYENA_NAMES, check_hyena, prepare_hyena, hyena_sizes),
     "hyenadna": Architecture(
         hyenadna.fields,
         "causal-lm",

@@ -215,8 +215,6 @@ def convert(tensors: dict, options: dict, architecture: str, head: str | None = 
     """
     built = ARCHITECTURES[architecture]
     head, options = head or built.head, built.options | options
-    if missing := [name for name in built.required if name not in options]:
-        raise ValueError(f"{', '.join(missing)} must be given by --hparams for the architecture {architecture}")
     built.check(tensors, options)
     ours, official_names = rename(tensors, built.names)
     if EMBEDDING not in ours:

@@ -3,7 +3,6 @@
     fairseq-evo    `decoder.` (causal language model) and `encoder.sentence_encoder.` (RoBERTa style)
     ski-tnn        the same names; FD and SKI operators
     tnn-pytorch    `token_mixer.` and `feature_mixer.` in each layer
-    RTF            `ab`, `h_0` and `scalar` of `rtf.py`, in place of the operator of our block
     rtf-*          S4's stack of blocks, of the Long Range Arena: `encoder.`, `model.layers.`, `decoder.`
     hyena_rtf      the language model of safari with RTF as Hyena's filter: `backbone.layers.`, `lm_head.`
 

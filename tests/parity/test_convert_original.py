@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
-    AutoModel,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
@@ -175,11 +174,8 @@ def test_what_does_not_fit_is_refused():
         given = {name: value for name, value in tensors.items() if value is not None}
         with pytest.raises(ValueError, match=message):
             convert(given, options, architecture)
-    for architecture in ("tnn_v2_decay_99_pre", "rtf"):
-        with pytest.raises(ValueError, match="must hold layers of a TNN"):
-            convert({"embed_tokens.weight": torch.zeros(5, 4)}, {"trunc_len": 16}, architecture)
-    with pytest.raises(ValueError, match="trunc_len.* must be given by --hparams"):
-        convert({}, {"d_model": 4}, "rtf")
+    with pytest.raises(ValueError, match="must hold layers of a TNN"):
+        convert({"embed_tokens.weight": torch.zeros(5, 4)}, {}, "tnn_v2_decay_99_pre")
 
 
 def test_learned_decays_are_parameters():
@@ -220,31 +216,6 @@ def test_layers_of_tnn_pytorch(name, tag, prefix):
         hidden = model(torch.arange(len(tensors["embed_tokens.weight"])).view(x.shape[:2])).last_hidden_state
         assert relative_error(hidden, norm(case.output().float())) < TOLERANCE
     assert not any(why.endswith("(--head)") for why in report["tensors"].values())
-
-
-@pytest.mark.parametrize("name, tag", [c for c in named_cases("rtf") if c[1] == "l17"])
-def test_rtf_inside_our_block(name, tag, tmp_path):
-    """The parameters of `rtf.py` beside ours; its kernel comes out of the converted and loaded model."""
-    case = Case(name, tag)
-    channels = case.hparams["d_model"]
-    layer = "layers.0.mixer.tno."
-    tensors = {layer + name: value for name, value in official_tensors(case).items()}
-    around = {"embed_tokens.weight": (11, 6), "norm.weight": (6,), "norm.bias": (6,)}
-    for part, sizes in {"mixer.u_proj": (channels, 6), "mixer.v_proj": (channels, 6), "mixer.o_proj": (6, channels),
-                        "glu.gate_proj": (5, 6), "glu.up_proj": (5, 6), "glu.down_proj": (6, 5)}.items():  # fmt: skip
-        around |= {f"layers.0.{part}.weight": sizes, f"layers.0.{part}.bias": sizes[:1]}
-    tensors |= {name: torch.randn(sizes) for name, sizes in around.items()}
-    model, _ = convert(tensors, case.hparams, "rtf")
-    model.save_pretrained(tmp_path)
-    loaded = AutoModel.from_pretrained(tmp_path)
-    assert loaded.config.gtu_dim == channels and loaded.config.causal != case.hparams["bidirectional"]
-    assert all(torch.equal(loaded.state_dict()[name], tensors[name]) for name in around)
-    length = case.run["length"]
-    kernel = loaded.layers[0].mixer.tno.coefficients(length)
-    expected = case.get("out64/k")
-    if case.hparams["bidirectional"]:
-        kernel, expected = kernel[:, length - 1 :], expected[:, :length]
-    assert relative_error(kernel, expected) < TOLERANCE
 
 
 @pytest.mark.parametrize(("published", "kind", "warning"), [

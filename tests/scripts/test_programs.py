@@ -360,11 +360,11 @@ class TestPush(TestCard):
 
 class TestConvert(ProgramTests):
     command = "convert"
-    needed = "tnn/model.safetensors tnn --architecture rtf"
+    needed = "tnn/model.safetensors tnn --architecture tnn_pytorch"
     refused = {"--overwrite_output_dir": "must not hold the model that is read"}
 
     def test_a_model_stays(self):
-        ended = run(self.program, "gpt2/model.safetensors", "tnn", "--architecture rtf", check=False)
+        ended = run(self.program, "gpt2/model.safetensors", "tnn", "--architecture tnn_pytorch", check=False)
         assert "holds a model. Give --overwrite_output_dir to replace it" in ended.stderr
 
 
