@@ -42,7 +42,7 @@ WAYS = {
     "long_range": [name for name in (*DIRECTIONS, "transformer") if name != "modal"],  # which is causal
     "alternatives": ["causal-ski", "split"],
     "mixing": ["toeplitz", "convolution", "recurrent", "attention", "linear attention", "mlp", "fourier",
-               "state space"],
+               "state space", "coefficients"],
 }  # fmt: skip
 DEFAULTS = {
     "training": ["released", "eager", "fused", "gpt2", "llama", "matmul"],

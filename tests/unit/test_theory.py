@@ -14,7 +14,7 @@ from helpers.models import relative_error, seeded, tiny_config
 from modeling_tnn.tno_rpe import RelativePositionEncoder
 
 sys.path.append(str(Path(__file__).parents[2] / "docs" / "research"))
-theory = import_module("theory")
+theory, shapes = import_module("theory"), import_module("kernel_shapes")
 draw = import_module("draw")
 
 
@@ -127,3 +127,19 @@ def test_initialised_denominators():
     assert theory.is_montel(a1, a2).mean() == pytest.approx(0.83, abs=0.02)
     for initializer, constraint in (("montel", None), ("xavier", "l1_montel")):
         assert theory.is_montel(*theory.initial_denominators(initializer, constraint).T).all()
+
+
+def test_shapes_of_kernels():
+    """A smooth kernel is of low rank, one with a spike is that and a sparse matrix, and noise is neither."""
+    lags = np.arange(1 - shapes.LENGTH, shapes.LENGTH)
+    smooth = np.exp(-((lags / 60) ** 2))
+    found = {name: shapes.shape(kernel) for name, kernel in {
+        "smooth": smooth,
+        "spiky": smooth + 3 * (-1.0) ** lags * (abs(lags) < 5),
+        "noise": np.random.default_rng(0).normal(size=len(lags)),
+    }.items()}  # fmt: skip
+    assert found["smooth"]["left_low_rank"] < 0.01 > found["smooth"]["rough_near"]
+    assert found["spiky"]["left_both"] < 0.01 and found["spiky"]["left_low_rank"] > 0.5
+    assert found["spiky"]["rough_near"] > 2 > 0.01 > found["spiky"]["rough_far"]
+    assert found["noise"]["left_both"] > 0.5 and abs(found["noise"]["rough_far"] - 1.5) < 0.2
+    assert found["spiky"]["rank_near"] > 5 > found["spiky"]["rank_far"] and found["noise"]["rank_far"] > 25

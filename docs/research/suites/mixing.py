@@ -8,6 +8,7 @@
     fourier              Re F_n x F_d, as in FNet                                   n d log n
     state space          `s4d`, its kernel included                                 n d log n
     toeplitz             `rpe`, its coefficients included                           n d log n
+    coefficients         those alone
 
 All see both directions but `recurrent` and `state space`. Projections, gates and norms around them are left out. The
 recurrent one takes its steps one by one; the others are parallel.
@@ -72,6 +73,9 @@ def build(way: str, length: int, channels: int) -> Callable[[torch.Tensor], torc
     """A layer from `(B, n, d)` to the same."""
     if way in ("state space", "toeplitz"):
         return operator("s4d" if way == "state space" else "rpe", length, channels)
+    if way == "coefficients":
+        encoder = operator("rpe", length, channels)
+        return lambda x: encoder.to(x.device).coefficients(x.shape[1])
     if way == "convolution":
         return AlongPositions(nn.Conv1d(channels, channels, TAPS, padding=TAPS // 2, groups=channels))
     if way == "mlp":
