@@ -73,6 +73,7 @@ FIGURES = {
 }
 # Operators -> their papers in citations.bib.
 PAPERS = {"fd": "moreno2023ski", "ski": "moreno2023ski", "rtf": "parnichkun2024rtf", "s4d": "gu2022s4d"}
+PAPERS |= {"hyena": "poli2023hyena"}
 
 
 def read_json(path: Path) -> dict:
