@@ -10,7 +10,6 @@ Example:
     python docs/research/benchmark.py streaming --lengths 65536 262144
     python docs/research/benchmark.py state_size
     python docs/research/benchmark.py long_range --models rpe transformer
-    python docs/research/benchmark.py alternatives --subjects split --lengths 512 8192
     python docs/research/benchmark.py mixing
 """
 
@@ -40,7 +39,6 @@ WAYS = {
     "generation": [*TNNS, *(f"{name}-compiled" for name in TNNS), "gpt2", "mamba", "weights"],
     "streaming": ["rpe", "fd", "rtf"],
     "long_range": [name for name in (*DIRECTIONS, "transformer") if name != "modal"],  # which is causal
-    "alternatives": ["causal-ski", "split"],
     "mixing": ["toeplitz", "convolution", "recurrent", "attention", "linear attention", "mlp", "fourier",
                "state space", "coefficients"],
 }  # fmt: skip
@@ -50,7 +48,6 @@ DEFAULTS = {
     "generation": ["rpe", "fd", "rtf", "modal", "gpt2", "mamba", "weights"],
     "streaming": ["rpe"],
     "long_range": ["rpe", "fd", "ski", "rtf", "s4d", "transformer"],
-    "alternatives": WAYS["alternatives"],
     "mixing": WAYS["mixing"],
 }
 # The options of each suite with their defaults.
@@ -66,7 +63,6 @@ OPTIONS = {
     "state_size": {"hidden_size": 256, "state_sizes": [4, 16, 64, 256, 1024, 2048], "largest_scan": 256,
                    "length": [4096], "batch_size": 2},
     "long_range": {"models": [], "lengths": [1024, 2048, 3072, 4096, 5120], "batch_size": 1, "config_overrides": ""},
-    "alternatives": {"subjects": [], "lengths": BATCHES["lengths"], "channels": 64, "batch_size": 1, "rank": 64},
     "mixing": {"ways": [], "lengths": BATCHES["lengths"], "channels": 512, "batch_size": 1},
 }  # fmt: skip
 

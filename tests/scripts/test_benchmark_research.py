@@ -9,11 +9,9 @@ import torch
 
 from helpers.models import random
 from helpers.scripts import ROOT, table_rows, words
-from modeling_tnn import dense_toeplitz
-from modeling_tnn.tno_ski import InducingGrid
 
 sys.path.append(str(ROOT / "docs" / "research"))
-program, alternatives, memory = (import_module(name) for name in ("benchmark", "suites.alternatives", "suites.memory"))
+program, memory = import_module("benchmark"), import_module("suites.memory")
 mixing, s4_layer, state_size = (import_module(f"suites.{name}") for name in ("mixing", "s4_layer", "state_size"))
 
 
@@ -23,23 +21,6 @@ def same(actual: torch.Tensor, expected: torch.Tensor, inputs: list[torch.Tensor
     weights, options = torch.randn_like(expected), {"materialize_grads": True, "allow_unused": True}
     first, second = (torch.autograd.grad((y * weights).real.sum(), inputs, **options) for y in (actual, expected))
     torch.testing.assert_close(first, second)
-
-
-@pytest.mark.parametrize("way", [alternatives.causal_by_prefix_sums, alternatives.causal_by_intervals])
-@pytest.mark.parametrize(("length", "step"), [(2, 1), (17, 4), (63, 9), (64, 8), (65, 8)])
-def test_causal_ski(way, length, step):
-    grid = InducingGrid(length, 1, step)
-    v, taps = random(3, 2, length), random(3, 2 * grid.num_points + 1)[:, 1:-1]
-    weights = grid.matrix(v)
-    matrix = (weights @ dense_toeplitz(taps) @ weights.t()).tril()
-    same(way(v, taps, grid), torch.einsum("dij,dbj->dbi", matrix, v), [v, taps])
-
-
-@pytest.mark.parametrize("length", [2, 6, 100])
-def test_split_product(length):
-    v, taps = random(3, 2, length), random(3, 2 * length - 1)
-    dense = torch.einsum("dij,dbj->dbi", dense_toeplitz(taps), v)
-    same(alternatives.SplitProduct.apply(v, taps), dense, [v, taps])
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 17, 64])
@@ -158,12 +139,6 @@ def test_long_range(measure):
     assert [line[0] for line in shown] == ways
     parameters = {row["way"]: row["parameters"] for row in rows if row["length"] == 64}
     assert parameters["transformer"] - 64 * 128 == pytest.approx(parameters["rpe"], rel=0.1)
-
-
-def test_alternatives(measure):
-    rows, _ = measure("alternatives", "--lengths 64 --channels 2 --rank 8")
-    kept = {row["way"]: row["saved_mebibytes"] for row in rows}
-    assert kept["prefix"] > 4 * kept["filter"] and kept["split"] == kept["fused"]
 
 
 def test_columns_of_table_1(measure):

@@ -15,7 +15,6 @@ AXES = {
     "generation": ("context", "model", "ms_per_token", "tokens seen before", "ms per new token"),
     "state_size": ("state_size", "way", "milliseconds", "state size", "forward and backward, ms"),
     "long_range": ("length", "way", "steps_per_second", "sequence length", "training steps per second"),
-    "alternatives": ("length", "way", "milliseconds", "sequence length", "forward and backward, ms"),
     "mixing": ("length", "way", "milliseconds", "sequence length", "forward and backward, ms"),
     "streaming": ("tokens", "way", "microseconds_per_token", "tokens streamed", "µs per token"),
 }
