@@ -8,7 +8,6 @@ Example:
     python scripts/model_card.py outputs/demo --repo_id user/tnn-demo --output_dir model_cards/tnn-demo
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -20,16 +19,12 @@ from tnn_scripts.common.model_path import check_model_path
 from tnn_scripts.common.parser import ProgramParser
 
 
-def parse_arguments() -> argparse.Namespace:
+@report_errors
+def main():
     parser = ProgramParser(description=__doc__)
     add_arguments(parser)
     parser.add_argument("--output_dir", type=Path, required=True)
-    return parser.parse_args()
-
-
-@report_errors
-def main():
-    args = parse_arguments()
+    args = parser.parse_args()
     check_model_path(args.folder, "folder")
     with importing("scripts"):
         from tnn_scripts.common.model_card import check_folder, collect, load, render

@@ -6,8 +6,8 @@
 
 Repositories have commits on the branch `main`. A private repository does not exist for who has no token. The Space
 USER/NAME is the repository `spaces/USER/NAME`. Tests break things through `cut` (after how many bytes of a file, by
-`USER/NAME/FILE`, the connection ends) and `on_upload` (called before a
-commit is received). `HangUp` ends a connection.
+`USER/NAME/FILE`, the connection ends) and `on_upload` (called when an upload begins, before its commit). `HangUp` ends
+a connection.
 """
 
 import base64
@@ -193,13 +193,13 @@ def validate_yaml(request: Handler):
 def preupload(request: Handler, repo: str, revision: str):
     """All files are in the commit, as small ones are on the Hub."""
     paths = [wanted["path"] for wanted in json.loads(request.body())["files"]]
+    request.hub.on_upload()
     request.found(repo, revision, write=True)
     modes = {"shouldIgnore": False, "uploadMode": "regular", "oid": None}
     request.answer({"files": [{"path": path, **modes} for path in paths]})
 
 
 def commit(request: Handler, repo: str, revision: str):
-    request.hub.on_upload()
     lines = request.body().splitlines()
     stored, oid = request.found(repo, revision, write=True)
     files = dict(stored.commits[oid])
