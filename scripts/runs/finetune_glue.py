@@ -284,11 +284,14 @@ def check_before_start(args: "GlueArguments", training: TrainingArguments):
         raise ValueError("one of --do_train, --do_eval, --do_predict and --sweep must be given")
     if training.push_to_hub and not (training.do_train or args.sweep):
         raise ValueError("--push_to_hub must be given with --do_train or --sweep: only a trained model is published")
+    if training.push_to_hub and training.hub_token is not None:
+        raise ValueError("--hub_token must not be given: --push_to_hub is by the user of `hf auth login` or HF_TOKEN")
     if args.sweep and training.resume_from_checkpoint is not None:
         raise ValueError("--sweep must be given without --resume_from_checkpoint: it always starts from the beginning")
-    if args.sweep and (rate := training.learning_rate) is not None:
-        rates = "--sweep_learning_rates"
-        raise ValueError(f"--learning_rate must not be given with --sweep, which reads {rates}, got {rate}")
+    for name, several in {"learning_rate": "sweep_learning_rates", "seed": "sweep_seeds"}.items():
+        value = getattr(training, name)
+        if args.sweep and value not in (None, getattr(TrainingArguments, name)):
+            raise ValueError(f"--{name} must not be given with --sweep, which reads --{several}, got {value}")
 
 
 def load_data(args: "GlueArguments", training: TrainingArguments) -> dict[Path, TaskData]:
