@@ -53,11 +53,11 @@ def modulation(times: torch.Tensor, rates: torch.Tensor) -> torch.Tensor:
 
 
 class ChannelLinear(CastingLinear):
-    """A linear map without a bias, whose result is channel-major."""
+    """A linear map without a bias."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`(L, F)` to `(D, L)`."""
-        return self.weight.to(x.dtype) @ x.t()
+        """`(L, F)` to `(L, D)`, channel-major in memory."""
+        return (self.weight.to(x.dtype) @ x.t()).t()
 
 
 class LimitedRecurrence(FilterRecurrence):
@@ -127,7 +127,7 @@ class HyenaOperator(ToeplitzOperator):
         *hidden, out = self.layers
         for layer in hidden:
             x = torch.sin(self.freq.to(dtype) * layer(x))  # (L, F)
-        kernel = out(x).unflatten(0, (-1, self.channels))  # (1 or 2, D, L)
+        kernel = out(x).t().unflatten(0, (-1, self.channels))  # (1 or 2, D, L)
         kernel = kernel * modulation(times, rates)
         first = (torch.arange(reach, device=own) == 0).to(dtype)  # (L,)
         positive = kernel[0] + self.direct.to(dtype)[:, None] * first  # (D, L)

@@ -131,7 +131,7 @@ def test_full_disk_in_a_conversion(program, tmp_path, largest_file, monkeypatch)
     save_file({"a": torch.zeros(1)}, given)  # whatever is converted is not the point here
     converted = seeded(TnnForCausalLM, tiny_config("rtf")), {"tensors": {}, "warnings": []}
     monkeypatch.setattr("tnn_scripts.original.conversion.convert", lambda *options: converted)
-    command = [program, given, output, "--architecture", "rtf", "--overwrite_output_dir"]
+    command = [program, given, output, "--architecture", "tnn_pytorch", "--overwrite_output_dir"]
     if program == "to_recurrent":
         model = save_model(tmp_path / "model", tno_type="rpe", decay=0.9)
         command = [program, "--model_name_or_path", model, "--output_dir", output, "--order", 4, "--dataset_name",
