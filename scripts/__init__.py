@@ -1,1 +1,1 @@
-"""The programs, run as `python scripts/NAME.py`, and the modules that they share."""
+"""The programs. The command `tnn` imports them as `tnn_cli.programs`; nothing else imports one."""

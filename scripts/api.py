@@ -12,10 +12,10 @@ Example:
 import logging
 import os
 
-from tnn_scripts.common.errors import importing, report_errors
+from tnn_cli.errors import importing, report_errors
 
-from tnn_scripts.common.parser import ProgramParser
-from tnn_scripts.serving.arguments import ApiArguments
+from tnn_cli.parser import ProgramParser
+from tnn_cli.serving_arguments import ApiArguments
 
 logger = logging.getLogger("api")
 
@@ -36,9 +36,9 @@ def main():
     args = ApiArguments(**vars(ProgramParser([ApiArguments], __doc__).parse_args()))
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     with importing("api"):
-        from tnn_scripts.serving.app import build_app
-        from tnn_scripts.serving.server import Server
-        from tnn_scripts.serving.service import Service
+        from modeling_tnn.serving.app import build_app
+        from modeling_tnn.serving.server import Server
+        from modeling_tnn.serving.service import Service
     key = key_of(args)
     service = Service(args)
     logger.info("serving %s at http://%s:%d/v1; Ctrl-C ends it", service.name, args.host, args.port)

@@ -19,17 +19,17 @@ from importlib import import_module
 from pathlib import Path
 from typing import Literal
 
-from tnn_scripts.common.errors import importing, report_errors
+from tnn_cli.errors import importing, report_errors
 
-from tnn_scripts.common.atomic import check_writable, write_json
-from tnn_scripts.common.declared import declared_keys, declared_text
-from tnn_scripts.common.parser import ProgramParser, option
+from tnn_cli.atomic import check_writable, write_json
+from tnn_cli.declared import declared_keys, declared_text
+from tnn_cli.parser import ProgramParser, option
 
 OPERATORS = declared_keys("modeling_tnn.configuration_tnn", "DIRECTIONS")
 PRODUCTS = ("released", *(way for name in OPERATORS for way in (name, f"{name} eager")))
-TNNS = declared_keys("tnn_scripts.benchmarks.peers", "FIELDS")
-DECODERS = (*TNNS, *declared_keys("tnn_scripts.benchmarks.decoding", "DOTS"))
-PARTS = declared_keys("tnn_scripts.benchmarks.gpu", "PARTS")
+TNNS = declared_keys("modeling_tnn.benchmarks.peers", "FIELDS")
+DECODERS = (*TNNS, *declared_keys("modeling_tnn.benchmarks.decoding", "DOTS"))
+PARTS = declared_keys("modeling_tnn.benchmarks.gpu", "PARTS")
 WIDTH, CONTEXTS = "Width of the models.", "Tokens in the context."
 
 
@@ -107,7 +107,7 @@ def parse_arguments() -> Namespace:
     parser = ProgramParser(description=__doc__)
     suites = parser.add_subparsers(dest="suite", required=True)
     for name, (options, summary) in SUITES.items():
-        text = declared_text(f"tnn_scripts.benchmarks.{name}")
+        text = declared_text(f"modeling_tnn.benchmarks.{name}")
         suites.add_parser(name, help=summary, description=text, classes=[options])
     return parser.parse_args()
 
@@ -118,8 +118,8 @@ def main():
     if args.output_file is not None:
         check_writable(args.output_file)
     with importing("scripts"):
-        suite = import_module(f"tnn_scripts.benchmarks.{args.suite}")
-        from tnn_scripts.benchmarks.measure import measured
+        suite = import_module(f"modeling_tnn.benchmarks.{args.suite}")
+        from modeling_tnn.benchmarks.measure import measured
 
     result = measured(suite, args)
     sys.stdout.write(suite.table(result["rows"]) + "\n")

@@ -12,11 +12,11 @@ Example:
 import sys
 from dataclasses import dataclass
 
-from tnn_scripts.common.errors import check_text, importing, read_lines, report_errors
+from tnn_cli.errors import check_text, importing, read_lines, report_errors
 
-from tnn_scripts.common.parser import ProgramParser, check_counts
-from tnn_scripts.common.sampling import TEMPERATURE, TOP_P, sampling
-from tnn_scripts.serving.arguments import WriterArguments, option
+from tnn_cli.parser import ProgramParser, check_counts
+from tnn_cli.sampling import TEMPERATURE, TOP_P, sampling
+from tnn_cli.serving_arguments import WriterArguments, option
 
 
 @dataclass
@@ -53,7 +53,7 @@ def main():
     with importing():
         from transformers import set_seed
 
-        from tnn_scripts.serving.writing import Conversation, load_writer
+        from modeling_tnn.serving.writing import Conversation, load_writer
     model, tokenizer = load_writer(args.model_name_or_path, args.dtype, args.device, args.trust_remote_code)
     if args.system is not None and tokenizer.chat_template is None:
         raise ValueError(f"--system must be given with a tokenizer that has a chat template, got {args.system!r}")

@@ -17,14 +17,14 @@ import json
 import sys
 from pathlib import Path
 
-from tnn_scripts.common.errors import importing, report_errors
+from tnn_cli.errors import importing, report_errors
 
-from tnn_scripts.common.atomic import check_overwriting, claim, new_files, write_json
-from tnn_scripts.common.declared import declared_keys
-from tnn_scripts.common.parser import ProgramParser
+from tnn_cli.atomic import check_overwriting, claim, new_files, write_json
+from tnn_cli.declared import declared_keys
+from tnn_cli.parser import ProgramParser
 
 ARCHITECTURES, HEADS = (
-    declared_keys("tnn_scripts.original.architectures", name) for name in ("ARCHITECTURES", "HEADS")
+    declared_keys("modeling_tnn.original.architectures", name) for name in ("ARCHITECTURES", "HEADS")
 )
 
 
@@ -65,7 +65,7 @@ def read_options(file: Path) -> dict:
 def run(args: argparse.Namespace):
     """Convert the checkpoint, save the model and the report, and say what became of the tensors."""
     with importing("scripts"):
-        from tnn_scripts.original import conversion
+        from modeling_tnn.original import conversion
     tensors, options = conversion.read_checkpoint(args.checkpoint)
     if args.hparams is not None:
         options |= read_options(args.hparams)

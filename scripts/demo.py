@@ -8,11 +8,11 @@ Example:
 
 from dataclasses import dataclass
 
-from tnn_scripts.common.errors import importing, report_errors
+from tnn_cli.errors import importing, report_errors
 
-from tnn_scripts.common.declared import declared_keys
-from tnn_scripts.common.model_path import check_source, find_config, nearest
-from tnn_scripts.common.parser import option, parse_arguments
+from tnn_cli.declared import declared_keys
+from tnn_cli.model_path import check_source, find_config, nearest
+from tnn_cli.parser import option, parse_arguments
 
 OPERATORS = declared_keys("modeling_tnn.configuration_tnn", "DIRECTIONS")
 
@@ -49,7 +49,7 @@ class DemoArguments:
 def main():
     (args,) = parse_arguments([DemoArguments], __doc__)
     with importing("demo"):
-        from tnn_scripts.runs.demo import start
+        from modeling_tnn.training.demo import start
     start(args)
 
 

@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tnn_scripts.common.errors import importing, report_errors
+from tnn_cli.errors import importing, report_errors
 
-from tnn_scripts.common.model_path import check_file, check_model_path, check_source
-from tnn_scripts.common.parser import check_counts, option, parse_arguments
+from tnn_cli.model_path import check_file, check_model_path, check_source
+from tnn_cli.parser import check_counts, option, parse_arguments
 
 
 @dataclass
@@ -78,7 +78,7 @@ class EvaluateArguments:
 def main():
     (args,) = parse_arguments([EvaluateArguments], __doc__)
     with importing("training"):
-        from tnn_scripts.runs.evaluate_lm import run
+        from modeling_tnn.training.evaluate_lm import run
     run(args)
 
 

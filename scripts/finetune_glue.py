@@ -14,14 +14,14 @@ Example:
 
 from dataclasses import dataclass
 
-from tnn_scripts.common.errors import report_errors
+from tnn_cli.errors import report_errors
 
-from tnn_scripts.common.declared import declared_keys, start
-from tnn_scripts.common.model_path import check_file, check_model_path, check_path
-from tnn_scripts.common.parser import check_counts, option
-from tnn_scripts.common.training_arguments import GroupArguments
+from tnn_cli.declared import declared_keys, start
+from tnn_cli.model_path import check_file, check_model_path, check_path
+from tnn_cli.parser import check_counts, option
+from tnn_cli.training_arguments import GroupArguments
 
-TASKS = declared_keys("tnn_scripts.data.glue", "TASKS")
+TASKS = declared_keys("modeling_tnn.data.glue", "TASKS")
 
 
 @dataclass(kw_only=True)

@@ -18,12 +18,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tnn_scripts.common.errors import check_text, importing, read_lines, report_errors
+from tnn_cli.errors import check_text, importing, read_lines, report_errors
 
-from tnn_scripts.common.atomic import check_writable, write_json
-from tnn_scripts.common.model_path import check_model_path, read_lines_of
-from tnn_scripts.common.parser import ProgramParser, check_counts
-from tnn_scripts.serving.generation_fields import read_options
+from modeling_tnn.serving.generation_fields import read_options
+from tnn_cli.atomic import check_writable, write_json
+from tnn_cli.model_path import check_model_path, read_lines_of
+from tnn_cli.parser import ProgramParser, check_counts
 
 
 def parse_arguments() -> tuple[argparse.Namespace, dict]:
@@ -74,8 +74,8 @@ def run(args: argparse.Namespace, options: dict):
         import torch
         from transformers import set_seed
 
-        from tnn_scripts.common.model_path import require_padding
-        from tnn_scripts.serving.writing import continue_batch, load_writer, with_defaults
+        from modeling_tnn.serving.writing import continue_batch, load_writer, with_defaults
+        from tnn_cli.model_path import require_padding
     given = args.model_name_or_path, args.dtype, args.device, args.trust_remote_code
     model, tokenizer = load_writer(*given, padding_side="left")
     if args.batch_size > 1:

@@ -11,12 +11,12 @@ Example:
 import sys
 from pathlib import Path
 
-from tnn_scripts.common.errors import importing, report_errors
+from tnn_cli.errors import importing, report_errors
 
-from tnn_scripts.common.atomic import write_text
-from tnn_scripts.common.card_options import add_arguments
-from tnn_scripts.common.model_path import check_model_path
-from tnn_scripts.common.parser import ProgramParser
+from tnn_cli.atomic import write_text
+from tnn_cli.card_options import add_arguments
+from tnn_cli.model_path import check_model_path
+from tnn_cli.parser import ProgramParser
 
 
 @report_errors
@@ -27,7 +27,7 @@ def main():
     args = parser.parse_args()
     check_model_path(args.folder, "folder")
     with importing("scripts"):
-        from tnn_scripts.common.model_card import check_folder, collect, load, render
+        from modeling_tnn.training.model_card import check_folder, collect, load, render
     check_folder(args.output_dir, args.folder)
     collect(args, load(args.folder), args.output_dir)
     write_text(args.output_dir / "README.md", render(args.output_dir))

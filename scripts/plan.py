@@ -14,16 +14,16 @@ Example:
 import argparse
 from pathlib import Path
 
-from tnn_scripts.common.errors import importing, report_errors
+from tnn_cli.errors import importing, report_errors
 
-from tnn_scripts.common.atomic import check_writable
-from tnn_scripts.common.declared import declared_keys
-from tnn_scripts.common.model_path import find_config
-from tnn_scripts.common.parser import ProgramParser
-from tnn_scripts.common.training_arguments import OBJECTIVES, OPTIMIZERS
+from tnn_cli.atomic import check_writable
+from tnn_cli.declared import declared_keys
+from tnn_cli.model_path import find_config
+from tnn_cli.parser import ProgramParser
+from tnn_cli.training_arguments import OBJECTIVES, OPTIMIZERS
 
-ENGINES = declared_keys("tnn_scripts.runs.plan", "ENGINES")
-GPUS = declared_keys("tnn_scripts.common.costs", "PEAKS")
+ENGINES = declared_keys("modeling_tnn.training.plan", "ENGINES")
+GPUS = declared_keys("modeling_tnn.training.costs", "PEAKS")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -57,7 +57,7 @@ def parse_arguments() -> argparse.Namespace:
 def main():
     args = parse_arguments()
     with importing("training"):
-        from tnn_scripts.runs.plan import run
+        from modeling_tnn.training.plan import run
     run(args)
 
 

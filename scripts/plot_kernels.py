@@ -16,11 +16,11 @@ import html
 import sys
 from pathlib import Path
 
-from tnn_scripts.common.errors import importing, report_errors
+from tnn_cli.errors import importing, report_errors
 
-from tnn_scripts.common.atomic import claim, saving_errors, write_json, write_text
-from tnn_scripts.common.model_path import check_model_path
-from tnn_scripts.common.parser import ProgramParser
+from tnn_cli.atomic import claim, saving_errors, write_json, write_text
+from tnn_cli.model_path import check_model_path
+from tnn_cli.parser import ProgramParser
 
 STYLE = """body { font-family: sans-serif; max-width: 1400px; margin: 2em auto; padding: 0 1em; color: #222; }
 img { max-width: 100%; } table { border-collapse: collapse; margin: 1em 0; }
@@ -98,7 +98,7 @@ def load_model(name: str):
     from transformers.utils import logging
 
     from modeling_tnn import TnnForImageClassification
-    from tnn_scripts.common.model_path import load
+    from tnn_cli.model_path import load
 
     logging.set_verbosity_error()  # the heads of a checkpoint are not needed here
     config = load(AutoConfig, name)
@@ -111,8 +111,8 @@ def load_model(name: str):
 def run(args: argparse.Namespace):
     """Read the kernels, draw them, and report their horizons."""
     with importing("scripts"):
-        from tnn_scripts.plotting import figures
-        from tnn_scripts.plotting.reading import read_model
+        from modeling_tnn.plotting import figures
+        from modeling_tnn.plotting.reading import read_model
 
     model = load_model(args.model_name_or_path)
     length = args.length or model.config.axis_length

@@ -15,13 +15,13 @@ import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from tnn_scripts.common.errors import report_errors
+from tnn_cli.errors import report_errors
 
 import yaml
 
-from tnn_scripts.common.model_path import configuration_folder, nearest, preset_folders, recipe_files
-from tnn_scripts.common.parser import ProgramParser
-from tnn_scripts.common.training_arguments import PresetTraining, read_presets
+from tnn_cli.model_path import configuration_folder, nearest, preset_folders, recipe_files
+from tnn_cli.parser import ProgramParser
+from tnn_cli.training_arguments import PresetTraining, read_presets
 
 START, PAPERS = "Start here", "Of the papers"
 # Folder of presets -> the title of their table.

@@ -13,12 +13,12 @@ Example:
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tnn_scripts.common.errors import report_errors
+from tnn_cli.errors import report_errors
 
-from tnn_scripts.common.declared import start
-from tnn_scripts.common.model_path import check_source, find_config
-from tnn_scripts.common.parser import load_config, option
-from tnn_scripts.common.task_arguments import ComparisonArguments
+from tnn_cli.declared import start
+from tnn_cli.model_path import check_source, find_config
+from tnn_cli.parser import load_config, option
+from tnn_cli.task_arguments import ComparisonArguments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

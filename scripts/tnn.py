@@ -9,9 +9,9 @@ Example:
 import sys
 from importlib import import_module
 
-from tnn_scripts.common.errors import COMMANDS, report_errors
+from tnn_cli.errors import COMMANDS, report_errors
 
-from tnn_scripts.common.model_path import nearest
+from tnn_cli.model_path import nearest
 
 
 def help_text() -> str:
@@ -37,7 +37,7 @@ def main():
         sys.stdout.write(f"modeling-tnn {version('modeling-tnn')}\n")
     elif command in COMMANDS:
         sys.argv = [f"tnn {command}", *options]
-        import_module(f"tnn_scripts.{COMMANDS[command][0]}").main()
+        import_module(f"tnn_cli.programs.{COMMANDS[command][0]}").main()
     else:
         sys.stderr.write(f"error: {command} is not a command of tnn{nearest(command, COMMANDS)} See `tnn --help`.\n")
         sys.exit(2)

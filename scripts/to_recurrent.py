@@ -15,11 +15,11 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from tnn_scripts.common.errors import importing, report_errors
+from tnn_cli.errors import importing, report_errors
 
-from tnn_scripts.common.atomic import check_overwriting, claim, new_files, write_json
-from tnn_scripts.common.model_path import check_model_path, check_source
-from tnn_scripts.common.parser import ProgramParser
+from tnn_cli.atomic import check_overwriting, claim, new_files, write_json
+from tnn_cli.model_path import check_model_path, check_source
+from tnn_cli.parser import ProgramParser
 
 COLUMNS = ("order", "taps", "l2_layer", "l2_median", "l2_worst", "tail_bound", "largest_pole")
 
@@ -85,8 +85,8 @@ def run(args: argparse.Namespace, convert=to_recurrent) -> dict:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         import modeling_tnn  # noqa: F401 - registers the model with the Auto classes
-        from tnn_scripts.common.model_path import check_vocabulary, load
-        from tnn_scripts.data.text import load_corpus, pack
+        from modeling_tnn.data.text import load_corpus, pack
+        from tnn_cli.model_path import check_vocabulary, load
     name, tokenizer = args.model_name_or_path, load(AutoTokenizer, args.model_name_or_path)
     model = load(AutoModelForCausalLM, name).eval()
     if model.config.model_type != "tnn":

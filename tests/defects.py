@@ -234,27 +234,27 @@ DEFECTS = [
            "all(is_on_host(operator.denominator) for operator in rational_operators(model))", "True",
            "properties/test_stability"),
     # Training programs
-    Defect("data: the collator draws masks by a seed of its own", S + "data/text.py",
+    Defect("data: the collator draws masks by a seed of its own", P + "data/text.py",
            "(tokenizer, mlm_probability=mlm_probability)", "(tokenizer, mlm_probability=mlm_probability, seed=0)",
            "scripts/test_pretrain"),
-    Defect("recording: dropout goes on from the warm-up", S + "common/passes.py",
+    Defect("recording: dropout goes on from the warm-up", P + "training/passes.py",
            "with undone(self.model, batch[\"input_ids\"].device), self", "with self",
            "scripts/test_training_step"),
-    Defect("recording: the gradients of the warm-up stay", S + "common/passes.py",
+    Defect("recording: the gradients of the warm-up stay", P + "training/passes.py",
            "self.model.zero_grad(set_to_none=self.passes == 1)", "pass", "scripts/test_training_step"),
-    Defect("micro-batch: each process takes its own", S + "common/costs.py", "min(gather_object([size]))",
+    Defect("micro-batch: each process takes its own", P + "training/costs.py", "min(gather_object([size]))",
            "max(gather_object([size]))", "scripts/test_pretrain_options"),
-    Defect("resuming: blocks of the text from the start", S + "common/accelerate_loop.py",
+    Defect("resuming: blocks of the text from the start", P + "training/accelerate_loop.py",
            "self.state = TrainerState(**saved[\"state\"])", "self.state = TrainerState()",
            "scripts/test_pretrain faults/test_interruption"),
-    Defect("resuming: schedule from the start", S + "common/accelerate_loop.py",
+    Defect("resuming: schedule from the start", P + "training/accelerate_loop.py",
            "            self.scheduler.load_state_dict(saved[\"scheduler\"])\n", "", "faults/test_interruption"),
-    Defect("resuming: Trainer goes on with another run", S + "common/atomic.py",
+    Defect("resuming: Trainer goes on with another run", S + "tnn_cli/atomic.py",
            "if n in saved and saved[n] != v", "if n not in saved", "faults/test_faults_training"),
-    Defect("checkpoints: damaged files are taken", S + "common/atomic.py",
+    Defect("checkpoints: damaged files are taken", S + "tnn_cli/atomic.py",
            "if not path.is_file() or _sha256(path) != checksum:", "if not path.is_file():",
            "faults/test_faults_saving faults/test_faults_training scripts/test_pretrain"),
-    Defect("evaluation: rows overlap by two tokens", S + "common/scoring.py", "nats[:, length - 1 - stride :]",
+    Defect("evaluation: rows overlap by two tokens", P + "training/scoring.py", "nats[:, length - 1 - stride :]",
            "nats[:, length - 2 - stride :]", "scripts/test_evaluate_lm"),
     # Several processes
     Defect("tensor parallelism: gradients of shared parameters are those of one process", P + "parallel/tensor.py",
@@ -272,12 +272,12 @@ DEFECTS = [
 
 
 def copy_project(folder: Path):
-    """The project in `folder`, and the name by which its programs import each other."""
+    """The project in `folder`, and the name by which the command `tnn` imports its programs."""
     for name in COPIED:
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in FILES:
         shutil.copy(ROOT / name, folder / name)
-    (folder / "tnn_scripts").symlink_to(folder / "scripts")
+    (folder / "scripts" / "tnn_cli" / "programs").symlink_to(folder / "scripts")
 
 
 def apply(defect: Defect, folder: Path):
@@ -299,7 +299,7 @@ def is_caught(defect: Defect) -> str | None:
         folder = Path(name)
         copy_project(folder)
         apply(defect, folder)
-        environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+        environment = os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{folder / 'scripts'}", "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *defect.test_files()]
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
         lines = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from modeling_tnn import load_preset
-from tnn_scripts.data.text import train_tokenizer
+from modeling_tnn.data.text import train_tokenizer
 
 MAX_STEPS = int(os.environ.get("MAX_STEPS", 60))
 folder = tempfile.mkdtemp()

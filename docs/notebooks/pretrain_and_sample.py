@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, DataCollatorForLanguageModeling, Trainer, TrainingArguments, set_seed
 
 from modeling_tnn import load_preset
-from tnn_scripts.data.text import load_corpus, pack, train_tokenizer
+from modeling_tnn.data.text import load_corpus, pack, train_tokenizer
 
 MAX_STEPS = int(os.environ.get("MAX_STEPS", 300))
 folder = tempfile.mkdtemp()

@@ -26,7 +26,7 @@ from torch.utils.data import SequentialSampler
 from transformers import AutoModel, set_seed
 
 from modeling_tnn import load_preset
-from tnn_scripts.data.text import train_tokenizer
+from modeling_tnn.data.text import train_tokenizer
 
 MAX_STEPS = int(os.environ.get("MAX_STEPS", 60))
 BOOKS = os.environ.get("BOOKS")  # parquet files with the columns `title`, `part` and `text`

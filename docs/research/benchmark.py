@@ -18,15 +18,15 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-from tnn_scripts.common.errors import report_errors
+from tnn_cli.errors import report_errors
 
 from suites.plot import plot
 
+from modeling_tnn.benchmarks.measure import measured
 from modeling_tnn.configuration_tnn import DIRECTIONS
 from modeling_tnn.extensions import IMPLEMENTATIONS
-from tnn_scripts.benchmarks.measure import measured
-from tnn_scripts.common.atomic import check_writable, write_json
-from tnn_scripts.common.parser import ProgramParser
+from tnn_cli.atomic import check_writable, write_json
+from tnn_cli.parser import ProgramParser
 
 MODELS = ["released", *IMPLEMENTATIONS, "hybrid", "attention", *DIRECTIONS, "gpt2", "llama", "mamba", "mamba2"]
 TNNS = ["rpe", "fd", "rtf", "modal", "rpe-no-decay", "hybrid", "attention"]

@@ -20,19 +20,19 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tnn_scripts.common.errors import report_errors
+from tnn_cli.errors import report_errors
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from modeling_tnn.numerics import compute_dtype
+from modeling_tnn.plotting.reading import poles_of
 from modeling_tnn.tno import ToeplitzOperator
 from modeling_tnn.tno_auto import build_tno
 from modeling_tnn.tools.recurrent import fit_layer, kernel_to_fit, own_weights
-from tnn_scripts.common.atomic import check_overwriting, claim
-from tnn_scripts.plotting.reading import poles_of
-from tnn_scripts.to_recurrent import parser, run, summary
+from tnn_cli.atomic import check_overwriting, claim
+from tnn_cli.programs.to_recurrent import parser, run, summary
 
 COLUMNS = (
     "order", "taps", "l2_layer", "l2_worst", "mse", "largest_pole", "direct_l2_layer", "direct_l2_worst", "direct_mse",

@@ -26,8 +26,8 @@ import torch
 from datasets import Dataset
 
 from modeling_tnn import __version__
-from tnn_scripts.common.atomic import write_json
-from tnn_scripts.data.text import train_tokenizer
+from modeling_tnn.data.text import train_tokenizer
+from tnn_cli.atomic import write_json
 
 PROGRAM = Path(__file__).parents[2] / "scripts" / "tnn.py"
 BENCHMARK = Path(__file__).parent / "benchmark.py"

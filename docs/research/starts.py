@@ -26,21 +26,21 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tnn_scripts.common.errors import markdown_table, report_errors
+from tnn_cli.errors import markdown_table, report_errors
 
 import numpy as np
 import torch
 from scipy.stats import entropy
 from transformers import PreTrainedModel, TrainingArguments
 
+from modeling_tnn.plotting.reading import Kernel
 from modeling_tnn.tno import ToeplitzOperator
-from tnn_scripts.common.declared import changed, training_options
-from tnn_scripts.common.grouping_trainer import GroupingTrainer
-from tnn_scripts.common.parser import parse_arguments
-from tnn_scripts.common.trainer import compare, comparison
-from tnn_scripts.plotting.reading import Kernel
-from tnn_scripts.run_ablation import AblationArguments
-from tnn_scripts.runs.run_ablation import build_trainer, load_text, score_variant
+from modeling_tnn.training.grouping_trainer import GroupingTrainer
+from modeling_tnn.training.run_ablation import build_trainer, load_text, score_variant
+from modeling_tnn.training.trainer import compare, comparison
+from tnn_cli.declared import changed, training_options
+from tnn_cli.parser import parse_arguments
+from tnn_cli.programs.run_ablation import AblationArguments
 
 Maker = Callable[[int, int], torch.Tensor]
 NOT_TRAINED = (r"\.tno\.", 0)

@@ -1,1 +1,1 @@
-"""Many sequences that are generated in one batch."""
+"""Sequences that are generated in one batch, and the servers that answer with them."""

@@ -1,1 +1,1 @@
-"""Conversion, checks and measures of models."""
+"""Conversion, checks and measures of models; their cards and uploads."""

@@ -181,9 +181,9 @@ def own_weights(model) -> dict[str, torch.Tensor]:
     for name in replaced:
         if ".mixer.tno." not in name:
             raise ValueError(
-                f"The weights must be plain tensors for to_recurrent, but {name} is adapted, offloaded, quantized or "
-                "sharded. Merge adapters (merge_and_unload), remove parametrizations, and load the model without "
-                "device_map and quantization_config first."
+                f"The weights must be plain tensors for to_recurrent, got {name}, which is adapted, offloaded, "
+                "quantized or sharded. Merge adapters (merge_and_unload), remove parametrizations, and load the model "
+                "without device_map and quantization_config first."
             )
     return {name: value for name, value in given.items() if ".mixer.tno." not in name}
 

@@ -20,8 +20,8 @@ def hub(monkeypatch):
     """A Hub that the scripts of this process use; the client's pauses between attempts are left out."""
     with HubServer() as server:
         api = huggingface_hub.HfApi(endpoint=server.url, token=TOKEN)
-        monkeypatch.setattr("tnn_scripts.common.publishing.HfApi", lambda: api)
-        monkeypatch.setattr("tnn_scripts.common.publishing.create_repo", api.create_repo)
+        monkeypatch.setattr("modeling_tnn.training.publishing.HfApi", lambda: api)
+        monkeypatch.setattr("modeling_tnn.training.publishing.create_repo", api.create_repo)
         monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
         monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
@@ -47,7 +47,7 @@ def test_push_without_a_network(hub, tmp_path, monkeypatch):
     hub.on_upload = lambda: None
     run_script(*command)
     assert {"model.safetensors", "config.json", "README.md"} < hub.files("user/tnn").keys()
-    monkeypatch.setattr("tnn_scripts.common.publishing.HfApi", lambda: NOWHERE)
+    monkeypatch.setattr("modeling_tnn.training.publishing.HfApi", lambda: NOWHERE)
     is_refused("(?s)Nothing was published: ConnectError.*tnn push", *command)
 
 
@@ -84,7 +84,7 @@ def test_pretraining_without_a_network(hub, tmp_path, monkeypatch):
     command = ["pretrain", "--config_name", config, "--train_file", text, "--output_dir", out, "--max_steps", 2]
     hub.on_upload = hang_up
     with monkeypatch.context() as patched:
-        patched.setattr("tnn_scripts.common.publishing.create_repo", NOWHERE.create_repo)
+        patched.setattr("modeling_tnn.training.publishing.create_repo", NOWHERE.create_repo)
         is_refused("repository cannot be opened for --push_to_hub: .*Connect", *command, "--push_to_hub")
     assert not (out / "metrics.json").exists()
     is_refused(r"(?s)Nothing was published: .*\n  tnn push .*/out --repo_id user/out", *command, "--push_to_hub")

@@ -19,15 +19,16 @@ from helpers.scripts import (
     write_config,
     write_text,
 )
-from tnn_scripts.common.atomic import checkpoints
+from tnn_cli.atomic import checkpoints
 
 pytestmark = pytest.mark.slow
 
 # pretrain.py in which something happens to the last process at step 5.
 WITH_A_FAULT = """
 import os, signal, sys, time
-from tnn_scripts import pretrain
-from tnn_scripts.common import accelerate_loop, atomic
+from tnn_cli.programs import pretrain
+from modeling_tnn.training import accelerate_loop
+from tnn_cli import atomic
 
 def train_step(self, batches, original=accelerate_loop.Pretraining._train_step):
     if self.state.step == 5 and os.environ["RANK"] == "1":

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 
-from tnn_scripts.common.errors import report_errors
+from tnn_cli.errors import report_errors
 
 import pytest
 import torch
@@ -31,7 +31,9 @@ from helpers.scripts import (
     write_text,
 )
 from modeling_tnn import TnnForCausalLM
-from tnn_scripts.common.atomic import (
+from modeling_tnn.training.grouping_trainer import StopCallback
+from modeling_tnn.training.processes import StopRequest
+from tnn_cli.atomic import (
     LOCK,
     SavingError,
     claim,
@@ -42,8 +44,6 @@ from tnn_scripts.common.atomic import (
     write_checksums,
     write_json,
 )
-from tnn_scripts.common.grouping_trainer import StopCallback
-from tnn_scripts.common.processes import StopRequest
 
 RESUME = ["--resume_from_checkpoint", "latest"]
 
@@ -130,7 +130,7 @@ def test_full_disk_in_a_conversion(program, tmp_path, largest_file, monkeypatch)
     output, text, given = tmp_path / "out", write_text(tmp_path / "text.txt"), tmp_path / "official.safetensors"
     save_file({"a": torch.zeros(1)}, given)  # whatever is converted is not the point here
     converted = seeded(TnnForCausalLM, tiny_config("rtf")), {"tensors": {}, "warnings": []}
-    monkeypatch.setattr("tnn_scripts.original.conversion.convert", lambda *options: converted)
+    monkeypatch.setattr("modeling_tnn.original.conversion.convert", lambda *options: converted)
     command = [program, given, output, "--architecture", "tnn_pytorch", "--overwrite_output_dir"]
     if program == "to_recurrent":
         model = save_model(tmp_path / "model", tno_type="rpe", decay=0.9)
@@ -206,7 +206,7 @@ def test_places_that_cannot_be_written_to(tmp_path, capsys):
         assert "results.json cannot be written: " in str(left.value) + capsys.readouterr().err
 
 
-HOLD = "import sys, time; from pathlib import Path; from tnn_scripts.common.atomic import claim\n"
+HOLD = "import sys, time; from pathlib import Path; from tnn_cli.atomic import claim\n"
 HOLD += "with claim(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
 
 

@@ -9,7 +9,7 @@ from transformers import DynamicCache, PreTrainedTokenizerFast, pipeline
 
 from helpers.models import checkpoint_activations, lively_language_model, relative_error
 from helpers.scripts import SENTENCES
-from tnn_scripts.data.text import train_tokenizer
+from modeling_tnn.data.text import train_tokenizer
 
 PROMPT = torch.arange(14).view(2, 7) * 5 + 3
 

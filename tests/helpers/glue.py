@@ -10,7 +10,7 @@ from transformers import AutoModelForMaskedLM
 
 import modeling_tnn
 from helpers.scripts import write_config
-from tnn_scripts.data.text import train_tokenizer
+from modeling_tnn.data.text import train_tokenizer
 
 WORDS = {"good": 1, "great": 1, "fine": 1, "bad": 0, "awful": 0, "dull": 0}
 

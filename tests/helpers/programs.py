@@ -18,7 +18,7 @@ import shutil
 from importlib import import_module
 from pathlib import Path
 
-from tnn_scripts.common.errors import COMMANDS
+from tnn_cli.errors import COMMANDS
 
 import pytest
 from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
@@ -26,8 +26,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 from helpers.models import seeded, tiny_config
 from helpers.scripts import ROOT, run, run_script, save_model, tree, write_config, write_text
 from modeling_tnn import TnnForMaskedLM
-from tnn_scripts.common.parser import parse_arguments
-from tnn_scripts.data.text import load_corpus, train_tokenizer
+from modeling_tnn.data.text import load_corpus, train_tokenizer
+from tnn_cli.parser import parse_arguments
 
 # Trainer has no help for some of its options, and types of its own for others.
 OF_TRAINER = {f"--{name}" for name in TrainingArguments.__dataclass_fields__}
@@ -139,7 +139,7 @@ class ProgramTests:
         shutil.rmtree(output, ignore_errors=True)
         assert not unlike(self.program, shlex.split(self.needed), self.refused)
         assert tree(inputs) == before and {path.name for path in output.glob("*")} <= self.left
-        assert import_module(f"tnn_scripts.{self.program}").main.__wrapped__.__name__ == "main", (
+        assert import_module(f"tnn_cli.programs.{self.program}").main.__wrapped__.__name__ == "main", (
             "nothing else starts it"
         )
 

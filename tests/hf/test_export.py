@@ -20,7 +20,7 @@ from modeling_tnn.toeplitz import (
     inverse_matrix_transform,
     matrix_transform,
 )
-from tnn_scripts.common.sequence_pairs import TnnForSequencePairClassification
+from modeling_tnn.tools.sequence_pairs import TnnForSequencePairClassification
 
 P = 64
 LENGTHS = (1, 2, 17, P - 1, P, P + 1, 4 * P)

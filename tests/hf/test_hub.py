@@ -17,7 +17,7 @@ import modeling_tnn
 from helpers import processes
 from helpers.hub_server import HubServer, client, environment
 from helpers.scripts import ROOT, run_script, save_model
-from tnn_scripts.common import publishing as push_to_hub
+from modeling_tnn.tools import publishing as push_to_hub
 
 REPO = "user/tnn"
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
@@ -115,7 +115,7 @@ def test_card_and_space_of_a_publication(hub, model_folder, tmp_path, monkeypatc
     assert package == options[-1] and [line.partition("==")[0] for line in versions] == ["torch", "transformers"]
     assert all(re.fullmatch(r"[\w-]+==[0-9.]+", line) for line in versions)
     served = []
-    monkeypatch.setattr("tnn_scripts.serving.page.serve", served.append)
+    monkeypatch.setattr("modeling_tnn.serving.page.serve", served.append)
     exec(compile(files["app.py"], "app.py", "exec"), {})
     assert [(args.model_name_or_path, args.host, args.port) for args in served] == [("user/paged", None, None)]
 

@@ -8,7 +8,7 @@ from transformers import Trainer, TrainingArguments, pipeline
 from helpers.ecosystem import SENTENCES
 from helpers.models import seeded, tiny_config
 from modeling_tnn import TnnForCausalLM, TnnForImageClassification, TnnForMaskedLM, TnnForSequenceClassification
-from tnn_scripts.data.text import train_tokenizer
+from modeling_tnn.data.text import train_tokenizer
 
 IMAGE = {"spatial_dims": 2, "max_position_embeddings": 16, "image_size": 8, "patch_size": 2}
 CASES = {

@@ -22,7 +22,7 @@ from helpers.released_rtf import (
     s4_state,
 )
 from helpers.scripts import run
-from tnn_scripts.original.conversion import convert
+from modeling_tnn.original.conversion import convert
 
 TRUNCATION, WIDTH, CLASSES = 17, 6, 3
 LENGTHS = [11, 7, 1]

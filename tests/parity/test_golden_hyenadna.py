@@ -14,9 +14,9 @@ from helpers.hub_server import WITHOUT_THE_PACKAGE
 from helpers.models import relative_error
 from helpers.parity import Case, named_cases, over
 from helpers.scripts import run_script
-from tnn_scripts.original.conversion import convert
-from tnn_scripts.original.hyenadna import VOCABULARY, layout
-from tnn_scripts.original.hyenadna import tokenizer as dna_tokenizer
+from modeling_tnn.original.conversion import convert
+from modeling_tnn.original.hyenadna import VOCABULARY, layout
+from modeling_tnn.original.hyenadna import tokenizer as dna_tokenizer
 
 
 def released_state(case: Case) -> dict[str, torch.Tensor]:

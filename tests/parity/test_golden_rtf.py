@@ -4,8 +4,8 @@ import torch
 
 from helpers.parity import Case, named_cases, over
 from modeling_tnn import TnnConfig
+from modeling_tnn.original.names import split_rational
 from modeling_tnn.tno_rtf import CONSTRAINTS, CompanionForm, RtfOperator
-from tnn_scripts.original.names import split_rational
 
 
 def rtf_operator(case: Case) -> RtfOperator:

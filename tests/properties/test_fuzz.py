@@ -25,7 +25,7 @@ from modeling_tnn import (
     dense_toeplitz,
     toeplitz_matmul,
 )
-from tnn_scripts.common.sequence_pairs import TnnForSequencePairClassification
+from modeling_tnn.tools.sequence_pairs import TnnForSequencePairClassification
 
 DTYPES = (
     torch.int64,

@@ -9,7 +9,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-from tnn_scripts.common.errors import COMMAND_OF, COMMANDS
+from tnn_cli.errors import COMMAND_OF, COMMANDS
 
 import pytest
 import yaml
@@ -17,7 +17,7 @@ from transformers import GenerationConfig
 
 from helpers import processes
 from helpers.scripts import ROOT, save_model
-from tnn_scripts.common.model_path import find_recipe
+from tnn_cli.model_path import find_recipe
 
 PAGES = ROOT / "docs"
 FILES = (*ROOT.glob("*.md"), *PAGES.rglob("*.md"), *ROOT.glob("configuration/*.md"), ROOT / "model_cards/README.md")

@@ -5,7 +5,7 @@ import re
 
 from helpers.scripts import ROOT
 
-FILES = sorted([*ROOT.glob("modeling_tnn/*.py"), *ROOT.glob("scripts/**/*.py")])
+FILES = sorted([*ROOT.glob("modeling_tnn/**/*.py"), *ROOT.glob("scripts/**/*.py")])
 OLD_FORMS = re.compile(r"is not possible|: it must|, not \{|must be given\.$")
 
 

@@ -8,9 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, TrainingArguments
 
 from helpers.scripts import ROOT
-from tnn_scripts.common.grouping_trainer import GroupingTrainer
-from tnn_scripts.common.parser import load_config, parse_overrides
-from tnn_scripts.common.training_arguments import GroupArguments
+from modeling_tnn.training.grouping_trainer import GroupingTrainer
+from tnn_cli.parser import load_config, parse_overrides
+from tnn_cli.training_arguments import GroupArguments
 
 STARTS = runpy.run_path(str(ROOT / "docs" / "research" / "starts.py"))
 FAMILIES, kernels_of, effective_rank, horizon = (

@@ -3,6 +3,7 @@
 import ast
 import functools
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -18,8 +19,18 @@ FILES = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for pat
 # What only the package has; checkpoints carry the other flat files.
 OWN = {"__init__", "auto_classes", "presets"}
 SHIPPED = {name for name in FILES if "." not in name} - OWN
-# Imports between sub-packages.
-ALLOWED = {("compile", "kernels"), ("parallel", "kernels")}
+# The sub-packages in their order: those that extend the models, then the library of the programs. Two of a line do not
+# import each other.
+ORDER = [
+    {"kernels"},
+    {"compile", "parallel", "tools"},
+    {"data", "original", "plotting"},
+    {"serving"},
+    {"training"},
+    {"benchmarks"},
+]
+LIBRARY = set().union(*ORDER[2:])
+LEVELS = {folder: level for level, folders in enumerate(ORDER) for folder in folders}
 
 
 @functools.cache
@@ -28,7 +39,9 @@ def imports(name: str) -> set[str]:
     folder, found = name.split(".")[:-1], set()
     for node in ast.walk(ast.parse(FILES[name].read_text())):
         if isinstance(node, ast.ImportFrom) and node.level:
-            found.add(".".join([*folder[: len(folder) + 1 - node.level], node.module]))
+            base = [*folder[: len(folder) + 1 - node.level], *filter(None, [node.module])]
+            whole = {".".join([*base, alias.name]) for alias in node.names} & FILES.keys()
+            found |= whole or {".".join(base) or "__init__"}
     return found
 
 
@@ -51,9 +64,16 @@ def test_shipped_files_import_shipped_files():
 
 def test_sub_packages_import_the_core():
     floors(FILES.keys() - {"__init__"})
-    for name in FILES.keys() - SHIPPED:
-        folders = {other.partition(".")[0] for other in imports(name) if "." in other} - {name.partition(".")[0]}
-        assert name == "__init__" or all((name.partition(".")[0], other) in ALLOWED for other in folders), name
+    for name in FILES.keys() - SHIPPED - {"__init__"}:
+        folder = name.partition(".")[0]
+        others = {other.partition(".")[0] for other in imports(name) if "." in other} - {folder}
+        assert all(LEVELS[other] < LEVELS[folder] for other in others), name
+
+
+def test_models_need_nothing_of_the_programs():
+    """Who imports the package alone has not the libraries of its extras."""
+    code = "import sys, modeling_tnn; modeling_tnn.TnnModel; assert 'tnn_cli' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_imports_are_relative():
@@ -73,7 +93,8 @@ def knows_a_name_of_the_cache(path: Path) -> bool:
 
 def test_three_files_know_the_names_of_the_cache():
     """transformers has renamed it once: the others call it `cache`, and `cache_tnn.py` translates."""
-    known = {name for name, path in FILES.items() if knows_a_name_of_the_cache(path)}
+    models = {name: path for name, path in FILES.items() if name.partition(".")[0] not in LIBRARY}
+    known = {name for name, path in models.items() if knows_a_name_of_the_cache(path)}
     assert known <= {"cache_tnn", "configuration_tnn", "modeling_tnn"}
 
 
@@ -100,8 +121,6 @@ def test_a_pass_goes_through_few_files():
 
 SCRIPTS = ROOT / "scripts"
 PROGRAMS = {path.stem for path in SCRIPTS.glob("*.py")} - {"__init__"}
-ROOMS = {path.parent.name for path in SCRIPTS.glob("*/__init__.py")}
-STANDARD = {"statistics"}  # modules of Python that are called as one of ours
 
 
 def modules(path: Path) -> set[str]:
@@ -117,12 +136,11 @@ def modules(path: Path) -> set[str]:
 
 
 def test_programs():
-    """None imports another; each is one; all are imported by their full names."""
-    bare = PROGRAMS | ROOMS | {path.stem for path in SCRIPTS.glob("*/*.py")}
-    for path in SCRIPTS.rglob("*.py"):
-        names = [name.split(".") for name in modules(path)]
-        assert {name[1] for name in names if name[0] == "tnn_scripts"} <= ROOMS, path.name
-        assert not {name[0] for name in names} & (bare - STANDARD), path.name
+    """Nothing imports one; all are programs."""
+    for path in [*SCRIPTS.rglob("*.py"), *PACKAGE.rglob("*.py")]:
+        names = modules(path)
+        assert not any(name.startswith("tnn_cli.programs") for name in names), path.name
+        assert not {name.partition(".")[0] for name in names} & PROGRAMS, path.name
     for name in PROGRAMS:
         assert 'if __name__ == "__main__":\n    main()\n' in (SCRIPTS / f"{name}.py").read_text(), name
 

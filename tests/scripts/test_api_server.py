@@ -39,8 +39,8 @@ def test_a_key(folder, monkeypatch):
         with openai.OpenAI(base_url=f"{service.url}/v1", api_key="a secret", max_retries=0) as client:
             assert client.models.list().data[0].id == service.name
     asked = []
-    monkeypatch.setattr("tnn_scripts.serving.app.build_app", lambda service, key: asked.append(key))
-    monkeypatch.setattr("tnn_scripts.serving.server.Server.run", lambda server: None)
+    monkeypatch.setattr("modeling_tnn.serving.app.build_app", lambda service, key: asked.append(key))
+    monkeypatch.setattr("modeling_tnn.serving.server.Server.run", lambda server: None)
     serve = functools.partial(run, "api.py", "--model_name_or_path", folder, "--port", 0, check=False)
     for key in ("a secret", "", "a\nb", "schl\xfcssel", " a"):
         by_option = serve("--api_key", key)

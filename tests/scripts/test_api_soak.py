@@ -16,7 +16,7 @@ openai, httpx = pytest.importorskip("openai"), pytest.importorskip("httpx")
 pytest.importorskip("fastapi"), pytest.importorskip("uvicorn"), pytest.importorskip("prometheus_client")
 
 from helpers.api_server import serving, wait_until_idle  # noqa: E402
-from tnn_scripts.serving.engine import Text  # noqa: E402
+from modeling_tnn.serving.engine import Text  # noqa: E402
 
 CLIENTS, TOKENS = 200, 16
 TEXT = "the quick brown fox jumps over the lazy dog pack my box with five dozen jugs of liquor"

@@ -9,10 +9,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, Mamba2Config, Mamba2ForC
 from helpers.models import seeded, tiny_config
 from helpers.scripts import run, table_rows
 from modeling_tnn import TnnForCausalLM
+from modeling_tnn.benchmarks import models as suite
+from modeling_tnn.benchmarks.products import released_product
 from modeling_tnn.cache_tnn import memory_per_sequence
 from modeling_tnn.tno_auto import build_tno
-from tnn_scripts.benchmarks import models as suite
-from tnn_scripts.benchmarks.products import released_product
 
 SIZES = {"vocab_size": 99, "hidden_size": 16}
 LLAMA = LlamaConfig(

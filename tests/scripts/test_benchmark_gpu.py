@@ -8,8 +8,8 @@ import torch
 from transformers import GenerationMixin, masking_utils
 
 from helpers.scripts import run, table_rows
-from tnn_scripts.benchmarks import gpu, gpu_models
-from tnn_scripts.benchmarks import measure as measurements
+from modeling_tnn.benchmarks import gpu, gpu_models
+from modeling_tnn.benchmarks import measure as measurements
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from helpers.scripts import run, save_model
-from tnn_scripts.serving.writing import Conversation
+from modeling_tnn.serving.writing import Conversation
 
 GREEDY = {"max_new_tokens": 7, "do_sample": False, "eos_token_id": None}
 LINES = ["The quick brown fox", "jumps over", "the lazy dog"]

@@ -3,7 +3,7 @@
 import gzip
 import json
 
-from tnn_scripts.common.errors import read_lines
+from tnn_cli.errors import read_lines
 
 import pytest
 from datasets import Dataset
@@ -11,9 +11,9 @@ from transformers import AutoTokenizer, pipeline
 
 from helpers.models import lively_language_model
 from helpers.scripts import ROOT, SENTENCES, read, run_script, write_config, write_text
-from tnn_scripts.common.model_path import read_lines_of
-from tnn_scripts.data.streaming import open_source
-from tnn_scripts.data.text import document_ends, load_corpus, load_texts, pack, tokenize, train_tokenizer
+from modeling_tnn.data.streaming import open_source
+from modeling_tnn.data.text import document_ends, load_corpus, load_texts, pack, tokenize, train_tokenizer
+from tnn_cli.model_path import read_lines_of
 
 ARTICLES = ["", " = Lobster = \n", "", " It swims where a \n", " = b = \n", "", " = Pike = \n", ""]
 WIKITEXT = ROOT.parent / "shared" / "data" / "wikitext"
@@ -69,7 +69,7 @@ def test_no_text_is_lost_between_blocks(rows, block_size, enclose, monkeypatch, 
     """Whatever number of rows is tokenized at once; what fills no block at the end is said."""
     texts = Dataset.from_dict({"text": SENTENCES * 100, "ends": [True, False, True] * 100})
     tokenizer = train_tokenizer(texts, 300, masked=True)
-    monkeypatch.setattr("tnn_scripts.data.text.ROWS_AT_ONCE", rows)
+    monkeypatch.setattr("modeling_tnn.data.text.ROWS_AT_ONCE", rows)
     lines = tokenize(texts["text"][:], tokenizer, None if enclose else texts["ends"][:])
     expected, extra = [token for line in lines for token in line], 1 if enclose else 0
     with caplog.at_level("INFO"):

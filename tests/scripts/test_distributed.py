@@ -51,7 +51,7 @@ def test_two_processes_of_pretrain_are_one_and_resume(tmp_path, monkeypatch):
     run_ranks("pretrain", *options, f"--output_dir {tmp_path}/resumed --resume_from_checkpoint latest")
     assert_same_weights(tmp_path / "two", tmp_path / "resumed")
     alone = type("One", (), {"num_processes": 1})
-    monkeypatch.setattr("tnn_scripts.runs.pretrain.Accelerator", lambda **options: alone)
+    monkeypatch.setattr("modeling_tnn.training.pretrain.Accelerator", lambda **options: alone)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit, match="2 processes were started, but accelerate sees 1"):  # and one folder
         run_script("pretrain", *options, f"--output_dir {tmp_path}/out")

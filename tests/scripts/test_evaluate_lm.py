@@ -15,11 +15,10 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedT
 from helpers.models import lively_language_model, seeded, tiny_config
 from helpers.scripts import SENTENCES, read, run_script, table_rows, write_text
 from modeling_tnn import TnnForMaskedLM
-from tnn_scripts.common import scoring
-from tnn_scripts.common.model_card import read_evaluation
-from tnn_scripts.common.scoring import bytes_until, hidden_tokens, score_masked
-from tnn_scripts.data.text import tokenize, train_tokenizer
-from tnn_scripts.runs import evaluate_lm
+from modeling_tnn.data.text import tokenize, train_tokenizer
+from modeling_tnn.training import evaluate_lm, scoring
+from modeling_tnn.training.model_card import read_evaluation
+from modeling_tnn.training.scoring import bytes_until, hidden_tokens, score_masked
 
 ENCLOSING, MASK = ([0], [2]), 4
 

@@ -19,10 +19,10 @@ from transformers import (
 
 from helpers.glue import glue_options, rows
 from helpers.scripts import ROOT, read, run_script, table_rows, tree
-from tnn_scripts.common.model_card import read_metrics
-from tnn_scripts.common.processes import StopRequested
-from tnn_scripts.data.glue import TASKS, load_files, load_task, metrics_of, score
-from tnn_scripts.runs import finetune_glue
+from modeling_tnn.data.glue import TASKS, load_files, load_task, metrics_of, score
+from modeling_tnn.training import finetune_glue
+from modeling_tnn.training.model_card import read_metrics
+from modeling_tnn.training.processes import StopRequested
 
 SHARED = ROOT.parent / "shared" / "data" / "glue"
 load = AutoModelForSequenceClassification.from_pretrained

@@ -10,9 +10,9 @@ from huggingface_hub import ModelCard
 from helpers.models import AUTO, image_config, seeded, tiny_config
 from helpers.scripts import SENTENCES, run_script, write_config
 from modeling_tnn import TnnForCausalLM, TnnForImageClassification, TnnForMaskedLM
-from tnn_scripts.common import model_card
-from tnn_scripts.common.card_options import build_publishing_parser
-from tnn_scripts.common.model_card import INPUTS, TEMPLATE, collect, render
+from modeling_tnn.training import model_card
+from modeling_tnn.training.model_card import INPUTS, TEMPLATE, collect, render
+from tnn_cli.card_options import build_publishing_parser
 
 CARDS = sorted(path.parent for path in TEMPLATE.parent.glob("*/README.md"))
 
@@ -83,7 +83,7 @@ def test_the_text_of_the_demo_is_named(tmp_path, monkeypatch):
     """A training that was given no data says which it had, and so does its card."""
     verses = [{"text": text, "book": "Genesis", "chapter": 1} for text in SENTENCES * 40]
     (tmp_path / "kjv.jsonl").write_text("\n".join(map(json.dumps, verses)))
-    monkeypatch.setattr("tnn_scripts.data.text._demo_file", lambda: str(tmp_path / "kjv.jsonl"))
+    monkeypatch.setattr("modeling_tnn.data.text._demo_file", lambda: str(tmp_path / "kjv.jsonl"))
     write_config(tmp_path / "config")
     run_script("pretrain", "--config_name", tmp_path / "config", "--output_dir", tmp_path / "out", "--max_steps", 1)
     run_script("model_card", tmp_path / "out", "--repo_id", "user/demo", "--output_dir", tmp_path / "card")

@@ -27,9 +27,7 @@ OURS = (
 )
 
 
-@pytest.mark.parametrize(
-    "library", ["modeling_tnn", "tnn_scripts.common.errors; import modeling_tnn"], ids=["package", "script"]
-)
+@pytest.mark.parametrize("library", ["modeling_tnn", "tnn_cli.errors; import modeling_tnn"], ids=["package", "script"])
 def test_import(library):
     """torchao is not a dependency. transformers imports it if it is installed; a script prints nothing even then."""
     hidden = "" if "errors" in library else "sys.modules['torchao'] = None; "

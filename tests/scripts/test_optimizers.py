@@ -11,9 +11,9 @@ from transformers import ModernBertConfig, ModernBertForMaskedLM, TrainingArgume
 from helpers.models import seeded, tiny_config
 from helpers.scripts import pretrain_options, run_script, weights
 from modeling_tnn import TnnForCausalLM
-from tnn_scripts.common.grouping_trainer import GroupingTrainer, fit_to_device
-from tnn_scripts.common.passes import build_optimizer, decayed_parameters
-from tnn_scripts.common.training_arguments import GroupArguments, PretrainArguments
+from modeling_tnn.training.grouping_trainer import GroupingTrainer, fit_to_device
+from modeling_tnn.training.passes import build_optimizer, decayed_parameters
+from tnn_cli.training_arguments import GroupArguments, PretrainArguments
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from helpers.scripts import run, save_model
 from modeling_tnn import TnnForCausalLM
+from modeling_tnn.serving.pieces import Pieces
 from modeling_tnn.serving.request import Request
-from tnn_scripts.common.pieces import Pieces
-from tnn_scripts.serving.writing import Conversation
+from modeling_tnn.serving.writing import Conversation
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<|stop▁here|>"]
 WORDS = ["▁the", "▁cat", "▁", "s", "a", ".", "\n", "▁é"]

@@ -11,9 +11,8 @@ import torch
 from helpers.models import seeded, tiny_config
 from helpers.scripts import run
 from modeling_tnn import TnnForCausalLM, TnnForImageClassification, TnnForMaskedLM
-from modeling_tnn.tno_auto import build_tno
-from tnn_scripts.plotting import figures
-from tnn_scripts.plotting.reading import (
+from modeling_tnn.plotting import figures
+from modeling_tnn.plotting.reading import (
     Kernel,
     octave_shares,
     octaves,
@@ -23,6 +22,7 @@ from tnn_scripts.plotting.reading import (
     response,
     summary,
 )
+from modeling_tnn.tno_auto import build_tno
 
 
 def test_horizon_and_shares_of_known_kernels():

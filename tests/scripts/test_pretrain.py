@@ -33,13 +33,13 @@ from helpers.scripts import (
     write_text,
 )
 from modeling_tnn import TnnConfig, TnnForCausalLM, TnnForMaskedLM, ToeplitzOperator, find_unstable
-from tnn_scripts.common import passes
-from tnn_scripts.common.atomic import check_same_run, describe_run
-from tnn_scripts.common.costs import flops_of_token, peak_of
-from tnn_scripts.common.passes import count_targets, summed_loss, token_losses
-from tnn_scripts.common.publishing import NOT_UPLOADED, upload
-from tnn_scripts.common.training_arguments import PretrainArguments
-from tnn_scripts.data.text import BlockStream, load_corpus, pack, train_tokenizer, workers_for
+from modeling_tnn.data.text import BlockStream, load_corpus, pack, train_tokenizer, workers_for
+from modeling_tnn.training import passes
+from modeling_tnn.training.costs import flops_of_token, peak_of
+from modeling_tnn.training.passes import count_targets, summed_loss, token_losses
+from modeling_tnn.training.publishing import NOT_UPLOADED, upload
+from tnn_cli.atomic import check_same_run, describe_run
+from tnn_cli.training_arguments import PretrainArguments
 
 
 @pytest.fixture(scope="module")
@@ -332,8 +332,8 @@ def test_push_to_hub(pretrain, tmp_path, monkeypatch):
     def publish(folder, repo_id, private):
         calls.append(("publish", repo_id, {path.name for path in folder.iterdir()}))
 
-    monkeypatch.setattr("tnn_scripts.common.publishing.create_repo", create)
-    monkeypatch.setattr("tnn_scripts.common.publishing.publish", publish)
+    monkeypatch.setattr("modeling_tnn.training.publishing.create_repo", create)
+    monkeypatch.setattr("modeling_tnn.training.publishing.publish", publish)
     pretrain("--checkpointing_steps 4 --push_to_hub --hub_private_repo")
     created, published = calls
     assert created == ("create", "out", True, False)
@@ -341,6 +341,8 @@ def test_push_to_hub(pretrain, tmp_path, monkeypatch):
     assert {"config.json", "model.safetensors", "tokenizer.json", "metrics.json", "README.md"} < published[2]
     assert "modeling_tnn.py" in published[2]
     uploaded = []
-    monkeypatch.setattr("tnn_scripts.common.publishing.upload_folder", lambda **arguments: uploaded.append(arguments))
+    monkeypatch.setattr(
+        "modeling_tnn.training.publishing.upload_folder", lambda **arguments: uploaded.append(arguments)
+    )
     upload("out", "me/out", "gpt2")
     assert uploaded == [{"repo_id": "me/out", "folder_path": "out", "ignore_patterns": NOT_UPLOADED}]

@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from unittest.mock import Mock
 
-from tnn_scripts.common.errors import COMMANDS, report_errors
+from tnn_cli.errors import COMMANDS, report_errors
 
 import numpy as np
 import pytest
@@ -29,19 +29,19 @@ from helpers.scripts import (
     write_config,
     write_text,
 )
-from tnn_scripts.common.declared import training_options
-from tnn_scripts.common.model_path import find_recipe
-from tnn_scripts.common.parser import HELP, parse_overrides
-from tnn_scripts.common.task_arguments import chosen_seeds
-from tnn_scripts.common.training_arguments import PretrainArguments
-from tnn_scripts.data.lra import TASKS
-from tnn_scripts.finetune_glue import GlueArguments
-from tnn_scripts.run_ablation import AblationArguments
-from tnn_scripts.run_image_classification import ImageArguments
-from tnn_scripts.run_lra import LraArguments
-from tnn_scripts.run_synthetic import SyntheticArguments
-from tnn_scripts.runs import run_image_classification, run_lra
-from tnn_scripts.runs.pretrain import build_config
+from modeling_tnn.data.lra import TASKS
+from modeling_tnn.training import run_image_classification, run_lra
+from modeling_tnn.training.pretrain import build_config
+from tnn_cli.declared import training_options
+from tnn_cli.model_path import find_recipe
+from tnn_cli.parser import HELP, parse_overrides
+from tnn_cli.programs.finetune_glue import GlueArguments
+from tnn_cli.programs.run_ablation import AblationArguments
+from tnn_cli.programs.run_image_classification import ImageArguments
+from tnn_cli.programs.run_lra import LraArguments
+from tnn_cli.programs.run_synthetic import SyntheticArguments
+from tnn_cli.task_arguments import chosen_seeds
+from tnn_cli.training_arguments import PretrainArguments
 
 SMALL = "hidden_size=16,num_hidden_layers=1,intermediate_size=16,rpe_dim=4"
 NOT_A_TNN = "--model_name_or_path must be a TNN, got gpt2 of gpt2"

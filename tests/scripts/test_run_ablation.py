@@ -7,8 +7,8 @@ from datasets import Dataset
 from helpers.models import seeded, tiny_config
 from helpers.scripts import TEXT, read, run, table_rows
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM
-from tnn_scripts.common.scoring import score_tokens
-from tnn_scripts.runs import run_ablation
+from modeling_tnn.training import run_ablation
+from modeling_tnn.training.scoring import score_tokens
 
 
 def test_script(tmp_path):

@@ -22,15 +22,15 @@ from helpers.models import relative_error, seeded, tiny_config
 from helpers.programs import parse
 from helpers.scripts import ROOT, read, run
 from modeling_tnn import TnnConfig
-from tnn_scripts.common.declared import training_options
-from tnn_scripts.common.sequence_pairs import (
+from modeling_tnn.data import lra, pathfinder
+from modeling_tnn.data.lra import TASKS, byte_tokenizer, encode_split, load_task
+from modeling_tnn.tools.sequence_pairs import (
     ModernBertForSequencePairClassification,
     TnnForSequencePairClassification,
 )
-from tnn_scripts.data import lra, pathfinder
-from tnn_scripts.data.lra import TASKS, byte_tokenizer, encode_split, load_task
-from tnn_scripts.run_lra import LraArguments
-from tnn_scripts.runs import run_lra
+from modeling_tnn.training import run_lra
+from tnn_cli.declared import training_options
+from tnn_cli.programs.run_lra import LraArguments
 
 
 def value_of(source: str) -> int:

@@ -7,9 +7,9 @@ import torch
 
 from helpers.scripts import read, run, table_rows
 from modeling_tnn import TnnForCausalLM
-from tnn_scripts.data.synthetic import BAND, IGNORED, Copying, Delay, Passkey, Recall
-from tnn_scripts.run_synthetic import SyntheticArguments
-from tnn_scripts.runs import run_synthetic
+from modeling_tnn.data.synthetic import BAND, IGNORED, Copying, Delay, Passkey, Recall
+from modeling_tnn.training import run_synthetic
+from tnn_cli.programs.run_synthetic import SyntheticArguments
 
 
 def test_copying_rows():

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from helpers import processes
 from helpers.scripts import TEXT, program, read, run, save_model, write_config, write_text
-from tnn_scripts.chat import TEMPERATURE, TOP_P
-from tnn_scripts.common.sampling import sampling
-from tnn_scripts.serving.schema import CompletionBody
+from modeling_tnn.serving.schema import CompletionBody
+from tnn_cli.programs.chat import TEMPERATURE, TOP_P
+from tnn_cli.sampling import sampling
 
 
 def test_the_demo_learns_what_it_reads(tmp_path):

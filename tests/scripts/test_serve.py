@@ -10,11 +10,11 @@ import torch
 
 from helpers.api_server import wait_until_idle
 from helpers.scripts import run, save_model
+from modeling_tnn.plotting.reading import read_model
+from modeling_tnn.serving.engine import Engine
+from modeling_tnn.serving.page import WAITING, Writer, draw_kernels, stopped
 from modeling_tnn.serving.request import Request
-from tnn_scripts.plotting.reading import read_model
-from tnn_scripts.serving.engine import Engine
-from tnn_scripts.serving.page import WAITING, Writer, draw_kernels, stopped
-from tnn_scripts.serving.writing import load_causal
+from modeling_tnn.serving.writing import load_causal
 
 PROMPT, LONG = "The quick brown", 5000
 
@@ -159,7 +159,7 @@ def test_what_does_not_start(monkeypatch, tmp_path):
 
 def test_the_demo_and_its_page(folder, monkeypatch):
     """It is trained first, unless there is a model already."""
-    done, page = [], "tnn_scripts.runs.demo"
+    done, page = [], "modeling_tnn.training.demo"
     monkeypatch.setattr(f"{page}.import_gradio", lambda: None)
     monkeypatch.setattr(f"{page}.run", lambda args, config: done.append("trained"))
     monkeypatch.setattr(f"{page}.serve", lambda args: done.append(args.model_name_or_path))

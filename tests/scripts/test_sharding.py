@@ -21,7 +21,7 @@ from helpers.scripts import (
     write_config,
     write_text,
 )
-from tnn_scripts.common.processes import check_tables
+from modeling_tnn.training.processes import check_tables
 
 
 def write_options(folder, **fields) -> list:
@@ -114,9 +114,9 @@ def test_an_engine_that_is_not_in_use(runs, monkeypatch, tmp_path):
 IN_BFLOAT16 = """
 import json, sys, torch
 from modeling_tnn import TnnConfig, TnnForCausalLM, tno_rpe, modeling_tnn
-from tnn_scripts.common.processes import prepare
-from tnn_scripts.common.training_arguments import PretrainArguments
-from tnn_scripts.runs.pretrain import build_accelerator
+from modeling_tnn.training.processes import prepare
+from tnn_cli.training_arguments import PretrainArguments
+from modeling_tnn.training.pretrain import build_accelerator
 
 accelerator, seen = build_accelerator(PretrainArguments()), {}
 for name, owner in (("kernels", tno_rpe.RelativePositionEncoder), ("blocks", modeling_tnn.TnnGatedLinearUnit)):

@@ -18,9 +18,9 @@ from helpers.scripts import (
     words,
     write_config,
 )
-from tnn_scripts.common.accelerate_loop import Pretraining
-from tnn_scripts.data.streaming import MixedRows, Mixture, TextStream, hold_out, open_source
-from tnn_scripts.data.text import tokenize, train_tokenizer
+from modeling_tnn.data.streaming import MixedRows, Mixture, TextStream, hold_out, open_source
+from modeling_tnn.data.text import tokenize, train_tokenizer
+from modeling_tnn.training.accelerate_loop import Pretraining
 
 
 @pytest.fixture(scope="module")

@@ -7,21 +7,21 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tnn_scripts.common.errors import COMMANDS, next_steps
+from tnn_cli.errors import COMMANDS, next_steps
 
 import pytest
 import yaml
 
 from helpers.scripts import run, save_model
-from tnn_scripts import presets
-from tnn_scripts.common.model_path import find_config, find_recipe
-from tnn_scripts.common.training_arguments import read_presets
+from tnn_cli.model_path import find_config, find_recipe
+from tnn_cli.programs import presets
+from tnn_cli.training_arguments import read_presets
 
 # What takes seconds to import. Of other modules an answer needs few: argparse, json, logging and what these import.
 SLOW = {"torch", "transformers", "datasets", "scipy", "matplotlib", "numpy", "accelerate", "huggingface_hub"}
 ANSWERS = f"""
 import contextlib, io, sys
-from tnn_scripts.tnn import main
+from tnn_cli.programs.tnn import main
 for line in LINES:
     sys.argv, shown = ["tnn", *line], io.StringIO()
     with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown), contextlib.suppress(SystemExit):
@@ -40,7 +40,7 @@ class Finder:
 sys.meta_path.insert(0, Finder())
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
 sys.argv = ["tnn", *LINES]
-from tnn_scripts.tnn import main
+from tnn_cli.programs.tnn import main
 main()
 """
 # What the package brings alone.
@@ -49,7 +49,7 @@ import sys
 extras = ("accelerate", "datasets", "evaluate", "matplotlib", "scipy", "sklearn", "tabulate", "fastapi", "gradio")
 for name in (*extras, "peft"):  # which transformers imports if it is there, and needs accelerate
     sys.modules[name] = None
-from tnn_scripts.tnn import main
+from tnn_cli.programs.tnn import main
 for line in LINES:
     sys.argv = ["tnn", *line]
     try:
@@ -61,7 +61,7 @@ for line in LINES:
 WITHOUT_SERVER = """
 import sys
 sys.modules |= dict.fromkeys(("fastapi", "starlette", "uvicorn", "prometheus_client", "gradio"))
-import tnn_scripts.runs.demo
+import modeling_tnn.training.demo
 """
 # Names and files that are not there, and texts in place of numbers.
 WRONG = {
@@ -123,7 +123,7 @@ def test_the_demo_needs_no_server():
 
 def test_ctrl_c_while_modules_are_imported():
     """Ours, and PyTorch, which is imported when the command line was read."""
-    for module, line in (("tnn_scripts.common.parser", ["chat"]), ("torch", ["chat", "--model_name_or_path", "a/b"])):
+    for module, line in (("tnn_cli.parser", ["chat"]), ("torch", ["chat", "--model_name_or_path", "a/b"])):
         done = python(INTERRUPTED.replace("MODULE", module), line)
         assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 

@@ -29,14 +29,14 @@ from helpers.scripts import (
     write_text,
 )
 from modeling_tnn import PoleCallback
+from modeling_tnn.data.streaming import StreamLoader
+from modeling_tnn.data.text import BlockStream
 from modeling_tnn.tools import poles
 from modeling_tnn.tools.poles import is_stable
-from tnn_scripts.common import accelerate_loop, passes
-from tnn_scripts.common.accelerate_loop import Pretraining, StepReports
-from tnn_scripts.common.atomic import checkpoints
-from tnn_scripts.common.training_arguments import PretrainArguments
-from tnn_scripts.data.streaming import StreamLoader
-from tnn_scripts.data.text import BlockStream
+from modeling_tnn.training import accelerate_loop, passes
+from modeling_tnn.training.accelerate_loop import Pretraining, StepReports
+from tnn_cli.atomic import checkpoints
+from tnn_cli.training_arguments import PretrainArguments
 
 WAITS = {"aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero", "aten::equal", "aten::masked_select"}
 COPIES = {"tolist", "cpu", "numpy", "__array__"}  # they have no operation of their own on a CPU

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from helpers.scripts import ROOT, Malicious, run_script, write_config, write_text
-from tnn_scripts.common.atomic import write_checksums
+from tnn_cli.atomic import write_checksums
 
 SOURCES = sorted([*ROOT.glob("modeling_tnn/*.py"), *ROOT.rglob("scripts/**/*.py")])
 # Keywords that must not have this value, wherever they stand.

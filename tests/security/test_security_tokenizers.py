@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers import logging as transformers_logging
 
 from helpers.scripts import run_script, save_model, write_config, write_text
-from tnn_scripts.common.model_path import check_vocabulary
+from tnn_cli.model_path import check_vocabulary
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from modeling_tnn import (
     TnnForTokenClassification,
     TnnModel,
 )
-from tnn_scripts.common.sequence_pairs import TnnForSequencePairClassification
+from modeling_tnn.tools.sequence_pairs import TnnForSequencePairClassification
 
 PADS = IDS.where(torch.arange(11) < torch.tensor([[11], [7], [4]]), 1)
 

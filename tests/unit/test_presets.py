@@ -13,7 +13,7 @@ import modeling_tnn
 from helpers.models import seeded
 from modeling_tnn import TnnConfig, TnnForCausalLM, TnnForMaskedLM, list_presets, load_preset
 from modeling_tnn.presets import configuration_folder, preset_folders
-from tnn_scripts.common.training_arguments import find_training, read_presets, rule_of
+from tnn_cli.training_arguments import find_training, read_presets, rule_of
 
 ROOT = Path(__file__).parents[2]
 

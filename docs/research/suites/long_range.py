@@ -8,15 +8,15 @@ excluded; on a GPU also the peak of a step.
 import statistics
 from functools import partial
 
-from tnn_scripts.common.errors import markdown_table
+from tnn_cli.errors import markdown_table
 
 import torch
 from suites.memory import saved_bytes
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from tnn_scripts.benchmarks.measure import measure, peak_on_device, ratio
-from tnn_scripts.common.parser import load_config, parse_overrides
-from tnn_scripts.common.peers import modernbert_like
+from modeling_tnn.benchmarks.measure import measure, peak_on_device, ratio
+from modeling_tnn.training.peers import modernbert_like
+from tnn_cli.parser import load_config, parse_overrides
 
 PRESET = "tnn-text"
 

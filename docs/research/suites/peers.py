@@ -6,11 +6,11 @@ from functools import partial
 import torch
 
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM
+from modeling_tnn.benchmarks import peers
+from modeling_tnn.benchmarks.products import operator_sizes, released_product
 from modeling_tnn.configuration_tnn import FULL, TOEPLITZ
 from modeling_tnn.tno_auto import OPERATORS
 from modeling_tnn.tno_rpe import RpeOperator
-from tnn_scripts.benchmarks import peers
-from tnn_scripts.benchmarks.products import operator_sizes, released_product
 
 # Names of models with attention in the blocks of a TNN -> whether layer i of a model has it. A model without Toeplitz
 # layers needs positions.

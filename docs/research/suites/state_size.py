@@ -12,7 +12,7 @@ and all its channels share them. Every repeat measures all sizes of all layers o
 import statistics
 from functools import partial
 
-from tnn_scripts.common.errors import markdown_table
+from tnn_cli.errors import markdown_table
 
 import torch
 from suites.memory import saved_bytes
@@ -20,8 +20,8 @@ from suites.s4_layer import S4Layer
 from torch import nn
 
 from modeling_tnn import TnnConfig
+from modeling_tnn.benchmarks.measure import measure, ratio
 from modeling_tnn.tno_auto import build_tno
-from tnn_scripts.benchmarks.measure import measure, ratio
 
 
 def scan(rates: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:

@@ -30,8 +30,8 @@ from modeling_tnn import (
     TnnPreTrainedModel,
 )
 from modeling_tnn.extensions import extensions
+from modeling_tnn.tools.sequence_pairs import TnnForSequencePairClassification
 from tests import test_modeling_common as common
-from tnn_scripts.common.sequence_pairs import TnnForSequencePairClassification
 
 # The tests look up by these tables, of the models in the library, which labels a class takes.
 for table, model_class in {

@@ -1,0 +1,1 @@
+"""The suites of `tnn benchmark`."""

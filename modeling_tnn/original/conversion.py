@@ -1,0 +1,255 @@
+"""Convert a checkpoint of the released implementations, and report where each tensor goes."""
+
+import argparse
+import json
+import pickle
+import re
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from ..configuration_tnn import TnnConfig
+from .architectures import ARCHITECTURES, HEADS, Architecture, operator_of
+from .names import BOOKKEEPING, heads_together, our_layout, our_name, split_rational
+
+# Prefixes of the modules of each head; the body is under `model.`, or has no prefix without a head.
+HEAD_MODULES = {"base": (), "causal-lm": ("lm_head.",), "masked-lm": ("transform.", "lm_head.")}
+HEAD_MODULES |= dict.fromkeys(("sequence-classification", "sequence-pair-classification"), ("classifier.",))
+ALL_HEADS = ("transform.", "lm_head.", "classifier.")
+EMBEDDING = "embed_tokens.weight"
+LEFT_OUT = {
+    BOOKKEEPING: "a version number of fairseq",
+    r"tno\.decay_logit$": "a fixed decay is a field of the configuration",
+    r"^lm_head\.weight$": "tied to the input embedding",
+    r"^embed_tokens\.bias$": "added to each row of the embedding",
+    r"implicit_filter\.\d+\.freq$": "another name of the parameter that all sines share",
+    "": "part of another head (--head)",
+}
+
+
+# The files that a folder of the Hub may have, the safest first.
+WEIGHTS = ("model.safetensors", "pytorch_model.bin", "weights.ckpt")
+
+
+def read_folder(folder: Path) -> tuple[dict[str, torch.Tensor], dict]:
+    """The tensors of a folder of the Hub, and the options in its `config.json`, those of `layer` on the same level.
+
+    Raises:
+        ValueError: it has no file of weights, or one that `read_checkpoint` refuses.
+    """
+    file = next((folder / name for name in WEIGHTS if (folder / name).exists()), None)
+    if file is None or not (config := folder / "config.json").exists():
+        raise ValueError(f"The folder must hold config.json and one of {', '.join(WEIGHTS)}, got {folder}")
+    options = json.loads(config.read_text(encoding="utf-8"))
+    return read_checkpoint(file)[0], options | options.pop("layer", {})
+
+
+def read_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], dict]:
+    """The tensors and the options in a file, or in a folder of the Hub.
+
+    Raises:
+        ValueError: the file is of another kind, damaged, or a pickle with other objects than tensors and options.
+    """
+    if path.is_dir():
+        return read_folder(path)
+    if path.suffix not in (".safetensors", ".pt", ".pth", ".bin", ".ckpt"):
+        raise ValueError(
+            f"The checkpoint must be a .safetensors, .pt, .pth, .bin or .ckpt file, got {path}. A folder of this "
+            "package needs no conversion: `from_pretrained` and the commands load it."
+        )
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path), {}
+        # fairseq stores its options in a Namespace, which runs no code when it is read.
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    # A damaged file may raise any of these.
+    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, LookupError) as error:
+        raise ValueError(
+            f"{path} is refused: it is damaged, or it holds objects other than tensors and options, and reading these "
+            f"would run code. If you trust the file, save its tensors as .safetensors. {str(error)[:200]}"
+        ) from error
+    state = next((content[name] for name in ("model", "state_dict") if name in content), content)
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    return tensors, options_of(content)
+
+
+def options_of(content: dict) -> dict:
+    """The options in a fairseq checkpoint: `args`, or `cfg` with those of the task and of the model."""
+    cfg = content.get("cfg") or {}
+    found = {}
+    for part in (cfg.get("task"), cfg.get("model"), content.get("args")):
+        found |= vars(part) if isinstance(part, argparse.Namespace) else (part or {})
+    return found
+
+
+def rename(tensors: dict[str, torch.Tensor], names: tuple) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The tensors by their names here, the body without a prefix, and the official name of each.
+
+    Raises:
+        ValueError: two tensors get the same name.
+    """
+    renamed, official_names = {}, {}
+    for official, value in tensors.items():
+        if BOOKKEEPING.search(official):
+            continue
+        name = our_name(official, names).removeprefix("model.")
+        # A stand-alone layer of tnn-pytorch has no prefix.
+        name = f"layers.0.{name}" if name.startswith(("mixer.", "glu.", "mixer_norm.", "glu_norm.")) else name
+        if name in renamed:
+            both = f"{official_names[name]} and {official}"
+            raise ValueError(f"The tensors must have different names after the conversion, got {name} for {both}")
+        renamed[name], official_names[name] = our_layout(official, value), official
+    return renamed, official_names
+
+
+def take_decay(tensors: dict, options: dict, num_layers: int) -> dict:
+    """The decay fields of the configuration. Fixed decays are not parameters here, so they are taken out of `tensors`.
+
+    Raises:
+        ValueError: layers have no fixed decay although the options say so, or others have one, or they differ.
+    """
+    if options.get("use_multi_decay"):
+        return {"decay": options.get("gamma", 0.99), "learnable_decay": True}
+    names = {layer: f"layers.{layer}.mixer.tno.decay_logit" for layer in range(num_layers)}
+    stored = {layer: tensors.pop(name).flatten() for layer, name in names.items() if name in tensors}
+    # The released FD operator accepts the option and has no decay.
+    declared = options.get("use_decay") and operator_of(options) != "fd"
+    if (declared or stored) and (missing := names.keys() - stored.keys()):
+        raise ValueError(
+            f"The checkpoint must hold the decay, `gamma`, of each layer (option use_decay), got none for the layers "
+            f"{', '.join(map(str, sorted(missing)))}"
+        )
+    if not stored:
+        return {"decay": None}
+    values = torch.cat([*stored.values()]).unique().tolist()
+    if len(values) > 1:
+        raise ValueError(f"gamma must be one decay, or learned (option use_multi_decay), got {values[:4]}")
+    return {"ski_decay" if operator_of(options) == "ski" else "decay": values[0]}
+
+
+def take_tie(tensors: dict) -> bool:
+    """Whether the output matrix is the input embedding. A copy of it is taken out of `tensors`."""
+    projection = tensors.get("lm_head.weight")
+    tied = projection is None or torch.equal(projection, tensors[EMBEDDING])
+    if tied:
+        tensors.pop("lm_head.weight", None)
+    return tied
+
+
+def arrange_operators(tensors: dict, config: TnnConfig, num_heads: int):
+    """Rearrange the parameters of RTF and FD operators into their form here, in place."""
+    for name in [name for name in tensors if name.endswith("tno.ab")]:
+        stem = name.removesuffix("ab")
+        parts = split_rational(tensors.pop(name), len(tensors[f"{stem}direct"]))
+        tensors[f"{stem}denominator"], tensors[f"{stem}numerator"] = parts
+    if config.tno_type == "fd" and not config.causal:
+        for name in [name for name in tensors if ".tno.rpe.out.linear." in name]:
+            tensors[name] = heads_together(tensors[name], num_heads)
+
+
+def warnings_of(config: TnnConfig) -> list[str]:
+    """Warnings about intended differences between the converted and the released model."""
+    longest = config.fd_resolution
+    fd = (
+        f"The frequency grid of the released code grows with the input. Here it is that of inputs of "
+        f"{longest // 2 + 1} to {longest} tokens, with which outputs agree (option tokens_per_sample)."
+    )
+    published = "SKI interpolates as published: outputs differ from those of the released code."
+    ski = (
+        f"The inducing points of the released code spread over each input. Here they spread over "
+        f"{config.ski_grid_length} tokens, for which outputs agree (option tokens_per_sample). Its interpolation "
+        f"fades after two or three tokens; --published_ski takes the published one instead."
+    )
+    found = {"fd": fd, "ski": published if config.ski_interpolation == "linear" else ski}
+    return [found[config.tno_type]] if config.tno_type in found else []
+
+
+def name_in_model(name: str, head: str) -> str:
+    """The name of a parameter in a model with a `head`, whose body has a prefix."""
+    return name if head == "base" or name.startswith(ALL_HEADS) else f"model.{name}"
+
+
+def destinations(tensors: dict, official_names: dict, converted: dict, head: str) -> dict[str, str]:
+    """For each official tensor its name in the model, or why it has none."""
+    names, went = {official: name for name, official in official_names.items()}, {}
+    for official in tensors:
+        name = names.get(official, official)
+        stem = name.removesuffix("ab")
+        parts = [f"{stem}denominator", f"{stem}numerator"] if name.endswith(".ab") else [name]
+        reason = next(why for pattern, why in LEFT_OUT.items() if re.search(pattern, name))
+        became = ", ".join(name_in_model(part, head) for part in parts if part in converted)
+        went[official] = became or f"left out: {reason}"
+    return went
+
+
+def build_config(tensors: dict, options: dict, built: Architecture, published_ski: bool) -> TnnConfig:
+    """The configuration of the weights and the options. It takes fixed decays and tied weights out of `tensors`."""
+    found = built.sizes(tensors)
+    fields = built.fields(options, found) | take_decay(tensors, options, found["num_hidden_layers"])
+    fields |= {"tie_word_embeddings": take_tie(tensors)}
+    fields["ski_interpolation"] = "linear" if published_ski else "released"
+    found.pop("gtu_dim")
+    if (classes := tensors.get("classifier.out_proj.weight")) is not None:
+        fields["num_labels"] = len(classes)
+    return TnnConfig(**found | fields)
+
+
+def convert(tensors: dict, options: dict, architecture: str, head: str | None = None, published_ski: bool = False):
+    """Build the model of a checkpoint.
+
+    Args:
+        tensors: the checkpoint, in official names.
+        options: official options that differ from the defaults of the architecture.
+        architecture: one of `ARCHITECTURES`.
+        head: one of `HEADS`, if not that of the architecture.
+        published_ski: let SKI interpolate as published, not as released.
+
+    Returns:
+        The model, and a report with the destination of each official tensor and warnings.
+
+    Raises:
+        ValueError: the checkpoint does not fit the options, or cannot be converted.
+    """
+    built = ARCHITECTURES[architecture]
+    head, options = head or built.head, built.options | options
+    built.check(tensors, options)
+    ours, official_names = rename(tensors, built.names)
+    if EMBEDDING not in ours:
+        raise ValueError(f"The checkpoint must hold a whole model, got no {EMBEDDING}: layers alone are not a model")
+    built.prepare(ours, options)
+    kept = HEAD_MODULES[head]
+    ours = {name: value for name, value in ours.items() if name.startswith(kept) or not name.startswith(ALL_HEADS)}
+    config = build_config(ours, options, built, published_ski)
+    warnings = warnings_of(config)
+    arrange_operators(ours, config, options.get("num_heads") or options.get("encoder_attention_heads", 1))
+    model = load(head, config, ours, official_names)
+    report = {"architecture": architecture, "head": head, "options": options, "warnings": warnings}
+    return model, report | {"tensors": destinations(tensors, official_names, ours, head)}
+
+
+def load(head: str, config: TnnConfig, tensors: dict, official_names: dict):
+    """A model with `tensors`, in their dtypes.
+
+    Raises:
+        ValueError: a tensor is missing, left over or of another shape.
+    """
+    with torch.device("meta"):
+        model = HEADS[head](config)
+    weights = {name_in_model(name, head): value for name, value in tensors.items()}
+    official = {name_in_model(name, head): official for name, official in official_names.items()}
+    if config.tie_word_embeddings and "lm_head.weight" in model.state_dict():
+        weights["lm_head.weight"] = tensors[EMBEDDING]
+    try:
+        model.load_state_dict(weights, assign=True)
+    except RuntimeError as error:
+        found = re.sub(r"[\w.]*\w", lambda name: official.get(name[0], name[0]), " ".join(str(error).split()))
+        raise ValueError(
+            f"The checkpoint does not fit the architecture and its options. {found} "
+            "The options norm_type, use_norm and tno_type, the position of the norm, and the head change names and "
+            "shapes."
+        ) from error
+    model.tie_weights()
+    return model.eval()

@@ -1,0 +1,102 @@
+"""Load a model that writes; let it continue prompts in batches, or a conversation whose turns share a cache."""
+
+import copy
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.generation import GenerationMode
+
+from tnn_cli.model_path import PARTS, check_device, check_vocabulary, check_writing, load, naming
+from tnn_cli.sampling import with_sampling
+
+from ..cache_tnn import CACHE
+from .pieces import PieceStreamer
+
+# Options of `generate` that need the tokenizer.
+READ_TEXT = {"stop_strings", "token_healing"}
+
+
+def load_writer(
+    name: str, dtype: str, device: str | None, trust_remote_code: bool = False, **tokenizing
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model in evaluation mode, and its tokenizer with the options `tokenizing`; ValueError if they do not fit."""
+    device, code = check_device(device), {"trust_remote_code": trust_remote_code}
+    tokenizer = load(AutoTokenizer, name, **code, **tokenizing)
+    model = load(AutoModelForCausalLM, name, dtype=dtype, **code).to(device)
+    check_writing(model, name)
+    check_vocabulary(tokenizer, model.config.vocab_size)
+    return model.eval(), tokenizer
+
+
+def load_causal(name: str, dtype: str, device: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A causal TNN and its tokenizer, for a server; ValueError if it is another model."""
+    config = load(AutoConfig, name)
+    if config.model_type != "tnn" or not config.causal:
+        kind = "bidirectional TNN" if config.model_type == "tnn" else config.model_type
+        raise ValueError(f"model={name} is a {kind}: only a causal TNN can be served.")
+    return load_writer(name, dtype, device)
+
+
+def name_of(model: str) -> str:
+    """The name of a served model: that of its folder, or its id on the Hub."""
+    return Path(model).resolve().name if Path(model).is_dir() else model
+
+
+def with_defaults(model: PreTrainedModel, options: dict) -> tuple[dict, dict]:
+    """The options of `generate` with a number of new tokens, and the same with sampling unless they search."""
+    options = options if "max_length" in options else {"max_new_tokens": 100} | options
+    asked = copy.deepcopy(model.generation_config)
+    asked.update(**(options | {"do_sample": None}))
+    return options, with_sampling(options, is_plain=asked.get_generation_mode() == GenerationMode.GREEDY_SEARCH)
+
+
+def continue_batch(model, tokenizer, prompts: list[str], options: dict, stream: bool) -> tuple[list[str], int]:
+    """The texts of all sequences of the prompts, and the number of new tokens."""
+    inputs = tokenizer(prompts, return_tensors="pt", padding=len(prompts) > 1, return_token_type_ids=False)
+    streamer = PieceStreamer(tokenizer) if stream else None
+    options = options | ({"tokenizer": tokenizer} if options.keys() & READ_TEXT else {})
+    output = model.generate(**inputs.to(model.device), streamer=streamer, **options)
+    new = output[:, inputs["input_ids"].shape[1] :]
+    count = new.numel() if tokenizer.pad_token_id is None else int((new != tokenizer.pad_token_id).sum())
+    return tokenizer.batch_decode(output, skip_special_tokens=True), count
+
+
+class Conversation:
+    """The tokens of a conversation, and the cache of the model that has read them."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer, system: str | None, options: dict):
+        self.model, self.tokenizer, self.options = model, tokenizer, options
+        self.messages = [] if system is None else [{"role": "system", "content": system}]
+        self.ids = torch.empty(1, 0, dtype=torch.long)
+        self.cache = DynamicCache(config=model.config)
+
+    def answer(self, line: str) -> str:
+        """The answer of the model to `line`. It also streams to stdout."""
+        ids = self._prompt(line).to(self.model.device)  # (1, L)
+        streamer = PieceStreamer(self.tokenizer, skip_prompt=True)
+        cached = {"attention_mask": torch.ones_like(ids), CACHE: self.cache}
+        self.ids = self.model.generate(ids, streamer=streamer, **self.options, **cached).cpu()
+        self.messages.append({"role": "assistant", "content": streamer.text})
+        return streamer.text
+
+    def _prompt(self, line: str) -> torch.Tensor:
+        """The tokens of the conversation and of the new `line`, `(1, L)`."""
+        self.messages.append({"role": "user", "content": line})
+        if self.tokenizer.chat_template is None:
+            new = self.tokenizer(line, return_tensors="pt", add_special_tokens=not self.ids.shape[1])["input_ids"]
+            return torch.cat([self.ids, new], dim=1)
+        with naming(self.tokenizer.name_or_path, *PARTS["AutoTokenizer"]):  # a template is code of the folder
+            ids = self.tokenizer.apply_chat_template(
+                self.messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )["input_ids"]
+        if not torch.equal(ids[:, : self.ids.shape[1]], self.ids):
+            self.cache = DynamicCache(config=self.model.config)  # the template has changed the earlier text
+        return ids

@@ -1,0 +1,389 @@
+"""Build, train, save and report a pretraining run, on one device or many."""
+
+import contextlib
+import dataclasses
+import gc
+import logging
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tnn_cli.errors import MemoryExceededError, next_steps, suggest_smaller
+
+import datasets
+import torch
+import transformers
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin, InitProcessGroupKwargs
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    set_seed,
+)
+
+from tnn_cli.atomic import (
+    STATE,
+    SavingError,
+    check_run,
+    checkpoints,
+    claim,
+    find_checkpoint,
+    new_files,
+    new_folder,
+    prune,
+    read_json,
+    verify_checksums,
+    write_json,
+)
+from tnn_cli.model_path import check_file, check_vocabulary, load
+from tnn_cli.parser import load_config, parse_overrides
+from tnn_cli.training_arguments import PretrainArguments, choose_schedule
+
+from ..configuration_tnn import LENGTH_FIELDS
+from ..data.text import BlockStream, load_corpus, pack, train_tokenizer, workers_for
+from ..tools.poles import find_unstable
+from .accelerate_loop import Pretraining, perplexity
+from .costs import reserved_memory
+from .passes import compile_blocks, summed_loss
+from .processes import (
+    LostProcessError,
+    StopRequested,
+    check_engine,
+    held_parameters,
+    prepare_engine,
+    watching_processes,
+)
+
+if TYPE_CHECKING:  # read where a run asks for it
+    from ..data.streaming import TextStream
+
+logger = logging.getLogger("pretrain")
+RESUME = " Continue with --resume_from_checkpoint latest."
+AUTO_MODELS = {"clm": AutoModelForCausalLM, "mlm": AutoModelForMaskedLM}
+
+
+def build_accelerator(args: PretrainArguments) -> Accelerator:
+    """The Accelerator, as `accelerate launch` or its configuration file sets it up.
+
+    Raises:
+        ValueError: several processes were started, but are not connected, or with an engine that does not fit; or
+            the precision is none of the device.
+    """
+    timeout = timedelta(seconds=args.ddp_timeout)
+    on_cpu = args.use_cpu or not torch.accelerator.is_available()
+    prepare_engine(on_cpu, timeout)
+    accelerator = Accelerator(
+        cpu=on_cpu,
+        mixed_precision=args.mixed_precision,
+        # All forward passes of a step are fetched at once, so the end of the data does not mark the last one.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(sync_with_dataloader=False),
+        dataloader_config=DataLoaderConfiguration(non_blocking=True),
+        log_with=None if args.report_to == "none" else args.report_to,
+        project_dir=args.output_dir,
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
+    )
+    started, seen = int(os.environ.get("WORLD_SIZE", 1)), accelerator.num_processes
+    if started != seen:
+        raise ValueError(
+            f"{started} processes were started, but accelerate sees {seen}. Start them with `accelerate launch`."
+        )
+    check_engine(accelerator)
+    # Accelerate would train in float32.
+    if accelerator.device.type == "cpu" and accelerator.mixed_precision == "fp16":
+        raise ValueError("--mixed_precision must be no or bf16 on a CPU, got fp16")
+    return accelerator
+
+
+def check_before_start(args: PretrainArguments):
+    """Check files, checkpoint and output folder, and set `resume_from_checkpoint` to a folder.
+
+    Raises:
+        ValueError: a file or the checkpoint is missing, empty or damaged, or the output folder holds another run.
+    """
+    for file in filter(None, (args.train_file, args.validation_file)):
+        check_file(file, whole=not args.streaming)
+    output_dir = Path(args.output_dir)
+    resumed = find_checkpoint(output_dir, args.resume_from_checkpoint)
+    if resumed is not None:
+        verify_checksums(resumed)
+    args.resume_from_checkpoint = None if resumed is None else str(resumed)
+    for folder in (output_dir, output_dir / "best"):
+        check_run(folder, args.overwrite_output_dir, args.resume_from_checkpoint)
+
+
+def build_config(args: PretrainArguments) -> PreTrainedConfig:
+    """The configuration of the model with the changes of the command line.
+
+    Raises:
+        ValueError: an override is not a field, or the configuration does not fit the objective.
+    """
+    known = load(AutoConfig, args.config_name)
+    overrides = parse_overrides(args.config_overrides, known)
+    fit_length(args, known, overrides)
+    if args.vocab_size is not None:
+        overrides["vocab_size"] = args.vocab_size
+    config = load_config(args.config_name, overrides)
+    with torch.device("meta"):
+        AUTO_MODELS[args.objective].from_config(config)
+    return config
+
+
+def fit_length(args: PretrainArguments, config: PreTrainedConfig, overrides: dict):
+    """Set the block size to the length that the model is made for, or a TNN's length to the block size."""
+    field = "max_position_embeddings"
+    longest = overrides.get(field, getattr(config, field, None))
+    if args.block_size is None:
+        args.block_size = longest or 1024
+    elif longest is not None and args.block_size > longest:
+        if config.model_type != "tnn":
+            raise ValueError(f"--block_size must be at most {field}={longest} of the model, got {args.block_size}")
+        # A TNN takes any length, but the fields that follow from this number must be derived again.
+        overrides |= {field: args.block_size} | {name: overrides.get(name) for name in LENGTH_FIELDS}
+    shortest = 3 if args.objective == "mlm" else 2
+    if args.block_size < shortest:
+        raise ValueError(f"--block_size must be at least {shortest} for a token to predict, got {args.block_size}")
+
+
+def build_tokenizer(
+    args: PretrainArguments, accelerator: Accelerator, config: PreTrainedConfig, texts: datasets.Dataset
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of the checkpoint, the one named, or one trained on `texts`. `config` gets its special tokens.
+
+    Raises:
+        ValueError: the tokenizer has more tokens than the model, or no mask token for a masked language model.
+    """
+    masked = args.objective == "mlm"
+    source = args.resume_from_checkpoint or args.tokenizer_name
+    if source is None:
+        source = Path(args.output_dir) / "tokenizer"
+        if accelerator.is_main_process:
+            trained = train_tokenizer(texts, config.vocab_size, masked, args.do_lower_case)
+            with new_folder(source) as folder:
+                trained.save_pretrained(folder)
+        accelerator.wait_for_everyone()
+    tokenizer = load(AutoTokenizer, source)
+    if not masked:
+        tokenizer.padding_side = "left"  # as generation needs it
+    if args.tokenizer_name is None and args.vocab_size is None:
+        config.vocab_size = len(tokenizer)
+    try:
+        check_vocabulary(tokenizer, config.vocab_size)
+    except ValueError as error:
+        raise ValueError(f"{error} Give --vocab_size {len(tokenizer)} or another tokenizer.") from error
+    if masked and tokenizer.mask_token_id is None:
+        raise ValueError(f"The tokenizer must have a mask token with --objective mlm, got {source} without one")
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(config, name, getattr(tokenizer, name))
+    return tokenizer
+
+
+def build_stream(
+    args: PretrainArguments, accelerator: Accelerator, texts: datasets.Dataset, tokenizer: PreTrainedTokenizerBase,
+    split: str,
+) -> BlockStream:  # fmt: skip
+    """The stream of the examples of a split; refuses one that is shorter than a block."""
+    masked, workers = args.objective == "mlm", args.preprocessing_num_workers
+    with accelerator.main_process_first():
+        workers = workers_for(texts) if workers is None else workers
+        blocks = pack(texts, tokenizer, args.block_size, masked, split, workers)
+    if len(blocks) == 0:
+        size = args.block_size
+        raise ValueError(
+            f"The {split} text is shorter than one block of {size} tokens. Give a longer text or a smaller "
+            "--block_size."
+        )
+    if split == "validation" and args.max_eval_blocks is not None:
+        blocks = blocks.select(range(min(args.max_eval_blocks, len(blocks))))
+    return BlockStream(blocks, tokenizer, masked, args.mlm_probability, args.seed, shuffle=split == "train")
+
+
+def build_data(
+    args: PretrainArguments, accelerator: Accelerator, config: PreTrainedConfig
+) -> tuple[PreTrainedTokenizerBase, "BlockStream | TextStream", BlockStream]:
+    """The tokenizer, and the streams of training and validation examples. `config` gets the special tokens."""
+    if args.streaming:
+        from ..data.streaming import build_text_streams, open_corpus
+
+        texts, validation = open_corpus(args)
+        tokenizer = build_tokenizer(args, accelerator, config, texts.first_texts())
+        return tokenizer, *build_text_streams(args, accelerator, texts, validation, tokenizer)
+    source, config_name = args.train_file or next(iter(args.dataset_name), None), args.dataset_config_name
+    corpus = load_corpus(source, next(iter(config_name), None), args.validation_file, args.text_column, args.documents)
+    tokenizer = build_tokenizer(args, accelerator, config, corpus["train"])
+    splits = ("train", "validation")
+    return tokenizer, *(build_stream(args, accelerator, corpus[split], tokenizer, split) for split in splits)
+
+
+def build_model(args: PretrainArguments, config: PreTrainedConfig) -> PreTrainedModel:
+    model = AUTO_MODELS[args.objective].from_config(config)
+    if args.gradient_checkpointing:
+        # transformers 5.17 has one name, of which later releases warn; they have another.
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    return model
+
+
+def build(args: PretrainArguments, accelerator: Accelerator) -> Pretraining:
+    """The run with all its parts, in the state of the checkpoint if there is one."""
+    check_before_start(args)
+    config = build_config(args)
+    processes, resumed = accelerator.num_processes, args.resume_from_checkpoint
+    if args.global_batch_tokens is not None:
+        from .costs import blocks_of_process, choose_micro_batch
+
+        blocks_of_process(args, processes)  # before the text is read
+    saved = None if resumed is None else read_json(Path(resumed) / STATE)["fingerprint"]
+    if (line := choose_schedule(args, config, saved)) is not None:
+        logger.info("%s", line)
+    tokenizer, train, validation = build_data(args, accelerator, config)
+    set_seed(args.seed)
+    model = build_model(args, config)
+    logger.info(
+        f"{model.num_parameters():,} parameters; {'streamed' if args.streaming else len(train)} training and "
+        f"{len(validation)} validation blocks of {args.block_size} tokens; {processes} "
+        f"process{'' if processes == 1 else 'es'}, {accelerator.device.type}"
+    )
+    if args.global_batch_tokens is not None:
+        logger.info("%s", choose_micro_batch(args, accelerator, model))
+    compile_blocks(args, accelerator, model)
+    if resumed is None and accelerator.is_main_process:
+        prune(Path(args.output_dir), 0)  # of a run that is overwritten
+    pretraining = Pretraining(args, accelerator, model, tokenizer, train, validation)
+    if resumed is not None:
+        pretraining.resume(Path(resumed))
+        logger.info("resumed at step %d", pretraining.state.step)
+    return pretraining
+
+
+def finish(args: PretrainArguments, pretraining: Pretraining) -> dict:
+    """Evaluate and save the last model; the figures of the run."""
+    accelerator, state = pretraining.accelerator, pretraining.state
+    last = state.history[-1]["loss"] if pretraining.is_evaluated else pretraining.record_evaluation()
+    model = accelerator.unwrap_model(pretraining.model)
+    metrics = {
+        "perplexity_before": perplexity(state.loss_before),
+        "perplexity": perplexity(last),
+        "loss": last,
+        "best_perplexity": perplexity(state.best_loss),
+        "best_step": state.best_step,
+        "steps": state.step,
+        "tokens": args.max_steps * pretraining.blocks_per_step * args.block_size,
+        **pretraining.speed(),
+        "train_seconds": state.train_seconds,
+        "train_cpu_seconds": state.train_cpu_seconds,
+        "parameters": model.num_parameters(),
+        "processes": accelerator.num_processes,
+        "distributed_type": accelerator.distributed_type.value,
+        "parameters_per_process": held_parameters(pretraining.model),
+        "device": accelerator.device.type,
+        "peak_memory_gib": reserved_memory(accelerator.device),
+        "torch_threads": torch.get_num_threads(),
+        "evaluations": state.history,
+        "unstable_layers": [str(layer) for layer in find_unstable(model)],
+    }
+    with new_files(Path(args.output_dir), accelerator) as folder:
+        pretraining.save_model(folder)
+        if accelerator.is_main_process:
+            write_json(folder / "metrics.json", metrics)
+    return metrics
+
+
+def configure_logging(accelerator: Accelerator):
+    """Log important messages from one process. Without this, accelerate would log each file that it writes."""
+    logging.basicConfig(format="%(message)s")
+    for name in ("pretrain", "push_to_hub", "data"):
+        logging.getLogger(name).setLevel(logging.INFO if accelerator.is_main_process else logging.ERROR)
+    logging.getLogger("accelerate").setLevel(logging.ERROR)
+    transformers.utils.logging.disable_progress_bar()
+    if not accelerator.is_main_process:
+        datasets.disable_progress_bars()
+
+
+def train(args: PretrainArguments, accelerator: Accelerator) -> tuple[Pretraining, dict, str | None]:
+    """Train to the end; the run, its figures, and the repository for the model.
+
+    A signal ends the process here, after the present step is saved.
+    """
+    pretraining, repository = build(args, accelerator), None
+    if args.push_to_hub and accelerator.is_main_process:
+        from .publishing import open_repository
+
+        repository = open_repository(args.hub_model_id, args.output_dir, args.hub_private_repo)
+    if args.report_to != "none":
+        options = {name: value for name, value in dataclasses.asdict(args).items() if value is not None}
+        # TensorBoard takes no lists.
+        settings = {name: " ".join(value) if isinstance(value, list) else value for name, value in options.items()}
+        accelerator.init_trackers("modeling-tnn", config=settings)
+    with pretraining.stop, watching_processes():
+        try:
+            pretraining.run()
+            return pretraining, finish(args, pretraining), repository
+        except StopRequested:
+            saved = pretraining.save_progress()
+            accelerator.end_training()
+            logger.info("stopped by a signal at step %d.%s", pretraining.state.step, RESUME if saved else "")
+            sys.exit(pretraining.stop.status)
+
+
+def report(metrics: dict, args: PretrainArguments):
+    """Log the figures, the folders of the models and the next commands."""
+    logger.info(
+        "validation perplexity: {perplexity_before:.2f} before, {perplexity:.2f} after {steps} steps, best "
+        "{best_perplexity:.2f} at step {best_step}; {tokens_per_second:.0f} tokens/s; saved in ".format(**metrics)
+        + f"{args.output_dir}\nthe best model is in {args.output_dir}/best"
+    )
+    kind = "causal" if args.objective == "clm" else "masked"
+    logger.info("%s", next_steps(args.output_dir, kind, metrics["unstable_layers"]))
+
+
+def dry_run(args: PretrainArguments, accelerator: Accelerator):
+    """Log the size, the tokens, the time and the memory of the run.
+
+    Raises:
+        MemoryExceededError: a step does not fit into memory.
+    """
+    from .costs import choose_micro_batch, describe_costs, measure_step
+
+    model = build_model(args, build_config(args))
+    with suggest_smaller("a training step", "--per_device_train_batch_size, --block_size or --gradient_checkpointing"):
+        line = choose_micro_batch(args, accelerator, model)
+        ids = torch.randint(model.config.vocab_size, (args.per_device_train_batch_size, args.block_size))
+        loss = lambda model, batch: summed_loss(model, model.config, batch, args.objective == "clm")  # noqa: E731
+        seconds, memory = measure_step(model, {"input_ids": ids, "labels": ids}, accelerator, loss)
+    passes, processes = args.gradient_accumulation_steps, accelerator.num_processes
+    device = f"{processes} x {accelerator.device.type}"
+    tokens = ids.numel() * passes * processes
+    costs = describe_costs(model.num_parameters(), args.max_steps, tokens, seconds * passes, memory, device)
+    logger.info("%s\n%s", line, costs)
+
+
+def start(args: PretrainArguments):
+    """Train, save and publish as the options say, or measure a step with `--dry_run`."""
+    with contextlib.ExitStack() as held:
+        try:
+            accelerator = build_accelerator(args)
+            configure_logging(accelerator)
+            if args.dry_run:
+                return dry_run(args, accelerator)
+            held.enter_context(claim(Path(args.output_dir), main=accelerator.is_main_process))
+            accelerator.wait_for_everyone()
+            pretraining, metrics, repository = train(args, accelerator)
+            accelerator.end_training()
+            report(metrics, args)
+            if repository is not None:
+                from .publishing import upload
+
+                upload(args.output_dir, repository, pretraining.config.model_type)
+        except (OSError, MemoryExceededError, SavingError, LostProcessError) as error:
+            if not checkpoints(Path(args.output_dir)):
+                raise
+            sys.exit(f"error: {error}{RESUME}")
+    # A process group that lives longer than the model sometimes aborts at exit.
+    del pretraining
+    gc.collect()

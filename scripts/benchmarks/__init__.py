@@ -1,1 +1,0 @@
-"""The suites of `benchmark.py`."""

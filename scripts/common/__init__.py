@@ -1,1 +1,0 @@
-"""Modules that the programs share: arguments, errors, files, checkpoints, training loops."""

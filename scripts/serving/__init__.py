@@ -1,1 +1,0 @@
-"""The server with the routes of OpenAI."""

@@ -1,0 +1,400 @@
+"""Output folders and checkpoints: one process at a time writes to a folder, and files are complete or absent.
+
+A folder is written under a hidden name, flushed to disk and renamed. Files for an existing folder are written to a
+hidden folder inside it and moved, `config.json` last, so that a model that loads is complete. `clean` finishes or
+removes the hidden files of a killed process. A checkpoint's `checksums.json` has the SHA-256 of each of its files,
+because safetensors cannot detect values that changed on the disk.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tnn_cli.errors import UserError, is_disk_full
+
+from filelock import FileLock, Timeout
+from safetensors import SafetensorError
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from transformers import PreTrainedConfig
+
+LOCK = ".lock"
+PARTIAL, OLD = ".partial", ".old"
+# Names of a folder of new files: while it is written, when all are written, and when the replaced files are removed.
+NEW, READY, MOVING = ".new" + PARTIAL, ".new.ready", ".new.moving"
+# torch.save raises a RuntimeError with one of these texts.
+TORCH_WRITER = ("inline_container", "PytorchStreamWriter", "cannot be opened", "Parent directory")
+CONFIG, WEIGHTS = "config.json", "model*.safetensors*"
+
+
+class SavingError(UserError):
+    """The error for a file or folder that could not be written. Earlier files are unchanged."""
+
+
+@contextmanager
+def claim(folder: Path, main: bool = True) -> Iterator[Path]:
+    """Lock `folder` for this process until the block or the process ends. The folder is made and cleaned.
+
+    The main process of a run locks the folder for all its processes.
+
+    Raises:
+        ValueError: the folder cannot be written to, or another process has locked it.
+    """
+    if not main:
+        yield folder
+        return
+    lock, made = FileLock(folder / LOCK), not folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire(blocking=False)
+    except Timeout as error:
+        advice = "Wait for it, or give another folder."
+        raise ValueError(f"The output folder {folder} is in use by another process. {advice}") from error
+    except OSError as error:
+        raise ValueError(f"The output folder {folder} cannot be written to: {error.strerror or error}.") from error
+    try:
+        clean(folder)
+        yield folder
+    finally:
+        lock.release()
+        # A run that was refused before it wrote anything leaves no trace.
+        if made and [path.name for path in folder.iterdir()] in ([], [LOCK]):
+            (folder / LOCK).unlink(missing_ok=True)
+            folder.rmdir()
+
+
+@contextmanager
+def new_folder(target: Path, accelerator: "Accelerator | None" = None) -> Iterator[Path]:
+    """A hidden folder to write to. When the block ends, it replaces the folder `target`.
+
+    With an accelerator, all its processes write and the main one renames.
+
+    Raises:
+        SavingError: the block or the renaming failed. The hidden folder is removed.
+    """
+    with _written(partial(target), target, accelerator) as folder:
+        yield folder
+        if _is_ready(folder, accelerator):
+            old = target.with_name(f".{target.name}{OLD}")
+            if target.exists():
+                target.rename(old)
+            folder.rename(target)
+            _flush(target.parent)
+            shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def new_files(target: Path, accelerator: "Accelerator | None" = None) -> Iterator[Path]:
+    """A hidden folder to write a model to. When the block ends, its files move to the folder `target`.
+
+    With an accelerator, all its processes write and the main one moves.
+
+    Raises:
+        SavingError: as for `new_folder`.
+    """
+    with _written(target / NEW, target, accelerator) as folder:
+        yield folder
+        if _is_ready(folder, accelerator):
+            _move_files(target)  # of a process that was killed before
+            folder.rename(target / READY)
+            _move_files(target)
+
+
+def check_writable(file: Path):
+    """Check that a file can be written, before its contents are computed.
+
+    Raises:
+        ValueError: its folder cannot be made or written to.
+    """
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial(file).touch()
+        partial(file).unlink()
+    except OSError as error:
+        raise ValueError(f"{file} cannot be written: {error.strerror or error}.") from error
+
+
+def check_overwriting(folder: Path, overwrite: bool, source: str | Path | None = None):
+    """Refuse to write a model over another one.
+
+    Args:
+        overwrite: whether `--overwrite_output_dir` was given.
+        source: the folder or file of the model that the run reads. It is never replaced.
+
+    Raises:
+        ValueError: the folder holds the source or a model.
+    """
+    read = None if source is None else Path(source).resolve()
+    if read is not None and (read == folder.resolve() or read in (path.resolve() for path in folder.glob(WEIGHTS))):
+        raise ValueError(f"The output folder must not hold the model that is read, {source}, got {folder}")
+    if not overwrite and holds_model(folder):
+        raise ValueError(
+            f"The output folder {folder} holds a model. Give --overwrite_output_dir to replace it, or another folder."
+        )
+
+
+def holds_model(folder: Path) -> bool:
+    """Whether the folder holds a model that a run would replace."""
+    return (folder / CONFIG).is_file() or any(folder.glob(WEIGHTS))
+
+
+def partial(target: Path) -> Path:
+    """The hidden name under which `target` is written."""
+    return target.with_name(f".{target.name}{PARTIAL}")
+
+
+def clean(folder: Path):
+    """Finish the moves that a killed process has begun, and remove its incomplete files."""
+    for old in folder.glob(f".*{OLD}"):
+        target = folder / old.name[1 : -len(OLD)]
+        if target.exists():
+            shutil.rmtree(old)
+        else:
+            old.rename(target)
+    _move_files(folder)
+    for path in folder.glob(f".*{PARTIAL}"):
+        _remove(path)
+
+
+def write_json(path: Path, values: dict | list):
+    """Write a JSON file, as `write_text` does."""
+    write_text(path, json.dumps(values, indent=2) + "\n")
+
+
+def write_text(path: Path, text: str):
+    """Write a text file. It is complete or absent.
+
+    Raises:
+        SavingError: it could not be written.
+    """
+    with saving_errors(path, partial(path)):
+        partial(path).write_text(text, encoding="utf-8")
+        _flush(partial(path))
+        os.replace(partial(path), path)
+
+
+@contextmanager
+def saving_errors(target: Path, unfinished: Path | None = None) -> Iterator[None]:
+    """Turn all errors of libraries about a full or missing disk into one, and remove `unfinished`.
+
+    Raises:
+        SavingError: the block raised such an error.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        place = next(place for place in (target, *target.absolute().parents) if place.exists())
+        free = shutil.disk_usage(place).free // 10**6
+        if unfinished is not None:
+            _remove(unfinished)
+        of_torch = any(text in str(error) for text in TORCH_WRITER)
+        if isinstance(error, SavingError) or (isinstance(error, RuntimeError) and not of_torch):
+            raise
+        full = "disk full: " if is_disk_full(error) else ""
+        raise SavingError(
+            f"{full}{target} could not be saved: {error} ({free:,} MB were free there). Earlier files are unchanged."
+        ) from error
+
+
+@contextmanager
+def _written(hidden: Path, target: Path, accelerator: "Accelerator | None") -> Iterator[Path]:
+    main = accelerator is None or accelerator.is_main_process
+    # Where one process fails, another may still be writing to the folder.
+    with saving_errors(target, hidden if main else None):
+        if main:
+            _remove(hidden)
+            hidden.mkdir(parents=True)
+        if accelerator is not None:
+            accelerator.wait_for_everyone()
+        yield hidden
+        if accelerator is not None:
+            accelerator.wait_for_everyone()
+
+
+def _is_ready(folder: Path, accelerator: "Accelerator | None") -> bool:
+    """Wait until all processes have written to a folder; whether it is this one that publishes it, on the disk now."""
+    if accelerator is not None:
+        accelerator.wait_for_everyone()
+        if not accelerator.is_main_process:
+            return False
+    for path in [*folder.rglob("*"), folder]:
+        _flush(path)
+    return True
+
+
+def _move_files(folder: Path):
+    """Move the files of `.new.ready` to `folder`, or finish such a move. Without `config.json` no model loads."""
+    ready, moving = folder / READY, folder / MOVING
+    if ready.is_dir():
+        names = {path.name for path in ready.iterdir()}
+        # A remaining old file of weights would be read instead of the new shards.
+        stale = [path for path in folder.glob(WEIGHTS) if path.name not in names]
+        for path in [folder / CONFIG, *stale]:
+            path.unlink(missing_ok=True)
+        ready.rename(moving)
+    if moving.is_dir():
+        for path in sorted(moving.iterdir(), key=lambda path: path.name == CONFIG):
+            os.replace(path, folder / path.name)
+        _flush(folder)
+        moving.rmdir()
+
+
+def _remove(path: Path):
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _flush(path: Path):
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+# `run.json` is written by Trainer's programs alone: `pretrain.py` has the same in its state.
+CHECKSUMS, STATE, RUN = "checksums.json", "trainer_state.json", "run.json"
+# The options that change the weights: of both engines, of Trainer, and of `pretrain.py`. The end of a run may change,
+# and where and how its steps are computed.
+COMPARED = (
+    "learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "optim", "optim_args", "adam_beta1",
+    "adam_beta2", "adam_epsilon", "max_grad_norm", "seed",
+    "label_smoothing_factor", "neftune_noise_alpha", "data_seed", "train_sampling_strategy", "bf16", "fp16",
+    "objective", "do_lower_case", "documents", "mlm_probability", "max_pole_radius", "mixed_precision",
+    "operator_learning_rate", "operator_weight_decay", "parameter_groups",
+)  # fmt: skip
+NOT_COMPARED = {"transformers_version", "_name_or_path"}
+
+
+def checkpoints(output_dir: Path) -> list[Path]:
+    """The complete checkpoints, the oldest first. Trainer writes its state last."""
+    found = [path for path in output_dir.glob("checkpoint-*") if CHECKPOINT.fullmatch(path.name) and is_complete(path)]
+    return sorted(found, key=lambda path: int(CHECKPOINT.fullmatch(path.name)[1]))
+
+
+def is_complete(checkpoint: Path) -> bool:
+    """Whether a folder is a checkpoint whose state can be read."""
+    try:
+        read_json(checkpoint / STATE)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def find_checkpoint(output_dir: Path, name: str | None) -> Path | None:
+    """The folder that `--resume_from_checkpoint` names: latest, auto or a path. None for auto without a checkpoint.
+
+    Raises:
+        ValueError: there is no such checkpoint, or it is incomplete.
+    """
+    found = checkpoints(output_dir)
+    if name is None or (name == "auto" and not found):
+        return None
+    if name in ("latest", "auto"):
+        if not found:
+            raise ValueError(f"--resume_from_checkpoint latest: {output_dir} holds no complete checkpoint.")
+        return found[-1]
+    if not is_complete(Path(name)):
+        raise ValueError(
+            f"--resume_from_checkpoint must be latest, auto or the folder of a complete checkpoint, got {name}"
+        )
+    return Path(name)
+
+
+def check_run(output_dir: Path, overwrite: bool, resumed: str | None, source: str | Path | None = None):
+    """Refuse a run that would overwrite another one, unless it resumes it.
+
+    Args:
+        overwrite: whether `--overwrite_output_dir` was given.
+        resumed: the value of `--resume_from_checkpoint`.
+        source: the folder of the model that the run starts from.
+
+    Raises:
+        ValueError: the folder holds checkpoints or a model, or is that of `source`.
+    """
+    found = checkpoints(output_dir)
+    resumes = resumed is not None and (resumed != "auto" or bool(found))
+    if not resumes and not overwrite and found:
+        raise ValueError(
+            f"The output folder {output_dir} holds checkpoints of a run. Give --resume_from_checkpoint latest to "
+            "continue it, --overwrite_output_dir to replace it, or another folder."
+        )
+    check_overwriting(output_dir, overwrite or resumes, source)
+
+
+def describe_run(options: dict, config: "PreTrainedConfig", **further) -> dict:
+    """What a checkpoint must agree with: options that change the weights, the model, and what `further` names."""
+    compared = {name: options[name] for name in COMPARED if name in options}
+    model = {f"config.{name}": value for name, value in config.to_dict().items() if name not in NOT_COMPARED}
+    return json.loads(json.dumps(compared | further | model))
+
+
+def check_same_run(checkpoint: Path, saved: dict, run: dict):
+    """Refuse a checkpoint of another run. What one of an older version does not describe is not compared.
+
+    Raises:
+        ValueError: it differs, with a line for each difference.
+    """
+    differing = [f"{n} must be {saved[n]}, got {v}" for n, v in run.items() if n in saved and saved[n] != v]
+    if differing:
+        raise ValueError("\n  ".join([f"{checkpoint} is a checkpoint of another run.", *differing]))
+
+
+def write_checksums(folder: Path):
+    """Write the SHA-256 of each file of a folder to its `checksums.json`."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != CHECKSUMS]
+    write_json(folder / CHECKSUMS, {path.relative_to(folder).as_posix(): _sha256(path) for path in files})
+
+
+def verify_checksums(folder: Path):
+    """Compare the files of a folder with its `checksums.json`, if there is one.
+
+    Raises:
+        ValueError: a file is missing or has changed, or the checksums cannot be read.
+    """
+    if not (folder / CHECKSUMS).is_file():
+        return
+    try:
+        expected = dict(read_json(folder / CHECKSUMS))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{folder / CHECKSUMS} is damaged: {error}. Resume from an earlier checkpoint.") from error
+    for name, checksum in expected.items():
+        path = folder / name
+        if not path.is_file() or _sha256(path) != checksum:
+            what = "is damaged: it has changed since it was written" if path.is_file() else "is missing"
+            raise ValueError(f"{path} {what}. Resume from an earlier checkpoint, by its path.")
+
+
+def remove_incomplete(output_dir: Path):
+    """Remove checkpoints that Trainer has not finished writing."""
+    for folder in output_dir.glob("checkpoint-*"):
+        if CHECKPOINT.fullmatch(folder.name) and not is_complete(folder):
+            shutil.rmtree(folder)
+
+
+def prune(output_dir: Path, limit: int | None):
+    """Remove the oldest checkpoints beyond `limit`; None for no limit."""
+    found = checkpoints(output_dir)
+    for checkpoint in found[: 0 if limit is None else max(len(found) - limit, 0)]:
+        hidden = partial(checkpoint)  # under its own name a half-removed checkpoint would look complete
+        checkpoint.rename(hidden)
+        shutil.rmtree(hidden)
+
+
+def read_json(file: Path):
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
