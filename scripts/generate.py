@@ -20,8 +20,8 @@ from pathlib import Path
 
 from tnn_cli.errors import check_text, importing, read_lines, report_errors
 
-from modeling_tnn.serving.generation_fields import read_options
 from tnn_cli.atomic import check_writable, write_json
+from tnn_cli.generation_fields import read_options
 from tnn_cli.model_path import check_model_path, read_lines_of
 from tnn_cli.parser import ProgramParser, check_counts
 

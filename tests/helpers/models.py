@@ -60,6 +60,11 @@ def tiny_config(tno_type="rpe", causal=True, **fields) -> TnnConfig:
     return TnnConfig(tno_type=tno_type, causal=causal, **defaults | fields)
 
 
+# How far outputs of a loaded model may be from those of the saved one, whose weights are equal bit for bit: tensors of
+# a file are not aligned in memory, and some CPUs then round products in another order.
+UNALIGNED = 3e-6
+
+
 def exhaustive(*values) -> list:
     """Parameters that `make test-exhaustive` adds to those of the usual tests."""
     return [

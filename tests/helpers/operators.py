@@ -13,7 +13,7 @@ import copy
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
-from helpers.models import relative_error, seeded, tiny_config
+from helpers.models import UNALIGNED, relative_error, seeded, tiny_config
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, TnnModel
 from modeling_tnn.cache_tnn import TnnCacheLayer
 from modeling_tnn.history import SLACK
@@ -193,4 +193,4 @@ class OperatorTests:
         loaded = auto.from_pretrained(tmp_path)
         ids = torch.randint(3, 99, (2, 30), generator=torch.Generator().manual_seed(0))
         assert loaded.config.tno_type == self.tno_type
-        assert torch.equal(loaded(ids).logits, model(ids).logits)
+        assert relative_error(loaded(ids).logits, model(ids).logits) < UNALIGNED

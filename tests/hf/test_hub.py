@@ -17,7 +17,7 @@ import modeling_tnn
 from helpers import processes
 from helpers.hub_server import HubServer, client, environment
 from helpers.scripts import ROOT, run_script, save_model
-from modeling_tnn.tools import publishing as push_to_hub
+from modeling_tnn.training import publishing as push_to_hub
 
 REPO = "user/tnn"
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")

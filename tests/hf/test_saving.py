@@ -21,11 +21,13 @@ from helpers.mixers import MIXED
 from helpers.models import (
     AUTO,
     INPUT_IDS,
+    UNALIGNED,
     VARIANTS,
     RandomTexts,
     former_names,
     give_former_names,
     perturbed_model,
+    relative_error,
     seeded,
     tiny_config,
 )
@@ -57,7 +59,7 @@ def assert_same(loaded, model):
     """Every parameter and the first output."""
     state, other = loaded.state_dict(), model.state_dict()
     assert state.keys() == other.keys() and all(torch.equal(state[name], other[name]) for name in state)
-    assert torch.equal(loaded(INPUT_IDS)[0], model(INPUT_IDS)[0])
+    assert relative_error(loaded(INPUT_IDS)[0], model(INPUT_IDS)[0]) < UNALIGNED
 
 
 def test_fresh_process(tmp_path):
@@ -70,7 +72,7 @@ def test_fresh_process(tmp_path):
     processes.run([sys.executable, "-c", LOADER, result, *arguments], check=True)
     actual = load_file(result)
     for index, model in enumerate(models):
-        assert torch.equal(actual[str(tmp_path / str(index))], model(INPUT_IDS)[0]), index
+        assert relative_error(actual[str(tmp_path / str(index))], model(INPUT_IDS)[0]) < UNALIGNED, index
 
 
 def test_what_is_loaded_is_what_was_saved(variant, tmp_path):
@@ -91,7 +93,7 @@ def test_what_is_loaded_is_what_was_saved(variant, tmp_path):
     assert "lm_head.weight" not in load_file(tmp_path / "5GB" / "model.safetensors")
     places = {"embed_tokens": "cpu", "layers.0": "cpu", "layers.1": "disk", "norm": "cpu"}
     divided = AutoModel.from_pretrained(folder, device_map=places, offload_folder=tmp_path / "offload")
-    assert torch.equal(divided(INPUT_IDS)[0], model.model(INPUT_IDS)[0])
+    assert relative_error(divided(INPUT_IDS)[0], model.model(INPUT_IDS)[0]) < UNALIGNED
     options = {"num_labels": 3, "output_loading_info": True}
     classifier, info = AutoModelForSequenceClassification.from_pretrained(folder, **options)
     assert all(name.startswith("classifier.") for name in info["missing_keys"])
