@@ -20,6 +20,7 @@ from pathlib import Path
 
 from tnn_cli.errors import report_errors
 
+from suites.peers import DEPTHS
 from suites.plot import plot
 
 from modeling_tnn.benchmarks.measure import measured
@@ -28,7 +29,8 @@ from modeling_tnn.extensions import IMPLEMENTATIONS
 from tnn_cli.atomic import check_writable, write_json
 from tnn_cli.parser import ProgramParser
 
-MODELS = ["released", *IMPLEMENTATIONS, "hybrid", "attention", *DIRECTIONS, "gpt2", "llama", "mamba", "mamba2"]
+MODELS = ["released", *DEPTHS, *IMPLEMENTATIONS, "hybrid", "attention", *DIRECTIONS]
+MODELS += ["gpt2", "llama", "mamba", "mamba2"]
 TNNS = ["rpe", "fd", "rtf", "modal", "rpe-no-decay", "hybrid", "attention"]
 COMPILED = [f"{way} compiled" for way in (*IMPLEMENTATIONS, "gpt2", "llama")]
 
@@ -38,7 +40,8 @@ WAYS = {
     "memory": MODELS,
     "generation": [*TNNS, *(f"{name}-compiled" for name in TNNS), "gpt2", "mamba", "weights"],
     "streaming": ["rpe", "fd", "rtf"],
-    "long_range": [name for name in (*DIRECTIONS, "transformer") if name != "modal"],  # which is causal
+    "long_range": [*(name for name in DIRECTIONS if name != "modal"),  # which is causal
+                   "transformer", "reformer", "nystromformer", "fnet"],
     "mixing": ["toeplitz", "convolution", "recurrent", "attention", "linear attention", "mlp", "fourier",
                "state space", "coefficients"],
 }  # fmt: skip

@@ -32,8 +32,8 @@ def released_product(operator: ToeplitzOperator, v: torch.Tensor) -> torch.Tenso
     positive = coefficients[-length:]
     parts = [positive, zero] if operator.causal else [positive, zero, coefficients[: length - 1]]
     kernel = torch.fft.rfft(torch.cat(parts), n=2 * length, dim=-2)
-    spectrum = torch.fft.rfft(v, n=2 * length, dim=-2)
-    return torch.fft.irfft(spectrum * kernel, n=2 * length, dim=-2)[:, :length]
+    spectrum = torch.fft.rfft(v.to(coefficients.dtype), n=2 * length, dim=-2)
+    return torch.fft.irfft(spectrum * kernel, n=2 * length, dim=-2)[:, :length].to(v.dtype)
 
 
 def build_operator(tno_type: str, args, length: int) -> ToeplitzOperator:

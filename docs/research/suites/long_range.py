@@ -1,8 +1,9 @@
-"""Training steps per second and memory of classifiers by length: TNN variants and a transformer (TNN paper, table 5).
+"""Training steps per second and memory of classifiers by length: TNN variants and transformers (TNN paper, table 5).
 
 All models have the width and depth of the preset for byte-level text. The transformer has as many parameters in a
-layer. Every repeat measures all models once. The memory is what a forward pass saves for its backward pass, parameters
-excluded; on a GPU also the peak of a step.
+layer; Reformer, Nystroemformer and FNet are transformers' with its heads and MLP. Every repeat measures all models
+once. The memory is what a forward pass saves for its backward pass, parameters excluded; on a GPU also the peak of a
+step.
 """
 
 import statistics
@@ -12,17 +13,56 @@ from tnn_cli.errors import markdown_table
 
 import torch
 from suites.memory import saved_bytes
-from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from transformers import (
+    AutoModelForSequenceClassification,
+    FNetConfig,
+    NystromformerConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    ReformerConfig,
+)
 
 from modeling_tnn.benchmarks.measure import measure, peak_on_device, ratio
+from modeling_tnn.configuration_tnn import TnnConfig
 from modeling_tnn.training.peers import modernbert_like
 from tnn_cli.parser import load_config, parse_overrides
 
 PRESET = "tnn-text"
+LANDMARKS, CHUNK = 64, 64  # of Nystroemformer, and of Reformer's attention
+
+
+def transformer(kind: str, config: TnnConfig) -> PreTrainedConfig:
+    """A transformer of the sizes of a TNN: with softmax attention, or of a kind of `OTHERS`."""
+    full = modernbert_like(config)
+    if kind == "transformer":
+        return full
+    sizes = {"hidden_act": "gelu", "hidden_dropout_prob": 0.0, "pad_token_id": 0}
+    for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"):
+        sizes[name] = getattr(full, name)
+    return OTHERS[kind](sizes | {"intermediate_size": 3 * full.intermediate_size // 2})  # without ModernBERT's gate
+
+
+def reformer(sizes: dict) -> ReformerConfig:
+    sizes |= {"feed_forward_size": sizes["intermediate_size"], "axial_pos_embds": False, "is_decoder": False}
+    sizes |= {"attention_head_size": sizes["hidden_size"] // sizes["num_attention_heads"]}
+    sizes |= {"lsh_attention_probs_dropout_prob": 0.0, "local_attention_probs_dropout_prob": 0.0}
+    layers = ["lsh"] * sizes.pop("num_hidden_layers")
+    return ReformerConfig(**sizes, attn_layers=layers, lsh_attn_chunk_length=CHUNK)
+
+
+def nystromformer(sizes: dict) -> NystromformerConfig:
+    length = sizes["max_position_embeddings"]
+    return NystromformerConfig(
+        **sizes, attention_probs_dropout_prob=0.0, num_landmarks=LANDMARKS, segment_means_seq_len=length
+    )
+
+
+OTHERS = {"reformer": reformer, "nystromformer": nystromformer, "fnet": lambda sizes: FNetConfig(**sizes)}
+TRANSFORMERS = ("transformer", *OTHERS)
 
 
 def classifier(way: str, length: int, args) -> PreTrainedModel:
-    """A classifier for `length` tokens: the preset with another operator, or a transformer of its size.
+    """A classifier for `length` tokens: the preset with another operator, or a transformer of its sizes.
 
     Raises:
         ValueError: an override is not a field of the configuration, or has a value outside its limits.
@@ -30,9 +70,9 @@ def classifier(way: str, length: int, args) -> PreTrainedModel:
     torch.manual_seed(0)
     sizes = {"max_position_embeddings": length, "hidden_dropout_prob": 0.0}
     sizes |= {"rtf_num_denominators": 1, "rtf_state_size": 4}
-    fields = parse_overrides(args.config_overrides) | {"tno_type": "rpe" if way == "transformer" else way}
+    fields = parse_overrides(args.config_overrides) | {"tno_type": "rpe" if way in TRANSFORMERS else way}
     config = load_config(PRESET, sizes, fields)
-    config = modernbert_like(config) if way == "transformer" else config
+    config = transformer(way, config) if way in TRANSFORMERS else config
     return AutoModelForSequenceClassification.from_config(config).train().to(args.device)
 
 

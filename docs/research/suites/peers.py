@@ -30,8 +30,8 @@ class ReleasedOperator(RpeOperator):
         return released_product(self, v)
 
 
-def released(args, length: int) -> TnnForCausalLM | TnnForMaskedLM:
-    model = peers.tnn(args, length, tno_implementation="eager")
+def released(args, length: int, **fields) -> TnnForCausalLM | TnnForMaskedLM:
+    model = peers.tnn(args, length, tno_implementation="eager", **fields)
     for layer in model.model.layers:
         mixer = layer.mixer
         mixer.u_proj.__class__ = mixer.v_proj.__class__ = torch.nn.Linear  # the memory layout of tokens
@@ -39,8 +39,8 @@ def released(args, length: int) -> TnnForCausalLM | TnnForMaskedLM:
     return model
 
 
-def with_operator(name: str, args, length: int) -> TnnForCausalLM | TnnForMaskedLM:
-    return peers.tnn(args, length, tno_type=name, **operator_sizes(max(512, length)))
+def with_operator(name: str, args, length: int, **fields) -> TnnForCausalLM | TnnForMaskedLM:
+    return peers.tnn(args, length, tno_type=name, **operator_sizes(max(512, length)), **fields)
 
 
 def with_attention(name: str, args, length: int) -> TnnForCausalLM | TnnForMaskedLM:
@@ -50,4 +50,9 @@ def with_attention(name: str, args, length: int) -> TnnForCausalLM | TnnForMaske
 BUILDERS: dict[str, Callable] = peers.BUILDERS | {"released": released}
 BUILDERS |= {name: partial(with_operator, name) for name in OPERATORS}
 BUILDERS |= {name: partial(with_attention, name) for name in ATTENTION}
+# Operators by the layers of their position encoder: SKI compares a TNN of six with FD of three.
+DEPTHS = {f"released-{depth}": partial(released, rpe_layers=depth) for depth in (3, 6)}
+DEPTHS |= {f"{name}-{depth}": partial(with_operator, name, rpe_layers=depth)
+           for name in ("rpe", "fd") for depth in (3, 6)}  # fmt: skip
+BUILDERS |= DEPTHS
 build_model = partial(peers.build_model, builders=BUILDERS)
