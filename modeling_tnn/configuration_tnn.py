@@ -181,6 +181,9 @@ class TnnConfig(PreTrainedConfig):
             columns (not causal).
         spatial_mixing: Combination of both if `spatial_dims=2`: `"product"`, twice the product along both axes (the
             Long Range Arena models), or `"sum"`, rows plus columns (the ImageNet models).
+        input_channels: Number of channels of real-valued input: the model reads `input_values` through a linear map in
+            place of tokens, and neither `vocab_size` nor `scale_embedding` has an effect. None for a model of tokens.
+        prediction_length: Number of future values that `TnnForTimeSeriesPrediction` predicts at once.
         image_size: Side in pixels of the images of `TnnForImageClassification`.
         patch_size: Side in pixels of a patch, a square of the image that becomes one token.
         num_channels: Number of channels of an image.
@@ -307,6 +310,8 @@ class TnnConfig(PreTrainedConfig):
     position_embedding: str | None = None
     spatial_dims: int = 1
     spatial_mixing: str = "product"
+    input_channels: int | None = None
+    prediction_length: int | None = None
     image_size: int = 224
     patch_size: int = 16
     num_channels: int = 3

@@ -21,12 +21,14 @@ logger = logging.getLogger(__name__)
 AUTO_MAP = {
     "AutoConfig": "configuration_tnn.TnnConfig",
     "AutoModel": "modeling_tnn.TnnModel",
+    "AutoModelForAudioClassification": "modeling_tnn.TnnForAudioClassification",
     "AutoModelForCausalLM": "modeling_tnn.TnnForCausalLM",
     "AutoModelForImageClassification": "modeling_tnn.TnnForImageClassification",
     "AutoModelForMaskedLM": "modeling_tnn.TnnForMaskedLM",
     "AutoModelForMultipleChoice": "modeling_tnn.TnnForMultipleChoice",
     "AutoModelForQuestionAnswering": "modeling_tnn.TnnForQuestionAnswering",
     "AutoModelForSequenceClassification": "modeling_tnn.TnnForSequenceClassification",
+    "AutoModelForTimeSeriesPrediction": "modeling_tnn.TnnForTimeSeriesPrediction",
     "AutoModelForTokenClassification": "modeling_tnn.TnnForTokenClassification",
 }
 

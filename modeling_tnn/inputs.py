@@ -77,14 +77,33 @@ def check_tokens(input_ids: Any, inputs_embeds: Any, embedding: torch.nn.Module)
         raise ValueError(f"Exactly one of `input_ids` and `inputs_embeds` must be given, got {found}")
     if is_elsewhere(embedding):
         return
-    if inputs_embeds is None:
-        require_tensor("input_ids", input_ids, "(B, L)", 2, IDS)
-        _check_range("input_ids", input_ids, "vocab_size", embedding.weight.shape[0])
-        return
-    shape = f"(B, L, {embedding.weight.shape[1]})"
-    require_tensor("inputs_embeds", inputs_embeds, shape, 3, FLOATS)
-    if inputs_embeds.shape[2] != embedding.weight.shape[1]:
-        raise ValueError(f"`inputs_embeds` must have shape {shape}, got {tuple(inputs_embeds.shape)}")
+    if inputs_embeds is not None:
+        return check_last_size("inputs_embeds", inputs_embeds, embedding.weight.shape[1])
+    require_tensor("input_ids", input_ids, "(B, L)", 2, IDS)
+    _check_range("input_ids", input_ids, "vocab_size", embedding.weight.shape[0])
+
+
+def check_values(input_ids: Any, input_values: Any, inputs_embeds: Any, channels: int, width: int):
+    """Check the input of a model of real values: `(B, L, channels)` values or `(B, L, width)` embeddings."""
+    if input_ids is not None:
+        raise ValueError(f"`input_ids` must be None for a model with input_channels={channels}, got ids")
+    if (input_values is None) == (inputs_embeds is None):
+        found = "none" if input_values is None else "both"
+        raise ValueError(f"Exactly one of `input_values` and `inputs_embeds` must be given, got {found}")
+    if inputs_embeds is not None:
+        check_last_size("inputs_embeds", inputs_embeds, width)
+    elif channels > 1 or getattr(input_values, "ndim", 3) != 2:  # one channel may have no dimension
+        check_last_size("input_values", input_values, channels)
+    else:
+        require_tensor("input_values", input_values, "(B, L)", 2, FLOATS)
+
+
+def check_last_size(name: str, values: Any, size: int):
+    """Check that `values` are floats `(B, L, size)`."""
+    shape = f"(B, L, {size})"
+    require_tensor(name, values, shape, 3, FLOATS)
+    if values.shape[2] != size:
+        raise ValueError(f"`{name}` must have shape {shape}, got {tuple(values.shape)}")
 
 
 def can_be_read(ids: torch.Tensor) -> bool:
@@ -176,6 +195,13 @@ def roll(x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
     return x.gather(1, index[..., None].expand_as(x))
 
 
+def end_with_real(x: torch.Tensor, attention_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows of `x` `(B, L, D)` and of the mask, rotated so that the last position of each is real."""
+    mask = attention_mask.expand(x.shape[:2])
+    shift = mask.ne(0).flip(1).int().argmax(dim=1)
+    return roll(x, shift), roll(mask[..., None], shift)[..., 0]
+
+
 def mean_of_real_tokens(hidden_states: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
     """The mean over the real tokens, `(B, L, d)` to `(B, d)`; 0 for a row without real tokens."""
     if attention_mask is None:
@@ -194,6 +220,11 @@ def last_real_token(hidden_states: torch.Tensor, attention_mask: torch.Tensor | 
     from_end = attention_mask[:, -length:].ne(0).flip(1).int().argmax(dim=1)  # (B,)
     rows = torch.arange(hidden_states.shape[0], device=hidden_states.device)  # not len(): export would fix it
     return hidden_states[rows, length - 1 - from_end]
+
+
+def extend_mask(attention_mask: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """The mask `(B, past)` for real `tokens` `(B, L, ...)` after those it knows, `(B, past + L)`."""
+    return torch.cat([attention_mask, attention_mask.new_ones(tokens.shape[:2])], dim=1)
 
 
 def token_positions(attention_mask: torch.Tensor | None, past_length: int, tokens: torch.Tensor) -> torch.Tensor:

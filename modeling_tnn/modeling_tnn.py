@@ -32,6 +32,7 @@ from transformers.modeling_outputs import (
     MaskedLMOutput,
     MultipleChoiceModelOutput,
     QuestionAnsweringModelOutput,
+    SampleTSPredictionOutput,
     SequenceClassifierOutputWithPast,
     TokenClassifierOutput,
 )
@@ -51,9 +52,13 @@ from .inputs import (
     check_class_labels,
     check_keywords,
     check_labels,
+    check_last_size,
     check_pixel_values,
     check_spans,
     check_tokens,
+    check_values,
+    end_with_real,
+    extend_mask,
     is_elsewhere,
     pool_tokens,
     require_tensor,
@@ -64,6 +69,7 @@ from .mixers import TOEPLITZ_MIXERS, TnnAttention, TnnRotaryEmbedding, apply_lin
 from .norms import NORM_POSITIONS, NORM_TYPES, LayerNorm, SimpleRMSNorm, build_final_norm, with_mask
 from .numerics import is_on_host
 from .packing import documents_of
+from .signals import TimeSeriesPredictionOutput, TnnValueEmbedding, squared_error, standardize
 from .tno import NO_PASS, Pass, ToeplitzOperator
 from .tno_rpe import sinusoidal_embedding
 from .toeplitz_fused import activated_product
@@ -152,6 +158,8 @@ class TnnPreTrainedModel(PreTrainedModel):
     def __init__(self, config: TnnConfig):
         config.check()
         super().__init__(config)
+        if config.input_channels is not None and self.main_input_name == "input_ids":
+            self.main_input_name, self._input_embed_layer = "input_values", "embed_values"
         exact = OPERATORS[config.tno_type].fp32_parameters
         if TOEPLITZ not in config.layer_types:  # there is no operator
             self._keep_in_fp32_modules = []
@@ -230,19 +238,27 @@ class TnnPreTrainedModel(PreTrainedModel):
 
 
 class TnnModel(TnnPreTrainedModel):
-    """The base model: embeddings and a stack of blocks, causal or bidirectional as the configuration says."""
+    """The base model: embeddings and a stack of blocks, causal or bidirectional as the configuration says.
+
+    With `config.input_channels`, it reads real values in place of tokens.
+    """
 
     def __init__(self, config: TnnConfig):
         super().__init__(config)
-        # No padding_idx: for a row of zeros the gradient of an RMS norm is 1e8 times too large.
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = self.embed_values = None
+        if config.input_channels is None:
+            # No padding_idx: for a row of zeros the gradient of an RMS norm is 1e8 times too large.
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        else:
+            self.embed_values = TnnValueEmbedding(config)
         eps = config.layer_norm_eps
         self.embed_norm = LayerNorm(config.hidden_size, eps=eps) if config.embedding_norm else nn.Identity()
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
         self.layers = nn.ModuleList([TnnBlock(config, layer_idx) for layer_idx in range(config.num_hidden_layers)])
         self.norm = build_final_norm(config)
         self.rotary = None if config.rope_parameters is None else TnnRotaryEmbedding(config)
-        self.embedding_scale = config.hidden_size**0.5 if config.scale_embedding else 1.0
+        scales = config.scale_embedding and self.embed_values is None
+        self.embedding_scale = config.hidden_size**0.5 if scales else 1.0
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -256,6 +272,7 @@ class TnnModel(TnnPreTrainedModel):
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
         position_ids: torch.LongTensor | None = None,
+        input_values: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPast:
         """The hidden states of the last layer, `(B, L, d)`.
@@ -269,15 +286,18 @@ class TnnModel(TnnPreTrainedModel):
                 `past_key_values` before.
             position_ids: `(B, L)`. Where they are 0 again within a row, another document begins. Documents do not see
                 each other. `seq_idx` and `cu_seq_lens_q`, which collators give beside them, have no effect.
+            input_values: `(B, L, input_channels)` real values instead of `input_ids` and only with
+                `config.input_channels`; `(B, L)` if that is 1. NaN and other values that are not finite are missing.
 
         Raises:
             TypeError: an argument is not a tensor, has another dtype, or is unknown.
-            ValueError: both or none of `input_ids` and `inputs_embeds` are given, the sequence is empty, an id is
-                outside the vocabulary (checked on the CPU only), a shape is wrong, a row holds several documents and
-                a cache is used, or a bidirectional model gets a cache.
+            ValueError: several or none of `input_ids`, `inputs_embeds` and `input_values` are given, or that of
+                another kind of model, the sequence is empty, an id is outside the vocabulary (checked on the CPU
+                only), a shape is wrong, a row holds several documents and a cache is used, or a bidirectional model
+                gets a cache.
         """
         check_keywords(kwargs)
-        check_tokens(input_ids, inputs_embeds, self.embed_tokens)
+        inputs_embeds = self.embed(input_ids, input_values, inputs_embeds)
         tokens, documents = inputs_embeds if input_ids is None else input_ids, None
         if position_ids is None and (kwargs.get("seq_idx") is not None or kwargs.get("cu_seq_lens_q") is not None):
             raise ValueError("`position_ids` must be given with `seq_idx` and `cu_seq_lens_q`, got None")
@@ -295,6 +315,16 @@ class TnnModel(TnnPreTrainedModel):
         passed = Pass(attention_mask, past_key_values, documents)
         kwargs |= {"use_cache": use_cache, "position_ids": position_ids, "return_dict": True}
         return self._forward(input_ids, inputs_embeds, passed, **kwargs)
+
+    def embed(self, input_ids, input_values, inputs_embeds) -> torch.Tensor | None:
+        """Check the input, and return the embeddings of values; or `inputs_embeds` unchanged."""
+        if self.embed_values is None:
+            if input_values is not None:
+                raise ValueError("`input_values` must be None for a model with input_channels=None, got values")
+            check_tokens(input_ids, inputs_embeds, self.embed_tokens)
+            return inputs_embeds
+        check_values(input_ids, input_values, inputs_embeds, self.config.input_channels, self.config.hidden_size)
+        return self.embed_values(input_values) if inputs_embeds is None else inputs_embeds
 
     @merge_with_config_defaults
     @capture_outputs
@@ -390,6 +420,10 @@ class TnnPreTrainedLanguageModel(TnnPreTrainedModel):
     # How transformers divides the head over processes, and over the stages of a pipeline.
     _tp_plan = {"lm_head": "colwise_gather_output"}
     _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
+
+    def __init__(self, config: TnnConfig):
+        config.require("input_channels", config.input_channels is None, f"None for {type(self).__name__}")
+        super().__init__(config)
 
     def loss_and_logits(
         self, hidden_states, labels, skip_logits, shift_labels=None, ignore_index=-100, **kwargs
@@ -568,7 +602,8 @@ class TnnPreTrainedClassifier(TnnPreTrainedModel):
     def encode(self, input_ids, attention_mask, inputs_embeds, **kwargs) -> BaseModelOutputWithPast:
         """Return the outputs of the base model. Packed rows raise a ValueError."""
         outputs = self.model(input_ids, attention_mask, inputs_embeds=inputs_embeds, return_dict=True, **kwargs)
-        tokens = input_ids if inputs_embeds is None else inputs_embeds
+        given = (input_ids, inputs_embeds, kwargs.get("input_values"))
+        tokens = next(one for one in given if one is not None)
         if documents_of(tokens, attention_mask, kwargs.get("position_ids")) is not None:
             raise ValueError("A row must be one document for a classification, got several (`position_ids`)")
         return outputs
@@ -609,6 +644,7 @@ class TnnForSequenceClassification(TnnPreTrainedClassifier):
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         use_cache: bool | None = None,
+        input_values: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> SequenceClassifierOutputWithPast:
         """Return the logits `(B, num_labels)`, and with `labels` the loss that `config.problem_type` names.
@@ -622,7 +658,7 @@ class TnnForSequenceClassification(TnnPreTrainedClassifier):
         is_whole = not isinstance(past_key_values, Cache) or past_key_values.get_seq_length() == 0
         if self.config.pooling == "mean" and not is_whole:
             raise ValueError("`past_key_values` must be empty with classifier_pooling='mean', got tokens")
-        kwargs |= {"past_key_values": past_key_values, "use_cache": use_cache}
+        kwargs |= {"past_key_values": past_key_values, "use_cache": use_cache, "input_values": input_values}
         outputs = self.encode(input_ids, attention_mask, inputs_embeds, **kwargs)
         logits = self.classifier(self.pool(input_ids, attention_mask, outputs))
         loss = self.class_loss(logits, labels)
@@ -645,19 +681,22 @@ class TnnForMultipleChoice(TnnPreTrainedClassifier):
         attention_mask: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.LongTensor | None = None,
+        input_values: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> MultipleChoiceModelOutput:
         """Return the logits `(B, C)` of C choices, and with `labels` `(B,)`, the right ones, the loss.
 
-        `input_ids` and `attention_mask` are `(B, C, L)`, `inputs_embeds` `(B, C, L, d)`. The other arguments and the
-        errors are those of [`TnnForSequenceClassification.forward`].
+        `input_ids` and `attention_mask` are `(B, C, L)`, `inputs_embeds` `(B, C, L, d)`, `input_values`
+        `(B, C, L, input_channels)`. The other arguments and the errors are those of
+        [`TnnForSequenceClassification.forward`].
         """
-        tokens = input_ids if inputs_embeds is None else inputs_embeds
-        name, dims = ("input_ids", 3) if inputs_embeds is None else ("inputs_embeds", 4)
-        require_tensor(name, tokens, "(B, C, L) for ids and (B, C, L, d) for embeddings", dims)
-        given = (input_ids, attention_mask, inputs_embeds)
-        ids, mask, embeds = (None if one is None else one.flatten(0, 1) for one in given)  # (B * C, ...)
-        outputs = self.encode(ids, mask, embeds, **kwargs)
+        vectors = {"inputs_embeds": inputs_embeds, "input_values": input_values}
+        name, tokens = next(((n, one) for n, one in vectors.items() if one is not None), ("input_ids", input_ids))
+        letters = "(B, C, L) for ids, (B, C, L, d) for embeddings and (B, C, L, input_channels) for values"
+        require_tensor(name, tokens, letters, 4 if name in vectors else 3)
+        given = (input_ids, attention_mask, inputs_embeds, input_values)
+        ids, mask, embeds, values = (None if one is None else one.flatten(0, 1) for one in given)  # (B * C, ...)
+        outputs = self.encode(ids, mask, embeds, input_values=values, **kwargs)
         logits, loss = self.classifier(self.pool(ids, mask, outputs)).view(-1, tokens.shape[1]), None
         if labels is not None:
             check_class_labels(labels, logits)
@@ -666,7 +705,7 @@ class TnnForMultipleChoice(TnnPreTrainedClassifier):
 
 
 class TnnForTokenClassification(TnnPreTrainedModel):
-    """A TNN with a linear head on each token, for tagging such as named entities.
+    """A TNN with a linear head on each token, for tagging such as named entities, or for regression.
 
     A causal model sees no token after the one it classifies. Rows may hold several documents, as those of a language
     model.
@@ -678,6 +717,9 @@ class TnnForTokenClassification(TnnPreTrainedModel):
         self.model = TnnModel(config)
         self.dropout = head_dropout(config)
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.is_regression = config.problem_type == "regression"
+        if self.is_regression:  # Trainer counts the labels that are not -100, which is a value like others
+            self.accepts_loss_kwargs = False
         self.post_init()
 
     @can_return_tuple
@@ -686,17 +728,23 @@ class TnnForTokenClassification(TnnPreTrainedModel):
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
-        labels: torch.LongTensor | None = None,
+        labels: torch.Tensor | None = None,
+        input_values: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> TokenClassifierOutput:
         """Return the logits `(B, L, num_labels)`, and with `labels` the mean cross-entropy.
 
         `labels` `(B, L)` are the class of each token; -100 is ignored. `num_items_in_batch` divides the sum of the
-        loss, instead of their number. The other arguments and the errors are those of [`TnnModel.forward`].
+        loss, instead of their number. With `config.problem_type="regression"`, `labels` `(B, L, num_labels)`, or
+        `(B, L)` for one, are values, of which NaN is ignored, and the loss is the mean squared error. The other
+        arguments and the errors are those of [`TnnModel.forward`].
         """
-        outputs = self.model(input_ids, attention_mask, inputs_embeds=inputs_embeds, return_dict=True, **kwargs)
+        kwargs |= {"inputs_embeds": inputs_embeds, "input_values": input_values}
+        outputs = self.model(input_ids, attention_mask, return_dict=True, **kwargs)
         logits, loss = apply_linear(self.classifier, self.dropout(outputs.last_hidden_state)), None
-        if labels is not None:
+        if labels is not None and self.is_regression:
+            loss = squared_error(logits, labels, "labels")
+        elif labels is not None:
             check_labels(labels, logits, self.num_labels, limit="num_labels")
             count = kwargs.get("num_items_in_batch")
             loss = self.loss_function(logits, labels, self.config, num_items_in_batch=count)
@@ -720,6 +768,7 @@ class TnnForQuestionAnswering(TnnPreTrainedClassifier):
         inputs_embeds: torch.Tensor | None = None,
         start_positions: torch.LongTensor | None = None,
         end_positions: torch.LongTensor | None = None,
+        input_values: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> QuestionAnsweringModelOutput:
         """Return the logits `(B, L)` of the first and last token of the answer, and with both positions the loss.
@@ -728,6 +777,7 @@ class TnnForQuestionAnswering(TnnPreTrainedClassifier):
         are the lowest number of their dtype, so that neither the loss nor the answer depends on it. The other
         arguments and the errors are those of [`TnnModel.forward`]. Packed rows raise a ValueError.
         """
+        kwargs |= {"input_values": input_values}
         outputs = self.encode(input_ids, attention_mask, inputs_embeds, **kwargs)
         logits, loss = apply_linear(self.qa_outputs, outputs.last_hidden_state), None  # (B, L, 2)
         if attention_mask is not None:
@@ -738,6 +788,126 @@ class TnnForQuestionAnswering(TnnPreTrainedClassifier):
             check_spans(start_positions, end_positions, start)
             loss = self.loss_function(start.float(), end.float(), start_positions, end_positions)
         return head_output(QuestionAnsweringModelOutput, outputs, loss=loss, start_logits=start, end_logits=end)
+
+
+class TnnForAudioClassification(TnnForSequenceClassification):
+    """The classifier of sequences for raw audio, samples of one channel: `config.input_channels` must be 1."""
+
+    main_input_name = "input_values"
+    input_modalities = ("audio",)
+    _input_embed_layer = "embed_values"
+
+    def __init__(self, config: TnnConfig):
+        config.require("input_channels", config.input_channels == 1, "1 for TnnForAudioClassification")
+        super().__init__(config)
+        self.loss_type = "ForSequenceClassification"
+
+    def forward(
+        self,
+        input_values: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> SequenceClassifierOutputWithPast:
+        """Return the logits `(B, num_labels)` of audio `(B, L)` and the loss, as [`TnnForSequenceClassification`]."""
+        return super().forward(None, attention_mask, input_values=input_values, labels=labels, **kwargs)
+
+
+class TnnForTimeSeriesPrediction(TnnPreTrainedClassifier):
+    """A TNN that predicts the next `config.prediction_length` values of each of `config.input_channels` time series.
+
+    Past values are scaled by their mean and standard deviation, and a linear head on the pooled hidden state (see
+    `classifier_pooling`) predicts the values that follow, scaled alike. Either field without a number is a ValueError.
+    """
+
+    main_input_name = "past_values"
+    input_modalities = ("time",)
+    _input_embed_layer = "embed_values"
+
+    def __init__(self, config: TnnConfig):
+        for name in ("input_channels", "prediction_length"):
+            config.require(name, getattr(config, name) is not None, "a number for TnnForTimeSeriesPrediction")
+        super().__init__(config)
+        self.model = TnnModel(config)
+        self.dropout = head_dropout(config)
+        self.prediction_head = nn.Linear(config.hidden_size, config.prediction_length * config.input_channels)
+        self.post_init()
+
+    def scaled(self, past_values, past_observed_mask, attention_mask) -> tuple:
+        """Check the past values, and return `standardize` of them."""
+        check_last_size("past_values", past_values, self.config.input_channels)
+        return standardize(past_values, past_observed_mask, attention_mask)
+
+    def predict(self, values: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs) -> tuple:
+        """Return scaled predictions `(B, H, C)` for scaled values `(B, L, C)`, and the outputs of the base model."""
+        outputs = self.encode(None, attention_mask, None, input_values=values, **kwargs)
+        pooled = self.dropout(self.pool(None, attention_mask, outputs))
+        sizes = (self.config.prediction_length, self.config.input_channels)
+        return apply_linear(self.prediction_head, pooled).unflatten(-1, sizes), outputs
+
+    @can_return_tuple
+    def forward(
+        self,
+        past_values: torch.Tensor | None = None,
+        past_observed_mask: torch.Tensor | None = None,
+        future_values: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> TimeSeriesPredictionOutput:
+        """Return the predictions of the values after `past_values`, and with `future_values` the mean squared error.
+
+        Args:
+            past_values: `(B, L, input_channels)`, in any units. NaN is missing.
+            past_observed_mask: `(B, L, input_channels)`, 0 at missing values. Without it all but NaN are observed.
+            future_values: `(B, prediction_length, input_channels)` that follow. The loss leaves out NaN.
+            attention_mask: `(B, L)`, 0 at padding of series that are shorter than others.
+
+        Raises:
+            TypeError, ValueError: as [`TnnModel.forward`] for `past_values` as its `input_values`.
+        """
+        values, loc, scale = self.scaled(past_values, past_observed_mask, attention_mask)
+        scaled, outputs = self.predict(values, attention_mask, use_cache=False, **kwargs)
+        predictions = (scaled * scale + loc).to(past_values.dtype)
+        loss = None if future_values is None else squared_error(predictions, future_values, "future_values")
+        fields = {"loss": loss, "prediction_outputs": predictions, "loc": loc, "scale": scale}
+        return head_output(TimeSeriesPredictionOutput, outputs, **fields)
+
+    @torch.no_grad()
+    def generate(
+        self,
+        past_values: torch.Tensor,
+        past_observed_mask: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        prediction_length: int | None = None,
+    ) -> SampleTSPredictionOutput:
+        """Predict any number of values: predictions are read as observed values until there are enough.
+
+        A causal model that pools the last hidden state reads each value once, and its cache holds the others: the
+        state of `"rtf"` and `"s4d"` does not grow. Other models read the whole series again for each
+        `config.prediction_length` values. Arguments and errors are those of [`forward`], and
+
+        Args:
+            prediction_length (defaults to that of the configuration): number of values to predict, n.
+
+        Returns:
+            `SampleTSPredictionOutput` whose `sequences` `(B, 1, n, input_channels)` are one forecast of each series.
+        """
+        length = self.config.prediction_length if prediction_length is None else prediction_length
+        if length < 1:
+            raise ValueError(f"`prediction_length` must be at least 1, got {length}")
+        values, loc, scale = self.scaled(past_values, past_observed_mask, attention_mask)
+        if attention_mask is not None:  # the predictions follow the last real values
+            values, attention_mask = end_with_real(values, attention_mask)
+        cached = self.config.causal and self.config.pooling == "last" and not recomputes(self.model)
+        cache, unread, blocks = DynamicCache(config=self.config) if cached else None, values, []
+        while sum(block.shape[1] for block in blocks) < length:
+            if blocks:
+                unread = blocks[-1] if cached else torch.cat([values, *blocks], dim=1)
+                attention_mask = None if attention_mask is None else extend_mask(attention_mask, blocks[-1])
+            block, _ = self.predict(unread, attention_mask, past_key_values=cache, use_cache=cached)
+            blocks.append(block.to(values.dtype))
+        predictions = torch.cat(blocks, dim=1)[:, :length] * scale + loc
+        return SampleTSPredictionOutput(sequences=predictions.to(past_values.dtype)[:, None])
 
 
 class TnnImageModel(TnnPreTrainedModel):
@@ -784,6 +954,7 @@ class TnnForImageClassification(TnnPreTrainedClassifier):
 
     def __init__(self, config: TnnConfig):
         config.require("causal", not config.causal, "False for TnnForImageClassification")
+        config.require("input_channels", config.input_channels is None, "None for images, which have num_channels")
         config.require("layer_types", not has_attention(config), "'toeplitz' for all layers of images")
         side, rest = divmod(config.image_size, config.patch_size)
         patches = f"the number of patches, ({config.image_size} / {config.patch_size})^2, a whole number"

@@ -25,7 +25,7 @@ LOCATION_KWARGS = ("cache_dir", "local_files_only", "token", "revision", "subfol
 UNCHECKED_KWARGS = ("state_dict", "gguf_file", "variant", "force_download", "ignore_mismatched_sizes", "key_mapping")
 
 # Prefixes of the parameters of heads.
-HEADS = ("lm_head.", "transform.", "classifier.", "qa_outputs.")
+HEADS = ("lm_head.", "transform.", "classifier.", "qa_outputs.", "prediction_head.")
 
 TOO_MUCH = "The configuration declares more than the checkpoint holds"
 

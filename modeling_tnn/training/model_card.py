@@ -46,6 +46,8 @@ PIPELINES = {
     "TnnForQuestionAnswering": "question-answering",
     "TnnForMultipleChoice": "multiple-choice",
     "TnnForImageClassification": "image-classification",
+    "TnnForAudioClassification": "audio-classification",
+    "TnnForTimeSeriesPrediction": "time-series-forecasting",
     "TnnModel": "feature-extraction",
 }
 # The options of a training that belong to its recipe, and those that name its data.

@@ -15,10 +15,21 @@ import pickle
 
 import pytest
 import torch
-from transformers import AutoModelForImageClassification
+from transformers import (
+    AutoModelForAudioClassification,
+    AutoModelForImageClassification,
+    AutoModelForTimeSeriesPrediction,
+)
 
 from helpers.models import AUTO, UNALIGNED, checkpoint_activations, relative_error, seeded, tiny_config
-from modeling_tnn import TnnForCausalLM, TnnForImageClassification, TnnForMaskedLM, TnnModel
+from modeling_tnn import (
+    TnnForAudioClassification,
+    TnnForCausalLM,
+    TnnForImageClassification,
+    TnnForMaskedLM,
+    TnnForTimeSeriesPrediction,
+    TnnModel,
+)
 
 TEXTS = [torch.randint(3, 99, (n,), generator=torch.Generator().manual_seed(n)) for n in (1, 5, 17, 9)]
 IDS = torch.randint(3, 99, (3, 11), generator=torch.Generator().manual_seed(0))
@@ -45,6 +56,13 @@ REFUSED = [
     ({"input_ids": ONES, "seq_ids": ONES}, "`seq_ids` is not an argument of this model"),
     ({}, "Exactly one of `input_ids` and `inputs_embeds` must be given, got none"),
 ]
+
+
+OTHER_AUTO = {
+    TnnForAudioClassification: AutoModelForAudioClassification,
+    TnnForImageClassification: AutoModelForImageClassification,
+    TnnForTimeSeriesPrediction: AutoModelForTimeSeriesPrediction,
+}
 
 
 def both(head: type) -> dict[bool, type]:
@@ -150,7 +168,7 @@ class HeadTests:
         for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             assert torch.equal(self.answers(twin(**batch)), expected)
         model.save_pretrained(tmp_path)
-        head, autos = self.heads[causal], AUTO | {TnnForImageClassification: AutoModelForImageClassification}
+        head, autos = self.heads[causal], AUTO | OTHER_AUTO
         for cls in {head, autos.get(head, head)}:
             loaded = cls.from_pretrained(tmp_path)
             assert type(loaded) is head and relative_error(self.answers(loaded(**batch)), expected) < UNALIGNED
@@ -170,8 +188,10 @@ class TextHeadTests(HeadTests):
         per_token: whether it answers for each token, or once for a row.
         packs: whether a row may be several documents; if not, the loss is a mean over rows.
         sizes: numbers of rows of a batch: with one without tokens, without it, and none.
+        name: the argument that the embeddings replace.
     """
 
+    name = "input_ids"
     per_token, packs, sizes = True, True, (3, 2, 0)
 
     def given(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> dict:
@@ -215,7 +235,7 @@ class TextHeadTests(HeadTests):
         """NaN and infinity at padding, in holes too, change neither answers nor gradients, which do not reach it."""
         model, results = self.build(causal), []
         given = self.given(IDS, HOLES)
-        embeds = model.get_input_embeddings()(given.pop("input_ids")).detach()
+        embeds = model.get_input_embeddings()(given.pop(self.name)).detach()
         padding = given["attention_mask"][..., None] == 0
         for filler in (0.5, torch.nan, torch.inf):
             model.zero_grad()
@@ -245,7 +265,7 @@ class TextHeadTests(HeadTests):
         expected, mask = self.answers(model(**self.given(IDS))), given["attention_mask"]
         for dtype in (torch.int64, torch.bool, torch.float32):
             assert torch.equal(self.answers(model(**given | {"attention_mask": mask.to(dtype)})), expected)
-        embeds = model.get_input_embeddings()(given["input_ids"])
+        embeds = model.get_input_embeddings()(given[self.name])
         assert torch.equal(self.answers(model(inputs_embeds=embeds, attention_mask=mask)), expected)
 
     def test_packed_rows(self, causal):
@@ -253,7 +273,8 @@ class TextHeadTests(HeadTests):
         model = self.build(causal).double()
         given = self.given(torch.cat(TEXTS)[None])
         positions = torch.cat([torch.arange(len(text)) for text in TEXTS])
-        given["position_ids"] = positions.expand(given["input_ids"].flatten(0, -2).shape[0], -1)
+        rows = self.given(IDS[:1], IDS[:1])["attention_mask"].flatten(0, -2).shape[0]
+        given["position_ids"] = positions.expand(rows, -1)
         if not self.packs:
             with pytest.raises(ValueError, match="must be one document"):
                 model(**given)
@@ -262,13 +283,14 @@ class TextHeadTests(HeadTests):
         packed = self.answers(model(**given))
         assert relative_error(packed, alone) < 1e-9
         if not isinstance(model, TnnModel):
-            assert relative_error(self.answers(model(torch.cat(TEXTS)[None])), alone) > 1e-4
+            assert relative_error(self.answers(model(**self.given(torch.cat(TEXTS)[None]))), alone) > 1e-4
         gradients = (torch.autograd.grad(one.square().sum(), list(model.parameters())) for one in (packed, alone))
         assert all(relative_error(found, expected) < 1e-8 for found, expected in zip(*gradients, strict=True))
 
     def test_refused(self, causal):
         model = self.build(causal)
-        for given, words in [*(REFUSED if self.given(ONES)["input_ids"].dim() == 2 else []), *self.refused]:
+        takes_ids = self.given(ONES).get("input_ids", IDS[0]).dim() == 2
+        for given, words in [*(REFUSED if takes_ids else []), *self.refused]:
             with pytest.raises((TypeError, ValueError), match=words):
                 model(**given)
 

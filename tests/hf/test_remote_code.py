@@ -30,11 +30,13 @@ from helpers.models import (
 )
 from modeling_tnn import (
     TnnConfig,
+    TnnForAudioClassification,
     TnnForCausalLM,
     TnnForImageClassification,
     TnnForMaskedLM,
     TnnForQuestionAnswering,
     TnnForSequenceClassification,
+    TnnForTimeSeriesPrediction,
     TnnForTokenClassification,
 )
 from modeling_tnn.cache_tnn import TnnCacheLayer
@@ -117,14 +119,18 @@ def test_heads_and_variants(every, tmp_path):
 
 OTHERS = """
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForImageClassification
+from transformers import AutoModelForAudioClassification, AutoModelForCausalLM, AutoModelForImageClassification
+from transformers import AutoModelForTimeSeriesPrediction
 from safetensors.torch import save_file
 converted = AutoModelForCausalLM.from_pretrained("converted", trust_remote_code=True)
 assert converted.config.tno_type == "modal"
 ids = torch.arange(22).view(2, 11) * 4
 image = AutoModelForImageClassification.from_pretrained("image", trust_remote_code=True)
-outputs = {"converted": converted(ids), "image": image(torch.ones(2, 3, 24, 24))}
-save_file({name: output.logits.detach().contiguous() for name, output in outputs.items()}, "outputs")
+audio = AutoModelForAudioClassification.from_pretrained("audio", trust_remote_code=True)
+series = AutoModelForTimeSeriesPrediction.from_pretrained("series", trust_remote_code=True)
+outputs = {"converted": converted(ids), "image": image(torch.ones(2, 3, 24, 24)), "audio": audio(torch.ones(2, 9))}
+outputs = {name: output.logits.detach().contiguous() for name, output in outputs.items()}
+save_file(outputs | {"series": series.generate(ids[..., None].float(), prediction_length=7).sequences}, "outputs")
 for extra in (converted.to_recurrent, lambda: converted.generate(ids, cache_implementation="static")):
     try:
         extra()
@@ -135,18 +141,23 @@ for extra in (converted.to_recurrent, lambda: converted.generate(ids, cache_impl
 """
 
 
-def test_converted_models_and_images(tmp_path):
+def test_converted_models_images_and_signals(tmp_path):
     """What a folder does not carry is refused with a line that names the package."""
     models = {
         "converted": seeded(TnnForCausalLM, tiny_config(decay=0.9)).to_recurrent(order=8)[0],
         "image": seeded(TnnForImageClassification, image_config()),
+        "audio": seeded(TnnForAudioClassification, tiny_config(input_channels=1)),
+        "series": seeded(TnnForTimeSeriesPrediction, tiny_config("rtf", input_channels=1, prediction_length=3)),
     }
     for name, model in models.items():
         model.save_pretrained(tmp_path / name)
     run(OTHERS, folder=tmp_path)
-    outputs = load_file(tmp_path / "outputs")
-    assert torch.equal(outputs["converted"], models["converted"](torch.arange(22).view(2, 11) * 4).logits)
+    outputs, ids = load_file(tmp_path / "outputs"), torch.arange(22).view(2, 11) * 4
+    assert torch.equal(outputs["converted"], models["converted"](ids).logits)
     assert torch.equal(outputs["image"], models["image"](torch.ones(2, 3, 24, 24)).logits)
+    assert torch.equal(outputs["audio"], models["audio"](torch.ones(2, 9)).logits)
+    forecast = models["series"].generate(ids[..., None].float(), prediction_length=7).sequences
+    assert torch.equal(outputs["series"], forecast)
 
 
 def test_a_folder_is_complete(tmp_path):
@@ -157,7 +168,8 @@ def test_a_folder_is_complete(tmp_path):
         assert {path.name for path in folder.glob("*.py")} == CODE
         assert all((folder / name).read_bytes() == (PACKAGE / name).read_bytes() for name in CODE)
         assert json.loads((folder / "config.json").read_text())["auto_map"] == AUTO_MAP
-    assert set(AUTO_MAP) == {"AutoConfig", "AutoModelForImageClassification"} | {a.__name__ for a in AUTO.values()}
+    others = {f"AutoModelFor{name}" for name in ("AudioClassification", "ImageClassification", "TimeSeriesPrediction")}
+    assert set(AUTO_MAP) == {"AutoConfig"} | others | {auto.__name__ for auto in AUTO.values()}
     for reference in AUTO_MAP.values():
         assert get_class_from_dynamic_module(reference, folder).__name__ == reference.split(".")[1]
 

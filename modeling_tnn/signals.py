@@ -1,0 +1,98 @@
+"""Real-valued input, signals and time series: the embedding, scaling and losses where values may be missing.
+
+    embedding:  x = W [values, observed] + b,    with 0 for a missing value, and observed in {0, 1}
+    scaling:    (values - loc) / scale,          loc the mean and scale the deviation of a channel's observed values
+
+B batch, L length, C channels, d hidden size, H prediction length. A value that is not finite, such as NaN, is missing.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+from transformers.utils import ModelOutput
+
+from .inputs import FLOATS, check_attention_mask, require_tensor
+from .numerics import compute_dtype
+
+# Added to the variance, so that a constant channel has a scale; that of transformers' `PatchTSTStdScaler`.
+MINIMUM_VARIANCE = 1e-5
+
+
+@dataclass
+class TimeSeriesPredictionOutput(ModelOutput):
+    """The output of [`TnnForTimeSeriesPrediction`], with the names of transformers' `PatchTSTForPredictionOutput`.
+
+    Args:
+        loss: mean squared error of the predictions, in the squared units of the values; None without `future_values`.
+        prediction_outputs: `(B, H, C)` predictions, in the units of the values.
+        hidden_states: `(B, L, d)` for the embeddings and each layer, with `output_hidden_states=True`.
+        attentions: weights of each layer of attention, with `output_attentions=True`.
+        loc: `(B, 1, C)` mean of the observed past values.
+        scale: `(B, 1, C)` standard deviation of the observed past values.
+    """
+
+    loss: torch.FloatTensor | None = None
+    prediction_outputs: torch.FloatTensor | None = None
+    hidden_states: tuple[torch.FloatTensor, ...] | None = None
+    attentions: tuple[torch.FloatTensor, ...] | None = None
+    loc: torch.FloatTensor | None = None
+    scale: torch.FloatTensor | None = None
+
+
+class TnnValueEmbedding(nn.Module):
+    """A linear map from the values at a position, and which of them are observed, to its embedding."""
+
+    def __init__(self, config: PreTrainedConfig):
+        super().__init__()
+        self.channels = config.input_channels
+        self.projection = nn.Linear(2 * config.input_channels, config.hidden_size)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        """`(B, L, C)`, or `(B, L)` of one channel, to `(B, L, d)`."""
+        values = values.unflatten(-1, (-1, 1)) if values.dim() == 2 else values
+        values = values.to(self.projection.weight.dtype)
+        observed = values.isfinite()
+        return self.projection(torch.cat([values.masked_fill(~observed, 0), observed.to(values.dtype)], dim=-1))
+
+
+def standardize(values: torch.Tensor, observed: torch.Tensor | None, attention_mask: torch.Tensor | None) -> tuple:
+    """Return the scaled values `(B, L, C)`, not finite where they are missing, and their loc and scale `(B, 1, C)`.
+
+    They are float32, or float64 for such values. A channel without observed values has loc 0.
+
+    Args:
+        values: `(B, L, C)` past values.
+        observed: `(B, L, C)`, 0 at missing values.
+        attention_mask: `(B, L)`, 0 at padding.
+    """
+    values, missing = values.to(compute_dtype(values.dtype)), ~values.isfinite()
+    if observed is not None:
+        require_tensor("past_observed_mask", observed, "(B, L, C)", shapes=[values.shape])
+        missing = missing | (observed == 0)
+    real = check_attention_mask(attention_mask, values, past_length=0)
+    if real is not None:
+        missing = missing | ~real[..., None]
+    values = values.masked_fill(missing, 0)  # the gradient of a product with NaN is NaN
+    count = (~missing).sum(dim=1, keepdim=True).clamp(min=1)
+    loc = values.sum(dim=1, keepdim=True) / count
+    centred = values - loc
+    variance = centred.masked_fill(missing, 0).square().sum(dim=1, keepdim=True) / count
+    scale = (variance + MINIMUM_VARIANCE).sqrt()
+    return (centred / scale).masked_fill(missing, torch.nan), loc, scale
+
+
+def squared_error(predictions: torch.Tensor, targets: torch.Tensor, name: str) -> torch.Tensor:
+    """Return the mean squared error over the targets that are finite; 0 if there is none.
+
+    `name` is that of the targets, which have the shape of the predictions, of which a last dimension of 1 may be left
+    out.
+    """
+    shapes = [predictions.shape] + ([predictions.shape[:-1]] if predictions.shape[-1] == 1 else [])
+    require_tensor(name, targets, "of the predictions", dtypes=FLOATS, shapes=shapes)
+    dtype = compute_dtype(predictions.dtype)
+    targets = targets.reshape(predictions.shape).to(predictions.device, dtype)
+    missing = ~targets.isfinite()
+    errors = (predictions.to(dtype) - targets.masked_fill(missing, 0)).masked_fill(missing, 0)
+    return errors.square().sum() / (~missing).sum().clamp(min=1)
