@@ -14,6 +14,7 @@ import torch
 
 from ..modeling_tnn import TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification, TnnModel
 from ..norms import NORM_TYPES
+from ..tools.dna import dna_tokenizer
 from ..tools.sequence_pairs import TnnForSequencePairClassification
 from . import hyenadna
 from .names import HYENA_NAMES, RENAMED, S4_NAMES, refuse_other_parts
@@ -369,6 +370,6 @@ ARCHITECTURES = {
         check=lambda tensors, options: check_values(options, hyenadna.VALUES),
         prepare=hyenadna.prepare,
         sizes=hyenadna.sizes,
-        tokenizer=hyenadna.tokenizer,
+        tokenizer=dna_tokenizer,
     ),
 }

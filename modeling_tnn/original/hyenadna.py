@@ -1,4 +1,4 @@
-"""HyenaDNA: the names of its parameters, its options as fields of `TnnConfig`, and its tokenizer.
+"""HyenaDNA: the names of its parameters and its options as fields of `TnnConfig`.
 
 Folders of the Hub have a `config.json` beside the weights: `LongSafari/hyenadna-*-hf` with the names of transformers,
 the first ones with `weights.ckpt`, whose modules stand inside another one where they were trained with checkpointing.
@@ -8,9 +8,8 @@ the first ones with `weights.ckpt`, whose modules stand inside another one where
 import re
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
 
+from ..tools.dna import SPECIAL, VOCABULARY
 from .names import HYENA_NAMES
 
 FILTER = "layers.0.mixer.tno."
@@ -36,9 +35,6 @@ LAYOUTS = {
 }
 # Options and the only value that can be converted.
 VALUES = {"hyena_order": 2, "order": 2, "use_bias": True, "modulate": True, "num_heads": 1, "attn_layer_idx": None}
-SPECIAL = {"cls_token": "[CLS]", "sep_token": "[SEP]", "bos_token": "[BOS]", "mask_token": "[MASK]",
-           "pad_token": "[PAD]", "unk_token": "[UNK]", "eos_token": "[SEP]"}  # fmt: skip
-VOCABULARY = ("[CLS]", "[SEP]", "[BOS]", "[MASK]", "[PAD]", "[RESERVED]", "[UNK]", "A", "C", "G", "T", "N")
 
 
 def layout(name: str, value: torch.Tensor) -> torch.Tensor:
@@ -95,25 +91,3 @@ def fields(options: dict, found: dict) -> dict:
         "initializer": "normal",
         "initializer_range": options.get("initializer_range", 0.02),
     }
-
-
-def tokenizer(length: int) -> PreTrainedTokenizerFast:
-    """One token per nucleotide, with the ids of HyenaDNA, for `length` positions; padding is on the left.
-
-    Lower case is upper case, U is T, and the letters of IUPAC for several nucleotides are N. Other characters are
-    [UNK].
-    """
-    words = Tokenizer(
-        models.WordLevel({word: index for index, word in enumerate(VOCABULARY)}, unk_token=VOCABULARY[6])
-    )
-    lower = [normalizers.Replace(letter.lower(), letter) for letter in "ACGTN"]
-    others = [normalizers.Replace(Regex("[Uu]"), "T"), normalizers.Replace(Regex("[RYSWKMBDHVryswkmbdhv]"), "N")]
-    words.normalizer = normalizers.Sequence([*lower, *others])
-    words.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    words.decoder = decoders.Fuse()
-    ends = [(word, VOCABULARY.index(word)) for word in ("[CLS]", "[SEP]")]
-    words.post_processor = processors.TemplateProcessing(
-        "[CLS] $A [SEP]", "[CLS] $A [SEP] $B [SEP]", special_tokens=ends
-    )
-    options = {"padding_side": "left", "model_max_length": length, "clean_up_tokenization_spaces": False}
-    return PreTrainedTokenizerFast(tokenizer_object=words, extra_special_tokens=["[RESERVED]"], **options | SPECIAL)

@@ -15,8 +15,7 @@ from helpers.models import relative_error
 from helpers.parity import Case, named_cases, over
 from helpers.scripts import run_script
 from modeling_tnn.original.conversion import convert
-from modeling_tnn.original.hyenadna import VOCABULARY, layout
-from modeling_tnn.original.hyenadna import tokenizer as dna_tokenizer
+from modeling_tnn.original.hyenadna import layout
 
 
 def released_state(case: Case) -> dict[str, torch.Tensor]:
@@ -99,26 +98,6 @@ def test_folders_of_the_hub(form, tmp_path):
         environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
         processes.run([*program, tmp_path / "again", tmp_path / "ids", tmp_path / "states"], env=environment)
         assert relative_error(torch.load(tmp_path / "states"), case.output()) < 1e-9
-
-
-def test_the_tokenizer():
-    tokenizer = dna_tokenizer(100)
-    assert tokenizer("ACGTNacgtnuRyX\n[MASK]a").input_ids == [
-        0,
-        *range(7, 12),
-        *range(7, 12),
-        10,
-        11,
-        11,
-        6,
-        6,
-        3,
-        7,
-        1,
-    ]
-    assert tokenizer.decode(tokenizer("acgt").input_ids, skip_special_tokens=True) == "ACGT"
-    assert tokenizer.convert_ids_to_tokens(range(12)) == list(VOCABULARY) and len(tokenizer) == 12
-    assert (tokenizer.padding_side, tokenizer.model_max_length) == ("left", 100)
 
 
 @pytest.mark.parametrize("change, message", [
