@@ -295,10 +295,12 @@ class BlockStream(torch.utils.data.Dataset):
         return len(self.blocks)
 
     def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
-        epoch, place = divmod(number, len(self.blocks))
-        if self.shuffle:
-            place = int(_permutation(self.seed, epoch, len(self.blocks))[place])
-        return as_example(self.blocks[place]["input_ids"], number, self.masking, self.seed)
+        return as_example(self.blocks[self.place(number)]["input_ids"], number, self.masking, self.seed)
+
+    def place(self, number: int) -> int:
+        """The block of an example."""
+        epoch, place = divmod(number, len(self))
+        return int(_permutation(self.seed, epoch, len(self))[place]) if self.shuffle else place
 
     @property
     def block_size(self) -> int:

@@ -42,12 +42,13 @@ from tnn_cli.atomic import (
     verify_checksums,
     write_json,
 )
-from tnn_cli.model_path import check_file, check_vocabulary, load
+from tnn_cli.model_path import check_file, check_vocabulary, is_fasta, load
 from tnn_cli.parser import load_config, parse_overrides
 from tnn_cli.training_arguments import PretrainArguments, choose_schedule
 
 from ..configuration_tnn import LENGTH_FIELDS
 from ..data.text import BlockStream, load_corpus, pack, train_tokenizer, workers_for
+from ..tools.dna import dna_tokenizer
 from ..tools.poles import find_unstable
 from .accelerate_loop import Pretraining, perplexity
 from .costs import reserved_memory
@@ -108,7 +109,7 @@ def check_before_start(args: PretrainArguments):
         ValueError: a file or the checkpoint is missing, empty or damaged, or the output folder holds another run.
     """
     for file in filter(None, (args.train_file, args.validation_file)):
-        check_file(file, whole=not args.streaming)
+        check_file(file, whole=not args.streaming and not is_fasta(file))
     output_dir = Path(args.output_dir)
     resumed = find_checkpoint(output_dir, args.resume_from_checkpoint)
     if resumed is not None:
@@ -152,9 +153,11 @@ def fit_length(args: PretrainArguments, config: PreTrainedConfig, overrides: dic
 
 
 def build_tokenizer(
-    args: PretrainArguments, accelerator: Accelerator, config: PreTrainedConfig, texts: datasets.Dataset
+    args: PretrainArguments, accelerator: Accelerator, config: PreTrainedConfig, texts: datasets.Dataset | None
 ) -> PreTrainedTokenizerBase:
     """The tokenizer of the checkpoint, the one named, or one trained on `texts`. `config` gets its special tokens.
+
+    Without texts, a new one is that of DNA.
 
     Raises:
         ValueError: the tokenizer has more tokens than the model, or no mask token for a masked language model.
@@ -164,7 +167,10 @@ def build_tokenizer(
     if source is None:
         source = Path(args.output_dir) / "tokenizer"
         if accelerator.is_main_process:
-            trained = train_tokenizer(texts, config.vocab_size, masked, args.do_lower_case)
+            if texts is None:
+                trained = dna_tokenizer(args.block_size)
+            else:
+                trained = train_tokenizer(texts, config.vocab_size, masked, args.do_lower_case)
             with new_folder(source) as folder:
                 trained.save_pretrained(folder)
         accelerator.wait_for_everyone()
@@ -215,6 +221,11 @@ def build_data(
         tokenizer = build_tokenizer(args, accelerator, config, texts.first_texts())
         return tokenizer, *build_text_streams(args, accelerator, texts, validation, tokenizer)
     source, config_name = args.train_file or next(iter(args.dataset_name), None), args.dataset_config_name
+    if source is not None and is_fasta(source):
+        from ..data.genome import build_genome_streams
+
+        tokenizer = build_tokenizer(args, accelerator, config, None)
+        return tokenizer, *build_genome_streams(args, tokenizer)
     corpus = load_corpus(source, next(iter(config_name), None), args.validation_file, args.text_column, args.documents)
     tokenizer = build_tokenizer(args, accelerator, config, corpus["train"])
     splits = ("train", "validation")

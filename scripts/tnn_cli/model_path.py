@@ -132,6 +132,8 @@ def check_model_path(name: str | Path, option: str = "--model_name_or_path", tok
 # UTF-8, with or without the byte order mark that some editors write.
 ENCODING = "utf-8-sig"
 BUILDERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
+FASTA = (".fa", ".fasta", ".fna")
+COMPRESSED = (".gz", ".bgz")
 
 
 def check_file(file: str, whole: bool = True):
@@ -161,25 +163,35 @@ def read_lines_of(file: str) -> list[str]:
 
 
 def open_text(file: str) -> IO[str]:
-    """A text file, or one below .gz, for reading. Not `str.splitlines`: it divides lines at U+2028 and the like."""
-    return (gzip.open if Path(file).suffix.lower() == ".gz" else open)(file, "rt", encoding=ENCODING)
+    """A text file, also below .gz or .bgz, for reading. Not `str.splitlines`: it divides lines at U+2028."""
+    return (gzip.open if Path(file).suffix.lower() in COMPRESSED else open)(file, "rt", encoding=ENCODING)
 
 
 def builder_of(file: str) -> str:
     """The kind of a file by its suffix, also below .gz; text if it has another suffix or none.
 
     Raises:
-        ValueError: it is a table with another separator than commas.
+        ValueError: it is a table with another separator than commas, or FASTA, which has no rows.
     """
+    if is_fasta(file):
+        raise ValueError(f"FASTA is read as a genome by `tnn pretrain` alone, got {file}")
     path = Path(file.lower().removesuffix(".gz"))
     if path.suffix == ".tsv":
         raise ValueError(f"Tables must be .csv, .json, .jsonl or .parquet files, got {file}")
     return BUILDERS.get(path.suffix, "text")
 
 
+def is_fasta(file: str) -> bool:
+    """Whether a name is that of a FASTA file, by its suffix, also below .gz or .bgz."""
+    path = Path(file.lower())
+    return (Path(path.stem) if path.suffix in COMPRESSED else path).suffix in FASTA
+
+
 def looks_like_file(source: str) -> bool:
     """Whether a source is a local file, not a folder or a Hub id."""
-    return not Path(source).is_dir() and (Path(source).is_file() or Path(source).suffix.lower() in BUILDERS)
+    return not Path(source).is_dir() and (
+        Path(source).is_file() or Path(source).suffix.lower() in BUILDERS or is_fasta(source)
+    )
 
 
 def check_source(source: str):

@@ -44,7 +44,7 @@ SECTIONS = {
         "dataset_config_name": "Configuration of the data set; of each one if there are several.",
         "dataset_path": "Local folder or Hub id with the data of the task, instead of their usual source.",
         "task": "Task by its name, such as listops or copying.",
-        "train_file": "File to train on: text, JSON, parquet or CSV.",
+        "train_file": "File to train on: text, JSON, parquet or CSV; for `tnn pretrain` also FASTA.",
         "validation_file": "File to evaluate on; a language model has the end of its training text unless given.",
         "text_column": "Column of the data that holds text.",
         "documents": "Where documents end: rows (at each row), lines (nowhere), headings (as in WikiText), or columns "
@@ -143,6 +143,7 @@ DATA = {"--train_file", "--dataset_name"}
 OF_DATA = {
     "train_file", "validation_file", "test_file", "dataset_name", "dataset_config_name", "dataset_path", "task_name",
     "text_column", "documents", "sentence1_key", "sentence2_key", "label_column_name", "interleave_probabilities",
+    "regions", "validation_contigs", "reverse_complement", "ignore_soft_masked",
 }  # fmt: skip
 
 

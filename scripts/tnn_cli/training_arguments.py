@@ -22,6 +22,7 @@ from tnn_cli.model_path import (
     check_source,
     configuration_folder,
     find_config,
+    is_fasta,
     nearest,
 )
 from tnn_cli.parser import load_config, option
@@ -118,7 +119,42 @@ def parse_group(text: str) -> tuple[str, dict[str, float]]:
 
 
 @dataclass(kw_only=True)
-class PretrainArguments(GroupArguments):
+class GenomeArguments:
+    """How the windows of a FASTA file are chosen and read."""
+
+    regions: str | None = option(
+        None,
+        "BED file: train on windows of these regions of a FASTA file; a fourth column can be train, valid or test.",
+    )
+    validation_contigs: list[str] = option([], "Contigs of a FASTA file to evaluate on; the last 5% unless given.")
+    reverse_complement: bool = option(False, "Read windows of a FASTA file from the other strand every second time.")
+    ignore_soft_masked: bool = option(False, "Predict no letters that are in lower case in a FASTA file.")
+
+    def check_genome(self, source: str | None, validation_file: str | None, streaming: bool):
+        """Refuse options that do not belong together.
+
+        Raises:
+            ValueError: see above.
+        """
+        fasta = source is not None and is_fasta(source)
+        for name in GenomeArguments.__dataclass_fields__:
+            if getattr(self, name) and not fasta:
+                raise ValueError(f"--{name} must be given together with a FASTA file, got {source}")
+        if not fasta:
+            return
+        if streaming:
+            raise ValueError(f"--streaming must be absent with a FASTA file, which is kept in memory, got {source}")
+        if validation_file is not None and (not is_fasta(validation_file) or self.validation_contigs):
+            raise ValueError(
+                "--validation_file must be FASTA as the other file is, and without --validation_contigs, "
+                f"got {validation_file}"
+            )
+        for file in filter(None, (source, self.regions)):
+            check_file(file, whole=False)
+
+
+@dataclass(kw_only=True)
+class PretrainArguments(GroupArguments, GenomeArguments):
     """The options of a pretraining run."""
 
     objective: str = "clm"
@@ -255,6 +291,7 @@ class PretrainArguments(GroupArguments):
             check_file(file, whole=False)
         for source in names:
             check_source(source)
+        self.check_genome(self.train_file or next(iter(names), None), self.validation_file, streaming)
 
     @property
     def num_warmup_steps(self) -> int:

@@ -1,0 +1,237 @@
+"""Windows of a genome as examples of a language model: FASTA files, regions of a BED file, and both strands.
+
+A window is what fills an example, S = `block_size` letters less the special tokens around a masked model's sentence.
+Windows follow each other along each contig or region. The letters are kept in memory, a byte for each; a window is
+tokenized when it is read. Nothing is to be predicted at letters other than A, C, G, T, nor, if asked for, at lower
+case, by which masked repeats are written. Windows most of whose letters are such are left out.
+
+N windows, L = `block_size`.
+"""
+
+import gzip
+import logging
+import zlib
+from collections.abc import Sequence
+
+from tnn_cli.errors import importing
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from tnn_cli.model_path import check_file, open_text, read_lines_of
+
+from ..tools.dna import NUCLEOTIDES, nucleotide_ids
+from .text import VALIDATION_SHARE, BlockStream, as_example, enclosing_tokens, make_masking, random_generator
+
+logger = logging.getLogger("data")
+COMPLEMENT = np.frombuffer(bytes.maketrans(b"ACGTUacgtu", b"TGCAAtgcaa"), dtype=np.uint8)
+# Of the fourth column of a BED file.
+SPLITS = {"train": "train", "valid": "validation", "validation": "validation", "test": "test"}
+IGNORED = -100
+# A contig, the first letter, the letter after the last one, and the split or None; a window has no end.
+Region = tuple[str, int, int, str | None]
+Window = tuple[str, int, str | None]
+
+
+def read_fasta(file: str) -> dict[str, np.ndarray]:
+    """Return the letters of each sequence of a FASTA file, also below .gz or .bgz, as bytes `(length,)` by its name.
+
+    Raises:
+        ValueError: the file is missing or damaged, has no sequences, or has two of one name.
+        ImportError: Biopython is not installed.
+    """
+    check_file(file, whole=False)
+    with importing("dna"):
+        from Bio.SeqIO.FastaIO import SimpleFastaParser
+    genome: dict[str, np.ndarray] = {}
+    try:
+        with open_text(file) as lines:
+            for title, letters in SimpleFastaParser(lines):
+                name = (title.split() or [""])[0]
+                if name in genome:
+                    raise ValueError(f"it has two sequences with the name {name!r}")
+                genome[name] = np.frombuffer(letters.encode("ascii"), dtype=np.uint8)
+    except (ValueError, gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"The file {file} cannot be read as FASTA: {error}") from error
+    if not sum(map(len, genome.values())):
+        raise ValueError(f"The file {file} must have sequences in FASTA, got none")
+    return genome
+
+
+def read_regions(file: str, genome: dict[str, np.ndarray]) -> list[Region]:
+    """Return the regions of a BED file. A fourth column of train, valid or test is their split, any other is a name.
+
+    Raises:
+        ValueError: a line is no region of the genome.
+    """
+    regions = []
+    for number, line in enumerate(read_lines_of(file), 1):
+        contig, *rest = line.split("\t") if "\t" in line else line.split() or [""]
+        if not contig or contig.startswith(("#", "track", "browser")):
+            continue
+        length = len(genome.get(contig, ()))
+        try:
+            start, end = map(int, rest[:2])
+        except ValueError as error:
+            raise ValueError(f"Line {number} of {file} must be `contig start end`, got {line!r}") from error
+        if not 0 <= start < end <= length:
+            raise ValueError(f"Line {number} of {file} must be in {contig} with {length} letters, got {line!r}")
+        regions.append((contig, start, end, SPLITS.get(rest[2].strip()) if len(rest) > 2 else None))
+    return regions
+
+
+def window_starts(start: int, end: int, length: int, size: int) -> range:
+    """Return where windows of a region begin: one after the other, or one around a region that is shorter.
+
+    Empty if the whole contig, of `length` letters, is shorter than a window.
+    """
+    if end - start >= size:
+        return range(start, end - size + 1, size)
+    middle = min(max((start + end - size) // 2, 0), length - size)
+    return range(middle, middle + 1) if length >= size else range(0)
+
+
+def ids_of_letters(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
+    """Return the id of each byte, `(256,)`. Lower case is upper case, and what is no single token is unknown.
+
+    Raises:
+        ValueError: see `nucleotide_ids`.
+    """
+    nucleotide_ids(tokenizer)
+    found = np.full(256, tokenizer.unk_token_id or 0)
+    pieces = tokenizer([chr(code).upper() for code in range(128)], add_special_tokens=False)["input_ids"]
+    for code, ids in enumerate(pieces):
+        if len(ids) == 1:
+            found[code] = ids[0]
+    return found
+
+
+def windows_of(genome: dict[str, np.ndarray], regions: Sequence[Region], size: int) -> list[Window]:
+    """Return the windows of `size` letters of regions, in their order."""
+    return [
+        (contig, first, split)
+        for contig, start, end, split in regions
+        for first in window_starts(start, end, len(genome[contig]), size)
+    ]
+
+
+def split_windows(windows: list[Window], contigs: Sequence[str] = ()) -> tuple[list[Window], list[Window]]:
+    """Return the windows of training and of validation: by their split, by `contigs` of validation, or the last 5%.
+
+    Raises:
+        ValueError: a contig has no window.
+    """
+    if unknown := set(contigs) - {contig for contig, *_ in windows}:
+        named = ", ".join(sorted(unknown))
+        raise ValueError(f"--validation_contigs must be contigs of at least a window, got {named}")
+    splits = [split for *_, split in windows]
+    if contigs:
+        splits = ["validation" if contig in contigs else "train" for contig, *_ in windows]
+    elif not any(splits):
+        held = min(len(windows), max(1, round(VALIDATION_SHARE * len(windows))))
+        splits = ["train"] * (len(windows) - held) + ["validation"] * held
+    pairs = list(zip(windows, splits, strict=True))
+    train, validation = ([one for one, own in pairs if own == name] for name in ("train", "validation"))
+    return train, validation
+
+
+class GenomeStream(BlockStream):
+    """A stream of windows with `input_ids` and `labels`, `(L,)` each. Labels are -100 where nothing is predicted.
+
+    Args:
+        genome: the letters of each contig, from `read_fasta`.
+        windows: the contig and the first letter of each, from `windows_of` with S letters.
+        block_size: L.
+        masked, mlm_probability, seed, shuffle: as for `BlockStream`.
+        reverse_complement: whether windows are read from the other strand every second time, at random.
+        ignore_soft_masked: whether nothing is to be predicted at letters in lower case.
+    """
+
+    def __init__(
+        self,
+        genome: dict[str, np.ndarray],
+        windows: Sequence[Window],
+        tokenizer: PreTrainedTokenizerBase,
+        block_size: int,
+        masked: bool,
+        mlm_probability: float = 0.15,
+        seed: int = 0,
+        shuffle: bool = True,
+        reverse_complement: bool = False,
+        ignore_soft_masked: bool = False,
+    ):
+        self.genome, self.length, self.seed, self.shuffle = genome, block_size, seed, shuffle
+        self.masking = make_masking(tokenizer, mlm_probability) if masked else None
+        self.enclosing = enclosing_tokens(tokenizer) if masked else ([], [])
+        self.size = block_size - sum(map(len, self.enclosing))  # S
+        self.ids, self.reverse_complement = ids_of_letters(tokenizer), reverse_complement
+        letters = "".join(NUCLEOTIDES) + "U"
+        self.predicted = np.zeros(256, dtype=bool)
+        self.predicted[list((letters if ignore_soft_masked else letters + letters.lower()).encode())] = True
+        self.windows = [window for window in windows if self.predicted[self.letters(window)].mean() >= 0.5]
+        if left_out := len(windows) - len(self.windows):
+            logger.info("%d of %d windows are left out: most letters are not to be predicted", left_out, len(windows))
+
+    def letters(self, window: Window) -> np.ndarray:
+        """The letters of a window, `(S,)`."""
+        contig, start, _ = window
+        return self.genome[contig][start : start + self.size]
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        letters = self.letters(self.windows[self.place(number)])
+        if self.reverse_complement and torch.rand((), generator=random_generator(self.seed, 4, number)) < 0.5:
+            letters = COMPLEMENT[letters[::-1]]
+        before, after = self.enclosing
+        example = as_example(torch.tensor([*before, *self.ids[letters], *after]), number, self.masking, self.seed)
+        predicted = np.pad(self.predicted[letters], (len(before), len(after)))  # (L,)
+        return example | {"labels": example["labels"].masked_fill(~torch.from_numpy(predicted), IGNORED)}
+
+    @property
+    def block_size(self) -> int:
+        return self.length
+
+    def describe(self) -> dict:
+        """The identity of the windows: their number, what is predicted, and a checksum of some."""
+        places = sorted({0, len(self) // 2, len(self) - 1})
+        some = b"".join(self.letters(self.windows[place]).tobytes() for place in places)
+        checksum = zlib.crc32(some + self.predicted.tobytes() + repr(self.windows).encode())
+        options = {"block_size": self.length, "reverse_complement": self.reverse_complement}
+        return {"blocks": len(self), "checksum": checksum} | options
+
+
+def build_genome_streams(args, tokenizer: PreTrainedTokenizerBase) -> tuple[GenomeStream, GenomeStream]:
+    """Return the streams of training and validation windows, by the options of `tnn pretrain`.
+
+    Raises:
+        ValueError: see `read_fasta`, `read_regions` and `split_windows`; or a split has no window.
+    """
+    masked, file = args.objective == "mlm", args.train_file or args.dataset_name[0]
+    given = tokenizer, args.block_size, masked, args.mlm_probability, args.seed
+    size = args.block_size - (sum(map(len, enclosing_tokens(tokenizer))) if masked else 0)
+    genome = read_fasta(file)
+    held = genome if args.validation_file is None else read_fasta(args.validation_file)
+    regions = whole(genome) if args.regions is None else read_regions(args.regions, genome)
+    windows = windows_of(genome, regions, size)
+    if args.validation_file is None:
+        windows, validation = split_windows(windows, args.validation_contigs)
+    else:
+        validation = windows_of(held, whole(held), size)
+    soft = {"ignore_soft_masked": args.ignore_soft_masked}
+    train = GenomeStream(genome, windows, *given, reverse_complement=args.reverse_complement, **soft)
+    evaluated = GenomeStream(held, validation, *given, shuffle=False, **soft)
+    evaluated.windows = evaluated.windows[: args.max_eval_blocks]
+    for split, stream in (("train", train), ("validation", evaluated)):
+        if not len(stream):
+            raise ValueError(
+                f"The {split} data must have a window of {size} letters, got none. Give a smaller --block_size."
+            )
+    return train, evaluated
+
+
+def whole(genome: dict[str, np.ndarray]) -> list[Region]:
+    """Return all contigs as regions."""
+    return [(contig, 0, len(letters), None) for contig, letters in genome.items()]
