@@ -87,15 +87,17 @@ def run(args) -> list[dict]:
     sizes = argparse.Namespace(**vars(args) | {name: values[args.quick] for name, values in SIZES.items()})
     end, found = time.monotonic() + 60 * args.minutes, []
     for name in args.parts:
-        found.append({"part": name, "seconds": 0.0, "error": None, "rows": []})
+        part = {"part": name, "seconds": 0.0, "error": None, "rows": []}
+        found.append(part)
         start, rows = time.monotonic(), PARTS[name][1](sizes)
-        while found[-1]["error"] is None and (row := next(rows, None)):
-            found[-1]["rows"].append(row)
-            found[-1]["seconds"] = time.monotonic() - start
-            if time.monotonic() > end:
-                found[-1]["error"] = f"no time was left after {len(found[-1]['rows'])} rows"
+        while (in_time := time.monotonic() < end) and (row := next(rows, None)):
+            part["rows"].append(row)
+            part["seconds"] = time.monotonic() - start
             save(found, args)
-        sys.stderr.write(f"{name}: {len(found[-1]['rows'])} rows in {found[-1]['seconds']:.0f} s\n")
+        if not in_time:
+            part["error"] = f"no time was left after {len(part['rows'])} rows"
+        save(found, args)
+        sys.stderr.write(f"{name}: {len(part['rows'])} rows in {part['seconds']:.0f} s\n")
     return found
 
 

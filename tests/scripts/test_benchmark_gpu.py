@@ -1,6 +1,7 @@
 """The measurement of a GPU, on the CPU: every part runs, and what fails says so."""
 
 import json
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -38,11 +39,24 @@ def test_every_part_runs(measure, tmp_path):
 def test_what_fails_says_so_and_the_others_go_on(measure, monkeypatch, tmp_path):
     monkeypatch.setattr(gpu_models, "step", lambda *given: 1 / 0)
     (steps,), _ = measure("--parts", "steps")
-    assert {row["error"] for row in steps["rows"]} == {"ZeroDivisionError: division by zero"} and len(
-        steps["rows"]
-    ) > 3
-    (steps,), shown = measure("--parts", "steps", "--minutes", 0)
-    assert len(steps["rows"]) == 1 and "steps (no time was left after 1 rows)" in shown
+    assert {row["error"] for row in steps["rows"]} == {"ZeroDivisionError: division by zero"}
+    assert len(steps["rows"]) > 3
+
+
+def test_no_row_begins_after_the_time(measure, monkeypatch, tmp_path):
+    """A part that had no time is in the file too."""
+
+    def slow(args):
+        yield {"way": "slow"}
+        time.sleep(0.5)
+        yield {"way": "slow"}
+        raise AssertionError("a row after the end")
+
+    monkeypatch.setitem(gpu.PARTS, "losses", ("A slow one", slow))
+    parts, shown = measure("--parts", "losses", "steps", "--minutes", 0.5 / 60)
+    assert [(part["part"], len(part["rows"])) for part in parts] == [("losses", 2), ("steps", 0)]
+    for part in parts:
+        assert f"{part['part']} (no time was left after {len(part['rows'])} rows)" in shown
 
 
 @pytest.mark.slow
