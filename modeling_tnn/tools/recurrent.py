@@ -127,8 +127,11 @@ def report_fit(operator, taps: torch.Tensor, fit: RecurrenceFit, order: int, win
 def own_tail(operator, taps: torch.Tensor) -> float:
     """Return a bound on the sum of |taps| beyond the fitted ones; infinite if the kernel neither decays nor ends."""
     end = operator.kernel_length(exact=True)
-    if end is None or (slowest := slowest_decay(operator)) is None:
-        return float("inf") if end is None or end > taps.shape[1] else 0.0  # the kernel ends
+    if end is None:
+        return float("inf")
+    slowest = slowest_decay(operator)
+    if slowest is None:
+        return 0.0 if end <= taps.shape[1] else float("inf")
     powers_of_decay = slowest ** torch.arange(taps.shape[1] + 1, dtype=taps.dtype)
     undecayed = (taps / powers_of_decay[:-1]).abs().max()
     return (undecayed * powers_of_decay[-1] / (1 - slowest)).item()
