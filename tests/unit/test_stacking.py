@@ -183,6 +183,7 @@ CHANGES = {
     "setting": lambda model: setattr(model.model.layers[1].mixer.tno, "decay", 0.5),
     "training flag": lambda model: model.model.layers[1].train(not model.training),
     "dtype": lambda model: encoder(model).layers[0].linear.half(),
+    "buffer": lambda model: setattr(tno := model.model.layers[1].mixer.tno, "features", tno.features.double()),
     "hook": lambda model: encoder(model).layers[0].linear.register_forward_hook(lambda m, x, y: 2 * y),
     "parametrization": lambda model: parametrizations.weight_norm(encoder(model).layers[0].linear),
     "frozen": lambda model: encoder(model).requires_grad_(False),
@@ -198,7 +199,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_layers_that_are_not_alike_make_their_own(name, monkeypatch):
-    model, ids = model_of(), torch.arange(22).view(2, 11)
+    model, ids = model_of("hyena" if name == "buffer" else "rpe"), torch.arange(22).view(2, 11)
     CHANGES[name](model)
     expected = model(ids).logits
     monkeypatch.setattr(numerics, "HOST_DEVICES", ())
