@@ -252,6 +252,7 @@ def adopt(layers: list[CacheLayerMixin]):
         kind = own.get(type(layer).__name__, type(layer))
         if kind is not type(layer) and not layer.is_initialized:
             layers[i] = kind(max_cache_len=getattr(layer, "max_cache_len", None))
+            layers[i].record_past = getattr(layer, "record_past", False)
 
 
 def check_cache(cache: Cache, model: nn.Module):

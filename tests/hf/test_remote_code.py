@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, STATIC_LAYER_TYPE_MAPPING
 from transformers.dynamic_module_utils import get_class_from_dynamic_module, get_relative_import_files
 
@@ -232,7 +232,7 @@ def test_a_copy_of_another_version_in_one_process(tmp_path, monkeypatch):
     """A model does not decode with the classes of a copy that was imported after its own."""
     for mapping in (DYNAMIC_LAYER_TYPE_MAPPING, STATIC_LAYER_TYPE_MAPPING):
         monkeypatch.setitem(mapping, TOEPLITZ, mapping[TOEPLITZ])  # which the copy may replace
-    local = perturbed_model(TnnForCausalLM, "rpe", True)
+    local = perturbed_model(TnnForCausalLM, "rtf", True)
     expected = [local.generate(PROMPT, num_beams=beams, **OPTIONS) for beams in (1, 2)]
     local.save_pretrained(tmp_path)
     code = tmp_path / "cache_tnn.py"
@@ -242,6 +242,11 @@ def test_a_copy_of_another_version_in_one_process(tmp_path, monkeypatch):
     for cache in ({"cache_implementation": "dynamic"}, {"cache_implementation": "static", "disable_compile": True}):
         for beams, tokens in zip((1, 2), expected, strict=True):
             assert torch.equal(local.generate(PROMPT, num_beams=beams, **OPTIONS, **cache), tokens)
+    past = DynamicCache(config=local.config)
+    past.activate_past_recording()
+    local.generate(PROMPT, past_key_values=past, **OPTIONS | {"max_new_tokens": 100})
+    past.crop(-90)
+    assert past.get_seq_length() == 12
 
 
 TRAIN = """
