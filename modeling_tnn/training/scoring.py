@@ -141,6 +141,9 @@ def bytes_until(texts: list[str], tokens: list[list[int]], tokenizer: PreTrained
     Args:
         texts: lines, counted with one line break after each.
         tokens: their ids, from `text.tokenize`.
+
+    Raises:
+        ValueError: a line must be divided, and the tokenizer does not say where its tokens are.
     """
     total = 0
     for line, ids in zip(map(with_line_break, texts), tokens, strict=True):
@@ -148,6 +151,11 @@ def bytes_until(texts: list[str], tokens: list[list[int]], tokenizer: PreTrained
             break
         if count >= len(ids):
             total += len(line.encode())
+        elif not tokenizer.is_fast:
+            raise ValueError(
+                "The tokenizer must say where in a text its tokens are (`is_fast`) for bits per byte, got "
+                f"{type(tokenizer).__name__}"
+            )
         else:
             places = tokenizer(line, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
             total += len(line[: places["offset_mapping"][count - 1][1]].encode())

@@ -10,7 +10,7 @@ import torch
 from datasets import Dataset
 from scipy import stats
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
-from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, ByT5Tokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from helpers.models import lively_language_model, seeded, tiny_config
 from helpers.scripts import SENTENCES, read, run_script, table_rows, write_text
@@ -170,6 +170,15 @@ def test_bytes_of_other_tokens():
     parts += ["\nplain", " text\n", "  two", "  spaces", " é\n", "the", " end\n"]
     for count in range(16):
         assert bytes_until(TEXT, tokens, tokenizer, count) == len("".join(parts[:count]).encode())
+
+
+def test_a_tokenizer_that_does_not_say_where_its_tokens_are():
+    """Whole lines have their bytes without it."""
+    tokenizer = ByT5Tokenizer()
+    tokens = tokenize(TEXT, tokenizer)
+    assert bytes_until(TEXT, tokens, tokenizer, sum(map(len, tokens))) == len("\n".join([*TEXT, ""]).encode())
+    with pytest.raises(ValueError, match=r"must say where in a text its tokens are \(`is_fast`\).*, got ByT5Tok"):
+        bytes_until(TEXT, tokens, tokenizer, 3)
 
 
 def test_report(folder, tmp_path, capsys):
