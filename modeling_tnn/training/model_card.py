@@ -131,10 +131,10 @@ def decoding_state(model: PreTrainedModel, length: int) -> list[dict]:
     """
     rows = []
     for context in (length, 8 * length):
-        ids = torch.zeros(1, context, dtype=torch.long, device=model.device)
-        past = model.base_model(ids, use_cache=True)[CACHE]
+        embeds = torch.zeros(1, context, model.config.hidden_size, dtype=model.dtype, device=model.device)
+        past = model.base_model(inputs_embeds=embeds, use_cache=True)[CACHE]
         for _ in range(ROOM + 1):
-            past = model.base_model(ids[:, :1], use_cache=True, **{CACHE: past})[CACHE]
+            past = model.base_model(inputs_embeds=embeds[:, :1], use_cache=True, **{CACHE: past})[CACHE]
         rows.append({"context": context, "mebibytes": memory_per_sequence(past) / 2**20})
     return rows
 
@@ -310,7 +310,7 @@ def render(folder: Path) -> str:
     data = card["data"] or " ".join(arguments.get(option, "") for option in DATA_OPTIONS).strip()
     rows, evaluations = results(inputs, kind, data)
     metadata = ModelCardData(
-        language=None if kind == "pictures" else card["language"],
+        language=None if kind == "pictures" or config["input_channels"] else card["language"],
         license=card["license"],
         library_name="transformers",
         pipeline_tag=task,

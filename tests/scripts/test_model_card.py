@@ -9,7 +9,13 @@ from huggingface_hub import ModelCard
 
 from helpers.models import AUTO, image_config, seeded, tiny_config
 from helpers.scripts import SENTENCES, run_script, write_config
-from modeling_tnn import TnnForCausalLM, TnnForImageClassification, TnnForMaskedLM
+from modeling_tnn import (
+    TnnForAudioClassification,
+    TnnForCausalLM,
+    TnnForImageClassification,
+    TnnForMaskedLM,
+    TnnForTimeSeriesPrediction,
+)
 from modeling_tnn.training import model_card
 from modeling_tnn.training.model_card import INPUTS, TEMPLATE, collect, render
 from tnn_cli.card_options import build_publishing_parser
@@ -137,3 +143,14 @@ def test_card_of_an_image_classifier(card):
     for expected in ("| accuracy | 0.8125 | test part of user/stripes |", "| classes | 3 |", "24 by 24 pixels", use):
         assert expected in found.text
     assert not re.search("tokenizer|vocabulary|texts", found.text)
+
+
+@pytest.mark.parametrize(
+    ("head", "task"),
+    [(TnnForTimeSeriesPrediction, "time-series-forecasting"), (TnnForAudioClassification, "audio-classification")],
+)
+def test_card_of_a_model_of_values(card, head, task):
+    """It speaks of signals."""
+    found = ModelCard(card(seeded(head, tiny_config(input_channels=1, prediction_length=4))))
+    assert found.data.pipeline_tag == task and "| channels of the input | 1 |" in found.text
+    assert "knows only the signals" in found.text and not re.search("okenizer|vocabulary|texts", found.text)
