@@ -1,12 +1,13 @@
 """Draw the pictures of the pages: a kernel, its matrix, a circulant one, the gated unit, the files of the package, how
 the kernels of FD fall, the stable denominators of RTF, time and memory by state size, of classifiers by length and
-of a training step on a GPU, and how small language models learn.
+of a training step on a GPU, how small language models learn, and a forecast.
 
 Example:
     python docs/research/draw.py
 """
 
 import ast
+import json
 from pathlib import Path
 
 import matplotlib
@@ -15,7 +16,7 @@ import torch
 from matplotlib import pyplot
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Polygon, Rectangle
 from matplotlib.ticker import ScalarFormatter
-from page_tables import load
+from page_tables import FIGURES, load
 from theory import FD_ACTS, FD_INPUTS, fd_envelope, initial_denominators
 
 from modeling_tnn import dense_toeplitz
@@ -307,8 +308,25 @@ def draw_learning_curves(name: str, labels: dict[str, str], perplexity: str = "v
     save(figure, name)
 
 
+def draw_forecast():
+    """A series, and what a model and the last season say about its end."""
+    found = json.loads((FIGURES / "signals/airline.json").read_text(encoding="utf-8"))
+    figure, axes = pyplot.subplots(figsize=(7.5, 3.4), layout="constrained")
+    years = 1949 + np.arange(len(found["values"])) / 12
+    axes.plot(years, found["values"], color="black", linewidth=1, label="airline passengers, thousands")
+    for name, label in {"naive": "the last year repeated", "model": "TNN"}.items():
+        label = f"{label}: mean error {found[f'error_{name}']:.0f}"
+        axes.plot(years[found["first"] :], found[name], linewidth=1.5, label=label)
+    axes.axvline(years[found["first"]], color="gray", linestyle="--", linewidth=1)
+    axes.set(xlabel="year")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=9)
+    save(figure, "signals-airline")
+
+
 def main():
     matplotlib.use("Agg")
+    draw_forecast()
     draw_small_causal()
     draw_learning_curves("small-masked", SMALL_MASKED, "validation perplexity of hidden tokens")
     draw_learning_curves("small-causal-longer", SMALL_CAUSAL_LONGER)

@@ -19,6 +19,7 @@ from modeling_tnn import (
     TnnForImageClassification,
     TnnForMaskedLM,
     TnnForSequenceClassification,
+    TnnForTimeSeriesPrediction,
     numerics,
 )
 from modeling_tnn.cache_tnn import memory_per_sequence
@@ -100,13 +101,19 @@ def test_packed_rows(tno_type, causal, monkeypatch):
 
 
 def test_classifiers():
-    """Of texts with padding, and of images."""
+    """Of texts with padding, and of images; forecasts of series with padding."""
     model = TnnForImageClassification(image_config()).to("meta").train()
     labels = torch.zeros(3, dtype=torch.long, device="meta")
     model(torch.zeros(3, 3, 24, 24, device="meta"), labels=labels).loss.backward()
     for causal in (True, False):
         model = TnnForSequenceClassification(tiny_config(causal=causal)).to("meta").train()
         model(**batch(True, "meta") | {"labels": labels[:2]}).loss.backward()
+        fields = {"input_channels": 1, "prediction_length": 4}
+        model = TnnForTimeSeriesPrediction(tiny_config("s4d", causal, **fields)).to("meta").train()
+        past, mask = torch.zeros(2, 33, 1, device="meta"), torch.ones(2, 33, device="meta")
+        given = {"past_observed_mask": past, "attention_mask": mask}
+        model(past, **given, future_values=past[:, :4]).loss.backward()
+        assert model.eval().generate(past, **given, prediction_length=9).sequences.shape == (2, 1, 9, 1)
 
 
 @torch.no_grad()
