@@ -1,0 +1,160 @@
+"""Scores of variants: how much likelier the alternative letters are to a model than those of the reference genome.
+
+    causal    log p(before, alternative, after) - log p(before, reference, after), of windows around the variant
+    masked    sum of log p(alternative) - log p(reference) over the letters of the variant, which are all masked
+
+B windows, L length, V vocabulary, N variants.
+"""
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from tnn_cli.model_path import read_lines_of
+
+from ..tools.dna import nucleotide_ids
+from .genome import COMPLEMENT
+
+
+class Variant(NamedTuple):
+    """A variant as a row of a VCF file has it: `position` counts from 1."""
+
+    contig: str
+    position: int
+    reference: str
+    alternative: str
+
+
+class Window(NamedTuple):
+    """The letters around a variant."""
+
+    before: str
+    reference: str
+    alternative: str
+    after: str
+
+    def other_strand(self) -> "Window":
+        """Return the same variant on the other strand."""
+        turned = [COMPLEMENT[np.frombuffer(part.encode()[::-1], dtype=np.uint8)].tobytes().decode() for part in self]
+        return Window(turned[3], turned[1], turned[2], turned[0])
+
+
+def read_variants(file: str) -> list[Variant]:
+    """Return the variants of a VCF file, also below .gz; a row with several alternatives is several variants.
+
+    Raises:
+        ValueError: a line is no variant, or one without letters such as `<DEL>`.
+    """
+    found = []
+    for number, line in enumerate(read_lines_of(file), 1):
+        if not line.strip() or line.startswith("#"):
+            continue
+        columns = line.split("\t")
+        letters = "".join(columns[3:5]).replace(",", "").upper()
+        if len(columns) < 5 or not columns[1].isdecimal() or not letters or set(letters) - set("ACGTUN"):
+            raise ValueError(f"Line {number} of {file} must be CHROM POS ID REF ALT with letters of DNA, got {line!r}")
+        found += [Variant(columns[0], int(columns[1]), columns[3], one) for one in columns[4].split(",")]
+    return found
+
+
+def window_of(genome: dict[str, np.ndarray], variant: Variant, length: int) -> Window:
+    """Return about `length` letters of the reference with the variant in the middle, fewer in a short contig.
+
+    Raises:
+        ValueError: the genome has other letters there than the variant's reference, or the window has no room for it.
+    """
+    contig, reference = genome.get(variant.contig, np.zeros(0, dtype=np.uint8)), variant.reference.upper()
+    start, end = variant.position - 1, variant.position - 1 + len(reference)
+    present = contig[start:end].tobytes().decode().upper() if start >= 0 else ""
+    if present != reference or len(reference) >= length:
+        raise ValueError(
+            f"The reference of {variant} must be what the genome has there, and shorter than {length}, got {present!r}"
+        )
+    first = max(0, min(start - (length - len(reference)) // 2, len(contig) - length))
+    before, after = (contig[i:j].tobytes().decode().upper() for i, j in ((first, start), (end, first + length)))
+    return Window(before, reference, variant.alternative.upper(), after)
+
+
+@torch.inference_mode()
+def log_likelihoods(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sequences: Sequence[str], batch_size: int = 8
+) -> torch.Tensor:
+    """Return the sum of the log-probabilities of the letters of each sequence after its first one, `(N,)`.
+
+    Args:
+        model: a causal language model.
+        batch_size: B. Sequences of one length share a forward pass; there is no padding.
+    """
+    found = torch.zeros(len(sequences), dtype=torch.float64)
+    order = sorted(range(len(sequences)), key=lambda index: len(sequences[index]))
+    for _, group in groupby(order, key=lambda index: len(sequences[index])):
+        for places in torch.tensor(list(group)).split(batch_size):
+            ids = tokenizer([sequences[place] for place in places], add_special_tokens=False, return_tensors="pt")
+            ids = ids.input_ids.to(model.device)  # (B, L)
+            logits = model(ids).logits[:, :-1].float()  # (B, L-1, V)
+            nats = cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none").double()
+            found[places] = -nats.sum(1).cpu()
+    return found
+
+
+@torch.inference_mode()
+def masked_ratio(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, window: Window) -> float:
+    """Return the log-likelihood ratio of a variant by a masked language model, from one forward pass.
+
+    Raises:
+        ValueError: the alternative has another number of letters.
+    """
+    if len(window.alternative) != len(window.reference):
+        raise ValueError(
+            f"A variant must keep the number of letters with a masked model, got {window.reference!r} to "
+            f"{window.alternative!r}"
+        )
+    hidden = tokenizer.mask_token * len(window.reference)
+    ids = tokenizer(window.before + hidden + window.after, return_tensors="pt").input_ids.to(model.device)  # (1, L)
+    scores = model(ids).logits[ids == tokenizer.mask_token_id].double().log_softmax(-1)  # (letters, V)
+    reference, alternative = (
+        tokenizer(part, add_special_tokens=False, return_tensors="pt").input_ids[0].to(model.device)
+        for part in (window.reference, window.alternative)
+    )
+    return (scores.gather(1, alternative[:, None]) - scores.gather(1, reference[:, None])).sum().item()
+
+
+def score_variants(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    genome: dict[str, np.ndarray],
+    variants: Sequence[Variant],
+    length: int = 1024,
+    batch_size: int = 8,
+    both_strands: bool = False,
+) -> torch.Tensor:
+    """Return the log-likelihood ratio of each variant in nats, `(N,)`: below 0 where the reference is likelier.
+
+    Args:
+        model: a causal or masked language model, in evaluation mode.
+        tokenizer: has one token for each nucleotide.
+        genome: the letters of each contig, from `genome.read_fasta`.
+        length (defaults to 1024): letters of a window. A causal model sees half of them before the variant; the
+            other half counts by how likely it is after each of both.
+        batch_size (defaults to 8): windows in a forward pass of a causal model.
+        both_strands: whether to return the mean of the ratios on both strands.
+
+    Raises:
+        ValueError: a variant does not fit the genome (`window_of`) or a masked model (`masked_ratio`), or the
+            tokenizer is another one.
+    """
+    nucleotide_ids(tokenizer)
+    windows = [window_of(genome, variant, length) for variant in variants]
+    windows += [window.other_strand() for window in windows] if both_strands else []
+    if "MaskedLM" in type(model).__name__:
+        ratios = torch.tensor([masked_ratio(model, tokenizer, window) for window in windows], dtype=torch.float64)
+    else:
+        sequences = [window.before + letters + window.after for window in windows for letters in window[1:3]]
+        reference, alternative = log_likelihoods(model, tokenizer, sequences, batch_size).view(-1, 2).unbind(1)
+        ratios = alternative - reference
+    return ratios.view(1 + both_strands, -1).mean(0)
