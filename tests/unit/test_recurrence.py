@@ -162,7 +162,7 @@ def test_crops_across_the_start_of_a_block(kind, blocks):
 
 def test_what_cannot_be_taken_back():
     """Of a prompt and after steps."""
-    operator, layer = operator_of("rpe"), TnnCacheLayer()
+    operator, layer = operator_of("rpe", decay=0.8), TnnCacheLayer()
     advance(layer, random_input(10, operator), operator)
     for steps, wrong, message in (
         (0, -11, "remove, at least -10 for this state of 10 tokens, got -11.* empty cache"),
@@ -174,6 +174,10 @@ def test_what_cannot_be_taken_back():
         assert max_crop(layer) >= (SLACK if wrong != -11 else 10)
         with pytest.raises(ValueError, match=message):
             layer.crop(wrong)
+    while count := max_crop(layer):
+        layer.crop(-count)
+    with pytest.raises(ValueError, match="at least 0 for this state of [1-9].* got -1"):
+        layer.crop(-1)
 
 
 @pytest.mark.parametrize("phase", [0.0, 0.83])
