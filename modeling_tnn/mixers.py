@@ -62,7 +62,7 @@ from .cache_tnn import cache_argument
 from .configuration_tnn import FULL, GTU, HYENA, S4, SLIDING
 from .inputs import first_real_token, roll
 from .norms import NORM_TYPES, RootRMSNorm
-from .numerics import compute_dtype, is_exported, is_plain, is_traced, without_narrowing
+from .numerics import by_parts, compute_dtype, is_exported, is_plain, is_traced, must_be_eager, without_narrowing
 from .packing import Batches, Documents
 from .recurrence import check_rows, refuse_backward
 from .tno import NO_PASS, Pass, ToeplitzOperator
@@ -178,15 +178,19 @@ class ShortConvolution(ToeplitzOperator):
         x = v.permute(2, 0, 1).to(taps.dtype)  # (3D, B, L), as `apply_channel_major` lays it
         around = (count - 1 + self.first, -self.first)
         begins = range(count - 1, -1, -1)  # of the copies, by their lag, among the L + m - 1 positions of `whole`
-        whole = pad(x, around)
-        copies = (whole[..., begin : begin + length] for begin in begins)
-        terms = (copy * tap[:, None, None] for copy, tap in zip(copies, taps.unbind(1), strict=True))
-        if documents is not None:
-            own = documents.numbers(v.device)  # (B, L)
-            numbers = pad(own, around)
-            same = (numbers[:, begin : begin + length] == own for begin in begins)
-            terms = (term.where(one, 0) for term, one in zip(terms, same, strict=True))
-        return reduce(torch.Tensor.add_, terms).to(v.dtype).permute(1, 2, 0)  # in place: gigabytes for a long read
+        own = None if documents is None else documents.numbers(v.device)  # (B, L)
+
+        def of_channels(chosen: slice) -> torch.Tensor:  # (C, B, L)
+            whole = pad(x[chosen], around)
+            copies = (whole[..., begin : begin + length] for begin in begins)
+            terms = (copy * tap[:, None, None] for copy, tap in zip(copies, taps[chosen].unbind(1), strict=True))
+            if own is not None:
+                numbers = pad(own, around)
+                same = (numbers[:, begin : begin + length] == own for begin in begins)
+                terms = (term.where(one, 0) for term, one in zip(terms, same, strict=True))
+            return reduce(torch.Tensor.add_, terms).to(v.dtype)
+
+        return by_parts(of_channels, len(x), v.shape[0] * length, v).permute(1, 2, 0)
 
     def forward(self, v: torch.Tensor, gate: Gate = NO_GATE, passed: Pass = NO_PASS) -> torch.Tensor:
         """The filtered projections, `(B, L, 3D)` to `(B, L, 3D)`. `gate` holds the mask of padding."""
@@ -197,7 +201,9 @@ class ShortConvolution(ToeplitzOperator):
                 raise ValueError("`past_key_values` must stay on the device for 'hyena', got an offloaded cache")
             else:  # not through `Cache.update`, which would take the layer to be done
                 mixed = passed.cache.layers[self.layer_idx].update(v, None, self, gate)[0]
-        return mixed + self.bias.to(mixed.dtype)
+        bias = self.bias.to(mixed.dtype)
+        # In place: gigabytes for a long read.
+        return mixed + bias if torch.is_grad_enabled() or must_be_eager() else mixed.add_(bias)
 
 
 class TnnHyena(nn.Module):
@@ -221,8 +227,9 @@ class TnnHyena(nn.Module):
     def forward(self, hidden_states: torch.Tensor, passed: Pass = NO_PASS) -> torch.Tensor:
         """`(B, L, d)` to `(B, L, d)`."""
         gate = Gate(mask=passed.mask)
-        projected = apply_channel_major(self.in_proj, hidden_states)  # (B, L, 3D)
-        p, q, v = self.short(projected, gate, passed).chunk(3, dim=-1)  # (B, L, D) each
+        # Without a name for the projections, which are freed before the long filter.
+        filtered = self.short(apply_channel_major(self.in_proj, hidden_states), gate, passed)  # (B, L, 3D)
+        p, q, v = filtered.chunk(3, dim=-1)  # (B, L, D) each
         mixed = self.norm(p * mix_tokens(self.tno, q * v, gate, passed))
         if self.low_rank is not None:
             mixed = self.act(apply_linear(self.low_rank, mixed))  # (B, L, r)

@@ -67,7 +67,7 @@ from .inputs import (
 )
 from .mixers import TOEPLITZ_MIXERS, TnnAttention, TnnRotaryEmbedding, apply_linear, apply_together, view_of
 from .norms import NORM_POSITIONS, NORM_TYPES, LayerNorm, SimpleRMSNorm, build_final_norm, with_mask
-from .numerics import is_on_host
+from .numerics import by_parts, is_on_host
 from .packing import documents_of
 from .signals import TimeSeriesPredictionOutput, TnnValueEmbedding, squared_error, standardize
 from .tno import NO_PASS, Pass, ToeplitzOperator
@@ -93,6 +93,12 @@ class TnnGatedLinearUnit(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`(B, L, d)` to `(B, L, d)`."""
+        rows, length = hidden_states.shape[:2]
+        width = rows * self.up_proj.out_features
+        return by_parts(lambda chosen: self.mix(hidden_states[:, chosen]), length, width, hidden_states, dim=1)
+
+    def mix(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The same for some of the positions."""
         if self.gate_proj is None:
             return apply_linear(self.down_proj, self.act(apply_linear(self.up_proj, hidden_states)))
         gate, up = apply_together(apply_linear, (self.gate_proj, self.up_proj), hidden_states)
@@ -371,6 +377,7 @@ class TnnModel(TnnPreTrainedModel):
                 size, dtype = hidden_states.shape[2], hidden_states.dtype
                 hidden_states = hidden_states + sinusoidal_embedding(positions, size, dtype)
             hidden_states = self.dropout(self.embed_norm(hidden_states))
+        del inputs_embeds  # a gigabyte for a million positions
         passed = passed._replace(mask=attention_mask, cache=past_key_values)
         layers = self.layers[: self.config.num_hidden_layers]
         prepared = [None] * len(layers)

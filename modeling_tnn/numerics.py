@@ -17,6 +17,9 @@ from .extensions import IMPLEMENTATIONS
 # Device types that can be read without a sync. Tests clear this tuple to run the accelerator path on a CPU.
 HOST_DEVICES = ("cpu",)
 
+# Numbers in a temporary of a long sequence without gradients, see `by_parts`: on the CPU, and on other devices.
+PART, LARGE_PART = 2**22, 2**27
+
 # Classes of plain tensors. `tnn plan` adds one whose tensors have no memory, to run the same code.
 PLAIN_TENSORS = (nn.Parameter, torch.Tensor)
 
@@ -83,6 +86,33 @@ def is_plain(module: nn.Module) -> bool:
         and not (module._backward_hooks or module._backward_pre_hooks)
         and all(w is None or type(w) in PLAIN_TENSORS for w in module._parameters.values())
     )
+
+
+def by_parts(
+    function: Callable[[slice], torch.Tensor], count: int, width: int, like: torch.Tensor, dim: int = 0
+) -> torch.Tensor:
+    """`function(slice(None))`; without gradients, if the temporaries are large, in parts that are then joined.
+
+    Temporaries of a million positions take gigabytes. While gradients are recorded, they would be kept anyway.
+
+    Args:
+        function: returns the entries of a slice along `dim`, which do not depend on the other entries.
+        count: number of entries.
+        width: number of numbers that a temporary has for each entry.
+        like: a tensor on the device of the temporaries.
+    """
+    size = max(1, (PART if is_on_host(like) else LARGE_PART) // max(1, width))
+    if torch.is_grad_enabled() or must_be_eager() or count <= size:
+        return function(slice(None))
+    first = function(slice(0, size))
+    shape = list(first.shape)
+    shape[dim] = count
+    whole = first.new_empty(shape)
+    whole.narrow(dim, 0, size).copy_(first)
+    for start in range(size, count, size):
+        part = function(slice(start, start + size))
+        whole.narrow(dim, start, part.shape[dim]).copy_(part)
+    return whole
 
 
 def next_fast_len(minimum: int) -> int:

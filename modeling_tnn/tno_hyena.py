@@ -22,7 +22,7 @@ from torch import nn
 from transformers import initialization as init
 
 from .inputs import Kernel
-from .numerics import compute_dtype, is_exported
+from .numerics import by_parts, compute_dtype, is_exported
 from .recurrence import DecodingState, FilterRecurrence
 from .tno import ToeplitzOperator, require_causal
 from .tno_rpe import CastingLinear
@@ -123,12 +123,17 @@ class HyenaOperator(ToeplitzOperator):
     def coefficients(self, length: int, device: torch.device | None = None) -> torch.Tensor:
         ends, own = is_exported() or length > self.longest, self.freq.device
         reach, dtype = self.longest if ends else length, compute_dtype(self.freq.dtype)
-        x, times, rates = (one.to(own, dtype) for one in (self.features[:reach], self.times[:reach], self.rates))
+        constants = (self.features[:reach], self.times[:reach], self.rates)
+        features, times, rates = (one.to(own, dtype) for one in constants)
         *hidden, out = self.layers
-        for layer in hidden:
-            x = torch.sin(self.freq.to(dtype) * layer(x))  # (L, F)
-        kernel = out(x).t().unflatten(0, (-1, self.channels))  # (1 or 2, D, L)
-        kernel = kernel * modulation(times, rates)
+
+        def taps(chosen: slice) -> torch.Tensor:  # (1 or 2, D, L) for the L chosen positions
+            x = features[chosen]
+            for layer in hidden:
+                x = torch.sin(self.freq.to(dtype) * layer(x))  # (L, F)
+            return out(x).t().unflatten(0, (-1, self.channels)) * modulation(times[chosen], rates)
+
+        kernel = by_parts(taps, reach, max(out.weight.shape), features, dim=-1)
         first = (torch.arange(reach, device=own) == 0).to(dtype)  # (L,)
         positive = kernel[0] + self.direct.to(dtype)[:, None] * first  # (D, L)
         # Not negative[:, : L - 1]: L - 1 may be 1, which torch.export would rule out.

@@ -33,6 +33,9 @@ CHUNK, LARGE_CHUNK = 2**18, 2**27
 # Transforms at a time, at least: one or two long ones at a time take up to 1.5 times as long (measured at 65,536).
 ROWS = 8
 
+# The longest transform that is in float32 on the CPU, see `transform_dtype`.
+PRECISE = 2**18
+
 # Ratios to the length of the filter (measured): of the shortest sequence that gets windows, and of a window.
 LONG, WINDOW, SHORTEST_WINDOW = 8, 4, 256
 
@@ -150,12 +153,12 @@ class GatedConvolution(torch.autograd.Function):
         h = torch.empty_like(v)  # (D, B, L)
         mixed = torch.empty_like(v) if u is not None and any(ctx.needs_input_grad[:3]) else None
         dtype, length, parts = kernel.dtype, v.shape[2], chunks(v, windows)
-        buffer = kernel.new_zeros(parts[0].stop, v.shape[1], windows.span)
+        buffer = kernel.new_zeros(parts[0].stop, v.shape[1], windows.span, dtype=transform_dtype(kernel, windows))
         for chosen in parts:
             x = v[chosen].to(dtype)  # (C, B, L)
             x = mask_out(x if act is None else act(x), mask)
             spectrum = transform(buffer, x, windows)  # (C, B, W, F/2+1)
-            spectrum *= response(kernel, chosen, windows)
+            spectrum *= response(kernel, chosen, windows, buffer.dtype)
             y = torch.fft.irfft(spectrum, n=windows.size)[..., windows.skip :]  # (C, B, W, S)
             y = y.flatten(2)[..., :length]  # (C, B, L)
             if mixed is not None:
@@ -184,8 +187,9 @@ def window_gradients(gradient, v, kernel, u, mask, mixed, act, windows: Windows,
     pairs = zip((v, kernel, u), wanted, strict=True)
     v_gradient, kernel_gradient, u_gradient = (torch.empty_like(x) if want else None for x, want in pairs)
     dtype, parts = kernel.dtype, chunks(v, windows)
-    g_buffer = kernel.new_zeros(parts[0].stop, v.shape[1], windows.count, windows.size)
-    x_buffer = kernel.new_zeros(parts[0].stop, v.shape[1], windows.span) if want_kernel else None
+    wide = {"dtype": transform_dtype(kernel, windows)}
+    g_buffer = kernel.new_zeros(parts[0].stop, v.shape[1], windows.count, windows.size, **wide)
+    x_buffer = kernel.new_zeros(parts[0].stop, v.shape[1], windows.span, **wide) if want_kernel else None
     for chosen in parts:
         g = gradient[chosen].to(dtype)  # (C, B, L)
         if u is not None:
@@ -202,8 +206,9 @@ def window_gradients(gradient, v, kernel, u, mask, mixed, act, windows: Windows,
             correlation = correlation.mul_(spectrum).sum((1, 2))  # (C, F/2+1)
             store_gradient(kernel_gradient, chosen, correlation, windows)
         if want_v:
-            spectrum *= response(kernel, chosen, windows).conj()
-            x_gradient = mask_out(overlap_add(torch.fft.irfft(spectrum, n=windows.size), g.shape[2], windows), mask)
+            spectrum *= response(kernel, chosen, windows, g_buffer.dtype).conj()
+            x_gradient = overlap_add(torch.fft.irfft(spectrum, n=windows.size), g.shape[2], windows).to(dtype)
+            x_gradient = mask_out(x_gradient, mask)
             v_gradient[chosen] = x_gradient if act is None else pull_back(x_gradient)
     return v_gradient, kernel_gradient, u_gradient
 
@@ -216,7 +221,8 @@ def eager_windows(v, kernel, u, mask, act, windows: Windows) -> torch.Tensor:
         x = pad(x, (windows.offset, windows.span - windows.offset - length)).unfold(-1, windows.size, windows.step)
     else:
         x = x[:, :, None]
-    spectrum = torch.fft.rfft(x, n=windows.size) * response(kernel, slice(None), windows)  # (D, B, W, F/2+1)
+    spectrum = response(kernel, slice(None), windows, kernel.dtype)  # (D, 1, 1, F/2+1)
+    spectrum = torch.fft.rfft(x, n=windows.size) * spectrum  # (D, B, W, F/2+1)
     y = torch.fft.irfft(spectrum, n=windows.size)[..., windows.skip : windows.skip + length]  # (D, B, W, S)
     y = y.flatten(2)[..., :length]  # (D, B, L)
     return (y if u is None else act(u.to(kernel.dtype)) * y).to(v.dtype)
@@ -235,17 +241,26 @@ def chunks(v: torch.Tensor, windows: Windows) -> list[slice]:
     return [slice(start, min(start + step, channels)) for start in range(0, channels, step)]
 
 
+def transform_dtype(kernel: torch.Tensor, windows: Windows) -> torch.dtype:
+    """The precision of the transforms: float64 on the CPU for long windows, else that of the kernel.
+
+    Rounding is relative to the largest outputs. With a kernel that does not fade, these are at the end of a million
+    positions, and the first ones, a thousand times smaller, would lose three digits.
+    """
+    return torch.float64 if windows.size > PRECISE and is_on_host(kernel) else kernel.dtype
+
+
 def mask_out(x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     """`x` `(C, B, L)`, set to zero where the mask `(B, L)` is False."""
     return x if mask is None else x.masked_fill(~mask, 0)
 
 
-def response(kernel: torch.Tensor, chosen: slice, windows: Windows) -> torch.Tensor:
-    """The frequency response of some channels, `(C, 1, 1, F/2 + 1)`."""
+def response(kernel: torch.Tensor, chosen: slice, windows: Windows, dtype: torch.dtype) -> torch.Tensor:
+    """The frequency response of some channels, `(C, 1, 1, F/2 + 1)`, of taps by a transform in `dtype`."""
     if is_response(kernel):
         spectrum = complex_response(kernel[:, chosen])
     else:
-        spectrum = torch.fft.rfft(kernel[chosen], n=windows.size)
+        spectrum = torch.fft.rfft(kernel[chosen].to(dtype), n=windows.size)
     return spectrum[:, None, None]
 
 

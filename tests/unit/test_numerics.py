@@ -7,7 +7,7 @@ import torch
 
 from helpers.models import VARIANTS, relative_error, seeded, tiny_config
 from helpers.strategies import noise
-from modeling_tnn import TnnModel
+from modeling_tnn import TnnModel, causal_toeplitz_matmul, numerics
 from modeling_tnn.modeling_tnn import TnnBlock
 from modeling_tnn.norms import NORM_TYPES
 
@@ -62,6 +62,48 @@ def test_a_million_tokens(variant):
     if block.mixer.tno.causal:
         with torch.no_grad():
             assert relative_error(y[:, :5000], block(x[:, :5000])) < 1e-4
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("fields", [{}, {"mlp_act": "gelu", "toeplitz_mixer": "hyena"}], ids=["gtu", "hyena"])
+def test_parts_of_a_long_pass_are_the_whole(fields, causal, monkeypatch):
+    """With padding, and with several documents in a row; while gradients are recorded there are no parts."""
+    model = seeded(TnnModel, tiny_config("hyena", causal, **fields)).double().eval()
+    ids, positions = torch.arange(75).view(3, 25), torch.tensor([*range(9), *range(16)])[None]
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    projection, calls = model.layers[0].glu.up_proj, []
+    projection.register_forward_hook(lambda *given: calls.append(1))
+    width = projection.out_features
+    for given in ({"attention_mask": mask}, {"position_ids": positions}):
+        whole = model(ids, **given).last_hidden_state
+        calls.clear()
+        for numbers, count in ((1, 25), (12 * width, 7)):  # an entry at a time, and parts of 4, the last one shorter
+            monkeypatch.setattr(numerics, "PART", numbers)
+            assert torch.equal(model(ids, **given).last_hidden_state, whole) and len(calls) == 1
+            calls.clear()
+            with torch.no_grad():
+                assert relative_error(model(ids, **given).last_hidden_state, whole) < 1e-12
+            assert len(calls) == count
+            calls.clear()
+        monkeypatch.undo()
+
+
+def test_long_transforms_of_a_kernel_that_does_not_fade():
+    """First outputs and last gradients are small beside the largest, to which rounding in a transform is relative."""
+    length, (v, kernel, weight) = (
+        2**17 + 1,
+        (1 + noise(1, 2**17 + 1, 1, seed=i, dtype=torch.float32) for i in range(3)),
+    )
+
+    def found(dtype):
+        inputs = [one.to(dtype).requires_grad_() for one in (v, kernel[:, :, 0])]
+        y = causal_toeplitz_matmul(*inputs)
+        v_gradient, kernel_gradient = torch.autograd.grad((y * weight).sum(), inputs)
+        return y[0, :9], v_gradient[0, length - 9 :], kernel_gradient[:, length - 9 :]
+
+    for single, double in zip(found(torch.float32), found(torch.float64), strict=True):
+        assert relative_error(single, double) < 1e-6
 
 
 EXTREME = [(variant, "simplermsnorm", "pre") for variant in VARIANTS]
