@@ -71,6 +71,10 @@ class Extensions:
         """The kernels of the layers for `hidden_states` `(B, L, d)`, None for each that makes its own."""
         return [None] * len(layers)
 
+    def limit_documents(self, starts, most: int, field: str):
+        """In a graph, `starts` after a check of the documents' lengths. Only asked if `keeps_products`."""
+        raise ImportError(f"A graph with packed rows {NEEDS_PACKAGE}")
+
     def output_class(self, cls: type, logits) -> type:
         """The class in place of `cls` of an output with these logits of `head_loss`."""
         return cls

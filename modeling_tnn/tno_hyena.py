@@ -21,10 +21,12 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
+from .extensions import extensions
 from .inputs import Kernel
 from .numerics import by_parts, compute_dtype, is_exported
+from .packing import Documents
 from .recurrence import DecodingState, FilterRecurrence
-from .tno import ToeplitzOperator, require_causal
+from .tno import ToeplitzOperator, kernel_arguments, require_causal
 from .tno_rpe import CastingLinear
 from .toeplitz import fit_lags, fit_taps
 
@@ -119,6 +121,14 @@ class HyenaOperator(ToeplitzOperator):
         if not is_exported():  # one graph serves all lengths
             self.require_positions(length)
         return super().kernel_of(length, device, as_taps)
+
+    def matmul_of_documents(self, v: torch.Tensor, documents: Documents) -> torch.Tensor:
+        """As for every operator. The filter limits documents, whose lengths are known when the graph runs."""
+        if self.beyond == "error":
+            starts = extensions.limit_documents(documents.starts, self.longest, "hyena_filter_length")
+            documents = documents._replace(starts=starts)
+        kernel = super().kernel_of(*kernel_arguments(self, v, as_taps=True))
+        return documents.convolve(v, kernel, self.causal, self.implementation)
 
     def coefficients(self, length: int, device: torch.device | None = None) -> torch.Tensor:
         ends, own = is_exported() or length > self.longest, self.freq.device

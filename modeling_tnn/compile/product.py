@@ -130,6 +130,15 @@ def document_starts(
     return find_starts(tokens, mask_of_tokens(attention_mask, tokens), position_ids)[0]
 
 
+@custom_op("modeling_tnn::limit_documents", mutates_args=())
+def limit_documents(starts: torch.Tensor, most: int, field: str) -> torch.Tensor:
+    """A copy of `starts` `(B, L)`, after a check that no document has more than `most` tokens."""
+    longest = max(length for _, length in padded_batches(starts, None, starts.device).shapes)
+    if longest > most:
+        raise ValueError(f"`{field}` must be at least {longest}, the length of the longest document, got {most}")
+    return starts.clone()
+
+
 @convolution.register_fake
 def _(x, kernel, first, starts, implementation):
     return x.new_empty(x.shape)
@@ -143,6 +152,11 @@ def _(dy, x, kernel, first, starts, implementation, wanted):
 @document_starts.register_fake
 def _(tokens, attention_mask, position_ids):
     return torch.empty(tokens.shape[:2], dtype=torch.bool, device="cpu")
+
+
+@limit_documents.register_fake
+def _(starts, most, field):
+    return torch.empty_like(starts)
 
 
 def save(ctx, inputs, output):
@@ -164,6 +178,11 @@ convolution.register_autograd(backward, setup_context=save)
 def recorded_starts(tokens, attention_mask, position_ids) -> torch.Tensor:
     """The `starts` of `packing.Documents` `(B, L)`, as one node of a graph."""
     return torch.ops.modeling_tnn.document_starts(tokens.detach(), attention_mask, position_ids)
+
+
+def recorded_limit(starts: torch.Tensor, most: int, field: str) -> torch.Tensor:
+    """`starts` after `limit_documents`, as one node of a graph."""
+    return torch.ops.modeling_tnn.limit_documents(starts, most, field)
 
 
 def recorded_convolution(v, kernel, first: int, starts: torch.Tensor | None, implementation: str) -> torch.Tensor:
@@ -192,3 +211,4 @@ def find_product(implementation: str, v: torch.Tensor, kernel: torch.Tensor) -> 
 
 extensions.register(find_product=find_product, keeps_products=keeps_products)
 extensions.register(document_starts=recorded_starts, convolve_documents=recorded_convolution)
+extensions.register(limit_documents=recorded_limit)

@@ -8,7 +8,7 @@ import torch
 
 from helpers.models import relative_error, seeded, tiny_config
 from helpers.operators import OperatorTests, random_operator
-from modeling_tnn import TnnForCausalLM
+from modeling_tnn import TnnForCausalLM, TnnModel
 from modeling_tnn.tno_auto import build_tno
 from modeling_tnn.tno_hyena import HyenaOperator
 
@@ -98,6 +98,27 @@ def test_the_end_of_the_filter(implementation):
     zeros.load_state_dict(model.state_dict())
     assert torch.equal(zeros(ids[:, :30]).logits, model(ids[:, :30]).logits)
     assert zeros.generate(ids, max_new_tokens=9, **options).shape[1] == 41
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@torch.no_grad()
+def test_packed_rows_longer_than_the_filter(causal):
+    """It limits each document, in a graph too, which serves all of them."""
+    fields = {"hyena_filter_length": 30, "hyena_filter_beyond": "error"}
+    model = seeded(TnnModel, tiny_config("hyena", causal, **fields)).double()
+    compiled, ids = torch.compile(model, backend="eager", fullgraph=True), torch.arange(3, 63)[None]
+
+    def positions(*lengths):
+        return torch.cat([torch.arange(length) for length in lengths])[None]
+
+    for lengths in ((30, 30), (17, 29, 14)):
+        alone = [model(part, use_cache=False).last_hidden_state for part in ids.split(lengths, dim=1)]
+        for call in (model, compiled):
+            found = call(ids, position_ids=positions(*lengths), use_cache=False).last_hidden_state
+            assert relative_error(found, torch.cat(alone, dim=1)) < 1e-9
+    for call in (model, compiled):
+        with pytest.raises(ValueError, match="`hyena_filter_length` must be at least 31, .*, got 30"):
+            call(ids, position_ids=positions(29, 31), use_cache=False)
 
 
 def test_to_recurrent(monkeypatch):
