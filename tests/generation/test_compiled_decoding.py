@@ -67,13 +67,18 @@ def started(model, text, length, longest=NEW):
     return cache
 
 
-@pytest.mark.parametrize(("name", "graphs"), [("rpe-medium-decay", 2), ("attention", 3)])
-def test_one_graph_and_the_same_tokens(name, graphs):
+LIMITED = {"hyena_filter_beyond": "error", "hyena_filter_length": 70}
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "graphs"), [("rpe-medium-decay", {}, 2), ("implicit", LIMITED, 2), ("attention", {}, 3)]
+)
+def test_one_graph_and_the_same_tokens(name, fields, graphs):
     """After padding on the left; a text without padding, which has no mask; and padding again.
 
     A window makes transformers' static cache count in Python until it is full: a graph before, and one after.
     """
-    model, config = model_of(name), compiling("eager")
+    model, config = model_of(name, **fields), compiling("eager")
     for start, length, pads, new in ((0, 11, 4, 60), (11, 22, 0, 9), (40, 30, 7, 9)):
         prompt, mask = TEXT[:, start : start + length], torch.ones(2, length, dtype=torch.long)
         mask[0, :pads] = 0
