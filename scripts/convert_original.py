@@ -1,7 +1,8 @@
 """Convert a checkpoint of the released TNN, FD, SKI, RTF or HyenaDNA code to a folder that `from_pretrained` loads.
 
 Every tensor of the checkpoint goes to the model, or the report says why it does not. Every parameter of the model gets
-a value. Files are `.safetensors`, or `.pt` and `.ckpt` as fairseq and Lightning write them; of HyenaDNA, the folder.
+a value. Files are `.safetensors`, or `.pt` and `.ckpt` as fairseq and Lightning write them; of HyenaDNA, the folder
+or its name on the Hub.
 Only tensors and plain options are read. A pickle with other objects is refused, because reading it would run its code.
 
 Example:
@@ -21,6 +22,7 @@ from tnn_cli.errors import importing, report_errors
 
 from tnn_cli.atomic import check_overwriting, claim, new_files, write_json
 from tnn_cli.declared import declared_keys
+from tnn_cli.model_path import naming
 from tnn_cli.parser import ProgramParser
 
 ARCHITECTURES, HEADS = (
@@ -31,7 +33,7 @@ ARCHITECTURES, HEADS = (
 def parse_arguments() -> argparse.Namespace:
     parser = ProgramParser(description=__doc__)
     parser.add_argument(
-        "checkpoint", type=Path, help="Checkpoint: .safetensors, .pt or .ckpt, or a folder of the Hub."
+        "checkpoint", type=Path, help="Checkpoint: .safetensors, .pt or .ckpt, or a folder or repository of the Hub."
     )
     parser.add_argument("output_dir", type=Path, help="Folder for the model and the report.")
     parser.add_argument("--architecture", required=True, choices=ARCHITECTURES, help="Name of the architecture.")
@@ -45,9 +47,15 @@ def parse_arguments() -> argparse.Namespace:
     )
     args = parser.parse_args()
     for file in filter(None, (args.checkpoint, args.hparams)):
-        if not file.exists():
+        if not file.exists() and not (file is args.checkpoint and is_repository(file)):
             raise FileNotFoundError(f"The file {file} does not exist.")
     return args
+
+
+def is_repository(checkpoint: Path) -> bool:
+    """Whether a checkpoint is a repository of the Hub, OWNER/NAME, and not a file."""
+    files = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
+    return not checkpoint.exists() and len(checkpoint.parts) == 2 and checkpoint.suffix not in files
 
 
 def read_options(file: Path) -> dict:
@@ -66,7 +74,11 @@ def run(args: argparse.Namespace):
     """Convert the checkpoint, save the model and the report, and say what became of the tensors."""
     with importing("scripts"):
         from modeling_tnn.original import conversion
-    tensors, options = conversion.read_checkpoint(args.checkpoint)
+    checkpoint = args.checkpoint
+    if is_repository(checkpoint):
+        with naming(checkpoint, "checkpoint", ()):
+            checkpoint = conversion.fetch(checkpoint.as_posix())
+    tensors, options = conversion.read_checkpoint(checkpoint)
     if args.hparams is not None:
         options |= read_options(args.hparams)
     model, report = conversion.convert(tensors, options, args.architecture, args.head, args.published_ski)

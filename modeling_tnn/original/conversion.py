@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import torch
+from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
@@ -31,6 +32,15 @@ LEFT_OUT = {
 
 # The files that a folder of the Hub may have, the safest first.
 WEIGHTS = ("model.safetensors", "pytorch_model.bin", "weights.ckpt")
+
+
+def fetch(repo_id: str) -> Path:
+    """The folder of a repository of the Hub, with `config.json` and the safest of its `WEIGHTS`."""
+    for weights in WEIGHTS:
+        folder = Path(snapshot_download(repo_id, allow_patterns=["config.json", weights]))
+        if (folder / weights).exists():
+            break
+    return folder
 
 
 def read_folder(folder: Path) -> tuple[dict[str, torch.Tensor], dict]:

@@ -127,11 +127,14 @@ def facts(model: PreTrainedModel, length: int) -> dict:
 def decoding_state(model: PreTrainedModel, length: int) -> list[dict]:
     """The size of the decoding state after texts of the trained length and of eight times as many tokens.
 
+    A model that refuses longer texts than its filter has one row, for the longest.
     A cache keeps the end of a prompt for `crop` until its free places are filled: so many tokens are decoded first.
     """
-    rows = []
-    for context in (length, 8 * length):
-        embeds = torch.zeros(1, context, model.config.hidden_size, dtype=model.dtype, device=model.device)
+    rows, config, contexts = [], model.config, (length, 8 * length)
+    if config.tno_type == "hyena" and config.hyena_filter_beyond == "error":
+        contexts = (max(1, config.hyena_filter_length - ROOM - 1),)
+    for context in contexts:
+        embeds = torch.zeros(1, context, config.hidden_size, dtype=model.dtype, device=model.device)
         past = model.base_model(inputs_embeds=embeds, use_cache=True)[CACHE]
         for _ in range(ROOM + 1):
             past = model.base_model(inputs_embeds=embeds[:, :1], use_cache=True, **{CACHE: past})[CACHE]

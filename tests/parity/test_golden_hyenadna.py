@@ -10,10 +10,10 @@ from safetensors.torch import save_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from helpers import processes
-from helpers.hub_server import WITHOUT_THE_PACKAGE
+from helpers.hub_server import WITHOUT_THE_PACKAGE, HubServer, Repo, client, environment
 from helpers.models import relative_error
 from helpers.parity import Case, named_cases, over
-from helpers.scripts import run_script
+from helpers.scripts import ROOT, run_script
 from modeling_tnn.original.conversion import convert
 from modeling_tnn.original.hyenadna import layout
 
@@ -48,6 +48,7 @@ def check_gradients(case: Case, parameters: dict, names: dict[str, str]):
 
 
 HF_OPTIONS = {"model_type": "hyenadna", "vocab_size": 12, "hyena_order": 2, "use_bias": True, "activation_freq": 10}
+REMOTE = "transformers_modules."
 LOAD = """
 import torch
 from transformers import AutoModel
@@ -112,3 +113,27 @@ def test_what_does_not_fit(change, message):
     state |= {name: value for name, value in change.items() if "." in name}
     with pytest.raises(ValueError, match=message):
         convert({name: one for name, one in state.items() if one is not None}, options, "hyenadna")
+
+
+@pytest.mark.slow
+def test_from_the_hub_to_the_hub(tmp_path):
+    """A repository is converted by its name and pushed. It loads with the package, and without it."""
+    case, options = Case("hyenadna/tiny", "2"), ["--architecture", "hyenadna"]
+    write_folder(case, "model.safetensors", tmp_path / "released")
+    torch.save(case.ids("ids"), tmp_path / "ids")
+    scripts = ROOT / "scripts"
+    with HubServer() as hub:
+        released = {file.name: file.read_bytes() for file in (tmp_path / "released").iterdir()}
+        hub.repos["user/hyenadna-tiny-1k-seqlen-hf"] = repository = Repo(private=False)
+        repository.add_commit(released | {"pytorch_model.bin": b"never read"})
+        user = {"env": environment(hub, tmp_path), "cwd": tmp_path, "check": True}
+        convert = [scripts / "convert_original.py", "user/hyenadna-tiny-1k-seqlen-hf", "converted", *options]
+        processes.run([sys.executable, *convert], **user)
+        processes.run([sys.executable, scripts / "push_to_hub.py", "converted", "--repo_id", "user/dna"], **user)
+        assert not {"pytorch_model.bin", "original.json"} & hub.files("user/dna").keys()
+        given = ("user/dna", tmp_path / "ids", tmp_path / "states")
+        for setup, module in (("import sys, modeling_tnn\n", "modeling_tnn."), (WITHOUT_THE_PACKAGE, REMOTE)):
+            code = LOAD.replace(REMOTE, module).replace("code=True", f"code={module == REMOTE}")
+            client(hub, tmp_path, code, *given, setup=setup)
+            assert relative_error(torch.load(tmp_path / "states"), case.output()) < 1e-9
+            (tmp_path / "states").unlink()
