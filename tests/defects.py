@@ -195,6 +195,18 @@ DEFECTS = [
            "    starts = real & (count_real(starts, real) == 1)\n", "", "unit/test_graphs"),
     Defect("packing: outputs in the order of their lengths", P + "packing.py",
            "place[token[inside]] = inside", "place[:] = inside", "unit/test_packing"),
+    # Real values
+    Defect("values: missing ones look observed", P + "signals.py", "observed.to(values.dtype)]",
+           "observed.new_ones(observed.shape).to(values.dtype)]", "unit/test_signals"),
+    Defect("values: gradients through missing ones", P + "signals.py", "values = values.masked_fill(missing, 0)  #",
+           "values = values  #", "unit/test_signals"),
+    Defect("values: missing targets count", P + "signals.py", "errors.square().sum() / (~missing).sum().clamp(min=1)",
+           "errors.square().mean()", "unit/test_signals"),
+    Defect("forecasts: padding before the first prediction", P + "modeling_tnn.py",
+           "values, attention_mask = end_with_real(values, attention_mask)", "pass", "unit/test_signals"),
+    Defect("forecasts: the mean over the last block alone", P + "modeling_tnn.py",
+           'cached = self.config.causal and self.config.pooling == "last"', "cached = self.config.causal",
+           "unit/test_signals"),
     # Saving, loading, converting
     Defect("saving: code of the models is left out", P + "configuration_tnn.py",
            "            save_code(save_directory, self._models)\n", "            pass\n", "hf/test_remote_code"),
