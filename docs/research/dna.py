@@ -4,15 +4,17 @@
                 both strands, with one added to each: p(x | context) = (n(context, x) + 1) / (n(context) + 4)
     linear      accuracy of logistic regressions on one-hot letters and on counts of k-mers, the best of four weights
                 of the penalty for each, by the test set: an upper bound for them
-    finetune    accuracy of a model of a folder, trained by transformers' Trainer; the last weights count
+    finetune    accuracy of a model of a folder, trained by transformers' Trainer, with the last weights
 
-The sequences of two FASTA files are the classes; doubles are left out, and a fifth of the rest is the test set.
+The task of the last two is of order: windows of a genome with exactly one `--first` and one `--second` motif. The
+label is whether the first stands before the second, which neither letters by position nor counts of k-mers determine.
+The last fifth of the records is the test set, without windows that are in training too.
 
 Example:
-    python docs/research/dna.py markov --train_file lambda_virus.fa.gz --block_size 1024
-    python docs/research/dna.py linear --positive Mouse_tata.fa --negative Mouse_nonprom.fa --start 130
-    python docs/research/dna.py finetune --positive Mouse_tata.fa --negative Mouse_nonprom.fa --start 130 \\
-        --model_name_or_path outputs/hyenadna --num_train_epochs 12 --output_dir outputs/promoters
+    python docs/research/dna.py markov --train_file lambda_virus.fa.gz --block_size 256
+    python docs/research/dna.py linear --train_file Arabidopsis_non_prom_big.fa
+    python docs/research/dna.py finetune --train_file Arabidopsis_non_prom_big.fa \\
+        --model_name_or_path outputs/hyenadna --output_dir outputs/order
 """
 
 import argparse
@@ -20,6 +22,7 @@ import sys
 from collections import Counter
 
 import numpy as np
+from Bio.SeqIO.FastaIO import SimpleFastaParser
 from datasets import Dataset
 from sklearn.feature_extraction.text import CountVectorizer
 from sklearn.linear_model import LogisticRegression
@@ -29,8 +32,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Trai
 
 import modeling_tnn  # noqa: F401  the classes of TNNs
 from modeling_tnn.data.genome import COMPLEMENT, read_fasta, split_windows, whole, windows_of
+from tnn_cli.model_path import open_text
 
-ORDERS, KMERS, PENALTIES = range(9), range(3, 7), (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
+LENGTH, ORDERS, KMERS, PENALTIES = 24, range(9), range(3, 7), (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 
 
 def markov(args: argparse.Namespace) -> list[str]:
@@ -55,15 +59,20 @@ def markov(args: argparse.Namespace) -> list[str]:
 
 def load(args: argparse.Namespace) -> tuple[list[str], np.ndarray, list[str], np.ndarray]:
     """The sequences and labels of training and test."""
-    classes = [
-        sorted({letters.tobytes().decode().upper() for letters in read_fasta(file).values()})
-        for file in (args.negative, args.positive)
+    with open_text(args.train_file) as lines:  # names may come twice
+        records = [letters.upper() for _, letters in SimpleFastaParser(lines)]
+    found = [
+        (text, number < len(records) * 4 // 5)
+        for number, letters in enumerate(records)
+        for text in (letters[i : i + LENGTH] for i in range(0, len(letters) - LENGTH + 1, LENGTH))
+        if set(text) <= set("ACGT") and text.count(args.first) == text.count(args.second) == 1
     ]
-    texts = np.array([text[args.start :] for texts in classes for text in texts])
-    labels = np.repeat([0, 1], [len(texts) for texts in classes])
-    order = np.random.default_rng(0).permutation(len(texts))
-    train, test = np.split(order, [len(order) * 4 // 5])
-    return texts[train].tolist(), labels[train], texts[test].tolist(), labels[test]
+    train = [text for text, is_train in found if is_train]
+    test = sorted({text for text, is_train in found if not is_train} - set(train))
+    labels = [
+        np.array([text.index(args.first) < text.index(args.second) for text in part], int) for part in (train, test)
+    ]
+    return train, labels[0], test, labels[1]
 
 
 def one_hot(texts: list[str]) -> np.ndarray:
@@ -102,7 +111,7 @@ def finetune(args: argparse.Namespace) -> list[str]:
     ]
     options = TrainingArguments(
         args.output_dir, num_train_epochs=args.num_train_epochs, learning_rate=args.learning_rate,
-        per_device_train_batch_size=32, per_device_eval_batch_size=128, lr_scheduler_type="cosine", warmup_steps=0.1,
+        per_device_train_batch_size=64, per_device_eval_batch_size=128, lr_scheduler_type="cosine", warmup_steps=0.05,
         weight_decay=0.1, eval_strategy="epoch", save_strategy="no", report_to="none", seed=args.seed,
     )  # fmt: skip
     accuracy = lambda found: {"accuracy": np.mean(found.predictions.argmax(-1) == found.label_ids)}  # noqa: E731
@@ -118,12 +127,13 @@ def finetune(args: argparse.Namespace) -> list[str]:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=WHAT)
-    for name in ("train_file", "positive", "negative", "model_name_or_path", "output_dir"):
+    for name in ("train_file", "model_name_or_path", "output_dir"):
         parser.add_argument(f"--{name}")
     parser.add_argument("--block_size", type=int, default=1024)
-    parser.add_argument("--start", type=int, default=0, help="First letter of each sequence that is used.")
-    parser.add_argument("--num_train_epochs", type=float, default=12)
-    parser.add_argument("--learning_rate", type=float, default=6e-4)
+    parser.add_argument("--first", default="TA")
+    parser.add_argument("--second", default="CG")
+    parser.add_argument("--num_train_epochs", type=float, default=3)
+    parser.add_argument("--learning_rate", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     sys.stdout.write("\n".join([*WHAT[args.what](args), ""]))
