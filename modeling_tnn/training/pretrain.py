@@ -48,7 +48,6 @@ from tnn_cli.training_arguments import PretrainArguments, choose_schedule
 
 from ..configuration_tnn import LENGTH_FIELDS
 from ..data.text import BlockStream, load_corpus, pack, train_tokenizer, workers_for
-from ..tools.dna import dna_tokenizer
 from ..tools.poles import find_unstable
 from .accelerate_loop import Pretraining, perplexity
 from .costs import reserved_memory
@@ -168,6 +167,8 @@ def build_tokenizer(
         source = Path(args.output_dir) / "tokenizer"
         if accelerator.is_main_process:
             if texts is None:
+                from ..tools.dna import dna_tokenizer
+
                 trained = dna_tokenizer(args.block_size)
             else:
                 trained = train_tokenizer(texts, config.vocab_size, masked, args.do_lower_case)
