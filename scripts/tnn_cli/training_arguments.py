@@ -126,7 +126,7 @@ class GenomeArguments:
         None,
         "BED file: train on windows of these regions of a FASTA file; a fourth column can be train, valid or test.",
     )
-    validation_contigs: list[str] = option([], "Contigs of a FASTA file to evaluate on; the last 5% unless given.")
+    validation_contigs: list[str] = option([], "Contigs of a FASTA file to evaluate on; else the last twentieth.")
     reverse_complement: bool = option(False, "Read windows of a FASTA file from the other strand every second time.")
     ignore_soft_masked: bool = option(False, "Predict no letters that are in lower case in a FASTA file.")
 
