@@ -7,7 +7,7 @@ import torch
 
 from helpers.caches import states_of
 from helpers.models import relative_error, seeded, tiny_config
-from modeling_tnn import TnnForCausalLM, recurrence, tno_modal, tno_rtf
+from modeling_tnn import TnnForCausalLM, numerics, recurrence, tno_modal, tno_rtf
 from modeling_tnn.cache_tnn import TnnCacheLayer, bytes_per_sequence, max_crop, memory_per_sequence
 from modeling_tnn.history import SLACK, HistoryBuffer
 from modeling_tnn.tno_auto import build_tno
@@ -178,6 +178,18 @@ def test_what_cannot_be_taken_back():
         layer.crop(-count)
     with pytest.raises(ValueError, match="at least 0 for this state of [1-9].* got -1"):
         layer.crop(-1)
+
+
+def test_an_accelerator_looks_for_values_that_are_not_finite_now_and_then(monkeypatch):
+    monkeypatch.setattr(numerics, "HOST_DEVICES", ())
+    operator, layer = operator_of("rtf-no-constraint"), TnnCacheLayer()
+    with torch.no_grad():
+        operator.denominator.zero_()[:, 0] = -1.01  # a pole outside of the unit circle
+    advance(layer, random_input(5, operator), operator)
+    advance(layer, random_input(1, operator) / 0, operator)
+    with pytest.raises(recurrence.DivergenceError, match="a pole of radius 1.01"):
+        for _ in range(64):
+            advance(layer, random_input(1, operator), operator)
 
 
 @pytest.mark.parametrize("phase", [0.0, 0.83])
