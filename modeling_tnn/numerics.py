@@ -18,7 +18,7 @@ from .extensions import IMPLEMENTATIONS
 HOST_DEVICES = ("cpu",)
 
 # Numbers in a temporary of a long sequence without gradients, see `by_parts`: on the CPU, and on other devices.
-PART, LARGE_PART = 2**25, 2**27
+PART, LARGE_PART = 2**22, 2**27
 
 # Classes of plain tensors. `tnn plan` adds one whose tensors have no memory, to run the same code.
 PLAIN_TENSORS = (nn.Parameter, torch.Tensor)
