@@ -2,7 +2,7 @@
 
     markov      bits per base of chains of order 0, 1, ... on the windows that `tnn pretrain` evaluates on; counts of
                 both strands, with one added to each: p(x | context) = (n(context, x) + 1) / (n(context) + 4)
-    linear      accuracy of logistic regressions on one-hot letters and on counts of k-mers, the best of four weights
+    linear      accuracy of logistic regressions on one-hot letters and on counts of k-mers, the best of five weights
                 of the penalty for each, by the test set: an upper bound for them
     finetune    accuracy of a model of a folder, trained by transformers' Trainer, with the last weights
 
@@ -28,7 +28,13 @@ from sklearn.feature_extraction.text import CountVectorizer
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    EvalPrediction,
+    Trainer,
+    TrainingArguments,
+)
 
 import modeling_tnn  # noqa: F401  the classes of TNNs
 from modeling_tnn.data.genome import COMPLEMENT, read_fasta, split_windows, whole, windows_of
@@ -114,7 +120,10 @@ def finetune(args: argparse.Namespace) -> list[str]:
         per_device_train_batch_size=64, per_device_eval_batch_size=128, lr_scheduler_type="cosine", warmup_steps=0.05,
         weight_decay=0.1, eval_strategy="epoch", save_strategy="no", report_to="none", seed=args.seed,
     )  # fmt: skip
-    accuracy = lambda found: {"accuracy": np.mean(found.predictions.argmax(-1) == found.label_ids)}  # noqa: E731
+
+    def accuracy(found: EvalPrediction) -> dict[str, float]:
+        return {"accuracy": np.mean(found.predictions.argmax(-1) == found.label_ids)}
+
     trainer = Trainer(
         model, options, train_dataset=data[0], eval_dataset=data[1], processing_class=tokenizer,
         compute_metrics=accuracy,
