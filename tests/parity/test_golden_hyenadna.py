@@ -14,6 +14,7 @@ from helpers.hub_server import WITHOUT_THE_PACKAGE, HubServer, Repo, client, env
 from helpers.models import relative_error
 from helpers.parity import Case, named_cases, over
 from helpers.scripts import ROOT, run_script
+from modeling_tnn.original import conversion
 from modeling_tnn.original.conversion import convert
 from modeling_tnn.original.hyenadna import layout
 
@@ -113,6 +114,20 @@ def test_what_does_not_fit(change, message):
     state |= {name: value for name, value in change.items() if "." in name}
     with pytest.raises(ValueError, match=message):
         convert({name: one for name, one in state.items() if one is not None}, options, "hyenadna")
+
+
+@pytest.mark.parametrize("weights", conversion.WEIGHTS)
+def test_weights_of_a_repository(weights, monkeypatch, tmp_path):
+    """The safest file that the repository has, and no other one."""
+    held = {"config.json", *conversion.WEIGHTS[conversion.WEIGHTS.index(weights) :]}
+
+    def download(repo_id, allow_patterns):
+        for name in held & set(allow_patterns):
+            (tmp_path / name).touch()
+        return str(tmp_path)
+
+    monkeypatch.setattr(conversion, "snapshot_download", download)
+    assert {file.name for file in conversion.fetch("user/name").iterdir()} == {"config.json", weights}
 
 
 @pytest.mark.slow
