@@ -20,6 +20,7 @@ from helpers.mixers import MIXED
 from helpers.models import (
     AUTO,
     INPUT_IDS,
+    UNALIGNED,
     VARIANTS,
     give_former_names,
     image_config,
@@ -103,18 +104,21 @@ def test_heads_and_variants(every, tmp_path):
     run(LOAD, json.dumps(saved), tmp_path / "once", folder=tmp_path)
     outputs = load_file(tmp_path / "once")
     for folder, model in models.items():
-        assert torch.equal(outputs[folder], model(INPUT_IDS)[0]), folder
+        assert relative_error(outputs[folder], model(INPUT_IDS)[0]) < UNALIGNED, folder
         if type(model) is TnnForCausalLM:
             generated = model.generate(torch.tensor([[5, 6]]), max_new_tokens=9, eos_token_id=None)
             assert torch.equal(outputs[f"{folder}/generated"], generated)
         again = AUTO[type(model)].from_pretrained(f"{folder}/again")
         assert type(again) is type(model)
-        assert torch.equal(outputs[f"{folder}/changed"], again(INPUT_IDS)[0])
+        changed = dict(again.named_parameters())
+        assert all(torch.equal(changed[name], 0.9 * value) for name, value in model.named_parameters())
+        assert relative_error(outputs[f"{folder}/changed"], again(INPUT_IDS)[0]) < UNALIGNED
         assert load_file(f"{folder}/again/model.safetensors").keys() <= model.state_dict().keys()
     resaved = [(auto, f"{folder}/again") for auto, folder in saved]
     run(LOAD, json.dumps(resaved), tmp_path / "twice", folder=tmp_path)
     twice = load_file(tmp_path / "twice")
-    assert all(torch.equal(twice[f"{folder}/again"], outputs[f"{folder}/changed"]) for folder in models)
+    for folder in models:
+        assert relative_error(twice[f"{folder}/again"], outputs[f"{folder}/changed"]) < UNALIGNED
 
 
 OTHERS = """
@@ -153,11 +157,11 @@ def test_converted_models_images_and_signals(tmp_path):
         model.save_pretrained(tmp_path / name)
     run(OTHERS, folder=tmp_path)
     outputs, ids = load_file(tmp_path / "outputs"), torch.arange(22).view(2, 11) * 4
-    assert torch.equal(outputs["converted"], models["converted"](ids).logits)
-    assert torch.equal(outputs["image"], models["image"](torch.ones(2, 3, 24, 24)).logits)
-    assert torch.equal(outputs["audio"], models["audio"](torch.ones(2, 9)).logits)
+    assert relative_error(outputs["converted"], models["converted"](ids).logits) < UNALIGNED
+    assert relative_error(outputs["image"], models["image"](torch.ones(2, 3, 24, 24)).logits) < UNALIGNED
+    assert relative_error(outputs["audio"], models["audio"](torch.ones(2, 9)).logits) < UNALIGNED
     forecast = models["series"].generate(ids[..., None].float(), prediction_length=7).sequences
-    assert torch.equal(outputs["series"], forecast)
+    assert relative_error(outputs["series"], forecast) < UNALIGNED
 
 
 def test_a_folder_is_complete(tmp_path):
