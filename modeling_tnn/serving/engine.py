@@ -10,9 +10,9 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from ..serving.scheduler import BatchScheduler
 from .pieces import Pieces
 from .request import Request
+from .scheduler import BatchScheduler
 
 logger = logging.getLogger("api")
 

@@ -7,10 +7,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from tnn_cli.serving_arguments import ApiArguments
 
-from ..serving.scheduler import BatchScheduler
 from .engine import Engine, Text
 from .http import ApiError
-from .scheduler import QueueFullError
+from .scheduler import BatchScheduler, QueueFullError
 from .schema import Body, ChatBody
 from .writing import load_causal, name_of
 
