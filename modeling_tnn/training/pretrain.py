@@ -216,7 +216,8 @@ def build_data(
 ) -> tuple[PreTrainedTokenizerBase, "BlockStream | TextStream", BlockStream]:
     """The tokenizer, and the streams of training and validation examples. `config` gets the special tokens."""
     if args.streaming:
-        from ..data.streaming import build_text_streams, open_corpus
+        from ..data.mixture import open_corpus
+        from ..data.streaming import build_text_streams
 
         texts, validation = open_corpus(args)
         tokenizer = build_tokenizer(args, accelerator, config, texts.first_texts())

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, pipeline
 
 from helpers.models import lively_language_model
 from helpers.scripts import ROOT, SENTENCES, read, run_script, write_config, write_text
-from modeling_tnn.data.streaming import open_source
+from modeling_tnn.data.mixture import open_source
 from modeling_tnn.data.text import document_ends, load_corpus, load_texts, pack, tokenize, train_tokenizer
 from tnn_cli.model_path import read_lines_of
 

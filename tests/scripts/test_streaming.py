@@ -18,7 +18,8 @@ from helpers.scripts import (
     words,
     write_config,
 )
-from modeling_tnn.data.streaming import MixedRows, Mixture, TextStream, hold_out, open_source
+from modeling_tnn.data.mixture import MixedRows, Mixture, open_source
+from modeling_tnn.data.streaming import TextStream, hold_out
 from modeling_tnn.data.text import tokenize, train_tokenizer
 from modeling_tnn.training.accelerate_loop import Pretraining
 
