@@ -2,8 +2,10 @@
 
 A window is what fills an example, S = `block_size` letters less the special tokens around a masked model's sentence.
 Windows follow each other along each contig or region. The letters are kept in memory, a byte for each; a window is
-tokenized when it is read. Nothing is to be predicted at letters other than A, C, G, T, nor, if asked for, at lower
-case, by which masked repeats are written. Windows most of whose letters are such are left out.
+tokenized when it is read. Nothing is to be predicted at letters other than A, C, G, T. Letters in lower case, by which
+masked repeats are written, may have a weight w below one: each is predicted with probability w, drawn anew in every
+epoch, so that the expectation of the loss has the weight, and the loss itself needs to know none. Windows most of
+whose letters are never predicted are left out.
 
 N windows, L = `block_size`.
 """
@@ -22,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from tnn_cli.model_path import check_file, open_text, read_lines_of
 
 from ..tools.dna import NUCLEOTIDES, nucleotide_ids
-from .text import VALIDATION_SHARE, BlockStream, as_example, enclosing_tokens, make_masking, random_generator
+from .text import VALIDATION_SHARE, BlockStream, as_example, enclosing_tokens, random_generator
 
 logger = logging.getLogger("data")
 COMPLEMENT = np.frombuffer(bytes.maketrans(b"ACGTUacgtu", b"TGCAAtgcaa"), dtype=np.uint8)
@@ -145,7 +147,7 @@ class GenomeStream(BlockStream):
         block_size: L.
         masked, mlm_probability, seed, shuffle: as for `BlockStream`.
         reverse_complement: whether windows are read from the other strand every second time, at random.
-        ignore_soft_masked: whether nothing is to be predicted at letters in lower case.
+        soft_masked_weight: w, the probability that a letter in lower case is predicted.
     """
 
     def __init__(
@@ -159,35 +161,32 @@ class GenomeStream(BlockStream):
         seed: int = 0,
         shuffle: bool = True,
         reverse_complement: bool = False,
-        ignore_soft_masked: bool = False,
+        soft_masked_weight: float = 1.0,
     ):
-        self.genome, self.length, self.seed, self.shuffle = genome, block_size, seed, shuffle
-        self.masking = make_masking(tokenizer, mlm_probability) if masked else None
+        self.genome, self.length, self.reverse_complement = genome, block_size, reverse_complement
         self.enclosing = enclosing_tokens(tokenizer) if masked else ([], [])
         self.size = block_size - sum(map(len, self.enclosing))  # S
-        self.ids, self.reverse_complement = ids_of_letters(tokenizer), reverse_complement
+        self.ids, self.weights = ids_of_letters(tokenizer), np.zeros(256)
         letters = "".join(NUCLEOTIDES) + "U"
-        self.predicted = np.zeros(256, dtype=bool)
-        self.predicted[list((letters if ignore_soft_masked else letters + letters.lower()).encode())] = True
-        self.windows = [window for window in windows if self.predicted[self.letters(window)].mean() >= 0.5]
-        if left_out := len(windows) - len(self.windows):
+        self.weights[list(letters.encode())], self.weights[list(letters.lower().encode())] = 1.0, soft_masked_weight
+        kept = [window for window in windows if (self.weights[self.letters(window)] > 0).mean() >= 0.5]
+        if left_out := len(windows) - len(kept):
             logger.info("%d of %d windows are left out: most letters are not to be predicted", left_out, len(windows))
+        super().__init__(kept, tokenizer, masked, mlm_probability, seed, shuffle)
 
     def letters(self, window: Window) -> np.ndarray:
         """The letters of a window, `(S,)`."""
         contig, start, _ = window
         return self.genome[contig][start : start + self.size]
 
-    def __len__(self) -> int:
-        return len(self.windows)
-
     def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
-        letters = self.letters(self.windows[self.place(number)])
+        letters = self.letters(self.blocks[self.place(number)])
         if self.reverse_complement and torch.rand((), generator=random_generator(self.seed, 4, number)) < 0.5:
             letters = COMPLEMENT[letters[::-1]]
         before, after = self.enclosing
         example = as_example(torch.tensor([*before, *self.ids[letters], *after]), number, self.masking, self.seed)
-        predicted = np.pad(self.predicted[letters], (len(before), len(after)))  # (L,)
+        drawn = torch.rand(self.size, generator=random_generator(self.seed, 5, number), dtype=torch.float64).numpy()
+        predicted = np.pad(drawn < self.weights[letters], (len(before), len(after)))  # (L,)
         return example | {"labels": example["labels"].masked_fill(~torch.from_numpy(predicted), IGNORED)}
 
     @property
@@ -197,14 +196,16 @@ class GenomeStream(BlockStream):
     def describe(self) -> dict:
         """The identity of the windows: their number, what is predicted, and a checksum of some."""
         places = sorted({0, len(self) // 2, len(self) - 1})
-        some = b"".join(self.letters(self.windows[place]).tobytes() for place in places)
-        checksum = zlib.crc32(some + self.predicted.tobytes() + repr(self.windows).encode())
+        some = b"".join(self.letters(self.blocks[place]).tobytes() for place in places)
+        checksum = zlib.crc32(some + self.weights.tobytes() + repr(self.blocks).encode())
         options = {"block_size": self.length, "reverse_complement": self.reverse_complement}
         return {"blocks": len(self), "checksum": checksum} | options
 
 
 def build_genome_streams(args, tokenizer: PreTrainedTokenizerBase) -> tuple[GenomeStream, GenomeStream]:
     """Return the streams of training and validation windows, by the options of `tnn pretrain`.
+
+    Validation draws no letters: those in lower case count if they have the weight 1, else they do not.
 
     Raises:
         ValueError: see `read_fasta`, `read_regions` and `split_windows`; or a split has no window.
@@ -220,10 +221,12 @@ def build_genome_streams(args, tokenizer: PreTrainedTokenizerBase) -> tuple[Geno
         windows, validation = split_windows(windows, args.validation_contigs)
     else:
         validation = windows_of(held, whole(held), size)
-    soft = {"ignore_soft_masked": args.ignore_soft_masked}
-    train = GenomeStream(genome, windows, *given, reverse_complement=args.reverse_complement, **soft)
-    evaluated = GenomeStream(held, validation, *given, shuffle=False, **soft)
-    evaluated.windows = evaluated.windows[: args.max_eval_blocks]
+    weight = args.soft_masked_weight
+    train = GenomeStream(
+        genome, windows, *given, reverse_complement=args.reverse_complement, soft_masked_weight=weight
+    )
+    evaluated = GenomeStream(held, validation, *given, shuffle=False, soft_masked_weight=float(weight == 1))
+    evaluated.blocks = evaluated.blocks[: args.max_eval_blocks]
     for split, stream in (("train", train), ("validation", evaluated)):
         if not len(stream):
             raise ValueError(

@@ -280,14 +280,15 @@ class BlockStream(torch.utils.data.Dataset):
 
     def __init__(
         self,
-        blocks: Dataset,
+        blocks: Dataset | Sequence,
         tokenizer: PreTrainedTokenizerBase,
         masked: bool,
         mlm_probability: float = 0.15,
         seed: int = 0,
         shuffle: bool = True,
     ):
-        self.blocks, self.seed, self.shuffle = blocks.with_format("torch"), seed, shuffle
+        self.blocks = blocks.with_format("torch") if isinstance(blocks, Dataset) else blocks
+        self.seed, self.shuffle = seed, shuffle
         self.masking = make_masking(tokenizer, mlm_probability) if masked else None
 
     def __len__(self) -> int:

@@ -143,7 +143,7 @@ DATA = {"--train_file", "--dataset_name"}
 OF_DATA = {
     "train_file", "validation_file", "test_file", "dataset_name", "dataset_config_name", "dataset_path", "task_name",
     "text_column", "documents", "sentence1_key", "sentence2_key", "label_column_name", "interleave_probabilities",
-    "regions", "validation_contigs", "reverse_complement", "ignore_soft_masked",
+    "regions", "validation_contigs", "reverse_complement", "soft_masked_weight",
 }  # fmt: skip
 
 

@@ -128,7 +128,10 @@ class GenomeArguments:
     )
     validation_contigs: list[str] = option([], "Contigs of a FASTA file to evaluate on; else the last twentieth.")
     reverse_complement: bool = option(False, "Read windows of a FASTA file from the other strand every second time.")
-    ignore_soft_masked: bool = option(False, "Predict no letters that are in lower case in a FASTA file.")
+    soft_masked_weight: float = option(
+        1.0,
+        "Weight of letters in lower case in a FASTA file, 0 to 1; below 1, validation is on the others alone.",
+    )
 
     def check_genome(self, source: str | None, validation_file: str | None, streaming: bool):
         """Refuse options that do not belong together.
@@ -137,8 +140,10 @@ class GenomeArguments:
             ValueError: see above.
         """
         fasta = source is not None and is_fasta(source)
-        for name in GenomeArguments.__dataclass_fields__:
-            if getattr(self, name) and not fasta:
+        if not 0 <= self.soft_masked_weight <= 1:
+            raise ValueError(f"--soft_masked_weight must be a number from 0 to 1, got {self.soft_masked_weight:g}")
+        for name, usual in vars(GenomeArguments()).items():
+            if getattr(self, name) != usual and not fasta:
                 raise ValueError(f"--{name} must be given together with a FASTA file, got {source}")
         if not fasta:
             return

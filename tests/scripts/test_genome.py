@@ -2,6 +2,7 @@
 
 import gzip
 import shutil
+from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,15 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 from helpers.programs import unlike
 from helpers.scripts import assert_same_weights, read, run, run_script, words, write_config
-from modeling_tnn.data.genome import GenomeStream, read_fasta, read_regions, split_windows, whole, windows_of
+from modeling_tnn.data.genome import (
+    GenomeStream,
+    build_genome_streams,
+    read_fasta,
+    read_regions,
+    split_windows,
+    whole,
+    windows_of,
+)
 from modeling_tnn.tools.dna import dna_tokenizer, reverse_complement
 
 bgzf = pytest.importorskip("Bio.bgzf")
@@ -117,20 +126,51 @@ def test_the_other_strand():
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_what_is_predicted(masked):
-    """Neither N nor, if asked for, lower case; windows that are mostly such are left out."""
+    """Neither N nor, without a weight, lower case; windows that are mostly such are left out."""
     letters = "ACGTacgtNNACGTACGTac" + "N" * 12 + "acgtacgt" + "ACGTTGCAACGTTGCAACGT"
     size = 20 + 2 * masked
-    for soft, count in ((False, 2), (True, 2)):
-        examples = stream({"one": letters}, size, masked=masked, mlm_probability=0.9, ignore_soft_masked=soft)
-        assert len(examples) == count
+    for weight in (1.0, 0.0):
+        examples = stream({"one": letters}, size, masked=masked, mlm_probability=0.9, soft_masked_weight=weight)
+        assert len(examples) == 2
         ids, labels = examples[0]["input_ids"], examples[0]["labels"]
-        expected = [letter in ("ACGT" if soft else "ACGTacgt") for letter in letters[:20]]
+        expected = [letter in ("ACGTacgt" if weight else "ACGT") for letter in letters[:20]]
         predicted = (labels != -100).tolist()
         if not masked:
             assert predicted == expected
             continue
         assert ids[0] == 0 and ids[-1] == 1 and not predicted[0] and not predicted[-1]
         assert sum(predicted) > 5 and not any(p and not e for p, e in zip(predicted[1:-1], expected, strict=True))
+
+
+def test_the_weight_of_lower_case():
+    """The mean of the losses of many epochs is the weighted loss; the same letters when an example is read again."""
+    letters = CONTIGS["one"][:630]
+    soft = np.random.default_rng(1).random(630) < 0.7
+    text = "".join(letter.lower() if lower else letter for letter, lower in zip(letters, soft, strict=True))
+    examples = stream({"one": text}, 63, soft_masked_weight=0.3, reverse_complement=True)
+    assert len(examples) == 10  # most letters are in lower case
+    losses = torch.rand(630, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    plain, counts, total = dna_tokenizer()(letters, add_special_tokens=False).input_ids, np.zeros(630), 400
+    for number in range(10 * total):
+        example, start = examples[number], 63 * (number % 10)
+        labels = example["labels"].tolist()
+        assert labels == examples[number]["labels"].tolist()
+        turned = example["input_ids"].tolist() != plain[start : start + 63]
+        counts[start : start + 63] += [label != -100 for label in (labels[::-1] if turned else labels)]
+    assert (counts[~soft] == total).all() and counts[soft].min() > 0 and counts[soft].max() < total
+    weighted = (losses.numpy() * np.where(soft, 0.3, 1.0)).sum()
+    assert abs((losses.numpy() * counts / total).sum() / weighted - 1) < 0.02
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.9])
+def test_validation_draws_no_letters(weight, tmp_path):
+    args = Namespace(
+        objective="clm", mlm_probability=0.15, block_size=20, seed=0, regions=None, validation_contigs=["one"],
+        train_file=str(write_fasta(tmp_path / "a.fa", {"one": "acgtacgtACGTACGTACGT", "two": "acgtACGTACGTACGTACGT"})),
+        validation_file=None, reverse_complement=False, soft_masked_weight=weight, max_eval_blocks=None,
+    )  # fmt: skip
+    _, validation = build_genome_streams(args, dna_tokenizer())
+    assert (validation[0]["labels"] != -100).tolist() == [weight == 1] * 8 + [True] * 12
 
 
 def test_a_run(tmp_path, monkeypatch):
@@ -149,7 +189,7 @@ def test_a_run(tmp_path, monkeypatch):
     assert metrics["perplexity"] < metrics["perplexity_before"]
     model, tokenizer = (auto.from_pretrained("whole") for auto in (AutoModelForMaskedLM, AutoTokenizer))
     assert model.config.vocab_size == len(tokenizer) == 12 and tokenizer("ac").input_ids == [0, 7, 8, 1]
-    ended = run("pretrain", *given, "--resume_from_checkpoint", "latest", "--ignore_soft_masked", check=False)
+    ended = run("pretrain", *given, "--resume_from_checkpoint", "latest", "--soft_masked_weight", "0.1", check=False)
     assert ended.returncode == 2 and "data must be" in ended.stderr
 
 
@@ -164,9 +204,11 @@ def test_what_is_refused(tmp_path, monkeypatch):
         "--validation_contigs six": "--validation_contigs must be contigs of at least a window, got six",
         "--validation_contigs one two": "The train data must have a window of 60 letters, got none",
         "--validation_file a.txt": "--validation_file must be FASTA",
+        "--soft_masked_weight 1.1": "--soft_masked_weight must be a number from 0 to 1, got 1.1",
         "--block_size 3000": "must have a window of 3000 letters, got none",
     })  # fmt: skip
     assert not unlike("pretrain", [*given, "--train_file", "a.txt"], {
         "--reverse_complement": "--reverse_complement must be given together with a FASTA file, got a.txt",
+        "--soft_masked_weight 0": "--soft_masked_weight must be given together with a FASTA file, got a.txt",
         "--validation_file a.fa": "FASTA is read as a genome by `tnn pretrain` alone, got a.fa",
     })  # fmt: skip
