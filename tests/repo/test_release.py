@@ -1,8 +1,15 @@
-"""What a release is made of: archives that one commit gives again, and a README whose links work elsewhere."""
+"""Releases: archives that one commit gives again, a README whose links work elsewhere, the changelog.
+
+And programs beside the package: notebooks, the experiments for a GPU, what fetches transformers' tests.
+"""
 
 import io
+import json
+import os
 import re
 import runpy
+import subprocess
+import sys
 import tarfile
 import time
 import tomllib
@@ -10,10 +17,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from datasets import Dataset
 
 import modeling_tnn
+from helpers import processes
+from helpers.scripts import ROOT
 
-ROOT = Path(__file__).parents[2]
 REPOSITORY = "https://example.org/tnn"
 LINKS, REPACK, RELEASE = (
     runpy.run_path(str(ROOT / path)) for path in ("docs/site/links.py", ".ci/repack.py", ".ci/release_check.py")
@@ -76,3 +85,80 @@ def test_archives_are_the_same(tmp_path):
     with tarfile.open(first) as again:
         assert [(m.name, m.mtime, again.extractfile(m).read()) for m in again] == [
             ("a", 1_700_000_000, b"x"), ("b", 1_700_000_000, b"x")]  # fmt: skip
+
+
+CHANGES = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+SUBJECTS = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security", "Known limits"}
+
+
+def test_the_changelog():
+    """The newest section is the version of the package, dated once it is tagged; old option names stay documented."""
+    names = re.findall(r"^## (.*)$", CHANGES, re.MULTILINE)
+    versions = [re.fullmatch(r"(\d+\.\d+\.\d+) (?:- \d{4}-\d\d-\d\d|\(unreleased\))", name)[1] for name in names]
+    assert versions[0] == modeling_tnn.__version__ and "(unreleased)" not in "".join(names[1:])
+    assert versions == sorted(set(versions), key=lambda version: [-int(part) for part in version.split(".")])
+    assert set(re.findall(r"^### (.*)$", CHANGES, re.MULTILINE)) <= SUBJECTS
+    assert not re.findall(r"^- .*\n(?:  .*\n){2,}", CHANGES, re.MULTILINE), "entries of more than two lines"
+
+
+FETCH = runpy.run_path(str(Path(__file__).parents[1] / "hf" / "upstream" / "fetch.py"))
+
+
+def test_what_is_not_there_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", "")
+    with pytest.raises(SystemExit, match=r"transformers==5.0.0 .* a network .* make test-hf TRANSFORMERS_TESTS="):
+        FETCH["download"]("transformers==5.0.0", str(tmp_path))
+    monkeypatch.setenv("TRANSFORMERS_TESTS", str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="has no test_modeling_common.py"):
+        FETCH["find_tests"]()
+
+
+NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.py"))
+assert len(NOTEBOOKS) == 4
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_it_runs(notebook, tmp_path):
+    """The assertions of the notebook hold."""
+    environment = os.environ | {"MAX_STEPS": "2", "MPLBACKEND": "Agg"}
+    processes.run([sys.executable, notebook], check=True, cwd=tmp_path, env=environment)
+
+
+PROGRAM = ROOT / "docs" / "research" / "gpu.py"
+
+
+def test_names(monkeypatch, capsys):
+    """--only takes beginnings of names, and says which there are."""
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--list", "--only", "lm-rpe-1", "copying"])
+    runpy.run_path(str(PROGRAM), run_name="__main__")
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert listed == ["lm-rpe-1e-3", "copying-64", "copying-256"]
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--only", "no-such"])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(PROGRAM), run_name="__main__")
+    assert "state-size" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_each_kind_runs_once(tmp_path):
+    """What has figures is left out the second time."""
+    rows = [" ".join(f"word{(17 * i + j) % 97}" for j in range(300)) for i in range(12)]
+    for split in ("train", "validation"):
+        Dataset.from_dict({"text": rows}).to_parquet(tmp_path / f"{split}.parquet")
+    reviews = Dataset.from_dict({"text": rows, "label": [0, 1] * 6})
+    for split in ("train", "test"):
+        reviews.to_parquet(tmp_path / "lra" / "imdb" / f"{split}.parquet")
+    (tmp_path / "lra" / "README.md").write_text("---\nconfigs:\n- {config_name: imdb, data_dir: imdb}\n---\n")
+    names = ["lm-hybrid-1e-3", "lm-mamba2-1e-3", "copying-64", "fd-speed", "long-range"]
+    names += ["state-size", "lra-listops", "lra-text"]
+    options = ["--quick", "--minutes", 60, "--output_dir", tmp_path / "out", "--text", tmp_path]
+    options += ["--lra", tmp_path / "lra", "--only", *names]
+    for attempt in range(2):
+        done = subprocess.run([sys.executable, PROGRAM, *map(str, options)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.count("was there") == len(names) * attempt
+    records = {name: json.loads((tmp_path / "out" / f"{name}.json").read_text()) for name in names}
+    assert all(records[name]["figures"]["steps"] == 2 for name in names[:2])
+    assert records["copying-64"]["figures"]["rows"] and records["fd-speed"]["figures"]["rows"]
+    assert records["fd-speed"]["quick"] and records["fd-speed"]["device"] == "cpu"

@@ -1,5 +1,9 @@
-"""Untrusted checkpoints: a tampered configuration, a pickle instead of weights."""
+"""Untrusted checkpoints and tokenizers: tampered configurations, pickles, foreign code; and calls no source file has.
 
+Ruff's rules S (flake8-bandit) check most of the last in `make lint`; here is what they do not know.
+"""
+
+import ast
 import contextlib
 import dataclasses
 import json
@@ -10,11 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import logging as transformers_logging
 
 from helpers.models import seeded, tiny_config
-from helpers.scripts import Malicious, run
+from helpers.scripts import ROOT, Malicious, run, run_script, save_model, write_config, write_text
 from modeling_tnn import TnnConfig, TnnForCausalLM, TnnForMaskedLM, TnnModel
+from tnn_cli.atomic import write_checksums
+from tnn_cli.model_path import check_vocabulary
 
 TAMPERED = [
     # Huge sizes.
@@ -234,3 +241,119 @@ def test_broken_configuration(folder):
         (folder / "config.json").write_bytes(content)
         with within(100), pytest.raises((ValueError, OSError, RecursionError, TypeError)):
             AutoModelForCausalLM.from_pretrained(folder)
+
+
+SOURCES = sorted([*ROOT.glob("modeling_tnn/*.py"), *ROOT.rglob("scripts/**/*.py")])
+# Keywords that must not have this value, wherever they stand.
+UNSAFE = {"allow_pickle": "True", "weights_only": "False", "trust_remote_code": "True", "verify": "False"}
+
+
+def unsafe_calls(source: str) -> list[str]:
+    """Calls that could run what a file says."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call):
+            keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            found += [f"{key}={value}" for key, value in keywords.items() if UNSAFE.get(key) == value]
+            if ast.unparse(node.func) == "torch.load" and keywords.get("weights_only") != "True":
+                found.append("torch.load")
+    return found
+
+
+def test_sources():
+    assert not {path.name: unsafe_calls(path.read_text()) for path in SOURCES if unsafe_calls(path.read_text())}
+    for source in ("torch.load(f)", "torch.load(f, weights_only=False)", "read(f, allow_pickle=True)"):
+        assert unsafe_calls(source), "the check sees nothing"
+
+
+def test_pickles_of_a_checkpoint_run_nothing(tmp_path):
+    """A checkpoint from elsewhere, whose checksums fit: of its states only tensors and plain values are read."""
+    config, text, out = write_config(tmp_path / "config"), write_text(tmp_path / "text.txt"), tmp_path / "out"
+    command = ["pretrain", "--config_name", config, "--train_file", text, "--max_steps", 4,
+               "--checkpointing_steps", 2]  # fmt: skip
+    run_script(*command, "--output_dir", out)
+    for name in ("optimizer.bin", "random_states_0.pkl", "custom_checkpoint_0.pkl"):
+        folder, victim = tmp_path / name / "checkpoint-2", tmp_path / "executed"
+        shutil.copytree(out / "checkpoint-2", folder)
+        torch.save({"state": Malicious(victim)}, folder / name)
+        write_checksums(folder)
+        with pytest.raises(SystemExit, match="checkpoint-2 cannot be read: "):
+            run_script(*command, "--output_dir", folder.parent, "--resume_from_checkpoint", "latest")
+        assert not victim.exists()
+
+
+@pytest.fixture
+def tokenized(tmp_path) -> Path:
+    """A causal model with its tokenizer."""
+    return save_model(tmp_path / "model", tno_type="rpe", decay=0.9)
+
+
+def edit(file: Path, change):
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))
+
+
+EVIL = [
+    {"auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}},
+    {"auto_map": {"AutoTokenizer": ["user/evil--evil.Evil", None]}},
+    {"tokenizer_class": "evil.Evil"},
+    {"tokenizer_class": "../../evil"},
+]
+
+
+@pytest.mark.parametrize("fields", EVIL, ids=lambda fields: str(list(fields.values())[0]))
+def test_code_of_tokenizers_is_not_run(fields, tokenized, tmp_path):
+    """Nor is what a template asks for: it runs in a sandbox."""
+    (tokenized / "evil.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\nclass Evil: pass\n")
+    template = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+    edit(tokenized / "tokenizer_config.json", lambda content: content.update(fields, chat_template=template))
+    transformers_logging.set_verbosity_error()
+    for options in ({}, {"trust_remote_code": False}):
+        loaded = AutoTokenizer.from_pretrained(tokenized, **options)
+        assert type(loaded).__module__.startswith("transformers.") and loaded("The fox")["input_ids"]
+    transformers_logging.set_verbosity_warning()
+    with pytest.raises(Exception, match="unsafe"):
+        loaded.apply_chat_template([{"role": "user", "content": "x"}])
+    assert not (tmp_path / "executed").exists()
+
+
+def test_broken_files(tokenized):
+    """Of any shape, and with ids that are none: errors."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        whole = (tokenized / name).read_bytes()
+        for content in (b"", b"{", b"[1]", b'{"a": "\xff"}', b'{"a":' * 10**5):
+            (tokenized / name).write_bytes(content)
+            with pytest.raises((ValueError, TypeError, AttributeError, RecursionError)):
+                AutoTokenizer.from_pretrained(tokenized)
+        (tokenized / name).write_bytes(whole)
+    for number in (-3, 2**40):
+        edit(tokenized / "tokenizer.json", lambda content, number=number: content["model"]["vocab"].update(a=number))
+        with pytest.raises(Exception, match="expected u32"):
+            AutoTokenizer.from_pretrained(tokenized)
+
+
+def test_ids_without_embedding(tokenized):
+    """The scripts say so before they begin; the model itself, when it sees one. The ids count and not their number."""
+    tokenizer = AutoTokenizer.from_pretrained(tokenized)
+    size = len(tokenizer)
+    check_vocabulary(tokenizer, size)
+    message = f"below vocab_size={size - 1} of the model, got {size - 1} for .* has {size} tokens"
+    with pytest.raises(ValueError, match=message):
+        check_vocabulary(tokenizer, size - 1)
+    edit(tokenized / "tokenizer.json", lambda content: content["model"]["vocab"].update(a=10**7))
+    text, output = write_text(tokenized.parent / "text.txt"), ["--output_dir", tokenized.parent / "out"]
+    config, model = write_config(tokenized.parent / "config", vocab_size=300), ["--model_name_or_path", tokenized]
+    for command in (
+        ["pretrain", "--config_name", config, "--train_file", text, "--tokenizer_name", tokenized, *output],
+        ["evaluate_lm", *model, "--validation_file", text, *output],
+        ["to_recurrent", *model, *output],
+        ["generate", *model, "--prompt", "a fox"],
+    ):
+        with pytest.raises(SystemExit, match="must be below vocab_size=.*, got 10000000 for 'a'"):
+            run_script(*command)
+    tokenizer, model = AutoTokenizer.from_pretrained(tokenized), AutoModelForCausalLM.from_pretrained(tokenized)
+    with pytest.raises(ValueError, match="got 10000000 for"):
+        check_vocabulary(tokenizer, size + 1)
+    with pytest.raises(ValueError, match=r"Entries of `input_ids` must be in \[0, vocab_size=.*, got 10000000"):
+        model(**tokenizer("a", return_tensors="pt", return_token_type_ids=False))

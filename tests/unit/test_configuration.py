@@ -1,31 +1,40 @@
-"""The configuration: presets, parameter counts, and what it refuses."""
+"""The configuration: presets and their rates, what it refuses, fields that change after it was made."""
 
+import copy
 import json
+import math
 import re
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig
+import transformers
+from transformers import AutoConfig, AutoModel
 
-from helpers.hybrids import hybrid_config
-from helpers.models import VARIANTS, tiny_config
+import modeling_tnn
+from helpers.hybrids import HYBRIDS, hybrid_config
+from helpers.models import VARIANTS, relative_error, seeded, tiny_config
 from modeling_tnn import (
     TnnConfig,
     TnnForCausalLM,
     TnnForImageClassification,
     TnnForMaskedLM,
+    TnnModel,
+    list_presets,
+    load_preset,
 )
-from modeling_tnn.configuration_tnn import CHOICES
+from modeling_tnn.configuration_tnn import CHOICES, DERIVED
 from modeling_tnn.extensions import IMPLEMENTATIONS
 from modeling_tnn.inputs import POOLINGS
 from modeling_tnn.modeling_tnn import NORM_POSITIONS
 from modeling_tnn.norms import NORM_TYPES
+from modeling_tnn.presets import configuration_folder, preset_folders
 from modeling_tnn.tno_auto import COMBINATIONS
 from modeling_tnn.tno_rpe import RPE_INPUTS
 from modeling_tnn.tno_rtf import CONSTRAINTS, INITIAL_BOUNDS
 from modeling_tnn.tno_s4d import DISCRETIZATIONS, INITIAL_MODES
 from modeling_tnn.tno_ski import INITIAL_DEVIATIONS
+from tnn_cli.training_arguments import find_training, read_presets, rule_of
 
 README = (Path(__file__).parents[2] / "configuration" / "README.md").read_text()
 PRESETS = sorted(path.parent for path in (Path(__file__).parents[2] / "configuration").glob("*/config.json"))
@@ -187,3 +196,171 @@ def test_refused_fields():
     for head, causal in ((TnnForCausalLM, False), (TnnForMaskedLM, True)):
         with pytest.raises(ValueError, match=f"`causal` must be {not causal} for {head.__name__}, got {causal}"):
             head(tiny_config(causal=causal))
+
+
+IDS = torch.arange(99)[None].repeat(1, 2)  # (1, 198), beyond max_position_embeddings=64
+
+
+@pytest.fixture
+def preset(tmp_path):
+    """A configuration as `configuration/` has them: without what follows from other fields."""
+    fields = tiny_config().to_dict()
+    for name in (*DERIVED, "transformers_version"):
+        fields.pop(name, None)  # those of attention are absent without it
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    return tmp_path
+
+
+def test_overrides_are_checked_and_derived_from(preset):
+    short = {"tno_type": "rtf", "max_position_embeddings": 8}
+    for overrides, message in (
+        ({"tno_type": "ski"}, "`causal` must be .*False with tno_type='ski'.*, got True"),
+        ({"hidden_size": 0}, r"`hidden_size` must be in \[1, .*, got 0"),
+        (short, "`rtf_state_size` .* below rtf_truncation_length=8.*, got 8"),
+    ):
+        for load in (AutoConfig.from_pretrained, TnnConfig.from_pretrained):
+            with pytest.raises(ValueError, match=message):
+                load(preset, **overrides)
+    config, unused = TnnConfig.from_pretrained(preset, decay=0.9, nonsense=1, return_unused_kwargs=True)
+    assert (config.decay, unused) == (0.9, {"nonsense": 1})
+    config = AutoConfig.from_pretrained(preset, max_position_embeddings=8192, hidden_size=48)
+    assert (config.fd_resolution, config.intermediate_size) == (16384, 48)
+    assert (config.ski_grid_length, config.rtf_truncation_length, config.rpe_input_length) == (8192,) * 3
+    # Two fields at once may each be wrong with the old value of the other.
+    assert AutoConfig.from_pretrained(preset, tno_type="ski", causal=False).tno_type == "ski"
+
+
+def test_assignment():
+    config = TnnConfig()
+    for name, value in {"decay": 2.0, "tno_type": "dct", "num_hidden_layers": 0, "fd_resolution": 100}.items():
+        with pytest.raises(ValueError, match=f"`{name}` must be .*, got {value!r}"):
+            setattr(config, name, value)
+    config.max_position_embeddings = 8192
+    assert (config.fd_resolution, config.rtf_truncation_length) == (16384, 8192)
+    config.fd_resolution = 64
+    config.max_position_embeddings = 1000
+    assert (config.fd_resolution, config.rtf_truncation_length) == (64, 1000), "what was set stays"
+    config.fd_resolution = None
+    assert config.fd_resolution == 2048, "None derives it again"
+    assert "_automatic" not in config.to_dict() and copy.deepcopy(config) == config
+
+
+def test_fields_are_checked_together_when_a_model_is_built_or_saved(tmp_path):
+    config = tiny_config()
+    config.tno_type = "ski"
+    with pytest.raises(ValueError, match="`causal` must be .*tno_type='ski'.*, got True"):
+        TnnForCausalLM(config)
+    with pytest.raises(ValueError, match="`causal` must be .*tno_type='ski'.*, got True"):
+        config.save_pretrained(tmp_path)
+    config.causal = False
+    TnnModel(config)
+
+
+def test_a_model_keeps_what_it_was_built_with(tmp_path):
+    """Its configuration must still describe it, or the saved model would be another one."""
+    model = seeded(TnnModel, tiny_config("rtf"))
+    model.config.max_position_embeddings = 4096
+    assert (model.config.rtf_truncation_length, model.config.fd_resolution) == (64, 128)
+    model.save_pretrained(tmp_path)
+    loaded = TnnModel.from_pretrained(tmp_path)
+    assert torch.equal(loaded(IDS).last_hidden_state, model(IDS).last_hidden_state)
+
+
+OPERATOR_FIELDS = [{"tno_type": name, "causal": causal} for name, causal in VARIANTS]
+
+
+@pytest.mark.parametrize("fields", [*OPERATOR_FIELDS, {"causal": False, "rpe_input": "normalized"}, HYBRIDS["full"]])
+def test_a_maximum_at_load_changes_nothing(fields, tmp_path):
+    """Nor for a configuration that was saved before the lengths of the operators were fields."""
+    model = seeded(TnnModel, tiny_config(**fields))
+    model.save_pretrained(tmp_path)
+    for longest in (32, 1000):
+        loaded = AutoModel.from_pretrained(tmp_path, max_position_embeddings=longest)
+        assert loaded.config.max_position_embeddings == longest
+        with torch.no_grad():
+            assert relative_error(loaded(IDS).last_hidden_state, model(IDS).last_hidden_state) < 1e-6
+        file = tmp_path / "config.json"
+        names = ("ski_grid_length", "rtf_truncation_length", "rpe_input_length", "explicit_length")
+        kept = {name: value for name, value in json.loads(file.read_text()).items() if name not in names}
+        file.write_text(json.dumps(kept))
+
+
+def test_weights_of_another_operator_are_refused(tmp_path):
+    """RPE and FD have the same names and shapes."""
+    seeded(TnnModel, tiny_config("rpe")).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="`tno_type` must be 'rpe' for these weights, got 'fd'"):
+        TnnModel.from_pretrained(tmp_path, tno_type="fd")
+    with pytest.raises(ValueError, match="`tno_type` must be 'rpe' for these weights, got 'fd'"):
+        TnnModel.from_pretrained(tmp_path, config=tiny_config("fd"))
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_folder_is_a_preset():
+    assert {"tnn-tiny", "tnn-causal", "lra/tnn-listops", "peers/gpt2-tiny"} <= set(list_presets())
+    assert len(list_presets()) == len(list(configuration_folder().glob("**/config.json")))
+    for name, message in (
+        ("tnn-casual", "`name` must be a preset, got 'tnn-casual'; did you mean tnn-causal"),
+        ("gpt2-tiny", "peers/gpt2-tiny is a preset of gpt2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_preset(name)
+
+
+def test_presets_load():
+    for name in [name for name in list_presets() if not name.startswith("peers/")]:
+        config = load_preset(name)
+        assert config == TnnConfig.from_pretrained(preset_folders()[name])
+        assert load_preset(name.split("/")[-1]) == config
+    config = load_preset("tnn-causal", max_position_embeddings=100)
+    assert (config.max_position_embeddings, config.ski_grid_length, config.decay) == (100, 100, 0.99)
+
+
+def test_language_models_begin_near_the_loss_of_a_guess():
+    """The papers' start of a causal model is above it by 1.1 and more here, and by 4 to 11 at the size of a paper."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 1000, "rpe_dim": 16}
+    for name in [name for name in list_presets() if "/" not in name and "image" not in name]:
+        config = load_preset(name, **sizes)
+        model = seeded(TnnForCausalLM if config.causal else TnnForMaskedLM, config)
+        text = torch.randint(1000, (2, 64))
+        loss = model(input_ids=text, labels=text.roll(-1, 1)).loss.item()
+        assert loss == pytest.approx(math.log(1000), abs=0.3 if config.causal else 0.8), name
+
+
+def test_peers_are_of_the_size_of_tnn_tiny():
+    for name in [name for name in list_presets() if name.startswith("peers/")]:
+        with torch.device("meta"):
+            config = AutoConfig.from_pretrained(configuration_folder() / name)
+            peer = getattr(transformers, config.architectures[0])(config)
+            masked = config.architectures[0].endswith("ForMaskedLM")
+            ours = (TnnForMaskedLM if masked else TnnForCausalLM)(load_preset("tnn-tiny", causal=not masked))
+        # The rows of GPT-2's table that training does not reach.
+        unused = max(getattr(peer.config, "n_positions", 512) - 512, 0) * peer.config.hidden_size
+        assert peer.num_parameters() - unused == pytest.approx(ours.num_parameters(), rel=0.05), name
+
+
+def test_unknown_name_of_the_package():
+    with pytest.raises(AttributeError, match="no attribute 'TnnForEverything'"):
+        modeling_tnn.TnnForEverything  # noqa: B018
+    assert {"TnnForCausalLM", "load_preset"} <= set(dir(modeling_tnn))
+
+
+def test_every_preset_says_how_it_was_trained():
+    page = (ROOT / "docs/reference/presets.md").read_text()
+    for name, preset in read_presets().items():
+        assert re.search(rf"\| `{name}` .* {preset.parameters:,} \|", page), name
+        assert (preset.recipe is None) == (preset.learning_rate is None)
+        assert preset.figures is None or (ROOT / f"docs/research/figures/{preset.figures}.json").is_file()
+        assert (preset.minutes is None) or preset.figures
+    assert set(read_presets()) == set(list_presets())
+
+
+def test_rates_and_schedules_are_the_measured_ones():
+    rates = {name: read_presets()[name].learning_rate for name in ("tnn-tiny", "tnn-small", "peers/mamba2-tiny")}
+    assert rates == {"tnn-tiny": 8e-3, "tnn-small": 4e-3, "peers/mamba2-tiny": 1.6e-2}
+    rules = [rule_of(*one).learning_rate for one in ((128, True), (256, True), (128, False))]
+    assert rules == [8e-3, 4e-3, 4e-3]
+    options = find_training(str(preset_folders()["tnn-small"])).schedule(240)
+    assert options.pop("lr_scheduler_type") == "warmup_stable_decay" and options.pop("warmup_steps") == 20
+    assert options == {"lr_scheduler_kwargs": {"num_decay_steps": 40}} and find_training("small-other") is None

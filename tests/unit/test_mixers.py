@@ -1,6 +1,6 @@
 """The gated Toeplitz unit, Hyena and the mixer of S4's blocks: their definitions, packing, graphs, files, errors.
 
-Every way of decoding is in `test_equalities.py` and its neighbours.
+Every way of decoding is in `test_generation.py` and its neighbours.
 """
 
 import json

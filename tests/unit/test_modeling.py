@@ -1,14 +1,32 @@
-"""Whole models: initialisation, losses of Trainer, precision, graphs, lengths; of heads, see `test_heads.py`."""
+"""Whole models: initialisation, losses of Trainer, precision, inputs of every kind, equal numbers from equal seeds.
+
+Heads are in `test_heads.py`, gates in `helpers/products.py`.
+"""
 
 import math
 
 import pytest
 import torch
-from transformers import Trainer, TrainingArguments
+from torch import nn
+from transformers import DynamicCache, Trainer, TrainingArguments
+from transformers.activations import ACT2FN
 
 from helpers.hybrids import HYBRIDS
-from helpers.models import VARIANTS, relative_error, seeded, tiny_config
-from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, TnnModel
+from helpers.models import (
+    CAUSAL,
+    VARIANTS,
+    RandomTexts,
+    lively_language_model,
+    random,
+    relative_error,
+    seeded,
+    tiny_config,
+)
+from helpers.products import compare_derivatives
+from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification, TnnModel
+from modeling_tnn.mixers import apply_channel_major
+from modeling_tnn.toeplitz import causal_toeplitz_matmul
+from modeling_tnn.toeplitz_fused import Gate
 
 LANGUAGE_MODELS = {True: TnnForCausalLM, False: TnnForMaskedLM}
 
@@ -131,3 +149,183 @@ def test_dropout_is_applied_in_training_only():
     assert torch.equal(model(**batch())[0], model(**batch())[0])
     model.train()
     assert not torch.equal(model(**batch())[0], model(**batch())[0])
+
+
+PAD = 1
+# Padding behind, before, on both sides and within a text; and none.
+MASKS = torch.tensor(
+    [
+        [1] * 7 + [0] * 4,
+        [0] * 4 + [1] * 7,
+        [0] * 2 + [1] * 6 + [0] * 3,
+        [1] * 3 + [0] * 4 + [1] * 4,
+        [0, 1, 0, 1, 1, 0, 0, 1, 0, 1, 0],
+        [1] * 11,
+    ]
+)
+PROMPT = torch.randint(3, 99, MASKS.shape, generator=torch.Generator().manual_seed(3)).where(MASKS == 1, PAD)
+
+
+@pytest.mark.parametrize("fields", [{}, {"decay": None}, {"tno_type": "rtf"}, HYBRIDS["full"], HYBRIDS["attention"]])
+def test_generation_after_any_padding(fields):
+    """Cached, uncached and in chunks; transformers infers the mask from pad tokens where it is not given."""
+    model = lively_language_model(**fields)
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": PAD, "output_logits": True}
+    options |= {"return_dict_in_generate": True}
+    cached = model.generate(PROMPT, attention_mask=MASKS, **options)
+    # By hand, without positions.
+    whole = torch.cat([MASKS, torch.ones(6, 12, dtype=torch.long)], dim=1)
+    logits = model(cached.sequences, attention_mask=whole, use_cache=False).logits[:, PROMPT.shape[1] - 1 : -1]
+    assert relative_error(torch.stack(cached.logits, dim=1), logits) < 1e-6  # generate returns float32
+    for way in ({"use_cache": False}, {"prefill_chunk_size": 3}, {"attention_mask": None}):
+        output = model.generate(PROMPT, **{"attention_mask": MASKS} | options | way)
+        assert torch.equal(output.sequences, cached.sequences), way
+        assert relative_error(torch.stack(output.logits), torch.stack(cached.logits)) < 1e-6, way
+
+
+@pytest.mark.parametrize("fields", [{}, HYBRIDS["attention"]], ids=["toeplitz", "attention"])
+def test_other_ways_to_generate_after_any_padding(fields):
+    """The decoding methods that take one row: a draft of a model or of the prompt, and a text that is continued."""
+    model = lively_language_model(**fields)
+    for row in (0, 4):
+        ids, mask = PROMPT[row : row + 1], MASKS[row : row + 1]
+        options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False, "pad_token_id": PAD}
+        expected = model.generate(ids, **options)
+        for way in ({"assistant_model": lively_language_model(tno_type="rtf")}, {"prompt_lookup_num_tokens": 3}):
+            assert torch.equal(model.generate(ids, **options, **way), expected)
+        first = model.generate(ids, **options | {"max_new_tokens": 5, "return_dict_in_generate": True})
+        options |= {"attention_mask": torch.nn.functional.pad(mask, (0, 5), value=1), "max_new_tokens": 7}
+        assert torch.equal(model.generate(first.sequences, past_key_values=first.past_key_values, **options), expected)
+
+
+def test_a_mask_for_all_rows():
+    mask = MASKS[4:5]
+    for head, causal in ((TnnForCausalLM, True), (TnnForMaskedLM, False), (TnnForSequenceClassification, False)):
+        model = seeded(head, tiny_config(causal=causal, position_embedding="sinusoidal"))
+        expected = model(PROMPT, attention_mask=mask.expand(6, -1)).logits
+        assert torch.equal(model(PROMPT, attention_mask=mask).logits, expected)
+    model, packed = seeded(TnnModel, tiny_config()), {"position_ids": torch.arange(11)[None] % 6}
+    expected = model(PROMPT, attention_mask=mask.expand(6, -1), **packed).last_hidden_state
+    assert torch.equal(model(PROMPT, attention_mask=mask, **packed).last_hidden_state, expected)
+
+
+def test_a_batch_without_rows(variant):
+    ids, mask = torch.zeros(0, 5, dtype=torch.long), torch.ones(0, 5, dtype=torch.long)
+    for product in ("eager", "fused"):
+        config = tiny_config(*variant, tno_implementation=product, eos_token_id=None)
+        model = seeded(TnnForCausalLM if config.causal else TnnForMaskedLM, config)
+        output = model(ids, attention_mask=mask, labels=ids)
+        assert output.logits.shape == (0, 5, 99) and output.loss.isnan()
+        output.logits.sum().backward()
+    if config.causal:
+        assert model.generate(ids, attention_mask=mask, max_new_tokens=4).shape == (0, 5)
+        cache = DynamicCache(config=config)
+        for _ in range(3):
+            assert model(ids, past_key_values=cache).logits.shape == (0, 5, 99)
+            assert model(ids[:, :1], past_key_values=cache).logits.shape == (0, 1, 99)
+
+
+def test_what_is_taken_and_refused():
+    """What tokenizers give, constant positions and `ignore_index` are; a cache of a masked model is not."""
+    ids = torch.randint(3, 60, (2, 9))
+    for head in (TnnForCausalLM, TnnForMaskedLM):
+        model = seeded(head, tiny_config(causal=head is TnnForCausalLM))
+        expected = model(ids).logits
+        assert torch.equal(model(ids.int(), token_type_ids=ids, head_mask=None).logits, expected)
+        for position in (0, 5):
+            assert torch.equal(model(ids, position_ids=torch.full((1, 9), position)).logits, expected)
+        labels, other = (ids.masked_fill(torch.arange(9) % 2 == 0, ignored) for ignored in (-100, -7))
+        assert model(ids, labels=other, ignore_index=-7).loss == model(ids, labels=labels).loss
+        with pytest.raises(ValueError, match="Entries of `labels` must be in .*, got -7"):
+            model(ids, labels=other)
+    with pytest.raises(ValueError, match="`past_key_values` must be None for a model with causal=False"):
+        model(ids, past_key_values=DynamicCache(config=model.config))
+    with pytest.raises(TypeError, match="`shift_labels` is not an argument"):
+        model(ids, labels=ids, shift_labels=ids)
+
+
+def test_shift_labels():
+    """As the labels, if these are shifted before; with them or without."""
+    model, ids = seeded(TnnForCausalLM, tiny_config()), torch.randint(3, 60, (2, 9))
+    shifted = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
+    expected = model(ids, labels=ids).loss
+    for labels in (None, ids.flip(1)):
+        assert model(ids, labels=labels, shift_labels=shifted).loss == expected
+    with pytest.raises(ValueError, match="`shift_labels` must have shape"):
+        model(ids, shift_labels=shifted[:, 1:])
+
+
+class Wrapped(nn.Linear):
+    """As adapters and quantizers put it in the place of a linear layer."""
+
+
+@pytest.mark.parametrize("cls", [nn.Linear, Wrapped])
+def test_channel_major_linear(cls):
+    """Values, and gradients of inputs, weights and biases."""
+    layer, ordinary = cls(5, 4).double(), nn.Linear(5, 4).double()
+    ordinary.load_state_dict(layer.state_dict())
+    for shape in [(2, 7, 5), (1, 1, 5), (3, 1, 5), (7, 5)]:
+        x, found = random(*shape), []
+        for way, module in ((lambda x: apply_channel_major(layer, x), layer), (ordinary, ordinary)):
+            y = way(x)
+            found.append([y, *torch.autograd.grad(y.square().sum(), [x, module.weight, module.bias])])
+        torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+    compare_derivatives((lambda x: apply_channel_major(layer, x), ordinary), (random(2, 7, 5),), orders=2)
+
+
+@pytest.mark.parametrize("cls", [nn.Linear, Wrapped])
+def test_results_lie_channel_by_channel(cls):
+    """Through the whole gated unit: no step falls back to the other layout."""
+    u = apply_channel_major(cls(5, 4), torch.randn(2, 7, 5))
+    y = causal_toeplitz_matmul(u, torch.randn(4, 7), "fused", Gate(u, ACT2FN["silu"]))
+    assert u.permute(2, 0, 1).is_contiguous() and y.permute(2, 0, 1).is_contiguous()
+    (gradient,) = torch.autograd.grad(y.sum(), u)
+    assert gradient.permute(2, 0, 1).is_contiguous()
+
+
+@pytest.fixture
+def deterministic():
+    """PyTorch's own check: operations without a deterministic form raise, and fresh memory is full of NaN."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_forward_and_backward(variant, deterministic):
+    for product, length in (("fused", 600), ("eager", 17)):
+        ids, results = torch.randint(99, (2, length), generator=torch.Generator().manual_seed(0)), []
+        mask = torch.ones_like(ids)
+        mask[0, : length // 3] = 0
+        for _ in range(2):
+            model = seeded(TnnModel, tiny_config(*variant, tno_implementation=product)).train()
+            hidden = model(ids, attention_mask=mask, use_cache=False).last_hidden_state
+            hidden.square().mean().backward()
+            results.append([hidden, *(p.grad for p in model.parameters() if p.grad is not None)])
+        for first, second in zip(*results, strict=True):
+            assert first.isfinite().all() and torch.equal(first, second)
+
+
+def test_generation(deterministic):
+    for tno_type in CAUSAL:
+        texts = []
+        for _ in range(2):
+            model = seeded(TnnForCausalLM, tiny_config(tno_type, eos_token_id=None))
+            texts.append(model.generate(torch.arange(2, 9)[None], max_new_tokens=20, do_sample=True, num_beams=2))
+        assert torch.equal(*texts), tno_type
+
+
+def test_training(tmp_path):
+    """Trainer with `full_determinism`, dropout included."""
+    runs = []
+    for run in range(2):
+        args = TrainingArguments(
+            str(tmp_path / str(run)), max_steps=3, use_cpu=True, report_to="none", seed=5, full_determinism=True,
+            disable_tqdm=True, save_strategy="no",
+        )  # fmt: skip
+        torch.manual_seed(0)
+        model = TnnForMaskedLM(tiny_config("ski", False))
+        Trainer(model=model, args=args, train_dataset=RandomTexts()).train()
+        runs.append(model.state_dict())
+    torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
