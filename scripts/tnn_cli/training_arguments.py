@@ -4,6 +4,7 @@
 takes that of its preset, or that of a rule.
 """
 
+import functools
 import json
 import re
 from collections.abc import Mapping
@@ -451,5 +452,6 @@ def _preset(name: str, entry: dict) -> PresetTraining:
     return PresetTraining(name=name, **{key: recipe[key] for key in OF_RECIPE if key in recipe} | entry)
 
 
+@functools.cache
 def _read(file: str) -> dict:
     return yaml.safe_load((configuration_folder() / file).read_text(encoding="utf-8"))

@@ -31,4 +31,5 @@ class GaussianOperator(ToeplitzOperator):
         return amplitudes @ torch.exp(-0.5 * (lags / widths[:, None]) ** 2)  # (D, M)
 
 
-register_operator("gaussian", GaussianOperator)
+NAME = "gaussian"
+register_operator(NAME, GaussianOperator)

@@ -16,7 +16,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from helpers import processes
+from helpers import gaussian_operator, processes
 from helpers.mixers import MIXED
 from helpers.models import (
     AUTO,
@@ -39,7 +39,7 @@ from modeling_tnn.tools.checks import CheckpointMismatchError
 # Run in a fresh process: load every folder by its Auto class and save the first output.
 LOADER = """
 import sys, torch, transformers
-import modeling_tnn
+import helpers.gaussian_operator
 from safetensors.torch import save_file
 outputs = {}
 for argument in sys.argv[2:]:
@@ -63,7 +63,8 @@ def assert_same(loaded, model):
 
 
 def test_fresh_process(tmp_path):
-    models = [language_model(*variant) for variant in VARIANTS]
+    """With an operator from outside the package, too."""
+    models = [language_model(*variant) for variant in [*VARIANTS, (gaussian_operator.NAME, True)]]
     models += [perturbed_model(head, "rtf", True) for head in (TnnModel, TnnForSequenceClassification)]
     arguments, result = [], tmp_path / "outputs.safetensors"
     for index, model in enumerate(models):

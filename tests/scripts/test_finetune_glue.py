@@ -5,7 +5,7 @@ import math
 import re
 import shlex
 import shutil
-from subprocess import run as run_command
+import sys
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ from transformers import (
     AutoTokenizer,
 )
 
+from helpers import processes
 from helpers.glue import glue_options, rows
 from helpers.scripts import ROOT, read, run_script, table_rows, tree
 from modeling_tnn.data.glue import TASKS, load_files, load_task, metrics_of, score
@@ -317,7 +318,7 @@ def test_what_is_said_of_a_run(encoder, tmp_path, caplog, capsys):
     (row,) = [cells for cells in table_rows((out / "results.md").read_text()) if cells[0] == "mrpc"]
     assert row[1] == "f1" and re.fullmatch(r"accuracy [\d.]+", row[-1])
     command = next(line for line in caplog.text.splitlines() if "text-classification" in line)
-    answer = run_command(shlex.split(command), capture_output=True, text=True, check=True).stdout
+    answer = processes.run([sys.executable, *shlex.split(command)[1:]], check=True).stdout
     assert "'label': '" in answer
     options = read(out, "training_args")
     assert options["learning_rate"] == 1e-3 and options["logging_steps"] == 10

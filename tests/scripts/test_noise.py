@@ -6,8 +6,9 @@ import sys
 
 import pytest
 
+from helpers import processes
 from helpers.models import exhaustive
-from helpers.scripts import start_script, write_config, write_text
+from helpers.scripts import program, write_config, write_text
 
 # Of datasets, transformers and tqdm, as of our own training loop.
 BARS = (r"\d+%\|.*\]", r"(Generating|Map|Loading|Writing|training)\b.*\]")
@@ -38,10 +39,8 @@ def test_import(library):
 
 def unexpected(*arguments) -> list[str]:
     """The lines of a program on stdout and stderr that are neither ours nor a progress bar."""
-    with start_script(*arguments) as process:
-        output, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, output
-    lines = (line.strip() for line in re.split(r"[\r\n]", output))
+    done = processes.run(program(*arguments), check=True)
+    lines = (line.strip() for line in re.split(r"[\r\n]", done.stdout + "\n" + done.stderr))
     return [line for line in lines if not any(re.fullmatch(known, line) for known in (*OURS, *BARS))]
 
 

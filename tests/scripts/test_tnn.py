@@ -12,6 +12,7 @@ from tnn_cli.errors import COMMANDS, next_steps
 import pytest
 import yaml
 
+from helpers import processes
 from helpers.scripts import run, save_model
 from tnn_cli.model_path import find_config, find_recipe
 from tnn_cli.programs import presets
@@ -117,8 +118,7 @@ def test_without_extras(tmp_path):
 
 
 def test_the_demo_needs_no_server():
-    done = python(WITHOUT_SERVER)
-    assert done.returncode == 0, done.stderr
+    processes.run([sys.executable, "-c", WITHOUT_SERVER], check=True)
 
 
 def test_ctrl_c_while_modules_are_imported():

@@ -23,44 +23,25 @@ from modeling_tnn import TnnConfig, TnnForCausalLM, TnnForMaskedLM, TnnModel
 from tnn_cli.atomic import write_checksums
 from tnn_cli.model_path import check_vocabulary
 
+# Of each kind; `test_wrong_types_of_every_field` has all fields.
 TAMPERED = [
-    # Huge sizes.
+    # Huge sizes, and no sizes or numbers.
     ("vocab_size", 10**12, "in [1, 16,777,216]"),
-    ("hidden_size", 2**40, "in [1, 16,777,216]"),
     ("num_hidden_layers", 10**9, "in [1, 1,024]"),
-    ("intermediate_size", 10**12, "in [1, 16,777,216]"),
-    ("gtu_expansion", 1e12, "in [1, 16,777,216]"),
     ("gtu_expansion", float("inf"), "in [1, 16,777,216]"),
-    ("rpe_dim", 10**10, "in [1, 16,777,216]"),
     ("rpe_layers", 10**8, "in [0, 128]"),
-    ("max_position_embeddings", 10**15, "in [1, 16,777,216]"),
     ("fd_resolution", 2**50, "a power of two in [1, 33,554,432]"),
-    ("ski_rank", 10**12, "in [1, 16,777,216]"),
-    ("rtf_state_size", 10**12, "in [1, 16,777,216]"),
-    ("s4d_state_size", 10**12, "in [1, 16,777,216]"),
-    ("num_modes", 10**12, "in [1, 16,777,216]"),
     ("num_labels", 10**12, "at most"),
-    # No sizes, no numbers.
     ("hidden_size", -1, "in [1, 16,777,216]"),
-    ("fd_resolution", -4, "a power of two in [1, "),
-    ("decay", float("nan"), "in (0, 1]"),
     ("s4d_dt_max", float("inf"), "in (0, 1000]"),
     ("layer_norm_eps", float("nan"), "above 0"),
-    ("initializer_range", float("inf"), "above 0"),
-    ("hidden_dropout_prob", float("nan"), "in [0, 1)"),
     # Wrong types.
-    ("hidden_size", "32", "expected int, got str"),
     ("hidden_size", True, "expected int, got bool"),
     ("vocab_size", None, "expected int, got NoneType"),
     ("causal", 1, "expected bool, got int"),
-    ("decay", "0.9", "expected int, got str"),
-    ("tno_type", ["rpe"], "expected str, got list"),
-    ("eos_token_id", "2", "expected int, got str"),
     # Unknown variants and texts that look like paths or code.
-    ("tno_type", "quantum", "one of 'rpe'"),
     ("tno_type", "../../modeling_evil", "one of 'rpe'"),
     ("hidden_act", "os.system", "one of 'gelu'"),
-    ("rpe_act", "/tmp/act.py", "one of 'gelu'"),
     ("norm_type", "/etc/passwd", "one of 'simplermsnorm'"),
     ("tno_implementation", "file:///evil", "one of 'auto', 'fused'"),
     ("dtype", "os.system", "field of a wrong kind"),
@@ -214,7 +195,7 @@ def test_wrong_types_of_every_field():
     for field in (field.name for field in dataclasses.fields(TnnConfig)):
         if field not in TnnConfig.__annotations__ or field == "max_kernel_length":
             continue  # what all configurations of transformers have, and what no file sets
-        for value in ({"a": [1]}, [None], "text", 2**70, -1.5):
+        for value in ({"a": [1]}, [None], "text", 2**70, -1.5, float("nan"), float("inf")):
             try:
                 config = TnnConfig.from_dict(tiny_config().to_dict() | {field: value})
             except Exception as error:

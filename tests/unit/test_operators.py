@@ -4,14 +4,12 @@
 """
 
 import json
-import sys
 
 import pytest
 import scipy.signal
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from helpers import processes
 from helpers.gaussian_operator import GaussianOperator
 from helpers.models import lively_language_model, random, relative_error, seeded, tiny_config
 from helpers.operators import OperatorTests, random_operator
@@ -273,17 +271,6 @@ def test_a_checkpoint_without_its_operator(tmp_path, unregistered):
     vars(config)["tno_type"] = "dct"  # an assignment is refused by the configuration
     with pytest.raises(ValueError, match="'rpe', 'fd', 'ski', 'rtf', .*, 'explicit', 'hyena', .*got 'dct'"):
         build_tno(config)
-
-
-def test_another_process(tmp_path):
-    model = seeded(TnnForCausalLM, tiny_config("gaussian"))
-    model.save_pretrained(tmp_path)
-    code = f"""import helpers.gaussian_operator, modeling_tnn, torch
-from transformers import AutoModelForCausalLM
-model = AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})
-print(model(torch.arange(3, 13)[None]).logits.sum().item())"""
-    expected = model(torch.arange(3, 13)[None]).logits.sum().item()
-    assert float(processes.run([sys.executable, "-c", code]).stdout) == pytest.approx(expected, rel=1e-5)
 
 
 def test_to_recurrent():
