@@ -438,7 +438,7 @@ class TnnConfig(PreTrainedConfig):
             self.standardize_rope_params()  # they may have been set after the rest
         # transformers 5.17 has added the embeddings to the plan of a configuration that ties them.
         others = {name: how for name, how in self.base_model_tp_plan.items() if not name.startswith("layers.")}
-        plan = extensions.tensor_plan(self.layer_types, self.toeplitz_mixer, self.use_glu)
+        plan = extensions.tensor_plan(self)
         self.base_model_tp_plan = others | plan
         self.tno_class = None if self.tno_type in BUILT_IN else qualified_name(OPERATORS[self.tno_type])
 

@@ -91,8 +91,8 @@ class Extensions:
         """Whether the product of `v` with so many `taps` is computed from them even if there is a response."""
         return False
 
-    def tensor_plan(self, layer_types: Sequence[str], mixer: str, use_glu: bool) -> dict[str, str]:
-        """The plan of a model with these kinds of layer for transformers' tensor parallelism."""
+    def tensor_plan(self, config) -> dict[str, str]:
+        """The plan of a model with this configuration for transformers' tensor parallelism."""
         return {}
 
     def to_recurrent(self, model, order: int, window: int, tolerance: float | None) -> tuple:

@@ -149,10 +149,12 @@ class ShortConvolution(ToeplitzOperator):
     """A filter of m taps and a bias for each of the 3 D channels: a Toeplitz operator for caches and packed rows."""
 
     state_name = "short"
+    filters = 3  # each with the D channels of the mixer
+    channel_parameters = {"taps": filters, "bias": filters}
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int = 0):
         super().__init__(config, layer_idx)
-        self.channels = 3 * config.gtu_dim
+        self.channels = self.filters * config.gtu_dim
         self.taps = nn.Parameter(torch.empty(self.channels, config.short_conv_kernel))  # (3D, m), from the lowest lag
         self.bias = nn.Parameter(torch.empty(self.channels))
         self.first = 0 if self.causal else -(config.short_conv_kernel // 2)  # the lowest lag

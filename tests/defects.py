@@ -276,6 +276,8 @@ DEFECTS = [
            "grad_placements=[Partial()]", "grad_placements=[Replicate()]", "unit/test_tensor_parallel"),
     Defect("tensor parallelism: both filters as one", P + "parallel/tensor.py", "Shard(0) if filters == 1 else",
            "Shard(0) if filters else", "unit/test_tensor_parallel"),
+    Defect("tensor parallelism: a process of S4 has the inputs of another", P + "parallel/tensor.py",
+           "[..., own.start : own.stop]", "[..., : len(own)]", "unit/test_tensor_parallel"),
     Defect("sequence parallelism: documents of a divided text meet", P + "parallel/sequence.py",
            "tokens.shape[1]), mask, documents)", "tokens.shape[1]), mask, None)", "unit/test_sequence_parallel"),
     Defect("sequence parallelism: each share divides by its own labels", P + "parallel/sequence.py",

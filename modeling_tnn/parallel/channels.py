@@ -25,6 +25,11 @@ def total(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     return DTensor.from_local(x, mesh, [Partial()], run_check=False).full_tensor()
 
 
+def channels_of(operator: nn.Module) -> int:
+    """Return the number of channels D. An operator with several filters, one after the other, has `filters`."""
+    return operator.channels // getattr(operator, "filters", 1)
+
+
 def rows_of(parameter: torch.Tensor, filters: int, channels: int, chosen: range) -> torch.Tensor:
     """Return the rows of a parameter that belong to the `chosen` ones of all `channels`."""
     rows = parameter.unflatten(0, (filters, -1))  # (s, Q, ...)
@@ -43,11 +48,11 @@ def restricted(operator: nn.Module, chosen: range, local_values: dict[str, torch
     for name, parameter in named_tensors(operator):
         value, filters = local_values.get(name, parameter), operator.channel_parameters.get(name)
         divides = filters is not None and not isinstance(parameter, DTensor)
-        values.append(rows_of(value, filters, operator.channels, chosen) if divides else value)
+        values.append(rows_of(value, filters, channels_of(operator), chosen) if divides else value)
     copied = with_tensors(operator, iter(values))
     for module in copied.modules():
         if hasattr(module, "channel_parameters"):
-            module.channels = len(chosen)
+            module.channels = len(chosen) * getattr(module, "filters", 1)
     for name in OVERRIDDEN:
         vars(copied).pop(name, None)
     return copied
@@ -69,7 +74,7 @@ class LocalOperator:
             name = type(operator).__name__
             raise ValueError(f"`channel_parameters` must be set to divide it over processes, got None from {name}")
         if not channels[-1]:
-            width = operator.channels
+            width = channels_of(operator)
             raise ValueError(f"The GTU must have channels for each of {len(channels)} processes, got {width}")
         self.operator, self.make = operator, lambda: restricted(operator, channels[index], values())
         self.made: tuple[list, nn.Module] | None = None

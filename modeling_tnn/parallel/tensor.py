@@ -1,12 +1,14 @@
-"""Tensor parallelism: the plan of `TnnConfig`, and two styles in it that transformers does not have.
+"""Tensor parallelism: the plan of `TnnConfig`, and four styles in it that transformers does not have.
 
-    tnn_operator   a Toeplitz operator: each process has the parameters and the products of its channels
-    tnn_norm       a norm over channels that are divided: processes add their sums of squares
+    tnn_operator          a Toeplitz operator: each process has the parameters and the products of its channels
+    tnn_sliced_operator   the same for S4, where every process has the inputs of all channels
+    tnn_filters           Hyena's input projection: each process has its channels of each of the three filters
+    tnn_norm              a norm over channels that are divided: processes add their sums of squares
 
-P processes, D channels of a GTU, of which each process has D / P. `u_proj` and `v_proj` compute the channels of this
-process, the operator mixes each along the sequence without communication, and `o_proj` adds the parts of all
-processes. What is not divided (the hidden layers of a position encoder, poles that all channels share) lies on every
-process, and its gradient is the sum over processes.
+P processes, D channels of a mixer, of which each process has D / P. `u_proj` and `v_proj`, or `in_proj` and the short
+convolution of Hyena, compute the channels of this process, the operator mixes each along the sequence without
+communication, and `o_proj`, or `low_rank`, adds the parts of all processes. What is not divided (the hidden layers of
+a position encoder, poles that all channels share) lies on every process, and its gradient is the sum over processes.
 
 A divided parameter is a `DTensor`: loading reads the rows of this process, and saving gathers those of all.
 """
@@ -20,13 +22,17 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import _StridedShard
 from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
 
-from ..configuration_tnn import GTU, TOEPLITZ
+from ..configuration_tnn import GTU, HYENA, S4, TOEPLITZ
 from ..extensions import extensions
 from ..numerics import compute_dtype
-from .channels import LocalOperator, local, total
+from .channels import LocalOperator, channels_of, local, total
 
 ATTENTION = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
-MIXER = {"u_proj": "colwise", "v_proj": "colwise", "tno": "tnn_operator", "norm": "tnn_norm", "o_proj": "rowwise"}
+MIXERS = {
+    GTU: {"u_proj": "colwise", "v_proj": "colwise", "tno": "tnn_operator", "norm": "tnn_norm"},
+    HYENA: {"in_proj": "tnn_filters", "short": "tnn_operator", "tno": "tnn_operator", "norm": "tnn_norm"},
+    S4: {"tno": "tnn_sliced_operator"},
+}
 GLU = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
 
 # PyTorch 2.11 cannot gather a `_StridedShard` over a single dimension, for a gradient or a saved folder. So with it,
@@ -34,20 +40,27 @@ GLU = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
 DIVIDES_FILTERS = torch.__version__ >= "2.12"
 
 
-def tensor_plan(layer_types: Sequence[str], mixer: str, use_glu: bool) -> dict[str, str]:
-    """Return the plan of a model with these kinds of layer. Mixers other than the GTU are whole on every process."""
+def tensor_plan(config) -> dict[str, str]:
+    """Return the plan of a model with this configuration."""
+    mixer = MIXERS[config.toeplitz_mixer] if TOEPLITZ in config.layer_types else None
+    adds = "low_rank" if config.toeplitz_mixer == HYENA and config.hyena_rank else "o_proj"
     parts = {
-        "attention": ATTENTION if {*layer_types} - {TOEPLITZ} else {},
-        "mixer": MIXER if TOEPLITZ in layer_types and mixer == GTU else {},
-        "glu": GLU if use_glu else {},
+        "attention": ATTENTION if {*config.layer_types} - {TOEPLITZ} else {},
+        "mixer": mixer | {adds: "rowwise"} if mixer else {},
+        "glu": GLU if config.use_glu else {},
     }
     return {f"layers.*.{part}.{name}": style for part, styles in parts.items() for name, style in styles.items()}
 
 
+def add_gradients(x: torch.Tensor, mesh) -> torch.Tensor:
+    """Return `x`, which every process has, with a gradient that is added over the processes."""
+    return DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
+
+
 def sum_gradients(tensors: Sequence[torch.Tensor], mesh) -> list[torch.Tensor]:
     """Return the same tensors, whose gradients are added over the processes, in one message."""
-    flat = DTensor.from_local(torch.cat([one.flatten() for one in tensors]), mesh, [Replicate()], run_check=False)
-    parts = flat.to_local(grad_placements=[Partial()]).split([one.numel() for one in tensors])
+    flat = add_gradients(torch.cat([one.flatten() for one in tensors]), mesh)
+    parts = flat.split([one.numel() for one in tensors])
     return [part.view_as(one).to(one.dtype) for part, one in zip(parts, tensors, strict=True)]
 
 
@@ -74,18 +87,45 @@ def local_parameters(module: nn.Module, mesh) -> dict[str, torch.Tensor]:
     return {name: local(value) for name, value in (values | shared).items()}
 
 
+def shares_of(module: nn.Module, mesh) -> list[range]:
+    """Return the channels of each process, as `Shard` divides them."""
+    channels = range(channels_of(module))
+    size = -(-len(channels) // mesh.size())
+    return [channels[index * size :][:size] for index in range(mesh.size())]
+
+
 class OperatorStyle(TensorParallelLayer):
     def install_forward(self, module: nn.Module, mesh) -> nn.Module:
         """Divide the parameters of an operator, and let it compute the channels of this process alone."""
-        size = -(-module.channels // mesh.size())  # as `Shard` divides them
-        channels = [range(module.channels)[index * size :][:size] for index in range(mesh.size())]
+        channels = shares_of(module, mesh)
         own = LocalOperator(module, channels, mesh.get_local_rank(), partial(local_parameters, module, mesh))
         for name, parameter in dict(module.named_parameters()).items():
             filters = module.channel_parameters.get(name)
-            if filters is not None and can_be_divided(len(parameter), filters, module.channels, mesh.size()):
+            if filters is not None and can_be_divided(len(parameter), filters, channels_of(module), mesh.size()):
                 divide(module, name, mesh, filters)
         module.on_this_process = own
         module.forward = lambda *args, **kwargs: own().forward(*args, **kwargs)
+        return module
+
+
+class FiltersStyle(OperatorStyle):
+    def install_forward(self, module: nn.Module, mesh) -> nn.Module:
+        """Divide the rows of a linear layer, and let it compute the channels of this process from the whole input."""
+        module.channels, module.filters, module.channel_parameters = module.out_features, 3, {"weight": 3, "bias": 3}
+        project = super().install_forward(module, mesh).forward
+        module.forward = lambda x: project(add_gradients(x, mesh))
+        return module
+
+
+class SlicedOperatorStyle(OperatorStyle):
+    def install_forward(self, module: nn.Module, mesh) -> nn.Module:
+        """Divide an operator, and give it its channels of the whole input."""
+        mix, own = super().install_forward(module, mesh).forward, shares_of(module, mesh)[mesh.get_local_rank()]
+
+        def forward(v: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+            return mix(add_gradients(v, mesh)[..., own.start : own.stop], *args, **kwargs)
+
+        module.forward = forward
         return module
 
 
@@ -109,7 +149,7 @@ def layer_norm(norm: nn.Module, x: torch.Tensor, given: dict, total: Callable) -
 
 # By the names of their classes: a copy of the package that came with a checkpoint has classes of its own.
 NORMS = dict.fromkeys(("SimpleRMSNorm", "RMSNorm", "GatedRMSNorm"), rms_norm)
-NORMS |= {"ScaleNorm": scale_norm, "LayerNorm": layer_norm}
+NORMS |= {"ScaleNorm": scale_norm, "RootRMSNorm": scale_norm, "LayerNorm": layer_norm}
 
 
 class NormStyle(TensorParallelLayer):
@@ -136,4 +176,6 @@ class NormStyle(TensorParallelLayer):
 
 extensions.register(tensor_plan=tensor_plan)
 ALL_PARALLEL_STYLES.register("tnn_operator", OperatorStyle())
+ALL_PARALLEL_STYLES.register("tnn_sliced_operator", SlicedOperatorStyle())
+ALL_PARALLEL_STYLES.register("tnn_filters", FiltersStyle())
 ALL_PARALLEL_STYLES.register("tnn_norm", NormStyle())

@@ -23,15 +23,16 @@ NORMS = ("simplermsnorm", "rmsnorm", "gatedrmsnorm", "scalenorm", "layernorm")
 CASES = {f"{name}-{'causal' if causal else 'bidirectional'}": (name, causal, {}) for name, causal in VARIANTS}
 CASES |= {"gtu_norm": ("rpe", True, {"gtu_norm": True, "norm_type": "gatedrmsnorm"})}
 CASES |= {"one denominator": ("rtf", True, {"rtf_num_denominators": 1})}
+CASES |= {name: ("rtf", True, fields) for name, fields in MIXED.items()}
+CASES |= {"hyena norm": ("hyena", False, {"toeplitz_mixer": "hyena", "hyena_norm": True})}
 # The heads are divided too.
-# The GLU is divided, the mixer is not.
-CASES |= {"hyena": ("rtf", True, MIXED["hyena"])}
 CASES |= {"hybrid": ("rpe", True, HYBRIDS["full"] | {"num_key_value_heads": 4})}
 SLOW = {f"gtu_norm {norm}": ("rpe", True, {"gtu_norm": True, "norm_type": norm}) for norm in NORMS}
 # Widths that two and four processes do not divide: transformers 5.17 refuses them.
 UNEVEN = {"gtu_expansion": 1.72, "intermediate_size": 39, "vocab_size": 99}
 SLOW |= {"uneven": ("rpe", True, UNEVEN | {"learnable_decay": True}), "uneven fd": ("fd", False, UNEVEN)}
 SLOW |= {"uneven rtf": ("rtf", False, UNEVEN | {"rtf_num_denominators": None})}
+SLOW |= {"uneven hyena": ("hyena", True, UNEVEN | MIXED["hyena"])}
 SLOW |= {"two denominators": ("rtf", False, {"rtf_num_denominators": 2})}
 SLOW |= {"no glu": ("rpe", True, {"use_glu": False}), "untied": ("rpe", True, {"tie_word_embeddings": False})}
 SLOW |= {"two axes": ("rpe", False, {"spatial_dims": 2, "max_position_embeddings": 16})}
@@ -98,11 +99,17 @@ def check(tno_type: str, causal: bool, fields: dict) -> dict:
     operator = divided.model.layers[0].mixer.tno
     local = operator.on_this_process() if operator.on_this_process else operator
     found["channels"] = sum(gathered(local.channels))
-    found["replicated"] = sorted(name for name, p in operator.named_parameters() if not isinstance(p, DTensor))
+    found["replicated"] = replicated(operator)
+    found["replicated of the mixer"] = [one for one in replicated(divided.model.layers[0].mixer) if "tno." not in one]
     if causal:
         found["generated"] = generates_the_same(divided, model, every_cache=tno_type == "rpe" and not fields)
     found["saved"] = saves_the_same(divided, model, folder)
     return found
+
+
+def replicated(module) -> list[str]:
+    """The names of the parameters that every process has as a whole."""
+    return sorted(name for name, parameter in module.named_parameters() if not isinstance(parameter, DTensor))
 
 
 def gathered(value) -> list:

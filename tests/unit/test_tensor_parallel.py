@@ -28,9 +28,7 @@ def two():
 def check(found: dict, name: str):
     assert found["logits"] < 1e-12 and found["gradients"] < 1e-9, found
     fields = tensor_ranks.CASES.get(name) or tensor_ranks.SLOW[name]
-    config = tiny_config(*fields[:2], **fields[2])
-    copies = found["channels"] // config.gtu_dim
-    assert found["channels"] % config.gtu_dim == 0 and (copies > 1) == (config.toeplitz_mixer == "hyena")
+    assert found["channels"] == tiny_config(*fields[:2], **fields[2]).gtu_dim
     assert found.get("generated", [True]) == [True] * len(found.get("generated", [True]))
     assert found["saved"]
 
@@ -65,6 +63,9 @@ def test_what_is_divided(two):
     filters = [] if DIVIDES_FILTERS else ["denominator", "direct", "numerator"]
     assert two["rtf-bidirectional"]["replicated"] == filters
     assert two["modal-causal"]["replicated"] == ["angle", "log_rate"]
+    if DIVIDES_FILTERS:
+        assert two["hyena"]["replicated of the mixer"] == ["o_proj.bias", "o_proj.weight"]
+        assert two["hyena norm"]["replicated of the mixer"] == two["s4"]["replicated of the mixer"] == []
     assert two["one denominator"]["replicated"] == ["denominator", "slack"]
     assert not any("out.linear" in name for name in two["rpe-causal"]["replicated"])
 

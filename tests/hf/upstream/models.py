@@ -186,7 +186,7 @@ for name, fields in HYBRIDS.items():
 
 
 for name, fields in MIXED.items():
-    # With a GLU: without, a plan of tensor parallelism would name nothing in the blocks of S4.
+    # With a GLU, as in language models.
     fields = fields | {"use_glu": True, "pad_token_id": 0, "hidden_dropout_prob": 0.0}
     add_text_models(f"Tnn{name.title()}CausalTest", "rtf", True, **fields)
 
