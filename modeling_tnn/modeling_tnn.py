@@ -817,7 +817,8 @@ class TnnForAudioClassification(TnnForSequenceClassification):
         **kwargs: Unpack[TransformersKwargs],
     ) -> SequenceClassifierOutputWithPast:
         """Return the logits `(B, num_labels)` of audio `(B, L)` and the loss, as [`TnnForSequenceClassification`]."""
-        return super().forward(None, attention_mask, input_values=input_values, labels=labels, **kwargs)
+        given = {"input_values": input_values, "labels": labels}
+        return super().forward(kwargs.pop("input_ids", None), attention_mask, **given, **kwargs)
 
 
 class TnnForTimeSeriesPrediction(TnnPreTrainedClassifier):
@@ -847,7 +848,8 @@ class TnnForTimeSeriesPrediction(TnnPreTrainedClassifier):
 
     def predict(self, values: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs) -> tuple:
         """Return scaled predictions `(B, H, C)` for scaled values `(B, L, C)`, and the outputs of the base model."""
-        outputs = self.encode(None, attention_mask, None, input_values=values, **kwargs)
+        ids, embeds = kwargs.pop("input_ids", None), kwargs.pop("inputs_embeds", None)
+        outputs = self.encode(ids, attention_mask, embeds, input_values=values, **kwargs)
         pooled = self.dropout(self.pool(None, attention_mask, outputs))
         sizes = (self.config.prediction_length, self.config.input_channels)
         return apply_linear(self.prediction_head, pooled).unflatten(-1, sizes), outputs
