@@ -1,4 +1,4 @@
-"""Fine-tune a model on GLUE tasks, or on files of the same form, with transformers' Trainer.
+"""Fine-tune a model on GLUE tasks, or on files and data sets of the same form, with transformers' Trainer.
 
 The options are those of run_glue.py of transformers. --sweep trains with each learning rate and seed, and keeps the
 model with the best validation score for each task.
@@ -10,6 +10,8 @@ Example:
         --output_dir outputs/glue
     python scripts/finetune_glue.py --model_name_or_path outputs/masked --train_file train.csv \\
         --validation_file validation.csv --do_train --do_eval --output_dir outputs/mine
+    python scripts/finetune_glue.py --model_name_or_path outputs/genome --do_train --do_eval --do_predict \\
+        --dataset_name katarinagresova/Genomic_Benchmarks_human_enhancers_cohn --output_dir outputs/enhancers
 """
 
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ from tnn_cli.parser import check_counts, option
 from tnn_cli.training_arguments import GroupArguments
 
 TASKS = declared_keys("modeling_tnn.data.glue", "TASKS")
+METRICS = declared_keys("modeling_tnn.data.glue", "FUNCTIONS")
 
 
 @dataclass(kw_only=True)
@@ -32,6 +35,9 @@ class GlueArguments(GroupArguments):
     task_name: list[str] | None = option(None, f"all, or some of: {', '.join(TASKS)}.")
     config_overrides: str | None = None
     dataset_path: str | None = None
+    dataset_name: str | None = None
+    dataset_config_name: list[str] = option([], "Configurations of the data set, or values of its column task.")
+    metric_name: str | None = option(None, f"Metric of files or a data set: {', '.join(METRICS)}.")
     train_file: str | None = None
     validation_file: str | None = None
     test_file: str | None = option(None, "File to predict; it needs no labels.")
@@ -57,10 +63,22 @@ class GlueArguments(GroupArguments):
         if self.dataset_path is not None:
             check_path(self.dataset_path, "--dataset_path")
         files = [file for file in (self.train_file, self.validation_file) if file is not None]
-        if len(files) != (2 if self.task_name is None else 0):
-            raise ValueError("either --task_name or both --train_file and --validation_file must be given")
-        if self.sentence_keys and not (files and self.sentence1_key):
-            raise ValueError("--sentence1_key must be given with --train_file, --sentence2_key with --sentence1_key")
+        named = [name for name in (self.task_name, self.dataset_name) if name is not None]
+        if (len(named), len(files)) not in ((1, 0), (0, 2)):
+            raise ValueError(
+                "either --task_name, --dataset_name, or both --train_file and --validation_file must be given"
+            )
+        if self.dataset_config_name and self.dataset_name is None:
+            raise ValueError("--dataset_config_name must be given with --dataset_name")
+        if self.sentence_keys and (self.task_name is not None or self.sentence1_key is None):
+            raise ValueError(
+                "--sentence1_key must be given with --train_file or --dataset_name, --sentence2_key with the first"
+            )
+        if self.metric_name is not None and (self.task_name is not None or self.metric_name not in METRICS):
+            raise ValueError(
+                f"--metric_name must be absent with --task_name, and one of {', '.join(METRICS)}, "
+                f"got {self.metric_name}"
+            )
         for file in filter(None, (*files, self.test_file)):
             check_file(file, whole=False)
         if self.task_name == ["all"]:
@@ -69,8 +87,8 @@ class GlueArguments(GroupArguments):
             if task not in TASKS:
                 raise ValueError(f"--task_name must be all or one of {', '.join(TASKS)}, got {task}")
         check_counts(self, "max_train_samples", "max_eval_samples", "max_predict_samples", "max_seq_length")
-        if self.dry_run and len(self.task_name or []) > 1:
-            raise ValueError(f"--dry_run must be given with one task, got {', '.join(self.task_name)}")
+        if self.dry_run and len(tasks := self.task_name or self.dataset_config_name) > 1:
+            raise ValueError(f"--dry_run must be given with one task, got {', '.join(tasks)}")
 
     @property
     def sentence_keys(self) -> tuple[str, ...]:

@@ -1,14 +1,14 @@
-"""The nine GLUE tasks, or files of the same form: columns, classes, splits and metrics."""
+"""The nine GLUE tasks, or files and data sets of the same form: columns, classes, splits and metrics."""
 
 from dataclasses import dataclass
 
 import numpy as np
-from datasets import ClassLabel, DatasetDict, Value, load_dataset
+from datasets import ClassLabel, DatasetDict, Value, get_dataset_config_names, load_dataset
 from scipy.stats import pearsonr, spearmanr
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef, mean_squared_error
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from tnn_cli.model_path import builder_of
+from tnn_cli.model_path import builder_of, check_path
 
 from .text import is_text, load_file
 
@@ -44,6 +44,8 @@ NA_IS_TEXT = {"keep_default_na": False, "na_values": [""]}
 HUB_NAME = "nyu-mll/glue"
 # Columns of files that are never sentences.
 NO_SENTENCES = ("label", "idx", "id")
+# Of the training rows of a data set that has none for validation.
+VALIDATION_SHARE = 0.1
 
 
 @dataclass
@@ -107,21 +109,60 @@ def load_files(train: str, validation: str, test: str | None = None, sentence_ke
     if "text" in kinds.values():
         raise ValueError(f"Files must be .csv, .json, .jsonl or .parquet, got {', '.join(files.values())}")
     splits = DatasetDict({s: load_file(f, **(NA_IS_TEXT if kinds[s] == "csv" else {})) for s, f in files.items()})
+    return with_columns(TaskData(None, splits, ()), files, sentence_keys)
+
+
+def load_set(name: str, task: str | None = None, sentence_keys: tuple[str, ...] = ()) -> TaskData:
+    """A data set of the Hub, or a folder of one, with columns as for `load_files`.
+
+    Without a validation split, a tenth of the training rows becomes one, always the same rows.
+
+    Args:
+        task: a configuration, or else a value of the column `task`, whose rows are the data.
+
+    Raises:
+        ValueError: there is no such task, no training split, or a column or a row is not as it has to be.
+    """
+    check_path(name, "--dataset_name")
+    chosen = task if task in get_dataset_config_names(name) else None
+    splits = load_dataset(name, chosen)
+    if "train" not in splits:
+        raise ValueError(f"{name} must have the split train, got {', '.join(splits)}")
+    if task != chosen:
+        known = sorted(set(splits["train"]["task"])) if "task" in splits["train"].column_names else []
+        if task not in known:
+            found = ", ".join(known) or "none"
+            raise ValueError(f"--dataset_config_name must be a configuration or a task of {name}, {found}, got {task}")
+        splits = splits.filter(lambda tasks: [one == task for one in tasks], batched=True, input_columns="task")
+    if "validation" not in splits:
+        parts = splits["train"].train_test_split(test_size=VALIDATION_SHARE, seed=0)
+        splits |= {"train": parts["train"], "validation": parts["test"]}
+    used = DatasetDict({split: splits[split] for split in ("train", "validation", "test") if split in splits})
+    sources = {split: f"the {split} split of {name}" for split in used}
+    return with_columns(TaskData(task or name.rpartition("/")[2], used, ()), sources, sentence_keys)
+
+
+def with_columns(data: TaskData, sources: dict[str, str], sentence_keys: tuple[str, ...]) -> TaskData:
+    """Find the columns of text and the classes of data without them; `sources` is what each split is called."""
+    splits, train = data.splits, sources["train"]
     texts = [name for name in splits["train"].column_names if is_text(splits["train"], name)]
     for number, key in enumerate(sentence_keys, 1):
         if key not in texts:
             found = ", ".join(texts)
             raise ValueError(f"--sentence{number}_key must be a column of text of the file, {found}, got {key}")
-    data = TaskData(None, splits, sentence_keys or find_sentences(train, texts))
+    data.text_columns = sentence_keys or find_sentences(train, texts)
     _check_columns(train, data)
     for split, rows in splits.items():
         for column in (*data.text_columns, *(["label"] if split != "test" else [])):
             if None in (values := rows[column][:]):
-                where = f"column {column} of {files[split]}"
+                where = f"column {column} of {sources[split]}"
                 raise ValueError(
                     f"The {where} must have a value in each row, got none in row {values.index(None) + 1}"
                 )
     label = splits["train"].features["label"]
+    if isinstance(label, ClassLabel):
+        data.label_names = list(label.names)
+        return data
     if getattr(label, "dtype", "list").startswith(("list", "dict")):
         raise ValueError(f"Labels must be text or numbers, got {label} in {train}")
     if not label.dtype.startswith(("float", "double")):

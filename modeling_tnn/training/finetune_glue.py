@@ -31,6 +31,7 @@ from tnn_cli.training_arguments import fine_tuning_of
 from ..data.glue import (
     TaskData,
     load_files,
+    load_set,
     load_task,
     metrics_of,
     outputs_of_classes,
@@ -55,7 +56,7 @@ class Task:
     def __init__(self, data: TaskData, args: "GroupArguments"):
         self.data, self.args, self.name = data, args, data.name or "files"
         self.is_regression = data.label_names is None
-        self.metrics = metrics_of(data.name, self.is_regression)
+        self.metrics = (args.metric_name,) if args.metric_name else metrics_of(data.name, self.is_regression)
         self.main_metric = self.metrics[0]
         self.best = min if self.main_metric in ERRORS else max
         self.tokenizer = load(AutoTokenizer, args.model_name_or_path, trust_remote_code=args.trust_remote_code)
@@ -169,19 +170,23 @@ def run_once(task: Task, training: TrainingArguments, keep: bool = False) -> tup
             figures = trainer.evaluate(rows) | {"eval_samples": len(rows)}
             results |= {name + suffix: value for name, value in figures.items()}
         for split in task.data.test_splits if training.do_predict else []:
-            write_predictions(trainer, task, split)
+            results |= write_predictions(trainer, task, split)
     return trainer, results
 
 
-def write_predictions(trainer: Trainer, task: Task, split: str):
-    """Write `predict_results_TASK.txt` in the format of run_glue.py."""
+def write_predictions(trainer: Trainer, task: Task, split: str) -> dict[str, float]:
+    """Write `predict_results_TASK.txt` in the format of run_glue.py. Return the metrics if all rows have a class."""
     rows = task.splits[split]
     columns = [name for name in rows.column_names if name != "label"]
-    shown = task.shown(logits_of(trainer.predict(rows.select_columns(columns)).predictions))
+    if not task.is_regression and "label" in rows.column_names and min(rows["label"]) >= 0:
+        columns.append("label")
+    found = trainer.predict(rows.select_columns(columns))
+    shown = task.shown(logits_of(found.predictions))
     lines = [f"{index}\t{value}" for index, value in enumerate(shown)]
     if trainer.is_world_process_zero():
         file = Path(trainer.args.output_dir) / f"predict_results_{task.name}{split.removeprefix('test')}.txt"
         write_text(file, "\n".join(["index\tprediction", *lines]) + "\n")
+    return {name: value for name, value in found.metrics.items() if name.removeprefix("test_") in task.metrics}
 
 
 def save_model(trainer: Trainer, task: Task, folder: Path):
@@ -296,7 +301,10 @@ def check_before_start(args: "GroupArguments", training: TrainingArguments):
 
 def load_data(args: "GroupArguments", training: TrainingArguments) -> dict[Path, TaskData]:
     """The data of all tasks, or of the files, by the folder for the model."""
-    if args.task_name is None:
+    if args.dataset_name is not None:
+        tasks = args.dataset_config_name or [None]
+        data = [load_set(args.dataset_name, task, args.sentence_keys) for task in tasks]
+    elif args.task_name is None:
         data = [load_files(args.train_file, args.validation_file, args.test_file, args.sentence_keys)]
     else:
         data = [load_task(name, args.dataset_path) for name in args.task_name]
@@ -345,7 +353,7 @@ def run(args: "GroupArguments", training: TrainingArguments):
     except StopRequested as request:
         status, message = request.args
         # Of several tasks, those that have not begun have no checkpoint.
-        checkpoint = "auto" if len(args.task_name or []) > 1 else "latest"
+        checkpoint = "auto" if len(args.task_name or args.dataset_config_name) > 1 else "latest"
         logger.info("%s%s", message, "" if args.sweep else f" Continue with --resume_from_checkpoint {checkpoint}.")
         sys.exit(status)
     if (training.do_train or args.sweep) and len(summaries) == 1 and training.process_index == 0:

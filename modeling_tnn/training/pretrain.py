@@ -67,6 +67,8 @@ if TYPE_CHECKING:  # read where a run asks for it
 logger = logging.getLogger("pretrain")
 RESUME = " Continue with --resume_from_checkpoint latest."
 AUTO_MODELS = {"clm": AutoModelForCausalLM, "mlm": AutoModelForMaskedLM}
+# What a model of DNA is asked to continue: lacZ of E. coli.
+START_OF_GENE = "ATGACCATGATTACG"
 
 
 def build_accelerator(args: PretrainArguments) -> Accelerator:
@@ -351,8 +353,11 @@ def report(metrics: dict, args: PretrainArguments):
         "{best_perplexity:.2f} at step {best_step}; {tokens_per_second:.0f} tokens/s; saved in ".format(**metrics)
         + f"{args.output_dir}\nthe best model is in {args.output_dir}/best"
     )
-    kind = "causal" if args.objective == "clm" else "masked"
-    logger.info("%s", next_steps(args.output_dir, kind, metrics["unstable_layers"]))
+    source = args.train_file or next(iter(args.dataset_name), None)
+    is_genome = source is not None and is_fasta(source)
+    kind = "causal" if args.objective == "clm" else "dna" if is_genome else "masked"
+    options = {"prompt": START_OF_GENE} if is_genome else {}
+    logger.info("%s", next_steps(args.output_dir, kind, metrics["unstable_layers"], **options))
 
 
 def dry_run(args: PretrainArguments, accelerator: Accelerator):

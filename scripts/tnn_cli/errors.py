@@ -244,11 +244,15 @@ CLASSIFY = (
 LAST_STEP = ("push {folder} --repo_id USER/NAME",)
 FIRST_STEP = {
     "causal": (
-        'generate --model_name_or_path {folder} --prompt "In the beginning"',
+        'generate --model_name_or_path {folder} --prompt "{prompt}"',
         "serve --model_name_or_path {folder}",
     ),
-    "unstable": ('generate --model_name_or_path {folder} --prompt "In the beginning" --use_cache false',),
+    "unstable": ('generate --model_name_or_path {folder} --prompt "{prompt}" --use_cache false',),
     "masked": ("finetune-glue --model_name_or_path {folder} --task_name sst2 --do_train --output_dir outputs/sst2",),
+    "dna": (
+        "finetune-glue --model_name_or_path {folder} --do_train --do_eval "
+        "--dataset_name katarinagresova/Genomic_Benchmarks_human_enhancers_cohn --output_dir outputs/enhancers",
+    ),
     "classifier": (),
     "sentences": (CLASSIFY.replace("TEXT", '"A sentence."'),),
     "pairs": (CLASSIFY.replace("TEXT", '{{"text": "A sentence.", "text_pair": "Another one."}}'),),
@@ -261,12 +265,14 @@ UNSTABLE = (
 COMMAND_OF = {module: command for command, (module, _) in COMMANDS.items()}
 
 
-def next_steps(folder: str, kind: str, unstable: Sequence[object] = ()) -> str:
+def next_steps(folder: str, kind: str, unstable: Sequence[object] = (), prompt: str = "In the beginning") -> str:
     """The next commands for the model in `folder`, one on each line.
 
     Args:
-        kind: causal, masked or classifier, or what a classifier of text reads: sentences or pairs.
+        kind: causal, masked, dna (a masked model of it) or classifier, or what a classifier of text reads: sentences
+            or pairs.
         unstable: layers with poles outside the unit circle. The text begins with what they prevent.
+        prompt: what a causal model is to continue.
     """
     config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     steps = FIRST_STEP["unstable" if unstable and kind == "causal" else kind]
@@ -276,4 +282,6 @@ def next_steps(folder: str, kind: str, unstable: Sequence[object] = ()) -> str:
     python = "python" if tool == "tnn" else sys.executable
     warning = UNSTABLE.format(layers="; ".join(map(str, unstable))) if unstable else ""
     lines = [step if step.startswith("{python} ") else f"{tool} {step}" for step in steps]
-    return f"{warning}next:\n" + "\n".join(f"    {line.format(folder=folder, python=python)}" for line in lines)
+    return f"{warning}next:\n" + "\n".join(
+        f"    {line.format(folder=folder, python=python, prompt=prompt)}" for line in lines
+    )

@@ -19,8 +19,10 @@ from transformers import (
 
 from helpers import processes
 from helpers.glue import glue_options, rows
-from helpers.scripts import ROOT, read, run_script, table_rows, tree
-from modeling_tnn.data.glue import TASKS, load_files, load_task, metrics_of, score
+from helpers.scripts import ROOT, read, run_script, table_rows, tree, write_config
+from modeling_tnn import TnnConfig
+from modeling_tnn.data.glue import TASKS, load_files, load_set, load_task, metrics_of, score
+from modeling_tnn.tools.dna import dna_tokenizer
 from modeling_tnn.training import finetune_glue
 from modeling_tnn.training.model_card import read_metrics
 from modeling_tnn.training.processes import StopRequested
@@ -325,3 +327,51 @@ def test_what_is_said_of_a_run(encoder, tmp_path, caplog, capsys):
     caplog.clear()
     use(encoder, out, given, "--max_steps 12 --resume_from_checkpoint latest")
     assert f"learning rate 0.001, that of {out / 'checkpoint-10'}" in caplog.text
+
+
+def dna_rows(count: int, seed: int) -> dict[str, list]:
+    """Sequences of GC-rich and AT-rich letters."""
+    draw = np.random.default_rng(seed)
+    labels = draw.integers(0, 2, count)
+    texts = ["".join(draw.choice(list("ACGT"), 30, p=GC_SHARES[label])) for label in labels]
+    return {"sequence": texts, "name": ["x"] * count, "label": labels.tolist(), "task": ["gc"] * count}
+
+
+GC_SHARES = ([0.35, 0.15, 0.15, 0.35], [0.15, 0.35, 0.35, 0.15])
+
+
+def write_benchmark(folder):
+    """A folder in the form of the Nucleotide Transformer's tasks: all in one, by a column, without a validation split.
+
+    The labels of the second task are the opposite ones.
+    """
+    for split, count in (("train", 200), ("test", 40)):
+        first, second = dna_rows(count, count), dna_rows(count, count + 1)
+        second |= {"label": [1 - label for label in second["label"]], "task": ["at"] * count}
+        both = {name: first[name] + second[name] for name in first}
+        Dataset.from_dict(both).to_parquet(folder / "data" / f"{split}-00000-of-00001.parquet")
+    return folder
+
+
+def test_tasks_of_dna(tmp_path):
+    """Both tasks by their names: trained, and tested by the metric that is asked for."""
+    data, model = write_benchmark(tmp_path / "benchmark"), tmp_path / "model"
+    tokenizer = dna_tokenizer()
+    tokenizer.save_pretrained(model)
+    config = TnnConfig.from_pretrained(write_config(model, causal=False, vocab_size=len(tokenizer)))
+    AutoModelForMaskedLM.from_config(config).save_pretrained(model)
+    given = f"--dataset_name {data} --dataset_config_name gc at --sentence1_key sequence --do_predict"
+    finetune(
+        model, tmp_path / "out", given, "--metric_name matthews_correlation --save_strategy no --max_seq_length 32"
+    )
+    for task in ("gc", "at"):
+        results = read(tmp_path / "out" / task)
+        assert results["test_matthews_correlation"] > 0.6 and results["eval_samples"] == 20
+        assert len(predictions(tmp_path / "out" / task)) == 40
+    table = (tmp_path / "out" / "results.md").read_text()
+    assert "| gc " in table and "matthews_correlation" in table
+    with pytest.raises(ValueError, match="a configuration or a task of .*, at, gc, got cg"):
+        load_set(str(data), "cg", ("sequence",))
+    first, again = (load_set(str(data), "gc", ("sequence",)).splits for _ in range(2))
+    assert first["train"]["sequence"] == again["train"]["sequence"]
+    assert not set(first["train"]["sequence"]) & set(first["validation"]["sequence"])

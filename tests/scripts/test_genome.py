@@ -1,6 +1,7 @@
 """FASTA files as the data of a pretraining: windows, regions, splits, the other strand, and what is predicted."""
 
 import gzip
+import re
 import shutil
 from argparse import Namespace
 from pathlib import Path
@@ -191,6 +192,22 @@ def test_a_run(tmp_path, monkeypatch):
     assert model.config.vocab_size == len(tokenizer) == 12 and tokenizer("ac").input_ids == [0, 7, 8, 1]
     ended = run("pretrain", *given, "--resume_from_checkpoint", "latest", "--soft_masked_weight", "0.1", check=False)
     assert ended.returncode == 2 and "data must be" in ended.stderr
+
+
+def test_what_is_next(tmp_path, monkeypatch, caplog, capsys):
+    """A causal model is to continue DNA, by a command that works; a masked one becomes a classifier of DNA."""
+    monkeypatch.chdir(tmp_path)
+    write_fasta(tmp_path / "a.fa")
+    for objective, command in (("mlm", "finetune-glue"), ("clm", "generate")):
+        config = write_config(tmp_path / objective, causal=objective == "clm")
+        given = f"--config_name {config} --objective {objective} --train_file a.fa --block_size 65 --max_steps 1"
+        run_script("pretrain", given, f"--learning_rate 0.01 --output_dir out-{objective}")
+        assert f"tnn {command} --model_name_or_path out-{objective} --" in caplog.text
+    assert "--dataset_name katarinagresova/" in caplog.text and "sst2" not in caplog.text
+    (prompt,) = re.findall('--prompt "([ACGT]+)"', caplog.text)
+    capsys.readouterr()
+    run_script("generate", f"--model_name_or_path out-clm --prompt {prompt} --max_new_tokens 9 --device cpu")
+    assert prompt in capsys.readouterr().out
 
 
 def test_what_is_refused(tmp_path, monkeypatch):
