@@ -115,7 +115,7 @@ def test_what_is_not_there_is_named(tmp_path, monkeypatch):
 
 
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.py"))
-assert len(NOTEBOOKS) == 4
+assert len(NOTEBOOKS) == 5
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
