@@ -341,6 +341,8 @@ class TnnModel(TnnPreTrainedModel):
         first = next((index for index, layer in enumerate(self.layers) if not is_elsewhere(layer)), None)
         if first is None:
             raise ValueError(f"A pipeline must have at most {len(self.layers)} stages, one for each layer, got more")
+        if self.embed_values is not None and any(map(is_elsewhere, self.layers)):
+            raise ValueError("`pp_size` must be 1 for real values, got a pipeline, which passes on tokens alone")
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         if not self.config.causal and past_key_values is not None:

@@ -19,11 +19,13 @@ from transformers import (
 
 from modeling_tnn import (
     TnnConfig,
+    TnnForAudioClassification,
     TnnForCausalLM,
     TnnForMaskedLM,
     TnnForMultipleChoice,
     TnnForQuestionAnswering,
     TnnForSequenceClassification,
+    TnnForTimeSeriesPrediction,
     TnnForTokenClassification,
     TnnModel,
 )
@@ -32,6 +34,20 @@ from modeling_tnn.tno_auto import OPERATORS
 CAUSAL = [name for name, cls in OPERATORS.items() if cls.supports_causal]
 BIDIRECTIONAL = [name for name, cls in OPERATORS.items() if cls.supports_bidirectional]
 VARIANTS = [(tno_type, True) for tno_type in CAUSAL] + [(tno_type, False) for tno_type in BIDIRECTIONAL]
+
+# Heads of real values: the class, its fields and the name of its input.
+VALUES = {
+    "series": (TnnForTimeSeriesPrediction, {"input_channels": 3, "prediction_length": 4}, "past_values"),
+    "audio": (TnnForAudioClassification, {"input_channels": 1}, "input_values"),
+    "positions": (TnnForTokenClassification, {"input_channels": 3}, "input_values"),
+}
+
+
+def values_with_gaps(rows: int, length: int, channels: int) -> torch.Tensor:
+    """Random values `(rows, length, channels)`, of which every seventh is missing."""
+    values = torch.randn(rows, length, channels, generator=torch.Generator().manual_seed(length))
+    values.view(-1)[::7] = torch.nan
+    return values
 
 
 def tiny_config(tno_type="rpe", causal=True, **fields) -> TnnConfig:

@@ -16,7 +16,14 @@ from helpers import ranks
 from helpers.hybrids import HYBRIDS
 from helpers.mixers import MIXED
 from helpers.models import VARIANTS, checkpoint_activations, image_config, relative_error, seeded, tiny_config
-from modeling_tnn import TnnForCausalLM, TnnForImageClassification, TnnForMaskedLM, TnnForSequenceClassification
+from modeling_tnn import (
+    TnnForAudioClassification,
+    TnnForCausalLM,
+    TnnForImageClassification,
+    TnnForMaskedLM,
+    TnnForSequenceClassification,
+    TnnForTimeSeriesPrediction,
+)
 
 NORMS = ("simplermsnorm", "rmsnorm", "gatedrmsnorm", "scalenorm", "layernorm")
 # Operator, direction and fields.
@@ -203,25 +210,42 @@ def pipeline() -> dict:
         divided.model(**inputs(False))
     except ValueError as error:
         refused = str(error)
-    return {"stages": found, "refused": gathered(refused)}
+    return {"stages": found, "refused": gathered(refused), "values": gathered(values_in_a_pipeline(config))}
+
+
+def values_in_a_pipeline(config: DistributedConfig) -> str:
+    """The error of a model of real values. transformers has one for all stages but the first, which have no input."""
+    model = seeded(TnnForAudioClassification, tiny_config(input_channels=1))
+    divided = TnnForAudioClassification.from_pretrained(saved(model), distributed_config=config)
+    try:
+        divided(torch.ones(2, 9))
+    except ValueError as error:
+        return str(error)
 
 
 def heads() -> dict:
     """The logits and the gradients of heads that are not divided themselves."""
     found, labels = {}, {"labels": torch.tensor([0, 1])}
     pixels = torch.randn(2, 3, 24, 24, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    values, series = pixels.flatten(2).mT, {"input_channels": 3, "prediction_length": 5}
     for head, config, given in (
-        (TnnForSequenceClassification, tiny_config(vocab_size=100, hidden_dropout_prob=0.0), inputs(False)),
-        (TnnForSequenceClassification, tiny_config("ski", False, vocab_size=100), inputs(False)),
-        (TnnForImageClassification, image_config(), {"pixel_values": pixels}),
+        (TnnForSequenceClassification, tiny_config(vocab_size=100, hidden_dropout_prob=0.0), inputs(False) | labels),
+        (TnnForSequenceClassification, tiny_config("ski", False, vocab_size=100), inputs(False) | labels),
+        (TnnForImageClassification, image_config(), {"pixel_values": pixels} | labels),
+        (
+            TnnForAudioClassification,
+            tiny_config("s4d", False, input_channels=1),
+            {"input_values": values[..., 0]} | labels,
+        ),
+        (TnnForTimeSeriesPrediction, tiny_config(**series), {"past_values": values, "future_values": values[:, :5]}),
     ):
         model = seeded(head, config).double()
         distributed = DistributedConfig(tp_plan="auto")
         divided = head.from_pretrained(saved(model), distributed_config=distributed, dtype=torch.float64)
-        outputs = [one(**given, **labels) for one in (divided, model)]
-        for one in outputs:
-            one.loss.backward()
-        error = ranks.worst([relative_error(outputs[0].logits, outputs[1].logits)])
+        outputs = [one(**given)[:2] for one in (divided, model)]
+        for loss, _ in outputs:
+            loss.backward()
+        error = ranks.worst([relative_error(outputs[0][1], outputs[1][1])])
         found[f"{head.__name__} {config.tno_type}"] = {"logits": error, "gradients": gradient_error(divided, model)}
     return found
 

@@ -10,7 +10,7 @@ from torch.export import Dim
 
 from helpers.hybrids import HYBRIDS
 from helpers.mixers import MIXED
-from helpers.models import VARIANTS, exhaustive, relative_error, seeded, tiny_config
+from helpers.models import VALUES, VARIANTS, exhaustive, relative_error, seeded, tiny_config, values_with_gaps
 from modeling_tnn import TnnForCausalLM, TnnForImageClassification, TnnForMaskedLM, TnnModel
 from modeling_tnn.tno_rtf import extend_kernel, kernel_of_any_length, rational_kernel
 from modeling_tnn.toeplitz import (
@@ -151,18 +151,43 @@ def test_images():
 @pytest.mark.parametrize("fields", [pytest.param(OPERATORS[-1], marks=pytest.mark.slow), *exhaustive(*OPERATORS[:-1])])
 def test_onnx(fields, tmp_path):
     """In onnxruntime."""
+    model, inputs = language_model(**fields), batch(3, 11, mask=True)
+    program = onnx_program(model, inputs, tmp_path)
+    check_program(lambda inputs: program(**inputs)[0], model, mask=True)
+
+
+def onnx_program(model, inputs, folder):
+    """The model in onnxruntime, as a function of its inputs."""
     runtime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
-    model, inputs = language_model(**fields), batch(3, 11, mask=True)
     sizes = dict.fromkeys(inputs, KINDS["dynamic"])
     program = torch.onnx.export(model, (), kwargs=inputs, dynamic_shapes=sizes, dynamo=True, verbose=False)
-    program.save(tmp_path / "model.onnx")
-    session = runtime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    program.save(folder / "model.onnx")
+    session = runtime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
+    return lambda **given: [torch.from_numpy(session.run(None, {name: x.numpy() for name, x in given.items()})[0])]
 
-    def run(inputs):
-        return torch.from_numpy(session.run(None, {name: value.numpy() for name, value in inputs.items()})[0])
 
-    check_program(run, model, mask=True)
+def value_batch(name: str, rows: int, length: int) -> dict[str, torch.Tensor]:
+    """The inputs of a model of `VALUES`, with padding on the left."""
+    _, fields, key = VALUES[name]
+    mask = torch.arange(length) >= torch.arange(rows)[:, None] % min(3, length)
+    return {key: values_with_gaps(rows, length, fields["input_channels"]), "attention_mask": mask.long()}
+
+
+@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.parametrize(
+    "causal, onnx", [(True, False), (False, False), pytest.param(True, True, marks=pytest.mark.slow)]
+)
+def test_real_values(name, causal, onnx, tmp_path):
+    """One program for all lengths, in which values may be missing, for PyTorch or onnxruntime."""
+    head, fields, _ = VALUES[name]
+    model = seeded(head, tiny_config("s4d", causal, use_cache=False, num_hidden_layers=1, **fields))
+    inputs = value_batch(name, 3, 11)
+    run = onnx_program(model, inputs, tmp_path) if onnx else exported(model, inputs, KINDS["range"])
+    for rows, length in ((2, 2), (1, 17), (2, 4 * P)):
+        given = value_batch(name, rows, length)
+        real = given["attention_mask"].bool() if name == "positions" else ...
+        assert relative_error(run(**given)[0][real], model(**given)[0][real]) < 1e-5, (rows, length)
 
 
 def test_transforms_by_matrices():

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from helpers.ecosystem import SENTENCES, Matrix, log_likelihood, save_head
-from helpers.models import lively_language_model, relative_error
+from helpers.models import VALUES, lively_language_model, relative_error, seeded, tiny_config, values_with_gaps
 from helpers.scripts import ROOT, save_model
 from modeling_tnn import TnnForCausalLM, TnnModel
 from modeling_tnn.cache_tnn import CACHE
@@ -197,6 +197,19 @@ def test_adapters(name):
     options = {"attention_mask": torch.ones_like(IDS), "max_new_tokens": 5, "do_sample": False}
     cached, full = (model.eval().generate(input_ids=IDS, use_cache=cache, **options) for cache in (True, False))
     assert torch.equal(cached, full) and cached.shape == (2, 14)
+
+
+@pytest.mark.parametrize("task", [None, "FEATURE_EXTRACTION", "SEQ_CLS"])
+@pytest.mark.parametrize("name", VALUES)
+def test_adapters_of_real_values(name, task):
+    """PEFT gives every head of a task `input_ids=None`. The adapter alone has gradients."""
+    head, fields, key = VALUES[name]
+    config = peft.LoraConfig(target_modules="all-linear", task_type=task)
+    model = peft.get_peft_model(seeded(head, tiny_config("s4d", False, **fields)), config)
+    model(**{key: values_with_gaps(2, 9, fields["input_channels"])})[0].square().sum().backward()
+    gradients = {key for key, value in model.named_parameters() if value.grad is not None and value.grad.any()}
+    assert any("lora" in key for key in gradients)
+    assert gradients <= {key for key, value in model.named_parameters() if value.requires_grad}
 
 
 def test_prefix_tuning_is_refused():

@@ -81,6 +81,9 @@ def test_pipeline(two):
     assert {*two["pipeline"]["stages"]} == {*CAUSAL}
     assert all(one["logits"] < 1e-12 and one["same"] for one in two["pipeline"]["stages"].values())
     assert sorted(map(bool, two["pipeline"]["refused"])) == [False, True]
+    assert two["pipeline"]["values"][0] == (
+        "`pp_size` must be 1 for real values, got a pipeline, which passes on tokens alone"
+    )
 
 
 def test_what_cannot_be_divided(two):
