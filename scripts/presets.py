@@ -23,7 +23,7 @@ from tnn_cli.model_path import configuration_folder, nearest, preset_folders, re
 from tnn_cli.parser import ProgramParser
 from tnn_cli.training_arguments import PresetTraining, read_presets
 
-START, PAPERS = "Start here", "Of the papers"
+START, PAPERS, SIGNALS = "Start here", "Of the papers", "Signals and time series"
 # Folder of presets -> the title of their table.
 GROUPS = {"lra": "Long Range Arena", "peers": "Other models, to compare with"}
 HEADS = ("preset", "kind", "parameters", "rate", "from", "minutes", "recipe")
@@ -33,9 +33,10 @@ TRAINERS = {"classifier": "lra", "images": "images", "lra": "lra", "synthetic": 
 
 def grouped_presets() -> dict[str, list[PresetTraining]]:
     """The presets of each table."""
-    groups: dict[str, list[PresetTraining]] = {title: [] for title in (START, PAPERS, *GROUPS.values())}
+    groups: dict[str, list[PresetTraining]] = {title: [] for title in (START, PAPERS, SIGNALS, *GROUPS.values())}
     for preset in read_presets().values():
-        groups[GROUPS.get(preset.name.partition("/")[0], PAPERS if preset.minutes is None else START)].append(preset)
+        usual = SIGNALS if preset.kind == "signals" else PAPERS if preset.minutes is None else START
+        groups[GROUPS.get(preset.name.partition("/")[0], usual)].append(preset)
     return groups
 
 
@@ -66,7 +67,9 @@ def trainer_of(recipe: str) -> str:
 
 
 def command_of(preset: PresetTraining) -> str:
-    """The command that trains a preset, by its recipe if it has one."""
+    """The command that trains a preset, by its recipe if it has one. No command trains one for signals."""
+    if preset.kind == "signals":
+        return "transformers' Trainer, as docs/guides/signals.md shows"
     options = {} if preset.recipe is None else read_recipe(preset.recipe)
     program, short = TRAINERS.get(preset.kind, "pretrain"), preset.name.rpartition("/")[2]
     words = ["tnn", program]

@@ -221,7 +221,7 @@ def flops_of_token(model: torch.nn.Module, length: int) -> float:
     apart = [*operators, *(module for module in modules if isinstance(module, torch.nn.Embedding))]
     left_out = {id(parameter) for module in apart for parameter in module.parameters()}
     matrices = sum(p.numel() for p in model.parameters() if p.ndim > 1 and id(p) not in left_out)
-    head = model.get_output_embeddings().weight
+    head = getattr(model.get_output_embeddings(), "weight", None)  # a classifier has none
     matrices += head.numel() if id(head) in left_out else 0  # tied to the embeddings
     seen = [getattr(module, "sliding_window", None) or length for module in modules if is_attention(module)]
     transforms = 20 * sum(operator.channels for operator in operators) * math.log2(2 * length)

@@ -25,12 +25,12 @@ from transformers import PreTrainedModel
 from tnn_cli.atomic import write_json
 from tnn_cli.training_arguments import PretrainArguments
 
-from .. import numerics
+from .. import modeling_tnn, numerics
 from ..configuration_tnn import TnnConfig
 from ..parallel.sequence import SequenceParallel
 from .costs import PEAKS, flops_of_token
 from .passes import build_optimizer, decayed_parameters, summed_loss
-from .pretrain import build_config, build_model
+from .pretrain import build_model, change_config
 from .processes import shard_operators
 
 USABLE = 0.9  # of the memory of a GPU
@@ -88,12 +88,27 @@ def shards(model: PreTrainedModel, mesh, precision: str) -> tuple:
 ENGINES = {"ddp": copies, "fsdp2": shards, "sp": lambda model, mesh, precision: (model, SequenceParallel(model, mesh))}
 
 
+def build_example(args: PretrainArguments, config: TnnConfig) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
+    """Build a model and a batch for it. One of real values has the head that its preset names."""
+    rows, length = args.per_device_train_batch_size, args.block_size
+    if config.input_channels is None:
+        ids = torch.zeros(rows, length, dtype=torch.long)
+        return build_model(args, config), {"input_ids": ids, "labels": ids}
+    head = getattr(modeling_tnn, (config.architectures or ["TnnForSequenceClassification"])[0])
+    values, labels = torch.zeros(rows, length, config.input_channels), torch.zeros(rows, dtype=torch.long)
+    batch = {"input_values": values, "labels": labels}
+    if head is modeling_tnn.TnnForTimeSeriesPrediction:
+        future = torch.zeros(rows, config.prediction_length, config.input_channels)
+        batch = {"past_values": values, "future_values": future}
+    return build_model(args, config, head), batch
+
+
 def training_step(args: PretrainArguments, config: TnnConfig, engine: str, mesh) -> Iterator:
     """Do a step with states of the optimizer. Yields the model, then the loss before its backward pass."""
-    model = build_model(args, config).train()
+    model, batch = build_example(args, config)
+    model.train()
     called, context = ENGINES[engine](model, mesh, args.mixed_precision) if mesh else (model, nullcontext())
     optimizer = build_optimizer(model, args, decayed_parameters(model))
-    ids = torch.zeros(args.per_device_train_batch_size, args.block_size, dtype=torch.long)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
@@ -101,7 +116,7 @@ def training_step(args: PretrainArguments, config: TnnConfig, engine: str, mesh)
     yield model
     with context:
         with torch.autocast("cpu", torch.bfloat16, enabled=args.mixed_precision == "bf16"):
-            loss = summed_loss(called, config, {"input_ids": ids, "labels": ids}, config.causal)
+            loss = summed_loss(called, config, batch, config.causal) if "input_ids" in batch else called(**batch).loss
         yield loss
         loss.backward()
     optimizer.step()
@@ -156,9 +171,11 @@ def rows_of(args: argparse.Namespace) -> Iterator[dict]:
     given = {name: value for name, value in vars(args).items() if name in PretrainArguments.__dataclass_fields__}
     for length in args.lengths:
         options = PretrainArguments(**given, block_size=length, learning_rate=1e-3)
-        config = build_config(options)
+        config = change_config(options)
         if config.model_type != "tnn":
             raise ValueError(f"--config_name must be a TNN, got {config.model_type}")
+        if config.input_channels is not None and max(args.processes) > 1 and "sp" in args.engines:
+            raise ValueError("--engines must be ddp or fsdp2 for a model of real values, got sp")
         for number in args.processes:
             for engine in args.engines if number > 1 else [""]:
                 row = {"engine": engine, "gpus": number, "length": length} | count(options, config, engine, number)

@@ -126,15 +126,20 @@ def build_config(args: PretrainArguments) -> PreTrainedConfig:
     Raises:
         ValueError: an override is not a field, or the configuration does not fit the objective.
     """
+    config = change_config(args)
+    with torch.device("meta"):
+        AUTO_MODELS[args.objective].from_config(config)
+    return config
+
+
+def change_config(args: PretrainArguments) -> PreTrainedConfig:
+    """The configuration with the changes of the command line, whatever the objective."""
     known = load(AutoConfig, args.config_name)
     overrides = parse_overrides(args.config_overrides, known)
     fit_length(args, known, overrides)
     if args.vocab_size is not None:
         overrides["vocab_size"] = args.vocab_size
-    config = load_config(args.config_name, overrides)
-    with torch.device("meta"):
-        AUTO_MODELS[args.objective].from_config(config)
-    return config
+    return load_config(args.config_name, overrides)
 
 
 def fit_length(args: PretrainArguments, config: PreTrainedConfig, overrides: dict):
@@ -236,8 +241,9 @@ def build_data(
     return tokenizer, *(build_stream(args, accelerator, corpus[split], tokenizer, split) for split in splits)
 
 
-def build_model(args: PretrainArguments, config: PreTrainedConfig) -> PreTrainedModel:
-    model = AUTO_MODELS[args.objective].from_config(config)
+def build_model(args: PretrainArguments, config: PreTrainedConfig, head: type | None = None) -> PreTrainedModel:
+    """The model of the objective, or one of another class `head`."""
+    model = AUTO_MODELS[args.objective].from_config(config) if head is None else head(config)
     if args.gradient_checkpointing:
         # transformers 5.17 has one name, of which later releases warn; they have another.
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()

@@ -369,7 +369,7 @@ class PresetTraining:
     """One preset: what it is, and how it was trained.
 
     Attributes:
-        kind: causal, masked, images or classifier.
+        kind: causal, masked, images, signals or classifier.
         learning_rate: None where neither a measurement nor a paper gives one.
         figures: the file of `docs/research/figures/` in which the rate was measured; None for the rate of a paper.
         minutes: of the recipe on one core of a CPU, if it was run.

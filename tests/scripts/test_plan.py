@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from helpers.scripts import read, run_script
 from modeling_tnn import TnnConfig
 from modeling_tnn.training import plan
-from tnn_cli.training_arguments import PretrainArguments
+from tnn_cli.training_arguments import PretrainArguments, read_presets
 
 SIZES = {"vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 3, "rpe_dim": 16, "rpe_layers": 2, "decay": 0.9}
 FIELDS = ",".join(f"{name}={value}" for name, value in SIZES.items())
@@ -66,6 +66,18 @@ def test_counted_is_measured(engine, processes, fields, options, monkeypatch):
     monkeypatch.setitem(plan.ENGINES, "ddp", real_ddp)
     assert counted["peak"] == pytest.approx(measured_peak(args, config, engine, processes), rel=0.01)
     assert counted["peak"] == sum(counted[part] for part in ("states", "activations", "working"))
+
+
+def test_real_values(tmp_path):
+    """The head of a preset, the memory of which grows with the length; sequences of values are not divided."""
+    for name in ("tnn-forecaster", "tnn-speech-commands"):
+        run_script("plan", f"--config_name {name} --lengths 64 128 --processes 1 2 --engines ddp",
+                   f"--output_file {tmp_path}/plan.json")  # fmt: skip
+        rows = read(tmp_path, "plan")["rows"]
+        assert {row["parameters"] for row in rows} == {read_presets()[name].parameters}
+        assert rows[0]["peak"] < rows[2]["peak"] and rows[0]["flops_per_token"] > 3 * rows[0]["parameters"]
+    with pytest.raises(SystemExit, match="--engines must be ddp or fsdp2 for a model of real values, got sp"):
+        run_script("plan", "--config_name tnn-forecaster --processes 2")
 
 
 def test_program(tmp_path, capsys):
