@@ -241,7 +241,7 @@ DEFECTS = [
     Defect("stacking: the filters of both sides mixed", P + "kernels/stacking.py",
            "one.unflatten(0, (filters[name], -1))", "one.unflatten(0, (1, -1))", "unit/test_stacking"),
     Defect("stacking: each layer copies its gradients", P + "kernels/stacking.py",
-           "gradient.contiguous().flatten().view(gradient.shape)", "gradient", "unit/test_launches"),
+           "gradient.contiguous().flatten().view(gradient.shape)", "gradient", "unit/test_no_stalls"),
     Defect("decay: an accelerator waits for a learned one", P + "tno_rpe.py",
            "return LateRecurrence(self, None, self.refill_phase)", "return super().recurrence()",
            "unit/test_no_stalls"),

@@ -11,14 +11,7 @@ from pathlib import Path
 import pytest
 
 from helpers import processes
-from helpers.scripts import (
-    assert_same_weights,
-    launch_environment,
-    program,
-    wait_until,
-    write_config,
-    write_text,
-)
+from helpers.scripts import assert_same_weights, launch_environment, program, wait_until, write_config, write_text
 from tnn_cli.atomic import checkpoints
 
 pytestmark = pytest.mark.slow

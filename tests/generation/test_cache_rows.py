@@ -12,10 +12,7 @@ from modeling_tnn.cache_tnn import memory_per_sequence
 from modeling_tnn.serving.rows import bytes_of_text, drop_padding, put_texts, rows_of
 
 # Kinds of states, and settings with which a block or a history has another form.
-MORE = {
-    "rpe-long": {"tno_type": "rpe", "decay": 0.97},
-    "fd-tiles": {"tno_type": "fd", "fd_resolution": 8192},
-}
+MORE = {"rpe-long": {"tno_type": "rpe", "decay": 0.97}, "fd-tiles": {"tno_type": "fd", "fd_resolution": 8192}}
 STATES = ("rpe-no-decay", "rtf", "modal", "sinusoidal", "hyena", "sliding")
 EVERY_MODEL = pytest.mark.parametrize("name", [*STATES, *MORE])
 TEXTS = torch.randint(2, 99, (6, 1400), generator=torch.Generator().manual_seed(0))

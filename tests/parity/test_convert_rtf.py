@@ -11,16 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from helpers.released_rtf import (
-    affine,
-    affine_of,
-    hyena_logits,
-    hyena_state,
-    normal,
-    pooled,
-    s4_features,
-    s4_state,
-)
+from helpers.released_rtf import affine, affine_of, hyena_logits, hyena_state, normal, pooled, s4_features, s4_state
 from helpers.scripts import run
 from modeling_tnn.original.conversion import convert
 

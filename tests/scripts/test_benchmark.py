@@ -1,14 +1,18 @@
-"""The benchmarks of `tnn benchmark`: every figure is of what its row names."""
+"""The benchmarks of `tnn benchmark`: every figure is of what its row names; the measurement of a GPU, on the CPU."""
 
 import json
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Mamba2Config, Mamba2ForCausalLM
+from transformers import GenerationMixin, LlamaConfig, LlamaForCausalLM, Mamba2Config, Mamba2ForCausalLM, masking_utils
 
 from helpers.models import seeded, tiny_config
 from helpers.scripts import run, table_rows
 from modeling_tnn import TnnForCausalLM
+from modeling_tnn.benchmarks import gpu, gpu_models
+from modeling_tnn.benchmarks import measure as measuring
 from modeling_tnn.benchmarks import models as suite
 from modeling_tnn.benchmarks.products import released_product
 from modeling_tnn.cache_tnn import memory_per_sequence
@@ -107,3 +111,77 @@ def test_a_training_step_of_models_is_a_backward_pass(folders, measure, monkeypa
     measure("models", "--block_size 9 --tokens 30 --contexts 5 --bf16", "--model_name_or_path", folders[0])
     assert [shape_and_precision for *shape_and_precision, _ in found] == 2 * [[(3, 9), True]]
     assert torch.equal(found[0][2], found[1][2])
+
+
+@pytest.fixture
+def measure_gpu(tmp_path):
+    def measure_gpu(*options) -> tuple[list[dict], str]:
+        """The parts in the file, and the tables that are shown."""
+        given = ["--device", "cpu", "--quick", "--repeats", 1, "--output_dir", tmp_path, *options]
+        shown = run("benchmark", "gpu", *given).stdout
+        return json.loads((tmp_path / "gpu.json").read_text())["parts"], shown
+
+    return measure_gpu
+
+
+def test_every_part_runs(measure_gpu, tmp_path):
+    parts, shown = measure_gpu()
+    rows = {part["part"]: part["rows"] for part in parts}
+    assert list(rows) == list(gpu.PARTS) and all(rows.values()) and not any(part["error"] for part in parts)
+    # Errors are of what cannot run here; none is measured under another one's name.
+    failures = {row["way"].split(",")[0] for part in rows.values() for row in part if "error" in row}
+    assert failures <= {"triton", "PyTorch's linear_cross_entropy"}
+    assert all(row["ms_per_token"] > 0 for row in rows["decoding"])
+    page = (tmp_path / "gpu.md").read_text()
+    assert page.splitlines()[2] == gpu.NOT_A_GPU and table_rows(page) == table_rows(shown)
+
+
+def test_what_fails_says_so_and_the_others_go_on(measure_gpu, monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu_models, "step", lambda *given: 1 / 0)
+    (steps,), _ = measure_gpu("--parts", "steps")
+    assert {row["error"] for row in steps["rows"]} == {"ZeroDivisionError: division by zero"}
+    assert len(steps["rows"]) > 3
+
+
+def test_no_row_begins_after_the_time(measure_gpu, monkeypatch, tmp_path):
+    """A part that had no time is in the file too."""
+
+    def slow(args):
+        yield {"way": "slow"}
+        time.sleep(0.5)
+        yield {"way": "slow"}
+        raise AssertionError("a row after the end")
+
+    monkeypatch.setitem(gpu.PARTS, "losses", ("A slow one", slow))
+    parts, shown = measure_gpu("--parts", "losses", "steps", "--minutes", 0.5 / 60)
+    assert [(part["part"], len(part["rows"])) for part in parts] == [("losses", 2), ("steps", 0)]
+    for part in parts:
+        assert f"{part['part']} (no time was left after {len(part['rows'])} rows)" in shown
+
+
+@pytest.mark.slow
+def test_every_part_has_its_real_arguments(monkeypatch):
+    """Those of a GPU, on the meta device, where what compiles, has values or decodes is replaced.
+
+    Only what this machine or its PyTorch does not have is an error.
+    """
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **options: None)
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda positions: None)
+    monkeypatch.setattr(measuring, "measure", lambda ways, args: {way: [(run(), 1.0)[1]] for way, run in ways.items()})
+
+    def generate(model, ids, max_new_tokens, streamer, **options):
+        model(ids, use_cache=False)
+        for _ in range(max_new_tokens + 1):
+            streamer.put(None)
+
+    monkeypatch.setattr(GenerationMixin, "generate", generate)
+    sizes = {name: values[False] for name, values in gpu.SIZES.items()}
+    args = SimpleNamespace(device="meta", threads=1, repeats=1, quick=False, **sizes)
+    rows = {name: list(rows_of(args)) for name, (_, rows_of) in gpu.PARTS.items()}
+    errors = {error for part in rows.values() for row in part if (error := row.get("error"))}
+    assert all(error.startswith(("not measured: it needs", "AttributeError: module 'torch.nn")) for error in errors)
+    assert [row["length"] for row in rows["steps"]] == [n for n in (2048, 512, 8192) for _ in gpu_models.WAYS]
+    assert {(row["way"], row["cache"], row["batch_size"]) for row in rows["decoding"]} == {
+        (way, cache, batch) for way, cache in gpu_models.DECODED for batch in (1, 64)
+    }

@@ -10,12 +10,7 @@ import sys
 import numpy as np
 import pytest
 from datasets import Dataset, DatasetDict
-from transformers import (
-    AutoConfig,
-    AutoModelForMaskedLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-)
+from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from helpers import processes
 from helpers.glue import glue_options, rows

@@ -11,27 +11,11 @@ import torch.nn.functional as F
 from huggingface_hub import RepoUrl
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoTokenizer,
-    GPT2Config,
-    set_seed,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer, GPT2Config, set_seed
 
 from helpers.hybrids import HYBRIDS
 from helpers.models import seeded, tiny_config
-from helpers.scripts import (
-    assert_same_weights,
-    read,
-    run_script,
-    tree,
-    weights,
-    words,
-    write_config,
-    write_text,
-)
+from helpers.scripts import assert_same_weights, read, run_script, tree, weights, words, write_config, write_text
 from modeling_tnn import TnnConfig, TnnForCausalLM, TnnForMaskedLM, ToeplitzOperator, find_unstable
 from modeling_tnn.data.text import BlockStream, load_corpus, pack, train_tokenizer, workers_for
 from modeling_tnn.training import passes

@@ -19,16 +19,7 @@ from transformers import AutoModelForImageClassification
 from helpers import processes
 from helpers.glue import rows, save_encoder
 from helpers.programs import OF_TRAINER, ProgramTests, TrainingTests, options_of, parse, unlike
-from helpers.scripts import (
-    ROOT,
-    program,
-    run,
-    run_script,
-    wait_until,
-    words,
-    write_config,
-    write_text,
-)
+from helpers.scripts import ROOT, program, run, run_script, wait_until, words, write_config, write_text
 from modeling_tnn.data.lra import TASKS
 from modeling_tnn.training import run_image_classification, run_lra
 from modeling_tnn.training.pretrain import build_config

@@ -24,10 +24,7 @@ from helpers.scripts import ROOT, read, run
 from modeling_tnn import TnnConfig
 from modeling_tnn.data import lra, pathfinder
 from modeling_tnn.data.lra import TASKS, byte_tokenizer, encode_split, load_task
-from modeling_tnn.tools.sequence_pairs import (
-    ModernBertForSequencePairClassification,
-    TnnForSequencePairClassification,
-)
+from modeling_tnn.tools.sequence_pairs import ModernBertForSequencePairClassification, TnnForSequencePairClassification
 from modeling_tnn.training import run_lra
 from tnn_cli.declared import training_options
 from tnn_cli.programs.run_lra import LraArguments

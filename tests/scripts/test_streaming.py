@@ -8,16 +8,7 @@ import pytest
 from datasets import Dataset, IterableDataset
 
 from helpers.programs import unlike
-from helpers.scripts import (
-    SENTENCES,
-    assert_same_weights,
-    at_call,
-    read,
-    run_ranks,
-    run_script,
-    words,
-    write_config,
-)
+from helpers.scripts import SENTENCES, assert_same_weights, at_call, read, run_ranks, run_script, words, write_config
 from modeling_tnn.data.mixture import MixedRows, Mixture, open_source
 from modeling_tnn.data.streaming import TextStream, hold_out
 from modeling_tnn.data.text import tokenize, train_tokenizer

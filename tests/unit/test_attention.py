@@ -9,14 +9,7 @@ import torch
 from helpers.hybrids import DIRECTIONS, HEADS, HYBRIDS, ROPE, attention_by_definition, hybrid_config
 from helpers.mixers import MIXED, MixerTests
 from helpers.models import lively_language_model, relative_error, seeded, tiny_config
-from modeling_tnn import (
-    TnnConfig,
-    TnnForCausalLM,
-    TnnForMaskedLM,
-    TnnForSequenceClassification,
-    TnnModel,
-    numerics,
-)
+from modeling_tnn import TnnConfig, TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification, TnnModel, numerics
 from modeling_tnn.inputs import token_positions
 from modeling_tnn.kernels import stacking
 from modeling_tnn.mixers import view_of

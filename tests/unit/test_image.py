@@ -1,4 +1,4 @@
-"""Image classification: the released form, any size, image processor, pipeline, Trainer, saving."""
+"""Image classification, and the flags of the Long Range Arena models: window, image, batch norm, positions, start."""
 
 import contextlib
 
@@ -7,19 +7,16 @@ import pytest
 import torch
 from datasets import Dataset
 from PIL import Image
-from transformers import (
-    AutoImageProcessor,
-    AutoModel,
-    Trainer,
-    TrainingArguments,
-    ViTImageProcessor,
-    pipeline,
-)
+from transformers import AutoImageProcessor, AutoModel, Trainer, TrainingArguments, ViTImageProcessor, pipeline
 
-from helpers.heads import HeadTests
+from helpers.heads import HeadTests, LayerTests
 from helpers.models import BIDIRECTIONAL, image_config, relative_error, seeded, tiny_config
-from modeling_tnn import TnnForImageClassification
-from modeling_tnn.norms import SimpleRMSNorm
+from helpers.operators import random_input, random_operator
+from modeling_tnn import TnnForImageClassification, TnnForSequenceClassification, TnnModel
+from modeling_tnn.inputs import token_positions
+from modeling_tnn.norms import BatchNorm, SimpleRMSNorm
+from modeling_tnn.tno_auto import COMBINATIONS
+from modeling_tnn.tno_rpe import sinusoidal_embedding
 
 
 def released_forward(model, pixels):
@@ -142,3 +139,133 @@ def test_refused_configurations():
     ):
         with pytest.raises(ValueError, match=message):
             TnnForImageClassification(config)
+
+
+LRA = {"norm_type": "batchnorm", "rpe_hidden_norm": False, "rpe_window": 10, "position_embedding": "sinusoidal"}
+
+
+class TestLraForm(LayerTests):
+    """A batch norm counts the documents of packed rows together while it trains."""
+
+    fields = LRA
+    test_every_parameter_gets_a_gradient = None  # a bias before a batch norm has none
+
+
+def test_window_cuts_the_kernel():
+    """It is the whole kernel times a mask; `OperatorTests` and hypothesis compare its products."""
+    for causal in (True, False):
+        operator, whole = random_operator("rpe", causal, rpe_window=5), random_operator("rpe", causal)
+        for length in (1, 4, 5, 17, 63):
+            inside = torch.arange(0 if causal else 1 - length, length).abs() < 5
+            torch.testing.assert_close(operator.coefficients(length), whole.coefficients(length) * inside)
+    for window, decay, taps in ((20, 0.99, 20), (1000, 0.5, 52)):
+        assert random_operator("rpe", True, rpe_window=window, decay=decay).kernel_length(exact=True) == taps
+    assert random_operator("rpe", True, rpe_window=7, decay=0.9, learnable_decay=True).kernel_length() == 7
+
+
+def grid_operator(tno_type, spatial_mixing="product"):
+    fields = {"spatial_dims": 2, "spatial_mixing": spatial_mixing, "rtf_state_size": 5, "ski_rank": 4}
+    return random_operator(tno_type, False, **fields)
+
+
+def mix_as_released(operator, v, side):
+    """Each axis by a loop over the lines of the image, both orders of the product."""
+    image = v.unflatten(1, (side, side))
+
+    def rows(x):
+        return torch.stack([operator.rows(x[:, line]) for line in range(side)], dim=1)
+
+    def columns(x):
+        return torch.stack([operator.columns(x[:, :, line]) for line in range(side)], dim=2)
+
+    if operator.mixing == "sum":
+        return (rows(image) + columns(image)).flatten(1, 2)
+    return (columns(rows(image)) + rows(columns(image))).flatten(1, 2)
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@pytest.mark.parametrize("tno_type", BIDIRECTIONAL)
+def test_image_mixer(tno_type, combination):
+    """It is what the released code computes, line by line, values and gradients."""
+    operator = grid_operator(tno_type, combination)
+    assert not torch.equal(operator.rows.coefficients(8), operator.columns.coefficients(8))
+    for side in (1, 2, 5):
+        v = random_input(2, side**2, operator.channels).requires_grad_()
+        fast, released = operator(v), mix_as_released(operator, v, side)
+        assert relative_error(fast, released) < 1e-12
+        gradients = [torch.autograd.grad(y.square().sum(), [v, *operator.parameters()]) for y in (fast, released)]
+        for actual, expected in zip(*gradients, strict=True):
+            assert (actual - expected).abs().max() <= 1e-11 * expected.abs().max().clamp(min=1.0)
+
+
+def test_image_must_be_square():
+    with pytest.raises(ValueError, match="number of tokens .* must be a square with spatial_dims=2, got 17"):
+        grid_operator("rpe")(random_input(1, 17, 64))
+    with pytest.raises(ValueError, match="`rows` and `columns`"):
+        grid_operator("rpe").coefficients(16)
+
+
+def test_batch_norm_counts_real_tokens_only():
+    torch.manual_seed(0)
+    x, mask = torch.randn(3, 7, 4), torch.ones(3, 7)
+    mask[0, :4], mask[2, 5:] = 0, 0
+    norm, bare = BatchNorm(4), torch.nn.BatchNorm1d(4)
+    y = norm(x, mask)
+    torch.testing.assert_close(y[mask.bool()], bare(x[mask.bool()]))
+    torch.testing.assert_close(norm.running_var, bare.running_var)
+    assert y[mask == 0].abs().max() == 0
+    norm.eval(), bare.eval()
+    torch.testing.assert_close(norm(x, mask), bare(x.flatten(0, 1)).view_as(x))
+    assert norm.bfloat16()(x.bfloat16()).dtype == torch.bfloat16
+
+
+def test_packed_rows_have_the_statistics_of_their_batch():
+    """Training: documents of many lengths in a row, one of a single token, as with padding behind or around them."""
+    lengths = (1, 23, 4, 9)
+    texts, found = [torch.randint(99, (length,)) for length in lengths], []
+    rows, mask = torch.randint(99, (4, 26)), torch.zeros(4, 26, dtype=torch.long)
+    for index, text in enumerate(texts):
+        rows[index, index : index + len(text)], mask[index, index : index + len(text)] = text, 1
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    padded = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
+    behind = (torch.arange(23) < torch.tensor(lengths)[:, None]).long()
+    for ids, real in ((padded, behind), (rows, mask), (torch.cat(texts)[None], None)):
+        model = seeded(TnnModel, tiny_config("rpe", **LRA, hidden_dropout_prob=0.0)).train()
+        given = {"position_ids": positions} if real is None else {"attention_mask": real}
+        hidden = model(ids, **given).last_hidden_state
+        memory = {n: b for n, b in model.named_buffers() if "running" in n or "batches" in n}
+        assert len(memory) == 3 * 5
+        found.append((hidden[0] if real is None else hidden[real == 1], memory))
+    torch.testing.assert_close(found[1], found[0])
+    torch.testing.assert_close(found[2], found[0])
+
+
+def test_positions():
+    mask = torch.tensor([[0, 0, 1, 1, 0, 1], [1, 1, 1, 1, 1, 1]])
+    tokens = torch.zeros(2, 4)
+    assert token_positions(mask, 2, tokens).tolist() == [[0, 1, 1, 2], [2, 3, 4, 5]]
+    assert token_positions(None, 2, tokens).tolist() == [[2, 3, 4, 5]]
+    encoding = sinusoidal_embedding(torch.tensor([[0, 3]]), 5, torch.float64)
+    rates = [1, 1, 10000 ** (-2 / 5), 10000 ** (-2 / 5), 10000 ** (-4 / 5)]
+    waves = [f(3 * torch.tensor(rate)) for f, rate in zip((torch.sin, torch.cos) * 3, rates, strict=False)]
+    torch.testing.assert_close(encoding[0, 1], torch.stack(waves).double(), rtol=1e-6, atol=1e-6)
+    assert encoding[0, 0].tolist() == [0, 1, 0, 1, 0]
+
+
+def test_order_matters_with_positions():
+    """Without a kernel, a bag of words: only the positions can tell two orders apart."""
+    text = torch.randint(99, (1, 9))
+    for fields, differs in (({}, False), ({"position_embedding": "sinusoidal"}, True)):
+        config = tiny_config("rpe", False, rpe_window=1, num_hidden_layers=1, **fields)
+        model = seeded(TnnForSequenceClassification, config)
+        change = (model(text).logits - model(text.flip(1)).logits).abs().max()
+        assert (change > 1e-4) == differs
+
+
+def test_initializer_of_the_gated_unit():
+    model = seeded(TnnModel, tiny_config(initializer="normal_gtu", hidden_size=64))
+    mixer, glu = model.layers[0].mixer, model.layers[0].glu
+    for linear in (mixer.u_proj, mixer.v_proj, mixer.o_proj):
+        assert linear.weight.detach().std().item() == pytest.approx(0.02, rel=0.1)
+        assert linear.bias.detach().std().item() == pytest.approx(0.02, rel=0.3)
+    assert glu.up_proj.weight.abs().max().item() == pytest.approx(1 / 8, rel=0.01)

@@ -52,10 +52,7 @@ def assert_same(found, expected):
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("tno_type", "causal", "masked", "graphs"),
-    [("fd", False, True, 2), ("rtf", True, False, 1)],
-)
+@pytest.mark.parametrize(("tno_type", "causal", "masked", "graphs"), [("fd", False, True, 2), ("rtf", True, False, 1)])
 def test_one_graph_for_all_layers(tno_type, causal, masked, graphs):
     """A second step and evaluation compile nothing. The filters of RTF have a fused function, which needs no graph.
 

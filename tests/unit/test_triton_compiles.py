@@ -25,10 +25,7 @@ DEVICES = {80: (163 * 1024, "mma.sync"), 90: (227 * 1024, "wgmma.mma_async"), 10
 REGISTERS = 255
 # What the consumer cards of these generations have. All sizes fit them but the last ones, which they do not take.
 SMALLEST_SHARED = 99 * 1024
-FORMS = {
-    "forward": {"ACT": "silu", "BACKWARD": False},
-    "backward": {"ACT": "silu", "BACKWARD": True, "mixed": None},
-}
+FORMS = {"forward": {"ACT": "silu", "BACKWARD": False}, "backward": {"ACT": "silu", "BACKWARD": True, "mixed": None}}
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 POINTWISE = {
     "inputs": dict.fromkeys(("h", "u", "y", "g", "u_gradient")) | {"v_n": 1},
