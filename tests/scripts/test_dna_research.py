@@ -1,4 +1,4 @@
-"""The program that measures models of DNA (`docs/research/dna.py`): its chains, and its task of order."""
+"""The program that measures models of DNA (`docs/research/dna.py`): its chains, and its task of strands."""
 
 import math
 import sys
@@ -7,10 +7,15 @@ from importlib import import_module
 
 import numpy as np
 import pytest
+from transformers import AutoConfig
 
-from helpers.scripts import ROOT
+from helpers.scripts import ROOT, run_script
 
-pytest.importorskip("Bio")
+SeqIO = pytest.importorskip("Bio.SeqIO")
+from Bio.Seq import Seq  # noqa: E402
+from Bio.SeqFeature import SeqFeature, SimpleLocation  # noqa: E402
+from Bio.SeqRecord import SeqRecord  # noqa: E402
+
 sys.path.append(str(ROOT / "docs" / "research"))
 dna = import_module("dna")
 DRAWN = "".join(np.random.default_rng(2).choice(list("ACGT"), 9600, p=[0.3, 0.2, 0.2, 0.3]))
@@ -35,11 +40,50 @@ def test_markov_chains(tmp_path):
         assert lines[order] == f"order {order}: {sum(bits) / len(bits):.4f} bits per base"
 
 
-def test_the_task_of_order(tmp_path):
-    records = [f">{number}\n{DRAWN[start : start + 960]}\n" for number, start in enumerate(range(0, 9600, 960))]
-    (tmp_path / "a.fa").write_text("".join([*records, records[0]]))
-    train, labels, test, test_labels = dna.load(Namespace(train_file=str(tmp_path / "a.fa"), first="TA", second="CG"))
-    assert len(train) == len(labels) > 10 and len(test) == len(test_labels) > 2 and not set(train) & set(test)
-    for text, label in zip(train + test, [*labels, *test_labels], strict=True):
-        assert len(text) == 24 and text.count("TA") == text.count("CG") == 1
-        assert label == (text.find("TA") < text.find("CG"))
+def write_genome(file):
+    """Genes of 200 letters on both strands by turns, 50 letters apart; each tenth has no protein."""
+    other = str.maketrans("ACGT", "TGCA")
+    record = SeqRecord(Seq(DRAWN), id="one", annotations={"molecule_type": "DNA"})
+    for number, start in enumerate(range(0, len(DRAWN) - 200, 250)):
+        place = SimpleLocation(start, start + 200, strand=(1, -1)[number % 2])
+        record.features.append(SeqFeature(place, type="CDS", qualifiers={"pseudo": [""]} if number % 10 == 3 else {}))
+    SeqIO.write(record, file, "genbank")
+    return {1: DRAWN, -1: DRAWN.translate(other)[::-1]}
+
+
+def test_the_task_of_strands(tmp_path):
+    """Each window is inside a gene, in the part of its split, and its label says if the gene is on its strand."""
+    strands = write_genome(tmp_path / "a.gbk")
+    splits = dna.load(Namespace(train_file=str(tmp_path / "a.gbk"), step=7, seed=0))
+    shares, labels = {"train": (0, 0.7), "validation": (0.7, 0.8), "test": (0.8, 1)}, []
+    for name, (first, last) in shares.items():
+        starts = []
+        for text, label in zip(*splits[name], strict=True):
+            read = next(strand for strand, letters in strands.items() if text in letters)
+            found = strands[read].index(text)
+            start = found if read == 1 else len(DRAWN) - found - dna.LENGTH
+            gene, inside = divmod(start, 250)
+            assert len(text) == dna.LENGTH and inside + dna.LENGTH <= 200 and gene % 10 != 3
+            assert first * len(DRAWN) <= start and start + dna.LENGTH <= last * len(DRAWN)
+            assert label == (read == (1, -1)[gene % 2])
+            starts.append(start)
+            labels.append(label)
+        steps = np.diff(starts)
+        assert len(starts) > 0 and (steps % (7 if name == "train" else dna.LENGTH) == 0).all() and (steps > 0).all()
+    assert 0.3 < np.mean(labels) < 0.7
+
+
+def test_accuracies_of_one_strand_and_of_both():
+    """AAC and GTT have the log-odds 1 and 0, ACG and CGT 0 and -1: the second is known by both strands alone."""
+
+    def classify(texts: list[str]) -> np.ndarray:
+        return np.array([text.count("A") - text.count("C") for text in texts])
+
+    assert dna.accuracies(classify, ["AAC", "ACG"], np.array([1, 1])) == [0.5, 1.0]
+
+
+def test_a_folder_in_the_form_of_hyenadna(tmp_path):
+    assert dna.folder(Namespace(output_dir=str(tmp_path / "hub"), seed=0))
+    run_script("convert_original", tmp_path / "hub", tmp_path / "converted", "--architecture", "hyenadna")
+    config = AutoConfig.from_pretrained(tmp_path / "converted")
+    assert (config.hidden_size, config.num_hidden_layers, config.max_position_embeddings) == (64, 2, dna.LENGTH + 20)
