@@ -70,6 +70,17 @@ def advance(layer, v, operator):
 
 
 @EVERY_KIND
+def test_steps_equal_the_product(kind, blocks):
+    """Tokens one by one, through whole blocks and all of their tiles."""
+    operator = operator_of(kind)
+    for prompt in (7, 300):
+        v, layer = random_input(prompt + 150, operator), TnnCacheLayer()
+        parts = [advance(layer, v[:, :prompt], operator)]
+        parts += [advance(layer, v[:, t : t + 1], operator) for t in range(prompt, prompt + 150)]
+        assert relative_error(torch.cat(parts, dim=1), operator(v)) < 1e-12
+
+
+@EVERY_KIND
 def test_random_chunks_and_crops_equal_the_product(kind, blocks):
     """After prompts of several lengths: pieces of random length, and wrong continuations that are taken back.
 
