@@ -80,6 +80,15 @@ def test_gram_matrix_of_the_hankel_factor():
     assert relative_error((actual.t() @ expected).abs(), torch.eye(5)) < 1e-9
 
 
+def test_stays_close_on_a_text():
+    model = lively_language_model(**KERNELS["rpe"])
+    ids = torch.randint(99, (1, 600), generator=torch.Generator().manual_seed(0))
+    before = model(ids).logits
+    after = model.to_recurrent()[0](ids).logits
+    assert relative_error(after, before) < 1e-4
+    assert torch.equal(after.argmax(-1), before.argmax(-1))
+
+
 def test_float32_recurrence_stays_with_its_float64_self():
     converted = lively_language_model(**KERNELS["rpe"]).to_recurrent()[0].requires_grad_(False)
     operator = operators(converted)[0]

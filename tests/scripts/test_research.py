@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, TrainingArg
 
 from helpers.models import lively_language_model, random, seeded, tiny_config
 from helpers.scripts import ROOT, TEXT, read, save_model, table_rows, words
-from modeling_tnn import TnnForCausalLM
+from modeling_tnn import TnnForCausalLM, TnnForMaskedLM
 from modeling_tnn.tools.recurrent import kernel_to_fit
 from modeling_tnn.training.grouping_trainer import GroupingTrainer
 from tnn_cli.parser import load_config, parse_overrides
@@ -227,6 +227,15 @@ def test_settings_of_the_model_stay():
     assert all(torch.equal(found[name], one) for name, one in model.named_parameters() if ".tno." not in name)
 
 
+@pytest.mark.parametrize(("build", "message"), [
+    (lambda: lively_language_model(tno_type="rtf"), "already, got tno_type='rtf' with causal=True"),
+    (lambda: seeded(TnnForMaskedLM, tiny_config(causal=False)), "tno_type='rpe' with causal=False"),
+])  # fmt: skip
+def test_refused_models(build, message):
+    with pytest.raises(ValueError, match=message):
+        distil.convert_by_gradient(build(), 4, 4, 1, 0.1)
+
+
 STARTS = runpy.run_path(str(ROOT / "docs" / "research" / "starts.py"))
 FAMILIES, kernels_of, effective_rank, horizon = (
     STARTS[name] for name in ("FAMILIES", "kernels_of", "effective_rank", "horizon")
@@ -294,6 +303,19 @@ def test_kernels_are_those_that_the_start_names():
     usual, more = (kernels_of(started_model(name, "fd")) for name in ("output x 3", "plus the identity"))
     for first, second in zip(usual, more, strict=True):
         assert second - first / 3 == pytest.approx(np.eye(1, 64).repeat(len(first), axis=0), abs=1e-5)
+
+
+def test_fitted_kernels():
+    """Hat functions have them within 15%; the horizon is that of the kernels."""
+    torch.manual_seed(1)
+    model, make = started_model("`rpe`, the papers' start"), STARTS["LOCAL"]
+    wanted = [make(48, 64).double().numpy() for _ in range(2)]
+    kernels = iter(wanted)
+    with torch.no_grad():
+        STARTS["fitted"](lambda channels, length: torch.from_numpy(next(kernels)), with_hats=True)(model)
+    for found, expected in zip(kernels_of(model), wanted, strict=True):
+        assert np.linalg.norm(found - expected) < 0.15 * np.linalg.norm(expected)
+        assert horizon(found) == pytest.approx(horizon(expected), abs=2)
 
 
 def test_effective_rank_and_horizon():

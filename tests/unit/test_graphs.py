@@ -4,6 +4,7 @@ It serves packed rows whatever their documents, and a few graphs serve all lengt
 """
 
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +19,7 @@ from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, TnnModel, numerics
 from modeling_tnn.compile import product as recorded
 from modeling_tnn.compile.product import convolution, convolution_gradients, gated_recorded
 from modeling_tnn.kernels import choice
-from modeling_tnn.toeplitz import causal_toeplitz_matmul
+from modeling_tnn.toeplitz import causal_toeplitz_matmul, gated_convolution, toeplitz_matmul
 from modeling_tnn.toeplitz_fused import NO_GATE, fused_convolution, window_gradients
 
 IDS = torch.arange(80).view(2, 40) % 90 + 5
@@ -229,6 +230,26 @@ class TestRecorded(ProductTests):
 
     def product(self, v, kernel, first=0, gate=NO_GATE):
         return gated_recorded(v, kernel, first, gate, "fused")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["causal", "bidirectional", "response"])
+def test_products_in_a_graph(kind, dtype):
+    """Of every kind, with taps shorter and longer than the text."""
+    filtered = partial(gated_convolution, first=0)
+    matmul = {"causal": causal_toeplitz_matmul, "bidirectional": toeplitz_matmul, "response": filtered}[kind]
+    kernel_dtype = torch.promote_types(dtype, torch.float32)
+    shapes = [(2, 3, 33)] if kind == "response" else [(3, 9), (3, 201)]
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-6}.get(dtype, 1e-2)
+    for shape in shapes:
+        v, kernel = random(2, 30, 3, dtype=dtype).detach(), random(*shape, dtype=kernel_dtype).detach()
+        inputs = (v.requires_grad_(), kernel.requires_grad_())
+        found = []
+        for call in (compiled_product(matmul)[0], matmul):
+            y = call(*inputs)
+            assert y.dtype == dtype
+            found.append([y, *torch.autograd.grad(y.float().square().sum(), inputs)])
+        assert_same_product(*found, tolerance)
 
 
 @pytest.mark.parametrize("shape", [(3, 2, 30), (1, 1, 3)])

@@ -8,7 +8,7 @@ import torch
 from datasets import Dataset
 from transformers import DataCollatorWithFlattening, DefaultDataCollator, Trainer, TrainingArguments
 
-from helpers.models import random, relative_error, seeded, tiny_config
+from helpers.models import checkpoint_activations, random, relative_error, seeded, tiny_config
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM, TnnModel
 from modeling_tnn.compile.product import convolution, convolution_gradients, document_starts, recorded_convolution
 from modeling_tnn.packing import documents_of
@@ -45,6 +45,25 @@ def test_packed_is_one_by_one(tno_type, causal):
         own = document == index
         (gradient,) = torch.autograd.grad(logits[0, own].square().sum(), embeds, retain_graph=True)
         assert gradient[0, ~own].abs().max() == 0 < gradient[0, own].abs().amax(dim=1).min()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_gradients_of_parameters(causal):
+    """The gradients of the loss on packed rows are those on the padded batch, with checkpointed activations too."""
+    model, found = seeded(HEADS[causal], tiny_config(causal=causal, hidden_dropout_prob=0.0)).double().train(), []
+    padded = torch.nn.utils.rnn.pad_sequence(texts(), batch_first=True)
+    real = torch.arange(padded.shape[1]) < torch.tensor(LENGTHS)[:, None]
+    labels = padded.masked_fill(~real, -100)
+    labels[:, 0] = -100
+    rows = {"input_ids": padded, "attention_mask": real.long(), "labels": labels}
+    for given in (rows, flattened(), flattened()):
+        model.zero_grad()
+        model(**given).loss.backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+        if len(found) == 2:
+            checkpoint_activations(model)
+    for expected, *others in zip(*found, strict=True):
+        assert all(relative_error(one, expected) < 1e-9 for one in others)
 
 
 @pytest.mark.parametrize("tno_type", ["rpe", "ski"])
