@@ -178,7 +178,8 @@ def write_predictions(trainer: Trainer, task: Task, split: str) -> dict[str, flo
     """Write `predict_results_TASK.txt` in the format of run_glue.py. Return the metrics if all rows have a class."""
     rows = task.splits[split]
     columns = [name for name in rows.column_names if name != "label"]
-    if not task.is_regression and "label" in rows.column_names and min(rows["label"]) >= 0:
+    labels = rows["label"][:] if "label" in rows.column_names else [None]
+    if not task.is_regression and all(label is not None and label >= 0 for label in labels):
         columns.append("label")
     found = trainer.predict(rows.select_columns(columns))
     shown = task.shown(logits_of(found.predictions))
