@@ -24,7 +24,7 @@ demo: $(VENV)/.demo
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(TEST_ARGS)
 
-# What takes many seconds each: several processes, whole runs that are broken off, very long sequences.
+# What takes seconds each: several processes, whole runs that are broken off, very long sequences, more operators.
 test-slow: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "slow and not exhaustive" $(TEST_ARGS)
 

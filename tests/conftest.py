@@ -1,5 +1,6 @@
 """Fixtures and profiles of all tests, and the table of parity errors at the end."""
 
+import gc
 import os
 
 import pytest
@@ -26,6 +27,12 @@ def folder_of_the_run(tmp_path_factory):
 
 
 pytest_plugins = ["helpers.glue", "helpers.programs"]
+
+
+def pytest_collection_finish():
+    """Each training of Accelerate or Trainer collects garbage, which need not read all that the imports have made."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(params=VARIANTS, ids=lambda variant: f"{variant[0]}-{'causal' if variant[1] else 'bidirectional'}")

@@ -110,6 +110,7 @@ def test_full_disk_at_the_last_model(command, tmp_path, largest_file, monkeypatc
     assert_same_weights(out, out / "checkpoint-8")
 
 
+@pytest.mark.slow
 def test_full_disk_in_finetuning(encoder, glue, tmp_path, largest_file):
     """The half checkpoint of step 8 goes, that of step 4 stays and leads to the end of the unbroken run."""
     given = ["--task_name", "sst2", "--dataset_path", glue, "--max_steps", 12, "--save_steps", 4]

@@ -13,6 +13,7 @@ from transformers import Trainer
 
 from helpers import processes
 from helpers.glue import glue_options
+from helpers.models import slow
 from helpers.scripts import (
     assert_same_weights,
     at_call,
@@ -66,7 +67,7 @@ STOPS = {
 }
 
 
-@pytest.mark.parametrize("moment", STOPS)
+@pytest.mark.parametrize("moment", ["in a step", *slow(*list(STOPS)[1:])])
 def test_stopped_is_unbroken(moment, unbroken, tmp_path, caplog):
     """By a signal, with its status, after the step that was being computed; resumed, it ends as if there was none."""
     name, call, number, step = STOPS[moment]
@@ -240,6 +241,7 @@ for name, attempt in attempts.items():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of address space are those of Linux")
 def test_errors_of_a_machine_without_memory():
     """The real errors, with a limit on the memory of a process; those of CUDA; and no others."""

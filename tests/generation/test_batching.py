@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from helpers.caches import model_of
-from helpers.models import exhaustive
+from helpers.models import exhaustive, slow
 from modeling_tnn.serving.rows import bytes_of_text
 from modeling_tnn.serving.scheduler import BatchScheduler, QueueFullError
 
-EVERY_STATE = pytest.mark.parametrize("name", ["rpe", "rpe-no-decay", "rtf", "modal", "hyena", "hybrid"])
+EVERY_STATE = pytest.mark.parametrize("name", ["rpe", "rtf", "hybrid", *slow("rpe-no-decay", "modal", "hyena")])
 
 
 def prompt_of(length, seed=0):

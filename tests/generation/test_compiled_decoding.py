@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from transformers import CompileConfig, DynamicCache, StaticCache
 
 from helpers.caches import TEXT, model_of, states_of
-from helpers.models import relative_error
+from helpers.models import relative_error, slow
 from modeling_tnn.cache_tnn import CACHE, max_crop
 
 FIRST = ("rpe-medium-decay", "rtf", "converted")
@@ -71,7 +71,7 @@ LIMITED = {"hyena_filter_beyond": "error", "hyena_filter_length": 70}
 
 
 @pytest.mark.parametrize(
-    ("name", "fields", "graphs"), [("rpe-medium-decay", {}, 2), ("implicit", LIMITED, 2), ("attention", {}, 3)]
+    ("name", "fields", "graphs"), [("rpe-medium-decay", {}, 2), *slow(("implicit", LIMITED, 2), ("attention", {}, 3))]
 )
 def test_one_graph_and_the_same_tokens(name, fields, graphs):
     """After padding on the left; a text without padding, which has no mask; and padding again.
@@ -141,7 +141,7 @@ def test_what_enters_a_compiled_step_stays_the_same(name, rows, pads, monkeypatc
     assert addresses[0] <= own and len(addresses[0]) == len(layouts[0]) - len(given[0])
 
 
-@pytest.mark.parametrize("name", [*FIRST, "hybrid", pytest.param("hyena", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["rtf", "hybrid", *slow("rpe-medium-decay", "converted", "hyena")])
 @torch.no_grad()
 def test_compiled_steps_among_others(name):
     """After a long prompt, with steps, chunks, crops (of Toeplitz layers alone), changed rows and saved caches.

@@ -118,6 +118,7 @@ class TestEveryModel(CacheTests):
     few = ("rpe-medium-decay", "hyena", "sliding")
 
 
+@pytest.mark.slow
 def test_long_drafts():
     """Assistants whose drafts are longer than what their caches can take back otherwise."""
     model, prompt = model_of("rpe"), text_of(7, 1)

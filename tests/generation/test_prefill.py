@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from helpers.caches import cache_of, model_of, passes, states_of, text_of
-from helpers.models import relative_error
+from helpers.models import relative_error, slow
 from modeling_tnn import tno_modal, tno_rtf
 from modeling_tnn.cache_tnn import TnnCacheLayer, max_crop, memory_per_sequence
 from modeling_tnn.history import CHUNK_SLACK
 
-EVERY_STATE = pytest.mark.parametrize("name", ["rpe", "fd", "rtf", "s4d", "modal", "explicit"])
+EVERY_STATE = pytest.mark.parametrize("name", ["rpe", "rtf", "modal", *slow("fd", "s4d", "explicit")])
 LONG = 7001
 
 
@@ -61,7 +61,7 @@ def test_the_state_after_a_long_prompt_is_that_of_decoding(name):
     assert spare or size == memory_per_sequence(twin)
 
 
-@pytest.mark.parametrize("name", ["rpe", "rpe-no-decay", "rtf", "s4d", "modal", "hyena"])
+@pytest.mark.parametrize("name", ["rpe", "rtf", *slow("rpe-no-decay", "s4d", "modal", "hyena")])
 @torch.no_grad()
 def test_pieces_of_a_prompt(name):
     """Each is read by itself, with padding before it, after it and in it, in float32 too."""
@@ -92,7 +92,7 @@ def test_a_prompt_with_gradients_keeps_its_inputs(name):
             assert relative_error(model(text[:, 301:], past_key_values=past).logits, expected) < 1e-10
 
 
-@pytest.mark.parametrize("name", ["rpe", "rtf", "s4d", "modal"])
+@pytest.mark.parametrize("name", ["rpe", "modal", *slow("rtf", "s4d")])
 @torch.no_grad()
 def test_inputs_that_have_faded_are_not_read(name):
     """Reading all inputs of a long prompt takes longer than a state needs. On the meta device shapes are enough."""

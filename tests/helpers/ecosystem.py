@@ -8,6 +8,7 @@ import torch
 from tokenizers import ByteLevelBPETokenizer
 from transformers import PreTrainedTokenizerFast
 
+from helpers import models
 from helpers.models import AUTO, seeded, tiny_config
 from modeling_tnn import TnnForCausalLM, TnnForMultipleChoice, TnnForQuestionAnswering, TnnForSequenceClassification
 
@@ -32,12 +33,13 @@ class Matrix:
     def __init__(self):
         self.rows: dict[str, set[str]] = {}
 
-    def __call__(self, *classes):
-        """Run a test with each of these classes, and enter them into the matrix."""
+    def __call__(self, *classes, slow=()):
+        """Run a test with each of these classes, and `make test-slow` with those of `slow`; both enter the matrix."""
 
         def decorate(test):
-            self.rows[test.__name__] = {head.__name__ for head in classes}
-            return pytest.mark.parametrize("head", classes, ids=lambda head: head.__name__)(test)
+            self.rows[test.__name__] = {head.__name__ for head in (*classes, *slow)}
+            values = [*classes, *models.slow(*slow)]
+            return pytest.mark.parametrize("head", values, ids=lambda head: head.__name__)(test)
 
         return decorate
 

@@ -81,12 +81,14 @@ def tiny_config(tno_type="rpe", causal=True, **fields) -> TnnConfig:
 UNALIGNED = 3e-6
 
 
+def slow(*values, mark=pytest.mark.slow) -> list:
+    """Parameters that `make test-slow` adds to those of the usual tests."""
+    return [pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=mark) for value in values]
+
+
 def exhaustive(*values) -> list:
     """Parameters that `make test-exhaustive` adds to those of the usual tests."""
-    return [
-        pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.exhaustive)
-        for value in values
-    ]
+    return slow(*values, mark=pytest.mark.exhaustive)
 
 
 def seeded(build, *args, **kwargs):

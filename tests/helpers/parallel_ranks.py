@@ -5,6 +5,6 @@ import sys
 from helpers import ranks, sequence_ranks, tensor_ranks
 
 if __name__ == "__main__":
-    slow, few = "--slow" in sys.argv, "--few" in sys.argv
-    found = {f"tensor: {name}": case for name, case in tensor_ranks.cases(few, slow).items()}
-    ranks.run(found | {f"sequence: {name}": case for name, case in sequence_ranks.cases(few, slow).items()})
+    slow = "--slow" in sys.argv
+    found = {f"tensor: {name}": case for name, case in tensor_ranks.cases(slow).items()}
+    ranks.run(found | {f"sequence: {name}": case for name, case in sequence_ranks.cases(slow).items()})

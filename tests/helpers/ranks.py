@@ -23,38 +23,38 @@ from helpers.scripts import free_port
 PATIENCE, LONGEST = 40, 300
 
 
-def start(world: int, extent: str | None = None) -> dict[str, dict]:
+def start(world: int, slow: bool = False) -> dict[str, dict]:
     """The results of rank 0 of so many processes that run `helpers.parallel_ranks`, by the names of the cases.
 
     A process that fails, or one that hangs, ends all of them.
 
     Args:
-        extent: "--few" or "--slow" for fewer or all cases.
+        slow: all cases, and not those of the usual tests.
 
     Raises:
         AssertionError: a process has failed, with the end of what it has printed.
     """
-    results, error = _outcome(world, extent)
+    results, error = _outcome(world, slow)
     assert error is None, error
     return results
 
 
 @functools.cache
-def _outcome(world: int, extent: str | None) -> tuple[dict[str, dict], str | None]:
+def _outcome(world: int, slow: bool) -> tuple[dict[str, dict], str | None]:
     """Started once for all tests of all processes of pytest, also if it fails."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
-        return _started(world, extent)
-    file = Path(os.environ["FOLDER_OF_THE_RUN"]) / f"ranks-{world}{extent or ''}.json"
+        return _started(world, slow)
+    file = Path(os.environ["FOLDER_OF_THE_RUN"]) / f"ranks-{world}{'-slow' * slow}.json"
     with FileLock(f"{file}.lock"):
         if not file.exists():
-            file.write_text(json.dumps(_started(world, extent)))
+            file.write_text(json.dumps(_started(world, slow)))
     return tuple(json.loads(file.read_text()))
 
 
-def _started(world: int, extent: str | None) -> tuple[dict[str, dict], str | None]:
+def _started(world: int, slow: bool) -> tuple[dict[str, dict], str | None]:
     shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}
     shared |= {"OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "LOCAL_WORLD_SIZE": str(world)}
-    command = [sys.executable, "-m", "helpers.parallel_ranks", *([extent] if extent else [])]
+    command = [sys.executable, "-m", "helpers.parallel_ranks", *["--slow"] * slow]
     folder = tempfile.TemporaryDirectory()  # of all that the processes save
     shared |= {"TMPDIR": folder.name}
     started = [
@@ -62,7 +62,7 @@ def _started(world: int, extent: str | None) -> tuple[dict[str, dict], str | Non
         for rank in range(world)
     ]
     try:
-        deadline = time.monotonic() + LONGEST * (3 if extent == "--slow" else 1)
+        deadline = time.monotonic() + LONGEST * (3 if slow else 1)
         while any(one.poll() is None for one in started) and not any(one.poll() for one in started):
             if time.monotonic() > deadline:
                 return {}, f"too slow, or hanging: {[one.output()[1][-2000:] for one in started]}"

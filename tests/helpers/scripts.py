@@ -15,6 +15,7 @@ from importlib import import_module
 from pathlib import Path
 
 import torch
+import transformers
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils.launch import prepare_multi_gpu_env
@@ -62,6 +63,7 @@ def run_script(name: str, *arguments):
         sys.argv = saved
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
+        transformers.utils.logging.enable_progress_bar()  # `pretrain` has none
 
 
 def program(name: str, *arguments) -> list[str]:

@@ -50,9 +50,8 @@ CASES |= {"decays": ("rpe", True, {"learnable_decay": True, "norm_position": "po
 CASES |= {"eager": ("fd", False, {"tno_implementation": "eager"}, padding)}
 CASES |= {"two axes": ("rpe", False, {"spatial_dims": 2, "max_position_embeddings": 16}, dict)}
 
-USUAL = [f"{name}-{'causal' if causal else 'bidirectional'} packed and padded" for name, causal in VARIANTS]
+USUAL = [f"{name}-causal packed and padded" for name in CAUSAL]
 USUAL += ["rpe-causal plain", "ski-bidirectional padded", "sinusoidal packed", "uneven channels", "two axes"]
-FEW = ["rpe-causal plain", "rtf-causal packed and padded", "ski-bidirectional packed and padded", "uneven channels"]
 
 
 def build(tno_type: str, causal: bool, fields: dict):
@@ -247,10 +246,9 @@ def refuse() -> dict:
         }
 
 
-def cases(few: bool, slow: bool) -> dict:
-    """The cases of `make test` for two processes, some of them, or all."""
-    names = FEW if few else CASES.keys() if slow else USUAL
-    others = {"generate": partial(generate, ["rtf"] if few else CAUSAL), "count": count}
-    training = {"train": train, "train mixed": partial(train, mixed=True)}
-    others |= {} if few else training | {"engines": engines, "refuse": refuse}
+def cases(slow: bool) -> dict:
+    """The cases of `make test`, or all."""
+    names = CASES.keys() if slow else USUAL
+    others = {"generate": partial(generate, CAUSAL if slow else ["rpe", "rtf"]), "count": count}
+    others |= {"train": train, "train mixed": partial(train, mixed=True), "engines": engines, "refuse": refuse}
     return {name: partial(check, *CASES[name]) for name in names} | others

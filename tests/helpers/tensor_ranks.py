@@ -15,7 +15,7 @@ from transformers.distributed import DistributedConfig
 from helpers import ranks
 from helpers.hybrids import HYBRIDS
 from helpers.mixers import MIXED
-from helpers.models import VARIANTS, checkpoint_activations, image_config, relative_error, seeded, tiny_config
+from helpers.models import CAUSAL, VARIANTS, checkpoint_activations, image_config, relative_error, seeded, tiny_config
 from modeling_tnn import (
     TnnForAudioClassification,
     TnnForCausalLM,
@@ -27,14 +27,17 @@ from modeling_tnn import (
 
 NORMS = ("simplermsnorm", "rmsnorm", "gatedrmsnorm", "scalenorm", "layernorm")
 # Operator, direction and fields.
-CASES = {f"{name}-{'causal' if causal else 'bidirectional'}": (name, causal, {}) for name, causal in VARIANTS}
+ALL = {f"{name}-{'causal' if causal else 'bidirectional'}": (name, causal, {}) for name, causal in VARIANTS}
+OTHERS = ("rpe-bidirectional", "explicit-bidirectional", "s4d-bidirectional", "hyena-bidirectional", "fd-causal")
+CASES = {name: case for name, case in ALL.items() if name not in OTHERS}
 CASES |= {"gtu_norm": ("rpe", True, {"gtu_norm": True, "norm_type": "gatedrmsnorm"})}
 CASES |= {"one denominator": ("rtf", True, {"rtf_num_denominators": 1})}
 CASES |= {name: ("rtf", True, fields) for name, fields in MIXED.items()}
 CASES |= {"hyena norm": ("hyena", False, {"toeplitz_mixer": "hyena", "hyena_norm": True})}
 # The heads are divided too.
 CASES |= {"hybrid": ("rpe", True, HYBRIDS["full"] | {"num_key_value_heads": 4})}
-SLOW = {f"gtu_norm {norm}": ("rpe", True, {"gtu_norm": True, "norm_type": norm}) for norm in NORMS}
+SLOW = {name: ALL[name] for name in OTHERS}
+SLOW |= {f"gtu_norm {norm}": ("rpe", True, {"gtu_norm": True, "norm_type": norm}) for norm in NORMS}
 # Widths that two and four processes do not divide: transformers 5.17 refuses them.
 UNEVEN = {"gtu_expansion": 1.72, "intermediate_size": 39, "vocab_size": 99}
 SLOW |= {"uneven": ("rpe", True, UNEVEN | {"learnable_decay": True}), "uneven fd": ("fd", False, UNEVEN)}
@@ -43,9 +46,6 @@ SLOW |= {"uneven hyena": ("hyena", True, UNEVEN | MIXED["hyena"])}
 SLOW |= {"two denominators": ("rtf", False, {"rtf_num_denominators": 2})}
 SLOW |= {"no glu": ("rpe", True, {"use_glu": False}), "untied": ("rpe", True, {"tie_word_embeddings": False})}
 SLOW |= {"two axes": ("rpe", False, {"spatial_dims": 2, "max_position_embeddings": 16})}
-
-
-FEW = ("rpe-causal", "rtf-bidirectional")
 
 
 def inputs(two_axes: bool) -> dict[str, torch.Tensor]:
@@ -188,22 +188,21 @@ def continue_texts() -> dict:
     return found
 
 
-def pipeline() -> dict:
-    """The layers divided over the processes: logits, and generated tokens after padding, of each operator."""
+def pipeline(names: list[str]) -> dict:
+    """The layers divided over the processes: logits, and generated tokens after padding, of these operators."""
     found = {}
     fields = {"num_hidden_layers": 5, "position_embedding": "sinusoidal", "embedding_norm": True}
-    for name, causal in VARIANTS:
-        if causal:
-            model, folder = save(name, True, fields)
-            config = DistributedConfig(pp_size=dist.get_world_size())
-            divided = TnnForCausalLM.from_pretrained(folder, distributed_config=config, dtype=torch.float64)
-            given = inputs(False)
-            given["attention_mask"][1] = 1
-            real = given["attention_mask"].bool()
-            with torch.no_grad():
-                error = relative_error(divided(**given).logits[real], model(**given).logits[real])
-            tokens = [one.generate(**given, max_new_tokens=6, do_sample=False) for one in (divided, model)]
-            found[name] = {"logits": ranks.worst([error]), "same": all(gathered(torch.equal(*tokens)))}
+    config = DistributedConfig(pp_size=dist.get_world_size())
+    for name in names:
+        model, folder = save(name, True, fields)
+        divided = TnnForCausalLM.from_pretrained(folder, distributed_config=config, dtype=torch.float64)
+        given = inputs(False)
+        given["attention_mask"][1] = 1
+        real = given["attention_mask"].bool()
+        with torch.no_grad():
+            error = relative_error(divided(**given).logits[real], model(**given).logits[real])
+        tokens = [one.generate(**given, max_new_tokens=6, do_sample=False) for one in (divided, model)]
+        found[name] = {"logits": ranks.worst([error]), "same": all(gathered(torch.equal(*tokens)))}
     _, folder = save("rpe", True, {"num_hidden_layers": 1})
     divided, refused = TnnForCausalLM.from_pretrained(folder, distributed_config=config, dtype=torch.float64), ""
     try:
@@ -281,10 +280,10 @@ def refuse() -> dict:
     return errors
 
 
-def cases(few: bool, slow: bool) -> dict:
-    """The cases of `make test` for two processes, some of them, or all."""
-    chosen = {name: CASES[name] for name in FEW} if few else CASES | (SLOW if slow else {})
+def cases(slow: bool) -> dict:
+    """The cases of `make test`, or all."""
+    chosen = CASES | (SLOW if slow else {})
     others = {"train": train, "train mixed": partial(train, mixed=True), "continue": continue_texts}
-    others = {} if few else others | {"pipeline": pipeline, "refuse": refuse}
+    others |= {"pipeline": partial(pipeline, CAUSAL if slow else ["rpe", "rtf"]), "refuse": refuse}
     others |= {"heads": heads, "shards": shards} if slow else {}
     return {name: partial(check, *case) for name, case in chosen.items()} | others

@@ -77,7 +77,7 @@ def leaves(nested) -> dict:
     return {"": nested}
 
 
-@heads(TnnForCausalLM, TnnForMaskedLM, TnnForSequenceClassification, TnnForTokenClassification)
+@heads(TnnForCausalLM, TnnForTokenClassification, slow=(TnnForMaskedLM, TnnForSequenceClassification))
 def test_trainer(head, folder, tokenizer, tmp_path):
     """The loss falls, a checkpoint loads, and the trained model is what was saved."""
     rows = [tokenizer(text, return_token_type_ids=False) for text in SENTENCES] * 8
@@ -242,7 +242,11 @@ def test_device_map_with_offload_to_disk(head, folder, inputs, tmp_path):
     assert torch.equal(first_output(loaded, inputs), first_output(expected, inputs))
 
 
-@heads(*AUTO)
+@heads(
+    TnnForMaskedLM,
+    TnnForMultipleChoice,
+    slow=[head for head in AUTO if head not in (TnnForMaskedLM, TnnForMultipleChoice)],
+)
 def test_export(head, folder, inputs, tokenizer):
     """One program for all batch sizes and lengths, padded ones too."""
     model = AUTO[head].from_pretrained(folder, use_cache=False).eval()

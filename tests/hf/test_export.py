@@ -10,7 +10,7 @@ from torch.export import Dim
 
 from helpers.hybrids import HYBRIDS
 from helpers.mixers import MIXED
-from helpers.models import VALUES, VARIANTS, exhaustive, relative_error, seeded, tiny_config, values_with_gaps
+from helpers.models import VALUES, VARIANTS, exhaustive, relative_error, seeded, slow, tiny_config, values_with_gaps
 from modeling_tnn import TnnForCausalLM, TnnForImageClassification, TnnForMaskedLM, TnnModel
 from modeling_tnn.tno_rtf import extend_kernel, kernel_of_any_length, rational_kernel
 from modeling_tnn.toeplitz import (
@@ -83,8 +83,9 @@ def check_program(run, model, mask: bool = False):
 
 @pytest.mark.parametrize(
     "fields, kind, mask",
-    [(fields, "range", True) for fields in [*OPERATORS, MIXED["hyena"]]]
+    [(fields, "range", True) for fields in [*OPERATORS[::4], MIXED["hyena"]]]
     + [(fields, kind, False) for fields, kind in zip(OPERATORS[:3], NAMES, strict=True)]
+    + slow(*((fields, "range", True) for index, fields in enumerate(OPERATORS) if index % 4))
     + exhaustive(*((fields, "range", True) for fields in OPTIONS))
     + exhaustive(*((fields, kind, False) for fields in OPERATORS for kind in NAMES)),
 )
@@ -138,6 +139,7 @@ def test_pairs():
         assert relative_error(program(**inputs)[0], model(**inputs)[0]) < 1e-5
 
 
+@pytest.mark.slow
 def test_images():
     """An exported image model takes any number of images of one size."""
     fields = {"spatial_dims": 2, "image_size": 24, "patch_size": 4, "max_position_embeddings": 36, "rtf_state_size": 4}
@@ -175,9 +177,7 @@ def value_batch(name: str, rows: int, length: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", VALUES)
-@pytest.mark.parametrize(
-    "causal, onnx", [(True, False), (False, False), pytest.param(True, True, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("causal, onnx", [(True, False), *slow((False, False), (True, True))])
 def test_real_values(name, causal, onnx, tmp_path):
     """One program for all lengths, in which values may be missing, for PyTorch or onnxruntime."""
     head, fields, _ = VALUES[name]

@@ -232,5 +232,6 @@ assert transformers.AutoModel._model_mapping.registered == (modeling_tnn.TnnConf
 """
 
 
+@pytest.mark.slow
 def test_models_are_imported_when_asked_for():
     processes.run([sys.executable, "-c", BEGIN + CHECKS], check=True)

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from helpers.ecosystem import SENTENCES, Matrix, log_likelihood, save_head
-from helpers.models import VALUES, lively_language_model, relative_error, seeded, tiny_config, values_with_gaps
+from helpers.models import VALUES, lively_language_model, relative_error, seeded, slow, tiny_config, values_with_gaps
 from helpers.scripts import ROOT, save_model
 from modeling_tnn import (
     TnnForCausalLM,
@@ -155,6 +155,7 @@ def test_trl_dpo(head, folder, tokenizer, tmp_path):
         assert margins[1] > margins[0] + 1, start
 
 
+@pytest.mark.slow
 @heads(TnnForCausalLM)
 def test_trl_grpo(head, tokenizer, tmp_path):
     """The reward, the number of even tokens, rises. The texts come from `generate` and its cache."""
@@ -305,7 +306,7 @@ def distance(one, other) -> float:
     return max((a - b).detach().abs().max().item() for a, b in pairs)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["rtf", "images", *slow(*(case for case in CASES if case not in ("rtf", "images")))])
 def test_every_way_of_training(case, tmp_path):
     usual = trained(case, tmp_path).model
     assert distance(usual, build(case)) > 1e-3

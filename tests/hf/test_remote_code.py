@@ -46,12 +46,15 @@ from modeling_tnn.hub import AUTO_MAP
 
 PACKAGE = Path(modeling_tnn.__file__).parent
 CODE = {Path(file).name for file in get_relative_import_files(PACKAGE / "modeling_tnn.py")} | {"modeling_tnn.py"}
-FEW = [(TnnForCausalLM, "rtf", True), (TnnForMaskedLM, "ski", False), (TnnForSequenceClassification, "fd", False),
-       (TnnForTokenClassification, "rpe", False), (TnnForQuestionAnswering, "rtf", True)]  # fmt: skip
-EVERY = [(head, tno_type, causal) for tno_type, causal in VARIANTS
-         for head in (TnnForCausalLM if causal else TnnForMaskedLM, TnnForSequenceClassification)]  # fmt: skip
-HYBRID = [(TnnForCausalLM, "rpe", True, HYBRIDS["full"]), (TnnForMaskedLM, "rpe", False, HYBRIDS["sliding"]),
-          (TnnForCausalLM, "rtf", True, MIXED["hyena"]), (TnnForMaskedLM, "ski", False, MIXED["s4"])]  # fmt: skip
+FEW = [(TnnForCausalLM, "rtf", True, MIXED["hyena"]), (TnnForMaskedLM, "ski", False, HYBRIDS["sliding"]),
+       (TnnForSequenceClassification, "fd", False)]  # fmt: skip
+EVERY = [
+    (head, tno_type, causal)
+    for tno_type, causal in VARIANTS
+    for head in (TnnForCausalLM if causal else TnnForMaskedLM, TnnForSequenceClassification)
+]
+EVERY += [(TnnForTokenClassification, "rpe", False), (TnnForQuestionAnswering, "rtf", True),
+          (TnnForCausalLM, "rpe", True, HYBRIDS["full"]), (TnnForMaskedLM, "ski", False, MIXED["s4"])]  # fmt: skip
 PROMPT, OPTIONS = torch.tensor([[5, 6, 7]]), {"max_new_tokens": 9, "eos_token_id": None}
 
 # What every script below runs under: an environment in which the package does not exist.
@@ -94,7 +97,7 @@ def test_heads_and_variants(every, tmp_path):
     Every second folder has the names of weights of an earlier version, and is saved with those of today.
     """
     saved, models = [], {}
-    for index, (head, tno_type, causal, *fields) in enumerate([*(EVERY if every else FEW), *HYBRID]):
+    for index, (head, tno_type, causal, *fields) in enumerate(FEW + EVERY if every else FEW):
         folder = str(tmp_path / str(index))
         models[folder] = perturbed_model(head, tno_type, causal, **(fields[0] if fields else {}))
         models[folder].save_pretrained(folder)
@@ -145,6 +148,7 @@ for extra in (converted.to_recurrent, lambda: converted.generate(ids, cache_impl
 """
 
 
+@pytest.mark.slow
 def test_converted_models_images_and_signals(tmp_path):
     """What a folder does not carry is refused with a line that names the package."""
     models = {

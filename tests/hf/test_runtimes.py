@@ -10,7 +10,7 @@ from torch.export import Dim
 from helpers import processes
 from helpers.ecosystem import Matrix, first_output
 from helpers.hybrids import HYBRIDS
-from helpers.models import BIDIRECTIONAL, VARIANTS, exhaustive, relative_error, seeded, tiny_config
+from helpers.models import BIDIRECTIONAL, VARIANTS, exhaustive, relative_error, seeded, slow, tiny_config
 from modeling_tnn import DecodingStep, TnnForCausalLM, TnnForMaskedLM, TnnModel, keep_products
 from modeling_tnn.compile.product import keeps_products
 
@@ -167,7 +167,8 @@ def test_matrix_of_the_page():
     heads.check()
 
 
-FEW = [("rpe", True, False), ("rtf", True, True), ("ski", False, False)]
+FEW = [("rpe", True, False)]
+SLOW = [("rtf", True, True), ("ski", False, False)]
 ALL = [(*variant, strict) for variant in VARIANTS for strict in (False, True)]
 
 
@@ -200,7 +201,8 @@ def check(run, model, lengths, packed: bool = False):
 
 
 @pytest.mark.parametrize(
-    ("tno_type", "causal", "strict"), [*FEW, *exhaustive(*(case for case in ALL if case not in FEW))]
+    ("tno_type", "causal", "strict"),
+    [*FEW, *slow(*SLOW), *exhaustive(*(case for case in ALL if case not in FEW + SLOW))],
 )
 def test_one_node_for_each_product(tno_type, causal, strict):
     """SKI has two products in a layer. One program for all batches and lengths, and one of packed rows."""
@@ -230,6 +232,7 @@ def test_it_must_be_asked_for():
     assert products(exported_products(model)) == 0
 
 
+@pytest.mark.slow
 def test_onnx_has_plain_operations():
     pytest.importorskip("onnxscript")
     with keep_products():
@@ -246,6 +249,7 @@ with torch.no_grad():
 """
 
 
+@pytest.mark.slow
 def test_gradients_and_files(tmp_path):
     """Its gradients are those of the model; loaded in a fresh process, which imports the package and no model."""
     model = language_model()

@@ -3,12 +3,12 @@
 import ast
 import functools
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import torch
 
+from helpers import processes
 from helpers.models import seeded, tiny_config
 from modeling_tnn import TnnForCausalLM
 from modeling_tnn.tno_auto import BUILT_IN, OPERATORS
@@ -73,7 +73,7 @@ def test_sub_packages_import_the_core():
 def test_models_need_nothing_of_the_programs():
     """Who imports the package alone has not the libraries of its extras."""
     code = "import sys, modeling_tnn; modeling_tnn.TnnModel; assert 'tnn_cli' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    processes.run([sys.executable, "-c", code], check=True)
 
 
 def test_imports_are_relative():

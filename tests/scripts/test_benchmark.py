@@ -124,6 +124,7 @@ def measure_gpu(tmp_path):
     return measure_gpu
 
 
+@pytest.mark.slow
 def test_every_part_runs(measure_gpu, tmp_path):
     parts, shown = measure_gpu()
     rows = {part["part"]: part["rows"] for part in parts}

@@ -164,6 +164,7 @@ def test_two_shards_are_one_model(runs):
     assert (folder / "one" / "config.json").read_text() == (folder / "two" / "config.json").read_text()
 
 
+@pytest.mark.slow
 def test_another_number_of_processes_resumes(runs):
     """The shards of two processes in three, with the same global batch; in one process they cannot be read."""
     folder, options = runs

@@ -287,6 +287,7 @@ def test_a_trained_classifier_keeps_its_labels(kind, labels, exchanged, sst2, tm
     assert AutoConfig.from_pretrained(out).id2label == AutoConfig.from_pretrained(exchanged).id2label
 
 
+@pytest.mark.slow
 def test_labels_of_another_classifier_are_refused(exchanged, tmp_path):
     """A new head is drawn if that is asked for, even of the same size, which transformers would keep."""
     out = tmp_path / "out"
@@ -348,6 +349,7 @@ def write_benchmark(folder):
     return folder
 
 
+@pytest.mark.slow
 def test_tasks_of_dna(tmp_path):
     """Both tasks by their names: trained, and tested by the metric that is asked for."""
     data, model = write_benchmark(tmp_path / "benchmark"), tmp_path / "model"

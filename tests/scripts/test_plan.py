@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
 
+from helpers.models import slow
 from helpers.scripts import read, run_script
 from modeling_tnn import TnnConfig
 from modeling_tnn.training import plan
@@ -54,8 +55,8 @@ def real_ddp(model: PreTrainedModel, *_) -> tuple:
         ("", 1, {}, {"mixed_precision": "bf16", "optim": "muon"}),
         ("", 1, {"tno_type": "rtf", "rtf_state_size": 8}, {"gradient_checkpointing": True}),
         ("ddp", 4, {"tno_type": "ski", "ski_rank": 8, "causal": False}, {"objective": "mlm"}),
-        ("fsdp2", 4, {"tno_type": "fd", "hidden_size": 256}, {"mixed_precision": "bf16"}),
         ("sp", 4, {}, {}),
+        *slow(("fsdp2", 4, {"tno_type": "fd", "hidden_size": 256}, {"mixed_precision": "bf16"})),
     ],
 )
 def test_counted_is_measured(engine, processes, fields, options, monkeypatch):
@@ -68,6 +69,7 @@ def test_counted_is_measured(engine, processes, fields, options, monkeypatch):
     assert counted["peak"] == sum(counted[part] for part in ("states", "activations", "working"))
 
 
+@pytest.mark.slow
 def test_real_values(tmp_path):
     """The head of a preset, the memory of which grows with the length; sequences of values are not divided."""
     for name in ("tnn-forecaster", "tnn-speech-commands"):

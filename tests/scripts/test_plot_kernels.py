@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.models import seeded, tiny_config
+from helpers.models import seeded, slow, tiny_config
 from helpers.scripts import run
 from modeling_tnn import TnnForCausalLM, TnnForImageClassification, TnnForMaskedLM
 from modeling_tnn.plotting import figures
@@ -152,7 +152,7 @@ IMAGES = {"image_size": 24, "patch_size": 4, "max_position_embeddings": 36, "spa
 @pytest.mark.parametrize(("head", "fields", "names"), [
     (TnnForCausalLM, {"tno_type": "modal"}, ["layer-0"]),
     (TnnForMaskedLM, {"tno_type": "ski", "causal": False}, ["layer-0"]),
-    (TnnForImageClassification, {"causal": False, **IMAGES}, ["layer-0-rows", "layer-0-columns"]),
+    *slow((TnnForImageClassification, {"causal": False, **IMAGES}, ["layer-0-rows", "layer-0-columns"])),
 ])  # fmt: skip
 def test_script(head, fields, names, tmp_path):
     """An image model has two kernels a layer, whose longest lag is a side of the image."""

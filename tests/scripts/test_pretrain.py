@@ -14,7 +14,7 @@ from torch.utils.flop_counter import flop_registry
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer, GPT2Config, set_seed
 
 from helpers.hybrids import HYBRIDS
-from helpers.models import seeded, tiny_config
+from helpers.models import seeded, slow, tiny_config
 from helpers.scripts import assert_same_weights, read, run_script, tree, weights, words, write_config, write_text
 from modeling_tnn import TnnConfig, TnnForCausalLM, TnnForMaskedLM, ToeplitzOperator, find_unstable
 from modeling_tnn.data.text import BlockStream, load_corpus, pack, train_tokenizer, workers_for
@@ -132,7 +132,7 @@ def test_the_peak_of_a_device(monkeypatch):
     assert peak_of(torch.device("cpu"), "bf16") is None
 
 
-@pytest.mark.parametrize("kind, error", [("tnn", None), ("tnn", "no compiler"), ("gpt2", "no compiler")])
+@pytest.mark.parametrize("kind, error", [("tnn", None), *slow(("tnn", "no compiler"), ("gpt2", "no compiler"))])
 def test_compiled(kind, error, pretrain, tmp_path, monkeypatch, caplog):
     """One graph for all layers, and the checkpoints of a run that is not compiled; without a compiler, one warning."""
     compiled, graphs = torch.compile, []
@@ -206,6 +206,7 @@ def test_the_schedule_and_what_is_tracked(pretrain, tmp_path):
     assert len(events.Scalars("loss")) == 8
 
 
+@pytest.mark.slow
 def test_a_run_is_continued_from_before_its_decay(pretrain, tmp_path):
     """A checkpoint before the decay of `warmup_stable_decay` serves a longer run, with a longer decay too."""
     schedule = "--lr_scheduler_type warmup_stable_decay --warmup_steps 2 --lr_scheduler_kwargs "

@@ -441,6 +441,7 @@ def test_ctrl_c_in_a_destructor(monkeypatch):
     assert left.value.code == 130
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_long_computation(inputs):
     long = f"--model_name_or_path {inputs}/tnn --prompt The --max_new_tokens 100000 --eos_token_id null"
     with processes.Process(program("generate", long)) as process:

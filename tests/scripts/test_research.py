@@ -115,6 +115,7 @@ def test_streaming(measure):
     assert [(row["way"], row["tokens"]) for row in rows] == [("rtf", 512)]
 
 
+@pytest.mark.slow
 def test_generation(measure):
     models = ["rpe", "rtf", "modal", "hybrid", "attention", "gpt2", "weights"]
     options = "--hidden_size 64 --num_hidden_layers 2 --vocab_size 100 --contexts 16 300"

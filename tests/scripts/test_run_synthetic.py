@@ -110,6 +110,7 @@ def test_enough_states_hold_a_delay():
 FIXED = "--max_steps 2 --max_train_samples 20 --max_eval_samples 10 --save_strategy no --hidden_size 4 --seeds 0 1"
 
 
+@pytest.mark.slow
 def test_variants(monkeypatch, tmp_path, task="passkey"):
     """Each variant is trained with its own fields and scored at each length; the longer score is of longer rows."""
     seen, forward = set(), TnnForCausalLM.forward

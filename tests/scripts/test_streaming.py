@@ -7,6 +7,7 @@ import psutil
 import pytest
 from datasets import Dataset, IterableDataset
 
+from helpers.models import slow
 from helpers.programs import unlike
 from helpers.scripts import SENTENCES, assert_same_weights, at_call, read, run_ranks, run_script, words, write_config
 from modeling_tnn.data.mixture import MixedRows, Mixture, open_source
@@ -168,7 +169,7 @@ def kill():
     raise Killed
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("workers", slow(0, 2))
 def test_a_killed_run_that_is_resumed_is_the_unbroken_one(workers, options, tmp_path, monkeypatch):
     """Bit for bit; and no other stream resumes it."""
     options += ["--dataloader_num_workers", workers]

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from helpers import processes
-from helpers.models import exhaustive
+from helpers.models import exhaustive, slow
 from helpers.scripts import program, run, save_model, write_config, write_text
 from tnn_cli.model_path import find_config, find_recipe
 from tnn_cli.programs import presets
@@ -195,7 +195,9 @@ OURS = (
 )
 
 
-@pytest.mark.parametrize("library", ["modeling_tnn", "tnn_cli.errors; import modeling_tnn"], ids=["package", "script"])
+@pytest.mark.parametrize(
+    "library", ["modeling_tnn", *slow("tnn_cli.errors; import modeling_tnn")], ids=["package", "script"]
+)
 def test_import(library):
     """torchao is not a dependency. transformers imports it if it is installed; a script prints nothing even then."""
     hidden = "" if "errors" in library else "sys.modules['torchao'] = None; "
@@ -220,6 +222,7 @@ def trained(tmp_path_factory):
     return folder, unexpected("demo", f"--config_name {config} --dataset_name {text}", more)
 
 
+@pytest.mark.slow
 def test_demo(trained):
     assert trained[1] == []
 

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
+from helpers.models import slow
 from helpers.scripts import (
     assert_same_weights,
     at_call,
@@ -156,6 +157,7 @@ def test_poles_are_moved_where_the_run_waits_anyway(pretrain, tmp_path, monkeypa
         assert denominators and all(is_stable(one, 0.901).all() for one in denominators)
 
 
+@pytest.mark.slow
 def test_numbers_that_are_read_later_change_nothing(late, tmp_path, monkeypatch):
     """With a signal, the step that was begun is finished too and saved; resumed, the run ends as without one."""
     options, out = [*pretrain_options(tmp_path, "clm"), "--max_steps 16"], tmp_path / "out"
@@ -208,7 +210,7 @@ class Recorder:
         return loss, replay
 
 
-@pytest.mark.parametrize("passes", [1, 3])
+@pytest.mark.parametrize("passes", [3, *slow(1)])
 def test_a_recorded_step(passes, pretrain, tmp_path, monkeypatch, caplog):
     """The weights of steps that are not recorded, bit for bit: dropout, accumulation, clipping and the schedule too.
 

@@ -71,6 +71,7 @@ def test_one_graph_for_all_layers(tno_type, causal, masked, graphs):
     assert backend.frame_count == graphs and regional.state_dict().keys() == model.state_dict().keys()
 
 
+@pytest.mark.slow
 def test_another_length_compiles_once():
     model = model_of()
     regional, backend = compiled(model)

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from helpers import ranks, sequence_ranks
-from helpers.models import tiny_config
+from helpers.models import slow, tiny_config
 from modeling_tnn import SequenceParallel, TnnForCausalLM
 from modeling_tnn.parallel.sequence import shares_of
 
 
-def found(world: int, extent: str | None = None) -> dict[str, dict]:
-    results = ranks.start(world, extent)
+def found(world: int, slow: bool = False) -> dict[str, dict]:
+    results = ranks.start(world, slow)
     return {name.removeprefix("sequence: "): case for name, case in results.items() if name.startswith("sequence: ")}
 
 
@@ -25,18 +25,16 @@ def check(errors: dict, name: str):
     assert errors["logits"] < 1e-12 and errors["gradients"] < 1e-11, errors
 
 
-def test_two_and_four_processes_are_one(two):
+def test_two_processes_are_one(two):
     for name in sequence_ranks.USUAL:
         check(two[name], name)
-    for name in sequence_ranks.FEW:
-        check(found(4, "--few")[name], name)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_processes_are_one(world):
     for name in sequence_ranks.CASES:
-        check(found(world, "--slow")[name], name)
+        check(found(world, slow=True)[name], name)
 
 
 def test_training(two):
@@ -49,13 +47,13 @@ def test_training(two):
     assert two["engines"]["DDP"] < 1e-11 and two["engines"]["FSDP2"] < 1e-11
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, *slow(4)])
 def test_generation_and_the_numbers_that_are_sent(world):
     """After a divided prompt, each process has the state of its channels, and all get the tokens of one process.
 
     4 B L D / P of each layer are sent from each process; the last P-th of them stays where it is.
     """
-    results = found(world, None if world == 2 else "--few")
+    results = found(world, slow=world == 4)
     for errors in results["generate"].values():
         assert errors["same"] == [True] * 3
         assert errors["pieces"] < 1e-12 and errors["last"] < 1e-12 and errors["documents"] < 1e-12

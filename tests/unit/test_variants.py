@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.models import seeded, tiny_config
+from helpers.models import seeded, slow, tiny_config
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM
 from modeling_tnn.data.variants import Variant, read_variants, score_variants, window_of
 from modeling_tnn.tools.dna import dna_tokenizer
@@ -40,7 +40,7 @@ def naive_likelihood(model, letters: str) -> float:
     return sum(scores).item()
 
 
-@pytest.mark.parametrize("length, both", [(17, True), (500, False)])
+@pytest.mark.parametrize("length, both", [(17, True), *slow((500, False))])
 def test_a_causal_model(length, both):
     model = seeded(TnnForCausalLM, tiny_config(vocab_size=12)).double().eval()
     variants = [variant(*place) for place in PLACES]
