@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, TrainingArg
 from helpers.models import lively_language_model, random, seeded, tiny_config
 from helpers.scripts import ROOT, TEXT, read, save_model, table_rows, words
 from modeling_tnn import TnnForCausalLM, TnnForMaskedLM
+from modeling_tnn.tno_auto import OPERATORS
 from modeling_tnn.tools.recurrent import kernel_to_fit
 from modeling_tnn.training.grouping_trainer import GroupingTrainer
 from tnn_cli.parser import load_config, parse_overrides
@@ -74,6 +75,16 @@ def test_s4_begins_as_hippo():
     torch.testing.assert_close(values.real.sort().values, -(index + 1).flip(0))
     hippo = -torch.tril(torch.outer(weights, weights), -1) - torch.diag(index + 1)
     assert (inputs.conj() @ matrix @ inputs).real.item() == pytest.approx((weights @ hippo @ weights).item())
+
+
+def test_s4_as_an_operator():
+    """Of `with_s4.py`: its taps, with the direct term, in the product of the package."""
+    build = import_module("with_s4").S4Operator
+    OPERATORS.pop("s4")  # as registered for its own process
+    torch.manual_seed(0)
+    operator = build(tiny_config("s4d"))
+    v = torch.randn(2, 17, operator.channels, requires_grad=True)
+    same(operator(v), operator.layer(v), [v, *operator.parameters()])
 
 
 def test_saved_bytes():

@@ -1,7 +1,7 @@
-"""Run `tnn synthetic` with S4 as one more operator, `tno_type=s4`: the peer of RTF in its paper's table 2.
+"""Run a command of `tnn` with S4 as one more operator, `tno_type=s4`: the peer of RTF in its paper's tables 2 and 12.
 
 Example:
-    python docs/research/synthetic_s4.py --recipe synthetic/delay --max_steps 3125 --optim adamw_torch \\
+    python docs/research/with_s4.py synthetic --recipe synthetic/delay --optim adamw_torch \\
         --config_overrides tno_type=s4 --output_dir outputs/delay-s4
 """
 
@@ -35,6 +35,6 @@ class S4Operator(ToeplitzOperator):
 register_operator("s4", S4Operator)
 
 if __name__ == "__main__":
-    from tnn_cli.programs.run_synthetic import main
+    from tnn_cli.programs.tnn import main
 
     main()
