@@ -12,11 +12,12 @@ Example:
 import sys
 from dataclasses import dataclass
 
-from tnn_cli.errors import check_text, importing, read_lines, report_errors
+from tnn_cli.errors import importing, report_errors
 
 from tnn_cli.parser import ProgramParser, check_counts
 from tnn_cli.sampling import TEMPERATURE, TOP_P, sampling
 from tnn_cli.serving_arguments import WriterArguments, option
+from tnn_cli.text_files import check_text, read_lines
 
 
 @dataclass

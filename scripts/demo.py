@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from tnn_cli.errors import importing, report_errors
 
 from tnn_cli.declared import declared_keys
-from tnn_cli.model_path import check_source, find_config, nearest
+from tnn_cli.model_path import find_config, nearest
 from tnn_cli.parser import option, parse_arguments
+from tnn_cli.text_files import check_source
 
 OPERATORS = declared_keys("modeling_tnn.configuration_tnn", "DIRECTIONS")
 

@@ -25,8 +25,9 @@ from typing import Literal
 
 from tnn_cli.errors import importing, report_errors
 
-from tnn_cli.model_path import check_file, check_model_path, check_source
+from tnn_cli.model_path import check_model_path
 from tnn_cli.parser import check_counts, option, parse_arguments
+from tnn_cli.text_files import check_file, check_source
 
 
 @dataclass

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from tnn_cli.errors import report_errors
 
 from tnn_cli.declared import declared_keys, start
-from tnn_cli.model_path import check_file, check_model_path, check_path
+from tnn_cli.model_path import check_model_path, check_path
 from tnn_cli.parser import check_counts, option
+from tnn_cli.text_files import check_file
 from tnn_cli.training_arguments import GroupArguments
 
 TASKS = declared_keys("modeling_tnn.data.glue", "TASKS")

@@ -18,12 +18,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tnn_cli.errors import check_text, importing, read_lines, report_errors
+from tnn_cli.errors import importing, report_errors
 
 from tnn_cli.atomic import check_writable, write_json
 from tnn_cli.generation_fields import read_options
-from tnn_cli.model_path import check_model_path, read_lines_of
+from tnn_cli.model_path import check_model_path
 from tnn_cli.parser import ProgramParser, check_counts
+from tnn_cli.text_files import check_text, read_lines, read_lines_of
 
 
 def parse_arguments() -> tuple[argparse.Namespace, dict]:

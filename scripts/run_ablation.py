@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 from tnn_cli.errors import report_errors
 
 from tnn_cli.declared import start
-from tnn_cli.model_path import check_source, find_config
+from tnn_cli.model_path import find_config
 from tnn_cli.parser import load_config, option
 from tnn_cli.task_arguments import ComparisonArguments
+from tnn_cli.text_files import check_source
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

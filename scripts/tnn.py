@@ -9,8 +9,9 @@ Example:
 import sys
 from importlib import import_module
 
-from tnn_cli.errors import COMMANDS, report_errors
+from tnn_cli.errors import report_errors
 
+from tnn_cli.commands import COMMANDS
 from tnn_cli.model_path import nearest
 
 

@@ -18,8 +18,9 @@ from pathlib import Path
 from tnn_cli.errors import importing, report_errors
 
 from tnn_cli.atomic import check_overwriting, claim, new_files, write_json
-from tnn_cli.model_path import check_model_path, check_source
+from tnn_cli.model_path import check_model_path
 from tnn_cli.parser import ProgramParser
+from tnn_cli.text_files import check_source
 
 COLUMNS = ("order", "taps", "l2_layer", "l2_median", "l2_worst", "tail_bound", "largest_pole")
 

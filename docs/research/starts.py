@@ -26,7 +26,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tnn_cli.errors import markdown_table, report_errors
+from tnn_cli.errors import report_errors
 
 import numpy as np
 import torch
@@ -41,6 +41,7 @@ from modeling_tnn.training.trainer import compare, comparison
 from tnn_cli.declared import changed, training_options
 from tnn_cli.parser import parse_arguments
 from tnn_cli.programs.run_ablation import AblationArguments
+from tnn_cli.tables import markdown_table
 
 Maker = Callable[[int, int], torch.Tensor]
 NOT_TRAINED = (r"\.tno\.", 0)

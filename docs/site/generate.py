@@ -14,8 +14,6 @@ from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 
-from tnn_cli.errors import COMMANDS, markdown_table
-
 import torch
 import transformers
 from transformers import AutoConfig
@@ -24,8 +22,10 @@ import modeling_tnn
 from modeling_tnn import TnnConfig
 from modeling_tnn.presets import configuration_folder, preset_folders
 from modeling_tnn.tools import sequence_pairs
+from tnn_cli.commands import COMMANDS
 from tnn_cli.parser import HELP, OF_TRAINER, SECTIONS, ProgramParser, default_of
 from tnn_cli.programs.presets import about, cells, grouped_presets, recipe_files, trainer_of
+from tnn_cli.tables import markdown_table
 from tnn_cli.training_arguments import PresetTraining
 
 PAGES = Path(__file__).parents[1] / "reference"

@@ -9,14 +9,13 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
 
-from tnn_cli.errors import markdown_table
-
 import torch
 import transformers
 from torch.autograd import DeviceType
 from transformers.generation.streamers import BaseStreamer
 
 from tnn_cli.model_path import check_device
+from tnn_cli.tables import markdown_table
 
 
 def measured(suite: ModuleType, args) -> dict:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from tnn_cli.model_path import check_file, open_text, read_lines_of
+from tnn_cli.text_files import check_file, open_text, read_lines_of
 
 from ..tools.dna import NUCLEOTIDES, nucleotide_ids
 from .text import VALIDATION_SHARE, BlockStream, as_example, enclosing_tokens, random_generator

@@ -8,7 +8,8 @@ from scipy.stats import pearsonr, spearmanr
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef, mean_squared_error
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from tnn_cli.model_path import builder_of, check_path
+from tnn_cli.model_path import check_path
+from tnn_cli.text_files import builder_of
 
 from .text import is_text, load_file
 

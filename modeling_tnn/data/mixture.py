@@ -13,7 +13,8 @@ import numpy as np
 from datasets import IterableDataset, load_dataset
 from datasets.exceptions import DatasetsError
 
-from tnn_cli.model_path import check_path, looks_like_file
+from tnn_cli.model_path import check_path
+from tnn_cli.text_files import looks_like_file
 
 from .text import load_file
 

@@ -34,7 +34,8 @@ from tokenizers.processors import RobertaProcessing
 from torch.utils.data import DataLoader
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from tnn_cli.model_path import ENCODING, builder_of, check_file, check_path, looks_like_file
+from tnn_cli.model_path import check_path
+from tnn_cli.text_files import ENCODING, builder_of, check_file, looks_like_file
 
 logger = logging.getLogger("data")
 SPECIAL_TOKENS = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}

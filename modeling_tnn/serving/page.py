@@ -13,12 +13,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from types import ModuleType
 
-from tnn_cli.errors import check_text, importing
+from tnn_cli.errors import importing
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tnn_cli.sampling import TEMPERATURE, TOP_P, sampling
 from tnn_cli.serving_arguments import PageArguments
+from tnn_cli.text_files import check_text
 
 from ..plotting import figures
 from ..plotting.reading import read_model

@@ -27,17 +27,8 @@ from torch.distributed.tensor import DTensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tnn_cli.atomic import (
-    STATE,
-    check_same_run,
-    checkpoints,
-    describe_run,
-    new_folder,
-    prune,
-    read_json,
-    write_checksums,
-    write_json,
-)
+from tnn_cli.atomic import new_folder, read_json, write_json
+from tnn_cli.runs import STATE, check_same_run, checkpoints, describe_run, prune, write_checksums
 from tnn_cli.training_arguments import PretrainArguments
 
 from ..data.text import DEMO_CORPUS, BlockStream

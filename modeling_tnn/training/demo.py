@@ -6,8 +6,6 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from tnn_cli.errors import next_steps
-
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -20,6 +18,7 @@ from transformers import (
 )
 
 from tnn_cli.atomic import check_overwriting, claim, new_files, write_json
+from tnn_cli.commands import next_steps
 from tnn_cli.parser import load_config
 
 from ..data.text import DEMO_CORPUS, load_corpus, pack, train_tokenizer

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from tnn_cli.errors import markdown_table, suggest_smaller
+from tnn_cli.errors import suggest_smaller
 
 import matplotlib
 import torch
@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM,
 from tnn_cli.atomic import claim, saving_errors, write_json, write_text
 from tnn_cli.model_path import check_device, check_vocabulary, load
 from tnn_cli.parser import parse_overrides
+from tnn_cli.tables import markdown_table
 
 from ..data.text import enclosing_tokens, load_texts, tokenize, with_line_break
 from .scoring import by_context, bytes_until, hidden_tokens, interval, score_masked, score_tokens

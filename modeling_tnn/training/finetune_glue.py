@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tnn_cli.errors import ERRORS, format_metric, markdown_table, next_steps, suggest_smaller
+from tnn_cli.errors import suggest_smaller
 
 import numpy as np
 from transformers import (
@@ -23,9 +23,12 @@ from transformers import (
     set_seed,
 )
 
-from tnn_cli.atomic import RUN, check_run, find_checkpoint, read_json, write_json, write_text
+from tnn_cli.atomic import read_json, write_json, write_text
+from tnn_cli.commands import next_steps
 from tnn_cli.model_path import check_vocabulary, load, require_padding
 from tnn_cli.parser import parse_overrides
+from tnn_cli.runs import RUN, check_run, find_checkpoint
+from tnn_cli.tables import ERRORS, format_metric, markdown_table
 from tnn_cli.training_arguments import fine_tuning_of
 
 from ..data.glue import (

@@ -11,7 +11,8 @@ from accelerate.utils import reduce
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ProgressCallback
 
-from tnn_cli.atomic import RUN, check_same_run, describe_run, read_json, write_checksums, write_json
+from tnn_cli.atomic import read_json, write_json
+from tnn_cli.runs import RUN, check_same_run, describe_run, write_checksums
 
 from .passes import regroup
 from .processes import StopRequest

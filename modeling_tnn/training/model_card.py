@@ -11,8 +11,6 @@ import shutil
 from functools import partial
 from pathlib import Path
 
-from tnn_cli.errors import format_metric
-
 import torch
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from jinja2 import Environment, StrictUndefined
@@ -22,6 +20,7 @@ from transformers import AutoConfig, PreTrainedModel
 from tnn_cli import model_path
 from tnn_cli.atomic import write_json
 from tnn_cli.model_path import check_model_path
+from tnn_cli.tables import format_metric
 
 from .. import __version__, modeling_tnn
 from ..cache_tnn import CACHE, memory_per_sequence

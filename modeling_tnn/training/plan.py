@@ -8,8 +8,6 @@ from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from unittest import mock
 
-from tnn_cli.errors import markdown_table
-
 import torch
 import torch.distributed as dist
 from accelerate.utils import FullyShardedDataParallelPlugin
@@ -23,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from tnn_cli.atomic import write_json
+from tnn_cli.tables import markdown_table
 from tnn_cli.training_arguments import PretrainArguments
 
 from .. import modeling_tnn, numerics

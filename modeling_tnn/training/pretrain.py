@@ -10,7 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tnn_cli.errors import MemoryExceededError, next_steps, suggest_smaller
+from tnn_cli.errors import MemoryExceededError, suggest_smaller
 
 import datasets
 import torch
@@ -28,22 +28,12 @@ from transformers import (
     set_seed,
 )
 
-from tnn_cli.atomic import (
-    STATE,
-    SavingError,
-    check_run,
-    checkpoints,
-    claim,
-    find_checkpoint,
-    new_files,
-    new_folder,
-    prune,
-    read_json,
-    verify_checksums,
-    write_json,
-)
-from tnn_cli.model_path import check_file, check_vocabulary, is_fasta, load
+from tnn_cli.atomic import SavingError, claim, new_files, new_folder, read_json, write_json
+from tnn_cli.commands import next_steps
+from tnn_cli.model_path import check_vocabulary, load
 from tnn_cli.parser import load_config, parse_overrides
+from tnn_cli.runs import STATE, check_run, checkpoints, find_checkpoint, prune, verify_checksums
+from tnn_cli.text_files import check_file, is_fasta
 from tnn_cli.training_arguments import PretrainArguments, choose_schedule
 
 from ..configuration_tnn import LENGTH_FIELDS

@@ -7,8 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tnn_cli.errors import markdown_table
-
 import torch
 from datasets import Dataset
 from transformers import (
@@ -19,6 +17,8 @@ from transformers import (
     PreTrainedTokenizerFast,
     TrainingArguments,
 )
+
+from tnn_cli.tables import markdown_table
 
 from ..data.text import load_corpus, pack, tokenize, train_tokenizer
 from ..tno_rtf import RtfOperator

@@ -5,12 +5,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tnn_cli.errors import markdown_table
-
 import torch
 from torch import nn
 from torch.utils.data import Dataset
 from transformers import TrainingArguments
+
+from tnn_cli.tables import markdown_table
 
 from ..configuration_tnn import TnnConfig
 from ..data.synthetic import IGNORED, Copying, Delay, Passkey, Recall

@@ -14,25 +14,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from tnn_cli.errors import next_steps, suggest_smaller
+from tnn_cli.errors import suggest_smaller
 
 import numpy as np
 import torch
 from datasets import Dataset
 from transformers import EvalPrediction, Trainer, TrainingArguments, set_seed
 
-from tnn_cli.atomic import (
-    SavingError,
-    check_run,
-    claim,
-    find_checkpoint,
-    new_files,
-    prune,
-    remove_incomplete,
-    saving_errors,
-    verify_checksums,
-    write_json,
-)
+from tnn_cli.atomic import SavingError, claim, new_files, saving_errors, write_json
+from tnn_cli.commands import next_steps
+from tnn_cli.runs import check_run, find_checkpoint, prune, remove_incomplete, verify_checksums
 from tnn_cli.task_arguments import ClassifierArguments, ComparisonArguments, chosen_seeds
 
 from .costs import dry_run

@@ -1,15 +1,12 @@
-"""Output folders and checkpoints: one process at a time writes to a folder, and files are complete or absent.
+"""Output folders: one process at a time writes to a folder, and files are complete or absent.
 
 A folder is written under a hidden name, flushed to disk and renamed. Files for an existing folder are written to a
 hidden folder inside it and moved, `config.json` last, so that a model that loads is complete. `clean` finishes or
-removes the hidden files of a killed process. A checkpoint's `checksums.json` has the SHA-256 of each of its files,
-because safetensors cannot detect values that changed on the disk.
+removes the hidden files of a killed process.
 """
 
-import hashlib
 import json
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +20,6 @@ from safetensors import SafetensorError
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-    from transformers import PreTrainedConfig
 
 LOCK = ".lock"
 PARTIAL, OLD = ".partial", ".old"
@@ -261,140 +257,5 @@ def _flush(path: Path):
         os.close(descriptor)
 
 
-CHECKPOINT = re.compile(r"checkpoint-(\d+)")
-# `run.json` is written by Trainer's programs alone: `pretrain.py` has the same in its state.
-CHECKSUMS, STATE, RUN = "checksums.json", "trainer_state.json", "run.json"
-# The options that change the weights: of both engines, of Trainer, and of `pretrain.py`. The end of a run may change,
-# and where and how its steps are computed.
-COMPARED = (
-    "learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "optim", "optim_args", "adam_beta1",
-    "adam_beta2", "adam_epsilon", "max_grad_norm", "seed",
-    "label_smoothing_factor", "neftune_noise_alpha", "data_seed", "train_sampling_strategy", "bf16", "fp16",
-    "objective", "do_lower_case", "documents", "mlm_probability", "max_pole_radius", "mixed_precision",
-    "operator_learning_rate", "operator_weight_decay", "parameter_groups",
-)  # fmt: skip
-NOT_COMPARED = {"transformers_version", "_name_or_path"}
-
-
-def checkpoints(output_dir: Path) -> list[Path]:
-    """The complete checkpoints, the oldest first. Trainer writes its state last."""
-    found = [path for path in output_dir.glob("checkpoint-*") if CHECKPOINT.fullmatch(path.name) and is_complete(path)]
-    return sorted(found, key=lambda path: int(CHECKPOINT.fullmatch(path.name)[1]))
-
-
-def is_complete(checkpoint: Path) -> bool:
-    """Whether a folder is a checkpoint whose state can be read."""
-    try:
-        read_json(checkpoint / STATE)
-    except (OSError, ValueError):
-        return False
-    return True
-
-
-def find_checkpoint(output_dir: Path, name: str | None) -> Path | None:
-    """The folder that `--resume_from_checkpoint` names: latest, auto or a path. None for auto without a checkpoint.
-
-    Raises:
-        ValueError: there is no such checkpoint, or it is incomplete.
-    """
-    found = checkpoints(output_dir)
-    if name is None or (name == "auto" and not found):
-        return None
-    if name in ("latest", "auto"):
-        if not found:
-            raise ValueError(f"--resume_from_checkpoint latest: {output_dir} holds no complete checkpoint.")
-        return found[-1]
-    if not is_complete(Path(name)):
-        raise ValueError(
-            f"--resume_from_checkpoint must be latest, auto or the folder of a complete checkpoint, got {name}"
-        )
-    return Path(name)
-
-
-def check_run(output_dir: Path, overwrite: bool, resumed: str | None, source: str | Path | None = None):
-    """Refuse a run that would overwrite another one, unless it resumes it.
-
-    Args:
-        overwrite: whether `--overwrite_output_dir` was given.
-        resumed: the value of `--resume_from_checkpoint`.
-        source: the folder of the model that the run starts from.
-
-    Raises:
-        ValueError: the folder holds checkpoints or a model, or is that of `source`.
-    """
-    found = checkpoints(output_dir)
-    resumes = resumed is not None and (resumed != "auto" or bool(found))
-    if not resumes and not overwrite and found:
-        raise ValueError(
-            f"The output folder {output_dir} holds checkpoints of a run. Give --resume_from_checkpoint latest to "
-            "continue it, --overwrite_output_dir to replace it, or another folder."
-        )
-    check_overwriting(output_dir, overwrite or resumes, source)
-
-
-def describe_run(options: dict, config: "PreTrainedConfig", **further) -> dict:
-    """What a checkpoint must agree with: options that change the weights, the model, and what `further` names."""
-    compared = {name: options[name] for name in COMPARED if name in options}
-    model = {f"config.{name}": value for name, value in config.to_dict().items() if name not in NOT_COMPARED}
-    return json.loads(json.dumps(compared | further | model))
-
-
-def check_same_run(checkpoint: Path, saved: dict, run: dict):
-    """Refuse a checkpoint of another run. What one of an older version does not describe is not compared.
-
-    Raises:
-        ValueError: it differs, with a line for each difference.
-    """
-    differing = [f"{n} must be {saved[n]}, got {v}" for n, v in run.items() if n in saved and saved[n] != v]
-    if differing:
-        raise ValueError("\n  ".join([f"{checkpoint} is a checkpoint of another run.", *differing]))
-
-
-def write_checksums(folder: Path):
-    """Write the SHA-256 of each file of a folder to its `checksums.json`."""
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != CHECKSUMS]
-    write_json(folder / CHECKSUMS, {path.relative_to(folder).as_posix(): _sha256(path) for path in files})
-
-
-def verify_checksums(folder: Path):
-    """Compare the files of a folder with its `checksums.json`, if there is one.
-
-    Raises:
-        ValueError: a file is missing or has changed, or the checksums cannot be read.
-    """
-    if not (folder / CHECKSUMS).is_file():
-        return
-    try:
-        expected = dict(read_json(folder / CHECKSUMS))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{folder / CHECKSUMS} is damaged: {error}. Resume from an earlier checkpoint.") from error
-    for name, checksum in expected.items():
-        path = folder / name
-        if not path.is_file() or _sha256(path) != checksum:
-            what = "is damaged: it has changed since it was written" if path.is_file() else "is missing"
-            raise ValueError(f"{path} {what}. Resume from an earlier checkpoint, by its path.")
-
-
-def remove_incomplete(output_dir: Path):
-    """Remove checkpoints that Trainer has not finished writing."""
-    for folder in output_dir.glob("checkpoint-*"):
-        if CHECKPOINT.fullmatch(folder.name) and not is_complete(folder):
-            shutil.rmtree(folder)
-
-
-def prune(output_dir: Path, limit: int | None):
-    """Remove the oldest checkpoints beyond `limit`; None for no limit."""
-    found = checkpoints(output_dir)
-    for checkpoint in found[: 0 if limit is None else max(len(found) - limit, 0)]:
-        hidden = partial(checkpoint)  # under its own name a half-removed checkpoint would look complete
-        checkpoint.rename(hidden)
-        shutil.rmtree(hidden)
-
-
 def read_json(file: Path):
     return json.loads(file.read_text(encoding="utf-8"))
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -7,11 +7,10 @@ import re
 from functools import cache
 from typing import Any
 
-from tnn_cli.errors import check_text
-
 from tnn_cli.declared import declared_class, generation_fields
 from tnn_cli.model_path import nearest
 from tnn_cli.sampling import check_sampling
+from tnn_cli.text_files import check_text
 
 # Fields after which `generate` returns something else than tokens, or is part of another one.
 OTHER_OUTPUTS = ("return_dict_in_generate", "is_assistant")

@@ -7,8 +7,6 @@ A folder may be damaged, or made to do harm. The libraries that read it raise er
 their own variables. In `load` every failure becomes an error of one line that names the files.
 """
 
-import collections
-import gzip
 import json
 import re
 import textwrap
@@ -17,7 +15,7 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 from tnn_cli.errors import UserError
 
@@ -127,79 +125,6 @@ def check_model_path(name: str | Path, option: str = "--model_name_or_path", tok
         raise ValueError(f"{option} must be a folder with a model, got {name} without {CONFIGS[0]}{hint}")
     if tokenizer and not any(file.is_file() for pattern in TOKENIZERS for file in folder.glob(pattern)):
         raise ValueError(f"{option} must be a folder with a tokenizer, got {name} without tokenizer.json.")
-
-
-# UTF-8, with or without the byte order mark that some editors write.
-ENCODING = "utf-8-sig"
-BUILDERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
-FASTA = (".fa", ".fasta", ".fna")
-COMPRESSED = (".gz", ".bgz")
-
-
-def check_file(file: str, whole: bool = True):
-    """Check that a file has content and, read to its end if `whole`, that it is UTF-8.
-
-    Raises:
-        ValueError: it is missing, empty, or not text.
-    """
-    path = Path(file)
-    if not path.is_file():
-        raise ValueError(f"The file {file} does not exist.")
-    if path.stat().st_size == 0:
-        raise ValueError(f"The file {file} is empty.")
-    if whole and builder_of(file) != "parquet":
-        try:
-            with open_text(file) as lines:
-                collections.deque(lines, maxlen=0)
-        except (UnicodeDecodeError, gzip.BadGzipFile, EOFError) as error:
-            raise ValueError(f"The file {file} is not text in UTF-8: {error}") from error
-
-
-def read_lines_of(file: str) -> list[str]:
-    """The lines of a text file, as `datasets` reads them; errors are those of `check_file`."""
-    check_file(file)
-    with open_text(file) as lines:
-        return [line.removesuffix("\n") for line in lines]
-
-
-def open_text(file: str) -> IO[str]:
-    """A text file, also below .gz or .bgz, for reading. Not `str.splitlines`: it divides lines at U+2028."""
-    return (gzip.open if Path(file).suffix.lower() in COMPRESSED else open)(file, "rt", encoding=ENCODING)
-
-
-def builder_of(file: str) -> str:
-    """The kind of a file by its suffix, also below .gz; text if it has another suffix or none.
-
-    Raises:
-        ValueError: it is a table with another separator than commas, or FASTA, which has no rows.
-    """
-    if is_fasta(file):
-        raise ValueError(f"FASTA is read as a genome by `tnn pretrain` alone, got {file}")
-    path = Path(file.lower().removesuffix(".gz"))
-    if path.suffix == ".tsv":
-        raise ValueError(f"Tables must be .csv, .json, .jsonl or .parquet files, got {file}")
-    return BUILDERS.get(path.suffix, "text")
-
-
-def is_fasta(file: str) -> bool:
-    """Whether a name is that of a FASTA file, by its suffix, also below .gz or .bgz."""
-    path = Path(file.lower())
-    return (Path(path.stem) if path.suffix in COMPRESSED else path).suffix in FASTA
-
-
-def looks_like_file(source: str) -> bool:
-    """Whether a source is a local file, not a folder or a Hub id."""
-    return not Path(source).is_dir() and (
-        Path(source).is_file() or Path(source).suffix.lower() in BUILDERS or is_fasta(source)
-    )
-
-
-def check_source(source: str):
-    """Check that a text or a data set is a file with content, a folder, or could be a Hub id, else ValueError."""
-    if looks_like_file(source):
-        check_file(source, whole=False)
-    else:
-        check_path(source, "--dataset_name")
 
 
 WEIGHTS = ("*.safetensors", "*.index.json", "*.bin")

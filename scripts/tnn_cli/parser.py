@@ -16,10 +16,11 @@ from collections.abc import Iterator, Sequence
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from tnn_cli.errors import COMMAND_OF, importing, leave
+from tnn_cli.errors import importing, leave
 
 import yaml
 
+from tnn_cli.commands import COMMAND_OF
 from tnn_cli.model_path import find_config, find_recipe, nearest
 
 if TYPE_CHECKING:  # a command line is read before this is imported

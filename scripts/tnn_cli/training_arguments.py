@@ -17,16 +17,9 @@ from tnn_cli.errors import importing
 
 import yaml
 
-from tnn_cli.model_path import (
-    check_file,
-    check_path,
-    check_source,
-    configuration_folder,
-    find_config,
-    is_fasta,
-    nearest,
-)
+from tnn_cli.model_path import check_path, configuration_folder, find_config, nearest
 from tnn_cli.parser import load_config, option
+from tnn_cli.text_files import check_file, check_source, is_fasta
 
 if TYPE_CHECKING:  # read before transformers is imported
     from transformers import PreTrainedConfig

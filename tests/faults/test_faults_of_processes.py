@@ -12,7 +12,7 @@ import pytest
 
 from helpers import processes
 from helpers.scripts import assert_same_weights, launch_environment, program, wait_until, write_config, write_text
-from tnn_cli.atomic import checkpoints
+from tnn_cli.runs import checkpoints
 
 pytestmark = pytest.mark.slow
 

@@ -33,17 +33,8 @@ from helpers.scripts import (
 from modeling_tnn import TnnForCausalLM
 from modeling_tnn.training.grouping_trainer import StopCallback
 from modeling_tnn.training.processes import StopRequest
-from tnn_cli.atomic import (
-    LOCK,
-    SavingError,
-    claim,
-    find_checkpoint,
-    new_folder,
-    saving_errors,
-    verify_checksums,
-    write_checksums,
-    write_json,
-)
+from tnn_cli.atomic import LOCK, SavingError, claim, new_folder, saving_errors, write_json
+from tnn_cli.runs import find_checkpoint, verify_checksums, write_checksums
 
 RESUME = ["--resume_from_checkpoint", "latest"]
 

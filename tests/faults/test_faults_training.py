@@ -29,7 +29,7 @@ from helpers.scripts import (
 )
 from modeling_tnn.training.accelerate_loop import Pretraining
 from modeling_tnn.training.processes import StopRequest
-from tnn_cli.atomic import checkpoints
+from tnn_cli.runs import checkpoints
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from helpers import processes
 from helpers.scripts import assert_same_weights, figures, pretrain_options, program, run_script, wait_until
-from tnn_cli.atomic import LOCK, checkpoints, clean, new_files, new_folder, partial, prune
+from tnn_cli.atomic import LOCK, clean, new_files, new_folder, partial
+from tnn_cli.runs import checkpoints, prune
 
 STREAM = ["--streaming", "--num_shards", 1, "--max_eval_blocks", 10, "--dataloader_num_workers", 1]
 

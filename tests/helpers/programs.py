@@ -18,8 +18,6 @@ import shutil
 from importlib import import_module
 from pathlib import Path
 
-from tnn_cli.errors import COMMANDS
-
 import pytest
 from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 
@@ -27,6 +25,7 @@ from helpers.models import seeded, tiny_config
 from helpers.scripts import ROOT, run, run_script, save_model, tree, write_config, write_text
 from modeling_tnn import TnnForMaskedLM
 from modeling_tnn.data.text import load_corpus, train_tokenizer
+from tnn_cli.commands import COMMANDS
 from tnn_cli.parser import parse_arguments
 
 # Trainer has no help for some of its options, and types of its own for others.

@@ -9,14 +9,13 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-from tnn_cli.errors import COMMAND_OF, COMMANDS
-
 import pytest
 import yaml
 from transformers import GenerationConfig
 
 from helpers import processes
 from helpers.scripts import ROOT, save_model
+from tnn_cli.commands import COMMAND_OF, COMMANDS
 from tnn_cli.model_path import find_recipe
 
 PAGES = ROOT / "docs"

@@ -3,8 +3,6 @@
 import gzip
 import json
 
-from tnn_cli.errors import read_lines
-
 import pytest
 from datasets import Dataset
 from transformers import AutoTokenizer, pipeline
@@ -13,7 +11,7 @@ from helpers.models import lively_language_model
 from helpers.scripts import ROOT, SENTENCES, read, run_script, write_config, write_text
 from modeling_tnn.data.mixture import open_source
 from modeling_tnn.data.text import document_ends, load_corpus, load_texts, pack, tokenize, train_tokenizer
-from tnn_cli.model_path import read_lines_of
+from tnn_cli.text_files import read_lines, read_lines_of
 
 ARTICLES = ["", " = Lobster = \n", "", " It swims where a \n", " = b = \n", "", " = Pike = \n", ""]
 WIKITEXT = ROOT.parent / "shared" / "data" / "wikitext"

@@ -22,7 +22,7 @@ from modeling_tnn.training import passes
 from modeling_tnn.training.costs import flops_of_token, peak_of
 from modeling_tnn.training.passes import count_targets, summed_loss, token_losses
 from modeling_tnn.training.publishing import NOT_UPLOADED, upload
-from tnn_cli.atomic import check_same_run, describe_run
+from tnn_cli.runs import check_same_run, describe_run
 from tnn_cli.training_arguments import PretrainArguments
 
 

@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from unittest.mock import Mock
 
-from tnn_cli.errors import COMMANDS, report_errors
+from tnn_cli.errors import report_errors
 
 import numpy as np
 import pytest
@@ -23,6 +23,7 @@ from helpers.scripts import ROOT, program, run, run_script, wait_until, words, w
 from modeling_tnn.data.lra import TASKS
 from modeling_tnn.training import run_image_classification, run_lra
 from modeling_tnn.training.pretrain import build_config
+from tnn_cli.commands import COMMANDS
 from tnn_cli.declared import training_options
 from tnn_cli.model_path import find_recipe
 from tnn_cli.parser import HELP, parse_overrides

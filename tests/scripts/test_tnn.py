@@ -10,14 +10,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tnn_cli.errors import COMMANDS, next_steps
-
 import pytest
 import yaml
 
 from helpers import processes
 from helpers.models import exhaustive, slow
 from helpers.scripts import program, run, save_model, write_config, write_text
+from tnn_cli.commands import COMMANDS, next_steps
 from tnn_cli.model_path import find_config, find_recipe
 from tnn_cli.programs import presets
 from tnn_cli.training_arguments import read_presets

@@ -36,7 +36,7 @@ from modeling_tnn.tools import poles
 from modeling_tnn.tools.poles import is_stable
 from modeling_tnn.training import accelerate_loop, passes
 from modeling_tnn.training.accelerate_loop import Pretraining, StepReports
-from tnn_cli.atomic import checkpoints
+from tnn_cli.runs import checkpoints
 from tnn_cli.training_arguments import PretrainArguments
 
 WAITS = {"aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero", "aten::equal", "aten::masked_select"}

@@ -9,8 +9,6 @@ step.
 import statistics
 from functools import partial
 
-from tnn_cli.errors import markdown_table
-
 import torch
 from suites.memory import saved_bytes
 from transformers import (
@@ -26,6 +24,7 @@ from modeling_tnn.benchmarks.measure import measure, peak_on_device, ratio
 from modeling_tnn.configuration_tnn import TnnConfig
 from modeling_tnn.training.peers import modernbert_like
 from tnn_cli.parser import load_config, parse_overrides
+from tnn_cli.tables import markdown_table
 
 PRESET = "tnn-text"
 LANDMARKS, CHUNK = 64, 64  # of Nystroemformer, and of Reformer's attention

@@ -12,8 +12,6 @@ and all its channels share them. Every repeat measures all sizes of all layers o
 import statistics
 from functools import partial
 
-from tnn_cli.errors import markdown_table
-
 import torch
 from suites.memory import saved_bytes
 from suites.s4_layer import S4Layer
@@ -22,6 +20,7 @@ from torch import nn
 from modeling_tnn import TnnConfig
 from modeling_tnn.benchmarks.measure import measure, ratio
 from modeling_tnn.tno_auto import build_tno
+from tnn_cli.tables import markdown_table
 
 
 def scan(rates: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,81 @@
+"""The commands of `tnn`, and those that a program names when it has ended."""
+
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+# Subcommand -> (module of a program, summary).
+COMMANDS = {
+    "demo": ("demo", "train a small model on real text, save it, load it and let it write"),
+    "presets": ("presets", "list the presets and recipes, with sizes, learning rates and minutes"),
+    "pretrain": ("pretrain", "pretrain a causal or masked language model, on one device or many"),
+    "finetune-glue": ("finetune_glue", "fine-tune on GLUE tasks or on files of sentences with labels"),
+    "plan": ("plan", "estimate memory and speed of a training step on GPUs"),
+    "evaluate": ("evaluate_lm", "measure perplexity by the length of the context"),
+    "generate": ("generate", "continue prompts"),
+    "chat": ("chat", "chat with a model in the terminal"),
+    "serve": ("serve", "serve a web page that continues texts and shows the kernels of a model"),
+    "api": ("api", "serve the routes of OpenAI's API to many clients at once"),
+    "plot-kernels": ("plot_kernels", "draw the kernels of a model"),
+    "to-recurrent": ("to_recurrent", "convert a causal model to a recurrence of low order"),
+    "convert": ("convert_original", "convert a checkpoint of the released implementations"),
+    "push": ("push_to_hub", "publish a model with its card on the Hub"),
+    "card": ("model_card", "write the card of a model"),
+    "lra": ("run_lra", "train on a task of the Long Range Arena"),
+    "images": ("run_image_classification", "train an image classifier"),
+    "synthetic": ("run_synthetic", "train on synthetic tasks: copying, delay, recall, passkey"),
+    "ablation": ("run_ablation", "compare variants of a model"),
+    "benchmark": ("benchmark", "compare speed and memory with peers"),
+}
+# Suggestions for a trained model: subcommands with their options.
+OF_TNN = ("plot-kernels --model_name_or_path {folder} --output_dir {folder}/kernels",)
+CLASSIFY = (
+    "{python} -c 'import modeling_tnn, transformers; "
+    'print(transformers.pipeline("text-classification", model="{folder}")(TEXT))\''
+)
+LAST_STEP = ("push {folder} --repo_id USER/NAME",)
+FIRST_STEP = {
+    "causal": (
+        'generate --model_name_or_path {folder} --prompt "{prompt}"',
+        "serve --model_name_or_path {folder}",
+    ),
+    "unstable": ('generate --model_name_or_path {folder} --prompt "{prompt}" --use_cache false',),
+    "masked": ("finetune-glue --model_name_or_path {folder} --task_name sst2 --do_train --output_dir outputs/sst2",),
+    "dna": (
+        "finetune-glue --model_name_or_path {folder} --do_train --do_eval "
+        "--dataset_name katarinagresova/Genomic_Benchmarks_human_enhancers_cohn --output_dir outputs/enhancers",
+    ),
+    "classifier": (),
+    "sentences": (CLASSIFY.replace("TEXT", '"A sentence."'),),
+    "pairs": (CLASSIFY.replace("TEXT", '{{"text": "A sentence.", "text_pair": "Another one."}}'),),
+}
+UNSTABLE = (
+    "The training ended with poles outside the unit circle: {layers}. Longer texts may overflow, and none can be "
+    "continued from a cache. Train again with --config_overrides rtf_constraint=l1_montel, the default of new "
+    "configurations, or with --max_pole_radius 0.99.\n"
+)
+COMMAND_OF = {module: command for command, (module, _) in COMMANDS.items()}
+
+
+def next_steps(folder: str, kind: str, unstable: Sequence[object] = (), prompt: str = "In the beginning") -> str:
+    """The next commands for the model in `folder`, one on each line.
+
+    Args:
+        kind: causal, masked, dna (a masked model of it) or classifier, or what a classifier of text reads: sentences
+            or pairs.
+        unstable: layers with poles outside the unit circle. The text begins with what they prevent.
+        prompt: what a causal model is to continue.
+    """
+    config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    steps = FIRST_STEP["unstable" if unstable and kind == "causal" else kind]
+    steps += (OF_TNN if config["model_type"] == "tnn" else ()) + LAST_STEP
+    # `make demo` runs in a virtual environment that is not active in the user's shell.
+    tool = "tnn" if shutil.which("tnn") else str(Path(sys.executable).with_name("tnn"))
+    python = "python" if tool == "tnn" else sys.executable
+    warning = UNSTABLE.format(layers="; ".join(map(str, unstable))) if unstable else ""
+    lines = [step if step.startswith("{python} ") else f"{tool} {step}" for step in steps]
+    return f"{warning}next:\n" + "\n".join(
+        f"    {line.format(folder=folder, python=python, prompt=prompt)}" for line in lines
+    )
