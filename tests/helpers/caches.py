@@ -264,6 +264,17 @@ class CacheTests:
             many = {"prompt_lookup_num_tokens": 300, "max_matching_ngram_size": 1}
             assert torch.equal(generate(chosen, prompt, 12, **many), expected)
 
+    @torch.no_grad()
+    def test_more_steps_can_be_taken_back_from_now_on(self, chosen):
+        """Also if the cache has read a text before: more than without `activate_past_recording`."""
+        text, cache = text_of(150), cache_of(chosen, text_of(150)[:, :40])
+        cache.activate_past_recording()
+        for token in text[:, 40:140].split(1, dim=1):
+            chosen(token, past_key_values=cache)
+        cache.crop(-90)
+        expected = chosen(text, use_cache=False).logits[:, 50:]
+        assert relative_error(passes(chosen, text, [1, 99], cache=cache), expected) < 1e-10
+
     def test_continuing_is_one_run(self, chosen):
         """From the cache that `generate` returns, and from a state that is repeated for each continuation."""
         prompt = text_of(40)
