@@ -14,7 +14,7 @@ from transformers.trainer_callback import ProgressCallback
 from tnn_cli.atomic import read_json, write_json
 from tnn_cli.runs import RUN, check_same_run, describe_run, write_checksums
 
-from .passes import regroup
+from .passes import regroup, warn_of_bfloat16
 from .processes import StopRequest
 
 
@@ -35,6 +35,8 @@ class GroupingTrainer(Trainer):
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(LossBar)
         fit_to_device(self.args)
+        if self.args.bf16:
+            warn_of_bfloat16(self.args.device, "--bf16 false")
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
         if self.optimizer is None:

@@ -41,7 +41,7 @@ from ..data.text import BlockStream, load_corpus, pack, train_tokenizer, workers
 from ..tools.poles import find_unstable
 from .accelerate_loop import Pretraining, perplexity
 from .costs import reserved_memory
-from .passes import compile_blocks, summed_loss
+from .passes import compile_blocks, summed_loss, warn_of_bfloat16
 from .processes import (
     LostProcessError,
     StopRequested,
@@ -90,6 +90,8 @@ def build_accelerator(args: PretrainArguments) -> Accelerator:
     # Accelerate would train in float32.
     if accelerator.device.type == "cpu" and accelerator.mixed_precision == "fp16":
         raise ValueError("--mixed_precision must be no or bf16 on a CPU, got fp16")
+    if accelerator.mixed_precision == "bf16":
+        warn_of_bfloat16(accelerator.device, "--mixed_precision no")
     return accelerator
 
 

@@ -61,6 +61,7 @@ class TestDemo(TrainingTests):
 class TestPretrain(TrainingTests):
     command = "pretrain"
     needed = "--config_name config --train_file good.txt --output_dir ../out"
+    precisions = ("--mixed_precision bf16", "--mixed_precision no")
     estimate = ("2 steps of 128 tokens: 256 tokens", "tokens")
     recipes = "[!g]*.yaml"
     left = {".lock", "tokenizer"}
