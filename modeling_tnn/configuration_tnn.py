@@ -396,7 +396,8 @@ class TnnConfig(PreTrainedConfig):
         super().__setattr__(name, value)
         if name in DERIVED:
             self._automatic = self._automatic - {name} | ({name} if value is None else set())
-        self._derive()
+        if name in TnnConfig.__annotations__:  # the base class sets forty others
+            self._derive()
 
     def __eq__(self, other: object) -> bool:
         # A derived value equals the same value given.
@@ -478,8 +479,8 @@ class TnnConfig(PreTrainedConfig):
 
     def _derive(self):
         for name, derive in DERIVED.items():  # in this order: some follow from others
-            if name in self._automatic:
-                super().__setattr__(name, derive(self))
+            if name in self._automatic and (value := derive(self)) != vars(self)[name]:
+                super().__setattr__(name, value)
 
     # Not named validate_*: transformers would turn errors of such methods into a type that is not a ValueError.
     def _check_fields(self):

@@ -29,8 +29,9 @@ def folder_of_the_run(tmp_path_factory):
 pytest_plugins = ["helpers.glue", "helpers.programs"]
 
 
-def pytest_collection_finish():
-    """Each training of Accelerate or Trainer collects garbage, which need not read all that the imports have made."""
+@pytest.fixture(scope="module", autouse=True)
+def frozen():
+    """Each training collects garbage, which need not read all that imports and earlier files have made."""
     gc.collect()
     gc.freeze()
 
