@@ -40,7 +40,7 @@ test-browser: $(VENV)/.dev $(VENV)/.browser
 # The Triton kernels: first in Triton's interpreter against the product by definition, then compiled for GPUs that need
 # not be here.
 test-triton: $(VENV)/.dev $(VENV)/.gpu
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit/test_toeplitz_triton.py tests/unit/test_loss_triton.py $(TEST_ARGS)
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests/unit/test_toeplitz_triton.py tests/unit/test_loss_triton.py $(TEST_ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit/test_triton_compiles.py $(TEST_ARGS)
 
 # What only a GPU can prove, on a machine that has one: less than eight minutes.

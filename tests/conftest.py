@@ -30,7 +30,7 @@ pytest_plugins = ["helpers.glue", "helpers.programs"]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def frozen():
+def frozen_heap():
     """Each training collects garbage, which need not read all that imports and earlier files have made."""
     gc.collect()
     gc.freeze()

@@ -106,8 +106,9 @@ class ProductTests:
 
     def pytest_generate_tests(self, metafunc):
         values = {"dtype": self.tolerances, "act": self.acts, "transform": self.transforms, "frozen": range(3)}
-        for name in values.keys() & set(metafunc.fixturenames):
-            metafunc.parametrize(name, [*values[name]])
+        for name in values:  # in this order: processes of xdist must collect the same
+            if name in metafunc.fixturenames:
+                metafunc.parametrize(name, [*values[name]])
 
     def product(self, v, kernel, first: int = 0, gate: Gate = NO_GATE) -> torch.Tensor:
         return gated_convolution(v, kernel, first, self.implementation, gate)
